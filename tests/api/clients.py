@@ -61,7 +61,7 @@ class Api:
 
 
 def error_of(response: httpx.Response) -> dict[str, Any]:
-    """OpenAI's error body, whole and well-formed."""
+    """Return OpenAI's error body, whole and well-formed."""
     body = response.json()
     assert set(body) == {"error"}
     assert {"message", "type", "param", "code"} <= set(body["error"])
@@ -72,14 +72,14 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
 
 
 def refusal(response: httpx.Response, status: int = 400) -> tuple[str | None, str]:
-    """The field that a refusal names, and its sentence."""
+    """Return the field that a refusal names, and its sentence."""
     assert response.status_code == status, response.text
     error = error_of(response)
     return error["param"], error["message"]
 
 
 def events(response: httpx.Response) -> list[dict[str, Any]]:
-    """A stream's events, which end with [DONE]."""
+    """Return a stream's events, which end with [DONE]."""
     assert response.headers["content-type"].startswith("text/event-stream")
     lines = [line for line in response.text.split("\n\n") if line]
     assert lines[-1] == "data: [DONE]"
@@ -97,7 +97,7 @@ def serving(
     catalog: TwinCatalog | None = None,
     tls: ssl.SSLContext | None = None,
 ) -> Generator[str]:
-    """A real server on the loopback, on a free port where none is named; gives its URL."""
+    """Run a real server on the loopback, on a free port where none is named, and yield its URL."""
     listener = socket.create_server(("127.0.0.1", port))
     app = build_app(catalog or TwinCatalog(service), settings or ApiSettings(), admission=admission)
     server = uvicorn.Server(HttpConfig(app, limits or ConnectionLimits(), tls, end_s=1))

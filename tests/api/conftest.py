@@ -8,5 +8,5 @@ from tests.api.clients import Api
 
 @pytest.fixture
 def api() -> Api:
-    """A ready service, reached in the process."""
+    """Return a ready service, reached in the process."""
     return Api()

@@ -49,7 +49,7 @@ def written(writer: MessageWriter) -> Events:
 
 
 def steps(events: Events) -> list[tuple[str, object]]:
-    """Each event's kind, with its block's index or its delta's kind."""
+    """Return each event's kind, with its block's index or its delta's kind."""
     return [
         (str(event["type"]), event["delta"].get("type") if isinstance(event.get("delta"), dict) else event.get("index"))
         for event in events
@@ -106,7 +106,7 @@ def test_the_whole_message_is_what_its_events_add_up_to() -> None:
     assert second.to_dict() == call | {"id": "toolu_2", "input": {}}
 
 
-def test_thoughts_that_are_to_be_omitted_leave_their_signature() -> None:
+def test_omitted_reasoning_leaves_its_signature() -> None:
     events = written(MessageWriter("msg_1", "twin", shows_thinking=False))
     assert [step for step in steps(events) if step[1] in (0, "thinking_delta", "signature_delta")] == [
         ("content_block_start", 0),
@@ -175,7 +175,7 @@ def test_a_choice_of_tools_is_read(choice: str, chosen: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("thinking", "known", "told"),
+    ("thinking", "known", "kwargs"),
     [
         ({"type": "enabled", "budget_tokens": 2048}, "enable_thinking thinking_budget", {"enable_thinking": True, "thinking_budget": 2048}),
         ({"type": "adaptive"}, "thinking", {"thinking": True}),
@@ -184,18 +184,18 @@ def test_a_choice_of_tools_is_read(choice: str, chosen: object) -> None:
         (None, "enable_thinking", {}),
     ],
 )  # fmt: skip
-def test_a_template_is_told_of_thinking_what_it_knows(
-    thinking: dict[str, object] | None, known: str, told: dict[str, object]
+def test_a_template_gets_the_thinking_arguments_that_it_knows(
+    thinking: dict[str, object] | None, known: str, kwargs: dict[str, object]
 ) -> None:
     format_ = ChatFormat(words=frozenset(known.split()))
     conversation = asked([{"role": "user", "content": "x"}], format_, thinking=thinking)
-    assert conversation.template_kwargs == told
+    assert conversation.template_kwargs == kwargs
 
 
 @pytest.mark.parametrize(
     ("keep", "left"), [("all", 2), (None, 1), ({"type": "thinking_turns", "value": 2}, 2)]
 )
-def test_earlier_thoughts_are_cleared_as_asked(keep: object, left: int) -> None:
+def test_earlier_reasoning_is_cleared_on_request(keep: object, left: int) -> None:
     turn = {"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm.", "signature": ""}]}
     edit = {"type": "clear_thinking_20251015"} | ({} if keep is None else {"keep": keep})
     conversation = asked(

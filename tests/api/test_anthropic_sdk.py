@@ -29,13 +29,13 @@ def plain() -> TwinService:
 
 @pytest.fixture
 def thinker() -> TwinService:
-    """Thinks, says something and calls a tool, whatever it is asked."""
+    """Return a service that always reasons, answers and calls a tool."""
     return TwinService(tokenizer=MarkingTokenizer(), says=SAYS)
 
 
 @pytest.fixture
 def client(request: pytest.FixtureRequest) -> Iterator[anthropic.Anthropic]:
-    """The SDK, pointed at a server with a key that serves the service the test names."""
+    """Yield the SDK's client of a server with a key that serves the test's service."""
     service: TwinService = request.getfixturevalue(request.param)
     with (
         serving(service, ApiSettings(api_keys=("key",))) as url,
@@ -102,7 +102,7 @@ def test_the_tool_runner_runs_the_tool_and_sends_all_of_it_back(
 
     @anthropic.beta_tool
     def add(a: int, b: int) -> str:
-        """Adds two numbers."""
+        """Add two numbers."""
         ran.append((a, b))
         return str(a + b)
 

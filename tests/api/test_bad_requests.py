@@ -1,4 +1,4 @@
-"""Whatever is sent, the answer is the right one or a sentence in OpenAI's body, and others go on."""
+"""Any body gets the right answer or a sentence in OpenAI's error, and other requests continue."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_a_wrong_message_is_named(api: Api, body: dict[str, object], named: str)
         (b'{"\\ud800": 1}', "surrogate"),
     ],
 )
-def test_what_is_not_json_is_told_so(api: Api, content: bytes, says: str) -> None:
+def test_a_body_that_is_not_json_is_refused(api: Api, content: bytes, says: str) -> None:
     _, message = refusal(api.request("POST", "/v1/chat/completions", content=content))
     assert says in message
 

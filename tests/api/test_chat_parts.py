@@ -1,4 +1,4 @@
-"""Tools, thoughts and formats in `/v1/chat/completions`."""
+"""Tools, reasoning and formats in `/v1/chat/completions`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich"}}\n
 
 
 def model(says: str = "Hello.") -> Api:
-    """A model that thinks and calls tools, and says this."""
+    """Return a model that reasons, calls tools and says this."""
     return Api(TwinService(tokenizer=MarkingTokenizer(), says=says))
 
 
@@ -35,7 +35,7 @@ def message_of(api: Api, **fields: object) -> dict[str, Any]:
 
 
 def joined(chunks: list[dict[str, Any]], name: str) -> str:
-    """One text of all deltas."""
+    """Join the text of all deltas."""
     return "".join(chunk["choices"][0]["delta"].get(name) or "" for chunk in chunks)
 
 
@@ -110,7 +110,7 @@ def test_generation_stops_behind_the_first_call_where_one_may_be() -> None:
     assert body["performance"]["generation_s"] >= 0
 
 
-def test_thoughts_are_reasoning_under_both_names_and_counted() -> None:
+def test_reasoning_has_both_names_and_is_counted() -> None:
     api = model("<think>\nHm.\n</think>\n\nHello.")
     body = api.chat().json()
     message = body["choices"][0]["message"]
@@ -125,7 +125,7 @@ def test_thoughts_are_reasoning_under_both_names_and_counted() -> None:
 @pytest.mark.parametrize(
     "fields", [{"chat_template_kwargs": {"enable_thinking": True}}, {"reasoning_effort": "low"}]
 )
-def test_where_the_template_opens_a_thought_the_answer_begins_as_one(fields: dict[str, object]) -> None:
+def test_an_answer_begins_in_reasoning_that_the_template_opened(fields: dict[str, object]) -> None:
     # The twin says its answer from behind the template's mark on; what it skips is the mark's length.
     message = message_of(model("..Hm.</think>Hello."), **fields)
     assert (message["reasoning"], message["content"]) == ("Hm.", "Hello.")
@@ -155,7 +155,7 @@ def test_more_tools_than_templates_and_grammars_are_made_for_are_refused() -> No
 
 
 def test_names_of_tools_are_not_looked_up_among_all_before_them() -> None:
-    """Their square would hold up everybody's answers for minutes."""
+    """Offer many tools, for which quadratic time would delay every answer for minutes."""
     names = [f"f{number}" for number in range(400_000)]
     check_names(names, "tools[{}]")
     with pytest.raises(RequestError, match="'f7'") as refused:
@@ -177,7 +177,7 @@ def test_a_model_that_never_thinks_takes_the_effort_none_alone(api: Api) -> None
     assert "no switch" in message
 
 
-def test_a_stop_string_within_a_thought_ends_nothing() -> None:
+def test_a_stop_string_within_reasoning_ends_nothing() -> None:
     api = model("<think>a: b</think>One: two")
     body = api.chat(stop=":").json()
     assert body["choices"][0]["message"]["content"] == "One"
@@ -207,7 +207,7 @@ def test_an_answer_that_is_cut_off_in_a_call_ends_with_length() -> None:
         assert chunks[-1]["choices"][0]["finish_reason"] == "length"
 
 
-def test_thoughts_and_calls_go_back_as_history_also_without_content() -> None:
+def test_reasoning_and_calls_are_accepted_as_history_also_without_content() -> None:
     api = model(f"<think>Hm.</think>{CALL}")
     first = message_of(api, tools=[TOOL])
     result = {"role": "tool", "tool_call_id": first["tool_calls"][0]["id"], "content": "sunny"}

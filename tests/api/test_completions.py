@@ -15,7 +15,7 @@ from mlx_ring.core.types import TokenLogprob
 
 PROMPT = "Hello."
 AFTER_PROMPT = "hijklmnopqrstuvwxyz"
-"""What the twin goes on with after BOS and six bytes."""
+"""Continuation by the twin after BOS and six bytes."""
 
 
 def test_sixteen_tokens_are_the_default(api: Api) -> None:

@@ -1,4 +1,4 @@
-"""A server that is told to end finishes what it has, and says so to who comes."""
+"""A server that shuts down finishes its requests and refuses new ones."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_stream_that_has_begun_goes_on_to_its_end() -> None:
         eventually(lambda: admission.open == 0)
 
 
-def test_what_is_not_finished_when_the_server_ends_is_told_so() -> None:
+def test_requests_that_are_open_when_the_server_ends_get_an_error() -> None:
     admission = Admission()
     with ThreadPoolExecutor(1) as clients:
         with serving(TwinService(automatic=False), admission=admission) as url:

@@ -63,7 +63,7 @@ def test_each_form_of_input_is_embedded_in_order(given: object, vectors: list[li
 def test_more_texts_than_places_are_all_embedded() -> None:
     api = Api(service_with("last"))
     assert embed(api, [[65, token] for token in range(100)]) == [[token, 1, 1] for token in range(100)]
-    assert api.service.sequences_held == 0, "nobody goes on from a text that was only embedded"
+    assert api.service.sequences_held == 0, "no sequence is kept of a text that was only embedded"
 
 
 def test_vectors_have_length_one_also_when_they_are_cut(api: Api) -> None:

@@ -1,4 +1,4 @@
-"""Errors in the words of each dialect, whatever they come from."""
+"""Errors in the format of each dialect, from every source."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ KINDS: dict[str, Callable[[dict[str, Any]], str]] = {
 
 
 @pytest.mark.parametrize("path", KINDS)
-def test_an_unknown_key_a_foreign_page_and_an_unknown_path_are_told_in_the_dialect_of_the_path(
+def test_authentication_origin_and_path_errors_are_in_the_dialect_of_the_path(
     path: str,
 ) -> None:
     keyed = Api(settings=ApiSettings(api_keys=("key",)))
@@ -89,7 +89,7 @@ def test_anthropics_errors_name_the_request_in_the_body_and_in_two_headers() -> 
         (RingError("It broke."), 500, "api_error", (None, "false")),
     ],
 )
-def test_what_may_pass_says_when_to_come_again_and_what_may_not_says_so(
+def test_errors_say_whether_and_when_to_retry(
     api: Api, error: RingError, status: int, kind: str, again: tuple[str | None, str | None]
 ) -> None:
     api.service.error = error
@@ -101,7 +101,7 @@ def test_what_may_pass_says_when_to_come_again_and_what_may_not_says_so(
         assert told == kind or path == OPENAI
 
 
-def test_fastapis_422_is_a_400_of_the_dialect() -> None:
+def test_a_wrong_parameter_is_a_400_in_the_dialect() -> None:
     app = FastAPI()
     install_error_handlers(app, DIALECTS)
 

@@ -46,10 +46,10 @@ def test_leaving_early_stops_every_sequence() -> None:
 
 
 class ScriptedEngine:
-    """Gives one delta to each sequence, and then trouble to the second."""
+    """Engine that gives one delta to each sequence, and then an error to the second."""
 
-    def __init__(self, trouble: Delta | Exception) -> None:
-        self._trouble = trouble
+    def __init__(self, error: Delta | Exception) -> None:
+        self._error = error
         self._streams: list[RequestStream] = []
         self.aborted = 0
 
@@ -61,10 +61,10 @@ class ScriptedEngine:
         stream.put(Delta("a", (97,), (), len(request.prompt_tokens), 1))
         self._streams.append(stream)
         if len(self._streams) == 2:
-            if isinstance(self._trouble, Delta):
-                stream.put(self._trouble)
+            if isinstance(self._error, Delta):
+                stream.put(self._error)
             else:
-                stream.fail(self._trouble)  # pyright: ignore[reportArgumentType] - a RingError, as listed
+                stream.fail(self._error)  # pyright: ignore[reportArgumentType] - a RingError, as listed
         return stream
 
     def stats(self) -> None:
@@ -75,16 +75,16 @@ class ScriptedEngine:
 
 
 @pytest.mark.parametrize(
-    ("trouble", "raised"),
+    ("error", "raised"),
     [
         (StepFailed("It broke."), StepFailed),
         (Delta("", (), (), 1, 1, finish_reason="abort"), NotReady),
     ],
 )
-def test_the_trouble_of_one_ends_all_after_what_came_before_it(
-    trouble: Delta | Exception, raised: type[Exception]
+def test_one_error_ends_all_answers_after_the_pieces_before_it(
+    error: Delta | Exception, raised: type[Exception]
 ) -> None:
-    engine = ScriptedEngine(trouble)
+    engine = ScriptedEngine(error)
 
     async def run() -> list[str]:
         async with Generation(engine, asking(1, 1), "prompt") as generation:  # pyright: ignore[reportArgumentType] - no stats are asked for

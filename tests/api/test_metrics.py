@@ -143,5 +143,5 @@ def test_what_a_link_has_carried_goes_on_when_its_worker_begins_anew(pid: int) -
         return LinkUse(compresses=True, why="", frames=frames, tensor_bytes=10 * frames, sent_bytes=frames)
 
     for seen, process in ((3, 1), (5, 1), (2, pid), (4, pid)):
-        counts.hear(link, process, use(seen))
+        counts.update(link, process, use(seen))
     assert counts.total[link] == [9, 90, 9]

@@ -28,7 +28,7 @@ def service() -> TwinService:
 
 @pytest.fixture
 def client(service: TwinService) -> Iterator[openai.OpenAI]:
-    """The SDK, pointed at a server on the loopback."""
+    """Yield the SDK's client of a server on the loopback."""
     with (
         serving(service) as url,
         openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
@@ -104,7 +104,7 @@ def weather() -> Any:
 
 @pytest.fixture
 def caller() -> Iterator[openai.OpenAI]:
-    """The SDK, pointed at a model that thinks and calls a tool."""
+    """Yield the SDK's client of a model that reasons and calls a tool."""
     with (
         serving(TwinService(tokenizer=MarkingTokenizer(), says=CALL)) as url,
         openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
@@ -224,7 +224,7 @@ def test_errors_are_the_sdks_own(client: openai.OpenAI, service: TwinService) ->
     assert lost.value.status_code == 503
 
 
-def test_an_error_in_a_responses_stream_is_told_and_raised() -> None:
+def test_an_error_in_a_responses_stream_is_sent_and_raised() -> None:
     service = TwinService(automatic=False)
     with serving(service) as url, openai.OpenAI(base_url=url, api_key="none") as client:
         stream = client.responses.create(model="twin", input="Hello.", stream=True)

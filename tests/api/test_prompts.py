@@ -29,7 +29,7 @@ CONTEXT = 100_000
 
 @pytest.fixture(scope="module")
 def demo() -> TwinService:
-    """A twin with the demo's own tokenizer."""
+    """Return a twin with the demo's own tokenizer."""
     return with_tokenizer(prepare_model(load_settings({"model": "demo"})).tokenizer)
 
 
@@ -40,7 +40,7 @@ def with_tokenizer(tokenizer: Any) -> TwinService:
 
 
 def wrapper(**attributes: Any) -> Any:
-    """As mlx-lm's: it would say that thinking is wanted."""
+    """Return a wrapper like mlx-lm's, which turns reasoning on."""
 
     def apply(_messages: Any, **_options: Any) -> str:
         return "thinking"
@@ -74,7 +74,7 @@ def test_other_renderers_are_the_wrappers(attributes: dict[str, Any]) -> None:
 
 
 def texts() -> Iterator[str]:
-    """No two alike, of one letter to so many that a thread of their own encodes them."""
+    """Yield different texts, from one letter to more than short threads encode."""
     for number in range(60):
         yield f"{number}: Grüße, 日本 🙂 <|im_end|>\n" * (1 + number % 7)
     for number in range(4):
@@ -172,7 +172,7 @@ def test_what_cannot_fit_is_refused_before_it_is_encoded(
         ("/detokenize", {"tokens": [5] * (CONTEXT + 1)}, "tokens"),
     ],
 )
-def test_over_http_both_numbers_are_told(
+def test_over_http_the_error_has_both_numbers(
     demo: TwinService, path: str, body: dict[str, object], named: str
 ) -> None:
     param, message = refusal(Api(demo).post(path, body))

@@ -1,4 +1,4 @@
-"""What `/openapi.json` says of requests and what is read are the same: each place of a body is given what it may not hold."""
+"""Requests are read as `/openapi.json` describes them: each place of a body is given what it may not contain."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ RICH: dict[str, tuple[type[Body], dict[str, Any]]] = {
 }
 """A body with much in it, for each route."""
 OF_SEVERAL = frozenset({"logit_bias", "stream", "logprobs", "stream_options", "top_logprobs"})
-"""What routes compare with other fields, or with the model, and schemas say beforehand."""
+"""Fields that routes compare with other fields or with the model, beyond their schemas."""
 
 
 def schema_of(path: str) -> dict[str, Any]:
@@ -187,7 +187,7 @@ def test_a_body_is_read_where_its_schema_takes_it_and_nowhere_else(path: str) ->
         ("/tokenize", {"messages": [{"role": "user", "content": "x"}]}),
     ],
 )
-def test_what_does_not_go_together_is_refused_and_told_so(path: str, fields: dict[str, Any]) -> None:
+def test_fields_that_exclude_each_other_are_refused_with_a_reason(path: str, fields: dict[str, Any]) -> None:
     example = DOCUMENT["paths"][path]["post"]["requestBody"]["content"]["application/json"]["example"]
     told = jsonschema.Draft202012Validator(schema_of(path))
     assert told.is_valid(example)

@@ -56,7 +56,7 @@ def event_adapter() -> TypeAdapter[Any]:
 
 
 def checked(events: Events) -> Events:
-    """Each event is one that the SDK's own types take, numbered without a gap."""
+    """Check each event against the SDK's types, and its number."""
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     for event in events:
         event_adapter().validate_python(event)
@@ -106,7 +106,7 @@ def test_an_answer_at_its_limit_is_incomplete_and_so_is_its_last_item() -> None:
     assert [item["status"] for item in whole["output"]] == ["incomplete"]
 
 
-def test_a_failure_is_told_to_readers_of_events_and_raised_by_sdks() -> None:
+def test_a_failure_is_an_event_and_raised_by_sdks() -> None:
     made = writer()
     events: Events = [*made.opening(), *made.part(AnswerText("Hel"))]
     events += made.failing(ErrorInfo(503, "Worker 1 died.", "server_error", "worker_lost"))
@@ -146,7 +146,7 @@ def test_a_turns_items_are_one_message_to_the_template() -> None:
     ]  # fmt: skip
 
 
-def test_thoughts_stay_in_the_turn_in_which_they_were_thought() -> None:
+def test_reasoning_stays_in_its_turn() -> None:
     def thought(text: str) -> dict[str, object]:
         return {"type": "reasoning", "summary": [{"type": "summary_text", "text": text}]}
 
@@ -168,7 +168,9 @@ def test_instructions_and_a_developers_message_at_the_beginning_are_one() -> Non
 @pytest.mark.parametrize(
     ("sealed", "thought"), [(seal("Hm."), "Hm."), ("gAAAAB", "briefly"), ("mlx-ring:%", "briefly")]
 )
-def test_a_thought_comes_back_sealed_and_anothers_seal_leaves_its_summary(sealed: str, thought: str) -> None:
+def test_reasoning_comes_back_sealed_and_another_servers_seal_leaves_its_summary(
+    sealed: str, thought: str
+) -> None:
     reasoning: dict[str, Any] = {
         "type": "reasoning",
         "id": "rs_1",
@@ -188,7 +190,7 @@ def test_a_thought_comes_back_sealed_and_anothers_seal_leaves_its_summary(sealed
     assert message == {"role": "assistant", "content": "Yes.", "reasoning_content": thought}
 
 
-def test_a_thought_that_the_input_ends_with_is_not_lost() -> None:
+def test_reasoning_at_the_end_of_the_input_is_not_lost() -> None:
     user = {"role": "user", "content": "Hi."}
     thought = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm."}]}
     assert asked([user, thought])[1:] == [{"role": "assistant", "content": "", "reasoning_content": "Hm."}]

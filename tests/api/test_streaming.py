@@ -23,7 +23,7 @@ PATIENCE_S = 20.0
 
 @pytest.fixture
 def stuck() -> Iterator[tuple[TwinService, str]]:
-    """A server whose workers never answer, and which keeps streams alive every few milliseconds."""
+    """Yield a server whose workers never answer, and which keeps streams alive every few milliseconds."""
     service = TwinService(automatic=False)
     with serving(service, ApiSettings(keep_alive_s=0.005)) as url:
         yield service, url

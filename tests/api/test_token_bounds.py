@@ -23,7 +23,7 @@ class Wrapper:
 
 
 def bpe(symbols: list[str], **options: object) -> models.BPE:
-    """The symbols, their words above, and all that is merged on the way to them."""
+    """Return a model of the symbols, their words and all merges on the way to them."""
     vocabulary = dict.fromkeys(symbols)
     merges: list[tuple[str, str]] = []
     for word in WORDS:
@@ -38,7 +38,7 @@ def bpe(symbols: list[str], **options: object) -> models.BPE:
 
 
 def of_bytes() -> Tokenizer:
-    """As GPT-2's, Llama 3's and Qwen's are."""
+    """Return a tokenizer like GPT-2's, Llama 3's and Qwen's."""
     tokenizer = Tokenizer(bpe(sorted(pre_tokenizers.ByteLevel.alphabet())))
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -51,7 +51,7 @@ def of_bytes() -> Tokenizer:
 
 
 def of_words() -> Tokenizer:
-    """As Llama 2's and Gemma's are."""
+    """Return a tokenizer like Llama 2's and Gemma's."""
     letters = [*"theinga", "é", "\u2581"]
     names = [f"<0x{byte:02X}>" for byte in range(256)]
     tokenizer = Tokenizer(
@@ -64,7 +64,7 @@ def of_words() -> Tokenizer:
 
 
 def with_greedy_mark(tokenizer: Tokenizer) -> Tokenizer:
-    """One that takes all space around a mark."""
+    """Return a tokenizer with a mark that takes all space around it."""
     tokenizer.add_special_tokens([AddedToken("<|a\u2581b|>", lstrip=True, rstrip=True), AddedToken("<e>")])
     return tokenizer
 

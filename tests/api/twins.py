@@ -29,11 +29,11 @@ VOCAB_SIZE = 320
 CONTEXT = 4096
 SPECIAL = {BOS: "<bos>", EOS: "<eos>", ANSWER: "<answer>"}
 ANSWER_TEXT = "Grüße: 日本, and 🙂 to you."
-"""What the twin says to every chat."""
+"""Text of the twin's answer to every chat."""
 
 
 def printable(byte: int) -> str:
-    """GPT-2's name of a byte."""
+    """Return GPT-2's name of a byte."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [value for value in range(256) if value not in plain]
     return chr(byte) if byte in plain else chr(256 + others.index(byte))
@@ -116,13 +116,13 @@ class ByteTokenizer:
         return [*tokens, ANSWER, *self.opening(kwargs)] if add_generation_prompt else tokens
 
     def opening(self, template_kwargs: Mapping[str, object]) -> list[int]:
-        """What the template puts before the answer."""
+        """Return what the template puts before the answer."""
         del template_kwargs
         return []
 
 
 def parse_json_call(text: str, tools: object) -> object:
-    """As mlx-lm's `json_tools`, by whose name it goes."""
+    """Parse calls like mlx-lm's `json_tools`, under whose name it runs."""
     del tools
     return json.loads(text)
 
@@ -160,7 +160,7 @@ class MarkingTokenizer(ByteTokenizer):
 
 
 def saying(tokens: Sequence[int]) -> Callable[[Sequence[int]], int]:
-    """To a chat: these tokens, then EOS. To other prompts: the alphabet, by position, for ever."""
+    """Return a model that says these tokens and EOS to a chat, and the alphabet to other prompts."""
 
     def next_token(history: Sequence[int]) -> int:
         if ANSWER not in history:

@@ -13,10 +13,10 @@ from mlx_ring.api.docs import routes as docs
 from mlx_ring.api.errors import install_error_handlers
 from mlx_ring.api.metrics import page as metrics
 from mlx_ring.api.middleware.access_log import AccessLog
-from mlx_ring.api.middleware.body_memory import Bodies, BodyRoom
+from mlx_ring.api.middleware.body_memory import BodyMemoryMiddleware, RequestBodyMemory
 from mlx_ring.api.middleware.guard import Admission, Guard
-from mlx_ring.api.middleware.http_metrics import HttpMeter, Observed
-from mlx_ring.api.middleware.tracing import Traced
+from mlx_ring.api.middleware.http_metrics import HttpMeter, HttpMetricsMiddleware
+from mlx_ring.api.middleware.tracing import TracingMiddleware
 from mlx_ring.api.ollama.dialect import OLLAMA
 from mlx_ring.api.openai.dialect import OPENAI
 from mlx_ring.api.openapi import describe_api
@@ -54,11 +54,13 @@ def build_app(
     app.state.keep_alive_s = settings.keep_alive_s
     describe_api(app, routers, settings, DIALECTS)
     install_error_handlers(app, DIALECTS)
-    app.add_middleware(Bodies, settings=settings, room=BodyRoom(settings.max_bodies_bytes))
+    app.add_middleware(
+        BodyMemoryMiddleware, settings=settings, memory=RequestBodyMemory(settings.max_bodies_bytes)
+    )
     if tracing is not None:
-        app.add_middleware(Traced, tracing=tracing)
+        app.add_middleware(TracingMiddleware, tracing=tracing)
     app.add_middleware(Guard, settings=settings, admission=admission)
-    app.add_middleware(Observed, meter=http)
+    app.add_middleware(HttpMetricsMiddleware, meter=http)
     if settings.access_log:
         app.add_middleware(AccessLog)
     return app

@@ -14,13 +14,13 @@ from fastapi import APIRouter, FastAPI
 from fastapi.routing import APIRoute
 from pydantic import ConfigDict, TypeAdapter, with_config
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from mlx_ring.api.dialect import Dialects
 from mlx_ring.api.request_body import WITHOUT_EFFECT, Body
 from mlx_ring.api.settings import ApiSettings
-from mlx_ring.api.streaming import EVENT_STREAM, start_in_time
+from mlx_ring.api.streaming import EVENT_STREAM, json_endpoint, start_in_time
 
 Json = dict[str, Any]
 
@@ -98,11 +98,7 @@ def documented_post(
     doc: RouteDoc[AnswerT],
 ) -> None:
     """Add a POST route that reads a body of this schema. An event stream starts in time, if only with comments."""
-
-    async def respond(request: Request) -> Response:
-        answer = await endpoint(request)
-        return answer if isinstance(answer, Response) else JSONResponse(answer)
-
+    respond = json_endpoint(endpoint)
     in_time = start_in_time(respond) if EVENT_STREAM in doc.streams else respond
     _add(router, path, in_time, "POST", doc, schema)
 
@@ -113,7 +109,7 @@ def documented_get(
     endpoint: Callable[..., Awaitable[AnswerT | Response]],
     doc: RouteDoc[AnswerT],
 ) -> None:
-    """Add a GET route. What the endpoint returns is written as JSON, unless it is a response."""
+    """Add a GET route. A returned value that is not a response is written as JSON."""
     _add(router, path, endpoint, "GET", doc, None)
 
 

@@ -1,4 +1,4 @@
-"""What the API needs of the rest: the contract that the composition root fulfils."""
+"""Protocols that the API requires of the models it serves. The head implements them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mlx_ring.models.pooling import Pooling
 
 
 class AddedToken(Protocol):
-    """A token that was added to a vocabulary by name."""
+    """Token that was added to a vocabulary by name."""
 
     @property
     def special(self) -> bool: ...
@@ -25,7 +25,7 @@ class AddedToken(Protocol):
 
 
 class Tokenizer(Protocol):
-    """The part of mlx-lm's `TokenizerWrapper` that makes prompts, shows tokens and knows the format of answers."""
+    """Part of mlx-lm's `TokenizerWrapper` that makes prompts, decodes tokens and knows the format of answers."""
 
     has_chat_template: bool
 
@@ -33,31 +33,31 @@ class Tokenizer(Protocol):
     def added_tokens_decoder(self) -> Mapping[int, AddedToken]: ...
     @property
     def think_start(self) -> str | None:
-        """What goes before a thought; None where the model has no thoughts."""
+        """Mark before reasoning; None if the model has no reasoning."""
         ...
 
     @property
     def think_end(self) -> str | None: ...
     @property
     def tool_call_start(self) -> str | None:
-        """What goes before calls of tools; None where the format of calls is not known."""
+        """Mark before tool calls; None if their format is unknown."""
         ...
 
     @property
     def tool_call_end(self) -> str | None: ...
     @property
     def tool_parser(self) -> Callable[[str, list[dict[str, object]]], object] | None:
-        """Reads what is between."""
+        """Parser of the text between these marks."""
         ...
 
     @property
     def structural_markers(self) -> Sequence[str]:
-        """What goes around answers and says nothing."""
+        """Marks around answers that carry no content."""
         ...
 
     @property
     def response_transitions(self) -> Mapping[str, Iterable[tuple[str, str]]]:
-        """By state, which marks end it and what begins then, where an answer is of several messages."""
+        """Marks that end each state, with the state that follows, for answers of several messages."""
         ...
 
     @property
@@ -88,57 +88,62 @@ class Tokenizer(Protocol):
 
 
 class Answering(Protocol):
-    """What answers requests: an engine, or several behind a router."""
+    """Engine, or several engines behind a router."""
 
     def submit_all(self, *requests: GenerateRequest) -> list[RequestStream]:
-        """Raises `RequestError` for values that the model cannot take, `ServingError` when it cannot answer."""
+        """Submit requests together.
+
+        Raises:
+            RequestError: The model cannot accept a value.
+            ServingError: The model cannot answer.
+        """
         ...
 
 
 class ServingEngine(Answering, Protocol):
-    """One instance's engine."""
+    """Engine of one instance."""
 
     def stats(self) -> EngineStats: ...
 
     def totals(self) -> StepTotals:
-        """What its steps have done since it began."""
+        """Return the totals of all steps since the engine started."""
         ...
 
     def requests(self) -> Sequence[OpenRequest]:
-        """That run or wait, the oldest first."""
+        """Return the running and waiting requests, the oldest first."""
         ...
 
     @property
     def policy(self) -> Policy:
-        """How steps are made."""
+        """Configuration of the scheduler."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class LinkInfo:
-    """One way between two nodes, as it was measured."""
+    """Measurement of one direction between two nodes."""
 
     source: str
     target: str
     round_trip_s: float
     bytes_per_s: float
     unix_time_s: float
-    """When."""
+    """Time of the measurement."""
     problem: str = ""
-    """Why nothing gets through; the figures are then 0."""
+    """Reason why nothing passes. The figures are then 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class InstanceInfo:
-    """The plan in force and who runs it, in order of stage and rank."""
+    """Plan in force, and its workers in order of stage and rank."""
 
     name: str
     epoch: int
     layers: int
-    """Of the whole model."""
+    """Number of the model's layers."""
     workers: tuple[WorkerInfo, ...]
     kv_bits: int = 0
-    """In which keys and values are kept; 0: as they are computed."""
+    """Bits of a quantized key or value; 0: kept as computed."""
 
     @property
     def stages(self) -> int:
@@ -146,142 +151,142 @@ class InstanceInfo:
 
 
 class ServedInstance(Protocol):
-    """One instance of a model."""
+    """Instance of a model."""
 
     @property
     def info(self) -> InstanceInfo: ...
     @property
     def error(self) -> RingError | None:
-        """Why it cannot answer now; None when it can."""
+        """Reason why it cannot answer now; None if it can."""
         ...
 
     @property
     def engine(self) -> ServingEngine:
-        """Used only while `error` is None."""
+        """Engine, used only while `error` is None."""
         ...
 
 
 State = Literal["loading", "ready", "unavailable", "unloaded"]
-"""Of a model: one that is unloaded is loaded when it is asked for."""
+"""State of a model. An unloaded model is loaded on the next request for it."""
 
 
 class ModelService(Protocol):
-    """One served model. Everything but `state`, `error`, `engine` and `instances` holds from the start."""
+    """Served model. Only `state`, `error`, `engine` and `instances` change."""
 
     @property
     def model_id(self) -> str: ...
     @property
     def aliases(self) -> Sequence[str]:
-        """Other names that requests may use."""
+        """Further names that requests may use."""
         ...
 
     @property
     def created(self) -> int:
-        """When the service began, Unix seconds."""
+        """Unix seconds when the service started."""
         ...
 
     @property
     def tokenizer(self) -> Tokenizer: ...
     @property
     def context_length(self) -> int:
-        """Most tokens of prompt and answer together."""
+        """Largest number of tokens of prompt and answer together."""
         ...
 
     @property
     def kept_context_length(self) -> int:
-        """What of that an instance has as long as it serves, whatever else is loaded."""
+        """Part of the context that stays available whichever other models are loaded."""
         ...
 
     @property
     def vocab_size(self) -> int: ...
     @property
     def hidden_size(self) -> int:
-        """Numbers in a hidden state, and so in an embedding."""
+        """Length of a hidden state, and of an embedding."""
         ...
 
     @property
     def default_sampling(self) -> Sampling: ...
     @property
     def pooling(self) -> Pooling:
-        """How embeddings are made of hidden states."""
+        """Method that makes embeddings of hidden states."""
         ...
 
     @property
     def metadata(self) -> Mapping[str, object]:
-        """What `/model/info` tells of the model: architecture, quantization, parameters. Plain JSON."""
+        """Architecture, quantization and parameters, as plain JSON for `/model/info`."""
         ...
 
     @property
     def state(self) -> State: ...
     @property
     def engine(self) -> Answering:
-        """Used only while `error` is None and the model is loaded."""
+        """Engine, used only while `error` is None and the model is loaded."""
         ...
 
     @property
     def error(self) -> RingError | None:
-        """Why the model cannot answer now; None when it can, or will when it is asked for."""
+        """Reason why the model cannot answer now; None if it can, or will once it is loaded on request."""
         ...
 
     @property
     def meters(self) -> Sequence[Meter]:
-        """Of its replicas, in their order, those included that are not loaded now."""
+        """Meters of the replicas in their order, unloaded ones included."""
         ...
 
     @property
     def rejected(self) -> Mapping[str, int]:
-        """By the name of an error, requests that were refused before they were taken."""
+        """Numbers of refused requests, by the error's name."""
         ...
 
     @property
     def instances(self) -> Sequence[ServedInstance]:
-        """Its replicas; none while it is not loaded."""
+        """Replicas; none while the model is not loaded."""
         ...
 
 
 class ModelCatalog(Protocol):
-    """Every model that is served."""
+    """All served models."""
 
     @property
     def models(self) -> Sequence[ModelService]:
-        """One at least. The first is the one that was to be served first."""
+        """Served models, at least one. The first is the default."""
         ...
 
     @property
     def links(self) -> Sequence[LinkInfo]:
-        """What is known of the links between the nodes of the cluster."""
+        """Measured links between the cluster's nodes."""
         ...
 
     def cluster(self) -> ClusterParts:
-        """Every node, and every instance with all that is known of its stages."""
+        """Return every node, and every instance with its stages."""
         ...
 
     async def ready(self, model: ModelService) -> None:
-        """Make sure that a model can answer: one that is unloaded is loaded, which takes a while.
+        """Ensure that a model can answer. An unloaded model is loaded, which takes a while.
 
-        One that is being loaded again, after it was lost or at the start, is not waited for.
+        A model that is starting or recovering is not awaited.
 
         Raises:
-            RingError: why it cannot answer.
+            RingError: The model cannot answer.
         """
         ...
 
     async def load(self, name: str) -> ModelService:
-        """Load a model by its name, and serve it from now on where it was not served before.
+        """Load a model by its name, and serve it from now on.
 
         Raises:
-            RingError: why it cannot be loaded.
+            RingError: The model cannot be loaded.
         """
         ...
 
     async def unload(self, model: ModelService, *, force: bool) -> None:
-        """Free what a loaded model holds. It stays in the list, and comes back when it is asked for.
+        """Free a loaded model's memory. The model stays in the list, and the next request loads it.
 
         Args:
-            model: which.
-            force: also while it answers requests, which end with an error.
+            model: Model to unload.
+            force: Unload it even while it answers requests, which then end with an error.
 
         Raises:
-            RequestError: it answers requests, and force is not used.
+            RequestError: The model answers requests, and `force` is False.
         """
         ...

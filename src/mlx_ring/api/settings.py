@@ -1,4 +1,4 @@
-"""What the person who runs the server decides about its HTTP side."""
+"""Settings of the HTTP server."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class ApiSettings:
-    """Filled in by the composition root from the one settings model."""
+    """Settings of the HTTP server. The head fills them in from `Settings`."""
 
     host: str = "127.0.0.1"
-    """The address that the server is bound to; requests may name it in `Host` and `Origin`."""
+    """Address that the server listens on. Requests may name it in `Host` and `Origin`."""
     allowed_hosts: tuple[str, ...] = ()
-    """More names that `Host` may carry, without port; `*` allows all."""
+    """Further names allowed in `Host`, without port; `*` allows all."""
     allowed_origins: tuple[str, ...] = ()
-    """More origins: `https://app.example`, a bare host, `null`, or `*`."""
+    """Further allowed origins: `https://app.example`, a bare host, `null`, or `*`."""
     api_keys: tuple[str, ...] = field(default=(), repr=False)
-    """One of them must come with each request but those for health; none: nobody is asked."""
+    """Accepted API keys; without any, no authentication. Health checks need none."""
     default_max_tokens: int | None = None
-    """Of a chat answer whose request sets no limit; None: to the end of the context."""
+    """Limit of a chat answer whose request sets none; None: the end of the context."""
     max_body_bytes: int = 16 * 2**20
     max_bodies_bytes: int = 256 * 2**20
-    """Of all requests that are under way."""
+    """Limit of the bodies of all requests in progress together."""
     client_timeout_s: float = 60.0
-    """For how long a client may stall while it sends its request."""
+    """Longest pause of a client that sends its request."""
     access_log: bool = True
-    """Whether each request is a line of log."""
+    """True if each request is logged."""
     keep_alive_s: float = 10.0
-    """Silence after which a stream sends a comment, so that nothing in between takes it for dead."""
+    """Silence after which a stream sends a comment, so that proxies keep the connection."""

@@ -11,7 +11,7 @@ from contextlib import AbstractAsyncContextManager, aclosing
 from typing import Any, Generic, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from mlx_ring.api.errors import log_failure, stream_failure
@@ -102,6 +102,16 @@ async def _send_data(send: Send, data: bytes) -> None:
 
 
 Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+def json_endpoint(endpoint: Callable[[Request], Awaitable[object]]) -> Endpoint:
+    """Return an endpoint that writes as JSON what another one returns, unless it is a response."""
+
+    async def respond(request: Request) -> Response:
+        answer = await endpoint(request)
+        return answer if isinstance(answer, Response) else JSONResponse(answer)
+
+    return respond
 
 
 def note_stream(request: Request, fields: object) -> None:

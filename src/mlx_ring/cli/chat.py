@@ -1,7 +1,4 @@
-"""The terminal chat: streams from a running server over HTTP.
-
-`mlx-ring chat`: the flags of the terminal chat, which is in `chat.py`.
-"""
+"""`mlx-ring chat`: chat in the terminal with a running server, over HTTP."""
 
 from __future__ import annotations
 
@@ -27,28 +24,28 @@ if TYPE_CHECKING:
 
 _CONNECT_S = 5.0
 _SILENCE_S = 60.0
-"""A server that is alive sends a comment far more often."""
+"""Maximum pause of a stream. A live server sends a comment far more often."""
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""What would move the cursor or worse: a model's answer is only text."""
+"""Control characters, which a model's answer must not send to the terminal."""
 _MISUSE = 2
-_HELP = """[bold]/reset[/]          begin a new talk
-[bold]/system TEXT[/]    give instructions (or none) and begin a new talk
-[bold]/help[/]           this
+_HELP = """[bold]/reset[/]          start a new conversation
+[bold]/system TEXT[/]    set a system prompt (or none) and start a new conversation
+[bold]/help[/]           show this help
 [bold]/exit[/], Ctrl-D   leave
 Ctrl-C          stop the answer"""
 
 
 class ChatError(Exception):
-    """One sentence for the person at the terminal."""
+    """Error whose message is one sentence for the user."""
 
 
 @dataclass(slots=True)
 class Reply:
-    """What became of one question."""
+    """Answer to one question, complete or not."""
 
     text: str = ""
-    thoughts: str = ""
-    """What it thought before; it is shown, and is no part of the talk."""
+    reasoning: str = ""
+    """Reasoning before the answer, which is shown but not sent back."""
     finish_reason: str | None = None
     tokens: int | None = None
     tokens_per_second: float | None = None
@@ -56,7 +53,7 @@ class Reply:
 
 
 class ChatServer:
-    """A running server, as far as a chat needs it. Every trouble is a `ChatError`."""
+    """Client of a running server. Every failure is a `ChatError`."""
 
     def __init__(
         self, base_url: str, api_key: str | None = None, trusted: ssl.SSLContext | None = None
@@ -72,7 +69,7 @@ class ChatServer:
         self._client.close()
 
     def find_model(self, wanted: str | None) -> str:
-        """The name of the model to ask."""
+        """Return the name of the model to ask."""
         with self._clear_errors():
             response = self._client.get(f"{self.url}/v1/models")
             _check(response)
@@ -85,7 +82,7 @@ class ChatServer:
         raise ChatError(f"{self.url} does not serve '{wanted}'; it has {', '.join(served) or 'no model'}.")
 
     def stream(self, model: str, messages: list[dict[str, str]]) -> Generator[dict[str, Any]]:
-        """The chunks of an answer; closing the iterator stops the answer."""
+        """Yield the chunks of an answer; closing the iterator stops it."""
         body = {
             "model": model,
             "messages": messages,
@@ -125,7 +122,7 @@ class ChatServer:
 
 
 @dataclass(slots=True)
-class Talk:
+class Conversation:
     """One conversation with one model."""
 
     server: ChatServer
@@ -139,10 +136,12 @@ class Talk:
         self.messages.clear()
 
     def ask(self, question: str) -> Reply:
-        """Print the answer as it comes. What came of it stays in the talk; a question without answer does not.
+        """Print the answer as it arrives.
+
+        A partial answer stays in the conversation; a question without any answer is removed from it.
 
         Raises:
-            ChatError: the server refused or broke off.
+            ChatError: the server refused the request, or the stream broke off.
         """
         self.messages.append({"role": "user", "content": question})
         reply = Reply()
@@ -151,7 +150,7 @@ class Talk:
         except KeyboardInterrupt:
             reply.interrupted = True
         finally:
-            if reply.text or reply.thoughts:
+            if reply.text or reply.reasoning:
                 self.console.print()
             if reply.text:
                 self.messages.append({"role": "assistant", "content": reply.text})
@@ -167,13 +166,13 @@ class Talk:
 
     def _take(self, chunk: dict[str, Any], reply: Reply) -> None:
         for choice in chunk.get("choices", []):
-            thoughts, text = choice["delta"].get("reasoning") or "", choice["delta"].get("content") or ""
-            if text and reply.thoughts and not reply.text:
+            reasoning, text = choice["delta"].get("reasoning") or "", choice["delta"].get("content") or ""
+            if text and reply.reasoning and not reply.text:
                 self.console.print("\n")
-            reply.thoughts += thoughts
+            reply.reasoning += reasoning
             reply.text += text
             reply.finish_reason = choice.get("finish_reason") or reply.finish_reason
-            self._show(thoughts, style="dim")
+            self._show(reasoning, style="dim")
             self._show(text)
         if chunk.get("usage"):
             reply.tokens = chunk["usage"]["completion_tokens"]
@@ -196,28 +195,29 @@ def run_chat(
     console: Console | None = None,
     read_line: Callable[[], str] | None = None,
 ) -> int:
-    """Talk until the person leaves.
+    """Chat until the user leaves.
 
     Args:
-        base_url: of the server, with or without `/v1`.
-        model: None: the one that is served.
-        system: instructions that stand before the talk.
-        trusted: for a server of HTTPS: whose certificates are believed.
+        base_url: address of the server, with or without `/v1`.
+        model: name of the model; None for the first one served.
+        system: system prompt.
+        trusted: TLS context for an HTTPS server.
         console: where to print.
-        read_line: gives the next line, or raises `EOFError` at the end.
+        read_line: returns the next line, or raises `EOFError` at the end.
 
     Returns:
-        The exit code: 0, or 2 where there is no such server or model.
+        The exit code: 0, or 2 without such a server or model.
     """
     console = console or Console()
     read_line = read_line or _read_line
     server = ChatServer(base_url, api_key, trusted)
     try:
-        talk = Talk(server, server.find_model(model), console, system)
+        conversation = Conversation(server, server.find_model(model), console, system)
         console.print(
-            f"[bold]{talk.model}[/] at {server.url}. /help tells more; Ctrl-D leaves.", highlight=False
+            f"[bold]{conversation.model}[/] at {server.url}. Type /help for commands, Ctrl-D to leave.",
+            highlight=False,
         )
-        _converse(talk, read_line)
+        _converse(conversation, read_line)
     except ChatError as error:
         _print_error(console, error)
         return _MISUSE
@@ -226,46 +226,50 @@ def run_chat(
     return 0
 
 
-def _converse(talk: Talk, read_line: Callable[[], str]) -> None:
+def _converse(conversation: Conversation, read_line: Callable[[], str]) -> None:
     while True:
         try:
             line = read_line().strip()
         except KeyboardInterrupt:
-            talk.console.print("\n[dim]Ctrl-D leaves.[/]")
+            conversation.console.print("\n[dim]Ctrl-D leaves.[/]")
             continue
         except EOFError:
-            talk.console.print()
+            conversation.console.print()
             return
         if line in {"/exit", "/quit"}:
             return
         if line.startswith("/"):
-            _run_command(talk, line)
+            _run_command(conversation, line)
         elif line:
-            _answer(talk, line)
+            _answer(conversation, line)
 
 
-def _run_command(talk: Talk, line: str) -> None:
+def _run_command(conversation: Conversation, line: str) -> None:
     command, _, rest = line.partition(" ")
     match command:
         case "/reset":
-            talk.reset(talk.system)
-            talk.console.print("[dim]A new talk.[/]")
+            conversation.reset(conversation.system)
+            conversation.console.print("[dim]New conversation.[/]")
         case "/system":
-            talk.reset(rest.strip() or None)
-            talk.console.print(f"[dim]A new talk, with {'these' if talk.system else 'no'} instructions.[/]")
+            conversation.reset(rest.strip() or None)
+            conversation.console.print(
+                f"[dim]New conversation with {'this' if conversation.system else 'no'} system prompt.[/]"
+            )
         case "/help":
-            talk.console.print(_HELP, highlight=False)
+            conversation.console.print(_HELP, highlight=False)
         case _:
-            talk.console.print(f"[dim]There is no {command}; /help lists the commands.[/]", highlight=False)
+            conversation.console.print(
+                f"[dim]There is no {command}; /help lists the commands.[/]", highlight=False
+            )
 
 
-def _answer(talk: Talk, question: str) -> None:
+def _answer(conversation: Conversation, question: str) -> None:
     try:
-        reply = talk.ask(question)
+        reply = conversation.ask(question)
     except ChatError as error:
-        _print_error(talk.console, error)
+        _print_error(conversation.console, error)
         return
-    talk.console.print(f"[dim]{_footnote(reply)}[/]", highlight=False)
+    conversation.console.print(f"[dim]{_footnote(reply)}[/]", highlight=False)
 
 
 def _footnote(reply: Reply) -> str:
@@ -275,7 +279,7 @@ def _footnote(reply: Reply) -> str:
     if reply.tokens_per_second is not None:
         parts.append(f"{reply.tokens_per_second:.1f} tok/s")
     if reply.finish_reason == "length":
-        parts.append("cut at the longest answer")
+        parts.append("cut at the token limit")
     return ", ".join(parts)
 
 
@@ -284,7 +288,7 @@ def _print_error(console: Console, error: ChatError) -> None:
 
 
 def _read_line() -> str:
-    """With history and editing at a terminal; without a prompt in a pipe."""
+    """Read a line, with history and editing at a terminal, and without a prompt from a pipe."""
     if not sys.stdin.isatty():
         return input()
     with contextlib.suppress(ImportError):
@@ -293,7 +297,7 @@ def _read_line() -> str:
 
 
 def _check(response: httpx.Response) -> None:
-    """Raise what the server says is wrong."""
+    """Raise `ChatError` with the server's message if it answered with an error."""
     if not response.is_error:
         return
     try:
@@ -304,7 +308,7 @@ def _check(response: httpx.Response) -> None:
 
 
 def _models(response: httpx.Response) -> dict[str, set[str]]:
-    """Each model's id and all the names it answers to."""
+    """Return all names of each model, by its id."""
     try:
         return {
             str(model["id"]): {model["id"], *model.get("aliases", ())} for model in response.json()["data"]
@@ -328,16 +332,16 @@ def _chunks(response: httpx.Response) -> Generator[dict[str, Any]]:
 
 
 def chat(
-    url: Annotated[str, typer.Option(help="Where the server is.")] = "http://127.0.0.1:8100",
-    model: Annotated[str | None, typer.Option(help="The model to ask, where the server has several.")] = None,
-    system: Annotated[str | None, typer.Option(help="Instructions that stand before the talk.")] = None,
+    url: Annotated[str, typer.Option(help="Address of the server.")] = "http://127.0.0.1:8100",
+    model: Annotated[str | None, typer.Option(help="Model to ask; the first one served by default.")] = None,
+    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     api_key: Annotated[
         str | None,
-        typer.Option(metavar="KEY", help="Where the server asks for one; MLX_RING_API_KEY otherwise."),
+        typer.Option(metavar="KEY", help="API key of the server; MLX_RING_API_KEY by default."),
     ] = None,
     cacert: Annotated[Path | None, CACERT] = None,
 ) -> None:
-    """Talk to a model that is being served, in this terminal."""
+    """Chat with a served model in this terminal."""
     settings = load_settings({"api_key": api_key})
     key = settings.api_key[0] if settings.api_key else None
     raise typer.Exit(

@@ -1,4 +1,4 @@
-"""`mlx-ring cluster`: all machines of one file, over the user's own ssh."""
+"""`mlx-ring cluster`: start, stop and watch all machines of a file over the user's own ssh."""
 
 from __future__ import annotations
 
@@ -28,16 +28,18 @@ if TYPE_CHECKING:
     from mlx_ring.cluster.lifecycle.wheels import WheelStore
     from mlx_ring.settings.devices_file import DevicesFile
 
-app = typer.Typer(help="Start, stop and watch the machines of one file, over ssh.", no_args_is_help=True)
+app = typer.Typer(help="Start, stop and watch the machines of a file over ssh.", no_args_is_help=True)
 app.add_typer(on_host_app, name="on-host", hidden=True)
 
 _QUESTION = "What is the capital of France?"
 _DEFAULT_URL = "http://127.0.0.1:8100"
 _ASK_S = 30.0
 _MOST_LINES = 1_000_000
-CONFIG = typer.Option("--config", "-c", metavar="FILE", help="The machines: JSON, YAML, or an MLX hostfile.")
-MODEL = typer.Option(metavar="MODEL", help="To serve; what the file names otherwise.")
-TIMEOUT = typer.Option(metavar="SECONDS", help="How long loading may take, downloads included.")
+CONFIG = typer.Option(
+    "--config", "-c", metavar="FILE", help="File of the machines: JSON, YAML, or an MLX hostfile."
+)
+MODEL = typer.Option(metavar="MODEL", help="Model to serve; the file's model by default.")
+TIMEOUT = typer.Option(metavar="SECONDS", help="Maximum time to load the model, downloads included.")
 
 
 @app.command("start")
@@ -48,32 +50,35 @@ def start(
 ) -> None:
     """Start the head and the agents, and wait until the model answers.
 
-    What runs already as the file says stays; otherwise what runs there is ended first.
+    Nothing changes if everything runs as the file says. Otherwise, whatever runs is stopped first.
     """
-    from mlx_ring.cluster.lifecycle import verbs  # the other commands do without
+    from mlx_ring.cluster.lifecycle import verbs  # slow to import
 
     file = _read(config)
     if names := names_in_dotenv(Path.cwd()):
-        _tell(
-            f"{Path.cwd() / '.env'} does not count here ({', '.join(names)}): give settings under `serve` in {config}."
+        _report(
+            f"{Path.cwd() / '.env'} is not read for `cluster` ({', '.join(names)}): give settings under `serve` in {config}."
         )
     if names := names_in_environment():
-        _tell(
+        _report(
             f"The environment reaches no other machine ({', '.join(names)}): give settings under `serve` in {config}."
         )
     wanted, beside = _model(file, model, config), (Path.cwd(), config.resolve().parent)
     store = _store(file, beside, config)
-    started = verbs.start(file, wanted, tell=_tell, timeout_s=timeout, store=store, folders=beside)
+    started = verbs.start(file, wanted, tell=_report, timeout_s=timeout, store=store, folders=beside)
     show_status(started.status, _console())
     print(f"\nServing {started.status.get('model')} at {started.url} on {file.coordinator.name}")
 
 
 @app.command("stop")
 def stop(config: Annotated[Path, CONFIG]) -> None:
-    """End the head and the agents on all machines. Nothing to end is no error."""
+    """Stop the head and the agents on all machines.
+
+    If nothing runs, the exit code is 0.
+    """
     from mlx_ring.cluster.lifecycle import verbs
 
-    verbs.stop(_read(config), tell=_tell)
+    verbs.stop(_read(config), tell=_report)
     print("Nothing of the cluster runs any more.")
 
 
@@ -83,7 +88,7 @@ def restart(
     model: Annotated[str | None, MODEL] = None,
     timeout: Annotated[float, TIMEOUT] = 1800.0,
 ) -> None:
-    """End everything and start it again."""
+    """Stop everything and start it again."""
     stop(config)
     start(config, model, timeout)
 
@@ -92,40 +97,43 @@ def restart(
 def status(
     config: Annotated[Path | None, CONFIG] = None,
     url: Annotated[
-        str | None, typer.Option(help=f"Of the head, without a file; {_DEFAULT_URL} otherwise.")
+        str | None, typer.Option(help=f"Address of the head, without a file; {_DEFAULT_URL} by default.")
     ] = None,
     api_key: Annotated[
         str | None,
-        typer.Option(metavar="KEY", help="Where the server asks for one; MLX_RING_API_KEY otherwise."),
+        typer.Option(metavar="KEY", help="API key of the server; MLX_RING_API_KEY by default."),
     ] = None,
     cacert: Annotated[Path | None, CACERT] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print what `/cluster/status` says.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the answer of `/cluster/status`.")] = False,
 ) -> None:
-    """Show machines, stages, layers and memory. Exit code 1 where the model cannot answer."""
+    """Show machines, stages, layers and memory.
+
+    The exit code is 1 if the model cannot answer.
+    """
     if config is not None and url is not None:
         raise ConfigError("--config and --url were both given; the file names the head.")
     if config is not None and api_key is not None:
         raise ConfigError(
-            "--config and --api-key were both given; with the file the head's own keys are taken, of `serve`'s api-key-file."
+            "--config and --api-key were both given; leave --api-key out, because `serve`'s api-key-file in the file gives the keys."
         )
     if config is None:
-        told = _ask_url(url or _DEFAULT_URL, api_key, cacert)
+        state = _ask_url(url or _DEFAULT_URL, api_key, cacert)
         failed = False
     else:
-        told, failed = _ask_machines(_read(config), quietly=as_json)
-    if told is not None:
-        print(json.dumps(told, indent=1)) if as_json else show_status(told, _console())
-    if failed or told is None or told.get("status") != "ready":
+        state, failed = _ask_machines(_read(config), quietly=as_json)
+    if state is not None:
+        print(json.dumps(state, indent=1)) if as_json else show_status(state, _console())
+    if failed or state is None or state.get("status") != "ready":
         raise typer.Exit(1)
 
 
 @app.command("test")
 def try_out(
     config: Annotated[Path, CONFIG],
-    prompt: Annotated[str, typer.Option(metavar="TEXT", help="What to ask.")] = _QUESTION,
-    max_tokens: Annotated[int, typer.Option(metavar="N", help="Of the answer at most.")] = 64,
+    prompt: Annotated[str, typer.Option(metavar="TEXT", help="Prompt to send.")] = _QUESTION,
+    max_tokens: Annotated[int, typer.Option(metavar="N", help="Maximum tokens of the answer.")] = 64,
 ) -> None:
-    """Ask the model something, and print its answer and how fast it came."""
+    """Send a prompt to the model, and print its answer and speed."""
     from mlx_ring.cluster.lifecycle import verbs
 
     body = {"messages": [{"role": "user", "content": prompt}], "max_tokens": max_tokens}
@@ -137,10 +145,10 @@ def try_out(
 @app.command("logs")
 def logs(
     config: Annotated[Path, CONFIG],
-    lines: Annotated[int, typer.Option(metavar="N", help="Of each file, the last ones.")] = 20,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on, until Ctrl-C.")] = False,
+    lines: Annotated[int, typer.Option(metavar="N", help="Number of last lines of each file.")] = 20,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new lines until Ctrl-C.")] = False,
 ) -> None:
-    """Print the ends of all machines' log files, each line with its machine's name."""
+    """Print the last log lines of all machines, each with its machine's name."""
     from mlx_ring.cluster.lifecycle import verbs
     from mlx_ring.cluster.lifecycle.programs import ON_HOST
     from mlx_ring.cluster.lifecycle.shell import check_exit, words_on
@@ -172,7 +180,7 @@ def logs(
 
 
 def _print_labelled(tails: Sequence[tuple[str, subprocess.Popen[str]]]) -> None:
-    """Lines as they come; of machines in turn where they end by themselves."""
+    """Print lines of all machines as they arrive."""
     width = max(len(name) for name, _ in tails)
     lock = threading.Lock()
 
@@ -194,7 +202,7 @@ def _print_labelled(tails: Sequence[tuple[str, subprocess.Popen[str]]]) -> None:
 
 
 def speed(answer: Mapping[str, Any]) -> str:
-    """Tokens and their rates, out of an answer."""
+    """Return the token counts and rates of an answer as text."""
     usage, timed = answer["usage"], answer["performance"]
     rates = [
         f"{timed[key]:.1f} tokens/s {what}"
@@ -225,12 +233,16 @@ def _read(config: Path) -> DevicesFile:
         )
     file = read_devices(content, str(config))
     for note in file.notes:
-        _tell(f"{config}: {note}")
+        _report(f"{config}: {note}")
     return file
 
 
 def _model(file: DevicesFile, given: str | None, config: Path) -> str:
-    """As typed or as the file has it."""
+    """Return the model given, else the file's.
+
+    Raises:
+        ConfigError: neither names one.
+    """
     wanted = given or file.model
     if not wanted:
         raise ConfigError(f"{config} names no model: give --model.")
@@ -238,7 +250,10 @@ def _model(file: DevicesFile, given: str | None, config: Path) -> str:
 
 
 def _store(file: DevicesFile, folders: Sequence[Path], config: Path) -> WheelStore:
-    """Of packages for machines of other systems; the file's folder is sought where you are, and beside the file."""
+    """Return the store of packages for other systems.
+
+    The file's folder of wheels is looked up in the working directory, then beside the file.
+    """
     from mlx_ring.cluster.lifecycle.wheels import WheelStore
 
     kept = packages_folder(state_folder(load_settings({}, folder=Path(os.devnull))))
@@ -248,13 +263,13 @@ def _store(file: DevicesFile, folders: Sequence[Path], config: Path) -> WheelSto
     given = next((path for folder in folders if (path := folder / named).is_dir()), None)
     if given is None:
         raise ConfigError(
-            f"{config}: wheels is {file.wheels}, which is no folder here: give one of this machine that has wheels in it."
+            f"{config}: wheels is {file.wheels}, which is no folder here: give a folder of this machine with wheels in it."
         )
     return WheelStore(kept, given)
 
 
 def _ask_url(url: str, api_key: str | None, cacert: Path | None) -> Any:
-    import httpx  # what each machine is told over ssh starts here too, and asks nobody
+    import httpx  # slow to import, and `on-host` does without it
 
     settings = load_settings({"api_key": api_key})
     headers = {"authorization": f"Bearer {settings.api_key[0]}"} if settings.api_key else {}
@@ -276,7 +291,7 @@ def _ask_url(url: str, api_key: str | None, cacert: Path | None) -> Any:
 
 
 def _ask_machines(file: DevicesFile, *, quietly: bool) -> tuple[Any, bool]:
-    """What the head says, and whether something does not run."""
+    """Return the head's status, and True if something does not run."""
     from mlx_ring.cluster.lifecycle import verbs
 
     standings = verbs.standings(file)
@@ -296,7 +311,7 @@ def _show_machines(standings: Sequence[Standing]) -> None:
     for standing in standings:
         runs = ", ".join(f"{found.kind} (process {found.pid})" for found in standing.running)
         table.add_row(
-            standing.place.name, standing.node, "not to be told" if standing.failure else runs or "nothing"
+            standing.place.name, standing.node, "unknown" if standing.failure else runs or "nothing"
         )
     _console().print(table)
     print()
@@ -306,5 +321,5 @@ def _console() -> Console:
     return Console(soft_wrap=True, highlight=False, markup=False)
 
 
-def _tell(sentence: str) -> None:
+def _report(sentence: str) -> None:
     print(sentence, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""`mlx-ring cluster on-host`: what `mlx-ring cluster` has each machine do. For programs; people use `mlx-ring cluster`."""
+"""`mlx-ring cluster on-host`: commands that `mlx-ring cluster` runs on each machine. Users run `mlx-ring cluster`."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _NO_FOLDER = Path(os.devnull)
 
 
 def _state(state_dir: str | None) -> Path:
-    """Head and agent run in it: no other folder's `.env` counts for them, and none says which it is."""
+    """Return the state folder in which head and agent run. It ignores every `.env`."""
     return state_folder(load_settings({"state_dir": state_dir}, folder=_NO_FOLDER))
 
 
 @app.command("about")
 def about(
     state_dir: Annotated[str | None, _STATE] = None,
-    identity: Annotated[bool, typer.Option("--identity", help="Give this machine an id.")] = False,
+    identity: Annotated[bool, typer.Option("--identity", help="Create an id for this machine.")] = False,
 ) -> None:
-    """Print versions, the node's id and what runs here, as JSON."""
-    from mlx_ring.cluster.lifecycle.host_side import about_here  # gRPC, for these commands only
+    """Print versions, the node's id and running processes as JSON."""
+    from mlx_ring.cluster.lifecycle.host_side import about_here  # imports gRPC, which is slow
 
     print(about_here(_state(state_dir), identity=identity).to_json())
 
@@ -42,7 +42,7 @@ def model(
     folders: Annotated[list[Path] | None, typer.Argument(metavar="[FOLDER]...")] = None,
     state_dir: Annotated[str | None, _STATE] = None,
 ) -> None:
-    """Print the whole path of a folder that holds a model: in one of these, or at home. What is no folder stays."""
+    """Print the absolute path of a model's folder, looked up in these folders and at home. Print other names unchanged."""
     from mlx_ring.cluster.lifecycle.host_side import whole_path
 
     del state_dir
@@ -55,7 +55,7 @@ def run(
     state_dir: Annotated[str | None, _STATE] = None,
     timeout: Annotated[float, typer.Option(metavar="SECONDS")] = _START_S,
 ) -> None:
-    """Start it for good, and print its process number."""
+    """Start a process that outlives the connection, and print its id."""
     from mlx_ring.cluster.lifecycle.host_side import run_detached
 
     print(run_detached(_state(state_dir), arguments, timeout))
@@ -63,7 +63,7 @@ def run(
 
 @app.command("enrol")
 def enrol(head: str, state_dir: Annotated[str | None, _STATE] = None) -> None:
-    """Become a member, with the token that is read from standard input."""
+    """Join the cluster, with the token from standard input."""
     from mlx_ring.agent.enrolment import join
     from mlx_ring.core.cluster_folders import node_folder
 
@@ -89,7 +89,7 @@ def wait_until_ready(
     state_dir: Annotated[str | None, _STATE] = None,
     timeout: Annotated[float, typer.Option(metavar="SECONDS")] = _START_S,
 ) -> None:
-    """Wait until a head answers requests, and print where; nothing is printed where it does not in time."""
+    """Wait until a head answers requests, and print its address; print nothing on a timeout."""
     from mlx_ring.cluster.lifecycle.host_side import wait_until_ready as wait
 
     state = _state(state_dir)
@@ -104,7 +104,7 @@ def ask(
     state_dir: Annotated[str | None, _STATE] = None,
     api_key_file: Annotated[str | None, typer.Option(metavar="FILE")] = None,
 ) -> None:
-    """Print what the head answers; the body is read from standard input."""
+    """Send a request to the head, with the body from standard input, and print the answer."""
     from mlx_ring.cluster.lifecycle.host_side import ask_head
 
     state = _state(state_dir)
@@ -118,7 +118,7 @@ def logs(
     lines: Annotated[int, typer.Option(metavar="N")] = 50,
     follow: Annotated[bool, typer.Option("--follow")] = False,
 ) -> None:
-    """Print the ends of the log files."""
+    """Print the last lines of the log files."""
     from mlx_ring.cluster.lifecycle.host_side import log_command
 
     command = log_command(_state(state_dir), lines, follow=follow)
@@ -127,6 +127,6 @@ def logs(
 
 @app.command("stop")
 def stop(state_dir: Annotated[str | None, _STATE] = None) -> None:
-    """End the head and the agent, and print a line for each."""
+    """Stop the head and the agent, and print a line for each."""
     for line in end_running(_state(state_dir)):
         print(line)

@@ -1,4 +1,4 @@
-"""`mlx-ring plan`: which machine would get which layers, and what that would give. Nothing is loaded."""
+"""`mlx-ring plan`: plan the layers of each machine and predict the speed, without loading anything."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ Value = TypeVar("Value", int, str)
 
 
 def plan(
-    model: Annotated[str, typer.Argument(help="A built-in name, a folder, a config.json or a hub id.")],
+    model: Annotated[str, typer.Argument(help="Built-in name, folder, config.json or Hugging Face id.")],
     cluster: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Machines and links, YAML or JSON.")
+        Path | None, typer.Option(metavar="FILE", help="YAML or JSON file of machines and links.")
     ] = None,
     machine: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="A known machine, as m4-mac-mini-16; may be given several times."),
+        typer.Option(metavar="NAME", help="Known machine, such as m4-mac-mini-16. Repeat it for several."),
     ] = None,
     strategy: Annotated[
         str | None,
@@ -59,27 +59,33 @@ def plan(
     ] = None,
     aim: Annotated[str | None, typer.Option(hidden=True)] = None,
     proportions: Annotated[
-        str | None, typer.Option(metavar="A,B", help="Parts of the layers by machine, with custom.")
+        str | None,
+        typer.Option(metavar="A,B", help="Shares of the layers by machine, with --strategy custom."),
     ] = None,
-    layers: Annotated[str | None, typer.Option(metavar="N,M", help="Layers by machine, with custom.")] = None,
+    layers: Annotated[
+        str | None, typer.Option(metavar="N,M", help="Number of layers by machine, with --strategy custom.")
+    ] = None,
     context: Annotated[
         int | None,
-        typer.Option(metavar="TOKENS", help=f"Promised context; {_CONTEXT} or what the model takes."),
+        typer.Option(
+            metavar="TOKENS",
+            help=f"Context of each sequence; by default {_CONTEXT}, or the model's limit if that is less.",
+        ),
     ] = None,
-    sequences: Annotated[int, typer.Option(metavar="N", help="Sequences at once.")] = 1,
+    sequences: Annotated[int, typer.Option(metavar="N", help="Concurrent sequences.")] = 1,
     replicas: Annotated[
         int | None,
         typer.Option(metavar="N", help="Instances; as many as give most with the aim throughput, else one."),
     ] = None,
-    kv_bits: Annotated[int, typer.Option(metavar="4|8|16", help="Of the KV cache.")] = 16,
+    kv_bits: Annotated[int, typer.Option(metavar="4|8|16", help="Bits of the KV cache.")] = 16,
     quantization: Annotated[
-        int | None, typer.Option(metavar="BITS", help="Of the weights; as they are stored otherwise.")
+        int | None, typer.Option(metavar="BITS", help="Bits of the weights; as stored by default.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
-    """Show which machine would get which layers, why, and how fast it would be.
+    """Show the layers that each machine would get, why, and the predicted speed.
 
-    Without machines, the known ones are listed.
+    Without --cluster and --machine, list the known machines.
     """
     if cluster is None and not machine:
         _list_machines()
@@ -122,7 +128,7 @@ def _objective(given: str | None, old: str | None) -> str:
 
 
 def _cluster(file: Path | None, machines: list[str] | None) -> tuple[ClusterProfile, DevicesFile]:
-    """With what the file says of the cut, where it is of a kind that does."""
+    """Return the machines, and what a file of devices says about the split."""
     if file is not None and machines:
         raise ConfigError("--cluster and --machine were both given; the file names the machines.")
     if file is None:
@@ -160,7 +166,7 @@ def _numbers(flag: str, text: str | None) -> tuple[float, ...]:
     try:
         return tuple(float(part) for part in text.strip("[] ").split(","))
     except ValueError:
-        raise ConfigError(f"{flag} is {text}; it must be numbers with commas between them.") from None
+        raise ConfigError(f"{flag} is {text}; it must be numbers separated by commas.") from None
 
 
 def _list_machines() -> None:
@@ -173,13 +179,13 @@ def _list_machines() -> None:
     console.print(table)
     console.print(
         "\nName some: `mlx-ring plan MODEL --machine m4-mac-mini-16 --machine m2-max-mac-studio-64`, "
-        "or write them down for --cluster.",
+        "or describe yours in a file for --cluster.",
         highlight=False,
     )
 
 
 def show_plans(made: Sequence[Plan]) -> None:
-    """One table for each replica, and what they give together."""
+    """Print one table for each replica, and their total speed."""
     for number, each in enumerate(made, start=1):
         if len(made) > 1:
             print(f"{chr(10) * (number > 1)}Replica {number} of {len(made)}:")
@@ -190,7 +196,7 @@ def show_plans(made: Sequence[Plan]) -> None:
 
 
 def show_plan(made: Plan) -> None:
-    """As a table, with what is to be expected."""
+    """Print a plan as a table, with its prediction."""
     console = Console(soft_wrap=True)
     are_shared = any(stage.is_shared for stage in made.stages)
     table = Table("machine", "layers", box=None, pad_edge=False)
@@ -200,7 +206,7 @@ def show_plan(made: Plan) -> None:
     for stage in made.stages:
         for place, rank in enumerate(stage.ranks):
             layers = f"{stage.layers.start}-{stage.layers.end - 1}"
-            # What is the stage's stands beside its first rank.
+            # The stage's own values stand beside its first rank.
             told = (f"{1e3 * stage.token_s:.1f}", stage.why) if place == 0 else ("", "")
             sizes = map(_size, (rank.weight_bytes, rank.memory_bytes, rank.usable_bytes))
             table.add_row(rank.node, layers, *[f"{rank.share:.0%}"] * are_shared, *sizes, *told)

@@ -1,4 +1,4 @@
-"""`mlx-ring profile`: what this machine was found to do, and what bounds its memory."""
+"""`mlx-ring profile`: measure this machine's speed and memory."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ _MOST_THREADS = 1024
 
 def profile(
     as_json: Annotated[bool, typer.Option("--json", help="Print the profile as JSON.")] = False,
-    again: Annotated[bool, typer.Option("--again", help="Measure, even if it was done before.")] = False,
-    blas: Annotated[str, typer.Option(metavar="auto|off", help="As `serve` has it.")] = "auto",
+    again: Annotated[bool, typer.Option("--again", help="Measure again, even if a profile is kept.")] = False,
+    blas: Annotated[str, typer.Option(metavar="auto|off", help="As for `serve`.")] = "auto",
     blas_threads: Annotated[
-        int, typer.Option(metavar="N", help="Of the worker's BLAS; 0 takes the cores but one.")
+        int, typer.Option(metavar="N", help="BLAS threads of the worker; 0 takes all cores but one.")
     ] = 0,
     state_dir: Annotated[
-        str | None, typer.Option(metavar="FOLDER", help="Where the profile is kept between runs.")
+        str | None, typer.Option(metavar="FOLDER", help="State folder, which keeps the profile.")
     ] = None,
 ) -> None:
-    """Measure this machine as a worker would use it: memory, bandwidth, matrix products, what a step costs.
+    """Measure this machine as a worker uses it: memory, bandwidth, matrix products, and the cost of a step.
 
-    It takes some seconds and is kept, until the machine or a version changes.
+    It takes some seconds. The profile is kept until the machine or a version changes.
     """
-    # Brings gRPC in, which `serve` first tells how much to say.
+    # It imports gRPC, which `serve` configures first.
     from mlx_ring.agent.profiling import (
         ProfileOptions,
         ProfileStore,

@@ -1,4 +1,4 @@
-"""`mlx-ring service`: have the operating system keep `join` or `serve` running, from its own start on."""
+"""`mlx-ring service`: run `join` or `serve` as a service of the operating system."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from mlx_ring.cli.service_unit import (
 )
 from mlx_ring.core.errors import ConfigError
 
-app = typer.Typer(help="Run mlx-ring as a service of systemd or launchd.", no_args_is_help=True)
+app = typer.Typer(help="Install, show and uninstall a service of systemd or launchd.", no_args_is_help=True)
 
 _COMMAND_S = 60.0
-ARGUMENTS = typer.Argument(metavar="-- join|serve …", help="What to run, after two dashes.")
-SYSTEM = typer.Option("--system", help="For the whole machine, from its start on; needs root.")
-RUN_AS = typer.Option("--run-as", metavar="USER", help="With --system: whose service it is; yours otherwise.")
+ARGUMENTS = typer.Argument(metavar="-- join|serve …", help="Command to run, after two dashes.")
+SYSTEM = typer.Option("--system", help="Install for the whole machine, started at boot. Requires root.")
+RUN_AS = typer.Option("--run-as", metavar="USER", help="User of a --system service; yourself by default.")
 
 
 @app.command("install")
@@ -39,9 +39,9 @@ def install(
     arguments: Annotated[list[str] | None, ARGUMENTS] = None,
     system: Annotated[bool, SYSTEM] = False,
     run_as: Annotated[str | None, RUN_AS] = None,
-    now: Annotated[bool, typer.Option("--now", help="Start it too, or start it anew.")] = False,
+    now: Annotated[bool, typer.Option("--now", help="Start or restart it too.")] = False,
 ) -> None:
-    """Write the unit. Done again, it replaces what has changed and nothing else."""
+    """Write the unit of the service. Repeat it to replace a changed unit."""
     keeper, service = _keeper(), _service(arguments, system, run_as)
     path = unit_path(keeper, service.scope, service.verb, service.home)
     print(f"{path} {_write(path, unit_text(keeper, service))}.")
@@ -49,21 +49,24 @@ def install(
     if now:
         _run(commands)
         return
-    print("To start it, now and from then on:")
+    print("To start it now and at every login or boot:")
     for command in commands:
         print(f"  {shlex.join(command)}")
     if keeper == "systemd" and service.scope == "user":
-        print(f"It ends when you log out, unless: loginctl enable-linger {service.user}")
+        print(f"It stops when you log out, unless you run: loginctl enable-linger {service.user}")
 
 
 @app.command("uninstall")
 def uninstall(
     verbs: Annotated[
-        list[str] | None, typer.Argument(metavar="[join|serve]", help="Which; both otherwise.")
+        list[str] | None, typer.Argument(metavar="[join|serve]", help="Services to remove; both by default.")
     ] = None,
     system: Annotated[bool, SYSTEM] = False,
 ) -> None:
-    """End the service and remove its unit. Nothing to remove is no error."""
+    """Stop the service and remove its unit.
+
+    If there is none, the exit code is 0.
+    """
     keeper, scope = _keeper(), _scope(system)
     for verb in _known(verbs):
         path = unit_path(keeper, scope, verb, Path.home())
@@ -81,7 +84,7 @@ def show(
     system: Annotated[bool, SYSTEM] = False,
     run_as: Annotated[str | None, RUN_AS] = None,
 ) -> None:
-    """Print the unit that `install` would write; without arguments, the ones that it has written."""
+    """Print the unit that `install` would write; without arguments, print the installed ones."""
     if arguments:
         print(unit_text(_keeper(), _service(arguments, system, run_as)), end="")
         return
@@ -104,7 +107,7 @@ def _scope(system: bool) -> Scope:
 def _service(arguments: Sequence[str] | None, system: bool, run_as: str | None) -> Service:
     if run_as is not None and not system:
         raise ConfigError(
-            f"--run-as is {run_as}, which goes with --system: a user's own service runs as that user."
+            f"--run-as is {run_as}, which requires --system: a user's own service runs as that user."
         )
     user = run_as or getpass.getuser()
     service = Service(_program(), tuple(arguments or ()), Path.cwd(), _scope(system), user, _home_of(user))
@@ -121,7 +124,7 @@ def _home_of(user: str) -> Path:
 
 
 def _program() -> tuple[str, ...]:
-    """The console script beside this Python, wherever it was called from."""
+    """Return the command of the console script beside this Python."""
     script = Path(sys.executable).with_name("mlx-ring")
     if script.exists():
         return (str(script),)
@@ -136,7 +139,7 @@ def _known(verbs: Sequence[str] | None) -> Sequence[str]:
 
 
 def _write(path: Path, text: str) -> str:
-    """Write what differs; in words, what was done."""
+    """Write the file if it differs, and return a phrase for the result."""
     try:
         before = path.read_text("utf-8") if path.exists() else None
         if before == text:
@@ -168,7 +171,7 @@ def _run(commands: Sequence[Sequence[str]]) -> None:
 
 
 def _stop(commands: Sequence[Sequence[str]]) -> None:
-    """As far as it runs at all: the unit is to go in any case."""
+    """Stop the service, and ignore errors because the unit is removed in any case."""
     for command in commands:
         _call(command)
 

@@ -9,7 +9,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 DType = Literal["float32", "bfloat16", "float16"]
 DTYPES: tuple[DType, ...] = get_args(DType)
 PoolingKind = Literal["last", "mean", "cls"]
-"""Whose hidden states make a text's vector: the last token's, all tokens' mean, or the first token's."""
+"""Hidden states that make a text's vector: the last token's, all tokens' mean, or the first token's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,19 +28,19 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class LayerRange(Extent):
-    """Of layers."""
+    """Range of layers."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemberRange(Extent):
-    """Of heads or rows."""
+    """Range of heads or rows."""
 
     def times(self, factor: int) -> MemberRange:
-        """Of what each of its members consists of."""
+        """Return the range of these members' parts, `factor` in each."""
         return MemberRange(self.start * factor, self.end * factor)
 
     def shifted(self, by: int) -> MemberRange:
-        """The same members of what begins further on."""
+        """Return the same members in a sequence that begins further on."""
         return MemberRange(self.start + by, self.end + by)
 
 
@@ -53,13 +53,13 @@ class RankId(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What an answer's text must match. Tokens that would leave it are never drawn."""
+    """Grammar that an answer's text must match. Tokens that would leave it are never drawn."""
 
     kind: Literal["json_schema", "json_object", "regex", "lark"]
     text: str
     """The schema as JSON, the expression, or the grammar; empty for any JSON object."""
     param: str = field(default="", compare=False)
-    """What the request calls that which it comes from, for errors."""
+    """Path of the request's field that it comes from, for errors."""
 
 
 _ADVISED = {"advised": True}

@@ -1,4 +1,4 @@
-"""Grammars that answers are to match, until every rank that draws has them. Pure.
+"""Grammars of answers, from the request until all sampling ranks have compiled them. Pure.
 
 Answers under the same grammar share one, which the ranks hold as long as one of them is there.
 """
@@ -19,35 +19,35 @@ from mlx_ring.rpc.protos import step_pb2, worker_pb2
 
 @dataclass(slots=True)
 class _Wanted:
-    """A grammar that the ranks have, or are making."""
+    """A grammar that the ranks have, or are compiling."""
 
     grammar: Grammar
     owed_by: set[RankId]
-    """Who has not made it yet."""
+    """Ranks that have not compiled it yet."""
     sequences: dict[int, Sequence] = field(default_factory=dict[int, Sequence])
 
 
 class Settled(NamedTuple):
-    """Sequences that waited for a grammar."""
+    """Sequences whose wait for a grammar has ended."""
 
     sequences: tuple[Sequence, ...]
     error: RingError | None = None
-    """Why there is none."""
+    """Error of the grammar, if it failed."""
 
 
 class Grammars:
-    """Of one instance, for one epoch."""
+    """Grammars of one instance, for one epoch."""
 
     def __init__(self, ranks: Iterable[RankId]) -> None:
-        """`ranks` are those that draw: one that cannot make a grammar refuses it for all, for they draw alike."""
+        """Start with the sampling ranks. If one of them cannot compile a grammar, it fails for all."""
         self._ranks = frozenset(ranks)
         self._ids = count(1)
         self._wanted: dict[int, _Wanted] = {}
         self._shared: dict[Grammar, int] = {}
-        """Those that others may still join."""
+        """Grammars that further sequences may join."""
 
     def want(self, sequence: Sequence) -> worker_pb2.PrepareGrammar | None:
-        """Take note of a sequence's grammar; gives what to ask of the ranks, where nobody has yet."""
+        """Record a sequence's grammar; return the request to the ranks if nobody has made it yet."""
         grammar = sequence.request.sampling.grammar
         if grammar is None:
             return None
@@ -64,7 +64,7 @@ class Grammars:
         )
 
     def answered(self, rank: RankId, prepared: worker_pb2.GrammarPrepared) -> Settled:
-        """A rank has made a grammar, or cannot; gives the sequences for which that settles it."""
+        """Record a rank's answer about a grammar; return the sequences whose wait it ends."""
         wanted = self._wanted.get(prepared.id)
         if wanted is None:
             return Settled(())
@@ -74,7 +74,7 @@ class Grammars:
         return Settled(() if wanted.owed_by else tuple(wanted.sequences.values()))
 
     def fail(self, id_: int, error: RingError) -> Settled:
-        """End the wait for a grammar that is still owed, and for all who wait for it."""
+        """Fail a grammar that is not ready, for all sequences that wait for it."""
         wanted = self._wanted.get(id_)
         if wanted is None or not wanted.owed_by:
             return Settled(())
@@ -82,7 +82,7 @@ class Grammars:
         return Settled(tuple(wanted.sequences.values()), error)
 
     def leave(self, sequence: Sequence, *, is_spoiled: bool = False) -> int | None:
-        """A sequence has ended; gives the id of a grammar that nobody wants any more.
+        """Record the end of a sequence; return the id of a grammar that is no longer used.
 
         One that may have come to its limits is shared with nobody who comes from now on.
         """
@@ -102,7 +102,7 @@ class Grammars:
 
 
 def _error(grammar: Grammar, failure: step_pb2.Failure) -> RingError:
-    """With the name of what the grammar comes from."""
+    """Return the error with the name of the request's field."""
     error = failure_to_error(failure)
     if isinstance(error, RequestError):
         error.param = grammar.param or None

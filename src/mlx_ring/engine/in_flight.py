@@ -1,4 +1,4 @@
-"""Steps on their way, and how far each rank is. Pure."""
+"""Steps in flight, and the progress of each rank. Pure."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _FIRST = RankId(0, 0)
 
 @dataclass(slots=True)
 class SentStep:
-    """A step that some rank has not answered yet."""
+    """A step that some rank has not answered."""
 
     step: step_pb2.Step
     sequences: tuple[Sequence, ...]
-    """In the order of the step's rows."""
+    """Sequences in the order of the step's rows."""
     generations: tuple[int, ...]
-    """Of the sequences, when the step was sent."""
+    """Generations of the sequences when the step was sent."""
     batch: MicroBatch | None
-    """Whose decode step it is; None for prefill and for operations alone."""
+    """Micro-batch of a decode step; None for prefill and for operations alone."""
     sent_at: float
     size: StepSize
     answered_at: float = 0.0
-    """By the last rank that has answered it so far."""
+    """Time of the latest answer."""
     failed: bool = False
 
     @property
@@ -41,7 +41,7 @@ class SentStep:
         return self.batch is None and bool(self.sequences)
 
     def current(self) -> Iterator[tuple[Sequence, step_pb2.Row]]:
-        """The rows whose sequences have not been put back since."""
+        """Iterate over the rows whose sequences were not preempted since."""
         for sequence, generation, row in zip(self.sequences, self.generations, self.step.rows, strict=True):
             if sequence.generation == generation:
                 yield sequence, row
@@ -49,12 +49,12 @@ class SentStep:
 
 @dataclass(slots=True)
 class _Progress:
-    """How far a rank is."""
+    """Progress of one rank."""
 
     step: int = 0
     kv_bytes: int = 0
     begun: int = 0
-    """The last step that it is known to have taken in, from heartbeats."""
+    """Last step that it is known, from heartbeats, to have started."""
     begun_at: float = 0.0
     answered_at: float = 0.0
     totals: RankTotals = field(default_factory=RankTotals)
@@ -62,7 +62,7 @@ class _Progress:
 
 @dataclass(slots=True)
 class Answered:
-    """What a rank's answer belongs to."""
+    """A rank's answer with its step."""
 
     sent_step: SentStep
     rank: RankId
@@ -81,9 +81,9 @@ class StepsInFlight:
         self.window = StepWindow()
         self.sent = 0
         self.read_tokens = 0
-        """Of prompts, that the first stage has taken in."""
+        """Prompt tokens that the first stage has computed."""
         self.prefills = 0
-        """Prefill steps that some rank has not answered."""
+        """Number of prefill steps that some rank has not answered."""
 
     def send(
         self, step: step_pb2.Step, sequences: Iterable[Sequence], batch: MicroBatch | None, now: float
@@ -99,7 +99,7 @@ class StepsInFlight:
         return sent_step
 
     def record_answer(self, done: step_pb2.StepDone, now: float) -> Answered:
-        """Take in an answer.
+        """Record an answer.
 
         Raises:
             ProtocolError: a rank that is not in the plan, or an answer out of order.
@@ -130,7 +130,7 @@ class StepsInFlight:
         return Answered(sent_step, rank, timing)
 
     def discard_completed(self) -> bool:
-        """Forget the steps that every rank has answered by now; tells whether there were any."""
+        """Discard the steps that every rank has answered; return True if there were any."""
         completed, has_landed = self.completed, False
         while self._in_flight and (number := next(iter(self._in_flight))) <= completed:
             sent_step = self._in_flight.pop(number)
@@ -141,7 +141,7 @@ class StepsInFlight:
 
     @property
     def completed(self) -> int:
-        """The last step that every rank has answered."""
+        """Last step that every rank has answered."""
         return min(progress.step for progress in self._progress.values())
 
     @property
@@ -149,30 +149,30 @@ class StepsInFlight:
         return {rank: progress.kv_bytes for rank, progress in self._progress.items()}
 
     def totals(self, now: float, began: float) -> dict[RankId, RankTotals]:
-        """Where each rank's time went since `began`. Idle is what neither steps nor those under way account for."""
-        told: dict[RankId, RankTotals] = {}
+        """Return each rank's total times since `began`. Idle time excludes the step in progress."""
+        by_rank: dict[RankId, RankTotals] = {}
         for rank, progress in self._progress.items():
             owed = self._in_flight.get(progress.step + 1)
             under_way_s = 0.0 if owed is None else now - max(owed.sent_at, progress.answered_at)
             idle_us = int(1e6 * (now - began - under_way_s)) - progress.totals.busy_us
-            told[rank] = replace(progress.totals, idle_us=max(0, idle_us))
-        return told
+            by_rank[rank] = replace(progress.totals, idle_us=max(0, idle_us))
+        return by_rank
 
     @property
     def recent(self) -> tuple[StepTiming, ...]:
         return tuple(self._recent)
 
     def record_started(self, rank: RankId, begun: int, now: float) -> None:
-        """A rank is known, from elsewhere, to have taken in a step: it does something."""
+        """Record, from a heartbeat, that a rank started a step."""
         progress = self._progress.get(rank)
         if progress is not None and begun > progress.begun:
             progress.begun, progress.begun_at = begun, now
 
     def oldest_unanswered(self, now: float) -> Unanswered | None:
-        """The rank that everybody waits for; None when nobody owes an answer.
+        """Return the rank that all others wait for; None if no answer is owed.
 
-        Ranks execute in order, and each needs what the stages before it make of the same step. So of the earliest step
-        that is owed the first stage that owes it has all it needs, and all other ranks come to wait for it.
+        Ranks execute in order, and each needs the results of the stages before it. For the earliest step that is owed, the
+        first stage that owes it has all it needs, and all other ranks will wait for it.
         """
         number = self.completed + 1
         if number > self.sent:

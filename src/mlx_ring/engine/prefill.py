@@ -1,9 +1,7 @@
-"""What goes into the next prefill step, and when. Pure.
+"""The prompts in prefill, and the rows of the next prefill step. Pure.
 
-A chunk of one long prompt, or several short prompts whole. Prompts that came together are read at full speed before any of
-them decodes; beside running sequences chunks are as small as the promised pace asks for.
-
-Prompts that are being prefilled, and whose turn it is. Pure.
+A step carries a chunk of one long prompt, or several short prompts. Prompts that arrived together are read at full
+speed before any of them decodes. Beside running sequences, chunks are as small as the promised latency requires.
 """
 
 from __future__ import annotations
@@ -21,15 +19,15 @@ from mlx_ring.rpc.protos import step_pb2
 
 
 class PrefillQueue:
-    """In order of arrival; but while a long prompt is at the head, every second chunk is for short ones.
+    """Prompts in order of arrival, except that every second chunk beside a long first prompt is for short ones.
 
-    A prompt whose step failed goes alone, so that it takes no other down if it is to blame.
+    A prompt whose step failed goes alone, so that it cannot make others fail.
     """
 
     def __init__(self) -> None:
         self._line: dict[int, Sequence] = {}
         self._long: int | None = None
-        """The long prompt that had the last turn."""
+        """Long prompt that had the last turn."""
 
     def __len__(self) -> int:
         return len(self._line)
@@ -38,7 +36,7 @@ class PrefillQueue:
         return iter(self._line.values())
 
     def add(self, sequence: Sequence) -> None:
-        """Prompts that were put back come in where they were."""
+        """Add a prompt; a preempted one gets its place by arrival."""
         self._line[sequence.id] = sequence
         self._line = dict(sorted(self._line.items()))
 
@@ -46,7 +44,7 @@ class PrefillQueue:
         self._line.pop(sequence, None)
 
     def next_in_turn(self, left: Callable[[Sequence], int], most: int) -> list[Sequence]:
-        """Who may go into the next chunk; the first of them has to. Short are those with no more than `most` tokens left."""
+        """Return the prompts that may go into the next chunk; the first of them must."""
         first = next(iter(self._line.values()))
         short = [
             sequence for sequence in self._line.values() if left(sequence) <= most and not sequence.replays
@@ -59,14 +57,14 @@ class PrefillQueue:
 
 
 _PROMPTS_TOGETHER = 4
-"""Several short prompts may share a step that is so many times as long as one prompt's chunk."""
+"""Length of a step of several short prompts, as a multiple of one prompt's chunk."""
 
 _BURST_S = 0.25
-"""Requests that come within this time of each other have come together."""
+"""Longest time between requests that count as having arrived together."""
 
 
 class Prefilling(PrefillQueue):
-    """The line of prompts, and the steps that read them."""
+    """Prompts in prefill, and their steps."""
 
     def __init__(
         self,
@@ -91,7 +89,7 @@ class Prefilling(PrefillQueue):
         """Number of the last prefill step."""
 
     def next_chunks(self) -> list[tuple[Sequence, step_pb2.Row]]:
-        """Rows of the next step, counted as on their way; none where nothing may go out now."""
+        """Return the rows of the next step, counted as sent; empty if nothing may be sent now."""
         if not self or not self._may_go():
             return []
         remaining = max(map(self._left, self))
@@ -106,7 +104,7 @@ class Prefilling(PrefillQueue):
         return chunks
 
     def _fill(self, size: int, room: int) -> list[tuple[Sequence, step_pb2.Row]]:
-        """As much of the first in turn as a chunk of `size` holds, and of those after it who fit as a whole."""
+        """Fill a step with the first prompt's chunk of `size`, and with prompts after it that fit as a whole."""
         chunks: list[tuple[Sequence, step_pb2.Row]] = []
         for sequence in self.next_in_turn(self._left, self._policy.prefill_chunk):
             most = min(size, room)
@@ -123,19 +121,19 @@ class Prefilling(PrefillQueue):
         return chunks
 
     def _left(self, sequence: Sequence) -> int:
-        """Tokens that must still be computed."""
+        """Return the number of tokens that are still to be computed."""
         return sequence.fill_to - self._kv.reuse(sequence, self._running)
 
     def is_catching_up(self) -> bool:
-        """Whether those that came together are about to be all read: decoding waits, and then is done for all at once."""
+        """Return True if prompts that arrived together are almost read: then decode waits, and starts for all at once."""
         if not self or self._has_to_spare():
             return False
         return sum(map(self._left, self)) <= _PROMPTS_TOGETHER * self._policy.prefill_chunk
 
     def _has_to_spare(self) -> bool:
-        """Whether a sequence is decoding that did not come together with the prompts: its tokens must not wait long.
+        """Return True if a sequence that did not arrive with the prompts is decoding, so that its tokens must not wait long.
 
-        Prompts that came with the running ones have the same claim, and are read at full speed.
+        Prompts that arrived with the running ones have the same rights, and are read at full speed.
         """
         came = min(sequence.admitted_at for sequence in self)
         return any(
@@ -146,9 +144,9 @@ class Prefilling(PrefillQueue):
         )
 
     def _may_go(self) -> bool:
-        """At most one chunk between two decode steps of a group, and a bounded number of them in all.
+        """Allow at most one chunk between two decode steps of a micro-batch, and a bounded number in all.
 
-        Short prompts that fill no step wait until a stage wants them: others may come and be read with them.
+        Short prompts that fill no step wait until a stage is free: others may arrive and be read with them.
         """
         chunk = self._policy.prefill_chunk
         left = list(map(self._left, self))

@@ -1,13 +1,12 @@
-"""Which sequences' KV there is to begin from: running ones, and ended ones that are kept. Pure.
+"""Prefix cache: the KV of running and ended sequences that prompts can reuse. Pure.
 
-Where a layer forgets (sliding windows) or only knows its present state (recurrent ones), a sequence can be forked
-at some lengths alone; `is_exact` says at which. Wherever a longer beginning is shared than can be reused, the
-prompt that shares it leaves a snapshot there, for the next one.
+If a layer forgets positions (sliding windows) or holds only its present state (recurrent layers), a sequence can be
+forked only at some lengths, which `is_exact` determines. If a longer prefix is shared than can be reused, the prompt
+leaves a snapshot at that length for later prompts.
 
-A radix tree over token lists: who begins as a prompt begins. Pure.
-
-Each edge holds a run of tokens, and each node names the sequences whose tokens run through the whole of its
-edge; a sequence's end parts an edge. A look-up walks down once and compares runs, not single tokens.
+The index is a radix tree over token lists. Each edge holds a run of tokens, and each node names the sequences that
+contain the whole run of its edge; the end of a sequence splits an edge. A lookup walks down once and compares runs,
+not single tokens.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ Tokens = tuple[int, ...]
 class _Node:
     edge: Tokens
     children: dict[int, _Node] = field(default_factory=dict[int, "_Node"])
-    """By the first token of their edges."""
+    """Children by the first token of their edges."""
     holders: dict[int, None] = field(default_factory=dict[int, None])
 
 
 class PrefixIndex:
-    """Token lists by sequence."""
+    """Radix tree of token lists by sequence."""
 
     def __init__(self) -> None:
         self._root = _Node(())
@@ -43,11 +42,11 @@ class PrefixIndex:
         return sequence in self._tokens
 
     def tokens(self, sequence: int) -> Tokens:
-        """What is noted for a sequence; empty for one that is not here."""
+        """Return the recorded tokens of a sequence; empty if it is unknown."""
         return self._tokens.get(sequence, ())
 
     def put(self, sequence: int, tokens: Tokens) -> None:
-        """Note a sequence's tokens in place of what was noted before."""
+        """Record a sequence's tokens, replacing earlier ones."""
         present = self._tokens.get(sequence)
         if present is not None and tokens[: len(present)] != present:
             self.remove(sequence)
@@ -59,7 +58,7 @@ class PrefixIndex:
             place += len(node.edge)
 
     def _step(self, node: _Node, tokens: Tokens, place: int) -> _Node:
-        """The child that tokens[place:] goes through, made or cut to fit."""
+        """Return the child on the path of tokens[place:], created or split if needed."""
         child = node.children.get(tokens[place])
         if child is None:
             child = node.children[tokens[place]] = _Node(tokens[place:])
@@ -72,7 +71,7 @@ class PrefixIndex:
         return child
 
     def remove(self, sequence: int) -> None:
-        """Forget a sequence; one that is not here is no matter."""
+        """Forget a sequence, if it is known."""
         tokens = self._tokens.pop(sequence, None)
         if tokens is None:
             return
@@ -87,7 +86,7 @@ class PrefixIndex:
             node = child
 
     def prefixes(self, tokens: Tokens) -> Iterator[tuple[int, Collection[int]]]:
-        """How far `tokens` is shared, and by whom: the longest first, then each shorter point where some part."""
+        """Yield the shared lengths of `tokens` with their sequences: the longest first, then each shorter branch point."""
         path: list[tuple[int, Collection[int]]] = []
         node, place = self._root, 0
         while place < len(tokens) and (child := node.children.get(tokens[place])) is not None:
@@ -101,7 +100,7 @@ class PrefixIndex:
 
 
 def _shared(edge: Tokens, tokens: Tokens, place: int) -> int:
-    """How many tokens `edge` and `tokens[place:]` begin with alike: a run at a time, then halving."""
+    """Return the length of the common prefix of `edge` and `tokens[place:]`: a run at a time, then by halving."""
     longest = min(len(edge), len(tokens) - place)
     if edge[:longest] == tokens[place : place + longest]:
         return longest
@@ -116,14 +115,14 @@ def _shared(edge: Tokens, tokens: Tokens, place: int) -> int:
 
 
 LEAST_TOKENS = 16
-"""A shorter beginning is computed again."""
+"""Shortest prefix that is reused; a shorter one is computed again."""
 _TAIL_TO_SPARE = 64
-"""So many tokens of an ended sequence may be lost to who takes its KV instead of copying it."""
+"""Most tokens of an ended sequence that may be lost by taking its KV over instead of copying it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """How much KV a sequence holds, and the most that it ever held. Tokens."""
+    """Tokens of a sequence's KV now, and the most it ever held."""
 
     length: int
     reached: int
@@ -134,33 +133,33 @@ _NOTHING = Extent(0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A sequence that begins as a prompt does."""
+    """A sequence that shares a prefix with a prompt."""
 
     source: int
     length: int
-    """Tokens to reuse."""
+    """Number of tokens to reuse."""
     kept: bool
-    """Whether it has ended."""
+    """True if the sequence has ended and its KV is cached."""
     extent: Extent
-    """Of the sequence."""
+    """KV of the sequence."""
 
     @property
     def nearly_whole(self) -> bool:
-        """Whether taking it loses little."""
+        """True if taking its KV over loses few tokens."""
         return self.extent.length - self.length <= max(_TAIL_TO_SPARE, self.extent.length // 20)
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a look-up gave."""
+    """Result of a lookup."""
 
     match: Match | None
     shared: int
-    """Tokens that some sequence begins alike, reusable or not."""
+    """Length of the longest shared prefix, reusable or not."""
 
 
 class PrefixCache:
-    """Who holds what."""
+    """Index of the KV of running and ended sequences."""
 
     def __init__(self, ranks: Mapping[RankId, RankKv] | None) -> None:
         given = list((ranks or {}).values())
@@ -170,9 +169,9 @@ class PrefixCache:
         self._exact_length = min((rank.exact_length for rank in sliding), default=0)
         self._index = PrefixIndex()
         self._kept: dict[int, int] = {}
-        """Ended sequences, the least recently used first, and the most tokens that each ever held."""
+        """Ended sequences with the most tokens that each ever held, the least recently used first."""
         self.version = 0
-        """Grows with every change of what there is to find."""
+        """Number that grows with every change of the index."""
         self.queries = self.query_tokens = self.hits = self.hit_tokens = self.evictions = 0
 
     @property
@@ -184,7 +183,7 @@ class PrefixCache:
         return sum(len(self._index.tokens(sequence)) for sequence in self._kept)
 
     def is_exact(self, shared: int, *, length: int, reached: int) -> bool:
-        """Whether `shared` tokens can be forked from a sequence, or kept of it.
+        """Return True if `shared` tokens can be forked from a sequence, or kept of it.
 
         Args:
             shared: the first of its tokens.
@@ -196,22 +195,22 @@ class PrefixCache:
         return self._slack is None or reached <= self._exact_length or shared >= reached - self._slack
 
     def reached(self, sequence: int) -> int:
-        """The most tokens that a kept sequence ever held."""
+        """Return the most tokens that a cached sequence ever held."""
         return self._kept[sequence]
 
     def kept(self, *, spare: int | None = None) -> Iterable[int]:
-        """Those that could be evicted."""
+        """Return the sequences that could be evicted."""
         return (sequence for sequence in self._kept if sequence != spare)
 
     @property
     def forgets(self) -> bool:
-        """Whether some lengths cannot be gone back to."""
+        """True if some lengths of a sequence cannot be restored."""
         return self.recurrent or self._slack is not None
 
     # ---- look-up
 
     def find(self, tokens: Tokens, running: Mapping[int, Extent]) -> Found:
-        """The longest beginning of `tokens` that can be reused, and the longest that is shared.
+        """Return the longest prefix of `tokens` that can be reused, and the longest that is shared.
 
         One token at least is left over to compute.
         """
@@ -242,7 +241,7 @@ class PrefixCache:
         return Extent(len(self._index.tokens(sequence)), self._kept[sequence])
 
     def count(self, prompt_tokens: int, match: Match | None) -> None:
-        """Note a look-up that was acted upon."""
+        """Count a lookup whose result was used."""
         self.queries += 1
         self.query_tokens += prompt_tokens
         if match is not None:
@@ -252,12 +251,12 @@ class PrefixCache:
     # ---- what there is
 
     def note_running(self, sequence: int, tokens: Tokens) -> None:
-        """A running sequence's KV holds these tokens."""
+        """Record the tokens in a running sequence's KV."""
         self.version += 1
         self._index.put(sequence, tokens)
 
     def keep(self, sequence: int, tokens: Tokens, reached: int) -> Iterable[int]:
-        """An ended sequence, or a snapshot, is kept. Returns those kept before that it makes needless."""
+        """Keep an ended sequence or a snapshot; return the cached ones that it makes redundant."""
         self.version += 1
         self._index.put(sequence, tokens)
         needless = [] if self.forgets else self._kept_within(sequence, tokens)
@@ -267,7 +266,7 @@ class PrefixCache:
         return needless
 
     def covers(self, tokens: Tokens) -> bool:
-        """Whether some kept sequence begins with all of `tokens` and can be forked there."""
+        """Return True if a cached sequence begins with all of `tokens` and can be forked there."""
         for point, holders in self._index.prefixes(tokens):
             if point < len(tokens):
                 break
@@ -278,7 +277,7 @@ class PrefixCache:
         return False
 
     def _kept_within(self, sequence: int, tokens: Tokens) -> list[int]:
-        """Kept sequences that are a beginning of `tokens`."""
+        """Return the cached sequences that are a prefix of `tokens`."""
         return [
             holder
             for point, holders in self._index.prefixes(tokens)
@@ -287,18 +286,18 @@ class PrefixCache:
         ]
 
     def touch(self, sequence: int) -> None:
-        """A kept sequence was used."""
+        """Record the use of a cached sequence."""
         if sequence in self._kept:
             self._kept[sequence] = self._kept.pop(sequence)
 
     def forget(self, sequence: int) -> None:
-        """A sequence's KV is gone, or is about to change in ways that nobody should fork."""
+        """Forget a sequence whose KV is freed or about to change."""
         self.version += 1
         self._kept.pop(sequence, None)
         self._index.remove(sequence)
 
     def evict(self, spare: int | None = None) -> int | None:
-        """The least recently used of the kept ones, `spare` apart, which is forgotten; None when there is none."""
+        """Remove and return the least recently used entry, except `spare`; None if there is none."""
         oldest = next(iter(self.kept(spare=spare)), None)
         if oldest is not None:
             self.evictions += 1

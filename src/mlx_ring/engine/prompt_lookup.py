@@ -1,7 +1,7 @@
-"""Prompt look-up: what a sequence's own text says may come next, and whether asking pays. Pure.
+"""Prompt lookup: drafts from a sequence's own text, and the decision to verify them. Pure.
 
-Drafts are the tokens that followed the last occurrence of the sequence's last few tokens (Saxena 2023, prompt
-lookup decoding). They are verified by drawing every position as ever, so they change no token, only the number
+A draft is the tokens that followed the last occurrence of the sequence's last few tokens (Saxena 2023, prompt
+lookup decoding). Every drafted position is sampled as usual, so drafts change no token, only the number
 of steps.
 """
 
@@ -13,30 +13,30 @@ from math import isinf
 from operator import mul
 
 _LONG, _SHORT = 6, 3
-"""Lengths of the runs that are looked up, the longer first."""
+"""Lengths of the token runs that are looked up, the longer first."""
 _START_ACCEPTANCE = 0.6
 _WEIGHT = 0.3
 _LEAST_GAIN = 0.25
-"""Of one row's speed: less is not worth the risk."""
+"""Smallest relative gain for which a draft is sent, of one row's speed."""
 _NOTED_AT_ONCE = 2048
-"""A long prompt is noted in so many places a step: the event loop has others to serve."""
+"""Most places of a prompt that are indexed per step, because the event loop has other work."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 8, 512
-"""Proposals that are passed over before one is tried again."""
+"""Number of proposals that are skipped before one is tried again."""
 
 
 class DraftedStep:
-    """A decode step while its rows are put together: what it brings, and what verifying makes of its time."""
+    """A decode step in preparation: its expected tokens, and the cost of verifying its drafts."""
 
     def __init__(self, rows: int, cost: Callable[[int], float]) -> None:
-        """`cost(count)` is a step that verifies so many draft tokens, of all its rows, over a step without."""
+        """Prepare a step. `cost(count)` is its time with so many draft tokens, relative to none."""
         self._rows = rows
         self._cost = cost
         self._drafts = 0
         self._tokens = float(rows)
-        """That it is expected to bring."""
+        """Expected number of its tokens."""
 
     def worthwhile(self, acceptance: float, most: int) -> int:
-        """Draft tokens of one more row that gain most tokens for the time; 0 where none gains any."""
+        """Return the number of draft tokens of a further row that gains most; 0 if none gains enough."""
         before = self._cost(self._drafts)
         if isinf(before):
             return 0
@@ -48,35 +48,35 @@ class DraftedStep:
         return best
 
     def add(self, acceptance: float, count: int) -> None:
-        """A row carries so many."""
+        """Count a row's draft tokens."""
         self._drafts += count
         self._tokens += sum(_chances(acceptance, count))
 
 
 def _chances(acceptance: float, count: int) -> Iterator[float]:
-    """That the first draft token is right, the first two are, and so on."""
+    """Yield the chances that the first draft token is right, that the first two are, and so on."""
     return accumulate(repeat(acceptance, count), mul)
 
 
 def _expected(acceptance: float, count: int) -> Iterator[float]:
-    """Right draft tokens of one, two, and so on."""
+    """Yield the expected number of right tokens of one draft token, of two, and so on."""
     return accumulate(_chances(acceptance, count))
 
 
 class PromptLookup:
-    """One sequence's runs of tokens and its record of accepted drafts."""
+    """Index of one sequence's token runs, and its record of accepted drafts."""
 
     def __init__(self) -> None:
         self._ends: dict[tuple[int, ...], int] = {}
-        """By run: where it ended last."""
+        """End of the last occurrence of each run."""
         self._noted = 0
         self._acceptance = _START_ACCEPTANCE
-        """Chance that a draft token is right, if those before it were."""
+        """Chance that a draft token is right if those before it are."""
         self._passed_over = 0
         self._pause = _FIRST_PAUSE
 
     def propose(self, tokens: Sequence[int], unknown: int, most: int, step: DraftedStep) -> tuple[int, ...]:
-        """Draft tokens for after `tokens` and `unknown` more that are being sampled; often none."""
+        """Return draft tokens to follow `tokens` and `unknown` tokens that are being sampled; often none."""
         count = step.worthwhile(self._acceptance, most)
         continuation = self._continuation(tokens, unknown + max(1, count))
         if len(continuation) <= unknown:
@@ -90,18 +90,18 @@ class PromptLookup:
         return tuple(continuation[unknown : unknown + count])
 
     def record_verified(self, proposed: int, accepted: int) -> None:
-        """Learn how many of the proposed tokens were right."""
+        """Record how many of the proposed tokens were right."""
         # The first wrong token ends the run: those after it were not tried.
         tried = min(proposed, accepted + 1)
         self._acceptance += _WEIGHT * (accepted / tried - self._acceptance)
         self._pause = _FIRST_PAUSE if accepted else min(_LONGEST_PAUSE, self._pause * 2)
 
     def record_draft(self, step: DraftedStep, count: int) -> None:
-        """So many of the proposed tokens go into `step`."""
+        """Count proposed tokens that go into `step`."""
         step.add(self._acceptance, count)
 
     def _continuation(self, tokens: Sequence[int], count: int) -> list[int]:
-        """What followed the last tokens where they stood before; what runs past the end goes on in a circle."""
+        """Return the tokens that followed an earlier occurrence of the last tokens, repeated if they reach the end."""
         self._note(tokens)
         end = len(tokens)
         for length in (_LONG, _SHORT):
@@ -115,7 +115,7 @@ class PromptLookup:
         return []
 
     def _note(self, tokens: Sequence[int]) -> None:
-        """Note every run that ends before the last token: the last is what is looked up."""
+        """Index every run that ends before the last token, which is the one looked up."""
         begin = max(_SHORT, self._noted)
         until = min(len(tokens), begin + _NOTED_AT_ONCE)
         for end in range(begin, until):

@@ -1,7 +1,7 @@
-"""What a trace tells of a request: its waiting, its prompt, its answer, and what every stage did for it.
+"""Traces of requests: queue, prefill, decode, and the work of every stage.
 
 Names are those of OpenTelemetry's conventions for generative AI, where they have one; those of `gen_ai.server` are
-their metrics', of this one request. Whoever takes the request in has opened a span for it (`core/traces.py`).
+their metrics', of this one request. The API opens the request's span (`core/traces.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mlx_ring.rpc.protos import step_pb2
 
 
 class RequestTracer:
-    """Of one instance's requests."""
+    """Tracer of one instance's requests."""
 
     def __init__(
         self,
@@ -27,7 +27,7 @@ class RequestTracer:
         unix_ns: Callable[[], int] = time.time_ns,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`nodes` are where its ranks are; `clock` is the one by which requests are timed."""
+        """Start a tracer. `nodes` are the ranks' nodes; `clock` is the engine's."""
         self._tracing = tracing
         self._model = model
         self._nodes = nodes
@@ -35,7 +35,7 @@ class RequestTracer:
         self._clock = clock
 
     def begin(self, request: GenerateRequest, submitted_at: float) -> Span | None:
-        """A request came then; None where it is not traced."""
+        """Open the span of a request; None if it is not traced."""
         parent = TRACEPARENT.get()
         if not parent:
             return None
@@ -54,19 +54,19 @@ class RequestTracer:
         return self._tracing.start("llm_request", attributes, parent=parent, at_ns=at_ns)
 
     def _clock_unix_ns(self) -> int:
-        """The Unix time of the clock's zero."""
+        """Return the Unix time of the clock's zero."""
         return self._unix_ns() - int(self._clock() * 1e9)
 
     def end(self, span: Span, ended: EndedRequest) -> None:
-        """Nothing more is done for the request; says where its time went."""
+        """Close the span of a request, with a span for each phase."""
         to_unix_ns = self._clock_unix_ns()
 
         def part(name: str, since: float, until: float, attributes: Mapping[str, int]) -> None:
-            told = self._tracing.start(
+            child = self._tracing.start(
                 name, attributes, parent=span.traceparent, at_ns=to_unix_ns + int(since * 1e9)
             )
-            if told is not None:
-                told.end(to_unix_ns + int(until * 1e9))
+            if child is not None:
+                child.end(to_unix_ns + int(until * 1e9))
 
         opened, first, last = ended.opened_at, ended.first_token_at, ended.last_token_at
         part("queue", ended.submitted_at, ended.ended_at if opened is None else opened, {})
@@ -85,22 +85,22 @@ class RequestTracer:
         )
 
     def stages(self, place: RankId, spans: Iterable[step_pb2.StageSpan]) -> None:
-        """What a rank did, as it says."""
+        """Export the spans that a rank reported."""
         where = TracePlace(self._nodes.get(place, ""), place.stage, place.rank)
         for span in spans:
-            told = self._tracing.start(
+            child = self._tracing.start(
                 f"stage {place.stage} {'decode' if span.is_decode else 'prefill'}",
                 _stage_attributes(where, span),
                 parent=span.traceparent,
                 at_ns=span.started_unix_us * 1000,
                 place=where,
             )
-            if told is not None:
-                told.end(span.finished_unix_us * 1000)
+            if child is not None:
+                child.end(span.finished_unix_us * 1000)
 
 
 def _usage(ended: EndedRequest) -> dict[str, int | float | tuple[str, ...]]:
-    told: dict[str, int | float | tuple[str, ...]] = {
+    attributes: dict[str, int | float | tuple[str, ...]] = {
         "gen_ai.usage.input_tokens": ended.prompt_tokens,
         "gen_ai.usage.output_tokens": ended.completion_tokens,
         "gen_ai.usage.cache_read.input_tokens": ended.cached_tokens,
@@ -109,10 +109,10 @@ def _usage(ended: EndedRequest) -> dict[str, int | float | tuple[str, ...]]:
     }
     first, last = ended.first_token_at, ended.last_token_at
     if first is not None and last is not None:
-        told["gen_ai.server.time_to_first_token"] = first - ended.submitted_at
+        attributes["gen_ai.server.time_to_first_token"] = first - ended.submitted_at
         if ended.completion_tokens > 1:
-            told["gen_ai.server.time_per_output_token"] = (last - first) / (ended.completion_tokens - 1)
-    return told
+            attributes["gen_ai.server.time_per_output_token"] = (last - first) / (ended.completion_tokens - 1)
+    return attributes
 
 
 def _stage_attributes(where: TracePlace, span: step_pb2.StageSpan) -> dict[str, str | int]:

@@ -1,9 +1,8 @@
-"""Which of a model's instances answers a request: by what it has cached of the prompt, and by what it has to do.
+"""Choice of the instance that answers a request, by its cached prefix of the prompt and by its load.
 
-Each instance is asked what it would have to compute before the request's first token, in tokens: what is waiting to
-be read there, what the request itself would add after the cached beginning, and for each running sequence as much as
-it slows a prompt down. The least wins. So a chat goes back to where its KV is, until that instance has more to do
-than reading the chat elsewhere would cost.
+The cost of an instance is the number of tokens that it would compute before the request's first token: its waiting
+prompts, the request's tokens after the cached prefix, and an amount for each running sequence. The lowest cost wins.
+A conversation therefore returns to the instance that holds its KV cache, unless that instance is too busy.
 """
 
 from __future__ import annotations
@@ -17,47 +16,47 @@ from mlx_ring.core.errors import NotReady, Overloaded, RingError
 from mlx_ring.core.generation import GenerateRequest, RequestStream
 
 SEQUENCE_TOKENS = 64
-"""What a running sequence costs a newcomer, in tokens to read: decode steps go between its chunks."""
+"""Cost of a running sequence for a new one, in prompt tokens: decode steps go between its chunks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How one instance stands towards some prompts."""
+    """Load of one instance, and its cost for some prompts."""
 
     is_open: bool
-    """Whether it answers at all."""
+    """True if it answers."""
     sequences: int
-    """That run or wait there."""
+    """Number of sequences that run or wait there."""
     tokens_to_read: int
-    """Of their prompts."""
+    """Number of their prompt tokens that are not yet computed."""
     shared_tokens: int
-    """Of the new prompts, that are cached there."""
+    """Tokens of the new prompts that are cached there."""
 
     def cost(self, prompt_tokens: int) -> int:
-        """Of a prompt's first token, in tokens to compute."""
+        """Return the cost of a prompt's first token, in tokens to compute."""
         own = prompt_tokens - self.shared_tokens
         return self.tokens_to_read + own + SEQUENCE_TOKENS * self.sequences
 
 
 class Routed(Protocol):
-    """An engine, as the router uses it."""
+    """An engine that the router can choose."""
 
     def load_for(self, prompts: Iterable[tuple[int, ...]]) -> Load: ...
     def submit_all(self, *requests: GenerateRequest) -> list[RequestStream]: ...
     def make_room(self, *requests: GenerateRequest) -> bool:
-        """Whether there are places for these, others having given way where need be."""
+        """Shed other clients' requests for these, if fairness allows it; return False if not."""
         ...
 
 
 class Router:
-    """Answers with one of several engines."""
+    """A router that gives each request to one of several engines."""
 
     def __init__(self, engines: Callable[[], Sequence[Routed]]) -> None:
-        """`engines` gives those that serve now."""
+        """Route among the engines that `engines` returns at the time."""
         self._engines = engines
         self._turn = 0
         self.rejected: Counter[str] = Counter()
-        """By error, requests that were refused."""
+        """Requests that were refused, by the error's name."""
 
     def submit_all(self, *requests: GenerateRequest) -> list[RequestStream]:
         """Start to answer requests that belong together, on one instance.
@@ -87,7 +86,7 @@ class Router:
         raise refusal or NotReady("No instance of the model can answer now.")
 
     def _by_cost(self, requests: Sequence[GenerateRequest]) -> list[Routed]:
-        """Those that answer, the cheapest first; of alike ones, in turns."""
+        """Return the engines that answer, the cheapest first; equal ones in turn."""
         engines = self._engines()
         if len(engines) < 2:  # noqa: PLR2004 - no choice
             return list(engines)

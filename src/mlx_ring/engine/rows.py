@@ -1,4 +1,4 @@
-"""A sequence's part of a step: what is said of it to the workers, and what they say back."""
+"""Messages of a sequence's part of a step: operations, rows, and their results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MOST_CANDIDATES = (1 << 32) - 1
 
 
 def open_operation(sequence: Sequence) -> step_pb2.CacheOperation:
-    """What makes the sequence known; said once, before its first row."""
+    """Make the operation that opens a sequence, which goes before its first row."""
     return step_pb2.CacheOperation(
         open=step_pb2.Open(
             sequence=sequence.id,
@@ -57,7 +57,7 @@ def fork_operation(source: int, destination: int, length: int, *, take: bool) ->
 
 
 def snapshot_operations(source: int, snapshot: int, length: int) -> list[step_pb2.CacheOperation]:
-    """What keeps a running sequence's KV as it stands, under an id of its own."""
+    """Make the operations that keep a running sequence's KV under an id of its own."""
     opened = step_pb2.Open(sequence=snapshot, prompt_length=length, max_length=length)
     return [
         step_pb2.CacheOperation(open=opened),
@@ -67,7 +67,7 @@ def snapshot_operations(source: int, snapshot: int, length: int) -> list[step_pb
 
 
 def prefill_row(sequence: Sequence, end: int) -> step_pb2.Row:
-    """The known tokens from where its KV ends up to `end`."""
+    """Make a row of the known tokens from the end of the KV up to `end`."""
     start = sequence.scheduled
     return step_pb2.Row(
         sequence=sequence.id,
@@ -78,7 +78,7 @@ def prefill_row(sequence: Sequence, end: int) -> step_pb2.Row:
 
 
 def decode_row(sequence: Sequence, draft: tuple[int, ...] = ()) -> step_pb2.Row:
-    """The next token, which is known or is what the sequence's previous row samples; and drafts to verify."""
+    """Make a row of the next token, known or sampled by the previous row, and of a draft to verify."""
     row = step_pb2.Row(
         sequence=sequence.id,
         start=sequence.scheduled,
@@ -97,21 +97,21 @@ def samples_token(row: step_pb2.Row) -> bool:
 
 
 def tokens_fed(row: step_pb2.Row) -> int:
-    """By how much the row's KV grows."""
+    """Return the number of tokens that the row adds to the KV."""
     return (len(row.tokens.ids) or 1) + len(row.draft)
 
 
 class RowReading(NamedTuple):
-    """What the last stage found for a row."""
+    """Results of the last stage for a row."""
 
     sampled: tuple[TokenLogprob, ...]
     prompt_logprobs: tuple[TokenLogprob, ...]
     hidden_sum: NDArray[np.float32] | None
-    """(hidden,), of the tokens that are pooled; None where nothing is."""
+    """Sum of the pooled hidden states, (hidden,); None if nothing is pooled."""
 
 
 def read_result(row: step_pb2.Row, result: step_pb2.RowResult | None) -> RowReading:
-    """What the last stage found for a row.
+    """Read the results of the last stage for a row.
 
     Raises:
         ProtocolError: something that the row wants is not there.
@@ -146,7 +146,7 @@ def _read_sum(row: step_pb2.Row, hidden: tensor_pb2.Tensor) -> NDArray[np.float3
 
 
 def _prefill_wants(sequence: Sequence, start: int, end: int) -> Iterator[Want]:
-    """Position p scores the prompt's token p + 1, which may begin the next chunk; the last samples."""
+    """Yield what a prefill row wants. Position p scores token p + 1, which may begin the next chunk; the last one samples."""
     top = sequence.request.prompt_logprobs
     if start >= sequence.prompt_length or len(sequence.prompt_logprobs) >= sequence.prompt_length:
         top = None
@@ -165,7 +165,7 @@ def _prefill_wants(sequence: Sequence, start: int, end: int) -> Iterator[Want]:
 
 
 def _pooled_wants(sequence: Sequence, start: int, end: int) -> Iterator[Want]:
-    """Sums, so that no more than one vector comes back of a chunk."""
+    """Yield what pooling wants: sums, so that each chunk returns one vector."""
     match sequence.request.pooling:
         case "mean":
             yield Want(where=Want.ALL, what=Want.HIDDEN_SUM)

@@ -5,7 +5,7 @@ The engine calls `schedule` and sends the steps, then calls `on_answer` with eac
 - Decode goes first (`decode.py`), prefill fills the gaps (`prefill.py`).
 - Requests are admitted first come, first served, as soon as their grammar is ready and their KV fits.
 - The newest sequence is preempted, and computed again later, when KV memory runs out.
-- KV operations travel with the next step, or alone when no step is in sent_step that could cause one.
+- KV operations travel with the next step, or alone when no step is in flight that could cause one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MOST_REPLAYS = 2
 
 @dataclass(frozen=True, slots=True)
 class Advance:
-    """What an answer means for one sequence: tokens, or its end by an error."""
+    """Effect of an answer on one sequence: new tokens, or its end with an error."""
 
     sequence: Sequence
     tokens: tuple[TokenLogprob, ...] = ()
@@ -42,7 +42,7 @@ class Advance:
 
 
 class Scheduler:
-    """One instance's steps and sequences, for one epoch."""
+    """Scheduler of one instance, for one epoch."""
 
     def __init__(
         self,
@@ -77,11 +77,11 @@ class Scheduler:
         self._steps_failed = 0
         self._preemptions = 0
         self._most_running = policy.max_num_seqs
-        """Fewer once ranks held too much with so many: until one of them ends, who was put back would be so again."""
+        """Limit of running sequences, lowered while ranks report too much memory, so that a preempted sequence stays out."""
         self._closing = False
-        """Whether operations go out at once, for nobody will hear answers."""
+        """True once operations go out at once, because no answers are awaited."""
 
-    # ---- sequences come and go
+    # ---- admission and end
 
     @property
     def num_waiting(self) -> int:
@@ -89,14 +89,14 @@ class Scheduler:
 
     @property
     def places(self) -> int:
-        """How many sequences may come now: to be computed at once, or to wait."""
+        """Number of sequences that may be added now, to run or to wait."""
         in_line = any(not sequence.awaits_grammar for sequence in self._waiting.values())
         free = 0 if in_line else self._policy.max_num_seqs - len(self._running)
         return max(0, self._policy.max_queued_requests - len(self._waiting) + free)
 
     @property
     def capacity_tokens(self) -> int | None:
-        """Most tokens that one sequence can have; None without a limit."""
+        """Most tokens of one sequence; None without a limit."""
         return self._kv.budget.capacity_tokens
 
     @property
@@ -105,50 +105,50 @@ class Scheduler:
         return self._kv.budget.limits
 
     def limit_kv(self, limits: Mapping[RankId, int]) -> None:
-        """New limits of each rank's KV, in bytes; what there is already goes on, one sequence at a time if need be."""
+        """Set each rank's limit of KV bytes; present sequences continue, one at a time if needed."""
         sequences = [*self._running.values(), *self._waiting.values()]
         self._kv.limit(limits, max((sequence.max_length for sequence in sequences), default=0))
 
     def shared_tokens(self, tokens: tuple[int, ...]) -> int:
-        """Tokens of a prompt that need not be computed if it came now."""
+        """Return the number of a prompt's tokens that the cache could supply now."""
         return self._kv.shared(tokens, self._running)
 
     @property
     def tokens_to_read(self) -> int:
-        """Of prompts that have come, what is still to be computed."""
+        """Number of prompt tokens that are still to be computed."""
         sequences = [*self._running.values(), *self._waiting.values()]
         return sum(max(0, sequence.fill_to - sequence.scheduled) for sequence in sequences)
 
     @property
     def num_open(self) -> int:
-        """Sequences that run or wait."""
+        """Number of sequences that run or wait."""
         return len(self._running) + len(self._waiting)
 
     def add(self, sequence: Sequence) -> None:
-        """Put a sequence at the end of the line. While it awaits its grammar the others pass."""
+        """Append a sequence to the queue. Others pass it while its grammar is not ready."""
         self._waiting[sequence.id] = sequence
 
     def finish(self, sequence: Sequence) -> None:
-        """Take out a sequence that has come to its end, also while steps with its rows are under way.
+        """Remove a complete sequence, also while steps with its rows are in flight.
 
-        Its KV is kept for prompts that begin as it did. Of a text that was only pooled nothing is but what it took
-        over: nobody goes on from one, and it would put out what chats come back to.
+        Its KV is kept for prompts with the same prefix. If the text was only pooled, only the part that it took over is
+        kept: no prompt continues a pooled text, and it would evict what chats reuse.
         """
         if self._take_out(sequence):
             self._kv.keep(sequence, None if sequence.request.pooling is None else sequence.taken)
 
     def abort(self, sequence: Sequence) -> None:
-        """Take out a sequence that nobody wants any more. Of its KV only what it took over from others is kept."""
+        """Remove a sequence whose client left. Only the KV that it took over is kept."""
         if self._take_out(sequence):
             self._kv.keep(sequence, sequence.taken)
 
     def _fail(self, sequence: Sequence) -> None:
-        """Take out a sequence whose KV may not be what it should be."""
+        """Remove a sequence whose KV may be wrong."""
         if self._take_out(sequence):
             self._kv.free(sequence.id)
 
     def _take_out(self, sequence: Sequence) -> bool:
-        """Whether it was running: then its KV is to be kept or freed."""
+        """Remove a sequence; return True if it was running, so that its KV must be kept or freed."""
         if self._waiting.pop(sequence.id, None) is not None:
             return False
         if self._running.pop(sequence.id, None) is None:
@@ -160,17 +160,17 @@ class Scheduler:
         return True
 
     def reset(self) -> None:
-        """Forget every sequence and free all KV, kept and running."""
+        """Remove every sequence and free all KV."""
         self._waiting.clear()
         for sequence in list(self._running.values()):
             self._fail(sequence)
         self._kv.reset()
         self._closing = True
 
-    # ---- steps go out
+    # ---- steps
 
     def schedule(self, now: float) -> list[step_pb2.Step]:
-        """Every step that can go out now, in order."""
+        """Return every step that can be sent now, in order."""
         steps: list[step_pb2.Step] = []
         while (step := self._decode_step(now)) is not None:
             steps.append(step)
@@ -197,7 +197,7 @@ class Scheduler:
         return step
 
     def _make_room(self, sequence: Sequence, tokens: int) -> bool:
-        """Whether a running sequence can have `tokens` now; the youngest others make way, for later if not for now."""
+        """Reserve `tokens` for a running sequence, preempting the newest others if needed; return False if it must wait."""
         while not (self._is_relieved() and self._kv.grow(sequence, tokens)):
             if self._kv.budget.being_freed:
                 return False
@@ -209,19 +209,19 @@ class Scheduler:
         return True
 
     def _is_relieved(self) -> bool:
-        """Whether the ranks hold no more than they may; one sequence alone may always go on."""
+        """Return True if the ranks hold no more than their limits; a sequence that runs alone may always continue."""
         if len(self._running) == 1 or self._kv.relieve():
             return True
         self._most_running = len(self._running) - 1
         return False
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Free a running sequence's KV; it waits where it came in, and will be computed again."""
+        """Preempt a running sequence: free its KV and queue it by its arrival, to be computed again."""
         del self._running[sequence.id]
         self._prefilling.remove(sequence.id)
         self._decoding.remove(sequence.id)
         self._kv.free(sequence.id)
-        sequence.put_back()
+        sequence.preempt()
         self._waiting[sequence.id] = sequence
         self._waiting = dict(sorted(self._waiting.items()))
 
@@ -271,10 +271,10 @@ class Scheduler:
         self._in_flight.send(step, sequences, batch, now)
         return step
 
-    # ---- answers come back
+    # ---- answers
 
     def on_answer(self, done: step_pb2.StepDone, now: float) -> list[Advance]:
-        """Take one rank's answer to one step; tells what it means for which sequences.
+        """Record one rank's answer to a step, and return its effect on sequences.
 
         Raises:
             ProtocolError: a rank that is not in the plan, or an answer out of order.
@@ -298,10 +298,10 @@ class Scheduler:
         return advances
 
     def _fail_rows(self, sent_step: SentStep, failure: step_pb2.Failure) -> Iterator[Advance]:
-        """The rows that are named end. Where none is, all are computed again, each alone; a third time they end.
+        """End the rows that the failure names. If it names none, recompute all rows, each alone; a third failure ends them.
 
-        So are rows that a rank found out of step: what broke them is another row's failure, still on its way. A
-        step that carries rows of a sequence that is gone since may fail for that alone, and is not counted.
+        Rows that a rank found out of step are recomputed too: another row's failure, still to arrive, broke them. A failure
+        that concerns rows of an ended sequence may have that cause alone, and is not counted.
         """
         self._steps_failed += not sent_step.failed
         sent_step.failed = True
@@ -309,7 +309,7 @@ class Scheduler:
         again = not failure.sequences or failure.kind == ProtocolError.__name__
         for sequence in failure.sequences:
             if sequence in self._kv.held and sequence not in self._running:
-                # It has ended, and what was kept of it is gone or not what it was taken for.
+                # It has ended, and its cached KV is missing or wrong.
                 self._kv.free(sequence)
         for sequence, _ in list(sent_step.current()):
             if sequence.id not in self._running or (
@@ -349,25 +349,25 @@ class Scheduler:
             self.finish(sequence)
         return Advance(sequence, tokens)
 
-    # ---- how it stands
+    # ---- reports
 
     def record_started(self, rank: RankId, begun: int, now: float) -> None:
-        """A rank is known, from elsewhere, to have taken in a step."""
+        """Record, from a heartbeat, that a rank started a step."""
         self._in_flight.record_started(rank, begun, now)
 
     def oldest_unanswered(self, now: float) -> Unanswered | None:
-        """The rank that everybody waits for; None when nobody owes an answer."""
+        """Return the rank that all others wait for; None if no answer is owed."""
         return self._in_flight.oldest_unanswered(now)
 
     def step_times(self) -> StepTimes:
-        """What the last steps took."""
+        """Return the times of the last steps."""
         return self._in_flight.window.read()
 
     def cache_stats(self) -> CacheStats:
         return self._kv.stats()
 
     def totals(self, now: float, began: float) -> StepTotals:
-        """What was done since `began`."""
+        """Return the totals since `began`."""
         cache = self._kv.stats()
         return StepTotals(
             ranks=self._in_flight.totals(now, began),

@@ -169,7 +169,7 @@ class Sequence:
             self.first_token_at = now if self.first_token_at is None else self.first_token_at
         return tuple(taken)
 
-    def put_back(self) -> None:
+    def preempt(self) -> None:
         """Discard what was computed: all known tokens are prefilled again, and the answer then continues."""
         self.generation += 1
         self.scheduled = self.reached = self.reused = self.taken = 0

@@ -1,14 +1,11 @@
-"""How long steps take, told for steps that can be compared. Pure.
+"""Measured times of steps, and deadlines derived from them. Pure.
 
-A step's time depends on what is in it, so only steps that are alike in that are put together: decode steps by
-their rows, one token for each, and chunks that one prompt has to itself by their tokens. Not counted are steps with
-drafts, for a row then has several tokens; chunks of several prompts; and steps that failed.
+A step's time depends on its content, so only comparable steps are grouped: decode steps by
+their rows, one token for each, and chunks of a single prompt by their tokens. Not counted are steps with
+drafts, because a row then has several tokens, chunks of several prompts, and steps that failed.
 
-How long a rank may take for a step before it counts as stuck. Pure.
-
-A deadline finds who will never answer, not who is slow. So it is many times what the step is expected to take, by
-what was predicted and by what was measured, whichever is more; and never less than a time in which a machine that
-is busy with something else for a moment comes back.
+A deadline detects a rank that will never answer, not a slow one. So it is many times the predicted or measured time
+of the step, whichever is longer. It is never shorter than the time in which a machine recovers from a short load.
 """
 
 from __future__ import annotations
@@ -23,21 +20,21 @@ from mlx_ring.core.engine_stats import StepTiming
 from mlx_ring.core.types import RankId
 
 _KEPT = 128
-"""Last steps of each kind on each stage."""
+"""Number of last steps of each kind that are kept for each stage."""
 _KINDS = 8
-"""Of chunks there are as many kinds as there are lengths: the most frequent are told."""
+"""Number of kinds that are reported: the most frequent ones, because each length of a chunk is a kind."""
 
 
 @dataclass(frozen=True, slots=True)
 class AlikeSteps:
-    """Steps of one stage that are alike. Times are medians, microseconds."""
+    """Comparable steps of one stage. Times are medians, microseconds."""
 
     rows: int
     tokens: int
     steps: int
-    """That were counted."""
+    """Number of steps."""
     context_tokens: int
-    """That a row looked back at: the median."""
+    """Median length of the context that a row attended to."""
     compute_us: float
     link_wait_us: float
     link_send_us: float
@@ -46,44 +43,44 @@ class AlikeSteps:
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """The last steps of a stage, as its rank 0 has timed them."""
+    """Times of the last steps of a stage, measured by its rank 0."""
 
     stage: int
     decode: tuple[AlikeSteps, ...]
-    """By rows."""
+    """Decode steps, by rows."""
     chunks: tuple[AlikeSteps, ...]
-    """By tokens."""
+    """Chunks, by tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamPace:
-    """How quickly a stream that had the pipeline to itself got its tokens, without drafts."""
+    """Speed of a stream that ran alone, without drafts."""
 
     token_us: float
-    """From one token to the next: the median."""
+    """Median time from one token to the next."""
     tokens: int
-    """That were counted."""
+    """Number of tokens."""
     context_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Of all stages."""
+    """Times of all stages."""
 
     stages: tuple[StageTimes, ...] = ()
     stream: StreamPace | None = None
-    """None before there was one."""
+    """Speed of a single stream; None before there was one."""
 
 
 class StepWindow:
-    """Keeps the last steps that can be compared, of each kind and stage."""
+    """The last comparable steps, of each kind and stage."""
 
     def __init__(self) -> None:
         self._decode: dict[int, deque[StepTiming]] = defaultdict(_window)
         self._chunks: dict[int, deque[StepTiming]] = defaultdict(_window)
 
     def record(self, timing: StepTiming) -> None:
-        """Take in a step that was done without a failure."""
+        """Record a step that did not fail."""
         stage, rank = timing.rank
         if rank or not timing.rows:
             return
@@ -93,7 +90,7 @@ class StepWindow:
             self._chunks[stage].append(timing)
 
     def read(self) -> StepTimes:
-        """What the kept steps tell."""
+        """Return the times of the recorded steps."""
         stages = sorted({*self._decode, *self._chunks})
         times = tuple(
             StageTimes(
@@ -111,12 +108,12 @@ def _window() -> deque[StepTiming]:
 
 
 def _alike(timings: Iterable[StepTiming], *, by_rows: bool) -> tuple[AlikeSteps, ...]:
-    """The most frequent kinds, in order of their size."""
+    """Return the most frequent kinds, in order of their size."""
     kinds: dict[int, list[StepTiming]] = defaultdict(list)
     for timing in timings:
         kinds[timing.rows if by_rows else timing.tokens].append(timing)
     frequent = sorted(kinds.values(), key=len, reverse=True)[:_KINDS]
-    return tuple(sorted(map(_medians, frequent), key=lambda told: (told.rows, told.tokens)))
+    return tuple(sorted(map(_medians, frequent), key=lambda steps: (steps.rows, steps.tokens)))
 
 
 def _medians(alike: Sequence[StepTiming]) -> AlikeSteps:
@@ -133,7 +130,7 @@ def _medians(alike: Sequence[StepTiming]) -> AlikeSteps:
 
 
 def _pace(last_stage: Iterable[StepTiming]) -> StreamPace | None:
-    """From steps of one and the same sequence that followed each other, with no other step between them."""
+    """Return the speed from consecutive steps of one sequence, without other steps between them."""
     pairs = [
         (before, after)
         for before, after in pairwise(last_stage)
@@ -150,14 +147,14 @@ def _pace(last_stage: Iterable[StepTiming]) -> StreamPace | None:
 
 @dataclass(frozen=True, slots=True)
 class Unanswered:
-    """The rank that everybody waits for: of the earliest step that is owed, in the first stage that owes it."""
+    """Rank that all others wait for: in the first stage that owes an answer to the earliest step."""
 
     rank: RankId
     step: int
     waited_s: float
-    """Since all that the rank needs for the step was there, or since it was last heard of."""
+    """Time since the rank had all it needs for the step, or last reported."""
     deadline_s: float
-    """0: none."""
+    """Longest allowed time; 0: unlimited."""
 
     @property
     def is_late(self) -> bool:
@@ -165,37 +162,37 @@ class Unanswered:
 
 
 _TIMES = 20.0
-"""As long as expected."""
+"""Deadline as a multiple of the expected time."""
 _UNTRIED = 4.0
-"""Times the least, where a stage has not done a step of the kind yet: kernels are compiled, memory is taken."""
+"""Multiple of the shortest deadline for a kind of step new to a stage: kernels are compiled, memory is allocated."""
 _WEIGHT = 0.25
-"""Of the newest measurement, where it is less than the mean; where it is more, it counts whole."""
+"""Weight of the newest measurement if it is below the mean; above it, it counts fully."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """What is in a step, as far as its time goes."""
+    """Content of a step that determines its time."""
 
     rows: int
     tokens: int
     context_tokens: int
-    """That a row looks back at, in the mean."""
+    """Mean length of the context that a row attends to."""
     is_decode: bool
 
 
 Predict = Callable[[int, StepSize], float]
-"""Seconds that a stage, given by its number, was predicted to compute for a step."""
+"""Function that predicts the seconds of computation of a stage, given by its number, for a step."""
 
 
 class StepDeadlines:
-    """Learns what steps take, and says how long to wait for one."""
+    """Deadlines of steps, learned from their measured times."""
 
     def __init__(self, least_s: float, predict: Predict | None = None) -> None:
-        """`least_s` is the least that is waited, for whatever step; with 0 nothing is ever late."""
+        """Start with `least_s` as the shortest deadline; with 0 nothing is ever late."""
         self._least_s = least_s
         self._predict = predict
         self._seconds: dict[tuple[int, bool], float] = {}
-        """By stage and kind: of a decode step, of a token of a chunk."""
+        """Seconds of a decode step, or of a token of a chunk, by stage and kind."""
 
     def record(self, timing: StepTiming) -> None:
         """Learn from one rank's answer."""
@@ -207,7 +204,7 @@ class StepDeadlines:
         self._seconds[kind] = max(seconds, mean + _WEIGHT * (seconds - mean))
 
     def of(self, stage: int, size: StepSize) -> float:
-        """Seconds; 0: none."""
+        """Return the deadline in seconds; 0 if there is none."""
         if not self._least_s:
             return 0.0
         measured = self._measured_s(stage, size)
@@ -216,6 +213,6 @@ class StepDeadlines:
         return max(least, _TIMES * max(predicted, measured or 0.0))
 
     def _measured_s(self, stage: int, size: StepSize) -> float | None:
-        """None where nothing alike was measured. Operations alone are taken for a decode step."""
+        """Return the measured time; None without a comparable step. Operations alone count as a decode step."""
         seconds = self._seconds.get((stage, size.is_decode or not size.rows))
         return seconds if seconds is None or size.is_decode else seconds * max(1, size.tokens)

@@ -1,4 +1,4 @@
-"""Which architectures can be cut into stages: what the conformance run found, and nothing hoped for.
+"""Architectures that can be cut into stages, as proved by the conformance run.
 
 `architectures.json` is written by that run (`make conformance`), which compares every family that
 mlx-lm knows, whole and cut.
@@ -21,23 +21,23 @@ TABLE = "architectures.json"
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """One family's outcome."""
+    """Result for one family."""
 
     exact: bool = False
-    """Cut in any way, its logits are those of the whole, bit for bit."""
+    """True if its logits are those of the whole model, bit for bit, however it is cut."""
     whole: bool = False
-    """On one stage they are."""
+    """True if they are on one stage."""
     batches: bool = False
-    """Rows of different lengths may share a forward pass."""
+    """True if rows of different lengths may share a forward pass."""
     caches: tuple[str, ...] = ()
-    """mlx-lm's kinds of cache that its layers keep."""
+    """Kinds of mlx-lm's caches that its layers keep."""
     experts: bool = False
     tied: bool = False
-    """Whether the embedding may serve as the head."""
+    """True if the embedding may serve as the head."""
     only_if: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Entries that the model's configuration must have for `exact` to hold."""
     reason: str = ""
-    """Why it cannot be cut, or not without these entries."""
+    """Reason why it cannot be cut, or not without these entries."""
 
     @property
     def sliding(self) -> bool:
@@ -50,7 +50,7 @@ class Architecture:
 
 @cache
 def known_architectures() -> dict[str, Architecture]:
-    """Every family examined, by model type."""
+    """Return every examined family, by model type."""
     read = cast("dict[str, dict[str, Any]]", _read()["architectures"])
     return {name: _architecture(fields) for name, fields in read.items()}
 
@@ -61,7 +61,7 @@ def _architecture(fields: dict[str, Any]) -> Architecture:
 
 @cache
 def _aliases() -> dict[str, str]:
-    """Model types that mlx-lm runs as another; `type:class` where the class in `architectures` decides."""
+    """Return model types that mlx-lm runs as another; `type:class` if the class in `architectures` decides."""
     return cast("dict[str, str]", _read()["aliases"])
 
 
@@ -72,7 +72,7 @@ def _read() -> dict[str, Any]:
 
 
 def find_architecture(model_type: str, classes: Sequence[str] = ()) -> Architecture | None:
-    """The outcome for a model type; None for one that was not examined.
+    """Return the result for a model type; None for one that was not examined.
 
     Args:
         model_type: as the configuration names it.
@@ -82,13 +82,13 @@ def find_architecture(model_type: str, classes: Sequence[str] = ()) -> Architect
 
 
 def module_of(model_type: str, classes: Sequence[str] = ()) -> str:
-    """The name of mlx-lm's module that runs a model type; see `find_architecture`."""
+    """Return the name of mlx-lm's module that runs a model type; see `find_architecture`."""
     named = [f"{model_type}:{name}" for name in classes if f"{model_type}:{name}" in _aliases()]
     return _aliases()[named[0]] if named else _aliases().get(model_type, model_type)
 
 
 def require_cuttable(folder: ModelFolder, stages: int) -> Architecture:
-    """What is known of the folder's architecture.
+    """Return the result for the folder's architecture.
 
     Raises:
         ModelUnsupported: it was not examined, or cannot run on that many stages.

@@ -1,7 +1,7 @@
-"""Fetches a model in a process of its own, which can be ended at any moment: within one nothing ends the hub's client.
+"""Fetch a model in a separate process, which can be ended at any moment. Within one nothing ends the hub's client.
 
-What has come whole stays in the hub's cache, and what has not is fetched from there on the next time. The last line that it
-writes is why there is no model, for `head/models.py`.
+Complete files stay in the hub's cache, and the next fetch continues from there. The last line of output
+says why there is no model, for `head/models.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mlx_ring.models.model_source import find_model
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0: the model is here."""
+    """Fetch the model, and return 0 if it is here."""
     options = _parse(arguments)
     watch_lifeline(options.lifeline_fd, lambda: os._exit(1))
     try:
@@ -31,8 +31,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="mlx_ring.models.fetching", description=__doc__)
-    parser.add_argument("--name", required=True, help="of the hub's repository")
-    parser.add_argument("--must-fit", action="store_true", help="this machine's memory")
+    parser.add_argument("--name", required=True, help="name of the hub's repository")
+    parser.add_argument(
+        "--must-fit", action="store_true", help="refuse a model that exceeds this machine's memory"
+    )
     parser.add_argument("--lifeline-fd", type=int, required=True, help="pipe that closes with the parent")
     return parser.parse_args(arguments)
 

@@ -1,7 +1,7 @@
-"""Tries grammars in a process of their own, which may come to grief over one: then only that one is refused.
+"""Trials of grammars in a separate process, so that a grammar that ends or blocks it is simply refused.
 
-llguidance has limits on what a grammar may cost, and they do not hold for all: 18 KB of patterns that are to match together
-took minutes, and 2 GB in the first 15 s; references 1,000 deep end a process whose stack is the usual one.
+llguidance limits the cost of a grammar, but not in all cases. 18 KB of patterns that must match together
+took minutes, and 2 GB in the first 15 s. References 1,000 deep end a process with a stack of the usual size.
 """
 
 from __future__ import annotations
@@ -21,23 +21,25 @@ from mlx_ring.core.types import Grammar
 from mlx_ring.models.grammars import STACK_BYTES, check_grammar, in_one_line
 
 CPU_S = 5.0
-"""Of a processor, for one grammar; the largest schemas take three."""
+"""CPU time for one grammar; the largest schemas take three seconds."""
 _MEMORY_BYTES = 1536 << 20
-"""Of addresses, the stack's among them."""
+"""Address space, including the stack."""
 _BY_LIMITS = {-signal.SIGPROF, -signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGKILL}
 
 
 class GrammarTrials:
-    """The process is there from the first grammar on, and ends with this one."""
+    """Process for trials, started with the first grammar. It ends with this process."""
 
     def __init__(self, cpu_s: float = CPU_S) -> None:
         self._cpu_s = cpu_s
         self._process: subprocess.Popen[bytes] | None = None
         self._end: Callable[[], object] = lambda: None
-        """Leaves nothing of the process."""
+        """Function that ends the process and frees its resources."""
 
     def problem(self, grammar: Grammar) -> str:
-        """Why it cannot be enforced; empty where it can. Waits for the answer; one thread at a time may ask.
+        """Return why the grammar cannot be enforced; empty if it can.
+
+        Waits for the answer; only one thread at a time may call it.
 
         Raises:
             ServingError: no process answers.
@@ -76,7 +78,7 @@ def _start(cpu_s: float) -> subprocess.Popen[bytes]:
 
 
 def _ask(process: subprocess.Popen[bytes], question: list[str]) -> bytes:
-    """Its answer, a line; empty where it ended over it."""
+    """Return the process's answer, a line; empty if the question ended it."""
     if process.stdin is None or process.stdout is None:
         return b""
     with contextlib.suppress(BrokenPipeError):
@@ -96,10 +98,10 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def main() -> None:
-    """Answer until nobody asks any more: the pipe closes with whoever holds its other end."""
+    """Answer until the pipe closes, which happens when the parent ends."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # Where the system knows no such limit, that of the processor's time has to do.
+    # On systems without this limit, the limit of CPU time must suffice.
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     threading.stack_size(STACK_BYTES)
@@ -123,7 +125,7 @@ def _problem(grammar: Grammar) -> str:
         check_grammar(grammar)
     except RequestError as error:
         return str(error)
-    except BaseException as error:  # noqa: BLE001 - a panic of Rust's is no Exception
+    except BaseException as error:  # noqa: BLE001 - a panic in Rust is no Exception
         return f"The answer cannot be held to this schema: llguidance stumbles over it: {in_one_line(str(error))}"
     return ""
 

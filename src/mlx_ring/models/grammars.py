@@ -1,8 +1,7 @@
-"""Grammars as llguidance reads them, and within which limits: the same on the head, which tries them, and on workers.
+"""Conversion of grammars for llguidance, and their limits: equal on the head, which tries them, and on workers.
 
-llguidance is imported when the first grammar comes: few servers ever see one.
-
-A thread for calls that go thousands deep: llguidance's follow a schema's references, one by one.
+llguidance is imported when the first grammar comes, because few servers ever need it. It follows a schema's
+references one by one, so its calls go thousands deep and need a thread with a large stack.
 """
 
 from __future__ import annotations
@@ -21,38 +20,43 @@ if TYPE_CHECKING:
     from llguidance import LLParserLimits
 
 MAX_GRAMMAR_BYTES = 256 << 10
-"""What takes llguidance a second, and some for a model's tokens; what takes longer is refused. Real schemas have some kilobytes."""
+"""Largest grammar: llguidance needs a second for it, and more for a model's tokens.
+
+Real schemas have some kilobytes.
+"""
 _LEXER_STATES = 50_000
-"""Of one to two kilobytes each; all answers under one grammar share them."""
+"""Most states of the lexer, of one to two kilobytes each; all answers under one grammar share them."""
 _WHERE = re.compile(r"^at \d+\(\d+\): failed to compile JSON schema: ")
 _LISTING = re.compile(r"\n *\d+ \| ")
-"""Lines of the grammar that was made of what the client has sent."""
+"""Lines of the grammar that was derived from the client's input."""
 _OWN_ADVICE = "Enable 'coerce_one_of' option to approximate oneOf with anyOf"
 _OF_TEXT = {"json_schema", "regex"}
-"""Kinds of grammars that ask for none of a model's own tokens, so that bytes alone tell what they allow."""
+"""Kinds of grammars that need none of a model's own tokens, so that bytes alone decide what they allow."""
 _NOTHING_GOES_ON = "NoExtensionBias"
-"""What llguidance says where not even the end is allowed."""
+"""llguidance's name for a state in which not even the end is allowed."""
 JSON_OPTIONS = {
     "whitespace_pattern": r"\x20|\x0A(\x20{0,24}|\x09{0,8})",
     "lenient": False,
     "coerce_one_of": False,
 }
-"""Between JSON's tokens a space, or a new line with its indentation: where more is allowed, small models go on with white
-space until their limit. What cannot be enforced is refused, not left out."""
+"""Options that allow a space, or a new line with its indentation, between JSON's tokens.
+
+With more white space allowed, small models repeat it until their limit. Schemas that cannot be enforced are refused.
+"""
 
 
 def grammar_limits() -> LLParserLimits:
-    """How much one grammar may cost: some milliseconds a token at worst, and some megabytes."""
-    from llguidance import LLParserLimits  # see above
+    """Return the limits of one grammar: some milliseconds a token at worst, and some megabytes."""
+    from llguidance import LLParserLimits  # imported late, as the module says
 
     return LLParserLimits(max_lexer_states=_LEXER_STATES, verbose_errors=False)
 
 
 def to_llguidance(kind: str, text: str) -> str:
-    """A `Grammar` in llguidance's own form.
+    """Convert a `Grammar` to llguidance's own form.
 
     Raises:
-        RequestError: it is too long, or of a kind that is not known.
+        RequestError: it is too long, or of an unknown kind.
     """
     if len(text.encode(errors="replace")) > MAX_GRAMMAR_BYTES:
         raise RequestError(
@@ -67,7 +71,7 @@ def to_llguidance(kind: str, text: str) -> str:
         case "lark":
             return _in_json({"lark_grammar": text})
         case "regex":
-            from llguidance import LLMatcher  # see above
+            from llguidance import LLMatcher  # imported late, as the module says
 
             return LLMatcher.grammar_from_regex(text)
         case other:
@@ -94,9 +98,9 @@ def check_grammar(grammar: Grammar) -> None:
     """Try to compile a grammar. Takes milliseconds, and may end the process: see `grammar_trials.py`.
 
     Raises:
-        RequestError: it cannot be enforced, why, in llguidance's words; or no answer can begin under it.
+        RequestError: it cannot be enforced, with llguidance's reason; or no answer can begin under it.
     """
-    from llguidance import LLMatcher  # see above
+    from llguidance import LLMatcher  # imported late, as the module says
 
     compiled = to_llguidance(grammar.kind, grammar.text)
     problem = LLMatcher.validate_grammar(compiled, limits=grammar_limits())
@@ -107,8 +111,8 @@ def check_grammar(grammar: Grammar) -> None:
 
 
 def _can_begin(compiled: str) -> bool:
-    """Whether a grammar allows anything for an answer's first byte, or its end."""
-    from llguidance import LLMatcher, LLTokenizer  # see above
+    """Report whether a grammar allows anything for an answer's first byte, or its end."""
+    from llguidance import LLMatcher, LLTokenizer  # imported late, as the module says
 
     matcher = LLMatcher(LLTokenizer("byte"), compiled, limits=grammar_limits(), log_level=0)
     matcher.compute_bitmask()
@@ -116,7 +120,7 @@ def _can_begin(compiled: str) -> bool:
 
 
 def in_one_line(problem: str) -> str:
-    """What llguidance says, as the end of a sentence: of a schema within a larger grammar, what is said of the schema."""
+    """Return llguidance's message as the end of a sentence; for a schema within a larger grammar, only the part about the schema."""
     if _NOTHING_GOES_ON in problem:
         return "nothing may follow at this place."
     said = _WHERE.sub("", _LISTING.split(problem, maxsplit=1)[0]).replace(_OWN_ADVICE, "Write it with anyOf")
@@ -125,13 +129,16 @@ def in_one_line(problem: str) -> str:
 
 
 STACK_BYTES = 256 << 20
-"""Of addresses: memory is only taken as far as calls go. With the usual 8 MiB a process ends at 1,000 references."""
+"""Address space of the stack: memory is only used as deep as calls go.
+
+With the usual 8 MiB a process ends at 1,000 references.
+"""
 _SIZE = threading.Lock()
-"""The size is that of every thread that is started meanwhile."""
+"""Lock for the stack size, which applies to every thread that starts meanwhile."""
 
 
 def deep_thread(name: str) -> ThreadPoolExecutor:
-    """One thread that takes one call at a time."""
+    """Return one thread that takes one call at a time."""
     pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
     with _SIZE:
         usual = threading.stack_size(STACK_BYTES)

@@ -1,9 +1,9 @@
-"""The hub's models: those in its cache here, and those that are fetched.
+"""Models of the hub: those in its local cache, and those to fetch.
 
-What is complete in the cache is taken without asking the network. Otherwise only what is needed is
-fetched: configuration, tokenizer, weights; never a line of Python.
+A model that is complete in the cache is used without the network. Otherwise only the necessary files are
+fetched: configuration, tokenizer, weights; never any Python code.
 
-Whether a model has room on this machine, said before anything is fetched or loaded.
+Memory and disk are checked before anything is fetched or loaded.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _DISK_RESERVE_BYTES = 1 << 30
 
 
 def check_memory(name: str, needed_bytes: int) -> None:
-    """Refuse what this machine could only serve by swapping.
+    """Refuse a model that this machine could only serve by swapping.
 
     Raises:
         PlanError: the weights alone exceed the memory.
@@ -60,7 +60,7 @@ def check_memory(name: str, needed_bytes: int) -> None:
 
 
 def check_disk(name: str, needed_bytes: int, folder: Path) -> None:
-    """Refuse to fetch what would fill the disk on which the folder is, or will be.
+    """Refuse to fetch a model that would fill the disk of the folder.
 
     Raises:
         PlanError: too little is free there.
@@ -82,13 +82,13 @@ def _gigabytes(count: int) -> str:
 _WANTED = ("model*.safetensors", *SMALL_FILES)
 _UNWANTED = ("*.py", "*/*")
 _ANSWER_WAIT_S = 8.0
-"""For the hub's list of files: with a start of the program, less than ten seconds in all."""
+"""Time for the hub's list of files: with the program's start, less than ten seconds in all."""
 
 Found = TypeVar("Found")
 
 
 def cached_ids() -> list[str]:
-    """Of every model that something is here of."""
+    """Return the ids of all models that are at least partly in the cache."""
     try:
         cache = scan_cache_dir(constants.HF_HUB_CACHE)
     except (CacheNotFound, OSError):
@@ -97,10 +97,10 @@ def cached_ids() -> list[str]:
 
 
 def complete_in_cache(name: str) -> ModelFolder | None:
-    """The newest snapshot in the cache, where none of its files is missing.
+    """Return the newest snapshot in the cache, if none of its files is missing.
 
     Raises:
-        ModelUnsafe: it is there, and asks for code of its own to be run.
+        ModelUnsafe: it needs code of its own to be run.
     """
     try:
         folder = read_model_folder(_snapshot(name, offline=True))
@@ -121,7 +121,7 @@ def _snapshot(name: str, *, offline: bool) -> Path:
 
 
 def fetch_config(name: str) -> ModelFolder:
-    """What its configuration says; of the weights nothing comes.
+    """Fetch a model's configuration, without weights.
 
     Raises:
         ModelNotFound: the hub has none, or cannot be reached.
@@ -130,11 +130,11 @@ def fetch_config(name: str) -> ModelFolder:
 
 
 def fetch(name: str, *, must_fit: bool = False) -> ModelFolder:
-    """All that serving needs.
+    """Fetch everything that serving needs.
 
     Args:
         name: of the hub's repository.
-        must_fit: whether this machine alone is to hold the weights; said before anything comes.
+        must_fit: whether this machine alone must hold the weights; checked before anything is fetched.
 
     Raises:
         ModelNotFound: the hub has none, or cannot be reached.
@@ -159,7 +159,7 @@ def fetch(name: str, *, must_fit: bool = False) -> ModelFolder:
 
 
 def _file_sizes(name: str) -> dict[str, int]:
-    """Bytes of every file of a hub repository that serving needs."""
+    """Return the bytes of every file of a hub repository that serving needs."""
     siblings = HfApi().model_info(name, files_metadata=True, timeout=_ANSWER_WAIT_S).siblings or []
     wanted = filter_repo_objects(
         (file.rfilename for file in siblings), allow_patterns=list(_WANTED), ignore_patterns=list(_UNWANTED)
@@ -169,14 +169,14 @@ def _file_sizes(name: str) -> dict[str, int]:
 
 
 def _in_time(name: str, ask: Callable[[], Found]) -> Found:
-    """The hub's answer, or the sentence to say why there is none: name resolution alone may hang for a minute."""
+    """Return the hub's answer within the time limit, or raise the error: name resolution alone may block for a minute."""
     answers: list[Found] = []
     errors: list[Exception] = []
 
     def run() -> None:
         try:
             answers.append(ask())
-        except Exception as error:  # noqa: BLE001 - whatever it was, the caller's thread explains it
+        except Exception as error:  # noqa: BLE001 - the caller's thread explains any error
             errors.append(error)
 
     thread = threading.Thread(target=run, name="hub", daemon=True)
@@ -189,7 +189,7 @@ def _in_time(name: str, ask: Callable[[], Found]) -> Found:
 
 
 def _unreachable(name: str, error: Exception) -> ModelNotFound:
-    """What a failure of the hub means to whoever asked for `name`."""
+    """Return the error for a failure of the hub."""
     if isinstance(error, GatedRepoError):
         return ModelNotFound(
             f"{name} is gated: accept its terms at {constants.ENDPOINT}/{name} and set HF_TOKEN to your token."

@@ -1,6 +1,6 @@
-"""Which tensors of a checkpoint a stage computes with, told from their names and shapes alone. Pure.
+"""Tensors of a checkpoint that a stage computes with, derived from their names and shapes alone. Pure.
 
-Too little would be read as zeros, so whatever the names do not tell goes to every stage.
+A missing tensor would be read as zeros, so every stage gets the tensors whose names are ambiguous.
 """
 
 from __future__ import annotations
@@ -18,26 +18,28 @@ from mlx_ring.models.model_folder import ModelFolder, TensorEntry
 _IN_LAYER = re.compile(
     r"^(?P<path>(?:.+?\.)?(?:layers|h|blocks|block|layer))\.(?P<number>\d+)\.(?P<rest>.+)$"
 )
-"""`model.layers.3.mlp.up_proj.weight`, and how GPT-2, OLMo and their like say it."""
+"""Names such as `model.layers.3.mlp.up_proj.weight`, and those of GPT-2, OLMo and similar models."""
 _HEADS = frozenset({"lm_head", "output", "output_layer", "embed_out", "head", "ff_out"})
 NEVER_COMPUTED = re.compile(
     r"(?:^|\.)(?:vision|visual|audio|mtp|multi_modal_projector|mm_projector|embed_vision|embed_audio)(?:[._]|$)"
 )
-"""Encoders of pictures and sound, and layers that guess further tokens: mlx-lm leaves them out of every model."""
+"""Encoders of images and sound, and layers that predict further tokens: mlx-lm leaves them out of every model."""
 _UNTOLD = frozenset({"talkie"})
-"""Families whose every stage gets all that stands outside the layers: talkie's layers are given the embedded tokens
-beside the activations, and its head is no module of its own."""
+"""Families whose every stage gets all tensors outside the layers.
+
+talkie's layers get the embedded tokens beside the activations, and its head is no module of its own.
+"""
 _SMALL_BYTES = 1 << 16
 
 Inside = Mapping[str, Sequence[tuple[int, str, TensorEntry]]]
-"""By what comes before a layer's number: the number, what comes after it, and the tensor."""
+"""Tensors by the path before a layer's number: the number, the path after it, and the tensor."""
 
 
 def tensors_of_stage(folder: ModelFolder, layers: LayerRange) -> tuple[TensorEntry, ...]:
-    """What a stage must have on disk, in the folder's order.
+    """Return the tensors that a stage must have on disk, in the folder's order.
 
-    Its own layers; on the first stage the embedding; on the last the output head, or the embedding where that
-    may be the head; everywhere what stands outside the layers and is neither.
+    Its own layers; on the first stage the embedding; on the last the output head, or the embedding if that
+    may be the head; everywhere the other tensors outside the layers.
 
     Raises:
         PlanError: the model has no such layers.
@@ -55,7 +57,7 @@ def tensors_of_stage(folder: ModelFolder, layers: LayerRange) -> tuple[TensorEnt
 
 
 def group_by_layers(entries: Iterable[TensorEntry]) -> tuple[Inside, list[TensorEntry]]:
-    """Tensors that stand in numbered layers, by what comes before the number; and the others."""
+    """Group tensors in numbered layers by the path before the number; return the others too."""
     inside: defaultdict[str, list[tuple[int, str, TensorEntry]]] = defaultdict(list)
     outside: list[TensorEntry] = []
     for entry in entries:
@@ -68,7 +70,7 @@ def group_by_layers(entries: Iterable[TensorEntry]) -> tuple[Inside, list[Tensor
 
 
 def path_of_layers(inside: Inside, num_layers: int) -> str | None:
-    """The one that numbers every layer. An encoder of images may number as many; it is the smaller one."""
+    """Return the path that numbers every layer. An encoder of images may have as many, and is the smaller one."""
     every = set(range(num_layers))
     sizes = {
         path: sum(entry.nbytes for _, _, entry in found)
@@ -79,7 +81,7 @@ def path_of_layers(inside: Inside, num_layers: int) -> str | None:
 
 
 def names_head(name: str) -> bool:
-    """Whether a tensor's name is one of an output head."""
+    """Report whether a tensor's name is one of an output head."""
     return not _HEADS.isdisjoint(name.split("."))
 
 
@@ -95,7 +97,7 @@ def _unwanted_outside(
     embedding = {entry for entry in by_token if entry not in heads}
     modules = {entry.name.rpartition(".")[0] for entry in embedding}
     if len(modules) != 1 or len(by_token) < len(large):
-        # What else is there may be computed from the embedding, on every stage.
+        # Any other tensor may be computed from the embedding, on every stage.
         embedding = set[TensorEntry]()
     is_last = layers.end == folder.num_layers
     keeps_embedding = layers.start == 0 or (is_last and _may_be_tied(folder, heads))
@@ -107,7 +109,7 @@ def _may_be_large(folder: ModelFolder, entry: TensorEntry) -> bool:
 
 
 def _may_be_tied(folder: ModelFolder, heads: Iterable[TensorEntry]) -> bool:
-    """Whether the embedding may be the output head, though the checkpoint may have one."""
+    """Report whether the embedding may be the output head, even if the checkpoint has one."""
     if not any(heads):
         return True
     architecture = find_architecture(folder.model_type, folder.classes)

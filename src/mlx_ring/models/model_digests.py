@@ -1,7 +1,7 @@
-"""Makes a model folder's manifest: reads every byte once, and keeps the outcome beside the state.
+"""Manifest of a model folder: reads every byte once, and keeps the result beside the state.
 
-Reading 8 GB takes a while, so it is done once for a folder as it is; sizes and times of change tell whether it
-still is.
+Reading 8 GB takes a while, so an unchanged folder is read once. Sizes and modification times show
+changes.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from mlx_ring.models.stage_folder import require_whole, small_files
 from mlx_ring.models.weights_manifest import Piece, WeightsManifest, decode_manifest, make_manifest
 
 Progress = Callable[[int, int], None]
-"""(bytes done, bytes in all)"""
+"""Function that receives (bytes done, bytes in all)."""
 _READ_BYTES = 4 << 20
 
 
 def manifest_of_folder(folder: ModelFolder, cache: Path, progress: Progress) -> WeightsManifest:
-    """The manifest, kept in `cache` from the second time on. Blocks while it reads: call it in a thread.
+    """Return the manifest, which is kept in `cache`. The first call blocks while it reads: call it in a thread.
 
     Raises:
-        ModelCorrupt: a file cannot be read, or changed while it was; or the folder is of one stage only.
+        ModelCorrupt: a file cannot be read, or changed meanwhile; or the folder is of one stage only.
     """
     require_whole(folder.path)
     before = _marks(folder)
@@ -51,11 +51,13 @@ def manifest_of_folder(folder: ModelFolder, cache: Path, progress: Progress) -> 
 
 
 class _Left(Exception):
-    """Who waited for a manifest has gone."""
+    """The caller no longer waits for the manifest."""
 
 
 async def manifest_beside(folder: ModelFolder, cache: Path) -> WeightsManifest:
-    """The manifest, read in a thread of its own. Who is cancelled ends the reading, which of a large model takes minutes.
+    """Return the manifest, read in a separate thread.
+
+    Cancelling ends the reading, which takes minutes for a large model.
 
     Raises:
         ModelCorrupt: as `manifest_of_folder`.
@@ -73,7 +75,7 @@ async def manifest_beside(folder: ModelFolder, cache: Path) -> WeightsManifest:
 
 
 def hash_range(stream: BinaryIO, offset: int, nbytes: int, progress: Callable[[int], None]) -> str:
-    """SHA-256 of some bytes of a file; fewer where it ends before."""
+    """Return the SHA-256 of a range of a file, or of fewer bytes if it ends before."""
     sha = hashlib.sha256()
     stream.seek(offset)
     while nbytes and (data := stream.read(min(nbytes, _READ_BYTES))):
@@ -89,7 +91,7 @@ _Span = tuple[str, str, int, int]
 
 
 def _marks(folder: ModelFolder) -> _Marks:
-    """The folder, and name, size and time of change of each file: links are followed, as the hub's cache wants it."""
+    """Return the folder, and name, size and modification time of each file. Links are followed for the hub's cache."""
     try:
         found = [
             (name, status.st_size, status.st_mtime_ns)
@@ -102,7 +104,7 @@ def _marks(folder: ModelFolder) -> _Marks:
 
 
 def _read_kept(path: Path) -> WeightsManifest | None:
-    """None where there is none, or not a whole one."""
+    """Read a kept manifest; None if there is none, or it is incomplete."""
     digest, _, data = (read_private(path) or b"").partition(b"\n")
     try:
         return decode_manifest(data, digest.decode("ascii", "replace"))
@@ -119,7 +121,7 @@ def _spans(folder: ModelFolder, sizes: dict[str, int]) -> Iterator[_Span]:
 
 
 def _hash(folder: Path, spans: list[_Span], progress: Progress) -> Iterator[Piece]:
-    """File by file, from the beginning to the end of each."""
+    """Hash file by file, each from start to end."""
     total, done = sum(nbytes for *_, nbytes in spans), 0
     progress(done, total)
 

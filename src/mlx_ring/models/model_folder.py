@@ -1,8 +1,7 @@
-"""A model's folder read as files: configuration and safetensors headers, no weights, no MLX.
+"""Files of a model's folder: configuration and safetensors headers, no weights, no MLX.
 
-Everything that a person can get wrong about a folder is found here, before any process
-starts: files that are missing, truncated or contradict each other, and folders that want
-their own code to be run, which is never done.
+All mistakes in a folder are found here, before any process starts: files that are missing, truncated or
+contradict each other, and folders that need their own code to be run, which is never done.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from mlx_ring.core.errors import ModelCorrupt, ModelNotFound, ModelUnsafe
 
 _HEADER_LENGTH = struct.Struct("<Q")
 _LONGEST_HEADER = 100 << 20
-"""Bytes, as in the safetensors library."""
+"""Most bytes of a header, as in the safetensors library."""
 _CONTEXT_NAMES = (
     *("max_position_embeddings", "max_seq_len", "max_sequence_length", "model_max_length"),
     *("max_context_length", "n_positions", "n_ctx", "seq_length"),
@@ -32,9 +31,9 @@ _BITS = {
     **dict.fromkeys(("F16", "BF16", "I16", "U16"), 16),
     **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8", "BOOL"), 8),
 }
-"""Of the types in safetensors files; there may be others."""
+"""Bits of the types in safetensors files; there may be others."""
 SMALL_FILES = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja")
-"""What a model's folder consists of beside its weights: configuration, tokenizer, templates."""
+"""Patterns of a folder's files beside its weights: configuration, tokenizer, templates."""
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model")
 _CONFIGS_WITH_CODE = ("config.json", "tokenizer_config.json")
 
@@ -53,7 +52,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class WeightFile:
-    """A safetensors file: its size, and that of the header before the first tensor, in bytes."""
+    """Safetensors file: its size, and that of the header before the first tensor, in bytes."""
 
     name: str
     nbytes: int
@@ -62,7 +61,7 @@ class WeightFile:
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """What a folder says of its model."""
+    """Model as its folder describes it."""
 
     path: Path
     config: Mapping[str, Any]
@@ -76,7 +75,7 @@ class ModelFolder:
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """The names in `architectures`."""
+        """Names in `architectures`."""
         named = self.config.get("architectures")
         return tuple(map(str, cast("list[object]", named) if isinstance(named, list) else [named]))
 
@@ -102,7 +101,7 @@ class ModelFolder:
 
     @cached_property
     def eos_token_ids(self) -> frozenset[int]:
-        """Every token that ends an answer, from both configuration files."""
+        """Tokens that end an answer, from both configuration files."""
         found: list[object] = []
         for source in (self.config, self._text_config, self.generation_config):
             value = source.get("eos_token_id")
@@ -120,7 +119,7 @@ class ModelFolder:
 
     @cached_property
     def digest(self) -> str:
-        """Equal for equal models, wherever they lie: over configuration, names, shapes and sizes."""
+        """Digest over configuration, names, shapes and sizes; equal for equal models in any folder."""
         described = {
             "config": self.config,
             "tensors": sorted((entry.name, entry.dtype, entry.shape, entry.nbytes) for entry in self.tensors),
@@ -134,7 +133,7 @@ class ModelFolder:
         return cast("Mapping[str, Any]", nested) if isinstance(nested, Mapping) else {}
 
     def entry(self, name: str) -> object:
-        """An entry of the configuration, or of the language model's part of it; None where there is none."""
+        """Return an entry of the configuration, or of the language model's part of it; None if there is none."""
         return self._find(name)
 
     def _find(self, *names: str) -> object:
@@ -158,7 +157,7 @@ def read_model_folder(path: Path) -> ModelFolder:
 
     Raises:
         ModelNotFound: there is no such folder, or it is no model's.
-        ModelUnsafe: it wants Python from the folder to be run.
+        ModelUnsafe: it needs Python from the folder to be run.
         ModelCorrupt: a file is missing, truncated, or contradicts another.
     """
     if not path.is_dir():
@@ -177,7 +176,7 @@ def read_model_folder(path: Path) -> ModelFolder:
 
 
 def read_model_config(file: Path) -> ModelFolder:
-    """What a configuration alone says: a model without weights.
+    """Read a configuration alone: a model without weights.
 
     Raises:
         ModelNotFound: there is no such file.
@@ -192,7 +191,7 @@ def read_model_config(file: Path) -> ModelFolder:
 
 
 def has_tokenizer(folder: ModelFolder) -> bool:
-    """Whether there is one at all: transformers makes an empty one up where there is none."""
+    """Report whether there is a tokenizer at all: without files, transformers makes an empty one."""
     return any((folder.path / file).is_file() for file in _TOKENIZERS)
 
 

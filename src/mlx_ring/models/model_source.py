@@ -1,4 +1,4 @@
-"""Where a model's folder comes from: the package, the disk, or the hub (`hub.py`)."""
+"""Sources of a model's folder: the package, the disk, or the hub (`hub.py`)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Kind = Literal["built-in", "folder", "hub"]
 
 @dataclass(frozen=True, slots=True)
 class LocalModel:
-    """A model that can be served without fetching anything."""
+    """Model that can be served without fetching anything."""
 
     name: str
     kind: Kind
@@ -29,17 +29,17 @@ class LocalModel:
 
 
 def builtin_names() -> list[str]:
-    """Names of the models that come with the package."""
+    """Return the names of the models in the package."""
     if not BUILTIN_FOLDER.is_dir():
         return []
     return sorted(path.name for path in BUILTIN_FOLDER.iterdir() if (path / "config.json").is_file())
 
 
 def list_local_models() -> Iterator[LocalModel]:
-    """Built-in models, then the complete ones in the hub's cache. Folders that want to run code are left out."""
+    """List built-in models, then the complete ones in the hub's cache. Folders that need to run code are left out."""
     for name in builtin_names():
         yield LocalModel(name, "built-in", read_model_folder(BUILTIN_FOLDER / name))
-    from mlx_ring.models import hub  # its client takes a while to come in
+    from mlx_ring.models import hub  # importing its client takes a while
 
     for name in hub.cached_ids():
         try:
@@ -51,11 +51,11 @@ def list_local_models() -> Iterator[LocalModel]:
 
 
 def find_model(name: str, *, must_fit: bool = False) -> LocalModel:
-    """The model's folder, fetched from the hub where it is not here yet.
+    """Return the model's folder; fetch it from the hub if necessary.
 
     Args:
-        name: a built-in name, a folder, or a hub id, looked for in this order.
-        must_fit: whether what is too large for this machine's memory is refused before it is fetched.
+        name: a built-in name, a folder, or a hub id, tried in this order.
+        must_fit: whether to refuse a model that is too large for this machine's memory before fetching it.
 
     Raises:
         ModelNotFound: there is none of that name, or the hub cannot be reached.
@@ -75,10 +75,10 @@ def find_model(name: str, *, must_fit: bool = False) -> LocalModel:
 
 
 def must_be_fetched(name: str) -> bool:
-    """Whether it is the hub's, and not whole in the cache.
+    """Report whether the model is the hub's, and incomplete in the cache.
 
     Raises:
-        ModelUnsafe: it is there, and asks for code of its own to be run.
+        ModelUnsafe: it needs code of its own to be run.
     """
     if name in builtin_names() or _is_there(_path(name)):
         return False
@@ -90,14 +90,14 @@ def must_be_fetched(name: str) -> bool:
 
 
 def describe_model(name: str) -> LocalModel:
-    """What is known of a model without fetching its weights: their headers where they are here, else its configuration.
+    """Describe a model without fetching its weights: from their headers if they are here, else from its configuration.
 
     Args:
-        name: a built-in name, a folder, a config.json, or a hub id, of which the configuration is fetched.
+        name: a built-in name, a folder, a config.json, or a hub id, whose configuration is fetched.
 
     Raises:
         ModelNotFound: there is none of that name, or the hub cannot be reached.
-        ModelCorrupt, ModelUnsafe: what is there cannot be read.
+        ModelCorrupt, ModelUnsafe: the files cannot be read.
     """
     path = _path(name)
     if name not in builtin_names() and _is_there(path):
@@ -115,7 +115,7 @@ def describe_model(name: str) -> LocalModel:
 
 
 def _path(name: str) -> Path:
-    """Of a folder, where it is one. `~` of a user whom nobody knows is no more than a letter."""
+    """Return the path of a folder. `~` with an unknown user stays as it is."""
     with contextlib.suppress(RuntimeError):
         return Path(name).expanduser()
     return Path(name)

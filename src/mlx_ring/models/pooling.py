@@ -1,6 +1,6 @@
-"""How a model makes one vector of a text: what its folder says, as sentence-transformers wrote it.
+"""Pooling of a text's hidden states to one vector, as sentence-transformers describes it in the model's folder.
 
-`modules.json` lists what stands behind the transformer, and `1_Pooling/config.json` says which tokens count.
+`modules.json` lists the modules after the transformer, and `1_Pooling/config.json` says which tokens count.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ _MEND = "--pooling last, mean or cls gives embeddings without it"
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """What becomes of a text's hidden states."""
+    """Pooling of a model."""
 
     kind: PoolingKind = "last"
     normalize: bool = True
-    """Whether vectors have length 1."""
+    """True if vectors have length 1."""
     ends_with_eos: bool = False
-    """Whether a text's tokens are to end with EOS, also where the tokenizer adds none."""
+    """True if a text's tokens must end with EOS, even if the tokenizer adds none."""
     why: str = ""
-    """It is that kind."""
+    """Reason for this kind."""
     refusal: str = ""
-    """Why the model's own embeddings cannot be computed; empty where they can."""
+    """Reason why the model's own embeddings cannot be computed; empty if they can."""
 
 
 def read_pooling(folder: Path, asked: PoolingKind | Literal["auto"] = "auto") -> Pooling:
-    """What to do for a model; what is asked for goes before what its folder says.
+    """Return the pooling of a model. The requested one overrides its folder's.
 
-    A model that says nothing is one that was made to go on with a text: of its tokens only the last has seen all of it.
+    A model without a description is a generative one: only the last of its tokens has seen all of the text.
     """
     try:
         return _read(folder, asked)
@@ -80,14 +80,14 @@ def _read(folder: Path, asked: PoolingKind | Literal["auto"]) -> Pooling:
 
 
 def _modules(folder: Path) -> list[tuple[str, str]]:
-    """Each module's class and subfolder, in order."""
+    """Return each module's class and subfolder, in order."""
     file = folder / "modules.json"
     listed: list[dict[str, str]] = json.loads(file.read_text("utf-8")) if file.is_file() else []
     return [(module["type"].rpartition(".")[2], module["path"]) for module in listed]
 
 
 def _modes(config: dict[str, Any]) -> list[str]:
-    """Newer files name the mode; older ones have a switch for each, of which several may be on."""
+    """Return the modes. Newer files name one; older ones have a switch for each, of which several may be on."""
     named = config.get(_MODE)
     if named is not None:
         return [str(mode) for mode in (cast("list[object]", named) if isinstance(named, list) else [named])]
@@ -98,5 +98,5 @@ def _modes(config: dict[str, Any]) -> list[str]:
 
 
 def _json(file: Path) -> dict[str, Any]:
-    """A file's object; empty where there is no such file."""
+    """Return a file's object; empty if there is no such file."""
     return dict(json.loads(file.read_text("utf-8"))) if file.is_file() else {}

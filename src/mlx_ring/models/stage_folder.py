@@ -1,6 +1,6 @@
-"""A model's folder with the tensors of some layers only: files of the same names and sizes, the rest of them holes.
+"""Copies of a model's folder with the tensors of some layers only: files of the same names and sizes, with holes.
 
-A mark in it says for which layers it is, so that no others are read from it as zeros.
+A mark in the folder names its layers, so that no others are read from it as zeros.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ _COPY_BYTES = 4 << 20
 
 
 def small_files(path: Path) -> list[str]:
-    """Names of what a model's folder consists of beside its weights, in order."""
+    """Return the names of a model folder's files beside its weights, in order."""
     found = {file.name for pattern in SMALL_FILES for file in path.glob(pattern) if file.is_file()}
     return sorted({name for name in found if not name.startswith(".")} - {STAGE_FILE})
 
 
 def stage_bytes(folder: ModelFolder, layers: LayerRange) -> int:
-    """What a stage's tensors take."""
+    """Return the bytes of a stage's tensors."""
     return sum(entry.nbytes for entry in tensors_of_stage(folder, layers))
 
 
 def write_stage_folder(
     folder: ModelFolder, layers: LayerRange, target: Path, progress: Callable[[int], None]
 ) -> None:
-    """Make `target`, from which a worker can load these layers; it is there whole or not at all.
+    """Make `target`, from which a worker can load these layers; it appears whole or not at all.
 
     Args:
-        progress: told how many bytes of tensors were copied since it was told last.
+        progress: receives the bytes of tensors copied since its last call.
 
     Raises:
-        PlanError: `target` is there already, or cannot be written.
+        PlanError: `target` exists, or cannot be written.
     """
     require_absent(target)
     aside = target.with_name(f".{target.name}.new")
@@ -62,13 +62,13 @@ def write_stage_folder(
 
 
 def require_absent(target: Path) -> None:
-    """Raise `PlanError` where a stage's folder would be made over something else."""
+    """Refuse to make a stage's folder over something else. Raises `PlanError`."""
     if target.exists():
         raise PlanError(f"{target} is there already: remove it, or choose another folder with --out.")
 
 
 def mark_stage_folder(path: Path, layers: LayerRange) -> None:
-    """Say in the folder which layers it is for."""
+    """Write the mark that names the folder's layers."""
     (path / STAGE_FILE).write_text(
         json.dumps({"layers": [layers.start, layers.end]}) + "\n", encoding="utf-8"
     )
@@ -97,9 +97,9 @@ def _copy_ranges(
 
 
 def require_layers(path: Path, layers: LayerRange) -> None:
-    """Raise `ModelCorrupt` where the folder is marked, and not for exactly these layers.
+    """Raise `ModelCorrupt` if the folder is marked for other layers.
 
-    Fewer will not do either: the last ones come with the output head, and the first with the embedding.
+    Fewer do not suffice either: the last ones come with the output head, and the first with the embedding.
     """
     held = _held(path / STAGE_FILE)
     if held is not None and held != layers:
@@ -110,7 +110,7 @@ def require_layers(path: Path, layers: LayerRange) -> None:
 
 
 def require_whole(path: Path) -> None:
-    """Raise `ModelCorrupt` where the folder is marked: it is no whole model, for others to fetch from."""
+    """Raise `ModelCorrupt` if the folder is marked, because other nodes can only fetch from a whole model."""
     held = _held(path / STAGE_FILE)
     if held is not None:
         raise ModelCorrupt(

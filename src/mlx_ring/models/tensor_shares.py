@@ -1,8 +1,8 @@
-"""How a stage's layers are shared out among the ranks of its group: equally, or in any other proportion. Pure.
+"""Division of a stage's layers among the ranks of its group: equally, or in any other proportion. Pure.
 
-What a rank gets are neighbouring heads and rows. Attention goes by KV heads, each with the query heads that read it.
-The matrices behind attention and behind an expert or MLP are cut along their input, where quantization has its groups:
-no group is cut, so that heads and rows may come in packs only.
+Each rank gets neighbouring heads and rows. Attention is divided by KV heads, each with the query heads that read it.
+The matrices behind attention and behind an expert or MLP are cut along their input, where quantization has its groups.
+No group is cut, so heads and rows only come in packs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SPLIT_FAMILIES = {
     "qwen3": "Qwen3",
     "qwen3_moe": "Qwen3-MoE",
 }
-"""mlx-lm's modules whose layers can be split, and what people call them."""
+"""Modules of mlx-lm whose layers can be split, and their models' names."""
 _CUT_ALONG_INPUT = frozenset({"o_proj", "down_proj"})
 _OWN_HEAD_DIM = frozenset({"llama", "qwen3", "qwen3_moe"})
 """Modules that read the width of a head; the others divide."""
@@ -43,20 +43,20 @@ class TensorShare:
     intermediate: MemberRange
     """Rows of MLPs between their two products."""
     experts: MemberRange
-    """The same of every expert; empty where there are none."""
+    """Rows of every expert; empty without experts."""
     vocabulary: MemberRange
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSizes:
-    """What of a model is shared out."""
+    """Sizes of a model's divisible parts."""
 
     kv_heads: int
     query_heads: int
     head_dim: int
     intermediate: int
     experts: int
-    """Rows of each expert between its two products; 0: there are none."""
+    """Rows of each expert between its two products; 0 without experts."""
     vocabulary: int
     group_size: int = 1
     """Columns that are quantized together; 1: none are."""
@@ -67,7 +67,7 @@ class TensorSizes:
 
     @property
     def divisibles(self) -> tuple[Divisible, ...]:
-        """KV heads, rows of MLPs, of experts and of the vocabulary, in this order."""
+        """Divisible parts: KV heads, rows of MLPs, of experts and of the vocabulary, in this order."""
         return (
             Divisible("KV heads", self.kv_heads, self._heads_in_pack()),
             Divisible(
@@ -79,19 +79,19 @@ class TensorSizes:
 
     @property
     def most_ranks(self) -> int:
-        """How many can have a share."""
+        """Most ranks that can have a share."""
         return min(kind.packs for kind in self.divisibles if kind.total)
 
     def _heads_in_pack(self) -> int:
         width = self.queries_per_kv_head * self.head_dim
         if width * self.kv_heads % self.group_size:
-            return 1  # quantization leaves such a matrix as it is
+            return 1  # quantization leaves such a matrix unchanged
         return self.group_size // math.gcd(self.group_size, width)
 
 
 @dataclass(frozen=True, slots=True)
 class Divisible:
-    """Something that ranks share, in packs of `pack`."""
+    """Part that ranks share, in packs of `pack`."""
 
     name: str
     total: int
@@ -105,14 +105,14 @@ class Divisible:
         return f"{self.total} {self.name}" + (f" in packs of {self.pack}" if self.pack > 1 else "")
 
     def divide(self, proportions: Sequence[float]) -> list[MemberRange]:
-        """Neighbouring parts, as near to the proportions as can be."""
+        """Divide into neighbouring parts, as near to the proportions as possible."""
         if not self.total:
             return [MemberRange(0, 0) for _ in proportions]
         ends = accumulate(_apportion(self.packs, proportions), initial=0)
         return [MemberRange(start * self.pack, end * self.pack) for start, end in pairwise(ends)]
 
     def is_near(self, proportions: Sequence[float]) -> bool:
-        """Whether each rank can have its proportion to within a pack, and at least one."""
+        """Report whether each rank can have its proportion to within a pack, and at least one."""
         counts, weights = _apportion(self.packs, proportions), _weights(proportions)
         total = sum(weights)
         return all(
@@ -122,7 +122,7 @@ class Divisible:
 
 
 def read_tensor_sizes(folder: ModelFolder) -> TensorSizes:
-    """What of a folder's model is shared out.
+    """Read the sizes of a folder's model.
 
     Raises:
         ModelUnsupported: its layers cannot be split.
@@ -155,15 +155,15 @@ def read_tensor_sizes(folder: ModelFolder) -> TensorSizes:
 
 
 def splittable() -> str:
-    """The families whose layers can be split, in words."""
+    """Return the names of families whose layers can be split, as text."""
     *others, last = SPLIT_FAMILIES.values()
     return f"{', '.join(others)} and {last}"
 
 
 def share_out(sizes: TensorSizes, proportions: Sequence[float]) -> tuple[TensorShare, ...]:
-    """Each rank's share, one for each of the proportions, which need not add up to anything.
+    """Return each rank's share, one for each of the proportions, which need not add up to anything.
 
-    Heads and rows are shared out each to within one pack of the proportion.
+    Heads and rows are divided to within one pack of the proportion.
 
     Raises:
         PlanError: these shares cannot be made; it names the nearest that can.
@@ -185,7 +185,7 @@ def share_out(sizes: TensorSizes, proportions: Sequence[float]) -> tuple[TensorS
 
 
 def nearest_proportions(sizes: TensorSizes, proportions: Sequence[float]) -> tuple[int, ...]:
-    """The proportions nearest to these that can be made; for fewer ranks where there are not packs enough."""
+    """Return the nearest proportions that are possible; for fewer ranks if there are too few packs."""
     packs = sizes.most_ranks
     counts = _apportion(packs, proportions[:packs])
     divisor = math.gcd(*counts)
@@ -193,10 +193,10 @@ def nearest_proportions(sizes: TensorSizes, proportions: Sequence[float]) -> tup
 
 
 def part_of_kv(shares: Sequence[TensorShare], rank: int, nbytes: int) -> int:
-    """A rank's part of so many bytes of all ranks' KV: for each KV head exactly as much as the others' have.
+    """Return a rank's part of so many bytes of all ranks' KV: for each KV head as much as the others have.
 
-    Ranks must let the same rows share a forward pass. Where that hangs on bytes (how much KV is moved in a step, how much
-    may be held at all), they decide alike if each reckons with its part.
+    Ranks must let the same rows share a forward pass. If that depends on bytes (how much KV a step moves, or how much
+    a rank may hold), they all decide alike if each counts its part.
     """
     return nbytes // shares[-1].kv_heads.end * len(shares[rank].kv_heads)
 
@@ -214,14 +214,14 @@ def _words(proportions: Sequence[float]) -> str:
 
 
 def _weights(proportions: Sequence[float]) -> list[int]:
-    """Whole numbers in exactly these proportions."""
+    """Return whole numbers in exactly these proportions."""
     exact = [number.as_integer_ratio() for number in proportions]
     scale = math.lcm(*(below for _, below in exact))
     return [above * (scale // below) for above, below in exact]
 
 
 def _apportion(packs: int, proportions: Sequence[float]) -> list[int]:
-    """Whole numbers that add up to `packs`, at least 1 each, by largest remainders."""
+    """Return whole numbers that add up to `packs`, at least 1 each, by largest remainders."""
     weights = _weights(proportions)
     total = sum(weights)
     counts = [max(1, packs * weight // total) for weight in weights]
@@ -237,7 +237,7 @@ def _apportion(packs: int, proportions: Sequence[float]) -> list[int]:
 
 
 def _rows_in_pack(total: int, group_size: int = 1) -> int:
-    """Whole quantization groups, and enough of them that products keep the sizes that are fast."""
+    """Return the rows in a pack: whole quantization groups, enough of them that products keep fast sizes."""
     pack = 1 if total % group_size else group_size
     while 2 * pack <= _WIDEST_PACK and total % (2 * pack) == 0 and total // (2 * pack) >= _LEAST_PACKS:
         pack *= 2
@@ -252,7 +252,7 @@ def _positive(folder: ModelFolder, name: str) -> int:
 
 
 def _group_size(quantization: Mapping[str, Any] | None) -> int:
-    """Columns that no cut may part, in all matrices that are cut along their input."""
+    """Return the columns that no cut may separate, in all matrices that are cut along their input."""
     if quantization is None:
         return 1
     return math.lcm(*_group_sizes(quantization)) if any(_group_sizes(quantization)) else _USUAL_GROUP

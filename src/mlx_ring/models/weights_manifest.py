@@ -1,7 +1,7 @@
-"""What a model's folder consists of, piece by piece, each with its SHA-256. Pure.
+"""Manifest of a model's folder: its pieces, each with its SHA-256. Pure.
 
 A piece is a whole small file, the header of a safetensors file, or a tensor. The manifest's own digest
-names the model's content: equal for equal bytes, wherever they lie.
+names the model's content: equal for equal bytes in any folder.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from mlx_ring.core.errors import ModelCorrupt, ProtocolError
 from mlx_ring.models.model_folder import TensorEntry
 
 MAX_MANIFEST_BYTES = 256 << 20
-"""A million tensors fit."""
+"""Size for a million tensors."""
 _VERSION = 1
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _FILE_NAME = re.compile(r"[^./\\\0][^/\\\0]{0,254}")
-"""One file of the folder itself: no path, nothing hidden."""
+"""File of the folder itself: no path, nothing hidden."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +47,14 @@ class Piece:
 
 @dataclass(frozen=True)
 class WeightsManifest:
-    """A model's files, with their sizes in bytes, and their pieces by file and offset, which nowhere overlap."""
+    """Files of a model, with their sizes in bytes, and their pieces by file and offset, which never overlap."""
 
     files: Mapping[str, int]
     pieces: tuple[Piece, ...]
 
     @cached_property
     def encoded(self) -> bytes:
-        """The same bytes for the same content."""
+        """Encoding, with the same bytes for the same content."""
         rows = [[piece.tensor, piece.file, piece.offset, piece.nbytes, piece.digest] for piece in self.pieces]
         content = {"version": _VERSION, "files": self.files, "pieces": rows}
         return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
@@ -80,7 +80,7 @@ class WeightsManifest:
         return [(piece.file, piece.offset) for piece in self.pieces]
 
     def indexes_of(self, tensors: Iterable[TensorEntry]) -> tuple[int, ...]:
-        """The pieces that are these tensors.
+        """Return the indexes of these tensors' pieces.
 
         Raises:
             ModelCorrupt: headers and manifest contradict each other.
@@ -98,7 +98,7 @@ class WeightsManifest:
             ) from None
 
     def overlapping(self, file: str, start: int, end: int) -> Iterator[int]:
-        """Indexes of the pieces that have bytes in `[start, end)` of a file, in order."""
+        """Yield the indexes of the pieces with bytes in `[start, end)` of a file, in order."""
         first = max(bisect.bisect_right(self._starts, (file, start)) - 1, 0)
         for index in range(first, len(self.pieces)):
             piece = self.pieces[index]
@@ -108,7 +108,7 @@ class WeightsManifest:
                 yield index
 
     def covers(self, have: frozenset[int], file: str, start: int, end: int) -> bool:
-        """Whether every byte of `[start, end)` belongs to a piece of `have`."""
+        """Report whether every byte of `[start, end)` belongs to a piece of `have`."""
         reached = start
         for index in self.overlapping(file, start, end):
             if self.pieces[index].offset > reached or index not in have:
@@ -121,7 +121,7 @@ class WeightsManifest:
 
 
 def make_manifest(files: Mapping[str, int], pieces: Iterable[Piece]) -> WeightsManifest:
-    """Put pieces in order. Raises `ModelCorrupt` where two of them overlap or one leaves its file."""
+    """Put pieces in order. Raises `ModelCorrupt` if two of them overlap or one exceeds its file."""
     manifest = WeightsManifest(
         dict(files), tuple(sorted(pieces, key=lambda piece: (piece.file, piece.offset, piece.end)))
     )
@@ -131,7 +131,7 @@ def make_manifest(files: Mapping[str, int], pieces: Iterable[Piece]) -> WeightsM
 
 
 def decode_manifest(data: bytes, digest: str) -> WeightsManifest:
-    """Read what a peer sent, or what is kept on disk.
+    """Decode a manifest from a peer or the disk.
 
     Raises:
         ProtocolError: it is not the manifest that `digest` names, or none.
@@ -153,12 +153,12 @@ def decode_manifest(data: bytes, digest: str) -> WeightsManifest:
 
 
 def is_digest(text: str) -> bool:
-    """Whether a text can be the digest of a manifest; then it is safe as a folder's name, too."""
+    """Report whether a text can be the digest of a manifest, and so is safe as a folder's name."""
     return _DIGEST.fullmatch(text) is not None
 
 
 def pack_indexes(indexes: Iterable[int], count: int) -> bytes:
-    """Which of `count` pieces, a bit for each."""
+    """Encode which of `count` pieces are there, a bit for each."""
     import numpy as np  # an agent that fetches nothing starts without it
 
     bits = np.zeros(count, np.bool_)
@@ -167,7 +167,7 @@ def pack_indexes(indexes: Iterable[int], count: int) -> bytes:
 
 
 def unpack_indexes(data: bytes, count: int) -> frozenset[int]:
-    """Raises `ProtocolError` where there are not as many bits as pieces."""
+    """Decode the pieces' bits. Raises `ProtocolError` if their number differs from that of the pieces."""
     if len(data) != (count + 7) // 8:
         raise ProtocolError(
             f"{len(data)} bytes say which of {count} pieces there are; it takes {-(-count // 8)}."
@@ -192,7 +192,7 @@ def _size(value: object) -> int:
 
 
 def _problem(manifest: WeightsManifest) -> str:
-    """What is wrong with it, in words; nothing where all is well."""
+    """Return the manifest's problem as text; empty if there is none."""
     for name in manifest.files:
         if not _FILE_NAME.fullmatch(name):
             return f"{name!r} is no file's name"

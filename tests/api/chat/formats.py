@@ -27,7 +27,7 @@ THOUGHTS = Marks("<think>", "</think>")
 
 
 def call_marks(parser: str) -> CallMarks:
-    """Those of one of mlx-lm's parsers."""
+    """Return the marks of one of mlx-lm's parsers."""
     import_bare("mlx_lm")
     module: Any = importlib.import_module(f"mlx_lm.tool_parsers.{parser}")
     parse = parser_of(parser, module.parse_tool_call)
@@ -45,7 +45,7 @@ def rules(
     parallel: bool = True,
     **more: Any,
 ) -> ReadingRules:
-    """Calls are numbered instead of having random ids."""
+    """Return rules under which calls are numbered instead of having random ids."""
     numbers = count()
     calls = None
     if tools and format_.calls is not None:
@@ -56,7 +56,7 @@ def rules(
 
 
 def read(pieces: Iterable[str], given: ReadingRules) -> list[AnswerPart]:
-    """The parts of a whole answer, neighbours joined."""
+    """Read a whole answer into parts, with neighbours joined."""
     reader, parts = AnswerReader(given), list[AnswerPart]()
     for piece in pieces:
         if reader.ended:

@@ -40,7 +40,7 @@ from mlx_ring.models.grammars import to_llguidance
 THINKING = Marks("<think>", "</think>")
 JSON_TOOLS = FORMATS[0]
 WRONG = (("days", "nights"), ("3", "15"), ("3", '"3"'), ("20]", "24]"), ("get_weather", "get_time"))
-"""What is written in the place of what."""
+"""Pairs of a right text and a wrong one in its place."""
 every_format = pytest.mark.parametrize("written", FORMATS, ids=IDS)
 
 
@@ -60,7 +60,7 @@ def grammar_of(written: Written, conversation: Conversation) -> Grammar | None:
 
 
 def lets_through(grammar: Grammar | None, text: str, written: Written = JSON_TOOLS) -> bool:
-    """Whether an answer may be this text."""
+    """Return True where an answer may be this text."""
     assert grammar is not None
     known = tokenizer(written.added)[0]
     matcher = LLMatcher(known, to_llguidance(grammar.kind, grammar.text), log_level=0)
@@ -123,17 +123,17 @@ def test_a_model_thinks_first_where_it_does() -> None:
 
 
 @pytest.mark.parametrize(
-    "told", [{"enable_thinking": False}, {"thinking": False}, {"reasoning_effort": "none"}]
+    "kwargs", [{"enable_thinking": False}, {"thinking": False}, {"reasoning_effort": "none"}]
 )
-def test_a_model_that_is_told_not_to_think_cannot_where_its_answer_has_a_form(
-    told: dict[str, object],
+def test_a_model_with_reasoning_off_cannot_reason_where_its_answer_has_a_format(
+    kwargs: dict[str, object],
 ) -> None:
     format_ = JSON_TOOLS.format(THINKING)
     for conversation, text in (
         (asked(WEATHER), JSON_TOOLS.whole(JSON_TOOLS.call)),
         (under(SCHEMA), ARGUMENTS),
     ):
-        silent = replace(conversation, template_kwargs=told)
+        silent = replace(conversation, template_kwargs=kwargs)
         grammar = answer_grammar(format_, silent, thinking_open=False)
         assert lets_through(grammar, text)
         assert not lets_through(grammar, f"<think>\nRome\n</think>\n\n{text}")
@@ -282,7 +282,7 @@ RICH: dict[str, Any] = {
 
 
 def written_at_random(grammar: Grammar | None, written: Written, chance: random.Random) -> str:
-    """An answer drawn from what is allowed; marks are likelier, for it to end."""
+    """Draw an answer from what is allowed; marks are likelier, so that it ends."""
     assert grammar is not None
     known, ids = tokenizer(written.added)
     matcher = LLMatcher(known, to_llguidance(grammar.kind, grammar.text), log_level=0)
@@ -388,7 +388,7 @@ def test_options_of_the_library_are_not_for_requests_to_set() -> None:
 
 @pytest.mark.processes
 def test_of_grammars_that_were_tried_none_is_kept_whole() -> None:
-    """Clients decide how long they are."""
+    """Try grammars whose length clients decide."""
     checks, grammar = GrammarChecks(), Grammar("json_schema", json.dumps({"description": "x" * (1 << 20)}))
     with pytest.raises(RequestError, match="at most"):
         asyncio.run(checks.check(grammar, asked(choice="auto")))
@@ -412,7 +412,7 @@ def test_what_cannot_be_enforced_of_a_tool_that_is_not_strict_is_left_out() -> N
 
 
 def _behind(written: Written) -> str:
-    """What follows a string."""
+    """Return the text behind a string."""
     return written.least.partition("Rome")[2].partition(">")[0] + ">"
 
 
@@ -431,7 +431,7 @@ def test_a_string_that_would_be_read_as_null_is_stopped(parser: str) -> None:
 @pytest.mark.parametrize(
     "schema", [{"type": "string", "pattern": "^a"}, {"anyOf": [{"type": "string"}, {"type": "integer"}]}]
 )
-def test_what_a_format_without_quotes_cannot_tell_is_refused_for_strict_tools(schema: Any) -> None:
+def test_strict_tools_are_refused_where_a_format_without_quotes_is_ambiguous(schema: Any) -> None:
     tool = Tool("f", parameters={"type": "object", "properties": {"a": schema}}, strict=True)
     with pytest.raises(RequestError, match="'a' of tool 'f'"):
         grammar_of(format_of("qwen3_coder"), asked(tool))

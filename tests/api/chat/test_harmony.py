@@ -50,7 +50,7 @@ ASKED = [CallOpening(0, "c0", "get_weather"), CallArguments(0, '{"city": "Rome"}
         ),
     ],
 )
-def test_messages_are_told_apart_by_their_headers(text: str, parts: list[Any]) -> None:
+def test_messages_are_separated_by_their_headers(text: str, parts: list[Any]) -> None:
     for early in (False, True):
         assert read([text], rules(gpt_oss(), early=early)) == parts
         assert read(text, rules(gpt_oss(), early=early)) == parts
@@ -69,7 +69,7 @@ def test_the_marks_of_headers_are_shown() -> None:
 
 
 def test_a_name_without_end_is_looked_at_once() -> None:
-    """Its square would be hours."""
+    """Read a long name, for which quadratic time would be hours."""
     assert HEADING.match("a" * 400_000) is None
     with pytest.raises(ValueError, match="no function"):
         parse_tool_call("a" * 400_000, [])

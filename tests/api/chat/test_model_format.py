@@ -1,4 +1,4 @@
-"""What a tokenizer says of its model's answers."""
+"""Formats of answers, as tokenizers describe them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mlx_ring.models.model_source import find_model
 
 @pytest.fixture(scope="module")
 def demo() -> Any:
-    """The demo model's tokenizer, as mlx-lm loads it."""
+    """Load the demo model's tokenizer as mlx-lm does."""
     import_bare("mlx_lm")
     from mlx_lm.tokenizer_utils import load  # pyright: ignore[reportUnknownVariableType] - bare dicts
 
@@ -74,7 +74,7 @@ def test_showing_a_token_changes_no_other_text(tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize(("kwargs", "opened"), [({}, False), ({"enable_thinking": True}, True)])
-def test_a_prompts_end_tells_whether_it_opens_a_thought(
+def test_a_prompts_end_shows_whether_reasoning_is_open(
     demo: Any, kwargs: dict[str, object], *, opened: bool
 ) -> None:
     prompt = demo.apply_chat_template(

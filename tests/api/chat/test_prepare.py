@@ -54,7 +54,7 @@ def test_a_model_that_may_call_none_of_its_tools_cannot_open_a_call() -> None:
 @pytest.mark.parametrize(
     ("beginning", "opened"), [("One and", False), ("<think>Hm", True), ("<think>Hm</think>One", False)]
 )
-def test_the_last_message_is_gone_on_with(beginning: str, *, opened: bool) -> None:
+def test_the_last_message_is_continued(beginning: str, *, opened: bool) -> None:
     chat = prepare(Conversation([USER, {"role": "assistant", "content": beginning}], continues=True))
     prompt = list(chat.requests[0].prompt_tokens)
     assert prompt.index(ANSWER) == 1
@@ -62,20 +62,20 @@ def test_the_last_message_is_gone_on_with(beginning: str, *, opened: bool) -> No
 
 
 CALL: dict[str, object] = {"type": "function", "function": {"name": "f", "arguments": {}}}
-THOUGHTS: dict[str, object] = {"reasoning_content": "Hm.", "reasoning": "Hm.", "thinking": "Hm."}
+REASONING: dict[str, object] = {"reasoning_content": "Hm.", "reasoning": "Hm.", "thinking": "Hm."}
 
 
-def test_templates_find_thoughts_by_each_of_their_names() -> None:
-    """Qwen's, Gemma's and gpt-oss's."""
+def test_templates_find_reasoning_under_each_of_its_names() -> None:
+    """Cover the names of Qwen, Gemma and gpt-oss."""
     service = TwinService(tokenizer=MarkingTokenizer())
     called: dict[str, object] = {"role": "assistant", "content": "I look.", "tool_calls": [CALL]}
     plain = {"role": "assistant", "content": "One."}
     prepare(Conversation([USER, {**called, "reasoning_content": "Hm."}, plain]), service)
-    assert service.tokenizer.conversation == [USER, {**called, **THOUGHTS}, plain]
+    assert service.tokenizer.conversation == [USER, {**called, **REASONING}, plain]
 
 
-def test_gpt_oss_is_told_one_thought_beside_a_call() -> None:
-    """Its template refuses content there beside a thought, and shows it as one without."""
+def test_gpt_oss_gets_one_reasoning_text_beside_a_call() -> None:
+    """Join both texts, because its template refuses content beside reasoning there."""
     tokenizer = ByteTokenizer()
     names = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|constrain|>", "<|call|>")
     tokenizer.special = dict(enumerate(names, start=256))
@@ -94,7 +94,7 @@ def test_a_format_is_of_a_whole_answer_and_not_of_the_rest_of_one() -> None:
     assert refused.value.param == "format"
 
 
-def test_only_an_answer_can_be_gone_on_with() -> None:
+def test_only_an_answer_can_be_continued() -> None:
     with pytest.raises(RequestError, match="not the assistant's") as refused:
         prepare(Conversation([USER], continues=True, messages_param="input"))
     assert refused.value.param == "input"

@@ -1,4 +1,4 @@
-"""Thoughts, content and calls, told apart in text that is cut anywhere."""
+"""Reasoning, content and calls, read from text that is cut anywhere."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ FRAGMENTS = [
         (CALL.removesuffix("</tool_call>"), ASKED),
     ],
 )
-def test_an_answer_is_told_apart(text: str, parts: list[Any]) -> None:
+def test_an_answer_is_read_into_its_parts(text: str, parts: list[Any]) -> None:
     assert read([text], rules()) == parts
     assert read(text, rules()) == parts
 
 
-def test_where_the_prompt_opened_a_thought_the_answer_begins_in_it() -> None:
+def test_an_answer_begins_in_reasoning_that_the_prompt_opened() -> None:
     assert read(["Hm.\n</think>\n\nHello."], rules(thinking_open=True)) == [
         ReasoningText("Hm."),
         AnswerText("Hello."),
@@ -71,7 +71,7 @@ def test_a_call_is_found_behind_one_that_is_none() -> None:
     assert read([f"<tool_call>\n{{ {CALL}"], rules()) == [AnswerText("<tool_call>\n{"), *ASKED]
 
 
-def test_a_thought_that_speaks_of_calls_still_ends() -> None:
+def test_reasoning_that_mentions_calls_still_ends() -> None:
     said = "I need no <tool_call> here."
     assert read([f"<think>{said}</think>Hello."], rules()) == [ReasoningText(said), AnswerText("Hello.")]
 
@@ -130,7 +130,7 @@ def test_stop_strings_count_in_content_alone() -> None:
     assert parts[-1] == AnswerText("Wait.\n")
 
 
-def test_a_stop_string_of_line_breaks_does_not_meet_those_behind_a_thought() -> None:
+def test_a_stop_string_of_line_breaks_does_not_match_those_behind_reasoning() -> None:
     given = rules(stops=("\n\n",))
     assert read(["<think>a\n\nb</think>\n\nOne.\n\nTwo."], given) == [
         ReasoningText("a\n\nb"),

@@ -127,7 +127,7 @@ def test_json_that_is_no_call_is_content(text: str) -> None:
     ],
 )
 def test_function_gemma_may_write_lists_and_braces_and_leave_quotes_out(written: str, arguments: Any) -> None:
-    """mlx-lm's own parser ends at the first comma or brace."""
+    """Cover what mlx-lm's own parser cuts off at the first comma or brace."""
     said = f"<start_function_call>call:get_weather{{{written}}}<end_function_call>"
     (call,) = answer_of([said], "function_gemma").calls
     assert json.loads(call.arguments) == arguments

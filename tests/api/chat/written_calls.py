@@ -53,7 +53,7 @@ class Written:
     none: str
     """`clock`; empty where a call without arguments cannot be written."""
     together: str | None = None
-    """What is between two calls that share their marks; None: each has its own."""
+    """Text between two calls that share their marks; None: each has its own."""
     added: tuple[str, ...] = MARKS
     """Marks that are tokens."""
 
@@ -79,7 +79,7 @@ class Written:
 
 @cache
 def tokenizer(added: tuple[str, ...]) -> tuple[LLTokenizer, Mapping[str, int]]:
-    """Every second mark is special: real tokenizers have both kinds."""
+    """Make every second mark special, because real tokenizers have both kinds."""
     vocabulary = {"<|eos|>": END}
     vocabulary |= {letter: 1 + at for at, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     made = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -105,7 +105,7 @@ _KIMI_K2 = "<|tool_call_begin|>functions.{}:0<|tool_call_argument_begin|>{}<|too
 
 
 def _tagged(heading: str, argument: str, end: str) -> tuple[str, str, str]:
-    """With the name of a tool, of an argument and its value in the places of `{}`."""
+    """Return a format with `{}` in the places of a tool, an argument and its value."""
     full = {"city": "Rome", "unit": "C", "days": "3", "hours": "[8, 20]"}
     least = {"city": "Rome", "days": "3"}
 
@@ -116,7 +116,7 @@ def _tagged(heading: str, argument: str, end: str) -> tuple[str, str, str]:
 
 
 def _gemma(quote: str) -> tuple[str, str, str]:
-    """In the order of names."""
+    """Return a format with arguments in the order of their names."""
     city, unit = f"city:{quote}Rome{quote}", f"unit:{quote}C{quote}"
     return (
         f"call:get_weather{{{city},days:3,hours:[8,20],{unit}}}",

@@ -13,7 +13,7 @@ from tests.api.clients import Api, error_of
 from tests.api.twins import TwinCatalog, TwinService
 
 from mlx_ring.api.app import build_app
-from mlx_ring.api.middleware.body_memory import BodyRoom
+from mlx_ring.api.middleware.body_memory import RequestBodyMemory
 from mlx_ring.api.settings import ApiSettings
 
 KIB = 1024
@@ -21,17 +21,17 @@ KIB = 1024
 
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 60))))
 def test_there_is_room_for_a_newcomer_whoever_has_taken_what_they_could(asked: list[tuple[str, int]]) -> None:
-    room = BodyRoom(100)
-    held = [(client, size) for client, size in asked if room.take(client, size)]
-    assert room.held_bytes == sum(size for _, size in held)
-    left = 100 - room.held_bytes
+    memory = RequestBodyMemory(100)
+    held = [(client, size) for client, size in asked if memory.reserve(client, size)]
+    assert memory.held_bytes == sum(size for _, size in held)
+    left = 100 - memory.held_bytes
     for client in "abcd":
         assert sum(size for each, size in held if each == client) <= 50
-    assert room.take("e", left // 2)
-    room.give_back("e", left // 2)
+    assert memory.reserve("e", left // 2)
+    memory.release("e", left // 2)
     for client, size in held:
-        room.give_back(client, size)
-    assert (room.held_bytes, room.take("a", 50), room.take("a", 1)) == (0, True, False)
+        memory.release(client, size)
+    assert (memory.held_bytes, memory.reserve("a", 50), memory.reserve("a", 1)) == (0, True, False)
 
 
 def body(size: int) -> bytes:

@@ -1,4 +1,4 @@
-"""What Ollama's client asks of models, and its embeddings."""
+"""Models and embeddings, as Ollama's client reads them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_models_are_listed_and_shown(client: Client) -> None:
     assert shown.capabilities == ["completion", "embedding"]
 
 
-def test_loaded_models_tell_what_they_hold(client: Client) -> None:
+def test_loaded_models_show_their_memory(client: Client) -> None:
     (held,) = client.ps().models
     assert (held.model, held.size, held.context_length) == ("org/twin", 2 * (10 + 0), 4096)
     assert held.size_vram == 0

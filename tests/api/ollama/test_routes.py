@@ -28,7 +28,7 @@ ADD = {
 
 
 def thinking_service() -> TwinService:
-    """A twin that thinks, and then calls a tool twice."""
+    """Return a twin that reasons, and then calls a tool twice."""
     calls = f"<tool_call>{CALL}</tool_call>" * 2
     return TwinService(tokenizer=MarkingTokenizer(), says=f"<think>\n{THOUGHT}</think>Now.{calls}")
 
@@ -82,7 +82,7 @@ def test_log_probabilities_of_every_token_are_given_where_they_are_asked_for(cli
     assert [len(scored.top_logprobs or ()) for scored in told] == [2] * 5
 
 
-def test_thoughts_and_calls_come_apart_from_content_and_calls_come_whole() -> None:
+def test_reasoning_and_calls_are_separate_from_content_and_calls_come_whole() -> None:
     service = thinking_service()
     with serving(service) as url, closing(Client(url)) as client:
         whole = client.chat("twin", MESSAGES, tools=[ADD], think=True)

@@ -104,6 +104,24 @@ class CallMarks(Marks):
     """More marks inside, where they may be special tokens."""
 
 
+def first_mark(text: str, marks: Iterable[str]) -> tuple[int, str] | None:
+    """Return the position and the text of the first mark; of several that begin there, the longest."""
+    found = [(place, mark) for mark in marks if (place := text.find(mark)) >= 0]
+    return min(found, key=lambda one: (one[0], -len(one[1])), default=None)
+
+
+def open_end(text: str, marks: Iterable[str]) -> int:
+    """Return the number of characters at the end of `text` that may begin a mark."""
+    return max((_open_end(text, mark) for mark in marks), default=0)
+
+
+def _open_end(text: str, mark: str) -> int:
+    place = text.find(mark[0], max(0, len(text) - len(mark) + 1))
+    while place >= 0 and not mark.startswith(text[place:]):
+        place = text.find(mark[0], place + 1)
+    return len(text) - place if place >= 0 else 0
+
+
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
     """One model's. Made once, from its tokenizer."""

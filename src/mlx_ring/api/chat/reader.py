@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from mlx_ring.api.chat.model_format import ChatFormat, State
+from mlx_ring.api.chat.model_format import ChatFormat, State, first_mark, open_end
 from mlx_ring.api.chat.parts import AnswerPart, AnswerText, CallArguments, ReasoningText
-from mlx_ring.api.chat.tool_calls import CallRules, CallsReader, Reading, first_mark, open_end
+from mlx_ring.api.chat.tool_calls import CallRules, CallsReader, Reading
 from mlx_ring.core.generation import StopMatcher
 
 _MOST_NO_CALLS = 64

@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
 from mlx_ring.api.chat import model_format
-from mlx_ring.api.chat.model_format import CallMarks
+from mlx_ring.api.chat.model_format import CallMarks, open_end
 from mlx_ring.api.chat.parts import AnswerPart, CallArguments, CallOpening
 from mlx_ring.api.chat.request import Tool
 
@@ -66,24 +66,6 @@ def is_object(text: str) -> bool:
         return isinstance(json.loads(text), dict)
     except (ValueError, RecursionError):
         return False
-
-
-def first_mark(text: str, marks: Iterable[str]) -> tuple[int, str] | None:
-    """Return the position and the text of the first mark; of several that begin there, the longest."""
-    found = [(place, mark) for mark in marks if (place := text.find(mark)) >= 0]
-    return min(found, key=lambda one: (one[0], -len(one[1])), default=None)
-
-
-def open_end(text: str, marks: Iterable[str]) -> int:
-    """Return the number of characters at the end of `text` that may begin a mark."""
-    return max((_open_end(text, mark) for mark in marks), default=0)
-
-
-def _open_end(text: str, mark: str) -> int:
-    place = text.find(mark[0], max(0, len(text) - len(mark) + 1))
-    while place >= 0 and not mark.startswith(text[place:]):
-        place = text.find(mark[0], place + 1)
-    return len(text) - place if place >= 0 else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ _DOC: RouteDoc[Response] = RouteDoc(
 def routes(_: ApiContext) -> APIRouter:
     router = APIRouter()
     for path, (name, media_type) in _FILES.items():
-        page = _answering(resources.files("mlx_ring.api.docs").joinpath(name).read_bytes(), media_type)
+        page = _endpoint(resources.files("mlx_ring.api.docs").joinpath(name).read_bytes(), media_type)
         if path == "/docs":
             documented_get(router, path, page, _DOC)
         else:
@@ -42,8 +42,8 @@ def routes(_: ApiContext) -> APIRouter:
     return router
 
 
-def _answering(content: bytes, media_type: str) -> Callable[[], Awaitable[Response]]:
-    """An endpoint without parameters: whatever one has, a query may give."""
+def _endpoint(content: bytes, media_type: str) -> Callable[[], Awaitable[Response]]:
+    """Return an endpoint without parameters, because a query could set them."""
 
     async def page() -> Response:
         return Response(content, media_type=media_type, headers=_HEADERS)

@@ -1,1 +1,1 @@
-"""What `/metrics` tells: numbers for Prometheus, read when they are asked for."""
+"""Metrics for Prometheus, computed when `/metrics` is requested."""

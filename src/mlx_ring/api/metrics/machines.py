@@ -1,4 +1,4 @@
-"""Models, instances, workers, nodes and the links between them, as they stand."""
+"""Metrics of models, instances, workers, nodes and links."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import get_args
 from prometheus_client.metrics_core import Metric
 
 from mlx_ring.api.context import workers_of
-from mlx_ring.api.metrics.requests import MODEL, RANK, Labels, Replica, counter, from_nothing, gauge, one_of
+from mlx_ring.api.metrics.requests import MODEL, RANK, Labels, Replica, counter, gauge, one_of, with_zeros
 from mlx_ring.api.ops.status import NodeState, NodeStatus
 from mlx_ring.api.service import LinkInfo, ModelService, State
 from mlx_ring.core.errors import NodeLost, WorkerLost, WorkerStuck
@@ -20,15 +20,15 @@ _LOSSES = (WorkerLost, NodeLost, WorkerStuck)
 
 
 class LinkCounts:
-    """What links have carried. Workers count it, and begin anew when they do; here it goes on."""
+    """Totals of the links' traffic. A worker's own counts restart with its process; these continue."""
 
     def __init__(self) -> None:
         self._last: dict[Labels, tuple[int, Sequence[int]]] = {}
-        """By link, the worker's process, and what it said last."""
+        """The worker's process and last report, by link."""
         self.total: dict[Labels, list[int]] = {}
 
-    def hear(self, link: Labels, pid: int, use: LinkUse) -> None:
-        """A worker says what its link has carried so far."""
+    def update(self, link: Labels, pid: int, use: LinkUse) -> None:
+        """Add the growth since the worker's last report."""
         now = (use.frames, use.tensor_bytes, use.sent_bytes)
         before, counted = self._last.get(link, (pid, (0, 0, 0)))
         if before != pid or now[0] < counted[0]:
@@ -40,12 +40,12 @@ class LinkCounts:
 
 
 def instance_families(replicas: Sequence[Replica], models: Sequence[ModelService]) -> Iterator[Metric]:
-    """What is loaded, and how often it was lost."""
+    """Yield the metrics of models and their instances."""
     yield gauge(
         "model_state",
         "1 for the state that a model is in.",
         ("model_name", "state"),
-        [told for model in models for told in one_of(get_args(State), model.state, (model.model_id,))],
+        [sample for model in models for sample in one_of(get_args(State), model.state, (model.model_id,))],
     )
     yield gauge(
         "instance_up",
@@ -76,7 +76,7 @@ def instance_families(replicas: Sequence[Replica], models: Sequence[ModelService
         [
             ((*each.labels, error), count)
             for each in replicas
-            for error, count in from_nothing(each.meter.losses, _LOSSES).items()
+            for error, count in with_zeros(each.meter.losses, _LOSSES).items()
         ],
     )
 
@@ -85,7 +85,7 @@ Workers = Sequence[tuple[Labels, WorkerInfo]]
 
 
 def workers_now(replicas: Sequence[Replica]) -> Workers:
-    """Every worker, with its labels."""
+    """Return every worker with its labels."""
     return [
         ((*each.labels, str(worker.stage), str(worker.rank), worker.node), worker)
         for each in replicas
@@ -95,7 +95,7 @@ def workers_now(replicas: Sequence[Replica]) -> Workers:
 
 
 def worker_families(replicas: Sequence[Replica], workers: Workers, links: LinkCounts) -> Iterator[Metric]:
-    """What workers hold, and what their links have carried."""
+    """Yield the metrics of the workers' memory and links."""
     for field, (name, about) in MEMORY.items():
         yield gauge(name, about, RANK, [(labels, worker.memory[field]) for labels, worker in workers])
     limits = [
@@ -106,7 +106,7 @@ def worker_families(replicas: Sequence[Replica], workers: Workers, links: LinkCo
     ]
     yield gauge(
         "worker_kv_limit_bytes",
-        "What a worker's KV may take.",
+        "Limit of a worker's KV memory.",
         RANK,
         [(labels, use.limit_bytes) for labels, use in limits],
     )
@@ -117,9 +117,9 @@ def worker_families(replicas: Sequence[Replica], workers: Workers, links: LinkCo
         [(labels, use.kept_bytes) for labels, use in limits],
     )
     for labels, worker in workers:
-        # Where nothing could be compressed, nothing is counted.
+        # Workers count only links that may compress.
         if worker.sends is not None and worker.sends.frames:
-            links.hear(labels, worker.pid, worker.sends)
+            links.update(labels, worker.pid, worker.sends)
     for place, (name, about) in enumerate(
         (
             ("link_frames", "Tensors that went to the next stage, on another machine."),
@@ -138,12 +138,12 @@ def _node(workers: Workers, replica: Replica, place: RankId) -> str:
 
 
 def node_families(nodes: Sequence[NodeStatus], workers: Workers) -> Iterator[Metric]:
-    """Machines: their state, and their memory."""
+    """Yield the metrics of the nodes' state and memory."""
     yield gauge(
         "node_state",
         "1 for the state that a node is in.",
         ("node", "state"),
-        [told for node in nodes for told in one_of(get_args(NodeState), node.state, (node.id,))],
+        [sample for node in nodes for sample in one_of(get_args(NodeState), node.state, (node.id,))],
     )
     here = [worker for _, worker in workers]
     limits = {worker.node: worker.memory_bytes for worker in here if worker.memory_bytes}
@@ -178,7 +178,7 @@ def _by_node(workers: Sequence[WorkerInfo], field: str) -> Mapping[str, int]:
 
 
 def link_families(links: Sequence[LinkInfo]) -> Iterator[Metric]:
-    """Ways between nodes, as they were measured."""
+    """Yield the measurements of links between nodes."""
     labels = ("source", "target")
     works = [link for link in links if not link.problem]
     yield gauge(

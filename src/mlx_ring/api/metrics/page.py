@@ -1,4 +1,4 @@
-"""`/metrics`: everything that is measured, for Prometheus."""
+"""`/metrics`: all measurements, for Prometheus."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from mlx_ring.api.openapi import RouteDoc, documented_get
 from mlx_ring.api.service import ModelCatalog
 
 _END = b"# EOF\n"
-"""Of a page of OpenMetrics."""
+"""Last line in the OpenMetrics format."""
 
 _DOC: RouteDoc[Response] = RouteDoc("Metrics for Prometheus", None, {"text/plain": None})
 
 
-class Numbers:
-    """Everything, as a collector of Prometheus' client."""
+class MetricsCollector:
+    """Collector of all metrics, as Prometheus' client defines it."""
 
     def __init__(self, catalog: ModelCatalog, http: HttpMeter) -> None:
         self._catalog = catalog
@@ -63,7 +63,7 @@ class Numbers:
 
 
 class _Family:
-    """One family as a collector."""
+    """Collector of a single family."""
 
     def __init__(self, family: Metric) -> None:
         self._family = family
@@ -72,8 +72,8 @@ class _Family:
         yield self._family
 
 
-async def written(families: Iterable[Metric], encode: Callable[[Collector], bytes]) -> bytes:
-    """The page. After each family whoever else has something to do in the event loop gets to it."""
+async def encode_families(families: Iterable[Metric], encode: Callable[[Collector], bytes]) -> bytes:
+    """Encode families one by one, and let the event loop run other tasks in between."""
     parts: list[bytes] = []
     for family in families:
         parts.append(encode(_Family(family)).removesuffix(_END))
@@ -84,14 +84,14 @@ async def written(families: Iterable[Metric], encode: Callable[[Collector], byte
 
 def routes(context: ApiContext, http: HttpMeter) -> APIRouter:
     router = APIRouter()
-    numbers = Numbers(context.catalog, http)
+    collector = MetricsCollector(context.catalog, http)
     process = CollectorRegistry()
     ProcessCollector(registry=process)
 
     async def metrics(request: Request) -> Response:
-        """Numbers for Prometheus, in its text format or in OpenMetrics'."""
+        """Return the metrics in Prometheus' text format or in OpenMetrics."""
         encode, media_type = choose_encoder(request.headers.get("accept", ""))
-        page = await written(chain(numbers.collect(), process.collect()), encode)
+        page = await encode_families(chain(collector.collect(), process.collect()), encode)
         return Response(page, headers={"content-type": media_type})
 
     documented_get(router, "/metrics", metrics, _DOC)

@@ -1,7 +1,4 @@
-"""Requests and steps, by model and instance: under vLLM's names, where it has one.
-
-Families of metrics, as Prometheus' client writes them, with names and labels of ours.
-"""
+"""Metrics of requests and steps, by model and instance. Where vLLM has the same metric, it has vLLM's name."""
 
 from __future__ import annotations
 
@@ -32,37 +29,39 @@ from mlx_ring.core.types import RankId
 
 PREFIX = "mlx_ring_"
 MODEL = ("model_name", "instance")
-"""A replica of a model: its number stays, whatever is loaded again."""
+"""Labels of a replica. Its number stays the same when it is loaded again."""
 RANK = (*MODEL, "stage", "rank", "node")
 
 Labels = Sequence[str]
-Told = Iterable[tuple[Labels, float]]
+Samples = Iterable[tuple[Labels, float]]
 
 
-def gauge(name: str, about: str, labels: Labels, told: Told) -> Metric:
+def gauge(name: str, about: str, labels: Labels, samples: Samples) -> Metric:
     family = GaugeMetricFamily(PREFIX + name, about, labels=labels)
-    for values, value in told:
+    for values, value in samples:
         family.add_metric(values, value)
     return family
 
 
-def counter(name: str, about: str, labels: Labels, told: Told) -> Metric:
-    """`name` without the `_total` that it is written with."""
+def counter(name: str, about: str, labels: Labels, samples: Samples) -> Metric:
+    """Create a counter. Its `name` has no `_total`, which is added on output."""
     family = CounterMetricFamily(PREFIX + name, about, labels=labels)
-    for values, value in told:
+    for values, value in samples:
         family.add_metric(values, value)
     return family
 
 
-def histogram(name: str, about: str, labels: Labels, told: Iterable[tuple[Labels, Distribution]]) -> Metric:
+def histogram(
+    name: str, about: str, labels: Labels, samples: Iterable[tuple[Labels, Distribution]]
+) -> Metric:
     family = HistogramMetricFamily(PREFIX + name, about, labels=labels)
-    for values, seen in told:
+    for values, seen in samples:
         family.add_metric(values, _buckets(seen), seen.total)
     return family
 
 
 def _buckets(seen: Distribution) -> list[tuple[str, float]]:
-    """How many lie up to each bound, those below it included."""
+    """Return the cumulative count up to each bound."""
     buckets: list[tuple[str, float]] = []
     below = 0
     for bound, count in zip((*map(str, seen.bounds), "+Inf"), seen.counts, strict=True):
@@ -71,13 +70,13 @@ def _buckets(seen: Distribution) -> list[tuple[str, float]]:
     return buckets
 
 
-def from_nothing(counts: Mapping[str, int], usual: Sequence[type[RingError]]) -> Mapping[str, int]:
-    """Counts by error, 0 for the usual ones: of a series that begins with 1, Prometheus sees no growth."""
+def with_zeros(counts: Mapping[str, int], usual: Sequence[type[RingError]]) -> Mapping[str, int]:
+    """Return counts by error, with 0 for the usual ones: Prometheus sees no growth in a series that starts with 1."""
     return dict.fromkeys((error.__name__ for error in usual), 0) | dict(counts)
 
 
-def one_of(names: Iterable[str], is_one: str, labels: Labels) -> Told:
-    """A state, as a series for each that there can be: 1 for the one that is, 0 for the others."""
+def one_of(names: Iterable[str], is_one: str, labels: Labels) -> Samples:
+    """Yield a sample for each possible state: 1 for the present one, 0 for the others."""
     for name in names:
         yield (*labels, name), float(name == is_one)
 
@@ -89,10 +88,10 @@ _TIMES = (
     ("time_to_first_token_seconds", "first_token_s", "From a request's arrival to its first token."),
     ("inter_token_latency_seconds", "between_tokens_s", "From one token of an answer to the next."),
     ("e2e_request_latency_seconds", "whole_s", "From a request's arrival to its answer's end."),
-    ("request_queue_time_seconds", "queue_s", "Waiting for a place."),
-    ("request_prefill_time_seconds", "prefill_s", "From there to the first token."),
+    ("request_queue_time_seconds", "queue_s", "From a request's arrival to its admission."),
+    ("request_prefill_time_seconds", "prefill_s", "From a request's admission to its first token."),
     ("request_decode_time_seconds", "decode_s", "From the first token to the last."),
-    ("request_inference_time_seconds", "inference_s", "Both together."),
+    ("request_inference_time_seconds", "inference_s", "From a request's admission to its last token."),
     ("request_prompt_tokens", "prompt_lengths", "Tokens of prompts."),
     ("request_generation_tokens", "answer_lengths", "Tokens of answers."),
 )
@@ -102,36 +101,40 @@ _COUNTS = (
         "cache_query_tokens",
         "Tokens of prompts that were looked up in the prefix cache.",
     ),
-    ("prefix_cache_hits", "cache_hit_tokens", "Of them, those that were not computed again."),
-    ("prefix_cache_evictions", "cache_evictions", "Kept sequences that made way."),
-    ("num_preemptions", "preemptions", "Times that a request was put back, to be computed again."),
-    ("spec_decode_num_drafts", "drafts", "Times that tokens were guessed."),
-    ("spec_decode_num_draft_tokens", "draft_tokens", "Tokens that were guessed."),
-    ("spec_decode_num_accepted_tokens", "accepted_tokens", "Of them, those that were right."),
+    ("prefix_cache_hits", "cache_hit_tokens", "Prompt tokens that the prefix cache supplied."),
+    ("prefix_cache_evictions", "cache_evictions", "Sequences that the prefix cache evicted."),
+    ("num_preemptions", "preemptions", "Times that a request was preempted, and computed again."),
+    ("spec_decode_num_drafts", "drafts", "Times that draft tokens were proposed."),
+    ("spec_decode_num_draft_tokens", "draft_tokens", "Draft tokens that were proposed."),
+    ("spec_decode_num_accepted_tokens", "accepted_tokens", "Draft tokens that were accepted."),
     ("steps_failed", "steps_failed", "Steps that failed, whole or in part."),
 )
 _RANK_TIMES = (
-    ("stage_compute_seconds", "compute_us", "Computing."),
-    ("stage_link_wait_seconds", "link_wait_us", "Waiting for activations of the stage before."),
-    ("stage_link_send_seconds", "link_send_us", "Handing on to the next stage."),
+    ("stage_compute_seconds", "compute_us", "Time that a stage computed."),
+    (
+        "stage_link_wait_seconds",
+        "link_wait_us",
+        "Time that a stage waited for the previous stage's activations.",
+    ),
+    ("stage_link_send_seconds", "link_send_us", "Time that a stage sent to the next one."),
     (
         "stage_queue_seconds",
         "queue_us",
         "Steps that had come and waited for the one before: beside the other times.",
     ),
-    ("stage_idle_seconds", "idle_us", "With no step to do."),
+    ("stage_idle_seconds", "idle_us", "Time that a stage had no step."),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """One place of a model, whether something is loaded there or not."""
+    """Replica of a model, loaded or not."""
 
     labels: Labels
     meter: Meter
     instance: ServedInstance | None
     stats: EngineStats | None
-    """While it serves."""
+    """Statistics of the engine; None while it does not serve."""
 
 
 def replicas_of(model: ModelService) -> Iterator[Replica]:
@@ -143,7 +146,7 @@ def replicas_of(model: ModelService) -> Iterator[Replica]:
 
 
 def request_families(replicas: Sequence[Replica], models: Sequence[ModelService]) -> Iterator[Metric]:
-    """All that is told of requests."""
+    """Yield the metrics of requests."""
     running = [(each.labels, 0 if each.stats is None else each.stats.scheduler.running) for each in replicas]
     waiting = [(each.labels, 0 if each.stats is None else each.stats.scheduler.waiting) for each in replicas]
     yield gauge("num_requests_running", "Requests that are being computed.", MODEL, running)
@@ -172,7 +175,7 @@ def request_families(replicas: Sequence[Replica], models: Sequence[ModelService]
         [
             ((*each.labels, error), count)
             for each in replicas
-            for error, count in from_nothing(each.meter.failed, _FAILURES).items()
+            for error, count in with_zeros(each.meter.failed, _FAILURES).items()
         ],
     )
     yield counter(
@@ -182,7 +185,7 @@ def request_families(replicas: Sequence[Replica], models: Sequence[ModelService]
         [
             ((model.model_id, error), count)
             for model in models
-            for error, count in from_nothing(model.rejected, _REFUSALS).items()
+            for error, count in with_zeros(model.rejected, _REFUSALS).items()
         ],
     )
     for name, field, about in _TIMES:
@@ -201,10 +204,10 @@ def _kv_usage(stats: EngineStats | None) -> float:
 
 
 def step_families(replicas: Sequence[Replica]) -> Iterator[Metric]:
-    """All that is told of steps, and of the time of ranks."""
+    """Yield the metrics of steps and of the ranks' time."""
     counts = [(each.labels, each.meter.counts()) for each in replicas]
     for name, field, about in _COUNTS:
-        yield counter(name, about, MODEL, [(labels, told[field]) for labels, told in counts])
+        yield counter(name, about, MODEL, [(labels, values[field]) for labels, values in counts])
     ranks = [
         (_rank_labels(each.labels, place, node), totals)
         for each in replicas

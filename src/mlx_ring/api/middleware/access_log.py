@@ -1,4 +1,4 @@
-"""A line of log for each request, when it has ended. Never what was asked or answered, nor who proved who they are."""
+"""Access log: one line for each request when it ends, without contents, credentials or queries."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 log = logging.getLogger(__name__)
 
 _POLLED = ("/health", "/metrics", "/page", "/favicon.ico")
-"""Asked again and again by machines, and the files that a page consists of: told at the debug level."""
+"""Paths that machines poll, and the page's files: logged at the debug level."""
 _LONGEST_PATH = 200
 _LEFT = "client left"
 
 
 class Counted(Protocol):
-    """An answer, as far as its tokens go."""
+    """Token counts of an answer."""
 
     @property
     def prompt_tokens(self) -> int: ...
@@ -31,7 +31,7 @@ class Counted(Protocol):
 
 @dataclass(slots=True)
 class RequestNotes:
-    """What routes tell of the request at hand."""
+    """Facts about the current request that routes add."""
 
     model: str | None = None
     prompt_tokens: int = 0
@@ -42,14 +42,14 @@ _notes: ContextVar[RequestNotes | None] = ContextVar("request_notes", default=No
 
 
 def note_model(model_id: str) -> None:
-    """The request at hand is for this model."""
+    """Note the current request's model."""
     notes = _notes.get()
     if notes is not None:
         notes.model = model_id
 
 
 def note_answers(answers: Sequence[Counted], answers_per_prompt: int) -> None:
-    """The request at hand had these answers. As in `usage`, a prompt with several counts once."""
+    """Note the current request's answers. As in `usage`, a prompt with several answers counts once."""
     notes = _notes.get()
     if notes is not None:
         notes.prompt_tokens += sum(answer.prompt_tokens for answer in answers[::answers_per_prompt])
@@ -57,7 +57,7 @@ def note_answers(answers: Sequence[Counted], answers_per_prompt: int) -> None:
 
 
 class AccessLog:
-    """ASGI middleware round everything else."""
+    """Outermost ASGI middleware."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -125,7 +125,7 @@ def _shown(name: str, value: object) -> str:
 
 
 def _as_sent(scope: Scope) -> str:
-    """The path as it came, so that nothing in it breaks the line; a query may hold what nobody else should read."""
+    """Return the path as it was sent, so that it cannot break the line. A query may be private and is dropped."""
     raw: bytes | None = scope.get("raw_path")
     path = scope["path"].encode("unicode_escape") if raw is None else raw
     return path.partition(b"?")[0].decode("ascii", "backslashreplace")[:_LONGEST_PATH]

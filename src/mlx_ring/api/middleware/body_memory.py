@@ -1,7 +1,7 @@
-"""What the bodies of all requests may hold of memory, and each client of that. Middleware behind the guard, which says who asks.
+"""Memory limit for request bodies, in total and by client. The guard, which identifies the client, runs before it.
 
-A body counts as it comes, until its request is answered. A client may have no more of it than is left: one alone gets half, and
-however many share the rest, there is room for who comes next.
+A body counts from its arrival until its request is answered. A client may hold no more than it leaves free. A single client
+gets half, so there is always room for the next one.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ from mlx_ring.core.errors import BodiesFull
 from mlx_ring.core.traces import CLIENT
 
 _DRAIN = 4
-"""What is refused is read on, and dropped, to so many times the longest body: who is still sending would not see the answer."""
+"""Limit for a refused body, which is read and dropped, as a multiple of the longest body.
+
+A client that is still sending would not see the answer.
+"""
 
 
 @dataclass(slots=True)
-class BodyRoom:
-    """Bytes that are held, by client."""
+class RequestBodyMemory:
+    """Accounting of the bytes that request bodies hold, by client."""
 
     most_bytes: int
     _held: Counter[str] = field(default_factory=Counter[str])
@@ -30,64 +33,64 @@ class BodyRoom:
     def held_bytes(self) -> int:
         return self._held.total()
 
-    def take(self, client: str, size: int) -> bool:
-        """Whether a client may hold so many bytes more; if so it does."""
+    def reserve(self, client: str, size: int) -> bool:
+        """Reserve bytes for a client. Return False if it would hold more than it leaves free."""
         left = self.most_bytes - self.held_bytes - size
         if self._held[client] + size > left:
             return False
         self._held[client] += size
         return True
 
-    def give_back(self, client: str, size: int) -> None:
+    def release(self, client: str, size: int) -> None:
         self._held[client] -= size
         if not self._held[client]:
             del self._held[client]
 
 
-class Bodies:
-    """Counts what comes, and refuses what there is no room for."""
+class BodyMemoryMiddleware:
+    """ASGI middleware that refuses bodies beyond the memory limit."""
 
-    def __init__(self, app: ASGIApp, settings: ApiSettings, room: BodyRoom) -> None:
+    def __init__(self, app: ASGIApp, settings: ApiSettings, memory: RequestBodyMemory) -> None:
         self._app = app
         self._longest = settings.max_body_bytes
-        self._room = room
+        self._memory = memory
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        body = _Body(self._room, CLIENT.get(), self._longest, receive)
+        body = _Body(self._memory, CLIENT.get(), self._longest, receive)
         try:
             await self._app(scope, body.receive, send)
         finally:
-            body.let_go()
+            body.release_all()
 
 
 @dataclass(slots=True)
 class _Body:
-    room: BodyRoom
+    memory: RequestBodyMemory
     client: str
     longest: int
-    """Bytes that are kept of it; what is more is dropped by whoever reads it."""
+    """Limit of a body. The reader drops what exceeds it."""
     source: Receive
     held: int = 0
 
     async def receive(self) -> Message:
         message = await self.source()
         size = min(len(message.get("body", b"")), self.longest - self.held)
-        if size and not self.room.take(self.client, size):
-            self.let_go()
+        if size and not self.memory.reserve(self.client, size):
+            self.release_all()
             await self._drop(message)
             raise BodiesFull(
-                f"The bodies of requests hold as much as they may, {self.room.most_bytes >> 20} MiB in all, or this client "
+                f"The bodies of requests hold as much as they may, {self.memory.most_bytes >> 20} MiB in all, or this client "
                 f"has its share of that; come again in {BodiesFull.retry_after_s:g} s."
             )
         self.held += size
         return message
 
-    def let_go(self) -> None:
+    def release_all(self) -> None:
         if self.held:
-            self.room.give_back(self.client, self.held)
+            self.memory.release(self.client, self.held)
         self.held = 0
 
     async def _drop(self, message: Message) -> None:

@@ -1,10 +1,7 @@
-"""What stands before every route: who may ask, a request id, and a last net for what nobody expected.
+"""Checks before every route: allowed hosts and origins, API keys, request ids, draining, and unexpected errors.
 
-A page in a browser can make requests to a server on the same machine, and by rebinding a
-name of its own to 127.0.0.1 it can read the answers. Such requests carry the page's `Origin`
-or its name in `Host`; both are refused unless they are ours.
-
-Which requests are under way, and whether the server takes new ones.
+A page in a browser can send requests to a server on the same machine. By rebinding its own name to 127.0.0.1 it can even
+read the answers. Such requests carry the page's `Origin`, or its name in `Host`, so foreign values of both are refused.
 """
 
 from __future__ import annotations
@@ -31,11 +28,11 @@ from mlx_ring.core.traces import CLIENT, REQUEST_ID, new_request_id
 from mlx_ring.host.addresses import whose
 
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})
-"""These ask no model: they are answered to the end, and nobody waits for one that lasts, as a page's does."""
+"""Methods that use no model. Draining neither refuses nor awaits them, because a page's request may last forever."""
 
 
 class Admission:
-    """One for a whole server. Once it is closed, what has begun goes on, and nothing new begins."""
+    """Admission of requests to a server. After it is closed, open requests finish and new ones are refused."""
 
     def __init__(self) -> None:
         self._open = 0
@@ -49,15 +46,15 @@ class Admission:
 
     @property
     def open(self) -> int:
-        """Requests that a model answers, or that change what is loaded."""
+        """Number of requests in progress that use models or load them."""
         return self._open
 
     @contextlib.contextmanager
     def admit(self, method: str) -> Generator[None]:
-        """Meanwhile a request is under way.
+        """Count a request as open within the context.
 
         Raises:
-            Draining: nothing new is taken.
+            Draining: The server accepts no new requests.
         """
         if method in _READING:
             yield
@@ -74,30 +71,30 @@ class Admission:
                 self._is_idle.set()
 
     def close(self) -> None:
-        """From now on nothing new is taken."""
+        """Refuse new requests from now on."""
         self._is_closed = True
 
     async def drained(self) -> None:
-        """Until nothing is under way."""
+        """Wait until no request is open."""
         await self._is_idle.wait()
 
 
 _LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
 _EVERY_ADDRESS = frozenset({"0.0.0.0", "::", ""})  # noqa: S104 - recognised here, bound elsewhere
 _SANE_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
-"""A client's own name for its request that may stand in a log."""
+"""Client's id of a request that is safe in a log."""
 _OPEN = ("/health", "/docs", "/page", "/favicon.ico")
-"""Need no key: who asks whether we live has none, and a page must be there before a key can be typed into it."""
+"""Paths without authentication: health checks have no key, and the page must load before a user can enter one."""
 _EXPOSED = "x-request-id, request-id, retry-after, x-should-retry"
-"""Headers that SDKs in a page of another origin read."""
+"""Headers that SDKs read in pages of other origins."""
 
 
 class _HeadSent(Exception):
-    """The head of an answer is out, and no more is wanted of it."""
+    """Signal that an answer's head was sent and its body is not needed."""
 
 
 class Guard:
-    """ASGI middleware round the whole application."""
+    """ASGI middleware that checks requests before any route."""
 
     def __init__(self, app: ASGIApp, settings: ApiSettings, admission: Admission) -> None:
         self._app = app
@@ -144,7 +141,7 @@ class Guard:
             await error_response(error, scope)(scope, receive, send_named)
 
     async def _take(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
-        """Answer, once it is known who asks."""
+        """Authenticate the client, and answer."""
         if "origin" in headers and _is_preflight(scope, headers):
             await _preflight_response(headers)(scope, receive, send)
             return
@@ -153,7 +150,7 @@ class Guard:
             await self._route(scope, receive, send)
 
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """HEAD is answered as GET is, up to the body: one that never ends would keep the connection."""
+        """Answer HEAD as GET, without the body: a body that never ends would keep the connection."""
         if scope["method"] != "HEAD":
             await self._app(scope, receive, send)
             return
@@ -167,7 +164,7 @@ class Guard:
         try:
             await self._app(asked, receive, send_head)
         except _HeadSent:
-            # Whoever counts requests by route asks the scope that it has.
+            # The metrics read the route from the original scope.
             scope["route"] = asked.get("route")
 
     def _check(self, headers: Headers) -> None:
@@ -181,7 +178,7 @@ class Guard:
             raise Refused(f"Origin '{origin}' may not use this server; start it with this origin allowed.")
 
     def _authenticate(self, scope: Scope, headers: Headers) -> str:
-        """Who asks. Every key is compared, each in constant time: how long it takes tells nothing."""
+        """Return the client's identity. Every key is compared in constant time, so the duration reveals nothing."""
         path, client = scope["path"], scope.get("client")
         if not self._keys or is_open(path) or (path == "/" and wants_page(headers.get("accept"))):
             return "" if client is None else whose(client[0])
@@ -195,9 +192,9 @@ class Guard:
         return f"key {given}"
 
     def _is_allowed_origin(self, origin: str, asked: str | None) -> bool:
-        """Ours is a page from a name that was given, or from the one that it asks for.
+        """Return True for an origin whose name is configured, or equal to the requested host.
 
-        Where any address may be asked for, that says nothing of a page: others have addresses too.
+        On a server that accepts any address, an address as origin proves nothing, because other servers have addresses too.
         """
         host = _hostname(origin)
         return (
@@ -228,12 +225,12 @@ class Guard:
 
 
 def is_open(path: str) -> bool:
-    """Whether a path needs no key."""
+    """Return True if a path needs no API key."""
     return any(path == each or path.startswith(f"{each}/") for each in _OPEN)
 
 
 def _given_id(headers: Headers) -> str | None:
-    """What the client calls its request, as proxies and OpenAI's clients do; None where it is nothing for a log."""
+    """Return the client's id of its request; None if it has none that is safe in a log."""
     all_given = (headers.get(name, "") for name in ("x-request-id", "x-client-request-id"))
     return next(filter(_SANE_ID.fullmatch, all_given), None)
 
@@ -245,7 +242,7 @@ def _given_key(headers: Headers) -> str | None:
 
 
 def _forms(key: str) -> set[bytes]:
-    """A key as it stands in a header: programs send UTF-8, and browsers Latin-1 where that has all of its letters."""
+    """Return the encodings of a key in a header: programs send UTF-8, and browsers Latin-1 where possible."""
     forms = {key.encode()}
     with contextlib.suppress(UnicodeEncodeError):
         forms.add(key.encode("latin-1"))
@@ -263,13 +260,13 @@ def _preflight_response(headers: Headers) -> Response:
         "access-control-max-age": "600",
     }
     if "access-control-request-private-network" in headers:
-        # A page of the web asks for a server in this house: its origin was allowed by name.
+        # A public page requests a server on a private network: its origin was allowed by name.
         allowed["access-control-allow-private-network"] = "true"
     return Response(status_code=204, headers=allowed)
 
 
 def _hostname(url: str) -> str | None:
-    """Lower case, without port and brackets; None where there is none."""
+    """Return the host in lower case, without port and brackets; None if there is none."""
     try:
         parts = urlsplit(url)
         _ = parts.port
@@ -283,7 +280,7 @@ def _bare(host: str) -> str:
 
 
 def _is_address(host: str) -> bool:
-    """An address cannot be rebound: behind one there is no name."""
+    """Return True for an IP address. It cannot be rebound, because no name stands behind it."""
     try:
         ipaddress.ip_address(host)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Requests over HTTP: how many, how long, how they ended. Middleware round the whole application."""
+"""Metrics of HTTP requests: number, duration and status."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mlx_ring.core.engine_stats import Distribution
 BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"})
 LEFT = 499
-"""The client went before there was a status; nginx's number for it."""
+"""Status of a request whose client left before the answer's status, as in nginx."""
 SERVER_TROUBLE = 500
 
 Key = tuple[str, str, str]
@@ -23,14 +23,14 @@ Key = tuple[str, str, str]
 
 
 class HttpMeter:
-    """What was asked over HTTP since the head started."""
+    """Meter of HTTP requests since the head started."""
 
     def __init__(self) -> None:
         self.in_progress = 0
         self._requests: Counter[Key] = Counter()
         self._seconds: defaultdict[Key, Distribution] = defaultdict(lambda: Distribution(BOUNDS_S))
 
-    def note(self, key: Key, seconds: float) -> None:
+    def record(self, key: Key, seconds: float) -> None:
         self._requests[key] += 1
         self._seconds[key].record(seconds)
 
@@ -48,8 +48,8 @@ class HttpMeter:
         )
 
 
-class Observed:
-    """Tells a meter."""
+class HttpMetricsMiddleware:
+    """ASGI middleware that records each request."""
 
     def __init__(
         self,
@@ -81,11 +81,11 @@ class Observed:
             raise
         finally:
             self._meter.in_progress -= 1
-            self._meter.note((_method(scope), route_of(scope), str(status)), self._clock() - began)
+            self._meter.record((_method(scope), route_of(scope), str(status)), self._clock() - began)
 
 
 def route_of(scope: Scope) -> str:
-    """As it was declared, so that there are only so many; `none` for what no route took."""
+    """Return the route's declared path, which limits the number of series; `none` without a route."""
     return getattr(scope.get("route"), "path", "") or "none"
 
 

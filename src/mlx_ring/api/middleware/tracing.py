@@ -1,4 +1,4 @@
-"""A span for each request that may be computed for: a POST of whom the guard has let in. Middleware behind it."""
+"""Spans of POST requests. The guard runs before, so refused requests have none."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from mlx_ring.api.middleware.http_metrics import LEFT, SERVER_TROUBLE, route_of
 from mlx_ring.core.traces import TRACEPARENT, Span, Tracing
 
 
-class Traced:
-    """Opens a span, which what is done within is part of."""
+class TracingMiddleware:
+    """ASGI middleware that opens a span around each POST request."""
 
     def __init__(self, app: ASGIApp, tracing: Tracing) -> None:
         self._app = app
@@ -23,7 +23,7 @@ class Traced:
             return
         status = LEFT
 
-        async def send_noted(message: Message) -> None:
+        async def send_recorded(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -31,7 +31,7 @@ class Traced:
 
         token = TRACEPARENT.set(span.traceparent)
         try:
-            await self._app(scope, receive, send_noted)
+            await self._app(scope, receive, send_recorded)
         except Exception:
             status = SERVER_TROUBLE if status == LEFT else status
             raise

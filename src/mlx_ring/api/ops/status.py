@@ -1,4 +1,4 @@
-"""What `/cluster/status` says of nodes and instances. A field's docstring is its line in `/openapi.json`."""
+"""Nodes and instances in `/cluster/status`. A field's docstring is its description in `/openapi.json`."""
 
 from __future__ import annotations
 
@@ -11,164 +11,164 @@ InstanceState = Literal["loading", "ready", "unavailable"]
 Bytes = Annotated[int, Field(ge=0)]
 
 
-class _Said(BaseModel):
+class _Status(BaseModel):
     model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
 
 # ---- nodes
 
 
-class RateStatus(_Said):
-    """How fast a node was found to be with weights of one kind."""
+class RateStatus(_Status):
+    """Measured speed of a node with one kind of weights."""
 
     weights: str
     """Kind of weights: a dtype, or `4-bit` and the like for quantized ones."""
     bytes_per_s: float
-    """Of weights, read for one token at a time."""
+    """Bytes of weights per second, read for one token at a time."""
     flops: float
-    """A second, in products of many rows, as prompts have them."""
+    """Operations per second in products of many rows, as in prefill."""
 
 
-class ProfileStatus(_Said):
-    """What was measured of a node when it joined."""
+class ProfileStatus(_Status):
+    """Measurements of a node when it joined."""
 
     device: str
     """`cpu` or `gpu`."""
     device_name: str
     cores: int
     computes_in: str
-    """What half precision becomes when it is loaded; empty where it stays as it is."""
+    """Type that half-precision weights get when they are loaded; empty if they keep theirs."""
     rates: list[RateStatus]
 
 
-class NodeMemory(_Said):
-    """A node's memory. Bytes."""
+class NodeMemory(_Status):
+    """Memory of a node, in bytes."""
 
     total_bytes: Bytes
-    """Of the device, that may be used at all: limits of containers count."""
+    """Usable memory of the device, within the limits of containers."""
     limited_by: str
     utilization: float
-    """The share of the total that its owner grants to plans: `--memory-utilization`."""
+    """Share of the total that its owner grants to plans: `--memory-utilization`."""
     reserve_bytes: Bytes
-    """Left to others: the rest."""
+    """Memory left to other programs: the rest of the total."""
     usable_bytes: Bytes
-    """That plans may fill: the total less the reserve."""
+    """Memory that plans may fill: the total minus the reserve."""
     promised_bytes: Bytes | None
-    """Of all stages here, as plans count them; null where no plan does."""
+    """Predicted memory of all stages on the node; null without a plan."""
     used_bytes: Bytes
-    """Resident memory of the workers here."""
+    """Resident memory of the node's workers."""
     free_bytes: Bytes | None
-    """Of the machine, as it said last; null where it has said nothing."""
+    """Free memory in the machine's last report; null before the first one."""
 
 
-class NodeStatus(_Said):
+class NodeStatus(_Status):
     """A machine of the cluster."""
 
     id: str
-    """Its id; on one machine alone, its name."""
+    """Id of the node; without a cluster, the machine's name."""
     name: str
     address: str | None
-    """Where the head sees it; null for a machine alone."""
+    """Address that the head sees; null without a cluster."""
     is_head: bool
-    """Whether the head runs on it."""
+    """True for the node that runs the head."""
     state: NodeState
-    """`quarantined`: it attends, and is left out of plans for a while."""
+    """`quarantined` means connected, but excluded from plans for a time."""
     reason: str | None
-    """Why it is gone or quarantined."""
+    """Reason why the node was lost or quarantined."""
     since: int | None
-    """When its state began, Unix seconds; of one in quarantine, when it came."""
+    """Unix seconds when the state began; in quarantine, when the node connected."""
     quarantined_until: int | None
     """Unix seconds."""
     stages: list[str]
-    """That it has, as `instance/stage`. Empty: it is there and unused."""
+    """Stages on the node, as `instance/stage`; empty if it is unused."""
     memory: NodeMemory | None
-    """Null where no profile is kept."""
+    """Null without a profile of the node."""
     profile: ProfileStatus | None
     trusted: list[str]
-    """Interfaces with their addresses on which its owner lets MLX's collectives go to other machines, or why one is not there."""
+    """Interfaces, with addresses, on which the owner allows MLX's collectives; or the reason why one is missing."""
     versions: dict[str, str]
-    """Of packages, by name."""
+    """Versions of packages, by name."""
 
 
 # ---- instances
 
 
-class LoadingStatus(_Said):
-    """How far a worker is. A total of 0 is not known yet."""
+class LoadingStatus(_Status):
+    """Progress of a worker. A total of 0 is not known yet."""
 
     phase: str
-    """`starting`, `fetch`, `weights`, `warm-up`, `ready`, or what the worker says."""
+    """`starting`, `fetch`, `weights`, `warm-up`, `ready`, or what the worker reports."""
     bytes_fetched: Bytes
-    """By the node, from others: told for the node's first stage, and of all its stages."""
+    """Bytes that the node downloaded from others. The node's first stage reports them for all its stages."""
     bytes_to_fetch: Bytes
     bytes_loaded: Bytes
     bytes_to_load: Bytes
 
 
-class PromisedMemory(_Said):
-    """What the plan counts for a stage. Bytes."""
+class PromisedMemory(_Status):
+    """Predicted memory of a stage, in bytes."""
 
     weight_bytes: Bytes
     kv_bytes: Bytes
-    """Of the sequences and the context that the instance promises."""
+    """KV of the promised sequences at the promised context length."""
     working_bytes: Bytes
     """Activations of a chunk, scores over the vocabulary."""
     total_bytes: Bytes
 
 
-class UsedMemory(_Said):
-    """What a stage's worker says that it holds. Bytes."""
+class UsedMemory(_Status):
+    """Memory in the report of a stage's worker, in bytes."""
 
     weight_bytes: Bytes
     kv_bytes: Bytes
     device_bytes: Bytes = Field(validation_alias="device_memory_bytes")
-    """Held by MLX, weights and KV included."""
+    """Memory that MLX holds, weights and KV included."""
     peak_bytes: Bytes = Field(validation_alias="peak_memory_bytes")
-    """The most that MLX held at any time."""
+    """Largest amount that MLX has held."""
     resident_bytes: Bytes = Field(validation_alias="rss_bytes")
-    """Of the whole process."""
+    """Resident memory of the process."""
 
 
-class StageMemory(_Said):
-    """Promised and used."""
+class StageMemory(_Status):
+    """Predicted and used memory of a stage."""
 
     promised: PromisedMemory | None
-    """Null where no profile tells."""
+    """Null without a profile."""
     used: UsedMemory | None
-    """Null before there is a worker."""
+    """Null before the worker starts."""
 
 
-class StepStatus(_Said):
-    """Steps of a stage that are alike. Measured times are medians of the last ones; milliseconds."""
+class StepStatus(_Status):
+    """Similar steps of a stage. Measured times are medians of the last ones, in milliseconds."""
 
     rows: int
     """Sequences in the step."""
     tokens: int
-    """Of all rows together."""
+    """Tokens of all rows together."""
     context_tokens: int
-    """That a row had before it: the median; the prediction is for just that."""
+    """Median number of tokens before a row, for which the prediction is made."""
     steps: int
-    """That were counted."""
+    """Number of measured steps."""
     measured_ms: float | None
-    """From all inputs being there to the answer; null while none was measured."""
+    """Time from the last input's arrival to the answer; null before the first measurement."""
     predicted_ms: float | None
-    """Null where no profile tells."""
+    """Null without a profile."""
     link_wait_ms: float
-    """Spent waiting for the stage before, which is not in `measured_ms`; ..."""
+    """Time spent waiting for the previous stage; not part of `measured_ms`."""
     link_send_ms: float
-    """... nor is handing on to the next stage."""
+    """Time spent sending to the next stage; not part of `measured_ms`."""
 
 
-class StageTimesStatus(_Said):
-    """Only steps that can be compared are counted."""
+class StageTimesStatus(_Status):
+    """Times of a stage's steps. Only comparable steps are counted."""
 
     decode: list[StepStatus]
-    """By rows: one token for each, without drafts."""
+    """Decode steps by rows: one token for each, without speculative decoding."""
     prefill: list[StepStatus]
-    """By tokens: chunks that one prompt has to itself."""
+    """Prefill steps by tokens: chunks of one prompt alone."""
 
 
-class RankStatus(_Said):
+class RankStatus(_Status):
     """One worker of a stage."""
 
     rank: int
@@ -176,74 +176,74 @@ class RankStatus(_Said):
     pid: int
     alive: bool
     promised: PromisedMemory | None
-    """Null where no profile tells."""
+    """Null without a profile."""
     used: UsedMemory
 
 
-class GroupStatus(_Said):
-    """What joins a stage's workers, or the stages, where they share layers or links are collectives."""
+class GroupStatus(_Status):
+    """MLX group that joins the workers of a stage, or the stages of an instance."""
 
     backend: str
-    """MLX's name for it."""
+    """MLX's name of the backend."""
     why: str
 
 
-class StageStatus(_Said):
-    """A half-open range of layers, on a node. What is told of one worker is told of the first."""
+class StageStatus(_Status):
+    """Half-open range of layers on a node. Fields of a single worker are those of the first."""
 
     stage: int
     node: str
     layers: tuple[int, int]
     """`[start, end)`."""
     why: str | None
-    """The plan's reason; null where there is no plan."""
+    """Reason that the plan gives; null without a plan."""
     pid: int | None
     alive: bool | None
     loading: LoadingStatus
     memory: StageMemory
     ranks: list[RankStatus]
-    """Every worker of the stage that is there; several share its layers."""
+    """Running workers of the stage. Several workers share its layers."""
     group: GroupStatus | None
-    """Null where MLX joins no workers."""
+    """Null if MLX joins no workers."""
     times: StageTimesStatus
-    """While nothing was measured, the prediction for one row stands alone, with 0 steps."""
+    """Before the first measurement only the prediction for one row, with 0 steps."""
 
 
-class StreamStatus(_Said):
-    """One stream that has the pipeline to itself, without drafts."""
+class StreamStatus(_Status):
+    """Speed of a single stream without speculative decoding."""
 
     predicted_tokens_per_s: float | None
     measured_tokens_per_s: float | None
     tokens: int
-    """That were counted."""
+    """Number of measured tokens."""
     context_tokens: int
-    """Behind which they came: the median. The prediction is for just that."""
+    """Median context length of these tokens, for which the prediction is made."""
 
 
-class Promise(_Said):
-    """What memory was counted for, and what the plan expects of it."""
+class Promise(_Status):
+    """Capacity that the plan reserves memory for, and its predicted speed."""
 
     context_tokens: int
     sequences: int
     kv_bits: int
     strategy: str | None
-    """Null where there is no plan."""
+    """Null without a plan."""
     tokens_per_s: float | None
-    """Of all promised sequences together."""
+    """Predicted speed of all promised sequences together."""
     first_token_s: float | None
-    """Of a prompt of `prompt_tokens`."""
+    """Predicted time to first token of a prompt of `prompt_tokens`."""
     prompt_tokens: int | None
 
 
-class LeftOutStatus(_Said):
-    """A node that the plan gives no layers."""
+class LeftOutStatus(_Status):
+    """Node without layers in the plan."""
 
     node: str
     why: str
 
 
-class InstanceStatus(_Said):
-    """A plan that is loaded, or being loaded."""
+class InstanceStatus(_Status):
+    """Plan that is loaded or being loaded."""
 
     name: str
     model: str
@@ -253,17 +253,17 @@ class InstanceStatus(_Said):
     layers: int
     stages: list[StageStatus]
     stream: StreamStatus | None
-    """Null where nothing was predicted nor measured."""
+    """Null if nothing was predicted or measured."""
     promise: Promise | None
-    """Null where no profile tells."""
+    """Null without a profile."""
     left_out: list[LeftOutStatus]
     remarks: list[str]
-    """The plan's."""
+    """Remarks of the plan."""
 
 
-class ClusterParts(_Said):
-    """Who there is, and what they serve."""
+class ClusterParts(_Status):
+    """Nodes and instances of the cluster."""
 
     nodes: list[NodeStatus] = []
-    """Every machine that attends, is left out or has gone since the head started."""
+    """Machines that are connected, excluded, or were lost since the head started."""
     instances: list[InstanceStatus] = []

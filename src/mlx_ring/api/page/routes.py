@@ -1,11 +1,8 @@
-"""The page over HTTP. It holds nothing secret, so it needs no key; what it shows does.
+"""The page at `/`, its files, and the choice between the page and JSON.
 
-The page's files, as they lie in the package: HTML, modules, styles, and the libraries that came with them.
-
-Nothing is built, and nothing comes from elsewhere. All but the HTML lie under a folder named by a digest of them all,
-so that a browser keeps them for as long as they are the same, and modules that import each other are of one version.
-
-Who gets the page, and who gets JSON: both live at `/`.
+The page holds no secrets, so it needs no API key; the data that it shows does. Its files are served from the package
+unchanged. All but the HTML have URLs with a digest of all files. So browsers cache them until one changes, and modules that
+import each other always have the same version.
 """
 
 from __future__ import annotations
@@ -28,32 +25,32 @@ _TYPES: Mapping[str, str] = {
     ".svg": "image/svg+xml",
     ".txt": "text/plain; charset=utf-8",
 }
-"""What is served; another file in the folder is none of the page's."""
+"""Media types of the page's files, by suffix. Other files in the folder are not served."""
 _INDEX = "index.html"
 _DIGEST = b"DIGEST"
-"""What stands for the folder's name in the HTML."""
+"""Placeholder of the digest in the HTML."""
 
 
 @dataclass(frozen=True, slots=True)
 class File:
     kind: str
-    """Its media type."""
+    """Media type of the file."""
     data: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """All that a browser loads."""
+    """All files that a browser loads."""
 
     digest: str
     html: bytes
     files: Mapping[str, File]
-    """By their paths under the digest's folder."""
+    """Files by their paths below the digest."""
 
 
 @cache
 def load_page() -> Page:
-    """Read once, when a browser first asks."""
+    """Read the page's files, once."""
     found = dict(sorted(_walk(files("mlx_ring.api.page") / "web", "")))
     html = found.pop(_INDEX).data
     whole = hashlib.sha256(html)
@@ -85,7 +82,7 @@ _SAFE = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
 }
-"""Scripts, styles and connections are this server's alone, none stands in the HTML, and nobody frames the page."""
+"""Headers that allow only this server's scripts, styles and connections, no inline code, and no frames around the page."""
 
 
 def routes() -> APIRouter:
@@ -99,7 +96,7 @@ def routes() -> APIRouter:
         return Response(found.data, media_type=found.kind, headers=_SAFE | {"cache-control": _KEPT})
 
     async def icon(request: Request) -> Response:
-        """For browsers that show something else of this server."""
+        """Answer browsers that show another file of this server."""
         page = load_page()
         image = page.files["favicon.svg"]
         return _tagged(request, page.digest, Response(image.data, media_type=image.kind, headers=_SAFE))
@@ -110,7 +107,7 @@ def routes() -> APIRouter:
 
 
 def page_response(request: Request, *, wants_key: bool) -> Response:
-    """The HTML. It says whether a key is wanted, so that a page without one need not be refused to learn it."""
+    """Return the HTML, which tells the page if it needs an API key."""
     page = load_page()
     html = page.html.replace(_PLAIN, _KEYED, 1) if wants_key else page.html
     response = Response(html, media_type="text/html; charset=utf-8", headers=_SAFE)
@@ -118,7 +115,7 @@ def page_response(request: Request, *, wants_key: bool) -> Response:
 
 
 def _tagged(request: Request, name: str, response: Response) -> Response:
-    """The response, or word that what the browser has is still right."""
+    """Return the response, or 304 if the browser's copy is current."""
     tag = f'"{name}"'
     response.headers.update({"etag": tag, "cache-control": _ASKED_AGAIN, "vary": "accept"})
     if tag not in request.headers.get("if-none-match", ""):
@@ -131,14 +128,14 @@ _HTML, _JSON = "text/html", "application/json"
 
 
 def wants_page(accept: str | None) -> bool:
-    """Whether a client asks for HTML by name, and does not like JSON better. `*/*` alone, as curl sends, does not."""
-    liking = dict(_read(accept or ""))
-    html = liking.get(_HTML, 0.0)
-    return html > 0 and html >= liking.get(_JSON, 0.0)
+    """Return True if a client accepts HTML by name and does not prefer JSON. `*/*` alone, which curl sends, is not enough."""
+    weights = dict(_read(accept or ""))
+    html = weights.get(_HTML, 0.0)
+    return html > 0 and html >= weights.get(_JSON, 0.0)
 
 
 def _read(accept: str) -> list[tuple[str, float]]:
-    """Each kind with its weight."""
+    """Return each media type with its weight."""
     return [_weighed(part) for part in accept.split(",")]
 
 
