@@ -43,7 +43,7 @@ def test_the_state_holds_the_cluster_the_cache_and_who_asks_but_nothing_of_what_
         assert secret not in json.dumps(state)
 
 
-def test_a_change_tells_the_pace_of_each_stage() -> None:
+def test_a_change_has_the_rates_of_each_stage() -> None:
     service = TwinService(context=10**9)
     with (
         serving(service) as url,

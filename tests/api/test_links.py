@@ -24,7 +24,7 @@ def instance(*workers: WorkerInfo) -> InstanceInfo:
     return InstanceInfo("demo", 1, 2, workers)
 
 
-def test_a_link_is_told_as_it_was_measured_with_its_age() -> None:
+def test_a_link_has_its_measurements_and_their_age() -> None:
     (status,) = link_statuses([link("a", "b")], [], NOW)
     assert status == {
         "from": "a",
@@ -40,7 +40,7 @@ def test_a_link_is_told_as_it_was_measured_with_its_age() -> None:
     }
 
 
-def test_the_way_that_activations_take_tells_whether_they_are_compressed_and_why() -> None:
+def test_a_link_that_carries_activations_says_if_they_are_compressed_and_why() -> None:
     there, back = link_statuses(
         [link("a", "b"), link("b", "a")], [instance(worker(0, "a", USE), worker(1, "b"))], NOW
     )
@@ -49,7 +49,7 @@ def test_the_way_that_activations_take_tells_whether_they_are_compressed_and_why
     assert (back["carries_activations"], back["compresses"]) == (False, False)
 
 
-def test_a_link_whose_worker_has_not_spoken_yet_says_so() -> None:
+def test_a_link_says_that_its_worker_has_not_reported_yet() -> None:
     (status,) = link_statuses([link("a", "b")], [instance(worker(0, "a"), worker(1, "b"))], NOW)
     assert status["why"] == "nothing is known of what was sent yet"
 
@@ -65,7 +65,7 @@ def test_stages_of_one_node_send_over_no_link() -> None:
     assert status["carries_activations"] is False
 
 
-def test_what_several_instances_send_is_told_together() -> None:
+def test_traffic_of_several_instances_is_added_up() -> None:
     little = LinkUse(compresses=False, why="little", frames=1, tensor_bytes=10, sent_bytes=10)
     instances = [instance(worker(0, "a", use), worker(1, "b")) for use in (USE, little)]
     (status,) = link_statuses([link("a", "b")], instances, NOW)

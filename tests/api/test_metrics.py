@@ -24,7 +24,7 @@ MODEL = {"model_name": "org/twin", "instance": "0"}
 
 
 class Page:
-    """What one reading told."""
+    """Samples of one request for the metrics."""
 
     def __init__(self, api: Api, **headers: str) -> None:
         response = api.get("/metrics", **headers)
@@ -123,7 +123,7 @@ def test_kv_of_ended_requests_is_not_in_use() -> None:
     assert page("worker_kv_limit_bytes", stage="0") == kv.limit_bytes
 
 
-def test_links_between_nodes_are_told_and_a_broken_one_has_no_figures(api: Api) -> None:
+def test_links_between_nodes_are_exported_and_a_broken_one_has_no_figures(api: Api) -> None:
     api.catalog.links = (
         LinkInfo("a", "b", 0.001, 1e9, 1.0),
         LinkInfo("b", "a", 0.0, 0.0, 1.0, problem="nothing gets through"),

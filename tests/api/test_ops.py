@@ -1,4 +1,4 @@
-"""What the service tells of itself, well and unwell."""
+"""Operational routes of a healthy and an unhealthy server."""
 
 from __future__ import annotations
 

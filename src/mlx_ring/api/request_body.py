@@ -143,14 +143,16 @@ _MOST_NAMES = 10_000
 _MOST_BRACKETS = 500_000
 """Most brackets of a body, those in its texts included: each empty list takes a hundred bytes."""
 _LARGE = 256 << 10
-"""Bytes of a body that is read beside the event loop, where others' tokens wait for it."""
+"""Size from which a body is parsed outside the event loop, which has to send other requests' tokens."""
 _DRAIN = 4
-"""A body over the limit is read on, and dropped, to this many times the limit: a client that is
-still sending when the connection closes would see a broken pipe and not the answer."""
+"""Limit for reading and dropping an oversized body, as a multiple of its limit.
+
+A client that is still sending when the connection closes would see a broken pipe and not the answer.
+"""
 _SLOWEST = 1024
-"""Bytes a second."""
+"""Smallest rate of a body, in bytes per second."""
 WITHOUT_EFFECT = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "verbosity"})
-"""Clients send these (and `prompt_cache_...`), and they promise nothing about the answer."""
+"""Fields that clients send, and that promise nothing about the answer; `prompt_cache_...` are further ones."""
 _INSIDE = frozenset({str, list, dict})
 """Types that may contain something wrong."""
 
@@ -170,7 +172,7 @@ def _failing_fast(schema: CoreSchema) -> CoreSchema:
 
 
 class Body(BaseModel):
-    """Base of every request: JSON's own types, nothing converted, nothing unknown."""
+    """Base of every request body: JSON types without conversion, and no unknown fields."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -239,7 +241,7 @@ async def read_body(request: Request, schema: type[BodyT], max_bytes: int, timeo
 
 
 _beside = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bodies")
-"""One at a time: those of one client take no more of the processor than one."""
+"""Executor that parses one body at a time, so that many large bodies use one core at most."""
 
 
 def _read(data: bytes, schema: type[BodyT]) -> BodyT:
@@ -258,9 +260,9 @@ def _read(data: bytes, schema: type[BodyT]) -> BodyT:
 
 
 def parse_json(data: bytes, *, once: bool = False) -> object:
-    """Strict JSON in UTF-8: no NaN, no infinity, no half of a surrogate pair, no bottomless nesting.
+    """Parse strict JSON in UTF-8: no NaN, no infinity, no lone surrogate, no deep nesting.
 
-    Where an object has a name `once`, or else the request is refused, nobody takes one value for the other.
+    With `once`, a name that occurs twice in an object is an error, so no program can read another value than this one.
     """
     brackets = data.count(b"[") + data.count(b"{")
     if brackets > _MOST_BRACKETS:
@@ -306,9 +308,9 @@ def _check_headers(request: Request, max_bytes: int) -> None:
 
 
 async def _read_bytes(request: Request, max_bytes: int, timeout_s: float) -> bytes:
-    """Whoever sends drop by drop is waited for no longer than who sends nothing.
+    """Read a body, and stop waiting for a slow client as soon as for a silent one.
 
-    Each KiB buys a second, and nobody has more of them than `timeout_s`.
+    Each KiB adds a second to the deadline, which is never more than `timeout_s` away.
     """
     chunks: list[bytes] = []
     size = 0
@@ -369,7 +371,7 @@ def _finite(digits: str) -> float:
 
 
 def _check_inside(value: object) -> None:
-    """Walk the value without recursion; what is wrong is named by its path."""
+    """Check all texts and the depth of a value, without recursion. Errors name the path."""
     pending: list[tuple[tuple[int | str, ...], object]] = [((), value)]
     while pending:
         path, value = pending.pop()

@@ -77,13 +77,13 @@ def test_what_a_path_holds_cannot_break_a_line(api: Api, lines: Lines) -> None:
     assert line.getMessage().isprintable()
 
 
-def test_health_is_told_at_the_debug_level(api: Api, lines: Lines) -> None:
+def test_health_is_logged_at_the_debug_level(api: Api, lines: Lines) -> None:
     api.get("/health/ready")
     api.get("/healthy")
     assert [line.levelname for line in lines()] == ["DEBUG", "INFO"]
 
 
-def test_a_client_that_leaves_is_told_apart(lines: Lines) -> None:
+def test_a_client_that_leaves_is_marked(lines: Lines) -> None:
     service = TwinService(automatic=False)
     with serving(service) as url, httpx.stream("POST", f"{url}/v1/chat/completions", json=CHAT):
         pass

@@ -1,4 +1,4 @@
-"""What all bodies hold together is bounded, and one client leaves as much as it has to the others."""
+"""Limit of the memory of all bodies: a client leaves free as much as it holds."""
 
 from __future__ import annotations
 

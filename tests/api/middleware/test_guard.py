@@ -1,4 +1,4 @@
-"""Who may ask."""
+"""Checks of hosts, origins and API keys."""
 
 from __future__ import annotations
 

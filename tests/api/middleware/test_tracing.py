@@ -1,4 +1,4 @@
-"""A trace is of whom the server lets in, and tells where its request went and how it ended."""
+"""Traces: only admitted requests have spans, with their route and their status."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from mlx_ring.core.traces import Attributes
 
 @dataclass
 class Recorded:
-    """A span that keeps what it is told."""
+    """Span that keeps its attributes."""
 
     name: str
-    told: dict[str, object]
+    attributes: dict[str, object]
     traceparent: str = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     error: str | None = None
 
     def set_attributes(self, attributes: Attributes, *, name: str = "") -> None:
         self.name = name or self.name
-        self.told |= attributes
+        self.attributes |= attributes
 
     def end(self, at_ns: int | None = None, *, error: str = "") -> None:
         del at_ns
@@ -61,8 +61,8 @@ def spans_of(method: str, path: str, key: str) -> list[Recorded]:
 def test_a_post_has_a_span_with_its_route_and_status() -> None:
     (span,) = spans_of("POST", "/v1/completions", "secret")
     assert (span.name, span.error) == ("POST /v1/completions", "")
-    assert span.told["http.response.status_code"] == 200
-    assert str(span.told["mlx_ring.request_id"]).startswith("req_")
+    assert span.attributes["http.response.status_code"] == 200
+    assert str(span.attributes["mlx_ring.request_id"]).startswith("req_")
 
 
 def test_who_is_not_let_in_and_what_asks_no_model_leave_none() -> None:

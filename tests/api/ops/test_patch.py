@@ -43,11 +43,11 @@ def _key(place: Any, part: str) -> Any:
 
 
 @given(DOCUMENTS, DOCUMENTS)
-def test_a_patch_makes_the_one_of_the_other(before: Any, after: Any) -> None:
+def test_a_patch_turns_one_document_into_the_other(before: Any, after: Any) -> None:
     assert applied(before, json_patch(before, after)) == after
 
 
-def test_what_is_alike_is_not_told() -> None:
+def test_equal_values_are_not_in_the_patch() -> None:
     before = {"nodes": [{"id": "a", "bytes": 1}, {"id": "b", "bytes": 2}], "time": 3}
     after = {"nodes": [{"id": "a", "bytes": 1}, {"id": "b", "bytes": 5}], "time": 3}
     assert json_patch(before, before) == []
