@@ -12,13 +12,13 @@ from mlx_ring.rpc.protos.step_pb2 import Want
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What every client asks for."""
+    """Requests of every client."""
 
     prompt_chunks: int = 0
     """Steps that a prompt takes; 0: there are answers only."""
     chunk_tokens: int = 1
     answer_tokens: int | None = None
-    """None: answers go on for ever."""
+    """Length of an answer; None for endless answers."""
 
 
 @dataclass(slots=True, eq=False)
@@ -31,7 +31,7 @@ class _Stream:
     position: int = 0
     """Tokens that were sent."""
     tokens_left: int | None = None
-    """Of the answer, not asked for yet."""
+    """Tokens of the answer that are not requested yet."""
     unanswered: int = 0
 
 
@@ -52,7 +52,7 @@ class ClosedLoop:
     def __init__(
         self, stages: int, groups: Sequence[int], *, steps_ahead: int = 2, load: Load | None = None
     ) -> None:
-        """`groups` gives the rows of each."""
+        """Prepare the clients; `groups` has the rows of each decode group."""
         self._stages = stages
         self._load = Load() if load is None else load
         self._steps_ahead = steps_ahead
@@ -75,7 +75,7 @@ class ClosedLoop:
         return stream
 
     def schedule(self, now: float) -> list[step_pb2.Step]:
-        """Every step that can go out now, in order."""
+        """Return every step that can start now, in order."""
         del now
         return list(self._steps())
 
@@ -84,7 +84,7 @@ class ClosedLoop:
             yield step
 
     def _decode_step(self) -> step_pb2.Step | None:
-        """The group's that has waited longest; two of one group in a row only where no other can."""
+        """Return the group that has waited longest; the same group twice in a row only if no other can."""
         going = sorted(filter(self._is_going, self._groups), key=lambda group: group.last_step)
         for group in going:
             ready = [stream for stream in group.streams if _can_step(stream)]
@@ -129,7 +129,7 @@ class ClosedLoop:
         return row
 
     def on_answer(self, done: step_pb2.StepDone, now: float) -> None:
-        """Only the last stage's answers matter."""
+        """Record an answer; only the last stage's count."""
         del now
         if done.stage != self._stages - 1:
             return

@@ -1,4 +1,4 @@
-"""What a step costs on a stage, from a few numbers. Seconds, unless a name says microseconds."""
+"""Costs of a step on a stage, in seconds unless a name says microseconds."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from mlx_ring.rpc.protos import step_pb2
 
 
 def tokens_fed(row: step_pb2.Row) -> int:
-    """By how much the row's KV grows."""
+    """Return the tokens by which the row's KV cache grows."""
     return (len(row.tokens.ids) or 1) + len(row.draft)
 
 
 def is_prefill(step: step_pb2.Step) -> bool:
-    """Whether the step has a part of a prompt."""
+    """Return True if the step has a part of a prompt."""
     return any(row.HasField("tokens") for row in step.rows)
 
 
@@ -43,7 +43,7 @@ class LinearCost:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredCost:
-    """What a stage was found to compute for a step of each kind, in the mean."""
+    """Measured mean time of a stage for a step of each kind."""
 
     decode_us: float
     prefill_us: float = 0.0

@@ -1,4 +1,4 @@
-"""What a simulated pipeline did: when tokens came, and what every stage computed. Seconds everywhere."""
+"""Outcome of a simulated pipeline: times of tokens, and the work of every stage, in seconds."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ class Bubble:
 
 @dataclass(frozen=True, slots=True)
 class StageUse:
-    """What a stage computed, in order. Steps that cost nothing are left out."""
+    """Work of a stage, in order, without steps that cost nothing."""
 
     work: tuple[Work, ...]
 
     def busy_s(self, begin_s: float = 0.0, end_s: float = inf) -> float:
-        """How much of a span of time it computed."""
+        """Return the busy seconds within a span of time."""
         return sum(max(0.0, min(one.end_s, end_s) - max(one.begin_s, begin_s)) for one in self.work)
 
     def utilisation(self, begin_s: float, end_s: float) -> float:
-        """The share of a span of time in which it computed."""
+        """Return the busy share of a span of time."""
         return self.busy_s(begin_s, end_s) / (end_s - begin_s)
 
     def bubbles(self, begin_s: float = 0.0, end_s: float = inf) -> tuple[Bubble, ...]:
-        """Times without work between two steps, as far as they lie in a span of time."""
+        """Return the gaps without work between two steps, within a span of time."""
         gaps = (
             Bubble(max(one.end_s, begin_s), min(following.begin_s, end_s))
             for one, following in pairwise(self.work)
@@ -67,7 +67,7 @@ class SequenceTimes:
         return self.tokens_s[-1]
 
     def gaps_s(self, begin_s: float = 0.0, end_s: float = inf) -> Iterator[float]:
-        """From token to token, of those that came in a span of time."""
+        """Yield the seconds from token to token, within a span of time."""
         for earlier, later in pairwise(self.tokens_s):
             if begin_s <= earlier and later <= end_s:
                 yield later - earlier
@@ -87,11 +87,11 @@ class Outcome:
     """Steps with rows that the last stage had not answered."""
 
     def tokens_per_s(self, begin_s: float, end_s: float) -> float:
-        """Tokens that came in a span of time, over its length."""
+        """Return the throughput within a span of time."""
         came = sum(begin_s < at <= end_s for times in self.sequences.values() for at in times.tokens_s)
         return came / (end_s - begin_s)
 
     def itl_s(self, percent: float, begin_s: float = 0.0, end_s: float = inf) -> float:
-        """A percentile (nearest rank) of the times between tokens, over all sequences; 0 where there is none."""
+        """Return a percentile (nearest rank) of the times between tokens of all sequences; 0 without any."""
         gaps = sorted(gap for times in self.sequences.values() for gap in times.gaps_s(begin_s, end_s))
         return gaps[max(0, ceil(percent / 100 * len(gaps)) - 1)] if gaps else 0.0

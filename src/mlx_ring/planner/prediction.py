@@ -1,4 +1,4 @@
-"""What a pipeline will give, from what its stages were found to take."""
+"""Predicted throughput of a pipeline, from the measured times of its stages."""
 
 from __future__ import annotations
 
@@ -52,4 +52,4 @@ def predict_throughput(
 
 
 def _begin(_now: float) -> None:
-    """The clients are there from the start."""
+    """Do nothing: all clients are present from the start."""

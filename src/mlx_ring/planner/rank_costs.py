@@ -3,7 +3,7 @@
 Attention and KV go by heads, MLPs and experts by rows, the output head by tokens of the vocabulary, each as the shares that
 can really be made have them. Norms, routers, the embedding, activations and drawing are whole.
 
-What collectives over machines take, and in which order machines stand in their ring. Pure.
+It also has the times of collectives over machines, and the order of the machines in their ring.
 
 MLX's ring sums in `2 (K - 1)` rounds, in each of which every rank sends one part of `K` to the next; gathering takes
 `K - 1` rounds of a rank's whole part. All send at once, so that the slowest link of the ring makes the pace.

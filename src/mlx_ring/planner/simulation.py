@@ -29,7 +29,7 @@ class StepMaker(Protocol[Answer_co]):
     """Whoever decides which rows go into which step: the engine's scheduler, or a policy of the planner's own."""
 
     def schedule(self, now: float) -> Sequence[step_pb2.Step]:
-        """Every step that can go out now."""
+        """Return every step that can start now."""
         ...
 
     def on_answer(self, done: step_pb2.StepDone, now: float) -> Answer_co:
@@ -48,11 +48,11 @@ class Times:
     head_s: float = 0.0
     """From the head to a stage, and from there back."""
     head_event_s: float = 0.0
-    """What the head does for one answer or arrival, before the steps that follow from it go out. It does one at a time."""
+    """Seconds that the head needs for one answer or arrival, one at a time, before it sends the resulting steps."""
 
 
 Arrival = tuple[float, Callable[[float], None]]
-"""When something happens at the head, and what: a request comes, a client leaves. It is told the time."""
+"""Time and action of an event at the head, such as a request or a client that leaves; the action gets the time."""
 Sampler = Callable[[int, int], int]
 """The token at a position of a sequence; a draft is accepted as far as it says the same."""
 Taken = Callable[[Answer], Iterable[tuple[int, int]]]
@@ -60,7 +60,7 @@ Taken = Callable[[Answer], Iterable[tuple[int, int]]]
 
 
 def any_token(_sequence: int, _position: int) -> int:
-    """A model that says the same always."""
+    """Model that always gives the same answer."""
     return 1
 
 
@@ -76,7 +76,7 @@ class Simulation(Generic[Answer]):
         sample: Sampler = any_token,
         taken: Taken[Answer] | None = None,
     ) -> None:
-        """Without `taken` every sampled token counts, also those that the maker drops."""
+        """Prepare the run; without `taken` every sampled token counts, even if the step maker drops it."""
         self._maker = maker
         self._times = times
         self._sample = sample
@@ -91,7 +91,7 @@ class Simulation(Generic[Answer]):
         self._steps = self._in_flight = self._most_in_flight = 0
 
     def run(self, arrivals: Sequence[Arrival], *, until_s: float = inf) -> Outcome:
-        """Until nothing more happens, or the time is up; a maker that never ends needs an `until_s`."""
+        """Run until nothing more happens or the time is up; an endless step maker needs `until_s`."""
         for at, happens in arrivals:
             self._push(at, happens)
         now = 0.0
@@ -146,7 +146,7 @@ class Simulation(Generic[Answer]):
         return work
 
     def _tokens_ready(self, step: step_pb2.Step) -> Iterator[float]:
-        """When the first stage has the tokens that the step's rows take from the steps before."""
+        """Return the time at which the first stage has the tokens that the rows take from earlier steps."""
         hop = self._times.hop_s if len(self._work) > 1 else 0.0
         for row in step.rows:
             if row.previous and row.sequence in self._sampled_at:
@@ -160,7 +160,7 @@ class Simulation(Generic[Answer]):
         )
 
     def _result(self, row: step_pb2.Row) -> step_pb2.RowResult:
-        """One token, and one more for every draft token that it bears out."""
+        """Return one token, and one more for each accepted draft token."""
         result = step_pb2.RowResult(sequence=row.sequence)
         if not _samples(row):
             return result

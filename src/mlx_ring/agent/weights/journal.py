@@ -6,7 +6,7 @@
     safe 12        piece 12 would outlive a power cut
 
 A line counts once it has its newline. Pieces that are not safe are hashed again when the file is opened to
-go on: after a kill they are there, after a power cut perhaps not.
+continue: after a kill they are there, after a power cut perhaps not.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from pathlib import Path
 
 @dataclass(slots=True)
 class Held:
-    """What a journal says."""
+    """Content of a journal."""
 
     pieces: set[int] = field(default_factory=set[int])
     parts: defaultdict[int, set[int]] = field(default_factory=lambda: defaultdict(set[int]))
     unsynced: set[int] = field(default_factory=set[int])
 
     def take(self, line: str) -> None:
-        """Heed one line; what cannot be understood says nothing."""
+        """Apply one line; an invalid one is ignored."""
         word, *numbers = line.split()
         if not all(number.isdecimal() for number in numbers):
             return
@@ -70,17 +70,17 @@ class Journal:
                     self._held.take(line)
 
     def pieces(self) -> frozenset[int]:
-        """Those that are there, as far as it was read."""
+        """Pieces that are there, as far as the journal was read."""
         with self._lock:
             return frozenset(self._held.pieces)
 
     def parts(self, piece: int) -> frozenset[int]:
-        """Of a piece that is not there yet, the parts that are."""
+        """Return the parts of an incomplete piece that are there."""
         with self._lock:
             return frozenset(self._held.parts.get(piece, ()))
 
     def unsynced(self) -> list[int]:
-        """Pieces that a power cut might take."""
+        """Return the pieces that a power cut might lose."""
         with self._lock:
             return sorted(self._held.unsynced)
 

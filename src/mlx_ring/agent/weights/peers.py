@@ -39,24 +39,24 @@ class Patience:
     silence_s: float = 20.0
     """Without a byte, after which a stream counts as broken."""
     tries: int = 8
-    """Broken streams in a row, without a byte in between, after which a peer counts as gone."""
+    """Consecutive broken streams without a byte in between, after which a peer counts as lost."""
     pause_s: float = 0.25
     """After the first of these; doubled after each further one, up to `longest_pause_s`."""
     longest_pause_s: float = 4.0
 
 
 def broken(error: grpc.RpcError | TimeoutError, peer: str) -> RingError:
-    """What the end of a call means."""
+    """Return the error that the end of a call means."""
     if isinstance(error, TimeoutError):
         return WorkerLost(f"{peer} has gone silent.")
     return handshake_error(error, peer) or channel_error(error, peer)
 
 
 def is_final(error: grpc.RpcError | TimeoutError) -> bool:
-    """Whether asking again would change nothing."""
+    """Return True if a retry would not help."""
     return isinstance(error, grpc.aio.AioRpcError) and error.code() in _FINAL
 
 
 def short(reason: object) -> str:
-    """What a peer says may be of any length."""
+    """Shorten a peer's text, which may have any length."""
     return textwrap.shorten(str(reason), 300, placeholder=" ...")

@@ -37,7 +37,7 @@ class _Source:
 
 
 class WeightsFront:
-    """What a node answers to those who want weights.
+    """Service that gives weights to other nodes.
 
     Args:
         node: this node's name, for greetings.
@@ -66,7 +66,7 @@ class WeightsFront:
     async def manifest(
         self, request: weights_pb2.ManifestRequest, _context: _Context
     ) -> AsyncIterator[weights_pb2.ManifestPart]:
-        """The manifest's bytes, in order."""
+        """Yield the bytes of a manifest, in order."""
         try:
             source = await self._source(request.hello, request.model)
         except RingError as error:
@@ -77,7 +77,7 @@ class WeightsFront:
             yield weights_pb2.ManifestPart(data=data[start : start + MESSAGE_BYTES])
 
     async def have(self, request: weights_pb2.HaveRequest, _context: _Context) -> weights_pb2.HaveReply:
-        """Which pieces are here and have been checked."""
+        """Return the pieces that are here and have been checked."""
         try:
             source = await self._source(request.hello, request.model)
         except RingError as error:
@@ -87,7 +87,7 @@ class WeightsFront:
     async def fetch(
         self, request: weights_pb2.FetchRequest, _context: _Context
     ) -> AsyncIterator[weights_pb2.FetchPart]:
-        """The bytes of the ranges, one after the other. Nothing is read before all of them have been looked at."""
+        """Yield the bytes of the ranges, one after the other, after all of them have been checked."""
         try:
             source = await self._source(request.hello, request.model)
             _check_ranges(source, request)

@@ -1,6 +1,6 @@
-"""Who fetches what: parts of pieces that are still wanted, handed out to peers as they ask for work. Pure.
+"""Distribution of a fetch: parts of wanted pieces are assigned to peers as they ask for work. Pure.
 
-Peers take work when they are free, so a fast one takes more. What a peer did not finish goes back to the others.
+Peers take work when they are free, so a fast one takes more. Parts that a peer did not finish go to the others.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from mlx_ring.models.weights_manifest import WeightsManifest
 
 RUN_BYTES = 32 << 20
-"""What one request is for, at most: a part more, where one part is larger."""
+"""Maximum bytes of one request; a single larger part is allowed."""
 _RUN_PARTS = 1024
 
 
@@ -37,7 +37,7 @@ class Part:
 
 @dataclass(slots=True)
 class Board:
-    """What is wanted and not under way, in the order of the files, and which peers have what."""
+    """Wanted parts that nobody fetches yet, in the order of the files, and the pieces of each peer."""
 
     manifest: WeightsManifest
     waiting: list[Part]
@@ -46,7 +46,7 @@ class Board:
     """Parts that peers have taken."""
 
     def take(self, peer: str) -> list[Part]:
-        """Parts of one file for a peer to fetch now, in order; none where it has nothing that is wanted."""
+        """Return parts of one file for a peer to fetch now, in order; none if it has nothing that is wanted."""
         has = self.peers.get(peer, frozenset())
         run: list[Part] = []
         for part in self.waiting:
@@ -71,11 +71,11 @@ class Board:
         )
 
     def finish(self) -> None:
-        """One of the parts under way is there."""
+        """Record a finished part."""
         self.under_way -= 1
 
     def put_back(self, parts: Iterable[Part]) -> None:
-        """Parts that their peer did not finish, or of which only the end is missing."""
+        """Return parts that a peer did not finish to the wanted ones."""
         returned = list(parts)
         self.under_way -= len(returned)
         self.add(returned)
@@ -85,21 +85,21 @@ class Board:
         self.waiting = sorted([*self.waiting, *parts], key=lambda part: (part.file, part.start))
 
     def drop(self, peer: str) -> None:
-        """A peer that is gone, or not to be used any more."""
+        """Remove a peer that is lost or must not be used."""
         self.peers.pop(peer, None)
 
     def can_take(self, peer: str) -> bool:
-        """Whether `take` would give it something now."""
+        """Return True if `take` would give it something now."""
         has = self.peers.get(peer, frozenset())
         return any(part.piece in has for part in self.waiting)
 
     def may_take_later(self, peer: str) -> bool:
-        """Whether what others have under way may come to it yet."""
+        """Return True if it may still get parts that others are fetching."""
         return peer in self.peers and self.under_way > 0
 
 
 def join_ranges(parts: Iterable[Part]) -> Iterator[tuple[int, int]]:
-    """The parts' ranges, adjacent ones as one."""
+    """Return the ranges of parts, with adjacent ones joined."""
     begin = end = -1
     for part in parts:
         if part.start != end:
@@ -112,7 +112,7 @@ def join_ranges(parts: Iterable[Part]) -> Iterator[tuple[int, int]]:
 
 
 def rest_of(parts: Iterable[Part], reached: int) -> list[Part]:
-    """Of the parts of a run, what lies behind `reached` bytes of it; a piece that must come whole is all of it."""
+    """Return the rest of a run after `reached` bytes; a piece that must come from one peer counts as a whole."""
     rest: list[Part] = []
     for part in parts:
         if reached < part.nbytes:

@@ -39,10 +39,10 @@ _PATIENCE = Patience()
 async def fetch_manifest(
     digest: str, peers: Sequence[Peer], node: str, patience: Patience = _PATIENCE
 ) -> WeightsManifest:
-    """The manifest of this digest, from the first peer that gives it.
+    """Return the manifest of this digest, from the first peer that has it.
 
     Raises:
-        WeightsMissing: none does; each one's reason is told.
+        WeightsMissing: none has it; the message has each one's reason.
     """
     reasons: list[str] = []
     for peer in peers:
@@ -66,10 +66,10 @@ async def fetch(
     progress: Progress,
     patience: Patience = _PATIENCE,
 ) -> Fetched:
-    """Have the wanted pieces on disk, checked. What is there is not fetched again.
+    """Fetch and check the wanted pieces. Pieces that are there are not fetched again.
 
     Raises:
-        WeightsMissing: no peer is left that gives what is missing. What came and was right stays.
+        WeightsMissing: no peer is left with the missing pieces. Correct pieces are kept.
     """
     async with _writing(model):
         await asyncio.to_thread(model.recheck)
@@ -124,15 +124,15 @@ async def fetch_stages(
     hold: ExitStack,
     patience: Patience | None = None,
 ) -> Path:
-    """A folder from which workers can load these stages of the model that a manifest's digest names.
+    """Return a folder from which workers can load these stages of the model with the manifest's digest.
 
     Args:
         peers: nodes to ask, the likeliest first; not asked at all where everything is here.
-        progress: told (bytes here, bytes needed), often.
+        progress: called often, with the bytes here and the bytes needed.
         hold: until it is closed, the folder is not removed to make room. Close it when the workers have ended.
 
     Raises:
-        WeightsMissing: no peer gives what is missing; what came stays, and the next try goes on from there.
+        WeightsMissing: no peer has the missing pieces; received ones are kept for the next try.
         PlanError: it fits neither the store's limit nor the disk.
         ModelCorrupt, ModelUnsafe: what the peers have is no model that can be loaded.
     """
@@ -163,7 +163,7 @@ async def _fetch(
 
 
 def _pieces_of(model: StoredModel, stages: Iterable[LayerRange]) -> frozenset[int]:
-    """What the stages need, headers and small files among it; the headers must be there already."""
+    """Return the pieces that the stages need, headers and small files included; the headers must be there already."""
     folder = read_model_folder(model.folder)
     tensors = (entry for layers in stages for entry in tensors_of_stage(folder, layers))
     return frozenset((*model.manifest.base, *model.manifest.indexes_of(tensors)))

@@ -32,7 +32,7 @@ PART_BYTES = 8 << 20
 _SYNC_BYTES = 256 << 20
 _DISK_RESERVE_BYTES = 256 << 20
 _BLOCK_BYTES = 512
-"""What `st_blocks` counts in, whatever the file system."""
+"""Unit of `st_blocks`, on every file system."""
 
 
 class StoredModel:
@@ -42,7 +42,7 @@ class StoredModel:
         self.entry = entry
         self.manifest = manifest
         self.folder = entry / "model"
-        """What a worker loads from, once the pieces that it needs are there."""
+        """Folder from which a worker loads, once its pieces are there."""
         self._journal = Journal(entry / "journal")
         self._unsynced_bytes = 0
 
@@ -57,7 +57,7 @@ class StoredModel:
         return frozenset(index for index, piece in enumerate(self.manifest.pieces) if not piece.nbytes)
 
     def parts(self, index: int) -> frozenset[int]:
-        """Of a piece that is not there yet, the parts that are."""
+        """Return the parts of an incomplete piece that are there."""
         return self._journal.parts(index)
 
     def write(self, file: str, offset: int, data: bytes) -> None:
@@ -89,7 +89,7 @@ class StoredModel:
         return pieces.keys() - set(right)
 
     def digest_of(self, file: str, start: int, end: int) -> str:
-        """Of some bytes of a file as they lie on disk."""
+        """Return the digest of some bytes of a file on disk."""
         with (self.folder / file).open("rb", buffering=0) as stream:
             return hash_range(stream, start, end - start, lambda _count: None)
 
@@ -112,12 +112,12 @@ class StoredModel:
         self._unsynced_bytes = 0
 
     def disk_bytes(self) -> int:
-        """What it takes on disk; holes take nothing."""
+        """Bytes that it takes on disk; holes take none."""
         return sum(path.stat().st_blocks * _BLOCK_BYTES for path in self.entry.rglob("*") if path.is_file())
 
     @contextlib.contextmanager
     def in_use(self) -> Generator[None]:
-        """Nobody evicts it inside, of whatever process. Hold it while a worker has not loaded yet, or may load again."""
+        """Protect it from eviction by any process, for a worker that has not loaded yet or may load again."""
         descriptor = _lock(self.entry / "in-use", fcntl.LOCK_SH)
         try:
             os.utime(self.entry / "in-use")
@@ -126,7 +126,7 @@ class StoredModel:
             os.close(descriptor)
 
     def lock_for_writing(self) -> int | None:
-        """A descriptor that is the right to write until it is closed; None while another has it."""
+        """Return a descriptor that holds the write lock until it is closed; None if another holds it."""
         return _try_lock(self.entry / "writing")
 
     @property
@@ -149,7 +149,7 @@ class WeightStore:
         self._open: dict[str, tuple[tuple[int, int], StoredModel]] = {}
 
     def find(self, digest: str) -> StoredModel | None:
-        """The model, where it is kept here, in part or whole."""
+        """Return the model if it is kept here, in part or whole."""
         if not is_digest(digest):
             return None
         entry = self.root / digest
@@ -168,7 +168,7 @@ class WeightStore:
         return known[1]
 
     def models(self) -> list[StoredModel]:
-        """The least recently used first."""
+        """Return the models, the least recently used first."""
         names = [path.name for path in self.root.iterdir()] if self.root.is_dir() else []
         found = [model for name in names if (model := self.find(name)) is not None]
         return sorted(found, key=lambda model: model.last_used_ns)
@@ -182,7 +182,7 @@ class WeightStore:
         return model
 
     def create(self, manifest: WeightsManifest, hold: contextlib.ExitStack | None = None) -> StoredModel:
-        """The model with all its files in their sizes; what is there already stays. For `hold` see there."""
+        """Create the model with all its files in their sizes; existing data is kept. See `hold`."""
         with locked(self.root):
             self._clear_leftovers()
             model = self.find(manifest.digest)
@@ -211,7 +211,7 @@ class WeightStore:
                 models, others = _without(models, gone), _without(others, gone)
 
     def _excess(self, models: Iterable[StoredModel], needed_bytes: int) -> int:
-        """Bytes too many, by the limit or by the disk."""
+        """Return the excess bytes, by the limit or by the disk."""
         free = shutil.disk_usage(self.root).free
         excess = needed_bytes + _DISK_RESERVE_BYTES - free
         if self.limit_bytes is None:
@@ -255,23 +255,23 @@ class WeightStore:
         return True
 
     def _clear_leftovers(self) -> None:
-        """Of processes that were killed while they made or removed an entry."""
+        """Remove leftovers of processes that were killed while they created or removed an entry."""
         for path in self.root.glob(".new-*"):
             shutil.rmtree(path, ignore_errors=True)
 
 
 def _mark(path: Path) -> tuple[int, int]:
-    """Another one where an entry was removed and made again."""
+    """Return a mark that differs if an entry was removed and created again."""
     status = path.stat()
     return status.st_ino, status.st_mtime_ns
 
 
-def _without(models: list[StoredModel], gone: StoredModel) -> list[StoredModel]:
-    return [model for model in models if model is not gone]
+def _without(models: list[StoredModel], removed: StoredModel) -> list[StoredModel]:
+    return [model for model in models if model is not removed]
 
 
 def _remove(entry: Path) -> None:
-    """Out of its place first: what is left of it after a kill is no model."""
+    """Remove it, after moving it away, so that a kill leaves no partial model."""
     aside = Path(tempfile.mkdtemp(prefix=".new-", dir=entry.parent))
     entry.rename(aside / "gone")
     shutil.rmtree(aside, ignore_errors=True)
@@ -286,7 +286,7 @@ def _sync_file(path: Path) -> None:
 
 
 def _lock(path: Path, kind: int) -> int:
-    """A descriptor that holds the lock. Raises `ModelCorrupt` where the entry was evicted meanwhile."""
+    """Return a descriptor that holds the lock; raise `ModelCorrupt` if the entry was evicted meanwhile."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except FileNotFoundError as error:
@@ -314,12 +314,12 @@ def _try_lock(path: Path) -> int | None:
 
 
 def missing_bytes(model: StoredModel, wanted: Iterable[int]) -> int:
-    """Of the wanted pieces, what is not there yet."""
+    """Return the missing bytes of the wanted pieces."""
     have = model.have
     return model.manifest.nbytes(index for index in wanted if index not in have)
 
 
 def parts_of(piece: Piece) -> list[tuple[int, int]]:
-    """The ranges of a piece's parts, in its file."""
+    """Return the ranges of a piece's parts, in its file."""
     starts = range(piece.offset, piece.end, PART_BYTES)
     return [(start, min(start + PART_BYTES, piece.end)) for start in starts]

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Fetched:
-    """What a fetch received, by peer, in bytes."""
+    """Bytes that a fetch received, by peer."""
 
     received: dict[str, int] = field(default_factory=dict[str, int])
 
@@ -139,10 +139,10 @@ class Transfer:
         except OSError as error:
             raise WeightsMissing(f"{self._model.folder} cannot be written: {error.strerror}.") from error
         finally:
-            await self._put_back(peer.name, run, reached)
+            await self._return_unfinished(peer.name, run, reached)
 
     async def _receive(self, peer: Peer, run: list[Part]) -> AsyncGenerator[tuple[int, bytes]]:
-        """Offsets and bytes as they come, each of them held to what was asked for."""
+        """Yield offsets and bytes as they arrive, each checked against the request."""
         ranges = list(join_ranges(run))
         call = FETCH.aio_unary_stream(peer.channel)(
             weights_pb2.FetchRequest(
@@ -202,7 +202,7 @@ class Transfer:
             await asyncio.to_thread(self._model.note_parts, parts)
         await self._end_pieces(whole)
 
-    async def _put_back(self, peer: str, run: deque[Part], reached: int) -> None:
+    async def _return_unfinished(self, peer: str, run: deque[Part], reached: int) -> None:
         if run and reached:
             part = run[0]
             if part.alone:
@@ -213,7 +213,7 @@ class Transfer:
         await self._wake()
 
     async def _end_pieces(self, indexes: Sequence[int]) -> None:
-        """All of these is on disk: see whether it is right."""
+        """Check pieces that are complete on disk."""
         if not indexes:
             return
         wrong = await asyncio.to_thread(self._model.check, indexes)
@@ -226,7 +226,7 @@ class Transfer:
                 await self._blame(index)
 
     async def _want_again(self, index: int, given: Sequence[_Given]) -> None:
-        """A piece came wrong: the one who gave it goes; of several, one gives it whole to show who was wrong."""
+        """Handle a wrong piece: drop its only peer, or fetch it whole from one of several to find the wrong one."""
         piece = self._model.manifest.pieces[index]
         await asyncio.to_thread(self._model.forget, [index])
         names = {part.peer for part in given}
@@ -241,7 +241,7 @@ class Transfer:
         await self._wake()
 
     async def _blame(self, index: int) -> None:
-        """A piece that came wrong from several is right now: see whose part of it was not."""
+        """Find the peers whose parts of a corrected piece were wrong."""
         for part, digest in self._suspects.pop(index, []):
             if digest != await self._digest(index, part):
                 await self._drop(part.peer, _wrong(self._model.manifest.pieces[index]))
