@@ -1,4 +1,4 @@
-"""The text that has systemd or launchd run `mlx-ring join` or `mlx-ring serve` for good. Pure: nothing is written here."""
+"""Units of systemd and launchd that run `mlx-ring join` or `mlx-ring serve`. Pure: nothing is written here."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from mlx_ring.core.join_token import PREFIX
 
 Scope = Literal["user", "system"]
 Keeper = Literal["systemd", "launchd"]
-"""The operating system's program that keeps services running."""
+"""Service manager of the operating system."""
 VERBS = ("join", "serve")
 _STOP_S = 90
-"""A head finishes what it answers first: `--shutdown-timeout-s`."""
+"""Seconds to stop: a head finishes running requests first (`--shutdown-timeout-s`)."""
 _RESTART_S = 10
 _DESCRIPTORS = 65536
 _SECRET_FLAGS = {
@@ -31,18 +31,18 @@ _SECRET_FLAGS = {
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """What is to run, and as whom."""
+    """Command to run as a service, and its user."""
 
     program: tuple[str, ...]
-    """What `mlx-ring` is here, by absolute path."""
+    """Command line of `mlx-ring`, with an absolute path."""
     arguments: tuple[str, ...]
-    """Of `mlx-ring`, the verb first."""
+    """Arguments of `mlx-ring`; the first is `join` or `serve`."""
     folder: Path
-    """To run in: relative paths and `.env` are read from it."""
+    """Working directory, for relative paths and `.env`."""
     scope: Scope
     user: str
     home: Path
-    """The user's: a system's unit names the one, a user's lies in the other."""
+    """Home folder of the user, which holds a user's unit."""
 
     @property
     def verb(self) -> str:
@@ -50,11 +50,11 @@ class Service:
 
 
 def check_service(service: Service) -> Service:
-    """The service itself.
+    """Return the service if a unit can run it.
 
     Raises:
-        ConfigError: it is no verb that runs for good, an argument cannot stand in a unit, or one is a secret:
-            everybody on the machine can read a unit.
+        ConfigError: the command is neither `join` nor `serve`, an argument has control characters, or one is a secret,
+            which every user of the machine could read in a unit.
     """
     if not service.arguments or service.verb not in VERBS:
         given = f"not {service.arguments[0]!r}" if service.arguments else "and none was given"
@@ -81,12 +81,12 @@ def _refuse_secret(argument: str) -> None:
 
 
 def unit_name(keeper: Keeper, verb: str) -> str:
-    """What the service manager calls it."""
+    """Return the name of a service in its service manager."""
     return f"mlx-ring-{verb}.service" if keeper == "systemd" else f"mlx-ring.{verb}"
 
 
 def unit_path(keeper: Keeper, scope: Scope, verb: str, home: Path) -> Path:
-    """Where the service manager looks for it."""
+    """Return the path where the service manager looks for a unit."""
     name = unit_name(keeper, verb)
     if keeper == "systemd":
         system, own = Path("/etc/systemd/system"), home / ".config" / "systemd" / "user"
@@ -96,7 +96,7 @@ def unit_path(keeper: Keeper, scope: Scope, verb: str, home: Path) -> Path:
 
 
 def unit_text(keeper: Keeper, service: Service) -> str:
-    """The unit's content.
+    """Return the unit's content.
 
     Raises:
         ConfigError: as `check_service`.
@@ -106,7 +106,7 @@ def unit_text(keeper: Keeper, service: Service) -> str:
 
 
 def start_commands(keeper: Keeper, scope: Scope, verb: str, home: Path) -> list[list[str]]:
-    """What starts it, now and at every start of the machine or login; fit to be repeated after a change."""
+    """Return the commands that start a service now and at every boot or login, also after a change."""
     if keeper == "systemd":
         systemctl, name = _systemctl(scope), unit_name(keeper, verb)
         return [[*systemctl, "daemon-reload"], [*systemctl, "enable", name], [*systemctl, "restart", name]]
@@ -115,7 +115,7 @@ def start_commands(keeper: Keeper, scope: Scope, verb: str, home: Path) -> list[
 
 
 def stop_commands(keeper: Keeper, scope: Scope, verb: str, home: Path) -> list[list[str]]:
-    """What ends it for good, while its unit is still there."""
+    """Return the commands that stop a service and disable it, while its unit still exists."""
     if keeper == "systemd":
         return [[*_systemctl(scope), "disable", "--now", unit_name(keeper, verb)]]
     return [["launchctl", "unload", str(unit_path(keeper, scope, verb, home))]]
@@ -126,14 +126,14 @@ def _systemctl(scope: Scope) -> list[str]:
 
 
 def systemd_unit(service: Service) -> str:
-    """A unit of systemd; see systemd.service(5) and systemd.kill(5)."""
+    """Return a unit of systemd; see systemd.service(5) and systemd.kill(5)."""
     system = service.scope == "system"
     lines = [
         f"# Written by `mlx-ring service install`; `mlx-ring service install -- {_shell(service.arguments)}` again replaces it.",
         "[Unit]",
         f"Description=mlx-ring {service.verb}",
         *(("Wants=network-online.target", "After=network-online.target") if system else ()),
-        "# A head that is off for a night is waited for.",
+        "# Keep trying if the head is off for hours.",
         "StartLimitIntervalSec=0",
         "",
         "[Service]",
@@ -146,7 +146,7 @@ def systemd_unit(service: Service) -> str:
         f"RestartSec={_RESTART_S}",
         *_KILLING[service.verb],
         f"TimeoutStopSec={_STOP_S}",
-        "# A worker that is out of memory is replaced; the rest goes on.",
+        "# A worker that runs out of memory is replaced; the others continue.",
         "OOMPolicy=continue",
         f"LimitNOFILE={_DESCRIPTORS}",
         "NoNewPrivileges=yes",
@@ -162,16 +162,16 @@ def systemd_unit(service: Service) -> str:
 
 
 _KILLING = {
-    "join": ("# The agent ends its workers; what it leaves is killed.", "KillMode=mixed"),
+    "join": ("# The agent stops its workers; systemd kills whatever is left.", "KillMode=mixed"),
     "serve": (
-        "# Told to stop, a head ends its agent and workers. One that crashed finds them where it left them.",
+        "# On SIGTERM a head stops its agent and workers. After a crash, the next head takes them over.",
         "KillMode=process",
     ),
 }
 
 
 def _systemd_word(word: str) -> str:
-    """One word of ExecStart: quoted, and nothing in it is a specifier or a variable."""
+    """Quote a word of ExecStart, so that it holds no specifier and no variable."""
     plain = _without_specifiers(word).replace("$", "$$")
     if re.fullmatch(r"[\w@%+=:,./$-]+", plain, re.ASCII):
         return plain
@@ -187,21 +187,21 @@ def _shell(words: Sequence[str]) -> str:
 
 
 def launchd_plist(service: Service) -> str:
-    """A property list of launchd; see launchd.plist(5)."""
+    """Return a property list of launchd; see launchd.plist(5)."""
     log = f"{service.home}/Library/Logs/mlx-ring-{service.verb}.log"
     content: dict[str, object] = {
         "Label": unit_name("launchd", service.verb),
         "ProgramArguments": [*service.program, *service.arguments],
         "WorkingDirectory": str(service.folder),
-        # Nobody rotates the file below: what is logged goes to those of --log-dir, which are.
+        # Nothing rotates the file below, so log lines go to --log-dir, which is rotated.
         "EnvironmentVariables": {"PYTHONUNBUFFERED": "1", "MLX_RING_LOG_STDERR": "off"},
         "RunAtLoad": True,
         "KeepAlive": True,
         "ThrottleInterval": _RESTART_S,
         "ExitTimeOut": _STOP_S,
-        # macOS slows what it takes for work in the background.
+        # macOS slows down background work.
         "ProcessType": "Interactive",
-        # As KillMode above: a head that crashed finds its agent and workers where it left them.
+        # As KillMode above: after a crash, the next head takes over the agent and workers.
         "AbandonProcessGroup": service.verb == "serve",
         "SoftResourceLimits": {"NumberOfFiles": _DESCRIPTORS},
         # 0077: property lists have no octal numbers.

@@ -1,4 +1,4 @@
-"""What `/cluster/status` says, as tables for a person."""
+"""Tables of the answer of `/cluster/status`."""
 
 from __future__ import annotations
 

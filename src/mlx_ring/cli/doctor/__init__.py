@@ -6,18 +6,18 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 Level = Literal["ok", "note", "warning", "broken"]
-"""A note is worth knowing, a warning costs speed or room, and with what is broken a cluster does not work."""
+"""Severity: a note informs, a warning costs speed or space, and a broken item stops a cluster from working."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at."""
+    """Result of one check."""
 
     level: Level
     what: str
     value: str
     fix: str = ""
-    """What to do, in a sentence; empty where nothing is to be done."""
+    """Instruction to correct it, in a sentence; empty if there is none."""
 
     def as_json(self) -> dict[str, str]:
         return asdict(self)

@@ -20,17 +20,22 @@ _STYLES: dict[Level, str] = {"ok": "green", "note": "cyan", "warning": "yellow",
 def doctor(
     head: Annotated[
         str | None,
-        typer.Argument(metavar="[HEAD[:PORT]]", help="A head to compare versions and clocks with."),
+        typer.Argument(metavar="[HEAD[:PORT]]", help="Head to compare versions and clocks with."),
     ] = None,
     peer: Annotated[
         list[str] | None,
-        typer.Option(metavar="HOST[:PORT]", help="Another machine to reach; may be given several times."),
+        typer.Option(metavar="HOST[:PORT]", help="Other machine to reach. Repeat it for several."),
     ] = None,
-    port: Annotated[int | None, typer.Option(help="The port that a server here would have.")] = None,
-    state_dir: Annotated[str | None, typer.Option(metavar="DIR", help="This machine's state folder.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port that a server on this machine would use.")] = None,
+    state_dir: Annotated[
+        str | None, typer.Option(metavar="DIR", help="State folder of this machine.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
-    """Look for what keeps this machine from serving, alone or in a cluster. Exit code 1 where something is broken."""
+    """Check what keeps this machine from serving, alone or in a cluster.
+
+    The exit code is 1 if something is broken.
+    """
     from mlx_ring.cli.doctor.examine import examine  # imports gRPC, which is slow
 
     settings = load_settings({"state_dir": state_dir, "port": port})

@@ -1,4 +1,4 @@
-"""Checks of a head, and of what this machine has to show it: versions, clocks, certificates."""
+"""Checks of a head and of this machine's certificate: versions, clocks, certificates."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from mlx_ring.rpc.tls.certificates import carried_authority, fingerprint, needs_
 from mlx_ring.rpc.tls.credentials import Anchor, load_credentials
 
 _CLOCK_WARNING_S, _CLOCK_BROKEN_S = 5.0, 1800.0
-"""A new certificate is valid from an hour before it is made; half of that is too near."""
+"""Limits of the clocks' difference. A new certificate is valid from one hour before its creation."""
 _SET_CLOCK = "Set both clocks by the network: timedatectl set-ntp true, or Date & Time in a Mac's settings."
 
 
 def check_head(head: HeadAddress, folder: Path) -> list[Finding]:
-    """What the head at this address says; `folder` is this machine's `node_folder`."""
+    """Compare this machine with the head at an address; `folder` is this machine's `node_folder`."""
     what = f"head {head}"
     try:
         leaf = shown_certificate(head)
@@ -51,7 +51,7 @@ def check_head(head: HeadAddress, folder: Path) -> list[Finding]:
 
 
 def _check_cluster(what: str, authority: x509.Certificate, folder: Path) -> Finding:
-    """Whether it is the head of the cluster that this machine has joined, if it has."""
+    """Check that the head belongs to the cluster that this machine has joined."""
     value = f"authority {fingerprint(authority).hex()[:16]}"
     try:
         kept = load_credentials(folder)
@@ -67,7 +67,7 @@ def _check_cluster(what: str, authority: x509.Certificate, folder: Path) -> Find
 
 
 def check_versions(theirs: hello_pb2.Hello, ours: hello_pb2.Hello) -> list[Finding]:
-    """What must be equal on every machine."""
+    """Compare the versions that must be equal on every machine."""
     if theirs.protocol != ours.protocol:
         value = f"{theirs.protocol} on the head, {ours.protocol} here"
         return [Finding("broken", "protocol", value, "Install the same mlx-ring on both.")]
@@ -83,7 +83,7 @@ def _check_version(package: str, theirs: str, ours: str) -> Finding:
 
 
 def check_clock(greeted: Greeted) -> Finding:
-    """Whether both have the same time; what the way there and back may have made is left away."""
+    """Compare both clocks, with the round trip's uncertainty subtracted."""
     apart_s = max(0.0, abs(greeted.skew_s) - greeted.uncertain_s)
     value = f"the head's is {abs(greeted.skew_s):.3f} s {'ahead' if greeted.skew_s > 0 else 'behind'}"
     if apart_s > _CLOCK_WARNING_S:
@@ -92,7 +92,7 @@ def check_clock(greeted: Greeted) -> Finding:
 
 
 def check_own_certificate(folder: Path) -> Sequence[Finding]:
-    """What this machine shows to others, where it has joined a cluster."""
+    """Check this machine's certificate, if it has joined a cluster."""
     what = "certificate of this machine"
     try:
         kept = load_credentials(folder)
@@ -104,7 +104,7 @@ def check_own_certificate(folder: Path) -> Sequence[Finding]:
 
 
 def check_dates(what: str, certificate: x509.Certificate, now: datetime) -> Finding:
-    """Whether it is valid now by this machine's clock."""
+    """Check that a certificate is valid now by this machine's clock."""
     begins, ends = certificate.not_valid_before_utc, certificate.not_valid_after_utc
     if now < begins:
         value = f"valid only from {begins:%Y-%m-%d %H:%M} UTC on, and here it is {now:%Y-%m-%d %H:%M}"

@@ -1,7 +1,4 @@
-"""Checks of this machine alone: memory, limits, folders, MLX, and what links it could have.
-
-What a Mac needs for RDMA over Thunderbolt, which MLX's backend jaccl is made for, in the order in which it is mended.
-"""
+"""Checks of this machine alone: memory, limits, folders, MLX, fast links, and RDMA over Thunderbolt on a Mac."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ _MLX_SAYS = "512"
 
 
 def check_installed() -> Finding:
-    """The versions that every machine of a cluster must have alike."""
+    """Check the packages whose versions must be equal in a cluster."""
     names = ("mlx-ring", "mlx", "mlx-lm")
     absent = [name for name in names if package_version(name) == "absent"]
     value = ", ".join(f"{name} {package_version(name)}" for name in names)
@@ -45,7 +42,7 @@ def check_installed() -> Finding:
 
 
 def check_mlx() -> Finding:
-    """Whether MLX computes: in a process of its own, for this one must not hold a device."""
+    """Check that MLX computes, in its own process because this one must not hold a device."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", _TRY_MLX], capture_output=True, text=True, timeout=_MLX_S, check=False
@@ -67,7 +64,7 @@ _MEND_MLX = (
 
 
 def check_memory(root: Path = ROOT) -> Finding:
-    """What processes here may use, a container's limit included."""
+    """Check the memory that processes may use, with a container's limit."""
     return judge_memory(usable_memory(root))
 
 
@@ -90,7 +87,7 @@ def judge_memory(memory: UsableMemory) -> Finding:
 
 
 def check_address_space() -> Finding:
-    """`ulimit -v`: weights are mapped, and the limit counts what is mapped."""
+    """Check `ulimit -v`, because it also counts mapped weights."""
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     if soft == resource.RLIM_INFINITY:
         return Finding("ok", "address space", "unlimited")
@@ -101,10 +98,10 @@ def check_address_space() -> Finding:
 
 
 def check_descriptors(wanted: int) -> Finding:
-    """Open files and connections; `serve` raises the soft limit by itself, up to the hard one."""
+    """Check the limit of open files and connections; `serve` raises the soft limit up to the hard one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    told = "unlimited" if hard == resource.RLIM_INFINITY else str(hard)
-    value = f"{soft}, at most {told}"
+    most = "unlimited" if hard == resource.RLIM_INFINITY else str(hard)
+    value = f"{soft}, at most {most}"
     if hard != resource.RLIM_INFINITY and hard < wanted:
         fix = f"Raise the hard limit to {wanted}: `ulimit -Hn`, /etc/security/limits.conf, or LimitNOFILE in the unit."
         return Finding("broken", "open files", value, fix)
@@ -112,7 +109,7 @@ def check_descriptors(wanted: int) -> Finding:
 
 
 def check_wired_limit() -> Sequence[Finding]:
-    """How much of a Mac's memory the GPU may hold; other machines have no such setting."""
+    """Check the memory that a Mac's GPU may hold; other machines have no such setting."""
     if sys.platform != "darwin":
         return ()
     text = ask(["/usr/sbin/sysctl", "-n", "iogpu.wired_limit_mb"])
@@ -120,7 +117,7 @@ def check_wired_limit() -> Sequence[Finding]:
 
 
 def judge_wired_limit(text: str) -> Finding:
-    """0 stands for macOS's own choice, some two thirds to three quarters."""
+    """Judge the limit; 0 means macOS's default, two thirds to three quarters."""
     if text in ("", "0"):
         return Finding("note", "GPU memory", "macOS's own limit", _RAISE_WIRED)
     return Finding("ok", "GPU memory", f"{text} MB")
@@ -132,7 +129,7 @@ _RAISE_WIRED = (
 
 
 def check_state_folder(folder: Path) -> Finding:
-    """Whether keys and members can be kept, and nobody else reads them."""
+    """Check that the state folder can be written, and that other users cannot read it."""
     value = str(folder)
     there = _nearest(folder)
     try:
@@ -151,18 +148,18 @@ def check_state_folder(folder: Path) -> Finding:
 
 
 def check_disk(folder: Path) -> Finding:
-    """Room for weights, where they are kept."""
+    """Check the free space for weights."""
     there = _nearest(folder)
     free = shutil.disk_usage(there).free
     value = f"{_gib(free)} free at {there}"
-    fix = "Make room: a node keeps the weights of its layers on disk."
+    fix = "Free some space: a node keeps the weights of its layers on disk."
     if free < _LITTLE_DISK:
         return Finding("broken" if free < _NO_DISK else "warning", "disk", value, fix)
     return Finding("ok", "disk", value)
 
 
 def check_fast_links(addresses: Sequence[LanAddress], root: Path = ROOT) -> Finding:
-    """Thunderbolt and RDMA, where a network card would be slower."""
+    """Look for Thunderbolt and RDMA, which are faster than a network card."""
     found = [f"{one.kind} at {one.address}" for one in addresses if one.kind in ("thunderbolt", "infiniband")]
     found += _rdma_devices(root)
     if found:
@@ -182,7 +179,7 @@ _CABLE = (
 
 
 def _rdma_devices(root: Path) -> list[str]:
-    """Linux lists them in `/sys`; macOS has a program, from 26.2 on."""
+    """List RDMA devices: from `/sys` on Linux, by a program on macOS 26.2 or newer."""
     folder = root / "sys" / "class" / "infiniband"
     devices = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     if sys.platform == "darwin" and ask(["/usr/bin/rdma_ctl", "status"]) == "enabled":
@@ -196,7 +193,7 @@ def _has_thunderbolt(root: Path) -> bool:
 
 
 def ask(command: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
-    """What a program writes; nothing where it is not there or fails."""
+    """Return a program's output; nothing if it is missing or fails."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_ASK_S, check=False, env=environment
@@ -207,7 +204,7 @@ def ask(command: Sequence[str], environment: Mapping[str, str] | None = None) ->
 
 
 def _nearest(folder: Path) -> Path:
-    """The folder, or the first around it that is there."""
+    """Return the folder, or its nearest parent that exists."""
     return next(path for path in (folder, *folder.parents) if path.exists())
 
 
@@ -226,7 +223,7 @@ _NEXT = "`mlx.distributed_config --backend jaccl` writes a hostfile that tells w
 
 
 def check_rdma() -> Iterator[Finding]:
-    """Nothing but on a Mac: MLX has jaccl nowhere else."""
+    """Check RDMA on a Mac; MLX supports jaccl nowhere else."""
     if sys.platform == "darwin":
         yield judge_rdma(
             platform.mac_ver()[0], ask(["/usr/bin/rdma_ctl", "status"]), ask(["/usr/bin/ibv_devices"])
@@ -234,12 +231,12 @@ def check_rdma() -> Iterator[Finding]:
 
 
 def judge_rdma(macos: str, status: str, devices: str) -> Finding:
-    """What is missing first.
+    """Name the first requirement that is missing.
 
     Args:
-        macos: its version.
-        status: what `rdma_ctl status` writes; empty where there is no such program.
-        devices: what `ibv_devices` writes: a table, of which the first column are names.
+        macos: version of macOS.
+        status: output of `rdma_ctl status`; empty without that program.
+        devices: output of `ibv_devices`, a table with names in its first column.
     """
     version = tuple(int(part) for part in macos.split(".")[:2] if part.isdecimal())
     if version < _FIRST_MACOS:

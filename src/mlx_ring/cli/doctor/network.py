@@ -1,7 +1,4 @@
-"""Checks of the network: addresses, ports, names, ways to other machines, firewalls.
-
-Checks what a link carries: to a head, over the channel that members speak with it.
-"""
+"""Checks of the network: addresses, ports, names, firewalls, and the speed of links to other machines."""
 
 from __future__ import annotations
 
@@ -32,11 +29,11 @@ from mlx_ring.rpc.tls.credentials import load_credentials
 _CONNECT_S, _ASK_S = 3.0, 10.0
 _TRIES = 5
 _SLOW_MS = 5.0
-"""A wire takes a tenth of this; every token crosses each link once."""
+"""Slow round trip. A cable takes a tenth of it; every token crosses each link once."""
 
 
 def check_lan(addresses: Sequence[LanAddress]) -> Finding:
-    """Whether other machines could reach this one at all."""
+    """Check that this machine has addresses that others could reach."""
     if not addresses:
         fix = "Connect this machine to a network; one machine alone needs none."
         return Finding("warning", "network", "no address that others could reach", fix)
@@ -47,7 +44,7 @@ def check_lan(addresses: Sequence[LanAddress]) -> Finding:
 
 
 def check_port(port: int, purpose: str) -> Finding:
-    """Whether a head could listen there, or one does already."""
+    """Check that a head can listen on a port, or already does."""
     what = f"port {port}"
     trouble = next(filter(None, (_cannot_listen(family, host, port) for family, host in _PLACES)), None)
     if trouble is None:
@@ -67,7 +64,7 @@ _PLACES = ((socket.AF_INET, ""), (socket.AF_INET, "127.0.0.1"), (socket.AF_INET6
 def _cannot_listen(family: int, host: str, port: int) -> OSError | None:
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
-            # Connections that have ended and are remembered still do not matter.
+            # Ended connections that the system still remembers do not matter.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
             probe.listen(1)
@@ -78,7 +75,7 @@ def _cannot_listen(family: int, host: str, port: int) -> OSError | None:
 
 
 def _holder(port: int) -> psutil.Process | None:
-    """Who listens there; None where the operating system does not tell."""
+    """Return the process that listens on a port; None if the operating system hides it."""
     try:
         for found in psutil.net_connections("tcp"):
             if found.status == psutil.CONN_LISTEN and found.laddr and found.laddr.port == port and found.pid:
@@ -99,7 +96,7 @@ def _is_ours(process: psutil.Process) -> bool:
 
 
 def check_name(host: str) -> Finding:
-    """Whether a host's name leads to an address."""
+    """Check that a host name resolves to an address."""
     what = f"name {host}"
     try:
         found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
@@ -115,7 +112,7 @@ def check_name(host: str) -> Finding:
 
 
 def check_round_trip(host: str, port: int) -> Finding:
-    """The time that a TCP connection takes to be made: the way there and back, the best of some."""
+    """Measure the round trip as the shortest time to open a TCP connection."""
     place = HeadAddress(host, port).cluster
     what = f"way to {place}"
     try:
@@ -142,8 +139,8 @@ def _connect_ms(host: str, port: int) -> float:
 
 
 def check_firewall(ports: Sequence[int]) -> Finding:
-    """Whether a firewall is on; what its rules do with a packet only a try from another machine shows."""
-    active = [name for name, told in _firewalls() if firewall_is_on(name, told)]
+    """Check whether a firewall is active. Only a try from another machine would show what its rules block."""
+    active = [name for name, output in _firewalls() if firewall_is_on(name, output)]
     needed = f"TCP ports {' and '.join(map(str, ports))} and UDP port 5353"
     if not active:
         return Finding("ok", "firewall", "none was seen on this machine")
@@ -151,7 +148,7 @@ def check_firewall(ports: Sequence[int]) -> Finding:
 
 
 def _firewalls() -> list[tuple[str, str]]:
-    """Each with what its program says. All of these only read."""
+    """Return each firewall with the output of its program. None of the programs changes anything."""
     commands = _MAC_FIREWALLS if sys.platform == "darwin" else _LINUX_FIREWALLS
     return [(name, _ask(command)) for name, command in commands if shutil.which(command[0])]
 
@@ -174,9 +171,9 @@ _ACTIVE = {
 }
 
 
-def firewall_is_on(name: str, told: str) -> bool:
-    """Whether its own words say that it is on."""
-    return re.search(_ACTIVE[name], told, re.MULTILINE) is not None
+def firewall_is_on(name: str, output: str) -> bool:
+    """Return True if a firewall's program reports that it is active."""
+    return re.search(_ACTIVE[name], output, re.MULTILINE) is not None
 
 
 def _ask(command: Sequence[str]) -> str:
@@ -196,7 +193,7 @@ _USE_A_CABLE = (
 
 
 def check_throughput(head: HeadAddress, folder: Path) -> Finding:
-    """Measure it; `folder` is this machine's `node_folder`. Takes a second or two."""
+    """Measure the throughput to a head in a second or two; `folder` is this machine's `node_folder`."""
     what = f"throughput to {head}"
     try:
         credentials = load_credentials(folder)
@@ -218,7 +215,7 @@ _JOIN = "Join with a token from `mlx-ring token create` on the head."
 
 
 def judge_link(what: str, measure: LinkMeasure) -> Finding:
-    """Each token crosses a link with some kilobytes, a prompt with some megabytes."""
+    """Judge a link, which carries kilobytes per token and megabytes per prompt."""
     value = (
         f"{measure.bandwidth / 1e6:,.0f} MB/s ({8e-9 * measure.bandwidth:.2f} Gbit/s), a round trip over TLS of "
         f"{1e3 * measure.round_trip_s:.2f} ms"
