@@ -1,7 +1,6 @@
 """Architectures that can be cut into stages, as proved by the conformance run.
 
-`architectures.json` is written by that run (`make conformance`), which compares every family that
-mlx-lm knows, whole and cut.
+That run (`make conformance`) compares every family of mlx-lm, whole and cut, and writes `architectures.json`.
 """
 
 from __future__ import annotations
@@ -35,16 +34,18 @@ class Architecture:
     tied: bool = False
     """True if the embedding may serve as the head."""
     only_if: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Entries that the model's configuration must have for `exact` to hold."""
+    """Entries of the model's configuration that `exact` requires."""
     reason: str = ""
     """Reason why it cannot be cut, or not without these entries."""
 
     @property
     def sliding(self) -> bool:
+        """True if some layers have a sliding window."""
         return not {"RotatingKVCache", "ChunkedKVCache"}.isdisjoint(self.caches)
 
     @property
     def recurrent(self) -> bool:
+        """True if some layers have a recurrent state."""
         return "ArraysCache" in self.caches
 
 
@@ -75,8 +76,8 @@ def find_architecture(model_type: str, classes: Sequence[str] = ()) -> Architect
     """Return the result for a model type; None for one that was not examined.
 
     Args:
-        model_type: as the configuration names it.
-        classes: the configuration's `architectures`.
+        model_type: The model type in the configuration.
+        classes: The configuration's `architectures`.
     """
     return known_architectures().get(module_of(model_type, classes))
 
@@ -91,7 +92,7 @@ def require_cuttable(folder: ModelFolder, stages: int) -> Architecture:
     """Return the result for the folder's architecture.
 
     Raises:
-        ModelUnsupported: it was not examined, or cannot run on that many stages.
+        ModelUnsupported: An architecture that was not tested, or cannot run on that many stages.
     """
     found = find_architecture(folder.model_type, folder.classes)
     if found is None:

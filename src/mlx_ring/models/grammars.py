@@ -95,7 +95,7 @@ def _read_schema(text: str) -> dict[str, object]:
 
 
 def check_grammar(grammar: Grammar) -> None:
-    """Try to compile a grammar. Takes milliseconds, and may end the process: see `grammar_trials.py`.
+    """Try to compile a grammar, which takes milliseconds and may crash the process: see `grammar_trials.py`.
 
     Raises:
         RequestError: it cannot be enforced, with llguidance's reason; or no answer can begin under it.

@@ -49,12 +49,12 @@ def check_memory(name: str, needed_bytes: int) -> None:
     """Refuse a model that this machine could only serve by swapping.
 
     Raises:
-        PlanError: the weights alone exceed the memory.
+        PlanError: Weights larger than the memory.
     """
     total = usable_memory().total_bytes
     if needed_bytes > total:
         raise PlanError(
-            f"{name} needs {_gigabytes(needed_bytes)} of memory for its weights and this machine has "
+            f"{name} needs {_gigabytes(needed_bytes)} of memory for its weights, but this machine has "
             f"{_gigabytes(total)}: choose a smaller or more strongly quantized model."
         )
 
@@ -63,15 +63,15 @@ def check_disk(name: str, needed_bytes: int, folder: Path) -> None:
     """Refuse to fetch a model that would fill the disk of the folder.
 
     Raises:
-        PlanError: too little is free there.
+        PlanError: Too little free space there.
     """
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free
     if needed_bytes + _DISK_RESERVE_BYTES > free:
         raise PlanError(
-            f"{name} needs {_gigabytes(needed_bytes)} on disk and {folder} has {_gigabytes(free)} free: "
-            "make room, or set HF_HOME to a folder on another disk."
+            f"{name} needs {_gigabytes(needed_bytes)} on disk, but {folder} has {_gigabytes(free)} free: "
+            "free some space, or set HF_HOME to a folder on another disk."
         )
 
 
@@ -124,7 +124,7 @@ def fetch_config(name: str) -> ModelFolder:
     """Fetch a model's configuration, without weights.
 
     Raises:
-        ModelNotFound: the hub has none, or cannot be reached.
+        ModelNotFound: A model that the hub does not have, or a hub out of reach.
     """
     return read_model_config(Path(_in_time(name, lambda: hf_hub_download(name, "config.json"))))
 
@@ -137,8 +137,8 @@ def fetch(name: str, *, must_fit: bool = False) -> ModelFolder:
         must_fit: whether this machine alone must hold the weights; checked before anything is fetched.
 
     Raises:
-        ModelNotFound: the hub has none, or cannot be reached.
-        PlanError: its weights do not fit this machine's disk, or memory that must hold them.
+        ModelNotFound: A model that the hub does not have, or a hub out of reach.
+        PlanError: Weights that do not fit the disk, or with `must_fit` the memory.
     """
     sizes = _in_time(name, lambda: _file_sizes(name))
     weight_bytes = sum(size for file, size in sizes.items() if file.endswith(".safetensors"))
@@ -201,5 +201,5 @@ def _unreachable(name: str, error: Exception) -> ModelNotFound:
     reason = " ".join(str(error).split()) or type(error).__name__
     return ModelNotFound(
         f"{name} is not on this machine and cannot be fetched ({reason}): connect to the network, or give a folder "
-        "that holds the model; `mlx-ring models list` names what is here."
+        "that holds the model; `mlx-ring models list` names the models on this machine."
     )

@@ -42,10 +42,12 @@ def tensors_of_stage(folder: ModelFolder, layers: LayerRange) -> tuple[TensorEnt
     may be the head; everywhere the other tensors outside the layers.
 
     Raises:
-        PlanError: the model has no such layers.
+        PlanError: Layers that the model does not have.
     """
     if not 0 <= layers.start < layers.end <= folder.num_layers:
-        raise PlanError(f"Layers {layers} were asked for; {folder.path.name} has {folder.num_layers}.")
+        raise PlanError(
+            f"Layers {layers} were requested, but {folder.path.name} has {folder.num_layers} layers."
+        )
     inside, outside = group_by_layers(folder.tensors)
     path = path_of_layers(inside, folder.num_layers)
     if path is None:
@@ -116,9 +118,9 @@ def _may_be_tied(folder: ModelFolder, heads: Iterable[TensorEntry]) -> bool:
     if architecture is not None and not architecture.tied:
         return False
     sources = (folder.config, folder.config.get("text_config"), folder.config.get("llm_config"))
-    told = [
+    stated = [
         cast("Mapping[str, object]", source)["tie_word_embeddings"]
         for source in sources
         if isinstance(source, Mapping) and "tie_word_embeddings" in source
     ]
-    return not told or any(value is not False for value in told)
+    return not stated or any(value is not False for value in stated)

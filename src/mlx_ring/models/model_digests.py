@@ -44,7 +44,7 @@ def manifest_of_folder(folder: ModelFolder, cache: Path, progress: Progress) -> 
     manifest = make_manifest(sizes, _hash(folder.path, spans, progress))
     if _marks(folder) != before:
         raise ModelCorrupt(
-            f"{folder.path} was changed while its weights were read: wait until it is complete."
+            f"{folder.path} has changed while its weights were read: wait until it is complete."
         )
     write_private(kept, f"{manifest.digest}\n".encode() + manifest.encoded)
     return manifest
@@ -60,7 +60,7 @@ async def manifest_beside(folder: ModelFolder, cache: Path) -> WeightsManifest:
     Cancelling ends the reading, which takes minutes for a large model.
 
     Raises:
-        ModelCorrupt: as `manifest_of_folder`.
+        ModelCorrupt: The same errors as in `manifest_of_folder`.
     """
     left = threading.Event()
 
