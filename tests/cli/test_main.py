@@ -58,7 +58,7 @@ def test_a_busy_port_is_told_before_anything_is_loaded(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as holder:
         port = holder.getsockname()[1]
         said = complaint("serve", "./nowhere", "--port", str(port), folder=tmp_path)
-    assert said.startswith(f"Port {port} on 127.0.0.1 is held by another process")
+    assert said.startswith(f"Port {port} on 127.0.0.1 is in use by another process")
 
 
 def test_a_host_that_is_not_this_machine_s_is_refused(tmp_path: Path) -> None:

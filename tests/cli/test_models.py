@@ -117,7 +117,7 @@ def test_where_one_stage_is_there_already_none_is_made(tiny_model: Path, tmp_pat
     (tmp_path / "shards" / "stage-1").mkdir(parents=True)
     options = ("--layers", "0-2,2-5", "--out", "shards")
     said = complaint("models", "preshard", str(tiny_model), *options, folder=tmp_path)
-    assert "stage-1 is there already: remove it" in said
+    assert "stage-1 already exists: remove it" in said
     assert [path.name for path in (tmp_path / "shards").iterdir()] == ["stage-1"]
 
 

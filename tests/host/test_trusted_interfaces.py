@@ -39,10 +39,10 @@ def test_what_is_named_first_comes_first_and_once() -> None:
     [
         (
             "thunder1",
-            r"names thunder1, and this machine has no such interface that is up: it has eth0, lo, six0",
+            r"names thunder1, but this machine has no such interface that is up: it has eth0, lo, six0",
         ),
         ("10.1.0.0/16", "no such interface"),
-        ("six0", "six0, which has no IPv4 address: MLX's collectives know no other"),
+        ("six0", "six0, which has no IPv4 address: MLX's collectives need one"),
         ("fd08::/64", "has no IPv4 address"),
     ],
 )

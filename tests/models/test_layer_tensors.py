@@ -98,5 +98,5 @@ def test_what_mlx_lm_leaves_out_goes_to_nobody() -> None:
 
 @pytest.mark.parametrize(("start", "end"), [(0, 4), (-1, 2), (2, 2), (3, 1)])
 def test_layers_that_there_are_not_are_refused_by_name(start: int, end: int) -> None:
-    with pytest.raises(PlanError, match=rf"Layers \[{start}, {end}\) were asked for; any has 3"):
+    with pytest.raises(PlanError, match=rf"Layers \[{start}, {end}\) were requested, but any has 3 layers"):
         names(folder(LAYERS | OUTSIDE), start, end)

@@ -45,7 +45,7 @@ def test_it_is_the_same_model_to_whoever_asks(model: ModelFolder, tmp_path: Path
 
 def test_a_folder_that_is_there_is_left_alone(model: ModelFolder, tmp_path: Path) -> None:
     (tmp_path / "stage").mkdir()
-    with pytest.raises(PlanError, match="is there already: remove it"):
+    with pytest.raises(PlanError, match="already exists: remove it"):
         write_stage_folder(model, LAYERS, tmp_path / "stage", lambda _count: None)
     assert list((tmp_path / "stage").iterdir()) == []
 

@@ -187,9 +187,9 @@ def test_heads_come_in_packs_where_a_group_straddles_them() -> None:
                 "the nearest that can be made is 1:1."
             ),
         ),
-        (FLOAT, (), "Shares for no rank at all were asked for: give one number for each rank, as in 3,1."),
-        (FLOAT, (1, 0), "Shares 1:0 were asked for; each must be a number above 0."),
-        (FLOAT, (1, float("nan")), "Shares 1:nan were asked for; each must be a number above 0."),
+        (FLOAT, (), "No shares were given: give one number for each rank, such as 3,1."),
+        (FLOAT, (1, 0), "Shares 1:0 were given; each must be a number above 0."),
+        (FLOAT, (1, float("nan")), "Shares 1:nan were given; each must be a number above 0."),
     ],
 )
 def test_shares_that_cannot_be_made_are_refused_with_the_nearest_that_can(

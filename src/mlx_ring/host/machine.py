@@ -44,7 +44,9 @@ def listen(host: str, port: int) -> socket.socket:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except (socket.gaierror, UnicodeError) as error:
-        raise ConfigError(f"--host is {host}, which is no address: {error}.") from error
+        raise ConfigError(
+            f"--host is {host}, which is not a valid address: {error}. Give a name or an IP address."
+        ) from error
     server = socket.socket(family, kind, protocol)
     server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -54,7 +56,7 @@ def listen(host: str, port: int) -> socket.socket:
         server.close()
         if error.errno == errno.EADDRINUSE:
             raise AddressInUse(
-                f"Port {port} on {host} is held by another process: stop that one, or choose another with --port."
+                f"Port {port} on {host} is in use by another process: stop it, or choose another port with --port."
             ) from error
         raise ConfigError(f"Port {port} on {host} cannot be listened on: {error.strerror}.") from error
     return server

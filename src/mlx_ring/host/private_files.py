@@ -59,7 +59,7 @@ def read_private(path: Path) -> bytes | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror}): mend its permissions.") from error
+        raise ConfigError(f"{path} cannot be read ({error.strerror}): correct its permissions.") from error
 
 
 @contextlib.contextmanager

@@ -102,11 +102,11 @@ def _found(name: str, interfaces: Mapping[str, Sequence[OwnAddress]]) -> list[Tr
         return found
     if on or (network is not None and network.version != 4):  # noqa: PLR2004 - IP version 4
         raise ConfigError(
-            f"{FLAG} names {name}, which has no IPv4 address: MLX's collectives know no other, so give the interface one."
+            f"{FLAG} names {name}, which has no IPv4 address: MLX's collectives need one, so give the interface one."
         )
     there = ", ".join(sorted(interfaces)) or "none"
     raise ConfigError(
-        f"{FLAG} names {name}, and this machine has no such interface that is up: it has {there}."
+        f"{FLAG} names {name}, but this machine has no such interface that is up: it has {there}."
     )
 
 

@@ -47,7 +47,7 @@ def read_pooling(folder: Path, asked: PoolingKind | Literal["auto"] = "auto") ->
     try:
         return _read(folder, asked)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = f"What {folder.name} says of its embeddings cannot be read: {error}; {_MEND}."
+        reason = f"The embedding settings of {folder.name} cannot be read: {error}; {_MEND}."
         return Pooling(refusal=reason)
 
 

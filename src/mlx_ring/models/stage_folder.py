@@ -64,7 +64,7 @@ def write_stage_folder(
 def require_absent(target: Path) -> None:
     """Refuse to make a stage's folder over something else. Raises `PlanError`."""
     if target.exists():
-        raise PlanError(f"{target} is there already: remove it, or choose another folder with --out.")
+        raise PlanError(f"{target} already exists: remove it, or choose another folder with --out.")
 
 
 def mark_stage_folder(path: Path, layers: LayerRange) -> None:
@@ -104,7 +104,7 @@ def require_layers(path: Path, layers: LayerRange) -> None:
     held = _held(path / STAGE_FILE)
     if held is not None and held != layers:
         raise ModelCorrupt(
-            f"{path} was made for layers {held} and layers {layers} are to be loaded from it: use the folder of that "
+            f"{path} was made for layers {held}, but layers {layers} must be loaded from it: use the folder of that "
             "stage, or the whole model."
         )
 
@@ -125,4 +125,4 @@ def _held(mark: Path) -> LayerRange | None:
         start, end = cast("dict[str, Any]", json.loads(mark.read_text(encoding="utf-8")))["layers"]
         return LayerRange(int(start), int(end))
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ModelCorrupt(f"{mark} cannot be understood: make the folder again.") from error
+        raise ModelCorrupt(f"{mark} cannot be parsed: create the folder again.") from error

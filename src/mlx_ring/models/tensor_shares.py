@@ -203,10 +203,10 @@ def part_of_kv(shares: Sequence[TensorShare], rank: int, nbytes: int) -> int:
 
 def _check_proportions(proportions: Sequence[float]) -> None:
     if not proportions:
-        raise PlanError("Shares for no rank at all were asked for: give one number for each rank, as in 3,1.")
+        raise PlanError("No shares were given: give one number for each rank, such as 3,1.")
     for number in proportions:
         if not math.isfinite(number) or number <= 0:
-            raise PlanError(f"Shares {_words(proportions)} were asked for; each must be a number above 0.")
+            raise PlanError(f"Shares {_words(proportions)} were given; each must be a number above 0.")
 
 
 def _words(proportions: Sequence[float]) -> str:

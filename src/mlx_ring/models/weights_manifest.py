@@ -138,7 +138,7 @@ def decode_manifest(data: bytes, digest: str) -> WeightsManifest:
     """
     found = hashlib.sha256(data).hexdigest()
     if found != digest:
-        raise ProtocolError(f"A manifest was to be {digest[:16]} and is {found[:16]}.")
+        raise ProtocolError(f"A manifest has the digest {found[:16]} instead of {digest[:16]}.")
     try:
         content = json.loads(data)
         files = {str(name): _size(size) for name, size in content["files"].items()}

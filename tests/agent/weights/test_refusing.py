@@ -204,7 +204,7 @@ def test_a_manifest_that_is_not_what_was_asked_for_is_refused(tmp_path: Path) ->
         async with node("bad") as bad, node("empty") as empty:
             bad.front.offer(tmp_path / "other", other)
             bad.front.instead = other.digest
-            with pytest.raises(WeightsMissing, match=r"was to be .* empty has no model"):
+            with pytest.raises(WeightsMissing, match=r"instead of .* empty has no model"):
                 await fetch_manifest(manifest.digest, [bad.peer, empty.peer], "mini")
 
     asyncio.run(act())
