@@ -62,7 +62,7 @@ _REPLIES: Mapping[type[RingError], _Reply] = {
     RingError: _Reply(500, SERVER, "internal_error"),
 }
 _PASSING = (errors.NotReady, errors.Overloaded, errors.StaleMessage)
-"""Errors worth another try; clients are told by a header not to repeat other 5xx errors and timeouts."""
+"""Errors worth another try; a header asks clients not to repeat other 5xx errors and timeouts."""
 _LAST_WORDS = (errors.Draining, errors.BodyTooSlow, errors.BodiesFull)
 """The connection ends with them."""
 

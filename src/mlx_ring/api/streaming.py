@@ -62,7 +62,7 @@ class StreamedAnswer(Response, Generic[WorkT]):
         media_type: str = EVENT_STREAM,
         failure: Callable[[Exception], bytes] | None = None,
     ) -> None:
-        """An error while the work begins gets a status of its own; a later one ends the stream.
+        """Take the work and its writer. Errors before it has begun get a status; later ones end the stream.
 
         Args:
             begin: gives the work, which ends with its context.

@@ -47,7 +47,7 @@ _KINDS: tuple[tuple[type, set[str]], ...] = (
 """JSON's types in Python; the first that fits counts."""
 _SPELT = re.compile(r"\\.|/|\n", re.DOTALL)
 _SPELLINGS = {"/": r"\/", "\n": r"\n", r"\d": "[0-9]", r"\w": "[A-Za-z0-9_]"}
-"""What Lark wants otherwise in an expression, and what JSON Schema means by less than Unicode does."""
+"""Escapes that Lark spells differently, and classes that JSON Schema limits to ASCII."""
 _LONGEST_PATTERN = 4096
 
 

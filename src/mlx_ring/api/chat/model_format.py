@@ -1,11 +1,10 @@
-"""How a model writes its answers: what marks its thoughts and its calls of tools, read from its tokenizer.
+"""Format of a model's answers: the marks of its reasoning and its tool calls, read from its tokenizer.
 
-gpt-oss's format, Harmony, which mlx-lm has no reader for.
+gpt-oss's format, Harmony, is here too, because mlx-lm has no reader for it. An answer consists of messages, each with a header
+that names its channel: `analysis` is reasoning, and a message to a function is a call. See
+https://cookbook.openai.com/articles/openai-harmony.
 
-An answer is of messages, each with a header that names its channel: `analysis` is thought, and one to a function
-is a call of it. See https://cookbook.openai.com/articles/openai-harmony.
-
-    <|channel|>analysis<|message|>thought<|end|>
+    <|channel|>analysis<|message|>TEXT<|end|>
     <|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{"city": "Paris"}<|call|>
     <|start|>assistant<|channel|>final<|message|>answer<|return|>
 """

@@ -1,7 +1,7 @@
-"""How each format writes calls, as a grammar: what mlx-lm's parsers read back as arguments that hold to the tool's schema.
+"""Grammars of tool calls in each format: mlx-lm's parsers read back arguments that hold to the tool's schema.
 
-Where arguments are JSON, the schema is enforced as it is. Formats that name arguments one by one write strings without quotes:
-there each property has its own rule, and what cannot be told from its text alone is refused for tools that are strict.
+Where arguments are JSON, the schema is enforced as it is. Formats that name arguments one by one write strings without quotes.
+There each property has its own rule, and schemas that text alone cannot satisfy are refused for strict tools.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ _Spelling = Callable[[_Calls], tuple[str, str]]
 
 
 def _json_tools(calls: _Calls) -> tuple[str, str]:
-    r"""`<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>`, each call with marks of its own."""
+    r"""Write `<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>`, each call with marks of its own."""
     inside = calls.one_of(lambda tool: f"{calls.exactly(_json_heading(tool))} {calls.arguments(tool)}")
     end = f'"}}" {SPACE}? {calls.exactly(calls.marks.end)}'
     again = f"{calls.exactly(calls.marks.start)} {SPACE}? {inside} {end}"
@@ -140,7 +140,7 @@ def _json_heading(tool: Tool) -> str:
 
 
 def _mistral(calls: _Calls) -> tuple[str, str]:
-    """`[TOOL_CALLS]f[ARGS]{}`, or `[TOOL_CALLS][{"name": "f", "arguments": {}}]` where there is no such mark."""
+    """Write `[TOOL_CALLS]f[ARGS]{}`, or `[TOOL_CALLS][{"name": "f", "arguments": {}}]` where there is no such mark."""
     if "[ARGS]" not in calls.grammar.tokens:
         call = calls.one_of(lambda tool: f'{calls.exactly(_json_heading(tool))} {calls.arguments(tool)} "}}"')
         return calls.marks.start, f'{SPACE}? "[" {calls.repeated(call, _COMMA)} "]"'
@@ -149,7 +149,7 @@ def _mistral(calls: _Calls) -> tuple[str, str]:
 
 
 def _kimi_k2(calls: _Calls) -> tuple[str, str]:
-    """`<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_call_end|>`, all between two marks."""
+    """Write `<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_call_end|>`, all between two marks."""
 
     def write(tool: Tool) -> str:
         begin = calls.exactly(f"<|tool_call_begin|>functions.{tool.name}:")
@@ -174,7 +174,7 @@ def _kimi_k3(calls: _Calls) -> tuple[str, str]:
 
 
 def _pythonic(calls: _Calls) -> tuple[str, str]:
-    """`[f(a=1, b="x"), g()]`."""
+    """Write `[f(a=1, b="x"), g()]`."""
 
     def write(tool: Tool) -> str:
         _require_identifiers(tool, [tool.name.replace(".", "_"), *properties_of(tool)])
@@ -189,7 +189,7 @@ def _pythonic(calls: _Calls) -> tuple[str, str]:
 
 
 def _gemma(quote: str) -> _Spelling:
-    """`call:f{a:1}`, each call with marks of its own."""
+    """Write `call:f{a:1}`, each call with marks of its own."""
 
     def write(calls: _Calls, tool: Tool) -> str:
         if not _GEMMA_NAME.fullmatch(tool.name):

@@ -141,7 +141,7 @@ class CallsReader:
     """Reads what is between one pair of marks: a call, in some formats several."""
 
     def __init__(self, rules: CallRules, calls: int) -> None:
-        """`calls` is the number of calls that the answer has already."""
+        """Start behind `calls` earlier calls of the answer."""
         self.calls = calls
         self._first = calls
         self._rules = rules

@@ -290,7 +290,7 @@ EMBED = RouteDoc("Vectors of texts", OllamaEmbeddings, example={"input": ["one t
 EMBEDDINGS = RouteDoc("A text's vector", OllamaEmbedding, example={"prompt": "one text"}, tag=_TAG)
 TAGS = RouteDoc("The models that are served", OllamaModels, tag=_TAG)
 RUNNING = RouteDoc("The models that are loaded", OllamaRunningModels, tag=_TAG)
-SHOW = RouteDoc("What a model is and can", OllamaShown, example={}, tag=_TAG)
+SHOW = RouteDoc("Description of a model and its capabilities", OllamaShown, example={}, tag=_TAG)
 VERSION = RouteDoc("Which version of Ollama's API this is", OllamaVersion, tag=_TAG)
 PULL = RouteDoc(
     "Whether a model is served: nothing is fetched",
