@@ -1,4 +1,4 @@
-"""Plans: what each strategy gives, what never happens, and what is said when nothing fits."""
+"""Plans of each strategy, their invariants, and the errors when nothing fits."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_balanced_gives_what_one_cannot_hold_to_the_others() -> None:
     )
 
 
-def test_auto_leaves_out_who_would_only_slow_it_down() -> None:
+def test_auto_leaves_out_a_machine_that_would_slow_it_down() -> None:
     plan = place(
         model_of(28), cluster_of(node_of("slow", gb_s=20), node_of("fast", gb_s=400)), plan_request()
     )
@@ -77,7 +77,7 @@ def test_auto_leaves_out_who_would_only_slow_it_down() -> None:
     assert "instead of" in left.why
 
 
-def test_auto_for_throughput_takes_who_helps() -> None:
+def test_auto_for_throughput_uses_every_machine_that_helps() -> None:
     cluster = cluster_of(node_of("a"), node_of("b"), link=LinkProfile(0.1e-3, 1e9))
     many = Demand(context_tokens=1024, sequences=16)
     plan = place(model_of(28), cluster, plan_request(objective="throughput", demand=many))
@@ -139,7 +139,7 @@ def test_no_strategy_is_sooner_than_auto(nodes: list[NodeProfile]) -> None:
         assert best <= other * (1 + 1e-9)
 
 
-def test_too_small_a_cluster_hears_what_is_missing_and_what_fits() -> None:
+def test_the_error_for_too_small_a_cluster_names_what_is_missing_and_what_fits() -> None:
     model = model_of(28, kv_bytes=8_000)
     demand = Demand(context_tokens=16_384, sequences=4)
     with pytest.raises(PlanError) as caught:
@@ -162,6 +162,6 @@ def test_too_small_a_cluster_hears_what_is_missing_and_what_fits() -> None:
         ({"demand": Demand(100_000, 1)}, "32768 at most"),
     ],
 )
-def test_a_wish_that_contradicts_itself_is_refused(options: dict[str, Any], sentence: str) -> None:
+def test_a_request_that_contradicts_itself_is_refused(options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(PlanError, match=sentence):
         place(model_of(28), cluster_of(node_of("a"), node_of("b")), plan_request(**options))

@@ -76,6 +76,6 @@ def test_whatever_breaks_off_where_every_byte_is_given_out_once(
         rest = rest_of(run, reached)
         for _ in range(len(run) - len(rest)):
             board.finish()
-        board.put_back(rest)
+        board.return_unfinished(rest)
         assert board.under_way == 0
     assert sorted(got) == list(range(sum(sizes)))

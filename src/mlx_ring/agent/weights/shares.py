@@ -74,7 +74,7 @@ class Board:
         """Record a finished part."""
         self.under_way -= 1
 
-    def put_back(self, parts: Iterable[Part]) -> None:
+    def return_unfinished(self, parts: Iterable[Part]) -> None:
         """Return parts that a peer did not finish to the wanted ones."""
         returned = list(parts)
         self.under_way -= len(returned)

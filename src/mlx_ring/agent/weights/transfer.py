@@ -209,7 +209,7 @@ class Transfer:
                 self._done -= reached
             else:
                 self._given[part.piece].append(_Given(part.start, part.start + reached, peer))
-        self._board.put_back(rest_of(run, reached))
+        self._board.return_unfinished(rest_of(run, reached))
         await self._wake()
 
     async def _end_pieces(self, indexes: Sequence[int]) -> None:
