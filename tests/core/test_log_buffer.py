@@ -17,7 +17,7 @@ def record(text: str, level: int = logging.INFO) -> logging.LogRecord:
     return logging.LogRecord("mlx_ring.node", level, "file", 1, text, (), None)
 
 
-def test_lines_are_counted_and_told_from_there_on() -> None:
+def test_lines_are_numbered_and_returned_from_a_number_on() -> None:
     lines = kept()
     for text in ("one", "two", "three"):
         lines.handle(record(text))

@@ -31,7 +31,7 @@ hang()
 PATIENT = "import signal; print('up', flush=True); signal.pause()"
 
 
-class Heard(logging.Handler):
+class ReceivedLines(logging.Handler):
     """What a child wrote, and when its first line came."""
 
     def __init__(self) -> None:
@@ -54,8 +54,8 @@ def with_child(
 
     async def run() -> None:
         (folder / "child_under_test.py").write_text(code)
-        heard = Heard()
-        logging.getLogger("mlx_ring.host.child").addHandler(heard)
+        received = ReceivedLines()
+        logging.getLogger("mlx_ring.host.child").addHandler(received)
         child = await ChildProcess.start(
             "child_under_test",
             [],
@@ -65,10 +65,10 @@ def with_child(
             word=word,
         )
         try:
-            await use(child, heard)
+            await use(child, received)
         finally:
             await child.stop(grace_s=0.0)
-            logging.getLogger("mlx_ring.host.child").removeHandler(heard)
+            logging.getLogger("mlx_ring.host.child").removeHandler(received)
 
     asyncio.run(run())
 
@@ -83,8 +83,8 @@ def with_child(
         ("import signal; signal.raise_signal(signal.SIGTERM)", "ended by signal 15 (SIGTERM)"),
     ],
 )
-def test_the_end_is_told_with_its_reason(code: str, reason: str, tmp_path: Path) -> None:
-    async def use(child: ChildProcess, _heard: Heard) -> None:
+def test_the_end_is_reported_with_its_reason(code: str, reason: str, tmp_path: Path) -> None:
+    async def use(child: ChildProcess, _received: ReceivedLines) -> None:
         assert await child.wait() == reason
         assert child.exit_reason == reason
 
@@ -92,8 +92,8 @@ def test_the_end_is_told_with_its_reason(code: str, reason: str, tmp_path: Path)
 
 
 def test_a_child_that_obeys_is_ended_by_sigterm(tmp_path: Path) -> None:
-    async def use(child: ChildProcess, heard: Heard) -> None:
-        await heard.first.wait()
+    async def use(child: ChildProcess, received: ReceivedLines) -> None:
+        await received.first.wait()
         assert child.exit_reason == ""
         assert await child.stop() == "ended by signal 15 (SIGTERM)"
         assert not psutil.pid_exists(child.pid)
@@ -102,29 +102,29 @@ def test_a_child_that_obeys_is_ended_by_sigterm(tmp_path: Path) -> None:
 
 
 def test_a_child_that_ignores_sigterm_says_where_it_hangs_and_is_killed(tmp_path: Path) -> None:
-    async def use(child: ChildProcess, heard: Heard) -> None:
-        await heard.first.wait()
+    async def use(child: ChildProcess, received: ReceivedLines) -> None:
+        await received.first.wait()
         assert await child.stop(grace_s=0.1) == "ended by signal 9 (SIGKILL)"
         assert not psutil.pid_exists(child.pid)
-        assert any(record.getMessage().endswith("in hang") for record in heard.records)
+        assert any(record.getMessage().endswith("in hang") for record in received.records)
 
     with_child(tmp_path, DEAF, use)
 
 
 def test_what_a_child_writes_is_logged_with_its_name_and_rank_also_from_below_python(tmp_path: Path) -> None:
-    async def use(child: ChildProcess, heard: Heard) -> None:
+    async def use(child: ChildProcess, received: ReceivedLines) -> None:
         await child.wait()
-        assert [record.getMessage() for record in heard.records] == ["from C", "\ufffd broken"]
-        assert {record.__dict__["child_process"] for record in heard.records} == {"worker-1-0"}
-        assert {record.__dict__["child_rank"] for record in heard.records} == {"0"}
+        assert [record.getMessage() for record in received.records] == ["from C", "\ufffd broken"]
+        assert {record.__dict__["child_process"] for record in received.records} == {"worker-1-0"}
+        assert {record.__dict__["child_rank"] for record in received.records} == {"0"}
 
     with_child(tmp_path, "import os; os.write(2, b'from C\\n'); os.write(1, b'\\xff broken')", use)
 
 
 def test_what_a_child_writes_can_be_put_in_other_words_or_left_out(tmp_path: Path) -> None:
-    async def use(child: ChildProcess, heard: Heard) -> None:
+    async def use(child: ChildProcess, received: ReceivedLines) -> None:
         assert await child.wait() == "exit code 1: NEWS"
-        assert [record.getMessage() for record in heard.records] == ["NEWS"]
+        assert [record.getMessage() for record in received.records] == ["NEWS"]
 
     with_child(
         tmp_path,
@@ -139,24 +139,24 @@ def test_a_line_that_is_tagged_already_passes_as_it_is(
 ) -> None:
     line = "2026-01-01T00:00:00.000 INFO node=a process=worker-1-0 rank=0 epoch=1 x: done"
 
-    async def use(child: ChildProcess, heard: Heard) -> None:
+    async def use(child: ChildProcess, received: ReceivedLines) -> None:
         await child.wait()
-        assert heard.records == []
+        assert received.records == []
 
     with_child(tmp_path, f"print({line!r})", use)
     assert capsys.readouterr().err == line + "\n"
 
 
 def test_a_line_longer_than_any_buffer_does_not_block_the_child(tmp_path: Path) -> None:
-    async def use(child: ChildProcess, heard: Heard) -> None:
+    async def use(child: ChildProcess, received: ReceivedLines) -> None:
         assert await child.wait() == "exit code 0"
-        assert sum(record.getMessage().count("x") for record in heard.records) == 3 << 20
+        assert sum(record.getMessage().count("x") for record in received.records) == 3 << 20
 
     with_child(tmp_path, "print('x' * (3 << 20))", use)
 
 
 def test_a_ctrl_c_in_the_terminal_does_not_reach_the_child(tmp_path: Path) -> None:
-    async def use(child: ChildProcess, _heard: Heard) -> None:
+    async def use(child: ChildProcess, _received: ReceivedLines) -> None:
         assert await child.wait() == "exit code 0"
 
     code = "import os; raise SystemExit(0 if os.getpgrp() == os.getpid() == os.getsid(0) else 1)"
@@ -197,8 +197,8 @@ asyncio.run(run())
 def test_a_deaf_child_is_killed_by_a_task_that_was_cancelled(tmp_path: Path) -> None:
     """Cleanup runs in tasks that were cancelled, where not every Python's `asyncio.timeout` tells a timeout."""
 
-    async def use(child: ChildProcess, heard: Heard) -> None:
-        await heard.first.wait()
+    async def use(child: ChildProcess, received: ReceivedLines) -> None:
+        await received.first.wait()
 
         async def wait_and_clean_up() -> str:
             try:

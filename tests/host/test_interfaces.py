@@ -127,7 +127,7 @@ def test_a_head_that_listens_on_one_address_is_joined_there() -> None:
         ("gone0", {}, "network"),
     ],
 )
-def test_linux_tells_what_an_interface_is(
+def test_linux_reports_the_kind_of_an_interface(
     name: str, made: dict[str, str], expected: Kind, tmp_path: Path
 ) -> None:
     for file, text in made.items():
@@ -137,7 +137,7 @@ def test_linux_tells_what_an_interface_is(
     assert linux_kind(name, tmp_path) == expected
 
 
-def test_macos_tells_what_an_interface_is() -> None:
+def test_macos_reports_the_kind_of_an_interface() -> None:
     assert mac_kinds(PORTS) == {
         "en0": "wired",
         "bridge0": "thunderbolt",

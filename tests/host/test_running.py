@@ -109,7 +109,7 @@ def test_a_process_of_an_earlier_boot_is_another(tmp_path: Path) -> None:
         assert running_here(tmp_path) == []
 
 
-def test_where_nothing_but_the_clock_tells_the_start_it_may_differ_by_little(
+def test_a_start_that_only_the_clock_shows_may_differ_by_little(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unmarked(_pid: int) -> str:

@@ -63,7 +63,7 @@ def test_references_thousands_deep_end_no_process(children: Callable[[], list[ps
     assert len(children()) == 1
 
 
-def test_what_is_wrong_is_told_in_one_sentence() -> None:
+def test_a_problem_is_reported_in_one_sentence() -> None:
     problem = GrammarTrials().problem(Grammar("json_schema", '{"not": {}}'))
     assert '"not"' in problem
     assert "\n" not in problem
@@ -114,7 +114,7 @@ def test_a_process_that_was_killed_meanwhile_is_made_again(
     assert trials.problem(GOOD) == ""
 
 
-def test_a_process_that_cannot_start_is_the_server_s_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_cannot_start_is_a_server_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(ServingError, match="code 1"):
         GrammarTrials().problem(GOOD)

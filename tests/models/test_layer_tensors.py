@@ -73,14 +73,14 @@ def test_quantized_embeddings_and_heads_go_with_their_scales() -> None:
     assert names(model, 2, 3) >= {"lm_head.weight", "lm_head.scales"}
 
 
-def test_something_large_that_cannot_be_told_goes_to_everyone_and_the_embedding_with_it() -> None:
+def test_a_large_ambiguous_tensor_goes_to_every_stage_and_the_embedding_with_it() -> None:
     model = folder(LAYERS | OUTSIDE | {"model.projection.weight": (8, 8)}, tie_word_embeddings=False)
     for start in range(3):
         assert names(model, start, start + 1) >= {"model.projection.weight", "model.embed_tokens.weight"}
     assert "lm_head.weight" not in names(model, 1, 2)
 
 
-def test_layers_that_cannot_be_told_go_to_everyone() -> None:
+def test_ambiguous_layers_go_to_every_stage() -> None:
     model = folder({f"model.part{number}.weight": (8, 8) for number in range(3)} | OUTSIDE)
     assert names(model, 1, 2) == {entry.name for entry in model.tensors}
 

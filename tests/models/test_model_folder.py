@@ -22,7 +22,7 @@ def change(path: Path, **fields: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 
 
-def test_a_folder_tells_what_its_files_say(folder: Path) -> None:
+def test_a_folder_has_the_contents_of_its_files(folder: Path) -> None:
     (folder / "generation_config.json").write_text('{"eos_token_id": [2, 3]}')
     model = read_model_folder(folder)
     assert (model.model_type, model.num_layers, model.hidden_size, model.vocab_size) == ("qwen3", 5, 64, 320)

@@ -126,7 +126,7 @@ def test_only_who_serves_alone_must_have_the_memory_for_what_is_fetched(
     assert "Error" not in find("among several")
 
 
-def test_a_model_that_the_hub_has_not_is_told_apart_from_no_network(
+def test_a_model_that_the_hub_lacks_differs_from_no_network(
     hub: tuple[str, list[str]], tmp_path: Path
 ) -> None:
     unknown = find_elsewhere(PRIVATE, hub[0], tmp_path)

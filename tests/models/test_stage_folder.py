@@ -25,14 +25,14 @@ def model(tmp_path: Path) -> ModelFolder:
 def test_its_tensors_are_the_models_and_what_lies_between_is_holes(
     model: ModelFolder, tmp_path: Path
 ) -> None:
-    told: list[int] = []
-    write_stage_folder(model, LAYERS, tmp_path / "stage", told.append)
+    reported: list[int] = []
+    write_stage_folder(model, LAYERS, tmp_path / "stage", reported.append)
     whole = (model.path / "model.safetensors").read_bytes()
     part = (tmp_path / "stage" / "model.safetensors").read_bytes()
     for entry in tensors_of_stage(model, LAYERS):
         span = slice(entry.offset, entry.offset + entry.nbytes)
         assert part[span] == whole[span]
-    assert sum(told) == stage_bytes(model, LAYERS)
+    assert sum(reported) == stage_bytes(model, LAYERS)
     assert len(part) == len(whole)
     blocks = (tmp_path / "stage" / "model.safetensors").stat().st_blocks * 512
     assert blocks < stage_bytes(model, LAYERS) + 64 * 4096 < len(whole) * 2 / 3

@@ -34,8 +34,8 @@ from mlx_ring.models.weights_manifest import (
 ONE = hashlib.sha256(b"one").hexdigest()
 
 
-def make(path: Path, cache: Path, told: list[tuple[int, int]] | None = None) -> WeightsManifest:
-    kept: list[tuple[int, int]] = [] if told is None else told
+def make(path: Path, cache: Path, reported: list[tuple[int, int]] | None = None) -> WeightsManifest:
+    kept: list[tuple[int, int]] = [] if reported is None else reported
     return manifest_of_folder(read_model_folder(path), cache, lambda done, total: kept.append((done, total)))
 
 
@@ -73,10 +73,10 @@ def test_equal_models_have_equal_digests_wherever_they_lie_and_others_have_not(t
 
 def test_digests_are_read_from_the_cache_until_the_folder_changes(folder: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
-    told: list[tuple[int, int]] = []
-    before = make(folder, cache, told)
-    assert told[0][0] == 0
-    assert told[-1][0] == told[-1][1] == sum(before.files.values())
+    reported: list[tuple[int, int]] = []
+    before = make(folder, cache, reported)
+    assert reported[0][0] == 0
+    assert reported[-1][0] == reported[-1][1] == sum(before.files.values())
     file = folder / "model.safetensors"
     status = file.stat()
     # The same size and time: whoever does that has the old digests, which is how it is seen that nothing was read.
@@ -84,9 +84,9 @@ def test_digests_are_read_from_the_cache_until_the_folder_changes(folder: Path, 
     content[-1] ^= 1
     file.write_bytes(content)
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
-    told.clear()
-    assert make(folder, cache, told).digest == before.digest
-    assert len(told) == 1
+    reported.clear()
+    assert make(folder, cache, reported).digest == before.digest
+    assert len(reported) == 1
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
     assert make(folder, cache).digest != before.digest
 

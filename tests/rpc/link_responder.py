@@ -11,7 +11,7 @@ from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.link_probe import LinkResponder
 
 
-def _tell(port: int) -> None:
+def _print_port(port: int) -> None:
     sys.stdout.write(f"{port}\n")
     sys.stdout.flush()
 
@@ -19,7 +19,7 @@ def _tell(port: int) -> None:
 def _serve_threads() -> None:
     server = make_server(4)
     server.add_generic_rpc_handlers((LinkResponder(make_hello(node="other")).handler(),))
-    _tell(server.add_insecure_port("127.0.0.1:0"))
+    _print_port(server.add_insecure_port("127.0.0.1:0"))
     server.start()
     sys.stdin.read()
     server.stop(None).wait()
@@ -28,7 +28,7 @@ def _serve_threads() -> None:
 async def _serve_loop() -> None:
     server = make_aio_server()
     server.add_generic_rpc_handlers((LinkResponder(make_hello(node="other")).aio_handler(),))
-    _tell(server.add_insecure_port("127.0.0.1:0"))
+    _print_port(server.add_insecure_port("127.0.0.1:0"))
     await server.start()
     await asyncio.to_thread(sys.stdin.read)
     await server.stop(None)

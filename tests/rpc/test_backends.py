@@ -18,7 +18,7 @@ MACS = (
 GPUS = (RankCapabilities("box", CUDA, "0"), RankCapabilities("box", CUDA, "1"))
 
 
-def test_rdma_is_taken_where_every_machine_has_it_and_a_file_tells_what_leads_where() -> None:
+def test_rdma_is_chosen_if_every_machine_has_it_and_a_hostfile_lists_the_devices() -> None:
     assert choose_backend("auto", MACS, option="", rdma=MATRIX).backend == "jaccl"
     without = choose_backend("auto", MACS, option="")
     assert (without.backend, without.why.split("; ")[0]) == ("ring", "it works everywhere")

@@ -55,7 +55,7 @@ def answers(channel: grpc.Channel, *frames: Frame) -> list[worker_pb2.FrameAccep
     return list(PROBE.stream_stream(channel)(iter(frames), timeout=30))
 
 
-def test_a_probe_tells_round_trip_and_bandwidth_within_its_bounds(channel: grpc.Channel) -> None:
+def test_a_probe_measures_round_trip_and_bandwidth_within_its_bounds(channel: grpc.Channel) -> None:
     found = probe_link(channel, make_hello(), "other", SHORT)
     assert 0 < found.least_round_trip_s <= found.round_trip_s
     assert math.isfinite(found.bandwidth)
@@ -81,12 +81,15 @@ def test_a_prober_of_another_version_is_refused_by_name(channel: grpc.Channel) -
     ("frames", "sentence"),
     [
         ([probe_frame(1)], "begins with a greeting"),
-        ([HELLO, HELLO], "none of a probe's"),
-        ([HELLO, Frame(worker_pb2.FrameHeader())], "none of a probe's"),
-        ([HELLO, Frame(worker_pb2.FrameHeader(tombstone=worker_pb2.Tombstone(step=1)))], "none of a probe's"),
+        ([HELLO, HELLO], "does not belong to a probe"),
+        ([HELLO, Frame(worker_pb2.FrameHeader())], "does not belong to a probe"),
+        (
+            [HELLO, Frame(worker_pb2.FrameHeader(tombstone=worker_pb2.Tombstone(step=1)))],
+            "does not belong to a probe",
+        ),
         (
             [HELLO, Frame(worker_pb2.FrameHeader(activation=worker_pb2.Activation(instance="demo")))],
-            "none of",
+            "does not belong",
         ),
         ([HELLO, probe_frame((64 << 20) + 1)], "are allowed"),
     ],
@@ -132,7 +135,7 @@ def test_a_prober_that_says_nothing_more_is_ended(monkeypatch: pytest.MonkeyPatc
     assert asyncio.run(silent_probe()) == ["", "A probe of a link may take 0.1 s."]
 
 
-def test_a_responder_that_is_not_there_is_told_by_name(tmp_path: Path) -> None:
+def test_a_missing_responder_is_named(tmp_path: Path) -> None:
     bounds = ProbeBounds(0.05, 0.05, answer_s=0.3)
     with (
         open_channel(f"unix:{tmp_path}/nobody") as nowhere,

@@ -111,7 +111,7 @@ def test_a_bomb_that_lies_about_its_size_is_refused() -> None:
         unpack("bfloat16", len(packed), packed + bytes(70_000))
 
 
-def test_a_bomb_that_does_not_tell_its_size_is_refused() -> None:
+def test_a_bomb_without_its_size_is_refused() -> None:
     packed = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(1 << 20))
     with pytest.raises(ProtocolError, match="announces"):
         unpack("bfloat16", len(packed), packed + bytes(64))
@@ -144,7 +144,7 @@ def test_frames_of_a_slow_link_are_packed_and_say_so() -> None:
     assert "at 12.5 MB/s" in use.why
 
 
-def test_frames_of_a_fast_link_are_sent_as_they_are_and_the_reason_is_told() -> None:
+def test_frames_of_a_fast_link_are_sent_as_they_are_and_the_reason_is_reported() -> None:
     packer = Packer(2e9, clock=clock(1e-3).__next__)
     frame = frame_of(activations(4096, "bfloat16"), "bfloat16")
     assert packer.packed(frame) is frame

@@ -75,7 +75,7 @@ def test_phantoms_stand_for_each_part_of_a_list_of_caches() -> None:
     assert cast("Any", nested)[1].offset == 5
 
 
-def test_what_a_model_writes_to_a_phantom_is_gone() -> None:
+def test_a_model_s_writes_to_a_phantom_are_dropped() -> None:
     slots = find_cache_slots(calls({0}, {1}), LayerRange(1, 2), lambda: [ArraysCache(1), KVCache()])
     phantom = slots.complete(slots.make_owned(), 0)[0]
     phantom[0] = mx.zeros((1,))

@@ -257,24 +257,24 @@ def two_steps() -> tuple[step_pb2.Step, step_pb2.Step]:
 
 def events(runner: StageRunner, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What happens, in order, when two steps are there of which the second goes on from the first."""
-    told: list[str] = []
+    events: list[str] = []
     forward = runner._model.forward
     evaluate = cast("Callable[..., None]", mx.async_eval)
 
-    def tell_forward(*arguments: Any, **named: Any) -> mx.array:
-        told.append("built")
+    def record_forward(*arguments: Any, **named: Any) -> mx.array:
+        events.append("built")
         return forward(*arguments, **named)
 
-    def tell_evaluate(*arguments: Any) -> None:
-        told.append("computed")
+    def record_evaluate(*arguments: Any) -> None:
+        events.append("computed")
         evaluate(*arguments)
 
-    monkeypatch.setattr(runner._model, "forward", tell_forward)
-    monkeypatch.setattr(mx, "async_eval", tell_evaluate)
+    monkeypatch.setattr(runner._model, "forward", record_forward)
+    monkeypatch.setattr(mx, "async_eval", record_evaluate)
     for step in two_steps():
         for done in runner.take(step, 0):
-            told.append(f"answered {done.step}")  # noqa: PERF401 - in its place among what else is told
-    return [*told, *(f"answered {done.step}" for done in runner.finish())]
+            events.append(f"answered {done.step}")  # noqa: PERF401 - in its place among what else is events
+    return [*events, *(f"answered {done.step}" for done in runner.finish())]
 
 
 def test_an_answer_goes_out_when_the_next_step_is_built_and_before_it_is_computed(
@@ -315,11 +315,11 @@ def test_a_token_that_had_to_be_drawn_again_takes_back_what_was_built_on_it(
     taken_back: list[int] = []
     roll_back = runner._roll_back
 
-    def tell(work: StepWork) -> None:
+    def record(work: StepWork) -> None:
         taken_back.append(work.step.step)
         roll_back(work)
 
-    monkeypatch.setattr(runner, "_roll_back", tell)
+    monkeypatch.setattr(runner, "_roll_back", record)
     steps = Steps()
     first = steps.make(chunk(1, 0, PROMPT, want()), operations=[open_sequence(1, **sampling)])
     more = [steps.make(previous(1, len(PROMPT) + index)) for index in range(LENGTH - 1)]

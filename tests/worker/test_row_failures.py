@@ -175,7 +175,7 @@ def test_a_draft_must_want_every_token(folder: Path) -> None:
     assert "does not want every token" in pipeline.run(row)[0].failure.message
 
 
-def test_a_parked_sequence_is_forked_and_steps_no_more(pipeline: Pipeline, expected: list[int]) -> None:
+def test_a_retained_sequence_is_forked_and_steps_no_more(pipeline: Pipeline, expected: list[int]) -> None:
     pipeline.results(chunk(1, 0, PROMPT, want()), operations=[opened(1)])
     park = step_pb2.CacheOperation(park=step_pb2.Park(sequence=1))
     answers = pipeline.run(previous(1, len(PROMPT)), operations=[park])
@@ -186,7 +186,9 @@ def test_a_parked_sequence_is_forked_and_steps_no_more(pipeline: Pipeline, expec
     assert tokens_of(pipeline.results(row, operations=[opened(2), fork])[2]) == expected[1:2]
 
 
-def test_what_was_taken_over_is_gone_and_its_taker_goes_on(pipeline: Pipeline, expected: list[int]) -> None:
+def test_a_source_that_was_taken_over_is_closed_and_its_taker_continues(
+    pipeline: Pipeline, expected: list[int]
+) -> None:
     pipeline.results(chunk(1, 0, PROMPT, want()), operations=[opened(1)])
     take = step_pb2.CacheOperation(fork=step_pb2.Fork(source=1, destination=2, length=len(PROMPT), take=True))
     row = decode(2, len(PROMPT), expected[0])

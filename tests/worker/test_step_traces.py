@@ -45,7 +45,7 @@ def test_each_chunk_is_a_span_at_once_and_all_decoding_is_one_when_the_request_h
     assert traces.note(step(decode(1)), TIMINGS) == [], "it has ended"
 
 
-def test_of_requests_that_are_not_traced_nothing_is_told() -> None:
+def test_requests_that_are_not_traced_have_no_spans() -> None:
     traces = StepTraces(lambda: 0)
     spans = traces.note(step(chunk(1, 4), chunk(2, 4), operations=(opened(1, ""), opened(2, "tp"))), TIMINGS)
     assert [span.traceparent for span in spans] == ["tp"]

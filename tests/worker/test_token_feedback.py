@@ -64,7 +64,7 @@ def test_a_token_that_was_there_is_old_as_soon_as_another_is_expected(stage: Sta
     assert not stage.handover.has(1)
 
 
-def test_a_row_that_failed_downstream_is_told_why_and_the_others_get_their_tokens(stage: Stage0) -> None:
+def test_a_row_that_failed_downstream_gets_the_reason_and_the_others_get_their_tokens(stage: Stage0) -> None:
     stage.handover.expect(key(1), [1, 2])
     failure = step_pb2.Failure(kind="RequestError", message="no such thing", sequences=[1, 9])
     stage.arrive(1, 8, failure=failure)

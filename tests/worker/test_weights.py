@@ -124,14 +124,14 @@ def test_what_a_model_keeps_in_float32_is_not_narrowed(tmp_path: Path) -> None:
     assert kept == {name for name in flat if name.endswith("e_score_correction_bias")} != set()
 
 
-def test_progress_is_told_in_bytes_up_to_the_share(tmp_path: Path) -> None:
+def test_progress_is_reported_in_bytes_up_to_the_share(tmp_path: Path) -> None:
     folder = read_model_folder(write_random_model(tmp_path / "model", QWEN3))
-    told: list[tuple[int, int]] = []
-    load_stage(folder, LayerRange(1, 3), "float32", lambda done, total: told.append((done, total)))
+    reported: list[tuple[int, int]] = []
+    load_stage(folder, LayerRange(1, 3), "float32", lambda done, total: reported.append((done, total)))
     layers = [entry for entry in folder.tensors if ".layers.1." in entry.name or ".layers.2." in entry.name]
-    assert told[0][0] == 0
-    assert told[-1] == (told[-1][1], sum(entry.nbytes for entry in layers))
-    assert told == sorted(told)
+    assert reported[0][0] == 0
+    assert reported[-1] == (reported[-1][1], sum(entry.nbytes for entry in layers))
+    assert reported == sorted(reported)
 
 
 def test_a_count_of_layers_that_is_not_the_models_is_refused(tmp_path: Path) -> None:

@@ -76,12 +76,12 @@ def failed_twice(link: Link, step: step_pb2.Step) -> None:
     link.sender.send_failure(step_key(step), FAILURE)
 
 
-@pytest.mark.parametrize("trouble", [lost_a_row, failed, failed_after_it_was_sent, failed_twice])
-def test_the_step_after_one_in_trouble_gets_its_own_message(
-    link: Link, trouble: Callable[[Link, step_pb2.Step], None]
+@pytest.mark.parametrize("fail", [lost_a_row, failed, failed_after_it_was_sent, failed_twice])
+def test_the_step_after_a_failed_one_gets_its_own_message(
+    link: Link, fail: Callable[[Link, step_pb2.Step], None]
 ) -> None:
     for _ in range(2):
-        trouble(link, link.step())
+        fail(link, link.step())
         step = link.step()
         link.sender.send(step_key(step), WHOLE)
         assert bytes(link.inbox.recv(step_key(step)).data) == WHOLE.data
@@ -94,7 +94,7 @@ def test_messages_that_nobody_took_in_time_are_filed_all_the_same(link: Link) ->
     assert bytes(link.inbox.recv(step_key(second)).data) == WHOLE.data
 
 
-def test_after_an_error_waits_end_and_the_worker_is_told() -> None:
+def test_after_an_error_waits_end_and_the_worker_reports_it() -> None:
     link = Link()
     step = link.step()
     link.way.fail(RuntimeError("[recv] Socket was closed"))

@@ -236,14 +236,14 @@ class Panic(BaseException):
     """As Rust's are told: no `Exception`."""
 
 
-@pytest.mark.parametrize("trouble", [ModelCorrupt("no tokenizer"), TypeError("stumbled"), Panic("panicked")])
-def test_rows_whose_grammar_fails_draw_like_the_others(trouble: BaseException) -> None:
+@pytest.mark.parametrize("failure", [ModelCorrupt("no tokenizer"), TypeError("stumbled"), Panic("panicked")])
+def test_rows_whose_grammar_fails_draw_like_the_others(failure: BaseException) -> None:
     """Of ranks that share a stage one may fail alone, and all must draw the same rows in the same way."""
     compiled = Future[Compiled]()
-    compiled.set_exception(trouble)
+    compiled.set_exception(failure)
     grammar = AnswerGrammar(compiled, len(PROMPT), frozenset((END,)))
     masks = make_masks([Drawing(7, grammar, PROMPT, [len(PROMPT)])], 320)
-    assert str(trouble) in str(masks.failed[7])
+    assert str(failure) in str(masks.failed[7])
     assert masks.allowed[7, len(PROMPT)].tokens.all()
 
 
@@ -265,7 +265,7 @@ class NoKv:
     def retain(self, sequence: int) -> None: ...
 
 
-def test_a_parked_sequence_keeps_no_grammar(folder: Path) -> None:
+def test_a_retained_sequence_keeps_no_grammar(folder: Path) -> None:
     compiler = ReadyGrammars(read_model_folder(folder))
     table = SequenceTable(cast("Any", NoKv()), 320, compiler)
     assert table.apply([under(1, SCHEMA)]) == {}

@@ -39,7 +39,7 @@ def store_with(tokens: int, *caches: Any, **options: Any) -> KVStore:
     return store
 
 
-def test_a_parked_sequence_takes_no_more_than_its_tokens() -> None:
+def test_a_retained_sequence_takes_no_more_than_its_tokens() -> None:
     store = store_with(300)
     store.free(2)
     store.retain(1)
@@ -47,7 +47,7 @@ def test_a_parked_sequence_takes_no_more_than_its_tokens() -> None:
     assert content(store, 1) == list(range(300))
 
 
-def test_a_parked_row_shares_no_memory_with_the_bank_it_left() -> None:
+def test_a_retained_row_shares_no_memory_with_the_bank_it_left() -> None:
     tokens = 100 * 256
     store = KVStore([KVCache()], mx.float32)
     for sequence in (1, 2):
@@ -71,7 +71,7 @@ def test_parking_leaves_the_others_in_their_place() -> None:
     assert content(store, 1) == list(range(300))
 
 
-def test_a_parked_sequence_steps_no_more() -> None:
+def test_a_retained_sequence_steps_no_more() -> None:
     store = store_with(20)
     store.retain(1)
     with pytest.raises(ProtocolError, match="kept for forks"):
@@ -79,7 +79,7 @@ def test_a_parked_sequence_steps_no_more() -> None:
     append(store, {2: [1]})
 
 
-def test_a_fork_of_a_parked_sequence_goes_on_by_itself() -> None:
+def test_a_fork_of_a_retained_sequence_continues_by_itself() -> None:
     store = store_with(300)
     store.retain(1)
     store.open(3, 1000)
@@ -132,7 +132,7 @@ def test_traits_know_recurrent_states_once_a_sequence_was_freed() -> None:
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 @pytest.mark.parametrize("take", [False, True])
-def test_who_begins_from_a_parked_sequence_computes_what_it_alone_would(name: str, *, take: bool) -> None:
+def test_a_fork_of_a_retained_sequence_computes_what_it_alone_would(name: str, *, take: bool) -> None:
     run = ModelRun(small_model(name))
     run.open(1, 2)
     prompt = [3, 1, 4, 1, 5, 9, 2, 6]

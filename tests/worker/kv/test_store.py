@@ -49,7 +49,7 @@ def test_a_sequence_never_holds_more_than_its_longest() -> None:
     assert store.nbytes == 10 * TOKEN_BYTES
 
 
-def test_freed_bytes_are_gone_at_once() -> None:
+def test_freed_bytes_are_released_at_once() -> None:
     store = store_of()
     for sequence in range(4):
         store.open(sequence, 2000)
@@ -59,7 +59,7 @@ def test_freed_bytes_are_gone_at_once() -> None:
     assert store.nbytes == held * 3 // 4
 
 
-def test_a_bank_gives_bytes_back_when_half_its_rows_are_gone() -> None:
+def test_a_bank_releases_bytes_when_half_its_rows_have_left() -> None:
     store = store_of()
     for sequence in range(4):
         store.open(sequence, 2000)

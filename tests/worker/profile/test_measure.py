@@ -43,7 +43,7 @@ def test_costs_are_finite_and_none_is_negative(profile: MachineProfile) -> None:
     assert profile.costs.attention_s > 0
 
 
-def test_memory_and_device_are_told(profile: MachineProfile) -> None:
+def test_memory_and_device_are_reported(profile: MachineProfile) -> None:
     assert profile.memory_bytes >= profile.memory_available_bytes > 0
     assert profile.device == mx.default_device().type.name
     assert profile.computes_in == "float32"
@@ -63,7 +63,7 @@ def test_measuring_keeps_to_its_share_of_memory() -> None:
     assert mx.get_peak_memory() - before < max(0.02 * left, 300e6)
 
 
-def test_too_little_memory_is_told_with_the_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory_is_reported_with_the_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure_module, "free_memory", lambda: 100_000_000)
     with pytest.raises(ConfigError, match="100 MB of memory are left, of which measuring may take 25%"):
         measure(Bounds(), blas="", blas_threads=1)

@@ -29,7 +29,7 @@ def test_some_rounds_are_made_however_late_it_is() -> None:
     assert found["a"].median == 2.0
 
 
-def test_the_median_and_the_middle_half_are_told() -> None:
+def test_the_median_and_the_middle_half_are_reported() -> None:
     found = Found.of([1.0, 2.0, 3.0, 4.0, 100.0])
     assert (found.median, found.spread) == (3.0, pytest.approx(2 / 3))
 

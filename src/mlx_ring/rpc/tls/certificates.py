@@ -60,7 +60,7 @@ def carried_authority(leaf: bytes) -> x509.Certificate:
     raise PeerRefused(_NO_HEAD)
 
 
-_NO_HEAD = "What answered there is no mlx-ring head: check the address and port."
+_NO_HEAD = "The server there is no mlx-ring head: check the address and port."
 
 
 def fingerprint(certificate: x509.Certificate) -> bytes:
