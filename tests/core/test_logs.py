@@ -36,7 +36,7 @@ def run(code: str, log_dir: Path) -> subprocess.CompletedProcess[str]:
 
 
 def lines_of(code: str, log_dir: Path, *, before: str = "") -> list[str]:
-    """What such a process writes to stderr; its file must say the same."""
+    """Return what such a process writes to stderr; its file must have the same."""
     done = run(before + CONFIGURE + code, log_dir)
     lines = done.stderr.splitlines()
     file = log_dir / "worker-1-0.log"
@@ -181,7 +181,7 @@ FIELDS = {"time", "level", "logger", "message", "node", "process", "stage", "ran
 
 
 def objects_of(code: str, log_dir: Path) -> list[dict[str, Any]]:
-    """What such a process writes to stderr, every line an object; its file must say the same."""
+    """Return what such a process writes to stderr, every line an object; its file must have the same."""
     done = run(JSON + code, log_dir)
     lines = done.stderr.splitlines()
     assert (log_dir / "worker-1-0.log").read_text().splitlines() == lines

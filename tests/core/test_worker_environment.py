@@ -1,4 +1,4 @@
-"""What processes that compute are started with."""
+"""Environment of processes that compute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Children: how their end is told, how they are ended, and what becomes of what they write."""
+"""Child processes: reports of their end, ending them, and their output."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PATIENT = "import signal; print('up', flush=True); signal.pause()"
 
 
 class ReceivedLines(logging.Handler):
-    """What a child wrote, and when its first line came."""
+    """Lines that a child wrote, and when the first one came."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class ReceivedLines(logging.Handler):
 def with_child(
     folder: Path,
     code: str,
-    use: Callable[[ChildProcess, Heard], Awaitable[None]],
+    use: Callable[[ChildProcess, ReceivedLines], Awaitable[None]],
     word: Callable[[str], str] = str,
 ) -> None:
     """Run `code` as a child's module (its last argument is the lifeline), and use it."""

@@ -1,4 +1,4 @@
-"""What a head says of itself on the LAN, and what is made of what strangers say."""
+"""Announcement of a head on the LAN, and reading of strangers' announcements."""
 
 from __future__ import annotations
 

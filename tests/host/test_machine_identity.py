@@ -1,4 +1,4 @@
-"""What Linux tells of a machine."""
+"""Identity of a Linux machine."""
 
 from __future__ import annotations
 

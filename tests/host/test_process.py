@@ -20,7 +20,7 @@ UNLIMITED_V1 = str(9223372036854771712)
 
 
 def tree(root: Path, own: str, files: dict[str, str]) -> Path:
-    """A root with `/proc/self/cgroup` and files under `/sys/fs/cgroup`."""
+    """Make a root with `/proc/self/cgroup` and files under `/sys/fs/cgroup`."""
     for name, text in {
         "proc/self/cgroup": own,
         **{f"sys/fs/cgroup/{k}": v for k, v in files.items()},
@@ -32,7 +32,7 @@ def tree(root: Path, own: str, files: dict[str, str]) -> Path:
 
 
 def version_2(where: Path, own: str, **groups: dict[str, str]) -> Path:
-    """Groups by name, `a__b` for `a/b`; the one at the root is called `root`."""
+    """Make groups by name, `a__b` for `a/b`; the one at the root is called `root`."""
     files = {"cgroup.controllers": "cpu memory"}
     for group, entries in groups.items():
         folder = "" if group == "root" else group.replace("__", "/") + "/"

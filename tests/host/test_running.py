@@ -1,4 +1,4 @@
-"""Who of us runs on this machine, and how they are ended."""
+"""Heads and agents that run on this machine, and ending them."""
 
 from __future__ import annotations
 

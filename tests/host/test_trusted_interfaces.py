@@ -1,4 +1,4 @@
-"""What an owner names, found among a machine's interfaces."""
+"""Search of named interfaces among a machine's."""
 
 from __future__ import annotations
 

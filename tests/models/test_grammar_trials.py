@@ -41,7 +41,7 @@ def references(count: int) -> Grammar:
 
 @pytest.fixture
 def children() -> Callable[[], list[psutil.Process]]:
-    """The processes for trials that have come since the test began."""
+    """Return the processes for trials that started since the test began."""
 
     def now() -> list[psutil.Process]:
         return [each for each in psutil.Process().children() if grammar_trials.__name__ in each.cmdline()]

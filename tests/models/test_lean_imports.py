@@ -20,7 +20,7 @@ BARE = "import sys; from mlx_ring.models.lean_imports import import_bare; import
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Holds a package that says when its `__init__` runs, and has a module."""
+    """Make a folder with a package that prints when its `__init__` runs, and has a module."""
     (tmp_path / "heavy").mkdir()
     (tmp_path / "heavy" / "__init__.py").write_text(
         "print('init')\nfrom heavy.light import two\nthree = two + 1\n"

@@ -1,4 +1,4 @@
-"""What a worker's process brings in, and what comes in later all the same."""
+"""Imports of a worker's process, at its start and later."""
 
 from __future__ import annotations
 

@@ -23,13 +23,13 @@ PRIVATE = "someone/private"
 
 @pytest.fixture
 def hub(tiny_model: Path) -> Iterator[tuple[str, list[str]]]:
-    """A hub's address, and what it was asked for."""
+    """Start a hub; return its address, and the list of its requests."""
     with running_hub(tiny_model) as running:
         yield running
 
 
 def put_in_cache(cache: Path, model: Path, name: str) -> Path:
-    """A snapshot as the hub's client leaves it."""
+    """Make a snapshot as the hub's client leaves it."""
     repository = cache / f"models--{name.replace('/', '--')}"
     snapshot = repository / "snapshots" / COMMIT
     snapshot.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""What a folder says of its model's embeddings."""
+"""Description of a model's embeddings in its folder."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def test_silence_ends_it() -> None:
 
 @pytest.mark.parametrize("turns", range(8))
 def test_a_listener_that_is_cancelled_ends_also_when_something_comes_at_that_moment(turns: int) -> None:
-    """Whichever turn of the event loop its news have come to."""
+    """Cancel at each turn of the event loop after an item came."""
 
     async def run() -> bool:
         news = asyncio.Event()

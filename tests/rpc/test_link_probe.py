@@ -27,7 +27,7 @@ HELLO = Frame(worker_pb2.FrameHeader(hello=make_hello()))
 
 @pytest.fixture(scope="module", params=["threads", "loop"])
 def address(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Where another process answers probes."""
+    """Return the address of another process that answers probes."""
     process = subprocess.Popen(
         [sys.executable, str(Path(__file__).with_name("link_responder.py")), request.param],
         stdin=subprocess.PIPE,
@@ -152,7 +152,7 @@ def test_a_responder_that_dies_ends_the_probe_with_an_error() -> None:
 
 
 def link_probe_server_that_hangs_up() -> tuple[grpc.Server, str]:
-    """Accepts the greeting, and is gone."""
+    """Accept the greeting, and end."""
 
     def hang_up(
         frames: Iterator[Frame], _context: grpc.ServicerContext

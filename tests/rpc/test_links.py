@@ -66,7 +66,7 @@ def _serve(inbox: Inbox, address: str) -> tuple[grpc.Server, int]:
 
 @pytest.fixture(scope="module")
 def collectives() -> Iterator[Callable[[str, Inbox], LinkSender]]:
-    """Has a pair of each kind file in an inbox: they take a while to start."""
+    """Make a pair of each kind deliver to an inbox, because they take a while to start."""
     started: dict[str, tuple[LinkSender, Passing]] = {}
     with ExitStack() as stack:
 

@@ -1,4 +1,4 @@
-"""What is packed comes back bit for bit, grows no further than it may, and is packed only where that pays."""
+"""Packed frames are restored bit for bit, stay within their limits, and are packed only if that pays."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WIDTHS = {
 
 
 def activations(numbers: int, dtype: str = "float32") -> bytes:
-    """As a layer gives them: normal, with some outliers."""
+    """Make activations like a layer's: normal, with some outliers."""
     random = np.random.default_rng(7)
     values = random.standard_normal(numbers).astype(np.float32) * random.choice([0.1, 1, 1, 1, 30], numbers)
     floats = values.astype(np.float32)
@@ -91,7 +91,7 @@ def test_any_bytes_are_numbers_or_a_protocol_error(dtype: str, high: int, payloa
 
 
 def bomb(announces: int | None = None) -> bytes:
-    """256 MiB of zeros; perhaps with another length in its header than it has."""
+    """Compress 256 MiB of zeros, perhaps with a wrong length in the header."""
     packed = zstandard.ZstdCompressor(write_content_size=True).compress(bytes(256 << 20))
     if announces is None:
         return packed

@@ -29,7 +29,7 @@ _GRAMMARS: list[step_pb2.Grammar] = []
 
 
 def grammar_id(kind: str, text: str) -> int:
-    """By which `ReadyGrammars` know a grammar."""
+    """Return the id by which `ReadyGrammars` finds a grammar."""
     _GRAMMARS.append(step_pb2.Grammar(kind=kind, text=text))
     return len(_GRAMMARS)
 
@@ -50,13 +50,13 @@ def prepare(compiler: GrammarCompiler, id_: int, grammar: step_pb2.Grammar) -> B
 
 
 def make_stages(folder: Path, cuts: Sequence[int], **options: Any) -> list[StageRunner]:
-    """Runners of the stages between the cuts, each with its own share of the model."""
+    """Return runners of the stages between the cuts, each with its own share of the model."""
     inboxes = [Inbox("test", 1) for _ in cuts[1:]]
     return [_stage(folder, cuts, stage, inboxes, [], options) for stage in range(len(inboxes))]
 
 
 def make_collective_stages(folder: Path, cuts: Sequence[int]) -> list[StageRunner]:
-    """The same, with activations over the twin of a collective."""
+    """Return the same, with activations over the twin of a collective."""
     inboxes = [Inbox("test", 1) for _ in cuts[1:]]
     ways = [InProcessWay() for _ in inboxes[1:]]
     return [_stage(folder, cuts, stage, inboxes, ways, {}) for stage in range(len(inboxes))]
@@ -101,7 +101,7 @@ class Steps:
         hand_over: bool = False,
         epoch: int = 1,
     ) -> step_pb2.Step:
-        """The next step."""
+        """Make the next step."""
         self.step += 1
         return step_pb2.Step(
             instance="test",
@@ -122,12 +122,12 @@ class Pipeline(Steps):
         self.runners = (make_collective_stages if collective else make_stages)(folder, cuts)
 
     def run(self, *rows: step_pb2.Row, **options: Any) -> list[step_pb2.StepDone]:
-        """Every stage's answer to a step."""
+        """Return every stage's answer to a step."""
         step = self.make(*rows, **options)
         return [runner.run(step, 0) for runner in self.runners]
 
     def results(self, *rows: step_pb2.Row, **options: Any) -> dict[int, step_pb2.RowResult]:
-        """The results of a step that fails nowhere."""
+        """Return the results of a step that fails nowhere."""
         answers = self.run(*rows, **options)
         assert [answer.failure.message for answer in answers] == [""] * len(answers)
         return {result.sequence: result for result in answers[-1].results}
@@ -181,5 +181,5 @@ def tokens_of(result: step_pb2.RowResult) -> list[int]:
 
 
 def answer_all(runner: StageRunner, *steps: step_pb2.Step) -> list[step_pb2.StepDone]:
-    """The answers to steps that are all there before the first is answered."""
+    """Return the answers to steps that all come before the first is answered."""
     return [*(done for step in steps for done in runner.take(step, 0)), *runner.finish()]

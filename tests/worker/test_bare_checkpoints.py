@@ -16,7 +16,7 @@ from mlx_ring.worker.tensors import from_message
 
 
 def bare(whole: Path, folder: Path, *, with_head: bool) -> Path:
-    """The same weights as sentence-transformers would save them."""
+    """Save the same weights as sentence-transformers does."""
     weights = cast("dict[str, mx.array]", mx.load(str(whole / "model.safetensors")))
     kept = {name: array for name, array in weights.items() if with_head or not name.startswith("lm_head")}
     renamed = {name.removeprefix("model."): array for name, array in kept.items()}

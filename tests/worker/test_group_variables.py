@@ -1,4 +1,4 @@
-"""What each backend of MLX's reads to make a group."""
+"""Variables from which each of MLX's backends makes a group."""
 
 from __future__ import annotations
 

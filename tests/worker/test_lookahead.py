@@ -103,7 +103,7 @@ class Script:
 
 
 def alone(folder: Path, prompt: list[int], sampling: dict[str, Any]) -> list[int]:
-    """The tokens of a sequence that steps alone, each step waited for."""
+    """Return the tokens of a sequence that steps alone, waiting for each step."""
     pipeline = Pipeline(folder, CUTS[1])
     first = pipeline.results(
         chunk(1, 0, prompt, want()), operations=[open_sequence(1, len(prompt), **sampling)]
@@ -125,7 +125,7 @@ def answers(folder: Path) -> list[Answer]:
 
 
 def write_script(answers: Sequence[Answer], seed: int) -> Script:
-    """Sequences that join, prefill in chunks, decode in changing company, verify drafts and leave."""
+    """Run sequences that join, prefill in chunks, decode in changing batches, verify drafts and leave."""
     chance = random.Random(seed)
     waiting = [Answer(each.sequence, each.prompt, each.sampling, each.tokens) for each in answers]
     chance.shuffle(waiting)
@@ -188,7 +188,7 @@ def drawn(done: step_pb2.StepDone) -> dict[int, list[int]]:
 
 
 def watch(runner: StageRunner, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The numbers of the steps that are built ahead."""
+    """Return the numbers of the steps that are built ahead."""
     ahead: list[int] = []
     ask = runner._can_build_ahead
 
@@ -256,7 +256,7 @@ def two_steps() -> tuple[step_pb2.Step, step_pb2.Step]:
 
 
 def events(runner: StageRunner, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What happens, in order, when two steps are there of which the second goes on from the first."""
+    """Record what happens, in order, when the second of two steps continues the first."""
     events: list[str] = []
     forward = runner._model.forward
     evaluate = cast("Callable[..., None]", mx.async_eval)

@@ -13,7 +13,7 @@ from mlx_ring.worker.group import check_neighbour
 
 @pytest.fixture
 def port() -> Generator[int]:
-    """Of this process, to which somebody of this machine has come."""
+    """Address of this process, to which this machine has connected."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         number = listening.getsockname()[1]
         with socket.create_connection(("127.0.0.1", number)), listening.accept()[0]:

@@ -1,4 +1,4 @@
-"""A row that cannot step fails alone, on one stage and on several, and the others go on."""
+"""A row that cannot step fails alone, on one stage and on several, and the others continue."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def pipeline(request: pytest.FixtureRequest, folder: Path) -> Pipeline:
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> list[int]:
-    """What the prompt is answered with when nothing fails."""
+    """Return the answer to the prompt when nothing fails."""
     pipeline = Pipeline(folder, CUTS[1])
     tokens = tokens_of(pipeline.results(chunk(1, 0, PROMPT, want()), operations=[opened(1)])[1])
     for index in range(3):

@@ -247,7 +247,7 @@ def test_a_malformed_row_fails_its_step_with_a_sentence(
 
 
 class CountingGroup(Group):
-    """Of this rank alone, with the steps that it was told the end of."""
+    """Group of this rank alone, with the ended steps."""
 
     def __init__(self) -> None:
         super().__init__(mx.distributed.init())

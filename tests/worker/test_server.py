@@ -29,7 +29,7 @@ class _Local:
         return "unix:/run/worker"
 
     def cancel(self) -> None:
-        """It is being ended anyway."""
+        """Do nothing: the call ends anyway."""
 
 
 class _From:
@@ -45,11 +45,11 @@ class _From:
         return {"x509_pem_cert": [self._certificate]}
 
     def cancel(self) -> None:
-        """It is being ended anyway."""
+        """Do nothing: the call ends anyway."""
 
 
 def assigned(stage: int, previous_node: str = "") -> tuple[WorkerServer, Inbox]:
-    """A worker that is to hold this stage of three, and where its activations arrive."""
+    """Return a worker for this stage of three, and the inbox for its activations."""
     server = WorkerServer(WorkerIdentity("here", stage, 0, "none"))
     assignment = worker_pb2.StageAssignment(
         instance="demo-1", epoch=1, stage=stage, stages=3, previous_node=previous_node
@@ -59,7 +59,7 @@ def assigned(stage: int, previous_node: str = "") -> tuple[WorkerServer, Inbox]:
 
 
 def link(server: WorkerServer, *frames: Frame, context: object = None) -> worker_pb2.FrameAccepted:
-    """Its first answer; the link is then closed."""
+    """Return its first answer; the link is then closed."""
     (first,) = server.link(iter(frames), cast("Any", context or _Local()))
     return first
 

@@ -37,7 +37,7 @@ SAMPLE = [
 
 
 def leave_out(folder: ModelFolder, layers: LayerRange, target: Path) -> ModelFolder:
-    """A copy in which every tensor that the stage does not need is noise, which nobody could miss."""
+    """Make a copy in which every tensor that the stage does not need is noise, which nobody could miss."""
     target.mkdir(parents=True)
     kept = {(entry.file, entry.name) for entry in tensors_of_stage(folder, layers)}
     for path in folder.path.iterdir():

@@ -1,4 +1,4 @@
-"""What a rank tells of steps for requests that are traced."""
+"""Spans of a rank for traced requests."""
 
 from __future__ import annotations
 

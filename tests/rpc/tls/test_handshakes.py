@@ -1,4 +1,4 @@
-"""What is said of a handshake that failed: to the client as an error, on the server as a line of its log."""
+"""Reports of a failed handshake: an error for the client, a log line on the server."""
 
 from __future__ import annotations
 

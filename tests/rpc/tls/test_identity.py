@@ -1,4 +1,4 @@
-"""Who a machine is: the same after every start."""
+"""Identity of a machine: the same after every start."""
 
 from __future__ import annotations
 

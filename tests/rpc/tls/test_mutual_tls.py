@@ -50,7 +50,7 @@ def mini(authority: Authority) -> Credentials:
 
 
 async def ask(address: str, trust: ChannelTrust | None, name: str) -> int:
-    """What the server answers. Raises what a caller would."""
+    """Return the server's answer, or raise the caller's error."""
     async with open_aio_channel(address, trust, name) as channel:
         try:
             reply = await STOP.aio_unary_unary(channel)(agent_pb2.StopRequest(), timeout=10)

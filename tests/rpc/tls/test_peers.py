@@ -16,7 +16,7 @@ from mlx_ring.rpc.tls.peers import address_of_call, host_of_call, is_local, peer
 
 @dataclass(frozen=True)
 class Call:
-    """What gRPC tells of one."""
+    """Context of a call, as gRPC gives it."""
 
     came_from: str
     shown: Mapping[str, list[bytes]] = field(default_factory=dict[str, list[bytes]])

@@ -26,5 +26,5 @@ class InProcessWay:
         return memoryview(message)
 
     def fail(self, error: Exception) -> None:
-        """As if the other end were gone."""
+        """Fail as if the other end had closed."""
         self._messages.put(error)

@@ -58,7 +58,7 @@ class _Forwarding(Inbox):
 
 
 def _end(rank: int, kind: str, variables: dict[str, str], address: str, orders: Connection) -> None:
-    """One of the processes: joins, then does as it is told."""
+    """Run one of the processes: join, then follow commands."""
     set_for_libraries(variables)
     import mlx.core as mx  # the test's own process needs none of it
 
@@ -114,12 +114,12 @@ class Pair:
                 self.orders[rank].send(("send", key, _picklable(tensor)))
 
     def exit_code_of(self, rank: int) -> int | None:
-        """Once it has ended by itself."""
+        """Wait until it has ended by itself."""
         self.processes[rank].join(_WAIT_S)
         return self.processes[rank].exitcode
 
     def close(self) -> None:
-        """The processes end with the test."""
+        """End the processes with the test."""
 
     def _expect(self, key: LinkKey, tokens: int) -> None:
         if key.purpose == HIDDEN:
@@ -140,7 +140,7 @@ def _picklable(tensor: WireTensor) -> WireTensor:
 
 @contextlib.contextmanager
 def joined_pair(kind: str, inbox: Inbox | None = None) -> Generator[Pair]:
-    """A pair that has found each other; nothing of it is left afterwards."""
+    """Yield a connected pair, and end it afterwards."""
     filed = inbox or Inbox("test", 1)
     with contextlib.ExitStack() as stack, tempfile.TemporaryDirectory(prefix="pair-") as folder:
         address = f"unix:{folder}/s"
@@ -169,7 +169,7 @@ def joined_pair(kind: str, inbox: Inbox | None = None) -> Generator[Pair]:
 
 @contextlib.contextmanager
 def _variables(kind: str, folder: Path) -> Generator[list[dict[str, str]]]:
-    """What each of both reads of the environment."""
+    """Return the environment of each process."""
     if kind == "mpi":
         with mpi_places(2) as places:
             yield places

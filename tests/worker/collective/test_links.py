@@ -36,7 +36,7 @@ class Link:
         self._steps = Steps()
 
     def step(self) -> step_pb2.Step:
-        """The next step, of which both ends have heard."""
+        """Announce the next step to both ends."""
         step = self._steps.make(chunk(1, 0, [4, 5]))
         self.sender.expect(step)
         self.receiver.expect(step)
@@ -113,7 +113,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("pair", [kind for kind in KINDS if kind != "mpi"], indirect=True)
 def test_a_worker_whose_peer_is_killed_ends_as_well(pair: Pair, victim: int) -> None:
-    """Not so over MPI, where who waits hears of nothing: its agent ends it."""
+    """Skip MPI, where a waiting process learns nothing: its agent ends it."""
     pair.send(KEY, WHOLE)
     pair.inbox.recv(KEY)
     os.kill(pair.pids[victim], signal.SIGKILL)

@@ -73,7 +73,7 @@ def text_of(folder: Path, tokens: Sequence[int]) -> str:
 def run(
     pipeline: Pipeline, opened: Sequence[step_pb2.CacheOperation], count: int = 1500
 ) -> dict[int, list[int]]:
-    """Each sequence's answer to its end, or `count` tokens; all step together."""
+    """Return each sequence's answer to its end, or `count` tokens; all step together."""
     sequences = [operation.open.sequence for operation in opened]
     first = pipeline.results(*(chunk(each, 0, PROMPT, want()) for each in sequences), operations=opened)
     answers = {each: tokens_of(first[each]) for each in sequences}
@@ -233,7 +233,7 @@ def test_a_grammar_that_fails_ends_its_own_answer_alone(
 
 
 class Panic(BaseException):
-    """As Rust's are told: no `Exception`."""
+    """Stand-in for a panic in Rust, which is no `Exception`."""
 
 
 @pytest.mark.parametrize("failure", [ModelCorrupt("no tokenizer"), TypeError("stumbled"), Panic("panicked")])

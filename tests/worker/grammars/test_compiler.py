@@ -37,7 +37,7 @@ def grammars(folder: Path) -> GrammarCompiler:
 
 @contextmanager
 def held_up(monkeypatch: pytest.MonkeyPatch) -> Generator[tuple[list[str], Callable[[], None]]]:
-    """What was compiled; and the compiler, which waits at its first until it is let go on."""
+    """Return the compiled grammars, and the compiler, which waits at its first until it may continue."""
     compiled: list[str] = []
     begun, goes_on = threading.Event(), threading.Event()
 

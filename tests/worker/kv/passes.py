@@ -16,7 +16,7 @@ WIDTH = 4
 
 
 def padded(batch: Batch, rows: Sequence[Sequence[int]]) -> mx.array:
-    """The batch's tokens, `(batch, width)`."""
+    """Return the batch's tokens, `(batch, width)`."""
     width = max(batch.counts)
     return mx.array([[*rows[index], *[0] * (width - len(rows[index]))] for index in batch.rows])
 
@@ -36,7 +36,7 @@ class ModelRun:
             self.store.open(sequence, 4096)
 
     def step(self, work: Mapping[int, Sequence[int]]) -> dict[int, mx.array]:
-        """Logits `(tokens, vocabulary)` of each sequence."""
+        """Return logits `(tokens, vocabulary)` of each sequence."""
         sequences, rows = list(work), list(work.values())
         logits: dict[int, mx.array] = {}
         for batch in self.store.batches([(sequence, len(work[sequence])) for sequence in sequences]):
@@ -48,7 +48,7 @@ class ModelRun:
         return logits
 
     def alone(self, chunks: Sequence[Sequence[int]], caches: list[Any] | None = None) -> mx.array:
-        """Logits of the last chunk from mlx-lm's own caches."""
+        """Return logits of the last chunk from mlx-lm's own caches."""
         caches = self.own_caches() if caches is None else caches
         output = None
         for chunk in chunks:
@@ -63,7 +63,7 @@ def apart(left: mx.array, right: mx.array) -> float:
 
 
 def flat(array: mx.array) -> list[float]:
-    """The numbers of an array of one axis."""
+    """Return the numbers of an array of one axis."""
     return cast("list[float]", array.tolist())
 
 
@@ -79,7 +79,7 @@ def feed(batch: Batch, rows: Sequence[Sequence[int]]) -> list[list[mx.array]]:
 
 
 def seen(mask: Any, query: int, queries: int, keys: int, row: int) -> list[bool]:
-    """Which keys a mask shows to a query, as mlx-lm's attention reads masks."""
+    """Return which keys a mask shows to a query, as mlx-lm's attention reads masks."""
     if mask is None:
         return [True] * keys
     if isinstance(mask, str):

@@ -119,7 +119,7 @@ RECURRENT = ("qwen3_next", "falcon_h1", "mamba2")
 
 @cache
 def small_model(family: str) -> nn.Module:
-    """A model with seeded weights that tell tokens and positions apart."""
+    """Make a model with seeded weights that distinguish tokens and positions."""
     module = importlib.import_module(f"mlx_lm.models.{family}")
     mx.random.seed(7)
     config = {"model_type": family, **CONFIGURATIONS[family]}

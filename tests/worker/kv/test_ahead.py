@@ -14,7 +14,7 @@ from mlx_ring.worker.kv import Batch, KVStore
 
 
 def store_of(lengths: Mapping[int, int]) -> KVStore:
-    """Sequences of those lengths; their tokens are 1, 2, 3, ..."""
+    """Open sequences of those lengths; their tokens are 1, 2, 3, ..."""
     store = KVStore([KVCache()], mx.float32)
     for sequence, length in lengths.items():
         store.open(sequence, 100)
@@ -24,7 +24,7 @@ def store_of(lengths: Mapping[int, int]) -> KVStore:
 
 
 def build(store: KVStore, work: Mapping[int, Sequence[int]]) -> list[Batch]:
-    """Passes over the work, begun and not evaluated."""
+    """Begin passes over the work without evaluating them."""
     batches = store.batches([(sequence, len(row)) for sequence, row in work.items()])
     for batch in batches:
         batch.remember()

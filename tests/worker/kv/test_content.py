@@ -1,4 +1,4 @@
-"""Content by layer, heads and tokens: what is read can be written elsewhere and goes on from there."""
+"""Content by layer, heads and tokens: it can be read, written elsewhere and continued there."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ LAYERS = 6
 
 
 def slow_store() -> KVStore:
-    """Every step resizes one array, whatever its size."""
+    """Let every step resize one array, whatever its size."""
     return KVStore([KVCache() for _ in range(LAYERS)], mx.float32, step_bytes=1)
 
 
@@ -26,7 +26,7 @@ def bytes_of(tokens: int) -> int:
 
 
 def running(store: KVStore, rows: int, tokens: int) -> None:
-    """Rows that lie together, in slots of `tokens` and a block."""
+    """Place rows together, in slots of `tokens` and a block."""
     for sequence in range(rows):
         store.open(sequence, 4 * tokens)
     append(store, {sequence: range(tokens) for sequence in range(rows)})

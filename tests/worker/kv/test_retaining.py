@@ -31,7 +31,7 @@ def content(store: KVStore, sequence: int) -> list[float]:
 
 
 def store_with(tokens: int, *caches: Any, **options: Any) -> KVStore:
-    """A store whose sequence 1 has stepped beside sequence 2."""
+    """Make a store whose sequence 1 has stepped beside sequence 2."""
     store = KVStore(list(caches) or [KVCache()], mx.float32, **options)
     for sequence in (1, 2):
         store.open(sequence, 2000)

@@ -250,7 +250,7 @@ def test_rows_whose_bank_was_broken_by_a_failed_evaluation_say_so() -> None:
 
 
 def unevaluable(*shape: int) -> mx.array:
-    """An array that fails when it is evaluated, not before: nothing inverts zero."""
+    """Make an array that fails when it is evaluated, not before: zero has no inverse."""
     inverse = mx.linalg.inv(mx.zeros((2, 2)), stream=mx.cpu)
     return mx.broadcast_to(inverse[0, 0], shape)
 

@@ -1,4 +1,4 @@
-"""What a worker tells of its device's memory."""
+"""Memory that a worker reports of its device."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def adjusted(logits: Floats, row: SamplerRow) -> Floats:
 
 
 def kept(scaled: Floats, row: SamplerRow) -> tuple[NDArray[np.bool_], float]:
-    """Which tokens min-p, top-k and top-p leave, and how near (in probability) a threshold was to any."""
+    """Return which tokens min-p, top-k and top-p leave, and how near (in probability) a threshold was to any."""
     sampling = row.sampling
     weights = np.exp(scaled - scaled.max())
     order = np.lexsort((np.arange(len(weights)), -weights))
@@ -80,7 +80,7 @@ def gumbel(first: int, second: int, indices: Iterable[int]) -> Floats:
 
 
 def token(logits: Floats, row: SamplerRow) -> tuple[int, float]:
-    """The token that the sampler must draw, and how clearly: below 1e-4 another may win by rounding."""
+    """Return the token that the sampler must draw, and how clearly: below 1e-4 another may win by rounding."""
     changed = adjusted(logits, row)
     if row.sampling.greedy:
         best = np.sort(changed)

@@ -50,7 +50,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def write_family(
     folder: Path, family: str, bits: int | None = None, mode: str = "affine", **entries: Any
 ) -> Path:
-    """The model's folder; with `bits` its matrices are quantized in groups of 32."""
+    """Write the model's folder; with `bits` its matrices are quantized in groups of 32."""
     config = _COMMON | {"model_type": family} | FAMILIES[family] | entries
     write_random_model(folder, config, spread=0.1, norm=1.0)
     if bits is None:

@@ -60,7 +60,7 @@ class _Stages:
                 store.open(sequence, 256)
 
     def step(self, rows: Sequence[Sequence[int]]) -> mx.array:
-        """(rows, tokens, own part of the vocabulary) for rows that go on together."""
+        """Return (rows, tokens, own part of the vocabulary) for rows that continue together."""
         width = max(map(len, rows))
         tokens = mx.array([[*row, *[0] * (width - len(row))] for row in rows])
         hidden: mx.array | None = None
@@ -92,7 +92,7 @@ def _run_split(case: dict[str, Any], group: Group, note: Callable[[Any], None]) 
 
 
 def _run_shard(case: dict[str, Any], joined: mx.distributed.Group) -> Arrays:
-    """As mlx-lm itself splits a model, row by row on its own caches."""
+    """Compute with mlx-lm's own split of a model, row by row on its own caches."""
     model = cast("Any", load_model(Path(case["folder"]), lazy=True)[0])
     model.shard(joined)
     arrays: Arrays = {}
@@ -135,7 +135,7 @@ def _bytes_after_a_rest(group: Group) -> int:
 
 
 def _draws(group: Group) -> Arrays:
-    """Tokens that are drawn from parts of the logits, and from all of them."""
+    """Draw tokens from parts of the logits, and from all of them."""
     vocabulary, heads = 300, _neighbours([10, *[290 // (group.size - 1)] * (group.size - 1)])
     heads[-1] = MemberRange(heads[-1].start, vocabulary)
     mx.random.seed(3)

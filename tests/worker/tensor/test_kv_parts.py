@@ -31,7 +31,7 @@ class Rank:
         self.store = KVStore([KVCache(), KVCache()], mx.float16, step_bytes=step_bytes)
 
     def step(self, work: Mapping[int, int]) -> tuple[bool, Passes]:
-        """Whether the rows could have stayed where they are, and which shared a pass."""
+        """Result of a step: true if the rows could have stayed where they are, and the rows that shared a pass."""
         stays = self.store.stay(list(work.items()))
         batches = self.store.batches(list(work.items()))
         for batch in batches:

@@ -1,4 +1,4 @@
-"""One rank's part of a model, with the others thought away: what it computes, asks for, and refuses."""
+"""One rank's part of a model without the other ranks: its results, its collectives and its refusals."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TOKENS = mx.array([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
 
 
 class Place:
-    """What MLX's group tells of itself."""
+    """Stand-in for MLX's group."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
@@ -56,7 +56,7 @@ def shares_of(path: Path, proportions: Sequence[float]) -> tuple[TensorShare, ..
 
 
 def part(path: Path, start: int, end: int, group: Group, proportions: Sequence[float] = (1, 1)) -> StageModel:
-    """A stage of which a rank's part was loaded."""
+    """Load a rank's part of a stage."""
     shares = shares_of(path, proportions)
 
     def divide(stage: StageModel) -> None:

@@ -30,7 +30,7 @@ UNEQUAL = {
 
 @dataclass(frozen=True)
 class Case:
-    """What a group of ranks is to run."""
+    """Cases for a group of ranks."""
 
     family: str = ""
     proportions: tuple[float, ...] = ()
@@ -40,7 +40,7 @@ class Case:
     entries: tuple[tuple[str, Any], ...] = ()
     kv_bits: int | None = None
     mode: str = "affine"
-    """Of quantization."""
+    """Bits of quantization."""
 
     @property
     def model(self) -> str:
@@ -83,7 +83,7 @@ GROUP = Case(kind="group")
 
 @dataclass
 class Ran:
-    """What groups of ranks have given."""
+    """Results of groups of ranks."""
 
     folder: Path
 
@@ -116,14 +116,14 @@ class Ran:
         return cast("dict[str, mx.array]", mx.load(str(path)))
 
     def bytes(self, case: Case, size: int) -> list[int]:
-        """Of memory, that each rank's part of the weights took."""
+        """Bytes of memory that each rank's part of the weights took."""
         ranks = self.folder / str(size)
         return [json.loads((ranks / f"{case.name}.{rank}.json").read_text())["bytes"] for rank in range(size)]
 
 
 @pytest.fixture(scope="module")
 def ran(shared: Path) -> Ran:
-    """Two ranks and four, with all their cases behind them."""
+    """Run two ranks and four, with all their cases."""
     ran = Ran(shared / "tensor")
 
     def run() -> None:
@@ -153,7 +153,7 @@ def whole(ran: Ran) -> Callable[[Case], list[list[mx.array]]]:
 
 
 def off_by(found: mx.array, expected: mx.array) -> float:
-    """The largest difference, in parts of the largest logit."""
+    """Return the largest difference, in parts of the largest logit."""
     return cast("float", (mx.abs(found - expected).max() / mx.abs(expected).max()).item())
 
 
@@ -245,7 +245,7 @@ def test_what_nobody_wanted_of_a_step_is_not_computed_by_the_next(ran: Ran, size
 
 
 def expected_bytes(folder: ModelFolder, share: TensorShare, *, tied: bool) -> float:
-    """What of a model's tensors a rank must hold."""
+    """Return the bytes of a model's tensors that a rank must hold."""
     sizes = read_tensor_sizes(folder)
     parts = {
         "self_attn.": len(share.kv_heads) / sizes.kv_heads,
