@@ -1,4 +1,4 @@
-"""Which workers a new head can go on with."""
+"""Workers that a new head can adopt."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def expect(instance: str, cut: Cut, wishes: str = "auto") -> Sequence[worker_pb2
 
 
 def loaded(epoch: int = 4) -> list[agent_pb2.AgentEvent]:
-    """A stage on each of two nodes, as an earlier head has loaded them."""
+    """Return a stage on each of two nodes, as an earlier head has loaded them."""
     assignments = make_assignments(
         CUT,
         instance="one",
@@ -57,14 +57,14 @@ def loaded(epoch: int = 4) -> list[agent_pb2.AgentEvent]:
     ]
 
 
-def test_an_instance_that_is_there_as_it_would_be_loaded_now_is_gone_on_with() -> None:
+def test_an_instance_loaded_as_it_would_be_now_is_adopted() -> None:
     (found,) = find_adoptable(reversed(loaded()), expect)
     assert (found.instance, found.cut) == ("one", CUT)
     assert [(node, state.stage) for node, state in found.workers] == [("a", 0), ("b", 1)]
 
 
 @pytest.mark.parametrize("trouble", ["gone", "dead", "loading", "other model", "other context", "overlap"])
-def test_anything_else_is_not(trouble: str) -> None:
+def test_any_other_instance_is_not_adopted(trouble: str) -> None:
     events = loaded()
     worker = events[1].workers[0]
     if trouble == "gone":
@@ -82,11 +82,11 @@ def test_anything_else_is_not(trouble: str) -> None:
     assert find_adoptable(events, expect) == []
 
 
-def test_an_instance_that_was_cut_by_other_wishes_is_not_gone_on_with() -> None:
+def test_an_instance_cut_with_other_settings_is_not_adopted() -> None:
     assert find_adoptable(loaded(), partial(expect, wishes="uniform")) == []
 
 
-def test_the_highest_epoch_is_the_one_that_any_worker_has_heard_of() -> None:
+def test_the_highest_epoch_is_that_of_any_worker() -> None:
     events = loaded(epoch=4)
     events[0].workers[0].status.hello.epoch = 9
     assert highest_epoch(events) == 9

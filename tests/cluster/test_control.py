@@ -41,7 +41,7 @@ async def attending(
     revoke: Revoke = lambda _serials: None,
     **changes: object,
 ) -> AsyncGenerator[asyncio.Task[None]]:
-    """A machine whose state lies in `folder` joins and attends."""
+    """Let a machine with its state in `folder` join and attend."""
     credentials = await asyncio.to_thread(join, str(head), control.make_token(life_s=60.0), folder)
     who = Registration(open_identity(folder).node, 4000, made_up_profile(), 0.9)
     who = replace(who, **changes)  # pyright: ignore[reportArgumentType] - fields of the dataclass
@@ -55,7 +55,7 @@ async def attending(
 
 
 async def until(control: Control, nodes: int) -> Membership:
-    """So many are there, no more and no fewer."""
+    """Wait until exactly that number of nodes is connected."""
     changed = asyncio.Event()
     with control.watching(lambda _event: changed.set()):
         async with asyncio.timeout(WAIT_S):
@@ -66,13 +66,13 @@ async def until(control: Control, nodes: int) -> Membership:
 
 
 def said() -> cluster_pb2.AttendRequest:
-    """A node's first words."""
+    """Return a node's first message."""
     return cluster_pb2.AttendRequest(
         hello=make_hello(), port=4000, profile=made_up_profile().model_dump_json(), memory_utilization=0.9
     )
 
 
-def test_nodes_are_there_while_they_attend_with_what_they_say_of_themselves(tmp_path: Path) -> None:
+def test_connected_nodes_are_members_with_their_reported_state(tmp_path: Path) -> None:
     async def run() -> None:
         head = HeadAddress("127.0.0.1", free_pair_of_ports())
         async with open_control(tmp_path / "head", head) as control:
@@ -90,7 +90,7 @@ def test_nodes_are_there_while_they_attend_with_what_they_say_of_themselves(tmp_
     asyncio.run(run())
 
 
-def test_a_node_comes_back_by_itself_after_the_head_has_restarted(
+def test_a_node_reconnects_after_the_head_has_restarted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attendance, "_FIRST_PAUSE_S", 0.05)
@@ -107,7 +107,9 @@ def test_a_node_comes_back_by_itself_after_the_head_has_restarted(
     asyncio.run(run())
 
 
-def test_a_removed_node_is_cut_off_and_told_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_removed_node_is_disconnected_with_the_reason(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.WARNING)
 
     async def run() -> None:
@@ -126,7 +128,7 @@ def test_a_removed_node_is_cut_off_and_told_why(tmp_path: Path, caplog: pytest.L
     asyncio.run(run())
 
 
-def test_other_nodes_hear_of_a_removed_one_without_waiting_for_their_next_word(
+def test_other_nodes_get_a_removed_node_s_certificates_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attendance, "_BEAT_S", 2.5)
@@ -163,7 +165,7 @@ def test_other_nodes_hear_of_a_removed_one_without_waiting_for_their_next_word(
     asyncio.run(run())
 
 
-def test_the_end_of_an_attendance_that_was_replaced_is_told_to_nobody(tmp_path: Path) -> None:
+def test_the_end_of_a_replaced_session_is_not_reported(tmp_path: Path) -> None:
     async def run() -> list[Event]:
         head, heard = HeadAddress("127.0.0.1", free_pair_of_ports()), list[Event]()
         async with open_control(tmp_path / "head", head) as control:
@@ -186,9 +188,7 @@ def test_the_end_of_an_attendance_that_was_replaced_is_told_to_nobody(tmp_path: 
 
 
 @pytest.mark.parametrize(("field", "value"), [("port", 0), ("memory_utilization", 1.5), ("profile", "{}")])
-def test_a_node_that_tells_nonsense_is_refused_and_is_not_there(
-    tmp_path: Path, field: str, value: float | str
-) -> None:
+def test_a_node_with_invalid_values_is_refused(tmp_path: Path, field: str, value: float | str) -> None:
     async def run() -> None:
         head = HeadAddress("127.0.0.1", free_pair_of_ports())
         async with open_control(tmp_path / "head", head) as control:

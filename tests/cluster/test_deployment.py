@@ -1,4 +1,4 @@
-"""What each stage is told of its neighbours when an instance is brought to life."""
+"""Deployment of an instance, and the addresses of neighbours that each stage gets."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class _Node:
         return Site(node, cast("AgentLink", self), is_local=False, hosts={"": node}, source=source)
 
 
-def test_each_stage_knows_which_other_nodes_are_next_to_it() -> None:
+def test_each_stage_knows_its_neighbouring_nodes() -> None:
     here, there = _Node(), _Node()
     first, second = here.site("a"), there.site("b")
     assignments = make_assignments(
@@ -69,7 +69,7 @@ def test_each_stage_knows_which_other_nodes_are_next_to_it() -> None:
     assert told == [("b", "", ""), ("", "b", ""), ("a", "", "a")]
 
 
-def test_stages_that_a_collective_links_are_told_where_all_of_them_listen() -> None:
+def test_stages_linked_by_a_collective_get_all_addresses() -> None:
     node = _Node()
     site = node.site("a")
     assignments = make_assignments(
@@ -86,7 +86,7 @@ def test_stages_that_a_collective_links_are_told_where_all_of_them_listen() -> N
     assert {(one.backend, one.backend_why) for one in node.loaded} == {("ring", "asked for")}
 
 
-def test_ranks_of_two_machines_are_loaded_when_all_weights_are_there_and_reach_each_end_by_itself() -> None:
+def test_ranks_on_two_machines_load_once_all_weights_are_fetched() -> None:
     here, there = _Node(), _Node()
     first, second = here.site("a"), there.site("b", weights="digest")
     assignments = make_assignments(

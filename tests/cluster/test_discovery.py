@@ -1,4 +1,4 @@
-"""A head announces itself, and machines on the LAN find it: real packets, between hosts of network namespaces."""
+"""Announcement and discovery of a head on the LAN, with real packets between network namespaces."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ TELLING = ("ip -o addr", "ip -o link", "ip route", "ip -6 route", "ip rule", "sy
 
 @contextmanager
 def announced(host: Host, node: str = "mini-7f3a") -> Generator[subprocess.Popen[str]]:
-    """A head that announces itself from this host, for as long as this is open."""
+    """Announce a head from this host for as long as the context is open."""
     process = host.start(sys.executable, "-c", ANNOUNCE, node)
     assert process.stdout is not None
     assert process.stdout.readline() == "announcing\n"
@@ -60,7 +60,7 @@ def found_from(host: Host) -> list[dict[str, Any]]:
 
 
 def settings_of(prefix: Sequence[str]) -> list[str]:
-    """The network's settings, less what counts or ages by itself."""
+    """Return the network's settings without counters and ages."""
     told: list[str] = []
     for command in TELLING:
         text = subprocess.run([*prefix, *command.split()], capture_output=True, text=True, check=False).stdout
@@ -70,11 +70,11 @@ def settings_of(prefix: Sequence[str]) -> list[str]:
 
 
 def without(settings: Sequence[str], gone_or_new: AbstractSet[str]) -> list[str]:
-    """Less the lines about interfaces that other programs have made or removed meanwhile."""
+    """Remove the lines about interfaces that other programs have created or removed meanwhile."""
     return [line for line in settings if not gone_or_new & set(re.split(r"[^\w-]+", line))]
 
 
-def test_a_head_is_found_with_all_that_it_says_and_not_after_its_end() -> None:
+def test_a_head_is_found_with_its_announcement_until_it_ends() -> None:
     async def act() -> None:
         head = HeadAnnouncement("home", "mini-7f3a", "0.1.0", "0123456789abcdef")
         async with announcing(head, 6000, lambda: LOOPBACK):
@@ -85,7 +85,7 @@ def test_a_head_is_found_with_all_that_it_says_and_not_after_its_end() -> None:
     asyncio.run(act())
 
 
-def test_two_heads_on_one_machine_are_two() -> None:
+def test_two_heads_on_one_machine_are_distinguished() -> None:
     async def act() -> list[int]:
         head = HeadAnnouncement("home", "mini-7f3a", "0.1.0", "")
         async with (
@@ -98,7 +98,7 @@ def test_two_heads_on_one_machine_are_two() -> None:
     assert asyncio.run(act()) == [6000, 50051]
 
 
-def test_on_no_lan_a_head_goes_without_says_so_once_and_nothing_is_found(
+def test_without_a_lan_a_head_logs_once_and_continues(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     looks, looked_often = itertools.count(1), threading.Event()
@@ -136,7 +136,7 @@ def test_two_heads_are_listed_from_another_host_with_every_address() -> None:
         assert f"[{second.address6}]:50051" in table.split()
 
 
-def test_a_head_whose_cable_was_pulled_is_found_again() -> None:
+def test_a_head_is_found_again_after_its_cable_was_unplugged() -> None:
     skip_without_namespaces()
     with lan(2) as (first, second), announced(first):
         assert len(found_from(second)) == 1
@@ -148,7 +148,7 @@ def test_a_head_whose_cable_was_pulled_is_found_again() -> None:
         assert first.address in str(found["addresses"])
 
 
-def test_where_there_is_no_head_it_is_said_what_to_check() -> None:
+def test_without_a_head_the_message_says_what_to_check() -> None:
     skip_without_namespaces()
     with lan(1) as (host,):
         done = host.run(*MLX_RING, "heads", "--timeout", "0.1")

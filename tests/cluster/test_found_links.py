@@ -1,4 +1,4 @@
-"""Who measures which link and when, and what is made of what was found."""
+"""Rounds of link measurements, and their results for the planner."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mlx_ring.rpc.link_profile import FRAMES_S, UNREACHABLE, LinkProfile
 
 
 @pytest.mark.parametrize("count", range(9))
-def test_every_pair_is_measured_once_and_no_node_is_in_two_pairs_of_a_round(count: int) -> None:
+def test_each_pair_is_measured_once_and_no_node_twice_in_a_round(count: int) -> None:
     nodes = [f"mini-{number}" for number in range(count)]
     made = list(rounds(nodes))
     assert sorted(sorted(pair) for pairs in made for pair in pairs) == sorted(
@@ -23,18 +23,18 @@ def test_every_pair_is_measured_once_and_no_node_is_in_two_pairs_of_a_round(coun
     assert len(made) == max(0, count - 1 + count % 2)
 
 
-def test_a_link_is_the_worse_of_its_two_ways() -> None:
+def test_a_link_is_the_worse_of_its_two_directions() -> None:
     found = [FoundLink("a", "b", 1e-3, 2e8), FoundLink("b", "a", 2e-3, 1e8)]
     assert link_profiles(found) == {frozenset("ab"): LinkProfile(2e-3, 1e8, FRAMES_S)}
     assert link_profiles(reversed(found)) == link_profiles(found)
 
 
-def test_a_link_that_is_broken_one_way_is_none() -> None:
+def test_a_link_that_is_broken_in_one_direction_is_unreachable() -> None:
     found = [FoundLink("a", "b", 1e-3, 2e8), FoundLink("b", "a", problem="b did not answer")]
     assert link_profiles(found) == link_profiles(reversed(found)) == {frozenset("ab"): UNREACHABLE}
 
 
-def test_nothing_gets_through_to_or_from_a_node_that_is_gone_since_it_was_measured() -> None:
+def test_links_of_a_node_that_has_left_are_broken() -> None:
     found = [FoundLink("a", "b", 1e-3, 2e8), FoundLink("b", "c", 1e-3, 2e8), FoundLink("c", "b", 1e-3, 2e8)]
     away = [
         FoundLink("b", "c", problem="c is disconnected"),
@@ -43,7 +43,7 @@ def test_nothing_gets_through_to_or_from_a_node_that_is_gone_since_it_was_measur
     assert as_they_are(found, {"a", "b"}) == [found[0], *away]
 
 
-def test_the_links_that_a_plan_uses_are_told() -> None:
+def test_the_links_of_a_plan_are_listed() -> None:
     links: dict[frozenset[str], LinkProfile] = {
         frozenset(("head", "mini")): LinkProfile(0.31e-3, 1.2e9),
         frozenset(("mini", "box")): LinkProfile(4e-3, 5e6),

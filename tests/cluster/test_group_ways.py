@@ -1,4 +1,4 @@
-"""Where ranks listen for each other, and between which machines they may not."""
+"""Addresses at which ranks listen for each other, and machines that must not be joined."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def cable(number: int, end: int) -> TrustedInterface:
     return TrustedInterface(f"thunder{number}", f"10.0.{number}.{end}", f"10.0.{number}.0/24")
 
 
-def test_ranks_of_one_machine_keep_to_its_loopback_whatever_is_trusted() -> None:
+def test_ranks_on_one_machine_use_loopback() -> None:
     assert set(group_ways([Node("a"), Node("a")], "it")) == {GroupWay("127.0.0.1", "127.0.0.1")}
 
 
-def test_only_hops_between_machines_take_a_trusted_interface() -> None:
+def test_only_hops_between_machines_use_a_trusted_interface() -> None:
     here, there = Node("a", (cable(1, 1),)), Node("b", (cable(1, 2),))
     assert group_ways([here, here, there], "it") == (
         GroupWay("10.0.1.1", "10.0.1.2"),
@@ -35,7 +35,7 @@ def test_only_hops_between_machines_take_a_trusted_interface() -> None:
     )
 
 
-def test_each_cable_of_a_ring_may_be_a_network_of_its_own() -> None:
+def test_each_cable_of_a_ring_may_be_a_separate_network() -> None:
     nodes = [
         Node("a", (cable(1, 1), cable(3, 1))),
         Node("b", (cable(1, 2), cable(2, 2))),
@@ -55,6 +55,6 @@ def test_each_cable_of_a_ring_may_be_a_network_of_its_own() -> None:
         ),
     ],
 )
-def test_machines_without_a_way_that_both_trust_are_not_joined(other: Node, said: str) -> None:
+def test_machines_without_a_common_trusted_network_are_refused(other: Node, said: str) -> None:
     with pytest.raises(PlanError, match=said):
         group_ways([other, Node("a", (cable(1, 1),))][::-1], "A stage")

@@ -1,4 +1,4 @@
-"""The agent of the head's own machine, where an earlier head has started it."""
+"""The agent of the head's own machine, started by an earlier head."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mlx_ring.host.trusted_interfaces import trusted_interfaces
         ),
     ],
 )
-def test_an_agent_that_trusts_other_interfaces_than_the_head_names_is_told(
+def test_an_agent_with_other_trusted_interfaces_is_reported(
     kept: tuple[str, ...], named: tuple[str, ...], said: str
 ) -> None:
     assert re.search(said, stale_trust(trusted_interfaces(kept), named))

@@ -1,4 +1,4 @@
-"""The head has all links measured by the nodes at their ends; what is broken is told and holds nobody up."""
+"""Survey of all links by the nodes at their ends; broken links are reported without delay."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mlx_ring.rpc.tls.certificates import node_name
 
 @asynccontextmanager
 async def nodes(folder: Path, count: int) -> AsyncGenerator[list[LinkEnd]]:
-    """So many, with channels to their agents."""
+    """Open that number of nodes, with channels to their agents."""
     authority = Authority.open(folder / "cluster")
     async with AsyncExitStack() as stack:
         ends: list[LinkEnd] = []
@@ -43,7 +43,7 @@ def end_of(node: LinkedNode, agent: AgentLink, port: int | None = None, session:
     return LinkEnd(node.name, session, agent, lambda _other: address)
 
 
-def test_every_link_is_measured_each_way_and_asked_for_once(tmp_path: Path) -> None:
+def test_every_link_is_measured_once_in_each_direction(tmp_path: Path) -> None:
     async def run() -> None:
         survey = LinkSurvey("mini-1")
         async with nodes(tmp_path, 3) as ends:
@@ -61,20 +61,20 @@ def test_every_link_is_measured_each_way_and_asked_for_once(tmp_path: Path) -> N
     asyncio.run(run())
 
 
-def test_a_node_that_came_again_tells_what_it_has_kept(tmp_path: Path) -> None:
+def test_a_reconnected_node_returns_its_stored_measurements(tmp_path: Path) -> None:
     async def run() -> None:
         async with nodes(tmp_path, 2) as ends:
             before = await LinkSurvey("mini-1").take(ends)
             after = await LinkSurvey("mini-1").take(ends)
         assert [link.bytes_per_s for link in after] == [link.bytes_per_s for link in before]
-        # When it was measured is told by its age: as exactly as messages are quick.
+        # The time of the measurement follows from its age, as precisely as messages are fast.
         pairs = zip(after, before, strict=True)
         assert max(abs(link.unix_time_s - earlier.unix_time_s) for link, earlier in pairs) < 60
 
     asyncio.run(run())
 
 
-def test_what_is_too_old_is_asked_for_again(tmp_path: Path) -> None:
+def test_an_old_measurement_is_repeated(tmp_path: Path) -> None:
     now = [1.8e9]
 
     async def run() -> None:
@@ -87,7 +87,7 @@ def test_what_is_too_old_is_asked_for_again(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_a_broken_link_is_told_and_the_others_are_measured(
+def test_a_broken_link_is_reported_and_the_others_are_measured(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
@@ -116,9 +116,7 @@ def test_a_broken_link_is_told_and_the_others_are_measured(
     assert len([record for record in caplog.records if "could not be measured" in record.message]) == 1
 
 
-def test_who_was_busy_for_a_moment_is_asked_once_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_busy_node_is_asked_once_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     real = AgentLink.measure_link
 
@@ -139,7 +137,7 @@ def test_who_was_busy_for_a_moment_is_asked_once_more(
     assert asked == ["mini-2", "mini-2", "mini-1"]
 
 
-def test_an_agent_that_is_gone_is_a_broken_link(tmp_path: Path) -> None:
+def test_a_lost_agent_is_a_broken_link(tmp_path: Path) -> None:
     async def run() -> None:
         async with nodes(tmp_path, 2) as (one, two):
             channel = open_aio_channel("127.0.0.1:9")

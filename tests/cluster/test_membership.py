@@ -1,4 +1,4 @@
-"""Who is there, folded from events in any order that a network allows."""
+"""Membership as a fold over events in any order that a network allows."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def after(*events: Event) -> Membership:
     return stands
 
 
-def test_who_came_is_there_until_it_went_and_then_it_is_known_why() -> None:
+def test_a_node_is_a_member_until_it_leaves_with_a_reason() -> None:
     assert set(after(Joined(member("a", 1)), Joined(member("b", 2))).members) == {"a", "b"}
     stands = after(Joined(member("a", 1)), Left("a", 1, "it was cut off"))
     assert not stands.members
     assert {node: was.reason for node, was in stands.former.items()} == {"a": "it was cut off"}
 
 
-def test_a_node_that_comes_again_leaves_no_ghost() -> None:
+def test_a_reconnected_node_replaces_its_session() -> None:
     stands = after(Joined(member("a", 1)), Joined(member("a", 2)), Left("a", 1, "the old call ended late"))
     assert stands.members["a"].session == 2
     assert not stands.former
@@ -44,7 +44,7 @@ def test_a_node_that_comes_again_leaves_no_ghost() -> None:
     assert not again.former
 
 
-def test_what_is_said_of_an_attendance_that_was_replaced_changes_nothing() -> None:
+def test_events_of_a_replaced_session_change_nothing() -> None:
     stands = after(Joined(member("a", 1)), Joined(member("a", 2)), Reported("a", 1, 7))
     assert stands.members["a"].memory_free_bytes == 0
     assert after(Reported("a", 1, 7)) == Membership()
@@ -56,7 +56,7 @@ EVENTS = st.lists(
 
 
 @given(EVENTS)
-def test_each_node_is_there_once_or_gone_and_never_both(happened: list[tuple[str, str, int]]) -> None:
+def test_each_node_is_either_a_member_or_a_former_one(happened: list[tuple[str, str, int]]) -> None:
     stands, serial = Membership(), 0
     for node, kind, number in happened:
         if kind == "come":

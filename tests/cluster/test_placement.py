@@ -34,7 +34,7 @@ def test_the_stages_cover_every_layer_once_and_in_order(given_sizes: tuple[int, 
 
 
 @given(layers_and_stages)
-def test_lengths_differ_by_one_at_most_and_the_ends_are_never_the_longer_ones(
+def test_lengths_differ_by_one_at_most_and_the_ends_are_never_longer(
     given_sizes: tuple[int, int],
 ) -> None:
     lengths = [len(part) for part in even_split(*given_sizes)]
@@ -46,7 +46,7 @@ def test_lengths_differ_by_one_at_most_and_the_ends_are_never_the_longer_ones(
     ("layers", "stages", "lengths"),
     [(28, 2, [14, 14]), (5, 2, [3, 2]), (10, 4, [2, 3, 3, 2]), (7, 3, [2, 3, 2])],
 )
-def test_what_is_left_over_goes_to_the_middle(layers: int, stages: int, lengths: list[int]) -> None:
+def test_remaining_layers_go_to_the_middle(layers: int, stages: int, lengths: list[int]) -> None:
     assert [len(part) for part in even_split(layers, stages)] == lengths
 
 
@@ -67,7 +67,7 @@ def stage_bytes(ranges: tuple[LayerRange, ...], layers: list[int], head: int) ->
 
 
 @given(weighed)
-def test_no_other_cut_has_a_lighter_heaviest_stage_nor_as_light_a_one_and_more_alike(
+def test_no_other_cut_is_lighter_or_more_even(
     given_sizes: tuple[list[int], int, int],
 ) -> None:
     layers, head, stages = given_sizes
@@ -87,7 +87,7 @@ def test_no_other_cut_has_a_lighter_heaviest_stage_nor_as_light_a_one_and_more_a
 
 
 @given(layers_and_stages, st.integers(1, 10**9))
-def test_layers_alike_without_a_head_are_split_evenly(given_sizes: tuple[int, int], size: int) -> None:
+def test_equal_layers_without_a_head_are_split_evenly(given_sizes: tuple[int, int], size: int) -> None:
     layers, stages = given_sizes
     assert balanced_split([size] * layers, 0, stages) == even_split(layers, stages)
 
@@ -106,7 +106,7 @@ def test_more_stages_than_layers_cannot_be_balanced_either() -> None:
         balanced_split([1, 1, 1], 1, 4)
 
 
-def test_a_plan_s_digest_changes_with_cut_type_model_kv_bits_and_wishes() -> None:
+def test_a_plan_s_digest_depends_on_cut_type_model_kv_bits_and_settings() -> None:
     halves = Cut.alike([LayerRange(0, 4), LayerRange(4, 8)])
     plans = [
         (halves, "float32", "m", 0),
@@ -134,11 +134,11 @@ def test_a_plan_s_digest_changes_with_cut_type_model_kv_bits_and_wishes() -> Non
         {"tp_shares": "3,1"},
     ],
 )
-def test_whoever_asks_for_another_cut_has_other_wishes(flags: dict[str, object]) -> None:
+def test_settings_that_change_the_cut_are_included(flags: dict[str, object]) -> None:
     assert cut_wishes(load_settings(flags)) != cut_wishes(load_settings({}))
 
 
-def test_what_decides_no_cut_changes_no_wishes() -> None:
+def test_settings_that_do_not_change_the_cut_are_ignored() -> None:
     flags = {"max_num_seqs": 4, "port": 0, "prefix_cache": "off", "log_level": "debug"}
     assert cut_wishes(load_settings(flags)) == cut_wishes(load_settings({}))
     each, few = {"optimize_for": "throughput"}, {"optimize_for": "throughput", "max_num_seqs": 4}

@@ -1,4 +1,4 @@
-"""Which nodes are left out, and for how long."""
+"""Nodes in quarantine, and its duration."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def losses(node: str, *times_s: float) -> tuple[Loss, ...]:
     return tuple(Loss(node, f"lost at {at_s:g}", at_s) for at_s in times_s)
 
 
-def test_a_node_is_left_out_after_several_losses_in_a_row_and_the_last_reason_is_told() -> None:
+def test_a_node_is_quarantined_after_several_losses_with_the_last_reason() -> None:
     own = losses("mini", *TIMES_S)
     assert not quarantined(own[:-1], TIMES_S[-1])
     held = quarantined(own + losses("studio", 1.0), TIMES_S[-1])
@@ -35,16 +35,16 @@ def test_a_node_is_left_out_after_several_losses_in_a_row_and_the_last_reason_is
     assert held["mini"].reason.endswith(f"lost at {TIMES_S[-1]}")
 
 
-def test_instances_that_are_lost_together_count_once() -> None:
+def test_instances_lost_together_count_once() -> None:
     assert not quarantined(losses("mini", 0.0, 0.1, 0.2, 1.0, 60.0, 60.5), 61.0)
 
 
-def test_what_was_begun_after_a_loss_and_lost_at_once_is_another_loss() -> None:
+def test_an_instance_begun_after_a_loss_counts_separately() -> None:
     own = tuple(Loss("mini", "lost", at_s, at_s - 0.5) for at_s in range(LOSSES))
     assert set(quarantined(own, float(LOSSES))) == {"mini"}
 
 
-def test_it_is_taken_in_again_after_a_rest_and_begins_anew() -> None:
+def test_a_node_is_readmitted_after_a_rest_with_no_losses() -> None:
     own = losses("mini", *TIMES_S)
     end = TIMES_S[-1] + REST_S
     assert "mini" in quarantined(own, end - 1)
@@ -52,16 +52,16 @@ def test_it_is_taken_in_again_after_a_rest_and_begins_anew() -> None:
     assert not quarantined(own + losses("mini", end + 1), end + 2), "the old ones are too long ago"
 
 
-def test_losses_far_apart_leave_nobody_out() -> None:
+def test_losses_far_apart_cause_no_quarantine() -> None:
     assert not quarantined(losses("mini", *(WINDOW_S * number for number in range(9))), WINDOW_S * 9)
 
 
-def test_what_can_matter_no_more_is_forgotten_and_so_is_the_future() -> None:
+def test_old_and_future_losses_are_dropped() -> None:
     kept = losses("mini", 0.0, 5_000.0, 9_999.0)
     assert still_counting(kept, 5_001.0) == kept[1:2]
 
 
-def test_the_book_outlives_a_head_and_a_node_can_be_readmitted(tmp_path: Path) -> None:
+def test_losses_outlive_a_head_and_a_node_can_be_readmitted(tmp_path: Path) -> None:
     times_s = count(1000.0, 10.0)
     book = QuarantineList(tmp_path, clock=lambda: next(times_s))
     told = [book.note("mini", "its worker died", 0.0) for _ in range(LOSSES)]
@@ -76,7 +76,7 @@ def test_the_book_outlives_a_head_and_a_node_can_be_readmitted(tmp_path: Path) -
     assert book.note("mini", "once more", 0.0) is None
 
 
-def test_losses_that_a_clock_put_in_the_future_hold_nobody(tmp_path: Path) -> None:
+def test_losses_in_the_future_cause_no_quarantine(tmp_path: Path) -> None:
     times_s = count(1e6, 10.0)
     ahead = QuarantineList(tmp_path, clock=lambda: next(times_s))
     assert [ahead.note("mini", "its worker died", 0.0) for _ in range(LOSSES)][-1] is not None
@@ -88,7 +88,7 @@ def test_losses_that_a_clock_put_in_the_future_hold_nobody(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("trouble", ["rubbish", "no file", "no folder"])
-def test_a_book_that_cannot_be_used_is_logged_once_and_leaves_nobody_out(
+def test_an_unusable_file_is_logged_once_and_causes_no_quarantine(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, trouble: str
 ) -> None:
     folder = tmp_path / "state"
@@ -111,7 +111,7 @@ def test_a_book_that_cannot_be_used_is_logged_once_and_leaves_nobody_out(
     assert "join again" not in caplog.text
 
 
-def test_a_book_that_can_be_read_and_not_written_is_logged_too(
+def test_a_read_only_file_is_logged_too(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(_path: Path, _content: bytes) -> None:

@@ -1,4 +1,4 @@
-"""The cluster's CA: made once, and particular about what it signs."""
+"""The cluster's CA: its creation, and the requests that it signs or refuses."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def request_for(*names: x509.GeneralName, key: ec.EllipticCurvePrivateKey | rsa.
     return builder.sign(key, hashes.SHA256()).public_bytes(Encoding.PEM)
 
 
-def test_the_authority_is_made_once_and_is_the_same_afterwards(tmp_path: Path) -> None:
+def test_the_authority_is_created_once(tmp_path: Path) -> None:
     first, second = Authority.open(tmp_path), Authority.open(tmp_path)
     assert first.fingerprint == second.fingerprint == fingerprint(first.certificate)
     assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
 
 
-def test_two_first_starts_at_once_make_one_authority(tmp_path: Path) -> None:
+def test_two_concurrent_first_starts_create_one_authority(tmp_path: Path) -> None:
     made: list[bytes] = []
     threads = [
         threading.Thread(target=lambda: made.append(Authority.open(tmp_path).fingerprint)) for _ in range(4)
@@ -63,14 +63,14 @@ def test_two_first_starts_at_once_make_one_authority(tmp_path: Path) -> None:
     assert len(set(made)) == 1
 
 
-def test_a_first_start_that_was_cut_short_is_begun_again(tmp_path: Path) -> None:
+def test_an_interrupted_first_start_is_repeated(tmp_path: Path) -> None:
     Authority.open(tmp_path)
     (tmp_path / "ca.pem").unlink()
     assert Authority.open(tmp_path).fingerprint == Authority.open(tmp_path).fingerprint
 
 
 @pytest.mark.parametrize("trouble", ["no key", "another key", "rubbish", "no certificate in it"])
-def test_files_that_do_not_belong_together_are_named(trouble: str, tmp_path: Path) -> None:
+def test_files_that_do_not_match_are_named(trouble: str, tmp_path: Path) -> None:
     Authority.open(tmp_path / "a")
     Authority.open(tmp_path / "b")
     key, certificate = tmp_path / "a" / "ca.key", tmp_path / "a" / "ca.pem"
@@ -144,14 +144,14 @@ def test_keys_of_other_kinds_are_refused(authority: Authority) -> None:
 
 
 @given(content=st.binary(max_size=200) | st.text().map(lambda text: f"-----BEGIN {text}".encode()))
-def test_rubbish_is_refused_as_a_request(content: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_an_invalid_request_is_refused(content: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
     authority = Authority.open(tmp_path_factory.getbasetemp() / "rubbish")
     with pytest.raises(PeerRefused, match="cannot be read"):
         authority.sign(content, "mini-1")
 
 
 @pytest.mark.parametrize("node", ["", "Mini", "a.b", "-a", "a-", "a" * 49, "ä", "a\n", "*"])
-def test_what_cannot_stand_in_a_name_is_no_node_id(node: str, authority: Authority) -> None:
+def test_characters_not_allowed_in_a_name_are_refused_in_a_node_id(node: str, authority: Authority) -> None:
     with pytest.raises(ConfigError, match="is no node id"):
         authority.sign(make_signing_request(make_key(), MINI), node)
 

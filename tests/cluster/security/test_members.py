@@ -1,4 +1,4 @@
-"""Who is a member, by which certificate, and who is one no more."""
+"""Members of the cluster, their certificates and their removal."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def certificate(authority: Authority, node: str, key: Key, now: datetime = NOW) 
     return authority.sign(make_signing_request(key, node_name(node)), node, now)
 
 
-def test_a_member_may_speak_and_a_signed_certificate_alone_is_not_enough(
+def test_a_member_is_accepted_and_a_signed_certificate_alone_is_not(
     authority: Authority, members: Members
 ) -> None:
     known, unknown = (certificate(authority, "mini-1", make_key()) for _ in range(2))
@@ -53,7 +53,7 @@ def test_an_id_belongs_to_its_key_until_the_node_is_removed(authority: Authority
     assert members.refusal(peer_of_certificate(other)) == ""
 
 
-def test_a_removed_node_is_refused_by_the_head_and_by_nodes_that_are_told(
+def test_a_removed_node_is_refused_by_the_head_and_informed_nodes(
     authority: Authority, tmp_path: Path, members: Members
 ) -> None:
     key = make_key()
@@ -78,13 +78,13 @@ def test_a_removed_node_gets_no_new_certificate(authority: Authority, members: M
     assert members.list() == {}
 
 
-def test_removing_who_is_not_there_names_who_is(authority: Authority, members: Members) -> None:
+def test_removing_an_unknown_node_names_the_known_ones(authority: Authority, members: Members) -> None:
     members.admit(certificate(authority, "mini-1", make_key()))
     with pytest.raises(ConfigError, match="There is no node 'mini-2': the cluster's nodes are mini-1"):
         members.remove("mini-2")
 
 
-def test_serials_of_expired_certificates_are_forgotten(authority: Authority, tmp_path: Path) -> None:
+def test_serials_of_expired_certificates_are_dropped(authority: Authority, tmp_path: Path) -> None:
     key, old = make_key(), NOW - CERTIFICATE_LIFE - timedelta(days=2)
     members = Members(tmp_path, clock=old.timestamp)
     members.admit(certificate(authority, "mini-1", key, old))
@@ -95,7 +95,7 @@ def test_serials_of_expired_certificates_are_forgotten(authority: Authority, tmp
     assert len(now.revoked_serials()) == 1
 
 
-def test_the_head_is_no_member_and_may_speak(authority: Authority, members: Members) -> None:
+def test_the_head_is_accepted_without_membership(authority: Authority, members: Members) -> None:
     head = x509.load_pem_x509_certificate(authority.head_credentials().certificate)
     assert members.refusal(peer_of_certificate(head)) == ""
 

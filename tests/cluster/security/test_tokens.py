@@ -1,4 +1,4 @@
-"""Join tokens at the head: each opens what it should, as often and as long as it should, and leaves no secret."""
+"""Join tokens at the head: their uses, their lifetime, and their secret, which is never stored."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FINGERPRINT = bytes(range(32))
 
 
 class Clock:
-    """Seconds that pass when told."""
+    """A clock that the test sets."""
 
     def __init__(self) -> None:
         self.now_s = 1_000_000.0
@@ -39,7 +39,7 @@ def redeem(store: TokenStore, token: JoinToken, nonce: bytes | None = None) -> N
     store.redeem(token.id, token.secret, nonce or secrets.token_bytes(16))
 
 
-def test_a_token_lets_in_as_many_as_come(store: TokenStore) -> None:
+def test_a_token_admits_any_number_of_machines(store: TokenStore) -> None:
     token = store.create(FINGERPRINT)
     assert token.fingerprint == FINGERPRINT
     for _ in range(3):
@@ -57,7 +57,7 @@ def test_the_secret_is_not_on_the_disk(store: TokenStore, tmp_path: Path) -> Non
     assert (tmp_path / "tokens.json").stat().st_mode & 0o777 == 0o600
 
 
-def test_a_wrong_secret_and_an_unknown_token_are_told_apart_by_nobody(store: TokenStore) -> None:
+def test_a_wrong_secret_and_an_unknown_token_look_the_same(store: TokenStore) -> None:
     token = store.create(FINGERPRINT)
     said: set[str] = set()
     for wrong in (
@@ -72,7 +72,7 @@ def test_a_wrong_secret_and_an_unknown_token_are_told_apart_by_nobody(store: Tok
     assert store.list()[0].uses == 0
 
 
-def test_who_does_not_know_the_secret_is_not_told_that_a_token_was_revoked(store: TokenStore) -> None:
+def test_without_the_secret_a_revoked_token_looks_unknown(store: TokenStore) -> None:
     token = store.create(FINGERPRINT)
     store.revoke(token.id.hex())
     with pytest.raises(TokenRefused, match="token is unknown"):
@@ -96,7 +96,7 @@ def test_a_token_is_used_up_after_its_uses(store: TokenStore) -> None:
         redeem(store, token)
 
 
-def test_a_revoked_token_opens_nothing_and_is_found_by_id_or_name(store: TokenStore) -> None:
+def test_a_revoked_token_is_refused_and_found_by_id_or_name(store: TokenStore) -> None:
     named, unnamed = store.create(FINGERPRINT, name="laptops"), store.create(FINGERPRINT)
     store.revoke("laptops")
     store.revoke(unnamed.id.hex())
@@ -105,7 +105,7 @@ def test_a_revoked_token_opens_nothing_and_is_found_by_id_or_name(store: TokenSt
             redeem(store, token)
 
 
-def test_revoking_what_is_not_there_or_not_clear_says_so(store: TokenStore) -> None:
+def test_revoking_an_unknown_or_ambiguous_token_is_refused(store: TokenStore) -> None:
     store.create(FINGERPRINT, name="twice")
     store.create(FINGERPRINT, name="twice")
     for wanted, said in (
@@ -117,7 +117,7 @@ def test_revoking_what_is_not_there_or_not_clear_says_so(store: TokenStore) -> N
             store.revoke(wanted)
 
 
-def test_the_same_request_again_is_refused_also_after_a_restart(
+def test_a_repeated_request_is_refused_even_after_a_restart(
     store: TokenStore, tmp_path: Path, clock: Clock
 ) -> None:
     token, nonce = store.create(FINGERPRINT), secrets.token_bytes(16)
@@ -135,7 +135,7 @@ def test_a_nonce_of_another_length_is_refused(length: int, store: TokenStore) ->
         store.redeem(token.id, token.secret, bytes(length))
 
 
-def test_many_at_once_take_no_more_uses_than_there_are(tmp_path: Path) -> None:
+def test_concurrent_requests_do_not_exceed_the_uses(tmp_path: Path) -> None:
     token = TokenStore(tmp_path).create(FINGERPRINT, uses=3)
     outcomes: list[str] = []
 
@@ -155,7 +155,7 @@ def test_many_at_once_take_no_more_uses_than_there_are(tmp_path: Path) -> None:
     assert (outcomes.count("in"), outcomes.count("out")) == (3, 9)
 
 
-def test_a_running_head_hears_of_tokens_made_and_revoked_beside_it(store: TokenStore, tmp_path: Path) -> None:
+def test_a_running_head_sees_tokens_of_other_processes(store: TokenStore, tmp_path: Path) -> None:
     assert store.list() == ()
     beside = TokenStore(tmp_path, Clock())
     token = beside.create(FINGERPRINT)
@@ -164,7 +164,7 @@ def test_a_running_head_hears_of_tokens_made_and_revoked_beside_it(store: TokenS
     assert [record.state(0.0) for record in store.list()] == ["revoked"]
 
 
-def test_a_token_is_forgotten_a_week_after_it_expired(store: TokenStore, clock: Clock) -> None:
+def test_a_token_is_dropped_a_week_after_it_expired(store: TokenStore, clock: Clock) -> None:
     old = store.create(FINGERPRINT, life_s=10)
     clock.now_s += 7 * 24 * 3600
     store.create(FINGERPRINT)
@@ -174,7 +174,7 @@ def test_a_token_is_forgotten_a_week_after_it_expired(store: TokenStore, clock: 
     assert old.id.hex() not in {record.id for record in store.list()}
 
 
-def test_a_file_that_cannot_be_understood_is_named_and_left_alone(store: TokenStore, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_parsed_is_named_and_kept(store: TokenStore, tmp_path: Path) -> None:
     file = tmp_path / "tokens.json"
     file.write_text('{"tokens": [{"id": 1}]}')
     for act in (store.list, lambda: store.create(FINGERPRINT)):
