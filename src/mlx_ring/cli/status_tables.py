@@ -8,31 +8,31 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-Told = Mapping[str, Any]
+Json = Mapping[str, Any]
 
 
-def show_status(told: Told, console: Console) -> None:
-    """Models, the machines, every instance's stages, and the links."""
-    for model in told["models"]:
+def show_status(status: Json, console: Console) -> None:
+    """Print the models, the machines, the stages of each instance, and the links."""
+    for model in status["models"]:
         reason = f": {model['reason']}" if model["reason"] else ""
         console.print(f"{model['model']} is {model['state']}{reason}")
     console.print()
-    console.print(_nodes(told["nodes"]))
-    for instance in told["instances"]:
+    console.print(_nodes(status["nodes"]))
+    for instance in status["instances"]:
         console.print(f"\n{_headline(instance)}")
         console.print(_stages(instance["stages"]))
-    if told["links"]:
+    if status["links"]:
         console.print()
-        console.print(_links(told["links"]))
+        console.print(_links(status["links"]))
 
 
-def _nodes(nodes: Sequence[Told]) -> Table:
+def _nodes(nodes: Sequence[Json]) -> Table:
     table = Table("machine", "is", box=None, pad_edge=False)
     for title in ("GB usable", "promised", "used", "free"):
         table.add_column(title, justify="right")
     table.add_column("address")
     for node in nodes:
-        memory: Told = node["memory"] or {}
+        memory: Json = node["memory"] or {}
         sizes = (memory.get(f"{name}_bytes") for name in ("usable", "promised", "used", "free"))
         state = "the head's" if node["is_head"] and node["state"] == "attending" else node["state"]
         reason = f", {node['reason']}" if node["reason"] else ""
@@ -40,21 +40,21 @@ def _nodes(nodes: Sequence[Told]) -> Table:
     return table
 
 
-def _headline(instance: Told) -> str:
-    """Which it is, how it stands, and its speed for one stream: predicted and measured."""
-    told = f"{instance['name']} (epoch {instance['epoch']}) is {instance['state']}"
+def _headline(instance: Json) -> str:
+    """Return an instance's name, state, and speed of one stream: predicted and measured."""
+    headline = f"{instance['name']} (epoch {instance['epoch']}) is {instance['state']}"
     stream = instance["stream"]
     if stream is None:
-        return told
+        return headline
     speeds = [
         f"{stream[f'{kind}_tokens_per_s']:.1f} tokens/s {kind}"
         for kind in ("predicted", "measured")
         if stream[f"{kind}_tokens_per_s"] is not None
     ]
-    return f"{told}; one stream: {', '.join(speeds)}" if speeds else told
+    return f"{headline}; one stream: {', '.join(speeds)}" if speeds else headline
 
 
-def _stages(stages: Sequence[Told]) -> Table:
+def _stages(stages: Sequence[Json]) -> Table:
     table = Table("stage", "machine", "layers", "is", box=None, pad_edge=False)
     for title in ("MB promised", "used", "ms a token predicted", "measured"):
         table.add_column(title, justify="right")
@@ -75,7 +75,7 @@ def _stages(stages: Sequence[Told]) -> Table:
     return table
 
 
-def _progress(stage: Told) -> str:
+def _progress(stage: Json) -> str:
     if stage["alive"] is False:
         return "dead"
     loading = stage["loading"]
@@ -85,7 +85,7 @@ def _progress(stage: Told) -> str:
     return str(loading["phase"])
 
 
-def _links(links: Sequence[Told]) -> Table:
+def _links(links: Sequence[Json]) -> Table:
     table = Table("from", "to", box=None, pad_edge=False)
     for title in ("ms there and back", "Gbit/s"):
         table.add_column(title, justify="right")

@@ -26,7 +26,7 @@ class Foreign:
     refuses: frozenset[str] = frozenset()
     """Fields that it answers with a 400."""
     names_fields: bool = True
-    tells_usage: bool = True
+    reports_usage: bool = True
     tokens_per_word: int = 3
     template_tokens: int = 7
     most_tokens: int = 1000
@@ -129,7 +129,7 @@ class Answer(Response):
                     pass
         if self._fault != "silence":
             await say(_data({"choices": [self._choice("") | {"finish_reason": "length"}]}))
-            if "stream_options" in self._body and server.tells_usage:
+            if "stream_options" in self._body and server.reports_usage:
                 await say(_data({"choices": [], "usage": self._usage(tokens)}))
             await say("data: [DONE]" + ("" if self._fault == "no newline" else "\n\n"))
 

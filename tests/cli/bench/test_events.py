@@ -35,7 +35,7 @@ def test_events_are_whole_however_the_bytes_are_cut(cuts: list[int]) -> None:
 )
 def test_an_event_says_what_it_brings(data: str, says: bool, finish: str | None) -> None:  # noqa: FBT001 - an example
     event = read_event(data)
-    assert (event.says_something, event.finish_reason, event.usage, event.error) == (says, finish, None, None)
+    assert (event.has_output, event.finish_reason, event.usage, event.error) == (says, finish, None, None)
 
 
 def test_usage_comes_in_an_event_of_its_own() -> None:

@@ -92,7 +92,7 @@ def test_chat_sends_a_message_and_a_temperature_brings_seeds() -> None:
 
 
 def test_events_are_counted_where_no_usage_is_told() -> None:
-    record = only(load(Foreign(tells_usage=False), jobs_of(1)))
+    record = only(load(Foreign(reports_usage=False), jobs_of(1)))
     assert (record.error, record.has_usage, record.output_tokens) == (None, False, 5)
 
 

@@ -29,7 +29,7 @@ def test_a_server_that_takes_everything_is_asked_for_everything(endpoint: Endpoi
     target, notes = found(Foreign(tokens_per_word=2, template_tokens=11), endpoint)
     assert notes == []
     assert (target.model, target.context, target.vocabulary) == ("small", 5000, None)
-    assert (target.ignores_eos, target.tells_usage, target.limit_field) == (True, True, "max_tokens")
+    assert (target.ignores_eos, target.reports_usage, target.limit_field) == (True, True, "max_tokens")
     assert target.words == Words(2.0, 11.0)
 
 
@@ -37,7 +37,7 @@ def test_a_server_that_takes_everything_is_asked_for_everything(endpoint: Endpoi
 def test_ignore_eos_is_left_out_where_it_is_refused(names_fields: bool) -> None:  # noqa: FBT001 - an example
     foreign = Foreign(refuses=frozenset({"ignore_eos"}), names_fields=names_fields)
     target, notes = found(foreign)
-    assert (target.ignores_eos, target.tells_usage) == (False, True)
+    assert (target.ignores_eos, target.reports_usage) == (False, True)
     assert len(notes) == 1
     assert "ignore_eos" in notes[0]
     assert "ignore_eos" not in foreign.bodies[-1]
@@ -45,14 +45,14 @@ def test_ignore_eos_is_left_out_where_it_is_refused(names_fields: bool) -> None:
 
 def test_only_the_field_that_a_refusal_names_is_left_out() -> None:
     target, notes = found(Foreign(refuses=frozenset({"stream_options"})))
-    assert (target.ignores_eos, target.tells_usage) == (True, False)
+    assert (target.ignores_eos, target.reports_usage) == (True, False)
     assert "usage" in notes[0]
     assert target.words == Words()
 
 
 def test_usage_that_is_asked_for_and_not_told_is_noted() -> None:
-    target, notes = found(Foreign(tells_usage=False))
-    assert not target.tells_usage
+    target, notes = found(Foreign(reports_usage=False))
+    assert not target.reports_usage
     assert "usage" in notes[0]
 
 

@@ -1,1 +1,1 @@
-"""`mlx-ring bench`: load a server and tell how it does."""
+"""`mlx-ring bench`: send load to a server and measure latency and throughput."""

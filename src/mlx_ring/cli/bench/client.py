@@ -1,9 +1,4 @@
-"""A server of OpenAI's API, as far as a load needs it: what it says of itself, and one streamed request.
-
-Server-sent events out of a byte stream, and what a completion's event says. Pure.
-
-Small requests that find out what a server takes which does not say so itself.
-"""
+"""Client of an OpenAI-compatible server: its models, one streamed request, and probes of the fields that it accepts."""
 
 from __future__ import annotations
 
@@ -27,7 +22,7 @@ DONE = "[DONE]"
 
 
 class EventReader:
-    """Cuts bytes as they come into the `data` of events; comments and other fields are passed over."""
+    """Parser of server-sent events. It yields their `data`, and skips comments and other fields."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -44,15 +39,19 @@ class EventReader:
 class Event:
     """One event of an answer."""
 
-    says_something: bool
-    """Whether it brings text, reasoning or a tool call."""
+    has_output: bool
+    """True if it holds text, reasoning or a tool call."""
     finish_reason: str | None
     usage: dict[str, Any] | None
     error: str | None
 
 
 def read_event(data: str) -> Event:
-    """Chat and text completions alike. Raises `ValueError` for what is no JSON object."""
+    """Parse an event of a chat or text completion.
+
+    Raises:
+        ValueError: it is no JSON object.
+    """
     body: object = json.loads(data)
     if not isinstance(body, dict):
         raise ValueError(data)  # noqa: TRY004 - it is text from outside that is wrong
@@ -60,10 +59,10 @@ def read_event(data: str) -> Event:
     error: object = fields.get("error")
     if error is not None:
         message = cast("dict[str, object]", error).get("message") if isinstance(error, dict) else error
-        return Event(says_something=False, finish_reason=None, usage=None, error=str(message))
+        return Event(has_output=False, finish_reason=None, usage=None, error=str(message))
     choices: list[dict[str, Any]] = fields.get("choices") or []
     return Event(
-        says_something=any(_says(choice) for choice in choices),
+        has_output=any(_says(choice) for choice in choices),
         finish_reason=next((one["finish_reason"] for one in choices if one.get("finish_reason")), None),
         usage=fields.get("usage"),
         error=None,
@@ -87,28 +86,28 @@ _ONE_EACH = Words()
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What is known of the server before the load."""
+    """Properties of the server that are known before the load."""
 
     url: str
     """Without /v1."""
     model: str
     vocabulary: int | None
-    """None where prompts must be text."""
+    """Number of token ids; None if prompts must be text."""
     ignores_eos: bool
-    """Whether answers can be asked for that go on to their full length."""
-    tells_usage: bool = True
-    """Whether a stream can be asked to end with its count of tokens."""
+    """True if a request can force the full length of its answer."""
+    reports_usage: bool = True
+    """True if a stream can end with its token counts."""
     limit_field: str = "max_tokens"
-    """What the length of an answer is called."""
+    """Request field for the length of an answer."""
     context: int | None = None
-    """Tokens of prompt and answer, where the server tells."""
+    """Maximum tokens of prompt and answer; None if the server does not report it."""
     words: Words = _ONE_EACH
-    """How its tokenizer counts, where prompts are text."""
+    """Token counts of words, for prompts of text."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """What all requests have in common."""
+    """Options that all requests share."""
 
     endpoint: Endpoint = "completions"
     temperature: float = 0.0
@@ -123,7 +122,7 @@ class RequestOptions:
             "temperature": self.temperature,
             "stream": True,
         }
-        if target.tells_usage:
+        if target.reports_usage:
             body["stream_options"] = {"include_usage": True}
         if target.ignores_eos:
             body["ignore_eos"] = True
@@ -135,15 +134,15 @@ class RequestOptions:
 
 
 class BenchClient:
-    """Asks one server; every request has a connection of its own if need be."""
+    """HTTP client of one server, with as many connections as requests need."""
 
     def __init__(
         self, url: str, *, api_key: str | None, timeout_s: float, trusted: ssl.SSLContext | None = None
     ) -> None:
-        """`timeout_s` is the longest that a request may take from its first byte to the last of its answer."""
+        """Create a client; `timeout_s` bounds a request from its first byte to the last of its answer."""
         self.url = url.rstrip("/").removesuffix("/v1")
         self._timeout_s = timeout_s
-        # A proxy on the way shall not gather events to compress them.
+        # A proxy must not collect events to compress them.
         headers = {"Accept-Encoding": "identity"}
         if api_key is not None:
             headers["Authorization"] = f"Bearer {api_key}"
@@ -157,11 +156,11 @@ class BenchClient:
         await self._http.aclose()
 
     async def discover(self, model: str | None) -> Target:
-        """Find out what the server says it serves.
+        """Find the model to ask.
 
         Raises:
-            NotReady: nobody answers there.
-            ConfigError: it is no server of this API, or has no such model.
+            NotReady: no server answers.
+            ConfigError: the server has another API, or no such model.
         """
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -185,26 +184,26 @@ class BenchClient:
         )
 
     async def look(self, path: str) -> dict[str, Any]:
-        """What the server says of itself at a path; nothing where it has no such thing."""
+        """Return the JSON object at a path of the server; an empty one if there is none."""
         with contextlib.suppress(httpx.HTTPError, ValueError, TimeoutError):
             async with asyncio.timeout(_CONNECT_S):
                 response = await self._http.get(f"{self.url}{path}")
-            told: object = response.json() if response.is_success else None
-            if isinstance(told, dict):
-                return cast("dict[str, Any]", told)
+            body: object = response.json() if response.is_success else None
+            if isinstance(body, dict):
+                return cast("dict[str, Any]", body)
         return {}
 
     async def ask(
         self, target: Target, job: Job, options: RequestOptions, record: Record, started: float
     ) -> None:
-        """Send one request and follow its answer into `record`. Trouble is noted there, never raised.
+        """Send one request and record its answer. Errors are recorded, never raised.
 
         Args:
             target: the server.
-            job: what to ask.
-            options: what all requests share.
-            record: is filled as the answer comes.
-            started: when the run began, by `time.perf_counter`.
+            job: the request.
+            options: options that all requests share.
+            record: filled as the answer arrives.
+            started: start of the run, by `time.perf_counter`.
         """
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -238,7 +237,7 @@ class BenchClient:
 
 
 async def _read_stream(response: httpx.Response, record: Record, started: float) -> bool:
-    """Whether the stream said that it is at its end."""
+    """Read the stream, and return True if it ended with `[DONE]`."""
     reader, done = EventReader(), False
     async for data in response.aiter_raw():
         now = time.perf_counter() - started
@@ -250,12 +249,12 @@ async def _read_stream(response: httpx.Response, record: Record, started: float)
 
 
 def _note(record: Record, data: str, now: float) -> bool:
-    """Take an event in; False where it ends the request with an error."""
+    """Record an event; return False if it ends the request with an error."""
     event = read_event(data)
     if event.error is not None:
         record.error = f"in the stream: {event.error}"[:_SHOWN]
         return False
-    if event.says_something:
+    if event.has_output:
         record.arrivals_s.append(now)
     record.finish_reason = event.finish_reason or record.finish_reason
     if event.usage is not None:
@@ -268,7 +267,7 @@ def _note(record: Record, data: str, now: float) -> bool:
 
 
 def _served_models(response: httpx.Response, url: str) -> dict[str, dict[str, Any]]:
-    """What is served, by id."""
+    """Return the served models by id."""
     if not response.is_success:
         hint = " Give --api-key." if response.status_code in _UNAUTHORISED else ""
         said = error_message(response.text)
@@ -287,12 +286,12 @@ def _aliases(about: dict[str, Any]) -> list[str]:
     return cast("list[str]", aliases) if isinstance(aliases, list) else []
 
 
-def _count(told: object) -> int | None:
-    return told if isinstance(told, int) and not isinstance(told, bool) and told > 0 else None
+def _count(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
 def error_message(text: str) -> str:
-    """The sentence of an error's body, or the beginning of whatever came."""
+    """Return the message in an error's body, else the start of the body."""
     with contextlib.suppress(ValueError, KeyError, TypeError):
         return str(json.loads(text)["error"]["message"])[:_SHOWN]
     return " ".join(text.split())[:_SHOWN]
@@ -300,17 +299,17 @@ def error_message(text: str) -> str:
 
 _REFUSED = (400, 422)
 _FEW, _MANY = 32, 160
-"""Words of the prompts by which words are measured."""
+"""Lengths in words of the prompts that measure tokens per word."""
 
 
 async def probe(client: BenchClient, target: Target, options: RequestOptions) -> tuple[Target, list[str]]:
-    """What the server takes and how it counts words, and what a person should know of it.
+    """Find the fields that the server accepts and its tokens per word; return them with notes for the user.
 
-    Fields beyond OpenAI's first ones are tried and left out where they are refused.
+    Newer fields of OpenAI's API are tried, and left out if the server refuses them.
 
     Raises:
-        ConfigError: it refuses whatever is tried.
-        NotReady: it fails.
+        ConfigError: the server refuses every request.
+        NotReady: the server fails.
     """
     tried: Target | None = replace(target, vocabulary=None, ignores_eos=True)
     record = Record(0, 0.0)
@@ -321,7 +320,7 @@ async def probe(client: BenchClient, target: Target, options: RequestOptions) ->
     if record.error is not None:
         raise _failure(client.url, options, record)
     if not record.has_usage:
-        return replace(target, tells_usage=False), _notes(replace(target, tells_usage=False))
+        return replace(target, reports_usage=False), _notes(replace(target, reports_usage=False))
     more = await _ask(client, target, options, _MANY)
     counted = (_MANY, more.prompt_tokens) if more.error is None else (_FEW + 1, record.prompt_tokens)
     words = Words.measured((_FEW, record.prompt_tokens), counted)
@@ -336,7 +335,7 @@ async def _ask(client: BenchClient, target: Target, options: RequestOptions, wor
 
 
 def _without_what_is_refused(target: Target, record: Record) -> Target | None:
-    """The next to try, a field that the refusal names before any other; None where there is none to try."""
+    """Return the next target to try: first without a field that the refusal names. None if nothing is left to try."""
     if record.status not in _REFUSED:
         return None
     weaker: dict[str, Target] = {}
@@ -344,8 +343,8 @@ def _without_what_is_refused(target: Target, record: Record) -> Target | None:
         return replace(target, limit_field="max_completion_tokens")
     if target.ignores_eos:
         weaker["ignore_eos"] = replace(target, ignores_eos=False)
-    if target.tells_usage:
-        weaker["stream_options"] = replace(target, tells_usage=False)
+    if target.reports_usage:
+        weaker["stream_options"] = replace(target, reports_usage=False)
     named = [field for field in weaker if field in (record.error or "")]
     return weaker[named[0]] if named else next(iter(weaker.values()), None)
 
@@ -353,11 +352,11 @@ def _without_what_is_refused(target: Target, record: Record) -> Target | None:
 def _notes(target: Target) -> list[str]:
     notes: list[str] = []
     if not target.ignores_eos:
-        notes.append("The server does not take ignore_eos: answers may be shorter than asked for.")
-    if not target.tells_usage:
+        notes.append("The server does not accept ignore_eos: answers may be shorter than requested.")
+    if not target.reports_usage:
         notes.append(
-            "The server tells no usage: a word of a prompt and an event of an answer each count as a token, "
-            "and prompts' tokens are not known."
+            "The server reports no usage: each event of an answer counts as one token, "
+            "and prompt tokens are unknown."
         )
     return notes
 

@@ -1,7 +1,4 @@
-"""The flags of `mlx-ring bench`.
-
-What was typed after `mlx-ring bench`, as values; what is wrong is one sentence that names the flag.
-"""
+"""`mlx-ring bench`: its flags and their checks. Each error is one sentence that names the flag."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ _MOST_TOKENS = 10_000_000
 
 
 def whole(flag: str, text: str, low: int, high: int) -> int:
-    """A whole number within bounds."""
+    """Read a whole number within bounds."""
     try:
         number = int(text)
     except ValueError:
@@ -41,7 +38,7 @@ def whole(flag: str, text: str, low: int, high: int) -> int:
 
 
 def decimal(flag: str, text: str, low: float, high: float) -> float:
-    """A number within bounds."""
+    """Read a number within bounds."""
     try:
         number = float(text)
     except ValueError:
@@ -52,7 +49,7 @@ def decimal(flag: str, text: str, low: float, high: float) -> float:
 
 
 def token_range(flag: str, text: str) -> Range:
-    """`128`, or `64-256`."""
+    """Read a number of tokens such as `128`, or a range such as `64-256`."""
     found = _RANGE.fullmatch(text.strip())
     low, high = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
     if not 1 <= low <= high <= _MOST_TOKENS:
@@ -61,7 +58,7 @@ def token_range(flag: str, text: str) -> Range:
 
 
 def address(flag: str, text: str) -> str:
-    """Where a server of HTTP may be."""
+    """Check the address of an HTTP server."""
     try:
         parts = urlsplit(text)
         complete = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
@@ -79,7 +76,7 @@ def one_of(flag: str, text: str, choices: Sequence[str]) -> str:
 
 
 def key(flag: str, text: str | None) -> str | None:
-    """What can stand in a header."""
+    """Check that a key can stand in an HTTP header."""
     if text is not None and not (text.isascii() and text.isprintable() and text.strip()):
         raise ConfigError(
             f"{flag} must be printable ASCII characters; a key is neither empty nor has others."
@@ -88,7 +85,7 @@ def key(flag: str, text: str | None) -> str | None:
 
 
 def output_file(flag: str, path: Path | None, suffixes: Sequence[str] = ()) -> Path | None:
-    """A file that can be written, as far as can be told before the load."""
+    """Check before the load that a file can be written."""
     if path is None:
         return None
     if suffixes and path.suffix.lower() not in suffixes:
@@ -127,55 +124,66 @@ _CONCURRENCY = "4"
 
 def bench(
     url: Annotated[
-        str, typer.Option(help="Where the server is: mlx-ring or any with OpenAI's API.")
+        str, typer.Option(help="Address of the server: mlx-ring or any OpenAI-compatible one.")
     ] = "http://127.0.0.1:8100",
     model: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The model to ask; the first that is served otherwise.")
+        str | None, typer.Option(metavar="NAME", help="Model to ask; the first one served by default.")
     ] = None,
-    api_key: Annotated[str | None, typer.Option(metavar="KEY", help="Sent as a bearer token.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(metavar="KEY", help="API key of the server, sent as a bearer token.")
+    ] = None,
     cacert: Annotated[Path | None, CACERT] = None,
-    requests: Annotated[str, typer.Option(metavar="N", help="Requests to send.")] = "32",
+    requests: Annotated[str, typer.Option(metavar="N", help="Number of requests.")] = "32",
     concurrency: Annotated[
         str | None,
-        typer.Option(metavar="N", help=f"Requests under way at once.  \\[default: {_CONCURRENCY}]"),
+        typer.Option(metavar="N", help=f"Concurrent requests.  \\[default: {_CONCURRENCY}]"),
     ] = None,
     rate: Annotated[
         str | None,
         typer.Option(
-            metavar="R", help="Requests a second, arriving at random (Poisson), instead of --concurrency."
+            metavar="R", help="Requests per second with Poisson arrivals, instead of --concurrency."
         ),
     ] = None,
     prompt_tokens: Annotated[
-        str, typer.Option(metavar="N|A-B", help="Length of a prompt, or a range of lengths.")
+        str, typer.Option(metavar="N|A-B", help="Tokens of a prompt, or a range.")
     ] = "128",
     output_tokens: Annotated[
-        str, typer.Option(metavar="N|A-B", help="Length of an answer, or a range of lengths.")
+        str, typer.Option(metavar="N|A-B", help="Tokens of an answer, or a range.")
     ] = "64",
     shared_prefix: Annotated[
-        str, typer.Option(metavar="N", help="Tokens that all prompts begin with, as part of their length.")
+        str,
+        typer.Option(
+            metavar="N", help="Length of the prefix that all prompts share, included in their length."
+        ),
     ] = "0",
     endpoint: Annotated[
-        str, typer.Option(metavar="completions|chat", help="What to ask; chat sends words, not token ids.")
+        str,
+        typer.Option(
+            metavar="completions|chat", help="Endpoint to use. With chat, prompts are words, not token ids."
+        ),
     ] = "completions",
-    temperature: Annotated[str, typer.Option(metavar="T", help="0 is greedy.")] = "0",
-    seed: Annotated[
-        str, typer.Option(metavar="N", help="Another seed gives other prompts, lengths and arrivals.")
-    ] = "0",
-    warmup: Annotated[str, typer.Option(metavar="N", help="Requests before the measured ones.")] = "1",
+    temperature: Annotated[str, typer.Option(metavar="T", help="Sampling temperature; 0 is greedy.")] = "0",
+    seed: Annotated[str, typer.Option(metavar="N", help="Seed of prompts, lengths and arrival times.")] = "0",
+    warmup: Annotated[
+        str, typer.Option(metavar="N", help="Number of warm-up requests, which are not measured.")
+    ] = "1",
     timeout: Annotated[
-        str, typer.Option(metavar="SECONDS", help="Longest that a request may take; after that it failed.")
+        str, typer.Option(metavar="SECONDS", help="Maximum time of a request; it then counts as failed.")
     ] = "600",
     json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write everything that was measured.")
+        Path | None, typer.Option("--json", metavar="FILE", help="Write all measurements as JSON.")
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw latencies and throughput (.svg or .png).")
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Plot latencies and throughput (.svg or .png). Requires mlx-ring\\[plot]."
+        ),
     ] = None,
-    progress: Annotated[bool, typer.Option(help="Show how far it is, on a terminal.")] = True,
+    progress: Annotated[bool, typer.Option(help="Show progress on a terminal.")] = True,
 ) -> None:
-    """Load a server and tell how it does: time to first token, time between tokens, throughput.
+    """Send load to a server; measure time to first token, time between tokens, and throughput.
 
-    The exit code is 1 where a request failed. Ctrl-C ends the load and reports what was measured so far.
+    The exit code is 1 if a request failed. Ctrl-C stops the load and reports the results so far.
     """
     if rate is not None and concurrency is not None:
         raise ConfigError("--rate and --concurrency exclude each other; give one.")
@@ -202,7 +210,7 @@ def bench(
     files = output_file("--json", json_file), output_file("--plot", plot, _FORMATS)
     if plot is not None:
         check_matplotlib(plot)
-    # What follows brings in an HTTP client; the other commands do without.
+    # These import an HTTP client, which is slow.
     from mlx_ring.cli.bench.client import RequestOptions
     from mlx_ring.cli.bench.course import Outputs
 
@@ -215,7 +223,7 @@ def bench(
 
 @dataclass(frozen=True, slots=True)
 class Connect:
-    """How to reach a server."""
+    """Address, key, time limit and trusted certificates for a server."""
 
     url: str
     key: str | None
@@ -244,7 +252,7 @@ async def _run(
 
 
 def _exit_code(report: dict[str, Any]) -> int:
-    """1 where any request failed, so that a script notices."""
+    """Return 1 if any request failed, so that a script notices."""
     if report["interrupted"]:
         return INTERRUPTED
     return 1 if report["summary"]["errors"] else 0

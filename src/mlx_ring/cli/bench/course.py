@@ -127,7 +127,7 @@ async def run_bench(
         {
             "prompts": "words" if target.vocabulary is None else "token ids",
             "ignore_eos": target.ignores_eos,
-            "tells_usage": target.tells_usage,
+            "tells_usage": target.reports_usage,
             "version": before["version"],
             "scheduling": before["scheduling"],
             "cache_before": before["cache"],
