@@ -42,11 +42,11 @@ _BY_SIZE = (
     KnownModel("mlx-community/Qwen3-235B-A22B-4bit", 132_260_000_000),
 )
 _RESERVE_BYTES = 2_000_000_000
-"""For KV, working memory, and whoever sits at the machine."""
+"""Memory for the KV cache, computation and other programs."""
 
 
 def largest_fitting(free_bytes: int) -> KnownModel | None:
-    """The largest known model whose weights take at most two thirds of what is free beyond a reserve."""
+    """Return the largest known model whose weights take at most two thirds of the free memory beyond a reserve."""
     room = (free_bytes - _RESERVE_BYTES) * 2 // 3
     fitting = [model for model in _BY_SIZE if model.weight_bytes <= room]
     return fitting[-1] if fitting else None
@@ -63,13 +63,13 @@ SAMPLE_QUESTION = "What is the capital of France?"
 
 
 class Telling:
-    """What a person reads while a head comes up; bars for weights on a terminal only."""
+    """Messages of a starting head, with progress bars for weights on a terminal."""
 
     def __init__(self, *, invites: bool = True, lasting: bool = True) -> None:
         self.invites = invites
-        """Whether the lines to join with are shown."""
+        """True if the commands to join are shown."""
         self._lasting = lasting
-        """Whether it goes on once something has served; else only the log does."""
+        """True if messages continue after the first model is served; otherwise only the log does."""
         self._has_served = False
         self._progress = Progress(
             TextColumn("{task.description}"),
@@ -80,7 +80,7 @@ class Telling:
             transient=True,
         )
         self._tasks: dict[tuple[str, int], TaskID] = {}
-        """By instance and stage."""
+        """Progress bar by instance and stage."""
 
     def __enter__(self) -> Self:
         return self
@@ -89,14 +89,14 @@ class Telling:
         self._stop_bars()
 
     def joining(self, address: HeadAddress, token: str, missing: int) -> None:
-        """The lines to paste on the other machines."""
+        """Print the commands to run on the other machines."""
         lines = [f"  {line}" for line in join_lines(address, lan_addresses(), token)]
         machines = "one more machine" if missing == 1 else f"{missing} more machines"
-        told = [f"Waiting for {machines}. On each, run the line with an address that it reaches:", *lines]
-        print("\n".join(["", *told, ""]), flush=True)
+        text = [f"Waiting for {machines}. On each, run the line with an address that it reaches:", *lines]
+        print("\n".join(["", *text, ""]), flush=True)
 
     def planned(self, instance: str, placement: Placement) -> None:
-        """The table of the plan, and bars from now on."""
+        """Print the table of the plan, and start the progress bars."""
         if placement.plan is not None and not self._is_over:
             show_plan(placement.plan)
         if self._progress.console.is_terminal:
@@ -113,7 +113,7 @@ class Telling:
             self._progress.update(task, description=f"{instance}, stage {progress.stage} ready")
 
     def serving(self, running: Running) -> None:
-        """Where it is, and how to ask."""
+        """Print the server's address and how to use it."""
         for place in [place for place in self._tasks if place[0] == running.instance.name]:
             self._progress.remove_task(self._tasks.pop(place))
         if not self._tasks:
@@ -134,7 +134,7 @@ class Telling:
 
 
 def ready_text(running: Running) -> str:
-    """What a person needs to talk to the model now being served."""
+    """Return the text that tells how to use a model that is now served."""
     instance = running.instance
     lines = [
         "",
@@ -159,7 +159,7 @@ def ready_text(running: Running) -> str:
 
 
 def ways_to_ask(url: str, certificate: Path | None, *, asks_for_key: bool) -> list[str]:
-    """Commands that a person can paste; a key comes from the environment, for nobody should read one here."""
+    """Return commands to paste; the key comes from the environment, because a terminal should not show it."""
     body = json.dumps({"messages": [{"role": "user", "content": SAMPLE_QUESTION}]})
     key = ' -H "Authorization: Bearer $MLX_RING_API_KEY"' if asks_for_key else ""
     trust = "" if certificate is None else f" --cacert {shlex.quote(str(certificate.absolute()))}"
@@ -173,7 +173,7 @@ def ways_to_ask(url: str, certificate: Path | None, *, asks_for_key: bool) -> li
 
 
 def program() -> str:
-    """How this program was called, for commands that a person can paste."""
+    """Return the name by which this program was called, for commands to paste."""
     called = Path(sys.argv[0])
     return "mlx-ring" if shutil.which("mlx-ring") or called.name != "mlx-ring" else str(called)
 

@@ -4,7 +4,7 @@
     {"backend": "jaccl", "envs": ["MLX_METAL_FAST_SYNCH=1"], "hosts": [...]}           the same, with more
     [["127.0.0.1:32323"], ["127.0.0.1:32324"]]                                        for the ring itself, by rank
 
-What has no meaning is refused by its name. (`mlx/_distributed_utils/common.py`, `mlx/distributed/ring/ring.cpp`)
+Unknown fields are refused by name. (`mlx/_distributed_utils/common.py`, `mlx/distributed/ring/ring.cpp`)
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class Host:
     ssh: str
     """As `ssh` takes it; of the ring's own form the first address."""
     ips: tuple[str, ...] = ()
-    """Of its interfaces for collectives."""
+    """Addresses of its interfaces for collectives."""
     listens: tuple[str, ...] = ()
     """`address:port`, in the ring's own form alone."""
 
     @property
     def is_here(self) -> bool:
-        """Whether it is this machine by any reading, and its collectives stay there."""
+        """True if it is this machine, and its collectives stay on it."""
         return is_loopback(self.ssh) and all(map(is_loopback, self.ips))
 
 
@@ -54,7 +54,7 @@ class Hostfile:
     backend: str = ""
     """MLX's name; empty where the file says none."""
     variables: Mapping[str, str] = field(default_factory=dict[str, str])
-    """To be set for every rank."""
+    """Environment variables for every rank."""
     rdma: Matrix | None = None
     """None where no host tells its devices."""
 
@@ -64,10 +64,10 @@ def is_hostfile(content: object) -> bool:
 
 
 def load_hostfile(path: Path) -> Hostfile:
-    """Read the file.
+    """Read a hostfile.
 
     Raises:
-        ConfigError: it cannot be read, or is none.
+        ConfigError: it cannot be read, or is no hostfile.
     """
     try:
         content: object = json.loads(path.read_text("utf-8"))
@@ -79,10 +79,10 @@ def load_hostfile(path: Path) -> Hostfile:
 
 
 def read_hostfile(content: object, where: str) -> Hostfile:
-    """Any form.
+    """Read a hostfile of any form.
 
     Raises:
-        ConfigError: what is wrong, by its name and value.
+        ConfigError: a field is invalid; the message names it and its value.
     """
     if isinstance(content, dict):
         return _read_object(cast("dict[str, object]", content), where)
@@ -95,7 +95,7 @@ def read_hostfile(content: object, where: str) -> Hostfile:
 
 
 def is_loopback(name: str) -> bool:
-    """An address or a name that leads to this machine alone."""
+    """Return True for an address or name of this machine's loopback."""
     host = name.rpartition("@")[2]
     try:
         return ipaddress.ip_address(host).is_loopback

@@ -69,7 +69,7 @@ def _check_machines(settings: Settings, hosts: Hostfile) -> None:
 
 
 def named_addresses(settings: Settings) -> tuple[str, ...]:
-    """Where each rank listens, several addresses with commas between them; none where nothing names them."""
+    """Return the addresses of each rank, separated by commas; none if no hostfile names them."""
     hosts = _named(settings) if settings.nodes == 1 else None
     if hosts is None or not all(host.listens for host in hosts.hosts):
         return ()

@@ -8,7 +8,7 @@ from mlx_ring.settings.config import Settings
 from mlx_ring.settings.strategies import STRATEGIES
 
 _LINKS_OF_MACHINES = ("ring", "allreduce", "jaccl")
-"""That join stages on several."""
+"""Links that can join stages on several machines."""
 _LINKS_OF_TWO = {
     "allreduce": "is a sum in which every stage would take part for every other's activations",
     "nccl": "is a sum in which every stage would take part for every other's activations",
@@ -18,10 +18,10 @@ _LINKS_OF_TWO = {
 
 
 def rank_shares(settings: Settings) -> tuple[float, ...]:
-    """Parts of every layer, by rank of a stage.
+    """Return the share of every layer by rank of a stage.
 
     Raises:
-        ConfigError: there are not as many as ranks.
+        ConfigError: the number of shares differs from the number of ranks.
     """
     shares = settings.tp_shares
     if not shares:
@@ -35,14 +35,14 @@ def rank_shares(settings: Settings) -> tuple[float, ...]:
 
 
 def shared_stages(settings: Settings) -> int:
-    """Of `--tp` beside `--nodes`: as many stages as are asked for, else so many that each rank has a machine."""
+    """Return the number of stages for `--tp` with `--nodes`: `--stages`, else one machine per rank."""
     if settings.stages > 1:
         return settings.stages
     return max(1, settings.nodes // len(rank_shares(settings)))
 
 
 def may_share_by_plan(settings: Settings) -> bool:
-    """Whether machines may come to compute layers together by their plan, without `--tp`."""
+    """Return True if a plan may let machines share layers without `--tp`."""
     if settings.nodes == 1:
         return False
     return STRATEGIES[settings.strategy].is_tensor_parallel or (
@@ -51,7 +51,7 @@ def may_share_by_plan(settings: Settings) -> bool:
 
 
 def check_ranks(settings: Settings) -> None:
-    """Raises `ConfigError` where ranks cannot go to machines as asked."""
+    """Raise `ConfigError` if ranks cannot be placed on machines as requested."""
     ranks, nodes, stages = len(rank_shares(settings)), settings.nodes, settings.stages
     if nodes == 1:
         return
@@ -80,7 +80,7 @@ def check_ranks(settings: Settings) -> None:
 
 
 def _check_trust(settings: Settings, wish: str) -> None:
-    """Raises `ConfigError` where no interface is trusted with collectives."""
+    """Raise `ConfigError` if no interface is trusted with collectives."""
     if not settings.trusted_interface:
         raise ConfigError(
             f"{wish}. MLX's collectives are neither encrypted nor authenticated, so they go to other machines only where both ends "
@@ -89,7 +89,7 @@ def _check_trust(settings: Settings, wish: str) -> None:
 
 
 def check_link(settings: Settings) -> None:
-    """Raises `ConfigError` where stages cannot be linked as asked."""
+    """Raise `ConfigError` if stages cannot be linked as requested."""
     link, stages, ranks = settings.link, settings.stages, len(rank_shares(settings))
     _check_backend(settings, ranks)
     if link == "grpc":
@@ -119,7 +119,7 @@ def check_link(settings: Settings) -> None:
 
 
 def _check_backend(settings: Settings, ranks: int) -> None:
-    """Raises `ConfigError` where MLX would join nothing, or the link is another backend's."""
+    """Raise `ConfigError` if the backend would join nothing, or belongs to another link."""
     backend, link = settings.backend, settings.link
     if backend == "auto":
         return

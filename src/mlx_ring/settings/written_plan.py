@@ -1,4 +1,4 @@
-"""A plan as `mlx-ring plan --json` has written it, as far as it says who gets which layers."""
+"""Reader of the stages of a plan that `mlx-ring plan --json` wrote."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _READER = TypeAdapter(_Plan)
 
 
 def read_plan(file: Path, num_layers: int) -> tuple[tuple[str, LayerRange], ...]:
-    """Each stage's node and layers, in the pipeline's order.
+    """Return the node and layers of each stage, in the pipeline's order.
 
     Args:
-        file: what `mlx-ring plan MODEL --json` printed, for one replica.
-        num_layers: of the model, which the stages must cover.
+        file: output of `mlx-ring plan MODEL --json` for one replica.
+        num_layers: number of the model's layers, which the stages must cover.
 
     Raises:
         ConfigError: the file cannot be read, is no plan, or one for another number of layers.

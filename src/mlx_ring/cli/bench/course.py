@@ -1,7 +1,4 @@
-"""A bench from the first look at the server to the report.
-
-Sends a load and follows every answer.
-"""
+"""Course of a load test: look at the server, send the load, follow every answer, and report."""
 
 from __future__ import annotations
 
@@ -27,16 +24,16 @@ from mlx_ring.core.errors import ConfigError
 
 @dataclass(slots=True)
 class Run:
-    """What was seen, all of it or as far as it got."""
+    """Results of a load, complete or not."""
 
     records: list[Record] = field(default_factory=list[Record])
-    """Of all requests that were sent, the unfinished ones among them."""
+    """Records of all requests sent, also unfinished ones."""
     duration_s: float = 0.0
     """From the start to the last end of an answer."""
 
 
 def unheard(_record: Record) -> None:
-    """For loads whose answers nobody waits for."""
+    """Ignore an answer."""
 
 
 async def run_load(
@@ -181,7 +178,7 @@ async def _load(
 
 
 async def _state(client: BenchClient) -> dict[str, Any]:
-    """What mlx-ring says of its scheduling and caches; other servers say nothing."""
+    """Return mlx-ring's scheduling and cache data; other servers have none."""
     status, health = await client.look("/cluster/status"), await client.look("/health")
     return {
         "version": health.get("version"),
@@ -215,7 +212,7 @@ async def _until_interrupted(load: Coroutine[Any, Any, None], look: Callable[[],
 
 @contextlib.contextmanager
 def _progress(run: Run, total: int, *, shown: bool) -> Generator[Callable[[], None]]:
-    """A bar on the terminal, and what brings it up to date."""
+    """Show a progress bar, and yield the function that updates it."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
     with Progress(
@@ -226,14 +223,14 @@ def _progress(run: Run, total: int, *, shown: bool) -> Generator[Callable[[], No
         def look() -> None:
             if shown:
                 ended, failed, shares = _how_far(run)
-                told = f"{ended}/{total} requests" + (f", {failed} failed" if failed else "")
-                progress.update(task, description=told, completed=shares, refresh=True)
+                text = f"{ended}/{total} requests" + (f", {failed} failed" if failed else "")
+                progress.update(task, description=text, completed=shares, refresh=True)
 
         yield look
 
 
 def _how_far(run: Run) -> tuple[int, int, float]:
-    """Requests that ended, that failed, and all with the share of tokens that those under way have."""
+    """Return how many requests ended and failed, and the progress of all, with partial answers counted by tokens."""
     ended = failed = 0
     shares = 0.0
     for record in run.records:
