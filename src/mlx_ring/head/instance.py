@@ -1,6 +1,6 @@
-"""One epoch of the served model: placed, loaded, served, and at some time lost.
+"""One epoch of a served model: loading, serving, and its loss.
 
-Who is stuck: a rank that owes an answer past its deadline. Pure.
+A rank that owes an answer past its deadline is stuck, which ends the epoch.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ from mlx_ring.settings.config import Settings
 from mlx_ring.settings.named_group import named_addresses, named_machines
 
 LOOK_S = 1.0
-"""From one look to the next."""
+"""Time between two checks."""
 
 
 class StuckWatch:
-    """Looks at who is owed an answer, now and then.
+    """Detector of a rank that is stuck.
 
-    Somebody is stuck who is late at two looks in a row. A head that was stopped for a while itself finds everybody late
-    at the first; by the second it has read the answers that had come meanwhile.
+    A rank is stuck if it is late in two checks in a row. After a pause of the head itself every rank is late in the
+    first check; by the second one the head has read the answers that arrived meanwhile.
     """
 
     def __init__(self) -> None:
         self._late: tuple[object, int] | None = None
 
     def look(self, owed: Unanswered | None) -> Unanswered | None:
-        """Who is stuck, where somebody is."""
+        """Return the rank that is stuck, if any."""
         before, self._late = self._late, None
         if owed is None or not owed.is_late:
             return None
@@ -69,28 +69,28 @@ log = logging.getLogger(__name__)
 
 _STOP_WAIT_S = 8.0
 _BETTER_REASON_S = 1.0
-"""A stream breaks first; what ended the worker is told a moment later."""
+"""Time to wait for the reason of a loss: a stream breaks a moment before the worker's end is reported."""
 SILENCE_S = 3.0
-"""An agent that tells nothing for so long, or a worker that does not answer it, is stuck; both speak every second."""
+"""Time without a report after which an agent or a worker counts as stuck; both report every second."""
 
 
 @dataclass(frozen=True, slots=True)
 class Epoch:
-    """What is to be served, where, and as what."""
+    """An instance to serve, and its placement."""
 
     instance: str
     number: int
     placement: Placement
     node: str
-    """The head's own."""
+    """The head's own node."""
     trust: Credentials | None = None
-    """The head's, for other machines."""
+    """Credentials of the head for other machines."""
     loaded: tuple[WorkerPlace, ...] = ()
-    """Its workers, where an earlier head has loaded them."""
+    """Its workers, if an earlier head loaded them."""
 
 
 class Instance:
-    """Runs one epoch."""
+    """Run of one epoch."""
 
     def __init__(
         self,
@@ -115,10 +115,10 @@ class Instance:
         self._explained = asyncio.Event()
         self._engine: Engine | None = None
         self.loss: RingError | None = None
-        """Why it was lost; the best reason."""
+        """Best known reason of the loss."""
 
     def lose(self, error: RingError, *, explains: bool = True) -> None:
-        """It cannot go on; `explains` says that no better reason is to be expected."""
+        """End the instance because of an error; `explains` is False if a better reason may follow."""
         if not self._explained.is_set() and error is not self.loss:
             self.loss = error
             self._service.lose(error)
@@ -128,7 +128,7 @@ class Instance:
             self._lost.set_result(None)
 
     def on_node_lost(self, node: str, reason: str) -> None:
-        """A node is gone."""
+        """End the instance if the lost node has a part of it."""
         stages = [
             str(stage)
             for stage, ranks in enumerate(self._epoch.placement.ranks)
@@ -139,7 +139,7 @@ class Instance:
             self.lose(error.blamed_on(node))
 
     async def run(self, ready: Callable[[float], None]) -> None:
-        """Load and serve, until it is lost. `ready` is told the seconds that loading took.
+        """Load and serve until the loss. `ready` receives the seconds that loading took.
 
         Raises:
             RingError: it could not be loaded.
@@ -188,7 +188,7 @@ class Instance:
 
     @property
     def _nodes(self) -> Mapping[RankId, str]:
-        """Where every rank is."""
+        """Node of every rank."""
         return {
             RankId(stage, rank): placed.site.node
             for stage, ranks in enumerate(self._epoch.placement.ranks)
@@ -211,7 +211,7 @@ class Instance:
         )
 
     def _reservations(self) -> Mapping[str, Reservation]:
-        """What is about to be loaded, by node: weights as planned, else alike for all stages."""
+        """Return what will be loaded on each node: weights as planned, else equal shares for all stages."""
         placement, weights, workers = self._epoch.placement, Counter[str](), Counter[str]()
         whole = memory_for_weights(self._served.folder, self._settings.dtype)
         for number, stage in enumerate(placement.ranks):
@@ -227,13 +227,13 @@ class Instance:
     async def _deploy(
         self, assignments: Sequence[worker_pb2.StageAssignment], hello: hello_pb2.Hello
     ) -> Sequence[WorkerPlace]:
-        """Load all stages. A node that goes meanwhile ends it: what it was asked for is never answered."""
+        """Load all stages, and stop if a node is lost meanwhile, because it would never answer."""
         sites = [placed.site for stage in self._epoch.placement.ranks for placed in stage]
         loading = asyncio.ensure_future(deploy(sites, assignments, hello, self._report))
         try:
             await asyncio.wait((loading, self._lost), return_when=asyncio.FIRST_COMPLETED)
             if loading.done() and isinstance(loading.exception(), WorkerLost):
-                # A connection breaks a moment before it is known why.
+                # A connection breaks a moment before the reason is known.
                 await asyncio.wait((self._lost,), timeout=_BETTER_REASON_S)
             if self.loss is not None:
                 raise self.loss
@@ -249,7 +249,7 @@ class Instance:
         watched: Watched,
         first_words: asyncio.Future[Mapping[Place, worker_pb2.WorkerStatus]],
     ) -> None:
-        """Hear what a node's agent tells, until the agent or one of its workers is gone."""
+        """Follow the reports of a node's agent, until the agent or one of its workers ends."""
         try:
             async for event in limit_silence(site.link.watch(hello), SILENCE_S):
                 self._service.hear(event)
@@ -277,7 +277,7 @@ class Instance:
             self._engine.record_started(RankId(state.stage, state.rank), state.status.last_step)
 
     async def _find_stuck(self, engine: Engine) -> None:
-        """Look now and then whether a rank owes an answer for too long, though it says that it lives."""
+        """Check regularly for a rank that owes an answer for too long although it is alive."""
         watch = StuckWatch()
         while True:
             await asyncio.sleep(LOOK_S)
@@ -297,7 +297,7 @@ class Instance:
     def _make_engine(
         self, executor: GrpcExecutor, workers: Mapping[Place, worker_pb2.WorkerStatus]
     ) -> Engine:
-        """The engine for what the workers say of their memory."""
+        """Make the engine, with the KV memory that the workers report."""
         instance = self._epoch.instance
         allowances = {
             site.node: Allowance(site.reserve_share, site.memory_limit_bytes)
@@ -328,19 +328,19 @@ class Instance:
         return engine
 
     async def _stop_workers(self) -> None:
-        """On every node that can be reached: whoever is gone has none any more, or ends them when it comes back."""
+        """Stop the workers on every reachable node; other nodes end them when they return."""
         await asyncio.gather(
             *(site.link.stop(self._epoch.instance, _STOP_WAIT_S) for site in self._epoch.placement.nodes)
         )
         if self._epoch.trust is not None:
-            # On one machine the channel is the agent's own, and another epoch's too.
+            # On one machine the channel belongs to the agent, which other epochs share.
             await asyncio.gather(*(site.link.close() for site in self._epoch.placement.nodes))
 
 
 def assign(
     settings: Settings, served: ServedModel, instance: str, epoch: int, cut: Cut
 ) -> Sequence[worker_pb2.StageAssignment]:
-    """What each rank of each stage is told.
+    """Make the assignment of each rank of each stage.
 
     Raises:
         PlanError, ModelUnsupported: the layers cannot be shared as asked.
@@ -388,7 +388,7 @@ async def _end(task: asyncio.Task[None]) -> None:
 
 
 def predict_by(forecast: Forecast | None) -> Predict | None:
-    """What steps should take, for their deadlines; None where no profile tells."""
+    """Return the prediction of steps' times for their deadlines; None without a profile."""
     if forecast is None:
         return None
 
@@ -420,6 +420,6 @@ def _head_hello(assignment: worker_pb2.StageAssignment, node: str) -> hello_pb2.
 
 
 def _spare_the_collector() -> None:
-    """Take what is here for good out of garbage collection: going through it holds every stream up."""
+    """Exclude permanent objects from garbage collection, which would delay every stream."""
     gc.collect()
     gc.freeze()

@@ -22,10 +22,10 @@ LOADING = "The model is being loaded; ask again in a moment."
 
 
 class InstanceService:
-    """An engine and the workers behind it, or the reason why there is none."""
+    """An engine and its workers, or the reason why there is none."""
 
     def __init__(self, layers: int, kv_bits: int) -> None:
-        """`layers` are the whole model's."""
+        """Start without an engine; `layers` is the model's number of layers."""
         self._layers = layers
         self._kv_bits = kv_bits
         self._placement: Placement | None = None
@@ -35,7 +35,7 @@ class InstanceService:
         self._engine: Engine | None = None
         self._lost: RingError | None = None
         self._workers: dict[str, tuple[WorkerInfo, ...]] = {}
-        """By node."""
+        """Workers of each node."""
 
     @property
     def engine(self) -> Engine:
@@ -45,14 +45,14 @@ class InstanceService:
 
     @property
     def error(self) -> RingError | None:
-        """Why it cannot answer now; None when it can."""
+        """Reason why it cannot answer now; None if it can."""
         if self._lost is not None:
             return self._lost
         return NotReady(LOADING) if self._engine is None else self._engine.error
 
     @property
     def info(self) -> InstanceInfo:
-        """Its plan, and its workers as they were last heard of."""
+        """Plan of the instance, and its workers as reported last."""
         workers = sorted(
             (worker for of_node in self._workers.values() for worker in of_node),
             key=lambda worker: (worker.stage, worker.rank),
@@ -60,7 +60,7 @@ class InstanceService:
         return InstanceInfo(self._instance, self._epoch, self._layers, tuple(workers), self._kv_bits)
 
     def view(self, model: str) -> InstanceView | None:
-        """All that is known of it; None before anything was planned."""
+        """Return the state of the instance; None before it was planned."""
         placement, error = self._placement, self.error
         if placement is None:
             return None
@@ -81,29 +81,29 @@ class InstanceService:
         )
 
     def begin(self, instance: str, epoch: int, placement: Placement) -> None:
-        """Another instance is being loaded, arranged like this."""
+        """Start to load another instance with this placement."""
         self._instance, self._epoch, self._placement = instance, epoch, placement
         self._workers, self._loading, self._is_loading = {}, LoadingProgress(), True
         self._engine = None
 
     def serve(self, engine: Engine) -> None:
-        """From now on requests are answered."""
+        """Answer requests from now on."""
         self._engine, self._lost, self._is_loading = engine, None, False
 
     def lose(self, error: RingError) -> None:
-        """End what is being answered, and say why nothing more is until `serve`. A later reason is a better one."""
-        # A model that is unloaded, or a server that ends, is nothing to worry about.
+        """End all requests with the reason, and refuse new ones until `serve`. A later reason replaces an earlier one."""
+        # Unloading a model or ending the server is not an error.
         log.log(logging.INFO if isinstance(error, NotReady) else logging.ERROR, "%s", error)
         self._lost, self._is_loading = error, False
         if self._engine is not None:
             self._engine.fail(error)
 
     def record_loading(self, progress: agent_pb2.StageProgress) -> None:
-        """Take in how far a worker has loaded."""
+        """Record the loading progress of a worker."""
         self._loading.record(progress)
 
     def hear(self, event: agent_pb2.AgentEvent) -> None:
-        """Take in what an agent tells of its workers."""
+        """Record an agent's report of its workers."""
         if self._placement is None:
             return
         ranges = self._placement.ranges

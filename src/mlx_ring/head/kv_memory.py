@@ -1,8 +1,6 @@
-"""Memory for KV, shared among the instances that are loaded: whoever comes or goes changes what the others may hold.
+"""KV memory, shared among the loaded instances: each load or unload changes the shares of the others.
 
-Nobody's goes below what one sequence of its kept context takes: a newcomer for which that leaves too little is refused.
-
-Who shares memory for KV: what they ask for, what they keep, and the sentence that refuses one. Pure.
+No share falls below one sequence of the instance's kept context. A load that would require this is refused.
 """
 
 from __future__ import annotations
@@ -32,24 +30,24 @@ from mlx_ring.rpc.protos import agent_pb2, worker_pb2
 
 @dataclass(frozen=True, slots=True)
 class KvUser:
-    """An instance that wants a share."""
+    """An instance that uses KV memory."""
 
     instance: str
     model: str
-    """As people call it."""
+    """Name of the model for users."""
     context_tokens: int
-    """That it would have, memory permitting."""
+    """Context that it would have, memory permitting."""
     insisted: bool
-    """Whether it must have all of it."""
+    """True if the context was requested explicitly."""
 
     def kept_of(self, context_tokens: int) -> int:
-        """Tokens of a context that no newcomer takes away."""
+        """Return the tokens of a context that no other load may take away."""
         return context_tokens if self.insisted else min(context_tokens, KEPT_TOKENS)
 
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """What an instance that is being loaded will have on a node."""
+    """Memory that a loading instance will use on a node."""
 
     weight_bytes: int
     workers: int
@@ -57,7 +55,7 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True)
 class KvKeeper:
-    """An instance that keeps memory of a node."""
+    """An instance that keeps memory on a node."""
 
     user: KvUser
     kept_tokens: int
@@ -67,15 +65,15 @@ class KvKeeper:
 def no_room(
     user: KvUser, node: str, takes: str, needed: int, left: int, keepers: Sequence[KvKeeper]
 ) -> PlanError:
-    """Why a newcomer is refused.
+    """Return the error of an instance that does not fit.
 
     Args:
-        user: the newcomer.
-        node: where there is too little.
-        takes: what it needs so many bytes for, in words.
-        needed: bytes.
-        left: bytes that it could have.
-        keepers: who has the others; one at least.
+        user: the new instance.
+        node: node with too little memory.
+        takes: description of what needs the bytes.
+        needed: bytes needed.
+        left: bytes that are left.
+        keepers: instances that keep the rest, at least one.
     """
     insisted = any(keeper.user.insisted for keeper in keepers)
     kept = ", and ".join(
@@ -100,7 +98,7 @@ def _size(nbytes: int) -> str:
 
 
 _LOOKED_AGAIN_S = 2.5
-"""Workers tell how their memory stands every second."""
+"""Time after which workers have reported freed memory; they report every second."""
 
 
 @dataclass(slots=True)
@@ -109,11 +107,11 @@ class _Share:
     workers: dict[Place, worker_pb2.WorkerStatus]
     kept_tokens: int = 0
     floor: Mapping[RankId, int] | None = None
-    """Bytes that it keeps for one sequence of so many tokens."""
+    """Bytes that each rank keeps for one sequence of `kept_tokens`."""
     engine: Engine | None = None
 
     def keep(self, limits: Mapping[RankId, RankKv]) -> None:
-        """What it has now is kept from now on, as far as its context is one that is kept."""
+        """Keep the present limits from now on, up to the kept context."""
         capacity = KvBudget(limits).capacity_tokens
         context = self.user.context_tokens
         tokens = self.user.kept_of(context if capacity is None else min(capacity, context))
@@ -122,28 +120,28 @@ class _Share:
 
 
 class KvShares:
-    """Who is loaded."""
+    """Shares of the loaded instances."""
 
     def __init__(self, given_bytes: int | None) -> None:
-        """`given_bytes` is each worker's where it was said; else every node's is shared out."""
+        """Start with `given_bytes` for each worker, or None to share each node's memory."""
         self._given_bytes = given_bytes
         self._allowances: dict[str, Allowance] = {}
-        """By node."""
+        """Usable memory of each node."""
         self._reservations: dict[str, Mapping[str, Reservation]] = {}
-        """By instance that is being loaded, and node."""
+        """Reservations by loading instance and node."""
         self._shares: dict[str, _Share] = {}
         self._freed_at: float | None = None
-        """When an instance left whose memory has not been given out again."""
+        """Time at which an instance left, until its memory is shared again."""
 
     def expect(self, user: KvUser, reservations: Mapping[str, Reservation]) -> None:
-        """Weights are about to be loaded: what is kept of ended requests makes way for them.
+        """Reserve memory for weights, which evicts cached KV.
 
         Args:
-            user: whose.
-            reservations: by node.
+            user: the loading instance.
+            reservations: reservation on each node.
 
         Raises:
-            PlanError: they leave too little for the contexts that others keep.
+            PlanError: too little is left for the contexts that others keep.
         """
         if self._given_bytes is None and self._freed_at is None:
             self._refuse_weights(user, reservations)
@@ -156,16 +154,16 @@ class KvShares:
         workers: Mapping[Place, worker_pb2.WorkerStatus],
         allowances: Mapping[str, Allowance],
     ) -> tuple[Mapping[RankId, RankKv], int]:
-        """What a newcomer may hold, and how long a context that makes; the others give it up.
+        """Give a loaded instance its share; return its limits and the context that fits.
 
         Args:
             user: the newcomer.
-            workers: as they say they are.
-            allowances: by node.
+            workers: status of its workers.
+            allowances: usable memory of each node.
 
         Raises:
-            PlanError: it is too little, beside what others keep.
-            ConfigError: it is too little, whoever else is loaded.
+            PlanError: the share is too small beside what others keep.
+            ConfigError: the share is too small even alone.
         """
         self._shares.pop(user.instance, None)
         self._allowances |= allowances
@@ -185,11 +183,11 @@ class KvShares:
         return limits[user.instance], context
 
     def attach(self, instance: str, engine: Engine) -> None:
-        """The newcomer's engine: it is told when its share changes."""
+        """Set an instance's engine, which receives changes of its share."""
         self._shares[instance].engine = engine
 
     def hear(self, event: agent_pb2.AgentEvent) -> None:
-        """Take in how workers stand now."""
+        """Record an agent's report of its workers' memory."""
         for state in event.workers:
             share = self._shares.get(state.instance)
             place = (event.hello.node, RankId(state.stage, state.rank))
@@ -200,10 +198,10 @@ class KvShares:
             self._apply(self._limits())
 
     def leave(self, instance: str) -> None:
-        """An instance is gone, or will not come: what it held or claimed is the others'."""
+        """Release the share and the reservation of an instance."""
         claimed, gone = self._reservations.pop(instance, None), self._shares.pop(instance, None)
         if claimed is not None or gone is not None:
-            # It is free once its workers have ended, and is known when the others have looked again.
+            # The memory is free once the workers have ended, which later reports show.
             self._freed_at = time.monotonic()
 
     # ---- what each may hold
@@ -213,7 +211,7 @@ class KvShares:
         return rank_limits(self._told(), self._given_bytes, self._allowed(), floors | dict(more or {}))
 
     def _limits_with(self, newcomer: _Share) -> dict[str, dict[RankId, RankKv]]:
-        """Room for its kept context first, or for less where it does not insist."""
+        """Return the limits with room for the new instance's kept context, or for less if it was not requested."""
         user, instance = newcomer.user, newcomer.user.instance
         limits = self._limits()
         if self._given_bytes is not None:
@@ -229,7 +227,7 @@ class KvShares:
         return limits
 
     def _short_of(self, newcomer: _Share, floor: Mapping[RankId, int]) -> tuple[str, int, int] | None:
-        """A node that has too little for it beside what others keep, with what is needed and left there; None if none."""
+        """Return a node with too little memory for it, with the bytes needed and left; None if there is none."""
         rooms = kv_rooms(self._told(), self._allowed())
         for node in dict.fromkeys(node for node, _ in newcomer.workers):
             needed = sum(floor[rank] for at, rank in newcomer.workers if at == node)
@@ -239,7 +237,7 @@ class KvShares:
         return None
 
     def _allowed(self, but: str = "") -> dict[str, Allowance]:
-        """Each node's allowance, with what those reserve there that are being loaded, one apart."""
+        """Return each node's usable memory with the reservations on it, except those of `but`."""
         reservations = [
             reservations for instance, reservations in self._reservations.items() if instance != but
         ]
@@ -257,7 +255,7 @@ class KvShares:
         return {instance: share.workers for instance, share in self._shares.items()}
 
     def _keepers(self, node: str) -> list[KvKeeper]:
-        """Who keeps memory of a node."""
+        """Return the instances that keep memory on a node."""
         return [
             KvKeeper(share.user, share.kept_tokens, kept)
             for share in self._shares.values()
@@ -275,7 +273,7 @@ class KvShares:
                 raise no_room(user, node, "its weights take", reservation.weight_bytes, max(0, left), keepers)
 
     def _refuse_kv(self, newcomer: _Share, tokens: int, floor: Mapping[RankId, int]) -> None:
-        """Where nobody else keeps anything, it is its own trouble, which is told elsewhere."""
+        """Raise if memory that others keep is missing; an instance alone has its own error elsewhere."""
         short = self._short_of(newcomer, floor)
         if short is not None and (keepers := self._keepers(short[0])):
             node, needed, left = short
@@ -292,7 +290,7 @@ class KvShares:
 
 
 def _on_node(node: str, share: _Share) -> int:
-    """Bytes that it keeps there."""
+    """Return the bytes that an instance keeps on a node."""
     floor = share.floor or {}
     return sum(floor[rank] for rank in _ranks(node, share.workers) if rank in floor)
 

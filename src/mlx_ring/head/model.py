@@ -1,6 +1,6 @@
-"""A model that this head serves, loaded or not: its replicas, and the API's view of them.
+"""A model of this head, loaded or not: its replicas, and the API's view of it.
 
-How a model samples where a request does not say.
+The model's own files give the sampling parameters of requests that set none.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def sampling_defaults(config: Mapping[str, Any]) -> Sampling:
 
 
 Ready = Callable[[ServedModel, InstanceInfo, float], None]
-"""Which model serves, its instance, and the seconds that loading took."""
+"""Callback for an instance that serves: its model, the instance, and the seconds that loading took."""
 
 
 JUST_NOW_S = 0.5
 
 
 class HostedModel:
-    """Keeps the contract `ModelService`."""
+    """A model as the API's `ModelService`."""
 
     def __init__(
         self,
@@ -54,21 +54,21 @@ class HostedModel:
         on_crash: Callable[[Exception], None],
         missing: Callable[[], int],
     ) -> None:
-        """`on_crash` is told of errors that are the program's own; `missing` machines must join before anything is loaded."""
+        """Start unloaded. `on_crash` receives unexpected errors; `missing` returns the number of machines still to join."""
         self._on_crash = on_crash
         self._missing = missing
         self.settings = settings
-        """The head's, as they hold for this model."""
+        """Settings of this model."""
         self.served = served
         self.replicas: list[Replica] = []
         self.meters: list[Meter] = []
-        """Of its replicas, by their numbers, also of those that are gone."""
+        """Meters of its replicas by number, including ended ones."""
         self.is_awaited = False
-        """Whether it is about to be loaded, so that nobody need ask for it."""
+        """True if it is about to be loaded without a request."""
         self.waiting = 0
-        """Requests that wait for it to be loaded."""
+        """Number of requests that wait for it to be loaded."""
         self.last_asked = time.monotonic()
-        """When a request came, by the monotonic clock."""
+        """Time of the last request, by the monotonic clock."""
         self.created = int(time.time())
         self.default_sampling: Sampling = sampling_defaults(served.folder.generation_config)
         self.pooling: Pooling = read_pooling(served.folder.path, settings.pooling)
@@ -93,7 +93,7 @@ class HostedModel:
 
     @property
     def context_length(self) -> int:
-        """What every instance takes that serves now."""
+        """Context length of all serving instances."""
         lengths = [each.engine.context_length for each in self._serving()]
         return min(lengths, default=self.served.limits.context_length)
 
@@ -130,7 +130,7 @@ class HostedModel:
 
     @property
     def error(self) -> RingError | None:
-        """Why it cannot answer now. One that is not loaded can: it will be when it is asked."""
+        """Reason why it cannot answer now; an unloaded model can, because it is loaded on request."""
         if not self.replicas:
             return self._coming() if self.is_awaited else self._failure
         errors = [replica.service.error for replica in self.replicas]
@@ -147,11 +147,11 @@ class HostedModel:
 
     @property
     def rejected(self) -> Mapping[str, int]:
-        """By error, requests that were refused before they were taken."""
+        """Requests that were refused, by the error's name."""
         return self._router.rejected
 
     def meter(self, replica: int) -> Meter:
-        """Of the replica with that number, whichever has it."""
+        """Return the meter of a replica's number."""
         while len(self.meters) <= replica:
             self.meters.append(Meter())
         return self.meters[replica]
@@ -165,26 +165,26 @@ class HostedModel:
 
     @property
     def open_requests(self) -> int:
-        """Sequences that run or wait, in all its instances, and requests that wait for it."""
+        """Number of sequences in all its instances, and of requests that wait for it."""
         stats = [service.engine.stats().scheduler for service in self._serving()]
         return self.waiting + sum(each.running + each.waiting for each in stats)
 
     @property
     def is_idle(self) -> bool:
-        """Whether nobody has asked for it just now: a request that waited for it may not have begun."""
+        """True if no request came just now: one that waited for the model may not have begun."""
         return time.monotonic() - self.last_asked >= JUST_NOW_S
 
-    # ---- coming and going
+    # ---- loading and unloading
 
     async def run(self, replicas: Sequence[Replica], ready: Ready) -> None:
-        """Load, and return once every replica has served; they are kept serving until `stop`.
+        """Load, and return once every replica has served; they keep serving until `stop`.
 
         Args:
-            replicas: new ones.
-            ready: told of each instance that serves.
+            replicas: new replicas.
+            ready: receives each instance that serves.
 
         Raises:
-            RingError: one of them could not be loaded; then none is left.
+            RingError: a replica could not be loaded; then all are ended.
         """
         self.replicas, self._failure = list(replicas), None
         firsts: list[asyncio.Future[None]] = []
@@ -219,7 +219,7 @@ class HostedModel:
             first.set_exception(error)
 
     async def stop(self, reason: str) -> None:
-        """End every instance, with what it answers, and free what they hold."""
+        """End every instance and its requests, and free their memory."""
         tasks, self._tasks = self._tasks, []
         for service in self._serving():
             service.engine.fail(NotReady(reason))

@@ -1,6 +1,6 @@
-"""Every model that a head serves: which are loaded, and who makes way for whom.
+"""The models of a head: loading, unloading, and fetching while it serves.
 
-Models that are fetched while the head serves: each by a process of its own, so that the head can end at any moment.
+Each fetch is a process of its own, so that the head can end at any moment.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _QUIET = {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 
 
 async def fetch_beside(name: str, *, must_fit: bool) -> None:
-    """Have all of a hub's model in the cache; being cancelled ends it at once, and what has come is kept.
+    """Fetch a model from the hub into the cache; cancelling stops it at once and keeps what arrived.
 
     Raises:
         ModelError, PlanError: as `find_model` does.
@@ -70,7 +70,7 @@ async def fetch_beside(name: str, *, must_fit: bool) -> None:
 
 
 def _read(told: Sequence[str], otherwise: str) -> RingError:
-    """The error that ended the process; where it said none, what is known of its end."""
+    """Return the error that ended the process; without one, `otherwise`."""
     try:
         last: dict[str, str] = json.loads(told[-1])
         kind, said = getattr(errors, last["kind"]), last["said"]
@@ -83,7 +83,7 @@ log = logging.getLogger(__name__)
 
 
 class Catalog:
-    """Keeps the contract `ModelCatalog`."""
+    """The models of a head as the API's `ModelCatalog`."""
 
     def __init__(
         self,
@@ -93,14 +93,14 @@ class Catalog:
         ready: Ready,
         tracing: Tracing | None = None,
     ) -> None:
-        """Nothing is loaded before `begin`.
+        """Prepare the models; `begin` loads them.
 
         Args:
             settings: the head's.
-            served: the models that it begins with, each with the settings that hold for it.
-            watcher: told how instances come up.
-            ready: told of each instance that serves.
-            tracing: where traces of requests go.
+            served: the first models, each with its settings.
+            watcher: observer of loading.
+            ready: receives each instance that serves.
+            tracing: destination of traces.
         """
         self._settings = settings
         self._tracing = tracing
@@ -110,12 +110,12 @@ class Catalog:
         self._has_served = self._has_ended = False
         self._one_at_a_time = asyncio.Lock()
         self._loads: dict[str, asyncio.Task[None]] = {}
-        """Under way, by model."""
+        """Loads in progress, by model."""
         self._fetches: dict[str, asyncio.Task[None]] = {}
-        """Under way, by the hub's name."""
+        """Fetches in progress, by the hub's name."""
         self._fetches_none = False
         self.crashed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Ends with an error of the program's own."""
+        """Future that fails with an unexpected error."""
         self._hosted = [HostedModel(own, model, self._crash, self._missing) for own, model in served]
         for hosted in self._hosted:
             hosted.is_awaited = True
@@ -131,7 +131,7 @@ class Catalog:
         return () if self._machines is None else self._machines.links
 
     def cluster(self) -> ClusterParts:
-        """Every node, and every instance with all that is known of its stages."""
+        """Return every node, and every instance with the state of its stages."""
         cluster_view = ClusterView(node_name()) if self._machines is None else self._machines.cluster_view()
         views = [
             view
@@ -143,7 +143,7 @@ class Catalog:
         return ClusterParts(nodes=nodes, instances=[instance_status(view) for view in views])
 
     async def ready(self, model: ModelService) -> None:
-        """Load a model that is not loaded, or wait for a load that is under way."""
+        """Load a model that is not loaded, or wait for its load in progress."""
         hosted = self._own(model)
         if hosted.is_awaited or (hosted.replicas and hosted.model_id not in self._loads):
             return
@@ -155,7 +155,7 @@ class Catalog:
             hosted.last_asked = time.monotonic()
 
     async def load(self, name: str) -> ModelService:
-        """Load a model by any of its names, one that was not served before included."""
+        """Load a model by any of its names, also one that was not served before."""
         hosted = next((each for each in self._hosted if name in each.served.names), None)
         if hosted is None:
             hosted = await self._found(name)
@@ -163,7 +163,7 @@ class Catalog:
         return hosted
 
     async def unload(self, model: ModelService, *, force: bool) -> None:
-        """Free what a model holds."""
+        """Unload a model."""
         hosted = self._own(model)
         async with self._one_at_a_time:
             busy = hosted.open_requests
@@ -179,7 +179,7 @@ class Catalog:
         return next(each for each in self._hosted if each is model)
 
     async def _found(self, name: str) -> HostedModel:
-        """A model that joins the list; another of the same name is the same model."""
+        """Add a model to the list; one with the same name must be the same model."""
         if await asyncio.to_thread(must_be_fetched, name):
             await self._fetched(name)
         own = self._settings.model_copy(update={"model": name, "served_model_name": ()})
@@ -196,7 +196,7 @@ class Catalog:
         return hosted
 
     async def _fetched(self, name: str) -> None:
-        """Who waits may go: it goes on for others, and for the next request."""
+        """Wait for a fetch, which continues without the request."""
         if self._fetches_none:
             raise NotReady("The server is shutting down.")
         task = self._fetches.get(name)
@@ -209,10 +209,10 @@ class Catalog:
     # ---- loading
 
     async def begin(self, machines: Machines) -> None:
-        """Load the models that the head begins with. The first must fit; others that do not wait until they are asked for.
+        """Load the first models. The first must fit; others that do not are loaded on request.
 
         Raises:
-            RingError: why the first cannot be loaded.
+            RingError: the first model cannot be loaded.
         """
         self._machines = machines
         first, *others = self._hosted
@@ -226,13 +226,13 @@ class Catalog:
             hosted.is_awaited = False
 
     def stop_fetching(self) -> None:
-        """Nobody is there any more for whom a model could be fetched: who waits for one is told so."""
+        """Cancel all fetches; requests that wait for one fail."""
         self._fetches_none = True
         for task in self._fetches.values():
             task.cancel()
 
     async def end(self) -> None:
-        """End every load and every instance; nothing is loaded any more."""
+        """End every load and every instance, and refuse new loads."""
         self._has_ended = True
         self.stop_fetching()
         tasks = [*self._loads.values(), *self._fetches.values()]
@@ -243,14 +243,14 @@ class Catalog:
 
     @property
     def declared(self) -> Sequence[Declared]:
-        """What the head begins with, for machines on which an earlier head may have left it loaded."""
+        """First models, for machines on which an earlier head may have left them loaded."""
         return [Declared(hosted.served, hosted.settings) for hosted in self._hosted]
 
     def _missing(self) -> int:
         return 0 if self._machines is None else self._machines.missing
 
     async def _loaded(self, hosted: HostedModel, *, may_evict: bool = True) -> None:
-        """Who waits may go: the load goes on for others, and for the next request."""
+        """Wait for a load, which continues without the request."""
         if self._has_ended:
             raise NotReady("The server is shutting down.")
         if hosted.replicas and hosted.model_id not in self._loads:
@@ -265,7 +265,7 @@ class Catalog:
         await self._unless_ended(task)
 
     async def _unless_ended(self, task: asyncio.Task[None]) -> None:
-        """Until it is done, which the end of the server alone keeps it from."""
+        """Wait for a task, and fail if the server ends."""
         try:
             await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -279,7 +279,7 @@ class Catalog:
                 try:
                     await self._run(hosted)
                 except ContextKept:
-                    # Whoever insists on a context has said what memory is for: nobody is unloaded behind their back.
+                    # An explicit context reserves the memory: no model is unloaded for it.
                     raise
                 except PlanError as error:
                     if not may_evict or not await self._evict_for(hosted):
@@ -293,7 +293,7 @@ class Catalog:
         if machines is None:
             raise NotReady(LOADING)
 
-        # Once something has served: with whoever is there.
+        # Once a model has served, use the nodes that are present.
         nodes = 1 if self._has_served else self._settings.nodes
         candidate_sets = await machines.candidate_nodes(Declared(hosted.served, hosted.settings), nodes)
         self._check_room(hosted, len(candidate_sets))
@@ -317,7 +317,7 @@ class Catalog:
         hosted.last_asked = time.monotonic()
 
     def _check_room(self, hosted: HostedModel, copies: int) -> None:
-        """Whether the weights of all loaded models stay within what they may take together."""
+        """Check that the weights of all loaded models stay within --model-memory."""
         limit = self._settings.model_memory
         if limit is None:
             return
@@ -330,23 +330,21 @@ class Catalog:
             )
 
     async def _evict_for(self, hosted: HostedModel) -> bool:
-        """Whether a model made way: the one that has not been asked for longest, of those that answer nobody."""
+        """Unload the least recently used idle model; return False if there is none."""
         quiet = [
             other
             for other in self._hosted
             if other is not hosted and other.replicas and not other.open_requests
         ]
         if quiet and not any(other.is_idle for other in quiet):
-            # A request that has waited for one of them may be about to begin.
+            # A request that waited for one of them may be about to begin.
             await asyncio.sleep(JUST_NOW_S)
         idle = [other for other in quiet if other.is_idle and not other.open_requests]
         oldest = min(idle, key=lambda other: other.last_asked, default=None)
         if oldest is None:
             return False
-        log.info(
-            "unloading %s, which has not been asked for longest, for %s", oldest.model_id, hosted.model_id
-        )
-        await oldest.stop(f"{oldest.model_id} made way for another model.")
+        log.info("unloading %s, the least recently used model, for %s", oldest.model_id, hosted.model_id)
+        await oldest.stop(f"{oldest.model_id} was unloaded for another model.")
         return True
 
     def _crash(self, error: Exception) -> None:
@@ -357,10 +355,10 @@ class Catalog:
 def _forget(tasks: dict[str, asyncio.Task[None]], name: str, done: asyncio.Task[None]) -> None:
     tasks.pop(name, None)
     if not done.cancelled():
-        # Nobody may be waiting for it any more.
+        # No request may be waiting for it any more.
         done.exception()
 
 
 def _weights(hosted: HostedModel) -> int:
-    """Bytes, of one of its replicas."""
+    """Return the bytes of weights of one replica."""
     return memory_for_weights(hosted.served.folder, hosted.settings.dtype)

@@ -1,4 +1,4 @@
-"""What a head asks of the machines that it serves with."""
+"""Contract of the machines on which a head serves."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from mlx_ring.head.status import ClusterView
 from mlx_ring.settings.config import Settings
 
 OnNodeLost = Callable[[str, str], None]
-"""A node is gone, and why."""
+"""Callback for a lost node, with the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """A model to be served, with the settings that hold for it."""
+    """A model to serve, with its settings."""
 
     served: ServedModel
     settings: Settings
 
 
 class Machines(Protocol):
-    """What a head asks of them."""
+    """The machines of a head."""
 
     async def candidate_nodes(self, declared: Declared, nodes: int) -> Sequence[frozenset[str] | None]:
-        """Which nodes each replica of a model is to have, once so many are there; None: any.
+        """Choose the nodes that each replica of a model may use, once enough are present; None means any.
 
         Raises:
             PlanError: there is no room for it.
@@ -40,7 +40,7 @@ class Machines(Protocol):
         ...
 
     async def next_epoch(self, order: Order) -> Epoch:
-        """Where an instance goes now.
+        """Place an instance.
 
         Raises:
             PlanError: there is no room for it.
@@ -48,31 +48,31 @@ class Machines(Protocol):
         ...
 
     def watching(self, instance: str, on_node_lost: OnNodeLost) -> AbstractContextManager[None]:
-        """While an instance lives: `on_node_lost` is told of nodes that go."""
+        """Report lost nodes to `on_node_lost` while an instance lives."""
         ...
 
     @property
     def links(self) -> Sequence[LinkInfo]:
-        """What is known of the links between them."""
+        """Known links between the machines."""
         ...
 
     @property
     def missing(self) -> int:
-        """How many more machines must join before anything is loaded."""
+        """Number of machines that must still join before anything is loaded."""
         ...
 
     def record_failure(self, error: RingError | None, begun_s: float) -> None:
-        """An instance that was begun then, since the Unix epoch, was lost, or could not be loaded.
+        """Record the loss or failed load of an instance that began at this Unix time.
 
-        A node that this happens to again and again is left out.
+        A node that fails repeatedly is quarantined.
         """
         ...
 
     def cluster_view(self) -> ClusterView:
-        """How they stand now."""
+        """Return the state of the machines."""
         ...
 
 
 def new_instance(served: ServedModel) -> str:
-    """A name that no other instance has."""
+    """Make a unique name of an instance."""
     return f"{served.local.name.rsplit('/', 1)[-1]}-{secrets.token_hex(3)}"

@@ -1,8 +1,6 @@
-"""Where each rank of each stage is, which part of the stage's layers it has, and how it hears the others of its group. Pure.
+"""Placement of each rank: its node, its share of the stage's layers, and its connection with its group. Pure.
 
-Which RDMA device of each rank leads to each other one of its group, by the hostfile. Pure.
-
-Stages whose ranks are on several machines, as `--tp` beside `--nodes` asks for them. Pure.
+This covers the RDMA devices of a hostfile, and stages whose ranks are on several machines (`--tp` with `--nodes`).
 """
 
 from __future__ import annotations
@@ -25,13 +23,13 @@ from mlx_ring.settings.hostfile import Hostfile, is_loopback
 
 @dataclass(frozen=True, slots=True)
 class RankPlacement:
-    """One rank's."""
+    """Placement of one rank."""
 
     site: Site
     share: float = 1.0
-    """Of every layer of its stage, beside those of the other ranks."""
+    """Share of every layer of its stage, relative to the other ranks."""
     way: GroupWay = field(default_factory=GroupWay)
-    """To it, where MLX joins it with others."""
+    """Address of the rank for its MLX group."""
 
 
 Stage = tuple[RankPlacement, ...]
@@ -39,33 +37,33 @@ Stage = tuple[RankPlacement, ...]
 
 
 def place_ranks(sites: Sequence[Site], shares: Sequence[Sequence[float]]) -> tuple[Stage, ...]:
-    """A site for each rank, stage after stage."""
+    """Place ranks on sites, stage after stage."""
     places = iter(sites)
     return tuple(tuple(RankPlacement(next(places), share) for share in stage) for stage in shares)
 
 
 def place_as_planned(plan: Plan, sites: Mapping[str, Site]) -> tuple[Stage, ...]:
-    """As planned, with the sites by their nodes."""
+    """Place ranks as planned."""
     return tuple(
         tuple(RankPlacement(sites[rank.node], rank.share) for rank in stage.ranks) for stage in plan.stages
     )
 
 
 def spread_evenly(sites: Sequence[Site], ranks: int) -> tuple[Site, ...]:
-    """A site for each rank of all stages: neighbouring ranks on one, and as many on each."""
+    """Return a site for each rank, with equally many consecutive ranks on each site."""
     return tuple(sites[rank * len(sites) // ranks] for rank in range(ranks))
 
 
 def even_numbers(ranks: int, most: int) -> Iterator[int]:
-    """Of sites that can have as many ranks each, the largest number first."""
+    """Return the numbers of sites that divide the ranks evenly, the largest first."""
     return (number for number in range(min(ranks, most), 0, -1) if ranks % number == 0)
 
 
 def with_ways(ranks: tuple[Stage, ...], link: str) -> tuple[Stage, ...]:
-    """With how ranks of a group hear each other: those that share layers, or all stages that a collective links.
+    """Add the connections of each group: ranks that share layers, or all stages if a collective links them.
 
     Raises:
-        PlanError: some are on machines between which nothing is trusted with it.
+        PlanError: some machines have no trusted network in common.
     """
     if link != GRPC and len(ranks) > 1:
         ways = group_ways([stage[0].site for stage in ranks], f"--link {link}")
@@ -81,7 +79,7 @@ def _joined(stage: Stage) -> Stage:
 
 
 def set_ways(assignments: Iterable[worker_pb2.StageAssignment], ranks: Sequence[Stage]) -> None:
-    """Write to each rank's assignment how the others of its group reach it."""
+    """Write into each rank's assignment how the others of its group reach it."""
     for assignment in assignments:
         way = ranks[assignment.stage][assignment.rank].way
         assignment.group_host, assignment.group_from = way.listens, way.comes_from
@@ -90,7 +88,7 @@ def set_ways(assignments: Iterable[worker_pb2.StageAssignment], ranks: Sequence[
 def set_rdma(
     assignments: Iterable[worker_pb2.StageAssignment], ranks: Sequence[Stage], hosts: Hostfile
 ) -> None:
-    """Write into each rank's assignment the group's part of the matrix, where all its machines are in the file and connected."""
+    """Write the group's part of the RDMA matrix into each assignment, if all its machines are in the file and connected."""
     if hosts.rdma is None:
         return
     for assignment in assignments:
@@ -98,7 +96,7 @@ def set_rdma(
         places = [place for site in sites if (place := _place_of(site, hosts)) is not None]
         if not len(set(places)) == len(sites) > 1:
             continue
-        # Of a ring some may be no neighbours, so that nothing connects them.
+        # Some machines of a ring may not be neighbours, so that nothing connects them.
         part = part_of(hosts.rdma, places)
         if is_mesh(part) or is_ring(part):
             assignment.rdma = json.dumps(as_json(part))
@@ -106,7 +104,7 @@ def set_rdma(
 
 
 def _place_of(site: Site, hosts: Hostfile) -> int | None:
-    """The file's host that is the site, by the addresses at which others reach it."""
+    """Return the hostfile's host of a site, found by the site's addresses."""
     addresses = {trusted.address for trusted in site.trusted} | set(site.hosts.values())
     for place, host in enumerate(hosts.hosts):
         if addresses & set(host.ips) or (site.is_local and is_loopback(host.ssh)):
@@ -115,23 +113,23 @@ def _place_of(site: Site, hosts: Hostfile) -> int | None:
 
 
 def share_stages(cut: Cut, link: str, sites: Sequence[Site], least: int) -> list[tuple[Stage, ...]]:
-    """Every way to give ranks to machines, as many to each; that with most machines first.
+    """Return every way to place equally many ranks on each machine, the most machines first.
 
     Args:
         cut: stages and their ranks.
-        link: between stages.
-        sites: whom to take, the first first.
-        least: that must be taken.
+        link: kind of link between stages.
+        sites: the machines, in order of preference.
+        least: smallest number of machines.
 
     Raises:
-        PlanError: there is none that machines trust.
+        PlanError: no trusted way exists.
     """
     ranks, ways = sum(map(len, cut.shares)), list[tuple[Stage, ...]]()
     problem: PlanError | None = None
     for number in even_numbers(ranks, len(sites)):
         if number < least:
             break
-        # Who trusts no interface is of use where no group needs one.
+        # A machine without a trusted interface can only be used if no group needs one.
         for chosen in _choices(sites, number):
             try:
                 ways.append(with_ways(place_ranks(spread_evenly(chosen, ranks), cut.shares), link))
@@ -158,12 +156,12 @@ def with_trust(
     sites: Sequence[Site],
     measured: Mapping[frozenset[str], LinkProfile] | None = None,
 ) -> dict[frozenset[str], LinkProfile]:
-    """Links, with those trusted over which collectives may go: both ends trust an interface, in one network.
+    """Mark the links that collectives may use: both ends trust an interface in one network.
 
     Args:
-        links: that activations take.
+        links: links for activations.
         sites: the machines.
-        measured: links between interfaces that are trusted, where they are others.
+        measured: links between trusted interfaces, if they are others.
     """
     known = dict(links)
     for one, other in combinations(sites, 2):

@@ -1,4 +1,4 @@
-"""One replica of a model: one instance after another, for what is lost is loaded again on what is there then."""
+"""One replica of a model: its instances follow each other, because a lost one is loaded again."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from mlx_ring.settings.config import Settings
 log = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
-"""Between an instance's loss and the next attempt."""
+"""Pauses between the loss of an instance and the next attempt."""
 
 
 class Watcher(Protocol):
-    """Who is told how an instance comes up."""
+    """Observer of the loading of instances."""
 
     def planned(self, instance: str, placement: Placement) -> None:
-        """Which stage goes where."""
+        """Report the placement of an instance."""
         ...
 
     def loading(self, instance: str, progress: agent_pb2.StageProgress) -> None:
-        """How far a worker has loaded."""
+        """Report the loading progress of a worker."""
         ...
 
 
 class Replica:
-    """Runs until it is cancelled."""
+    """A replica, which runs until it is cancelled."""
 
     def __init__(
         self,
@@ -56,19 +56,19 @@ class Replica:
         meter: Meter,
         tracing: Tracing | None,
     ) -> None:
-        """What is to be loaded.
+        """Prepare a replica.
 
         Args:
-            settings: that hold for the model.
+            settings: settings of the model.
             served: the model.
-            machines: on which of them.
-            shares: of memory for KV.
-            watcher: told how instances come up.
-            nodes: that must be there for the first instance.
+            machines: the machines to use.
+            shares: shares of KV memory.
+            watcher: observer of loading.
+            nodes: number of nodes that must be present for the first instance.
             candidates: the nodes that the first instance may have; None: any.
-            replicas: of the model, this one included.
-            meter: of what its instances do, one after the other.
-            tracing: where traces of requests go.
+            replicas: number of replicas of the model.
+            meter: measurements of its instances.
+            tracing: destination of traces.
         """
         self._meter, self._tracing = meter, tracing
         self._settings = settings
@@ -81,10 +81,10 @@ class Replica:
         self.service = InstanceService(served.folder.num_layers, kv_bits)
 
     async def run(self, ready: Callable[[float], None]) -> None:
-        """One instance after the other.
+        """Run one instance after the other.
 
         Args:
-            ready: told the seconds that loading took, each time that one serves.
+            ready: receives the seconds that loading took, for each instance.
 
         Raises:
             RingError: not even the first could be loaded.
@@ -97,7 +97,7 @@ class Replica:
                     self._served,
                     self._settings,
                     number,
-                    # It has served: from now on with whoever is there.
+                    # After the first instance, use the nodes that are present.
                     nodes=1 if has_served else self._nodes,
                     only=None if has_served else self._candidates,
                     replicas=self._replicas,

@@ -1,4 +1,4 @@
-"""The model that a head serves: its folder, its tokenizer, and what can be asked of it."""
+"""A model to serve: its folder, its tokenizer and its limits."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _HALF_PRECISION = ("BF16", "F16")
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """Checked, and ready to be placed."""
+    """A model that was checked and can be placed."""
 
     local: LocalModel
     tokenizer: Any
-    """mlx-lm's wrapper of a Hugging Face tokenizer; the API and the engine each say what they use of it."""
+    """mlx-lm's wrapper of a Hugging Face tokenizer; the API and the engine each declare what they use of it."""
     limits: Limits
     names: tuple[str, ...]
-    """What clients may call it; the first is the one they see."""
+    """Names for clients; responses show the first."""
 
     @property
     def folder(self) -> ModelFolder:
@@ -45,8 +45,8 @@ def prepare_model(settings: Settings, *, insists: bool = True) -> ServedModel:
     """Find and check the model, and load its tokenizer. May fetch it, and take minutes for that.
 
     Args:
-        settings: name it.
-        insists: whether a context longer than the model's is refused; else its own counts.
+        settings: settings that name it.
+        insists: True to refuse a context longer than the model's; False to use the model's.
 
     Raises:
         ModelError, PlanError, ConfigError: it cannot be served as asked.
@@ -64,7 +64,7 @@ def prepare_model(settings: Settings, *, insists: bool = True) -> ServedModel:
 
 
 def prepare_models(settings: Settings) -> list[tuple[Settings, ServedModel]]:
-    """Each model that is named, with the settings that hold for it.
+    """Prepare each model that is named, with its settings.
 
     Raises:
         ModelError, PlanError, ConfigError: one of them cannot be served as asked.
@@ -82,7 +82,7 @@ def prepare_models(settings: Settings) -> list[tuple[Settings, ServedModel]]:
 
 
 def describe_model(folder: ModelFolder) -> Mapping[str, object]:
-    """Architecture, size and quantization, as plain JSON."""
+    """Describe architecture, size and quantization as plain JSON."""
     quantization = folder.quantization or {}
     return {
         "model_type": folder.model_type,
@@ -100,7 +100,7 @@ def describe_model(folder: ModelFolder) -> Mapping[str, object]:
 
 
 def memory_for_weights(folder: ModelFolder, dtype: str) -> int:
-    """Bytes that the weights take once loaded: on a CPU, half precision becomes float32 unless told otherwise."""
+    """Return the bytes of the loaded weights: on a CPU, half precision becomes float32 unless set otherwise."""
     widens = widens_half_precision(dtype)
     return sum(
         entry.nbytes * (2 if widens and entry.dtype in _HALF_PRECISION else 1) for entry in folder.tensors
@@ -108,7 +108,7 @@ def memory_for_weights(folder: ModelFolder, dtype: str) -> int:
 
 
 def widens_half_precision(dtype: str) -> bool:
-    """Whether loading makes float32 of half precision."""
+    """Return True if loading converts half precision to float32."""
     return dtype == "float32" or (dtype == "auto" and not _has_gpu())
 
 
@@ -119,7 +119,7 @@ def _has_gpu() -> bool:
 
 
 def _count_parameters(folder: ModelFolder) -> int:
-    """Packed integers count for the weights they hold; scales and biases of quantization do not count."""
+    """Count parameters: packed integers count as the weights they hold, scales and biases do not count."""
     bits = (folder.quantization or {}).get("bits")
     total = 0
     for entry in folder.tensors:
@@ -148,7 +148,7 @@ def _load_tokenizer(folder: ModelFolder) -> Any:
     quieten_transformers()
     import_bare("mlx_lm")
     import_tokenizers()
-    # Its libraries take seconds to come in: what is wrong with the model is told before.
+    # Its libraries load for seconds: errors of the model are reported before.
     from mlx_lm.tokenizer_utils import load  # pyright: ignore[reportUnknownVariableType] - bare dicts
 
     try:

@@ -1,4 +1,4 @@
-"""One machine alone, as a head serves with it."""
+"""A head's only machine, without a cluster."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from mlx_ring.settings.config import Settings, state_folder
 
 
 class SingleNode:
-    """One machine alone. Its agent is a child, which ends with the head; another is started whenever it has ended."""
+    """A single machine. Its agent is a child process, which ends with the head and is replaced if it ends earlier."""
 
     def __init__(self, settings: Settings, run_dir: Path, workers: int) -> None:
-        """`workers` are expected to share the cores."""
+        """Start without an agent; `workers` is the number of workers that will share the cores."""
         self._settings = settings
         self._run_dir = run_dir
         self._workers = workers
@@ -43,7 +43,7 @@ class SingleNode:
         self._serial = count()
         self._starting = asyncio.Lock()
         self.links: Sequence[LinkInfo] = ()
-        """There is one machine."""
+        """Always empty, because there is one machine."""
         self.missing = 0
 
     async def candidate_nodes(self, declared: Declared, nodes: int) -> Sequence[frozenset[str] | None]:
@@ -71,7 +71,7 @@ class SingleNode:
         return Epoch(new_instance(order.served), order.number, placement, node_name())
 
     def _kept_profile(self) -> MachineProfile | None:
-        """Nothing is measured now: that would take seconds."""
+        """Return the stored profile; measuring would take seconds."""
         settings = self._settings
         threads = settings.blas_threads or share_cores(self._workers)
         options = ProfileOptions(blas=settings.blas, blas_threads=threads)
@@ -98,12 +98,12 @@ class SingleNode:
 
     @contextlib.contextmanager
     def watching(self, instance: str, on_node_lost: OnNodeLost) -> Generator[None]:
-        """The one agent's own reports say all."""
+        """Report nothing: the agent's own reports are enough."""
         del instance, on_node_lost
         yield
 
     def record_failure(self, error: RingError | None, begun_s: float) -> None:
-        """There is no other machine to take."""
+        """Ignore a failure, because there is no other machine."""
 
     def cluster_view(self) -> ClusterView:
         if self._profile is None:
