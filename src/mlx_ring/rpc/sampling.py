@@ -21,7 +21,9 @@ _MAPS = frozenset({"logit_bias"})
 def encode_sampling(sampling: Sampling) -> step_pb2.Sampling:
     """Return the message that carries the parameters."""
     values: dict[str, Any] = {name: getattr(sampling, name) for name in _NAMES}
-    return step_pb2.Sampling(**values | {name: dict(values[name]) for name in _MAPS})
+    for name in _MAPS:
+        values[name] = dict(values[name])
+    return step_pb2.Sampling(**values)
 
 
 def decode_sampling(message: step_pb2.Sampling, kind: type[SamplingT]) -> SamplingT:
