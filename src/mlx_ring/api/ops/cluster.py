@@ -27,6 +27,8 @@ from mlx_ring.core.types import RankId
 from mlx_ring.core.worker_status import LinkUse, WorkerInfo
 
 Availability = Literal["ready", "unavailable"]
+Mean = int | float | None
+"""Mean of integers, which JSON shows as an integer where it is one."""
 
 
 class SchedulingStatus(JsonObject):
@@ -58,17 +60,17 @@ class StageStepTimes(JsonObject):
 
     stage: int
     decode_steps: int
-    decode_compute_us: float | None
-    decode_link_wait_us: float | None
-    decode_link_send_us: float | None
-    decode_queue_us: float | None
-    decode_rows: float | None
+    decode_compute_us: Mean
+    decode_link_wait_us: Mean
+    decode_link_send_us: Mean
+    decode_queue_us: Mean
+    decode_rows: Mean
     prefill_steps: int
-    prefill_compute_us: float | None
-    prefill_link_wait_us: float | None
-    prefill_link_send_us: float | None
-    prefill_queue_us: float | None
-    prefill_rows: float | None
+    prefill_compute_us: Mean
+    prefill_link_wait_us: Mean
+    prefill_link_send_us: Mean
+    prefill_queue_us: Mean
+    prefill_rows: Mean
 
 
 class ServedInstanceStatus(JsonObject):
@@ -287,7 +289,7 @@ def _stage_times(stage: int, steps: Sequence[StepTiming]) -> StageStepTimes:
     }
 
 
-def _mean(values: Sequence[float]) -> float | None:
+def _mean(values: Sequence[int]) -> Mean:
     return mean(values) if values else None
 
 
