@@ -19,7 +19,7 @@ from mlx_ring.api.app import build_app
 from mlx_ring.api.middleware.guard import Admission
 from mlx_ring.api.settings import ApiSettings
 from mlx_ring.head.http_connections import HttpConfig
-from mlx_ring.head.load_shedding import ConnectionLimits
+from mlx_ring.head.uvicorn_connection import ConnectionLimits
 
 
 class Api:

@@ -16,10 +16,10 @@ from mlx_ring.core.engine_stats import Meter, Policy
 from mlx_ring.core.errors import Conflict, ModelNotFound, RingError
 from mlx_ring.core.types import DEFAULT_SAMPLING, LayerRange
 from mlx_ring.core.worker_status import WorkerInfo
-from mlx_ring.engine.detokenizer import Vocabulary
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.engine.sequence import Limits
+from mlx_ring.engine.streams import Vocabulary
 from mlx_ring.engine.twin import TwinExecutor
 from mlx_ring.models.pooling import Pooling
 

@@ -19,11 +19,11 @@ from mlx_ring.core.environment import inherited_environment
 from mlx_ring.core.errors import WorkerStuck
 from mlx_ring.core.generation import GenerateRequest
 from mlx_ring.core.types import RankId, SamplingParams
-from mlx_ring.engine.detokenizer import Vocabulary
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.executor import GrpcExecutor, RankAddress
 from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.engine.sequence import Limits
+from mlx_ring.engine.streams import Vocabulary
 from mlx_ring.host.child import ChildProcess
 from mlx_ring.host.process import SIGNAL
 from mlx_ring.models.model_folder import ModelFolder, read_model_folder

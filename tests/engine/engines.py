@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from mlx_ring.core.engine_stats import Policy
 from mlx_ring.core.generation import Delta, GenerateRequest, RequestStream
 from mlx_ring.core.types import SamplingParams
-from mlx_ring.engine.detokenizer import Vocabulary
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.sequence import Limits
+from mlx_ring.engine.streams import Vocabulary
 from mlx_ring.engine.twin import NextToken, TwinExecutor, hash_token
 
 EOS = 0

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from mlx_ring.core.types import SamplingParams
-from mlx_ring.engine.detokenizer import AnswerText, Reading, Vocabulary
+from mlx_ring.engine.streams import AnswerText, Reading, Vocabulary
 
 END = 0
 BYTES = Vocabulary(lambda tokens: bytes(tokens).decode("utf-8", "replace"), frozenset(), 256)

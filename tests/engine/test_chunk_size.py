@@ -6,7 +6,7 @@ import math
 
 from mlx_ring.core.engine_stats import StepTiming
 from mlx_ring.core.types import RankId
-from mlx_ring.engine.chunk_size import SMALLEST_CHUNK, ChunkSizer
+from mlx_ring.engine.step_times import SMALLEST_CHUNK, ChunkSizer
 
 
 def timing(stage: int, *, rows: int, tokens: int, compute_us: int) -> StepTiming:

@@ -7,7 +7,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from tests.engine.tokenizers_small import END, TOOL, byte_fallback, byte_level
 
-from mlx_ring.engine.detokenizer import Detokenizer, Tokenizer, Vocabulary
+from mlx_ring.engine.streams import Detokenizer, Tokenizer, Vocabulary
 
 BYTE_LEVEL = byte_level()
 BYTE_FALLBACK = byte_fallback()

@@ -10,10 +10,10 @@ from mlx_ring.core.engine_stats import BLOCK, Policy
 from mlx_ring.core.errors import ContextExceeded
 from mlx_ring.core.generation import GenerateRequest
 from mlx_ring.core.types import RankId, SamplingParams
-from mlx_ring.engine.detokenizer import Vocabulary
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.engine.sequence import Limits
+from mlx_ring.engine.streams import Vocabulary
 from mlx_ring.engine.twin import TwinExecutor
 
 TOKEN = 10

@@ -8,7 +8,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as FastTokenizer
 from transformers import PreTrainedTokenizerFast
 
-from mlx_ring.engine.detokenizer import Tokenizer
+from mlx_ring.engine.streams import Tokenizer
 
 END = "<|end|>"
 TOOL = "<tool>"

@@ -18,7 +18,7 @@ from tests.certificates import write_certificate
 from tests.eventually import eventually
 
 from mlx_ring.api.settings import ApiSettings
-from mlx_ring.head.load_shedding import ConnectionLimits
+from mlx_ring.head.uvicorn_connection import ConnectionLimits
 
 PATIENCE_S = 20.0
 BRIEF = ConnectionLimits(stall_s=0.3)

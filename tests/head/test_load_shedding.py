@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mlx_ring.head.load_shedding import choose_to_shed
+from mlx_ring.head.uvicorn_connection import choose_to_shed
 
 
 @dataclass(eq=False)

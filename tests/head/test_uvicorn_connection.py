@@ -16,8 +16,7 @@ from uvicorn.protocols.http.flow_control import CLOSE_HEADER
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from uvicorn.server import Server, ServerState
 
-from mlx_ring.head.load_shedding import ConnectionLimits
-from mlx_ring.head.uvicorn_connection import ClientConnection
+from mlx_ring.head.uvicorn_connection import ClientConnection, ConnectionLimits
 
 OVERRIDDEN = {
     "connection_made": ("self", "transport"),

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from mlx_ring.core.engine_stats import Policy
-from mlx_ring.engine.chunk_size import ChunkSizer
 from mlx_ring.engine.kv_manager import KvManager
 from mlx_ring.engine.prompt_lookup import DraftedStep
 from mlx_ring.engine.rows import decode_row
 from mlx_ring.engine.sequence import Sequence
+from mlx_ring.engine.step_times import ChunkSizer
 from mlx_ring.rpc.protos import step_pb2
 
 Rows = list[tuple[Sequence, step_pb2.Row]]

@@ -26,17 +26,15 @@ from mlx_ring.core.errors import (
 from mlx_ring.core.generation import GenerateRequest, RequestStream
 from mlx_ring.core.traces import CLIENT, Span
 from mlx_ring.core.types import FinishReason, RankId, TokenLogprob
-from mlx_ring.engine.admission import QueuePlace, check_places, choose_to_shed, shed_error
-from mlx_ring.engine.detokenizer import AnswerText, Reading, Vocabulary
+from mlx_ring.engine.admission import Grammars, QueuePlace, Settled, check_places, choose_to_shed, shed_error
 from mlx_ring.engine.executor import Executor, sampling_ranks
-from mlx_ring.engine.grammars import Grammars, Settled
 from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.engine.request_traces import RequestTracer
 from mlx_ring.engine.router import Load
 from mlx_ring.engine.scheduler import Advance, Scheduler
 from mlx_ring.engine.sequence import Limits, Sequence, make_sequence
 from mlx_ring.engine.step_times import Predict, StepTimes, Unanswered
-from mlx_ring.engine.streams import LiveRequest
+from mlx_ring.engine.streams import AnswerText, LiveRequest, Reading, Vocabulary
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
 
 _log = logging.getLogger(__name__)

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from mlx_ring.core.engine_stats import Policy
-from mlx_ring.engine.chunk_size import ChunkSizer
 from mlx_ring.engine.decode import MicroBatches
 from mlx_ring.engine.in_flight import StepsInFlight
 from mlx_ring.engine.kv_manager import KvManager
 from mlx_ring.engine.rows import prefill_row
 from mlx_ring.engine.sequence import Sequence
+from mlx_ring.engine.step_times import ChunkSizer
 from mlx_ring.rpc.protos import step_pb2
 
 

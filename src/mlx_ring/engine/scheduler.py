@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from mlx_ring.core.engine_stats import CacheStats, Policy, SchedulerStats, StepTotals
 from mlx_ring.core.errors import ProtocolError, RingError
 from mlx_ring.core.types import RankId, TokenLogprob
-from mlx_ring.engine.chunk_size import ChunkSizer
 from mlx_ring.engine.decode import Decoding, MicroBatch
 from mlx_ring.engine.in_flight import SentStep, StepsInFlight
 from mlx_ring.engine.kv_budget import RankKv
@@ -25,7 +24,7 @@ from mlx_ring.engine.kv_manager import KvManager
 from mlx_ring.engine.prefill import Prefilling
 from mlx_ring.engine.rows import read_result, samples_token
 from mlx_ring.engine.sequence import Sequence
-from mlx_ring.engine.step_times import Predict, StepDeadlines, StepTimes, Unanswered
+from mlx_ring.engine.step_times import ChunkSizer, Predict, StepDeadlines, StepTimes, Unanswered
 from mlx_ring.rpc.failures import failure_to_error
 from mlx_ring.rpc.protos import step_pb2
 

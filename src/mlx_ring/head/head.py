@@ -34,13 +34,13 @@ from mlx_ring.core.environment import package_version
 from mlx_ring.core.trace_export import open_tracing
 from mlx_ring.core.traces import Tracing
 from mlx_ring.head.http_connections import HttpConfig
-from mlx_ring.head.load_shedding import ConnectionLimits
 from mlx_ring.head.models import Catalog
 from mlx_ring.head.multi_node import Cluster
 from mlx_ring.head.nodes import Machines
 from mlx_ring.head.replica import Watcher
 from mlx_ring.head.served_model import ServedModel
 from mlx_ring.head.single_node import SingleNode
+from mlx_ring.head.uvicorn_connection import ConnectionLimits
 from mlx_ring.host.addresses import HeadAddress, local_url
 from mlx_ring.host.head_announcement import HeadAnnouncement
 from mlx_ring.host.machine import make_run_folder, node_name, raise_descriptor_limit

@@ -13,8 +13,15 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from mlx_ring.head.load_shedding import ConnectionLimits, make_room, peer_of
-from mlx_ring.head.uvicorn_connection import HEADERS_TOO_LARGE, LONG_HEADERS, ClientConnection, refusing_app
+from mlx_ring.head.uvicorn_connection import (
+    HEADERS_TOO_LARGE,
+    LONG_HEADERS,
+    ClientConnection,
+    ConnectionLimits,
+    make_room,
+    peer_of,
+    refusing_app,
+)
 
 log = logging.getLogger(__name__)
 

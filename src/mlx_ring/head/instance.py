@@ -21,12 +21,12 @@ from mlx_ring.core.engine_stats import Meter, Policy
 from mlx_ring.core.errors import NodeLost, RingError, WorkerLost, WorkerStuck
 from mlx_ring.core.traces import Tracing
 from mlx_ring.core.types import RankId
-from mlx_ring.engine.detokenizer import Vocabulary
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.executor import GrpcExecutor, RankAddress
 from mlx_ring.engine.kv_budget import Allowance, Place
 from mlx_ring.engine.request_traces import RequestTracer
 from mlx_ring.engine.step_times import Predict, StepSize, Unanswered
+from mlx_ring.engine.streams import Vocabulary
 from mlx_ring.head.instance_view import InstanceService
 from mlx_ring.head.kv_memory import KvShares, KvUser, Reservation
 from mlx_ring.head.placing import Placement
