@@ -84,5 +84,5 @@ def _what_is_wrong(error: Exception, settings: Settings) -> str:
         return f"{where}, whose key is not that of the certificate in {settings.ssl_certfile}."
     if path is not None and b"ENCRYPTED" in path.read_bytes():
         wanted = "another password" if settings.ssl_keyfile_password else "a password"
-        return f"{where}, whose key needs {wanted}: give it as MLX_RING_SSL_KEYFILE_PASSWORD."
+        return f"{where}, whose key wants {wanted}: give it as MLX_RING_SSL_KEYFILE_PASSWORD."
     return f"{where}, which holds no private key in PEM form that OpenSSL accepts ({reason or error})."

@@ -107,7 +107,7 @@ def _scope(system: bool) -> Scope:
 def _service(arguments: Sequence[str] | None, system: bool, run_as: str | None) -> Service:
     if run_as is not None and not system:
         raise ConfigError(
-            f"--run-as is {run_as}, which requires --system: a user's own service runs as that user."
+            f"--run-as is {run_as}, which goes with --system: a user's own service runs as that user."
         )
     user = run_as or getpass.getuser()
     service = Service(_program(), tuple(arguments or ()), Path.cwd(), _scope(system), user, _home_of(user))
