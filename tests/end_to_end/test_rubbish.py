@@ -127,7 +127,7 @@ def test_a_call_whose_message_is_noise_is_ended_alone(serving_two: Serving) -> N
     assert "refused a link from 127.0.0.1" in logged["worker-0-0"]
     assert "refused a call of /mlx_ring.Worker/Steps" in logged["worker-0-0"]
     assert "ended a probe from 127.0.0.1" in logged["agent"]
-    assert "cannot be read" in logged["head"]
+    assert "cannot be parsed" in logged["head"]
 
 
 def test_half_a_message_and_then_nothing_harms_nobody(serving_two: Serving) -> None:

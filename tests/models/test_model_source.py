@@ -107,8 +107,8 @@ def test_only_who_serves_alone_must_have_the_memory_for_what_is_fetched(
     hub: tuple[str, list[str]], tmp_path: Path
 ) -> None:
     code = (
-        "import sys; from mlx_ring.core import room; from mlx_ring.host.process import UsableMemory; "
-        "room.usable_memory = lambda: UsableMemory(1, 1, 'it'); from mlx_ring.models.model_source import find_model; "
+        "import sys; from mlx_ring.models import hub; from mlx_ring.host.process import UsableMemory; "
+        "hub.usable_memory = lambda: UsableMemory(1, 1, 'it'); from mlx_ring.models.model_source import find_model; "
         "find_model(sys.argv[1], must_fit=sys.argv[2] == 'alone')"
     )
 
