@@ -359,9 +359,9 @@ def test_a_removed_node_is_refused_and_cannot_renew_while_another_is_served(
         kept = await head.join(tmp_path / "kept", head.token())
         node = open_identity(tmp_path / "lost").node
         head.members.remove(node)
-        with pytest.raises(PeerRefused, match=f"{node} is no member"):
+        with pytest.raises(PeerRefused, match=f"{node} is not a member"):
             await speak(head, lost)
-        with pytest.raises(PeerRefused, match=f"{node} is no member"):
+        with pytest.raises(PeerRefused, match=f"{node} is not a member"):
             await asyncio.to_thread(renew, head.address, lost, tmp_path / "lost")
         assert await speak(head, kept) == ANSWER
         assert await speak(head, await head.join(tmp_path / "lost", head.token())) == ANSWER
