@@ -24,7 +24,7 @@ def test_names_and_addresses_of_both_kinds_are_read(text: str, expected: HeadAdd
 
 
 @pytest.mark.parametrize("text", ["", "a b", "mini:", "mini:0", "mini:65535", "mini:http", "[::1", "a:b:c"])
-def test_what_is_no_address_is_refused_with_the_value(text: str) -> None:
+def test_an_invalid_address_is_refused_with_its_value(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_head_address(text)
     assert str(caught.value).startswith(f"{text!r} is no address of a head")

@@ -101,7 +101,7 @@ def test_a_child_that_obeys_is_ended_by_sigterm(tmp_path: Path) -> None:
     with_child(tmp_path, PATIENT, use)
 
 
-def test_a_child_that_ignores_sigterm_says_where_it_hangs_and_is_killed(tmp_path: Path) -> None:
+def test_a_child_that_ignores_sigterm_writes_its_stacks_and_is_killed(tmp_path: Path) -> None:
     async def use(child: ChildProcess, received: ReceivedLines) -> None:
         await received.first.wait()
         assert await child.stop(grace_s=0.1) == "ended by signal 9 (SIGKILL)"
@@ -121,7 +121,7 @@ def test_what_a_child_writes_is_logged_with_its_name_and_rank_also_from_below_py
     with_child(tmp_path, "import os; os.write(2, b'from C\\n'); os.write(1, b'\\xff broken')", use)
 
 
-def test_what_a_child_writes_can_be_put_in_other_words_or_left_out(tmp_path: Path) -> None:
+def test_output_of_a_child_can_be_rewritten_or_dropped(tmp_path: Path) -> None:
     async def use(child: ChildProcess, received: ReceivedLines) -> None:
         assert await child.wait() == "exit code 1: NEWS"
         assert [record.getMessage() for record in received.records] == ["NEWS"]

@@ -28,7 +28,7 @@ def test_a_profile_comes_back_as_it_was_written() -> None:
         ({"costs": None}, "at costs"),
     ],
 )
-def test_what_is_no_profile_is_refused_with_the_place(change: dict[str, Any], sentence: str) -> None:
+def test_an_invalid_profile_is_refused_with_the_place(change: dict[str, Any], sentence: str) -> None:
     values = json.loads(made_up_profile().model_dump_json()) | change
     with pytest.raises(ProtocolError, match=sentence):
         MachineProfile.from_json(json.dumps(values))

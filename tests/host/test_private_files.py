@@ -11,7 +11,7 @@ from mlx_ring.core.errors import ConfigError
 from mlx_ring.host.private_files import locked, make_private_folder, read_private, write_private
 
 
-def test_nobody_else_can_read_what_is_written(tmp_path: Path) -> None:
+def test_private_files_are_readable_by_the_owner_only(tmp_path: Path) -> None:
     file = tmp_path / "state" / "node" / "key.pem"
     write_private(file, b"key")
     assert file.read_bytes() == b"key"

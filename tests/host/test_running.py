@@ -56,14 +56,14 @@ def write(state: Path, record: Running) -> None:
     (running_folder(state) / f"{record.kind}-{record.pid}.json").write_text(json.dumps(asdict(record)))
 
 
-def test_who_runs_is_known_with_what_it_was_started_with(tmp_path: Path) -> None:
+def test_running_processes_are_listed_with_their_arguments(tmp_path: Path) -> None:
     with started(tmp_path, "head") as process:
         (found,) = running_here(tmp_path)
         assert (found.kind, found.pid, found.url) == ("head", process.pid, "http://here")
         assert found.arguments == arguments_digest([str(tmp_path), "head"])
 
 
-def test_an_agent_is_known_again_by_whatever_address_it_goes_to_the_head() -> None:
+def test_an_agent_s_digest_ignores_the_head_s_address() -> None:
     agents = {arguments_digest(["join", head, "--listen", "[::]"]) for head in ("10.0.0.1:50051", "a:50051")}
     assert len(agents) == 1
     assert arguments_digest(["join", "--listen", "[::]"]) in agents
@@ -71,7 +71,7 @@ def test_an_agent_is_known_again_by_whatever_address_it_goes_to_the_head() -> No
     assert arguments_digest(["serve", "demo"]) != arguments_digest(["serve", "demo-moe"])
 
 
-def test_what_was_killed_is_forgotten(tmp_path: Path) -> None:
+def test_killed_processes_are_dropped(tmp_path: Path) -> None:
     with started(tmp_path, "head") as process:
         process.kill()
         process.wait()

@@ -28,7 +28,7 @@ def test_a_network_that_is_named_is_the_one_in_which_others_are_reached() -> Non
     )
 
 
-def test_what_is_named_first_comes_first_and_once() -> None:
+def test_interfaces_keep_their_order_and_appear_once() -> None:
     found = find_trusted(["thunder0", "eth0", "10.0.8.0/24"], INTERFACES)
     assert [one.name for one in found] == ["thunder0", "eth0", "thunder0"]
     assert find_trusted(["eth0", "eth0"], INTERFACES) == find_trusted(["eth0"], INTERFACES)
@@ -46,7 +46,7 @@ def test_what_is_named_first_comes_first_and_once() -> None:
         ("fd08::/64", "has no IPv4 address"),
     ],
 )
-def test_what_is_not_there_or_has_no_ipv4_address_is_refused(named: str, said: str) -> None:
+def test_a_missing_interface_or_one_without_ipv4_is_refused(named: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         find_trusted([named], INTERFACES)
 

@@ -1,4 +1,4 @@
-"""What is measured of the links between a cluster's machines: those that activations take, and those that collectives would."""
+"""Measured links between a cluster's machines: links for activations, and links for collectives."""
 
 from __future__ import annotations
 
@@ -12,27 +12,32 @@ from mlx_ring.rpc.link_profile import LinkProfile
 
 
 class LinkSurveys:
-    """Both, for one cluster."""
+    """Surveys of both kinds of links in one cluster."""
 
     def __init__(self, node: str) -> None:
-        """`node` is the head's own."""
+        """Prepare both surveys; `node` is the head's own node."""
         self._usual = LinkSurvey(node)
-        # Who listens on one address only does not answer on a cable: planning then counts with the usual link.
+        # A node that listens on one address only does not answer on a cable.
+        # Planning then uses the usual link.
         self._trusted = LinkSurvey(node, keeps_problems=True)
 
     @property
     def found(self) -> tuple[FoundLink, ...]:
-        """Of what activations take, as it is known."""
+        """Known links for activations."""
         return self._usual.found
 
     async def take(self, membership: Membership, sites: Sequence[Site]) -> tuple[FoundLink, ...]:
-        """Measure what activations take, as far as it is not known."""
+        """Measure the links for activations that are not known yet."""
         return await self._usual.take(_ends(membership, sites, Site.host_for))
 
     async def take_all(
         self, membership: Membership, sites: Sequence[Site]
     ) -> tuple[tuple[FoundLink, ...], dict[frozenset[str], LinkProfile]]:
-        """The same, and what collectives would take where that is another link; with both as planning has them."""
+        """Measure the links for activations, and other links that collectives would use.
+
+        Returns:
+            The links for activations, and the profiles of both kinds for planning.
+        """
         found = await self.take(membership, sites)
         by_node = {site.node: site for site in sites}
         await self._trusted.take(
@@ -41,7 +46,7 @@ class LinkSurveys:
         return found, self.profiles([site for site in sites if site.node in membership.members])
 
     def profiles(self, sites: Sequence[Site]) -> dict[frozenset[str], LinkProfile]:
-        """What is known of links between these, as planning has it."""
+        """Return the profiles of known links between these sites, for planning."""
         nodes = {site.node for site in sites}
         usual, trusted = (
             link_profiles(link for link in survey.found if {link.source, link.target} <= nodes)
@@ -51,7 +56,7 @@ class LinkSurveys:
 
 
 def _ends(membership: Membership, sites: Sequence[Site], host: Callable[[Site, str], str]) -> list[LinkEnd]:
-    """The members whose links can be measured; `host` tells where one is reached by another."""
+    """Return the ends of measurable links; `host` returns the host at which another node reaches a site."""
 
     def end(site: Site, session: int, port: int) -> LinkEnd:
         def address_from(other: str) -> str:
@@ -69,6 +74,9 @@ def _ends(membership: Membership, sites: Sequence[Site], host: Callable[[Site, s
 
 
 def _trusted_host(site: Site, other: Site) -> str:
-    """Where collectives of the other reach it; empty where they may not, or activations go there too."""
+    """Return the host at which the other site's collectives reach a site.
+
+    It is empty if no trusted way exists, or if activations use the same host.
+    """
     way = way_between(other, site)
     return "" if way is None or way.listens == site.host_for(other.node) else way.listens

@@ -1,4 +1,4 @@
-"""Where a head's stages go: on this machine alone, or on the nodes that attend."""
+"""Placement of a head's stages: on this machine alone, or on the nodes of the cluster."""
 
 from __future__ import annotations
 
@@ -44,62 +44,65 @@ from mlx_ring.settings.config import Settings
 from mlx_ring.settings.rank_settings import rank_shares, shared_stages
 
 _PROMISED_TOKENS_EACH = 2048
-"""The context that a plan for throughput leaves room for, where none is asked for."""
+"""Context length per sequence that a plan for throughput reserves if the settings give none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The stages, in the pipeline's order."""
+    """Placement of all stages, in the pipeline's order."""
 
     ranges: tuple[LayerRange, ...]
     ranks: tuple[Stage, ...]
-    """Of each stage's ranks."""
+    """Placements of each stage's ranks."""
     plan: Plan | None
-    """Why; None on one machine, and where it goes on with what an earlier head has loaded."""
+    """Plan that explains the placement.
+
+    None on one machine, and for stages of an earlier head that no longer fit a plan.
+    """
     forecast: Forecast | None = None
-    """What is expected of the stages; None where no profile tells."""
+    """Predicted times and memory of the stages; None if the machine or the model has no profile."""
 
     @property
     def nodes(self) -> tuple[Site, ...]:
-        """Each site once."""
+        """Sites of all ranks, each once."""
         return tuple({placed.site.node: placed.site for stage in self.ranks for placed in stage}.values())
 
     @property
     def cut(self) -> Cut:
-        """Which layers each stage has, and how its ranks share them."""
+        """Layers of each stage, and the shares of its ranks."""
         return Cut(self.ranges, tuple(tuple(placed.share for placed in stage) for stage in self.ranks))
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """An instance that is wanted."""
+    """Request for one instance."""
 
     served: ServedModel
     settings: Settings
     number: int
-    """Of its epoch, at least."""
+    """Smallest number for its epoch."""
     nodes: int
-    """That must be there first."""
+    """Number of nodes that must join first."""
     only: frozenset[str] | None
-    """Nodes that it may have; None: any."""
+    """Nodes that it may use; None means any."""
     replicas: int = 1
-    """That share what is promised, this one included."""
+    """Number of replicas that share the promised sequences, including this one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Others:
-    """What other instances have."""
+    """Nodes and memory of other instances."""
 
     siblings: frozenset[str]
-    """Nodes of the same model's, which are used only where there are no others."""
+    """Nodes of the same model's other instances, used only if no other nodes are left."""
     taken: Mapping[str, int]
-    """Bytes of memory that plans count on, by node."""
+    """Bytes of memory that their plans reserve, by node."""
 
 
 def place_single_node(
     settings: Settings, served: ServedModel, site: Site, profile: MachineProfile | None
 ) -> Placement:
-    """Everything on this machine, as many stages as were asked for; with a profile it is told what to expect."""
+    """Place all requested stages on this machine; a profile adds a forecast."""
     ranges = cut_layers(served.folder, settings)
     shares = rank_shares(settings)
     ranks = place_ranks((site,) * (len(ranges) * len(shares)), [shares] * len(ranges))
@@ -119,7 +122,10 @@ def place_as_loaded(
     sites: tuple[Site, ...],
     links: Mapping[frozenset[str], LinkProfile],
 ) -> Placement:
-    """As an earlier head has loaded it; `sites` are of its workers, in order of stage and rank."""
+    """Place an instance as an earlier head loaded it.
+
+    `sites` holds the sites of its workers, in order of stage and rank.
+    """
     cluster = ClusterProfile(tuple(_nodes(control, membership, {})), links)
     ranks = place_ranks(sites, found.cut.shares)
     expected = _forecast(_replica_request(order), order.served, cluster, found.cut.ranges, ranks)
@@ -134,7 +140,7 @@ def _forecast(
     ranges: Sequence[LayerRange],
     ranks: Sequence[Stage],
 ) -> Forecast | None:
-    """What is to be expected of these stages; None where the sizes of the model's layers are not known."""
+    """Predict these stages; return None if the sizes of the model's layers are unknown."""
     by_name = {node.name: node for node in cluster.nodes}
     try:
         model = profile_folder(served.folder, served.names[0])
@@ -153,17 +159,15 @@ async def place_on_cluster(
     sites: Sequence[Site],
     surveys: LinkSurveys,
 ) -> Placement:
-    """Plan for the members that are there.
-
-    The links between them are measured first, as far as they are not known.
+    """Measure unknown links between the present members, then place the instance on them.
 
     Raises:
-        PlanError: the machines cannot hold the model as promised.
+        PlanError: The machines cannot hold the model as promised.
     """
     found, links = await surveys.take_all(membership, sites)
     nodes = _nodes(control, membership, others.taken)
     allowed = [node for node in nodes if order.only is None or node.name in order.only]
-    # Where siblings have every node, they share them.
+    # If siblings use every node, instances share nodes.
     apart = [node for node in allowed or nodes if node.name not in others.siblings]
     cluster = ClusterProfile(tuple(apart or allowed or nodes), links)
     by_node = {site.node: with_throughput(site, found) for site in sites}
@@ -180,7 +184,7 @@ async def place_on_cluster(
 
 
 def _place_shared(order: Order, cluster: ClusterProfile, sites: Mapping[str, Site]) -> Placement:
-    """As `--tp` has it: on as many machines as can have as many ranks each, and hold them."""
+    """Place equally many `--tp` ranks on each machine, on as many machines as have room for them."""
     settings, served = order.settings, order.served
     stages = shared_stages(settings)
     cut = Cut.alike(
@@ -203,7 +207,11 @@ def _place_shared(order: Order, cluster: ClusterProfile, sites: Mapping[str, Sit
 def _plan_given(
     order: Order, cluster: ClusterProfile, cut: Cut, places: Sequence[Sequence[str]], how: str
 ) -> Plan:
-    """Of ranks that have their nodes. Raises `PlanError` where one has not room for its own."""
+    """Plan ranks whose nodes are already chosen.
+
+    Raises:
+        PlanError: A node has no room for its ranks.
+    """
     by_name = {node.name: node for node in cluster.nodes}
     stages = [
         (layers, [(by_name[node], share) for node, share in zip(nodes, shares, strict=True)])
@@ -214,11 +222,14 @@ def _plan_given(
 
 
 async def offered(placement: Placement, offer: Callable[[], Awaitable[WeightsManifest]]) -> Placement:
-    """With weights that other machines can fetch, where they have stages: `offer` makes them available."""
+    """Add the weights' digest to the sites of other machines, so that they can fetch them.
+
+    `offer` makes the weights available, and is called only if other machines have stages.
+    """
     if all(site.is_local for site in placement.nodes):
         return placement
     digest = (await offer()).digest
-    # A node's ranks have one site, by which they are known to be together.
+    # The ranks of a node share one site object, which identifies them as a group.
     fetching = {
         site.node: site if site.is_local else replace(site, source=replace(site.source, weights=digest))
         for site in placement.nodes
@@ -238,10 +249,10 @@ def plan_replicas(
     taken: Mapping[str, int],
     links: Mapping[frozenset[str], LinkProfile],
 ) -> tuple[Plan, ...]:
-    """As many as are asked for, or as give most.
+    """Plan the requested number of replicas, or the number with the highest throughput.
 
     Raises:
-        PlanError: the machines cannot hold so many.
+        PlanError: The machines cannot hold so many.
     """
     nodes, request = plan_request_for(
         settings, _plan_request(settings, served), _nodes(control, membership, taken)
@@ -262,7 +273,7 @@ def plan_of_cut(
     found: Adoptable,
     links: Mapping[frozenset[str], LinkProfile],
 ) -> Plan | None:
-    """What is to be expected of stages that are loaded already; None where they are not what would be promised now."""
+    """Return the plan of stages that are already loaded; None if they do not fit the current request."""
     by_name = {node.name: node for node in _nodes(control, membership, others.taken)}
     if any(len(stage) > 1 for stage in found.nodes):
         cluster = ClusterProfile(tuple(by_name.values()), links)
@@ -281,13 +292,15 @@ def plan_of_cut(
 
 
 def cluster_sites(control: Control, membership: Membership, head_port: int, *, path: str = "") -> list[Site]:
-    """Every member, with a channel to its agent; others fetch the model from the head and from each other.
+    """Return a site for every member, with a channel to its agent.
+
+    Other machines fetch the model from the head and from each other.
 
     Args:
-        control: the head's.
-        membership: who is there.
-        head_port: where others reach the head.
-        path: of the model on the head's machine, where one is to be loaded.
+        control: The head's control of the cluster.
+        membership: The present members.
+        head_port: Port on which other machines reach the head.
+        path: Path of the model on the head's machine, if one is to be loaded.
     """
     members = list(membership.members.values())
     others = [member for member in members if member.node != control.node]
@@ -318,7 +331,7 @@ def cluster_sites(control: Control, membership: Membership, head_port: int, *, p
 
 
 def with_throughput(site: Site, found: Iterable[FoundLink]) -> Site:
-    """The site, with what it can send to others."""
+    """Return the site with its measured bandwidth to each other node."""
     return replace(
         site,
         bytes_per_s={
@@ -328,7 +341,7 @@ def with_throughput(site: Site, found: Iterable[FoundLink]) -> Site:
 
 
 def _weights_peers(member: Member, others: Sequence[Member], head_port: int) -> tuple[WeightsPeer, ...]:
-    """Where a member may find weights: at the head's, and at every other."""
+    """Return the peers from which a member may fetch weights: the head and every other member."""
     return (
         WeightsPeer(address_of(member.head_host, head_port)),
         *(
@@ -340,12 +353,12 @@ def _weights_peers(member: Member, others: Sequence[Member], head_port: int) -> 
 
 
 def _nodes(control: Control, membership: Membership, taken: Mapping[str, int]) -> list[NodeProfile]:
-    """Who is there, the head's own first, without the memory that is promised to others."""
+    """Return the members' profiles, the head's own first, without memory that is promised to others."""
     members = sorted(
         membership.members.values(), key=lambda member: (member.node != control.node, member.node)
     )
     head_bytes = psutil.Process().memory_info().rss
-    # As they say they are by now, which may be later than the membership that is planned for.
+    # The current membership may have newer profiles than the one that is planned for.
     latest = [control.membership.members.get(member.node, member) for member in members]
     return [
         _node_profile(member, taken.get(member.node, 0), head_bytes if member.node == control.node else 0)
@@ -358,7 +371,7 @@ def _node_profile(member: Member, taken: int, head_bytes: int) -> NodeProfile:
         member.profile,
         member.node,
         reserve_share=1.0 - member.memory_utilization,
-        # What others' plans count on has the agent and the head in it.
+        # The memory of other plans already includes the agent and the head.
         beside_bytes=0 if taken else max(member.agent_bytes, member.profile.agent_bytes) + head_bytes,
     )
     left = profile.memory_bytes - int(taken / member.memory_utilization)
@@ -366,7 +379,10 @@ def _node_profile(member: Member, taken: int, head_bytes: int) -> NodeProfile:
 
 
 def _plan_request(settings: Settings, served: ServedModel) -> PlanRequest:
-    """What is promised: to one stream a long context; where throughput is asked for, a shorter one to all at once."""
+    """Return the request for a plan.
+
+    It promises a long context to one stream, or a shorter one to all sequences for throughput.
+    """
     promised, sequences = KEPT_TOKENS, 1
     if settings.optimize_for == "throughput":
         promised, sequences = _PROMISED_TOKENS_EACH, settings.max_num_seqs
@@ -381,7 +397,7 @@ def _plan_request(settings: Settings, served: ServedModel) -> PlanRequest:
 
 
 def _replica_request(order: Order) -> PlanRequest:
-    """One replica's part of what is promised."""
+    """Return one replica's share of the request."""
     request = _plan_request(order.settings, order.served)
     share = -(-request.demand.sequences // order.replicas)
     return replace(request, demand=replace(request.demand, sequences=share))
@@ -394,7 +410,11 @@ def _plan(order: Order, cluster: ClusterProfile) -> Plan:
 
 
 def cut_layers(folder: ModelFolder, settings: Settings) -> tuple[LayerRange, ...]:
-    """The stages: each reads about as much in a step; as many layers each where the files don't tell what a layer is."""
+    """Cut the layers into stages that each read about as many bytes in a decode step.
+
+    If the sizes of layers are unknown, each stage has about as many layers.
+    The custom strategy cuts by its proportions.
+    """
     if settings.strategy == "custom":
         return proportional_stages(folder.num_layers, settings.stages, settings.proportions)
     read = decode_bytes(folder, widened=widens_half_precision(settings.dtype))

@@ -38,7 +38,7 @@ def test_a_member_is_accepted_and_a_signed_certificate_alone_is_not(
     known, unknown = (certificate(authority, "mini-1", make_key()) for _ in range(2))
     members.admit(known)
     assert members.refusal(peer_of_certificate(known)) == ""
-    assert "is no member" in members.refusal(peer_of_certificate(unknown))
+    assert "is not a member" in members.refusal(peer_of_certificate(unknown))
 
 
 def test_an_id_belongs_to_its_key_until_the_node_is_removed(authority: Authority, members: Members) -> None:
@@ -65,7 +65,7 @@ def test_a_removed_node_is_refused_by_the_head_and_informed_nodes(
     Members(tmp_path).remove("mini-1")
     revoked = Revoked(members.revoked_serials())
     for one in held:
-        assert "is no member" in members.refusal(peer_of_certificate(one))
+        assert "is not a member" in members.refusal(peer_of_certificate(one))
         assert "was revoked" in revoked.refusal(peer_of_certificate(one))
 
 
@@ -73,7 +73,7 @@ def test_a_removed_node_gets_no_new_certificate(authority: Authority, members: M
     key = make_key()
     members.admit(certificate(authority, "mini-1", key))
     members.remove("mini-1")
-    with pytest.raises(PeerRefused, match="is no member"):
+    with pytest.raises(PeerRefused, match="is not a member"):
         members.renew(certificate(authority, "mini-1", key))
     assert members.list() == {}
 
