@@ -26,7 +26,7 @@ from mlx_ring.head.uvicorn_connection import (
 log = logging.getLogger(__name__)
 
 _MOST_HEADER_BYTES = 16 << 10
-"""h11's own bound of a head that arrives in parts."""
+"""Limit of the header bytes, the same that h11 applies to headers that arrive in parts."""
 
 
 class HttpConfig(uvicorn.Config):
@@ -82,7 +82,10 @@ class Handshake(asyncio.Protocol):
         limits: ConnectionLimits,
         **rest: Any,
     ) -> None:
-        """Prepare both the handshake and the connection that follows; uvicorn passes `rest` to each connection."""
+        """Prepare the handshake and the connection that follows it.
+
+        uvicorn passes `rest` to each connection.
+        """
         self._tls = tls
         self._limits = limits
         self._connections = cast("set[object]", server_state.connections)
@@ -104,7 +107,10 @@ class Handshake(asyncio.Protocol):
         self._shaking = asyncio.create_task(self._shake(), name="TLS handshake")
 
     def _is_crowded(self) -> bool:
-        """Return True if another connection beyond the limit is being refused: only one at a time gets an answer."""
+        """Return True if another connection beyond the limit is being refused.
+
+        Only one at a time gets an answer.
+        """
         return len(self._connections) > self._limits.connections
 
     async def _shake(self) -> None:
@@ -148,7 +154,7 @@ class Handshake(asyncio.Protocol):
 
 
 def _with_bounded_headers(app: ASGIApp) -> ASGIApp:
-    """Refuse requests with long headers, because h11 bounds only a head that arrives in parts."""
+    """Refuse requests with long headers, because h11 limits only headers that arrive in parts."""
     refuse = refusing_app(HEADERS_TOO_LARGE, LONG_HEADERS)
 
     async def bound(scope: Scope, receive: Receive, send: Send) -> None:

@@ -25,7 +25,10 @@ from mlx_ring.settings.config import Settings
 
 
 def sampling_defaults(config: Mapping[str, Any]) -> Sampling:
-    """Return the parameters that the model's makers advise, and the defaults where their file gives no number."""
+    """Return the parameters that the model's authors advise.
+
+    The defaults apply where their file gives no number.
+    """
     advised: dict[str, Any] = {}
     for name in ADVISED_SAMPLING:
         value: object = config.get(name)
@@ -54,7 +57,14 @@ class HostedModel:
         on_crash: Callable[[Exception], None],
         missing: Callable[[], int],
     ) -> None:
-        """Start unloaded. `on_crash` receives unexpected errors; `missing` returns the number of machines still to join."""
+        """Start unloaded.
+
+        Args:
+            settings: Settings of this model.
+            served: The model.
+            on_crash: Callback for unexpected errors.
+            missing: Function that returns the number of machines still to join.
+        """
         self._on_crash = on_crash
         self._missing = missing
         self.settings = settings
@@ -171,7 +181,7 @@ class HostedModel:
 
     @property
     def is_idle(self) -> bool:
-        """True if no request came just now: one that waited for the model may not have begun."""
+        """True if no request came just now, because one that waited for the model may not have started."""
         return time.monotonic() - self.last_asked >= JUST_NOW_S
 
     # ---- loading and unloading

@@ -1,4 +1,4 @@
-"""What the settings ask of a plan, for the machines that are there. Pure."""
+"""Requests for a plan, made from the settings for the present machines. Pure."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ log = logging.getLogger(__name__)
 def plan_request_for(
     settings: Settings, request: PlanRequest, nodes: Sequence[NodeProfile]
 ) -> tuple[tuple[NodeProfile, ...], PlanRequest]:
-    """The machines, in the order in which layers go to them, and the request with the proportions that hold for them.
+    """Return the machines in the order of their layers, and the request with their proportions.
 
-    Proportions hold for the machines that were asked for. Where one is lost or comes besides, shares that name their
-    nodes hold among those; shares without names cannot, and the plan is as `auto` makes it.
+    If a machine is lost or added, shares with node names still apply to the nodes that they name.
+    Shares without names cannot apply, and the plan uses the strategy `auto`.
 
     Raises:
-        PlanError: the proportions are not for these machines.
+        PlanError: The proportions do not match these machines.
     """
     if settings.strategy != "custom":
         return tuple(nodes), request
@@ -40,10 +40,10 @@ def plan_request_for(
 
 
 def named_shares(proportions: Sequence[str]) -> dict[str, float] | None:
-    """By node; None where they go by order.
+    """Return the shares by node; None if they have no names and apply in order.
 
     Raises:
-        PlanError: some name a node and others none, or two the same.
+        PlanError: Only some shares name a node, or two name the same node.
     """
     pairs = [text.rpartition("=") for text in proportions]
     names = [name for name, _, _ in pairs]
@@ -69,10 +69,10 @@ def _by_name(
 
 
 def proportional_stages(layers: int, stages: int, proportions: Sequence[str]) -> tuple[LayerRange, ...]:
-    """The stages of one machine, as its proportions say.
+    """Cut the layers into the stages of one machine by its proportions.
 
     Raises:
-        PlanError: they are not as many as stages, or name nodes.
+        PlanError: The proportions are more or fewer than the stages, or name nodes.
     """
     if len(proportions) != stages or named_shares(proportions) is not None:
         raise PlanError(

@@ -1,6 +1,7 @@
 """Placement of each rank: its node, its share of the stage's layers, and its connection with its group. Pure.
 
-This covers the RDMA devices of a hostfile, and stages whose ranks are on several machines (`--tp` with `--nodes`).
+This covers the RDMA devices of a hostfile.
+It also covers stages whose ranks are on several machines (`--tp` with `--nodes`).
 """
 
 from __future__ import annotations
@@ -88,7 +89,10 @@ def set_ways(assignments: Iterable[worker_pb2.StageAssignment], ranks: Sequence[
 def set_rdma(
     assignments: Iterable[worker_pb2.StageAssignment], ranks: Sequence[Stage], hosts: Hostfile
 ) -> None:
-    """Write the group's part of the RDMA matrix into each assignment, if all its machines are in the file and connected."""
+    """Write the group's part of the RDMA matrix into each assignment.
+
+    This requires that all machines of the group are in the file and connected.
+    """
     if hosts.rdma is None:
         return
     for assignment in assignments:

@@ -31,7 +31,10 @@ class ServedModel:
 
     local: LocalModel
     tokenizer: Any
-    """mlx-lm's wrapper of a Hugging Face tokenizer; the API and the engine each declare what they use of it."""
+    """mlx-lm's wrapper of a Hugging Face tokenizer.
+
+    The API and the engine each declare the methods that they use.
+    """
     limits: Limits
     names: tuple[str, ...]
     """Names for clients; responses show the first."""
@@ -42,7 +45,9 @@ class ServedModel:
 
 
 def prepare_model(settings: Settings, *, insists: bool = True) -> ServedModel:
-    """Find and check the model, and load its tokenizer. May fetch it, and take minutes for that.
+    """Find and check the model, and load its tokenizer.
+
+    It may download the model, which can take minutes.
 
     Args:
         settings: settings that name it.
@@ -100,7 +105,10 @@ def describe_model(folder: ModelFolder) -> Mapping[str, object]:
 
 
 def memory_for_weights(folder: ModelFolder, dtype: str) -> int:
-    """Return the bytes of the loaded weights: on a CPU, half precision becomes float32 unless set otherwise."""
+    """Return the bytes of the loaded weights.
+
+    On a CPU, half precision becomes float32 unless set otherwise.
+    """
     widens = widens_half_precision(dtype)
     return sum(
         entry.nbytes * (2 if widens and entry.dtype in _HALF_PRECISION else 1) for entry in folder.tensors
@@ -119,7 +127,10 @@ def _has_gpu() -> bool:
 
 
 def _count_parameters(folder: ModelFolder) -> int:
-    """Count parameters: packed integers count as the weights they hold, scales and biases do not count."""
+    """Count parameters.
+
+    Packed integers count as the weights that they hold. Scales and biases do not count.
+    """
     bits = (folder.quantization or {}).get("bits")
     total = 0
     for entry in folder.tensors:
@@ -148,7 +159,7 @@ def _load_tokenizer(folder: ModelFolder) -> Any:
     quieten_transformers()
     import_bare("mlx_lm")
     import_tokenizers()
-    # Its libraries load for seconds: errors of the model are reported before.
+    # Its libraries take seconds to load, so errors of the model are reported first.
     from mlx_lm.tokenizer_utils import load  # pyright: ignore[reportUnknownVariableType] - bare dicts
 
     try:
@@ -157,7 +168,7 @@ def _load_tokenizer(folder: ModelFolder) -> Any:
             {"trust_remote_code": False, "local_files_only": True},
             eos_token_ids=sorted(folder.eos_token_ids) or None,
         )
-        # The first use undoes what a tokenizer's file says of cutting and padding: from then on threads can share it.
+        # The first use resets truncation and padding of the tokenizer's file. After it, threads can share it.
         tokenizer.encode("", add_special_tokens=False)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
         reason = " ".join(str(error).split())[:300]

@@ -1,4 +1,7 @@
-"""What `/cluster/status` tells: nodes from membership, instances from plans, workers and measured steps. Pure."""
+"""Content of `/cluster/status`. Pure.
+
+Nodes come from the membership; instances come from plans, workers and measured steps.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +96,7 @@ class LoadingProgress:
 
 @dataclass(frozen=True, slots=True)
 class InstanceView:
-    """All that is known of one instance."""
+    """Known state of one instance."""
 
     name: str
     model: str
@@ -101,10 +104,10 @@ class InstanceView:
     state: InstanceState
     reason: str | None
     layers: int
-    """Of the whole model."""
+    """Number of layers of the whole model."""
     ranges: Sequence[LayerRange]
     nodes: Sequence[Sequence[str]]
-    """Of each stage's ranks."""
+    """Nodes of each stage's ranks."""
     plan: Plan | None
     forecast: Forecast | None
     workers: Sequence[WorkerInfo]
@@ -116,7 +119,7 @@ class InstanceView:
 
 
 def instance_status(view: InstanceView) -> InstanceStatus:
-    """As `/cluster/status` tells it."""
+    """Return the status of an instance for `/cluster/status`."""
     return InstanceStatus(
         name=view.name,
         model=view.model,
@@ -169,7 +172,10 @@ def _stage(view: InstanceView, stage: int) -> StageStatus:
 
 
 def _loading(progress: LoadingProgress, rank: RankId, worker: WorkerInfo | None) -> LoadingStatus:
-    """A worker that an earlier head has loaded reports no progress, but that it is ready."""
+    """Return the loading status of a stage.
+
+    A worker that an earlier head loaded reports only its phase and weights, not its progress.
+    """
     loaded = progress.of(rank)
     is_adopted = worker is not None and loaded.phase == "starting"
     weights = worker.weight_bytes if worker is not None and is_adopted else 0
@@ -229,7 +235,7 @@ def _step(steps: AlikeSteps, predicted_s: float | None) -> StepStatus:
 
 
 def _only_predicted(forecast: Forecast | None, stage: int) -> list[StepStatus]:
-    """Of one row, behind half of the promised context: as plans tell it."""
+    """Predict a decode step of one row after half of the promised context, as plans do."""
     if forecast is None:
         return []
     context = forecast.demand.context_tokens // 2
@@ -272,11 +278,14 @@ def _promise(plan: Plan | None, forecast: Forecast | None) -> Promise | None:
 def node_statuses(
     cluster_view: ClusterView, instances: Sequence[InstanceView], versions: Mapping[str, str]
 ) -> list[NodeStatus]:
-    """Every node that attends or has gone, the head's first; a machine that attends nowhere is the head's own.
+    """Return the status of all present and former nodes, the head's own first.
+
+    The head's own machine is included even if it is not a member.
 
     Args:
-        instances: all that are there.
-        versions: of this machine's packages, for nodes that are only known by their workers.
+        cluster_view: State of the head's machines.
+        instances: All instances.
+        versions: Versions of this machine's packages, used if it is not a member.
     """
     membership = cluster_view.membership
     told = [_attending(cluster_view, member, instances) for member in membership.members.values()]
@@ -302,7 +311,7 @@ def _attending(cluster_view: ClusterView, member: Member, instances: Sequence[In
 def _gone(
     cluster_view: ClusterView, node: str, was: FormerMember, instances: Sequence[InstanceView]
 ) -> NodeStatus:
-    """Nothing is told of its memory: whatever it holds is of no use now."""
+    """Return the status of a former node without its memory, because nothing can use that memory."""
     told = _node(
         was.member,
         "gone",
@@ -343,7 +352,7 @@ def _node(
 
 
 def _alone(own: str, instances: Sequence[InstanceView], versions: Mapping[str, str]) -> NodeStatus:
-    """The head's own machine, of which no profile is kept."""
+    """Return the status of the head's own machine when it has no profile."""
     return NodeStatus(
         id=own,
         name=own,
@@ -393,7 +402,7 @@ def _memory(member: Member, instances: Sequence[InstanceView]) -> NodeMemory:
 
 
 def _promised_on(view: InstanceView, stage: int, node: str) -> list[int]:
-    """Bytes that a stage is counted to take there; nothing where it is not there, or nothing is known of it."""
+    """Return the promised bytes of a stage's ranks on a node; empty if none are there or known."""
     if node not in view.nodes[stage]:
         return []
     if view.plan is not None:
