@@ -1,8 +1,13 @@
-"""An executor whose ranks live in the process, for tests: tokens for KV, a function for a model.
+"""Executor for tests with in-process ranks: a KV cache is a list of tokens, a model is a function.
 
-It keeps the contract that real ranks keep: steps in stream order on each rank, a stage after
-the one before it, `start` checked against what is held, an answer for every step from every
-rank. With `automatic=False` a test decides which rank goes on when.
+It keeps the contract of real ranks:
+
+- Each rank executes its steps in stream order.
+- Each stage runs after the previous one.
+- Each rank checks a row's `start` against its KV cache.
+- Every rank answers every step.
+
+With `automatic=False` a test decides when each rank continues.
 """
 
 from __future__ import annotations
@@ -25,21 +30,24 @@ from mlx_ring.rpc.protos.step_pb2 import Want
 NextToken = Callable[[Sequence[int]], int]
 """The token that follows a history of tokens."""
 Trouble = Callable[[step_pb2.Step, int], step_pb2.Failure | None]
-"""Whether a stage, given by its number, fails in a step, and how. Its ranks fail together."""
+"""Failure of a stage, given by its number, in a step, or None. All ranks of the stage fail together."""
 
 Reach = Callable[[int, int, int], bool]
-"""Whether a sequence can be cut or forked: its length, the most tokens that it ever held, and the length asked for."""
+"""Test for a possible trim or fork of a sequence.
+
+Its arguments: the sequence's length, its maximum length so far, and the requested length.
+"""
 
 KV_BYTES_PER_TOKEN = 8
 
 
 def anywhere(_present: int, _reached: int, _length: int) -> bool:
-    """The reach of a model that sees every token."""
+    """Allow every trim and fork, as for a model that attends to every token."""
     return True
 
 
 def hash_token(vocab_size: int) -> NextToken:
-    """A model of that vocabulary: whatever came before decides, and decides alike everywhere."""
+    """Return a model with that vocabulary: a hash of the history gives the next token, on every machine."""
 
     def next_token(history: Sequence[int]) -> int:
         return zlib.crc32(",".join(map(str, history)).encode()) % vocab_size
@@ -49,18 +57,18 @@ def hash_token(vocab_size: int) -> NextToken:
 
 @dataclass(slots=True)
 class _Held:
-    """A sequence on a rank."""
+    """Sequence on a rank."""
 
     opened: step_pb2.Open
     tokens: list[int]
     reached: int = 0
-    """The most tokens that it ever held."""
+    """Maximum number of tokens so far."""
     parked: bool = False
 
 
 @dataclass(slots=True)
 class _Rank:
-    """A rank's steps to come, answers to give, and KV."""
+    """Queued steps, undelivered answers and KV cache of a rank."""
 
     id: RankId
     reach: Reach
@@ -117,7 +125,7 @@ class _Rank:
         del held.tokens[trim.length :]
 
     def feed(self, row: step_pb2.Row, sampled: dict[int, int]) -> _Held:
-        """`sampled` gives the sequence's tokens by position, as far as they were sampled."""
+        """Append a row's tokens to its sequence; `sampled` maps positions to the tokens sampled so far."""
         held = self.find(row.sequence)
         if held.parked:
             raise ProtocolError(f"Sequence {row.sequence} has ended; it steps no more.")
@@ -141,9 +149,10 @@ class _Rank:
 
 
 class TwinExecutor:
-    """Ranks in the process. `tp_sizes` gives the ranks of each stage.
+    """Executor with in-process ranks; `tp_sizes` gives the number of ranks of each stage.
 
-    With `pads` every running sequence holds as much as the longest; without `makes_grammars` a test says when one is there.
+    With `pads`, every running sequence uses as much KV memory as the longest.
+    Without `makes_grammars`, a test reports when a grammar is ready.
     """
 
     def __init__(
@@ -168,27 +177,27 @@ class TwinExecutor:
         self._automatic = automatic
         self._makes_grammars = makes_grammars
         self.grammar_failure: step_pb2.Failure | None = None
-        """Why ranks make no grammar; None: they make any."""
+        """Reason why the ranks compile no grammar; None if they compile every grammar."""
         self.grammars: dict[int, step_pb2.Grammar] = {}
-        """Those that the ranks were asked for, until they are dropped."""
+        """Requested grammars by id, until they are dropped."""
         self.wanted: list[step_pb2.Grammar] = []
-        """All of them, in order."""
+        """All requested grammars, in order."""
         self._woken = False
         self._idle = asyncio.Event()
         self._idle.set()
         self._listener: Listener | None = None
         self._failures: dict[tuple[int, int], step_pb2.Failure | None] = {}
-        """By step and stage."""
+        """Failures by step and stage."""
         self._sampled: dict[int, dict[int, int]] = defaultdict(dict)
-        """By sequence, its sampled tokens by position."""
+        """Sampled tokens by sequence and position."""
         self._row_before: dict[int, int] = {}
-        """By step, the last step before it that has a row of one of the sequences whose `previous` it names."""
+        """Latest earlier step, by step, with a row of a sequence whose `previous` token the step needs."""
         self._last_row: dict[int, int] = {}
-        """By sequence, the last step that has a row of it."""
+        """Latest step with a row of a sequence, by sequence."""
         self.kv_limits: dict[RankId, int] = {}
-        """As they were told."""
+        """KV limits set by `limit_kv`."""
         self.sent: list[step_pb2.Step] = []
-        """Every step, in order."""
+        """All sent steps, in order."""
 
     @property
     def ranks(self) -> Sequence[RankId]:
@@ -213,7 +222,7 @@ class TwinExecutor:
         del self.grammars[id_]
 
     def tell_prepared(self, rank: RankId, id_: int, failure: step_pb2.Failure | None = None) -> None:
-        """A rank has made a grammar, or cannot."""
+        """Report that a rank has compiled a grammar, or that it failed."""
         if self._listener is not None:
             self._listener.prepared(rank, worker_pb2.GrammarPrepared(id=id_, failure=failure))
 
@@ -230,7 +239,7 @@ class TwinExecutor:
             asyncio.get_running_loop().call_soon(self._run_all)
 
     def lose(self, error: RingError) -> None:
-        """Tell the listener that the instance is lost; nothing is answered any more."""
+        """Report to the listener that the instance is lost, and drop all steps and answers."""
         for rank in self._ranks.values():
             rank.queue.clear()
             rank.answers.clear()
@@ -238,21 +247,21 @@ class TwinExecutor:
             self._listener.failed(error)
 
     async def idle(self) -> None:
-        """Until every rank has answered all that was sent."""
+        """Wait until every rank has answered every step."""
         await self._idle.wait()
 
     def held(self) -> dict[RankId, set[int]]:
-        """The sequences that each rank holds."""
+        """Return the sequences of each rank."""
         return {id_: set(rank.held) for id_, rank in self._ranks.items()}
 
     def kv_bytes(self, rank_id: RankId) -> int:
-        """What a rank holds."""
+        """Return the size of a rank's KV cache."""
         return self._ranks[rank_id].kv_bytes
 
-    # ---- one thing at a time
+    # ---- single steps and answers
 
     def runnable(self) -> list[RankId]:
-        """Ranks that can execute their next step: with rows, after the stage before."""
+        """Return the ranks that can execute their next step: with rows, only after the previous stage."""
         return [id_ for id_, rank in self._ranks.items() if rank.queue and self._has_input(rank)]
 
     def _has_input(self, rank: _Rank) -> bool:
@@ -262,25 +271,28 @@ class TwinExecutor:
         return self._ranks[RankId(rank.id.stage - 1, 0)].executed >= rank.queue[0].step
 
     def run(self, rank_id: RankId) -> None:
-        """Let a rank execute its next step; its answer waits until it is delivered."""
+        """Execute a rank's next step and keep its answer for `deliver`."""
         rank = self._ranks[rank_id]
         step = rank.queue.popleft()
         rank.answers.append(self._execute(rank, step))
         rank.executed = step.step
 
     def answering(self) -> list[RankId]:
-        """Ranks whose answers are on their way."""
+        """Return the ranks with undelivered answers."""
         return [id_ for id_, rank in self._ranks.items() if rank.answers]
 
     def deliver(self, rank_id: RankId) -> step_pb2.StepDone:
-        """Let a rank's oldest answer arrive."""
+        """Deliver a rank's oldest answer to the listener."""
         done = self._ranks[rank_id].answers.popleft()
         if self._listener is not None:
             self._listener.answered(done)
         return done
 
     def _run_all(self) -> None:
-        """All that can happen now. A listener that raises has lost the instance: its streams end, no test hangs."""
+        """Run every runnable step and deliver every answer.
+
+        If the listener raises, the instance is lost: its streams end, and no test hangs.
+        """
         self._woken = False
         try:
             while runnable := self.runnable():
@@ -296,7 +308,7 @@ class TwinExecutor:
             if not self._woken:
                 self._idle.set()
 
-    # ---- what a rank does
+    # ---- execution on a rank
 
     def _execute(self, rank: _Rank, step: step_pb2.Step) -> step_pb2.StepDone:
         done = step_pb2.StepDone(
@@ -324,7 +336,7 @@ class TwinExecutor:
         return done
 
     def _failure(self, step: step_pb2.Step, stage: int) -> step_pb2.Failure | None:
-        """How a stage fails: as the stage before it, or of its own."""
+        """Return a stage's failure, if any: the previous stage's, its own, or that of an earlier step."""
         key = (step.step, stage)
         if key not in self._failures:
             before = self._failures.get((step.step, stage - 1))
@@ -333,7 +345,10 @@ class TwinExecutor:
         return self._failures[key]
 
     def _failure_before(self, step: step_pb2.Step) -> step_pb2.Failure | None:
-        """A token that was never sampled takes the step down that needs it, for the same reason."""
+        """Return the failure of a step that needs a token of a failed step; None if every token is there.
+
+        Both steps fail for the same reason.
+        """
         missing = [row for row in step.rows if row.previous and row.start not in self._sampled[row.sequence]]
         if not missing:
             return None
@@ -355,7 +370,7 @@ class TwinExecutor:
         return result
 
     def _verified(self, row: step_pb2.Row, held: _Held) -> Iterator[step_pb2.TokenLogprobs]:
-        """The sampled tokens that stand: as long as each draft token is what was sampled in its place."""
+        """Yield the sampled tokens up to the first that differs from its draft token."""
         for length in range(len(held.tokens) - len(row.draft), len(held.tokens) + 1):
             sampled = self._sample(held, held.tokens[:length])
             self._sampled[row.sequence][length] = sampled.token
@@ -365,7 +380,7 @@ class TwinExecutor:
 
     @staticmethod
     def _hidden_sum(want: step_pb2.Want, row: step_pb2.Row, held: _Held) -> tensor_pb2.Tensor:
-        """Each token's hidden state is the token, its position, and 1."""
+        """Return the sum of hidden states; a token's hidden state is the token, its position, and 1."""
         positions = range(row.start, len(held.tokens))
         if want.where != Want.ALL:
             offsets = want.listed if want.where == Want.LISTED else [-1]
