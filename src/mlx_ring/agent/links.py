@@ -2,8 +2,9 @@
 
 Measurements of the routes to other nodes are kept between runs, in a file in the node's state folder.
 
-A measurement holds for two addresses, the peer's and the one of ours that leads there: with another cable or another
-network one of them is another, and the way is measured again. What cannot be read counts as never measured.
+A measurement is valid for two addresses: the peer's, and the local one on the route to it.
+Another cable or network changes one of them, and the node measures the route again.
+An unreadable measurement counts as missing.
 """
 
 from __future__ import annotations

@@ -21,14 +21,14 @@ _READY_WITHIN_S = 20.0
 
 
 async def give_places(assignments: Iterable[worker_pb2.StageAssignment], run_dir: Path) -> list[ChildProcess]:
-    """Fill in what ranks of MPI read of the environment.
+    """Fill in the environment variables of MPI ranks.
 
     Returns:
-        What serves them, one process for each group; to be ended after the workers.
+        The MPI server processes, one for each group; the caller stops them after the workers.
 
     Raises:
         ConfigError: Open MPI is not installed.
-        WorkerStuck: what should serve them does not.
+        WorkerStuck: An MPI server process is not ready in time.
     """
     groups: dict[tuple[tuple[int, int], ...], list[worker_pb2.StageAssignment]] = {}
     for assignment in assignments:

@@ -142,7 +142,10 @@ class PmixServer:
         return dict(os.fsdecode(entry).split("=", 1) for entry in _strings(variables)) | self._for_open_mpi()
 
     def _for_open_mpi(self) -> dict[str, str]:
-        """Variables of a daemon, without which Open MPI 4 assumes a job of one rank; it never calls the daemon."""
+        """Return the variables of an Open MPI 4 daemon.
+
+        Without them, Open MPI 4 assumes a job of one rank. It never calls the daemon.
+        """
         nobody = f"{int(self._job) - 1}.0;tcp://127.0.0.1:9"
         return {
             "OMPI_MCA_orte_launch": "1",

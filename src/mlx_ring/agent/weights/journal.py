@@ -70,7 +70,7 @@ class Journal:
                     self._held.take(line)
 
     def pieces(self) -> frozenset[int]:
-        """Pieces that are there, as far as the journal was read."""
+        """Return the complete pieces in the part of the journal read so far."""
         with self._lock:
             return frozenset(self._held.pieces)
 

@@ -19,8 +19,8 @@ _RUN_PARTS = 1024
 class Part:
     """Bytes `[start, end)` of a file, which belong to one piece.
 
-    `number` counts the piece's parts; `alone` says that the whole piece must come from one peer, for it came
-    wrong from several.
+    `number` counts the piece's parts. With `alone`, the whole piece must come from one peer,
+    because it arrived corrupt from several.
     """
 
     piece: int

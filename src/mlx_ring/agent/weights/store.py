@@ -112,7 +112,7 @@ class StoredModel:
         self._unsynced_bytes = 0
 
     def disk_bytes(self) -> int:
-        """Bytes that it takes on disk; holes take none."""
+        """Return the entry's size on disk in bytes, without holes."""
         return sum(path.stat().st_blocks * _BLOCK_BYTES for path in self.entry.rglob("*") if path.is_file())
 
     @contextlib.contextmanager
