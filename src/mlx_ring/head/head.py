@@ -1,9 +1,9 @@
-"""One run of a head.
+"""Run of a head: HTTP server, machines, and models.
 
-A head listens first, so that a busy port costs no loading; then it starts its machine's agent, and loads its models.
-Whatever way it ends, its own agent and workers end with it.
+A head listens first, so that a busy port fails before any load. Then it starts its machine's agent and loads
+its models. Its own agent and workers always end with it.
 
-The head's HTTP server inside the head's event loop, which alone decides when it ends.
+The HTTP server runs in the head's event loop. Only the head ends it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from mlx_ring.settings.settings_sources import api_keys
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn without its own signal handlers: the head ends it."""
+    """Uvicorn server without signal handlers, because the head ends it."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
@@ -71,7 +71,7 @@ def http_config(
     tls: ssl.SSLContext | None,
     tracing: Tracing | None,
 ) -> HttpConfig:
-    """What is served, and to whom."""
+    """Build the HTTP server's configuration from the settings."""
     app = build_app(
         catalog,
         ApiSettings(
@@ -101,33 +101,33 @@ _TOKEN_LIFE_S = 24 * 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """What there is to tell once an instance serves."""
+    """Facts to report once an instance serves."""
 
     url: str
     served: ServedModel
     instance: InstanceInfo
     load_s: float
     is_first: bool
-    """Of all."""
+    """True for the head's first instance."""
     asks_for_key: bool = False
     certificate: Path | None = None
-    """What HTTPS is served with."""
+    """Certificate for HTTPS; None for HTTP."""
 
 
 class Audience(Watcher, Protocol):
-    """Who is told how a head comes up."""
+    """Observer of a head's start."""
 
     @property
     def invites(self) -> bool:
-        """Whether machines are to be told how to join; otherwise no token is made for them."""
+        """True if other machines should get a token to join; otherwise the head makes none."""
         ...
 
     def joining(self, address: HeadAddress, token: str, missing: int) -> None:
-        """So many machines are waited for; each can join at this port with this token."""
+        """Report the number of missing machines, and the address and token with which they join."""
         ...
 
     def serving(self, running: Running) -> None:
-        """Requests can be answered."""
+        """Report that an instance serves requests."""
         ...
 
 
@@ -142,14 +142,14 @@ class Head:
         audience: Audience,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        """To be made in the event loop.
+        """Prepare a head, inside the event loop.
 
         Args:
-            settings: what was asked for.
-            served: the models, each with the settings that hold for it.
-            listener: for HTTP.
-            audience: told how it comes up.
-            tls: what HTTPS is served with; None for HTTP.
+            settings: settings of the head.
+            served: the models, each with its settings.
+            listener: socket for HTTP.
+            audience: observer of the start.
+            tls: TLS context for HTTPS; None for HTTP.
         """
         self._settings = settings
         self._tls = tls
@@ -162,7 +162,7 @@ class Head:
         self._weights = WeightsFront(node_name(), None)
 
     async def run(self) -> None:
-        """Load, serve, and return after Ctrl-C, SIGTERM or a hang-up, when what was under way is finished.
+        """Load and serve until SIGINT, SIGTERM or SIGHUP; finish open requests before returning.
 
         Raises:
             RingError: the first model could not be loaded.
@@ -186,7 +186,7 @@ class Head:
                 log.info("stopping")
 
     async def _drain(self, end: EndSignals, *running: asyncio.Task[None]) -> None:
-        """Take nothing new, and let what is under way finish, unless whoever ends the server insists."""
+        """Refuse new requests and finish open ones, until the timeout or a second signal."""
         self._admission.close()
         self._catalog.stop_fetching()
         left, within_s = self._admission.open, self._settings.shutdown_timeout_s
@@ -214,7 +214,7 @@ class Head:
         )
 
     async def _machines(self, cleanup: contextlib.AsyncExitStack) -> Machines:
-        """The head's own, or those of a cluster, whose ports open now."""
+        """Return the head's own machine, or open the cluster's ports and return its machines."""
         settings, declared = self._settings, self._catalog.declared
         if settings.nodes == 1:
             run_dir = cleanup.enter_context(make_run_folder(settings.run_dir))
@@ -241,7 +241,7 @@ class Head:
         return cluster
 
     async def _offered_manifest(self, served: ServedModel) -> WeightsManifest:
-        """A model's, made by reading it once; from now on nodes can fetch it here."""
+        """Make a model's manifest by reading it once, and offer the model to other nodes."""
         folder = served.folder
         log.info("reading %s, so that other machines can check what they fetch", folder.path)
         manifest = await manifest_beside(folder, manifests_folder(state_folder(self._settings)))
@@ -250,7 +250,7 @@ class Head:
 
 
 async def _first_of(first: Awaitable[object], *others: Awaitable[object]) -> None:
-    """Wait for one to end; its error, where it has one, is raised. Tasks go on, whatever else was waited for does not."""
+    """Wait for the first to end, and raise its error, if any. Cancel all others except tasks."""
     tasks = [asyncio.ensure_future(each) for each in (first, *others)]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -274,13 +274,13 @@ def _is_loopback(host: str) -> bool:
 
 
 class EndSignals:
-    """What a person, or who runs the machine, asks of a head that serves."""
+    """Requests, by signal, to end a head that serves."""
 
     def __init__(self) -> None:
         self.asked = asyncio.Event()
-        """To end."""
+        """Event of the first signal: end after open requests."""
         self.insisted = asyncio.Event()
-        """Again: at once."""
+        """Event of a second signal: end at once."""
 
     def heard(self) -> None:
         (self.insisted if self.asked.is_set() else self.asked).set()

@@ -1,4 +1,4 @@
-"""Several machines, as a head serves with them."""
+"""Cluster of several machines, as a head uses it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,10 @@ Planned = TypeVar("Planned")
 
 
 class Cluster:
-    """Several machines. Their agents, this one's too, outlive a head that is killed; the next one goes on with their workers."""
+    """Several machines, this one included.
+
+    Their agents outlive a killed head. The next head adopts their workers.
+    """
 
     def __init__(
         self,
@@ -66,13 +69,13 @@ class Cluster:
         address: HeadAddress,
         offer: Callable[[ServedModel], Awaitable[WeightsManifest]],
     ) -> None:
-        """Nobody is asked before the first order.
+        """Prepare a cluster; it contacts no node before the first order.
 
         Args:
-            settings: the head's.
-            declared: the models that it begins with.
-            control: its ports.
-            address: of them.
+            settings: settings of the head.
+            declared: the head's first models.
+            control: the head's control server.
+            address: address of the control server.
             offer: makes a model's weights available to other machines.
         """
         self._settings = settings
@@ -83,20 +86,20 @@ class Cluster:
         self._quarantine = QuarantineList(authority_folder(state_folder(settings)))
         self._one_at_a_time = asyncio.Lock()
         self._planning = asyncio.Lock()
-        """Who plans counts on memory that nobody else may plan with meanwhile."""
+        """Lock for planning, because two plans must not count on the same memory."""
         self._live: dict[str, _Live] = {}
-        """By instance: what is loaded, or being loaded."""
+        """Instances that are loaded or being loaded, by name."""
         self._tending: asyncio.Task[None] | None = None
         self._has_looked = asyncio.Event()
         self._is_first = True
         self._left: dict[str, list[Adoptable]] = {}
-        """What an earlier head left loaded, by model."""
+        """Instances that an earlier head left loaded, by model."""
         self._highest_epoch = 0
         self._own_agent: subprocess.Popen[bytes] | None = None
         self._surveys = LinkSurveys(control.node)
         self._warned: set[str] = set()
         self._awaited = 0
-        """So many nodes in all are waited for; none where nobody waits."""
+        """Number of nodes to wait for, this one included; 0 without a wait."""
 
     @property
     def links(self) -> Sequence[LinkInfo]:
@@ -139,7 +142,7 @@ class Cluster:
         return [frozenset(rank.node for stage in plan.stages for rank in stage.ranks) for plan in plans]
 
     def _adoptable(self, served: ServedModel, membership: Membership) -> list[Adoptable]:
-        """What is left of a model, as far as every node of it is there."""
+        """Return a model's adoptable instances whose nodes are all present."""
         left = [
             found
             for found in self._left.get(served.names[0], [])
@@ -149,7 +152,7 @@ class Cluster:
         return left
 
     def _others(self, model: str) -> Others:
-        """What is loaded, or being loaded; siblings are those of the same model."""
+        """Return the nodes of the model's other instances, and the memory that all instances take."""
         taken = Counter[str]()
         for live in self._live.values():
             taken.update(live.promised)
@@ -157,7 +160,7 @@ class Cluster:
         return Others(frozenset[str]().union(*siblings), taken)
 
     async def _attending(self, nodes: int) -> Membership:
-        """So many, this one included, whose agent is started where it does not run."""
+        """Wait for this many nodes, this one included; start its own agent if none runs."""
         self._awaited = nodes
         control = self._control
         own_host = "127.0.0.1" if self._address.is_every else self._address.host
@@ -180,7 +183,7 @@ class Cluster:
         return membership
 
     def _warn_of(self, problem: str) -> None:
-        """Once for each, however often it is looked at."""
+        """Log each problem only once."""
         if problem and problem not in self._warned:
             self._warned.add(problem)
             log.warning("%s", problem)
@@ -201,7 +204,7 @@ class Cluster:
                 placement = await self._place(order, membership, sites)
                 instance = new_instance(order.served)
                 self._live[instance] = _live(order, placement)
-            # Reading a large model takes minutes.
+            # Release the lock first: reading a large model takes minutes.
             placement = await offered(placement, partial(self._offer, order.served))
         except BaseException:
             self._live.pop(instance, None)
@@ -221,7 +224,7 @@ class Cluster:
     async def _steadily(
         self, membership: Membership, plan: Callable[[Membership], Awaitable[Planned]]
     ) -> Planned:
-        """Without the nodes that fail again and again, where that is possible."""
+        """Plan without quarantined nodes if possible, else with all."""
         steady = self._steady(membership)
         try:
             return await plan(steady)
@@ -232,7 +235,7 @@ class Cluster:
             return await plan(membership)
 
     def _steady(self, membership: Membership) -> Membership:
-        """Without those nodes; the same where there are none, or no others."""
+        """Return the members without quarantined nodes; all members if none or all are quarantined."""
         held = self._quarantine.held()
         steady = membership.without(held)
         return steady if steady.members and held.keys() & membership.members.keys() else membership
@@ -254,7 +257,7 @@ class Cluster:
         return ClusterView(self._control.node, self._control.membership, self._quarantine.held())
 
     async def _look_once(self, sites: Sequence[Site]) -> None:
-        """See what earlier heads left, and end what nobody wants of it."""
+        """Find the workers that earlier heads left, and end those of no use."""
         async with self._one_at_a_time:
             if not self._is_first:
                 return
@@ -276,7 +279,7 @@ class Cluster:
     async def _end_unwanted(
         self, sites: Sequence[Site], events: Iterable[agent_pb2.AgentEvent], wanted: AbstractSet[str]
     ) -> None:
-        """What earlier heads left, or what a node held when it was cut off."""
+        """End unwanted workers of earlier heads, or of a node that was disconnected."""
         by_node = {site.node: site for site in sites}
         unwanted = {
             (event.hello.node, state.instance)
@@ -320,7 +323,7 @@ class Cluster:
         )
 
     async def stop(self) -> None:
-        """End this machine's agent; those of others stay, without workers."""
+        """End this machine's agent; agents of other machines stay, without workers."""
         if self._tending is not None:
             self._tending.cancel()
             await asyncio.wait((self._tending,))
@@ -330,7 +333,7 @@ class Cluster:
             await asyncio.gather(*(site.link.end(_STOP_WAIT_S) for site in sites if site.is_local))
             await _close(sites)
         elif self._own_agent is not None:
-            # It has not come yet, or not come back.
+            # It has not joined yet, or not rejoined.
             self._own_agent.terminate()
         if self._own_agent is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -349,7 +352,7 @@ class Cluster:
             self._live.pop(instance, None)
 
     async def _tend_whoever_comes(self) -> None:
-        """What a node still holds of instances that are gone is ended, and its links are known by the next plan."""
+        """End the stale workers of each node that joins, and measure its links for the next plan."""
         came: asyncio.Queue[str] = asyncio.Queue()
 
         def heed(event: Event) -> None:
@@ -363,13 +366,13 @@ class Cluster:
                     nodes.add(came.get_nowait())
                 await self._has_looked.wait()
                 if silent := await self._tend(nodes) & self._control.membership.members.keys():
-                    # A busy machine may hold workers of an instance that is gone, and attends: it is asked until it answers.
+                    # A busy member may hold workers of an ended instance: ask until it answers.
                     await asyncio.sleep(_LOOK_AGAIN_S)
                     for node in silent:
                         came.put_nowait(node)
 
     async def _tend(self, nodes: AbstractSet[str]) -> AbstractSet[str]:
-        """Return those that could not be asked what they hold."""
+        """End stale workers on these nodes and survey links; return the nodes that did not answer."""
         silent = nodes
         membership = self._control.membership
         sites = cluster_sites(self._control, membership, self._address.port)
@@ -392,7 +395,7 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True)
 class _Live:
-    """An instance that is loaded, or being loaded."""
+    """Instance that is loaded or being loaded."""
 
     model: str
     nodes: frozenset[str]
