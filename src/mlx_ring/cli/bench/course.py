@@ -49,13 +49,13 @@ async def run_load(
     """Send every job.
 
     Args:
-        client: how to ask.
-        target: whom.
-        jobs: what.
-        options: what all requests share.
-        concurrency: so many are under way at once, each followed by the next; None sends each when it arrives.
-        run: filled as answers come, so that a load that is stopped has something to tell.
-        on_answer: told of each at its end.
+        client: The client that sends.
+        target: The server and model.
+        jobs: The requests.
+        options: The options of all requests.
+        concurrency: The maximum number of concurrent requests; None sends each request at its arrival time.
+        run: The results, filled as answers arrive, so that a stopped load can report them.
+        on_answer: A callback for the end of each request.
     """
     started = time.perf_counter()
     waiting = iter(jobs)
@@ -163,7 +163,10 @@ async def _meet(
 async def _warm_up(
     client: BenchClient, target: Target, workload: Workload, options: RequestOptions, requests: int
 ) -> None:
-    """Requests from another seed, so that no cache knows the measured ones; one after the other if the load has a rate."""
+    """Send requests from another seed, so that no cache holds the measured prompts.
+
+    If the load has a rate, send them one at a time.
+    """
     if requests:
         gentle = replace(workload, requests=requests, rate=None, seed=~workload.seed)
         await _load(client, target, gentle, options, Run())

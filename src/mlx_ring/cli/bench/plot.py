@@ -1,4 +1,4 @@
-"""A run as a picture: how latencies are spread, and throughput over time."""
+"""Plot of a run: distribution of latencies, and throughput over time."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from mlx_ring.cli.bench.summary import Distribution, Record, Summary, percentile
 _SIZE_INCHES = (12.0, 3.8)
 _BARS = 40
 _MOST_POINTS = 500
-"""Of a curve: an SVG holds each of them."""
+"""Maximum number of points of a curve, because an SVG holds each of them."""
 
 
 def draw_plot(path: Path, title: str, records: Sequence[Record], summary: Summary) -> None:
     """Write an SVG or a PNG, by the suffix of `path`."""
-    # It takes a second to come in, and only who asks for a picture waits for it.
+    # The import takes a second, and only a plot needs it.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -30,13 +30,13 @@ def draw_plot(path: Path, title: str, records: Sequence[Record], summary: Summar
         between, "Between tokens", [gap for one in done for gap in one.inter_token_s()], summary.inter_token
     )
     _throughput(over_time, done, summary)
-    # A dollar sign would begin a formula.
+    # A dollar sign would start a formula.
     figure.suptitle(title.replace("$", r"\$"), fontsize=10)
     figure.savefig(path, dpi=150, format=path.suffix.lower().removeprefix("."))
 
 
 def cumulative(values: Sequence[float]) -> list[tuple[float, float]]:
-    """Points (value, % of values at or below), from the least to the greatest, as many as an eye can tell apart."""
+    """Return points (value, % of values at or below) in ascending order, at most `_MOST_POINTS`."""
     ordered = sorted(values)
     count = min(len(ordered), _MOST_POINTS)
     if count < 2:  # noqa: PLR2004 - a curve has two ends
@@ -46,7 +46,7 @@ def cumulative(values: Sequence[float]) -> list[tuple[float, float]]:
 
 
 def throughput(records: Sequence[Record], duration_s: float, bars: int = _BARS) -> list[float]:
-    """Output tokens a second in equal parts of the run, as they came."""
+    """Return the output tokens per second in equal parts of the run, by arrival."""
     width = max(duration_s, 1e-6) / bars
     tokens = [0.0] * bars
     for record in records:

@@ -1,6 +1,6 @@
-"""Latencies and throughput from what was seen of each request. Pure.
+"""Latencies and throughput, computed from the events of each request. Pure.
 
-A run as a table for people and as JSON for programs.
+It shows a run as a table for people and as JSON for programs.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from rich.console import Console
 from rich.table import Table
 
 STOPPED = "stopped"
-"""The error of a request that was under way when a person ended the load: it is no fault of the server."""
+"""Error of a request in progress when the user stopped the load; the server is not at fault."""
 _PERCENTILES = (50, 95, 99)
 
 
 @dataclass(slots=True)
 class Record:
-    """One request, seen from outside. Seconds after the start of the run."""
+    """One request, as the client sees it. Times are seconds after the start of the run."""
 
     number: int
     sent_s: float
     arrivals_s: list[float] = field(default_factory=list[float])
-    """Of every event that said something; events that came in one read have one time."""
+    """Arrival times of all events with content; events from one read share one time."""
     ended_s: float = 0.0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
-    """By the server's usage; where it tells none, an event counts as one."""
+    """Output tokens by the server's usage; without usage, each event counts as one."""
     has_usage: bool = False
     status: int | None = None
-    """Of HTTP."""
+    """HTTP status."""
     finish_reason: str | None = None
     error: str | None = None
-    """A kind, and after a colon what else is known."""
+    """Kind of the error, then a colon and the details."""
     asked_tokens: int = 0
 
     @property
@@ -50,7 +50,7 @@ class Record:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """After the first chunk; None where all came at once."""
+        """Tokens per second after the first chunk; None for a single chunk."""
         chunks = self.chunks()
         if len(chunks) < 2:  # noqa: PLR2004 - time passes between two
             return None
@@ -61,18 +61,19 @@ class Record:
         return None if self.error is None else self.error.partition(":")[0]
 
     def chunks(self) -> list[tuple[float, int]]:
-        """When something came, and in how many events."""
+        """Return the arrival time and the number of events of each chunk."""
         return [(arrival, len(list(events))) for arrival, events in groupby(self.arrivals_s)]
 
     def between_chunks_s(self) -> list[float]:
-        """How long nothing came, each time."""
+        """Return the times between chunks."""
         return [later - earlier for (earlier, _), (later, _) in pairwise(self.chunks())]
 
     def inter_token_s(self) -> list[float]:
-        """Time between tokens, a value for each event after the first chunk.
+        """Return the times between tokens: a value for each event after the first chunk.
 
-        A chunk may bring several events and an event several tokens: the wait for a chunk is shared out evenly among its
-        tokens. An event is taken to bring as many as they bring on average, because only the sum is told.
+        A chunk may hold several events, and an event several tokens.
+        The method divides the wait for a chunk evenly among its tokens.
+        It assumes the average number of tokens for each event, because the server reports only the sum.
         """
         chunks = self.chunks()
         if len(chunks) < 2:  # noqa: PLR2004 - a gap has two ends
@@ -88,7 +89,10 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """What half, 95 % and 99 % of the values do not exceed; of speeds, what so many reach."""
+    """Mean, percentiles and worst value.
+
+    50, 95 or 99 % of the times do not exceed a percentile; as many speeds reach it.
+    """
 
     mean: float
     p50: float
@@ -98,7 +102,7 @@ class Distribution:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Distribution | None:
-        """Of times. None where there is nothing to measure."""
+        """Return the distribution of times; None without values."""
         if not values:
             return None
         ordered = sorted(values)
@@ -107,13 +111,16 @@ class Distribution:
 
     @classmethod
     def of_speeds(cls, values: Sequence[float]) -> Distribution | None:
-        """As `of`, for values of which the smallest are the worst."""
+        """Return the distribution of speeds, of which the smallest is the worst; None without values."""
         times = cls.of([-value for value in values])
         return times and cls(-times.mean, -times.p50, -times.p95, -times.p99, -times.worst)
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
-    """Between the two nearest ranks, as NumPy's default has it. `ordered` ascends and is not empty."""
+    """Return a percentile, interpolated between the two nearest ranks as NumPy does by default.
+
+    `ordered` is ascending and not empty.
+    """
     place = (len(ordered) - 1) * share / 100
     low, high = math.floor(place), math.ceil(place)
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
@@ -121,16 +128,16 @@ def percentile(ordered: Sequence[float], share: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A run in numbers. Latencies and tokens are those of the requests that were answered to their end."""
+    """Numbers of a run. Latencies and tokens include only completed requests."""
 
     requests: int
     completed: int
     stopped: int
-    """Under way when the load was ended from outside."""
+    """Requests in progress when the load was stopped."""
     shorter: int
-    """Answers with fewer tokens than were asked for."""
+    """Answers with fewer tokens than requested."""
     errors: dict[str, int]
-    """How many requests ended in each kind."""
+    """Number of failed requests by kind of error."""
     duration_s: float
     prompt_tokens: int
     cached_tokens: int
@@ -140,7 +147,7 @@ class Summary:
     output_tokens_per_s: float
     total_tokens_per_s: float
     request_tokens_per_s: Distribution | None
-    """Of each request, after its first token."""
+    """Tokens per second of each request, after its first chunk."""
     ttft: Distribution | None
     inter_token: Distribution | None
     between_chunks: Distribution | None
@@ -151,7 +158,7 @@ class Summary:
 
 
 def summarise(records: Iterable[Record], duration_s: float) -> Summary:
-    """All of a run that lasted so long."""
+    """Return the summary of a run of that duration."""
     records = list(records)
     completed = [record for record in records if record.error is None]
     kinds = Counter(record.error_kind for record in records if record.error_kind is not None)
@@ -184,14 +191,14 @@ def summarise(records: Iterable[Record], duration_s: float) -> Summary:
 
 
 _SEVERAL = 1.05
-"""Tokens per event from which it is worth telling."""
+"""Minimum tokens per event for a remark."""
 _MICROSECOND_DIGITS = 6
 
 
 def print_summary(
     console: Console, summary: Summary, records: Sequence[Record], notes: Sequence[str] = ()
 ) -> None:
-    """Throughput in a line, latencies in a table, errors by kind."""
+    """Print throughput in a line, latencies in a table, and errors by kind."""
 
     def line(text: str, style: str | None = None) -> None:
         console.print(text, style=style, highlight=False, markup=False)
@@ -252,7 +259,7 @@ def _several_at_once(summary: Summary) -> bool:
 
 
 def _remarks(summary: Summary) -> list[str]:
-    """What the numbers alone might hide."""
+    """Return remarks on facts that the numbers alone might hide."""
     remarks: list[str] = []
     if _several_at_once(summary):
         remarks.append(
@@ -268,7 +275,7 @@ def _remarks(summary: Summary) -> list[str]:
 
 
 def _example(kind: str, records: Sequence[Record]) -> str:
-    """The kind with the first of its messages."""
+    """Return the first message of a kind of error, and the number of other messages."""
     texts = {record.error: None for record in records if record.error_kind == kind}
     first = next(iter(texts), None) or kind
     return first if len(texts) < 2 else f"{first} (and {len(texts) - 1} other messages)"  # noqa: PLR2004 - several
@@ -283,7 +290,7 @@ def as_json(
     notes: Sequence[str] = (),
     interrupted: bool = False,
 ) -> dict[str, Any]:
-    """Everything that was asked, told and seen, in seconds and tokens; no host and no address."""
+    """Return the settings, the server and all results, in seconds and tokens, without hosts and addresses."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "mlx_ring": version("mlx-ring"),
@@ -302,7 +309,7 @@ def _request(record: Record) -> dict[str, Any]:
 
 
 def _rounded(value: object) -> object:
-    """To the microsecond; clocks tell no more."""
+    """Round to microseconds, the resolution of the clocks."""
     if isinstance(value, float):
         return round(value, _MICROSECOND_DIGITS)
     return [_rounded(one) for one in cast("list[object]", value)] if isinstance(value, list) else value

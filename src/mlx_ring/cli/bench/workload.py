@@ -1,4 +1,4 @@
-"""What is asked of the server: prompts, lengths and times of arrival, all from one seed. Pure."""
+"""Workload of a load test: prompts, lengths and arrival times, all from one seed. Pure."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _WORDS = [
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """So many tokens, or a number drawn evenly from `low` to `high`."""
+    """Range of token counts, uniformly distributed from `low` to `high`; equal bounds give a fixed count."""
 
     low: int
     high: int
@@ -56,17 +56,17 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A load as the person asked for it."""
+    """Load that the user requests."""
 
     requests: int
     prompt_tokens: Range
     output_tokens: Range
     shared_prefix: int = 0
-    """Tokens that all prompts begin with; they count as part of the prompt."""
+    """Length in tokens of the prefix of all prompts; it counts as part of the prompt."""
     concurrency: int = 1
-    """Requests under way at once, where no rate is given."""
+    """Maximum number of concurrent requests, without a rate."""
     rate: float | None = None
-    """Requests a second, arriving at random (Poisson), however many are under way."""
+    """Requests per second with random (Poisson) arrivals, whatever the number in progress."""
     seed: int = 0
 
 
@@ -78,32 +78,32 @@ class Job:
     prompt: list[int] | str
     output_tokens: int
     arrives_s: float
-    """After the start; 0 where requests follow each other."""
+    """Arrival time after the start; 0 without a rate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """How a server's tokenizer counts our words."""
+    """Number of tokens that a server's tokenizer makes of words."""
 
     per_word: float = 1.0
-    """Tokens."""
+    """Tokens per word."""
     fixed: float = 0.0
-    """Tokens that every prompt has besides, such as a chat template's."""
+    """Additional tokens of every prompt, such as those of a chat template."""
 
     @classmethod
     def measured(cls, few: tuple[int, int], many: tuple[int, int]) -> Words:
-        """From two prompts, each as (words, tokens)."""
+        """Return the counts measured with two prompts, each given as (words, tokens)."""
         per_word = (many[1] - few[1]) / (many[0] - few[0])
         if per_word <= 0:
             return cls(max(few[1], 1) / few[0])
         return cls(per_word, max(0.0, few[1] - per_word * few[0]))
 
     def whole_prompt(self, tokens: int) -> int:
-        """Words of a prompt of so many tokens, at least one."""
+        """Return the number of words for a prompt of that many tokens, at least one."""
         return max(1, round((tokens - self.fixed) / self.per_word))
 
     def part(self, tokens: int) -> int:
-        """Words of a part of a prompt."""
+        """Return the number of words for a part of a prompt."""
         return round(tokens / self.per_word)
 
 
@@ -113,13 +113,13 @@ _ONE_EACH = Words()
 def make_jobs(
     workload: Workload, vocabulary: int | None, *, first: int = 0, words: Words = _ONE_EACH
 ) -> Iterator[Job]:
-    """The load's requests. Prompts are token ids, or words where the vocabulary is not known.
+    """Yield the requests of a workload. Prompts are token ids, or words if the vocabulary is unknown.
 
     Args:
-        workload: the load.
-        vocabulary: how many token ids there are.
-        first: number of the first request; other numbers give other prompts, and the same shared prefix.
-        words: how words are counted, where prompts are words.
+        workload: The workload.
+        vocabulary: The number of token ids; None if unknown.
+        first: The number of the first request; other numbers give other prompts with the same shared prefix.
+        words: The tokens per word, for prompts of words.
     """
     shared = workload.shared_prefix if vocabulary is not None else words.part(workload.shared_prefix)
     beginning = draw(f"{workload.seed} shared", shared, vocabulary)
@@ -141,7 +141,7 @@ def make_jobs(
 
 
 def draw(seed: str, count: int, vocabulary: int | None = None) -> list[int]:
-    """Numbers of tokens, or of our own words."""
+    """Return random token ids, or without a vocabulary random indexes into `_WORDS`."""
     random = Random(seed)
     return [random.randrange(vocabulary or len(_WORDS)) for _ in range(count)]
 
