@@ -1,4 +1,4 @@
-"""One epoch of a served model: loading, serving, and its loss.
+"""Epoch of a served model: loading, serving, and its loss.
 
 A rank that owes an answer past its deadline is stuck, which ends the epoch.
 """
@@ -49,8 +49,8 @@ LOOK_S = 1.0
 class StuckWatch:
     """Detector of a rank that is stuck.
 
-    A rank is stuck if it is late in two checks in a row. After a pause of the head itself every rank is late in the
-    first check; by the second one the head has read the answers that arrived meanwhile.
+    A rank is stuck if it is late in two checks in a row. After a pause of the head itself, every rank is late
+    in the first check. Before the second one, the head reads the answers that arrived meanwhile.
     """
 
     def __init__(self) -> None:
@@ -76,13 +76,13 @@ SILENCE_S = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Epoch:
-    """An instance to serve, and its placement."""
+    """Instance to serve, and its placement."""
 
     instance: str
     number: int
     placement: Placement
     node: str
-    """The head's own node."""
+    """Name of the head's own node."""
     trust: Credentials | None = None
     """Credentials of the head for other machines."""
     loaded: tuple[WorkerPlace, ...] = ()
@@ -364,7 +364,7 @@ def assign(
 
 
 class Watched:
-    """What an instance's workers say of themselves, on all its nodes."""
+    """Status of an instance's workers, on all its nodes."""
 
     def __init__(self, instance: str, nodes: int) -> None:
         self._instance = instance
@@ -372,7 +372,7 @@ class Watched:
         self._by_node: dict[str, dict[Place, worker_pb2.WorkerStatus]] = {}
 
     def hear(self, event: agent_pb2.AgentEvent) -> dict[Place, worker_pb2.WorkerStatus] | None:
-        """All of it, with the event; None while one, busy as it may be, has not said that it is ready."""
+        """Record an event; return the status of all workers, or None until every node is ready."""
         node = event.hello.node
         ours = [state for state in event.workers if state.instance == self._instance]
         if ours and all(state.status.phase == "ready" for state in ours):

@@ -1,6 +1,6 @@
-"""The models of a head: loading, unloading, and fetching while it serves.
+"""Models of a head: loading, unloading, and fetching while it serves.
 
-Each fetch is a process of its own, so that the head can end at any moment.
+Each fetch runs in its own process, so that the head can end at any moment.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ log = logging.getLogger(__name__)
 
 
 class Catalog:
-    """The models of a head as the API's `ModelCatalog`."""
+    """Models of a head as the API's `ModelCatalog`."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class Catalog:
         """Prepare the models; `begin` loads them.
 
         Args:
-            settings: the head's.
+            settings: settings of the head.
             served: the first models, each with its settings.
             watcher: observer of loading.
             ready: receives each instance that serves.
@@ -355,7 +355,7 @@ class Catalog:
 def _forget(tasks: dict[str, asyncio.Task[None]], name: str, done: asyncio.Task[None]) -> None:
     tasks.pop(name, None)
     if not done.cancelled():
-        # No request may be waiting for it any more.
+        # Retrieve the error: perhaps no request waits for it any more.
         done.exception()
 
 
