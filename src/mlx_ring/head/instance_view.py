@@ -1,4 +1,4 @@
-"""One instance of a model as the API sees it."""
+"""Instance of a model as the API sees it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LOADING = "The model is being loaded; ask again in a moment."
 
 
 class InstanceService:
-    """An engine and its workers, or the reason why there is none."""
+    """Engine and its workers, or the reason why there is none."""
 
     def __init__(self, layers: int, kv_bits: int) -> None:
         """Start without an engine; `layers` is the model's number of layers."""
@@ -91,7 +91,10 @@ class InstanceService:
         self._engine, self._lost, self._is_loading = engine, None, False
 
     def lose(self, error: RingError) -> None:
-        """End all requests with the reason, and refuse new ones until `serve`. A later reason replaces an earlier one."""
+        """End all requests with the reason, and refuse new ones until `serve`.
+
+        A later reason replaces an earlier one.
+        """
         # Unloading a model or ending the server is not an error.
         log.log(logging.INFO if isinstance(error, NotReady) else logging.ERROR, "%s", error)
         self._lost, self._is_loading = error, False

@@ -30,7 +30,7 @@ from mlx_ring.rpc.protos import agent_pb2, worker_pb2
 
 @dataclass(frozen=True, slots=True)
 class KvUser:
-    """An instance that uses KV memory."""
+    """Instance that uses KV memory."""
 
     instance: str
     model: str
@@ -55,7 +55,7 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True)
 class KvKeeper:
-    """An instance that keeps memory on a node."""
+    """Instance that keeps memory on a node."""
 
     user: KvUser
     kept_tokens: int
@@ -204,14 +204,17 @@ class KvShares:
             # The memory is free once the workers have ended, which later reports show.
             self._freed_at = time.monotonic()
 
-    # ---- what each may hold
+    # ---- limits of each instance
 
     def _limits(self, more: Floors | None = None) -> dict[str, dict[RankId, RankKv]]:
         floors = {instance: share.floor for instance, share in self._shares.items() if share.floor}
         return rank_limits(self._told(), self._given_bytes, self._allowed(), floors | dict(more or {}))
 
     def _limits_with(self, newcomer: _Share) -> dict[str, dict[RankId, RankKv]]:
-        """Return the limits with room for the new instance's kept context, or for less if it was not requested."""
+        """Return the limits with room for the new instance's kept context.
+
+        Without an explicit request for that context, one block is enough.
+        """
         user, instance = newcomer.user, newcomer.user.instance
         limits = self._limits()
         if self._given_bytes is not None:
@@ -227,7 +230,7 @@ class KvShares:
         return limits
 
     def _short_of(self, newcomer: _Share, floor: Mapping[RankId, int]) -> tuple[str, int, int] | None:
-        """Return a node with too little memory for it, with the bytes needed and left; None if there is none."""
+        """Return a node with too little memory, and the bytes needed and left; None if all have enough."""
         rooms = kv_rooms(self._told(), self._allowed())
         for node in dict.fromkeys(node for node, _ in newcomer.workers):
             needed = sum(floor[rank] for at, rank in newcomer.workers if at == node)
@@ -273,7 +276,7 @@ class KvShares:
                 raise no_room(user, node, "its weights take", reservation.weight_bytes, max(0, left), keepers)
 
     def _refuse_kv(self, newcomer: _Share, tokens: int, floor: Mapping[RankId, int]) -> None:
-        """Raise if memory that others keep is missing; an instance alone has its own error elsewhere."""
+        """Raise if others keep the missing memory; `fitting_context` raises for an instance alone."""
         short = self._short_of(newcomer, floor)
         if short is not None and (keepers := self._keepers(short[0])):
             node, needed, left = short
