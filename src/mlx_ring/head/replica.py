@@ -1,4 +1,4 @@
-"""One replica of a model: its instances follow each other, because a lost one is loaded again."""
+"""Replica of a model, which loads a new instance after each loss."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Watcher(Protocol):
 
 
 class Replica:
-    """A replica, which runs until it is cancelled."""
+    """Replica of a model, which runs until it is cancelled."""
 
     def __init__(
         self,
@@ -84,10 +84,10 @@ class Replica:
         """Run one instance after the other.
 
         Args:
-            ready: receives the seconds that loading took, for each instance.
+            ready: receives each instance's load time in seconds.
 
         Raises:
-            RingError: not even the first could be loaded.
+            RingError: the first instance could not be loaded.
         """
         number, pause_s, has_served = FIRST_EPOCH, _FIRST_PAUSE_S, False
         while True:

@@ -1,4 +1,4 @@
-"""A head's only machine, without a cluster."""
+"""Single machine of a head without a cluster."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ from mlx_ring.settings.config import Settings, state_folder
 
 
 class SingleNode:
-    """A single machine. Its agent is a child process, which ends with the head and is replaced if it ends earlier."""
+    """Single machine, whose agent is a child process.
+
+    The agent ends with the head. If it ends earlier, the next epoch starts another.
+    """
 
     def __init__(self, settings: Settings, run_dir: Path, workers: int) -> None:
         """Start without an agent; `workers` is the number of workers that will share the cores."""
@@ -47,7 +50,7 @@ class SingleNode:
         self.missing = 0
 
     async def candidate_nodes(self, declared: Declared, nodes: int) -> Sequence[frozenset[str] | None]:
-        """All of them are here, and may be."""
+        """Return one unrestricted entry for each replica, because there is one machine."""
         del nodes
         return [None] * (declared.settings.replicas or 1)
 
