@@ -1,6 +1,6 @@
-"""What a person reads while `mlx-ring serve` comes up: whom it waits for, the plan, progress, and how to ask.
+"""Output of `mlx-ring serve` while it starts: missing machines, the plan, progress, and example commands.
 
-Which well-known model would fit a machine: the answer to "and now with a real one?".
+It also names a well-known model that would fit the machine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `mlx.launch` tells the processes that it starts, and where those of one machine meet."""
+"""Variables that `mlx.launch` sets for its processes, and the folder where those of one machine meet."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from mlx_ring.settings.rank_settings import may_share_by_plan, rank_shares
 
 
 def with_named_group(settings: Settings) -> Settings:
-    """The settings with as many ranks as are named, and with their backend; the file's variables are set for the workers.
+    """Return the settings with the ranks and the backend that a hostfile names; set its variables for the workers.
 
     Raises:
         ConfigError: the hosts are other machines, or more or fewer than the settings ask for.
@@ -38,7 +38,7 @@ def with_named_group(settings: Settings) -> Settings:
 
 
 def named_machines(settings: Settings) -> Hostfile | None:
-    """The hostfile, where it is of the cluster's machines and tells which RDMA device of each leads to which."""
+    """Return the hostfile if it names the cluster's machines and their RDMA devices."""
     hosts = _named(settings) if settings.nodes > 1 else None
     return None if hosts is None or hosts.rdma is None else hosts
 
@@ -52,7 +52,7 @@ def _backend_of(settings: Settings, hosts: Hostfile) -> dict[str, object]:
 
 
 def _check_machines(settings: Settings, hosts: Hostfile) -> None:
-    """Of a cluster's machines the file tells RDMA devices and the backend: who joins is no matter of it."""
+    """Refuse a hostfile that names anything but RDMA devices and the backend of a cluster's machines."""
     told = _told(settings)
     if any(host.listens for host in hosts.hosts):
         raise ConfigError(
