@@ -155,7 +155,7 @@ def _read_host(entry: object, place: int, where: str) -> Host:
 
 
 def _read_listening(entry: Sequence[object], where: str) -> Host:
-    """MLX's ring takes IPv4 alone."""
+    """Read the addresses that a rank listens on; MLX's ring supports only IPv4."""
     for address in entry:
         host, _, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
         if not _is_ipv4(host) or not port.isdecimal() or not 0 < int(port) <= _MOST_PORT:

@@ -49,7 +49,7 @@ class Launch:
 
 
 def read_launch() -> Launch | None:
-    """As the environment has it; None where nothing was launched, or a single process.
+    """Read this process's place from the environment; None if it was not launched, or alone.
 
     Raises:
         ConfigError: the ranks are on several machines, or the environment is not what `mlx.launch` makes.
