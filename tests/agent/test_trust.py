@@ -111,4 +111,4 @@ def test_a_rank_is_not_loaded_to_listen_elsewhere_than_it_was_started_for() -> N
 def test_an_interface_that_is_gone_is_a_problem_and_no_end() -> None:
     found, problem = Trust(("127.0.0.1", "nothing0")).now()
     assert [one.address for one in found] == ["127.0.0.1"]
-    assert "names nothing0, and this machine has no such interface" in problem
+    assert "names nothing0, but this machine has no such interface" in problem
