@@ -66,7 +66,7 @@ def limited(memory_bytes: int, cores: float, period_us: int = _PERIOD_US) -> Gen
         yield Group(folders)
 
 
-def mount_again() -> str:
+def mount_command() -> str:
     """Shell commands after which a host of `tests.namespaces` sees the groups too: it has a `/sys` of its own."""
     if _is_version_2():
         return f"mount -t cgroup2 none {_MOUNT}"

@@ -98,9 +98,9 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def roomy_model(shared: Path) -> Path:
+def large_model(shared: Path) -> Path:
     """A folder of a model of 18 layers and 283 MB; see tests/tiny_model.py."""
-    from tests.tiny_model import write_roomy_model
+    from tests.tiny_model import write_large_model
 
-    once(shared / "roomy", lambda: str(write_roomy_model(shared / "roomy" / "model")))
-    return shared / "roomy" / "model"
+    once(shared / "large", lambda: str(write_large_model(shared / "large" / "model")))
+    return shared / "large" / "model"

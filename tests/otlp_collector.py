@@ -16,7 +16,7 @@ from opentelemetry.proto.common.v1.common_pb2 import KeyValue
 
 
 @dataclass(frozen=True)
-class Told:
+class ReceivedSpan:
     """A span, as it came."""
 
     trace: str
@@ -33,10 +33,10 @@ class Told:
 @dataclass
 class Collector:
     url: str
-    spans: list[Told] = field(default_factory=list[Told])
+    spans: list[ReceivedSpan] = field(default_factory=list[ReceivedSpan])
     changed: threading.Condition = field(default_factory=threading.Condition)
 
-    def wait_for(self, *names: str, within_s: float = 60.0) -> list[Told]:
+    def wait_for(self, *names: str, within_s: float = 60.0) -> list[ReceivedSpan]:
         """All spans, once there is one of each of these names."""
         with self.changed:
             assert self.changed.wait_for(
@@ -50,7 +50,7 @@ class Collector:
                 resource = _plain(of_resource.resource.attributes)
                 for of_scope in of_resource.scope_spans:
                     self.spans += [
-                        Told(
+                        ReceivedSpan(
                             span.trace_id.hex(),
                             span.span_id.hex(),
                             span.parent_span_id.hex(),
@@ -73,7 +73,7 @@ def _plain(attributes: Iterable[KeyValue]) -> dict[str, object]:
 
 
 @contextmanager
-def collecting() -> Generator[Collector]:
+def running_collector() -> Generator[Collector]:
     """A collector on a free port."""
     collector = Collector("")
 

@@ -69,7 +69,7 @@ class Server:
     process: subprocess.Popen[str]
     url: str
     folder: Path
-    family: Sequence[psutil.Process]
+    children: Sequence[psutil.Process]
     """Agent and workers, as they were when it was ready."""
     http: httpx.Client
     """Client of the server. Making one reads the system's certificates, which takes longer than a request."""
@@ -82,18 +82,18 @@ class Server:
         """Wait until `/health/ready` answers with this HTTP status, and return the answer."""
         return eventually(lambda: self.http.get("/health/ready"), lambda answer: answer.status_code == code)
 
-    def one(self, module: str, *arguments: str) -> psutil.Process:
+    def child(self, module: str, *arguments: str) -> psutil.Process:
         """The process of a module with these arguments."""
-        return next(found for found in self.family if _is(found, module, arguments))
+        return next(found for found in self.children if _is(found, module, arguments))
 
     def stop(self) -> int:
         """Ctrl-C, and its exit code."""
         self.process.send_signal(signal.SIGINT)
         return self.process.wait(READY_WAIT_S)
 
-    def all_gone(self) -> bool:
+    def all_ended(self) -> bool:
         """Whether agent and workers end, waiting as long as the slowest of machines needs."""
-        _, alive = psutil.wait_procs(self.family, timeout=30)
+        _, alive = psutil.wait_procs(self.children, timeout=30)
         return not alive
 
 
@@ -102,12 +102,12 @@ def serving(
     model: Path | str,
     *arguments: str,
     folder: Path,
-    heard: Callable[[str], None] | None = None,
+    on_line: Callable[[str], None] | None = None,
     within: Sequence[str] = (),
 ) -> Generator[Server]:
     """`mlx-ring serve` in `folder` on a free port, ready; nothing of it is left afterwards.
 
-    `heard` is called with each line that it prints until it is ready; `within` is a program that runs it.
+    `on_line` is called with each line that it prints until it is ready; `within` is a program that runs it.
     """
     with (folder / "stderr.txt").open("w") as errors:
         process = subprocess.Popen(
@@ -118,17 +118,17 @@ def serving(
             stderr=errors,
             text=True,
         )
-    family: list[psutil.Process] = []
+    children: list[psutil.Process] = []
     try:
-        url = _wait_until_ready(process, folder, heard or (lambda _line: None))
-        family = psutil.Process(process.pid).children(recursive=True)
+        url = _wait_until_ready(process, folder, on_line or (lambda _line: None))
+        children = psutil.Process(process.pid).children(recursive=True)
         with client_of(url) as client:
-            yield Server(process, url, folder, family, client)
+            yield Server(process, url, folder, children, client)
     finally:
         process.kill()
         process.wait()
         _close(process.stdout)
-        for left in family:
+        for left in children:
             with contextlib.suppress(psutil.NoSuchProcess):
                 left.kill()
 
@@ -155,20 +155,20 @@ def joining(*arguments: str, folder: Path, within: Sequence[str] = ()) -> Genera
     try:
         yield process
     finally:
-        family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        children = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
         process.send_signal(signal.SIGINT)
-        _, alive = psutil.wait_procs(family, timeout=30)
+        _, alive = psutil.wait_procs(children, timeout=30)
         for left in alive:
             with contextlib.suppress(psutil.NoSuchProcess):
                 left.kill()
         process.wait()
 
 
-def _wait_until_ready(process: subprocess.Popen[str], folder: Path, heard: Callable[[str], None]) -> str:
+def _wait_until_ready(process: subprocess.Popen[str], folder: Path, on_line: Callable[[str], None]) -> str:
     """The address it says; reads on to the last line of what it prints when ready."""
     url = ""
     for line in process.stdout or ():
-        heard(line)
+        on_line(line)
         found = re.search(r"at (https?://\S+)", line)
         url = found.group(1) if found else url
         if line.startswith("Ctrl-C"):

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 _TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}assistant:"
 )
-_ROOMY = {
+_LARGE = {
     **QWEN3,
     "hidden_size": 512,
     "num_hidden_layers": 18,
@@ -29,9 +29,9 @@ def write_tiny_model(folder: Path, vocabulary: int = 320, kv_heads: int = 2) -> 
     return _write_tokenizer(folder)
 
 
-def write_roomy_model(folder: Path) -> Path:
+def write_large_model(folder: Path) -> Path:
     """18 layers of 15.7 MB, so that it matters which machine has them; every one of its 258 token ids means something."""
-    write_random_model(folder, _ROOMY, spread=0.04, norm=1.0)
+    write_random_model(folder, _LARGE, spread=0.04, norm=1.0)
     return _write_tokenizer(folder)
 
 

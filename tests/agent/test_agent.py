@@ -108,7 +108,7 @@ def load_request(model: Path, stages: int = 2, instance: str = "one") -> agent_p
     )
 
 
-def all_gone(processes: list[psutil.Process]) -> bool:
+def all_ended(processes: list[psutil.Process]) -> bool:
     _, alive = psutil.wait_procs(processes, timeout=30)
     return not alive
 
@@ -127,7 +127,7 @@ def test_a_start_reports_each_stage_until_it_is_ready_and_a_stop_ends_them(
         assert {worker.pid for worker in workers} == {worker.pid for worker in started}
         assert await agent.stop("another") == 0
         assert await agent.stop("one") == 2
-        assert all_gone(workers)
+        assert all_ended(workers)
         assert agent.child.exit_reason == ""
         assert [path.name for path in agent.run_dir.iterdir()] == ["agent.sock"]
 
@@ -142,7 +142,7 @@ def test_a_stop_of_everything_ends_the_agent_too_and_leaves_no_folder(
         workers = agent.workers()
         assert await agent.stop() == 1
         assert await agent.child.wait() == "exit code 0"
-        assert all_gone(workers)
+        assert all_ended(workers)
         assert not agent.run_dir.exists()
 
     with_agent(tmp_path, use)
@@ -228,7 +228,7 @@ def test_a_head_that_leaves_while_loading_leaves_no_worker(tiny_model: Path, tmp
         call.cancel()
         while (await anext(events)).workers:
             pass
-        assert all_gone(workers)
+        assert all_ended(workers)
 
     with_agent(tmp_path, use)
     assert " ERROR " not in (tmp_path / "logs" / "agent.log").read_text()

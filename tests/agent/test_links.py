@@ -13,7 +13,7 @@ import pytest
 from cryptography import x509
 from tests.agent.linked_nodes import LinkedNode, linked_node
 from tests.machines import node_credentials
-from tests.slow_way import slow_way
+from tests.throttled_relay import throttled_relay
 
 from mlx_ring.agent.links import LINKS_FILE, LinkStore, WayKey
 from mlx_ring.cluster.agent_link import AgentLink
@@ -81,7 +81,7 @@ def test_a_slow_link_is_measured_as_such(authority: Authority, tmp_path: Path) -
         async with AsyncExitStack() as stack:
             one = await stack.enter_async_context(linked_node(authority, "mini-1", tmp_path / "1"))
             two = await stack.enter_async_context(linked_node(authority, "mini-2", tmp_path / "2"))
-            port = await stack.enter_async_context(slow_way(two.links_port, 100_000))
+            port = await stack.enter_async_context(throttled_relay(two.links_port, 100_000))
             found = await ask(one, authority.head_credentials(), "mini-2", f"127.0.0.1:{port}")
         return found.bytes_per_s
 

@@ -70,7 +70,7 @@ def test_stop_ends_a_server_that_was_started_by_hand(tmp_path: Path) -> None:
         stopped = run_cli("stop", *state, folder=tmp_path)
         assert stopped.stdout == f"The head is ended (process {server.process.pid}).\n"
         assert server.process.wait(30) == 0
-        assert server.all_gone()
+        assert server.all_ended()
     assert run_cli("stop", *state, folder=tmp_path).stdout == "Nothing of mlx-ring runs here.\n"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
-from tests.otlp_collector import collecting
+from tests.otlp_collector import running_collector
 
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.core.otlp_traces import OtlpTraces
@@ -17,7 +17,7 @@ TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
 def test_a_client_s_trace_goes_on_and_each_span_is_of_its_node() -> None:
-    with collecting() as collector:
+    with running_collector() as collector:
         traces = OtlpTraces(collector.url, "mini", "1.0")
         span = traces.start("asked", {"a": 1}, parent=f"00-{TRACE}-{PARENT}-01", kind="server")
         assert span is not None
@@ -38,7 +38,7 @@ def test_a_client_s_trace_goes_on_and_each_span_is_of_its_node() -> None:
 
 @pytest.mark.parametrize("parent", ["", "nonsense", f"00-{'0' * 32}-{PARENT}-01", "00-" + "f" * 9000])
 def test_without_a_parent_that_means_something_a_trace_of_its_own_begins(parent: str) -> None:
-    with collecting() as collector:
+    with running_collector() as collector:
         traces = OtlpTraces(f"{collector.url}/v1/traces", "mini", "1.0")
         span = traces.start("asked", {}, parent=parent)
         assert span is not None

@@ -10,16 +10,16 @@ from functools import partial
 
 import psutil
 from tests.end_to_end.lan_cluster import Machine
-from tests.intruders import (
+from tests.port_attacks import (
     Address,
+    abandon_call,
     announced,
     call,
-    connect,
-    leave_in_the_middle,
+    flood,
     message,
-    pour,
-    say,
-    say_inside,
+    send_in_tls,
+    send_plain,
+    shake_hands,
 )
 
 from mlx_ring.rpc.frames import Frame, encode_frame
@@ -73,21 +73,23 @@ def attacks(port: Port, contexts: dict[str, ssl.SSLContext]) -> list[Callable[[]
     address = port.address
     rubbish = secrets.token_bytes(4096)
     outside: list[Callable[[], object]] = [
-        partial(say, address, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"),
-        partial(say, address, rubbish),
+        partial(send_plain, address, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"),
+        partial(send_plain, address, rubbish),
         # A handshake that stops in the middle of its first record.
-        partial(say, address, b"\x16\x03\x01\x02\x00\x01"),
+        partial(send_plain, address, b"\x16\x03\x01\x02\x00\x01"),
     ]
     inside = contexts["nothing" if port.for_strangers else "a member's"]
     if not port.for_strangers:
-        outside += [partial(connect, address, contexts[shown]) for shown in ("nothing", "another cluster's")]
+        outside += [
+            partial(shake_hands, address, contexts[shown]) for shown in ("nothing", "another cluster's")
+        ]
     return [
         *outside,
-        partial(say_inside, address, inside, rubbish),
-        partial(leave_in_the_middle, address, inside, port.path),
+        partial(send_in_tls, address, inside, rubbish),
+        partial(abandon_call, address, inside, port.path),
         partial(call, address, inside, port.path, announced(len(rubbish), rubbish)),
         partial(call, address, inside, port.path, announced(0, b"")),
         partial(call, address, inside, port.path, message(GREETING)),
         *([partial(call, address, inside, port.forbidden, announced(0, b""))] if port.forbidden else []),
-        partial(pour, address, inside, port.path),
+        partial(flood, address, inside, port.path),
     ]

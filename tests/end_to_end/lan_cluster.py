@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import httpx
 import psutil
-from tests.cgroups import Group, limited, mount_again
+from tests.cgroups import Group, limited, mount_command
 from tests.namespaces import Host, lan
 from tests.processes import Server, serving
 from tests.processes import joining as join_cluster
@@ -87,7 +87,7 @@ class Machine:
     def command(self, hidden: Path | None) -> list[str]:
         """What runs a program in it, where nothing lies in `hidden`; mounts are that program's alone."""
         hide = [] if hidden is None else [f"mount -t tmpfs none {shlex.quote(str(hidden))}"]
-        prepare = [*([] if self.group is None else [mount_again()]), *hide, 'exec "$@"']
+        prepare = [*([] if self.group is None else [mount_command()]), *hide, 'exec "$@"']
         inside = self.host.command("sh", "-c", " && ".join(prepare), "sh")
         return inside if self.group is None else self.group.command(*inside)
 
@@ -123,7 +123,7 @@ class LanCluster:
         self.planned, self.received_before = [], ()
         waiting = list(joining)
 
-        def heard(line: str) -> None:
+        def on_line(line: str) -> None:
             told = re.search(r"join \S+ --token (\S+)", line)
             if told:
                 self.token = told[1]
@@ -140,7 +140,11 @@ class LanCluster:
         arguments = ("--nodes", str(nodes), "--state-dir", str(self.head.state), *flags)
         return self.stack.enter_context(
             serving(
-                self.model, *arguments, folder=self.head.folder, heard=heard, within=self.head.command(None)
+                self.model,
+                *arguments,
+                folder=self.head.folder,
+                on_line=on_line,
+                within=self.head.command(None),
             )
         )
 

@@ -34,7 +34,7 @@ def cluster(
     """A head and as many machines as are missing, which join when it prints how; `alone` is called before they do."""
     with ExitStack() as stack:
 
-        def heard(line: str) -> None:
+        def on_line(line: str) -> None:
             found = re.search(r"join \S+ --token (\S+)", line)
             if found and not joined:
                 if alone is not None:
@@ -46,16 +46,21 @@ def cluster(
 
         joined: list[object] = []
         stack.callback(end_head_member, folder)
-        yield stack.enter_context(head(model, nodes, folder, port, *flags, heard=heard))
+        yield stack.enter_context(head(model, nodes, folder, port, *flags, on_line=on_line))
 
 
 def head(
-    model: Path, nodes: int, folder: Path, port: int, *flags: str, heard: Callable[[str], None] | None = None
+    model: Path,
+    nodes: int,
+    folder: Path,
+    port: int,
+    *flags: str,
+    on_line: Callable[[str], None] | None = None,
 ) -> AbstractContextManager[Server]:
     """`mlx-ring serve` for so many machines."""
     give_profile(folder / "state")
     arguments = ("--nodes", str(nodes), "--cluster-port", str(port), "--state-dir", str(folder / "state"))
-    return serving(model, *arguments, *flags, folder=folder, heard=heard)
+    return serving(model, *arguments, *flags, folder=folder, on_line=on_line)
 
 
 def end_head_member(folder: Path) -> None:

@@ -69,7 +69,7 @@ def test_three_hosts_serve_a_model_that_one_has_and_go_on_without_the_one_that_i
         server.stop()
         hosts = stack.enter_context(lan(3))
 
-        def heard(line: str) -> None:
+        def on_line(line: str) -> None:
             found = re.search(r"join \S+ --token (\S+)", line)
             if found and not joined:
                 # The first finds the head by itself, the second is told the address.
@@ -89,7 +89,7 @@ def test_three_hosts_serve_a_model_that_one_has_and_go_on_without_the_one_that_i
         give_profile(tmp_path / "head-state")
         flags = ("--nodes", "3", "--strategy", "uniform", "--state-dir", str(tmp_path / "head-state"))
         cluster = stack.enter_context(
-            serving(tiny_model, *flags, folder=tmp_path / "head", heard=heard, within=head.command())
+            serving(tiny_model, *flags, folder=tmp_path / "head", on_line=on_line, within=head.command())
         )
         assert completion(head, cluster) == alone
         status = ask(head, "GET", f"{cluster.url}/cluster/status")[1]

@@ -134,7 +134,7 @@ def test_a_stage_that_ends_or_hangs_ends_the_answer_and_all_comes_back(
         with server.http.stream("POST", "/v1/completions", json=body) as stream:
             events = stream.iter_lines()
             next(events)
-            worker = server.one("mlx_ring.worker", "--stage", victim)
+            worker = server.child("mlx_ring.worker", "--stage", victim)
             worker.send_signal(trouble)
             last = [line for line in events if line.startswith("data: {")][-1]
         error = json.loads(last.removeprefix("data: "))["error"]
@@ -143,7 +143,7 @@ def test_a_stage_that_ends_or_hangs_ends_the_answer_and_all_comes_back(
         short = {"prompt": "Once", "max_tokens": 8}
         assert server.http.post("/v1/completions", json=short).status_code == 200
         assert server.stop() == 0
-        assert server.all_gone()
+        assert server.all_ended()
 
 
 def test_a_backend_that_the_machine_has_not_is_refused_with_one_sentence(tmp_path: Path) -> None:

@@ -24,12 +24,12 @@ from tests.end_to_end.lan_attacks import attacks, open_ports
 from tests.end_to_end.lan_cluster import LanCluster, Machine, make_cluster
 from tests.end_to_end.network_settings import settings
 from tests.end_to_end.reference import WholeModel
-from tests.intruders import (
+from tests.machines import node_credentials
+from tests.namespaces import skip_without_namespaces
+from tests.port_attacks import (
     with_certificate,
     without_certificate,
 )
-from tests.machines import node_credentials
-from tests.namespaces import skip_without_namespaces
 from tests.processes import MLX_RING, Server, clean_environment
 
 from mlx_ring.cluster.security.authority import Authority
@@ -74,16 +74,16 @@ class Running:
 
 
 @pytest.fixture(scope="module")
-def whole(roomy_model: Path) -> WholeModel:
-    return WholeModel(roomy_model)
+def whole(large_model: Path) -> WholeModel:
+    return WholeModel(large_model)
 
 
 @pytest.fixture(scope="module")
-def running(roomy_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Generator[Running]:
+def running(large_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Generator[Running]:
     skip_without_namespaces()
     skip_without_groups()
     with ExitStack() as stack:
-        cluster = make_cluster(roomy_model, tmp_path_factory.mktemp("cluster"), stack, [*LIMITS, None])
+        cluster = make_cluster(large_model, tmp_path_factory.mktemp("cluster"), stack, [*LIMITS, None])
         before = settings(cluster)
         server = cluster.serve(3, *FLAGS, joining=cluster.machines[1:3])
         received = [

@@ -26,15 +26,15 @@ FLAGS = ("--strategy", "uniform", "--max-model-len", "512")
 
 
 @pytest.fixture(scope="module")
-def whole(roomy_model: Path) -> WholeModel:
-    return WholeModel(roomy_model)
+def whole(large_model: Path) -> WholeModel:
+    return WholeModel(large_model)
 
 
 @pytest.fixture(scope="module")
-def cluster(roomy_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Generator[LanCluster]:
+def cluster(large_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Generator[LanCluster]:
     skip_without_namespaces()
     with ExitStack() as stack:
-        cluster = make_cluster(roomy_model, tmp_path_factory.mktemp("cluster"), stack, [None] * 3)
+        cluster = make_cluster(large_model, tmp_path_factory.mktemp("cluster"), stack, [None] * 3)
         for machine in cluster.machines:
             give_profile(machine.state)
         yield cluster
@@ -76,7 +76,7 @@ def test_a_transfer_that_is_cut_in_the_middle_goes_on_where_it_was(
 
 
 def test_a_node_that_gives_flipped_bytes_is_named_and_the_head_gives_them_instead(
-    cluster: LanCluster, whole: WholeModel, roomy_model: Path
+    cluster: LanCluster, whole: WholeModel, large_model: Path
 ) -> None:
     old, new = cluster.machines[1:]
     server = cluster.serve(2, *FLAGS)
@@ -86,7 +86,7 @@ def test_a_node_that_gives_flipped_bytes_is_named_and_the_head_gives_them_instea
     assert server.stop() == 0
     # With three, nodes have six layers each, in the order of their ids: of its nine the old one gives three or six away.
     given = LayerRange(12, 18) if old.node < new.node else LayerRange(9, 12)
-    flip(roomy_model, old, given)
+    flip(large_model, old, given)
     server = cluster.serve(3, *FLAGS)
     assert f"{old.node} gives no more weights to this node" in new.log("agent")
     assert "with another SHA-256 than the manifest's" in new.log("agent")

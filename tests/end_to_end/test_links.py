@@ -18,7 +18,7 @@ def test_links_are_measured_shown_with_the_plan_and_told_while_serving(
     port, lines, joined = free_pair_of_ports(), list[str](), list[object]()
     with ExitStack() as stack:
 
-        def heard(line: str) -> None:
+        def on_line(line: str) -> None:
             lines.append(line)
             found = re.search(r"join \S+ --token (\S+)", line)
             if found and not joined:
@@ -28,7 +28,7 @@ def test_links_are_measured_shown_with_the_plan_and_told_while_serving(
 
         stack.callback(end_head_member, tmp_path)
         server = stack.enter_context(
-            head(tiny_model, 2, tmp_path, port, "--strategy", "uniform", heard=heard)
+            head(tiny_model, 2, tmp_path, port, "--strategy", "uniform", on_line=on_line)
         )
         assert completion(server)
         (told,) = [line for line in lines if line.startswith("Measured links: ")]
@@ -55,7 +55,7 @@ def test_compression_that_is_switched_off_says_so(tiny_model: Path, tmp_path: Pa
     port, joined = free_pair_of_ports(), list[object]()
     with ExitStack() as stack:
 
-        def heard(line: str) -> None:
+        def on_line(line: str) -> None:
             found = re.search(r"join \S+ --token (\S+)", line)
             if found and not joined:
                 give_profile(tmp_path / "node" / "state")
@@ -64,7 +64,7 @@ def test_compression_that_is_switched_off_says_so(tiny_model: Path, tmp_path: Pa
 
         stack.callback(end_head_member, tmp_path)
         flags = ("--strategy", "uniform", "--link-compression", "off")
-        server = stack.enter_context(head(tiny_model, 2, tmp_path, port, *flags, heard=heard))
+        server = stack.enter_context(head(tiny_model, 2, tmp_path, port, *flags, on_line=on_line))
         assert completion(server)
         (why,) = [link["why"] for link in server.status()["links"] if link["carries_activations"]]
         assert why == "--link-compression is off"

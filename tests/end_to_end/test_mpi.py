@@ -61,8 +61,8 @@ def test_a_rank_that_is_killed_takes_its_group_along_and_nothing_listens_but_on_
     with serving("demo", "--tp", "2", "--backend", "mpi", folder=tmp_path) as server:
         (instance,) = server.status()["instances"]
         assert instance["stages"][0]["group"] == {"backend": "mpi", "why": "asked for"}
-        before = [server.one("mlx_ring.worker", "--rank", str(rank)) for rank in (0, 1)]
-        places = server.one("mlx_ring.agent.mpi")
+        before = [server.child("mlx_ring.worker", "--rank", str(rank)) for rank in (0, 1)]
+        places = server.child("mlx_ring.agent.mpi")
         assert {address for process in (*before, places) for address in _listens(process)} <= {"127.0.0.1"}
         body = {"prompt": [5, 6], "max_tokens": 4000, "ignore_eos": True, "temperature": 0, "stream": True}
         with server.http.stream("POST", "/v1/completions", json=body) as answer:
@@ -76,7 +76,7 @@ def test_a_rank_that_is_killed_takes_its_group_along_and_nothing_listens_but_on_
         assert server.http.post("/v1/completions", json=short).status_code == 200
         assert not psutil.wait_procs([*before, places], timeout=30)[1]
         assert server.stop() == 0
-        assert server.all_gone()
+        assert server.all_ended()
 
 
 def _listens(process: psutil.Process) -> list[str]:

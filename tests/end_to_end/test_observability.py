@@ -16,7 +16,7 @@ import promql_parser
 import pytest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
-from tests.otlp_collector import Told, collecting
+from tests.otlp_collector import ReceivedSpan, running_collector
 from tests.processes import Server, serving
 
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana" / "mlx-ring.json"
@@ -35,7 +35,7 @@ class Run:
     folder: Path
     pages: list[Page]
     """In order."""
-    spans: list[Told]
+    spans: list[ReceivedSpan]
     answer: dict[str, Any]
     """To the request that was traced."""
 
@@ -53,7 +53,7 @@ def read(client: httpx.Client) -> Page:
 def through_it_all(server: Server) -> Iterator[Page]:
     client = server.http
     yield read(client)
-    server.one("mlx_ring.worker", "--stage", "1").send_signal(signal.SIGKILL)
+    server.child("mlx_ring.worker", "--stage", "1").send_signal(signal.SIGKILL)
     server.wait_for_health(503)
     yield read(client)
     server.wait_for_health(200)
@@ -70,7 +70,7 @@ def through_it_all(server: Server) -> Iterator[Page]:
 @pytest.fixture(scope="module")
 def run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("run")
-    with collecting() as collector:
+    with running_collector() as collector:
         flags = ("--stages", "2", "--log-format", "json", "--otlp-traces-endpoint", collector.url)
         with serving(tiny_model, *flags, folder=folder) as server:
             answer = ask(server.http, traceparent=f"00-{TRACE}-{PARENT}-01")

@@ -491,7 +491,7 @@ def test_the_cluster_is_drawn_as_it_is_and_a_lost_worker_is_reported(
         assert observed.complaints == []
         epoch = page.get_by_text(re.compile(", epoch 1,"))
         expect(epoch).to_be_visible()
-        server.one("mlx_ring.worker", "--stage", "1").kill()
+        server.child("mlx_ring.worker", "--stage", "1").kill()
         expect(page.get_by_text(re.compile("demo is (loading|unavailable)"))).to_be_visible()
         expect(page.get_by_text(re.compile(", epoch 2,"))).to_be_visible()
         expect(page.get_by_role("status").filter(has_text="ready")).to_be_visible()

@@ -12,8 +12,8 @@ import psutil
 import pytest
 from tests.end_to_end.test_cluster import cluster, completion, head_members
 from tests.machines import free_pair_of_ports
+from tests.malformed_input import message, noise, open_plain, open_tls, read_until_closed, start_of_call
 from tests.processes import Server
-from tests.rubbish import beginning_of_call, message, noise, plain, secured, until_closed
 
 from mlx_ring.core.cluster_folders import node_folder
 from mlx_ring.rpc.frames import Frame, encode_frame
@@ -55,8 +55,8 @@ class Serving:
     def attack(self, port: Port, content: bytes) -> bytes:
         """Begin a call with a good certificate and this content; what is said until the call is ended."""
         heard = b""
-        with secured(port.number, self.certificate) as connection:
-            connection.sendall(beginning_of_call(port.path) + content)
+        with open_tls(port.number, self.certificate) as connection:
+            connection.sendall(start_of_call(port.path) + content)
             while b"grpc-status" not in heard:
                 part = connection.recv(65_536)
                 assert part, f"The {port.what} port closed the connection without a word."
@@ -95,17 +95,17 @@ def listened(process: psutil.Process) -> list[int]:
 
 def test_noise_without_tls_ends_the_connection(serving_two: Serving) -> None:
     for port in serving_two.ports:
-        with plain(port.number) as connection, contextlib.suppress(ConnectionError):
+        with open_plain(port.number) as connection, contextlib.suppress(ConnectionError):
             connection.sendall(noise(3000))
-            until_closed(connection)
+            read_until_closed(connection)
     assert serving_two.is_unharmed()
 
 
 def test_a_stranger_without_a_certificate_is_cut_off(serving_two: Serving) -> None:
     for port in serving_two.ports:
-        with contextlib.suppress(ConnectionError, ssl.SSLError), secured(port.number, None) as connection:
-            connection.sendall(beginning_of_call(port.path))
-            assert b"grpc-status" not in until_closed(connection)
+        with contextlib.suppress(ConnectionError, ssl.SSLError), open_tls(port.number, None) as connection:
+            connection.sendall(start_of_call(port.path))
+            assert b"grpc-status" not in read_until_closed(connection)
     assert serving_two.is_unharmed()
     logged = serving_two.logged()
     assert all("refused a connection: it showed no certificate" in logged[name] for name in ("head", "agent"))
@@ -113,9 +113,9 @@ def test_a_stranger_without_a_certificate_is_cut_off(serving_two: Serving) -> No
 
 def test_noise_of_a_member_ends_its_connection(serving_two: Serving) -> None:
     for port in serving_two.ports:
-        with secured(port.number, serving_two.certificate) as connection:
+        with open_tls(port.number, serving_two.certificate) as connection:
             connection.sendall(noise(3000))
-            until_closed(connection)
+            read_until_closed(connection)
     assert serving_two.is_unharmed()
 
 
@@ -132,8 +132,8 @@ def test_a_call_whose_message_is_noise_is_ended_alone(serving_two: Serving) -> N
 
 def test_half_a_message_and_then_nothing_harms_nobody(serving_two: Serving) -> None:
     for port in serving_two.ports:
-        with secured(port.number, serving_two.certificate) as connection:
-            connection.sendall(beginning_of_call(port.path) + message(noise(100), announced=1000))
+        with open_tls(port.number, serving_two.certificate) as connection:
+            connection.sendall(start_of_call(port.path) + message(noise(100), announced=1000))
             # The answer to the greeting of HTTP/2: it has been read so far.
             assert connection.recv(1)
     assert serving_two.is_unharmed()

@@ -139,7 +139,7 @@ def test_within_a_memory_budget_the_one_not_asked_longest_makes_way(tmp_path: Pa
         assert text(server, "demo", **asked) == first
         assert states(server) == {"demo": "ready", "copy": "unloaded"}
         assert server.stop() == 0
-        assert server.all_gone()
+        assert server.all_ended()
 
 
 def test_a_context_that_was_insisted_on_stays_whole_and_no_other_model_is_loaded_into_it(
@@ -169,7 +169,7 @@ def test_a_context_that_was_insisted_on_stays_whole_and_no_other_model_is_loaded
         assert text(server, "second")
         assert "does not fit beside second" in answer(server, first).json()["error"]["message"]
         assert server.stop() == 0
-        assert server.all_gone()
+        assert server.all_ended()
 
 
 def test_two_machines_each_hold_a_replica_and_one_answers_while_the_other_is_loaded_again(

@@ -36,7 +36,7 @@ def test_running_answers_are_finished_new_ones_refused_and_a_second_signal_ends_
         last = list(long)[-1]
         assert '{"error":{"message":"The server is shutting down."' in last
         assert server.process.wait(60) == 0
-        assert server.all_gone()
+        assert server.all_ended()
 
 
 def test_what_is_not_finished_in_time_ends_with_an_error(tiny_model: Path, tmp_path: Path) -> None:

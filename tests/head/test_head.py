@@ -36,7 +36,7 @@ class Run:
     processes: int
     answer: int
     exit_code: int
-    all_gone: bool
+    all_ended: bool
     sockets_left: list[Path]
 
 
@@ -46,8 +46,8 @@ def run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     with serving(tiny_model, "--stages", "2", "--run-dir", str(folder / "r"), folder=folder) as server:
         answer = ask(server).status_code
         code = server.stop()
-        gone = server.all_gone()
-        return Run(folder, len(server.family), answer, code, gone, list((folder / "r").iterdir()))
+        gone = server.all_ended()
+        return Run(folder, len(server.children), answer, code, gone, list((folder / "r").iterdir()))
 
 
 def test_two_stages_are_an_agent_and_two_workers_that_answer(run: Run) -> None:
@@ -56,7 +56,7 @@ def test_two_stages_are_an_agent_and_two_workers_that_answer(run: Run) -> None:
 
 def test_ctrl_c_ends_every_process_and_leaves_no_socket(run: Run) -> None:
     assert run.exit_code == 0
-    assert run.all_gone
+    assert run.all_ended
     assert run.sockets_left == []
 
 
@@ -143,16 +143,16 @@ def test_a_machine_alone_predicts_from_the_profile_that_it_has_kept(tiny_model: 
 def test_a_head_that_is_killed_takes_agent_and_workers_along(tiny_model: Path, tmp_path: Path) -> None:
     with serving(tiny_model, "--stages", "2", folder=tmp_path) as server:
         server.process.kill()
-        assert server.all_gone()
+        assert server.all_ended()
 
 
 def test_an_agent_that_is_killed_takes_its_workers_along_and_all_comes_back(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     with serving(tiny_model, "--stages", "2", folder=tmp_path) as server:
-        agent = server.one("mlx_ring.agent")
+        agent = server.child("mlx_ring.agent")
         agent.kill()
-        assert server.all_gone()
+        assert server.all_ended()
         eventually(server.status, lambda status: status["epoch"] != 1)
         server.wait_for_health(200)
         assert ask(server).status_code == 200
@@ -166,7 +166,7 @@ def test_a_worker_that_ends_or_hangs_is_named_and_replaced(
     trouble: signal.Signals, tiny_model: Path, tmp_path: Path
 ) -> None:
     with serving(tiny_model, "--stages", "2", folder=tmp_path) as server:
-        worker = server.one("mlx_ring.worker", "--stage", "1")
+        worker = server.child("mlx_ring.worker", "--stage", "1")
         with server.http.stream("POST", "/v1/completions", json=ENDLESS) as streamed:
             lines = streamed.iter_lines()
             next(lines)
@@ -179,7 +179,7 @@ def test_a_worker_that_ends_or_hangs_is_named_and_replaced(
         family = psutil.Process(server.process.pid).children(recursive=True)
         assert worker.pid not in {process.pid for process in family}
         assert server.stop() == 0
-        assert server.all_gone()
+        assert server.all_ended()
         assert not psutil.wait_procs(family, timeout=30)[1]
     log = (tmp_path / "logs" / "head.log").read_text()
     why = "ended by signal 9 (SIGKILL)" if trouble == signal.SIGKILL else "it is stuck"
@@ -193,7 +193,7 @@ def test_a_worker_that_says_it_lives_and_computes_nothing_is_found_and_replaced(
     flags = ("--stages", "2", "--step-deadline-s", "2")
     with serving(tiny_model, *flags, folder=tmp_path) as server:
         assert ask(server).status_code == 200
-        worker = server.one("mlx_ring.worker", "--stage", "1")
+        worker = server.child("mlx_ring.worker", "--stage", "1")
         # A process's first thread, which computes, has the process's number.
         with frozen_thread(worker.pid):
             answer = ask(server)
@@ -215,4 +215,4 @@ def test_a_head_that_is_terminated_while_it_serves_ends_with_success(
     with serving(tiny_model, folder=tmp_path) as server:
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(60) == 0
-        assert server.all_gone()
+        assert server.all_ended()

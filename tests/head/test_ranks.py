@@ -17,7 +17,7 @@ _LONG = {"prompt": [5, 6, 7], "max_tokens": 4000, "ignore_eos": True, "temperatu
 
 
 def ranks_of(server: Server) -> list[psutil.Process]:
-    return [server.one("mlx_ring.worker", "--rank", str(rank)) for rank in (0, 1)]
+    return [server.child("mlx_ring.worker", "--rank", str(rank)) for rank in (0, 1)]
 
 
 def ask(server: Server) -> httpx.Response:
@@ -43,7 +43,7 @@ def test_a_rank_that_ends_or_hangs_in_mid_answer_takes_its_group_along_and_all_c
         assert ask(server).status_code == 200
         assert not psutil.wait_procs(before, timeout=30)[1], "both ranks are gone"
         assert server.stop() == 0
-        assert server.all_gone()
+        assert server.all_ended()
 
 
 def test_status_tells_of_every_rank(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ class Frame:
     payload: bytes
 
 
-PATIENCE_S = 60.0
+WAIT_S = 60.0
 """For the other side: a handshake may take ten seconds."""
 GIANT = 0x7FFFFFFF
 """Bytes: the longest message that a frame of gRPC can announce without being refused for its sign."""
@@ -40,14 +40,14 @@ _FIRST_WINDOW, _INITIAL_WINDOW = 65_535, 4
 """Bytes, and the setting that changes them."""
 
 
-def say(address: Address, data: bytes) -> str:
+def send_plain(address: Address, data: bytes) -> str:
     """Speak without TLS."""
-    with socket.create_connection(address, PATIENCE_S) as connection:
+    with socket.create_connection(address, WAIT_S) as connection:
         connection.sendall(data)
         return _end_of(connection)
 
 
-def connect(address: Address, context: ssl.SSLContext) -> str:
+def shake_hands(address: Address, context: ssl.SSLContext) -> str:
     """Do no more than a handshake; what a server thinks of a client's certificate comes after it."""
     try:
         with _trusted(address, context) as connection:
@@ -56,7 +56,7 @@ def connect(address: Address, context: ssl.SSLContext) -> str:
         return type(error).__name__
 
 
-def say_inside(address: Address, context: ssl.SSLContext, data: bytes) -> str:
+def send_in_tls(address: Address, context: ssl.SSLContext, data: bytes) -> str:
     """Speak something else than HTTP/2 inside TLS."""
     with _trusted(address, context) as connection:
         connection.sendall(data)
@@ -70,18 +70,18 @@ def call(address: Address, context: ssl.SSLContext, path: str, message: bytes, *
         return _end_of_stream(connection)
 
 
-def leave_in_the_middle(address: Address, context: ssl.SSLContext, path: str) -> str:
+def abandon_call(address: Address, context: ssl.SSLContext, path: str) -> str:
     """Announce a message, send half of it, and go."""
     with _trusted(address, context) as connection:
         connection.sendall(_opening(path) + _frame(_DATA, 0, 1, announced(100, b"x" * 50)))
     return "left"
 
 
-def pour(address: Address, context: ssl.SSLContext, path: str, announcing: int = GIANT) -> tuple[str, int]:
+def flood(address: Address, context: ssl.SSLContext, path: str, announcing: int = GIANT) -> tuple[str, int]:
     """Announce a giant message, and send of it for as long as the other side takes it; also how much that was."""
     with _trusted(address, context) as connection:
         connection.sendall(_opening(path) + _frame(_DATA, 0, 1, announced(announcing, b"")))
-        return _pour(connection, announcing)
+        return _flood(connection, announcing)
 
 
 def announced(length: int, data: bytes) -> bytes:
@@ -97,14 +97,14 @@ def message(data: bytes) -> bytes:
 def without_certificate(authority: bytes) -> ssl.SSLContext:
     """A client that has none; `authority` is the CA whose servers it takes, PEM."""
     context = ssl.create_default_context(cadata=authority.decode())
-    return _prepared(context)
+    return _for_http2(context)
 
 
 def with_certificate(credentials: Credentials) -> ssl.SSLContext:
-    return _prepared(credentials.socket_client())
+    return _for_http2(credentials.socket_client())
 
 
-def _prepared(context: ssl.SSLContext) -> ssl.SSLContext:
+def _for_http2(context: ssl.SSLContext) -> ssl.SSLContext:
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])
@@ -114,7 +114,7 @@ def _prepared(context: ssl.SSLContext) -> ssl.SSLContext:
 @contextmanager
 def _trusted(address: Address, context: ssl.SSLContext) -> Generator[ssl.SSLSocket]:
     with (
-        socket.create_connection(address, PATIENCE_S) as plain,
+        socket.create_connection(address, WAIT_S) as plain,
         context.wrap_socket(plain) as connection,
     ):
         yield connection
@@ -154,10 +154,10 @@ def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
 
 def _end_of_stream(connection: ssl.SSLSocket) -> str:
     """Read until the call has ended, and how."""
-    return next((end for frame in _frames(connection) if (end := _end_told(frame))), "closed")
+    return next((end for frame in _frames(connection) if (end := _end_of_frame(frame))), "closed")
 
 
-def _end_told(frame: Frame) -> str:
+def _end_of_frame(frame: Frame) -> str:
     """How a frame ends the call; empty where it does not."""
     if frame.kind in (_HEADERS, _DATA):
         return "answered" if frame.flags & _END_STREAM else ""
@@ -188,14 +188,14 @@ def _exactly(connection: ssl.SSLSocket, count: int) -> bytes:
     return data
 
 
-def _pour(connection: ssl.SSLSocket, announcing: int) -> tuple[str, int]:
+def _flood(connection: ssl.SSLSocket, announcing: int) -> tuple[str, int]:
     """Send within the windows that the other side opens (RFC 9113, 5.2), for a stream and for all of the connection."""
     windows, sent, frames = {0: _FIRST_WINDOW, 1: _FIRST_WINDOW}, 0, _frames(connection)
     initial = _FIRST_WINDOW
     while sent < announcing:
         while min(windows.values()) < _BLOCK:
             frame = next(frames, None)
-            end = "closed" if frame is None else _end_told(frame)
+            end = "closed" if frame is None else _end_of_frame(frame)
             if frame is None or end:
                 return end, sent
             if frame.kind == _WINDOW:

@@ -22,25 +22,25 @@ _WAIT_S = 20.0
 
 
 @contextmanager
-def plain(port: int) -> Generator[socket.socket]:
+def open_plain(port: int) -> Generator[socket.socket]:
     """A connection without TLS."""
     with socket.create_connection(("127.0.0.1", port), timeout=_WAIT_S) as connection:
         yield connection
 
 
 @contextmanager
-def secured(port: int, certificate: Path | None) -> Generator[ssl.SSLSocket]:
+def open_tls(port: int, certificate: Path | None) -> Generator[ssl.SSLSocket]:
     """TLS as gRPC speaks it, with the certificate and key in a folder, or with none."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])
     if certificate is not None:
         context.load_cert_chain(certificate / CERTIFICATE_FILE, certificate / KEY_FILE)
-    with plain(port) as connection, context.wrap_socket(connection) as wrapped:
+    with open_plain(port) as connection, context.wrap_socket(connection) as wrapped:
         yield wrapped
 
 
-def until_closed(connection: socket.socket) -> bytes:
+def read_until_closed(connection: socket.socket) -> bytes:
     """What the other side still says; it must close within some seconds."""
     heard = b""
     with contextlib.suppress(ConnectionError, ssl.SSLError):
@@ -53,7 +53,7 @@ def noise(count: int) -> bytes:
     return random.Random(11).randbytes(count)
 
 
-def beginning_of_call(path: str) -> bytes:
+def start_of_call(path: str) -> bytes:
     """HTTP/2 up to a call's headers: what follows is its first message."""
     fields = {
         ":method": "POST",

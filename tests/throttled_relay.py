@@ -11,7 +11,7 @@ _TURN_S = 0.02
 
 
 @asynccontextmanager
-async def slow_way(port: int, bytes_per_s: float) -> AsyncGenerator[int]:
+async def throttled_relay(port: int, bytes_per_s: float) -> AsyncGenerator[int]:
     """The port of a relay on loopback to another; each direction passes on so many bytes a second, and no more."""
     part, relays = max(1, int(bytes_per_s * _TURN_S)), set[asyncio.Task[None]]()
 
