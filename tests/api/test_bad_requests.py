@@ -101,7 +101,7 @@ def messages(*given: object) -> dict[str, object]:
         ({"never_heard_of": None}, "never_heard_of"),
     ],
 )
-def test_a_wrong_field_is_named(api: Api, fields: dict[str, object], named: str) -> None:
+def test_invalid_field_is_named(api: Api, fields: dict[str, object], named: str) -> None:
     param, message = refusal(api.chat(**fields))
     assert param == named
     assert re.split(r"[.\[]", named, maxsplit=1)[0] in message
@@ -139,7 +139,7 @@ def test_a_wrong_field_is_named(api: Api, fields: dict[str, object], named: str)
         (messages({"role": "user", "content": "half \ud83d of it"}), "messages[0].content"),
     ],
 )
-def test_a_wrong_message_is_named(api: Api, body: dict[str, object], named: str) -> None:
+def test_invalid_message_is_named(api: Api, body: dict[str, object], named: str) -> None:
     param, message = refusal(api.post("/v1/chat/completions", body))
     assert param == named
     assert named in message
@@ -162,25 +162,25 @@ def test_a_wrong_message_is_named(api: Api, body: dict[str, object], named: str)
         (b'{"\\ud800": 1}', "surrogate"),
     ],
 )
-def test_a_body_that_is_not_json_is_refused(api: Api, content: bytes, says: str) -> None:
+def test_malformed_body_is_refused(api: Api, content: bytes, says: str) -> None:
     _, message = refusal(api.request("POST", "/v1/chat/completions", content=content))
     assert says in message
 
 
 @pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", "nonsense"])
-def test_json_is_read_whatever_the_content_type(api: Api, content_type: str) -> None:
+def test_json_is_read_with_any_content_type(api: Api, content_type: str) -> None:
     body = {"messages": [USER]}
     assert api.post("/v1/chat/completions", body, **{"content-type": content_type}).status_code == 200
 
 
-def test_a_body_over_the_limit_is_413() -> None:
+def test_body_over_the_limit_is_413() -> None:
     api = Api(settings=ApiSettings(max_body_bytes=1000))
     _, message = refusal(api.chat(content="x" * 1000), 413)
     assert "1000 bytes" in message
     assert api.chat().status_code == 200
 
 
-def test_an_unknown_model_is_404_and_names_the_served_one(api: Api) -> None:
+def test_unknown_model_is_404_and_names_the_served_model(api: Api) -> None:
     response = api.chat(model="gpt-9")
     param, message = refusal(response, 404)
     assert param == "model"
@@ -198,13 +198,13 @@ def test_an_unknown_model_is_404_and_names_the_served_one(api: Api) -> None:
         ("DELETE", "/v1/models", 405),
     ],
 )
-def test_unknown_paths_and_methods_have_openais_body(api: Api, method: str, path: str, status: int) -> None:
+def test_unknown_path_or_method_has_an_openai_error(api: Api, method: str, path: str, status: int) -> None:
     response = api.request(method, path)
     assert response.status_code == status
     assert path in error_of(response)["message"]
 
 
-def test_an_error_is_followed_by_right_answers(api: Api) -> None:
+def test_valid_requests_succeed_after_invalid_ones(api: Api) -> None:
     api.chat(top_k="x")
     api.complete(prompt=[400])
     assert api.chat().status_code == 200
@@ -243,7 +243,7 @@ FUZZED = Api()
 
 @examples(1.5, suppress_health_check=[HealthCheck.too_slow])
 @given(path=st.sampled_from(sorted(SOUND)), body=BODIES)
-def test_no_body_is_the_servers_failure(path: str, body: dict[str, object]) -> None:
+def test_no_json_body_causes_a_server_error(path: str, body: dict[str, object]) -> None:
     response = FUZZED.request("POST", path, content=json.dumps(SOUND[path] | body))
     assert response.status_code in {200, 400, 404}
     if response.status_code != 200:
@@ -254,7 +254,7 @@ def test_no_body_is_the_servers_failure(path: str, body: dict[str, object]) -> N
     content=st.binary(max_size=40)
     | st.text(st.sampled_from('{}[]",:0159eE.-\\untrfalsN'), max_size=30).map(str.encode)
 )
-def test_no_bytes_are_the_servers_failure(content: bytes) -> None:
+def test_no_bytes_cause_a_server_error(content: bytes) -> None:
     response = FUZZED.request("POST", "/v1/completions", content=content)
     assert response.status_code == 400
     error_of(response)

@@ -36,17 +36,17 @@ def paths(dialect: Dialect[Any]) -> set[str]:
     return {route.path for router in routers for route in router.routes if isinstance(route, APIRoute)}
 
 
-def test_every_dialect_that_is_defined_is_registered() -> None:
+def test_every_defined_dialect_is_registered() -> None:
     assert {dialect.name for dialect in defined_dialects()} == {dialect.name for dialect in DIALECTS}
 
 
 @pytest.mark.parametrize("dialect", list(DIALECTS), ids=lambda dialect: dialect.name)
-def test_the_routes_of_a_dialect_are_on_paths_of_its_own(dialect: Dialect[Any]) -> None:
+def test_dialect_routes_are_under_its_own_paths(dialect: Dialect[Any]) -> None:
     assert paths(dialect)
     assert {path for path in paths(dialect) if DIALECTS.of(path) is not dialect} == set()
 
 
-def test_a_path_belongs_to_the_dialect_with_its_prefix_and_else_to_the_first() -> None:
+def test_path_belongs_to_the_dialect_of_its_prefix_or_to_the_default() -> None:
     default, *others = DIALECTS
     for dialect in others:
         for prefix in dialect.prefixes:

@@ -21,7 +21,7 @@ def closed(api: Api) -> Api:
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/generate", "/models/load"])
-def test_a_new_request_is_503_with_when_to_come_again(closed: Api, path: str) -> None:
+def test_new_request_is_503_with_a_retry_time(closed: Api, path: str) -> None:
     response = closed.post(path, {})
     _, message = refusal(response, 503)
     assert "shutting down" in message
@@ -30,7 +30,7 @@ def test_a_new_request_is_503_with_when_to_come_again(closed: Api, path: str) ->
     assert "x-should-retry" not in response.headers
 
 
-def test_health_says_draining_and_what_asks_no_model_is_answered(closed: Api) -> None:
+def test_health_reports_draining_and_status_routes_still_answer(closed: Api) -> None:
     _, message = refusal(closed.get("/health/ready"), 503)
     assert "draining" in message
     health = closed.get("/health")
@@ -40,7 +40,7 @@ def test_health_says_draining_and_what_asks_no_model_is_answered(closed: Api) ->
         assert (answer.status_code, answer.headers["connection"]) == (200, "close")
 
 
-def test_a_stream_that_has_begun_goes_on_to_its_end() -> None:
+def test_open_stream_is_finished() -> None:
     admission = Admission()
     with serving(TwinService(context=10**9), admission=admission) as url:
         with httpx.stream("POST", f"{url}/v1/completions", json=ENDLESS | {"max_tokens": 3000}) as got:
@@ -54,7 +54,7 @@ def test_a_stream_that_has_begun_goes_on_to_its_end() -> None:
         eventually(lambda: admission.open == 0)
 
 
-def test_requests_that_are_open_when_the_server_ends_get_an_error() -> None:
+def test_open_requests_get_an_error_when_the_server_stops() -> None:
     admission = Admission()
     with ThreadPoolExecutor(1) as clients:
         with serving(TwinService(automatic=False), admission=admission) as url:

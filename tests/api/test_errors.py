@@ -57,7 +57,7 @@ KINDS: dict[str, Callable[[dict[str, Any]], str]] = {
 
 
 @pytest.mark.parametrize("path", KINDS)
-def test_authentication_origin_and_path_errors_are_in_the_dialect_of_the_path(
+def test_authentication_origin_and_path_errors_use_the_dialect_of_the_path(
     path: str,
 ) -> None:
     keyed = Api(settings=ApiSettings(api_keys=("key",)))
@@ -72,7 +72,7 @@ def test_authentication_origin_and_path_errors_are_in_the_dialect_of_the_path(
         assert kinds == ["authentication_error", "permission_error", unknown_kind]
 
 
-def test_anthropics_errors_name_the_request_in_the_body_and_in_two_headers() -> None:
+def test_anthropic_errors_have_the_request_id_in_the_body_and_two_headers() -> None:
     answer = Api().post(ANTHROPIC, {})
     assert answer.status_code == 400
     assert answer.json()["request_id"] == answer.headers["request-id"] == answer.headers["x-request-id"]
@@ -89,7 +89,7 @@ def test_anthropics_errors_name_the_request_in_the_body_and_in_two_headers() -> 
         (RingError("It broke."), 500, "api_error", (None, "false")),
     ],
 )
-def test_errors_say_whether_and_when_to_retry(
+def test_errors_have_retry_headers(
     api: Api, error: RingError, status: int, kind: str, again: tuple[str | None, str | None]
 ) -> None:
     api.service.error = error
@@ -101,7 +101,7 @@ def test_errors_say_whether_and_when_to_retry(
         assert told == kind or path == OPENAI
 
 
-def test_a_wrong_parameter_is_a_400_in_the_dialect() -> None:
+def test_invalid_query_parameter_is_400_in_the_dialect() -> None:
     app = FastAPI()
     install_error_handlers(app, DIALECTS)
 
@@ -114,7 +114,7 @@ def test_a_wrong_parameter_is_a_400_in_the_dialect() -> None:
     assert "'count'" in answer.json()["error"]
 
 
-def test_a_body_over_the_limit_is_anthropics_413() -> None:
+def test_body_over_the_limit_is_413_in_anthropics_format() -> None:
     large = Api(settings=ApiSettings(max_body_bytes=10)).post(ANTHROPIC, FIELDS[ANTHROPIC])
     assert (large.status_code, anthropic_kind(large.json())) == (413, "request_too_large")
 
@@ -148,7 +148,7 @@ FUZZED = Api()
 
 @examples(0.8, suppress_health_check=[HealthCheck.too_slow])
 @given(path=st.sampled_from(sorted(FIELDS)), body=st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=4))
-def test_no_body_is_the_servers_failure(path: str, body: dict[str, object]) -> None:
+def test_no_json_body_causes_a_server_error(path: str, body: dict[str, object]) -> None:
     answer = FUZZED.post(path, FIELDS[path] | body)
     assert answer.status_code in (200, 400)
     if answer.status_code == 400:
@@ -177,7 +177,7 @@ TALK = {"messages": [{"role": "user", "content": LONG}]}
         ("/api/embed", {"input": LONG, "truncate": False}),
     ],
 )
-def test_a_prompt_over_the_context_is_400_with_both_numbers_everywhere(
+def test_prompt_over_the_context_is_400_with_both_token_counts(
     api: Api, path: str, body: dict[str, object]
 ) -> None:
     refused = api.post(path, body)

@@ -20,7 +20,7 @@ def asking(*lengths: int) -> list[GenerateRequest]:
     ]
 
 
-def test_a_refused_sequence_keeps_the_others_from_starting_and_names_the_clients_field() -> None:
+def test_no_sequence_starts_if_one_is_refused_and_the_error_names_the_field() -> None:
     service = TwinService(automatic=False)
 
     async def run() -> None:
@@ -33,7 +33,7 @@ def test_a_refused_sequence_keeps_the_others_from_starting_and_names_the_clients
     assert service.engine.stats().scheduler.steps_sent == 0
 
 
-def test_leaving_early_stops_every_sequence() -> None:
+def test_leaving_the_context_aborts_every_sequence() -> None:
     service = TwinService(automatic=False)
 
     async def run() -> None:
@@ -81,7 +81,7 @@ class ScriptedEngine:
         (Delta("", (), (), 1, 1, finish_reason="abort"), NotReady),
     ],
 )
-def test_one_error_ends_all_answers_after_the_pieces_before_it(
+def test_error_ends_all_answers_after_their_earlier_deltas(
     error: Delta | Exception, raised: type[Exception]
 ) -> None:
     engine = ScriptedEngine(error)

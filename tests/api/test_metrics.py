@@ -43,7 +43,7 @@ class Page:
         }
 
 
-def test_an_answer_shows_in_every_number_that_it_belongs_to(api: Api) -> None:
+def test_request_is_counted_in_every_metric_it_belongs_to(api: Api) -> None:
     usage = api.chat().json()["usage"]
     page = Page(api)
     assert page("prompt_tokens_total", **MODEL) == usage["prompt_tokens"]
@@ -67,7 +67,7 @@ def test_an_answer_shows_in_every_number_that_it_belongs_to(api: Api) -> None:
     assert page("instance_up", **MODEL) == page("model_state", model_name="org/twin", state="ready") == 1
 
 
-def test_the_page_is_open_metrics_for_whoever_asks_for_it(api: Api) -> None:
+def test_metrics_are_in_openmetrics_format_on_request(api: Api) -> None:
     api.chat()
     response = api.get("/metrics", accept=OPEN_METRICS)
     assert response.headers["content-type"].startswith("application/openmetrics-text")
@@ -75,7 +75,7 @@ def test_the_page_is_open_metrics_for_whoever_asks_for_it(api: Api) -> None:
     assert {"mlx_ring_request_success", "mlx_ring_time_to_first_token_seconds"} <= names
 
 
-def test_requests_over_http_are_counted_by_route_and_status_and_not_by_path() -> None:
+def test_http_requests_are_counted_by_route_and_status_not_by_path() -> None:
     api = Api(settings=ApiSettings(api_keys=("secret",)))
     for name in ("one", "two"):
         api.get(f"/v1/models/{name}", authorization="Bearer secret")
@@ -92,7 +92,7 @@ def test_requests_over_http_are_counted_by_route_and_status_and_not_by_path() ->
     assert page("http_requests_in_progress") == 1, "this one"
 
 
-def test_what_was_counted_stays_when_a_model_is_unloaded_or_lost(api: Api) -> None:
+def test_counters_survive_the_loss_and_unload_of_a_model(api: Api) -> None:
     api.chat()
     before = Page(api)
     api.service.error = WorkerLost("gone")
@@ -106,14 +106,14 @@ def test_what_was_counted_stays_when_a_model_is_unloaded_or_lost(api: Api) -> No
     assert unloaded("model_state", state="unloaded", model_name="org/twin") == 1
 
 
-def test_a_first_loss_failure_or_refusal_is_a_growth_from_nothing(api: Api) -> None:
+def test_error_counters_start_at_zero(api: Api) -> None:
     page = Page(api)
     assert page("instance_losses_total", error="WorkerLost", **MODEL) == 0
     assert page("request_failures_total", error="WorkerLost", **MODEL) == 0
     assert page("requests_rejected_total", error="Overloaded", model_name="org/twin") == 0
 
 
-def test_kv_of_ended_requests_is_not_in_use() -> None:
+def test_cached_kv_of_ended_requests_is_not_counted_as_used() -> None:
     kv = RankKv(limit_bytes=64 * 256 * 8, bytes_per_token=8)
     api = Api(TwinService(kv=kv))
     api.complete(prompt="x" * 600, max_tokens=1)
@@ -123,7 +123,7 @@ def test_kv_of_ended_requests_is_not_in_use() -> None:
     assert page("worker_kv_limit_bytes", stage="0") == kv.limit_bytes
 
 
-def test_links_between_nodes_are_exported_and_a_broken_one_has_no_figures(api: Api) -> None:
+def test_links_are_exported_and_a_broken_link_has_no_figures(api: Api) -> None:
     api.catalog.links = (
         LinkInfo("a", "b", 0.001, 1e9, 1.0),
         LinkInfo("b", "a", 0.0, 0.0, 1.0, problem="nothing gets through"),
@@ -136,7 +136,7 @@ def test_links_between_nodes_are_exported_and_a_broken_one_has_no_figures(api: A
 
 
 @pytest.mark.parametrize("pid", [1, 2])
-def test_what_a_link_has_carried_goes_on_when_its_worker_begins_anew(pid: int) -> None:
+def test_link_totals_continue_when_the_worker_restarts(pid: int) -> None:
     counts, link = LinkCounts(), ("demo", "0", "0", "0", "mini")
 
     def use(frames: int) -> LinkUse:

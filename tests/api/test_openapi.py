@@ -29,7 +29,7 @@ def check(value: object, schema: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("path", "method"), OPERATIONS)
-def test_what_a_route_answers_is_what_the_document_says(path: str, method: str) -> None:
+def test_response_matches_the_documented_schema(path: str, method: str) -> None:
     if path in (ENDLESS, "/models/load", "/models/unload"):
         return
     body = (
@@ -49,7 +49,7 @@ def test_what_a_route_answers_is_what_the_document_says(path: str, method: str) 
 @pytest.mark.parametrize(
     ("path", "method"), [(path, method) for path, method in OPERATIONS if method == "post"]
 )
-def test_streams_and_refusals_are_what_the_document_says(path: str, method: str) -> None:
+def test_streams_and_refusals_match_the_documented_schemas(path: str, method: str) -> None:
     told = responses(path, method)
     example = DOCUMENT["paths"][path][method]["requestBody"]["content"]["application/json"].get("example", {})
     refused = API.post(path, {"no_such_field": 1})
@@ -67,7 +67,7 @@ def test_streams_and_refusals_are_what_the_document_says(path: str, method: str)
                     check(json.loads(line), content["x-each"])
 
 
-def test_every_operation_names_the_statuses_that_can_occur() -> None:
+def test_every_operation_lists_its_possible_statuses() -> None:
     keyed = Api(settings=ApiSettings(api_keys=("key",)))
     document = keyed.get("/openapi.json", authorization="Bearer key").json()
     assert document["security"] == [{"bearer": []}, {"key": []}]
@@ -83,7 +83,7 @@ def test_every_operation_names_the_statuses_that_can_occur() -> None:
     assert not any("401" in responses(*operation) for operation in OPERATIONS)
 
 
-def test_fields_of_no_effect_are_in_every_body_s_schema() -> None:
+def test_fields_without_effect_are_in_every_request_schema() -> None:
     for path, method in OPERATIONS:
         if method == "post":
             schema = DOCUMENT["paths"][path][method]["requestBody"]["content"]["application/json"]["schema"]
@@ -92,21 +92,21 @@ def test_fields_of_no_effect_are_in_every_body_s_schema() -> None:
             assert fields["additionalProperties"] is False
 
 
-def test_every_reference_of_the_document_is_there() -> None:
+def test_every_schema_reference_resolves() -> None:
     text = json.dumps(DOCUMENT)
     names = {part.partition('"')[0] for part in text.split('"#/components/schemas/')[1:]}
     assert names <= set(DOCUMENT["components"]["schemas"])
     assert "#/$defs/" not in text
 
 
-def test_the_page_of_the_api_is_the_same_whatever_a_query_says() -> None:
+def test_docs_page_ignores_the_query() -> None:
     for path in ("/docs", "/docs/page.js", "/docs/page.css"):
         plain, asked = API.get(path), API.get(f"{path}?content=alert(1)&media_type=text/html")
         assert asked.content == plain.content
         assert asked.headers["content-type"] == plain.headers["content-type"]
 
 
-def test_the_page_of_the_api_needs_no_key_and_loads_nothing_from_elsewhere() -> None:
+def test_docs_page_needs_no_key_and_loads_nothing_external() -> None:
     keyed = Api(settings=ApiSettings(api_keys=("key",)))
     page = keyed.get("/docs")
     assert page.status_code == 200

@@ -48,7 +48,7 @@ def wrapper(**attributes: Any) -> Any:
     return SimpleNamespace(apply_chat_template=apply, **attributes)
 
 
-def test_a_templates_own_default_decides_whether_the_model_thinks() -> None:
+def test_template_default_decides_on_reasoning() -> None:
     given: dict[str, Any] = {}
 
     def apply(_messages: Any, **options: Any) -> list[int]:
@@ -69,7 +69,7 @@ def test_a_templates_own_default_decides_whether_the_model_thinks() -> None:
     ],
     ids=["no wrapper", "no template", "mlx-lm's own renderer"],
 )
-def test_other_renderers_are_the_wrappers(attributes: dict[str, Any]) -> None:
+def test_other_templates_are_rendered_by_the_wrapper(attributes: dict[str, Any]) -> None:
     assert _renderer(wrapper(**attributes))([]) == "thinking"
 
 
@@ -81,7 +81,7 @@ def texts() -> Iterator[str]:
         yield f"{number} {LONG[: 40_000 + number]}"
 
 
-def test_threads_that_encode_at_once_make_the_tokens_of_one(demo: TwinService) -> None:
+def test_concurrent_threads_encode_the_same_tokens(demo: TwinService) -> None:
     encoder = PromptEncoder()
 
     async def run() -> list[tuple[int, ...]]:
@@ -95,7 +95,7 @@ def test_threads_that_encode_at_once_make_the_tokens_of_one(demo: TwinService) -
         assert [tuple(tokens) for tokens in encoded] == alone
 
 
-def test_a_chats_tokens_are_those_that_its_template_makes(demo: TwinService) -> None:
+def test_chat_tokens_equal_those_of_its_template(demo: TwinService) -> None:
     beneath: Any = demo.tokenizer
     for content in ("Hello.", LONG[:40_000]):
         messages = [{"role": "user", "content": content}]
@@ -139,7 +139,7 @@ def test_short_texts_do_not_wait_for_long_ones() -> None:
     asyncio.run(run())
 
 
-def test_what_cannot_fit_is_refused_before_it_is_encoded(
+def test_text_over_the_context_is_refused_before_encoding(
     demo: TwinService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def never(*_: object, **__: object) -> list[int]:
@@ -172,7 +172,7 @@ def test_what_cannot_fit_is_refused_before_it_is_encoded(
         ("/detokenize", {"tokens": [5] * (CONTEXT + 1)}, "tokens"),
     ],
 )
-def test_over_http_the_error_has_both_numbers(
+def test_http_error_names_the_field_and_the_context(
     demo: TwinService, path: str, body: dict[str, object], named: str
 ) -> None:
     param, message = refusal(Api(demo).post(path, body))

@@ -39,13 +39,13 @@ MANY = 1000
         (MessagesRequest, {"max_tokens": 1, "messages": [{"role": "assistant", "content": [0] * MANY}]}),
     ],
 )
-def test_a_list_is_left_at_the_first_thing_that_is_wrong(schema: type[Body], fields: dict[str, Any]) -> None:
+def test_list_validation_stops_at_the_first_error(schema: type[Body], fields: dict[str, Any]) -> None:
     with pytest.raises(ValidationError) as refused:
         schema.model_validate(fields)
     assert refused.value.error_count() == 1
 
 
-def test_an_object_of_too_many_names_is_refused(api: Api) -> None:
+def test_object_with_too_many_names_is_refused(api: Api) -> None:
     names = dict.fromkeys(map(str, range(10_001)))
     for body in (names, {"messages": [names]}):
         _, message = refusal(api.post("/v1/chat/completions", body))
@@ -60,13 +60,13 @@ def test_an_object_of_too_many_names_is_refused(api: Api) -> None:
         (b'{"prompt": "a", "\\ud800": 1, "\\ud800": 2}', "\\ud800"),
     ],
 )
-def test_a_name_that_an_object_has_twice_is_refused_by_name(api: Api, body: bytes, name: str) -> None:
+def test_duplicate_name_in_an_object_is_refused_by_name(api: Api, body: bytes, name: str) -> None:
     param, message = refusal(api.request("POST", "/v1/completions", content=body))
     assert param == name
     assert f"'{name}' twice" in message
 
 
-def test_arguments_that_a_model_wrote_twice_can_go_back_to_it(api: Api) -> None:
+def test_duplicate_names_in_tool_call_arguments_are_accepted(api: Api) -> None:
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1, "a": 2}'}}
     messages = [
         {"role": "user", "content": "Hello."},
@@ -76,14 +76,14 @@ def test_arguments_that_a_model_wrote_twice_can_go_back_to_it(api: Api) -> None:
     assert api.post("/v1/chat/completions", {"messages": messages}).status_code == 200
 
 
-def test_a_body_of_too_many_lists_is_refused(api: Api) -> None:
+def test_body_with_too_many_lists_is_refused(api: Api) -> None:
     _, message = refusal(
         api.request("POST", "/v1/chat/completions", content=b'{"x":[' + b"[]," * 500_000 + b"0]}")
     )
     assert "500002 lists and objects" in message
 
 
-def test_a_large_body_is_read_beside_the_event_loop_and_a_small_one_at_once() -> None:
+def test_only_a_large_body_is_parsed_off_the_event_loop() -> None:
     readers: list[threading.Thread] = []
 
     def noting(text: str) -> str:
@@ -115,7 +115,7 @@ def test_a_large_body_is_read_beside_the_event_loop_and_a_small_one_at_once() ->
         ({"expect": "100-continue", "content-length": str(2**20 + 1)}, b"", 413),
     ],
 )
-def test_what_the_headers_show_to_be_wrong_is_refused_before_the_body_is_asked_for(
+def test_body_with_invalid_headers_is_refused_before_it_is_read(
     headers: dict[str, str], body: bytes, status: int
 ) -> None:
     async def receive() -> Message:
@@ -127,7 +127,7 @@ def test_what_the_headers_show_to_be_wrong_is_refused_before_the_body_is_asked_f
     assert error_info(refused.value).status == status
 
 
-def test_a_mark_of_the_byte_order_is_no_part_of_the_body(api: Api) -> None:
+def test_byte_order_mark_is_ignored(api: Api) -> None:
     body = json.dumps({"prompt": "Hello.", "max_tokens": 1}).encode()
     assert api.request("POST", "/v1/completions", content=BOM_UTF8 + body).status_code == 200
 
@@ -146,16 +146,14 @@ def test_a_mark_of_the_byte_order_is_no_part_of_the_body(api: Api) -> None:
         ),
     ],
 )
-def test_a_sentence_speaks_of_json_and_not_of_what_reads_it(
-    api: Api, fields: dict[str, Any], says: str
-) -> None:
+def test_error_messages_use_json_terms(api: Api, fields: dict[str, Any], says: str) -> None:
     _, message = refusal(
         api.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello."}], **fields})
     )
     assert message == says
 
 
-def test_a_value_that_must_be_false_is_written_as_json_has_it(api: Api) -> None:
+def test_error_messages_write_values_as_json(api: Api) -> None:
     tool = {"type": "function", "name": "f", "defer_loading": True}
     _, message = refusal(api.post("/v1/responses", {"input": "Hello.", "tools": [tool]}))
     assert message == "'tools[0].defer_loading' should be false, not true."

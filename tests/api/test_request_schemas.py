@@ -158,7 +158,7 @@ def is_read(schema: type[Body], body: Mapping[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("path", RICH)
-def test_a_body_is_read_where_its_schema_takes_it_and_nowhere_else(path: str) -> None:
+def test_validation_accepts_exactly_what_the_schema_allows(path: str) -> None:
     schema, rich = RICH[path]
     told = jsonschema.Draft202012Validator(schema_of(path))
     assert told.is_valid(rich)
@@ -187,7 +187,7 @@ def test_a_body_is_read_where_its_schema_takes_it_and_nowhere_else(path: str) ->
         ("/tokenize", {"messages": [{"role": "user", "content": "x"}]}),
     ],
 )
-def test_fields_that_exclude_each_other_are_refused_with_a_reason(path: str, fields: dict[str, Any]) -> None:
+def test_conflicting_fields_are_refused_with_a_reason(path: str, fields: dict[str, Any]) -> None:
     example = DOCUMENT["paths"][path]["post"]["requestBody"]["content"]["application/json"]["example"]
     told = jsonschema.Draft202012Validator(schema_of(path))
     assert told.is_valid(example)
@@ -195,7 +195,7 @@ def test_fields_that_exclude_each_other_are_refused_with_a_reason(path: str, fie
     refusal(Api().post(path, example | fields))
 
 
-def test_tokenizing_takes_a_prompt_or_messages_beside_a_null() -> None:
+def test_tokenize_accepts_a_prompt_or_messages_beside_a_null() -> None:
     told = jsonschema.Draft202012Validator(schema_of("/tokenize"))
     messages = [{"role": "user", "content": "x"}]
     for body in ({"prompt": "a", "messages": None}, {"messages": messages, "prompt": None}):

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import socket
+import threading
 from collections.abc import Iterator
 from functools import partial
 
 import httpx
 import pytest
 from tests.api.clients import serving
-from tests.api.twins import ANSWER_TEXT, TwinService
+from tests.api.twins import ANSWER_TEXT, TwinCatalog, TwinService
 from tests.eventually import eventually
 
+from mlx_ring.api.service import ModelService
 from mlx_ring.api.settings import ApiSettings
 from mlx_ring.core.engine_stats import Policy
-from mlx_ring.core.errors import WorkerLost
+from mlx_ring.core.errors import PlanError, WorkerLost
 
 CHAT = {"messages": [{"role": "user", "content": "Hello."}], "stream": True}
 ENDLESS = {"prompt": "Hello.", "max_tokens": 10**9, "stream": True}
@@ -29,12 +33,12 @@ def stuck() -> Iterator[tuple[TwinService, str]]:
         yield service, url
 
 
-def waiting(service: TwinService) -> int:
+def open_requests(service: TwinService) -> int:
     stats = service.engine.stats().scheduler
     return stats.running + stats.waiting
 
 
-def test_a_stream_ends_with_its_reason_and_done() -> None:
+def test_stream_ends_with_its_finish_reason_and_done() -> None:
     with serving(TwinService()) as url, httpx.stream("POST", f"{url}/v1/chat/completions", json=CHAT) as got:
         assert got.headers["content-type"].startswith("text/event-stream")
         assert got.headers["cache-control"] == "no-cache"
@@ -43,7 +47,7 @@ def test_a_stream_ends_with_its_reason_and_done() -> None:
     assert lines[-1] == "data: [DONE]"
 
 
-def test_a_stream_begins_and_stays_alive_before_the_first_token(stuck: tuple[TwinService, str]) -> None:
+def test_stream_starts_and_sends_keep_alives_before_the_first_token(stuck: tuple[TwinService, str]) -> None:
     _, url = stuck
     with httpx.stream("POST", f"{url}/v1/chat/completions", json=CHAT) as got:
         lines = (line for line in got.iter_lines() if line)
@@ -52,7 +56,7 @@ def test_a_stream_begins_and_stays_alive_before_the_first_token(stuck: tuple[Twi
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_a_client_that_leaves_a_stream_stops_every_sequence(n: int) -> None:
+def test_disconnect_in_mid_stream_aborts_every_sequence(n: int) -> None:
     service = TwinService(context=10**9)
     with serving(service) as url:
         with httpx.stream("POST", f"{url}/v1/completions", json=ENDLESS | {"n": n}) as got:
@@ -62,14 +66,14 @@ def test_a_client_that_leaves_a_stream_stops_every_sequence(n: int) -> None:
             eventually(lambda: service.sequences_held == n)
             assert httpx.get(f"{url}/cache/stats").json()["kv_bytes"] > 0
         eventually(lambda: service.sequences_held == 0)
-        assert waiting(service) == 0
+        assert open_requests(service) == 0
         assert httpx.get(f"{url}/health").json()["kv_bytes"] == 0
         assert service.engine.stats().finished == {"abort": n}
         assert httpx.post(f"{url}/v1/completions", json={"prompt": "x"}).status_code == 200
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_before_the_first_token_stops_its_sequence(
+def test_disconnect_before_the_first_token_aborts_the_sequence(
     stuck: tuple[TwinService, str], *, stream: bool
 ) -> None:
     service, url = stuck
@@ -78,12 +82,12 @@ def test_a_client_that_leaves_before_the_first_token_stops_its_sequence(
     with socket.create_connection((address.host, address.port or 0)) as connection:
         head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body.content)}\r\n\r\n"
         connection.sendall(head.encode() + body.content)
-        eventually(lambda: waiting(service) == 1)
-    eventually(lambda: waiting(service) == 0)
+        eventually(lambda: open_requests(service) == 1)
+    eventually(lambda: open_requests(service) == 0)
     assert service.engine.stats().finished == {"abort": 1}
 
 
-def test_an_error_in_mid_stream_is_an_event_and_the_last(stuck: tuple[TwinService, str]) -> None:
+def test_error_in_mid_stream_is_the_last_event(stuck: tuple[TwinService, str]) -> None:
     service, url = stuck
     with httpx.stream("POST", f"{url}/v1/chat/completions", json=CHAT) as got:
         lines = (line for line in got.iter_lines() if line and not line.startswith(":"))
@@ -96,7 +100,7 @@ def test_an_error_in_mid_stream_is_an_event_and_the_last(stuck: tuple[TwinServic
     assert '"code":"worker_lost"' in rest[0]
 
 
-def test_a_request_over_its_time_ends_with_408_and_frees_its_place() -> None:
+def test_request_timeout_is_408_and_frees_the_place() -> None:
     service = TwinService(automatic=False, policy=Policy(request_timeout_s=0.05))
     with serving(service) as url:
         answer = httpx.post(f"{url}/v1/chat/completions", json=CHAT | {"stream": False}, timeout=PATIENCE_S)
@@ -104,11 +108,11 @@ def test_a_request_over_its_time_ends_with_408_and_frees_its_place() -> None:
     error = answer.json()["error"]
     assert (error["type"], error["code"]) == ("timeout_error", "request_timeout")
     assert "0.05 s (--request-timeout-s)" in error["message"]
-    assert waiting(service) == 0
+    assert open_requests(service) == 0
     assert service.engine.stats().finished == {"error": 1}
 
 
-def test_a_stream_over_its_time_ends_with_the_error_as_its_last_event() -> None:
+def test_request_timeout_is_the_last_event_of_a_stream() -> None:
     service = TwinService(automatic=False, policy=Policy(request_timeout_s=0.05))
     with (
         serving(service) as url,
@@ -120,7 +124,7 @@ def test_a_stream_over_its_time_ends_with_the_error_as_its_last_event() -> None:
     assert '"code":"request_timeout"' in lines[1]
 
 
-def test_a_request_in_time_is_not_ended_later() -> None:
+def test_request_within_the_timeout_completes() -> None:
     service = TwinService(policy=Policy(request_timeout_s=PATIENCE_S))
     with serving(service) as url:
         answer = httpx.post(f"{url}/v1/chat/completions", json=CHAT | {"stream": False})
@@ -128,23 +132,23 @@ def test_a_request_in_time_is_not_ended_later() -> None:
     assert service.engine.stats().finished == {"stop": 1}
 
 
-def test_over_the_places_to_wait_429_says_when_to_come_again_until_one_is_free() -> None:
+def test_full_queue_is_429_with_a_retry_time_until_a_place_is_free() -> None:
     service = TwinService(automatic=False, policy=Policy(max_num_seqs=1, max_queued_requests=1))
     with serving(service) as url, httpx.Client(base_url=url, timeout=PATIENCE_S) as client:
         chat = partial(client.stream, "POST", "/v1/chat/completions", json=CHAT)
         with chat(), chat() as second:
-            assert (waiting(service), second.status_code) == (2, 200)
+            assert (open_requests(service), second.status_code) == (2, 200)
             refused = client.post("/v1/chat/completions", json=CHAT)
             assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
             assert refused.json()["error"]["code"] == "overloaded"
             assert "1 request waits already" in refused.json()["error"]["message"]
             second.close()
-            eventually(lambda: waiting(service) == 1)
+            eventually(lambda: open_requests(service) == 1)
             with chat() as third:
                 assert third.status_code == 200
 
 
-def test_streams_run_side_by_side() -> None:
+def test_streams_run_concurrently() -> None:
     service = TwinService(context=10**9)
     with (
         serving(service) as url,
@@ -157,7 +161,7 @@ def test_streams_run_side_by_side() -> None:
         assert next(line for line in lines if line)
 
 
-def test_a_client_that_leaves_in_the_middle_of_its_body_harms_nobody() -> None:
+def test_disconnect_in_mid_body_does_not_affect_other_requests() -> None:
     with serving(TwinService()) as url:
         address = httpx.URL(url)
         with socket.create_connection((address.host, address.port or 0)) as connection:
@@ -167,7 +171,78 @@ def test_a_client_that_leaves_in_the_middle_of_its_body_harms_nobody() -> None:
         assert httpx.get(f"{url}/health").status_code == 200
 
 
-def test_a_body_far_over_the_limit_is_answered_and_not_cut_off() -> None:
+def test_body_far_over_the_limit_gets_a_response() -> None:
     with serving(TwinService(), ApiSettings(max_body_bytes=10_000)) as url:
         response = httpx.post(f"{url}/v1/completions", content=b"x" * 35_000)
     assert response.status_code == 413
+
+
+OFTEN = ApiSettings(keep_alive_s=0.01)
+TALK = {"max_tokens": 40, "messages": CHAT["messages"], "stream": True}
+
+
+class SlowCatalog(TwinCatalog):
+    """Loads when a test says so."""
+
+    def __init__(self, *models: TwinService) -> None:
+        super().__init__(*models)
+        self.may_load = threading.Event()
+
+    async def ready(self, model: ModelService) -> None:
+        await asyncio.to_thread(self.may_load.wait)
+        await super().ready(model)
+
+
+def unloaded() -> tuple[TwinService, SlowCatalog]:
+    service = TwinService()
+    service.is_loaded = False
+    return service, SlowCatalog(service)
+
+
+@pytest.mark.parametrize(
+    ("path", "last"),
+    [
+        ("/v1/chat/completions", "[DONE]"),
+        ("/v1/responses", "[DONE]"),
+        ("/v1/messages", '{"type":"message_stop"}'),
+    ],
+)
+def test_stream_sends_keep_alives_while_its_model_is_loaded(path: str, last: str) -> None:
+    service, catalog = unloaded()
+    body = {"input": "Hello.", "stream": True} if path == "/v1/responses" else TALK
+    with (
+        serving(service, OFTEN, catalog=catalog) as url,
+        httpx.stream("POST", f"{url}{path}", json=body, timeout=20) as got,
+    ):
+        lines = (line for line in got.iter_lines() if line)
+        assert got.status_code == 200
+        assert [next(lines), next(lines)] == [": keep-alive"] * 2
+        catalog.may_load.set()
+        assert list(lines)[-1] == f"data: {last}"
+
+
+def test_disconnect_while_a_model_is_loaded_is_logged_as_such(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "mlx_ring")
+    service, catalog = unloaded()
+    with serving(service, OFTEN, catalog=catalog) as url:
+        with httpx.stream("POST", f"{url}/v1/chat/completions", json=TALK, timeout=20) as got:
+            next(got.iter_lines())
+        eventually(lambda: caplog.records)
+        catalog.may_load.set()
+    (line,) = caplog.records
+    assert line.getMessage().endswith("ended=client_left")
+
+
+def test_load_failure_is_the_last_event_or_the_status_before_any_event() -> None:
+    service, catalog = unloaded()
+    catalog.refusal = PlanError("There is no room.")
+    with serving(service, OFTEN, catalog=catalog) as url:
+        with httpx.stream("POST", f"{url}/v1/chat/completions", json=TALK, timeout=20) as got:
+            lines = (line for line in got.iter_lines() if line)
+            next(lines)
+            catalog.may_load.set()
+            assert '"message":"There is no room."' in list(lines)[-1]
+        whole = httpx.post(f"{url}/v1/chat/completions", json=TALK | {"stream": False}, timeout=20)
+        assert whole.status_code == 503
+    with serving(service, ApiSettings(), catalog=catalog) as url:
+        assert httpx.post(f"{url}/v1/chat/completions", json=TALK, timeout=20).status_code == 503

@@ -95,7 +95,7 @@ TEXTS = st.one_of(st.text(), st.lists(st.sampled_from(PIECES), max_size=60).map(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_text_has_fewer_tokens_than_it_says(kind: str) -> None:
+def test_bound_never_exceeds_the_number_of_tokens(kind: str) -> None:
     tokenizer = KINDS[kind]()
     fewest = TokenBounds.read(Wrapper(tokenizer))
     assert fewest is not None
@@ -108,7 +108,7 @@ def test_no_text_has_fewer_tokens_than_it_says(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_text_of_the_longest_tokens_has_as_many_as_it_says(kind: str) -> None:
+def test_bound_is_exact_for_the_longest_tokens(kind: str) -> None:
     fewest = TokenBounds.read(Wrapper(KINDS[kind]()))
     assert fewest is not None
     assert fewest.of("g" * 3000) == 1000
@@ -142,7 +142,7 @@ def cutting_out() -> Tokenizer:
 @pytest.mark.parametrize(
     "make", [dropping_space, fusing_what_it_does_not_know, without_accents, cutting_out, None]
 )
-def test_of_a_tokenizer_that_leaves_something_out_nothing_is_said(
+def test_tokenizer_that_drops_text_has_no_bound(
     make: Callable[[], Tokenizer] | None,
 ) -> None:
     wrapper = object() if make is None else Wrapper(make())

@@ -12,7 +12,7 @@ from collections.abc import Generator, Iterator
 import httpx
 import pytest
 from tests.api.clients import serving
-from tests.api.test_streaming import ENDLESS, waiting
+from tests.api.test_streaming import ENDLESS, open_requests
 from tests.api.twins import TwinService
 from tests.certificates import write_certificate
 from tests.eventually import eventually
@@ -124,9 +124,9 @@ def test_who_does_not_read_an_answer_loses_it_and_others_go_on() -> None:
     with serving(service, limits=BRIEF) as url, connected(url) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.sendall(HEAD + b"content-length: %d\r\n\r\n%b" % (len(body), body))
-        eventually(lambda: waiting(service) == 1)
+        eventually(lambda: open_requests(service) == 1)
         assert httpx.post(f"{url}/v1/completions", json={"prompt": "x"}).status_code == 200
-        eventually(lambda: waiting(service) == 0)
+        eventually(lambda: open_requests(service) == 0)
         assert service.engine.stats().finished["abort"] == 1
 
 

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
-from tests.api.chat.formats import read, rules
-from tests.api.chat.written_calls import (
+from tests.api.chat.call_examples import (
     ARGUMENTS,
     CLOCK,
     END,
@@ -28,6 +27,7 @@ from tests.api.chat.written_calls import (
     format_of,
     tokenizer,
 )
+from tests.api.chat.formats import read, rules
 
 from mlx_ring.api.chat.answer import ChatAnswer
 from mlx_ring.api.chat.grammars import GrammarChecks, answer_grammar
@@ -70,7 +70,7 @@ def lets_through(grammar: Grammar | None, text: str, written: Written = JSON_TOO
 
 
 @every_format
-def test_a_required_call_is_let_through_and_read_back(written: Written) -> None:
+def test_required_tool_call_is_accepted_and_parsed(written: Written) -> None:
     grammar = grammar_of(written, asked(WEATHER, CLOCK))
     tools = [WEATHER.for_template(), CLOCK.for_template()]
     for call, arguments in ((written.call, ARGUMENTS), (written.least, LEAST)):
@@ -86,20 +86,20 @@ def test_a_required_call_is_let_through_and_read_back(written: Written) -> None:
 
 @every_format
 @pytest.mark.parametrize("wrong", WRONG, ids=str)
-def test_a_call_that_breaks_its_schema_is_stopped(written: Written, wrong: tuple[str, str]) -> None:
+def test_tool_call_that_breaks_its_schema_is_rejected(written: Written, wrong: tuple[str, str]) -> None:
     broken = written.call.replace(*wrong)
     assert not lets_through(grammar_of(written, asked(WEATHER, CLOCK)), written.whole(broken), written)
 
 
 @every_format
-def test_several_calls_come_where_they_may(written: Written) -> None:
+def test_several_tool_calls_are_accepted_only_if_parallel(written: Written) -> None:
     assert lets_through(grammar_of(written, asked(WEATHER)), written.several(), written)
     alone = grammar_of(written, asked(WEATHER, parallel=False))
     assert not lets_through(alone, written.several(), written)
 
 
 @every_format
-def test_free_text_goes_on_until_a_call_of_a_strict_tool_opens(written: Written) -> None:
+def test_text_is_free_until_a_strict_tool_call_starts(written: Written) -> None:
     for parallel in (True, False):
         grammar = grammar_of(written, asked(WEATHER, choice="auto", parallel=parallel))
         assert lets_through(grammar, "Rome is <b>warm</b>\n[today].", written)
@@ -108,7 +108,7 @@ def test_free_text_goes_on_until_a_call_of_a_strict_tool_opens(written: Written)
         assert not lets_through(grammar, "Let me see.\n" + written.whole(wrong), written)
 
 
-def test_a_model_thinks_first_where_it_does() -> None:
+def test_reasoning_may_precede_a_constrained_answer() -> None:
     format_ = JSON_TOOLS.format(THINKING)
     for conversation, text in (
         (asked(WEATHER), JSON_TOOLS.whole(JSON_TOOLS.call)),
@@ -125,7 +125,7 @@ def test_a_model_thinks_first_where_it_does() -> None:
 @pytest.mark.parametrize(
     "kwargs", [{"enable_thinking": False}, {"thinking": False}, {"reasoning_effort": "none"}]
 )
-def test_a_model_with_reasoning_off_cannot_reason_where_its_answer_has_a_format(
+def test_constrained_answer_has_no_reasoning_if_it_is_switched_off(
     kwargs: dict[str, object],
 ) -> None:
     format_ = JSON_TOOLS.format(THINKING)
@@ -141,7 +141,7 @@ def test_a_model_with_reasoning_off_cannot_reason_where_its_answer_has_a_format(
         assert lets_through(still_open, f"Rome\n</think>\n\n{text}")
 
 
-def test_gpt_oss_thinks_and_calls_or_answers_in_its_channels() -> None:
+def test_gpt_oss_reasons_calls_tools_and_answers_in_its_channels() -> None:
     added = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|constrain|>")
     marks = CallMarks("to=functions.", "<|call|>", "harmony", parse_tool_call)
     format_ = ChatFormat(calls=marks, begins="header", added=tokenizer(added)[1])
@@ -161,7 +161,7 @@ def test_gpt_oss_thinks_and_calls_or_answers_in_its_channels() -> None:
     assert not lets_through(formed, f"{final}It is warm.", written)
 
 
-def test_an_answer_is_json_of_its_schema_or_a_call() -> None:
+def test_answer_is_json_of_its_schema_or_a_tool_call() -> None:
     schema = {"type": "array", "items": {"type": "integer"}}
     grammar = grammar_of(JSON_TOOLS, under(schema, replace(WEATHER, strict=False)))
     assert lets_through(grammar, "[1, 2]")
@@ -170,7 +170,7 @@ def test_an_answer_is_json_of_its_schema_or_a_call() -> None:
     assert not lets_through(grammar, "One")
 
 
-def test_any_object_is_json_and_nothing_else_is() -> None:
+def test_json_object_format_accepts_only_objects() -> None:
     conversation = asked(choice="auto", format=AnswerFormat("json_object"))
     grammar = answer_grammar(ChatFormat(), conversation, thinking_open=False)
     assert lets_through(grammar, '{"a": [1, {"b": null}]}')
@@ -182,7 +182,7 @@ def test_text_without_strict_tools_has_no_grammar() -> None:
     assert grammar_of(JSON_TOOLS, asked(WEATHER, choice="none")) is None
 
 
-def test_a_tool_that_must_be_called_is_the_only_one() -> None:
+def test_only_an_allowed_tool_can_be_called() -> None:
     grammar = grammar_of(JSON_TOOLS, asked(WEATHER, CLOCK, allowed=frozenset({"clock"})))
     assert lets_through(grammar, JSON_TOOLS.whole(JSON_TOOLS.none))
     assert not lets_through(grammar, JSON_TOOLS.whole(JSON_TOOLS.call))
@@ -205,7 +205,7 @@ def muse_format() -> ChatFormat:
     return ChatFormat(calls=MUSE.marks(), begins="header", added=tokenizer(MUSE_ADDED)[1])
 
 
-def test_muse_thinks_and_calls_or_answers_in_its_messages() -> None:
+def test_muse_reasons_calls_tools_and_answers_in_its_messages() -> None:
     thought = " to=self<|message|>Rome.<|eom|><|start|>assistant"
     call = f" to=get_weather<|message|>{MUSE.whole(MUSE.call)}"
     must = answer_grammar(muse_format(), asked(WEATHER, CLOCK), thinking_open=False)
@@ -231,7 +231,7 @@ def test_muse_thinks_and_calls_or_answers_in_its_messages() -> None:
     assert not lets_through(formed, answer, MUSE)
 
 
-def test_what_a_muse_would_read_as_json_is_no_string_unless_it_is_written_as_one() -> None:
+def test_muse_strings_that_parse_as_json_must_be_quoted() -> None:
     def call(city: str) -> str:
         return f" to=get_weather<|message|>{MUSE.whole(MUSE.least.replace('Rome', city))}"
 
@@ -244,7 +244,7 @@ def test_what_a_muse_would_read_as_json_is_no_string_unless_it_is_written_as_one
         assert lets_through(grammar, call(city), MUSE)
 
 
-def test_a_tool_that_muse_would_take_for_somebody_is_refused() -> None:
+def test_muse_refuses_a_tool_named_like_a_recipient() -> None:
     with pytest.raises(RequestError, match="'user'"):
         answer_grammar(muse_format(), asked(Tool("user", strict=True)), thinking_open=False)
 
@@ -304,9 +304,7 @@ def written_at_random(grammar: Grammar | None, written: Written, chance: random.
 @pytest.mark.parametrize(
     "written", [format_of("gemma4"), format_of("function_gemma")], ids=lambda each: each.parser
 )
-def test_whatever_gemma_may_write_is_read_as_arguments_that_hold_to_the_schema(
-    written: Written, *, strict: bool
-) -> None:
+def test_random_gemma_calls_have_arguments_that_match_the_schema(written: Written, *, strict: bool) -> None:
     tool = Tool("f-1", parameters=RICH, strict=strict)
     grammar = grammar_of(written, asked(tool, parallel=False))
     for seed in range(8):
@@ -330,13 +328,13 @@ def test_whatever_gemma_may_write_is_read_as_arguments_that_hold_to_the_schema(
     ],
     ids=str,
 )
-def test_what_gemma_cannot_be_held_to_is_refused_for_strict_tools_by_name(schema: Any, says: str) -> None:
+def test_unenforceable_gemma_schema_of_a_strict_tool_is_refused(schema: Any, says: str) -> None:
     tool = Tool("f", parameters={"type": "object", "properties": {"a": schema}}, strict=True)
     with pytest.raises(RequestError, match=says):
         grammar_of(format_of("gemma4"), asked(tool))
 
 
-def test_a_format_without_a_grammar_is_refused_by_name() -> None:
+def test_format_without_a_grammar_is_refused_by_name() -> None:
     marks = replace(JSON_TOOLS.marks(), parser="unheard_of")
     with pytest.raises(RequestError, match="unheard_of"):
         answer_grammar(ChatFormat(calls=marks), asked(WEATHER), thinking_open=False)
@@ -367,7 +365,7 @@ def problem(conversation: Conversation, format_: ChatFormat) -> RequestError:
     ],
     ids=lambda value: str(value)[:60],
 )
-def test_a_schema_that_cannot_be_enforced_is_refused_and_says_what_of_it(schema: Any, says: str) -> None:
+def test_unenforceable_schema_is_refused_and_its_problem_is_named(schema: Any, says: str) -> None:
     error = problem(under(schema, param="text.format.schema"), ChatFormat())
     assert says in str(error)
     assert error.param == "text.format.schema"
@@ -380,14 +378,14 @@ def test_a_schema_that_cannot_be_enforced_is_refused_and_says_what_of_it(schema:
     assert not re.search(r"llguidance|coerce_one_of|start:", str(error))
 
 
-def test_options_of_the_library_are_not_for_requests_to_set() -> None:
+def test_llguidance_options_in_a_schema_are_refused() -> None:
     schema = {"type": "object", "x-guidance": {"lenient": True}}
     assert "x-guidance" in str(problem(under(schema), ChatFormat()))
     assert "x-guidance" in str(problem(asked(Tool("f", parameters=schema)), JSON_TOOLS.format()))
 
 
 @pytest.mark.processes
-def test_of_grammars_that_were_tried_none_is_kept_whole() -> None:
+def test_grammar_checks_keep_no_whole_grammar() -> None:
     """Try grammars whose length clients decide."""
     checks, grammar = GrammarChecks(), Grammar("json_schema", json.dumps({"description": "x" * (1 << 20)}))
     with pytest.raises(RequestError, match="at most"):
@@ -397,14 +395,14 @@ def test_of_grammars_that_were_tried_none_is_kept_whole() -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("depth", [150, 900])
-def test_a_schema_that_is_nested_without_end_is_refused(depth: int) -> None:
+def test_deeply_nested_schema_is_refused(depth: int) -> None:
     schema: dict[str, Any] = {}
     for _ in range(depth):
         schema = {"type": "object", "properties": {"a": schema}}
     assert "recursion" in str(problem(under(schema), ChatFormat()))
 
 
-def test_what_cannot_be_enforced_of_a_tool_that_is_not_strict_is_left_out() -> None:
+def test_unenforceable_keyword_of_a_non_strict_tool_is_ignored() -> None:
     tool = Tool("get_weather", parameters={**SCHEMA, "not": {"required": ["hours"]}})
     grammar = grammar_of(JSON_TOOLS, asked(tool))
     assert lets_through(grammar, JSON_TOOLS.whole(JSON_TOOLS.call))
@@ -417,7 +415,7 @@ def _behind(written: Written) -> str:
 
 
 @pytest.mark.parametrize("parser", ["qwen3_coder", "minimax_m2", "minicpm5"])
-def test_a_string_that_would_be_read_as_null_is_stopped(parser: str) -> None:
+def test_string_that_would_be_parsed_as_null_is_rejected(parser: str) -> None:
     written = format_of(parser)
     grammar = grammar_of(written, asked(WEATHER))
     for city, passes in (("Null", False), ("Nullarbor", True), ("Annull", True)):
@@ -431,7 +429,7 @@ def test_a_string_that_would_be_read_as_null_is_stopped(parser: str) -> None:
 @pytest.mark.parametrize(
     "schema", [{"type": "string", "pattern": "^a"}, {"anyOf": [{"type": "string"}, {"type": "integer"}]}]
 )
-def test_strict_tools_are_refused_where_a_format_without_quotes_is_ambiguous(schema: Any) -> None:
+def test_strict_tool_is_refused_where_an_unquoted_format_is_ambiguous(schema: Any) -> None:
     tool = Tool("f", parameters={"type": "object", "properties": {"a": schema}}, strict=True)
     with pytest.raises(RequestError, match="'a' of tool 'f'"):
         grammar_of(format_of("qwen3_coder"), asked(tool))

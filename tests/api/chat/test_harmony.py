@@ -50,32 +50,32 @@ ASKED = [CallOpening(0, "c0", "get_weather"), CallArguments(0, '{"city": "Rome"}
         ),
     ],
 )
-def test_messages_are_separated_by_their_headers(text: str, parts: list[Any]) -> None:
+def test_messages_are_parsed_by_their_headers(text: str, parts: list[Any]) -> None:
     for early in (False, True):
         assert read([text], rules(gpt_oss(), early=early)) == parts
         assert read(text, rules(gpt_oss(), early=early)) == parts
 
 
 @given(places=st.lists(st.integers(0, 200), max_size=6), early=st.booleans())
-def test_they_are_the_same_however_they_are_cut(places: list[int], *, early: bool) -> None:
+def test_parts_do_not_depend_on_how_the_text_is_split(places: list[int], *, early: bool) -> None:
     whole = read([THOUGHT + CALL], rules(gpt_oss(), early=early))
     assert read(cut(THOUGHT + CALL, places), rules(gpt_oss(), early=early)) == whole
 
 
-def test_the_marks_of_headers_are_shown() -> None:
+def test_header_tokens_are_shown() -> None:
     given = gpt_oss()
     assert given.shown_tokens(calls=False) == {257, 258, 259}
     assert given.shown_tokens(calls=True) == {257, 258, 259, 260, 261}
 
 
-def test_a_name_without_end_is_looked_at_once() -> None:
+def test_unterminated_name_is_matched_in_linear_time() -> None:
     """Read a long name, for which quadratic time would be hours."""
     assert HEADING.match("a" * 400_000) is None
     with pytest.raises(ValueError, match="no function"):
         parse_tool_call("a" * 400_000, [])
 
 
-def test_a_call_without_an_object_is_no_call() -> None:
+def test_arguments_must_be_an_object_or_empty() -> None:
     given = gpt_oss()
     assert given.calls is not None
     assert given.calls.parse("get_time<|message|>", []) == {"name": "get_time", "arguments": {}}

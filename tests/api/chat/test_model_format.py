@@ -23,7 +23,7 @@ def demo() -> Any:
     return load(find_model("demo").folder.path)
 
 
-def test_the_demo_models_format_is_qwens(demo: Any) -> None:
+def test_demo_model_has_qwens_format(demo: Any) -> None:
     given = read_format(demo)
     assert given.thinking == Marks("<think>", "</think>")
     assert given.calls is not None
@@ -37,7 +37,7 @@ def test_the_demo_models_format_is_qwens(demo: Any) -> None:
     assert not given.knows("reasoning_effort")
 
 
-def test_marks_that_are_special_tokens_are_shown_and_those_of_calls_only_where_calls_may_be(
+def test_call_tokens_are_shown_only_where_calls_are_allowed(
     demo: Any,
 ) -> None:
     given = read_format(demo)
@@ -47,7 +47,7 @@ def test_marks_that_are_special_tokens_are_shown_and_those_of_calls_only_where_c
     assert names == {"<think>", "</think>"}
 
 
-def test_shown_tokens_are_text_and_other_special_ones_stay_out(demo: Any) -> None:
+def test_shown_tokens_are_text_and_other_special_tokens_are_dropped(demo: Any) -> None:
     tokens = demo.encode("<think>\nI see 日本.\n</think>\n\nHello.<|im_end|>", add_special_tokens=False)
     shown = read_format(demo).shown_tokens(calls=True)
     detokenizer = Detokenizer(Vocabulary.of(demo).showing(shown))
@@ -74,7 +74,7 @@ def test_showing_a_token_changes_no_other_text(tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize(("kwargs", "opened"), [({}, False), ({"enable_thinking": True}, True)])
-def test_a_prompts_end_shows_whether_reasoning_is_open(
+def test_prompt_end_shows_whether_reasoning_is_open(
     demo: Any, kwargs: dict[str, object], *, opened: bool
 ) -> None:
     prompt = demo.apply_chat_template(
@@ -85,7 +85,7 @@ def test_a_prompts_end_shows_whether_reasoning_is_open(
     assert read_format(demo).opens_thinking(prompts_end(demo, prompt)) is opened
 
 
-def test_a_model_without_marks_has_an_empty_format() -> None:
+def test_model_without_marks_has_an_empty_format() -> None:
     assert read_format(ByteTokenizer()) == ChatFormat()
 
 
@@ -95,7 +95,7 @@ def test_each_tokenizer_is_read_once() -> None:
     assert formats[one] != formats[other]
 
 
-def test_states_of_mlx_lm_have_names_here() -> None:
+def test_mlx_lm_states_are_renamed() -> None:
     tokenizer = ByteTokenizer()
     tokenizer.response_initial_state = "header"
     tokenizer.response_transitions = {

@@ -29,13 +29,13 @@ def prepare(conversation: Conversation, service: TwinService | None = None) -> P
     )
 
 
-def test_stop_strings_are_the_readers_and_no_longer_the_engines() -> None:
+def test_stop_strings_are_applied_by_the_reader_not_the_engine() -> None:
     chat = prepare(Conversation([USER]))
     assert chat.requests[0].sampling.stop == ()
     assert chat.rules[0].stops == ("x",)
 
 
-def test_marks_of_calls_are_shown_where_something_may_be_called() -> None:
+def test_call_tokens_are_shown_only_where_tools_can_be_called() -> None:
     assert prepare(Conversation([USER])).requests[0].shown_tokens == {259, 260}
     use = ToolUse([WEATHER])
     assert prepare(Conversation([USER], use)).requests[0].shown_tokens == {259, 260, 261, 262}
@@ -43,7 +43,7 @@ def test_marks_of_calls_are_shown_where_something_may_be_called() -> None:
 
 
 @pytest.mark.processes
-def test_a_model_that_may_call_none_of_its_tools_cannot_open_a_call() -> None:
+def test_tool_choice_none_bars_the_token_that_opens_a_call() -> None:
     use = ToolUse([WEATHER])
     for choice, barred in (("none", ((261, -100.0),)), ("auto", ()), ("required", ())):
         sampling = prepare(Conversation([USER], replace(use, choice=choice))).requests[0].sampling
@@ -54,7 +54,7 @@ def test_a_model_that_may_call_none_of_its_tools_cannot_open_a_call() -> None:
 @pytest.mark.parametrize(
     ("beginning", "opened"), [("One and", False), ("<think>Hm", True), ("<think>Hm</think>One", False)]
 )
-def test_the_last_message_is_continued(beginning: str, *, opened: bool) -> None:
+def test_last_assistant_message_is_continued(beginning: str, *, opened: bool) -> None:
     chat = prepare(Conversation([USER, {"role": "assistant", "content": beginning}], continues=True))
     prompt = list(chat.requests[0].prompt_tokens)
     assert prompt.index(ANSWER) == 1
@@ -65,7 +65,7 @@ CALL: dict[str, object] = {"type": "function", "function": {"name": "f", "argume
 REASONING: dict[str, object] = {"reasoning_content": "Hm.", "reasoning": "Hm.", "thinking": "Hm."}
 
 
-def test_templates_find_reasoning_under_each_of_its_names() -> None:
+def test_template_gets_reasoning_under_each_of_its_names() -> None:
     """Cover the names of Qwen, Gemma and gpt-oss."""
     service = TwinService(tokenizer=MarkingTokenizer())
     called: dict[str, object] = {"role": "assistant", "content": "I look.", "tool_calls": [CALL]}
@@ -74,7 +74,7 @@ def test_templates_find_reasoning_under_each_of_its_names() -> None:
     assert service.tokenizer.conversation == [USER, {**called, **REASONING}, plain]
 
 
-def test_gpt_oss_gets_one_reasoning_text_beside_a_call() -> None:
+def test_gpt_oss_gets_one_reasoning_text_beside_a_tool_call() -> None:
     """Join both texts, because its template refuses content beside reasoning there."""
     tokenizer = ByteTokenizer()
     names = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|constrain|>", "<|call|>")
@@ -87,14 +87,14 @@ def test_gpt_oss_gets_one_reasoning_text_beside_a_call() -> None:
     assert (said["content"], said["thinking"]) == ("I look.", "Hm.")
 
 
-def test_a_format_is_of_a_whole_answer_and_not_of_the_rest_of_one() -> None:
+def test_response_format_is_refused_for_a_continued_answer() -> None:
     begun = Conversation([USER, {"role": "assistant", "content": "{"}], continues=True)
     with pytest.raises(RequestError, match="whole answer") as refused:
         prepare(replace(begun, format=AnswerFormat("json_object", param="format")))
     assert refused.value.param == "format"
 
 
-def test_only_an_answer_can_be_continued() -> None:
+def test_only_an_assistant_message_can_be_continued() -> None:
     with pytest.raises(RequestError, match="not the assistant's") as refused:
         prepare(Conversation([USER], continues=True, messages_param="input"))
     assert refused.value.param == "input"
@@ -116,7 +116,7 @@ def test_errors_name_the_fields_of_the_dialect() -> None:
     assert exceeded.value.param == "input"
 
 
-def test_a_prompt_can_be_counted_without_an_answer() -> None:
+def test_prompt_is_counted_without_generation() -> None:
     service = TwinService(tokenizer=MarkingTokenizer())
     context = ApiContext(TwinCatalog(service), ApiSettings())
     prompt = asyncio.run(encode_conversation(context, service, Conversation([USER])))
@@ -124,7 +124,7 @@ def test_a_prompt_can_be_counted_without_an_answer() -> None:
     assert not service.executor.sent
 
 
-def test_answers_side_by_side_are_read_each_by_itself() -> None:
+def test_concurrent_answers_are_parsed_independently() -> None:
     service = TwinService(tokenizer=MarkingTokenizer(), says="<think>Hm.</think>One. Two.")
     context = ApiContext(TwinCatalog(service), ApiSettings())
     sampling = [SamplingParams(), SamplingParams(stop=(" ",)), SamplingParams(max_tokens=2)]

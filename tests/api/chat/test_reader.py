@@ -40,12 +40,12 @@ FRAGMENTS = [
         (CALL.removesuffix("</tool_call>"), ASKED),
     ],
 )
-def test_an_answer_is_read_into_its_parts(text: str, parts: list[Any]) -> None:
+def test_answer_is_parsed_into_its_parts(text: str, parts: list[Any]) -> None:
     assert read([text], rules()) == parts
     assert read(text, rules()) == parts
 
 
-def test_an_answer_begins_in_reasoning_that_the_prompt_opened() -> None:
+def test_answer_starts_in_reasoning_opened_by_the_prompt() -> None:
     assert read(["Hm.\n</think>\n\nHello."], rules(thinking_open=True)) == [
         ReasoningText("Hm."),
         AnswerText("Hello."),
@@ -63,24 +63,24 @@ def test_an_answer_begins_in_reasoning_that_the_prompt_opened() -> None:
         '<tool_call>{"name": "get_weather", "arguments": 3}</tool_call>',
     ],
 )
-def test_what_looks_like_a_call_and_is_none_is_content(text: str, *, early: bool) -> None:
+def test_invalid_tool_call_is_content(text: str, *, early: bool) -> None:
     assert read([text], rules(early=early)) == [AnswerText(text)]
 
 
-def test_a_call_is_found_behind_one_that_is_none() -> None:
+def test_tool_call_after_an_invalid_one_is_found() -> None:
     assert read([f"<tool_call>\n{{ {CALL}"], rules()) == [AnswerText("<tool_call>\n{"), *ASKED]
 
 
-def test_reasoning_that_mentions_calls_still_ends() -> None:
+def test_reasoning_that_mentions_a_call_mark_still_ends() -> None:
     said = "I need no <tool_call> here."
     assert read([f"<think>{said}</think>Hello."], rules()) == [ReasoningText(said), AnswerText("Hello.")]
 
 
-def test_without_tools_marks_of_calls_are_text() -> None:
+def test_call_marks_are_text_without_tools() -> None:
     assert read([CALL], rules(tools=())) == [AnswerText(CALL)]
 
 
-def test_several_calls_are_numbered_and_only_the_first_counts_where_one_may_be() -> None:
+def test_calls_are_numbered_and_only_the_first_is_read_if_not_parallel() -> None:
     second = CALL.replace("get_weather", "get_time")
     both = [*ASKED, CallOpening(1, "c1", "get_time"), CallArguments(1, '{"city": "Paris"}')]
     assert read([f"{CALL}\n{second}"], rules()) == both
@@ -90,7 +90,7 @@ def test_several_calls_are_numbered_and_only_the_first_counts_where_one_may_be()
     assert reader.finish() == []
 
 
-def test_arguments_go_out_as_they_come() -> None:
+def test_early_arguments_are_emitted_as_they_arrive() -> None:
     reader = AnswerReader(rules(early=True))
     assert reader.push('<tool_call>{"name": "get_weather", "argum') == []
     assert reader.push('ents": {"ci') == [CallOpening(0, "c0", "get_weather"), CallArguments(0, '{"ci')]
@@ -99,7 +99,7 @@ def test_arguments_go_out_as_they_come() -> None:
     assert reader.push("call>") == []
 
 
-def test_line_breaks_in_arguments_are_spelt_out() -> None:
+def test_line_breaks_in_arguments_are_escaped() -> None:
     text = '<tool_call>{"name": "get_time", "arguments": {"city": "a\n\tb"}}</tool_call>'
     for early in (False, True):
         _, arguments = read(text, rules(early=early))
@@ -107,7 +107,7 @@ def test_line_breaks_in_arguments_are_spelt_out() -> None:
         assert json.loads(arguments.text) == {"city": "a\n\tb"}
 
 
-def test_broken_arguments_are_content_unless_their_beginning_was_out() -> None:
+def test_invalid_arguments_are_content_unless_already_emitted() -> None:
     text = '<tool_call>{"name": "get_time", "arguments": {"city": Paris}}</tool_call> Well.'
     assert read([text], rules()) == [AnswerText(text)]
     opening, arguments, content = read([text], rules(early=True))
@@ -116,12 +116,12 @@ def test_broken_arguments_are_content_unless_their_beginning_was_out() -> None:
     assert content == AnswerText("Well.")
 
 
-def test_arguments_that_are_cut_off_are_no_call_of_a_whole_answer() -> None:
+def test_truncated_tool_call_is_content_of_an_unstreamed_answer() -> None:
     text = '<tool_call>{"name": "get_time", "arguments": {"city": "Pa'
     assert read([text], rules()) == [AnswerText(text)]
 
 
-def test_stop_strings_count_in_content_alone() -> None:
+def test_stop_strings_apply_only_to_content() -> None:
     text = f"<think>STOP it.</think>\n{CALL.replace('Paris', 'STOP')}\nWait.\nSTOP here"
     reader = AnswerReader(rules(stops=("STOP",)))
     parts = reader.push(text)
@@ -130,7 +130,7 @@ def test_stop_strings_count_in_content_alone() -> None:
     assert parts[-1] == AnswerText("Wait.\n")
 
 
-def test_a_stop_string_of_line_breaks_does_not_match_those_behind_reasoning() -> None:
+def test_line_breaks_after_reasoning_do_not_match_a_stop_string() -> None:
     given = rules(stops=("\n\n",))
     assert read(["<think>a\n\nb</think>\n\nOne.\n\nTwo."], given) == [
         ReasoningText("a\n\nb"),
@@ -138,15 +138,15 @@ def test_a_stop_string_of_line_breaks_does_not_match_those_behind_reasoning() ->
     ]
 
 
-def test_stop_strings_count_after_the_least_number_of_tokens() -> None:
+def test_stop_strings_apply_after_min_tokens() -> None:
     assert read(["a", "b", "a"], rules(stops=("a",), min_tokens=1)) == [AnswerText("ab")]
 
 
-def test_what_a_stop_string_ends_with_the_answer_is_said_once() -> None:
+def test_text_before_a_stop_string_is_emitted_once() -> None:
     assert read(["Hello\n<tool"], rules(stops=("<tool",))) == [AnswerText("Hello\n")]
 
 
-def test_marks_without_end_are_text_before_they_are_read_again_for_each() -> None:
+def test_unclosed_call_marks_are_parsed_a_limited_number_of_times() -> None:
     parsed: list[str] = []
 
     def parse(text: str, _tools: object) -> object:
@@ -161,13 +161,13 @@ def test_marks_without_end_are_text_before_they_are_read_again_for_each() -> Non
     assert len(parsed) < 100
 
 
-def test_marks_that_say_nothing_are_dropped() -> None:
+def test_marks_without_meaning_are_dropped() -> None:
     given = ChatFormat(THOUGHTS, dropped=("<|open|>response<|sep|>", "<|close|>response<|sep|>"))
     text = "<think>Hm.</think><|open|>response<|sep|>Hello.<|close|>response<|sep|>"
     assert read(text, rules(given)) == [ReasoningText("Hm."), AnswerText("Hello.")]
 
 
-def test_headers_of_messages_say_whom_they_are_for() -> None:
+def test_message_headers_select_reasoning_or_content() -> None:
     given = ChatFormat(
         calls=QWEN.calls,
         begins="header",
@@ -194,7 +194,7 @@ def test_headers_of_messages_say_whom_they_are_for() -> None:
         }
     ),
 )
-def test_however_text_is_cut_its_parts_are_the_same(
+def test_parts_do_not_depend_on_how_the_text_is_split(
     fragments: list[str], places: list[int], settings: dict[str, Any]
 ) -> None:
     text = "".join(fragments)
@@ -206,7 +206,7 @@ def test_however_text_is_cut_its_parts_are_the_same(
 
 
 @given(fragments=st.lists(st.sampled_from(FRAGMENTS), max_size=12), behind=st.booleans())
-def test_of_text_without_calls_nothing_is_lost(fragments: list[str], *, behind: bool) -> None:
+def test_text_without_tools_is_kept_whole(fragments: list[str], *, behind: bool) -> None:
     text = "".join(fragments).replace("<think>", "").replace("</think>", "")
     marked = f"<think>a</think>{text}" if behind else text
     parts = read(cut(marked, [3, 8]), rules(tools=()))

@@ -58,7 +58,7 @@ def answer_of(pieces: list[str], parser: str, *, early: bool = False, parallel: 
     return ChatAnswer(parts=read(pieces, given))
 
 
-def test_every_parser_of_mlx_lm_has_an_answer_here() -> None:
+def test_every_mlx_lm_parser_has_an_example() -> None:
     import mlx_lm.tool_parsers as parsers  # it has come in without MLX by now
 
     assert {module.name for module in pkgutil.iter_modules(parsers.__path__)} == set(ANSWERS)
@@ -66,7 +66,7 @@ def test_every_parser_of_mlx_lm_has_an_answer_here() -> None:
 
 @pytest.mark.parametrize("early", [False, True], ids=["whole", "early"])
 @pytest.mark.parametrize("parser", ANSWERS)
-def test_a_call_has_its_name_and_its_arguments(parser: str, *, early: bool) -> None:
+def test_tool_call_has_its_name_and_arguments(parser: str, *, early: bool) -> None:
     answer = answer_of([f"Let me look.\n{ANSWERS[parser]}"], parser, early=early)
     assert answer.content == "Let me look."
     assert [call.name for call in answer.calls] == ["get_weather"]
@@ -78,14 +78,16 @@ def test_a_call_has_its_name_and_its_arguments(parser: str, *, early: bool) -> N
     places=st.lists(st.integers(0, 300), max_size=6),
     early=st.booleans(),
 )
-def test_a_call_is_the_same_however_it_is_cut(parser: str, places: list[int], *, early: bool) -> None:
+def test_tool_call_does_not_depend_on_how_the_text_is_split(
+    parser: str, places: list[int], *, early: bool
+) -> None:
     whole = answer_of([ANSWERS[parser]], parser, early=early)
     assert answer_of(cut(ANSWERS[parser], places), parser, early=early) == whole
     assert answer_of(list(ANSWERS[parser]), parser, early=early) == whole
 
 
 @given(parser=st.sampled_from(sorted(ANSWERS)), length=st.integers(1, 300))
-def test_of_a_call_that_is_cut_off_nothing_is_lost(parser: str, length: int) -> None:
+def test_truncated_tool_call_loses_no_text(parser: str, length: int) -> None:
     text = ANSWERS[parser][:length]
     answer = answer_of([text], parser)
     assert answer.calls or answer.content == text
@@ -93,7 +95,7 @@ def test_of_a_call_that_is_cut_off_nothing_is_lost(parser: str, length: int) -> 
 
 @pytest.mark.parametrize("early", [False, True], ids=["whole", "early"])
 @pytest.mark.parametrize("parser", TWO)
-def test_several_calls_between_one_pair_of_marks_are_several(parser: str, *, early: bool) -> None:
+def test_several_tool_calls_in_one_pair_of_marks_are_all_read(parser: str, *, early: bool) -> None:
     answer = answer_of([TWO[parser]], parser, early=early)
     assert [call.name for call in answer.calls] == ["get_weather", "get_time"]
     assert answer.content == ""
@@ -111,7 +113,7 @@ def test_several_calls_between_one_pair_of_marks_are_several(parser: str, *, ear
         '{"arguments": ' + '{"a": ' * 5000 + "1" + "}" * 5001,
     ],
 )
-def test_json_that_is_no_call_is_content(text: str) -> None:
+def test_json_that_is_not_a_tool_call_is_content(text: str) -> None:
     said = f"<tool_call>{text}</tool_call>"
     answer = answer_of([said], "json_tools")
     assert (answer.content, answer.calls) == (said, [])
@@ -126,25 +128,25 @@ def test_json_that_is_no_call_is_content(text: str) -> None:
         ('city:<escape><|"|><escape>', {"city": '<|"|>'}),
     ],
 )
-def test_function_gemma_may_write_lists_and_braces_and_leave_quotes_out(written: str, arguments: Any) -> None:
+def test_function_gemma_arguments_may_be_nested_or_unquoted(written: str, arguments: Any) -> None:
     """Cover what mlx-lm's own parser cuts off at the first comma or brace."""
     said = f"<start_function_call>call:get_weather{{{written}}}<end_function_call>"
     (call,) = answer_of([said], "function_gemma").calls
     assert json.loads(call.arguments) == arguments
 
 
-def test_half_a_character_in_arguments_can_be_sent() -> None:
+def test_lone_surrogate_in_arguments_can_be_sent() -> None:
     said = '<tool_call>{"arguments": {"city": "\\ud83d é"}, "name": "get_time"}</tool_call>'
     (call,) = answer_of([said], "json_tools").calls
     assert call.arguments.encode()
     assert json.loads(call.arguments) == {"city": "\ud83d é"}
 
 
-def test_the_models_own_id_of_a_call_stays() -> None:
+def test_tool_call_id_of_the_model_is_kept() -> None:
     assert answer_of([ANSWERS["kimi_k2"]], "kimi_k2").calls[0].id == "functions.get_weather:0"
 
 
-def test_early_arguments_are_those_that_mlx_lm_reads() -> None:
+def test_early_arguments_equal_those_of_mlx_lms_parser() -> None:
     for parser in ("json_tools", "kimi_k2", "mistral"):
         parsed: Any = call_marks(parser).parse(_between(parser), [])
         first: Any = parsed[0] if parser == "kimi_k2" else parsed

@@ -30,7 +30,7 @@ def fields(record: logging.LogRecord) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_is_one_line_with_its_model_and_tokens(api: Api, lines: Lines, *, stream: bool) -> None:
+def test_request_has_one_line_with_its_model_and_tokens(api: Api, lines: Lines, *, stream: bool) -> None:
     answer = api.chat(model="twin", max_tokens=3, stream=stream)
     (line,) = lines()
     told = fields(line)
@@ -42,7 +42,7 @@ def test_a_request_is_one_line_with_its_model_and_tokens(api: Api, lines: Lines,
     assert line.getMessage().startswith("127.0.0.1:12345 POST /v1/chat/completions 200 duration_s=")
 
 
-def test_tokens_are_those_of_the_usage_also_of_several_answers(api: Api, lines: Lines) -> None:
+def test_logged_tokens_equal_the_usage_of_several_answers(api: Api, lines: Lines) -> None:
     usages = [
         api.chat(n=3, max_tokens=2).json()["usage"],
         api.complete(prompt=["ab", "ab"], n=2, max_tokens=2).json()["usage"],
@@ -53,14 +53,14 @@ def test_tokens_are_those_of_the_usage_also_of_several_answers(api: Api, lines: 
         assert told["completion_tokens"] == usage["completion_tokens"]
 
 
-def test_tokens_guessed_beyond_a_stop_string_are_not_logged(lines: Lines) -> None:
+def test_draft_tokens_beyond_a_stop_string_are_not_logged(lines: Lines) -> None:
     api = Api(TwinService(says="ab" * 20))
     for stop in ("ab" * 8, "ab" * 8 + "a", "ab" * 9):
         told = api.chat(stop=stop).json()["usage"]["completion_tokens"]
         assert fields(lines()[-1])["completion_tokens"] == told == len(stop)
 
 
-def test_neither_keys_nor_prompts_nor_queries_are_logged(lines: Lines) -> None:
+def test_keys_prompts_and_queries_are_not_logged(lines: Lines) -> None:
     api = Api(settings=ApiSettings(api_keys=("secret-key",)))
     api.post("/v1/completions", {"prompt": "a private thought"}, **{"x-api-key": "secret-key"})
     api.post("/v1/completions?key=secret-key", {}, authorization="Bearer secret-kez")
@@ -70,20 +70,20 @@ def test_neither_keys_nor_prompts_nor_queries_are_logged(lines: Lines) -> None:
     assert "private" not in text
 
 
-def test_what_a_path_holds_cannot_break_a_line(api: Api, lines: Lines) -> None:
+def test_path_cannot_break_a_log_line(api: Api, lines: Lines) -> None:
     api.get("/v1/models/x%0aINFO%20forged%1b[2J")
     (line,) = lines()
     assert "%0aINFO" in line.getMessage()
     assert line.getMessage().isprintable()
 
 
-def test_health_is_logged_at_the_debug_level(api: Api, lines: Lines) -> None:
+def test_health_requests_are_logged_at_debug_level(api: Api, lines: Lines) -> None:
     api.get("/health/ready")
     api.get("/healthy")
     assert [line.levelname for line in lines()] == ["DEBUG", "INFO"]
 
 
-def test_a_client_that_leaves_is_marked(lines: Lines) -> None:
+def test_disconnect_is_logged(lines: Lines) -> None:
     service = TwinService(automatic=False)
     with serving(service) as url, httpx.stream("POST", f"{url}/v1/chat/completions", json=CHAT):
         pass
@@ -91,6 +91,6 @@ def test_a_client_that_leaves_is_marked(lines: Lines) -> None:
     assert (fields(line)["status"], fields(line)["ended"]) == (200, "client left")
 
 
-def test_the_log_can_be_switched_off(lines: Lines) -> None:
+def test_access_log_can_be_switched_off(lines: Lines) -> None:
     Api(settings=ApiSettings(access_log=False)).chat()
     assert not lines()

@@ -20,7 +20,7 @@ KIB = 1024
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 60))))
-def test_there_is_room_for_a_newcomer_whoever_has_taken_what_they_could(asked: list[tuple[str, int]]) -> None:
+def test_new_client_can_always_reserve_half_of_the_free_memory(asked: list[tuple[str, int]]) -> None:
     memory = RequestBodyMemory(100)
     held = [(client, size) for client, size in asked if memory.reserve(client, size)]
     assert memory.held_bytes == sum(size for _, size in held)
@@ -49,7 +49,7 @@ async def running_now(service: TwinService, count: int) -> None:
         await asyncio.sleep(0)
 
 
-def test_what_there_is_no_room_for_is_503_until_others_are_done_and_each_key_has_its_own_share() -> None:
+def test_body_without_room_is_503_and_each_api_key_has_its_own_share() -> None:
     settings = ApiSettings(max_bodies_bytes=100 * KIB, api_keys=("one", "two"))
     service = TwinService(automatic=False)
     app = build_app(TwinCatalog(service), settings)
@@ -74,7 +74,7 @@ def test_what_there_is_no_room_for_is_503_until_others_are_done_and_each_key_has
     asyncio.run(run())
 
 
-def test_what_is_refused_is_read_to_its_end_so_that_its_sender_sees_the_answer() -> None:
+def test_refused_body_is_read_to_its_end() -> None:
     sent = 0
 
     async def pieces() -> AsyncIterator[bytes]:
@@ -88,7 +88,7 @@ def test_what_is_refused_is_read_to_its_end_so_that_its_sender_sees_the_answer()
     assert (refused.status_code, sent) == (503, 20)
 
 
-def test_without_keys_what_a_client_calls_its_key_gives_it_no_share_of_its_own() -> None:
+def test_unverified_key_gives_a_client_no_share_of_its_own() -> None:
     service = TwinService(automatic=False)
     app = build_app(TwinCatalog(service), ApiSettings(max_bodies_bytes=100 * KIB))
 

@@ -11,7 +11,7 @@ from mlx_ring.api.settings import ApiSettings
 @pytest.mark.parametrize(
     "host", ["localhost", "localhost:1", "127.0.0.1:8100", "[::1]:8100", "LOCALHOST.", "192.168.5.1:8100"]
 )
-def test_names_of_this_machine_and_the_bound_address_may_be_hosts(host: str) -> None:
+def test_local_names_and_the_bound_address_are_allowed_hosts(host: str) -> None:
     assert Api(settings=ApiSettings(host="192.168.5.1")).get("/", host=host).status_code == 200
 
 
@@ -19,12 +19,12 @@ def test_names_of_this_machine_and_the_bound_address_may_be_hosts(host: str) -> 
     "host",
     ["evil.example", "evil.example:8100", "10.0.0.1", "localhost.evil.example", "a@localhost", "[", ""],
 )
-def test_a_foreign_host_is_refused(api: Api, host: str) -> None:
+def test_foreign_host_is_refused(api: Api, host: str) -> None:
     refusal(api.get("/health", host=host), 403)
 
 
 @pytest.mark.parametrize("bound", ["0.0.0.0", "::"])  # noqa: S104 - what a person may bind to
-def test_bound_to_every_address_any_address_may_be_the_host_but_no_name(bound: str) -> None:
+def test_wildcard_bind_allows_any_address_as_host_but_no_name(bound: str) -> None:
     api = Api(settings=ApiSettings(host=bound))
     assert api.get("/", host="10.1.2.3:8100").status_code == 200
     assert api.get("/", host="[fd00::7]:8100").status_code == 200
@@ -40,26 +40,26 @@ def test_listed_hosts_and_origins_are_allowed() -> None:
     refusal(api.get("/", origin="http://app.example"), 403)
 
 
-def test_a_star_allows_all() -> None:
+def test_star_allows_every_host_and_origin() -> None:
     api = Api(settings=ApiSettings(allowed_hosts=("*",), allowed_origins=("*",)))
     assert api.get("/", host="any.example", origin="https://any.example").status_code == 200
 
 
-def test_bound_to_every_address_a_page_is_ours_that_comes_from_the_one_it_asks_and_no_other() -> None:
+def test_wildcard_bind_allows_only_the_origin_that_equals_the_host() -> None:
     api = Api(settings=ApiSettings(host="0.0.0.0"))  # noqa: S104 - what a person may bind to
     here = "192.168.1.5:8100"
     assert api.get("/", host=here, origin=f"http://{here}").status_code == 200
     refusal(api.get("/", host=here, origin="http://203.0.113.9:8100"), 403)
 
 
-def test_a_star_for_hosts_lets_no_page_of_another_name_in() -> None:
+def test_star_for_hosts_does_not_allow_foreign_origins() -> None:
     api = Api(settings=ApiSettings(allowed_hosts=("*",)))
     assert api.get("/", host="any.example", origin="https://any.example").status_code == 200
     refusal(api.get("/", host="any.example", origin="https://evil.example"), 403)
 
 
 @pytest.mark.parametrize("origin", ["http://localhost:3000", "http://127.0.0.1", "http://[::1]:8100"])
-def test_a_page_of_this_machine_may_ask_and_read(api: Api, origin: str) -> None:
+def test_local_origin_may_read_responses(api: Api, origin: str) -> None:
     response = api.get("/v1/models", origin=origin)
     assert response.headers["access-control-allow-origin"] == origin
     assert response.headers["vary"] == "origin"
@@ -68,14 +68,14 @@ def test_a_page_of_this_machine_may_ask_and_read(api: Api, origin: str) -> None:
 
 
 @pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://localhost@evil.example", "", "x"])
-def test_a_foreign_origin_is_refused_and_may_not_read_the_refusal(api: Api, origin: str) -> None:
+def test_foreign_origin_is_refused_without_cors_headers(api: Api, origin: str) -> None:
     response = api.post("/v1/chat/completions", {}, origin=origin)
     refusal(response, 403)
     assert "access-control-allow-origin" not in response.headers
     assert not api.service.executor.sent
 
 
-def test_a_preflight_of_an_allowed_page_is_answered(api: Api) -> None:
+def test_preflight_of_an_allowed_origin_is_answered(api: Api) -> None:
     asked = {
         "origin": "http://localhost:3000",
         "access-control-request-method": "POST",
@@ -88,15 +88,13 @@ def test_a_preflight_of_an_allowed_page_is_answered(api: Api) -> None:
     assert refused.status_code == 403
 
 
-def test_every_answer_has_a_request_id_of_its_own(api: Api) -> None:
+def test_every_response_has_its_own_request_id(api: Api) -> None:
     ids = {api.get(path).headers["x-request-id"] for path in ("/", "/health", "/nothing")}
     assert len(ids) == 3
 
 
 @pytest.mark.parametrize("name", ["x-request-id", "x-client-request-id"])
-def test_a_client_s_own_name_for_its_request_is_taken_where_it_may_stand_in_a_log(
-    api: Api, name: str
-) -> None:
+def test_request_id_of_the_client_is_kept_if_it_is_safe_to_log(api: Api, name: str) -> None:
     given = "trace-7f3a.2:/+=@_"
     assert api.get("/", **{name: given}).headers["x-request-id"] == given
     for other in ("two words", "x" * 129, "{}", "\x1b[2J"):
@@ -105,7 +103,7 @@ def test_a_client_s_own_name_for_its_request_is_taken_where_it_may_stand_in_a_lo
     assert api.get("/", **both).headers["x-request-id"] == given
 
 
-def test_head_is_answered_as_get_is(api: Api) -> None:
+def test_head_is_answered_like_get(api: Api) -> None:
     assert api.request("HEAD", "/health/ready").status_code == 200
     assert api.request("HEAD", "/generate").status_code == 405
     assert api.request("HEAD", "/health", headers={"host": "evil.example"}).status_code == 403
@@ -126,7 +124,7 @@ KEYED = ApiSettings(api_keys=("first-key", "schlüssel", "voilà"))
         {"x-api-key": "schlüssel".encode("latin-1")},
     ],
 )
-def test_a_request_with_a_key_of_the_server_is_answered(headers: dict[str, str | bytes]) -> None:
+def test_request_with_an_accepted_key_is_answered(headers: dict[str, str | bytes]) -> None:
     assert Api(settings=KEYED).request("GET", "/v1/models", headers=headers).status_code == 200
 
 
@@ -141,7 +139,7 @@ def test_a_request_with_a_key_of_the_server_is_answered(headers: dict[str, str |
         ({"x-api-key": ""}, "not one of this server's"),
     ],
 )
-def test_a_request_without_a_right_key_is_refused_as_openai_does(headers: dict[str, str], said: str) -> None:
+def test_request_without_an_accepted_key_is_401_in_openais_format(headers: dict[str, str], said: str) -> None:
     api = Api(settings=KEYED)
     response = api.post("/v1/chat/completions", {}, **headers)
     assert said in refusal(response, 401)[1]
@@ -168,7 +166,7 @@ def test_health_needs_no_key_and_everything_else_does() -> None:
         assert api.get(path).status_code == 401
 
 
-def test_a_page_that_may_ask_may_read_that_it_needs_a_key() -> None:
+def test_allowed_origin_can_read_the_401() -> None:
     response = Api(settings=KEYED).get("/v1/models", origin="http://localhost:3000")
     assert response.status_code == 401
     assert response.headers["access-control-allow-origin"] == "http://localhost:3000"

@@ -58,13 +58,13 @@ def spans_of(method: str, path: str, key: str) -> list[Recorded]:
     return tracing.spans
 
 
-def test_a_post_has_a_span_with_its_route_and_status() -> None:
+def test_post_has_a_span_with_its_route_and_status() -> None:
     (span,) = spans_of("POST", "/v1/completions", "secret")
     assert (span.name, span.error) == ("POST /v1/completions", "")
     assert span.attributes["http.response.status_code"] == 200
     assert str(span.attributes["mlx_ring.request_id"]).startswith("req_")
 
 
-def test_who_is_not_let_in_and_what_asks_no_model_leave_none() -> None:
+def test_refused_requests_and_gets_have_no_span() -> None:
     assert not spans_of("POST", "/v1/completions", "guessed")
     assert not spans_of("GET", "/v1/models", "secret")

@@ -55,7 +55,7 @@ def test_texts_are_embedded(client: Client) -> None:
     assert client.embeddings("twin", "A").embedding == pytest.approx(client.embed("twin", "A").embeddings[0])
 
 
-def test_a_text_over_the_context_is_cut_or_refused(api: Api) -> None:
+def test_text_over_the_context_is_truncated_or_refused(api: Api) -> None:
     long, most = "x" * 5000, "x" * 4095
     (cut,) = api.post("/api/embed", {"input": long}).json()["embeddings"]
     assert cut == api.post("/api/embed", {"input": most}).json()["embeddings"][0]
@@ -64,13 +64,13 @@ def test_a_text_over_the_context_is_cut_or_refused(api: Api) -> None:
     assert "5001 tokens" in refused.json()["error"]
 
 
-def test_a_model_that_is_served_is_there_and_no_other_is_fetched(client: Client) -> None:
+def test_pull_succeeds_for_a_served_model_and_fetches_no_other(client: Client) -> None:
     assert client.pull("twin").status == "success"
     with pytest.raises(ResponseError, match="models/load"):
         client.pull("llama3.2")
 
 
-def test_what_would_change_models_is_refused_with_a_reason(client: Client, api: Api) -> None:
+def test_requests_that_change_models_are_refused_with_a_reason(client: Client, api: Api) -> None:
     for ask in (
         lambda: client.delete("twin"),
         lambda: client.copy("twin", "other"),

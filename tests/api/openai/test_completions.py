@@ -18,7 +18,7 @@ AFTER_PROMPT = "hijklmnopqrstuvwxyz"
 """Continuation by the twin after BOS and six bytes."""
 
 
-def test_sixteen_tokens_are_the_default(api: Api) -> None:
+def test_max_tokens_defaults_to_sixteen(api: Api) -> None:
     body = api.complete().json()
     assert body["id"].startswith("cmpl-")
     assert body["object"] == "text_completion"
@@ -29,13 +29,13 @@ def test_sixteen_tokens_are_the_default(api: Api) -> None:
     assert body["usage"]["completion_tokens"] == 16
 
 
-def test_a_stream_carries_the_same_text(api: Api) -> None:
+def test_stream_has_the_same_text(api: Api) -> None:
     choices = [chunk["choices"][0] for chunk in events(api.complete(stream=True, echo=True))]
     assert "".join(choice["text"] for choice in choices) == PROMPT + AFTER_PROMPT[:16]
     assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["length"]
 
 
-def test_several_prompts_are_streamed_side_by_side(api: Api) -> None:
+def test_several_prompts_are_streamed_concurrently(api: Api) -> None:
     choices = [
         chunk["choices"][0]
         for chunk in events(api.complete(stream=True, prompt=["a", "bc"], n=2, max_tokens=3))
@@ -81,7 +81,7 @@ def test_echo_with_logprobs_scores_prompt_and_answer(api: Api) -> None:
     assert choice["text"][scored["text_offset"][3]] == "d"
 
 
-def test_streamed_echo_with_logprobs_scores_the_same(api: Api) -> None:
+def test_streamed_echo_has_the_same_logprobs(api: Api) -> None:
     fields: dict[str, object] = {"prompt": "AB", "echo": True, "logprobs": 1, "max_tokens": 2}
     whole = api.complete(**fields).json()["choices"][0]
     choices = [chunk["choices"][0] for chunk in events(api.complete(stream=True, **fields))]
@@ -91,29 +91,29 @@ def test_streamed_echo_with_logprobs_scores_the_same(api: Api) -> None:
         assert [value for piece in pieces for value in piece] == whole["logprobs"][name]
 
 
-def test_no_tokens_with_echo_score_the_prompt_alone(api: Api) -> None:
+def test_max_tokens_zero_with_echo_scores_only_the_prompt(api: Api) -> None:
     body = api.complete(prompt="AB", echo=True, logprobs=0, max_tokens=0).json()
     assert body["choices"][0]["text"] == "AB"
     assert body["choices"][0]["logprobs"]["token_logprobs"] == [None, -1.0, -1.0]
     assert body["usage"]["completion_tokens"] == 0
 
 
-def test_echoed_token_ids_come_back_as_text(api: Api) -> None:
+def test_echoed_token_ids_are_returned_as_text(api: Api) -> None:
     assert api.complete(prompt=[65, 66], echo=True, max_tokens=1).json()["choices"][0]["text"] == "ABc"
 
 
-def test_an_empty_prompt_begins_a_text(api: Api) -> None:
+def test_empty_prompt_starts_with_bos(api: Api) -> None:
     body = api.complete(prompt="", max_tokens=2).json()
     assert body["choices"][0]["text"] == "bc"
     assert body["usage"]["prompt_tokens"] == 1
 
 
-def test_broken_bytes_are_spelt_out_among_logprobs(api: Api) -> None:
+def test_incomplete_utf8_is_escaped_in_logprobs(api: Api) -> None:
     choice = api.complete(prompt=[0xE2, 0x82], echo=True, logprobs=0, max_tokens=1).json()["choices"][0]
     assert choice["logprobs"]["tokens"][:2] == ["bytes:\\xe2", "bytes:\\x82"]
 
 
-def test_a_prompt_over_the_context_is_called_prompt(api: Api) -> None:
+def test_prompt_over_the_context_names_the_prompt_field(api: Api) -> None:
     response = api.complete(prompt=[65] * 4096)
     param, _ = refusal(response)
     assert param == "prompt"
@@ -138,20 +138,20 @@ def test_a_prompt_over_the_context_is_called_prompt(api: Api) -> None:
         ({"min_tokens": 17}, "min_tokens"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(api: Api, fields: dict[str, object], named: str) -> None:
+def test_invalid_field_is_named(api: Api, fields: dict[str, object], named: str) -> None:
     param, message = refusal(api.complete(**fields))
     assert param == named
     assert named in message
 
 
-def test_generate_takes_a_prompt_and_gives_text(api: Api) -> None:
+def test_generate_continues_a_prompt(api: Api) -> None:
     body = api.post("/generate", {"prompt": PROMPT, "max_tokens": 3}).json()
     assert (body["text"], body["finish_reason"]) == ("hij", "length")
     assert body["usage"]["total_tokens"] == 10
     assert body["performance"]["prompt_s"] >= 0
 
 
-def test_where_sentencepiece_words_stand_in_an_echo_is_counted_without_the_space_that_it_drops() -> None:
+def test_text_offsets_skip_the_leading_space_of_sentencepiece() -> None:
     tokenizer: Any = byte_fallback()
     tokens = tuple(tokenizer.convert_tokens_to_ids(["\u2581hello", "\u2581the"]))
     asked = CompletionRequest.model_validate({"prompt": "hello the", "echo": True, "logprobs": 0})
@@ -164,7 +164,7 @@ def test_where_sentencepiece_words_stand_in_an_echo_is_counted_without_the_space
     ]
 
 
-def test_special_tokens_that_an_echoed_prompt_spells_out_take_their_place_in_it() -> None:
+def test_text_offsets_count_special_tokens_spelled_out_in_the_prompt() -> None:
     asked = CompletionRequest.model_validate({"prompt": "<eos>A", "echo": True, "logprobs": 0})
     scored = Answer(text="b", prompt_logprobs=(None, *(TokenLogprob(token, -1.0) for token in (EOS, 65))))
     scored.logprobs = [TokenLogprob(token, -1.0) for token in (ord("b"), EOS)]

@@ -52,7 +52,7 @@ ADD: anthropic.types.ToolParam = {"name": "add", "input_schema": {"type": "objec
 
 
 @with_plain
-def test_an_answer_and_why_it_ended(client: anthropic.Anthropic) -> None:
+def test_response_has_its_text_and_stop_reason(client: anthropic.Anthropic) -> None:
     whole = client.messages.create(model="twin", max_tokens=100, messages=[USER], system="Be kind.")
     assert [getattr(block, "text", "") for block in whole.content] == [ANSWER_TEXT]
     assert (whole.stop_reason, whole.role, whole.model) == ("end_turn", "assistant", "org/twin")
@@ -69,7 +69,7 @@ def test_an_answer_and_why_it_ended(client: anthropic.Anthropic) -> None:
 
 
 @both
-def test_counting_gives_the_tokens_that_an_answer_is_charged_for(client: anthropic.Anthropic) -> None:
+def test_token_count_equals_the_input_tokens_of_the_usage(client: anthropic.Anthropic) -> None:
     counted = client.messages.count_tokens(model="twin", messages=[USER], system="Be kind.")
     answer = client.messages.create(model="twin", max_tokens=1, messages=[USER], system="Be kind.")
     usage = answer.usage
@@ -77,7 +77,7 @@ def test_counting_gives_the_tokens_that_an_answer_is_charged_for(client: anthrop
 
 
 @with_thinker
-def test_a_streamed_message_is_put_together_as_the_whole_one_is(client: anthropic.Anthropic) -> None:
+def test_streamed_message_equals_the_unstreamed_one(client: anthropic.Anthropic) -> None:
     with client.messages.stream(model="twin", max_tokens=200, messages=[USER], tools=[ADD]) as stream:
         streamed = stream.get_final_message()
     whole = client.messages.create(model="twin", max_tokens=200, messages=[USER], tools=[ADD])
@@ -95,7 +95,7 @@ def test_a_streamed_message_is_put_together_as_the_whole_one_is(client: anthropi
 
 
 @with_thinker
-def test_the_tool_runner_runs_the_tool_and_sends_all_of_it_back(
+def test_tool_runner_calls_the_tool_and_sends_back_its_result(
     client: anthropic.Anthropic, thinker: TwinService
 ) -> None:
     ran: list[tuple[int, int]] = []
@@ -121,7 +121,7 @@ def test_the_tool_runner_runs_the_tool_and_sends_all_of_it_back(
 
 
 @with_plain
-def test_an_answer_goes_on_from_its_beginning(client: anthropic.Anthropic, plain: TwinService) -> None:
+def test_final_assistant_message_is_continued(client: anthropic.Anthropic, plain: TwinService) -> None:
     client.messages.create(
         model="twin", max_tokens=3, messages=[USER, {"role": "assistant", "content": "Well,"}]
     )
@@ -129,7 +129,7 @@ def test_an_answer_goes_on_from_its_beginning(client: anthropic.Anthropic, plain
 
 
 @with_plain
-def test_errors_are_the_sdks_own(client: anthropic.Anthropic, plain: TwinService) -> None:
+def test_errors_raise_the_sdk_exceptions(client: anthropic.Anthropic, plain: TwinService) -> None:
     with pytest.raises(anthropic.AuthenticationError):
         client.with_options(api_key="wrong").messages.create(model="twin", max_tokens=1, messages=[USER])
     with pytest.raises(anthropic.NotFoundError) as unknown:
@@ -145,7 +145,7 @@ def test_errors_are_the_sdks_own(client: anthropic.Anthropic, plain: TwinService
     assert (loading.value.status_code, loading.value.type) == (503, "overloaded_error")
 
 
-def test_an_error_in_mid_stream_is_raised_and_pings_come_before_it() -> None:
+def test_error_in_mid_stream_is_raised_after_pings() -> None:
     service = TwinService(automatic=False)
     with serving(service, ApiSettings(keep_alive_s=0.005)) as url, anthropic.Anthropic(base_url=url, auth_token="x") as client:  # noqa: S106 - no secret  # fmt: skip
         stream = client.messages.create(model="twin", max_tokens=9, messages=[USER], stream=True)

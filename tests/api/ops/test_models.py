@@ -28,7 +28,7 @@ def api() -> Api:
         ("/generate", {"prompt": "x"}),
     ],
 )
-def test_the_model_that_a_request_names_answers(
+def test_request_is_served_by_the_model_it_names(
     api: Api, name: str, answers: int, path: str, body: dict[str, object]
 ) -> None:
     reply = api.post(path, body | {"model": name})
@@ -37,7 +37,7 @@ def test_the_model_that_a_request_names_answers(
     assert (generated[answers] > 0, generated[1 - answers]) == (True, 0)
 
 
-def test_without_a_name_only_a_model_that_is_alone_answers(api: Api) -> None:
+def test_model_name_is_optional_only_with_a_single_model(api: Api) -> None:
     param, message = refusal(api.chat(), 400)
     assert (param, message) == (
         "model",
@@ -47,27 +47,27 @@ def test_without_a_name_only_a_model_that_is_alone_answers(api: Api) -> None:
     assert api.get("/model/info").json()["model"] == "org/twin"
 
 
-def test_a_name_that_nobody_has_is_refused_with_those_that_are_served(api: Api) -> None:
+def test_unknown_model_is_refused_with_the_served_names(api: Api) -> None:
     param, message = refusal(api.chat(model="third"), 404)
     assert param == "model"
     assert "'org/twin', 'org/other'" in message
 
 
-def test_both_are_listed_with_their_state(api: Api) -> None:
+def test_models_are_listed_with_their_state(api: Api) -> None:
     api.catalog.models[1].is_loaded = False
     listed = {model["id"]: model["state"] for model in api.get("/v1/models").json()["data"]}
     assert listed == {"org/twin": "ready", "org/other": "unloaded"}
     assert api.get("/v1/models/other").json()["id"] == "org/other"
 
 
-def test_a_model_that_is_not_loaded_is_loaded_when_it_is_asked(api: Api) -> None:
+def test_unloaded_model_is_loaded_on_request(api: Api) -> None:
     other = api.catalog.models[1]
     other.is_loaded = False
     assert api.chat(model="other").status_code == 200
     assert other.is_loaded
 
 
-def test_a_model_that_has_no_room_says_so_and_the_others_go_on(api: Api) -> None:
+def test_model_without_room_is_503_and_others_still_answer(api: Api) -> None:
     api.catalog.models[1].is_loaded = False
     api.catalog.refusal = PlanError("It needs 3 GB more.")
     reply = api.chat(model="other")
@@ -76,7 +76,7 @@ def test_a_model_that_has_no_room_says_so_and_the_others_go_on(api: Api) -> None
     assert api.get("/health/ready").status_code == 200
 
 
-def test_load_and_unload_are_two_calls(api: Api) -> None:
+def test_model_is_unloaded_and_loaded_by_request(api: Api) -> None:
     reply = api.post("/models/unload", {"model": "other"})
     assert (reply.status_code, reply.json()["state"]) == (200, "unloaded")
     assert api.get("/cluster/status").json()["models"][1]["instances"] == []
@@ -84,20 +84,20 @@ def test_load_and_unload_are_two_calls(api: Api) -> None:
     assert (reply.status_code, reply.json()["state"]) == (200, "ready")
 
 
-def test_to_load_what_is_not_there_is_a_404_with_the_reason(api: Api) -> None:
+def test_loading_an_unknown_model_is_404_with_the_reason(api: Api) -> None:
     reply = api.post("/models/load", {"model": "nobody/knows"})
     assert (reply.status_code, error_of(reply)["code"]) == (404, "model_not_found")
     assert "nobody/knows" in error_of(reply)["message"]
 
 
-def test_a_model_that_answers_is_not_unloaded_unless_it_must() -> None:
+def test_busy_model_is_unloaded_only_with_force() -> None:
     busy = Api(TwinService(automatic=False))
     busy.service.engine.submit_all(_request())
     assert busy.post("/models/unload", {"model": "twin"}).status_code == 409
     assert busy.post("/models/unload", {"model": "twin", "force": True}).status_code == 200
 
 
-def test_status_and_cache_tell_of_every_model(api: Api) -> None:
+def test_status_and_cache_stats_list_every_model(api: Api) -> None:
     status = api.get("/cluster/status").json()
     assert [model["model"] for model in status["models"]] == ["org/twin", "org/other"]
     assert {device["model"] for device in status["devices"]} == {"org/twin", "org/other"}
@@ -107,7 +107,7 @@ def test_status_and_cache_tell_of_every_model(api: Api) -> None:
 
 
 @pytest.mark.parametrize("path", ["/models/load", "/models/unload"])
-def test_another_machine_needs_a_key_to_load_and_unload(path: str) -> None:
+def test_remote_client_needs_a_key_to_load_and_unload(path: str) -> None:
     stranger = Api(client="192.168.1.9")
     reply = stranger.post(path, {"model": "twin"})
     assert reply.status_code == 403

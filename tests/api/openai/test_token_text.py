@@ -24,23 +24,23 @@ class SentencePieces(ByteTokenizer):
         return {0: "the", 1: "re", 2: "\ufffd", 3: "\n", 4: " "}.get(token_ids[0], "")
 
 
-def test_every_byte_of_a_byte_level_vocabulary_is_itself() -> None:
+def test_byte_level_tokens_have_their_bytes() -> None:
     texts = TokenTexts(ByteTokenizer())
     assert [texts[byte].data for byte in range(256)] == [bytes([byte]) for byte in range(256)]
     assert len({texts[byte].name for byte in range(256)}) == 256
 
 
-def test_special_tokens_show_their_name_and_are_known_as_such() -> None:
+def test_special_tokens_have_their_name_and_are_flagged_special() -> None:
     texts = TokenTexts(ByteTokenizer())
     assert texts[257] == ("<eos>", b"<eos>", True)
     assert not texts[65].special
 
 
-def test_padding_of_the_vocabulary_says_nothing() -> None:
+def test_vocabulary_padding_has_no_text() -> None:
     assert TokenTexts(ByteTokenizer())[300] == ("", b"", False)
 
 
-def test_sentencepiece_words_keep_their_space_and_bytes_their_value() -> None:
+def test_sentencepiece_tokens_keep_their_space_and_byte_value() -> None:
     texts = TokenTexts(SentencePieces())
     assert [texts[token].data for token in range(6)] == [b" the", b"re", b"\xe2", b"\n", b"  ", b" "]
     assert not texts[5].special
@@ -48,7 +48,7 @@ def test_sentencepiece_words_keep_their_space_and_bytes_their_value() -> None:
     assert texts[9] == ("", b"", False)
 
 
-def test_what_was_looked_up_is_looked_up_once_for_a_tokenizer_and_goes_with_it() -> None:
+def test_token_texts_are_cached_per_tokenizer_and_released_with_it() -> None:
     tokenizer = ByteTokenizer()
     assert TokenTexts(tokenizer)[65] is TokenTexts(tokenizer)[65]
     assert TokenTexts(tokenizer)[65] is not TokenTexts(ByteTokenizer())[65]

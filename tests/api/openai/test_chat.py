@@ -12,7 +12,7 @@ ANSWER_TOKENS = len(ANSWER_TEXT.encode()) + 1
 PROMPT_TOKENS = len("user: Hello.\n") + 2
 
 
-def test_an_answer_has_openais_shape_and_says_what_it_cost(api: Api) -> None:
+def test_response_has_openais_fields_and_usage(api: Api) -> None:
     response = api.chat()
     assert response.status_code == 200
     body = response.json()
@@ -43,7 +43,7 @@ def test_an_answer_has_openais_shape_and_says_what_it_cost(api: Api) -> None:
     assert body["performance"]["generation_tokens_per_second"] > 0
 
 
-def test_a_stream_says_the_role_first_and_the_reason_last(api: Api) -> None:
+def test_stream_starts_with_the_role_and_ends_with_the_finish_reason(api: Api) -> None:
     chunks = events(api.chat(stream=True))
     assert {chunk["id"] for chunk in chunks} == {chunks[0]["id"]}
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
@@ -56,7 +56,7 @@ def test_a_stream_says_the_role_first_and_the_reason_last(api: Api) -> None:
     assert all("usage" not in chunk for chunk in chunks)
 
 
-def test_usage_comes_in_a_chunk_of_its_own_where_asked_for(api: Api) -> None:
+def test_include_usage_adds_a_last_chunk_with_the_usage(api: Api) -> None:
     chunks = events(api.chat(stream=True, stream_options={"include_usage": True}))
     assert all(chunk["usage"] is None for chunk in chunks[:-1])
     assert chunks[-1]["choices"] == []
@@ -64,7 +64,7 @@ def test_usage_comes_in_a_chunk_of_its_own_where_asked_for(api: Api) -> None:
     assert chunks[-1]["performance"]["generation_s"] > 0
 
 
-def test_every_choice_of_n_is_whole_and_the_prompt_counts_once(api: Api) -> None:
+def test_n_choices_are_complete_and_the_prompt_counts_once(api: Api) -> None:
     body = api.chat(n=3, seed=7).json()
     assert [choice["index"] for choice in body["choices"]] == [0, 1, 2]
     assert {choice["message"]["content"] for choice in body["choices"]} == {ANSWER_TEXT}
@@ -76,7 +76,7 @@ def test_every_choice_of_n_is_whole_and_the_prompt_counts_once(api: Api) -> None
     assert seeds[0] == 7
 
 
-def test_every_streamed_choice_of_n_opens_and_closes(api: Api) -> None:
+def test_each_streamed_choice_has_its_role_and_finish_reason(api: Api) -> None:
     choices = [chunk["choices"][0] for chunk in events(api.chat(n=2, stream=True))]
     for index in range(2):
         mine = [choice for choice in choices if choice["index"] == index]
@@ -85,7 +85,7 @@ def test_every_streamed_choice_of_n_opens_and_closes(api: Api) -> None:
         assert "".join(choice["delta"].get("content", "") for choice in mine) == ANSWER_TEXT
 
 
-def test_the_same_seed_derives_the_same_seeds() -> None:
+def test_seeds_of_n_choices_are_deterministic() -> None:
     def seeds() -> list[int]:
         api = Api()
         api.chat(n=4, seed=-3)
@@ -96,24 +96,24 @@ def test_the_same_seed_derives_the_same_seeds() -> None:
 
 
 @pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
-def test_a_limit_of_tokens_ends_with_length(api: Api, field: str) -> None:
+def test_token_limit_ends_with_length(api: Api, field: str) -> None:
     body = api.chat(**{field: 2}).json()
     assert body["choices"][0]["message"]["content"] == ANSWER_TEXT[:2]
     assert body["choices"][0]["finish_reason"] == "length"
 
 
-def test_a_limit_beyond_the_context_is_the_context(api: Api) -> None:
+def test_max_tokens_beyond_the_context_is_accepted(api: Api) -> None:
     assert api.chat(max_tokens=10**30).json()["choices"][0]["finish_reason"] == "stop"
 
 
 @pytest.mark.parametrize("stop", [": ", ["nowhere", ": "]])
-def test_a_stop_string_ends_the_answer_before_itself(api: Api, stop: object) -> None:
+def test_answer_ends_before_a_stop_string(api: Api, stop: object) -> None:
     body = api.chat(stop=stop).json()
     assert body["choices"][0]["message"]["content"] == "Grüße"
     assert body["choices"][0]["finish_reason"] == "stop"
 
 
-def test_logprobs_give_each_token_its_bytes(api: Api) -> None:
+def test_logprobs_have_the_bytes_of_each_token(api: Api) -> None:
     choice = api.chat(logprobs=True, top_logprobs=2, max_tokens=4).json()["choices"][0]
     content = choice["logprobs"]["content"]
     assert choice["logprobs"]["refusal"] is None
@@ -123,7 +123,7 @@ def test_logprobs_give_each_token_its_bytes(api: Api) -> None:
     assert [len(token["top_logprobs"]) for token in content] == [2] * 4
 
 
-def test_streamed_logprobs_lose_no_token(api: Api) -> None:
+def test_streamed_logprobs_include_every_token(api: Api) -> None:
     chunks = events(api.chat(logprobs=True, stream=True))
     tokens: list[dict[str, Any]] = []
     for chunk in chunks:
@@ -160,18 +160,18 @@ def test_sampling_fields_reach_the_workers(api: Api) -> None:
     assert dict(sampling.logit_bias) == {17: -100}
 
 
-def test_top_p_of_zero_leaves_the_most_likely_token_alone(api: Api) -> None:
+def test_top_p_of_zero_keeps_only_the_most_likely_token(api: Api) -> None:
     api.chat(top_p=0)
     assert 0 < api.service.executor.sent[0].operations[0].open.sampling.top_p < 1e-3
 
 
-def test_ignore_eos_goes_on_to_the_limit(api: Api) -> None:
+def test_ignore_eos_generates_up_to_max_tokens(api: Api) -> None:
     body = api.chat(ignore_eos=True, max_tokens=ANSWER_TOKENS + 5).json()
     assert body["usage"]["completion_tokens"] == ANSWER_TOKENS + 5
     assert body["choices"][0]["finish_reason"] == "length"
 
 
-def test_a_conversation_goes_to_the_template_as_templates_read_it(api: Api) -> None:
+def test_messages_are_converted_for_the_chat_template(api: Api) -> None:
     messages = [
         {
             "role": "developer",
@@ -211,24 +211,24 @@ def test_a_conversation_goes_to_the_template_as_templates_read_it(api: Api) -> N
     assert api.service.tokenizer.template_kwargs == {"enable_thinking": False}
 
 
-def test_a_template_that_refuses_the_messages_is_the_clients_mistake(api: Api) -> None:
+def test_template_error_is_a_client_error(api: Api) -> None:
     param, message = refusal(api.chat(chat_template_kwargs={"refuse": True}))
     assert param == "messages"
     assert "roles must alternate" in message
 
 
-def test_a_request_cannot_bring_its_own_template(api: Api) -> None:
+def test_request_cannot_bring_its_own_template(api: Api) -> None:
     param, _ = refusal(api.chat(chat_template_kwargs={"chat_template": "{{ 1 }}"}))
     assert param == "chat_template_kwargs.chat_template"
 
 
-def test_a_model_without_template_names_the_other_endpoint(api: Api) -> None:
+def test_model_without_chat_template_points_to_completions(api: Api) -> None:
     api.service.tokenizer.has_chat_template = False
     _, message = refusal(api.chat())
     assert "/v1/completions" in message
 
 
-def test_a_prompt_over_the_context_gives_both_numbers(api: Api) -> None:
+def test_prompt_over_the_context_has_both_token_counts(api: Api) -> None:
     response = api.chat(content="x" * 5000)
     param, _ = refusal(response)
     error = response.json()["error"]
@@ -237,7 +237,7 @@ def test_a_prompt_over_the_context_gives_both_numbers(api: Api) -> None:
     assert (error["n_prompt_tokens"], error["n_ctx"]) == (PROMPT_TOKENS + 4994, 4096)
 
 
-def test_a_prompt_made_of_an_earlier_prompt_and_its_answer_works(api: Api) -> None:
+def test_earlier_answer_is_accepted_in_the_next_prompt(api: Api) -> None:
     answer = api.chat().json()["choices"][0]["message"]
     messages = [
         {"role": "user", "content": "Hello."},
@@ -247,7 +247,7 @@ def test_a_prompt_made_of_an_earlier_prompt_and_its_answer_works(api: Api) -> No
     assert api.post("/v1/chat/completions", {"messages": messages}).status_code == 200
 
 
-def test_fields_that_promise_nothing_pass(api: Api) -> None:
+def test_fields_without_effect_are_accepted(api: Api) -> None:
     response = api.chat(
         user="u", metadata={"a": "b"}, store=True, service_tier="auto", prompt_cache_key="k",
         prompt_cache_retention="24h", safety_identifier="s", verbosity="low",
@@ -258,5 +258,5 @@ def test_fields_that_promise_nothing_pass(api: Api) -> None:
 
 
 @pytest.mark.parametrize("model", [None, "org/twin", "twin"])
-def test_the_served_model_answers_to_its_names_and_to_none(api: Api, model: str | None) -> None:
+def test_model_is_selected_by_name_alias_or_no_name(api: Api, model: str | None) -> None:
     assert api.chat(model=model).json()["model"] == "org/twin"

@@ -63,7 +63,7 @@ def checked(events: Events) -> Events:
     return events
 
 
-def test_items_open_grow_and_close_in_the_order_of_the_answer() -> None:
+def test_stream_sends_output_items_in_order() -> None:
     made = writer(include=["reasoning.encrypted_content"])
     events: Events = list(made.opening())
     for part in PARTS:
@@ -97,7 +97,7 @@ def test_items_open_grow_and_close_in_the_order_of_the_answer() -> None:
     } == {said["id"]}
 
 
-def test_an_answer_at_its_limit_is_incomplete_and_so_is_its_last_item() -> None:
+def test_response_at_the_token_limit_and_its_last_item_are_incomplete() -> None:
     made = writer()
     list(made.part(AnswerText("Hel")))
     whole: dict[str, Any] = made.whole("incomplete", usage_of(1, 0, 1, 0))
@@ -106,7 +106,7 @@ def test_an_answer_at_its_limit_is_incomplete_and_so_is_its_last_item() -> None:
     assert [item["status"] for item in whole["output"]] == ["incomplete"]
 
 
-def test_a_failure_is_an_event_and_raised_by_sdks() -> None:
+def test_failure_sends_failed_and_error_events() -> None:
     made = writer()
     events: Events = [*made.opening(), *made.part(AnswerText("Hel"))]
     events += made.failing(ErrorInfo(503, "Worker 1 died.", "server_error", "worker_lost"))
@@ -123,7 +123,7 @@ def asked(items: object, **fields: object) -> list[Any]:
     return list(conversation_of(request, ChatFormat()).messages)
 
 
-def test_a_turns_items_are_one_message_to_the_template() -> None:
+def test_items_of_a_turn_become_one_template_message() -> None:
     answer = writer()
     for part in PARTS:
         list(answer.part(part))
@@ -158,7 +158,7 @@ def test_reasoning_stays_in_its_turn() -> None:
     ]
 
 
-def test_instructions_and_a_developers_message_at_the_beginning_are_one() -> None:
+def test_instructions_and_first_developer_message_are_joined() -> None:
     assert asked([{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Hi."}], instructions="Be kind.") == [
         {"role": "system", "content": "Be kind.\nBe brief."},
         {"role": "user", "content": "Hi."},
@@ -168,9 +168,7 @@ def test_instructions_and_a_developers_message_at_the_beginning_are_one() -> Non
 @pytest.mark.parametrize(
     ("sealed", "thought"), [(seal("Hm."), "Hm."), ("gAAAAB", "briefly"), ("mlx-ring:%", "briefly")]
 )
-def test_reasoning_comes_back_sealed_and_another_servers_seal_leaves_its_summary(
-    sealed: str, thought: str
-) -> None:
+def test_sealed_reasoning_is_read_and_a_foreign_seal_leaves_the_summary(sealed: str, thought: str) -> None:
     reasoning: dict[str, Any] = {
         "type": "reasoning",
         "id": "rs_1",
@@ -190,13 +188,13 @@ def test_reasoning_comes_back_sealed_and_another_servers_seal_leaves_its_summary
     assert message == {"role": "assistant", "content": "Yes.", "reasoning_content": thought}
 
 
-def test_reasoning_at_the_end_of_the_input_is_not_lost() -> None:
+def test_reasoning_at_the_end_of_the_input_is_kept() -> None:
     user = {"role": "user", "content": "Hi."}
     thought = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm."}]}
     assert asked([user, thought])[1:] == [{"role": "assistant", "content": "", "reasoning_content": "Hm."}]
 
 
-def test_an_effort_and_what_it_comes_to_are_not_both_given() -> None:
+def test_effort_and_enable_thinking_together_are_refused() -> None:
     body = {
         "input": "Hello.",
         "reasoning": {"effort": "low"},
@@ -229,7 +227,7 @@ def test_an_effort_and_what_it_comes_to_are_not_both_given() -> None:
         ({"n": 2}, "n", "not supported"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_had_is_refused_by_name(
+def test_unsupported_field_is_refused_by_name(
     api: Api, fields: dict[str, object], param: str, says: str
 ) -> None:
     named, message = refusal(api.post("/v1/responses", {"input": "Hello."} | fields))

@@ -16,7 +16,7 @@ KEYED = ApiSettings(api_keys=("key",))
 
 
 @pytest.mark.parametrize("accept", [BROWSER, "text/html", "application/json;q=0.5, text/html"])
-def test_who_asks_for_html_gets_the_page(api: Api, accept: str) -> None:
+def test_client_that_accepts_html_gets_the_page(api: Api, accept: str) -> None:
     response = api.get("/", accept=accept)
     assert response.status_code == 200
     assert response.headers["content-type"] == "text/html; charset=utf-8"
@@ -28,13 +28,13 @@ def test_who_asks_for_html_gets_the_page(api: Api, accept: str) -> None:
     "accept",
     ["*/*", "application/json", "application/json, text/html;q=0.9", "text/html;q=0", "text/html;q=x"],
 )
-def test_who_does_not_gets_json(api: Api, accept: str) -> None:
+def test_client_that_prefers_json_gets_json(api: Api, accept: str) -> None:
     response = api.get("/", accept=accept)
     assert response.json()["service"] == "mlx-ring"
     assert response.headers["vary"] == "accept"
 
 
-def test_all_that_the_page_names_is_there_and_kept_for_good(api: Api) -> None:
+def test_linked_files_exist_and_are_immutable(api: Api) -> None:
     html = api.get("/", accept=BROWSER).text
     named = re.findall(r'(?:src|href)="([^"]+)"', html)
     assert len(named) >= 5
@@ -44,7 +44,7 @@ def test_all_that_the_page_names_is_there_and_kept_for_good(api: Api) -> None:
         assert "immutable" in response.headers["cache-control"]
 
 
-def test_every_module_imports_what_is_there() -> None:
+def test_every_module_imports_existing_files() -> None:
     page = load_page()
     for path, file in page.files.items():
         folder = path.rpartition("/")[0]
@@ -64,14 +64,14 @@ def test_no_line_is_wider_than_120_columns() -> None:
             assert max(map(len, file.data.decode().splitlines())) <= 120, path
 
 
-def test_the_page_is_asked_for_again_and_sent_only_when_it_is_another(api: Api) -> None:
+def test_unchanged_page_is_not_sent_again(api: Api) -> None:
     first = api.get("/", accept=BROWSER)
     assert first.headers["cache-control"] == "no-cache"
     again = api.request("GET", "/", headers={"accept": BROWSER, "if-none-match": first.headers["etag"]})
     assert (again.status_code, again.content) == (304, b"")
 
 
-def test_nothing_but_this_server_s_own_scripts_can_run(api: Api) -> None:
+def test_only_scripts_of_this_server_can_run(api: Api) -> None:
     response = api.get("/", accept=BROWSER)
     policy = response.headers["content-security-policy"]
     assert "default-src 'self'" in policy
@@ -87,11 +87,11 @@ def test_nothing_but_this_server_s_own_scripts_can_run(api: Api) -> None:
         *("/page/{digest}/%2e%2e/files.py", "/page/{digest}/chat", "/page/{digest}/", "/page/"),
     ],
 )
-def test_nothing_else_is_given_out(api: Api, path: str) -> None:
+def test_no_other_file_is_served(api: Api, path: str) -> None:
     refusal(api.get(path.format(digest=load_page().digest)), 404)
 
 
-def test_without_a_key_the_page_comes_and_nothing_that_it_shows() -> None:
+def test_page_needs_no_key_but_its_data_does() -> None:
     api = Api(settings=KEYED)
     digest = load_page().digest
     assert api.get("/", accept=BROWSER).status_code == 200
@@ -102,7 +102,7 @@ def test_without_a_key_the_page_comes_and_nothing_that_it_shows() -> None:
     refusal(api.get("/", accept=BROWSER, host="evil.example"), 403)
 
 
-def test_libraries_of_others_are_as_they_were_published() -> None:
+def test_vendored_libraries_match_their_published_checksums() -> None:
     """Compare the files with the checksums beside them."""
     import hashlib  # of this test alone
 

@@ -42,7 +42,7 @@ def unit(vector: Sequence[float]) -> list[float]:
     ("kind", "vector"),
     [("last", [70.0, 5.0, 1.0]), ("mean", [67.5, 2.5, 1.0]), ("cls", [65.0, 0.0, 1.0])],
 )
-def test_each_kind_pools_its_tokens_across_chunks(kind: PoolingKind, vector: list[float]) -> None:
+def test_each_pooling_kind_spans_prefill_chunks(kind: PoolingKind, vector: list[float]) -> None:
     assert embed(Api(service_with(kind)), list(range(65, 71))) == [vector]
 
 
@@ -60,25 +60,25 @@ def test_each_form_of_input_is_embedded_in_order(given: object, vectors: list[li
     assert embed(Api(service_with("last")), given) == vectors
 
 
-def test_more_texts_than_places_are_all_embedded() -> None:
+def test_more_texts_than_max_num_seqs_are_embedded() -> None:
     api = Api(service_with("last"))
     assert embed(api, [[65, token] for token in range(100)]) == [[token, 1, 1] for token in range(100)]
     assert api.service.sequences_held == 0, "no sequence is kept of a text that was only embedded"
 
 
-def test_vectors_have_length_one_also_when_they_are_cut(api: Api) -> None:
+def test_vectors_have_unit_length_also_when_shortened(api: Api) -> None:
     assert embed(api, "A") == [pytest.approx(unit([65, 1, 1]))]
     assert embed(api, "A", dimensions=2) == [pytest.approx(unit([65, 1]))]
 
 
-def test_base64_holds_the_same_numbers_as_little_endian_float32(api: Api) -> None:
+def test_base64_encodes_the_same_numbers_as_little_endian_float32(api: Api) -> None:
     (plain,) = embed(api, "Hello.")
     (encoded,) = embed(api, "Hello.", encoding_format="base64")
     assert isinstance(encoded, str)
     assert np.frombuffer(base64.b64decode(encoded), "<f4").tolist() == np.array(plain, np.float32).tolist()
 
 
-def test_others_go_on_after_each_vector_that_is_written() -> None:
+def test_other_tasks_run_after_each_written_vector() -> None:
     turns: list[str] = []
 
     def write(place: int, vector: NDArray[np.float32]) -> bytes:
@@ -99,20 +99,20 @@ def test_others_go_on_after_each_vector_that_is_written() -> None:
     assert turns == ["vector", "other"] * 3
 
 
-def test_usage_counts_every_text_s_tokens(api: Api) -> None:
+def test_usage_counts_the_tokens_of_every_text(api: Api) -> None:
     body = api.post("/embeddings", {"input": ["A", "BC"], "model": "twin"}).json()
     assert (body["object"], body["model"]) == ("list", "org/twin")
     assert body["usage"] == {"prompt_tokens": 5, "total_tokens": 5}
 
 
-def test_a_text_ends_with_eos_where_the_model_wants_it() -> None:
+def test_text_ends_with_eos_where_the_model_needs_it() -> None:
     api = Api(service_with("last", ends_with_eos=True))
     assert embed(api, "AB") == [[EOS, 3, 1]]
     assert embed(api, [65, 66]) == [[66, 1, 1]], "tokens are taken as they are"
 
 
 @pytest.mark.parametrize(("kind", "hits"), [("last", 1), ("mean", 0)])
-def test_what_is_cached_serves_the_last_token_and_no_mean(kind: PoolingKind, hits: int) -> None:
+def test_prefix_cache_serves_last_token_pooling_but_not_mean(kind: PoolingKind, hits: int) -> None:
     text = "One text that begins as another one has, for more than sixteen tokens."
     api = Api(service_with(kind))
     api.complete(prompt=text, max_tokens=1)
@@ -121,7 +121,7 @@ def test_what_is_cached_serves_the_last_token_and_no_mean(kind: PoolingKind, hit
     assert api.service.sequences_held == 1, "what was kept of the completion stays"
 
 
-def test_a_model_that_cannot_embed_says_why() -> None:
+def test_model_that_cannot_embed_gives_the_reason() -> None:
     service = TwinService()
     service.pooling = replace(service.pooling, refusal="It has a Dense module.")
     assert refusal(Api(service).post("/v1/embeddings", {"input": "A"})) == ("model", "It has a Dense module.")
@@ -142,7 +142,7 @@ def test_a_model_that_cannot_embed_says_why() -> None:
         ({"input_type": "query"}, "input_type"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(api: Api, fields: dict[str, object], named: str) -> None:
+def test_invalid_field_is_named(api: Api, fields: dict[str, object], named: str) -> None:
     param, message = refusal(api.post("/v1/embeddings", {"input": "A"} | fields))
     assert param == named
     assert message

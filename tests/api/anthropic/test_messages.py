@@ -56,7 +56,7 @@ def steps(events: Events) -> list[tuple[str, object]]:
     ]  # fmt: skip
 
 
-def test_blocks_open_grow_and_close_in_the_order_of_the_answer() -> None:
+def test_stream_sends_content_blocks_in_order() -> None:
     events = written(MessageWriter("msg_1", "twin"))
     adapter = TypeAdapter[Any](types.RawMessageStreamEvent)
     for event in events:
@@ -92,7 +92,7 @@ def test_blocks_open_grow_and_close_in_the_order_of_the_answer() -> None:
     assert (usage.input_tokens, usage.cache_read_input_tokens, usage.output_tokens) == (6, 4, 9)
 
 
-def test_the_whole_message_is_what_its_events_add_up_to() -> None:
+def test_message_equals_its_accumulated_events() -> None:
     writer = MessageWriter("msg_1", "twin")
     for part in PARTS:
         list(writer.part(part))
@@ -115,7 +115,7 @@ def test_omitted_reasoning_leaves_its_signature() -> None:
     ]
 
 
-def test_blocks_go_to_the_template_as_templates_read_them() -> None:
+def test_content_blocks_become_chat_template_messages() -> None:
     conversation = asked(
         [
             {"role": "user", "content": [{"type": "text", "text": "1+1?"}, {"type": "text", "text": "And 2+2?", "cache_control": {"type": "ephemeral"}}]},
@@ -166,7 +166,7 @@ def test_blocks_go_to_the_template_as_templates_read_them() -> None:
     ("choice", "chosen"),
     [("auto", ("auto", None)), ("none", ("none", None)), ("tool", ("required", frozenset({"add"})))],
 )
-def test_a_choice_of_tools_is_read(choice: str, chosen: object) -> None:
+def test_tool_choice_is_parsed(choice: str, chosen: object) -> None:
     named = {"name": "add"} if choice == "tool" else {}
     conversation = asked(
         [{"role": "user", "content": "x"}], tools=[ADD], tool_choice={"type": choice} | named
@@ -184,7 +184,7 @@ def test_a_choice_of_tools_is_read(choice: str, chosen: object) -> None:
         (None, "enable_thinking", {}),
     ],
 )  # fmt: skip
-def test_a_template_gets_the_thinking_arguments_that_it_knows(
+def test_template_gets_only_the_thinking_arguments_it_uses(
     thinking: dict[str, object] | None, known: str, kwargs: dict[str, object]
 ) -> None:
     format_ = ChatFormat(words=frozenset(known.split()))
@@ -208,7 +208,7 @@ def test_earlier_reasoning_is_cleared_on_request(keep: object, left: int) -> Non
 USER = {"role": "user", "content": "Hello."}
 
 
-def test_no_tokens_compute_the_prompt_for_the_next_request(api: Api) -> None:
+def test_max_tokens_zero_caches_the_prompt_for_the_next_request(api: Api) -> None:
     body = {"messages": [{"role": "user", "content": "Hello. " * 20}]}
     ahead = api.post("/v1/messages", body | {"max_tokens": 0}).json()
     assert (ahead["content"], ahead["stop_reason"]) == ([], "max_tokens")
@@ -238,7 +238,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("fields", "says"), REFUSED)
-def test_what_cannot_be_had_is_refused_by_name_in_anthropics_words(
+def test_unsupported_field_is_named_in_an_anthropic_error(
     api: Api, fields: dict[str, object], says: str
 ) -> None:
     response = api.post("/v1/messages", {"max_tokens": 8, "messages": [USER]} | fields)

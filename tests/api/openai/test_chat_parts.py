@@ -39,7 +39,7 @@ def joined(chunks: list[dict[str, Any]], name: str) -> str:
     return "".join(chunk["choices"][0]["delta"].get(name) or "" for chunk in chunks)
 
 
-def test_a_call_is_a_message_with_calls_and_no_content() -> None:
+def test_tool_call_message_has_no_content() -> None:
     choice = model(CALL).chat(tools=[TOOL]).json()["choices"][0]
     assert choice["finish_reason"] == "tool_calls"
     message = choice["message"]
@@ -51,7 +51,7 @@ def test_a_call_is_a_message_with_calls_and_no_content() -> None:
     assert call["function"] == {"name": "get_weather", "arguments": '{"city": "Zürich"}'}
 
 
-def test_a_streamed_call_gives_its_name_whole_and_once_and_then_its_arguments() -> None:
+def test_streamed_tool_call_sends_its_name_once_and_then_its_arguments() -> None:
     chunks = events(model(f"Look.\n{CALL}").chat(tools=[TOOL], stream=True))
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     assert deltas[0] == {"role": "assistant", "content": "", "refusal": None}
@@ -72,7 +72,7 @@ def test_a_streamed_call_gives_its_name_whole_and_once_and_then_its_arguments() 
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
-def test_tools_go_to_the_template_and_the_tools_of_a_named_choice_all_do() -> None:
+def test_all_tools_are_passed_to_the_template() -> None:
     api = model(CALL)
     assert api.chat(tools=[TOOL, TIME], tool_choice="auto").status_code == 200
     tools = api.service.tokenizer.template_kwargs["tools"]
@@ -95,13 +95,13 @@ def test_tools_go_to_the_template_and_the_tools_of_a_named_choice_all_do() -> No
         },
     ],
 )
-def test_a_tool_that_may_not_be_called_is_not(fields: dict[str, object]) -> None:
+def test_disallowed_tool_call_is_content(fields: dict[str, object]) -> None:
     message = message_of(model(CALL), tools=[TOOL, TIME], **fields)
     assert "tool_calls" not in message
     assert '"get_weather"' in message["content"]
 
 
-def test_generation_stops_behind_the_first_call_where_one_may_be() -> None:
+def test_generation_stops_after_one_call_without_parallel_tool_calls() -> None:
     api = model(f"{CALL}\n{CALL} and on" + "x" * 200)
     body = api.chat(tools=[TOOL], parallel_tool_calls=False).json()
     assert len(body["choices"][0]["message"]["tool_calls"]) == 1
@@ -110,7 +110,7 @@ def test_generation_stops_behind_the_first_call_where_one_may_be() -> None:
     assert body["performance"]["generation_s"] >= 0
 
 
-def test_reasoning_has_both_names_and_is_counted() -> None:
+def test_reasoning_has_both_field_names_and_is_counted() -> None:
     api = model("<think>\nHm.\n</think>\n\nHello.")
     body = api.chat().json()
     message = body["choices"][0]["message"]
@@ -125,13 +125,13 @@ def test_reasoning_has_both_names_and_is_counted() -> None:
 @pytest.mark.parametrize(
     "fields", [{"chat_template_kwargs": {"enable_thinking": True}}, {"reasoning_effort": "low"}]
 )
-def test_an_answer_begins_in_reasoning_that_the_template_opened(fields: dict[str, object]) -> None:
+def test_answer_starts_in_reasoning_opened_by_the_template(fields: dict[str, object]) -> None:
     # The twin says its answer from behind the template's mark on; what it skips is the mark's length.
     message = message_of(model("..Hm.</think>Hello."), **fields)
     assert (message["reasoning"], message["content"]) == ("Hm.", "Hello.")
 
 
-def test_efforts_switch_thinking_where_the_template_knows_a_switch() -> None:
+def test_reasoning_effort_sets_enable_thinking() -> None:
     api = model()
     for effort, thinks in (("none", False), ("minimal", True), ("high", True)):
         assert api.chat(reasoning_effort=effort).status_code == 200
@@ -141,20 +141,20 @@ def test_efforts_switch_thinking_where_the_template_knows_a_switch() -> None:
     assert "chat_template_kwargs.enable_thinking" in message
 
 
-def test_what_the_template_never_mentions_is_refused_by_name() -> None:
+def test_template_argument_unknown_to_the_template_is_refused() -> None:
     param, message = refusal(model().chat(chat_template_kwargs={"enable_thinking": False, "style": "dry"}))
     assert param == "chat_template_kwargs.style"
     assert "chat_template_kwargs.style" in message
 
 
-def test_more_tools_than_templates_and_grammars_are_made_for_are_refused() -> None:
+def test_too_many_tools_are_refused() -> None:
     tools = [{"type": "function", "function": {"name": f"f{number}"}} for number in range(1_025)]
     param, message = refusal(model().chat(tools=tools, tool_choice="required"))
     assert param == "tools"
     assert "1024" in message
 
 
-def test_names_of_tools_are_not_looked_up_among_all_before_them() -> None:
+def test_duplicate_tool_names_are_found_in_linear_time() -> None:
     """Offer many tools, for which quadratic time would delay every answer for minutes."""
     names = [f"f{number}" for number in range(400_000)]
     check_names(names, "tools[{}]")
@@ -163,21 +163,21 @@ def test_names_of_tools_are_not_looked_up_among_all_before_them() -> None:
     assert refused.value.param == "tools[400000]"
 
 
-def test_a_template_that_knows_the_word_gets_the_effort_as_it_is() -> None:
+def test_template_with_reasoning_effort_gets_it_unchanged() -> None:
     api = model()
     api.service.tokenizer.chat_template = "{{ reasoning_effort }}"
     assert api.chat(reasoning_effort="high").status_code == 200
     assert api.service.tokenizer.template_kwargs == {"reasoning_effort": "high"}
 
 
-def test_a_model_that_never_thinks_takes_the_effort_none_alone(api: Api) -> None:
+def test_model_without_reasoning_accepts_only_effort_none(api: Api) -> None:
     assert api.chat(reasoning_effort="none").status_code == 200
     param, message = refusal(api.chat(reasoning_effort="high"))
     assert param == "reasoning_effort"
     assert "no switch" in message
 
 
-def test_a_stop_string_within_reasoning_ends_nothing() -> None:
+def test_stop_string_in_reasoning_is_ignored() -> None:
     api = model("<think>a: b</think>One: two")
     body = api.chat(stop=":").json()
     assert body["choices"][0]["message"]["content"] == "One"
@@ -186,7 +186,7 @@ def test_a_stop_string_within_reasoning_ends_nothing() -> None:
     assert api.service.engine.stats().finished == {"stop": 1}
 
 
-def test_logprobs_are_of_every_token_marks_and_arguments_too() -> None:
+def test_logprobs_include_special_tokens_and_arguments() -> None:
     api = model(f"<think>Hm.</think>{CALL}")
     tokens = len("<Hm.><\n") + len('{"name": "get_weather", "arguments": {"city": "Zürich"}}'.encode()) + 3
     whole = api.chat(tools=[TOOL], logprobs=True).json()
@@ -196,7 +196,7 @@ def test_logprobs_are_of_every_token_marks_and_arguments_too() -> None:
     assert sum(len(scored["content"]) for scored in streamed if scored) == tokens
 
 
-def test_an_answer_that_is_cut_off_in_a_call_ends_with_length() -> None:
+def test_answer_cut_off_inside_a_tool_call_ends_with_length() -> None:
     api = model(CALL)
     choice = api.chat(tools=[TOOL], max_tokens=45).json()["choices"][0]
     assert choice["finish_reason"] == "length"
@@ -207,7 +207,7 @@ def test_an_answer_that_is_cut_off_in_a_call_ends_with_length() -> None:
         assert chunks[-1]["choices"][0]["finish_reason"] == "length"
 
 
-def test_reasoning_and_calls_are_accepted_as_history_also_without_content() -> None:
+def test_reasoning_and_tool_calls_are_accepted_as_history_without_content() -> None:
     api = model(f"<think>Hm.</think>{CALL}")
     first = message_of(api, tools=[TOOL])
     result = {"role": "tool", "tool_call_id": first["tool_calls"][0]["id"], "content": "sunny"}
@@ -224,7 +224,7 @@ def test_reasoning_and_calls_are_accepted_as_history_also_without_content() -> N
     ]
 
 
-def test_a_model_whose_template_has_no_place_for_tools_says_so(api: Api) -> None:
+def test_tools_are_refused_where_the_template_has_no_place_for_them(api: Api) -> None:
     param, message = refusal(api.chat(tools=[TOOL]))
     assert param == "tools"
     assert "no place for tools" in message
@@ -260,14 +260,14 @@ def function(**changes: object) -> dict[str, object]:
         ({"reasoning_effort": "much"}, "reasoning_effort"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_named(fields: dict[str, object], named: str) -> None:
+def test_invalid_field_is_named(fields: dict[str, object], named: str) -> None:
     param, message = refusal(model().chat(**fields))
     assert param == named
     assert message.endswith(".")
 
 
 @pytest.mark.parametrize("kind", ["image_url", "input_audio", "file", "video_url"])
-def test_what_is_no_text_is_refused_by_its_name(kind: str) -> None:
+def test_non_text_content_is_refused_by_name(kind: str) -> None:
     content: list[object] = [{"type": "text", "text": "What?"}, {"type": kind, kind: {"url": "x"}}]
     param, message = refusal(model().chat(content=content))
     assert param == "messages[0].content[1]"
@@ -275,7 +275,7 @@ def test_what_is_no_text_is_refused_by_its_name(kind: str) -> None:
 
 
 @pytest.mark.parametrize("field", ["functions", "function_call"])
-def test_what_tools_have_replaced_is_refused_and_names_them(field: str) -> None:
+def test_deprecated_function_fields_are_refused_and_name_tools(field: str) -> None:
     _, message = refusal(model().chat(**{field: "auto"}))
     assert "'tools'" in message
 
@@ -288,7 +288,7 @@ def test_what_tools_have_replaced_is_refused_and_names_them(field: str) -> None:
         ({"tools": [TOOL], "tool_choice": "required"}, "tools"),
     ],
 )
-def test_a_schema_that_fails_with_the_model_s_own_tokens_is_named(fields: dict[str, Any], param: str) -> None:
+def test_grammar_failure_in_a_worker_names_the_field(fields: dict[str, Any], param: str) -> None:
     api = model("{}")
     api.service.executor.grammar_failure = error_to_failure(RequestError("It has too many states."))
     assert refusal(api.chat(**fields)) == (param, "It has too many states.")

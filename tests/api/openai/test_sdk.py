@@ -36,7 +36,7 @@ def client(service: TwinService) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def test_a_chat_answer(client: openai.OpenAI) -> None:
+def test_chat_completion(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         model="twin", messages=[{"role": "user", "content": "Hello."}], seed=1, n=2
     )
@@ -45,7 +45,7 @@ def test_a_chat_answer(client: openai.OpenAI) -> None:
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
 
 
-def test_embeddings_which_the_sdk_asks_for_in_base64(client: openai.OpenAI) -> None:
+def test_embeddings_in_base64_equal_those_in_floats(client: openai.OpenAI) -> None:
     answer = client.embeddings.create(model="twin", input=["A", "BC"])
     plain = client.embeddings.create(model="twin", input=["A", "BC"], encoding_format="float")
     assert [len(each.embedding) for each in answer.data] == [3, 3]
@@ -53,7 +53,7 @@ def test_embeddings_which_the_sdk_asks_for_in_base64(client: openai.OpenAI) -> N
         assert encoded.embedding == pytest.approx(each.embedding)
 
 
-def test_a_chat_stream_with_logprobs_and_usage(client: openai.OpenAI) -> None:
+def test_chat_stream_has_logprobs_and_usage(client: openai.OpenAI) -> None:
     stream = client.chat.completions.create(
         model="org/twin",
         messages=[{"role": "user", "content": "Hello."}],
@@ -70,7 +70,7 @@ def test_a_chat_stream_with_logprobs_and_usage(client: openai.OpenAI) -> None:
     assert chunks[1].choices[0].logprobs is not None
 
 
-def test_the_sdks_own_answer_goes_back_as_history(client: openai.OpenAI) -> None:
+def test_answer_of_the_sdk_is_accepted_as_history(client: openai.OpenAI) -> None:
     first = client.chat.completions.create(model="twin", messages=[{"role": "user", "content": "Hello."}])
     history = first.choices[0].message.model_dump()
     again = client.chat.completions.create(
@@ -80,7 +80,7 @@ def test_the_sdks_own_answer_goes_back_as_history(client: openai.OpenAI) -> None
     assert again.choices[0].message.content == ANSWER_TEXT
 
 
-def test_the_stream_helper_puts_the_answer_together(client: openai.OpenAI) -> None:
+def test_stream_helper_assembles_the_answer(client: openai.OpenAI) -> None:
     with client.chat.completions.stream(
         model="twin", messages=[{"role": "user", "content": "Hello."}]
     ) as stream:
@@ -113,7 +113,7 @@ def caller() -> Iterator[openai.OpenAI]:
 
 
 @pytest.mark.processes
-def test_a_streamed_call_is_put_together_and_parsed(caller: openai.OpenAI) -> None:
+def test_streamed_tool_call_is_assembled_and_parsed(caller: openai.OpenAI) -> None:
     with caller.chat.completions.stream(
         model="twin", messages=[{"role": "user", "content": "Weather?"}], tools=[weather()]
     ) as stream:
@@ -127,7 +127,7 @@ def test_a_streamed_call_is_put_together_and_parsed(caller: openai.OpenAI) -> No
 
 
 @pytest.mark.processes
-def test_a_call_and_its_result_go_back_as_history(caller: openai.OpenAI) -> None:
+def test_tool_call_and_result_are_accepted_as_history(caller: openai.OpenAI) -> None:
     asked: Any = {"role": "user", "content": "Weather?"}
     answer = caller.chat.completions.create(model="twin", messages=[asked], tools=[weather()])
     message = answer.choices[0].message
@@ -143,7 +143,7 @@ def test_a_call_and_its_result_go_back_as_history(caller: openai.OpenAI) -> None
     assert again.choices[0].message.tool_calls
 
 
-def test_a_completion_whole_and_streamed(client: openai.OpenAI) -> None:
+def test_completion_and_its_stream(client: openai.OpenAI) -> None:
     answer = client.completions.create(model="twin", prompt="Hello.", max_tokens=3, echo=True, logprobs=2)
     assert answer.choices[0].text == "Hello.hij"
     assert answer.choices[0].logprobs is not None
@@ -151,7 +151,7 @@ def test_a_completion_whole_and_streamed(client: openai.OpenAI) -> None:
     assert "".join(chunk.choices[0].text for chunk in stream) == "hij"
 
 
-def test_a_response_whole_and_streamed(client: openai.OpenAI) -> None:
+def test_response_and_its_stream(client: openai.OpenAI) -> None:
     whole = client.responses.create(
         model="twin",
         input="Hello.",
@@ -174,7 +174,7 @@ def test_a_response_whole_and_streamed(client: openai.OpenAI) -> None:
     assert (short.status, short.incomplete_details.reason) == ("incomplete", "max_output_tokens")
 
 
-def test_a_responses_items_go_back_with_what_their_call_gave() -> None:
+def test_response_items_and_tool_result_are_accepted_as_history() -> None:
     call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
     service = TwinService(tokenizer=MarkingTokenizer(), says=f"<think>Hm.</think>I add.{call}")
     tool: FunctionToolParam = {
@@ -205,12 +205,12 @@ def test_a_responses_items_go_back_with_what_their_call_gave() -> None:
     assert (answer["role"], answer["content"], answer["tool_call_id"]) == ("tool", "2", called.call_id)
 
 
-def test_models(client: openai.OpenAI) -> None:
+def test_models_are_listed_and_retrieved(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["org/twin"]
     assert client.models.retrieve("org/twin").owned_by == "mlx-ring"
 
 
-def test_errors_are_the_sdks_own(client: openai.OpenAI, service: TwinService) -> None:
+def test_errors_raise_the_sdk_exceptions(client: openai.OpenAI, service: TwinService) -> None:
     with pytest.raises(openai.NotFoundError) as unknown:
         client.completions.create(model="other", prompt="x")
     assert unknown.value.code == "model_not_found"
@@ -224,7 +224,7 @@ def test_errors_are_the_sdks_own(client: openai.OpenAI, service: TwinService) ->
     assert lost.value.status_code == 503
 
 
-def test_an_error_in_a_responses_stream_is_sent_and_raised() -> None:
+def test_error_in_a_responses_stream_is_sent_and_raised() -> None:
     service = TwinService(automatic=False)
     with serving(service) as url, openai.OpenAI(base_url=url, api_key="none") as client:
         stream = client.responses.create(model="twin", input="Hello.", stream=True)
@@ -235,7 +235,7 @@ def test_an_error_in_a_responses_stream_is_sent_and_raised() -> None:
     assert kinds == ["response.created", "response.in_progress"]
 
 
-def test_an_error_in_mid_stream_is_raised() -> None:
+def test_error_in_a_chat_stream_is_raised() -> None:
     service = TwinService(automatic=False)
     with serving(service) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
         stream = client.chat.completions.create(

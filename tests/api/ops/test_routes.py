@@ -11,7 +11,7 @@ from mlx_ring.core.errors import NotReady, Overloaded, StepFailed, WorkerLost, W
 from mlx_ring.engine.kv_budget import RankKv
 
 
-def test_health_has_the_fields_that_people_know(api: Api) -> None:
+def test_health_has_the_expected_fields(api: Api) -> None:
     response = api.get("/health")
     assert response.status_code == 200
     body = response.json()
@@ -34,7 +34,7 @@ def test_health_has_the_fields_that_people_know(api: Api) -> None:
         (StepFailed("Out of memory."), 500, "step_failed", "unhealthy"),
     ],
 )
-def test_a_service_that_cannot_answer_says_why_everywhere(
+def test_unavailable_service_gives_the_reason_on_every_route(
     api: Api, error: Exception, status: int, code: str, word: str
 ) -> None:
     api.service.error = error  # pyright: ignore[reportAttributeAccessIssue] - a RingError, as listed
@@ -53,7 +53,7 @@ def test_a_service_that_cannot_answer_says_why_everywhere(
     assert response.headers.get("x-should-retry") == (None if code == "not_ready" else "false")
 
 
-def test_a_full_queue_says_when_to_try_again(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_queue_is_429_with_a_retry_time(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise Overloaded("16 requests wait already; try again in 2 s.", retry_after_s=2)
 
@@ -64,7 +64,7 @@ def test_a_full_queue_says_when_to_try_again(api: Api, monkeypatch: pytest.Monke
         assert response.headers["retry-after"] == "2"
 
 
-def test_what_nobody_expected_is_500_and_shows_no_inside(
+def test_unexpected_error_is_500_without_internal_details(
     api: Api, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: object) -> None:
@@ -87,12 +87,12 @@ def test_models_are_listed_and_found_by_name_with_and_without_v1(api: Api) -> No
         refusal(api.get(f"{prefix}/models/org/other"), 404)
 
 
-def test_the_openai_routes_answer_without_v1(api: Api) -> None:
+def test_openai_routes_answer_without_v1(api: Api) -> None:
     assert api.post("/chat/completions", {"messages": [{"role": "user", "content": "x"}]}).status_code == 200
     assert api.post("/completions", {"prompt": "x"}).status_code == 200
 
 
-def test_the_cluster_shows_who_runs_which_layers(api: Api) -> None:
+def test_cluster_status_shows_the_layers_of_each_device(api: Api) -> None:
     body = api.get("/cluster/status").json()
     assert [(device["role"], device["layers"]) for device in body["devices"]] == [
         ("first", [0, 4]),
@@ -101,7 +101,7 @@ def test_the_cluster_shows_who_runs_which_layers(api: Api) -> None:
     assert (body["world_size"], body["stages"], body["layers"]) == (2, 2, 8)
 
 
-def test_the_cache_keeps_what_has_ended_and_says_what_was_reused(api: Api) -> None:
+def test_ended_sequence_stays_in_the_prefix_cache_and_its_reuse_is_counted(api: Api) -> None:
     first, second = (api.chat(content="Tell me a long story.").json()["usage"] for _ in range(2))
     assert first["prompt_tokens_details"]["cached_tokens"] == 0
     assert second["prompt_tokens_details"]["cached_tokens"] == second["prompt_tokens"] - 1
@@ -114,7 +114,7 @@ def test_the_cache_keeps_what_has_ended_and_says_what_was_reused(api: Api) -> No
     assert [worker["stage"] for worker in stats["workers"]] == [0, 1]
 
 
-def test_every_kind_of_answer_says_what_was_reused(api: Api) -> None:
+def test_every_kind_of_response_reports_cached_tokens(api: Api) -> None:
     prompt = "One prompt, four times over."
     asked = [
         api.complete(prompt=prompt).json(),
@@ -126,7 +126,7 @@ def test_every_kind_of_answer_says_what_was_reused(api: Api) -> None:
     assert counted == [0, *[asked[0]["usage"]["prompt_tokens"] - 1] * 3]
 
 
-def test_each_worker_s_budget_is_shown_with_the_sequences_that_it_allows() -> None:
+def test_cache_stats_show_the_kv_budget_of_each_worker() -> None:
     kv = RankKv(limit_bytes=3 * 4096 * 8 + 3 * 100, bytes_per_token=8, bytes_per_sequence=100)
     api = Api(TwinService(kv=kv))
     api.complete(prompt="x" * 600, max_tokens=1)
@@ -138,7 +138,7 @@ def test_each_worker_s_budget_is_shown_with_the_sequences_that_it_allows() -> No
         assert worker["held_bytes"] == worker["kv_bytes"] == 601 * 8
 
 
-def test_without_a_prefix_cache_nothing_is_kept() -> None:
+def test_disabled_prefix_cache_keeps_nothing() -> None:
     api = Api(TwinService(policy=Policy(prefix_cache=False)))
     for _ in range(2):
         assert api.chat().json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
@@ -146,7 +146,7 @@ def test_without_a_prefix_cache_nothing_is_kept() -> None:
     assert (stats["prefix_cache"]["enabled"], stats["kv_bytes"], stats["sequences"]) == (False, 0, 0)
 
 
-def test_the_cluster_says_how_steps_are_made(api: Api) -> None:
+def test_cluster_status_shows_the_scheduler_configuration(api: Api) -> None:
     scheduling = api.get("/cluster/status").json()["scheduling"]
     assert scheduling["max_itl_ratio"] > 1
     assert {
@@ -155,7 +155,7 @@ def test_the_cluster_says_how_steps_are_made(api: Api) -> None:
     } <= set(scheduling)
 
 
-def test_the_root_names_endpoints_that_exist(api: Api) -> None:
+def test_root_lists_the_documented_endpoints(api: Api) -> None:
     body = api.get("/").json()
     documented = api.get("/openapi.json").json()["paths"]
     for endpoint in body["endpoints"]:
@@ -169,7 +169,7 @@ def test_the_root_names_endpoints_that_exist(api: Api) -> None:
     assert api.get("/model/info").json()["device_count"] == 2
 
 
-def test_the_schema_of_a_body_stands_in_the_openapi_document(api: Api) -> None:
+def test_chat_request_schema_is_in_the_openapi_document(api: Api) -> None:
     document = api.get("/openapi.json").json()
     route = document["paths"]["/v1/chat/completions"]["post"]
     named = route["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
@@ -177,7 +177,7 @@ def test_the_schema_of_a_body_stands_in_the_openapi_document(api: Api) -> None:
     assert {"400", "404", "408", "429", "503"} <= set(route["responses"])
 
 
-def test_every_field_of_the_cluster_s_status_is_explained_in_the_openapi_document(api: Api) -> None:
+def test_cluster_status_is_described_in_the_openapi_document(api: Api) -> None:
     document = api.get("/openapi.json").json()
     answer = document["paths"]["/cluster/status"]["get"]["responses"]["200"]["content"]["application/json"]
     assert answer["schema"]["$ref"].endswith("/ClusterStatus")

@@ -9,7 +9,7 @@ from tests.browser import running_browser
 from mlx_ring.api.settings import ApiSettings
 
 
-def test_a_person_gives_a_key_and_tries_a_route() -> None:
+def test_user_enters_a_key_and_tries_a_route() -> None:
     with (
         serving(TwinService(), ApiSettings(api_keys=("house-key",))) as url,
         running_browser() as browser,

@@ -10,7 +10,7 @@ MESSAGES = [{"role": "user", "content": "x"}]
 
 
 @pytest.mark.parametrize("prefix", ["", "/v1"])
-def test_text_becomes_tokens_and_tokens_become_text(api: Api, prefix: str) -> None:
+def test_tokenize_and_detokenize_are_inverse(api: Api, prefix: str) -> None:
     body = api.post(f"{prefix}/tokenize", {"prompt": "Hi", "return_token_strs": True}).json()
     assert body == {
         "count": 3,
@@ -23,7 +23,7 @@ def test_text_becomes_tokens_and_tokens_become_text(api: Api, prefix: str) -> No
     assert api.post(f"{prefix}/detokenize", {"tokens": body["tokens"]}).json() == {"prompt": "<bos>Hi"}
 
 
-def test_messages_become_the_prompt_that_a_chat_would_have(api: Api) -> None:
+def test_messages_are_tokenized_as_the_prompt_of_a_chat(api: Api) -> None:
     body = api.post("/tokenize", {"messages": MESSAGES}).json()
     assert body["tokens"] == [BOS, *b"user: x\n", ANSWER]
     assert (
@@ -34,7 +34,7 @@ def test_messages_become_the_prompt_that_a_chat_would_have(api: Api) -> None:
     assert alone["tokens"] == [BOS, *b"user: x\n"]
 
 
-def test_an_empty_text_has_the_tokens_that_it_has(api: Api) -> None:
+def test_empty_text_has_no_tokens(api: Api) -> None:
     assert api.post("/tokenize", {"prompt": "", "add_special_tokens": False}).json()["tokens"] == []
     assert api.post("/detokenize", {"tokens": list[int]()}).json() == {"prompt": ""}
 
@@ -56,7 +56,7 @@ def test_an_empty_text_has_the_tokens_that_it_has(api: Api) -> None:
         ("/detokenize", {"tokens": [1, 320]}, "tokens[1]"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(api: Api, path: str, body: dict[str, object], named: str) -> None:
+def test_invalid_field_is_named(api: Api, path: str, body: dict[str, object], named: str) -> None:
     param, message = refusal(api.post(path, body))
     assert param == named
     assert named in message

@@ -24,7 +24,7 @@ def contents(messages: Sequence[Mapping[str, object]]) -> str:
     )
 
 
-def test_results_stand_in_the_order_of_the_calls_that_they_are_of() -> None:
+def test_tool_results_are_in_the_order_of_their_calls() -> None:
     first = [USER, calls("a", "b", "c"), result("3", "c"), result("1", "a"), result("2", "b")]
     second = [calls("b", "a"), result("5", "a"), result("4", "b"), USER]
     assert contents(first) == "123"
@@ -32,7 +32,7 @@ def test_results_stand_in_the_order_of_the_calls_that_they_are_of() -> None:
     assert in_order_of_calls(first + second)[-1] == USER
 
 
-def test_results_of_no_call_that_is_there_stay_behind_the_others_as_they_came() -> None:
+def test_results_without_a_matching_call_stay_last_in_their_order() -> None:
     assert contents([USER, calls("a"), result("2", "y"), result("3", "x"), result("1", "a")]) == "123"
     assert contents([USER, result("1", "b"), result("2", "a")]) == "12"
     without_ids = {"role": "assistant", "content": "", "tool_calls": [template_call("add", {}, None)] * 2}

@@ -24,7 +24,7 @@ def instance(*workers: WorkerInfo) -> InstanceInfo:
     return InstanceInfo("demo", 1, 2, workers)
 
 
-def test_a_link_has_its_measurements_and_their_age() -> None:
+def test_link_has_its_measurements_and_their_age() -> None:
     (status,) = link_statuses([link("a", "b")], [], NOW)
     assert status == {
         "from": "a",
@@ -40,7 +40,7 @@ def test_a_link_has_its_measurements_and_their_age() -> None:
     }
 
 
-def test_a_link_that_carries_activations_says_if_they_are_compressed_and_why() -> None:
+def test_link_with_activations_reports_compression_and_its_reason() -> None:
     there, back = link_statuses(
         [link("a", "b"), link("b", "a")], [instance(worker(0, "a", USE), worker(1, "b"))], NOW
     )
@@ -49,18 +49,18 @@ def test_a_link_that_carries_activations_says_if_they_are_compressed_and_why() -
     assert (back["carries_activations"], back["compresses"]) == (False, False)
 
 
-def test_a_link_says_that_its_worker_has_not_reported_yet() -> None:
+def test_link_without_a_report_of_its_worker_says_so() -> None:
     (status,) = link_statuses([link("a", "b")], [instance(worker(0, "a"), worker(1, "b"))], NOW)
     assert status["why"] == "nothing is known of what was sent yet"
 
 
-def test_a_broken_link_has_its_problem_and_no_figures() -> None:
+def test_broken_link_has_its_problem_and_no_figures() -> None:
     (status,) = link_statuses([link("a", "b", "b did not answer")], [], NOW)
     assert status["problem"] == "b did not answer"
     assert "round_trip_us" not in status
 
 
-def test_stages_of_one_node_send_over_no_link() -> None:
+def test_stages_on_one_node_use_no_link() -> None:
     (status,) = link_statuses([link("a", "b")], [instance(worker(0, "a"), worker(1, "a"))], NOW)
     assert status["carries_activations"] is False
 
