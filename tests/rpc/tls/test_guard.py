@@ -8,6 +8,8 @@ import queue
 import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -215,6 +217,52 @@ def test_running_streams_of_a_removed_node_end_and_others_go_on(authority: Autho
                 assert (await anext(second)).memory_bytes == 2
         finally:
             await server.stop(None)
+
+    asyncio.run(run())
+
+
+class _Call:
+    """A call of a node, without gRPC: the test decides how long a write takes."""
+
+    def __init__(self, credentials: Credentials) -> None:
+        self._certificate = credentials.certificate
+
+    def peer(self) -> str:
+        return "ipv4:127.0.0.1:50000"
+
+    def auth_context(self) -> dict[str, list[bytes]]:
+        return {"x509_pem_cert": [self._certificate]}
+
+    async def abort(self, code: grpc.StatusCode, details: str) -> None:
+        raise grpc.aio.AbortError(code, details)
+
+
+def test_removed_node_in_the_middle_of_a_message_gets_a_status_after_it(authority: Authority) -> None:
+    lost = node_credentials(authority, "lost-1")
+    revoked = Revoked()
+    guard = AioPeerGuard(revoked.refusal)
+
+    async def events(_request: object, _context: object) -> AsyncIterator[int]:
+        yield 1
+        yield 2
+
+    async def run() -> None:
+        async def continuation(_details: object) -> Any:
+            return cast("Any", grpc).unary_stream_rpc_method_handler(events)
+
+        details = SimpleNamespace(method=WATCH.path)
+        handler: Any = await guard.intercept_service(cast("Any", continuation), cast("Any", details))
+        stream = handler.unary_stream(None, _Call(lost))
+        assert await anext(stream) == 1
+        revoked.replace([serial(lost)])
+        assert guard.end_refused() == 1
+        task = asyncio.current_task()
+        assert task is not None
+        assert not task.cancelling(), "gRPC, which sends the message, would send no status"
+        with pytest.raises(grpc.aio.AbortError) as caught:
+            await anext(stream)
+        assert caught.value.args[0] is grpc.StatusCode.PERMISSION_DENIED
+        assert guard.end_refused() == 0
 
     asyncio.run(run())
 

@@ -22,6 +22,9 @@ from mlx_ring.rpc.tls.peers import CallContext, Peer, Refusal, address_of_call, 
 
 log = logging.getLogger(__name__)
 
+_LAST_WRITE_S = 5.0
+"""Time for a refused caller to read the message that is being sent to it, before its call is cut off."""
+
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 AioContext: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Behaviour = Callable[[Any, Any], Any]
@@ -143,6 +146,8 @@ class _Running:
     method: str
     caller: _Caller
     ended_for: str = ""
+    is_writing: bool = False
+    """A message is on its way to the caller, so that gRPC's code runs in the task, not ours."""
 
 
 class AioPeerGuard(_Rules, grpc.aio.ServerInterceptor):
@@ -166,7 +171,11 @@ class AioPeerGuard(_Rules, grpc.aio.ServerInterceptor):
         for task, call in self._running.items():
             if not call.ended_for and (reason := self.objection(call.method, call.caller)):
                 call.ended_for = reason
-                task.cancel()
+                # Cancelled in the middle of a write, gRPC sends no status, and the client waits for ever.
+                if call.is_writing:
+                    task.get_loop().call_later(_LAST_WRITE_S, task.cancel)
+                else:
+                    task.cancel()
                 ended += 1
         return ended
 
@@ -183,16 +192,23 @@ class AioPeerGuard(_Rules, grpc.aio.ServerInterceptor):
                     return await behaviour(request, context)
 
             async def stream(request: Any, context: AioContext) -> AsyncIterator[Any]:
-                async with self._admitted(method, context), aclosing(behaviour(request, context)) as answers:
+                async with (
+                    self._admitted(method, context) as call,
+                    aclosing(behaviour(request, context)) as answers,
+                ):
                     async for item in answers:
+                        call.is_writing = True
                         yield item
+                        call.is_writing = False
+                        if call.ended_for:
+                            await context.abort(grpc.StatusCode.PERMISSION_DENIED, call.ended_for)
 
             return stream if inspect.isasyncgenfunction(behaviour) else answer
 
         return _rewrap(await continuation(handler_call_details), guard)
 
     @asynccontextmanager
-    async def _admitted(self, method: str, context: AioContext) -> AsyncGenerator[None]:
+    async def _admitted(self, method: str, context: AioContext) -> AsyncGenerator[_Running]:
         """Refuse the call, or record it for `end_refused` while it runs in its own task."""
         caller = _Caller.of(context)
         if reason := self.objection(method, caller):
@@ -202,7 +218,7 @@ class AioPeerGuard(_Rules, grpc.aio.ServerInterceptor):
             raise RuntimeError("A guarded call runs in no task.")
         self._running[task] = call
         try:
-            yield
+            yield call
         except asyncio.CancelledError:
             if call.ended_for:
                 # If only the task is cancelled, gRPC sends nothing to the client.
