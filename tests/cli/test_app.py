@@ -1,4 +1,4 @@
-"""Commands come in one by one, and help knows all of them."""
+"""Commands are imported one at a time, and help lists all of them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ import sys
 from mlx_ring.cli.app import run
 sys.argv = ["mlx-ring", *sys.argv[1:]]
 code = run()
-print("brought in:", *(name for name in sys.modules if name.startswith("mlx_ring.cli.")), file=sys.stderr)
+print("imported:", *(name for name in sys.modules if name.startswith("mlx_ring.cli.")), file=sys.stderr)
 sys.exit(code)
 """
 
@@ -42,11 +42,11 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_command_brings_no_other_in() -> None:
+def test_a_command_imports_no_other_command() -> None:
     done = run("service", "show")
     assert done.returncode == 0, done.stderr
-    brought = done.stderr.partition("brought in: ")[2].split()
-    assert {name.split(".")[2] for name in brought} == {"app", "service", "service_unit"}
+    imported = done.stderr.partition("imported: ")[2].split()
+    assert {name.split(".")[2] for name in imported} == {"app", "service", "service_unit"}
 
 
 def test_help_lists_every_command() -> None:
@@ -55,7 +55,7 @@ def test_help_lists_every_command() -> None:
 
 
 @pytest.mark.parametrize(("typed", "meant"), [("sevre", "serve"), ("modles", "models")])
-def test_a_misspelt_command_is_guessed(typed: str, meant: str) -> None:
+def test_a_misspelt_command_gets_a_suggestion(typed: str, meant: str) -> None:
     done = run(typed)
     assert done.returncode == 2
     assert f"No such command '{typed}'. Did you mean '{meant}'" in done.stderr
@@ -73,13 +73,13 @@ def test_a_misspelt_command_is_guessed(typed: str, meant: str) -> None:
         (("--tp-shares", "3,0"), "--tp-shares is 3,0; it must be numbers above 0"),
     ],
 )
-def test_shares_of_layers_that_make_no_sense_are_refused(typed: tuple[str, ...], said: str) -> None:
+def test_impossible_tensor_parallel_options_are_refused(typed: tuple[str, ...], said: str) -> None:
     done = run("serve", "demo", "--port", "0", *typed)
     assert done.returncode == 2
     assert said in done.stderr.replace("\n", " ")
 
 
-def test_stages_of_one_machine_and_machines_are_not_asked_for_together() -> None:
+def test_stages_and_several_nodes_exclude_each_other() -> None:
     done = run("serve", "demo", "--nodes", "2", "--stages", "3", "--port", "0")
     assert done.returncode == 2
     assert "--stages 3 splits the layers over processes of one machine" in done.stderr

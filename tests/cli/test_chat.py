@@ -20,7 +20,7 @@ from mlx_ring.core.errors import WorkerLost
 
 
 def lines(*given: str | type[BaseException]) -> Callable[[], str]:
-    """A person who types these lines, or keys, and then Ctrl-D."""
+    """Return a reader of a line that gives these lines or keys, one a call, and then Ctrl-D."""
     rest: Iterable[str | type[BaseException]] = iter((*given, EOFError))
 
     def read() -> str:
@@ -35,14 +35,14 @@ def lines(*given: str | type[BaseException]) -> Callable[[], str]:
 def chat(
     url: str, *given: str | type[BaseException], system: str | None = None, model: str | None = None
 ) -> tuple[int, str]:
-    """The exit code, and what stood on the screen."""
+    """Return the exit code and the screen's text."""
     screen = io.StringIO()
     console = Console(file=screen, width=200)
     code = run_chat(url, model, system, console=console, read_line=lines(*given))
     return code, screen.getvalue()
 
 
-def test_a_talk_prints_answers_and_remembers_them() -> None:
+def test_answers_are_printed_and_sent_with_the_next_message() -> None:
     service = TwinService()
     with serving(service) as url:
         code, screen = chat(f"{url}/v1/", "Hello.", "", "And you?", system="Be kind.")
@@ -57,7 +57,7 @@ def test_a_talk_prints_answers_and_remembers_them() -> None:
     ]
 
 
-def test_thoughts_are_shown_before_the_answer_and_are_no_part_of_the_talk() -> None:
+def test_reasoning_is_shown_before_the_answer_and_not_sent_again() -> None:
     service = TwinService(tokenizer=MarkingTokenizer(), says="<think>Hm.</think>Hello.")
     with serving(service) as url:
         _, screen = chat(url, "One.", "Two.")
@@ -65,14 +65,14 @@ def test_thoughts_are_shown_before_the_answer_and_are_no_part_of_the_talk() -> N
     assert [message["content"] for message in service.tokenizer.conversation] == ["One.", "Hello.", "Two."]
 
 
-def test_reset_forgets_and_keeps_the_instructions() -> None:
+def test_reset_drops_the_messages_and_keeps_the_system_prompt() -> None:
     service = TwinService()
     with serving(service) as url:
         chat(url, "Hello.", "/system Be brief.", "One.", "/reset", "Two.")
     assert [message["content"] for message in service.tokenizer.conversation] == ["Be brief.", "Two."]
 
 
-def test_help_and_unknown_commands_ask_the_model_nothing() -> None:
+def test_help_and_unknown_commands_send_no_request() -> None:
     service = TwinService()
     with serving(service) as url:
         _, screen = chat(url, "/help", "/nonsense [b]", "/exit", "never read")
@@ -81,7 +81,7 @@ def test_help_and_unknown_commands_ask_the_model_nothing() -> None:
     assert not service.executor.sent
 
 
-def test_ctrl_c_stops_the_answer_and_not_the_talk() -> None:
+def test_ctrl_c_stops_the_answer_and_not_the_chat() -> None:
     service = TwinService(automatic=False)
 
     def press() -> None:
@@ -103,7 +103,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_talk() -> None:
     assert service.engine.stats().finished == {"abort": 1}
 
 
-def test_an_error_is_told_and_the_talk_goes_on() -> None:
+def test_an_error_is_shown_and_the_chat_continues() -> None:
     service = TwinService()
     with serving(service) as url:
         service.error = WorkerLost("Worker 1 of stage 0 died [exit 9].")
@@ -113,7 +113,7 @@ def test_an_error_is_told_and_the_talk_goes_on() -> None:
     assert "/system TEXT" in screen
 
 
-def test_a_question_without_answer_is_forgotten() -> None:
+def test_a_message_without_an_answer_is_dropped() -> None:
     service = TwinService()
     with serving(service) as url:
         _, screen = chat(url, "x" * 5000, "Hello.")
@@ -121,7 +121,7 @@ def test_a_question_without_answer_is_forgotten() -> None:
     assert [message["content"] for message in service.tokenizer.conversation] == ["Hello."]
 
 
-def test_no_server_is_said_in_one_line() -> None:
+def test_a_missing_server_is_reported_in_one_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     code, screen = chat(f"http://127.0.0.1:{port}")
@@ -130,14 +130,14 @@ def test_no_server_is_said_in_one_line() -> None:
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8100", "ftp://x", ""])
-def test_an_address_that_is_none_is_said_in_one_line(url: str) -> None:
+def test_an_invalid_address_is_reported_in_one_line(url: str) -> None:
     code, screen = chat(url)
     assert code == 2
     assert "no address" in screen
     assert screen.count("\n") == 1
 
 
-def test_a_model_that_is_not_served_is_named_beside_those_that_are() -> None:
+def test_an_unknown_model_is_reported_with_the_served_models() -> None:
     with serving(TwinService()) as url:
         assert chat(url, model="twin")[0] == 0
         code, screen = chat(url, model="other")
@@ -146,7 +146,7 @@ def test_a_model_that_is_not_served_is_named_beside_those_that_are() -> None:
     assert "org/twin" in screen
 
 
-def test_an_answer_cannot_steer_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_cannot_send_terminal_control_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     def send(_: object, request: httpx.Request) -> httpx.Response:
         if request.method == "GET":
             return httpx.Response(200, json={"data": [{"id": "m"}]})

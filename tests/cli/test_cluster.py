@@ -41,7 +41,7 @@ from mlx_ring.cli.cluster import speed
         ),
     ],
 )
-def test_what_is_wrong_is_one_sentence(
+def test_invalid_input_is_reported_in_one_sentence(
     text: str | None, arguments: tuple[str, ...], said: str, tmp_path: Path
 ) -> None:
     if text is not None:
@@ -50,7 +50,7 @@ def test_what_is_wrong_is_one_sentence(
     assert said in complaint("cluster", verb, "-c", "cluster.json", *flags, folder=tmp_path)
 
 
-def test_settings_in_the_environment_are_told_to_reach_no_other_machine(tmp_path: Path) -> None:
+def test_cluster_start_refuses_settings_in_the_environment(tmp_path: Path) -> None:
     (tmp_path / "cluster.json").write_text("[{ssh: localhost}]")
     done = run_cli(
         *("cluster", "start", "-c", "cluster.json"), folder=tmp_path, environment={"MLX_RING_BLAS": "off"}
@@ -59,7 +59,7 @@ def test_settings_in_the_environment_are_told_to_reach_no_other_machine(tmp_path
     assert "The environment reaches no other machine (MLX_RING_BLAS): give settings under" in done.stderr
 
 
-def test_status_without_a_head_says_where_it_looked(tmp_path: Path) -> None:
+def test_status_without_a_head_names_the_address(tmp_path: Path) -> None:
     said = complaint("cluster", "status", "--url", "http://127.0.0.1:1", folder=tmp_path)
     assert "No head answers at http://127.0.0.1:1" in said
 
@@ -74,7 +74,7 @@ def test_stop_ends_a_server_that_was_started_by_hand(tmp_path: Path) -> None:
     assert run_cli("stop", *state, folder=tmp_path).stdout == "Nothing of mlx-ring runs here.\n"
 
 
-def test_speed_is_told_as_far_as_it_is_known() -> None:
+def test_speed_shows_only_known_rates() -> None:
     answer = {
         "usage": {"prompt_tokens": 7, "completion_tokens": 3},
         "performance": {"prompt_tokens_per_second": 70.04, "generation_tokens_per_second": None},

@@ -41,7 +41,7 @@ def test_every_setting_has_a_flag_that_reaches_the_command(name: str) -> None:
     ("alias", "name"),
     [(alias, name) for name, field in Settings.model_fields.items() for alias in flag_of(field).aliases],
 )
-def test_vllms_flag_means_the_same(alias: str, name: str) -> None:
+def test_a_vllm_flag_sets_the_same_setting(alias: str, name: str) -> None:
     assert values(alias, "7") == {name: "7"}
 
 
@@ -53,7 +53,7 @@ def test_vllms_flag_means_the_same(alias: str, name: str) -> None:
         ("--max-waiting", "max_queued_requests"),
     ],
 )
-def test_an_old_flag_still_works_with_one_line_of_log(
+def test_an_old_flag_still_works_and_logs_one_line(
     old: str, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert values(old, "7") == {name: "7"}
@@ -76,7 +76,7 @@ def test_an_old_flag_that_contradicts_the_new_one_is_refused() -> None:
         ("--disable-uvicorn-access-log", {"access_log": "off"}),
     ],
 )
-def test_a_switch_stands_for_a_value(switch: str, value: dict[str, object]) -> None:
+def test_a_switch_sets_a_value(switch: str, value: dict[str, object]) -> None:
     assert values(switch) == value
 
 

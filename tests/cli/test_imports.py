@@ -1,4 +1,4 @@
-"""What the commands bring in."""
+"""Imports of the command modules."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ MODULES = sorted({place.partition(":")[0] for place in COMMANDS.values()})
 
 
 @pytest.mark.parametrize("module", [*MODULES, "mlx_ring.agent.head_member"])
-def test_nothing_brings_grpc_in_before_it_is_told_how_much_to_say(module: str) -> None:
-    """It reads that when it is imported, and would then never say whom it refused."""
+def test_command_modules_do_not_import_grpc(module: str) -> None:
+    """Keep grpc out, because it reads its log level on import and would never log whom it refused."""
     program = f"import sys, {module}; sys.exit('grpc' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], env=clean_environment(), check=False)
     assert done.returncode == 0

@@ -1,4 +1,4 @@
-"""The commands as a person types them: what is wrong is one sentence and exit code 2, never a traceback."""
+"""The commands as a person types them: an error is one sentence and exit code 2, never a traceback."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mlx_ring.settings.fields import flag_of
 
 
 def complaint(*arguments: str, folder: Path, **environment: str) -> str:
-    """What a failing command says: one sentence on stderr, log lines aside, and exit code 2."""
+    """Return the one sentence, log lines aside, that a command prints on stderr when it fails with exit code 2."""
     done = run_cli(*arguments, folder=folder, environment=environment)
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
@@ -46,22 +46,22 @@ def complaint(*arguments: str, folder: Path, **environment: str) -> str:
         (["serve", "demmo"], "There is no model 'demmo'"),
     ],
 )
-def test_bad_input_is_one_sentence(arguments: list[str], said: str, tmp_path: Path) -> None:
+def test_invalid_input_is_reported_in_one_sentence(arguments: list[str], said: str, tmp_path: Path) -> None:
     assert complaint(*arguments, folder=tmp_path).startswith(said)
 
 
-def test_a_misspelt_built_in_name_is_guessed(tmp_path: Path) -> None:
+def test_a_misspelt_built_in_model_gets_a_suggestion(tmp_path: Path) -> None:
     assert "Did you mean 'demo'?" in complaint("serve", "demmo", folder=tmp_path)
 
 
-def test_a_busy_port_is_told_before_anything_is_loaded(tmp_path: Path) -> None:
+def test_a_busy_port_is_reported_before_anything_is_loaded(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as holder:
         port = holder.getsockname()[1]
         said = complaint("serve", "./nowhere", "--port", str(port), folder=tmp_path)
     assert said.startswith(f"Port {port} on 127.0.0.1 is in use by another process")
 
 
-def test_a_host_that_is_not_this_machine_s_is_refused(tmp_path: Path) -> None:
+def test_an_address_of_another_machine_is_refused(tmp_path: Path) -> None:
     assert "192.0.2.1" in complaint("serve", "--host", "192.0.2.1", folder=tmp_path)
 
 
@@ -74,14 +74,12 @@ def test_more_stages_than_layers_are_refused(tiny_model: Path, tmp_path: Path) -
     assert said.startswith("6 stages were requested, but the model has 5 layers")
 
 
-def test_a_context_beyond_the_model_s_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_context_longer_than_the_model_s_is_refused(tiny_model: Path, tmp_path: Path) -> None:
     said = complaint("serve", str(tiny_model), "--max-model-len", "5000", "--port", "0", folder=tmp_path)
     assert said.startswith("--max-model-len is 5000;")
 
 
-def test_a_context_that_was_asked_for_and_does_not_fit_the_memory_given_is_refused(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_context_that_exceeds_the_kv_cache_memory_is_refused(tiny_model: Path, tmp_path: Path) -> None:
     said = complaint(
         *("serve", str(tiny_model), "--port", "0"),
         *("--max-model-len", "4096", "--kv-cache-memory", "1MiB"),
@@ -91,12 +89,14 @@ def test_a_context_that_was_asked_for_and_does_not_fit_the_memory_given_is_refus
     assert "Give --max-model-len" in said
 
 
-@pytest.mark.parametrize("trouble", ["empty", "no weights", "truncated", "no tokenizer", "code"])
-def test_a_folder_that_cannot_be_served_says_why(trouble: str, tiny_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("fault", ["empty", "no weights", "truncated", "no tokenizer", "code"])
+def test_an_unusable_model_folder_is_refused_with_the_reason(
+    fault: str, tiny_model: Path, tmp_path: Path
+) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(tiny_model, broken)
     canary = tmp_path / "canary"
-    match trouble:
+    match fault:
         case "empty":
             shutil.rmtree(broken)
             broken.mkdir()
@@ -132,8 +132,8 @@ def test_a_hub_id_without_network_says_what_to_do(tmp_path: Path) -> None:
     assert "mlx-ring models list" in said
 
 
-def test_a_ctrl_c_while_the_program_comes_in_ends_it_without_a_traceback(tmp_path: Path) -> None:
-    # The first import of the commands is what the signal meets. Where the tests run in the background it is ignored.
+def test_ctrl_c_during_imports_ends_the_program_without_a_traceback(tmp_path: Path) -> None:
+    # The signal arrives at the first import of the commands. Tests that run in the background ignore it otherwise.
     code = (
         "import sys, signal; from mlx_ring.cli.main import main\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
@@ -153,7 +153,7 @@ def test_the_version_is_one_line(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout.split()[0]) == (0, "mlx-ring")
 
 
-def test_help_lists_the_commands_and_basic_flags_and_help_all_every_flag(tmp_path: Path) -> None:
+def test_help_lists_basic_flags_and_help_all_every_flag(tmp_path: Path) -> None:
     top = run_cli("--help", folder=tmp_path)
     assert top.returncode == 0
     assert all(word in top.stdout for word in ("serve", "chat", "models"))
@@ -170,7 +170,7 @@ def _listed(names: set[str], flag: str, folder: Path) -> set[str]:
     return {name for name in names if flag_name(name) in flags}
 
 
-def test_the_list_has_the_built_in_models_with_their_size(tmp_path: Path) -> None:
+def test_models_list_shows_built_in_models_with_their_architecture(tmp_path: Path) -> None:
     done = run_cli("models", "list", folder=tmp_path, environment={"HF_HOME": str(tmp_path / "cache")})
     assert done.returncode == 0
     rows = {line.split()[0]: line.split() for line in done.stdout.splitlines() if line}

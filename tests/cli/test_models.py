@@ -31,24 +31,24 @@ def logits(folders: list[tuple[Path, LayerRange]]) -> mx.array:
 
 
 @pytest.mark.parametrize(
-    "wish", [("--layers", "0-2,2-5"), ("--stages", "2"), ("--layers", "0-1,1-2,2-5")], ids=" ".join
+    "options", [("--layers", "0-2,2-5"), ("--stages", "2"), ("--layers", "0-1,1-2,2-5")], ids=" ".join
 )
-def test_stages_loaded_from_their_folders_are_the_model(
-    tiny_model: Path, tmp_path: Path, wish: tuple[str, str]
+def test_stages_loaded_from_their_folders_compute_the_model_s_logits(
+    tiny_model: Path, tmp_path: Path, options: tuple[str, str]
 ) -> None:
-    done = run_cli("models", "preshard", str(tiny_model), *wish, "--out", "shards", folder=tmp_path)
+    done = run_cli("models", "preshard", str(tiny_model), *options, "--out", "shards", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     folders = sorted((tmp_path / "shards").iterdir())
-    told = [
+    rows = [
         re.fullmatch(r"(.+): layers (\d+)-(\d+), [\d,]+ bytes", line) for line in done.stdout.splitlines()
     ]
-    assert [row and Path(row[1]) for row in told] == folders
-    ranges = [LayerRange(int(row[2]), int(row[3])) for row in told if row]
+    assert [row and Path(row[1]) for row in rows] == folders
+    ranges = [LayerRange(int(row[2]), int(row[3])) for row in rows if row]
     whole: Any = load_model(tiny_model)[0]
     assert mx.array_equal(logits(list(zip(folders, ranges, strict=True))), whole(mx.array([[3, 1, 4]])))
 
 
-def test_a_plan_that_was_written_down_says_which_folder_is_for_whom(tmp_path: Path) -> None:
+def test_a_saved_plan_assigns_each_folder_to_a_machine(tmp_path: Path) -> None:
     machines = ("--machine", "m4-mac-mini-16", "--machine", "m2-max-mac-studio-64")
     options = (*machines, "--strategy", "custom", "--layers", "3,5", "--json")
     written = run_cli("plan", "demo", *options, folder=tmp_path)
@@ -71,7 +71,7 @@ def test_a_plan_that_was_written_down_says_which_folder_is_for_whom(tmp_path: Pa
         ),
     ],
 )
-def test_what_is_no_plan_for_the_model_is_one_sentence(text: str | None, said: str, tmp_path: Path) -> None:
+def test_an_invalid_plan_is_refused_in_one_sentence(text: str | None, said: str, tmp_path: Path) -> None:
     if text is not None:
         (tmp_path / "plan.json").write_text(text)
     options = ("--plan", "plan.json", "--out", "shards")
@@ -79,7 +79,7 @@ def test_what_is_no_plan_for_the_model_is_one_sentence(text: str | None, said: s
 
 
 @pytest.mark.skipif(shutil.which("tar") is None, reason="tar copies the folder")
-def test_a_copy_made_by_tar_keeps_the_holes_and_loads(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_copy_by_tar_stays_sparse_and_loads(tiny_model: Path, tmp_path: Path) -> None:
     options = ("--layers", "0-4,4-5", "--out", "shards")
     assert run_cli("models", "preshard", str(tiny_model), *options, folder=tmp_path).returncode == 0
     (tmp_path / "there").mkdir()
@@ -105,7 +105,7 @@ def test_a_copy_made_by_tar_keeps_the_holes_and_loads(tiny_model: Path, tmp_path
         (("--layers", "0-2,3-5"), "--layers is 0-2,3-5; it must be ranges that cover the model's 5 layers"),
     ],
 )
-def test_what_makes_no_stages_is_refused_with_one_sentence(
+def test_impossible_stages_are_refused_in_one_sentence(
     tiny_model: Path, tmp_path: Path, options: tuple[str, ...], sentence: str
 ) -> None:
     said = complaint("models", "preshard", str(tiny_model), "--out", "shards", *options, folder=tmp_path)
@@ -113,7 +113,7 @@ def test_what_makes_no_stages_is_refused_with_one_sentence(
     assert not (tmp_path / "shards").exists()
 
 
-def test_where_one_stage_is_there_already_none_is_made(tiny_model: Path, tmp_path: Path) -> None:
+def test_no_stage_is_written_if_one_already_exists(tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "shards" / "stage-1").mkdir(parents=True)
     options = ("--layers", "0-2,2-5", "--out", "shards")
     said = complaint("models", "preshard", str(tiny_model), *options, folder=tmp_path)
@@ -125,10 +125,10 @@ def test_where_one_stage_is_there_already_none_is_made(tiny_model: Path, tmp_pat
     "text",
     ["0-2,2-6", "0-2,2-2,2-5", "2-5", "0-4", "0-2;2-5", "", "0-5,", "-5", "5-0", "0-3,2-5", "0-9999999"],
 )
-def test_layers_that_leave_one_out_or_give_one_twice_are_refused(text: str) -> None:
+def test_layer_ranges_with_gaps_or_overlaps_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"cover the model's 5 layers in order.* such as 0-2,2-5"):
         parse_layers(text, 5)
 
 
-def test_layers_are_read_with_their_ends_not_included() -> None:
+def test_layer_ranges_exclude_their_ends() -> None:
     assert parse_layers("0-2, 2-5", 5) == (LayerRange(0, 2), LayerRange(2, 5))

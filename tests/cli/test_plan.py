@@ -28,15 +28,15 @@ def test_a_plan_as_json_has_every_layer_once(tmp_path: Path) -> None:
     )
     options = ("--cluster", "cluster.yaml", "--strategy", "memory", "--json")
     done = run_cli("plan", "demo", *options, folder=tmp_path)
-    told = json.loads(done.stdout)
-    assert [stage["node"] for stage in told["stages"]] == ["a", "b"]
-    assert [(stage["layers"]["start"], stage["layers"]["end"]) for stage in told["stages"]] == [
+    plan = json.loads(done.stdout)
+    assert [stage["node"] for stage in plan["stages"]] == ["a", "b"]
+    assert [(stage["layers"]["start"], stage["layers"]["end"]) for stage in plan["stages"]] == [
         (0, 2),
         (2, 8),
     ]
 
 
-def test_ranks_that_share_layers_stand_below_each_other_with_the_reason(tmp_path: Path) -> None:
+def test_ranks_of_a_tensor_group_are_listed_together_with_the_reason(tmp_path: Path) -> None:
     machine = "{name: %s, memory_gb: 8, bandwidth_gb_s: %d, tflops: 4, trusted_interface: en5}"
     (tmp_path / "cluster.yaml").write_text(
         f"machines: [{machine % ('a', 100)}, {machine % ('b', 300)}]\n"
@@ -50,14 +50,14 @@ def test_ranks_that_share_layers_stand_below_each_other_with_the_reason(tmp_path
     first, second = (next(line for line in lines if line[:1] == [name]) for name in "ab")
     assert first[1] == second[1]
     assert "a+b compute every layer together: " in done.stdout
-    told = json.loads(run_cli(*options, "--json", folder=tmp_path).stdout)
-    ranks = told["stages"][0]["ranks"]
-    assert (told["kind"], [rank["node"] for rank in ranks]) == ("tensor", ["a", "b"])
+    plan = json.loads(run_cli(*options, "--json", folder=tmp_path).stdout)
+    ranks = plan["stages"][0]["ranks"]
+    assert (plan["kind"], [rank["node"] for rank in ranks]) == ("tensor", ["a", "b"])
     assert sum(rank["share"] for rank in ranks) == 1
     assert [first[2], second[2]] == [f"{rank['share']:.0%}" for rank in ranks]
 
 
-def test_where_throughput_is_the_aim_each_replica_has_a_table(tmp_path: Path) -> None:
+def test_a_plan_for_throughput_shows_a_table_for_each_replica(tmp_path: Path) -> None:
     options = (*MINIS, "--optimize-for", "throughput", "--sequences", "8")
     done = run_cli("plan", "demo", *options, folder=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -87,11 +87,11 @@ def test_without_machines_the_known_ones_are_listed(tmp_path: Path) -> None:
         (["./nowhere", *MINIS], "There is no model './nowhere'"),
     ],
 )
-def test_what_is_wrong_is_one_sentence(arguments: list[str], said: str, tmp_path: Path) -> None:
+def test_invalid_input_is_reported_in_one_sentence(arguments: list[str], said: str, tmp_path: Path) -> None:
     assert said in complaint("plan", *arguments, folder=tmp_path)
 
 
-def test_a_file_of_devices_says_how_layers_are_cut_unless_a_flag_does(tmp_path: Path) -> None:
+def test_a_devices_file_sets_the_strategy_unless_a_flag_does(tmp_path: Path) -> None:
     (tmp_path / "cluster.json").write_text(
         '{"devices": [{"hostname": "a", "capabilities": {"memory_gb": 16, "gpu_cores": 10}},'
         ' {"hostname": "b", "capabilities": {"memory_gb": 16, "gpu_cores": 10}}],'
@@ -106,7 +106,7 @@ def test_a_file_of_devices_says_how_layers_are_cut_unless_a_flag_does(tmp_path: 
     assert cuts == [[6, 8], [4, 8]]
 
 
-def test_a_plan_counts_the_share_of_memory_that_a_device_states(tmp_path: Path) -> None:
+def test_a_plan_applies_the_memory_share_of_a_device(tmp_path: Path) -> None:
     (tmp_path / "cluster.json").write_text(
         '{"devices": [{"hostname": "a", "capabilities": {"memory_gb": 16, "gpu_cores": 10}},'
         ' {"hostname": "b", "capabilities": {"memory_gb": 16, "gpu_cores": 10}, "gpu_memory_utilization": 0.5}]}'

@@ -12,14 +12,14 @@ from tests.processes import run_cli
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the paths are those of systemd")
 
 UNIT = Path(".config/systemd/user/mlx-ring-join.service")
-NOTED = Path("noted")
+CALLS = Path("calls")
 SYSTEMCTL = f"""#!/bin/sh
-echo "$@" >> "$HOME/{NOTED}"
+echo "$@" >> "$HOME/{CALLS}"
 """
 
 
 def run(*arguments: str, home: Path) -> subprocess.CompletedProcess[str]:
-    """With a home of its own, and a systemctl that notes what it is told: tests start no services."""
+    """Run the command with its own home and a `systemctl` that only records its calls: tests start no services."""
     programs = home / "bin"
     programs.mkdir(exist_ok=True)
     (programs / "systemctl").write_text(SYSTEMCTL)
@@ -28,7 +28,7 @@ def run(*arguments: str, home: Path) -> subprocess.CompletedProcess[str]:
     return run_cli("service", *arguments, folder=home, environment=environment)
 
 
-def test_installing_twice_writes_once_and_a_change_replaces(tmp_path: Path) -> None:
+def test_install_writes_a_unit_once_and_replaces_a_changed_one(tmp_path: Path) -> None:
     first = run("install", "--", "join", "mini.local", home=tmp_path)
     assert first.returncode == 0, first.stderr
     assert first.stdout.startswith(f"{tmp_path / UNIT} is written.\n")
@@ -37,25 +37,25 @@ def test_installing_twice_writes_once_and_a_change_replaces(tmp_path: Path) -> N
     again = run("install", "--", "join", "mini.local", home=tmp_path)
     assert "is as it should be already." in again.stdout
     assert "is replaced." in run("install", "--", "join", "mini.local:6000", home=tmp_path).stdout
-    assert not (tmp_path / NOTED).exists()
+    assert not (tmp_path / CALLS).exists()
 
 
-def test_now_starts_it_and_uninstalling_ends_and_removes_it_once(tmp_path: Path) -> None:
+def test_install_now_starts_a_service_and_uninstall_stops_and_removes_it(tmp_path: Path) -> None:
     assert run("install", "--now", "--", "join", "mini", home=tmp_path).returncode == 0
     removed = run("uninstall", "join", home=tmp_path)
     assert (removed.returncode, removed.stdout) == (0, f"{tmp_path / UNIT} is removed.\n")
-    assert (tmp_path / NOTED).read_text().splitlines() == [
+    assert (tmp_path / CALLS).read_text().splitlines() == [
         "--user daemon-reload",
         "--user enable mlx-ring-join.service",
         "--user restart mlx-ring-join.service",
         "--user disable --now mlx-ring-join.service",
     ]
-    gone = run("uninstall", home=tmp_path)
-    assert gone.returncode == 0
-    assert gone.stdout.count("is not there.") == 2
+    again = run("uninstall", home=tmp_path)
+    assert again.returncode == 0
+    assert again.stdout.count("is not there.") == 2
 
 
-def test_show_prints_what_install_would_write_and_then_what_it_has_written(tmp_path: Path) -> None:
+def test_show_prints_the_unit_before_and_after_install(tmp_path: Path) -> None:
     shown = run("show", "--", "join", "mini", home=tmp_path).stdout
     assert not (tmp_path / UNIT).exists()
     assert run("show", home=tmp_path).stdout.startswith("No service is installed")
@@ -77,7 +77,7 @@ def test_show_prints_what_install_would_write_and_then_what_it_has_written(tmp_p
         (("uninstall", "chat"), "There is no service 'chat'"),
     ],
 )
-def test_what_cannot_be_done_is_one_sentence_and_writes_nothing(
+def test_invalid_input_is_reported_in_one_sentence_and_writes_nothing(
     arguments: tuple[str, ...], said: str, tmp_path: Path
 ) -> None:
     done = run(*arguments, home=tmp_path)

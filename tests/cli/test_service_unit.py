@@ -1,4 +1,4 @@
-"""Units of systemd and launchd: their own tools accept them, and no secret gets into them."""
+"""Units of systemd and launchd: their own tools accept them, and they hold no secret."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def verify(service: Service, folder: Path) -> subprocess.CompletedProcess[str]:
         ("serve", 'a "model"', "--name", "50% of $HOME\\n", "--empty", "", "ünï"),
     ],
 )
-def test_systemd_accepts_the_unit_without_a_word(
+def test_systemd_accepts_the_unit_without_a_warning(
     scope: Scope, arguments: tuple[str, ...], tmp_path: Path
 ) -> None:
     done = verify(replace(JOIN, scope=scope, arguments=arguments), tmp_path)
@@ -72,7 +72,7 @@ def test_systemd_accepts_the_unit_without_a_word(
     assert (done.returncode, ours) == (0, [])
 
 
-def test_systemd_notices_a_unit_that_is_wrong(tmp_path: Path) -> None:
+def test_systemd_rejects_an_invalid_unit(tmp_path: Path) -> None:
     done = verify(replace(JOIN, program=("/nowhere/mlx-ring",)), tmp_path)
     assert done.returncode != 0
 
@@ -80,15 +80,15 @@ def test_systemd_notices_a_unit_that_is_wrong(tmp_path: Path) -> None:
 @given(
     st.lists(st.text(st.characters(exclude_categories=["C", "Z"]) | st.just(" "), max_size=20), max_size=5)
 )
-def test_systemd_would_read_every_argument_as_it_was_given(words: list[str]) -> None:
+def test_systemd_reads_every_argument_unchanged(words: list[str]) -> None:
     (line,) = [
-        one for one in lines_of(replace(JOIN, arguments=("join", *words))) if one.startswith("ExecStart=")
+        line for line in lines_of(replace(JOIN, arguments=("join", *words))) if line.startswith("ExecStart=")
     ]
-    assert _as_systemd_reads(line.removeprefix("ExecStart=")) == [sys.executable, "join", *words]
+    assert _split_as_systemd(line.removeprefix("ExecStart=")) == [sys.executable, "join", *words]
 
 
-def _as_systemd_reads(line: str) -> list[str]:
-    """systemd.syntax(7), as far as we use it: quotes, backslashes, doubled `%` and `$`."""
+def _split_as_systemd(line: str) -> list[str]:
+    """Split a line by systemd.syntax(7), as far as units use it: quotes, backslashes, doubled `%` and `$`."""
     words: list[str] = []
     rest = line
     while rest:
@@ -104,20 +104,20 @@ def _as_systemd_reads(line: str) -> list[str]:
     return words
 
 
-def test_it_is_restarted_logs_to_the_journal_and_keeps_its_children_till_they_are_ended() -> None:
+def test_a_unit_restarts_logs_to_the_journal_and_lets_the_program_end_its_children() -> None:
     agent, head = lines_of(JOIN), lines_of(replace(JOIN, arguments=("serve", "demo")))
     assert {"Restart=always", "StandardOutput=journal", "OOMPolicy=continue"} <= set(agent) & set(head)
     assert "KillMode=mixed" in agent
     assert "KillMode=process" in head
 
 
-def test_a_system_s_unit_runs_as_a_user_and_waits_for_the_network() -> None:
+def test_a_system_unit_runs_as_a_user_and_waits_for_the_network() -> None:
     lines = lines_of(replace(JOIN, scope="system", user="ring"))
     assert {"User=ring", "After=network-online.target", "WantedBy=multi-user.target"} <= set(lines)
     assert not any(line.startswith("User=") for line in lines_of(JOIN))
 
 
-def test_launchd_reads_every_argument_as_it_was_given() -> None:
+def test_launchd_reads_every_argument_unchanged() -> None:
     service = replace(JOIN, arguments=("serve", "<&>", "ünï", ""), scope="system", user="ring")
     read = plistlib.loads(launchd_plist(service).encode())
     assert read["ProgramArguments"] == [sys.executable, "serve", "<&>", "ünï", ""]
@@ -126,7 +126,7 @@ def test_launchd_reads_every_argument_as_it_was_given() -> None:
     assert "UserName" not in plistlib.loads(launchd_plist(JOIN).encode())
 
 
-def test_launchd_is_given_no_log_lines_for_a_file_that_nobody_rotates() -> None:
+def test_a_launchd_service_writes_no_log_to_stderr() -> None:
     read = plistlib.loads(launchd_plist(JOIN).encode())
     assert read["EnvironmentVariables"]["MLX_RING_LOG_STDERR"] == "off"
 
@@ -144,19 +144,19 @@ def test_launchd_is_given_no_log_lines_for_a_file_that_nobody_rotates() -> None:
         (("join", "a\nUser=root"), "has a line break"),
     ],
 )
-def test_secrets_and_what_is_no_service_are_refused(arguments: tuple[str, ...], said: str) -> None:
-    for keeper in ("systemd", "launchd"):
+def test_secrets_and_commands_that_are_no_service_are_refused(arguments: tuple[str, ...], said: str) -> None:
+    for manager in ("systemd", "launchd"):
         with pytest.raises(ConfigError, match=said) as caught:
-            unit_text(keeper, replace(JOIN, arguments=arguments))
+            unit_text(manager, replace(JOIN, arguments=arguments))
         assert TOKEN not in str(caught.value).lower()
 
 
-def test_a_file_of_keys_is_no_secret() -> None:
+def test_an_api_key_file_is_accepted() -> None:
     service = replace(JOIN, arguments=("serve", "--api-key-file", "/keys"))
     assert check_service(service) is service
 
 
-def test_each_service_manager_finds_the_unit_and_is_told_by_its_own_program() -> None:
+def test_unit_paths_and_commands_fit_each_service_manager() -> None:
     home = Path("/home/a")
     assert unit_path("systemd", "user", "join", home) == home / ".config/systemd/user/mlx-ring-join.service"
     assert unit_path("systemd", "system", "serve", home) == Path("/etc/systemd/system/mlx-ring-serve.service")

@@ -1,4 +1,4 @@
-"""What a person reads once a model is served."""
+"""Text that `mlx-ring serve` prints once a model is served."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from mlx_ring.cli.startup import ways_to_ask
 
 
-def test_what_can_be_pasted_names_the_certificate_and_where_the_key_comes_from() -> None:
+def test_example_commands_name_the_certificate_and_the_key_variable() -> None:
     plain = ways_to_ask("http://127.0.0.1:8100", None, asks_for_key=False)
     assert plain[0] == "Ask it:"
     assert plain[1].startswith("  curl http://127.0.0.1:8100/v1/chat/completions -H 'Content-Type")

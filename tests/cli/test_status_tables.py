@@ -10,7 +10,7 @@ from rich.console import Console
 
 from mlx_ring.cli.status_tables import show_status
 
-TOLD: dict[str, Any] = {
+STATUS: dict[str, Any] = {
     "models": [{"model": "demo", "state": "ready", "reason": None}],
     "nodes": [
         {
@@ -83,14 +83,14 @@ TOLD: dict[str, Any] = {
 }
 
 
-def shown(told: dict[str, Any]) -> list[str]:
+def table_lines(status: dict[str, Any]) -> list[str]:
     out = StringIO()
-    show_status(told, Console(file=out, width=200))
+    show_status(status, Console(file=out, width=200))
     return [" ".join(line.split()) for line in out.getvalue().splitlines()]
 
 
-def test_predicted_stands_beside_measured_and_promised_beside_used() -> None:
-    lines = shown(TOLD)
+def test_predictions_and_promises_stand_beside_measured_values() -> None:
+    lines = table_lines(STATUS)
     assert "demo is ready" in lines
     assert "mini-1 the head's 10.9 2.5 2.4 - 10.0.0.1" in lines
     assert "mini-2 gone, it was cut off - - - -" in lines
@@ -100,16 +100,16 @@ def test_predicted_stands_beside_measured_and_promised_beside_used() -> None:
     assert "mini-2 mini-1 - - nothing answers" in lines
 
 
-def test_what_is_not_known_yet_is_a_dash_and_loading_shows_how_far_it_is() -> None:
-    told = deepcopy(TOLD)
-    instance = told["instances"][0]
+def test_unknown_values_are_dashes_and_loading_shows_its_progress() -> None:
+    status = deepcopy(STATUS)
+    instance = status["instances"][0]
     instance["stream"] = None
     stage = instance["stages"][0]
     stage["loading"] |= {"phase": "weights", "bytes_loaded": 1, "bytes_to_load": 4}
     stage["memory"] = {"promised": None, "used": None}
     stage["times"]["decode"] = []
-    lines = shown(told)
+    lines = table_lines(status)
     assert "demo-1 (epoch 3) is ready" in lines
     assert "0 mini-1 0-7 weights 25% - - - -" in lines
     stage["alive"] = False
-    assert "0 mini-1 0-7 dead - - - -" in shown(told)
+    assert "0 mini-1 0-7 dead - - - -" in table_lines(status)

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from tests.api.clients import serving
 from tests.api.twins import TwinService
-from tests.cli.bench.foreign import Foreign, serving_foreign
+from tests.cli.bench.third_party import ThirdPartyServer, serving_third_party
 from tests.processes import run_cli
 from tests.processes import serving as serving_model
 
@@ -40,7 +40,7 @@ class Done:
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
-    """The command in this process."""
+    """Return a function that runs the command in this process."""
 
     def run(*arguments: str) -> Done:
         monkeypatch.setattr(sys, "argv", ["mlx-ring", "bench", *arguments])
@@ -52,7 +52,7 @@ def bench(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
     return run
 
 
-def test_a_bench_of_ours_writes_what_was_asked_told_and_seen(
+def test_the_report_holds_the_settings_the_server_and_the_measurements(
     bench: Callable[..., Done], tmp_path: Path
 ) -> None:
     report, plot = tmp_path / "run.json", tmp_path / "run.svg"
@@ -66,26 +66,26 @@ def test_a_bench_of_ours_writes_what_was_asked_told_and_seen(
     assert "6 of 6 requests" in done.out
     for row in ("time to first token (TTFT)", "between tokens (ITL)", "whole request (E2E)"):
         assert re.search(re.escape(row) + r"( +[\d,]+\.\d){4}", done.out)
-    told = json.loads(report.read_text())
-    assert told["settings"]["prompt_tokens"] == {"low": 40, "high": 60}
-    assert (told["settings"]["model"], told["settings"]["endpoint"]) == ("org/twin", "completions")
-    assert told["server"]["scheduling"]["max_itl_ratio"] == 2.5
-    assert (told["server"]["prompts"], told["server"]["ignore_eos"]) == ("token ids", True)
-    assert told["server"]["version"] == told["mlx_ring"]
+    results = json.loads(report.read_text())
+    assert results["settings"]["prompt_tokens"] == {"low": 40, "high": 60}
+    assert (results["settings"]["model"], results["settings"]["endpoint"]) == ("org/twin", "completions")
+    assert results["server"]["scheduling"]["max_itl_ratio"] == 2.5
+    assert (results["server"]["prompts"], results["server"]["ignore_eos"]) == ("token ids", True)
+    assert results["server"]["version"] == results["mlx_ring"]
     before, after = (
-        told["server"][name]["prefix_cache"]["queries"] for name in ("cache_before", "cache_after")
+        results["server"][name]["prefix_cache"]["queries"] for name in ("cache_before", "cache_after")
     )
     assert after - before == 7, "one to warm up, and six"
-    assert told["summary"]["output_tokens"] == 48
-    assert told["summary"]["cached_tokens"] == sum(one["cached_tokens"] for one in told["requests"])
-    assert all(40 <= one["prompt_tokens"] <= 60 for one in told["requests"])
-    assert all(len(one["inter_token_s"]) <= 7 for one in told["requests"])
-    assert (told["interrupted"], told["notes"]) == (False, [])
+    assert results["summary"]["output_tokens"] == 48
+    assert results["summary"]["cached_tokens"] == sum(one["cached_tokens"] for one in results["requests"])
+    assert all(40 <= one["prompt_tokens"] <= 60 for one in results["requests"])
+    assert all(len(one["inter_token_s"]) <= 7 for one in results["requests"])
+    assert (results["interrupted"], results["notes"]) == (False, [])
     assert url.rpartition(":")[2] not in report.read_text()
     assert plot.read_text().count("<svg") == 1
 
 
-def test_what_is_shared_comes_from_the_cache_and_is_told(bench: Callable[..., Done], tmp_path: Path) -> None:
+def test_a_shared_prefix_is_reported_as_cached_tokens(bench: Callable[..., Done], tmp_path: Path) -> None:
     report = tmp_path / "run.json"
     with serving(TwinService()) as url:
         done = bench(
@@ -98,7 +98,7 @@ def test_what_is_shared_comes_from_the_cache_and_is_told(bench: Callable[..., Do
     assert f"{sum(cached):,} of them from the cache" in done.out
 
 
-def test_a_chat_gets_words_that_come_to_the_tokens_asked_for(
+def test_a_chat_s_words_come_close_to_the_requested_tokens(
     bench: Callable[..., Done], tmp_path: Path
 ) -> None:
     report = tmp_path / "run.json"
@@ -108,42 +108,44 @@ def test_a_chat_gets_words_that_come_to_the_tokens_asked_for(
             *("--prompt-tokens", "300", "--output-tokens", "20", "--json", str(report)),
         )
     assert done.code == 0
-    told = json.loads(report.read_text())
-    assert told["server"]["prompts"] == "words"
-    assert all(abs(one["prompt_tokens"] - 300) < 30 for one in told["requests"])
-    assert told["summary"]["completed"] == 3
+    results = json.loads(report.read_text())
+    assert results["server"]["prompts"] == "words"
+    assert all(abs(one["prompt_tokens"] - 300) < 30 for one in results["requests"])
+    assert results["summary"]["completed"] == 3
 
 
-def test_another_server_gets_words_of_the_length_that_was_asked_for(
+def test_a_third_party_server_gets_prompts_of_the_requested_length(
     bench: Callable[..., Done], tmp_path: Path
 ) -> None:
     report = tmp_path / "run.json"
-    foreign = Foreign(refuses=frozenset({"ignore_eos"}), most_tokens=4, per_event=2)
-    with serving_foreign(foreign) as url:
+    third_party = ThirdPartyServer(
+        rejected_fields=frozenset({"ignore_eos"}), token_limit=4, tokens_per_event=2
+    )
+    with serving_third_party(third_party) as url:
         done = bench("--url", url, "--prompt-tokens", "307", "--output-tokens", "9", "--json", str(report))
     assert done.code == 0
     assert "ignore_eos" in done.out
     assert "32 answers were shorter than asked for" in done.out
     assert "An event brought 2.00 tokens on average" in done.out
-    told = json.loads(report.read_text())
-    assert {one["prompt_tokens"] for one in told["requests"]} == {307}
-    assert told["server"]["scheduling"] is None
-    assert told["server"]["cache_before"] is None
+    results = json.loads(report.read_text())
+    assert {one["prompt_tokens"] for one in results["requests"]} == {307}
+    assert results["server"]["scheduling"] is None
+    assert results["server"]["cache_before"] is None
 
 
-def test_failed_requests_are_counted_and_make_the_exit_code(bench: Callable[..., Done]) -> None:
-    foreign = Foreign()
-    with serving_foreign(foreign) as url:
+def test_a_request_that_the_probe_sees_rejected_is_exit_code_2(bench: Callable[..., Done]) -> None:
+    third_party = ThirdPartyServer()
+    with serving_third_party(third_party) as url:
         healthy = bench("--url", url, "--requests", "2", "--output-tokens", "3")
         assert healthy.code == 0
-        foreign.refuses = frozenset({"seed"})
-        foreign.names_fields = False
+        third_party.rejected_fields = frozenset({"seed"})
+        third_party.names_rejected_field = False
         done = bench("--url", url, "--requests", "3", "--temperature", "0.5")
     assert done.code == 2, "the first small request shows it"
     assert "HTTP 400: Bad request." in done.err
 
 
-def test_a_server_that_fails_under_load_makes_the_exit_code_1(bench: Callable[..., Done]) -> None:
+def test_a_server_that_fails_under_load_is_exit_code_1(bench: Callable[..., Done]) -> None:
     service = TwinService()
     with serving(service) as url:
         service.error = WorkerLost("Worker 1 of stage 0 died [exit 9].")
@@ -153,16 +155,17 @@ def test_a_server_that_fails_under_load_makes_the_exit_code_1(bench: Callable[..
     assert "4 x HTTP 503: Worker 1 of stage 0 died [exit 9]." in done.out
 
 
-def test_ctrl_c_ends_the_load_and_not_the_report(bench: Callable[..., Done], tmp_path: Path) -> None:
+def test_ctrl_c_stops_the_load_and_not_the_report(bench: Callable[..., Done], tmp_path: Path) -> None:
     report = tmp_path / "run.json"
-    foreign = Foreign(fault="hang", sound=2 + 3)  # Two small requests find out what it takes.
+    # The probe sends two small requests.
+    third_party = ThirdPartyServer(fault="hang", healthy_requests=2 + 3)
 
     def press() -> None:
-        while len(foreign.bodies) < 2 + 3 + 2:
+        while len(third_party.bodies) < 2 + 3 + 2:
             threading.Event().wait(0.005)
         os.kill(os.getpid(), signal.SIGINT)
 
-    with serving_foreign(foreign) as url:
+    with serving_third_party(third_party) as url:
         presser = threading.Thread(target=press)
         presser.start()
         done = bench("--url", url, "--warmup", "0", "--concurrency", "2", "--json", str(report))
@@ -170,9 +173,10 @@ def test_ctrl_c_ends_the_load_and_not_the_report(bench: Callable[..., Done], tmp
     assert done.code == 130
     assert "3 of 5 requests" in done.out
     assert "2 requests were under way when the load was stopped" in done.out
-    told = json.loads(report.read_text())
-    assert (told["interrupted"], told["summary"]["stopped"], told["summary"]["errors"]) == (True, 2, {})
-    assert told["summary"]["output_tokens"] == 3 * 64
+    results = json.loads(report.read_text())
+    summary = results["summary"]
+    assert (results["interrupted"], summary["stopped"], summary["errors"]) == (True, 2, {})
+    assert summary["output_tokens"] == 3 * 64
 
 
 @pytest.mark.parametrize(
@@ -195,7 +199,7 @@ def test_ctrl_c_ends_the_load_and_not_the_report(bench: Callable[..., Done], tmp
         ("--nope", "No such option: --nope"),
     ],
 )
-def test_bad_input_is_one_sentence_before_any_request(
+def test_invalid_input_is_reported_before_any_request(
     arguments: str, said: str, bench: Callable[..., Done]
 ) -> None:
     done = bench(*shlex.split(arguments))
@@ -204,16 +208,16 @@ def test_bad_input_is_one_sentence_before_any_request(
     assert line.startswith(f"mlx-ring: {said}")
 
 
-def test_prompts_beyond_the_context_are_told_before_any_request(bench: Callable[..., Done]) -> None:
-    foreign = Foreign()
-    with serving_foreign(foreign) as url:
+def test_prompts_beyond_the_context_are_refused_before_any_request(bench: Callable[..., Done]) -> None:
+    third_party = ThirdPartyServer()
+    with serving_third_party(third_party) as url:
         done = bench("--url", url, "--prompt-tokens", "4990", "--output-tokens", "11")
     assert done.code == 2
     assert "up to 5001 tokens; the context of small has 5000" in done.err
-    assert foreign.bodies == []
+    assert third_party.bodies == []
 
 
-def test_no_server_is_exit_code_1_and_says_what_to_do(bench: Callable[..., Done]) -> None:
+def test_a_missing_server_is_exit_code_1_with_advice(bench: Callable[..., Done]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     done = bench("--url", f"http://127.0.0.1:{port}")
@@ -229,7 +233,7 @@ def documented_commands() -> list[str]:
 
 
 @pytest.mark.parametrize("line", documented_commands())
-def test_documented_commands_are_understood(
+def test_documented_commands_are_accepted(
     line: str, bench: Callable[..., Done], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     async def run(*given: Any) -> dict[str, Any]:
@@ -244,7 +248,7 @@ def test_documented_commands_are_understood(
     assert len(loads) == 1
 
 
-def test_the_documents_have_commands() -> None:
+def test_the_documents_hold_commands() -> None:
     assert len(documented_commands()) >= 5
 
 
@@ -262,7 +266,7 @@ def test_the_defaults_are_the_documented_ones(
     assert seen[0][2] == Workload(32, Range(128, 128), Range(64, 64), concurrency=4)
 
 
-def test_a_real_server_is_measured_from_a_process_of_its_own(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_real_server_is_measured_from_another_process(tiny_model: Path, tmp_path: Path) -> None:
     with serving_model(tiny_model, "--stages", "2", folder=tmp_path) as server:
         done = run_cli(
             *("bench", "--url", server.url, "--requests", "4", "--prompt-tokens", "20-40"),
@@ -272,7 +276,7 @@ def test_a_real_server_is_measured_from_a_process_of_its_own(tiny_model: Path, t
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert "4 of 4 requests" in done.stdout
-    told = json.loads((tmp_path / "run.json").read_text())
-    assert told["summary"]["output_tokens"] == 24
-    assert told["server"]["scheduling"]["max_itl_ratio"] > 1
+    results = json.loads((tmp_path / "run.json").read_text())
+    assert results["summary"]["output_tokens"] == 24
+    assert results["server"]["scheduling"]["max_itl_ratio"] > 1
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")

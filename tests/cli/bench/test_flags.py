@@ -1,4 +1,4 @@
-"""Values of flags: what is wrong is one sentence that names the flag."""
+"""Values of flags: each error is one sentence that names the flag."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mlx_ring.cli.bench.workload import Range
 from mlx_ring.core.errors import ConfigError
 
 
-def test_good_values_are_taken(tmp_path: Path) -> None:
+def test_valid_values_are_accepted(tmp_path: Path) -> None:
     assert flags.whole("--x", "12", 1, 12) == 12
     assert flags.decimal("--x", "0.5", 0, 1) == 0.5
     assert flags.token_range("--x", "128") == Range(128, 128)
@@ -26,13 +26,13 @@ def test_good_values_are_taken(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "x", "0", "13", "1.5", "-1"])
-def test_no_whole_number_within_bounds(text: str) -> None:
+def test_an_invalid_whole_number_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=rf"^--x is {text}; it must be a whole number from 1 to 12\.$"):
         flags.whole("--x", text, 1, 12)
 
 
 @pytest.mark.parametrize("text", ["", "x", "nan", "inf", "-inf", "-0.1", "1e9"])
-def test_no_number_within_bounds(text: str) -> None:
+def test_an_invalid_number_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=rf"^--x is {text}; it must be a number from 0 to 2\.5\.$"):
         flags.decimal("--x", text, 0, 2.5)
 
@@ -40,7 +40,7 @@ def test_no_number_within_bounds(text: str) -> None:
 @pytest.mark.parametrize(
     "text", ["", "x", "0", "-5", "5-", "5-3", "5--7", "1-2-3", "0-3", "1.5", "99999999999", "٣"]
 )
-def test_no_range_of_tokens(text: str) -> None:
+def test_an_invalid_range_of_tokens_is_refused(text: str) -> None:
     with pytest.raises(
         ConfigError, match=r"^--x is .*; it must be a whole number from 1, or a range like 64-256"
     ):
@@ -51,18 +51,18 @@ def test_no_range_of_tokens(text: str) -> None:
     "text",
     ["", "here:8100", "ftp://here", "http://", "http://:80", "http://[x", "http://a:99999", "http://a b"],
 )
-def test_no_address(text: str) -> None:
+def test_an_invalid_address_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"^--x is '.*'; give one like http://127\.0\.0\.1:8100\.$"):
         flags.address("--x", text)
 
 
 @pytest.mark.parametrize("text", ["", " ", "schlüssel", "a\nb"])
-def test_no_key(text: str) -> None:
+def test_an_invalid_key_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"^--x must be"):
         flags.key("--x", text)
 
 
-def test_no_choice() -> None:
+def test_an_unknown_choice_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^--x is c; it must be a or b\.$"):
         flags.one_of("--x", "c", ("a", "b"))
 
@@ -76,7 +76,9 @@ def test_no_choice() -> None:
         ("taken.svg", "may not be written"),
     ],
 )
-def test_no_file(name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unusable_output_file_is_refused(
+    name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "folder.svg").mkdir()
     (tmp_path / "taken.svg").touch()
     may: Callable[[Path, int], bool] = os.access

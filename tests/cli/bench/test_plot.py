@@ -1,4 +1,4 @@
-"""The picture of a run."""
+"""Plot of a run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ANSWERS = [
 
 
 @given(st.lists(st.floats(0, 1e4), min_size=1, max_size=2000))
-def test_a_curve_climbs_from_the_least_to_the_most(values: list[float]) -> None:
+def test_a_cumulative_curve_rises_from_the_least_to_the_most(values: list[float]) -> None:
     points = cumulative(values)
     assert (points[0][0], points[-1][0]) == (min(values), max(values))
     assert (points[0][1], points[-1][1]) == (0, pytest.approx(100))
@@ -37,7 +37,7 @@ def test_throughput_over_time_adds_up_to_the_tokens(arrivals: list[float], token
 
 
 @pytest.mark.parametrize("records", [ANSWERS, ANSWERS[:1], [Record(0, 0.0, error="timeout")], []])
-def test_a_picture_is_what_its_name_says(records: list[Record], tmp_path: Path) -> None:
+def test_a_plot_has_the_format_of_its_file_name(records: list[Record], tmp_path: Path) -> None:
     summary = summarise(records, 2.0 if records else 0.0)
     draw_plot(tmp_path / "run.svg", "m <$1$>: 6 requests", records, summary)
     draw_plot(tmp_path / "run.PNG", "m", records, summary)
@@ -45,8 +45,8 @@ def test_a_picture_is_what_its_name_says(records: list[Record], tmp_path: Path) 
     assert ET.parse(tmp_path / "run.svg").getroot().tag.endswith("svg")  # noqa: S314 - our own file
 
 
-def test_a_picture_names_its_axes_and_units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import matplotlib as mpl  # others do without
+def test_a_plot_names_its_axes_and_units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import matplotlib as mpl  # needed here alone
 
     monkeypatch.setitem(mpl.rcParams, "svg.fonttype", "none")
     draw_plot(tmp_path / "run.svg", "m: 6 requests", ANSWERS, summarise(ANSWERS, 2.0))

@@ -1,4 +1,4 @@
-"""Numbers of a run from what was seen."""
+"""Metrics of a run, computed from its records."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from mlx_ring.cli.bench.summary import STOPPED, Distribution, Record, percentile
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=40), st.floats(0, 100))
-def test_a_percentile_is_numpy_s(values: list[float], share: float) -> None:
+def test_a_percentile_equals_numpy_s(values: list[float], share: float) -> None:
     ordered = sorted(values)
     assert percentile(ordered, share) == pytest.approx(float(np.percentile(ordered, share)))
     assert ordered[0] <= percentile(ordered, share) <= ordered[-1]
 
 
-def test_a_distribution_of_a_hundred_and_one_numbers() -> None:
+def test_a_distribution_holds_the_mean_percentiles_and_the_worst() -> None:
     numbers = [float(number) for number in range(100, -1, -1)]
     assert Distribution.of(numbers) == Distribution(mean=50, p50=50, p95=95, p99=99, worst=100)
     assert Distribution.of([]) is None
@@ -45,18 +45,18 @@ def record(*arrivals: float, tokens: int | None = None, sent: float = 0.0, **fie
         (record(), []),
     ],
     ids=[
-        "a token an event",
-        "four tokens in an event",
-        "two events in a read",
-        "four tokens in two events of a read",
+        "one token per event",
+        "four tokens in one event",
+        "two events in one read",
+        "four tokens in two events of one read",
         "the first chunk has no wait",
-        "events without a token of their own",
+        "more events than tokens",
         "all at once",
         "one token",
-        "nothing",
+        "no tokens",
     ],
 )
-def test_a_wait_is_shared_out_among_what_it_brought(seen: Record, expected: list[float]) -> None:
+def test_a_wait_is_divided_among_the_tokens_that_it_brought(seen: Record, expected: list[float]) -> None:
     assert seen.inter_token_s() == expected
 
 
@@ -78,7 +78,7 @@ def test_no_time_between_tokens_is_lost_or_invented(
     assert sum(seen.between_chunks_s()) == pytest.approx(times[-1] - times[0])
 
 
-def test_a_run_in_numbers_counts_answers_and_errors_apart() -> None:
+def test_a_summary_counts_answers_and_errors_separately() -> None:
     records = [
         record(2.0, 2.5, 3.0, sent=1.0, prompt_tokens=10, cached_tokens=4),
         record(1.0, 2.0, tokens=5, prompt_tokens=10, asked_tokens=6),
@@ -102,7 +102,7 @@ def test_a_run_in_numbers_counts_answers_and_errors_apart() -> None:
     assert (speeds.mean, speeds.p50, speeds.p95, speeds.worst) == pytest.approx((3.0, 3.0, 2.1, 2.0))
 
 
-def test_a_run_in_which_nothing_was_answered_has_no_latencies() -> None:
+def test_a_run_without_answers_has_no_latencies() -> None:
     for records in ([], [record(error="timeout")]):
         summary = summarise(records, 0.0)
         assert (summary.completed, summary.output_tokens_per_s, summary.tokens_per_event) == (0, 0, None)

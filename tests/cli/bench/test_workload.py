@@ -1,4 +1,4 @@
-"""Loads out of a seed."""
+"""Workloads generated from a seed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def workload(requests: int = 20, **fields: float | Range) -> Workload:
 
 
 @given(st.integers(0, 99), st.integers(0, 29), st.integers(30, 50), st.integers(0, 20))
-def test_prompts_have_the_length_that_was_asked_for(seed: int, shared: int, low: int, more: int) -> None:
+def test_prompts_have_the_requested_length(seed: int, shared: int, low: int, more: int) -> None:
     load = workload(8, seed=seed, shared_prefix=shared, prompt_tokens=Range(low, low + more))
     jobs = list(make_jobs(load, VOCABULARY))
     assert [job.number for job in jobs] == list(range(8))
@@ -32,20 +32,20 @@ def test_prompts_have_the_length_that_was_asked_for(seed: int, shared: int, low:
     assert len({str(job.prompt[shared:]) for job in jobs}) == len(jobs)
 
 
-def test_a_seed_gives_the_same_load_again_and_another_seed_another() -> None:
+def test_equal_seeds_give_equal_jobs_and_other_seeds_others() -> None:
     load = workload(shared_prefix=10, rate=3.0)
     assert list(make_jobs(load, VOCABULARY)) == list(make_jobs(load, VOCABULARY))
     first, other = (next(make_jobs(workload(shared_prefix=10, seed=seed), VOCABULARY)) for seed in (0, 1))
     assert first.prompt[:10] != other.prompt[:10]
 
 
-def test_later_numbers_have_other_prompts_and_the_same_prefix() -> None:
+def test_later_jobs_have_other_prompts_and_the_same_prefix() -> None:
     first, later = (next(make_jobs(workload(shared_prefix=10), VOCABULARY, first=at)) for at in (0, 1000))
     assert first.prompt[:10] == later.prompt[:10]
     assert first.prompt[10:] != later.prompt[10:]
 
 
-def test_arrivals_are_those_of_a_poisson_process() -> None:
+def test_arrivals_follow_a_poisson_process() -> None:
     times = [job.arrives_s for job in make_jobs(workload(5000, rate=4.0), VOCABULARY)]
     gaps = [later - earlier for earlier, later in pairwise(times)]
     mean = sum(gaps) / len(gaps)
@@ -56,24 +56,24 @@ def test_arrivals_are_those_of_a_poisson_process() -> None:
     assert sum(gap > mean for gap in gaps) / len(gaps) == pytest.approx(0.368, abs=0.02)
 
 
-def test_without_a_rate_nothing_has_a_time() -> None:
+def test_without_a_rate_all_jobs_arrive_at_time_zero() -> None:
     assert {job.arrives_s for job in make_jobs(workload(), VOCABULARY)} == {0.0}
 
 
 @given(st.integers(1, 6), st.integers(0, 40), st.integers(1, 400))
-def test_words_are_as_many_as_make_the_tokens(per_word: int, fixed: int, wanted: int) -> None:
+def test_the_number_of_words_gives_the_requested_tokens(per_word: int, fixed: int, wanted: int) -> None:
     measured = Words.measured((32, fixed + 32 * per_word), (160, fixed + 160 * per_word))
     tokens = wanted * per_word + fixed
     assert measured.whole_prompt(tokens) == wanted
     assert measured.whole_prompt(0) == 1
 
 
-def test_words_that_seem_to_cost_nothing_are_counted_by_one_prompt() -> None:
+def test_without_a_measurable_slope_one_prompt_sets_the_tokens_per_word() -> None:
     assert Words.measured((32, 64), (160, 64)) == Words(2.0)
     assert Words.measured((32, 0), (160, 0)).whole_prompt(64) >= 1
 
 
-def test_prompts_of_words_share_their_beginning_and_have_the_length() -> None:
+def test_prompts_of_words_share_a_prefix_and_have_the_requested_length() -> None:
     load = workload(5, prompt_tokens=Range(207, 207), shared_prefix=100)
     words = [str(job.prompt).split() for job in make_jobs(load, None, words=Words(2.0, 7.0))]
     assert [len(prompt) for prompt in words] == [100] * 5

@@ -16,24 +16,24 @@ from tests.processes import MLX_RING, clean_environment, run_cli
 
 
 def findings(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, str]]:
-    """By what was looked at."""
+    """Return the findings by the subject of their check."""
     return {finding["what"]: finding for finding in json.loads(done.stdout)["findings"]}
 
 
 @contextlib.contextmanager
-def held_port() -> Generator[int]:
-    """A port that another program listens on: this one."""
+def busy_port() -> Generator[int]:
+    """Listen on a port in this process, and give its number."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server.getsockname()[1]
 
 
 def refusing_port() -> int:
-    with held_port() as port:
+    with busy_port() as port:
         return port
 
 
 def under_limit(command: str, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """The program under a limit of the shell's."""
+    """Run the program under a limit of the shell."""
     line = f"{command} && exec {shlex.join([*MLX_RING, *arguments])}"
     return subprocess.run(
         ["bash", "-c", line],
@@ -52,9 +52,9 @@ def test_six_faults_are_found_each_with_a_fix(tmp_path: Path) -> None:
     (broken_mlx / "__init__.py").write_text("raise ImportError('libmlx is of another machine')")
     (tmp_path / "file").touch()
     refused = f"127.0.0.1:{refusing_port()}"
-    with held_port() as held:
+    with busy_port() as busy:
         done = run_cli(
-            *("doctor", "--json", "--port", str(held), "--state-dir", "file/state"),
+            *("doctor", "--json", "--port", str(busy), "--state-dir", "file/state"),
             *("--peer", "nowhere.invalid", "--peer", refused, "127.0.0.1:1"),
             folder=tmp_path,
             environment={"PYTHONPATH": str(broken_mlx.parent)},
@@ -62,7 +62,7 @@ def test_six_faults_are_found_each_with_a_fix(tmp_path: Path) -> None:
     found = findings(done)
     assert done.returncode == 1
     broken = {what: finding["value"] for what, finding in found.items() if finding["level"] == "broken"}
-    assert "held by" in broken[f"port {held}"]
+    assert "held by" in broken[f"port {busy}"]
     assert "cannot be written" in broken["state folder"]
     assert "libmlx is of another machine" in broken["MLX"]
     assert "does not resolve" in broken["name nowhere.invalid"]
@@ -82,7 +82,7 @@ def test_lowered_limits_are_found(tmp_path: Path) -> None:
     assert "ulimit -v unlimited" in findings(small)["address space"]["fix"]
 
 
-def test_a_running_head_is_compared_with_and_the_machine_that_asks_needs_no_token(tmp_path: Path) -> None:
+def test_a_machine_without_a_token_is_compared_with_a_running_head(tmp_path: Path) -> None:
     async def act() -> subprocess.CompletedProcess[str]:
         async with running_head(tmp_path / "head") as head:
             return await asyncio.to_thread(run_cli, "doctor", str(head.address), folder=tmp_path)
@@ -96,7 +96,7 @@ def test_a_running_head_is_compared_with_and_the_machine_that_asks_needs_no_toke
     assert any("this machine has not joined it yet" in line for line in lines)
 
 
-def test_an_address_that_is_none_is_one_sentence(tmp_path: Path) -> None:
+def test_an_invalid_address_is_reported_in_one_sentence(tmp_path: Path) -> None:
     done = run_cli("doctor", "a b", folder=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("mlx-ring: 'a b' is no address of a head")

@@ -1,4 +1,4 @@
-"""What a head says is compared with this machine: versions, clocks, clusters, certificates."""
+"""Comparison of a head with this machine: versions, clocks, clusters, certificates."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def levels(findings: list[Finding]) -> dict[str, str]:
 async def greeting(
     folder: Path, hello: Callable[[], hello_pb2.Hello] = make_hello, clock: Callable[[], float] = time.time
 ) -> AsyncGenerator[HeadAddress]:
-    """A head that only greets."""
+    """Start a head that only answers a greeting."""
     server = make_aio_server()
     server.add_generic_rpc_handlers((greeting_handler(hello, clock),))
     credentials = Authority.open(folder).head_credentials().for_strangers()
@@ -47,11 +47,11 @@ async def greeting(
         await server.stop(None)
 
 
-def examined(folder: Path, **said: Callable[[], object]) -> list[Finding]:
-    """What is found of a head that greets so."""
+def examined(folder: Path, **options: Callable[[], object]) -> list[Finding]:
+    """Return the findings about a head that greets with these options."""
 
     async def act() -> list[Finding]:
-        async with greeting(folder, **said) as address:  # pyright: ignore[reportArgumentType] - by name
+        async with greeting(folder, **options) as address:  # pyright: ignore[reportArgumentType] - by name
             return await asyncio.to_thread(check_head, address, folder / "node")
 
     return asyncio.run(act())
@@ -63,7 +63,7 @@ def old_hello() -> hello_pb2.Hello:
     return hello
 
 
-def test_an_equal_head_is_all_right_and_one_with_another_mlx_is_named(tmp_path: Path) -> None:
+def test_a_head_with_equal_versions_passes_and_another_mlx_is_named(tmp_path: Path) -> None:
     assert set(levels(examined(tmp_path)).values()) <= {"ok", "note"}
     found = examined(tmp_path, hello=old_hello)
     assert levels(found) | {"mlx": "broken", "mlx-lm": "ok"} == levels(found)
@@ -72,21 +72,21 @@ def test_an_equal_head_is_all_right_and_one_with_another_mlx_is_named(tmp_path: 
     assert mlx.fix.startswith("Install mlx 0.1.0 here")
 
 
-def test_a_late_clock_is_found(tmp_path: Path) -> None:
+def test_a_skewed_clock_is_found(tmp_path: Path) -> None:
     assert levels(examined(tmp_path, clock=lambda: time.time() - 60))["clock"] == "warning"
     assert levels(examined(tmp_path, clock=lambda: time.time() + 7200))["clock"] == "broken"
 
 
-def test_a_slow_way_is_no_skew() -> None:
+def test_a_slow_link_is_no_clock_skew() -> None:
     assert check_clock(Greeted(make_hello(), 9.0, 9.0)).level == "ok"
 
 
-def test_another_protocol_says_all() -> None:
+def test_another_protocol_is_the_only_finding() -> None:
     (finding,) = check_versions(hello_pb2.Hello(protocol=9), make_hello())
     assert (finding.level, finding.what) == ("broken", "protocol")
 
 
-def test_the_head_of_another_cluster_is_told_from_the_own_one(tmp_path: Path) -> None:
+def test_a_head_of_another_cluster_is_recognized(tmp_path: Path) -> None:
     async def act() -> tuple[list[Finding], list[Finding]]:
         async with running_head(tmp_path / "one") as one, running_head(tmp_path / "two") as two:
             await one.join(tmp_path / "node", one.token())
@@ -98,14 +98,14 @@ def test_the_head_of_another_cluster_is_told_from_the_own_one(tmp_path: Path) ->
     assert (other[0].level, "of another cluster" in other[0].value) == ("broken", True)
 
 
-def test_without_a_head_the_clock_is_not_compared_and_it_is_said(tmp_path: Path) -> None:
+def test_without_a_head_a_note_says_that_nothing_was_compared(tmp_path: Path) -> None:
     found = check_head(HeadAddress("127.0.0.1", 1), tmp_path)
     assert [finding.level for finding in found] == ["broken", "note"]
     assert "not compared" in found[1].value
 
 
 @pytest.mark.parametrize(("days", "level"), [(0, "ok"), (-300, "note"), (-366, "broken"), (30, "broken")])
-def test_a_certificate_s_dates_are_judged_by_this_clock(days: int, level: str, tmp_path: Path) -> None:
+def test_a_certificate_s_dates_are_checked_against_this_clock(days: int, level: str, tmp_path: Path) -> None:
     authority = Authority.open(tmp_path / "cluster")
     credentials = node_credentials(authority, "mini-7f3a", NOW + timedelta(days=days))
     credentials.save(tmp_path / "node")

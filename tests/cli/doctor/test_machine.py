@@ -1,4 +1,4 @@
-"""Checks of a machine: limits, folders, links; on made-up trees where a test cannot have the real thing."""
+"""Checks of a machine: limits, folders, links and RDMA. Fake trees stand for what a test cannot have."""
 
 from __future__ import annotations
 
@@ -14,13 +14,21 @@ from mlx_ring.cli.doctor.machine import (
     check_mlx,
     check_state_folder,
     judge_memory,
+    judge_rdma,
     judge_wired_limit,
 )
 from mlx_ring.host.interfaces import LanAddress
 from mlx_ring.host.process import UsableMemory
 
+RDMA_DEVICES = """
+    device                 node GUID
+    ------              ----------------
+    rdma_en2            0000000000000001
+    rdma_en3            0000000000000002
+"""
 
-def test_a_container_s_limit_is_found_and_its_file_named(tmp_path: Path) -> None:
+
+def test_a_container_s_memory_limit_is_found_and_its_file_named(tmp_path: Path) -> None:
     group = tmp_path / "sys" / "fs" / "cgroup"
     group.mkdir(parents=True)
     (group / "cgroup.controllers").write_text("memory")
@@ -57,18 +65,18 @@ def test_a_state_folder_that_others_can_read_is_a_warning(tmp_path: Path) -> Non
     assert check_state_folder(tmp_path).level == "ok"
 
 
-def test_the_disk_is_that_of_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
+def test_free_disk_space_is_that_of_the_nearest_existing_folder(tmp_path: Path) -> None:
     assert f"free at {tmp_path}" in check_disk(tmp_path / "a" / "b").value
 
 
 @pytest.mark.parametrize(("text", "level"), [("0", "note"), ("", "note"), ("12288", "ok")])
-def test_the_limit_of_a_mac_s_gpu_is_told(text: str, level: str) -> None:
+def test_the_memory_limit_of_a_mac_s_gpu_is_reported(text: str, level: str) -> None:
     finding = judge_wired_limit(text)
     assert finding.level == level
     assert text in ("", "0") or text in finding.value
 
 
-def test_rdma_and_thunderbolt_are_told(tmp_path: Path) -> None:
+def test_rdma_and_thunderbolt_links_are_reported(tmp_path: Path) -> None:
     assert check_fast_links((), tmp_path).value == "neither Thunderbolt nor RDMA"
     (tmp_path / "sys/bus/thunderbolt/devices/0-1").mkdir(parents=True)
     assert "cable" in check_fast_links((), tmp_path).fix
@@ -77,5 +85,29 @@ def test_rdma_and_thunderbolt_are_told(tmp_path: Path) -> None:
     assert check_fast_links([bridge], tmp_path).value == "thunderbolt at 169.254.1.2, RDMA over mlx5_0"
 
 
-def test_mlx_computes_here() -> None:
+def test_mlx_computes_on_this_machine() -> None:
     assert check_mlx().level == "ok"
+
+
+@pytest.mark.parametrize(
+    ("macos", "status", "devices", "value", "fix"),
+    [
+        ("15.6.1", "", "", "macOS 15.6.1 has none", "Update to macOS 26.2"),
+        ("26.1", "enabled", RDMA_DEVICES, "macOS 26.1 has none", "Update"),
+        ("26.2", "disabled", "", "it is disabled", "rdma_ctl enable"),
+        ("26.2.1", "", "", "it is not there", "rdma_ctl enable"),
+        ("27.0", "enabled", "    device   node GUID", "enabled, without a device", "Thunderbolt 5 cable"),
+    ],
+)
+def test_missing_rdma_is_a_note_with_the_fix(
+    macos: str, status: str, devices: str, value: str, fix: str
+) -> None:
+    finding = judge_rdma(macos, status, devices)
+    assert (finding.level, finding.value) == ("note", value)
+    assert fix in finding.fix
+
+
+def test_rdma_devices_are_named_with_the_command_that_writes_the_hostfile() -> None:
+    finding = judge_rdma("26.2", "enabled", RDMA_DEVICES)
+    assert finding.level == "ok"
+    assert finding.value.startswith("rdma_en2, rdma_en3. `mlx.distributed_config")

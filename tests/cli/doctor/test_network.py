@@ -1,18 +1,36 @@
-"""Checks of the network, against real sockets."""
+"""Checks of the network against real sockets, and of a head's throughput."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from tests.machines import free_pair_of_ports
 from tests.namespaces import lan, skip_without_namespaces
 from tests.processes import clean_environment
 
-from mlx_ring.cli.doctor.network import check_lan, check_name, check_port, check_round_trip, firewall_is_on
+from mlx_ring.agent.enrolment import join
+from mlx_ring.cli.doctor import Finding
+from mlx_ring.cli.doctor.network import (
+    check_lan,
+    check_name,
+    check_port,
+    check_round_trip,
+    check_throughput,
+    firewall_is_on,
+    judge_link,
+)
+from mlx_ring.cluster.control import open_control
+from mlx_ring.cluster.security.members import Members
+from mlx_ring.core.cluster_folders import authority_folder
+from mlx_ring.host.addresses import HeadAddress
 from mlx_ring.host.interfaces import Kind, LanAddress
+from mlx_ring.rpc.link_probe import LinkMeasure
 
 HOLD = """
 import socket
@@ -30,7 +48,7 @@ def test_a_port_is_free_then_held_then_free_again() -> None:
     assert check_port(port, "HTTP").level == "ok"
 
 
-def test_who_holds_a_port_is_named() -> None:
+def test_the_process_that_holds_a_port_is_named() -> None:
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLD],
         stdin=subprocess.PIPE,
@@ -44,7 +62,7 @@ def test_who_holds_a_port_is_named() -> None:
         holder.communicate("\n", timeout=30)
 
 
-def test_a_name_leads_somewhere_or_not() -> None:
+def test_a_name_that_does_not_resolve_is_broken() -> None:
     assert check_name("localhost").level == "ok"
     assert check_name("192.0.2.7").value == "192.0.2.7"
     assert check_name("fe80::1%lo").level == "ok"
@@ -54,7 +72,7 @@ def test_a_name_leads_somewhere_or_not() -> None:
         assert (finding.level, finding.value[:16]) == ("broken", "does not resolve")
 
 
-def test_the_way_to_a_listener_is_timed_and_a_closed_one_is_refused() -> None:
+def test_a_round_trip_is_timed_and_a_closed_port_refuses_it() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         assert check_round_trip("127.0.0.1", port).value.endswith(" ms")
@@ -62,7 +80,7 @@ def test_the_way_to_a_listener_is_timed_and_a_closed_one_is_refused() -> None:
     assert (finding.level, finding.value) == ("broken", "refused: nobody listens there")
 
 
-def test_a_machine_that_is_off_is_told_apart_from_one_that_refuses() -> None:
+def test_an_unreachable_machine_is_not_reported_as_refusing() -> None:
     skip_without_namespaces()
     script = "from mlx_ring.cli.doctor.network import check_round_trip as c; print(c('10.77.0.9', 50051))"
     with lan(1) as (host,):
@@ -74,12 +92,12 @@ def test_a_machine_that_is_off_is_told_apart_from_one_that_refuses() -> None:
 @pytest.mark.parametrize(
     ("kinds", "level"), [([], "warning"), (["wireless"], "warning"), (["wired", "tunnel"], "ok")]
 )
-def test_a_machine_wants_a_wire(kinds: list[Kind], level: str) -> None:
+def test_a_machine_without_a_wired_address_gets_a_warning(kinds: list[Kind], level: str) -> None:
     assert check_lan([LanAddress("x", 1, "10.0.0.1", kind) for kind in kinds]).level == level
 
 
 @pytest.mark.parametrize(
-    ("name", "told", "active"),
+    ("name", "output", "active"),
     [
         ("ufw", "Status: active\n\nTo   Action\n", True),
         ("ufw", "Status: inactive\n", False),
@@ -93,5 +111,42 @@ def test_a_machine_wants_a_wire(kinds: list[Kind], level: str) -> None:
         ("macOS's firewall", "Firewall is disabled. (State = 0)", False),
     ],
 )
-def test_a_firewall_s_own_words_say_whether_it_is_on(name: str, told: str, active: bool) -> None:  # noqa: FBT001 - a parameter
-    assert firewall_is_on(name, told) is active
+def test_a_firewall_s_state_is_read_from_its_output(name: str, output: str, active: bool) -> None:  # noqa: FBT001 - a parameter
+    assert firewall_is_on(name, output) is active
+
+
+def test_throughput_is_measured_with_a_head_and_refused_to_a_removed_machine(
+    tmp_path: Path,
+) -> None:
+    async def act() -> tuple[Finding, Finding]:
+        head = HeadAddress("127.0.0.1", free_pair_of_ports())
+        async with open_control(tmp_path / "head", head) as control:
+            folder = tmp_path / "node"
+            await asyncio.to_thread(join, str(head), control.make_token(life_s=60.0), folder)
+            measured = await asyncio.to_thread(check_throughput, head, folder)
+            members = Members(authority_folder(tmp_path / "head"))
+            (node,) = set(members.list()) - {control.node}
+            members.remove(node)
+            return measured, await asyncio.to_thread(check_throughput, head, folder)
+
+    measured, refused = asyncio.run(act())
+    assert measured.level in ("ok", "warning")
+    assert " MB/s (" in measured.value
+    assert (refused.level, "removed" in refused.value) == ("broken", True)
+    assert "mlx-ring token create" in refused.fix
+
+
+def test_throughput_without_membership_is_a_note_with_the_fix(tmp_path: Path) -> None:
+    found = check_throughput(HeadAddress("127.0.0.1", 1), tmp_path)
+    assert (found.level, bool(found.fix)) == ("note", True)
+
+
+@pytest.mark.parametrize(
+    ("bandwidth", "round_trip_s", "level"),
+    [(110e6, 0.3e-3, "ok"), (11e6, 0.3e-3, "warning"), (110e6, 20e-3, "warning")],
+)
+def test_a_slow_link_is_a_warning(bandwidth: float, round_trip_s: float, level: str) -> None:
+    measure = LinkMeasure(round_trip_s, round_trip_s, bandwidth, frames=100, nbytes=1 << 20)
+    finding = judge_link("throughput", measure)
+    assert finding.level == level
+    assert bool(finding.fix) == (level == "warning")

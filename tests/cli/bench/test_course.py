@@ -1,4 +1,4 @@
-"""Loads against a server with manners and faults of every kind."""
+"""Load tests against a server with every kind of behaviour and fault."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from tests.cli.bench.foreign import Foreign, serving_foreign
+from tests.cli.bench.third_party import ThirdPartyServer, serving_third_party
 
 from mlx_ring.cli.bench.client import BenchClient, RequestOptions, Target
 from mlx_ring.cli.bench.course import Run, run_load
@@ -23,12 +23,12 @@ def jobs_of(count: int, output_tokens: int = 5) -> list[Job]:
 
 
 def load(
-    foreign: Foreign,
+    server: ThirdPartyServer,
     jobs: Sequence[Job],
     *,
     concurrency: int | None = 2,
     timeout_s: float = TIMEOUT_S,
-    told: list[int] | None = None,
+    answered: list[int] | None = None,
     **options: Any,
 ) -> Run:
     """Send the jobs to a server that is started for them."""
@@ -36,7 +36,7 @@ def load(
     async def send(url: str) -> Run:
         client = BenchClient(url, api_key="secret", timeout_s=timeout_s)
         target = Target(url, "small", None, ignores_eos=True)
-        heard = [] if told is None else told
+        numbers = [] if answered is None else answered
         try:
             return await run_load(
                 client,
@@ -45,12 +45,12 @@ def load(
                 RequestOptions(**options),
                 concurrency=concurrency,
                 run=Run(),
-                on_answer=lambda record: heard.append(record.number),
+                on_answer=lambda record: numbers.append(record.number),
             )
         finally:
             await client.close()
 
-    with serving_foreign(foreign) as url:
+    with serving_third_party(server) as url:
         return asyncio.run(send(url))
 
 
@@ -59,15 +59,15 @@ def only(run: Run) -> Record:
     return record
 
 
-def test_a_request_is_what_the_interface_says_and_its_answer_is_counted_by_usage() -> None:
-    foreign = Foreign(per_event=2)
-    record = only(load(foreign, jobs_of(1, 6)))
+def test_a_request_has_the_api_s_fields_and_usage_counts_its_tokens() -> None:
+    server = ThirdPartyServer(tokens_per_event=2)
+    record = only(load(server, jobs_of(1, 6)))
     assert record.error is None
     assert (record.prompt_tokens, record.output_tokens, len(record.arrivals_s)) == (16, 6, 3)
     assert (record.finish_reason, record.status, record.has_usage) == ("length", 200, True)
     assert record.sent_s <= record.arrivals_s[0] <= record.arrivals_s[-1] <= record.ended_s
-    assert foreign.paths == ["/v1/completions"]
-    assert foreign.bodies == [
+    assert server.paths == ["/v1/completions"]
+    assert server.bodies == [
         {
             "model": "small",
             "prompt": TEXT,
@@ -78,21 +78,21 @@ def test_a_request_is_what_the_interface_says_and_its_answer_is_counted_by_usage
             "ignore_eos": True,
         }
     ]
-    assert foreign.headers[0]["authorization"] == "Bearer secret"
-    assert foreign.headers[0]["accept-encoding"] == "identity"
+    assert server.headers[0]["authorization"] == "Bearer secret"
+    assert server.headers[0]["accept-encoding"] == "identity"
 
 
-def test_chat_sends_a_message_and_a_temperature_brings_seeds() -> None:
-    foreign = Foreign()
-    run = load(foreign, jobs_of(2), endpoint="chat", temperature=0.5)
+def test_chat_sends_a_message_and_a_temperature_adds_seeds() -> None:
+    server = ThirdPartyServer()
+    run = load(server, jobs_of(2), endpoint="chat", temperature=0.5)
     assert [record.error for record in run.records] == [None, None]
-    assert set(foreign.paths) == {"/v1/chat/completions"}
-    assert foreign.bodies[0]["messages"] == [{"role": "user", "content": TEXT}]
-    assert {(body["temperature"], body["seed"]) for body in foreign.bodies} == {(0.5, 0), (0.5, 1)}
+    assert set(server.paths) == {"/v1/chat/completions"}
+    assert server.bodies[0]["messages"] == [{"role": "user", "content": TEXT}]
+    assert {(body["temperature"], body["seed"]) for body in server.bodies} == {(0.5, 0), (0.5, 1)}
 
 
-def test_events_are_counted_where_no_usage_is_told() -> None:
-    record = only(load(Foreign(reports_usage=False), jobs_of(1)))
+def test_events_are_counted_if_no_usage_is_reported() -> None:
+    record = only(load(ThirdPartyServer(reports_usage=False), jobs_of(1)))
     assert (record.error, record.has_usage, record.output_tokens) == (None, False, 5)
 
 
@@ -109,10 +109,10 @@ def test_events_are_counted_where_no_usage_is_told() -> None:
         ("500", "HTTP 500: Status 500."),
     ],
 )
-def test_every_fault_has_a_name_and_stops_no_other_request(fault: str, error: str) -> None:
-    told: list[int] = []
-    run = load(Foreign(fault=fault), jobs_of(3), told=told)
-    assert sorted(told) == [0, 1, 2]
+def test_every_fault_is_named_and_stops_no_other_request(fault: str, error: str) -> None:
+    answered: list[int] = []
+    run = load(ThirdPartyServer(fault=fault), jobs_of(3), answered=answered)
+    assert sorted(answered) == [0, 1, 2]
     assert len(run.records) == 3
     for record in run.records:
         assert record.error is not None
@@ -120,16 +120,16 @@ def test_every_fault_has_a_name_and_stops_no_other_request(fault: str, error: st
         assert record.ended_s >= record.sent_s
 
 
-def test_a_stream_whose_last_line_lacks_its_end_is_whole() -> None:
-    assert only(load(Foreign(fault="no newline"), jobs_of(1))).error is None
+def test_a_stream_without_a_final_newline_is_complete() -> None:
+    assert only(load(ThirdPartyServer(fault="no newline"), jobs_of(1))).error is None
 
 
-def test_a_server_that_stops_talking_runs_into_the_timeout() -> None:
-    record = only(load(Foreign(fault="hang"), jobs_of(1), timeout_s=0.3))
+def test_a_stalled_stream_times_out() -> None:
+    record = only(load(ThirdPartyServer(fault="hang"), jobs_of(1), timeout_s=0.3))
     assert (record.error, len(record.arrivals_s)) == ("timeout", 1)
 
 
-def test_nobody_there_is_an_error_of_the_connection() -> None:
+def test_an_unreachable_server_is_a_connection_error() -> None:
     async def ask() -> Record:
         client = BenchClient("http://127.0.0.1:9", api_key=None, timeout_s=TIMEOUT_S)
         target = Target(client.url, "small", None, ignores_eos=False)
@@ -141,24 +141,25 @@ def test_nobody_there_is_an_error_of_the_connection() -> None:
     assert record.error_kind == "connection"
 
 
-def test_a_closed_loop_keeps_exactly_so_many_under_way() -> None:
-    foreign = Foreign(together=3)  # The first answers begin when three have come: fewer would wait for ever.
-    run = load(foreign, jobs_of(10), concurrency=3)
+def test_a_closed_loop_keeps_exactly_its_concurrency_in_flight() -> None:
+    # The first answers start at the third request: fewer would wait forever.
+    server = ThirdPartyServer(starts_together=3)
+    run = load(server, jobs_of(10), concurrency=3)
     assert [record.error for record in run.records] == [None] * 10
-    assert foreign.most_under_way == 3
+    assert server.max_in_flight == 3
     assert [record.number for record in run.records] == list(range(10)), "in the order of sending"
     assert run.duration_s == max(record.ended_s for record in run.records)
 
 
-def test_an_open_loop_sends_however_many_are_under_way() -> None:
-    foreign = Foreign(together=12)
-    run = load(foreign, jobs_of(12), concurrency=None)
+def test_an_open_loop_sends_however_many_are_in_flight() -> None:
+    server = ThirdPartyServer(starts_together=12)
+    run = load(server, jobs_of(12), concurrency=None)
     assert [record.error for record in run.records] == [None] * 12
-    assert foreign.most_under_way == 12
+    assert server.max_in_flight == 12
 
 
-def test_a_load_that_is_stopped_tells_what_was_seen() -> None:
-    foreign = Foreign(fault="hang")
+def test_a_stopped_load_keeps_its_records() -> None:
+    server = ThirdPartyServer(fault="hang")
 
     async def stop(url: str) -> Run:
         client, run = BenchClient(url, api_key=None, timeout_s=TIMEOUT_S), Run()
@@ -166,14 +167,14 @@ def test_a_load_that_is_stopped_tells_what_was_seen() -> None:
         task = asyncio.ensure_future(
             run_load(client, target, jobs_of(5), RequestOptions(), concurrency=2, run=run)
         )
-        while not (len(run.records) == 2 and all(record.arrivals_s for record in run.records)):  # noqa: ASYNC110 - no event tells
+        while not (len(run.records) == 2 and all(record.arrivals_s for record in run.records)):  # noqa: ASYNC110 - no event reports it
             await asyncio.sleep(0.005)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         await client.close()
         return run
 
-    with serving_foreign(foreign) as url:
+    with serving_third_party(server) as url:
         run = asyncio.run(stop(url))
     assert [(record.error, len(record.arrivals_s)) for record in run.records] == [(STOPPED, 1)] * 2
     assert run.duration_s == 0

@@ -21,12 +21,12 @@ def run(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def rows(done: subprocess.CompletedProcess[str]) -> list[list[str]]:
-    """The table's rows, less their heading."""
+    """Return the table's rows without their heading."""
     assert done.returncode == 0, done.stderr
     return [line.split() for line in done.stdout.splitlines()[1:]]
 
 
-def test_a_token_is_printed_once_alone_and_listed_without_its_secret(tmp_path: Path) -> None:
+def test_a_token_is_printed_once_and_listed_without_its_secret(tmp_path: Path) -> None:
     made = run("token", "create", "--name", "laptops", "--uses", "2", "--expires", "7d", folder=tmp_path)
     token = parse_token(made.stdout)
     assert made.stdout == f"{token}\n"
@@ -37,7 +37,7 @@ def test_a_token_is_printed_once_alone_and_listed_without_its_secret(tmp_path: P
     assert str(token)[-40:] not in listed.stdout
 
 
-def test_tokens_made_and_revoked_and_nodes_removed_beside_a_running_head_count_at_once(
+def test_a_running_head_applies_changes_of_tokens_and_nodes_at_once(
     tmp_path: Path,
 ) -> None:
     async def act() -> None:
@@ -72,12 +72,14 @@ def test_tokens_made_and_revoked_and_nodes_removed_beside_a_running_head_count_a
         (("node", "remove", "mini"), "There is no node 'mini': the cluster's nodes are none."),
     ],
 )
-def test_what_cannot_be_done_is_one_sentence(arguments: tuple[str, ...], said: str, tmp_path: Path) -> None:
+def test_invalid_input_is_reported_in_one_sentence(
+    arguments: tuple[str, ...], said: str, tmp_path: Path
+) -> None:
     done = run(*arguments, folder=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"mlx-ring: {said}")
 
 
-def test_the_state_folder_may_be_given_by_a_flag(tmp_path: Path) -> None:
+def test_the_state_folder_can_be_set_by_a_flag(tmp_path: Path) -> None:
     run_cli("token", "create", "--state-dir", "here", folder=tmp_path)
     assert (tmp_path / "here" / "cluster" / "tokens.json").is_file()

@@ -1,4 +1,4 @@
-"""A server of OpenAI's API that is none of ours, with the manners and the faults a test asks for."""
+"""A third-party server of the OpenAI API, with the behaviour and the faults that a test sets."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from starlette.types import Receive, Scope, Send
 
 
 @dataclass
-class Foreign:
-    """What it does, and what it saw."""
+class ThirdPartyServer:
+    """Behaviour of the server, and the requests that it got."""
 
-    refuses: frozenset[str] = frozenset()
-    """Fields that it answers with a 400."""
-    names_fields: bool = True
+    rejected_fields: frozenset[str] = frozenset()
+    """Fields that it rejects with a 400."""
+    names_rejected_field: bool = True
     reports_usage: bool = True
     tokens_per_word: int = 3
     template_tokens: int = 7
-    most_tokens: int = 1000
-    """Answers end here."""
-    per_event: int = 1
+    token_limit: int = 1000
+    """Length at which answers end."""
+    tokens_per_event: int = 1
     fault: str | None = None
-    """What is wrong with its answers: a status, or one of the words in `Answer`."""
-    sound: int = 0
-    """So many requests are answered before the fault shows."""
-    together: int = 0
-    """Answers begin only when so many requests are under way."""
+    """Fault of its answers: a status, or a fault that `Answer` lists."""
+    healthy_requests: int = 0
+    """Number of requests that are answered before the fault occurs."""
+    starts_together: int = 0
+    """Number of requests that must be in flight before any answer starts."""
     bodies: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     paths: list[str] = field(default_factory=list[str])
     headers: list[dict[str, str]] = field(default_factory=list[dict[str, str]])
-    under_way: int = 0
-    most_under_way: int = 0
+    in_flight: int = 0
+    max_in_flight: int = 0
     gate: asyncio.Event = field(default_factory=asyncio.Event)
 
     def app(self) -> Starlette:
@@ -63,12 +63,12 @@ class Foreign:
         self.bodies.append(body)
         self.paths.append(request.url.path)
         self.headers.append(dict(request.headers))
-        refused = sorted(self.refuses & set(body))
-        if refused:
-            about = f"Unknown field {refused[0]}." if self.names_fields else "Bad request."
-            if refused[0] == "max_tokens":
-                about = "Use max_completion_tokens instead of max_tokens."
-            return _error(400, about)
+        rejected = sorted(self.rejected_fields & set(body))
+        if rejected:
+            message = f"Unknown field {rejected[0]}." if self.names_rejected_field else "Bad request."
+            if rejected[0] == "max_tokens":
+                message = "Use max_completion_tokens instead of max_tokens."
+            return _error(400, message)
         if self.fault is not None and self.fault.isdigit():
             return _error(int(self.fault), f"Status {self.fault}.")
         if self.fault == "no stream":
@@ -83,42 +83,42 @@ def _error(status: int, message: str) -> Response:
 class Answer(Response):
     """A stream of words. Faults: `silence`, `cut`, `error`, `nonsense`, `no newline`, `hang`."""
 
-    def __init__(self, server: Foreign, body: dict[str, Any]) -> None:
+    def __init__(self, server: ThirdPartyServer, body: dict[str, Any]) -> None:
         super().__init__(media_type="text/event-stream")
         del self.headers["content-length"]
         self._server, self._body = server, body
-        self._fault = server.fault if len(server.bodies) > server.sound else None
+        self._fault = server.fault if len(server.bodies) > server.healthy_requests else None
 
     async def __call__(self, _scope: Scope, _receive: Receive, send: Send) -> None:
         server = self._server
-        server.under_way += 1
-        server.most_under_way = max(server.most_under_way, server.under_way)
+        server.in_flight += 1
+        server.max_in_flight = max(server.max_in_flight, server.in_flight)
         try:
             await self._wait_for_others()
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await self._events(send)
             await send({"type": "http.response.body", "body": b""})
         finally:
-            server.under_way -= 1
+            server.in_flight -= 1
 
     async def _wait_for_others(self) -> None:
         server = self._server
-        if server.under_way >= server.together:
+        if server.in_flight >= server.starts_together:
             server.gate.set()
-        if server.together:
+        if server.starts_together:
             await server.gate.wait()
 
     async def _events(self, send: Send) -> None:
         async def say(text: str) -> None:
             await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
 
-        server, asked = self._server, self._body.get("max_tokens") or self._body["max_completion_tokens"]
-        tokens = min(asked, server.most_tokens)
-        for _ in range(0, tokens, server.per_event):
+        server, requested = self._server, self._body.get("max_tokens") or self._body["max_completion_tokens"]
+        tokens = min(requested, server.token_limit)
+        for _ in range(0, tokens, server.tokens_per_event):
             await say(_data({"choices": [self._choice("word ")]}))
             match self._fault:
                 case "cut":
-                    raise ConnectionError("as a process that dies")
+                    raise ConnectionError("like a process that dies")
                 case "error":
                     await say(_data({"error": {"message": "out of memory"}}))
                 case "nonsense":
@@ -148,10 +148,10 @@ def _data(value: object) -> str:
 
 
 @contextmanager
-def serving_foreign(foreign: Foreign) -> Generator[str]:
-    """The server on a free port of the loopback; gives its URL."""
+def serving_third_party(third_party: ThirdPartyServer) -> Generator[str]:
+    """Serve on a free port of the loopback, and give the URL."""
     listener = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(foreign.app(), log_config=None, timeout_graceful_shutdown=1, lifespan="off")
+    config = uvicorn.Config(third_party.app(), log_config=None, timeout_graceful_shutdown=1, lifespan="off")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
