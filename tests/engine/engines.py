@@ -1,4 +1,4 @@
-"""An engine over the twin's ranks, what is asked of it, and what comes."""
+"""Engine over the twin's ranks, with requests and answers."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ BYTES = Vocabulary(lambda tokens: bytes(tokens).decode("utf-8", "replace"), froz
 LIMITS = Limits(context_length=64, vocab_size=256, eos=frozenset({EOS}))
 
 
-def says(answer: bytes, prompt: int = 3) -> NextToken:
-    """A model that gives this answer to a prompt of that many tokens, and then ends."""
+def scripted(answer: bytes, prompt: int = 3) -> NextToken:
+    """Return a model that gives this answer to a prompt of that many tokens, and then ends."""
 
     def next_token(history: Sequence[int]) -> int:
         place = len(history) - prompt
@@ -29,7 +29,9 @@ def says(answer: bytes, prompt: int = 3) -> NextToken:
     return next_token
 
 
-def ask(prompt: int = 3, *, prompt_logprobs: int | None = None, **sampling: object) -> GenerateRequest:
+def make_request(
+    prompt: int = 3, *, prompt_logprobs: int | None = None, **sampling: object
+) -> GenerateRequest:
     tokens = tuple(range(65, 65 + prompt))
     return GenerateRequest("r", tokens, replace(SamplingParams(), **sampling), prompt_logprobs)
 
@@ -43,7 +45,7 @@ def make_engine(twin: TwinExecutor, policy: Policy = PLAIN) -> Engine:
 
 @dataclass(frozen=True)
 class Answer:
-    """All that a stream gave."""
+    """All deltas of a stream."""
 
     deltas: tuple[Delta, ...]
 
@@ -66,7 +68,7 @@ async def collect(stream: RequestStream) -> Answer:
 
 
 def answer_of(twin_answer: NextToken, request: GenerateRequest, tp_sizes: tuple[int, ...] = (1, 1)) -> Answer:
-    """What one request gets from an engine of its own, which holds nothing afterwards."""
+    """Return the answer of an engine of its own; check that its ranks hold no sequence afterwards."""
 
     async def run() -> Answer:
         twin = TwinExecutor(tp_sizes, next_token=twin_answer)
@@ -79,14 +81,14 @@ def answer_of(twin_answer: NextToken, request: GenerateRequest, tp_sizes: tuple[
     return asyncio.run(run())
 
 
-def manual(tp_sizes: tuple[int, ...] = (1, 1)) -> tuple[Engine, TwinExecutor]:
-    """An engine whose ranks go on when the test says so."""
+def make_manual_engine(tp_sizes: tuple[int, ...] = (1, 1)) -> tuple[Engine, TwinExecutor]:
+    """Return an engine whose ranks continue only when the test runs them."""
     twin = TwinExecutor(tp_sizes, next_token=hash_token(256), automatic=False)
     return make_engine(twin), twin
 
 
-def go_on(twin: TwinExecutor) -> None:
-    """Every rank executes what it has, and all answers arrive."""
+def run_all(twin: TwinExecutor) -> None:
+    """Execute the steps of every rank, and deliver all answers."""
     while twin.runnable():
         for rank in twin.runnable():
             twin.run(rank)

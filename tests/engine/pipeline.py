@@ -1,4 +1,4 @@
-"""A scheduler and the twin's ranks, with every rule checked at each step that goes out."""
+"""Scheduler over the twin's ranks; each sent step is checked against every rule."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from mlx_ring.engine.scheduler import Advance, Scheduler
 from mlx_ring.engine.sequence import Limits, Sequence, make_sequence
 from mlx_ring.engine.twin import (
     KV_BYTES_PER_TOKEN,
+    FaultInjector,
     NextToken,
     Reach,
-    Trouble,
     TwinExecutor,
     anywhere,
     hash_token,
@@ -35,7 +35,7 @@ PLAIN = Policy(
 
 
 def budget(tp_sizes: tuple[int, ...], blocks: int, **traits: Any) -> dict[RankId, RankKv]:
-    """Room for so many blocks of tokens on each rank."""
+    """Return a KV budget of so many blocks of tokens on each rank."""
     limit = blocks * BLOCK * KV_BYTES_PER_TOKEN
     return {
         RankId(stage, rank): RankKv(limit, KV_BYTES_PER_TOKEN, **traits)
@@ -45,7 +45,7 @@ def budget(tp_sizes: tuple[int, ...], blocks: int, **traits: Any) -> dict[RankId
 
 
 class Pipeline:
-    """A scheduler over ranks that go on one by one."""
+    """Scheduler over ranks that continue one by one."""
 
     def __init__(
         self,
@@ -55,13 +55,18 @@ class Pipeline:
         kv: Mapping[RankId, RankKv] | None = None,
         context: int = CONTEXT,
         next_token: NextToken = NEXT_TOKEN,
-        trouble: Trouble | None = None,
+        inject_fault: FaultInjector | None = None,
         reach: Reach = anywhere,
         pads: bool = False,
     ) -> None:
         self.pads = pads
         self.twin = TwinExecutor(
-            tp_sizes, next_token=next_token, trouble=trouble, reach=reach, pads=pads, automatic=False
+            tp_sizes,
+            next_token=next_token,
+            inject_fault=inject_fault,
+            reach=reach,
+            pads=pads,
+            automatic=False,
         )
         self.twin.set_listener(self)
         self.policy = policy
@@ -74,16 +79,16 @@ class Pipeline:
         self.sequences: dict[int, Sequence] = {}
         self.ended: dict[int, RingError | None] = {}
         self.sampling_rows: dict[int, int] = defaultdict(int)
-        """By sequence, rows that sample and are not answered."""
+        """Number of unanswered rows that sample, by sequence."""
         self.decode_steps: set[int] = set()
-        """Not answered by the last stage."""
+        """Decode steps that the last stage has not answered."""
         self.answers: dict[int, int] = defaultdict(int)
-        """By step, how many ranks have answered."""
+        """Number of ranks that have answered, by step."""
 
-    # ---- what a test does
+    # ---- actions of a test
 
     def add(self, prompt: int | tuple[int, ...], sampling: SamplingParams | None = None) -> Sequence:
-        """A request: its prompt, or the length of one of its own."""
+        """Add a request with this prompt, or with a prompt of its own of this length."""
         number = len(self.sequences) + 1
         if isinstance(prompt, int):
             prompt = tuple((number * 31 + place) % VOCABULARY for place in range(prompt))
@@ -107,12 +112,12 @@ class Pipeline:
         return steps
 
     def run(self, stage: int, rank: int = 0) -> None:
-        """A rank executes its next step, and its answer arrives."""
+        """Execute the next step of a rank, and deliver its answer."""
         self.twin.run(RankId(stage, rank))
         self.twin.deliver(RankId(stage, rank))
 
     def run_any(self, random: Random) -> bool:
-        """One thing that can happen happens; False when nothing can."""
+        """Execute a step or deliver an answer, chosen at random; return False when nothing is left."""
         runnable, answering = self.twin.runnable(), self.twin.answering()
         if not runnable and not answering:
             return False
@@ -124,13 +129,13 @@ class Pipeline:
         return True
 
     def run_out(self, random: Random | None = None) -> None:
-        """Until nothing is left to do."""
+        """Run until nothing is left to do."""
         random = random or Random(0)
         while self.run_any(random):
             pass
 
     def alone(self, sequence: Sequence) -> list[int]:
-        """The answer that the sequence's model gives when nobody disturbs it."""
+        """Return the answer that the model gives to the sequence alone."""
         history = list(sequence.request.prompt_tokens)
         while len(history) < sequence.max_length:
             history.append(self.next_token(history))
@@ -152,8 +157,8 @@ class Pipeline:
         self.send()
 
     def prepared(self, rank: RankId, prepared: worker_pb2.GrammarPrepared) -> None:
-        """No request here has a grammar."""
-        raise AssertionError(f"Nobody asked {rank} for grammar {prepared.id}.")
+        """Fail, because no request here has a grammar."""
+        raise AssertionError(f"Grammar {prepared.id} of {rank} was never requested.")
 
     def failed(self, error: RingError) -> None:
         raise error
@@ -171,9 +176,9 @@ class Pipeline:
 
     def _check(self, step: step_pb2.Step) -> None:
         named = [row.sequence for row in step.rows]
-        assert len(set(named)) == len(named), "a sequence is twice in one step"
-        assert not set(named) & set(self.ended), "a sequence that has ended is in a step"
-        assert step.rows or step.operations, "a step says nothing"
+        assert len(set(named)) == len(named), "a step has a sequence twice"
+        assert not set(named) & set(self.ended), "a step has a sequence that has ended"
+        assert step.rows or step.operations, "a step is empty"
         assert self.scheduler.stats().running <= self.policy.max_num_seqs
         if is_prefill(step):
             tokens = [len(row.tokens.ids) for row in step.rows]
@@ -181,7 +186,7 @@ class Pipeline:
             assert sum(tokens) <= 4 * self.policy.prefill_chunk, "a step has too many prompts"
             ranks = len(self.twin.ranks)
             in_flight = sum(is_prefill(one) for one in self.twin.sent if self.answers[one.step] < ranks)
-            assert in_flight <= self.stages, "too many chunks are on their way"
+            assert in_flight <= self.stages, "too many chunks are in flight"
         elif step.rows:
             assert len(self.decode_steps) < self.stages * self.policy.steps_ahead, "too many decode steps"
             self.decode_steps.add(step.step)
@@ -191,14 +196,14 @@ class Pipeline:
 
     def _check_budget(self) -> None:
         for place, use in self.scheduler.cache_stats().ranks.items():
-            assert use.used_bytes <= use.limit_bytes, f"more is promised than {place} has"
-            # What rows that are padded hold is known afterwards.
+            assert use.used_bytes <= use.limit_bytes, f"the budget of {place} is exceeded"
+            # The memory of padded rows is known only afterwards.
             assert self.pads or self.twin.kv_bytes(place) <= use.limit_bytes, (
-                f"{place} holds more than it has"
+                f"{place} uses more memory than its limit"
             )
 
     def check_nothing_is_left(self) -> None:
-        """Every sequence has ended, and no KV is held but what is kept; with a reset not even that."""
+        """Check that every sequence has ended, and that only the prefix cache uses KV until a reset."""
         assert set(self.ended) == set(self.sequences)
         stats = self.scheduler.stats()
         assert (stats.running, stats.waiting) == (0, 0)

@@ -1,4 +1,4 @@
-"""The engine over the twin's ranks: what clients see."""
+"""Engine over the twin's ranks, from its clients' side."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tests.engine.engines import (
     PLAIN,
     Answer,
     answer_of,
-    ask,
     collect,
     make_engine,
-    says,
+    make_request,
+    scripted,
 )
 from tests.examples import examples
 
@@ -33,8 +33,8 @@ from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.twin import TwinExecutor, hash_token
 
 
-def test_an_answer_comes_token_by_token_and_ends_with_its_reason() -> None:
-    answer = answer_of(says(b"hello"), ask())
+def test_each_token_is_streamed_and_the_last_delta_has_the_finish_reason() -> None:
+    answer = answer_of(scripted(b"hello"), make_request())
     assert [delta.text for delta in answer.deltas] == ["h", "e", "l", "l", "o", ""]
     assert answer.token_ids == [*b"hello", EOS]
     assert [delta.finish_reason for delta in answer.deltas] == [None] * 5 + ["stop"]
@@ -42,58 +42,58 @@ def test_an_answer_comes_token_by_token_and_ends_with_its_reason() -> None:
     assert {delta.prompt_tokens for delta in answer.deltas} == {3}
 
 
-def test_an_answer_ends_at_its_most_tokens() -> None:
-    answer = answer_of(says(b"hello"), ask(max_tokens=2))
+def test_an_answer_ends_at_max_tokens() -> None:
+    answer = answer_of(scripted(b"hello"), make_request(max_tokens=2))
     assert (answer.text, answer.last.finish_reason, answer.last.completion_tokens) == ("he", "length", 2)
 
 
-def test_an_answer_ends_where_the_context_does() -> None:
-    answer = answer_of(says(b"x" * 100), ask())
+def test_an_answer_ends_at_the_context_length() -> None:
+    answer = answer_of(scripted(b"x" * 100), make_request())
     assert (answer.last.finish_reason, len(answer.token_ids)) == ("length", 61)
 
 
-def test_the_models_end_is_passed_over_where_the_client_says_so() -> None:
-    answer = answer_of(says(b"a\0b"), ask(ignore_eos=True, max_tokens=3))
+def test_ignore_eos_continues_past_the_end_token() -> None:
+    answer = answer_of(scripted(b"a\0b"), make_request(ignore_eos=True, max_tokens=3))
     assert (answer.token_ids, answer.last.finish_reason) == ([97, 0, 98], "length")
 
 
-def test_a_client_can_name_tokens_that_end_the_answer() -> None:
-    answer = answer_of(says(b"abc"), ask(stop_token_ids=(ord("b"),)))
+def test_stop_token_ids_end_the_answer() -> None:
+    answer = answer_of(scripted(b"abc"), make_request(stop_token_ids=(ord("b"),)))
     assert (answer.text, answer.token_ids, answer.last.finish_reason) == ("a", [97, 98], "stop")
 
 
-def test_no_end_comes_before_the_least_number_of_tokens() -> None:
-    answer = answer_of(says(b"\0\0\0"), ask(min_tokens=2))
+def test_no_end_token_is_sampled_before_min_tokens() -> None:
+    answer = answer_of(scripted(b"\0\0\0"), make_request(min_tokens=2))
     assert answer.token_ids == [1, 1, EOS]
 
 
-def test_a_stop_string_over_several_tokens_never_shows() -> None:
-    answer = answer_of(says(b"one. END two"), ask(stop=("END",)))
+def test_a_stop_string_over_several_tokens_is_never_shown() -> None:
+    answer = answer_of(scripted(b"one. END two"), make_request(stop=("END",)))
     assert [delta.text for delta in answer.deltas] == ["o", "n", "e", ".", " ", "", "", ""]
     assert (answer.last.finish_reason, answer.last.stop_match) == ("stop", "END")
     assert answer.last.completion_tokens == 8
 
 
-def test_what_only_began_like_a_stop_string_is_shown_at_the_end() -> None:
-    answer = answer_of(says(b"one EN"), ask(stop=("END",)))
+def test_an_unfinished_stop_string_is_shown_at_the_end() -> None:
+    answer = answer_of(scripted(b"one EN"), make_request(stop=("END",)))
     assert (answer.text, answer.last.stop_match) == ("one EN", None)
 
 
-def test_a_character_of_several_tokens_comes_out_whole() -> None:
-    answer = answer_of(says("a🚀".encode()), ask())
+def test_a_character_of_several_tokens_is_streamed_whole() -> None:
+    answer = answer_of(scripted("a🚀".encode()), make_request())
     assert [delta.text for delta in answer.deltas] == ["a", "", "", "", "🚀", ""]
 
 
 def test_each_token_has_its_piece_of_the_text() -> None:
-    answer = answer_of(says("aé".encode() + b" EN"), ask(stop=("END",)))
+    answer = answer_of(scripted("aé".encode() + b" EN"), make_request(stop=("END",)))
     assert [delta.pieces for delta in answer.deltas] == [("a",), ("",), ("é",), (" ",), ("",), ("",), ("EN",)]
 
 
-def test_an_answer_that_its_reader_ends_ends_well_and_is_kept() -> None:
+def test_a_stopped_stream_finishes_as_stop_and_its_kv_is_retained() -> None:
     async def run() -> tuple[list[Delta], Engine, TwinExecutor]:
-        twin = TwinExecutor((1,), next_token=says(b"x" * 20, prompt=30))
+        twin = TwinExecutor((1,), next_token=scripted(b"x" * 20, prompt=30))
         engine = make_engine(twin, Policy(num_speculative_tokens=0))
-        stream = engine.submit(ask(30))
+        stream = engine.submit(make_request(30))
         await anext(stream)
         stream.stop()
         stream.stop()
@@ -106,15 +106,15 @@ def test_an_answer_that_its_reader_ends_ends_well_and_is_kept() -> None:
     assert any(operation.HasField("park") for step in twin.sent for operation in step.operations)
 
 
-def test_log_probabilities_come_with_their_tokens_where_asked_for() -> None:
-    answer = answer_of(says(b"ab"), ask(logprobs=True, top_logprobs=2))
+def test_tokens_have_logprobs_only_on_request() -> None:
+    answer = answer_of(scripted(b"ab"), make_request(logprobs=True, top_logprobs=2))
     assert [len(delta.logprobs) for delta in answer.deltas] == [1, 1, 1]
     assert answer.deltas[0].logprobs == (TokenLogprob(ord("a"), -0.5, ((0, -1.0), (1, -1.0))),)
-    assert answer_of(says(b"ab"), ask()).deltas[0].logprobs == ()
+    assert answer_of(scripted(b"ab"), make_request()).deltas[0].logprobs == ()
 
 
-def test_a_prompts_log_probabilities_come_with_the_first_delta() -> None:
-    answer = answer_of(says(b"ab", prompt=30), ask(prompt=30, prompt_logprobs=0))
+def test_prompt_logprobs_are_in_the_first_delta() -> None:
+    answer = answer_of(scripted(b"ab", prompt=30), make_request(prompt=30, prompt_logprobs=0))
     scored = answer.deltas[0].prompt_logprobs
     assert scored is not None
     assert scored[0] is None
@@ -123,22 +123,22 @@ def test_a_prompts_log_probabilities_come_with_the_first_delta() -> None:
 
 
 def test_a_prompt_can_be_scored_without_an_answer() -> None:
-    answer = answer_of(says(b"ab"), ask(max_tokens=0, prompt_logprobs=1))
+    answer = answer_of(scripted(b"ab"), make_request(max_tokens=0, prompt_logprobs=1))
     (only,) = answer.deltas
     assert (only.text, only.token_ids, only.finish_reason) == ("", (), "length")
     assert only.prompt_logprobs is not None
     assert len(only.prompt_logprobs) == 3
 
 
-def test_the_last_delta_tells_where_the_time_went() -> None:
+def test_the_last_delta_has_the_request_timings() -> None:
     async def run() -> Answer:
         times = iter(range(1000))
-        twin = TwinExecutor((1,), next_token=says(b"abc"))
+        twin = TwinExecutor((1,), next_token=scripted(b"abc"))
         policy = replace(PLAIN, max_num_seqs=1)
         engine = Engine(
             twin, BYTES, LIMITS, instance="demo", epoch=1, policy=policy, clock=lambda: float(next(times))
         )
-        first, second = engine.submit(ask()), engine.submit(ask())
+        first, second = engine.submit(make_request()), engine.submit(make_request())
         await collect(first)
         return await collect(second)
 
@@ -151,7 +151,7 @@ def test_the_last_delta_tells_where_the_time_went() -> None:
     assert timings.decode_s >= 3.0
 
 
-def test_a_request_that_no_worker_could_take_is_refused_and_leaves_nothing() -> None:
+def test_an_invalid_request_is_refused_and_leaves_no_state() -> None:
     async def run() -> None:
         twin = TwinExecutor()
         engine = make_engine(twin)
@@ -162,67 +162,69 @@ def test_a_request_that_no_worker_could_take_is_refused_and_leaves_nothing() -> 
     asyncio.run(run())
 
 
-def test_a_full_line_takes_no_more() -> None:
+def test_a_full_queue_refuses_requests_until_one_leaves() -> None:
     async def run() -> None:
         twin = TwinExecutor(automatic=False)
         engine = make_engine(twin, replace(PLAIN, max_num_seqs=1, max_queued_requests=2))
-        streams = [engine.submit(ask()) for _ in range(3)]
+        streams = [engine.submit(make_request()) for _ in range(3)]
         with pytest.raises(Overloaded) as refused:
-            engine.submit(ask())
+            engine.submit(make_request())
         assert refused.value.retry_after_s > 0
         await streams[1].aclose()
-        engine.submit(ask())
+        engine.submit(make_request())
 
     asyncio.run(run())
 
 
-def test_requests_that_belong_together_are_taken_as_a_whole_or_not_at_all() -> None:
+def test_requests_of_one_call_are_admitted_all_or_none() -> None:
     async def run() -> None:
         twin = TwinExecutor(automatic=False)
         engine = make_engine(twin, replace(PLAIN, max_num_seqs=2, max_queued_requests=3))
-        engine.submit_all(ask(), ask())
+        engine.submit_all(make_request(), make_request())
         with pytest.raises(Overloaded, match="asks for 4 answers"):
-            engine.submit_all(*(ask() for _ in range(4)))
+            engine.submit_all(*(make_request() for _ in range(4)))
         assert engine.stats().scheduler.waiting == 0
-        engine.submit_all(*(ask() for _ in range(3)))
+        engine.submit_all(*(make_request() for _ in range(3)))
         with pytest.raises(RequestError, match=r"asks for 6 answers.*takes 5 at once") as refused:
-            engine.submit_all(*(ask() for _ in range(6)))
+            engine.submit_all(*(make_request() for _ in range(6)))
         assert refused.value.param == "n"
 
     asyncio.run(run())
 
 
-def test_without_a_line_those_are_taken_who_need_not_wait() -> None:
+def test_without_a_queue_only_requests_that_run_at_once_are_admitted() -> None:
     async def run() -> None:
         engine = make_engine(
             TwinExecutor(automatic=False), replace(PLAIN, max_num_seqs=2, max_queued_requests=0)
         )
         for _ in range(2):
-            engine.submit(ask())
+            engine.submit(make_request())
         with pytest.raises(Overloaded):
-            engine.submit(ask())
+            engine.submit(make_request())
 
     asyncio.run(run())
 
 
 @given(st.lists(st.tuples(st.integers(1, 20), st.integers(1, 9)), min_size=1, max_size=8), st.integers(1, 4))
 @examples(0.4)
-def test_requests_together_get_what_each_gets_alone(requests: list[tuple[int, int]], stages: int) -> None:
+def test_concurrent_requests_get_the_answers_that_each_gets_alone(
+    requests: list[tuple[int, int]], stages: int
+) -> None:
     async def together() -> list[Answer]:
         engine = make_engine(TwinExecutor((1,) * stages), replace(PLAIN, prefill_chunk=4, max_num_seqs=5))
-        streams = [engine.submit(ask(prompt, max_tokens=most)) for prompt, most in requests]
+        streams = [engine.submit(make_request(prompt, max_tokens=most)) for prompt, most in requests]
         return list(await asyncio.gather(*map(collect, streams)))
 
     for (prompt, most), answer in zip(requests, asyncio.run(together()), strict=True):
-        alone = answer_of(hash_token(256), ask(prompt, max_tokens=most), (1,))
+        alone = answer_of(hash_token(256), make_request(prompt, max_tokens=most), (1,))
         assert (answer.token_ids, answer.text) == (alone.token_ids, alone.text)
 
 
 def test_the_engine_counts_tokens_and_keeps_the_last_steps_timings() -> None:
     async def run() -> None:
-        twin = TwinExecutor((1, 1), next_token=says(b"abc"))
+        twin = TwinExecutor((1, 1), next_token=scripted(b"abc"))
         engine = make_engine(twin)
-        await collect(engine.submit(ask()))
+        await collect(engine.submit(make_request()))
         await twin.idle()
         stats = engine.stats()
         assert (stats.prompt_tokens, stats.generated_tokens, stats.finished) == (3, 4, {"stop": 1})
@@ -236,20 +238,40 @@ def test_the_engine_counts_tokens_and_keeps_the_last_steps_timings() -> None:
 
 
 @pytest.mark.parametrize("deadline", [0.0, 5.0])
-def test_a_rank_that_owes_an_answer_past_its_deadline_is_late(deadline: float) -> None:
+def test_a_rank_is_late_only_past_its_step_deadline(deadline: float) -> None:
     async def run() -> None:
         now = 0.0
         twin = TwinExecutor((1, 1), automatic=False)
         policy = replace(PLAIN, step_deadline_s=deadline)
         engine = Engine(twin, BYTES, LIMITS, instance="demo", epoch=1, policy=policy, clock=lambda: now)
-        engine.submit(ask())
+        engine.submit(make_request())
         now = 21.0
         owed = engine.oldest_unanswered()
         assert owed is not None
         assert (owed.rank, owed.waited_s, owed.is_late) == (RankId(0, 0), 21.0, deadline > 0)
         engine.record_started(RankId(0, 0), owed.step)
-        heeded = engine.oldest_unanswered()
-        assert heeded is not None
-        assert (heeded.waited_s, heeded.is_late) == (0.0, False), "it has taken the step in just now"
+        started = engine.oldest_unanswered()
+        assert started is not None
+        assert (started.waited_s, started.is_late) == (0.0, False), "it has just started the step"
+
+    asyncio.run(run())
+
+
+def test_open_requests_are_waiting_reading_or_answering_until_they_end() -> None:
+    async def run() -> None:
+        twin = TwinExecutor((1,), automatic=False)
+        engine = make_engine(
+            twin, Policy(max_num_seqs=2, prefill_chunk=8, prefix_cache=False, num_speculative_tokens=0)
+        )
+        streams = [engine.submit(make_request(prompt, max_tokens=4)) for prompt in (3, 30, 5)]
+        reported = engine.requests()
+        assert [request.state for request in reported] == ["answering", "reading", "waiting"]
+        assert [request.prompt_tokens for request in reported] == [3, 30, 5]
+        assert reported[0].read_tokens == 3
+        assert 0 < reported[1].read_tokens < 30
+        assert (reported[2].read_tokens, reported[2].tokens) == (0, 0)
+        for stream in streams:
+            await stream.aclose()
+        assert engine.requests() == []
 
     asyncio.run(run())

@@ -1,4 +1,4 @@
-"""What every executor keeps. A new one joins by a parameter of the fixture `executor`."""
+"""Contract of every executor. A new kind is a parameter of the fixture `make_executor`."""
 
 from __future__ import annotations
 
@@ -20,39 +20,39 @@ STEPS = 5
 
 @pytest.fixture(params=[lambda: TwinExecutor((1, 2))], ids=["twin"])
 def make_executor(request: pytest.FixtureRequest) -> MakeExecutor:
-    """Makes an executor over two stages or more, inside a running event loop."""
+    """Return a function that makes an executor over two stages or more, inside a running event loop."""
     return request.param
 
 
 class Recorder:
-    """Keeps what it hears, and says when every rank has answered every step."""
+    """Listener that keeps all answers; `complete` is set when every rank has answered every step."""
 
     def __init__(self, executor: Executor) -> None:
-        self.heard: list[step_pb2.StepDone] = []
+        self.received: list[step_pb2.StepDone] = []
         self.complete = asyncio.Event()
         self.sending = False
         self.has_grammar: list[tuple[RankId, int]] = []
-        self.drawing = len(sampling_ranks(executor.ranks))
+        self.sampling = len(sampling_ranks(executor.ranks))
         self._expected = STEPS * len(executor.ranks)
 
     def answered(self, done: step_pb2.StepDone) -> None:
         assert not self.sending
-        self.heard.append(done)
-        if len(self.heard) == self._expected:
+        self.received.append(done)
+        if len(self.received) == self._expected:
             self.complete.set()
 
     def prepared(self, rank: RankId, prepared: worker_pb2.GrammarPrepared) -> None:
         assert not self.sending
         self.has_grammar.append((rank, prepared.id))
-        if len(self.has_grammar) == self.drawing:
+        if len(self.has_grammar) == self.sampling:
             self.complete.set()
 
     def failed(self, error: RingError) -> None:
         raise error
 
 
-def record(make_executor: MakeExecutor) -> tuple[Executor, list[step_pb2.StepDone]]:
-    """Every answer to a few steps that say nothing but `reset`."""
+def record_answers(make_executor: MakeExecutor) -> tuple[Executor, list[step_pb2.StepDone]]:
+    """Return the executor and all its answers to a few steps that only reset."""
 
     async def run() -> tuple[Executor, list[step_pb2.StepDone]]:
         executor = make_executor()
@@ -64,36 +64,36 @@ def record(make_executor: MakeExecutor) -> tuple[Executor, list[step_pb2.StepDon
             executor.send(step_pb2.Step(instance="demo", epoch=1, step=number, operations=[reset]))
         recorder.sending = False
         await recorder.complete.wait()
-        return executor, recorder.heard
+        return executor, recorder.received
 
     return asyncio.run(run())
 
 
 def test_every_rank_answers_every_step_once(make_executor: MakeExecutor) -> None:
-    executor, heard = record(make_executor)
-    answers = Counter((done.step, RankId(done.stage, done.rank)) for done in heard)
+    executor, received = record_answers(make_executor)
+    answers = Counter((done.step, RankId(done.stage, done.rank)) for done in received)
     assert answers == {(step, rank): 1 for step in range(1, STEPS + 1) for rank in executor.ranks}
 
 
 def test_each_rank_answers_in_stream_order(make_executor: MakeExecutor) -> None:
-    executor, heard = record(make_executor)
+    executor, received = record_answers(make_executor)
     for rank in executor.ranks:
-        steps = [done.step for done in heard if (done.stage, done.rank) == rank]
+        steps = [done.step for done in received if (done.stage, done.rank) == rank]
         assert steps == list(range(1, STEPS + 1))
 
 
-def test_an_answer_says_whose_it_is(make_executor: MakeExecutor) -> None:
-    _, heard = record(make_executor)
-    assert {(done.instance, done.epoch) for done in heard} == {("demo", 1)}
+def test_an_answer_names_its_instance_and_epoch(make_executor: MakeExecutor) -> None:
+    _, received = record_answers(make_executor)
+    assert {(done.instance, done.epoch) for done in received} == {("demo", 1)}
 
 
 def test_ranks_are_in_order_of_stage_and_rank(make_executor: MakeExecutor) -> None:
-    executor, _ = record(make_executor)
+    executor, _ = record_answers(make_executor)
     assert list(executor.ranks) == sorted(executor.ranks)
     assert executor.ranks[0] == RankId(0, 0)
 
 
-def test_every_rank_that_draws_is_asked_for_a_grammar_and_no_other(make_executor: MakeExecutor) -> None:
+def test_all_and_only_sampling_ranks_prepare_a_grammar(make_executor: MakeExecutor) -> None:
     async def run() -> tuple[Executor, Recorder]:
         executor = make_executor()
         recorder = Recorder(executor)

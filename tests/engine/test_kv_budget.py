@@ -1,16 +1,26 @@
-"""What fits, and when what was released counts as free."""
+"""KV budget of the ranks, and the limits from which it is made."""
 
 from __future__ import annotations
 
-from mlx_ring.core.engine_stats import BLOCK
-from mlx_ring.core.types import RankId
-from mlx_ring.engine.kv_budget import KvBudget, RankKv
+from collections.abc import Mapping
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_ring.core.engine_stats import BLOCK
+from mlx_ring.core.errors import ConfigError
+from mlx_ring.core.types import RankId
+from mlx_ring.engine.kv_budget import Allowance, KvBudget, Place, RankKv, fitting_context, share_out
+from mlx_ring.engine.kv_budget import rank_limits as shared_limits
+from mlx_ring.rpc.protos import worker_pb2
+
+GIB = 1 << 30
 FIRST, SECOND = RankId(0, 0), RankId(1, 0)
 
 
 def budget(blocks: int, *, bytes_per_sequence: int = 0) -> KvBudget:
-    """Of two ranks, the second of which has twice the memory and needs twice as much."""
+    """Return the budget of two ranks; the second has twice the memory and needs twice as much."""
     return KvBudget(
         {
             FIRST: RankKv(blocks * BLOCK * 4 + 2 * bytes_per_sequence, 4, bytes_per_sequence),
@@ -19,7 +29,7 @@ def budget(blocks: int, *, bytes_per_sequence: int = 0) -> KvBudget:
     )
 
 
-def test_tokens_count_by_whole_blocks() -> None:
+def test_kv_is_charged_in_whole_blocks() -> None:
     kv = budget(3)
     kv.charge(1, BLOCK + 1)
     assert {use.used_bytes for use in kv.use().values()} == {2 * BLOCK * 4, 2 * BLOCK * 8}
@@ -29,7 +39,7 @@ def test_tokens_count_by_whole_blocks() -> None:
     assert not kv.fits(3 * BLOCK + 1, 1)
 
 
-def test_what_is_released_is_free_once_its_step_is_answered() -> None:
+def test_released_kv_is_free_once_its_step_is_answered() -> None:
     kv = budget(2)
     kv.charge(1, 2 * BLOCK)
     kv.release(1, step=7)
@@ -42,14 +52,14 @@ def test_what_is_released_is_free_once_its_step_is_answered() -> None:
     assert all(use.used_bytes == 0 for use in kv.use().values())
 
 
-def test_a_sequence_can_take_anothers_place() -> None:
+def test_a_sequence_fits_in_place_of_another() -> None:
     kv = budget(2)
     kv.charge(1, 2 * BLOCK)
     assert not kv.fits(2 * BLOCK, 2)
     assert kv.fits(2 * BLOCK, 2, without=[1])
 
 
-def test_a_sequences_own_bytes_count_too() -> None:
+def test_bytes_per_sequence_are_charged_too() -> None:
     kv = budget(4, bytes_per_sequence=BLOCK)
     assert kv.capacity_tokens == 4 * BLOCK
     kv.charge(1, 1)
@@ -58,7 +68,7 @@ def test_a_sequences_own_bytes_count_too() -> None:
     assert not kv.fits(2 * BLOCK, 3), "four blocks would fit, but not with three windows"
 
 
-def test_what_a_rank_really_holds_can_refuse_what_the_account_allows() -> None:
+def test_a_sequence_that_fits_the_budget_may_not_fit_the_reported_kv() -> None:
     kv = budget(4)
     assert kv.fits_as_held(BLOCK)
     kv.report(FIRST, 4 * BLOCK * 4)
@@ -71,3 +81,110 @@ def test_without_a_limit_everything_fits() -> None:
     assert kv.capacity_tokens is None
     assert kv.fits(1 << 40, 1)
     assert kv.fits_as_held(1 << 40)
+
+
+def status(memory: int, left: int, per_token: int = 1000) -> worker_pb2.WorkerStatus:
+    return worker_pb2.WorkerStatus(
+        memory_bytes=memory,
+        memory_left_bytes=left,
+        kv=worker_pb2.KvTraits(bytes_per_token=per_token, bytes_per_sequence=7, slack=3, exact_length=9),
+    )
+
+
+def rank_limits(
+    workers: Mapping[Place, worker_pb2.WorkerStatus], given_bytes: int | None
+) -> dict[RankId, RankKv]:
+    """Return the limits of a single instance."""
+    return shared_limits({"one": workers}, given_bytes, {})["one"]
+
+
+def test_workers_on_a_device_share_its_free_memory_less_a_reserve() -> None:
+    same = rank_limits(
+        {("here", FIRST): status(64 * GIB, 20 * GIB), ("here", SECOND): status(64 * GIB, 20 * GIB)}, None
+    )
+    assert [kv.limit_bytes for kv in same.values()] == [(20 * GIB - int(6.4 * GIB)) // 2] * 2
+    apart = rank_limits(
+        {("here", FIRST): status(8 * GIB, 5 * GIB), ("there", SECOND): status(8 * GIB, 3 * GIB)}, None
+    )
+    assert [kv.limit_bytes for kv in apart.values()] == [4 * GIB, 2 * GIB], "a reserve is 1 GiB at least"
+
+
+def test_a_device_without_free_memory_has_a_kv_limit_of_zero() -> None:
+    limits = rank_limits({("here", FIRST): status(8 * GIB, GIB // 2)}, None)
+    assert limits[FIRST].limit_bytes == 0
+    with pytest.raises(ConfigError, match="0 tokens fit"):
+        fitting_context(limits, 4096, insisted=False)
+
+
+def test_a_given_limit_applies_to_each_worker_and_kv_traits_are_kept() -> None:
+    limits = rank_limits(
+        {("here", FIRST): status(8 * GIB, GIB), ("here", SECOND): status(8 * GIB, GIB)}, 5000
+    )
+    assert limits == dict.fromkeys((FIRST, SECOND), RankKv(5000, 1000, 7, slack=3, exact_length=9))
+
+
+@given(st.integers(0, 10**7), st.integers(1, 3000), st.integers(0, 10**5), st.integers(1, 10**5))
+def test_the_fitting_context_is_the_longest_that_fits(
+    limit: int, per_token: int, per_sequence: int, wanted: int
+) -> None:
+    limits = {FIRST: RankKv(limit, per_token, per_sequence), SECOND: RankKv(10 * limit + 1, per_token)}
+    try:
+        context = fitting_context(limits, wanted, insisted=False)
+    except ConfigError:
+        assert not KvBudget(limits).fits(min(wanted, BLOCK), 1)
+        return
+    assert KvBudget(limits).fits(context, 1)
+    assert context == wanted or (context % BLOCK == 0 and not KvBudget(limits).fits(context + 1, 1))
+
+
+def test_a_required_context_that_does_not_fit_is_refused_with_stage_and_limit() -> None:
+    limits = {FIRST: RankKv(10**9, 1000), SECOND: RankKv(1_000_000, 1000)}
+    with pytest.raises(ConfigError) as caught:
+        fitting_context(limits, 4096, insisted=True)
+    assert str(caught.value).startswith("The KV cache of stage 1 may take 1 MB")
+    assert "768 tokens fit" in str(caught.value)
+    assert "--max-model-len" in str(caught.value)
+    assert fitting_context(limits, 4096, insisted=False) == 768
+    assert fitting_context(limits, 700, insisted=True) == 700
+
+
+def test_a_model_whose_kv_does_not_grow_has_no_context_limit() -> None:
+    assert fitting_context({FIRST: RankKv(1000, 0, 50)}, 4096, insisted=True) == 4096
+
+
+def test_workers_on_one_gpu_deduct_each_others_memory() -> None:
+    def on_gpu(used: int) -> worker_pb2.WorkerStatus:
+        reported = status(100 * GIB, 100 * GIB - used)
+        reported.device, reported.device_memory_bytes = "gpu", used
+        return reported
+
+    limits = rank_limits({("here", FIRST): on_gpu(40 * GIB), ("here", SECOND): on_gpu(30 * GIB)}, None)
+    assert [kv.limit_bytes for kv in limits.values()] == [10 * GIB] * 2
+
+
+def test_kv_that_does_not_grow_must_fit_as_a_whole() -> None:
+    state = RankKv(limit_bytes=100, bytes_per_token=0, bytes_per_sequence=200)
+    assert KvBudget({FIRST: state}).capacity_tokens == 0
+    with pytest.raises(ConfigError, match="0 tokens fit"):
+        fitting_context({FIRST: state}, 4096, insisted=False)
+
+
+def test_a_new_instance_gets_an_equal_share_of_used_and_free_kv_memory() -> None:
+    first, second = status(64 * GIB, 40 * GIB), status(64 * GIB, 20 * GIB)
+    first.kv_bytes = 6 * GIB
+    limits = shared_limits(
+        {"a": {("here", FIRST): first}, "b": {("here", FIRST): second}}, None, {"here": Allowance(0.25)}
+    )
+    each = (20 * GIB + 6 * GIB - 16 * GIB) // 2
+    assert limits["a"][FIRST].limit_bytes == limits["b"][FIRST].limit_bytes == each
+
+
+@given(st.integers(0, 10**6), st.lists(st.integers(0, 10**5), min_size=1, max_size=8))
+def test_shares_are_at_least_their_floors_and_otherwise_equal(room: int, floors: list[int]) -> None:
+    shares = share_out(room, floors)
+    assert all(share >= floor for share, floor in zip(shares, floors, strict=True))
+    above = [share for share, floor in zip(shares, floors, strict=True) if share > floor]
+    assert len(set(above)) <= 1, "shares above their floors are equal"
+    assert all(share >= max(above, default=0) for share in shares)
+    if sum(floors) <= room:
+        assert room - len(floors) < sum(shares) <= room

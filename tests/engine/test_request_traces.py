@@ -1,4 +1,4 @@
-"""A request's spans, by a clock and a calendar that a test turns."""
+"""Spans of a request, with a clock and a calendar that the test sets."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ NOON_NS = 1_700_000_000_000_000_000
 
 
 @dataclass
-class Kept:
-    """Keeps the contract `Span`."""
+class RecordedSpan:
+    """Span that keeps its start and end."""
 
     began_ns: int | None
     ended_ns: int | None = None
@@ -30,30 +30,32 @@ class Kept:
 
 
 @dataclass
-class Spans:
-    """Keeps the contract `Tracing`, and the spans by their names."""
+class RecordedTraces:
+    """Implementation of `Tracing` that keeps its spans by name."""
 
-    kept: dict[str, Kept] = field(default_factory=dict[str, Kept])
+    spans: dict[str, RecordedSpan] = field(default_factory=dict[str, RecordedSpan])
 
-    def start(self, name: str, attributes: Attributes, *, at_ns: int | None = None, **_: object) -> Kept:
+    def start(
+        self, name: str, attributes: Attributes, *, at_ns: int | None = None, **_: object
+    ) -> RecordedSpan:
         del attributes
-        return self.kept.setdefault(name, Kept(at_ns))
+        return self.spans.setdefault(name, RecordedSpan(at_ns))
 
     def close(self) -> None: ...
 
 
-def test_a_request_lasts_from_its_coming_to_its_end_however_late_that_is_told() -> None:
-    spans, now = Spans(), [0.0]
-    tracer = RequestTracer(spans, "m", {}, unix_ns=lambda: NOON_NS + int(now[0] * 1e9), clock=lambda: now[0])
-    told = TRACEPARENT.set(PARENT)
+def test_spans_have_the_times_of_the_request_and_not_of_its_report() -> None:
+    traces, now = RecordedTraces(), [0.0]
+    tracer = RequestTracer(traces, "m", {}, unix_ns=lambda: NOON_NS + int(now[0] * 1e9), clock=lambda: now[0])
+    token = TRACEPARENT.set(PARENT)
     now[0] = 1.5
     span = tracer.begin(GenerateRequest("r", (1,), SamplingParams()), submitted_at=1.0)
-    TRACEPARENT.reset(told)
+    TRACEPARENT.reset(token)
     assert span is not None
     now[0] = 9.0
     tracer.end(span, EndedRequest(1.0, 2.0, 3.0, 4.0, 5.0, 1, 2, 0, "stop"))
     seconds = {
-        name: tuple(((at or 0) - NOON_NS) / 1e9 for at in (kept.began_ns, kept.ended_ns))
-        for name, kept in spans.kept.items()
+        name: tuple(((at or 0) - NOON_NS) / 1e9 for at in (span.began_ns, span.ended_ns))
+        for name, span in traces.spans.items()
     }
     assert seconds == {"llm_request": (1, 5), "queue": (1, 2), "prefill": (2, 3), "decode": (3, 4)}

@@ -23,7 +23,7 @@ def make(
 
 
 @given(st.integers(1, 40), st.integers(1, 15))
-def test_chunks_score_every_prompt_token_but_the_first_across_their_borders(prompt: int, chunk: int) -> None:
+def test_chunks_score_every_prompt_token_but_the_first(prompt: int, chunk: int) -> None:
     sequence = make(prompt, prompt_logprobs=2)
     scored: list[tuple[int, int]] = []
     while not sequence.is_prefilled:
@@ -46,7 +46,7 @@ def test_only_the_last_chunk_samples() -> None:
     assert [(want.where, want.what) for want in row.wants] == [(Want.LAST, Want.TOKEN)]
 
 
-def test_a_prompt_to_be_scored_alone_samples_nothing() -> None:
+def test_a_prompt_that_is_only_scored_samples_nothing() -> None:
     row = prefill_row(make(5, SamplingParams(max_tokens=0), prompt_logprobs=0), 5)
     assert [want.what for want in row.wants] == [Want.LOGPROBS]
 
@@ -59,7 +59,7 @@ def test_a_decode_row_feeds_the_last_token_where_the_kv_ends() -> None:
     assert (row.sequence, row.start, row.token, row.WhichOneof("input")) == (5, 2, 42, "token")
 
 
-def test_a_sequence_is_opened_with_all_that_sampling_needs() -> None:
+def test_the_open_operation_has_all_sampling_parameters() -> None:
     sampling = SamplingParams(
         temperature=0.5, top_k=2**40, seed=-1, logit_bias=((3, -2.0),), min_tokens=4, stop_token_ids=(9,)
     )
@@ -72,7 +72,7 @@ def test_a_sequence_is_opened_with_all_that_sampling_needs() -> None:
     assert (opened.sampling.temperature, opened.sampling.min_tokens) == (0.5, 4)
 
 
-def test_a_result_is_read_with_its_alternatives() -> None:
+def test_a_result_is_read_with_its_top_logprobs() -> None:
     row = prefill_row(make(1), 1)
     token = TokenLogprobs(token=4, logprob=-0.5, top_tokens=[4, 6], top_logprobs=[-0.5, -1.0])
     sampled, scored, _ = read_result(row, RowResult(sequence=5, tokens=[token]))
@@ -91,7 +91,7 @@ def test_a_result_is_read_with_its_alternatives() -> None:
         ),
     ],
 )
-def test_a_result_that_lacks_what_was_wanted_is_refused(result: RowResult | None) -> None:
+def test_an_incomplete_result_is_refused(result: RowResult | None) -> None:
     row = prefill_row(make(2, prompt_logprobs=0), 2)
     with pytest.raises(ProtocolError):
         read_result(row, result)

@@ -1,4 +1,4 @@
-"""The scheduler against ranks that go on in any order that reality allows."""
+"""Scheduler over ranks that continue in every possible order."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CHUNK_2 = replace(PLAIN, prefill_chunk=2)
 
 
 @given(TP_SIZES, REQUESTS, st.integers(1, 9), st.integers(1, 10), RANDOM)
-def test_every_answer_is_what_the_sequence_alone_would_get(
+def test_every_answer_equals_that_of_the_sequence_alone(
     tp_sizes: tuple[int, ...],
     requests: list[tuple[int, SamplingParams]],
     max_num_seqs: int,
@@ -48,7 +48,7 @@ def test_every_answer_is_what_the_sequence_alone_would_get(
 
 
 @given(TP_SIZES, REQUESTS, st.integers(1, 9), RANDOM)
-def test_cancelled_sequences_free_all_and_disturb_none(
+def test_cancelled_sequences_free_their_kv_and_change_no_other_answer(
     tp_sizes: tuple[int, ...],
     requests: list[tuple[int, SamplingParams]],
     max_num_seqs: int,
@@ -73,7 +73,7 @@ def test_cancelled_sequences_free_all_and_disturb_none(
 
 
 @given(TP_SIZES, REQUESTS, st.booleans(), RANDOM)
-def test_a_failed_step_ends_the_rows_it_names_and_no_other(
+def test_a_failed_step_ends_only_the_sequences_it_names(
     tp_sizes: tuple[int, ...],
     requests: list[tuple[int, SamplingParams]],
     name_rows: bool,  # noqa: FBT001 - drawn by hypothesis
@@ -81,7 +81,7 @@ def test_a_failed_step_ends_the_rows_it_names_and_no_other(
 ) -> None:
     blamed: set[int] = set()
 
-    def trouble(step: step_pb2.Step, stage: int) -> step_pb2.Failure | None:
+    def inject_fault(step: step_pb2.Step, stage: int) -> step_pb2.Failure | None:
         del stage
         if not step.rows or random.random() > 0.05:
             return None
@@ -90,7 +90,7 @@ def test_a_failed_step_ends_the_rows_it_names_and_no_other(
         blamed.update(named)
         return error_to_failure(StepFailed("boom"), named if name_rows else ())
 
-    pipeline = Pipeline(tp_sizes, trouble=trouble)
+    pipeline = Pipeline(tp_sizes, inject_fault=inject_fault)
     for prompt, sampling in requests:
         pipeline.add(prompt, sampling)
     pipeline.run_out(random)
@@ -98,13 +98,13 @@ def test_a_failed_step_ends_the_rows_it_names_and_no_other(
         assert error is None or number in blamed
         if number not in blamed:
             assert pipeline.sequences[number].output == pipeline.alone(pipeline.sequences[number])
-    # A row that was sent behind a failed one may be reported first, for its KV length.
-    told = [error for error in pipeline.ended.values() if error is not None]
-    assert all(isinstance(error, StepFailed | ProtocolError) for error in told)
+    # A row sent after a failed one may be reported first, because its KV length is wrong.
+    errors = [error for error in pipeline.ended.values() if error is not None]
+    assert all(isinstance(error, StepFailed | ProtocolError) for error in errors)
     pipeline.check_nothing_is_left()
 
 
-def test_chunks_of_one_prompt_follow_each_other_through_the_stages() -> None:
+def test_chunks_of_one_prompt_are_pipelined_through_the_stages() -> None:
     pipeline = Pipeline((1, 1, 1), PLAIN)
     pipeline.add(40)
     assert [len(step.rows[0].tokens.ids) for step in pipeline.twin.sent] == [4, 4, 4, 4]
@@ -121,7 +121,7 @@ def test_a_chunk_counts_as_in_flight_until_every_rank_has_answered() -> None:
     assert len(pipeline.twin.sent) == 4
 
 
-def test_short_prompts_that_come_while_another_is_read_share_the_next_step() -> None:
+def test_short_prompts_that_arrive_during_a_chunk_share_the_next_step() -> None:
     pipeline = Pipeline((1,), replace(PLAIN, prefill_chunk=32))
     pipeline.add(8)
     for _ in range(3):
@@ -132,16 +132,16 @@ def test_short_prompts_that_come_while_another_is_read_share_the_next_step() -> 
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 5])
-def test_who_comes_or_leaves_is_heeded_within_four_tokens(stages: int) -> None:
-    """Steps that went out before it happened are those that nobody can change."""
+def test_arrivals_and_cancellations_take_effect_within_four_tokens(stages: int) -> None:
+    """Check that only steps sent before a change may lack it."""
     pipeline = Pipeline((1,) * stages, replace(PLAIN, max_num_seqs=2 * stages + 1))
     endless = SamplingParams(max_tokens=50, ignore_eos=True)
     running = [pipeline.add(3, endless) for _ in range(2 * stages)]
     while any(sequence.length < sequence.prompt_length + 8 for sequence in running):
         pipeline.run_any(Random(0))
-    gone, stays = running[0], running[1]
+    cancelled, stays = running[0], running[1]
     sent = len(pipeline.twin.sent)
-    pipeline.cancel(gone)
+    pipeline.cancel(cancelled)
     pipeline.add(3, endless)
     newcomer = len(running) + 1
     (first,) = [
@@ -149,19 +149,20 @@ def test_who_comes_or_leaves_is_heeded_within_four_tokens(stages: int) -> None:
     ]
     before = [step for step in pipeline.twin.sent[:first] if pipeline.answers[step.step] < stages]
     assert sum(row.sequence == stays.id for step in before for row in step.rows) <= 4
-    assert sum(row.sequence == gone.id for step in before for row in step.rows) <= 4
+    assert sum(row.sequence == cancelled.id for step in before for row in step.rows) <= 4
     frees = [
         step.step
         for step in pipeline.twin.sent
         if any(
-            operation.HasField("free") and operation.free.sequence == gone.id for operation in step.operations
+            operation.HasField("free") and operation.free.sequence == cancelled.id
+            for operation in step.operations
         )
     ]
     assert frees == [sent + 1]
 
 
 @pytest.mark.parametrize("late", [0, 7, 20])
-def test_groups_take_turns_whenever_they_begin(late: int) -> None:
+def test_micro_batches_alternate_whenever_they_begin(late: int) -> None:
     pipeline, random = Pipeline((1, 1)), Random(0)
     pipeline.add(3, SamplingParams(ignore_eos=True))
     for _ in range(late):
@@ -193,7 +194,7 @@ def test_one_stage_decodes_all_sequences_in_one_step() -> None:
     assert len(pipeline.twin.sent[-1].rows) == 4
 
 
-def test_decoding_goes_on_between_the_chunks_of_a_long_prompt() -> None:
+def test_decode_steps_alternate_with_the_chunks_of_a_long_prompt() -> None:
     pipeline = Pipeline((1,), CHUNK_2)
     short = pipeline.add(1, SamplingParams(ignore_eos=True))
     pipeline.run(0)
@@ -206,14 +207,14 @@ def test_decoding_goes_on_between_the_chunks_of_a_long_prompt() -> None:
 
 
 def read_beside_decode(pipeline: Pipeline, steps: int) -> list[int]:
-    """Of the next steps of one stage, whose prompt each chunk is of."""
+    """Run the next steps of one stage, and return the sequence of each chunk among them."""
     sent = len(pipeline.twin.sent)
     for _ in range(steps):
         pipeline.run(0)
     return [step.rows[0].sequence for step in pipeline.twin.sent[sent:] if is_prefill(step)]
 
 
-def test_while_a_long_prompt_is_read_beside_decode_every_second_chunk_is_for_short_ones() -> None:
+def test_every_second_chunk_beside_decode_is_for_short_prompts() -> None:
     pipeline = Pipeline((1,), replace(PLAIN, prefill_chunk=16), context=700)
     pipeline.add(1, SamplingParams(ignore_eos=True))
     pipeline.run(0)
@@ -224,7 +225,7 @@ def test_while_a_long_prompt_is_read_beside_decode_every_second_chunk_is_for_sho
     assert all({one, other} == {long.id, short.id} for one, other in pairwise(turns[:4]))
 
 
-def test_a_prompt_of_which_little_is_left_to_compute_is_a_short_one() -> None:
+def test_a_mostly_cached_prompt_counts_as_short() -> None:
     pipeline = Pipeline((1,), replace(PLAIN, prefill_chunk=16, prefix_cache=True), context=700)
     pipeline.add(SHARED[:300])
     pipeline.run_out()
@@ -237,7 +238,7 @@ def test_a_prompt_of_which_little_is_left_to_compute_is_a_short_one() -> None:
     assert again.cached_tokens == 300
 
 
-def test_who_leaves_gives_back_the_kept_beginning_that_it_took_over() -> None:
+def test_a_cancelled_sequence_returns_the_cached_prefix_that_it_took() -> None:
     pipeline = Pipeline((1,), replace(PLAIN, prefix_cache=True), context=700)
     pipeline.add(SHARED[:300], SamplingParams(max_tokens=1))
     pipeline.run_out()
@@ -252,7 +253,7 @@ def test_who_leaves_gives_back_the_kept_beginning_that_it_took_over() -> None:
     pipeline.check_nothing_is_left()
 
 
-def test_nothing_that_is_kept_goes_for_a_prompt_that_would_not_fit_even_then() -> None:
+def test_nothing_is_evicted_for_a_prompt_that_would_still_not_fit() -> None:
     pipeline = Pipeline(
         (1,), replace(PLAIN, prefix_cache=True), kv=budget((1,), 5), context=5 * 256, next_token=lambda _: 7
     )
@@ -271,7 +272,7 @@ def test_nothing_that_is_kept_goes_for_a_prompt_that_would_not_fit_even_then() -
 
 
 @pytest.mark.parametrize("prefix_cache", [False, True])
-def test_where_rows_hold_more_than_they_count_someone_makes_way_and_all_end(*, prefix_cache: bool) -> None:
+def test_padded_rows_cause_preemption_and_all_sequences_end(*, prefix_cache: bool) -> None:
     policy = replace(PLAIN, prefix_cache=prefix_cache, prefill_chunk=64)
     pipeline = Pipeline((1,), policy, kv=budget((1,), 8), context=1500, next_token=lambda _: 7, pads=True)
     pipeline.add(1000, SamplingParams(max_tokens=300))
@@ -282,12 +283,12 @@ def test_where_rows_hold_more_than_they_count_someone_makes_way_and_all_end(*, p
     assert pipeline.scheduler.stats().num_preemptions > 0
     prefilled = sum(len(row.tokens.ids) for step in pipeline.twin.sent for row in step.rows)
     assert prefilled <= 2 * sum(sequence.prompt_length for sequence in pipeline.sequences.values()), (
-        "who is put back comes again when another has ended, and not at once"
+        "a preempted sequence returns when another has ended, and not at once"
     )
     pipeline.check_nothing_is_left()
 
 
-def test_free_goes_out_alone_when_there_is_no_other_work() -> None:
+def test_a_free_operation_is_sent_alone_without_other_work() -> None:
     pipeline = Pipeline((1, 1))
     sequence = pipeline.add(3)
     pipeline.cancel(sequence)
@@ -302,7 +303,7 @@ def test_free_goes_out_alone_when_there_is_no_other_work() -> None:
     pipeline.check_nothing_is_left()
 
 
-def test_free_rides_with_the_next_work_when_there_is_some() -> None:
+def test_a_free_operation_is_sent_with_the_next_rows() -> None:
     pipeline = Pipeline((1,))
     ending = pipeline.add(3, SamplingParams(max_tokens=2, ignore_eos=True))
     lasting = pipeline.add(3, SamplingParams(ignore_eos=True))
@@ -314,7 +315,7 @@ def test_free_rides_with_the_next_work_when_there_is_some() -> None:
     assert [row.sequence for row in freed[0].rows] == [lasting.id]
 
 
-def test_a_sequence_that_never_started_is_dropped_in_silence() -> None:
+def test_cancelling_a_waiting_sequence_sends_no_step() -> None:
     pipeline = Pipeline((1,), replace(PLAIN, max_num_seqs=1))
     pipeline.add(3)
     waiting = pipeline.add(3)
@@ -337,9 +338,9 @@ def test_an_answer_of_another_epoch_or_instance_is_dropped() -> None:
 @pytest.mark.parametrize(
     ("stage", "rank", "step"),
     [(0, 0, 2), (0, 0, 9), (1, 0, 1), (0, 1, 1)],
-    ids=["skips", "unsent", "no stage", "no rank"],
+    ids=["skipped step", "unsent step", "unknown stage", "unknown rank"],
 )
-def test_an_answer_out_of_order_or_of_nobody_is_refused(stage: int, rank: int, step: int) -> None:
+def test_an_answer_out_of_order_or_of_an_unknown_rank_is_refused(stage: int, rank: int, step: int) -> None:
     pipeline = Pipeline((1,), CHUNK_2)
     pipeline.add(6)
     done = step_pb2.StepDone(instance="demo", epoch=1, stage=stage, rank=rank, step=step)
@@ -347,7 +348,7 @@ def test_an_answer_out_of_order_or_of_nobody_is_refused(stage: int, rank: int, s
         pipeline.scheduler.on_answer(done, now=1.0)
 
 
-def test_the_rank_that_everybody_waits_for_is_known_with_how_long() -> None:
+def test_the_oldest_unanswered_step_is_reported_with_rank_and_wait() -> None:
     pipeline = Pipeline((1, 1), CHUNK_2)
     assert pipeline.scheduler.oldest_unanswered(9.0) is None
     pipeline.add(6)
@@ -371,15 +372,15 @@ REACHES: dict[str, Reach] = {
 }
 
 
-def circling(history: Sequence[int]) -> int:
-    """A model whose answers repeat themselves, so that drafts are often right; seldom it ends."""
+def next_repetitive_token(history: Sequence[int]) -> int:
+    """Return the next token of repetitive answers, which make drafts right and seldom end."""
     last = history[-1]
     return EOS if sum(history) % 97 == 0 else (last + 1 + len(history) % 3) % 7 + 1
 
 
 @given(TP_SIZES, st.data(), st.integers(3, 6), st.sampled_from(["plain", "recurrent", "sliding"]), RANDOM)
 @examples(1.5)
-def test_whatever_is_cached_drafted_evicted_and_put_back_the_answers_are_those_of_the_sequences_alone(
+def test_caching_drafts_eviction_and_preemption_change_no_answer(
     tp_sizes: tuple[int, ...], data: st.DataObject, blocks: int, kind: str, random: Random
 ) -> None:
     traits = {"plain": {}, "recurrent": {"recurrent": True}, "sliding": {"slack": 8, "exact_length": 12}}[
@@ -394,7 +395,7 @@ def test_whatever_is_cached_drafted_evicted_and_put_back_the_answers_are_those_o
     )
     pads = data.draw(st.booleans())
     pipeline = Pipeline(
-        tp_sizes, policy, kv=kv, context=700, next_token=circling, reach=REACHES[kind], pads=pads
+        tp_sizes, policy, kv=kv, context=700, next_token=next_repetitive_token, reach=REACHES[kind], pads=pads
     )
     cancelled: set[int] = set()
     for _ in range(data.draw(st.integers(1, 8))):
@@ -420,14 +421,14 @@ def test_whatever_is_cached_drafted_evicted_and_put_back_the_answers_are_those_o
     pipeline.check_nothing_is_left()
 
 
-def test_what_was_kept_is_given_up_when_a_rank_says_that_it_is_gone() -> None:
+def test_a_cached_prefix_that_a_rank_lost_is_dropped() -> None:
     pipeline = Pipeline((1,), replace(PLAIN, prefix_cache=True))
-    kept = pipeline.add(20)
+    cached = pipeline.add(20)
     pipeline.run_out()
     assert pipeline.scheduler.cache_stats().entries == 1
     pipeline.add(20)
     number = pipeline.scheduler.stats().steps_completed + 1
-    failure = error_to_failure(ProtocolError("gone"), [kept.id])
+    failure = error_to_failure(ProtocolError("lost"), [cached.id])
     done = step_pb2.StepDone(instance="demo", epoch=1, step=number, failure=failure)
     pipeline.scheduler.on_answer(done, pipeline.now)
     assert pipeline.scheduler.cache_stats().entries == 0

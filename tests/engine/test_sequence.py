@@ -23,7 +23,7 @@ def sampled(*tokens: int) -> list[TokenLogprob]:
     return [TokenLogprob(token, -1.0) for token in tokens]
 
 
-def taken(sequence: Sequence, *tokens: int) -> list[int]:
+def commit(sequence: Sequence, *tokens: int) -> list[int]:
     return [token.token for token in sequence.commit(sampled(*tokens), now=1.0)]
 
 
@@ -39,20 +39,20 @@ def taken(sequence: Sequence, *tokens: int) -> list[int]:
         (SamplingParams(top_logprobs=-2), "top_logprobs"),
     ],
 )
-def test_a_value_that_no_worker_could_take_is_refused_by_name(sampling: SamplingParams, param: str) -> None:
+def test_an_invalid_sampling_value_is_refused_by_name(sampling: SamplingParams, param: str) -> None:
     with pytest.raises(RequestError, match=param) as refused:
         make(sampling)
     assert refused.value.param == param
 
 
 @pytest.mark.parametrize("prompt", [(), (100,), (-1, 3)])
-def test_a_prompt_that_is_empty_or_out_of_the_vocabulary_is_refused(prompt: tuple[int, ...]) -> None:
+def test_an_empty_prompt_or_an_unknown_token_is_refused(prompt: tuple[int, ...]) -> None:
     with pytest.raises(RequestError) as refused:
         make_sequence(1, GenerateRequest("r", prompt, SamplingParams()), LIMITS, now=0.0)
     assert refused.value.param == "prompt"
 
 
-def test_a_prompt_without_room_for_an_answer_is_over_the_context() -> None:
+def test_a_prompt_without_room_for_an_answer_exceeds_the_context() -> None:
     with pytest.raises(ContextExceeded) as refused:
         make(prompt=10)
     assert (refused.value.prompt_tokens, refused.value.context_tokens) == (10, 10)
@@ -65,27 +65,27 @@ def test_a_prompt_that_fills_the_context_can_be_scored() -> None:
     assert sequence.finish_reason == "length"
 
 
-def test_the_answer_ends_at_the_context_or_before() -> None:
+def test_max_length_is_bounded_by_max_tokens_and_the_context() -> None:
     assert make().max_length == 10
     assert make(SamplingParams(max_tokens=3)).max_length == 7
     assert make(SamplingParams(max_tokens=500)).max_length == 10
 
 
-def test_an_answer_ends_with_the_token_that_ends_it() -> None:
+def test_an_answer_ends_with_its_end_token() -> None:
     sequence = make()
-    assert taken(sequence, 20, EOS, 21) == [20, EOS]
+    assert commit(sequence, 20, EOS, 21) == [20, EOS]
     assert sequence.finish_reason == "stop"
 
 
-def test_an_answer_ends_when_its_length_is_reached() -> None:
+def test_commit_drops_tokens_beyond_max_tokens() -> None:
     sequence = make(SamplingParams(max_tokens=2))
-    assert taken(sequence, 20) == [20]
+    assert commit(sequence, 20) == [20]
     assert sequence.finish_reason is None
-    assert taken(sequence, 21, 22) == [21]
+    assert commit(sequence, 21, 22) == [21]
     assert sequence.finish_reason == "length"
 
 
-def test_the_models_end_can_be_ignored_and_the_clients_cannot() -> None:
+def test_ignore_eos_does_not_ignore_stop_token_ids() -> None:
     sequence = make(SamplingParams(ignore_eos=True, stop_token_ids=(8,)))
-    assert taken(sequence, EOS, 8, 20) == [EOS, 8]
+    assert commit(sequence, EOS, 8, 20) == [EOS, 8]
     assert sequence.finish_reason == "stop"

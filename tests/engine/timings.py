@@ -1,4 +1,4 @@
-"""A step's timing, made up."""
+"""Made-up timing of a step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from mlx_ring.core.types import RankId
 
 
 def timing(step: int, compute_us: int, **changes: object) -> StepTiming:
-    """Of a decode step of one row on the first stage, unless told otherwise."""
+    """Return the timing of a decode step of one row on the first stage, with changes."""
     values: dict[str, object] = {
         "step": step,
         "rank": RankId(0, 0),

@@ -29,7 +29,7 @@ from mlx_ring.rpc.protos.step_pb2 import Want
 
 NextToken = Callable[[Sequence[int]], int]
 """The token that follows a history of tokens."""
-Trouble = Callable[[step_pb2.Step, int], step_pb2.Failure | None]
+FaultInjector = Callable[[step_pb2.Step, int], step_pb2.Failure | None]
 """Failure of a stage, given by its number, in a step, or None. All ranks of the stage fail together."""
 
 Reach = Callable[[int, int, int], bool]
@@ -160,7 +160,7 @@ class TwinExecutor:
         tp_sizes: Sequence[int] = (1,),
         *,
         next_token: NextToken | None = None,
-        trouble: Trouble | None = None,
+        inject_fault: FaultInjector | None = None,
         reach: Reach = anywhere,
         pads: bool = False,
         automatic: bool = True,
@@ -173,7 +173,7 @@ class TwinExecutor:
         }
         self._last = RankId(len(tp_sizes) - 1, 0)
         self._next_token = next_token or hash_token(256)
-        self._trouble = trouble
+        self._inject_fault = inject_fault
         self._automatic = automatic
         self._makes_grammars = makes_grammars
         self.grammar_failure: step_pb2.Failure | None = None
@@ -215,13 +215,13 @@ class TwinExecutor:
         if self._makes_grammars:
             for rank in sampling_ranks(self.ranks):
                 asyncio.get_running_loop().call_soon(
-                    self.tell_prepared, rank, wanted.id, self.grammar_failure
+                    self.report_prepared, rank, wanted.id, self.grammar_failure
                 )
 
     def drop_grammar(self, id_: int) -> None:
         del self.grammars[id_]
 
-    def tell_prepared(self, rank: RankId, id_: int, failure: step_pb2.Failure | None = None) -> None:
+    def report_prepared(self, rank: RankId, id_: int, failure: step_pb2.Failure | None = None) -> None:
         """Report that a rank has compiled a grammar, or that it failed."""
         if self._listener is not None:
             self._listener.prepared(rank, worker_pb2.GrammarPrepared(id=id_, failure=failure))
@@ -340,7 +340,7 @@ class TwinExecutor:
         key = (step.step, stage)
         if key not in self._failures:
             before = self._failures.get((step.step, stage - 1))
-            own = self._trouble(step, stage) if self._trouble is not None else None
+            own = self._inject_fault(step, stage) if self._inject_fault is not None else None
             self._failures[key] = before or own or self._failure_before(step)
         return self._failures[key]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from tests.api.twins import ByteTokenizer, MarkingTokenizer
-from tests.engine.tokenizers_small import TOOL, byte_fallback, byte_level
+from tests.engine.small_tokenizers import TOOL, byte_fallback, byte_level
 
 from mlx_ring.api.chat.model_format import ChatFormat, ChatFormats, Marks, prompts_end, read_format
 from mlx_ring.engine.streams import Detokenizer, Vocabulary

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tests.api.clients import Api, events, refusal
 from tests.api.twins import BOS, EOS, ByteTokenizer
-from tests.engine.tokenizers_small import byte_fallback
+from tests.engine.small_tokenizers import byte_fallback
 
 from mlx_ring.api.generation import Answer
 from mlx_ring.api.openai.completions import CompletionRequest, CompletionWriter

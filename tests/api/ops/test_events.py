@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tests.api.clients import error_of, serving
 from tests.api.test_streaming import ENDLESS, open_requests
 from tests.api.twins import TwinService
-from tests.engine.engines import PLAIN, ask, collect, make_engine
+from tests.engine.engines import PLAIN, collect, make_engine, make_request
 from tests.eventually import eventually
 
 from mlx_ring.api.ops.events import MOST_WATCHERS, Counters, EventFeed, json_patch, rates_between
@@ -311,7 +311,7 @@ def test_prompt_tokens_are_counted_beyond_the_recent_steps() -> None:
         twin = TwinExecutor((1, 1), next_token=hash_token(256))
         engine = make_engine(twin, replace(PLAIN, prefill_chunk=8))
         for _ in range(20):
-            await collect(engine.submit(ask(30, max_tokens=20, ignore_eos=True)))
+            await collect(engine.submit(make_request(30, max_tokens=20, ignore_eos=True)))
         return engine.totals().read_tokens, len(engine.stats().scheduler.recent)
 
     tokens, recent = asyncio.run(read())

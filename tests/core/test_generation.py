@@ -11,7 +11,7 @@ STOPS = st.lists(st.text("ab", min_size=1, max_size=4), max_size=3)
 
 
 def cut(stops: list[str], pieces: list[str]) -> tuple[str, str | None]:
-    """All text that gets out, and the stop string that ended it."""
+    """Return all text that is released, and the stop string that ended it."""
     matcher = StopMatcher(stops)
     out = ""
     for piece in pieces:
@@ -22,8 +22,8 @@ def cut(stops: list[str], pieces: list[str]) -> tuple[str, str | None]:
     return out + matcher.flush(), None
 
 
-def cut_plainly(stops: list[str], text: str) -> tuple[str, str | None]:
-    """The same by the definition: the first end of any stop string, and there the longest."""
+def cut_by_definition(stops: list[str], text: str) -> tuple[str, str | None]:
+    """Cut at the first end of any stop string; of those that end there, at the longest."""
     for end in range(1, len(text) + 1):
         complete = [stop for stop in stops if text[:end].endswith(stop)]
         if complete:
@@ -33,12 +33,12 @@ def cut_plainly(stops: list[str], text: str) -> tuple[str, str | None]:
 
 
 @given(STOPS, st.lists(LETTERS, max_size=8))
-def test_text_is_cut_alike_however_it_is_split(stops: list[str], pieces: list[str]) -> None:
-    assert cut(stops, pieces) == cut_plainly(stops, "".join(pieces))
+def test_text_is_cut_at_the_same_place_however_it_is_split(stops: list[str], pieces: list[str]) -> None:
+    assert cut(stops, pieces) == cut_by_definition(stops, "".join(pieces))
 
 
 @given(STOPS, st.lists(LETTERS, max_size=8))
-def test_only_what_may_become_a_stop_string_is_held_back(stops: list[str], pieces: list[str]) -> None:
+def test_only_a_possible_start_of_a_stop_string_is_held_back(stops: list[str], pieces: list[str]) -> None:
     matcher = StopMatcher(stops)
     given_text = out = ""
     for piece in pieces:
@@ -46,15 +46,17 @@ def test_only_what_may_become_a_stop_string_is_held_back(stops: list[str], piece
         given_text, out = given_text + piece, out + text
         if match is not None:
             return
-        held = given_text[len(out) :]
-        assert not held or any(len(held) < len(stop) and stop.startswith(held) for stop in stops)
+        held_back = given_text[len(out) :]
+        assert not held_back or any(
+            len(held_back) < len(stop) and stop.startswith(held_back) for stop in stops
+        )
 
 
 def test_a_stop_string_may_span_many_pieces() -> None:
     assert cut(["</end>"], ["a <", "/", "e", "nd", "> b"]) == ("a ", "</end>")
 
 
-def test_a_beginning_that_breaks_off_comes_out() -> None:
+def test_an_unfinished_stop_string_is_released() -> None:
     matcher = StopMatcher(["</end>"])
     assert matcher.push("a </en") == ("a ", None)
     assert matcher.push("try") == ("</entry", None)

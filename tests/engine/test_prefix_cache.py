@@ -1,4 +1,4 @@
-"""The radix index against a list of token lists."""
+"""Radix index of the prefix cache, compared with a list of token lists."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def _shared(one: tuple[int, ...], other: tuple[int, ...]) -> int:
 
 
 @given(CHANGES, TOKENS)
-def test_the_longest_shared_beginning_is_found_with_all_who_share_it(
-    changes: list[tuple[int, tuple[int, ...] | None]], asked: tuple[int, ...]
+def test_the_longest_shared_prefix_is_found_with_all_its_sequences(
+    changes: list[tuple[int, tuple[int, ...] | None]], prompt: tuple[int, ...]
 ) -> None:
     index, known = PrefixIndex(), dict[int, tuple[int, ...]]()
     for sequence, tokens in changes:
@@ -31,19 +31,19 @@ def test_the_longest_shared_beginning_is_found_with_all_who_share_it(
             index.put(sequence, tokens)
             known[sequence] = tokens
     assert len(index) == len(known)
-    found = {length: set(holders) for length, holders in index.prefixes(asked)}
-    longest = max((_shared(tokens, asked) for tokens in known.values()), default=0)
+    found = {length: set(holders) for length, holders in index.prefixes(prompt)}
+    longest = max((_shared(tokens, prompt) for tokens in known.values()), default=0)
     assert max(found, default=0) == longest
     for length, holders in found.items():
-        assert holders == {one for one, tokens in known.items() if _shared(tokens, asked) >= length}
+        assert holders == {one for one, tokens in known.items() if _shared(tokens, prompt) >= length}
     for tokens in known.values():
         end = len(tokens)
-        assert end == 0 or tokens != asked[:end] or end in found, (
-            "where a sequence ends is a point of its own"
+        assert end == 0 or tokens != prompt[:end] or end in found, (
+            "the end of a sequence is a point of its own"
         )
 
 
-def test_points_come_the_longest_first() -> None:
+def test_longer_prefixes_come_first() -> None:
     index = PrefixIndex()
     index.put(1, (1, 2))
     index.put(2, (1, 2, 3, 4))
@@ -53,7 +53,7 @@ def test_points_come_the_longest_first() -> None:
     ]
 
 
-def test_what_nobody_holds_is_forgotten() -> None:
+def test_prefixes_of_removed_sequences_are_forgotten() -> None:
     index = PrefixIndex()
     index.put(1, (1, 2, 3))
     index.put(2, (1, 2, 4))

@@ -1,4 +1,4 @@
-"""An engine whose KV memory is made smaller and larger while it serves."""
+"""Change of an engine's KV limit while it serves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mlx_ring.engine.streams import Vocabulary
 from mlx_ring.engine.twin import TwinExecutor
 
 TOKEN = 10
-"""Bytes of KV."""
+"""Bytes of KV per token."""
 PLACE = RankId(0, 0)
 
 
@@ -25,8 +25,8 @@ def blocks(count: int) -> int:
     return count * BLOCK * TOKEN
 
 
-class Served:
-    """An engine over one rank, with room for twelve blocks at first."""
+class LimitedEngine:
+    """Engine over one rank with an initial limit of twelve blocks."""
 
     def __init__(self, policy: Policy = Policy(num_speculative_tokens=0)) -> None:  # noqa: B008 - frozen
         self.twin = TwinExecutor([1])
@@ -46,61 +46,61 @@ class Served:
         return self.engine.stats().cache.ranks[PLACE].used_bytes
 
 
-def test_what_is_kept_makes_way_and_the_ranks_are_told() -> None:
+def test_lowering_the_limit_evicts_cached_prefixes_and_reaches_the_ranks() -> None:
     async def run() -> None:
-        served = Served()
+        limited = LimitedEngine()
         for first in range(3):
-            await served.answer(BLOCK, 8, first * 50)
-        assert served.engine.stats().cache.entries == 3
-        served.engine.limit_kv({PLACE: blocks(3)})
-        assert served.engine.stats().cache.entries == 1
-        assert served.twin.kv_limits == {PLACE: blocks(3)}
-        await served.answer(4, 4, 200)
-        assert served.used <= blocks(3)
+            await limited.answer(BLOCK, 8, first * 50)
+        assert limited.engine.stats().cache.entries == 3
+        limited.engine.limit_kv({PLACE: blocks(3)})
+        assert limited.engine.stats().cache.entries == 1
+        assert limited.twin.kv_limits == {PLACE: blocks(3)}
+        await limited.answer(4, 4, 200)
+        assert limited.used <= blocks(3)
 
     asyncio.run(run())
 
 
-def test_requests_under_way_end_as_they_would_have() -> None:
+def test_a_lower_limit_leaves_running_answers_unchanged() -> None:
     async def run() -> None:
-        alone = [await Served().answer(BLOCK, 40, first) for first in (0, 50, 100, 150)]
-        served = Served()
-        tasks = [asyncio.create_task(served.answer(BLOCK, 40, first)) for first in (0, 50, 100, 150)]
+        alone = [await LimitedEngine().answer(BLOCK, 40, first) for first in (0, 50, 100, 150)]
+        limited = LimitedEngine()
+        tasks = [asyncio.create_task(limited.answer(BLOCK, 40, first)) for first in (0, 50, 100, 150)]
         for _ in range(20):
             await asyncio.sleep(0)
-        served.engine.limit_kv({PLACE: blocks(2)})
+        limited.engine.limit_kv({PLACE: blocks(2)})
         assert await asyncio.gather(*tasks) == alone
 
     asyncio.run(run())
 
 
-def test_the_context_follows_but_not_below_what_is_being_answered() -> None:
+def test_the_context_follows_the_limit_but_keeps_room_for_running_requests() -> None:
     async def run() -> None:
-        served = Served()
-        assert served.engine.context_length == 8 * BLOCK
-        task = asyncio.create_task(served.answer(4 * BLOCK, 8))
+        limited = LimitedEngine()
+        assert limited.engine.context_length == 8 * BLOCK
+        task = asyncio.create_task(limited.answer(4 * BLOCK, 8))
         await asyncio.sleep(0)
-        served.engine.limit_kv({PLACE: blocks(1)})
-        assert served.engine.context_length == 5 * BLOCK
+        limited.engine.limit_kv({PLACE: blocks(1)})
+        assert limited.engine.context_length == 5 * BLOCK
         assert len(await task) == 8
-        served.engine.limit_kv({PLACE: blocks(1)})
-        assert served.engine.context_length == BLOCK
+        limited.engine.limit_kv({PLACE: blocks(1)})
+        assert limited.engine.context_length == BLOCK
         with pytest.raises(ContextExceeded):
-            await served.answer(2 * BLOCK, 1)
-        served.engine.limit_kv({PLACE: blocks(12)})
-        assert served.engine.context_length == 8 * BLOCK
+            await limited.answer(2 * BLOCK, 1)
+        limited.engine.limit_kv({PLACE: blocks(12)})
+        assert limited.engine.context_length == 8 * BLOCK
 
     asyncio.run(run())
 
 
-def test_a_context_that_changes_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_changed_context_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     async def run() -> None:
         caplog.set_level("INFO")
-        served = Served()
-        served.engine.limit_kv({PLACE: blocks(12)})
+        limited = LimitedEngine()
+        limited.engine.limit_kv({PLACE: blocks(12)})
         assert caplog.records == []
-        served.engine.limit_kv({PLACE: blocks(3)})
-        served.engine.limit_kv({PLACE: blocks(12)})
+        limited.engine.limit_kv({PLACE: blocks(3)})
+        limited.engine.limit_kv({PLACE: blocks(12)})
         shorter, longer = caplog.records
         assert (shorter.levelname, longer.levelname) == ("WARNING", "INFO")
         assert "The context of i is 768 tokens from now on, and was 2048" in shorter.getMessage()
@@ -108,28 +108,28 @@ def test_a_context_that_changes_is_told(caplog: pytest.LogCaptureFixture) -> Non
     asyncio.run(run())
 
 
-def test_an_engine_tells_what_a_prompt_would_cost() -> None:
+def test_load_for_reports_the_cached_tokens_of_a_prompt() -> None:
     async def run() -> None:
-        served = Served()
+        limited = LimitedEngine()
         tokens = tuple((1 + place) % 255 + 1 for place in range(BLOCK))
-        fresh = served.engine.load_for([tokens])
+        fresh = limited.engine.load_for([tokens])
         assert (fresh.shared_tokens, fresh.sequences, fresh.tokens_to_read) == (0, 0, 0)
-        await served.answer(BLOCK, 8)
-        assert served.engine.load_for([tokens]).shared_tokens >= BLOCK - 1
-        assert served.engine.load_for([tokens[:20], (9,) * 30]).shared_tokens == 19
+        await limited.answer(BLOCK, 8)
+        assert limited.engine.load_for([tokens]).shared_tokens >= BLOCK - 1
+        assert limited.engine.load_for([tokens[:20], (9,) * 30]).shared_tokens == 19
 
     asyncio.run(run())
 
 
-def test_what_a_long_request_held_up_is_given_back_when_it_ends() -> None:
+def test_a_lower_limit_applies_once_a_longer_request_has_ended() -> None:
     async def run() -> None:
-        served = Served()
-        task = asyncio.create_task(served.answer(4 * BLOCK, 8))
+        limited = LimitedEngine()
+        task = asyncio.create_task(limited.answer(4 * BLOCK, 8))
         await asyncio.sleep(0)
-        served.engine.limit_kv({PLACE: blocks(2)})
-        assert served.engine.stats().cache.ranks[PLACE].limit_bytes == blocks(5)
+        limited.engine.limit_kv({PLACE: blocks(2)})
+        assert limited.engine.stats().cache.ranks[PLACE].limit_bytes == blocks(5)
         await task
-        assert served.engine.stats().cache.ranks[PLACE].limit_bytes == blocks(2)
-        assert served.twin.kv_limits == {PLACE: blocks(2)}
+        assert limited.engine.stats().cache.ranks[PLACE].limit_bytes == blocks(2)
+        assert limited.twin.kv_limits == {PLACE: blocks(2)}
 
     asyncio.run(run())

@@ -1,4 +1,4 @@
-"""What is measured of requests: once each, and never less than before."""
+"""Measurements of requests and ranks: each is counted once, and counts never decrease."""
 
 from __future__ import annotations
 
@@ -9,7 +9,16 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.engine.engines import BYTES, LIMITS, PLAIN, ask, collect, go_on, manual, says
+from tests.engine.engines import (
+    BYTES,
+    LIMITS,
+    PLAIN,
+    collect,
+    make_manual_engine,
+    make_request,
+    run_all,
+    scripted,
+)
 
 from mlx_ring.core.engine_stats import COUNTS, Distribution, Meter, Policy, RankTotals, StepTotals
 from mlx_ring.core.errors import ContextExceeded, Overloaded, WorkerLost
@@ -24,7 +33,7 @@ RANK = RankId(0, 0)
 
 @dataclass
 class Counted:
-    """An engine of which only the numbers are there."""
+    """Engine that has only totals."""
 
     now: StepTotals = field(default=NOTHING)
 
@@ -32,7 +41,7 @@ class Counted:
         return self.now
 
 
-def test_a_value_counts_for_the_first_bound_that_it_does_not_exceed() -> None:
+def test_a_value_counts_in_the_first_bucket_whose_bound_it_does_not_exceed() -> None:
     seen = Distribution((1.0, 2.0))
     for value in (0.5, 1.0, 1.5, 2.5):
         seen.record(value)
@@ -42,12 +51,12 @@ def test_a_value_counts_for_the_first_bound_that_it_does_not_exceed() -> None:
 
 
 @given(st.lists(st.lists(st.integers(0, 1000), max_size=4), max_size=4))
-def test_what_a_meter_counts_never_shrinks_while_engines_come_and_go(epochs: list[list[int]]) -> None:
-    meter, told = Meter(), [(0, 0, 0)]
+def test_meter_counts_never_decrease_as_engines_come_and_go(epochs: list[list[int]]) -> None:
+    meter, counts = Meter(), [(0, 0, 0)]
 
-    def look() -> None:
+    def read_meter() -> None:
         rank = meter.ranks().get((RANK, "mini"), RankTotals())
-        told.append((meter.counts()["preemptions"], rank.steps, rank.idle_us))
+        counts.append((meter.counts()["preemptions"], rank.steps, rank.idle_us))
 
     for steps in epochs:
         engine = Counted()
@@ -55,15 +64,15 @@ def test_what_a_meter_counts_never_shrinks_while_engines_come_and_go(epochs: lis
             for step, idle_us in enumerate(steps):
                 totals = RankTotals(steps=step + 1, compute_us=5, idle_us=idle_us)
                 engine.now = replace(NOTHING, ranks={RANK: totals}, preemptions=step)
-                look()
-        look()
-    for before, after in pairwise(told):
+                read_meter()
+        read_meter()
+    for before, after in pairwise(counts):
         assert all(one <= other for one, other in zip(before, after, strict=True))
-    assert told[-1][1] == sum(map(len, epochs))
+    assert counts[-1][1] == sum(map(len, epochs))
     assert meter.loads == len(epochs)
 
 
-def test_a_first_token_counts_once_and_every_other_by_its_share_of_a_step() -> None:
+def test_the_first_token_counts_once_and_every_other_by_its_share_of_a_step() -> None:
     async def run() -> Meter:
         meter, now = Meter(), 10.0
 
@@ -72,12 +81,12 @@ def test_a_first_token_counts_once_and_every_other_by_its_share_of_a_step() -> N
             now += 0.001
             return now
 
-        twin = TwinExecutor((1, 1), next_token=says(b"abababababababab"))
+        twin = TwinExecutor((1, 1), next_token=scripted(b"abababababababab"))
         policy = replace(PLAIN, num_speculative_tokens=4)
         engine = Engine(
             twin, BYTES, LIMITS, instance="demo", epoch=1, policy=policy, clock=clock, meter=meter
         )
-        await collect(engine.submit(ask()))
+        await collect(engine.submit(make_request()))
         assert engine.totals().accepted_tokens > 0
         return meter
 
@@ -92,12 +101,12 @@ def test_a_first_token_counts_once_and_every_other_by_its_share_of_a_step() -> N
     )
 
 
-def test_a_request_for_its_prompt_alone_waits_for_no_first_token() -> None:
+def test_a_scored_prompt_has_no_time_to_first_token() -> None:
     async def run() -> Meter:
         meter = Meter()
         twin = TwinExecutor((1, 1), next_token=hash_token(256))
         engine = Engine(twin, BYTES, LIMITS, instance="demo", epoch=1, policy=PLAIN, meter=meter)
-        await collect(engine.submit(ask(max_tokens=0, prompt_logprobs=0)))
+        await collect(engine.submit(make_request(max_tokens=0, prompt_logprobs=0)))
         return meter
 
     meter = asyncio.run(run())
@@ -105,33 +114,33 @@ def test_a_request_for_its_prompt_alone_waits_for_no_first_token() -> None:
     assert sum(meter.first_token_s.counts) == 0
 
 
-def test_requests_are_counted_by_how_they_ended_and_by_why_they_failed() -> None:
+def test_requests_are_counted_by_finish_reason_and_error() -> None:
     async def run() -> Meter:
         meter = Meter()
         twin = TwinExecutor((1, 1), next_token=hash_token(256), automatic=False)
         engine = Engine(twin, BYTES, LIMITS, instance="demo", epoch=1, policy=PLAIN, meter=meter)
-        done = engine.submit(ask(max_tokens=2, ignore_eos=True))
-        go_on(twin)
+        done = engine.submit(make_request(max_tokens=2, ignore_eos=True))
+        run_all(twin)
         assert (await collect(done)).last.finish_reason == "length"
-        left, lost = engine.submit(ask()), engine.submit(ask())
+        left, lost = engine.submit(make_request()), engine.submit(make_request())
         await left.aclose()
-        engine.fail(WorkerLost("gone"))
+        engine.fail(WorkerLost("lost"))
         assert lost.error is not None
         return meter
 
     meter = asyncio.run(run())
     assert meter.finished == {"length": 1, "abort": 1, "error": 1}
     assert meter.failed == {"WorkerLost": 1}
-    assert sum(meter.whole_s.counts) == 1, "only of whole answers"
+    assert sum(meter.whole_s.counts) == 1, "only completed answers have one"
     assert sum(meter.queue_s.counts) == 3
 
 
-def test_requests_that_are_refused_are_counted_by_the_reason() -> None:
+def test_rejected_requests_are_counted_by_error() -> None:
     async def run() -> Router:
-        engine, _ = manual()
+        engine, _ = make_manual_engine()
         router = Router(lambda: [engine])
         with pytest.raises(ContextExceeded):
-            router.submit_all(ask(LIMITS.context_length))
+            router.submit_all(make_request(LIMITS.context_length))
         full = Engine(
             TwinExecutor((1,), automatic=False),
             BYTES,
@@ -141,31 +150,31 @@ def test_requests_that_are_refused_are_counted_by_the_reason() -> None:
             policy=Policy(max_num_seqs=1, max_queued_requests=0),
         )
         router = Router(lambda: [full])
-        router.submit_all(ask())
+        router.submit_all(make_request())
         for _ in range(2):
             with pytest.raises(Overloaded):
-                router.submit_all(ask())
+                router.submit_all(make_request())
         return router
 
     assert asyncio.run(run()).rejected == {"Overloaded": 2}
 
 
-def test_a_rank_is_idle_while_it_owes_nothing_and_busy_for_what_it_says() -> None:
+def test_a_rank_is_idle_without_open_steps_and_busy_for_its_reported_time() -> None:
     async def run() -> tuple[RankTotals, RankTotals, RankTotals]:
         now = 100.0
         twin = TwinExecutor((1, 1), next_token=hash_token(256), automatic=False)
         engine = Engine(twin, BYTES, LIMITS, instance="demo", epoch=1, policy=PLAIN, clock=lambda: now)
         now += 3
         idle = engine.totals().ranks[RANK]
-        engine.submit(ask(max_tokens=1))
+        engine.submit(make_request(max_tokens=1))
         now += 2
         owing = engine.totals().ranks[RANK]
-        go_on(twin)
+        run_all(twin)
         now += 1
         return idle, owing, engine.totals().ranks[RANK]
 
     idle, owing, after = asyncio.run(run())
     assert (idle.idle_us, idle.steps) == (3_000_000, 0)
-    assert owing.idle_us == 3_000_000, "what is under way is not idle"
+    assert owing.idle_us == 3_000_000, "a rank with a step in flight is not idle"
     assert after.steps >= 1
     assert after.idle_us == 6_000_000 - after.busy_us

@@ -1,4 +1,4 @@
-"""Small real tokenizers, made in the test: each way that tokens become text."""
+"""Small real tokenizers, made in the test, one for each way of decoding."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ TOOL = "<tool>"
 
 
 def byte_level() -> Tokenizer:
-    """As GPT, Llama 3 and Qwen: every byte a token, and merges that cut characters in two."""
+    """Make a tokenizer like that of GPT, Llama 3 and Qwen.
+
+    Every byte is a token, and some merges cut a character in two.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {letter: index for index, letter in enumerate(alphabet)}
     merges: list[tuple[str, str]] = []
@@ -31,7 +34,10 @@ def byte_level() -> Tokenizer:
 
 
 def byte_fallback() -> Tokenizer:
-    """As SentencePiece models: a mark for the space, the first space dropped, bytes for rare characters."""
+    """Make a tokenizer like that of SentencePiece models.
+
+    It has a mark for the space, drops the first space, and writes rare characters as bytes.
+    """
     vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)}
     for word in ("▁", "▁a", "▁the", "a", "b", "hello", "é", "▁hello"):
         vocabulary[word] = len(vocabulary)

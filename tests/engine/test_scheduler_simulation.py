@@ -1,4 +1,4 @@
-"""The scheduler by the clock: how full it keeps the stages, and what a long prompt does to the others."""
+"""Scheduler in a simulation with a clock: use of the stages, and effect of a long prompt on others."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PLAIN = Policy(prefix_cache=False, num_speculative_tokens=0, max_num_seqs=64)
 
 
 class Bench:
-    """A scheduler over simulated stages."""
+    """Scheduler over simulated stages."""
 
     def __init__(
         self,
@@ -55,17 +55,17 @@ class Bench:
     def request(self, prompt: int, answer: int) -> Callable[[float], None]:
         number = len(self.sequences) + 1
         tokens = tuple(Random(number).randrange(1000) for _ in range(prompt))
-        asked = GenerateRequest(str(number), tokens, SamplingParams(max_tokens=answer))
-        self.sequences[number] = make_sequence(number, asked, LIMITS, 0.0)
+        request = GenerateRequest(str(number), tokens, SamplingParams(max_tokens=answer))
+        self.sequences[number] = make_sequence(number, request, LIMITS, 0.0)
 
-        def come(now: float) -> None:
+        def arrive(now: float) -> None:
             self.sequences[number].submitted_at = now
             self.scheduler.add(self.sequences[number])
 
-        return come
+        return arrive
 
     def leave(self, number: int) -> None:
-        """The client goes away, if it has not been answered."""
+        """Abort a sequence as its client leaves, unless it has ended."""
         sequence = self.sequences[number]
         if sequence.finish_reason is None:
             self.left_early.add(number)
@@ -84,7 +84,7 @@ def test_running_streams_keep_every_stage_busy(stages: int) -> None:
 
 
 @pytest.mark.parametrize("stages", [2, 3])
-def test_streams_that_begin_out_of_step_fill_the_stages_too(stages: int) -> None:
+def test_streams_that_start_at_different_times_keep_every_stage_busy(stages: int) -> None:
     bench = Bench(stages)
     arrivals = [(0.037 * number, bench.request(8, 400)) for number in range(4 * stages)]
     result = bench.simulation.run(arrivals, until_s=5.0)
@@ -98,7 +98,7 @@ def test_the_heads_latency_is_hidden() -> None:
 
 
 @pytest.mark.parametrize("stages", [2, 4])
-def test_a_long_prompts_chunks_overlap(stages: int) -> None:
+def test_chunks_of_a_long_prompt_overlap(stages: int) -> None:
     bench = Bench(stages)
     result = bench.simulation.run([(0.0, bench.request(8000, 1))])
     chunks = -(-8000 // (8000 // (8 * stages)))
@@ -108,7 +108,7 @@ def test_a_long_prompts_chunks_overlap(stages: int) -> None:
 
 @pytest.mark.parametrize("ratio", [1.3, 1.7, 2.5, 4.0])
 @pytest.mark.parametrize("stages", [1, 2])
-def test_a_long_prompt_leaves_running_streams_the_promised_pace(stages: int, ratio: float) -> None:
+def test_a_long_prompt_keeps_the_itl_ratio_of_running_streams(stages: int, ratio: float) -> None:
     bench = Bench(stages, replace(PLAIN, max_itl_ratio=ratio))
     arrivals = [(0.0, bench.request(8, 3000)) for _ in range(4)]
     arrivals.append((2.0, bench.request(2000, 1)))
@@ -119,13 +119,13 @@ def test_a_long_prompt_leaves_running_streams_the_promised_pace(stages: int, rat
         gaps = list(result.sequences[number].gaps_s(2.1, ended_s))
         for tokens in {min(8, len(gaps)), min(32, len(gaps)), len(gaps)}:
             longest = max(sum(gaps[begin : begin + tokens]) for begin in range(len(gaps) - tokens + 1))
-            # Eight tokens' share may have been saved before, and a chunk be dearer than it was thought to be.
+            # Time for eight tokens may have been saved before, and a chunk may take longer than predicted.
             assert longest <= 1.05 * quiet * (tokens + (ratio - 1) * (tokens + 8) + 4)
     alone_s = 2000 * TOKEN_S + 4 * DECODE_S
-    assert ended_s - 2.0 < 6 * alone_s * ratio / (ratio - 1), "and the prompt gets on"
+    assert ended_s - 2.0 < 6 * alone_s * ratio / (ratio - 1), "the prompt must progress too"
 
 
-def test_a_long_prompt_holds_few_tokens_up_for_longer_than_promised() -> None:
+def test_a_long_prompt_delays_few_tokens_beyond_the_itl_ratio() -> None:
     bench = Bench(1, replace(PLAIN, max_itl_ratio=2.5))
     arrivals = [(0.0, bench.request(8, 600)) for _ in range(4)]
     arrivals.append((2.0, bench.request(4000, 1)))
@@ -140,7 +140,7 @@ def _gaps(result: Outcome, begin: float, end: float) -> list[float]:
     return [gap for number in range(1, 5) for gap in result.sequences[number].gaps_s(begin, end)]
 
 
-def test_prompts_that_come_together_are_read_at_full_speed() -> None:
+def test_simultaneous_prompts_are_read_at_full_speed() -> None:
     bench = Bench(1)
     result = bench.simulation.run([(0.0, bench.request(200, 50)) for _ in range(8)])
     last_first_token = max(times.first_token_s for times in result.sequences.values())
@@ -148,12 +148,12 @@ def test_prompts_that_come_together_are_read_at_full_speed() -> None:
 
 
 REQUEST = st.tuples(st.floats(0, 2), st.integers(1, 900), st.integers(1, 60), st.floats(0.1, 3) | st.none())
-"""When it comes, its prompt, its answer, and after what time the client leaves."""
+"""Arrival, prompt length and answer length of a request, and the time after which its client leaves."""
 
 
 @given(st.lists(REQUEST, min_size=1, max_size=20), st.integers(1, 4), st.integers(1, 8), st.data())
 @examples(0.6)
-def test_nobody_starves(
+def test_no_request_starves(
     requests: list[tuple[float, int, int, float | None]], stages: int, places: int, data: st.DataObject
 ) -> None:
     policy = Policy(
@@ -176,7 +176,7 @@ def test_nobody_starves(
     assert (stats.running, stats.waiting) == (0, 0)
 
 
-def test_a_long_prompt_gets_on_while_short_ones_keep_coming_and_they_beside_it() -> None:
+def test_a_long_prompt_and_a_flow_of_short_ones_both_progress() -> None:
     bench = Bench(1, replace(PLAIN, max_num_seqs=8))
     arrivals = [(0.0, bench.request(4000, 4))]
     arrivals += [(0.05 + 0.1 * number, bench.request(40, 4)) for number in range(100)]
@@ -184,10 +184,10 @@ def test_a_long_prompt_gets_on_while_short_ones_keep_coming_and_they_beside_it()
     alone_s = 4000 * TOKEN_S + 8 * DECODE_S
     assert result.sequences[1].first_token_s <= 4 * alone_s
     waits = sorted(result.sequences[number].first_token_s - at for number, (at, _) in enumerate(arrivals, 1))
-    assert waits[len(waits) // 2] < alone_s / 4, "the short ones do not wait for the long one's end"
+    assert waits[len(waits) // 2] < alone_s / 4, "short prompts do not wait for the end of the long one"
 
 
-def test_a_sequence_that_needs_most_of_the_memory_is_not_passed_by_for_ever() -> None:
+def test_a_sequence_that_needs_most_of_the_memory_is_not_starved() -> None:
     bench = Bench(1, replace(PLAIN, max_num_seqs=8), kv_blocks=8)
     arrivals = [(0.2 * number, bench.request(200, 40)) for number in range(40)]
     arrivals.insert(5, (0.95, bench.request(1500, 40)))
