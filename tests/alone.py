@@ -1,10 +1,10 @@
-"""Tests marked `alone` have the machine for themselves, however many processes run this checkout's tests.
+"""Run tests marked `alone` while no other test runs, whatever the number of test processes.
 
-Ranks that wait for each other do so in loops. Where something else takes the processor of one, the other burns its own
-meanwhile, and what takes a second takes a minute.
+Ranks wait for each other in busy loops. When another process takes the processor of one rank, the other rank keeps
+spinning, and a test of a second takes a minute.
 
-A process keeps the machine from one such test to the next: each time that it is handed over, one waits for the end of what
-another is at. That is why `order.py` puts files of such tests first.
+A process holds the lock from one such test to the next, because taking it means waiting for every running test. For
+the same reason `order.py` puts files of such tests first.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-_DOOR, _ROOM = Path(__file__), Path(__file__).with_name("conftest.py")
+_QUEUE, _MACHINE = Path(__file__), Path(__file__).with_name("conftest.py")
 """Files that every process can lock; nothing is written."""
 _kept: list[ExitStack] = []
-"""The room, from one test that is alone to the next."""
+"""The lock on the machine, kept from one test that runs alone to the next."""
 
 
 @contextmanager
@@ -34,25 +34,25 @@ def is_alone(item: pytest.Item) -> bool:
     return item.get_closest_marker("alone") is not None
 
 
-def _enter(*, alone: bool) -> ExitStack:
-    """Whoever wants to be alone holds the door until the others have left, so that nobody slips in before."""
-    room = ExitStack()
-    with _locked(_DOOR, fcntl.LOCK_EX):
-        room.enter_context(_locked(_ROOM, fcntl.LOCK_EX if alone else fcntl.LOCK_SH))
-    return room
+def _take_lock(*, alone: bool) -> ExitStack:
+    """Wait for the lock on the machine. A test that runs alone blocks the queue, so that no other starts before it."""
+    lock = ExitStack()
+    with _locked(_QUEUE, fcntl.LOCK_EX):
+        lock.enter_context(_locked(_MACHINE, fcntl.LOCK_EX if alone else fcntl.LOCK_SH))
+    return lock
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(
     item: pytest.Item, nextitem: pytest.Item | None
 ) -> Generator[None, object, object]:
-    """The test's own time does not count yet while it waits."""
+    """Take the lock before the test's timeout starts."""
     alone = is_alone(item)
-    room = _kept.pop() if _kept else _enter(alone=alone)
+    lock = _kept.pop() if _kept else _take_lock(alone=alone)
     try:
         return (yield)
     finally:
         if alone and nextitem is not None and is_alone(nextitem):
-            _kept.append(room)
+            _kept.append(lock)
         else:
-            room.close()
+            lock.close()

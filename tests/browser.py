@@ -18,24 +18,24 @@ _FLAGS = (
     *("--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-quic", "--disable-sync"),
     *("--disable-background-networking", "--disable-component-update"),
 )
-"""It asks nobody for anything that a page did not ask for, and runs as root in a container."""
+"""They stop requests that no page has made, and let it run as root in a container."""
 
 
 @contextlib.contextmanager
 def running_browser() -> Generator[Browser]:
-    """Skips the tests where there is none."""
+    """Run a headless browser. Skip the test where none is installed."""
     program, libraries = _find()
-    found = {"LD_LIBRARY_PATH": ":".join(map(str, libraries))} if libraries else {}
+    variables = {"LD_LIBRARY_PATH": ":".join(map(str, libraries))} if libraries else {}
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(
-            executable_path=program, args=list(_FLAGS), env={**inherited_environment(found)}
+            executable_path=program, args=list(_FLAGS), env={**inherited_environment(variables)}
         )
         yield browser
         browser.close()
 
 
 def _find() -> tuple[Path, list[Path]]:
-    """The program, and where libraries lie that the system has not."""
+    """Return the program, and the folders of libraries that the system lacks."""
     unpacked = _UNPACKED / "usr" / "lib" / "chromium" / "chromium-headless-shell"
     if unpacked.exists():
         libraries = sorted((_UNPACKED / "usr" / "lib").glob("*-linux-gnu"))

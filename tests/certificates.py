@@ -1,4 +1,4 @@
-"""Certificates for HTTPS, made for a test."""
+"""Self-signed certificates for HTTPS on loopback."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cryptography.x509.oid import NameOID
 def write_certificate(
     folder: Path, *, ends: datetime | None = None, password: str | None = None
 ) -> tuple[Path, Path]:
-    """One that signs itself, for this machine's loopback; files of the certificate and of its key."""
+    """Write a self-signed certificate for loopback and its key; return both files."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
     now = datetime.now(UTC)
@@ -34,14 +34,14 @@ def write_certificate(
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(key.public_key()), critical=False)
         .sign(key, hashes.SHA256())
     )
-    lock = (
+    encryption = (
         serialization.NoEncryption()
         if password is None
         else serialization.BestAvailableEncryption(password.encode())
     )
     key_file, certificate_file = folder / "server.key", folder / "server.pem"
     key_file.write_bytes(
-        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, lock)
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, encryption)
     )
     certificate_file.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
     return certificate_file, key_file

@@ -1,7 +1,7 @@
-"""Groups of processes that have less memory and less of the processors than the machine: control groups, for tests.
+"""Control groups, which limit the memory and the CPU time of processes.
 
-Of version 2 or 1, as this machine has them, below the group that the tests run in. They are removed afterwards with whoever
-is left in them, also when the tests are killed: a watcher waits for the end of a pipe whose other end the tests hold.
+They are of version 2 or 1, as this machine has them, below the group that the tests run in. A watcher removes them with
+the processes left in them, also when the tests are killed: it waits for the end of a pipe whose other end the tests hold.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ true
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One group: a folder for each controller, or one for all."""
+    """A group: a folder for each controller, or one for all."""
 
     folders: tuple[Path, ...]
 
     def command(self, *arguments: str) -> list[str]:
-        """What runs `arguments` in this group."""
+        """Return the command that runs `arguments` in this group."""
         enter = "".join(f"echo $$ > {shlex.quote(str(folder))}/cgroup.procs && " for folder in self.folders)
         return ["sh", "-c", f'{enter}exec "$@"', "sh", *arguments]
 
@@ -54,7 +54,7 @@ def skip_without_groups() -> None:
 
 @contextlib.contextmanager
 def limited(memory_bytes: int, cores: float, period_us: int = _PERIOD_US) -> Generator[Group]:
-    """A group with so much memory, and so many cores' worth of time, granted anew in each period."""
+    """Make a group with limits on memory and on cores, whose time is granted anew in each period."""
     name = f"ring{os.getpid():x}{secrets.token_hex(2)}"
     limits = _limits(memory_bytes, cores, period_us)
     folders = tuple(folder / name for folder in limits)
@@ -67,7 +67,7 @@ def limited(memory_bytes: int, cores: float, period_us: int = _PERIOD_US) -> Gen
 
 
 def mount_command() -> str:
-    """Shell commands after which a host of `tests.namespaces` sees the groups too: it has a `/sys` of its own."""
+    """Return the shell command that shows the groups to a host of `tests.namespaces`, which has a `/sys` of its own."""
     if _is_version_2():
         return f"mount -t cgroup2 none {_MOUNT}"
     own = [_own_folder(controller).relative_to(_MOUNT).parts[0] for controller in ("memory", "cpu")]
@@ -76,7 +76,7 @@ def mount_command() -> str:
 
 
 def _limits(memory_bytes: int, cores: float, period_us: int) -> Mapping[Path, Mapping[str, str]]:
-    """By the folder that the group is made in: what is written into files of the group."""
+    """Return the contents of the group's files, by the folder that the group is made in."""
     quota = str(round(cores * period_us))
     if _is_version_2():
         parent = _own_folder("")
@@ -93,7 +93,7 @@ def _is_version_2() -> bool:
 
 
 def _own_folder(controller: str) -> Path:
-    """Of the group that this process is in; of version 2 without a controller."""
+    """Return the folder of this process's group. In version 2 it has no controller."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controller in controllers.split(","):
@@ -118,7 +118,7 @@ def _removed_afterwards(folders: tuple[Path, ...]) -> Generator[None]:
 
 @functools.cache
 def _obstacle() -> str:
-    """Why no group can be made here; empty where one can."""
+    """Return the reason why no group can be made on this machine; empty if one can."""
     try:
         with limited(1 << 30, 1.0):
             return ""

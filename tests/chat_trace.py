@@ -1,7 +1,7 @@
 """Find the source files that one chat request crosses, in a real head and in its real workers.
 
 `mlx-ring serve` runs with two stages and records calls (`call_recorder/`). A file counts when a function in it is called
-or resumed during each of several streamed chat completions, unless the same function also runs in most idle periods.
+or resumed during each of several streamed chat completions. Functions that also run in most idle periods do not count.
 Thus heartbeats and status reports do not count, and neither does what happens by chance during a single request. The idle
 periods are longer than a request. Code at module level (imports) does not count. A first chat warms everything up.
 """

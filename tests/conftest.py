@@ -1,4 +1,4 @@
-"""What the whole suite shares. Fixtures are listed in tests/README.md."""
+"""Options and fixtures of the whole suite. tests/README.md lists the fixtures."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from mlx_ring.core.environment import quieten_grpc
 from mlx_ring.worker.platform.blas import install_fast_blas
 
 collect_ignore = [] if other_python() else ["end_to_end/test_cluster_other_python.py"]
-"""What cannot be tried on this machine at all is not collected, and the run's first lines say so."""
+"""Files that this machine cannot run. The run's first lines name them."""
 quieten_grpc()
 install_fast_blas()
-"""The tests' own products, mlx-lm's among them, need not wait for the reference BLAS."""
+"""Matrix products of the tests and of mlx-lm need not wait for the reference BLAS."""
 register_profiles()
 
 
@@ -30,10 +30,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="append",
         default=[],
         metavar="TEXT",
-        help="with --fail-on-skip: but not a test whose reason has this text",
+        help="with --fail-on-skip: a test may be skipped whose reason has this text",
     )
-    parser.addoption("--thorough", action="store_true", help="more of what is tried at random")
-    parser.addoption("--write-table", action="store_true", help="the conformance run writes what it finds")
+    parser.addoption("--thorough", action="store_true", help="try more random cases")
+    parser.addoption("--write-table", action="store_true", help="write the tables of conformance runs")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -44,11 +44,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header() -> list[str]:
-    return [f"{name}: not run, for this machine has no second Python from 3.11 on" for name in collect_ignore]
+    return [
+        f"{name}: not run, because this machine has no second Python from 3.11 on" for name in collect_ignore
+    ]
 
 
 def _skipped(config: pytest.Config) -> int:
-    """Return how many tests were skipped that may not be."""
+    """Return the number of tests that were skipped and may not be."""
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if not isinstance(reporter, pytest.TerminalReporter):
         return 0
@@ -64,7 +66,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def _write_seconds(reporter: pytest.TerminalReporter, seconds: Mapping[str, float], count: int) -> None:
-    """Write which files took longest, with what was set up for them."""
+    """Write the files that took longest, with their fixtures."""
     reporter.section("seconds of test files")
     for name in sorted(seconds, key=seconds.__getitem__, reverse=True)[:count]:
         reporter.write_line(f"{seconds[name]:7.1f} {name}")
@@ -78,19 +80,19 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     if count := config.getoption("--durations"):
         _write_seconds(terminalreporter, seconds, count)
     if config.getoption("--fail-on-skip") and (count := _skipped(config)):
-        terminalreporter.write_line(f"{count} skipped, and --fail-on-skip lets none be.", red=True)
+        terminalreporter.write_line(f"{count} skipped, which --fail-on-skip does not allow.", red=True)
 
 
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
-    """A folder of all processes of a run, for `once`."""
+    """Return a folder that all processes of a run share, for `once`."""
     own = tmp_path_factory.getbasetemp()
     return own if worker_id == "master" else own.parent
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of a random model with a tokenizer of bytes; see tests/tiny_model.py."""
+    """Write a random model with a tokenizer of bytes, as in tests/tiny_model.py; return its folder."""
     # Tests without a model start without MLX.
     from tests.tiny_model import write_tiny_model
 
@@ -99,7 +101,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def large_model(shared: Path) -> Path:
-    """A folder of a model of 18 layers and 283 MB; see tests/tiny_model.py."""
+    """Write a model of 18 layers and 283 MB, as in tests/tiny_model.py; return its folder."""
     from tests.tiny_model import write_large_model
 
     once(shared / "large", lambda: str(write_large_model(shared / "large" / "model")))

@@ -1,4 +1,4 @@
-"""Stops a single thread of another process, as if it hung in a library; all others of it go on. Linux only."""
+"""Stop a single thread of another process, as if it hung in a library. Its other threads keep running. Linux only."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _ALL_THREADS = 0x40000000
 
 @contextlib.contextmanager
 def frozen_thread(thread: int) -> Generator[None]:
-    """The thread does nothing until the end. Its process must be a descendant of this one, and can be killed."""
+    """Stop the thread within the context. Its process must be a descendant of this one, and can be killed."""
     if sys.platform != "linux":
-        pytest.skip("only Linux stops a single thread")
+        pytest.skip("only Linux can stop a single thread")
     libc = ctypes.CDLL(None, use_errno=True)
     libc.ptrace.argtypes = (ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p)
     libc.ptrace.restype = ctypes.c_long
@@ -28,7 +28,7 @@ def frozen_thread(thread: int) -> Generator[None]:
         if libc.ptrace(request, thread, None, None):
             pytest.skip(f"a thread cannot be stopped here: {os.strerror(ctypes.get_errno())}")
     os.waitpid(thread, _ALL_THREADS)
-    # Who traces hears of the end first; the parent would wait for us.
+    # The kernel reports the end to the tracer first; the parent would wait for us.
     threading.Thread(target=_reap, args=(thread,), daemon=True).start()
     try:
         yield

@@ -15,5 +15,5 @@ class _Lazy:
 
 
 def lazily(name: str) -> Any:
-    """Return a stand-in for a module. A type checker needs the real import under `TYPE_CHECKING`."""
+    """Return a proxy of a module. A type checker needs the real import under `TYPE_CHECKING`."""
     return _Lazy(name)

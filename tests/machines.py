@@ -1,4 +1,4 @@
-"""A cluster's authority and machines with certificates of it, and a head that listens on loopback, for tests."""
+"""A cluster's authority, machines with its certificates, and a head that listens on loopback."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ANSWER = 42
 
 
 def node_credentials(authority: Authority, node: str, now: datetime = NOW) -> Credentials:
-    """A node's, signed at this time."""
+    """Return a node's credentials, signed at this time."""
     key = make_key()
     certificate = authority.sign(make_signing_request(key, node_name(node)), node, now)
     return Credentials(authority.pem, certificate.public_bytes(Encoding.PEM), key_to_pem(key))
@@ -50,7 +50,7 @@ async def answer(
 async def listening(
     credentials: Credentials, guard: AioPeerGuard | None = None, *more: grpc.GenericRpcHandler
 ) -> AsyncGenerator[str]:
-    """A server that answers `STOP` with `ANSWER`; its address."""
+    """Run a server that answers `STOP` with `ANSWER`, and yield its address."""
     server = make_aio_server(interceptors=[guard or AioPeerGuard(Revoked().refusal)])
     server.add_generic_rpc_handlers((service_handler(AGENT_SERVICE, ((STOP, answer),)), *more))
     port = add_secure_port(server, "127.0.0.1:0", credentials.for_server())
@@ -63,7 +63,7 @@ async def listening(
 
 @dataclass(slots=True)
 class Head:
-    """Enrolment and cluster ports of a head, with everything behind them."""
+    """A head's enrolment and cluster ports, with everything behind them."""
 
     authority: Authority
     tokens: TokenStore
@@ -74,13 +74,13 @@ class Head:
         return str(self.tokens.create(self.authority.fingerprint, life_s=life_s, uses=uses))
 
     async def join(self, folder: Path, token: str) -> Credentials:
-        """As a machine whose state lies in `folder`."""
+        """Join as a machine whose state lies in `folder`."""
         return await asyncio.to_thread(join, str(self.address), token, folder)
 
 
 @asynccontextmanager
 async def running_head(folder: Path, tries: TryLimit | None = None) -> AsyncGenerator[Head]:
-    """A head whose state lies in `folder`."""
+    """Run a head whose state lies in `folder`."""
     authority, tokens, members = Authority.open(folder), TokenStore(folder), Members(folder)
     front = EnrolmentFront(authority, tokens, members, tries=tries)
     cluster = make_aio_server(interceptors=[AioPeerGuard(members.refusal)])
@@ -96,7 +96,7 @@ async def running_head(folder: Path, tries: TryLimit | None = None) -> AsyncGene
 
 
 def free_pair_of_ports() -> int:
-    """The first of two free ports in a row on loopback."""
+    """Return the first of two consecutive free ports on loopback."""
     while True:
         with socket.socket() as first, socket.socket() as second:
             first.bind(("127.0.0.1", 0))
@@ -109,7 +109,7 @@ def free_pair_of_ports() -> int:
 async def _two_ports(
     front: EnrolmentFront, authority: Authority, cluster: grpc.aio.Server
 ) -> tuple[grpc.aio.Server, int]:
-    """Two free ports in a row: whoever has the one before a free one makes us ask for another."""
+    """Listen on two consecutive ports: on a free one and the one before, or on another pair if that is taken."""
     while True:
         enrolment, port = await start_enrolment_server(front, authority, "127.0.0.1:0")
         try:

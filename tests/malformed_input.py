@@ -1,4 +1,4 @@
-"""What a broken or hostile machine sends, by hand: TLS, HTTP/2 and gRPC's framing, as far as wanted, and then rubbish."""
+"""Input of a broken or hostile machine: valid TLS, HTTP/2 and gRPC frames up to a point, then malformed bytes."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ _DATA, _HEADERS, _SETTINGS = 0, 1, 4
 _END_HEADERS = 4
 _LARGEST_DATA = 16_384
 _WINDOW = 65_535
-"""Bytes that HTTP/2 lets a client send before it has heard anything."""
+"""Bytes that HTTP/2 lets a client send before the server's first answer."""
 _WAIT_S = 20.0
 
 
 @contextmanager
 def open_plain(port: int) -> Generator[socket.socket]:
-    """A connection without TLS."""
+    """Open a connection without TLS."""
     with socket.create_connection(("127.0.0.1", port), timeout=_WAIT_S) as connection:
         yield connection
 
 
 @contextmanager
 def open_tls(port: int, certificate: Path | None) -> Generator[ssl.SSLSocket]:
-    """TLS as gRPC speaks it, with the certificate and key in a folder, or with none."""
+    """Open a connection with TLS as gRPC has it, with the certificate and key of a folder, or without."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])
@@ -41,12 +41,12 @@ def open_tls(port: int, certificate: Path | None) -> Generator[ssl.SSLSocket]:
 
 
 def read_until_closed(connection: socket.socket) -> bytes:
-    """What the other side still says; it must close within some seconds."""
-    heard = b""
+    """Return the bytes that the other side sends until it closes, which it must within some seconds."""
+    received = b""
     with contextlib.suppress(ConnectionError, ssl.SSLError):
         while part := connection.recv(65_536):
-            heard += part
-    return heard
+            received += part
+    return received
 
 
 def noise(count: int) -> bytes:
@@ -54,7 +54,7 @@ def noise(count: int) -> bytes:
 
 
 def start_of_call(path: str) -> bytes:
-    """HTTP/2 up to a call's headers: what follows is its first message."""
+    """Return HTTP/2 up to a call's headers. The call's first message follows it."""
     fields = {
         ":method": "POST",
         ":scheme": "https",
@@ -72,7 +72,7 @@ def start_of_call(path: str) -> bytes:
 
 
 def message(content: bytes, announced: int | None = None) -> bytes:
-    """A message of gRPC, of which less may come than it announces; no more than may be sent without an answer."""
+    """Return a message of gRPC, which may announce more than it has, within the first window of HTTP/2."""
     data = b"\0" + (len(content) if announced is None else announced).to_bytes(4, "big") + content
     if len(data) > _WINDOW:
         raise ValueError(data)

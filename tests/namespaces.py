@@ -1,9 +1,8 @@
-"""Hosts on a LAN of their own, made of network namespaces, for tests.
+"""Hosts on a LAN of their own, made of network namespaces.
 
-Switch and cables lie in a namespace too, so that nothing is seen or changed in the machine's own.
-Names are this process's and drawn at random, so that several runs may go on side by side. All of it is removed afterwards,
-with the processes that are left in it, also when the tests are killed: a watcher waits for the end of a
-pipe whose other end the tests hold.
+Switch and cables lie in a namespace too, so that nothing appears or changes in the machine's own. Names hold this
+process's id and a random part, so that several runs can work side by side. A watcher removes the namespaces with the
+processes left in them, also when the tests are killed: it waits for the end of a pipe whose other end the tests hold.
 """
 
 from __future__ import annotations
@@ -40,22 +39,22 @@ true
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """One host: a network namespace with a loopback and `eth0`, and with `fast0` where there is a second switch."""
+    """A host: a network namespace with a loopback and `eth0`, and with `fast0` if there is a second switch."""
 
     namespace: str
     address: str
     address6: str
     fast_address: str = ""
-    """On the second switch."""
+    """Address on the second switch."""
 
     def command(self, *arguments: str) -> list[str]:
-        """What runs `arguments` in this host."""
+        """Return the command that runs `arguments` in this host."""
         return ["ip", "netns", "exec", self.namespace, *arguments]
 
     def run(
         self, *arguments: str, environment: Mapping[str, str] | None = None, timeout_s: float = 120.0
     ) -> subprocess.CompletedProcess[str]:
-        """Run a program to its end, without this machine's settings of ours."""
+        """Run a program to its end, without this machine's settings of mlx-ring."""
         return subprocess.run(
             self.command(*arguments),
             env=clean_environment() | dict(environment or {}),
@@ -68,7 +67,7 @@ class Host:
     def start(
         self, *arguments: str, environment: Mapping[str, str] | None = None, errors: IO[str] | None = None
     ) -> subprocess.Popen[str]:
-        """Start a program with pipes for input and output. It ends with the hosts, if not before."""
+        """Start a program with pipes for input and output. It is killed with the hosts."""
         return subprocess.Popen(
             self.command(*arguments),
             env=clean_environment() | dict(environment or {}),
@@ -80,16 +79,16 @@ class Host:
 
     @contextlib.contextmanager
     def threads(self, count: int = 1) -> Generator[ThreadPoolExecutor]:
-        """Threads that live in this host: sockets that they open are its own."""
+        """Start threads in this host. Sockets that they open belong to it."""
         with ThreadPoolExecutor(count, initializer=_enter, initargs=(self.namespace,)) as pool:
             yield pool
 
     def cut(self, cable: str = "eth0") -> None:
-        """Pull a cable."""
+        """Unplug a cable."""
         _ip("-n", self.namespace, "link", "set", cable, "down")
 
     def mend(self, cable: str = "eth0") -> None:
-        """Put a cable back. The IPv6 address went with it."""
+        """Plug a cable in again, and restore the IPv6 address, which was lost with it."""
         _ip("-n", self.namespace, "link", "set", cable, "up")
         if cable == "eth0":
             _ip("-n", self.namespace, "addr", "replace", f"{self.address6}/64", "dev", cable)
@@ -103,9 +102,9 @@ def skip_without_namespaces() -> None:
 
 @contextlib.contextmanager
 def lan(count: int, *, fast: bool = False) -> Generator[Sequence[Host]]:
-    """So many hosts on one switch: 10.77.0.1, 10.77.0.2 and so on, and fd77::1, fd77::2 and so on.
+    """Make hosts on one switch: 10.77.0.1, 10.77.0.2 and so on, and fd77::1, fd77::2 and so on.
 
-    With `fast` they are on a second one too, as on Thunderbolt cables: 10.88.0.1 and so on.
+    With `fast` they are also on a second switch, as on Thunderbolt cables: 10.88.0.1 and so on.
     """
     run = f"ring{os.getpid():x}{secrets.token_hex(2)}"
     switch = f"{run}s"
@@ -128,7 +127,7 @@ def lan(count: int, *, fast: bool = False) -> Generator[Sequence[Host]]:
 
 
 def _enter(namespace: str) -> None:
-    """Take the calling thread, which never comes back, into a host."""
+    """Move the calling thread into a host for good."""
     with Path(f"/run/netns/{namespace}").open("rb") as file:
         if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _NEW_NETWORK):
             raise OSError(ctypes.get_errno(), f"{namespace} cannot be entered")
@@ -136,7 +135,7 @@ def _enter(namespace: str) -> None:
 
 @contextlib.contextmanager
 def _removed_afterwards(names: Sequence[str]) -> Generator[None]:
-    """Have a watcher remove them, at the end or when this process goes."""
+    """Have a watcher remove namespaces at the end, or when this process ends."""
     watcher = subprocess.Popen(
         ["sh", "-c", _REMOVE, "watcher", *names],
         stdin=subprocess.PIPE,
@@ -176,7 +175,7 @@ def _make_host(host: Host, switch: str, port: str) -> None:
     _ip("-n", switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", host.namespace)
     _ip("-n", switch, "link", "set", port, "master", "switch", "up")
     inside = ("-n", host.namespace)
-    # Nobody else is here: addresses hold at once, without a wait for duplicates.
+    # No other host can have the address: skip the wait for duplicates.
     subprocess.run(
         host.command("sh", "-c", "echo 0 > /proc/sys/net/ipv6/conf/eth0/accept_dad"),
         check=True,
@@ -192,7 +191,7 @@ def _make_host(host: Host, switch: str, port: str) -> None:
 
 @functools.cache
 def _obstacle() -> str:
-    """Why no host can be made here; empty where one can."""
+    """Return the reason why no host can be made on this machine; empty if one can."""
     if shutil.which("ip") is None:
         return "ip (iproute2) is not installed: no hosts can be made of network namespaces"
     try:

@@ -1,4 +1,4 @@
-"""What is made once in a run of the tests, by whichever of its processes asks first."""
+"""Make something once in a run of the tests, in the process that first needs it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from mlx_ring.host.private_files import locked
 
 
 def once(folder: Path, make: Callable[[], object]) -> Any:
-    """What `make` has returned, as JSON has it; what it wrote to the folder is there too."""
-    told = folder / "made.json"
+    """Return the result of `make`, read from JSON. Files that it wrote into the folder are there too."""
+    result = folder / "made.json"
     with locked(folder):
-        if not told.exists():
-            told.write_text(json.dumps(make()))
-    return json.loads(told.read_text())
+        if not result.exists():
+            result.write_text(json.dumps(make()))
+    return json.loads(result.read_text())

@@ -1,4 +1,4 @@
-"""Open MPI for tests: the machine's own, or the one that `scripts/setup_openmpi` has unpacked, which must be told where it lies."""
+"""Open MPI for tests: the machine's own, or the one that `scripts/setup_openmpi` has unpacked."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _UNPACKED = Path(__file__).parent.parent / ".debian" / "root"
 
 
 def use_open_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes that are started from now on find it. Skips the test where there is none."""
+    """Let processes started from now on find Open MPI. Skip the test where there is none."""
     libraries = sorted(_UNPACKED.glob("usr/lib/*/libmpi.so.40"))
     if not libraries:
         try:
@@ -40,7 +40,7 @@ def use_open_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextlib.contextmanager
 def mpi_places(ranks: int) -> Generator[list[dict[str, str]]]:
-    """What each rank of a group reads of the environment, which is made on the agent's own way."""
+    """Yield the environment of each rank of a group, made by the agent's own code."""
     members = [worker_pb2.StageAssignment(tp_size=ranks, rank=rank, backend="mpi") for rank in range(ranks)]
     with (
         pytest.MonkeyPatch.context() as patch,

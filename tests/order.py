@@ -1,8 +1,8 @@
 """Order the files of a run so that several processes share it well: `--dist loadfile` hands them out in this order.
 
-Files of tests that run alone come first: while one of them runs, nothing else does, and at the start there is nothing to wait for.
-The others follow by the seconds that they took last time, longest first, so that no long file is left over at the end.
-A file that was never measured counts by its tests that start processes.
+Files of tests that run alone come first, because at the start they need not wait for another test. The others follow
+by the seconds that they took last time, longest first, so that no long file is left for the end. The seconds of a file
+that was never measured are guessed from its tests that start processes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def file_of(nodeid: str) -> str:
 
 
 def seconds_by_file(reports: Iterable[object]) -> dict[str, float]:
-    """Add up what tests took, with their fixtures."""
+    """Add up the seconds of tests and their fixtures, by file."""
     seconds = defaultdict[str, float](float)
     for report in reports:
         if isinstance(report, pytest.TestReport):
@@ -39,7 +39,7 @@ def seconds_by_file(reports: Iterable[object]) -> dict[str, float]:
 
 
 def _cached(config: pytest.Config) -> dict[str, float]:
-    """Return the seconds of earlier runs. A process of a run gets them from the first one, so that all sort alike."""
+    """Return the seconds of earlier runs. Worker processes get them from the main one, so that all sort alike."""
     given: dict[str, Any] | None = getattr(config, "workerinput", None)
     if given is not None:
         return given[_INPUT]
@@ -54,7 +54,7 @@ def pytest_configure_node(node: Any) -> None:
 
 
 def remember(config: pytest.Config, seconds: Mapping[str, float]) -> None:
-    """Keep the seconds for the next run. A run of some of a file's tests makes the file no shorter."""
+    """Keep the seconds for the next run. A run of only some of a file's tests does not lower them."""
     before = _cached(config)
     cache: Any = getattr(config, "cache", None)
     if cache:

@@ -1,4 +1,4 @@
-"""A Python of another minor version than the one that runs the tests, where the machine has one."""
+"""A Python of another minor version than the one that runs the tests, if the machine has one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OWN = f"python{sys.version_info.major}.{sys.version_info.minor}"
 
 
 def other_python() -> Python | None:
-    """Of the system, or beside this one, where version managers keep all of theirs; None where there is none."""
+    """Return a Python of the system, or one beside this one, as version managers install them; None without any."""
     return next(_found(), None)
 
 

@@ -17,7 +17,7 @@ from opentelemetry.proto.common.v1.common_pb2 import KeyValue
 
 @dataclass(frozen=True)
 class ReceivedSpan:
-    """A span, as it came."""
+    """A span, as it arrived."""
 
     trace: str
     id: str
@@ -37,11 +37,11 @@ class Collector:
     changed: threading.Condition = field(default_factory=threading.Condition)
 
     def wait_for(self, *names: str, within_s: float = 60.0) -> list[ReceivedSpan]:
-        """All spans, once there is one of each of these names."""
+        """Wait for a span of each of these names, and return all spans."""
         with self.changed:
             assert self.changed.wait_for(
                 lambda: set(names) <= {span.name for span in self.spans}, within_s
-            ), f"{names} were not all told; {[span.name for span in self.spans]} were"
+            ), f"{names} did not all arrive; {[span.name for span in self.spans]} did"
             return list(self.spans)
 
     def take(self, request: ExportTraceServiceRequest) -> None:
@@ -74,7 +74,7 @@ def _plain(attributes: Iterable[KeyValue]) -> dict[str, object]:
 
 @contextmanager
 def running_collector() -> Generator[Collector]:
-    """A collector on a free port."""
+    """Run a collector on a free port."""
     collector = Collector("")
 
     class Handler(BaseHTTPRequestHandler):

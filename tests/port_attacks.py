@@ -1,7 +1,7 @@
-"""What a port must bear: bytes that are no TLS, certificates of others, and inside TLS rubbish, halves and giants.
+"""Attacks on a port: bytes without TLS, foreign certificates, and within TLS malformed, unfinished and giant messages.
 
-Written on plain sockets, for no library would send it. Each function connects, does its harm, waits until the other side
-has had enough, and says how that showed.
+They use plain sockets, because no library would send such input. Each function connects, attacks, waits until the other
+side ends the connection or the call, and returns how it did so.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Address = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One of HTTP/2's."""
+    """A frame of HTTP/2."""
 
     kind: int
     flags: int
@@ -29,26 +29,26 @@ class Frame:
 
 
 WAIT_S = 60.0
-"""For the other side: a handshake may take ten seconds."""
+"""Limit for the other side's answers: a handshake may take ten seconds."""
 GIANT = 0x7FFFFFFF
-"""Bytes: the longest message that a frame of gRPC can announce without being refused for its sign."""
+"""Bytes of the longest message that a frame of gRPC can announce as a positive number."""
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _DATA, _HEADERS, _RESET, _SETTINGS, _GOAWAY, _WINDOW = 0, 1, 3, 4, 7, 8
 _END_STREAM, _END_HEADERS, _ACKNOWLEDGED = 1, 4, 1
 _BLOCK = 16 << 10
 _FIRST_WINDOW, _INITIAL_WINDOW = 65_535, 4
-"""Bytes, and the setting that changes them."""
+"""Bytes of the first window, and the setting that changes them."""
 
 
 def send_plain(address: Address, data: bytes) -> str:
-    """Speak without TLS."""
+    """Send bytes without TLS."""
     with socket.create_connection(address, WAIT_S) as connection:
         connection.sendall(data)
         return _end_of(connection)
 
 
 def shake_hands(address: Address, context: ssl.SSLContext) -> str:
-    """Do no more than a handshake; what a server thinks of a client's certificate comes after it."""
+    """Do no more than a handshake. A server refuses a client's certificate after it."""
     try:
         with _trusted(address, context) as connection:
             return _end_of(connection)
@@ -57,45 +57,45 @@ def shake_hands(address: Address, context: ssl.SSLContext) -> str:
 
 
 def send_in_tls(address: Address, context: ssl.SSLContext, data: bytes) -> str:
-    """Speak something else than HTTP/2 inside TLS."""
+    """Send other bytes than HTTP/2 within TLS."""
     with _trusted(address, context) as connection:
         connection.sendall(data)
         return _end_of(connection)
 
 
 def call(address: Address, context: ssl.SSLContext, path: str, message: bytes, *, ends: bool = True) -> str:
-    """Call a method of gRPC's with these bytes where frames of messages are to be."""
+    """Call a method of gRPC with these bytes in place of frames of messages."""
     with _trusted(address, context) as connection:
         connection.sendall(_opening(path) + _frame(_DATA, _END_STREAM if ends else 0, 1, message))
         return _end_of_stream(connection)
 
 
 def abandon_call(address: Address, context: ssl.SSLContext, path: str) -> str:
-    """Announce a message, send half of it, and go."""
+    """Announce a message, send half of it, and disconnect."""
     with _trusted(address, context) as connection:
         connection.sendall(_opening(path) + _frame(_DATA, 0, 1, announced(100, b"x" * 50)))
     return "left"
 
 
 def flood(address: Address, context: ssl.SSLContext, path: str, announcing: int = GIANT) -> tuple[str, int]:
-    """Announce a giant message, and send of it for as long as the other side takes it; also how much that was."""
+    """Announce a giant message, and send as much of it as the other side accepts. Return the end and the bytes sent."""
     with _trusted(address, context) as connection:
         connection.sendall(_opening(path) + _frame(_DATA, 0, 1, announced(announcing, b"")))
         return _flood(connection, announcing)
 
 
 def announced(length: int, data: bytes) -> bytes:
-    """A message's frame that says one length and may have another."""
+    """Return a message's frame that announces this length, whatever the length of the data."""
     return struct.pack(">BI", 0, length) + data
 
 
 def message(data: bytes) -> bytes:
-    """A frame of gRPC as it should be."""
+    """Return a valid frame of gRPC."""
     return announced(len(data), data)
 
 
 def without_certificate(authority: bytes) -> ssl.SSLContext:
-    """A client that has none; `authority` is the CA whose servers it takes, PEM."""
+    """Return the context of a client without a certificate; `authority` is the cluster's CA, PEM."""
     context = ssl.create_default_context(cadata=authority.decode())
     return _for_http2(context)
 
@@ -121,7 +121,7 @@ def _trusted(address: Address, context: ssl.SSLContext) -> Generator[ssl.SSLSock
 
 
 def _end_of(connection: socket.socket) -> str:
-    """Read until the other side ends the connection. A TimeoutError says that it does not."""
+    """Read until the other side ends the connection. Raise TimeoutError if it does not."""
     try:
         while connection.recv(_BLOCK):
             pass
@@ -153,29 +153,29 @@ def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
 
 
 def _end_of_stream(connection: ssl.SSLSocket) -> str:
-    """Read until the call has ended, and how."""
+    """Read until the call ends, and return how it does."""
     return next((end for frame in _frames(connection) if (end := _end_of_frame(frame))), "closed")
 
 
 def _end_of_frame(frame: Frame) -> str:
-    """How a frame ends the call; empty where it does not."""
+    """Return how a frame ends the call; empty if it does not."""
     if frame.kind in (_HEADERS, _DATA):
         return "answered" if frame.flags & _END_STREAM else ""
     return {_RESET: "reset", _GOAWAY: "sent away"}.get(frame.kind, "")
 
 
 def _frames(connection: ssl.SSLSocket) -> Iterator[Frame]:
-    """Those that come; settings are acknowledged."""
-    while head := _exactly(connection, 9):
+    """Yield the frames that arrive, and acknowledge settings."""
+    while head := _read_exactly(connection, 9):
         kind, flags, stream = struct.unpack(">BBI", head[3:])
-        payload = _exactly(connection, int.from_bytes(head[:3], "big"))
+        payload = _read_exactly(connection, int.from_bytes(head[:3], "big"))
         if kind == _SETTINGS and not flags & _ACKNOWLEDGED:
             connection.sendall(_frame(_SETTINGS, _ACKNOWLEDGED, 0, b""))
         yield Frame(kind, flags, stream, payload)
 
 
-def _exactly(connection: ssl.SSLSocket, count: int) -> bytes:
-    """So many bytes; none where the connection ends before."""
+def _read_exactly(connection: ssl.SSLSocket, count: int) -> bytes:
+    """Read exactly this many bytes; return none if the connection ends before."""
     data = b""
     while len(data) < count:
         try:
@@ -189,7 +189,7 @@ def _exactly(connection: ssl.SSLSocket, count: int) -> bytes:
 
 
 def _flood(connection: ssl.SSLSocket, announcing: int) -> tuple[str, int]:
-    """Send within the windows that the other side opens (RFC 9113, 5.2), for a stream and for all of the connection."""
+    """Send within the windows that the other side opens for the stream and for the connection (RFC 9113, 5.2)."""
     windows, sent, frames = {0: _FIRST_WINDOW, 1: _FIRST_WINDOW}, 0, _frames(connection)
     initial = _FIRST_WINDOW
     while sent < announcing:
@@ -200,9 +200,9 @@ def _flood(connection: ssl.SSLSocket, announcing: int) -> tuple[str, int]:
                 return end, sent
             if frame.kind == _WINDOW:
                 windows[frame.stream] += int.from_bytes(frame.payload, "big")
-            elif (told := _initial_window(frame)) is not None:
-                windows[1] += told - initial
-                initial = told
+            elif (changed := _initial_window(frame)) is not None:
+                windows[1] += changed - initial
+                initial = changed
         try:
             connection.sendall(_frame(_DATA, 0, 1, b"x" * _BLOCK))
         except (ssl.SSLError, ConnectionResetError, BrokenPipeError):
@@ -213,7 +213,7 @@ def _flood(connection: ssl.SSLSocket, announcing: int) -> tuple[str, int]:
 
 
 def _initial_window(frame: Frame) -> int | None:
-    """Of every stream, where the other side's settings say it."""
+    """Return the initial window of streams if the frame sets it."""
     if frame.kind != _SETTINGS:
         return None
     settings = dict(struct.iter_unpack(">HI", frame.payload))

@@ -1,8 +1,8 @@
-"""Gives tests that start processes the mark `processes`, and fails any other test that starts one.
+"""Give tests that start processes the mark `processes`, and fail any other test that starts one.
 
-The mark comes from code: from what a test and its fixtures name, and the functions of tests that they name in turn.
-A function or class of the product counts where its own module starts the process.
-A test that starts one deeper in the product carries the mark itself.
+The mark is derived from code: a test and its fixtures, and the test functions that they name in turn. A function or
+class of the product counts if its own module starts the process. A test that starts one deeper in the product carries
+the mark itself.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _STARTERS = {
     ("multiprocessing.context", "DefaultContext.get_context"),
     ("playwright.sync_api", "sync_playwright"),
 }
-"""Modules and names of what starts a process."""
+"""Modules and names of functions that start a process."""
 _EVENTS = {"subprocess.Popen", "os.posix_spawn", "os.fork", "os.forkpty", "os.system"}
 """Audit events of a start."""
 _HARMLESS = ("ldconfig", "gcc", "cc", "ld", "uname", "fc-list", "git")
-"""Programs that libraries ask about the machine."""
+"""Programs with which libraries inspect the machine."""
 _found: dict[CodeType, bool] = {}
 _started: list[str] = []
 """Commands that the current test has started."""
@@ -52,7 +52,7 @@ def _names(code: CodeType) -> set[str]:
 
 
 def _named(function: FunctionType) -> Iterator[object]:
-    """Yield what a function names: globals, and attributes of modules among them."""
+    """Yield the globals that a function names, and attributes of those that are modules."""
     names = _names(function.__code__)
     for name in names & function.__globals__.keys():
         value = function.__globals__[name]
@@ -62,7 +62,7 @@ def _named(function: FunctionType) -> Iterator[object]:
 
 
 def _may_follow(value: object, module: str | None) -> bool:
-    """Return true if what `value` names is looked at: all of the tests, and the product within one module."""
+    """Return true if names in `value` are followed: everywhere in the tests, within one module in the product."""
     own = getattr(value, "__module__", None) or ""
     return own.startswith("tests.") or (own.startswith("mlx_ring.") and module in {None, own})
 
@@ -107,7 +107,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
-    """Fail a test that has started a process without the mark, as itself or in its fixtures."""
+    """Fail a test that has started a process without the mark, itself or in its fixtures."""
     result = yield
     if _started and pyfuncitem.get_closest_marker("processes") is None:
         pytest.fail(
@@ -117,5 +117,5 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
 
 
 def pytest_runtest_logstart() -> None:
-    """Forget what the test before has started."""
+    """Forget the commands of the previous test."""
     _started.clear()

@@ -1,4 +1,4 @@
-"""Real processes of this project, for tests: `mlx-ring` as a person starts it, and who belongs to it."""
+"""Real processes of this project: `mlx-ring` as a person starts it, with its children."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def run_cli(
 
 
 def clean_environment() -> dict[str, str]:
-    """The environment of the tests, less every setting of ours: `GRPC_VERBOSITY` too, which the tests set for themselves."""
+    """Return the environment without any setting of mlx-ring, and without `GRPC_VERBOSITY`, which the tests set."""
     inherited = inherited_environment({})
     return {name: value for name, value in inherited.items() if not name.startswith(("MLX_RING_", "GRPC_"))}
 
 
 @functools.cache
-def _measured() -> bytes:
-    """How fast this machine is, as `mlx-ring profile` keeps it."""
+def _measure() -> bytes:
+    """Measure this machine with `mlx-ring profile`, and return the file that it writes."""
     with tempfile.TemporaryDirectory() as folder:
         done = run_cli("profile", "--state-dir", folder, folder=Path(folder))
         assert done.returncode == 0, done.stderr
@@ -57,9 +57,9 @@ def _measured() -> bytes:
 
 
 def give_profile(state: Path) -> None:
-    """Have a machine with this state know how fast it is: one measurement does for all that are this machine."""
+    """Write this machine's profile into a state folder. It is measured once in a process."""
     state.mkdir(mode=0o700, parents=True, exist_ok=True)
-    (state / PROFILE_FILE).write_bytes(_measured())
+    (state / PROFILE_FILE).write_bytes(_measure())
 
 
 @dataclass(slots=True)
@@ -70,12 +70,12 @@ class Server:
     url: str
     folder: Path
     children: Sequence[psutil.Process]
-    """Agent and workers, as they were when it was ready."""
+    """Agent and workers at the time when it was ready."""
     http: httpx.Client
     """Client of the server. Making one reads the system's certificates, which takes longer than a request."""
 
     def status(self) -> dict[str, Any]:
-        """Return what `/cluster/status` says."""
+        """Return the answer of `/cluster/status`."""
         return self.http.get("/cluster/status").raise_for_status().json()
 
     def wait_for_health(self, code: int) -> httpx.Response:
@@ -83,16 +83,16 @@ class Server:
         return eventually(lambda: self.http.get("/health/ready"), lambda answer: answer.status_code == code)
 
     def child(self, module: str, *arguments: str) -> psutil.Process:
-        """The process of a module with these arguments."""
-        return next(found for found in self.children if _is(found, module, arguments))
+        """Return the child that runs a module with these arguments."""
+        return next(child for child in self.children if _is(child, module, arguments))
 
     def stop(self) -> int:
-        """Ctrl-C, and its exit code."""
+        """Send Ctrl-C, and return the exit code."""
         self.process.send_signal(signal.SIGINT)
         return self.process.wait(READY_WAIT_S)
 
     def all_ended(self) -> bool:
-        """Whether agent and workers end, waiting as long as the slowest of machines needs."""
+        """Wait for the ends of agent and workers; return True if none is left."""
         _, alive = psutil.wait_procs(self.children, timeout=30)
         return not alive
 
@@ -105,9 +105,14 @@ def serving(
     on_line: Callable[[str], None] | None = None,
     within: Sequence[str] = (),
 ) -> Generator[Server]:
-    """`mlx-ring serve` in `folder` on a free port, ready; nothing of it is left afterwards.
+    """Run `mlx-ring serve` in `folder` on a free port until it is ready, and kill all of it afterwards.
 
-    `on_line` is called with each line that it prints until it is ready; `within` is a program that runs it.
+    Args:
+        model: folder or name of the model.
+        arguments: further arguments of the command.
+        folder: working directory, which gets its standard error as `stderr.txt`.
+        on_line: called with each line that it prints until it is ready.
+        within: command that runs it, such as `env` or `ip netns exec`.
     """
     with (folder / "stderr.txt").open("w") as errors:
         process = subprocess.Popen(
@@ -141,7 +146,7 @@ def client_of(url: str) -> httpx.Client:
 
 @contextlib.contextmanager
 def joining(*arguments: str, folder: Path, within: Sequence[str] = ()) -> Generator[subprocess.Popen[str]]:
-    """`mlx-ring join` as a machine whose state and logs lie in `folder`; nothing of it is left afterwards."""
+    """Run `mlx-ring join` as a machine whose state and logs lie in `folder`, and end all of it afterwards."""
     folder.mkdir(exist_ok=True)
     with (folder / "stderr.txt").open("w") as errors:
         process = subprocess.Popen(
@@ -155,9 +160,9 @@ def joining(*arguments: str, folder: Path, within: Sequence[str] = ()) -> Genera
     try:
         yield process
     finally:
-        children = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        processes = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
         process.send_signal(signal.SIGINT)
-        _, alive = psutil.wait_procs(children, timeout=30)
+        _, alive = psutil.wait_procs(processes, timeout=30)
         for left in alive:
             with contextlib.suppress(psutil.NoSuchProcess):
                 left.kill()
@@ -165,7 +170,7 @@ def joining(*arguments: str, folder: Path, within: Sequence[str] = ()) -> Genera
 
 
 def _wait_until_ready(process: subprocess.Popen[str], folder: Path, on_line: Callable[[str], None]) -> str:
-    """The address it says; reads on to the last line of what it prints when ready."""
+    """Read the lines that it prints until it is ready, and return its address."""
     url = ""
     for line in process.stdout or ():
         on_line(line)

@@ -1,4 +1,4 @@
-"""A machine's profile, made up."""
+"""A made-up profile of a machine."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Hosts with a home and an `sshd` of their own, out of network namespaces, for tests.
+"""Hosts with a home and an `sshd` of their own, in network namespaces.
 
-Each host sees an `/etc/passwd` in which root's home is a temporary folder, so that ssh, sshd and everything that asks
-for a home finds that one: nobody's own `~/.ssh` is read or written. The mounts are each started program's alone.
+Each host sees an `/etc/passwd` in which root's home is a temporary folder. Thus ssh and sshd use that home, and no
+person's `~/.ssh` is read or written. Each started program has its own mounts.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ Host *
 
 @dataclass(frozen=True, slots=True)
 class SshHost:
-    """One host, whose root has a home of its own."""
+    """A host whose root has a home of its own."""
 
     host: Host
     folder: Path
     hidden: tuple[Path, ...] = ()
-    """Files that are not to be found in it."""
+    """Files that the host does not see."""
 
     @property
     def home(self) -> Path:
@@ -58,11 +58,11 @@ class SshHost:
 
     @property
     def state(self) -> Path:
-        """Where mlx-ring keeps what it keeps, without being told."""
+        """Default state folder of mlx-ring."""
         return self.home / ".local" / "share" / "mlx-ring"
 
     def command(self, *arguments: str) -> list[str]:
-        """What runs `arguments` in this host."""
+        """Return the command that runs `arguments` in this host."""
         hidden = " ".join(map(str, self.hidden))
         return self.host.command("sh", "-c", _ENTER, "sh", str(self.folder / "passwd"), hidden, *arguments)
 
@@ -81,7 +81,7 @@ class SshHost:
         )
 
     def environment(self) -> dict[str, str]:
-        """As after a login: no settings of ours, and this host's home."""
+        """Return the environment after a login: this host's home, and no settings of mlx-ring."""
         kept = {
             name: value
             for name, value in clean_environment().items()
@@ -90,7 +90,7 @@ class SshHost:
         return {**kept, "HOME": str(self.home)}
 
     def processes(self) -> list[int]:
-        """All that run in this host."""
+        """Return the ids of all processes in this host."""
         done = subprocess.run(
             ["ip", "netns", "pids", self.host.namespace], capture_output=True, text=True, check=True
         )
@@ -98,21 +98,21 @@ class SshHost:
 
 
 def skip_without_sshd() -> None:
-    """Skip the test, with what to do, where there is no sshd."""
+    """Skip the test where there is no sshd, and say how to install one."""
     if _sshd() is None:
         pytest.skip("there is no sshd: scripts/setup_sshd fetches Debian's")
 
 
 @contextlib.contextmanager
 def ssh_hosts(hosts: Sequence[Host], folder: Path, hidden: Sequence[Path] = ()) -> Generator[list[SshHost]]:
-    """Each of the hosts with a running sshd, and trusted by all of them; the last one without the files `hidden`."""
+    """Run an sshd on each host, trusted by all of them. The last host does not see the files `hidden`."""
     keys = folder / "keys"
     keys.mkdir()
     _make_key(keys / "user_key")
     made = [SshHost(host, folder / f"host{number}") for number, host in enumerate(hosts, start=1)]
     made[-1] = replace(made[-1], hidden=tuple(hidden))
     for host in made:
-        _furnish(host, keys)
+        _write_files(host, keys)
     known = [f"{host.host.address} {(host.folder / 'host_key.pub').read_text()}" for host in made]
     (keys / "known_hosts").write_text("".join(known))
     with contextlib.ExitStack() as stack:
@@ -121,7 +121,7 @@ def ssh_hosts(hosts: Sequence[Host], folder: Path, hidden: Sequence[Path] = ()) 
         yield made
 
 
-def _furnish(host: SshHost, keys: Path) -> None:
+def _write_files(host: SshHost, keys: Path) -> None:
     ssh = host.home / ".ssh"
     ssh.mkdir(parents=True)
     _make_key(host.folder / "host_key")
@@ -142,7 +142,7 @@ def _passwd(home: Path) -> str:
 
 @contextlib.contextmanager
 def _serving(host: SshHost) -> Generator[None]:
-    """It stays in the foreground, and listens before it says nothing more: `-D` alone would not tell."""
+    """Run sshd in the foreground, and wait until it answers."""
     program, environment = _sshd() or ("", {})
     with (host.folder / "sshd.txt").open("w") as errors:
         process = subprocess.Popen(
@@ -176,7 +176,7 @@ def _make_key(path: Path) -> None:
 
 
 def _sshd() -> tuple[str, Mapping[str, str]] | None:
-    """The machine's own, or the one that was fetched, with where its libraries lie."""
+    """Return the machine's own sshd, or the fetched one, with the variables that it needs."""
     own = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin")
     if own is not None:
         return own, {}

@@ -1,4 +1,4 @@
-"""Everything that the sources import is declared in pyproject.toml, and everything declared is used."""
+"""pyproject.toml declares every package that the sources import, and no other."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EXTRAS = {
     "plot": {"cli/bench/plot.py"},
     "deploy": {"cluster/lifecycle/wheels.py"},
 }
-"""Files that may import the packages of an extra, by extra; `serve` and `join` load none of them unless asked."""
+"""Files that may import the packages of an extra, by extra. `serve` and `join` load them only when a setting needs it."""
 UNIMPORTED = {"scipy-openblas32": "its shared library is loaded, not its module"}
 """Packages that may be declared without an import of them, each with the reason."""
 
@@ -62,8 +62,8 @@ def owners(module: str) -> frozenset[str]:
     if len(sharing) == 1:
         return sharing
     for length in range(len(parts), 1, -1):
-        if held := {name for name in sharing if "/".join(parts[:length]) in modules_of(name)}:
-            return frozenset(held)
+        if owning := {name for name in sharing if "/".join(parts[:length]) in modules_of(name)}:
+            return frozenset(owning)
     return sharing
 
 

@@ -1,4 +1,4 @@
-"""The hosts that tests make of network namespaces: they reach each other, and nothing is left of them."""
+"""Hosts made of network namespaces reach each other, and nothing is left of them."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ with lan(1) as (host,):
 
 
 @pytest.fixture(autouse=True)
-def allowed() -> None:
+def skip_unless_allowed() -> None:
     skip_without_namespaces()
 
 
-def names() -> str:
+def namespaces() -> str:
     return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
 
 
 @pytest.mark.parametrize("kind", ["address", "address6"])
-def test_hosts_reach_each_other_and_are_gone_afterwards(kind: str) -> None:
+def test_hosts_reach_each_other_and_are_removed_afterwards(kind: str) -> None:
     with lan(2) as (first, second):
         target: str = getattr(second, kind)
         listener = second.start(sys.executable, "-c", LISTEN, target)
@@ -47,11 +47,11 @@ def test_hosts_reach_each_other_and_are_gone_afterwards(kind: str) -> None:
         done = first.run(sys.executable, "-c", CONNECT, target)
         listener.communicate("\n", timeout=30)
         assert done.returncode == 0, done.stderr
-        assert first.namespace in names()
-    assert first.namespace not in names()
+        assert first.namespace in namespaces()
+    assert first.namespace not in namespaces()
 
 
-def test_hosts_and_what_runs_in_them_go_when_the_tests_are_killed() -> None:
+def test_killed_tests_leave_no_hosts_and_no_processes() -> None:
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLD], cwd=SOURCES, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -65,4 +65,4 @@ def test_hosts_and_what_runs_in_them_go_when_the_tests_are_killed() -> None:
     holder.communicate()
     _, alive = psutil.wait_procs([inside, watcher], timeout=30)
     assert alive == []
-    assert namespace not in names()
+    assert namespace not in namespaces()

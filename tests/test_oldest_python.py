@@ -1,4 +1,4 @@
-"""Code that older releases of a supported Python would run wrongly, or not at all, without an error at import."""
+"""The code uses nothing that older releases of a supported Python run wrongly, or refuse only when it runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import mlx_ring
 
 POSSESSIVE_GROUPS = (")*+", ")++", ")?+", "}+", "(?>")
-"""Python before 3.11.5 matches them wrongly where what is inside can backtrack."""
+"""Python before 3.11.5 matches them wrongly if their content can backtrack."""
 NEW_ARGUMENTS = {"extractall": "filter", "extract": "filter"}
 """Functions with an argument that Python before 3.11.4 lacks."""
 
@@ -25,7 +25,7 @@ def sources() -> Iterator[tuple[Path, ast.AST]]:
 
 
 def patterns(node: ast.AST) -> Iterator[str]:
-    """Yield the texts that a call to `re` is given."""
+    """Yield the pattern texts of a call to `re`."""
     match node:
         case ast.Call(func=ast.Attribute(value=ast.Name(id="re")), args=[first, *_]):
             yield from (
@@ -38,7 +38,7 @@ def patterns(node: ast.AST) -> Iterator[str]:
 
 
 def is_too_new(node: ast.AST) -> bool:
-    """Return True for a call with an argument that the oldest Python does not know."""
+    """Return True for a call with an argument that the oldest Python lacks."""
     match node:
         case ast.Call(func=ast.Attribute(attr=name), keywords=keywords):
             return NEW_ARGUMENTS.get(name, "") in {keyword.arg for keyword in keywords}
@@ -56,7 +56,7 @@ def test_no_pattern_has_a_possessive_group() -> None:
     assert found == []
 
 
-def test_no_call_gives_an_argument_that_came_with_a_later_release() -> None:
+def test_no_call_passes_an_argument_of_a_later_python() -> None:
     assert [(str(path), ast.unparse(node)) for path, node in sources() if is_too_new(node)] == []
 
 
@@ -66,6 +66,6 @@ def test_a_possessive_group_is_found(code: str) -> None:
     assert any(group in text for group in POSSESSIVE_GROUPS for text in texts)
 
 
-def test_a_later_argument_is_found() -> None:
+def test_an_argument_of_a_later_python_is_found() -> None:
     tree = ast.parse("archive.extractall(folder, filter='data')")
     assert any(is_too_new(node) for node in ast.walk(tree))

@@ -1,4 +1,4 @@
-"""The sources stay few files of a readable size, without import cycles, and a chat crosses few of them."""
+"""Limits on the sources' structure: number and sizes of files, import cycles, files that a chat crosses."""
 
 from __future__ import annotations
 

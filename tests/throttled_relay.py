@@ -1,4 +1,4 @@
-"""A way between two processes that is as slow as is asked for: a relay of TCP, for tests."""
+"""A TCP relay of limited bandwidth."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import contextlib
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
-_TURN_S = 0.02
+_PAUSE_S = 0.02
+"""Pause after a part of full size."""
 
 
 @asynccontextmanager
 async def throttled_relay(port: int, bytes_per_s: float) -> AsyncGenerator[int]:
-    """The port of a relay on loopback to another; each direction passes on so many bytes a second, and no more."""
-    part, relays = max(1, int(bytes_per_s * _TURN_S)), set[asyncio.Task[None]]()
+    """Relay a port on loopback, with a limit on the bytes per second of each direction. Yield the relay's port."""
+    part, relays = max(1, int(bytes_per_s * _PAUSE_S)), set[asyncio.Task[None]]()
 
     async def pump(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError), contextlib.closing(target):

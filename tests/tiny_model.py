@@ -24,13 +24,13 @@ _LARGE = {
 
 
 def write_tiny_model(folder: Path, vocabulary: int = 320, kv_heads: int = 2) -> Path:
-    """Five layers, 320 token ids of which 258 mean something. What it says is noise."""
+    """Write a model of five layers and 320 token ids, of which 258 have a text. Its answers are noise."""
     write_random_model(folder, QWEN3 | {"vocab_size": vocabulary, "num_key_value_heads": kv_heads})
     return _write_tokenizer(folder)
 
 
 def write_large_model(folder: Path) -> Path:
-    """18 layers of 15.7 MB, so that it matters which machine has them; every one of its 258 token ids means something."""
+    """Write a model of 18 layers of 15.7 MB, large enough for placement to matter. Each of its 258 token ids has a text."""
     write_random_model(folder, _LARGE, spread=0.04, norm=1.0)
     return _write_tokenizer(folder)
 

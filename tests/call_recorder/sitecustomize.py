@@ -1,9 +1,10 @@
 """Record which functions of this process are called, on request.
 
-Python imports a module of this name when it starts. With this folder in `PYTHONPATH` and a folder in `RECORD_CALLS_IN`,
-a process and each of its children listen there on a Unix socket named after the process id. The command `start` begins a
-recording. The command `stop` ends it and returns, as JSON, the process's command line and the file and name of each
-function that was called or resumed meanwhile. Functions that write a log record are left out.
+Python imports a module of this name when it starts. It works with this folder in `PYTHONPATH` and a folder in
+`RECORD_CALLS_IN`. Then a process and each of its children listen there on a Unix socket named after the process id.
+
+The command `start` begins a recording, and `stop` ends it. `stop` returns JSON: the process's command line, and the file
+and name of each function that was called or resumed meanwhile. Functions that write a log record are left out.
 """
 
 from __future__ import annotations
