@@ -1,4 +1,4 @@
-"""Lets the tests import the scripts by their own names, as they import each other."""
+"""Import path of the demo models' scripts, which import each other by their bare names."""
 
 from __future__ import annotations
 

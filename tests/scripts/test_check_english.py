@@ -1,4 +1,4 @@
-"""The checker of English finds what it should, where it is, and nothing in code."""
+"""The check of English: findings with their lines, and none in code."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ def _found(source: str) -> list[tuple[int, str, str]]:
 @pytest.mark.parametrize(
     "opener", ["What", "Whether", "Who", "Of", "The", "Returns", "Sending", "Number of", "`x` as"]
 )
-def test_a_function_docstring_without_a_verb_is_found(opener: str) -> None:
+def test_a_function_docstring_without_a_verb_is_reported(opener: str) -> None:
     assert [kind for _, kind, _ in _found(f'def f():\n    """{opener} it."""\n')] == ["opener"]
 
 
 @pytest.mark.parametrize("opener", ["Return", "Embed", "Bring", "Pass", "Raise", "Express"])
-def test_a_verb_opens_a_function_docstring(opener: str) -> None:
+def test_a_verb_may_open_a_function_docstring(opener: str) -> None:
     assert _found(f'def f():\n    """{opener} it."""\n') == []
 
 
-def test_a_value_and_a_property_are_described_by_nouns() -> None:
+def test_nouns_may_describe_values_and_properties() -> None:
     source = '''
         LIMIT = 3
         """Number of requests."""
@@ -40,25 +40,25 @@ def test_a_value_and_a_property_are_described_by_nouns() -> None:
     assert _found(source) == []
 
 
-def test_an_opener_of_a_value_is_found() -> None:
+def test_an_opener_of_a_value_is_reported() -> None:
     assert _found('LIMIT = 3\n"""Of requests."""\n') == [(2, "opener", "“Of”")]
 
 
-def test_a_phrase_is_found_across_lines_of_a_docstring() -> None:
+def test_a_phrase_across_lines_of_a_docstring_is_reported() -> None:
     [(line, kind, what)] = _found('def f():\n    """Keep it.\n\n    Others make\n    way then.\n    """\n')
     assert (line, kind) == (4, "word")
     assert what.startswith("“make way”")
 
 
-def test_a_phrase_is_found_in_comments_and_in_formatted_strings() -> None:
+def test_a_phrase_in_comments_and_formatted_strings_is_reported() -> None:
     assert [line for line, _, _ in _found('# It was told\n# of it.\nerror = f"{1} is gone."\n')] == [1, 3]
 
 
-def test_code_and_single_words_are_not_prose() -> None:
+def test_code_and_single_words_do_not_count_as_prose() -> None:
     assert _found('KEY = "told"\n"""Value of `told` and of ``gone``."""\n') == []
 
 
-def test_a_question_is_no_clause() -> None:
+def test_a_question_is_not_reported_as_a_clause() -> None:
     assert _found('TEXT = "What is new? Ask it."\n') == []
     assert [kind for _, kind, _ in _found('TEXT = "It runs. What waits is taken first."\n')] == ["clause"]
 

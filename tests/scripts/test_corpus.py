@@ -1,4 +1,4 @@
-"""The corpus is true, seeded, and keeps its held-out questions from training."""
+"""The demo models' corpus: true, seeded, and without held-out questions in the training data."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ def corpus() -> Corpus:
 
 @pytest.fixture(scope="module")
 def conversations(corpus: Corpus) -> list[Conversation]:
-    """Some thousand training conversations of every mix."""
+    """Return some thousand training conversations of every mix."""
     return [one for mix in MIXES for one in islice(corpus.conversations(mix=mix), CONVERSATIONS)]
 
 
-def plain(text: str) -> str:
-    """A text without the differences that careless writing makes."""
+def normalized(text: str) -> str:
+    """Return a text without punctuation, capitals and extra spaces."""
     return " ".join(re.sub(r"[?.!,:']", "", text).lower().split())
 
 
-def said(messages: tuple[Message, ...]) -> list[str]:
-    return [plain(str(message["content"])) for message in messages if message["role"] == "user"]
+def user_turns(messages: tuple[Message, ...]) -> list[str]:
+    return [normalized(str(message["content"])) for message in messages if message["role"] == "user"]
 
 
-def asked(case: Case) -> str:
-    return "\n".join(said(case.prompt))
+def question_of(case: Case) -> str:
+    return "\n".join(user_turns(case.prompt))
 
 
-def trained(conversations: list[Conversation]) -> set[str]:
-    """All that users say in training, singly and in the runs of turns that a case can have."""
+def training_turns(conversations: list[Conversation]) -> set[str]:
+    """Return all user turns of the training data, alone and in the runs that a case can have."""
     runs: set[str] = set()
     for conversation in conversations:
-        turns = said(conversation.messages)
+        turns = user_turns(conversation.messages)
         for start in range(len(turns)):
             runs.update("\n".join(turns[start : start + length]) for length in range(1, LONGEST_CASE))
     return runs
@@ -70,22 +70,22 @@ def test_five_phrasings_of_every_topic_are_held_out(corpus: Corpus) -> None:
         assert len(keys & corpus.held_phrasings) == HELD_PHRASINGS_PER_TOPIC
 
 
-def test_there_are_two_hundred_questions_and_more_and_none_twice(corpus: Corpus) -> None:
+def test_there_are_at_least_200_questions_and_no_duplicates(corpus: Corpus) -> None:
     questions = corpus.questions()
     assert len(questions) >= 200
     assert len({repr(question.case.prompt) for question in questions}) == len(questions)
     assert {question.topic for question in questions} == set(corpus.topics)
 
 
-def test_no_question_is_asked_in_training(corpus: Corpus, conversations: list[Conversation]) -> None:
-    seen = trained(conversations)
+def test_no_question_occurs_in_training(corpus: Corpus, conversations: list[Conversation]) -> None:
+    seen = training_turns(conversations)
     questions = [question.case for question in corpus.questions(per_topic=60)]
-    assert [asked(case) for case in questions if asked(case) in seen] == []
+    assert [question_of(case) for case in questions if question_of(case) in seen] == []
 
 
 def test_no_held_out_phrasing_occurs_in_training(corpus: Corpus, conversations: list[Conversation]) -> None:
     """Fill every held-out phrasing with many facts: none of the sentences is a training sentence."""
-    seen = {text for conversation in conversations for text in said(conversation.messages)}
+    seen = {text for conversation in conversations for text in user_turns(conversation.messages)}
     rng = Random(0)
     held = [
         (skill, phrasing)
@@ -96,12 +96,12 @@ def test_no_held_out_phrasing_occurs_in_training(corpus: Corpus, conversations: 
     for skill, phrasing in held:
         for _ in range(60):
             case = skill.build(skill.draw(rng), phrasing, rng)
-            assert said(case.prompt)[-1] not in seen
+            assert user_turns(case.prompt)[-1] not in seen
 
 
-def test_phrasings_of_a_skill_differ_by_words(corpus: Corpus) -> None:
+def test_phrasings_of_a_skill_differ_in_words(corpus: Corpus) -> None:
     for skill in corpus.skills:
-        counts = Counter(plain(phrasing) for phrasing in skill.phrasings)
+        counts = Counter(normalized(phrasing) for phrasing in skill.phrasings)
         assert [text for text, number in counts.items() if number > 1] == [], skill.name
 
 
@@ -126,8 +126,10 @@ def test_the_corpus_needs_only_the_standard_library() -> None:
     subprocess.run(isolated, cwd=FOLDER, check=True, timeout=60)
 
 
-def test_conversations_hold_tools_thinking_and_several_turns(conversations: list[Conversation]) -> None:
+def test_conversations_include_tool_calls_reasoning_and_several_turns(
+    conversations: list[Conversation],
+) -> None:
     called = [one for one in conversations if any("tool_calls" in message for message in one.messages)]
-    thought = [one for one in conversations if one.thinking]
+    reasoned = [one for one in conversations if one.thinking]
     long = [one for one in conversations if sum(message["role"] == "user" for message in one.messages) > 1]
-    assert min(len(called), len(thought), len(long)) > len(conversations) // 50
+    assert min(len(called), len(reasoned), len(long)) > len(conversations) // 50

@@ -1,4 +1,4 @@
-"""Figures of a small package, each of which one can count by hand."""
+"""Figures of a small package, which can be counted by hand."""
 
 from __future__ import annotations
 

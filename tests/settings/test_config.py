@@ -1,4 +1,4 @@
-"""Settings: what each takes, and what a person reads who got one wrong."""
+"""Settings: the values that each accepts, and the errors for the others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mlx_ring.settings.settings_sources import allowed_values, api_keys, load_se
 
 
 @pytest.fixture(autouse=True)
-def no_settings_of_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def clear_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in Settings.model_fields:
         monkeypatch.delenv(f"MLX_RING_{name.upper()}", raising=False)
     monkeypatch.delenv("MLX_RING_CONFIG", raising=False)
@@ -61,23 +61,23 @@ def test_an_unquoted_off_in_yaml_means_off(tmp_path: Path) -> None:
         ("model", "", "a text that is not empty"),
     ],
 )
-def test_a_bad_value_is_one_sentence_with_name_value_and_range(name: str, value: str, allowed: str) -> None:
+def test_an_invalid_value_is_reported_with_name_value_and_range(name: str, value: str, allowed: str) -> None:
     assert message(**{name: value}) == f"{flag_name(name)} is {value or repr(value)}; it must be {allowed}."
 
 
-def test_a_truth_value_is_no_number(tmp_path: Path) -> None:
+def test_a_boolean_is_no_number(tmp_path: Path) -> None:
     file = tmp_path / "ring.yaml"
     file.write_text("port: yes\n")
     with pytest.raises(ConfigError, match=r"'port' in .* is True; it must be a whole number"):
         load_settings({}, config=file)
 
 
-def test_folders_become_absolute_so_that_every_process_means_the_same(tmp_path: Path) -> None:
+def test_relative_folders_become_absolute(tmp_path: Path) -> None:
     assert load_settings({"log_dir": "mine"}).log_dir == tmp_path / "mine"
     assert load_settings({"log_dir": "~/mine"}).log_dir == Path.home() / "mine"
 
 
-def test_the_state_folder_is_the_one_asked_for_else_in_the_user_s_data_folder(
+def test_the_state_folder_is_the_given_one_or_in_the_user_s_data_folder(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     assert state_folder(load_settings({"state_dir": "mine"})) == tmp_path / "mine"
@@ -97,7 +97,7 @@ def test_a_folder_too_long_for_a_socket_is_refused() -> None:
 
 
 @given(st.integers(-(10**6), 10**6))
-def test_a_port_is_taken_exactly_when_it_is_one(port: int) -> None:
+def test_a_port_is_accepted_exactly_if_it_is_valid(port: int) -> None:
     if 0 <= port <= 65535:
         assert load_settings({"port": str(port)}).port == port
     else:
@@ -106,7 +106,7 @@ def test_a_port_is_taken_exactly_when_it_is_one(port: int) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(Settings.model_fields))
-def test_every_setting_says_what_it_is_and_what_it_takes(name: str) -> None:
+def test_every_setting_has_a_description_and_allowed_values(name: str) -> None:
     field = Settings.model_fields[name]
     assert field.description
     assert field.description.endswith(".")
@@ -123,19 +123,19 @@ def test_every_setting_says_what_it_is_and_what_it_takes(name: str) -> None:
         (4 << 20, 4 << 20),
     ],
 )
-def test_sizes_take_units(given: object, expected: int) -> None:
+def test_sizes_accept_units(given: object, expected: int) -> None:
     assert load_settings({"kv_cache_memory": given}).kv_cache_memory == expected
 
 
 @pytest.mark.parametrize("given", ["much", "2 gigs", "-1GiB", "100kB", 7])
-def test_a_size_that_is_none_is_refused_in_one_sentence(given: object) -> None:
+def test_an_invalid_size_is_refused_in_one_sentence(given: object) -> None:
     with pytest.raises(
         ConfigError, match=rf"--kv-cache-memory is {given}; it must be a size of 1MiB or more"
     ):
         load_settings({"kv_cache_memory": given})
 
 
-def test_switches_and_bits_may_be_written_bare_in_a_file(tmp_path: Path) -> None:
+def test_switches_and_bits_need_no_quotes_in_a_file(tmp_path: Path) -> None:
     file = tmp_path / "settings.yaml"
     file.write_text("prefix-cache: off\nkv-bits: 8\n")
     settings = load_settings({}, config=file)
@@ -156,24 +156,22 @@ def test_keys_come_from_the_environment_and_a_file_and_are_not_shown(
     assert "alpha-key" not in repr(settings)
 
 
-def test_a_file_of_keys_is_the_same_in_every_working_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_path_of_a_key_file_becomes_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert load_settings({"api_key_file": "keys"}).api_key_file == tmp_path / "keys"
 
 
-@pytest.mark.parametrize(("text", "said"), [("\n \n", "holds no key"), (None, "cannot be read")])
-def test_a_file_of_keys_without_any_is_an_error(tmp_path: Path, text: str | None, said: str) -> None:
+@pytest.mark.parametrize(("text", "sentence"), [("\n \n", "holds no key"), (None, "cannot be read")])
+def test_a_key_file_without_keys_is_an_error(tmp_path: Path, text: str | None, sentence: str) -> None:
     file = tmp_path / "keys"
     if text is not None:
         file.write_text(text)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=sentence):
         api_keys(load_settings({"api_key_file": str(file)}))
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "sentence"),
     [
         ({"strategy": "custom"}, "The strategy custom needs --proportions, as 0.7,0.3."),
         ({"proportions": "0.7,0.3"}, "--proportions goes with --strategy custom, and the strategy is auto."),
@@ -183,18 +181,18 @@ def test_a_file_of_keys_without_any_is_an_error(tmp_path: Path, text: str | None
         ),
     ],
 )
-def test_proportions_go_with_the_strategy_custom(flags: dict[str, object], said: str) -> None:
-    assert message(**flags) == said
+def test_proportions_need_the_strategy_custom(flags: dict[str, object], sentence: str) -> None:
+    assert message(**flags) == sentence
 
 
-def test_machines_that_share_layers_are_several() -> None:
+def test_sharing_layers_needs_several_machines() -> None:
     assert message(strategy="tensor").startswith(
         "--strategy tensor shares layers among machines, but --nodes is 1. "
     )
     assert load_settings({"strategy": "hybrid", "nodes": 3}).strategy == "hybrid"
 
 
-def test_strategies_and_shares_are_read_as_files_have_them(tmp_path: Path) -> None:
+def test_strategies_and_proportions_are_read_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "ring.yaml").write_text("strategy: custom\nproportions: [0.7, 0.3]\nmemory-limit: 16GiB\n")
     settings = load_settings({}, config=tmp_path / "ring.yaml")
     assert (settings.proportions, settings.memory_limit) == (("0.7", "0.3"), 16 << 30)
@@ -202,7 +200,7 @@ def test_strategies_and_shares_are_read_as_files_have_them(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "sentence"),
     [
         ({"link": "ring"}, "--link ring carries activations between stages, and there is one"),
         ({"link": "ring", "nodes": "2"}, "neither encrypted nor authenticated.*--trusted-interface"),
@@ -233,8 +231,10 @@ def test_strategies_and_shares_are_read_as_files_have_them(tmp_path: Path) -> No
         ),
     ],
 )
-def test_a_link_that_cannot_join_what_is_asked_for_is_refused(flags: dict[str, str], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_a_link_that_cannot_join_the_requested_stages_is_refused(
+    flags: dict[str, str], sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=sentence):
         check_link(load_settings(flags))
 
 
@@ -249,11 +249,11 @@ def test_a_link_that_cannot_join_what_is_asked_for_is_refused(flags: dict[str, s
         {"backend": "ring", "nodes": "2", "trusted_interface": "en5"},
     ],
 )
-def test_a_link_that_joins_the_stages_is_taken(flags: dict[str, str]) -> None:
+def test_a_link_that_joins_the_stages_is_accepted(flags: dict[str, str]) -> None:
     check_link(load_settings(flags))
 
 
-def test_machines_share_every_layer_only_where_an_interface_is_trusted() -> None:
+def test_machines_share_every_layer_only_over_a_trusted_interface() -> None:
     flags = {"strategy": "tensor", "nodes": "2"}
     with pytest.raises(ConfigError, match=r"has all machines share layers\. .* with --trusted-interface"):
         check_ranks(load_settings(flags))
@@ -261,7 +261,7 @@ def test_machines_share_every_layer_only_where_an_interface_is_trusted() -> None
     check_ranks(load_settings(flags | {"strategy": "hybrid"}))
 
 
-def test_all_bodies_together_have_room_for_two_of_the_longest() -> None:
+def test_memory_for_request_bodies_holds_two_of_the_longest() -> None:
     assert bodies_mb(load_settings({"max_request_mb": 20})) == 320
     assert bodies_mb(load_settings({"max_request_mb": 20, "max_bodies_mb": 40})) == 40
     with pytest.raises(

@@ -1,15 +1,16 @@
-"""Files of devices, and MLX's hostfiles."""
+"""Devices files, MLX's hostfiles as such, and shares of memory."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.planner.cluster_file import estimated_cluster, load_content, read_cluster
-from mlx_ring.settings.devices_file import DevicesFile, read_devices
+from mlx_ring.settings.devices_file import DevicesFile, read_devices, read_share
 
 PROTOTYPE = """
 {"devices":[
@@ -22,13 +23,14 @@ HOSTFILE = """
 [{"ssh":"127.0.0.1","ips":["192.168.5.2"],"rdma":[null,"rdma_en3"]},
  {"ssh":"mini1@192.168.5.1","ips":["192.168.5.1"],"rdma":["rdma_en3",null]}]
 """
+NO_FIELDS: Mapping[str, object] = {}
 
 
 def read(text: str) -> DevicesFile:
     return read_devices(load_content(text, "cluster.json"), "cluster.json")
 
 
-def test_a_prototypes_file_is_read_whole() -> None:
+def test_a_prototype_s_file_is_read_completely() -> None:
     file = read(PROTOTYPE)
     assert [(device.name, device.ssh, device.memory_gb) for device in file.devices] == [
         ("studio", "studio.local", 48),
@@ -43,7 +45,7 @@ def test_a_prototypes_file_is_read_whole() -> None:
     assert file.notes == ("mini: port 50052 does nothing, for nodes take a free one.",)
 
 
-def test_yaml_says_the_same() -> None:
+def test_yaml_is_read_like_json() -> None:
     text = """
     devices:
       - {hostname: studio.local}
@@ -58,7 +60,7 @@ def test_yaml_says_the_same() -> None:
     assert file.serve == {"port": 8200}
 
 
-def test_a_hostfile_gives_ssh_and_the_interface_for_tensors() -> None:
+def test_a_hostfile_gives_ssh_targets_and_addresses() -> None:
     file = read(HOSTFILE)
     assert [(device.ssh, device.address, device.is_coordinator) for device in file.devices] == [
         ("127.0.0.1", "192.168.5.2", True),
@@ -67,26 +69,26 @@ def test_a_hostfile_gives_ssh_and_the_interface_for_tensors() -> None:
     assert file.notes == ("rdma does nothing here: `serve` takes it from --hostfile.",)
 
 
-def test_a_plan_without_the_machines_goes_by_memory_and_cores() -> None:
+def test_a_cluster_is_estimated_from_memory_and_cores() -> None:
     cluster = estimated_cluster(read(PROTOTYPE), "cluster.json")
     assert cluster == read_cluster(PROTOTYPE, "cluster.json")
     studio, mini = cluster.nodes
     assert studio.memory_bytes / 2**30 == pytest.approx(36.0)
     assert mini.memory_bytes / 2**30 == pytest.approx(10.72)
-    assert (mini.bandwidth, mini.flops) == (120e9, 4.2e12), "an M4 has these"
+    assert (mini.bandwidth, mini.flops) == (120e9, 4.2e12), "the values of an M4"
 
 
-def test_a_device_states_its_share_of_memory_itself_or_among_its_capabilities() -> None:
-    beside = with_device(gpu_memory_utilization=0.5)
-    within = with_device(capabilities={"memory_gb": 16, "gpu_cores": 10, "memory_utilization": 0.5})
-    for text in (beside, within):
+def test_a_memory_share_is_a_field_of_the_device_or_of_its_capabilities() -> None:
+    own = with_device(gpu_memory_utilization=0.5)
+    in_capabilities = with_device(capabilities={"memory_gb": 16, "gpu_cores": 10, "memory_utilization": 0.5})
+    for text in (own, in_capabilities):
         assert [device.memory_utilization for device in read(text).devices] == [None, 0.5]
         studio, mini = read_cluster(text, "cluster.json").nodes
         assert mini.usable_bytes == pytest.approx(0.5 * mini.memory_bytes, abs=1)
-        assert studio.usable_bytes == pytest.approx(0.95 * studio.memory_bytes, abs=1), "as without"
+        assert studio.usable_bytes == pytest.approx(0.95 * studio.memory_bytes, abs=1), "the default"
 
 
-def test_a_share_under_serve_is_that_of_every_device_without_its_own() -> None:
+def test_a_memory_share_under_serve_is_the_default_of_every_device() -> None:
     text = with_device(memory_utilization=1)
     file = read(json.dumps({**json.loads(text), "serve": {"memory-utilization": 0.6, "port": 8200}}))
     assert [device.memory_utilization for device in file.devices] == [0.6, 1.0]
@@ -142,7 +144,7 @@ def with_device(**changes: Any) -> str:
         ),
     ],
 )
-def test_what_cannot_be_read_is_told(text: str, sentence: str) -> None:
+def test_an_invalid_file_is_refused_with_the_reason(text: str, sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read(text)
     assert sentence in str(caught.value)
@@ -154,17 +156,48 @@ def test_planning_needs_memory_and_cores() -> None:
         read_cluster(with_device(capabilities={}), "cluster.json")
 
 
-def test_proportions_beside_another_strategy_are_told_to_do_nothing() -> None:
+def test_unused_proportions_are_noted() -> None:
     file = read(changed(sharding={"strategy": "uniform", "custom_proportions": [0.7, 0.3]}))
     assert file.proportions == ()
     assert file.notes[-1] == "custom_proportions does nothing with the strategy uniform."
 
 
-def test_what_one_device_alone_does_not_need_is_told() -> None:
-    alone = json.loads(changed(sharding={"strategy": "uniform"}))
-    alone["devices"] = [{"hostname": "a", "port": 50061, "address": "10.0.0.1"}]
-    assert read(json.dumps(alone)).notes == (
+def test_unused_fields_of_a_single_device_are_noted() -> None:
+    single = json.loads(changed(sharding={"strategy": "uniform"}))
+    single["devices"] = [{"hostname": "a", "port": 50061, "address": "10.0.0.1"}]
+    assert read(json.dumps(single)).notes == (
         "a is the only device: port and address and `sharding` do nothing.",
     )
-    alone["devices"], alone["sharding"] = [{"hostname": "a"}], {}
-    assert read(json.dumps(alone)).notes == ()
+    single["devices"], single["sharding"] = [{"hostname": "a"}], {}
+    assert read(json.dumps(single)).notes == ()
+
+
+@pytest.mark.parametrize(
+    ("fields", "share"),
+    [
+        ({"gpu_memory_utilization": None}, None),
+        ({"memory_utilization": 0.7}, 0.7),
+        ({"gpu_memory_utilization": 1}, 1.0),
+        ({"gpu-memory-utilization": 0.5}, 0.5),
+    ],
+)
+def test_a_share_is_read_under_each_name_and_in_each_place(
+    fields: Mapping[str, object], share: float | None
+) -> None:
+    assert read_share("mini", "cluster.json", fields, NO_FIELDS) == share
+    assert read_share("mini", "cluster.json", NO_FIELDS, fields) == share
+
+
+@pytest.mark.parametrize("value", [0, -0.1, 1.01, 90, "0.9", True, float("nan"), [0.9]])
+def test_an_invalid_share_is_refused_with_file_machine_and_value(value: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_share("mini", "cluster.json", {"gpu_memory_utilization": value})
+    sentence = (
+        f"cluster.json: gpu_memory_utilization of mini is {value!r}; it must be a number above 0, at most 1."
+    )
+    assert str(caught.value) == sentence
+
+
+def test_a_share_given_twice_is_refused() -> None:
+    with pytest.raises(ConfigError, match="of mini stands there twice, as memory_utilization and gpu_"):
+        read_share("mini", "cluster.json", {"memory_utilization": 0.5}, {"gpu_memory_utilization": 0.5})

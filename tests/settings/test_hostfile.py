@@ -1,4 +1,4 @@
-"""MLX's hostfiles, in each of their forms, and what they may not say."""
+"""MLX's hostfiles in each of their forms, their errors, and the workers that `serve --hostfile` starts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PAIR: list[dict[str, object]] = [
 ]
 
 
-def test_the_form_with_fields_gives_backend_variables_and_the_matrix_as_mlx_reads_it() -> None:
+def test_a_hostfile_with_fields_gives_backend_variables_and_rdma_matrix() -> None:
     file = read_hostfile({"backend": "jaccl", "envs": ["A=1=2"], "hosts": PAIR}, "x")
     assert [(host.ssh, host.ips) for host in file.hosts] == [("a", ("10.0.0.1",)), ("b", ("10.0.0.2",))]
     assert (file.backend, file.variables) == ("jaccl", {"A": "1=2"})
@@ -27,9 +27,7 @@ def test_the_form_with_fields_gives_backend_variables_and_the_matrix_as_mlx_read
     assert as_json(file.rdma) == [[None, "rdma_en2"], ["rdma_en3", None]]
 
 
-def test_a_ring_of_jaccl_is_a_backend_with_a_variable_and_may_leave_those_apart_that_are_no_neighbours() -> (
-    None
-):
+def test_a_jaccl_ring_sets_a_variable_and_needs_cables_to_neighbours_only() -> None:
     rows: list[list[object]] = [
         [None, "rdma_en2", None, "rdma_en3"],
         ["rdma_en2", None, "rdma_en3", None],
@@ -43,14 +41,14 @@ def test_a_ring_of_jaccl_is_a_backend_with_a_variable_and_may_leave_those_apart_
     assert as_json(part_of(file.rdma, (0, 1))) == [[None, "rdma_en2"], ["rdma_en2", None]]
 
 
-def test_several_cables_are_a_list_of_devices() -> None:
+def test_several_cables_between_two_hosts_are_a_list_of_devices() -> None:
     rows = [[None, ["rdma_en2", "rdma_en4"]], [["rdma_en3", "rdma_en5"], None]]
     file = read_hostfile([{"ssh": f"m{place}", "rdma": row} for place, row in enumerate(rows)], "x")
     assert file.rdma is not None
     assert as_json(file.rdma) == rows
 
 
-WRONG: list[tuple[object, str]] = [
+INVALID: list[tuple[object, str]] = [
     ([], "x is a hostfile without hosts"),
     ([["127.0.0.1"]], "'127.0.0.1' is no place to listen; it must be such as 127.0.0.1:32323"),
     ([["::1:80"]], "'::1:80' is no place to listen"),
@@ -86,13 +84,13 @@ WRONG: list[tuple[object, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("content", "said"), WRONG)
-def test_what_is_wrong_is_named(content: object, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+@pytest.mark.parametrize(("content", "sentence"), INVALID)
+def test_an_invalid_hostfile_is_refused_with_the_reason(content: object, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
         read_hostfile(content, "x")
 
 
-def test_a_file_that_cannot_be_read_or_is_none_is_named(tmp_path: Path) -> None:
+def test_an_unreadable_file_and_another_format_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "hosts.json"
     with pytest.raises(ConfigError, match=r"hosts\.json cannot be read"):
         load_hostfile(file)
@@ -101,33 +99,33 @@ def test_a_file_that_cannot_be_read_or_is_none_is_named(tmp_path: Path) -> None:
         load_hostfile(file)
 
 
-# ---- what `serve --hostfile` makes of it
+# ---- the group of workers that `serve --hostfile` starts
 
 
-def settings(tmp_path: Path, content: object, **more: object) -> Settings:
+def settings(tmp_path: Path, content: object, **options: object) -> Settings:
     file = tmp_path / "hosts.json"
     file.write_text(json.dumps(content))
-    return Settings(hostfile=file, **more)  # pyright: ignore[reportArgumentType] - values as they come
+    return Settings(hostfile=file, **options)  # pyright: ignore[reportArgumentType] - values as they come
 
 
-HERE = [{"ssh": "127.0.0.1", "ips": ["127.0.0.1"]}, {"ssh": "localhost"}]
+LOCAL_HOSTS = [{"ssh": "127.0.0.1", "ips": ["127.0.0.1"]}, {"ssh": "localhost"}]
 RING = [["127.0.0.1:5001", "127.0.0.1:5002"], ["127.0.0.1:5003"]]
 
 
-def test_there_are_as_many_ranks_as_hosts_at_the_ports_that_the_file_names(tmp_path: Path) -> None:
-    found = with_named_group(settings(tmp_path, RING))
-    assert (found.tp, found.backend) == (2, "auto")
-    assert named_addresses(found) == ("127.0.0.1:5001,127.0.0.1:5002", "127.0.0.1:5003")
+def test_a_hostfile_sets_the_number_of_ranks_and_their_addresses(tmp_path: Path) -> None:
+    grouped = with_named_group(settings(tmp_path, RING))
+    assert (grouped.tp, grouped.backend) == (2, "auto")
+    assert named_addresses(grouped) == ("127.0.0.1:5001,127.0.0.1:5002", "127.0.0.1:5003")
     assert with_named_group(settings(tmp_path, RING, link="ring")).stages == 2
-    free = with_named_group(settings(tmp_path, {"backend": "mpi", "hosts": HERE}))
-    assert (free.tp, free.backend, named_addresses(free)) == (2, "mpi", ())
+    without_ports = with_named_group(settings(tmp_path, {"backend": "mpi", "hosts": LOCAL_HOSTS}))
+    assert (without_ports.tp, without_ports.backend, named_addresses(without_ports)) == (2, "mpi", ())
 
 
-def test_a_cluster_takes_devices_and_the_backend_of_a_file_and_no_ranks(tmp_path: Path) -> None:
+def test_a_cluster_reads_rdma_devices_and_the_backend_but_no_ranks(tmp_path: Path) -> None:
     given = settings(tmp_path, {"backend": "jaccl", "hosts": PAIR}, nodes=2, tp=2)
-    found = with_named_group(given)
-    assert (found.tp, found.backend, named_addresses(found)) == (2, "jaccl", ())
-    machines = named_machines(found)
+    grouped = with_named_group(given)
+    assert (grouped.tp, grouped.backend, named_addresses(grouped)) == (2, "jaccl", ())
+    machines = named_machines(grouped)
     assert machines is not None
     assert machines.rdma == (((), ("rdma_en2",)), (("rdma_en3",), ()))
     assert with_named_group(given.model_copy(update={"tp": 1})).backend == "auto", "nothing is joined"
@@ -137,18 +135,18 @@ def test_a_cluster_takes_devices_and_the_backend_of_a_file_and_no_ranks(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("content", "more", "said"),
+    ("content", "options", "sentence"),
     [
         (PAIR, {"model": "m"}, r"names a, b, and `serve`.*mlx-ring cluster start -c .*hosts\.json --model m"),
-        ([*HERE, {"ssh": "127.0.0.1", "ips": ["192.0.2.7"]}], {}, "names 127.0.0.1, and"),
+        ([*LOCAL_HOSTS, {"ssh": "127.0.0.1", "ips": ["192.0.2.7"]}], {}, "names 127.0.0.1, and"),
         (
             {"backend": "jaccl", "hosts": [{"ssh": "127.0.0.1", "rdma": [None]}]},
             {},
             "rdma leads to other machines",
         ),
-        (HERE, {"tp": 3}, "names 2 ranks, and 3 are asked for"),
+        (LOCAL_HOSTS, {"tp": 3}, "names 2 ranks, and 3 are asked for"),
         (RING, {"nodes": 2}, "names workers of this machine, and --nodes is 2"),
-        (HERE, {"nodes": 2}, "tells neither `rdma` nor `backend`"),
+        (LOCAL_HOSTS, {"nodes": 2}, "tells neither `rdma` nor `backend`"),
         (
             {"hosts": PAIR, "envs": ["A=1"]},
             {"nodes": 2},
@@ -158,8 +156,8 @@ def test_a_cluster_takes_devices_and_the_backend_of_a_file_and_no_ranks(tmp_path
         (RING, {"stages": 2, "tp": 2}, "names ports for one group of workers, and there would be 2"),
     ],
 )
-def test_hosts_that_do_not_fit_are_refused(
-    content: object, more: dict[str, object], said: str, tmp_path: Path
+def test_hosts_that_contradict_the_settings_are_refused(
+    content: object, options: dict[str, object], sentence: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=said):
-        with_named_group(settings(tmp_path, content, **more))
+    with pytest.raises(ConfigError, match=sentence):
+        with_named_group(settings(tmp_path, content, **options))

@@ -1,4 +1,4 @@
-"""Names of earlier prototypes' settings."""
+"""Setting names of earlier prototypes."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ KNOWN = [
 ]
 
 
-def today(**old: str) -> dict[str, tuple[str, str]]:
-    return {name: (found.setting, found.value) for name, found in of_today(old, ".env").items()}
+def translated(**old: str) -> dict[str, tuple[str, str]]:
+    return {name: (new.setting, new.value) for name, new in of_today(old, ".env").items()}
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_every_known_name_is_honoured_or_refused(name: str) -> None:
+def test_every_known_name_is_translated_or_refused(name: str) -> None:
     assert is_old(name)
     assert (name in COUNTERPARTS) != (name in WITHOUT_COUNTERPART)
 
 
-def test_old_names_set_settings_of_today() -> None:
-    found = today(
+def test_old_names_set_today_s_settings() -> None:
+    settings = translated(
         MODEL_REPO="mlx-community/Qwen3-14B-4bit",
         API_PORT="8200",
         NUM_DEVICES="2",
@@ -57,7 +57,7 @@ def test_old_names_set_settings_of_today() -> None:
         MAX_SEQUENCE_LENGTH="4096",
         LOG_LEVEL="WARN",
     )
-    assert found == {
+    assert settings == {
         "MODEL_REPO": ("model", "mlx-community/Qwen3-14B-4bit"),
         "API_PORT": ("port", "8200"),
         "NUM_DEVICES": ("nodes", "2"),
@@ -65,27 +65,27 @@ def test_old_names_set_settings_of_today() -> None:
         "MAX_SEQUENCE_LENGTH": ("max_model_len", "4096"),
         "LOG_LEVEL": ("log_level", "warning"),
     }
-    assert {setting for setting, _ in found.values()} <= Settings.model_fields.keys()
+    assert {setting for setting, _ in settings.values()} <= Settings.model_fields.keys()
 
 
-def test_a_kv_size_is_tokens_or_bytes_or_no_limit() -> None:
-    assert today(KV_CACHE_MAX_SIZE="4096") == {"KV_CACHE_MAX_SIZE": ("max_model_len", "4096")}
-    assert today(KV_CACHE_MAX_SIZE="2GB") == {"KV_CACHE_MAX_SIZE": ("kv_cache_memory", "2GB")}
-    assert today(KV_CACHE_MAX_SIZE="None") == {}
+def test_a_kv_cache_size_is_in_tokens_or_bytes_or_unlimited() -> None:
+    assert translated(KV_CACHE_MAX_SIZE="4096") == {"KV_CACHE_MAX_SIZE": ("max_model_len", "4096")}
+    assert translated(KV_CACHE_MAX_SIZE="2GB") == {"KV_CACHE_MAX_SIZE": ("kv_cache_memory", "2GB")}
+    assert translated(KV_CACHE_MAX_SIZE="None") == {}
 
 
-def test_a_name_beside_a_repository_is_what_clients_see() -> None:
-    assert today(MODEL_NAME="demo") == {"MODEL_NAME": ("model", "demo")}
-    assert today(MODEL_REPO="demo", MODEL_NAME="ours")["MODEL_NAME"] == ("served_model_name", "ours")
+def test_a_model_name_beside_a_repository_is_the_served_name() -> None:
+    assert translated(MODEL_NAME="demo") == {"MODEL_NAME": ("model", "demo")}
+    assert translated(MODEL_REPO="demo", MODEL_NAME="ours")["MODEL_NAME"] == ("served_model_name", "ours")
 
 
-def test_one_machine_or_several_is_told_by_their_number() -> None:
-    assert today(DISTRIBUTED="false") == {"DISTRIBUTED": ("nodes", "1")}
-    assert today(DISTRIBUTED="true", WORLD_SIZE="2") == {"WORLD_SIZE": ("nodes", "2")}
+def test_distributed_settings_become_a_number_of_nodes() -> None:
+    assert translated(DISTRIBUTED="false") == {"DISTRIBUTED": ("nodes", "1")}
+    assert translated(DISTRIBUTED="true", WORLD_SIZE="2") == {"WORLD_SIZE": ("nodes", "2")}
 
 
 @pytest.mark.parametrize(
-    ("old", "said"),
+    ("old", "sentence"),
     [
         (
             {"POLL_INTERVAL_SECONDS": "1"},
@@ -105,13 +105,13 @@ def test_one_machine_or_several_is_told_by_their_number() -> None:
         ({"DISTRIBUTED": "maybe"}, "DISTRIBUTED in .env is maybe; it must be true or false."),
     ],
 )
-def test_what_means_nothing_here_is_refused_with_the_reason(old: dict[str, str], said: str) -> None:
+def test_names_without_a_counterpart_are_refused_with_the_reason(old: dict[str, str], sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
         of_today(old, ".env")
-    assert said in str(caught.value)
+    assert sentence in str(caught.value)
 
 
-def test_strategies_have_had_other_names() -> None:
+def test_old_names_of_strategies_are_translated() -> None:
     assert [
         current_strategy(name) for name in ("memory_proportional", "compute_proportional", "balanced", "x")
     ] == [

@@ -1,4 +1,4 @@
-"""Where a setting's value comes from, and what is told of one that is wrong."""
+"""Sources of settings, their precedence, and errors that name the source."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mlx_ring.settings.settings_sources import (
 
 
 @pytest.fixture(autouse=True)
-def no_settings_of_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def clear_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in Settings.model_fields:
         monkeypatch.delenv(f"MLX_RING_{name.upper()}", raising=False)
     monkeypatch.delenv("MLX_RING_CONFIG", raising=False)
@@ -31,12 +31,12 @@ def message(**flags: object) -> str:
     return str(caught.value)
 
 
-def test_without_any_source_the_defaults_serve_the_demo_on_this_machine() -> None:
+def test_without_any_source_the_defaults_apply() -> None:
     settings = load_settings({})
     assert (settings.model, settings.host, settings.port, settings.stages) == ("demo", "127.0.0.1", 8100, 1)
 
 
-def test_a_flag_wins_over_the_environment_that_over_dotenv_and_that_over_the_file(
+def test_flags_precede_the_environment_then_dotenv_then_the_file(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     file = tmp_path / "ring.yaml"
@@ -49,7 +49,7 @@ def test_a_flag_wins_over_the_environment_that_over_dotenv_and_that_over_the_fil
 
 
 @pytest.mark.parametrize("source", ["flag", "environment", "dotenv", "yaml", "json"])
-def test_each_source_alone_is_heard(source: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_each_source_alone_is_read(source: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     flags: dict[str, object] = {}
     config: Path | None = None
     match source:
@@ -69,7 +69,7 @@ def test_each_source_alone_is_heard(source: str, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("source", ["environment", "dotenv", "yaml"])
-def test_a_name_of_an_earlier_version_is_read_with_one_line_of_log(
+def test_a_former_name_is_read_and_logs_one_line(
     source: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config: Path | None = None
@@ -87,19 +87,19 @@ def test_a_name_of_an_earlier_version_is_read_with_one_line_of_log(
     assert "max" in record.message.lower()
 
 
-def test_todays_name_of_a_setting_takes_precedence_over_its_old_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_current_name_precedes_the_former_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLX_RING_AIM", "throughput")
     monkeypatch.setenv("MLX_RING_OPTIMIZE_FOR", "latency")
     assert load_settings({}).optimize_for == "latency"
 
 
-def test_the_environment_may_name_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_environment_can_name_the_settings_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "ring.yaml").write_text("port: 9\n")
     monkeypatch.setenv("MLX_RING_CONFIG", "ring.yaml")
     assert load_settings({}).port == 9
 
 
-def test_a_file_may_have_the_names_that_the_command_line_takes_too(tmp_path: Path) -> None:
+def test_a_file_can_use_the_aliases_of_flags(tmp_path: Path) -> None:
     path = tmp_path / "settings.yaml"
     path.write_text("pipeline-parallel-size: 2\nenable_prefix_caching: off\n")
     settings = load_settings({}, config=path)
@@ -109,12 +109,12 @@ def test_a_file_may_have_the_names_that_the_command_line_takes_too(tmp_path: Pat
         load_settings({}, config=path)
 
 
-def test_an_empty_variable_counts_as_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_variable_counts_as_unset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLX_RING_PORT", "")
     assert load_settings({}).port == 8100
 
 
-def test_the_sentence_says_where_the_value_was_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_error_names_the_source_of_the_value(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MLX_RING_PORT", "x")
     assert message().startswith("MLX_RING_PORT is x;")
     monkeypatch.delenv("MLX_RING_PORT")
@@ -126,12 +126,12 @@ def test_the_sentence_says_where_the_value_was_given(monkeypatch: pytest.MonkeyP
     assert message().startswith("'port' in ring.yaml is [1];")
 
 
-def test_several_bad_values_are_told_together() -> None:
+def test_several_invalid_values_are_reported_together() -> None:
     assert message(port="a", stages="b").count("it must be") == 2
 
 
 @pytest.mark.parametrize(
-    ("content", "part"),
+    ("content", "sentence"),
     [
         ("prot: 1\n", "the key 'prot', which is no setting; did you mean port?"),
         ("devices: []\n", "the key 'devices', which is no setting"),
@@ -140,44 +140,44 @@ def test_several_bad_values_are_told_together() -> None:
         ("a: [\n", "is no valid YAML or JSON"),
     ],
 )
-def test_a_file_that_cannot_be_meant_is_refused_by_name(content: str, part: str, tmp_path: Path) -> None:
+def test_an_invalid_settings_file_is_refused_by_name(content: str, sentence: str, tmp_path: Path) -> None:
     file = tmp_path / "ring.yaml"
     file.write_text(content)
     with pytest.raises(ConfigError) as caught:
         load_settings({}, config=file)
-    assert part in str(caught.value)
+    assert sentence in str(caught.value)
     assert str(file) in str(caught.value)
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_settings_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none\.yaml does not exist"):
         load_settings({}, config=tmp_path / "none.yaml")
 
 
-def test_a_misspelt_variable_is_refused_and_the_right_one_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_misspelt_variable_is_refused_with_a_suggestion(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLX_RING_PROT", "1")
     assert message() == "MLX_RING_PROT is no setting; did you mean MLX_RING_PORT?"
 
 
-def test_a_variable_of_mlx_itself_is_let_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variable_of_mlx_itself_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLX_RING_VERBOSE", "1")
     assert load_settings({}).port == 8100
 
 
-def test_which_settings_a_folder_has_is_known_without_heeding_them(tmp_path: Path) -> None:
+def test_names_in_dotenv_are_listed_without_their_values(tmp_path: Path) -> None:
     assert names_in_dotenv(tmp_path) == ()
     (tmp_path / ".env").write_text("MLX_RING_PORT=1\nMODEL_REPO=demo\nEDITOR=vi\n")
     assert names_in_dotenv(tmp_path) == ("MLX_RING_PORT", "MODEL_REPO")
 
 
-def test_which_settings_the_environment_has_is_known_without_heeding_them(
+def test_names_in_the_environment_are_listed_without_a_check_of_values(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("MLX_RING_PORT", "none")
     assert "MLX_RING_PORT" in names_in_environment()
 
 
-def test_values_for_a_server_elsewhere_are_checked_with_nothing_that_is_given_here(
+def test_values_for_another_machine_are_checked_without_local_settings(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("MLX_RING_PORT", "none")
@@ -186,7 +186,7 @@ def test_values_for_a_server_elsewhere_are_checked_with_nothing_that_is_given_he
         check_values({"log_level": "loud"}, " there")
 
 
-def test_a_prototypes_env_file_works_with_a_line_of_log_for_each_name(
+def test_a_prototype_s_env_file_is_read_and_logs_each_name(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / ".env").write_text(
@@ -201,12 +201,12 @@ def test_a_prototypes_env_file_works_with_a_line_of_log_for_each_name(
     ]
 
 
-def test_an_old_name_says_where_its_bad_value_stands(tmp_path: Path) -> None:
+def test_an_invalid_value_of_an_old_name_is_reported_with_its_file(tmp_path: Path) -> None:
     (tmp_path / ".env").write_text("API_PORT=x\n")
     assert message().startswith(f"API_PORT in {tmp_path / '.env'} is x; it must be a whole number")
 
 
-def test_old_names_in_the_environment_are_somebody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_names_in_the_environment_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("API_PORT", "8200")
     monkeypatch.setenv("RANK", "1")
     assert load_settings({}).port == 8100
