@@ -12,7 +12,7 @@ import grpc
 import numpy as np
 import pytest
 import zstandard
-from tests.worker.collective.pairs import KINDS, Passing, joined_pair
+from tests.worker.collective.pairs import KINDS, ForwardingInbox, joined_pair
 
 from mlx_ring.core.errors import ProtocolError, StaleMessage, StepFailed, WorkerLost, WorkerStuck
 from mlx_ring.rpc import links
@@ -67,15 +67,15 @@ def _serve(inbox: Inbox, address: str) -> tuple[grpc.Server, int]:
 @pytest.fixture(scope="module")
 def collectives() -> Iterator[Callable[[str, Inbox], LinkSender]]:
     """Make a pair of each kind deliver to an inbox, because they take a while to start."""
-    started: dict[str, tuple[LinkSender, Passing]] = {}
+    started: dict[str, tuple[LinkSender, ForwardingInbox]] = {}
     with ExitStack() as stack:
 
         def into(kind: str, inbox: Inbox) -> LinkSender:
             if kind not in started:
-                passing = Passing()
-                started[kind] = stack.enter_context(joined_pair(kind, passing)), passing
-            pair, passing = started[kind]
-            passing.to = inbox
+                forwarding = ForwardingInbox()
+                started[kind] = stack.enter_context(joined_pair(kind, forwarding)), forwarding
+            pair, forwarding = started[kind]
+            forwarding.target = inbox
             return pair
 
         yield into

@@ -1,4 +1,4 @@
-"""Folders of tiny random models, as `save_pretrained` would leave them, less the tokenizer."""
+"""Folders of tiny random models, as `save_pretrained` would write them, without the tokenizer."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def write_random_model(
     """Make the model of `config` with seeded normal weights in float32 and write its folder.
 
     Args:
-        spread: their standard deviation.
-        norm: the mean of those of norms; with more than some layers, one and a smaller spread keep numbers in bounds.
+        spread: standard deviation of the weights.
+        norm: mean of the norms' weights. In deeper models, 1.0 and a smaller spread keep numbers in bounds.
     """
     folder.mkdir(parents=True, exist_ok=True)
     model_class, arguments_class = cast("tuple[Any, Any]", cast("object", _get_classes(config)))

@@ -1,4 +1,4 @@
-"""Stages in one process, joined by in-process links: what tests of the step loop drive."""
+"""Stages in one process, joined by in-process links, for tests of the step loop."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from tests.worker.collective.in_process import InProcessWay
+from tests.worker.collective.in_process import InProcessTransport
 
 from mlx_ring.core.types import LayerRange
 from mlx_ring.models.model_folder import read_model_folder
@@ -35,7 +35,7 @@ def grammar_id(kind: str, text: str) -> int:
 
 
 class ReadyGrammars(GrammarCompiler):
-    """Grammars that are there when a step names them, as the head sees to it."""
+    """Compiler whose grammars are ready when a step names them, as the head ensures."""
 
     def begin(self, opened: step_pb2.Open) -> AnswerGrammar:
         prepare(self, opened.grammar, _GRAMMARS[opened.grammar - 1])
@@ -43,7 +43,7 @@ class ReadyGrammars(GrammarCompiler):
 
 
 def prepare(compiler: GrammarCompiler, id_: int, grammar: step_pb2.Grammar) -> BaseException | None:
-    """Ask for a grammar and wait for it; gives why there is none."""
+    """Prepare a grammar and wait for it; return the error if it failed."""
     answer = Future[BaseException | None]()
     compiler.prepare(worker_pb2.PrepareGrammar(id=id_, grammar=grammar), answer.set_result)
     return answer.result(60)
@@ -56,10 +56,10 @@ def make_stages(folder: Path, cuts: Sequence[int], **options: Any) -> list[Stage
 
 
 def make_collective_stages(folder: Path, cuts: Sequence[int]) -> list[StageRunner]:
-    """Return the same, with activations over the twin of a collective."""
+    """Return such runners, whose activations use the twin of a collective."""
     inboxes = [Inbox("test", 1) for _ in cuts[1:]]
-    ways = [InProcessWay() for _ in inboxes[1:]]
-    return [_stage(folder, cuts, stage, inboxes, ways, {}) for stage in range(len(inboxes))]
+    transports = [InProcessTransport() for _ in inboxes[1:]]
+    return [_stage(folder, cuts, stage, inboxes, transports, {}) for stage in range(len(inboxes))]
 
 
 def _stage(
@@ -67,7 +67,7 @@ def _stage(
     cuts: Sequence[int],
     stage: int,
     inboxes: Sequence[Inbox],
-    ways: Sequence[InProcessWay],
+    transports: Sequence[InProcessTransport],
     options: dict[str, Any],
 ) -> StageRunner:
     last = stage == len(inboxes) - 1
@@ -78,9 +78,9 @@ def _stage(
         None if last else InProcessLink(inboxes[stage + 1]),
         InProcessLink(inboxes[0]) if last and stage else None,
     )
-    if ways:
+    if transports:
         links = with_collectives(
-            links, model, ways[stage - 1] if stage else None, None if last else ways[stage]
+            links, model, transports[stage - 1] if stage else None, None if last else transports[stage]
         )
     assignment = worker_pb2.StageAssignment(instance="test", epoch=1, stage=stage)
     kv = KVStore(model.make_layer_caches(), model.dtype)
@@ -89,7 +89,7 @@ def _stage(
 
 
 class Steps:
-    """Makes steps that follow each other."""
+    """Source of steps that follow each other."""
 
     def __init__(self) -> None:
         self.step = 0
@@ -115,7 +115,7 @@ class Steps:
 
 
 class Pipeline(Steps):
-    """Stages driven step by step: each answers before the next begins."""
+    """Stages that run step by step: each answers before the next one starts."""
 
     def __init__(self, folder: Path, cuts: Sequence[int], *, collective: bool = False) -> None:
         super().__init__()
@@ -181,5 +181,5 @@ def tokens_of(result: step_pb2.RowResult) -> list[int]:
 
 
 def answer_all(runner: StageRunner, *steps: step_pb2.Step) -> list[step_pb2.StepDone]:
-    """Return the answers to steps that all come before the first is answered."""
+    """Return the answers to steps that all arrive before the first is answered."""
     return [*(done for step in steps for done in runner.take(step, 0)), *runner.finish()]

@@ -1,14 +1,19 @@
+"""Compute thread: its queue of jobs, and its scheduling policy."""
+
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from mlx_ring.worker.compute_thread import JobQueue
+from mlx_ring.worker.compute_thread import JobQueue, prefer_latency, prefer_throughput
 
 
-def test_jobs_are_taken_in_the_order_in_which_they_came() -> None:
+def test_jobs_are_taken_in_order_of_arrival() -> None:
     jobs = JobQueue[int]()
     for job in range(3):
         jobs.put(job)
@@ -17,13 +22,13 @@ def test_jobs_are_taken_in_the_order_in_which_they_came() -> None:
 
 
 @pytest.mark.timeout(60)
-def test_a_wait_ends_however_short_it_is_and_however_late_it_begins() -> None:
-    """`queue.SimpleQueue` fails this within a few thousand turns on Python 3.11 and 3.12."""
+def test_very_short_wait_always_ends() -> None:
+    """Repeat often: `queue.SimpleQueue` fails this within a few thousand waits on Python 3.11 and 3.12."""
     for _ in range(50_000):
         assert JobQueue[int]().get_within(1e-7) is None
 
 
-def test_whoever_waits_is_woken_by_what_comes_from_another_thread() -> None:
+def test_waiting_thread_gets_jobs_from_another_thread() -> None:
     jobs, taken, count = JobQueue[int](), list[int](), 20_000
 
     def take() -> None:
@@ -40,7 +45,7 @@ def test_whoever_waits_is_woken_by_what_comes_from_another_thread() -> None:
     assert taken == list(range(count))
 
 
-def test_a_signal_handler_wakes_the_thread_that_it_interrupts() -> None:
+def test_job_from_a_signal_handler_wakes_the_interrupted_thread() -> None:
     jobs = JobQueue[int]()
     before = signal.signal(signal.SIGALRM, lambda _number, _frame: jobs.put(7))
     try:
@@ -48,3 +53,17 @@ def test_a_signal_handler_wakes_the_thread_that_it_interrupts() -> None:
         assert jobs.get() == 7
     finally:
         signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has these scheduling policies")
+def test_scheduling_policy_applies_to_a_thread_and_those_that_it_starts() -> None:
+    def policies() -> list[int]:
+        prefer_throughput()
+        with ThreadPoolExecutor(1) as started:
+            seen = [os.sched_getscheduler(0), started.submit(os.sched_getscheduler, 0).result()]
+        prefer_latency()
+        return [*seen, os.sched_getscheduler(0)]
+
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(policies).result() == [os.SCHED_BATCH, os.SCHED_BATCH, os.SCHED_OTHER]
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER

@@ -1,6 +1,6 @@
-"""Passes that are computed while they are built: the same tokens, and no harm where one is broken off."""
+"""Passes evaluated while they are built: same tokens, and a pass that fails affects no other row."""
 
-# How passes are built shows only inside.
+# Only private attributes show how passes are built.
 # pyright: reportPrivateUsage=false
 
 from __future__ import annotations
@@ -24,11 +24,17 @@ from tests.worker.stages import (
     tokens_of,
     want,
 )
-from tests.worker.test_lookahead import GEMMA3, SAMPLINGS, alone, drawn, watch
+from tests.worker.test_lookahead import (
+    GEMMA3,
+    SAMPLINGS,
+    record_steps_built_ahead,
+    tokens_alone,
+    tokens_by_sequence,
+)
 
 from mlx_ring.worker.platform import attention
 
-COUNTED = "_exponentials"
+PATCHED = "_exponentials"
 
 
 @pytest.fixture(scope="module", params=["qwen3", "gemma3"])
@@ -38,8 +44,8 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture
-def at_once(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Every row of more than one token is computed at once; what was, in scores."""
+def evaluated_scores(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Evaluate every row of more than one token while its pass is built; return the numbers of scores."""
     computed: list[int] = []
     exponentials = attention._exponentials
 
@@ -47,7 +53,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         computed.append(scores.size)
         return exponentials(scores, *others)
 
-    monkeypatch.setattr(attention, COUNTED, count)
+    monkeypatch.setattr(attention, PATCHED, count)
     monkeypatch.setattr(attention, "WORTH_IT", 1)
     monkeypatch.setattr(attention, "is_slow_here", lambda: True)
     return computed
@@ -55,13 +61,13 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("stages", sorted(CUTS))
 @pytest.mark.parametrize("sampling", SAMPLINGS[:3], ids=str)
-def test_tokens_are_those_of_passes_that_are_built_first(
-    folder: Path, at_once: list[int], sampling: dict[str, Any], stages: int
+def test_passes_evaluated_while_built_give_the_tokens_of_lazy_passes(
+    folder: Path, evaluated_scores: list[int], sampling: dict[str, Any], stages: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "is_slow_here", lambda: False)
-        expected = alone(folder, PROMPT, sampling)
-    assert not at_once
+        expected = tokens_alone(folder, PROMPT, sampling)
+    assert not evaluated_scores
     pipeline = Pipeline(folder, CUTS[stages])
     pipeline.results(chunk(1, 0, PROMPT[:4]), operations=[open_sequence(1, **sampling)])
     first = pipeline.results(chunk(1, 4, PROMPT[4:], want()), hand_over=True)
@@ -70,14 +76,14 @@ def test_tokens_are_those_of_passes_that_are_built_first(
         row = previous(1, len(PROMPT) + len(tokens) - 1)
         tokens += tokens_of(pipeline.results(row, hand_over=True)[1])
     assert tokens == expected
-    assert at_once
+    assert evaluated_scores
 
 
-def test_a_chunk_that_is_computed_at_once_is_not_built_ahead(
-    folder: Path, at_once: list[int], monkeypatch: pytest.MonkeyPatch
+def test_chunk_evaluated_while_built_is_not_built_ahead(
+    folder: Path, evaluated_scores: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (runner,) = make_stages(folder, CUTS[1], submits_ahead=False)
-    ahead = watch(runner, monkeypatch)
+    ahead = record_steps_built_ahead(runner, monkeypatch)
     steps = Steps()
     opened = [open_sequence(1), open_sequence(2)]
     dones = answer_all(
@@ -88,13 +94,17 @@ def test_a_chunk_that_is_computed_at_once_is_not_built_ahead(
         steps.make(previous(1, len(PROMPT) + 1)),
     )
     assert ahead == [2, 4]
-    assert at_once
-    tokens = [*drawn(dones[0])[1], *drawn(dones[1])[1], *drawn(dones[3])[1]]
-    assert tokens == alone(folder, PROMPT, {})[:3]
+    assert evaluated_scores
+    tokens = [
+        *tokens_by_sequence(dones[0])[1],
+        *tokens_by_sequence(dones[1])[1],
+        *tokens_by_sequence(dones[3])[1],
+    ]
+    assert tokens == tokens_alone(folder, PROMPT, {})[:3]
 
 
-def test_a_pass_that_is_broken_off_harms_no_other_row(
-    folder: Path, at_once: list[int], monkeypatch: pytest.MonkeyPatch
+def test_pass_that_fails_while_built_affects_no_other_row(
+    folder: Path, evaluated_scores: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (runner,) = make_stages(folder, CUTS[1], submits_ahead=False)
     steps = Steps()
@@ -104,17 +114,17 @@ def test_a_pass_that_is_broken_off_harms_no_other_row(
         steps.make(chunk(1, 0, PROMPT, want()), operations=opened),
         steps.make(chunk(1, len(PROMPT), [3, 4], want()), chunk(2, 0, PROMPT[:3], want())),
     )
-    told = [*drawn(first)[1], *drawn(second)[1]]
-    compute, left = attention._exponentials, [1]
+    tokens_before = [*tokens_by_sequence(first)[1], *tokens_by_sequence(second)[1]]
+    compute, calls_left = attention._exponentials, [1]
 
-    def break_off(*given: Any) -> attention._Numbers:
-        if not left:
-            monkeypatch.setattr(attention, COUNTED, compute)
+    def fail_second_call(*given: Any) -> attention._Numbers:
+        if not calls_left:
+            monkeypatch.setattr(attention, PATCHED, compute)
             raise MemoryError("no room")
-        left.pop()
+        calls_left.pop()
         return compute(*given)
 
-    monkeypatch.setattr(attention, COUNTED, break_off)
+    monkeypatch.setattr(attention, PATCHED, fail_second_call)
     failed = runner.run(steps.make(chunk(1, len(PROMPT) + 2, [7, 8, 9], want())), 0)
     assert failed.failure.message == "MemoryError: no room"
     again = runner.run(steps.make(chunk(1, len(PROMPT) + 2, [7, 8, 9], want()), previous(2, 3)), 0)
@@ -124,8 +134,8 @@ def test_a_pass_that_is_broken_off_harms_no_other_row(
     third = fresh.run(
         whole.make(chunk(1, 0, [*PROMPT, 3, 4, 7, 8, 9], want()), operations=[open_sequence(1)]), 0
     )
-    assert drawn(again)[1] == drawn(third)[1]
-    assert drawn(again)[2] == alone(folder, PROMPT[:3], {})[1:2]
-    assert told[0] == alone(folder, PROMPT, {})[0]
-    assert at_once
+    assert tokens_by_sequence(again)[1] == tokens_by_sequence(third)[1]
+    assert tokens_by_sequence(again)[2] == tokens_alone(folder, PROMPT[:3], {})[1:2]
+    assert tokens_before[0] == tokens_alone(folder, PROMPT, {})[0]
+    assert evaluated_scores
     assert not runner.run(steps.make(operations=[free(1), free(2)]), 0).kv_bytes

@@ -1,6 +1,6 @@
-"""Steps built before the one before them is done: the same tokens, whatever happens on the way."""
+"""Steps built ahead, before the previous step is done: they give the same tokens in every case."""
 
-# What is built when shows only inside.
+# Only private attributes show when a step is built.
 # pyright: reportPrivateUsage=false
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SAMPLINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.7, "repetition_penalty": 1.3, "frequency_penalty": 0.4},
     {"temperature": 0.9, "min_p": 0.05, "min_tokens": 6, "eos": [5, 7, 9, 11]},
     {"logprobs": True, "top_logprobs": 2},
-    # Greedy, this model repeats itself: every token that the penalty misses shows.
+    # Greedy, this model repeats itself, which reveals every token that the penalty misses.
     {"frequency_penalty": 1.5},
 )
 LENGTH = 14
@@ -64,7 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass
 class Answer:
-    """A sequence, the tokens it gives when it steps alone, and how far a script has come with it."""
+    """Sequence, its tokens when it steps alone, and a script's progress with it."""
 
     sequence: int
     prompt: list[int]
@@ -84,7 +84,7 @@ class Script:
     steps: list[step_pb2.Step] = field(default_factory=list[step_pb2.Step])
     expected: list[dict[int, list[int]]] = field(default_factory=list[dict[int, list[int]]])
     operations: list[step_pb2.CacheOperation] = field(default_factory=list[step_pb2.CacheOperation])
-    """For the next step."""
+    """Operations for the next step."""
 
     def add(self, rows: Sequence[step_pb2.Row], expected: dict[int, list[int]]) -> None:
         operations, self.operations = self.operations, []
@@ -102,7 +102,7 @@ class Script:
         self.expected.append(expected)
 
 
-def alone(folder: Path, prompt: list[int], sampling: dict[str, Any]) -> list[int]:
+def tokens_alone(folder: Path, prompt: list[int], sampling: dict[str, Any]) -> list[int]:
     """Return the tokens of a sequence that steps alone, waiting for each step."""
     pipeline = Pipeline(folder, CUTS[1])
     first = pipeline.results(
@@ -119,13 +119,13 @@ def alone(folder: Path, prompt: list[int], sampling: dict[str, Any]) -> list[int
 def answers(folder: Path) -> list[Answer]:
     prompts = [PROMPT[: 3 + index] if index % 2 else [*PROMPT, 30 + index] for index in range(len(SAMPLINGS))]
     return [
-        Answer(index + 1, prompt, sampling, alone(folder, prompt, sampling))
+        Answer(index + 1, prompt, sampling, tokens_alone(folder, prompt, sampling))
         for index, (prompt, sampling) in enumerate(zip(prompts, SAMPLINGS, strict=True))
     ]
 
 
 def write_script(answers: Sequence[Answer], seed: int) -> Script:
-    """Run sequences that join, prefill in chunks, decode in changing batches, verify drafts and leave."""
+    """Write a script of sequences that join, prefill in chunks, decode in changing batches, verify drafts and leave."""
     chance = random.Random(seed)
     waiting = [Answer(each.sequence, each.prompt, each.sampling, each.tokens) for each in answers]
     chance.shuffle(waiting)
@@ -183,45 +183,45 @@ def _draft(answer: Answer, chance: random.Random) -> list[int]:
     return [token if chance.random() < 0.8 else (token + 1) % QWEN3["vocab_size"] for token in draft]
 
 
-def drawn(done: step_pb2.StepDone) -> dict[int, list[int]]:
+def tokens_by_sequence(done: step_pb2.StepDone) -> dict[int, list[int]]:
     return {result.sequence: tokens_of(result) for result in done.results}
 
 
-def watch(runner: StageRunner, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return the numbers of the steps that are built ahead."""
+def record_steps_built_ahead(runner: StageRunner, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list to which the runner's steps that are built ahead add their numbers."""
     ahead: list[int] = []
-    ask = runner._can_build_ahead
+    can_build_ahead = runner._can_build_ahead
 
-    def can_go_on(before: Any, step: step_pb2.Step) -> bool:
-        if ask(before, step):
+    def record(before: Any, step: step_pb2.Step) -> bool:
+        if can_build_ahead(before, step):
             ahead.append(step.step)
             return True
         return False
 
-    monkeypatch.setattr(runner, "_can_build_ahead", can_go_on)
+    monkeypatch.setattr(runner, "_can_build_ahead", record)
     return ahead
 
 
-def check(dones: Sequence[step_pb2.StepDone], script: Script) -> None:
+def assert_expected(dones: Sequence[step_pb2.StepDone], script: Script) -> None:
     assert [done.step for done in dones] == [step.step for step in script.steps]
     assert [done.failure.message for done in dones] == [""] * len(dones)
-    assert [drawn(done) for done in dones] == script.expected
+    assert [tokens_by_sequence(done) for done in dones] == script.expected
 
 
 @pytest.mark.parametrize("submits_ahead", [False, True])
 @pytest.mark.parametrize("seed", range(6))
-def test_whatever_comes_along_each_sequence_gives_the_tokens_it_gives_alone(
+def test_sequences_in_any_schedule_give_the_tokens_they_give_alone(
     folder: Path, answers: list[Answer], monkeypatch: pytest.MonkeyPatch, seed: int, *, submits_ahead: bool
 ) -> None:
     script = write_script(answers, seed)
     (runner,) = make_stages(folder, CUTS[1], submits_ahead=submits_ahead)
-    ahead = watch(runner, monkeypatch)
-    check(answer_all(runner, *script.steps), script)
+    ahead = record_steps_built_ahead(runner, monkeypatch)
+    assert_expected(answer_all(runner, *script.steps), script)
     assert len(ahead) > len(script.steps) // 8
 
 
 def windows(steps: Sequence[step_pb2.Step]) -> Iterator[list[step_pb2.Step]]:
-    """Steps that a stage can take in before the last stage has answered any of them."""
+    """Yield groups of steps that a stage can take in before the last stage has answered any of them."""
     window: list[step_pb2.Step] = []
     for step in steps:
         open_rows = {row.sequence for other in window for row in other.rows}
@@ -239,13 +239,13 @@ def test_stages_that_build_ahead_give_the_same_tokens(
 ) -> None:
     script = write_script(answers, seed)
     runners = make_stages(folder, CUTS[stages], submits_ahead=False)
-    ahead = [watch(runner, monkeypatch) for runner in runners]
+    ahead = [record_steps_built_ahead(runner, monkeypatch) for runner in runners]
     dones: list[list[step_pb2.StepDone]] = [[] for _ in runners]
     for window in windows(script.steps):
         for runner, answered in zip(runners, dones, strict=True):
             answered.extend(answer_all(runner, *window))
     assert [done.failure.message for answered in dones for done in answered if done.HasField("failure")] == []
-    check(dones[-1], script)
+    assert_expected(dones[-1], script)
     assert all(ahead)
 
 
@@ -255,7 +255,7 @@ def two_steps() -> tuple[step_pb2.Step, step_pb2.Step]:
     return first, steps.make(previous(1, len(PROMPT)))
 
 
-def events(runner: StageRunner, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def record_events(runner: StageRunner, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Record what happens, in order, when the second of two steps continues the first."""
     events: list[str] = []
     forward = runner._model.forward
@@ -273,15 +273,15 @@ def events(runner: StageRunner, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(mx, "async_eval", record_evaluate)
     for step in two_steps():
         for done in runner.take(step, 0):
-            events.append(f"answered {done.step}")  # noqa: PERF401 - in its place among what else is events
+            events.append(f"answered {done.step}")  # noqa: PERF401 - in its place among the other events
     return [*events, *(f"answered {done.step}" for done in runner.finish())]
 
 
-def test_an_answer_goes_out_when_the_next_step_is_built_and_before_it_is_computed(
+def test_answer_is_sent_after_the_next_step_is_built_and_before_it_is_computed(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (runner,) = make_stages(folder, CUTS[1], submits_ahead=False)
-    assert events(runner, monkeypatch) == [
+    assert record_events(runner, monkeypatch) == [
         "built",
         "computed",
         "built",
@@ -291,11 +291,11 @@ def test_an_answer_goes_out_when_the_next_step_is_built_and_before_it_is_compute
     ]
 
 
-def test_a_device_that_takes_steps_ahead_is_given_the_next_one_before_the_answer(
+def test_device_that_takes_steps_ahead_gets_the_next_one_before_the_answer(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (runner,) = make_stages(folder, CUTS[1], submits_ahead=True)
-    assert events(runner, monkeypatch) == [
+    assert record_events(runner, monkeypatch) == [
         "built",
         "computed",
         "built",
@@ -305,18 +305,16 @@ def test_a_device_that_takes_steps_ahead_is_given_the_next_one_before_the_answer
     ]
 
 
-def test_a_token_that_had_to_be_drawn_again_takes_back_what_was_built_on_it(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # So flat that 256 of the 320 tokens do not hold the nucleus: the first look often errs.
+def test_redrawn_token_rolls_back_the_step_built_on_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # So flat that 256 of the 320 tokens do not cover the nucleus: the first draw is often wrong.
     sampling: dict[str, Any] = {"temperature": 50.0, "top_p": 0.98}
-    expected = alone(folder, PROMPT, sampling)
+    expected = tokens_alone(folder, PROMPT, sampling)
     (runner,) = make_stages(folder, CUTS[1])
-    taken_back: list[int] = []
+    rolled_back: list[int] = []
     roll_back = runner._roll_back
 
     def record(work: StepWork) -> None:
-        taken_back.append(work.step.step)
+        rolled_back.append(work.step.step)
         roll_back(work)
 
     monkeypatch.setattr(runner, "_roll_back", record)
@@ -325,11 +323,11 @@ def test_a_token_that_had_to_be_drawn_again_takes_back_what_was_built_on_it(
     more = [steps.make(previous(1, len(PROMPT) + index)) for index in range(LENGTH - 1)]
     dones = answer_all(runner, first, *more)
     assert [token for done in dones for token in tokens_of(done.results[0])] == expected
-    assert taken_back
+    assert rolled_back
 
 
 @pytest.mark.parametrize("submits_ahead", [False, True])
-def test_a_step_that_fails_on_the_device_fails_what_was_built_on_it_and_nothing_else(
+def test_device_failure_fails_only_rows_built_on_the_failed_step(
     folder: Path, monkeypatch: pytest.MonkeyPatch, *, submits_ahead: bool
 ) -> None:
     (runner,) = make_stages(folder, CUTS[1], submits_ahead=submits_ahead)
@@ -360,26 +358,26 @@ def test_a_step_that_fails_on_the_device_fails_what_was_built_on_it_and_nothing_
         steps.make(chunk(1, 0, PROMPT, want()), operations=[free(1), open_sequence(1)]),
         steps.make(previous(1, len(PROMPT)), previous(2, 6)),
     )
-    reference = alone(folder, PROMPT, {})
-    beside = [*other, *tokens_of(second.results[0]), *drawn(last)[2]]
-    assert drawn(last)[1] == reference[1:2]
-    assert beside == alone(folder, PROMPT[:5], {})[:3]
+    reference = tokens_alone(folder, PROMPT, {})
+    beside = [*other, *tokens_of(second.results[0]), *tokens_by_sequence(last)[2]]
+    assert tokens_by_sequence(last)[1] == reference[1:2]
+    assert beside == tokens_alone(folder, PROMPT[:5], {})[:3]
 
 
 def begin_unreadable(runner: StageRunner, step: step_pb2.Step, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have a step under way whose tokens cannot be read."""
+    """Start a step whose tokens cannot be read."""
     assert not list(runner.take(step, 0))
     work = runner._under_way
     assert work is not None
     assert work.draws is not None
 
     def unreadable() -> None:
-        raise RuntimeError("the device is gone")
+        raise RuntimeError("the device is lost")
 
     monkeypatch.setattr(work.draws, "read", unreadable)
 
 
-def test_a_fork_waits_until_what_it_copies_is_known_to_be_sound(
+def test_fork_waits_until_its_source_is_known_to_be_valid(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (runner,) = make_stages(folder, CUTS[1])
@@ -395,7 +393,7 @@ def test_a_fork_waits_until_what_it_copies_is_known_to_be_sound(
 
 
 @pytest.mark.parametrize("submits_ahead", [False, True])
-def test_a_step_that_cannot_be_read_leaves_the_other_rows_of_the_next_as_they_were(
+def test_unreadable_step_does_not_affect_other_rows_of_the_next_step(
     folder: Path, monkeypatch: pytest.MonkeyPatch, *, submits_ahead: bool
 ) -> None:
     (runner,) = make_stages(folder, CUTS[1], submits_ahead=submits_ahead)
@@ -406,15 +404,15 @@ def test_a_step_that_cannot_be_read_leaves_the_other_rows_of_the_next_as_they_we
     begin_unreadable(runner, steps.make(chunk(1, 0, PROMPT, want())), monkeypatch)
     both = steps.make(previous(1, len(PROMPT)), previous(2, len(PROMPT)))
     broken, follower = answer_all(runner, both)
-    expected = alone(folder, PROMPT, sampling)
-    assert broken.failure.message == "RuntimeError: the device is gone"
+    expected = tokens_alone(folder, PROMPT, sampling)
+    assert broken.failure.message == "RuntimeError: the device is lost"
     assert "has 0 tokens of KV here; the step expects 8" in follower.failure.message
     assert list(follower.failure.sequences) == [1]
-    assert drawn(follower) == {2: expected[1:2]}
-    assert drawn(runner.run(steps.make(chunk(1, 0, PROMPT, want())), 0)) == {1: expected[:1]}
+    assert tokens_by_sequence(follower) == {2: expected[1:2]}
+    assert tokens_by_sequence(runner.run(steps.make(chunk(1, 0, PROMPT, want())), 0)) == {1: expected[:1]}
 
 
-def test_chunks_longer_than_a_sliding_window_follow_each_other(tmp_path: Path) -> None:
+def test_chunks_longer_than_a_sliding_window_give_the_same_tokens_built_ahead(tmp_path: Path) -> None:
     sliding = write_random_model(tmp_path, GEMMA3)
     ids = [3 + 7 * index % 300 for index in range(700)]
     rows = [chunk(1, begin, ids[begin : begin + 300]) for begin in (0, 300)]
@@ -424,8 +422,8 @@ def test_chunks_longer_than_a_sliding_window_follow_each_other(tmp_path: Path) -
     (waiting,) = make_stages(sliding, [0, GEMMA3["num_hidden_layers"]])
     steps = Steps()
     script = [steps.make(row, operations=[] if row.start else [opened]) for row in rows]
-    expected = [drawn(waiting.run(step, 0)) for step in script]
-    assert [drawn(done) for done in answer_all(ahead, *script)] == expected
+    expected = [tokens_by_sequence(waiting.run(step, 0)) for step in script]
+    assert [tokens_by_sequence(done) for done in answer_all(ahead, *script)] == expected
 
 
 def test_building_ahead_copies_no_kv(folder: Path) -> None:
@@ -438,8 +436,8 @@ def test_building_ahead_copies_no_kv(folder: Path) -> None:
         list(runner.take(steps.make(previous(1, 3000 + index)), 0))
     plane = runner.kv_bytes // (2 * QWEN3["num_hidden_layers"])
     mx.reset_peak_memory()
-    held = mx.get_active_memory()
+    before = mx.get_active_memory()
     for index in range(2, 8):
         list(runner.take(steps.make(previous(1, 3000 + index)), 0))
     list(runner.finish())
-    assert mx.get_peak_memory() - held < plane // 2
+    assert mx.get_peak_memory() - before < plane // 2

@@ -1,4 +1,4 @@
-"""A pipeline of stage runners in one process, held against mlx-lm's whole model."""
+"""Pipelines of stage runners in one process, compared with mlx-lm's whole model."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_chunked_prefill_gives_the_whole_models_logits(pipeline: Pipeline, refer
     assert mx.allclose(from_message(got.logits), whole_logits(reference, PROMPT)[3:], rtol=0, atol=2e-5)
 
 
-def test_sequences_in_one_step_do_not_touch_each_other(pipeline: Pipeline, reference: Any) -> None:
+def test_sequences_in_one_step_do_not_affect_each_other(pipeline: Pipeline, reference: Any) -> None:
     prompts = {1: PROMPT, 2: PROMPT[:3], 3: [*PROMPT, 5, 6]}
     rows = [chunk(sequence, 0, ids, want()) for sequence, ids in prompts.items()]
     first = pipeline.results(*rows, operations=[open_sequence(sequence) for sequence in prompts])
@@ -95,7 +95,7 @@ def test_sequences_in_one_step_do_not_touch_each_other(pipeline: Pipeline, refer
     assert tokens == {sequence: greedy(reference, ids, 6) for sequence, ids in prompts.items()}
 
 
-def test_steps_with_previous_go_on_without_the_head(pipeline: Pipeline, reference: Any) -> None:
+def test_rows_with_previous_continue_without_tokens_from_the_head(pipeline: Pipeline, reference: Any) -> None:
     first = pipeline.results(chunk(1, 0, PROMPT, want()), operations=[open_sequence(1)], hand_over=True)
     tokens = [first[1].tokens[0].token]
     for index in range(5):
@@ -110,9 +110,7 @@ def test_seeded_tokens_do_not_depend_on_the_number_of_stages(folder: Path) -> No
     assert runs[0] == runs[1] == runs[2]
 
 
-def test_draft_tokens_are_accepted_as_long_as_they_equal_the_samples(
-    pipeline: Pipeline, reference: Any
-) -> None:
+def test_draft_tokens_are_accepted_up_to_the_first_wrong_one(pipeline: Pipeline, reference: Any) -> None:
     expected = greedy(reference, PROMPT, 6)
     pipeline.results(chunk(1, 0, PROMPT, want()), operations=[open_sequence(1)])
     wrong = (expected[3] + 1) % QWEN3["vocab_size"]
@@ -134,7 +132,7 @@ def test_draft_tokens_are_accepted_as_long_as_they_equal_the_samples(
     ],
 )
 @pytest.mark.parametrize("by_token", [True, False], ids=["token", "previous"])
-def test_verified_drafts_give_what_the_sequence_samples_without(
+def test_tokens_with_verified_drafts_equal_those_without(
     pipeline: Pipeline, sampling: dict[str, Any], *, by_token: bool
 ) -> None:
     expected = generate(pipeline, 1, 14, **sampling)
@@ -155,7 +153,7 @@ def test_verified_drafts_give_what_the_sequence_samples_without(
     assert tokens == expected[: len(tokens)]
 
 
-def test_a_fork_goes_on_from_the_shared_prefix(pipeline: Pipeline, reference: Any) -> None:
+def test_fork_continues_from_the_shared_prefix(pipeline: Pipeline, reference: Any) -> None:
     pipeline.results(chunk(1, 0, PROMPT), operations=[open_sequence(1)])
     fork = step_pb2.CacheOperation(fork=step_pb2.Fork(source=1, destination=2, length=5))
     result = pipeline.results(chunk(2, 5, [8, 9], want()), operations=[open_sequence(2), fork])
@@ -172,7 +170,7 @@ def test_prompt_log_probabilities_are_the_models_own(pipeline: Pipeline, referen
         assert entry.top_tokens[0] == mx.argmax(expected[position]).item()
 
 
-def test_hidden_states_come_after_the_final_norm(pipeline: Pipeline, reference: Any) -> None:
+def test_hidden_states_are_those_after_the_final_norm(pipeline: Pipeline, reference: Any) -> None:
     got = pipeline.results(
         chunk(1, 0, PROMPT, want(Want.HIDDEN, Want.LISTED, listed=[0, 7])), operations=[open_sequence(1)]
     )
@@ -193,14 +191,14 @@ def test_sums_of_hidden_states_are_float32_and_add_up_across_chunks(
     assert mx.allclose(parts[0] + parts[1], expected, rtol=0, atol=1e-4)
 
 
-def test_embeddings_may_stand_for_tokens(pipeline: Pipeline, reference: Any) -> None:
+def test_embeddings_can_replace_tokens(pipeline: Pipeline, reference: Any) -> None:
     embeddings = reference.model.embed_tokens(mx.array(PROMPT))
     row = step_pb2.Row(sequence=1, embeddings=to_message(embeddings), wants=[want()])
     token = pipeline.results(row, operations=[open_sequence(1)])[1].tokens[0].token
     assert token == greedy(reference, PROMPT, 1)[0]
 
 
-def test_a_step_that_fails_on_one_stage_fails_on_all_and_the_next_one_works(
+def test_step_that_fails_on_one_stage_fails_on_all_and_the_next_one_works(
     pipeline: Pipeline, reference: Any
 ) -> None:
     pipeline.results(chunk(1, 0, PROMPT[:4]), operations=[open_sequence(1)])
@@ -210,7 +208,7 @@ def test_a_step_that_fails_on_one_stage_fails_on_all_and_the_next_one_works(
     assert result[1].tokens[0].token == greedy(reference, PROMPT, 1)[0]
 
 
-def test_a_failure_upstream_reaches_the_last_stage_as_a_tombstone(folder: Path) -> None:
+def test_upstream_failure_reaches_the_last_stage_as_a_tombstone(folder: Path) -> None:
     pipeline = Pipeline(folder, CUTS[3])
     pipeline.results(chunk(1, 0, PROMPT, want()), operations=[open_sequence(1)])
     answers = pipeline.run(previous(1, len(PROMPT)))
@@ -218,14 +216,14 @@ def test_a_failure_upstream_reaches_the_last_stage_as_a_tombstone(folder: Path) 
     assert messages == {"No sampled token was handed over for sequence 1."}
 
 
-def test_a_step_of_another_epoch_is_refused(pipeline: Pipeline) -> None:
+def test_step_of_another_epoch_is_refused(pipeline: Pipeline) -> None:
     answers = pipeline.run(chunk(1, 0, PROMPT), epoch=2)
     assert {answer.failure.kind for answer in answers} == {"StaleMessage"}
 
 
-def test_kv_bytes_fall_to_nothing_when_the_sequence_is_freed(pipeline: Pipeline) -> None:
-    held = pipeline.run(chunk(1, 0, PROMPT, want()), operations=[open_sequence(1)])
-    assert all(answer.kv_bytes > 0 for answer in held)
+def test_freed_sequence_leaves_no_kv_bytes(pipeline: Pipeline) -> None:
+    answers = pipeline.run(chunk(1, 0, PROMPT, want()), operations=[open_sequence(1)])
+    assert all(answer.kv_bytes > 0 for answer in answers)
     freed = pipeline.run(operations=[free(1)])
     assert [answer.kv_bytes for answer in freed] == [0] * len(freed)
 
@@ -239,7 +237,7 @@ def test_kv_bytes_fall_to_nothing_when_the_sequence_is_freed(pipeline: Pipeline)
         (chunk(1, 0, [1], want(Want.LOGITS, Want.LISTED, listed=[4])), "offset 4 of a row of 1"),
     ],
 )
-def test_a_malformed_row_fails_its_step_with_a_sentence(
+def test_malformed_row_fails_its_step_with_a_specific_message(
     folder: Path, row: step_pb2.Row, message: str
 ) -> None:
     answers = Pipeline(folder, CUTS[2]).run(row, operations=[open_sequence(1)])
@@ -247,7 +245,7 @@ def test_a_malformed_row_fails_its_step_with_a_sentence(
 
 
 class CountingGroup(Group):
-    """Group of this rank alone, with the ended steps."""
+    """Group of this rank alone, which counts the ended steps."""
 
     def __init__(self) -> None:
         super().__init__(mx.distributed.init())
@@ -258,7 +256,7 @@ class CountingGroup(Group):
         self.ended += 1
 
 
-def test_a_group_hears_of_the_end_of_every_step_of_which_it_may_have_built_more_than_was_wanted(
+def test_group_is_notified_at_the_end_of_every_step(
     folder: Path,
 ) -> None:
     group = CountingGroup()

@@ -1,6 +1,6 @@
-"""Whose activations a worker takes: those of the stage before it, and of nobody else."""
+"""Peers of a worker: only the previous stage may link to it, and removed machines lose access."""
 
-# That a worker has its stage shows only inside; loading one would take a model.
+# A private method assigns the stage, because loading one takes a model.
 # pyright: reportPrivateUsage=false
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from mlx_ring.rpc.frames import Frame
 from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.links import Inbox, LinkKey
 from mlx_ring.rpc.protos import hello_pb2, worker_pb2
-from mlx_ring.worker.server import WorkerIdentity, WorkerServer
+from mlx_ring.rpc.tls.certificates import node_name
+from mlx_ring.rpc.tls.peers import Peer
+from mlx_ring.worker.server import PeerAccess, WorkerIdentity, WorkerServer
 
 NEXT = LinkKey("demo-1", 1, 1)
 
 
-class _Local:
-    """A call over a Unix socket."""
+class _LocalCall:
+    """Call over a Unix socket."""
 
     def peer(self) -> str:
         return "unix:/run/worker"
@@ -32,8 +34,8 @@ class _Local:
         """Do nothing: the call ends anyway."""
 
 
-class _From:
-    """A call from another machine."""
+class _RemoteCall:
+    """Call from another machine."""
 
     def __init__(self, authority: Authority, node: str) -> None:
         self._certificate = node_credentials(authority, node).certificate
@@ -48,7 +50,7 @@ class _From:
         """Do nothing: the call ends anyway."""
 
 
-def assigned(stage: int, previous_node: str = "") -> tuple[WorkerServer, Inbox]:
+def assign_stage(stage: int, previous_node: str = "") -> tuple[WorkerServer, Inbox]:
     """Return a worker for this stage of three, and the inbox for its activations."""
     server = WorkerServer(WorkerIdentity("here", stage, 0, "none"))
     assignment = worker_pb2.StageAssignment(
@@ -58,14 +60,14 @@ def assigned(stage: int, previous_node: str = "") -> tuple[WorkerServer, Inbox]:
     return server, inbox
 
 
-def link(server: WorkerServer, *frames: Frame, context: object = None) -> worker_pb2.FrameAccepted:
-    """Return its first answer; the link is then closed."""
-    (first,) = server.link(iter(frames), cast("Any", context or _Local()))
+def open_link(server: WorkerServer, *frames: Frame, context: object = None) -> worker_pb2.FrameAccepted:
+    """Open a link, close it, and return the first answer."""
+    (first,) = server.link(iter(frames), cast("Any", context or _LocalCall()))
     return first
 
 
-def greeting(**said: Any) -> Frame:
-    return Frame(worker_pb2.FrameHeader(hello=make_hello(**said)))
+def greeting(**fields: Any) -> Frame:
+    return Frame(worker_pb2.FrameHeader(hello=make_hello(**fields)))
 
 
 @pytest.mark.parametrize(
@@ -82,37 +84,51 @@ def greeting(**said: Any) -> Frame:
         (1, (Frame(worker_pb2.FrameHeader(hello=hello_pb2.Hello(protocol=99))),)),
     ],
 )
-def test_a_link_of_anybody_but_the_stage_before_is_refused_and_breaks_nothing(
+def test_link_from_any_but_the_previous_stage_is_refused_without_effect(
     stage: int, frames: tuple[Frame, ...]
 ) -> None:
-    server, inbox = assigned(stage)
-    assert link(server, *frames).HasField("failure")
+    server, inbox = assign_stage(stage)
+    assert open_link(server, *frames).HasField("failure")
     assert not inbox.holds(NEXT)
 
 
-@pytest.mark.parametrize(("stage", "before"), [(0, 2), (1, 0), (2, 1)])
-def test_the_stage_before_is_taken_and_its_end_is_noticed(stage: int, before: int) -> None:
-    server, inbox = assigned(stage)
-    assert link(server, greeting(instance="demo-1", stage=before)).HasField("hello")
+@pytest.mark.parametrize(("stage", "previous"), [(0, 2), (1, 0), (2, 1)])
+def test_link_from_the_previous_stage_is_accepted_and_its_end_is_noticed(stage: int, previous: int) -> None:
+    server, inbox = assign_stage(stage)
+    assert open_link(server, greeting(instance="demo-1", stage=previous)).HasField("hello")
     assert inbox.holds(NEXT)
 
 
-def test_a_link_is_taken_from_the_node_that_has_the_stage_before_and_from_no_other_member(
+def test_link_is_accepted_only_from_the_node_of_the_previous_stage(
     tmp_path: Path,
 ) -> None:
     authority = Authority.open(tmp_path)
-    server, inbox = assigned(1, "mini-1")
-    for node, greeted_as in (("mini-2", "mini-2"), ("mini-2", "mini-1"), ("mini-1", "mini-2")):
-        greets = greeting(instance="demo-1", stage=0, node=greeted_as)
-        assert link(server, greets, context=_From(authority, node)).failure.kind == "PeerRefused"
-    assert link(server, greeting(instance="demo-1", stage=0, node="mini-1")).failure.kind == "PeerRefused"
+    server, inbox = assign_stage(1, "mini-1")
+    for node, claimed_node in (("mini-2", "mini-2"), ("mini-2", "mini-1"), ("mini-1", "mini-2")):
+        frame = greeting(instance="demo-1", stage=0, node=claimed_node)
+        assert open_link(server, frame, context=_RemoteCall(authority, node)).failure.kind == "PeerRefused"
+    assert (
+        open_link(server, greeting(instance="demo-1", stage=0, node="mini-1")).failure.kind == "PeerRefused"
+    )
     assert not inbox.holds(NEXT)
-    greets = greeting(instance="demo-1", stage=0, node="mini-1")
-    assert link(server, greets, context=_From(authority, "mini-1")).HasField("hello")
+    frame = greeting(instance="demo-1", stage=0, node="mini-1")
+    assert open_link(server, frame, context=_RemoteCall(authority, "mini-1")).HasField("hello")
 
 
-def test_nobody_from_elsewhere_links_where_the_stage_before_is_on_this_machine(tmp_path: Path) -> None:
-    server, _ = assigned(1)
-    greets = greeting(instance="demo-1", stage=0, node="mini-1")
-    refused = link(server, greets, context=_From(Authority.open(tmp_path), "mini-1"))
+def test_no_remote_node_may_link_if_the_previous_stage_is_local(tmp_path: Path) -> None:
+    server, _ = assign_stage(1)
+    frame = greeting(instance="demo-1", stage=0, node="mini-1")
+    refused = open_link(server, frame, context=_RemoteCall(Authority.open(tmp_path), "mini-1"))
     assert refused.failure.message == "mini-1 linked as the stage before, which is on this machine."
+
+
+def test_calls_of_a_removed_machine_end_once() -> None:
+    ended: list[str] = []
+    access = PeerAccess(end_refused=lambda: ended.append("calls"))
+    removed = Peer(node_name("removed-1"), "7f")
+    access.revoke([])
+    assert (access.revoked.refusal(removed), ended) == ("", [])
+    for _ in range(3):
+        access.revoke(["7f"])
+    assert "removed from the cluster" in access.revoked.refusal(removed)
+    assert ended == ["calls"]

@@ -1,4 +1,4 @@
-"""Stages of a model against the whole: bit for bit, whatever the cut."""
+"""Stages of a model, compared bit for bit with the whole model at any cut."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mlx_ring.worker.shard import StageModel
 QWEN3 = Family(configuration("qwen3"))
 TIED = Family({**configuration("qwen3"), "tie_word_embeddings": True})
 SHARING = Family({**configuration("gemma4_text"), "hidden_size_per_layer_input": 0})
-"""Layers 4 and 5 read the keys and values of layers 2 and 3."""
+"""Family whose layers 4 and 5 read the keys and values of layers 2 and 3."""
 TOKENS = mx.array([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
 
 
@@ -39,7 +39,7 @@ def parameter_names(stage: StageModel) -> set[str]:
 
 @given(cuts=st.sets(st.integers(1, LAYERS - 1)))
 @examples(0.08)
-def test_any_cut_gives_the_logits_of_the_whole(cuts: set[int]) -> None:
+def test_any_cut_gives_the_logits_of_the_whole_model(cuts: set[int]) -> None:
     expected = run_whole(QWEN3.model(), CHUNKS)
     found = run_cut(QWEN3.stages([0, *sorted(cuts), LAYERS]), CHUNKS)
     assert all(mx.array_equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
@@ -56,7 +56,7 @@ def test_only_the_wanted_positions_reach_the_head() -> None:
 
 
 @pytest.mark.parametrize("family", [QWEN3, TIED], ids=["own head", "tied head"])
-def test_the_hidden_states_are_what_the_head_is_given(family: Family) -> None:
+def test_hidden_states_are_the_heads_input(family: Family) -> None:
     last = stage(family, 3, LAYERS)
     whole = cast("Any", family.model())
     head = whole.model.embed_tokens.as_linear if family is TIED else whole.lm_head
@@ -65,7 +65,7 @@ def test_the_hidden_states_are_what_the_head_is_given(family: Family) -> None:
     assert mx.array_equal(head(hidden), logits(last, mx.array([1, 4])))
 
 
-def test_weights_of_other_stages_are_in_nobodys_parameters() -> None:
+def test_parameters_include_no_layers_of_other_stages() -> None:
     names = parameter_names(stage(QWEN3, 2, 4))
     assert {name.split(".")[2] for name in names if ".layers." in name} == {"2", "3"}
 
@@ -81,21 +81,23 @@ def test_weights_of_other_stages_are_in_nobodys_parameters() -> None:
     ],
     ids=["own head", "tied head"],
 )
-def test_embedding_and_head_are_needed_at_the_ends_alone(family: Family, needed: list[set[str]]) -> None:
+def test_only_the_first_and_last_stage_need_embedding_and_head(
+    family: Family, needed: list[set[str]]
+) -> None:
     for (start, end), expected in zip([(0, 2), (2, 4), (4, LAYERS)], needed, strict=True):
         part = stage(family, start, end)
         outside = {name for name in parameter_names(part) if part.needs(name) and ".layers." not in name}
         assert expected <= outside <= expected | {"model.norm.weight"}
 
 
-def test_a_model_whose_layers_read_the_embedding_again_needs_it_on_every_stage() -> None:
+def test_every_stage_needs_an_embedding_that_layers_read_again() -> None:
     family = Family(configuration("talkie"))
     assert all(stage(family, *layers).needs("model.embed.weight") for layers in ((0, 2), (2, 4), (4, LAYERS)))
     assert [stage(family, *layers).needs("lm_head") for layers in ((0, 2), (4, LAYERS))] == [True, True]
 
 
 @pytest.mark.parametrize("family", ["deepseek_v41", "kimi_k3"])
-def test_wanted_positions_are_right_where_layers_give_more_than_activations(family: str) -> None:
+def test_wanted_positions_are_right_if_layers_return_more_than_activations(family: str) -> None:
     only = stage(Family(configuration(family)), 0, LAYERS)
     every, last = (
         only.forward(TOKENS, None, only.make_layer_caches(), positions) for positions in (None, mx.array([4]))
@@ -103,8 +105,8 @@ def test_wanted_positions_are_right_where_layers_give_more_than_activations(fami
     assert mx.allclose(last, every[:, 4:], atol=1e-5)
 
 
-def test_a_layer_that_looks_like_a_head_is_none() -> None:
-    """Its output is as wide as the vocabulary, and the head is the embedding turned round."""
+def test_layer_as_wide_as_the_vocabulary_is_not_taken_for_the_head() -> None:
+    """Use a layer with an output as wide as the vocabulary; the head is the transposed embedding."""
     family = Family({**TIED.config, "intermediate_size": VOCABULARY})
     assert stage(family, 4, LAYERS).needs("model.embed_tokens.weight")
 
@@ -117,17 +119,17 @@ def test_activations_take_the_stages_dtype() -> None:
 
 
 @pytest.mark.parametrize(("start", "end"), [(-1, 2), (2, 2), (3, 2), (0, LAYERS + 1)])
-def test_a_range_outside_the_model_is_refused(start: int, end: int) -> None:
+def test_range_outside_the_model_is_refused(start: int, end: int) -> None:
     with pytest.raises(ModelUnsupported, match=f"the model has {LAYERS}"):
         stage(QWEN3, start, end)
 
 
-def test_layers_that_share_keys_and_values_may_not_be_parted() -> None:
+def test_layers_that_share_keys_and_values_cannot_be_separated() -> None:
     with pytest.raises(ModelUnsupported, match="Layer 5 reads more of layer 2 than activations"):
         stage(SHARING, 0, 3)
 
 
-def test_a_cut_before_all_that_is_shared_is_exact() -> None:
+def test_cut_before_all_shared_layers_is_exact() -> None:
     expected = run_whole(SHARING.model(), CHUNKS)
     found = run_cut(SHARING.stages([0, 1, 2, LAYERS]), CHUNKS)
     assert all(mx.array_equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))

@@ -1,4 +1,4 @@
-"""A stage loaded from a folder with its own tensors and holes is the stage loaded from the whole model."""
+"""Stages from folders with only their own tensors, compared with stages from the whole model's folder."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ SAMPLE = [
     *("qwen2", "llama", "gemma3_text", "gemma3", "gpt_oss", "deepseek_v3", "mamba", "qwen3_next", "talkie"),
     *("gemma4_text", "gpt2", "gpt_neox", "phixtral", "longcat_flash_ngram", "olmo_hybrid", "llama4_text"),
 ]
-"""Tied, wrapped, sliding, latent, recurrent; embeddings that later layers want, heads of several names."""
+"""Families with tied, wrapped, sliding, latent and recurrent parts, embeddings read again, and other names of heads."""
 
 
-def leave_out(folder: ModelFolder, layers: LayerRange, target: Path) -> ModelFolder:
-    """Make a copy in which every tensor that the stage does not need is noise, which nobody could miss."""
+def write_sparse_copy(folder: ModelFolder, layers: LayerRange, target: Path) -> ModelFolder:
+    """Write a copy in which every tensor that the stage does not need is overwritten."""
     target.mkdir(parents=True)
     kept = {(entry.file, entry.name) for entry in tensors_of_stage(folder, layers)}
     for path in folder.path.iterdir():
@@ -55,7 +55,7 @@ def load(folder: ModelFolder, layers: LayerRange) -> StageModel:
 
 
 def assert_same(whole: StageModel, part: StageModel, hidden: mx.array | None) -> mx.array:
-    """Every parameter that it needs, and what it computes; returns that."""
+    """Assert that every needed parameter and the output are equal; return the output."""
     ours, theirs = parameters(whole), parameters(part)
     needed = [path for path in ours if whole.needs(path)]
     assert needed
@@ -73,7 +73,7 @@ def parameters(stage: StageModel) -> dict[str, mx.array]:
 
 
 def cuts(layers: int) -> Iterator[list[LayerRange]]:
-    """Every cut into two, and one into as many stages as there are layers."""
+    """Yield every cut into two stages, and one with a stage for each layer."""
     for at in range(1, layers):
         yield [LayerRange(0, at), LayerRange(at, layers)]
     yield [LayerRange(number, number + 1) for number in range(layers)]
@@ -82,28 +82,28 @@ def cuts(layers: int) -> Iterator[list[LayerRange]]:
 def assert_stages_same(folder: ModelFolder, stages: list[LayerRange], target: Path) -> None:
     hidden: mx.array | None = None
     for layers in stages:
-        part = load(leave_out(folder, layers, target / str(layers)), layers)
+        part = load(write_sparse_copy(folder, layers, target / str(layers)), layers)
         hidden = assert_same(load(folder, layers), part, hidden)
 
 
 @pytest.mark.parametrize("name", builtin_names())
-def test_a_demo_model_needs_no_more_than_its_stages_tensors(tmp_path: Path, name: str) -> None:
+def test_demo_model_needs_only_its_stages_tensors(tmp_path: Path, name: str) -> None:
     folder = read_model_folder(BUILTIN_FOLDER / name)
     half = folder.num_layers // 2
     assert_stages_same(
         folder, [LayerRange(0, half), LayerRange(half, folder.num_layers)], tmp_path / "halves"
     )
-    assert_stages_same(folder, [LayerRange(0, 1), *middle(folder)], tmp_path / "three")
+    assert_stages_same(folder, [LayerRange(0, 1), *middle_and_last(folder)], tmp_path / "three")
 
 
-def middle(folder: ModelFolder) -> list[LayerRange]:
+def middle_and_last(folder: ModelFolder) -> list[LayerRange]:
     return [LayerRange(1, folder.num_layers - 1), LayerRange(folder.num_layers - 1, folder.num_layers)]
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied head"])
 @pytest.mark.parametrize("config", [QWEN3, QWEN3_MOE], ids=["dense", "experts"])
 @pytest.mark.parametrize("bits", [0, 4])
-def test_every_cut_of_a_random_model_is_whole(
+def test_every_cut_of_a_random_model_has_all_its_tensors(
     tmp_path: Path,
     config: dict[str, Any],
     tied: bool,  # noqa: FBT001 - an example's column
@@ -126,7 +126,7 @@ def quantize(path: Path, bits: int) -> None:
     (path / "config.json").write_text(json.dumps(config | {"quantization": {"group_size": 32, "bits": bits}}))
 
 
-def examine(family: str, target: Path) -> None:
+def check_family(family: str, target: Path) -> None:
     entries = dict(known_architectures()[family].only_if)
     folder = read_model_folder(
         write_random_model(target / "model", with_entries(configuration(family), entries))
@@ -139,17 +139,17 @@ def exact_families() -> list[str]:
 
 
 @pytest.mark.parametrize("family", [name for name in SAMPLE if name in exact_families()])
-def test_a_family_needs_no_more_than_its_stages_tensors(tmp_path: Path, family: str) -> None:
-    examine(family, tmp_path)
+def test_sampled_family_needs_only_its_stages_tensors(tmp_path: Path, family: str) -> None:
+    check_family(family, tmp_path)
 
 
 @pytest.mark.conformance
 @pytest.mark.parametrize("family", exact_families())
-def test_every_family_needs_no_more_than_its_stages_tensors(tmp_path: Path, family: str) -> None:
-    examine(family, tmp_path)
+def test_every_family_needs_only_its_stages_tensors(tmp_path: Path, family: str) -> None:
+    check_family(family, tmp_path)
 
 
-def test_no_family_computes_with_what_goes_to_nobody() -> None:
+def test_no_family_has_parameters_among_tensors_never_computed() -> None:
     for family in exact_families():
         config = with_entries(configuration(family), dict(known_architectures()[family].only_if))
         model_class, arguments_class = cast("tuple[Any, Any]", cast("object", _get_classes(config)))
@@ -158,7 +158,7 @@ def test_no_family_computes_with_what_goes_to_nobody() -> None:
         assert [path for path in flat if NEVER_COMPUTED.search(path)] == []
 
 
-def test_a_folder_made_for_other_layers_is_refused(tmp_path: Path) -> None:
+def test_folder_made_for_other_layers_is_refused(tmp_path: Path) -> None:
     path = write_random_model(tmp_path / "model", QWEN3)
     mark_stage_folder(path, LayerRange(1, 3))
     folder = read_model_folder(path)

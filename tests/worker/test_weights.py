@@ -1,4 +1,4 @@
-"""A stage holds its share of the weights, in memory too."""
+"""Loading of a stage's weights: its share alone, also in memory, with quantization, and from bare checkpoints."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import pytest
@@ -16,10 +16,12 @@ from mlx.utils import tree_flatten  # pyright: ignore[reportUnknownVariableType]
 from mlx_lm.utils import load_model  # pyright: ignore[reportUnknownVariableType] - configurations are bare dicts
 from tests.conformance.families import configuration
 from tests.worker.random_models import QWEN3, write_random_model
+from tests.worker.stages import CUTS, PROMPT, Pipeline, Want, chunk, open_sequence, want
 
 from mlx_ring.core.errors import ModelCorrupt
 from mlx_ring.core.types import LayerRange
 from mlx_ring.models.model_folder import read_model_folder
+from mlx_ring.worker.tensors import from_message
 from mlx_ring.worker.weights import load_stage
 
 BIG: dict[str, Any] = {
@@ -48,7 +50,7 @@ print(json.dumps([shares[-1], int(peak.split()[1]) * 1024]))
 
 
 def write_big_model(folder: Path, dtype: mx.Dtype) -> Path:
-    """One array at a time is made; values do not matter here."""
+    """Write the model's folder, one array at a time; values do not matter here."""
     from mlx_lm.models.qwen3 import Model, ModelArgs  # a big import for one test
 
     folder.mkdir()
@@ -63,7 +65,7 @@ def write_big_model(folder: Path, dtype: mx.Dtype) -> Path:
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=["float32 on disk", "bfloat16 on disk"])
-def test_peak_memory_stays_at_the_share(tmp_path: Path, dtype: mx.Dtype) -> None:
+def test_peak_memory_stays_near_the_stages_share(tmp_path: Path, dtype: mx.Dtype) -> None:
     folder = write_big_model(tmp_path / "big", dtype)
     for start, end in ((0, 6), (0, 3), (3, 6)):
         printed = subprocess.run(
@@ -84,7 +86,7 @@ def save(folder: Path, model: Any) -> None:
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied head"])
-def test_a_quantized_model_in_pieces_equals_the_whole(tmp_path: Path, bits: int, tied: bool) -> None:  # noqa: FBT001
+def test_quantized_stages_equal_the_whole_model(tmp_path: Path, bits: int, tied: bool) -> None:  # noqa: FBT001
     config = {**QWEN3, "tie_word_embeddings": tied, "quantization": {"group_size": 32, "bits": bits}}
     plain = {**config}
     del plain["quantization"]
@@ -116,7 +118,7 @@ def test_scales_of_quantized_weights_take_the_stages_dtype(tmp_path: Path) -> No
     assert {value.dtype for name, value in flat.items() if name.endswith("scales")} == {mx.float32}
 
 
-def test_what_a_model_keeps_in_float32_is_not_narrowed(tmp_path: Path) -> None:
+def test_weights_that_a_model_keeps_in_float32_stay_float32(tmp_path: Path) -> None:
     folder = write_random_model(tmp_path / "model", configuration("deepseek_v3"))
     stage = load_stage(read_model_folder(folder), LayerRange(2, 4), "bfloat16", lambda _d, _t: None)
     flat: Any = tree_flatten(stage.model.parameters(), destination={})
@@ -134,7 +136,7 @@ def test_progress_is_reported_in_bytes_up_to_the_share(tmp_path: Path) -> None:
     assert reported == sorted(reported)
 
 
-def test_a_count_of_layers_that_is_not_the_models_is_refused(tmp_path: Path) -> None:
+def test_wrong_number_of_layers_is_refused(tmp_path: Path) -> None:
     folder = read_model_folder(write_random_model(tmp_path / "model", QWEN3))
     planned = replace(folder, config={**folder.config, "num_hidden_layers": 4})
     with pytest.raises(ModelCorrupt, match="declares 4 layers, but its model has 5"):
@@ -142,7 +144,7 @@ def test_a_count_of_layers_that_is_not_the_models_is_refused(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("change", ["missing", "extra", "shape"])
-def test_weights_that_are_not_the_configurations_are_refused_with_one_sentence(
+def test_weights_that_do_not_fit_the_configuration_are_refused_in_one_line(
     tmp_path: Path, change: str
 ) -> None:
     folder = write_random_model(tmp_path / "model", QWEN3)
@@ -159,3 +161,28 @@ def test_weights_that_are_not_the_configurations_are_refused_with_one_sentence(
         load_stage(read_model_folder(folder), LayerRange(0, 5), "float32", lambda _d, _t: None)
     assert "\n" not in str(raised.value)
     assert len(str(raised.value)) < 400
+
+
+def write_bare_checkpoint(whole: Path, folder: Path, *, with_head: bool) -> Path:
+    """Write a model's weights again, as sentence-transformers saves them: the transformer alone, or with its head."""
+    weights = cast("dict[str, mx.array]", mx.load(str(whole / "model.safetensors")))
+    kept = {name: array for name, array in weights.items() if with_head or not name.startswith("lm_head")}
+    renamed = {name.removeprefix("model."): array for name, array in kept.items()}
+    mx.save_safetensors(str(folder / "model.safetensors"), renamed)
+    (folder / "config.json").write_text(json.dumps(QWEN3))
+    return folder
+
+
+@pytest.mark.parametrize("with_head", [True, False], ids=["with a head", "without a head"])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_bare_checkpoint_gives_the_hidden_states_of_the_whole_model(
+    tmp_path: Path, stages: int, *, with_head: bool
+) -> None:
+    whole, folder = tmp_path / "whole", tmp_path / "bare"
+    write_random_model(whole, QWEN3)
+    folder.mkdir()
+    pipeline = Pipeline(write_bare_checkpoint(whole, folder, with_head=with_head), CUTS[stages])
+    row = chunk(1, 0, PROMPT, want(Want.HIDDEN_SUM, Want.LAST))
+    hidden = from_message(pipeline.results(row, operations=[open_sequence(1)])[1].hidden)
+    model: Any = load_model(whole)[0]
+    assert mx.allclose(hidden, model.model(mx.array([PROMPT]))[0, -1], rtol=0, atol=2e-5)

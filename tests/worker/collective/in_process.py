@@ -1,4 +1,4 @@
-"""A collective's twin: both ends in one process. Like one, it matches by order, and bears no message of another size."""
+"""Twin of a collective, with both ends in one process. It matches messages by order and refuses other sizes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from mlx_ring.worker.collective.messages import Form
 FORM = Form(hidden=3, dtype="float32", number_bytes=4)
 
 
-class InProcessWay:
-    """From one stage to the next."""
+class InProcessTransport:
+    """Transport from one stage to the next."""
 
     def __init__(self) -> None:
         self._messages: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()

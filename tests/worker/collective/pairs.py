@@ -1,7 +1,7 @@
-"""Two processes in a group of MLX's, one sending to the other, and an inbox of the test's where what arrives is filed.
+"""Pair of processes in an MLX group, of which one sends to the other, and a test's inbox for what arrives.
 
-MLX makes one group in a process, so that a test cannot be an end itself. What the sender cannot put into a collective goes
-straight to the test's inbox, as it would to the next stage's.
+MLX makes one group in a process, so a test cannot be an end itself. Content that the sender cannot put into a
+collective goes straight to the test's inbox, as it would to the next stage's.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ _WAIT_S = 60.0
 _HIDDEN = 3
 
 
-class Passing(Inbox):
-    """Files what comes in another inbox, which may be exchanged."""
+class ForwardingInbox(Inbox):
+    """Inbox that files messages in another one, which may be exchanged."""
 
     def __init__(self) -> None:
-        super().__init__("passing", 1)
-        self.to: Inbox = self
+        super().__init__("forwarding", 1)
+        self.target: Inbox = self
 
     def put(self, key: LinkKey, message: WireTensor | RingError) -> None:
-        self.to.put(key, message)
+        self.target.put(key, message)
 
 
-class _Forwarding(Inbox):
-    """Hands on what it gets to an inbox in another process."""
+class _RemoteInbox(Inbox):
+    """Inbox that sends messages to one in another process."""
 
     def __init__(self, address: str) -> None:
-        super().__init__("forwarding", 1)
+        super().__init__("remote", 1)
         self._link = GrpcLink(address, make_hello())
 
     def put(self, key: LinkKey, message: Any) -> None:
@@ -60,7 +60,7 @@ class _Forwarding(Inbox):
 def _end(rank: int, kind: str, variables: dict[str, str], address: str, orders: Connection) -> None:
     """Run one of the processes: join, then follow commands."""
     set_for_libraries(variables)
-    import mlx.core as mx  # the test's own process needs none of it
+    import mlx.core as mx  # the test's own process does not need it
 
     from mlx_ring.worker.collective.links import CollectiveReceiver, CollectiveSender
     from mlx_ring.worker.collective.messages import Form
@@ -70,13 +70,13 @@ def _end(rank: int, kind: str, variables: dict[str, str], address: str, orders: 
     backend = "mpi" if kind == "mpi" else "ring"
     group_capabilities(backend)
     group = mx.distributed.init(strict=True, backend=backend)
-    way = transport_between(group, backend, 0, sums=kind == "allreduce")
+    transport = transport_between(group, backend, 0, sums=kind == "allreduce")
     form = Form(_HIDDEN, "float32", 4)
     end: Any
     if rank == 0:
-        end = CollectiveSender(way, form, GrpcLink(address, make_hello()))
+        end = CollectiveSender(transport, form, GrpcLink(address, make_hello()))
     else:
-        end = CollectiveReceiver(way, form, _Forwarding(address), "rank 0")
+        end = CollectiveReceiver(transport, form, _RemoteInbox(address), "rank 0")
     orders.send(os.getpid())
     with contextlib.suppress(EOFError):
         while True:
@@ -90,7 +90,7 @@ def _end(rank: int, kind: str, variables: dict[str, str], address: str, orders: 
 
 @dataclass
 class Pair:
-    """Both processes, and the inbox: a sending end for tests, as `rpc/links.py` has it."""
+    """Sending end for tests, as `rpc/links.py` defines it: both processes, and the inbox."""
 
     processes: list[Any]
     orders: list[Connection]
@@ -98,7 +98,7 @@ class Pair:
     inbox: Inbox
 
     def send(self, key: LinkKey, tensor: WireTensor) -> None:
-        """Both processes hear of a step that has as many tokens as the tensor; then one of them sends it."""
+        """Announce a step with as many tokens as the tensor to both processes; then have one send it."""
         self._expect(key, tensor.shape[0])
         self.orders[0].send(("send", key, _picklable(tensor)))
 
@@ -107,14 +107,14 @@ class Pair:
         self.orders[0].send(("send_failure", key, failure.SerializeToString()))
 
     def send_to_survivor(self, rank: int, key: LinkKey, tensor: WireTensor) -> None:
-        """The same, where only this one of both is left, for as long as it is."""
+        """Announce and send, if only this process is left, as long as it lives."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.orders[rank].send(("expect", _step(key, tensor.shape[0])))
             if rank == 0:
                 self.orders[rank].send(("send", key, _picklable(tensor)))
 
     def exit_code_of(self, rank: int) -> int | None:
-        """Wait until it has ended by itself."""
+        """Wait until the process has ended by itself; return its exit code."""
         self.processes[rank].join(_WAIT_S)
         return self.processes[rank].exitcode
 
@@ -158,7 +158,7 @@ def joined_pair(kind: str, inbox: Inbox | None = None) -> Generator[Pair]:
             for _, theirs in pipes:
                 theirs.close()
             ours = [mine for mine, _ in pipes]
-            assert all(mine.poll(_WAIT_S) for mine in ours), "they did not find each other"
+            assert all(mine.poll(_WAIT_S) for mine in ours), "the processes did not find each other"
             yield Pair(processes, ours, [mine.recv() for mine in ours], filed)
         finally:
             for process in processes:
@@ -169,7 +169,7 @@ def joined_pair(kind: str, inbox: Inbox | None = None) -> Generator[Pair]:
 
 @contextlib.contextmanager
 def _variables(kind: str, folder: Path) -> Generator[list[dict[str, str]]]:
-    """Return the environment of each process."""
+    """Yield the environment of each process."""
     if kind == "mpi":
         with mpi_places(2) as places:
             yield places

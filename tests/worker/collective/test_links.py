@@ -1,4 +1,4 @@
-"""The ends of a link over a collective stay in step with each other, whatever steps come to."""
+"""Ends of a link over a collective, which stay synchronized even if steps fail."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable, Iterator
 
 import pytest
-from tests.worker.collective.in_process import FORM, InProcessWay
+from tests.worker.collective.in_process import FORM, InProcessTransport
 from tests.worker.collective.pairs import KINDS, Pair, joined_pair
 from tests.worker.stages import Steps, chunk
 
@@ -25,14 +25,14 @@ FAILURE = error_to_failure(StepFailed("matmul went wrong"))
 
 
 class Link:
-    """Both ends, over a twin of a collective."""
+    """Both ends of a link, over a twin of a collective."""
 
     def __init__(self) -> None:
         self.inbox = Inbox("test", 1)
-        self.way = InProcessWay()
+        self.transport = InProcessTransport()
         self.errors: queue.SimpleQueue[Exception] = queue.SimpleQueue()
-        self.sender = CollectiveSender(self.way, FORM, InProcessLink(self.inbox), self.errors.put)
-        self.receiver = CollectiveReceiver(self.way, FORM, self.inbox, "stage 0", self.errors.put)
+        self.sender = CollectiveSender(self.transport, FORM, InProcessLink(self.inbox), self.errors.put)
+        self.receiver = CollectiveReceiver(self.transport, FORM, self.inbox, "stage 0", self.errors.put)
         self._steps = Steps()
 
     def step(self) -> step_pb2.Step:
@@ -52,7 +52,7 @@ def link() -> Iterator[Link]:
     assert link.errors.empty()
 
 
-def lost_a_row(link: Link, step: step_pb2.Step) -> None:
+def fail_row(link: Link, step: step_pb2.Step) -> None:
     failure = step_pb2.Failure(kind="StepFailed", message="no", sequences=[1])
     link.sender.send(step_key(step), WireTensor("float32", (1, 3), bytes(12), failure=failure))
     message = link.inbox.recv(step_key(step))
@@ -60,23 +60,23 @@ def lost_a_row(link: Link, step: step_pb2.Step) -> None:
     assert message.shape == (1, 3)
 
 
-def failed(link: Link, step: step_pb2.Step) -> None:
+def fail_step(link: Link, step: step_pb2.Step) -> None:
     link.sender.send_failure(step_key(step), FAILURE)
     with pytest.raises(StepFailed, match="matmul"):
         link.inbox.recv(step_key(step))
 
 
-def failed_after_it_was_sent(link: Link, step: step_pb2.Step) -> None:
+def fail_after_sending(link: Link, step: step_pb2.Step) -> None:
     link.sender.send(step_key(step), WHOLE)
     link.sender.send_failure(step_key(step), FAILURE)
 
 
-def failed_twice(link: Link, step: step_pb2.Step) -> None:
-    failed(link, step)
+def fail_twice(link: Link, step: step_pb2.Step) -> None:
+    fail_step(link, step)
     link.sender.send_failure(step_key(step), FAILURE)
 
 
-@pytest.mark.parametrize("fail", [lost_a_row, failed, failed_after_it_was_sent, failed_twice])
+@pytest.mark.parametrize("fail", [fail_row, fail_step, fail_after_sending, fail_twice])
 def test_the_step_after_a_failed_one_gets_its_own_message(
     link: Link, fail: Callable[[Link, step_pb2.Step], None]
 ) -> None:
@@ -87,17 +87,17 @@ def test_the_step_after_a_failed_one_gets_its_own_message(
         assert bytes(link.inbox.recv(step_key(step)).data) == WHOLE.data
 
 
-def test_messages_that_nobody_took_in_time_are_filed_all_the_same(link: Link) -> None:
+def test_messages_not_received_in_time_are_still_filed(link: Link) -> None:
     first, second = link.step(), link.step()
     for step in (first, second):
         link.sender.send(step_key(step), WHOLE)
     assert bytes(link.inbox.recv(step_key(second)).data) == WHOLE.data
 
 
-def test_after_an_error_waits_end_and_the_worker_reports_it() -> None:
+def test_error_ends_waits_and_is_reported() -> None:
     link = Link()
     step = link.step()
-    link.way.fail(RuntimeError("[recv] Socket was closed"))
+    link.transport.fail(RuntimeError("[recv] Socket was closed"))
     with pytest.raises(WorkerLost, match=r"The collective with stage 0 failed: \[recv\] Socket was closed"):
         link.inbox.recv(step_key(step))
     assert "Socket" in str(link.errors.get(timeout=60))
@@ -112,20 +112,20 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
 
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("pair", [kind for kind in KINDS if kind != "mpi"], indirect=True)
-def test_a_worker_whose_peer_is_killed_ends_as_well(pair: Pair, victim: int) -> None:
+def test_worker_ends_when_its_peer_is_killed(pair: Pair, victim: int) -> None:
     """Skip MPI, where a waiting process learns nothing: its agent ends it."""
     pair.send(KEY, WHOLE)
     pair.inbox.recv(KEY)
     os.kill(pair.pids[victim], signal.SIGKILL)
     assert pair.exit_code_of(victim) == -signal.SIGKILL
-    # What is sent first is taken by a socket that nobody reads any more.
+    # A socket that no process reads any more still accepts the first messages.
     for step in (2, 3, 4):
         pair.send_to_survivor(1 - victim, LinkKey("test", 1, step), WHOLE)
     assert pair.exit_code_of(1 - victim) == 1
 
 
-def test_bits_arrive_as_they_were(pair: Pair) -> None:
-    """Of negative zero, a signalling NaN, a denormal number and infinity a sum of floats would make others."""
+def test_messages_arrive_bit_for_bit(pair: Pair) -> None:
+    """Send negative zero, a signalling NaN, a denormal number and infinity, which a sum of floats would change."""
     odd = b"".join(
         number.to_bytes(4, "little") for number in (0x80000000, 0x7FA00001, 1, 0x7F800000, 0xFFFFFFFF, 0)
     )

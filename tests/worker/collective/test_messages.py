@@ -1,4 +1,4 @@
-"""A step's message: as long as the step says, and never taken for another's."""
+"""Messages of a step: their size follows from the step, and none is taken for another step's."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ SLOT = slot_of(STEP)
 TENSOR = WireTensor("float32", (3, 3), bytes(range(36)), (4, 5, 1 << 31))
 
 
-def test_both_ends_count_chunks_decode_rows_drafts_and_embeddings_alike() -> None:
+def test_slot_counts_tokens_of_chunks_decode_rows_drafts_and_embeddings() -> None:
     embeddings = step_pb2.Row(sequence=3, embeddings=tensor_pb2.Tensor(shape=[4, 3]))
     step = Steps().make(chunk(1, 0, [1, 2, 3]), decode(2, 5, 7, draft=[8, 9]), previous(4, 5), embeddings)
     assert slot_of(step) == Slot(step_key(step), 3 + 3 + 1 + 4)
 
 
-def test_rows_that_every_stage_must_refuse_count_for_nothing() -> None:
+def test_rows_without_a_valid_input_count_as_empty() -> None:
     shapeless = step_pb2.Row(sequence=2, embeddings=tensor_pb2.Tensor())
     assert slot_of(Steps().make(step_pb2.Row(sequence=1), shapeless)).tokens == 0
 
 
-def test_what_is_written_is_read_with_its_tokens() -> None:
+def test_written_message_is_read_with_its_tokens() -> None:
     message = FORM.write(SLOT, TENSOR)
     assert len(message) == FORM.nbytes(SLOT)
     read = FORM.read(SLOT, memoryview(message))
@@ -37,13 +37,13 @@ def test_what_is_written_is_read_with_its_tokens() -> None:
     assert read.tokens == TENSOR.tokens
 
 
-def test_tokens_that_the_next_stage_knows_are_not_sent() -> None:
+def test_message_without_tokens_is_read_without_tokens() -> None:
     read = FORM.read(SLOT, memoryview(FORM.write(SLOT, WireTensor("float32", (3, 3), bytes(36)))))
     assert read is not None
     assert read.tokens == ()
 
 
-def test_a_message_that_comes_another_way_is_as_long_and_says_so() -> None:
+def test_message_of_content_sent_over_grpc_is_as_long_and_says_so() -> None:
     message = FORM.write(SLOT, None)
     assert len(message) == FORM.nbytes(SLOT)
     assert FORM.read(SLOT, memoryview(message)) is None
@@ -59,7 +59,7 @@ def test_a_message_that_comes_another_way_is_as_long_and_says_so() -> None:
     ],
     ids=["fewer rows", "another type", "tokens of some rows", "rows failed"],
 )
-def test_what_is_not_all_of_the_step_has_no_place_in_its_message(tensor: WireTensor) -> None:
+def test_incomplete_content_does_not_fit_its_steps_message(tensor: WireTensor) -> None:
     assert FORM.holds(SLOT, TENSOR)
     assert not FORM.holds(SLOT, tensor)
 

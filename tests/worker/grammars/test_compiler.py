@@ -1,4 +1,4 @@
-"""Grammars are there before a step names them, once, and no more of them than there is room for."""
+"""Compilation of grammars: in the background, once for each grammar, and kept within a budget."""
 
 from __future__ import annotations
 
@@ -36,37 +36,37 @@ def grammars(folder: Path) -> GrammarCompiler:
 
 
 @contextmanager
-def held_up(monkeypatch: pytest.MonkeyPatch) -> Generator[tuple[list[str], Callable[[], None]]]:
-    """Return the compiled grammars, and the compiler, which waits at its first until it may continue."""
+def blocked_compiler(monkeypatch: pytest.MonkeyPatch) -> Generator[tuple[list[str], Callable[[], None]]]:
+    """Block the compiler at its first grammar; yield what it compiles, and a function that waits for that start."""
     compiled: list[str] = []
-    begun, goes_on = threading.Event(), threading.Event()
+    started, released = threading.Event(), threading.Event()
 
     def wait(kind: str, text: str) -> str:
         compiled.append(text)
-        begun.set()
-        assert goes_on.wait(30)
+        started.set()
+        assert released.wait(30)
         return to_llguidance(kind, text)
 
     monkeypatch.setattr(compiler, "to_llguidance", wait)
     try:
-        yield compiled, lambda: cast("None", begun.wait(30))
+        yield compiled, lambda: cast("None", started.wait(30))
     finally:
-        goes_on.set()
+        released.set()
 
 
-def ask(grammars: GrammarCompiler, id_: int, text: str) -> Future[BaseException | None]:
+def request_grammar(grammars: GrammarCompiler, id_: int, text: str) -> Future[BaseException | None]:
     answer = Future[BaseException | None]()
-    wanted = worker_pb2.PrepareGrammar(id=id_, grammar=step_pb2.Grammar(kind="regex", text=text))
-    grammars.prepare(wanted, answer.set_result)
+    message = worker_pb2.PrepareGrammar(id=id_, grammar=step_pb2.Grammar(kind="regex", text=text))
+    grammars.prepare(message, answer.set_result)
     return answer
 
 
-def test_a_step_never_waits_for_a_grammar_that_is_being_made(
+def test_step_never_waits_for_a_grammar_that_is_being_compiled(
     grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with held_up(monkeypatch) as (_, begun):
-        answer = ask(grammars, 1, "a")
-        begun()
+    with blocked_compiler(monkeypatch) as (_, started):
+        answer = request_grammar(grammars, 1, "a")
+        started()
         early = grammars.begin(step_pb2.Open(grammar=1))
         with pytest.raises(ProtocolError, match="not prepared"):
             early.go_to([], 0)
@@ -76,14 +76,14 @@ def test_a_step_never_waits_for_a_grammar_that_is_being_made(
         grammars.begin(step_pb2.Open(grammar=2)).go_to([], 0)
 
 
-def test_what_is_dropped_before_its_turn_is_not_compiled_nor_answered(
+def test_grammar_dropped_before_its_turn_is_neither_compiled_nor_answered(
     grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with held_up(monkeypatch) as (compiled, begun):
-        first = ask(grammars, 1, "a")
-        begun()
-        dropped, other = ask(grammars, 2, "b"), ask(grammars, 3, "c")
-        again = [ask(grammars, 4, "d"), ask(grammars, 5, "d")]
+    with blocked_compiler(monkeypatch) as (compiled, started):
+        first = request_grammar(grammars, 1, "a")
+        started()
+        dropped, other = request_grammar(grammars, 2, "b"), request_grammar(grammars, 3, "c")
+        again = [request_grammar(grammars, 4, "d"), request_grammar(grammars, 5, "d")]
         grammars.drop(2)
         grammars.drop(4)
     assert [answer.result(30) for answer in (first, other, again[1])] == [None] * 3
@@ -92,16 +92,16 @@ def test_what_is_dropped_before_its_turn_is_not_compiled_nor_answered(
     assert not again[0].done()
 
 
-def test_a_grammar_is_compiled_once_for_all_who_come_while_it_is_kept(
+def test_kept_grammar_is_compiled_only_once(
     grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[str] = []
 
-    def note(kind: str, text: str) -> str:
+    def record(kind: str, text: str) -> str:
         made.append(text)
         return to_llguidance(kind, text)
 
-    monkeypatch.setattr(compiler, "to_llguidance", note)
+    monkeypatch.setattr(compiler, "to_llguidance", record)
     for id_ in (1, 2):
         assert prepare(grammars, id_, REGEX) is None
         grammars.drop(id_)
@@ -112,7 +112,7 @@ def test_a_grammar_is_compiled_once_for_all_who_come_while_it_is_kept(
     assert len(made) == 2
 
 
-def test_a_tokenizer_that_cannot_be_read_is_tried_once(
+def test_unreadable_tokenizer_is_tried_only_once(
     grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried: list[object] = []
@@ -127,8 +127,8 @@ def test_a_tokenizer_that_cannot_be_read_is_tried_once(
     assert len(tried) == 1
 
 
-def test_references_may_go_thousands_deep(grammars: GrammarCompiler) -> None:
-    """On an ordinary thread's stack they end the process."""
+def test_references_may_be_thousands_deep(grammars: GrammarCompiler) -> None:
+    """Nest references so deep that the process would end on an ordinary thread's stack."""
     count = 2500
     deep: dict[str, Any] = {
         f"d{at}": {"type": "object", "properties": {"a": {"$ref": f"#/$defs/d{(at + 1) % count}"}}}
@@ -139,39 +139,39 @@ def test_references_may_go_thousands_deep(grammars: GrammarCompiler) -> None:
     assert grammars.begin(step_pb2.Open(grammar=1)).go_to([], 0)
 
 
-def test_another_head_finds_nothing_wanted(grammars: GrammarCompiler) -> None:
+def test_reset_drops_the_grammars_of_the_previous_head(grammars: GrammarCompiler) -> None:
     assert prepare(grammars, 1, REGEX) is None
     grammars.reset()
     with pytest.raises(ProtocolError):
         grammars.begin(step_pb2.Open(grammar=1)).go_to([], 0)
 
 
-def test_a_grammar_that_fails_says_so_each_time(grammars: GrammarCompiler) -> None:
+def test_failed_grammar_reports_its_error_each_time(grammars: GrammarCompiler) -> None:
     for id_ in (1, 2):
         error = prepare(grammars, id_, step_pb2.Grammar(kind="regex", text="a("))
         assert isinstance(error, RequestError)
         assert "unclosed" in str(error)
 
 
-def compiled() -> Future[Compiled]:
+def finished_compilation() -> Future[Compiled]:
     future = Future[Compiled]()
     future.set_result(cast("Any", None))
     return future
 
 
-def test_large_grammars_make_way_before_many_small_ones_and_what_is_wanted_stays() -> None:
+def test_large_grammars_are_evicted_before_small_ones_and_wanted_ones_stay() -> None:
     kept = KeptGrammars(budget_bytes=100 << 20)
     large = step_pb2.Grammar(kind="regex", text="a" * (200 << 10))
-    wanted = kept.add(large, key_of(large), compiled())
+    wanted = kept.add(large, key_of(large), finished_compilation())
     wanted.wanted_by.add(1)
     for number in range(60):
         small = step_pb2.Grammar(kind="regex", text=str(number))
-        kept.leave(kept.add(small, key_of(small), compiled()), 2)
+        kept.leave(kept.add(small, key_of(small), finished_compilation()), 2)
     assert 20 < len(kept) < 40
     assert kept.find(key_of(large)) is wanted
     kept.leave(wanted, 1)
     for number in range(60, 120):
         small = step_pb2.Grammar(kind="regex", text=str(number))
-        kept.leave(kept.add(small, key_of(small), compiled()), 2)
+        kept.leave(kept.add(small, key_of(small), finished_compilation()), 2)
     assert not kept.find(key_of(large))
     assert len(kept) >= 60

@@ -1,4 +1,4 @@
-"""Attention at once gives what MLX's own gives."""
+"""Attention for x86 CPUs, compared with MLX's own."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def mask_of(kind: str, batch: int, heads: int, count: int, length: int) -> Any:
     before=st.sampled_from([0, 1, 30, 300]),
     small=st.booleans(),
 )
-def test_it_equals_mlx(
+def test_evaluated_attention_equals_mlxs(
     kind: str, batch: int, kv_heads: int, repeats: int, count: int, before: int, *, small: bool
 ) -> None:
     length = before + count
@@ -80,7 +80,9 @@ def test_it_equals_mlx(
     repeats=st.sampled_from([1, 2, 3]),
     length=st.sampled_from([1, 2, 30, 300]),
 )
-def test_single_tokens_equal_mlx(kind: str, batch: int, kv_heads: int, repeats: int, length: int) -> None:
+def test_attention_of_single_tokens_equals_mlxs(
+    kind: str, batch: int, kv_heads: int, repeats: int, length: int
+) -> None:
     given_arrays = arrays(batch, kv_heads, repeats, 1, length)
     mask = mask_of(kind, batch, kv_heads * repeats, 1, length)
     with attention.fitting(at_once=False):
@@ -92,7 +94,7 @@ def test_single_tokens_equal_mlx(kind: str, batch: int, kv_heads: int, repeats: 
 
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("count", [1, 3])
-def test_what_it_cannot_do_is_left_to_mlx(count: int, *, sinks: bool) -> None:
+def test_unsupported_inputs_use_mlxs_attention(count: int, *, sinks: bool) -> None:
     queries, keys, values = arrays(1, 2, 2, count, 9)
     if sinks:
         options: dict[str, Any] = {"sinks": mx.zeros((4,))}
@@ -106,7 +108,7 @@ def test_what_it_cannot_do_is_left_to_mlx(count: int, *, sinks: bool) -> None:
     assert mx.array_equal(ours, stock(queries, keys, values, scale=0.3, mask="causal", **options))
 
 
-def test_it_is_in_place_only_meanwhile() -> None:
+def test_attention_is_replaced_only_within_the_context() -> None:
     with attention.fitting(at_once=True):
         assert mx.fast.scaled_dot_product_attention is not stock
     assert mx.fast.scaled_dot_product_attention is stock

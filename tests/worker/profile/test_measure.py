@@ -1,4 +1,4 @@
-"""Profile mode: what it tells is whole, positive and within bounds. How fast this machine is, no test says."""
+"""Profile mode: complete, positive figures within bounds. No test asserts how fast this machine is."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def test_memory_and_device_are_reported(profile: MachineProfile) -> None:
     assert profile.device_name
 
 
-def test_a_profile_survives_its_json(profile: MachineProfile) -> None:
+def test_profile_survives_the_json_round_trip(profile: MachineProfile) -> None:
     assert MachineProfile.from_json(profile.model_dump_json()) == profile
 
 
-def test_measuring_keeps_to_its_share_of_memory() -> None:
+def test_measuring_stays_within_its_share_of_memory() -> None:
     mx.clear_cache()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
@@ -70,7 +70,7 @@ def test_too_little_memory_is_reported_with_the_number(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("bits", [0, 4, 8])
-def test_weights_keep_their_size_and_are_at_least_two(bits: int) -> None:
+def test_products_have_the_size_of_their_weights_and_take_time(bits: int) -> None:
     products = Products(WeightKind("any", mx.float32, bits), 128, 1, CLOCK)
     each = 128 * 128 * 4 if not bits else 128 * 128 * bits // 8 + 2 * 4 * 128 * 128 // 64
     assert products.nbytes == each
@@ -78,7 +78,7 @@ def test_weights_keep_their_size_and_are_at_least_two(bits: int) -> None:
     assert products.compute() > 0
 
 
-def test_a_small_stage_goes_on_beyond_its_longest_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_stage_continues_beyond_its_longest_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlx_ring.worker.profile.steps._LONGEST", 16)
     stage = SmallStage(2, mx.float32, CLOCK)
     assert all(stage.seconds() > 0 for _ in range(5))
@@ -89,7 +89,7 @@ def test_drawing_and_attending_take_time() -> None:
     assert attending(mx.float32, CLOCK)() > 0
 
 
-def test_the_entry_prints_one_profile() -> None:
+def test_command_prints_one_profile() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "mlx_ring.worker.profile", "--seconds", "0.1", "--memory-share", "0.05"],
         capture_output=True,
@@ -97,12 +97,12 @@ def test_the_entry_prints_one_profile() -> None:
         timeout=120,
         check=True,
     )
-    found = MachineProfile.from_json(done.stdout)
-    assert found.blas_threads == 1
-    assert "OpenBLAS" in found.blas or found.blas
+    printed = MachineProfile.from_json(done.stdout)
+    assert printed.blas_threads == 1
+    assert "OpenBLAS" in printed.blas or printed.blas
 
 
-def test_a_failure_is_one_sentence_and_an_exit_code() -> None:
+def test_failure_is_one_message_and_an_exit_code() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "mlx_ring.worker.profile", "--memory-share", "0"],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""The sampler's chain written plainly: float64, whole vocabulary, one row at a time, a full sort."""
+"""Reference of the sampler, written plainly: float64, the whole vocabulary, one row at a time, a full sort."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def adjusted(logits: Floats, row: SamplerRow) -> Floats:
 
 
 def kept(scaled: Floats, row: SamplerRow) -> tuple[NDArray[np.bool_], float]:
-    """Return which tokens min-p, top-k and top-p leave, and how near (in probability) a threshold was to any."""
+    """Return the tokens that min-p, top-k and top-p keep, and the least distance (in probability) to a threshold."""
     sampling = row.sampling
     weights = np.exp(scaled - scaled.max())
     order = np.lexsort((np.arange(len(weights)), -weights))
@@ -80,7 +80,7 @@ def gumbel(first: int, second: int, indices: Iterable[int]) -> Floats:
 
 
 def token(logits: Floats, row: SamplerRow) -> tuple[int, float]:
-    """Return the token that the sampler must draw, and how clearly: below 1e-4 another may win by rounding."""
+    """Return the token that the sampler must draw, and its lead: below 1e-4 rounding may choose another."""
     changed = adjusted(logits, row)
     if row.sampling.greedy:
         best = np.sort(changed)

@@ -1,4 +1,4 @@
-"""Random parameters and rows, over a vocabulary small enough that histories meet it often."""
+"""Random parameters and rows, over a vocabulary so small that histories often repeat tokens."""
 
 from __future__ import annotations
 

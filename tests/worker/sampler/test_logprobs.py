@@ -1,3 +1,5 @@
+"""Log-probabilities of tokens and prompts."""
+
 from __future__ import annotations
 
 import mlx.core as mx
@@ -30,7 +32,7 @@ def test_log_probabilities_are_the_log_softmax_of_the_raw_logits(logits: mx.arra
         assert list(result.top_logprobs) == pytest.approx(exact[row][order].tolist(), abs=2e-5)
 
 
-def test_each_row_may_ask_for_its_own_number_of_alternatives(logits: mx.array) -> None:
+def test_each_row_may_have_its_own_number_of_alternatives(logits: mx.array) -> None:
     results = token_logprobs(logits[:3], mx.array([1, 2, 3], dtype=mx.int32), [0, 20, 5000])
     assert [len(result.top_tokens) for result in results] == [0, 20, VOCABULARY]
 
@@ -41,7 +43,7 @@ def test_the_chosen_tokens_value_is_the_same_with_and_without_alternatives(logit
     assert without[0].logprob == with_top[1].logprob
 
 
-def test_a_prompt_in_pieces_gives_what_it_gives_at_once(logits: mx.array) -> None:
+def test_log_probabilities_of_a_prompt_in_chunks_equal_those_at_once(logits: mx.array) -> None:
     targets = [(index * 13) % VOCABULARY for index in range(70)]
     assert prompt_logprobs(logits, targets, 3) == token_logprobs(logits, targets, 3)
 
@@ -51,6 +53,6 @@ def test_half_precision_logits_are_normalised_in_float32(logits: mx.array) -> No
     assert token_logprobs(half, [1, 2, 3, 4], 2) == token_logprobs(half.astype(mx.float32), [1, 2, 3, 4], 2)
 
 
-def test_a_token_at_minus_infinity_has_log_probability_minus_infinity(logits: mx.array) -> None:
-    barred = mx.where(mx.arange(VOCABULARY) == 3, -mx.inf, logits[:1])
-    assert token_logprobs(barred, [3], 0)[0].logprob == -np.inf
+def test_token_at_minus_infinity_has_log_probability_minus_infinity(logits: mx.array) -> None:
+    masked = mx.where(mx.arange(VOCABULARY) == 3, -mx.inf, logits[:1])
+    assert token_logprobs(masked, [3], 0)[0].logprob == -np.inf

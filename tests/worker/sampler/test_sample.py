@@ -1,3 +1,5 @@
+"""Sampling of tokens, compared with a plain reference."""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -14,6 +16,7 @@ from tests.worker.sampler.strategies import VOCABULARY, sampler_rows
 from mlx_ring.core.errors import RequestError
 from mlx_ring.rpc.protos import step_pb2
 from mlx_ring.worker.sampler import LazySample, Parameters, SamplerRow, sample
+from mlx_ring.worker.sampler.sample import adjust
 
 GREEDY = Parameters()
 
@@ -36,7 +39,7 @@ def drawn(logits: mx.array, *rows: SamplerRow) -> list[int]:
 
 @examples(1.5)
 @given(st.lists(sampler_rows(), min_size=1, max_size=4), st.integers(0, 1000))
-def test_tokens_are_those_of_the_plain_chain(rows: list[SamplerRow], seed: int) -> None:
+def test_tokens_equal_the_references(rows: list[SamplerRow], seed: int) -> None:
     logits = random_logits(len(rows), seed)
     tokens = drawn(logits, *rows)
     for index, each in enumerate(rows):
@@ -47,7 +50,7 @@ def test_tokens_are_those_of_the_plain_chain(rows: list[SamplerRow], seed: int) 
 
 @examples(0.6)
 @given(st.lists(sampler_rows(), min_size=1, max_size=6), st.integers(0, 1000), st.sampled_from([0.05, 3.0]))
-def test_lazy_tokens_are_those_of_sample_and_say_where_they_were_not(
+def test_lazy_sample_reads_the_same_tokens_and_reports_changed_rows(
     rows: list[SamplerRow], seed: int, scale: float
 ) -> None:
     logits = random_logits(len(rows), seed, scale=scale)
@@ -60,7 +63,7 @@ def test_lazy_tokens_are_those_of_sample_and_say_where_they_were_not(
 
 @examples(0.6)
 @given(st.lists(sampler_rows(), min_size=2, max_size=6), st.integers(0, 1000))
-def test_a_row_draws_the_same_token_in_any_batch(rows: list[SamplerRow], seed: int) -> None:
+def test_row_draws_the_same_token_in_any_batch(rows: list[SamplerRow], seed: int) -> None:
     logits = random_logits(len(rows), seed)
     together = drawn(logits, *rows)
     assert together == [drawn(logits[i : i + 1], rows[i])[0] for i in range(len(rows))]
@@ -73,7 +76,9 @@ def test_a_row_draws_the_same_token_in_any_batch(rows: list[SamplerRow], seed: i
     "sampling",
     [Parameters(top_p=0.9), Parameters(top_p=0.6, min_p=0.01), Parameters(top_k=3000), Parameters(min_p=0.2)],
 )
-def test_large_vocabularies_need_as_many_candidates_as_settle_it(scale: float, sampling: Parameters) -> None:
+def test_large_vocabularies_take_enough_candidates_for_the_exact_token(
+    scale: float, sampling: Parameters
+) -> None:
     vocabulary = 32 * 400
     logits = random_logits(3, 5, vocabulary, scale)
     rows = [row(replace(sampling, temperature=1.0), seed) for seed in (1, 2, 3)]
@@ -111,8 +116,8 @@ def test_frequencies_follow_the_exact_probabilities(sampling: Parameters) -> Non
     assert chi_square < freedom + 4 * np.sqrt(2 * freedom)
 
 
-def test_top_p_counts_the_mass_that_top_k_left_beside_a_row_without_top_k() -> None:
-    # Of eight equal tokens two are left, and half of their mass is the first alone.
+def test_top_p_applies_to_the_mass_that_top_k_leaves_in_each_row() -> None:
+    # Top-k leaves two of eight equal tokens, and the first alone is half of their mass.
     narrow = Parameters(temperature=1.0, top_k=2, top_p=0.5)
     wide = Parameters(temperature=1.0, top_p=0.5)
     logits = mx.repeat(mx.zeros((1, 8)), 200, axis=0)
@@ -121,8 +126,8 @@ def test_top_p_counts_the_mass_that_top_k_left_beside_a_row_without_top_k() -> N
     assert set(tokens[::2]) == {0, 1, 2, 3}
 
 
-def test_top_p_counts_the_mass_that_min_p_left() -> None:
-    # The second token has 0.4 of the first's weight: half of the mass is the first alone only without the rest.
+def test_top_p_applies_to_the_mass_that_min_p_leaves() -> None:
+    # The second token has 0.4 of the first's weight. The first alone suffices for top-p only without the rest.
     logits = mx.repeat(mx.log(mx.array([[1.0, 0.4, 0.3, 0.3, 0.3]])), 200, axis=0)
     both = Parameters(temperature=1.0, min_p=0.35, top_p=0.6)
     assert set(drawn(logits, *(row(both, seed) for seed in range(200)))) == {0}
@@ -132,9 +137,9 @@ def test_top_p_counts_the_mass_that_min_p_left() -> None:
 
 def test_successive_positions_and_seeds_are_not_correlated() -> None:
     logits = mx.zeros((4096, 16))
-    anything = Parameters(temperature=1.0)
-    by_seed = drawn(logits, *(row(anything, seed, 9) for seed in range(4096)))
-    by_position = drawn(logits, *(row(anything, 9, position) for position in range(4096)))
+    sampling = Parameters(temperature=1.0)
+    by_seed = drawn(logits, *(row(sampling, seed, 9) for seed in range(4096)))
+    by_position = drawn(logits, *(row(sampling, 9, position) for position in range(4096)))
     for drawn_tokens in (by_seed, by_position):
         tokens = np.array(drawn_tokens, dtype=np.int64)
         pairs = np.bincount(tokens[:-1] * 16 + tokens[1:], minlength=256)
@@ -153,7 +158,7 @@ def test_rows_of_one_sequence_at_several_positions_verify_a_draft() -> None:
     assert drawn(logits, *rows) == one_by_one
 
 
-def test_greedy_takes_the_lowest_of_equals_and_so_does_top_k_1() -> None:
+def test_greedy_and_top_k_1_take_the_lowest_of_equal_tokens() -> None:
     logits = mx.zeros((2, VOCABULARY))
     logits[:, 17] = 2.0
     logits[:, 250] = 2.0
@@ -227,7 +232,7 @@ def test_half_precision_logits_are_computed_in_float32(dtype: mx.Dtype) -> None:
     assert drawn(logits, *rows) == drawn(logits.astype(mx.float32), *rows)
 
 
-def test_the_callers_logits_stay_as_they_were() -> None:
+def test_sampling_does_not_change_the_callers_logits() -> None:
     logits = random_logits(1, 1)
     before = np.array(logits, dtype=np.float32)
     drawn(logits, row(Parameters(repetition_penalty=2.0, presence_penalty=1.0)))
@@ -263,20 +268,20 @@ def test_parameters_that_cannot_be_applied_are_refused_by_name(sampling: Paramet
 
 @examples(0.2)
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**32))
-def test_another_seed_or_position_is_another_draw(seed: int, position: int) -> None:
+def test_another_seed_or_position_gives_another_draw(seed: int, position: int) -> None:
     other = (seed + 1) % 2**64
     logits = mx.zeros((3, 2**20))
-    anything = Parameters(temperature=1.0)
-    rows = [row(anything, seed, position), row(anything, other, position), row(anything, seed, position + 1)]
+    sampling = Parameters(temperature=1.0)
+    rows = [row(sampling, seed, position), row(sampling, other, position), row(sampling, seed, position + 1)]
     tokens = drawn(logits, *rows)
     assert len(set(tokens)) == 3
 
 
-def test_no_rows_are_no_tokens() -> None:
+def test_no_rows_give_no_tokens() -> None:
     assert drawn(mx.zeros((0, VOCABULARY))) == []
 
 
-def test_the_wire_message_becomes_parameters_with_every_off_in_one_form() -> None:
+def test_parameters_of_a_wire_message_have_one_normal_form() -> None:
     assert Parameters.from_message(step_pb2.Sampling()) == Parameters()
     message = step_pb2.Sampling(
         temperature=0.5, top_p=0.25, top_k=3, logit_bias={9: 1.5, 2: -1.0}, min_tokens=4
@@ -284,3 +289,44 @@ def test_the_wire_message_becomes_parameters_with_every_off_in_one_form() -> Non
     assert Parameters.from_message(message) == Parameters(
         temperature=0.5, top_p=0.25, top_k=3, logit_bias=((2, -1.0), (9, 1.5)), min_tokens=4
     )
+
+
+def adjusted(logits: list[float], row: SamplerRow) -> list[float]:
+    return [float(value) for value in np.array(adjust(mx.array([logits]), [row]), dtype=np.float64)[0]]
+
+
+@examples(2)
+@given(sampler_rows(), sampler_rows())
+def test_adjusted_logits_equal_the_references(first: SamplerRow, second: SamplerRow) -> None:
+    logits = np.random.default_rng(0).normal(size=(2, VOCABULARY)) * 3
+    changed = np.array(adjust(mx.array(logits.astype(np.float32)), [first, second]), dtype=np.float64)
+    for index, row in enumerate((first, second)):
+        assert np.allclose(changed[index], reference.adjusted(logits[index], row), atol=1e-4)
+
+
+def test_repetition_penalty_applies_once_to_prompt_and_answer_tokens_of_either_sign() -> None:
+    row = SamplerRow(Parameters(repetition_penalty=2.0), 0, 4, [0, 1, 1, 1], 2)
+    assert adjusted([4.0, -4.0, 4.0], row) == [2.0, -8.0, 4.0]
+
+
+def test_presence_and_frequency_penalties_count_only_the_answer() -> None:
+    row = SamplerRow(Parameters(presence_penalty=0.5, frequency_penalty=0.25), 0, 5, [0, 0, 1, 1, 2], 2)
+    assert adjusted([1.0, 1.0, 1.0, 1.0], row) == [1.0, 0.0, 0.25, 1.0]
+
+
+def test_penalties_ignore_tokens_from_the_position_on() -> None:
+    row = SamplerRow(Parameters(repetition_penalty=2.0, frequency_penalty=1.0), 0, 2, [0, 1, 2, 2], 1)
+    assert adjusted([2.0, 2.0, 2.0], row) == [1.0, 0.0, 2.0]
+
+
+def test_bias_is_added_before_the_repetition_penalty() -> None:
+    row = SamplerRow(Parameters(repetition_penalty=2.0, logit_bias=((0, 3.0),)), 0, 1, [0], 1)
+    assert adjusted([-1.0, 0.0], row) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(("position", "excluded"), [(2, True), (3, True), (4, False)])
+def test_eos_tokens_are_excluded_until_min_tokens_were_drawn(position: int, excluded: bool) -> None:  # noqa: FBT001  # a column of the table
+    row = SamplerRow(
+        Parameters(min_tokens=2, logit_bias=((1, 50.0),)), 0, position, [0] * 6, 2, frozenset({1})
+    )
+    assert (adjusted([0.0, 0.0], row)[1] == -np.inf) is excluded

@@ -1,4 +1,4 @@
-"""Steps under grammars: every answer matches, whatever else the step carries, and however it is cut."""
+"""Steps with grammars: every answer matches, in any batch and over any number of stages."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
-def under(
+def open_constrained(
     sequence: int, schema: object, *, kind: str = "json_schema", eos: Sequence[int] = (END,), **sampling: Any
 ) -> step_pb2.CacheOperation:
     operation = open_sequence(sequence, len(PROMPT), eos, **sampling)
@@ -64,13 +64,17 @@ def under(
     return operation
 
 
-def text_of(folder: Path, tokens: Sequence[int]) -> str:
-    from transformers import AutoTokenizer  # seconds
+def open_regex(sequence: int, pattern: str, **sampling: Any) -> step_pb2.CacheOperation:
+    return open_constrained(sequence, pattern, kind="regex", **sampling)
+
+
+def decode_text(folder: Path, tokens: Sequence[int]) -> str:
+    from transformers import AutoTokenizer  # takes seconds to import
 
     return cast("str", AutoTokenizer.from_pretrained(folder).decode(list(tokens), skip_special_tokens=True))
 
 
-def run(
+def generate(
     pipeline: Pipeline, opened: Sequence[step_pb2.CacheOperation], count: int = 1500
 ) -> dict[int, list[int]]:
     """Return each sequence's answer to its end, or `count` tokens; all step together."""
@@ -93,36 +97,41 @@ def run(
     return answers
 
 
-def test_answers_match_in_a_batch_with_others_that_are_free(folder: Path) -> None:
+def test_constrained_answers_match_in_a_batch_with_an_unconstrained_one(folder: Path) -> None:
     pipeline = Pipeline(folder, CUTS[1])
-    hot: dict[str, Any] = {"temperature": 1.0}
+    noisy: dict[str, Any] = {"temperature": 1.0}
     free = open_sequence(9, len(PROMPT), (END,), temperature=1.0)
     free.open.max_length = 1600
-    answers = run(
+    answers = generate(
         pipeline,
-        [under(1, SCHEMA), under(2, SCHEMA, **hot), free, under(3, SCHEMA, **hot, top_p=0.9, min_p=0.01)],
+        [
+            open_constrained(1, SCHEMA),
+            open_constrained(2, SCHEMA, **noisy),
+            free,
+            open_constrained(3, SCHEMA, **noisy, top_p=0.9, min_p=0.01),
+        ],
     )
     for sequence in (1, 2, 3):
         assert answers[sequence][-1] == END
-        jsonschema.validate(json.loads(text_of(folder, answers[sequence])), SCHEMA)
+        jsonschema.validate(json.loads(decode_text(folder, answers[sequence])), SCHEMA)
     alone = open_sequence(9, len(PROMPT), (END,), temperature=1.0)
     alone.open.max_length = 1600
-    assert run(Pipeline(folder, CUTS[1]), [alone])[9] == answers[9]
+    assert generate(Pipeline(folder, CUTS[1]), [alone])[9] == answers[9]
 
 
 FIXED = "^(ab|cd){3}$"
-"""A regular expression with a few answers, of six tokens and an end."""
+"""Regular expression with a few answers, each of six tokens and an end."""
 
 
 @pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("submits_ahead", [False, True])
 def test_steps_built_ahead_draw_the_same_answers(folder: Path, stages: int, *, submits_ahead: bool) -> None:
-    """One with a grammar and one without: the head names tokens as `previous`, before it knows them."""
-    expected = run(Pipeline(folder, CUTS[1]), [under(1, FIXED, kind="regex", temperature=1.0)])[1]
+    """Step one answer with a grammar and one without. The head names tokens as `previous` before it knows them."""
+    expected = generate(Pipeline(folder, CUTS[1]), [open_regex(1, FIXED, temperature=1.0)])[1]
     runners = make_stages(folder, CUTS[stages], submits_ahead=submits_ahead)
     steps = Steps()
     free = open_sequence(2, len(PROMPT), (END,), temperature=1.0)
-    operations = [under(1, FIXED, kind="regex", temperature=1.0), free]
+    operations = [open_regex(1, FIXED, temperature=1.0), free]
     made = [
         steps.make(
             *(chunk(each, 0, PROMPT, want()) for each in (1, 2)), operations=operations, hand_over=True
@@ -149,11 +158,11 @@ def test_steps_built_ahead_draw_the_same_answers(folder: Path, stages: int, *, s
 
 
 def test_drafts_are_verified_under_the_grammar(folder: Path) -> None:
-    expected = run(Pipeline(folder, CUTS[1]), [under(1, FIXED, kind="regex")])[1]
+    expected = generate(Pipeline(folder, CUTS[1]), [open_regex(1, FIXED)])[1]
     right, wrong = expected[1:4], [*expected[1:3], 77, expected[4]]
     for draft, accepted in ((right, 4), (wrong, 3)):
         pipeline = Pipeline(folder, CUTS[1])
-        first = pipeline.results(chunk(1, 0, PROMPT, want()), operations=[under(1, FIXED, kind="regex")])
+        first = pipeline.results(chunk(1, 0, PROMPT, want()), operations=[open_regex(1, FIXED)])
         result = pipeline.results(previous(1, len(PROMPT), draft))[1]
         assert [*tokens_of(first[1]), *tokens_of(result)] == expected[: accepted + 1]
         start = len(PROMPT) + accepted
@@ -161,9 +170,9 @@ def test_drafts_are_verified_under_the_grammar(folder: Path) -> None:
         assert tokens_of(rest) == expected[accepted + 1 : accepted + 2]
 
 
-def test_an_answer_goes_on_from_its_tokens_after_a_replay(folder: Path) -> None:
-    expected = run(Pipeline(folder, CUTS[1]), [under(1, FIXED, kind="regex", temperature=1.0)])[1]
-    again = under(5, FIXED, kind="regex", temperature=1.0)
+def test_answer_continues_from_its_tokens_after_a_replay(folder: Path) -> None:
+    expected = generate(Pipeline(folder, CUTS[1]), [open_regex(1, FIXED, temperature=1.0)])[1]
+    again = open_regex(5, FIXED, temperature=1.0)
     again.open.seed = 1
     result = Pipeline(folder, CUTS[1]).results(
         chunk(5, 0, [*PROMPT, *expected[:4]], want()), operations=[again]
@@ -184,30 +193,30 @@ def test_an_answer_goes_on_from_its_tokens_after_a_replay(folder: Path) -> None:
     ids=str,
 )
 def test_no_other_parameter_breaks_a_grammar(folder: Path, sampling: dict[str, Any]) -> None:
-    tokens = run(Pipeline(folder, CUTS[1]), [under(1, FIXED, kind="regex", **sampling)], 20)[1]
+    tokens = generate(Pipeline(folder, CUTS[1]), [open_regex(1, FIXED, **sampling)], 20)[1]
     assert tokens[-1] == END
-    assert re.fullmatch(FIXED, text_of(folder, tokens))
+    assert re.fullmatch(FIXED, decode_text(folder, tokens))
 
 
-def test_an_answer_ends_where_the_grammar_is_satisfied_and_not_before(folder: Path) -> None:
+def test_answer_ends_once_the_grammar_is_satisfied_and_not_before(folder: Path) -> None:
     other = 45
     sampling: dict[str, Any] = {"logit_bias": {END: 100.0, other: 100.0}}
-    tokens = run(Pipeline(folder, CUTS[1]), [under(1, "^(ab){2,9}$", kind="regex", **sampling)], 30)[1]
-    assert text_of(folder, tokens) == "abab"
+    tokens = generate(Pipeline(folder, CUTS[1]), [open_regex(1, "^(ab){2,9}$", **sampling)], 30)[1]
+    assert decode_text(folder, tokens) == "abab"
     assert tokens[-1] == END
     longer: dict[str, Any] = {**sampling, "min_tokens": 9}
-    tokens = run(Pipeline(folder, CUTS[1]), [under(1, "^(ab){2,9}$", kind="regex", **longer)], 30)[1]
+    tokens = generate(Pipeline(folder, CUTS[1]), [open_regex(1, "^(ab){2,9}$", **longer)], 30)[1]
     assert len(tokens) >= 9
 
 
-def test_tokens_past_the_tokenizer_are_never_drawn(folder: Path) -> None:
+def test_tokens_beyond_the_tokenizer_are_never_drawn(folder: Path) -> None:
     sampling: dict[str, Any] = {"logit_bias": dict.fromkeys(range(258, 320), 100.0)}
-    tokens = run(Pipeline(folder, CUTS[1]), [under(1, "^.{9}$", kind="regex", **sampling)], 60)[1]
+    tokens = generate(Pipeline(folder, CUTS[1]), [open_regex(1, "^.{9}$", **sampling)], 60)[1]
     assert max(tokens) < 258
 
 
 @pytest.mark.parametrize(
-    ("kind", "text", "says"),
+    ("kind", "text", "message"),
     [
         ("json_schema", '{"not": {}}', '"not"'),
         ("json_schema", "{", "cannot be read"),
@@ -217,16 +226,14 @@ def test_tokens_past_the_tokenizer_are_never_drawn(folder: Path) -> None:
         ("json_schema", '{"$ref": "#"}', "cannot be held"),
     ],
 )
-def test_a_grammar_that_fails_ends_its_own_answer_alone(
-    folder: Path, kind: str, text: str, says: str
-) -> None:
+def test_failed_grammar_ends_only_its_own_answer(folder: Path, kind: str, text: str, message: str) -> None:
     pipeline = Pipeline(folder, CUTS[1])
     (done,) = pipeline.run(
         *(chunk(each, 0, PROMPT, want()) for each in (1, 2)),
-        operations=[under(1, text, kind=kind), under(2, FIXED, kind="regex")],
+        operations=[open_constrained(1, text, kind=kind), open_regex(2, FIXED)],
     )
     assert (done.failure.kind, list(done.failure.sequences)) == ("RequestError", [1])
-    assert says in done.failure.message
+    assert message in done.failure.message
     results = {result.sequence: tokens_of(result) for result in done.results}
     assert len(results[2]) == 1
     assert not results[1]
@@ -236,9 +243,9 @@ class Panic(BaseException):
     """Stand-in for a panic in Rust, which is no `Exception`."""
 
 
-@pytest.mark.parametrize("failure", [ModelCorrupt("no tokenizer"), TypeError("stumbled"), Panic("panicked")])
-def test_rows_whose_grammar_fails_draw_like_the_others(failure: BaseException) -> None:
-    """Of ranks that share a stage one may fail alone, and all must draw the same rows in the same way."""
+@pytest.mark.parametrize("failure", [ModelCorrupt("no tokenizer"), TypeError("failed"), Panic("panicked")])
+def test_rows_with_a_failed_grammar_may_draw_any_token(failure: BaseException) -> None:
+    """Allow every token: one rank of a stage may fail alone, and all must draw the same rows in the same way."""
     compiled = Future[Compiled]()
     compiled.set_exception(failure)
     grammar = AnswerGrammar(compiled, len(PROMPT), frozenset((END,)))
@@ -247,36 +254,36 @@ def test_rows_whose_grammar_fails_draw_like_the_others(failure: BaseException) -
     assert masks.allowed[7, len(PROMPT)].tokens.all()
 
 
-def test_a_tokenizer_may_name_tokens_that_its_model_lacks(tmp_path: Path) -> None:
-    """Those of pictures, beside a model of text alone."""
+def test_tokenizer_may_have_tokens_that_its_model_lacks(tmp_path: Path) -> None:
+    """Add a token for images, as tokenizers have that serve models of text and images."""
     folder = write_tiny_model(tmp_path, 258)
     file = folder / "tokenizer.json"
     described = json.loads(file.read_text())
     described["added_tokens"].append({**described["added_tokens"][-1], "id": 258, "content": "<image>"})
     file.write_text(json.dumps(described))
-    tokens = run(Pipeline(folder, CUTS[1]), [under(1, FIXED, kind="regex")], 20)[1]
-    assert re.fullmatch(FIXED, text_of(folder, tokens))
+    tokens = generate(Pipeline(folder, CUTS[1]), [open_regex(1, FIXED)], 20)[1]
+    assert re.fullmatch(FIXED, decode_text(folder, tokens))
 
 
 class NoKv:
-    """Holds nothing of any sequence."""
+    """KV store that holds nothing."""
 
     def open(self, sequence: int, max_length: int) -> None: ...
     def retain(self, sequence: int) -> None: ...
 
 
-def test_a_retained_sequence_keeps_no_grammar(folder: Path) -> None:
+def test_retained_sequence_keeps_no_grammar(folder: Path) -> None:
     compiler = ReadyGrammars(read_model_folder(folder))
     table = SequenceTable(cast("Any", NoKv()), 320, compiler)
-    assert table.apply([under(1, SCHEMA)]) == {}
+    assert table.apply([open_constrained(1, SCHEMA)]) == {}
     assert table[1].grammar is not None
     assert table.apply([step_pb2.CacheOperation(park=step_pb2.Park(sequence=1))]) == {}
     assert table[1].grammar is None
 
 
-def test_behind_the_end_of_an_answer_anything_is_drawn(folder: Path) -> None:
-    """Steps are on their way when an answer ends: what they draw is for nobody, and must not fail."""
+def test_any_token_may_be_drawn_after_the_end_of_an_answer(folder: Path) -> None:
+    """Step past the end of an answer, as steps under way do: they must not fail, and their tokens are not used."""
     pipeline = Pipeline(folder, CUTS[1])
-    answer = [*PROMPT, *run(pipeline, [under(1, FIXED, kind="regex")])[1]]
+    answer = [*PROMPT, *generate(pipeline, [open_regex(1, FIXED)])[1]]
     assert len(tokens_of(pipeline.results(previous(1, len(answer) - 1))[1])) == 1
     assert len(tokens_of(pipeline.results(previous(1, len(answer)))[1])) == 1

@@ -1,4 +1,4 @@
-"""Spans of a rank for traced requests."""
+"""Replies of a rank: trace spans for traced requests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def step(*rows: step_pb2.Row, operations: tuple[Operation, ...] = ()) -> step_pb
     return step_pb2.Step(rows=rows, operations=operations)
 
 
-def test_each_chunk_is_a_span_at_once_and_all_decoding_is_one_when_the_request_has_ended() -> None:
+def test_each_chunk_is_a_span_and_all_decoding_is_one_span_at_the_end() -> None:
     now = [1_000]
     traces = StepTraces(lambda: now[0])
     (first,) = traces.note(step(chunk(1, 8), operations=(opened(1, "tp"),)), TIMINGS)
@@ -42,16 +42,16 @@ def test_each_chunk_is_a_span_at_once_and_all_decoding_is_one_when_the_request_h
     assert (ended.traceparent, ended.is_decode, ended.steps, ended.tokens) == ("tp", True, 2, 4)
     assert (ended.started_unix_us, ended.finished_unix_us) == (1_960, 3_000)
     assert (ended.queue_us, ended.link_wait_us, ended.compute_us, ended.link_send_us) == (2, 10, 60, 8)
-    assert traces.note(step(decode(1)), TIMINGS) == [], "it has ended"
+    assert traces.note(step(decode(1)), TIMINGS) == [], "the request has ended"
 
 
-def test_requests_that_are_not_traced_have_no_spans() -> None:
+def test_untraced_requests_have_no_spans() -> None:
     traces = StepTraces(lambda: 0)
     spans = traces.note(step(chunk(1, 4), chunk(2, 4), operations=(opened(1, ""), opened(2, "tp"))), TIMINGS)
     assert [span.traceparent for span in spans] == ["tp"]
 
 
-def test_a_reset_ends_what_is_being_decoded() -> None:
+def test_reset_ends_the_spans_of_decoding_requests() -> None:
     traces = StepTraces(lambda: 0)
     traces.note(step(decode(1), decode(2), operations=(opened(1, "a"), opened(2, "b"))), TIMINGS)
     ended = traces.note(step(operations=(Operation(reset=step_pb2.Reset()),)), TIMINGS)

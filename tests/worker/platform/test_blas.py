@@ -1,13 +1,12 @@
-"""The fast BLAS computes what NumPy computes, and stays away where it cannot work.
+"""Fast BLAS, compared with NumPy, and its refusal where it cannot work.
 
-What is redirected stays redirected for the life of a process, so each scenario runs in a process of
-its own: a function of this module, named on its command line.
+A redirection lasts as long as its process. So each scenario is a function of this module, named on the command line
+of a process of its own.
 """
-
 
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
-# (scenarios break one part on purpose to see the rest cope; the stubs of mlx leave arrays untyped)
+# Scenarios break one part on purpose; the stubs of mlx leave arrays untyped.
 
 # pyright: reportPrivateImportUsage=false
 # Parts are replaced where `install` looks them up.
@@ -33,7 +32,7 @@ from mlx_ring.worker.platform.blas.slots import Unavailable
 
 on_linux_x86_64 = pytest.mark.skipif(
     (platform.system(), platform.machine()) != ("Linux", "x86_64"),
-    reason="OpenBLAS is brought in on Linux x86-64 only",
+    reason="OpenBLAS is used on Linux x86-64 only",
 )
 
 
@@ -42,7 +41,7 @@ def run_alone(scenario: str, core_type: str | None = None) -> str:
     environment = {"OPENBLAS_CORETYPE": core_type} if core_type else {}
     process = subprocess.run(
         [sys.executable, __file__, scenario],
-        env={"HOME": "/nonexistent", "PYTHONPATH": str(Path(__file__).parents[2]), **environment},
+        env={"HOME": "/nonexistent", "PYTHONPATH": str(Path(__file__).parents[3]), **environment},
         capture_output=True,
         text=True,
         check=False,
@@ -58,7 +57,7 @@ layouts = st.sampled_from(["plain", "transposed", "strided"])
 
 
 def products_equal_numpys() -> None:
-    """Draw shapes and layouts; every product by MLX is NumPy's."""
+    """Compare products of random shapes and layouts."""
     report = install_fast_blas()
     assert report.active, report
 
@@ -94,8 +93,8 @@ def products_equal_numpys() -> None:
     check()
 
 
-def narrow_products_equal_numpys_at_the_bounds_of_every_way() -> None:
-    """Around one row, the most rows in blocks, the least K for blocks, and the size of a block."""
+def narrow_products_equal_numpys_at_the_bounds_of_every_path() -> None:
+    """Compare around one row, the most rows in blocks, the least K for blocks, and the size of a block."""
     report = install_fast_blas()
     assert report.active, report
     assert not report.detail
@@ -124,7 +123,7 @@ def double_and_complex_products_equal_numpys() -> None:
     np.testing.assert_allclose(np.array(mx.array(z) @ mx.array(w)), z @ w, rtol=1e-3, atol=1e-3)
 
 
-def a_second_call_changes_only_the_threads() -> None:
+def second_call_changes_only_the_threads() -> None:
     first = install_fast_blas()
     functions = [slot.read() for slot in sgemm_slots()]
     second = install_fast_blas(threads=2)
@@ -133,7 +132,7 @@ def a_second_call_changes_only_the_threads() -> None:
     assert [slot.read() for slot in sgemm_slots()] == functions
 
 
-def it_takes_hold_after_mlx_was_imported_and_used() -> None:
+def install_works_after_mlx_was_imported_and_used() -> None:
     import mlx.core as mx
 
     ones = mx.ones((4, 4))
@@ -144,8 +143,8 @@ def it_takes_hold_after_mlx_was_imported_and_used() -> None:
     assert (ones @ ones).tolist() == [[4.0] * 4] * 4
 
 
-def a_wrong_dispatch_is_left_out() -> None:
-    """A dispatch that computes nothing fails its products, and sgemm is called directly."""
+def wrong_dispatch_is_not_used() -> None:
+    """Use a dispatch that computes nothing: its products fail, and sgemm is called directly."""
     nothing = selfcheck._SGEMM(lambda *_: None)
     install.load_dispatch = lambda *_: ctypes.cast(nothing, ctypes.c_void_p).value or 0
     report = install_fast_blas()
@@ -155,7 +154,7 @@ def a_wrong_dispatch_is_left_out() -> None:
     assert [slot.read() for slot in sgemm_slots()] == [openblas.load_openblas().address("cblas_sgemm")]
 
 
-def memory_that_must_not_be_executable_leaves_the_dispatch_out() -> None:
+def dispatch_is_not_used_if_memory_cannot_be_executable() -> None:
     def refuse(*_: int) -> int:
         raise Unavailable("this system lets no page become executable")
 
@@ -165,57 +164,57 @@ def memory_that_must_not_be_executable_leaves_the_dispatch_out() -> None:
     assert "executable" in report.detail
 
 
-def a_wrong_product_after_redirecting_is_undone() -> None:
-    """The check through the slots is the last word: what it finds wrong is taken back."""
+def redirection_with_a_wrong_product_is_undone() -> None:
+    """Fail the last check, which runs through the slots: the redirection is undone."""
     before = [slot.read() for slot in sgemm_slots()]
     verdicts = iter([None, selfcheck.PRODUCTS[0]])
     install.first_wrong_product = lambda _: next(verdicts)
     report = install_fast_blas()
     assert_inactive(report, "wrong product")
     assert [slot.read() for slot in sgemm_slots()] == before
-    mlx_still_multiplies()
+    assert_mlx_still_multiplies()
 
 
-def a_wrong_library_is_not_put_in_place() -> None:
+def wrong_library_is_not_installed() -> None:
     before = [slot.read() for slot in sgemm_slots()]
     nothing = selfcheck._SGEMM(lambda *_: None)
     address = ctypes.cast(nothing, ctypes.c_void_p).value or 0
     openblas.OpenBlas.address = lambda self, function: address  # noqa: ARG005 - the method's own names
     assert_inactive(install_fast_blas(), "wrong product")
     assert [slot.read() for slot in sgemm_slots()] == before
-    mlx_still_multiplies()
+    assert_mlx_still_multiplies()
 
 
-def a_missing_package_is_said() -> None:
+def missing_package_is_reported() -> None:
     openblas.PACKAGE = "no_such_package_of_openblas"
     assert_inactive(install_fast_blas(), "no_such_package_of_openblas is not installed")
-    mlx_still_multiplies()
+    assert_mlx_still_multiplies()
 
 
-def a_missing_slot_is_said() -> None:
+def missing_slot_is_reported() -> None:
     install.find_slots = lambda *_: []
     assert_inactive(install_fast_blas(), "does not call cblas_sgemm")
-    mlx_still_multiplies()
+    assert_mlx_still_multiplies()
 
 
-def a_missing_symbol_of_openblas_is_said() -> None:
+def missing_symbol_of_openblas_is_reported() -> None:
     install._PRODUCTS = frozenset({"cblas_sgemm", "cblas_no_such_product"})
     assert_inactive(install_fast_blas(), "has no cblas_no_such_product")
-    mlx_still_multiplies()
+    assert_mlx_still_multiplies()
 
 
-def a_protected_slot_is_opened_and_closed_again() -> None:
-    """A library linked with `-z relro -z now` keeps its slots read-only."""
+def protected_slot_is_redirected_and_protected_again() -> None:
+    """Protect a slot as in a library linked with `-z relro -z now`, whose slots are read-only."""
     (slot,) = sgemm_slots()
     page = slot.address & -4096
     slots._protect(page, 1)
     assert install_fast_blas().active
     assert not slots._is_writable(slot.address)
     slots._protect(page, 3)
-    mlx_still_multiplies()
+    assert_mlx_still_multiplies()
 
 
-# --- what scenarios share -------------------------------------------------------------------------
+# --- helpers of scenarios -------------------------------------------------------------------------
 
 
 def sgemm_slots() -> list[install.Slot]:
@@ -228,7 +227,7 @@ def assert_inactive(report: BlasReport, reason: str) -> None:
     assert report.detail.endswith(".")
 
 
-def mlx_still_multiplies() -> None:
+def assert_mlx_still_multiplies() -> None:
     import mlx.core as mx
 
     assert (mx.ones((3, 5)) @ mx.ones((5, 2))).tolist() == [[5.0, 5.0]] * 3
@@ -238,42 +237,44 @@ def mlx_still_multiplies() -> None:
 
 SCENARIOS = [
     double_and_complex_products_equal_numpys,
-    a_second_call_changes_only_the_threads,
-    it_takes_hold_after_mlx_was_imported_and_used,
-    a_wrong_dispatch_is_left_out,
-    memory_that_must_not_be_executable_leaves_the_dispatch_out,
-    a_wrong_product_after_redirecting_is_undone,
-    a_wrong_library_is_not_put_in_place,
-    a_missing_package_is_said,
-    a_missing_slot_is_said,
-    a_missing_symbol_of_openblas_is_said,
-    a_protected_slot_is_opened_and_closed_again,
+    second_call_changes_only_the_threads,
+    install_works_after_mlx_was_imported_and_used,
+    wrong_dispatch_is_not_used,
+    dispatch_is_not_used_if_memory_cannot_be_executable,
+    redirection_with_a_wrong_product_is_undone,
+    wrong_library_is_not_installed,
+    missing_package_is_reported,
+    missing_slot_is_reported,
+    missing_symbol_of_openblas_is_reported,
+    protected_slot_is_redirected_and_protected_again,
 ]
 
 
 @on_linux_x86_64
 @pytest.mark.parametrize("scenario", [function.__name__ for function in SCENARIOS])
-def test_alone_in_a_process(scenario: str) -> None:
+def test_scenario_in_its_own_process(scenario: str) -> None:
     run_alone(scenario)
 
 
 @on_linux_x86_64
 @pytest.mark.parametrize("core_type", [None, "SkylakeX", "Haswell", "SandyBridge", "Nehalem", "Prescott"])
 @pytest.mark.parametrize(
-    "scenario", [products_equal_numpys, narrow_products_equal_numpys_at_the_bounds_of_every_way]
+    "scenario", [products_equal_numpys, narrow_products_equal_numpys_at_the_bounds_of_every_path]
 )
-def test_with_the_kernels_of_each_processor(core_type: str | None, scenario: Callable[[], None]) -> None:
+def test_products_with_the_kernels_of_each_processor(
+    core_type: str | None, scenario: Callable[[], None]
+) -> None:
     """OpenBLAS ignores a core type that this processor cannot run."""
     run_alone(scenario.__name__, core_type)
 
 
 @pytest.fixture
-def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if nothing had been installed in this process, where the suite's own products use the fast BLAS."""
+def not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide that the fast BLAS is installed in this process, for the suite's own products."""
     monkeypatch.setattr(install, "_installed", None)
 
 
-@pytest.mark.usefixtures("fresh")
+@pytest.mark.usefixtures("not_installed")
 @pytest.mark.parametrize(
     ("system", "machine", "library"),
     [
@@ -292,7 +293,7 @@ def test_another_platform_keeps_its_own_blas(
     assert report.library == library
 
 
-@pytest.mark.usefixtures("fresh")
+@pytest.mark.usefixtures("not_installed")
 def test_another_c_library_keeps_its_own_blas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "system", lambda: "Linux")
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
@@ -300,22 +301,22 @@ def test_another_c_library_keeps_its_own_blas(monkeypatch: pytest.MonkeyPatch) -
     assert_inactive(install_fast_blas(), "not glibc")
 
 
-def test_importing_it_imports_no_mlx() -> None:
+def test_importing_the_package_does_not_import_mlx() -> None:
     code = "import sys, mlx_ring.worker.platform.blas; sys.exit('mlx.core' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 @pytest.mark.skipif(not (shutil.which("as") and shutil.which("objcopy")), reason="needs GNU binutils")
 @on_linux_x86_64
-def test_the_machine_code_is_what_an_assembler_makes_of_its_listing(tmp_path: Path) -> None:
+def test_machine_code_equals_the_assembled_listing(tmp_path: Path) -> None:
     lines = [line.split("#")[0] for line in dispatch.LISTING.splitlines()]
     source = [line.split(maxsplit=1)[1] if line.startswith(" ") else line for line in lines]
-    (tmp_path / "front.s").write_text(".intel_syntax noprefix\n" + "\n".join(source) + "\n")
-    subprocess.run(["as", "front.s", "-o", "front.o"], cwd=tmp_path, check=True)
+    (tmp_path / "dispatch.s").write_text(".intel_syntax noprefix\n" + "\n".join(source) + "\n")
+    subprocess.run(["as", "dispatch.s", "-o", "dispatch.o"], cwd=tmp_path, check=True)
     subprocess.run(
-        ["objcopy", "-O", "binary", "-j", ".text", "front.o", "front.bin"], cwd=tmp_path, check=True
+        ["objcopy", "-O", "binary", "-j", ".text", "dispatch.o", "dispatch.bin"], cwd=tmp_path, check=True
     )
-    assert dispatch.machine_code(0, 0, 0) == (tmp_path / "front.bin").read_bytes()
+    assert dispatch.machine_code(0, 0, 0) == (tmp_path / "dispatch.bin").read_bytes()
 
 
 if __name__ == "__main__":

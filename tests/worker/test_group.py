@@ -1,0 +1,74 @@
+"""Groups of MLX's collectives: variables that each backend reads, and the check of a ring's neighbour."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+from mlx_ring.core.errors import PeerRefused
+from mlx_ring.rpc.protos.worker_pb2 import StageAssignment
+from mlx_ring.worker.group import check_neighbour, group_variables
+
+GROUP = ["10.0.0.1:4001,10.0.1.1:4002", "10.0.0.2:4003"]
+
+
+def test_ring_reads_addresses_by_rank_from_a_file(tmp_path: Path) -> None:
+    variables = group_variables("ring", 1, StageAssignment(group=GROUP), tmp_path)
+    assert variables["MLX_RANK"] == "1"
+    assert json.loads(Path(variables["MLX_HOSTFILE"]).read_text()) == [
+        ["10.0.0.1:4001", "10.0.1.1:4002"],
+        ["10.0.0.2:4003"],
+    ]
+
+
+def test_jaccl_reads_the_matrix_from_a_file_and_the_address_of_rank_0(tmp_path: Path) -> None:
+    rdma = [[None, "rdma_en2"], ["rdma_en3", None]]
+    more = {"MLX_JACCL_RING": "1"}
+    assignment = StageAssignment(group=GROUP[::-1], rdma=json.dumps(rdma), group_environment=more)
+    variables = group_variables("jaccl", 0, assignment, tmp_path)
+    assert json.loads(Path(variables.pop("MLX_IBV_DEVICES")).read_text()) == rdma
+    assert variables == {"MLX_JACCL_COORDINATOR": "10.0.0.2:4003", "MLX_RANK": "0"} | more
+
+
+def test_nccl_reads_the_address_of_rank_0_and_the_number_of_ranks(tmp_path: Path) -> None:
+    variables = group_variables(
+        "nccl", 1, StageAssignment(group=["127.0.0.1:4001", "127.0.0.1:4002"]), tmp_path
+    )
+    assert variables == {
+        "NCCL_HOST_IP": "127.0.0.1",
+        "NCCL_PORT": "4001",
+        "MLX_RANK": "1",
+        "MLX_WORLD_SIZE": "2",
+        "NCCL_SOCKET_IFNAME": "=lo",
+    }
+
+
+def test_mpi_reads_the_variables_from_the_agent(tmp_path: Path) -> None:
+    assignment = StageAssignment(group=GROUP, group_environment={"PMIX_RANK": "1"})
+    assert group_variables("mpi", 1, assignment, tmp_path) == {"PMIX_RANK": "1"}
+
+
+@pytest.fixture
+def port() -> Generator[int]:
+    """Yield a port of this process to which this machine has connected."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        number = listening.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", number)), listening.accept()[0]:
+            yield number
+
+
+def test_connection_from_the_expected_neighbour_is_accepted(port: int) -> None:
+    check_neighbour(f"127.0.0.1:{port}", "")
+    check_neighbour(f"127.0.0.1:{port}", "127.0.0.1")
+
+
+@pytest.mark.parametrize("other_address", ["", "127.0.0.1:9,"])
+def test_connection_from_another_address_is_refused_on_any_listening_port(
+    port: int, other_address: str
+) -> None:
+    with pytest.raises(PeerRefused, match=r"127\.0\.0\.1 came .* before it comes from 10\.0\.8\.1"):
+        check_neighbour(f"{other_address}127.0.0.1:{port}", "10.0.8.1")
