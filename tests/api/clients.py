@@ -1,4 +1,4 @@
-"""Ways to reach a twin service: in the process, and over a socket as the world does."""
+"""Clients of a twin service: in this process, and over a socket."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from mlx_ring.head.uvicorn_connection import ConnectionLimits
 
 
 class Api:
-    """The application in the process. Each call runs to its end in an event loop of its own."""
+    """Client of the application in this process. Each call runs in its own event loop."""
 
     def __init__(
         self,
         service: TwinService | None = None,
         settings: ApiSettings | None = None,
-        *more: TwinService,
+        *others: TwinService,
         client: str = "127.0.0.1",
     ) -> None:
         self._client = client
         self.service = TwinService() if service is None else service
-        self.catalog = TwinCatalog(self.service, *more)
+        self.catalog = TwinCatalog(self.service, *others)
         self.admission = Admission()
         self._app = build_app(self.catalog, settings or ApiSettings(), admission=self.admission)
 
@@ -61,7 +61,7 @@ class Api:
 
 
 def error_of(response: httpx.Response) -> dict[str, Any]:
-    """Return OpenAI's error body, whole and well-formed."""
+    """Check a response's error body in OpenAI's format, and return its error."""
     body = response.json()
     assert set(body) == {"error"}
     assert {"message", "type", "param", "code"} <= set(body["error"])
@@ -72,14 +72,14 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
 
 
 def refusal(response: httpx.Response, status: int = 400) -> tuple[str | None, str]:
-    """Return the field that a refusal names, and its sentence."""
+    """Return the field that a refusal names, and its message."""
     assert response.status_code == status, response.text
     error = error_of(response)
     return error["param"], error["message"]
 
 
 def events(response: httpx.Response) -> list[dict[str, Any]]:
-    """Return a stream's events, which end with [DONE]."""
+    """Return a stream's events, and check that they end with [DONE]."""
     assert response.headers["content-type"].startswith("text/event-stream")
     lines = [line for line in response.text.split("\n\n") if line]
     assert lines[-1] == "data: [DONE]"
@@ -97,7 +97,7 @@ def serving(
     catalog: TwinCatalog | None = None,
     tls: ssl.SSLContext | None = None,
 ) -> Generator[str]:
-    """Run a real server on the loopback, on a free port where none is named, and yield its URL."""
+    """Run a real server on loopback, on a free port unless one is given, and yield its URL."""
     listener = socket.create_server(("127.0.0.1", port))
     app = build_app(catalog or TwinCatalog(service), settings or ApiSettings(), admission=admission)
     server = uvicorn.Server(HttpConfig(app, limits or ConnectionLimits(), tls, end_s=1))

@@ -1,4 +1,4 @@
-"""The served twin in the process and over a socket."""
+"""Fixtures of the API's tests."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from tests.api.clients import Api
 
 @pytest.fixture
 def api() -> Api:
-    """Return a ready service, reached in the process."""
+    """Return a client of a ready twin service in this process."""
     return Api()

@@ -1,4 +1,4 @@
-"""Any body gets the right answer or a sentence in OpenAI's error, and other requests continue."""
+"""Invalid requests: the error names the field in OpenAI's format, and other requests continue."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def messages(*given: object) -> dict[str, object]:
         ({"function_call": "auto"}, "function_call"),
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools"),
         ({"chat_template_kwargs": "x"}, "chat_template_kwargs"),
-        ({"never_heard_of": None}, "never_heard_of"),
+        ({"unknown_field": None}, "unknown_field"),
     ],
 )
 def test_invalid_field_is_named(api: Api, fields: dict[str, object], named: str) -> None:
@@ -233,7 +233,7 @@ VALUES = st.recursive(
     max_leaves=8,
 )
 BODIES = st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=6)
-SOUND: dict[str, dict[str, Any]] = {
+VALID: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [USER], "max_tokens": 2},
     "/v1/completions": {"prompt": "x", "max_tokens": 2},
     "/generate": {"prompt": "x", "max_tokens": 2},
@@ -242,9 +242,9 @@ FUZZED = Api()
 
 
 @examples(1.5, suppress_health_check=[HealthCheck.too_slow])
-@given(path=st.sampled_from(sorted(SOUND)), body=BODIES)
+@given(path=st.sampled_from(sorted(VALID)), body=BODIES)
 def test_no_json_body_causes_a_server_error(path: str, body: dict[str, object]) -> None:
-    response = FUZZED.request("POST", path, content=json.dumps(SOUND[path] | body))
+    response = FUZZED.request("POST", path, content=json.dumps(VALID[path] | body))
     assert response.status_code in {200, 400, 404}
     if response.status_code != 200:
         error_of(response)

@@ -1,4 +1,4 @@
-"""A server that shuts down finishes its requests and refuses new ones."""
+"""A server that shuts down: it finishes open requests and refuses new ones."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from mlx_ring.api.middleware.guard import Admission
 
 
 @pytest.fixture
-def closed(api: Api) -> Api:
+def draining(api: Api) -> Api:
     api.admission.close()
     return api
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/generate", "/models/load"])
-def test_new_request_is_503_with_a_retry_time(closed: Api, path: str) -> None:
-    response = closed.post(path, {})
+def test_new_request_is_503_with_a_retry_time(draining: Api, path: str) -> None:
+    response = draining.post(path, {})
     _, message = refusal(response, 503)
     assert "shutting down" in message
     assert (response.headers["retry-after"], response.headers["connection"]) == ("10", "close")
@@ -30,21 +30,21 @@ def test_new_request_is_503_with_a_retry_time(closed: Api, path: str) -> None:
     assert "x-should-retry" not in response.headers
 
 
-def test_health_reports_draining_and_status_routes_still_answer(closed: Api) -> None:
-    _, message = refusal(closed.get("/health/ready"), 503)
+def test_health_reports_draining_and_status_routes_still_answer(draining: Api) -> None:
+    _, message = refusal(draining.get("/health/ready"), 503)
     assert "draining" in message
-    health = closed.get("/health")
+    health = draining.get("/health")
     assert (health.status_code, health.json()["status"]) == (503, "draining")
     for path in ("/health/live", "/cluster/status", "/v1/models"):
-        answer = closed.get(path)
+        answer = draining.get(path)
         assert (answer.status_code, answer.headers["connection"]) == (200, "close")
 
 
 def test_open_stream_is_finished() -> None:
     admission = Admission()
     with serving(TwinService(context=10**9), admission=admission) as url:
-        with httpx.stream("POST", f"{url}/v1/completions", json=ENDLESS | {"max_tokens": 3000}) as got:
-            lines = (line for line in got.iter_lines() if line)
+        with httpx.stream("POST", f"{url}/v1/completions", json=ENDLESS | {"max_tokens": 3000}) as response:
+            lines = (line for line in response.iter_lines() if line)
             next(lines)
             assert admission.open == 1
             admission.close()
@@ -58,8 +58,8 @@ def test_open_requests_get_an_error_when_the_server_stops() -> None:
     admission = Admission()
     with ThreadPoolExecutor(1) as clients:
         with serving(TwinService(automatic=False), admission=admission) as url:
-            asked = clients.submit(httpx.post, f"{url}/v1/completions", json={"prompt": "x"}, timeout=60)
+            pending = clients.submit(httpx.post, f"{url}/v1/completions", json={"prompt": "x"}, timeout=60)
             eventually(lambda: admission.open == 1)
             admission.close()
-        _, message = refusal(asked.result(60), 503)
+        _, message = refusal(pending.result(60), 503)
     assert message == "The server is shutting down."

@@ -27,36 +27,36 @@ FIELDS: dict[str, dict[str, Any]] = {
 }
 
 
-def openai_kind(body: dict[str, Any]) -> str:
+def openai_error_type(body: dict[str, Any]) -> str:
     assert set(body) == {"error"}
     assert set(body["error"]) >= {"message", "type", "param", "code"}
     return body["error"]["type"]
 
 
-def anthropic_kind(body: dict[str, Any]) -> str:
+def anthropic_error_type(body: dict[str, Any]) -> str:
     assert set(body) == {"type", "error", "request_id"}
     assert body["type"] == "error"
     assert body["error"]["message"]
     return body["error"]["type"]
 
 
-def ollama_kind(body: dict[str, Any]) -> str:
+def ollama_error_type(body: dict[str, Any]) -> str:
     assert set(body) == {"error"}
     assert body["error"].endswith(".")
     return ""
 
 
-KINDS: dict[str, Callable[[dict[str, Any]], str]] = {
-    OPENAI: openai_kind,
-    ANTHROPIC: anthropic_kind,
-    "/v1/messages/nothing": anthropic_kind,
-    "/v1/messagesx": openai_kind,
-    OLLAMA: ollama_kind,
-    "/apix": openai_kind,
+ERROR_TYPES: dict[str, Callable[[dict[str, Any]], str]] = {
+    OPENAI: openai_error_type,
+    ANTHROPIC: anthropic_error_type,
+    "/v1/messages/nothing": anthropic_error_type,
+    "/v1/messagesx": openai_error_type,
+    OLLAMA: ollama_error_type,
+    "/apix": openai_error_type,
 }
 
 
-@pytest.mark.parametrize("path", KINDS)
+@pytest.mark.parametrize("path", ERROR_TYPES)
 def test_authentication_origin_and_path_errors_use_the_dialect_of_the_path(
     path: str,
 ) -> None:
@@ -66,10 +66,10 @@ def test_authentication_origin_and_path_errors_use_the_dialect_of_the_path(
     unknown = keyed.request("DELETE", path, headers={"x-api-key": "key"})
     assert (refused.status_code, foreign.status_code) == (401, 403)
     assert unknown.status_code in (404, 405)
-    kinds = [KINDS[path](answer.json()) for answer in (refused, foreign, unknown)]
-    if KINDS[path] is anthropic_kind:
-        unknown_kind = "not_found_error" if unknown.status_code == 404 else "invalid_request_error"
-        assert kinds == ["authentication_error", "permission_error", unknown_kind]
+    types = [ERROR_TYPES[path](answer.json()) for answer in (refused, foreign, unknown)]
+    if ERROR_TYPES[path] is anthropic_error_type:
+        unknown_type = "not_found_error" if unknown.status_code == 404 else "invalid_request_error"
+        assert types == ["authentication_error", "permission_error", unknown_type]
 
 
 def test_anthropic_errors_have_the_request_id_in_the_body_and_two_headers() -> None:
@@ -80,7 +80,7 @@ def test_anthropic_errors_have_the_request_id_in_the_body_and_two_headers() -> N
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "kind", "again"),
+    ("error", "status", "kind", "retry"),
     [
         (NotReady("The model is being loaded."), 503, "overloaded_error", ("5", None)),
         (WorkerLost("Worker 1 died."), 503, "overloaded_error", ("5", None)),
@@ -90,15 +90,15 @@ def test_anthropic_errors_have_the_request_id_in_the_body_and_two_headers() -> N
     ],
 )
 def test_errors_have_retry_headers(
-    api: Api, error: RingError, status: int, kind: str, again: tuple[str | None, str | None]
+    api: Api, error: RingError, status: int, kind: str, retry: tuple[str | None, str | None]
 ) -> None:
     api.service.error = error
     for path, fields in FIELDS.items():
         answer = api.post(path, fields)
         assert answer.status_code == status
-        assert (answer.headers.get("retry-after"), answer.headers.get("x-should-retry")) == again
-        told = KINDS[path](answer.json())
-        assert told == kind or path == OPENAI
+        assert (answer.headers.get("retry-after"), answer.headers.get("x-should-retry")) == retry
+        error_type = ERROR_TYPES[path](answer.json())
+        assert error_type == kind or path == OPENAI
 
 
 def test_invalid_query_parameter_is_400_in_the_dialect() -> None:
@@ -110,13 +110,13 @@ def test_invalid_query_parameter_is_400_in_the_dialect() -> None:
 
     app.add_api_route("/api/counted", counted)
     answer = TestClient(app).get("/api/counted?count=many")
-    assert (answer.status_code, ollama_kind(answer.json())) == (400, "")
+    assert (answer.status_code, ollama_error_type(answer.json())) == (400, "")
     assert "'count'" in answer.json()["error"]
 
 
 def test_body_over_the_limit_is_413_in_anthropics_format() -> None:
     large = Api(settings=ApiSettings(max_body_bytes=10)).post(ANTHROPIC, FIELDS[ANTHROPIC])
-    assert (large.status_code, anthropic_kind(large.json())) == (413, "request_too_large")
+    assert (large.status_code, anthropic_error_type(large.json())) == (413, "request_too_large")
 
 
 NAMES = [
@@ -152,27 +152,27 @@ def test_no_json_body_causes_a_server_error(path: str, body: dict[str, object]) 
     answer = FUZZED.post(path, FIELDS[path] | body)
     assert answer.status_code in (200, 400)
     if answer.status_code == 400:
-        assert KINDS[path](answer.json()) == "invalid_request_error"
+        assert ERROR_TYPES[path](answer.json()) == "invalid_request_error"
 
 
 LONG = "x" * (CONTEXT + 1)
-TALK = {"messages": [{"role": "user", "content": LONG}]}
+LONG_CHAT = {"messages": [{"role": "user", "content": LONG}]}
 
 
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        ("/v1/chat/completions", TALK),
-        ("/chat/completions", TALK | {"stream": True}),
+        ("/v1/chat/completions", LONG_CHAT),
+        ("/chat/completions", LONG_CHAT | {"stream": True}),
         ("/v1/completions", {"prompt": LONG}),
         ("/v1/completions", {"prompt": LONG, "stream": True}),
         ("/v1/responses", {"input": LONG}),
         ("/v1/responses", {"input": LONG, "stream": True}),
-        ("/v1/messages", TALK | {"max_tokens": 4}),
-        ("/v1/messages", TALK | {"max_tokens": 4, "stream": True}),
+        ("/v1/messages", LONG_CHAT | {"max_tokens": 4}),
+        ("/v1/messages", LONG_CHAT | {"max_tokens": 4, "stream": True}),
         ("/v1/embeddings", {"input": LONG}),
         ("/generate", {"prompt": LONG}),
-        ("/api/chat", TALK),
+        ("/api/chat", LONG_CHAT),
         ("/api/generate", {"prompt": LONG}),
         ("/api/embed", {"input": LONG, "truncate": False}),
     ],

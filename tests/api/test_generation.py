@@ -1,4 +1,4 @@
-"""Several sequences as one stream, and what they cost."""
+"""The sequences of one request as one stream, with their usage and performance."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mlx_ring.core.generation import Delta, GenerateRequest, RequestStream, Requ
 from mlx_ring.core.types import SamplingParams
 
 
-def asking(*lengths: int) -> list[GenerateRequest]:
+def requests_of_lengths(*lengths: int) -> list[GenerateRequest]:
     return [
         GenerateRequest(f"r{index}", (65,) * length, SamplingParams(max_tokens=3))
         for index, length in enumerate(lengths)
@@ -24,7 +24,7 @@ def test_no_sequence_starts_if_one_is_refused_and_the_error_names_the_field() ->
     service = TwinService(automatic=False)
 
     async def run() -> None:
-        async with Generation(service.engine, asking(1, 2, 9999), "messages[7]"):
+        async with Generation(service.engine, requests_of_lengths(1, 2, 9999), "messages[7]"):
             pytest.fail("a prompt over the context was taken")
 
     with pytest.raises(ContextExceeded) as refused:
@@ -37,7 +37,7 @@ def test_leaving_the_context_aborts_every_sequence() -> None:
     service = TwinService(automatic=False)
 
     async def run() -> None:
-        async with Generation(service.engine, asking(1, 1), "prompt") as generation:
+        async with Generation(service.engine, requests_of_lengths(1, 1), "prompt") as generation:
             batches = generation.batches(quiet_s=0.001)
             assert await anext(batches) == []
 
@@ -46,7 +46,7 @@ def test_leaving_the_context_aborts_every_sequence() -> None:
 
 
 class ScriptedEngine:
-    """Engine that gives one delta to each sequence, and then an error to the second."""
+    """Engine that sends each sequence one delta, and then an error to the second."""
 
     def __init__(self, error: Delta | Exception) -> None:
         self._error = error
@@ -87,7 +87,7 @@ def test_error_ends_all_answers_after_their_earlier_deltas(
     engine = ScriptedEngine(error)
 
     async def run() -> list[str]:
-        async with Generation(engine, asking(1, 1), "prompt") as generation:  # pyright: ignore[reportArgumentType] - no stats are asked for
+        async with Generation(engine, requests_of_lengths(1, 1), "prompt") as generation:  # pyright: ignore[reportArgumentType] - the test reads no stats
             with pytest.raises(raised):
                 await generation.run()
             return [answer.text for answer in generation.answers]

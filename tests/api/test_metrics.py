@@ -23,8 +23,8 @@ OPEN_METRICS = "application/openmetrics-text; version=1.0.0"
 MODEL = {"model_name": "org/twin", "instance": "0"}
 
 
-class Page:
-    """Samples of one request for the metrics."""
+class MetricsPage:
+    """Samples of one scrape."""
 
     def __init__(self, api: Api, **headers: str) -> None:
         response = api.get("/metrics", **headers)
@@ -45,7 +45,7 @@ class Page:
 
 def test_request_is_counted_in_every_metric_it_belongs_to(api: Api) -> None:
     usage = api.chat().json()["usage"]
-    page = Page(api)
+    page = MetricsPage(api)
     assert page("prompt_tokens_total", **MODEL) == usage["prompt_tokens"]
     assert page("generation_tokens_total", **MODEL) == usage["completion_tokens"]
     assert page("request_success_total", finished_reason="stop", **MODEL) == 1
@@ -83,22 +83,22 @@ def test_http_requests_are_counted_by_route_and_status_not_by_path() -> None:
         api.request("HEAD", f"/v1/models/{name}", headers={"authorization": "Bearer secret"})
     api.request("BREW", "/v1/models")
     refusal(api.get("/metrics"), 401)
-    page = Page(api, authorization="Bearer secret")
+    page = MetricsPage(api, authorization="Bearer secret")
     assert page("http_requests_total", route="/v1/models/{model:path}", method="GET", status="404") == 2
     assert page("http_requests_total", route="/v1/models/{model:path}", method="HEAD", status="404") == 2
     assert page("http_requests_total", route="none", method="GET", status="404") == 2
     assert page("http_requests_total", route="none", method="other", status="401") == 1
     assert page("http_request_duration_seconds_count", route="none", method="GET", status="401") == 1
-    assert page("http_requests_in_progress") == 1, "this one"
+    assert page("http_requests_in_progress") == 1, "the scrape itself"
 
 
 def test_counters_survive_the_loss_and_unload_of_a_model(api: Api) -> None:
     api.chat()
-    before = Page(api)
-    api.service.error = WorkerLost("gone")
-    lost = Page(api)
+    before = MetricsPage(api)
+    api.service.error = WorkerLost("Worker 1 died.")
+    lost = MetricsPage(api)
     api.post("/models/unload", {"model": "org/twin"})
-    unloaded = Page(api)
+    unloaded = MetricsPage(api)
     for page in (lost, unloaded):
         for name in ("generation_tokens_total", "request_success_total", "e2e_request_latency_seconds_count"):
             assert page.all(name) == before.all(name)
@@ -107,7 +107,7 @@ def test_counters_survive_the_loss_and_unload_of_a_model(api: Api) -> None:
 
 
 def test_error_counters_start_at_zero(api: Api) -> None:
-    page = Page(api)
+    page = MetricsPage(api)
     assert page("instance_losses_total", error="WorkerLost", **MODEL) == 0
     assert page("request_failures_total", error="WorkerLost", **MODEL) == 0
     assert page("requests_rejected_total", error="Overloaded", model_name="org/twin") == 0
@@ -117,7 +117,7 @@ def test_cached_kv_of_ended_requests_is_not_counted_as_used() -> None:
     kv = RankKv(limit_bytes=64 * 256 * 8, bytes_per_token=8)
     api = Api(TwinService(kv=kv))
     api.complete(prompt="x" * 600, max_tokens=1)
-    page = Page(api)
+    page = MetricsPage(api)
     assert page("kv_cache_usage_perc", **MODEL) == 0
     assert page("worker_kv_kept_bytes", stage="0") == 3 * 256 * 8
     assert page("worker_kv_limit_bytes", stage="0") == kv.limit_bytes
@@ -128,7 +128,7 @@ def test_links_are_exported_and_a_broken_link_has_no_figures(api: Api) -> None:
         LinkInfo("a", "b", 0.001, 1e9, 1.0),
         LinkInfo("b", "a", 0.0, 0.0, 1.0, problem="nothing gets through"),
     )
-    page = Page(api)
+    page = MetricsPage(api)
     assert page("link_up", source="a", target="b") == 1
     assert page("link_up", source="b", target="a") == 0
     assert page("link_round_trip_seconds", source="a") == 0.001
@@ -142,6 +142,6 @@ def test_link_totals_continue_when_the_worker_restarts(pid: int) -> None:
     def use(frames: int) -> LinkUse:
         return LinkUse(compresses=True, why="", frames=frames, tensor_bytes=10 * frames, sent_bytes=frames)
 
-    for seen, process in ((3, 1), (5, 1), (2, pid), (4, pid)):
-        counts.update(link, process, use(seen))
+    for reported, process in ((3, 1), (5, 1), (2, pid), (4, pid)):
+        counts.update(link, process, use(reported))
     assert counts.total[link] == [9, 90, 9]

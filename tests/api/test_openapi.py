@@ -1,4 +1,4 @@
-"""The document at `/openapi.json` is true: its examples are answered as its schemas say, and it names what can happen."""
+"""The document at `/openapi.json`, which responses to its examples must match, and the page at `/docs`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DOCUMENT: dict[str, Any] = API.get("/openapi.json").json()
 OPERATIONS = [(path, method) for path, methods in DOCUMENT["paths"].items() for method in methods]
 ENDLESS = "/cluster/events"
 UNTRIED = {"/models/load": "loads a model of its own"}
-"""Routes without an example that anybody could send."""
+"""Routes whose example cannot be sent, each with the reason."""
 
 
 def responses(path: str, method: str) -> dict[str, Any]:
@@ -35,8 +35,8 @@ def test_response_matches_the_documented_schema(path: str, method: str) -> None:
     body = (
         DOCUMENT["paths"][path][method].get("requestBody", {}).get("content", {}).get("application/json", {})
     )
-    asked = path.replace("{model}", "org/twin")
-    answer = API.get(asked) if method == "get" else API.post(asked, body["example"])
+    target = path.replace("{model}", "org/twin")
+    answer = API.get(target) if method == "get" else API.post(target, body["example"])
     assert answer.status_code == 200, answer.text
     content = responses(path, method)["200"]["content"]
     media_type = answer.headers["content-type"].partition(";")[0]
@@ -50,14 +50,16 @@ def test_response_matches_the_documented_schema(path: str, method: str) -> None:
     ("path", "method"), [(path, method) for path, method in OPERATIONS if method == "post"]
 )
 def test_streams_and_refusals_match_the_documented_schemas(path: str, method: str) -> None:
-    told = responses(path, method)
+    documented = responses(path, method)
     example = DOCUMENT["paths"][path][method]["requestBody"]["content"]["application/json"].get("example", {})
     refused = API.post(path, {"no_such_field": 1})
-    assert str(refused.status_code) in told
-    error = json.loads(json.dumps(told[str(refused.status_code)]["content"]["application/json"]["schema"]))
+    assert str(refused.status_code) in documented
+    error = json.loads(
+        json.dumps(documented[str(refused.status_code)]["content"]["application/json"]["schema"])
+    )
     assert refused.json()
     assert error["$ref"].endswith("Error")
-    for media_type, content in told["200"]["content"].items():
+    for media_type, content in documented["200"]["content"].items():
         if "x-each" in content:
             streamed = API.post(path, example | {"stream": True})
             assert streamed.headers["content-type"].partition(";")[0] == media_type
@@ -73,12 +75,12 @@ def test_every_operation_lists_its_possible_statuses() -> None:
     assert document["security"] == [{"bearer": []}, {"key": []}]
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
-            told = set(operation["responses"])
-            assert {"200", "400", "403", "500", "503"} <= told
+            documented = set(operation["responses"])
+            assert {"200", "400", "403", "500", "503"} <= documented
             is_open = operation.get("security") == []
             assert is_open == (path.startswith(("/health", "/docs"))), path
-            assert ("401" in told) != is_open
-            assert method != "post" or {"404", "408", "413", "429"} <= told
+            assert ("401" in documented) != is_open
+            assert method != "post" or {"404", "408", "413", "429"} <= documented
     assert "security" not in DOCUMENT
     assert not any("401" in responses(*operation) for operation in OPERATIONS)
 
@@ -101,9 +103,9 @@ def test_every_schema_reference_resolves() -> None:
 
 def test_docs_page_ignores_the_query() -> None:
     for path in ("/docs", "/docs/page.js", "/docs/page.css"):
-        plain, asked = API.get(path), API.get(f"{path}?content=alert(1)&media_type=text/html")
-        assert asked.content == plain.content
-        assert asked.headers["content-type"] == plain.headers["content-type"]
+        plain, queried = API.get(path), API.get(f"{path}?content=alert(1)&media_type=text/html")
+        assert queried.content == plain.content
+        assert queried.headers["content-type"] == plain.headers["content-type"]
 
 
 def test_docs_page_needs_no_key_and_loads_nothing_external() -> None:

@@ -1,4 +1,4 @@
-"""Prompts are made beside the event loop: the same tokens whoever else encodes, and nobody waits behind a long text."""
+"""Prompts are encoded off the event loop: with the same tokens at any concurrency, and without waiting for long texts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.api.twins import ByteTokenizer, TwinService
 from mlx_ring.api.chat.request import Conversation
 from mlx_ring.api.prompts import (
     PromptEncoder,
-    _renderer,  # pyright: ignore[reportPrivateUsage] - which renderer is the point
+    _renderer,  # pyright: ignore[reportPrivateUsage] - the renderer is under test
 )
 from mlx_ring.core.errors import ContextExceeded
 from mlx_ring.head.served_model import prepare_model
@@ -40,7 +40,7 @@ def with_tokenizer(tokenizer: Any) -> TwinService:
 
 
 def wrapper(**attributes: Any) -> Any:
-    """Return a wrapper like mlx-lm's, which turns reasoning on."""
+    """Return a tokenizer wrapper like mlx-lm's, whose template turns reasoning on."""
 
     def apply(_messages: Any, **_options: Any) -> str:
         return "thinking"
@@ -55,8 +55,8 @@ def test_template_default_decides_on_reasoning() -> None:
         given.update(options)
         return [1]
 
-    beneath = SimpleNamespace(chat_template="{{ messages }}", apply_chat_template=apply)
-    assert _renderer(wrapper(_tokenizer=beneath, _chat_template=None))([], tokenize=True) == [1]
+    inner = SimpleNamespace(chat_template="{{ messages }}", apply_chat_template=apply)
+    assert _renderer(wrapper(_tokenizer=inner, _chat_template=None))([], tokenize=True) == [1]
     assert given == {"tokenize": True, "return_dict": False}
 
 
@@ -74,7 +74,7 @@ def test_other_templates_are_rendered_by_the_wrapper(attributes: dict[str, Any])
 
 
 def texts() -> Iterator[str]:
-    """Yield different texts, from one letter to more than short threads encode."""
+    """Yield different texts, from a few letters to more than the threads for short texts encode."""
     for number in range(60):
         yield f"{number}: Grüße, 日本 🙂 <|im_end|>\n" * (1 + number % 7)
     for number in range(4):
@@ -89,39 +89,39 @@ def test_concurrent_threads_encode_the_same_tokens(demo: TwinService) -> None:
 
     alone = [tuple(demo.tokenizer.encode(text, add_special_tokens=True)) for text in texts()]
     assert asyncio.run(run()) == alone
-    # Of as many threads as it takes none disturbs another, which is what the rest hangs on.
+    # The encoder relies on this: threads that share a tokenizer do not disturb each other.
     with ThreadPoolExecutor(8) as threads:
         encoded = threads.map(partial(demo.tokenizer.encode, add_special_tokens=True), texts())
         assert [tuple(tokens) for tokens in encoded] == alone
 
 
 def test_chat_tokens_equal_those_of_its_template(demo: TwinService) -> None:
-    beneath: Any = demo.tokenizer
+    inner: Any = demo.tokenizer
     for content in ("Hello.", LONG[:40_000]):
         messages = [{"role": "user", "content": content}]
-        whole = beneath._tokenizer.apply_chat_template(
+        whole = inner._tokenizer.apply_chat_template(
             messages, tokenize=True, add_generation_prompt=True, return_dict=False
         )
         made = asyncio.run(PromptEncoder().encode_chat(demo, Conversation(messages)))
         assert made == tuple(whole)
 
 
-class HeldUp(ByteTokenizer):
-    """A tokenizer that may be shared, and that is not done with a long text before it is let go."""
+class BlockingTokenizer(ByteTokenizer):
+    """Tokenizer that threads may share, and that encodes a long text only after `release` is set."""
 
     def __init__(self) -> None:
         super().__init__()
         self._tokenizer = SimpleNamespace(is_fast=True)
-        self.let_go = threading.Event()
+        self.release = threading.Event()
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         if len(text) > 100:
-            assert self.let_go.wait(60)
+            assert self.release.wait(60)
         return super().encode(text, add_special_tokens=add_special_tokens)
 
 
 def test_short_texts_do_not_wait_for_long_ones() -> None:
-    tokenizer, encoder = HeldUp(), PromptEncoder()
+    tokenizer, encoder = BlockingTokenizer(), PromptEncoder()
     service = with_tokenizer(tokenizer)
     messages = [{"role": "user", "content": ["x" * 50_000]}]
 
@@ -133,7 +133,7 @@ def test_short_texts_do_not_wait_for_long_ones() -> None:
             assert all(tokens[1:] == (72, 105) for tokens in short)
             assert not any(each.done() for each in long)
         finally:
-            tokenizer.let_go.set()
+            tokenizer.release.set()
         assert {len(tokens) for tokens in await asyncio.gather(*long)} >= {50_001}
 
     asyncio.run(run())
@@ -147,8 +147,8 @@ def test_text_over_the_context_is_refused_before_encoding(
 
     text = LONG * 10
     encoder, conversation = PromptEncoder(), Conversation([{"role": "user", "content": text}])
-    beneath: Any = demo.tokenizer
-    monkeypatch.setattr(beneath._tokenizer, "encode", never)
+    inner: Any = demo.tokenizer
+    monkeypatch.setattr(inner._tokenizer, "encode", never)
     refused: list[ContextExceeded] = []
     for work in (
         encoder.encode(demo, text),

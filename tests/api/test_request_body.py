@@ -1,4 +1,4 @@
-"""How much a body may cost before it is known to be wrong."""
+"""Request bodies: limits on what an invalid one may cost, and the error messages."""
 
 from __future__ import annotations
 
@@ -84,25 +84,25 @@ def test_body_with_too_many_lists_is_refused(api: Api) -> None:
 
 
 def test_only_a_large_body_is_parsed_off_the_event_loop() -> None:
-    readers: list[threading.Thread] = []
+    threads: list[threading.Thread] = []
 
-    def noting(text: str) -> str:
-        readers.append(threading.current_thread())
+    def record_thread(text: str) -> str:
+        threads.append(threading.current_thread())
         return text
 
-    class Noted(Body):
-        text: Annotated[str, AfterValidator(noting)]
+    class RecordedBody(Body):
+        text: Annotated[str, AfterValidator(record_thread)]
 
     async def read(length: int) -> None:
         async def receive() -> Message:
             return {"type": "http.request", "body": json.dumps({"text": "x" * length}).encode()}
 
         request = Request({"type": "http", "headers": []}, receive)
-        assert len((await read_body(request, Noted, 2**20, 1)).text) == length
+        assert len((await read_body(request, RecordedBody, 2**20, 1)).text) == length
 
     asyncio.run(read(10))
     asyncio.run(read(300_000))
-    small, large = readers
+    small, large = threads
     assert (small is threading.main_thread(), large is threading.main_thread()) == (True, False)
 
 

@@ -1,4 +1,4 @@
-"""Requests are read as `/openapi.json` describes them: each place of a body is given what it may not contain."""
+"""Requests are validated as `/openapi.json` documents them: each place of a body is tried with other values."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from mlx_ring.api.openai.responses.request import ResponsesRequest
 from mlx_ring.api.request_body import Body
 
 DOCUMENT: dict[str, Any] = Api().get("/openapi.json").json()
-GIVEN: list[Any] = [None, True, -1, "a", [], ["a"], {"a": 1}]
+VALUES: list[Any] = [None, True, -1, "a", [], ["a"], {"a": 1}]
 PARAMETERS: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "string"}}}
 FUNCTION: dict[str, Any] = {"name": "f", "description": "d", "parameters": PARAMETERS, "strict": True}
 TEXT: dict[str, Any] = {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}
-RICH: dict[str, tuple[type[Body], dict[str, Any]]] = {
+FULL_BODIES: dict[str, tuple[type[Body], dict[str, Any]]] = {
     "/v1/chat/completions": (
         ChatRequest,
         {
@@ -117,8 +117,8 @@ RICH: dict[str, tuple[type[Body], dict[str, Any]]] = {
     ),
     "/api/generate": (GenerateFields, {"prompt": "a", "logprobs": True}),
 }
-"""A body with much in it, for each route."""
-OF_SEVERAL = frozenset({"logit_bias", "stream", "logprobs", "stream_options", "top_logprobs"})
+"""Request type and a body with many fields for each route."""
+CROSS_CHECKED = frozenset({"logit_bias", "stream", "logprobs", "stream_options", "top_logprobs"})
 """Fields that routes compare with other fields or with the model, beyond their schemas."""
 
 
@@ -140,16 +140,16 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield from places(value[step], (*path, step))
 
 
-def changed(body: Mapping[str, Any], place: tuple[Any, ...], value: Any) -> dict[str, Any]:
-    made: Any = deepcopy(dict(body))
-    inner = made
+def with_value(body: Mapping[str, Any], place: tuple[Any, ...], value: Any) -> dict[str, Any]:
+    copy: Any = deepcopy(dict(body))
+    inner = copy
     for step in place[:-1]:
         inner = inner[step]
     inner[place[-1]] = value
-    return made
+    return copy
 
 
-def is_read(schema: type[Body], body: Mapping[str, Any]) -> bool:
+def is_accepted(schema: type[Body], body: Mapping[str, Any]) -> bool:
     try:
         schema.model_validate(body)
     except ValidationError:
@@ -157,19 +157,21 @@ def is_read(schema: type[Body], body: Mapping[str, Any]) -> bool:
     return True
 
 
-@pytest.mark.parametrize("path", RICH)
+@pytest.mark.parametrize("path", FULL_BODIES)
 def test_validation_accepts_exactly_what_the_schema_allows(path: str) -> None:
-    schema, rich = RICH[path]
-    told = jsonschema.Draft202012Validator(schema_of(path))
-    assert told.is_valid(rich)
-    assert is_read(schema, rich)
-    names = [(name,) for name in properties_of(path) if name in schema.model_fields and name not in rich]
-    for place in [*places(rich), *names, ("no_such_field",)]:
-        for value in GIVEN:
-            body = changed(rich, place, value)
-            if OF_SEVERAL & {place[0]} or (path == "/v1/responses" and place[-1] == "type" and value is None):
+    schema, full_body = FULL_BODIES[path]
+    documented = jsonschema.Draft202012Validator(schema_of(path))
+    assert documented.is_valid(full_body)
+    assert is_accepted(schema, full_body)
+    names = [(name,) for name in properties_of(path) if name in schema.model_fields and name not in full_body]
+    for place in [*places(full_body), *names, ("no_such_field",)]:
+        for value in VALUES:
+            body = with_value(full_body, place, value)
+            if CROSS_CHECKED & {place[0]} or (
+                path == "/v1/responses" and place[-1] == "type" and value is None
+            ):
                 continue
-            assert told.is_valid(body) == is_read(schema, body), (place, value)
+            assert documented.is_valid(body) == is_accepted(schema, body), (place, value)
 
 
 @pytest.mark.parametrize(
@@ -189,15 +191,15 @@ def test_validation_accepts_exactly_what_the_schema_allows(path: str) -> None:
 )
 def test_conflicting_fields_are_refused_with_a_reason(path: str, fields: dict[str, Any]) -> None:
     example = DOCUMENT["paths"][path]["post"]["requestBody"]["content"]["application/json"]["example"]
-    told = jsonschema.Draft202012Validator(schema_of(path))
-    assert told.is_valid(example)
-    assert not told.is_valid(example | fields)
+    documented = jsonschema.Draft202012Validator(schema_of(path))
+    assert documented.is_valid(example)
+    assert not documented.is_valid(example | fields)
     refusal(Api().post(path, example | fields))
 
 
 def test_tokenize_accepts_a_prompt_or_messages_beside_a_null() -> None:
-    told = jsonschema.Draft202012Validator(schema_of("/tokenize"))
+    documented = jsonschema.Draft202012Validator(schema_of("/tokenize"))
     messages = [{"role": "user", "content": "x"}]
     for body in ({"prompt": "a", "messages": None}, {"messages": messages, "prompt": None}):
-        assert told.is_valid(body)
+        assert documented.is_valid(body)
         assert Api().post("/tokenize", body).status_code == 200, json.dumps(body)

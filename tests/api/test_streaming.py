@@ -1,4 +1,4 @@
-"""Over a socket: streams as they are sent, clients that leave, errors in mid-stream."""
+"""Streams over a socket: events, disconnects, errors in mid-stream, and models that must be loaded first."""
 
 from __future__ import annotations
 
@@ -22,35 +22,39 @@ from mlx_ring.core.errors import PlanError, WorkerLost
 
 CHAT = {"messages": [{"role": "user", "content": "Hello."}], "stream": True}
 ENDLESS = {"prompt": "Hello.", "max_tokens": 10**9, "stream": True}
-PATIENCE_S = 20.0
+TIMEOUT_S = 20.0
 
 
 @pytest.fixture
 def stuck() -> Iterator[tuple[TwinService, str]]:
-    """Yield a server whose workers never answer, and which keeps streams alive every few milliseconds."""
+    """Yield a server whose workers never answer and which sends a keep-alive every few milliseconds."""
     service = TwinService(automatic=False)
     with serving(service, ApiSettings(keep_alive_s=0.005)) as url:
         yield service, url
 
 
 def open_requests(service: TwinService) -> int:
+    """Return the number of running and waiting requests."""
     stats = service.engine.stats().scheduler
     return stats.running + stats.waiting
 
 
 def test_stream_ends_with_its_finish_reason_and_done() -> None:
-    with serving(TwinService()) as url, httpx.stream("POST", f"{url}/v1/chat/completions", json=CHAT) as got:
-        assert got.headers["content-type"].startswith("text/event-stream")
-        assert got.headers["cache-control"] == "no-cache"
-        lines = [line for line in got.iter_lines() if line]
+    with (
+        serving(TwinService()) as url,
+        httpx.stream("POST", f"{url}/v1/chat/completions", json=CHAT) as response,
+    ):
+        assert response.headers["content-type"].startswith("text/event-stream")
+        assert response.headers["cache-control"] == "no-cache"
+        lines = [line for line in response.iter_lines() if line]
     assert '"finish_reason":"stop"' in lines[-2]
     assert lines[-1] == "data: [DONE]"
 
 
 def test_stream_starts_and_sends_keep_alives_before_the_first_token(stuck: tuple[TwinService, str]) -> None:
     _, url = stuck
-    with httpx.stream("POST", f"{url}/v1/chat/completions", json=CHAT) as got:
-        lines = (line for line in got.iter_lines() if line)
+    with httpx.stream("POST", f"{url}/v1/chat/completions", json=CHAT) as response:
+        lines = (line for line in response.iter_lines() if line)
         assert '"role":"assistant"' in next(lines)
         assert [next(lines), next(lines)] == [": keep-alive"] * 2
 
@@ -59,8 +63,8 @@ def test_stream_starts_and_sends_keep_alives_before_the_first_token(stuck: tuple
 def test_disconnect_in_mid_stream_aborts_every_sequence(n: int) -> None:
     service = TwinService(context=10**9)
     with serving(service) as url:
-        with httpx.stream("POST", f"{url}/v1/completions", json=ENDLESS | {"n": n}) as got:
-            lines = got.iter_lines()
+        with httpx.stream("POST", f"{url}/v1/completions", json=ENDLESS | {"n": n}) as response:
+            lines = response.iter_lines()
             for _ in range(5):
                 next(lines)
             eventually(lambda: service.sequences_held == n)
@@ -89,9 +93,9 @@ def test_disconnect_before_the_first_token_aborts_the_sequence(
 
 def test_error_in_mid_stream_is_the_last_event(stuck: tuple[TwinService, str]) -> None:
     service, url = stuck
-    with httpx.stream("POST", f"{url}/v1/chat/completions", json=CHAT) as got:
-        lines = (line for line in got.iter_lines() if line and not line.startswith(":"))
-        assert got.status_code == 200
+    with httpx.stream("POST", f"{url}/v1/chat/completions", json=CHAT) as response:
+        lines = (line for line in response.iter_lines() if line and not line.startswith(":"))
+        assert response.status_code == 200
         next(lines)
         service.executor.lose(WorkerLost("Worker 0 of stage 1 was ended by signal 9."))
         rest = list(lines)
@@ -103,7 +107,7 @@ def test_error_in_mid_stream_is_the_last_event(stuck: tuple[TwinService, str]) -
 def test_request_timeout_is_408_and_frees_the_place() -> None:
     service = TwinService(automatic=False, policy=Policy(request_timeout_s=0.05))
     with serving(service) as url:
-        answer = httpx.post(f"{url}/v1/chat/completions", json=CHAT | {"stream": False}, timeout=PATIENCE_S)
+        answer = httpx.post(f"{url}/v1/chat/completions", json=CHAT | {"stream": False}, timeout=TIMEOUT_S)
     assert (answer.status_code, answer.headers["x-should-retry"]) == (408, "false")
     error = answer.json()["error"]
     assert (error["type"], error["code"]) == ("timeout_error", "request_timeout")
@@ -116,16 +120,16 @@ def test_request_timeout_is_the_last_event_of_a_stream() -> None:
     service = TwinService(automatic=False, policy=Policy(request_timeout_s=0.05))
     with (
         serving(service) as url,
-        httpx.stream("POST", f"{url}/v1/chat/completions", json=CHAT, timeout=PATIENCE_S) as got,
+        httpx.stream("POST", f"{url}/v1/chat/completions", json=CHAT, timeout=TIMEOUT_S) as response,
     ):
-        lines = [line for line in got.iter_lines() if line]
+        lines = [line for line in response.iter_lines() if line]
     assert len(lines) == 2
     assert '"role":"assistant"' in lines[0]
     assert '"code":"request_timeout"' in lines[1]
 
 
 def test_request_within_the_timeout_completes() -> None:
-    service = TwinService(policy=Policy(request_timeout_s=PATIENCE_S))
+    service = TwinService(policy=Policy(request_timeout_s=TIMEOUT_S))
     with serving(service) as url:
         answer = httpx.post(f"{url}/v1/chat/completions", json=CHAT | {"stream": False})
     assert answer.json()["choices"][0]["message"]["content"] == ANSWER_TEXT
@@ -134,7 +138,7 @@ def test_request_within_the_timeout_completes() -> None:
 
 def test_full_queue_is_429_with_a_retry_time_until_a_place_is_free() -> None:
     service = TwinService(automatic=False, policy=Policy(max_num_seqs=1, max_queued_requests=1))
-    with serving(service) as url, httpx.Client(base_url=url, timeout=PATIENCE_S) as client:
+    with serving(service) as url, httpx.Client(base_url=url, timeout=TIMEOUT_S) as client:
         chat = partial(client.stream, "POST", "/v1/chat/completions", json=CHAT)
         with chat(), chat() as second:
             assert (open_requests(service), second.status_code) == (2, 200)
@@ -177,12 +181,12 @@ def test_body_far_over_the_limit_gets_a_response() -> None:
     assert response.status_code == 413
 
 
-OFTEN = ApiSettings(keep_alive_s=0.01)
-TALK = {"max_tokens": 40, "messages": CHAT["messages"], "stream": True}
+FREQUENT_KEEP_ALIVE = ApiSettings(keep_alive_s=0.01)
+SHORT_CHAT = {"max_tokens": 40, "messages": CHAT["messages"], "stream": True}
 
 
 class SlowCatalog(TwinCatalog):
-    """Loads when a test says so."""
+    """Catalog that loads a model only after `may_load` is set."""
 
     def __init__(self, *models: TwinService) -> None:
         super().__init__(*models)
@@ -193,7 +197,7 @@ class SlowCatalog(TwinCatalog):
         await super().ready(model)
 
 
-def unloaded() -> tuple[TwinService, SlowCatalog]:
+def unloaded_model() -> tuple[TwinService, SlowCatalog]:
     service = TwinService()
     service.is_loaded = False
     return service, SlowCatalog(service)
@@ -208,14 +212,14 @@ def unloaded() -> tuple[TwinService, SlowCatalog]:
     ],
 )
 def test_stream_sends_keep_alives_while_its_model_is_loaded(path: str, last: str) -> None:
-    service, catalog = unloaded()
-    body = {"input": "Hello.", "stream": True} if path == "/v1/responses" else TALK
+    service, catalog = unloaded_model()
+    body = {"input": "Hello.", "stream": True} if path == "/v1/responses" else SHORT_CHAT
     with (
-        serving(service, OFTEN, catalog=catalog) as url,
-        httpx.stream("POST", f"{url}{path}", json=body, timeout=20) as got,
+        serving(service, FREQUENT_KEEP_ALIVE, catalog=catalog) as url,
+        httpx.stream("POST", f"{url}{path}", json=body, timeout=20) as response,
     ):
-        lines = (line for line in got.iter_lines() if line)
-        assert got.status_code == 200
+        lines = (line for line in response.iter_lines() if line)
+        assert response.status_code == 200
         assert [next(lines), next(lines)] == [": keep-alive"] * 2
         catalog.may_load.set()
         assert list(lines)[-1] == f"data: {last}"
@@ -223,10 +227,10 @@ def test_stream_sends_keep_alives_while_its_model_is_loaded(path: str, last: str
 
 def test_disconnect_while_a_model_is_loaded_is_logged_as_such(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "mlx_ring")
-    service, catalog = unloaded()
-    with serving(service, OFTEN, catalog=catalog) as url:
-        with httpx.stream("POST", f"{url}/v1/chat/completions", json=TALK, timeout=20) as got:
-            next(got.iter_lines())
+    service, catalog = unloaded_model()
+    with serving(service, FREQUENT_KEEP_ALIVE, catalog=catalog) as url:
+        with httpx.stream("POST", f"{url}/v1/chat/completions", json=SHORT_CHAT, timeout=20) as response:
+            next(response.iter_lines())
         eventually(lambda: caplog.records)
         catalog.may_load.set()
     (line,) = caplog.records
@@ -234,15 +238,15 @@ def test_disconnect_while_a_model_is_loaded_is_logged_as_such(caplog: pytest.Log
 
 
 def test_load_failure_is_the_last_event_or_the_status_before_any_event() -> None:
-    service, catalog = unloaded()
+    service, catalog = unloaded_model()
     catalog.refusal = PlanError("There is no room.")
-    with serving(service, OFTEN, catalog=catalog) as url:
-        with httpx.stream("POST", f"{url}/v1/chat/completions", json=TALK, timeout=20) as got:
-            lines = (line for line in got.iter_lines() if line)
+    with serving(service, FREQUENT_KEEP_ALIVE, catalog=catalog) as url:
+        with httpx.stream("POST", f"{url}/v1/chat/completions", json=SHORT_CHAT, timeout=20) as response:
+            lines = (line for line in response.iter_lines() if line)
             next(lines)
             catalog.may_load.set()
             assert '"message":"There is no room."' in list(lines)[-1]
-        whole = httpx.post(f"{url}/v1/chat/completions", json=TALK | {"stream": False}, timeout=20)
+        whole = httpx.post(f"{url}/v1/chat/completions", json=SHORT_CHAT | {"stream": False}, timeout=20)
         assert whole.status_code == 503
     with serving(service, ApiSettings(), catalog=catalog) as url:
-        assert httpx.post(f"{url}/v1/chat/completions", json=TALK, timeout=20).status_code == 503
+        assert httpx.post(f"{url}/v1/chat/completions", json=SHORT_CHAT, timeout=20).status_code == 503

@@ -1,4 +1,4 @@
-"""A lower bound on a text's tokens is never above their number, whatever the text and whatever the tokenizer."""
+"""The lower bound on a text's tokens never exceeds their number, for any text and tokenizer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WORDS = ["the", "he", "th", "in", "ing", "é", "e", "日本", "日", "\u2581the"
 
 
 class Wrapper:
-    """As mlx-lm's, of a tokenizer of Hugging Face's."""
+    """Wrapper like mlx-lm's around a tokenizer of Hugging Face."""
 
     def __init__(self, backend: Tokenizer) -> None:
         self.backend_tokenizer = backend
@@ -23,7 +23,7 @@ class Wrapper:
 
 
 def bpe(symbols: list[str], **options: object) -> models.BPE:
-    """Return a model of the symbols, their words and all merges on the way to them."""
+    """Return a BPE model of these symbols, of `WORDS` made of them, and of all merges that lead to them."""
     vocabulary = dict.fromkeys(symbols)
     merges: list[tuple[str, str]] = []
     for word in WORDS:
@@ -37,7 +37,7 @@ def bpe(symbols: list[str], **options: object) -> models.BPE:
     return models.BPE(vocab=ids, merges=list(dict.fromkeys(merges)), **options)  # pyright: ignore[reportArgumentType]
 
 
-def of_bytes() -> Tokenizer:
+def byte_level_tokenizer() -> Tokenizer:
     """Return a tokenizer like GPT-2's, Llama 3's and Qwen's."""
     tokenizer = Tokenizer(bpe(sorted(pre_tokenizers.ByteLevel.alphabet())))
     tokenizer.normalizer = normalizers.NFC()
@@ -50,7 +50,7 @@ def of_bytes() -> Tokenizer:
     return tokenizer
 
 
-def of_words() -> Tokenizer:
+def sentencepiece_tokenizer() -> Tokenizer:
     """Return a tokenizer like Llama 2's and Gemma's."""
     letters = [*"theinga", "é", "\u2581"]
     names = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -63,17 +63,17 @@ def of_words() -> Tokenizer:
     return tokenizer
 
 
-def with_greedy_mark(tokenizer: Tokenizer) -> Tokenizer:
-    """Return a tokenizer with a mark that takes all space around it."""
+def with_stripping_token(tokenizer: Tokenizer) -> Tokenizer:
+    """Add a special token that strips all space around it, and return the tokenizer."""
     tokenizer.add_special_tokens([AddedToken("<|a\u2581b|>", lstrip=True, rstrip=True), AddedToken("<e>")])
     return tokenizer
 
 
 KINDS: dict[str, Callable[[], Tokenizer]] = {
-    "bytes": of_bytes,
-    "words": of_words,
-    "bytes, a greedy mark": lambda: with_greedy_mark(of_bytes()),
-    "words, a greedy mark": lambda: with_greedy_mark(of_words()),
+    "byte level": byte_level_tokenizer,
+    "SentencePiece": sentencepiece_tokenizer,
+    "byte level, stripping token": lambda: with_stripping_token(byte_level_tokenizer()),
+    "SentencePiece, stripping token": lambda: with_stripping_token(sentencepiece_tokenizer()),
 }
 PIECES = [
     *WORDS,
@@ -97,42 +97,42 @@ TEXTS = st.one_of(st.text(), st.lists(st.sampled_from(PIECES), max_size=60).map(
 @pytest.mark.parametrize("kind", KINDS)
 def test_bound_never_exceeds_the_number_of_tokens(kind: str) -> None:
     tokenizer = KINDS[kind]()
-    fewest = TokenBounds.read(Wrapper(tokenizer))
-    assert fewest is not None
+    bounds = TokenBounds.read(Wrapper(tokenizer))
+    assert bounds is not None
 
     @given(TEXTS)
     def holds(text: str) -> None:
-        assert fewest.of(text) <= len(tokenizer.encode(text, add_special_tokens=False).ids)
+        assert bounds.of(text) <= len(tokenizer.encode(text, add_special_tokens=False).ids)
 
     holds()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_bound_is_exact_for_the_longest_tokens(kind: str) -> None:
-    fewest = TokenBounds.read(Wrapper(KINDS[kind]()))
-    assert fewest is not None
-    assert fewest.of("g" * 3000) == 1000
-    assert fewest.of("") == 0
+    bounds = TokenBounds.read(Wrapper(KINDS[kind]()))
+    assert bounds is not None
+    assert bounds.of("g" * 3000) == 1000
+    assert bounds.of("") == 0
 
 
-def dropping_space() -> Tokenizer:
-    tokenizer = of_bytes()
+def dropping_whitespace() -> Tokenizer:
+    tokenizer = byte_level_tokenizer()
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return tokenizer
 
 
-def fusing_what_it_does_not_know() -> Tokenizer:
+def fusing_unknown_letters() -> Tokenizer:
     return Tokenizer(bpe(["<unk>", *"theinga"], unk_token="<unk>", fuse_unk=True))  # noqa: S106 - text
 
 
 def without_accents() -> Tokenizer:
-    tokenizer = of_bytes()
+    tokenizer = byte_level_tokenizer()
     tokenizer.normalizer = normalizers.StripAccents()
     return tokenizer
 
 
-def cutting_out() -> Tokenizer:
-    tokenizer = of_bytes()
+def removing_spaces() -> Tokenizer:
+    tokenizer = byte_level_tokenizer()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(" ", "removed"), pre_tokenizers.ByteLevel(use_regex=False)]
     )
@@ -140,7 +140,7 @@ def cutting_out() -> Tokenizer:
 
 
 @pytest.mark.parametrize(
-    "make", [dropping_space, fusing_what_it_does_not_know, without_accents, cutting_out, None]
+    "make", [dropping_whitespace, fusing_unknown_letters, without_accents, removing_spaces, None]
 )
 def test_tokenizer_that_drops_text_has_no_bound(
     make: Callable[[], Tokenizer] | None,

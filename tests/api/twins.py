@@ -1,4 +1,4 @@
-"""A served model without a model: real engine, ranks in the process, one token for each byte."""
+"""A served model without weights: a real engine, ranks in this process, one token per byte."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from mlx_ring.api.chat.model_format import ParseCalls
 from mlx_ring.api.ops.status import ClusterParts
 from mlx_ring.api.service import InstanceInfo, LinkInfo, ModelService, State
-from mlx_ring.api.settings import ApiSettings
 from mlx_ring.core.engine_stats import Meter, Policy
 from mlx_ring.core.errors import Conflict, ModelNotFound, RingError
 from mlx_ring.core.types import DEFAULT_SAMPLING, LayerRange
@@ -25,7 +24,7 @@ from mlx_ring.models.pooling import Pooling
 
 BOS, EOS, ANSWER = 256, 257, 258
 VOCAB_SIZE = 320
-"""More than the tokenizer knows, as models pad their vocabulary."""
+"""Size beyond the tokenizer's own vocabulary, because models pad theirs."""
 CONTEXT = 4096
 SPECIAL = {BOS: "<bos>", EOS: "<eos>", ANSWER: "<answer>"}
 ANSWER_TEXT = "Grüße: 日本, and 🙂 to you."
@@ -46,7 +45,7 @@ class _Added:
 
 
 class ByteTokenizer:
-    """Bytes for tokens, three special ones, and a template that shows what it was given."""
+    """Tokenizer of bytes and three special tokens, whose chat template records its arguments."""
 
     has_chat_template = True
     bos_token = "<bos>"  # noqa: S105 - a token of text
@@ -113,10 +112,10 @@ class ByteTokenizer:
                 ANSWER,
                 *self.encode(text.removesuffix("\n"), add_special_tokens=False),
             ]
-        return [*tokens, ANSWER, *self.opening(kwargs)] if add_generation_prompt else tokens
+        return [*tokens, ANSWER, *self.generation_prefix(kwargs)] if add_generation_prompt else tokens
 
-    def opening(self, template_kwargs: Mapping[str, object]) -> list[int]:
-        """Return what the template puts before the answer."""
+    def generation_prefix(self, template_kwargs: Mapping[str, object]) -> list[int]:
+        """Return the tokens that the template puts before the answer."""
         del template_kwargs
         return []
 
@@ -131,7 +130,7 @@ parse_json_call.__module__ = "json_tools"
 
 
 class MarkingTokenizer(ByteTokenizer):
-    """A model's that thinks and calls tools, as Qwen's: all its marks are special tokens."""
+    """Tokenizer of a model with reasoning and tool calls, like Qwen's: all its marks are special tokens."""
 
     special: Mapping[int, str] = SPECIAL | {
         259: "<think>",
@@ -151,7 +150,7 @@ class MarkingTokenizer(ByteTokenizer):
             tokens += [ids[piece]] if piece in ids else piece.encode()
         return tokens
 
-    def opening(self, template_kwargs: Mapping[str, object]) -> list[int]:
+    def generation_prefix(self, template_kwargs: Mapping[str, object]) -> list[int]:
         return (
             self.encode("<think>\n", add_special_tokens=False)
             if template_kwargs.get("enable_thinking")
@@ -159,20 +158,20 @@ class MarkingTokenizer(ByteTokenizer):
         )
 
 
-def saying(tokens: Sequence[int]) -> Callable[[Sequence[int]], int]:
-    """Return a model that says these tokens and EOS to a chat, and the alphabet to other prompts."""
+def next_token_of(tokens: Sequence[int]) -> Callable[[Sequence[int]], int]:
+    """Return a model that answers a chat with these tokens and EOS, and other prompts with the alphabet."""
 
     def next_token(history: Sequence[int]) -> int:
         if ANSWER not in history:
             return ord("a") + len(history) % 26
-        said = len(history) - 1 - max(place for place, token in enumerate(history) if token == ANSWER)
-        return tokens[said] if said < len(tokens) else EOS
+        generated = len(history) - 1 - max(place for place, token in enumerate(history) if token == ANSWER)
+        return tokens[generated] if generated < len(tokens) else EOS
 
     return next_token
 
 
 class TwinService:
-    """Keeps the contracts `ModelService` and `ServedInstance`. With `automatic=False` no step is ever answered by itself."""
+    """Twin of `ModelService` and `ServedInstance`. With `automatic=False` the ranks answer no step by themselves."""
 
     created = 1_700_000_000
     context_length = kept_context_length = CONTEXT
@@ -196,14 +195,14 @@ class TwinService:
         self.context_length = context
         self.tokenizer = ByteTokenizer() if tokenizer is None else tokenizer
         self.default_sampling = DEFAULT_SAMPLING
-        self.pooling = Pooling(why="a test says so")
+        self.pooling = Pooling(why="a test sets it")
         self.metadata: dict[str, object] = {"architecture": "twin"}
         self.error: RingError | None = None
         self.stages = stages
         self.meters = [Meter()]
         self.rejected: dict[str, int] = {}
         answer = self.tokenizer.encode(says, add_special_tokens=False)
-        self.executor = TwinExecutor([1] * stages, next_token=saying(answer), automatic=automatic)
+        self.executor = TwinExecutor([1] * stages, next_token=next_token_of(answer), automatic=automatic)
         self.engine = Engine(
             self.executor,
             Vocabulary.of(self.tokenizer),
@@ -221,7 +220,7 @@ class TwinService:
 
     @property
     def instances(self) -> list[TwinService]:
-        """The model has one, itself; none while it is not loaded."""
+        """The twin itself, or no instance while the model is not loaded."""
         return [] if self.state == "unloaded" else [self]
 
     @property
@@ -259,13 +258,13 @@ class TwinService:
 
 
 class TwinCatalog:
-    """Keeps the contract `ModelCatalog`: loading is a switch."""
+    """Twin of `ModelCatalog` that loads a model at once."""
 
     def __init__(self, *models: TwinService) -> None:
         self.models = models
         self.links: Sequence[LinkInfo] = ()
         self.refusal: RingError | None = None
-        """Why nothing can be loaded."""
+        """Reason why no model can be loaded."""
 
     def cluster(self) -> ClusterParts:
         return ClusterParts()
@@ -289,7 +288,3 @@ class TwinCatalog:
                 if own.engine.stats().scheduler.running and not force:
                     raise Conflict("It is busy.")
                 own.is_loaded = False
-
-
-def settings(**changes: object) -> ApiSettings:
-    return ApiSettings(**changes)  # pyright: ignore[reportArgumentType] - a test names the fields it changes

@@ -1,4 +1,4 @@
-"""`/v1/messages`: what is read, what is written, and in which order."""
+"""`/v1/messages`: parsed requests, messages, and the order of stream events."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ PARTS: tuple[AnswerPart, ...] = (
 )
 
 
-def asked(
+def conversation_from(
     messages: list[dict[str, Any]], format_: ChatFormat | None = None, **fields: object
 ) -> Conversation:
     body = {"max_tokens": 8, "messages": messages} | fields
     return conversation_of(MessagesRequest.model_validate(body), format_ or ChatFormat())
 
 
-def written(writer: MessageWriter) -> Events:
+def all_events(writer: MessageWriter) -> Events:
     events: Events = list(writer.opening(Costs(10)))
     for part in PARTS:
         events += writer.part(part)
     return [*events, *writer.closing(Stop("tool_use"), Costs(10, 4, 9, 3))]
 
 
-def steps(events: Events) -> list[tuple[str, object]]:
+def event_outline(events: Events) -> list[tuple[str, object]]:
     """Return each event's kind, with its block's index or its delta's kind."""
     return [
         (str(event["type"]), event["delta"].get("type") if isinstance(event.get("delta"), dict) else event.get("index"))
@@ -57,12 +57,12 @@ def steps(events: Events) -> list[tuple[str, object]]:
 
 
 def test_stream_sends_content_blocks_in_order() -> None:
-    events = written(MessageWriter("msg_1", "twin"))
+    events = all_events(MessageWriter("msg_1", "twin"))
     adapter = TypeAdapter[Any](types.RawMessageStreamEvent)
     for event in events:
         if event["type"] != "ping":
             adapter.validate_python(event)
-    assert steps(events) == [
+    assert event_outline(events) == [
         ("message_start", None),
         ("ping", None),
         ("content_block_start", 0),
@@ -97,18 +97,20 @@ def test_message_equals_its_accumulated_events() -> None:
     for part in PARTS:
         list(writer.part(part))
     message = types.Message.model_validate(writer.whole(Stop("tool_use"), Costs(10, 4, 9)))
-    thought, said, first, second = message.content
-    assert thought.type == "thinking"
-    assert (thought.thinking, bool(thought.signature)) == ("Let me see.", True)
-    assert said.to_dict() == {"type": "text", "text": "I'll add.", "citations": None}
+    reasoning, text, first, second = message.content
+    assert reasoning.type == "thinking"
+    assert (reasoning.thinking, bool(reasoning.signature)) == ("Let me see.", True)
+    assert text.to_dict() == {"type": "text", "text": "I'll add.", "citations": None}
     call = {"type": "tool_use", "name": "add", "caller": {"type": "direct"}}
     assert first.to_dict() == call | {"id": "toolu_1", "input": {"a": 1}}
     assert second.to_dict() == call | {"id": "toolu_2", "input": {}}
 
 
 def test_omitted_reasoning_leaves_its_signature() -> None:
-    events = written(MessageWriter("msg_1", "twin", shows_thinking=False))
-    assert [step for step in steps(events) if step[1] in (0, "thinking_delta", "signature_delta")] == [
+    events = all_events(MessageWriter("msg_1", "twin", shows_thinking=False))
+    assert [
+        step for step in event_outline(events) if step[1] in (0, "thinking_delta", "signature_delta")
+    ] == [
         ("content_block_start", 0),
         ("content_block_delta", "signature_delta"),
         ("content_block_stop", 0),
@@ -116,14 +118,14 @@ def test_omitted_reasoning_leaves_its_signature() -> None:
 
 
 def test_content_blocks_become_chat_template_messages() -> None:
-    conversation = asked(
+    conversation = conversation_from(
         [
             {"role": "user", "content": [{"type": "text", "text": "1+1?"}, {"type": "text", "text": "And 2+2?", "cache_control": {"type": "ephemeral"}}]},
             {"role": "user", "content": "Quick."},
             {
                 "role": "assistant",
                 "content": [
-                    {"type": "thinking", "thinking": "Hm.", "signature": "of another"},
+                    {"type": "thinking", "thinking": "Hm.", "signature": "of another server"},
                     {"type": "redacted_thinking", "data": "xyz"},
                     {"type": "text", "text": "I add."},
                     {"type": "tool_use", "id": "t1", "name": "add", "input": {"a": 1}},
@@ -168,7 +170,7 @@ def test_content_blocks_become_chat_template_messages() -> None:
 )
 def test_tool_choice_is_parsed(choice: str, chosen: object) -> None:
     named = {"name": "add"} if choice == "tool" else {}
-    conversation = asked(
+    conversation = conversation_from(
         [{"role": "user", "content": "x"}], tools=[ADD], tool_choice={"type": choice} | named
     )
     assert (conversation.tool_use.choice, conversation.tool_use.allowed) == chosen
@@ -188,7 +190,7 @@ def test_template_gets_only_the_thinking_arguments_it_uses(
     thinking: dict[str, object] | None, known: str, kwargs: dict[str, object]
 ) -> None:
     format_ = ChatFormat(words=frozenset(known.split()))
-    conversation = asked([{"role": "user", "content": "x"}], format_, thinking=thinking)
+    conversation = conversation_from([{"role": "user", "content": "x"}], format_, thinking=thinking)
     assert conversation.template_kwargs == kwargs
 
 
@@ -198,7 +200,7 @@ def test_template_gets_only_the_thinking_arguments_it_uses(
 def test_earlier_reasoning_is_cleared_on_request(keep: object, left: int) -> None:
     turn = {"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm.", "signature": ""}]}
     edit = {"type": "clear_thinking_20251015"} | ({} if keep is None else {"keep": keep})
-    conversation = asked(
+    conversation = conversation_from(
         [{"role": "user", "content": "x"}, turn, {"role": "user", "content": "y"}, turn, {"role": "user", "content": "z"}],
         context_management={"edits": [edit]},
     )  # fmt: skip
@@ -213,8 +215,8 @@ def test_max_tokens_zero_caches_the_prompt_for_the_next_request(api: Api) -> Non
     ahead = api.post("/v1/messages", body | {"max_tokens": 0}).json()
     assert (ahead["content"], ahead["stop_reason"]) == ([], "max_tokens")
     assert ahead["usage"]["output_tokens"] == 0
-    asked_again = api.post("/v1/messages", body | {"max_tokens": 1}).json()
-    assert asked_again["usage"]["cache_read_input_tokens"] == ahead["usage"]["input_tokens"] - 1
+    following = api.post("/v1/messages", body | {"max_tokens": 1}).json()
+    assert following["usage"]["cache_read_input_tokens"] == ahead["usage"]["input_tokens"] - 1
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

@@ -23,12 +23,12 @@ SAYS = f"<think>\nHm.\n</think>\n\nI add.{CALL}"
 
 
 @pytest.fixture
-def plain() -> TwinService:
+def plain_service() -> TwinService:
     return TwinService()
 
 
 @pytest.fixture
-def thinker() -> TwinService:
+def reasoning_service() -> TwinService:
     """Return a service that always reasons, answers and calls a tool."""
     return TwinService(tokenizer=MarkingTokenizer(), says=SAYS)
 
@@ -44,9 +44,9 @@ def client(request: pytest.FixtureRequest) -> Iterator[anthropic.Anthropic]:
         yield client
 
 
-both = pytest.mark.parametrize("client", ["plain", "thinker"], indirect=True)
-with_plain = pytest.mark.parametrize("client", ["plain"], indirect=True)
-with_thinker = pytest.mark.parametrize("client", ["thinker"], indirect=True)
+with_each = pytest.mark.parametrize("client", ["plain_service", "reasoning_service"], indirect=True)
+with_plain = pytest.mark.parametrize("client", ["plain_service"], indirect=True)
+with_reasoning = pytest.mark.parametrize("client", ["reasoning_service"], indirect=True)
 USER: anthropic.types.MessageParam = {"role": "user", "content": "Hello."}
 ADD: anthropic.types.ToolParam = {"name": "add", "input_schema": {"type": "object"}}
 
@@ -68,7 +68,7 @@ def test_response_has_its_text_and_stop_reason(client: anthropic.Anthropic) -> N
     assert full.stop_reason == "model_context_window_exceeded"
 
 
-@both
+@with_each
 def test_token_count_equals_the_input_tokens_of_the_usage(client: anthropic.Anthropic) -> None:
     counted = client.messages.count_tokens(model="twin", messages=[USER], system="Be kind.")
     answer = client.messages.create(model="twin", max_tokens=1, messages=[USER], system="Be kind.")
@@ -76,15 +76,15 @@ def test_token_count_equals_the_input_tokens_of_the_usage(client: anthropic.Anth
     assert counted.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
 
 
-@with_thinker
+@with_reasoning
 def test_streamed_message_equals_the_unstreamed_one(client: anthropic.Anthropic) -> None:
     with client.messages.stream(model="twin", max_tokens=200, messages=[USER], tools=[ADD]) as stream:
         streamed = stream.get_final_message()
     whole = client.messages.create(model="twin", max_tokens=200, messages=[USER], tools=[ADD])
-    thought, said, call = whole.content
-    assert thought.type == "thinking"
-    assert (thought.thinking, bool(thought.signature)) == ("Hm.", True)
-    assert (said.type, getattr(said, "text", "")) == ("text", "I add.")
+    reasoning, text, call = whole.content
+    assert reasoning.type == "thinking"
+    assert (reasoning.thinking, bool(reasoning.signature)) == ("Hm.", True)
+    assert (text.type, getattr(text, "text", "")) == ("text", "I add.")
     assert call.type == "tool_use"
     assert (call.name, call.input) == ("add", {"a": 1, "b": 2})
     assert whole.stop_reason == streamed.stop_reason == "tool_use"
@@ -94,16 +94,16 @@ def test_streamed_message_equals_the_unstreamed_one(client: anthropic.Anthropic)
     assert streamed.usage.output_tokens == whole.usage.output_tokens
 
 
-@with_thinker
+@with_reasoning
 def test_tool_runner_calls_the_tool_and_sends_back_its_result(
-    client: anthropic.Anthropic, thinker: TwinService
+    client: anthropic.Anthropic, reasoning_service: TwinService
 ) -> None:
-    ran: list[tuple[int, int]] = []
+    calls: list[tuple[int, int]] = []
 
     @anthropic.beta_tool
     def add(a: int, b: int) -> str:
         """Add two numbers."""
-        ran.append((a, b))
+        calls.append((a, b))
         return str(a + b)
 
     runner = client.beta.messages.tool_runner(
@@ -114,22 +114,24 @@ def test_tool_runner_calls_the_tool_and_sends_back_its_result(
         max_iterations=2,
     )
     assert len(list(runner)) == 2
-    assert ran[0] == (1, 2)
-    user, turn, result = thinker.tokenizer.conversation
+    assert calls[0] == (1, 2)
+    user, turn, result = reasoning_service.tokenizer.conversation
     assert (user["role"], turn["reasoning_content"], turn["content"]) == ("user", "Hm.", "I add.")
     assert (result["role"], result["content"], result["name"]) == ("tool", "3", "add")
 
 
 @with_plain
-def test_final_assistant_message_is_continued(client: anthropic.Anthropic, plain: TwinService) -> None:
+def test_final_assistant_message_is_continued(
+    client: anthropic.Anthropic, plain_service: TwinService
+) -> None:
     client.messages.create(
         model="twin", max_tokens=3, messages=[USER, {"role": "assistant", "content": "Well,"}]
     )
-    assert plain.tokenizer.template_kwargs["continue_final_message"] is True
+    assert plain_service.tokenizer.template_kwargs["continue_final_message"] is True
 
 
 @with_plain
-def test_errors_raise_the_sdk_exceptions(client: anthropic.Anthropic, plain: TwinService) -> None:
+def test_errors_raise_the_sdk_exceptions(client: anthropic.Anthropic, plain_service: TwinService) -> None:
     with pytest.raises(anthropic.AuthenticationError):
         client.with_options(api_key="wrong").messages.create(model="twin", max_tokens=1, messages=[USER])
     with pytest.raises(anthropic.NotFoundError) as unknown:
@@ -139,7 +141,7 @@ def test_errors_raise_the_sdk_exceptions(client: anthropic.Anthropic, plain: Twi
         client.messages.create(model="twin", max_tokens=1, messages=[USER], extra_body={"temperature": 2})
     with pytest.raises(anthropic.BadRequestError, match="4096"):
         client.messages.create(model="twin", max_tokens=1, messages=[{"role": "user", "content": "x" * 5000}])
-    plain.error = NotReady("The model is being loaded.")
+    plain_service.error = NotReady("The model is being loaded.")
     with pytest.raises(anthropic.InternalServerError) as loading:
         client.messages.create(model="twin", max_tokens=1, messages=[USER])
     assert (loading.value.status_code, loading.value.type) == (503, "overloaded_error")

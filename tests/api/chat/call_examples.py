@@ -1,4 +1,4 @@
-"""Calls as each format writes them, and a tokenizer of bytes and marks that reads them."""
+"""Example tool calls in every format, and a tokenizer of bytes and marks for them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SCHEMA: dict[str, Any] = {
     "$defs": {"hour": {"type": "integer", "minimum": 0, "maximum": 23}},
 }
 ARGUMENTS = '{"city": "Rome", "unit": "C", "days": 3, "hours": [8, 20]}'
-LEAST = '{"city": "Rome", "days": 3}'
+MINIMAL_ARGUMENTS = '{"city": "Rome", "days": 3}'
 WEATHER = Tool("get_weather", parameters=SCHEMA, strict=True)
 CLOCK = Tool("clock", strict=True)
 MARKS = (
@@ -42,20 +42,20 @@ END = 0
 
 
 @dataclass(frozen=True)
-class Written:
-    """A format's calls, less their outer marks."""
+class CallExample:
+    """Tool calls in one format, without their outer marks."""
 
     parser: str
     call: str
     """`get_weather` with a city, a unit, days and hours."""
-    least: str
-    """With a city and days alone."""
-    none: str
-    """`clock`; empty where a call without arguments cannot be written."""
-    together: str | None = None
-    """Text between two calls that share their marks; None: each has its own."""
+    minimal_call: str
+    """`get_weather` with a city and days only."""
+    empty_call: str
+    """`clock` without arguments; empty if the format cannot write such a call."""
+    separator: str | None = None
+    """Text between two calls in one pair of marks; None if each call has its own pair."""
     added: tuple[str, ...] = MARKS
-    """Marks that are tokens."""
+    """Marks that are single tokens."""
 
     def marks(self) -> CallMarks:
         module: Any = import_module(f"mlx_lm.tool_parsers.{self.parser}")
@@ -66,12 +66,12 @@ class Written:
         marks = self.marks()
         return marks.start + call + marks.end
 
-    def several(self) -> str:
-        if self.together is None:
-            return f"{self.whole(self.call)}\n{self.whole(self.least)}"
+    def two_calls(self) -> str:
+        if self.separator is None:
+            return f"{self.whole(self.call)}\n{self.whole(self.minimal_call)}"
         if self.call.startswith("["):
-            return self.whole(self.call[:-1] + self.together + self.least[1:])
-        return self.whole(self.call + self.together + self.least)
+            return self.whole(self.call[:-1] + self.separator + self.minimal_call[1:])
+        return self.whole(self.call + self.separator + self.minimal_call)
 
     def format(self, thinking: Marks | None = None) -> ChatFormat:
         return ChatFormat(thinking, self.marks(), added=tokenizer(self.added)[1])
@@ -79,7 +79,7 @@ class Written:
 
 @cache
 def tokenizer(added: tuple[str, ...]) -> tuple[LLTokenizer, Mapping[str, int]]:
-    """Make every second mark special, because real tokenizers have both kinds."""
+    """Return a tokenizer and its marks' ids. Every second mark is special, because real tokenizers have both kinds."""
     vocabulary = {"<|eos|>": END}
     vocabulary |= {letter: 1 + at for at, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     made = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -93,10 +93,10 @@ def tokenizer(added: tuple[str, ...]) -> tuple[LLTokenizer, Mapping[str, int]]:
 
 _JSON = (
     f'\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n',
-    f'{{"name": "get_weather", "arguments": {LEAST}}}',
+    f'{{"name": "get_weather", "arguments": {MINIMAL_ARGUMENTS}}}',
     '\n{"name": "clock", "arguments": {}}\n',
 )
-_NAMED = (("get_weather", ARGUMENTS), ("get_weather", LEAST), ("clock", "{}"))
+_NAMED = (("get_weather", ARGUMENTS), ("get_weather", MINIMAL_ARGUMENTS), ("clock", "{}"))
 _KIMI_K3 = (
     '<|open|>call tool="{}" index="1"<|sep|><|open|>json type="object"<|sep|>{}'
     "<|close|>json<|sep|><|close|>call<|sep|>"
@@ -105,7 +105,7 @@ _KIMI_K2 = "<|tool_call_begin|>functions.{}:0<|tool_call_argument_begin|>{}<|too
 
 
 def _tagged(heading: str, argument: str, end: str) -> tuple[str, str, str]:
-    """Return a format with `{}` in the places of a tool, an argument and its value."""
+    """Return a format's three calls, from patterns with `{}` for a tool, an argument and its value."""
     full = {"city": "Rome", "unit": "C", "days": "3", "hours": "[8, 20]"}
     least = {"city": "Rome", "days": "3"}
 
@@ -116,7 +116,7 @@ def _tagged(heading: str, argument: str, end: str) -> tuple[str, str, str]:
 
 
 def _gemma(quote: str) -> tuple[str, str, str]:
-    """Return a format with arguments in the order of their names."""
+    """Return the three calls of a Gemma format, with arguments in the order of their names."""
     city, unit = f"city:{quote}Rome{quote}", f"unit:{quote}C{quote}"
     return (
         f"call:get_weather{{{city},days:3,hours:[8,20],{unit}}}",
@@ -127,41 +127,43 @@ def _gemma(quote: str) -> tuple[str, str, str]:
 
 _GLM = (*_tagged("{}", "<arg_key>{}</arg_key><arg_value>{}</arg_value>", "")[:2], "")
 FORMATS = (
-    Written("json_tools", *_JSON),
-    Written("json_tools", *_JSON, added=("<think>", "</think>")),
-    Written("longcat", *_JSON),
-    Written("mistral", *(f"{name}[ARGS]{given}" for name, given in _NAMED), together="[TOOL_CALLS]"),
-    Written(
+    CallExample("json_tools", *_JSON),
+    CallExample("json_tools", *_JSON, added=("<think>", "</think>")),
+    CallExample("longcat", *_JSON),
+    CallExample("mistral", *(f"{name}[ARGS]{given}" for name, given in _NAMED), separator="[TOOL_CALLS]"),
+    CallExample(
         "mistral",
         *(f'[{{"name": "{name}", "arguments": {given}}}]' for name, given in _NAMED),
-        together=", ",
+        separator=", ",
         added=("[TOOL_CALLS]",),
     ),
-    Written("kimi_k2", *(_KIMI_K2.format(*each) for each in _NAMED), together=""),
-    Written("kimi_k3", *(_KIMI_K3.format(*each) for each in _NAMED), together=""),
-    Written(
+    CallExample("kimi_k2", *(_KIMI_K2.format(*each) for each in _NAMED), separator=""),
+    CallExample("kimi_k3", *(_KIMI_K3.format(*each) for each in _NAMED), separator=""),
+    CallExample(
         "pythonic",
         '[get_weather(city="Rome", unit="C", days=3, hours=[8, 20])]',
         '[get_weather(city="Rome", days=3)]',
         "[clock()]",
-        together=", ",
+        separator=", ",
     ),
-    Written("gemma4", *_gemma('<|"|>')),
-    Written("function_gemma", *_gemma("<escape>")),
-    Written("function_gemma", *_gemma("<escape>"), added=("<start_function_call>", "<end_function_call>")),
-    Written("glm47", *_GLM),
-    Written("laguna", *_GLM),
-    Written(
+    CallExample("gemma4", *_gemma('<|"|>')),
+    CallExample("function_gemma", *_gemma("<escape>")),
+    CallExample(
+        "function_gemma", *_gemma("<escape>"), added=("<start_function_call>", "<end_function_call>")
+    ),
+    CallExample("glm47", *_GLM),
+    CallExample("laguna", *_GLM),
+    CallExample(
         "qwen3_coder", *_tagged("\n<function={}>\n", "<parameter={}>\n{}\n</parameter>\n", "</function>\n")
     ),
-    Written(
+    CallExample(
         "minimax_m2",
         *_tagged('\n<invoke name="{}">\n', '<parameter name="{}">{}</parameter>\n', "</invoke>\n"),
     ),
-    Written("minicpm5", *_tagged('"{}">', '<param name="{}">{}</param>', "")),
+    CallExample("minicpm5", *_tagged('"{}">', '<param name="{}">{}</param>', "")),
 )
-IDS = [f"{each.parser}{'' if each.added == MARKS else ' as text'}" for each in FORMATS]
+IDS = [f"{each.parser}{'' if each.added == MARKS else ', marks as text'}" for each in FORMATS]
 
 
-def format_of(parser: str) -> Written:
+def example_of(parser: str) -> CallExample:
     return next(each for each in FORMATS if each.parser == parser)

@@ -1,4 +1,4 @@
-"""Formats of answers, and what a reader makes of text in them."""
+"""Answer formats, and helpers that read text in them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WEATHER = Tool(
 )
 TIME = Tool("get_time", parameters={"type": "object", "properties": {"city": {"type": "string"}}})
 TOOLS = (WEATHER, TIME)
-THOUGHTS = Marks("<think>", "</think>")
+THINKING = Marks("<think>", "</think>")
 
 
 def call_marks(parser: str) -> CallMarks:
@@ -34,7 +34,7 @@ def call_marks(parser: str) -> CallMarks:
     return CallMarks(module.tool_call_start, module.tool_call_end, parser, parse)
 
 
-QWEN = ChatFormat(THOUGHTS, call_marks("json_tools"))
+QWEN = ChatFormat(THINKING, call_marks("json_tools"))
 
 
 def rules(
@@ -45,7 +45,7 @@ def rules(
     parallel: bool = True,
     **more: Any,
 ) -> ReadingRules:
-    """Return rules under which calls are numbered instead of having random ids."""
+    """Return rules that number tool calls instead of giving them random ids."""
     numbers = count()
     calls = None
     if tools and format_.calls is not None:
@@ -55,9 +55,9 @@ def rules(
     return ReadingRules(format_, calls, **more)
 
 
-def read(pieces: Iterable[str], given: ReadingRules) -> list[AnswerPart]:
+def read(pieces: Iterable[str], reading_rules: ReadingRules) -> list[AnswerPart]:
     """Read a whole answer into parts, with neighbours joined."""
-    reader, parts = AnswerReader(given), list[AnswerPart]()
+    reader, parts = AnswerReader(reading_rules), list[AnswerPart]()
     for piece in pieces:
         if reader.ended:
             break
@@ -65,7 +65,7 @@ def read(pieces: Iterable[str], given: ReadingRules) -> list[AnswerPart]:
     return join_parts(parts + reader.finish())
 
 
-def cut(text: str, places: Iterable[int]) -> list[str]:
-    """Text in pieces."""
+def split_at(text: str, places: Iterable[int]) -> list[str]:
+    """Split a text at these places, each taken modulo its length."""
     edges = [0, *sorted(place % (len(text) + 1) for place in places), len(text)]
     return [text[start:end] for start, end in pairwise(edges)]

@@ -1,4 +1,4 @@
-"""Grammars of answers: what they let through mlx-lm's parsers read, and it holds to the schema; all else is stopped."""
+"""Grammars of answers: they accept only answers that mlx-lm's parsers read and that match the schema."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tests.api.chat.call_examples import (
     END,
     FORMATS,
     IDS,
-    LEAST,
+    MINIMAL_ARGUMENTS,
     SCHEMA,
     WEATHER,
-    Written,
-    format_of,
+    CallExample,
+    example_of,
     tokenizer,
 )
 from tests.api.chat.formats import read, rules
@@ -40,29 +40,29 @@ from mlx_ring.models.grammars import to_llguidance
 THINKING = Marks("<think>", "</think>")
 JSON_TOOLS = FORMATS[0]
 WRONG = (("days", "nights"), ("3", "15"), ("3", '"3"'), ("20]", "24]"), ("get_weather", "get_time"))
-"""Pairs of a right text and a wrong one in its place."""
-every_format = pytest.mark.parametrize("written", FORMATS, ids=IDS)
+"""Pairs of a correct text and a wrong replacement."""
+every_format = pytest.mark.parametrize("example", FORMATS, ids=IDS)
 
 
-def asked(
+def tools_conversation(
     *tools: Tool, choice: Literal["none", "auto", "required"] = "required", **more: Any
 ) -> Conversation:
     answer = more.pop("format", AnswerFormat())
     return Conversation((), ToolUse(tools, choice, **more), answer)
 
 
-def under(schema: Any, *tools: Tool, param: str = "response_format") -> Conversation:
-    return asked(*tools, choice="auto", format=AnswerFormat("json_schema", schema, param))
+def schema_conversation(schema: Any, *tools: Tool, param: str = "response_format") -> Conversation:
+    return tools_conversation(*tools, choice="auto", format=AnswerFormat("json_schema", schema, param))
 
 
-def grammar_of(written: Written, conversation: Conversation) -> Grammar | None:
-    return answer_grammar(written.format(), conversation, thinking_open=False)
+def grammar_of(example: CallExample, conversation: Conversation) -> Grammar | None:
+    return answer_grammar(example.format(), conversation, thinking_open=False)
 
 
-def lets_through(grammar: Grammar | None, text: str, written: Written = JSON_TOOLS) -> bool:
-    """Return True where an answer may be this text."""
+def accepts(grammar: Grammar | None, text: str, example: CallExample = JSON_TOOLS) -> bool:
+    """Return True if the grammar accepts this text as an answer."""
     assert grammar is not None
-    known = tokenizer(written.added)[0]
+    known = tokenizer(example.added)[0]
     matcher = LLMatcher(known, to_llguidance(grammar.kind, grammar.text), log_level=0)
     assert matcher.get_error() == ""
     tokens = known.tokenize_str(text, parse_special=True)
@@ -70,56 +70,58 @@ def lets_through(grammar: Grammar | None, text: str, written: Written = JSON_TOO
 
 
 @every_format
-def test_required_tool_call_is_accepted_and_parsed(written: Written) -> None:
-    grammar = grammar_of(written, asked(WEATHER, CLOCK))
+def test_required_tool_call_is_accepted_and_parsed(example: CallExample) -> None:
+    grammar = grammar_of(example, tools_conversation(WEATHER, CLOCK))
     tools = [WEATHER.for_template(), CLOCK.for_template()]
-    for call, arguments in ((written.call, ARGUMENTS), (written.least, LEAST)):
-        assert lets_through(grammar, written.whole(call), written)
-        parsed: Any = written.marks().parse(call, tools)
+    for call, arguments in ((example.call, ARGUMENTS), (example.minimal_call, MINIMAL_ARGUMENTS)):
+        assert accepts(grammar, example.whole(call), example)
+        parsed: Any = example.marks().parse(call, tools)
         found: Any = cast("list[Any]", parsed)[0] if isinstance(parsed, list) else parsed
         assert (found["name"], found["arguments"]) == ("get_weather", json.loads(arguments))
         jsonschema.validate(found["arguments"], SCHEMA)
-    assert not written.none or lets_through(grammar, written.whole(written.none), written)
-    assert not lets_through(grammar, "Rome is warm.", written)
-    assert not lets_through(grammar, written.whole(written.call) + "It is warm.", written)
+    assert not example.empty_call or accepts(grammar, example.whole(example.empty_call), example)
+    assert not accepts(grammar, "Rome is warm.", example)
+    assert not accepts(grammar, example.whole(example.call) + "It is warm.", example)
 
 
 @every_format
 @pytest.mark.parametrize("wrong", WRONG, ids=str)
-def test_tool_call_that_breaks_its_schema_is_rejected(written: Written, wrong: tuple[str, str]) -> None:
-    broken = written.call.replace(*wrong)
-    assert not lets_through(grammar_of(written, asked(WEATHER, CLOCK)), written.whole(broken), written)
+def test_tool_call_that_breaks_its_schema_is_rejected(example: CallExample, wrong: tuple[str, str]) -> None:
+    broken = example.call.replace(*wrong)
+    assert not accepts(
+        grammar_of(example, tools_conversation(WEATHER, CLOCK)), example.whole(broken), example
+    )
 
 
 @every_format
-def test_several_tool_calls_are_accepted_only_if_parallel(written: Written) -> None:
-    assert lets_through(grammar_of(written, asked(WEATHER)), written.several(), written)
-    alone = grammar_of(written, asked(WEATHER, parallel=False))
-    assert not lets_through(alone, written.several(), written)
+def test_several_tool_calls_are_accepted_only_if_parallel(example: CallExample) -> None:
+    assert accepts(grammar_of(example, tools_conversation(WEATHER)), example.two_calls(), example)
+    alone = grammar_of(example, tools_conversation(WEATHER, parallel=False))
+    assert not accepts(alone, example.two_calls(), example)
 
 
 @every_format
-def test_text_is_free_until_a_strict_tool_call_starts(written: Written) -> None:
+def test_text_is_free_until_a_strict_tool_call_starts(example: CallExample) -> None:
     for parallel in (True, False):
-        grammar = grammar_of(written, asked(WEATHER, choice="auto", parallel=parallel))
-        assert lets_through(grammar, "Rome is <b>warm</b>\n[today].", written)
-        assert lets_through(grammar, "Let me see.\n" + written.whole(written.call), written)
-        wrong = written.call.replace("get_weather", "get_time")
-        assert not lets_through(grammar, "Let me see.\n" + written.whole(wrong), written)
+        grammar = grammar_of(example, tools_conversation(WEATHER, choice="auto", parallel=parallel))
+        assert accepts(grammar, "Rome is <b>warm</b>\n[today].", example)
+        assert accepts(grammar, "Let me see.\n" + example.whole(example.call), example)
+        wrong = example.call.replace("get_weather", "get_time")
+        assert not accepts(grammar, "Let me see.\n" + example.whole(wrong), example)
 
 
 def test_reasoning_may_precede_a_constrained_answer() -> None:
     format_ = JSON_TOOLS.format(THINKING)
     for conversation, text in (
-        (asked(WEATHER), JSON_TOOLS.whole(JSON_TOOLS.call)),
-        (under(SCHEMA), LEAST),
+        (tools_conversation(WEATHER), JSON_TOOLS.whole(JSON_TOOLS.call)),
+        (schema_conversation(SCHEMA), MINIMAL_ARGUMENTS),
     ):
         is_open = answer_grammar(format_, conversation, thinking_open=True)
-        assert lets_through(is_open, f"Rome, {{ I think.\n</think>\n\n{text}")
-        assert not lets_through(is_open, text)
+        assert accepts(is_open, f"Rome, {{ I think.\n</think>\n\n{text}")
+        assert not accepts(is_open, text)
         free = answer_grammar(format_, conversation, thinking_open=False)
-        assert lets_through(free, f"<think>\nRome\n</think>\n\n{text}")
-        assert lets_through(free, text)
+        assert accepts(free, f"<think>\nRome\n</think>\n\n{text}")
+        assert accepts(free, text)
 
 
 @pytest.mark.parametrize(
@@ -130,66 +132,66 @@ def test_constrained_answer_has_no_reasoning_if_it_is_switched_off(
 ) -> None:
     format_ = JSON_TOOLS.format(THINKING)
     for conversation, text in (
-        (asked(WEATHER), JSON_TOOLS.whole(JSON_TOOLS.call)),
-        (under(SCHEMA), ARGUMENTS),
+        (tools_conversation(WEATHER), JSON_TOOLS.whole(JSON_TOOLS.call)),
+        (schema_conversation(SCHEMA), ARGUMENTS),
     ):
-        silent = replace(conversation, template_kwargs=kwargs)
-        grammar = answer_grammar(format_, silent, thinking_open=False)
-        assert lets_through(grammar, text)
-        assert not lets_through(grammar, f"<think>\nRome\n</think>\n\n{text}")
-        still_open = answer_grammar(format_, silent, thinking_open=True)
-        assert lets_through(still_open, f"Rome\n</think>\n\n{text}")
+        without_reasoning = replace(conversation, template_kwargs=kwargs)
+        grammar = answer_grammar(format_, without_reasoning, thinking_open=False)
+        assert accepts(grammar, text)
+        assert not accepts(grammar, f"<think>\nRome\n</think>\n\n{text}")
+        still_open = answer_grammar(format_, without_reasoning, thinking_open=True)
+        assert accepts(still_open, f"Rome\n</think>\n\n{text}")
 
 
 def test_gpt_oss_reasons_calls_tools_and_answers_in_its_channels() -> None:
     added = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|constrain|>")
     marks = CallMarks("to=functions.", "<|call|>", "harmony", parse_tool_call)
     format_ = ChatFormat(calls=marks, begins="header", added=tokenizer(added)[1])
-    written = replace(JSON_TOOLS, added=added)
-    thought = "<|channel|>analysis<|message|>Rome.<|end|><|start|>assistant"
+    example = replace(JSON_TOOLS, added=added)
+    reasoning = "<|channel|>analysis<|message|>Rome.<|end|><|start|>assistant"
     call = f"<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{ARGUMENTS}"
-    must = answer_grammar(format_, asked(WEATHER), thinking_open=False)
-    assert lets_through(must, thought + call, written)
-    assert lets_through(must, call + "<|call|>", written)
-    assert not lets_through(must, call.replace("3", "15"), written)
+    required = answer_grammar(format_, tools_conversation(WEATHER), thinking_open=False)
+    assert accepts(required, reasoning + call, example)
+    assert accepts(required, call + "<|call|>", example)
+    assert not accepts(required, call.replace("3", "15"), example)
     final = "<|channel|>final<|message|>"
-    assert not lets_through(must, f"{final}It is warm.", written)
-    may = answer_grammar(format_, asked(WEATHER, choice="auto"), thinking_open=False)
-    assert lets_through(may, f"{thought}{final}It is warm.", written)
-    formed = answer_grammar(format_, under(SCHEMA), thinking_open=False)
-    assert lets_through(formed, thought + final + LEAST, written)
-    assert not lets_through(formed, f"{final}It is warm.", written)
+    assert not accepts(required, f"{final}It is warm.", example)
+    automatic = answer_grammar(format_, tools_conversation(WEATHER, choice="auto"), thinking_open=False)
+    assert accepts(automatic, f"{reasoning}{final}It is warm.", example)
+    formatted = answer_grammar(format_, schema_conversation(SCHEMA), thinking_open=False)
+    assert accepts(formatted, reasoning + final + MINIMAL_ARGUMENTS, example)
+    assert not accepts(formatted, f"{final}It is warm.", example)
 
 
 def test_answer_is_json_of_its_schema_or_a_tool_call() -> None:
     schema = {"type": "array", "items": {"type": "integer"}}
-    grammar = grammar_of(JSON_TOOLS, under(schema, replace(WEATHER, strict=False)))
-    assert lets_through(grammar, "[1, 2]")
-    assert lets_through(grammar, JSON_TOOLS.whole(JSON_TOOLS.call))
-    assert not lets_through(grammar, "[1.5]")
-    assert not lets_through(grammar, "One")
+    grammar = grammar_of(JSON_TOOLS, schema_conversation(schema, replace(WEATHER, strict=False)))
+    assert accepts(grammar, "[1, 2]")
+    assert accepts(grammar, JSON_TOOLS.whole(JSON_TOOLS.call))
+    assert not accepts(grammar, "[1.5]")
+    assert not accepts(grammar, "One")
 
 
 def test_json_object_format_accepts_only_objects() -> None:
-    conversation = asked(choice="auto", format=AnswerFormat("json_object"))
+    conversation = tools_conversation(choice="auto", format=AnswerFormat("json_object"))
     grammar = answer_grammar(ChatFormat(), conversation, thinking_open=False)
-    assert lets_through(grammar, '{"a": [1, {"b": null}]}')
-    assert not lets_through(grammar, "[1]")
+    assert accepts(grammar, '{"a": [1, {"b": null}]}')
+    assert not accepts(grammar, "[1]")
 
 
 def test_text_without_strict_tools_has_no_grammar() -> None:
-    assert grammar_of(JSON_TOOLS, asked(replace(WEATHER, strict=False), choice="auto")) is None
-    assert grammar_of(JSON_TOOLS, asked(WEATHER, choice="none")) is None
+    assert grammar_of(JSON_TOOLS, tools_conversation(replace(WEATHER, strict=False), choice="auto")) is None
+    assert grammar_of(JSON_TOOLS, tools_conversation(WEATHER, choice="none")) is None
 
 
 def test_only_an_allowed_tool_can_be_called() -> None:
-    grammar = grammar_of(JSON_TOOLS, asked(WEATHER, CLOCK, allowed=frozenset({"clock"})))
-    assert lets_through(grammar, JSON_TOOLS.whole(JSON_TOOLS.none))
-    assert not lets_through(grammar, JSON_TOOLS.whole(JSON_TOOLS.call))
+    grammar = grammar_of(JSON_TOOLS, tools_conversation(WEATHER, CLOCK, allowed=frozenset({"clock"})))
+    assert accepts(grammar, JSON_TOOLS.whole(JSON_TOOLS.empty_call))
+    assert not accepts(grammar, JSON_TOOLS.whole(JSON_TOOLS.call))
 
 
 MUSE_ADDED = ("<|start|>", "<|message|>", "<|eom|>", "<|eot|>")
-MUSE = Written(
+MUSE = CallExample(
     "muse_spark",
     '\n<atem:invoke name="get_weather">\n<atem:parameter name="city">Rome</atem:parameter>\n'
     '<atem:parameter name="unit">C</atem:parameter>\n<atem:parameter name="days">3</atem:parameter>\n'
@@ -206,47 +208,47 @@ def muse_format() -> ChatFormat:
 
 
 def test_muse_reasons_calls_tools_and_answers_in_its_messages() -> None:
-    thought = " to=self<|message|>Rome.<|eom|><|start|>assistant"
+    reasoning = " to=self<|message|>Rome.<|eom|><|start|>assistant"
     call = f" to=get_weather<|message|>{MUSE.whole(MUSE.call)}"
-    must = answer_grammar(muse_format(), asked(WEATHER, CLOCK), thinking_open=False)
-    assert lets_through(must, thought + call, MUSE)
-    assert lets_through(
-        must, f"{call}<|eom|><|start|>assistant to=clock<|message|>{MUSE.whole(MUSE.none)}", MUSE
+    required = answer_grammar(muse_format(), tools_conversation(WEATHER, CLOCK), thinking_open=False)
+    assert accepts(required, reasoning + call, MUSE)
+    assert accepts(
+        required, f"{call}<|eom|><|start|>assistant to=clock<|message|>{MUSE.whole(MUSE.empty_call)}", MUSE
     )
-    assert lets_through(
-        must, f" to=get_weather<|message|>{MUSE.whole(MUSE.call + MUSE.least[1:])}<|eot|>", MUSE
+    assert accepts(
+        required, f" to=get_weather<|message|>{MUSE.whole(MUSE.call + MUSE.minimal_call[1:])}<|eot|>", MUSE
     )
     for wrong in WRONG:
-        assert not lets_through(must, call.replace(*wrong), MUSE)
+        assert not accepts(required, call.replace(*wrong), MUSE)
     answer = " to=user<|message|>It is warm."
-    assert not lets_through(must, answer, MUSE)
-    alone = answer_grammar(muse_format(), asked(WEATHER, parallel=False), thinking_open=False)
-    assert not lets_through(alone, f"{call}<|eom|><|start|>assistant{call}", MUSE)
-    may = answer_grammar(muse_format(), asked(WEATHER, choice="auto"), thinking_open=False)
-    assert lets_through(may, thought + answer, MUSE)
-    said = " to=commentary<|message|>Let me see.<|eom|><|start|>assistant"
-    assert lets_through(may, thought + said + call, MUSE)
-    formed = answer_grammar(muse_format(), under(SCHEMA), thinking_open=False)
-    assert lets_through(formed, f"{thought} to=user<|message|>{LEAST}", MUSE)
-    assert not lets_through(formed, answer, MUSE)
+    assert not accepts(required, answer, MUSE)
+    alone = answer_grammar(muse_format(), tools_conversation(WEATHER, parallel=False), thinking_open=False)
+    assert not accepts(alone, f"{call}<|eom|><|start|>assistant{call}", MUSE)
+    automatic = answer_grammar(muse_format(), tools_conversation(WEATHER, choice="auto"), thinking_open=False)
+    assert accepts(automatic, reasoning + answer, MUSE)
+    comment = " to=commentary<|message|>Let me see.<|eom|><|start|>assistant"
+    assert accepts(automatic, reasoning + comment + call, MUSE)
+    formatted = answer_grammar(muse_format(), schema_conversation(SCHEMA), thinking_open=False)
+    assert accepts(formatted, f"{reasoning} to=user<|message|>{MINIMAL_ARGUMENTS}", MUSE)
+    assert not accepts(formatted, answer, MUSE)
 
 
 def test_muse_strings_that_parse_as_json_must_be_quoted() -> None:
     def call(city: str) -> str:
-        return f" to=get_weather<|message|>{MUSE.whole(MUSE.least.replace('Rome', city))}"
+        return f" to=get_weather<|message|>{MUSE.whole(MUSE.minimal_call.replace('Rome', city))}"
 
-    grammar = answer_grammar(muse_format(), asked(WEATHER), thinking_open=False)
+    grammar = answer_grammar(muse_format(), tools_conversation(WEATHER), thinking_open=False)
     for city in ("3", "-1.5e3", "true", "null", "[1]", '{"a": 1}', '"a" b'):
-        assert not lets_through(grammar, call(city), MUSE)
+        assert not accepts(grammar, call(city), MUSE)
     closed = "3</atem:parameter>\n"
-    assert not lets_through(grammar, call(f"{closed}Rome"), MUSE)
+    assert not accepts(grammar, call(f"{closed}Rome"), MUSE)
     for city in ("3 hills", "nullify", "2026-11-22", '"3"', "a < b"):
-        assert lets_through(grammar, call(city), MUSE)
+        assert accepts(grammar, call(city), MUSE)
 
 
 def test_muse_refuses_a_tool_named_like_a_recipient() -> None:
     with pytest.raises(RequestError, match="'user'"):
-        answer_grammar(muse_format(), asked(Tool("user", strict=True)), thinking_open=False)
+        answer_grammar(muse_format(), tools_conversation(Tool("user", strict=True)), thinking_open=False)
 
 
 RICH: dict[str, Any] = {
@@ -281,10 +283,10 @@ RICH: dict[str, Any] = {
 }
 
 
-def written_at_random(grammar: Grammar | None, written: Written, chance: random.Random) -> str:
-    """Draw an answer from what is allowed; marks are likelier, so that it ends."""
+def random_answer(grammar: Grammar | None, example: CallExample, chance: random.Random) -> str:
+    """Draw an answer from the allowed tokens; closing tokens are likelier, so that it ends."""
     assert grammar is not None
-    known, ids = tokenizer(written.added)
+    known, ids = tokenizer(example.added)
     matcher = LLMatcher(known, to_llguidance(grammar.kind, grammar.text), log_level=0)
     assert matcher.get_error() == ""
     likely = {END, *ids.values(), *known.tokenize_str("]}<")}
@@ -302,16 +304,18 @@ def written_at_random(grammar: Grammar | None, written: Written, chance: random.
 
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize(
-    "written", [format_of("gemma4"), format_of("function_gemma")], ids=lambda each: each.parser
+    "example", [example_of("gemma4"), example_of("function_gemma")], ids=lambda each: each.parser
 )
-def test_random_gemma_calls_have_arguments_that_match_the_schema(written: Written, *, strict: bool) -> None:
+def test_random_gemma_calls_have_arguments_that_match_the_schema(
+    example: CallExample, *, strict: bool
+) -> None:
     tool = Tool("f-1", parameters=RICH, strict=strict)
-    grammar = grammar_of(written, asked(tool, parallel=False))
+    grammar = grammar_of(example, tools_conversation(tool, parallel=False))
     for seed in range(8):
-        said = written_at_random(grammar, written, random.Random(seed))
-        given = rules(written.format(), tools=[tool])
-        answer = ChatAnswer(parts=read([said], given))
-        assert [call.name for call in answer.calls] == ["f-1"], said
+        text = random_answer(grammar, example, random.Random(seed))
+        given = rules(example.format(), tools=[tool])
+        answer = ChatAnswer(parts=read([text], given))
+        assert [call.name for call in answer.calls] == ["f-1"], text
         jsonschema.validate(json.loads(answer.calls[0].arguments), RICH)
 
 
@@ -331,16 +335,16 @@ def test_random_gemma_calls_have_arguments_that_match_the_schema(written: Writte
 def test_unenforceable_gemma_schema_of_a_strict_tool_is_refused(schema: Any, says: str) -> None:
     tool = Tool("f", parameters={"type": "object", "properties": {"a": schema}}, strict=True)
     with pytest.raises(RequestError, match=says):
-        grammar_of(format_of("gemma4"), asked(tool))
+        grammar_of(example_of("gemma4"), tools_conversation(tool))
 
 
 def test_format_without_a_grammar_is_refused_by_name() -> None:
-    marks = replace(JSON_TOOLS.marks(), parser="unheard_of")
-    with pytest.raises(RequestError, match="unheard_of"):
-        answer_grammar(ChatFormat(calls=marks), asked(WEATHER), thinking_open=False)
+    marks = replace(JSON_TOOLS.marks(), parser="unknown_parser")
+    with pytest.raises(RequestError, match="unknown_parser"):
+        answer_grammar(ChatFormat(calls=marks), tools_conversation(WEATHER), thinking_open=False)
 
 
-def problem(conversation: Conversation, format_: ChatFormat) -> RequestError:
+def refused(conversation: Conversation, format_: ChatFormat) -> RequestError:
     async def check() -> None:
         grammar = answer_grammar(format_, conversation, thinking_open=False)
         await GrammarChecks().check(grammar, conversation)
@@ -366,13 +370,13 @@ def problem(conversation: Conversation, format_: ChatFormat) -> RequestError:
     ids=lambda value: str(value)[:60],
 )
 def test_unenforceable_schema_is_refused_and_its_problem_is_named(schema: Any, says: str) -> None:
-    error = problem(under(schema, param="text.format.schema"), ChatFormat())
+    error = refused(schema_conversation(schema, param="text.format.schema"), ChatFormat())
     assert says in str(error)
     assert error.param == "text.format.schema"
     tool = Tool(
         "f", parameters={"type": "object", "properties": {"a": schema}, "required": ["a"]}, strict=True
     )
-    error = problem(asked(CLOCK, tool), JSON_TOOLS.format())
+    error = refused(tools_conversation(CLOCK, tool), JSON_TOOLS.format())
     assert says in str(error)
     assert (error.param, "'f'" in str(error)) == ("tools[1].function.parameters", True)
     assert not re.search(r"llguidance|coerce_one_of|start:", str(error))
@@ -380,16 +384,16 @@ def test_unenforceable_schema_is_refused_and_its_problem_is_named(schema: Any, s
 
 def test_llguidance_options_in_a_schema_are_refused() -> None:
     schema = {"type": "object", "x-guidance": {"lenient": True}}
-    assert "x-guidance" in str(problem(under(schema), ChatFormat()))
-    assert "x-guidance" in str(problem(asked(Tool("f", parameters=schema)), JSON_TOOLS.format()))
+    assert "x-guidance" in str(refused(schema_conversation(schema), ChatFormat()))
+    assert "x-guidance" in str(refused(tools_conversation(Tool("f", parameters=schema)), JSON_TOOLS.format()))
 
 
 @pytest.mark.processes
 def test_grammar_checks_keep_no_whole_grammar() -> None:
-    """Try grammars whose length clients decide."""
+    """Check grammars whose length clients decide."""
     checks, grammar = GrammarChecks(), Grammar("json_schema", json.dumps({"description": "x" * (1 << 20)}))
     with pytest.raises(RequestError, match="at most"):
-        asyncio.run(checks.check(grammar, asked(choice="auto")))
+        asyncio.run(checks.check(grammar, tools_conversation(choice="auto")))
     assert len(repr(vars(checks))) < 10_000
 
 
@@ -399,31 +403,31 @@ def test_deeply_nested_schema_is_refused(depth: int) -> None:
     schema: dict[str, Any] = {}
     for _ in range(depth):
         schema = {"type": "object", "properties": {"a": schema}}
-    assert "recursion" in str(problem(under(schema), ChatFormat()))
+    assert "recursion" in str(refused(schema_conversation(schema), ChatFormat()))
 
 
 def test_unenforceable_keyword_of_a_non_strict_tool_is_ignored() -> None:
     tool = Tool("get_weather", parameters={**SCHEMA, "not": {"required": ["hours"]}})
-    grammar = grammar_of(JSON_TOOLS, asked(tool))
-    assert lets_through(grammar, JSON_TOOLS.whole(JSON_TOOLS.call))
-    assert not lets_through(grammar, JSON_TOOLS.whole(JSON_TOOLS.call.replace("3", "15")))
+    grammar = grammar_of(JSON_TOOLS, tools_conversation(tool))
+    assert accepts(grammar, JSON_TOOLS.whole(JSON_TOOLS.call))
+    assert not accepts(grammar, JSON_TOOLS.whole(JSON_TOOLS.call.replace("3", "15")))
 
 
-def _behind(written: Written) -> str:
-    """Return the text behind a string."""
-    return written.least.partition("Rome")[2].partition(">")[0] + ">"
+def _text_after_string(example: CallExample) -> str:
+    """Return the text that closes a string."""
+    return example.minimal_call.partition("Rome")[2].partition(">")[0] + ">"
 
 
 @pytest.mark.parametrize("parser", ["qwen3_coder", "minimax_m2", "minicpm5"])
 def test_string_that_would_be_parsed_as_null_is_rejected(parser: str) -> None:
-    written = format_of(parser)
-    grammar = grammar_of(written, asked(WEATHER))
+    example = example_of(parser)
+    grammar = grammar_of(example, tools_conversation(WEATHER))
     for city, passes in (("Null", False), ("Nullarbor", True), ("Annull", True)):
-        call = written.whole(written.least.replace("Rome", city))
-        assert lets_through(grammar, call, written) == passes
-    # Behind a null that is none its mark must not come all the same, with more behind that.
-    twice = written.least.replace("Rome", f"null{_behind(written)}Rome")
-    assert not lets_through(grammar, written.whole(twice), written)
+        call = example.whole(example.minimal_call.replace("Rome", city))
+        assert accepts(grammar, call, example) == passes
+    # A string that starts with null and its closing text is rejected too, whatever follows.
+    twice = example.minimal_call.replace("Rome", f"null{_text_after_string(example)}Rome")
+    assert not accepts(grammar, example.whole(twice), example)
 
 
 @pytest.mark.parametrize(
@@ -432,4 +436,4 @@ def test_string_that_would_be_parsed_as_null_is_rejected(parser: str) -> None:
 def test_strict_tool_is_refused_where_an_unquoted_format_is_ambiguous(schema: Any) -> None:
     tool = Tool("f", parameters={"type": "object", "properties": {"a": schema}}, strict=True)
     with pytest.raises(RequestError, match="'a' of tool 'f'"):
-        grammar_of(format_of("qwen3_coder"), asked(tool))
+        grammar_of(example_of("qwen3_coder"), tools_conversation(tool))

@@ -1,4 +1,4 @@
-"""gpt-oss's answers: messages with headers."""
+"""Answers of gpt-oss in its harmony format: messages with headers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.api.chat.formats import cut, read, rules
+from tests.api.chat.formats import read, rules, split_at
 from tests.api.twins import ByteTokenizer
 
 from mlx_ring.api.chat.model_format import HEADING, ChatFormat, parse_tool_call, read_format
@@ -22,26 +22,26 @@ def gpt_oss() -> ChatFormat:
     return read_format(tokenizer)
 
 
-THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|>"
+REASONING = "<|channel|>analysis<|message|>Hm.<|end|>"
 CALL = 'assistant<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Rome"}'
-ASKED = [CallOpening(0, "c0", "get_weather"), CallArguments(0, '{"city": "Rome"}')]
+CALL_PARTS = [CallOpening(0, "c0", "get_weather"), CallArguments(0, '{"city": "Rome"}')]
 
 
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
         (
-            THOUGHT + "assistant<|channel|>final<|message|>Hello.",
+            REASONING + "assistant<|channel|>final<|message|>Hello.",
             [ReasoningText("Hm."), AnswerText("Hello.")],
         ),
         ("<|channel|>final <|constrain|>json<|message|>{}", [AnswerText("{}")]),
         (
-            THOUGHT + "assistant<|channel|>commentary<|message|>I look.<|end|>" + CALL,
-            [ReasoningText("Hm."), AnswerText("I look."), *ASKED],
+            REASONING + "assistant<|channel|>commentary<|message|>I look.<|end|>" + CALL,
+            [ReasoningText("Hm."), AnswerText("I look."), *CALL_PARTS],
         ),
         (
             'assistant to=functions.get_weather<|channel|>commentary json<|message|>{"city": "Rome"}<|call|>',
-            ASKED,
+            CALL_PARTS,
         ),
         ("<|channel|>final<|message|>Say to=functions.x", [AnswerText("Say to=functions.x")]),
         (
@@ -58,8 +58,8 @@ def test_messages_are_parsed_by_their_headers(text: str, parts: list[Any]) -> No
 
 @given(places=st.lists(st.integers(0, 200), max_size=6), early=st.booleans())
 def test_parts_do_not_depend_on_how_the_text_is_split(places: list[int], *, early: bool) -> None:
-    whole = read([THOUGHT + CALL], rules(gpt_oss(), early=early))
-    assert read(cut(THOUGHT + CALL, places), rules(gpt_oss(), early=early)) == whole
+    whole = read([REASONING + CALL], rules(gpt_oss(), early=early))
+    assert read(split_at(REASONING + CALL, places), rules(gpt_oss(), early=early)) == whole
 
 
 def test_header_tokens_are_shown() -> None:
@@ -69,7 +69,7 @@ def test_header_tokens_are_shown() -> None:
 
 
 def test_unterminated_name_is_matched_in_linear_time() -> None:
-    """Read a long name, for which quadratic time would be hours."""
+    """Match a name so long that quadratic time would take hours."""
     assert HEADING.match("a" * 400_000) is None
     with pytest.raises(ValueError, match="no function"):
         parse_tool_call("a" * 400_000, [])

@@ -1,4 +1,4 @@
-"""Formats of answers, as tokenizers describe them."""
+"""Answer formats, as tokenizers describe them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a conversation to what the engine takes, and on to whole answers."""
+"""Conversations prepared for the engine, and their answers."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ def test_call_tokens_are_shown_only_where_tools_can_be_called() -> None:
 @pytest.mark.processes
 def test_tool_choice_none_bars_the_token_that_opens_a_call() -> None:
     use = ToolUse([WEATHER])
-    for choice, barred in (("none", ((261, -100.0),)), ("auto", ()), ("required", ())):
+    for choice, logit_bias in (("none", ((261, -100.0),)), ("auto", ()), ("required", ())):
         sampling = prepare(Conversation([USER], replace(use, choice=choice))).requests[0].sampling
-        assert sampling.logit_bias == barred
+        assert sampling.logit_bias == logit_bias
     assert prepare(Conversation([USER])).requests[0].sampling.logit_bias == ()
 
 
 @pytest.mark.parametrize(
-    ("beginning", "opened"), [("One and", False), ("<think>Hm", True), ("<think>Hm</think>One", False)]
+    ("prefix", "opened"), [("One and", False), ("<think>Hm", True), ("<think>Hm</think>One", False)]
 )
-def test_last_assistant_message_is_continued(beginning: str, *, opened: bool) -> None:
-    chat = prepare(Conversation([USER, {"role": "assistant", "content": beginning}], continues=True))
+def test_last_assistant_message_is_continued(prefix: str, *, opened: bool) -> None:
+    chat = prepare(Conversation([USER, {"role": "assistant", "content": prefix}], continues=True))
     prompt = list(chat.requests[0].prompt_tokens)
     assert prompt.index(ANSWER) == 1
     assert chat.rules[0].thinking_open is opened
@@ -66,7 +66,7 @@ REASONING: dict[str, object] = {"reasoning_content": "Hm.", "reasoning": "Hm.", 
 
 
 def test_template_gets_reasoning_under_each_of_its_names() -> None:
-    """Cover the names of Qwen, Gemma and gpt-oss."""
+    """Use the field names of Qwen, Gemma and gpt-oss."""
     service = TwinService(tokenizer=MarkingTokenizer())
     called: dict[str, object] = {"role": "assistant", "content": "I look.", "tool_calls": [CALL]}
     plain = {"role": "assistant", "content": "One."}
@@ -82,15 +82,15 @@ def test_gpt_oss_gets_one_reasoning_text_beside_a_tool_call() -> None:
     service = TwinService(tokenizer=tokenizer)
     both: dict[str, object] = {"role": "assistant", "content": "I look.", "reasoning_content": "Hm."}
     prepare(Conversation([USER, both | {"tool_calls": [CALL]}, both]), service)
-    _, called, said = tokenizer.conversation
-    assert (called["content"], called["thinking"]) == ("", "Hm.\nI look.")
-    assert (said["content"], said["thinking"]) == ("I look.", "Hm.")
+    _, call, answer = tokenizer.conversation
+    assert (call["content"], call["thinking"]) == ("", "Hm.\nI look.")
+    assert (answer["content"], answer["thinking"]) == ("I look.", "Hm.")
 
 
 def test_response_format_is_refused_for_a_continued_answer() -> None:
-    begun = Conversation([USER, {"role": "assistant", "content": "{"}], continues=True)
+    continued = Conversation([USER, {"role": "assistant", "content": "{"}], continues=True)
     with pytest.raises(RequestError, match="whole answer") as refused:
-        prepare(replace(begun, format=AnswerFormat("json_object", param="format")))
+        prepare(replace(continued, format=AnswerFormat("json_object", param="format")))
     assert refused.value.param == "format"
 
 
@@ -132,10 +132,10 @@ def test_concurrent_answers_are_parsed_independently() -> None:
     async def run() -> ChatGeneration:
         chat = await prepare_chat(context, service, Conversation([USER]), sampling, request_id="r")
         async with Generation(service.engine, chat.requests, chat.prompt_field) as generation:
-            answering = ChatGeneration(generation, chat)
-            async for _ in answering.batches():
+            chat_generation = ChatGeneration(generation, chat)
+            async for _ in chat_generation.batches():
                 pass
-            return answering
+            return chat_generation
 
     whole, stopped, cut_off = asyncio.run(run()).answers
     assert (whole.reasoning, whole.content, whole.end) == ("Hm.", "One. Two.", "stop")

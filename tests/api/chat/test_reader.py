@@ -1,4 +1,4 @@
-"""Reasoning, content and calls, read from text that is cut anywhere."""
+"""Reasoning, content and tool calls, parsed from text in arbitrary pieces."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.api.chat.formats import QWEN, THOUGHTS, TIME, TOOLS, cut, read, rules
+from tests.api.chat.formats import QWEN, THINKING, TIME, TOOLS, read, rules, split_at
 
 from mlx_ring.api.chat.model_format import ChatFormat
 from mlx_ring.api.chat.parts import AnswerText, CallArguments, CallOpening, ReasoningText
 from mlx_ring.api.chat.reader import AnswerReader
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
-ASKED = [CallOpening(0, "c0", "get_weather"), CallArguments(0, '{"city": "Paris"}')]
+CALL_PARTS = [CallOpening(0, "c0", "get_weather"), CallArguments(0, '{"city": "Paris"}')]
 FRAGMENTS = [
     "<think>", "</think>", "<tool_call>", "</tool_call>", "<tool", "<", "\n", " ", "Hello", "STOP", '\\"', "}",
     '{"name": "get_weather", "arguments": {"city": "', '"}}', '{"name": "get_time", "arguments": {"k": [1, 2]}}',
@@ -33,11 +33,11 @@ FRAGMENTS = [
         ("<think>Hm.", [ReasoningText("Hm.")]),
         ("<think>\n\n</think>\n\nHello.", [AnswerText("Hello.")]),
         ("A <think> is a tag.", [AnswerText("A <think> is a tag.")]),
-        (f"Let me look.\n{CALL}", [AnswerText("Let me look."), *ASKED]),
-        (f"<think>Hm.</think>\n{CALL}\n", [ReasoningText("Hm."), *ASKED]),
-        (f"<think>Hm. {CALL}</think>", [ReasoningText("Hm."), *ASKED]),
-        (f"{CALL}\nDone.", [*ASKED, AnswerText("Done.")]),
-        (CALL.removesuffix("</tool_call>"), ASKED),
+        (f"Let me look.\n{CALL}", [AnswerText("Let me look."), *CALL_PARTS]),
+        (f"<think>Hm.</think>\n{CALL}\n", [ReasoningText("Hm."), *CALL_PARTS]),
+        (f"<think>Hm. {CALL}</think>", [ReasoningText("Hm."), *CALL_PARTS]),
+        (f"{CALL}\nDone.", [*CALL_PARTS, AnswerText("Done.")]),
+        (CALL.removesuffix("</tool_call>"), CALL_PARTS),
     ],
 )
 def test_answer_is_parsed_into_its_parts(text: str, parts: list[Any]) -> None:
@@ -68,12 +68,15 @@ def test_invalid_tool_call_is_content(text: str, *, early: bool) -> None:
 
 
 def test_tool_call_after_an_invalid_one_is_found() -> None:
-    assert read([f"<tool_call>\n{{ {CALL}"], rules()) == [AnswerText("<tool_call>\n{"), *ASKED]
+    assert read([f"<tool_call>\n{{ {CALL}"], rules()) == [AnswerText("<tool_call>\n{"), *CALL_PARTS]
 
 
 def test_reasoning_that_mentions_a_call_mark_still_ends() -> None:
-    said = "I need no <tool_call> here."
-    assert read([f"<think>{said}</think>Hello."], rules()) == [ReasoningText(said), AnswerText("Hello.")]
+    reasoning = "I need no <tool_call> here."
+    assert read([f"<think>{reasoning}</think>Hello."], rules()) == [
+        ReasoningText(reasoning),
+        AnswerText("Hello."),
+    ]
 
 
 def test_call_marks_are_text_without_tools() -> None:
@@ -82,10 +85,10 @@ def test_call_marks_are_text_without_tools() -> None:
 
 def test_calls_are_numbered_and_only_the_first_is_read_if_not_parallel() -> None:
     second = CALL.replace("get_weather", "get_time")
-    both = [*ASKED, CallOpening(1, "c1", "get_time"), CallArguments(1, '{"city": "Paris"}')]
+    both = [*CALL_PARTS, CallOpening(1, "c1", "get_time"), CallArguments(1, '{"city": "Paris"}')]
     assert read([f"{CALL}\n{second}"], rules()) == both
     reader = AnswerReader(rules(parallel=False))
-    assert reader.push(f"{CALL}\n{second} and more") == ASKED
+    assert reader.push(f"{CALL}\n{second} and more") == CALL_PARTS
     assert reader.ended
     assert reader.finish() == []
 
@@ -162,7 +165,7 @@ def test_unclosed_call_marks_are_parsed_a_limited_number_of_times() -> None:
 
 
 def test_marks_without_meaning_are_dropped() -> None:
-    given = ChatFormat(THOUGHTS, dropped=("<|open|>response<|sep|>", "<|close|>response<|sep|>"))
+    given = ChatFormat(THINKING, dropped=("<|open|>response<|sep|>", "<|close|>response<|sep|>"))
     text = "<think>Hm.</think><|open|>response<|sep|>Hello.<|close|>response<|sep|>"
     assert read(text, rules(given)) == [ReasoningText("Hm."), AnswerText("Hello.")]
 
@@ -178,7 +181,7 @@ def test_message_headers_select_reasoning_or_content() -> None:
         },
     )
     text = "to=self<|message|>Hm.<|eom|><|start|>assistant to=user<|message|>Hello.<|eom|><|start|>x " + CALL
-    assert read(text, rules(given)) == [ReasoningText("Hm."), AnswerText("Hello."), *ASKED]
+    assert read(text, rules(given)) == [ReasoningText("Hm."), AnswerText("Hello."), *CALL_PARTS]
 
 
 @given(
@@ -199,16 +202,16 @@ def test_parts_do_not_depend_on_how_the_text_is_split(
 ) -> None:
     text = "".join(fragments)
     whole = read([text], rules(**settings))
-    assert read(cut(text, places), rules(**settings)) == whole
+    assert read(split_at(text, places), rules(**settings)) == whole
     assert read(text, rules(**settings)) == whole
     for call in (part for part in whole if isinstance(part, CallArguments)):
         assert settings["early"] or isinstance(json.loads(call.text), dict)
 
 
-@given(fragments=st.lists(st.sampled_from(FRAGMENTS), max_size=12), behind=st.booleans())
-def test_text_without_tools_is_kept_whole(fragments: list[str], *, behind: bool) -> None:
+@given(fragments=st.lists(st.sampled_from(FRAGMENTS), max_size=12), after_reasoning=st.booleans())
+def test_text_without_tools_is_kept_whole(fragments: list[str], *, after_reasoning: bool) -> None:
     text = "".join(fragments).replace("<think>", "").replace("</think>", "")
-    marked = f"<think>a</think>{text}" if behind else text
-    parts = read(cut(marked, [3, 8]), rules(tools=()))
-    said = "".join(part.text for part in parts if isinstance(part, AnswerText))
-    assert said == (text.lstrip() if behind else text)
+    marked = f"<think>a</think>{text}" if after_reasoning else text
+    parts = read(split_at(marked, [3, 8]), rules(tools=()))
+    content = "".join(part.text for part in parts if isinstance(part, AnswerText))
+    assert content == (text.lstrip() if after_reasoning else text)

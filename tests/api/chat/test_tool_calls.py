@@ -1,4 +1,4 @@
-"""Every format of calls that mlx-lm reads, with an answer as a model of it writes one."""
+"""Every tool call format of mlx-lm, each with a typical answer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.api.chat.formats import call_marks, cut, read, rules
+from tests.api.chat.formats import call_marks, read, rules, split_at
 
 from mlx_ring.api.chat.answer import ChatAnswer
 from mlx_ring.api.chat.model_format import ChatFormat
@@ -59,7 +59,7 @@ def answer_of(pieces: list[str], parser: str, *, early: bool = False, parallel: 
 
 
 def test_every_mlx_lm_parser_has_an_example() -> None:
-    import mlx_lm.tool_parsers as parsers  # it has come in without MLX by now
+    import mlx_lm.tool_parsers as parsers  # already imported without MLX
 
     assert {module.name for module in pkgutil.iter_modules(parsers.__path__)} == set(ANSWERS)
 
@@ -82,7 +82,7 @@ def test_tool_call_does_not_depend_on_how_the_text_is_split(
     parser: str, places: list[int], *, early: bool
 ) -> None:
     whole = answer_of([ANSWERS[parser]], parser, early=early)
-    assert answer_of(cut(ANSWERS[parser], places), parser, early=early) == whole
+    assert answer_of(split_at(ANSWERS[parser], places), parser, early=early) == whole
     assert answer_of(list(ANSWERS[parser]), parser, early=early) == whole
 
 
@@ -114,9 +114,9 @@ def test_several_tool_calls_in_one_pair_of_marks_are_all_read(parser: str, *, ea
     ],
 )
 def test_json_that_is_not_a_tool_call_is_content(text: str) -> None:
-    said = f"<tool_call>{text}</tool_call>"
-    answer = answer_of([said], "json_tools")
-    assert (answer.content, answer.calls) == (said, [])
+    text = f"<tool_call>{text}</tool_call>"
+    answer = answer_of([text], "json_tools")
+    assert (answer.content, answer.calls) == (text, [])
 
 
 @pytest.mark.parametrize(
@@ -129,15 +129,15 @@ def test_json_that_is_not_a_tool_call_is_content(text: str) -> None:
     ],
 )
 def test_function_gemma_arguments_may_be_nested_or_unquoted(written: str, arguments: Any) -> None:
-    """Cover what mlx-lm's own parser cuts off at the first comma or brace."""
-    said = f"<start_function_call>call:get_weather{{{written}}}<end_function_call>"
-    (call,) = answer_of([said], "function_gemma").calls
+    """Use arguments that mlx-lm's own parser cuts off at the first comma or brace."""
+    text = f"<start_function_call>call:get_weather{{{written}}}<end_function_call>"
+    (call,) = answer_of([text], "function_gemma").calls
     assert json.loads(call.arguments) == arguments
 
 
 def test_lone_surrogate_in_arguments_can_be_sent() -> None:
-    said = '<tool_call>{"arguments": {"city": "\\ud83d é"}, "name": "get_time"}</tool_call>'
-    (call,) = answer_of([said], "json_tools").calls
+    text = '<tool_call>{"arguments": {"city": "\\ud83d é"}, "name": "get_time"}</tool_call>'
+    (call,) = answer_of([text], "json_tools").calls
     assert call.arguments.encode()
     assert json.loads(call.arguments) == {"city": "\ud83d é"}
 

@@ -1,4 +1,4 @@
-"""The page at `/docs` in a real browser: it shows the routes, asks for a key where one is needed, and tries a route."""
+"""The page at `/docs` in a real browser: its routes, its form for the API key, and requests sent from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One line for each request, with what an operator needs and nothing that is a client's own."""
+"""The access log: one line for each request, without private data of clients."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def fields(record: logging.LogRecord) -> dict[str, Any]:
 def test_request_has_one_line_with_its_model_and_tokens(api: Api, lines: Lines, *, stream: bool) -> None:
     answer = api.chat(model="twin", max_tokens=3, stream=stream)
     (line,) = lines()
-    told = fields(line)
-    assert (told["method"], told["path"], told["status"]) == ("POST", "/v1/chat/completions", 200)
-    assert (told["model"], told["completion_tokens"], told["ended"]) == ("org/twin", 3, None)
-    assert told["prompt_tokens"] > 3
-    assert told["request_id"] == answer.headers["x-request-id"]
-    assert told["client"] == "127.0.0.1:12345"
+    logged = fields(line)
+    assert (logged["method"], logged["path"], logged["status"]) == ("POST", "/v1/chat/completions", 200)
+    assert (logged["model"], logged["completion_tokens"], logged["ended"]) == ("org/twin", 3, None)
+    assert logged["prompt_tokens"] > 3
+    assert logged["request_id"] == answer.headers["x-request-id"]
+    assert logged["client"] == "127.0.0.1:12345"
     assert line.getMessage().startswith("127.0.0.1:12345 POST /v1/chat/completions 200 duration_s=")
 
 
@@ -48,21 +48,21 @@ def test_logged_tokens_equal_the_usage_of_several_answers(api: Api, lines: Lines
         api.complete(prompt=["ab", "ab"], n=2, max_tokens=2).json()["usage"],
     ]
     for line, usage in zip(lines(), usages, strict=True):
-        told = fields(line)
-        assert told["prompt_tokens"] == usage["prompt_tokens"]
-        assert told["completion_tokens"] == usage["completion_tokens"]
+        logged = fields(line)
+        assert logged["prompt_tokens"] == usage["prompt_tokens"]
+        assert logged["completion_tokens"] == usage["completion_tokens"]
 
 
 def test_draft_tokens_beyond_a_stop_string_are_not_logged(lines: Lines) -> None:
     api = Api(TwinService(says="ab" * 20))
     for stop in ("ab" * 8, "ab" * 8 + "a", "ab" * 9):
-        told = api.chat(stop=stop).json()["usage"]["completion_tokens"]
-        assert fields(lines()[-1])["completion_tokens"] == told == len(stop)
+        used = api.chat(stop=stop).json()["usage"]["completion_tokens"]
+        assert fields(lines()[-1])["completion_tokens"] == used == len(stop)
 
 
 def test_keys_prompts_and_queries_are_not_logged(lines: Lines) -> None:
     api = Api(settings=ApiSettings(api_keys=("secret-key",)))
-    api.post("/v1/completions", {"prompt": "a private thought"}, **{"x-api-key": "secret-key"})
+    api.post("/v1/completions", {"prompt": "a private prompt"}, **{"x-api-key": "secret-key"})
     api.post("/v1/completions?key=secret-key", {}, authorization="Bearer secret-kez")
     assert [fields(line)["status"] for line in lines()] == [200, 401]
     text = "".join(f"{line.getMessage()}{line.__dict__}" for line in lines())

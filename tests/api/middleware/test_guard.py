@@ -23,7 +23,7 @@ def test_foreign_host_is_refused(api: Api, host: str) -> None:
     refusal(api.get("/health", host=host), 403)
 
 
-@pytest.mark.parametrize("bound", ["0.0.0.0", "::"])  # noqa: S104 - what a person may bind to
+@pytest.mark.parametrize("bound", ["0.0.0.0", "::"])  # noqa: S104 - an address that a user may bind to
 def test_wildcard_bind_allows_any_address_as_host_but_no_name(bound: str) -> None:
     api = Api(settings=ApiSettings(host=bound))
     assert api.get("/", host="10.1.2.3:8100").status_code == 200
@@ -46,10 +46,10 @@ def test_star_allows_every_host_and_origin() -> None:
 
 
 def test_wildcard_bind_allows_only_the_origin_that_equals_the_host() -> None:
-    api = Api(settings=ApiSettings(host="0.0.0.0"))  # noqa: S104 - what a person may bind to
-    here = "192.168.1.5:8100"
-    assert api.get("/", host=here, origin=f"http://{here}").status_code == 200
-    refusal(api.get("/", host=here, origin="http://203.0.113.9:8100"), 403)
+    api = Api(settings=ApiSettings(host="0.0.0.0"))  # noqa: S104 - an address that a user may bind to
+    host = "192.168.1.5:8100"
+    assert api.get("/", host=host, origin=f"http://{host}").status_code == 200
+    refusal(api.get("/", host=host, origin="http://203.0.113.9:8100"), 403)
 
 
 def test_star_for_hosts_does_not_allow_foreign_origins() -> None:
@@ -76,15 +76,15 @@ def test_foreign_origin_is_refused_without_cors_headers(api: Api, origin: str) -
 
 
 def test_preflight_of_an_allowed_origin_is_answered(api: Api) -> None:
-    asked = {
+    preflight = {
         "origin": "http://localhost:3000",
         "access-control-request-method": "POST",
         "access-control-request-headers": "content-type,authorization",
     }
-    response = api.request("OPTIONS", "/v1/chat/completions", headers=asked)
+    response = api.request("OPTIONS", "/v1/chat/completions", headers=preflight)
     assert response.status_code == 204
     assert response.headers["access-control-allow-headers"] == "content-type,authorization"
-    refused = api.request("OPTIONS", "/v1/models", headers=asked | {"origin": "https://evil.example"})
+    refused = api.request("OPTIONS", "/v1/models", headers=preflight | {"origin": "https://evil.example"})
     assert refused.status_code == 403
 
 
@@ -129,7 +129,7 @@ def test_request_with_an_accepted_key_is_answered(headers: dict[str, str | bytes
 
 
 @pytest.mark.parametrize(
-    ("headers", "said"),
+    ("headers", "text"),
     [
         ({}, "asks for an API key"),
         ({"authorization": "Bearer "}, "asks for an API key"),
@@ -139,10 +139,10 @@ def test_request_with_an_accepted_key_is_answered(headers: dict[str, str | bytes
         ({"x-api-key": ""}, "not one of this server's"),
     ],
 )
-def test_request_without_an_accepted_key_is_401_in_openais_format(headers: dict[str, str], said: str) -> None:
+def test_request_without_an_accepted_key_is_401_in_openais_format(headers: dict[str, str], text: str) -> None:
     api = Api(settings=KEYED)
     response = api.post("/v1/chat/completions", {}, **headers)
-    assert said in refusal(response, 401)[1]
+    assert text in refusal(response, 401)[1]
     error = error_of(response)
     assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_api_key")
     assert response.headers["www-authenticate"] == "Bearer"

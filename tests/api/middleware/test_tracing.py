@@ -14,7 +14,7 @@ from mlx_ring.core.traces import Attributes
 
 
 @dataclass
-class Recorded:
+class RecordedSpan:
     """Span that keeps its attributes."""
 
     name: str
@@ -32,21 +32,21 @@ class Recorded:
 
 
 @dataclass
-class Recording:
-    """Keeps every span."""
+class RecordingTracer:
+    """Tracer that keeps every span."""
 
-    spans: list[Recorded] = field(default_factory=list[Recorded])
+    spans: list[RecordedSpan] = field(default_factory=list[RecordedSpan])
 
-    def start(self, name: str, attributes: Attributes, **_: object) -> Recorded:
-        self.spans.append(Recorded(name, dict(attributes)))
+    def start(self, name: str, attributes: Attributes, **_: object) -> RecordedSpan:
+        self.spans.append(RecordedSpan(name, dict(attributes)))
         return self.spans[-1]
 
     def close(self) -> None:
         pass
 
 
-def spans_of(method: str, path: str, key: str) -> list[Recorded]:
-    tracing = Recording()
+def spans_of(method: str, path: str, key: str) -> list[RecordedSpan]:
+    tracing = RecordingTracer()
     settings = ApiSettings(api_keys=("secret",))
     app = build_app(TwinCatalog(TwinService()), settings, tracing)
 

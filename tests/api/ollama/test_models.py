@@ -43,9 +43,9 @@ def test_models_are_listed_and_shown(client: Client) -> None:
 
 
 def test_loaded_models_show_their_memory(client: Client) -> None:
-    (held,) = client.ps().models
-    assert (held.model, held.size, held.context_length) == ("org/twin", 2 * (10 + 0), 4096)
-    assert held.size_vram == 0
+    (loaded,) = client.ps().models
+    assert (loaded.model, loaded.size, loaded.context_length) == ("org/twin", 2 * (10 + 0), 4096)
+    assert loaded.size_vram == 0
 
 
 def test_texts_are_embedded(client: Client) -> None:
@@ -57,8 +57,8 @@ def test_texts_are_embedded(client: Client) -> None:
 
 def test_text_over_the_context_is_truncated_or_refused(api: Api) -> None:
     long, most = "x" * 5000, "x" * 4095
-    (cut,) = api.post("/api/embed", {"input": long}).json()["embeddings"]
-    assert cut == api.post("/api/embed", {"input": most}).json()["embeddings"][0]
+    (truncated,) = api.post("/api/embed", {"input": long}).json()["embeddings"]
+    assert truncated == api.post("/api/embed", {"input": most}).json()["embeddings"][0]
     refused = api.post("/api/embed", {"input": long, "truncate": False})
     assert refused.status_code == 400
     assert "5001 tokens" in refused.json()["error"]
@@ -71,12 +71,12 @@ def test_pull_succeeds_for_a_served_model_and_fetches_no_other(client: Client) -
 
 
 def test_requests_that_change_models_are_refused_with_a_reason(client: Client, api: Api) -> None:
-    for ask in (
+    for call in (
         lambda: client.delete("twin"),
         lambda: client.copy("twin", "other"),
         lambda: client.push("twin"),
     ):
         with pytest.raises(ResponseError, match="leaves alone"):
-            ask()
+            call()
     assert api.request("HEAD", "/api/blobs/sha256:ab12").status_code == 400
     assert set(api.get("/api/version").json()) == {"version", "mlx_ring"}

@@ -1,4 +1,4 @@
-"""`/api/chat` and `/api/generate`, asked by Ollama's own client over a socket."""
+"""`/api/chat` and `/api/generate`, called by Ollama's own client over a socket."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mlx_ring.api.errors import error_info
 from mlx_ring.api.ollama.dialect import OLLAMA
 from mlx_ring.core.errors import StepFailed
 
-THOUGHT, CALL = "Let me see.", '{"name": "add", "arguments": {"a": 1}}'
+REASONING, CALL = "Let me see.", '{"name": "add", "arguments": {"a": 1}}'
 MESSAGES = [{"role": "user", "content": "Hello."}]
 ADD = {
     "type": "function",
@@ -27,10 +27,10 @@ ADD = {
 }
 
 
-def thinking_service() -> TwinService:
+def reasoning_service() -> TwinService:
     """Return a twin that reasons, and then calls a tool twice."""
     calls = f"<tool_call>{CALL}</tool_call>" * 2
-    return TwinService(tokenizer=MarkingTokenizer(), says=f"<think>\n{THOUGHT}</think>Now.{calls}")
+    return TwinService(tokenizer=MarkingTokenizer(), says=f"<think>\n{REASONING}</think>Now.{calls}")
 
 
 @pytest.fixture(scope="module")
@@ -75,25 +75,25 @@ def test_logprobs_of_every_token_are_returned_on_request(client: Client) -> None
     five = Options(num_predict=5)
     whole = client.chat("twin", MESSAGES, logprobs=True, top_logprobs=2, options=five)
     pieces = list(client.chat("twin", MESSAGES, stream=True, logprobs=True, top_logprobs=2, options=five))
-    told = [scored for piece in pieces for scored in piece.logprobs or ()]
+    streamed = [scored for piece in pieces for scored in piece.logprobs or ()]
     assert whole.logprobs is not None
-    assert [scored.token for scored in told] == [scored.token for scored in whole.logprobs]
-    assert [scored.logprob for scored in told] == [-0.5] * 5
-    assert [len(scored.top_logprobs or ()) for scored in told] == [2] * 5
+    assert [scored.token for scored in streamed] == [scored.token for scored in whole.logprobs]
+    assert [scored.logprob for scored in streamed] == [-0.5] * 5
+    assert [len(scored.top_logprobs or ()) for scored in streamed] == [2] * 5
 
 
 def test_reasoning_and_whole_tool_calls_are_separate_from_content() -> None:
-    service = thinking_service()
+    service = reasoning_service()
     with serving(service) as url, closing(Client(url)) as client:
         whole = client.chat("twin", MESSAGES, tools=[ADD], think=True)
         pieces = list(client.chat("twin", MESSAGES, tools=[ADD], think=True, stream=True))
     assert service.tokenizer.template_kwargs["enable_thinking"] is True
-    told = [call for piece in pieces for call in piece.message.tool_calls or ()]
-    for calls in (whole.message.tool_calls, told):
+    streamed = [call for piece in pieces for call in piece.message.tool_calls or ()]
+    for calls in (whole.message.tool_calls, streamed):
         assert calls is not None
         assert [(call.function.name, call.function.arguments) for call in calls] == [("add", {"a": 1})] * 2
-    assert (whole.message.thinking, whole.message.content) == (THOUGHT, "Now.")
-    assert "".join(piece.message.thinking or "" for piece in pieces) == THOUGHT
+    assert (whole.message.thinking, whole.message.content) == (REASONING, "Now.")
+    assert "".join(piece.message.thinking or "" for piece in pieces) == REASONING
     assert "".join(piece.message.content or "" for piece in pieces) == "Now."
 
 
@@ -126,10 +126,10 @@ def test_prompt_uses_the_chat_template_unless_raw(client: Client) -> None:
 
 @pytest.mark.processes
 def test_format_reaches_the_sampler_from_every_route(api: Api) -> None:
-    asked = {"format": "json", "stream": False, "options": {"num_predict": 1}}
-    api.post("/api/chat", {"messages": MESSAGES} | asked)
-    api.post("/api/generate", {"prompt": "x"} | asked)
-    api.post("/api/generate", {"prompt": "x", "raw": True} | asked)
+    fields = {"format": "json", "stream": False, "options": {"num_predict": 1}}
+    api.post("/api/chat", {"messages": MESSAGES} | fields)
+    api.post("/api/generate", {"prompt": "x"} | fields)
+    api.post("/api/generate", {"prompt": "x", "raw": True} | fields)
     assert [wanted.kind for wanted in api.service.executor.wanted] == ["json_object"] * 3
     refused = api.post("/api/chat", {"messages": MESSAGES, "format": {"not": {"type": "null"}}})
     assert (refused.status_code, '"not"' in refused.json()["error"]) == (400, True)

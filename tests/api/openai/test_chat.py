@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`: shapes, whole and streamed."""
+"""`/v1/chat/completions`: text, usage, sampling and errors, whole and streamed."""
 
 from __future__ import annotations
 
@@ -129,8 +129,8 @@ def test_streamed_logprobs_include_every_token(api: Api) -> None:
     for chunk in chunks:
         scored = chunk["choices"][0]["logprobs"]
         tokens += scored["content"] if scored else []
-    said = bytes(byte for token in tokens[:-1] for byte in token["bytes"])
-    assert said.decode() == ANSWER_TEXT
+    answer = bytes(byte for token in tokens[:-1] for byte in token["bytes"])
+    assert answer.decode() == ANSWER_TEXT
 
 
 def test_top_k_above_the_vocabulary_filters_nothing(api: Api) -> None:
@@ -200,11 +200,11 @@ def test_messages_are_converted_for_the_chat_template(api: Api) -> None:
         {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 2}}},
         {"id": "c2", "type": "function", "function": {"name": "add", "arguments": "no json"}},
     ]
-    thought = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), "adding")
+    reasoning = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), "adding")
     assert api.service.tokenizer.conversation == [
         {"role": "system", "content": "Be kind."},
         {"role": "user", "content": "2+2?", "name": "ann"},
-        {"role": "assistant", "content": "", "tool_calls": calls, **thought},
+        {"role": "assistant", "content": "", "tool_calls": calls, **reasoning},
         {"role": "tool", "content": "4", "tool_call_id": "c1"},
         {"role": "tool", "content": "4", "name": "add"},
     ]

@@ -1,4 +1,4 @@
-"""Tools, reasoning and formats in `/v1/chat/completions`."""
+"""`/v1/chat/completions`: tool calls, reasoning and response formats."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ TIME: dict[str, Any] = {"type": "function", "function": {"name": "get_time"}}
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich"}}\n</tool_call>'
 
 
-def model(says: str = "Hello.") -> Api:
-    """Return a model that reasons, calls tools and says this."""
-    return Api(TwinService(tokenizer=MarkingTokenizer(), says=says))
+def reasoning_api(answer: str = "Hello.") -> Api:
+    """Return a client of a model that reasons, calls tools and gives this answer."""
+    return Api(TwinService(tokenizer=MarkingTokenizer(), says=answer))
 
 
 def message_of(api: Api, **fields: object) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def joined(chunks: list[dict[str, Any]], name: str) -> str:
 
 
 def test_tool_call_message_has_no_content() -> None:
-    choice = model(CALL).chat(tools=[TOOL]).json()["choices"][0]
+    choice = reasoning_api(CALL).chat(tools=[TOOL]).json()["choices"][0]
     assert choice["finish_reason"] == "tool_calls"
     message = choice["message"]
     assert set(message) == {"role", "content", "refusal", "annotations", "tool_calls"}
@@ -52,7 +52,7 @@ def test_tool_call_message_has_no_content() -> None:
 
 
 def test_streamed_tool_call_sends_its_name_once_and_then_its_arguments() -> None:
-    chunks = events(model(f"Look.\n{CALL}").chat(tools=[TOOL], stream=True))
+    chunks = events(reasoning_api(f"Look.\n{CALL}").chat(tools=[TOOL], stream=True))
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     assert deltas[0] == {"role": "assistant", "content": "", "refusal": None}
     assert joined(chunks, "content") == "Look."
@@ -73,7 +73,7 @@ def test_streamed_tool_call_sends_its_name_once_and_then_its_arguments() -> None
 
 
 def test_all_tools_are_passed_to_the_template() -> None:
-    api = model(CALL)
+    api = reasoning_api(CALL)
     assert api.chat(tools=[TOOL, TIME], tool_choice="auto").status_code == 200
     tools = api.service.tokenizer.template_kwargs["tools"]
     empty: dict[str, object] = {"type": "object", "properties": {}}
@@ -96,13 +96,13 @@ def test_all_tools_are_passed_to_the_template() -> None:
     ],
 )
 def test_disallowed_tool_call_is_content(fields: dict[str, object]) -> None:
-    message = message_of(model(CALL), tools=[TOOL, TIME], **fields)
+    message = message_of(reasoning_api(CALL), tools=[TOOL, TIME], **fields)
     assert "tool_calls" not in message
     assert '"get_weather"' in message["content"]
 
 
 def test_generation_stops_after_one_call_without_parallel_tool_calls() -> None:
-    api = model(f"{CALL}\n{CALL} and on" + "x" * 200)
+    api = reasoning_api(f"{CALL}\n{CALL} and on" + "x" * 200)
     body = api.chat(tools=[TOOL], parallel_tool_calls=False).json()
     assert len(body["choices"][0]["message"]["tool_calls"]) == 1
     assert body["usage"]["completion_tokens"] < len(CALL.encode())
@@ -111,7 +111,7 @@ def test_generation_stops_after_one_call_without_parallel_tool_calls() -> None:
 
 
 def test_reasoning_has_both_field_names_and_is_counted() -> None:
-    api = model("<think>\nHm.\n</think>\n\nHello.")
+    api = reasoning_api("<think>\nHm.\n</think>\n\nHello.")
     body = api.chat().json()
     message = body["choices"][0]["message"]
     assert message["content"] == "Hello."
@@ -126,36 +126,38 @@ def test_reasoning_has_both_field_names_and_is_counted() -> None:
     "fields", [{"chat_template_kwargs": {"enable_thinking": True}}, {"reasoning_effort": "low"}]
 )
 def test_answer_starts_in_reasoning_opened_by_the_template(fields: dict[str, object]) -> None:
-    # The twin says its answer from behind the template's mark on; what it skips is the mark's length.
-    message = message_of(model("..Hm.</think>Hello."), **fields)
+    # The opening mark and the line break of the prompt take the place of the first two tokens of the answer.
+    message = message_of(reasoning_api("..Hm.</think>Hello."), **fields)
     assert (message["reasoning"], message["content"]) == ("Hm.", "Hello.")
 
 
 def test_reasoning_effort_sets_enable_thinking() -> None:
-    api = model()
-    for effort, thinks in (("none", False), ("minimal", True), ("high", True)):
+    api = reasoning_api()
+    for effort, enabled in (("none", False), ("minimal", True), ("high", True)):
         assert api.chat(reasoning_effort=effort).status_code == 200
-        assert api.service.tokenizer.template_kwargs == {"enable_thinking": thinks}
+        assert api.service.tokenizer.template_kwargs == {"enable_thinking": enabled}
     param, message = refusal(api.chat(reasoning_effort="low", chat_template_kwargs={"enable_thinking": True}))
     assert param == "reasoning_effort"
     assert "chat_template_kwargs.enable_thinking" in message
 
 
 def test_template_argument_unknown_to_the_template_is_refused() -> None:
-    param, message = refusal(model().chat(chat_template_kwargs={"enable_thinking": False, "style": "dry"}))
+    param, message = refusal(
+        reasoning_api().chat(chat_template_kwargs={"enable_thinking": False, "style": "dry"})
+    )
     assert param == "chat_template_kwargs.style"
     assert "chat_template_kwargs.style" in message
 
 
 def test_too_many_tools_are_refused() -> None:
     tools = [{"type": "function", "function": {"name": f"f{number}"}} for number in range(1_025)]
-    param, message = refusal(model().chat(tools=tools, tool_choice="required"))
+    param, message = refusal(reasoning_api().chat(tools=tools, tool_choice="required"))
     assert param == "tools"
     assert "1024" in message
 
 
 def test_duplicate_tool_names_are_found_in_linear_time() -> None:
-    """Offer many tools, for which quadratic time would delay every answer for minutes."""
+    """Check so many names that quadratic time would take minutes."""
     names = [f"f{number}" for number in range(400_000)]
     check_names(names, "tools[{}]")
     with pytest.raises(RequestError, match="'f7'") as refused:
@@ -164,7 +166,7 @@ def test_duplicate_tool_names_are_found_in_linear_time() -> None:
 
 
 def test_template_with_reasoning_effort_gets_it_unchanged() -> None:
-    api = model()
+    api = reasoning_api()
     api.service.tokenizer.chat_template = "{{ reasoning_effort }}"
     assert api.chat(reasoning_effort="high").status_code == 200
     assert api.service.tokenizer.template_kwargs == {"reasoning_effort": "high"}
@@ -178,7 +180,7 @@ def test_model_without_reasoning_accepts_only_effort_none(api: Api) -> None:
 
 
 def test_stop_string_in_reasoning_is_ignored() -> None:
-    api = model("<think>a: b</think>One: two")
+    api = reasoning_api("<think>a: b</think>One: two")
     body = api.chat(stop=":").json()
     assert body["choices"][0]["message"]["content"] == "One"
     assert body["choices"][0]["finish_reason"] == "stop"
@@ -187,7 +189,7 @@ def test_stop_string_in_reasoning_is_ignored() -> None:
 
 
 def test_logprobs_include_special_tokens_and_arguments() -> None:
-    api = model(f"<think>Hm.</think>{CALL}")
+    api = reasoning_api(f"<think>Hm.</think>{CALL}")
     tokens = len("<Hm.><\n") + len('{"name": "get_weather", "arguments": {"city": "Zürich"}}'.encode()) + 3
     whole = api.chat(tools=[TOOL], logprobs=True).json()
     assert len(whole["choices"][0]["logprobs"]["content"]) == tokens == whole["usage"]["completion_tokens"]
@@ -197,18 +199,18 @@ def test_logprobs_include_special_tokens_and_arguments() -> None:
 
 
 def test_answer_cut_off_inside_a_tool_call_ends_with_length() -> None:
-    api = model(CALL)
+    api = reasoning_api(CALL)
     choice = api.chat(tools=[TOOL], max_tokens=45).json()["choices"][0]
     assert choice["finish_reason"] == "length"
     assert choice["message"]["content"].startswith("<tool_call>")
-    for several in (True, False):
-        chunks = events(api.chat(tools=[TOOL], max_tokens=45, stream=True, parallel_tool_calls=several))
+    for parallel in (True, False):
+        chunks = events(api.chat(tools=[TOOL], max_tokens=45, stream=True, parallel_tool_calls=parallel))
         assert chunks[-2]["choices"][0]["delta"]["tool_calls"][0]["function"]["arguments"]
         assert chunks[-1]["choices"][0]["finish_reason"] == "length"
 
 
 def test_reasoning_and_tool_calls_are_accepted_as_history_without_content() -> None:
-    api = model(f"<think>Hm.</think>{CALL}")
+    api = reasoning_api(f"<think>Hm.</think>{CALL}")
     first = message_of(api, tools=[TOOL])
     result = {"role": "tool", "tool_call_id": first["tool_calls"][0]["id"], "content": "sunny"}
     body = {"messages": [{"role": "user", "content": "?"}, first, result], "tools": [TOOL]}
@@ -261,7 +263,7 @@ def function(**changes: object) -> dict[str, object]:
     ],
 )  # fmt: skip
 def test_invalid_field_is_named(fields: dict[str, object], named: str) -> None:
-    param, message = refusal(model().chat(**fields))
+    param, message = refusal(reasoning_api().chat(**fields))
     assert param == named
     assert message.endswith(".")
 
@@ -269,14 +271,14 @@ def test_invalid_field_is_named(fields: dict[str, object], named: str) -> None:
 @pytest.mark.parametrize("kind", ["image_url", "input_audio", "file", "video_url"])
 def test_non_text_content_is_refused_by_name(kind: str) -> None:
     content: list[object] = [{"type": "text", "text": "What?"}, {"type": kind, kind: {"url": "x"}}]
-    param, message = refusal(model().chat(content=content))
+    param, message = refusal(reasoning_api().chat(content=content))
     assert param == "messages[0].content[1]"
     assert f"('{kind}')" in message
 
 
 @pytest.mark.parametrize("field", ["functions", "function_call"])
 def test_deprecated_function_fields_are_refused_and_name_tools(field: str) -> None:
-    _, message = refusal(model().chat(**{field: "auto"}))
+    _, message = refusal(reasoning_api().chat(**{field: "auto"}))
     assert "'tools'" in message
 
 
@@ -289,7 +291,7 @@ def test_deprecated_function_fields_are_refused_and_name_tools(field: str) -> No
     ],
 )
 def test_grammar_failure_in_a_worker_names_the_field(fields: dict[str, Any], param: str) -> None:
-    api = model("{}")
+    api = reasoning_api("{}")
     api.service.executor.grammar_failure = error_to_failure(RequestError("It has too many states."))
     assert refusal(api.chat(**fields)) == (param, "It has too many states.")
     assert api.service.executor.sent == []

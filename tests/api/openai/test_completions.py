@@ -15,7 +15,7 @@ from mlx_ring.core.types import TokenLogprob
 
 PROMPT = "Hello."
 AFTER_PROMPT = "hijklmnopqrstuvwxyz"
-"""Continuation by the twin after BOS and six bytes."""
+"""The twin's continuation after BOS and six bytes."""
 
 
 def test_max_tokens_defaults_to_sixteen(api: Api) -> None:
@@ -154,9 +154,9 @@ def test_generate_continues_a_prompt(api: Api) -> None:
 def test_text_offsets_skip_the_leading_space_of_sentencepiece() -> None:
     tokenizer: Any = byte_fallback()
     tokens = tuple(tokenizer.convert_tokens_to_ids(["\u2581hello", "\u2581the"]))
-    asked = CompletionRequest.model_validate({"prompt": "hello the", "echo": True, "logprobs": 0})
-    scored = Answer(text=" a", prompt_logprobs=(None, TokenLogprob(tokens[1], -1.0)))
-    choice: Any = CompletionWriter(tokenizer, asked, [tokens]).whole(0, scored)
+    request = CompletionRequest.model_validate({"prompt": "hello the", "echo": True, "logprobs": 0})
+    answer = Answer(text=" a", prompt_logprobs=(None, TokenLogprob(tokens[1], -1.0)))
+    choice: Any = CompletionWriter(tokenizer, request, [tokens]).whole(0, answer)
     assert choice["logprobs"]["tokens"] == [" hello", " the"]
     assert [choice["text"][place:] for place in choice["logprobs"]["text_offset"]] == [
         "hello the a",
@@ -165,9 +165,9 @@ def test_text_offsets_skip_the_leading_space_of_sentencepiece() -> None:
 
 
 def test_text_offsets_count_special_tokens_spelled_out_in_the_prompt() -> None:
-    asked = CompletionRequest.model_validate({"prompt": "<eos>A", "echo": True, "logprobs": 0})
-    scored = Answer(text="b", prompt_logprobs=(None, *(TokenLogprob(token, -1.0) for token in (EOS, 65))))
-    scored.logprobs = [TokenLogprob(token, -1.0) for token in (ord("b"), EOS)]
-    choice: Any = CompletionWriter(ByteTokenizer(), asked, [(BOS, EOS, 65)]).whole(0, scored)
+    request = CompletionRequest.model_validate({"prompt": "<eos>A", "echo": True, "logprobs": 0})
+    answer = Answer(text="b", prompt_logprobs=(None, *(TokenLogprob(token, -1.0) for token in (EOS, 65))))
+    answer.logprobs = [TokenLogprob(token, -1.0) for token in (ord("b"), EOS)]
+    choice: Any = CompletionWriter(ByteTokenizer(), request, [(BOS, EOS, 65)]).whole(0, answer)
     assert choice["logprobs"]["tokens"] == ["<bos>", "<eos>", "A", "b", "<eos>"]
     assert choice["logprobs"]["text_offset"] == [0, 0, 5, 6, 7]

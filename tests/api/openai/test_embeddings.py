@@ -63,7 +63,7 @@ def test_each_form_of_input_is_embedded_in_order(given: object, vectors: list[li
 def test_more_texts_than_max_num_seqs_are_embedded() -> None:
     api = Api(service_with("last"))
     assert embed(api, [[65, token] for token in range(100)]) == [[token, 1, 1] for token in range(100)]
-    assert api.service.sequences_held == 0, "no sequence is kept of a text that was only embedded"
+    assert api.service.sequences_held == 0, "no sequence is cached for an embedded text"
 
 
 def test_vectors_have_unit_length_also_when_shortened(api: Api) -> None:
@@ -79,24 +79,24 @@ def test_base64_encodes_the_same_numbers_as_little_endian_float32(api: Api) -> N
 
 
 def test_other_tasks_run_after_each_written_vector() -> None:
-    turns: list[str] = []
+    order: list[str] = []
 
     def write(place: int, vector: NDArray[np.float32]) -> bytes:
-        turns.append("vector")
+        order.append("vector")
         return b"%d" % (place + len(vector))
 
     async def other() -> None:
         for _ in range(3):
-            turns.append("other")
+            order.append("other")
             await asyncio.sleep(0)
 
     async def both() -> None:
-        made = [Embedding(np.zeros(1, np.float32), 1)] * 3
-        data, _ = await asyncio.gather(written(made, write), other())
+        embeddings = [Embedding(np.zeros(1, np.float32), 1)] * 3
+        data, _ = await asyncio.gather(written(embeddings, write), other())
         assert data == b"1,2,3"
 
     asyncio.run(both())
-    assert turns == ["vector", "other"] * 3
+    assert order == ["vector", "other"] * 3
 
 
 def test_usage_counts_the_tokens_of_every_text(api: Api) -> None:
@@ -108,17 +108,17 @@ def test_usage_counts_the_tokens_of_every_text(api: Api) -> None:
 def test_text_ends_with_eos_where_the_model_needs_it() -> None:
     api = Api(service_with("last", ends_with_eos=True))
     assert embed(api, "AB") == [[EOS, 3, 1]]
-    assert embed(api, [65, 66]) == [[66, 1, 1]], "tokens are taken as they are"
+    assert embed(api, [65, 66]) == [[66, 1, 1]], "token ids get no EOS"
 
 
 @pytest.mark.parametrize(("kind", "hits"), [("last", 1), ("mean", 0)])
 def test_prefix_cache_serves_last_token_pooling_but_not_mean(kind: PoolingKind, hits: int) -> None:
-    text = "One text that begins as another one has, for more than sixteen tokens."
+    text = "One text that shares a prefix of more than sixteen tokens with another."
     api = Api(service_with(kind))
     api.complete(prompt=text, max_tokens=1)
     assert embed(api, text) == embed(Api(service_with(kind)), text)
     assert api.service.engine.stats().cache.hits == hits
-    assert api.service.sequences_held == 1, "what was kept of the completion stays"
+    assert api.service.sequences_held == 1, "the cached sequence of the completion stays"
 
 
 def test_model_that_cannot_embed_gives_the_reason() -> None:

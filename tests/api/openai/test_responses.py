@@ -1,4 +1,4 @@
-"""`/v1/responses`: what is read, what is written, and in which order."""
+"""`/v1/responses`: parsed requests, responses, and the order of stream events."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ CALL = ("function_call_arguments.delta", "function_call_arguments.done", "output
 
 
 def writer(**fields: object) -> ResponseWriter:
-    asked = ResponsesRequest.model_validate({"input": "Hello."} | fields)
-    response = response_of(asked, SamplingParams(), id="resp_1", model="twin", created_at=1)
-    return ResponseWriter(response, seals_reasoning=asked.seals_reasoning)
+    request = ResponsesRequest.model_validate({"input": "Hello."} | fields)
+    response = response_of(request, SamplingParams(), id="resp_1", model="twin", created_at=1)
+    return ResponseWriter(response, seals_reasoning=request.seals_reasoning)
 
 
 def kinds(events: Events) -> list[str]:
@@ -55,8 +55,8 @@ def event_adapter() -> TypeAdapter[Any]:
     return TypeAdapter(responses.ResponseStreamEvent)
 
 
-def checked(events: Events) -> Events:
-    """Check each event against the SDK's types, and its number."""
+def validated(events: Events) -> Events:
+    """Check each event's type with the SDK and its sequence number, and return the events."""
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     for event in events:
         event_adapter().validate_python(event)
@@ -69,7 +69,7 @@ def test_stream_sends_output_items_in_order() -> None:
     for part in PARTS:
         events += made.part(part)
     events += made.closing("completed", usage_of(10, 4, 9, 3))
-    assert kinds(checked(events)) == [
+    assert kinds(validated(events)) == [
         "created",
         "in_progress",
         *(kind.format("reasoning_text") for kind in TEXT),
@@ -82,10 +82,10 @@ def test_stream_sends_output_items_in_order() -> None:
         "completed",
     ]
     whole = responses.Response.model_validate(events[-1]["response"])
-    thought, said, first, second = (item.to_dict() for item in whole.output)
-    assert thought["content"] == [{"type": "reasoning_text", "text": "Let me see."}]
-    assert thought["encrypted_content"] == seal("Let me see.")
-    assert said["content"] == [
+    reasoning, message, first, second = (item.to_dict() for item in whole.output)
+    assert reasoning["content"] == [{"type": "reasoning_text", "text": "Let me see."}]
+    assert reasoning["encrypted_content"] == seal("Let me see.")
+    assert message["content"] == [
         {"type": "output_text", "text": "I'll add.", "annotations": [], "logprobs": []}
     ]
     assert (first["call_id"], first["name"], first["arguments"]) == ("call_1", "add", '{"a": 1}')
@@ -94,7 +94,7 @@ def test_stream_sends_output_items_in_order() -> None:
     assert places == sorted(places)
     assert {
         event["item_id"] for event in events if event.get("output_index") == 1 and "item_id" in event
-    } == {said["id"]}
+    } == {message["id"]}
 
 
 def test_response_at_the_token_limit_and_its_last_item_are_incomplete() -> None:
@@ -110,7 +110,7 @@ def test_failure_sends_failed_and_error_events() -> None:
     made = writer()
     events: Events = [*made.opening(), *made.part(AnswerText("Hel"))]
     events += made.failing(ErrorInfo(503, "Worker 1 died.", "server_error", "worker_lost"))
-    assert kinds(checked(events))[-4:] == ["content_part.done", "output_item.done", "failed", "error"]
+    assert kinds(validated(events))[-4:] == ["content_part.done", "output_item.done", "failed", "error"]
     failed = responses.Response.model_validate(events[-2]["response"])
     assert failed.status == "failed"
     assert failed.error is not None
@@ -118,7 +118,7 @@ def test_failure_sends_failed_and_error_events() -> None:
     assert events[-1]["error"] == events[-1]["error"] | {"message": "Worker 1 died.", "code": "worker_lost"}
 
 
-def asked(items: object, **fields: object) -> list[Any]:
+def template_messages(items: object, **fields: object) -> list[Any]:
     request = ResponsesRequest.model_validate({"input": items} | fields)
     return list(conversation_of(request, ChatFormat()).messages)
 
@@ -130,7 +130,7 @@ def test_items_of_a_turn_become_one_template_message() -> None:
     whole: dict[str, Any] = answer.whole("completed", usage_of(1, 0, 1, 0))
     own: Events = whole["output"]
     call = {"type": "function_call", "call_id": "c3", "name": "add", "arguments": "no json"}
-    assert asked([{"role": "user", "content": "1+?"}, *own, call, {"type": "function_call_output", "call_id": "call_1", "output": [{"type": "input_text", "text": "2"}]}]) == [
+    assert template_messages([{"role": "user", "content": "1+?"}, *own, call, {"type": "function_call_output", "call_id": "call_1", "output": [{"type": "input_text", "text": "2"}]}]) == [
         {"role": "user", "content": "1+?"},
         {
             "role": "assistant",
@@ -147,28 +147,30 @@ def test_items_of_a_turn_become_one_template_message() -> None:
 
 
 def test_reasoning_stays_in_its_turn() -> None:
-    def thought(text: str) -> dict[str, object]:
+    def reasoning(text: str) -> dict[str, object]:
         return {"type": "reasoning", "summary": [{"type": "summary_text", "text": text}]}
 
-    said = [{"role": "user", "content": "Go on."}, {"role": "assistant", "content": "Yes."}]
-    assert asked([{"role": "user", "content": "Hi."}, thought("One."), thought("Two."), *said]) == [
+    later = [{"role": "user", "content": "Continue."}, {"role": "assistant", "content": "Yes."}]
+    assert template_messages(
+        [{"role": "user", "content": "Hi."}, reasoning("One."), reasoning("Two."), *later]
+    ) == [
         {"role": "user", "content": "Hi."},
         {"role": "assistant", "content": "", "reasoning_content": "One.\nTwo."},
-        *said,
+        *later,
     ]
 
 
 def test_instructions_and_first_developer_message_are_joined() -> None:
-    assert asked([{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Hi."}], instructions="Be kind.") == [
+    assert template_messages([{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Hi."}], instructions="Be kind.") == [
         {"role": "system", "content": "Be kind.\nBe brief."},
         {"role": "user", "content": "Hi."},
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("sealed", "thought"), [(seal("Hm."), "Hm."), ("gAAAAB", "briefly"), ("mlx-ring:%", "briefly")]
+    ("sealed", "text"), [(seal("Hm."), "Hm."), ("gAAAAB", "briefly"), ("mlx-ring:%", "briefly")]
 )
-def test_sealed_reasoning_is_read_and_a_foreign_seal_leaves_the_summary(sealed: str, thought: str) -> None:
+def test_sealed_reasoning_is_read_and_a_foreign_seal_leaves_the_summary(sealed: str, text: str) -> None:
     reasoning: dict[str, Any] = {
         "type": "reasoning",
         "id": "rs_1",
@@ -184,14 +186,16 @@ def test_sealed_reasoning_is_read_and_a_foreign_seal_leaves_the_summary(sealed: 
         "phase": None,
     }
     answer["content"] = [{"type": "output_text", "text": "Yes.", "annotations": [], "logprobs": None}]
-    [message] = asked([reasoning, answer])
-    assert message == {"role": "assistant", "content": "Yes.", "reasoning_content": thought}
+    [message] = template_messages([reasoning, answer])
+    assert message == {"role": "assistant", "content": "Yes.", "reasoning_content": text}
 
 
 def test_reasoning_at_the_end_of_the_input_is_kept() -> None:
     user = {"role": "user", "content": "Hi."}
-    thought = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm."}]}
-    assert asked([user, thought])[1:] == [{"role": "assistant", "content": "", "reasoning_content": "Hm."}]
+    reasoning = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm."}]}
+    assert template_messages([user, reasoning])[1:] == [
+        {"role": "assistant", "content": "", "reasoning_content": "Hm."}
+    ]
 
 
 def test_effort_and_enable_thinking_together_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""The official SDK as a client."""
+"""OpenAI's SDK as a client."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def weather() -> Any:
 
 
 @pytest.fixture
-def caller() -> Iterator[openai.OpenAI]:
+def tool_client() -> Iterator[openai.OpenAI]:
     """Yield the SDK's client of a model that reasons and calls a tool."""
     with (
         serving(TwinService(tokenizer=MarkingTokenizer(), says=CALL)) as url,
@@ -113,8 +113,8 @@ def caller() -> Iterator[openai.OpenAI]:
 
 
 @pytest.mark.processes
-def test_streamed_tool_call_is_assembled_and_parsed(caller: openai.OpenAI) -> None:
-    with caller.chat.completions.stream(
+def test_streamed_tool_call_is_assembled_and_parsed(tool_client: openai.OpenAI) -> None:
+    with tool_client.chat.completions.stream(
         model="twin", messages=[{"role": "user", "content": "Weather?"}], tools=[weather()]
     ) as stream:
         kinds = [event.type for event in stream]
@@ -127,17 +127,17 @@ def test_streamed_tool_call_is_assembled_and_parsed(caller: openai.OpenAI) -> No
 
 
 @pytest.mark.processes
-def test_tool_call_and_result_are_accepted_as_history(caller: openai.OpenAI) -> None:
-    asked: Any = {"role": "user", "content": "Weather?"}
-    answer = caller.chat.completions.create(model="twin", messages=[asked], tools=[weather()])
+def test_tool_call_and_result_are_accepted_as_history(tool_client: openai.OpenAI) -> None:
+    question: Any = {"role": "user", "content": "Weather?"}
+    answer = tool_client.chat.completions.create(model="twin", messages=[question], tools=[weather()])
     message = answer.choices[0].message
     assert answer.choices[0].finish_reason == "tool_calls"
     assert message.tool_calls is not None
     result: Any = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "sunny"}
     history: Any = message.model_dump()
-    again = caller.chat.completions.create(
+    again = tool_client.chat.completions.create(
         model="twin",
-        messages=[asked, history, result],
+        messages=[question, history, result],
         tools=[weather()],
     )
     assert again.choices[0].message.tool_calls

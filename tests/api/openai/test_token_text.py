@@ -10,7 +10,7 @@ from mlx_ring.api.openai.token_text import TokenTexts
 
 
 class SentencePieces(ByteTokenizer):
-    """Words with their space before them, and bytes by name."""
+    """Tokenizer of words with their leading space, and of bytes by name."""
 
     pieces = ("\u2581the", "re", "<0xE2>", "<0x0A>", "\u2581\u2581", "\u2581")
 
@@ -52,6 +52,6 @@ def test_token_texts_are_cached_per_tokenizer_and_released_with_it() -> None:
     tokenizer = ByteTokenizer()
     assert TokenTexts(tokenizer)[65] is TokenTexts(tokenizer)[65]
     assert TokenTexts(tokenizer)[65] is not TokenTexts(ByteTokenizer())[65]
-    gone = weakref.ref(tokenizer)
+    reference = weakref.ref(tokenizer)
     del tokenizer
-    assert gone() is None
+    assert reference() is None

@@ -1,4 +1,4 @@
-"""The links in `/cluster/status`: as they were measured, and what is compressed over them and why."""
+"""Links in `/cluster/status`: their measurements, traffic and compression."""
 
 from __future__ import annotations
 

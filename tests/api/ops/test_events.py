@@ -37,13 +37,13 @@ def first_state(lines: Any) -> dict[str, Any]:
 
 def test_state_has_cluster_cache_and_requests_but_no_prompt() -> None:
     service = TwinService(automatic=False)
-    secret = "what nobody else should read"  # noqa: S105 - a prompt
-    asked = ENDLESS | {"prompt": secret}
-    with serving(service) as url, httpx.stream("POST", f"{url}/v1/completions", json=asked):
+    secret = "a private prompt"  # noqa: S105 - a prompt
+    body = ENDLESS | {"prompt": secret}
+    with serving(service) as url, httpx.stream("POST", f"{url}/v1/completions", json=body):
         eventually(lambda: open_requests(service) == 1)
-        with httpx.stream("GET", f"{url}/cluster/events") as watched:
-            assert watched.headers["content-type"].startswith("text/event-stream")
-            state = first_state(watched.iter_lines())
+        with httpx.stream("GET", f"{url}/cluster/events") as response:
+            assert response.headers["content-type"].startswith("text/event-stream")
+            state = first_state(response.iter_lines())
         assert {"nodes", "instances", "devices", "models", "links"} <= set(state["cluster"])
         assert state["cache"]["running"] == 1
         assert state["pace"]["twin-1"] == {"tokens_per_s": None, "prompt_tokens_per_s": None, "stages": []}
@@ -61,9 +61,9 @@ def test_change_has_the_rates_of_each_stage() -> None:
     with (
         serving(service) as url,
         httpx.stream("POST", f"{url}/v1/completions", json=ENDLESS),
-        httpx.stream("GET", f"{url}/cluster/events") as watched,
+        httpx.stream("GET", f"{url}/cluster/events") as response,
     ):
-        lines = watched.iter_lines()
+        lines = response.iter_lines()
         first_state(lines)
         change = next(
             json.loads(line[6:]) for line in lines if line.startswith("data: [") and '"/time"' in line
@@ -101,32 +101,32 @@ def test_feed_needs_a_key_and_does_not_delay_shutdown(
         httpx.Client(headers={"x-api-key": "key"}) as client,
     ):
         assert httpx.get(f"{url}/cluster/events").status_code == 401
-        watched = client.send(client.build_request("GET", f"{url}/cluster/events"), stream=True)
-        first_state(watched.iter_lines())
+        response = client.send(client.build_request("GET", f"{url}/cluster/events"), stream=True)
+        first_state(response.iter_lines())
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
-class World:
-    """State that counts how often it is read."""
+class Source:
+    """Source of a state that counts how often it is read."""
 
     def __init__(self) -> None:
-        self.looks = 0
+        self.reads = 0
         self.seen: asyncio.Queue[int] = asyncio.Queue()
         self.lines: list[LogLine] = []
 
-    def look(self) -> dict[str, object]:
-        self.looks += 1
-        self.seen.put_nowait(self.looks)
-        return {"looks": self.looks, "other": {"same": True}}
+    def read(self) -> dict[str, object]:
+        self.reads += 1
+        self.seen.put_nowait(self.reads)
+        return {"reads": self.reads, "other": {"same": True}}
 
     def log(self, text: str) -> None:
         self.lines.append(LogLine(len(self.lines) + 1, 0.0, "INFO", "head", "a", text))
 
-    def after(self, number: int) -> list[LogLine]:
+    def lines_after(self, number: int) -> list[LogLine]:
         return self.lines[number:]
 
     def feed(self, *, every_s: float = 0.001, most: int = 8) -> EventFeed:
-        return EventFeed(self.look, self.after, every_s=every_s, most=most)
+        return EventFeed(self.read, self.lines_after, every_s=every_s, most=most)
 
 
 async def next_event(events: AsyncGenerator[bytes]) -> tuple[str, Any]:
@@ -137,10 +137,10 @@ async def next_event(events: AsyncGenerator[bytes]) -> tuple[str, Any]:
 
 def test_watcher_gets_the_state_once_and_then_its_changes() -> None:
     async def watch() -> None:
-        async with World().feed().subscribe() as events:
-            assert await next_event(events) == ("state", {"looks": 1, "other": {"same": True}})
-            for looks in (2, 3):
-                change = [{"op": "replace", "path": "/looks", "value": looks}]
+        async with Source().feed().subscribe() as events:
+            assert await next_event(events) == ("state", {"reads": 1, "other": {"same": True}})
+            for reads in (2, 3):
+                change = [{"op": "replace", "path": "/reads", "value": reads}]
                 assert await next_event(events) == ("change", change)
 
     asyncio.run(watch())
@@ -148,53 +148,53 @@ def test_watcher_gets_the_state_once_and_then_its_changes() -> None:
 
 def test_watcher_that_missed_a_change_gets_the_state_again() -> None:
     async def watch() -> None:
-        world = World()
-        async with world.feed().subscribe() as events:
+        source = Source()
+        async with source.feed().subscribe() as events:
             await next_event(events)
-            while await world.seen.get() < 4:
+            while await source.seen.get() < 4:
                 pass
             name, state = await next_event(events)
-            assert (name, state["looks"]) == ("state", world.looks)
+            assert (name, state["reads"]) == ("state", source.reads)
 
     asyncio.run(watch())
 
 
 def test_state_is_read_once_for_all_watchers_and_never_without_any() -> None:
     async def watch() -> None:
-        world = World()
-        feed = world.feed(every_s=3600)
-        assert world.looks == 0
+        source = Source()
+        feed = source.feed(every_s=3600)
+        assert source.reads == 0
         async with feed.subscribe() as one, feed.subscribe() as other:
             assert await next_event(one) == await next_event(other)
-            assert world.looks == 1
+            assert source.reads == 1
         tasks = asyncio.all_tasks()
         assert tasks == {asyncio.current_task()}
         async with feed.subscribe() as events:
-            assert (await next_event(events))[1]["looks"] == 2
+            assert (await next_event(events))[1]["reads"] == 2
 
     asyncio.run(watch())
 
 
 def test_watcher_that_joins_while_the_last_one_leaves_gets_the_state() -> None:
     async def watch() -> None:
-        feed = World().feed(every_s=3600)
-        leaving = feed.subscribe()
-        await leaving.__aenter__()
-        gone = asyncio.create_task(leaving.__aexit__(None, None, None))
-        coming = feed.subscribe()
+        feed = Source().feed(every_s=3600)
+        last = feed.subscribe()
+        await last.__aenter__()
+        leave = asyncio.create_task(last.__aexit__(None, None, None))
+        joining = feed.subscribe()
         await asyncio.sleep(0)
-        assert not gone.done()
-        events = await coming.__aenter__()
-        await gone
-        assert await next_event(events) == ("state", {"looks": 2, "other": {"same": True}})
-        await coming.__aexit__(None, None, None)
+        assert not leave.done()
+        events = await joining.__aenter__()
+        await leave
+        assert await next_event(events) == ("state", {"reads": 2, "other": {"same": True}})
+        await joining.__aexit__(None, None, None)
 
     asyncio.run(watch())
 
 
 def test_feed_refuses_an_excess_watcher_until_a_place_is_free() -> None:
     async def watch() -> None:
-        feed = World().feed(most=1)
+        feed = Source().feed(most=1)
         async with feed.subscribe():
             with pytest.raises(Overloaded, match="1 watch already"):
                 await feed.subscribe().__aenter__()
@@ -206,13 +206,13 @@ def test_feed_refuses_an_excess_watcher_until_a_place_is_free() -> None:
 
 def test_each_log_line_is_sent_once() -> None:
     async def watch() -> None:
-        world = World()
-        world.log("first")
-        async with world.feed().subscribe() as events:
+        source = Source()
+        source.log("first")
+        async with source.feed().subscribe() as events:
             await next_event(events)
             name, lines = await next_event(events)
             assert (name, [line["text"] for line in lines]) == ("log", ["first"])
-            world.log("second")
+            source.log("second")
             while (event := await next_event(events))[0] != "log":
                 pass
             assert [line["text"] for line in event[1]] == ["second"]
@@ -221,20 +221,20 @@ def test_each_log_line_is_sent_once() -> None:
 
 
 def test_failed_read_of_the_state_is_skipped(caplog: pytest.LogCaptureFixture) -> None:
-    class Failing(World):
-        def look(self) -> dict[str, object]:
-            state = super().look()
-            if self.looks == 2:
-                raise LookupError("just then")
+    class Failing(Source):
+        def read(self) -> dict[str, object]:
+            state = super().read()
+            if self.reads == 2:
+                raise LookupError("unreadable")
             return state
 
     async def watch() -> None:
         async with Failing().feed().subscribe() as events:
             await next_event(events)
-            assert await next_event(events) == ("change", [{"op": "replace", "path": "/looks", "value": 3}])
+            assert await next_event(events) == ("change", [{"op": "replace", "path": "/reads", "value": 3}])
 
     asyncio.run(watch())
-    assert "just then" in caplog.text
+    assert "unreadable" in caplog.text
 
 
 LEAVES = st.none() | st.text(max_size=3) | st.integers(2, 9)
@@ -247,7 +247,7 @@ DOCUMENTS = st.recursive(
 )
 
 
-def applied(document: Any, operations: Sequence[Mapping[str, Any]]) -> Any:
+def apply(document: Any, operations: Sequence[Mapping[str, Any]]) -> Any:
     whole = {"root": copy.deepcopy(document)}
     for operation in operations:
         place: Any = whole
@@ -270,7 +270,7 @@ def _key(place: Any, part: str) -> Any:
 
 @given(DOCUMENTS, DOCUMENTS)
 def test_patch_turns_one_document_into_the_other(before: Any, after: Any) -> None:
-    assert applied(before, json_patch(before, after)) == after
+    assert apply(before, json_patch(before, after)) == after
 
 
 def test_equal_values_are_not_in_the_patch() -> None:
@@ -280,7 +280,7 @@ def test_equal_values_are_not_in_the_patch() -> None:
     assert json_patch(before, after) == [{"op": "replace", "path": "/nodes/1/bytes", "value": 5}]
 
 
-BEGAN = Counters(0.0, 1, 0, StepTotals({}, **dict.fromkeys(COUNTS, 0)))
+START = Counters(0.0, 1, 0, StepTotals({}, **dict.fromkeys(COUNTS, 0)))
 SECOND_US = 1_000_000
 
 
@@ -291,9 +291,9 @@ def with_rank(counters: Counters, at_s: float, **spent_us: int) -> Counters:
 
 
 def test_long_step_is_under_way_until_it_ends_and_never_idle() -> None:
-    samples = [with_rank(BEGAN, second, idle_us=SECOND_US) for second in (1.0, 2.0, 3.0)]
-    samples.append(with_rank(BEGAN, 4.0, idle_us=SECOND_US, compute_us=3 * SECOND_US))
-    rates = [rates_between(before, now)["stages"] for before, now in pairwise([BEGAN, *samples])]
+    samples = [with_rank(START, second, idle_us=SECOND_US) for second in (1.0, 2.0, 3.0)]
+    samples.append(with_rank(START, 4.0, idle_us=SECOND_US, compute_us=3 * SECOND_US))
+    rates = [rates_between(before, now)["stages"] for before, now in pairwise([START, *samples])]
     assert rates == [
         [{"stage": 0, "compute": compute, "link": 0.0, "under_way": under_way}]
         for compute, under_way in ((0.0, 0.0), (0.0, 1.0), (0.0, 1.0), (1.0, 0.0))
@@ -301,8 +301,8 @@ def test_long_step_is_under_way_until_it_ends_and_never_idle() -> None:
 
 
 def test_old_sample_gives_no_rates() -> None:
-    now = replace(BEGAN, at_s=3600.0, generated_tokens=7200)
-    assert rates_between(BEGAN, now)["tokens_per_s"] is None
+    now = replace(START, at_s=3600.0, generated_tokens=7200)
+    assert rates_between(START, now)["tokens_per_s"] is None
     assert rates_between(replace(now, at_s=3599.0, generated_tokens=7100), now)["tokens_per_s"] == 100
 
 
@@ -315,5 +315,5 @@ def test_prompt_tokens_are_counted_beyond_the_recent_steps() -> None:
         return engine.totals().read_tokens, len(engine.stats().scheduler.recent)
 
     tokens, recent = asyncio.run(read())
-    assert recent < 20 * 20, "more steps than are remembered one by one"
+    assert recent < 20 * 20, "more steps than the engine keeps one by one"
     assert tokens == 20 * 30

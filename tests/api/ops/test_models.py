@@ -1,4 +1,4 @@
-"""Several models: who answers, and loading and unloading them."""
+"""Several models: selection by name, load and unload."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_remote_client_needs_a_key_to_load_and_unload(path: str) -> None:
     reply = stranger.post(path, {"model": "twin"})
     assert reply.status_code == 403
     assert "192.168.1.9" in error_of(reply)["message"]
-    assert stranger.chat().status_code == 200, "asking is another matter"
+    assert stranger.chat().status_code == 200, "requests to a model need no key"
     known = Api(None, ApiSettings(api_keys=("k",)), client="192.168.1.9")
     assert known.post(path, {"model": "org/twin"}, authorization="Bearer k").status_code == 200
 

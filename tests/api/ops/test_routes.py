@@ -1,4 +1,4 @@
-"""Operational routes of a healthy and an unhealthy server."""
+"""Operational routes of a healthy and of an unhealthy server."""
 
 from __future__ import annotations
 
@@ -116,14 +116,14 @@ def test_ended_sequence_stays_in_the_prefix_cache_and_its_reuse_is_counted(api: 
 
 def test_every_kind_of_response_reports_cached_tokens(api: Api) -> None:
     prompt = "One prompt, four times over."
-    asked = [
+    responses = [
         api.complete(prompt=prompt).json(),
         api.complete(prompt=prompt).json(),
         events(api.complete(prompt=prompt, stream=True, stream_options={"include_usage": True}))[-1],
         api.post("/generate", {"prompt": prompt}).json(),
     ]
-    counted = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in asked]
-    assert counted == [0, *[asked[0]["usage"]["prompt_tokens"] - 1] * 3]
+    counted = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in responses]
+    assert counted == [0, *[responses[0]["usage"]["prompt_tokens"] - 1] * 3]
 
 
 def test_cache_stats_show_the_kv_budget_of_each_worker() -> None:

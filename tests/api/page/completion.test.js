@@ -4,7 +4,7 @@ import { streamCompletion } from "../../../src/mlx_ring/api/page/web/chat/comple
 import { setUpBrowser } from "./support.js";
 
 /**
- * Stream an answer from these chunks, and return it as far as it came, with the error that ended it.
+ * Stream an answer from these chunks. Return its states, the error that ended it and the request's body.
  * @param {unknown[]} chunks
  * @param {{ isDone?: boolean, status?: number }} [options]
  */
@@ -28,7 +28,7 @@ async function stream(chunks, { isDone = true, status = 200 } = {}) {
 /** @param {object} delta @param {string | null} [end] */
 const chunk = (delta, end = null) => ({ choices: [{ delta, finish_reason: end }] });
 
-test("text and reasoning are joined, under either name of the reasoning", async () => {
+test("deltas of text and of reasoning are joined, under either field name of the reasoning", async () => {
   const { last, answers, problem } = await stream([
     chunk({ role: "assistant" }),
     chunk({ reasoning_content: "Hm" }),
@@ -51,7 +51,7 @@ test("the request asks for a stream with usage", async () => {
   });
 });
 
-test("calls are put together from their pieces", async () => {
+test("tool calls are assembled from their deltas", async () => {
   const call = (/** @type {number} */ index, /** @type {object} */ more) => chunk({ tool_calls: [{ index, ...more }] });
   const { last } = await stream([
     call(0, { id: "a", function: { name: "get_weather", arguments: "" } }),
@@ -66,7 +66,7 @@ test("calls are put together from their pieces", async () => {
   ]);
 });
 
-test("figures are the server's, and unknown before it sends them", async () => {
+test("figures are the server's, and null before it sends them", async () => {
   const { answers, last } = await stream([
     chunk({ content: "a" }),
     {
@@ -96,7 +96,7 @@ test("an error in the stream ends the answer with its message", async () => {
   assert.equal(last?.content, "a");
 });
 
-test("a stream that just ends is an error", async () => {
+test("a stream that ends without [DONE] is an error", async () => {
   const { problem } = await stream([chunk({ content: "a" })], { isDone: false });
   assert.match(problem ?? "", /before the answer was complete/);
 });

@@ -18,7 +18,7 @@ const CALLS = ["a", "b"].map((id) => ({ id, name: id, arguments: "{}" }));
 /** @param {Message[]} messages */
 const conversation = (...messages) => messages.reduce(withMessage, newConversation());
 
-test("conversations have ids of their own", () => {
+test("each conversation has its own id", () => {
   assert.notEqual(newConversation().id, newConversation().id);
   assert.match(newConversation().id, /^[0-9a-f]{16}$/);
 });
@@ -28,19 +28,19 @@ describe("the title", () => {
     assert.equal(conversation(user("\n  One \nTwo"), user("Three")).title, "One");
   });
 
-  test("is cut where it is long", () => {
+  test("is shortened to 60 characters", () => {
     const { title } = conversation(user("a".repeat(100)));
     assert.deepEqual([title.length, title.at(-1)], [60, "…"]);
   });
 
-  test("follows a change of the first question alone", () => {
+  test("changes only with the first question", () => {
     const before = conversation(user("One"), answer("1"), user("Two"));
     assert.equal(withEdit(before, 2, "Three").title, "One");
     assert.equal(withEdit(before, 0, "Three").title, "Three");
   });
 });
 
-test("a changed question replaces all that came after it", () => {
+test("an edited question removes all later messages", () => {
   const edited = withEdit(conversation(user("One"), answer("1"), user("Two"), answer("2")), 2, "Three");
   assert.deepEqual(edited.messages, [user("One"), answer("1"), user("Three")]);
 });
@@ -52,13 +52,13 @@ test("a retry keeps the last question or result", () => {
   assert.deepEqual(withoutAnswer(conversation(answer("1"))).messages, []);
 });
 
-test("an answer replaces the one before, and leaves the old conversation as it was", () => {
+test("an answer replaces the previous one without changing the old conversation", () => {
   const before = conversation(user("One"), answer(""));
   assert.deepEqual(withAnswer(before, answer("1")).messages, [user("One"), answer("1")]);
   assert.deepEqual(before.messages, [user("One"), answer("")]);
 });
 
-test("calls wait until each has its result", () => {
+test("tool calls are open until each has its result", () => {
   const called = conversation(user("One"), answer("", { calls: CALLS }));
   assert.deepEqual(openCalls(called), CALLS);
   assert.deepEqual(openCalls(withMessage(called, result("a"))), CALLS.slice(1));
@@ -67,7 +67,7 @@ test("calls wait until each has its result", () => {
 });
 
 describe("a request", () => {
-  test("has the system prompt first, if there is one", () => {
+  test("starts with the system prompt, if there is one", () => {
     const one = { role: "user", content: "One" };
     assert.deepEqual(requestMessages(conversation(user("One")), " Be brief. "), [
       { role: "system", content: "Be brief." },
@@ -77,8 +77,8 @@ describe("a request", () => {
   });
 
   test("leaves out empty answers and joins the questions around them", () => {
-    const asked = conversation(user("One"), answer("", { end: "error" }), user("Two"), answer("2"), user("Three"));
-    assert.deepEqual(requestMessages(asked, ""), [
+    const history = conversation(user("One"), answer("", { end: "error" }), user("Two"), answer("2"), user("Three"));
+    assert.deepEqual(requestMessages(history, ""), [
       { role: "user", content: "One\n\nTwo" },
       { role: "assistant", content: "2" },
       { role: "user", content: "Three" },
@@ -86,13 +86,13 @@ describe("a request", () => {
   });
 
   test("leaves out reasoning", () => {
-    const asked = conversation(user("One"), answer("1", { reasoning: "Hmm." }));
-    assert.deepEqual(requestMessages(asked, "").at(-1), { role: "assistant", content: "1" });
+    const history = conversation(user("One"), answer("1", { reasoning: "Hmm." }));
+    assert.deepEqual(requestMessages(history, "").at(-1), { role: "assistant", content: "1" });
   });
 
-  test("has calls with their results", () => {
-    const asked = conversation(user("One"), answer("", { calls: CALLS.slice(0, 1) }), result("a"));
-    assert.deepEqual(requestMessages(asked, "").slice(1), [
+  test("includes tool calls with their results", () => {
+    const history = conversation(user("One"), answer("", { calls: CALLS.slice(0, 1) }), result("a"));
+    assert.deepEqual(requestMessages(history, "").slice(1), [
       {
         role: "assistant",
         content: null,

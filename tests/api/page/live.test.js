@@ -14,7 +14,7 @@ const lines = (...numbers) => numbers.map((number) => ({ number, text: `line ${n
 let streams;
 /** @type {{ url: string, headers: Record<string, string>, signal: AbortSignal }[]} */
 let requests;
-/** @type {Response[]} answers instead of a stream */
+/** @type {Response[]} responses instead of a stream */
 let refusals;
 
 beforeEach(() => {
@@ -57,7 +57,7 @@ async function pass(ms) {
 }
 
 describe("events", () => {
-  test("the state comes first, changes are applied to it", async () => {
+  test("changes are applied to the state", async () => {
     const { live } = await connect();
     assert.equal(live.now.connection, "connecting");
     await receive(sse("state", state()));
@@ -70,7 +70,7 @@ describe("events", () => {
     );
   });
 
-  test("an event cut into pieces is read whole", async () => {
+  test("an event in several pieces is read whole", async () => {
     const { live } = await connect();
     for (const byte of new TextEncoder().encode(sse("state", state({ version: "ü" })))) {
       await streams[0]?.writeBytes(Uint8Array.of(byte));
@@ -86,14 +86,14 @@ describe("events", () => {
     assert.equal(live.now.connection, "connecting");
   });
 
-  test("a state replaces what changes made of the one before", async () => {
+  test("a new state replaces the changed one", async () => {
     const { live } = await connect();
     await receive(sse("state", state()) + sse("change", [{ op: "add", path: "/extra", value: 1 }]));
     await receive(sse("state", state({ time: 105 })));
     assert.deepEqual(live.now.state, state({ time: 105 }));
   });
 
-  test("a change that does not fit the state asks for the whole state again", async () => {
+  test("a change that does not fit the state requests the whole state again", async () => {
     const { live } = await connect();
     await receive(sse("state", state()));
     await receive(sse("change", [{ op: "replace", path: "/nothing/there", value: 1 }]));
@@ -103,7 +103,7 @@ describe("events", () => {
     assert.equal(requests.length, 2);
   });
 
-  test("a server that started again begins a new chart", async () => {
+  test("a restarted server starts a new chart", async () => {
     const { live } = await connect();
     await receive(sse("state", state()) + sse("state", state({ began: 50, time: 60 })));
     assert.deepEqual(
@@ -137,7 +137,7 @@ describe("events", () => {
 });
 
 describe("log lines", () => {
-  test("new lines are appended, the last 300 are kept", async () => {
+  test("new lines are appended, and the last 300 are kept", async () => {
     const { live } = await connect();
     await receive(sse("log", lines(1, 2)) + sse("log", lines(3)));
     assert.deepEqual(live.now.lines, lines(1, 2, 3));
@@ -146,7 +146,7 @@ describe("log lines", () => {
     assert.equal(live.now.lines.at(-1)?.number, 403);
   });
 
-  test("lines that are sent again replace those known", async () => {
+  test("lines that are sent again replace the known ones", async () => {
     const { live } = await connect();
     await receive(sse("log", lines(1, 2, 3)) + sse("log", lines(1, 2)));
     assert.deepEqual(live.now.lines, lines(1, 2));
@@ -179,7 +179,7 @@ describe("a lost connection", () => {
     );
   });
 
-  test("waits as long as the server says", async () => {
+  test("is retried after the time that the server gives", async () => {
     refusals.push(
       Response.json({ error: { message: "Too many." } }, { status: 429, headers: { "retry-after": "10" } }),
     );
@@ -205,7 +205,7 @@ describe("a lost connection", () => {
     }
   });
 
-  test("is noticed by silence", async () => {
+  test("is detected by silence", async () => {
     const { live } = await connect();
     await receive(sse("state", state()));
     await pass(14_000);
@@ -219,7 +219,7 @@ describe("a lost connection", () => {
 });
 
 describe("an API key", () => {
-  test("is asked for without a request where the HTML says so", async () => {
+  test("is requested from the user without a request to the server if the HTML says so", async () => {
     const { live } = await connect({ asksKey: true });
     assert.equal(live.now.connection, "locked");
     assert.equal(requests.length, 0);
@@ -230,7 +230,7 @@ describe("an API key", () => {
     assert.equal(live.now.connection, "open");
   });
 
-  test("that the server refuses is asked for again, and not retried", async () => {
+  test("is requested again if the server refuses it, without a retry", async () => {
     const { live } = await connect({ asksKey: true });
     refusals.push(Response.json({ error: { message: "Not one of this server's keys." } }, { status: 401 }));
     live.useKey("wrong");
@@ -241,7 +241,7 @@ describe("an API key", () => {
     assert.equal(requests.length, 1);
   });
 
-  test("that is forgotten takes everything with it that it showed", async () => {
+  test("clears the state and the log when it is removed", async () => {
     const { live } = await connect();
     await receive(sse("state", state()) + sse("log", lines(1)));
     live.lock("A key is needed.");
@@ -250,7 +250,7 @@ describe("an API key", () => {
 });
 
 describe("a hidden page", () => {
-  test("is connected for half a minute more, and again when it is shown", async () => {
+  test("disconnects after half a minute, and connects again when it is shown", async () => {
     const { live, document } = await connect();
     document.hidden = true;
     document.dispatchEvent(new Event("visibilitychange"));
@@ -272,7 +272,7 @@ describe("a hidden page", () => {
     assert.equal(live.now.connection, "open");
   });
 
-  test("that is shown again in time stays connected", async () => {
+  test("stays connected if it is shown again in time", async () => {
     const { document } = await connect();
     for (const hidden of [true, false]) {
       document.hidden = hidden;

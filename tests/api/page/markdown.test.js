@@ -142,24 +142,24 @@ describe("while an answer streams", () => {
     "Run it:\n\n```sh\nls -l *.txt\n```\n\n1. **one**\n   - `two`\n\n" +
     "| a | b |\n|---|---|\n| 1 | [x](https://a.example) |";
 
-  test("every beginning of it can be parsed, and shows no character that is not in it", () => {
+  test("every prefix can be parsed and shows only its own characters", () => {
     for (let end = 0; end <= answer.length; end += 1) {
-      const beginning = answer.slice(0, end);
-      const text = toHtml(parseBlocks(beginning)).replaceAll(/<[^>]*>/g, "");
+      const prefix = answer.slice(0, end);
+      const text = toHtml(parseBlocks(prefix)).replaceAll(/<[^>]*>/g, "");
       assert.ok(
-        [...text].every((character) => beginning.includes(character)),
+        [...text].every((character) => prefix.includes(character)),
         text,
       );
     }
   });
 
-  test("a fence without an end is code already", () => {
+  test("an open fence is already code", () => {
     assert.equal(toHtml(parseBlocks("```py")), '<CodeBlock language="py"></CodeBlock>');
     assert.equal(toHtml(parseBlocks("```py\nx = *1*")), '<CodeBlock language="py">x = *1*</CodeBlock>');
     assert.equal(toHtml(parseBlocks("```py\nx\n``")), '<CodeBlock language="py">x\n``</CodeBlock>');
   });
 
-  test("a table without a row is a table already", () => {
+  test("a table without rows is already a table", () => {
     const table = toHtml(parseBlocks("| a |\n|---|"));
     assert.match(table, /<th>a<\/th>.*<tbody><\/tbody>/);
   });
@@ -175,7 +175,7 @@ describe("hostile text", () => {
     lists: "- ".repeat(500),
     underscores: "_a".repeat(3000),
     bars: `${"|".repeat(2000)}\n|-|`,
-    "marks that nothing closes": "*a _b ~~c ".repeat(9000),
+    "unclosed marks": "*a _b ~~c ".repeat(9000),
     "spaces in a heading": `# a${" ".repeat(20_000)}b`,
     "spaces in a fence": `\`\`\`${" ".repeat(50_000)}\``,
     "spaces in a table": `a | b\n-${" ".repeat(50_000)}x`,

@@ -16,7 +16,7 @@ test("empty fields leave everything to the model", () => {
   assert.equal(summarize(parameters()), "");
 });
 
-test("every field has its name in the request", () => {
+test("every field is in the request under its name", () => {
   const all = parameters({
     temperature: "0.5",
     topP: " 0.9 ",
@@ -51,7 +51,7 @@ describe("a problem names the field, its value and what is allowed", () => {
     test(`${field}: ${text}`, () => assert.equal(findProblem(parameters({ [field]: text })), problem));
   }
 
-  test("tools that are no JSON", () => {
+  test("tools that are not JSON", () => {
     assert.match(findProblem(parameters({ tools: "[" })) ?? "", /^Tools are not valid JSON: /);
   });
 });
@@ -60,7 +60,7 @@ test("zero is a value", () => {
   assert.deepEqual(requestFields(parameters({ temperature: "0", seed: "0" })), { temperature: 0, seed: 0 });
 });
 
-test("what is stored is read again, and nothing is stored of empty fields", () => {
+test("stored parameters are read again, and empty fields are not stored", () => {
   storeParameters(parameters({ seed: "7" }));
   assert.equal(readParameters().seed, "7");
   storeParameters(parameters({ seed: "" }));

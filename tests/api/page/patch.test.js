@@ -50,20 +50,20 @@ for (const [name, before, operations, after] of CASES) {
   });
 }
 
-test("what no operation touches is the same object as before", () => {
+test("untouched values are the same objects as before", () => {
   const before = { a: { b: 1 }, c: { d: 1 } };
   const after = applyPatch(before, [{ op: "replace", path: "/a/b", value: 2 }]);
   assert.equal(after.c, before.c);
   assert.notEqual(after.a, before.a);
 });
 
-test("a path that is not there is an error", () => {
+test("a missing path is an error", () => {
   assert.throws(() => applyPatch({ a: 1 }, [{ op: "replace", path: "/b/c", value: 2 }]), /names c/);
   assert.throws(() => applyPatch({ a: 1 }, [{ op: "replace", path: "/a/b/c", value: 2 }]), TypeError);
   assert.throws(() => applyPatch(/** @type {any} */ (null), [{ op: "add", path: "/a", value: 2 }]), TypeError);
 });
 
-test("a name of every object's prototype is data", () => {
+test("a name of the object prototype is data", () => {
   const after = applyPatch(/** @type {any} */ ({}), [{ op: "add", path: "/constructor", value: 1 }]);
   assert.deepEqual(Object.keys(after), ["constructor"]);
 });

@@ -121,7 +121,7 @@ describe("the placement", () => {
   });
 });
 
-test("machines that share a name are named by their ids", () => {
+test("machines with the same name are shown by their ids", () => {
   const nodes = [node(), node({ id: "mini-2" }), node({ id: "pro-1", name: "pro" })];
   assert.deepEqual([...nodeNames({ nodes }).values()], ["mini-1", "mini-2", "pro"]);
 });

@@ -5,7 +5,7 @@
 const VOID = new Set(["br", "hr", "img"]);
 
 /**
- * Return the HTML that a browser would show for elements. Components are written as elements of their name.
+ * Return the HTML of elements as a browser would show it. A component becomes an element of its name.
  * @param {Children} children
  * @returns {string}
  */
@@ -28,7 +28,7 @@ function escapeHtml(text) {
 }
 
 /**
- * Give modules the few globals of a browser that they use outside components.
+ * Define the few globals of a browser that modules use outside components.
  * @param {{ asksKey?: boolean }} [options]
  */
 export function setUpBrowser({ asksKey = false } = {}) {
@@ -66,7 +66,7 @@ export function sse(event, data) {
 }
 
 /**
- * A response whose body the test writes.
+ * Create a response whose body the test writes.
  */
 export function createStream() {
   const { readable, writable } = new TransformStream();
@@ -81,7 +81,7 @@ export function createStream() {
   };
 }
 
-/** Let everything run that waits for nothing but promises and streams. */
+/** Run everything that waits only for promises and streams. */
 export async function settle() {
   for (let turn = 0; turn < 5; turn += 1) await new Promise((done) => setImmediate(done));
 }

@@ -16,7 +16,7 @@ KEYED = ApiSettings(api_keys=("key",))
 
 
 @pytest.mark.parametrize("accept", [BROWSER, "text/html", "application/json;q=0.5, text/html"])
-def test_client_that_accepts_html_gets_the_page(api: Api, accept: str) -> None:
+def test_client_that_prefers_html_gets_the_page(api: Api, accept: str) -> None:
     response = api.get("/", accept=accept)
     assert response.status_code == 200
     assert response.headers["content-type"] == "text/html; charset=utf-8"
@@ -28,7 +28,7 @@ def test_client_that_accepts_html_gets_the_page(api: Api, accept: str) -> None:
     "accept",
     ["*/*", "application/json", "application/json, text/html;q=0.9", "text/html;q=0", "text/html;q=x"],
 )
-def test_client_that_prefers_json_gets_json(api: Api, accept: str) -> None:
+def test_client_that_does_not_prefer_html_gets_json(api: Api, accept: str) -> None:
     response = api.get("/", accept=accept)
     assert response.json()["service"] == "mlx-ring"
     assert response.headers["vary"] == "accept"
@@ -104,9 +104,9 @@ def test_page_needs_no_key_but_its_data_does() -> None:
 
 def test_vendored_libraries_match_their_published_checksums() -> None:
     """Compare the files with the checksums beside them."""
-    import hashlib  # of this test alone
+    import hashlib  # used only here
 
     folder = files("mlx_ring.api.page") / "web" / "vendor"
-    noted = (folder / "README.txt").read_text()
+    published = (folder / "README.txt").read_text()
     for file in ("preact.js", "uPlot.iife.min.js", "uPlot.min.css"):
-        assert hashlib.sha256((folder / file).read_bytes()).hexdigest() in noted, file
+        assert hashlib.sha256((folder / file).read_bytes()).hexdigest() in published, file
