@@ -54,8 +54,7 @@ check: .venv/.ready-dev ## check lint, format, types, import contracts and gener
 	$(BIN)/python scripts/generate_protos.py --check
 	$(BIN)/python scripts/generate_settings_table.py --check
 	$(BIN)/python scripts/generate_dashboard.py --check
-	$(BIN)/python scripts/check_english.py scripts bench README.md CHANGELOG.md CONTRIBUTING.md Makefile $(wildcard docs/*.md)
-	$(BIN)/python scripts/check_english.py --kind opener src
+	$(BIN)/python scripts/check_english.py
 	@$(MAKE) --no-print-directory check-page
 
 node_modules/.ready: package.json package-lock.json scripts/npm | .venv/.ready-dev

@@ -15,7 +15,7 @@ from tests.agent.linked_nodes import LinkedNode, linked_node
 from tests.machines import node_credentials
 from tests.throttled_relay import throttled_relay
 
-from mlx_ring.agent.links import LINKS_FILE, LinkStore, WayKey
+from mlx_ring.agent.links import LINKS_FILE, LinkStore, RouteKey
 from mlx_ring.cluster.agent_link import AgentLink
 from mlx_ring.cluster.security.authority import Authority
 from mlx_ring.core.errors import PeerRefused, RingError, WorkerStuck
@@ -27,7 +27,7 @@ from mlx_ring.rpc.protos import agent_pb2, worker_pb2
 from mlx_ring.rpc.tls.certificates import node_name
 from mlx_ring.rpc.tls.credentials import Credentials
 
-KEY = WayKey("mini-2", "10.0.0.2", "10.0.0.1")
+KEY = RouteKey("mini-2", "10.0.0.2", "10.0.0.1")
 MEASURE = LinkMeasure(0.3e-3, 0.2e-3, 1e9, 20, 1 << 20)
 
 
@@ -161,14 +161,14 @@ def test_what_was_kept_holds_for_both_addresses_until_it_is_old(tmp_path: Path) 
     assert kept is not None
     assert (kept.round_trip_s, kept.bytes_per_s, kept.age_s) == (0.3e-3, 1e9, 100)
     assert store.load(KEY, 99) is None
-    assert store.load(WayKey("mini-2", "10.0.0.3", "10.0.0.1"), 100) is None
-    assert store.load(WayKey("mini-2", "10.0.0.2", "192.168.0.1"), 100) is None
+    assert store.load(RouteKey("mini-2", "10.0.0.3", "10.0.0.1"), 100) is None
+    assert store.load(RouteKey("mini-2", "10.0.0.2", "192.168.0.1"), 100) is None
     clock.now -= 200
     assert store.load(KEY, 100) is None, "measured in the future"
 
 
 def test_each_way_has_its_last_measurement(tmp_path: Path) -> None:
-    store, other = LinkStore(tmp_path), WayKey("mini-3", "10.0.0.3", "10.0.0.1")
+    store, other = LinkStore(tmp_path), RouteKey("mini-3", "10.0.0.3", "10.0.0.1")
     for key, bandwidth in ((KEY, 1.0), (other, 2.0), (KEY, 3.0)):
         store.save(key, LinkMeasure(1e-3, 1e-3, bandwidth, 1, 1))
     found = [store.load(key, 60) for key in (KEY, other)]
@@ -193,6 +193,6 @@ def test_a_folder_that_cannot_be_written_to_is_no_error(
 
 
 def test_the_key_of_a_way_has_both_ends() -> None:
-    assert WayKey.to("mini-2", "127.0.0.1:50051") == WayKey("mini-2", "127.0.0.1", "127.0.0.1")
-    assert WayKey.to("mini-2", "[::1]:50051") == WayKey("mini-2", "::1", "::1")
-    assert not WayKey.to("mini-2", "no.such.host.invalid:1").source
+    assert RouteKey.to("mini-2", "127.0.0.1:50051") == RouteKey("mini-2", "127.0.0.1", "127.0.0.1")
+    assert RouteKey.to("mini-2", "[::1]:50051") == RouteKey("mini-2", "::1", "::1")
+    assert not RouteKey.to("mini-2", "no.such.host.invalid:1").source

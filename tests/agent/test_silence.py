@@ -16,7 +16,7 @@ import pytest
 from tests.cgroups import limited, skip_without_groups
 from tests.eventually import eventually
 
-from mlx_ring.agent.supervisor import Silence
+from mlx_ring.agent.supervisor import UnresponsiveTime
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux says what threads wait for")
 
@@ -33,55 +33,55 @@ def running(*command: str) -> Generator[int]:
         process.wait()
 
 
-def seconds_after(silence: Silence, pause_s: float = 0.0) -> float:
+def seconds_after(unresponsive: UnresponsiveTime, pause_s: float = 0.0) -> float:
     """Return the seconds of silence after one more look without an answer."""
     _let_pass(pause_s)
-    silence.unanswered()
-    return silence.seconds
+    unresponsive.unanswered()
+    return unresponsive.seconds
 
 
-def grows(silence: Silence) -> None:
-    before = silence.seconds
-    eventually(lambda: seconds_after(silence), lambda seconds: seconds > before + 0.2)
+def grows(unresponsive: UnresponsiveTime) -> None:
+    before = unresponsive.seconds
+    eventually(lambda: seconds_after(unresponsive), lambda seconds: seconds > before + 0.2)
 
 
 def test_a_stopped_process_is_silent() -> None:
     with running(*_BUSY) as pid:
-        silence = Silence(pid)
+        unresponsive = UnresponsiveTime(pid)
         os.kill(pid, signal.SIGSTOP)
-        grows(silence)
+        grows(unresponsive)
 
 
 def test_a_process_that_waits_for_something_is_silent() -> None:
     with running("sleep", "600") as pid:
-        grows(Silence(pid))
+        grows(UnresponsiveTime(pid))
 
 
 def test_a_process_that_computes_and_does_not_answer_is_silent() -> None:
     """In looks far enough apart that the clock of processors, which ticks every 10 ms, shows it."""
     with running(*_BUSY) as pid:
-        silence = Silence(pid)
-        eventually(lambda: seconds_after(silence, 0.3))
+        unresponsive = UnresponsiveTime(pid)
+        eventually(lambda: seconds_after(unresponsive, 0.3))
 
 
 def test_a_process_that_gets_no_processor_is_not_silent() -> None:
     skip_without_groups()
     with limited(1 << 30, 0.005, period_us=1_000_000) as group, running(*group.command(*_BUSY)) as pid:
-        silence = Silence(pid)
+        unresponsive = UnresponsiveTime(pid)
         _let_pass(0.5)
-        silence.unanswered()
-        silence.answered()
+        unresponsive.unanswered()
+        unresponsive.answered()
         _let_pass(1.0)
-        silence.unanswered()
-        assert silence.seconds == 0
+        unresponsive.unanswered()
+        assert unresponsive.seconds == 0
 
 
 def test_an_answer_ends_the_silence() -> None:
     with running("sleep", "600") as pid:
-        silence = Silence(pid)
-        grows(silence)
-        silence.answered()
-        assert silence.seconds == 0
+        unresponsive = UnresponsiveTime(pid)
+        grows(unresponsive)
+        unresponsive.answered()
+        assert unresponsive.seconds == 0
 
 
 def test_time_in_which_nobody_could_look_counts_as_two_seconds_at_most(
@@ -90,11 +90,11 @@ def test_time_in_which_nobody_could_look_counts_as_two_seconds_at_most(
     with running(*_BUSY) as pid:
         os.kill(pid, signal.SIGSTOP)
         os.waitid(os.P_PID, pid, os.WSTOPPED)
-        silence = Silence(pid)
+        unresponsive = UnresponsiveTime(pid)
         now = time.monotonic()
         monkeypatch.setattr(time, "monotonic", lambda: now + 3600)
-        silence.unanswered()
-        assert silence.seconds == 2
+        unresponsive.unanswered()
+        assert unresponsive.seconds == 2
 
 
 _SHORT_LIVED = "import threading\nwhile True:\n  t = threading.Thread(target=lambda: sum(range(10**6))); t.start(); t.join()"
@@ -102,23 +102,23 @@ _SHORT_LIVED = "import threading\nwhile True:\n  t = threading.Thread(target=lam
 
 def test_time_of_threads_that_have_ended_counts() -> None:
     with running(sys.executable, "-c", _SHORT_LIVED) as pid:
-        silence = Silence(pid)
-        eventually(lambda: seconds_after(silence, 0.3), lambda seconds: seconds >= 1)
+        unresponsive = UnresponsiveTime(pid)
+        eventually(lambda: seconds_after(unresponsive, 0.3), lambda seconds: seconds >= 1)
 
 
 def test_who_is_starved_for_ever_is_silent_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     skip_without_groups()
     with limited(1 << 30, 0.005, period_us=1_000_000) as group, running(*group.command(*_BUSY)) as pid:
-        silence = Silence(pid)
+        unresponsive = UnresponsiveTime(pid)
         _let_pass(0.5)
         now = itertools.count(time.monotonic(), 2.0)
         monkeypatch.setattr(time, "monotonic", lambda: next(now))
         for _ in range(25):
-            silence.unanswered()
-        assert silence.seconds == 0
+            unresponsive.unanswered()
+        assert unresponsive.seconds == 0
         for _ in range(25):
-            silence.unanswered()
-        assert silence.seconds > 3
+            unresponsive.unanswered()
+        assert unresponsive.seconds > 3
 
 
 def _let_pass(seconds: float) -> None:

@@ -15,7 +15,7 @@ from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
 CUT = Cut.alike((LayerRange(0, 3), LayerRange(3, 5)))
 
 
-def expect(instance: str, cut: Cut, wishes: str = "auto") -> Sequence[worker_pb2.StageAssignment]:
+def expect(instance: str, cut: Cut, shaping: str = "auto") -> Sequence[worker_pb2.StageAssignment]:
     return make_assignments(
         cut,
         instance=instance,
@@ -23,7 +23,7 @@ def expect(instance: str, cut: Cut, wishes: str = "auto") -> Sequence[worker_pb2
         dtype="auto",
         model_digest="model",
         max_model_len=64,
-        wishes=wishes,
+        shaping=shaping,
     )
 
 
@@ -36,7 +36,7 @@ def loaded(epoch: int = 4) -> list[agent_pb2.AgentEvent]:
         dtype="auto",
         model_digest="model",
         max_model_len=64,
-        wishes="auto",
+        shaping="auto",
     )
     assignments[0].next_address, assignments[0].next_node = "10.0.0.2:4000", "b"
     assignments[0].previous_node, assignments[1].previous_node = "b", "a"
@@ -83,7 +83,7 @@ def test_any_other_instance_is_not_adopted(trouble: str) -> None:
 
 
 def test_an_instance_cut_with_other_settings_is_not_adopted() -> None:
-    assert find_adoptable(loaded(), partial(expect, wishes="uniform")) == []
+    assert find_adoptable(loaded(), partial(expect, shaping="uniform")) == []
 
 
 def test_the_highest_epoch_is_that_of_any_worker() -> None:

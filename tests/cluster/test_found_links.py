@@ -7,7 +7,7 @@ from itertools import combinations
 
 import pytest
 
-from mlx_ring.cluster.link_survey import FoundLink, as_they_are, hops_told, link_profiles, rounds
+from mlx_ring.cluster.link_survey import FoundLink, as_they_are, link_profiles, link_remarks, rounds
 from mlx_ring.rpc.link_profile import FRAMES_S, UNREACHABLE, LinkProfile
 
 
@@ -49,10 +49,10 @@ def test_the_links_of_a_plan_are_listed() -> None:
         frozenset(("mini", "box")): LinkProfile(4e-3, 5e6),
         frozenset(("head", "other")): LinkProfile(1e-3, 1e8),
     }
-    (told,) = hops_told(["head", "mini", "box"], links)
+    (told,) = link_remarks(["head", "mini", "box"], links)
     assert told == (
         "Measured links: head - mini round trip 0.31 ms, 9.6 Gbit/s; "
         "box - mini round trip 4.00 ms, 40 Mbit/s."
     )
-    assert hops_told(["head"], links) == ()
-    assert hops_told(["here", "there"], {}) == ()
+    assert link_remarks(["head"], links) == ()
+    assert link_remarks(["here", "there"], {}) == ()

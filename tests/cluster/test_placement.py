@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from mlx_ring.cluster.placement import (
     Cut,
     balanced_split,
-    cut_wishes,
     even_split,
     make_assignments,
     plan_digest,
+    shaping_settings,
 )
 from mlx_ring.core.errors import PlanError
 from mlx_ring.core.types import LayerRange
@@ -117,7 +117,7 @@ def test_a_plan_s_digest_depends_on_cut_type_model_kv_bits_and_settings() -> Non
         (halves, "float32", "n", 0),
         (halves, "float32", "m", 8),
     ]
-    wished = {plan_digest(*plans[0], wishes=wishes) for wishes in ("uniform", "custom")}
+    wished = {plan_digest(*plans[0], shaping=shaping) for shaping in ("uniform", "custom")}
     assert len({plan_digest(*plan) for plan in plans} | wished) == len(plans) + 2
 
 
@@ -135,14 +135,14 @@ def test_a_plan_s_digest_depends_on_cut_type_model_kv_bits_and_settings() -> Non
     ],
 )
 def test_settings_that_change_the_cut_are_included(flags: dict[str, object]) -> None:
-    assert cut_wishes(load_settings(flags)) != cut_wishes(load_settings({}))
+    assert shaping_settings(load_settings(flags)) != shaping_settings(load_settings({}))
 
 
 def test_settings_that_do_not_change_the_cut_are_ignored() -> None:
     flags = {"max_num_seqs": 4, "port": 0, "prefix_cache": "off", "log_level": "debug"}
-    assert cut_wishes(load_settings(flags)) == cut_wishes(load_settings({}))
+    assert shaping_settings(load_settings(flags)) == shaping_settings(load_settings({}))
     each, few = {"optimize_for": "throughput"}, {"optimize_for": "throughput", "max_num_seqs": 4}
-    assert cut_wishes(load_settings(each)) != cut_wishes(load_settings(few))
+    assert shaping_settings(load_settings(each)) != shaping_settings(load_settings(few))
 
 
 def test_each_assignment_names_its_place_and_they_share_one_digest() -> None:

@@ -78,17 +78,17 @@ def test_workers_count_as_ready_once_each_has_said_so() -> None:
     other = agent_pb2.WorkerState(instance="b")
     event = agent_pb2.AgentEvent(workers=[*states, other], hello=hello_pb2.Hello(node="here"))
     here = {("here", RankId(0, 0)): ready, ("here", RankId(1, 0)): ready}
-    assert Watched("a", 1).hear(event) == here
-    assert Watched("c", 1).hear(event) is None
+    assert Watched("a", 1).record(event) == here
+    assert Watched("c", 1).record(event) is None
     there = agent_pb2.AgentEvent(
         workers=[agent_pb2.WorkerState(instance="a", stage=2, status=ready)],
         hello=hello_pb2.Hello(node="there"),
     )
     watched = Watched("a", 2)
-    assert watched.hear(event) is None, "another node has not said anything"
-    assert watched.hear(there) == {**here, ("there", RankId(2, 0)): ready}
+    assert watched.record(event) is None, "another node has not said anything"
+    assert watched.record(there) == {**here, ("there", RankId(2, 0)): ready}
     event.workers[1].ClearField("status")
-    assert Watched("a", 1).hear(event) is None, "it was too busy to answer"
+    assert Watched("a", 1).record(event) is None, "it was too busy to answer"
 
 
 def test_a_budget_too_small_for_the_model_s_context_shortens_it_and_is_shown(

@@ -62,7 +62,7 @@ def test_what_others_hold_of_kv_by_now_counts_as_theirs_to_share() -> None:
     grown = worker(15)
     grown.kv_bytes = 6 * GIB
     state = agent_pb2.WorkerState(instance="a", stage=0, rank=0, status=grown)
-    shares.hear(agent_pb2.AgentEvent(hello=hello_pb2.Hello(node="here"), workers=[state]))
+    shares.record_workers(agent_pb2.AgentEvent(hello=hello_pb2.Hello(node="here"), workers=[state]))
     assert join(shares, "b", {HERE: worker(11)}, NO_RESERVE)[FIRST].limit_bytes == 8 * GIB
 
 
@@ -119,11 +119,11 @@ def test_memory_of_one_that_left_is_given_out_when_the_others_have_looked_again(
     shares.leave("b")
     state = agent_pb2.WorkerState(instance="a", stage=0, rank=0, status=worker(21))
     event = agent_pb2.AgentEvent(hello=hello_pb2.Hello(node="here"), workers=[state])
-    shares.hear(event)
+    shares.record_workers(event)
     assert engine.limits == [5 * GIB], "what it says now may have been measured before"
     now[0] += 3.0
-    shares.hear(event)
-    shares.hear(event)
+    shares.record_workers(event)
+    shares.record_workers(event)
     assert engine.limits == [5 * GIB, 20 * GIB]
 
 

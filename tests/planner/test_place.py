@@ -145,7 +145,7 @@ def test_the_error_for_too_small_a_cluster_names_what_is_missing_and_what_fits()
     with pytest.raises(PlanError) as caught:
         place(model, cluster_of(node_of("a", 6), node_of("b", 6)), plan_request(demand=demand))
     told = str(caught.value)
-    assert "are missing. What fits: " in told
+    assert "are missing. This fits: " in told
     context = int(told.partition("a context of ")[2].split()[0])
     cluster = cluster_of(node_of("a", 6), node_of("b", 6))
     place(model, cluster, plan_request(demand=Demand(context, 4)))

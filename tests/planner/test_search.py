@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from tests.examples import examples
 
 from mlx_ring.planner.search import (
+    Partition,
     Piece,
-    Way,
-    has_way,
+    has_partition,
     in_order,
-    quickest_way,
+    quickest_partition,
     steadiest_costs,
 )
 from mlx_ring.planner.stage_costs import Table
@@ -67,8 +67,12 @@ def around(hops: Table, pieces: tuple[Piece, ...]) -> float:
     return sum(float(hops[one, other]) for one, other in zip(places, [*places[1:], places[0]], strict=True))
 
 
-def same(way: Way | None, cost: float) -> bool:
-    return way is None if np.isinf(cost) else way is not None and way.cost == pytest.approx(cost)
+def same(partition: Partition | None, cost: float) -> bool:
+    return (
+        partition is None
+        if np.isinf(cost)
+        else partition is not None and partition.cost == pytest.approx(cost)
+    )
 
 
 @given(problems())
@@ -80,11 +84,11 @@ def test_the_quickest_way_is_the_best_of_all(problem: tuple[list[Table], Table])
         pieces: sum(times(tables, pieces)) + around(hops, pieces)
         for pieces in every_way(tables, orders(nodes, range(1, nodes + 1)))
     }
-    way = quickest_way(tables, hops)
-    assert same(way, min(costs.values(), default=np.inf))
-    if way is not None:
-        assert costs[way.pieces] == pytest.approx(way.cost)
-        for node, cost in enumerate(way.with_node):
+    partition = quickest_partition(tables, hops)
+    assert same(partition, min(costs.values(), default=np.inf))
+    if partition is not None:
+        assert costs[partition.pieces] == pytest.approx(partition.cost)
+        for node, cost in enumerate(partition.with_node):
             having = [cost for pieces, cost in costs.items() if any(piece.node == node for piece in pieces)]
             assert cost == pytest.approx(min(having, default=np.inf))
 
@@ -109,18 +113,18 @@ def test_the_quickest_way_minds_what_every_machine_needs_before_the_next_token(
     }
     least = min(costs.values(), default=np.inf)
     known = least if knows_least and np.isfinite(least) else 0.0
-    way = quickest_way(tables, hops, paces, stages=stages, least=known)
-    assert (way is None) == np.isinf(least)
-    if way is not None:
-        assert costs[way.pieces] == pytest.approx(way.cost)
-        assert way.cost <= 1.001 * least
+    partition = quickest_partition(tables, hops, paces, stages=stages, least=known)
+    assert (partition is None) == np.isinf(least)
+    if partition is not None:
+        assert costs[partition.pieces] == pytest.approx(partition.cost)
+        assert partition.cost <= 1.001 * least
 
 
 @given(problems())
 @examples(1.5)
 def test_there_is_a_way_where_one_is_found(problem: tuple[list[Table], Table]) -> None:
     tables, hops = problem
-    assert has_way(tables, hops) == (quickest_way(tables, hops) is not None)
+    assert has_partition(tables, hops) == (quickest_partition(tables, hops) is not None)
 
 
 @given(problems())
@@ -142,7 +146,7 @@ def test_in_order_takes_every_machine_and_the_best_cut(problem: tuple[list[Table
     tables, _ = problem
     every = tuple(range(len(tables)))
     costs = {pieces: max(times(tables, pieces)) for pieces in every_way(tables, iter([every]))}
-    way = in_order(tables)
-    assert same(way, min(costs.values(), default=np.inf))
-    if way is not None:
-        assert costs[way.pieces] == pytest.approx(way.cost)
+    partition = in_order(tables)
+    assert same(partition, min(costs.values(), default=np.inf))
+    if partition is not None:
+        assert costs[partition.pieces] == pytest.approx(partition.cost)

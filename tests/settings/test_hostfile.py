@@ -146,7 +146,7 @@ def test_a_cluster_reads_rdma_devices_and_the_backend_but_no_ranks(tmp_path: Pat
         ),
         (LOCAL_HOSTS, {"tp": 3}, "names 2 ranks, and 3 are asked for"),
         (RING, {"nodes": 2}, "names workers of this machine, and --nodes is 2"),
-        (LOCAL_HOSTS, {"nodes": 2}, "tells neither `rdma` nor `backend`"),
+        (LOCAL_HOSTS, {"nodes": 2}, "has neither `rdma` nor `backend`"),
         (
             {"hosts": PAIR, "envs": ["A=1"]},
             {"nodes": 2},

@@ -367,7 +367,7 @@ def test_device_failure_fails_only_rows_built_on_the_failed_step(
 def begin_unreadable(runner: StageRunner, step: step_pb2.Step, monkeypatch: pytest.MonkeyPatch) -> None:
     """Start a step whose tokens cannot be read."""
     assert not list(runner.take(step, 0))
-    work = runner._under_way
+    work = runner._pending
     assert work is not None
     assert work.draws is not None
 

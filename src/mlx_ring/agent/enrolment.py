@@ -144,14 +144,14 @@ def shown_certificate(head: HeadAddress) -> bytes:
         ):
             shown = connection.getpeercert(binary_form=True)
     except ssl.SSLError as error:
-        raise PeerRefused(f"What answers at {head.enrolment} is no mlx-ring head: {error}.") from error
+        raise PeerRefused(f"The peer at {head.enrolment} is no mlx-ring head: {error}.") from error
     except OSError as error:
         raise ConfigError(
             f"No head answers at {head.enrolment} ({error.strerror or error}): check the address, that "
             f"`mlx-ring serve` runs there, and that ports {head.port} and {head.enrolment_port} are open."
         ) from error
     if shown is None:
-        raise PeerRefused(f"What answers at {head.enrolment} shows no certificate: it is no mlx-ring head.")
+        raise PeerRefused(f"The peer at {head.enrolment} shows no certificate: it is no mlx-ring head.")
     return shown
 
 

@@ -137,9 +137,11 @@ class LentChild:
         return await self.wait()
 
     async def _receive_end(self, reader: asyncio.StreamReader) -> str:
-        told = await _next(reader)
+        message = await _next(reader)
         self._writer.close()
-        return "is gone with the process that mlx.launch started for it" if told is None else told["ended"]
+        return (
+            "ended with the process that mlx.launch started for it" if message is None else message["ended"]
+        )
 
 
 async def _connect(socket: Path, rank: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

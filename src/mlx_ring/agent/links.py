@@ -22,7 +22,7 @@ from typing import Annotated
 import grpc
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from mlx_ring.agent.loading import told_failure
+from mlx_ring.agent.loading import as_failure
 from mlx_ring.core.environment import package_version
 from mlx_ring.core.errors import ConfigError, RingError
 from mlx_ring.host.private_files import write_private
@@ -46,17 +46,17 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True, slots=True)
-class WayKey:
-    """Which way a measurement is of."""
+class RouteKey:
+    """Route that a measurement is of."""
 
     node: str
     host: str
-    """The peer's, without a port: that changes with each start."""
+    """The peer's host, without a port: the port changes with each start."""
     source: str
-    """Our own address on the way."""
+    """The local address on the route."""
 
     @classmethod
-    def to(cls, node: str, address: str) -> WayKey:
+    def to(cls, node: str, address: str) -> RouteKey:
         """Return the key of the route to a node at a gRPC address."""
         host = address.rpartition(":")[0].strip("[]")
         return cls(node, host, _source_towards(host))
@@ -64,7 +64,7 @@ class WayKey:
 
 @dataclass(frozen=True, slots=True)
 class KeptLink:
-    """A measurement, and how long ago it was."""
+    """A measurement with its age."""
 
     round_trip_s: float
     bytes_per_s: float
@@ -82,8 +82,8 @@ class _Entry(BaseModel):
     unix_time_s: Positive
 
     @property
-    def key(self) -> WayKey:
-        return WayKey(self.node, self.host, self.source)
+    def key(self) -> RouteKey:
+        return RouteKey(self.node, self.host, self.source)
 
 
 class _File(BaseModel):
@@ -95,14 +95,14 @@ class _File(BaseModel):
 
 
 class LinkStore:
-    """One node's measurements, the last of each way."""
+    """One node's measurements, the last of each route."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
         """Open the store; `clock` returns Unix seconds."""
         self._file = folder / LINKS_FILE
         self._clock = clock
 
-    def load(self, key: WayKey, max_age_s: float) -> KeptLink | None:
+    def load(self, key: RouteKey, max_age_s: float) -> KeptLink | None:
         """Return the kept measurement of a route; None if there is none or it is too old."""
         for entry in self._entries():
             age_s = self._clock() - entry.unix_time_s
@@ -110,8 +110,8 @@ class LinkStore:
                 return KeptLink(entry.round_trip_s, entry.bytes_per_s, age_s)
         return None
 
-    def save(self, key: WayKey, measure: LinkMeasure) -> None:
-        """Replace the kept measurement. A folder that cannot be written to is logged, and is no error."""
+    def save(self, key: RouteKey, measure: LinkMeasure) -> None:
+        """Replace the kept measurement; log an unwritable folder, which is no error."""
         entry = _Entry(
             node=key.node,
             host=key.host,
@@ -181,14 +181,14 @@ class LinkFront:
             check_hello(request.hello, make_hello(node=self._node), "the head")
             found = await self._recall_or_measure(request)
         except RingError as error:
-            return agent_pb2.MeasureLinkReply(failure=told_failure(error))
+            return agent_pb2.MeasureLinkReply(failure=as_failure(error))
         return agent_pb2.MeasureLinkReply(
             round_trip_s=found.round_trip_s, bytes_per_s=found.bytes_per_s, age_s=found.age_s
         )
 
     async def _recall_or_measure(self, request: agent_pb2.MeasureLinkRequest) -> KeptLink:
         async with self._alone:
-            key = await asyncio.to_thread(WayKey.to, request.node, request.address)
+            key = await asyncio.to_thread(RouteKey.to, request.node, request.address)
             kept = self._store.load(key, request.max_age_s)
             if kept is not None:
                 return kept

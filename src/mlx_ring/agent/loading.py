@@ -72,10 +72,10 @@ async def load_workers(
         await asyncio.gather(loads, return_exceptions=True)
 
 
-async def until_done(news: asyncio.Queue[Item], work: asyncio.Future[Any]) -> AsyncIterator[Item]:
+async def until_done(items: asyncio.Queue[Item], work: asyncio.Future[Any]) -> AsyncIterator[Item]:
     """Yield items until `work` has ended; then raise its error, if any."""
-    while not (work.done() and news.empty()):
-        arrival = asyncio.ensure_future(news.get())
+    while not (work.done() and items.empty()):
+        arrival = asyncio.ensure_future(items.get())
         await asyncio.wait((arrival, work), return_when=asyncio.FIRST_COMPLETED)
         if arrival.done():
             yield arrival.result()
@@ -105,7 +105,7 @@ async def _load(
 
 def _raise_if_ended(worker: Worker, end: asyncio.Future[str]) -> None:
     if end.done():
-        raise WorkerLost(f"{worker.told} {end.result()} while it was loading.")
+        raise WorkerLost(f"{worker.label} {end.result()} while it was loading.")
 
 
 async def _follow(
@@ -121,9 +121,9 @@ async def _follow(
             ready = ready or report.ready
             progress.put_nowait(_stage_progress(worker, report))
     except grpc.RpcError as error:
-        raise channel_error(error, worker.told) from error
+        raise channel_error(error, worker.label) from error
     if not ready:
-        raise WorkerLost(f"{worker.told} ended its report before it was ready.")
+        raise WorkerLost(f"{worker.label} ended its report before it was ready.")
 
 
 async def _next_report(call: _Reports, worker: Worker, phase: str) -> object:
@@ -134,17 +134,17 @@ async def _next_report(call: _Reports, worker: Worker, phase: str) -> object:
     except TimeoutError:
         where = ", ".join(worker.assignment.group) or "this machine"
         raise WorkerStuck(
-            f"{worker.told} did not find the other ranks of its stage within {_GROUP_WAIT_S:g} s, at {where}: "
+            f"{worker.label} did not find the other ranks of its stage within {_GROUP_WAIT_S:g} s, at {where}: "
             "see that these addresses reach each other, and the logs."
         ) from None
 
 
 def failed_load(error: Exception) -> agent_pb2.StageProgress:
     """Return the last message of a failed load."""
-    return agent_pb2.StageProgress(progress=worker_pb2.LoadProgress(failure=told_failure(error)))
+    return agent_pb2.StageProgress(progress=worker_pb2.LoadProgress(failure=as_failure(error)))
 
 
-def told_failure(error: Exception) -> step_pb2.Failure:
+def as_failure(error: Exception) -> step_pb2.Failure:
     """Return any error as a failure of the exception tree."""
     return error_to_failure(
         error if isinstance(error, RingError) else ServingError(f"{type(error).__name__}: {error}")

@@ -195,25 +195,25 @@ class Ends(Protocol):
 
 
 async def end_orphaned_workers(
-    supervisor: Ends, heard_s: Callable[[], float], alone_s: float = _ALONE_S, look_s: float = _LOOK_S
+    supervisor: Ends, received_s: Callable[[], float], alone_s: float = _ALONE_S, look_s: float = _LOOK_S
 ) -> None:
     """End ranks that compute without a head, forever.
 
     Args:
         supervisor: supervisor of this machine's workers.
-        heard_s: returns the time of the head's last message, on the clock of `time.monotonic`.
+        received_s: returns the time of the head's last message, on the clock of `time.monotonic`.
         alone_s: seconds without a message after which ranks end.
         look_s: seconds between two checks.
     """
     while True:
         await asyncio.sleep(look_s)
-        if time.monotonic() - heard_s() < alone_s:
+        if time.monotonic() - received_s() < alone_s:
             continue
         joined = [worker for worker in supervisor.workers if joined_ranks(worker.assignment)]
         for instance in await _busy_instances(joined, look_s):
             log.error(
-                "nothing was heard of the head for %.0f s, and ranks of %s wait for others: they end",
-                time.monotonic() - heard_s(),
+                "received nothing from the head for %.0f s while ranks of %s wait for others: ending them",
+                time.monotonic() - received_s(),
                 instance,
             )
             await supervisor.stop(instance)
@@ -311,11 +311,11 @@ async def serve_as_member(options: MemberOptions) -> None:
     await server.start()
     responder.start()
 
-    heard_s = time.monotonic()
+    received_s = time.monotonic()
 
     def revoke(serials: tuple[str, ...]) -> None:
-        nonlocal heard_s
-        heard_s = time.monotonic()
+        nonlocal received_s
+        received_s = time.monotonic()
         if serials != supervisor.revoked:
             supervisor.revoke(serials)
             revoked.replace(serials)
@@ -328,7 +328,7 @@ async def serve_as_member(options: MemberOptions) -> None:
     )
     beside = (
         asyncio.create_task(_renew_in_time(options.head, folder), name="renewal"),
-        asyncio.create_task(end_orphaned_workers(supervisor, lambda: heard_s), name="orphans"),
+        asyncio.create_task(end_orphaned_workers(supervisor, lambda: received_s), name="orphans"),
     )
     try:
         await _until_asked_or_done(attending, front.asked_to_stop)

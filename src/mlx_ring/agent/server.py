@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 import grpc
 
 from mlx_ring.agent.fetched_models import FetchedModels
-from mlx_ring.agent.loading import failed_load, load_workers, start_workers, told_failure, until_done
+from mlx_ring.agent.loading import as_failure, failed_load, load_workers, start_workers, until_done
 from mlx_ring.agent.supervisor import Supervisor, Worker
-from mlx_ring.agent.trust import check_hosts, check_ways, trusted_devices
+from mlx_ring.agent.trust import check_hosts, check_routes, trusted_devices
 from mlx_ring.core.errors import ProtocolError, RingError
 from mlx_ring.core.logs import set_log_epoch
 from mlx_ring.host.process import usable_memory
@@ -63,13 +63,13 @@ class AgentFront:
         try:
             instance = self._check_start(request)
         except RingError as error:
-            return agent_pb2.StartReply(failure=told_failure(error))
+            return agent_pb2.StartReply(failure=as_failure(error))
         try:
             workers = await start_workers(self._supervisor, request, self._load_timeout_s)
         except (RingError, OSError) as error:
             log.error("%s could not be started: %s", instance, error)  # noqa: TRY400 - the sentence is the point
             await self._supervisor.stop(instance)
-            return agent_pb2.StartReply(failure=told_failure(error))
+            return agent_pb2.StartReply(failure=as_failure(error))
         except BaseException:
             self._spawn(self._supervisor.stop(instance))
             raise
@@ -113,7 +113,7 @@ class AgentFront:
                 yield progress
             if request.only_fetch:
                 return
-            check_ways(request.assignments, self._supervisor.trusted)
+            check_routes(request.assignments, self._supervisor.trusted)
             await self._supervisor.give_places(instance, request.assignments)
             async for progress in load_workers(workers, request, self._load_timeout_s):
                 yield progress
@@ -134,15 +134,15 @@ class AgentFront:
             return
         if self._fetched is None:
             raise ProtocolError("This agent fetches no weights: it is of the machine that has the model.")
-        told: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
+        updates: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
         def progress(done: int, total: int) -> None:
-            loop.call_soon_threadsafe(told.put_nowait, (done, total))
+            loop.call_soon_threadsafe(updates.put_nowait, (done, total))
 
         fetching = asyncio.ensure_future(self._fetched.fetch(instance, request, progress))
         try:
-            async for done, total in until_done(told, fetching):
+            async for done, total in until_done(updates, fetching):
                 yield _fetched_so_far(request, done, total)
             request.model_path = str(fetching.result())
         finally:
@@ -207,16 +207,16 @@ def _fetched_so_far(request: agent_pb2.LoadStagesRequest, done: int, total: int)
 
 
 def _started(worker: Worker, trust: Trust) -> agent_pb2.StartedWorker:
-    told = worker.status or worker_pb2.WorkerStatus()
+    status = worker.status or worker_pb2.WorkerStatus()
     started = agent_pb2.StartedWorker(
         stage=worker.stage,
         rank=worker.rank,
         pid=worker.child.pid,
         address=worker.address,
-        port=told.port,
-        group_port=told.group_port,
-        group_host=told.group_host,
-        means=told.means,
+        port=status.port,
+        group_port=status.group_port,
+        group_host=status.group_host,
+        means=status.means,
     )
-    started.means.rdma_devices[:] = trusted_devices(told.means.rdma_devices, trust)
+    started.means.rdma_devices[:] = trusted_devices(status.means.rdma_devices, trust)
     return started

@@ -60,23 +60,23 @@ def own_gpu(
 
 
 _LONGEST_GAP_S = 2.0
-"""Between two looks at a worker; where more has passed, whoever looks was stopped himself."""
+"""Longest time that counts between two checks of a worker; after a longer one, this process was stopped itself."""
 _LEAST_SHARE = 0.05
 """Share of a processor below which a process that is ready to compute counts as starved."""
 _MOST_STARVED_S = 60.0
-"""Without an answer. In a container that grants next to nothing, who waits for ever and who is busy for ever look alike."""
+"""Limit of the starved time without an answer. With hardly any processor time, a stuck worker looks like a busy one."""
 _RUNNABLE = "R"
 
 
-class Silence:
-    """Record of one worker's unanswered questions."""
+class UnresponsiveTime:
+    """Time since a worker last answered a status request."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
         self._looked_s = time.monotonic()
         self._cpu_s = _cpu_s(pid)
         self.seconds = 0.0
-        """Since it last answered, without the time in which it could not."""
+        """Seconds since its last answer, without the time in which it could not answer."""
         self._starved_s = 0.0
 
     def answered(self) -> None:
@@ -84,7 +84,7 @@ class Silence:
         self.seconds = self._starved_s = 0.0
 
     def unanswered(self) -> None:
-        """Record a question without an answer in time."""
+        """Record a request that was not answered in time."""
         gap_s, computed_s = self._look()
         counted_s = min(gap_s, _LONGEST_GAP_S)
         is_starved = computed_s < _LEAST_SHARE * gap_s and _is_runnable(self._pid)
@@ -156,17 +156,17 @@ class WorkerOptions:
 
 @dataclass(slots=True)
 class Worker:
-    """One worker process, and what it said of itself last."""
+    """One worker process with its last status."""
 
     assignment: worker_pb2.StageAssignment
     socket: Path
     child: ChildProcess | LentChild
     channel: grpc.aio.Channel
     status: worker_pb2.WorkerStatus | None = None
-    silence: Silence = field(init=False)
+    unresponsive: UnresponsiveTime = field(init=False)
 
     def __post_init__(self) -> None:
-        self.silence = Silence(self.child.pid)
+        self.unresponsive = UnresponsiveTime(self.child.pid)
 
     @property
     def instance(self) -> str:
@@ -185,7 +185,7 @@ class Worker:
         return f"unix:{self.socket}"
 
     @property
-    def told(self) -> str:
+    def label(self) -> str:
         """Name of the worker in messages."""
         return f"The worker of stage {self.stage}, rank {self.rank}, pid {self.child.pid}"
 
@@ -212,7 +212,7 @@ class Worker:
             alive=self.alive,
             exit_reason=self.child.exit_reason,
             status=self.status,
-            silent_s=self.silence.seconds,
+            silent_s=self.unresponsive.seconds,
             assignment=self.assignment,
         )
 
@@ -361,9 +361,9 @@ class Supervisor:
         try:
             worker.status = await call(self._question(), timeout=_STATUS_WAIT_S)
         except grpc.RpcError:
-            worker.silence.unanswered()
+            worker.unresponsive.unanswered()
         else:
-            worker.silence.answered()
+            worker.unresponsive.answered()
 
     async def wait_until_up(self, worker: Worker) -> None:
         """Wait until a worker that was just started answers.
@@ -377,9 +377,9 @@ class Supervisor:
         try:
             await asyncio.wait((up, end), return_when=asyncio.FIRST_COMPLETED)
             if not up.done() or up.exception() is not None:
-                raise WorkerLost(f"{worker.told} {await end} before it answered.")
+                raise WorkerLost(f"{worker.label} {await end} before it answered.")
             worker.status = up.result()
-            worker.silence.answered()
+            worker.unresponsive.answered()
         finally:
             up.cancel()
             end.cancel()

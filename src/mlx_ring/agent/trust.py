@@ -40,7 +40,7 @@ def check_hosts(assignments: Iterable[worker_pb2.StageAssignment], trust: Trust)
     for host, assignment in hosts.items():
         if host not in by_address:
             raise PlanError(
-                f"Collectives of {assignment.instance} were to be spoken on {host}, which no {FLAG} of this machine names. "
+                f"Collectives of {assignment.instance} would use {host}, which no {FLAG} of this machine names. "
                 f"{problem}".strip()
             )
         log.warning(
@@ -50,7 +50,7 @@ def check_hosts(assignments: Iterable[worker_pb2.StageAssignment], trust: Trust)
         )
 
 
-def check_ways(assignments: Iterable[worker_pb2.StageAssignment], trust: Trust) -> None:
+def check_routes(assignments: Iterable[worker_pb2.StageAssignment], trust: Trust) -> None:
     """Raise `PlanError` if a group's traffic would leave loopback and the trusted interfaces."""
     own, others = set[str](), set[str]()
     for assignment in assignments:
@@ -59,7 +59,7 @@ def check_ways(assignments: Iterable[worker_pb2.StageAssignment], trust: Trust) 
             place, backend = rank_in_group(assignment), backend_of(assignment)
             own |= _hosts(assignment.group[place])
             others |= _hosts(assignment.group[(place + 1) % len(places)])
-            # To rank 0 every rank of jaccl goes; from the one before it a rank of the ring is reached.
+            # With jaccl every rank connects to rank 0; in a ring each rank is reached from the one before it.
             others |= _hosts(assignment.group[0]) if backend == "jaccl" else set[str]()
             others |= _hosts(f"{assignment.group_from or LOOPBACK}:0")
     if own | others:
@@ -76,37 +76,35 @@ def _check_assignment(assignment: worker_pb2.StageAssignment, ranks: int, trust:
     """Raise `PlanError` if the assignment would direct a group elsewhere."""
     backend, who = backend_of(assignment), f"The group of {assignment.instance}"
     if len(assignment.group) != ranks:
-        raise PlanError(f"{who} has {ranks} ranks, and {len(assignment.group)} addresses were told.")
+        raise PlanError(f"{who} has {ranks} ranks, but {len(assignment.group)} addresses were given.")
     if foreign := sorted(assignment.group_environment.keys() - _VARIABLES):
-        raise PlanError(f"{who} was to be made with {foreign[0]}, which no head may set.")
+        raise PlanError(f"{who} was requested with {foreign[0]}, which no head may set.")
     if backend in _OF_ONE_MACHINE and (elsewhere := sorted(_hosts(",".join(assignment.group)))):
-        raise PlanError(
-            f"{who} was to reach {elsewhere[0]}, and {backend} joins workers of one machine alone."
-        )
+        raise PlanError(f"{who} would reach {elsewhere[0]}, but {backend} only joins workers of one machine.")
     if backend == "jaccl":
         devices = devices_of(json.loads(assignment.rdma or "[]")[rank_in_group(assignment)])
         if strange := sorted(set(devices) - set(trusted_devices(devices, trust))):
             raise PlanError(
-                f"{who} was to use {strange[0]}, of an interface that no {FLAG} of this machine names."
+                f"{who} would use {strange[0]}, but no {FLAG} of this machine names its interface."
             )
 
 
 def _check_interfaces(own: Iterable[str], others: Iterable[str], allowed: Collection[str]) -> None:
     if strange := sorted(set(own) - set(allowed)):
-        raise PlanError(f"A rank was to listen on {strange[0]}, which no {FLAG} of this machine names.")
+        raise PlanError(f"A rank would listen on {strange[0]}, which no {FLAG} of this machine names.")
     for host in sorted(others):
         try:
             # A name could lead elsewhere the next time.
             source = source_address(str(ipaddress.IPv4Address(host)))
         except (OSError, ValueError) as error:
             raise PlanError(
-                f"This machine has no way to {host}, where another rank of the group is: {error}."
+                f"This machine has no route to {host}, the address of another rank of the group: {error}."
             ) from error
-        # To an address of this machine itself nothing leaves it.
+        # Traffic to an own address does not leave this machine.
         if source not in {host, *allowed}:
             raise PlanError(
-                f"This machine's way to {host}, where another rank of the group is, leaves by {source}, which no {FLAG} "
-                "names: see its routes, and that no two interfaces have the same network."
+                f"The route to {host}, the address of another rank of the group, leaves through {source}, which no {FLAG} "
+                "names. Check the routes, and that no two interfaces have the same network."
             )
 
 

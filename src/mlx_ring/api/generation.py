@@ -80,7 +80,7 @@ class Generation:
         self._prompt_field = prompt_field
         self._answers_per_prompt = answers_per_prompt
         self._streams: list[RequestStream] = []
-        self._news = asyncio.Event()
+        self._arrived = asyncio.Event()
         self.answers = [Answer() for _ in requests]
         self.counted: Sequence[Counted] = self.answers
         """Answers as clients see them: some end before the engine's tokens do."""
@@ -93,7 +93,7 @@ class Generation:
             error.param = self._prompt_field
             raise
         for stream in self._streams:
-            stream.set_listener(self._news.set)
+            stream.set_listener(self._arrived.set)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -132,15 +132,15 @@ class Generation:
 
     async def _wait(self, quiet_s: float | None) -> None:
         """Wait for an update, `quiet_s` seconds at most. This needs no task, because it happens for every token."""
-        if not self._news.is_set():
+        if not self._arrived.is_set():
             loop = asyncio.get_running_loop()
-            alarm = None if quiet_s is None else loop.call_later(quiet_s, self._news.set)
+            alarm = None if quiet_s is None else loop.call_later(quiet_s, self._arrived.set)
             try:
-                await self._news.wait()
+                await self._arrived.wait()
             finally:
                 if alarm is not None:
                     alarm.cancel()
-        self._news.clear()
+        self._arrived.clear()
 
     def _take(self) -> tuple[list[Piece], RingError | None]:
         """Return the pieces of every stream, and the error of the first that failed."""
@@ -148,10 +148,10 @@ class Generation:
         failure: RingError | None = None
         for index, stream in enumerate(self._streams):
             for delta in stream.take():
-                trouble = _no_end(delta)
-                if trouble is None:
+                problem = _no_end(delta)
+                if problem is None:
                     batch.append(Piece(index, delta))
-                failure = failure or trouble
+                failure = failure or problem
             failure = failure or stream.error
         return batch, failure
 

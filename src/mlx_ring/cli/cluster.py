@@ -65,7 +65,7 @@ def start(
         )
     wanted, beside = _model(file, model, config), (Path.cwd(), config.resolve().parent)
     store = _store(file, beside, config)
-    started = verbs.start(file, wanted, tell=_report, timeout_s=timeout, store=store, folders=beside)
+    started = verbs.start(file, wanted, report=_report, timeout_s=timeout, store=store, folders=beside)
     show_status(started.status, _console())
     print(f"\nServing {started.status.get('model')} at {started.url} on {file.coordinator.name}")
 
@@ -78,7 +78,7 @@ def stop(config: Annotated[Path, CONFIG]) -> None:
     """
     from mlx_ring.cluster.lifecycle import verbs
 
-    verbs.stop(_read(config), tell=_report)
+    verbs.stop(_read(config), report=_report)
     print("Nothing of the cluster runs any more.")
 
 

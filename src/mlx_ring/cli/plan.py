@@ -114,8 +114,8 @@ def plan(
     count = None if replicas is None else _at_least_one("--replicas", replicas)
     made = place_replicas(profile, machines, request, count)
     if as_json:
-        told = [each.as_json() for each in made]
-        print(json.dumps(told[0] if len(told) == 1 else {"replicas": told}, indent=1))
+        plans = [each.as_json() for each in made]
+        print(json.dumps(plans[0] if len(plans) == 1 else {"replicas": plans}, indent=1))
         return
     show_plans(made)
 
@@ -134,11 +134,11 @@ def _cluster(file: Path | None, machines: list[str] | None) -> tuple[ClusterProf
     if file is None:
         names = machines or []
         twice = {name for name in names if names.count(name) > 1}
-        told = [
+        profiles = [
             known_profile(name, f"{name}#{names[: place + 1].count(name)}" if name in twice else None)
             for place, name in enumerate(names)
         ]
-        return cluster_of(tuple(told)), DevicesFile(())
+        return cluster_of(tuple(profiles)), DevicesFile(())
     try:
         text = file.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -207,17 +207,17 @@ def show_plan(made: Plan) -> None:
         for place, rank in enumerate(stage.ranks):
             layers = f"{stage.layers.start}-{stage.layers.end - 1}"
             # The stage's own values stand beside its first rank.
-            told = (f"{1e3 * stage.token_s:.1f}", stage.why) if place == 0 else ("", "")
+            texts = (f"{1e3 * stage.token_s:.1f}", stage.why) if place == 0 else ("", "")
             sizes = map(_size, (rank.weight_bytes, rank.memory_bytes, rank.usable_bytes))
-            table.add_row(rank.node, layers, *[f"{rank.share:.0%}"] * are_shared, *sizes, *told)
+            table.add_row(rank.node, layers, *[f"{rank.share:.0%}"] * are_shared, *sizes, *texts)
     console.print(table)
     for left in made.left_out:
         console.print(f"{left.node} gets no layers: {left.why}.", highlight=False)
-    told = made.prediction
+    prediction = made.prediction
     console.print(
         f"\n{made.model}, {made.sequences} x {made.context_tokens} tokens, strategy {made.strategy}: "
-        f"{1 / told.token_s:.1f} tokens/s for one stream, {told.tokens_per_s:.1f} for {made.sequences}; "
-        f"{told.first_token_s:.2f} s to the first token of a prompt of {told.prompt_tokens}.",
+        f"{1 / prediction.token_s:.1f} tokens/s for one stream, {prediction.tokens_per_s:.1f} for {made.sequences}; "
+        f"{prediction.first_token_s:.2f} s to the first token of a prompt of {prediction.prompt_tokens}.",
         highlight=False,
     )
     for remark in made.remarks:

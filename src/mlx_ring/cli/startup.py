@@ -148,7 +148,7 @@ def ready_text(running: Running) -> str:
     ]
     if not running.is_first:
         return "\n".join([*lines, ""])
-    lines += ["", *ways_to_ask(running.url, running.certificate, asks_for_key=running.asks_for_key)]
+    lines += ["", *sample_commands(running.url, running.certificate, asks_for_key=running.asks_for_key)]
     fitting = largest_fitting(usable_memory().available_bytes)
     if running.served.local.kind == "built-in" and fitting is not None:
         lines += [
@@ -158,7 +158,7 @@ def ready_text(running: Running) -> str:
     return "\n".join([*lines, "Ctrl-C ends it.", ""])
 
 
-def ways_to_ask(url: str, certificate: Path | None, *, asks_for_key: bool) -> list[str]:
+def sample_commands(url: str, certificate: Path | None, *, asks_for_key: bool) -> list[str]:
     """Return commands to paste; the key comes from the environment, because a terminal should not show it."""
     body = json.dumps({"messages": [{"role": "user", "content": SAMPLE_QUESTION}]})
     key = ' -H "Authorization: Bearer $MLX_RING_API_KEY"' if asks_for_key else ""

@@ -48,10 +48,10 @@ class Source:
 class AgentLink:
     """A channel to an agent with its RPCs."""
 
-    def __init__(self, channel: grpc.aio.Channel, told: str) -> None:
+    def __init__(self, channel: grpc.aio.Channel, name: str) -> None:
         """Take the channel, and the agent's name in messages, such as "the agent of mini-7f3a"."""
         self._channel = channel
-        self._told = told
+        self._name = name
 
     async def start(
         self, hello: hello_pb2.Hello, assignments: Assignments
@@ -112,7 +112,7 @@ class AgentLink:
                 yield event
         except grpc.RpcError as error:
             raise self._error(error) from error
-        raise WorkerLost(f"{self._told.capitalize()} ended its reports.")
+        raise WorkerLost(f"{self._name.capitalize()} ended its reports.")
 
     async def stop(self, instance: str, timeout_s: float) -> None:
         """Stop an instance's workers, or without a name all workers and the agent; ignore an agent that has ended."""
@@ -161,7 +161,7 @@ class AgentLink:
         await self._channel.close()
 
     def _error(self, error: grpc.RpcError) -> RingError:
-        return handshake_error(error, self._told) or channel_error(error, self._told)
+        return handshake_error(error, self._name) or channel_error(error, self._name)
 
 
 AGENT_MODULE = "mlx_ring.agent"

@@ -60,7 +60,7 @@ class Control:
         self._serial = count(1)
         self._changed = asyncio.Condition()
         self._watchers: list[Callable[[Event], None]] = []
-        self._news: set[asyncio.Event] = set()
+        self._revocations: set[asyncio.Event] = set()
         """Events that announce revoked certificates, one for each connected node."""
 
     @property
@@ -108,9 +108,9 @@ class Control:
         for watcher in tuple(self._watchers):
             watcher(event)
 
-    def tell_revoked(self) -> None:
+    def send_revoked(self) -> None:
         """Send the revoked certificates to all connected nodes at once."""
-        for revocations in self._news:
+        for revocations in self._revocations:
             revocations.set()
 
     def handler(self) -> grpc.GenericRpcHandler:
@@ -133,7 +133,7 @@ class Control:
         reason, revocations = "its connection was lost", asyncio.Event()
         log.info("%s (%s) is connected, at %s", member.node, member.machine, member.host)
         await self._happens(Joined(member))
-        self._news.add(revocations)
+        self._revocations.add(revocations)
         try:
             yield cluster_pb2.AttendReply(hello=make_hello(), revoked=self._members.revoked_serials())
             async with contextlib.aclosing(_said(requests, revocations)) as saying:
@@ -156,7 +156,7 @@ class Control:
         except TimeoutError:
             reason = f"it sent nothing for {SILENCE_S:g} s"
         finally:
-            self._news.discard(revocations)
+            self._revocations.discard(revocations)
             if self._members.refusal(peer):
                 reason = "it was removed from the cluster"
             log.warning("%s (%s) is disconnected: %s", member.node, member.machine, reason)
@@ -294,4 +294,4 @@ async def _end_removed(guard: AioPeerGuard, control: Control, members: Members) 
         guard.end_refused()
         if (now := members.revoked_serials()) != revoked:
             revoked = now
-            control.tell_revoked()
+            control.send_revoked()

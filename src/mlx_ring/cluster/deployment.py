@@ -267,8 +267,8 @@ class Trusting(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class GroupWay:
-    """A hop from the previous rank to a rank."""
+class GroupRoute:
+    """A route from the previous rank of a group to a rank."""
 
     listens: str = LOOPBACK
     """Address of the rank."""
@@ -276,39 +276,39 @@ class GroupWay:
     """Address of the previous rank."""
 
 
-def group_ways(nodes: Sequence[Trusting], wish: str) -> tuple[GroupWay, ...]:
-    """Return the hop to each rank of a group.
+def group_routes(nodes: Sequence[Trusting], requirement: str) -> tuple[GroupRoute, ...]:
+    """Return the route to each rank of a group.
 
     Args:
         nodes: The nodes by rank.
-        wish: The option or stage that needs the group, for messages.
+        requirement: The option or stage that requires the group, for messages.
 
     Raises:
         PlanError: Two nodes without a common trusted network.
     """
-    return tuple(_way(nodes[rank - 1], node, wish) for rank, node in enumerate(nodes))
+    return tuple(_route(nodes[rank - 1], node, requirement) for rank, node in enumerate(nodes))
 
 
-def _way(before: Trusting, node: Trusting, wish: str) -> GroupWay:
+def _route(before: Trusting, node: Trusting, requirement: str) -> GroupRoute:
     if before.node == node.node:
-        return GroupWay()
+        return GroupRoute()
     for one in (before, node):
         if not one.trusted:
-            raise PlanError(f"{wish} joins {before.node} and {node.node}: {_untrusting(one)}")
-    if (way := way_between(before, node)) is not None:
-        return way
+            raise PlanError(f"{requirement} joins {before.node} and {node.node}: {_untrusting(one)}")
+    if (route := route_between(before, node)) is not None:
+        return route
     raise PlanError(
-        f"{wish} joins {before.node} and {node.node}, but their trusted interfaces have no network in common: "
+        f"{requirement} joins {before.node} and {node.node}, but their trusted interfaces have no network in common: "
         f"{before.node} has {_interfaces(before)}, {node.node} has {_interfaces(node)}. Name others with {FLAG}."
     )
 
 
-def way_between(before: Trusting, node: Trusting) -> GroupWay | None:
-    """Return the hop from one machine to another, or None without trusted interfaces in the same network."""
+def route_between(before: Trusting, node: Trusting) -> GroupRoute | None:
+    """Return the route from one machine to another, or None without trusted interfaces in the same network."""
     for theirs in before.trusted:
         for ours in node.trusted:
             if theirs.network == ours.network:
-                return GroupWay(ours.address, theirs.address)
+                return GroupRoute(ours.address, theirs.address)
     return None
 
 

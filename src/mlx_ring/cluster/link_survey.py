@@ -77,7 +77,7 @@ def link_profiles(found: Iterable[FoundLink]) -> dict[frozenset[str], LinkProfil
     return profiles
 
 
-def hops_told(nodes: Sequence[str], links: Mapping[frozenset[str], LinkProfile]) -> tuple[str, ...]:
+def link_remarks(nodes: Sequence[str], links: Mapping[frozenset[str], LinkProfile]) -> tuple[str, ...]:
     """Return a sentence about the links that a plan's stages use, in their order; none if none was measured."""
     around = [frozenset(pair) for pair in zip(nodes, [*nodes[1:], *nodes[:1]], strict=True)]
     used = [(pair, links[pair]) for pair in dict.fromkeys(around) if pair in links]

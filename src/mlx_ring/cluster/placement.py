@@ -81,8 +81,8 @@ def balanced_split(layer_bytes: Sequence[int], head_bytes: int, stages: int) -> 
                 size = before[end] - before[start]
                 if size > limit:
                     break
-                way = (squares + size**2, distance + abs(end - even_end), (*ends, end))
-                longer[end] = min(way, longer.get(end, way))
+                candidate = (squares + size**2, distance + abs(end - even_end), (*ends, end))
+                longer[end] = min(candidate, longer.get(end, candidate))
         best = longer
     ends = best[len(weights)][2]
     return tuple(LayerRange(start, end) for start, end in pairwise((0, *ends)))
@@ -110,7 +110,7 @@ def _groups_within(weights: Sequence[int], limit: int) -> int:
     return groups
 
 
-def cut_wishes(settings: Settings) -> str:
+def shaping_settings(settings: Settings) -> str:
     """Return the settings that shape a cut; a head with other ones does not adopt instances cut with these."""
     shaping = (
         settings.strategy,
@@ -139,7 +139,7 @@ def make_assignments(
     link: str = "",
     backend: str = "",
     group: Sequence[str] = (),
-    wishes: str = "",
+    shaping: str = "",
 ) -> tuple[worker_pb2.StageAssignment, ...]:
     """Return a plan's stages as messages, in order of stage and rank.
 
@@ -157,9 +157,9 @@ def make_assignments(
         link: The setting of that name.
         backend: The requested backend of collectives; empty for the best one.
         group: The addresses on which the workers of an MLX group must listen, if requested.
-        wishes: The result of `cut_wishes`.
+        shaping: The settings that shape the cut, from `shaping_settings`.
     """
-    digest = plan_digest(cut, dtype, model_digest, kv_bits, wishes)
+    digest = plan_digest(cut, dtype, model_digest, kv_bits, shaping)
     return tuple(
         worker_pb2.StageAssignment(
             instance=instance,
@@ -186,7 +186,7 @@ def make_assignments(
     )
 
 
-def plan_digest(cut: Cut, dtype: str, model_digest: str, kv_bits: int = 0, wishes: str = "") -> str:
+def plan_digest(cut: Cut, dtype: str, model_digest: str, kv_bits: int = 0, shaping: str = "") -> str:
     """Return a digest that is equal for equal plans: layers, shares, type, model, KV cache and planning settings."""
-    text = f"{model_digest} {dtype} {kv_bits} {' '.join(map(str, cut.ranges))} {wishes} {cut.shares}"
+    text = f"{model_digest} {dtype} {kv_bits} {' '.join(map(str, cut.ranges))} {shaping} {cut.shares}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]

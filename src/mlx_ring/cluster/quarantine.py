@@ -111,7 +111,7 @@ class QuarantineList:
             with self._file.change() as content:
                 content.losses = (*still_counting(content.losses, now_s), Loss(node, reason, now_s, begun_s))
         except (ConfigError, OSError) as error:
-            self._tell(error)
+            self._log_once(error)
             return None
         return quarantined(content.losses, now_s).get(node)
 
@@ -120,7 +120,7 @@ class QuarantineList:
         try:
             return self._held_by(self._file.read())
         except (ConfigError, OSError) as error:
-            self._tell(error)
+            self._log_once(error)
             return {}
 
     def readmit(self, node: str) -> None:
@@ -141,7 +141,7 @@ class QuarantineList:
         now_s = self._clock()
         return quarantined(still_counting(content.losses, now_s), now_s)
 
-    def _tell(self, error: ConfigError | OSError) -> None:
+    def _log_once(self, error: ConfigError | OSError) -> None:
         """Log each error once, because the head reads the file repeatedly."""
         reason = f"{self._path}: {error.strerror}" if isinstance(error, OSError) else str(error)
         if reason != self._logged:

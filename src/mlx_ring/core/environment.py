@@ -63,8 +63,10 @@ def inherited_environment(changes: Mapping[str, str]) -> dict[str, str]:
 
 def speaking_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Return an environment in which gRPC writes why it refused a connection. A level that the user has set stays."""
-    told = {} if environment.get("GRPC_VERBOSITY", "NONE") != "NONE" else {"GRPC_VERBOSITY": _OUR_GRPC_LEVEL}
-    return dict(environment) | told
+    changes = (
+        {} if environment.get("GRPC_VERBOSITY", "NONE") != "NONE" else {"GRPC_VERBOSITY": _OUR_GRPC_LEVEL}
+    )
+    return dict(environment) | changes
 
 
 _TUNABLES, _HUGE_PAGES = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"

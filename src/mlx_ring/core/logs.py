@@ -298,13 +298,13 @@ def configure_logging(
     if keeps_lines:
         handlers.append(LOG_BUFFER)
     early = [each for each in logging.getLogger().handlers if isinstance(each, _EarlyHandler)]
-    trouble = ""
+    problem = ""
     if log_dir is not None:
         try:
             handlers.append(_file_handler(log_dir / f"{process}.log"))
             stderr.setLevel(logging.NOTSET if to_stderr else logging.CRITICAL)
         except OSError as error:
-            trouble = f"The log folder {log_dir} cannot be written ({error}): lines go to stderr alone."
+            problem = f"The log folder {log_dir} cannot be written ({error}): lines go to stderr alone."
     _make_central(handlers, formatter, level)
     _quieten(level)
     for name in _GRPC_READS:
@@ -316,8 +316,8 @@ def configure_logging(
         for handler in handlers[1:]:
             if record.levelno >= logging.getLogger().level:
                 handler.handle(record)
-    if trouble:
-        logging.getLogger(__name__).warning("%s", trouble)
+    if problem:
+        logging.getLogger(__name__).warning("%s", problem)
 
 
 def set_log_epoch(epoch: int) -> None:

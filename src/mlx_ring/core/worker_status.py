@@ -54,7 +54,7 @@ class WorkerInfo:
     """Phase that the worker reports: `loading`, `ready` or `failed`."""
     weight_bytes: int = _memory("worker_weight_bytes", "Weights that a worker holds.")
     device_memory_bytes: int = _memory(
-        "worker_device_bytes", "What MLX holds on a worker, weights and KV included."
+        "worker_device_bytes", "Memory that MLX holds on a worker, including weights and KV."
     )
     """Memory that MLX holds now."""
     peak_memory_bytes: int = _memory("worker_peak_bytes", "The most that MLX has held on a worker.")

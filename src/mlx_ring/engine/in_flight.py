@@ -153,8 +153,8 @@ class StepsInFlight:
         by_rank: dict[RankId, RankTotals] = {}
         for rank, progress in self._progress.items():
             owed = self._in_flight.get(progress.step + 1)
-            under_way_s = 0.0 if owed is None else now - max(owed.sent_at, progress.answered_at)
-            idle_us = int(1e6 * (now - began - under_way_s)) - progress.totals.busy_us
+            pending_s = 0.0 if owed is None else now - max(owed.sent_at, progress.answered_at)
+            idle_us = int(1e6 * (now - began - pending_s)) - progress.totals.busy_us
             by_rank[rank] = replace(progress.totals, idle_us=max(0, idle_us))
         return by_rank
 

@@ -83,9 +83,9 @@ class KvBudget:
             freed: True to count pending frees as free.
         """
         held = self._blocks.get(sequence)
-        gone = [self._blocks[other] for other in without if other in self._blocks]
-        blocks = kv_blocks(tokens) - (held or 0) - sum(gone) + spare_blocks
-        sequences = int(held is None) - len(gone)
+        freed_blocks = [self._blocks[other] for other in without if other in self._blocks]
+        blocks = kv_blocks(tokens) - (held or 0) - sum(freed_blocks) + spare_blocks
+        sequences = int(held is None) - len(freed_blocks)
         if freed:
             blocks -= self._freeing_blocks
             sequences -= len(self._freeing)

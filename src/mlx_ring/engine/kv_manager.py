@@ -93,7 +93,7 @@ class KvManager:
         source = match.source if match is not None and match.kept else None
         spare = len(running)
         if (
-            self._make_way(tokens, sequence.id, spare=source, spare_blocks=spare)
+            self._make_room(tokens, sequence.id, spare=source, spare_blocks=spare)
             and self.budget.fits(tokens, sequence.id, spare_blocks=spare)
             and self._is_roomy(tokens, running, source)
         ):
@@ -102,7 +102,7 @@ class KvManager:
         if match is None or source is None or self.budget.being_freed:
             return False
         # Both do not fit: it is admitted in place of the entry that it reuses.
-        if not self._make_way(tokens, sequence.id, instead_of=source, spare_blocks=spare):
+        if not self._make_room(tokens, sequence.id, instead_of=source, spare_blocks=spare):
             return False
         if not self.budget.fits(tokens, sequence.id, without=(source,), spare_blocks=spare):
             return False
@@ -110,7 +110,7 @@ class KvManager:
         self._begin(sequence, match, take=True)
         return True
 
-    def _make_way(
+    def _make_room(
         self,
         tokens: int,
         sequence: int,
@@ -203,7 +203,7 @@ class KvManager:
 
     def grow(self, sequence: Sequence, tokens: int) -> bool:
         """Reserve `tokens` for a running sequence, evicting cached KV; return False if there is no room."""
-        if not self._make_way(tokens, sequence.id) or not self.budget.fits(tokens, sequence.id):
+        if not self._make_room(tokens, sequence.id) or not self.budget.fits(tokens, sequence.id):
             return False
         self.budget.charge(sequence.id, tokens)
         return True
@@ -248,7 +248,7 @@ class KvManager:
         if self._cache.covers(tokens):
             return
         snapshot = next(self._snapshots)
-        if self._make_way(len(tokens), snapshot) and self.budget.fits(len(tokens), snapshot):
+        if self._make_room(len(tokens), snapshot) and self.budget.fits(len(tokens), snapshot):
             self.budget.charge(snapshot, len(tokens))
             self.held.add(snapshot)
             self._operations += snapshot_operations(source.id, snapshot, len(tokens))

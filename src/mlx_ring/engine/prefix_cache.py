@@ -227,7 +227,7 @@ class PrefixCache:
     def _best(self, point: int, holders: Collection[int], running: Mapping[int, Extent]) -> Match | None:
         matches = (self._match(sequence, point, running) for sequence in holders)
         usable = [match for match in matches if match is not None]
-        # An ended one of which little else would be lost comes first, for it can be taken.
+        # Prefer an ended sequence, which can be taken over, and one of which little else would be lost.
         return min(usable, key=lambda match: (not match.kept, match.extent.length), default=None)
 
     def _match(self, sequence: int, point: int, running: Mapping[int, Extent]) -> Match | None:

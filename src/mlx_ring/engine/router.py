@@ -95,5 +95,5 @@ class Router:
         prompts = list(dict.fromkeys(request.prompt_tokens for request in requests))
         tokens = max((len(prompt) for prompt in prompts), default=0)
         loads = [engine.load_for(prompts) for engine in turned]
-        ways = sorted(zip(loads, turned, strict=True), key=lambda way: way[0].cost(tokens))
-        return [engine for load, engine in ways if load.is_open]
+        by_load = sorted(zip(loads, turned, strict=True), key=lambda pair: pair[0].cost(tokens))
+        return [engine for load, engine in by_load if load.is_open]

@@ -127,10 +127,10 @@ class Detokenizer:
             context = self._window[-length:]
             said = self._vocabulary.decode(context)
             if said and text.endswith(said):
-                gone = len(text) - len(said)
-                piece = self._emit(text, gone)
+                dropped = len(text) - len(said)
+                piece = self._emit(text, dropped)
                 self._window = context
-                self._emitted -= gone
+                self._emitted -= dropped
                 return piece
         return ""
 

@@ -63,7 +63,7 @@ class _Held:
     tokens: list[int]
     reached: int = 0
     """Maximum number of tokens so far."""
-    parked: bool = False
+    retained: bool = False
 
 
 @dataclass(slots=True)
@@ -90,7 +90,7 @@ class _Rank:
                 case "trim":
                     self._trim(operation.trim)
                 case "park":
-                    self.find(operation.park.sequence).parked = True
+                    self.find(operation.park.sequence).retained = True
                 case "free":
                     self.find(operation.free.sequence)
                     del self.held[operation.free.sequence]
@@ -127,7 +127,7 @@ class _Rank:
     def feed(self, row: step_pb2.Row, sampled: dict[int, int]) -> _Held:
         """Append a row's tokens to its sequence; `sampled` maps positions to the tokens sampled so far."""
         held = self.find(row.sequence)
-        if held.parked:
+        if held.retained:
             raise ProtocolError(f"Sequence {row.sequence} has ended; it steps no more.")
         if len(held.tokens) != row.start:
             raise ProtocolError(f"Sequence {row.sequence} has {len(held.tokens)} tokens, not {row.start}.")
@@ -142,10 +142,10 @@ class _Rank:
 
     @property
     def kv_bytes(self) -> int:
-        lengths = [len(held.tokens) for held in self.held.values() if not held.parked]
-        parked = sum(len(held.tokens) for held in self.held.values() if held.parked)
+        lengths = [len(held.tokens) for held in self.held.values() if not held.retained]
+        retained = sum(len(held.tokens) for held in self.held.values() if held.retained)
         running = max(lengths, default=0) * len(lengths) if self.pads else sum(lengths)
-        return KV_BYTES_PER_TOKEN * (running + parked)
+        return KV_BYTES_PER_TOKEN * (running + retained)
 
 
 class TwinExecutor:

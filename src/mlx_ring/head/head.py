@@ -156,9 +156,9 @@ class Head:
         self._admission = Admission()
         self._listener = listener
         self._audience = audience
-        self._has_told = False
+        self._has_announced = False
         self._tracing = open_tracing(settings.otlp_traces_endpoint, node_name(), package_version("mlx-ring"))
-        self._catalog = Catalog(settings, served, audience, self._tell, self._tracing)
+        self._catalog = Catalog(settings, served, audience, self._announce, self._tracing)
         self._weights = WeightsFront(node_name(), None)
 
     async def run(self) -> None:
@@ -203,9 +203,9 @@ class Head:
         await self._catalog.begin(machines)
         await self._catalog.crashed
 
-    def _tell(self, served: ServedModel, instance: InstanceInfo, load_s: float) -> None:
+    def _announce(self, served: ServedModel, instance: InstanceInfo, load_s: float) -> None:
         host, port = self._listener.getsockname()[:2]
-        is_first, self._has_told = not self._has_told, True
+        is_first, self._has_announced = not self._has_announced, True
         url = local_url(host, port, "http" if self._tls is None else "https")
         settings = self._settings
         asks_for_key = bool(settings.api_key or settings.api_key_file)
@@ -230,10 +230,10 @@ class Head:
             open_control(state_folder(settings), address, self._weights.handler())
         )
         if not _is_loopback(address.host):
-            told = HeadAnnouncement(
+            announcement = HeadAnnouncement(
                 node_name(), control.node, package_version("mlx-ring"), control.fingerprint.hex()[:16]
             )
-            await cleanup.enter_async_context(announcing(told, address.port))
+            await cleanup.enter_async_context(announcing(announcement, address.port))
         cluster = Cluster(settings, declared, control, address, self._offered_manifest)
         cleanup.push_async_callback(cluster.stop)
         if self._audience.invites:
@@ -282,7 +282,7 @@ class EndSignals:
         self.insisted = asyncio.Event()
         """Event of a second signal: end at once."""
 
-    def heard(self) -> None:
+    def on_signal(self) -> None:
         (self.insisted if self.asked.is_set() else self.asked).set()
 
 
@@ -291,7 +291,7 @@ def end_signals() -> Generator[EndSignals]:
     loop, signals = asyncio.get_running_loop(), EndSignals()
     caught = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     for number in caught:
-        loop.add_signal_handler(number, signals.heard)
+        loop.add_signal_handler(number, signals.on_signal)
     try:
         yield signals
     finally:

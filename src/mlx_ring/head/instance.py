@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields
 
 from mlx_ring.cluster.agent_link import Report
 from mlx_ring.cluster.deployment import Site, WorkerPlace, deploy
-from mlx_ring.cluster.placement import Cut, cut_wishes, make_assignments
+from mlx_ring.cluster.placement import Cut, make_assignments, shaping_settings
 from mlx_ring.core.engine_stats import Meter, Policy
 from mlx_ring.core.errors import NodeLost, RingError, WorkerLost, WorkerStuck
 from mlx_ring.core.traces import Tracing
@@ -30,7 +30,7 @@ from mlx_ring.engine.streams import Vocabulary
 from mlx_ring.head.instance_view import InstanceService
 from mlx_ring.head.kv_memory import KvShares, KvUser, Reservation
 from mlx_ring.head.placing import Placement
-from mlx_ring.head.rank_placements import set_rdma, set_ways
+from mlx_ring.head.rank_placements import set_rdma, set_routes
 from mlx_ring.head.served_model import ServedModel, memory_for_weights
 from mlx_ring.models.tensor_shares import read_tensor_sizes, share_out
 from mlx_ring.planner.forecast import Forecast
@@ -135,7 +135,7 @@ class Instance:
             if any(placed.site.node == node for placed in ranks)
         ]
         if stages:
-            error = NodeLost(f"Node {node}, which has stage {' and '.join(stages)}, is gone: {reason}.")
+            error = NodeLost(f"Node {node}, which has stage {' and '.join(stages)}, was lost: {reason}.")
             self.lose(error.blamed_on(node))
 
     async def run(self, ready: Callable[[float], None]) -> None:
@@ -146,7 +146,7 @@ class Instance:
         """
         epoch, started = self._epoch, time.monotonic()
         assignments = assign(self._settings, self._served, epoch.instance, epoch.number, epoch.placement.cut)
-        set_ways(assignments, epoch.placement.ranks)
+        set_routes(assignments, epoch.placement.ranks)
         if (machines := named_machines(self._settings)) is not None:
             set_rdma(assignments, epoch.placement.ranks, machines)
         hello = _head_hello(assignments[0], epoch.node)
@@ -163,17 +163,17 @@ class Instance:
             )
             cleanup.push_async_callback(executor.close)
             watched = Watched(epoch.instance, len(epoch.placement.nodes))
-            first_words: asyncio.Future[Mapping[Place, worker_pb2.WorkerStatus]] = (
+            first_report: asyncio.Future[Mapping[Place, worker_pb2.WorkerStatus]] = (
                 self._lost.get_loop().create_future()
             )
             for site in epoch.placement.nodes:
                 task = asyncio.create_task(
-                    self._watch(site, hello, watched, first_words), name=f"watch {site.node}"
+                    self._watch(site, hello, watched, first_report), name=f"watch {site.node}"
                 )
                 cleanup.push_async_callback(_end, task)
-            await asyncio.wait((first_words, self._lost), return_when=asyncio.FIRST_COMPLETED)
-            if first_words.done():
-                engine = self._engine = self._make_engine(executor, first_words.result())
+            await asyncio.wait((first_report, self._lost), return_when=asyncio.FIRST_COMPLETED)
+            if first_report.done():
+                engine = self._engine = self._make_engine(executor, first_report.result())
                 cleanup.enter_context(self._meter.attached(engine, self._nodes))
                 cleanup.push_async_callback(engine.close)
                 looking = asyncio.create_task(self._find_stuck(engine), name="deadlines")
@@ -247,31 +247,31 @@ class Instance:
         site: Site,
         hello: hello_pb2.Hello,
         watched: Watched,
-        first_words: asyncio.Future[Mapping[Place, worker_pb2.WorkerStatus]],
+        first_report: asyncio.Future[Mapping[Place, worker_pb2.WorkerStatus]],
     ) -> None:
         """Follow the reports of a node's agent, until the agent or one of its workers ends."""
         try:
             async for event in limit_silence(site.link.watch(hello), SILENCE_S):
-                self._service.hear(event)
-                self._shares.hear(event)
-                workers = watched.hear(event)
-                if workers is not None and not first_words.done():
-                    first_words.set_result(workers)
+                self._service.record_workers(event)
+                self._shares.record_workers(event)
+                workers = watched.record(event)
+                if workers is not None and not first_report.done():
+                    first_report.set_result(workers)
                 for state in event.workers:
                     if state.instance == self._epoch.instance:
                         self._check(state, site)
         except TimeoutError:
-            error = WorkerStuck(f"The agent of {site.node} has told nothing for {SILENCE_S:g} s.")
+            error = WorkerStuck(f"The agent of {site.node} has sent nothing for {SILENCE_S:g} s.")
             self.lose(error.blamed_on(site.node))
         except RingError as error:
             self.lose(error.blamed_on(site.node))
 
     def _check(self, state: agent_pb2.WorkerState, site: Site) -> None:
-        told = f"The worker of stage {state.stage}, rank {state.rank} on {site.node} (pid {state.pid})"
+        label = f"The worker of stage {state.stage}, rank {state.rank} on {site.node} (pid {state.pid})"
         if not state.alive:
-            self.lose(WorkerLost(f"{told} {state.exit_reason}.").blamed_on(site.node))
+            self.lose(WorkerLost(f"{label} {state.exit_reason}.").blamed_on(site.node))
         elif state.status.phase == "ready" and state.silent_s >= SILENCE_S:
-            error = WorkerStuck(f"{told} has not answered for {state.silent_s:.0f} s; it is stuck.")
+            error = WorkerStuck(f"{label} has not answered for {state.silent_s:.0f} s; it is stuck.")
             self.lose(error.blamed_on(site.node))
         elif self._engine is not None:
             self._engine.record_started(RankId(state.stage, state.rank), state.status.last_step)
@@ -359,7 +359,7 @@ def assign(
         link=settings.link,
         backend=settings.backend if settings.backend != AUTO else "",
         group=named_addresses(settings),
-        wishes=cut_wishes(settings),
+        shaping=shaping_settings(settings),
     )
 
 
@@ -371,7 +371,7 @@ class Watched:
         self._nodes = nodes
         self._by_node: dict[str, dict[Place, worker_pb2.WorkerStatus]] = {}
 
-    def hear(self, event: agent_pb2.AgentEvent) -> dict[Place, worker_pb2.WorkerStatus] | None:
+    def record(self, event: agent_pb2.AgentEvent) -> dict[Place, worker_pb2.WorkerStatus] | None:
         """Record an event; return the status of all workers, or None until every node is ready."""
         node = event.hello.node
         ours = [state for state in event.workers if state.instance == self._instance]

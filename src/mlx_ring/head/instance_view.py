@@ -105,7 +105,7 @@ class InstanceService:
         """Record the loading progress of a worker."""
         self._loading.record(progress)
 
-    def hear(self, event: agent_pb2.AgentEvent) -> None:
+    def record_workers(self, event: agent_pb2.AgentEvent) -> None:
         """Record an agent's report of its workers."""
         if self._placement is None:
             return

@@ -186,7 +186,7 @@ class KvShares:
         """Set an instance's engine, which receives changes of its share."""
         self._shares[instance].engine = engine
 
-    def hear(self, event: agent_pb2.AgentEvent) -> None:
+    def record_workers(self, event: agent_pb2.AgentEvent) -> None:
         """Record an agent's report of its workers' memory."""
         for state in event.workers:
             share = self._shares.get(state.instance)
@@ -199,8 +199,8 @@ class KvShares:
 
     def leave(self, instance: str) -> None:
         """Release the share and the reservation of an instance."""
-        claimed, gone = self._reservations.pop(instance, None), self._shares.pop(instance, None)
-        if claimed is not None or gone is not None:
+        claimed, removed = self._reservations.pop(instance, None), self._shares.pop(instance, None)
+        if claimed is not None or removed is not None:
             # The memory is free once the workers have ended, which later reports show.
             self._freed_at = time.monotonic()
 
@@ -208,7 +208,7 @@ class KvShares:
 
     def _limits(self, more: Floors | None = None) -> dict[str, dict[RankId, RankKv]]:
         floors = {instance: share.floor for instance, share in self._shares.items() if share.floor}
-        return rank_limits(self._told(), self._given_bytes, self._allowed(), floors | dict(more or {}))
+        return rank_limits(self._reported(), self._given_bytes, self._allowed(), floors | dict(more or {}))
 
     def _limits_with(self, newcomer: _Share) -> dict[str, dict[RankId, RankKv]]:
         """Return the limits with room for the new instance's kept context.
@@ -231,7 +231,7 @@ class KvShares:
 
     def _short_of(self, newcomer: _Share, floor: Mapping[RankId, int]) -> tuple[str, int, int] | None:
         """Return a node with too little memory, and the bytes needed and left; None if all have enough."""
-        rooms = kv_rooms(self._told(), self._allowed())
+        rooms = kv_rooms(self._reported(), self._allowed())
         for node in dict.fromkeys(node for node, _ in newcomer.workers):
             needed = sum(floor[rank] for at, rank in newcomer.workers if at == node)
             left = rooms[node] - sum(keeper.kept_bytes for keeper in self._keepers(node))
@@ -254,7 +254,7 @@ class KvShares:
             for node in nodes
         }
 
-    def _told(self) -> dict[str, dict[Place, worker_pb2.WorkerStatus]]:
+    def _reported(self) -> dict[str, dict[Place, worker_pb2.WorkerStatus]]:
         return {instance: share.workers for instance, share in self._shares.items()}
 
     def _keepers(self, node: str) -> list[KvKeeper]:
@@ -268,7 +268,7 @@ class KvShares:
     # ---- refusing
 
     def _refuse_weights(self, user: KvUser, reservations: Mapping[str, Reservation]) -> None:
-        rooms = kv_rooms(self._told(), self._allowed(but=user.instance))
+        rooms = kv_rooms(self._reported(), self._allowed(but=user.instance))
         for node, reservation in reservations.items():
             keepers = self._keepers(node)
             left = rooms.get(node, 0) - sum(keeper.kept_bytes for keeper in keepers)

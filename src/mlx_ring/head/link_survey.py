@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from mlx_ring.cluster.deployment import Site, address_of, way_between
+from mlx_ring.cluster.deployment import Site, address_of, route_between
 from mlx_ring.cluster.link_survey import FoundLink, LinkEnd, LinkSurvey, link_profiles
 from mlx_ring.cluster.membership import Membership
 from mlx_ring.head.rank_placements import with_trust
@@ -76,7 +76,7 @@ def _ends(membership: Membership, sites: Sequence[Site], host: Callable[[Site, s
 def _trusted_host(site: Site, other: Site) -> str:
     """Return the host at which the other site's collectives reach a site.
 
-    It is empty if no trusted way exists, or if activations use the same host.
+    It is empty if no trusted route exists, or if activations use the same host.
     """
-    way = way_between(other, site)
-    return "" if way is None or way.listens == site.host_for(other.node) else way.listens
+    route = route_between(other, site)
+    return "" if route is None or route.listens == site.host_for(other.node) else route.listens

@@ -214,13 +214,13 @@ class HostedModel:
             raise
 
     async def _keep(self, replica: Replica, first: asyncio.Future[None], ready: Ready) -> None:
-        def told(load_s: float) -> None:
+        def on_ready(load_s: float) -> None:
             ready(self.served, replica.service.info, load_s)
             if not first.done():
                 first.set_result(None)
 
         try:
-            await replica.run(told)
+            await replica.run(on_ready)
         except Exception as error:
             if not isinstance(error, RingError):
                 self._on_crash(error)

@@ -47,10 +47,10 @@ async def fetch_beside(name: str, *, must_fit: bool) -> None:
     Raises:
         ModelError, PlanError: as `find_model` does.
     """
-    told: list[str] = []
+    lines: list[str] = []
 
-    def hear(line: str) -> str:
-        told.append(line)
+    def record_line(line: str) -> str:
+        lines.append(line)
         return ""
 
     child = await ChildProcess.start(
@@ -59,20 +59,20 @@ async def fetch_beside(name: str, *, must_fit: bool) -> None:
         name=f"fetching {name}",
         rank=None,
         environment=inherited_environment(_QUIET),
-        word=hear,
+        word=record_line,
     )
     try:
         reason = await child.wait()
     finally:
         await child.stop(asks_where=False)
     if reason != "exit code 0":
-        raise _read(told, f"{name} could not be fetched: {reason}.")
+        raise _read(lines, f"{name} could not be fetched: {reason}.")
 
 
-def _read(told: Sequence[str], otherwise: str) -> RingError:
+def _read(lines: Sequence[str], otherwise: str) -> RingError:
     """Return the error that ended the process; without one, `otherwise`."""
     try:
-        last: dict[str, str] = json.loads(told[-1])
+        last: dict[str, str] = json.loads(lines[-1])
         kind, said = getattr(errors, last["kind"]), last["said"]
         return kind(said) if issubclass(kind, ModelError | PlanError) else ModelNotFound(said)
     except (IndexError, ValueError, TypeError, KeyError, AttributeError):

@@ -299,7 +299,7 @@ class Cluster:
         self, found: Adoptable, order: Order, membership: Membership, sites: Sequence[Site], number: int
     ) -> Epoch:
         by_node = {site.node: site for site in sites}
-        log.info("going on with the workers of %s, which are loaded", found.instance)
+        log.info("adopting the loaded workers of %s", found.instance)
         places = [
             WorkerPlace(state.stage, state.rank, "", state.address)
             if by_node[node].is_local
@@ -341,12 +341,12 @@ class Cluster:
 
     @contextlib.contextmanager
     def watching(self, instance: str, on_node_lost: OnNodeLost) -> Generator[None]:
-        def heed(event: Event) -> None:
+        def on_event(event: Event) -> None:
             if isinstance(event, Left):
                 on_node_lost(event.node, event.reason)
 
         try:
-            with self._control.watching(heed):
+            with self._control.watching(on_event):
                 yield
         finally:
             self._live.pop(instance, None)
@@ -355,11 +355,11 @@ class Cluster:
         """End the stale workers of each node that joins, and measure its links for the next plan."""
         came: asyncio.Queue[str] = asyncio.Queue()
 
-        def heed(event: Event) -> None:
+        def on_event(event: Event) -> None:
             if isinstance(event, Joined):
                 came.put_nowait(event.member.node)
 
-        with self._control.watching(heed):
+        with self._control.watching(on_event):
             while True:
                 nodes = {await came.get()}
                 while not came.empty():

@@ -12,7 +12,7 @@ from mlx_ring.cluster.adoption import Adoptable
 from mlx_ring.cluster.agent_link import AgentLink, Source, WeightsPeer
 from mlx_ring.cluster.control import Control
 from mlx_ring.cluster.deployment import Site, address_of
-from mlx_ring.cluster.link_survey import FoundLink, hops_told
+from mlx_ring.cluster.link_survey import FoundLink, link_remarks
 from mlx_ring.cluster.membership import Member, Membership
 from mlx_ring.cluster.placement import Cut, balanced_split, even_split
 from mlx_ring.core.errors import ModelUnsupported, PlanError
@@ -20,7 +20,7 @@ from mlx_ring.core.types import LayerRange
 from mlx_ring.engine.kv_budget import KEPT_TOKENS
 from mlx_ring.head.link_survey import LinkSurveys
 from mlx_ring.head.plan_requests import plan_request_for, proportional_stages
-from mlx_ring.head.rank_placements import Stage, place_as_planned, place_ranks, share_stages, with_ways
+from mlx_ring.head.rank_placements import Stage, place_as_planned, place_ranks, share_stages, with_routes
 from mlx_ring.head.served_model import ServedModel, widens_half_precision
 from mlx_ring.host.machine_profile import MachineProfile
 from mlx_ring.models.model_folder import ModelFolder
@@ -174,8 +174,8 @@ async def place_on_cluster(
     if len(rank_shares(order.settings)) > 1:
         return await asyncio.to_thread(_place_shared, order, cluster, by_node)
     plan = await asyncio.to_thread(_plan, order, cluster)
-    plan = replace(plan, remarks=(*plan.remarks, *hops_told([stage.node for stage in plan.stages], links)))
-    ranks = with_ways(place_as_planned(plan, by_node), order.settings.link)
+    plan = replace(plan, remarks=(*plan.remarks, *link_remarks([stage.node for stage in plan.stages], links)))
+    ranks = with_routes(place_as_planned(plan, by_node), order.settings.link)
     ranges = tuple(stage.layers for stage in plan.stages)
     expected = _forecast(
         _replica_request(order), order.served, replace(cluster, nodes=tuple(nodes)), ranges, ranks

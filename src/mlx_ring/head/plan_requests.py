@@ -58,14 +58,14 @@ def _by_name(
     shares: dict[str, float], request: PlanRequest, nodes: Sequence[NodeProfile]
 ) -> tuple[tuple[NodeProfile, ...], PlanRequest]:
     by_name = {node.name: node for node in nodes}
-    there = [name for name in shares if name in by_name]
+    present = [name for name in shares if name in by_name]
     if unknown := sorted(by_name.keys() - shares.keys()):
-        told = f"--proportions has no share for the node {unknown[0]}; it has for {', '.join(shares)}."
-        if len(there) < len(shares):
-            raise PlanError(told)
-        log.warning("%s It gets no layers.", told)
-    proportions = tuple(shares[name] for name in there)
-    return tuple(by_name[name] for name in there), replace(request, proportions=proportions)
+        problem = f"--proportions has no share for the node {unknown[0]}; it has for {', '.join(shares)}."
+        if len(present) < len(shares):
+            raise PlanError(problem)
+        log.warning("%s It gets no layers.", problem)
+    proportions = tuple(shares[name] for name in present)
+    return tuple(by_name[name] for name in present), replace(request, proportions=proportions)
 
 
 def proportional_stages(layers: int, stages: int, proportions: Sequence[str]) -> tuple[LayerRange, ...]:

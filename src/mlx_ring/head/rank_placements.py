@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 
-from mlx_ring.cluster.deployment import GroupWay, Site, group_ways, way_between
+from mlx_ring.cluster.deployment import GroupRoute, Site, group_routes, route_between
 from mlx_ring.cluster.placement import Cut
 from mlx_ring.core.errors import PlanError
 from mlx_ring.planner.plan import Plan
@@ -29,8 +29,8 @@ class RankPlacement:
     site: Site
     share: float = 1.0
     """Share of every layer of its stage, relative to the other ranks."""
-    way: GroupWay = field(default_factory=GroupWay)
-    """Address of the rank for its MLX group."""
+    route: GroupRoute = field(default_factory=GroupRoute)
+    """Route from the previous rank of its MLX group."""
 
 
 Stage = tuple[RankPlacement, ...]
@@ -60,30 +60,30 @@ def even_numbers(ranks: int, most: int) -> Iterator[int]:
     return (number for number in range(min(ranks, most), 0, -1) if ranks % number == 0)
 
 
-def with_ways(ranks: tuple[Stage, ...], link: str) -> tuple[Stage, ...]:
+def with_routes(ranks: tuple[Stage, ...], link: str) -> tuple[Stage, ...]:
     """Add the connections of each group: ranks that share layers, or all stages if a collective links them.
 
     Raises:
         PlanError: some machines have no trusted network in common.
     """
     if link != GRPC and len(ranks) > 1:
-        ways = group_ways([stage[0].site for stage in ranks], f"--link {link}")
-        return tuple((replace(stage[0], way=way),) for stage, way in zip(ranks, ways, strict=True))
+        routes = group_routes([stage[0].site for stage in ranks], f"--link {link}")
+        return tuple((replace(stage[0], route=route),) for stage, route in zip(ranks, routes, strict=True))
     return tuple(map(_joined, ranks))
 
 
 def _joined(stage: Stage) -> Stage:
     if len(stage) == 1:
         return stage
-    ways = group_ways([placed.site for placed in stage], f"A stage of {len(stage)} workers")
-    return tuple(replace(placed, way=way) for placed, way in zip(stage, ways, strict=True))
+    routes = group_routes([placed.site for placed in stage], f"A stage of {len(stage)} workers")
+    return tuple(replace(placed, route=route) for placed, route in zip(stage, routes, strict=True))
 
 
-def set_ways(assignments: Iterable[worker_pb2.StageAssignment], ranks: Sequence[Stage]) -> None:
-    """Write into each rank's assignment how the others of its group reach it."""
+def set_routes(assignments: Iterable[worker_pb2.StageAssignment], ranks: Sequence[Stage]) -> None:
+    """Write into each rank's assignment the addresses of its group."""
     for assignment in assignments:
-        way = ranks[assignment.stage][assignment.rank].way
-        assignment.group_host, assignment.group_from = way.listens, way.comes_from
+        route = ranks[assignment.stage][assignment.rank].route
+        assignment.group_host, assignment.group_from = route.listens, route.comes_from
 
 
 def set_rdma(
@@ -117,7 +117,7 @@ def _place_of(site: Site, hosts: Hostfile) -> int | None:
 
 
 def share_stages(cut: Cut, link: str, sites: Sequence[Site], least: int) -> list[tuple[Stage, ...]]:
-    """Return every way to place equally many ranks on each machine, the most machines first.
+    """Return every placement with equally many ranks on each machine, the most machines first.
 
     Args:
         cut: stages and their ranks.
@@ -126,9 +126,9 @@ def share_stages(cut: Cut, link: str, sites: Sequence[Site], least: int) -> list
         least: smallest number of machines.
 
     Raises:
-        PlanError: no trusted way exists.
+        PlanError: no trusted route exists.
     """
-    ranks, ways = sum(map(len, cut.shares)), list[tuple[Stage, ...]]()
+    ranks, placements = sum(map(len, cut.shares)), list[tuple[Stage, ...]]()
     problem: PlanError | None = None
     for number in even_numbers(ranks, len(sites)):
         if number < least:
@@ -136,15 +136,13 @@ def share_stages(cut: Cut, link: str, sites: Sequence[Site], least: int) -> list
         # A machine without a trusted interface can only be used if no group needs one.
         for chosen in _choices(sites, number):
             try:
-                ways.append(with_ways(place_ranks(spread_evenly(chosen, ranks), cut.shares), link))
+                placements.append(with_routes(place_ranks(spread_evenly(chosen, ranks), cut.shares), link))
                 break
             except PlanError as error:
                 problem = problem or error
-    if not ways:
-        raise problem or PlanError(
-            f"{ranks} workers were asked for, as many on each machine: that is not done with {len(sites)} machines."
-        )
-    return ways
+    if not placements:
+        raise problem or PlanError(f"{ranks} workers cannot be spread evenly over {len(sites)} machines.")
+    return placements
 
 
 def _choices(sites: Sequence[Site], number: int) -> list[Sequence[Site]]:
@@ -171,6 +169,6 @@ def with_trust(
     for one, other in combinations(sites, 2):
         pair = frozenset((one.node, other.node))
         link, own = known.get(pair, ETHERNET), (measured or {}).get(pair, UNREACHABLE)
-        if link != UNREACHABLE and way_between(one, other) is not None:
+        if link != UNREACHABLE and route_between(one, other) is not None:
             known[pair] = replace(link, trusted=True, collective=None if own == UNREACHABLE else own)
     return known

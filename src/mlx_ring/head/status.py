@@ -205,7 +205,7 @@ def _used(worker: WorkerInfo) -> UsedMemory:
 
 
 def _times(forecast: Forecast | None, stage: int, times: StepTimes) -> StageTimesStatus:
-    measured = next((told for told in times.stages if told.stage == stage), StageTimes(stage, (), ()))
+    measured = next((each for each in times.stages if each.stage == stage), StageTimes(stage, (), ()))
     decode = [_step(steps, _decode_s(forecast, stage, steps)) for steps in measured.decode]
     return StageTimesStatus(
         decode=decode or _only_predicted(forecast, stage),
@@ -288,11 +288,11 @@ def node_statuses(
         versions: Versions of this machine's packages, used if it is not a member.
     """
     membership = cluster_view.membership
-    told = [_attending(cluster_view, member, instances) for member in membership.members.values()]
-    told += [_gone(cluster_view, node, was, instances) for node, was in membership.former.items()]
-    if cluster_view.own not in {node.id for node in told}:
-        told.append(_alone(cluster_view.own, instances, versions))
-    return sorted(told, key=lambda node: (not node.is_head, node.state == "gone", node.id))
+    statuses = [_attending(cluster_view, member, instances) for member in membership.members.values()]
+    statuses += [_former(cluster_view, node, was, instances) for node, was in membership.former.items()]
+    if cluster_view.own not in {node.id for node in statuses}:
+        statuses.append(_alone(cluster_view.own, instances, versions))
+    return sorted(statuses, key=lambda node: (not node.is_head, node.state == "gone", node.id))
 
 
 def _attending(cluster_view: ClusterView, member: Member, instances: Sequence[InstanceView]) -> NodeStatus:
@@ -308,11 +308,11 @@ def _attending(cluster_view: ClusterView, member: Member, instances: Sequence[In
     )
 
 
-def _gone(
+def _former(
     cluster_view: ClusterView, node: str, was: FormerMember, instances: Sequence[InstanceView]
 ) -> NodeStatus:
     """Return the status of a former node without its memory, because nothing can use that memory."""
-    told = _node(
+    status = _node(
         was.member,
         "gone",
         is_head=node == cluster_view.own,
@@ -321,7 +321,7 @@ def _gone(
         until_s=None,
         instances=instances,
     )
-    return told.model_copy(update={"memory": None})
+    return status.model_copy(update={"memory": None})
 
 
 def _node(

@@ -79,12 +79,12 @@ class FoundHead:
         return tuple(HeadAddress(address, self.port) for address in self.addresses)
 
     def as_json(self) -> dict[str, object]:
-        told = self.announcement
+        announcement = self.announcement
         return {
-            "cluster": told.cluster,
-            "node": told.node,
-            "version": told.version,
-            "ca": told.authority,
+            "cluster": announcement.cluster,
+            "node": announcement.node,
+            "version": announcement.version,
+            "ca": announcement.authority,
             "port": self.port,
             "addresses": list(self.addresses),
         }

@@ -43,7 +43,7 @@ class _Group:
 
 
 class ClosedLoop:
-    """So many decode groups of so many rows, each with some steps under way; prompts in chunks between them.
+    """Decode groups of some rows each, with some steps in flight; prompts in chunks between them.
 
     Groups take turns. A chunk goes out when every group that can has stepped since the last, and `stages + 1` are under
     way at most.

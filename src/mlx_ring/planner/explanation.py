@@ -11,7 +11,7 @@ from mlx_ring.core.types import LayerRange
 from mlx_ring.planner.plan import LeftOut, Plan, Prediction, RankPlan, StagePlan
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile
 from mlx_ring.planner.request import PlanRequest
-from mlx_ring.planner.search import Piece, Way
+from mlx_ring.planner.search import Partition, Piece
 from mlx_ring.planner.stage_costs import StageTables
 from mlx_ring.planner.strategies import METHODS, PipelineMethod
 from mlx_ring.planner.timetable import Timetable
@@ -23,10 +23,10 @@ _SAME_TIME = 1e-3
 """Relative difference below which two times are reported as the same."""
 
 
-def explain_plan(times: Timetable, request: PlanRequest, way: Way) -> Plan:
+def explain_plan(times: Timetable, request: PlanRequest, partition: Partition) -> Plan:
     """Return the plan of a pipeline, with its prediction and reasons."""
-    prediction = times.prediction(way.pieces, request.prompt_tokens)
-    stages_s, _ = times.lone_stream(way.pieces)
+    prediction = times.prediction(partition.pieces, request.prompt_tokens)
+    stages_s, _ = times.lone_stream(partition.pieces)
     return Plan(
         model=times.model.name,
         strategy=request.strategy,
@@ -36,11 +36,11 @@ def explain_plan(times: Timetable, request: PlanRequest, way: Way) -> Plan:
         kv_bits=request.demand.kv_bits,
         stages=tuple(
             _stage(times, request, piece, token_s)
-            for piece, token_s in zip(way.pieces, stages_s, strict=True)
+            for piece, token_s in zip(partition.pieces, stages_s, strict=True)
         ),
-        left_out=_left_out(times, request, way, prediction),
+        left_out=_left_out(times, request, partition, prediction),
         prediction=prediction,
-        remarks=_remarks(times, way, prediction),
+        remarks=_remarks(times, partition, prediction),
     )
 
 
@@ -76,14 +76,14 @@ def _why(times: Timetable, request: PlanRequest, piece: Piece) -> str:
 
 
 def _left_out(
-    times: Timetable, request: PlanRequest, way: Way, prediction: Prediction
+    times: Timetable, request: PlanRequest, partition: Partition, prediction: Prediction
 ) -> tuple[LeftOut, ...]:
-    used = {piece.node for piece in way.pieces}
+    used = {piece.node for piece in partition.pieces}
     left_out: list[LeftOut] = []
     for place, node in enumerate(times.cluster.nodes):
         if place in used:
             continue
-        with_it = way.with_node[place] if way.with_node else np.inf
+        with_it = partition.with_node[place] if partition.with_node else np.inf
         if other := _out_of_reach(times.cluster, node, used):
             why = f"it and {other} do not reach each other"
         elif not np.isfinite(times.tables(1)[place]).any():
@@ -106,9 +106,9 @@ def _out_of_reach(cluster: ClusterProfile, node: NodeProfile, used: Collection[i
     return next((name for name in names if cluster.link(node.name, name) == UNREACHABLE), "")
 
 
-def _remarks(times: Timetable, way: Way, prediction: Prediction) -> tuple[str, ...]:
+def _remarks(times: Timetable, partition: Partition, prediction: Prediction) -> tuple[str, ...]:
     nodes = times.cluster.nodes
-    if len(way.pieces) == 1:
+    if len(partition.pieces) == 1:
         return ("One machine alone does best.",) if len(nodes) > 1 else ()
     alone_s = [float(table[0, -1]) for table in times.steady_tables(1)]
     best = min(range(len(alone_s)), key=lambda place: alone_s[place])
@@ -171,7 +171,7 @@ def _nearest_fit(model: ModelProfile, cluster: ClusterProfile, request: PlanRequ
     if sequences:
         found.append(f"{sequences} sequence{'s' * (sequences > 1)}")
     if found:
-        return f"What fits: {', or '.join(found)}."
+        return f"This fits: {', or '.join(found)}."
     if fits(context_tokens=_SHORTEST_CONTEXT, sequences=1):
         return f"One sequence of {_SHORTEST_CONTEXT} tokens fits."
     return "Even one short sequence does not fit."

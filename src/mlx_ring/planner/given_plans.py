@@ -14,7 +14,7 @@ from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile
 from mlx_ring.planner.request import PlanRequest
 from mlx_ring.planner.tensor_groups import SharedModel, given_group
 from mlx_ring.planner.tensor_plans import plan_of
-from mlx_ring.planner.tensor_search import SharedWay
+from mlx_ring.planner.tensor_search import SharedPipeline
 
 GivenStage = tuple[LayerRange, Sequence[tuple[NodeProfile, float]]]
 """Layers of a stage, and the node and share of each rank."""
@@ -40,10 +40,10 @@ def plan_given(
     pipeline = GroupPipeline(cluster, groups)
     prediction = pipeline.prediction(request.prompt_tokens)
     stage_s = tuple(pipeline.lone_stream(shared.context_tokens)[0])
-    plan = plan_of(model, cluster, request, SharedWay(tuple(groups), stage_s, prediction, 0.0), "")
+    plan = plan_of(model, cluster, request, SharedPipeline(tuple(groups), stage_s, prediction, 0.0), "")
     _check_memory(plan)
-    told = f"of {len(model.layers)} layers: {how}"
-    given = tuple(replace(stage, why=f"{len(stage.layers)} {told}") for stage in plan.stages)
+    reason = f"of {len(model.layers)} layers: {how}"
+    given = tuple(replace(stage, why=f"{len(stage.layers)} {reason}") for stage in plan.stages)
     return replace(plan, stages=given, remarks=())
 
 

@@ -1,8 +1,8 @@
 """Search for the best pipeline of groups of machines: which machines compute together, in which order. Pure.
 
-Dynamic programming over sets of machines, as `cuts` has it, where a stage may be any group: the best way to cover the layers
-before `b` by a set, ending on a group whose rank 0 is a certain machine, is the best over that group and its first layer.
-All groups of eight machines make some 6,000 steps, so that layers are taken in blocks; the way that is taken is cut anew.
+Dynamic programming over sets of machines, as in `search`, where a stage may be any group. The best partition of the layers
+before `b` over a set, ending on a group with a certain machine as rank 0, is the best over that group and its first layer.
+All groups of eight machines make some 6,000 steps, so layers are taken in blocks. The chosen order is then split exactly.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _BLOCKS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class GroupWay:
-    """Way through candidates, in the pipeline's order."""
+class GroupOrder:
+    """Candidate groups, in the pipeline's order."""
 
     candidates: tuple[int, ...]
     cost: float
@@ -41,11 +41,11 @@ class GroupSearch:
         """Prepare the search.
 
         Args:
-            members: of each, its machines as bits; its rank 0 is the lowest.
-            tables: of each, by first and last end, what a stage takes.
-            hops: from machine to candidate.
-            back: from machine to machine.
-            adds: whether what stages take adds up, or the greatest counts.
+            members: machines of each candidate, as bits; its rank 0 is the lowest.
+            tables: seconds of a stage by its first and last end, for each candidate.
+            hops: seconds from machine to candidate.
+            back: seconds from machine to machine.
+            adds: True to add the stages' seconds up, False to take the greatest.
         """
         self._members = np.array(members)
         self._lowest = [(bits & -bits).bit_length() - 1 for bits in members]
@@ -81,20 +81,20 @@ class GroupSearch:
         reached = self._arriving(rest, starts, apart).min(axis=1)
         return self._join(reached[:, :, :, None], self._tables[apart][:, None]).min(axis=2)
 
-    def ways(self, *, of_all: bool = False) -> list[GroupWay]:
-        """Return the best way with two or more stages through each set of machines; with `of_all` only the set of all."""
+    def orders(self, *, of_all: bool = False) -> list[GroupOrder]:
+        """Return the best order of two or more stages for each set of machines; with `of_all` only the set of all."""
         sets = [self._everyone] if of_all else range(1, self._everyone + 1)
-        found = [way for bits in sets if (way := self._way(bits)) is not None]
-        return sorted(found, key=lambda way: way.cost)
+        found = [order for bits in sets if (order := self._order(bits)) is not None]
+        return sorted(found, key=lambda order: order.cost)
 
-    def _way(self, bits: int) -> GroupWay | None:
+    def _order(self, bits: int) -> GroupOrder | None:
         closed = self._best[bits, :, :, -1] + self._back
         last, start = np.unravel_index(int(closed.argmin()), closed.shape)
         cost = float(closed[last, start])
         if not np.isfinite(cost):
             return None
         candidates = self._trace(bits, int(last), int(start))
-        return GroupWay(tuple(candidates), cost) if len(candidates) > 1 else None
+        return GroupOrder(tuple(candidates), cost) if len(candidates) > 1 else None
 
     def _trace(self, bits: int, last: int, start: int) -> list[int]:
         end, found = self._tables.shape[1] - 1, list[int]()
@@ -112,7 +112,7 @@ class GroupSearch:
     def _step_to(
         self, bits: int, last: int, start: int, end: int, target: float
     ) -> tuple[int, int, int] | None:
-        """Return the candidate that gives a way its cost, the last machine before it (-1 for none), and its first layer."""
+        """Return the candidate that gives an order its cost, the last machine before it (-1 for none), and its first layer."""
         for candidate, own in enumerate(self._members):
             if self._lowest[candidate] != last or int(own) & ~bits:
                 continue

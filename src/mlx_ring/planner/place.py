@@ -27,10 +27,10 @@ def place(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest) ->
     if isinstance(method, TensorMethod):
         return place_tensor(model, cluster, request, method.search)
     times = Timetable(model, cluster, request.demand)
-    way = method.split(times, request)
-    if way is not None:
-        _check_hops(cluster, request, way.pieces)
-    plan = None if way is None else explain_plan(times, request, way)
+    partition = method.split(times, request)
+    if partition is not None:
+        _check_hops(cluster, request, partition.pieces)
+    plan = None if partition is None else explain_plan(times, request, partition)
     if method.chooses_nodes:
         plan = best_of_both(model, cluster, request, plan)
     if plan is None:

@@ -28,9 +28,9 @@ def predict_throughput(
         stages: what each stage computes for a step of a full group, and for a chunk of a prompt.
         groups: rows of each decode group.
         load: what every client asks for; answers that never end unless given.
-        steps_ahead: decode steps of one group that are under way at once.
+        steps_ahead: decode steps of one group that are in flight at once.
         hop_us: between stages, and from the last to the first.
-        head_us: between head and stages, one way.
+        head_us: microseconds between head and stages, in one direction.
         head_event_us: what the head does for one answer of one stage.
     """
     load = Load() if load is None else load

@@ -184,7 +184,7 @@ class Rings:
             [[self._hop_s(one, other, nbytes, trusting=trusting) for other in nodes] for one in nodes]
         )
         self._best: dict[int, NDArray[np.float64]] = {}
-        """Slowest hop of the best way from the lowest machine through a set, by set as bits and by last machine."""
+        """Slowest hop of the best path from the lowest machine through a set, by set as bits and by last machine."""
 
     def _hop_s(self, one: int, other: int, nbytes: float, *, trusting: bool) -> float:
         here, there = self._cluster.nodes[one], self._cluster.nodes[other]
@@ -195,7 +195,7 @@ class Rings:
     def among(self, members: Sequence[int]) -> Ring | None:
         """Return the ring with the fastest slowest hop; None if there is none. `members` are sorted."""
         bits = sum(1 << node for node in members)
-        closed = np.maximum(self._ways(bits), self._seconds[:, members[0]])
+        closed = np.maximum(self._slowest_hops(bits), self._seconds[:, members[0]])
         last = int(closed.argmin())
         if not np.isfinite(closed[last]):
             return None
@@ -207,7 +207,7 @@ class Rings:
         nodes = self._cluster.nodes
         return self._cluster.link(nodes[one].name, nodes[other].name)
 
-    def _ways(self, bits: int) -> NDArray[np.float64]:
+    def _slowest_hops(self, bits: int) -> NDArray[np.float64]:
         if bits not in self._best:
             lowest = (bits & -bits).bit_length() - 1
             found = np.full(len(self._seconds), np.inf)
@@ -215,12 +215,14 @@ class Rings:
                 found[lowest] = 0.0
             for last in range(lowest + 1, bits.bit_length()):
                 if bits >> last & 1:
-                    found[last] = np.maximum(self._ways(bits & ~(1 << last)), self._seconds[:, last]).min()
+                    found[last] = np.maximum(
+                        self._slowest_hops(bits & ~(1 << last)), self._seconds[:, last]
+                    ).min()
             self._best[bits] = found
         return self._best[bits]
 
     def _trace(self, bits: int, last: int) -> list[int]:
         order = [last]
         while bits := bits & ~(1 << order[-1]):
-            order.append(int(np.maximum(self._ways(bits), self._seconds[:, order[-1]]).argmin()))
+            order.append(int(np.maximum(self._slowest_hops(bits), self._seconds[:, order[-1]]).argmin()))
         return order[::-1]

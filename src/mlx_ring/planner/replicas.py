@@ -114,8 +114,8 @@ def _best_division(
                 if not subset:
                     break
                 subset = (subset - 1) & rest
-    found = [way for (number, _), way in best.items() if number == replicas]
-    speed, sets = max(found, key=lambda way: way[0], default=(0.0, ()))
+    found = [partition for (number, _), partition in best.items() if number == replicas]
+    speed, sets = max(found, key=lambda partition: partition[0], default=(0.0, ()))
     # The replica with the first machine comes first.
     return speed, tuple(sorted(sets, key=lambda members: members & -members))
 

@@ -1,7 +1,7 @@
 """Exact search for the best pipeline: which machines, in which order, with which layers. Pure.
 
-It is dynamic programming over sets of machines (Held and Karp's algorithm, with the layers as a second axis). The best way
-to cover the layers before `b` by a set of machines, ending on one of them, is the best over that machine's first layer `a`.
+It is dynamic programming over sets of machines (Held and Karp's algorithm, with the layers as a second axis). The best partition
+of the layers before `b` over a set of machines, ending on one of them, is the best over that machine's first layer `a`.
 Eight machines and 128 layers take some tenths of a second.
 """
 
@@ -30,20 +30,20 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class Partition:
     """Machines in the pipeline's order, with their layers."""
 
     pieces: tuple[Piece, ...]
     cost: float
     with_node: tuple[float, ...] = ()
-    """Cost of the best way with each machine, infinite if there is none; empty if unknown."""
+    """Cost of the best partition with each machine, infinite if there is none; empty if unknown."""
 
 
 class _Search:
-    """Costs of ways, as the sum of all costs and hops, or as the greatest cost."""
+    """Costs of partitions, as the sum of all costs and hops, or as the greatest cost."""
 
     def __init__(self, tables: Sequence[Table], hops: Table, *, adds: bool, starts_apart: bool) -> None:
-        """Prepare the search; `starts_apart` distinguishes ways by their first machine, because hops back differ."""
+        """Prepare the search; `starts_apart` distinguishes partitions by their first machine, because hops back differ."""
         self._nodes = range(len(tables))
         # By end and first layer, so that the least over first layers is looked for in neighbouring numbers.
         self._tables = [np.ascontiguousarray(table.T) for table in tables]
@@ -55,8 +55,8 @@ class _Search:
         self._best: dict[int, dict[int, Table]] = {}
         """Cost of covering the layers before each layer, by set of machines, last machine and first machine."""
 
-    def ways(self, stages: int) -> Iterator[tuple[int, int, int, float]]:
-        """Yield the set, last machine, first machine and cost of every way over all layers with so many machines.
+    def partitions(self, stages: int) -> Iterator[tuple[int, int, int, float]]:
+        """Yield the set, last machine, first machine and cost of every partition of all layers over so many machines.
 
         Call it for one machine first, then for two, and so on.
         """
@@ -68,7 +68,7 @@ class _Search:
                     yield members, last, int(start), float(costs[start, -1])
 
     def _extend(self, stages: int, last: int) -> None:
-        """Extend the ways of one machine fewer by this last machine."""
+        """Extend the partitions over one machine fewer by this last machine."""
         if stages == 1:
             costs = np.full((self._starts, len(self._tables[last])), np.inf)
             costs[last if self._starts > 1 else 0] = self._tables[last][:, 0]
@@ -112,7 +112,7 @@ def _sets(nodes: Sequence[int], size: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Circle:
-    """A way through a set of machines and back to the first."""
+    """A path through a set of machines and back to the first."""
 
     search: _Search
     members: int
@@ -129,37 +129,37 @@ def _circles(tables: Sequence[Table], hops: Table, most: int, *, adds: bool) -> 
     apart = not _all_alike(hops)
     search = _Search(tables, hops, adds=adds, starts_apart=apart)
     for stages in range(1, most + 1):
-        for members, last, start, cost in search.ways(stages):
-            # Where ways begin anywhere, hops between different machines are alike.
+        for members, last, start, cost in search.partitions(stages):
+            # Without a fixed first machine, all hops between different machines cost the same.
             back = float(hops[last, start if apart else (last + 1) % len(hops)]) if stages > 1 else 0.0
             if np.isfinite(cost + back):
                 yield _Circle(search, members, last, start, cost + back)
 
 
-def quickest_way(
+def quickest_partition(
     tables: Sequence[Table],
     hops: Table,
     paces: Sequence[Table] | None = None,
     *,
     stages: int | None = None,
     least: float = 0.0,
-) -> Way | None:
-    """Return the way with the shortest round of one token, including the hop from the last machine to the first.
+) -> Partition | None:
+    """Return the partition with the shortest round of one token, including the hop from the last machine to the first.
 
     Args:
         tables: seconds of every possible stage, by machine.
         hops: seconds from machine to machine.
-        paces: minimum seconds between two tokens of every possible stage, by machine. The best way is then found to
+        paces: minimum seconds between two tokens of every possible stage, by machine. The best partition is then found to
             within a thousandth. None uses the stages' own seconds.
         stages: number of machines; None chooses the best.
         least: known lower bound of the cost.
     """
-    way = _quickest(tables, hops, stages)
-    if way is None or paces is None or all(map(np.array_equal, tables, paces)):
-        return way
-    best = _paced(way, paces)
-    # No way is better than `low`: the quickest of all, and once those within a bound take longer than it, the bound.
-    low = max(way.cost, least)
+    partition = _quickest(tables, hops, stages)
+    if partition is None or paces is None or all(map(np.array_equal, tables, paces)):
+        return partition
+    best = _paced(partition, paces)
+    # Lower bound: the quickest of all; if those within a bound take longer than the bound, the bound itself.
+    low = max(partition.cost, least)
     bound = low * (1 + _CLOSE / 2)
     while best.cost > low * (1 + _CLOSE):
         allowed = [np.where(pace <= bound, table, np.inf) for table, pace in zip(tables, paces, strict=True)]
@@ -172,13 +172,13 @@ def quickest_way(
     return best
 
 
-def _paced(way: Way, paces: Sequence[Table]) -> Way:
-    """Return the way with the cost of its slowest pace, and without the costs of other ways."""
-    slowest = max(float(paces[piece.node][piece.first, piece.end]) for piece in way.pieces)
-    return Way(way.pieces, max(way.cost, slowest))
+def _paced(partition: Partition, paces: Sequence[Table]) -> Partition:
+    """Return the partition with the cost of its slowest pace, and without the costs of other partitions."""
+    slowest = max(float(paces[piece.node][piece.first, piece.end]) for piece in partition.pieces)
+    return Partition(partition.pieces, max(partition.cost, slowest))
 
 
-def _quickest(tables: Sequence[Table], hops: Table, stages: int | None) -> Way | None:
+def _quickest(tables: Sequence[Table], hops: Table, stages: int | None) -> Partition | None:
     nodes = range(len(tables))
     best: tuple[float, tuple[Piece, ...]] = (np.inf, ())
     with_node = [np.inf] * len(tables)
@@ -190,7 +190,7 @@ def _quickest(tables: Sequence[Table], hops: Table, stages: int | None) -> Way |
                 with_node[node] = min(with_node[node], circle.cost)
         if circle.cost < best[0]:
             best = (circle.cost, circle.pieces())
-    return Way(best[1], best[0], tuple(with_node)) if best[1] else None
+    return Partition(best[1], best[0], tuple(with_node)) if best[1] else None
 
 
 def steadiest_costs(tables: Sequence[Table], hops: Table, most: int) -> dict[int, float]:
@@ -201,8 +201,8 @@ def steadiest_costs(tables: Sequence[Table], hops: Table, most: int) -> dict[int
     return found
 
 
-def has_way(tables: Sequence[Table], hops: Table) -> bool:
-    """Return True if there is any way."""
+def has_partition(tables: Sequence[Table], hops: Table) -> bool:
+    """Return True if there is any partition."""
     free, walls = [np.where(np.isfinite(table), 0.0, np.inf) for table in tables], _walls(hops)
     if sum(map(_longest, free)) < len(free[0]) - 1:
         return False
@@ -222,7 +222,7 @@ def _walls(hops: Table) -> Table:
     return np.where(np.isfinite(hops), 0.0, np.inf)
 
 
-def in_order(tables: Sequence[Table]) -> Way | None:
+def in_order(tables: Sequence[Table]) -> Partition | None:
     """Return the split over all machines, in the given order, with the fastest slowest stage."""
     costs = tables[0][0]
     firsts: list[np.ndarray] = [np.zeros(len(costs), np.intp)]
@@ -237,7 +237,7 @@ def in_order(tables: Sequence[Table]) -> Way | None:
         first = int(firsts[node][end])
         pieces.append(Piece(node, first, end))
         end = first
-    return Way(tuple(reversed(pieces)), float(costs[-1]))
+    return Partition(tuple(reversed(pieces)), float(costs[-1]))
 
 
 def _all_alike(hops: Table) -> bool:

@@ -14,14 +14,21 @@ import numpy as np
 
 from mlx_ring.core.errors import PlanError
 from mlx_ring.planner.request import PlanRequest
-from mlx_ring.planner.search import Piece, Way, has_way, in_order, quickest_way, steadiest_costs
+from mlx_ring.planner.search import (
+    Partition,
+    Piece,
+    has_partition,
+    in_order,
+    quickest_partition,
+    steadiest_costs,
+)
 from mlx_ring.planner.stage_costs import StageTables
 from mlx_ring.planner.tensor_plans import MOST_NODES, TensorSearch
 from mlx_ring.planner.tensor_search import SharedLayers
 from mlx_ring.planner.timetable import Timetable
 from mlx_ring.settings.strategies import Strategy
 
-Split = Callable[[Timetable, PlanRequest], Way | None]
+Split = Callable[[Timetable, PlanRequest], Partition | None]
 """Function that chooses machines and layers; None if they do not fit into the memory."""
 Reason = Callable[[Timetable, int], str]
 """Function that says why a machine, given by its place, got its layers."""
@@ -39,7 +46,7 @@ class PipelineMethod:
     def fits(self, times: Timetable, request: PlanRequest) -> bool:
         """Return True if there is a split."""
         if self.chooses_nodes:
-            return has_way(times.tables(1), times.hops(1))
+            return has_partition(times.tables(1), times.hops(1))
         return self.split(times, request) is not None
 
 
@@ -50,7 +57,7 @@ class TensorMethod:
     search: TensorSearch
 
 
-def fastest(times: Timetable, request: PlanRequest) -> Way | None:
+def fastest(times: Timetable, request: PlanRequest) -> Partition | None:
     """Return the best choice of machines, order and layers for the objective."""
     nodes = len(times.cluster.nodes)
     if nodes > MOST_NODES:
@@ -58,16 +65,16 @@ def fastest(times: Timetable, request: PlanRequest) -> Way | None:
             f"{nodes} machines were given; plans by `auto` are exact for {MOST_NODES} at most. "
             "Use the strategy balanced, or leave some out."
         )
-    quickest = quickest_way(times.tables(1), times.hops(1), times.steady_tables(1))
+    quickest = quickest_partition(times.tables(1), times.hops(1), times.steady_tables(1))
     if request.objective == "latency" or quickest is None:
         return quickest
     best = replace(quickest, with_node=())
     for bound, stages in sorted(_throughput_bounds(times), reverse=True):
         if bound <= times.tokens_per_s(best.pieces):
             break
-        way = _quickest_with(times, stages, times.demand.sequences / bound)
-        if way is not None and times.tokens_per_s(way.pieces) > times.tokens_per_s(best.pieces):
-            best = way
+        partition = _quickest_with(times, stages, times.demand.sequences / bound)
+        if partition is not None and times.tokens_per_s(partition.pieces) > times.tokens_per_s(best.pieces):
+            best = partition
     return best
 
 
@@ -87,7 +94,7 @@ def _throughput_bounds(times: Timetable) -> Iterator[tuple[float, int]]:
                 yield sequences / (min(number, sequences) * slowest), number
 
 
-def _quickest_with(times: Timetable, stages: int, least_s: float) -> Way | None:
+def _quickest_with(times: Timetable, stages: int, least_s: float) -> Partition | None:
     """Return the pipeline of so many stages on which all decode groups complete a round soonest.
 
     A round is never shorter than the time that the slowest stage takes for all groups.
@@ -95,10 +102,10 @@ def _quickest_with(times: Timetable, stages: int, least_s: float) -> Way | None:
     sequences = times.demand.sequences
     rows, groups = -(-sequences // stages), min(stages, sequences)
     paces = [groups * table for table in times.steady_tables(rows)]
-    return quickest_way(times.tables(rows), times.hops(rows), paces, stages=stages, least=least_s)
+    return quickest_partition(times.tables(rows), times.hops(rows), paces, stages=stages, least=least_s)
 
 
-def balanced(times: Timetable, _request: PlanRequest) -> Way | None:
+def balanced(times: Timetable, _request: PlanRequest) -> Partition | None:
     """Return the split over all machines, in the given order, whose slowest stage is fastest."""
     _check_layers(times)
     return in_order(times.steady_tables(1))
@@ -107,23 +114,23 @@ def balanced(times: Timetable, _request: PlanRequest) -> Way | None:
 def by_shares(shares: Callable[[Timetable], Sequence[float]]) -> Split:
     """Return a strategy that splits layers in proportion to a share of each machine."""
 
-    def split(times: Timetable, _request: PlanRequest) -> Way | None:
+    def split(times: Timetable, _request: PlanRequest) -> Partition | None:
         of_nodes = shares(times)
         _check_layers(times)
-        return _way_of(times, proportional_counts(len(times.model.layers), of_nodes))
+        return _partition_of(times, proportional_counts(len(times.model.layers), of_nodes))
 
     return split
 
 
-def custom(times: Timetable, request: PlanRequest) -> Way | None:
+def custom(times: Timetable, request: PlanRequest) -> Partition | None:
     """Return the split by the request's layer counts, or by its proportions."""
     layers = len(times.model.layers)
     if request.counts:
         _check_given(times, len(request.counts), "layer counts")
-        return _way_of(times, given_counts(layers, request.counts))
+        return _partition_of(times, given_counts(layers, request.counts))
     _check_given(times, len(request.proportions), "proportions")
     _check_layers(times)
-    return _way_of(times, proportional_counts(layers, request.proportions))
+    return _partition_of(times, proportional_counts(layers, request.proportions))
 
 
 def _check_given(times: Timetable, given: int, what: str) -> None:
@@ -142,12 +149,12 @@ def _check_layers(times: Timetable) -> None:
         )
 
 
-def _way_of(times: Timetable, counts: Sequence[int]) -> Way | None:
+def _partition_of(times: Timetable, counts: Sequence[int]) -> Partition | None:
     tables = times.tables(1)
     ends = [0, *accumulate(counts)]
     pieces = tuple(Piece(node, first, end) for node, (first, end) in enumerate(pairwise(ends)))
     cost = sum(float(tables[piece.node][piece.first, piece.end]) for piece in pieces)
-    return Way(pieces, cost) if np.isfinite(cost) else None
+    return Partition(pieces, cost) if np.isfinite(cost) else None
 
 
 def _equal_shares(times: Timetable) -> list[float]:

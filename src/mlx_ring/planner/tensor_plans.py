@@ -14,16 +14,16 @@ from mlx_ring.planner.plan import LeftOut, Plan, Prediction, RankPlan, StagePlan
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
 from mlx_ring.planner.request import PlanRequest
 from mlx_ring.planner.tensor_groups import Member
-from mlx_ring.planner.tensor_search import SharedLayers, SharedWay, cost
+from mlx_ring.planner.tensor_search import SharedLayers, SharedPipeline, cost
 
 MOST_NODES = 8
 
 
 class TensorSearch(Protocol):
-    """Search for the best way in which machines compute layers together."""
+    """Search for the best pipeline of machines that compute layers together."""
 
-    def __call__(self, search: SharedLayers, /, *, of_all: bool) -> SharedWay | None:
-        """Return the best way; with `of_all` over all machines of the cluster."""
+    def __call__(self, search: SharedLayers, /, *, of_all: bool) -> SharedPipeline | None:
+        """Return the best pipeline; with `of_all` over all machines of the cluster."""
         ...
 
 
@@ -53,15 +53,15 @@ def best_of_both(
     search = SharedLayers(model, cluster, request)
     if not request.allows_tensor or not search.is_possible:
         return None if apart is None else _with_remark(apart, _left_undone(model, cluster, request, apart))
-    found = [way for way in (search.tensor(), search.hybrid()) if way is not None]
-    best = min(found, key=lambda way: way.cost, default=None)
+    found = [pipeline for pipeline in (search.tensor(), search.hybrid()) if pipeline is not None]
+    best = min(found, key=lambda pipeline: pipeline.cost, default=None)
     if best is None:
         return apart
     if apart is None or best.cost < cost(request, apart.prediction):
         reason = _reason(best, request, None if apart is None else apart.prediction)
         return plan_of(model, cluster, request, best, reason)
-    told = _times(best.prediction, request)
-    return _with_remark(apart, f"If {_groups(best)} computed {_what(best)} together, it would be {told}.")
+    times = _times(best.prediction, request)
+    return _with_remark(apart, f"If {_groups(best)} computed {_what(best)} together, it would be {times}.")
 
 
 def place_tensor(
@@ -80,10 +80,10 @@ def place_tensor(
     """
     if problem := _problem(model, cluster, request):
         raise PlanError(problem)
-    way = search(SharedLayers(model, cluster, request), of_all=True)
-    if way is None:
+    pipeline = search(SharedLayers(model, cluster, request), of_all=True)
+    if pipeline is None:
         raise PlanError(_why_none(model, cluster, request))
-    return plan_of(model, cluster, request, way, _reason(way, request, None))
+    return plan_of(model, cluster, request, pipeline, _reason(pipeline, request, None))
 
 
 def _problem(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest) -> str:
@@ -112,7 +112,7 @@ def _problem(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest)
             f"{name} cannot be had: {_UNTRUSTED}. Name one on each, or let the strategy auto choose.",
         ),
     )
-    return next((told for stands, told in problems if stands), "")
+    return next((problem for applies, problem in problems if applies), "")
 
 
 def _why_none(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest) -> str:
@@ -137,31 +137,35 @@ def _why_none(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest
 
 def _left_undone(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest, apart: Plan) -> str:
     """Return what tensor parallelism would gain and why it is not used; empty if it would gain nothing."""
-    way = SharedLayers(model, cluster, request, trusting=True).tensor()
-    if way is None or way.cost >= cost(request, apart.prediction):
+    pipeline = SharedLayers(model, cluster, request, trusting=True).tensor()
+    if pipeline is None or pipeline.cost >= cost(request, apart.prediction):
         return ""
     why = _UNSPLIT if model.shared is None else _UNTRUSTED
     if model.shared is not None and SharedLayers(model, cluster, request).is_possible:
         why = _UNSERVED
-    return f"If {_groups(way)} computed {_what(way)} together, it would be {_times(way.prediction, request)}, but {why}."
+    return f"If {_groups(pipeline)} computed {_what(pipeline)} together, it would be {_times(pipeline.prediction, request)}, but {why}."
 
 
 def _with_remark(plan: Plan, remark: str) -> Plan:
     return replace(plan, remarks=(*plan.remarks, remark)) if remark else plan
 
 
-def _reason(way: SharedWay, request: PlanRequest, apart: Prediction | None) -> str:
-    told = f"{_groups(way)} compute {_what(way)} together: {_times(way.prediction, request)}"
-    return f"{told}; with layers of their own, {_times(apart, request)}." if apart is not None else f"{told}."
+def _reason(pipeline: SharedPipeline, request: PlanRequest, apart: Prediction | None) -> str:
+    reason = f"{_groups(pipeline)} compute {_what(pipeline)} together: {_times(pipeline.prediction, request)}"
+    return (
+        f"{reason}; with layers of their own, {_times(apart, request)}."
+        if apart is not None
+        else f"{reason}."
+    )
 
 
-def _groups(way: SharedWay) -> str:
-    groups = [stage.group for stage in way.stages if len(stage.group.members) > 1]
+def _groups(pipeline: SharedPipeline) -> str:
+    groups = [stage.group for stage in pipeline.stages if len(stage.group.members) > 1]
     return " and ".join("+".join(node.name for node in group.nodes) for group in groups)
 
 
-def _what(way: SharedWay) -> str:
-    return "every layer" if len(way.stages) == 1 else "the layers of a stage"
+def _what(pipeline: SharedPipeline) -> str:
+    return "every layer" if len(pipeline.stages) == 1 else "the layers of a stage"
 
 
 def _times(prediction: Prediction, request: PlanRequest) -> str:
@@ -173,19 +177,19 @@ def _times(prediction: Prediction, request: PlanRequest) -> str:
     )
 
 
-# ---- the plan of a way
+# ---- the plan of a pipeline
 
 
 def plan_of(
-    model: ModelProfile, cluster: ClusterProfile, request: PlanRequest, way: SharedWay, reason: str
+    model: ModelProfile, cluster: ClusterProfile, request: PlanRequest, pipeline: SharedPipeline, reason: str
 ) -> Plan:
-    """Return the plan of a way that was found."""
-    told = (
+    """Return the plan of a pipeline that was found."""
+    why = (
         "no plan with it gives more"
         if request.objective == "throughput"
         else "no plan with it answers sooner"
     )
-    demand, used = request.demand, set(way.nodes)
+    demand, used = request.demand, set(pipeline.nodes)
     return Plan(
         model=model.name,
         strategy=request.strategy,
@@ -194,10 +198,11 @@ def plan_of(
         sequences=demand.sequences,
         kv_bits=demand.kv_bits,
         stages=tuple(
-            _stage(stage, model, token_s) for stage, token_s in zip(way.stages, way.stage_s, strict=True)
+            _stage(stage, model, token_s)
+            for stage, token_s in zip(pipeline.stages, pipeline.stage_s, strict=True)
         ),
-        left_out=tuple(LeftOut(node.name, told) for node in cluster.nodes if node.name not in used),
-        prediction=way.prediction,
+        left_out=tuple(LeftOut(node.name, why) for node in cluster.nodes if node.name not in used),
+        prediction=pipeline.prediction,
         remarks=(reason,),
     )
 

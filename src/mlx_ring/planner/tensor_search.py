@@ -1,7 +1,7 @@
 """Search for plans with tensor parallelism: all machines in one group, or groups as stages of a pipeline. Pure.
 
 Every set of machines that may exchange is considered as one group, with shares by which all ranks take equally long. For
-pipelines of groups, every set is a candidate for a stage; the best ways through them are split exactly and predicted in
+pipelines of groups, every set is a candidate for a stage; the best orders of them are split exactly and predicted in
 full. For a single stream the best plan answers soonest, prompt included; otherwise it has the highest throughput.
 """
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from mlx_ring.core.types import LayerRange
 from mlx_ring.planner.group_pipeline import GroupPipeline, GroupStage
-from mlx_ring.planner.group_search import GroupSearch, GroupWay, block_ends, cut
+from mlx_ring.planner.group_search import GroupOrder, GroupSearch, block_ends, cut
 from mlx_ring.planner.plan import Prediction
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
 from mlx_ring.planner.rank_costs import Rings
@@ -33,14 +33,14 @@ from mlx_ring.planner.tensor_groups import (
 
 _ANSWER_TOKENS = 256
 _LOOKED_AT = 6
-"""Number of ways through groups that are predicted in full."""
+"""Number of orders of groups that are predicted in full."""
 _FEW_LAYERS = 12
 _CUTS = (True, False)
 """Passes of the split: with any shares that memory allows, then with the shares that were found."""
 
 
 @dataclass(frozen=True, slots=True)
-class SharedWay:
+class SharedPipeline:
     """Stages, at least one of which has several ranks."""
 
     stages: tuple[GroupStage, ...]
@@ -65,7 +65,7 @@ def cost(request: PlanRequest, prediction: Prediction) -> float:
 
 
 class SharedLayers:
-    """Search for the best ways of a model over the machines of a cluster."""
+    """Search for the best pipelines of a model over the machines of a cluster."""
 
     def __init__(
         self, model: ModelProfile, cluster: ClusterProfile, request: PlanRequest, *, trusting: bool = False
@@ -88,27 +88,27 @@ class SharedLayers:
             self._rings.among(pair) is not None for pair in combinations(self._places, 2)
         )
 
-    def tensor(self, *, of_all: bool = False) -> SharedWay | None:
+    def tensor(self, *, of_all: bool = False) -> SharedPipeline | None:
         """Return the best single group; with `of_all` that of the whole cluster."""
         sets = [tuple(self._places)] if of_all else self._sets(2)
         groups = (self._whole(members) for members in sets)
-        ways = [
+        pipelines = [
             self._predicted([GroupStage(group, LayerRange(0, self._layers))]) for group in groups if group
         ]
-        return min(ways, key=lambda way: way.cost, default=None)
+        return min(pipelines, key=lambda pipeline: pipeline.cost, default=None)
 
-    def hybrid(self, *, of_all: bool = False) -> SharedWay | None:
+    def hybrid(self, *, of_all: bool = False) -> SharedPipeline | None:
         """Return the best pipeline with a group as a stage; with `of_all` over the whole cluster."""
         if len(self._places) < 2 or self._layers < 2:  # noqa: PLR2004 - stages
             return None
-        found: list[SharedWay] = []
-        # A stage over all machines may not pay, and few layers can be cut in few ways.
+        found: list[SharedPipeline] = []
+        # A stage over all machines may not pay off, and few layers allow few splits.
         even_so = of_all or self._layers <= _FEW_LAYERS
         candidates = [one for one in self._sets(1) if len(one) == 1 or self._is_worth(one, even_so=even_so)]
         if all(len(members) == 1 for members in candidates):
             return None
-        for way in sorted(self._search(candidates).ways(of_all=of_all), key=self._weight):
-            groups = [candidates[candidate] for candidate in way.candidates]
+        for order in sorted(self._search(candidates).orders(of_all=of_all), key=self._weight):
+            groups = [candidates[candidate] for candidate in order.candidates]
             if all(len(members) == 1 for members in groups):
                 continue
             made = self._cut(groups)
@@ -116,12 +116,12 @@ class SharedLayers:
                 found.append(made)
             if len(found) == _LOOKED_AT:
                 break
-        return min(found, key=lambda way: way.cost, default=None)
+        return min(found, key=lambda pipeline: pipeline.cost, default=None)
 
-    def _weight(self, way: GroupWay) -> float:
-        """Return the rank of a way in the search: its slowest stage serves as many decode groups as there are stages."""
-        groups = min(len(way.candidates), self._request.demand.sequences)
-        return way.cost * (1 if self._request.objective == "latency" else groups)
+    def _weight(self, order: GroupOrder) -> float:
+        """Return the cost by which orders are sorted: the slowest stage serves as many decode groups as there are stages."""
+        groups = min(len(order.candidates), self._request.demand.sequences)
+        return order.cost * (1 if self._request.objective == "latency" else groups)
 
     # ---- one group
 
@@ -141,11 +141,11 @@ class SharedLayers:
         nodes = [self._cluster.nodes[place] for place in ring.nodes]
         return fitting_group(self._shared, nodes, ring, 0, self._layers, self._rows(1))
 
-    def _predicted(self, stages: Sequence[GroupStage]) -> SharedWay:
+    def _predicted(self, stages: Sequence[GroupStage]) -> SharedPipeline:
         pipeline = GroupPipeline(self._cluster, stages)
         prediction = pipeline.prediction(self._request.prompt_tokens)
         each = tuple(pipeline.lone_stream(self._shared.context_tokens)[0])
-        return SharedWay(tuple(stages), each, prediction, cost(self._request, prediction))
+        return SharedPipeline(tuple(stages), each, prediction, cost(self._request, prediction))
 
     def _rows(self, stages: int) -> int:
         """Return the rows of a step, for a number of stages."""
@@ -210,11 +210,11 @@ class SharedLayers:
             return [by_speed]
         return [by_speed, quick_group(self._shared, nodes, ring, self._rows(2), by_memory=True)]
 
-    def _cut(self, members: Sequence[tuple[int, ...]]) -> SharedWay | None:
-        """Return the way after alternating between layers and shares for these groups in this order."""
+    def _cut(self, members: Sequence[tuple[int, ...]]) -> SharedPipeline | None:
+        """Return the pipeline after alternating between layers and shares for these groups in this order."""
         ends, adds = np.arange(self._layers + 1), self._request.objective == "latency"
         rows = self._rows(len(members))
-        choices, found = [self._quick(each) for each in members], list[SharedWay]()
+        choices, found = [self._quick(each) for each in members], list[SharedPipeline]()
         for any_shares in _CUTS:
             tables = [_seconds(groups, rows, ends, adds=adds, any_shares=any_shares) for groups in choices]
             made = self._all_fitted(choices, cut(tables, adds=adds) or [], rows)
@@ -222,7 +222,7 @@ class SharedLayers:
                 continue
             found.append(self._predicted(made))
             choices = [[stage.group] for stage in made]
-        return min(found, key=lambda way: way.cost, default=None)
+        return min(found, key=lambda pipeline: pipeline.cost, default=None)
 
     def _all_fitted(
         self, choices: Sequence[list[RankGroup]], pieces: Sequence[tuple[int, int]], rows: int

@@ -157,8 +157,8 @@ class _Probe:
         started, trips = time.perf_counter(), list[float]()
         while self.frames < _MOST_FRAMES // 2:
             trips.append(self._seconds(payload))
-            taken, wished = time.perf_counter() - started, self._bounds.round_trips_s
-            if len(trips) >= _FEWEST and taken > (wished if len(trips) >= _AT_LEAST else _LONGEST * wished):
+            taken, limit_s = time.perf_counter() - started, self._bounds.round_trips_s
+            if len(trips) >= _FEWEST and taken > (limit_s if len(trips) >= _AT_LEAST else _LONGEST * limit_s):
                 break
         return trips
 

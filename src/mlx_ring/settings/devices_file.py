@@ -7,7 +7,7 @@
 
     [{"ssh": "127.0.0.1", "ips": ["192.168.5.2"]}, {"ssh": "mini1@192.168.5.1", "ips": ["192.168.5.1"]}]
 
-Names are those that earlier prototypes and `mlx.launch` have. What has no meaning here is refused by its name.
+It accepts the names of earlier prototypes and of `mlx.launch`. A name without a meaning here is refused.
 """
 
 from __future__ import annotations

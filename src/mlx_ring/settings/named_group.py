@@ -32,7 +32,7 @@ def with_named_group(settings: Settings) -> Settings:
         changes["stages"] = size
     elif size != (asked := ranks if settings.link == "grpc" else settings.stages):
         raise ConfigError(
-            f"{_told(settings)} names {size} ranks, and {asked} are asked for: ask for as many, or leave --tp and --stages out."
+            f"{_source(settings)} names {size} ranks, and {asked} are asked for: ask for as many, or leave --tp and --stages out."
         )
     return settings.model_copy(update=changes | _backend_of(settings, hosts))
 
@@ -53,18 +53,18 @@ def _backend_of(settings: Settings, hosts: Hostfile) -> dict[str, object]:
 
 def _check_machines(settings: Settings, hosts: Hostfile) -> None:
     """Refuse a hostfile that names anything but RDMA devices and the backend of a cluster's machines."""
-    told = _told(settings)
+    source = _source(settings)
     if any(host.listens for host in hosts.hosts):
         raise ConfigError(
-            f"{told} names workers of this machine, and --nodes is {settings.nodes}: leave one of them out."
+            f"{source} names workers of this machine, and --nodes is {settings.nodes}: leave one of them out."
         )
     if hosts.rdma is None and not hosts.backend:
         raise ConfigError(
-            f"{told} tells neither `rdma` nor `backend`, which is all that a cluster takes of it: leave it out."
+            f"{source} has neither `rdma` nor `backend`, the only entries that a cluster uses: leave it out."
         )
     if foreign := sorted(hosts.variables.keys() - {RING_OF_JACCL}):
         raise ConfigError(
-            f"{told} has {foreign[0]} under `envs`, which reaches no other machine: set it where they are started."
+            f"{source} has {foreign[0]} under `envs`, which reaches no other machine: set it where they are started."
         )
 
 
@@ -84,23 +84,23 @@ def _named(settings: Settings) -> Hostfile | None:
 
 
 def _check(settings: Settings, hosts: Hostfile) -> None:
-    told = _told(settings)
+    source = _source(settings)
     if elsewhere := [host.ssh for host in hosts.hosts if not host.is_here]:
         raise ConfigError(
-            f"{told} names {', '.join(elsewhere)}, and `serve` starts workers at 127.0.0.1 alone: for other machines use "
+            f"{source} names {', '.join(elsewhere)}, and `serve` starts workers at 127.0.0.1 alone: for other machines use "
             f"`mlx-ring cluster start -c {settings.hostfile} --model {settings.model}`."
         )
     if hosts.rdma is not None:
         raise ConfigError(
-            f"{told}: rdma leads to other machines, and all hosts are this one: leave `rdma` out."
+            f"{source}: rdma leads to other machines, and all hosts are this one: leave `rdma` out."
         )
     groups = (settings.replicas or 1) * (1 + len(settings.more_models))
     groups *= settings.stages if settings.link == "grpc" and len(rank_shares(settings)) > 1 else 1
     if groups > 1 and any(host.listens for host in hosts.hosts):
         raise ConfigError(
-            f"{told} names ports for one group of workers, and there would be {groups}: serve one model with --tp or --stages, once."
+            f"{source} names ports for one group of workers, and there would be {groups}: serve one model with --tp or --stages, once."
         )
 
 
-def _told(settings: Settings) -> str:
+def _source(settings: Settings) -> str:
     return f"--hostfile {settings.hostfile}" if settings.hostfile is not None else "mlx.launch"

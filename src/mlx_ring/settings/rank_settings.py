@@ -79,11 +79,11 @@ def check_ranks(settings: Settings) -> None:
         _check_trust(settings, f"--tp {ranks} beside --nodes {nodes} has machines share layers")
 
 
-def _check_trust(settings: Settings, wish: str) -> None:
+def _check_trust(settings: Settings, requirement: str) -> None:
     """Raise `ConfigError` if no interface is trusted with collectives."""
     if not settings.trusted_interface:
         raise ConfigError(
-            f"{wish}. MLX's collectives are neither encrypted nor authenticated, so they go to other machines only where both ends "
+            f"{requirement}. MLX's collectives are neither encrypted nor authenticated, so they go to other machines only where both ends "
             "trust an interface with it: name it with --trusted-interface, here and on each machine that joins."
         )
 

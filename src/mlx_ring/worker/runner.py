@@ -64,7 +64,7 @@ class StageRunner:
         self._group = group
         self.spoiled: Exception | None = None
         """Error that made this rank's group unusable: a step failed here that other ranks may have continued."""
-        self._under_way: StepWork | None = None
+        self._pending: StepWork | None = None
         self._patience = Patience()
         self._traces = StepTraces()
         self.last_step = 0
@@ -76,14 +76,14 @@ class StageRunner:
         return len(self._sequences)
 
     @property
-    def is_under_way(self) -> bool:
+    def is_pending(self) -> bool:
         """True if a step was taken in and not answered."""
-        return self._under_way is not None
+        return self._pending is not None
 
     @property
     def patience_s(self) -> float:
         """Seconds to wait for another step before calling `finish`, while one is under way."""
-        return 0.0 if self._under_way is None else self._patience.seconds(self._under_way, monotonic_us())
+        return 0.0 if self._pending is None else self._patience.seconds(self._pending, monotonic_us())
 
     def take(self, step: step_pb2.Step, arrived_us: int) -> Iterator[step_pb2.StepDone]:
         """Take in a step and yield the answers that are due: of the step before, and perhaps of this one.
@@ -92,7 +92,7 @@ class StageRunner:
         """
         self._answers.expect(step)
         work = StepWork(step, StepClock(arrived_us, monotonic_us()))
-        before = self._under_way
+        before = self._pending
         if before is not None and not self._can_build_ahead(before, step):
             yield self._finish(before)
             before = None
@@ -106,14 +106,14 @@ class StageRunner:
                 self._attempt(work, self._build)
         self._submit(work)
         self._draw_by_grammar(work)
-        self._under_way = work
-        if not work.is_under_way:
+        self._pending = work
+        if not work.is_pending:
             yield self._finish(work)
 
     def finish(self) -> Iterator[step_pb2.StepDone]:
         """Wait for the step that is under way, and yield its answer if there is one."""
-        if self._under_way is not None:
-            yield self._finish(self._under_way)
+        if self._pending is not None:
+            yield self._finish(self._pending)
 
     def run(self, step: step_pb2.Step, arrived_us: int) -> step_pb2.StepDone:
         """Take in a step and wait for its answer."""
@@ -229,7 +229,7 @@ class StageRunner:
 
     def _submit(self, work: StepWork) -> None:
         """Give the step to the device without waiting for it."""
-        if work.is_submitted or not work.is_under_way:
+        if work.is_submitted or not work.is_pending:
             return
         work.is_submitted = True
         work.outputs = self._outputs(work)
@@ -244,7 +244,7 @@ class StageRunner:
 
         From here on the step cannot be rolled back, because the device has it.
         """
-        if not work.waits_to_draw or not work.is_under_way or work.inputs is None:
+        if not work.waits_to_draw or not work.is_pending or work.inputs is None:
             return
         work.waits_to_draw = False
         try:
@@ -286,8 +286,8 @@ class StageRunner:
 
     def _finish(self, work: StepWork, follower: StepWork | None = None) -> step_pb2.StepDone:
         """Wait for the step and answer it. Roll back a follower that was built on tokens that changed."""
-        self._under_way = None
-        if work.is_under_way:
+        self._pending = None
+        if work.is_pending:
             self._conclude(work, follower)
         if follower is not None:
             follower.clock.started = monotonic_us()

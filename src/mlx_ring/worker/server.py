@@ -123,7 +123,7 @@ class WorkerServer:
     def _next_job(self) -> Callable[[], None]:
         """Return the next job. If none comes soon while a step is under way, answer that step first."""
         runner = self._runner
-        if runner is not None and runner.is_under_way:
+        if runner is not None and runner.is_pending:
             job = self._jobs.get_within(runner.patience_s)
             if job is not None:
                 return job

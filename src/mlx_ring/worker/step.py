@@ -96,7 +96,7 @@ class StepWork:
     """True if its tokens are drawn only after the tokens before them are known."""
 
     @property
-    def is_under_way(self) -> bool:
+    def is_pending(self) -> bool:
         """True if the device has work to do for the step."""
         return self.error is None and bool(self.passes)
 
@@ -119,7 +119,7 @@ class StepWork:
     def allows_building_ahead(self) -> bool:
         """True if another step can be built on this one: its answer needs neither the device nor its KV any more."""
         tails = any(item.batch.members.tails for item in self.passes)
-        return self.is_under_way and not self.has_lookups and not tails
+        return self.is_pending and not self.has_lookups and not tails
 
     @property
     def built_on(self) -> set[int]:

@@ -77,5 +77,5 @@ def test_whatever_breaks_off_where_every_byte_is_given_out_once(
         for _ in range(len(run) - len(rest)):
             board.finish()
         board.return_unfinished(rest)
-        assert board.under_way == 0
+        assert board.in_progress == 0
     assert sorted(got) == list(range(sum(sizes)))

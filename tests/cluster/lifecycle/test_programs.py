@@ -44,7 +44,7 @@ def test_a_machine_without_a_usable_python_is_refused_with_advice(
     monkeypatch.setattr("mlx_ring.cluster.lifecycle.programs.find_pythons", find_interpreters)
     store = WheelStore(tmp_path_factory.getbasetemp() / "packages")
     with pytest.raises(HostFailed, match=said):
-        make_ready(Place(device, "mini", is_here=False), store=store, tell=lambda _line: None)
+        make_ready(Place(device, "mini", is_here=False), store=store, report=lambda _line: None)
 
 
 @pytest.mark.processes

@@ -23,7 +23,7 @@ def test_ssh_gets_one_line_with_every_argument_quoted() -> None:
 
 
 def test_a_local_command_runs_unchanged_and_reads_its_input() -> None:
-    assert run_on(HERE, [sys.executable, "-c", "print(input()[::-1])"], told="abc\n") == "cba\n"
+    assert run_on(HERE, [sys.executable, "-c", "print(input()[::-1])"], stdin="abc\n") == "cba\n"
 
 
 def test_an_error_holds_the_last_output_of_the_command() -> None:

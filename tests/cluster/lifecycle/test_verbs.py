@@ -42,8 +42,8 @@ class Machines:
     def find_places(self, devices: Sequence[Device]) -> list[Place]:
         return [Place(one, one.name, is_here=False) for one in devices]
 
-    def make_ready(self, place: Place, store: WheelStore, tell: Callable[[str], None]) -> Ready:
-        del store, tell
+    def make_ready(self, place: Place, store: WheelStore, report: Callable[[str], None]) -> Ready:
+        del store, report
         return Ready(place, ("mlx-ring",), About({}, "/s", place.name, self.running))
 
     def find_program(self, place: Place) -> str:
@@ -65,7 +65,7 @@ class Machines:
 
 
 def start() -> verbs.Started:
-    return verbs.start(FILE, "demo", tell=lambda _: None, store=STORE, timeout_s=60.0)
+    return verbs.start(FILE, "demo", report=lambda _: None, store=STORE, timeout_s=60.0)
 
 
 def test_a_machine_that_cannot_be_stopped_does_not_keep_others_running(
@@ -84,7 +84,7 @@ def test_the_reason_of_a_failed_start_is_reported_even_if_stopping_fails(
     machines = Machines(monkeypatch, failing)
     told: list[str] = []
     with pytest.raises(HostFailed, match=r"^b has no room\.$"):
-        verbs.start(FILE, "demo", tell=told.append, store=STORE, timeout_s=60.0)
+        verbs.start(FILE, "demo", report=told.append, store=STORE, timeout_s=60.0)
     assert machines.told.count(("b", "stop")) == 2
     assert told[-1] == "Not everything was stopped: c is lost."
 

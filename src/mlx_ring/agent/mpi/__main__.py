@@ -24,9 +24,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         server = PmixServer(options.ranks, options.folder)
     except ConfigError as error:
         raise SystemExit(str(error)) from None
-    with socket.socket(socket.AF_UNIX) as told:
-        told.connect(options.tell)
-        told.sendall(json.dumps(server.places).encode())
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(options.socket)
+        connection.sendall(json.dumps(server.places).encode())
     signal.pause()
 
 
@@ -34,7 +34,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="mlx_ring.agent.mpi", description=__doc__)
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--folder", type=Path, required=True, help="private, for files of its own")
-    parser.add_argument("--tell", required=True, help="Unix socket that takes the places")
+    parser.add_argument("--socket", required=True, help="Unix socket that receives the places")
     parser.add_argument("--lifeline-fd", type=int, required=True)
     return parser.parse_args(arguments)
 

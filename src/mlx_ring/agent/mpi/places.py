@@ -50,22 +50,22 @@ async def _serve(
 ) -> ChildProcess:
     folder = tempfile.mkdtemp(prefix="mpi-", dir=run_dir)
     socket = f"{folder}/s"
-    told: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+    received: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
     async def receive(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        told.set_result(await reader.read())
+        received.set_result(await reader.read())
         writer.close()
 
     async with await asyncio.start_unix_server(receive, socket):
         child = await ChildProcess.start(
             _MODULE,
-            ["--ranks", str(len(joined)), "--folder", folder, "--tell", socket],
+            ["--ranks", str(len(joined)), "--folder", folder, "--socket", socket],
             name="mpi",
             rank=None,
             environment=inherited_environment(COMMON),
         )
         try:
-            places = await _places(child, told)
+            places = await _places(child, received)
         except BaseException:
             await child.stop()
             raise
@@ -75,14 +75,14 @@ async def _serve(
     return child
 
 
-async def _places(child: ChildProcess, told: asyncio.Future[bytes]) -> Sequence[Mapping[str, str]]:
+async def _places(child: ChildProcess, received: asyncio.Future[bytes]) -> Sequence[Mapping[str, str]]:
     end = asyncio.ensure_future(child.wait())
-    await asyncio.wait((told, end), timeout=_READY_WITHIN_S, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait((received, end), timeout=_READY_WITHIN_S, return_when=asyncio.FIRST_COMPLETED)
     end.cancel()
-    if told.done():
-        return json.loads(told.result())
+    if received.done():
+        return json.loads(received.result())
     if child.exit_reason:
         raise ConfigError(child.exit_reason.partition(": ")[2] or child.exit_reason)
     raise WorkerStuck(
-        f"MPI: what gives the ranks their places (pid {child.pid}) was not ready within {_READY_WITHIN_S:g} s: see the logs."
+        f"MPI: the process that assigns the ranks (pid {child.pid}) was not ready within {_READY_WITHIN_S:g} s: see the logs."
     )

@@ -32,23 +32,23 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How a fetch goes about its peers."""
+    """Limits of a fetch from peers."""
 
     streams: int = 3
-    """To each peer at once."""
+    """Concurrent streams to each peer."""
     silence_s: float = 20.0
-    """Without a byte, after which a stream counts as broken."""
+    """Seconds without a byte after which a stream counts as broken."""
     tries: int = 8
     """Consecutive broken streams without a byte in between, after which a peer counts as lost."""
     pause_s: float = 0.25
-    """After the first of these; doubled after each further one, up to `longest_pause_s`."""
+    """Pause after the first broken stream, doubled after each further one up to `longest_pause_s`."""
     longest_pause_s: float = 4.0
 
 
 def broken(error: grpc.RpcError | TimeoutError, peer: str) -> RingError:
     """Return the error that the end of a call means."""
     if isinstance(error, TimeoutError):
-        return WorkerLost(f"{peer} has gone silent.")
+        return WorkerLost(f"{peer} stopped sending.")
     return handshake_error(error, peer) or channel_error(error, peer)
 
 

@@ -42,7 +42,7 @@ class Board:
     manifest: WeightsManifest
     waiting: list[Part]
     peers: dict[str, frozenset[int]] = field(default_factory=dict[str, frozenset[int]])
-    under_way: int = 0
+    in_progress: int = 0
     """Parts that peers have taken."""
 
     def take(self, peer: str) -> list[Part]:
@@ -59,7 +59,7 @@ class Board:
                 break
         taken = set(run)
         self.waiting = [part for part in self.waiting if part not in taken]
-        self.under_way += len(run)
+        self.in_progress += len(run)
         return run
 
     def _fits(self, run: list[Part], part: Part) -> bool:
@@ -72,12 +72,12 @@ class Board:
 
     def finish(self) -> None:
         """Record a finished part."""
-        self.under_way -= 1
+        self.in_progress -= 1
 
     def return_unfinished(self, parts: Iterable[Part]) -> None:
         """Return parts that a peer did not finish to the wanted ones."""
         returned = list(parts)
-        self.under_way -= len(returned)
+        self.in_progress -= len(returned)
         self.add(returned)
 
     def add(self, parts: Iterable[Part]) -> None:
@@ -95,7 +95,7 @@ class Board:
 
     def may_take_later(self, peer: str) -> bool:
         """Return True if it may still get parts that others are fetching."""
-        return peer in self.peers and self.under_way > 0
+        return peer in self.peers and self.in_progress > 0
 
 
 def join_ranges(parts: Iterable[Part]) -> Iterator[tuple[int, int]]:

@@ -205,10 +205,10 @@ class WeightStore:
             models = self.models()
             others = [model for model in models if keep is None or model.entry != keep.entry]
             while self._excess(models, needed_bytes) > 0:
-                gone = next((model for model in others if self._evict(model)), None)
-                if gone is None:
+                evicted = next((model for model in others if self._evict(model)), None)
+                if evicted is None:
                     raise PlanError(self._no_room(models, needed_bytes))
-                models, others = _without(models, gone), _without(others, gone)
+                models, others = _without(models, evicted), _without(others, evicted)
 
     def _excess(self, models: Iterable[StoredModel], needed_bytes: int) -> int:
         """Return the excess bytes, by the limit or by the disk."""

@@ -44,7 +44,7 @@ class Transfer:
         self._model = model
         self._wanted = wanted
         self._node = node
-        self._tell = progress
+        self._report_progress = progress
         self._patience = patience
         self._board = Board(model.manifest, [])
         self._changed = asyncio.Condition()
@@ -60,7 +60,7 @@ class Transfer:
 
     async def run(self, peers: Sequence[Peer]) -> None:
         await self._plan()
-        self._tell(self._done, self._total)
+        self._report_progress(self._done, self._total)
         if self._left:
             await asyncio.gather(*(self._ask(peer) for peer in peers))
             streams = [
@@ -172,7 +172,7 @@ class Transfer:
         self._fruitless[peer] = 0
         self.fetched.received[peer] = self.fetched.received.get(peer, 0) + nbytes
         self._done += nbytes
-        self._tell(self._done, self._total)
+        self._report_progress(self._done, self._total)
 
     async def _finish_parts(self, peer: str, run: deque[Part], reached: int) -> int:
         """Take the parts off a run that are there now; returns how much of the first one left is."""
@@ -183,7 +183,7 @@ class Transfer:
         await self._note(peer, done)
         for _ in done:
             self._board.finish()
-        if not self._board.under_way:
+        if not self._board.in_progress:
             await self._wake()
         return reached
 

@@ -65,8 +65,8 @@ def _grammar(format: ChatFormat, conversation: Conversation, *, thinking_open: b
         return Grammar("lark", grammar.write())
     _refuse_headers(format, content)
     may_think = thinking_open or not _disables_reasoning(conversation)
-    thoughts = _reasoning_rule(grammar, format, is_open=thinking_open) if may_think else ""
-    if calls is None and not thoughts and not format.dropped:
+    reasoning = _reasoning_rule(grammar, format, is_open=thinking_open) if may_think else ""
+    if calls is None and not reasoning and not format.dropped:
         return _of_format(content)
     if calls is None:
         if must_call:
@@ -79,7 +79,7 @@ def _grammar(format: ChatFormat, conversation: Conversation, *, thinking_open: b
         body = _with_calls(grammar, calls, conversation, plain)
     grammar.add(
         "start",
-        " ".join(filter(None, [thoughts, _dropped(grammar, format), body, _dropped(grammar, format)])),
+        " ".join(filter(None, [reasoning, _dropped(grammar, format), body, _dropped(grammar, format)])),
     )
     return Grammar("lark", grammar.write())
 
@@ -160,11 +160,11 @@ def _with_calls(grammar: LarkGrammar, marks: CallMarks, conversation: Conversati
 def _harmony(grammar: LarkGrammar, _marks: CallMarks, use: ToolUse, final: str | None) -> str:
     """Write the rules of gpt-oss: messages with a channel each, first reasoning, then `final` or a call."""
     start = grammar.exactly("<|start|>assistant")
-    thought = f"{grammar.exactly('<|channel|>analysis<|message|>')} {grammar.until('<|end|>')} {start}"
+    reasoning = f"{grammar.exactly('<|channel|>analysis<|message|>')} {grammar.until('<|end|>')} {start}"
     last = write_harmony_calls(grammar, use.callable_tools)
     if final is not None:
         last.append(f"{grammar.exactly('<|channel|>final<|message|>')} {final}")
-    return f"({thought})* ({' | '.join(last)})"
+    return f"({reasoning})* ({' | '.join(last)})"
 
 
 def _muse(grammar: LarkGrammar, marks: CallMarks, use: ToolUse, final: str | None) -> str:

@@ -124,14 +124,14 @@ def with_reasoning(
 
 
 def _with_reasoning(message: Mapping[str, object], *, calls_have_one_text: bool) -> dict[str, object]:
-    thought = message.get("reasoning_content")
-    if not thought:
+    reasoning = message.get("reasoning_content")
+    if not reasoning:
         return dict(message)
     named = {**message}
     if calls_have_one_text and "tool_calls" in message and message["content"]:
-        thought = _text(thought, message["content"], "\n")
+        reasoning = _text(reasoning, message["content"], "\n")
         named["content"] = ""
-    return named | dict.fromkeys(_REASONING_FIELDS, thought)
+    return named | dict.fromkeys(_REASONING_FIELDS, reasoning)
 
 
 def in_order_of_calls(messages: Sequence[Mapping[str, object]]) -> list[Mapping[str, object]]:

@@ -155,7 +155,7 @@ def node_families(nodes: Sequence[NodeStatus], workers: Workers) -> Iterator[Met
                 free[node.id] = node.memory.free_bytes
     used = _by_node(here, "rss_bytes")
     weights, kv = _by_node(here, "weight_bytes"), _by_node(here, "kv_bytes")
-    for name, about, told in (
+    for name, about, values in (
         ("limit", "Memory of a node's device that may be used at all.", limits),
         ("free", "Of it, what nobody holds.", free),
         ("used", "Resident memory of a node's workers.", used),
@@ -166,7 +166,7 @@ def node_families(nodes: Sequence[NodeStatus], workers: Workers) -> Iterator[Met
             f"node_memory_{name}_bytes",
             about,
             ("node",),
-            [((node.id,), told[node.id]) for node in nodes if node.id in told],
+            [((node.id,), values[node.id]) for node in nodes if node.id in values],
         )
 
 

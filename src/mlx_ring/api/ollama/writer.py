@@ -53,7 +53,7 @@ class LineWriter:
         self._watch = watch
         self._piece_fields = piece_fields
         self._texts = texts
-        self._told_calls = 0
+        self._sent_calls = 0
 
     def opening(self, answers: Sequence[ChatAnswer]) -> bytes:
         del answers
@@ -97,7 +97,7 @@ class LineWriter:
 
     def _calls(self, complete: Sequence[Call]) -> list[Json]:
         """Return the calls that were not sent yet."""
-        fresh, self._told_calls = complete[self._told_calls :], max(self._told_calls, len(complete))
+        fresh, self._sent_calls = complete[self._sent_calls :], max(self._sent_calls, len(complete))
         return [self._piece("", "", fresh)] if fresh else []
 
     def _scored(self, logprobs: Sequence[TokenLogprob]) -> Json:

@@ -55,15 +55,19 @@ def throughput(records: Sequence[Record], duration_s: float, bars: int = _BARS) 
     return [count / width for count in tokens]
 
 
-def _spread(axes: Any, title: str, seconds: Sequence[float], told: Distribution | None) -> None:
+def _spread(axes: Any, title: str, seconds: Sequence[float], distribution: Distribution | None) -> None:
     axes.set(title=title, xlabel="milliseconds", ylabel="% at or below", ylim=(0, 101))
     axes.grid(color="0.93")
-    if told is None:
+    if distribution is None:
         axes.text(0.5, 0.5, "nothing was measured", ha="center", transform=axes.transAxes, color="grey")
         return
     points = cumulative([1000 * value for value in seconds])
     axes.plot([value for value, _ in points], [share for _, share in points], color="tab:blue")
-    marks = (("p50", told.p50, "tab:green"), ("p95", told.p95, "tab:orange"), ("p99", told.p99, "tab:red"))
+    marks = (
+        ("p50", distribution.p50, "tab:green"),
+        ("p95", distribution.p95, "tab:orange"),
+        ("p99", distribution.p99, "tab:red"),
+    )
     for name, value, colour in marks:
         label = f"{name} {1000 * value:,.1f} ms"
         axes.axvline(1000 * value, color=colour, linewidth=1, linestyle="--", label=label)

@@ -229,8 +229,8 @@ def _table(unit: str) -> Table:
 
 def _speeds(summary: Summary) -> Table:
     table, values = _table("tokens a second"), summary.request_tokens_per_s
-    told = ["-"] * 4 if values is None else [f"{value:,.1f}" for value in _numbers(values)]
-    table.add_row("each request", *told)
+    cells = ["-"] * 4 if values is None else [f"{value:,.1f}" for value in _numbers(values)]
+    table.add_row("each request", *cells)
     return table
 
 
@@ -304,8 +304,8 @@ def as_json(
 
 
 def _request(record: Record) -> dict[str, Any]:
-    told = asdict(record) | {"ttft_s": record.ttft_s, "inter_token_s": record.inter_token_s()}
-    return {name: _rounded(value) for name, value in told.items()}
+    fields = asdict(record) | {"ttft_s": record.ttft_s, "inter_token_s": record.inter_token_s()}
+    return {name: _rounded(value) for name, value in fields.items()}
 
 
 def _rounded(value: object) -> object:

@@ -49,7 +49,7 @@ def examine(settings: Settings, head: HeadAddress | None, peers: Sequence[HeadAd
     if head is not None:
         yield from _examine_head(head, node_folder(state))
     for peer in peers:
-        yield from _examine_way(peer, (peer.port,))
+        yield from _examine_route(peer, (peer.port,))
 
 
 def _examine_network(http_port: int) -> Iterator[Finding]:
@@ -65,9 +65,9 @@ def _examine_network(http_port: int) -> Iterator[Finding]:
 
 
 def _examine_head(head: HeadAddress, folder: Path) -> Iterator[Finding]:
-    way = list(_examine_way(head, (head.port, head.enrolment_port)))
-    yield from way
-    if any(finding.level == "broken" for finding in way):
+    findings = list(_examine_route(head, (head.port, head.enrolment_port)))
+    yield from findings
+    if any(finding.level == "broken" for finding in findings):
         yield Finding("note", f"head {head}", "neither compared nor measured: it was not reached", _MEND)
     else:
         yield from check_head(head, folder)
@@ -77,7 +77,7 @@ def _examine_head(head: HeadAddress, folder: Path) -> Iterator[Finding]:
 _MEND = "Mend the way to it first."
 
 
-def _examine_way(address: HeadAddress, ports: Sequence[int]) -> Iterator[Finding]:
+def _examine_route(address: HeadAddress, ports: Sequence[int]) -> Iterator[Finding]:
     name = check_name(address.host)
     yield name
     if name.level != "broken":

@@ -46,11 +46,11 @@ def check_lan(addresses: Sequence[LanAddress]) -> Finding:
 def check_port(port: int, purpose: str) -> Finding:
     """Check that a head can listen on a port, or already does."""
     what = f"port {port}"
-    trouble = next(filter(None, (_cannot_listen(family, host, port) for family, host in _PLACES)), None)
-    if trouble is None:
+    error = next(filter(None, (_cannot_listen(family, host, port) for family, host in _PLACES)), None)
+    if error is None:
         return Finding("ok", what, f"free for {purpose}")
-    if trouble.errno != errno.EADDRINUSE:
-        return Finding("broken", what, str(trouble.strerror), f"Choose a port above 1023 for {purpose}.")
+    if error.errno != errno.EADDRINUSE:
+        return Finding("broken", what, str(error.strerror), f"Choose a port above 1023 for {purpose}.")
     holder = _holder(port)
     if holder is not None and _is_ours(holder):
         return Finding("ok", what, f"mlx-ring listens there already (pid {holder.pid})")

@@ -259,10 +259,10 @@ def head_host(coordinator: Place, other: Place) -> str:
     """Return the address at which `other` reaches the coordinator's ports."""
     if coordinator.device.address:
         return coordinator.device.address
-    return _own_way_to(other) if coordinator.is_here else coordinator.host
+    return _source_address_for(other) if coordinator.is_here else coordinator.host
 
 
-def _own_way_to(other: Place) -> str:
+def _source_address_for(other: Place) -> str:
     """Return the local address on the route to `other`.
 
     A datagram socket only looks up the route, so nothing is sent.

@@ -77,13 +77,13 @@ class Ready:
     program: tuple[str, ...]
     about: About
 
-    def on_host(self, *words: str, told: str = "", timeout_s: float | None = 120.0) -> str:
+    def on_host(self, *words: str, stdin: str = "", timeout_s: float | None = 120.0) -> str:
         """Run a command with the program there and return its output."""
         state = ("--state-dir", self.about.state)
         return run_on(
             self.place,
             (*self.program, *ON_HOST, words[0], *state, *words[1:]),
-            told=told,
+            stdin=stdin,
             timeout_s=timeout_s,
         )
 
@@ -135,29 +135,29 @@ def any_program(place: Place, found: Found) -> Ready | None:
     return Ready(place, OWN_PROGRAM if place.is_here else (program.path,), program.about)
 
 
-def make_ready(place: Place, *, store: WheelStore, tell: Callable[[str], None]) -> Ready:
+def make_ready(place: Place, *, store: WheelStore, report: Callable[[str], None]) -> Ready:
     """Return the machine with a program of the local versions, sent over ssh if it is missing.
 
     Args:
         place: The machine.
         store: The packages for other systems.
-        tell: The callback that reports progress.
+        report: The callback that reports progress.
 
     Raises:
         HostFailed: A machine out of reach, or one that cannot run these versions, with the reason and the remedy.
     """
     if place.is_here and place.device.program:
-        tell(f"{place.name}: `program` has no effect, because this command runs on that machine.")
+        report(f"{place.name}: `program` has no effect, because this command runs on that machine.")
     versions, found = own_versions(), find_program(place, identity=True)
     known = ready(place, found, versions)
     if known is not None:
         return known
     python = _python_to_send_for(place, found, versions)
-    packages = _packages(place, python, store, tell)
+    packages = _packages(place, python, store, report)
     running = any_program(place, found)
     if running is not None:
         running.on_host("stop")
-    tell(
+    report(
         f"{place.name}: {different(found, versions)}; sending mlx-ring {versions['mlx-ring']} and its dependencies"
     )
     send_to(
@@ -174,12 +174,12 @@ def make_ready(place: Place, *, store: WheelStore, tell: Callable[[str], None]) 
     return known
 
 
-def _packages(place: Place, python: Python, store: WheelStore, tell: Callable[[str], None]) -> Path | None:
+def _packages(place: Place, python: Python, store: WheelStore, report: Callable[[str], None]) -> Path | None:
     """Return the folder of packages to send; None if the local ones run there too."""
     here = python_here()
     if here is not None and python.can_load(here, lowest_here(here)):
         return None
-    tell(f"{place.name}: fetching packages for {python}")
+    report(f"{place.name}: fetching packages for {python}")
     try:
         return packages_for(python, wanted_here(), store)
     except HostFailed as error:

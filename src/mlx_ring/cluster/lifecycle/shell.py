@@ -33,13 +33,13 @@ def words_on(place: Place, words: Sequence[str]) -> list[str]:
     return list(words) if place.is_here else [*_SSH, "--", place.device.ssh, shlex.join(words)]
 
 
-def run_on(place: Place, words: Sequence[str], *, told: str = "", timeout_s: float | None = _STEP_S) -> str:
+def run_on(place: Place, words: Sequence[str], *, stdin: str = "", timeout_s: float | None = _STEP_S) -> str:
     """Run a command on a machine and return its output.
 
     Args:
         place: The machine.
         words: The command.
-        told: The standard input; secrets are passed this way, because other users can see arguments.
+        stdin: The standard input; secrets are passed this way, because other users can see arguments.
         timeout_s: The time limit.
 
     Raises:
@@ -49,7 +49,7 @@ def run_on(place: Place, words: Sequence[str], *, told: str = "", timeout_s: flo
     try:
         done = subprocess.run(
             [*start, command if place.is_here else f"echo {_BEGINS}; {command}"],
-            input=told,
+            input=stdin,
             capture_output=True,
             encoding="utf-8",
             errors="replace",

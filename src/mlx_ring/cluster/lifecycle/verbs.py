@@ -30,7 +30,7 @@ _ANSWER_S = 660.0
 _STOP_S = 120.0
 _MOST_UNREACHED = 3
 _AGAIN_S = 2.0
-Tell = Callable[[str], None]
+Report = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ def start(
     file: DevicesFile,
     model: str,
     *,
-    tell: Tell,
+    report: Report,
     timeout_s: float,
     store: WheelStore,
     folders: Sequence[Path] = (),
@@ -67,7 +67,7 @@ def start(
     Args:
         file: The machines.
         model: The model to serve; a folder is on the coordinator, relative to the home folder there.
-        tell: The callback that reports progress.
+        report: The callback that reports progress.
         timeout_s: The time limit for loading.
         store: The packages for machines of other systems.
         folders: More folders that may hold the model if the coordinator is this machine.
@@ -77,33 +77,33 @@ def start(
     """
     # Report errors in the file before any machine is touched.
     head_arguments(file, model, "", {device.name: device.name for device in file.devices})
-    readies = on_all(find_places(file.devices), lambda place: make_ready(place, store=store, tell=tell))
+    readies = on_all(find_places(file.devices), lambda place: make_ready(place, store=store, report=report))
     run = _Run(file, _on_coordinator(readies, model, folders), readies)
-    if run.is_as_wished():
-        tell("Everything runs already, as the file says.")
+    if run.is_as_configured():
+        report("Everything runs already, as the file says.")
         return Started(run.wait(timeout_s), was_running=True, status=run.status())
-    _end(readies, tell)
+    _end(readies, report)
     try:
-        run.start(tell, timeout_s)
+        run.start(report, timeout_s)
         url = run.wait(timeout_s)
     except BaseException:
         # The reason of the failed start matters more than a failed stop.
         try:
             _end(readies, lambda _line: None)
         except HostFailed as error:
-            tell(f"Not everything was stopped: {error}")
+            report(f"Not everything was stopped: {error}")
         raise
     # It serves by now, so a failed status request must not end it.
     return Started(url, was_running=False, status=run.status())
 
 
-def stop(file: DevicesFile, *, tell: Tell) -> None:
+def stop(file: DevicesFile, *, report: Report) -> None:
     """Stop the head, then all agents; leave machines where nothing runs as they are.
 
     Raises:
         HostFailed: A sentence for each machine out of reach, after the others were stopped.
     """
-    _head_first(find_places(file.devices), lambda place: _stop(place, tell))
+    _head_first(find_places(file.devices), lambda place: _stop(place, report))
 
 
 def standings(file: DevicesFile) -> list[Standing]:
@@ -151,7 +151,7 @@ class _Run:
         self._head_words = head_arguments(file, model, self._head.about.state, ids)
         self._pid = next(_like(self._head.about.running, "head", self._head_words), 0)
 
-    def is_as_wished(self) -> bool:
+    def is_as_configured(self) -> bool:
         """Return True if the head and all agents run with exactly these arguments."""
         return _runs(self._head.about.running, "head", self._head_words) and all(
             other.about.cluster == self._head.about.cluster
@@ -159,9 +159,9 @@ class _Run:
             for other in self._others
         )
 
-    def start(self, tell: Tell, timeout_s: float) -> None:
+    def start(self, report: Report, timeout_s: float) -> None:
         """Start the head, then the agents."""
-        tell(f"{self._head.place.name}: starting the head")
+        report(f"{self._head.place.name}: starting the head")
         limit = ("--timeout", f"{timeout_s:g}")
         self._pid = int(
             self._head.on_host("run", *limit, "--", *self._head_words, timeout_s=timeout_s + _SLICE_S)
@@ -174,7 +174,7 @@ class _Run:
         token = self._token()
         on_all(
             [other.place for other in self._others],
-            lambda place: self._join(self._other(place), token, tell),
+            lambda place: self._join(self._other(place), token, report),
         )
 
     def wait(self, timeout_s: float) -> str:
@@ -211,9 +211,9 @@ class _Run:
         uses = ("--uses", str(len(self._others)), "--expires", _TOKEN_LIFE, "--name", "cluster start")
         return run_on(self._head.place, (*self._head.program, "token", "create", *uses, *state)).strip()
 
-    def _join(self, other: Ready, token: str, tell: Tell) -> None:
-        tell(f"{other.place.name}: joining")
-        other.on_host("enrol", str(self._address(other)), told=token)
+    def _join(self, other: Ready, token: str, report: Report) -> None:
+        report(f"{other.place.name}: joining")
+        other.on_host("enrol", str(self._address(other)), stdin=token)
         other.on_host("run", "--", *self._agent_words(other))
 
     def _address(self, other: Ready) -> HeadAddress:
@@ -249,16 +249,16 @@ def _ask(found: Ready, file: DevicesFile, method: str, path: str, body: object =
     keys = {name.replace("-", "_"): value for name, value in file.serve.items()}.get("api_key_file")
     words = ("ask", *(("--api-key-file", str(keys)) if keys else ()), method, path)
     text = "" if body is None else json.dumps(body)
-    return json.loads(found.on_host(*words, told=text, timeout_s=_ANSWER_S))
+    return json.loads(found.on_host(*words, stdin=text, timeout_s=_ANSWER_S))
 
 
 def _coordinators(places: Sequence[Place]) -> list[Place]:
     return [place for place in places if place.device.is_coordinator]
 
 
-def _end(readies: Sequence[Ready], tell: Tell) -> None:
+def _end(readies: Sequence[Ready], report: Report) -> None:
     by_name = {found.place.name: found for found in readies}
-    _head_first([found.place for found in readies], lambda place: _stop_with(by_name[place.name], tell))
+    _head_first([found.place for found in readies], lambda place: _stop_with(by_name[place.name], report))
 
 
 def _head_first(places: Sequence[Place], work: Callable[[Place], None]) -> None:
@@ -273,18 +273,18 @@ def _head_first(places: Sequence[Place], work: Callable[[Place], None]) -> None:
         raise HostFailed("\n".join(failures))
 
 
-def _stop(place: Place, tell: Tell) -> None:
+def _stop(place: Place, report: Report) -> None:
     found = any_program(place, find_program(place))
     if found is None:
-        tell(f"{place.name}: mlx-ring is not installed there.")
+        report(f"{place.name}: mlx-ring is not installed there.")
         return
-    _stop_with(found, tell)
+    _stop_with(found, report)
 
 
-def _stop_with(found: Ready, tell: Tell) -> None:
+def _stop_with(found: Ready, report: Report) -> None:
     ending_s = max((running.ending_s for running in found.about.running), default=0.0)
     for line in found.on_host("stop", timeout_s=_STOP_S + ending_s).splitlines():
-        tell(f"{found.place.name}: {line}")
+        report(f"{found.place.name}: {line}")
 
 
 def _standing(place: Place) -> Standing:

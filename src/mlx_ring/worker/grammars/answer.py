@@ -92,7 +92,7 @@ class AnswerGrammar:
         """
         matcher = self.matcher
         self.check()
-        if not self._is_on_the_way(tokens, position):
+        if not self._is_before(tokens, position):
             self.go_back(self._shared(tokens, position))
         fresh = list(tokens[self._prompt_length + len(self._fed) : position])
         over = next((at for at, token in enumerate(fresh) if token in self._stops), len(fresh))
@@ -105,8 +105,8 @@ class AnswerGrammar:
             )
         return over == len(fresh)
 
-    def _is_on_the_way(self, tokens: Sequence[int], position: int) -> bool:
-        """Report whether the matcher stands before `position`.
+    def _is_before(self, tokens: Sequence[int], position: int) -> bool:
+        """Return True if the matcher stands before `position`.
 
         It compares one token, because those before are settled.
         """

@@ -29,9 +29,9 @@ def device_memory() -> tuple[int, int]:
     if mx.default_device() == mx.Device(mx.cpu):
         ram = usable_memory()
         return ram.total_bytes, ram.available_bytes
-    told = mx.device_info()
+    info = mx.device_info()
     total = int(
-        told.get("max_recommended_working_set_size") or told.get("memory_size") or told["total_memory"]
+        info.get("max_recommended_working_set_size") or info.get("memory_size") or info["total_memory"]
     )
     return total, max(0, total - mx.get_active_memory())
 
@@ -41,17 +41,17 @@ def free_memory() -> int:
     _, left = device_memory()
     if mx.default_device() == mx.Device(mx.cpu):
         return left
-    told = mx.device_info().get("free_memory")
-    return min(left, usable_memory().available_bytes if told is None else int(told))
+    info = mx.device_info().get("free_memory")
+    return min(left, usable_memory().available_bytes if info is None else int(info))
 
 
 def device_description() -> tuple[str, str]:
     """Return the device's name, and what bounds its memory, as text."""
     if mx.default_device() == mx.Device(mx.cpu):
         return machine_identity().processor, usable_memory().limited_by
-    told = mx.device_info()
-    advised = "max_recommended_working_set_size" in told
-    name = str(told.get("device_name") or machine_identity().processor)
+    info = mx.device_info()
+    advised = "max_recommended_working_set_size" in info
+    name = str(info.get("device_name") or machine_identity().processor)
     return name, "what Metal advises" if advised else "the device"
 
 

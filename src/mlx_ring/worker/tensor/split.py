@@ -195,10 +195,10 @@ def _check(model: nn.Module, shares: Sequence[TensorShare], group: Group) -> Non
         )
     if len(shares) != group.size:
         raise PlanError(f"There are shares for {len(shares)} ranks, and {group.size} ranks in the group.")
-    told, found = _ends(shares[-1]), _sizes(cast("Any", model).args)
-    if told != found:
+    expected, found = _ends(shares[-1]), _sizes(cast("Any", model).args)
+    if expected != found:
         raise PlanError(
-            f"The shares are of {told} KV heads, query heads, rows and tokens, where the model has {found}: they were made "
+            f"The shares are of {expected} KV heads, query heads, rows and tokens, where the model has {found}: they were made "
             "for another."
         )
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from mlx_ring.cluster.deployment import GroupWay, group_ways
+from mlx_ring.cluster.deployment import GroupRoute, group_routes
 from mlx_ring.core.errors import PlanError
 from mlx_ring.host.trusted_interfaces import TrustedInterface
 
@@ -23,15 +23,15 @@ def cable(number: int, end: int) -> TrustedInterface:
 
 
 def test_ranks_on_one_machine_use_loopback() -> None:
-    assert set(group_ways([Node("a"), Node("a")], "it")) == {GroupWay("127.0.0.1", "127.0.0.1")}
+    assert set(group_routes([Node("a"), Node("a")], "it")) == {GroupRoute("127.0.0.1", "127.0.0.1")}
 
 
 def test_only_hops_between_machines_use_a_trusted_interface() -> None:
     here, there = Node("a", (cable(1, 1),)), Node("b", (cable(1, 2),))
-    assert group_ways([here, here, there], "it") == (
-        GroupWay("10.0.1.1", "10.0.1.2"),
-        GroupWay(),
-        GroupWay("10.0.1.2", "10.0.1.1"),
+    assert group_routes([here, here, there], "it") == (
+        GroupRoute("10.0.1.1", "10.0.1.2"),
+        GroupRoute(),
+        GroupRoute("10.0.1.2", "10.0.1.1"),
     )
 
 
@@ -41,7 +41,7 @@ def test_each_cable_of_a_ring_may_be_a_separate_network() -> None:
         Node("b", (cable(1, 2), cable(2, 2))),
         Node("c", (cable(2, 3), cable(3, 3))),
     ]
-    assert [way.listens for way in group_ways(nodes, "it")] == ["10.0.3.1", "10.0.1.2", "10.0.2.3"]
+    assert [way.listens for way in group_routes(nodes, "it")] == ["10.0.3.1", "10.0.1.2", "10.0.2.3"]
 
 
 @pytest.mark.parametrize(
@@ -57,4 +57,4 @@ def test_each_cable_of_a_ring_may_be_a_separate_network() -> None:
 )
 def test_machines_without_a_common_trusted_network_are_refused(other: Node, said: str) -> None:
     with pytest.raises(PlanError, match=said):
-        group_ways([other, Node("a", (cable(1, 1),))][::-1], "A stage")
+        group_routes([other, Node("a", (cable(1, 1),))][::-1], "A stage")
