@@ -1,4 +1,4 @@
-"""Drives a KV store as a stage does: asks for batches, runs something over their caches, commits."""
+"""Drivers of a KV store, as a stage uses it: form batches, run a model over their caches, commit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def padded(batch: Batch, rows: Sequence[Sequence[int]]) -> mx.array:
 
 
 class ModelRun:
-    """A whole model over a KV store, beside the same model over mlx-lm's own caches."""
+    """Whole model over a KV store, beside the same model over mlx-lm's own caches."""
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         self.model = cast("Any", model)
@@ -57,18 +57,18 @@ class ModelRun:
         return cast("mx.array", output)[0]
 
 
-def apart(left: mx.array, right: mx.array) -> float:
-    """Largest difference."""
+def difference(left: mx.array, right: mx.array) -> float:
+    """Return the largest difference between two arrays."""
     return cast("float", mx.abs(left - right).max().item())
 
 
-def flat(array: mx.array) -> list[float]:
+def to_list(array: mx.array) -> list[float]:
     """Return the numbers of an array of one axis."""
     return cast("list[float]", array.tolist())
 
 
 def feed(batch: Batch, rows: Sequence[Sequence[int]]) -> list[list[mx.array]]:
-    """Append tokens as keys that name them, values their negatives; what each cache gives back."""
+    """Append tokens as keys that name them, and their negatives as values; return each cache's result."""
     tokens = padded(batch, rows).astype(mx.float32)[:, None, :, None]
     fetched: list[list[mx.array]] = []
     for layer, cache in enumerate(batch.caches):
@@ -78,8 +78,8 @@ def feed(batch: Batch, rows: Sequence[Sequence[int]]) -> list[list[mx.array]]:
     return fetched
 
 
-def seen(mask: Any, query: int, queries: int, keys: int, row: int) -> list[bool]:
-    """Return which keys a mask shows to a query, as mlx-lm's attention reads masks."""
+def visible_keys(mask: Any, query: int, queries: int, keys: int, row: int) -> list[bool]:
+    """Return for each key whether the mask shows it to a query, as mlx-lm's attention reads masks."""
     if mask is None:
         return [True] * keys
     if isinstance(mask, str):

@@ -124,16 +124,16 @@ def small_model(family: str) -> nn.Module:
     mx.random.seed(7)
     config = {"model_type": family, **CONFIGURATIONS[family]}
     model: nn.Module = module.Model(module.ModelArgs.from_dict(config))
-    model.update(tree_map(_shaken, model.parameters()))
+    model.update(tree_map(_with_noise, model.parameters()))
     mx.eval(model.parameters())
     return model
 
 
-def _shaken(weight: mx.array) -> mx.array:
+def _with_noise(weight: mx.array) -> mx.array:
     return (
         weight + 0.05 * mx.random.normal(weight.shape) if mx.issubdtype(weight.dtype, mx.floating) else weight
     )
 
 
-def tokens(count: int, salt: int = 0) -> list[int]:
-    return [(7 * place * place + 3 * place + 11 * salt) % VOCABULARY for place in range(count)]
+def tokens(count: int, seed: int = 0) -> list[int]:
+    return [(7 * place * place + 3 * place + 11 * seed) % VOCABULARY for place in range(count)]

@@ -1,4 +1,4 @@
-"""Banks grow and shrink in parts."""
+"""Growth and shrinkage of banks in parts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LAYERS = 6
 
 
 def slow_store() -> KVStore:
-    """Let every step resize one array, whatever its size."""
+    """Return a store in which every step resizes one array, whatever its size."""
     return KVStore([KVCache() for _ in range(LAYERS)], mx.float32, step_bytes=1)
 
 
@@ -25,16 +25,16 @@ def bytes_of(tokens: int) -> int:
     return tokens * LAYERS * TOKEN_BYTES
 
 
-def running(store: KVStore, rows: int, tokens: int) -> None:
-    """Place rows together, in slots of `tokens` and a block."""
+def start_rows(store: KVStore, rows: int, tokens: int) -> None:
+    """Open rows and append `tokens` tokens to each, all in one bank."""
     for sequence in range(rows):
         store.open(sequence, 4 * tokens)
     append(store, {sequence: range(tokens) for sequence in range(rows)})
 
 
-def test_a_row_joins_once_there_is_a_slot_and_steps_apart_until_then() -> None:
+def test_row_steps_alone_until_there_is_a_slot_and_then_joins() -> None:
     store = slow_store()
-    running(store, 4, 300)
+    start_rows(store, 4, 300)
     store.open(9, 1200)
     append(store, {9: range(280)})
     together = [len(append(store, {key: [7] for key in [0, 1, 2, 3, 9]})) == 1 for _ in range(2 * LAYERS + 1)]
@@ -44,9 +44,9 @@ def test_a_row_joins_once_there_is_a_slot_and_steps_apart_until_then() -> None:
     assert content(store, 3) == [*range(300), *[7] * len(together)]
 
 
-def test_a_join_copies_no_more_than_a_part_of_the_others() -> None:
+def test_join_copies_only_a_part_of_the_other_rows() -> None:
     store = slow_store()
-    running(store, 4, 4000)
+    start_rows(store, 4, 4000)
     store.open(9, 8000)
     append(store, {9: range(3900)})
     for _ in range(2 * LAYERS + 1):
@@ -60,7 +60,7 @@ def test_a_join_copies_no_more_than_a_part_of_the_others() -> None:
 
 def test_capacity_grows_in_parts_before_it_is_needed() -> None:
     store = slow_store()
-    running(store, 2, 256 - GROWS_AHEAD)
+    start_rows(store, 2, 256 - GROWS_AHEAD)
     held = [store.nbytes]
     for _ in range(GROWS_AHEAD + 1):
         append(store, {0: [7], 1: [7]})
@@ -70,15 +70,15 @@ def test_capacity_grows_in_parts_before_it_is_needed() -> None:
     assert sum(steps) == 2 * bytes_of(256)
 
 
-def test_tokens_without_a_place_do_not_wait() -> None:
+def test_tokens_beyond_the_capacity_do_not_wait() -> None:
     store = slow_store()
-    running(store, 2, 250)
+    start_rows(store, 2, 250)
     append(store, {0: range(600), 1: [7]})
     assert content(store, 0) == [*range(250), *range(600)]
     assert content(store, 1) == [*range(250), 7]
 
 
-def test_no_row_grows_beyond_its_longest() -> None:
+def test_no_row_grows_beyond_its_maximum_length() -> None:
     store = slow_store()
     store.open(1, 260)
     append(store, {1: range(250)})
@@ -87,9 +87,9 @@ def test_no_row_grows_beyond_its_longest() -> None:
     assert store.nbytes == bytes_of(260)
 
 
-def test_slots_that_are_given_back_and_taken_again_hold_nothing_of_before() -> None:
+def test_reused_slots_hold_nothing_of_earlier_rows() -> None:
     store = slow_store()
-    running(store, 4, 300)
+    start_rows(store, 4, 300)
     for sequence in (1, 2, 3):
         store.free(sequence)
     append(store, {0: [7]})
@@ -107,9 +107,9 @@ def test_slots_that_are_given_back_and_taken_again_hold_nothing_of_before() -> N
     assert store.nbytes == 0
 
 
-def test_a_longer_row_joins_too() -> None:
+def test_longer_row_joins_too() -> None:
     store = slow_store()
-    running(store, 4, 300)
+    start_rows(store, 4, 300)
     store.open(9, 4000)
     append(store, {9: range(590)})
     together = [len(append(store, {row: [7] for row in (0, 1, 2, 3, 9)})) == 1 for _ in range(60)]
@@ -118,9 +118,9 @@ def test_a_longer_row_joins_too() -> None:
     assert content(store, 9) == [*range(590), *[7] * 60]
 
 
-def test_a_fork_that_finds_no_memory_leaves_an_empty_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fork_without_memory_leaves_an_empty_row(monkeypatch: pytest.MonkeyPatch) -> None:
     store = slow_store()
-    running(store, 1, 300)
+    start_rows(store, 1, 300)
     store.open(5, 1200)
 
     def no_memory(*_: object) -> None:
@@ -135,9 +135,9 @@ def test_a_fork_that_finds_no_memory_leaves_an_empty_row(monkeypatch: pytest.Mon
     assert content(store, 5) == list(range(200))
 
 
-def test_bytes_are_counted_as_they_come_and_go() -> None:
+def test_counted_bytes_equal_those_of_the_arrays_at_every_step() -> None:
     store = slow_store()
-    running(store, 3, 300)
+    start_rows(store, 3, 300)
     for step in range(80):
         append(store, {row: [7] for row in range(3)})
         if step == 20:
@@ -148,13 +148,13 @@ def test_bytes_are_counted_as_they_come_and_go() -> None:
 
 
 def store_banks(store: KVStore) -> list[Bank]:
-    return store._banks._banks  # pyright: ignore[reportPrivateUsage] - what it holds shows nowhere else
+    return store._banks._banks  # pyright: ignore[reportPrivateUsage] - nothing else shows its banks
 
 
-def test_room_ahead_of_need_is_made_within_the_limit_only() -> None:
+def test_room_ahead_of_need_stays_within_the_limit() -> None:
     store = slow_store()
     store.limit(bytes_of(4 * 1280))
-    running(store, 4, 1100)
+    start_rows(store, 4, 1100)
     for _ in range(4 * LAYERS):
         append(store, {sequence: [7] for sequence in range(4)})
     assert store.nbytes == bytes_of(4 * 1280), "neither half as many slots again, nor a quarter of capacity"
@@ -171,9 +171,9 @@ def test_room_ahead_of_need_is_made_within_the_limit_only() -> None:
     assert content(store, 3) == [*range(1100), *[7] * (8 * LAYERS + 200)]
 
 
-def test_a_row_joins_though_drafts_of_another_are_rejected_all_the_time() -> None:
+def test_row_joins_although_drafts_of_another_are_always_rejected() -> None:
     store = slow_store()
-    running(store, 1, 300)
+    start_rows(store, 1, 300)
     store.open(9, 1200)
     append(store, {9: range(280)})
     together: list[bool] = []
@@ -184,13 +184,13 @@ def test_a_row_joins_though_drafts_of_another_are_rejected_all_the_time() -> Non
     assert all(together[together.index(True) :])
 
 
-def test_capacity_is_there_in_time_for_rows_that_take_many_tokens_a_step() -> None:
+def test_capacity_grows_in_time_for_rows_with_many_tokens_a_step() -> None:
     store = slow_store()
-    running(store, 2, 256 - GROWS_AHEAD)
+    start_rows(store, 2, 256 - GROWS_AHEAD)
     changes: list[int] = []
     for _ in range(8):
         before = store.nbytes
         append(store, {0: [7] * 9, 1: [7] * 9})
         changes.append(store.nbytes - before)
     assert sum(changes) == 2 * bytes_of(256)
-    assert max(changes) <= bytes_of(256), "half of all in one step would be a step that waits for it"
+    assert max(changes) <= bytes_of(256), "half of all in one step would delay that step"

@@ -1,4 +1,4 @@
-"""Content by layer, heads and tokens: it can be read, written elsewhere and continued there."""
+"""Content by layer, heads and tokens: read, written to another sequence, and continued there."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
-from tests.worker.kv.passes import HEADS, ModelRun, apart, feed
+from tests.worker.kv.passes import HEADS, ModelRun, difference, feed
 from tests.worker.kv.small_models import small_model, tokens
 
 from mlx_ring.core.errors import StepFailed
@@ -25,14 +25,14 @@ def filled(*caches: Any, count: int = 30, **options: Any) -> KVStore:
     return store
 
 
-def test_a_range_of_tokens_and_heads_is_read_in_temporal_order() -> None:
+def test_range_of_tokens_and_heads_is_read_in_temporal_order() -> None:
     keys, values = filled().read(1, 0, (1, 2), (5, 8))
     assert keys.shape == (1, 3, 4)
     assert keys[0, :, 0].tolist() == [5.0, 6.0, 7.0]
     assert mx.array_equal(keys, -values)
 
 
-def test_what_was_read_does_not_change_with_the_store() -> None:
+def test_content_that_was_read_does_not_change_with_the_store() -> None:
     store = filled()
     keys, _ = store.read(1, 0, WHOLE, (0, 30))
     store.trim(1, 0)
@@ -41,7 +41,7 @@ def test_what_was_read_does_not_change_with_the_store() -> None:
     assert keys[0, :, 0].tolist() == list(range(30))
 
 
-def test_what_a_sliding_layer_dropped_cannot_be_read() -> None:
+def test_tokens_dropped_by_a_sliding_layer_cannot_be_read() -> None:
     store = filled(RotatingKVCache(4), count=300, slack=8)
     with pytest.raises(StepFailed, match=r"holds tokens \[289, 300\) in that layer, not \[0, 300\)"):
         store.read(1, 0, WHOLE, (0, 300))
@@ -49,12 +49,12 @@ def test_what_a_sliding_layer_dropped_cannot_be_read() -> None:
     assert keys[0, :, 0].tolist() == [296.0, 297.0, 298.0, 299.0]
 
 
-def test_heads_that_are_not_there_are_refused() -> None:
+def test_unknown_heads_are_refused() -> None:
     with pytest.raises(StepFailed, match=r"has KV heads \[0, 2\), not \[1, 3\)"):
         filled().read(1, 0, (1, 3), (0, 1))
 
 
-def test_recurrent_state_has_no_ranges() -> None:
+def test_ranges_of_recurrent_state_cannot_be_read() -> None:
     store = KVStore([ArraysCache(2)], mx.float32)
     store.open(1, 10)
     with pytest.raises(StepFailed, match="moves only as a whole"):
@@ -64,7 +64,7 @@ def test_recurrent_state_has_no_ranges() -> None:
 @pytest.mark.parametrize(
     ("family", "bits"), [("qwen3", None), ("qwen3", 8), ("gemma3_text", None), ("deepseek_v3", None)]
 )
-def test_a_sequence_written_from_another_goes_on_with_the_same_logits(family: str, bits: int | None) -> None:
+def test_sequence_written_from_another_continues_with_the_same_logits(family: str, bits: int | None) -> None:
     source, target = (ModelRun(small_model(family), kv_bits=bits) for _ in range(2))
     source.open(1)
     target.open(7)
@@ -77,10 +77,10 @@ def test_a_sequence_written_from_another_goes_on_with_the_same_logits(family: st
             target.store.write(7, layer, (0, heads), part, source.store.read(1, layer, (0, heads), part))
     target.store.adopt(7, 120)
     for place in range(3):
-        assert apart(source.step({1: [place]})[1], target.step({7: [place]})[7]) == 0.0
+        assert difference(source.step({1: [place]})[1], target.step({7: [place]})[7]) == 0.0
 
 
-def test_heads_are_written_one_by_one_where_the_layer_is_known() -> None:
+def test_heads_can_be_written_one_by_one_in_a_layer_of_known_shape() -> None:
     store = filled()
     store.open(2, 100)
     for head in (1, 0):
@@ -90,14 +90,14 @@ def test_heads_are_written_one_by_one_where_the_layer_is_known() -> None:
         assert mx.array_equal(one, other)
 
 
-def test_nothing_written_counts_before_it_is_adopted() -> None:
+def test_written_content_does_not_count_before_it_is_adopted() -> None:
     store = filled()
     store.open(2, 100)
     store.write(2, 0, WHOLE, (0, 30), store.read(1, 0, WHOLE, (0, 30)))
     assert store.length(2) == 0
 
 
-def test_a_sequence_is_adopted_only_when_every_head_of_every_layer_is_there() -> None:
+def test_sequence_is_adopted_only_with_every_head_of_every_layer() -> None:
     store = filled(KVCache(), KVCache())
     store.open(2, 100)
     store.write(2, 0, WHOLE, (0, 30), store.read(1, 0, WHOLE, (0, 30)))
@@ -134,7 +134,7 @@ def test_content_that_does_not_fit_the_layer_is_refused(
         store.write(2, 0, WHOLE, (0, 3), (array, array))
 
 
-def test_content_goes_behind_the_tokens_that_are_there_and_within_the_longest() -> None:
+def test_content_must_follow_the_tokens_and_fit_the_maximum_length() -> None:
     store = filled()
     arrays = store.read(1, 0, WHOLE, (0, 10))
     for begin in (25, 495):

@@ -1,3 +1,5 @@
+"""Choice of the rows that share a pass."""
+
 from __future__ import annotations
 
 from hypothesis import given
@@ -26,7 +28,7 @@ def test_each_row_runs_exactly_once(rows: list[Candidate]) -> None:
 
 
 @given(candidates())
-def test_rows_that_share_a_pass_are_of_like_length(rows: list[Candidate]) -> None:
+def test_rows_that_share_a_pass_have_similar_lengths(rows: list[Candidate]) -> None:
     for group in group_rows(rows):
         ends = [rows[index].end for index in group]
         banks = {rows[index].bank for index in group}
@@ -47,12 +49,12 @@ def test_even_rows_share_start_and_count(rows: list[Candidate]) -> None:
         assert len({(rows[index].start, rows[index].count) for index in group}) == 1
 
 
-def test_rows_that_decode_share_a_pass_with_drafts_or_without() -> None:
+def test_decoding_rows_share_a_pass_with_or_without_drafts() -> None:
     rows = [Candidate(index, 300 + index, count, 0) for index, count in enumerate((1, DECODE_TOKENS, 5, 1))]
     assert [sorted(group) for group in group_rows(rows)] == [[0, 1, 2, 3]]
 
 
-def test_a_chunk_does_not_hold_up_the_rows_that_decode() -> None:
+def test_chunk_does_not_delay_decoding_rows() -> None:
     rows = [Candidate(0, 100, 1, 0), Candidate(1, 0, 128, 0), Candidate(2, 90, 1, 0)]
     assert [sorted(group) for group in group_rows(rows)] == [[0, 2], [1]]
 
@@ -62,18 +64,18 @@ def test_short_prompts_share_a_pass() -> None:
     assert [sorted(group) for group in group_rows(rows)] == [[0, 1]]
 
 
-def test_what_is_left_of_prompts_after_a_reused_beginning_shares_a_pass() -> None:
+def test_rests_of_prompts_after_a_cached_prefix_share_a_pass() -> None:
     rows = [Candidate(0, 300, 40, 0), Candidate(1, 320, 30, 0)]
     assert [sorted(group) for group in group_rows(rows)] == [[0, 1]]
 
 
-def test_a_prompt_is_not_padded_to_more_than_twice_its_length() -> None:
+def test_prompt_is_not_padded_to_more_than_twice_its_length() -> None:
     rows = [Candidate(0, 0, 20, 0), Candidate(1, 0, 200, 0)]
     assert [sorted(group) for group in group_rows(rows)] == [[1], [0]]
 
 
-def test_a_row_that_lies_with_the_others_is_not_parted_at_half_their_length() -> None:
-    apart = [Candidate(0, 2000, 1, 1), Candidate(1, 900, 1, 2)]
-    together = [Candidate(0, 2000, 1, 1), Candidate(1, 900, 1, 1)]
-    assert len(group_rows(apart)) == 2
-    assert len(group_rows(together)) == 1
+def test_row_in_the_others_bank_is_not_separated_at_half_their_length() -> None:
+    two_banks = [Candidate(0, 2000, 1, 1), Candidate(1, 900, 1, 2)]
+    one_bank = [Candidate(0, 2000, 1, 1), Candidate(1, 900, 1, 1)]
+    assert len(group_rows(two_banks)) == 2
+    assert len(group_rows(one_bank)) == 1

@@ -1,4 +1,4 @@
-"""Random interleavings of all operations, against plain lists of tokens."""
+"""Random interleavings of all operations, compared with plain lists of tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 from tests.examples import examples
-from tests.worker.kv.passes import HEADS, feed, flat, seen
+from tests.worker.kv.passes import HEADS, feed, to_list, visible_keys
 
 from mlx_ring.core.errors import StepFailed
 from mlx_ring.worker.kv import Batch, KVStore
@@ -31,7 +31,7 @@ class Interleavings(RuleBasedStateMachine):
         self.store = KVStore(caches, mx.float32, slack=SLACK, step_bytes=self.STEP_BYTES)
         self.tokens: dict[int, list[int]] = {}
         self.reached: dict[int, int] = {}
-        """The most tokens that a sequence had: sliding layers go back from there."""
+        """Most tokens that each sequence has had, from which sliding layers can be rolled back."""
         self.fresh = 0
 
     def pick(self, data: st.DataObject) -> int:
@@ -69,7 +69,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule(data=st.data())
     @precondition(lambda self: self.tokens)
-    def start_and_abandon(self, data: st.DataObject) -> None:
+    def append_without_commit(self, data: st.DataObject) -> None:
         for _, rows, batch in self.draw_batches(data):
             feed(batch, rows)
 
@@ -102,13 +102,13 @@ class Interleavings(RuleBasedStateMachine):
     ) -> None:
         keys, values = fetched
         queries, length = max(batch.counts), keys.shape[2]
-        rows = flat(keys[place, HEADS - 1, :, 0])
+        rows = to_list(keys[place, HEADS - 1, :, 0])
         assert mx.array_equal(keys, -values)
         count = batch.counts[place]
         for query in {0, count // 2, count - 1}:
             position = len(have) - count + query
             first = 0 if window is None else max(0, position - window + 1)
-            shown = seen(mask, query, queries, length, place)
+            shown = visible_keys(mask, query, queries, length, place)
             got = [key for key, shows in zip(rows, shown, strict=True) if shows]
             assert got == [token + 10_000 * layer for token in have[first : position + 1]]
 
@@ -117,7 +117,7 @@ class Interleavings(RuleBasedStateMachine):
     def trim(self, data: st.DataObject, back: int) -> None:
         sequence = self.pick(data)
         length = max(0, len(self.tokens[sequence]) - back)
-        if not self.go_back(sequence, length, lambda: self.store.trim(sequence, length)):
+        if not self.shorten(sequence, length, lambda: self.store.trim(sequence, length)):
             return
         self.tokens[sequence] = self.tokens[sequence][:length]
         if length == 0:
@@ -130,12 +130,12 @@ class Interleavings(RuleBasedStateMachine):
         length = max(0, len(self.tokens[source]) - back)
         self.open()
         branch = self.fresh - 1
-        if self.go_back(source, length, lambda: self.store.fork(source, branch, length)):
+        if self.shorten(source, length, lambda: self.store.fork(source, branch, length)):
             self.tokens[branch] = self.tokens[source][:length]
             self.reached[branch] = self.reached[source] if length else 0
 
-    def go_back(self, sequence: int, length: int, operation: Any) -> bool:
-        """Always possible within the slack, and to nothing; beyond it a clear error is right too."""
+    def shorten(self, sequence: int, length: int, operation: Any) -> bool:
+        """Shorten a sequence: within the slack and to zero tokens it must succeed, beyond that it may be refused."""
         if length == 0 or length >= self.reached[sequence] - SLACK:
             operation()
             return True
@@ -163,7 +163,7 @@ class Interleavings(RuleBasedStateMachine):
             assert self.store.length(sequence) == len(tokens)
 
     @invariant()
-    def nothing_open_holds_nothing(self) -> None:
+    def without_sequences_no_bytes_are_held(self) -> None:
         if not self.tokens:
             assert self.store.nbytes == 0
 
@@ -174,7 +174,7 @@ class Interleavings(RuleBasedStateMachine):
 
 
 class GradualInterleavings(Interleavings):
-    """Banks that change one array in a step."""
+    """Interleavings with banks that change one array in a step."""
 
     STEP_BYTES = 1
 

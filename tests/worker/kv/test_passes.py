@@ -1,4 +1,4 @@
-"""Passes that are built on passes under way: begun, committed, undone or failed."""
+"""Passes built on passes under way: begun, committed, undone or failed."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import KVCache
-from tests.worker.kv.passes import feed, flat
+from tests.worker.kv.passes import feed, to_list
 
 from mlx_ring.core.errors import StepFailed
 from mlx_ring.worker.kv import Batch, KVStore
 
 
 def store_of(lengths: Mapping[int, int]) -> KVStore:
-    """Open sequences of those lengths; their tokens are 1, 2, 3, ..."""
+    """Return a store with sequences of those lengths, whose tokens are 1, 2, 3, ..."""
     store = KVStore([KVCache()], mx.float32)
     for sequence, length in lengths.items():
         store.open(sequence, 100)
@@ -41,10 +41,10 @@ def finish(store: KVStore, batch: Batch) -> None:
 
 def content(store: KVStore, sequence: int) -> list[float]:
     keys, _ = store.read(sequence, 0, (0, 1), (0, store.length(sequence)))
-    return flat(keys[0, :, 0])
+    return to_list(keys[0, :, 0])
 
 
-def test_a_pass_counts_when_it_is_begun_and_another_is_built_on_it() -> None:
+def test_pass_counts_once_begun_and_another_can_be_built_on_it() -> None:
     store = store_of({1: 3, 2: 5})
     (first,) = build(store, {1: [4], 2: [6]})
     assert (store.length(1), store.length(2)) == (4, 6)
@@ -55,7 +55,7 @@ def test_a_pass_counts_when_it_is_begun_and_another_is_built_on_it() -> None:
     assert content(store, 2) == [1, 2, 3, 4, 5, 6, 7]
 
 
-def test_what_is_undone_was_never_there() -> None:
+def test_undone_pass_leaves_no_trace() -> None:
     store = store_of({1: 3, 2: 5})
     (first,) = build(store, {1: [4], 2: [6]})
     bank = first.members.bank
@@ -71,16 +71,16 @@ def test_what_is_undone_was_never_there() -> None:
     assert content(store, 2) == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_pass_that_was_not_even_begun_can_be_undone() -> None:
+def test_pass_that_has_not_begun_can_be_undone() -> None:
     store = store_of({1: 3})
-    asked = store.batches([(1, 2)])
-    store.undo(asked)
+    batches = store.batches([(1, 2)])
+    store.undo(batches)
     with pytest.raises(StepFailed, match="not the last one asked for"):
-        store.begin(asked[0])
+        store.begin(batches[0])
     assert content(store, 1) == [1, 2, 3]
 
 
-def test_after_a_failure_sequences_stand_where_they_stood() -> None:
+def test_failed_pass_restores_its_sequences() -> None:
     store = store_of({1: 3, 2: 5})
     batches = build(store, {1: [4], 2: [6]})
     store.fail(batches)
@@ -91,7 +91,7 @@ def test_after_a_failure_sequences_stand_where_they_stood() -> None:
     assert content(store, 1) == [1, 2, 3, 4]
 
 
-def test_a_row_may_join_while_the_others_pass_is_under_way() -> None:
+def test_row_can_join_while_the_others_pass_is_under_way() -> None:
     store = store_of({1: 3, 2: 5})
     (first,) = build(store, {1: [4]})
     first.forget()

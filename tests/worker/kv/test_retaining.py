@@ -1,4 +1,4 @@
-"""Ended sequences: kept tightly, forked by copy or taken over, and what they take."""
+"""Retained sequences: kept without spare room, forked by copy or taken over, and their memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
-from tests.worker.kv.passes import HEADS, WIDTH, ModelRun, apart, feed, flat
+from tests.worker.kv.passes import HEADS, WIDTH, ModelRun, difference, feed, to_list
 from tests.worker.kv.small_models import CONFIGURATIONS, small_model
 
 from mlx_ring.core.errors import ProtocolError, StepFailed
@@ -27,11 +27,11 @@ def append(store: KVStore, work: Mapping[int, Sequence[int]]) -> None:
 
 def content(store: KVStore, sequence: int) -> list[float]:
     keys, _ = store.read(sequence, 0, (0, 1), (0, store.length(sequence)))
-    return flat(keys[0, :, 0])
+    return to_list(keys[0, :, 0])
 
 
 def store_with(tokens: int, *caches: Any, **options: Any) -> KVStore:
-    """Make a store whose sequence 1 has stepped beside sequence 2."""
+    """Return a store whose sequence 1 has stepped beside sequence 2."""
     store = KVStore(list(caches) or [KVCache()], mx.float32, **options)
     for sequence in (1, 2):
         store.open(sequence, 2000)
@@ -39,7 +39,7 @@ def store_with(tokens: int, *caches: Any, **options: Any) -> KVStore:
     return store
 
 
-def test_a_retained_sequence_takes_no_more_than_its_tokens() -> None:
+def test_retained_sequence_takes_only_the_bytes_of_its_tokens() -> None:
     store = store_with(300)
     store.free(2)
     store.retain(1)
@@ -47,7 +47,7 @@ def test_a_retained_sequence_takes_no_more_than_its_tokens() -> None:
     assert content(store, 1) == list(range(300))
 
 
-def test_a_retained_row_shares_no_memory_with_the_bank_it_left() -> None:
+def test_retained_row_shares_no_memory_with_the_bank_it_left() -> None:
     tokens = 100 * 256
     store = KVStore([KVCache()], mx.float32)
     for sequence in (1, 2):
@@ -60,10 +60,10 @@ def test_a_retained_row_shares_no_memory_with_the_bank_it_left() -> None:
     store.free(2)
     gc.collect()
     freed = before - mx.get_active_memory()
-    assert freed >= 0.9 * tokens * TOKEN_BYTES, "the bank is gone, and the retained row is not part of it"
+    assert freed >= 0.9 * tokens * TOKEN_BYTES, "the bank is freed, and the retained row is not part of it"
 
 
-def test_parking_leaves_the_others_in_their_place() -> None:
+def test_retaining_a_sequence_leaves_other_rows_in_place() -> None:
     store = store_with(300)
     store.retain(1)
     append(store, {2: [7]})
@@ -71,7 +71,7 @@ def test_parking_leaves_the_others_in_their_place() -> None:
     assert content(store, 1) == list(range(300))
 
 
-def test_a_retained_sequence_steps_no_more() -> None:
+def test_retained_sequence_cannot_be_stepped() -> None:
     store = store_with(20)
     store.retain(1)
     with pytest.raises(ProtocolError, match="kept for forks"):
@@ -79,7 +79,7 @@ def test_a_retained_sequence_steps_no_more() -> None:
     append(store, {2: [1]})
 
 
-def test_a_fork_of_a_retained_sequence_continues_by_itself() -> None:
+def test_fork_of_a_retained_sequence_continues_independently() -> None:
     store = store_with(300)
     store.retain(1)
     store.open(3, 1000)
@@ -89,20 +89,20 @@ def test_a_fork_of_a_retained_sequence_continues_by_itself() -> None:
     assert content(store, 1) == list(range(300))
 
 
-def test_taking_moves_the_memory_and_ends_the_source() -> None:
+def test_fork_that_takes_its_source_moves_the_memory_and_closes_it() -> None:
     store = store_with(300)
     store.retain(1)
     store.open(3, 1000)
-    held = store.nbytes
+    before = store.nbytes
     store.fork(1, 3, 290, take=True)
-    assert store.nbytes == held
+    assert store.nbytes == before
     with pytest.raises(ProtocolError, match="not open"):
         store.length(1)
     append(store, {3: [5], 2: [8]})
     assert content(store, 3) == [*range(290), 5]
 
 
-def test_a_refused_take_leaves_the_source() -> None:
+def test_refused_take_keeps_the_source() -> None:
     store = store_with(200, RotatingKVCache(8), slack=4)
     store.retain(1)
     store.open(3, 100)
@@ -111,7 +111,7 @@ def test_a_refused_take_leaves_the_source() -> None:
     assert store.length(1) == 200
 
 
-def test_traits_say_what_a_sequence_takes_and_where_it_can_be_cut() -> None:
+def test_traits_give_a_sequences_size_and_where_it_can_be_cut() -> None:
     plain = store_with(4).traits()
     assert (plain.bytes_per_token, plain.bytes_per_sequence, plain.recurrent) == (TOKEN_BYTES, 0, False)
     sliding = store_with(4, KVCache(), RotatingKVCache(8), slack=4).traits()
@@ -120,7 +120,7 @@ def test_traits_say_what_a_sequence_takes_and_where_it_can_be_cut() -> None:
     assert sliding.bytes_per_sequence >= 11 * TOKEN_BYTES
 
 
-def test_traits_know_recurrent_states_once_a_sequence_was_freed() -> None:
+def test_traits_include_recurrent_states_once_a_sequence_was_freed() -> None:
     store = KVStore([ArraysCache(1)], mx.float32)
     store.open(1, 10)
     (batch,) = store.batches([(1, 1)])
@@ -132,7 +132,7 @@ def test_traits_know_recurrent_states_once_a_sequence_was_freed() -> None:
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 @pytest.mark.parametrize("take", [False, True])
-def test_a_fork_of_a_retained_sequence_computes_what_it_alone_would(name: str, *, take: bool) -> None:
+def test_fork_of_a_retained_sequence_gives_the_same_logits_as_alone(name: str, *, take: bool) -> None:
     run = ModelRun(small_model(name))
     run.open(1, 2)
     prompt = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -140,4 +140,4 @@ def test_a_fork_of_a_retained_sequence_computes_what_it_alone_would(name: str, *
     run.store.retain(1)
     run.store.fork(1, 2, len(prompt), take=take)
     logits = run.step({2: [5, 3]})[2]
-    assert apart(logits, run.alone([prompt, [5, 3]])) < 1e-4
+    assert difference(logits, run.alone([prompt, [5, 3]])) < 1e-4

@@ -1,4 +1,4 @@
-"""Sequences, their errors and their bytes."""
+"""Sequences of a KV store, their errors and their bytes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import ConcatenateKVCache, KVCache, RotatingKVCache
-from tests.worker.kv.passes import HEADS, WIDTH, feed, flat
+from tests.worker.kv.passes import HEADS, WIDTH, feed, to_list
 
 from mlx_ring.core.errors import ProtocolError, RingError, StepFailed
 from mlx_ring.worker.kv import Batch, KVStore
@@ -32,17 +32,17 @@ def append(store: KVStore, work: Mapping[int, Sequence[int]]) -> list[Batch]:
 
 def content(store: KVStore, sequence: int) -> list[float]:
     keys, _ = store.read(sequence, 0, (0, 1), (0, store.length(sequence)))
-    return flat(keys[0, :, 0])
+    return to_list(keys[0, :, 0])
 
 
-def test_nothing_is_held_before_the_first_token() -> None:
+def test_no_memory_is_held_before_the_first_token() -> None:
     store = store_of()
     store.open(1, 100_000)
     assert store.nbytes == 0
     assert store.length(1) == 0
 
 
-def test_a_sequence_never_holds_more_than_its_longest() -> None:
+def test_sequence_never_holds_more_than_its_maximum_length() -> None:
     store = store_of()
     store.open(1, 10)
     append(store, {1: [1, 2, 3]})
@@ -59,7 +59,7 @@ def test_freed_bytes_are_released_at_once() -> None:
     assert store.nbytes == held * 3 // 4
 
 
-def test_a_bank_releases_bytes_when_half_its_rows_have_left() -> None:
+def test_bank_releases_bytes_when_half_its_rows_have_left() -> None:
     store = store_of()
     for sequence in range(4):
         store.open(sequence, 2000)
@@ -84,7 +84,7 @@ def test_slots_shrink_when_the_long_row_leaves() -> None:
     assert content(store, 3)[:120] == list(range(120))
 
 
-def test_reset_forgets_everything() -> None:
+def test_reset_frees_every_sequence() -> None:
     store = store_of()
     store.open(1, 50)
     append(store, {1: [1]})
@@ -94,7 +94,7 @@ def test_reset_forgets_everything() -> None:
     assert store.length(1) == 0
 
 
-def test_an_append_copies_nothing_else() -> None:
+def test_append_copies_no_earlier_tokens() -> None:
     store = store_of(*[KVCache() for _ in range(4)])
     for sequence in range(4):
         store.open(sequence, 9000)
@@ -108,7 +108,7 @@ def test_an_append_copies_nothing_else() -> None:
     assert mx.get_peak_memory() - before < store.nbytes // 16
 
 
-def test_a_leave_copies_one_row_at_most() -> None:
+def test_freeing_a_row_copies_at_most_one_other_row() -> None:
     store = store_of(*[KVCache() for _ in range(8)])
     for sequence in range(8):
         store.open(sequence, 5000)
@@ -121,8 +121,8 @@ def test_a_leave_copies_one_row_at_most() -> None:
     assert mx.get_peak_memory() - before < store.nbytes // 16
 
 
-def test_a_chunk_may_pass_while_its_bank_loses_another_row() -> None:
-    """Two batches of one step, the second of which takes a row away from under the first."""
+def test_chunk_can_step_while_its_bank_loses_another_row() -> None:
+    """Run two batches in one step, of which the second takes a row out of the first one's bank."""
     store = store_of()
     for sequence in range(6):
         store.open(sequence, 4000)
@@ -135,7 +135,7 @@ def test_a_chunk_may_pass_while_its_bank_loses_another_row() -> None:
     assert content(store, 1) == [1.0, 8.0]
 
 
-def test_rows_that_decode_together_lie_together_from_then_on() -> None:
+def test_rows_that_decode_together_share_a_pass() -> None:
     store = store_of()
     for sequence in range(3):
         store.open(sequence, 1000)
@@ -145,7 +145,7 @@ def test_rows_that_decode_together_lie_together_from_then_on() -> None:
     assert batch.counts == (1, 1, 1)
 
 
-def test_without_ragged_rows_only_rows_alike_share_a_pass() -> None:
+def test_without_ragged_rows_only_rows_of_one_length_share_a_pass() -> None:
     store = store_of(ragged=False)
     for sequence, count in enumerate((5, 5, 9)):
         store.open(sequence, 100)
@@ -167,7 +167,7 @@ def test_sliding_layers_hold_a_window_and_some_slack() -> None:
         store.trim(1, 1000)
 
 
-def test_leftovers_of_a_row_do_not_reach_the_next_one_in_its_slot() -> None:
+def test_leftovers_of_a_row_do_not_affect_the_next_one_in_its_slot() -> None:
     store = store_of()
     for sequence in range(4):
         store.open(sequence, 400)
@@ -194,14 +194,22 @@ ERRORS: dict[str, tuple[Callable[[KVStore], object], type[RingError], str]] = {
     ),
     "fork onto tokens": (lambda store: store.fork(2, 1, 0), ProtocolError, "only an empty one takes a fork"),
     "fork from nowhere": (lambda store: store.fork(9, 2, 0), ProtocolError, "Sequence 9 is not open"),
-    "too many": (lambda store: store.batches([(1, 16)]), ProtocolError, "opened for 20; 16 more do not fit"),
-    "twice": (lambda store: store.batches([(1, 1), (1, 1)]), ProtocolError, "names a sequence twice"),
-    "none": (lambda store: store.batches([(1, 0)]), ProtocolError, "has 0 tokens"),
+    "too many tokens": (
+        lambda store: store.batches([(1, 16)]),
+        ProtocolError,
+        "opened for 20; 16 more do not fit",
+    ),
+    "sequence named twice": (
+        lambda store: store.batches([(1, 1), (1, 1)]),
+        ProtocolError,
+        "names a sequence twice",
+    ),
+    "no tokens": (lambda store: store.batches([(1, 0)]), ProtocolError, "has 0 tokens"),
 }
 
 
 @pytest.mark.parametrize("name", sorted(ERRORS))
-def test_what_cannot_be_done_says_so_and_changes_nothing(name: str) -> None:
+def test_invalid_operation_is_refused_and_changes_nothing(name: str) -> None:
     operation, kind, message = ERRORS[name]
     store = store_of()
     store.open(1, 20)
@@ -213,7 +221,7 @@ def test_what_cannot_be_done_says_so_and_changes_nothing(name: str) -> None:
     assert store.length(2) == 0
 
 
-def test_a_batch_is_committed_once_and_only_while_it_is_the_last() -> None:
+def test_batch_is_committed_once_and_only_while_it_is_the_last() -> None:
     store = store_of()
     store.open(1, 20)
     (batch,) = append(store, {1: [1]})
@@ -231,14 +239,14 @@ def test_keys_of_another_shape_than_the_batch_are_refused() -> None:
         batch.caches[0].update_and_fetch(wrong, wrong)
 
 
-def test_rows_whose_bank_was_broken_by_a_failed_evaluation_say_so() -> None:
+def test_rows_that_lost_their_kv_in_a_failed_evaluation_are_refused() -> None:
     store = store_of()
     for sequence in (1, 2):
         store.open(sequence, 20)
     append(store, {1: [1], 2: [2]})
     (batch,) = store.batches([(1, 1)])
-    spoiled = unevaluable(1, HEADS, 1, WIDTH)
-    batch.caches[0].update_and_fetch(spoiled, spoiled)
+    broken = unevaluable(1, HEADS, 1, WIDTH)
+    batch.caches[0].update_and_fetch(broken, broken)
     store.open(3, 20)
     with pytest.raises(StepFailed, match=r"Sequence 2 lost its KV in a step that failed"):
         store.batches([(2, 1)])
@@ -250,12 +258,12 @@ def test_rows_whose_bank_was_broken_by_a_failed_evaluation_say_so() -> None:
 
 
 def unevaluable(*shape: int) -> mx.array:
-    """Make an array that fails when it is evaluated, not before: zero has no inverse."""
+    """Return an array that only fails when it is evaluated, because zero has no inverse."""
     inverse = mx.linalg.inv(mx.zeros((2, 2)), stream=mx.cpu)
     return mx.broadcast_to(inverse[0, 0], shape)
 
 
-def test_caches_not_known_here_stay_objects_of_their_own() -> None:
+def test_unknown_caches_stay_separate_objects() -> None:
     store = store_of(ConcatenateKVCache(), KVCache())
     for sequence in (1, 2):
         store.open(sequence, 20)
@@ -265,7 +273,7 @@ def test_caches_not_known_here_stay_objects_of_their_own() -> None:
         store.trim(1, 2)
 
 
-def test_an_object_that_a_failed_step_touched_is_lost() -> None:
+def test_cache_object_changed_by_a_failed_step_is_lost() -> None:
     store = store_of(ConcatenateKVCache())
     for sequence in (1, 2):
         store.open(sequence, 20)

@@ -1,7 +1,7 @@
 """One rank of a ring on loopback: `python rank.py CASES FOLDER`, with MLX_RANK and MLX_HOSTFILE set.
 
-Runs every case of the file, a group being made once in a process. Rank 0 saves what a case gives as `NAME.safetensors`;
-each rank writes the bytes that its part of the weights took to `NAME.RANK.json`.
+It runs every case of the file, because a process makes a group only once. Rank 0 saves a case's results as
+`NAME.safetensors`. Each rank writes the bytes that its part of the weights takes to `NAME.RANK.json`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Arrays = dict[str, mx.array]
 
 
 class _Stages:
-    """A model cut into stages, each split over the group, one after the other in this process."""
+    """Stages of a model, each split over the group, one after the other in this process."""
 
     def __init__(self, folder: ModelFolder, case: dict[str, Any], group: Group) -> None:
         self._shares = share_out(read_tensor_sizes(folder), case["proportions"])
@@ -72,13 +72,13 @@ class _Stages:
         return cast("mx.array", hidden)
 
 
-def _run_split(case: dict[str, Any], group: Group, note: Callable[[Any], None]) -> Arrays:
-    gc.collect()  # the case before, whose modules refer to each other
+def _run_split(case: dict[str, Any], group: Group, report: Callable[[Any], None]) -> Arrays:
+    gc.collect()  # the previous case, whose modules refer to each other
     mx.clear_cache()
     before = mx.get_active_memory()
     stages = _Stages(read_model_folder(Path(case["folder"])), case, group)
     mx.clear_cache()
-    note({"bytes": mx.get_active_memory() - before})
+    report({"bytes": mx.get_active_memory() - before})
     if case["kind"] == "load":
         return {}
     stages.open(len(case["steps"][0]))
@@ -110,7 +110,7 @@ def _run_group(group: Group) -> Arrays:
     ties = mx.zeros((2, 3, rank + 2))
     ties[0, 0, -1] = ties[1, 2, 0] = 1.0
     ties[1, 1] = -mx.inf
-    extents = _neighbours([other + 2 for other in range(group.size)])
+    extents = _adjacent_ranges([other + 2 for other in range(group.size)])
     head = SplitHead(group, extents)
     arrays = {
         "gathered": group.all_gather(mx.full((2, rank + 1), rank), list(range(1, group.size + 1))),
@@ -121,11 +121,11 @@ def _run_group(group: Group) -> Arrays:
     for dtype in (mx.int32, mx.uint32, mx.float32, mx.float16, mx.bfloat16):
         arrays[f"first {dtype}"] = group.from_first(number.astype(dtype))
     mx.eval(arrays)
-    return arrays | _draws(group) | {"bytes of the next step": mx.array(_bytes_after_a_rest(group))}
+    return arrays | _draws(group) | {"bytes of the next step": mx.array(_bytes_after_unused_sum(group))}
 
 
-def _bytes_after_a_rest(group: Group) -> int:
-    """Of a small sum, where the step before has left one of 16 MiB that nobody wanted."""
+def _bytes_after_unused_sum(group: Group) -> int:
+    """Return the peak bytes of a small sum, after a step that built a sum of 16 MiB and did not use it."""
     group.all_sum(mx.ones(1 << 22))
     group.end_step()
     mx.reset_peak_memory()
@@ -136,7 +136,7 @@ def _bytes_after_a_rest(group: Group) -> int:
 
 def _draws(group: Group) -> Arrays:
     """Draw tokens from parts of the logits, and from all of them."""
-    vocabulary, heads = 300, _neighbours([10, *[290 // (group.size - 1)] * (group.size - 1)])
+    vocabulary, heads = 300, _adjacent_ranges([10, *[290 // (group.size - 1)] * (group.size - 1)])
     heads[-1] = MemberRange(heads[-1].start, vocabulary)
     mx.random.seed(3)
     logits, own = mx.random.normal((len(_ROWS), vocabulary)).astype(mx.bfloat16), heads[group.rank]
@@ -158,10 +158,10 @@ _ROWS = [
     _row(logit_bias=((3, 50.0),), repetition_penalty=1.5),
     _row(temperature=1.2, top_k=30, min_p=0.01),
 ]
-"""Of every kind; a bias makes sure that the first, or the last, rank has the best token."""
+"""Rows of every kind. A bias ensures that the first or the last rank has the best token."""
 
 
-def _neighbours(widths: Sequence[int]) -> list[MemberRange]:
+def _adjacent_ranges(widths: Sequence[int]) -> list[MemberRange]:
     begins = [sum(widths[:index]) for index in range(len(widths))]
     return [MemberRange(begin, begin + width) for begin, width in zip(begins, widths, strict=True)]
 
@@ -173,15 +173,15 @@ def main() -> None:
     for case in cases:
         name = case["name"]
 
-        def note(found: Any, name: str = name) -> None:
-            (folder / f"{name}.{group.rank}.json").write_text(json.dumps(found))
+        def report(value: Any, name: str = name) -> None:
+            (folder / f"{name}.{group.rank}.json").write_text(json.dumps(value))
 
         if case["kind"] == "group":
             arrays = _run_group(group)
         elif case["kind"] == "shard":
             arrays = _run_shard(case, joined)
         else:
-            arrays = _run_split(case, group, note)
+            arrays = _run_split(case, group, report)
         if group.rank == 0 and arrays:
             mx.save_safetensors(str(folder / f"{name}.safetensors"), arrays)
 

@@ -1,4 +1,4 @@
-"""Processes that are the ranks of a ring on loopback. Nothing of them is left, also when one hangs."""
+"""Processes that are the ranks of a ring on loopback. All of them are ended, even if one hangs."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from tests.eventually import eventually
 from mlx_ring.core.environment import inherited_environment
 
 _RANK = Path(__file__).with_name("rank.py")
-_WITHIN_S = 120.0
+_TIMEOUT_S = 120.0
 
 
 def run_ranks(cases: Sequence[dict[str, Any]], size: int, folder: Path) -> None:
     """Have `size` ranks run the cases, with their results in `folder`.
 
-    When one of them fails the others would wait for it for ever: all are ended, and what it said is raised.
+    If one of them fails, the others would wait for it forever. So all are ended, and its output is raised.
     """
     (folder / "cases.json").write_text(json.dumps(list(cases)))
     (folder / "hosts.json").write_text(json.dumps([[f"127.0.0.1:{port}"] for port in _free_ports(size)]))
     with contextlib.ExitStack() as stack:
         ranks = [_start(rank, folder, stack) for rank in range(size)]
-        deadline = time.monotonic() + _WITHIN_S
+        deadline = time.monotonic() + _TIMEOUT_S
         codes = eventually(
             lambda: [rank.poll() for rank in ranks],
             lambda codes: any(codes) or None not in codes or time.monotonic() > deadline,
         )
     assert codes == [0] * size, "\n".join(
-        f"rank {rank} gave {code}: {(folder / f'rank{rank}.txt').read_text()[-2000:]}"
+        f"rank {rank} ended with {code}: {(folder / f'rank{rank}.txt').read_text()[-2000:]}"
         for rank, code in enumerate(codes)
     )
 
@@ -46,7 +46,7 @@ def _start(rank: int, folder: Path, stack: contextlib.ExitStack) -> subprocess.P
         {
             "MLX_RANK": str(rank),
             "MLX_HOSTFILE": str(folder / "hosts.json"),
-            # One thread each: ranks that wait take a core as it is.
+            # One thread each, because ranks that wait occupy a core anyway.
             "OMP_NUM_THREADS": "1",
             "OPENBLAS_NUM_THREADS": "1",
         }

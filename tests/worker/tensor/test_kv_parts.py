@@ -1,4 +1,4 @@
-"""Stores of ranks with unequal shares: the same rows must share a pass on all of them, or their sums would not match."""
+"""KV stores of ranks with unequal shares: all must group the same rows, or their sums would not match."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from mlx_ring.worker.kv.grouping import STEP_BYTES
 HEADS = 8
 SHARES = share_out(TensorSizes(HEADS, HEADS, 64, 128, 0, 320), (6, 1, 1))
 WIDTH = 64
-TOGETHER = 1 << 20
-"""Bytes that all ranks may move in a step: a block of one sequence is as much."""
+STEP_BYTES_OF_ALL = 1 << 20
+"""Bytes that all ranks together may move in a step: those of one block of a sequence."""
 
 Passes = list[tuple[tuple[int, ...], tuple[int, ...]]]
 
 
 class Rank:
-    """A store with some of the heads, of two layers."""
+    """Store of two layers, with some of the heads."""
 
     def __init__(self, heads: int, step_bytes: int) -> None:
         self._heads = heads
         self.store = KVStore([KVCache(), KVCache()], mx.float16, step_bytes=step_bytes)
 
     def step(self, work: Mapping[int, int]) -> tuple[bool, Passes]:
-        """Result of a step: true if the rows could have stayed where they are, and the rows that shared a pass."""
+        """Step the rows; return whether they could have stayed in place, and the rows that shared each pass."""
         stays = self.store.stay(list(work.items()))
         batches = self.store.batches(list(work.items()))
         for batch in batches:
@@ -43,41 +43,43 @@ class Rank:
         return stays, [(batch.rows, batch.counts) for batch in batches]
 
 
-def ranks(parts: Sequence[int], limit_bytes: int | None = None) -> list[Rank]:
-    """One for each share; `parts` are the bytes that they may move in a step."""
-    made = [Rank(len(share.kv_heads), part) for share, part in zip(SHARES, parts, strict=True)]
-    for rank, one in enumerate(made):
-        one.store.limit(None if limit_bytes is None else part_of_kv(SHARES, rank, limit_bytes))
+def ranks(step_bytes: Sequence[int], limit_bytes: int | None = None) -> list[Rank]:
+    """Return a rank for each share; `step_bytes` are the bytes that each may move in a step."""
+    made = [Rank(len(share.kv_heads), own_bytes) for share, own_bytes in zip(SHARES, step_bytes, strict=True)]
+    for index, rank in enumerate(made):
+        rank.store.limit(None if limit_bytes is None else part_of_kv(SHARES, index, limit_bytes))
     return made
 
 
 def join_one_by_one(made: Sequence[Rank]) -> list[list[tuple[bool, Passes]]]:
-    """A dozen sequences that come while the others decode; by rank, what each step was."""
+    """Add a dozen sequences while the others decode; return the result of each step by rank."""
     seen: list[list[tuple[bool, Passes]]] = [[] for _ in made]
     for sequence in range(12):
-        for one in made:
-            one.store.open(sequence, 2048)
+        for rank in made:
+            rank.store.open(sequence, 2048)
         for work in ({sequence: 300}, *(dict.fromkeys(range(sequence + 1), 1) for _ in range(4))):
-            for steps, one in zip(seen, made, strict=True):
-                steps.append(one.step(work))
+            for steps, rank in zip(seen, made, strict=True):
+                steps.append(rank.step(work))
     return seen
 
 
-def test_stores_that_may_move_their_part_let_the_same_rows_share_a_pass() -> None:
-    first, *others = join_one_by_one(ranks([part_of_kv(SHARES, rank, TOGETHER) for rank in range(3)]))
+def test_stores_with_proportional_limits_group_the_same_rows() -> None:
+    first, *others = join_one_by_one(
+        ranks([part_of_kv(SHARES, rank, STEP_BYTES_OF_ALL) for rank in range(3)])
+    )
     assert any(len(passes) > 1 for _, passes in first)
     assert all(steps == first for steps in others)
 
 
-def test_stores_that_may_all_move_the_same_do_not() -> None:
-    """Hence the parts."""
-    first, *others = join_one_by_one(ranks([TOGETHER // 4] * 3))
+def test_stores_with_equal_limits_group_different_rows() -> None:
+    """Show why limits must be proportional."""
+    first, *others = join_one_by_one(ranks([STEP_BYTES_OF_ALL // 4] * 3))
     assert any(steps != first for steps in others)
 
 
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["step", "step", "step", "free", "trim", "park"]),
+        st.sampled_from(["step", "step", "step", "free", "trim", "retain"]),
         st.sets(st.integers(0, 5), min_size=1),
     ),
     min_size=4,
@@ -91,29 +93,32 @@ STEPS = st.lists(
     counts=st.lists(st.sampled_from([1, 1, 3, 40, 290]), min_size=6, max_size=6),
     limit=st.booleans(),
 )
-def test_whatever_comes_they_decide_alike(
+def test_stores_group_the_same_rows_after_any_operations(
     steps: list[tuple[str, set[int]]],
     counts: list[int],
     limit: bool,  # noqa: FBT001 - hypothesis passes by name
 ) -> None:
-    made = ranks([part_of_kv(SHARES, rank, TOGETHER) for rank in range(3)], 3 * TOGETHER if limit else None)
+    made = ranks(
+        [part_of_kv(SHARES, rank, STEP_BYTES_OF_ALL) for rank in range(3)],
+        3 * STEP_BYTES_OF_ALL if limit else None,
+    )
     known, retained = set[int](), set[int]()
     for what, sequences in steps:
         if what == "step":
             for sequence in sequences - known:
-                for one in made:
-                    one.store.open(sequence, 4096)
+                for rank in made:
+                    rank.store.open(sequence, 4096)
             known |= sequences
             work = {sequence: counts[sequence] for sequence in sorted(sequences - retained)}
-            first, *others = [one.step(work) for one in made] if work else [None]
+            first, *others = [rank.step(work) for rank in made] if work else [None]
             assert all(other == first for other in others)
             continue
         for sequence in sorted(sequences & known):
-            for one in made:
-                _operate(one.store, what, sequence)
+            for rank in made:
+                _operate(rank.store, what, sequence)
             if what == "free":
                 known.remove(sequence)
-            retained = (retained | {sequence} if what == "park" else retained) & known
+            retained = (retained | {sequence} if what == "retain" else retained) & known
 
 
 def _operate(store: KVStore, what: str, sequence: int) -> None:
@@ -125,5 +130,5 @@ def _operate(store: KVStore, what: str, sequence: int) -> None:
         store.retain(sequence)
 
 
-def test_a_usual_step_is_parted_without_a_rest() -> None:
+def test_default_step_bytes_are_divided_without_remainder() -> None:
     assert sum(part_of_kv(SHARES, rank, STEP_BYTES) for rank in range(3)) == STEP_BYTES

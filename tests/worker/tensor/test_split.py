@@ -1,4 +1,4 @@
-"""Real ranks, each with its part of a model, against the whole: in logits, tokens and memory."""
+"""Real ranks, each with its part of a model, compared with the whole model in logits, tokens and memory."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ STEPS = (((3, 1, 4, 1, 5, 9, 2), (6, 5, 3)), ((5,), (8,)), ((9,), (7,)), ((9,), 
 UNEQUAL = {
     family: (3, 1) if "num_key_value_heads" in entries else (5, 3) for family, entries in FAMILIES.items()
 }
-"""5:3 of eight KV heads, 3:1 of four."""
+"""Proportions of the families: 5:3 of eight KV heads, 3:1 of four."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """Cases for a group of ranks."""
+    """Case for a group of ranks."""
 
     family: str = ""
     proportions: tuple[float, ...] = ()
@@ -40,11 +40,11 @@ class Case:
     entries: tuple[tuple[str, Any], ...] = ()
     kv_bits: int | None = None
     mode: str = "affine"
-    """Bits of quantization."""
+    """Mode of quantization."""
 
     @property
     def model(self) -> str:
-        """The name of its model's folder."""
+        """Name of its model's folder."""
         return "-".join(map(str, (self.family, self.bits, self.mode, *(value for _, value in self.entries))))
 
     @property
@@ -66,12 +66,12 @@ MORE_CASES = [
     Case("qwen3_moe", (3, 1), 4, cuts=(1,), kv_bits=8),
 ]
 _ROOMY = (("hidden_size", 1024), ("intermediate_size", 2048), ("head_dim", 64), ("vocab_size", 4096))
-HELD = [
+LOADED = [
     Case("qwen3", (5, 3), 4, kind="load", entries=_ROOMY),
     Case("phi3", (5, 3), 8, kind="load", entries=_ROOMY),
     Case("qwen3_moe", (3, 1), 8, kind="load", entries=(*_ROOMY, ("moe_intermediate_size", 512))),
 ]
-"""Quantized models of which a part takes much more than what MLX rounds up."""
+"""Quantized models, whose parts are so large that MLX's rounding of memory does not matter."""
 SHARDED = [Case(case.family, case.proportions, kind="shard") for case in EQUAL_CASES]
 FOUR_CASES = [
     Case("llama", (3, 2, 2, 1)),
@@ -82,8 +82,8 @@ GROUP = Case(kind="group")
 
 
 @dataclass
-class Ran:
-    """Results of groups of ranks."""
+class RankResults:
+    """Folder with the results of groups of ranks."""
 
     folder: Path
 
@@ -116,31 +116,31 @@ class Ran:
         return cast("dict[str, mx.array]", mx.load(str(path)))
 
     def bytes(self, case: Case, size: int) -> list[int]:
-        """Bytes of memory that each rank's part of the weights took."""
+        """Return the bytes of memory that each rank's part of the weights took."""
         ranks = self.folder / str(size)
         return [json.loads((ranks / f"{case.name}.{rank}.json").read_text())["bytes"] for rank in range(size)]
 
 
 @pytest.fixture(scope="module")
-def ran(shared: Path) -> Ran:
-    """Run two ranks and four, with all their cases."""
-    ran = Ran(shared / "tensor")
+def results(shared: Path) -> RankResults:
+    """Run all cases of two ranks and of four; return their results."""
+    results = RankResults(shared / "tensor")
 
     def run() -> None:
-        ran.run([*UNEQUAL_CASES, *EQUAL_CASES, *MORE_CASES, *HELD, *SHARDED, GROUP], 2)
-        ran.run([*FOUR_CASES, GROUP], 4)
+        results.run([*UNEQUAL_CASES, *EQUAL_CASES, *MORE_CASES, *LOADED, *SHARDED, GROUP], 2)
+        results.run([*FOUR_CASES, GROUP], 4)
 
-    once(ran.folder, run)
-    return ran
+    once(results.folder, run)
+    return results
 
 
 @pytest.fixture(scope="module")
-def whole(ran: Ran) -> Callable[[Case], list[list[mx.array]]]:
-    """By step and row, the logits of mlx-lm's own run of the whole model: (tokens, vocabulary)."""
+def whole(results: RankResults) -> Callable[[Case], list[list[mx.array]]]:
+    """Return a function that gives mlx-lm's logits of the whole model by step and row: (tokens, vocabulary)."""
 
     @cache
     def logits(model: str) -> list[list[mx.array]]:
-        whole = cast("Any", load_model(ran.folder / model)[0])
+        whole = cast("Any", load_model(results.folder / model)[0])
         found = [list[mx.array]() for _ in STEPS]
         for row in range(len(STEPS[0])):
             caches = make_prompt_cache(whole)
@@ -152,16 +152,18 @@ def whole(ran: Ran) -> Callable[[Case], list[list[mx.array]]]:
     return lambda case: logits(case.model)
 
 
-def off_by(found: mx.array, expected: mx.array) -> float:
-    """Return the largest difference, in parts of the largest logit."""
+def relative_difference(found: mx.array, expected: mx.array) -> float:
+    """Return the largest difference, relative to the largest logit."""
     return cast("float", (mx.abs(found - expected).max() / mx.abs(expected).max()).item())
 
 
-def compare(found: dict[str, mx.array], expected: list[list[mx.array]], tolerance: float = 1e-4) -> None:
+def assert_logits(
+    found: dict[str, mx.array], expected: list[list[mx.array]], tolerance: float = 1e-4
+) -> None:
     for number, rows in enumerate(expected):
         for row, logits in enumerate(rows):
             ours = found[f"logits{number}"][row, : logits.shape[0]]
-            assert off_by(ours, logits) <= tolerance
+            assert relative_difference(ours, logits) <= tolerance
 
 
 def case_id(case: Case) -> str:
@@ -170,44 +172,44 @@ def case_id(case: Case) -> str:
 
 @pytest.mark.parametrize("case", [*UNEQUAL_CASES, *EQUAL_CASES, *MORE_CASES[:-1]], ids=case_id)
 def test_two_ranks_give_the_logits_of_the_whole_model(
-    ran: Ran, whole: Callable[[Case], list[list[mx.array]]], case: Case
+    results: RankResults, whole: Callable[[Case], list[list[mx.array]]], case: Case
 ) -> None:
-    compare(ran.arrays(case, 2), whole(case))
+    assert_logits(results.arrays(case, 2), whole(case))
 
 
 @pytest.mark.parametrize("case", FOUR_CASES, ids=case_id)
 def test_four_ranks_give_the_logits_of_the_whole_model(
-    ran: Ran, whole: Callable[[Case], list[list[mx.array]]], case: Case
+    results: RankResults, whole: Callable[[Case], list[list[mx.array]]], case: Case
 ) -> None:
-    compare(ran.arrays(case, 4), whole(case))
+    assert_logits(results.arrays(case, 4), whole(case))
 
 
-def test_a_quantized_cache_holds_a_ranks_own_heads(
-    ran: Ran, whole: Callable[[Case], list[list[mx.array]]]
+def test_ranks_with_a_quantized_cache_give_the_logits_of_the_whole_model(
+    results: RankResults, whole: Callable[[Case], list[list[mx.array]]]
 ) -> None:
-    compare(ran.arrays(MORE_CASES[-1], 2), whole(MORE_CASES[-1]), tolerance=0.05)
+    assert_logits(results.arrays(MORE_CASES[-1], 2), whole(MORE_CASES[-1]), tolerance=0.05)
 
 
 @pytest.mark.parametrize("case", SHARDED, ids=case_id)
-def test_equal_shares_give_what_mlx_lms_own_split_gives(ran: Ran, case: Case) -> None:
-    theirs = ran.arrays(case, 2)
-    ours = ran.arrays(Case(case.family, case.proportions), 2)
+def test_equal_shares_give_the_logits_of_mlx_lms_own_split(results: RankResults, case: Case) -> None:
+    theirs = results.arrays(case, 2)
+    ours = results.arrays(Case(case.family, case.proportions), 2)
     for number, rows in enumerate(STEPS):
         for row, tokens in enumerate(rows):
             expected = theirs[f"logits{number}.{row}"]
-            assert off_by(ours[f"logits{number}"][row, : len(tokens)], expected) <= 1e-4
+            assert relative_difference(ours[f"logits{number}"][row, : len(tokens)], expected) <= 1e-4
 
 
 @pytest.mark.parametrize("case", [*UNEQUAL_CASES, *EQUAL_CASES, *MORE_CASES], ids=case_id)
-def test_the_best_token_that_two_ranks_agree_on_is_that_of_all_logits(ran: Ran, case: Case) -> None:
-    found = ran.arrays(case, 2)
+def test_best_token_of_two_ranks_is_the_best_of_all_logits(results: RankResults, case: Case) -> None:
+    found = results.arrays(case, 2)
     for number in range(len(STEPS)):
         assert mx.array_equal(found[f"best{number}"], mx.argmax(found[f"logits{number}"], axis=-1))
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_of_equal_logits_the_lowest_token_wins_on_whichever_rank_it_is(ran: Ran, size: int) -> None:
-    found = ran.arrays(GROUP, size)
+def test_lowest_of_equally_good_tokens_wins_on_any_rank(results: RankResults, size: int) -> None:
+    found = results.arrays(GROUP, size)
     expected = mx.argmax(found["logits"], axis=-1)
     assert mx.array_equal(found["best"], expected)
     assert mx.array_equal(found["best of half"], expected)
@@ -216,23 +218,23 @@ def test_of_equal_logits_the_lowest_token_wins_on_whichever_rank_it_is(ran: Ran,
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_arrays_of_unequal_widths_come_together_in_rank_order(ran: Ran, size: int) -> None:
+def test_arrays_of_unequal_widths_are_gathered_in_rank_order(results: RankResults, size: int) -> None:
     row = [rank for rank in range(size) for _ in range(rank + 1)]
-    assert ran.arrays(GROUP, size)["gathered"].tolist() == [row, row]
+    assert results.arrays(GROUP, size)["gathered"].tolist() == [row, row]
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_every_rank_gets_the_array_of_the_first(ran: Ran, size: int) -> None:
-    found = {name: array for name, array in ran.arrays(GROUP, size).items() if name.startswith("first ")}
+def test_every_rank_gets_the_array_of_the_first(results: RankResults, size: int) -> None:
+    found = {name: array for name, array in results.arrays(GROUP, size).items() if name.startswith("first ")}
     assert len(found) == 5
     assert all(array.tolist() == [1] for array in found.values())
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_rows_of_every_kind_draw_from_parts_of_the_logits_what_they_draw_from_all(
-    ran: Ran, size: int
+def test_drawing_from_parts_of_the_logits_gives_the_tokens_of_all_logits(
+    results: RankResults, size: int
 ) -> None:
-    found = ran.arrays(GROUP, size)
+    found = results.arrays(GROUP, size)
     alone = cast("list[int]", found["drawn alone"].tolist())
     assert found["drawn"].tolist() == alone
     assert (alone[2], alone[5]) == (299, 3)
@@ -240,8 +242,8 @@ def test_rows_of_every_kind_draw_from_parts_of_the_logits_what_they_draw_from_al
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_what_nobody_wanted_of_a_step_is_not_computed_by_the_next(ran: Ran, size: int) -> None:
-    assert cast("int", ran.arrays(GROUP, size)["bytes of the next step"].item()) < 1 << 20
+def test_unused_results_of_a_step_are_not_computed_by_the_next(results: RankResults, size: int) -> None:
+    assert cast("int", results.arrays(GROUP, size)["bytes of the next step"].item()) < 1 << 20
 
 
 def expected_bytes(folder: ModelFolder, share: TensorShare, *, tied: bool) -> float:
@@ -264,10 +266,10 @@ def expected_bytes(folder: ModelFolder, share: TensorShare, *, tied: bool) -> fl
 PLAIN = [case for case in (*UNEQUAL_CASES, *EQUAL_CASES) if case.bits is None]
 
 
-@pytest.mark.parametrize("case", [*PLAIN, *HELD], ids=case_id)
-def test_a_rank_holds_its_share_and_what_is_whole(ran: Ran, case: Case) -> None:
-    folder = read_model_folder(ran.model(case))
+@pytest.mark.parametrize("case", [*PLAIN, *LOADED], ids=case_id)
+def test_rank_holds_its_share_and_undivided_tensors(results: RankResults, case: Case) -> None:
+    folder = read_model_folder(results.model(case))
     shares = share_out(read_tensor_sizes(folder), case.proportions)
     tied = bool(folder.config["tie_word_embeddings"])
-    for held, share in zip(ran.bytes(case, 2), shares, strict=True):
-        assert held == pytest.approx(expected_bytes(folder, share, tied=tied), rel=0.05)
+    for measured, share in zip(results.bytes(case, 2), shares, strict=True):
+        assert measured == pytest.approx(expected_bytes(folder, share, tied=tied), rel=0.05)
