@@ -11,6 +11,9 @@ class _Lazy:
         self._name = name
 
     def __getattr__(self, attribute: str) -> Any:
+        # pytest and its plugins ask every object in a test file for these.
+        if attribute.startswith("_") or attribute == "is_hypothesis_test":
+            raise AttributeError(attribute)
         return getattr(import_module(self._name), attribute)
 
 
