@@ -19,3 +19,13 @@ def test_command_modules_do_not_import_grpc(module: str) -> None:
     program = f"import sys, {module}; sys.exit('grpc' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], env=clean_environment(), check=False)
     assert done.returncode == 0
+
+
+def test_head_starts_without_clients_of_the_hub_and_without_mlx() -> None:
+    """Keep out what takes long to import and serves no request. A model of the hub brings its client."""
+    slow = ("huggingface_hub", "transformers", "mlx")
+    program = f"import sys, mlx_ring.head.head; print([name for name in {slow} if name in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=clean_environment(), check=True, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == "[]"

@@ -15,7 +15,7 @@ from tests.core.fake_hub import COMMIT, find_elsewhere, running_hub
 from mlx_ring.cli.startup import largest_fitting
 from mlx_ring.core.environment import inherited_environment
 from mlx_ring.core.errors import ModelNotFound, PlanError
-from mlx_ring.models.hub import check_memory
+from mlx_ring.models.model_folder import check_memory
 from mlx_ring.models.model_source import builtin_names, find_model, list_local_models
 
 PRIVATE = "someone/private"
@@ -107,8 +107,8 @@ def test_only_who_serves_alone_must_have_the_memory_for_what_is_fetched(
     hub: tuple[str, list[str]], tmp_path: Path
 ) -> None:
     code = (
-        "import sys; from mlx_ring.models import hub; from mlx_ring.host.process import UsableMemory; "
-        "hub.usable_memory = lambda: UsableMemory(1, 1, 'it'); from mlx_ring.models.model_source import find_model; "
+        "import sys; from mlx_ring.models import model_folder; from mlx_ring.host.process import UsableMemory; "
+        "model_folder.usable_memory = lambda: UsableMemory(1, 1, 'it'); from mlx_ring.models.model_source import find_model; "
         "find_model(sys.argv[1], must_fit=sys.argv[2] == 'alone')"
     )
 

@@ -33,30 +33,21 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import filter_repo_objects
 
 from mlx_ring.core.errors import ModelCorrupt, ModelNotFound, PlanError
-from mlx_ring.host.process import usable_memory
 from mlx_ring.models.model_folder import (
     SMALL_FILES,
     ModelFolder,
+    check_memory,
+    gigabytes,
     has_tokenizer,
     read_model_config,
     read_model_folder,
 )
 
+_WANTED = ("model*.safetensors", *SMALL_FILES)
+_UNWANTED = ("*.py", "*/*")
+_ANSWER_WAIT_S = 8.0
+"""Time for the hub's list of files: with the program's start, less than ten seconds in all."""
 _DISK_RESERVE_BYTES = 1 << 30
-
-
-def check_memory(name: str, needed_bytes: int) -> None:
-    """Refuse a model that this machine could only serve by swapping.
-
-    Raises:
-        PlanError: Weights larger than the memory.
-    """
-    total = usable_memory().total_bytes
-    if needed_bytes > total:
-        raise PlanError(
-            f"{name} needs {_gigabytes(needed_bytes)} of memory for its weights, but this machine has "
-            f"{_gigabytes(total)}: choose a smaller or more strongly quantized model."
-        )
 
 
 def check_disk(name: str, needed_bytes: int, folder: Path) -> None:
@@ -70,19 +61,10 @@ def check_disk(name: str, needed_bytes: int, folder: Path) -> None:
     free = shutil.disk_usage(folder).free
     if needed_bytes + _DISK_RESERVE_BYTES > free:
         raise PlanError(
-            f"{name} needs {_gigabytes(needed_bytes)} on disk, but {folder} has {_gigabytes(free)} free: "
+            f"{name} needs {gigabytes(needed_bytes)} on disk, but {folder} has {gigabytes(free)} free: "
             "free some space, or set HF_HOME to a folder on another disk."
         )
 
-
-def _gigabytes(count: int) -> str:
-    return f"{count / 1e9:.1f} GB"
-
-
-_WANTED = ("model*.safetensors", *SMALL_FILES)
-_UNWANTED = ("*.py", "*/*")
-_ANSWER_WAIT_S = 8.0
-"""Time for the hub's list of files: with the program's start, less than ten seconds in all."""
 
 Found = TypeVar("Found")
 

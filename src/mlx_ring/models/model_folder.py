@@ -16,7 +16,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
-from mlx_ring.core.errors import ModelCorrupt, ModelNotFound, ModelUnsafe
+from mlx_ring.core.errors import ModelCorrupt, ModelNotFound, ModelUnsafe, PlanError
+from mlx_ring.host.process import usable_memory
 
 _HEADER_LENGTH = struct.Struct("<Q")
 _LONGEST_HEADER = 100 << 20
@@ -193,6 +194,25 @@ def read_model_config(file: Path) -> ModelFolder:
 def has_tokenizer(folder: ModelFolder) -> bool:
     """Report whether there is a tokenizer at all: without files, transformers makes an empty one."""
     return any((folder.path / file).is_file() for file in _TOKENIZERS)
+
+
+def check_memory(name: str, needed_bytes: int) -> None:
+    """Refuse a model that this machine could only serve by swapping.
+
+    Raises:
+        PlanError: Weights larger than the memory.
+    """
+    total = usable_memory().total_bytes
+    if needed_bytes > total:
+        raise PlanError(
+            f"{name} needs {gigabytes(needed_bytes)} of memory for its weights, but this machine has "
+            f"{gigabytes(total)}: choose a smaller or more strongly quantized model."
+        )
+
+
+def gigabytes(count: int) -> str:
+    """Write a number of bytes as people do."""
+    return f"{count / 1e9:.1f} GB"
 
 
 def _read_json(path: Path) -> dict[str, Any]:
