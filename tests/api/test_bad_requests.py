@@ -17,8 +17,8 @@ from mlx_ring.api.settings import ApiSettings
 USER = {"role": "user", "content": "Hello."}
 
 
-def messages(*given: object) -> dict[str, object]:
-    return {"messages": list(given)}
+def messages(*items: object) -> dict[str, object]:
+    return {"messages": list(items)}
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_invalid_message_is_named(api: Api, body: dict[str, object], named: str)
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("content", "expected"),
     [
         (b"", "JSON"),
         (b"{", "JSON"),
@@ -162,9 +162,9 @@ def test_invalid_message_is_named(api: Api, body: dict[str, object], named: str)
         (b'{"\\ud800": 1}', "surrogate"),
     ],
 )
-def test_malformed_body_is_refused(api: Api, content: bytes, says: str) -> None:
+def test_malformed_body_is_refused(api: Api, content: bytes, expected: str) -> None:
     _, message = refusal(api.request("POST", "/v1/chat/completions", content=content))
-    assert says in message
+    assert expected in message
 
 
 @pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", "nonsense"])

@@ -49,15 +49,15 @@ def wrapper(**attributes: Any) -> Any:
 
 
 def test_template_default_decides_on_reasoning() -> None:
-    given: dict[str, Any] = {}
+    options_received: dict[str, Any] = {}
 
     def apply(_messages: Any, **options: Any) -> list[int]:
-        given.update(options)
+        options_received.update(options)
         return [1]
 
     inner = SimpleNamespace(chat_template="{{ messages }}", apply_chat_template=apply)
     assert _renderer(wrapper(_tokenizer=inner, _chat_template=None))([], tokenize=True) == [1]
-    assert given == {"tokenize": True, "return_dict": False}
+    assert options_received == {"tokenize": True, "return_dict": False}
 
 
 @pytest.mark.parametrize(
@@ -102,8 +102,8 @@ def test_chat_tokens_equal_those_of_its_template(demo: TwinService) -> None:
         whole = inner._tokenizer.apply_chat_template(
             messages, tokenize=True, add_generation_prompt=True, return_dict=False
         )
-        made = asyncio.run(PromptEncoder().encode_chat(demo, Conversation(messages)))
-        assert made == tuple(whole)
+        tokens = asyncio.run(PromptEncoder().encode_chat(demo, Conversation(messages)))
+        assert tokens == tuple(whole)
 
 
 class BlockingTokenizer(ByteTokenizer):
@@ -142,13 +142,13 @@ def test_short_texts_do_not_wait_for_long_ones() -> None:
 def test_text_over_the_context_is_refused_before_encoding(
     demo: TwinService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def never(*_: object, **__: object) -> list[int]:
+    def fail(*_: object, **__: object) -> list[int]:
         raise AssertionError
 
     text = LONG * 10
     encoder, conversation = PromptEncoder(), Conversation([{"role": "user", "content": text}])
     inner: Any = demo.tokenizer
-    monkeypatch.setattr(inner._tokenizer, "encode", never)
+    monkeypatch.setattr(inner._tokenizer, "encode", fail)
     refused: list[ContextExceeded] = []
     for work in (
         encoder.encode(demo, text),

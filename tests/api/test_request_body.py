@@ -133,7 +133,7 @@ def test_byte_order_mark_is_ignored(api: Api) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "says"),
+    ("fields", "expected"),
     [
         ({"stop": list("abcde")}, "'stop' should have at most 4 items, not 5."),
         ({"response_format": {}}, "'response_format.type' is missing."),
@@ -146,11 +146,11 @@ def test_byte_order_mark_is_ignored(api: Api) -> None:
         ),
     ],
 )
-def test_error_messages_use_json_terms(api: Api, fields: dict[str, Any], says: str) -> None:
+def test_error_messages_use_json_terms(api: Api, fields: dict[str, Any], expected: str) -> None:
     _, message = refusal(
         api.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello."}], **fields})
     )
-    assert message == says
+    assert message == expected
 
 
 def test_error_messages_write_values_as_json(api: Api) -> None:

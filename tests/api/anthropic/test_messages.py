@@ -239,13 +239,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("fields", "says"), REFUSED)
+@pytest.mark.parametrize(("fields", "expected"), REFUSED)
 def test_unsupported_field_is_named_in_an_anthropic_error(
-    api: Api, fields: dict[str, object], says: str
+    api: Api, fields: dict[str, object], expected: str
 ) -> None:
     response = api.post("/v1/messages", {"max_tokens": 8, "messages": [USER]} | fields)
     assert response.status_code == 400
     error = response.json()["error"]
     assert error["type"] == "invalid_request_error"
-    assert says in error["message"]
+    assert expected in error["message"]
     assert error["message"].endswith(".")

@@ -82,13 +82,13 @@ def tokenizer(added: tuple[str, ...]) -> tuple[LLTokenizer, Mapping[str, int]]:
     """Return a tokenizer and its marks' ids. Every second mark is special, because real tokenizers have both kinds."""
     vocabulary = {"<|eos|>": END}
     vocabulary |= {letter: 1 + at for at, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    made = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    made.add_tokens([AddedToken("<|eos|>", special=True)])
-    made.add_tokens([AddedToken(text, special=bool(at % 2)) for at, text in enumerate(added)])
-    ids = {text: made.token_to_id(text) or 0 for text in added}
-    return LLTokenizer(made.to_str(), eos_token=END), ids
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_tokens([AddedToken("<|eos|>", special=True)])
+    backend.add_tokens([AddedToken(text, special=bool(at % 2)) for at, text in enumerate(added)])
+    ids = {text: backend.token_to_id(text) or 0 for text in added}
+    return LLTokenizer(backend.to_str(), eos_token=END), ids
 
 
 _JSON = (
@@ -107,12 +107,12 @@ _KIMI_K2 = "<|tool_call_begin|>functions.{}:0<|tool_call_argument_begin|>{}<|too
 def _tagged(heading: str, argument: str, end: str) -> tuple[str, str, str]:
     """Return a format's three calls, from patterns with `{}` for a tool, an argument and its value."""
     full = {"city": "Rome", "unit": "C", "days": "3", "hours": "[8, 20]"}
-    least = {"city": "Rome", "days": "3"}
+    minimal = {"city": "Rome", "days": "3"}
 
     def write(tool: str, arguments: Mapping[str, str]) -> str:
         return heading.format(tool) + "".join(argument.format(*each) for each in arguments.items()) + end
 
-    return write("get_weather", full), write("get_weather", least), write("clock", {})
+    return write("get_weather", full), write("get_weather", minimal), write("clock", {})
 
 
 def _gemma(quote: str) -> tuple[str, str, str]:
@@ -130,10 +130,12 @@ FORMATS = (
     CallExample("json_tools", *_JSON),
     CallExample("json_tools", *_JSON, added=("<think>", "</think>")),
     CallExample("longcat", *_JSON),
-    CallExample("mistral", *(f"{name}[ARGS]{given}" for name, given in _NAMED), separator="[TOOL_CALLS]"),
+    CallExample(
+        "mistral", *(f"{name}[ARGS]{arguments}" for name, arguments in _NAMED), separator="[TOOL_CALLS]"
+    ),
     CallExample(
         "mistral",
-        *(f'[{{"name": "{name}", "arguments": {given}}}]' for name, given in _NAMED),
+        *(f'[{{"name": "{name}", "arguments": {arguments}}}]' for name, arguments in _NAMED),
         separator=", ",
         added=("[TOOL_CALLS]",),
     ),

@@ -313,14 +313,14 @@ def test_random_gemma_calls_have_arguments_that_match_the_schema(
     grammar = grammar_of(example, tools_conversation(tool, parallel=False))
     for seed in range(8):
         text = random_answer(grammar, example, random.Random(seed))
-        given = rules(example.format(), tools=[tool])
-        answer = ChatAnswer(parts=read([text], given))
+        reading_rules = rules(example.format(), tools=[tool])
+        answer = ChatAnswer(parts=read([text], reading_rules))
         assert [call.name for call in answer.calls] == ["f-1"], text
         jsonschema.validate(json.loads(answer.calls[0].arguments), RICH)
 
 
 @pytest.mark.parametrize(
-    ("schema", "says"),
+    ("schema", "expected"),
     [
         ({"type": "string", "format": "date"}, "'format'"),
         ({"type": "array", "uniqueItems": True}, "'uniqueItems'"),
@@ -332,9 +332,9 @@ def test_random_gemma_calls_have_arguments_that_match_the_schema(
     ],
     ids=str,
 )
-def test_unenforceable_gemma_schema_of_a_strict_tool_is_refused(schema: Any, says: str) -> None:
+def test_unenforceable_gemma_schema_of_a_strict_tool_is_refused(schema: Any, expected: str) -> None:
     tool = Tool("f", parameters={"type": "object", "properties": {"a": schema}}, strict=True)
-    with pytest.raises(RequestError, match=says):
+    with pytest.raises(RequestError, match=expected):
         grammar_of(example_of("gemma4"), tools_conversation(tool))
 
 
@@ -356,7 +356,7 @@ def refused(conversation: Conversation, format_: ChatFormat) -> RequestError:
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("schema", "says"),
+    ("schema", "expected"),
     [
         ({"not": {"type": "string"}}, '"not"'),
         ({"type": "array", "uniqueItems": True}, '"uniqueItems"'),
@@ -369,15 +369,15 @@ def refused(conversation: Conversation, format_: ChatFormat) -> RequestError:
     ],
     ids=lambda value: str(value)[:60],
 )
-def test_unenforceable_schema_is_refused_and_its_problem_is_named(schema: Any, says: str) -> None:
+def test_unenforceable_schema_is_refused_and_its_problem_is_named(schema: Any, expected: str) -> None:
     error = refused(schema_conversation(schema, param="text.format.schema"), ChatFormat())
-    assert says in str(error)
+    assert expected in str(error)
     assert error.param == "text.format.schema"
     tool = Tool(
         "f", parameters={"type": "object", "properties": {"a": schema}, "required": ["a"]}, strict=True
     )
     error = refused(tools_conversation(CLOCK, tool), JSON_TOOLS.format())
-    assert says in str(error)
+    assert expected in str(error)
     assert (error.param, "'f'" in str(error)) == ("tools[1].function.parameters", True)
     assert not re.search(r"llguidance|coerce_one_of|start:", str(error))
 

@@ -63,9 +63,9 @@ def test_parts_do_not_depend_on_how_the_text_is_split(places: list[int], *, earl
 
 
 def test_header_tokens_are_shown() -> None:
-    given = gpt_oss()
-    assert given.shown_tokens(calls=False) == {257, 258, 259}
-    assert given.shown_tokens(calls=True) == {257, 258, 259, 260, 261}
+    format_ = gpt_oss()
+    assert format_.shown_tokens(calls=False) == {257, 258, 259}
+    assert format_.shown_tokens(calls=True) == {257, 258, 259, 260, 261}
 
 
 def test_unterminated_name_is_matched_in_linear_time() -> None:
@@ -76,10 +76,10 @@ def test_unterminated_name_is_matched_in_linear_time() -> None:
 
 
 def test_arguments_must_be_an_object_or_empty() -> None:
-    given = gpt_oss()
-    assert given.calls is not None
-    assert given.calls.parse("get_time<|message|>", []) == {"name": "get_time", "arguments": {}}
+    format_ = gpt_oss()
+    assert format_.calls is not None
+    assert format_.calls.parse("get_time<|message|>", []) == {"name": "get_time", "arguments": {}}
     with pytest.raises(json.JSONDecodeError):
-        given.calls.parse("get_time<|message|>now", [])
+        format_.calls.parse("get_time<|message|>now", [])
     with pytest.raises(ValueError, match="no function"):
-        given.calls.parse("get_time", [])
+        format_.calls.parse("get_time", [])

@@ -24,26 +24,26 @@ def demo() -> Any:
 
 
 def test_demo_model_has_qwens_format(demo: Any) -> None:
-    given = read_format(demo)
-    assert given.thinking == Marks("<think>", "</think>")
-    assert given.calls is not None
-    assert (given.calls.start, given.calls.end, given.calls.parser) == (
+    format_ = read_format(demo)
+    assert format_.thinking == Marks("<think>", "</think>")
+    assert format_.calls is not None
+    assert (format_.calls.start, format_.calls.end, format_.calls.parser) == (
         "<tool_call>",
         "</tool_call>",
         "json_tools",
     )
-    assert given.knows("tools")
-    assert given.knows("enable_thinking")
-    assert not given.knows("reasoning_effort")
+    assert format_.knows("tools")
+    assert format_.knows("enable_thinking")
+    assert not format_.knows("reasoning_effort")
 
 
 def test_call_tokens_are_shown_only_where_calls_are_allowed(
     demo: Any,
 ) -> None:
-    given = read_format(demo)
-    names = {demo.convert_ids_to_tokens(token) for token in given.shown_tokens(calls=True)}
+    format_ = read_format(demo)
+    names = {demo.convert_ids_to_tokens(token) for token in format_.shown_tokens(calls=True)}
     assert names == {"<think>", "</think>", "<tool_call>", "</tool_call>"}
-    names = {demo.convert_ids_to_tokens(token) for token in given.shown_tokens(calls=False)}
+    names = {demo.convert_ids_to_tokens(token) for token in format_.shown_tokens(calls=False)}
     assert names == {"<think>", "</think>"}
 
 
@@ -104,6 +104,6 @@ def test_mlx_lm_states_are_renamed() -> None:
     }
     tokenizer.tool_call_start, tokenizer.tool_call_end = "<calls>", "</calls>"
     tokenizer.tool_parser = MarkingTokenizer.tool_parser
-    given = read_format(tokenizer)
-    assert given.begins == "header"
-    assert given.turns == {"header": (("to=self", "reasoning"),), "start": (("<|eom|>", "header"),)}
+    format_ = read_format(tokenizer)
+    assert format_.begins == "header"
+    assert format_.turns == {"header": (("to=self", "reasoning"),), "start": (("<|eom|>", "header"),)}

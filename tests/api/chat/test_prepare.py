@@ -75,7 +75,7 @@ def test_template_gets_reasoning_under_each_of_its_names() -> None:
 
 
 def test_gpt_oss_gets_one_reasoning_text_beside_a_tool_call() -> None:
-    """Join both texts, because its template refuses content beside reasoning there."""
+    """Join both texts, because its template refuses content next to reasoning there."""
     tokenizer = ByteTokenizer()
     names = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|constrain|>", "<|call|>")
     tokenizer.special = dict(enumerate(names, start=256))

@@ -134,8 +134,8 @@ def test_stop_strings_apply_only_to_content() -> None:
 
 
 def test_line_breaks_after_reasoning_do_not_match_a_stop_string() -> None:
-    given = rules(stops=("\n\n",))
-    assert read(["<think>a\n\nb</think>\n\nOne.\n\nTwo."], given) == [
+    reading_rules = rules(stops=("\n\n",))
+    assert read(["<think>a\n\nb</think>\n\nOne.\n\nTwo."], reading_rules) == [
         ReasoningText("a\n\nb"),
         AnswerText("One."),
     ]
@@ -165,13 +165,13 @@ def test_unclosed_call_marks_are_parsed_a_limited_number_of_times() -> None:
 
 
 def test_marks_without_meaning_are_dropped() -> None:
-    given = ChatFormat(THINKING, dropped=("<|open|>response<|sep|>", "<|close|>response<|sep|>"))
+    format_ = ChatFormat(THINKING, dropped=("<|open|>response<|sep|>", "<|close|>response<|sep|>"))
     text = "<think>Hm.</think><|open|>response<|sep|>Hello.<|close|>response<|sep|>"
-    assert read(text, rules(given)) == [ReasoningText("Hm."), AnswerText("Hello.")]
+    assert read(text, rules(format_)) == [ReasoningText("Hm."), AnswerText("Hello.")]
 
 
 def test_message_headers_select_reasoning_or_content() -> None:
-    given = ChatFormat(
+    format_ = ChatFormat(
         calls=QWEN.calls,
         begins="header",
         turns={
@@ -181,7 +181,7 @@ def test_message_headers_select_reasoning_or_content() -> None:
         },
     )
     text = "to=self<|message|>Hm.<|eom|><|start|>assistant to=user<|message|>Hello.<|eom|><|start|>x " + CALL
-    assert read(text, rules(given)) == [ReasoningText("Hm."), AnswerText("Hello."), *CALL_PARTS]
+    assert read(text, rules(format_)) == [ReasoningText("Hm."), AnswerText("Hello."), *CALL_PARTS]
 
 
 @given(

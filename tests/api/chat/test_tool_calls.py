@@ -54,8 +54,8 @@ TWO = {
 
 
 def answer_of(pieces: list[str], parser: str, *, early: bool = False, parallel: bool = True) -> ChatAnswer:
-    given = rules(ChatFormat(calls=call_marks(parser)), early=early, parallel=parallel)
-    return ChatAnswer(parts=read(pieces, given))
+    reading_rules = rules(ChatFormat(calls=call_marks(parser)), early=early, parallel=parallel)
+    return ChatAnswer(parts=read(pieces, reading_rules))
 
 
 def test_every_mlx_lm_parser_has_an_example() -> None:

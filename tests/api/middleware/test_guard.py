@@ -95,12 +95,12 @@ def test_every_response_has_its_own_request_id(api: Api) -> None:
 
 @pytest.mark.parametrize("name", ["x-request-id", "x-client-request-id"])
 def test_request_id_of_the_client_is_kept_if_it_is_safe_to_log(api: Api, name: str) -> None:
-    given = "trace-7f3a.2:/+=@_"
-    assert api.get("/", **{name: given}).headers["x-request-id"] == given
+    own_id = "trace-7f3a.2:/+=@_"
+    assert api.get("/", **{name: own_id}).headers["x-request-id"] == own_id
     for other in ("two words", "x" * 129, "{}", "\x1b[2J"):
         assert api.get("/", **{name: other}).headers["x-request-id"].startswith("req_")
-    both = {"x-request-id": "{}", "x-client-request-id": given}
-    assert api.get("/", **both).headers["x-request-id"] == given
+    both = {"x-request-id": "{}", "x-client-request-id": own_id}
+    assert api.get("/", **both).headers["x-request-id"] == own_id
 
 
 def test_head_is_answered_like_get(api: Api) -> None:

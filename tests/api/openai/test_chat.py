@@ -71,7 +71,7 @@ def test_n_choices_are_complete_and_the_prompt_counts_once(api: Api) -> None:
     assert body["usage"]["prompt_tokens"] == PROMPT_TOKENS
     assert body["usage"]["completion_tokens"] == 3 * ANSWER_TOKENS
     opened = [operation.open for step in api.service.executor.sent for operation in step.operations]
-    seeds = [given.seed for given in opened if given.sequence]
+    seeds = [operation.seed for operation in opened if operation.sequence]
     assert len(set(seeds)) == 3
     assert seeds[0] == 7
 
@@ -137,7 +137,7 @@ def test_top_k_above_the_vocabulary_filters_nothing(api: Api) -> None:
     for top_k in (VOCAB_SIZE, 10**30, -1, 0):
         assert api.chat(top_k=top_k).status_code == 200
     opened = [operation.open for step in api.service.executor.sent for operation in step.operations]
-    assert {given.sampling.top_k for given in opened if given.sequence} == {0}
+    assert {operation.sampling.top_k for operation in opened if operation.sequence} == {0}
 
 
 def test_sampling_fields_reach_the_workers(api: Api) -> None:

@@ -24,8 +24,8 @@ def service_with(kind: PoolingKind, *, normalize: bool = False, **changes: bool)
     return service
 
 
-def embed(api: Api, given: object, **fields: object) -> list[list[float]]:
-    response = api.post("/v1/embeddings", {"input": given} | fields)
+def embed(api: Api, texts: object, **fields: object) -> list[list[float]]:
+    response = api.post("/v1/embeddings", {"input": texts} | fields)
     assert response.status_code == 200, response.text
     data = response.json()["data"]
     assert [(each["object"], each["index"]) for each in data] == [
@@ -47,7 +47,7 @@ def test_each_pooling_kind_spans_prefill_chunks(kind: PoolingKind, vector: list[
 
 
 @pytest.mark.parametrize(
-    ("given", "vectors"),
+    ("texts", "vectors"),
     [
         ("AB", [[66, 2, 1]]),
         (["AB", "C"], [[66, 2, 1], [67, 1, 1]]),
@@ -56,8 +56,8 @@ def test_each_pooling_kind_spans_prefill_chunks(kind: PoolingKind, vector: list[
         ("", [[BOS, 0, 1]]),
     ],
 )
-def test_each_form_of_input_is_embedded_in_order(given: object, vectors: list[list[float]]) -> None:
-    assert embed(Api(service_with("last")), given) == vectors
+def test_each_form_of_input_is_embedded_in_order(texts: object, vectors: list[list[float]]) -> None:
+    assert embed(Api(service_with("last")), texts) == vectors
 
 
 def test_more_texts_than_max_num_seqs_are_embedded() -> None:

@@ -64,11 +64,11 @@ def validated(events: Events) -> Events:
 
 
 def test_stream_sends_output_items_in_order() -> None:
-    made = writer(include=["reasoning.encrypted_content"])
-    events: Events = list(made.opening())
+    response_writer = writer(include=["reasoning.encrypted_content"])
+    events: Events = list(response_writer.opening())
     for part in PARTS:
-        events += made.part(part)
-    events += made.closing("completed", usage_of(10, 4, 9, 3))
+        events += response_writer.part(part)
+    events += response_writer.closing("completed", usage_of(10, 4, 9, 3))
     assert kinds(validated(events)) == [
         "created",
         "in_progress",
@@ -98,18 +98,18 @@ def test_stream_sends_output_items_in_order() -> None:
 
 
 def test_response_at_the_token_limit_and_its_last_item_are_incomplete() -> None:
-    made = writer()
-    list(made.part(AnswerText("Hel")))
-    whole: dict[str, Any] = made.whole("incomplete", usage_of(1, 0, 1, 0))
+    response_writer = writer()
+    list(response_writer.part(AnswerText("Hel")))
+    whole: dict[str, Any] = response_writer.whole("incomplete", usage_of(1, 0, 1, 0))
     assert whole["status"] == "incomplete"
     assert whole["incomplete_details"] == {"reason": "max_output_tokens"}
     assert [item["status"] for item in whole["output"]] == ["incomplete"]
 
 
 def test_failure_sends_failed_and_error_events() -> None:
-    made = writer()
-    events: Events = [*made.opening(), *made.part(AnswerText("Hel"))]
-    events += made.failing(ErrorInfo(503, "Worker 1 died.", "server_error", "worker_lost"))
+    response_writer = writer()
+    events: Events = [*response_writer.opening(), *response_writer.part(AnswerText("Hel"))]
+    events += response_writer.failing(ErrorInfo(503, "Worker 1 died.", "server_error", "worker_lost"))
     assert kinds(validated(events))[-4:] == ["content_part.done", "output_item.done", "failed", "error"]
     failed = responses.Response.model_validate(events[-2]["response"])
     assert failed.status == "failed"
@@ -124,10 +124,10 @@ def template_messages(items: object, **fields: object) -> list[Any]:
 
 
 def test_items_of_a_turn_become_one_template_message() -> None:
-    answer = writer()
+    response_writer = writer()
     for part in PARTS:
-        list(answer.part(part))
-    whole: dict[str, Any] = answer.whole("completed", usage_of(1, 0, 1, 0))
+        list(response_writer.part(part))
+    whole: dict[str, Any] = response_writer.whole("completed", usage_of(1, 0, 1, 0))
     own: Events = whole["output"]
     call = {"type": "function_call", "call_id": "c3", "name": "add", "arguments": "no json"}
     assert template_messages([{"role": "user", "content": "1+?"}, *own, call, {"type": "function_call_output", "call_id": "call_1", "output": [{"type": "input_text", "text": "2"}]}]) == [
@@ -209,7 +209,7 @@ def test_effort_and_enable_thinking_together_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "param", "says"),
+    ("fields", "param", "expected"),
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id", "the whole conversation"),
         ({"conversation": "conv_1"}, "conversation", "the whole conversation"),
@@ -232,8 +232,8 @@ def test_effort_and_enable_thinking_together_are_refused() -> None:
     ],
 )  # fmt: skip
 def test_unsupported_field_is_refused_by_name(
-    api: Api, fields: dict[str, object], param: str, says: str
+    api: Api, fields: dict[str, object], param: str, expected: str
 ) -> None:
     named, message = refusal(api.post("/v1/responses", {"input": "Hello."} | fields))
     assert named == param
-    assert says in message
+    assert expected in message
