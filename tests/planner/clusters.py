@@ -1,4 +1,4 @@
-"""Models and machines made up for plans."""
+"""Synthetic models and machines for plans."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def model_of(
 def shared_model(
     layers: int = 12, *, layer_bytes: int = 200_000_000, kv_heads: int = 8, hidden: int = 4096
 ) -> ModelProfile:
-    """One whose layers can be split: a fifth of each is attention."""
+    """Return a model whose layers can be split: a fifth of each is attention."""
     layer = LayerProfile(
         layer_bytes,
         layer_bytes,
@@ -52,7 +52,7 @@ def shared_model(
 
 
 def trusting(*nodes: NodeProfile, link: LinkProfile) -> ClusterProfile:
-    """A cluster whose machines each have an interface that is trusted."""
+    """Return a cluster whose machines each have a trusted interface."""
     return cluster_of(*(replace(node, trusted=True) for node in nodes), link=link)
 
 

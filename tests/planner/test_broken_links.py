@@ -1,4 +1,4 @@
-"""Plans for machines that do not all reach each other."""
+"""Plans for machines that cannot all reach each other."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mlx_ring.rpc.link_profile import UNREACHABLE, LinkProfile
 
 SMALL = Demand(context_tokens=1024, sequences=1)
 AUTO = PlanRequest(SMALL)
-QUICK = LinkProfile(0.1e-3, 1.2e9)
+FAST = LinkProfile(0.1e-3, 1.2e9)
 
 
 def broken(cluster: ClusterProfile, *pairs: tuple[str, str]) -> ClusterProfile:
@@ -31,8 +31,8 @@ def neighbours(plan: Plan) -> set[frozenset[str]]:
     return {frozenset(pair) for pair in zip(names, [*names[1:], names[0]], strict=True)}
 
 
-def test_a_machine_that_another_does_not_reach_is_left_out_with_the_reason() -> None:
-    cluster = broken(cluster_of(node_of("a", 2), node_of("b", 2), node_of("c", 2), link=QUICK), ("a", "b"))
+def test_a_machine_that_another_cannot_reach_is_left_out_with_the_reason() -> None:
+    cluster = broken(cluster_of(node_of("a", 2), node_of("b", 2), node_of("c", 2), link=FAST), ("a", "b"))
     plan = place(model_of(28), cluster, AUTO)
     assert len(plan.stages) == 2
     assert frozenset("ab") not in neighbours(plan)
@@ -40,7 +40,7 @@ def test_a_machine_that_another_does_not_reach_is_left_out_with_the_reason() -> 
     assert left.why == f"it and {'b' if left.node == 'a' else 'a'} do not reach each other"
 
 
-def test_where_only_machines_that_do_not_reach_each_other_have_room_the_error_names_them() -> None:
+def test_the_error_names_machines_that_only_a_missing_link_excludes() -> None:
     cluster = broken(cluster_of(node_of("a", 2), node_of("b", 2)), ("b", "a"))
     with pytest.raises(PlanError, match=r"these do not reach each other: a and b\. Mend the network"):
         place(model_of(28), cluster, AUTO)
@@ -52,16 +52,16 @@ def test_a_fixed_order_over_a_broken_link_is_refused_by_name() -> None:
         place(model_of(28), cluster, PlanRequest(SMALL, strategy="uniform"))
 
 
-def test_a_slow_link_is_gone_around() -> None:
-    cluster = cluster_of(*(node_of(name, 1.6) for name in "abc"), link=QUICK)
+def test_a_slow_link_is_avoided() -> None:
+    cluster = cluster_of(*(node_of(name, 1.6) for name in "abc"), link=FAST)
     slow = replace(cluster, links={frozenset("ab"): LinkProfile(30e-3, 1e6)})
     assert len(place(model_of(28), slow, AUTO).stages) == 2
     assert frozenset("ab") not in neighbours(place(model_of(28), slow, AUTO))
 
 
-def test_replicas_are_put_on_machines_that_reach_each_other() -> None:
+def test_replicas_are_placed_on_machines_that_reach_each_other() -> None:
     request = PlanRequest(Demand(context_tokens=1024, sequences=4), objective="throughput")
-    cluster = broken(cluster_of(*(node_of(name, 2) for name in "abcd"), link=QUICK), ("a", "b"))
+    cluster = broken(cluster_of(*(node_of(name, 2) for name in "abcd"), link=FAST), ("a", "b"))
     plans = place_replicas(model_of(28), cluster, request, 2)
     assert [len(plan.stages) for plan in plans] == [2, 2]
     assert not any(frozenset("ab") in neighbours(plan) for plan in plans)

@@ -1,4 +1,4 @@
-"""Clusters as people write them down."""
+"""Cluster files: machines, links, and errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ usual_link: {round_trip_ms: 0.6, gbit_s: 1}
 """
 
 
-def test_machines_are_known_ones_or_described() -> None:
+def test_machines_are_known_by_name_or_described_by_fields() -> None:
     cluster = read_cluster(CLUSTER, "cluster.yaml")
     studio, mini, box = cluster.nodes
     assert (studio.name, studio.bandwidth) == ("studio", 400e9)
@@ -29,7 +29,7 @@ def test_machines_are_known_ones_or_described() -> None:
     assert cluster.link("box", "box").bandwidth > 1e9
 
 
-def test_a_machine_states_what_may_be_used_or_what_is_left() -> None:
+def test_a_machine_sets_its_memory_share_or_its_reserve() -> None:
     text = """
     machines:
       - {name: a, machine: m4-mac-mini-16, gpu_memory_utilization: 0.5}
@@ -41,7 +41,7 @@ def test_a_machine_states_what_may_be_used_or_what_is_left() -> None:
     assert [round(node.usable_bytes / node.memory_bytes, 3) for node in nodes] == [0.5, 0.8, 0.7, 0.9]
 
 
-def test_every_known_machine_can_be_named_with_every_size() -> None:
+def test_every_known_machine_has_a_profile_for_every_memory_size() -> None:
     for machine in known_machines().values():
         for gigabytes in machine.gb:
             assert (
@@ -51,7 +51,7 @@ def test_every_known_machine_can_be_named_with_every_size() -> None:
             )
 
 
-def test_links_and_interfaces_are_trusted_where_the_file_says_so() -> None:
+def test_a_file_sets_trusted_links_and_interfaces() -> None:
     machine = "{name: %s, memory_gb: 8, bandwidth_gb_s: 100, tflops: 4%s}"
     interface, numbers = ", trusted_interface: en5", "round_trip_ms: 1, gbit_s: 1"
     cluster = read_cluster(
@@ -98,7 +98,7 @@ def test_links_and_interfaces_are_trusted_where_the_file_says_so() -> None:
         ),
     ],
 )
-def test_what_cannot_be_read_is_told(text: str, sentence: str) -> None:
+def test_an_invalid_file_is_refused_with_the_reason(text: str, sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read_cluster(text, "cluster.yaml")
     assert sentence in str(caught.value)

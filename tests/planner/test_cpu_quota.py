@@ -1,4 +1,4 @@
-"""Machines that may compute for a part of the time, against a clock that is turned by hand."""
+"""Machines with a CPU quota, compared with a simulated clock."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ QUOTAS = st.builds(CpuQuota, st.floats(0.05, 0.95), st.sampled_from([0.01, 0.1])
 MOMENTS = 8
 
 
-def by_the_clock(quota: CpuQuota, moment_s: float, computing_s: float) -> float:
-    """Seconds until so much is computed, period by period, by who begins at a moment of one and finds all of its quota."""
+def simulated_seconds(quota: CpuQuota, moment_s: float, computing_s: float) -> float:
+    """Return the seconds that a computation takes, simulated period by period.
+
+    It starts at a moment of a period whose quota is unused.
+    """
     allowed_s = quota.share * quota.period_s
     now, period_ends = moment_s, quota.period_s
     while (usable := min(allowed_s, period_ends - now)) < computing_s:
@@ -32,12 +35,12 @@ def by_the_clock(quota: CpuQuota, moment_s: float, computing_s: float) -> float:
 
 
 @given(QUOTAS, st.floats(0.001, 0.3))
-def test_a_step_lasts_as_long_as_the_clock_says(quota: CpuQuota, computing_s: float) -> None:
+def test_a_step_takes_the_mean_of_the_simulated_times(quota: CpuQuota, computing_s: float) -> None:
     moments = [(number + 0.5) / MOMENTS * quota.period_s for number in range(MOMENTS)]
-    found = [by_the_clock(quota, moment, computing_s) for moment in moments]
-    # Who is done with the last of a quota may by a rounding take a little of the next.
+    expected = [simulated_seconds(quota, moment, computing_s) for moment in moments]
+    # By rounding, a step that ends with its quota can need a little of the next one.
     slack = quota.period_s if any(_is_at_an_end(quota, moment, computing_s) for moment in moments) else 1e-9
-    assert quota.clock_s(np.array([computing_s]))[0] == pytest.approx(np.mean(found), abs=slack)
+    assert quota.clock_s(np.array([computing_s]))[0] == pytest.approx(np.mean(expected), abs=slack)
 
 
 def _is_at_an_end(quota: CpuQuota, moment_s: float, computing_s: float) -> bool:
@@ -47,27 +50,27 @@ def _is_at_an_end(quota: CpuQuota, moment_s: float, computing_s: float) -> bool:
 
 
 @given(QUOTAS)
-def test_a_short_step_is_done_at_full_speed_and_a_long_one_by_the_share(quota: CpuQuota) -> None:
+def test_a_short_step_runs_at_full_speed_and_a_long_one_at_the_quota(quota: CpuQuota) -> None:
     short, long = 1e-3 * quota.share * quota.period_s, 1000 * quota.period_s
     assert quota.clock_s(np.array([short]))[0] == pytest.approx(short, rel=0.05)
     assert quota.clock_s(np.array([long]))[0] == pytest.approx(long / quota.share, rel=0.01)
 
 
-def test_a_stage_that_may_not_keep_up_makes_the_pace() -> None:
+def test_a_stage_limited_by_its_quota_sets_the_time_of_a_token() -> None:
     assert lone_stream([2.0, 1.0], [2.0, 5.0], 0.5) == ([2.0, 2.5], 5.0)
 
 
-def test_stages_that_wait_for_each_other_long_enough_are_not_held_up() -> None:
+def test_stages_that_are_idle_long_enough_are_not_slowed_by_their_quota() -> None:
     assert lone_stream([2.0, 1.0], [2.5, 3.0], 0.5) == ([2.0, 1.0], 3.5)
 
 
-def test_stages_of_one_machine_have_its_share_together() -> None:
+def test_stages_of_one_machine_share_its_quota() -> None:
     times, around = lone_stream([2.0, 1.0, 1.0], [4.0, 4.0, 1.0], 0.0, ["a", "a", "b"])
     assert around == sum(times) == 8.0
     assert times == [4.0, 3.0, 1.0]
 
 
-def granted(name: str, share: float, period_s: float = 0.1) -> NodeProfile:
+def node_with_quota(name: str, share: float, period_s: float = 0.1) -> NodeProfile:
     node = node_of(name, gb_s=100)
     return NodeProfile(
         node.name,
@@ -79,8 +82,8 @@ def granted(name: str, share: float, period_s: float = 0.1) -> NodeProfile:
     )
 
 
-def test_forecast_and_plan_agree_about_machines_with_a_share() -> None:
-    nodes = [granted("a", 0.6), granted("b", 0.2)]
+def test_forecast_and_plan_agree_for_machines_with_a_quota() -> None:
+    nodes = [node_with_quota("a", 0.6), node_with_quota("b", 0.2)]
     demand = Demand(4096, 1)
     plan = place(model_of(28), cluster_of(*nodes), PlanRequest(demand, strategy="uniform"))
     ranges = [LayerRange(0, 14), LayerRange(14, 28)]
@@ -91,9 +94,9 @@ def test_forecast_and_plan_agree_about_machines_with_a_share() -> None:
     ]
 
 
-def test_alone_a_machine_with_a_share_takes_all_of_its_time() -> None:
+def test_half_a_quota_doubles_the_time_of_a_single_machine() -> None:
     whole = place(model_of(28), cluster_of(node_of("a", gb_s=100)), PlanRequest(Demand(4096, 1)))
-    part = place(model_of(28), cluster_of(granted("a", 0.5)), PlanRequest(Demand(4096, 1)))
+    part = place(model_of(28), cluster_of(node_with_quota("a", 0.5)), PlanRequest(Demand(4096, 1)))
     assert part.prediction.token_s == pytest.approx(2 * whole.prediction.token_s)
 
 
@@ -107,7 +110,7 @@ def test_alone_a_machine_with_a_share_takes_all_of_its_time() -> None:
         ({"cpu_share": 0.5, "cpu_period_s": 0.1, "device": "gpu"}, None),
     ],
 )
-def test_a_share_counts_where_threads_that_compute_get_less_than_all(
+def test_a_quota_applies_only_if_it_limits_the_compute_threads(
     changes: dict[str, object], share: float | None
 ) -> None:
     quota = measured_node(made_up_profile(**changes), "a").cpu_quota

@@ -1,4 +1,4 @@
-"""What is expected of stages that are there."""
+"""Forecasts of times and memory for given stages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def forecast_of(*counts: int) -> Forecast:
     return Forecast(model_of(sum(counts)), DEMAND, cluster_of(*nodes), list(zip(nodes, ranges, strict=True)))
 
 
-def test_it_expects_what_the_plan_did() -> None:
+def test_a_forecast_equals_the_plan_s_prediction() -> None:
     nodes = [node_of("a", gb_s=100), node_of("b", gb_s=200)]
     plan = place(model_of(28), cluster_of(*nodes), PlanRequest(DEMAND, strategy="uniform"))
     forecast = forecast_of(14, 14)
@@ -41,9 +41,7 @@ def test_it_expects_what_the_plan_did() -> None:
 
 
 @given(st.integers(1, 16), st.integers(0, 8192), st.integers(1, 2048))
-def test_more_rows_longer_contexts_and_larger_chunks_never_take_less(
-    rows: int, context: int, tokens: int
-) -> None:
+def test_time_grows_with_rows_context_and_chunk_size(rows: int, context: int, tokens: int) -> None:
     forecast = forecast_of(10, 18)
     for stage in range(len(forecast)):
         once = forecast.decode_s(stage, rows, context)
@@ -61,29 +59,29 @@ def test_one_stage_has_no_hops() -> None:
     )
 
 
-def shared_forecast(shares: tuple[float, ...], *, at_once: int) -> Forecast:
-    """All layers on ranks of one machine that has room for so many workers."""
-    node = replace(node_of("a", 64), workers_at_once=at_once)
+def shared_forecast(shares: tuple[float, ...], *, workers_at_once: int) -> Forecast:
+    """Return a forecast for all layers on ranks of one machine that can run this many workers at once."""
+    node = replace(node_of("a", 64), workers_at_once=workers_at_once)
     model = shared_model(24)
     stages = [(node, LayerRange(0, 24))]
     return Forecast(model, DEMAND, cluster_of(node), stages, [[(node, share) for share in shares]])
 
 
-def test_two_ranks_with_a_core_each_take_half_and_their_sums() -> None:
-    alone, two = shared_forecast((1.0,), at_once=2), shared_forecast((1.0, 1.0), at_once=2)
-    sums_s = 24 * 2 * 2 * LOCAL.collective_seconds(4096 * 2 / 2)
-    assert two.decode_s(0, 1, 0) == pytest.approx(alone.decode_s(0, 1, 0) / 2 + sums_s, rel=0.05)
+def test_two_ranks_with_a_core_each_take_half_the_time_and_their_collectives() -> None:
+    single, two = shared_forecast((1.0,), workers_at_once=2), shared_forecast((1.0, 1.0), workers_at_once=2)
+    collectives_s = 24 * 2 * 2 * LOCAL.collective_seconds(4096 * 2 / 2)
+    assert two.decode_s(0, 1, 0) == pytest.approx(single.decode_s(0, 1, 0) / 2 + collectives_s, rel=0.05)
     assert two.token_s(0) == two.decode_s(0, 1, 0)
-    assert alone.chunk_s(0, 512, 0) / 2 < two.chunk_s(0, 512, 0) < alone.chunk_s(0, 512, 0)
+    assert single.chunk_s(0, 512, 0) / 2 < two.chunk_s(0, 512, 0) < single.chunk_s(0, 512, 0)
 
 
-def test_ranks_that_share_a_core_are_no_quicker_than_one() -> None:
-    alone = shared_forecast((1.0,), at_once=1)
-    assert shared_forecast((1.0, 1.0), at_once=1).decode_s(0, 1, 0) > alone.decode_s(0, 1, 0)
+def test_ranks_that_share_a_core_are_no_faster_than_one() -> None:
+    single = shared_forecast((1.0,), workers_at_once=1)
+    assert shared_forecast((1.0, 1.0), workers_at_once=1).decode_s(0, 1, 0) > single.decode_s(0, 1, 0)
 
 
-def test_the_rank_with_most_counts_and_each_is_promised_its_own_memory() -> None:
-    even, uneven = (shared_forecast(shares, at_once=2) for shares in ((1.0, 1.0), (3.0, 1.0)))
+def test_the_largest_rank_sets_the_time_and_each_rank_has_its_own_memory() -> None:
+    even, uneven = (shared_forecast(shares, workers_at_once=2) for shares in ((1.0, 1.0), (3.0, 1.0)))
     assert uneven.decode_s(0, 1, 0) > 1.2 * even.decode_s(0, 1, 0)
     three, one = uneven.memory_of_ranks(0)
     assert three.kv_bytes == 3 * one.kv_bytes
@@ -92,10 +90,8 @@ def test_the_rank_with_most_counts_and_each_is_promised_its_own_memory() -> None
 
 @given(st.integers(1, 16), st.integers(0, 4096), st.integers(1, 1024))
 @examples(0.4)
-def test_ranks_take_no_less_for_more_rows_longer_contexts_and_larger_chunks(
-    rows: int, context: int, tokens: int
-) -> None:
-    forecast = shared_forecast((0.5, 0.25, 0.25), at_once=3)
+def test_time_of_ranks_grows_with_rows_context_and_chunk_size(rows: int, context: int, tokens: int) -> None:
+    forecast = shared_forecast((0.5, 0.25, 0.25), workers_at_once=3)
     once = forecast.decode_s(0, rows, context)
     assert 0 < once <= forecast.decode_s(0, rows + 1, context)
     assert once <= forecast.decode_s(0, rows, context + 512)
@@ -103,7 +99,7 @@ def test_ranks_take_no_less_for_more_rows_longer_contexts_and_larger_chunks(
     assert forecast.decode_s(0, 1, context) <= chunk <= forecast.chunk_s(0, tokens + 1, context)
 
 
-def test_a_hop_to_several_ranks_carries_the_activations_to_each() -> None:
+def test_a_hop_to_several_ranks_sends_the_activations_to_each() -> None:
     nodes = [node_of(name) for name in "ab"]
     model, cluster = shared_model(12), cluster_of(*nodes, link=LinkProfile(1e-3, 1e6))
     stages = [

@@ -1,4 +1,4 @@
-"""Plans of ranks that have their machines already."""
+"""Plans for ranks whose machines are given."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from mlx_ring.planner.given_plans import plan_given
 from mlx_ring.planner.plan import Plan
 from mlx_ring.planner.request import Demand, PlanRequest
 
-WISH = PlanRequest(Demand(4096, 1))
+REQUEST = PlanRequest(Demand(4096, 1))
 NODES = [node_of("a"), node_of("b"), node_of("c")]
 
 
 def plan_on(places: str, *, gigabytes: float = 16) -> Plan:
-    """Three quarters of every layer on the first, a quarter on the second."""
+    """Plan three quarters of every layer on the first machine, and a quarter on the second."""
     nodes = {"a": NODES[0], "b": node_of("b", gigabytes), "c": NODES[2]}
     ranks = [(nodes[place], share) for place, share in zip(places, (0.75, 0.25), strict=True)]
     return plan_given(
-        model_of(28), cluster_of(*nodes.values()), WISH, [(LayerRange(0, 28), ranks)], "as asked"
+        model_of(28), cluster_of(*nodes.values()), REQUEST, [(LayerRange(0, 28), ranks)], "as asked"
     )
 
 
-def test_each_rank_has_its_share_of_the_weights_and_who_has_none_is_left_out() -> None:
+def test_each_rank_has_its_share_of_the_weights_and_other_machines_are_left_out() -> None:
     plan = plan_on("ab")
     (stage,) = plan.stages
     large, small = (rank.weight_bytes for rank in stage.ranks)
@@ -36,8 +36,8 @@ def test_each_rank_has_its_share_of_the_weights_and_who_has_none_is_left_out() -
 
 
 def test_two_ranks_of_one_machine_need_the_memory_of_both() -> None:
-    alone, together = plan_on("ab").stages[0].ranks[1].memory_bytes, plan_on("bb").stages[0].ranks
-    need = sum(rank.memory_bytes for rank in together)
-    plan_on("ab", gigabytes=1.01 * alone / 1e9)
+    single, both = plan_on("ab").stages[0].ranks[1].memory_bytes, plan_on("bb").stages[0].ranks
+    needed = sum(rank.memory_bytes for rank in both)
+    plan_on("ab", gigabytes=1.01 * single / 1e9)
     with pytest.raises(PlanError, match=r"The workers on b need .* GB for .* and it has"):
-        plan_on("bb", gigabytes=0.99 * need / 1e9)
+        plan_on("bb", gigabytes=0.99 * needed / 1e9)

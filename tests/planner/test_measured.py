@@ -1,4 +1,4 @@
-"""Plans by what was measured."""
+"""Plans from measured profiles."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mlx_ring.rpc.link_probe import LinkMeasure
 from mlx_ring.rpc.link_profile import measured_link
 
 NODE = measured_node(made_up_profile(), "box")
-ONE = Demand(context_tokens=1024, sequences=1)
+ONE_SEQUENCE = Demand(context_tokens=1024, sequences=1)
 
 
 def quantized(model: ModelProfile, weights: str) -> ModelProfile:
@@ -25,7 +25,7 @@ def quantized(model: ModelProfile, weights: str) -> ModelProfile:
 
 
 def seconds(model: ModelProfile, *, rows: int = 1, context: int = 0) -> float:
-    return float(StageTables(model, ONE).seconds(NODE, rows, context).steady[0, -1])
+    return float(StageTables(model, ONE_SEQUENCE).seconds(NODE, rows, context).steady[0, -1])
 
 
 def test_a_profile_gives_memory_rates_and_costs() -> None:
@@ -36,21 +36,21 @@ def test_a_profile_gives_memory_rates_and_costs() -> None:
     assert measured_node(made_up_profile(), "box", memory_cap=10**12).memory_bytes == 16 * 10**9
 
 
-def test_what_our_processes_hold_counts_in_a_cpu_s_memory_and_not_in_a_gpu_s() -> None:
+def test_memory_of_own_processes_counts_on_a_cpu_and_not_on_a_gpu() -> None:
     model, profile = model_of(4), made_up_profile(worker_bytes=200 * 10**6, agent_bytes=100 * 10**6)
-    bare, ours, head = (
-        float(StageTables(model, ONE).memory(node)[0, -1])
+    bare, with_processes, with_head = (
+        float(StageTables(model, ONE_SEQUENCE).memory(node)[0, -1])
         for node in (
             measured_node(made_up_profile(), "box"),
             measured_node(profile, "box"),
             measured_node(profile, "box", beside_bytes=2 * 10**8),
         )
     )
-    assert (ours - bare, head - bare) == (300e6, 400e6)
+    assert (with_processes - bare, with_head - bare) == (300e6, 400e6)
     assert measured_node(made_up_profile(device="gpu", worker_bytes=10**9), "box").process_bytes == 0
 
 
-def test_a_gpu_goes_by_half_precision_and_widens_nothing() -> None:
+def test_a_gpu_uses_its_half_precision_rate_and_widens_nothing() -> None:
     node = measured_node(made_up_profile(device="gpu", computes_in=""), "box")
     assert (node.bandwidth, node.widens) == (2e9, False)
 
@@ -67,46 +67,48 @@ def test_a_gpu_goes_by_half_precision_and_widens_nothing() -> None:
         ("float16", 20e9),
     ],
 )
-def test_weights_go_by_their_own_rate_or_the_nearest(weights: str, bandwidth: float) -> None:
+def test_weights_use_the_rate_of_their_format_or_the_nearest(weights: str, bandwidth: float) -> None:
     assert NODE.rate(weights).bandwidth == bandwidth
 
 
-def test_a_machine_by_its_data_sheet_has_one_rate() -> None:
+def test_a_machine_from_a_data_sheet_has_one_rate() -> None:
     node = node_of("a", gb_s=100, tflops=4)
     assert {node.rate(weights).bandwidth for weights in ("float32", "4-bit")} == {100e9}
 
 
-def test_a_step_is_the_sum_of_what_it_counts() -> None:
+def test_the_time_of_a_step_is_the_sum_of_its_parts() -> None:
     model = quantized(model_of(10, layer_bytes=70_000_000, kv_bytes=0), "4-bit")
     drawing = COSTS.draw_s + model.vocabulary * COSTS.logit_s
-    # Per layer, by the made-up sizes: as many operations as bytes, which at a single row is less.
+    # With these sizes a layer has as many operations as bytes, so at a single row the bytes take longer.
     expected = 10 * (70e6 / 0.7e9 + COSTS.layer_s) + COSTS.step_s + drawing
     head = 2 * model.vocabulary * model.hidden_size / RATES[-1].flops
     assert seconds(model) == pytest.approx(expected + head)
 
 
-def test_rows_of_weights_count_where_they_were_found_to() -> None:
+def test_a_cost_per_row_of_weights_counts_if_it_was_measured() -> None:
     model = quantized(model_of(1, layer_bytes=40_960_000, kv_bytes=0, head_bytes=131_072_000), "float32")
-    node = measured_node(made_up_profile(rates=(RATES[0].model_copy(update={"row_s": 0.0}),)), "flat")
-    flat = float(StageTables(model, ONE).seconds(node, 1, 0).steady[0, -1])
+    node = measured_node(made_up_profile(rates=(RATES[0].model_copy(update={"row_s": 0.0}),)), "no-row-cost")
+    without_row_cost = float(StageTables(model, ONE_SEQUENCE).seconds(node, 1, 0).steady[0, -1])
     rows = 40_960_000 / 2 / model.hidden_size + model.vocabulary
-    assert seconds(model) - flat == pytest.approx(rows * 1e-7)
+    assert seconds(model) - without_row_cost == pytest.approx(rows * 1e-7)
 
 
-def test_a_look_back_costs_by_queries_and_windows_end_it() -> None:
+def test_attention_costs_grow_with_the_context_up_to_the_window() -> None:
     model = model_of(4, kv_bytes=4)
     wide = replace(model, layers=tuple(replace(layer, query_width=2000) for layer in model.layers))
-    slid = replace(wide, layers=tuple(replace(layer, window=100) for layer in wide.layers))
+    sliding = replace(wide, layers=tuple(replace(layer, window=100) for layer in wide.layers))
     assert seconds(wide, context=1000) - seconds(wide) == pytest.approx(4 * 1000 * 2000 * COSTS.attention_s)
-    assert seconds(slid, context=1000) - seconds(slid) == pytest.approx(4 * 100 * 2000 * COSTS.attention_s)
+    assert seconds(sliding, context=1000) - seconds(sliding) == pytest.approx(
+        4 * 100 * 2000 * COSTS.attention_s
+    )
 
 
-def test_the_parts_of_a_cut_take_as_long_as_the_whole_and_a_step_more() -> None:
-    table = StageTables(model_of(10), ONE).seconds(NODE, 1, 100).steady
+def test_a_split_costs_one_more_step() -> None:
+    table = StageTables(model_of(10), ONE_SEQUENCE).seconds(NODE, 1, 100).steady
     assert table[0, 4] + table[4, 10] == pytest.approx(table[0, 10] + COSTS.step_s)
 
 
-def test_where_half_precision_is_widened_memory_is_counted_so() -> None:
+def test_memory_counts_half_precision_as_widened_if_it_is() -> None:
     narrow = model_of(10, layer_bytes=100_000_000)
     wide = replace(
         narrow,
@@ -116,20 +118,22 @@ def test_where_half_precision_is_widened_memory_is_counted_so() -> None:
     )
     model = replace(narrow, widened=wide)
     other = replace(NODE, name="mac", widens=False)
-    plan = place(model, ClusterProfile((NODE, other)), PlanRequest(ONE, strategy="custom", counts=(5, 5)))
+    plan = place(
+        model, ClusterProfile((NODE, other)), PlanRequest(ONE_SEQUENCE, strategy="custom", counts=(5, 5))
+    )
     box, mac = plan.stages
     assert box.weight_bytes == 2 * mac.weight_bytes
-    tables = StageTables(model, ONE)
+    tables = StageTables(model, ONE_SEQUENCE)
     assert tables.memory(NODE)[0, 5] > tables.memory(other)[0, 5]
 
 
 @pytest.mark.parametrize(
     ("bits", "number_bytes", "share"), [(8, 2, 8.5 / 16), (4, 2, 4.5 / 16), (8, 4, 9 / 32)]
 )
-def test_quantized_keys_take_their_bits_and_scales(bits: int, number_bytes: int, share: float) -> None:
+def test_a_quantized_kv_cache_takes_its_bits_and_scales(bits: int, number_bytes: int, share: float) -> None:
     assert Demand(1, 1, bits).kv_factor(number_bytes) == pytest.approx(share)
 
 
-def test_a_link_goes_by_its_median_round_trip() -> None:
+def test_a_link_uses_its_median_round_trip() -> None:
     link = measured_link(LinkMeasure(4e-4, 2e-4, 1e9, frames=10, nbytes=1000))
     assert link.seconds(1e6) == pytest.approx(1.2e-3)

@@ -1,4 +1,4 @@
-"""Sizes by configuration and by headers."""
+"""Sizes of models from their configuration and from the headers of their weights."""
 
 from __future__ import annotations
 
@@ -48,20 +48,20 @@ def profile_of(config: dict[str, Any], folder: Path, bits: int | None = None) ->
 
 
 def test_a_configuration_gives_the_published_size(tmp_path: Path) -> None:
-    """14.8 billion parameters of two bytes; in 4 bits the files have 8.3 GB."""
+    """Expect 14.8 billion parameters of two bytes; in 4 bits the files have 8.3 GB."""
     assert profile_of(QWEN3_14B, tmp_path).weight_bytes == pytest.approx(2 * 14.77e9, rel=0.01)
     assert profile_of(QWEN3_14B, tmp_path, 4).weight_bytes == pytest.approx(8.31e9, rel=0.01)
 
 
-def test_of_experts_a_token_reads_some(tmp_path: Path) -> None:
-    """30.5 billion parameters, of which a token passes 3.3, embedding included."""
+def test_a_token_reads_some_of_the_experts(tmp_path: Path) -> None:
+    """Expect 30.5 billion parameters, of which a token reads 3.3, embedding included."""
     profile = profile_of(QWEN3_30B_A3B, tmp_path)
     assert profile.weight_bytes == pytest.approx(2 * 30.5e9, rel=0.01)
     active = sum(layer.read_bytes for layer in profile.layers) + profile.head_bytes + profile.embedding_bytes
     assert active == pytest.approx(2 * 3.35e9, rel=0.03)
 
 
-def test_sliding_layers_hold_a_window(tmp_path: Path) -> None:
+def test_sliding_layers_cache_one_window(tmp_path: Path) -> None:
     config = {**QWEN3_14B, "sliding_window": 1024, "sliding_window_pattern": 6, "num_hidden_layers": 12}
     layers = profile_of(config, tmp_path).layers
     assert [layer.kv_bytes_per_token > 0 for layer in layers] == [False] * 5 + [True] + [False] * 5 + [True]

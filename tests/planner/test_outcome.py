@@ -1,4 +1,4 @@
-"""What is read from a run, counted by hand."""
+"""Figures of a simulated run, counted by hand."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mlx_ring.planner.outcome import Bubble, Outcome, SequenceTimes, StageUse, W
 STAGE = StageUse((Work(1, 0.0, 1.0), Work(2, 1.0, 2.0), Work(3, 4.0, 5.0), Work(4, 6.0, 8.0)))
 
 
-def test_a_stage_is_busy_while_it_works_on_a_step() -> None:
+def test_a_stage_is_busy_while_it_computes_a_step() -> None:
     assert STAGE.busy_s() == 5.0
     assert STAGE.busy_s(1.5, 6.5) == 2.0
     assert STAGE.utilisation(0.0, 8.0) == pytest.approx(5 / 8)
@@ -21,7 +21,7 @@ def test_a_bubble_lies_between_two_steps() -> None:
     assert StageUse(()).bubbles() == ()
 
 
-def test_tokens_are_counted_where_they_come_and_gaps_where_they_lie() -> None:
+def test_throughput_and_token_latency_count_within_the_interval() -> None:
     outcome = Outcome(
         elapsed_s=8.0,
         stages=(STAGE,),

@@ -1,4 +1,4 @@
-"""Plans of each strategy, their invariants, and the errors when nothing fits."""
+"""Plans of each strategy, their invariants, and errors when nothing fits."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def plan_request(**options: Any) -> PlanRequest:
     return PlanRequest(**given_options)
 
 
-def test_memory_allows_tensor_by_memory() -> None:
+def test_memory_divides_layers_by_memory() -> None:
     nodes = [node_of("a", 8), node_of("b", 8), node_of("c", 16)]
     assert counts(place(model_of(28), cluster_of(*nodes), plan_request(strategy="memory"))) == [7, 7, 14]
 
 
-def test_proportions_are_kept() -> None:
+def test_custom_follows_the_proportions() -> None:
     cluster = cluster_of(node_of("a"), node_of("b"))
     assert counts(place(model_of(28), cluster, plan_request(strategy="custom", proportions=(0.7, 0.3)))) == [
         20,
@@ -44,14 +44,14 @@ def test_proportions_are_kept() -> None:
     assert counts(place(model_of(28), cluster, plan_request(strategy="custom", counts=(5, 23)))) == [5, 23]
 
 
-def test_uniform_and_compute_and_balanced() -> None:
+def test_uniform_divides_evenly_and_compute_and_balanced_by_speed() -> None:
     cluster = cluster_of(node_of("a", gb_s=100), node_of("b", gb_s=300))
     assert counts(place(model_of(28), cluster, plan_request(strategy="uniform"))) == [14, 14]
     assert counts(place(model_of(28), cluster, plan_request(strategy="compute"))) == [7, 21]
     assert counts(place(model_of(28), cluster, plan_request(strategy="balanced"))) == [7, 21]
 
 
-def test_balanced_gives_what_one_cannot_hold_to_the_others() -> None:
+def test_balanced_gives_other_machines_the_layers_that_one_cannot_hold() -> None:
     cluster = cluster_of(node_of("a", 16, gb_s=100), node_of("b", 1.2, gb_s=800))
     plan = place(model_of(28), cluster, plan_request(strategy="balanced"))
     assert counts(plan)[1] < 12
@@ -86,7 +86,7 @@ def test_auto_for_throughput_uses_every_machine_that_helps() -> None:
     assert plan.prediction.tokens_per_s > 1.1 * alone.prediction.tokens_per_s
 
 
-def test_one_machine_that_would_be_faster_is_named() -> None:
+def test_a_single_machine_that_would_be_faster_is_named() -> None:
     cluster = cluster_of(node_of("a", gb_s=400), node_of("b", gb_s=20))
     (remark,) = place(model_of(28), cluster, plan_request(strategy="uniform")).remarks
     assert remark.startswith("a alone would answer a single stream sooner")
@@ -99,7 +99,7 @@ def test_one_machine_that_would_be_faster_is_named() -> None:
     st.integers(256, 32_768),
 )
 @examples(1.5)
-def test_memory_is_never_exceeded_and_every_layer_has_one_place(
+def test_memory_is_never_exceeded_and_every_layer_is_placed_once(
     nodes: list[NodeProfile], strategy: Any, sequences: int, context: int
 ) -> None:
     model = model_of(12, layer_bytes=150_000_000, kv_bytes=16_384, head_bytes=200_000_000)
@@ -125,7 +125,7 @@ def test_memory_is_never_exceeded_and_every_layer_has_one_place(
 
 @given(NODES)
 @examples(0.6)
-def test_no_strategy_is_sooner_than_auto(nodes: list[NodeProfile]) -> None:
+def test_no_strategy_has_a_lower_latency_than_auto(nodes: list[NodeProfile]) -> None:
     model, cluster = model_of(12), cluster_of(*nodes)
     try:
         best = place(model, cluster, plan_request()).prediction.token_s
@@ -139,14 +139,14 @@ def test_no_strategy_is_sooner_than_auto(nodes: list[NodeProfile]) -> None:
         assert best <= other * (1 + 1e-9)
 
 
-def test_the_error_for_too_small_a_cluster_names_what_is_missing_and_what_fits() -> None:
+def test_the_error_for_a_small_cluster_names_a_context_that_fits() -> None:
     model = model_of(28, kv_bytes=8_000)
     demand = Demand(context_tokens=16_384, sequences=4)
     with pytest.raises(PlanError) as caught:
         place(model, cluster_of(node_of("a", 6), node_of("b", 6)), plan_request(demand=demand))
-    told = str(caught.value)
-    assert "are missing. This fits: " in told
-    context = int(told.partition("a context of ")[2].split()[0])
+    error = str(caught.value)
+    assert "are missing. This fits: " in error
+    context = int(error.partition("a context of ")[2].split()[0])
     cluster = cluster_of(node_of("a", 6), node_of("b", 6))
     place(model, cluster, plan_request(demand=Demand(context, 4)))
     with pytest.raises(PlanError):

@@ -1,4 +1,4 @@
-"""How often a model is loaded, and where."""
+"""Number of replicas of a model, and their machines."""
 
 from __future__ import annotations
 
@@ -17,53 +17,53 @@ from mlx_ring.planner.profiles import NodeProfile
 from mlx_ring.planner.replicas import place_replicas
 from mlx_ring.planner.request import Demand, PlanRequest
 
-MANY = PlanRequest(Demand(context_tokens=1024, sequences=16), objective="throughput")
+THROUGHPUT = PlanRequest(Demand(context_tokens=1024, sequences=16), objective="throughput")
 
 
 def nodes_of(plans: tuple[Plan, ...]) -> list[set[str]]:
     return [{stage.node for stage in plan.stages} for plan in plans]
 
 
-def test_machines_that_each_hold_the_model_each_get_it_where_throughput_is_asked_for() -> None:
-    plans = place_replicas(model_of(28), cluster_of(*map(node_of, "abc")), MANY, None)
+def test_for_throughput_every_machine_that_holds_the_model_gets_a_replica() -> None:
+    plans = place_replicas(model_of(28), cluster_of(*map(node_of, "abc")), THROUGHPUT, None)
     assert nodes_of(plans) == [{"a"}, {"b"}, {"c"}]
-    assert all(plan.sequences == 6 for plan in plans), "sixteen by three"
+    assert all(plan.sequences == 6 for plan in plans), "sixteen divided by three"
 
 
-def test_for_latency_there_is_one() -> None:
+def test_for_latency_there_is_one_replica() -> None:
     request = PlanRequest(Demand(context_tokens=1024, sequences=1))
     assert len(place_replicas(model_of(28), cluster_of(*map(node_of, "abc")), request, None)) == 1
 
 
-def test_machines_that_hold_it_only_together_are_one_replica() -> None:
-    whole = place(model_of(28), cluster_of(node_of("big", 64)), MANY).stages[0].memory_bytes / 1e9
+def test_machines_that_hold_the_model_only_together_are_one_replica() -> None:
+    whole = place(model_of(28), cluster_of(node_of("big", 64)), THROUGHPUT).stages[0].memory_bytes / 1e9
     half = 0.7 * whole
     cluster = cluster_of(node_of("a", half), node_of("big", 64), node_of("b", half))
-    plans = place_replicas(model_of(28), cluster, MANY, 2)
+    plans = place_replicas(model_of(28), cluster, THROUGHPUT, 2)
     assert sorted(map(sorted, nodes_of(plans))) == [["a", "b"], ["big"]]
 
 
 def test_more_replicas_than_machines_or_memory_are_refused_with_the_reason() -> None:
     with pytest.raises(PlanError, match="3 replicas were asked for, and there are 2 machines"):
-        place_replicas(model_of(28), cluster_of(*map(node_of, "ab")), MANY, 3)
-    whole = place(model_of(28), cluster_of(node_of("big", 64)), MANY).stages[0].memory_bytes / 1e9
+        place_replicas(model_of(28), cluster_of(*map(node_of, "ab")), THROUGHPUT, 3)
+    whole = place(model_of(28), cluster_of(node_of("big", 64)), THROUGHPUT).stages[0].memory_bytes / 1e9
     small = cluster_of(node_of("a", 0.8 * whole), node_of("b", 0.8 * whole))
     with pytest.raises(PlanError, match="cannot hold 2 replicas"):
-        place_replicas(model_of(28), small, MANY, 2)
+        place_replicas(model_of(28), small, THROUGHPUT, 2)
     with pytest.raises(PlanError, match="strategy auto"):
         place_replicas(
-            model_of(28), small, PlanRequest(MANY.demand, strategy="uniform", objective="throughput"), 2
+            model_of(28), small, PlanRequest(THROUGHPUT.demand, strategy="uniform", objective="throughput"), 2
         )
 
 
-def test_one_replica_is_what_place_plans() -> None:
+def test_one_replica_equals_the_plan_of_place() -> None:
     cluster = cluster_of(*map(node_of, "ab"))
-    assert place_replicas(model_of(28), cluster, MANY, 1) == (place(model_of(28), cluster, MANY),)
+    assert place_replicas(model_of(28), cluster, THROUGHPUT, 1) == (place(model_of(28), cluster, THROUGHPUT),)
 
 
 @examples(0.25)
 @given(NODES.filter(lambda nodes: 2 <= len(nodes) <= 4), st.integers(1, 12))
-def test_no_division_of_single_machines_gives_more(nodes: list[NodeProfile], sequences: int) -> None:
+def test_no_pair_of_single_machines_has_a_higher_throughput(nodes: list[NodeProfile], sequences: int) -> None:
     cluster, model = cluster_of(*nodes), model_of(12)
     request = PlanRequest(Demand(context_tokens=512, sequences=sequences), objective="throughput")
     try:
@@ -71,7 +71,7 @@ def test_no_division_of_single_machines_gives_more(nodes: list[NodeProfile], seq
     except PlanError:
         reject()
     names = nodes_of(plans)
-    assert not names[0] & names[1], "each has machines of its own"
+    assert not names[0] & names[1], "each has its own machines"
     assert all(stage.memory_bytes <= stage.usable_bytes for plan in plans for stage in plan.stages)
     share = PlanRequest(Demand(context_tokens=512, sequences=-(-sequences // 2)), objective="throughput")
     total = sum(plan.prediction.tokens_per_s for plan in plans)
@@ -80,5 +80,5 @@ def test_no_division_of_single_machines_gives_more(nodes: list[NodeProfile], seq
             singles = [place(model, cluster_of(node), share) for node in pair]
         except PlanError:
             continue
-        # The bound by the slowest stage leaves hops out, so that pipelines may fall short of it a little.
+        # The bound by the slowest stage ignores hops, so a pipeline can be a little below it.
         assert total >= 0.9 * sum(plan.prediction.tokens_per_s for plan in singles)

@@ -1,4 +1,4 @@
-"""The search against trying everything."""
+"""The search for a pipeline, compared with brute force."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ def problems(draw: st.DrawFn) -> tuple[list[Table], Table]:
     return tables, hops
 
 
-def every_way(tables: Sequence[Table], orders: Iterator[tuple[int, ...]]) -> Iterator[tuple[Piece, ...]]:
+def every_partition(
+    tables: Sequence[Table], orders: Iterator[tuple[int, ...]]
+) -> Iterator[tuple[Piece, ...]]:
     layers = len(tables[0]) - 1
     for order in orders:
         for inner in combinations(range(1, layers), len(order) - 1):
@@ -60,14 +62,14 @@ def times(tables: Sequence[Table], pieces: tuple[Piece, ...]) -> list[float]:
     return [float(tables[piece.node][piece.first, piece.end]) for piece in pieces]
 
 
-def around(hops: Table, pieces: tuple[Piece, ...]) -> float:
+def hops_of(hops: Table, pieces: tuple[Piece, ...]) -> float:
     places = [piece.node for piece in pieces]
     if len(places) == 1:
         return 0.0
     return sum(float(hops[one, other]) for one, other in zip(places, [*places[1:], places[0]], strict=True))
 
 
-def same(partition: Partition | None, cost: float) -> bool:
+def has_cost(partition: Partition | None, cost: float) -> bool:
     return (
         partition is None
         if np.isinf(cost)
@@ -77,20 +79,22 @@ def same(partition: Partition | None, cost: float) -> bool:
 
 @given(problems())
 @examples(1.5)
-def test_the_quickest_way_is_the_best_of_all(problem: tuple[list[Table], Table]) -> None:
+def test_the_quickest_partition_has_the_lowest_cost_of_all(problem: tuple[list[Table], Table]) -> None:
     tables, hops = problem
     nodes = len(tables)
     costs = {
-        pieces: sum(times(tables, pieces)) + around(hops, pieces)
-        for pieces in every_way(tables, orders(nodes, range(1, nodes + 1)))
+        pieces: sum(times(tables, pieces)) + hops_of(hops, pieces)
+        for pieces in every_partition(tables, orders(nodes, range(1, nodes + 1)))
     }
     partition = quickest_partition(tables, hops)
-    assert same(partition, min(costs.values(), default=np.inf))
+    assert has_cost(partition, min(costs.values(), default=np.inf))
     if partition is not None:
         assert costs[partition.pieces] == pytest.approx(partition.cost)
         for node, cost in enumerate(partition.with_node):
-            having = [cost for pieces, cost in costs.items() if any(piece.node == node for piece in pieces)]
-            assert cost == pytest.approx(min(having, default=np.inf))
+            with_node = [
+                cost for pieces, cost in costs.items() if any(piece.node == node for piece in pieces)
+            ]
+            assert cost == pytest.approx(min(with_node, default=np.inf))
 
 
 @given(
@@ -100,7 +104,7 @@ def test_the_quickest_way_is_the_best_of_all(problem: tuple[list[Table], Table])
     knows_least=st.booleans(),
 )
 @examples(2)
-def test_the_quickest_way_minds_what_every_machine_needs_before_the_next_token(
+def test_the_quickest_partition_counts_each_machine_s_time_before_the_next_token(
     problem: tuple[list[Table], Table], factors: list[float], stages: int | None, *, knows_least: bool
 ) -> None:
     tables, hops = problem
@@ -108,8 +112,8 @@ def test_the_quickest_way_minds_what_every_machine_needs_before_the_next_token(
     stages = stages and min(stages, len(tables))
     numbers = range(1, len(tables) + 1) if stages is None else range(stages, stages + 1)
     costs = {
-        pieces: max(sum(times(tables, pieces)) + around(hops, pieces), *times(paces, pieces))
-        for pieces in every_way(tables, orders(len(tables), numbers))
+        pieces: max(sum(times(tables, pieces)) + hops_of(hops, pieces), *times(paces, pieces))
+        for pieces in every_partition(tables, orders(len(tables), numbers))
     }
     least = min(costs.values(), default=np.inf)
     known = least if knows_least and np.isfinite(least) else 0.0
@@ -122,19 +126,19 @@ def test_the_quickest_way_minds_what_every_machine_needs_before_the_next_token(
 
 @given(problems())
 @examples(1.5)
-def test_there_is_a_way_where_one_is_found(problem: tuple[list[Table], Table]) -> None:
+def test_has_partition_agrees_with_the_search(problem: tuple[list[Table], Table]) -> None:
     tables, hops = problem
     assert has_partition(tables, hops) == (quickest_partition(tables, hops) is not None)
 
 
 @given(problems())
-def test_the_bounds_of_sets_are_those_of_the_ways_around_through_all_of_each(
+def test_steadiest_costs_are_the_lowest_of_each_set_of_machines(
     problem: tuple[list[Table], Table],
 ) -> None:
     tables, hops = problem
     expected: dict[int, float] = {}
-    for pieces in every_way(tables, orders(len(tables), range(1, len(tables) + 1))):
-        cost = max(times(tables, pieces)) + around(np.where(np.isfinite(hops), 0.0, np.inf), pieces)
+    for pieces in every_partition(tables, orders(len(tables), range(1, len(tables) + 1))):
+        cost = max(times(tables, pieces)) + hops_of(np.where(np.isfinite(hops), 0.0, np.inf), pieces)
         members = sum(1 << piece.node for piece in pieces)
         if np.isfinite(cost):
             expected[members] = min(cost, expected.get(members, np.inf))
@@ -142,11 +146,11 @@ def test_the_bounds_of_sets_are_those_of_the_ways_around_through_all_of_each(
 
 
 @given(problems())
-def test_in_order_takes_every_machine_and_the_best_cut(problem: tuple[list[Table], Table]) -> None:
+def test_in_order_uses_every_machine_with_the_best_cut(problem: tuple[list[Table], Table]) -> None:
     tables, _ = problem
     every = tuple(range(len(tables)))
-    costs = {pieces: max(times(tables, pieces)) for pieces in every_way(tables, iter([every]))}
+    costs = {pieces: max(times(tables, pieces)) for pieces in every_partition(tables, iter([every]))}
     partition = in_order(tables)
-    assert same(partition, min(costs.values(), default=np.inf))
+    assert has_cost(partition, min(costs.values(), default=np.inf))
     if partition is not None:
         assert costs[partition.pieces] == pytest.approx(partition.cost)

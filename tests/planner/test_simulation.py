@@ -1,4 +1,4 @@
-"""The simulated pipeline against what can be counted by hand, and what no pipeline can do."""
+"""The simulated pipeline, compared with values counted by hand and with the limits of any pipeline."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ MANY = examples(0.6)
 
 
 class Script:
-    """Sends steps as they are given, at once; or each when the last stage has answered the one before."""
+    """Step maker that sends all its steps at once, or each after the last stage's answer to the previous one."""
 
     def __init__(self, steps: Sequence[step_pb2.Step], stages: int, *, one_by_one: bool = False) -> None:
-        self._left = list(steps)
+        self._remaining = list(steps)
         self._last = stages - 1
         self._one_by_one = one_by_one
         self._free = True
@@ -40,8 +40,10 @@ class Script:
         del now
         if not self._free:
             return []
-        steps, self._left = (
-            (self._left[:1], self._left[1:]) if self._one_by_one else (self._left, list[step_pb2.Step]())
+        steps, self._remaining = (
+            (self._remaining[:1], self._remaining[1:])
+            if self._one_by_one
+            else (self._remaining, list[step_pb2.Step]())
         )
         self._free = not self._one_by_one
         return steps
@@ -52,7 +54,7 @@ class Script:
 
 
 def chunks(count: int) -> list[step_pb2.Step]:
-    """One prompt's, of which the last samples."""
+    """Return the chunks of one prompt, of which the last samples."""
     return [
         step_pb2.Step(
             step=number,
@@ -70,7 +72,7 @@ def chunks(count: int) -> list[step_pb2.Step]:
 
 
 def decodes(count: int) -> list[step_pb2.Step]:
-    """One sequence's next tokens, each from the one before."""
+    """Return decode steps of one sequence, each on the previous token."""
     return [
         step_pb2.Step(
             step=number, rows=[step_pb2.Row(sequence=1, start=number, previous=True, wants=[TOKEN])]
@@ -97,7 +99,7 @@ def run(
 # ---- by example
 
 
-def test_one_stream_on_one_stage_gives_a_token_a_step() -> None:
+def test_one_stream_on_one_stage_gives_a_token_per_step() -> None:
     outcome = run(Script(decodes(4), 1), [2.0])
     assert outcome.sequences[1].tokens_s == (2.0, 4.0, 6.0, 8.0)
     assert outcome.stages[0].work == tuple(Work(n, 2.0 * (n - 1), 2.0 * n) for n in (1, 2, 3, 4))
@@ -105,54 +107,52 @@ def test_one_stream_on_one_stage_gives_a_token_a_step() -> None:
 
 
 @pytest.mark.parametrize(("count", "stages"), [(1, 1), (1, 3), (5, 2), (7, 4)])
-def test_chunks_of_one_prompt_take_their_number_and_the_other_stages_in_chunk_times(
-    count: int, stages: int
-) -> None:
+def test_chunks_of_one_prompt_overlap_across_stages(count: int, stages: int) -> None:
     outcome = run(Script(chunks(count), stages), [1.0] * stages)
     assert outcome.sequences[1].tokens_s == (count + stages - 1,)
 
 
-def test_chunks_one_by_one_take_every_stages_time() -> None:
+def test_chunks_sent_one_by_one_do_not_overlap() -> None:
     outcome = run(Script(chunks(5), 3, one_by_one=True), [1.0] * 3)
     assert outcome.sequences[1].first_token_s == 15.0
     assert [stage.utilisation(0.0, 15.0) for stage in outcome.stages] == [pytest.approx(1 / 3)] * 3
     assert [bubble.length_s for bubble in outcome.stages[1].bubbles()] == [2.0] * 4
 
 
-def test_the_first_stage_waits_for_the_token_and_later_ones_for_the_activations() -> None:
+def test_the_first_stage_waits_for_tokens_and_later_ones_for_activations() -> None:
     outcome = run(Script(decodes(2), 2), [1.0, 2.0], hop_s=0.25)
     assert outcome.stages[0].work == (Work(1, 0.0, 1.0), Work(2, 3.5, 4.5))
     assert outcome.stages[1].work == (Work(1, 1.25, 3.25), Work(2, 4.75, 6.75))
 
 
-def test_on_one_stage_no_token_makes_a_hop() -> None:
+def test_tokens_of_a_single_stage_make_no_hop() -> None:
     assert run(Script(decodes(3), 1), [1.0], hop_s=9.0).sequences[1].end_s == 3.0
 
 
-def test_waiting_for_the_head_costs_its_round_trip() -> None:
+def test_waiting_for_the_head_costs_a_round_trip() -> None:
     waits = run(Script(decodes(3), 1, one_by_one=True), [1.0], head_s=0.5)
     assert waits.sequences[1].tokens_s == (2.0, 4.0, 6.0)
     ahead = run(Script(decodes(3), 1), [1.0], head_s=0.5)
     assert ahead.sequences[1].tokens_s == (2.0, 3.0, 4.0)
 
 
-def test_the_head_does_one_thing_at_a_time() -> None:
+def test_the_head_handles_one_event_at_a_time() -> None:
     maker = Script(chunks(3), 1)
     run(maker, [1.0], head_event_s=1.5)
-    # It begins at 1.5; answers reach it at 2.5, 3.5 and 4.5.
+    # The first step starts at 1.5; answers reach the head at 2.5, 3.5 and 4.5.
     assert [at for at, _ in maker.answered] == [4.0, 5.5, 7.0]
 
 
-def test_every_stage_answers_every_step_with_what_it_took() -> None:
+def test_every_stage_answers_every_step_with_its_compute_time() -> None:
     maker = Script(chunks(2), 2)
     run(maker, [1.0, 3.0], head_s=0.5)
-    found = [(at, done.step, done.stage, done.timings.compute_us) for at, done in maker.answered]
-    assert found == [(2.0, 1, 0, 1e6), (3.0, 2, 0, 1e6), (5.0, 1, 1, 3e6), (8.0, 2, 1, 3e6)]
+    answers = [(at, done.step, done.stage, done.timings.compute_us) for at, done in maker.answered]
+    assert answers == [(2.0, 1, 0, 1e6), (3.0, 2, 0, 1e6), (5.0, 1, 1, 3e6), (8.0, 2, 1, 3e6)]
     assert [len(done.results) for _, done in maker.answered] == [0, 0, 1, 1]
     assert maker.answered[-1][1].timings.started_us == 4_500_000
 
 
-def test_operations_alone_wait_for_no_activations_and_make_no_bubble() -> None:
+def test_operations_without_rows_wait_for_no_activations_and_make_no_bubble() -> None:
     step = step_pb2.Step(step=1, operations=[step_pb2.CacheOperation(reset=step_pb2.Reset())])
     maker = Script([step], 2)
     outcome = run(maker, [1.0, 1.0], hop_s=9.0, head_s=0.5)
@@ -162,7 +162,7 @@ def test_operations_alone_wait_for_no_activations_and_make_no_bubble() -> None:
 
 
 @pytest.mark.parametrize(("draft", "tokens"), [([], 1), ([6, 7, 8], 4), ([6, 9, 8], 2), ([9], 1)])
-def test_draft_tokens_are_accepted_as_far_as_the_model_says_the_same(draft: list[int], tokens: int) -> None:
+def test_draft_tokens_are_accepted_up_to_the_first_difference(draft: list[int], tokens: int) -> None:
     row = step_pb2.Row(
         sequence=1, start=5, token=5, draft=draft, wants=[Want(where=Want.ALL, what=Want.TOKEN)]
     )
@@ -174,7 +174,7 @@ def test_draft_tokens_are_accepted_as_far_as_the_model_says_the_same(draft: list
     assert outcome.sequences[1].tokens_s == (1.0,) * tokens
 
 
-def test_who_makes_the_steps_may_say_which_tokens_count() -> None:
+def test_a_step_maker_can_choose_which_tokens_count() -> None:
     simulation = Simulation(
         Script(decodes(3), 1), Times(every_step(1.0)), 1, taken=lambda _answer: [(7, 2), (8, 0)]
     )
@@ -184,7 +184,7 @@ def test_who_makes_the_steps_may_say_which_tokens_count() -> None:
     }
 
 
-def test_arrivals_happen_in_their_order_and_are_told_the_time() -> None:
+def test_arrivals_occur_in_order_and_get_the_time() -> None:
     seen: list[tuple[str, float]] = []
     simulation = Simulation(Script([], 1), Times(every_step(1.0)), 1)
     simulation.run(
@@ -202,8 +202,8 @@ def test_arrivals_happen_in_their_order_and_are_told_the_time() -> None:
 # ---- by property
 
 
-class Watched:
-    """A step maker, and what went out and came back."""
+class RecordingMaker:
+    """Step maker that records the steps it sends and their answers."""
 
     def __init__(self, maker: ClosedLoop) -> None:
         self._maker = maker
@@ -230,7 +230,7 @@ class Watched:
     st.sampled_from([0.0, 0.03]),
 )
 @MANY
-def test_no_stage_does_two_things_at_once_or_anything_before_its_time(
+def test_no_stage_overlaps_steps_or_starts_one_early(
     stage_s: list[float],
     groups: list[int],
     steps_ahead: int,
@@ -239,7 +239,7 @@ def test_no_stage_does_two_things_at_once_or_anything_before_its_time(
     head_s: float,
     head_event_s: float,
 ) -> None:
-    maker = Watched(ClosedLoop(len(stage_s), groups, steps_ahead=steps_ahead, load=load))
+    maker = RecordingMaker(ClosedLoop(len(stage_s), groups, steps_ahead=steps_ahead, load=load))
     outcome = run(maker, stage_s, until_s=15.0, hop_s=hop_s, head_s=head_s, head_event_s=head_event_s)
     assert outcome.most_in_flight <= len(groups) * steps_ahead + len(stage_s) + 1
     ends: dict[tuple[int, int], float] = {}
@@ -260,7 +260,7 @@ def test_no_stage_does_two_things_at_once_or_anything_before_its_time(
 
 @given(STAGES, st.lists(st.integers(1, 3), min_size=1, max_size=4), LOADS)
 @MANY
-def test_every_run_is_the_same(stage_s: list[float], groups: list[int], load: Load) -> None:
+def test_runs_are_deterministic(stage_s: list[float], groups: list[int], load: Load) -> None:
     def once() -> Outcome:
         loop = ClosedLoop(len(stage_s), groups, load=load)
         return run(loop, stage_s, until_s=10.0, hop_s=0.01, head_s=0.01, head_event_s=0.001)

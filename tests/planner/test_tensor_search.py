@@ -1,4 +1,4 @@
-"""Machines that compute layers together: what a rank takes, which way is best, and when it is taken."""
+"""Machines that compute layers together: costs of ranks, the best division, and the choice of sharing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from mlx_ring.planner.tensor_groups import SharedModel, alone, fitting_group, gr
 from mlx_ring.planner.tensor_search import SharedLayers, cost
 from mlx_ring.rpc.link_profile import UNREACHABLE, LinkProfile
 
-QUICK, SLOW = LinkProfile(20e-6, 5e9), LinkProfile(0.5e-3, 1.1e8)
+FAST, SLOW = LinkProfile(20e-6, 5e9), LinkProfile(0.5e-3, 1.1e8)
 SMALL = Demand(context_tokens=1024, sequences=1)
 PAIR = (node_of("a"), node_of("b"))
 
@@ -38,13 +38,13 @@ def plan_request(**options: Any) -> PlanRequest:
     return PlanRequest(**given_options)
 
 
-def weight(plan: Plan, asked: PlanRequest) -> float:
-    return cost(asked, plan.prediction)
+def cost_of(plan: Plan, request: PlanRequest) -> float:
+    return cost(request, plan.prediction)
 
 
-def test_a_large_dense_model_is_shared_over_quick_links_and_not_over_slow_ones() -> None:
+def test_a_large_dense_model_is_shared_over_fast_links_and_not_over_slow_ones() -> None:
     model = shared_model(40)
-    together = place(model, trusting(*PAIR, link=QUICK), plan_request())
+    together = place(model, trusting(*PAIR, link=FAST), plan_request())
     assert together.kind == "tensor"
     assert [(rank.node, rank.share) for rank in together.stages[0].ranks] == [("a", 0.5), ("b", 0.5)]
     assert together.remarks[0].startswith("a+b compute every layer together: ")
@@ -54,23 +54,23 @@ def test_a_large_dense_model_is_shared_over_quick_links_and_not_over_slow_ones()
     assert apart.remarks[-1].startswith("If a+b computed every layer together, it would be ")
 
 
-def test_without_a_trusted_interface_nothing_is_shared_and_the_plan_says_what_is_missed() -> None:
-    plan = place(shared_model(40), cluster_of(*PAIR, link=QUICK), plan_request())
+def test_without_a_trusted_interface_nothing_is_shared_and_the_plan_says_so() -> None:
+    plan = place(shared_model(40), cluster_of(*PAIR, link=FAST), plan_request())
     assert plan.kind == "single"
     assert plan.remarks[-1].endswith("no interface between these machines is trusted.")
     slow = place(shared_model(40), cluster_of(*PAIR, link=SLOW), plan_request())
     assert not any("trusted" in remark for remark in slow.remarks)
 
 
-def test_a_model_that_cannot_be_split_is_not_and_the_plan_says_so() -> None:
+def test_a_model_that_cannot_be_split_is_not_shared_and_the_plan_says_so() -> None:
     model = replace(shared_model(40), shared=None)
-    plan = place(model, trusting(*PAIR, link=QUICK), plan_request())
+    plan = place(model, trusting(*PAIR, link=FAST), plan_request())
     assert plan.kind == "single"
     assert plan.remarks[-1].endswith("but the model's layers cannot be split.")
 
 
-def test_what_cannot_be_served_is_not_planned_and_the_plan_says_so() -> None:
-    plan = place(shared_model(40), trusting(*PAIR, link=QUICK), plan_request(allows_tensor=False))
+def test_sharing_that_cannot_be_served_is_not_planned_and_the_plan_says_so() -> None:
+    plan = place(shared_model(40), trusting(*PAIR, link=FAST), plan_request(allows_tensor=False))
     assert plan.kind == "single"
     assert "leaves a process no group" in plan.remarks[-1]
 
@@ -85,16 +85,16 @@ def test_what_cannot_be_served_is_not_planned_and_the_plan_says_so() -> None:
         (PAIR, {}, {"strategy": "tensor", "demand": Demand(32_768, 4000)}, "does not fit into the 32.0 GB"),
     ],
 )
-def test_a_strategy_that_allows_tensor_is_refused_where_it_cannot_be(
+def test_an_impossible_tensor_or_hybrid_strategy_is_refused(
     nodes: tuple[NodeProfile, ...], changes: dict[str, Any], options: dict[str, Any], sentence: str
 ) -> None:
     model = replace(shared_model(), **changes)
     with pytest.raises(PlanError, match=sentence):
-        place(model, trusting(*nodes, link=QUICK), plan_request(**options))
+        place(model, trusting(*nodes, link=FAST), plan_request(**options))
 
 
 def test_the_strategy_tensor_names_machines_without_a_trusted_interface_between_them() -> None:
-    cluster = trusting(*PAIR, link=QUICK)
+    cluster = trusting(*PAIR, link=FAST)
     cluster = replace(cluster, nodes=(*cluster.nodes, node_of("c")))
     with pytest.raises(PlanError, match="cannot be had with a and c: "):
         place(shared_model(), cluster, plan_request(strategy="tensor"))
@@ -102,34 +102,34 @@ def test_the_strategy_tensor_names_machines_without_a_trusted_interface_between_
     assert sorted([rank.node for rank in stage.ranks] for stage in hybrid.stages) == [["a", "b"], ["c"]]
 
 
-def test_shares_go_by_speed_and_no_further_than_memory() -> None:
+def test_shares_follow_speed_within_the_memory() -> None:
     model = shared_model(40)
-    slow, quick = node_of("slow", gb_s=100), node_of("quick", gb_s=300)
-    plan = place(model, trusting(slow, quick, link=QUICK), plan_request(strategy="tensor"))
+    slow, fast = node_of("slow", gb_s=100), node_of("fast", gb_s=300)
+    plan = place(model, trusting(slow, fast, link=FAST), plan_request(strategy="tensor"))
     assert [rank.share for rank in plan.stages[0].ranks] == pytest.approx([0.25, 0.75], abs=0.02)
-    full = replace(quick, memory_bytes=3 * 10**9)
-    less = place(model, trusting(slow, full, link=QUICK), plan_request(strategy="tensor"))
-    held = less.stages[0].ranks[1]
-    assert held.memory_bytes <= held.usable_bytes
-    assert 0.2 < held.share < 0.4
+    small = replace(fast, memory_bytes=3 * 10**9)
+    less = place(model, trusting(slow, small, link=FAST), plan_request(strategy="tensor"))
+    limited = less.stages[0].ranks[1]
+    assert limited.memory_bytes <= limited.usable_bytes
+    assert 0.2 < limited.share < 0.4
 
 
 @given(
     NODES,
     st.sampled_from(["auto", "tensor", "hybrid"]),
     st.sampled_from(["latency", "throughput"]),
-    st.sampled_from([QUICK, LinkProfile(0.2e-3, 1e9), SLOW]),
+    st.sampled_from([FAST, LinkProfile(0.2e-3, 1e9), SLOW]),
     st.integers(1, 8),
     st.integers(256, 32_768),
 )
 @examples(0.6)
-def test_no_rank_has_more_than_its_memory_and_shares_are_such_as_can_be_made(
+def test_no_rank_exceeds_its_memory_and_every_share_is_possible(
     nodes: list[NodeProfile], strategy: Any, objective: Any, link: LinkProfile, sequences: int, context: int
 ) -> None:
     model = shared_model(12)
-    asked = plan_request(strategy=strategy, objective=objective, demand=Demand(context, sequences))
+    request = plan_request(strategy=strategy, objective=objective, demand=Demand(context, sequences))
     try:
-        plan = place(model, trusting(*nodes, link=link), asked)
+        plan = place(model, trusting(*nodes, link=link), request)
     except PlanError:
         reject()
     ranks = [rank for stage in plan.stages for rank in stage.ranks]
@@ -144,7 +144,7 @@ def test_no_rank_has_more_than_its_memory_and_shares_are_such_as_can_be_made(
         assert sum(rank.share for rank in stage.ranks) == pytest.approx(1)
         if stage.is_shared:
             share_out(model.shared, [rank.share for rank in stage.ranks])
-        # Norms are whole on each rank, and numbers of bytes are rounded.
+        # Each rank holds whole norms, and numbers of bytes are rounded.
         whole = sum(model.layers[layer].weight_bytes for layer in range(stage.layers.start, stage.layers.end))
         assert sum(rank.weight_bytes for rank in stage.ranks) >= whole - 8 * len(model.layers)
 
@@ -152,29 +152,29 @@ def test_no_rank_has_more_than_its_memory_and_shares_are_such_as_can_be_made(
 @given(
     NODES,
     st.sampled_from(["latency", "throughput"]),
-    st.sampled_from([QUICK, LinkProfile(0.2e-3, 1e9), SLOW]),
+    st.sampled_from([FAST, LinkProfile(0.2e-3, 1e9), SLOW]),
 )
 @examples(0.3)
 def test_auto_is_no_worse_than_any_candidate(
     nodes: list[NodeProfile], objective: Any, link: LinkProfile
 ) -> None:
     model, cluster = shared_model(12), trusting(*nodes, link=link)
-    asked = plan_request(objective=objective, demand=Demand(2048, 4))
+    request = plan_request(objective=objective, demand=Demand(2048, 4))
     try:
-        best = weight(place(model, cluster, asked), asked)
+        best = cost_of(place(model, cluster, request), request)
     except PlanError:
         best = float("inf")
     others: list[dict[str, Any]] = [{"allows_tensor": False}, {"strategy": "tensor"}, {"strategy": "hybrid"}]
     for changes in others:
         try:
-            other = weight(place(model, cluster, replace(asked, **changes)), asked)
+            other = cost_of(place(model, cluster, replace(request, **changes)), request)
         except PlanError:
             continue
         assert best <= other * (1 + 1e-9)
 
 
 def divisions(places: tuple[int, ...]) -> Iterator[list[tuple[int, ...]]]:
-    """Every way to have some of the machines, one or more in each stage, in every order."""
+    """Yield every division of some of the machines into stages, in every order."""
     yield []
     for size in range(1, len(places) + 1):
         for first in combinations(places, size):
@@ -183,10 +183,10 @@ def divisions(places: tuple[int, ...]) -> Iterator[list[tuple[int, ...]]]:
                 yield [first, *others]
 
 
-def told_in_full(
+def answer_cost(
     shared: SharedModel, cluster: ClusterProfile, division: list[tuple[int, ...]], ends: tuple[int, ...]
 ) -> float:
-    """Seconds of an answer with these stages, or infinity."""
+    """Return the seconds of an answer with these stages, or infinity."""
     rings, stages = Rings(cluster, 8192), list[GroupStage]()
     for members, first, end in zip(division, ends, ends[1:], strict=False):
         nodes = [cluster.nodes[place] for place in members]
@@ -204,8 +204,8 @@ def told_in_full(
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_tiny_clusters_get_the_best_of_all_ways(seed: int) -> None:
-    """Three machines, four layers: every division, order and cut."""
+def test_tiny_clusters_get_the_best_of_all_divisions(seed: int) -> None:
+    """Compare with every division, order and cut of three machines and four layers."""
     model, layers = shared_model(4), 4
     speeds = [(60, 200, 90), (100, 100, 100), (50, 400, 400), (300, 80, 120), (90, 90, 500), (200, 210, 20)]
     room = [(4, 4, 4), (0.7, 0.7, 0.7), (0.6, 0.6, 4), (0.5, 0.6, 0.9), (2, 0.7, 0.5), (0.6, 0.7, 4)]
@@ -217,25 +217,25 @@ def test_tiny_clusters_get_the_best_of_all_ways(seed: int) -> None:
     cluster = trusting(*nodes, link=link)
     shared = SharedModel(model, SMALL, model.shared)
     best = min(
-        told_in_full(shared, cluster, division, (0, *inner, layers))
+        answer_cost(shared, cluster, division, (0, *inner, layers))
         for division in divisions((0, 1, 2))
         if division
         for inner in combinations(range(1, layers), len(division) - 1)
     )
-    asked = plan_request(prompt_tokens=1)
-    assert weight(place(model, cluster, asked), asked) <= best * 1.01
+    request = plan_request(prompt_tokens=1)
+    assert cost_of(place(model, cluster, request), request) <= best * 1.01
 
 
-def test_hybrid_finds_the_two_pairs_that_have_a_quick_link() -> None:
+def test_hybrid_finds_the_two_pairs_with_a_fast_link() -> None:
     nodes = [node_of(name, 4) for name in "abcd"]
-    links = {frozenset("ac"): replace(QUICK, trusted=True), frozenset("bd"): replace(QUICK, trusted=True)}
+    links = {frozenset("ac"): replace(FAST, trusted=True), frozenset("bd"): replace(FAST, trusted=True)}
     cluster = replace(cluster_of(*nodes, link=SLOW), links=links)
     plan = place(shared_model(40, layer_bytes=250_000_000), cluster, plan_request())
     assert plan.kind == "hybrid"
     assert sorted([rank.node for rank in stage.ranks] for stage in plan.stages) == [["a", "c"], ["b", "d"]]
 
 
-def test_a_rank_that_has_everything_takes_what_a_stage_does() -> None:
+def test_a_rank_with_whole_layers_costs_as_much_as_a_stage() -> None:
     model, node = shared_model(12), node_of("a")
     tables = StageTables(model, SMALL)
     whole = alone(SharedModel(model, SMALL, model.shared), node)
@@ -251,25 +251,25 @@ def test_a_rank_that_has_everything_takes_what_a_stage_does() -> None:
         )
 
 
-def test_a_pipeline_without_sharing_is_told_as_plans_tell_it() -> None:
-    model, cluster = model_of(28), cluster_of(node_of("a"), node_of("b", gb_s=300), link=QUICK)
-    asked = plan_request(strategy="balanced", demand=Demand(2048, 4))
-    plan = place(model, cluster, asked)
-    shared = SharedModel(model, asked.demand, None)
+def test_a_pipeline_without_sharing_is_predicted_like_a_plan() -> None:
+    model, cluster = model_of(28), cluster_of(node_of("a"), node_of("b", gb_s=300), link=FAST)
+    request = plan_request(strategy="balanced", demand=Demand(2048, 4))
+    plan = place(model, cluster, request)
+    shared = SharedModel(model, request.demand, None)
     stages = [
         GroupStage(alone(shared, node), stage.layers)
         for node, stage in zip(cluster.nodes, plan.stages, strict=True)
     ]
-    told = GroupPipeline(cluster, stages).prediction(asked.prompt_tokens)
-    assert told.token_s == pytest.approx(plan.prediction.token_s)
-    assert told.tokens_per_s == pytest.approx(plan.prediction.tokens_per_s)
-    assert told.first_token_s == pytest.approx(plan.prediction.first_token_s)
+    prediction = GroupPipeline(cluster, stages).prediction(request.prompt_tokens)
+    assert prediction.token_s == pytest.approx(plan.prediction.token_s)
+    assert prediction.tokens_per_s == pytest.approx(plan.prediction.tokens_per_s)
+    assert prediction.first_token_s == pytest.approx(plan.prediction.first_token_s)
 
 
-def test_ranks_hold_their_heads_and_rows_and_all_of_what_is_whole() -> None:
+def test_ranks_hold_their_share_of_heads_and_rows_and_whole_norms() -> None:
     model = shared_model(12)
     shared = SharedModel(model, Demand(1000, 1), model.shared)
-    ring = Rings(trusting(*PAIR, link=QUICK), 8192).among((0, 1))
+    ring = Rings(trusting(*PAIR, link=FAST), 8192).among((0, 1))
     assert ring is not None
     three, one = group_of(shared, PAIR, (0.75, 0.25), ring).members
     assert three.costs.kv_bytes(0, 12) == 3 * one.costs.kv_bytes(0, 12)
@@ -282,26 +282,26 @@ def test_ranks_hold_their_heads_and_rows_and_all_of_what_is_whole() -> None:
     assert embedding_and_head == pytest.approx(model.embedding_bytes + model.head_bytes / 4, rel=0.01)
 
 
-def test_replicas_and_sharing_are_weighed_by_the_tokens_of_all() -> None:
-    model, cluster = shared_model(12), trusting(*PAIR, link=QUICK)
-    asked = plan_request(objective="throughput", demand=Demand(1024, 2))
+def test_replicas_and_sharing_are_compared_by_total_throughput() -> None:
+    model, cluster = shared_model(12), trusting(*PAIR, link=FAST)
+    request = plan_request(objective="throughput", demand=Demand(1024, 2))
 
     def speed(count: int | None) -> float:
-        return sum(plan.prediction.tokens_per_s for plan in place_replicas(model, cluster, asked, count))
+        return sum(plan.prediction.tokens_per_s for plan in place_replicas(model, cluster, request, count))
 
     assert speed(None) * 1.02 >= max(speed(1), speed(2))
 
 
-def test_what_fits_only_where_layers_are_shared_is_planned_without_replicas() -> None:
+def test_a_model_that_fits_only_with_shared_layers_has_one_replica() -> None:
     model = shared_model(1, layer_bytes=6_000_000_000)
-    cluster = trusting(node_of("a", 5), node_of("b", 5), link=QUICK)
-    asked = plan_request(objective="throughput", demand=Demand(1024, 2))
-    (plan,) = place_replicas(model, cluster, asked, None)
+    cluster = trusting(node_of("a", 5), node_of("b", 5), link=FAST)
+    request = plan_request(objective="throughput", demand=Demand(1024, 2))
+    (plan,) = place_replicas(model, cluster, request, None)
     assert plan.kind == "tensor"
 
 
-def test_no_group_has_machines_that_do_not_reach_each_other() -> None:
-    cluster = replace(trusting(*PAIR, link=QUICK), links={frozenset("ab"): UNREACHABLE})
+def test_no_group_has_machines_that_cannot_reach_each_other() -> None:
+    cluster = replace(trusting(*PAIR, link=FAST), links={frozenset("ab"): UNREACHABLE})
     search = SharedLayers(shared_model(), cluster, PlanRequest(SMALL))
     assert not search.is_possible
     assert search.tensor() is None
