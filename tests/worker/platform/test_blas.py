@@ -270,7 +270,7 @@ def test_products_with_the_kernels_of_each_processor(
 
 @pytest.fixture
 def not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hide that the fast BLAS is installed in this process, for the suite's own products."""
+    """Hide that the fast BLAS is installed in this process, as the suite's own products need it."""
     monkeypatch.setattr(install, "_installed", None)
 
 
