@@ -1,4 +1,4 @@
-"""A hub with one repository, `someone/tiny`, on loopback; and a program of its own that asks it."""
+"""Hub with one repository, `someone/tiny`, on loopback, and a program that fetches from it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ COMMIT = "a" * 40
 
 
 class FakeHub(BaseHTTPRequestHandler):
-    """One repository, `someone/tiny`, as the hub answers for it; every path asked for is kept."""
+    """Hub with the repository `someone/tiny`; it records every requested path."""
 
-    def __init__(self, files: dict[str, bytes], asked: list[str], *arguments: object) -> None:
-        self.files, self.asked = files, asked
+    def __init__(self, files: dict[str, bytes], requested: list[str], *arguments: object) -> None:
+        self.files, self.requested = files, requested
         super().__init__(*arguments)  # pyright: ignore[reportArgumentType] - the server's own three
 
     def do_GET(self) -> None:
@@ -33,7 +33,7 @@ class FakeHub(BaseHTTPRequestHandler):
 
     def answer(self, *, with_body: bool) -> None:
         path = self.path.split("?", maxsplit=1)[0]
-        self.asked.append(path)
+        self.requested.append(path)
         if path.startswith("/api/models/someone/tiny"):
             siblings = [{"rfilename": name, "size": len(data)} for name, data in self.files.items()]
             tree = [
@@ -64,15 +64,18 @@ class FakeHub(BaseHTTPRequestHandler):
 
 @contextmanager
 def running_hub(model: Path, kind: type[FakeHub] = FakeHub) -> Generator[tuple[str, list[str]]]:
-    """A hub's address, and what it was asked for. Its repository also holds what must never be fetched."""
+    """Run a hub; yield its address and the requested paths.
+
+    Its repository also has files that must never be fetched.
+    """
     files = {path.name: path.read_bytes() for path in model.iterdir()}
     files |= {"modeling_tiny.py": b"raise SystemExit", "pytorch_model.bin": b"pickle", "README.md": b"#"}
-    asked: list[str] = []
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(kind, files, asked))
+    requested: list[str] = []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(kind, files, requested))
     thread = Thread(target=server.serve_forever)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_port}", asked
+        yield f"http://127.0.0.1:{server.server_port}", requested
     finally:
         server.shutdown()
         thread.join()
@@ -80,7 +83,7 @@ def running_hub(model: Path, kind: type[FakeHub] = FakeHub) -> Generator[tuple[s
 
 
 def find_elsewhere(name: str, endpoint: str, home: Path) -> subprocess.CompletedProcess[str]:
-    """`find_model` in a process of its own: the hub's client reads its address once."""
+    """Run `find_model` in a process of its own, because the hub's client reads its address once."""
     code = "import sys; from mlx_ring.models.model_source import find_model; print(find_model(sys.argv[1]).folder.path)"
     return subprocess.run(
         [sys.executable, "-c", code, name],

@@ -1,4 +1,4 @@
-"""The text of a join token: what goes in comes out, and a slip of the hand is noticed."""
+"""Text of a join token: it can be read back, and typing errors are noticed."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ tokens = st.builds(
 
 
 @given(tokens)
-def test_a_token_comes_back_from_its_text(token: JoinToken) -> None:
+def test_a_token_is_restored_from_its_text(token: JoinToken) -> None:
     assert parse_token(str(token)) == token
 
 
 @given(tokens)
-def test_the_text_is_one_word_of_small_letters_and_digits(token: JoinToken) -> None:
+def test_the_text_has_only_lowercase_letters_and_digits(token: JoinToken) -> None:
     text = str(token)
     assert text.isalnum()
     assert text.isascii()
@@ -43,7 +43,7 @@ def test_one_changed_character_is_noticed(token: JoinToken, data: st.DataObject)
 
 
 @given(tokens, st.data())
-def test_two_neighbours_that_changed_places_are_noticed(token: JoinToken, data: st.DataObject) -> None:
+def test_two_swapped_neighbours_are_noticed(token: JoinToken, data: st.DataObject) -> None:
     text = str(token)
     place = data.draw(st.integers(0, len(text) - 2))
     assume(text[place] != text[place + 1])
@@ -52,23 +52,23 @@ def test_two_neighbours_that_changed_places_are_noticed(token: JoinToken, data: 
 
 
 @given(tokens, st.integers(0, 103))
-def test_a_part_of_a_token_is_no_token(token: JoinToken, length: int) -> None:
+def test_a_truncated_token_is_refused(token: JoinToken, length: int) -> None:
     with pytest.raises(TokenRefused):
         parse_token(str(token)[:length])
 
 
 @given(st.text())
-def test_any_other_text_is_refused_in_one_sentence(text: str) -> None:
+def test_any_other_text_is_refused_as_an_invalid_token(text: str) -> None:
     with pytest.raises(TokenRefused, match="join token"):
         parse_token(text)
 
 
 @given(tokens, st.integers(1, 103))
-def test_line_breaks_of_a_terminal_do_no_harm(token: JoinToken, place: int) -> None:
+def test_line_breaks_of_a_terminal_are_ignored(token: JoinToken, place: int) -> None:
     text = str(token)
     assert parse_token(f" {text[:place]}\r\n  {text[place:]}\n") == token
 
 
 @given(tokens)
-def test_the_secret_is_not_in_what_a_log_would_show(token: JoinToken) -> None:
+def test_the_secret_is_not_in_the_repr_of_a_token(token: JoinToken) -> None:
     assert "secret" not in repr(token)

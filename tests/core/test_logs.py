@@ -1,8 +1,9 @@
-"""Log lines, each in a process of its own: logging belongs to a whole process."""
+"""Log lines, each in a process of its own, because logging belongs to a whole process; the log buffer."""
 
 from __future__ import annotations
 
 import json
+import logging
 import re
 import subprocess
 import sys
@@ -12,7 +13,14 @@ from typing import Any
 import pytest
 
 from mlx_ring.core.environment import inherited_environment
-from mlx_ring.core.logs import is_tagged
+from mlx_ring.core.logs import (
+    BUFFERED_LINES,
+    LONGEST_BUFFERED_LINE,
+    LogBuffer,
+    LogFormat,
+    is_tagged,
+    make_formatter,
+)
 
 TAG = re.compile(
     r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3} (DEBUG|INFO|WARNING|ERROR|CRITICAL) "
@@ -36,7 +44,7 @@ def run(code: str, log_dir: Path) -> subprocess.CompletedProcess[str]:
 
 
 def lines_of(code: str, log_dir: Path, *, before: str = "") -> list[str]:
-    """Return what such a process writes to stderr; its file must have the same."""
+    """Return the lines of such a process on stderr; check that its file has the same."""
     done = run(before + CONFIGURE + code, log_dir)
     lines = done.stderr.splitlines()
     file = log_dir / "worker-1-0.log"
@@ -57,7 +65,7 @@ def test_a_line_carries_node_process_rank_and_epoch(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize(
-    ("name", "bring_in"),
+    ("name", "import_code"),
     [
         ("uvicorn.access", "import uvicorn.config; "),
         ("transformers", "import transformers.utils.logging as t; t.get_logger('transformers'); "),
@@ -66,18 +74,20 @@ def test_a_line_carries_node_process_rank_and_epoch(tmp_path: Path) -> None:
         ("httpx", "import httpx; "),
     ],
 )
-def test_third_party_loggers_take_the_same_way_whenever_they_were_made(
-    name: str, bring_in: str, when: str, tmp_path: Path
+def test_lines_of_third_party_loggers_carry_the_tag_whenever_they_were_made(
+    name: str, import_code: str, when: str, tmp_path: Path
 ) -> None:
     code = f"logging.getLogger({name!r}).warning('theirs')"
     (line,) = (
-        lines_of(code, tmp_path, before=bring_in) if when == "before" else lines_of(bring_in + code, tmp_path)
+        lines_of(code, tmp_path, before=import_code)
+        if when == "before"
+        else lines_of(import_code + code, tmp_path)
     )
     assert TAG.match(line)
     assert line.endswith(f"{name}: theirs")
 
 
-def test_a_handler_that_a_library_attaches_later_writes_nothing_of_its_own(tmp_path: Path) -> None:
+def test_a_handler_attached_later_by_a_library_writes_nothing(tmp_path: Path) -> None:
     code = (
         "theirs = logging.getLogger('theirs'); theirs.addHandler(logging.StreamHandler()); "
         "theirs.propagate = False; theirs.warning('once')"
@@ -85,7 +95,7 @@ def test_a_handler_that_a_library_attaches_later_writes_nothing_of_its_own(tmp_p
     assert len(lines_of(code, tmp_path)) == 1
 
 
-def test_warnings_are_lines_of_the_log(tmp_path: Path) -> None:
+def test_warnings_are_logged(tmp_path: Path) -> None:
     lines = lines_of("warnings.warn('careful')", tmp_path)
     assert lines
     assert all(TAG.match(line) for line in lines)
@@ -106,18 +116,18 @@ def test_each_line_of_a_traceback_carries_the_tag(code: str, tmp_path: Path) -> 
     assert all(TAG.match(line) for line in lines)
 
 
-def test_below_the_level_nothing_is_written(tmp_path: Path) -> None:
+def test_records_below_the_level_are_not_written(tmp_path: Path) -> None:
     assert lines_of("logging.debug('no'); logging.getLogger('httpx').info('no')", tmp_path) == []
 
 
 def test_a_log_folder_that_cannot_be_made_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    lines = lines_of("logging.info('goes on')", tmp_path / "file" / "logs")
+    lines = lines_of("logging.info('continues')", tmp_path / "file" / "logs")
     assert "cannot be written" in lines[0]
-    assert lines[1].endswith("goes on")
+    assert lines[1].endswith("continues")
 
 
-def test_what_grpc_cannot_read_of_a_peer_is_one_line(tmp_path: Path) -> None:
+def test_a_message_that_grpc_cannot_decode_is_one_line(tmp_path: Path) -> None:
     code = (
         "class DecodeError(Exception): pass\n"
         "log = logging.getLogger('grpc._common')\n"
@@ -131,7 +141,7 @@ def test_what_grpc_cannot_read_of_a_peer_is_one_line(tmp_path: Path) -> None:
     assert any("Traceback" in line for line in others)
 
 
-def test_what_is_said_before_there_is_a_log_is_shown_at_once_and_stands_in_the_log(tmp_path: Path) -> None:
+def test_early_records_are_shown_at_once_and_written_to_the_log_later(tmp_path: Path) -> None:
     early = (
         "import logging; from mlx_ring.core.logs import keep_early_records; keep_early_records(); "
         "logging.getLogger('a').warning('early'); "
@@ -151,7 +161,7 @@ def test_what_is_said_before_there_is_a_log_is_shown_at_once_and_stands_in_the_l
 QUIET = CONFIGURE.replace("log_dir=", "to_stderr=False, log_dir=")
 
 
-def test_where_stderr_is_kept_clear_the_file_has_all_and_stderr_what_the_process_dies_of(
+def test_without_stderr_the_file_has_all_lines_and_stderr_only_the_final_error(
     tmp_path: Path,
 ) -> None:
     code = (
@@ -169,7 +179,7 @@ def test_where_stderr_is_kept_clear_the_file_has_all_and_stderr_what_the_process
     assert "ValueError: the end" in lines
 
 
-def test_stderr_has_all_where_there_is_no_file_to_write(tmp_path: Path) -> None:
+def test_stderr_has_all_lines_if_the_file_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     done = run(QUIET + "logging.getLogger('a').info('once')", tmp_path / "file")
     assert "lines go to stderr alone" in done.stderr
@@ -181,16 +191,16 @@ FIELDS = {"time", "level", "logger", "message", "node", "process", "stage", "ran
 
 
 def objects_of(code: str, log_dir: Path) -> list[dict[str, Any]]:
-    """Return what such a process writes to stderr, every line an object; its file must have the same."""
+    """Return the JSON objects of such a process on stderr; check that its file has the same lines."""
     done = run(JSON + code, log_dir)
     lines = done.stderr.splitlines()
     assert (log_dir / "worker-1-0.log").read_text().splitlines() == lines
-    told = [json.loads(line) for line in lines]
-    assert all(set(each) >= FIELDS for each in told)
-    return told
+    objects = [json.loads(line) for line in lines]
+    assert all(set(each) >= FIELDS for each in objects)
+    return objects
 
 
-def test_as_json_every_line_is_an_object_whoever_writes_it(tmp_path: Path) -> None:
+def test_json_lines_of_every_logger_are_objects(tmp_path: Path) -> None:
     code = (
         "import uvicorn.config, grpc\n"
         "log = logging.getLogger('a.b')\n"
@@ -211,23 +221,71 @@ def test_as_json_every_line_is_an_object_whoever_writes_it(tmp_path: Path) -> No
         assert failed["exception"].splitlines()[-1] == "ZeroDivisionError: division by zero"
 
 
-def test_as_json_a_line_names_the_request_and_the_trace_that_it_belongs_to(tmp_path: Path) -> None:
+def test_a_json_line_names_its_request_and_trace(tmp_path: Path) -> None:
     code = (
         "from mlx_ring.core.traces import REQUEST_ID, TRACEPARENT\n"
         "logging.info('before'); REQUEST_ID.set('req_1'); logging.info('in it')\n"
         "TRACEPARENT.set('00-abc-def-01')\n"
         "logging.info('another', extra={'request_id': 'req_2'})\n"
     )
-    told = objects_of(code, tmp_path)
-    assert [each.get("request_id") for each in told] == [None, "req_1", "req_2"]
-    assert [each.get("trace_id") for each in told] == [None, None, "abc"]
+    objects = objects_of(code, tmp_path)
+    assert [each.get("request_id") for each in objects] == [None, "req_1", "req_2"]
+    assert [each.get("trace_id") for each in objects] == [None, None, "abc"]
 
 
-def test_a_child_s_json_line_passes_as_it_is_and_what_is_none_becomes_one(tmp_path: Path) -> None:
+def test_a_childs_json_line_is_tagged_and_a_raw_line_becomes_an_object(tmp_path: Path) -> None:
     code = "logging.getLogger('a').info('hello')"
     (line,) = run(JSON + code, tmp_path).stderr.splitlines()
     assert is_tagged(line)
     assert not is_tagged('{"message": "another program\'s"}')
     relayed = "logging.warning('raw', extra={'child_process': 'worker-2-1', 'child_rank': '1'})"
-    (told,) = objects_of(relayed, tmp_path / "other")
-    assert (told["process"], told["stage"], told["rank"]) == ("worker-2-1", 2, 1)
+    (written,) = objects_of(relayed, tmp_path / "other")
+    assert (written["process"], written["stage"], written["rank"]) == ("worker-2-1", 2, 1)
+
+
+def make_buffer() -> LogBuffer:
+    lines = LogBuffer()
+    lines.setFormatter(make_formatter("text", "mini", "head", None))
+    return lines
+
+
+def record(text: str, level: int = logging.INFO) -> logging.LogRecord:
+    return logging.LogRecord("mlx_ring.node", level, "file", 1, text, (), None)
+
+
+def test_lines_are_numbered_and_returned_after_a_number() -> None:
+    lines = make_buffer()
+    for text in ("one", "two", "three"):
+        lines.handle(record(text))
+    assert [(line.number, line.text) for line in lines.after(1)] == [(2, "two"), (3, "three")]
+    assert lines.after(3) == []
+    (first, *_) = lines.after(0)
+    assert (first.level, first.process, first.logger) == ("INFO", "head", "mlx_ring.node")
+
+
+def test_the_buffer_keeps_the_last_lines_and_truncates_long_ones() -> None:
+    lines = make_buffer()
+    for number in range(BUFFERED_LINES + 5):
+        lines.handle(record(f"{number} " + "x" * 10_000))
+    kept = lines.after(0)
+    assert (len(kept), kept[0].number, kept[-1].number) == (BUFFERED_LINES, 6, BUFFERED_LINES + 5)
+    assert {len(line.text) for line in kept} == {LONGEST_BUFFERED_LINE}
+
+
+def test_a_childs_line_is_kept_unchanged_in_either_format() -> None:
+    written = record("loaded layers [0, 5): in 0.1 s", logging.WARNING)
+    formats: tuple[LogFormat, ...] = ("text", "json")
+    for format_ in formats:
+        lines = make_buffer()
+        lines.keep_tagged(make_formatter(format_, "mini", "worker-1-0", 0).format(written))
+        (line,) = lines.after(0)
+        assert (line.level, line.process, line.logger) == ("WARNING", "worker-1-0", "mlx_ring.node")
+        assert line.text == "loaded layers [0, 5): in 0.1 s"
+        assert abs(line.unix_time_s - written.created) < 0.01
+
+
+def test_an_untagged_line_is_left_out_of_the_buffer() -> None:
+    lines = make_buffer()
+    for text in ("", "Traceback", "{", '{"time": 1'):
+        lines.keep_tagged(text)
+    assert lines.after(0) == []

@@ -1,4 +1,4 @@
-"""A head's address as a person types it."""
+"""Address of a head as a user types it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mlx_ring.host.addresses import HeadAddress, parse_head_address, whose
         ("[::1]", HeadAddress("::1", 50051)),
     ],
 )
-def test_names_and_addresses_of_both_kinds_are_read(text: str, expected: HeadAddress) -> None:
+def test_host_names_and_ipv4_and_ipv6_addresses_are_parsed(text: str, expected: HeadAddress) -> None:
     assert parse_head_address(text) == expected
 
 
@@ -30,12 +30,12 @@ def test_an_invalid_address_is_refused_with_its_value(text: str) -> None:
     assert str(caught.value).startswith(f"{text!r} is no address of a head")
 
 
-def test_the_enrolment_port_is_the_one_after() -> None:
+def test_the_enrolment_port_is_the_next_one() -> None:
     assert parse_head_address("mini:6000").enrolment == "mini:6001"
     assert parse_head_address("::1").enrolment == "[::1]:50052"
 
 
-def test_one_machine_is_one_client_from_whichever_of_its_addresses() -> None:
+def test_addresses_of_one_machine_belong_to_one_client() -> None:
     assert whose("192.0.2.1") == whose("::ffff:192.0.2.1") != whose("192.0.2.2")
     assert whose("2001:db8::1") == whose("2001:db8::ffff:1%eth0") != whose("2001:db8:0:1::1")
     assert whose("testclient") == "testclient"

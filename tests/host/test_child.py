@@ -1,4 +1,4 @@
-"""Child processes: reports of their end, ending them, and their output."""
+"""Child processes: their end, its reported reason, and their output."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mlx_ring.core.environment import inherited_environment
 from mlx_ring.host.child import ChildProcess
 
 UNTIL_LIFELINE = "import os, sys; print('up', flush=True)\nwhile os.read(int(sys.argv[-1]), 1): pass\n"
-DEAF = """
+IGNORES_SIGTERM = """
 import signal
 from mlx_ring.host.process import dump_stacks_on_signal
 
@@ -28,11 +28,11 @@ dump_stacks_on_signal()
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 hang()
 """
-PATIENT = "import signal; print('up', flush=True); signal.pause()"
+ENDS_ON_SIGTERM = "import signal; print('up', flush=True); signal.pause()"
 
 
 class ReceivedLines(logging.Handler):
-    """Lines that a child wrote, and when the first one came."""
+    """Lines that a child wrote; `first` is set on the first one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,14 +91,14 @@ def test_the_end_is_reported_with_its_reason(code: str, reason: str, tmp_path: P
     with_child(tmp_path, code, use)
 
 
-def test_a_child_that_obeys_is_ended_by_sigterm(tmp_path: Path) -> None:
+def test_a_child_is_ended_by_sigterm(tmp_path: Path) -> None:
     async def use(child: ChildProcess, received: ReceivedLines) -> None:
         await received.first.wait()
         assert child.exit_reason == ""
         assert await child.stop() == "ended by signal 15 (SIGTERM)"
         assert not psutil.pid_exists(child.pid)
 
-    with_child(tmp_path, PATIENT, use)
+    with_child(tmp_path, ENDS_ON_SIGTERM, use)
 
 
 def test_a_child_that_ignores_sigterm_writes_its_stacks_and_is_killed(tmp_path: Path) -> None:
@@ -108,10 +108,10 @@ def test_a_child_that_ignores_sigterm_writes_its_stacks_and_is_killed(tmp_path: 
         assert not psutil.pid_exists(child.pid)
         assert any(record.getMessage().endswith("in hang") for record in received.records)
 
-    with_child(tmp_path, DEAF, use)
+    with_child(tmp_path, IGNORES_SIGTERM, use)
 
 
-def test_what_a_child_writes_is_logged_with_its_name_and_rank_also_from_below_python(tmp_path: Path) -> None:
+def test_output_of_a_child_and_its_c_code_is_logged_with_name_and_rank(tmp_path: Path) -> None:
     async def use(child: ChildProcess, received: ReceivedLines) -> None:
         await child.wait()
         assert [record.getMessage() for record in received.records] == ["from C", "\ufffd broken"]
@@ -123,20 +123,18 @@ def test_what_a_child_writes_is_logged_with_its_name_and_rank_also_from_below_py
 
 def test_output_of_a_child_can_be_rewritten_or_dropped(tmp_path: Path) -> None:
     async def use(child: ChildProcess, received: ReceivedLines) -> None:
-        assert await child.wait() == "exit code 1: NEWS"
-        assert [record.getMessage() for record in received.records] == ["NEWS"]
+        assert await child.wait() == "exit code 1: NOTICE"
+        assert [record.getMessage() for record in received.records] == ["NOTICE"]
 
     with_child(
         tmp_path,
-        "print('news'); raise SystemExit('chatter')",
+        "print('notice'); raise SystemExit('chatter')",
         use,
-        lambda line: line.upper() if line == "news" else "",
+        lambda line: line.upper() if line == "notice" else "",
     )
 
 
-def test_a_line_that_is_tagged_already_passes_as_it_is(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tagged_line_is_passed_on_unchanged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = "2026-01-01T00:00:00.000 INFO node=a process=worker-1-0 rank=0 epoch=1 x: done"
 
     async def use(child: ChildProcess, received: ReceivedLines) -> None:
@@ -163,7 +161,7 @@ def test_a_ctrl_c_in_the_terminal_does_not_reach_the_child(tmp_path: Path) -> No
     with_child(tmp_path, code, use)
 
 
-def test_a_child_outlives_no_parent_even_a_killed_one(tmp_path: Path) -> None:
+def test_a_child_ends_with_its_parent_even_if_that_is_killed(tmp_path: Path) -> None:
     (tmp_path / "child_under_test.py").write_text(UNTIL_LIFELINE)
     parent = """
 import asyncio, os
@@ -194,8 +192,8 @@ asyncio.run(run())
     asyncio.run(run())
 
 
-def test_a_deaf_child_is_killed_by_a_task_that_was_cancelled(tmp_path: Path) -> None:
-    """Cleanup runs in tasks that were cancelled, where not every Python's `asyncio.timeout` tells a timeout."""
+def test_a_cancelled_task_kills_a_child_that_ignores_sigterm(tmp_path: Path) -> None:
+    """Stop a child in a cancelled task, where `asyncio.timeout` of some Pythons reports no timeout."""
 
     async def use(child: ChildProcess, received: ReceivedLines) -> None:
         await received.first.wait()
@@ -213,4 +211,4 @@ def test_a_deaf_child_is_killed_by_a_task_that_was_cancelled(tmp_path: Path) -> 
         await asyncio.wait((cleaning,))
         assert child.exit_reason == "ended by signal 9 (SIGKILL)"
 
-    with_child(tmp_path, DEAF, use)
+    with_child(tmp_path, IGNORES_SIGTERM, use)

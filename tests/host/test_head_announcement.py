@@ -1,4 +1,4 @@
-"""Announcement of a head on the LAN, and reading of strangers' announcements."""
+"""Announcement of a head on the LAN, and announcements of strangers."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ def as_sent(head: HeadAnnouncement) -> dict[bytes, bytes | None]:
     return {name.encode(): value.encode() for name, value in head.properties().items()}
 
 
-def test_what_is_sent_is_read() -> None:
+def test_sent_properties_are_read_back() -> None:
     assert read_properties(as_sent(HEAD)) == HEAD
     assert HEAD.instance(50051) == "home on mini-7f3a"
     assert HEAD.instance(6000) == "home on mini-7f3a port 6000"
     assert HEAD.host == "mlx-ring-mini-7f3a.local."
 
 
-def test_the_whole_fingerprint_may_be_given_and_sixteen_digits_are_sent() -> None:
+def test_only_sixteen_digits_of_the_fingerprint_are_sent() -> None:
     whole = HeadAnnouncement("home", "mini-7f3a", "0.1.0", "0123456789abcdef" * 4)
     assert whole.properties()["ca"] == "0123456789abcdef"
 
 
 @given(st.text(), st.text())
-def test_any_names_give_one_label_and_a_host(cluster: str, node: str) -> None:
+def test_every_name_gives_a_valid_label_and_host(cluster: str, node: str) -> None:
     head = HeadAnnouncement(cluster, node, "0.1.0", "")
     for port in (50051, 65534):
         instance = head.instance(port)
@@ -50,19 +50,19 @@ def test_any_names_give_one_label_and_a_host(cluster: str, node: str) -> None:
 
 
 @given(st.dictionaries(st.sampled_from([b"cluster", b"node", b"version", b"ca"]), st.none() | st.binary()))
-def test_nothing_that_a_stranger_sends_can_steer_a_terminal(properties: dict[bytes, bytes | None]) -> None:
+def test_properties_of_strangers_contain_no_control_characters(properties: dict[bytes, bytes | None]) -> None:
     read = read_properties(properties)
     texts = (read.cluster, read.node, read.version, read.authority)
     assert all(text.isprintable() and len(text) <= 60 for text in texts)
     assert read.authority == "" or int(read.authority, 16) >= 0
 
 
-def test_addresses_are_the_likeliest_first_and_each_once() -> None:
+def test_addresses_are_unique_with_the_likeliest_first() -> None:
     sent = ["fe80::1%lo", "fd00::2", "169.254.3.4", "192.168.1.7", "192.168.1.7", "::", "ff02::1"]
     assert read_addresses(sent) == ("192.168.1.7", "fd00::2", "169.254.3.4", "fe80::1%lo")
 
 
-def test_a_link_local_address_names_the_interface_or_every_one_that_it_may_be_on() -> None:
+def test_a_link_local_address_gets_its_interface_or_every_possible_one() -> None:
     index, name = socket.if_nameindex()[0]
     assert read_addresses([f"fe80::1%{index}"], ["en0"]) == (f"fe80::1%{name}",)
     for unknown in ("fe80::2", "fe80::2%0", "fe80::2%4000000", "fe80::2%99999999999999999999"):
@@ -70,7 +70,7 @@ def test_a_link_local_address_names_the_interface_or_every_one_that_it_may_be_on
         assert read_addresses([unknown]) == ()
 
 
-def test_a_found_head_gives_what_join_takes() -> None:
+def test_a_found_head_has_addresses_for_join() -> None:
     found = FoundHead(HEAD, 50051, ("192.168.1.7", "fe80::1%en0"))
     assert found.joinable == (HeadAddress("192.168.1.7"), HeadAddress("fe80::1%en0"))
     assert list(map(str, found.joinable)) == ["192.168.1.7:50051", "[fe80::1%en0]:50051"]
@@ -78,6 +78,6 @@ def test_a_found_head_gives_what_join_takes() -> None:
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("wired", ["10.0.0.1", 2]), ("tunnel", [])])
-def test_multicast_goes_over_every_interface_but_tunnels(kind: str, expected: list[str | int]) -> None:
+def test_multicast_uses_every_interface_except_tunnels(kind: str, expected: list[str | int]) -> None:
     addresses = [LanAddress("e", 2, address, kind) for address in ("10.0.0.1", "fd00::1", "fe80::1")]  # pyright: ignore[reportArgumentType] - a kind by parameter
     assert multicast_interfaces(addresses) == expected

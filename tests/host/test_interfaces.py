@@ -1,4 +1,4 @@
-"""Which of a machine's addresses others may reach."""
+"""Addresses of a machine that others can reach."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ def chosen(kinds: dict[str, Kind], **addresses: list[str]) -> list[str]:
         *("bridge100", "vmenet0", "awdl0", "llw0", "anpi1", "flannel.1"),
     ],
 )
-def test_loopback_and_bridges_of_containers_and_machines_are_left_out(interface: str) -> None:
+def test_loopback_and_bridges_of_containers_and_virtual_machines_are_left_out(interface: str) -> None:
     found = choose_addresses({interface: ["172.17.0.1"]}, {interface: 3}, lambda _: "network")
     assert found == []
 
 
-def test_wired_comes_before_wireless_and_link_local_last_without_its_scope() -> None:
+def test_wired_precedes_wireless_and_link_local_is_last_without_its_scope() -> None:
     kinds: dict[str, Kind] = {"en1": "wireless", "en0": "wired", "bridge0": "thunderbolt"}
     found = chosen(
         kinds,
@@ -79,15 +79,15 @@ def test_wired_comes_before_wireless_and_link_local_last_without_its_scope() -> 
     ]
 
 
-def test_a_tunnel_counts_by_its_real_addresses_alone() -> None:
+def test_link_local_addresses_of_a_tunnel_are_left_out() -> None:
     assert chosen({"utun3": "tunnel"}, utun3=["fe80::5%utun3", "100.64.0.9"]) == ["utun3 100.64.0.9"]
 
 
-def test_this_machine_is_read_without_a_loopback_address() -> None:
+def test_addresses_of_this_machine_have_no_loopback_interface() -> None:
     assert all(found.interface != "lo" and found.index > 0 for found in lan_addresses())
 
 
-def test_there_is_a_join_line_for_each_address_that_means_the_same_elsewhere() -> None:
+def test_each_address_except_ipv6_link_local_has_a_join_line() -> None:
     addresses = [
         LanAddress("en0", 4, address, "wired")
         for address in ("192.168.1.7", "fd00::1", "fe80::1", "169.254.7.7")
@@ -101,13 +101,13 @@ def test_there_is_a_join_line_for_each_address_that_means_the_same_elsewhere() -
     assert parse_head_address(lines[1].split()[2]) == HeadAddress("fd00::1", 6000)
 
 
-def test_without_an_address_the_line_is_for_a_machine_that_finds_the_head_by_itself() -> None:
+def test_without_an_address_the_join_line_relies_on_discovery() -> None:
     head = HeadAddress("::", 50051)
     assert join_lines(head, [], "t") == ["mlx-ring join --token t"]
     assert join_lines(head, [LanAddress("e", 1, "fe80::1", "wired")], "t") == ["mlx-ring join --token t"]
 
 
-def test_a_head_that_listens_on_one_address_is_joined_there() -> None:
+def test_a_head_with_one_listen_address_is_joined_there() -> None:
     addresses = [LanAddress("en0", 4, "192.168.1.7", "wired"), LanAddress("en1", 5, "10.0.0.7", "wired")]
     assert join_lines(HeadAddress("10.0.0.7", 6000), addresses, "t") == [
         "mlx-ring join 10.0.0.7:6000 --token t"
@@ -115,7 +115,7 @@ def test_a_head_that_listens_on_one_address_is_joined_there() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "made", "expected"),
+    ("name", "files", "expected"),
     [
         ("eth0", {"type": "1", "device/x": ""}, "wired"),
         ("wlan0", {"type": "1", "device/x": "", "wireless/x": ""}, "wireless"),
@@ -124,13 +124,13 @@ def test_a_head_that_listens_on_one_address_is_joined_there() -> None:
         ("tailscale0", {"type": "65534", "tun_flags": "0x1001"}, "tunnel"),
         ("wg0", {"type": "65534"}, "tunnel"),
         ("thunderbolt0", {"type": "1", "device/x": ""}, "thunderbolt"),
-        ("gone0", {}, "network"),
+        ("missing0", {}, "network"),
     ],
 )
 def test_linux_reports_the_kind_of_an_interface(
-    name: str, made: dict[str, str], expected: Kind, tmp_path: Path
+    name: str, files: dict[str, str], expected: Kind, tmp_path: Path
 ) -> None:
-    for file, text in made.items():
+    for file, text in files.items():
         path = tmp_path / "sys" / "class" / "net" / name / file
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)

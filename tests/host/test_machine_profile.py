@@ -1,4 +1,4 @@
-"""A profile on its way from one process to another."""
+"""Profile of a machine, sent from one process to another."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from mlx_ring.core.errors import ProtocolError
 from mlx_ring.host.machine_profile import MachineProfile
 
 
-def test_a_profile_comes_back_as_it_was_written() -> None:
+def test_a_profile_survives_json() -> None:
     profile = made_up_profile()
     assert MachineProfile.from_json(profile.model_dump_json()) == profile
 
 
 @pytest.mark.parametrize(
-    ("change", "sentence"),
+    ("change", "message"),
     [
         ({"version": 0}, "of version 0; this version reads 3"),
         ({"rates": []}, "at rates"),
@@ -28,19 +28,19 @@ def test_a_profile_comes_back_as_it_was_written() -> None:
         ({"costs": None}, "at costs"),
     ],
 )
-def test_an_invalid_profile_is_refused_with_the_place(change: dict[str, Any], sentence: str) -> None:
+def test_an_invalid_profile_is_refused_with_the_place(change: dict[str, Any], message: str) -> None:
     values = json.loads(made_up_profile().model_dump_json()) | change
-    with pytest.raises(ProtocolError, match=sentence):
+    with pytest.raises(ProtocolError, match=message):
         MachineProfile.from_json(json.dumps(values))
 
 
-def test_times_that_differ_widely_are_no_steady_profile() -> None:
+def test_a_profile_with_scattered_times_is_not_steady() -> None:
     shaky = RATES[0].model_copy(update={"spread": 0.4})
     assert made_up_profile().is_steady
     assert not made_up_profile(rates=(*RATES, shaky)).is_steady
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"rates": 3}'])
-def test_rubbish_is_refused(text: str) -> None:
+def test_text_that_is_no_profile_is_refused(text: str) -> None:
     with pytest.raises(ProtocolError, match="This is no machine's profile"):
         MachineProfile.from_json(text)

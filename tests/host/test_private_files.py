@@ -1,4 +1,4 @@
-"""Files that only their owner reads."""
+"""Files that only their owner can read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_private_files_are_readable_by_the_owner_only(tmp_path: Path) -> None:
     assert modes == [0o600, 0o700, 0o700]
 
 
-def test_a_file_that_was_open_to_all_is_closed_by_the_next_write(tmp_path: Path) -> None:
+def test_a_write_restricts_the_mode_of_an_existing_file(tmp_path: Path) -> None:
     file = tmp_path / "key.pem"
     file.write_bytes(b"old")
     file.chmod(0o644)
@@ -27,7 +27,7 @@ def test_a_file_that_was_open_to_all_is_closed_by_the_next_write(tmp_path: Path)
     assert file.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_write_that_fails_leaves_the_old_content_and_nothing_else(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_only_the_old_content(tmp_path: Path) -> None:
     file = tmp_path / "file"
     write_private(file, b"old")
     with pytest.raises(TypeError):

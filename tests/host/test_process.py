@@ -1,4 +1,4 @@
-"""Limits of containers, read from made-up trees of control groups."""
+"""Limits of containers, read from made-up control groups."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def tree(root: Path, own: str, files: dict[str, str]) -> Path:
     return root
 
 
-def version_2(where: Path, own: str, **groups: dict[str, str]) -> Path:
+def cgroup_v2(where: Path, own: str, **groups: dict[str, str]) -> Path:
     """Make groups by name, `a__b` for `a/b`; the one at the root is called `root`."""
     files = {"cgroup.controllers": "cpu memory"}
     for group, entries in groups.items():
@@ -47,7 +47,7 @@ def test_without_control_groups_the_machine_is_the_limit(tmp_path: Path) -> None
 
 
 def test_a_groups_memory_max_is_the_limit_and_is_named(tmp_path: Path) -> None:
-    root = version_2(
+    root = cgroup_v2(
         tmp_path, "/box", box={"memory_max": str(4 * GB), "memory_current": str(GB), "memory_stat": "anon 5"}
     )
     found = limited_memory(16 * GB, 9 * GB, root)
@@ -55,8 +55,8 @@ def test_a_groups_memory_max_is_the_limit_and_is_named(tmp_path: Path) -> None:
     assert found.limited_by == "the control group (/sys/fs/cgroup/box/memory.max)"
 
 
-def test_the_tightest_group_on_the_way_up_counts(tmp_path: Path) -> None:
-    root = version_2(
+def test_the_lowest_memory_limit_of_all_parent_groups_counts(tmp_path: Path) -> None:
+    root = cgroup_v2(
         tmp_path,
         "/pod/box",
         pod={"memory_max": str(2 * GB), "memory_current": str(GB)},
@@ -66,13 +66,13 @@ def test_the_tightest_group_on_the_way_up_counts(tmp_path: Path) -> None:
     assert (found.total_bytes, found.available_bytes) == (2 * GB, GB)
 
 
-def test_memory_high_counts_as_max_does(tmp_path: Path) -> None:
-    root = version_2(tmp_path, "/box", box={"memory_max": "max", "memory_high": str(3 * GB)})
+def test_memory_high_counts_like_memory_max(tmp_path: Path) -> None:
+    root = cgroup_v2(tmp_path, "/box", box={"memory_max": "max", "memory_high": str(3 * GB)})
     assert limited_memory(16 * GB, 9 * GB, root).total_bytes == 3 * GB
 
 
-def test_pages_that_can_be_given_up_count_as_left(tmp_path: Path) -> None:
-    root = version_2(
+def test_reclaimable_pages_count_as_available(tmp_path: Path) -> None:
+    root = cgroup_v2(
         tmp_path,
         "/box",
         box={
@@ -85,27 +85,27 @@ def test_pages_that_can_be_given_up_count_as_left(tmp_path: Path) -> None:
 
 
 def test_max_is_no_limit(tmp_path: Path) -> None:
-    root = version_2(
+    root = cgroup_v2(
         tmp_path, "/box", box={"memory_max": "max", "memory_high": "max", "cpu_max": "max 100000"}
     )
     assert limited_memory(16 * GB, 9 * GB, root).limited_by == "the machine"
     assert cpu_quota(root) is None
 
 
-def test_a_limit_beyond_the_machine_is_none(tmp_path: Path) -> None:
-    root = version_2(tmp_path, "/box", box={"memory_max": str(64 * GB)})
+def test_a_limit_above_the_machines_memory_is_ignored(tmp_path: Path) -> None:
+    root = cgroup_v2(tmp_path, "/box", box={"memory_max": str(64 * GB)})
     assert limited_memory(16 * GB, 9 * GB, root).total_bytes == 16 * GB
 
 
 @pytest.mark.parametrize("own", ["/", "/docker/0123abcd", "/../../docker/0123abcd"])
-def test_in_a_container_the_root_of_what_is_mounted_is_its_own_group(own: str, tmp_path: Path) -> None:
-    root = version_2(tmp_path, own, root={"memory_max": str(2 * GB), "cpu_max": "150000 100000"})
+def test_a_containers_group_is_the_root_of_its_mount(own: str, tmp_path: Path) -> None:
+    root = cgroup_v2(tmp_path, own, root={"memory_max": str(2 * GB), "cpu_max": "150000 100000"})
     assert limited_memory(16 * GB, 9 * GB, root).total_bytes == 2 * GB
     assert cpu_quota(root) == CpuQuota(1.5, 0.1)
 
 
 @pytest.mark.parametrize("own", ["/docker/box", "/elsewhere/docker/box"])
-def test_version_1_is_read_by_controller_up_to_its_root(own: str, tmp_path: Path) -> None:
+def test_cgroup_v1_limits_are_read_per_controller_up_to_the_root(own: str, tmp_path: Path) -> None:
     root = tree(
         tmp_path,
         f"4:memory:{own}\n3:cpu,cpuacct:/\n1:name=systemd:/\n0::/",
@@ -125,7 +125,7 @@ def test_version_1_is_read_by_controller_up_to_its_root(own: str, tmp_path: Path
     assert cpu_quota(root) == CpuQuota(2.5, 0.1)
 
 
-def test_version_1_without_limits_is_the_machine(tmp_path: Path) -> None:
+def test_cgroup_v1_without_limits_has_the_machines_limits(tmp_path: Path) -> None:
     files = {
         "memory/memory.limit_in_bytes": UNLIMITED_V1,
         "cpu/cpu.cfs_quota_us": "-1",
@@ -136,22 +136,22 @@ def test_version_1_without_limits_is_the_machine(tmp_path: Path) -> None:
     assert cpu_quota(root) is None
 
 
-def test_the_smallest_cpu_share_on_the_way_up_counts(tmp_path: Path) -> None:
-    root = version_2(
+def test_the_lowest_cpu_quota_of_all_parent_groups_counts(tmp_path: Path) -> None:
+    root = cgroup_v2(
         tmp_path, "/pod/box", pod={"cpu_max": "400000 100000"}, pod__box={"cpu_max": "600000 100000"}
     )
     assert cpu_quota(root) == CpuQuota(4.0, 0.1)
 
 
 @pytest.mark.parametrize(("quota", "cores"), [("250000", 2), ("20000", 1), ("9900000", 8)])
-def test_a_share_of_the_cores_is_whole_ones_and_one_at_least(quota: str, cores: int, tmp_path: Path) -> None:
-    root = version_2(tmp_path, "/", root={"cpu_max": f"{quota} 100000"})
+def test_limited_cores_are_whole_and_at_least_one(quota: str, cores: int, tmp_path: Path) -> None:
+    root = cgroup_v2(tmp_path, "/", root={"cpu_max": f"{quota} 100000"})
     assert limited_cores(8, root) == cores
 
 
 @pytest.mark.parametrize("text", ["", "plenty", "1 2 3", "-5"])
-def test_rubbish_in_a_groups_files_limits_nothing(text: str, tmp_path: Path) -> None:
-    root = version_2(tmp_path, "/", root={"cpu_max": text, "memory_current": text, "memory_stat": text})
+def test_invalid_control_group_files_set_no_limit(text: str, tmp_path: Path) -> None:
+    root = cgroup_v2(tmp_path, "/", root={"cpu_max": text, "memory_current": text, "memory_stat": text})
     assert cpu_quota(root) is None
     assert limited_memory(16 * GB, 9 * GB, root).total_bytes == 16 * GB
 

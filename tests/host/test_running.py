@@ -1,4 +1,4 @@
-"""Heads and agents that run on this machine, and ending them."""
+"""Records of heads and agents on this machine, and the end of these processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mlx_ring.host.running import (
     start_mark,
 )
 
-linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts starts from its boot")
+linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts start times from its boot")
 RUN = """
 import sys, time
 from pathlib import Path
@@ -63,7 +63,7 @@ def test_running_processes_are_listed_with_their_arguments(tmp_path: Path) -> No
         assert found.arguments == arguments_digest([str(tmp_path), "head"])
 
 
-def test_an_agent_s_digest_ignores_the_head_s_address() -> None:
+def test_an_agents_digest_ignores_the_head_address() -> None:
     agents = {arguments_digest(["join", head, "--listen", "[::]"]) for head in ("10.0.0.1:50051", "a:50051")}
     assert len(agents) == 1
     assert arguments_digest(["join", "--listen", "[::]"]) in agents
@@ -80,7 +80,7 @@ def test_killed_processes_are_dropped(tmp_path: Path) -> None:
         assert not list(running_folder(tmp_path).iterdir())
 
 
-def test_head_and_agent_are_ended_and_a_second_time_nothing_is(tmp_path: Path) -> None:
+def test_head_and_agent_are_ended_only_once(tmp_path: Path) -> None:
     with started(tmp_path, "agent") as agent, started(tmp_path, "head") as head:
         assert end_running(tmp_path) == [
             f"The head is ended (process {head.pid}).",
@@ -91,10 +91,10 @@ def test_head_and_agent_are_ended_and_a_second_time_nothing_is(tmp_path: Path) -
 
 
 @linux
-def test_a_process_is_known_again_after_the_clock_was_set(tmp_path: Path) -> None:
+def test_a_process_is_recognized_after_a_clock_change(tmp_path: Path) -> None:
     with started(tmp_path, "agent") as process:
         (record,) = running_here(tmp_path)
-        # What Linux says of the start moves with the clock.
+        # The start time that Linux reports moves with the clock.
         before = replace(record, started_s=record.started_s - 3600)
         write(tmp_path, before)
         assert running_here(tmp_path) == [before]
@@ -102,14 +102,14 @@ def test_a_process_is_known_again_after_the_clock_was_set(tmp_path: Path) -> Non
 
 
 @linux
-def test_a_process_of_an_earlier_boot_is_another(tmp_path: Path) -> None:
+def test_a_process_of_an_earlier_boot_is_not_recognized(tmp_path: Path) -> None:
     with started(tmp_path, "agent"):
         (record,) = running_here(tmp_path)
         write(tmp_path, replace(record, start_mark=f"another-boot {record.start_mark.split()[1]}"))
         assert running_here(tmp_path) == []
 
 
-def test_a_start_that_only_the_clock_shows_may_differ_by_little(
+def test_a_start_time_from_the_clock_may_differ_slightly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unmarked(_pid: int) -> str:
@@ -124,7 +124,7 @@ def test_a_start_that_only_the_clock_shows_may_differ_by_little(
         assert running_here(tmp_path) == []
 
 
-def test_a_start_is_read_behind_whatever_name_a_process_has(tmp_path: Path) -> None:
+def test_the_start_mark_is_read_for_any_process_name(tmp_path: Path) -> None:
     program = tmp_path / "a) (b 1 2 3"
     program.symlink_to(sys.executable)
     process = subprocess.Popen([program, "-c", "input()"], stdin=subprocess.PIPE)
@@ -137,7 +137,7 @@ def test_a_start_is_read_behind_whatever_name_a_process_has(tmp_path: Path) -> N
 
 
 @linux
-def test_a_process_that_has_got_the_number_of_an_old_one_is_left_alone(tmp_path: Path) -> None:
+def test_a_process_with_a_reused_pid_is_left_alone(tmp_path: Path) -> None:
     with started(tmp_path, "agent") as process:
         (record,) = running_here(tmp_path)
         boot, ticks = record.start_mark.split()
@@ -147,7 +147,7 @@ def test_a_process_that_has_got_the_number_of_an_old_one_is_left_alone(tmp_path:
         assert process.poll() is None
 
 
-def test_a_process_that_is_not_ours_is_left_alone(tmp_path: Path) -> None:
+def test_another_program_is_left_alone(tmp_path: Path) -> None:
     process = subprocess.Popen(["sleep", "600"])
     try:
         record = Running("agent", process.pid, psutil.Process(process.pid).create_time(), "")
@@ -160,15 +160,15 @@ def test_a_process_that_is_not_ours_is_left_alone(tmp_path: Path) -> None:
         process.wait()
 
 
-def test_notes_that_cannot_be_read_are_forgotten(tmp_path: Path) -> None:
+def test_unreadable_records_are_ignored(tmp_path: Path) -> None:
     running_folder(tmp_path).mkdir()
     for number, text in enumerate(("", "null", "[]", '{"pid": 1}', "\x00")):
         (running_folder(tmp_path) / f"head-{number}.json").write_text(text)
     assert running_here(tmp_path) == []
 
 
-def test_a_process_that_ends_by_itself_leaves_no_note(tmp_path: Path) -> None:
+def test_a_process_that_ends_leaves_no_record(tmp_path: Path) -> None:
     with recorded(tmp_path, "agent"):
-        (note,) = running_folder(tmp_path).iterdir()
-        assert json.loads(note.read_text())["pid"] == os.getpid()
+        (record,) = running_folder(tmp_path).iterdir()
+        assert json.loads(record.read_text())["pid"] == os.getpid()
     assert not list(running_folder(tmp_path).iterdir())

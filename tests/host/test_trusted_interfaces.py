@@ -1,4 +1,4 @@
-"""Search of named interfaces among a machine's."""
+"""Selection of a machine's interfaces by name, address or network."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_an_interface_is_found_by_its_name_its_address_or_its_network(named: str
     assert find_trusted([named], INTERFACES) == (CABLE,)
 
 
-def test_a_network_that_is_named_is_the_one_in_which_others_are_reached() -> None:
+def test_a_named_network_is_kept_as_given() -> None:
     assert find_trusted(["100.64.0.0/10"], INTERFACES) == (
         TrustedInterface("tunnel0", "100.64.3.4", "100.64.0.0/10"),
     )
@@ -35,7 +35,7 @@ def test_interfaces_keep_their_order_and_appear_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("named", "said"),
+    ("named", "message"),
     [
         (
             "thunder1",
@@ -46,10 +46,10 @@ def test_interfaces_keep_their_order_and_appear_once() -> None:
         ("fd08::/64", "has no IPv4 address"),
     ],
 )
-def test_a_missing_interface_or_one_without_ipv4_is_refused(named: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_a_missing_interface_or_one_without_ipv4_is_refused(named: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         find_trusted([named], INTERFACES)
 
 
-def test_a_way_to_this_machine_s_loopback_leaves_by_it() -> None:
+def test_the_source_address_of_loopback_is_loopback() -> None:
     assert source_address("127.0.0.1") == "127.0.0.1"

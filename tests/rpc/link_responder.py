@@ -1,4 +1,7 @@
-"""A process that answers probes of its link: `python link_responder.py threads|loop`; prints its port, ends with its input."""
+"""Process that answers probes of its link: `python link_responder.py threads|loop`.
+
+It prints its port, and ends with its input.
+"""
 
 from __future__ import annotations
 

@@ -1,11 +1,18 @@
-"""Which backend joins a group, from what each rank's machine has."""
+"""Choice of a group's backend, and the ranks that it joins."""
 
 from __future__ import annotations
 
 import pytest
 
 from mlx_ring.core.errors import ConfigError
-from mlx_ring.rpc.backends import RankCapabilities, choose_backend
+from mlx_ring.rpc.backends import (
+    RankCapabilities,
+    backend_of,
+    choose_backend,
+    has_collective_link,
+    joined_ranks,
+)
+from mlx_ring.rpc.protos.worker_pb2 import StageAssignment
 
 RING = frozenset({"ring"})
 MAC = frozenset({"ring", "jaccl"})
@@ -28,7 +35,7 @@ def test_rdma_is_chosen_if_every_machine_has_it_and_a_hostfile_lists_the_devices
     assert "studio has no RDMA device" in one.why
 
 
-def test_nccl_is_taken_where_each_rank_has_a_gpu_of_its_own_on_one_machine() -> None:
+def test_nccl_is_chosen_if_every_rank_has_its_own_gpu_on_one_machine() -> None:
     assert choose_backend("auto", GPUS, option="").backend == "nccl"
     shared = choose_backend("auto", (GPUS[0], GPUS[0]), option="")
     assert (shared.backend, "there are 1" in shared.why) == ("ring", True)
@@ -36,14 +43,14 @@ def test_nccl_is_taken_where_each_rank_has_a_gpu_of_its_own_on_one_machine() -> 
     assert (apart.backend, "listens on every network" in apart.why) == ("ring", True)
 
 
-def test_mpi_is_taken_only_where_it_is_asked_for() -> None:
+def test_mpi_is_chosen_only_on_request() -> None:
     both = (RankCapabilities("vm", frozenset({"ring", "mpi"})),) * 2
     assert choose_backend("auto", both, option="").backend == "ring"
     assert choose_backend("mpi", both, option="").backend == "mpi"
 
 
 @pytest.mark.parametrize(
-    ("asked", "ranks", "said"),
+    ("requested", "ranks", "message"),
     [
         (
             "jaccl",
@@ -71,13 +78,35 @@ def test_mpi_is_taken_only_where_it_is_asked_for() -> None:
         ("ring", (RankCapabilities("a", frozenset()),) * 2, "ring is not available on a"),
     ],
 )
-def test_what_was_asked_for_and_cannot_be_is_refused_with_what_to_do(
-    asked: str, ranks: tuple[RankCapabilities, ...], said: str
+def test_an_unavailable_backend_is_refused_with_a_remedy(
+    requested: str, ranks: tuple[RankCapabilities, ...], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=said):
-        choose_backend(asked, ranks, option="--x")
+    with pytest.raises(ConfigError, match=message):
+        choose_backend(requested, ranks, option="--x")
 
 
-def test_a_matrix_that_names_a_device_which_a_machine_has_not_is_refused() -> None:
+def test_an_rdma_matrix_with_an_unknown_device_is_refused() -> None:
     with pytest.raises(ConfigError, match="names rdma_en9 on mini, which has rdma_en2"):
         choose_backend("jaccl", MACS, option="--x", rdma=[[None, "rdma_en9"], ["rdma_en3", None]])
+
+
+@pytest.mark.parametrize("link", ["", "grpc"])
+def test_stages_linked_by_grpc_join_no_group(link: str) -> None:
+    assignment = StageAssignment(stage=1, stages=3, tp_size=1, link=link)
+    assert not has_collective_link(assignment)
+    assert joined_ranks(assignment) == []
+
+
+@pytest.mark.parametrize(
+    ("link", "backend"), [("ring", "ring"), ("allreduce", "ring"), ("mpi", "mpi"), ("jaccl", "jaccl")]
+)
+def test_a_collective_link_joins_all_stages_in_order(link: str, backend: str) -> None:
+    assignment = StageAssignment(stage=1, stages=3, tp_size=1, link=link)
+    assert joined_ranks(assignment) == [(0, 0), (1, 0), (2, 0)]
+    assert backend_of(assignment) == backend
+
+
+def test_ranks_of_a_split_stage_form_a_group() -> None:
+    assignment = StageAssignment(stage=1, stages=3, tp_size=2, rank=1)
+    assert joined_ranks(assignment) == [(1, 0), (1, 1)]
+    assert backend_of(assignment) == "ring"

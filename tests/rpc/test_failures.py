@@ -18,23 +18,23 @@ from mlx_ring.rpc.protos import step_pb2
         errors.RequestError("f", param="x"),
     ],
 )
-def test_an_error_of_the_tree_keeps_its_class_and_sentence(error: errors.RingError) -> None:
+def test_an_error_keeps_its_class_and_message(error: errors.RingError) -> None:
     back = failure_to_error(error_to_failure(error))
     assert type(back) is type(error)
     assert str(back) == str(error)
 
 
-def test_a_foreign_error_becomes_a_failed_step_that_names_it() -> None:
+def test_another_exception_becomes_a_failed_step_that_names_it() -> None:
     back = failure_to_error(error_to_failure(ZeroDivisionError("division by zero"), sequences=[3]))
     assert type(back) is errors.StepFailed
     assert str(back) == "ZeroDivisionError: division by zero"
 
 
-def test_errors_that_need_more_than_a_sentence_stay_request_errors() -> None:
+def test_an_error_with_more_than_a_message_becomes_a_request_error() -> None:
     error = errors.ContextExceeded("too long", prompt_tokens=9, context_tokens=8)
     assert type(failure_to_error(error_to_failure(error))) is errors.RequestError
 
 
-def test_a_kind_from_another_version_is_a_serving_error() -> None:
+def test_an_unknown_kind_of_failure_is_a_serving_error() -> None:
     back = failure_to_error(step_pb2.Failure(kind="FromTheFuture", message="hm"))
     assert type(back) is errors.ServingError

@@ -1,4 +1,4 @@
-"""Links measured between two processes, and what ends a probe."""
+"""Measurement of a link between two processes, and the ends of a probe."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_prober_of_another_version_is_refused_by_name(channel: grpc.Channel) -
 
 
 @pytest.mark.parametrize(
-    ("frames", "sentence"),
+    ("frames", "message"),
     [
         ([probe_frame(1)], "begins with a greeting"),
         ([HELLO, HELLO], "does not belong to a probe"),
@@ -94,30 +94,30 @@ def test_a_prober_of_another_version_is_refused_by_name(channel: grpc.Channel) -
         ([HELLO, probe_frame((64 << 20) + 1)], "are allowed"),
     ],
 )
-def test_rubbish_ends_the_probe_with_a_reason_and_nothing_else(
-    channel: grpc.Channel, frames: list[Frame], sentence: str
+def test_an_invalid_frame_ends_only_its_probe_with_a_reason(
+    channel: grpc.Channel, frames: list[Frame], message: str
 ) -> None:
     *_, last = answers(channel, *frames, probe_frame(1))
-    assert sentence in last.failure.message
+    assert message in last.failure.message
     assert probe_link(channel, make_hello(), "other", SHORT).frames
 
 
-def test_bytes_that_are_no_frame_end_the_probe_alone(channel: grpc.Channel) -> None:
+def test_bytes_that_are_no_frame_end_only_their_probe(channel: grpc.Channel) -> None:
     raw: Method[bytes, bytes] = Method(PROBE.service, PROBE.name, PROBE.arity, bytes, bytes, bytes, bytes)
     (answer,) = raw.stream_stream(channel)(iter([b"\xff\xff\xff\xff rubbish"]), timeout=30)
-    told = worker_pb2.FrameAccepted.FromString(answer).failure
-    assert (told.kind, "should have 4294967295 bytes" in told.message) == ("ProtocolError", True)
+    failure = worker_pb2.FrameAccepted.FromString(answer).failure
+    assert (failure.kind, "should have 4294967295 bytes" in failure.message) == ("ProtocolError", True)
     assert probe_link(channel, make_hello(), "other", SHORT).frames
 
 
-def test_a_probe_without_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endless_probe_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link_probe, "_MOST_FRAMES", 3)
     judge = link_probe.ProbeJudge(make_hello())
-    told = [judge.answer(frame) for frame in (HELLO, *[probe_frame(1)] * 4)]
-    assert [answer.HasField("failure") for answer in told] == [False, False, False, False, True]
+    replies = [judge.answer(frame) for frame in (HELLO, *[probe_frame(1)] * 4)]
+    assert [answer.HasField("failure") for answer in replies] == [False, False, False, False, True]
 
 
-def test_a_prober_that_says_nothing_more_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_prober_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link_probe, "_RESPONDER_S", 0.1)
 
     async def silent_probe() -> list[str]:
@@ -128,9 +128,9 @@ def test_a_prober_that_says_nothing_more_is_ended(monkeypatch: pytest.MonkeyPatc
         async with open_aio_channel(f"127.0.0.1:{port}") as channel:
             call = PROBE.aio_stream_stream(channel)(timeout=30)
             await call.write(HELLO)
-            told = [answer.failure.message async for answer in call]
+            messages = [answer.failure.message async for answer in call]
         await server.stop(None)
-        return told
+        return messages
 
     assert asyncio.run(silent_probe()) == ["", "A probe of a link may take 0.1 s."]
 
@@ -145,14 +145,14 @@ def test_a_missing_responder_is_named(tmp_path: Path) -> None:
 
 
 def test_a_responder_that_dies_ends_the_probe_with_an_error() -> None:
-    server = link_probe_server_that_hangs_up()
-    with open_channel(server[1]) as channel, pytest.raises((WorkerLost, ProtocolError)):
+    server, address = serve_hanging_up()
+    with open_channel(address) as channel, pytest.raises((WorkerLost, ProtocolError)):
         probe_link(channel, make_hello(), "mini", SHORT)
-    server[0].stop(None).wait()
+    server.stop(None).wait()
 
 
-def link_probe_server_that_hangs_up() -> tuple[grpc.Server, str]:
-    """Accept the greeting, and end."""
+def serve_hanging_up() -> tuple[grpc.Server, str]:
+    """Start a server that accepts the greeting and ends; return it with its address."""
 
     def hang_up(
         frames: Iterator[Frame], _context: grpc.ServicerContext

@@ -1,4 +1,4 @@
-"""Every kind of link under one contract."""
+"""Contract of every kind of link."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _serve(inbox: Inbox, address: str) -> tuple[grpc.Server, int]:
 
 @pytest.fixture(scope="module")
 def collectives() -> Iterator[Callable[[str, Inbox], LinkSender]]:
-    """Make a pair of each kind deliver to an inbox, because they take a while to start."""
+    """Return a function that lets a pair of a kind deliver to an inbox; each pair is started once."""
     started: dict[str, tuple[LinkSender, ForwardingInbox]] = {}
     with ExitStack() as stack:
 
@@ -134,9 +134,7 @@ def test_an_older_epochs_message_is_dropped(link: LinkSender, inbox: Inbox) -> N
 
 
 @pytest.mark.parametrize("purpose", [HIDDEN, SAMPLED])
-def test_a_message_of_an_epoch_that_is_not_in_force_yet_is_dropped(
-    inbox: Inbox, purpose: worker_pb2.Activation.Purpose
-) -> None:
+def test_a_message_of_a_later_epoch_is_dropped(inbox: Inbox, purpose: worker_pb2.Activation.Purpose) -> None:
     inbox.put(LinkKey("demo", 2, 5, purpose), TENSOR)
     inbox.advance(2)
     assert not inbox.holds(LinkKey("demo", 2, 5, purpose))
@@ -146,7 +144,7 @@ def test_a_message_of_an_epoch_that_is_not_in_force_yet_is_dropped(
 
 @pytest.mark.parametrize("purpose", [HIDDEN, SAMPLED])
 @pytest.mark.parametrize(("most", "most_bytes"), [(3, 1 << 20), (1024, 3 * 24)])
-def test_a_sender_that_nobody_waits_for_is_refused_at_a_bound(
+def test_a_sender_is_refused_when_too_many_messages_wait(
     inbox: Inbox,
     monkeypatch: pytest.MonkeyPatch,
     purpose: worker_pb2.Activation.Purpose,
@@ -180,7 +178,7 @@ def test_sampled_tokens_do_not_mix_with_activations(link: LinkSender, inbox: Inb
     assert inbox.take_arrived(SAMPLED) == []
 
 
-def test_tokens_of_a_later_step_may_be_asked_for_first(link: LinkSender, inbox: Inbox) -> None:
+def test_tokens_of_a_later_step_can_be_received_first(link: LinkSender, inbox: Inbox) -> None:
     earlier, later = (LinkKey("demo", 1, step, SAMPLED) for step in (1, 2))
     for sampled in (earlier, later):
         link.send(sampled, WireTensor("uint32", (0,), b"", (sampled.step,)))
@@ -188,7 +186,7 @@ def test_tokens_of_a_later_step_may_be_asked_for_first(link: LinkSender, inbox: 
     assert inbox.recv(earlier, deadline=0.0).tokens == (1,)
 
 
-def test_a_wait_past_its_deadline_says_which_step(inbox: Inbox) -> None:
+def test_a_wait_past_its_deadline_names_its_step(inbox: Inbox) -> None:
     with pytest.raises(WorkerStuck, match="demo epoch 1 step 9"):
         inbox.recv(key(9), deadline=0.0)
 
@@ -209,15 +207,15 @@ def test_a_new_epoch_ends_waits_for_the_old_one(inbox: Inbox) -> None:
     assert [type(error) for error in errors] == [StaleMessage]
 
 
-def test_what_arrived_before_a_break_can_still_be_taken(inbox: Inbox) -> None:
+def test_messages_before_a_lost_link_can_still_be_received(inbox: Inbox) -> None:
     inbox.put(key(1), TENSOR)
-    inbox.break_off(WorkerLost("stage 0 is gone"))
+    inbox.break_off(WorkerLost("stage 0 was lost"))
     assert inbox.recv(key(1)) is TENSOR
-    with pytest.raises(WorkerLost, match="stage 0 is gone"):
+    with pytest.raises(WorkerLost, match="stage 0 was lost"):
         inbox.recv(key(2))
 
 
-def test_a_link_to_nobody_says_so(tmp_path: Path) -> None:
+def test_a_link_without_a_receiver_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(WorkerStuck, match="No worker answered at unix:"):
         GrpcLink(f"unix:{tmp_path}/nobody", make_hello(), timeout_s=0.2)
 
@@ -227,18 +225,18 @@ def test_a_frame_without_content_is_refused(inbox: Inbox) -> None:
         deliver_frames(iter([Frame(worker_pb2.FrameHeader())]), inbox)
 
 
-def test_whether_a_message_is_here_can_be_waited_for_and_given_up(inbox: Inbox) -> None:
+def test_holds_waits_for_a_message_until_its_timeout_or_an_error(inbox: Inbox) -> None:
     assert not inbox.holds(key(1))
     assert not inbox.holds(key(1), wait_s=1e-3)
     sender = threading.Thread(target=inbox.put, args=(key(1), TENSOR))
     sender.start()
     assert inbox.holds(key(1), wait_s=60.0)
     sender.join()
-    inbox.break_off(WorkerLost("gone"))
-    assert inbox.holds(key(2), wait_s=60.0), "an error is an answer too"
+    inbox.break_off(WorkerLost("lost"))
+    assert inbox.holds(key(2), wait_s=60.0), "an error ends the wait too"
 
 
-def test_activations_over_a_slow_link_are_packed_and_arrive_as_they_were(inbox: Inbox) -> None:
+def test_activations_over_a_slow_link_are_packed_and_arrive_unchanged(inbox: Inbox) -> None:
     server, port = _serve(inbox, "127.0.0.1:0")
     packer = Packer(bytes_per_s=10_000)
     sender = GrpcLink(f"127.0.0.1:{port}", make_hello(), packer=packer)
@@ -256,7 +254,7 @@ def test_activations_over_a_slow_link_are_packed_and_arrive_as_they_were(inbox: 
     assert use.sent_bytes < use.tensor_bytes == 2 * len(data)
 
 
-def test_a_packed_frame_that_would_grow_beyond_what_it_has_is_refused(inbox: Inbox) -> None:
+def test_a_packed_frame_that_grows_beyond_its_tensor_is_refused(inbox: Inbox) -> None:
     bomb = zstandard.ZstdCompressor().compress(bytes(1 << 24))
     activation = worker_pb2.Activation(
         instance="demo", epoch=1, step=1, dtype="bfloat16", shape=[8], packed_bytes=len(bomb)

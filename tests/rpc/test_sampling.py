@@ -1,4 +1,4 @@
-"""Every sampling parameter has a field in the message and in the requests, and survives the way to a worker."""
+"""Every sampling parameter has a field in the message and in requests, and reaches a worker unchanged."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def test_requests_have_a_field_for_each_parameter() -> None:
 
 
 @given(SAMPLINGS)
-def test_parameters_are_the_same_after_both_directions(sampling: Sampling) -> None:
+def test_sampling_parameters_survive_encoding_and_decoding(sampling: Sampling) -> None:
     message = step_pb2.Sampling.FromString(encode_sampling(sampling).SerializeToString())
     assert decode_sampling(message, Sampling) == sampling
 
 
-def test_an_empty_message_switches_every_parameter_off() -> None:
+def test_an_empty_message_has_every_parameter_off() -> None:
     assert decode_sampling(step_pb2.Sampling(), Sampling) == Sampling()

@@ -1,4 +1,4 @@
-"""Callers that TLS lets in and the guard refuses, over real servers, with every arity that is served."""
+"""Callers that TLS accepts and the guard refuses, over real servers, for every served arity."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def stop(address: str, credentials: Credentials, name: str) -> int:
     return reply.stopped
 
 
-def test_a_revoked_certificate_is_refused_from_the_next_call_on_and_others_are_served(
+def test_a_revoked_certificate_is_refused_from_its_next_call_and_others_are_not(
     authority: Authority, caplog: pytest.LogCaptureFixture
 ) -> None:
     lost, kept = node_credentials(authority, "lost-1"), node_credentials(authority, "kept-1")
@@ -65,7 +65,7 @@ def test_a_revoked_certificate_is_refused_from_the_next_call_on_and_others_are_s
             call = STOP.aio_unary_unary(channel)
             assert (await call(agent_pb2.StopRequest(), timeout=10)).stopped == ANSWER
             revoked.replace([serial(lost)])
-            # The connection stays open: it is the call that is refused.
+            # The connection stays open; only the call is refused.
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await call(agent_pb2.StopRequest(), timeout=10)
             assert await stop(address, kept, HEAD_NAME) == ANSWER
@@ -81,7 +81,7 @@ def test_a_revoked_certificate_is_refused_from_the_next_call_on_and_others_are_s
     assert "lost-1" in line
 
 
-def test_what_only_the_head_may_is_refused_to_nodes(authority: Authority) -> None:
+def test_head_only_methods_are_refused_to_nodes(authority: Authority) -> None:
     guard = AioPeerGuard(Revoked().refusal, head_only=(f"/{AGENT_SERVICE}/",))
 
     async def run() -> str:
@@ -94,7 +94,7 @@ def test_what_only_the_head_may_is_refused_to_nodes(authority: Authority) -> Non
     assert asyncio.run(run()) == "mini-1 called /mlx_ring.Agent/Stop, which only the head may."
 
 
-def test_what_only_this_machine_may_is_refused_to_the_head_too(authority: Authority) -> None:
+def test_local_only_methods_are_refused_to_the_head_too(authority: Authority) -> None:
     guard = AioPeerGuard(Revoked().refusal, local_only=(f"/{AGENT_SERVICE}/",))
 
     async def run() -> str:
@@ -120,10 +120,10 @@ async def _steps(
         yield worker_pb2.StepsReply()
 
 
-@pytest.mark.parametrize("let_in", [True, False])
-def test_streams_of_an_event_loop_are_guarded_and_pass_whole(authority: Authority, *, let_in: bool) -> None:
+@pytest.mark.parametrize("is_accepted", [True, False])
+def test_async_streams_are_guarded_and_pass_complete(authority: Authority, *, is_accepted: bool) -> None:
     mini = node_credentials(authority, "mini-1")
-    guard = AioPeerGuard(Revoked([] if let_in else [serial(mini)]).refusal)
+    guard = AioPeerGuard(Revoked([] if is_accepted else [serial(mini)]).refusal)
 
     async def run() -> tuple[int, int]:
         server = make_aio_server(interceptors=[guard])
@@ -144,15 +144,15 @@ def test_streams_of_an_event_loop_are_guarded_and_pass_whole(authority: Authorit
         finally:
             await server.stop(None)
 
-    if let_in:
+    if is_accepted:
         assert asyncio.run(run()) == (2, 3)
     else:
         with pytest.raises(grpc.aio.AioRpcError, match="PERMISSION_DENIED"):
             asyncio.run(run())
 
 
-@pytest.mark.parametrize("let_in", [True, False])
-def test_streams_of_threads_are_guarded_and_pass_whole(authority: Authority, *, let_in: bool) -> None:
+@pytest.mark.parametrize("is_accepted", [True, False])
+def test_threaded_streams_are_guarded_and_pass_complete(authority: Authority, *, is_accepted: bool) -> None:
     mini = node_credentials(authority, "mini-1")
 
     def steps(
@@ -161,14 +161,14 @@ def test_streams_of_threads_are_guarded_and_pass_whole(authority: Authority, *, 
         for _ in requests:
             yield worker_pb2.StepsReply()
 
-    server = make_server(2, interceptors=[PeerGuard(Revoked([] if let_in else [serial(mini)]).refusal)])
+    server = make_server(2, interceptors=[PeerGuard(Revoked([] if is_accepted else [serial(mini)]).refusal)])
     server.add_generic_rpc_handlers((service_handler(WORKER_SERVICE, ((STEPS, steps),)),))
     port = add_secure_port(server, "127.0.0.1:0", authority.head_credentials().for_server())
     server.start()
     try:
         with open_channel(f"127.0.0.1:{port}", mini, HEAD_NAME) as channel:
             replies = STEPS.stream_stream(channel)(iter([worker_pb2.StepsRequest()] * 3), timeout=10)
-            if let_in:
+            if is_accepted:
                 assert len(list(replies)) == 3
             else:
                 with pytest.raises(grpc.RpcError) as caught:
@@ -178,17 +178,17 @@ def test_streams_of_threads_are_guarded_and_pass_whole(authority: Authority, *, 
         server.stop(None)
 
 
-def test_running_streams_of_a_removed_node_end_and_others_go_on(authority: Authority) -> None:
+def test_async_streams_of_a_removed_node_end_and_others_continue(authority: Authority) -> None:
     lost, kept = node_credentials(authority, "lost-1"), node_credentials(authority, "kept-1")
     revoked = Revoked()
     guard = AioPeerGuard(revoked.refusal)
-    go_on = asyncio.Event()
+    proceed = asyncio.Event()
 
     async def events(
         _request: agent_pb2.WatchRequest, _context: grpc.aio.ServicerContext[object, object]
     ) -> AsyncIterator[agent_pb2.AgentEvent]:
         yield agent_pb2.AgentEvent(memory_bytes=1)
-        await go_on.wait()
+        await proceed.wait()
         yield agent_pb2.AgentEvent(memory_bytes=2)
 
     async def run() -> None:
@@ -213,7 +213,7 @@ def test_running_streams_of_a_removed_node_end_and_others_go_on(authority: Autho
                     await anext(first)
                 assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
                 assert "lost-1" in (caught.value.details() or "")
-                go_on.set()
+                proceed.set()
                 assert (await anext(second)).memory_bytes == 2
         finally:
             await server.stop(None)
@@ -222,7 +222,7 @@ def test_running_streams_of_a_removed_node_end_and_others_go_on(authority: Autho
 
 
 class _Call:
-    """A call of a node, without gRPC: the test decides how long a write takes."""
+    """Call of a node without gRPC; the test decides how long a write takes."""
 
     def __init__(self, credentials: Credentials) -> None:
         self._certificate = credentials.certificate
@@ -237,7 +237,7 @@ class _Call:
         raise grpc.aio.AbortError(code, details)
 
 
-def test_removed_node_in_the_middle_of_a_message_gets_a_status_after_it(authority: Authority) -> None:
+def test_a_node_removed_in_the_middle_of_a_message_gets_a_status_after_it(authority: Authority) -> None:
     lost = node_credentials(authority, "lost-1")
     revoked = Revoked()
     guard = AioPeerGuard(revoked.refusal)
@@ -267,7 +267,7 @@ def test_removed_node_in_the_middle_of_a_message_gets_a_status_after_it(authorit
     asyncio.run(run())
 
 
-def test_nobody_is_asked_over_a_unix_socket_and_everybody_over_a_plain_port(tmp_path: Path) -> None:
+def test_a_certificate_is_required_on_a_plain_port_and_not_on_a_unix_socket(tmp_path: Path) -> None:
     async def run() -> str:
         async def answer(
             _request: agent_pb2.StopRequest, _context: grpc.aio.ServicerContext[object, object]
@@ -293,7 +293,7 @@ def test_nobody_is_asked_over_a_unix_socket_and_everybody_over_a_plain_port(tmp_
     assert "showed no certificate" in asyncio.run(run())
 
 
-def test_a_method_that_is_not_served_is_unimplemented_and_no_error_of_the_guard(
+def test_an_unknown_method_is_unimplemented_and_not_refused_by_the_guard(
     authority: Authority,
 ) -> None:
     async def run() -> grpc.StatusCode:
@@ -309,7 +309,7 @@ def test_a_method_that_is_not_served_is_unimplemented_and_no_error_of_the_guard(
     assert asyncio.run(run()) is grpc.StatusCode.UNIMPLEMENTED
 
 
-def test_the_set_may_be_replaced_while_others_ask(authority: Authority) -> None:
+def test_revoked_certificates_can_be_replaced_during_checks(authority: Authority) -> None:
     revoked = Revoked()
     peer = peer_of_certificate(
         x509.load_pem_x509_certificate(node_credentials(authority, "mini-1").certificate)
@@ -327,7 +327,7 @@ def test_the_set_may_be_replaced_while_others_ask(authority: Authority) -> None:
     assert revoked.refusal(peer)
 
 
-def test_a_server_of_threads_ends_running_streams_of_a_removed_node_and_others_go_on(
+def test_threaded_streams_of_a_removed_node_end_and_others_continue(
     authority: Authority,
 ) -> None:
     lost, kept = node_credentials(authority, "lost-1"), node_credentials(authority, "kept-1")

@@ -47,16 +47,16 @@ server.stop(None)
 """
 
 
-def _next(lines: IO[str], pattern: str) -> str:
-    """The next line with this in it; every line before it must be one of ours or nobody's of gRPC."""
+def _find_line(lines: IO[str], pattern: str) -> str:
+    """Return the next line that matches; fail if a line before it has gRPC's own format."""
     for line in lines:
         assert not re.match(r"[IWE]\d{4} ", line)
         if re.search(pattern, line):
             return line
-    raise AssertionError(f"The server ended without saying {pattern!r}.")
+    raise AssertionError(f"The server ended without the line {pattern!r}.")
 
 
-def test_a_server_logs_each_connection_that_it_refuses_and_why(tmp_path: Path) -> None:
+def test_a_server_logs_each_refused_connection_with_the_reason(tmp_path: Path) -> None:
     authority = Authority.open(tmp_path / "ours")
     foreign = node_credentials(Authority.open(tmp_path / "theirs"), "mini-1")
     process = subprocess.Popen(
@@ -72,14 +72,14 @@ def test_a_server_logs_each_connection_that_it_refuses_and_why(tmp_path: Path) -
     assert process.stderr is not None
     with process, process.stdin, process.stdout, process.stderr:
         port = int(process.stdout.readline())
-        _next(process.stderr, r"^somebody else's line$")
+        _find_line(process.stderr, r"^somebody else's line$")
         with socket.create_connection(("127.0.0.1", port)) as plain:
             plain.sendall(b"GET / HTTP/1.1\r\n\r\n")
-            _next(process.stderr, "WARNING node=here .*refused a connection: it .*HTTP")
+            _find_line(process.stderr, "WARNING node=here .*refused a connection: it .*HTTP")
         with open_channel(f"127.0.0.1:{port}", Anchor(authority.pem), HEAD_NAME) as channel:
             with pytest.raises(grpc.RpcError):
                 STOP.unary_unary(channel)(agent_pb2.StopRequest(), timeout=10)
-            _next(process.stderr, "WARNING node=here .*refused a connection: it showed no certificate")
+            _find_line(process.stderr, "WARNING node=here .*refused a connection: it showed no certificate")
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         foreign.save(tmp_path / "stranger")
@@ -91,37 +91,37 @@ def test_a_server_logs_each_connection_that_it_refuses_and_why(tmp_path: Path) -
         ):
             # An alert, a reset or the end, whichever comes first.
             connection.recv(1)
-        _next(process.stderr, "WARNING node=here .*refused a connection: its certificate is of another")
+        _find_line(process.stderr, "WARNING node=here .*refused a connection: its certificate is of another")
         process.stdin.close()
         process.wait(30)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("PEER_DID_NOT_RETURN_A_CERTIFICATE: x", "refused a connection: it showed no certificate"),
         ("WRONG_VERSION_NUMBER: x", "refused a connection: it did not speak TLS"),
         ("SOMETHING_NEW", "refused a connection: SOMETHING_NEW"),
     ],
 )
-def test_a_line_of_the_library_becomes_a_sentence(text: str, said: str) -> None:
+def test_a_handshake_error_of_grpc_becomes_a_sentence(text: str, message: str) -> None:
     line = f"I1121 13:17:08.055926 4454 ssl_transport_security.cc:2563] Handshake failed with error {text}"
-    assert refused_handshake(line) == said
+    assert refused_handshake(line) == message
 
 
-def test_other_lines_are_not_about_handshakes() -> None:
+def test_other_lines_report_no_refused_handshake() -> None:
     assert refused_handshake("I1121 13:17:08.055926 4454 server.cc:1] started") == ""
     assert refused_handshake("Handshake failed with error is what a user may write too") == ""
 
 
-def test_of_what_a_worker_writes_the_library_s_chatter_is_left_out() -> None:
+def test_grpc_log_lines_are_left_out_of_a_workers_log() -> None:
     line = "I1121 13:17:08.055926 4454 ssl_transport_security.cc:2563] Handshake failed with error HTTP_REQUEST: x"
     assert loggable_line(line) == "refused a connection: it spoke plain HTTP"
     assert loggable_line("I1121 13:17:08.055926 4454 server.cc:1] started") == ""
     assert loggable_line("Fatal Python error: Aborted") == "Fatal Python error: Aborted"
 
 
-def test_errors_about_something_else_are_left_to_others() -> None:
+def test_other_errors_are_no_handshake_errors() -> None:
     assert handshake_error(TimeoutError("slow"), "The peer") is None
     assert handshake_error(ConnectionRefusedError("nobody"), "The peer") is None
     with open_channel("127.0.0.1:1") as channel, pytest.raises(grpc.RpcError) as caught:
@@ -129,8 +129,8 @@ def test_errors_about_something_else_are_left_to_others() -> None:
     assert handshake_error(caught.value, "The peer") is None
 
 
-def test_a_peer_that_ends_after_the_handshake_has_refused_nobody() -> None:
-    # What a stream gets whose server was killed.
+def test_a_connection_closed_after_its_handshake_is_no_handshake_error() -> None:
+    # The error of a stream whose server was killed.
     nothing = grpc.aio.Metadata()
     error = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, "Socket closed")
     assert handshake_error(error, "The peer") is None

@@ -1,4 +1,4 @@
-"""Identity of a machine: the same after every start."""
+"""Identity of a machine, which is the same after every start."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mlx_ring.rpc.tls.certificates import check_node_id, key_to_pem
 from mlx_ring.rpc.tls.identity import Identity, open_identity
 
 
-def test_id_and_key_stay(tmp_path: Path) -> None:
+def test_id_and_key_are_the_same_after_a_restart(tmp_path: Path) -> None:
     first, second = open_identity(tmp_path, "Mini.local"), open_identity(tmp_path, "renamed")
     assert first.node == second.node
     assert key_to_pem(first.key) == key_to_pem(second.key)
@@ -22,13 +22,13 @@ def test_id_and_key_stay(tmp_path: Path) -> None:
     assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
 
 
-def test_two_machines_called_alike_differ(tmp_path: Path) -> None:
-    # Sixteen bits each: that all of five agree is once in 2^64.
+def test_machines_of_one_name_get_different_ids(tmp_path: Path) -> None:
+    # Each id has sixteen random bits: five equal ones occur once in 2^64.
     ids = {open_identity(tmp_path / str(number), "mini").node for number in range(5)}
     assert len(ids) > 1
 
 
-def test_two_starts_at_once_make_one_identity(tmp_path: Path) -> None:
+def test_simultaneous_starts_make_one_identity(tmp_path: Path) -> None:
     made: list[Identity] = []
     threads = [threading.Thread(target=lambda: made.append(open_identity(tmp_path))) for _ in range(4)]
     for thread in threads:
@@ -40,7 +40,7 @@ def test_two_starts_at_once_make_one_identity(tmp_path: Path) -> None:
 
 
 @given(machine=st.text(max_size=300))
-def test_any_machine_s_name_gives_an_id(machine: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_every_machine_name_gives_a_valid_id(machine: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     identity = open_identity(tmp_path_factory.mktemp("any"), machine)
     assert check_node_id(identity.node) == identity.node
 
@@ -48,7 +48,9 @@ def test_any_machine_s_name_gives_an_id(machine: str, tmp_path_factory: pytest.T
 @pytest.mark.parametrize(
     ("file", "content"), [("node-id", b"No Id\n"), ("node-id", b"\xff"), ("key.pem", b"x")]
 )
-def test_what_cannot_be_read_is_refused_and_not_replaced(file: str, content: bytes, tmp_path: Path) -> None:
+def test_an_unreadable_identity_file_is_refused_and_not_replaced(
+    file: str, content: bytes, tmp_path: Path
+) -> None:
     open_identity(tmp_path)
     (tmp_path / file).write_bytes(content)
     with pytest.raises(ConfigError):

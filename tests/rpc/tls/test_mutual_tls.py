@@ -1,4 +1,4 @@
-"""Real servers on loopback: who has the right certificate is served, whoever else is refused with a reason."""
+"""Real servers on loopback: a valid certificate is served, any other caller refused with a reason."""
 
 from __future__ import annotations
 
@@ -59,15 +59,15 @@ async def ask(address: str, trust: ChannelTrust | None, name: str) -> int:
     return reply.stopped
 
 
-def refused(served_by: Credentials, trust: ChannelTrust | None, name: str, friend: Credentials) -> str:
-    """The sentence for whoever is refused; a friend is served before and afterwards."""
+def refusal(served_by: Credentials, trust: ChannelTrust | None, name: str, trusted: Credentials) -> str:
+    """Return the message of a refused caller; check that a trusted one is served afterwards."""
 
     async def run() -> str:
         async with listening(served_by) as address:
             with pytest.raises(PeerRefused) as caught:
                 await ask(address, trust, name)
-            # The same server, another caller, with the name that it truly has.
-            assert await ask(address, friend, MINI) == ANSWER
+            # The same server answers another caller, who expects the server's real name.
+            assert await ask(address, trusted, MINI) == ANSWER
         return str(caught.value)
 
     return asyncio.run(run())
@@ -82,7 +82,7 @@ def test_a_node_reaches_the_head_and_the_head_a_node(authority: Authority, mini:
     assert asyncio.run(run()) == (ANSWER, ANSWER)
 
 
-def test_threads_speak_tls_as_event_loops_do(authority: Authority, mini: Credentials) -> None:
+def test_threaded_servers_speak_tls_like_async_ones(authority: Authority, mini: Credentials) -> None:
     seen: list[Peer] = []
 
     def behaviour(_request: agent_pb2.StopRequest, context: grpc.ServicerContext) -> agent_pb2.StopReply:
@@ -101,7 +101,7 @@ def test_threads_speak_tls_as_event_loops_do(authority: Authority, mini: Credent
     assert [peer.is_head for peer in seen] == [True]
 
 
-def test_a_unix_socket_stays_plain_whatever_is_given(mini: Credentials, tmp_path: Path) -> None:
+def test_a_unix_socket_stays_plain_despite_credentials(mini: Credentials, tmp_path: Path) -> None:
     server = make_server(1)
 
     def behaviour(_request: agent_pb2.StopRequest, _context: grpc.ServicerContext) -> agent_pb2.StopReply:
@@ -118,28 +118,28 @@ def test_a_unix_socket_stays_plain_whatever_is_given(mini: Credentials, tmp_path
 
 
 def test_a_client_without_a_certificate_is_refused(mini: Credentials) -> None:
-    said = refused(mini, Anchor(mini.authority), MINI, mini)
-    assert "may not accept this machine's certificate" in said
+    message = refusal(mini, Anchor(mini.authority), MINI, mini)
+    assert "may not accept this machine's certificate" in message
 
 
 def test_a_plaintext_client_is_refused(mini: Credentials) -> None:
-    assert "There is no trusted connection to The peer" in refused(mini, None, "", mini)
+    assert "There is no trusted connection to The peer" in refusal(mini, None, "", mini)
 
 
 def test_a_client_of_another_cluster_is_refused(mini: Credentials, foreign: Authority) -> None:
     stranger = node_credentials(foreign, "mini-1")
     sneaky = Credentials(mini.authority, stranger.certificate, stranger.key)
-    assert "may not accept this machine's certificate" in refused(mini, sneaky, MINI, mini)
+    assert "may not accept this machine's certificate" in refusal(mini, sneaky, MINI, mini)
 
 
 def test_a_client_refuses_a_server_of_another_cluster(mini: Credentials, foreign: Authority) -> None:
     stranger = node_credentials(foreign, "mini-1")
-    assert "certificate is" in refused(mini, stranger, MINI, mini)
+    assert "certificate is" in refusal(mini, stranger, MINI, mini)
 
 
 def test_a_client_whose_certificate_has_expired_is_refused(authority: Authority, mini: Credentials) -> None:
     expired = node_credentials(authority, "mini-2", LONG_AGO)
-    assert "may not accept this machine's certificate" in refused(mini, expired, MINI, mini)
+    assert "may not accept this machine's certificate" in refusal(mini, expired, MINI, mini)
 
 
 def test_a_server_whose_certificate_has_expired_is_refused(authority: Authority, mini: Credentials) -> None:
@@ -161,15 +161,15 @@ def test_a_certificate_that_is_not_valid_yet_is_refused(authority: Authority, mi
         asyncio.run(run())
 
 
-def test_a_right_certificate_with_another_name_is_refused(mini: Credentials) -> None:
-    assert "its certificate is for another name" in refused(mini, mini, node_name("mini-2"), mini)
+def test_a_valid_certificate_with_another_name_is_refused(mini: Credentials) -> None:
+    assert "its certificate is for another name" in refusal(mini, mini, node_name("mini-2"), mini)
 
 
 def test_a_node_cannot_pass_for_the_head(mini: Credentials) -> None:
-    assert "its certificate is for another name" in refused(mini, mini, HEAD_NAME, mini)
+    assert "its certificate is for another name" in refusal(mini, mini, HEAD_NAME, mini)
 
 
-def test_rubbish_and_half_a_handshake_harm_nobody(mini: Credentials) -> None:
+def test_invalid_bytes_and_partial_handshakes_do_not_stop_the_server(mini: Credentials) -> None:
     async def run() -> int:
         async with listening(mini) as address:
             host, port = address.rsplit(":", 1)
@@ -181,10 +181,10 @@ def test_rubbish_and_half_a_handshake_harm_nobody(mini: Credentials) -> None:
     assert asyncio.run(run()) == ANSWER
 
 
-def test_grpc_cannot_ask_for_a_certificate_without_insisting_on_it(
+def test_grpc_cannot_request_a_certificate_without_requiring_it(
     authority: Authority, mini: Credentials
 ) -> None:
-    """Why enrolment has a port of its own: once this fails, one port will do."""
+    """Show why enrolment has a port of its own; once this fails, one port will do."""
     seen: list[bool] = []
 
     def behaviour(_request: agent_pb2.StopRequest, context: grpc.ServicerContext) -> agent_pb2.StopReply:
@@ -205,9 +205,7 @@ def test_grpc_cannot_ask_for_a_certificate_without_insisting_on_it(
     assert seen == [False]
 
 
-def test_credentials_come_back_from_their_folder_and_the_key_is_private(
-    mini: Credentials, tmp_path: Path
-) -> None:
+def test_saved_credentials_can_be_loaded_and_the_key_is_private(mini: Credentials, tmp_path: Path) -> None:
     folder = tmp_path / "node"
     assert load_credentials(folder) is None
     mini.save(folder)
@@ -215,7 +213,7 @@ def test_credentials_come_back_from_their_folder_and_the_key_is_private(
     assert (folder / KEY_FILE).stat().st_mode & 0o777 == 0o600
 
 
-def test_a_key_that_is_not_the_certificate_s_is_refused_by_name(
+def test_a_key_that_does_not_match_its_certificate_is_refused_by_name(
     authority: Authority, mini: Credentials, tmp_path: Path
 ) -> None:
     Credentials(mini.authority, mini.certificate, node_credentials(authority, "mini-1").key).save(tmp_path)
@@ -226,7 +224,7 @@ def test_a_key_that_is_not_the_certificate_s_is_refused_by_name(
         load_credentials(tmp_path)
 
 
-def test_a_server_shows_a_renewed_certificate_and_still_asks_for_the_client_s(
+def test_a_renewed_certificate_is_served_and_client_certificates_stay_required(
     authority: Authority, mini: Credentials, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match="There is no certificate in"):
@@ -266,5 +264,5 @@ def test_a_server_shows_a_renewed_certificate_and_still_asks_for_the_client_s(
         server.stop(None)
 
 
-def test_the_key_is_not_in_what_a_log_would_show(mini: Credentials) -> None:
+def test_the_private_key_is_not_in_the_repr_of_credentials(mini: Credentials) -> None:
     assert "PRIVATE" not in repr(mini)

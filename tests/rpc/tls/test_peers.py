@@ -1,4 +1,4 @@
-"""Where a call comes from, and whose certificate it shows."""
+"""Origin of a call, and the node that its certificate names."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from mlx_ring.rpc.tls.peers import address_of_call, host_of_call, is_local, peer
 class Call:
     """Context of a call, as gRPC gives it."""
 
-    came_from: str
-    shown: Mapping[str, list[bytes]] = field(default_factory=dict[str, list[bytes]])
+    origin: str
+    authentication: Mapping[str, list[bytes]] = field(default_factory=dict[str, list[bytes]])
 
     def peer(self) -> str:
-        return self.came_from
+        return self.origin
 
     def auth_context(self) -> Mapping[str, list[bytes]]:
-        return self.shown
+        return self.authentication
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ class Call:
         ("ipv6:[fe80::1%25en0]:51234", "[fe80::1%en0]:51234", "fe80::1%en0"),
     ],
 )
-def test_addresses_of_both_kinds_are_readable(peer: str, address: str, host: str) -> None:
+def test_ipv4_and_ipv6_peers_are_readable(peer: str, address: str, host: str) -> None:
     assert (address_of_call(Call(peer)), host_of_call(Call(peer))) == (address, host)
 
 
@@ -45,7 +45,7 @@ def test_only_a_unix_socket_is_local() -> None:
     assert not is_local(Call("ipv4:127.0.0.1:1"))
 
 
-def test_a_call_says_whose_certificate_it_shows(tmp_path: Path) -> None:
+def test_the_peer_of_a_call_is_read_from_its_certificate(tmp_path: Path) -> None:
     authority = Authority.open(tmp_path)
     node = peer_of_call(Call("", {"x509_pem_cert": [node_credentials(authority, "mini-1").certificate]}))
     assert (node.node, node.is_head, str(node)) == ("mini-1", False, "mini-1")

@@ -1,4 +1,4 @@
-"""Traces on their way to a collector."""
+"""Traces that are sent to a collector."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from mlx_ring.settings.settings_sources import load_settings
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
-def test_a_client_s_trace_goes_on_and_each_span_is_of_its_node() -> None:
+def test_a_clients_trace_continues_and_each_span_names_its_node() -> None:
     with running_collector() as collector:
         traces = OtlpTraces(collector.url, "mini", "1.0")
-        span = traces.start("asked", {"a": 1}, parent=f"00-{TRACE}-{PARENT}-01", kind="server")
+        span = traces.start("request", {"a": 1}, parent=f"00-{TRACE}-{PARENT}-01", kind="server")
         assert span is not None
         place = TracePlace("studio", 1, 0)
         part = traces.start("part", {}, parent=span.traceparent, at_ns=5_000, place=place)
@@ -27,34 +27,34 @@ def test_a_client_s_trace_goes_on_and_each_span_is_of_its_node() -> None:
         part.end(7_000, error="WorkerLost")
         span.end()
         traces.close()
-        told = {found.name: found for found in collector.spans}
-    assert (told["asked"].trace, told["asked"].parent) == (TRACE, PARENT)
-    assert (told["part"].trace, told["part"].parent) == (TRACE, told["asked"].id)
-    assert (told["part"].started_ns, told["part"].ended_ns, told["part"].is_error) == (5_000, 7_000, True)
-    assert told["asked"].resource["host.name"] == "mini"
-    assert told["part"].resource["host.name"] == "studio"
-    assert {found.resource["service.name"] for found in told.values()} == {"mlx-ring"}
+        spans = {exported.name: exported for exported in collector.spans}
+    assert (spans["request"].trace, spans["request"].parent) == (TRACE, PARENT)
+    assert (spans["part"].trace, spans["part"].parent) == (TRACE, spans["request"].id)
+    assert (spans["part"].started_ns, spans["part"].ended_ns, spans["part"].is_error) == (5_000, 7_000, True)
+    assert spans["request"].resource["host.name"] == "mini"
+    assert spans["part"].resource["host.name"] == "studio"
+    assert {exported.resource["service.name"] for exported in spans.values()} == {"mlx-ring"}
 
 
 @pytest.mark.parametrize("parent", ["", "nonsense", f"00-{'0' * 32}-{PARENT}-01", "00-" + "f" * 9000])
-def test_without_a_parent_that_means_something_a_trace_of_its_own_begins(parent: str) -> None:
+def test_a_missing_or_invalid_parent_starts_a_new_trace(parent: str) -> None:
     with running_collector() as collector:
         traces = OtlpTraces(f"{collector.url}/v1/traces", "mini", "1.0")
-        span = traces.start("asked", {}, parent=parent)
+        span = traces.start("request", {}, parent=parent)
         assert span is not None
         span.end()
         traces.close()
-        (told,) = collector.spans
-    assert told.parent == ""
+        (exported,) = collector.spans
+    assert exported.parent == ""
 
 
-def test_a_client_that_does_not_record_its_trace_has_nothing_recorded_here() -> None:
+def test_an_unsampled_parent_records_no_span() -> None:
     traces = OtlpTraces("http://127.0.0.1:9", "mini", "1.0")
-    assert traces.start("asked", {}, parent=f"00-{TRACE}-{PARENT}-00") is None
+    assert traces.start("request", {}, parent=f"00-{TRACE}-{PARENT}-00") is None
     traces.close()
 
 
-def test_without_opentelemetry_the_flag_is_one_sentence_that_says_how_to_get_it(
+def test_without_opentelemetry_the_flag_is_refused_with_the_extra_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delitem(sys.modules, "mlx_ring.core.otlp_traces")

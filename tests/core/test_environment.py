@@ -1,4 +1,4 @@
-"""Environment of processes that compute."""
+"""Environment of worker processes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import pytest
 
 from mlx_ring.core.environment import worker_environment
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="large pages are asked for on Linux alone")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="large pages are requested only on Linux")
 
 
-def test_workers_ask_for_large_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_request_large_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
     environment = worker_environment(3)
     assert environment["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
@@ -25,6 +25,6 @@ def test_workers_ask_for_large_pages(monkeypatch: pytest.MonkeyPatch) -> None:
         ("glibc.malloc.hugetlb=0", "glibc.malloc.hugetlb=0"),
     ],
 )
-def test_what_a_person_has_tuned_stays(monkeypatch: pytest.MonkeyPatch, theirs: str, expected: str) -> None:
+def test_tunables_of_the_user_are_kept(monkeypatch: pytest.MonkeyPatch, theirs: str, expected: str) -> None:
     monkeypatch.setenv("GLIBC_TUNABLES", theirs)
     assert worker_environment(1)["GLIBC_TUNABLES"] == expected

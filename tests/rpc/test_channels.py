@@ -1,4 +1,4 @@
-"""Streams that are listened to for as long as something comes."""
+"""Limit on the silence of a stream."""
 
 from __future__ import annotations
 
@@ -17,47 +17,47 @@ async def numbers(last: int, *, is_silent_then: bool = False) -> AsyncIterator[i
         await asyncio.Event().wait()
 
 
-def test_all_that_comes_is_given_until_it_ends() -> None:
+def test_every_item_is_passed_on_until_the_stream_ends() -> None:
     async def run() -> list[int]:
         return [number async for number in limit_silence(numbers(3), 60.0)]
 
     assert asyncio.run(run()) == [0, 1, 2]
 
 
-def test_silence_ends_it() -> None:
+def test_silence_ends_the_stream() -> None:
     async def run() -> None:
-        heard = limit_silence(numbers(1, is_silent_then=True), 0.01)
-        assert await anext(heard) == 0
+        limited = limit_silence(numbers(1, is_silent_then=True), 0.01)
+        assert await anext(limited) == 0
         with pytest.raises(TimeoutError):
-            await anext(heard)
+            await anext(limited)
 
     asyncio.run(run())
 
 
 @pytest.mark.parametrize("turns", range(8))
-def test_a_listener_that_is_cancelled_ends_also_when_something_comes_at_that_moment(turns: int) -> None:
-    """Cancel at each turn of the event loop after an item came."""
+def test_a_cancelled_reader_ends_even_if_an_item_arrives_at_that_moment(turns: int) -> None:
+    """Cancel the reader at each turn of the event loop after an item arrived."""
 
     async def run() -> bool:
-        news = asyncio.Event()
+        arrived = asyncio.Event()
 
-        async def coming() -> AsyncIterator[None]:
+        async def items() -> AsyncIterator[None]:
             while True:
-                await news.wait()
-                news.clear()
+                await arrived.wait()
+                arrived.clear()
                 yield
 
-        async def listen() -> None:
-            async for _ in limit_silence(coming(), 60.0):
+        async def read() -> None:
+            async for _ in limit_silence(items(), 60.0):
                 pass
 
-        listening = asyncio.create_task(listen())
+        reading = asyncio.create_task(read())
         await asyncio.sleep(0)
-        news.set()
+        arrived.set()
         for _ in range(turns):
             await asyncio.sleep(0)
-        listening.cancel()
-        done, _ = await asyncio.wait((listening,), timeout=5.0)
+        reading.cancel()
+        done, _ = await asyncio.wait((reading,), timeout=5.0)
         return bool(done)
 
     assert asyncio.run(run())
