@@ -57,25 +57,27 @@ def loaded(epoch: int = 4) -> list[agent_pb2.AgentEvent]:
     ]
 
 
-def test_an_instance_loaded_as_it_would_be_now_is_adopted() -> None:
+def test_an_instance_with_the_current_assignments_is_adopted() -> None:
     (found,) = find_adoptable(reversed(loaded()), expect)
     assert (found.instance, found.cut) == ("one", CUT)
     assert [(node, state.stage) for node, state in found.workers] == [("a", 0), ("b", 1)]
 
 
-@pytest.mark.parametrize("trouble", ["gone", "dead", "loading", "other model", "other context", "overlap"])
-def test_any_other_instance_is_not_adopted(trouble: str) -> None:
+@pytest.mark.parametrize(
+    "difference", ["missing", "dead", "loading", "other model", "other context", "overlap"]
+)
+def test_any_other_instance_is_not_adopted(difference: str) -> None:
     events = loaded()
     worker = events[1].workers[0]
-    if trouble == "gone":
+    if difference == "missing":
         del events[1]
-    elif trouble == "dead":
+    elif difference == "dead":
         worker.alive = False
-    elif trouble == "loading":
+    elif difference == "loading":
         worker.status.phase = "loading"
-    elif trouble == "other model":
+    elif difference == "other model":
         worker.assignment.model_digest = "another"
-    elif trouble == "other context":
+    elif difference == "other context":
         worker.assignment.max_model_len = 65
     else:
         worker.assignment.first_layer = 2

@@ -65,7 +65,7 @@ async def until(control: Control, nodes: int) -> Membership:
     return control.membership
 
 
-def said() -> cluster_pb2.AttendRequest:
+def first_message() -> cluster_pb2.AttendRequest:
     """Return a node's first message."""
     return cluster_pb2.AttendRequest(
         hello=make_hello(), port=4000, profile=made_up_profile().model_dump_json(), memory_utilization=0.9
@@ -80,12 +80,12 @@ def test_connected_nodes_are_members_with_their_reported_state(tmp_path: Path) -
                 attending(head, control, tmp_path / "a", memory_utilization=0.5),
                 attending(head, control, tmp_path / "b"),
             ):
-                there = (await control.wait_for(2)).members
-                first = there[open_identity(tmp_path / "a").node]
+                connected = (await control.wait_for(2)).members
+                first = connected[open_identity(tmp_path / "a").node]
                 assert (first.host, first.head_host, first.port) == ("127.0.0.1", "127.0.0.1", 4000)
                 assert (first.memory_utilization, first.profile) == (0.5, made_up_profile())
-            gone = (await until(control, 0)).former
-            assert set(gone) == set(there)
+            former = (await until(control, 0)).former
+            assert set(former) == set(connected)
 
     asyncio.run(run())
 
@@ -134,16 +134,16 @@ def test_other_nodes_get_a_removed_node_s_certificates_at_once(
     monkeypatch.setattr(attendance, "_BEAT_S", 2.5)
 
     async def run() -> None:
-        heard: asyncio.Queue[tuple[int, tuple[str, ...]]] = asyncio.Queue()
-        words: list[Reported] = []
+        revocations: asyncio.Queue[tuple[int, tuple[str, ...]]] = asyncio.Queue()
+        reports: list[Reported] = []
         head = HeadAddress("127.0.0.1", free_pair_of_ports())
 
         def note(event: Event) -> None:
             if isinstance(event, Reported):
-                words.append(event)
+                reports.append(event)
 
         def revoke(serials: tuple[str, ...]) -> None:
-            heard.put_nowait((len(words), serials))
+            revocations.put_nowait((len(reports), serials))
 
         async with (
             open_control(tmp_path / "head", head) as control,
@@ -151,14 +151,14 @@ def test_other_nodes_get_a_removed_node_s_certificates_at_once(
             attending(head, control, tmp_path / "b", revoke),
         ):
             await control.wait_for(2)
-            assert await heard.get() == (0, ())
+            assert await revocations.get() == (0, ())
             with control.watching(note):
                 Members(authority_folder(tmp_path / "head")).remove(open_identity(tmp_path / "a").node)
                 async with asyncio.timeout(WAIT_S):
-                    before, serials = await heard.get()
-            assert (before, len(serials)) == (0, 1), "nobody had said anything meanwhile"
-            gone = (await until(control, 1)).former
-            assert [was.reason for was in gone.values()] == ["it was removed from the cluster"]
+                    before, serials = await revocations.get()
+            assert (before, len(serials)) == (0, 1), "no node had reported since"
+            former = (await until(control, 1)).former
+            assert [was.reason for was in former.values()] == ["it was removed from the cluster"]
             with suppress(PeerRefused):
                 await removed
 
@@ -167,22 +167,22 @@ def test_other_nodes_get_a_removed_node_s_certificates_at_once(
 
 def test_the_end_of_a_replaced_session_is_not_reported(tmp_path: Path) -> None:
     async def run() -> list[Event]:
-        head, heard = HeadAddress("127.0.0.1", free_pair_of_ports()), list[Event]()
+        head, events = HeadAddress("127.0.0.1", free_pair_of_ports()), list[Event]()
         async with open_control(tmp_path / "head", head) as control:
             token = control.make_token(life_s=60.0)
             credentials = await asyncio.to_thread(join, str(head), token, tmp_path / "a")
             async with open_aio_channel(head.cluster, credentials, HEAD_NAME) as channel:
                 first, second = (ATTEND.aio_stream_stream(channel)() for _ in range(2))
-                with control.watching(heard.append):
+                with control.watching(events.append):
                     for call in (first, second):
-                        await call.write(said())
+                        await call.write(first_message())
                         await call.read()
-                    # The call ends after all that follows from it has happened.
+                    # The call ends after all its consequences.
                     await first.done_writing()
                     assert await first.read() is grpc.aio.EOF
                     assert len(control.membership.members) == 1
                 second.cancel()
-        return heard
+        return events
 
     assert [type(event) for event in asyncio.run(run())] == [Joined, Joined]
 
@@ -195,10 +195,10 @@ def test_a_node_with_invalid_values_is_refused(tmp_path: Path, field: str, value
             credentials = await asyncio.to_thread(
                 join, str(head), control.make_token(life_s=60.0), tmp_path / "a"
             )
-            nonsense = said()
-            setattr(nonsense, field, value)
+            invalid = first_message()
+            setattr(invalid, field, value)
             async with open_aio_channel(head.cluster, credentials, HEAD_NAME) as channel:
-                call = ATTEND.aio_stream_stream(channel)(iter([nonsense]))
+                call = ATTEND.aio_stream_stream(channel)(iter([invalid]))
                 reply = await call.read()
                 assert isinstance(reply, cluster_pb2.AttendReply)
                 assert reply.failure.kind == "ProtocolError"

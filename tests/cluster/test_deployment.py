@@ -1,24 +1,29 @@
-"""Deployment of an instance, and the addresses of neighbours that each stage gets."""
+"""Deployment of an instance, the addresses of neighbours that each stage gets, and routes between ranks."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import cast
 
+import pytest
+
 from mlx_ring.cluster.agent_link import AgentLink, Source
-from mlx_ring.cluster.deployment import Site, deploy
+from mlx_ring.cluster.deployment import GroupRoute, Site, deploy, group_routes
 from mlx_ring.cluster.placement import Cut, even_split, make_assignments
+from mlx_ring.core.errors import PlanError
+from mlx_ring.host.trusted_interfaces import TrustedInterface
 from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.protos import agent_pb2, worker_pb2
 
 
 class _Node:
-    """An agent that starts whatever it is asked for, and keeps what it was to load."""
+    """Agent that starts every requested worker, and records the assignments to load."""
 
     def __init__(self) -> None:
         self.loaded: Sequence[worker_pb2.StageAssignment] = ()
-        self.asked: list[str] = []
+        self.requests: list[str] = []
 
     async def start(
         self, _hello: object, assignments: Sequence[worker_pb2.StageAssignment]
@@ -45,7 +50,7 @@ class _Node:
         *,
         only_fetch: bool,
     ) -> None:
-        self.asked.append("fetch" if only_fetch else "load")
+        self.requests.append("fetch" if only_fetch else "load")
         self.loaded = assignments
 
     def site(self, node: str, weights: str = "") -> Site:
@@ -65,8 +70,8 @@ def test_each_stage_knows_its_neighbouring_nodes() -> None:
         max_model_len=64,
     )
     asyncio.run(deploy([first, first, second], assignments, make_hello(), lambda _progress: None))
-    told = [(one.previous_node, one.next_node, one.first_node) for one in (*here.loaded, *there.loaded)]
-    assert told == [("b", "", ""), ("", "b", ""), ("a", "", "a")]
+    neighbours = [(one.previous_node, one.next_node, one.first_node) for one in (*here.loaded, *there.loaded)]
+    assert neighbours == [("b", "", ""), ("", "b", ""), ("a", "", "a")]
 
 
 def test_stages_linked_by_a_collective_get_all_addresses() -> None:
@@ -100,10 +105,59 @@ def test_ranks_on_two_machines_load_once_all_weights_are_fetched() -> None:
     for assignment in assignments:
         assignment.group_host = f"10.0.8.{1 + assignment.rank}"
     asyncio.run(deploy([first, second] * 2, assignments, make_hello(), lambda _progress: None))
-    assert (here.asked, there.asked) == (["load"], ["fetch", "load"])
-    begins, ends = here.loaded
-    assert list(begins.group) == ["10.0.8.1:5000", "10.0.8.2:5001"]
-    assert list(ends.group) == ["10.0.8.1:5001", "10.0.8.2:5002"]
-    assert (begins.next_address, begins.next_node) == ("unix:w1-0", "")
-    (other,) = begins.next_ranks
+    assert (here.requests, there.requests) == (["load"], ["fetch", "load"])
+    first_stage, last_stage = here.loaded
+    assert list(first_stage.group) == ["10.0.8.1:5000", "10.0.8.2:5001"]
+    assert list(last_stage.group) == ["10.0.8.1:5001", "10.0.8.2:5002"]
+    assert (first_stage.next_address, first_stage.next_node) == ("unix:w1-0", "")
+    (other,) = first_stage.next_ranks
     assert (other.address, other.node) == ("b:4001", "b")
+
+
+@dataclass(frozen=True)
+class Node:
+    node: str
+    trusted: tuple[TrustedInterface, ...] = ()
+    trusted_problem: str = ""
+
+
+def cable(number: int, end: int) -> TrustedInterface:
+    return TrustedInterface(f"thunder{number}", f"10.0.{number}.{end}", f"10.0.{number}.0/24")
+
+
+def test_ranks_on_one_machine_use_loopback() -> None:
+    assert set(group_routes([Node("a"), Node("a")], "it")) == {GroupRoute("127.0.0.1", "127.0.0.1")}
+
+
+def test_only_hops_between_machines_use_a_trusted_interface() -> None:
+    here, there = Node("a", (cable(1, 1),)), Node("b", (cable(1, 2),))
+    assert group_routes([here, here, there], "it") == (
+        GroupRoute("10.0.1.1", "10.0.1.2"),
+        GroupRoute(),
+        GroupRoute("10.0.1.2", "10.0.1.1"),
+    )
+
+
+def test_each_cable_of_a_ring_may_be_a_separate_network() -> None:
+    nodes = [
+        Node("a", (cable(1, 1), cable(3, 1))),
+        Node("b", (cable(1, 2), cable(2, 2))),
+        Node("c", (cable(2, 3), cable(3, 3))),
+    ]
+    assert [way.listens for way in group_routes(nodes, "it")] == ["10.0.3.1", "10.0.1.2", "10.0.2.3"]
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (Node("b"), r"A stage joins b and a: .* and b names none\. Start it with --trusted-interface NAME"),
+        (Node("b", (), "thunder7 is not there."), r"and b has none: thunder7 is not there\."),
+        (
+            Node("b", (cable(2, 2),)),
+            r"no network in common: b has .*, a has thunder1 \(10.0.1.1\) in 10.0.1.0/24\.",
+        ),
+    ],
+)
+def test_machines_without_a_common_trusted_network_are_refused(other: Node, said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        group_routes([other, Node("a", (cable(1, 1),))][::-1], "A stage")

@@ -38,7 +38,7 @@ async def announce():
 
 asyncio.run(announce())
 """
-TELLING = ("ip -o addr", "ip -o link", "ip route", "ip -6 route", "ip rule", "sysctl -a --pattern ^net")
+COMMANDS = ("ip -o addr", "ip -o link", "ip route", "ip -6 route", "ip rule", "sysctl -a --pattern ^net")
 
 
 @contextmanager
@@ -61,17 +61,17 @@ def found_from(host: Host) -> list[dict[str, Any]]:
 
 def settings_of(prefix: Sequence[str]) -> list[str]:
     """Return the network's settings without counters and ages."""
-    told: list[str] = []
-    for command in TELLING:
+    settings: list[str] = []
+    for command in COMMANDS:
         text = subprocess.run([*prefix, *command.split()], capture_output=True, text=True, check=False).stdout
         lines = re.sub(r"(valid_lft|preferred_lft|expires) \w+", "", text).splitlines()
-        told += sorted(f"{command}: {line}" for line in lines if "_count" not in line)
-    return told
+        settings += sorted(f"{command}: {line}" for line in lines if "_count" not in line)
+    return settings
 
 
-def without(settings: Sequence[str], gone_or_new: AbstractSet[str]) -> list[str]:
+def without(settings: Sequence[str], changed: AbstractSet[str]) -> list[str]:
     """Remove the lines about interfaces that other programs have created or removed meanwhile."""
-    return [line for line in settings if not gone_or_new & set(re.split(r"[^\w-]+", line))]
+    return [line for line in settings if not changed & set(re.split(r"[^\w-]+", line))]
 
 
 def test_a_head_is_found_with_its_announcement_until_it_ends() -> None:
@@ -101,18 +101,18 @@ def test_two_heads_on_one_machine_are_distinguished() -> None:
 def test_without_a_lan_a_head_logs_once_and_continues(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    looks, looked_often = itertools.count(1), threading.Event()
+    checks, checked_often = itertools.count(1), threading.Event()
 
     def own() -> Sequence[LanAddress]:
-        # A tunnel that is renumbered at each look: there is still no LAN.
-        number = next(looks)
+        # A tunnel has another address at each check: there is still no LAN.
+        number = next(checks)
         if number > 10:
-            looked_often.set()
+            checked_often.set()
         return (LanAddress("tun0", 7, f"10.0.0.{number % 250 + 1}", "tunnel"),)
 
     async def act() -> None:
         async with announcing(HeadAnnouncement("home", "mini", "0.1.0", ""), 6000, own, look_every_s=0.001):
-            assert await asyncio.to_thread(looked_often.wait, 60)
+            assert await asyncio.to_thread(checked_often.wait, 60)
 
     with caplog.at_level(logging.INFO):
         asyncio.run(act())
@@ -143,7 +143,7 @@ def test_a_head_is_found_again_after_its_cable_was_unplugged() -> None:
         first.cut()
         assert found_from(second) == []
         first.mend()
-        # It looks every 0.1 s; who searches asks for three.
+        # The head checks its addresses every 0.1 s; a search lasts three seconds.
         (found,) = found_from(second)
         assert first.address in str(found["addresses"])
 
@@ -160,16 +160,16 @@ def test_without_a_head_the_message_says_what_to_check() -> None:
 def test_announcing_and_finding_change_no_setting_of_the_network() -> None:
     skip_without_namespaces()
     with lan(2) as (first, second):
-        # The kernel settles link-local addresses by itself first.
+        # Wait until the kernel has settled its link-local addresses.
         first.run("sh", "-c", "while ip -6 addr show tentative | grep -q inet6; do sleep 0.1; done")
-        places = (first.command(), second.command(), list[str]())
-        before, had = [settings_of(place) for place in places], set(socket.if_nameindex())
+        prefixes = (first.command(), second.command(), list[str]())
+        before, interfaces_before = [settings_of(prefix) for prefix in prefixes], set(socket.if_nameindex())
         with announced(first):
             assert len(found_from(second)) == 1
-            during = [settings_of(place) for place in places]
-        after, has = [settings_of(place) for place in places], set(socket.if_nameindex())
+            during = [settings_of(prefix) for prefix in prefixes]
+        after, interfaces_after = [settings_of(prefix) for prefix in prefixes], set(socket.if_nameindex())
     assert before[:2] == during[:2] == after[:2]
-    others = {name for _, name in had ^ has}
+    others = {name for _, name in interfaces_before ^ interfaces_after}
     assert any("net.ipv4.conf.eth0.forwarding" in line for line in before[0])
     own = [without(settings[2], others) for settings in (before, during, after)]
     assert own[0] == own[1] == own[2]

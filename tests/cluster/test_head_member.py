@@ -11,7 +11,7 @@ from mlx_ring.host.trusted_interfaces import trusted_interfaces
 
 
 @pytest.mark.parametrize(
-    ("kept", "named", "said"),
+    ("trusted", "named", "said"),
     [
         (
             (),
@@ -26,7 +26,7 @@ from mlx_ring.host.trusted_interfaces import trusted_interfaces
     ],
 )
 def test_an_agent_with_other_trusted_interfaces_is_reported(
-    kept: tuple[str, ...], named: tuple[str, ...], said: str
+    trusted: tuple[str, ...], named: tuple[str, ...], said: str
 ) -> None:
-    assert re.search(said, stale_trust(trusted_interfaces(kept), named))
-    assert stale_trust(trusted_interfaces(kept), kept) == ""
+    assert re.search(said, stale_trust(trusted_interfaces(trusted), named))
+    assert stale_trust(trusted_interfaces(trusted), trusted) == ""

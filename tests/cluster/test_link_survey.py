@@ -1,12 +1,14 @@
-"""Survey of all links by the nodes at their ends; broken links are reported without delay."""
+"""Survey of all links by the nodes at their ends, its rounds, and its results for the planner."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import socket
+from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,20 @@ import pytest
 from tests.agent.linked_nodes import LinkedNode, linked_node
 
 from mlx_ring.cluster.agent_link import AgentLink
-from mlx_ring.cluster.link_survey import MAX_AGE_S, LinkEnd, LinkSurvey
+from mlx_ring.cluster.link_survey import (
+    MAX_AGE_S,
+    FoundLink,
+    LinkEnd,
+    LinkSurvey,
+    as_they_are,
+    link_profiles,
+    link_remarks,
+    rounds,
+)
 from mlx_ring.cluster.security.authority import Authority
 from mlx_ring.core.errors import WorkerStuck
 from mlx_ring.rpc.channels import open_aio_channel
+from mlx_ring.rpc.link_profile import FRAMES_S, UNREACHABLE, LinkProfile
 from mlx_ring.rpc.tls.certificates import node_name
 
 
@@ -55,7 +67,7 @@ def test_every_link_is_measured_once_in_each_direction(tmp_path: Path) -> None:
             assert all(link.round_trip_s > 0 and link.bytes_per_s > 0 and not link.problem for link in found)
             assert await survey.take(ends) == found
             assert len(await survey.take(ends[:2])) == 2
-        # Nobody is there any more, and nobody has to be asked.
+        # The nodes have ended, and their stored results need no request.
         assert await survey.take(ends) == found
 
     asyncio.run(run())
@@ -67,7 +79,7 @@ def test_a_reconnected_node_returns_its_stored_measurements(tmp_path: Path) -> N
             before = await LinkSurvey("mini-1").take(ends)
             after = await LinkSurvey("mini-1").take(ends)
         assert [link.bytes_per_s for link in after] == [link.bytes_per_s for link in before]
-        # The time of the measurement follows from its age, as precisely as messages are fast.
+        # The time of a measurement is computed from its age, so the delay of messages is its error.
         pairs = zip(after, before, strict=True)
         assert max(abs(link.unix_time_s - earlier.unix_time_s) for link, earlier in pairs) < 60
 
@@ -94,16 +106,16 @@ def test_a_broken_link_is_reported_and_the_others_are_measured(
 
     async def run() -> None:
         with socket.create_server(("127.0.0.1", 0)) as silent:
-            dark = f"127.0.0.1:{silent.getsockname()[1]}"
+            silent_address = f"127.0.0.1:{silent.getsockname()[1]}"
             async with nodes(tmp_path, 3) as (one, two, three):
-                # The third is not reached from the first.
-                hidden = LinkEnd(
+                # The first node cannot reach the third.
+                unreachable = LinkEnd(
                     three.node,
                     three.session,
                     three.agent,
-                    lambda other: dark if other == one.node else three.address_from(other),
+                    lambda other: silent_address if other == one.node else three.address_from(other),
                 )
-                found = await LinkSurvey("mini-1").take([one, two, hidden])
+                found = await LinkSurvey("mini-1").take([one, two, unreachable])
         problems = {(link.source, link.target): link.problem for link in found if link.problem}
         assert list(problems) == [("mini-1", "mini-3")]
         assert "did not answer" in problems["mini-1", "mini-3"]
@@ -117,14 +129,14 @@ def test_a_broken_link_is_reported_and_the_others_are_measured(
 
 
 def test_a_busy_node_is_asked_once_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-    real = AgentLink.measure_link
+    requested: list[str] = []
+    measure_link = AgentLink.measure_link
 
     async def late_at_first(link: AgentLink, hello: Any, node: str, *others: Any) -> Any:
-        asked.append(node)
-        if len(asked) == 1:
+        requested.append(node)
+        if len(requested) == 1:
             raise WorkerStuck("mini-2 did not answer a probe of its link in time.")
-        return await real(link, hello, node, *others)
+        return await measure_link(link, hello, node, *others)
 
     monkeypatch.setattr(AgentLink, "measure_link", late_at_first)
 
@@ -134,16 +146,63 @@ def test_a_busy_node_is_asked_once_more(tmp_path: Path, monkeypatch: pytest.Monk
         assert [link.problem for link in found] == ["", ""]
 
     asyncio.run(run())
-    assert asked == ["mini-2", "mini-2", "mini-1"]
+    assert requested == ["mini-2", "mini-2", "mini-1"]
 
 
 def test_a_lost_agent_is_a_broken_link(tmp_path: Path) -> None:
     async def run() -> None:
         async with nodes(tmp_path, 2) as (one, two):
             channel = open_aio_channel("127.0.0.1:9")
-            gone = LinkEnd(one.node, one.session, AgentLink(channel, "the agent of mini-1"), one.address_from)
-            (link,) = await LinkSurvey("mini-1").take([gone, two])
+            lost = LinkEnd(one.node, one.session, AgentLink(channel, "the agent of mini-1"), one.address_from)
+            (link,) = await LinkSurvey("mini-1").take([lost, two])
             await channel.close()
         assert link.problem.startswith("The connection to the agent of mini-1 broke")
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("count", range(9))
+def test_each_pair_is_measured_once_and_no_node_twice_in_a_round(count: int) -> None:
+    nodes = [f"mini-{number}" for number in range(count)]
+    made = list(rounds(nodes))
+    assert sorted(sorted(pair) for pairs in made for pair in pairs) == sorted(
+        map(list, combinations(nodes, 2))
+    )
+    for pairs in made:
+        assert all(times == 1 for times in Counter(node for pair in pairs for node in pair).values())
+    assert len(made) == max(0, count - 1 + count % 2)
+
+
+def test_a_link_is_the_worse_of_its_two_directions() -> None:
+    found = [FoundLink("a", "b", 1e-3, 2e8), FoundLink("b", "a", 2e-3, 1e8)]
+    assert link_profiles(found) == {frozenset("ab"): LinkProfile(2e-3, 1e8, FRAMES_S)}
+    assert link_profiles(reversed(found)) == link_profiles(found)
+
+
+def test_a_link_that_is_broken_in_one_direction_is_unreachable() -> None:
+    found = [FoundLink("a", "b", 1e-3, 2e8), FoundLink("b", "a", problem="b did not answer")]
+    assert link_profiles(found) == link_profiles(reversed(found)) == {frozenset("ab"): UNREACHABLE}
+
+
+def test_links_of_a_node_that_has_left_are_broken() -> None:
+    found = [FoundLink("a", "b", 1e-3, 2e8), FoundLink("b", "c", 1e-3, 2e8), FoundLink("c", "b", 1e-3, 2e8)]
+    broken = [
+        FoundLink("b", "c", problem="c is disconnected"),
+        FoundLink("c", "b", problem="c is disconnected"),
+    ]
+    assert as_they_are(found, {"a", "b"}) == [found[0], *broken]
+
+
+def test_the_links_of_a_plan_are_listed() -> None:
+    links: dict[frozenset[str], LinkProfile] = {
+        frozenset(("head", "mini")): LinkProfile(0.31e-3, 1.2e9),
+        frozenset(("mini", "box")): LinkProfile(4e-3, 5e6),
+        frozenset(("head", "other")): LinkProfile(1e-3, 1e8),
+    }
+    (told,) = link_remarks(["head", "mini", "box"], links)
+    assert told == (
+        "Measured links: head - mini round trip 0.31 ms, 9.6 Gbit/s; "
+        "box - mini round trip 4.00 ms, 40 Mbit/s."
+    )
+    assert link_remarks(["head"], links) == ()
+    assert link_remarks(["here", "there"], {}) == ()

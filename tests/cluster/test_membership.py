@@ -23,48 +23,51 @@ def member(node: str, session: int) -> Member:
 
 
 def after(*events: Event) -> Membership:
-    stands = Membership()
+    membership = Membership()
     for event in events:
-        stands = stands.apply(event)
-    return stands
+        membership = membership.apply(event)
+    return membership
 
 
 def test_a_node_is_a_member_until_it_leaves_with_a_reason() -> None:
     assert set(after(Joined(member("a", 1)), Joined(member("b", 2))).members) == {"a", "b"}
-    stands = after(Joined(member("a", 1)), Left("a", 1, "it was cut off"))
-    assert not stands.members
-    assert {node: was.reason for node, was in stands.former.items()} == {"a": "it was cut off"}
+    membership = after(Joined(member("a", 1)), Left("a", 1, "it was cut off"))
+    assert not membership.members
+    assert {node: former.reason for node, former in membership.former.items()} == {"a": "it was cut off"}
 
 
 def test_a_reconnected_node_replaces_its_session() -> None:
-    stands = after(Joined(member("a", 1)), Joined(member("a", 2)), Left("a", 1, "the old call ended late"))
-    assert stands.members["a"].session == 2
-    assert not stands.former
+    membership = after(
+        Joined(member("a", 1)), Joined(member("a", 2)), Left("a", 1, "the old call ended late")
+    )
+    assert membership.members["a"].session == 2
+    assert not membership.former
     again = after(Joined(member("a", 1)), Left("a", 1, "it was cut off"), Joined(member("a", 2)))
     assert not again.former
 
 
 def test_events_of_a_replaced_session_change_nothing() -> None:
-    stands = after(Joined(member("a", 1)), Joined(member("a", 2)), Reported("a", 1, 7))
-    assert stands.members["a"].memory_free_bytes == 0
+    membership = after(Joined(member("a", 1)), Joined(member("a", 2)), Reported("a", 1, 7))
+    assert membership.members["a"].memory_free_bytes == 0
     assert after(Reported("a", 1, 7)) == Membership()
 
 
-EVENTS = st.lists(
-    st.tuples(st.sampled_from("ab"), st.sampled_from(["come", "tell", "go"]), st.integers(1, 9)), max_size=30
+STEPS = st.lists(
+    st.tuples(st.sampled_from("ab"), st.sampled_from(["join", "report", "leave"]), st.integers(1, 9)),
+    max_size=30,
 )
 
 
-@given(EVENTS)
-def test_each_node_is_either_a_member_or_a_former_one(happened: list[tuple[str, str, int]]) -> None:
-    stands, serial = Membership(), 0
-    for node, kind, number in happened:
-        if kind == "come":
+@given(STEPS)
+def test_each_node_is_either_a_member_or_a_former_one(events: list[tuple[str, str, int]]) -> None:
+    membership, serial = Membership(), 0
+    for node, kind, number in events:
+        if kind == "join":
             serial += 1
-            stands = stands.apply(Joined(member(node, serial)))
-        elif kind == "tell":
-            stands = stands.apply(Reported(node, number, number))
+            membership = membership.apply(Joined(member(node, serial)))
+        elif kind == "report":
+            membership = membership.apply(Reported(node, number, number))
         else:
-            stands = stands.apply(Left(node, number, "gone"))
-        assert not set(stands.members) & set(stands.former)
-        assert all(name == there.node for name, there in stands.members.items())
+            membership = membership.apply(Left(node, number, "it left"))
+        assert not set(membership.members) & set(membership.former)
+        assert all(name == current.node for name, current in membership.members.items())

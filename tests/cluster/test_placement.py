@@ -1,4 +1,4 @@
-"""Cuts, by property: the even split, and the one that weighs layers and head."""
+"""Splits of layers: even, and balanced by the bytes of layers and head; digests of plans."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from mlx_ring.core.errors import PlanError
 from mlx_ring.core.types import LayerRange
 from mlx_ring.settings.settings_sources import load_settings
 
-layers_and_stages = st.integers(1, 200).flatmap(
+LAYERS_AND_STAGES = st.integers(1, 200).flatmap(
     lambda layers: st.tuples(st.just(layers), st.integers(1, layers))
 )
 
 
-@given(layers_and_stages)
+@given(LAYERS_AND_STAGES)
 def test_the_stages_cover_every_layer_once_and_in_order(given_sizes: tuple[int, int]) -> None:
     layers, stages = given_sizes
     ranges = even_split(layers, stages)
@@ -33,7 +33,7 @@ def test_the_stages_cover_every_layer_once_and_in_order(given_sizes: tuple[int, 
     assert [layer for part in ranges for layer in range(part.start, part.end)] == list(range(layers))
 
 
-@given(layers_and_stages)
+@given(LAYERS_AND_STAGES)
 def test_lengths_differ_by_one_at_most_and_the_ends_are_never_longer(
     given_sizes: tuple[int, int],
 ) -> None:
@@ -56,7 +56,7 @@ def test_more_stages_than_layers_are_refused_with_both_numbers(stages: int) -> N
         even_split(8, stages)
 
 
-weighed = st.lists(st.integers(0, 50), min_size=1, max_size=9).flatmap(
+LAYER_BYTES = st.lists(st.integers(0, 50), min_size=1, max_size=9).flatmap(
     lambda layers: st.tuples(st.just(layers), st.integers(0, 120), st.integers(1, len(layers)))
 )
 
@@ -66,7 +66,7 @@ def stage_bytes(ranges: tuple[LayerRange, ...], layers: list[int], head: int) ->
     return [*sizes[:-1], sizes[-1] + head]
 
 
-@given(weighed)
+@given(LAYER_BYTES)
 def test_no_other_cut_is_lighter_or_more_even(
     given_sizes: tuple[list[int], int, int],
 ) -> None:
@@ -86,7 +86,7 @@ def test_no_other_cut_is_lighter_or_more_even(
     assert order(chosen) == min(map(order, every))
 
 
-@given(layers_and_stages, st.integers(1, 10**9))
+@given(LAYERS_AND_STAGES, st.integers(1, 10**9))
 def test_equal_layers_without_a_head_are_split_evenly(given_sizes: tuple[int, int], size: int) -> None:
     layers, stages = given_sizes
     assert balanced_split([size] * layers, 0, stages) == even_split(layers, stages)
@@ -117,8 +117,8 @@ def test_a_plan_s_digest_depends_on_cut_type_model_kv_bits_and_settings() -> Non
         (halves, "float32", "n", 0),
         (halves, "float32", "m", 8),
     ]
-    wished = {plan_digest(*plans[0], shaping=shaping) for shaping in ("uniform", "custom")}
-    assert len({plan_digest(*plan) for plan in plans} | wished) == len(plans) + 2
+    with_settings = {plan_digest(*plans[0], shaping=shaping) for shaping in ("uniform", "custom")}
+    assert len({plan_digest(*plan) for plan in plans} | with_settings) == len(plans) + 2
 
 
 @pytest.mark.parametrize(

@@ -30,9 +30,9 @@ def losses(node: str, *times_s: float) -> tuple[Loss, ...]:
 def test_a_node_is_quarantined_after_several_losses_with_the_last_reason() -> None:
     own = losses("mini", *TIMES_S)
     assert not quarantined(own[:-1], TIMES_S[-1])
-    held = quarantined(own + losses("studio", 1.0), TIMES_S[-1])
-    assert set(held) == {"mini"}
-    assert held["mini"].reason.endswith(f"lost at {TIMES_S[-1]}")
+    nodes = quarantined(own + losses("studio", 1.0), TIMES_S[-1])
+    assert set(nodes) == {"mini"}
+    assert nodes["mini"].reason.endswith(f"lost at {TIMES_S[-1]}")
 
 
 def test_instances_lost_together_count_once() -> None:
@@ -49,7 +49,7 @@ def test_a_node_is_readmitted_after_a_rest_with_no_losses() -> None:
     end = TIMES_S[-1] + REST_S
     assert "mini" in quarantined(own, end - 1)
     assert not quarantined(own, end)
-    assert not quarantined(own + losses("mini", end + 1), end + 2), "the old ones are too long ago"
+    assert not quarantined(own + losses("mini", end + 1), end + 2), "the old losses no longer count"
 
 
 def test_losses_far_apart_cause_no_quarantine() -> None:
@@ -57,66 +57,66 @@ def test_losses_far_apart_cause_no_quarantine() -> None:
 
 
 def test_old_and_future_losses_are_dropped() -> None:
-    kept = losses("mini", 0.0, 5_000.0, 9_999.0)
-    assert still_counting(kept, 5_001.0) == kept[1:2]
+    stored = losses("mini", 0.0, 5_000.0, 9_999.0)
+    assert still_counting(stored, 5_001.0) == stored[1:2]
 
 
 def test_losses_outlive_a_head_and_a_node_can_be_readmitted(tmp_path: Path) -> None:
     times_s = count(1000.0, 10.0)
-    book = QuarantineList(tmp_path, clock=lambda: next(times_s))
-    told = [book.note("mini", "its worker died", 0.0) for _ in range(LOSSES)]
-    assert told[:-1] == [None] * (LOSSES - 1)
-    assert told[-1] is not None
+    quarantine = QuarantineList(tmp_path, clock=lambda: next(times_s))
+    entries = [quarantine.note("mini", "its worker died", 0.0) for _ in range(LOSSES)]
+    assert entries[:-1] == [None] * (LOSSES - 1)
+    assert entries[-1] is not None
     again = QuarantineList(tmp_path, clock=lambda: next(times_s))
     assert set(again.held()) == {"mini"}
     with pytest.raises(ConfigError, match="nodes in quarantine are mini"):
         again.readmit("studio")
     again.readmit("mini")
-    assert not book.held()
-    assert book.note("mini", "once more", 0.0) is None
+    assert not quarantine.held()
+    assert quarantine.note("mini", "once more", 0.0) is None
 
 
 def test_losses_in_the_future_cause_no_quarantine(tmp_path: Path) -> None:
     times_s = count(1e6, 10.0)
     ahead = QuarantineList(tmp_path, clock=lambda: next(times_s))
     assert [ahead.note("mini", "its worker died", 0.0) for _ in range(LOSSES)][-1] is not None
-    put_back = QuarantineList(tmp_path, clock=lambda: 1000.0)
-    assert not put_back.held()
+    corrected = QuarantineList(tmp_path, clock=lambda: 1000.0)
+    assert not corrected.held()
     with pytest.raises(ConfigError, match="nodes in quarantine are none"):
-        put_back.readmit("mini")
-    assert put_back.note("mini", "once more", 0.0) is None
+        corrected.readmit("mini")
+    assert corrected.note("mini", "once more", 0.0) is None
 
 
-@pytest.mark.parametrize("trouble", ["rubbish", "no file", "no folder"])
+@pytest.mark.parametrize("fault", ["rubbish", "no file", "no folder"])
 def test_an_unusable_file_is_logged_once_and_causes_no_quarantine(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, trouble: str
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, fault: str
 ) -> None:
     folder = tmp_path / "state"
-    if trouble == "no folder":
+    if fault == "no folder":
         folder.write_text("in its place")
-    elif trouble == "no file":
+    elif fault == "no file":
         (folder / "losses.json").mkdir(parents=True)
     else:
         folder.mkdir()
         (folder / "losses.json").write_text("rubbish")
-    book = QuarantineList(folder)
+    quarantine = QuarantineList(folder)
     for _ in range(2):
-        assert not book.held()
-    assert [book.note("mini", "its worker died", 0.0) for _ in range(LOSSES)] == [None] * LOSSES
+        assert not quarantine.held()
+    assert [quarantine.note("mini", "its worker died", 0.0) for _ in range(LOSSES)] == [None] * LOSSES
     assert 1 <= len(caplog.messages) <= 2
     assert all(
-        said.startswith("losses are not counted, and no node is put into quarantine")
-        for said in caplog.messages
+        message.startswith("losses are not counted, and no node is put into quarantine")
+        for message in caplog.messages
     )
     assert "join again" not in caplog.text
 
 
-def test_a_read_only_file_is_logged_too(
+def test_a_file_that_cannot_be_written_is_logged_too(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(_path: Path, _content: bytes) -> None:
+    def fail_to_write(_path: Path, _content: bytes) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(state_file, "write_private", full)
+    monkeypatch.setattr(state_file, "write_private", fail_to_write)
     assert QuarantineList(tmp_path).note("mini", "its worker died", 0.0) is None
     assert caplog.messages[-1].endswith("losses.json: No space left on device")

@@ -10,21 +10,21 @@ OTHER = {**VERSIONS, "mlx": "0.31.0"}
 RUNNING = (Running("agent", 7, 1.5, "abc"),)
 
 
-def told(versions: dict[str, str]) -> str:
+def description(versions: dict[str, str]) -> str:
     return About(versions, "/home/me/state", "mini-7f3a", RUNNING).to_json()
 
 
 def test_a_description_survives_json() -> None:
-    assert About.from_json(told(VERSIONS)) == About(VERSIONS, "/home/me/state", "mini-7f3a", RUNNING)
+    assert About.from_json(description(VERSIONS)) == About(VERSIONS, "/home/me/state", "mini-7f3a", RUNNING)
 
 
 def test_the_program_with_the_same_versions_is_chosen() -> None:
     found = read_found(
         [
             "Welcome to mini",
-            f"program\t/old/mlx-ring\t{told(OTHER)}",
+            f"program\t/old/mlx-ring\t{description(OTHER)}",
             "program\t/broken/mlx-ring\tUsage: mlx-ring",
-            f"program\t/new/mlx-ring\t{told(VERSIONS)}",
+            f"program\t/new/mlx-ring\t{description(VERSIONS)}",
         ]
     )
     program = found.like(VERSIONS)
@@ -34,6 +34,6 @@ def test_the_program_with_the_same_versions_is_chosen() -> None:
 
 
 def test_different_versions_are_named() -> None:
-    found = read_found([f"program\t/old/mlx-ring\t{told(OTHER)}"])
+    found = read_found([f"program\t/old/mlx-ring\t{description(OTHER)}"])
     assert different(found, VERSIONS) == "/old/mlx-ring has mlx 0.31.0"
     assert different(read_found([]), VERSIONS) == "mlx-ring is not installed there"

@@ -1,4 +1,4 @@
-"""With what `serve` and `join` are run."""
+"""Arguments of `serve` and `join` on each machine, and the machine of a file that is the local one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,18 @@ import pytest
 
 from mlx_ring.cli.join import join
 from mlx_ring.cli.serve import serve
-from mlx_ring.cluster.lifecycle.arguments import FOR_AGENTS, agent_arguments, head_arguments
+from mlx_ring.cluster.lifecycle.arguments import (
+    FOR_AGENTS,
+    Place,
+    Target,
+    agent_arguments,
+    head_arguments,
+    head_host,
+    own_addresses,
+    place_of,
+    resolve,
+    target_of,
+)
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.host.addresses import HeadAddress
 from mlx_ring.settings.devices_file import Device, DevicesFile
@@ -39,8 +50,8 @@ def test_another_machine_joins_and_listens_on_its_own_address() -> None:
 def test_each_machine_gets_its_own_share_of_memory() -> None:
     head, mini = replace(HEAD, memory_utilization=0.8), replace(MINI, memory_utilization=1.0)
     file = DevicesFile((head, mini))
-    assert share_in(head_arguments(file, "demo", "/s", IDS)) == "0.8"
-    assert share_in(agent_arguments(file, mini, HeadAddress("192.168.5.2"), "/s")) == "1.0"
+    assert memory_share_in(head_arguments(file, "demo", "/s", IDS)) == "0.8"
+    assert memory_share_in(agent_arguments(file, mini, HeadAddress("192.168.5.2"), "/s")) == "1.0"
     assert "--memory-utilization" not in agent_arguments(file, MINI, HeadAddress("192.168.5.2"), "/s")
 
 
@@ -53,7 +64,7 @@ def test_a_device_s_trusted_interface_overrides_the_shared_one() -> None:
     assert other.count("--trusted-interface") == 1
 
 
-def share_in(words: list[str]) -> str:
+def memory_share_in(words: list[str]) -> str:
     return words[words.index("--memory-utilization") + 1]
 
 
@@ -62,13 +73,13 @@ def test_shared_settings_reach_the_agents_and_others_only_the_head() -> None:
     shared |= {"model-load-timeout": 90, "file-descriptor-limit": 512}
     file = DevicesFile((HEAD, MINI), serve={**shared, "port": 8200, "kv-bits": 8})
     words = agent_arguments(file, MINI, HeadAddress("192.168.5.2"), "/s")
-    told = [
+    flags = [
         *("--log-level", "debug", "--blas", "off", "--blas-threads", "2", "--weights-limit", "9GB"),
         *("--run-dir", "/r", "--model-load-timeout", "90", "--file-descriptor-limit", "512"),
     ]
-    assert words[-len(told) :] == told
-    assert head_arguments(file, "demo", "/s", IDS)[-len(told) - 4 :] == [
-        *told,
+    assert words[-len(flags) :] == flags
+    assert head_arguments(file, "demo", "/s", IDS)[-len(flags) - 4 :] == [
+        *flags,
         *("--port", "8200", "--kv-bits", "8"),
     ]
 
@@ -79,7 +90,7 @@ def test_every_setting_that_serve_and_join_share_reaches_the_agents_from_the_fil
     assert both == {*FOR_AGENTS, *of_each_device}
 
 
-def test_one_machine_alone_has_no_cluster() -> None:
+def test_a_single_machine_has_no_cluster() -> None:
     file = DevicesFile(
         (Device("a", "a", is_coordinator=True),),
         strategy="uniform",
@@ -129,3 +140,63 @@ def test_a_setting_may_have_its_command_line_alias() -> None:
         head_arguments(DevicesFile((HEAD, MINI), serve=serve), "demo", "/s", IDS)
     with pytest.raises(ConfigError, match="the key pipeline-parallel-size twice"):
         head_arguments(DevicesFile((HEAD,), serve={"stages": 2, **serve}), "demo", "/s", IDS)
+
+
+OWN = frozenset({"192.168.5.2", "fd77::2", "127.0.0.1"})
+NAMES = {"studio.local": {"192.168.5.2"}, "mini.local": {"192.168.5.1"}, "odd": {"127.0.1.1"}}
+
+
+def names(name: str) -> set[str]:
+    return NAMES.get(name, {name} if name[0].isdigit() or ":" in name else set())
+
+
+@pytest.mark.parametrize(
+    ("host", "address", "where"),
+    [
+        ("studio.local", "", "here"),
+        ("mini.local", "", "elsewhere"),
+        ("192.168.5.2", "", "here"),
+        ("fd77::2", "", "here"),
+        ("127.0.0.1", "", "here"),
+        ("localhost", "", "here"),
+        ("LOCALHOST", "", "here"),
+        ("odd", "", "here"),
+        ("unknown-alias", "", "elsewhere"),
+        ("unknown-alias", "192.168.5.2", "here"),
+    ],
+)
+def test_the_local_machine_is_recognized_by_its_addresses(host: str, address: str, where: str) -> None:
+    assert place_of(Device("a", host, address=address), Target(host), OWN, names).is_here == (where == "here")
+
+
+@pytest.mark.parametrize(
+    ("line", "where"),
+    [
+        ("port 22", "here"),
+        ("proxyjump none", "here"),
+        ("port 2222", "elsewhere"),
+        ("proxyjump me@gate", "elsewhere"),
+        ("proxycommand nc %h %p", "elsewhere"),
+    ],
+)
+def test_loopback_behind_another_port_or_a_jump_host_is_not_local(line: str, where: str) -> None:
+    target = target_of(f"host box\nhostname 127.0.0.1\n{line}\n")
+    assert target.host == "127.0.0.1"
+    assert place_of(Device("box", "box"), target, OWN, names).is_here == (where == "here")
+
+
+def test_own_addresses_contain_loopback() -> None:
+    assert "127.0.0.1" in own_addresses()
+    assert "127.0.0.1" in resolve("localhost")
+    assert resolve("no-such-name.invalid") == frozenset()
+
+
+def test_others_reach_the_coordinator_by_its_tensor_address_or_name() -> None:
+    other = Place(Device("b", "b"), "127.0.0.1", is_here=False)
+    assert head_host(Place(Device("a", "a", address="10.0.0.1"), "a", is_here=True), other) == "10.0.0.1"
+    assert head_host(Place(Device("a", "me@a"), "a", is_here=False), other) == "a"
+
+
+def test_this_machine_is_reached_by_its_address_on_the_route() -> None:
+    here = Place(Device("a", "localhost"), "localhost", is_here=True)
+    assert head_host(here, Place(Device("b", "b"), "127.0.0.1", is_here=False)) == "127.0.0.1"

@@ -41,7 +41,9 @@ def test_a_program_that_cannot_start_is_reported_with_its_reason(
     arguments = ("serve", "--port", "http", "--state-dir", str(tmp_path), "--log-dir", str(tmp_path / "logs"))
     with pytest.raises(ConfigError, match=r"`mlx-ring serve` has ended: --port is http; it must be"):
         run_detached(tmp_path, arguments, 120.0)
-    assert (tmp_path / ".local/share/mlx-ring/bin/mlx-ring").exists(), "others find what runs here"
+    assert (tmp_path / ".local/share/mlx-ring/bin/mlx-ring").exists(), (
+        "other commands find the running program"
+    )
 
 
 def test_a_detached_head_logs_to_its_log_files_alone(
@@ -52,12 +54,12 @@ def test_a_detached_head_logs_to_its_log_files_alone(
     logs = ("--state-dir", str(tmp_path), "--log-dir", str(tmp_path / "logs"))
     pid = run_detached(tmp_path, ("serve", "--port", "0", *logs), 120.0)
     assert wait_until_ready(tmp_path, pid, 120.0)
-    told = out_file(tmp_path, "serve").read_text()
+    startup_output = out_file(tmp_path, "serve").read_text()
     ask_head(tmp_path, "POST", "/v1/completions", '{"prompt": "a", "max_tokens": 4}', ())
     assert end_running(tmp_path) == [f"The head is ended (process {pid})."]
     printed, log = out_file(tmp_path, "serve").read_text(), (tmp_path / "logs" / "head.log").read_text()
     assert "Serving tiny" in printed
-    assert printed.startswith(told)
+    assert printed.startswith(startup_output)
     assert [line for line in printed.splitlines() if is_tagged(line)] == []
     assert "/v1/completions" in log
     assert f"MODEL_REPO in {tmp_path / '.env'} is read as MLX_RING_MODEL={tiny_model}." in log
@@ -90,7 +92,7 @@ def test_a_local_folder_becomes_an_absolute_path(tmp_path: Path) -> None:
     (tmp_path / "demo").mkdir()
     assert whole_path("models/tiny", [tmp_path / "none", tmp_path]) == str(tmp_path / "models" / "tiny")
     assert whole_path("someone/tiny", [tmp_path]) == "someone/tiny"
-    assert whole_path("demo", [tmp_path]) == "demo", "a built-in model is meant"
+    assert whole_path("demo", [tmp_path]) == "demo", "the name of a built-in model"
 
 
 def test_members_of_one_cluster_report_the_same_digest(tmp_path: Path) -> None:

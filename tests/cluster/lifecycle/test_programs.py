@@ -1,4 +1,4 @@
-"""For which interpreter of a machine the program is sent, and when it cannot be."""
+"""Interpreters that are found on a machine, and machines without a usable one."""
 
 from __future__ import annotations
 

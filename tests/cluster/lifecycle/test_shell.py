@@ -1,4 +1,4 @@
-"""Commands on machines, here and over ssh."""
+"""Commands on machines: local ones, and over SSH."""
 
 from __future__ import annotations
 

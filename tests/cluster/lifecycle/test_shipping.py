@@ -1,4 +1,4 @@
-"""The program as an archive."""
+"""Archive of the program for other machines."""
 
 from __future__ import annotations
 
@@ -58,8 +58,14 @@ def test_an_archive_holds_the_named_files() -> None:
 def test_an_archive_does_not_reveal_its_owner() -> None:
     entry = tarfile.TarInfo("a")
     entry.uid, entry.gid, entry.uname, entry.gname, entry.mode = 501, 20, "me", "staff", 0o4777
-    told = of_nobody(entry)
-    assert (told.uid, told.gid, told.uname, told.gname, told.mode) == (0, 0, "", "", 0o755)
+    anonymous = of_nobody(entry)
+    assert (anonymous.uid, anonymous.gid, anonymous.uname, anonymous.gname, anonymous.mode) == (
+        0,
+        0,
+        "",
+        "",
+        0o755,
+    )
 
 
 @pytest.mark.timeout(300)
@@ -68,7 +74,7 @@ def test_a_program_that_was_sent_can_be_sent_again(tmp_path: Path) -> None:
     with first.open("wb") as stream:
         write_archive(stream)
     site.mkdir()
-    # As hosts unpack it. Python's own way to refuse unsafe members is missing before 3.11.4.
+    # Unpack it like a host does. Before 3.11.4, Python itself has no filter of unsafe members.
     unpack = ("tar", "-xf", str(first), "--no-same-owner", "--no-same-permissions", "-C", str(site))
     subprocess.run(unpack, check=True)
     code = (

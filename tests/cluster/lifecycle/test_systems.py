@@ -1,4 +1,4 @@
-"""Which binaries an interpreter can load."""
+"""Interpreters of machines, and the binaries that each can load."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from mlx_ring.cluster.lifecycle.systems import (
 from mlx_ring.core.errors import HostFailed
 
 
-def told(words: str) -> Python:
-    python = read_python(f"/bin/{words.split()[2]}", words)
+def python_of(description: str) -> Python:
+    python = read_python(f"/bin/{description.split()[2]}", description)
     assert python is not None
     return python
 
 
-DEBIAN = told("linux x86_64 3.11 glibc 2.36")
-MINI = told("darwin arm64 3.13 macos 15.3.1")
+DEBIAN = python_of("linux x86_64 3.11 glibc 2.36")
+MINI = python_of("darwin arm64 3.13 macos 15.3.1")
 
 
 def test_an_interpreter_describes_itself_and_other_output_is_ignored() -> None:
@@ -38,7 +38,7 @@ def test_an_interpreter_describes_itself_and_other_output_is_ignored() -> None:
     assert (here.system, here.version) == (sys.platform, f"{sys.version_info.major}.{sys.version_info.minor}")
     assert read_python("python3", "Welcome to mini") is None
     assert str(MINI) == "macOS 15.3 on arm64, with Python 3.13"
-    assert str(told("linux aarch64 3.12 musl 0.0")) == "Linux with musl on aarch64, with Python 3.12"
+    assert str(python_of("linux aarch64 3.12 musl 0.0")) == "Linux with musl on aarch64, with Python 3.12"
 
 
 def test_interpreters_are_parsed_from_a_machine_s_output() -> None:
@@ -51,7 +51,7 @@ def test_interpreters_are_parsed_from_a_machine_s_output() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "platform"),
+    ("description", "platform"),
     [
         ("linux x86_64 3.11 glibc 2.36", "x86_64-manylinux_2_36"),
         ("linux aarch64 3.14 glibc 2.35", "aarch64-manylinux_2_35"),
@@ -62,15 +62,15 @@ def test_interpreters_are_parsed_from_a_machine_s_output() -> None:
         ("darwin x86_64 3.13 macos 13.6", "x86_64-apple-darwin"),
     ],
 )
-def test_a_platform_has_the_name_that_uv_uses(words: str, platform: str) -> None:
-    assert wheel_platform(told(words)) == platform
+def test_a_platform_has_the_name_that_uv_uses(description: str, platform: str) -> None:
+    assert wheel_platform(python_of(description)) == platform
 
 
 def test_a_system_without_any_wheels_is_refused_by_name() -> None:
     with pytest.raises(HostFailed, match=r"no wheels for freebsd15 with libc 0\.0 on amd64"):
-        wheel_platform(told("freebsd15 amd64 3.12 libc 0.0"))
+        wheel_platform(python_of("freebsd15 amd64 3.12 libc 0.0"))
     with pytest.raises(HostFailed, match=r"no wheels for Linux with glibc 2\.41 on riscv64"):
-        wheel_platform(told("linux riscv64 3.12 glibc 2.41"))
+        wheel_platform(python_of("linux riscv64 3.12 glibc 2.41"))
 
 
 def test_wheels_for_a_mac_fit_its_macos_release() -> None:
@@ -98,8 +98,11 @@ def test_a_wheel_needs_the_lowest_release_of_its_tags() -> None:
 
 
 def test_the_best_python_loads_a_copy_or_has_the_same_version_or_is_newest() -> None:
-    newer = told("linux x86_64 3.14 glibc 2.36")
-    newest_known, unknown = told("linux x86_64 3.13 glibc 2.36"), told("linux x86_64 3.19 glibc 2.36")
+    newer = python_of("linux x86_64 3.14 glibc 2.36")
+    newest_known, unknown = (
+        python_of("linux x86_64 3.13 glibc 2.36"),
+        python_of("linux x86_64 3.19 glibc 2.36"),
+    )
     assert best_python([newer, DEBIAN], DEBIAN, (2, 35)) == DEBIAN
     assert best_python([unknown, newest_known, newer], DEBIAN, (2, 35)) == newer
     assert best_python([newer, DEBIAN], MINI, (15, 0)) == newer

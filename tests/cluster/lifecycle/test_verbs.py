@@ -26,7 +26,7 @@ class Machines:
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, failing: Mapping[tuple[str, str], Sequence[HostFailed | None]]
     ) -> None:
-        self.told: list[tuple[str, str]] = []
+        self.commands: list[tuple[str, str]] = []
         self._failing = {key: list(errors) for key, errors in failing.items()}
         self.running: tuple[Running, ...] = (Running("agent", 2, 1.0, "other"),)
         monkeypatch.setattr(verbs, "_AGAIN_S", 0.0)
@@ -57,7 +57,7 @@ class Machines:
         return f"token of {place.name} by {words[0]}"
 
     def on_host(self, place: Place, verb: str) -> str:
-        self.told.append((place.name, verb))
+        self.commands.append((place.name, verb))
         failures = self._failing.get((place.name, verb), [])
         if failures and (failure := failures.pop(0)) is not None:
             raise failure
@@ -74,7 +74,7 @@ def test_a_machine_that_cannot_be_stopped_does_not_keep_others_running(
     machines = Machines(monkeypatch, {("a", "stop"): [HostFailed("a is lost.")]})
     with pytest.raises(HostFailed, match=r"^a is lost\.$"):
         start()
-    assert {name for name, verb in machines.told if verb == "stop"} == {"a", "b", "c"}
+    assert {name for name, verb in machines.commands if verb == "stop"} == {"a", "b", "c"}
 
 
 def test_the_reason_of_a_failed_start_is_reported_even_if_stopping_fails(
@@ -82,30 +82,32 @@ def test_the_reason_of_a_failed_start_is_reported_even_if_stopping_fails(
 ) -> None:
     failing = {("b", "run"): [HostFailed("b has no room.")], ("c", "stop"): [None, HostFailed("c is lost.")]}
     machines = Machines(monkeypatch, failing)
-    told: list[str] = []
+    reports: list[str] = []
     with pytest.raises(HostFailed, match=r"^b has no room\.$"):
-        verbs.start(FILE, "demo", report=told.append, store=STORE, timeout_s=60.0)
-    assert machines.told.count(("b", "stop")) == 2
-    assert told[-1] == "Not everything was stopped: c is lost."
+        verbs.start(FILE, "demo", report=reports.append, store=STORE, timeout_s=60.0)
+    assert machines.commands.count(("b", "stop")) == 2
+    assert reports[-1] == "Not everything was stopped: c is lost."
 
 
 def test_a_short_network_failure_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    away = HostUnreached("away.")
-    machines = Machines(monkeypatch, {("a", "wait-until-ready"): [away, away], ("b", "about"): [away]})
+    unreached = HostUnreached("away.")
+    machines = Machines(
+        monkeypatch, {("a", "wait-until-ready"): [unreached, unreached], ("b", "about"): [unreached]}
+    )
     assert start().url == "http://a"
-    assert machines.told.count(("a", "stop")) == 1, "before it began"
+    assert machines.commands.count(("a", "stop")) == 1, "before the start"
 
 
 def test_a_head_out_of_reach_three_times_in_a_row_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    away = HostUnreached("away.")
-    machines = Machines(monkeypatch, {("a", "wait-until-ready"): [away] * 3})
+    unreached = HostUnreached("away.")
+    machines = Machines(monkeypatch, {("a", "wait-until-ready"): [unreached] * 3})
     with pytest.raises(HostUnreached):
         start()
-    assert machines.told.count(("b", "stop")) == 2
+    assert machines.commands.count(("b", "stop")) == 2
 
 
 def test_a_serving_cluster_survives_a_failed_status_request(monkeypatch: pytest.MonkeyPatch) -> None:
     machines = Machines(monkeypatch, {("a", "ask"): [HostFailed("The key is wrong.")]})
     with pytest.raises(HostFailed, match="The key is wrong"):
         start()
-    assert machines.told.count(("a", "stop")) == 1, "before it began"
+    assert machines.commands.count(("a", "stop")) == 1, "before the start"

@@ -1,4 +1,4 @@
-"""Packages for other systems, by the real uv: from a folder of wheels, and once from the package index."""
+"""Packages for other systems: index settings, and wheels from a folder or the package index by the real uv."""
 
 from __future__ import annotations
 
@@ -9,9 +9,18 @@ from pathlib import Path
 
 import pytest
 
+from mlx_ring.cluster.lifecycle import wheels
 from mlx_ring.cluster.lifecycle.shipping import archived_files, wanted_here
 from mlx_ring.cluster.lifecycle.systems import Python
-from mlx_ring.cluster.lifecycle.wheels import Wanted, WheelStore, packages_for, why_not
+from mlx_ring.cluster.lifecycle.wheels import (
+    Wanted,
+    WheelStore,
+    has_uv_settings,
+    packages_for,
+    pip_settings,
+    variables_of,
+    why_not,
+)
 from mlx_ring.core.errors import HostFailed
 
 BOARD = Python("/bin/python3", "linux", "aarch64", "3.12", "glibc", (2, 36))
@@ -62,9 +71,9 @@ def test_each_system_gets_its_requirements_in_local_versions_if_available(
     store: WheelStore,
 ) -> None:
     for_board, for_mini = packages_for(BOARD, WANTED, store), packages_for(MINI, WANTED, store)
-    same = ["only_new-1.1", "top-1.0"]
-    assert installed(for_board) == ["low-1.0", "on_linux-1.0", *same]
-    assert installed(for_mini) == ["low-1.0", "on_mac-1.0", *same]
+    common = ["only_new-1.1", "top-1.0"]
+    assert installed(for_board) == ["low-1.0", "on_linux-1.0", *common]
+    assert installed(for_mini) == ["low-1.0", "on_mac-1.0", *common]
     assert "aarch64" in (for_board / "low.py").read_text()
     sent = dict(archived_files(for_board))
     assert sent["low.py"] == for_board / "low.py"
@@ -83,8 +92,8 @@ def test_fetched_packages_are_cached_and_old_ones_deleted(store: WheelStore) -> 
         os.utime(other, (0, time.time() - 10_000 * (number + 1)))
     (store.folder / "elsewhere").rename(store.given / "on_linux-1.0-py3-none-any.whl")
     assert packages_for(BOARD, wanted, store) == first
-    kept = {path.name for path in store.folder.iterdir() if path.is_dir()}
-    assert kept == {first.name, "older-0", "older-1", "older-2"}
+    remaining = {path.name for path in store.folder.iterdir() if path.is_dir()}
+    assert remaining == {first.name, "older-0", "older-1", "older-2"}
 
 
 def test_a_package_without_a_wheel_is_named_and_nothing_is_cached(store: WheelStore) -> None:
@@ -104,7 +113,7 @@ def test_an_index_out_of_reach_is_reported(store: WheelStore) -> None:
         packages_for(BOARD, Wanted(("top", "zeroconf")), store)
 
 
-SAID = {
+UV_ERRORS = {
     "mlx 0.32.4 has no wheel for Linux with glibc 2.36 on aarch64, with Python 3.12 (wheels exist for macosx_14_0_arm64):": """
 error: No solution found when resolving dependencies
   cause: Because mlx[cpu]==0.32.4 has no wheels with a matching platform tag (e.g., `manylinux_2_36_aarch64`)
@@ -139,9 +148,9 @@ error: Failed to fetch: `https://me:secret@mine.example/simple/mlx/`
 }
 
 
-@pytest.mark.parametrize("sentence", SAID)
+@pytest.mark.parametrize("sentence", UV_ERRORS)
 def test_errors_of_uv_become_one_sentence(sentence: str) -> None:
-    written = why_not(SAID[sentence], BOARD)
+    written = why_not(UV_ERRORS[sentence], BOARD)
     assert sentence in written
     assert "\n" not in written
     assert "secret" not in written
@@ -185,3 +194,79 @@ def elf_machine(path: Path) -> int:
     header = path.read_bytes()[:20]
     assert header[:4] == b"\x7fELF"
     return int.from_bytes(header[18:20], "little")
+
+
+PIP_OUTPUT = """
+:env:.find-links='/nowhere /etc'
+global.index-url='https://mine.example/simple'
+global.extra-index-url='https://more.example/simple\\nfile:///nowhere/simple'
+global.find-links='/usr'
+install.index-url='https://install.example/simple'
+list.format='columns'
+WARNING: something else
+"""
+
+
+def test_settings_of_pip_reach_uv_without_missing_folders() -> None:
+    assert variables_of(pip_settings(PIP_OUTPUT), {}) == {
+        "UV_DEFAULT_INDEX": "https://install.example/simple",
+        "UV_INDEX": "https://more.example/simple",
+        "UV_FIND_LINKS": "/etc",
+        "UV_INDEX_STRATEGY": "unsafe-best-match",
+    }
+    assert variables_of(pip_settings(""), {}) == {}
+
+
+def test_a_file_may_have_spaces_in_its_name(tmp_path: Path) -> None:
+    cert = tmp_path / "ours and theirs.pem"
+    cert.touch()
+    assert variables_of({"cert": str(cert), "trusted-host": "a.example b.example"}, {}) == {
+        "SSL_CERT_FILE": str(cert),
+        "UV_INSECURE_HOST": "a.example b.example",
+    }
+
+
+def test_variables_of_the_environment_are_kept() -> None:
+    settings = {"cert": "/etc", "index-url": "https://mine.example/simple"}
+    assert variables_of(settings, {"SSL_CERT_FILE": "/own"}) == {
+        "UV_DEFAULT_INDEX": "https://mine.example/simple"
+    }
+
+
+@pytest.fixture
+def clear_uv_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove uv's variables and its system-wide file."""
+    monkeypatch.setattr(wheels, "_SYSTEM", tmp_path / "etc")
+    for name in (
+        "UV_DEFAULT_INDEX",
+        "UV_INDEX",
+        "UV_INDEX_URL",
+        "UV_EXTRA_INDEX_URL",
+        "UV_FIND_LINKS",
+        "UV_CONFIG_FILE",
+    ):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("clear_uv_settings")
+def test_settings_of_uv_are_its_variables_or_its_file(tmp_path: Path) -> None:
+    environment = {"XDG_CONFIG_HOME": str(tmp_path)}
+    assert not has_uv_settings(environment)
+    assert has_uv_settings({**environment, "UV_DEFAULT_INDEX": "https://mine.example/simple"})
+    (tmp_path / "uv").mkdir()
+    (tmp_path / "uv" / "uv.toml").touch()
+    assert has_uv_settings(environment)
+
+
+@pytest.mark.usefixtures("clear_uv_settings")
+def test_extra_indexes_of_pip_are_used_only_if_the_main_one_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.setattr(wheels, "_pip_config", lambda: PIP_OUTPUT)
+    first, second = wheels.index_environments()
+    assert first["UV_DEFAULT_INDEX"] == second["UV_DEFAULT_INDEX"] == "https://install.example/simple"
+    assert "UV_INDEX" not in first
+    assert second["UV_INDEX"] == "https://more.example/simple"
+    monkeypatch.setenv("UV_DEFAULT_INDEX", "https://own.example/simple")
+    assert [one["UV_DEFAULT_INDEX"] for one in wheels.index_environments()] == ["https://own.example/simple"]

@@ -51,16 +51,17 @@ def test_the_authority_is_created_once(tmp_path: Path) -> None:
 
 
 def test_two_concurrent_first_starts_create_one_authority(tmp_path: Path) -> None:
-    made: list[bytes] = []
+    fingerprints: list[bytes] = []
     threads = [
-        threading.Thread(target=lambda: made.append(Authority.open(tmp_path).fingerprint)) for _ in range(4)
+        threading.Thread(target=lambda: fingerprints.append(Authority.open(tmp_path).fingerprint))
+        for _ in range(4)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(made) == 4
-    assert len(set(made)) == 1
+    assert len(fingerprints) == 4
+    assert len(set(fingerprints)) == 1
 
 
 def test_an_interrupted_first_start_is_repeated(tmp_path: Path) -> None:
@@ -69,12 +70,12 @@ def test_an_interrupted_first_start_is_repeated(tmp_path: Path) -> None:
     assert Authority.open(tmp_path).fingerprint == Authority.open(tmp_path).fingerprint
 
 
-@pytest.mark.parametrize("trouble", ["no key", "another key", "rubbish", "no certificate in it"])
-def test_files_that_do_not_match_are_named(trouble: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("fault", ["no key", "another key", "rubbish", "no certificate in it"])
+def test_files_that_do_not_match_are_named(fault: str, tmp_path: Path) -> None:
     Authority.open(tmp_path / "a")
     Authority.open(tmp_path / "b")
     key, certificate = tmp_path / "a" / "ca.key", tmp_path / "a" / "ca.pem"
-    match trouble:
+    match fault:
         case "no key":
             key.unlink()
         case "another key":
@@ -151,18 +152,18 @@ def test_an_invalid_request_is_refused(content: bytes, tmp_path_factory: pytest.
 
 
 @pytest.mark.parametrize("node", ["", "Mini", "a.b", "-a", "a-", "a" * 49, "ä", "a\n", "*"])
-def test_characters_not_allowed_in_a_name_are_refused_in_a_node_id(node: str, authority: Authority) -> None:
+def test_a_node_id_with_an_invalid_character_is_refused(node: str, authority: Authority) -> None:
     with pytest.raises(ConfigError, match="is no node id"):
         authority.sign(make_signing_request(make_key(), MINI), node)
 
 
-def test_a_name_gives_its_node_and_only_a_node_s_name_does() -> None:
+def test_only_a_node_s_name_gives_a_node_id() -> None:
     assert node_of(MINI) == "mini-1"
     for name in ("head.mlx-ring", "mini-1", "a.b.node.mlx-ring", ".node.mlx-ring", "node.mlx-ring"):
         assert node_of(name) == ""
 
 
-def test_the_head_keeps_its_certificate_until_it_is_about_to_end(authority: Authority) -> None:
+def test_the_head_keeps_its_certificate_until_it_is_due_for_renewal(authority: Authority) -> None:
     first = authority.head_credentials(NOW)
     assert authority.head_credentials(NOW + timedelta(days=100)) == first
     later = authority.head_credentials(NOW + timedelta(days=300))
@@ -175,7 +176,7 @@ def test_the_head_s_certificate_carries_the_authority_s(authority: Authority) ->
     assert carried_authority(leaf.public_bytes(Encoding.DER)) == authority.certificate
 
 
-def test_a_certificate_that_carries_none_is_no_head_s(authority: Authority) -> None:
+def test_a_certificate_without_an_authority_is_not_a_head_s(authority: Authority) -> None:
     node = authority.sign(make_signing_request(make_key(), MINI), "mini-1")
     for leaf in (node.public_bytes(Encoding.DER), b"", b"rubbish"):
         with pytest.raises(PeerRefused, match="no mlx-ring head"):

@@ -57,14 +57,14 @@ def test_a_removed_node_is_refused_by_the_head_and_informed_nodes(
     authority: Authority, tmp_path: Path, members: Members
 ) -> None:
     key = make_key()
-    held = [certificate(authority, "mini-1", key) for _ in range(2)]
-    members.admit(held[0])
-    members.renew(held[1])
+    certificates = [certificate(authority, "mini-1", key) for _ in range(2)]
+    members.admit(certificates[0])
+    members.renew(certificates[1])
     assert members.revoked_serials() == frozenset()
-    # As the command does beside a running head.
+    # Another process does the same when the command runs beside a head.
     Members(tmp_path).remove("mini-1")
     revoked = Revoked(members.revoked_serials())
-    for one in held:
+    for one in certificates:
         assert "is not a member" in members.refusal(peer_of_certificate(one))
         assert "was revoked" in revoked.refusal(peer_of_certificate(one))
 

@@ -16,7 +16,7 @@ FINGERPRINT = bytes(range(32))
 
 
 class Clock:
-    """A clock that the test sets."""
+    """Clock that the test sets."""
 
     def __init__(self) -> None:
         self.now_s = 1_000_000.0
@@ -59,16 +59,16 @@ def test_the_secret_is_not_on_the_disk(store: TokenStore, tmp_path: Path) -> Non
 
 def test_a_wrong_secret_and_an_unknown_token_look_the_same(store: TokenStore) -> None:
     token = store.create(FINGERPRINT)
-    said: set[str] = set()
+    errors: set[str] = set()
     for wrong in (
         JoinToken(FINGERPRINT, token.id, bytes(20)),
         JoinToken(FINGERPRINT, bytes(4), token.secret),
     ):
         with pytest.raises(TokenRefused) as caught:
             redeem(store, wrong)
-        said.add(str(caught.value))
-    assert len(said) == 1
-    assert "token is unknown" in said.pop()
+        errors.add(str(caught.value))
+    assert len(errors) == 1
+    assert "token is unknown" in errors.pop()
     assert store.list()[0].uses == 0
 
 
@@ -139,28 +139,28 @@ def test_concurrent_requests_do_not_exceed_the_uses(tmp_path: Path) -> None:
     token = TokenStore(tmp_path).create(FINGERPRINT, uses=3)
     outcomes: list[str] = []
 
-    def come() -> None:
+    def try_to_join() -> None:
         try:
-            # A store of its own, as another process has.
+            # Each thread has its own store, like another process.
             redeem(TokenStore(tmp_path), token)
-            outcomes.append("in")
+            outcomes.append("admitted")
         except TokenRefused:
-            outcomes.append("out")
+            outcomes.append("refused")
 
-    threads = [threading.Thread(target=come) for _ in range(12)]
+    threads = [threading.Thread(target=try_to_join) for _ in range(12)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert (outcomes.count("in"), outcomes.count("out")) == (3, 9)
+    assert (outcomes.count("admitted"), outcomes.count("refused")) == (3, 9)
 
 
 def test_a_running_head_sees_tokens_of_other_processes(store: TokenStore, tmp_path: Path) -> None:
     assert store.list() == ()
-    beside = TokenStore(tmp_path, Clock())
-    token = beside.create(FINGERPRINT)
+    other = TokenStore(tmp_path, Clock())
+    token = other.create(FINGERPRINT)
     redeem(store, token)
-    beside.revoke(token.id.hex())
+    other.revoke(token.id.hex())
     assert [record.state(0.0) for record in store.list()] == ["revoked"]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mlx_ring.cluster.security.enrolment import TryLimit
 
 
-def test_a_host_gets_a_burst_of_tries_and_then_the_refill_rate() -> None:
+def test_a_host_has_a_burst_of_tries_and_then_the_refill_rate() -> None:
     limit = TryLimit(burst=3, per_second=0.5)
     assert [limit.take("a", 0.0) for _ in range(4)] == [True, True, True, False]
     assert [limit.take("a", 2.0) for _ in range(2)] == [True, False]
@@ -17,7 +17,7 @@ def test_a_long_pause_refills_no_more_than_the_burst() -> None:
     assert [limit.take("a", 1e6) for _ in range(3)] == [True, True, False]
 
 
-def test_a_right_try_does_not_count() -> None:
+def test_a_successful_try_does_not_count() -> None:
     limit = TryLimit(burst=1, per_second=0.0)
     for _ in range(10):
         assert limit.take("a", 0.0)
