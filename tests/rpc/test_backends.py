@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 
-from mlx_ring.core.errors import ConfigError
+from mlx_ring.core.errors import ConfigError, ProtocolError
 from mlx_ring.rpc.backends import (
+    BACKENDS,
+    LINKS,
+    Backend,
+    Link,
     RankCapabilities,
     backend_of,
     choose_backend,
@@ -23,6 +29,16 @@ MACS = (
     RankCapabilities("studio", MAC, rdma_devices=frozenset({"rdma_en3"})),
 )
 GPUS = (RankCapabilities("box", CUDA, "0"), RankCapabilities("box", CUDA, "1"))
+
+
+def test_tables_describe_every_link_and_backend() -> None:
+    assert set(BACKENDS) == set(get_args(Backend))
+    assert set(LINKS) == set(get_args(Link))
+
+
+def test_an_unknown_backend_is_refused_by_name() -> None:
+    with pytest.raises(ProtocolError, match="the MLX backend 'gloo'; known ones are ring, mpi, nccl, jaccl"):
+        choose_backend("gloo", MACS, option="--link gloo")
 
 
 def test_rdma_is_chosen_if_every_machine_has_it_and_a_hostfile_lists_the_devices() -> None:
@@ -110,3 +126,10 @@ def test_ranks_of_a_split_stage_form_a_group() -> None:
     assignment = StageAssignment(stage=1, stages=3, tp_size=2, rank=1)
     assert joined_ranks(assignment) == [(1, 0), (1, 1)]
     assert backend_of(assignment) == "ring"
+
+
+def test_an_unknown_link_or_backend_is_refused_by_name() -> None:
+    with pytest.raises(ProtocolError, match="the link 'carrier pigeon'; known ones are grpc, ring"):
+        joined_ranks(StageAssignment(stages=2, tp_size=1, link="carrier pigeon"))
+    with pytest.raises(ProtocolError, match="the MLX backend 'gloo'; known ones are ring"):
+        backend_of(StageAssignment(tp_size=2, backend="gloo"))

@@ -10,10 +10,17 @@ from pathlib import Path
 import pytest
 
 from mlx_ring.core.errors import PeerRefused
+from mlx_ring.rpc.backends import BACKENDS, Backend
 from mlx_ring.rpc.protos.worker_pb2 import StageAssignment
 from mlx_ring.worker.group import check_neighbour, group_variables
 
 GROUP = ["10.0.0.1:4001,10.0.1.1:4002", "10.0.0.2:4003"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_backend_has_variables_beside_those_of_the_agent(backend: Backend, tmp_path: Path) -> None:
+    assignment = StageAssignment(group=GROUP, group_environment={"PMIX_RANK": "1"})
+    assert group_variables(backend, 1, assignment, tmp_path)["PMIX_RANK"] == "1"
 
 
 def test_ring_reads_addresses_by_rank_from_a_file(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from mlx_ring.host.trusted_interfaces import (
     Trust,
     source_address,
 )
-from mlx_ring.rpc.backends import backend_of, devices_of, joined_ranks, rank_in_group
+from mlx_ring.rpc.backends import BACKENDS, backend_of, devices_of, joined_ranks, rank_in_group
 from mlx_ring.rpc.protos import worker_pb2
 from mlx_ring.settings.hostfile import RING_OF_JACCL
 
@@ -27,7 +27,6 @@ log = logging.getLogger(__name__)
 _RDMA = "rdma_"
 _VARIABLES = frozenset({RING_OF_JACCL})
 """Variables that a head may set for a group; others could redirect its traffic."""
-_OF_ONE_MACHINE = frozenset({"mpi", "nccl"})
 
 
 def check_hosts(assignments: Iterable[worker_pb2.StageAssignment], trust: Trust) -> None:
@@ -56,11 +55,11 @@ def check_routes(assignments: Iterable[worker_pb2.StageAssignment], trust: Trust
     for assignment in assignments:
         if places := joined_ranks(assignment):
             _check_assignment(assignment, len(places), trust)
-            place, backend = rank_in_group(assignment), backend_of(assignment)
+            place, backend = rank_in_group(assignment), BACKENDS[backend_of(assignment)]
             own |= _hosts(assignment.group[place])
             others |= _hosts(assignment.group[(place + 1) % len(places)])
-            # With jaccl every rank connects to rank 0; in a ring each rank is reached from the one before it.
-            others |= _hosts(assignment.group[0]) if backend == "jaccl" else set[str]()
+            others |= _hosts(assignment.group[0]) if backend.meets_at_rank_0 else set[str]()
+            # The rank before connects to this one.
             others |= _hosts(f"{assignment.group_from or LOOPBACK}:0")
     if own | others:
         _check_interfaces(own, others, {one.address for one in trust.now()[0]})
@@ -79,9 +78,9 @@ def _check_assignment(assignment: worker_pb2.StageAssignment, ranks: int, trust:
         raise PlanError(f"{who} has {ranks} ranks, but {len(assignment.group)} addresses were given.")
     if foreign := sorted(assignment.group_environment.keys() - _VARIABLES):
         raise PlanError(f"{who} was requested with {foreign[0]}, which no head may set.")
-    if backend in _OF_ONE_MACHINE and (elsewhere := sorted(_hosts(",".join(assignment.group)))):
+    if not BACKENDS[backend].joins_machines and (elsewhere := sorted(_hosts(",".join(assignment.group)))):
         raise PlanError(f"{who} would reach {elsewhere[0]}, but {backend} only joins workers of one machine.")
-    if backend == "jaccl":
+    if BACKENDS[backend].uses_rdma:
         devices = devices_of(json.loads(assignment.rdma or "[]")[rank_in_group(assignment)])
         if strange := sorted(set(devices) - set(trusted_devices(devices, trust))):
             raise PlanError(

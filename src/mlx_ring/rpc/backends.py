@@ -1,9 +1,6 @@
-"""Choice of the MLX backend that joins ranks, and of the ranks that it joins. Pure.
+"""Links between stages and MLX's backends: one table of each, and the choice of a group's backend. Pure.
 
-jaccl   RDMA over Thunderbolt 5, one rank a machine
-nccl    CUDA, each rank with a GPU of its own
-ring    TCP, everywhere
-mpi     Open MPI, on one machine; only on request
+Settings, hostfiles, agents and workers read the tables. `worker/group.py` has the variables of each backend.
 
 A process is in one group at most: that of its stage, whose layers its ranks share, or that of all stages, if links use
 collectives. Head, agent and worker all derive it from the assignment.
@@ -11,30 +8,21 @@ collectives. Head, agent and worker all derive it from the assignment.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
-from mlx_ring.core.errors import ConfigError
+from mlx_ring.core.errors import ConfigError, ProtocolError
 
 if TYPE_CHECKING:
     # `mlx-ring serve --help` needs only the names of backends.
     from mlx_ring.rpc.protos import worker_pb2
 
-Backend = Literal["ring", "mpi", "jaccl", "nccl"]
-BACKENDS: Final[tuple[Backend, ...]] = ("ring", "mpi", "jaccl", "nccl")
+Backend = Literal["ring", "mpi", "nccl", "jaccl"]
+Link = Literal["grpc", Backend, "allreduce"]
+BackendSetting = Literal["auto", Backend]
 AUTO: Final = "auto"
-
-MENDS: Final = {
-    "ring": "install a build of MLX that has it",
-    "mpi": "install Open MPI, on Debian with `apt install libopenmpi3`",
-    "jaccl": (
-        "it is RDMA over Thunderbolt 5, from macOS 26.2 on, once `rdma_ctl enable` was run in Recovery; "
-        "`mlx-ring doctor` tells what is missing"
-    ),
-    "nccl": "install MLX's build for CUDA, `mlx[cuda13]` or `mlx[cuda12]`",
-}
-"""Remedies for a machine without the backend."""
+GRPC: Final = "grpc"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,91 +38,78 @@ class RankCapabilities:
     rdma_devices: frozenset[str] = frozenset()
 
 
+Ranks = Sequence[RankCapabilities]
+Rdma = Sequence[Sequence[object]] | None
+"""Devices from each rank to each, if a hostfile lists them."""
+
+
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """A backend, and the reason for it."""
+class BackendInfo:
+    """Description of one of MLX's backends."""
 
-    backend: Backend
-    why: str
-
-
-def choose_backend(
-    asked: str,
-    ranks: Sequence[RankCapabilities],
-    *,
-    option: str,
-    rdma: Sequence[Sequence[object]] | None = None,
-) -> Choice:
-    """Choose the backend of a group.
-
-    Args:
-        asked: one of `BACKENDS`, or `auto`.
-        ranks: of the group, in order.
-        option: the command-line option that asked for it: "--link jaccl".
-        rdma: devices from each rank to each, if a hostfile lists them.
-
-    Raises:
-        ConfigError: the requested backend is not possible; the message names possible ones.
-    """
-    for backend in BACKENDS:
-        if asked == backend:
-            if problem := _problem(backend, ranks, rdma):
-                raise ConfigError(f"{option}: {problem}.{_instead(ranks, rdma)}")
-            return Choice(backend, "asked for")
-    return _best(ranks, rdma)
+    remedy: str
+    """Advice for a machine without it."""
+    advantage: str = ""
+    """Reason to choose it; empty if it is used only on request."""
+    problem: Callable[[Ranks, Rdma], str] = lambda _ranks, _rdma: ""
+    """Function that says why it cannot join ranks that all have it, with a remedy; empty if it can."""
+    is_expected: Callable[[RankCapabilities], bool] = lambda _: False
+    """Function that returns True for a rank on whose machine a user may expect it."""
+    joins_machines: bool = True
+    """False if all its ranks are on one machine."""
+    meets_at_rank_0: bool = False
+    """True if every rank connects to rank 0, not only to its neighbours."""
+    uses_rdma: bool = False
+    """True if its ranks use the RDMA devices that a hostfile names."""
+    runs_on_gpu: bool = False
+    """True if its collectives run on the GPU."""
+    can_send: bool = True
+    """False if it can carry activations only in a sum."""
+    allows_allreduce: bool = True
+    """False if the link `allreduce` is refused over it."""
+    why_two_stages: str = ""
+    """Reason why a link over it joins two stages only; empty if it joins any number."""
 
 
-def _best(ranks: Sequence[RankCapabilities], rdma: Sequence[Sequence[object]] | None) -> Choice:
-    """Choose the best possible backend. The reasons only mention a missing backend if a machine has part of it."""
-    without_jaccl = _problem("jaccl", ranks, rdma)
-    if not without_jaccl:
-        return Choice("jaccl", "every machine has RDMA devices, and the hostfile tells which lead where")
-    without_nccl = _problem("nccl", ranks, rdma)
-    if not without_nccl:
-        return Choice("nccl", "MLX is built for CUDA, and each rank has a GPU of its own")
-    missed = [
-        *([f"not jaccl: {without_jaccl}"] if any(rank.rdma_devices for rank in ranks) else []),
-        *([f"not nccl: {without_nccl}"] if any("nccl" in rank.backends for rank in ranks) else []),
-    ]
-    if problem := _problem("ring", ranks, rdma):
-        raise ConfigError(f"No backend joins these workers: {'; '.join([problem, *missed])}.")
-    return Choice("ring", "; ".join(["it works everywhere", *missed]))
+@dataclass(frozen=True, slots=True)
+class LinkInfo:
+    """Description of one kind of link between stages."""
+
+    backend: Backend | None
+    """Backend that it uses if none is requested; None if it needs no group."""
+    sums: bool = False
+    """True if activations travel in a sum, over whichever backend is chosen."""
+    why_two_stages: str = ""
+    """Reason why it joins two stages only; empty if it joins any number."""
 
 
-def _instead(ranks: Sequence[RankCapabilities], rdma: Sequence[Sequence[object]] | None) -> str:
-    others = [backend for backend in BACKENDS if backend != "mpi" and not _problem(backend, ranks, rdma)]
-    return f" {' or '.join(others)} would be available." if others else ""
+def _machines(ranks: Sequence[RankCapabilities]) -> int:
+    return len({rank.machine for rank in ranks})
 
 
-def _problem(
-    backend: Backend, ranks: Sequence[RankCapabilities], rdma: Sequence[Sequence[object]] | None
-) -> str:
-    """Return why the backend is not possible, with a remedy; empty if it is."""
-    without = sorted({rank.machine for rank in ranks if backend not in rank.backends})
-    if without:
-        return f"MLX's backend {backend} is not available on {' and '.join(without)}: {MENDS[backend]}"
-    if backend == "mpi" and _machines(ranks) > 1:
+def _problem_of_mpi(ranks: Ranks, _rdma: Rdma) -> str:
+    if _machines(ranks) > 1:
         return (
             "MPI joins workers of one machine only, because nothing starts its processes on others: use ring"
         )
-    if backend == "nccl":
-        return "NCCL listens on every network: use ring" if _machines(ranks) > 1 else _problem_of_nccl(ranks)
-    return _problem_of_jaccl(ranks, rdma) if backend == "jaccl" else ""
+    return ""
 
 
-def _problem_of_nccl(ranks: Sequence[RankCapabilities]) -> str:
+def _problem_of_nccl(ranks: Ranks, _rdma: Rdma) -> str:
+    if _machines(ranks) > 1:
+        return "NCCL listens on every network: use ring"
     gpus = {(rank.machine, rank.gpu) for rank in ranks if rank.gpu}
     if len(gpus) < len(ranks):
         return f"NCCL needs a GPU for each of the {len(ranks)} workers, and there are {len(gpus)}: start fewer, or use ring"
     return ""
 
 
-def _problem_of_jaccl(ranks: Sequence[RankCapabilities], rdma: Sequence[Sequence[object]] | None) -> str:
+def _problem_of_jaccl(ranks: Ranks, rdma: Rdma) -> str:
     if _machines(ranks) < len(ranks):
         return "RDMA leads from machine to machine, and several of these workers are on one: use ring"
     without = [rank.machine for rank in ranks if not rank.rdma_devices]
     if without:
-        return f"{' and '.join(without)} has no RDMA device on an interface that is trusted: {MENDS['jaccl']}"
+        return f"{' and '.join(without)} has no RDMA device on an interface that is trusted: {BACKENDS['jaccl'].remedy}"
     if rdma is None:
         return "nothing tells which RDMA device leads to which machine: name a hostfile with `rdma`"
     for rank, row in zip(ranks, rdma, strict=True):
@@ -157,23 +132,145 @@ def devices_of(row: Sequence[object]) -> list[str]:
     return named
 
 
-def _machines(ranks: Sequence[RankCapabilities]) -> int:
-    return len({rank.machine for rank in ranks})
+_SUM: Final = "is a sum in which every stage would take part for every other's activations"
+
+BACKENDS: Final[Mapping[Backend, BackendInfo]] = {
+    # TCP, everywhere.
+    "ring": BackendInfo(
+        remedy="install a build of MLX that has it",
+        advantage="it works everywhere",
+    ),
+    # Open MPI.
+    "mpi": BackendInfo(
+        remedy="install Open MPI, on Debian with `apt install libopenmpi3`",
+        problem=_problem_of_mpi,
+        joins_machines=False,
+        why_two_stages="is used by MLX for one thread, and a stage between others sends while it receives",
+    ),
+    # CUDA, each rank with a GPU of its own.
+    "nccl": BackendInfo(
+        remedy="install MLX's build for CUDA, `mlx[cuda13]` or `mlx[cuda12]`",
+        advantage="MLX is built for CUDA, and each rank has a GPU of its own",
+        problem=_problem_of_nccl,
+        is_expected=lambda rank: "nccl" in rank.backends,
+        joins_machines=False,
+        meets_at_rank_0=True,
+        runs_on_gpu=True,
+        can_send=False,
+        why_two_stages=_SUM,
+    ),
+    # RDMA over Thunderbolt 5, one rank per machine.
+    "jaccl": BackendInfo(
+        remedy=(
+            "it is RDMA over Thunderbolt 5, from macOS 26.2 on, once `rdma_ctl enable` was run in Recovery; "
+            "`mlx-ring doctor` tells what is missing"
+        ),
+        advantage="every machine has RDMA devices, and the hostfile tells which lead where",
+        problem=_problem_of_jaccl,
+        is_expected=lambda rank: bool(rank.rdma_devices),
+        meets_at_rank_0=True,
+        uses_rdma=True,
+        allows_allreduce=False,
+    ),
+}
+"""MLX's backends; a later one is better, if it is possible."""
+LINKS: Final[Mapping[Link, LinkInfo]] = {
+    "grpc": LinkInfo(None),
+    **{name: LinkInfo(name, why_two_stages=info.why_two_stages) for name, info in BACKENDS.items()},
+    "allreduce": LinkInfo("ring", sums=True, why_two_stages=_SUM),
+}
+"""Links: gRPC, each backend's own, and a sum over a backend."""
 
 
-GRPC: Final = "grpc"
-"""Kind of link that needs no group."""
-ALLREDUCE: Final = "allreduce"
-_RING: Final = "ring"
+def find_backend(name: str) -> Backend:
+    """Return the backend of that name. Raises `ProtocolError` for an unknown one."""
+    for backend in BACKENDS:
+        if name == backend:
+            return backend
+    raise ProtocolError(f"The plan asks for the MLX backend {name!r}; known ones are {', '.join(BACKENDS)}.")
+
+
+def find_link(name: str) -> Link:
+    """Return the link of that name. Raises `ProtocolError` for an unknown one."""
+    for link in LINKS:
+        if name == link:
+            return link
+    raise ProtocolError(f"The plan asks for the link {name!r}; known ones are {', '.join(LINKS)}.")
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A backend, and the reason for it."""
+
+    backend: Backend
+    why: str
+
+
+def choose_backend(asked: str, ranks: Ranks, *, option: str, rdma: Rdma = None) -> Choice:
+    """Choose the backend of a group.
+
+    Args:
+        asked: one of `BACKENDS`, or `auto`.
+        ranks: of the group, in order.
+        option: the command-line option that asked for it: "--link jaccl".
+        rdma: devices from each rank to each, if a hostfile lists them.
+
+    Raises:
+        ConfigError: the requested backend is not possible; the message names possible ones.
+        ProtocolError: the requested backend is unknown.
+    """
+    if asked == AUTO:
+        return _best(ranks, rdma)
+    backend = find_backend(asked)
+    if problem := _problem(backend, ranks, rdma):
+        raise ConfigError(f"{option}: {problem}.{_instead(ranks, rdma)}")
+    return Choice(backend, "asked for")
+
+
+def _best(ranks: Ranks, rdma: Rdma) -> Choice:
+    """Choose the best possible backend. The reasons only mention a missing backend if a machine has part of it."""
+    missed: list[str] = []
+    problem = ""
+    for backend, info in reversed(BACKENDS.items()):
+        if not info.advantage:
+            continue
+        problem = _problem(backend, ranks, rdma)
+        if not problem:
+            return Choice(backend, "; ".join([info.advantage, *missed]))
+        if any(map(info.is_expected, ranks)):
+            missed.append(f"not {backend}: {problem}")
+    raise ConfigError(f"No backend joins these workers: {'; '.join([problem, *missed])}.")
+
+
+def _instead(ranks: Ranks, rdma: Rdma) -> str:
+    others = [name for name, info in BACKENDS.items() if info.advantage and not _problem(name, ranks, rdma)]
+    return f" {' or '.join(others)} would be available." if others else ""
+
+
+def _problem(backend: Backend, ranks: Ranks, rdma: Rdma) -> str:
+    """Return why the backend is not possible, with a remedy; empty if it is."""
+    info = BACKENDS[backend]
+    without = sorted({rank.machine for rank in ranks if backend not in rank.backends})
+    if without:
+        return f"MLX's backend {backend} is not available on {' and '.join(without)}: {info.remedy}"
+    return info.problem(ranks, rdma)
+
+
+def _link_of(assignment: worker_pb2.StageAssignment) -> Link:
+    return find_link(assignment.link or GRPC)
 
 
 def has_collective_link(assignment: worker_pb2.StageAssignment) -> bool:
-    """Report whether activations go from stage to stage over a group."""
-    return assignment.stages > 1 and assignment.link not in {"", GRPC}
+    """Report whether activations go from stage to stage over a group. Raises `ProtocolError` for an unknown link."""
+    return LINKS[_link_of(assignment)].backend is not None and assignment.stages > 1
 
 
 def joined_ranks(assignment: worker_pb2.StageAssignment) -> list[tuple[int, int]]:
-    """Return stage and rank of each member of this worker's group, in the order of the group's ranks; none without a group."""
+    """Return stage and rank of each member of this worker's group, in the order of the group's ranks; none without a group.
+
+    Raises:
+        ProtocolError: the link is unknown.
+    """
     if assignment.tp_size > 1:
         return [(assignment.stage, rank) for rank in range(assignment.tp_size)]
     if has_collective_link(assignment):
@@ -187,13 +284,16 @@ def rank_in_group(assignment: worker_pb2.StageAssignment) -> int:
     return joined.index((assignment.stage, assignment.rank)) if joined else 0
 
 
-def backend_of(assignment: worker_pb2.StageAssignment) -> str:
-    """Return MLX's name of the group's backend: the chosen one, else the one of the kind of link."""
+def backend_of(assignment: worker_pb2.StageAssignment) -> Backend:
+    """Return the group's backend: the chosen one, else the one of the kind of link.
+
+    Raises:
+        ProtocolError: the backend or the link is unknown.
+    """
     if assignment.backend not in {"", AUTO}:
-        return assignment.backend
-    if assignment.tp_size > 1 or assignment.link == ALLREDUCE:
-        return _RING
-    return assignment.link
+        return find_backend(assignment.backend)
+    of_link = LINKS[_link_of(assignment)].backend
+    return "ring" if assignment.tp_size > 1 or of_link is None else of_link
 
 
 def asked_backend(assignment: worker_pb2.StageAssignment) -> str:

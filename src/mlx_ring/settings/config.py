@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 from pydantic_settings import SettingsConfigDict
 
+from mlx_ring.rpc.backends import BackendSetting, Link
 from mlx_ring.settings.fields import (
     SIZE_TAKES,
     AutoOrOff,
@@ -242,13 +243,13 @@ class Settings(CheckedSettings):
         switch_on=("--enable-prefix-caching",),
         switch_off=("--no-enable-prefix-caching", "--no-prefix-cache"),
     )
-    link: Literal["grpc", "ring", "mpi", "jaccl", "nccl", "allreduce"] = setting(
+    link: Link = setting(
         "grpc",
         "Transport for activations between stages: gRPC, or an MLX collective (allreduce is a sum over its ring).",
         _LINKS,
         metavar="KIND",
     )
-    backend: Literal["auto", "ring", "mpi", "jaccl", "nccl"] = setting(
+    backend: BackendSetting = setting(
         "auto",
         "MLX backend for tensor parallelism and collective links; auto chooses the best one available.",
         _LINKS,

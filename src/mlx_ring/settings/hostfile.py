@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Final, cast
 
 from mlx_ring.core.errors import ConfigError
+from mlx_ring.rpc.backends import BACKENDS
 from mlx_ring.rpc.rdma import Matrix, read_matrix
 
 _FIELDS: Final = frozenset({"backend", "envs", "hosts"})
 _HOST_FIELDS: Final = frozenset({"ssh", "ips", "rdma"})
-_BACKENDS: Final = ("", "ring", "mpi", "nccl", "jaccl", "jaccl-ring")
+_BACKENDS: Final = ("", *BACKENDS, "jaccl-ring")
 RING_OF_JACCL: Final = "MLX_JACCL_RING"
 """Has jaccl join neighbours alone, though every two are connected."""
 _VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*", re.DOTALL)

@@ -3,18 +3,9 @@
 from __future__ import annotations
 
 from mlx_ring.core.errors import ConfigError
-from mlx_ring.rpc.backends import BACKENDS
+from mlx_ring.rpc.backends import AUTO, BACKENDS, GRPC, LINKS
 from mlx_ring.settings.config import Settings
 from mlx_ring.settings.strategies import STRATEGIES
-
-_LINKS_OF_MACHINES = ("ring", "allreduce", "jaccl")
-"""Links that can join stages on several machines."""
-_LINKS_OF_TWO = {
-    "allreduce": "is a sum in which every stage would take part for every other's activations",
-    "nccl": "is a sum in which every stage would take part for every other's activations",
-    "mpi": "is used by MLX for one thread, and a stage between others sends while it receives",
-}
-"""Links that join two stages only, and why."""
 
 
 def rank_shares(settings: Settings) -> tuple[float, ...]:
@@ -92,10 +83,11 @@ def check_link(settings: Settings) -> None:
     """Raise `ConfigError` if stages cannot be linked as requested."""
     link, stages, ranks = settings.link, settings.stages, len(rank_shares(settings))
     _check_backend(settings, ranks)
-    if link == "grpc":
+    info = LINKS[link]
+    if info.backend is None:
         return
     if settings.nodes > 1:
-        if link not in _LINKS_OF_MACHINES:
+        if not BACKENDS[info.backend].joins_machines:
             raise ConfigError(
                 f"--link {link} joins stages on one machine only, and --nodes is {settings.nodes}: use --link ring, or leave it out."
             )
@@ -111,9 +103,9 @@ def check_link(settings: Settings) -> None:
         raise ConfigError(
             f"--link {link} carries activations between stages, and there is one: add --stages 2, or leave --link out."
         )
-    if link in _LINKS_OF_TWO and stages not in {1, 2}:
+    if info.why_two_stages and stages not in {1, 2}:
         raise ConfigError(
-            f"--link {link} {_LINKS_OF_TWO[link]}, so it joins two stages, and {stages} were asked for: "
+            f"--link {link} {info.why_two_stages}, so it joins two stages, and {stages} were asked for: "
             "use --link ring or grpc."
         )
 
@@ -121,9 +113,9 @@ def check_link(settings: Settings) -> None:
 def _check_backend(settings: Settings, ranks: int) -> None:
     """Raise `ConfigError` if the backend would join nothing, or belongs to another link."""
     backend, link = settings.backend, settings.link
-    if backend == "auto":
+    if backend == AUTO:
         return
-    if ranks == 1 and link == "grpc" and not may_share_by_plan(settings):
+    if ranks == 1 and link == GRPC and not may_share_by_plan(settings):
         raise ConfigError(
             f"--backend {backend} joins workers that share layers, or stages that collectives link, and there are none: "
             "add --tp 2 or --link allreduce, or leave --backend out."
@@ -132,11 +124,11 @@ def _check_backend(settings: Settings, ranks: int) -> None:
         raise ConfigError(
             f"--link {link} is over MLX's backend {link}, and --backend is {backend}: leave one of them out."
         )
-    if link == "allreduce" and backend == "jaccl":
+    if LINKS[link].sums and not BACKENDS[backend].allows_allreduce:
         raise ConfigError(
-            "--link allreduce is for backends that cannot send, and jaccl can: use --link jaccl."
+            f"--link {link} is for backends that cannot send, and {backend} can: use --link {backend}."
         )
-    if settings.nodes > 1 and ranks == 1 and backend in {"mpi", "nccl"}:
+    if settings.nodes > 1 and ranks == 1 and not BACKENDS[backend].joins_machines:
         raise ConfigError(
             f"--backend {backend} joins workers of one machine, and with --nodes {settings.nodes} each is on one of its own: "
             "use --backend ring."

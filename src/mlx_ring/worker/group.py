@@ -21,15 +21,22 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import assert_never
 
 import mlx.core as mx
 import psutil
 
 from mlx_ring.core.environment import library_variable, set_for_libraries
 from mlx_ring.core.errors import PeerRefused, WorkerLost
-from mlx_ring.rpc.backends import BACKENDS, backend_of, has_collective_link, joined_ranks, rank_in_group
+from mlx_ring.rpc.backends import (
+    BACKENDS,
+    Backend,
+    backend_of,
+    has_collective_link,
+    joined_ranks,
+    rank_in_group,
+)
 from mlx_ring.rpc.protos import worker_pb2
 from mlx_ring.settings.hostfile import is_loopback
 from mlx_ring.worker.tensor import Group
@@ -38,7 +45,7 @@ Variables = dict[str, str]
 
 
 def group_variables(
-    backend: str, place: int, assignment: worker_pb2.StageAssignment, folder: Path
+    backend: Backend, place: int, assignment: worker_pb2.StageAssignment, folder: Path
 ) -> Variables:
     """Return the variables for the rank at `place` of the assignment's group.
 
@@ -48,17 +55,30 @@ def group_variables(
         assignment: this rank's, with the group's addresses.
         folder: for files, which must stay until the group is made.
     """
-    return _OF[backend](place, assignment, folder) | dict(assignment.group_environment)
+    return _variables_of(backend, place, assignment, folder) | dict(assignment.group_environment)
+
+
+def _variables_of(
+    backend: Backend, place: int, assignment: worker_pb2.StageAssignment, folder: Path
+) -> Variables:
+    match backend:
+        case "ring":
+            return _of_ring(place, assignment, folder)
+        case "mpi":
+            # The agent has set them.
+            return {}
+        case "jaccl":
+            return _of_jaccl(place, assignment, folder)
+        case "nccl":
+            return _of_nccl(place, assignment)
+        case _:
+            assert_never(backend)
 
 
 def _of_ring(place: int, assignment: worker_pb2.StageAssignment, folder: Path) -> Variables:
     """Return the ring's variables. A rank may listen at several addresses, separated by commas."""
     hosts = _write(folder / "hosts.json", [addresses.split(",") for addresses in assignment.group])
     return {"MLX_HOSTFILE": hosts, "MLX_RANK": str(place)}
-
-
-def _of_mpi(_place: int, _assignment: worker_pb2.StageAssignment, _folder: Path) -> Variables:
-    return {}
 
 
 def _of_jaccl(place: int, assignment: worker_pb2.StageAssignment, folder: Path) -> Variables:
@@ -70,7 +90,7 @@ def _of_jaccl(place: int, assignment: worker_pb2.StageAssignment, folder: Path) 
     }
 
 
-def _of_nccl(place: int, assignment: worker_pb2.StageAssignment, _folder: Path) -> Variables:
+def _of_nccl(place: int, assignment: worker_pb2.StageAssignment) -> Variables:
     """Return NCCL's variables.
 
     All ranks are on one machine, because NCCL would listen on the first other network as long as it lives.
@@ -84,14 +104,6 @@ def _of_nccl(place: int, assignment: worker_pb2.StageAssignment, _folder: Path) 
         # `=` means exactly this interface, not every one whose name begins so.
         "NCCL_SOCKET_IFNAME": "=lo",
     }
-
-
-_OF: Mapping[str, Callable[[int, worker_pb2.StageAssignment, Path], Variables]] = {
-    "ring": _of_ring,
-    "mpi": _of_mpi,
-    "jaccl": _of_jaccl,
-    "nccl": _of_nccl,
-}
 
 
 def _write(path: Path, content: object) -> str:
@@ -191,7 +203,7 @@ def _join(assignment: worker_pb2.StageAssignment, port: GroupPort | None) -> mx.
     return group
 
 
-_MPI, _JACCL = "mpi", "jaccl"
+_MPI = "mpi"
 _MPI_LIBRARIES = ("libmpi.so.40", "libmpi.so", "libmpi.dylib", "/opt/homebrew/lib/libmpi.dylib")
 """Names of Open MPI's library. MLX only tries the second or third, and Debian installs that name only for compiling."""
 _RDMA_LIBRARY = "librdma.dylib"
@@ -201,7 +213,7 @@ def group_capabilities(asked: str) -> worker_pb2.GroupMeans:
     """Return what this worker can join a group by. MPI's library is large, so it is only loaded on request."""
     if asked == _MPI:
         _name_mpi_library()
-    wanted = [backend for backend in BACKENDS if backend in (asked, "ring", "nccl") or backend == _JACCL]
+    wanted = [backend for backend, info in BACKENDS.items() if info.advantage or backend == asked]
     return worker_pb2.GroupMeans(
         backends=[backend for backend in wanted if mx.distributed.is_available(backend)],
         gpu=_own_gpu(),

@@ -23,6 +23,7 @@ from tests.open_mpi import mpi_places
 
 from mlx_ring.core.environment import set_for_libraries
 from mlx_ring.core.errors import RingError
+from mlx_ring.rpc.backends import LINKS, find_link
 from mlx_ring.rpc.channels import make_server
 from mlx_ring.rpc.frames import Frame
 from mlx_ring.rpc.hello import make_hello
@@ -30,7 +31,13 @@ from mlx_ring.rpc.links import HIDDEN, GrpcLink, Inbox, LinkKey, WireTensor, del
 from mlx_ring.rpc.methods import LINK, WORKER_SERVICE, service_handler
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
 
-KINDS = ("ring", "allreduce", "mpi")
+_OTHERS = {
+    "grpc": "tests/rpc/test_links.py opens it without a group",
+    "nccl": "needs two GPUs",
+    "jaccl": "needs two Macs that Thunderbolt 5 connects",
+}
+"""Links that no pair of processes can have here, each with the reason."""
+KINDS = tuple(link for link in LINKS if link not in _OTHERS)
 _WAIT_S = 60.0
 _HIDDEN = 3
 
@@ -67,10 +74,12 @@ def _end(rank: int, kind: str, variables: dict[str, str], address: str, orders: 
     from mlx_ring.worker.collective.transports import transport_between
     from mlx_ring.worker.group import group_capabilities
 
-    backend = "mpi" if kind == "mpi" else "ring"
+    link = LINKS[find_link(kind)]
+    backend = link.backend
+    assert backend is not None
     group_capabilities(backend)
     group = mx.distributed.init(strict=True, backend=backend)
-    transport = transport_between(group, backend, 0, sums=kind == "allreduce")
+    transport = transport_between(group, backend, 0, sums=link.sums)
     form = Form(_HIDDEN, "float32", 4)
     end: Any
     if rank == 0:

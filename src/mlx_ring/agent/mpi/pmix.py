@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from mlx_ring.core.errors import ConfigError
-from mlx_ring.rpc.backends import MENDS
+from mlx_ring.rpc.backends import BACKENDS
 
 _LIBRARIES = ("libpmix.so.2", "libpmix.dylib", "/opt/homebrew/lib/libpmix.dylib")
 _STRING, _UINT16, _UINT32, _ARRAY, _RANK, _REGEX = 3, 13, 14, 39, 40, 49
@@ -167,7 +167,9 @@ def _load() -> ctypes.CDLL:
             return ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
         except OSError:
             continue
-    raise ConfigError(f"MPI: PMIx's library, {_LIBRARIES[0]}, is not on this machine: {MENDS['mpi']}.")
+    raise ConfigError(
+        f"MPI: PMIx's library, {_LIBRARIES[0]}, is not on this machine: {BACKENDS['mpi'].remedy}."
+    )
 
 
 def _info(key: str, kind: int, value: bytes | int) -> _Info:

@@ -6,7 +6,7 @@ from functools import partial
 
 import mlx.core as mx
 
-from mlx_ring.rpc.backends import ALLREDUCE, backend_of
+from mlx_ring.rpc.backends import LINKS, backend_of, find_link
 from mlx_ring.rpc.protos import worker_pb2
 from mlx_ring.worker.collective.links import CollectiveReceiver, CollectiveSender
 from mlx_ring.worker.collective.messages import Form
@@ -23,7 +23,9 @@ def over_collectives(
     group: mx.distributed.Group,
 ) -> StageLinks:
     """Move the stage's activations to the group of all stages. Tokens and failures keep their links."""
-    transport = partial(transport_between, group, backend_of(assignment), sums=assignment.link == ALLREDUCE)
+    transport = partial(
+        transport_between, group, backend_of(assignment), sums=LINKS[find_link(assignment.link)].sums
+    )
     stage = assignment.stage
     return with_collectives(
         links,

@@ -10,7 +10,7 @@ from typing import Protocol, cast
 
 import mlx.core as mx
 
-_NCCL = "nccl"
+from mlx_ring.rpc.backends import BACKENDS, Backend
 
 
 class Transport(Protocol):
@@ -21,14 +21,14 @@ class Transport(Protocol):
     def receive(self, nbytes: int) -> memoryview: ...
 
 
-def transport_between(group: mx.distributed.Group, backend: str, sender: int, *, sums: bool) -> Transport:
+def transport_between(group: mx.distributed.Group, backend: Backend, sender: int, *, sums: bool) -> Transport:
     """Return the transport from the rank `sender` to the one after it.
 
-    With `sums` both ends join a sum, for backends without another way.
+    With `sums`, both ends join a sum. A backend that cannot send always uses one.
     """
-    # NCCL's collectives run on the device, all others' on the CPU.
-    device = mx.Device(mx.gpu if backend == _NCCL else mx.cpu)
-    if sums or backend == _NCCL:
+    info = BACKENDS[backend]
+    device = mx.Device(mx.gpu if info.runs_on_gpu else mx.cpu)
+    if sums or not info.can_send:
         return _Summed(group, device)
     return _PointToPoint(group, device, sender)
 
