@@ -1,4 +1,4 @@
-"""A model that is fetched while the head serves: the head can end at any moment, and takes no half for a whole."""
+"""Fetching of a model while the head serves: the head can end at any moment, and never takes a part for the whole."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ import pytest
 from tests.core.fake_hub import FakeHub, find_elsewhere, running_hub
 from tests.processes import serving
 
-PATIENCE_S = 60
+WAIT_S = 60
 HALF_SENT = threading.Event()
-LET_GO = threading.Event()
+RELEASED = threading.Event()
 
 
 class StallingHub(FakeHub):
-    """Sends half of the weights, and no more until it is let go; then it sends all."""
+    """A hub that sends half of the weights, and the rest once it is released."""
 
     def send(self, status: int, data: bytes, *, with_body: bool, code: str = "") -> None:
-        if not with_body or not self.path.endswith(".safetensors") or LET_GO.is_set():
+        if not with_body or not self.path.endswith(".safetensors") or RELEASED.is_set():
             super().send(status, data, with_body=with_body, code=code)
             return
         super().send(status, data, with_body=False, code=code)
         self.wfile.write(data[: len(data) // 2])
         self.wfile.flush()
         HALF_SENT.set()
-        LET_GO.wait(PATIENCE_S)
+        RELEASED.wait(WAIT_S)
 
 
-def test_a_head_that_fetches_ends_at_once_and_the_next_one_fetches_the_rest(
+def test_head_ends_during_a_fetch_and_a_later_fetch_completes_the_model(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home = tmp_path / "hub"
@@ -42,26 +42,26 @@ def test_a_head_that_fetches_ends_at_once_and_the_next_one_fetches_the_rest(
         try:
             with serving(tiny_model, folder=tmp_path) as server:
                 load = f"{server.url}/models/load"
-                missing = httpx.post(load, json={"model": "someone/private"}, timeout=PATIENCE_S)
+                missing = httpx.post(load, json={"model": "someone/private"}, timeout=WAIT_S)
                 assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
                 assert "HF_TOKEN" in missing.json()["error"]["message"]
-                asked = [
-                    clients.submit(httpx.post, load, json={"model": "someone/tiny"}, timeout=2 * PATIENCE_S)
+                loading = [
+                    clients.submit(httpx.post, load, json={"model": "someone/tiny"}, timeout=2 * WAIT_S)
                     for _ in range(2)
                 ]
-                assert HALF_SENT.wait(PATIENCE_S)
-                family = psutil.Process(server.process.pid).children(recursive=True)
+                assert HALF_SENT.wait(WAIT_S)
+                children = psutil.Process(server.process.pid).children(recursive=True)
                 server.process.send_signal(signal.SIGTERM)
-                assert server.process.wait(PATIENCE_S) == 0
-                for each in asked:
-                    told = each.result(PATIENCE_S)
-                    assert (told.status_code, told.json()["error"]["message"]) == (
+                assert server.process.wait(WAIT_S) == 0
+                for request in loading:
+                    answer = request.result(WAIT_S)
+                    assert (answer.status_code, answer.json()["error"]["message"]) == (
                         503,
                         "The server is shutting down.",
                     )
-                assert not any(process.is_running() for process in family)
+                assert not any(process.is_running() for process in children)
         finally:
-            LET_GO.set()
+            RELEASED.set()
         found = find_elsewhere("someone/tiny", endpoint, home)
         assert found.returncode == 0, found.stderr
         fetched = Path(found.stdout.strip())

@@ -1,4 +1,4 @@
-"""`mlx-ring serve` as one run of real processes: ready, answering, ended, and nothing left behind."""
+"""Runs of `mlx-ring serve` with real processes: start, answers, faults, end, and no leftovers."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ ENDLESS = {"prompt": "x", "max_tokens": 10**9, "ignore_eos": True, "stream": Tru
 
 
 def ask(server: Server) -> httpx.Response:
-    question = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, "ignore_eos": True}
-    return server.http.post("/v1/chat/completions", json=question)
+    body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, "ignore_eos": True}
+    return server.http.post("/v1/chat/completions", json=body)
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What one run left: served two stages, answered, ended by Ctrl-C."""
+    """Results of a run that served two stages, answered, and was ended by Ctrl-C."""
 
     folder: Path
     processes: int
@@ -46,11 +46,11 @@ def run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     with serving(tiny_model, "--stages", "2", "--run-dir", str(folder / "r"), folder=folder) as server:
         answer = ask(server).status_code
         code = server.stop()
-        gone = server.all_ended()
-        return Run(folder, len(server.children), answer, code, gone, list((folder / "r").iterdir()))
+        all_ended = server.all_ended()
+        return Run(folder, len(server.children), answer, code, all_ended, list((folder / "r").iterdir()))
 
 
-def test_two_stages_are_an_agent_and_two_workers_that_answer(run: Run) -> None:
+def test_two_stages_run_as_an_agent_and_two_workers(run: Run) -> None:
     assert (run.processes, run.answer) == (3, 200)
 
 
@@ -60,7 +60,7 @@ def test_ctrl_c_ends_every_process_and_leaves_no_socket(run: Run) -> None:
     assert run.sockets_left == []
 
 
-def test_every_line_of_every_log_carries_node_process_rank_and_epoch(run: Run) -> None:
+def test_every_log_line_has_node_process_rank_and_epoch(run: Run) -> None:
     logs = sorted(path.name for path in (run.folder / "logs").iterdir())
     assert logs == ["agent.log", "head.log", "worker-0-0.log", "worker-1-0.log"]
     lines = [line for name in logs for line in (run.folder / "logs" / name).read_text().splitlines()]
@@ -72,7 +72,7 @@ def test_every_line_of_every_log_carries_node_process_rank_and_epoch(run: Run) -
     assert untagged == []
 
 
-def test_workers_count_as_ready_once_each_has_said_so() -> None:
+def test_workers_are_ready_once_every_node_has_reported_each_as_ready() -> None:
     ready = worker_pb2.WorkerStatus(phase="ready", memory_bytes=7)
     states = [agent_pb2.WorkerState(instance="a", stage=stage, status=ready) for stage in range(2)]
     other = agent_pb2.WorkerState(instance="b")
@@ -85,13 +85,13 @@ def test_workers_count_as_ready_once_each_has_said_so() -> None:
         hello=hello_pb2.Hello(node="there"),
     )
     watched = Watched("a", 2)
-    assert watched.record(event) is None, "another node has not said anything"
+    assert watched.record(event) is None, "another node has not reported yet"
     assert watched.record(there) == {**here, ("there", RankId(2, 0)): ready}
     event.workers[1].ClearField("status")
     assert Watched("a", 1).record(event) is None, "it was too busy to answer"
 
 
-def test_a_budget_too_small_for_the_model_s_context_shortens_it_and_is_shown(
+def test_a_small_kv_budget_shortens_the_context_and_status_shows_both(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     flags = (
@@ -120,7 +120,7 @@ def test_a_budget_too_small_for_the_model_s_context_shortens_it_and_is_shown(
     assert "room for 768 tokens" in (tmp_path / "logs" / "head.log").read_text()
 
 
-def test_a_machine_alone_predicts_from_the_profile_that_it_has_kept(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_single_machine_predicts_from_its_stored_profile(tiny_model: Path, tmp_path: Path) -> None:
     options = ProfileOptions(blas_threads=share_cores(1))
     ProfileStore(tmp_path / "state").save(ProfileKey.of_here(options), made_up_profile())
     with serving(tiny_model, "--state-dir", str(tmp_path / "state"), folder=tmp_path) as server:
@@ -140,15 +140,13 @@ def test_a_machine_alone_predicts_from_the_profile_that_it_has_kept(tiny_model: 
         assert instance["stream"]["predicted_tokens_per_s"] > 0
 
 
-def test_a_head_that_is_killed_takes_agent_and_workers_along(tiny_model: Path, tmp_path: Path) -> None:
+def test_agent_and_workers_end_with_a_killed_head(tiny_model: Path, tmp_path: Path) -> None:
     with serving(tiny_model, "--stages", "2", folder=tmp_path) as server:
         server.process.kill()
         assert server.all_ended()
 
 
-def test_an_agent_that_is_killed_takes_its_workers_along_and_all_comes_back(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_workers_end_with_a_killed_agent_and_all_are_restarted(tiny_model: Path, tmp_path: Path) -> None:
     with serving(tiny_model, "--stages", "2", folder=tmp_path) as server:
         agent = server.child("mlx_ring.agent")
         agent.kill()
@@ -156,45 +154,43 @@ def test_an_agent_that_is_killed_takes_its_workers_along_and_all_comes_back(
         eventually(server.status, lambda status: status["epoch"] != 1)
         server.wait_for_health(200)
         assert ask(server).status_code == 200
-        family = psutil.Process(server.process.pid).children(recursive=True)
+        children = psutil.Process(server.process.pid).children(recursive=True)
         assert server.stop() == 0
-        assert not psutil.wait_procs(family, timeout=30)[1]
+        assert not psutil.wait_procs(children, timeout=30)[1]
 
 
-@pytest.mark.parametrize("trouble", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_worker_that_ends_or_hangs_is_named_and_replaced(
-    trouble: signal.Signals, tiny_model: Path, tmp_path: Path
+    fault: signal.Signals, tiny_model: Path, tmp_path: Path
 ) -> None:
     with serving(tiny_model, "--stages", "2", folder=tmp_path) as server:
         worker = server.child("mlx_ring.worker", "--stage", "1")
         with server.http.stream("POST", "/v1/completions", json=ENDLESS) as streamed:
             lines = streamed.iter_lines()
             next(lines)
-            worker.send_signal(trouble)
+            worker.send_signal(fault)
             last = [line for line in lines if line.startswith("data: ")][-1]
         assert last.startswith('data: {"error":{"message":')
         server.wait_for_health(503)
         server.wait_for_health(200)
         assert ask(server).status_code == 200
-        family = psutil.Process(server.process.pid).children(recursive=True)
-        assert worker.pid not in {process.pid for process in family}
+        children = psutil.Process(server.process.pid).children(recursive=True)
+        assert worker.pid not in {process.pid for process in children}
         assert server.stop() == 0
         assert server.all_ended()
-        assert not psutil.wait_procs(family, timeout=30)[1]
+        assert not psutil.wait_procs(children, timeout=30)[1]
     log = (tmp_path / "logs" / "head.log").read_text()
-    why = "ended by signal 9 (SIGKILL)" if trouble == signal.SIGKILL else "it is stuck"
+    reason = "ended by signal 9 (SIGKILL)" if fault == signal.SIGKILL else "it is stuck"
     assert f"(pid {worker.pid})" in log
-    assert why in log
+    assert reason in log
 
 
-def test_a_worker_that_says_it_lives_and_computes_nothing_is_found_and_replaced(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_worker_that_answers_but_does_not_compute_is_replaced(tiny_model: Path, tmp_path: Path) -> None:
     flags = ("--stages", "2", "--step-deadline-s", "2")
     with serving(tiny_model, *flags, folder=tmp_path) as server:
         assert ask(server).status_code == 200
         worker = server.child("mlx_ring.worker", "--stage", "1")
-        # A process's first thread, which computes, has the process's number.
+        # The first thread of a process computes, and its id is the process's.
         with frozen_thread(worker.pid):
             answer = ask(server)
             assert answer.status_code == 503
@@ -206,12 +202,10 @@ def test_a_worker_that_says_it_lives_and_computes_nothing_is_found_and_replaced(
         assert server.stop() == 0
     log = (tmp_path / "logs" / "head.log").read_text()
     assert "has made no progress on step" in log
-    assert "has not answered for" not in log, "its heartbeats went on"
+    assert "has not answered for" not in log, "its heartbeats continued"
 
 
-def test_a_head_that_is_terminated_while_it_serves_ends_with_success(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_terminated_head_exits_with_success(tiny_model: Path, tmp_path: Path) -> None:
     with serving(tiny_model, folder=tmp_path) as server:
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(60) == 0

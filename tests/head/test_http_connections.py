@@ -1,4 +1,4 @@
-"""Clients that stall, leave or send what is no HTTP: none holds the server, and each is told where it can be."""
+"""Clients that stall, disconnect or send invalid HTTP: the server serves others, and answers with an error if it can."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.eventually import eventually
 from mlx_ring.api.settings import ApiSettings
 from mlx_ring.head.uvicorn_connection import ConnectionLimits
 
-PATIENCE_S = 20.0
+WAIT_S = 20.0
 BRIEF = ConnectionLimits(stall_s=0.3)
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
 
@@ -29,20 +29,20 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
 def connected(url: str, source: str = "127.0.0.1") -> Generator[socket.socket]:
     address = httpx.URL(url)
     with socket.create_connection(
-        (address.host, address.port or 0), PATIENCE_S, source_address=(source, 0)
+        (address.host, address.port or 0), WAIT_S, source_address=(source, 0)
     ) as connection:
         yield connection
 
 
-def rest(connection: socket.socket) -> bytes:
-    """All that comes until the server ends the connection."""
+def read_to_end(connection: socket.socket) -> bytes:
+    """Return the bytes that arrive until the server ends the connection."""
     with contextlib.suppress(ConnectionResetError):
         return b"".join(iter(lambda: connection.recv(65536), b""))
     return b""
 
 
-def refused(answer: bytes) -> tuple[int, str]:
-    """Status and code of an answer in OpenAI's body."""
+def status_and_code(answer: bytes) -> tuple[int, str]:
+    """Return the status and the code of an error in OpenAI's format."""
     head, _, body = answer.partition(b"\r\n\r\n")
     assert b"connection: close" in head.lower()
     assert b"x-request-id: req_" in head.lower()
@@ -50,33 +50,33 @@ def refused(answer: bytes) -> tuple[int, str]:
 
 
 @pytest.fixture(scope="module")
-def brief() -> Iterator[str]:
-    """A server that waits for nobody longer than a moment."""
+def impatient() -> Iterator[str]:
+    """Run a server with short time limits, and yield its URL."""
     with serving(TwinService(), ApiSettings(client_timeout_s=0.3), limits=BRIEF) as url:
         yield url
 
 
-def test_who_sends_nothing_is_hung_up_on(brief: str) -> None:
-    with connected(brief) as connection:
-        assert rest(connection) == b""
+def test_connection_without_a_request_is_closed(impatient: str) -> None:
+    with connected(impatient) as connection:
+        assert read_to_end(connection) == b""
 
 
 @pytest.mark.parametrize("before", [b"", b"GET /health/live HTTP/1.1\r\nhost: localhost\r\n\r\n"])
-def test_a_head_that_does_not_come_whole_is_408(brief: str, before: bytes) -> None:
-    with connected(brief) as connection:
+def test_incomplete_request_head_is_408(impatient: str, before: bytes) -> None:
+    with connected(impatient) as connection:
         connection.sendall(before + b"GET /health HTTP/1.1\r\nx-slow: ")
-        answers = rest(connection)
+        answers = read_to_end(connection)
     assert answers.startswith(b"HTTP/1.1 200") == bool(before)
-    assert refused(answers[answers.rindex(b"HTTP/1.1") :]) == (408, "request_timeout")
+    assert status_and_code(answers[answers.rindex(b"HTTP/1.1") :]) == (408, "request_timeout")
 
 
 @pytest.mark.parametrize(
     "framing", [b"content-length: 999\r\n\r\n{", b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n"]
 )
-def test_a_body_that_does_not_come_is_408(brief: str, framing: bytes) -> None:
-    with connected(brief) as connection:
+def test_incomplete_body_is_408(impatient: str, framing: bytes) -> None:
+    with connected(impatient) as connection:
         connection.sendall(HEAD + framing)
-        assert refused(rest(connection)) == (408, "body_timeout")
+        assert status_and_code(read_to_end(connection)) == (408, "body_timeout")
 
 
 @pytest.mark.parametrize(
@@ -91,34 +91,36 @@ def test_a_body_that_does_not_come_is_408(brief: str, framing: bytes) -> None:
         (HEAD + b"connection: close\r\nx-long: " + b"x" * 16_384 + b"\r\n\r\n", 431, "headers_too_large"),
     ],
 )
-def test_what_is_no_http_is_told_so(brief: str, sent: bytes, status: int, code: str) -> None:
-    with connected(brief) as connection:
+def test_invalid_http_is_refused_with_status_and_code(
+    impatient: str, sent: bytes, status: int, code: str
+) -> None:
+    with connected(impatient) as connection:
         connection.sendall(sent)
-        assert refused(rest(connection)) == (status, code)
+        assert status_and_code(read_to_end(connection)) == (status, code)
 
 
-def test_who_sends_most_of_a_body_at_once_may_stall_no_longer_for_it(brief: str) -> None:
-    with connected(brief) as connection:
+def test_sending_most_of_a_body_at_once_extends_no_time_limit(impatient: str) -> None:
+    with connected(impatient) as connection:
         connection.sendall(HEAD + b"content-length: 2000000\r\n\r\n" + b"x" * 1_999_999)
-        assert refused(rest(connection)) == (408, "body_timeout")
+        assert status_and_code(read_to_end(connection)) == (408, "body_timeout")
 
 
-def test_the_head_of_a_stream_without_end_leaves_the_connection_to_the_next_request() -> None:
+def test_connection_is_usable_after_head_of_an_endless_stream() -> None:
     with serving(TwinService()) as url, connected(url) as connection:
         for path in (b"/cluster/events", b"/health/live"):
             connection.sendall(b"HEAD %b HTTP/1.1\r\nhost: localhost\r\n\r\n" % path)
             assert connection.recv(65536).startswith(b"HTTP/1.1 200")
 
 
-def test_a_connection_takes_one_request_after_the_other_and_ends_when_it_is_idle() -> None:
+def test_connection_serves_consecutive_requests_and_ends_when_idle() -> None:
     with serving(TwinService(), limits=ConnectionLimits(idle_s=0.3)) as url, connected(url) as connection:
         for _ in range(3):
             connection.sendall(b"HEAD /health/live HTTP/1.1\r\nhost: localhost\r\n\r\n")
             assert connection.recv(65536).startswith(b"HTTP/1.1 200")
-        assert rest(connection) == b""
+        assert read_to_end(connection) == b""
 
 
-def test_who_does_not_read_an_answer_loses_it_and_others_go_on() -> None:
+def test_answer_that_is_not_read_is_aborted_and_others_are_served() -> None:
     service = TwinService(context=10**9)
     body = json.dumps(ENDLESS).encode()
     with serving(service, limits=BRIEF) as url, connected(url) as connection:
@@ -130,7 +132,7 @@ def test_who_does_not_read_an_answer_loses_it_and_others_go_on() -> None:
         assert service.engine.stats().finished["abort"] == 1
 
 
-def test_over_the_limit_the_connection_that_is_idle_longest_ends() -> None:
+def test_longest_idle_connection_ends_over_the_limit() -> None:
     live = b"HEAD /health/live HTTP/1.1\r\nhost: localhost\r\n\r\n"
     with (
         serving(TwinService(), limits=ConnectionLimits(connections=2)) as url,
@@ -141,12 +143,12 @@ def test_over_the_limit_the_connection_that_is_idle_longest_ends() -> None:
             each.sendall(live)
             assert each.recv(65536).startswith(b"HTTP/1.1 200")
         assert httpx.get(f"{url}/health/live").status_code == 200
-        assert rest(first) == b""
+        assert read_to_end(first) == b""
         second.sendall(live)
         assert second.recv(65536).startswith(b"HTTP/1.1 200")
 
 
-def test_over_the_limit_of_connections_that_are_all_busy_503_says_when_to_come_again() -> None:
+def test_503_with_retry_after_when_all_connections_are_busy() -> None:
     service = TwinService(automatic=False)
     with (
         serving(service, limits=ConnectionLimits(connections=1)) as url,
@@ -161,7 +163,7 @@ def test_over_the_limit_of_connections_that_are_all_busy_503_says_when_to_come_a
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have one loopback address")
-def test_where_all_connections_are_busy_the_address_that_has_most_gives_way_to_another() -> None:
+def test_busy_connection_of_the_address_with_most_is_shed_for_another_address() -> None:
     live = b"HEAD /health/live HTTP/1.1\r\nhost: localhost\r\n\r\n"
     with (
         serving(TwinService(automatic=False), limits=ConnectionLimits(connections=3)) as url,
@@ -174,8 +176,8 @@ def test_where_all_connections_are_busy_the_address_that_has_most_gives_way_to_a
         other = opened.enter_context(connected(url, "127.0.0.2"))
         other.sendall(live)
         assert other.recv(65536).startswith(b"HTTP/1.1 200")
-        answer = rest(greedy[2])
-        assert refused(answer) == (503, "too_many_connections")
+        answer = read_to_end(greedy[2])
+        assert status_and_code(answer) == (503, "too_many_connections")
         assert b"retry-after: 5" in answer
         for each in greedy[:2]:
             each.sendall(b"x")
@@ -183,29 +185,29 @@ def test_where_all_connections_are_busy_the_address_that_has_most_gives_way_to_a
 
 @pytest.fixture(scope="module")
 def tls(tmp_path_factory: pytest.TempPathFactory) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    """A server's, and a client's that trusts it."""
+    """Return the contexts of a server and of a client that trusts it."""
     certificate, key = write_certificate(tmp_path_factory.mktemp("tls"))
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server.load_cert_chain(certificate, key)
     return server, ssl.create_default_context(cafile=certificate)
 
 
-def test_who_does_not_agree_on_tls_is_hung_up_on_and_who_does_is_served(
+def test_connection_without_a_tls_handshake_is_closed_and_one_with_is_served(
     tls: tuple[ssl.SSLContext, ssl.SSLContext],
 ) -> None:
     server, trusting = tls
     limits = ConnectionLimits(handshake_s=0.3)
     with serving(TwinService(), limits=limits, tls=server) as url, connected(url) as silent:
-        assert rest(silent) == b""
+        assert read_to_end(silent) == b""
         with connected(url) as plain:
             plain.sendall(b"GET / HTTP/1.1\r\n\r\n")
-            assert b"HTTP" not in rest(plain)
+            assert b"HTTP" not in read_to_end(plain)
         with httpx.Client(verify=trusting) as client:
             for _ in range(2):
                 assert client.post(f"{url}/v1/completions", json={"prompt": "x"}).status_code == 200
 
 
-def test_handshakes_that_stall_count_as_connections_and_make_room(
+def test_stalled_handshakes_count_as_connections_and_are_shed(
     tls: tuple[ssl.SSLContext, ssl.SSLContext],
 ) -> None:
     server, trusting = tls
@@ -214,6 +216,6 @@ def test_handshakes_that_stall_count_as_connections_and_make_room(
         contextlib.ExitStack() as opened,
     ):
         stalled = [opened.enter_context(connected(url)) for _ in range(5)]
-        assert [rest(each) for each in stalled[:2]] == [b"", b""]
+        assert [read_to_end(each) for each in stalled[:2]] == [b"", b""]
         assert httpx.get(f"{url}/health/live", verify=trusting).status_code == 200
-        assert rest(stalled[2]) == b""
+        assert read_to_end(stalled[2]) == b""

@@ -1,4 +1,4 @@
-"""Who may hold how much KV when instances come and go."""
+"""KV limits of instances as others join and leave, and refusals for lack of memory."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import pytest
 from mlx_ring.core.errors import ConfigError, ContextKept, PlanError
 from mlx_ring.core.types import RankId
 from mlx_ring.engine.kv_budget import KEPT_TOKENS, Allowance, Place, RankKv
-from mlx_ring.head.kv_memory import KvShares, KvUser, Reservation
+from mlx_ring.head.kv_memory import KvKeeper, KvShares, KvUser, Reservation, no_room
 from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
 
 GIB = 1 << 30
 FIRST = RankId(0, 0)
 HERE: Place = ("here", FIRST)
 NO_RESERVE = {"here": Allowance(0.0), "there": Allowance(0.0)}
-"""One GiB is kept free whatever the share is."""
+"""Allowances without a share kept free. One GiB is always kept free."""
 
 
 def worker(left: int, *, weights: int = 0) -> worker_pb2.WorkerStatus:
@@ -36,27 +36,27 @@ def user(name: str, context: int = 4096, *, insisted: bool = False) -> KvUser:
 
 def join(
     shares: KvShares,
-    who: str | KvUser,
+    instance: str | KvUser,
     workers: dict[Place, worker_pb2.WorkerStatus],
     allowances: dict[str, Allowance],
 ) -> Mapping[RankId, RankKv]:
-    return shares.join(user(who) if isinstance(who, str) else who, workers, allowances)[0]
+    return shares.join(user(instance) if isinstance(instance, str) else instance, workers, allowances)[0]
 
 
-def test_one_alone_has_all_and_two_share() -> None:
+def test_one_instance_has_all_memory_and_two_share_it() -> None:
     shares = KvShares(None)
     first = join(shares, "a", {HERE: worker(21)}, NO_RESERVE)
     second = join(shares, "b", {HERE: worker(11)}, NO_RESERVE)
     assert (first[FIRST].limit_bytes, second[FIRST].limit_bytes) == (20 * GIB, 5 * GIB)
 
 
-def test_instances_on_other_nodes_are_no_matter() -> None:
+def test_instances_on_other_nodes_do_not_count() -> None:
     shares = KvShares(None)
     join(shares, "a", {HERE: worker(21)}, NO_RESERVE)
     assert join(shares, "b", {("there", FIRST): worker(11)}, NO_RESERVE)[FIRST].limit_bytes == 10 * GIB
 
 
-def test_what_others_hold_of_kv_by_now_counts_as_theirs_to_share() -> None:
+def test_kv_that_others_hold_by_now_is_part_of_the_shared_memory() -> None:
     shares = KvShares(None)
     join(shares, "a", {HERE: worker(21)}, NO_RESERVE)
     grown = worker(15)
@@ -66,7 +66,7 @@ def test_what_others_hold_of_kv_by_now_counts_as_theirs_to_share() -> None:
     assert join(shares, "b", {HERE: worker(11)}, NO_RESERVE)[FIRST].limit_bytes == 8 * GIB
 
 
-def test_what_one_that_leaves_held_is_shared_by_the_others() -> None:
+def test_memory_of_an_instance_that_left_is_shared_by_the_others() -> None:
     shares = KvShares(None)
     join(shares, "a", {HERE: worker(31, weights=10)}, NO_RESERVE)
     join(shares, "b", {HERE: worker(21)}, NO_RESERVE)
@@ -75,13 +75,13 @@ def test_what_one_that_leaves_held_is_shared_by_the_others() -> None:
     assert join(shares, "c", {HERE: worker(31)}, NO_RESERVE)[FIRST].limit_bytes == 15 * GIB
 
 
-def test_what_was_said_is_kept_whoever_comes() -> None:
+def test_an_explicit_kv_size_does_not_change_when_others_join() -> None:
     shares = KvShares(5 * GIB)
     assert join(shares, "a", {HERE: worker(21)}, NO_RESERVE)[FIRST].limit_bytes == 5 * GIB
     assert join(shares, "b", {HERE: worker(1)}, NO_RESERVE)[FIRST].limit_bytes == 5 * GIB
 
 
-def test_weights_that_are_about_to_come_make_others_give_up_theirs_at_once() -> None:
+def test_expected_weights_reduce_the_limits_of_others_at_once() -> None:
     shares = KvShares(None)
     join(shares, "a", {HERE: worker(21)}, NO_RESERVE)
     shares.expect(user("b"), {"here": Reservation(6 * GIB, 1)})
@@ -90,14 +90,14 @@ def test_weights_that_are_about_to_come_make_others_give_up_theirs_at_once() -> 
     assert join(shares, "d", {HERE: worker(21)}, NO_RESERVE)[FIRST].limit_bytes == 20 * GIB // 3
 
 
-def test_no_more_is_held_than_the_owner_grants() -> None:
+def test_limit_stays_within_the_owners_allowance() -> None:
     shares = KvShares(None)
     granted = {"here": Allowance(0.5, limit_bytes=16 * GIB)}
     assert join(shares, "a", {HERE: worker(60, weights=3)}, granted)[FIRST].limit_bytes == 5 * GIB
 
 
 class Engine:
-    """Notes its limits."""
+    """An engine that records its limits."""
 
     error = None
 
@@ -108,7 +108,7 @@ class Engine:
         self.limits.append(limits[FIRST])
 
 
-def test_memory_of_one_that_left_is_given_out_when_the_others_have_looked_again(
+def test_memory_of_an_instance_that_left_is_used_after_the_next_measurement(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shares, engine, now = KvShares(None), Engine(), [100.0]
@@ -120,7 +120,7 @@ def test_memory_of_one_that_left_is_given_out_when_the_others_have_looked_again(
     state = agent_pb2.WorkerState(instance="a", stage=0, rank=0, status=worker(21))
     event = agent_pb2.AgentEvent(hello=hello_pb2.Hello(node="here"), workers=[state])
     shares.record_workers(event)
-    assert engine.limits == [5 * GIB], "what it says now may have been measured before"
+    assert engine.limits == [5 * GIB], "this report may be from an earlier measurement"
     now[0] += 3.0
     shares.record_workers(event)
     shares.record_workers(event)
@@ -128,10 +128,10 @@ def test_memory_of_one_that_left_is_given_out_when_the_others_have_looked_again(
 
 
 MILLION = 2_147_328
-"""Tokens, by whole blocks, whose KV is a little less than 2 GiB."""
+"""Tokens in whole blocks whose KV takes a little less than 2 GiB."""
 
 
-def test_a_context_that_was_insisted_on_is_kept_and_the_newcomer_has_the_rest() -> None:
+def test_an_explicit_context_is_kept_and_a_newcomer_gets_the_rest() -> None:
     shares, engine = KvShares(None), Engine()
     join(shares, user("a", 4 * MILLION, insisted=True), {HERE: worker(11)}, NO_RESERVE)
     shares.attach("a", cast("Any", engine))
@@ -140,9 +140,7 @@ def test_a_context_that_was_insisted_on_is_kept_and_the_newcomer_has_the_rest() 
     assert rest == 10 * GIB - 4 * MILLION * 1000
 
 
-def test_a_newcomer_whose_insisted_context_does_not_fit_beside_is_refused_and_nobody_gives_anything_up() -> (
-    None
-):
+def test_newcomer_whose_explicit_context_does_not_fit_is_refused_and_limits_stay() -> None:
     shares, engine = KvShares(None), Engine()
     join(shares, user("a", 4 * MILLION, insisted=True), {HERE: worker(11)}, NO_RESERVE)
     shares.attach("a", cast("Any", engine))
@@ -158,7 +156,7 @@ def test_a_newcomer_whose_insisted_context_does_not_fit_beside_is_refused_and_no
     assert join(shares, user("c", 1000, insisted=True), {HERE: worker(11)}, NO_RESERVE)
 
 
-def test_weights_that_leave_too_little_for_a_kept_context_are_refused_before_they_are_loaded() -> None:
+def test_weights_that_leave_too_little_for_an_explicit_context_are_refused_before_loading() -> None:
     shares, engine = KvShares(None), Engine()
     join(shares, user("a", 4 * MILLION, insisted=True), {HERE: worker(11)}, NO_RESERVE)
     shares.attach("a", cast("Any", engine))
@@ -171,7 +169,7 @@ def test_weights_that_leave_too_little_for_a_kept_context_are_refused_before_the
     assert engine.limits == [4 * MILLION * 1000]
 
 
-def test_what_nobody_insisted_on_is_shared_but_for_the_tokens_that_each_keeps() -> None:
+def test_other_contexts_are_shared_except_for_the_tokens_that_each_keeps() -> None:
     shares, engine = KvShares(None), Engine()
     kept = KEPT_TOKENS * 1_000_000
     heavy = worker(11)
@@ -184,19 +182,46 @@ def test_what_nobody_insisted_on_is_shared_but_for_the_tokens_that_each_keeps() 
     heavier.kv.bytes_per_token = 100_000_000
     with pytest.raises(PlanError, match="model c does not fit beside model a and model b on here") as caught:
         join(shares, "c", {HERE: heavier}, NO_RESERVE)
-    assert not isinstance(caught.value, ContextKept), "one that answers nobody may make way for it"
+    assert not isinstance(caught.value, ContextKept), "an idle instance may be evicted for it"
 
 
-def test_one_that_is_alone_and_has_too_little_is_told_so_and_of_nobody_else() -> None:
+def test_error_of_a_single_instance_on_a_node_names_no_other() -> None:
     shares = KvShares(None)
     join(shares, "a", {("there", FIRST): worker(21)}, NO_RESERVE)
     with pytest.raises(ConfigError, match="tokens fit"):
         join(shares, user("b", 100 * MILLION, insisted=True), {HERE: worker(21)}, NO_RESERVE)
 
 
-def test_right_after_one_has_left_nobody_is_refused_by_what_was_told_before() -> None:
+def test_no_refusal_from_outdated_reports_after_an_instance_has_left() -> None:
     shares = KvShares(None)
     join(shares, user("a", 4 * MILLION, insisted=True), {HERE: worker(11)}, NO_RESERVE)
     join(shares, user("b", 1000, insisted=True), {HERE: worker(11)}, NO_RESERVE)
     shares.leave("b")
     shares.expect(user("c"), {"here": Reservation(3 * GIB, 1)})
+
+
+def user_of(model: str, *, insisted: bool = False) -> KvUser:
+    return KvUser(f"{model}-1f", model, 32768, insisted=insisted)
+
+
+def test_an_explicit_context_is_kept_whole_and_another_up_to_the_planned_tokens() -> None:
+    assert user_of("a", insisted=True).kept_of(32768) == 32768
+    assert user_of("a").kept_of(32768) == KEPT_TOKENS
+    assert user_of("a").kept_of(700) == 700
+
+
+def test_a_refusal_names_the_models_that_keep_memory_and_the_remedies() -> None:
+    keepers = [KvKeeper(user_of("a"), 8192, 2_000_000_000), KvKeeper(user_of("b"), 700, 30_000_000)]
+    assert str(no_room(user_of("c"), "mini", "its weights take", 5_000_000_000, 12_345, keepers)) == (
+        "c does not fit beside a and b on mini: its weights take 5.00 GB, and 0.0 MB are left there, for a keeps 2.00 GB "
+        "for one request of 8192 tokens, and b keeps 30.0 MB for one request of 700 tokens. Unload a and b, or start the "
+        "server with a --max-model-len below 8192."
+    )
+
+
+def test_for_another_replica_of_the_model_fewer_replicas_are_advised() -> None:
+    same = user_of("a", insisted=True)
+    error = no_room(same, "mini", "its weights take", 10**9, 0, [KvKeeper(same, 32768, 10**9)])
+    assert str(error).startswith("Another replica of a does not fit on mini: its weights take 1.00 GB")
+    assert "Ask for fewer --replicas, or start" in str(error)
+    assert isinstance(error, ContextKept)

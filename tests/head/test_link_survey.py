@@ -1,4 +1,4 @@
-"""Links that activations take, and those that collectives would."""
+"""Survey of links for activations, and of separate links for collectives."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ CABLE, LAN = 4e9, 1e8
 
 @dataclass
 class Agent:
-    """Of a node, as far as links go."""
+    """An agent that measures links, and records the measured addresses."""
 
     answers_on_the_cable: bool = True
-    asked: list[str] = field(default_factory=list[str])
+    measured: list[str] = field(default_factory=list[str])
 
     async def measure_link(self, _hello: object, _node: str, address: str, *_bounds: float) -> Any:
-        self.asked.append(address)
+        self.measured.append(address)
         is_cable = address.startswith("10.0.8.")
         if is_cable and not self.answers_on_the_cable:
             raise NodeLost(f"{address} does not answer")
@@ -60,7 +60,7 @@ def members(sites: list[Site]) -> Membership:
         ("192.168.1", False, (LAN, None, ["192.168.1.2:7"])),
     ],
 )
-def test_a_link_that_collectives_would_take_is_measured_where_it_is_another(
+def test_link_for_collectives_is_measured_if_it_is_a_separate_one(
     usual: str, expected: object, *, trusts: bool
 ) -> None:
     agent = Agent()
@@ -69,14 +69,12 @@ def test_a_link_that_collectives_would_take_is_measured_where_it_is_another(
     _, links = asyncio.run(surveys.take_all(members(sites), sites))
     link = links[frozenset(("n1", "n2"))]
     own = None if link.collective is None else link.collective.bandwidth
-    assert (link.bandwidth, own, agent.asked) == expected
+    assert (link.bandwidth, own, agent.measured) == expected
     assert link.trusted == trusts
-    assert [one.bytes_per_s for one in surveys.found] == [link.bandwidth] * 2, (
-        "people are told the usual ones"
-    )
+    assert [one.bytes_per_s for one in surveys.found] == [link.bandwidth] * 2, "status shows the usual links"
 
 
-def test_who_does_not_answer_on_a_cable_is_asked_once_and_planned_with_the_usual_link() -> None:
+def test_broken_cable_is_measured_once_and_the_plan_uses_the_usual_link() -> None:
     agent = Agent(answers_on_the_cable=False)
     sites = [site(1, agent), site(2, Agent())]
 
@@ -88,4 +86,4 @@ def test_who_does_not_answer_on_a_cable_is_asked_once_and_planned_with_the_usual
             assert (link.trusted, link.collective, link.bandwidth) == (True, None, LAN)
 
     asyncio.run(run())
-    assert agent.asked == ["192.168.1.2:7", "10.0.8.2:7"]
+    assert agent.measured == ["192.168.1.2:7", "10.0.8.2:7"]

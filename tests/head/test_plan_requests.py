@@ -1,4 +1,4 @@
-"""What settings ask of a plan."""
+"""Plan requests made from settings."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ def custom(proportions: str, count: int) -> Settings:
     return load_settings({"strategy": "custom", "proportions": proportions, "nodes": count})
 
 
-def test_shares_without_names_go_by_the_machines_order() -> None:
+def test_unnamed_shares_follow_the_order_of_machines() -> None:
     order, request = plan_request_for(custom("0.7,0.3", 2), CUSTOM, nodes("a-1", "b-2"))
     assert [node.name for node in order] == ["a-1", "b-2"]
     assert (request.strategy, request.proportions) == ("custom", (0.7, 0.3))
 
 
-def test_shares_with_names_put_the_machines_in_their_order() -> None:
+def test_named_shares_set_the_order_of_machines() -> None:
     order, request = plan_request_for(custom("b-2=0.7,a-1=0.3", 2), CUSTOM, nodes("a-1", "b-2"))
     assert [node.name for node in order] == ["b-2", "a-1"]
     assert request.proportions == (0.7, 0.3)
 
 
-def test_of_machines_that_are_left_named_shares_hold() -> None:
+def test_named_shares_hold_for_the_remaining_machines() -> None:
     order, request = plan_request_for(custom("b-2=0.7,a-1=0.3", 2), CUSTOM, nodes("a-1"))
     assert [node.name for node in order] == ["a-1"]
     assert request.proportions == (0.3,)
 
 
-def test_of_machines_that_are_left_shares_without_names_do_not_hold(caplog: pytest.LogCaptureFixture) -> None:
+def test_unnamed_shares_do_not_hold_for_the_remaining_machines(caplog: pytest.LogCaptureFixture) -> None:
     _, request = plan_request_for(custom("0.7,0.3", 2), CUSTOM, nodes("a-1"))
     assert request.strategy == "auto"
     assert "proportions were given for 2 machines, and 1 are there" in caplog.text
 
 
-def test_a_machine_that_came_besides_gets_nothing_from_named_shares(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_additional_machine_gets_no_part_of_named_shares(caplog: pytest.LogCaptureFixture) -> None:
     order, _ = plan_request_for(custom("a-1=0.7,b-2=0.3", 2), CUSTOM, nodes("a-1", "b-2", "c-3"))
     assert [node.name for node in order] == ["a-1", "b-2"]
     assert "no share for the node c-3" in caplog.text
@@ -61,13 +61,13 @@ def test_shares_that_name_other_machines_are_refused() -> None:
         plan_request_for(custom("a-1=0.7,0.3", 2), CUSTOM, nodes("a-1", "b-2"))
 
 
-def test_another_strategy_is_passed_on() -> None:
+def test_another_strategy_is_kept() -> None:
     assert plan_request_for(
         load_settings({"strategy": "memory"}), PlanRequest(DEMAND, strategy="memory"), nodes("a")
     )[1] == PlanRequest(DEMAND, strategy="memory")
 
 
-def test_one_machine_cuts_its_stages_by_proportions() -> None:
+def test_stages_of_one_machine_follow_the_proportions() -> None:
     assert proportional_stages(28, 2, ("0.7", "0.3")) == (LayerRange(0, 20), LayerRange(20, 28))
     with pytest.raises(PlanError, match="a share for each of the 3 stages"):
         proportional_stages(28, 3, ("0.7", "0.3"))

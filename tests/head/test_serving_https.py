@@ -1,4 +1,4 @@
-"""HTTPS as a person serves it, and the verbs that ask such a server."""
+"""A server with HTTPS, and the commands that connect to it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.certificates import write_certificate
 from tests.processes import run_cli, serving
 
 
-def test_a_server_of_https_is_asked_by_every_verb_that_is_told_whom_to_trust(
+def test_commands_reach_an_https_server_if_they_trust_its_certificate(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     certificate, key = write_certificate(tmp_path)
@@ -20,14 +20,14 @@ def test_a_server_of_https_is_asked_by_every_verb_that_is_told_whom_to_trust(
         trusted = ssl.create_default_context(cafile=certificate)
         answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"}, verify=trusted, timeout=60)
         assert answer.status_code == 200
-        asked = ("--url", server.url)
-        told = run_cli("cluster", "status", *asked, "--cacert", str(certificate), folder=tmp_path)
-        assert told.returncode == 0, told.stderr
+        url = ("--url", server.url)
+        done = run_cli("cluster", "status", *url, "--cacert", str(certificate), folder=tmp_path)
+        assert done.returncode == 0, done.stderr
         load = ("--requests", "2", "--prompt-tokens", "4", "--output-tokens", "4", "--no-progress")
-        told = run_cli("bench", *asked, *load, "--cacert", str(certificate), folder=tmp_path)
-        assert told.returncode == 0, told.stderr
-        told = run_cli("chat", *asked, folder=tmp_path)
-        assert told.returncode == 2
-        assert "is not trusted here" in " ".join(told.stdout.split())
-        assert "--cacert" in told.stdout
+        done = run_cli("bench", *url, *load, "--cacert", str(certificate), folder=tmp_path)
+        assert done.returncode == 0, done.stderr
+        done = run_cli("chat", *url, folder=tmp_path)
+        assert done.returncode == 2
+        assert "is not trusted here" in " ".join(done.stdout.split())
+        assert "--cacert" in done.stdout
         assert server.stop() == 0

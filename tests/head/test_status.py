@@ -1,4 +1,4 @@
-"""What is told of nodes and instances."""
+"""Status of nodes and instances, and progress of loading."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ from mlx_ring.cluster.quarantine import Quarantine
 from mlx_ring.core.types import LayerRange, RankId
 from mlx_ring.core.worker_status import REPORTED, WorkerInfo
 from mlx_ring.engine.step_times import StepTimes, StepWindow
-from mlx_ring.head.status import ClusterView, InstanceView, LoadingProgress, instance_status, node_statuses
+from mlx_ring.head.status import (
+    ClusterView,
+    InstanceView,
+    Loaded,
+    LoadingProgress,
+    instance_status,
+    node_statuses,
+)
 from mlx_ring.planner.forecast import Forecast
 from mlx_ring.planner.place import place
 from mlx_ring.planner.request import Demand, PlanRequest
@@ -85,16 +92,16 @@ def view(**changes: object) -> InstanceView:
     return replace(plain, **changes)  # pyright: ignore[reportArgumentType] - fields of the dataclass
 
 
-def there(*nodes: str) -> Membership:
-    stands = Membership()
+def membership_of(*nodes: str) -> Membership:
+    membership = Membership()
     for session, node in enumerate(nodes):
-        stands = stands.apply(Joined(member(node, session)))
-    return stands
+        membership = membership.apply(Joined(member(node, session)))
+    return membership
 
 
-def test_a_stage_tells_promised_and_used_memory_side_by_side() -> None:
-    told = instance_status(view())
-    first = told.stages[0]
+def test_status_of_a_stage_has_promised_and_used_memory() -> None:
+    status = instance_status(view())
+    first = status.stages[0]
     promised, used = first.memory.promised, first.memory.used
     assert promised is not None
     assert used is not None
@@ -102,11 +109,11 @@ def test_a_stage_tells_promised_and_used_memory_side_by_side() -> None:
     assert (used.weight_bytes, used.kv_bytes, used.resident_bytes) == (10, 7, 50)
     assert (first.node, first.layers, first.pid) == ("a", (0, 14), 100)
     assert first.why is not None
-    assert told.promise is not None
-    assert (told.promise.context_tokens, told.promise.strategy) == (4096, "uniform")
+    assert status.promise is not None
+    assert (status.promise.context_tokens, status.promise.strategy) == (4096, "uniform")
 
 
-def test_measured_steps_stand_beside_the_prediction_for_just_such_steps() -> None:
+def test_measured_steps_have_the_prediction_for_the_same_steps() -> None:
     window = StepWindow()
     for step in range(1, 6):
         window.record(
@@ -114,40 +121,40 @@ def test_measured_steps_stand_beside_the_prediction_for_just_such_steps() -> Non
         )
     window.record(timing(9, 70_000, rank=RankId(1, 0), tokens=256, is_decode=False, context_tokens=512))
     known = view(times=window.read())
-    told = instance_status(known)
+    status = instance_status(known)
     assert known.forecast is not None
-    (decode,), (chunk,) = told.stages[1].times.decode, told.stages[1].times.prefill
+    (decode,), (chunk,) = status.stages[1].times.decode, status.stages[1].times.prefill
     assert (decode.rows, decode.steps, decode.measured_ms) == (1, 5, 4.0)
     assert decode.predicted_ms == pytest.approx(1e3 * known.forecast.decode_s(1, 1, 40))
     assert chunk.predicted_ms == pytest.approx(1e3 * known.forecast.chunk_s(1, 256, 512))
-    assert told.stream is not None
-    assert told.stream.measured_tokens_per_s == pytest.approx(1000 / 9)
-    assert told.stream.predicted_tokens_per_s == pytest.approx(1 / known.forecast.token_s(40))
+    assert status.stream is not None
+    assert status.stream.measured_tokens_per_s == pytest.approx(1000 / 9)
+    assert status.stream.predicted_tokens_per_s == pytest.approx(1 / known.forecast.token_s(40))
 
 
-def test_before_anything_was_measured_the_prediction_stands_alone() -> None:
-    told = instance_status(view())
-    (decode,) = told.stages[0].times.decode
+def test_without_measurements_there_is_only_the_prediction() -> None:
+    status = instance_status(view())
+    (decode,) = status.stages[0].times.decode
     assert (decode.steps, decode.measured_ms, decode.context_tokens) == (0, None, 2048)
     assert decode.predicted_ms is not None
-    assert told.stream is not None
-    assert (told.stream.measured_tokens_per_s, told.stream.tokens) == (None, 0)
+    assert status.stream is not None
+    assert (status.stream.measured_tokens_per_s, status.stream.tokens) == (None, 0)
 
 
-def test_without_a_profile_nothing_is_promised_and_what_is_measured_is_told() -> None:
+def test_without_a_profile_there_are_only_measurements() -> None:
     window = StepWindow()
     window.record(timing(1, 4_000))
-    told = instance_status(view(plan=None, forecast=None, times=window.read()))
-    assert told.promise is None
-    assert told.stages[0].memory.promised is None
-    assert (told.stages[0].times.decode[0].measured_ms, told.stages[0].times.decode[0].predicted_ms) == (
+    status = instance_status(view(plan=None, forecast=None, times=window.read()))
+    assert status.promise is None
+    assert status.stages[0].memory.promised is None
+    assert (status.stages[0].times.decode[0].measured_ms, status.stages[0].times.decode[0].predicted_ms) == (
         4.0,
         None,
     )
-    assert told.stages[1].times.decode == []
+    assert status.stages[1].times.decode == []
 
 
-def test_while_it_loads_bytes_are_told_and_a_loaded_worker_that_was_taken_over_is_ready() -> None:
+def test_loading_stage_reports_bytes_and_an_adopted_worker_is_ready() -> None:
     progress = LoadingProgress()
     report = worker_pb2.LoadProgress(phase="weights", bytes_loaded=3, bytes_total=8)
     progress.record(agent_pb2.StageProgress(stage=1, progress=report))
@@ -158,8 +165,8 @@ def test_while_it_loads_bytes_are_told_and_a_loaded_worker_that_was_taken_over_i
     assert (adopted.phase, adopted.bytes_loaded) == ("ready", 10)
 
 
-def test_nodes_are_told_with_what_they_hold_and_the_head_s_comes_first() -> None:
-    cluster_view = ClusterView("b", there("a", "b", "c"))
+def test_nodes_list_their_stages_and_memory_and_the_heads_node_comes_first() -> None:
+    cluster_view = ClusterView("b", membership_of("a", "b", "c"))
     first, second, third = node_statuses(cluster_view, [view()], VERSIONS)
     assert [node.id for node in (first, second, third)] == ["b", "a", "c"]
     assert (first.is_head, first.stages, second.stages, third.stages) == (
@@ -183,21 +190,40 @@ def test_nodes_are_told_with_what_they_hold_and_the_head_s_comes_first() -> None
     assert second.versions == {"mlx": "1"}
 
 
-def test_a_node_that_is_gone_or_left_out_says_why_and_one_that_came_back_is_no_ghost() -> None:
-    stands = there("a", "b").apply(Left("b", 1, "it was cut off", 2000.0))
-    held = {"a": Quarantine("It was lost 4 times.", 3000.0)}
-    quarantined, gone = node_statuses(ClusterView("a", stands, held), [view()], VERSIONS)
+def test_lost_and_quarantined_nodes_have_a_reason_and_a_returned_node_appears_once() -> None:
+    membership = membership_of("a", "b").apply(Left("b", 1, "it was cut off", 2000.0))
+    quarantines = {"a": Quarantine("It was lost 4 times.", 3000.0)}
+    quarantined, lost = node_statuses(ClusterView("a", membership, quarantines), [view()], VERSIONS)
     assert (quarantined.state, quarantined.reason, quarantined.quarantined_until) == (
         "quarantined",
         "It was lost 4 times.",
         3000,
     )
-    assert (gone.state, gone.reason, gone.since, gone.memory) == ("gone", "it was cut off", 2000, None)
-    back = node_statuses(ClusterView("a", stands.apply(Joined(member("b", 9)))), [view()], VERSIONS)
-    assert [(node.id, node.state) for node in back] == [("a", "attending"), ("b", "attending")]
+    assert (lost.state, lost.reason, lost.since, lost.memory) == ("gone", "it was cut off", 2000, None)
+    nodes = node_statuses(ClusterView("a", membership.apply(Joined(member("b", 9)))), [view()], VERSIONS)
+    assert [(node.id, node.state) for node in nodes] == [("a", "attending"), ("b", "attending")]
 
 
-def test_a_machine_alone_without_a_profile_is_a_node_all_the_same() -> None:
+def test_a_single_machine_without_a_profile_is_a_node() -> None:
     (node,) = node_statuses(ClusterView("a"), [view(nodes=(("a",), ("a",)))], VERSIONS)
     assert (node.id, node.is_head, node.memory, node.profile) == ("a", True, None, None)
     assert (node.stages, node.versions) == (["twin-1/0", "twin-1/1"], VERSIONS)
+
+
+def record(progress: LoadingProgress, stage: int, **report: object) -> None:
+    message = worker_pb2.LoadProgress(**report)  # pyright: ignore[reportArgumentType] - fields of the message
+    progress.record(agent_pb2.StageProgress(stage=stage, progress=message))
+
+
+def test_progress_of_fetching_and_of_loading_are_separate_and_both_are_kept() -> None:
+    progress = LoadingProgress()
+    assert progress.of(RankId(0, 0)) == Loaded()
+    record(progress, 1, phase="fetch", bytes_loaded=5, bytes_total=10)
+    assert progress.of(RankId(1, 0)) == Loaded("fetch", bytes_fetched=5, bytes_to_fetch=10)
+    record(progress, 1, phase="fetch", bytes_loaded=10, bytes_total=10)
+    record(progress, 1, phase="weights", bytes_loaded=3, bytes_total=8)
+    assert progress.of(RankId(1, 0)) == Loaded("weights", 10, 10, 3, 8)
+    record(progress, 1, phase="warm-up")
+    record(progress, 1, phase="ready", ready=True, bytes_loaded=8)
+    assert progress.of(RankId(1, 0)) == Loaded("ready", 10, 10, 8, 8)
+    assert progress.of(RankId(0, 0)) == Loaded()

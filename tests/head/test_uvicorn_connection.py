@@ -1,9 +1,10 @@
-"""Everything of uvicorn that `ClientConnection` relies on, in the version that is installed."""
+"""The parts of uvicorn on which `ClientConnection` relies, and the choice of connections to shed."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+from dataclasses import dataclass
 from importlib.metadata import requires
 
 import h11
@@ -16,7 +17,7 @@ from uvicorn.protocols.http.flow_control import CLOSE_HEADER
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from uvicorn.server import Server, ServerState
 
-from mlx_ring.head.uvicorn_connection import ClientConnection, ConnectionLimits
+from mlx_ring.head.uvicorn_connection import ClientConnection, ConnectionLimits, choose_to_shed
 
 OVERRIDDEN = {
     "connection_made": ("self", "transport"),
@@ -49,7 +50,7 @@ def test_uvicorn_has_every_method_that_is_overridden(method: str) -> None:
     assert method in vars(ClientConnection)
 
 
-def test_every_method_that_replaces_one_of_uvicorn_is_checked_here() -> None:
+def test_every_overridden_method_is_listed() -> None:
     replaced = {
         name
         for name, value in vars(ClientConnection).items()
@@ -82,3 +83,42 @@ def test_a_server_calls_its_protocol_with_the_arguments_that_are_accepted() -> N
     for argument in ("config=config", "server_state=self.server_state", "app_state=", "_loop="):
         assert argument in source
     assert CLOSE_HEADER == (b"connection", b"close")
+
+
+@dataclass(eq=False)
+class Connection:
+    """A connection as `choose_to_shed` sees it."""
+
+    peer: str
+    since_s: float = 0.0
+    quiet_since_s: float | None = None
+    has_answered: bool = False
+
+
+def test_the_longest_idle_connection_of_the_address_with_most_is_shed_first() -> None:
+    others = [
+        Connection("a", quiet_since_s=1.0),
+        Connection("b", quiet_since_s=3.0),
+        Connection("b", quiet_since_s=2.0),
+        Connection("c"),
+    ]
+    assert choose_to_shed(Connection("c"), others) is others[2]
+    assert choose_to_shed(Connection("c"), [others[0], *others[3:]]) is others[0]
+
+
+def test_of_busy_connections_the_newest_without_an_answer_is_shed() -> None:
+    others = [
+        Connection("a", 1.0),
+        Connection("b", 2.0),
+        Connection("b", 3.0),
+        Connection("b", 4.0, has_answered=True),
+    ]
+    assert choose_to_shed(Connection("a"), others) is others[2]
+
+
+def test_no_connection_is_shed_for_a_client_with_as_many() -> None:
+    others = [Connection("a"), Connection("a"), Connection("b"), Connection("b")]
+    assert choose_to_shed(Connection("a"), others) is None
+    assert choose_to_shed(Connection("b"), others) is None
+    assert choose_to_shed(Connection("c"), others) is others[0]
+    assert choose_to_shed(Connection("a"), []) is None

@@ -1,4 +1,4 @@
-"""A head that is told to end: requests that run are finished first, and what takes too long is told so."""
+"""Shutdown of a head: running requests are finished first, and those that take too long end with an error."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tests.processes import Server, serving
 
 
 def stream(stack: ExitStack, server: Server, tokens: int) -> Iterator[str]:
-    body = {"prompt": "Tell me.", "max_tokens": tokens, "ignore_eos": True, "stream": True}
+    body = {"prompt": "Answer me.", "max_tokens": tokens, "ignore_eos": True, "stream": True}
     answer = stack.enter_context(httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60))
     lines = (line for line in answer.iter_lines() if line and not line.startswith(":"))
     next(lines)
     return lines
 
 
-def test_running_answers_are_finished_new_ones_refused_and_a_second_signal_ends_the_rest(
+def test_shutdown_finishes_running_requests_refuses_new_ones_and_a_second_signal_ends_all(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     with serving(tiny_model, folder=tmp_path) as server, ExitStack() as stack:
@@ -39,7 +39,7 @@ def test_running_answers_are_finished_new_ones_refused_and_a_second_signal_ends_
         assert server.all_ended()
 
 
-def test_what_is_not_finished_in_time_ends_with_an_error(tiny_model: Path, tmp_path: Path) -> None:
+def test_request_that_is_not_finished_in_time_ends_with_an_error(tiny_model: Path, tmp_path: Path) -> None:
     with serving(tiny_model, "--shutdown-timeout", "0.5", folder=tmp_path) as server, ExitStack() as stack:
         long = stream(stack, server, 10**9)
         server.process.send_signal(signal.SIGINT)

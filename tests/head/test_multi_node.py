@@ -1,4 +1,4 @@
-"""What the head does with nodes that come."""
+"""Reactions of the head to nodes that join."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mlx_ring.settings.config import Settings
 
 
 class BusyAgent:
-    """One that holds workers of an instance that is gone, and answers the second time that it is asked."""
+    """An agent with workers of an instance that has ended. It answers the second request for its state."""
 
     def __init__(self) -> None:
         self.looks = 0
@@ -31,13 +31,13 @@ class BusyAgent:
 
     async def look(self, _hello: object, _timeout_s: float) -> agent_pb2.AgentEvent | None:
         self.looks += 1
-        held = worker_pb2.StageAssignment(instance="gone")
+        assignment = worker_pb2.StageAssignment(instance="ended")
         return (
             None
             if self.looks == 1
             else agent_pb2.AgentEvent(
                 hello=hello_pb2.Hello(node="n2"),
-                workers=[agent_pb2.WorkerState(instance="gone", assignment=held, alive=True)],
+                workers=[agent_pb2.WorkerState(instance="ended", assignment=assignment, alive=True)],
             )
         )
 
@@ -48,8 +48,8 @@ class BusyAgent:
         pass
 
 
-class Attended:
-    """The head's ports, as far as who comes is told."""
+class FakeControl:
+    """The head's membership, and the watchers of its events."""
 
     node = "n1"
 
@@ -64,10 +64,10 @@ class Attended:
         yield
 
 
-def test_a_node_that_does_not_answer_when_it_comes_is_asked_again_what_it_holds(
+def test_joined_node_that_does_not_answer_is_asked_for_its_state_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    agent, control = BusyAgent(), Attended()
+    agent, control = BusyAgent(), FakeControl()
     site = Site(
         "n2", cast("AgentLink", agent), is_local=False, hosts={"": "10.0.0.2"}, source=Source("model")
     )
@@ -98,5 +98,5 @@ def test_a_node_that_does_not_answer_when_it_comes_is_asked_again_what_it_holds(
         finally:
             tending.cancel()
 
-    assert asyncio.run(run()) == "gone"
+    assert asyncio.run(run()) == "ended"
     assert agent.looks == 2
