@@ -29,6 +29,11 @@ def event(value: Mapping[str, object], name: str | None = None) -> bytes:
     return named + b"data: %s\n\n" % json_bytes(value)
 
 
+def named_event(value: Mapping[str, object]) -> bytes:
+    """Encode a server-sent event with its type as its name."""
+    return event(value, str(value["type"]))
+
+
 @dataclass(frozen=True, slots=True)
 class ErrorInfo:
     """Description of an error, which every dialect writes in its own form."""

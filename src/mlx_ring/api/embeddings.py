@@ -144,8 +144,8 @@ async def written(made: Sequence[Embedding], write: Callable[[int, NDArray[np.fl
 
 
 def floats(vector: NDArray[np.float32]) -> bytes:
-    """Write a vector as JSON, in nine digits, which distinguish any two float32."""
-    return b"[%s]" % ",".join(f"{number:.9g}" for number in vector.tolist()).encode()
+    """Write a vector's numbers as items of a JSON list, in nine digits, which distinguish any two float32."""
+    return ",".join(f"{number:.9g}" for number in vector.tolist()).encode()
 
 
 def finish_vector(pooled: Sequence[float], dimensions: int | None, *, normalize: bool) -> NDArray[np.float32]:

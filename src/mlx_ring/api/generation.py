@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, Self
 
 from mlx_ring.api.middleware.access_log import Counted, note_answers
-from mlx_ring.api.openai.schemas import Performance, Usage
+from mlx_ring.api.openai.schemas import Costs, Performance, Usage
 from mlx_ring.api.service import Answering
 from mlx_ring.core.errors import ContextExceeded, NotReady, RingError
 from mlx_ring.core.generation import Delta, GenerateRequest, RequestStream, RequestTimings
@@ -168,6 +168,10 @@ def _no_end(delta: Delta) -> RingError | None:
     if delta.finish_reason == "error":
         return RingError("The answer ended with an error.")
     return None
+
+
+def costs(answers: Sequence[Costed], answers_per_prompt: int) -> Costs:
+    return {"usage": usage(answers, answers_per_prompt), "performance": performance(answers)}
 
 
 def usage(answers: Sequence[Costed], answers_per_prompt: int) -> Usage:

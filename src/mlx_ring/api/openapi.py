@@ -1,6 +1,7 @@
 """`/openapi.json`: what each route accepts and answers, documented where the route is added.
 
-A route's answer is described by the type that its endpoint returns, so the type checker holds the document to the code.
+A route's answer is described by the type that its endpoint returns, and its stream by the type of the stream's events.
+So the type checker holds the document to the code.
 """
 
 from __future__ import annotations
@@ -8,19 +9,27 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal
 
 from fastapi import APIRouter, FastAPI
 from fastapi.routing import APIRoute
 from pydantic import ConfigDict, TypeAdapter, with_config
 from starlette.requests import Request
 from starlette.responses import Response
-from typing_extensions import TypedDict
+from typing_extensions import TypedDict, TypeForm
 
 from mlx_ring.api.dialect import Dialects
 from mlx_ring.api.request_body import WITHOUT_EFFECT, Body
 from mlx_ring.api.settings import ApiSettings
-from mlx_ring.api.streaming import EVENT_STREAM, json_endpoint, start_in_time
+from mlx_ring.api.streaming import (
+    EVENT_STREAM,
+    AnswerT,
+    EventT,
+    JsonAnswer,
+    JsonStream,
+    json_endpoint,
+    start_in_time,
+)
 
 Json = dict[str, Any]
 
@@ -63,17 +72,14 @@ class JsonObject(TypedDict):
     """Base of every JSON object in an answer. A field's docstring becomes its description."""
 
 
-AnswerT = TypeVar("AnswerT")
-
-
 @dataclass(frozen=True, slots=True)
-class RouteDoc(Generic[AnswerT]):
+class RouteDoc(Generic[AnswerT, EventT]):
     """Documentation of a route."""
 
     summary: str
-    answer: type[AnswerT] | None = None
+    answer: TypeForm[AnswerT] | None = None
     """Type of the JSON answer; None where the answer is never JSON."""
-    streams: Mapping[str, type | None] = field(default_factory=dict[str, type | None])
+    streams: Mapping[str, TypeForm[EventT] | None] = field(default_factory=dict[str, Any])
     """Other media types of the answer, each with the type of one event or line."""
     example: Json | None = None
     """Body that the server answers with 200, whichever model it serves."""
@@ -93,9 +99,9 @@ class RouteDoc(Generic[AnswerT]):
 def documented_post(
     router: APIRouter,
     path: str,
-    endpoint: Callable[[Request], Awaitable[AnswerT | Response]],
+    endpoint: Callable[[Request], Awaitable[AnswerT | JsonAnswer[AnswerT] | JsonStream[EventT]]],
     schema: type[Body],
-    doc: RouteDoc[AnswerT],
+    doc: RouteDoc[AnswerT, EventT],
 ) -> None:
     """Add a POST route that reads a body of this schema. An event stream starts in time, if only with comments."""
     respond = json_endpoint(endpoint)
@@ -107,7 +113,7 @@ def documented_get(
     router: APIRouter,
     path: str,
     endpoint: Callable[..., Awaitable[AnswerT | Response]],
-    doc: RouteDoc[AnswerT],
+    doc: RouteDoc[AnswerT, EventT],
 ) -> None:
     """Add a GET route. A returned value that is not a response is written as JSON."""
     _add(router, path, endpoint, "GET", doc, None)
@@ -118,7 +124,7 @@ def _add(
     path: str,
     endpoint: Callable[..., Any],
     method: Literal["GET", "POST"],
-    doc: RouteDoc[Any],
+    doc: RouteDoc[Any, Any],
     schema: type[Body] | None,
 ) -> None:
     router.add_api_route(
@@ -134,7 +140,7 @@ def _add(
 class _Operation:
     path: str
     method: str
-    doc: RouteDoc[Any]
+    doc: RouteDoc[Any, Any]
     schema: type[Body] | None
     parameters: Sequence[str]
     """Parameters in the path."""
@@ -197,7 +203,7 @@ def _document(operations: Sequence[_Operation], settings: ApiSettings) -> Json:
     return document
 
 
-Refs = Mapping[type, Json]
+Refs = Mapping[object, Json]
 
 
 def _schemas(operations: Iterable[_Operation]) -> tuple[Refs, Json]:
@@ -215,7 +221,7 @@ def _schemas(operations: Iterable[_Operation]) -> tuple[Refs, Json]:
         )
         if each is not None and each not in bodies
     )
-    adapters: list[tuple[type, Literal["validation", "serialization"], TypeAdapter[Any]]] = []
+    adapters: list[tuple[object, Literal["validation", "serialization"], TypeAdapter[Any]]] = []
     adapters.extend((each, "validation", TypeAdapter(each)) for each in bodies)
     adapters.extend((each, "serialization", TypeAdapter(each)) for each in answers)
     schemas, whole = TypeAdapter.json_schemas(adapters, ref_template=_REF)
@@ -286,7 +292,7 @@ def _responses(operation: _Operation, refs: Refs, settings: ApiSettings) -> Json
     return responses
 
 
-def _or_error(status: int, doc: RouteDoc[Any], refs: Refs, error: Json) -> Json:
+def _or_error(status: int, doc: RouteDoc[Any, Any], refs: Refs, error: Json) -> Json:
     if status == _UNAVAILABLE and doc.unwell is not None:
         return {"anyOf": [refs[doc.unwell], error]}
     return error

@@ -6,10 +6,12 @@ A stream may begin before its answer, because loading a model takes a while.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
-from contextlib import AbstractAsyncContextManager, aclosing
-from typing import Any, Generic, TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, Never, TypeVar
 
+import typing_extensions
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
@@ -50,55 +52,117 @@ KEEP_ALIVE = b": keep-alive\n\n"
 """A comment between server-sent events: clients drop it, and nothing in between takes the stream for dead."""
 
 WorkT = TypeVar("WorkT")
+EventT = typing_extensions.TypeVar("EventT", bound=Mapping[str, object], default=Never)
+"""Type of a stream's events; Never for an answer that is not streamed."""
 
 
-class StreamedAnswer(Response, Generic[WorkT]):
+class StreamedAnswer(Response):
     """Answer whose bytes are sent as some work makes them. When the client leaves, the work ends."""
 
     def __init__(
         self,
-        begin: Callable[[], AbstractAsyncContextManager[WorkT]],
-        write: Callable[[WorkT], AsyncGenerator[bytes]],
+        begin: Callable[[], AbstractAsyncContextManager[AsyncGenerator[bytes]]],
         media_type: str = EVENT_STREAM,
         failure: Callable[[Exception], bytes] | None = None,
+        end: bytes = b"",
     ) -> None:
-        """Take the work and its writer. Errors before it has begun get a status; later ones end the stream.
+        """Take the work. Errors before it has begun get a status; later ones end the stream.
 
         Args:
-            begin: gives the work, which ends with its context.
-            write: what the work writes.
+            begin: gives the pieces that the work makes; the work ends with its context.
             media_type: content type of the answer.
             failure: encoder of an error; None: the dialect's own.
+            end: last bytes of a stream without an error.
         """
         super().__init__(
             media_type=media_type, headers={"cache-control": "no-cache", "x-accel-buffering": "no"}
         )
         del self.headers["content-length"]
         self._begin = begin
-        self._write = write
         self._failure = failure
+        self._end = end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await while_connected(receive, self._send(scope, send))
 
     async def _send(self, scope: Scope, send: Send) -> None:
-        async with self._begin() as work:
+        async with self._begin() as pieces:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             try:
-                async with aclosing(self._write(work)) as pieces:
-                    async for data in pieces:
-                        await _send_data(send, data)
+                async for data in pieces:
+                    await _send_data(send, data)
+                last = self._end
             except Exception as error:  # noqa: BLE001 - the status is out: the stream itself must say it
                 log_failure(error, scope.get("request_id", "-"))
                 failure = self._failure
-                data = stream_failure(error, scope) if failure is None else failure(error)
-                await _send_data(send, data)
-            await send({"type": "http.response.body", "body": b""})
+                last = stream_failure(error, scope) if failure is None else failure(error)
+            await send({"type": "http.response.body", "body": last})
+
+
+@dataclass(frozen=True, slots=True)
+class StreamFormat:
+    """Form of a dialect's streams."""
+
+    media_type: str
+    encode: Callable[[Mapping[str, object]], bytes]
+    """Encoder of one event or line."""
+    keep_alive: bytes = b""
+    """Bytes that carry nothing and show that the stream lives; empty where the dialect has none."""
+    end: bytes = b""
+    """Last bytes of a stream without an error."""
+
+    async def encode_all(
+        self, batches: AsyncGenerator[Iterable[Mapping[str, object]] | None]
+    ) -> AsyncGenerator[bytes]:
+        """Encode batches of events, each in one piece. None stands for a time of silence."""
+        async with aclosing(batches):
+            async for batch in batches:
+                yield self.keep_alive if batch is None else b"".join(map(self.encode, batch))
+
+
+class JsonStream(StreamedAnswer, Generic[EventT]):
+    """Stream of JSON values of one type, which is the one that the route's documentation names."""
+
+    def __init__(
+        self,
+        begin: Callable[[], AbstractAsyncContextManager[WorkT]],
+        batches: Callable[[WorkT], AsyncGenerator[Iterable[EventT] | None]],
+        form: StreamFormat,
+        failure: Callable[[Exception], bytes] | None = None,
+    ) -> None:
+        """Take the work, what makes batches of events of it, and their form. No batch stands for silence."""
+
+        @asynccontextmanager
+        async def pieces() -> AsyncGenerator[AsyncGenerator[bytes]]:
+            async with begin() as work, aclosing(form.encode_all(batches(work))) as encoded:
+                yield encoded
+
+        super().__init__(pieces, form.media_type, failure, form.end)
 
 
 async def _send_data(send: Send, data: bytes) -> None:
     if data:
         await send({"type": "http.response.body", "body": data, "more_body": True})
+
+
+AnswerT = TypeVar("AnswerT")
+
+
+class JsonAnswer(JSONResponse, Generic[AnswerT]):
+    """JSON answer of a type. Its first list may be encoded before the rest, for example because it is long."""
+
+    def __init__(self, answer: AnswerT, *, first_list: bytes = b"", media_type: str | None = None) -> None:
+        """Take the answer, and the items of its first list where that is left empty."""
+        self._first_list = first_list
+        super().__init__(answer, media_type=media_type)
+
+    def render(self, content: object) -> bytes:
+        return fill_list(super().render(content), self._first_list)
+
+
+def fill_list(value: bytes, items: bytes) -> bytes:
+    """Put items into the first list of a JSON value, which is empty."""
+    return value.replace(b"[]", b"[%s]" % items, 1)
 
 
 Endpoint = Callable[[Request], Awaitable[Response]]

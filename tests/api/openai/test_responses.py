@@ -15,7 +15,8 @@ from mlx_ring.api.chat.model_format import ChatFormat
 from mlx_ring.api.chat.parts import AnswerPart, AnswerText, CallArguments, CallOpening, ReasoningText
 from mlx_ring.api.dialect import ErrorInfo
 from mlx_ring.api.openai.responses.request import ResponsesRequest, conversation_of, seal
-from mlx_ring.api.openai.responses.writer import ResponseWriter, response_of, usage_of
+from mlx_ring.api.openai.responses.route import response_of
+from mlx_ring.api.openai.responses.writer import ResponseWriter, usage_of
 from mlx_ring.core.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ CALL = ("function_call_arguments.delta", "function_call_arguments.done", "output
 
 def writer(**fields: object) -> ResponseWriter:
     request = ResponsesRequest.model_validate({"input": "Hello."} | fields)
-    response = response_of(request, SamplingParams(), id="resp_1", model="twin", created_at=1)
+    response = response_of(request, SamplingParams(), id_="resp_1", model="twin", created_at=1)
     return ResponseWriter(response, seals_reasoning=request.seals_reasoning)
 
 
@@ -100,7 +101,7 @@ def test_stream_sends_output_items_in_order() -> None:
 def test_response_at_the_token_limit_and_its_last_item_are_incomplete() -> None:
     response_writer = writer()
     list(response_writer.part(AnswerText("Hel")))
-    whole: dict[str, Any] = response_writer.whole("incomplete", usage_of(1, 0, 1, 0))
+    whole: Any = response_writer.whole("incomplete", usage_of(1, 0, 1, 0))
     assert whole["status"] == "incomplete"
     assert whole["incomplete_details"] == {"reason": "max_output_tokens"}
     assert [item["status"] for item in whole["output"]] == ["incomplete"]
@@ -127,7 +128,7 @@ def test_items_of_a_turn_become_one_template_message() -> None:
     response_writer = writer()
     for part in PARTS:
         list(response_writer.part(part))
-    whole: dict[str, Any] = response_writer.whole("completed", usage_of(1, 0, 1, 0))
+    whole: Any = response_writer.whole("completed", usage_of(1, 0, 1, 0))
     own: Events = whole["output"]
     call = {"type": "function_call", "call_id": "c3", "name": "add", "arguments": "no json"}
     assert template_messages([{"role": "user", "content": "1+?"}, *own, call, {"type": "function_call_output", "call_id": "call_1", "output": [{"type": "input_text", "text": "2"}]}]) == [

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from fastapi import APIRouter, Request
-from starlette.responses import JSONResponse, Response
 
 from mlx_ring.api.anthropic.request import CountTokensRequest, MessagesRequest, conversation_of
-from mlx_ring.api.anthropic.writer import COUNT_TOKENS, MESSAGES, PING, Costs, MessageWriter, Stop
+from mlx_ring.api.anthropic.schemas import (
+    COUNT_TOKENS,
+    MESSAGES,
+    AnthropicMessage,
+    CountedTokens,
+    MessageEvent,
+    Ping,
+)
+from mlx_ring.api.anthropic.writer import Costs, MessageWriter, Stop
 from mlx_ring.api.chat.answer import AnswerUpdate, ChatAnswer, answer_chat, stream_chat
 from mlx_ring.api.chat.prepare import encode_conversation, prepare_chat
 from mlx_ring.api.context import ApiContext
-from mlx_ring.api.dialect import Json, event
+from mlx_ring.api.dialect import named_event
 from mlx_ring.api.openai.sampling import sampling_params
 from mlx_ring.api.openapi import documented_post
 from mlx_ring.api.service import ModelService
-from mlx_ring.api.streaming import EVENT_STREAM
+from mlx_ring.api.streaming import EVENT_STREAM, JsonStream, StreamFormat
 from mlx_ring.core.types import SamplingParams
 
 MESSAGES_PATH = "/v1/messages"
@@ -27,7 +34,7 @@ MESSAGES_PATH = "/v1/messages"
 def routes(context: ApiContext) -> APIRouter:
     router = APIRouter()
 
-    async def messages(request: Request) -> Response:
+    async def messages(request: Request) -> AnthropicMessage | JsonStream[MessageEvent]:
         fields = await context.read(request, MessagesRequest)
         service = context.model(fields.model)
         sampling = _sampling(fields, service)
@@ -49,25 +56,27 @@ def routes(context: ApiContext) -> APIRouter:
         [answer] = await answer_chat(request, engine, chat)
         for part in answer.parts:
             list(writer.part(part))
-        return JSONResponse(writer.whole(_stop(answer, sampling), _costs(answer)))
+        return writer.whole(_stop(answer, sampling), _costs(answer))
 
-    async def count_tokens(request: Request) -> Response:
+    async def count_tokens(request: Request) -> CountedTokens:
         fields = await context.read(request, CountTokensRequest)
         service = context.model(fields.model)
         conversation = conversation_of(fields, context.formats[service.tokenizer])
         prompt = await encode_conversation(context, service, conversation)
-        return JSONResponse({"input_tokens": len(prompt)})
+        return {"input_tokens": len(prompt)}
 
     documented_post(router, MESSAGES_PATH, messages, MessagesRequest, MESSAGES)
     documented_post(router, f"{MESSAGES_PATH}/count_tokens", count_tokens, CountTokensRequest, COUNT_TOKENS)
     return router
 
 
-class MessageStream:
-    """Events of a message as they are sent. Anthropic's ping keeps the stream alive."""
+_PING: Ping = {"type": "ping"}
 
-    media_type = EVENT_STREAM
-    keep_alive = event(PING, "ping")
+
+class MessageStream:
+    """Events of a message. Anthropic's ping keeps the stream alive."""
+
+    stream_format = StreamFormat(EVENT_STREAM, named_event, named_event(_PING))
 
     def __init__(self, writer: MessageWriter, sampling: SamplingParams, costs: Costs) -> None:
         """Take the costs that are known before the answer."""
@@ -75,21 +84,21 @@ class MessageStream:
         self._sampling = sampling
         self._costs = costs
 
-    def opening(self, answers: Sequence[ChatAnswer]) -> bytes:
+    def opening(self, answers: Sequence[ChatAnswer]) -> Iterator[MessageEvent]:
         del answers
-        return _sent(self._writer.opening(self._costs))
+        return self._writer.opening(self._costs)
 
-    def update(self, updates: Sequence[AnswerUpdate], answers: Sequence[ChatAnswer]) -> bytes:
+    def update(
+        self, updates: Sequence[AnswerUpdate], answers: Sequence[ChatAnswer]
+    ) -> Iterator[MessageEvent]:
         del answers
-        return b"".join(_sent(self._writer.part(part)) for one in updates for part in one.parts)
+        for one in updates:
+            for part in one.parts:
+                yield from self._writer.part(part)
 
-    def closing(self, answers: Sequence[ChatAnswer]) -> bytes:
+    def closing(self, answers: Sequence[ChatAnswer]) -> Iterator[MessageEvent]:
         [answer] = answers
-        return _sent(self._writer.closing(_stop(answer, self._sampling), _costs(answer)))
-
-
-def _sent(events: Iterable[Json]) -> bytes:
-    return b"".join(event(value, str(value["type"])) for value in events)
+        return self._writer.closing(_stop(answer, self._sampling), _costs(answer))
 
 
 def _sampling(fields: MessagesRequest, service: ModelService) -> SamplingParams:

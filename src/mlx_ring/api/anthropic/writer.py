@@ -1,4 +1,4 @@
-"""Writer of Anthropic's answers, whole and as events, and their types for `/openapi.json`."""
+"""Writer of Anthropic's answers, whole and as events."""
 
 from __future__ import annotations
 
@@ -7,12 +7,19 @@ import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, NotRequired, cast
 
+from mlx_ring.api.anthropic.schemas import (
+    AnthropicMessage,
+    Delta,
+    DeltaUsage,
+    MessageBlock,
+    MessageEnd,
+    MessageEvent,
+    MessageUsage,
+    StopReason,
+    ToolUseBlock,
+)
 from mlx_ring.api.chat.parts import AnswerPart, AnswerText, CallArguments, CallOpening, ReasoningText
-from mlx_ring.api.dialect import Json
-from mlx_ring.api.openapi import JsonObject, RouteDoc
-from mlx_ring.api.streaming import EVENT_STREAM
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +33,11 @@ class Costs:
     thinking: int = 0
     """Number of the completion's tokens that are reasoning."""
 
-    def usage(self) -> Json:
-        """Return the usage of a whole message; what only other servers report is null."""
-        nothing = dict.fromkeys(("cache_creation", "inference_geo", "service_tier"))
-        return self.delta_usage() | nothing
+    def usage(self) -> MessageUsage:
+        """Return the usage of a whole message."""
+        return {**self.delta_usage(), "cache_creation": None, "inference_geo": None, "service_tier": None}
 
-    def delta_usage(self) -> Json:
+    def delta_usage(self) -> DeltaUsage:
         """Return the usage at the end of a stream."""
         return {
             "input_tokens": self.prompt - self.cached,
@@ -43,20 +49,13 @@ class Costs:
         }
 
 
-def _ended(reason: str | None, sequence: str | None) -> Json:
-    return {"stop_reason": reason, "stop_sequence": sequence, "stop_details": None, "container": None}
-
-
 @dataclass(frozen=True, slots=True)
 class Stop:
     """Why an answer ended."""
 
-    reason: str
+    reason: StopReason
     sequence: str | None = None
     """The one of the request's that ended it."""
-
-    def fields(self) -> Json:
-        return _ended(self.reason, self.sequence)
 
 
 class MessageWriter:
@@ -66,18 +65,17 @@ class MessageWriter:
         self._id = message_id
         self._model = model
         self._shows_thinking = shows_thinking
-        self._content: list[Json] = []
-        self._open: str | None = None
-        """The kind of the last block, while it is not closed."""
+        self._content: list[MessageBlock] = []
+        self._open: MessageBlock | None = None
+        """The last block, while it is not closed."""
         self._text = ""
         """Text of the last block so far."""
 
-    def opening(self, costs: Costs) -> Iterator[Json]:
-        start = self._message() | _ended(None, None) | {"usage": costs.usage()}
-        yield {"type": "message_start", "message": start}
-        yield PING
+    def opening(self, costs: Costs) -> Iterator[MessageEvent]:
+        yield {"type": "message_start", "message": self._message(None, costs)}
+        yield {"type": "ping"}
 
-    def part(self, part: AnswerPart) -> Iterator[Json]:
+    def part(self, part: AnswerPart) -> Iterator[MessageEvent]:
         match part:
             case ReasoningText():
                 yield from self._add_reasoning(part.text)
@@ -89,69 +87,78 @@ class MessageWriter:
                 self._text += part.text
                 yield self._delta({"type": "input_json_delta", "partial_json": part.text})
 
-    def closing(self, stop: Stop, costs: Costs) -> Iterator[Json]:
+    def closing(self, stop: Stop, costs: Costs) -> Iterator[MessageEvent]:
         yield from self._stop()
-        yield {"type": "message_delta", "delta": stop.fields(), "usage": costs.delta_usage()}
+        yield {"type": "message_delta", "delta": _end(stop), "usage": costs.delta_usage()}
         yield {"type": "message_stop"}
 
-    def whole(self, stop: Stop, costs: Costs) -> Json:
+    def whole(self, stop: Stop, costs: Costs) -> AnthropicMessage:
         """Return the message, after its last part."""
         list(self._stop())
-        return self._message() | stop.fields() | {"usage": costs.usage()}
+        return self._message(stop, costs)
 
-    def _message(self) -> Json:
+    def _message(self, stop: Stop | None, costs: Costs) -> AnthropicMessage:
         return {
             "id": self._id,
             "type": "message",
             "role": "assistant",
             "model": self._model,
             "content": list(self._content),
+            **_end(stop),
+            "usage": costs.usage(),
         }
 
-    def _add_reasoning(self, text: str) -> Iterator[Json]:
-        if self._open != "thinking":
+    def _add_reasoning(self, text: str) -> Iterator[MessageEvent]:
+        if self._open is None or self._open["type"] != "thinking":
             yield from self._start({"type": "thinking", "thinking": "", "signature": ""})
         self._text += text
         if self._shows_thinking:
             yield self._delta({"type": "thinking_delta", "thinking": text})
 
-    def _add_text(self, text: str) -> Iterator[Json]:
-        if self._open != "text":
+    def _add_text(self, text: str) -> Iterator[MessageEvent]:
+        if self._open is None or self._open["type"] != "text":
             yield from self._start({"type": "text", "text": "", "citations": None})
         self._text += text
         yield self._delta({"type": "text_delta", "text": text})
 
-    def _start(self, block: Json) -> Iterator[Json]:
+    def _start(self, block: MessageBlock) -> Iterator[MessageEvent]:
         yield from self._stop()
-        self._open, self._text = cast("str", block["type"]), ""
-        self._content.append(dict(block))
-        yield {"type": "content_block_start", "index": len(self._content) - 1, "content_block": block}
+        self._open, self._text = block, ""
+        self._content.append(block)
+        yield {
+            "type": "content_block_start",
+            "index": len(self._content) - 1,
+            "content_block": block.copy(),
+        }
 
-    def _delta(self, delta: Json) -> Json:
+    def _delta(self, delta: Delta) -> MessageEvent:
         return {"type": "content_block_delta", "index": len(self._content) - 1, "delta": delta}
 
-    def _stop(self) -> Iterator[Json]:
-        kind, self._open = self._open, None
-        if kind is None:
+    def _stop(self) -> Iterator[MessageEvent]:
+        block, self._open = self._open, None
+        if block is None:
             return
-        block = self._content[-1]
-        if kind == "text":
+        if block["type"] == "text":
             block["text"] = self._text
-        elif kind == "tool_use":
+        elif block["type"] == "tool_use":
             block["input"] = _object(self._text)
         else:
-            block |= {
-                "thinking": self._text if self._shows_thinking else "",
-                "signature": _signature(self._text),
-            }
+            block["thinking"] = self._text if self._shows_thinking else ""
+            block["signature"] = _signature(self._text)
             yield self._delta({"type": "signature_delta", "signature": block["signature"]})
         yield {"type": "content_block_stop", "index": len(self._content) - 1}
 
 
-PING: Json = {"type": "ping"}
+def _end(stop: Stop | None) -> MessageEnd:
+    return {
+        "stop_reason": None if stop is None else stop.reason,
+        "stop_sequence": None if stop is None else stop.sequence,
+        "stop_details": None,
+        "container": None,
+    }
 
 
-def _call(opening: CallOpening) -> Json:
+def _call(opening: CallOpening) -> ToolUseBlock:
     identity = opening.id.replace("call_", "toolu_", 1)
     return {
         "type": "tool_use",
@@ -176,48 +183,3 @@ def _object(arguments: str) -> object:
         return json.loads(arguments or "{}")
     except json.JSONDecodeError:
         return {}
-
-
-_TAG = "Anthropic"
-
-
-class MessageUsage(JsonObject):
-    input_tokens: int
-    output_tokens: int
-    cache_read_input_tokens: NotRequired[int | None]
-
-
-class MessageBlock(JsonObject):
-    type: Literal["text", "thinking", "tool_use"]
-
-
-class AnthropicMessage(JsonObject):
-    id: str
-    type: Literal["message"]
-    role: Literal["assistant"]
-    model: str
-    content: list[MessageBlock]
-    stop_reason: str | None
-    stop_sequence: str | None
-    usage: MessageUsage
-
-
-class MessageEvent(JsonObject):
-    type: str
-    """`message_start`, `content_block_start`, `content_block_delta`, `content_block_stop`, `message_delta`,
-    `message_stop`, `ping`, or `error`."""
-
-
-class CountedTokens(JsonObject):
-    input_tokens: int
-
-
-_ASKED = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
-MESSAGES = RouteDoc(
-    "A chat answer as Anthropic has it, whole or streamed",
-    AnthropicMessage,
-    {EVENT_STREAM: MessageEvent},
-    _ASKED | {"max_tokens": 64},
-    tag=_TAG,
-)
-COUNT_TOKENS = RouteDoc("How many tokens a conversation is", CountedTokens, example=_ASKED, tag=_TAG)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from starlette.requests import Request
-from starlette.responses import Response
 
 from mlx_ring.api.chat.parts import (
     AnswerPart,
@@ -22,7 +21,7 @@ from mlx_ring.api.chat.prepare import PreparedChat
 from mlx_ring.api.chat.reader import AnswerReader, join_parts
 from mlx_ring.api.generation import Generation, Piece
 from mlx_ring.api.service import Answering
-from mlx_ring.api.streaming import StreamedAnswer, while_connected
+from mlx_ring.api.streaming import EventT, JsonStream, StreamFormat, while_connected
 from mlx_ring.core.generation import Delta, RequestTimings
 from mlx_ring.core.types import FinishReason, TokenLogprob
 
@@ -143,52 +142,53 @@ class ChatGeneration:
         return parts, min(read, len(delta.token_ids))
 
 
-class ChatWriter(Protocol):
+WrittenT_co = TypeVar("WrittenT_co", bound=Mapping[str, object], covariant=True)
+
+
+class ChatWriter(Protocol[WrittenT_co]):
     """Writer of a dialect's streams. It writes each stream with `opening`, `update` and `closing`."""
 
-    media_type: str
-    keep_alive: bytes
-    """Bytes that carry nothing and show that the stream lives; empty where the dialect has none."""
+    stream_format: StreamFormat
 
-    def opening(self, answers: Sequence[ChatAnswer]) -> bytes:
-        """Write what comes before any token."""
+    def opening(self, answers: Sequence[ChatAnswer]) -> Iterable[WrittenT_co]:
+        """Return the events before any token."""
         ...
 
-    def update(self, updates: Sequence[AnswerUpdate], answers: Sequence[ChatAnswer]) -> bytes:
-        """Write what has come; `answers` hold the updates already."""
+    def update(self, updates: Sequence[AnswerUpdate], answers: Sequence[ChatAnswer]) -> Iterable[WrittenT_co]:
+        """Return the events of what has come; `answers` hold the updates already."""
         ...
 
-    def closing(self, answers: Sequence[ChatAnswer]) -> bytes:
-        """Write the end, once all answers have ended."""
+    def closing(self, answers: Sequence[ChatAnswer]) -> Iterable[WrittenT_co]:
+        """Return the last events, once all answers have ended."""
         ...
 
 
 def stream_chat(
     engine: Answering,
     chat: PreparedChat,
-    writer: ChatWriter,
+    writer: ChatWriter[EventT],
     *,
     keep_alive_s: float,
     failure: Callable[[Exception], bytes] | None = None,
-) -> Response:
+) -> JsonStream[EventT]:
     """Stream the answers. An error of the engine is raised if it comes before the first byte.
 
     Args:
         engine: computes the answers.
         chat: the sequences, and how their text is read.
-        writer: makes the bytes.
+        writer: makes the events.
         keep_alive_s: seconds of silence after which the stream shows that it lives.
         failure: encoder of an error that ends the stream; None: the dialect's own.
     """
 
-    async def write(generation: ChatGeneration) -> AsyncGenerator[bytes]:
+    async def write(generation: ChatGeneration) -> AsyncGenerator[Iterable[EventT] | None]:
         yield writer.opening(generation.answers)
         async with aclosing(generation.batches(keep_alive_s)) as batches:
             async for updates in batches:
-                yield writer.update(updates, generation.answers) if updates else writer.keep_alive
+                yield writer.update(updates, generation.answers) if updates else None
         yield writer.closing(generation.answers)
 
-    return StreamedAnswer(lambda: _running_chat(engine, chat), write, writer.media_type, failure)
+    return JsonStream(lambda: _running_chat(engine, chat), write, writer.stream_format, failure)
 
 
 def _ignore(_: AnswerUpdate) -> None:

@@ -8,18 +8,17 @@ from typing import Annotated
 
 from fastapi import APIRouter, Request
 from pydantic import Discriminator, Field, Tag
-from starlette.responses import JSONResponse, Response
 
 from mlx_ring.api.context import ApiContext
-from mlx_ring.api.dialect import Json, json_bytes
 from mlx_ring.api.embeddings import Embedding, Text, embed, floats, require_embeddings, written
 from mlx_ring.api.ollama.request import KeepAlive, Options, check_context, find_model
-from mlx_ring.api.ollama.writer import EMBED, EMBEDDINGS, Stopwatch
+from mlx_ring.api.ollama.schemas import EMBED, EMBEDDINGS, OllamaEmbedding, OllamaEmbeddings
+from mlx_ring.api.ollama.writer import Stopwatch
 from mlx_ring.api.openai.sampling import one_or_many
 from mlx_ring.api.openapi import documented_post
 from mlx_ring.api.request_body import Body
 from mlx_ring.api.service import ModelService
-from mlx_ring.api.streaming import while_connected
+from mlx_ring.api.streaming import JsonAnswer, while_connected
 from mlx_ring.core.errors import RequestError
 
 _MOST_TEXTS = 2048
@@ -55,7 +54,7 @@ class EmbeddingsRequest(Body):
 def routes(context: ApiContext) -> APIRouter:
     router = APIRouter()
 
-    async def embed_texts(request: Request) -> Response:
+    async def embed_texts(request: Request) -> JsonAnswer[OllamaEmbeddings]:
         watch = Stopwatch()
         fields = await context.read(request, EmbedRequest)
         service = find_model(context, fields.model)
@@ -64,21 +63,21 @@ def routes(context: ApiContext) -> APIRouter:
         cuts = fields.truncate is not False
         work = _embed(context, service, texts, watch, dimensions=fields.dimensions, cuts=cuts)
         made = await while_connected(request.receive, work)
-        vectors = await written(made, lambda _, vector: floats(vector))
-        answer: Json = {
+        answer: OllamaEmbeddings = {
+            "embeddings": [],
             "model": fields.model or service.model_id,
             "prompt_eval_count": sum(embedding.tokens for embedding in made),
+            **watch.durations(),
         }
-        rest = json_bytes(answer | watch.durations())
-        return Response(b'{"embeddings":[%s],%s' % (vectors, rest[1:]), media_type="application/json")
+        return JsonAnswer(answer, first_list=await written(made, lambda _, vector: b"[%s]" % floats(vector)))
 
-    async def embed_prompt(request: Request) -> Response:
+    async def embed_prompt(request: Request) -> OllamaEmbedding:
         fields = await context.read(request, EmbeddingsRequest)
         service = find_model(context, fields.model)
         check_context(fields.options, service)
         work = _embed(context, service, [fields.prompt], Stopwatch(), dimensions=None, cuts=True)
         (made,) = await while_connected(request.receive, work)
-        return JSONResponse({"embedding": made.vector.tolist()})
+        return {"embedding": made.vector.tolist()}
 
     documented_post(router, "/api/embed", embed_texts, EmbedRequest, EMBED)
     documented_post(router, "/api/embeddings", embed_prompt, EmbeddingsRequest, EMBEDDINGS)

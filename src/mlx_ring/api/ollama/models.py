@@ -8,23 +8,27 @@ from importlib.metadata import version
 from typing import cast
 
 from fastapi import APIRouter, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from mlx_ring.api.context import ApiContext, workers_of_model
-from mlx_ring.api.ollama import writer
+from mlx_ring.api.ollama import schemas
 from mlx_ring.api.ollama.request import OPTION_NAMES, find_model
-from mlx_ring.api.ollama.writer import (
-    LineWriter,
+from mlx_ring.api.ollama.schemas import (
+    LINES,
+    OllamaDetails,
     OllamaModel,
     OllamaModels,
     OllamaRunningModel,
     OllamaRunningModels,
+    OllamaShown,
+    OllamaStatus,
     OllamaVersion,
 )
 from mlx_ring.api.openai.models import capabilities
 from mlx_ring.api.openapi import documented_get, documented_post
 from mlx_ring.api.request_body import Body
 from mlx_ring.api.service import ModelService
+from mlx_ring.api.streaming import JsonAnswer
 from mlx_ring.core.errors import RequestError, UnknownModel
 from mlx_ring.core.types import ADVISED_SAMPLING
 
@@ -32,8 +36,6 @@ _API_VERSION = "0.12.11"
 """The version of Ollama whose API this is: clients ask whether it is new enough for them."""
 _FOREVER = "9999-12-31T23:59:59Z"
 _BILLION, _MILLION = 1_000_000_000, 1_000_000
-
-Json = dict[str, object]
 
 
 class NamedModel(Body):
@@ -64,14 +66,14 @@ def routes(context: ApiContext) -> APIRouter:
         loaded = [model for model in context.catalog.models if model.state == "ready"]
         return {"models": [_loaded(model) for model in loaded]}
 
-    async def show(request: Request) -> Response:
+    async def show(request: Request) -> OllamaShown:
         fields = await context.read(request, ShownModel)
-        return JSONResponse(_shown(context, find_model(context, fields.model or fields.name)))
+        return _shown(context, find_model(context, fields.model or fields.name))
 
     async def api_version() -> OllamaVersion:
         return {"version": _API_VERSION, "mlx_ring": version("mlx-ring")}
 
-    async def pull(request: Request) -> Response:
+    async def pull(request: Request) -> JsonAnswer[OllamaStatus]:
         fields = await context.read(request, PulledModel)
         name = fields.model or fields.name
         try:
@@ -82,8 +84,8 @@ def routes(context: ApiContext) -> APIRouter:
                 "beside the others, and `mlx-ring serve` takes several.",
                 param="model",
             ) from None
-        media_type = "application/json" if fields.stream is False else LineWriter.media_type
-        return JSONResponse({"status": "success"}, media_type=media_type)
+        media_type = None if fields.stream is False else LINES
+        return JsonAnswer({"status": "success"}, media_type=media_type)
 
     async def refuse(request: Request) -> Response:
         raise RequestError(
@@ -91,11 +93,11 @@ def routes(context: ApiContext) -> APIRouter:
             "or come from the hub with `mlx-ring models pull`."
         )
 
-    documented_get(router, "/api/tags", tags, writer.TAGS)
-    documented_get(router, "/api/ps", running, writer.RUNNING)
-    documented_get(router, "/api/version", api_version, writer.VERSION)
-    documented_post(router, "/api/show", show, ShownModel, writer.SHOW)
-    documented_post(router, "/api/pull", pull, PulledModel, writer.PULL)
+    documented_get(router, "/api/tags", tags, schemas.TAGS)
+    documented_get(router, "/api/ps", running, schemas.RUNNING)
+    documented_get(router, "/api/version", api_version, schemas.VERSION)
+    documented_post(router, "/api/show", show, ShownModel, schemas.SHOW)
+    documented_post(router, "/api/pull", pull, PulledModel, schemas.PULL)
     for path, method in (
         ("/api/create", "POST"),
         ("/api/copy", "POST"),
@@ -132,7 +134,7 @@ def _loaded(model: ModelService) -> OllamaRunningModel:
     }
 
 
-def _shown(context: ApiContext, model: ModelService) -> Json:
+def _shown(context: ApiContext, model: ModelService) -> OllamaShown:
     metadata = model.metadata
     family = str(metadata.get("model_type", "unknown"))
     return {
@@ -158,7 +160,7 @@ def _parameters(model: ModelService) -> str:
     return "\n".join(f"{name:<30} {value:g}" for name, value in values.items())
 
 
-def _details(metadata: Mapping[str, object]) -> Json:
+def _details(metadata: Mapping[str, object]) -> OllamaDetails:
     family = str(metadata.get("model_type", "unknown"))
     return {
         "parent_model": "",

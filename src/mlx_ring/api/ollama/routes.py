@@ -14,7 +14,6 @@ from typing import Annotated
 
 from fastapi import APIRouter, Request
 from pydantic import Field
-from starlette.responses import JSONResponse, Response
 
 from mlx_ring.api.chat.answer import answer_chat, stream_chat
 from mlx_ring.api.chat.grammars import answer_grammar
@@ -36,14 +35,14 @@ from mlx_ring.api.ollama.request import (
     template_messages,
     unloads_at_once,
 )
+from mlx_ring.api.ollama.schemas import CHAT, GENERATE, OllamaChat, OllamaGenerated
 from mlx_ring.api.ollama.writer import (
-    CHAT,
-    GENERATE,
     LineWriter,
-    PieceFields,
+    PieceMaker,
+    PieceT,
     Stopwatch,
-    chat_fields,
-    generate_fields,
+    chat_piece,
+    generate_piece,
 )
 from mlx_ring.api.openai.messages import check_names
 from mlx_ring.api.openai.token_text import TokenTexts
@@ -51,7 +50,7 @@ from mlx_ring.api.openapi import documented_post
 from mlx_ring.api.ops.models import check_manager
 from mlx_ring.api.request_body import Refused
 from mlx_ring.api.service import Answering, ModelService
-from mlx_ring.api.streaming import while_connected
+from mlx_ring.api.streaming import JsonStream, while_connected
 from mlx_ring.core.errors import RequestError
 from mlx_ring.core.generation import GenerateRequest
 from mlx_ring.core.types import SamplingParams
@@ -62,15 +61,15 @@ async def load_or_unload(
     request: Request,
     service: ModelService,
     keep_alive: KeepAlive | None,
-    writer: LineWriter,
-) -> Response:
+    writer: LineWriter[PieceT],
+) -> PieceT:
     """Load or unload the model, and answer with one object, which is also a stream of one line."""
     if unloads_at_once(keep_alive):
         check_manager(request, context.settings)
         await context.catalog.unload(service, force=False)
-        return JSONResponse(writer.loaded("unload"))
+        return writer.loaded("unload")
     await while_connected(request.receive, context.answering(service))
-    return JSONResponse(writer.loaded("load"))
+    return writer.loaded("load")
 
 
 class ChatRequest(CommonFields):
@@ -82,11 +81,11 @@ class ChatRequest(CommonFields):
 def routes(context: ApiContext) -> APIRouter:
     router = APIRouter()
 
-    async def chat(request: Request) -> Response:
+    async def chat(request: Request) -> OllamaChat | JsonStream[OllamaChat]:
         watch = Stopwatch()
         fields = await context.read(request, ChatRequest)
         service = find_model(context, fields.model)
-        writer = line_writer(fields, service, watch, chat_fields)
+        writer = line_writer(fields, service, watch, chat_piece)
         if not fields.messages:
             return await load_or_unload(context, request, service, fields.keep_alive, writer)
         sampling = read_sampling(fields, service, context.settings.default_max_tokens)
@@ -104,10 +103,10 @@ def routes(context: ApiContext) -> APIRouter:
 
 
 def line_writer(
-    fields: CommonFields, service: ModelService, watch: Stopwatch, piece_fields: PieceFields
-) -> LineWriter:
+    fields: CommonFields, service: ModelService, watch: Stopwatch, make_piece: PieceMaker[PieceT]
+) -> LineWriter[PieceT]:
     texts = TokenTexts(service.tokenizer) if fields.logprobs else None
-    return LineWriter(fields.model or service.model_id, watch, piece_fields, texts)
+    return LineWriter(fields.model or service.model_id, watch, make_piece, texts)
 
 
 async def respond(
@@ -115,15 +114,15 @@ async def respond(
     request: Request,
     engine: Answering,
     prepared: PreparedChat,
-    writer: LineWriter,
+    writer: LineWriter[PieceT],
     *,
     streams: bool,
-) -> Response:
+) -> PieceT | JsonStream[PieceT]:
     """Return the one answer, streamed or whole."""
     if streams:
         return stream_chat(engine, prepared, writer, keep_alive_s=context.settings.keep_alive_s)
     (answer,) = await answer_chat(request, engine, prepared)
-    return JSONResponse(writer.whole(answer))
+    return writer.whole(answer)
 
 
 def _tools(offered: Sequence[OfferedTool]) -> list[Tool]:
@@ -156,11 +155,11 @@ class GenerateFields(CommonFields):
 
 
 def _add_generate(router: APIRouter, context: ApiContext) -> None:
-    async def generate(request: Request) -> Response:
+    async def generate(request: Request) -> OllamaGenerated | JsonStream[OllamaGenerated]:
         watch = Stopwatch()
         fields = await context.read(request, GenerateFields)
         service = find_model(context, fields.model)
-        writer = line_writer(fields, service, watch, generate_fields)
+        writer = line_writer(fields, service, watch, generate_piece)
         if not fields.prompt:
             return await load_or_unload(context, request, service, fields.keep_alive, writer)
         sampling = read_sampling(fields, service, context.settings.default_max_tokens)

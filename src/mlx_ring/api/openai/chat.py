@@ -9,16 +9,22 @@ from typing import Annotated, Literal
 
 from fastapi import APIRouter, Request
 from pydantic import ConfigDict, Field
-from starlette.responses import JSONResponse, Response
 
 from mlx_ring.api.chat.answer import AnswerUpdate, Call, ChatAnswer, answer_chat, stream_chat
 from mlx_ring.api.chat.model_format import ChatFormat
-from mlx_ring.api.chat.parts import AnswerPart, AnswerText, CallArguments, CallOpening, ReasoningText
+from mlx_ring.api.chat.parts import (
+    AnswerPart,
+    AnswerText,
+    CallArguments,
+    CallOpening,
+    EndReason,
+    ReasoningText,
+)
 from mlx_ring.api.chat.prepare import prepare_chat, with_effort
 from mlx_ring.api.chat.request import Conversation
 from mlx_ring.api.context import ApiContext
-from mlx_ring.api.dialect import Json, event, json_bytes
-from mlx_ring.api.generation import performance, usage
+from mlx_ring.api.dialect import event
+from mlx_ring.api.generation import costs
 from mlx_ring.api.openai import schemas
 from mlx_ring.api.openai.messages import FunctionTool, Message, ToolChoice, read_tool_use, template_messages
 from mlx_ring.api.openai.sampling import (
@@ -33,14 +39,14 @@ from mlx_ring.api.openai.sampling import (
 from mlx_ring.api.openai.token_text import TokenTexts
 from mlx_ring.api.openapi import documented_post
 from mlx_ring.api.request_body import Refused, needs
-from mlx_ring.api.streaming import EVENT_STREAM, KEEP_ALIVE
+from mlx_ring.api.streaming import EVENT_STREAM, KEEP_ALIVE, JsonStream, StreamFormat
 from mlx_ring.core.environment import package_version
 from mlx_ring.core.errors import RequestError
 from mlx_ring.core.types import TokenLogprob
 
 DONE = b"data: [DONE]\n\n"
-_NO_LOGPROB = -9999.0
-"""OpenAI's number for a token that cannot be; JSON has no infinity."""
+"""Last event of a stream, which every SDK takes for the end."""
+STREAM_FORMAT = StreamFormat(EVENT_STREAM, event, KEEP_ALIVE, DONE)
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -74,7 +80,9 @@ class ChatRequest(AnswerFields):
 def routes(context: ApiContext) -> APIRouter:
     router = APIRouter()
 
-    async def chat_completions(request: Request) -> Response:
+    async def chat_completions(
+        request: Request,
+    ) -> schemas.ChatCompletion | JsonStream[schemas.ChatCompletionChunk]:
         fields = await context.read(request, ChatRequest)
         service, settings = context.model(fields.model), context.settings
         check_stream_options(fields)
@@ -99,7 +107,7 @@ def routes(context: ApiContext) -> APIRouter:
         )
         if fields.stream:
             return stream_chat(engine, chat, writer, keep_alive_s=settings.keep_alive_s)
-        return JSONResponse(writer.whole(await answer_chat(request, engine, chat)))
+        return writer.whole(await answer_chat(request, engine, chat))
 
     for path in ("/v1/chat/completions", "/chat/completions"):
         documented_post(router, path, chat_completions, ChatRequest, schemas.CHAT)
@@ -109,14 +117,12 @@ def routes(context: ApiContext) -> APIRouter:
 class ChatCompletionWriter:
     """Choices with a message, or the deltas of one."""
 
-    media_type = EVENT_STREAM
-    keep_alive = KEEP_ALIVE
+    stream_format = STREAM_FORMAT
 
     def __init__(self, id_: str, model: str, texts: TokenTexts | None, *, usage_chunk: bool = False) -> None:
         """Take `texts` where log-probabilities are requested."""
-        self._body: Json = {
-            "id": id_,
-            "object": "",
+        self._id = id_
+        self._origin: schemas.ChatOrigin = {
             "created": int(time.time()),
             "model": model,
             "service_tier": "default",
@@ -124,38 +130,62 @@ class ChatCompletionWriter:
         }
         self._texts = texts
         self._usage_chunk = usage_chunk
-        self._chunk_body: Json = self._body | {"object": "chat.completion.chunk", "choices": list[Json]()}
-        self._before, self._after = around_choice(self._chunk_body, usage_chunk=usage_chunk)
+        self._empty_chunk: schemas.ChatCompletionChunk = {
+            "id": id_,
+            "object": "chat.completion.chunk",
+            **self._origin,
+            "choices": [],
+        }
+        if usage_chunk:
+            self._empty_chunk["usage"] = None
 
-    def whole(self, answers: Sequence[ChatAnswer]) -> Json:
-        choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
-        return self._body | {"object": "chat.completion", "choices": choices} | _costs(answers)
+    def whole(self, answers: Sequence[ChatAnswer]) -> schemas.ChatCompletion:
+        return {
+            "id": self._id,
+            "object": "chat.completion",
+            **self._origin,
+            "choices": [self._choice(index, answer) for index, answer in enumerate(answers)],
+            **costs(answers, len(answers)),
+        }
 
-    def opening(self, answers: Sequence[ChatAnswer]) -> bytes:
-        role: Json = {"role": "assistant", "content": "", "refusal": None}
-        return self._chunks(_chunk(index, role) for index in range(len(answers)))
+    def opening(self, answers: Sequence[ChatAnswer]) -> Iterator[schemas.ChatCompletionChunk]:
+        for index in range(len(answers)):
+            yield self._chunk(index, {"role": "assistant", "content": "", "refusal": None})
 
-    def update(self, updates: Sequence[AnswerUpdate], answers: Sequence[ChatAnswer]) -> bytes:
-        del answers
-        return self._chunks(chunk for one in updates for chunk in self._update_chunks(one))
-
-    def closing(self, answers: Sequence[ChatAnswer]) -> bytes:
-        return (event(self._chunk_body | _costs(answers)) if self._usage_chunk else b"") + DONE
-
-    def _update_chunks(self, update: AnswerUpdate) -> Iterator[Json]:
+    def update(
+        self, updates: Sequence[AnswerUpdate], answers: Sequence[ChatAnswer]
+    ) -> Iterator[schemas.ChatCompletionChunk]:
         """Tokens' log-probabilities come with the first part that they made, or with nothing where they made none."""
-        scored = self._scored(update.logprobs) if update.logprobs else None
-        deltas = [_delta(part) for part in update.parts]
-        for delta in deltas or ([{"content": ""}] if scored else []):
-            yield _chunk(update.index, delta, scored)
-            scored = None
-        if update.end is not None:
-            yield _chunk(update.index, {}) | {"finish_reason": update.end}
+        del answers
+        for update in updates:
+            scored = self._scored(update.logprobs) if update.logprobs else None
+            deltas = [_delta(part) for part in update.parts]
+            for delta in deltas or (_NO_TEXT if scored else ()):
+                yield self._chunk(update.index, delta, scored)
+                scored = None
+            if update.end is not None:
+                yield self._chunk(update.index, {}, end=update.end)
 
-    def _chunks(self, choices: Iterable[Json]) -> bytes:
-        return b"".join(b"%s%s%s" % (self._before, json_bytes(choice), self._after) for choice in choices)
+    def closing(self, answers: Sequence[ChatAnswer]) -> Iterator[schemas.ChatCompletionChunk]:
+        if self._usage_chunk:
+            yield {**self._empty_chunk, **costs(answers, len(answers))}
 
-    def _choice(self, index: int, answer: ChatAnswer) -> Json:
+    def _chunk(
+        self,
+        index: int,
+        delta: schemas.ChatDelta,
+        logprobs: schemas.ChatLogprobs | None = None,
+        end: EndReason | None = None,
+    ) -> schemas.ChatCompletionChunk:
+        choice: schemas.ChatChunkChoice = {
+            "index": index,
+            "delta": delta,
+            "logprobs": logprobs,
+            "finish_reason": end,
+        }
+        return {**self._empty_chunk, "choices": [choice]}
+
+    def _choice(self, index: int, answer: ChatAnswer) -> schemas.ChatChoice:
         return {
             "index": index,
             "message": _message(answer),
@@ -163,20 +193,10 @@ class ChatCompletionWriter:
             "finish_reason": answer.end,
         }
 
-    def _scored(self, logprobs: Iterable[TokenLogprob]) -> Json | None:
+    def _scored(self, logprobs: Iterable[TokenLogprob]) -> schemas.ChatLogprobs | None:
         if self._texts is None:
             return None
-        content: list[Json] = [
-            self._token(self._texts, scored.token, scored.logprob)
-            | {"top_logprobs": [self._token(self._texts, token, logprob) for token, logprob in scored.top]}
-            for scored in logprobs
-        ]
-        return {"content": content, "refusal": None}
-
-    @staticmethod
-    def _token(texts: TokenTexts, token: int, logprob: float) -> Json:
-        text = texts[token]
-        return {"token": text.text, "logprob": finite_logprob(logprob), "bytes": list(text.data)}
+        return {"content": list(map(self._texts.scored, logprobs)), "refusal": None}
 
 
 def system_fingerprint() -> str:
@@ -184,33 +204,22 @@ def system_fingerprint() -> str:
     return f"mlx-ring-{package_version('mlx-ring')}"
 
 
-def around_choice(body: Json, *, usage_chunk: bool) -> tuple[bytes, bytes]:
-    """Return a chunk's event before and after its one choice, which are the same throughout a stream."""
-    before = json_bytes(body).removesuffix(b"]}")
-    return b"data: " + before, b'],"usage":null}\n\n' if usage_chunk else b"]}\n\n"
-
-
-def finite_logprob(logprob: float) -> float:
-    return max(_NO_LOGPROB, logprob)
-
-
-def _message(answer: ChatAnswer) -> Json:
+def _message(answer: ChatAnswer) -> schemas.ChatMessageMade:
     """AnswerText is null where there are calls in its place."""
-    reasoning, calls = answer.reasoning, answer.calls
-    message: Json = {
+    calls = answer.calls
+    message: schemas.ChatMessageMade = {
         "role": "assistant",
         "content": answer.content or (None if calls else ""),
         "refusal": None,
         "annotations": [],
+        **_reasoning(answer.reasoning),
     }
-    if reasoning:
-        message |= _reasoning(reasoning)
     if calls:
         message["tool_calls"] = [_call(call) for call in calls]
     return message
 
 
-def _call(call: Call) -> Json:
+def _call(call: Call) -> schemas.ToolCallMade:
     return {
         "id": call.id,
         "type": "function",
@@ -218,30 +227,24 @@ def _call(call: Call) -> Json:
     }
 
 
-def _reasoning(text: str) -> Json:
-    """Return reasoning under both names: some clients know one, some the other."""
-    return {"reasoning": text, "reasoning_content": text}
+def _reasoning(text: str) -> schemas.ReasoningMade:
+    return {"reasoning": text, "reasoning_content": text} if text else {}
 
 
-def _delta(part: AnswerPart) -> Json:
+_NO_TEXT: tuple[schemas.ChatDelta, ...] = ({"content": ""},)
+
+
+def _delta(part: AnswerPart) -> schemas.ChatDelta:
     match part:
         case AnswerText(text):
             return {"content": text}
         case ReasoningText(text):
-            return _reasoning(text)
+            return {"reasoning": text, "reasoning_content": text}
         case CallOpening(index, id_, name):
-            function = {"name": name, "arguments": ""}
+            function: schemas.FunctionDelta = {"name": name, "arguments": ""}
             return {"tool_calls": [{"index": index, "id": id_, "type": "function", "function": function}]}
         case CallArguments(index, text):
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
-
-
-def _chunk(index: int, delta: Json, logprobs: Json | None = None) -> Json:
-    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
-
-
-def _costs(answers: Sequence[ChatAnswer]) -> Json:
-    return {"usage": usage(answers, len(answers)), "performance": performance(answers)}
 
 
 def _conversation(fields: ChatRequest, format_: ChatFormat) -> Conversation:

@@ -5,20 +5,18 @@ from __future__ import annotations
 import secrets
 import time
 from codecs import getincrementaldecoder
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Annotated, Protocol, cast
+from typing import Annotated, cast
 
 from fastapi import APIRouter, Request
 from pydantic import ConfigDict, Discriminator, Field, Tag
-from starlette.responses import JSONResponse, Response
 
 from mlx_ring.api.context import ApiContext
-from mlx_ring.api.dialect import Json, event, json_bytes
-from mlx_ring.api.generation import Answer, Generation, performance, usage
+from mlx_ring.api.generation import Answer, Generation, Piece, costs
 from mlx_ring.api.openai import schemas
-from mlx_ring.api.openai.chat import DONE, around_choice, finite_logprob, system_fingerprint
+from mlx_ring.api.openai.chat import STREAM_FORMAT, system_fingerprint
 from mlx_ring.api.openai.sampling import (
     AnswerFields,
     check_stream_options,
@@ -26,14 +24,14 @@ from mlx_ring.api.openai.sampling import (
     sampling_params,
     with_derived_seed,
 )
-from mlx_ring.api.openai.token_text import TokenText, TokenTexts
+from mlx_ring.api.openai.token_text import TokenText, TokenTexts, finite_logprob
 from mlx_ring.api.openapi import documented_post
 from mlx_ring.api.request_body import Refused, needs
 from mlx_ring.api.service import Answering, Tokenizer
-from mlx_ring.api.streaming import KEEP_ALIVE, StreamedAnswer, while_connected
+from mlx_ring.api.streaming import JsonStream, while_connected
 from mlx_ring.core.errors import RequestError
 from mlx_ring.core.generation import Delta, GenerateRequest
-from mlx_ring.core.types import SamplingParams, TokenLogprob
+from mlx_ring.core.types import FinishReason, SamplingParams, TokenLogprob
 
 TokenId = Annotated[int, Field(ge=0)]
 Tokens = Annotated[list[TokenId], Field(min_length=1)]
@@ -92,7 +90,9 @@ class CompletionRequest(AnswerFields):
 def routes(context: ApiContext) -> APIRouter:
     router = APIRouter()
 
-    async def completions(request: Request) -> Response:
+    async def completions(
+        request: Request,
+    ) -> schemas.Completion | JsonStream[schemas.CompletionChunk]:
         fields = await context.read(request, CompletionRequest)
         service = context.model(fields.model)
         check_stream_options(fields)
@@ -107,8 +107,6 @@ def routes(context: ApiContext) -> APIRouter:
         task = Task(
             id=f"cmpl-{secrets.token_hex(12)}",
             model=service.model_id,
-            object="text_completion",
-            chunk_object="text_completion",
             prompts=prompts,
             sampling=[with_derived_seed(sampling, choice) for choice in range(fields.n or 1)],
             prompt_field="prompt",
@@ -116,7 +114,7 @@ def routes(context: ApiContext) -> APIRouter:
         )
         writer = CompletionWriter(service.tokenizer, fields, prompts)
         if fields.stream:
-            return AnswerStream(
+            return stream_completion(
                 engine,
                 task,
                 writer,
@@ -147,25 +145,25 @@ class CompletionWriter:
         ]
         self._positions = [_Position(echo) for echo in self._echoes]
 
-    def opening(self, index: int) -> Json | None:
+    def opening(self, index: int) -> schemas.CompletionChoice | None:
         """Return the echo, which comes at once, or with the first delta where it has log-probabilities."""
         echo = self._echoes[index]
         return None if not echo or self._logprobs else _choice(index, echo)
 
-    def piece(self, index: int, delta: Delta) -> Json | None:
+    def piece(self, index: int, delta: Delta) -> schemas.CompletionChoice | None:
+        """Return what this delta adds; None: nothing."""
         scored = self._scored(index, delta.prompt_logprobs, delta.logprobs)
         text = delta.text if delta.prompt_logprobs is None else self._echoes[index] + delta.text
         if not text and (scored is None or not scored["tokens"]):
             return None
         return _choice(index, text, scored)
 
-    def closing(self, index: int, delta: Delta) -> Json:
-        return _choice(index, "") | {"finish_reason": finish_reason(delta.finish_reason)}
+    def closing(self, index: int, delta: Delta) -> schemas.CompletionChoice:
+        return _choice(index, "", end=delta.finish_reason)
 
-    def whole(self, index: int, answer: Answer) -> Json:
+    def whole(self, index: int, answer: Answer) -> schemas.CompletionChoice:
         scored = self._scored(index, answer.prompt_logprobs, answer.logprobs)
-        text = self._echoes[index] + answer.text
-        return _choice(index, text, scored) | {"finish_reason": finish_reason(answer.finish_reason)}
+        return _choice(index, self._echoes[index] + answer.text, scored, answer.finish_reason)
 
     def _echo(self, prompt: str | Sequence[int]) -> str:
         if isinstance(prompt, str):
@@ -179,7 +177,7 @@ class CompletionWriter:
         index: int,
         prompt: Sequence[TokenLogprob | None] | None,
         answer: Sequence[TokenLogprob],
-    ) -> Json | None:
+    ) -> schemas.CompletionLogprobs | None:
         if not self._logprobs:
             return None
         pairs = list(zip(self._prompts[index], prompt or (), strict=False))
@@ -195,7 +193,7 @@ class CompletionWriter:
             "top_logprobs": [None if scored is None else self._top(scored) for _, scored in pairs],
         }
 
-    def _top(self, scored: TokenLogprob) -> Json:
+    def _top(self, scored: TokenLogprob) -> dict[str, float]:
         """Return the most likely tokens, with the drawn one among them."""
         likely = (*scored.top, (scored.token, scored.logprob))
         return {self._texts[token].name: finite_logprob(logprob) for token, logprob in likely}
@@ -224,8 +222,13 @@ class _Position:
         return offset
 
 
-def _choice(index: int, text: str, logprobs: Json | None = None) -> Json:
-    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}
+def _choice(
+    index: int,
+    text: str,
+    logprobs: schemas.CompletionLogprobs | None = None,
+    end: FinishReason | None = None,
+) -> schemas.CompletionChoice:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason(end)}
 
 
 def _check_counts(fields: CompletionRequest) -> None:
@@ -243,26 +246,12 @@ def _check_counts(fields: CompletionRequest) -> None:
         )
 
 
-class Writer(Protocol):
-    """How one endpoint writes its choices. A streamed choice is `opening`, `piece`s, `closing`."""
-
-    def opening(self, index: int) -> Json | None: ...
-    def piece(self, index: int, delta: Delta) -> Json | None:
-        """Return what this delta adds; None: nothing."""
-        ...
-
-    def closing(self, index: int, delta: Delta) -> Json: ...
-    def whole(self, index: int, answer: Answer) -> Json: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Task:
     """All that is to be done for one HTTP request."""
 
     id: str
     model: str
-    object: str
-    chunk_object: str
     prompts: Sequence[tuple[int, ...]]
     sampling: Sequence[SamplingParams]
     """Parameters of the answers to each prompt."""
@@ -280,25 +269,27 @@ class Task:
         ]
         return Generation(engine, requests, self.prompt_field, len(self.sampling))
 
-    def body(self, kind: str, choices: Sequence[Json]) -> Json:
+    @property
+    def origin(self) -> schemas.Origin:
         return {
-            "id": self.id,
-            "object": kind,
             "created": self.created,
             "model": self.model,
             "system_fingerprint": system_fingerprint(),
-            "choices": choices,
         }
 
-    def costs(self, answers: Sequence[Answer]) -> Json:
-        return {"usage": usage(answers, len(self.sampling)), "performance": performance(answers)}
 
-
-async def answer_whole(request: Request, engine: Answering, task: Task, writer: Writer) -> Response:
+async def answer_whole(
+    request: Request, engine: Answering, task: Task, writer: CompletionWriter
+) -> schemas.Completion:
     """Return every choice in one body, when all have ended; stop at once when the client leaves."""
     answers = await while_connected(request.receive, run_task(engine, task))
-    choices = [writer.whole(index, answer) for index, answer in enumerate(answers)]
-    return JSONResponse(task.body(task.object, choices) | task.costs(answers))
+    return {
+        "id": task.id,
+        "object": "text_completion",
+        **task.origin,
+        "choices": [writer.whole(index, answer) for index, answer in enumerate(answers)],
+        **costs(answers, len(task.sampling)),
+    }
 
 
 async def run_task(engine: Answering, task: Task) -> list[Answer]:
@@ -307,38 +298,37 @@ async def run_task(engine: Answering, task: Task) -> list[Answer]:
         return await generation.run()
 
 
-class AnswerStream(StreamedAnswer[Generation]):
-    """Server-sent events. Ends with `[DONE]`, or with an event that holds an error."""
+def stream_completion(
+    engine: Answering, task: Task, writer: CompletionWriter, *, usage_chunk: bool, keep_alive_s: float
+) -> JsonStream[schemas.CompletionChunk]:
+    """Stream the choices, with an event for each that has something new."""
+    empty: schemas.CompletionChunk = {
+        "id": task.id,
+        "object": "text_completion",
+        **task.origin,
+        "choices": [],
+    }
+    if usage_chunk:
+        empty["usage"] = None
 
-    def __init__(
-        self, engine: Answering, task: Task, writer: Writer, *, usage_chunk: bool, keep_alive_s: float
-    ) -> None:
-        super().__init__(lambda: task.generation(engine), self._events)
-        self._task = task
-        self._writer = writer
-        self._usage_chunk = usage_chunk
-        self._before, self._after = around_choice(task.body(task.chunk_object, []), usage_chunk=usage_chunk)
-        self._keep_alive_s = keep_alive_s
+    def chunks(choices: Iterable[schemas.CompletionChoice | None]) -> Iterator[schemas.CompletionChunk]:
+        return ({**empty, "choices": [choice]} for choice in choices if choice is not None)
 
-    async def _events(self, generation: Generation) -> AsyncGenerator[bytes]:
-        writer = self._writer
-        yield self._chunks(writer.opening(index) for index in range(len(generation.answers)))
-        async with aclosing(generation.batches(self._keep_alive_s)) as batches:
-            async for batch in batches:
-                choices: list[Json | None] = []
-                for piece in batch:
-                    choices.append(writer.piece(piece.index, piece.delta))
-                    if piece.delta.finish_reason is not None:
-                        choices.append(writer.closing(piece.index, piece.delta))
-                yield self._chunks(choices) if batch else KEEP_ALIVE
-        if self._usage_chunk:
-            yield event(self._task.body(self._task.chunk_object, []) | self._task.costs(generation.answers))
-        yield DONE
+    async def batches(
+        generation: Generation,
+    ) -> AsyncGenerator[Iterable[schemas.CompletionChunk] | None]:
+        yield chunks(map(writer.opening, range(len(generation.answers))))
+        async with aclosing(generation.batches(keep_alive_s)) as pieces:
+            async for batch in pieces:
+                yield chunks(_choices(writer, batch)) if batch else None
+        if usage_chunk:
+            yield [{**empty, **costs(generation.answers, len(task.sampling))}]
 
-    def _chunks(self, choices: Iterable[Json | None]) -> bytes:
-        """Write one event for each choice that has something new."""
-        return b"".join(
-            b"%s%s%s" % (self._before, json_bytes(choice), self._after)
-            for choice in choices
-            if choice is not None
-        )
+    return JsonStream(lambda: task.generation(engine), batches, STREAM_FORMAT)
+
+
+def _choices(writer: CompletionWriter, batch: Iterable[Piece]) -> Iterator[schemas.CompletionChoice | None]:
+    for piece in batch:
+        yield writer.piece(piece.index, piece.delta)
+        if piece.delta.finish_reason is not None:
+            yield writer.closing(piece.index, piece.delta)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 import secrets
 from collections.abc import Sequence
 from typing import Annotated, Literal
@@ -12,16 +11,16 @@ import numpy as np
 from fastapi import APIRouter, Request
 from numpy.typing import NDArray
 from pydantic import Field
-from starlette.responses import Response
 
 from mlx_ring.api.context import ApiContext
+from mlx_ring.api.dialect import json_bytes
 from mlx_ring.api.embeddings import Embedding, Text, embed, floats, require_embeddings, written
 from mlx_ring.api.openai import schemas
 from mlx_ring.api.openai.completions import TextOrTokens, each
 from mlx_ring.api.openapi import documented_post
 from mlx_ring.api.request_body import Body
 from mlx_ring.api.service import ModelService
-from mlx_ring.api.streaming import while_connected
+from mlx_ring.api.streaming import JsonAnswer, fill_list, while_connected
 from mlx_ring.core.errors import RequestError
 
 _MOST_TEXTS = 2048
@@ -40,7 +39,7 @@ class EmbeddingRequest(Body):
 def routes(context: ApiContext) -> APIRouter:
     router = APIRouter()
 
-    async def embeddings(request: Request) -> Response:
+    async def embeddings(request: Request) -> JsonAnswer[schemas.EmbeddingList]:
         fields = await context.read(request, EmbeddingRequest)
         service = context.model(fields.model)
         require_embeddings(service, fields.dimensions)
@@ -48,8 +47,15 @@ def routes(context: ApiContext) -> APIRouter:
         _check_count(given)
         work = _embed(context, service, given, fields.dimensions)
         made = await while_connected(request.receive, work)
-        body = await _body(service.model_id, made, fields.encoding_format or "float")
-        return Response(body, media_type="application/json")
+        write = _base64 if fields.encoding_format == "base64" else _floats
+        tokens = sum(embedding.tokens for embedding in made)
+        answer: schemas.EmbeddingList = {
+            "object": "list",
+            "data": [],
+            "model": service.model_id,
+            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+        }
+        return JsonAnswer(answer, first_list=await written(made, write))
 
     for path in ("/v1/embeddings", "/embeddings"):
         documented_post(router, path, embeddings, EmbeddingRequest, schemas.EMBEDDINGS)
@@ -86,16 +92,12 @@ def _check_count(given: Sequence[str | list[int]]) -> None:
         )
 
 
-async def _body(model: str, made: Sequence[Embedding], encoding: Literal["float", "base64"]) -> bytes:
-    write = _base64 if encoding == "base64" else floats
-    data = await written(
-        made,
-        lambda place, vector: b'{"object":"embedding","index":%d,"embedding":%s}' % (place, write(vector)),
-    )
-    tokens = sum(embedding.tokens for embedding in made)
-    rest = {"model": model, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}}
-    return b'{"object":"list","data":[%s],%s' % (data, json.dumps(rest).encode()[1:])
+def _floats(place: int, vector: NDArray[np.float32]) -> bytes:
+    item: schemas.EmbeddingMade = {"object": "embedding", "index": place, "embedding": []}
+    return fill_list(json_bytes(item), floats(vector))
 
 
-def _base64(vector: NDArray[np.float32]) -> bytes:
-    return b'"%s"' % base64.b64encode(vector.astype("<f4").tobytes())
+def _base64(place: int, vector: NDArray[np.float32]) -> bytes:
+    encoded = base64.b64encode(vector.astype("<f4").tobytes()).decode()
+    item: schemas.EmbeddingMade = {"object": "embedding", "index": place, "embedding": encoded}
+    return json_bytes(item)

@@ -1,16 +1,15 @@
-"""Types of what OpenAI's routes return, for `/openapi.json`."""
+"""Types of what OpenAI's routes return, as their writers make it and `/openapi.json` shows it."""
 
 from __future__ import annotations
 
 from typing import Literal, NotRequired
 
+from mlx_ring.api.chat.parts import EndReason
 from mlx_ring.api.openapi import JsonObject, RouteDoc
 from mlx_ring.api.streaming import EVENT_STREAM
 
 _USER = {"role": "user", "content": "What is the capital of France?"}
 _TAG = "OpenAI"
-
-EndWord = Literal["stop", "length", "tool_calls"]
 
 
 class PromptDetails(JsonObject):
@@ -44,6 +43,11 @@ class Performance(JsonObject):
     generation_tokens_per_second: float | None
 
 
+class Costs(JsonObject):
+    usage: Usage
+    performance: Performance
+
+
 class ScoredAlternative(JsonObject):
     token: str
     logprob: float
@@ -71,58 +75,89 @@ class ToolCallMade(JsonObject):
     function: CalledFunction
 
 
-class ChatMessageMade(JsonObject):
+class ReasoningMade(JsonObject):
+    """Reasoning under both names: some clients know one, some the other."""
+
+    reasoning: NotRequired[str]
+    reasoning_content: NotRequired[str]
+
+
+class ChatMessageMade(ReasoningMade):
     role: Literal["assistant"]
     content: str | None
     refusal: None
     annotations: list[object]
     """None: nothing is searched."""
-    reasoning: NotRequired[str | None]
-    reasoning_content: NotRequired[str | None]
-    tool_calls: NotRequired[list[ToolCallMade] | None]
+    tool_calls: NotRequired[list[ToolCallMade]]
 
 
 class ChatChoice(JsonObject):
     index: int
     message: ChatMessageMade
     logprobs: ChatLogprobs | None
-    finish_reason: EndWord
+    finish_reason: EndReason | None
 
 
-class _Answered(JsonObject):
-    id: str
+class Origin(JsonObject):
+    """Origin of an answer."""
+
     created: int
     """Unix seconds."""
     model: str
     system_fingerprint: str
+    """The server's version: with another one, a seed may give another answer."""
 
 
-class _ChatAnswered(_Answered):
+class ChatOrigin(Origin):
     service_tier: Literal["default"]
     """There is no other."""
 
 
-class ChatCompletion(_ChatAnswered):
+class ChatCompletion(ChatOrigin, Costs):
+    id: str
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
-    usage: Usage
-    performance: Performance
+
+
+class FunctionDelta(JsonObject):
+    name: NotRequired[str]
+    """Whole, in a call's first piece."""
+    arguments: str
+    """A piece of JSON."""
+
+
+class ToolCallDelta(JsonObject):
+    index: int
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: FunctionDelta
+
+
+class ChatDelta(ReasoningMade):
+    """First the role, then pieces of `content`, `reasoning` and `tool_calls`."""
+
+    role: NotRequired[Literal["assistant"]]
+    content: NotRequired[str]
+    refusal: NotRequired[None]
+    tool_calls: NotRequired[list[ToolCallDelta]]
 
 
 class ChatChunkChoice(JsonObject):
     index: int
-    delta: dict[str, object]
-    """First the role, then pieces of `content`, `reasoning` and `tool_calls`."""
+    delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: EndWord | None
+    finish_reason: EndReason | None
 
 
-class ChatCompletionChunk(_ChatAnswered):
+class ChatCompletionChunk(ChatOrigin):
     """Ended by `[DONE]`, or by an event that holds an error."""
 
+    id: str
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
+    """One choice; none in the chunk with the usage."""
     usage: NotRequired[Usage | None]
+    performance: NotRequired[Performance]
 
 
 class CompletionLogprobs(JsonObject):
@@ -139,13 +174,21 @@ class CompletionChoice(JsonObject):
     finish_reason: Literal["stop", "length"] | None
 
 
-class Completion(_Answered):
-    """Streamed, each event has a piece; the last is `[DONE]`, or holds an error."""
-
+class Completion(Origin, Costs):
+    id: str
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
+
+
+class CompletionChunk(Origin):
+    """Ended by `[DONE]`, or by an event that holds an error."""
+
+    id: str
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+    """One choice with a piece of text; none in the chunk with the usage."""
     usage: NotRequired[Usage | None]
-    performance: NotRequired[Performance | None]
+    performance: NotRequired[Performance]
 
 
 class EmbeddingMade(JsonObject):
@@ -211,33 +254,6 @@ class Detokenized(JsonObject):
     prompt: str
 
 
-class ResponseItem(JsonObject):
-    type: Literal["message", "reasoning", "function_call"]
-    id: str
-
-
-class ResponseUsage(JsonObject):
-    input_tokens: int
-    output_tokens: int
-    total_tokens: int
-
-
-class ResponseMade(JsonObject):
-    id: str
-    object: Literal["response"]
-    created_at: int
-    model: str
-    status: Literal["completed", "incomplete", "in_progress", "failed"]
-    output: list[ResponseItem]
-    usage: ResponseUsage | None
-
-
-class ResponseEvent(JsonObject):
-    type: str
-    """`response.created`, `response.output_text.delta` and so on; an error is one of them."""
-    sequence_number: int
-
-
 CHAT = RouteDoc(
     "A chat answer, whole or streamed",
     ChatCompletion,
@@ -245,17 +261,10 @@ CHAT = RouteDoc(
     {"messages": [_USER], "max_completion_tokens": 64},
     tag=_TAG,
 )
-RESPONSE = RouteDoc(
-    "A chat answer in items, whole or streamed; nothing is kept",
-    ResponseMade,
-    {EVENT_STREAM: ResponseEvent},
-    {"input": "What is the capital of France?", "max_output_tokens": 64},
-    tag=_TAG,
-)
 COMPLETION = RouteDoc(
     "A continuation, whole or streamed",
     Completion,
-    {EVENT_STREAM: Completion},
+    {EVENT_STREAM: CompletionChunk},
     {"prompt": "The capital of France is", "max_tokens": 16},
     tag=_TAG,
 )

@@ -7,8 +7,12 @@ from functools import lru_cache
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
+from mlx_ring.api.openai.schemas import ScoredAlternative, ScoredToken
 from mlx_ring.api.service import Tokenizer
+from mlx_ring.core.types import TokenLogprob
 
+_NO_LOGPROB = -9999.0
+"""OpenAI's number for a token that cannot be; JSON has no infinity."""
 _REPLACEMENT = "\ufffd"
 _SENTENCEPIECE_SPACE = "\u2581"
 _BYTE_PIECE = 6
@@ -48,6 +52,17 @@ class TokenTexts:
             known = self._known[token] = self._look_up(token)
         return known
 
+    def scored(self, scored: TokenLogprob) -> ScoredToken:
+        """Return a token with its log-probability and its alternatives."""
+        return {
+            **self._alternative(scored.token, scored.logprob),
+            "top_logprobs": [self._alternative(token, logprob) for token, logprob in scored.top],
+        }
+
+    def _alternative(self, token: int, logprob: float) -> ScoredAlternative:
+        text = self[token]
+        return {"token": text.text, "logprob": finite_logprob(logprob), "bytes": list(text.data)}
+
     def _look_up(self, token: int) -> TokenText:
         text = self._tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
         piece = self._tokenizer.convert_ids_to_tokens(token) or ""
@@ -58,6 +73,10 @@ class TokenTexts:
             text = piece.replace(_SENTENCEPIECE_SPACE, " ")
         shown = self._tokenizer.decode([token], skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return TokenText(text, text.encode(errors="replace"), special=bool(text.strip(" ")) and not shown)
+
+
+def finite_logprob(logprob: float) -> float:
+    return max(_NO_LOGPROB, logprob)
 
 
 def _bytes_of(piece: str, text: str) -> bytes:

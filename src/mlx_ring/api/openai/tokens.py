@@ -6,7 +6,6 @@ from typing import Annotated
 
 from fastapi import APIRouter, Request
 from pydantic import ConfigDict, Field
-from starlette.responses import JSONResponse, Response
 
 from mlx_ring.api.chat.prepare import encode_conversation
 from mlx_ring.api.chat.request import Conversation
@@ -55,7 +54,7 @@ class DetokenizeRequest(Body):
 def routes(context: ApiContext) -> APIRouter:
     router = APIRouter()
 
-    async def tokenize(request: Request) -> Response:
+    async def tokenize(request: Request) -> schemas.Tokenized:
         fields = await context.read(request, TokenizeRequest)
         _check_kind(fields)
         service = context.model(fields.model)
@@ -63,20 +62,18 @@ def routes(context: ApiContext) -> APIRouter:
         strings = None
         if fields.return_token_strs:
             strings = await context.prompts.names(service.tokenizer, tokens)
-        return JSONResponse(
-            {
-                "count": len(tokens),
-                "max_model_len": service.context_length,
-                "tokens": tokens,
-                "token_strs": strings,
-            }
-        )
+        return {
+            "count": len(tokens),
+            "max_model_len": service.context_length,
+            "tokens": list(tokens),
+            "token_strs": strings,
+        }
 
-    async def detokenize(request: Request) -> Response:
+    async def detokenize(request: Request) -> schemas.Detokenized:
         fields = await context.read(request, DetokenizeRequest)
         service = context.model(fields.model)
         _check_tokens(fields.tokens, service)
-        return JSONResponse({"prompt": await context.prompts.decode(service.tokenizer, fields.tokens)})
+        return {"prompt": await context.prompts.decode(service.tokenizer, fields.tokens)}
 
     for prefix in ("", "/v1"):
         documented_post(router, f"{prefix}/tokenize", tokenize, TokenizeRequest, schemas.TOKENIZE)

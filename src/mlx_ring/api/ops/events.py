@@ -123,7 +123,7 @@ def routes(context: ApiContext) -> APIRouter:
         def failure(error: Exception) -> bytes:
             return event("error", error_body(error, request.scope))
 
-        return StreamedAnswer(feed.subscribe, lambda events: events, failure=failure)
+        return StreamedAnswer(feed.subscribe, failure=failure)
 
     documented_get(router, "/cluster/events", cluster_events, _DOC)
     return router

@@ -10,12 +10,12 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 
 from mlx_ring.api.context import ApiContext
-from mlx_ring.api.generation import performance, usage
+from mlx_ring.api.generation import costs
 from mlx_ring.api.openai.completions import Task, run_task
 from mlx_ring.api.openai.models import describe
 from mlx_ring.api.openai.sampling import SamplingFields, finish_reason, sampling_params
-from mlx_ring.api.openai.schemas import Model, Performance, Usage
-from mlx_ring.api.openapi import JsonObject, RouteDoc, documented_post
+from mlx_ring.api.openai.schemas import Costs, Model
+from mlx_ring.api.openapi import RouteDoc, documented_post
 from mlx_ring.api.request_body import Body
 from mlx_ring.api.settings import ApiSettings
 from mlx_ring.api.streaming import while_connected
@@ -100,15 +100,13 @@ class GenerateFields(SamplingFields):
     max_tokens: Annotated[int, Field(ge=1)] = _DEFAULT_MAX_TOKENS
 
 
-class Generated(JsonObject):
+class Generated(Costs):
     """Continuation of a prompt."""
 
     id: str
     model: str
     text: str
     finish_reason: Literal["stop", "length"] | None
-    usage: Usage
-    performance: Performance
 
 
 def _add_generate(router: APIRouter, context: ApiContext) -> None:
@@ -120,8 +118,6 @@ def _add_generate(router: APIRouter, context: ApiContext) -> None:
         task = Task(
             id=f"gen-{secrets.token_hex(12)}",
             model=service.model_id,
-            object="generation",
-            chunk_object="generation",
             prompts=[await context.prompts.encode(service, fields.prompt)],
             sampling=[sampling],
             prompt_field="prompt",
@@ -132,8 +128,7 @@ def _add_generate(router: APIRouter, context: ApiContext) -> None:
             "model": task.model,
             "text": answers[0].text,
             "finish_reason": finish_reason(answers[0].finish_reason),
-            "usage": usage(answers, 1),
-            "performance": performance(answers),
+            **costs(answers, 1),
         }
 
     documented_post(

@@ -1,35 +1,54 @@
-"""`/v1/responses`: the endpoint."""
+"""`/v1/responses`: the endpoint, and the response as its request determines it."""
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Literal
 
 from fastapi import APIRouter, Request
-from starlette.responses import JSONResponse, Response
 
 from mlx_ring.api.chat.answer import AnswerUpdate, ChatAnswer, answer_chat, stream_chat
 from mlx_ring.api.chat.parts import AnswerText
 from mlx_ring.api.chat.prepare import prepare_chat
 from mlx_ring.api.context import ApiContext
-from mlx_ring.api.dialect import Json, event
+from mlx_ring.api.dialect import named_event
 from mlx_ring.api.errors import error_info
-from mlx_ring.api.openai import schemas
-from mlx_ring.api.openai.chat import DONE, finite_logprob
-from mlx_ring.api.openai.responses.request import ResponsesRequest, conversation_of
-from mlx_ring.api.openai.responses.writer import End, ResponseWriter, response_of, usage_of
-from mlx_ring.api.openai.sampling import sampling_params
+from mlx_ring.api.openai.chat import DONE
+from mlx_ring.api.openai.responses.request import (
+    FunctionTool,
+    JsonSchemaFormat,
+    NamedTool,
+    ResponsesRequest,
+    conversation_of,
+)
+from mlx_ring.api.openai.responses.schemas import (
+    RESPONSE,
+    ChosenTool,
+    ChosenTools,
+    PlainFormat,
+    ReasoningConfig,
+    ResponseEvent,
+    ResponseMade,
+    ResponseTool,
+    ResponseUsage,
+    SchemaFormat,
+    TextFormatConfig,
+)
+from mlx_ring.api.openai.responses.writer import End, ResponseWriter, usage_of
+from mlx_ring.api.openai.sampling import JsonObjectFormat, sampling_params
+from mlx_ring.api.openai.schemas import ScoredToken
 from mlx_ring.api.openai.token_text import TokenTexts
 from mlx_ring.api.openapi import documented_post
-from mlx_ring.api.streaming import EVENT_STREAM, KEEP_ALIVE
-from mlx_ring.core.types import TokenLogprob
+from mlx_ring.api.streaming import EVENT_STREAM, KEEP_ALIVE, JsonStream, StreamFormat
+from mlx_ring.core.types import SamplingParams
 
 
 def routes(context: ApiContext) -> APIRouter:
     router = APIRouter()
 
-    async def responses(request: Request) -> Response:
+    async def responses(request: Request) -> ResponseMade | JsonStream[ResponseEvent]:
         fields = await context.read(request, ResponsesRequest)
         service = context.model(fields.model)
         max_tokens = fields.max_output_tokens or context.settings.default_max_tokens
@@ -41,7 +60,7 @@ def routes(context: ApiContext) -> APIRouter:
         response_id = f"resp_{secrets.token_hex(16)}"
         chat = await prepare_chat(context, service, conversation, [sampling], request_id=response_id)
         response = response_of(
-            fields, sampling, id=response_id, model=service.model_id, created_at=int(time.time())
+            fields, sampling, id_=response_id, model=service.model_id, created_at=int(time.time())
         )
         writer = ResponseWriter(response, seals_reasoning=fields.seals_reasoning)
         stream = ResponseStream(writer, TokenTexts(service.tokenizer))
@@ -49,68 +68,158 @@ def routes(context: ApiContext) -> APIRouter:
             return stream_chat(
                 engine, chat, stream, keep_alive_s=context.settings.keep_alive_s, failure=stream.failure
             )
-        [answer] = await answer_chat(request, engine, chat, stream.add)
-        return JSONResponse(writer.whole(_end(answer), _usage(answer)))
+        [answer] = await answer_chat(request, engine, chat, lambda update: list(stream.add(update)))
+        return writer.whole(_end(answer), _usage(answer))
 
     for path in ("/v1/responses", "/responses"):
-        documented_post(router, path, responses, ResponsesRequest, schemas.RESPONSE)
+        documented_post(router, path, responses, ResponsesRequest, RESPONSE)
     return router
 
 
 class ResponseStream:
-    """Events of a response as they are sent. Every SDK takes the final `[DONE]` for the end."""
+    """Events of a response."""
 
-    media_type = EVENT_STREAM
-    keep_alive = KEEP_ALIVE
+    stream_format = StreamFormat(EVENT_STREAM, named_event, KEEP_ALIVE, DONE)
 
     def __init__(self, writer: ResponseWriter, texts: TokenTexts) -> None:
         self._writer = writer
         self._texts = texts
-        self._scored: list[Json] = []
+        self._scored: list[ScoredToken] = []
         """Log-probabilities of tokens whose text is still to come."""
 
-    def opening(self, answers: Sequence[ChatAnswer]) -> bytes:
+    def opening(self, answers: Sequence[ChatAnswer]) -> Iterator[ResponseEvent]:
         del answers
-        return _sent(self._writer.opening())
+        return self._writer.opening()
 
-    def update(self, updates: Sequence[AnswerUpdate], answers: Sequence[ChatAnswer]) -> bytes:
+    def update(
+        self, updates: Sequence[AnswerUpdate], answers: Sequence[ChatAnswer]
+    ) -> Iterator[ResponseEvent]:
         del answers
-        return b"".join(_sent(self.add(one)) for one in updates)
+        for one in updates:
+            yield from self.add(one)
 
-    def closing(self, answers: Sequence[ChatAnswer]) -> bytes:
+    def closing(self, answers: Sequence[ChatAnswer]) -> Iterator[ResponseEvent]:
         [answer] = answers
-        return _sent(self._writer.closing(_end(answer), _usage(answer))) + DONE
+        return self._writer.closing(_end(answer), _usage(answer))
 
     def failure(self, error: Exception) -> bytes:
-        return _sent(self._writer.failing(error_info(error)))
+        return b"".join(map(self.stream_format.encode, self._writer.failing(error_info(error))))
 
-    def add(self, update: AnswerUpdate) -> list[Json]:
-        """Return the events of an update. Log-probabilities go with the answer's text only."""
-        self._scored += [self._token(scored) for scored in update.logprobs]
-        events: list[Json] = []
+    def add(self, update: AnswerUpdate) -> Iterator[ResponseEvent]:
+        """Yield the events of an update. Log-probabilities go with the answer's text only."""
+        self._scored += map(self._texts.scored, update.logprobs)
         for part in update.parts:
             scored, self._scored = self._scored, []
-            events += self._writer.part(part, scored if isinstance(part, AnswerText) else ())
-        return events
-
-    def _token(self, scored: TokenLogprob) -> Json:
-        own = self._alone(scored.token, scored.logprob)
-        return own | {"top_logprobs": [self._alone(token, logprob) for token, logprob in scored.top]}
-
-    def _alone(self, token: int, logprob: float) -> Json:
-        text = self._texts[token]
-        return {"token": text.text, "logprob": finite_logprob(logprob), "bytes": list(text.data)}
-
-
-def _sent(events: Iterable[Json]) -> bytes:
-    return b"".join(event(value, str(value["type"])) for value in events)
+            yield from self._writer.part(part, scored if isinstance(part, AnswerText) else ())
 
 
 def _end(answer: ChatAnswer) -> End:
     return "incomplete" if answer.end == "length" else "completed"
 
 
-def _usage(answer: ChatAnswer) -> Json:
+def _usage(answer: ChatAnswer) -> ResponseUsage:
     return usage_of(
         answer.prompt_tokens, answer.cached_tokens, answer.completion_tokens, answer.reasoning_tokens
     )
+
+
+def response_of(
+    fields: ResponsesRequest, sampling: SamplingParams, *, id_: str, model: str, created_at: int
+) -> ResponseMade:
+    """Return the response as it is known before the answer.
+
+    Args:
+        fields: the request.
+        sampling: sampling parameters, with the model's defaults.
+        id_: the response's id.
+        model: id of the model.
+        created_at: Unix seconds.
+    """
+    return {
+        "id": id_,
+        "model": model,
+        "created_at": created_at,
+        "object": "response",
+        "status": "in_progress",
+        "background": False,
+        "completed_at": None,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": fields.instructions,
+        "max_output_tokens": fields.max_output_tokens,
+        "max_tool_calls": fields.max_tool_calls,
+        "metadata": fields.metadata or {},
+        "output": [],
+        "parallel_tool_calls": fields.parallel_tool_calls is not False,
+        "previous_response_id": None,
+        "prompt_cache_key": fields.prompt_cache_key,
+        "reasoning": _reasoning(fields),
+        "safety_identifier": fields.safety_identifier,
+        "service_tier": "default",
+        "store": False,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "text": _text(fields),
+        "tool_choice": _tool_choice(fields),
+        "tools": [_tool(tool) for tool in fields.tools or ()],
+        "top_logprobs": fields.top_logprobs or 0,
+        "truncation": "disabled",
+        "usage": None,
+        "user": fields.user,
+    }
+
+
+def _reasoning(fields: ResponsesRequest) -> ReasoningConfig:
+    given = fields.reasoning
+    return (
+        {"effort": None, "summary": None}
+        if given is None
+        else {"effort": given.effort, "summary": given.summary}
+    )
+
+
+def _text(fields: ResponsesRequest) -> TextFormatConfig:
+    given = fields.text
+    return {
+        "format": _format(None if given is None else given.format),
+        "verbosity": (given and given.verbosity) or "medium",
+    }
+
+
+def _format(given: object) -> PlainFormat | SchemaFormat:
+    if isinstance(given, JsonSchemaFormat):
+        return {
+            "type": "json_schema",
+            "name": given.name,
+            "schema": given.schema_,
+            "description": given.description,
+            "strict": given.strict,
+        }
+    return {"type": "json_object" if isinstance(given, JsonObjectFormat) else "text"}
+
+
+def _tool_choice(
+    fields: ResponsesRequest,
+) -> Literal["none", "auto", "required"] | ChosenTool | ChosenTools:
+    choice = fields.tool_choice or "auto"
+    if isinstance(choice, str):
+        return choice
+    if isinstance(choice, NamedTool):
+        return _chosen(choice)
+    return {"type": choice.type, "mode": choice.mode, "tools": [_chosen(tool) for tool in choice.tools]}
+
+
+def _chosen(tool: NamedTool) -> ChosenTool:
+    return {"type": tool.type, "name": tool.name}
+
+
+def _tool(tool: FunctionTool) -> ResponseTool:
+    return {
+        "type": "function",
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": tool.parameters,
+        "strict": bool(tool.strict),
+    }

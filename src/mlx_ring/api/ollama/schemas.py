@@ -1,0 +1,164 @@
+"""Types of what Ollama's routes return, as their writers make it and `/openapi.json` shows it."""
+
+from __future__ import annotations
+
+from typing import Literal, NotRequired
+
+from mlx_ring.api.openai.schemas import ScoredToken
+from mlx_ring.api.openapi import JsonObject, RouteDoc
+
+LINES = "application/x-ndjson"
+_TAG = "Ollama"
+
+
+class OllamaOrigin(JsonObject):
+    model: str
+    created_at: str
+
+
+class OllamaDurations(JsonObject):
+    """Durations in nanoseconds."""
+
+    total_duration: int
+    load_duration: int
+
+
+class OllamaEnd(JsonObject):
+    """End of a piece. Durations, which are nanoseconds, and counts come with the last piece of an answer."""
+
+    done: bool
+    done_reason: NotRequired[Literal["stop", "length", "load", "unload"]]
+    total_duration: NotRequired[int]
+    load_duration: NotRequired[int]
+    prompt_eval_count: NotRequired[int]
+    prompt_eval_duration: NotRequired[int]
+    eval_count: NotRequired[int]
+    eval_duration: NotRequired[int]
+
+
+class OllamaPiece(OllamaOrigin, OllamaEnd):
+    logprobs: NotRequired[list[ScoredToken]]
+
+
+class CalledFunction(JsonObject):
+    name: str
+    arguments: dict[str, object]
+
+
+class CalledTool(JsonObject):
+    id: str
+    function: CalledFunction
+
+
+class OllamaMessage(JsonObject):
+    role: Literal["assistant"]
+    content: str
+    thinking: NotRequired[str]
+    tool_calls: NotRequired[list[CalledTool]]
+
+
+class OllamaChat(OllamaPiece):
+    message: OllamaMessage
+
+
+class OllamaText(JsonObject):
+    response: str
+    thinking: NotRequired[str]
+
+
+class OllamaGenerated(OllamaPiece, OllamaText):
+    """Piece of an answer to a prompt."""
+
+
+class OllamaEmbeddings(OllamaDurations):
+    model: str
+    embeddings: list[list[float]]
+    prompt_eval_count: int
+
+
+class OllamaEmbedding(JsonObject):
+    embedding: list[float]
+
+
+class OllamaDetails(JsonObject):
+    parent_model: str
+    format: Literal["safetensors"]
+    family: str
+    families: list[str]
+    parameter_size: str
+    quantization_level: str
+
+
+class OllamaModel(JsonObject):
+    name: str
+    model: str
+    modified_at: str
+    size: int
+    digest: str
+    details: OllamaDetails
+
+
+class OllamaModels(JsonObject):
+    models: list[OllamaModel]
+
+
+class OllamaRunningModel(OllamaModel):
+    """A loaded model. Its memory is freed when others need it, never after a time."""
+
+    size_vram: int
+    expires_at: str
+    context_length: int
+
+
+class OllamaRunningModels(JsonObject):
+    models: list[OllamaRunningModel]
+
+
+class OllamaShown(JsonObject):
+    details: OllamaDetails
+    model_info: dict[str, object]
+    capabilities: list[str]
+    parameters: str
+    modified_at: str
+
+
+class OllamaVersion(JsonObject):
+    version: str
+    """Version of Ollama whose API this is."""
+    mlx_ring: str
+    """Version of this server."""
+
+
+class OllamaStatus(JsonObject):
+    status: Literal["success"]
+
+
+CHAT = RouteDoc(
+    "A chat answer, streamed unless `stream` is false",
+    OllamaChat,
+    {LINES: OllamaChat},
+    {"messages": [{"role": "user", "content": "Hello"}], "stream": False, "options": {"num_predict": 64}},
+    more_statuses=(409,),
+    tag=_TAG,
+)
+GENERATE = RouteDoc(
+    "An answer to a prompt, streamed unless `stream` is false",
+    OllamaGenerated,
+    {LINES: OllamaGenerated},
+    {"prompt": "Hello", "stream": False, "options": {"num_predict": 64}},
+    more_statuses=(409,),
+    tag=_TAG,
+)
+EMBED = RouteDoc("Vectors of texts", OllamaEmbeddings, example={"input": ["one text", "another"]}, tag=_TAG)
+EMBEDDINGS = RouteDoc("A text's vector", OllamaEmbedding, example={"prompt": "one text"}, tag=_TAG)
+TAGS = RouteDoc("The models that are served", OllamaModels, tag=_TAG)
+RUNNING = RouteDoc("The models that are loaded", OllamaRunningModels, tag=_TAG)
+SHOW = RouteDoc("Description of a model and its capabilities", OllamaShown, example={}, tag=_TAG)
+VERSION = RouteDoc("Which version of Ollama's API this is", OllamaVersion, tag=_TAG)
+PULL = RouteDoc(
+    "Whether a model is served: nothing is fetched",
+    OllamaStatus,
+    {LINES: OllamaStatus},
+    example={},
+    tag=_TAG,
+)
