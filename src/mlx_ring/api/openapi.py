@@ -65,6 +65,7 @@ _EVENT: Json = {
 """Schema of a server-sent event. Its data has a schema of its own, because OpenAI's last event is not JSON."""
 _MAY_RETRY = (429, 503)
 _UNAUTHENTICATED, _UNAVAILABLE = 401, 503
+_SUCCESS = "The request succeeded."
 
 
 @with_config(ConfigDict(use_attribute_docstrings=True))
@@ -77,6 +78,7 @@ class RouteDoc(Generic[AnswerT, EventT]):
     """Documentation of a route."""
 
     summary: str
+    """Purpose of the route, in the imperative; `/` lists it."""
     answer: TypeForm[AnswerT] | None = None
     """Type of the JSON answer; None where the answer is never JSON."""
     streams: Mapping[str, TypeForm[EventT] | None] = field(default_factory=dict[str, Any])
@@ -151,15 +153,31 @@ class _Operation:
 def describe_api(
     app: FastAPI, routers: Sequence[APIRouter], settings: ApiSettings, dialects: Dialects
 ) -> None:
-    """Make `/openapi.json` describe every documented route of the routers."""
+    """Make `/openapi.json` describe every documented route of the routers, and `/` list it."""
     made: list[Json] = []
+    app.state.endpoints = _summaries(_operations(routers, dialects))
 
     def openapi() -> Json:
         if not made:
-            made.append(_document(list(_operations(routers, dialects)), settings))
+            made.append(_document(list(_operations(routers, dialects)), settings, dialects))
         return made[0]
 
     app.openapi = openapi
+
+
+def list_endpoints(app: FastAPI) -> dict[str, str]:
+    """Return the summary of each route by its method and path."""
+    return app.state.endpoints | {"GET /openapi.json": "Describe this API in OpenAPI's format"}
+
+
+def _summaries(operations: Iterable[_Operation]) -> dict[str, str]:
+    """Return the summary of each operation by its method and path. An operation that repeats another is left out."""
+    summaries, documented = dict[str, str](), list[RouteDoc[Any]]()
+    for operation in operations:
+        if not any(doc is operation.doc for doc in documented):
+            documented.append(operation.doc)
+            summaries[f"{operation.method.upper()} {operation.path}"] = operation.doc.summary
+    return summaries
 
 
 def _operations(routers: Sequence[APIRouter], dialects: Dialects) -> Iterable[_Operation]:
@@ -178,7 +196,12 @@ def _operations(routers: Sequence[APIRouter], dialects: Dialects) -> Iterable[_O
                 )
 
 
-def _document(operations: Sequence[_Operation], settings: ApiSettings) -> Json:
+def _listed(names: Sequence[str]) -> str:
+    """Return names as a phrase: "A, B and C"."""
+    return " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else names[0]
+
+
+def _document(operations: Sequence[_Operation], settings: ApiSettings, dialects: Dialects) -> Json:
     refs, definitions = _schemas(operations)
     paths: dict[str, Json] = {}
     for operation in operations:
@@ -188,7 +211,7 @@ def _document(operations: Sequence[_Operation], settings: ApiSettings) -> Json:
         "info": {
             "title": "mlx-ring",
             "version": version("mlx-ring"),
-            "description": "One language model across the machines you own, compatible with the OpenAI, Anthropic and Ollama APIs.",
+            "description": f"Language models across the machines you own, compatible with the {_listed([each.name for each in dialects])} APIs.",
         },
         "tags": [{"name": tag} for tag in dict.fromkeys(each.doc.tag for each in operations)],
         "paths": paths,
@@ -282,7 +305,7 @@ def _responses(operation: _Operation, refs: Refs, settings: ApiSettings) -> Json
             content[media_type]["x-each"] = refs[each]
         if doc.events and media_type == EVENT_STREAM:
             content[media_type]["x-events"] = {name: refs[kind] for name, kind in doc.events.items()}
-    responses: Json = {"200": {"description": doc.summary, "headers": _REQUEST_ID, "content": content}}
+    responses: Json = {"200": {"description": _SUCCESS, "headers": _REQUEST_ID, "content": content}}
     for status in sorted(_statuses(operation, settings)):
         responses[str(status)] = {
             "description": _REASONS[status],

@@ -164,11 +164,13 @@ class CountedTokens(JsonObject):
 
 _CHAT = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
 MESSAGES = RouteDoc(
-    "A chat answer as Anthropic has it, whole or streamed",
+    "Answer a chat in Anthropic's format, whole or streamed",
     AnthropicMessage,
     {EVENT_STREAM: MessageEvent},
     _CHAT | {"max_tokens": 64},
     description="Events have the names of their types. An error ends a stream with the event `error`.",
     tag=_TAG,
 )
-COUNT_TOKENS = RouteDoc("How many tokens a conversation is", CountedTokens, example=_CHAT, tag=_TAG)
+COUNT_TOKENS = RouteDoc(
+    "Count the tokens of a chat in Anthropic's format", CountedTokens, example=_CHAT, tag=_TAG
+)

@@ -27,7 +27,7 @@ _FILES = {
 }
 
 _DOC: RouteDoc[Response] = RouteDoc(
-    "This API's documentation, as a page", None, {"text/html": None}, open=True
+    "Show this API's documentation as a page", None, {"text/html": None}, open=True
 )
 
 

@@ -32,7 +32,7 @@ from mlx_ring.api.service import ModelCatalog
 _END = b"# EOF\n"
 """Last line in the OpenMetrics format."""
 
-_DOC: RouteDoc[Response] = RouteDoc("Metrics for Prometheus", None, {"text/plain": None})
+_DOC: RouteDoc[Response] = RouteDoc("Export metrics for Prometheus", None, {"text/plain": None})
 
 
 class MetricsCollector:

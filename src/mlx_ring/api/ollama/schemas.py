@@ -134,7 +134,7 @@ class OllamaStatus(JsonObject):
 
 
 CHAT = RouteDoc(
-    "A chat answer, streamed unless `stream` is false",
+    "Answer a chat in Ollama's format, streamed unless `stream` is false",
     OllamaChat,
     {LINES: OllamaChat},
     {"messages": [{"role": "user", "content": "Hello"}], "stream": False, "options": {"num_predict": 64}},
@@ -142,21 +142,31 @@ CHAT = RouteDoc(
     tag=_TAG,
 )
 GENERATE = RouteDoc(
-    "An answer to a prompt, streamed unless `stream` is false",
+    "Answer one prompt in Ollama's format, streamed unless `stream` is false",
     OllamaGenerated,
     {LINES: OllamaGenerated},
     {"prompt": "Hello", "stream": False, "options": {"num_predict": 64}},
     more_statuses=(409,),
     tag=_TAG,
 )
-EMBED = RouteDoc("Vectors of texts", OllamaEmbeddings, example={"input": ["one text", "another"]}, tag=_TAG)
-EMBEDDINGS = RouteDoc("A text's vector", OllamaEmbedding, example={"prompt": "one text"}, tag=_TAG)
-TAGS = RouteDoc("The models that are served", OllamaModels, tag=_TAG)
-RUNNING = RouteDoc("The models that are loaded", OllamaRunningModels, tag=_TAG)
-SHOW = RouteDoc("Description of a model and its capabilities", OllamaShown, example={}, tag=_TAG)
-VERSION = RouteDoc("Which version of Ollama's API this is", OllamaVersion, tag=_TAG)
+EMBED = RouteDoc(
+    "Compute embeddings in Ollama's format",
+    OllamaEmbeddings,
+    example={"input": ["one text", "another"]},
+    tag=_TAG,
+)
+EMBEDDINGS = RouteDoc(
+    "Compute the embedding of one prompt in Ollama's format",
+    OllamaEmbedding,
+    example={"prompt": "one text"},
+    tag=_TAG,
+)
+TAGS = RouteDoc("List the models in Ollama's format", OllamaModels, tag=_TAG)
+RUNNING = RouteDoc("List the loaded models in Ollama's format", OllamaRunningModels, tag=_TAG)
+SHOW = RouteDoc("Describe a model and its capabilities in Ollama's format", OllamaShown, example={}, tag=_TAG)
+VERSION = RouteDoc("Return the version of Ollama's API", OllamaVersion, tag=_TAG)
 PULL = RouteDoc(
-    "Whether a model is served: nothing is fetched",
+    "Check that a model is served; nothing is downloaded",
     OllamaStatus,
     {LINES: OllamaStatus},
     example={},

@@ -255,26 +255,28 @@ class Detokenized(JsonObject):
 
 
 CHAT = RouteDoc(
-    "A chat answer, whole or streamed",
+    "Answer a chat, whole or streamed",
     ChatCompletion,
     {EVENT_STREAM: ChatCompletionChunk},
     {"messages": [_USER], "max_completion_tokens": 64},
     tag=_TAG,
 )
 COMPLETION = RouteDoc(
-    "A continuation, whole or streamed",
+    "Continue a prompt, whole or streamed",
     Completion,
     {EVENT_STREAM: CompletionChunk},
     {"prompt": "The capital of France is", "max_tokens": 16},
     tag=_TAG,
 )
 EMBEDDINGS = RouteDoc(
-    "Vectors of texts",
+    "Compute an embedding of each text",
     EmbeddingList,
     example={"input": ["one text", "another"], "encoding_format": "float"},
     tag=_TAG,
 )
-MODELS = RouteDoc("The models that are served", ModelList, tag=_TAG)
-MODEL = RouteDoc("One of the models", Model, more_statuses=(404,), tag=_TAG)
-TOKENIZE = RouteDoc("Text or messages to tokens", Tokenized, example={"prompt": "Hello there"}, tag=_TAG)
-DETOKENIZE = RouteDoc("Tokens to text", Detokenized, example={"tokens": [1, 2, 3]}, tag=_TAG)
+MODELS = RouteDoc("List the served models", ModelList, tag=_TAG)
+MODEL = RouteDoc("Describe one of the served models", Model, more_statuses=(404,), tag=_TAG)
+TOKENIZE = RouteDoc(
+    "Split text or messages into tokens", Tokenized, example={"prompt": "Hello there"}, tag=_TAG
+)
+DETOKENIZE = RouteDoc("Join tokens to text", Detokenized, example={"tokens": [1, 2, 3]}, tag=_TAG)

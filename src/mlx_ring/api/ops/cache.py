@@ -84,7 +84,7 @@ def routes(context: ApiContext) -> APIRouter:
         router,
         "/cache/stats",
         cache_stats,
-        RouteDoc("Contents of the KV caches, and how much of them was reused", CacheStatistics),
+        RouteDoc("Report the contents of the KV caches, and how much of them was reused", CacheStatistics),
     )
     return router
 

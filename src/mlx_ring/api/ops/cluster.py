@@ -183,7 +183,9 @@ def routes(context: ApiContext) -> APIRouter:
         router,
         "/cluster/status",
         status,
-        RouteDoc("Nodes, instances and stages: memory and times, predicted and measured", ClusterStatus),
+        RouteDoc(
+            "Report nodes, instances and stages: memory and times, predicted and measured", ClusterStatus
+        ),
     )
     return router
 

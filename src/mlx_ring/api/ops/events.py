@@ -105,7 +105,7 @@ class PatchOperation(JsonObject):
 
 
 _DOC: RouteDoc[Response] = RouteDoc(
-    "State of the server on each change",
+    "Stream the state of nodes, instances and requests on each change, as server-sent events",
     None,
     {EVENT_STREAM: None},
     events={"state": Snapshot, "change": list[PatchOperation], "log": list[LogLine]},

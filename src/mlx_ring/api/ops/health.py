@@ -14,7 +14,7 @@ from fastapi import APIRouter, Request, Response
 
 from mlx_ring.api.context import ApiContext, workers_of_model
 from mlx_ring.api.errors import error_response
-from mlx_ring.api.openapi import JsonObject, RouteDoc, documented_get
+from mlx_ring.api.openapi import JsonObject, RouteDoc, documented_get, list_endpoints
 from mlx_ring.api.page.routes import page_response, wants_page
 from mlx_ring.api.service import ModelService, State
 from mlx_ring.core.errors import Draining, NotReady, RingError
@@ -108,6 +108,7 @@ class ServiceInfo(JsonObject):
     models: list[str]
     status: Literal["ready", "unavailable"]
     endpoints: dict[str, str]
+    """Purpose of each route, by method and path."""
 
 
 class EmbeddingInfo(JsonObject):
@@ -159,9 +160,21 @@ def routes(context: ApiContext) -> APIRouter:
         response.status_code = _UNAVAILABLE
         return response
 
-    documented_get(router, "/health", health, RouteDoc("Measured state", Health, unwell=Health, open=True))
-    documented_get(router, "/health/live", live, RouteDoc("The process runs", Alive, open=True))
-    documented_get(router, "/health/ready", ready, RouteDoc("The model can answer", Ready, open=True))
+    documented_get(
+        router,
+        "/health",
+        health,
+        RouteDoc("Report the measured state; 503 when no model can answer", Health, unwell=Health, open=True),
+    )
+    documented_get(
+        router, "/health/live", live, RouteDoc("Answer as long as the process runs", Alive, open=True)
+    )
+    documented_get(
+        router,
+        "/health/ready",
+        ready,
+        RouteDoc("Answer 200 when the model can answer, else 503 with the reason", Ready, open=True),
+    )
     _add_service(router, context)
     return router
 
@@ -248,42 +261,6 @@ def _uptime_s(created: int) -> int:
     return max(0, int(time.time()) - created)
 
 
-_ENDPOINTS = {
-    "POST /v1/chat/completions": "answer a chat, whole or streamed",
-    "POST /v1/completions": "continue a prompt, whole or streamed",
-    "POST /v1/responses": "answer a chat in items, whole or streamed; nothing is stored",
-    "POST /v1/messages": "answer a chat in Anthropic's format, whole or streamed",
-    "POST /v1/messages/count_tokens": "count the tokens of its prompt",
-    "POST /v1/embeddings": "compute an embedding of each text",
-    "POST /tokenize": "split text or messages into tokens",
-    "POST /detokenize": "join tokens to text",
-    "GET /v1/models": "list the served models",
-    "GET /v1/models/{model}": "describe one of them",
-    "POST /api/chat": "answer a chat in Ollama's format",
-    "POST /api/generate": "answer one prompt in Ollama's format",
-    "POST /api/embed": "compute embeddings in Ollama's format",
-    "POST /api/embeddings": "compute the embedding of one prompt in Ollama's format",
-    "GET /api/tags": "list the models in Ollama's format",
-    "GET /api/ps": "list the loaded models in Ollama's format",
-    "POST /api/show": "describe a model in Ollama's format",
-    "POST /api/pull": "check that a model is served; nothing is downloaded",
-    "GET /api/version": "return the version of Ollama's API",
-    "POST /generate": "continue a prompt",
-    "POST /models/load": "load a model and serve it from now on",
-    "POST /models/unload": "free a model's memory until the next request for it",
-    "GET /model/info": "describe a model: metadata, context length, devices",
-    "GET /cluster/status": "report nodes, instances and stages: memory and times, predicted and measured",
-    "GET /cluster/events": "report the same and more on each change, as server-sent events",
-    "GET /cache/stats": "report the contents of the KV caches",
-    "GET /metrics": "export metrics for Prometheus",
-    "GET /health": "report the measured state; 503 when no model can answer",
-    "GET /health/live": "answer as long as the process runs",
-    "GET /health/ready": "answer 200 when the model can answer, else 503 with the reason",
-    "GET /docs": "show this API's documentation as a page",
-    "GET /openapi.json": "describe this API in OpenAPI's format",
-}
-
-
 def _add_service(router: APIRouter, context: ApiContext) -> None:
     async def root(request: Request, response: Response) -> ServiceInfo | Response:
         """Answer browsers, which prefer HTML, with the page."""
@@ -297,7 +274,7 @@ def _add_service(router: APIRouter, context: ApiContext) -> None:
             "model": service.model_id,
             "models": [model.model_id for model in context.catalog.models],
             "status": "ready" if service.error is None else "unavailable",
-            "endpoints": _ENDPOINTS,
+            "endpoints": list_endpoints(request.app),
         }
 
     async def model_info(model: str | None = None) -> ModelInfo:
@@ -320,14 +297,14 @@ def _add_service(router: APIRouter, context: ApiContext) -> None:
         router,
         "/",
         root,
-        RouteDoc("Description of the server; in browsers, the page", ServiceInfo, {"text/html": None}),
+        RouteDoc("Describe the server; in browsers, show the page", ServiceInfo, {"text/html": None}),
     )
     documented_get(
         router,
         "/model/info",
         model_info,
         RouteDoc(
-            "Description of a model: metadata, context length, devices",
+            "Describe a model: metadata, context length, devices",
             ModelInfo,
             query={"model": "Name of the model. Default: the first served model."},
             more_statuses=(404,),

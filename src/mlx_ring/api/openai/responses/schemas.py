@@ -280,7 +280,7 @@ ResponseEvent = Annotated[
 ]
 
 RESPONSE = RouteDoc(
-    "A chat answer in items, whole or streamed; nothing is kept",
+    "Answer a chat in items, whole or streamed; nothing is stored",
     ResponseMade,
     {EVENT_STREAM: ResponseEvent},
     {"input": "What is the capital of France?", "max_output_tokens": 64},
