@@ -1,4 +1,4 @@
-"""Nodes that answer for their links, over mutual TLS on loopback."""
+"""Nodes that measure links and answer probes, over mutual TLS on loopback."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ SHORT = ProbeBounds(round_trips_s=0.02, throughput_s=0.05, most_bytes=16 << 20, 
 
 @dataclass(frozen=True, slots=True)
 class LinkedNode:
-    """One node."""
+    """A running node."""
 
     name: str
     agent: str
-    """Where the head asks it to measure."""
+    """Address at which the head asks it to measure."""
     links_port: int
-    """Where it answers probes."""
+    """Port at which it answers probes."""
     revoked: Revoked
-    """Who may probe it no more."""
+    """Certificates that its responder refuses."""
     guard: PeerGuard
-    """Of its answers to probes."""
+    """Guard of its responder."""
 
 
 @asynccontextmanager
@@ -46,7 +46,7 @@ async def linked_node(
     bounds: ProbeBounds = SHORT,
     clock: Callable[[], float] | None = None,
 ) -> AsyncGenerator[LinkedNode]:
-    """A node whose measurements are kept in `folder`."""
+    """Run a node that stores its measurements in `folder`."""
     credentials = node_credentials(authority, name)
     store = LinkStore(folder) if clock is None else LinkStore(folder, clock)
     server = make_aio_server(
@@ -64,8 +64,8 @@ async def linked_node(
         yield LinkedNode(name, f"127.0.0.1:{port}", links_port, revoked, guard)
     finally:
         await server.stop(None)
-        await asyncio.to_thread(_end, responder)
+        await asyncio.to_thread(_stop, responder)
 
 
-def _end(responder: grpc.Server) -> None:
+def _stop(responder: grpc.Server) -> None:
     responder.stop(None).wait()

@@ -1,4 +1,4 @@
-"""A real agent with real workers, as a head speaks to it."""
+"""A real agent with real workers, called as a head calls it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Agent:
     run_dir: Path
 
     async def start(self, request: agent_pb2.LoadStagesRequest) -> agent_pb2.StartReply:
-        """Its workers, with nothing loaded."""
+        """Start its workers, without loading anything."""
         start = agent_pb2.StartRequest(hello=request.hello, assignments=request.assignments)
         return await START.aio_unary_unary(self.channel)(start, wait_for_ready=True)
 
@@ -45,13 +45,13 @@ class Agent:
         return [progress async for progress in LOAD_STAGES.aio_unary_stream(self.channel)(request)]
 
     async def start_all(self, request: agent_pb2.LoadStagesRequest) -> list[agent_pb2.StageProgress]:
-        """Start and load."""
+        """Start its workers, and load their stages."""
         reply = await self.start(request)
         assert not reply.HasField("failure"), reply.failure.message
         return await self.load(request)
 
     async def watch(self) -> AsyncGenerator[agent_pb2.AgentEvent]:
-        """Its events; only a change brings another one, since the heartbeat is an hour away."""
+        """Yield its events. Heartbeats are an hour apart, so only a change causes another one."""
         request = agent_pb2.WatchRequest(hello=make_hello(), heartbeat_s=3600.0)
         async for event in WATCH.aio_unary_stream(self.channel)(request, wait_for_ready=True):
             yield event
@@ -113,14 +113,14 @@ def all_ended(processes: list[psutil.Process]) -> bool:
     return not alive
 
 
-def test_a_start_reports_each_stage_until_it_is_ready_and_a_stop_ends_them(
+def test_load_reports_each_stage_until_it_is_ready_and_stop_ends_the_workers(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     async def use(agent: Agent) -> None:
         started = (await agent.start(load_request(tiny_model))).workers
         assert [worker.stage for worker in started] == [0, 1]
         assert len({worker.address for worker in started}) == 2
-        assert {worker.port for worker in started} == {0}, "no other machine is let in"
+        assert {worker.port for worker in started} == {0}, "no other machine can connect"
         reports = await agent.load(load_request(tiny_model))
         assert {report.stage for report in reports if report.progress.ready} == {0, 1}
         workers = agent.workers()
@@ -134,7 +134,7 @@ def test_a_start_reports_each_stage_until_it_is_ready_and_a_stop_ends_them(
     with_agent(tmp_path, use)
 
 
-def test_a_stop_of_everything_ends_the_agent_too_and_leaves_no_folder(
+def test_stop_without_an_instance_ends_the_agent_and_removes_its_folder(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     async def use(agent: Agent) -> None:
@@ -148,7 +148,7 @@ def test_a_stop_of_everything_ends_the_agent_too_and_leaves_no_folder(
     with_agent(tmp_path, use)
 
 
-def test_a_death_is_told_at_once_with_its_reason_and_the_others_live_on(
+def test_the_end_of_a_worker_is_reported_with_its_reason_and_the_others_live(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     async def use(agent: Agent) -> None:
@@ -169,7 +169,7 @@ def test_a_death_is_told_at_once_with_its_reason_and_the_others_live_on(
     with_agent(tmp_path, use)
 
 
-def test_a_model_that_cannot_be_loaded_is_a_failure_and_no_worker_stays(
+def test_a_model_that_cannot_be_loaded_is_a_failure_and_its_workers_end(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     broken = tmp_path / "broken"
@@ -189,24 +189,24 @@ def test_a_model_that_cannot_be_loaded_is_a_failure_and_no_worker_stays(
     with_agent(tmp_path, use)
 
 
-@pytest.mark.parametrize("trouble", ["version", "twice", "nothing"])
-def test_a_start_that_cannot_be_meant_is_refused(trouble: str, tiny_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("fault", ["version", "twice", "nothing"])
+def test_an_invalid_start_is_refused(fault: str, tiny_model: Path, tmp_path: Path) -> None:
     async def use(agent: Agent) -> None:
         request = load_request(tiny_model, stages=1)
-        if trouble == "version":
+        if fault == "version":
             request.hello.mlx_ring = "0.0.0"
-        elif trouble == "nothing":
+        elif fault == "nothing":
             del request.assignments[:]
         else:
             await agent.start_all(request)
         reply = await agent.start(request)
         expected = {"version": "VersionMismatch", "twice": "ProtocolError", "nothing": "ProtocolError"}
-        assert reply.failure.kind == expected[trouble]
+        assert reply.failure.kind == expected[fault]
 
     with_agent(tmp_path, use)
 
 
-def test_only_what_was_started_is_loaded(tiny_model: Path, tmp_path: Path) -> None:
+def test_only_stages_that_were_started_are_loaded(tiny_model: Path, tmp_path: Path) -> None:
     async def use(agent: Agent) -> None:
         await agent.start(load_request(tiny_model, stages=2))
         (report,) = await agent.load(load_request(tiny_model, stages=1))
@@ -217,7 +217,7 @@ def test_only_what_was_started_is_loaded(tiny_model: Path, tmp_path: Path) -> No
     with_agent(tmp_path, use)
 
 
-def test_a_head_that_leaves_while_loading_leaves_no_worker(tiny_model: Path, tmp_path: Path) -> None:
+def test_workers_end_if_the_head_disconnects_while_they_load(tiny_model: Path, tmp_path: Path) -> None:
     async def use(agent: Agent) -> None:
         events = aiter(agent.watch())
         await anext(events)
@@ -234,7 +234,7 @@ def test_a_head_that_leaves_while_loading_leaves_no_worker(tiny_model: Path, tmp
     assert " ERROR " not in (tmp_path / "logs" / "agent.log").read_text()
 
 
-def test_an_agent_ended_by_sigterm_ends_its_workers_first(tiny_model: Path, tmp_path: Path) -> None:
+def test_an_agent_ends_its_workers_on_sigterm(tiny_model: Path, tmp_path: Path) -> None:
     async def use(agent: Agent) -> None:
         await agent.start_all(load_request(tiny_model))
         workers = agent.workers()

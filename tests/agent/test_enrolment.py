@@ -1,4 +1,4 @@
-"""Joining a real head over loopback: who has a good token becomes a member, whoever else is refused and logged."""
+"""Enrolment at a real head over loopback: a valid token makes a member, and every refusal is logged."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ from mlx_ring.rpc.tls.handshakes import handshake_error
 from mlx_ring.rpc.tls.identity import open_identity
 
 
-async def speak(head: Head, credentials: Credentials) -> int:
-    """A call of a member to the head. Raises `PeerRefused` where it is refused."""
+async def call_as_member(head: Head, credentials: Credentials) -> int:
+    """Call the head as a member. Raise `PeerRefused` if it refuses."""
     async with open_aio_channel(head.address.cluster, credentials, HEAD_NAME) as channel:
         try:
             reply = await STOP.aio_unary_unary(channel)(agent_pb2.StopRequest(), timeout=10)
@@ -54,7 +54,7 @@ async def speak(head: Head, credentials: Credentials) -> int:
 
 
 async def enrol(head: Head, request: enrol_pb2.EnrolRequest) -> enrol_pb2.EnrolReply:
-    """A request as it stands, from whoever made it."""
+    """Send a request to the enrolment port as it is."""
     async with open_aio_channel(head.address.enrolment, Anchor(head.authority.pem), HEAD_NAME) as channel:
         return await ENROL.aio_unary_unary(channel)(request, timeout=10)
 
@@ -72,7 +72,7 @@ def request_for(node: str, token: str, named: str = "") -> enrol_pb2.EnrolReques
 
 
 def refusals(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """The head's lines about refused requests; each has the peer's address."""
+    """Return the head's log lines about refused requests. Each has the peer's address."""
     lines = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert all(line.startswith("refused to enrol 127.0.0.1:") for line in lines)
     return lines
@@ -92,23 +92,23 @@ def test_a_machine_with_a_token_becomes_a_member_and_keeps_its_credentials(tmp_p
         credentials = await head.join(folder, head.token())
         assert load_credentials(folder) == credentials
         assert list(head.members.list()) == [open_identity(folder).node]
-        assert await speak(head, credentials) == ANSWER
+        assert await call_as_member(head, credentials) == ANSWER
 
     with_head(tmp_path, act)
 
 
-def test_joining_again_with_the_same_key_is_no_other_machine(tmp_path: Path) -> None:
+def test_joining_again_with_the_same_key_adds_no_member(tmp_path: Path) -> None:
     async def act(head: Head) -> None:
         await head.join(tmp_path / "node", head.token(uses=1))
         credentials = await head.join(tmp_path / "node", head.token(uses=1))
         assert len(head.members.list()) == 1
-        assert await speak(head, credentials) == ANSWER
+        assert await call_as_member(head, credentials) == ANSWER
 
     with_head(tmp_path, act)
 
 
 @pytest.mark.parametrize(
-    ("trouble", "said"),
+    ("fault", "message"),
     [
         ("wrong", "token is unknown"),
         ("expired", "is expired"),
@@ -116,13 +116,13 @@ def test_joining_again_with_the_same_key_is_no_other_machine(tmp_path: Path) -> 
         ("revoked", "is revoked"),
     ],
 )
-def test_a_token_that_opens_nothing_is_refused_with_the_reason_logged_and_others_join(
-    trouble: str, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_an_invalid_token_is_refused_and_logged_with_the_reason_and_others_join(
+    fault: str, message: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def act(head: Head) -> None:
-        token = head.token(life_s=0.0 if trouble == "expired" else 60.0, uses=1)
+        token = head.token(life_s=0.0 if fault == "expired" else 60.0, uses=1)
         ticket = parse_token(token)
-        match trouble:
+        match fault:
             case "wrong":
                 token = str(JoinToken(ticket.fingerprint, ticket.id, bytes(20)))
             case "used up":
@@ -131,23 +131,23 @@ def test_a_token_that_opens_nothing_is_refused_with_the_reason_logged_and_others
                 head.tokens.revoke(ticket.id.hex())
             case _:
                 pass
-        with pytest.raises(TokenRefused, match=said):
+        with pytest.raises(TokenRefused, match=message):
             await head.join(tmp_path / "stranger", token)
         assert load_credentials(tmp_path / "stranger") is None
-        assert await speak(head, await head.join(tmp_path / "friend", head.token())) == ANSWER
+        assert await call_as_member(head, await head.join(tmp_path / "friend", head.token())) == ANSWER
 
     with_head(tmp_path, act)
     (line,) = refusals(caplog)
-    assert said in line
+    assert message in line
 
 
-def test_a_mistyped_token_is_told_before_anything_is_asked(tmp_path: Path) -> None:
+def test_a_mistyped_token_is_refused_before_any_connection(tmp_path: Path) -> None:
     token = str(JoinToken(bytes(32), bytes(4), bytes(20)))
     with pytest.raises(TokenRefused, match="typing error"):
         join("192.0.2.1", token[:-1] + "z", tmp_path)
 
 
-def test_a_token_of_another_cluster_is_noticed_here_and_its_secret_never_sent(
+def test_a_token_of_another_cluster_is_refused_and_its_secret_never_sent(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     foreign = Authority.open(tmp_path / "foreign")
@@ -162,8 +162,8 @@ def test_a_token_of_another_cluster_is_noticed_here_and_its_secret_never_sent(
     assert refusals(caplog) == []
 
 
-def test_who_shows_the_cluster_s_authority_without_being_of_it_gets_no_secret(tmp_path: Path) -> None:
-    """The CA's certificate is no secret, so a stranger in the middle can carry it too."""
+def test_a_stranger_with_the_cluster_s_public_authority_gets_no_secret(tmp_path: Path) -> None:
+    # The CA's certificate is public, so a machine in the middle can present it.
     authority, key = Authority.open(tmp_path / "head"), make_key()
     carried = x509.UnrecognizedExtension(CARRIED_AUTHORITY, authority.certificate.public_bytes(Encoding.DER))
     leaf = (
@@ -198,7 +198,7 @@ def test_who_shows_the_cluster_s_authority_without_being_of_it_gets_no_secret(tm
     assert arrived == []
 
 
-def test_a_member_cannot_pass_for_the_head_towards_who_joins(tmp_path: Path) -> None:
+def test_a_member_cannot_impersonate_the_head(tmp_path: Path) -> None:
     authority = Authority.open(tmp_path / "head")
     server = make_server(1)
     port = add_secure_port(server, "127.0.0.1:0", node_credentials(authority, "mini-1").for_strangers())
@@ -214,9 +214,7 @@ def test_a_member_cannot_pass_for_the_head_towards_who_joins(tmp_path: Path) -> 
         server.stop(None)
 
 
-def test_the_same_request_twice_is_refused_the_second_time(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_repeated_request_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def act(head: Head) -> None:
         request = request_for("mini-1", head.token())
         assert not (await enrol(head, request)).HasField("failure")
@@ -230,7 +228,7 @@ def test_the_same_request_twice_is_refused_the_second_time(
 
 
 @pytest.mark.parametrize(
-    ("trouble", "kind", "said"),
+    ("fault", "kind", "message"),
     [
         (
             "another node's request",
@@ -243,13 +241,13 @@ def test_the_same_request_twice_is_refused_the_second_time(
         ("no nonce", TokenRefused, "nonce has 0 bytes"),
     ],
 )
-def test_a_request_that_is_not_right_is_refused_logged_and_takes_no_use(
-    trouble: str, kind: type[RingError], said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_an_invalid_request_is_refused_and_logged_and_does_not_use_the_token(
+    fault: str, kind: type[RingError], message: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def act(head: Head) -> None:
         token = head.token(uses=1)
-        request = request_for("mini-1", token, "studio-2" if trouble == "another node's request" else "")
-        match trouble:
+        request = request_for("mini-1", token, "studio-2" if fault == "another node's request" else "")
+        match fault:
             case "no id":
                 request.node = "head.mlx-ring"
             case "rubbish":
@@ -262,16 +260,16 @@ def test_a_request_that_is_not_right_is_refused_logged_and_takes_no_use(
                 pass
         error = failure_to_error((await enrol(head, request)).failure)
         assert type(error) is kind
-        assert said in str(error)
+        assert message in str(error)
         assert head.tokens.list()[0].uses == 0
-        assert await speak(head, await head.join(tmp_path / "friend", token)) == ANSWER
+        assert await call_as_member(head, await head.join(tmp_path / "friend", token)) == ANSWER
 
     with_head(tmp_path, act)
     (line,) = refusals(caplog)
-    assert said in line
+    assert message in line
 
 
-def test_another_machine_cannot_take_a_member_s_id(tmp_path: Path) -> None:
+def test_another_machine_cannot_take_a_members_id(tmp_path: Path) -> None:
     async def act(head: Head) -> None:
         assert not (await enrol(head, request_for("mini-1", head.token()))).HasField("failure")
         error = failure_to_error((await enrol(head, request_for("mini-1", head.token()))).failure)
@@ -281,19 +279,19 @@ def test_another_machine_cannot_take_a_member_s_id(tmp_path: Path) -> None:
     with_head(tmp_path, act)
 
 
-def test_a_message_over_the_limit_is_refused_and_others_are_served(tmp_path: Path) -> None:
+def test_a_message_over_the_size_limit_is_refused_and_others_are_served(tmp_path: Path) -> None:
     async def act(head: Head) -> None:
         request = request_for("mini-1", head.token())
         request.signing_request = bytes(MAX_MESSAGE_BYTES)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await enrol(head, request)
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert await speak(head, await head.join(tmp_path / "friend", head.token())) == ANSWER
+        assert await call_as_member(head, await head.join(tmp_path / "friend", head.token())) == ANSWER
 
     with_head(tmp_path, act)
 
 
-def test_who_guesses_is_stopped_after_a_few_tries_and_a_right_token_costs_none(
+def test_guesses_are_limited_to_a_few_tries_and_valid_requests_do_not_count(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def act(head: Head) -> None:
@@ -302,16 +300,16 @@ def test_who_guesses_is_stopped_after_a_few_tries_and_a_right_token_costs_none(
             assert not (await enrol(head, request_for(f"mini-{number}", token))).HasField("failure")
         ticket = parse_token(token)
         wrong = str(JoinToken(ticket.fingerprint, ticket.id, bytes(20)))
-        said = [(await enrol(head, request_for("guess-1", wrong))).failure.message for _ in range(5)]
-        assert ["Too many" in sentence for sentence in said] == [False] * 3 + [True] * 2
-        # Also with the right secret: otherwise the limit would not hide which guess was right.
+        messages = [(await enrol(head, request_for("guess-1", wrong))).failure.message for _ in range(5)]
+        assert ["Too many" in message for message in messages] == [False] * 3 + [True] * 2
+        # The right secret is refused too. Otherwise the limit would not hide which guess was right.
         assert "Too many" in (await enrol(head, request_for("mini-9", token))).failure.message
 
     with_head(tmp_path, act, TryLimit(burst=3, per_second=0.0))
     assert len(refusals(caplog)) == 6
 
 
-def test_the_enrolment_port_answers_nothing_but_enrolment(tmp_path: Path) -> None:
+def test_the_enrolment_port_serves_only_enrolment(tmp_path: Path) -> None:
     async def act(head: Head) -> None:
         async with open_aio_channel(head.address.enrolment, Anchor(head.authority.pem), HEAD_NAME) as channel:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -321,7 +319,7 @@ def test_the_enrolment_port_answers_nothing_but_enrolment(tmp_path: Path) -> Non
     with_head(tmp_path, act)
 
 
-def test_a_member_renews_and_both_certificates_work(tmp_path: Path) -> None:
+def test_after_a_renewal_both_certificates_work(tmp_path: Path) -> None:
     async def act(head: Head) -> None:
         folder = tmp_path / "node"
         first = await head.join(folder, head.token())
@@ -329,12 +327,12 @@ def test_a_member_renews_and_both_certificates_work(tmp_path: Path) -> None:
         assert second.key == first.key
         assert second.certificate != first.certificate
         assert load_credentials(folder) == second
-        assert [await speak(head, held) for held in (first, second)] == [ANSWER, ANSWER]
+        assert [await call_as_member(head, each) for each in (first, second)] == [ANSWER, ANSWER]
 
     with_head(tmp_path, act)
 
 
-def test_a_certificate_is_renewed_when_its_time_comes_and_not_before(tmp_path: Path) -> None:
+def test_a_certificate_is_renewed_only_when_it_is_due(tmp_path: Path) -> None:
     async def run() -> None:
         async with running_head(tmp_path / "head") as head:
             folder = tmp_path / "node"
@@ -360,11 +358,11 @@ def test_a_removed_node_is_refused_and_cannot_renew_while_another_is_served(
         node = open_identity(tmp_path / "lost").node
         head.members.remove(node)
         with pytest.raises(PeerRefused, match=f"{node} is not a member"):
-            await speak(head, lost)
+            await call_as_member(head, lost)
         with pytest.raises(PeerRefused, match=f"{node} is not a member"):
             await asyncio.to_thread(renew, head.address, lost, tmp_path / "lost")
-        assert await speak(head, kept) == ANSWER
-        assert await speak(head, await head.join(tmp_path / "lost", head.token())) == ANSWER
+        assert await call_as_member(head, kept) == ANSWER
+        assert await call_as_member(head, await head.join(tmp_path / "lost", head.token())) == ANSWER
 
     with_head(tmp_path, act)
     lines = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
@@ -372,19 +370,19 @@ def test_a_removed_node_is_refused_and_cannot_renew_while_another_is_served(
     assert all(line.startswith("refused a call of ") for line in lines)
 
 
-def test_an_expired_member_is_refused_by_tls_itself(tmp_path: Path) -> None:
+def test_an_expired_certificate_is_refused_by_tls(tmp_path: Path) -> None:
     async def act(head: Head) -> None:
         key, long_ago = make_key(), datetime.now(UTC) - CERTIFICATE_LIFE * 2
         certificate = head.authority.sign(make_signing_request(key, node_name("old-1")), "old-1", long_ago)
         head.members.admit(certificate)
         expired = Credentials(head.authority.pem, certificate.public_bytes(Encoding.PEM), key_to_pem(key))
         with pytest.raises(PeerRefused, match="may not accept this machine's certificate"):
-            await speak(head, expired)
+            await call_as_member(head, expired)
 
     with_head(tmp_path, act)
 
 
-def test_where_nobody_listens_the_address_is_named_with_what_to_check(tmp_path: Path) -> None:
+def test_an_unreachable_head_is_named_with_its_address_and_a_remedy(tmp_path: Path) -> None:
     token = str(JoinToken(bytes(32), bytes(4), bytes(20)))
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -393,7 +391,7 @@ def test_where_nobody_listens_the_address_is_named_with_what_to_check(tmp_path: 
             join(f"127.0.0.1:{port - 1}", token, tmp_path)
 
 
-def test_who_says_nothing_is_not_waited_for_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_a_silent_head_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(enrolment, "_WAIT_S", 0.05)
     token = str(JoinToken(bytes(32), bytes(4), bytes(20)))
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -402,7 +400,7 @@ def test_who_says_nothing_is_not_waited_for_for_ever(tmp_path: Path, monkeypatch
             join(str(HeadAddress("127.0.0.1", port - 1)), token, tmp_path)
 
 
-def test_what_is_no_head_is_said_to_be_none(tmp_path: Path) -> None:
+def test_a_server_that_is_no_head_is_refused_as_such(tmp_path: Path) -> None:
     token = str(JoinToken(bytes(32), bytes(4), bytes(20)))
     server = make_server(1)
     port = server.add_insecure_port("127.0.0.1:0")

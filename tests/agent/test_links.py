@@ -1,4 +1,4 @@
-"""A node measures the ways to others when the head asks, once for each pair of addresses."""
+"""Measurement of links on request of the head, once for each pair of addresses, and its storage."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MEASURE = LinkMeasure(0.3e-3, 0.2e-3, 1e9, 20, 1 << 20)
 
 @dataclass(slots=True)
 class Clock:
-    """Unix seconds, as the test has them."""
+    """A clock in Unix seconds that the test sets."""
 
     now: float = 1.8e9
 
@@ -46,15 +46,15 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
     return Authority.open(tmp_path_factory.mktemp("cluster"))
 
 
-async def ask(
-    node: LinkedNode, asker: Credentials, target: str, address: str, max_age_s: float = 3600.0
+async def measure(
+    node: LinkedNode, credentials: Credentials, target: str, address: str, max_age_s: float = 3600.0
 ) -> agent_pb2.MeasureLinkReply:
-    async with open_aio_channel(node.agent, asker, node_name(node.name)) as channel:
+    async with open_aio_channel(node.agent, credentials, node_name(node.name)) as channel:
         agent = AgentLink(channel, f"the agent of {node.name}")
         return await agent.measure_link(make_hello(), target, address, max_age_s, 30.0)
 
 
-def test_a_link_is_measured_once_and_again_at_another_address_or_when_it_is_old(
+def test_a_link_is_measured_again_only_at_another_address_or_when_it_is_old(
     authority: Authority, tmp_path: Path
 ) -> None:
     async def run() -> list[float]:
@@ -67,7 +67,7 @@ def test_a_link_is_measured_once_and_again_at_another_address_or_when_it_is_old(
             ages: list[float] = []
             for host, later_s in (("127.0.0.1", 0), ("127.0.0.1", 60), ("[::1]", 0), ("127.0.0.1", 7200)):
                 clock.now += later_s
-                found = await ask(one, head, "mini-2", f"{host}:{two.links_port}")
+                found = await measure(one, head, "mini-2", f"{host}:{two.links_port}")
                 assert found.round_trip_s > 0
                 assert found.bytes_per_s > 0
                 ages.append(found.age_s)
@@ -76,50 +76,50 @@ def test_a_link_is_measured_once_and_again_at_another_address_or_when_it_is_old(
     assert asyncio.run(run()) == [0.0, 60.0, 0.0, 0.0]
 
 
-def test_a_slow_link_is_measured_as_such(authority: Authority, tmp_path: Path) -> None:
+def test_a_slow_link_is_measured_as_slow(authority: Authority, tmp_path: Path) -> None:
     async def run() -> float:
         async with AsyncExitStack() as stack:
             one = await stack.enter_async_context(linked_node(authority, "mini-1", tmp_path / "1"))
             two = await stack.enter_async_context(linked_node(authority, "mini-2", tmp_path / "2"))
             port = await stack.enter_async_context(throttled_relay(two.links_port, 100_000))
-            found = await ask(one, authority.head_credentials(), "mini-2", f"127.0.0.1:{port}")
+            found = await measure(one, authority.head_credentials(), "mini-2", f"127.0.0.1:{port}")
         return found.bytes_per_s
 
-    # What is taken off for the first bytes' way makes up for some of it.
+    # The correction for the latency of the first bytes raises the result.
     assert asyncio.run(run()) < 1_000_000
 
 
-def test_a_link_into_the_dark_is_told_and_not_kept(authority: Authority, tmp_path: Path) -> None:
+def test_a_link_without_an_answer_is_an_error_and_not_stored(authority: Authority, tmp_path: Path) -> None:
     async def run() -> None:
         with socket.create_server(("127.0.0.1", 0)) as silent:
             address = f"127.0.0.1:{silent.getsockname()[1]}"
             async with linked_node(authority, "mini-1", tmp_path) as one:
                 with pytest.raises(WorkerStuck, match=f"mini-2 at {address} did not answer"):
-                    await ask(one, authority.head_credentials(), "mini-2", address)
+                    await measure(one, authority.head_credentials(), "mini-2", address)
 
     asyncio.run(run())
     assert not (tmp_path / LINKS_FILE).exists()
 
 
-def test_whoever_answers_must_be_the_node_that_was_meant(authority: Authority, tmp_path: Path) -> None:
+def test_an_answer_of_another_node_is_an_error(authority: Authority, tmp_path: Path) -> None:
     async def run() -> None:
         async with linked_node(authority, "mini-1", tmp_path) as one:
             with pytest.raises(RingError, match="mini-2 at"):
-                await ask(one, authority.head_credentials(), "mini-2", f"127.0.0.1:{one.links_port}")
+                await measure(one, authority.head_credentials(), "mini-2", f"127.0.0.1:{one.links_port}")
 
     asyncio.run(run())
 
 
-def test_only_the_head_may_ask(authority: Authority, tmp_path: Path) -> None:
+def test_only_the_head_may_request_a_measurement(authority: Authority, tmp_path: Path) -> None:
     async def run() -> None:
         async with linked_node(authority, "mini-1", tmp_path) as one:
             with pytest.raises(PeerRefused, match="only the head may"):
-                await ask(one, node_credentials(authority, "mini-2"), "mini-1", "127.0.0.1:9")
+                await measure(one, node_credentials(authority, "mini-2"), "mini-1", "127.0.0.1:9")
 
     asyncio.run(run())
 
 
-def test_a_probe_of_a_node_that_is_removed_meanwhile_ends(authority: Authority, tmp_path: Path) -> None:
+def test_the_probe_of_a_removed_node_is_cancelled(authority: Authority, tmp_path: Path) -> None:
     async def run() -> None:
         prober = node_credentials(authority, "mini-2")
         async with (
@@ -137,13 +137,13 @@ def test_a_probe_of_a_node_that_is_removed_meanwhile_ends(authority: Authority, 
     asyncio.run(run())
 
 
-def test_probes_are_answered_to_members_alone(authority: Authority, tmp_path: Path) -> None:
+def test_probes_of_strangers_are_not_answered(authority: Authority, tmp_path: Path) -> None:
     async def run() -> None:
         stranger = node_credentials(Authority.open(tmp_path / "theirs"), "mini-2")
-        sneaky = Credentials(authority.pem, stranger.certificate, stranger.key)
+        forged = Credentials(authority.pem, stranger.certificate, stranger.key)
         async with (
             linked_node(authority, "mini-1", tmp_path / "1") as one,
-            open_aio_channel(f"127.0.0.1:{one.links_port}", sneaky, node_name("mini-1")) as channel,
+            open_aio_channel(f"127.0.0.1:{one.links_port}", forged, node_name("mini-1")) as channel,
         ):
             call = PROBE.aio_stream_stream(channel)(iter([Frame(worker_pb2.FrameHeader())]))
             with pytest.raises(grpc.aio.AioRpcError):
@@ -152,7 +152,7 @@ def test_probes_are_answered_to_members_alone(authority: Authority, tmp_path: Pa
     asyncio.run(run())
 
 
-def test_what_was_kept_holds_for_both_addresses_until_it_is_old(tmp_path: Path) -> None:
+def test_a_stored_measurement_holds_for_its_two_addresses_until_it_is_old(tmp_path: Path) -> None:
     clock = Clock()
     store = LinkStore(tmp_path / "state", clock)
     store.save(KEY, MEASURE)
@@ -167,7 +167,7 @@ def test_what_was_kept_holds_for_both_addresses_until_it_is_old(tmp_path: Path) 
     assert store.load(KEY, 100) is None, "measured in the future"
 
 
-def test_each_way_has_its_last_measurement(tmp_path: Path) -> None:
+def test_each_route_has_its_last_measurement(tmp_path: Path) -> None:
     store, other = LinkStore(tmp_path), RouteKey("mini-3", "10.0.0.3", "10.0.0.1")
     for key, bandwidth in ((KEY, 1.0), (other, 2.0), (KEY, 3.0)):
         store.save(key, LinkMeasure(1e-3, 1e-3, bandwidth, 1, 1))
@@ -176,7 +176,7 @@ def test_each_way_has_its_last_measurement(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"version": 1}', '{"version": 9, "mlx_ring": "0", "links": []}'])
-def test_a_broken_file_counts_as_nothing_and_is_written_over(text: str, tmp_path: Path) -> None:
+def test_a_broken_file_is_ignored_and_overwritten(text: str, tmp_path: Path) -> None:
     (tmp_path / LINKS_FILE).write_text(text)
     store = LinkStore(tmp_path)
     assert store.load(KEY, 60) is None
@@ -184,7 +184,7 @@ def test_a_broken_file_counts_as_nothing_and_is_written_over(text: str, tmp_path
     assert store.load(KEY, 60) is not None
 
 
-def test_a_folder_that_cannot_be_written_to_is_no_error(
+def test_a_folder_that_cannot_be_written_is_no_error(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("in the way")
@@ -192,7 +192,7 @@ def test_a_folder_that_cannot_be_written_to_is_no_error(
     assert "is measured again the next time" in caplog.text
 
 
-def test_the_key_of_a_way_has_both_ends() -> None:
+def test_the_key_of_a_route_has_both_addresses() -> None:
     assert RouteKey.to("mini-2", "127.0.0.1:50051") == RouteKey("mini-2", "127.0.0.1", "127.0.0.1")
     assert RouteKey.to("mini-2", "[::1]:50051") == RouteKey("mini-2", "::1", "::1")
     assert not RouteKey.to("mini-2", "no.such.host.invalid:1").source

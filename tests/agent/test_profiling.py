@@ -1,25 +1,37 @@
-"""Measuring in a process of its own: what it finds, and what becomes of its failures."""
+"""Profiles of a machine: measured in a process of their own, stored, and measured again when they are stale."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+from tests.profiles import made_up_profile
 
-from mlx_ring.agent.profiling import ProfileOptions, measure_machine
+from mlx_ring.agent import profiling as profile_store
+from mlx_ring.agent.profiling import (
+    PROFILE_FILE,
+    ProfileKey,
+    ProfileOptions,
+    ProfileStore,
+    measure_machine,
+    recall_or_measure,
+)
 from mlx_ring.core.errors import ProtocolError, RingError, WorkerLost, WorkerStuck
+from mlx_ring.host.machine_profile import MachineProfile
 
-pytestmark = pytest.mark.processes
 QUICK = ProfileOptions(seconds=0.1, memory_share=0.05)
-WRITE = "import sys; out = sys.argv[sys.argv.index('--output') + 1]; open(out, 'w').write({!r})"
+WRITE_CODE = "import sys; out = sys.argv[sys.argv.index('--output') + 1]; open(out, 'w').write({!r})"
 
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file that is a module for child processes: `measuring`."""
+    """Return the file of the module `measuring`, which child processes can run."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     return tmp_path / "measuring.py"
 
@@ -28,24 +40,26 @@ def measure(options: ProfileOptions = QUICK, module: str = "measuring") -> objec
     return asyncio.run(measure_machine(options, module))
 
 
-def test_the_machine_is_measured_with_the_threads_that_workers_have() -> None:
+@pytest.mark.processes
+def test_the_machine_is_measured_with_the_threads_of_workers() -> None:
     found = asyncio.run(measure_machine(ProfileOptions(blas_threads=2, seconds=0.1, memory_share=0.05)))
     assert found.blas_threads == 2
     assert found.memory_bytes > 0
     assert not left_behind("mlx_ring.worker.profile")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("code", "error", "sentence"),
     [
         ("import sys; sys.exit('no memory is left')", WorkerLost, "exit code 1: no memory is left"),
         ("import os; os.kill(os.getpid(), 9)", WorkerLost, "ended by signal 9"),
         ("pass", ProtocolError, "left no profile"),
-        (WRITE.format("{}"), ProtocolError, "This is no machine's profile"),
-        (WRITE.format("rubbish"), ProtocolError, "This is no machine's profile"),
+        (WRITE_CODE.format("{}"), ProtocolError, "This is no machine's profile"),
+        (WRITE_CODE.format("rubbish"), ProtocolError, "This is no machine's profile"),
     ],
 )
-def test_a_failure_is_an_error_that_says_why(
+def test_a_failed_measurement_is_an_error_with_its_cause(
     code: str, error: type[RingError], sentence: str, module: Path
 ) -> None:
     module.write_text(code)
@@ -53,7 +67,8 @@ def test_a_failure_is_an_error_that_says_why(
         measure()
 
 
-def test_who_takes_too_long_is_ended(module: Path) -> None:
+@pytest.mark.processes
+def test_a_measurement_that_takes_too_long_is_ended(module: Path) -> None:
     module.write_text("import threading; threading.Event().wait()")
     with pytest.raises(WorkerStuck, match="took longer than 1 s and was ended"):
         measure(ProfileOptions(timeout_s=1.0))
@@ -66,3 +81,98 @@ def left_behind(module: str) -> list[int]:
         for child in psutil.Process().children(recursive=True)
         if child.is_running() and [sys.executable, "-m", module] == child.cmdline()[:3]
     ]
+
+
+OPTIONS = ProfileOptions(blas_threads=2)
+KEY = ProfileKey.of_here(OPTIONS)
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[ProfileOptions]:
+    """Replace the measurement; return the list of its calls. The results differ in their seconds."""
+    calls: list[ProfileOptions] = []
+
+    async def measure(options: ProfileOptions) -> MachineProfile:
+        calls.append(options)
+        return made_up_profile(seconds=float(len(calls)))
+
+    monkeypatch.setattr(profile_store, "measure_machine", measure)
+    return calls
+
+
+def recall(folder: Path, options: ProfileOptions = OPTIONS, *, again: bool = False) -> MachineProfile:
+    return asyncio.run(recall_or_measure(ProfileStore(folder), options, again=again))
+
+
+def test_a_machine_is_measured_once(tmp_path: Path, measured: list[ProfileOptions]) -> None:
+    first, second = recall(tmp_path / "state"), recall(tmp_path / "state")
+    assert first == second
+    assert measured == [OPTIONS]
+
+
+def test_a_machine_is_measured_again_on_request(tmp_path: Path, measured: list[ProfileOptions]) -> None:
+    recall(tmp_path)
+    assert recall(tmp_path, again=True).seconds == 2.0
+    assert recall(tmp_path).seconds == 2.0
+    assert len(measured) == 2
+
+
+def test_another_number_of_threads_has_its_own_profile(
+    tmp_path: Path, measured: list[ProfileOptions]
+) -> None:
+    recall(tmp_path)
+    recall(tmp_path, ProfileOptions(blas_threads=1))
+    assert len(measured) == 2
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(ProfileKey)])
+def test_a_change_of_any_key_field_makes_a_profile_stale(name: str, tmp_path: Path) -> None:
+    store = ProfileStore(tmp_path)
+    store.save(KEY, made_up_profile())
+    value: Any = getattr(KEY, name)
+    other: Any = (*value, "card") if isinstance(value, tuple) else value * 2 + type(value)(1)
+    changes: dict[str, Any] = {name: other}
+    assert store.load(KEY) == made_up_profile()
+    assert store.load(replace(KEY, **changes)) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "null", '{"key": {}}', "\udcff", json.dumps({"key": "KEY", "profile": {"version": 1}})],
+)
+def test_a_broken_file_is_replaced_by_a_new_measurement(
+    text: str, tmp_path: Path, measured: list[ProfileOptions]
+) -> None:
+    key = json.dumps(KEY.as_json())
+    content = text.replace('"KEY"', key)
+    (tmp_path / PROFILE_FILE).write_bytes(content.encode("utf-8", "surrogateescape"))
+    assert recall(tmp_path) == recall(tmp_path)
+    assert len(measured) == 1
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path, measured: list[ProfileOptions]) -> None:
+    (tmp_path / "file").write_text("in the way")
+    assert recall(tmp_path / "file" / "state").seconds == 1.0
+    assert len(measured) == 1
+
+
+def test_the_folder_holds_only_the_profile(tmp_path: Path, measured: list[ProfileOptions]) -> None:
+    recall(tmp_path)
+    recall(tmp_path, again=True)
+    assert [path.name for path in tmp_path.iterdir()] == [PROFILE_FILE]
+    assert len(measured) == 2
+
+
+def test_a_failed_measurement_keeps_the_stored_profile(
+    tmp_path: Path, measured: list[ProfileOptions], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = recall(tmp_path)
+
+    async def fail(_options: ProfileOptions) -> MachineProfile:
+        raise WorkerLost("it ended by signal 9")
+
+    monkeypatch.setattr(profile_store, "measure_machine", fail)
+    with pytest.raises(WorkerLost):
+        recall(tmp_path, again=True)
+    assert recall(tmp_path) == stored
+    assert len(measured) == 1

@@ -1,4 +1,4 @@
-"""How an agent ends its workers, and what it tells them without being asked."""
+"""Control of workers by their agent: GPUs, refused certificates, and their end."""
 
 from __future__ import annotations
 
@@ -9,23 +9,25 @@ from types import SimpleNamespace
 from typing import cast
 
 import grpc
+import pytest
 
-from mlx_ring.agent.supervisor import Supervisor, Worker, WorkerOptions
+from mlx_ring.agent.supervisor import Supervisor, Worker, WorkerOptions, own_gpu
 from mlx_ring.core.environment import inherited_environment
 from mlx_ring.host.child import ChildProcess
 from mlx_ring.rpc.channels import make_aio_server, open_aio_channel
 from mlx_ring.rpc.methods import STATUS, WORKER_SERVICE, service_handler
 from mlx_ring.rpc.protos import worker_pb2
+from mlx_ring.rpc.protos.worker_pb2 import StageAssignment
 
 
-def test_workers_hear_at_once_which_certificates_are_refused(tmp_path: Path) -> None:
+def test_workers_receive_refused_certificates_at_once(tmp_path: Path) -> None:
     async def run() -> list[str]:
-        heard: asyncio.Queue[list[str]] = asyncio.Queue()
+        received: asyncio.Queue[list[str]] = asyncio.Queue()
 
         async def status(
             request: worker_pb2.StatusRequest, _context: grpc.aio.ServicerContext[object, object]
         ) -> worker_pb2.WorkerStatus:
-            heard.put_nowait(list(request.revoked))
+            received.put_nowait(list(request.revoked))
             return worker_pb2.WorkerStatus(phase="ready")
 
         socket = tmp_path / "w.sock"
@@ -39,14 +41,14 @@ def test_workers_hear_at_once_which_certificates_are_refused(tmp_path: Path) -> 
             supervisor._workers.append(Worker(worker_pb2.StageAssignment(), socket, living, channel))  # pyright: ignore[reportPrivateUsage] - no process is needed for this
             supervisor.revoke(("7f",))
             async with asyncio.timeout(60):
-                told = await heard.get()
+                serials = await received.get()
         await server.stop(None)
-        return told
+        return serials
 
     assert asyncio.run(run()) == ["7f"]
 
 
-DEAF = """
+IGNORES_SIGTERM = """
 import signal
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print('up', flush=True)
@@ -55,21 +57,20 @@ while True:
 """
 
 
-def test_a_stop_whose_caller_is_cancelled_still_ends_a_worker_that_ignores_sigterm(tmp_path: Path) -> None:
-    """A head that is cut off in the middle cancels its call."""
-
+def test_a_cancelled_stop_still_ends_a_worker_that_ignores_sigterm(tmp_path: Path) -> None:
+    # A head that is disconnected during its call cancels it.
     async def run() -> str:
-        (tmp_path / "deaf_worker.py").write_text(DEAF)
+        (tmp_path / "stubborn_worker.py").write_text(IGNORES_SIGTERM)
         supervisor = Supervisor(WorkerOptions("here", tmp_path, tmp_path, "info", "off", 1))
         up = asyncio.Event()
 
-        def hear(line: str) -> str:
+        def on_line(line: str) -> str:
             up.set()
             return line
 
         environment = inherited_environment({"PYTHONPATH": str(tmp_path)})
         child = await ChildProcess.start(
-            "deaf_worker", [], name="deaf", rank=1, environment=environment, word=hear
+            "stubborn_worker", [], name="stubborn", rank=1, environment=environment, word=on_line
         )
         try:
             async with asyncio.timeout(60), open_aio_channel(f"unix:{tmp_path / 'w.sock'}") as channel:
@@ -86,3 +87,24 @@ def test_a_stop_whose_caller_is_cancelled_still_ends_a_worker_that_ignores_sigte
             await child.stop(0.0)
 
     assert asyncio.run(run()) == "ended by signal 9 (SIGKILL)"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "visible", "expected"),
+    [
+        (4, "", ["0", "1", "2", "3"]),
+        (8, "7,6,5,4,3", ["7", "6", "5", "4"]),
+        (8, "1,2", [None] * 4),
+        (2, "", [None] * 4),
+        (0, "", [None] * 4),
+    ],
+)
+def test_workers_have_a_gpu_each_if_there_are_enough(
+    gpus: int, visible: str, expected: list[str | None], tmp_path: Path
+) -> None:
+    for number in range(gpus):
+        (tmp_path / f"0000:{number:02x}:00.0").mkdir()
+    places = [
+        StageAssignment(stage=stage, stages=2, rank=rank, tp_size=2) for stage in (0, 1) for rank in (0, 1)
+    ]
+    assert [own_gpu(place, tmp_path, visible).get("CUDA_VISIBLE_DEVICES") for place in places] == expected

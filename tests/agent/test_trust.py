@@ -1,4 +1,4 @@
-"""What an agent refuses of collectives, whatever a head asks for."""
+"""Collectives that an agent refuses, whatever a head requests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mlx_ring.host.trusted_interfaces import Trust
 from mlx_ring.rpc.protos import worker_pb2
 
 NOWHERE = "198.51.100.7"
-"""An address that documents are written with."""
+"""An address reserved for documentation."""
 
 
 def rank(host: str, *group: str) -> worker_pb2.StageAssignment:
@@ -30,37 +30,37 @@ def test_loopback_needs_no_trust(host: str) -> None:
 
 
 @pytest.mark.parametrize("trust", [Trust(), Trust(("lo",)), Trust(("nothing0",))])
-def test_a_rank_does_not_listen_where_nothing_was_named(trust: Trust) -> None:
+def test_a_rank_does_not_listen_on_an_untrusted_interface(trust: Trust) -> None:
     with pytest.raises(PlanError, match=f"would use {NOWHERE}, which no --trusted-interface"):
         check_hosts([rank(NOWHERE)], trust)
 
 
-def test_a_rank_does_not_reach_the_next_by_another_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_does_not_reach_the_next_by_an_untrusted_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlx_ring.agent.trust.source_address", loopback)
-    asked = [rank("", "127.0.0.1:1", f"{NOWHERE}:2")]
+    assignment = [rank("", "127.0.0.1:1", f"{NOWHERE}:2")]
     with pytest.raises(PlanError, match=rf"route to {NOWHERE}, .*, leaves through 127\.0\.0\.1, which no"):
-        check_routes(asked, Trust())
-    check_routes(asked, Trust(("127.0.0.0/8",)))
+        check_routes(assignment, Trust())
+    check_routes(assignment, Trust(("127.0.0.0/8",)))
 
 
-def test_nor_does_it_answer_the_one_before_by_another() -> None:
-    asked = rank("", "127.0.0.1:1", "127.0.0.1:2")
-    asked.group_from = NOWHERE
+def test_a_rank_does_not_answer_the_previous_one_by_an_untrusted_interface() -> None:
+    assignment = rank("", "127.0.0.1:1", "127.0.0.1:2")
+    assignment.group_from = NOWHERE
     with pytest.raises(PlanError, match=f"route to {NOWHERE}"):
-        check_routes([asked], Trust())
+        check_routes([assignment], Trust())
 
 
-def test_no_rank_of_jaccl_reaches_rank_0_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_rank_of_jaccl_reaches_rank_0_by_an_untrusted_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlx_ring.agent.trust.source_address", loopback)
-    asked = rank("", f"{NOWHERE}:1", "127.0.0.1:2", "127.0.0.1:3")
-    asked.tp_size, asked.rank = 3, 1
-    check_routes([asked], Trust())
-    asked.backend, asked.rdma = "jaccl", "[[], [], []]"
+    assignment = rank("", f"{NOWHERE}:1", "127.0.0.1:2", "127.0.0.1:3")
+    assignment.tp_size, assignment.rank = 3, 1
+    check_routes([assignment], Trust())
+    assignment.backend, assignment.rdma = "jaccl", "[[], [], []]"
     with pytest.raises(PlanError, match=f"route to {NOWHERE}"):
-        check_routes([asked], Trust())
+        check_routes([assignment], Trust())
 
 
-def test_a_name_is_no_place_for_a_rank_for_it_could_lead_elsewhere_the_next_time() -> None:
+def test_a_host_name_is_no_address_for_a_rank() -> None:
     with pytest.raises(PlanError, match=r"no route to mini\.local"):
         check_routes([rank("", "127.0.0.1:1", "mini.local:2")], Trust(("127.0.0.0/8",)))
 
@@ -71,44 +71,42 @@ def test_a_group_has_as_many_addresses_as_ranks() -> None:
 
 
 @pytest.mark.parametrize("name", ["OMPI_MCA_btl", "MLX_HOSTFILE", "NCCL_SOCKET_IFNAME"])
-def test_a_head_sets_no_variables_that_could_lead_elsewhere(name: str) -> None:
-    asked = rank("", "127.0.0.1:1", "127.0.0.1:2")
-    asked.group_environment["MLX_JACCL_RING"] = "1"
-    check_routes([asked], Trust())
-    asked.group_environment[name] = "x"
+def test_a_head_may_not_set_variables_that_change_addresses(name: str) -> None:
+    assignment = rank("", "127.0.0.1:1", "127.0.0.1:2")
+    assignment.group_environment["MLX_JACCL_RING"] = "1"
+    check_routes([assignment], Trust())
+    assignment.group_environment[name] = "x"
     with pytest.raises(PlanError, match=f"was requested with {name}, which no head may set"):
-        check_routes([asked], Trust())
+        check_routes([assignment], Trust())
 
 
 @pytest.mark.parametrize("backend", ["nccl", "mpi"])
-def test_what_joins_workers_of_one_machine_reaches_no_other(
-    backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_backend_for_one_machine_reaches_no_other(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlx_ring.agent.trust.source_address", loopback)
-    asked = rank("", "127.0.0.1:1", f"{NOWHERE}:2")
-    asked.backend = backend
+    assignment = rank("", "127.0.0.1:1", f"{NOWHERE}:2")
+    assignment.backend = backend
     with pytest.raises(PlanError, match=f"reach {NOWHERE}, but {backend} only joins workers of one machine"):
-        check_routes([asked], Trust(("127.0.0.0/8",)))
+        check_routes([assignment], Trust(("127.0.0.0/8",)))
 
 
-def test_only_rdma_devices_of_interfaces_that_were_named_are_used() -> None:
-    asked = rank("", "127.0.0.1:1", "127.0.0.1:2")
-    asked.backend, asked.rdma = (
+def test_only_rdma_devices_of_trusted_interfaces_are_used() -> None:
+    assignment = rank("", "127.0.0.1:1", "127.0.0.1:2")
+    assignment.backend, assignment.rdma = (
         "jaccl",
         '[[null, ["rdma_en5", "rdma_en2"]], [["rdma_en2", "rdma_en9"], null]]',
     )
-    check_routes([asked], Trust(("en5", "en2")))
+    check_routes([assignment], Trust(("en5", "en2")))
     with pytest.raises(PlanError, match="would use rdma_en2, but no --trusted-interface"):
-        check_routes([asked], Trust(("en5",)))
+        check_routes([assignment], Trust(("en5",)))
     assert trusted_devices(["rdma_en2", "rdma_en5"], Trust(("en5",))) == ["rdma_en5"]
 
 
-def test_a_rank_is_not_loaded_to_listen_elsewhere_than_it_was_started_for() -> None:
+def test_a_rank_must_load_with_the_address_that_it_was_started_with() -> None:
     with pytest.raises(PlanError, match=f"A rank would listen on {NOWHERE}"):
         check_routes([rank("127.0.0.1", f"{NOWHERE}:1,127.0.0.1:3", "localhost:2")], Trust(("lo",)))
 
 
-def test_an_interface_that_is_gone_is_a_problem_and_no_end() -> None:
+def test_a_missing_interface_is_a_problem_but_no_error() -> None:
     found, problem = Trust(("127.0.0.1", "nothing0")).now()
     assert [one.address for one in found] == ["127.0.0.1"]
     assert "names nothing0, but this machine has no such interface" in problem

@@ -1,4 +1,4 @@
-"""Nodes that give weights over loopback, each from its own folder, and one that fetches from them."""
+"""Nodes that serve weights over loopback, each from its own folder, and fetches from them."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ QUICK = Patience(silence_s=10.0, tries=2, pause_s=0.01)
 Tamper = Callable[[weights_pb2.FetchPart], AsyncIterator[weights_pb2.FetchPart]]
 
 
-def say_nothing(_done: int, _total: int) -> None:
-    """No progress is told."""
+def ignore_progress(_done: int, _total: int) -> None:
+    """Ignore progress."""
 
 
 @dataclass(slots=True)
-class Told:
-    """Keeps the progress that it is told."""
+class RecordedProgress:
+    """Recorder of progress."""
 
     steps: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
 
@@ -44,11 +44,11 @@ class Told:
 
 
 def manifest_in(folder: Path, cache: Path) -> WeightsManifest:
-    return manifest_of_folder(read_model_folder(folder), cache, say_nothing)
+    return manifest_of_folder(read_model_folder(folder), cache, ignore_progress)
 
 
 def write_pieces(folder: Path, sizes: list[int], seed: int = 0) -> WeightsManifest:
-    """A folder of one file with pieces of these sizes: what is fetched need not be a model."""
+    """Write a folder of one file with pieces of these sizes, because a fetch needs no real model."""
     folder.mkdir(parents=True, exist_ok=True)
     data = np.random.default_rng(seed).bytes(sum(sizes))
     (folder / "model.safetensors").write_bytes(data)
@@ -61,17 +61,17 @@ def write_pieces(folder: Path, sizes: list[int], seed: int = 0) -> WeightsManife
 
 
 class TamperingFront(WeightsFront):
-    """Gives what `tamper` makes of each part that it would give."""
+    """A server of weights that passes each part through `tamper`."""
 
     tamper: Tamper | None = None
-    instead: str = ""
-    """The model whose manifest is given, whatever was asked for."""
+    served_model: str = ""
+    """Model whose manifest is sent, whichever is requested; empty for the requested one."""
 
     async def manifest(
         self, request: weights_pb2.ManifestRequest, _context: grpc.aio.ServicerContext[object, object]
     ) -> AsyncIterator[weights_pb2.ManifestPart]:
-        asked = weights_pb2.ManifestRequest(hello=request.hello, model=self.instead or request.model)
-        async for part in super().manifest(asked, _context):
+        changed = weights_pb2.ManifestRequest(hello=request.hello, model=self.served_model or request.model)
+        async for part in super().manifest(changed, _context):
             yield part
 
     def handler(self) -> grpc.GenericRpcHandler:
@@ -91,7 +91,7 @@ class TamperingFront(WeightsFront):
 
 @dataclass(slots=True)
 class Node:
-    """One that gives weights."""
+    """A node that serves weights."""
 
     peer: Peer
     address: str
@@ -108,7 +108,7 @@ async def node(
     store: WeightStore | None = None,
     tamper: Tamper | None = None,
 ) -> AsyncGenerator[Node]:
-    """A node that listens on loopback, with a model in a folder, or with a store."""
+    """Run a node on loopback, with a model in a folder, or with a store."""
     front = TamperingFront(name, store)
     front.tamper = tamper
     if manifest is not None and folder is not None:
@@ -126,16 +126,16 @@ async def node(
 
 
 def flip(part: weights_pb2.FetchPart) -> weights_pb2.FetchPart:
-    """The part with one bit of its first byte changed."""
+    """Return the part with one bit of its first byte changed."""
     return weights_pb2.FetchPart(offset=part.offset, data=bytes([part.data[0] ^ 1]) + part.data[1:])
 
 
 async def flipping(part: weights_pb2.FetchPart) -> AsyncIterator[weights_pb2.FetchPart]:
-    """Every part comes with a wrong bit."""
+    """Yield the part with a wrong bit."""
     yield flip(part)
 
 
-def every(manifest: WeightsManifest) -> range:
+def all_pieces(manifest: WeightsManifest) -> range:
     return range(len(manifest.pieces))
 
 
@@ -143,10 +143,10 @@ def bytes_of(model: StoredModel) -> dict[str, bytes]:
     return {name: (model.folder / name).read_bytes() for name in model.manifest.files}
 
 
-async def get(model: StoredModel, *nodes: Node) -> Fetched:
-    """Fetch all of it."""
-    peers = [giver.peer for giver in nodes]
-    return await fetch(model, every(model.manifest), peers, "mini", say_nothing, QUICK)
+async def fetch_all(model: StoredModel, *nodes: Node) -> Fetched:
+    """Fetch all of a model."""
+    peers = [each.peer for each in nodes]
+    return await fetch(model, all_pieces(model.manifest), peers, "mini", ignore_progress, QUICK)
 
 
 def is_like(model: StoredModel, folder: Path) -> bool:
@@ -155,3 +155,24 @@ def is_like(model: StoredModel, folder: Path) -> bool:
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> str:
     return "\n".join(record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING)
+
+
+FETCH_PROGRAM = """
+import asyncio, sys
+from pathlib import Path
+from mlx_ring.agent.weights.stages import fetch, fetch_manifest
+from mlx_ring.agent.weights.peers import Peer
+from mlx_ring.agent.weights.store import WeightStore
+from mlx_ring.rpc.channels import open_aio_channel
+
+async def main(address, digest, store):
+    async with open_aio_channel(address) as channel:
+        peer = Peer("big", channel)
+        manifest = await fetch_manifest(digest, [peer], "mini")
+        model = WeightStore(Path(store)).create(manifest)
+        report = lambda done, total: print(done, flush=True)
+        await fetch(model, range(len(manifest.pieces)), [peer], "mini", report)
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+"""Program that fetches a model; its arguments are an address, a digest and the folder of a store."""

@@ -1,4 +1,4 @@
-"""Who fetches what."""
+"""Distribution of parts among the nodes of a fetch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EMPTY = WeightsManifest({}, ())
 
 
 def parts(*sizes: int, file: str = "a") -> list[Part]:
-    """One behind the other, each a piece."""
+    """Return consecutive parts, each a piece."""
     starts = [sum(sizes[:number]) for number in range(len(sizes))]
     return [
         Part(number, 0, file, start, start + size)
@@ -23,7 +23,7 @@ def parts(*sizes: int, file: str = "a") -> list[Part]:
     ]
 
 
-def test_a_run_is_of_one_file_and_no_larger_than_a_request_may_be() -> None:
+def test_a_run_has_one_file_and_is_no_larger_than_a_request_may_be() -> None:
     wanted = [*parts(*[MB] * 40), *(part for part in parts(MB, file="b"))]
     board = Board(EMPTY, wanted, {"mini": frozenset(range(40))})
     first, second, third = (board.take("mini") for _ in range(3))
@@ -45,7 +45,7 @@ def test_a_peer_gets_only_what_it_has() -> None:
     assert [part.piece for part in board.take("max")] == [0, 2]
 
 
-def test_a_piece_that_must_come_from_one_peer_goes_alone() -> None:
+def test_a_piece_that_must_come_from_one_peer_is_a_run_of_its_own() -> None:
     alone = Part(1, -1, "a", 5, 10, alone=True)
     board = Board(EMPTY, [parts(5)[0], alone, Part(2, 0, "a", 10, 15)], {"mini": frozenset({0, 1, 2})})
     assert [[part.piece for part in board.take("mini")] for _ in range(3)] == [[0], [1], [2]]
@@ -56,14 +56,14 @@ def test_adjacent_parts_are_one_range() -> None:
     assert list(join_ranges([])) == []
 
 
-def test_what_is_left_of_a_run_begins_where_it_broke_off() -> None:
+def test_the_rest_of_a_run_starts_where_it_was_interrupted() -> None:
     assert [(part.start, part.end) for part in rest_of(parts(4, 4, 4), 6)] == [(6, 8), (8, 12)]
     alone = Part(0, -1, "a", 0, 4, alone=True)
     assert rest_of([alone], 3) == [alone]
 
 
 @given(st.lists(st.integers(1, 50), max_size=30), st.randoms(use_true_random=False))
-def test_whatever_breaks_off_where_every_byte_is_given_out_once(
+def test_every_byte_is_handed_out_once_whatever_is_interrupted(
     sizes: list[int], chance: random.Random
 ) -> None:
     peers = {name: frozenset(range(len(sizes))) for name in ("one", "two")}

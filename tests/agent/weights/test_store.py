@@ -1,4 +1,4 @@
-"""What is kept on disk stays within its limit, and survives whatever happens to processes."""
+"""The store of weights: its size limit, its use by several processes, and what a killed process leaves."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from tests.agent.weights.nodes import every, manifest_in, node, say_nothing, write_pieces
+from tests.agent.weights.nodes import all_pieces, ignore_progress, manifest_in, node, write_pieces
 from tests.worker.random_models import QWEN3, write_random_model
 
 from mlx_ring.agent.weights.stages import fetch, fetch_stages
@@ -23,13 +23,13 @@ MB = 1 << 20
 
 
 def fill(store: WeightStore, manifest: WeightsManifest, folder: Path) -> StoredModel:
-    """Have all of a model in the store."""
+    """Fetch all of a model into the store."""
 
     async def act() -> StoredModel:
         async with node("big", manifest, folder) as big:
             model = store.create(manifest)
             with model.in_use():
-                await fetch(model, every(manifest), [big.peer], "mini", say_nothing)
+                await fetch(model, all_pieces(manifest), [big.peer], "mini", ignore_progress)
             return model
 
     return asyncio.run(act())
@@ -40,7 +40,7 @@ def models(tmp_path: Path, count: int) -> list[tuple[WeightsManifest, Path]]:
     return [(write_pieces(folder, [MB, MB], number), folder) for number, folder in enumerate(folders)]
 
 
-def test_the_least_recently_used_model_goes_first(tmp_path: Path) -> None:
+def test_the_least_recently_used_model_is_removed_first(tmp_path: Path) -> None:
     store = WeightStore(tmp_path / "store", 5 * MB)
     kept = [fill(store, *given) for given in models(tmp_path, 2)]
     with kept[0].in_use():
@@ -50,7 +50,7 @@ def test_the_least_recently_used_model_goes_first(tmp_path: Path) -> None:
     assert {path.name for path in store.root.iterdir()} == {".lock", kept[0].manifest.digest}
 
 
-def test_a_model_in_use_is_not_removed_and_without_room_it_is_said(tmp_path: Path) -> None:
+def test_a_model_in_use_is_not_removed_and_a_lack_of_space_is_an_error(tmp_path: Path) -> None:
     store = WeightStore(tmp_path / "store", 5 * MB)
     kept = [fill(store, *given) for given in models(tmp_path, 2)]
     with kept[0].in_use():
@@ -63,25 +63,25 @@ def test_a_model_in_use_is_not_removed_and_without_room_it_is_said(tmp_path: Pat
     assert kept[0].have == {0, 1}
 
 
-HOLD = """
+USE_MODEL = """
 import sys
 from pathlib import Path
 from mlx_ring.agent.weights.store import WeightStore
 model = WeightStore(Path(sys.argv[1])).find(sys.argv[2])
 with model.in_use():
-    print("held", flush=True)
+    print("in use", flush=True)
     sys.stdin.read()
 """
 
 
-def test_what_another_process_uses_stays_until_it_is_gone(tmp_path: Path) -> None:
+def test_a_model_that_another_process_uses_stays_until_that_ends(tmp_path: Path) -> None:
     store = WeightStore(tmp_path / "store", 3 * MB)
     ((manifest, folder),) = models(tmp_path, 1)
     fill(store, manifest, folder)
-    arguments = [sys.executable, "-c", HOLD, str(store.root), manifest.digest]
+    arguments = [sys.executable, "-c", USE_MODEL, str(store.root), manifest.digest]
     with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
-        assert holder.stdout.readline() == "held\n"
+        assert holder.stdout.readline() == "in use\n"
         with pytest.raises(PlanError):
             store.make_room(2 * MB)
         holder.kill()
@@ -90,7 +90,7 @@ def test_what_another_process_uses_stays_until_it_is_gone(tmp_path: Path) -> Non
     assert store.models() == []
 
 
-def test_a_model_that_was_removed_meanwhile_is_said_to_be(tmp_path: Path) -> None:
+def test_use_of_a_removed_model_is_an_error(tmp_path: Path) -> None:
     store = WeightStore(tmp_path / "store", 3 * MB)
     model = fill(store, *models(tmp_path, 1)[0])
     store.make_room(2 * MB)
@@ -98,7 +98,7 @@ def test_a_model_that_was_removed_meanwhile_is_said_to_be(tmp_path: Path) -> Non
         pass
 
 
-def test_more_than_the_disk_has_is_refused_before_it_is_fetched(tmp_path: Path) -> None:
+def test_a_fetch_larger_than_the_free_disk_is_refused_at_once(tmp_path: Path) -> None:
     store = WeightStore(tmp_path / "store")
     model = fill(store, *models(tmp_path, 1)[0])
     free = shutil.disk_usage(tmp_path).free
@@ -106,14 +106,14 @@ def test_more_than_the_disk_has_is_refused_before_it_is_fetched(tmp_path: Path) 
         store.make_room(2 * free)
 
 
-def test_nothing_needed_needs_no_room(tmp_path: Path) -> None:
+def test_a_fetch_of_nothing_removes_no_model(tmp_path: Path) -> None:
     store = WeightStore(tmp_path / "store", MB)
     model = fill(WeightStore(store.root), *models(tmp_path, 1)[0])
     store.make_room(0)
     assert store.models()[0].have == model.have == {0, 1}
 
 
-def test_what_a_killed_process_left_half_made_is_no_model_and_goes(tmp_path: Path) -> None:
+def test_a_folder_that_a_killed_process_left_unfinished_is_no_model_and_is_removed(tmp_path: Path) -> None:
     store = WeightStore(tmp_path / "store")
     ((manifest, folder),) = models(tmp_path, 1)
     (store.root / ".new-half").mkdir(parents=True)
@@ -123,13 +123,13 @@ def test_what_a_killed_process_left_half_made_is_no_model_and_goes(tmp_path: Pat
     assert {path.name for path in store.root.iterdir()} == {".lock", manifest.digest}
 
 
-def test_a_manifest_that_was_spoilt_on_disk_is_no_model(tmp_path: Path) -> None:
+def test_a_model_whose_manifest_was_changed_on_disk_is_not_found(tmp_path: Path) -> None:
     store = WeightStore(tmp_path / "store")
     ((manifest, folder),) = models(tmp_path, 1)
     model = fill(store, manifest, folder)
     (model.entry / "manifest.json").write_bytes(manifest.encoded.replace(b"tensor.0", b"tensor.9"))
     assert store.find(manifest.digest) is None
-    assert missing_bytes(store.create(manifest), every(manifest)) == 2 * MB
+    assert missing_bytes(store.create(manifest), all_pieces(manifest)) == 2 * MB
 
 
 @pytest.mark.parametrize("name", ["..", "", "0" * 63, "/etc", "0" * 63 + "/"])
@@ -137,14 +137,14 @@ def test_only_a_digest_names_a_model(tmp_path: Path, name: str) -> None:
     assert WeightStore(tmp_path).find(name) is None
 
 
-def test_two_who_fetch_the_same_model_do_it_once(tmp_path: Path) -> None:
+def test_two_fetches_of_the_same_model_transfer_it_once(tmp_path: Path) -> None:
     ((manifest, folder),) = models(tmp_path, 1)
 
     async def act() -> None:
         async with node("big", manifest, folder) as big:
             ours = [WeightStore(tmp_path / "store").create(manifest) for _ in range(2)]
             got = await asyncio.gather(
-                *(fetch(model, every(manifest), [big.peer], "mini", say_nothing) for model in ours)
+                *(fetch(model, all_pieces(manifest), [big.peer], "mini", ignore_progress) for model in ours)
             )
         assert sorted(fetched.nbytes for fetched in got) == [0, 2 * MB]
         assert [model.have for model in ours] == [{0, 1}, {0, 1}]
@@ -152,7 +152,7 @@ def test_two_who_fetch_the_same_model_do_it_once(tmp_path: Path) -> None:
     asyncio.run(act())
 
 
-def test_a_second_stage_of_the_same_model_is_added_and_both_stay(tmp_path: Path) -> None:
+def test_a_second_stage_of_a_model_is_added_to_the_first(tmp_path: Path) -> None:
     folder = write_random_model(tmp_path / "model", QWEN3)
     manifest = manifest_in(folder, tmp_path / "cache")
     store = WeightStore(tmp_path / "store")
@@ -162,16 +162,16 @@ def test_a_second_stage_of_the_same_model_is_added_and_both_stay(tmp_path: Path)
             async with node("big", manifest, folder) as big:
                 for layers in (LayerRange(0, 2), LayerRange(2, 5)):
                     await fetch_stages(
-                        store, manifest.digest, [layers], [big.peer], "mini", say_nothing, hold
+                        store, manifest.digest, [layers], [big.peer], "mini", ignore_progress, hold
                     )
             every_layer = [LayerRange(0, 2), LayerRange(2, 5)]
-            path = await fetch_stages(store, manifest.digest, every_layer, [], "mini", say_nothing, hold)
+            path = await fetch_stages(store, manifest.digest, every_layer, [], "mini", ignore_progress, hold)
         assert (path / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
 
     asyncio.run(act())
 
 
-def test_a_stage_is_fetched_only_where_it_fits(tmp_path: Path) -> None:
+def test_a_stage_is_fetched_only_if_it_fits(tmp_path: Path) -> None:
     folder = write_random_model(tmp_path / "model", QWEN3)
     manifest = manifest_in(folder, tmp_path / "cache")
 
@@ -181,17 +181,17 @@ def test_a_stage_is_fetched_only_where_it_fits(tmp_path: Path) -> None:
                 store = WeightStore(tmp_path / "store", 100_000)
                 with pytest.raises(PlanError, match="do not fit"):
                     await fetch_stages(
-                        store, manifest.digest, [LayerRange(0, 5)], [big.peer], "mini", say_nothing, hold
+                        store, manifest.digest, [LayerRange(0, 5)], [big.peer], "mini", ignore_progress, hold
                     )
 
     asyncio.run(act())
 
 
-def test_without_anyone_to_ask_a_model_that_is_not_here_is_an_error(tmp_path: Path) -> None:
+def test_a_missing_model_without_another_node_is_an_error(tmp_path: Path) -> None:
     async def act() -> None:
         with ExitStack() as hold, pytest.raises(WeightsMissing, match="no other node is known"):
             await fetch_stages(
-                WeightStore(tmp_path), "0" * 64, [LayerRange(0, 1)], [], "mini", say_nothing, hold
+                WeightStore(tmp_path), "0" * 64, [LayerRange(0, 1)], [], "mini", ignore_progress, hold
             )
 
     asyncio.run(act())

@@ -1,4 +1,4 @@
-"""Between machines weights go to members of the cluster, from members of the cluster."""
+"""Weights are sent only between members of the cluster."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from cryptography import x509
-from tests.agent.weights.nodes import every, say_nothing, write_pieces
+from tests.agent.weights.nodes import all_pieces, ignore_progress, write_pieces
 from tests.machines import listening, node_credentials
 
 from mlx_ring.agent.weights.peers import Peer
@@ -24,14 +24,14 @@ from mlx_ring.rpc.tls.peers import Revoked, peer_of_certificate
 MB = 1 << 20
 
 
-def test_members_get_weights_and_a_removed_node_and_a_stranger_get_none(tmp_path: Path) -> None:
+def test_only_members_of_the_cluster_get_weights(tmp_path: Path) -> None:
     authority, other = Authority.open(tmp_path / "cluster"), Authority.open(tmp_path / "other")
-    giver, member, removed = (node_credentials(authority, name) for name in ("big-1", "mini-1", "gone-1"))
+    server, member, removed = (node_credentials(authority, name) for name in ("big-1", "mini-1", "former-1"))
     serial = peer_of_certificate(x509.load_pem_x509_certificate(removed.certificate)).serial
     manifest = write_pieces(tmp_path / "model", [MB, MB])
     front = WeightsFront("big-1", None)
     front.offer(tmp_path / "model", manifest)
-    asked = {
+    cases = {
         "member": (member, node_name("big-1"), ""),
         "removed": (removed, node_name("big-1"), "has been removed from the cluster"),
         "stranger": (node_credentials(other, "mini-1"), node_name("big-1"), "big: "),
@@ -39,9 +39,9 @@ def test_members_get_weights_and_a_removed_node_and_a_stranger_get_none(tmp_path
     }
 
     async def act() -> None:
-        async with listening(giver, AioPeerGuard(Revoked([serial]).refusal), front.handler()) as address:
-            for who, (credentials, name, refusal) in asked.items():
-                model = WeightStore(tmp_path / who).create(manifest)
+        async with listening(server, AioPeerGuard(Revoked([serial]).refusal), front.handler()) as address:
+            for case, (credentials, name, refusal) in cases.items():
+                model = WeightStore(tmp_path / case).create(manifest)
                 limit = WEIGHTS_MESSAGE_BYTES
                 async with open_aio_channel(address, credentials, name, max_message_bytes=limit) as channel:
                     peers = [Peer("big", channel)]
@@ -49,11 +49,11 @@ def test_members_get_weights_and_a_removed_node_and_a_stranger_get_none(tmp_path
                         with pytest.raises(WeightsMissing, match=refusal):
                             await fetch_manifest(manifest.digest, peers, "mini")
                         with pytest.raises(WeightsMissing, match=refusal):
-                            await fetch(model, every(manifest), peers, "mini", say_nothing)
+                            await fetch(model, all_pieces(manifest), peers, "mini", ignore_progress)
                         assert model.have == frozenset()
                     else:
                         assert await fetch_manifest(manifest.digest, peers, "mini") == manifest
-                        got = await fetch(model, every(manifest), peers, "mini", say_nothing)
+                        got = await fetch(model, all_pieces(manifest), peers, "mini", ignore_progress)
                         assert got.nbytes == 2 * MB
 
     asyncio.run(act())

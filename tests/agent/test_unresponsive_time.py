@@ -1,4 +1,4 @@
-"""What counts as a worker's silence, with processes that are stopped, starved and at work."""
+"""Unresponsive time of a worker, with processes that are stopped, starved and busy."""
 
 from __future__ import annotations
 
@@ -34,37 +34,37 @@ def running(*command: str) -> Generator[int]:
 
 
 def seconds_after(unresponsive: UnresponsiveTime, pause_s: float = 0.0) -> float:
-    """Return the seconds of silence after one more look without an answer."""
+    """Return the unresponsive seconds after one more check without an answer."""
     _let_pass(pause_s)
     unresponsive.unanswered()
     return unresponsive.seconds
 
 
-def grows(unresponsive: UnresponsiveTime) -> None:
+def expect_growth(unresponsive: UnresponsiveTime) -> None:
     before = unresponsive.seconds
     eventually(lambda: seconds_after(unresponsive), lambda seconds: seconds > before + 0.2)
 
 
-def test_a_stopped_process_is_silent() -> None:
+def test_a_stopped_process_is_unresponsive() -> None:
     with running(*_BUSY) as pid:
         unresponsive = UnresponsiveTime(pid)
         os.kill(pid, signal.SIGSTOP)
-        grows(unresponsive)
+        expect_growth(unresponsive)
 
 
-def test_a_process_that_waits_for_something_is_silent() -> None:
+def test_a_waiting_process_is_unresponsive() -> None:
     with running("sleep", "600") as pid:
-        grows(UnresponsiveTime(pid))
+        expect_growth(UnresponsiveTime(pid))
 
 
-def test_a_process_that_computes_and_does_not_answer_is_silent() -> None:
-    """In looks far enough apart that the clock of processors, which ticks every 10 ms, shows it."""
+def test_a_busy_process_without_an_answer_is_unresponsive() -> None:
+    # Checks are far enough apart for CPU clocks, which tick every 10 ms.
     with running(*_BUSY) as pid:
         unresponsive = UnresponsiveTime(pid)
         eventually(lambda: seconds_after(unresponsive, 0.3))
 
 
-def test_a_process_that_gets_no_processor_is_not_silent() -> None:
+def test_a_process_without_cpu_time_is_not_unresponsive() -> None:
     skip_without_groups()
     with limited(1 << 30, 0.005, period_us=1_000_000) as group, running(*group.command(*_BUSY)) as pid:
         unresponsive = UnresponsiveTime(pid)
@@ -76,15 +76,15 @@ def test_a_process_that_gets_no_processor_is_not_silent() -> None:
         assert unresponsive.seconds == 0
 
 
-def test_an_answer_ends_the_silence() -> None:
+def test_an_answer_resets_the_unresponsive_time() -> None:
     with running("sleep", "600") as pid:
         unresponsive = UnresponsiveTime(pid)
-        grows(unresponsive)
+        expect_growth(unresponsive)
         unresponsive.answered()
         assert unresponsive.seconds == 0
 
 
-def test_time_in_which_nobody_could_look_counts_as_two_seconds_at_most(
+def test_time_between_two_checks_counts_as_two_seconds_at_most(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with running(*_BUSY) as pid:
@@ -100,13 +100,13 @@ def test_time_in_which_nobody_could_look_counts_as_two_seconds_at_most(
 _SHORT_LIVED = "import threading\nwhile True:\n  t = threading.Thread(target=lambda: sum(range(10**6))); t.start(); t.join()"
 
 
-def test_time_of_threads_that_have_ended_counts() -> None:
+def test_cpu_time_of_ended_threads_counts() -> None:
     with running(sys.executable, "-c", _SHORT_LIVED) as pid:
         unresponsive = UnresponsiveTime(pid)
         eventually(lambda: seconds_after(unresponsive, 0.3), lambda seconds: seconds >= 1)
 
 
-def test_who_is_starved_for_ever_is_silent_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_is_starved_for_long_is_unresponsive(monkeypatch: pytest.MonkeyPatch) -> None:
     skip_without_groups()
     with limited(1 << 30, 0.005, period_us=1_000_000) as group, running(*group.command(*_BUSY)) as pid:
         unresponsive = UnresponsiveTime(pid)
@@ -122,5 +122,5 @@ def test_who_is_starved_for_ever_is_silent_in_the_end(monkeypatch: pytest.Monkey
 
 
 def _let_pass(seconds: float) -> None:
-    """Time in which the other process runs, or would: what is looked at is how much of it that gets."""
+    """Give the other process time to run. The test checks how much CPU time it gets."""
     threading.Event().wait(seconds)

@@ -1,4 +1,4 @@
-"""Ranks that a machine ends which has lost its head."""
+"""Ranks that an agent ends after it has lost its head."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ def rank(program: str, instance: str, ranks: int = 2) -> Generator[Worker]:
             process.kill()
 
 
-class _Ends:
+class FakeSupervisor:
+    """A supervisor that records the instances it ends."""
+
     def __init__(self, *workers: Worker) -> None:
         self.workers = workers
         self.ended: list[str] = []
@@ -46,20 +48,20 @@ class _Ends:
 
 
 @pytest.mark.parametrize(("silent_s", "expected"), [(60.0, ["waits"]), (0.0, [])])
-def test_only_a_rank_that_waits_for_others_is_ended_and_only_without_a_head(
+def test_only_ranks_that_wait_for_others_are_ended_and_only_without_a_head(
     silent_s: float, expected: list[str]
 ) -> None:
     with rank(SPINS, "waits") as waits, rank(SLEEPS, "idle") as idle, rank(SPINS, "alone", 1) as alone:
 
-        async def look() -> list[str]:
-            ends = _Ends(waits, idle, alone)
+        async def run() -> list[str]:
+            supervisor = FakeSupervisor(waits, idle, alone)
             ending = asyncio.create_task(
-                end_orphaned_workers(ends, lambda: time.monotonic() - silent_s, 30.0, 0.3)
+                end_orphaned_workers(supervisor, lambda: time.monotonic() - silent_s, 30.0, 0.3)
             )
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(30.0 if expected else 1.0):
-                    await ends.has_ended.wait()
+                    await supervisor.has_ended.wait()
             ending.cancel()
-            return ends.ended
+            return supervisor.ended
 
-        assert asyncio.run(look()) == expected
+        assert asyncio.run(run()) == expected

@@ -1,4 +1,4 @@
-"""Nodes that give what they should not, or ask for it: refused, with the reason, and others give the rest."""
+"""Nodes that send wrong data, and requests for data outside the model: refused with the reason."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from tests.agent.weights.nodes import (
     Node,
     Tamper,
+    fetch_all,
     flipping,
-    get,
     is_like,
     node,
     warnings_of,
@@ -29,7 +29,7 @@ from mlx_ring.rpc.protos import weights_pb2
 MB = 1 << 20
 
 
-def test_a_flipped_bit_is_refused_and_the_bytes_come_from_another(
+def test_wrong_bytes_are_refused_and_fetched_from_another_node(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     manifest = write_pieces(tmp_path / "model", [MB] * 80)
@@ -40,7 +40,7 @@ def test_a_flipped_bit_is_refused_and_the_bytes_come_from_another(
             node("good", manifest, tmp_path / "model") as good,
         ):
             model = WeightStore(tmp_path / "store").create(manifest)
-            await get(model, bad, good)
+            await fetch_all(model, bad, good)
         assert is_like(model, tmp_path / "model")
 
     asyncio.run(act())
@@ -49,7 +49,7 @@ def test_a_flipped_bit_is_refused_and_the_bytes_come_from_another(
     assert "good gives no more" not in warnings_of(caplog)
 
 
-def test_of_several_who_gave_a_tensor_the_one_who_was_wrong_is_found(
+def test_the_wrong_node_is_found_among_several_that_sent_a_tensor(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     manifest = write_pieces(tmp_path / "model", [200 * MB])
@@ -60,7 +60,7 @@ def test_of_several_who_gave_a_tensor_the_one_who_was_wrong_is_found(
             node("good", manifest, tmp_path / "model") as good,
         ):
             model = WeightStore(tmp_path / "store").create(manifest)
-            await get(model, bad, good)
+            await fetch_all(model, bad, good)
         assert is_like(model, tmp_path / "model")
 
     asyncio.run(act())
@@ -68,7 +68,7 @@ def test_of_several_who_gave_a_tensor_the_one_who_was_wrong_is_found(
     assert "good gives no more weights" not in warnings_of(caplog)
 
 
-def test_a_flipped_bit_without_another_node_is_an_error_and_nothing_is_kept(tmp_path: Path) -> None:
+def test_wrong_bytes_without_another_node_are_an_error_and_not_stored(tmp_path: Path) -> None:
     manifest = write_pieces(tmp_path / "model", [MB])
 
     async def act() -> None:
@@ -78,10 +78,10 @@ def test_a_flipped_bit_without_another_node_is_an_error_and_nothing_is_kept(tmp_
             with pytest.raises(
                 WeightsMissing, match=r"bad: tensor tensor\.0 came from it with another SHA-256"
             ):
-                await get(model, bad)
+                await fetch_all(model, bad)
             assert model.have == frozenset()
             async with node("mini", store=store) as mini:
-                answer = await ask(mini, manifest, "model.safetensors", (0, MB))
+                answer = await request(mini, manifest, "model.safetensors", (0, MB))
         assert answer.failure.kind == "WeightsMissing"
 
     asyncio.run(act())
@@ -114,7 +114,7 @@ async def too_large(part: weights_pb2.FetchPart) -> AsyncIterator[weights_pb2.Fe
 
 
 @pytest.mark.parametrize("tamper", [too_much, elsewhere, nothing, twice, silence, too_large, flipping])
-def test_a_hostile_node_is_refused_and_a_good_one_gives_the_rest(
+def test_a_hostile_node_is_refused_and_another_serves_the_rest(
     tmp_path: Path, tamper: Tamper, caplog: pytest.LogCaptureFixture
 ) -> None:
     manifest = write_pieces(tmp_path / "model", [MB, 10 * MB, 100, 0, 7])
@@ -126,8 +126,8 @@ def test_a_hostile_node_is_refused_and_a_good_one_gives_the_rest(
         ):
             model = WeightStore(tmp_path / "store").create(manifest)
             with pytest.raises(WeightsMissing, match="bad: "):
-                await get(model, bad)
-            await get(model, good)
+                await fetch_all(model, bad)
+            await fetch_all(model, good)
         assert is_like(model, tmp_path / "model")
         assert {path.name for path in model.folder.iterdir()} == {"model.safetensors"}
 
@@ -135,11 +135,11 @@ def test_a_hostile_node_is_refused_and_a_good_one_gives_the_rest(
     assert "bad gives no more weights to this node" in warnings_of(caplog)
 
 
-async def ask(
-    giver: Node, manifest: WeightsManifest, file: str, *ranges: tuple[int, int]
+async def request(
+    server: Node, manifest: WeightsManifest, file: str, *ranges: tuple[int, int]
 ) -> weights_pb2.FetchPart:
-    """What is answered first."""
-    call = FETCH.aio_unary_stream(giver.peer.channel)(
+    """Return the first part of the answer to a request."""
+    call = FETCH.aio_unary_stream(server.peer.channel)(
         weights_pb2.FetchRequest(
             hello=make_hello(),
             model=manifest.digest,
@@ -165,7 +165,7 @@ async def ask(
         ("model.safetensors", [(0, 1)] * 5000, "5000 ranges were asked for at once"),
     ],
 )
-def test_what_is_not_the_models_is_refused_with_one_sentence(
+def test_requests_outside_the_model_are_refused_with_one_sentence(
     tmp_path: Path, file: str, ranges: list[tuple[int, int]], sentence: str
 ) -> None:
     manifest = write_pieces(tmp_path / "model", [MB, MB])
@@ -173,17 +173,17 @@ def test_what_is_not_the_models_is_refused_with_one_sentence(
 
     async def act() -> None:
         async with node("big", manifest, tmp_path / "model") as big:
-            answer = await ask(big, manifest, file, *ranges)
+            answer = await request(big, manifest, file, *ranges)
             assert sentence in answer.failure.message
             assert answer.data == b""
             big.front.withdraw(manifest.digest)
-            answer = await ask(big, manifest, "model.safetensors", (0, 1))
+            answer = await request(big, manifest, "model.safetensors", (0, 1))
             assert "big has no model" in answer.failure.message
 
     asyncio.run(act())
 
 
-def test_a_file_that_became_shorter_is_told_not_hung_on(tmp_path: Path) -> None:
+def test_a_file_that_became_shorter_is_an_error(tmp_path: Path) -> None:
     manifest = write_pieces(tmp_path / "model", [MB, MB])
 
     async def act() -> None:
@@ -191,19 +191,19 @@ def test_a_file_that_became_shorter_is_told_not_hung_on(tmp_path: Path) -> None:
             with (tmp_path / "model" / "model.safetensors").open("r+b") as stream:
                 stream.truncate(MB)
             with pytest.raises(WeightsMissing, match="it was changed"):
-                await get(WeightStore(tmp_path / "store").create(manifest), big)
+                await fetch_all(WeightStore(tmp_path / "store").create(manifest), big)
 
     asyncio.run(act())
 
 
-def test_a_manifest_that_is_not_what_was_asked_for_is_refused(tmp_path: Path) -> None:
+def test_a_manifest_of_another_model_is_refused(tmp_path: Path) -> None:
     manifest = write_pieces(tmp_path / "model", [MB])
     other = write_pieces(tmp_path / "other", [MB], seed=1)
 
     async def act() -> None:
         async with node("bad") as bad, node("empty") as empty:
             bad.front.offer(tmp_path / "other", other)
-            bad.front.instead = other.digest
+            bad.front.served_model = other.digest
             with pytest.raises(WeightsMissing, match=r"instead of .* empty has no model"):
                 await fetch_manifest(manifest.digest, [bad.peer, empty.peer], "mini")
 
