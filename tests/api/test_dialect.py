@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from mlx_ring.api.app import DIALECTS
 from mlx_ring.api.context import ApiContext
 from mlx_ring.api.dialect import Dialect
 from mlx_ring.api.settings import ApiSettings
+
+ROOT = Path(__file__).parents[2]
 
 
 def defined_dialects() -> Iterator[Dialect[Any]]:
@@ -38,6 +41,12 @@ def paths(dialect: Dialect[Any]) -> set[str]:
 
 def test_every_defined_dialect_is_registered() -> None:
     assert {dialect.name for dialect in defined_dialects()} == {dialect.name for dialect in DIALECTS}
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/api.md", "docs/clients.md"])
+def test_every_dialect_is_documented(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert [dialect.name for dialect in DIALECTS if dialect.name not in text] == []
 
 
 @pytest.mark.parametrize("dialect", list(DIALECTS), ids=lambda dialect: dialect.name)

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from tests.api.clients import Api, refusal
 
 from mlx_ring.api.anthropic.request import MessagesRequest
+from mlx_ring.api.app import DIALECTS
 from mlx_ring.api.ollama.routes import ChatRequest as OllamaChat
 from mlx_ring.api.ollama.routes import GenerateFields
 from mlx_ring.api.openai.chat import ChatRequest
@@ -155,6 +156,10 @@ def is_accepted(schema: type[Body], body: Mapping[str, Any]) -> bool:
     except ValidationError:
         return False
     return True
+
+
+def test_every_dialect_has_a_full_body() -> None:
+    assert {DIALECTS.of(path).name for path in FULL_BODIES} == {dialect.name for dialect in DIALECTS}
 
 
 @pytest.mark.parametrize("path", FULL_BODIES)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given, reject
@@ -15,8 +15,9 @@ from mlx_ring.planner.place import place
 from mlx_ring.planner.plan import Plan
 from mlx_ring.planner.profiles import NodeProfile
 from mlx_ring.planner.request import Demand, PlanRequest
+from mlx_ring.planner.strategies import METHODS
 from mlx_ring.rpc.link_profile import LinkProfile
-from mlx_ring.settings.strategies import STRATEGIES
+from mlx_ring.settings.strategies import STRATEGIES, Strategy
 
 SMALL = Demand(context_tokens=1024, sequences=1)
 
@@ -28,6 +29,10 @@ def counts(plan: Plan) -> list[int]:
 def plan_request(**options: Any) -> PlanRequest:
     given_options: dict[str, Any] = {"demand": SMALL, **options}
     return PlanRequest(**given_options)
+
+
+def test_every_strategy_has_a_help_line_and_a_method() -> None:
+    assert set(STRATEGIES) == set(METHODS) == set(get_args(Strategy))
 
 
 def test_memory_divides_layers_by_memory() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,6 +33,11 @@ def test_the_message_has_a_field_for_each_parameter_and_no_other() -> None:
 
 def test_requests_have_a_field_for_each_parameter() -> None:
     assert set(SamplingFields.model_fields) >= NAMES - NAMED_BY_ROUTES
+
+
+def test_the_api_page_names_each_parameter() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "api.md").read_text(encoding="utf-8")
+    assert {name for name in NAMES if f"`{name}`" not in page} == set()
 
 
 @given(SAMPLINGS)

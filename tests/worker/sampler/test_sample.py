@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import find, given
 from hypothesis import strategies as st
 from tests.examples import examples
 from tests.worker.sampler import reference
-from tests.worker.sampler.strategies import VOCABULARY, sampler_rows
+from tests.worker.sampler.strategies import DRAWN, EOS, VALUES, VOCABULARY, sampler_rows
 
 from mlx_ring.core.errors import RequestError
 from mlx_ring.rpc.protos import step_pb2
@@ -46,6 +47,20 @@ def test_tokens_equal_the_references(rows: list[SamplerRow], seed: int) -> None:
         expected, lead = reference.token(np.array(logits[index], dtype=np.float64), each)
         if lead > 1e-4:
             assert tokens[index] == expected
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_each_parameter_has_values_that_change_a_token(name: str) -> None:
+    logits = mx.full((128, VOCABULARY), -10.0)
+    logits[:, :10] = random_logits(1, 0, vocabulary=10, scale=1.0)
+
+    def tokens(**values: Any) -> list[int]:
+        fields: dict[str, Any] = {"temperature": 1.0} | values
+        sampling = Parameters(**fields)
+        return drawn(logits, *(SamplerRow(sampling, seed, 4, [3, 1, 4, 1], 2, EOS) for seed in range(128)))
+
+    default = tokens()
+    find(VALUES[name], lambda value: tokens(**{name: value}) != default)
 
 
 @examples(0.6)
