@@ -245,11 +245,13 @@ class TwinService:
             dtype="float32",
             alive=True,
             phase="ready",
-            weight_bytes=10,
-            device_memory_bytes=1_000_000_000,
-            peak_memory_bytes=30,
-            rss_bytes=40,
-            kv_bytes=50,
+            memory={
+                "weight_bytes": 10,
+                "device_memory_bytes": 1_000_000_000,
+                "peak_memory_bytes": 30,
+                "rss_bytes": 40,
+                "kv_bytes": 50,
+            },
         )
 
     @property

@@ -12,7 +12,7 @@ from tests.profiles import made_up_profile
 from mlx_ring.cluster.membership import Joined, Left, Member, Membership
 from mlx_ring.cluster.quarantine import Quarantine
 from mlx_ring.core.types import LayerRange, RankId
-from mlx_ring.core.worker_status import REPORTED, WorkerInfo
+from mlx_ring.core.worker_status import MEMORY, REPORTED, WorkerInfo
 from mlx_ring.engine.step_times import StepTimes, StepWindow
 from mlx_ring.head.status import (
     ClusterView,
@@ -60,16 +60,18 @@ def worker(stage: int, node: str) -> WorkerInfo:
         dtype="float32",
         alive=True,
         phase="ready",
-        weight_bytes=10,
-        device_memory_bytes=30,
-        peak_memory_bytes=40,
-        rss_bytes=50,
-        kv_bytes=7,
+        memory={
+            "weight_bytes": 10,
+            "device_memory_bytes": 30,
+            "peak_memory_bytes": 40,
+            "rss_bytes": 50,
+            "kv_bytes": 7,
+        },
     )
 
 
 def test_a_worker_reports_every_field_that_is_copied_from_its_status() -> None:
-    assert set(worker_pb2.WorkerStatus.DESCRIPTOR.fields_by_name) >= REPORTED
+    assert set(worker_pb2.WorkerStatus.DESCRIPTOR.fields_by_name) >= REPORTED | MEMORY.keys()
 
 
 def view(**changes: object) -> InstanceView:

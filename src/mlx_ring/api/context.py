@@ -97,8 +97,9 @@ def workers_of(instance: ServedInstance) -> tuple[WorkerInfo, ...]:
         return workers
     held = instance.engine.stats().scheduler.kv_bytes
     return tuple(
-        replace(worker, kv_bytes=held.get(RankId(worker.stage, worker.rank), worker.kv_bytes))
+        replace(worker, memory={**worker.memory, "kv_bytes": held[rank]}) if rank in held else worker
         for worker in workers
+        for rank in [RankId(worker.stage, worker.rank)]
     )
 
 

@@ -143,7 +143,7 @@ def ready_text(running: Running) -> str:
     lines += [
         f"  stage {worker.stage}: layers {worker.layers}, worker {worker.pid} on {worker.node}, "
         f"{worker.dtype} on {worker.device}, "
-        f"{_megabytes(worker.weight_bytes)} of weights, {_megabytes(worker.rss_bytes)} of memory"
+        f"{_megabytes(worker.memory['weight_bytes'])} of weights, {_megabytes(worker.memory['rss_bytes'])} of memory"
         for worker in instance.workers
     ]
     if not running.is_first:

@@ -1,14 +1,22 @@
 """Status of a worker, as one value from the worker's report to the API, the page and the metrics.
 
-A worker reports it as the proto `WorkerStatus`. Each field here that has the name of a proto field is read from it.
+A worker reports it as the proto `WorkerStatus`. Each field here that has the name of a proto field is read from it,
+and so is each of `WorkerMemory`, which `/cluster/status` and the metrics show as it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Annotated, get_type_hints
+
+from typing_extensions import TypedDict
 
 from mlx_ring.core.types import LayerRange
+
+if TYPE_CHECKING:
+    from pydantic import GetJsonSchemaHandler
+    from pydantic_core import CoreSchema
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +41,30 @@ class GroupUse:
     """Reason for the choice of the backend."""
 
 
-def _memory(metric: str, about: str) -> int:
-    """Declare a number of bytes that is also a metric."""
-    return field(metadata={"metric": metric, "about": about})
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """Metric of a number, whose help text is also the number's description in `/openapi.json`."""
+
+    name: str
+    about: str
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, object]:
+        """Return the number's JSON schema."""
+        return {**handler(schema), "description": self.about}
+
+
+class WorkerMemory(TypedDict):
+    """Bytes that a worker holds."""
+
+    weight_bytes: Annotated[int, Metric("worker_weight_bytes", "Weights that a worker holds.")]
+    device_memory_bytes: Annotated[
+        int, Metric("worker_device_bytes", "What MLX holds on a worker, weights and KV included.")
+    ]
+    peak_memory_bytes: Annotated[int, Metric("worker_peak_bytes", "The most that MLX has held on a worker.")]
+    rss_bytes: Annotated[int, Metric("worker_resident_bytes", "Resident memory of a worker's process.")]
+    kv_bytes: Annotated[int, Metric("worker_kv_bytes", "Keys and values that a worker holds.")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +81,7 @@ class WorkerInfo:
     alive: bool
     phase: str
     """Phase that the worker reports: `loading`, `ready` or `failed`."""
-    weight_bytes: int = _memory("worker_weight_bytes", "Weights that a worker holds.")
-    device_memory_bytes: int = _memory(
-        "worker_device_bytes", "Memory that MLX holds on a worker, including weights and KV."
-    )
-    """Memory that MLX holds now."""
-    peak_memory_bytes: int = _memory("worker_peak_bytes", "The most that MLX has held on a worker.")
-    rss_bytes: int = _memory("worker_resident_bytes", "Resident memory of a worker's process.")
-    kv_bytes: int = _memory("worker_kv_bytes", "Keys and values that a worker holds.")
+    memory: WorkerMemory
     memory_bytes: int = 0
     """Memory of the device; 0 if unknown."""
     memory_left_bytes: int = 0
@@ -71,19 +93,22 @@ class WorkerInfo:
     """Connection with other ranks through MLX; None if there is none."""
 
     @property
-    def memory(self) -> Mapping[str, int]:
-        """Bytes that the worker holds, by name."""
-        return {name: getattr(self, name) for name in MEMORY}
+    def memory_by_name(self) -> Mapping[str, int]:
+        return {name: size for name, size in self.memory.items() if isinstance(size, int)}
 
 
-MEMORY: Mapping[str, tuple[str, str]] = {
-    each.name: (each.metadata["metric"], each.metadata["about"])
-    for each in fields(WorkerInfo)
-    if "metric" in each.metadata
+def _metric(hint: object) -> Metric:
+    """Return the metric in a field's annotation."""
+    [metric] = [each for each in getattr(hint, "__metadata__", ()) if isinstance(each, Metric)]
+    return metric
+
+
+MEMORY: Mapping[str, Metric] = {
+    name: _metric(hint) for name, hint in get_type_hints(WorkerMemory, include_extras=True).items()
 }
-"""Names of the numbers of bytes that a worker reports, each with its metric and the metric's help text."""
+"""Names of the numbers of bytes that a worker reports, each with its metric."""
 REPORTED = frozenset(each.name for each in fields(WorkerInfo)) - {
     *("stage", "rank", "layers", "node", "pid", "alive"),
-    *("sends", "group"),
+    *("memory", "sends", "group"),
 }
-"""Names of the fields that are copied from the worker's report as they are."""
+"""Names of the fields that are copied from the worker's report as they are, beside those in `MEMORY`."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 
+from pydantic import TypeAdapter
+
 from mlx_ring.api.context import workers_of
 from mlx_ring.api.service import InstanceInfo
 from mlx_ring.core.errors import NotReady, RingError
 from mlx_ring.core.types import LayerRange
-from mlx_ring.core.worker_status import REPORTED, GroupUse, LinkUse, WorkerInfo
+from mlx_ring.core.worker_status import MEMORY, REPORTED, GroupUse, LinkUse, WorkerInfo, WorkerMemory
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.step_times import StepTimes
 from mlx_ring.head.placing import Placement
@@ -117,6 +119,9 @@ class InstanceService:
         )
 
 
+_MEMORY = TypeAdapter(WorkerMemory)
+
+
 def _worker_info(state: agent_pb2.WorkerState, layers: LayerRange, node: str) -> WorkerInfo:
     status = state.status
     return WorkerInfo(
@@ -126,6 +131,7 @@ def _worker_info(state: agent_pb2.WorkerState, layers: LayerRange, node: str) ->
         node=node,
         pid=state.pid,
         alive=state.alive,
+        memory=_MEMORY.validate_python({name: getattr(status, name) for name in MEMORY}),
         **{name: getattr(status, name) for name in REPORTED},
         sends=_sends(status),
         group=GroupUse(status.group.backend, status.group.why) if status.HasField("group") else None,

@@ -178,7 +178,7 @@ def _loading(progress: LoadingProgress, rank: RankId, worker: WorkerInfo | None)
     """
     loaded = progress.of(rank)
     is_adopted = worker is not None and loaded.phase == "starting"
-    weights = worker.weight_bytes if worker is not None and is_adopted else 0
+    weights = worker.memory["weight_bytes"] if worker is not None and is_adopted else 0
     return LoadingStatus(
         phase=worker.phase if worker is not None and is_adopted and worker.phase else loaded.phase,
         bytes_fetched=loaded.bytes_fetched,
@@ -388,7 +388,12 @@ def _memory(member: Member, instances: Sequence[InstanceView]) -> NodeMemory:
         for stage in range(len(view.ranges))
         for nbytes in _promised_on(view, stage, member.node)
     ]
-    used = [worker.rss_bytes for view in instances for worker in view.workers if worker.node == member.node]
+    used = [
+        worker.memory["rss_bytes"]
+        for view in instances
+        for worker in view.workers
+        if worker.node == member.node
+    ]
     return NodeMemory(
         total_bytes=total,
         limited_by=member.profile.memory_limited_by,

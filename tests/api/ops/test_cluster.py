@@ -5,15 +5,22 @@ from __future__ import annotations
 from mlx_ring.api.ops.cluster import link_statuses
 from mlx_ring.api.service import InstanceInfo, LinkInfo
 from mlx_ring.core.types import LayerRange
-from mlx_ring.core.worker_status import LinkUse, WorkerInfo
+from mlx_ring.core.worker_status import LinkUse, WorkerInfo, WorkerMemory
 
 NOW = 1.8e9
+NO_MEMORY: WorkerMemory = {
+    "weight_bytes": 0,
+    "device_memory_bytes": 0,
+    "peak_memory_bytes": 0,
+    "rss_bytes": 0,
+    "kv_bytes": 0,
+}
 USE = LinkUse(compresses=True, why="8192 bytes become 6000", frames=3, tensor_bytes=24_576, sent_bytes=18_000)
 
 
 def worker(stage: int, node: str, sends: LinkUse | None = None) -> WorkerInfo:
     layers = LayerRange(stage, stage + 1)
-    return WorkerInfo(stage, 0, layers, node, 1, "cpu", "float32", True, "ready", 0, 0, 0, 0, 0, sends=sends)  # noqa: FBT003 - in the order of the fields
+    return WorkerInfo(stage, 0, layers, node, 1, "cpu", "float32", True, "ready", NO_MEMORY, sends=sends)  # noqa: FBT003 - in the order of the fields
 
 
 def link(source: str, target: str, problem: str = "") -> LinkInfo:

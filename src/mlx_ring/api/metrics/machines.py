@@ -96,8 +96,9 @@ def workers_now(replicas: Sequence[Replica]) -> Workers:
 
 def worker_families(replicas: Sequence[Replica], workers: Workers, links: LinkCounts) -> Iterator[Metric]:
     """Yield the metrics of the workers' memory and links."""
-    for field, (name, about) in MEMORY.items():
-        yield gauge(name, about, RANK, [(labels, worker.memory[field]) for labels, worker in workers])
+    for field, metric in MEMORY.items():
+        held = [(labels, worker.memory_by_name[field]) for labels, worker in workers]
+        yield gauge(metric.name, metric.about, RANK, held)
     limits = [
         ((*each.labels, str(place.stage), str(place.rank), _node(workers, each, place)), use)
         for each in replicas
@@ -173,7 +174,7 @@ def node_families(nodes: Sequence[NodeStatus], workers: Workers) -> Iterator[Met
 def _by_node(workers: Sequence[WorkerInfo], field: str) -> Mapping[str, int]:
     held: defaultdict[str, int] = defaultdict(int)
     for worker in workers:
-        held[worker.node] += getattr(worker, field)
+        held[worker.node] += worker.memory_by_name[field]
     return held
 
 

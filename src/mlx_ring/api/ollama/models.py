@@ -127,8 +127,10 @@ def _loaded(model: ModelService) -> OllamaRunningModel:
     workers = workers_of_model(model)
     return {
         **_listed(model),
-        "size": sum(worker.weight_bytes + worker.kv_bytes for worker in workers),
-        "size_vram": sum(worker.device_memory_bytes for worker in workers if worker.device != "cpu"),
+        "size": sum(worker.memory["weight_bytes"] + worker.memory["kv_bytes"] for worker in workers),
+        "size_vram": sum(
+            worker.memory["device_memory_bytes"] for worker in workers if worker.device != "cpu"
+        ),
         "expires_at": _FOREVER,
         "context_length": model.context_length,
     }

@@ -95,7 +95,9 @@ def cache_statistics(context: ApiContext) -> CacheStatistics:
     stats = [instance.engine.stats() for _, instance in every if instance.error is None]
     schedulers = [each.scheduler for each in stats]
     return {
-        "kv_bytes": sum(worker.kv_bytes for _, instance in every for worker in workers_of(instance)),
+        "kv_bytes": sum(
+            worker.memory["kv_bytes"] for _, instance in every for worker in workers_of(instance)
+        ),
         "sequences": sum(each.sequences_held for each in schedulers),
         "running": sum(each.running for each in schedulers),
         "waiting": sum(each.waiting for each in schedulers),
@@ -145,7 +147,7 @@ def _worker(worker: WorkerInfo, stats: EngineStats | None, model: ModelService, 
         "instance": instance,
         "stage": worker.stage,
         "rank": worker.rank,
-        "kv_bytes": worker.kv_bytes,
+        "kv_bytes": worker.memory["kv_bytes"],
     }
     use = None if stats is None else stats.cache.ranks.get(RankId(worker.stage, worker.rank))
     if use is None:

@@ -24,7 +24,7 @@ from mlx_ring.api.service import (
 )
 from mlx_ring.core.engine_stats import Policy, StepTiming
 from mlx_ring.core.types import RankId
-from mlx_ring.core.worker_status import LinkUse, WorkerInfo
+from mlx_ring.core.worker_status import LinkUse, WorkerInfo, WorkerMemory
 
 Availability = Literal["ready", "unavailable"]
 Mean = int | float | None
@@ -99,7 +99,7 @@ class ServedModelStatus(JsonObject):
     instances: list[ServedInstanceStatus]
 
 
-class DeviceStatus(JsonObject):
+class DeviceStatus(JsonObject, WorkerMemory):
     """One worker, as it measured itself last."""
 
     model: str
@@ -117,12 +117,6 @@ class DeviceStatus(JsonObject):
     blas: str
     alive: bool
     phase: str
-    weight_bytes: int
-    device_memory_bytes: int
-    """Bytes that MLX holds."""
-    peak_memory_bytes: int
-    rss_bytes: int
-    kv_bytes: int
     device_limit_bytes: int | None
     """Memory of the device; null while it is unknown."""
     device_left_bytes: int | None
@@ -310,11 +304,7 @@ def _device(worker: WorkerInfo, instance: InstanceInfo, model: ModelService) -> 
         "blas": worker.blas,
         "alive": worker.alive,
         "phase": worker.phase,
-        "weight_bytes": worker.weight_bytes,
-        "device_memory_bytes": worker.device_memory_bytes,
-        "peak_memory_bytes": worker.peak_memory_bytes,
-        "rss_bytes": worker.rss_bytes,
-        "kv_bytes": worker.kv_bytes,
+        **worker.memory,
         "device_limit_bytes": worker.memory_bytes or None,
         "device_left_bytes": worker.memory_left_bytes if worker.memory_bytes else None,
     }

@@ -197,7 +197,7 @@ def _health(context: ApiContext, error: RingError | None) -> Health:
         "rank": 0,
         "world_size": len(workers),
         "model": service.model_id,
-        "gpu_memory_gb": _gigabytes(sum(worker.device_memory_bytes for worker in workers)),
+        "gpu_memory_gb": _gigabytes(sum(worker.memory["device_memory_bytes"] for worker in workers)),
         "pipeline": {
             "stages": 0 if first is None else first.stages,
             "layers": 0 if first is None else first.layers,
@@ -208,7 +208,7 @@ def _health(context: ApiContext, error: RingError | None) -> Health:
         "instance": None if first is None else first.name,
         "models": [_model(model) for model in context.catalog.models],
         "context_length": service.context_length,
-        "kv_bytes": sum(worker.kv_bytes for worker in workers),
+        "kv_bytes": sum(worker.memory["kv_bytes"] for worker in workers),
         "uptime_s": _uptime_s(service.created),
         "version": version("mlx-ring"),
         "requests": _requests(service) if service.error is None else None,
@@ -236,8 +236,8 @@ def _worker(worker: WorkerInfo) -> WorkerHealth:
         "alive": worker.alive,
         "phase": worker.phase,
         "device": worker.device,
-        "memory_gb": _gigabytes(worker.device_memory_bytes),
-        "kv_bytes": worker.kv_bytes,
+        "memory_gb": _gigabytes(worker.memory["device_memory_bytes"]),
+        "kv_bytes": worker.memory["kv_bytes"],
     }
 
 
@@ -289,7 +289,7 @@ def _add_service(router: APIRouter, context: ApiContext) -> None:
             "device_count": len(workers),
             "dtype": workers[0].dtype if workers else None,
             "embeddings": _embeddings(service),
-            "weight_bytes": sum(worker.weight_bytes for worker in workers),
+            "weight_bytes": sum(worker.memory["weight_bytes"] for worker in workers),
             "metadata": dict(service.metadata),
         }
 
