@@ -45,11 +45,12 @@ _NO_CODE = frozenset({
 _SOURCES = frozenset({".py", ".proto", ".js", ".ts"})
 
 RECIPES: Mapping[str, tuple[str, ...]] = {
-    "a setting: max_connections": (r"\bmax_connections\b",),
+    "a setting: http_timeout_keep_alive": (r"\bhttp_timeout_keep_alive\b",),
     "a setting: step_deadline_s": (r"\bstep_deadline_s\b",),
     "a setting: max_queued_requests": (r"\bmax_queued_requests\b", r"\bmax_waiting\b"),
     "a sampling parameter: min_p": (r"\bmin_p\b",),
     "a link: allreduce": (r"""["']allreduce["']""",),
+    "a link over a backend: nccl": (r"""["']nccl["']""",),
     "a strategy: balanced": (r"""["']balanced["']""",),
     "a rank's status: peak memory": (r"\bpeak_memory_bytes\b", r"\bpeak_bytes\b"),
 }

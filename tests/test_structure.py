@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from scripts.measure_structure import Figures, Lists, measure
+from scripts.measure_structure import RECIPES, Figures, Lists, measure
 from tests.chat_trace import ChatTrace, trace_chat
 
 ROOT = Path(__file__).parents[1]
@@ -20,6 +20,14 @@ LIMITS = {
     "docstrings that open with Whether": 0,
     "docstrings that open with Who": 0,
     "docstrings that open with Of": 0,
+    "files that name a setting: http_timeout_keep_alive": 2,
+    "files that name a setting: step_deadline_s": 4,
+    "files that name a setting: max_queued_requests": 5,
+    "files that name a sampling parameter: min_p": 4,
+    "files that name a link: allreduce": 1,
+    "files that name a link over a backend: nccl": 3,
+    "files that name a strategy: balanced": 2,
+    "files that name a rank's status: peak memory": 7,
 }
 """Limit of each figure."""
 CROSSED = {"head": 45, "worker": 33}
@@ -42,6 +50,10 @@ def measured() -> tuple[Figures, Lists]:
 @pytest.fixture(scope="module")
 def trace(tiny_model: Path) -> ChatTrace:
     return trace_chat(tiny_model, ROOT)
+
+
+def test_every_recipe_has_a_limit() -> None:
+    assert {f"files that name {recipe}" for recipe in RECIPES} <= LIMITS.keys()
 
 
 @pytest.mark.parametrize("figure", LIMITS)
