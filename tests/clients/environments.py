@@ -26,7 +26,7 @@ _LONGEST_S = 1200.0
 
 def command_of(client: Client) -> Sequence[str]:
     """Return the command that runs the client's program, after setting up its environment."""
-    folder = _made(client)
+    folder = _set_up(client)
     if client.in_javascript:
         # Node searches packages next to the program.
         for program in PROGRAMS.glob("*.mjs"):
@@ -35,25 +35,25 @@ def command_of(client: Client) -> Sequence[str]:
     return (str(folder / "bin" / "python"), str(PROGRAMS / client.program))
 
 
-def _made(client: Client) -> Path:
+def _set_up(client: Client) -> Path:
     folder = ENVIRONMENTS / client.name
-    stamp, wanted = folder / ".made-from", f"{_python()}\n{client.pin.read_text(encoding='utf-8')}"
-    if stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted:
+    stamp, expected = folder / ".made-from", f"{_python()}\n{client.pin.read_text(encoding='utf-8')}"
+    if stamp.is_file() and stamp.read_text(encoding="utf-8") == expected:
         return folder
     shutil.rmtree(folder, ignore_errors=True)
     if client.in_javascript:
         _make_for_node(client, folder)
     else:
         _make_for_python(client, folder)
-    stamp.write_text(wanted, encoding="utf-8")
+    stamp.write_text(expected, encoding="utf-8")
     return folder
 
 
 def _make_for_python(client: Client, folder: Path) -> None:
-    found = uv.find_uv_bin()
-    _run(found, "venv", "--quiet", "--no-config", "--python", _python(), str(folder))
+    program = uv.find_uv_bin()
+    _run(program, "venv", "--quiet", "--no-config", "--python", _python(), str(folder))
     _run(
-        found,
+        program,
         "pip",
         "sync",
         "--quiet",

@@ -36,12 +36,12 @@ class Client:
     @property
     def version(self) -> str:
         text = self.pin.read_text(encoding="utf-8")
-        written = (
+        pattern = (
             rf'"node_modules/{self.package}": {{\s*"version": "([^"]+)"'
             if self.in_javascript
             else rf"^{self.package}==(\S+)"
         )
-        found = re.search(written, text, re.MULTILINE)
+        found = re.search(pattern, text, re.MULTILINE)
         if found is None:
             raise LookupError(f"{self.pin} pins no {self.package}; run scripts/pin_clients {self.name}.")
         return found.group(1)

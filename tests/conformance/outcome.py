@@ -178,16 +178,16 @@ class _Examiner:
 
     def _start(self) -> None:
         context = get_context("spawn")
-        self._asks, theirs = context.Pipe()
+        self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_examine_all, args=(theirs,), daemon=True)
         self._process.start()
         theirs.close()
 
     def examine(self, family: str) -> Architecture:
-        self._asks.send(family)
+        self._connection.send(family)
         try:
-            if self._asks.poll(_LONGEST_S):
-                return self._asks.recv()
+            if self._connection.poll(_LONGEST_S):
+                return self._connection.recv()
             reason = f"it does not end within {_LONGEST_S:.0f} s"
         except (EOFError, ConnectionError):
             reason = "it takes its process down on this machine"
@@ -198,14 +198,14 @@ class _Examiner:
     def end(self) -> None:
         self._process.kill()
         self._process.join()
-        self._asks.close()
+        self._connection.close()
 
 
-def _examine_all(asked: Connection[Architecture, str]) -> None:
+def _examine_all(connection: Connection[Architecture, str]) -> None:
     """Run the process: answer until the other end is closed."""
     while True:
         try:
-            asked.send(examine(asked.recv()))
+            connection.send(examine(connection.recv()))
         except EOFError:
             return
 

@@ -21,8 +21,10 @@ SAMPLE = [
     *("qwen3", "qwen2", "llama", "qwen3_moe", "gemma3_text", "gpt_oss", "deepseek_v3"),
     *("llama4_text", "mamba", "qwen3_next", "olmo_hybrid", "bailing_moe_linear", "talkie", "gemma4_text"),
 ]
-"""Dense, tied, experts, sliding, latent, chunked, recurrent, hybrid; one that makes masks from another
-stage's caches, one whose layers take the activations second, one whose layers give more than activations."""
+"""Families with dense, tied, expert, sliding, latent, chunked, recurrent and hybrid layers, and three special ones.
+
+Of these, one makes masks from another stage's caches. The layers of another take the activations as the second argument.
+The layers of the third return more than activations."""
 
 
 def every_family() -> list[str]:
@@ -36,7 +38,7 @@ def every_family() -> list[str]:
 
 
 @pytest.mark.parametrize("family", SAMPLE)
-def test_a_family_is_as_the_table_says(family: str) -> None:
+def test_a_family_matches_the_table(family: str) -> None:
     found = examine(family)
     assert found.exact
     assert found == known_architectures()[family]
@@ -48,7 +50,7 @@ def test_the_page_and_the_data_agree() -> None:
 
 @pytest.mark.conformance
 @pytest.mark.timeout(1500)
-def test_every_family_is_examined(request: pytest.FixtureRequest) -> None:
+def test_every_family_matches_the_table(request: pytest.FixtureRequest) -> None:
     found = examine_apart(every_family())
     if request.config.getoption("--write-table"):
         _write(found)

@@ -1,4 +1,4 @@
-"""Lets the tests import the scripts by their own names, as they import each other."""
+"""Import path for the scripts of the demo models, which import each other by their own names."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""Model architectures: which are known, and over how many stages each can be split."""
+
 from __future__ import annotations
 
 import json
@@ -21,23 +23,23 @@ def of_type(folder: Path, model_type: str) -> ModelFolder:
     return read_model_folder(folder)
 
 
-def test_an_examined_architecture_is_accepted_on_any_number_of_stages(folder: Path) -> None:
+def test_an_exact_architecture_is_accepted_on_any_number_of_stages(folder: Path) -> None:
     for stages in (1, 2, 5):
         assert require_cuttable(of_type(folder, "qwen3"), stages).exact
 
 
-def test_a_type_that_mlx_lm_runs_as_another_is_that_other() -> None:
+def test_a_type_that_mlx_lm_runs_as_another_has_its_entry() -> None:
     assert find_architecture("mistral") == known_architectures()["llama"]
 
 
-def test_the_class_decides_where_one_type_has_two_architectures() -> None:
+def test_the_class_decides_between_two_architectures_of_a_type() -> None:
     known = known_architectures()
     assert find_architecture("bailing_hybrid", ["BailingMoeV3ForCausalLM"]) is known["bailing_moe_v3"]
     assert find_architecture("bailing_hybrid", ["Other"]) is known["bailing_hybrid"]
 
 
 @pytest.mark.parametrize("nested", [False, True])
-def test_entries_that_an_architecture_needs_are_looked_for(folder: Path, nested: bool) -> None:  # noqa: FBT001
+def test_configuration_entries_that_an_architecture_requires_are_checked(folder: Path, nested: bool) -> None:  # noqa: FBT001
     def with_sharing(layers: int | None) -> ModelFolder:
         entries = {"num_kv_shared_layers": layers, "hidden_size_per_layer_input": 0}
         config = {**QWEN3, "model_type": "gemma4", **({"text_config": entries} if nested else entries)}
@@ -51,19 +53,19 @@ def test_entries_that_an_architecture_needs_are_looked_for(folder: Path, nested:
             require_cuttable(sharing, 2)
 
 
-def test_an_unknown_architecture_is_refused_with_the_way_to_examine_it(folder: Path) -> None:
+def test_an_unknown_architecture_is_refused_with_the_command_that_examines_it(folder: Path) -> None:
     with pytest.raises(ModelUnsupported, match=r"'brand_new' model.*make conformance"):
         require_cuttable(of_type(folder, "brand_new"), 1)
 
 
-def test_one_that_cannot_be_cut_is_refused_by_name_with_the_reason(folder: Path) -> None:
+def test_an_architecture_that_cannot_be_split_is_refused_with_its_name(folder: Path) -> None:
     name, outcome = next((name, found) for name, found in known_architectures().items() if not found.exact)
     with pytest.raises(ModelUnsupported, match=f"'{name}' model, which cannot be split over 2 stages"):
         require_cuttable(of_type(folder, name), 2)
     assert outcome.reason
 
 
-def test_one_that_runs_whole_may_be_served_on_one_stage(folder: Path) -> None:
+def test_an_architecture_that_is_exact_as_a_whole_is_served_on_one_stage(folder: Path) -> None:
     whole = [name for name, found in known_architectures().items() if found.whole and not found.exact]
     assert whole
     for name in whole:
@@ -72,5 +74,5 @@ def test_one_that_runs_whole_may_be_served_on_one_stage(folder: Path) -> None:
             require_cuttable(of_type(folder, name), 2)
 
 
-def test_most_families_can_be_cut() -> None:
+def test_most_families_can_be_split() -> None:
     assert sum(found.exact for found in known_architectures().values()) >= 47

@@ -1,4 +1,4 @@
-"""The demo models that ship: complete, small, loadable as they are, and right about what they know."""
+"""The demo models of the package: their files, sizes, templates, tokenizers and answers."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def rendered(messages: list[dict[str, Any]], **options: Any) -> str:
 
 
 @each_model
-def test_a_folder_holds_what_hugging_face_expects_and_nothing_else(name: str) -> None:
+def test_a_folder_holds_exactly_the_files_that_hugging_face_expects(name: str) -> None:
     assert {path.name for path in (FOLDER / name).iterdir()} == FILES
 
 
@@ -97,7 +97,7 @@ def test_rows_divide_into_whole_quantization_groups_for_four_ranks(name: str) ->
 
 
 @each_model
-def test_mlx_lm_finds_tool_calls_thinking_and_the_end(name: str) -> None:
+def test_mlx_lm_detects_tool_calls_reasoning_and_the_end_token(name: str) -> None:
     _, tokenizer = loaded(name)
     assert tokenizer.has_tool_calling
     assert tokenizer.has_thinking
@@ -122,13 +122,13 @@ def test_the_template_writes_a_plain_conversation() -> None:
     assert rendered(messages, add_generation_prompt=True) == expected
 
 
-def test_thinking_is_off_unless_it_is_asked_for() -> None:
+def test_reasoning_is_off_by_default() -> None:
     messages = [{"role": "user", "content": "Hi"}]
     assert "<think>" not in rendered(messages, add_generation_prompt=True)
     assert rendered(messages, add_generation_prompt=True, enable_thinking=True).endswith("<think>\n")
 
 
-def test_a_developer_is_a_system() -> None:
+def test_the_developer_role_is_rendered_as_system() -> None:
     user = {"role": "user", "content": "Hi"}
     texts = [rendered([{"role": role, "content": "Be brief."}, user]) for role in ("developer", "system")]
     assert texts[0] == texts[1]
@@ -160,7 +160,7 @@ def test_only_the_reasoning_after_the_last_question_is_kept() -> None:
 
 
 @each_model
-def test_far_positions_give_finite_scores(name: str) -> None:
+def test_far_positions_give_finite_logits(name: str) -> None:
     model, _ = loaded(name)
     assert config_of(name)["max_position_embeddings"] >= LONG_POSITION
     caches = model.make_cache() if hasattr(model, "make_cache") else None
@@ -171,6 +171,6 @@ def test_far_positions_give_finite_scores(name: str) -> None:
 
 
 def test_demo_answers_nine_of_ten_held_out_questions() -> None:
-    marked = ask(FOLDER / "demo", Corpus().questions(per_topic=20))
-    assert len(marked) >= 200
-    assert sum(one.right for one in marked) >= 0.9 * len(marked), report(marked)
+    answers = ask(FOLDER / "demo", Corpus().questions(per_topic=20))
+    assert len(answers) >= 200
+    assert sum(answer.right for answer in answers) >= 0.9 * len(answers), report(answers)

@@ -1,4 +1,4 @@
-"""Hostile grammars: each is refused by itself, and costs no more than it may."""
+"""Hostile grammars are refused one by one, within limits of time and memory."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from mlx_ring.models.grammar_trials import GrammarTrials
 GOOD = Grammar("json_schema", '{"type": "integer"}')
 
 
-def patterns_together() -> Grammar:
-    """Small, and beyond llguidance's own limits: it takes minutes, and memory without end."""
+def expensive_grammar() -> Grammar:
+    """Return a small grammar beyond llguidance's own limits, which takes minutes and unlimited memory."""
     chance = random.Random(1)
     words = ["".join(chance.choices("abcdefghij", k=9)) for _ in range(501)]
     schema = {
@@ -50,14 +50,16 @@ def children() -> Callable[[], list[psutil.Process]]:
     return lambda: [each for each in now() if each not in before]
 
 
-def test_one_that_takes_too_long_is_refused_and_the_next_is_answered() -> None:
+def test_a_grammar_that_takes_too_long_is_refused_and_the_next_is_tried() -> None:
     trials = GrammarTrials(cpu_s=0.5)
     assert trials.problem(GOOD) == ""
-    assert "more than 0.5 s" in trials.problem(patterns_together())
+    assert "more than 0.5 s" in trials.problem(expensive_grammar())
     assert trials.problem(GOOD) == ""
 
 
-def test_references_thousands_deep_end_no_process(children: Callable[[], list[psutil.Process]]) -> None:
+def test_references_thousands_deep_do_not_end_the_process(
+    children: Callable[[], list[psutil.Process]],
+) -> None:
     trials = GrammarTrials()
     assert trials.problem(references(3000)) == ""
     assert len(children()) == 1
@@ -72,9 +74,9 @@ def test_a_problem_is_reported_in_one_sentence() -> None:
 @pytest.mark.parametrize(
     "grammar",
     [Grammar("json_schema", '{"$ref": "#"}'), Grammar("regex", r"[^\s\S]")],
-    ids=["a reference to itself", "a letter that is none"],
+    ids=["reference to itself", "empty character class"],
 )
-def test_one_under_which_nothing_can_begin_is_refused(grammar: Grammar) -> None:
+def test_a_grammar_that_allows_no_first_token_is_refused(grammar: Grammar) -> None:
     assert (
         GrammarTrials().problem(grammar)
         == "No answer can match this schema: nothing is allowed at its start."
@@ -88,13 +90,13 @@ def test_one_under_which_nothing_can_begin_is_refused(grammar: Grammar) -> None:
         Grammar("json_schema", '{"anyOf": [{"$ref": "#"}, {"type": "null"}]}'),
         Grammar("lark", 'start: "" | <|call|>'),
     ],
-    ids=["nothing at all", "one way out", "a model's own token"],
+    ids=["empty text", "one finite alternative", "special token"],
 )
-def test_one_that_allows_an_end_or_one_way_is_taken(grammar: Grammar) -> None:
+def test_a_grammar_that_allows_an_end_or_one_alternative_is_accepted(grammar: Grammar) -> None:
     assert GrammarTrials().problem(grammar) == ""
 
 
-def test_the_process_ends_with_who_asks(children: Callable[[], list[psutil.Process]]) -> None:
+def test_the_process_ends_with_its_owner(children: Callable[[], list[psutil.Process]]) -> None:
     trials = GrammarTrials()
     assert trials.problem(GOOD) == ""
     (child,) = children()
@@ -103,7 +105,7 @@ def test_the_process_ends_with_who_asks(children: Callable[[], list[psutil.Proce
     assert not child.is_running()
 
 
-def test_a_process_that_was_killed_meanwhile_is_made_again(
+def test_a_killed_process_is_replaced(
     children: Callable[[], list[psutil.Process]],
 ) -> None:
     trials = GrammarTrials()

@@ -1,4 +1,4 @@
-"""Which tensors a stage needs: never too few, and of the large ones none too many."""
+"""The tensors that a stage needs: all of them, and no large one too many."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_each_stage_gets_its_layers_the_first_the_embedding_and_the_last_the_hea
         ({"tie_word_embeddings": False}, False),
     ],
 )
-def test_where_the_embedding_may_be_the_head_the_last_stage_gets_it_too(
+def test_the_last_stage_gets_an_embedding_that_may_be_tied(
     config: dict[str, Any],
     head: bool,  # noqa: FBT001 - an example's column
 ) -> None:
@@ -59,11 +59,11 @@ def test_where_the_embedding_may_be_the_head_the_last_stage_gets_it_too(
     assert "model.embed_tokens.weight" not in names(model, 1, 2)
 
 
-def test_a_family_that_never_ties_needs_no_word_of_its_configuration() -> None:
+def test_a_family_without_tied_embeddings_needs_no_configuration_entry() -> None:
     assert "model.embed_tokens.weight" not in names(folder(LAYERS | OUTSIDE, "deepseek_v3"), 2, 3)
 
 
-def test_quantized_embeddings_and_heads_go_with_their_scales() -> None:
+def test_quantized_embeddings_and_heads_include_their_scales() -> None:
     parts = {
         f"{module}.{part}": (10, 4) for module in ("model.embed", "lm_head") for part in ("weight", "scales")
     }
@@ -85,18 +85,18 @@ def test_ambiguous_layers_go_to_every_stage() -> None:
     assert names(model, 1, 2) == {entry.name for entry in model.tensors}
 
 
-def test_what_mlx_lm_leaves_out_goes_to_nobody() -> None:
-    never = [
+def test_tensors_that_mlx_lm_ignores_go_to_no_stage() -> None:
+    ignored = [
         *("vision_tower.encoder.layers.0.weight", "model.visual.blocks.1.weight", "mtp.layers.0.weight"),
         *("model.mtp_layers.0.weight", "audio_tower.weight", "multi_modal_projector.linear_1.weight"),
         "model.layers.3.mlp.weight",
     ]
-    model = folder(LAYERS | OUTSIDE | dict.fromkeys(never, (8, 8)), tie_word_embeddings=False)
+    model = folder(LAYERS | OUTSIDE | dict.fromkeys(ignored, (8, 8)), tie_word_embeddings=False)
     assert names(model, 0, 3) == {*LAYERS, *OUTSIDE}
     assert names(model, 1, 2) == {"model.layers.1.mlp.weight", "model.norm.weight"}
 
 
 @pytest.mark.parametrize(("start", "end"), [(0, 4), (-1, 2), (2, 2), (3, 1)])
-def test_layers_that_there_are_not_are_refused_by_name(start: int, end: int) -> None:
+def test_missing_layers_are_refused_with_their_range(start: int, end: int) -> None:
     with pytest.raises(PlanError, match=rf"Layers \[{start}, {end}\) were requested, but any has 3 layers"):
         names(folder(LAYERS | OUTSIDE), start, end)

@@ -1,8 +1,9 @@
-"""A package's modules without what it brings along, each in a process of its own: what is imported stays."""
+"""Imports of single modules without their package, each in its own process, because imported modules stay."""
 
 from __future__ import annotations
 
 import ast
+import json
 import subprocess
 import sys
 from importlib.metadata import version
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 from tests.processes import clean_environment
+from tokenizers import Tokenizer
 
 from mlx_ring.models.lean_imports import UNUSED
 
@@ -29,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def said(folder: Path, code: str) -> list[str]:
+def output_of(folder: Path, code: str) -> list[str]:
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=folder,
@@ -42,41 +44,41 @@ def said(folder: Path, code: str) -> list[str]:
     return done.stdout.split()
 
 
-def test_a_module_comes_in_without_its_package_s_init(folder: Path) -> None:
-    assert said(folder, BARE + "from heavy.light import two; print(two)") == ["2"]
+def test_a_module_is_imported_without_its_packages_init(folder: Path) -> None:
+    assert output_of(folder, BARE + "from heavy.light import two; print(two)") == ["2"]
 
 
 @pytest.mark.parametrize(
-    "ask", ["from heavy import three; print(three)", "import heavy; print(heavy.three); heavy.three"]
+    "access", ["from heavy import three; print(three)", "import heavy; print(heavy.three); heavy.three"]
 )
-def test_whoever_asks_the_package_itself_gets_what_it_has_and_init_runs_once(folder: Path, ask: str) -> None:
-    assert said(folder, BARE + "import heavy.light; " + ask) == ["init", "3"]
+def test_access_to_the_package_itself_runs_its_init_once(folder: Path, access: str) -> None:
+    assert output_of(folder, BARE + "import heavy.light; " + access) == ["init", "3"]
 
 
-def test_what_the_package_has_not_is_missing_as_ever(folder: Path) -> None:
+def test_an_attribute_that_the_package_lacks_is_missing(folder: Path) -> None:
     code = BARE + "import heavy; print(hasattr(heavy, 'four'), hasattr(heavy, 'four'))"
-    assert said(folder, code) == ["init", "False", "False"]
+    assert output_of(folder, code) == ["init", "False", "False"]
 
 
-def test_a_package_that_is_in_already_or_not_installed_is_let_be(folder: Path) -> None:
-    assert said(folder, "import heavy; " + BARE + "print(heavy.three)") == ["init", "3"]
+def test_an_imported_or_missing_package_is_left_as_it_is(folder: Path) -> None:
+    assert output_of(folder, "import heavy; " + BARE + "print(heavy.three)") == ["init", "3"]
     code = (
         "from mlx_ring.models.lean_imports import import_bare; import_bare('no_such_package'); import sys; "
     )
-    assert said(folder, code + "print('no_such_package' in sys.modules)") == ["False"]
+    assert output_of(folder, code + "print('no_such_package' in sys.modules)") == ["False"]
 
 
 VERSIONS = {"mlx-lm": ("0.32.2", "0.33"), "transformers": ("5.0", "6"), "tokenizers": ("0.20", "1")}
-"""Ranges of versions, up to but without the second, whose structure the following tests know."""
+"""Ranges of versions with a known structure, excluding the second."""
 
 
 @pytest.mark.parametrize("package", VERSIONS)
-def test_the_installed_version_is_one_whose_structure_is_known(package: str) -> None:
+def test_the_installed_version_has_a_known_structure(package: str) -> None:
     least, below = VERSIONS[package]
     assert Version(least) <= Version(version(package)) < Version(below)
 
 
-def test_mlx_lm_imports_exactly_what_the_stand_ins_provide() -> None:
+def test_mlx_lm_imports_only_names_that_the_stand_ins_provide() -> None:
     spec = find_spec("mlx_lm")
     assert spec is not None
     assert spec.submodule_search_locations is not None
@@ -93,10 +95,10 @@ def test_mlx_lm_imports_exactly_what_the_stand_ins_provide() -> None:
     assert not any(name.partition(".")[0] in {"transformers", "tokenizers"} for name in imported)
 
 
-def test_mlx_lm_is_loaded_with_stand_ins_for_the_unused_modules_alone(tmp_path: Path) -> None:
-    code = "import sys; from mlx_ring.models.lean_imports import import_mlx_lm as go; go(); import mlx_lm.utils as u; "
-    shown = "print(*sorted(n for n in ('huggingface_hub', 'mlx_lm.tokenizer_utils') if n in sys.modules), callable(u.load_model))"
-    assert said(tmp_path, code + shown) == ["True"]
+def test_mlx_lm_is_loaded_without_the_unused_modules(tmp_path: Path) -> None:
+    code = "import sys; from mlx_ring.models.lean_imports import import_mlx_lm as load; load(); import mlx_lm.utils as u; "
+    output = "print(*sorted(n for n in ('huggingface_hub', 'mlx_lm.tokenizer_utils') if n in sys.modules), callable(u.load_model))"
+    assert output_of(tmp_path, code + output) == ["True"]
 
 
 def test_transformers_offers_the_tokenizer_modules_without_its_init(tmp_path: Path) -> None:
@@ -105,8 +107,99 @@ def test_transformers_offers_the_tokenizer_modules_without_its_init(tmp_path: Pa
         "import transformers; print(transformers.AutoTokenizer.__module__, transformers.PreTrainedTokenizerFast.__module__, "
         "type(sys.modules['transformers']).__name__)"
     )
-    assert said(tmp_path, code) == [
+    assert output_of(tmp_path, code) == [
         "transformers.models.auto.tokenization_auto",
         "transformers.tokenization_utils_tokenizers",
         "module",
     ]
+
+
+IMPORT_TOKENIZERS = """
+import sys
+from mlx_ring.models import lean_imports
+lean_imports.import_tokenizers()
+from transformers import AutoTokenizer
+def load():
+    return AutoTokenizer.from_pretrained(sys.argv[1], local_files_only=True)
+def is_whole():
+    return type(sys.modules["transformers"]).__name__ == "_LazyModule"
+"""
+
+
+def tokenizer_output(code: str, folder: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT_TOKENIZERS + code, str(folder)],
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def ids(folder: Path) -> list[int]:
+    return Tokenizer.from_file(str(folder / "tokenizer.json")).encode("Hi").ids
+
+
+def test_a_tokenizer_is_loaded_without_the_list_of_all_models(tiny_model: Path) -> None:
+    assert (
+        tokenizer_output("print(load().encode('Hi'), is_whole())", tiny_model) == f"{ids(tiny_model)} False"
+    )
+
+
+def test_the_rest_of_transformers_is_imported_on_use(tiny_model: Path) -> None:
+    code = """
+import transformers
+print(transformers.GPT2Config().model_type, transformers.BertConfig().model_type, is_whole())
+from transformers import LlamaConfig
+print(LlamaConfig().model_type, isinstance(load(), transformers.PreTrainedTokenizerBase))
+"""
+    assert tokenizer_output(code, tiny_model).split() == ["gpt2", "bert", "True", "llama", "True"]
+
+
+def test_a_tokenizer_of_an_unknown_class_is_loaded(tiny_model: Path, tmp_path: Path) -> None:
+    for path in tiny_model.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "UnknownTokenizerFast"}))
+    assert tokenizer_output("print(load().encode('Hi'))", tmp_path) == str(ids(tiny_model))
+
+
+def test_transformers_of_another_structure_is_imported_as_a_whole(tiny_model: Path) -> None:
+    code = """
+for name in [name for name in sys.modules if name.startswith("transformers")]:
+    del sys.modules[name]
+def fail(name):
+    raise ImportError(name)
+lean_imports.version = fail
+lean_imports.import_tokenizers()
+from transformers import AutoTokenizer
+print(load().encode('Hi'), is_whole())
+"""
+    assert tokenizer_output(code, tiny_model) == f"{ids(tiny_model)} True"
+
+
+IMPORT_MLX_LM = "import sys; from mlx_ring.models.lean_imports import import_mlx_lm; import_mlx_lm(); "
+
+
+def worker_output(code: str) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT_MLX_LM + code],
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_a_worker_starts_without_tokenizers_and_the_hubs_client() -> None:
+    unused = {"transformers", "tokenizers", "huggingface_hub", "httpx", "mlx_lm.tokenizer_utils"}
+    code = f"import mlx_ring.worker.server; print(*sorted({unused!r} & set(sys.modules)))"
+    assert worker_output(code) == []
+
+
+def test_modules_that_were_left_out_are_imported_on_use() -> None:
+    code = "import mlx_lm; from mlx_lm.tokenizer_utils import TokenizerWrapper as T; print(T.__name__, callable(mlx_lm.load))"
+    assert worker_output(code) == ["TokenizerWrapper", "True"]

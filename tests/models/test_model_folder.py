@@ -1,3 +1,5 @@
+"""Reading of model folders: their contents, and every kind of corrupt, missing or unsafe file."""
+
 from __future__ import annotations
 
 import contextlib
@@ -22,7 +24,7 @@ def change(path: Path, **fields: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 
 
-def test_a_folder_has_the_contents_of_its_files(folder: Path) -> None:
+def test_a_folder_has_the_values_of_its_files(folder: Path) -> None:
     (folder / "generation_config.json").write_text('{"eos_token_id": [2, 3]}')
     model = read_model_folder(folder)
     assert (model.model_type, model.num_layers, model.hidden_size, model.vocab_size) == ("qwen3", 5, 64, 320)
@@ -33,7 +35,7 @@ def test_a_folder_has_the_contents_of_its_files(folder: Path) -> None:
     assert {entry.dtype for entry in model.tensors} == {"F32"}
 
 
-def test_a_nested_text_configuration_counts(folder: Path) -> None:
+def test_a_nested_text_configuration_is_read(folder: Path) -> None:
     config = {"model_type": "gemma3", "text_config": {**QWEN3, "eos_token_id": None}, "eos_token_id": 7}
     (folder / "config.json").write_text(json.dumps(config))
     model = read_model_folder(folder)
@@ -50,7 +52,7 @@ def test_a_nested_text_configuration_counts(folder: Path) -> None:
         ("num_hidden_layers", "hidden_size", "vocab_size", "model_max_length"),
     ],
 )
-def test_sizes_go_by_several_names(
+def test_sizes_are_read_under_several_names(
     folder: Path, layers: str, hidden: str, vocabulary: str, context: str
 ) -> None:
     config = {"model_type": "any", layers: 7, hidden: 48, vocabulary: 99, context: 640}
@@ -59,7 +61,7 @@ def test_sizes_go_by_several_names(
     assert (model.num_layers, model.hidden_size, model.vocab_size, model.context_length) == (7, 48, 99, 640)
 
 
-def test_truth_values_are_no_numbers(folder: Path) -> None:
+def test_booleans_are_no_numbers(folder: Path) -> None:
     change(folder / "config.json", num_hidden_layers=True, eos_token_id=[True, [2], None, 3])
     model = read_model_folder(folder)
     assert model.eos_token_ids == {3}
@@ -67,44 +69,44 @@ def test_truth_values_are_no_numbers(folder: Path) -> None:
         _ = model.num_layers
 
 
-def test_the_digest_is_that_of_the_model_not_of_its_place(folder: Path, tmp_path: Path) -> None:
+def test_the_digest_depends_on_the_model_and_not_on_its_path(folder: Path, tmp_path: Path) -> None:
     again = write_random_model(tmp_path / "again", QWEN3)
     assert read_model_folder(again).digest == read_model_folder(folder).digest
     change(again / "config.json", rope_theta=5.0)
     assert read_model_folder(again).digest != read_model_folder(folder).digest
 
 
-def test_no_folder_is_said(tmp_path: Path) -> None:
+def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match="There is no folder"):
         read_model_folder(tmp_path / "nowhere")
 
 
-def test_a_folder_without_configuration_is_no_model(tmp_path: Path) -> None:
+def test_a_folder_without_a_configuration_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match=r"has no config\.json"):
         read_model_folder(tmp_path)
 
 
-def test_a_folder_without_weights_is_said(folder: Path) -> None:
+def test_a_folder_without_weights_is_an_error(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     with pytest.raises(ModelCorrupt, match="has no weights"):
         read_model_folder(folder)
 
 
 @pytest.mark.parametrize("kept", [0, 4, 200, -1])
-def test_a_truncated_file_is_found_before_anything_loads(folder: Path, kept: int) -> None:
+def test_a_truncated_file_is_detected_before_loading(folder: Path, kept: int) -> None:
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:kept])
     with pytest.raises(ModelCorrupt, match=r"model\.safetensors .*truncated"):
         read_model_folder(folder)
 
 
-def test_a_file_that_is_no_safetensors_is_found(folder: Path) -> None:
+def test_a_file_that_is_not_safetensors_is_an_error(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes((8).to_bytes(8, "little") + b"not json")
     with pytest.raises(ModelCorrupt, match=r"header of .* cannot be read"):
         read_model_folder(folder)
 
 
-def test_a_link_to_nothing_is_said(folder: Path) -> None:
+def test_a_broken_symbolic_link_is_an_error(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors").symlink_to(folder / "fetched_once")
     with pytest.raises(ModelCorrupt, match=r"model\.safetensors cannot be read: No such file"):
@@ -134,7 +136,7 @@ def test_a_tensor_whose_bytes_do_not_fit_its_shape_is_named(folder: Path, fields
         read_model_folder(folder)
 
 
-def test_a_missing_piece_of_an_index_is_named(folder: Path) -> None:
+def test_a_missing_file_of_an_index_is_named(folder: Path) -> None:
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ModelCorrupt, match=r"names model-00001-of-00002\.safetensors, which is not there"):
@@ -142,13 +144,13 @@ def test_a_missing_piece_of_an_index_is_named(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "\x00", '{"hidden_size": 3}'])
-def test_a_configuration_that_cannot_be_read_is_said(folder: Path, content: str) -> None:
+def test_an_unreadable_configuration_is_an_error(folder: Path, content: str) -> None:
     (folder / "config.json").write_text(content)
     with pytest.raises(ModelCorrupt, match=r"config\.json"):
         read_model_folder(folder)
 
 
-def test_a_count_of_layers_that_is_none_is_said(folder: Path) -> None:
+def test_an_invalid_number_of_layers_is_an_error(folder: Path) -> None:
     change(folder / "config.json", num_hidden_layers="five")
     with pytest.raises(ModelCorrupt, match="num_hidden_layers as 'five'"):
         _ = read_model_folder(folder).num_layers
@@ -162,7 +164,7 @@ def test_a_count_of_layers_that_is_none_is_said(folder: Path) -> None:
         ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["canary.Tokenizer", None]}}),
     ],
 )
-def test_a_folder_that_wants_its_code_run_is_refused_and_nothing_runs(
+def test_a_folder_with_custom_code_is_refused_and_nothing_runs(
     folder: Path, file: str, fields: dict[str, Any]
 ) -> None:
     written = folder / "written"

@@ -1,4 +1,4 @@
-"""Where a model comes from: the package, the disk, the hub's cache, the hub itself."""
+"""Sources of models: the package, the disk, the hub's cache, and the hub."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def hub(tiny_model: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 def put_in_cache(cache: Path, model: Path, name: str) -> Path:
-    """Make a snapshot as the hub's client leaves it."""
+    """Make a snapshot as the hub's client does, and return its folder."""
     repository = cache / f"models--{name.replace('/', '--')}"
     snapshot = repository / "snapshots" / COMMIT
     snapshot.mkdir(parents=True)
@@ -47,17 +47,17 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "hub"
 
 
-def test_both_demos_come_with_the_package() -> None:
+def test_both_demo_models_are_built_in() -> None:
     assert builtin_names() == ["demo", "demo-moe"]
     assert find_model("demo").kind == "built-in"
 
 
-def test_a_folder_is_taken_by_its_path_and_named_after_itself(tiny_model: Path) -> None:
+def test_a_folder_is_found_by_its_path_and_named_after_itself(tiny_model: Path) -> None:
     model = find_model(str(tiny_model))
     assert (model.name, model.kind, model.folder.num_layers) == ("tiny", "folder", 5)
 
 
-def test_a_built_in_name_wins_over_a_folder_of_that_name(
+def test_a_built_in_name_takes_precedence_over_a_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "demo").mkdir()
@@ -67,7 +67,7 @@ def test_a_built_in_name_wins_over_a_folder_of_that_name(
         find_model("./demo")
 
 
-def test_a_complete_snapshot_is_served_without_asking_anybody(cache: Path, tiny_model: Path) -> None:
+def test_a_complete_snapshot_is_found_without_a_request(cache: Path, tiny_model: Path) -> None:
     snapshot = put_in_cache(cache, tiny_model, "someone/tiny")
     model = find_model("someone/tiny")
     assert (model.name, model.kind, model.folder.path) == ("someone/tiny", "hub", snapshot)
@@ -81,29 +81,27 @@ def test_an_incomplete_snapshot_is_not_listed(missing: str, cache: Path, tiny_mo
     assert [model.name for model in list_local_models()] == ["demo", "demo-moe", "someone/whole"]
 
 
-def test_a_snapshot_that_wants_to_run_code_is_not_listed(cache: Path, tiny_model: Path) -> None:
+def test_a_snapshot_with_custom_code_is_not_listed(cache: Path, tiny_model: Path) -> None:
     snapshot = put_in_cache(cache, tiny_model, "someone/tiny")
     config = json.loads((snapshot / "config.json").read_text())
     (snapshot / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoModel": "mine.Model"}}))
     assert [model.name for model in list_local_models()] == ["demo", "demo-moe"]
 
 
-def test_only_what_is_needed_is_fetched_and_the_second_time_nothing(
-    hub: tuple[str, list[str]], tmp_path: Path
-) -> None:
-    endpoint, asked = hub
+def test_only_needed_files_are_fetched_and_only_once(hub: tuple[str, list[str]], tmp_path: Path) -> None:
+    endpoint, requests = hub
     first = find_elsewhere("someone/tiny", endpoint, tmp_path)
     assert first.returncode == 0, first.stderr
     fetched = {path.name for path in Path(first.stdout.strip()).iterdir()}
     assert fetched >= {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"}
     assert not [name for name in fetched if name.endswith((".py", ".bin", ".md"))]
-    asked.clear()
+    requests.clear()
     second = find_elsewhere("someone/tiny", endpoint, tmp_path)
     assert second.stdout == first.stdout
-    assert asked == []
+    assert requests == []
 
 
-def test_only_who_serves_alone_must_have_the_memory_for_what_is_fetched(
+def test_only_a_single_machine_must_have_the_memory_before_a_fetch(
     hub: tuple[str, list[str]], tmp_path: Path
 ) -> None:
     code = (
@@ -112,9 +110,9 @@ def test_only_who_serves_alone_must_have_the_memory_for_what_is_fetched(
         "find_model(sys.argv[1], must_fit=sys.argv[2] == 'alone')"
     )
 
-    def find(how: str) -> str:
+    def find(mode: str) -> str:
         return subprocess.run(
-            [sys.executable, "-c", code, "someone/tiny", how],
+            [sys.executable, "-c", code, "someone/tiny", mode],
             env=inherited_environment({"HF_ENDPOINT": hub[0], "HF_HOME": str(tmp_path)}),
             capture_output=True,
             text=True,
@@ -126,7 +124,7 @@ def test_only_who_serves_alone_must_have_the_memory_for_what_is_fetched(
     assert "Error" not in find("among several")
 
 
-def test_a_model_that_the_hub_lacks_differs_from_no_network(
+def test_errors_distinguish_a_model_missing_on_the_hub_from_no_network(
     hub: tuple[str, list[str]], tmp_path: Path
 ) -> None:
     unknown = find_elsewhere(PRIVATE, hub[0], tmp_path)
@@ -138,18 +136,18 @@ def test_a_model_that_the_hub_lacks_differs_from_no_network(
 @pytest.mark.parametrize(
     "name", ["gpt2", "a/b/c", "../x", "x" * 300, "demo ", "~nobody-has-this-name/x", "x\0y"]
 )
-def test_what_is_neither_name_nor_folder_nor_id_is_refused_with_the_built_in_names(name: str) -> None:
+def test_an_invalid_model_is_refused_with_the_built_in_names(name: str) -> None:
     with pytest.raises(ModelNotFound, match="demo, demo-moe"):
         find_model(name)
 
 
-def test_weights_beyond_the_memory_are_refused_with_both_numbers() -> None:
+def test_weights_larger_than_memory_are_refused_with_both_sizes() -> None:
     check_memory("small", 1)
     with pytest.raises(PlanError, match=r"huge needs 1000000\.0 GB .* this machine has \d"):
         check_memory("huge", 10**15)
 
 
-def test_what_would_fit_grows_with_the_memory() -> None:
+def test_the_largest_fitting_model_grows_with_the_memory() -> None:
     assert largest_fitting(1 << 30) is None
     sizes = [model.weight_bytes for free in range(3, 200) if (model := largest_fitting(free << 30))]
     assert sizes == sorted(sizes)

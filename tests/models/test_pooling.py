@@ -1,4 +1,4 @@
-"""Description of a model's embeddings in its folder."""
+"""Pooling of embeddings, as a model's folder describes it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def write(folder: Path, *modules: str, **pooling: object) -> Path:
     return folder
 
 
-def test_a_plain_causal_model_gives_its_last_token_s_state_of_length_one(tmp_path: Path) -> None:
+def test_a_causal_model_uses_the_last_token_and_normalizes(tmp_path: Path) -> None:
     pooling = read_pooling(tmp_path)
     assert (pooling.kind, pooling.normalize, pooling.ends_with_eos, pooling.refusal) == (
         "last",
@@ -52,14 +52,14 @@ def test_a_plain_causal_model_gives_its_last_token_s_state_of_length_one(tmp_pat
         ({"pooling_mode": ["mean"]}, "mean"),
     ],
 )
-def test_the_folder_s_own_pooling_is_taken(tmp_path: Path, config: dict[str, object], kind: str) -> None:
+def test_the_folders_own_pooling_is_used(tmp_path: Path, config: dict[str, object], kind: str) -> None:
     write(tmp_path, "Transformer", "Pooling", "Normalize", **config)
     pooling = read_pooling(tmp_path)
     assert (pooling.kind, pooling.normalize) == (kind, True)
     assert "1_Pooling/config.json" in pooling.why
 
 
-def test_vectors_keep_their_length_where_no_module_normalises_them(tmp_path: Path) -> None:
+def test_vectors_keep_their_length_without_a_normalize_module(tmp_path: Path) -> None:
     write(tmp_path, "Transformer", "Pooling", pooling_mode_mean_tokens=True)
     assert not read_pooling(tmp_path).normalize
 
@@ -76,20 +76,20 @@ def test_vectors_keep_their_length_where_no_module_normalises_them(tmp_path: Pat
         ),
     ],
 )
-def test_what_is_not_computed_here_is_refused_unless_another_pooling_is_asked_for(
+def test_unsupported_pooling_is_refused_unless_another_is_requested(
     tmp_path: Path, modules: list[str], config: dict[str, object], named: str
 ) -> None:
     write(tmp_path, *modules, **config)
     assert named in read_pooling(tmp_path).refusal
-    asked = read_pooling(tmp_path, "mean")
-    assert (asked.kind, asked.refusal) == ("mean", "")
+    requested = read_pooling(tmp_path, "mean")
+    assert (requested.kind, requested.refusal) == ("mean", "")
 
 
-def test_a_tokenizer_that_should_add_eos_is_believed(tmp_path: Path) -> None:
+def test_a_tokenizer_that_adds_eos_is_recognized(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text('{"add_eos_token": true}')
     assert read_pooling(tmp_path).ends_with_eos
 
 
-def test_files_that_cannot_be_read_keep_nobody_from_serving(tmp_path: Path) -> None:
+def test_unreadable_files_refuse_embeddings_but_do_not_raise(tmp_path: Path) -> None:
     (tmp_path / "modules.json").write_text('["Pooling"]')
     assert "cannot be read" in read_pooling(tmp_path).refusal

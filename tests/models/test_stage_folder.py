@@ -1,4 +1,4 @@
-"""A folder for one stage holds its own tensors, and is there whole or not at all."""
+"""Folders for one stage: they hold its tensors, and exist completely or not at all."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ def model(tmp_path: Path) -> ModelFolder:
     return read_model_folder(write_random_model(tmp_path / "model", config))
 
 
-def test_its_tensors_are_the_models_and_what_lies_between_is_holes(
-    model: ModelFolder, tmp_path: Path
-) -> None:
+def test_its_tensors_are_the_models_and_the_rest_is_sparse(model: ModelFolder, tmp_path: Path) -> None:
     reported: list[int] = []
     write_stage_folder(model, LAYERS, tmp_path / "stage", reported.append)
     whole = (model.path / "model.safetensors").read_bytes()
@@ -38,19 +36,19 @@ def test_its_tensors_are_the_models_and_what_lies_between_is_holes(
     assert blocks < stage_bytes(model, LAYERS) + 64 * 4096 < len(whole) * 2 / 3
 
 
-def test_it_is_the_same_model_to_whoever_asks(model: ModelFolder, tmp_path: Path) -> None:
+def test_it_has_the_digest_of_the_whole_model(model: ModelFolder, tmp_path: Path) -> None:
     write_stage_folder(model, LAYERS, tmp_path / "stage", lambda _count: None)
     assert read_model_folder(tmp_path / "stage").digest == model.digest
 
 
-def test_a_folder_that_is_there_is_left_alone(model: ModelFolder, tmp_path: Path) -> None:
+def test_an_existing_folder_is_not_changed(model: ModelFolder, tmp_path: Path) -> None:
     (tmp_path / "stage").mkdir()
     with pytest.raises(PlanError, match="already exists: remove it"):
         write_stage_folder(model, LAYERS, tmp_path / "stage", lambda _count: None)
     assert list((tmp_path / "stage").iterdir()) == []
 
 
-def test_what_was_left_of_an_interrupted_one_is_made_anew(model: ModelFolder, tmp_path: Path) -> None:
+def test_an_interrupted_folder_is_written_anew(model: ModelFolder, tmp_path: Path) -> None:
     def stop(_count: int) -> None:
         raise KeyboardInterrupt
 
@@ -62,7 +60,7 @@ def test_what_was_left_of_an_interrupted_one_is_made_anew(model: ModelFolder, tm
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "stage"]
 
 
-def test_where_nothing_can_be_written_it_is_said(model: ModelFolder, tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_written_is_an_error(model: ModelFolder, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(PlanError, match="cannot be written: Not a directory"):
         write_stage_folder(model, LAYERS, tmp_path / "file" / "stage", lambda _count: None)

@@ -1,4 +1,4 @@
-"""Shares of heads and rows: everything once, in order, as near to what was asked for as packs allow."""
+"""Shares of heads and rows: complete, in order, and as close to the requested proportions as packs allow."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ PROPORTIONS = st.lists(st.floats(0.05, 20), min_size=1, max_size=5)
 
 
 @given(sizes=sizes(), proportions=PROPORTIONS)
-def test_everything_is_shared_out_once_in_order_and_to_within_a_pack(
+def test_shares_are_complete_in_order_and_within_a_pack_of_the_proportions(
     sizes: TensorSizes, proportions: list[float]
 ) -> None:
     try:
         shares = share_out(sizes, proportions)
     except PlanError:
-        assume(False)  # noqa: FBT003 - hypothesis's way to pass over an example
+        assume(False)  # noqa: FBT003 - tells hypothesis to skip an example
         return
     heads, rows, experts, vocabulary = sizes.divisibles
     for kind, extents in (
@@ -80,7 +80,7 @@ def test_everything_is_shared_out_once_in_order_and_to_within_a_pack(
 
 
 @given(sizes=sizes(), proportions=PROPORTIONS)
-def test_no_share_parts_a_quantization_group(sizes: TensorSizes, proportions: list[float]) -> None:
+def test_no_share_splits_a_quantization_group(sizes: TensorSizes, proportions: list[float]) -> None:
     shares = share_out(sizes, nearest_proportions(sizes, proportions))
     for share in shares:
         for extent, total in (
@@ -93,7 +93,7 @@ def test_no_share_parts_a_quantization_group(sizes: TensorSizes, proportions: li
 
 
 @given(sizes=sizes(), proportions=PROPORTIONS)
-def test_the_nearest_proportions_can_always_be_made(sizes: TensorSizes, proportions: list[float]) -> None:
+def test_the_nearest_proportions_are_always_possible(sizes: TensorSizes, proportions: list[float]) -> None:
     nearest = nearest_proportions(sizes, proportions)
     assert 1 <= len(nearest) <= len(proportions)
     shares = share_out(sizes, nearest)
@@ -128,11 +128,11 @@ def test_sizes_come_from_the_configuration() -> None:
 
 
 @pytest.mark.parametrize("model_type", ["qwen2", "phi3"])
-def test_a_family_that_divides_for_the_width_of_a_head_is_divided_for(model_type: str) -> None:
+def test_a_family_without_a_head_size_divides_the_hidden_size(model_type: str) -> None:
     assert read(model_type=model_type).head_dim == 64
 
 
-def test_a_model_without_a_count_of_kv_heads_has_one_for_each_query_head() -> None:
+def test_without_a_number_of_kv_heads_each_query_head_has_one() -> None:
     assert read(model_type="mistral", num_key_value_heads=None).kv_heads == 16
 
 
@@ -146,13 +146,13 @@ def test_a_model_without_a_count_of_kv_heads_has_one_for_each_query_head() -> No
         ({"config_groups": {"group_0": {"weights": {"group_size": 128}}}}, 128),
     ],
 )
-def test_the_group_is_that_of_the_matrices_that_are_cut_along_their_input(
+def test_the_group_size_is_that_of_matrices_split_along_their_input(
     quantization: dict[str, Any], group_size: int
 ) -> None:
     assert read(quantization=quantization).group_size == group_size
 
 
-def test_heads_come_in_packs_where_a_group_straddles_them() -> None:
+def test_heads_are_shared_in_packs_if_a_group_spans_several() -> None:
     sizes = TensorSizes(4, 8, 16, 512, 0, 320, 64)
     assert [len(share.kv_heads) for share in share_out(sizes, (1, 1))] == [2, 2]
     with pytest.raises(PlanError, match=r"4 KV heads in packs of 2 cannot be shared out 1:1:1") as raised:
@@ -192,7 +192,7 @@ def test_heads_come_in_packs_where_a_group_straddles_them() -> None:
         (FLOAT, (1, float("nan")), "Shares 1:nan were given; each must be a number above 0."),
     ],
 )
-def test_shares_that_cannot_be_made_are_refused_with_the_nearest_that_can(
+def test_impossible_shares_are_refused_with_the_nearest_possible_ones(
     sizes: TensorSizes, proportions: Sequence[float], sentence: str
 ) -> None:
     with pytest.raises(PlanError) as raised:
@@ -208,15 +208,15 @@ def test_a_family_that_cannot_be_split_is_refused_with_those_that_can() -> None:
 
 
 @pytest.mark.parametrize("entries", [{"num_attention_heads": 12}, {"intermediate_size": None}])
-def test_sizes_that_are_missing_or_contradict_each_other_are_refused(entries: dict[str, Any]) -> None:
+def test_missing_or_contradictory_sizes_are_refused(entries: dict[str, Any]) -> None:
     with pytest.raises(ModelCorrupt, match=r"config\.json gives"):
         read(**entries)
 
 
-def test_extents_say_what_they_are() -> None:
+def test_a_range_is_written_as_an_interval() -> None:
     assert str(MemberRange(2, 5).times(4).shifted(1)) == "[9, 21)"
 
 
-def test_parts_of_kv_are_in_proportion_to_the_heads_to_the_byte() -> None:
+def test_parts_of_kv_are_exactly_proportional_to_the_heads() -> None:
     shares = share_out(FLOAT, (5, 3))
     assert [part_of_kv(shares, rank, 1007) for rank in (0, 1)] == [5 * 125, 3 * 125]

@@ -1,4 +1,4 @@
-"""A manifest says what a model consists of, and is refused where it could do harm."""
+"""Manifests of models: their pieces, digests and cache, and the refusal of harmful ones."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ ONE = hashlib.sha256(b"one").hexdigest()
 
 
 def make(path: Path, cache: Path, reported: list[tuple[int, int]] | None = None) -> WeightsManifest:
-    kept: list[tuple[int, int]] = [] if reported is None else reported
-    return manifest_of_folder(read_model_folder(path), cache, lambda done, total: kept.append((done, total)))
+    steps: list[tuple[int, int]] = [] if reported is None else reported
+    return manifest_of_folder(read_model_folder(path), cache, lambda done, total: steps.append((done, total)))
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_every_byte_of_the_models_files_is_in_one_piece(folder: Path, tmp_path: 
     assert sorted((*indexes, *manifest.base)) == list(range(len(manifest.pieces)))
 
 
-def test_equal_models_have_equal_digests_wherever_they_lie_and_others_have_not(tmp_path: Path) -> None:
+def test_equal_models_have_equal_digests_at_any_path_and_others_do_not(tmp_path: Path) -> None:
     first, second, other = (
         make(write_random_model(tmp_path / name, QWEN3, seed), tmp_path / "cache")
         for name, seed in (("first", 0), ("second", 0), ("other", 1))
@@ -79,7 +79,7 @@ def test_digests_are_read_from_the_cache_until_the_folder_changes(folder: Path, 
     assert reported[-1][0] == reported[-1][1] == sum(before.files.values())
     file = folder / "model.safetensors"
     status = file.stat()
-    # The same size and time: whoever does that has the old digests, which is how it is seen that nothing was read.
+    # With the same size and time the old digest is returned, which proves that the file was not read.
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
@@ -91,12 +91,12 @@ def test_digests_are_read_from_the_cache_until_the_folder_changes(folder: Path, 
     assert make(folder, cache).digest != before.digest
 
 
-def test_a_cache_that_was_spoilt_is_made_again(folder: Path, tmp_path: Path) -> None:
+def test_a_corrupt_cache_is_rebuilt(folder: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     before = make(folder, cache)
-    (kept,) = cache.glob("*.json")
-    for content in (b"", kept.read_bytes()[:-9], kept.read_bytes().replace(b"lm_head", b"lm_tail")):
-        kept.write_bytes(content)
+    (cached,) = cache.glob("*.json")
+    for content in (b"", cached.read_bytes()[:-9], cached.read_bytes().replace(b"lm_head", b"lm_tail")):
+        cached.write_bytes(content)
         assert make(folder, cache).digest == before.digest
 
 
@@ -109,38 +109,38 @@ def test_a_folder_that_changes_while_it_is_read_is_refused(folder: Path, tmp_pat
         manifest_of_folder(model, tmp_path / "cache", change)
 
 
-def test_the_reading_ends_with_who_waits_for_it(
+def test_reading_ends_when_its_caller_is_cancelled(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun, ended, over = threading.Event(), threading.Event(), threading.Event()
+    started, ended, released = threading.Event(), threading.Event(), threading.Event()
 
     def read(_folder: ModelFolder, _cache: Path, progress: Callable[[int, int], None]) -> None:
-        begun.set()
+        started.set()
         try:
-            while not over.wait(0.001):
+            while not released.wait(0.001):
                 progress(0, 1)
         finally:
             ended.set()
 
-    async def leave() -> bool:
+    async def cancel() -> bool:
         reading = asyncio.create_task(manifest_beside(read_model_folder(folder), tmp_path))
-        assert await asyncio.to_thread(begun.wait, 20)
+        assert await asyncio.to_thread(started.wait, 20)
         reading.cancel()
         by_itself = await asyncio.to_thread(ended.wait, 20)
-        over.set()
+        released.set()
         return by_itself
 
     monkeypatch.setattr(model_digests, "manifest_of_folder", read)
-    assert asyncio.run(leave())
+    assert asyncio.run(cancel())
 
 
-def test_a_folder_of_one_stage_is_no_model_to_give(folder: Path, tmp_path: Path) -> None:
+def test_a_stage_folder_has_no_manifest(folder: Path, tmp_path: Path) -> None:
     mark_stage_folder(folder, LayerRange(0, 2))
     with pytest.raises(ModelCorrupt, match=r"holds layers \[0, 2\) only"):
         make(folder, tmp_path / "cache")
 
 
-def test_a_manifest_comes_back_from_its_bytes(folder: Path, tmp_path: Path) -> None:
+def test_a_manifest_survives_encoding(folder: Path, tmp_path: Path) -> None:
     manifest = make(folder, tmp_path / "cache")
     assert decode_manifest(manifest.encoded, manifest.digest) == manifest
 
@@ -169,7 +169,7 @@ HARMFUL: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("changes", HARMFUL, ids=str)
-def test_a_manifest_that_could_do_harm_is_refused(changes: dict[str, Any]) -> None:
+def test_a_harmful_manifest_is_refused(changes: dict[str, Any]) -> None:
     data, digest = encoded(**changes)
     with pytest.raises(ProtocolError, match=f"Manifest {digest[:16]}"):
         decode_manifest(data, digest)
@@ -184,13 +184,13 @@ def test_a_manifest_under_another_digest_is_refused() -> None:
         decode_manifest(b"\xff", hashlib.sha256(b"\xff").hexdigest())
 
 
-def test_pieces_that_overlap_are_no_manifest() -> None:
+def test_overlapping_pieces_are_refused() -> None:
     with pytest.raises(ModelCorrupt, match="tensor t and tensor u overlap"):
         make_manifest({"a": 9}, [Piece("u", "a", 4, 5, ONE), Piece("t", "a", 0, 5, ONE)])
 
 
 @given(st.data())
-def test_a_range_is_covered_where_every_byte_of_it_belongs_to_a_piece_that_is_there(
+def test_a_range_is_covered_if_stored_pieces_have_every_byte(
     data: st.DataObject,
 ) -> None:
     sizes = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=8))
@@ -206,18 +206,18 @@ def test_a_range_is_covered_where_every_byte_of_it_belongs_to_a_piece_that_is_th
     assume(total)
     start = data.draw(st.integers(0, total - 1))
     end = data.draw(st.integers(start + 1, total))
-    there = {
+    stored = {
         byte
         for at in have
         for piece in [manifest.pieces[at]]
         if piece.file == "a"
         for byte in range(piece.offset, piece.end)
     }
-    assert manifest.covers(have, "a", start, end) == (set(range(start, end)) <= there)
+    assert manifest.covers(have, "a", start, end) == (set(range(start, end)) <= stored)
 
 
 @given(st.integers(0, 70), st.data())
-def test_which_pieces_there_are_goes_through_bits(count: int, data: st.DataObject) -> None:
+def test_piece_indexes_survive_packing(count: int, data: st.DataObject) -> None:
     indexes = data.draw(st.frozensets(st.integers(0, max(count - 1, 0)))) if count else frozenset[int]()
     packed = pack_indexes(indexes, count)
     assert unpack_indexes(packed, count) == indexes

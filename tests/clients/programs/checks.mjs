@@ -1,4 +1,4 @@
-// What the programs in JavaScript share, as checks.py is for those in Python.
+// Shared code of the programs in JavaScript, as checks.py is for those in Python.
 //     node with_CLIENT.mjs URL KEY MODEL FOUND
 import assert from "node:assert/strict";
 import { appendFileSync, writeFileSync } from "node:fs";
@@ -33,10 +33,10 @@ export const expectLamp = (text) => {
   expect(["kitchen", "garden", "hall"].includes(lamp.room) && typeof lamp.on === "boolean", lamp);
 };
 
-// What a promise is rejected with, which must be of this kind.
+// Return the error that a promise is rejected with, which must be of this type.
 export const rejected = async (kind, promise) => {
   const error = await promise.then(
-    (value) => assert.fail(`${kind.name} was expected, and it gave ${JSON.stringify(value)}`),
+    (value) => assert.fail(`${kind.name} was expected, and it returned ${JSON.stringify(value)}`),
     (reason) => reason,
   );
   expect(error instanceof kind, String(error));

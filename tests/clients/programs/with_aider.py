@@ -10,7 +10,7 @@ from pathlib import Path
 from checks import ANSWER, KEY, MODEL, QUESTION, URL, WRONG_KEY, check, expect, run
 
 PROGRAM = Path(sys.executable).with_name("aider")
-QUIETLY = (
+QUIET = (
     *("--no-git", "--yes-always", "--no-show-model-warnings", "--no-check-update", "--analytics-disable"),
     *("--no-pretty", "--no-fancy-input", "--no-auto-commits"),
 )
@@ -18,10 +18,10 @@ QUIETLY = (
 
 def aider(message: str, *more: str, key: str = KEY) -> str:
     """Return the output of one request in an empty folder."""
-    reach = ("--openai-api-base", f"{URL}/v1", "--openai-api-key", key)
+    server = ("--openai-api-base", f"{URL}/v1", "--openai-api-key", key)
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
-            [str(PROGRAM), "--model", f"openai/{MODEL}", *reach, *QUIETLY, *more, "--message", message],
+            [str(PROGRAM), "--model", f"openai/{MODEL}", *server, *QUIET, *more, "--message", message],
             cwd=folder,
             capture_output=True,
             text=True,
@@ -33,20 +33,20 @@ def aider(message: str, *more: str, key: str = KEY) -> str:
 
 @check("chat, streamed")
 def streams() -> None:
-    said = aider(QUESTION)
-    expect("Tokens:" in said and "received" in said, said)
+    output = aider(QUESTION)
+    expect("Tokens:" in output and "received" in output, output)
 
 
 @check("chat")
 def answers() -> None:
-    said = aider(QUESTION, "--no-stream")
-    expect("Tokens:" in said and "received" in said, said)
+    output = aider(QUESTION, "--no-stream")
+    expect("Tokens:" in output and "received" in output, output)
 
 
 @check("errors")
 def errs() -> None:
-    said = aider(QUESTION, key=WRONG_KEY)
-    expect("AuthenticationError" in said and ANSWER not in said, said)
+    output = aider(QUESTION, key=WRONG_KEY)
+    expect("AuthenticationError" in output and ANSWER not in output, output)
 
 
 run()

@@ -26,8 +26,8 @@ from checks import (
 from pydantic import BaseModel
 
 client = anthropic.Anthropic(base_url=URL, api_key=KEY, max_retries=0, timeout=60)
-asking = [{"role": "user", "content": QUESTION}]
-asking_weather = [{"role": "user", "content": WEATHER_QUESTION}]
+conversation = [{"role": "user", "content": QUESTION}]
+weather_conversation = [{"role": "user", "content": WEATHER_QUESTION}]
 weather_tool = {
     "name": "get_weather",
     "description": "Get the weather of a city",
@@ -46,7 +46,7 @@ def message(messages: list[Any], **fields: Any) -> Any:
 
 @check("messages")
 def answers() -> None:
-    answer = message(asking, system="Be brief.")
+    answer = message(conversation, system="Be brief.")
     equal(
         (answer.type, answer.role, answer.model, answer.stop_reason),
         ("message", "assistant", MODEL, "end_turn"),
@@ -58,12 +58,12 @@ def answers() -> None:
 
 @check("messages, streamed")
 def streams() -> None:
-    with client.messages.stream(model=MODEL, max_tokens=200, messages=asking) as stream:
+    with client.messages.stream(model=MODEL, max_tokens=200, messages=conversation) as stream:
         equal("".join(stream.text_stream), ANSWER)
         last = stream.get_final_message()
     equal((last.stop_reason, last.content[0].text), ("end_turn", ANSWER))
     expect(last.usage.output_tokens > 0, last.usage)
-    kinds = [event.type for event in message(asking, stream=True) if event.type != "ping"]
+    kinds = [event.type for event in message(conversation, stream=True) if event.type != "ping"]
     equal(
         (kinds[0], kinds[1], kinds[-3:]),
         ("message_start", "content_block_start", ["content_block_stop", "message_delta", "message_stop"]),
@@ -73,41 +73,41 @@ def streams() -> None:
 @check("messages, asynchronous")
 async def answers_asynchronously() -> None:
     async with anthropic.AsyncAnthropic(base_url=URL, api_key=KEY, max_retries=0) as own:
-        asked = own.messages.stream(model=MODEL, max_tokens=200, messages=asking)
-        async with asked as stream:
+        request = own.messages.stream(model=MODEL, max_tokens=200, messages=conversation)
+        async with request as stream:
             equal("".join([piece async for piece in stream.text_stream]), ANSWER)
 
 
 @check("stopping")
 def stops() -> None:
-    limited = message(asking, max_tokens=2)
+    limited = message(conversation, max_tokens=2)
     equal((limited.stop_reason, limited.usage.output_tokens), ("max_tokens", 2))
-    stopped = message(asking, stop_sequences=["France"])
+    stopped = message(conversation, stop_sequences=["France"])
     equal((stopped.stop_reason, stopped.stop_sequence), ("stop_sequence", "France"))
 
 
 @check("sampling")
 def samples() -> None:
-    drawn = message(asking, max_tokens=5, extra_body={"temperature": 1.0, "top_p": 0.9, "top_k": 40})
+    drawn = message(conversation, max_tokens=5, extra_body={"temperature": 1.0, "top_p": 0.9, "top_k": 40})
     expect(drawn.usage.output_tokens <= 5, drawn)
 
 
 @check("tools")
 def calls_tools() -> None:
-    answer = message(asking_weather, tools=[weather_tool])
+    answer = message(weather_conversation, tools=[weather_tool])
     equal(answer.stop_reason, "tool_use")
     call = next(block for block in answer.content if block.type == "tool_use")
     equal((call.name, call.input), ("get_weather", {"city": "Paris"}))
     result = {"type": "tool_result", "tool_use_id": call.id, "content": WEATHER_RESULT}
     turns = [{"role": "assistant", "content": answer.content}, {"role": "user", "content": [result]}]
-    last = message([*asking_weather, *turns], tools=[weather_tool])
+    last = message([*weather_conversation, *turns], tools=[weather_tool])
     equal((last.content[0].text, last.stop_reason), (WEATHER_ANSWER, "end_turn"))
 
 
 @check("tools, streamed")
 def streams_tools() -> None:
     with client.messages.stream(
-        model=MODEL, max_tokens=200, messages=asking_weather, tools=[weather_tool]
+        model=MODEL, max_tokens=200, messages=weather_conversation, tools=[weather_tool]
     ) as stream:
         events = list(stream)
         last = stream.get_final_message()
@@ -119,27 +119,29 @@ def streams_tools() -> None:
 @check("tools, required and named")
 def must_call_tools() -> None:
     for choice in ({"type": "any"}, {"type": "tool", "name": "get_weather"}):
-        answer = message(asking, tools=[weather_tool], tool_choice=choice)
+        answer = message(conversation, tools=[weather_tool], tool_choice=choice)
         call = next(block for block in answer.content if block.type == "tool_use")
         equal((call.name, call.input.keys()), ("get_weather", {"city"}))
-    answer = message(asking_weather, tools=[weather_tool], tool_choice={"type": "none"})
+    answer = message(weather_conversation, tools=[weather_tool], tool_choice={"type": "none"})
     equal({block.type for block in answer.content}, {"text"})
 
 
 @check("thinking")
 def thinks() -> None:
     thinking = {"type": "enabled", "budget_tokens": 1024}
-    answer = message(asking, max_tokens=2000, thinking=thinking)
+    answer = message(conversation, max_tokens=2000, thinking=thinking)
     equal([block.type for block in answer.content], ["thinking", "text"])
     expect(answer.content[0].thinking, answer)
     again = message(
-        [*asking, {"role": "assistant", "content": answer.content}, *asking_weather],
+        [*conversation, {"role": "assistant", "content": answer.content}, *weather_conversation],
         max_tokens=2000,
         thinking=thinking,
     )
     expect(again.content, again)
     adaptive = {"type": "adaptive"}
-    with client.messages.stream(model=MODEL, max_tokens=2000, messages=asking, thinking=adaptive) as stream:
+    with client.messages.stream(
+        model=MODEL, max_tokens=2000, messages=conversation, thinking=adaptive
+    ) as stream:
         kinds = {event.type for event in stream}
     expect({"thinking", "text"} <= kinds, kinds)
 
@@ -155,9 +157,9 @@ def parses() -> None:
 @check("counting tokens")
 def counts_tokens() -> None:
     count = client.messages.count_tokens(
-        model=MODEL, messages=asking, tools=[weather_tool], system="Be brief."
+        model=MODEL, messages=conversation, tools=[weather_tool], system="Be brief."
     )
-    answer = message(asking, tools=[weather_tool], system="Be brief.", max_tokens=1)
+    answer = message(conversation, tools=[weather_tool], system="Be brief.", max_tokens=1)
     used = answer.usage
     equal(count.input_tokens, used.input_tokens + (used.cache_read_input_tokens or 0))
 
@@ -175,12 +177,12 @@ def errs() -> None:
     stranger = client.with_options(api_key=WRONG_KEY)
     wrong_key = raises(
         anthropic.AuthenticationError,
-        lambda: stranger.messages.create(model=MODEL, max_tokens=9, messages=asking),
+        lambda: stranger.messages.create(model=MODEL, max_tokens=9, messages=conversation),
     )
     equal(wrong_key.body["error"]["type"], "authentication_error")
-    unknown = raises(anthropic.NotFoundError, lambda: message(asking, model="no/such-model"))
+    unknown = raises(anthropic.NotFoundError, lambda: message(conversation, model="no/such-model"))
     equal((unknown.body["type"], unknown.body["error"]["type"]), ("error", "not_found_error"))
-    wrong = raises(anthropic.BadRequestError, lambda: message(asking, extra_body={"temperature": 9}))
+    wrong = raises(anthropic.BadRequestError, lambda: message(conversation, extra_body={"temperature": 9}))
     equal(wrong.body["error"]["type"], "invalid_request_error")
     expect("temperature" in wrong.body["error"]["message"], wrong.body)
     raises(anthropic.BadRequestError, lambda: message([{"role": "user", "content": "word " * 40_000}]))
@@ -192,7 +194,7 @@ def cancels() -> None:
     stream = message(long, stream=True, max_tokens=20_000)
     next(iter(stream))
     stream.close()
-    equal(message(asking).content[0].text, ANSWER)
+    equal(message(conversation).content[0].text, ANSWER)
 
 
 run()

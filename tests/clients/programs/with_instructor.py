@@ -20,7 +20,7 @@ class Lamp(BaseModel):
     on: bool
 
 
-asking = [{"role": "user", "content": LAMP_REQUEST}]
+conversation = [{"role": "user", "content": LAMP_REQUEST}]
 
 
 def client_with(mode: instructor.Mode, key: str = KEY) -> Any:
@@ -29,7 +29,7 @@ def client_with(mode: instructor.Mode, key: str = KEY) -> Any:
 
 def lamp_by(client: Any, **fields: Any) -> Any:
     fields = {"model": MODEL, "response_model": Lamp, "max_retries": 0, "max_tokens": 200} | fields
-    return client.chat.completions.create(messages=asking, **fields)
+    return client.chat.completions.create(messages=conversation, **fields)
 
 
 @check("tools")
@@ -53,7 +53,7 @@ def in_parts() -> None:
     client = client_with(instructor.Mode.JSON_SCHEMA)
     parts = list(
         client.chat.completions.create_partial(
-            model=MODEL, messages=asking, response_model=Lamp, max_tokens=200
+            model=MODEL, messages=conversation, response_model=Lamp, max_tokens=200
         )
     )
     expect(parts, parts)

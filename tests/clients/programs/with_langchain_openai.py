@@ -73,10 +73,10 @@ async def answers_asynchronously() -> None:
 @check("tools")
 def calls_tools() -> None:
     bound = model.bind_tools([get_weather])
-    asked = HumanMessage(WEATHER_QUESTION)
-    answer = bound.invoke([asked])
+    request = HumanMessage(WEATHER_QUESTION)
+    answer = bound.invoke([request])
     equal([(call["name"], call["args"]) for call in answer.tool_calls], [("get_weather", {"city": "Paris"})])
-    equal(bound.invoke([asked, answer, get_weather.invoke(answer.tool_calls[0])]).content, WEATHER_ANSWER)
+    equal(bound.invoke([request, answer, get_weather.invoke(answer.tool_calls[0])]).content, WEATHER_ANSWER)
     forced = model.bind_tools([get_weather], tool_choice="any").invoke(QUESTION)
     equal([call["name"] for call in forced.tool_calls], ["get_weather"])
 

@@ -1,4 +1,4 @@
-"""LiteLLM, by each of the dialects that it can be pointed here with."""
+"""LiteLLM, with each API through which it can reach this server."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from checks import (
     run,
 )
 
-asking = [{"role": "user", "content": QUESTION}]
-asking_weather = [{"role": "user", "content": WEATHER_QUESTION}]
+conversation = [{"role": "user", "content": QUESTION}]
+weather_conversation = [{"role": "user", "content": WEATHER_QUESTION}]
 weather_tool = {
     "type": "function",
     "function": {
@@ -52,30 +52,30 @@ def text_of(chunks: Any) -> str:
 
 @check("chat")
 def answers() -> None:
-    answer = chat(asking)
+    answer = chat(conversation)
     equal((answer.choices[0].message.content, answer.choices[0].finish_reason), (ANSWER, "stop"))
     expect(answer.usage.total_tokens > 0, answer.usage)
 
 
 @check("chat, streamed")
 def streams() -> None:
-    equal(text_of(chat(asking, stream=True)), ANSWER)
+    equal(text_of(chat(conversation, stream=True)), ANSWER)
     built = litellm.stream_chunk_builder(
-        list(chat(asking, stream=True, stream_options={"include_usage": True}))
+        list(chat(conversation, stream=True, stream_options={"include_usage": True}))
     )
     equal((built.choices[0].message.content, built.usage.completion_tokens > 0), (ANSWER, True))
 
 
 @check("chat, asynchronous")
 async def answers_asynchronously() -> None:
-    answer = await litellm.acompletion(messages=asking, api_key=KEY, temperature=0, **BY_OPENAI)
+    answer = await litellm.acompletion(messages=conversation, api_key=KEY, temperature=0, **BY_OPENAI)
     equal(answer.choices[0].message.content, ANSWER)
 
 
 @check("tools")
 def calls_tools() -> None:
     for fields in ({}, {"tool_choice": "required"}):
-        answer = chat(asking_weather, tools=[weather_tool], **fields)
+        answer = chat(weather_conversation, tools=[weather_tool], **fields)
         call = answer.choices[0].message.tool_calls[0].function
         equal((call.name, json.loads(call.arguments)), ("get_weather", {"city": "Paris"}))
         equal(answer.choices[0].finish_reason, "tool_calls")
@@ -83,7 +83,7 @@ def calls_tools() -> None:
 
 @check("tools, streamed")
 def streams_tools() -> None:
-    built = litellm.stream_chunk_builder(list(chat(asking_weather, tools=[weather_tool], stream=True)))
+    built = litellm.stream_chunk_builder(list(chat(weather_conversation, tools=[weather_tool], stream=True)))
     call = built.choices[0].message.tool_calls[0].function
     equal((call.name, json.loads(call.arguments)), ("get_weather", {"city": "Paris"}))
 
@@ -98,7 +98,7 @@ def holds_to_schema() -> None:
 @check("reasoning")
 def reasons() -> None:
     thinking = {"chat_template_kwargs": {"enable_thinking": True}}
-    message = chat(asking, extra_body=thinking).choices[0].message
+    message = chat(conversation, extra_body=thinking).choices[0].message
     equal(message.content, ANSWER)
     expect(message.reasoning_content, message)
 
@@ -130,30 +130,33 @@ def responds() -> None:
 
 @check("as Anthropic")
 def speaks_anthropic() -> None:
-    equal(chat(asking, **BY_ANTHROPIC).choices[0].message.content, ANSWER)
-    equal(text_of(chat(asking, stream=True, **BY_ANTHROPIC)), ANSWER)
+    equal(chat(conversation, **BY_ANTHROPIC).choices[0].message.content, ANSWER)
+    equal(text_of(chat(conversation, stream=True, **BY_ANTHROPIC)), ANSWER)
     call = (
-        chat(asking_weather, tools=[weather_tool], **BY_ANTHROPIC).choices[0].message.tool_calls[0].function
+        chat(weather_conversation, tools=[weather_tool], **BY_ANTHROPIC)
+        .choices[0]
+        .message.tool_calls[0]
+        .function
     )
     equal((call.name, json.loads(call.arguments)), ("get_weather", {"city": "Paris"}))
 
 
 @check("as Ollama")
 def speaks_ollama() -> None:
-    equal(chat(asking, **BY_OLLAMA).choices[0].message.content, ANSWER)
-    equal(text_of(chat(asking, stream=True, **BY_OLLAMA)), ANSWER)
+    equal(chat(conversation, **BY_OLLAMA).choices[0].message.content, ANSWER)
+    equal(text_of(chat(conversation, stream=True, **BY_OLLAMA)), ANSWER)
 
 
 @check("as vLLM")
 def speaks_vllm() -> None:
-    equal(chat(asking, **BY_VLLM).choices[0].message.content, ANSWER)
+    equal(chat(conversation, **BY_VLLM).choices[0].message.content, ANSWER)
 
 
 @check("errors")
 def errs() -> None:
-    raises(litellm.AuthenticationError, lambda: chat(asking, api_key=WRONG_KEY))
-    raises(litellm.NotFoundError, lambda: chat(asking, model="openai/no/such-model"))
-    raises(litellm.BadRequestError, lambda: chat(asking, temperature=9))
+    raises(litellm.AuthenticationError, lambda: chat(conversation, api_key=WRONG_KEY))
+    raises(litellm.NotFoundError, lambda: chat(conversation, model="openai/no/such-model"))
+    raises(litellm.BadRequestError, lambda: chat(conversation, temperature=9))
     raises(litellm.ContextWindowExceededError, lambda: chat([{"role": "user", "content": "word " * 40_000}]))
 
 

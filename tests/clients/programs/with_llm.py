@@ -60,7 +60,7 @@ def llm(*arguments: str, key: str = KEY) -> subprocess.CompletedProcess[str]:
     )
 
 
-def said(*arguments: str) -> str:
+def output(*arguments: str) -> str:
     done = llm("-m", "ring", "-o", "temperature", "0", *arguments)
     expect(done.returncode == 0, done.stderr)
     return done.stdout.strip()
@@ -68,28 +68,28 @@ def said(*arguments: str) -> str:
 
 @check("chat")
 def answers() -> None:
-    equal(said("--no-stream", QUESTION), ANSWER)
+    equal(output("--no-stream", QUESTION), ANSWER)
 
 
 @check("chat, streamed")
 def streams() -> None:
-    equal(said(QUESTION), ANSWER)
+    equal(output(QUESTION), ANSWER)
 
 
 @check("continued chat")
 def goes_on() -> None:
-    said(QUESTION)
-    expect(said("--continue", "And of Italy?"))
+    output(QUESTION)
+    expect(output("--continue", "And of Italy?"))
 
 
 @check("tools")
 def calls_tools() -> None:
-    equal(said("--functions", WEATHER, WEATHER_QUESTION), WEATHER_ANSWER)
+    equal(output("--functions", WEATHER, WEATHER_QUESTION), WEATHER_ANSWER)
 
 
 @check("schema")
 def holds_to_schema() -> None:
-    expect(is_lamp(json.loads(said("--schema", json.dumps(LAMP_SCHEMA), LAMP_REQUEST))))
+    expect(is_lamp(json.loads(output("--schema", json.dumps(LAMP_SCHEMA), LAMP_REQUEST))))
 
 
 @check("errors")

@@ -34,8 +34,8 @@ def client_with(key: str) -> ollama.Client:
 
 client = client_with(KEY)
 greedy = {"temperature": 0, "num_predict": 200}
-asking = [{"role": "user", "content": QUESTION}]
-asking_weather = [{"role": "user", "content": WEATHER_QUESTION}]
+conversation = [{"role": "user", "content": QUESTION}]
+weather_conversation = [{"role": "user", "content": WEATHER_QUESTION}]
 weather_tool: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -65,7 +65,7 @@ def lists_models() -> None:
 
 @check("chat")
 def answers() -> None:
-    answer = client.chat(MODEL, asking, options=greedy)
+    answer = client.chat(MODEL, conversation, options=greedy)
     equal((answer.message.role, answer.message.content), ("assistant", ANSWER))
     equal((answer.done, answer.done_reason, answer.model), (True, "stop", MODEL))
     expect(answer.eval_count > 0 and answer.prompt_eval_count > 0 and answer.total_duration > 0, answer)
@@ -73,7 +73,7 @@ def answers() -> None:
 
 @check("chat, streamed")
 def streams() -> None:
-    pieces = list(client.chat(MODEL, asking, options=greedy, stream=True))
+    pieces = list(client.chat(MODEL, conversation, options=greedy, stream=True))
     equal("".join(piece.message.content or "" for piece in pieces), ANSWER)
     equal([piece.done for piece in pieces], [False] * (len(pieces) - 1) + [True])
 
@@ -81,30 +81,32 @@ def streams() -> None:
 @check("chat, asynchronous")
 async def answers_asynchronously() -> None:
     own = ollama.AsyncClient(host=URL, headers={"Authorization": f"Bearer {KEY}"})
-    pieces = [piece async for piece in await own.chat(MODEL, asking, options=greedy, stream=True)]
+    pieces = [piece async for piece in await own.chat(MODEL, conversation, options=greedy, stream=True)]
     equal("".join(piece.message.content or "" for piece in pieces), ANSWER)
 
 
 @check("thinking")
 def thinks() -> None:
-    answer = client.chat(MODEL, asking, options=greedy, think=True)
+    answer = client.chat(MODEL, conversation, options=greedy, think=True)
     expect(answer.message.thinking, answer)
     equal(answer.message.content, ANSWER)
 
 
 @check("tools")
 def calls_tools() -> None:
-    answer = client.chat(MODEL, asking_weather, options=greedy, tools=[get_weather])
+    answer = client.chat(MODEL, weather_conversation, options=greedy, tools=[get_weather])
     call = answer.message.tool_calls[0].function
     equal((call.name, dict(call.arguments)), ("get_weather", {"city": "Paris"}))
     result = {"role": "tool", "tool_name": "get_weather", "content": get_weather(**call.arguments)}
-    last = client.chat(MODEL, [*asking_weather, answer.message, result], options=greedy, tools=[get_weather])
+    last = client.chat(
+        MODEL, [*weather_conversation, answer.message, result], options=greedy, tools=[get_weather]
+    )
     equal(last.message.content, WEATHER_ANSWER)
 
 
 @check("tools, streamed")
 def streams_tools() -> None:
-    pieces = list(client.chat(MODEL, asking_weather, options=greedy, tools=[weather_tool], stream=True))
+    pieces = list(client.chat(MODEL, weather_conversation, options=greedy, tools=[weather_tool], stream=True))
     calls = [call.function for piece in pieces for call in piece.message.tool_calls or []]
     equal([(call.name, dict(call.arguments)) for call in calls], [("get_weather", {"city": "Paris"})])
 
@@ -138,12 +140,12 @@ def embeds() -> None:
 
 @check("errors")
 def errs() -> None:
-    wrong_key = raises(ollama.ResponseError, lambda: client_with(WRONG_KEY).chat(MODEL, asking))
+    wrong_key = raises(ollama.ResponseError, lambda: client_with(WRONG_KEY).chat(MODEL, conversation))
     equal(wrong_key.status_code, 401)
-    unknown = raises(ollama.ResponseError, lambda: client.chat("no/such-model", asking))
+    unknown = raises(ollama.ResponseError, lambda: client.chat("no/such-model", conversation))
     equal(unknown.status_code, 404)
     expect("no/such-model" in unknown.error, unknown.error)
-    wrong = raises(ollama.ResponseError, lambda: client.chat(MODEL, asking, options={"temperature": 9}))
+    wrong = raises(ollama.ResponseError, lambda: client.chat(MODEL, conversation, options={"temperature": 9}))
     equal(wrong.status_code, 400)
     expect("temperature" in wrong.error, wrong.error)
 
@@ -154,7 +156,7 @@ def cancels() -> None:
     stream = client.chat(MODEL, long, stream=True)
     next(stream)
     stream.close()
-    equal(client.chat(MODEL, asking, options=greedy).message.content, ANSWER)
+    equal(client.chat(MODEL, conversation, options=greedy).message.content, ANSWER)
 
 
 run()

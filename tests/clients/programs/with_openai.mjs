@@ -6,8 +6,8 @@ import {
 } from "./checks.mjs";
 
 const client = new OpenAI({ baseURL: `${URL}/v1`, apiKey: KEY, maxRetries: 0, timeout: 60_000 });
-const asking = [{ role: "user", content: QUESTION }];
-const askingWeather = [{ role: "user", content: WEATHER_QUESTION }];
+const conversation = [{ role: "user", content: QUESTION }];
+const weatherConversation = [{ role: "user", content: WEATHER_QUESTION }];
 const greedy = { model: MODEL, temperature: 0, max_tokens: 200 };
 const weatherTool = {
   type: "function",
@@ -23,7 +23,7 @@ check("models", async () => {
 });
 
 check("chat", async () => {
-  const answer = await chat(asking);
+  const answer = await chat(conversation);
   equal(answer.choices[0].message.content, ANSWER);
   equal(answer.choices[0].finish_reason, "stop");
   expect(answer._request_id.startsWith("req_"), answer._request_id);
@@ -32,7 +32,7 @@ check("chat", async () => {
 check("chat, streamed", async () => {
   let text = "";
   let usage = null;
-  for await (const chunk of await chat(asking, { stream: true, stream_options: { include_usage: true } })) {
+  for await (const chunk of await chat(conversation, { stream: true, stream_options: { include_usage: true } })) {
     text += chunk.choices[0]?.delta.content ?? "";
     usage = chunk.usage ?? usage;
   }
@@ -41,7 +41,7 @@ check("chat, streamed", async () => {
 });
 
 check("tools", async () => {
-  const answer = await chat(askingWeather, { tools: [weatherTool] });
+  const answer = await chat(weatherConversation, { tools: [weatherTool] });
   const [call] = answer.choices[0].message.tool_calls;
   equal([call.function.name, JSON.parse(call.function.arguments)], ["get_weather", { city: "Paris" }]);
   equal(answer.choices[0].finish_reason, "tool_calls");
@@ -50,21 +50,21 @@ check("tools", async () => {
 check("tools, run by the SDK, streamed", async () => {
   const run = { ...weatherTool.function, parse: JSON.parse, function: () => WEATHER_RESULT };
   const runner = client.chat.completions.runTools({
-    ...greedy, messages: askingWeather, stream: true, tools: [{ type: "function", function: run }],
+    ...greedy, messages: weatherConversation, stream: true, tools: [{ type: "function", function: run }],
   });
   equal(await runner.finalContent(), WEATHER_ANSWER);
 });
 
 check("tools, required", async () => {
-  const answer = await chat(asking, { tools: [weatherTool], tool_choice: "required" });
+  const answer = await chat(conversation, { tools: [weatherTool], tool_choice: "required" });
   const [call] = answer.choices[0].message.tool_calls;
   equal(Object.keys(JSON.parse(call.function.arguments)), ["city"]);
 });
 
 check("schema", async () => {
   const json_schema = { name: "lamp", strict: true, schema: LAMP_SCHEMA };
-  const asked = { response_format: { type: "json_schema", json_schema }, temperature: 1, seed: 1 };
-  const answer = await chat([{ role: "user", content: LAMP_REQUEST }], asked);
+  const request = { response_format: { type: "json_schema", json_schema }, temperature: 1, seed: 1 };
+  const answer = await chat([{ role: "user", content: LAMP_REQUEST }], request);
   expectLamp(answer.choices[0].message.content);
 });
 
@@ -97,18 +97,18 @@ check("responses, tools", async () => {
 
 check("errors", async () => {
   const stranger = client.withOptions({ apiKey: WRONG_KEY });
-  await rejected(OpenAI.AuthenticationError, stranger.chat.completions.create({ ...greedy, messages: asking }));
-  const unknown = await rejected(OpenAI.NotFoundError, chat(asking, { model: "no/such-model" }));
+  await rejected(OpenAI.AuthenticationError, stranger.chat.completions.create({ ...greedy, messages: conversation }));
+  const unknown = await rejected(OpenAI.NotFoundError, chat(conversation, { model: "no/such-model" }));
   equal(unknown.code, "model_not_found");
-  const wrong = await rejected(OpenAI.BadRequestError, chat(asking, { temperature: 9 }));
+  const wrong = await rejected(OpenAI.BadRequestError, chat(conversation, { temperature: 9 }));
   equal(wrong.param, "temperature");
 });
 
 check("cancelling a stream", async () => {
-  const stream = await chat(asking, { stream: true, max_tokens: 20_000, ignore_eos: true });
+  const stream = await chat(conversation, { stream: true, max_tokens: 20_000, ignore_eos: true });
   for await (const _ of stream) break;
   expect(stream.controller.signal.aborted, "a stream that goes on");
-  equal((await chat(asking)).choices[0].message.content, ANSWER);
+  equal((await chat(conversation)).choices[0].message.content, ANSWER);
 });
 
 await run();

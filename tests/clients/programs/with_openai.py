@@ -29,8 +29,8 @@ from checks import (
 from pydantic import BaseModel
 
 client = openai.OpenAI(base_url=f"{URL}/v1", api_key=KEY, max_retries=0, timeout=60)
-asking = [{"role": "user", "content": QUESTION}]
-asking_weather = [{"role": "user", "content": WEATHER_QUESTION}]
+conversation = [{"role": "user", "content": QUESTION}]
+weather_conversation = [{"role": "user", "content": WEATHER_QUESTION}]
 weather_tool = {
     "type": "function",
     "function": {
@@ -70,7 +70,7 @@ def lists_models() -> None:
 
 @check("chat")
 def answers() -> None:
-    answer = chat(asking)
+    answer = chat(conversation)
     choice = answer.choices[0]
     equal((choice.message.role, choice.message.content, choice.finish_reason), ("assistant", ANSWER, "stop"))
     equal(answer.usage.total_tokens, answer.usage.prompt_tokens + answer.usage.completion_tokens)
@@ -80,7 +80,7 @@ def answers() -> None:
 
 @check("chat, streamed")
 def streams() -> None:
-    chunks = list(chat(asking, stream=True, stream_options={"include_usage": True}))
+    chunks = list(chat(conversation, stream=True, stream_options={"include_usage": True}))
     equal("".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices), ANSWER)
     equal([chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1], "stop")
     equal(chunks[-1].choices, [])
@@ -90,14 +90,16 @@ def streams() -> None:
 @check("chat, asynchronous")
 async def answers_asynchronously() -> None:
     async with openai.AsyncOpenAI(base_url=f"{URL}/v1", api_key=KEY, max_retries=0) as own:
-        stream = await own.chat.completions.create(model=MODEL, messages=asking, temperature=0, stream=True)
+        stream = await own.chat.completions.create(
+            model=MODEL, messages=conversation, temperature=0, stream=True
+        )
         pieces = [chunk.choices[0].delta.content or "" async for chunk in stream]
         equal("".join(pieces), ANSWER)
 
 
 @check("several choices, log-probabilities")
 def scores() -> None:
-    answer = chat(asking, n=2, logprobs=True, top_logprobs=2, max_tokens=4, temperature=1, seed=3)
+    answer = chat(conversation, n=2, logprobs=True, top_logprobs=2, max_tokens=4, temperature=1, seed=3)
     equal([choice.index for choice in answer.choices], [0, 1])
     for choice in answer.choices:
         equal(len(choice.logprobs.content), 4)
@@ -108,11 +110,11 @@ def scores() -> None:
 @check("reasoning")
 def reasons() -> None:
     thinking = {"chat_template_kwargs": {"enable_thinking": True}}
-    message = chat(asking, extra_body=thinking).choices[0].message
+    message = chat(conversation, extra_body=thinking).choices[0].message
     equal(message.content, ANSWER)
     expect(message.reasoning_content, message)
     equal(message.reasoning, message.reasoning_content)
-    chunks = list(chat(asking, extra_body=thinking, stream=True))
+    chunks = list(chat(conversation, extra_body=thinking, stream=True))
     deltas = [chunk.choices[0].delta for chunk in chunks]
     equal(
         "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas),
@@ -123,7 +125,7 @@ def reasons() -> None:
 
 @check("tools")
 def calls_tools() -> None:
-    answer = chat(asking_weather, tools=[weather_tool])
+    answer = chat(weather_conversation, tools=[weather_tool])
     equal(answer.choices[0].finish_reason, "tool_calls")
     call = answer.choices[0].message.tool_calls[0]
     equal(
@@ -131,13 +133,13 @@ def calls_tools() -> None:
         ("function", "get_weather", {"city": "Paris"}),
     )
     result = {"role": "tool", "tool_call_id": call.id, "content": WEATHER_RESULT}
-    last = chat([*asking_weather, answer.choices[0].message, result], tools=[weather_tool])
+    last = chat([*weather_conversation, answer.choices[0].message, result], tools=[weather_tool])
     equal((last.choices[0].message.content, last.choices[0].finish_reason), (WEATHER_ANSWER, "stop"))
 
 
 @check("tools, streamed")
 def streams_tools() -> None:
-    chunks = list(chat(asking_weather, tools=[weather_tool], stream=True))
+    chunks = list(chat(weather_conversation, tools=[weather_tool], stream=True))
     _, _, arguments = joined_call(chunks)
     equal(json.loads(arguments), {"city": "Paris"})
     equal(chunks[-1].choices[0].finish_reason, "tool_calls")
@@ -147,11 +149,11 @@ def streams_tools() -> None:
 def must_call_tools() -> None:
     named = {"type": "function", "function": {"name": "get_weather"}}
     for choice in ("required", named):
-        answer = chat(asking, tools=[weather_tool], tool_choice=choice).choices[0]
+        answer = chat(conversation, tools=[weather_tool], tool_choice=choice).choices[0]
         call = answer.message.tool_calls[0]
         equal(call.function.name, "get_weather")
         equal(json.loads(call.function.arguments).keys(), {"city"})
-    answer = chat(asking_weather, tools=[weather_tool], tool_choice="none").choices[0]
+    answer = chat(weather_conversation, tools=[weather_tool], tool_choice="none").choices[0]
     equal((answer.message.tool_calls, answer.finish_reason in {"stop", "length"}), (None, True))
 
 
@@ -193,27 +195,27 @@ def parses() -> None:
 @check("tools, parsed by the SDK")
 def parses_tools() -> None:
     tool = openai.pydantic_function_tool(Lamp, name="set_lamp")
-    asked = {
+    request = {
         "model": MODEL,
-        "messages": asking,
+        "messages": conversation,
         "tools": [tool],
         "tool_choice": "required",
         "max_tokens": 200,
     }
-    answer = client.chat.completions.parse(**asked)
+    answer = client.chat.completions.parse(**request)
     expect(isinstance(answer.choices[0].message.tool_calls[0].function.parsed_arguments, Lamp), answer)
-    with client.chat.completions.stream(**asked) as stream:
+    with client.chat.completions.stream(**request) as stream:
         done = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
     expect(isinstance(done[0].parsed_arguments, Lamp), done)
 
 
 @check("completions")
 def completes() -> None:
-    asked = {"model": MODEL, "prompt": "The capital of", "max_tokens": 5, "temperature": 0}
-    whole = client.completions.create(**asked, logprobs=1, echo=True)
+    request = {"model": MODEL, "prompt": "The capital of", "max_tokens": 5, "temperature": 0}
+    whole = client.completions.create(**request, logprobs=1, echo=True)
     expect(whole.choices[0].text.startswith("The capital of"), whole)
     equal("".join(whole.choices[0].logprobs.tokens), whole.choices[0].text)
-    pieces = [chunk.choices[0].text for chunk in client.completions.create(**asked, stream=True)]
+    pieces = [chunk.choices[0].text for chunk in client.completions.create(**request, stream=True)]
     equal("The capital of" + "".join(pieces), whole.choices[0].text)
 
 
@@ -254,16 +256,16 @@ def responds_with_tools() -> None:
         "parameters": CITY_SCHEMA,
         "strict": True,
     }
-    asked = {"model": MODEL, "tools": [tool], "temperature": 0}
-    answer = client.responses.create(input=WEATHER_QUESTION, **asked)
+    request = {"model": MODEL, "tools": [tool], "temperature": 0}
+    answer = client.responses.create(input=WEATHER_QUESTION, **request)
     call = next(item for item in answer.output if item.type == "function_call")
     equal((call.name, json.loads(call.arguments)), ("get_weather", {"city": "Paris"}))
     result = {"type": "function_call_output", "call_id": call.call_id, "output": WEATHER_RESULT}
     last = client.responses.create(
-        input=[{"role": "user", "content": WEATHER_QUESTION}, *answer.output, result], **asked
+        input=[{"role": "user", "content": WEATHER_QUESTION}, *answer.output, result], **request
     )
     equal(last.output_text, WEATHER_ANSWER)
-    events = list(client.responses.create(input=WEATHER_QUESTION, stream=True, **asked))
+    events = list(client.responses.create(input=WEATHER_QUESTION, stream=True, **request))
     done = next(event for event in events if event.type == "response.function_call_arguments.done")
     deltas = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
     equal("".join(deltas), done.arguments)
@@ -279,12 +281,13 @@ def responds_with_schema() -> None:
 def errs() -> None:
     stranger = client.with_options(api_key=WRONG_KEY)
     wrong_key = raises(
-        openai.AuthenticationError, lambda: stranger.chat.completions.create(model=MODEL, messages=asking)
+        openai.AuthenticationError,
+        lambda: stranger.chat.completions.create(model=MODEL, messages=conversation),
     )
     equal((wrong_key.status_code, wrong_key.code), (401, "invalid_api_key"))
-    unknown = raises(openai.NotFoundError, lambda: chat(asking, model="no/such-model"))
+    unknown = raises(openai.NotFoundError, lambda: chat(conversation, model="no/such-model"))
     equal(unknown.code, "model_not_found")
-    wrong_field = raises(openai.BadRequestError, lambda: chat(asking, temperature=9))
+    wrong_field = raises(openai.BadRequestError, lambda: chat(conversation, temperature=9))
     equal((wrong_field.param, wrong_field.type), ("temperature", "invalid_request_error"))
     too_long = raises(openai.BadRequestError, lambda: chat([{"role": "user", "content": "word " * 40_000}]))
     equal(too_long.code, "context_length_exceeded")
@@ -294,10 +297,10 @@ def errs() -> None:
 
 @check("cancelling a stream")
 def cancels() -> None:
-    stream = chat(asking, stream=True, max_tokens=20_000, extra_body={"ignore_eos": True})
+    stream = chat(conversation, stream=True, max_tokens=20_000, extra_body={"ignore_eos": True})
     next(iter(stream))
     stream.close()
-    equal(chat(asking).choices[0].message.content, ANSWER)
+    equal(chat(conversation).choices[0].message.content, ANSWER)
 
 
 run()

@@ -112,8 +112,8 @@ async def embeds() -> None:
 def errs() -> None:
     stranger = OpenAIChatModel(MODEL, provider=OpenAIProvider(base_url=f"{URL}/v1", api_key=WRONG_KEY))
     equal(raises(ModelHTTPError, lambda: agent_of(stranger).run_sync(QUESTION)).status_code, 401)
-    nobody = OpenAIChatModel("no/such-model", provider=provider)
-    equal(raises(ModelHTTPError, lambda: agent_of(nobody).run_sync(QUESTION)).status_code, 404)
+    unknown = OpenAIChatModel("no/such-model", provider=provider)
+    equal(raises(ModelHTTPError, lambda: agent_of(unknown).run_sync(QUESTION)).status_code, 404)
 
 
 run()

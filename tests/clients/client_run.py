@@ -40,7 +40,7 @@ def failures(client: Client, command: Sequence[str], server: Server, home: Path)
     return "\n".join(f"{client.name}, {line['check']}: {line['error']}" for line in lines if line["error"])
 
 
-def comes_to_rest(server: Server) -> bool:
+def becomes_idle(server: Server) -> bool:
     """Return true if the server soon becomes idle, because cancelled requests must end."""
     last = time.monotonic() + _IDLE_WAIT_S
 
