@@ -154,7 +154,7 @@ def test_a_token_of_another_cluster_is_refused_and_its_secret_never_sent(
 
     async def act(head: Head) -> None:
         ticket = parse_token(head.token())
-        with pytest.raises(TokenRefused, match="is of another cluster than the token"):
+        with pytest.raises(TokenRefused, match="belongs to another cluster than the token"):
             await head.join(tmp_path / "node", str(JoinToken(foreign.fingerprint, ticket.id, ticket.secret)))
         assert head.tokens.list()[0].uses == 0
 
@@ -191,7 +191,7 @@ def test_a_stranger_with_the_cluster_s_public_authority_gets_no_secret(tmp_path:
     server.start()
     token = str(JoinToken(authority.fingerprint, bytes(4), bytes(20)))
     try:
-        with pytest.raises(PeerRefused, match="its certificate is of another cluster"):
+        with pytest.raises(PeerRefused, match="its certificate belongs to another cluster"):
             join(f"127.0.0.1:{port - 1}", token, tmp_path / "node")
     finally:
         server.stop(None)

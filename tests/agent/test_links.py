@@ -189,7 +189,7 @@ def test_a_folder_that_cannot_be_written_is_no_error(
 ) -> None:
     (tmp_path / "file").write_text("in the way")
     LinkStore(tmp_path / "file" / "state").save(KEY, MEASURE)
-    assert "is measured again the next time" in caplog.text
+    assert "is not kept, and is repeated next time" in caplog.text
 
 
 def test_the_key_of_a_route_has_both_addresses() -> None:

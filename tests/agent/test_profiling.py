@@ -55,8 +55,8 @@ def test_the_machine_is_measured_with_the_threads_of_workers() -> None:
         ("import sys; sys.exit('no memory is left')", WorkerLost, "exit code 1: no memory is left"),
         ("import os; os.kill(os.getpid(), 9)", WorkerLost, "ended by signal 9"),
         ("pass", ProtocolError, "left no profile"),
-        (WRITE_CODE.format("{}"), ProtocolError, "This is no machine's profile"),
-        (WRITE_CODE.format("rubbish"), ProtocolError, "This is no machine's profile"),
+        (WRITE_CODE.format("{}"), ProtocolError, "This is not a machine's profile"),
+        (WRITE_CODE.format("rubbish"), ProtocolError, "This is not a machine's profile"),
     ],
 )
 def test_a_failed_measurement_is_an_error_with_its_cause(
@@ -70,7 +70,7 @@ def test_a_failed_measurement_is_an_error_with_its_cause(
 @pytest.mark.processes
 def test_a_measurement_that_takes_too_long_is_ended(module: Path) -> None:
     module.write_text("import threading; threading.Event().wait()")
-    with pytest.raises(WorkerStuck, match="took longer than 1 s and was ended"):
+    with pytest.raises(WorkerStuck, match="took longer than 1 s and was stopped"):
         measure(ProfileOptions(timeout_s=1.0))
     assert not left_behind("measuring")
 

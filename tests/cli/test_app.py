@@ -67,9 +67,9 @@ def test_a_misspelt_command_gets_a_suggestion(typed: str, meant: str) -> None:
         (("--tp", "2", "--nodes", "2"), "name it with --trusted-interface, here and on each machine"),
         (
             ("--tp", "2", "--nodes", "3"),
-            "2 workers, which 3 machines cannot have evenly: use --nodes 1, 2 or",
+            "2 workers, which cannot be spread evenly over 3 machines: use --nodes 1, 2 or",
         ),
-        (("--tp", "2", "--tp-shares", "3,1,1"), "--tp-shares has parts for 3: name as many"),
+        (("--tp", "2", "--tp-shares", "3,1,1"), "--tp-shares has 3 shares: give as many"),
         (("--tp-shares", "3,0"), "--tp-shares is 3,0; it must be numbers above 0"),
     ],
 )

@@ -32,7 +32,7 @@ from mlx_ring.cli.cluster import speed
         (
             "{devices: [{hostname: nowhere.invalid}], model: demo, wheels: missing}",
             ("start",),
-            "cluster.json: wheels is missing, which is no folder here",
+            "cluster.json: wheels is missing, which is no folder on this machine",
         ),
         (
             "{devices: [{hostname: nowhere.invalid, gpu_memory_utilization: 90}], model: demo}",
@@ -71,7 +71,7 @@ def test_stop_ends_a_server_that_was_started_by_hand(tmp_path: Path) -> None:
         assert stopped.stdout == f"The head is ended (process {server.process.pid}).\n"
         assert server.process.wait(30) == 0
         assert server.all_ended()
-    assert run_cli("stop", *state, folder=tmp_path).stdout == "Nothing of mlx-ring runs here.\n"
+    assert run_cli("stop", *state, folder=tmp_path).stdout == "No mlx-ring process runs here.\n"
 
 
 def test_speed_shows_only_known_rates() -> None:

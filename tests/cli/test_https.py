@@ -44,8 +44,8 @@ def test_an_encrypted_key_needs_its_password_and_never_prompts(tmp_path: Path) -
     certificate, key = write_certificate(tmp_path, password="open sesame")  # noqa: S106 - a test's own
     options = {"ssl_certfile": certificate, "ssl_keyfile": key}
     assert accepts(**options, ssl_keyfile_password="open sesame")  # noqa: S106 - as above
-    assert "wants a password" in refusal(**options)
-    assert "wants another password" in refusal(**options, ssl_keyfile_password="close")  # noqa: S106 - as above
+    assert "needs a password" in refusal(**options)
+    assert "needs another password" in refusal(**options, ssl_keyfile_password="close")  # noqa: S106 - as above
 
 
 def test_missing_invalid_and_mismatched_files_are_named(files: tuple[Path, Path], tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_missing_invalid_and_mismatched_files_are_named(files: tuple[Path, Path]
     assert "no certificate in PEM form" in refusal(ssl_certfile=text, ssl_keyfile=key)
     assert "no private key in PEM form" in refusal(ssl_certfile=certificate, ssl_keyfile=text)
     assert "no private key" in refusal(ssl_certfile=certificate)
-    assert "is not that of the certificate" in refusal(ssl_certfile=certificate, ssl_keyfile=foreign)
+    assert "does not match the certificate" in refusal(ssl_certfile=certificate, ssl_keyfile=foreign)
 
 
 def test_an_expired_certificate_is_served_with_a_warning(

@@ -40,7 +40,7 @@ def complaint(*arguments: str, folder: Path, **environment: str) -> str:
         (["serve", "a", "b"], "There is no model 'a'"),
         (["serve", "demo", "demo"], "The model demo was named twice"),
         (["serve", "demo", "b", "--more-models", "c"], "--more-models is c, and b was given too"),
-        (["serve", "--no-prefix-cache", "--prefix-cache", "on"], "--prefix-cache is on, and another flag"),
+        (["serve", "--no-prefix-cache", "--prefix-cache", "on"], "--prefix-cache is on, but another flag"),
         (["serve", "--enable-prefix-caching", "./nowhere"], "There is no model './nowhere'"),
         (["serve", "./nowhere"], "There is no model './nowhere'"),
         (["serve", "demmo"], "There is no model 'demmo'"),

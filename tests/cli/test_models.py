@@ -64,7 +64,7 @@ def test_a_saved_plan_assigns_each_folder_to_a_machine(tmp_path: Path) -> None:
     ("text", "said"),
     [
         (None, "which cannot be read"),
-        ('{"replicas": []}', "is no plan of one replica"),
+        ('{"replicas": []}', "is not a plan of one replica"),
         (
             '{"stages": [{"node": "a", "layers": {"start": 0, "end": 7}}]}',
             "do not cover the model's 8 layers",
@@ -99,7 +99,7 @@ def test_a_copy_by_tar_stays_sparse_and_loads(tiny_model: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ((), "Give one of --stages, --layers and --plan"),
+        ((), "Give exactly one of --stages, --layers and --plan"),
         (("--stages", "6"), "6 stages were requested, but the model has 5 layers"),
         (("--stages", "two"), "--stages is two"),
         (("--layers", "0-2,3-5"), "--layers is 0-2,3-5; it must be ranges that cover the model's 5 layers"),

@@ -17,7 +17,7 @@ def test_a_plan_names_machines_layers_and_reasons(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "m4-mac-mini-16#1" in done.stdout
     assert "tokens/s for one stream" in done.stdout
-    assert "alone would answer a single stream sooner" in done.stdout
+    assert "alone would be faster for a single stream" in done.stdout
 
 
 def test_a_plan_as_json_has_every_layer_once(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def test_install_writes_a_unit_once_and_replaces_a_changed_one(tmp_path: Path) -
     assert "  systemctl --user enable mlx-ring-join.service\n" in first.stdout
     assert "join mini.local\n" in (tmp_path / UNIT).read_text()
     again = run("install", "--", "join", "mini.local", home=tmp_path)
-    assert "is as it should be already." in again.stdout
+    assert "is already up to date." in again.stdout
     assert "is replaced." in run("install", "--", "join", "mini.local:6000", home=tmp_path).stdout
     assert not (tmp_path / CALLS).exists()
 
@@ -69,10 +69,10 @@ def test_show_prints_the_unit_before_and_after_install(tmp_path: Path) -> None:
     [
         (("install", "--", "join", "mini", "--token", "mlxring1x"), "--token is a secret"),
         (("install",), "A service runs `mlx-ring join …`"),
-        (("install", "--run-as", "root", "--", "join"), "--run-as is root, which goes with --system"),
+        (("install", "--run-as", "root", "--", "join"), "--run-as is root, which needs --system"),
         (
             ("install", "--system", "--run-as", "nobody-here", "--", "join"),
-            "--run-as is nobody-here, who is no user",
+            "--run-as is nobody-here, which is no user",
         ),
         (("uninstall", "chat"), "There is no service 'chat'"),
     ],

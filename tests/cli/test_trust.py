@@ -52,7 +52,7 @@ def test_a_running_head_applies_changes_of_tokens_and_nodes_at_once(
             with pytest.raises(TokenRefused, match="is revoked"):
                 await head.join(tmp_path / "late", token)
             removed = await asyncio.to_thread(run, "node", "remove", node, folder=tmp_path)
-            assert removed.stdout.startswith(f"{node} is no node of this cluster any more.")
+            assert removed.stdout.startswith(f"{node} is removed from this cluster.")
             assert head.members.list() == {}
 
     asyncio.run(act())

@@ -182,7 +182,7 @@ def test_without_stderr_the_file_has_all_lines_and_stderr_only_the_final_error(
 def test_stderr_has_all_lines_if_the_file_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     done = run(QUIET + "logging.getLogger('a').info('once')", tmp_path / "file")
-    assert "lines go to stderr alone" in done.stderr
+    assert "log lines are written to stderr only" in done.stderr
     assert done.stderr.splitlines()[-1].endswith("a: once")
 
 

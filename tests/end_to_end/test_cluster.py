@@ -101,7 +101,7 @@ def test_three_machines_answer_as_one_does_and_a_lost_one_is_named(
 
     flags = ("--strategy", "uniform", "--port", str(api))
     with cluster(tiny_model, 3, tmp_path, port, *flags, alone=ask_readiness) as server:
-        assert "when 2 more machines have joined: start 'mlx-ring join' there" in waiting[0]
+        assert "once 2 more machines have joined: run `mlx-ring join` there" in waiting[0]
         assert completion(server) == alone
         status = server.status()
         assert len({node["id"] for node in status["nodes"]}) == len(status["nodes"]) == 3

@@ -130,9 +130,9 @@ def test_one_file_starts_shows_tries_and_stops_two_machines(
     assert {line.split(" | ")[0].strip() for line in lines} == {"first", "second"}
     assert any(line.startswith("second | ") and "process=agent" in line for line in lines)
 
-    assert "Nothing of the cluster runs" in done_well(cluster(first, tmp_path, "stop"))
+    assert "The cluster is stopped" in done_well(cluster(first, tmp_path, "stop"))
     assert [process.cmdline() for host in hosts for process in ours(host)] == []
-    assert "Nothing of the cluster runs" in done_well(cluster(first, tmp_path, "stop")), "twice is fine"
+    assert "The cluster is stopped" in done_well(cluster(first, tmp_path, "stop")), "twice is fine"
     missing = cluster(first, tmp_path, "test")
     assert missing.returncode == 1
     assert missing.stderr == "mlx-ring: first: No head runs here: start it with `mlx-ring cluster start`.\n"

@@ -224,7 +224,7 @@ def test_strangers_and_rubbish_are_refused_and_logged_and_streams_go_on(
         assert "refused a connection: it did not speak TLS" in log
         if not port.for_strangers:
             assert "refused a connection: it showed no certificate" in log
-            assert "refused a connection: its certificate is of another cluster" in log
+            assert "refused a connection: its certificate belongs to another cluster" in log
 
 
 def join_quietly(running: Running) -> Credentials:

@@ -88,7 +88,7 @@ def test_a_node_that_gives_flipped_bytes_is_named_and_the_head_gives_them_instea
     given = LayerRange(12, 18) if old.node < new.node else LayerRange(9, 12)
     flip(large_model, old, given)
     server = cluster.serve(3, *FLAGS)
-    assert f"{old.node} gives no more weights to this node" in new.log("agent")
+    assert f"{old.node} sends this node no more weights" in new.log("agent")
     assert "with another SHA-256 than the manifest's" in new.log("agent")
     tokens = cluster.tokens(server, {"prompt": PROMPT, "max_tokens": TOKENS})
     assert whole.strays(PROMPT, tokens) == []

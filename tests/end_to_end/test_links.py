@@ -45,7 +45,7 @@ def test_links_are_measured_shown_with_the_plan_and_told_while_serving(
         assert (there["compresses"], back["compresses"]) == (False, False)
         assert there["frames"] > 0
         assert there["tensor_bytes"] == there["sent_bytes"] > 0
-        assert back["why"] == "no stage of a model sends over it"
+        assert back["why"] == "no stage of a model uses it"
         assert server.stop() == 0
     kept = [tmp_path / folder / "node" / "links.json" for folder in ("state", "node/state")]
     assert all(path.is_file() for path in kept)

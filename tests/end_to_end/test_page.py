@@ -157,7 +157,7 @@ def test_an_answer_that_breaks_off_keeps_what_came_and_says_why(browser: Browser
     with twin_serving(service) as url, opened(browser, url) as (page, observed):
         ask(page, "Tell me the alphabet.")
         answer = page.get_by_role("article", name="Answer")
-        expect(answer.get_by_role("alert")).to_contain_text("The request was not done within 1 s")
+        expect(answer.get_by_role("alert")).to_contain_text("The request was not finished within 1 s")
         expect(answer).to_contain_text(ALPHABET)
         expect(answer.get_by_role("button", name="Retry")).to_be_visible()
         assert observed.complaints == []

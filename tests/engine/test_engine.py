@@ -185,7 +185,7 @@ def test_requests_of_one_call_are_admitted_all_or_none() -> None:
             engine.submit_all(*(make_request() for _ in range(4)))
         assert engine.stats().scheduler.waiting == 0
         engine.submit_all(*(make_request() for _ in range(3)))
-        with pytest.raises(RequestError, match=r"asks for 6 answers.*takes 5 at once") as refused:
+        with pytest.raises(RequestError, match=r"asks for 6 answers.*accepts 5 at once") as refused:
             engine.submit_all(*(make_request() for _ in range(6)))
         assert refused.value.param == "n"
 

@@ -103,7 +103,7 @@ def test_a_changed_context_is_logged(caplog: pytest.LogCaptureFixture) -> None:
         limited.engine.limit_kv({PLACE: blocks(12)})
         shorter, longer = caplog.records
         assert (shorter.levelname, longer.levelname) == ("WARNING", "INFO")
-        assert "The context of i is 768 tokens from now on, and was 2048" in shorter.getMessage()
+        assert "The context of i changes to 768 tokens from 2048" in shorter.getMessage()
 
     asyncio.run(run())
 

@@ -150,7 +150,7 @@ def test_newcomer_whose_explicit_context_does_not_fit_is_refused_and_limits_stay
     assert str(caught.value) == (
         f"model b does not fit beside model a on here: the KV of one request of {2 * MILLION} tokens takes 4.29 GB, and "
         f"2.15 GB are left there, for model a keeps 8.59 GB for one request of {4 * MILLION} tokens. Unload model a, or "
-        f"start the server with a --max-model-len below {4 * MILLION}, or with --model-memory, by which models take turns."
+        f"start the server with a --max-model-len below {4 * MILLION}, or with --model-memory, with which models are loaded in turn."
     )
     shares.leave("b")
     assert join(shares, user("c", 1000, insisted=True), {HERE: worker(11)}, NO_RESERVE)

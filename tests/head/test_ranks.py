@@ -79,7 +79,7 @@ def test_idle_ranks_do_not_compute(tmp_path: Path) -> None:
 
 def test_impossible_shares_are_refused_with_the_nearest_possible_ones(tmp_path: Path) -> None:
     with (
-        pytest.raises(AssertionError, match=r"5 ranks.*the nearest that can be made is 1:1:1:1"),
+        pytest.raises(AssertionError, match=r"5 ranks.*the nearest possible split is 1:1:1:1"),
         serving("demo", "--tp", "5", folder=tmp_path),
     ):
         pass

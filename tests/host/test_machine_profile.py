@@ -42,5 +42,5 @@ def test_a_profile_with_scattered_times_is_not_steady() -> None:
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"rates": 3}'])
 def test_text_that_is_no_profile_is_refused(text: str) -> None:
-    with pytest.raises(ProtocolError, match="This is no machine's profile"):
+    with pytest.raises(ProtocolError, match="This is not a machine's profile"):
         MachineProfile.from_json(text)

@@ -70,7 +70,7 @@ def test_an_architecture_that_is_exact_as_a_whole_is_served_on_one_stage(folder:
     assert whole
     for name in whole:
         assert require_cuttable(of_type(folder, name), 1).whole
-        with pytest.raises(ModelUnsupported, match="can be served on one stage"):
+        with pytest.raises(ModelUnsupported, match="Serve it on one stage"):
             require_cuttable(of_type(folder, name), 2)
 
 

@@ -78,8 +78,7 @@ def test_a_problem_is_reported_in_one_sentence() -> None:
 )
 def test_a_grammar_that_allows_no_first_token_is_refused(grammar: Grammar) -> None:
     assert (
-        GrammarTrials().problem(grammar)
-        == "No answer can match this schema: nothing is allowed at its start."
+        GrammarTrials().problem(grammar) == "No answer can match this schema: it allows no first character."
     )
 
 

@@ -155,9 +155,9 @@ def test_the_group_size_is_that_of_matrices_split_along_their_input(
 def test_heads_are_shared_in_packs_if_a_group_spans_several() -> None:
     sizes = TensorSizes(4, 8, 16, 512, 0, 320, 64)
     assert [len(share.kv_heads) for share in share_out(sizes, (1, 1))] == [2, 2]
-    with pytest.raises(PlanError, match=r"4 KV heads in packs of 2 cannot be shared out 1:1:1") as raised:
+    with pytest.raises(PlanError, match=r"4 KV heads in packs of 2 cannot be divided 1:1:1") as raised:
         share_out(sizes, (1, 1, 1))
-    assert "the nearest that can be made is 1:1." in str(raised.value)
+    assert "the nearest possible split is 1:1." in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -167,24 +167,24 @@ def test_heads_are_shared_in_packs_if_a_group_spans_several() -> None:
             FLOAT,
             (1,) * 9,
             (
-                "8 KV heads cannot be shared out 1:1:1:1:1:1:1:1:1 among 9 ranks, each of which needs at least 1; the nearest "
-                "that can be made is 1:1:1:1:1:1:1:1."
+                "8 KV heads cannot be divided 1:1:1:1:1:1:1:1:1 among 9 ranks, each of which needs at least 1; the nearest "
+                "possible split is 1:1:1:1:1:1:1:1."
             ),
         ),
         (
             FLOAT,
             (100, 1, 1),
             (
-                "8 KV heads cannot be shared out 100:1:1 among 3 ranks, each of which needs at least 1; the nearest that can be "
-                "made is 6:1:1."
+                "8 KV heads cannot be divided 100:1:1 among 3 ranks, each of which needs at least 1; the nearest possible "
+                "split is 6:1:1."
             ),
         ),
         (
             TensorSizes(8, 8, 64, 128, 0, 320, 64),
             (3, 1, 1),
             (
-                "128 rows of the MLP in packs of 64 cannot be shared out 3:1:1 among 3 ranks, each of which needs at least 64; "
-                "the nearest that can be made is 1:1."
+                "128 rows of the MLP in packs of 64 cannot be divided 3:1:1 among 3 ranks, each of which needs at least 64; "
+                "the nearest possible split is 1:1."
             ),
         ),
         (FLOAT, (), "No shares were given: give one number for each rank, such as 3,1."),

@@ -42,13 +42,13 @@ def test_a_machine_that_another_cannot_reach_is_left_out_with_the_reason() -> No
 
 def test_the_error_names_machines_that_only_a_missing_link_excludes() -> None:
     cluster = broken(cluster_of(node_of("a", 2), node_of("b", 2)), ("b", "a"))
-    with pytest.raises(PlanError, match=r"these do not reach each other: a and b\. Mend the network"):
+    with pytest.raises(PlanError, match=r"these do not reach each other: a and b\. Fix the network"):
         place(model_of(28), cluster, AUTO)
 
 
 def test_a_fixed_order_over_a_broken_link_is_refused_by_name() -> None:
     cluster = broken(cluster_of(node_of("a"), node_of("b"), node_of("c")), ("b", "c"))
-    with pytest.raises(PlanError, match="strategy uniform b would hand over to c"):
+    with pytest.raises(PlanError, match="strategy uniform b would send to c"):
         place(model_of(28), cluster, PlanRequest(SMALL, strategy="uniform"))
 
 

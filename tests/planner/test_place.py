@@ -94,7 +94,7 @@ def test_auto_for_throughput_uses_every_machine_that_helps() -> None:
 def test_a_single_machine_that_would_be_faster_is_named() -> None:
     cluster = cluster_of(node_of("a", gb_s=400), node_of("b", gb_s=20))
     (remark,) = place(model_of(28), cluster, plan_request(strategy="uniform")).remarks
-    assert remark.startswith("a alone would answer a single stream sooner")
+    assert remark.startswith("a alone would be faster for a single stream")
 
 
 @given(

@@ -44,7 +44,7 @@ def test_machines_that_hold_the_model_only_together_are_one_replica() -> None:
 
 
 def test_more_replicas_than_machines_or_memory_are_refused_with_the_reason() -> None:
-    with pytest.raises(PlanError, match="3 replicas were asked for, and there are 2 machines"):
+    with pytest.raises(PlanError, match="3 replicas were requested, but there are 2 machines"):
         place_replicas(model_of(28), cluster_of(*map(node_of, "ab")), THROUGHPUT, 3)
     whole = place(model_of(28), cluster_of(node_of("big", 64)), THROUGHPUT).stages[0].memory_bytes / 1e9
     small = cluster_of(node_of("a", 0.8 * whole), node_of("b", 0.8 * whole))

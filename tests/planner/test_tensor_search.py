@@ -72,15 +72,15 @@ def test_a_model_that_cannot_be_split_is_not_shared_and_the_plan_says_so() -> No
 def test_sharing_that_cannot_be_served_is_not_planned_and_the_plan_says_so() -> None:
     plan = place(shared_model(40), trusting(*PAIR, link=FAST), plan_request(allows_tensor=False))
     assert plan.kind == "single"
-    assert "leaves a process no group" in plan.remarks[-1]
+    assert "uses the only MLX group of a process" in plan.remarks[-1]
 
 
 @pytest.mark.parametrize(
     ("nodes", "changes", "options", "sentence"),
     [
-        (PAIR[:1], {}, {"strategy": "tensor"}, "there is one; `serve --tp N`"),
+        (PAIR[:1], {}, {"strategy": "tensor"}, "there is one; use `serve --tp N`"),
         (PAIR, {}, {"strategy": "hybrid"}, "choose the strategy tensor"),
-        (PAIR, {"shared": None}, {"strategy": "tensor"}, "cannot be split; that is done for Llama"),
+        (PAIR, {"shared": None}, {"strategy": "tensor"}, "cannot be split; supported are Llama"),
         (PAIR, {}, {"strategy": "tensor", "allows_tensor": False}, "cannot be served"),
         (PAIR, {}, {"strategy": "tensor", "demand": Demand(32_768, 4000)}, "does not fit into the 32.0 GB"),
     ],
@@ -96,7 +96,7 @@ def test_an_impossible_tensor_or_hybrid_strategy_is_refused(
 def test_the_strategy_tensor_names_machines_without_a_trusted_interface_between_them() -> None:
     cluster = trusting(*PAIR, link=FAST)
     cluster = replace(cluster, nodes=(*cluster.nodes, node_of("c")))
-    with pytest.raises(PlanError, match="cannot be had with a and c: "):
+    with pytest.raises(PlanError, match="is not possible with a and c: "):
         place(shared_model(), cluster, plan_request(strategy="tensor"))
     hybrid = place(shared_model(), cluster, plan_request(strategy="hybrid"))
     assert sorted([rank.node for rank in stage.ranks] for stage in hybrid.stages) == [["a", "b"], ["c"]]

@@ -45,7 +45,7 @@ def test_rdma_is_chosen_if_every_machine_has_it_and_a_hostfile_lists_the_devices
     assert choose_backend("auto", MACS, option="", rdma=MATRIX).backend == "jaccl"
     without = choose_backend("auto", MACS, option="")
     assert (without.backend, without.why.split("; ")[0]) == ("ring", "it works everywhere")
-    assert "not jaccl: nothing tells which RDMA device leads to which machine" in without.why
+    assert "not jaccl: nothing says which machines the RDMA devices connect" in without.why
     one = choose_backend("auto", (MACS[0], RankCapabilities("studio", MAC)), option="", rdma=MATRIX)
     assert one.backend == "ring"
     assert "studio has no RDMA device" in one.why
@@ -74,7 +74,7 @@ def test_mpi_is_chosen_only_on_request() -> None:
             r"--x: MLX's backend jaccl is not available on vm: .*rdma_ctl enable",
         ),
         ("jaccl", (MACS[0], MACS[0]), "several of these workers are on one"),
-        ("jaccl", MACS, "name a hostfile with `rdma`"),
+        ("jaccl", MACS, "give a hostfile with `rdma`"),
         (
             "nccl",
             (RankCapabilities("vm", RING),) * 2,
@@ -83,7 +83,7 @@ def test_mpi_is_chosen_only_on_request() -> None:
         (
             "nccl",
             (GPUS[0], RankCapabilities("box", CUDA)),
-            "NCCL needs a GPU for each of the 2 workers, and there are 1",
+            "NCCL needs a GPU for each of the 2 workers, but there are 1",
         ),
         ("nccl", (GPUS[0], RankCapabilities("other", CUDA, "0")), "NCCL listens on every network: use ring"),
         (

@@ -46,8 +46,8 @@ def test_an_absent_digest_is_not_compared() -> None:
 @pytest.mark.parametrize(
     ("theirs", "ours", "message"),
     [
-        ({"instance": "a"}, {"instance": "b"}, "instance a, this side serves b"),
-        ({"epoch": 1}, {"epoch": 2}, "epoch 1, epoch 2 is in force"),
+        ({"instance": "a"}, {"instance": "b"}, "instance a, but this side serves b"),
+        ({"epoch": 1}, {"epoch": 2}, "epoch 1, but epoch 2 is in force"),
         ({"fencing_id": 3}, {"fencing_id": 4}, "head 3; head 4 has taken over"),
     ],
 )
@@ -91,7 +91,7 @@ def test_a_late_clock_is_detected(tmp_path: Path) -> None:
 def test_a_head_of_another_cluster_and_a_stopped_one_are_refused(tmp_path: Path) -> None:
     async def act() -> None:
         async with running_head(tmp_path / "one") as head:
-            with pytest.raises(PeerRefused, match="is of another cluster"):
+            with pytest.raises(PeerRefused, match="belongs to another cluster"):
                 await greet(head.address.enrolment, Authority.open(tmp_path / "other"))
         with pytest.raises((WorkerLost, PeerRefused)):
             await greet(head.address.enrolment, head.authority)

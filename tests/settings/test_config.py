@@ -58,7 +58,7 @@ def test_an_unquoted_off_in_yaml_means_off(tmp_path: Path) -> None:
         ("model_load_timeout", "0", "a number above 0, at most 86400"),
         ("model_load_timeout", "nan", "a number above 0, at most 86400"),
         ("max_model_len", "99999999999999999999", "a whole number from 1 to 1073741824"),
-        ("model", "", "a text that is not empty"),
+        ("model", "", "a non-empty text"),
     ],
 )
 def test_an_invalid_value_is_reported_with_name_value_and_range(name: str, value: str, allowed: str) -> None:
@@ -174,10 +174,10 @@ def test_a_key_file_without_keys_is_an_error(tmp_path: Path, text: str | None, s
     ("flags", "sentence"),
     [
         ({"strategy": "custom"}, "The strategy custom needs --proportions, as 0.7,0.3."),
-        ({"proportions": "0.7,0.3"}, "--proportions goes with --strategy custom, and the strategy is auto."),
+        ({"proportions": "0.7,0.3"}, "--proportions requires --strategy custom, but the strategy is auto."),
         (
             {"strategy": "custom", "proportions": "0.7,a"},
-            "--proportions is 0.7,a; it must be shares with commas between them, as 0.7,0.3.",
+            "--proportions is 0.7,a; it must be shares separated by commas, such as 0.7,0.3.",
         ),
     ],
 )
@@ -202,21 +202,21 @@ def test_strategies_and_proportions_are_read_from_a_file(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ({"link": "ring"}, "--link ring carries activations between stages, and there is one"),
+        ({"link": "ring"}, "--link ring sends activations between stages, but there is one"),
         ({"link": "ring", "nodes": "2"}, "neither encrypted nor authenticated.*--trusted-interface"),
         ({"link": "mpi", "nodes": "2"}, "--link mpi joins stages on one machine only"),
         (
             {"link": "allreduce", "nodes": "3", "trusted_interface": "eth0"},
-            "joins two stages, and 3 were asked",
+            "joins two stages, but 3 were requested",
         ),
-        ({"link": "ring", "stages": "2", "tp": "2"}, "--tp 2 needs it for the ranks of each"),
-        ({"link": "allreduce", "stages": "3"}, "so it joins two stages, and 3 were asked for"),
+        ({"link": "ring", "stages": "2", "tp": "2"}, "--tp 2 needs it for the ranks"),
+        ({"link": "allreduce", "stages": "3"}, "so it joins two stages, but 3 were requested"),
         ({"link": "nccl", "stages": "3"}, "so it joins two stages"),
         ({"link": "mpi", "stages": "3"}, "so it joins two stages"),
         ({"backend": "ring"}, "--backend ring joins workers that share layers"),
         (
             {"backend": "mpi", "link": "ring", "stages": "2"},
-            "--link ring is over MLX's backend ring, and --backend is mpi",
+            "--link ring uses MLX's backend ring, but --backend is mpi",
         ),
         ({"backend": "jaccl", "link": "allreduce", "stages": "2"}, "use --link jaccl"),
         ({"backend": "mpi", "link": "allreduce", "nodes": "2"}, "--backend mpi joins workers of one machine"),
@@ -255,7 +255,7 @@ def test_a_link_that_joins_the_stages_is_accepted(flags: dict[str, str]) -> None
 
 def test_machines_share_every_layer_only_over_a_trusted_interface() -> None:
     flags = {"strategy": "tensor", "nodes": "2"}
-    with pytest.raises(ConfigError, match=r"has all machines share layers\. .* with --trusted-interface"):
+    with pytest.raises(ConfigError, match=r"shares layers between machines\. .* with --trusted-interface"):
         check_ranks(load_settings(flags))
     check_ranks(load_settings(flags | {"trusted_interface": "en5"}))
     check_ranks(load_settings(flags | {"strategy": "hybrid"}))
@@ -265,7 +265,7 @@ def test_memory_for_request_bodies_holds_two_of_the_longest() -> None:
     assert bodies_mb(load_settings({"max_request_mb": 20})) == 320
     assert bodies_mb(load_settings({"max_request_mb": 20, "max_bodies_mb": 40})) == 40
     with pytest.raises(
-        ConfigError, match=r"--max-bodies-mb is 39.*--max-request-mb is 20: make it 40 at least\."
+        ConfigError, match=r"--max-bodies-mb is 39.*--max-request-mb is 20: set at least 40\."
     ):
         load_settings({"max_request_mb": 20, "max_bodies_mb": 39})
 

@@ -42,7 +42,7 @@ def test_a_prototype_s_file_is_read_completely() -> None:
         "custom",
         (0.7, 0.3),
     )
-    assert file.notes == ("mini: port 50052 does nothing, for nodes take a free one.",)
+    assert file.notes == ("mini: port 50052 has no effect, because nodes use any free port.",)
 
 
 def test_yaml_is_read_like_json() -> None:
@@ -66,7 +66,7 @@ def test_a_hostfile_gives_ssh_targets_and_addresses() -> None:
         ("127.0.0.1", "192.168.5.2", True),
         ("mini1@192.168.5.1", "192.168.5.1", False),
     ]
-    assert file.notes == ("rdma does nothing here: `serve` takes it from --hostfile.",)
+    assert file.notes == ("rdma has no effect here: `serve` reads it from --hostfile.",)
 
 
 def test_a_cluster_is_estimated_from_memory_and_cores() -> None:
@@ -110,7 +110,7 @@ def with_device(**changes: Any) -> str:
         ("[]", "a hostfile without hosts"),
         ("[{ips: [a]}]", "host 0 has no `ssh`"),
         ("[{ssh: a, ips: b}]", "ips of a is 'b'"),
-        ("[{ssh: a, port: 2}]", "a host has the field port, which is none; fields are ips, rdma, ssh"),
+        ("[{ssh: a, port: 2}]", "a host has the field port, which does not exist; fields are ips, rdma, ssh"),
         ("[{ssh: a, rdma: [x]}]", "a list of 1 with null at place 0, its own"),
         ("[a]", "host 0 is 'a'; it must have fields"),
         ("devices: []", "`devices` must be a list"),
@@ -130,12 +130,12 @@ def with_device(**changes: Any) -> str:
         (with_device(capabilities={"memory_utilization": 0}), "memory_utilization of mini is 0; it must be"),
         (
             with_device(memory_utilization=0.5, capabilities={"memory_utilization": 0.5}),
-            "the share of memory of mini stands there twice",
+            "the share of memory of mini is given twice",
         ),
         (changed(serve={"gpu-memory-utilization": 90}), "gpu-memory-utilization of `serve` is 90; it must"),
         (with_device(capabilities={"cores": 1}), "capabilities of mini has the field cores"),
         (changed(model={}), "`model` has no `name`"),
-        (changed(model={"provider": "a", "name": "b/c"}), "provider is a, and its name b/c has one already"),
+        (changed(model={"provider": "a", "name": "b/c"}), "provider is a, but its name b/c already has one"),
         (changed(sharding={"strategy": "best"}), "the strategy is best; it must be one of auto,"),
         (changed(sharding={"strategy": "custom"}), "for each of the 2 devices; 0 are there"),
         (
@@ -159,7 +159,7 @@ def test_planning_needs_memory_and_cores() -> None:
 def test_unused_proportions_are_noted() -> None:
     file = read(changed(sharding={"strategy": "uniform", "custom_proportions": [0.7, 0.3]}))
     assert file.proportions == ()
-    assert file.notes[-1] == "custom_proportions does nothing with the strategy uniform."
+    assert file.notes[-1] == "custom_proportions has no effect with the strategy uniform."
 
 
 def test_unused_fields_of_a_single_device_are_noted() -> None:
@@ -199,5 +199,5 @@ def test_an_invalid_share_is_refused_with_file_machine_and_value(value: object) 
 
 
 def test_a_share_given_twice_is_refused() -> None:
-    with pytest.raises(ConfigError, match="of mini stands there twice, as memory_utilization and gpu_"):
+    with pytest.raises(ConfigError, match="of mini is given twice, as memory_utilization and gpu_"):
         read_share("mini", "cluster.json", {"memory_utilization": 0.5}, {"gpu_memory_utilization": 0.5})

@@ -50,12 +50,12 @@ def test_several_cables_between_two_hosts_are_a_list_of_devices() -> None:
 
 INVALID: list[tuple[object, str]] = [
     ([], "x is a hostfile without hosts"),
-    ([["127.0.0.1"]], "'127.0.0.1' is no place to listen; it must be such as 127.0.0.1:32323"),
-    ([["::1:80"]], "'::1:80' is no place to listen"),
-    ([["127.0.0.1:70000"]], "'127.0.0.1:70000' is no place to listen"),
+    ([["127.0.0.1"]], "'127.0.0.1' is no address to listen on; give one such as 127.0.0.1:32323"),
+    ([["::1:80"]], "'::1:80' is no address to listen on"),
+    ([["127.0.0.1:70000"]], "'127.0.0.1:70000' is no address to listen on"),
     ([[]], "a rank has no address"),
     ([{"ips": []}], "host 0 has no `ssh`"),
-    ([{"ssh": "a", "port": 2}], "a host has the field port, which is none; fields are ips, rdma, ssh"),
+    ([{"ssh": "a", "port": 2}], "a host has the field port, which does not exist; fields are ips, rdma, ssh"),
     ([{"ssh": "a"}, ["b:1"]], "host 1 is .*; it must have fields"),
     ({"hosts": []}, r"hosts is \[\]; it must be a list with one or more hosts"),
     (
@@ -65,13 +65,13 @@ INVALID: list[tuple[object, str]] = [
     ({"hosts": PAIR, "envs": ["A"]}, "envs has 'A'; it must be a list of texts such as NAME=value"),
     (
         {"hosts": PAIR, "tcp": 1},
-        "the hostfile has the field tcp, which is none; fields are backend, envs, hosts",
+        "the hostfile has the field tcp, which does not exist; fields are backend, envs, hosts",
     ),
     ([PAIR[0], {"ssh": "b"}], "rdma of b is None; it must be a list of 2 with null at place 1"),
     ([{"ssh": "a", "rdma": ["rdma_en1"]}], "a list of 1 with null at place 0, its own"),
     (
         [PAIR[0], {"ssh": "b", "rdma": ["en3", None]}],
-        "rdma of b names 'en3', which is no RDMA device; those are called rdma_en2 and the like",
+        "rdma of b names 'en3', which is no RDMA device; these have names such as rdma_en2",
     ),
     (
         [PAIR[0], {"ssh": "b", "rdma": [None, None]}],
@@ -142,18 +142,18 @@ def test_a_cluster_reads_rdma_devices_and_the_backend_but_no_ranks(tmp_path: Pat
         (
             {"backend": "jaccl", "hosts": [{"ssh": "127.0.0.1", "rdma": [None]}]},
             {},
-            "rdma leads to other machines",
+            "rdma connects machines",
         ),
-        (LOCAL_HOSTS, {"tp": 3}, "names 2 ranks, and 3 are asked for"),
-        (RING, {"nodes": 2}, "names workers of this machine, and --nodes is 2"),
+        (LOCAL_HOSTS, {"tp": 3}, "names 2 ranks, but 3 were requested"),
+        (RING, {"nodes": 2}, "names workers of this machine, but --nodes is 2"),
         (LOCAL_HOSTS, {"nodes": 2}, "has neither `rdma` nor `backend`"),
         (
             {"hosts": PAIR, "envs": ["A=1"]},
             {"nodes": 2},
             "has A under `envs`, which reaches no other machine",
         ),
-        (RING, {"more_models": "b"}, "names ports for one group of workers, and there would be 2"),
-        (RING, {"stages": 2, "tp": 2}, "names ports for one group of workers, and there would be 2"),
+        (RING, {"more_models": "b"}, "names ports for one group of workers, but there would be 2"),
+        (RING, {"stages": 2, "tp": 2}, "names ports for one group of workers, but there would be 2"),
     ],
 )
 def test_hosts_that_contradict_the_settings_are_refused(

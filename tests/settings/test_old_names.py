@@ -89,19 +89,19 @@ def test_distributed_settings_become_a_number_of_nodes() -> None:
     [
         (
             {"POLL_INTERVAL_SECONDS": "1"},
-            "POLL_INTERVAL_SECONDS in .env is 1, and has no counterpart here: nothing polls",
+            "POLL_INTERVAL_SECONDS in .env is 1, which has no counterpart here: nothing is polled",
         ),
         ({"WORKER_HOSTS": "a,b"}, "mlx-ring cluster start -c FILE"),
         ({"MODEL_CACHE_DIR": "/models"}, "HF_HUB_CACHE in the environment"),
         (
             {"NUM_DEVICES": "2", "WORLD_SIZE": "3"},
-            "NUM_DEVICES in .env is 2 and WORLD_SIZE is 3, and both are MLX_RING_NODES",
+            "NUM_DEVICES in .env is 2 and WORLD_SIZE is 3, but both are MLX_RING_NODES",
         ),
         (
             {"DISTRIBUTED": "false", "NUM_DEVICES": "2"},
-            "DISTRIBUTED in .env is false and NUM_DEVICES is 2, and both are MLX_RING_NODES",
+            "DISTRIBUTED in .env is false and NUM_DEVICES is 2, but both are MLX_RING_NODES",
         ),
-        ({"RANK": "0", "SOCKET_PATH": "/s"}, "SOCKET_PATH in .env is /s, and has no counterpart here"),
+        ({"RANK": "0", "SOCKET_PATH": "/s"}, "SOCKET_PATH in .env is /s, which has no counterpart here"),
         ({"DISTRIBUTED": "maybe"}, "DISTRIBUTED in .env is maybe; it must be true or false."),
     ],
 )

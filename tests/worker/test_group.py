@@ -77,5 +77,5 @@ def test_connection_from_the_expected_neighbour_is_accepted(port: int) -> None:
 def test_connection_from_another_address_is_refused_on_any_listening_port(
     port: int, other_address: str
 ) -> None:
-    with pytest.raises(PeerRefused, match=r"127\.0\.0\.1 came .* before it comes from 10\.0\.8\.1"):
+    with pytest.raises(PeerRefused, match=r"127\.0\.0\.1 connected .* before it is at 10\.0\.8\.1"):
         check_neighbour(f"{other_address}127.0.0.1:{port}", "10.0.8.1")

@@ -153,7 +153,7 @@ def test_drafts_after_a_chunk_are_refused(pipeline: Pipeline) -> None:
 @pytest.mark.parametrize(
     ("wants", "message"),
     [
-        ([want(), want(where=Want.ALL)], "wants tokens more than once"),
+        ([want(), want(where=Want.ALL)], "requests tokens more than once"),
         ([want(), want(Want.HIDDEN)], "hidden states and logits at once"),
         ([want(Want.LOGPROBS, Want.ALL, targets=[1])], "2 positions want log-probabilities of 1 tokens"),
     ],
@@ -168,7 +168,7 @@ def test_row_with_a_draft_must_want_every_token(folder: Path) -> None:
     pipeline = Pipeline(folder, CUTS[1])
     pipeline.results(chunk(1, 0, PROMPT, want()), operations=[open_noisy(1)])
     row = step_pb2.Row(sequence=1, start=len(PROMPT), token=4, draft=[5], wants=[want()])
-    assert "does not want every token" in pipeline.run(row)[0].failure.message
+    assert "does not request every token" in pipeline.run(row)[0].failure.message
 
 
 def test_retained_sequence_can_be_forked_but_not_stepped(pipeline: Pipeline, expected: list[int]) -> None:

@@ -55,7 +55,7 @@ def _listening(interfaces: list[str | int]) -> Generator[Zeroconf]:
         zeroconf = Zeroconf(interfaces=interfaces)
     except (OSError, RuntimeError) as error:
         raise ConfigError(
-            f"Heads cannot be looked for on this LAN ({error}): give the head's address to `mlx-ring join`."
+            f"Cannot search this LAN for heads ({error}): give the head's address to `mlx-ring join`."
         ) from error
     try:
         yield zeroconf

@@ -121,7 +121,7 @@ def fetch_authority(head: HeadAddress, expected: bytes) -> x509.Certificate:
     authority = carried_authority(shown_certificate(head))
     if not hmac.compare_digest(fingerprint(authority), expected):
         raise TokenRefused(
-            f"The head at {head} is of another cluster than the token: create a token on that head, "
+            f"The head at {head} belongs to another cluster than the token: create a token on that head, "
             "or check the address."
         )
     return authority
@@ -174,7 +174,7 @@ def _take(
         certificate = x509.load_pem_x509_certificate(reply.certificate)
         certificate.verify_directly_issued_by(authority)
     except (ValueError, TypeError, InvalidSignature) as error:
-        raise PeerRefused(f"The head's answer holds no certificate of its cluster: {error}.") from error
+        raise PeerRefused(f"The head's answer has no certificate of its cluster: {error}.") from error
     same_key = certificate.public_key() == identity.key.public_key()
     if not same_key or list(certificate_names(certificate)) != [node_name(identity.node)]:
         raise PeerRefused(f"The head signed a certificate that is not for {identity.node}.")

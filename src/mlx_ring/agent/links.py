@@ -129,7 +129,11 @@ class LinkStore:
         try:
             write_private(self._file, kept.model_dump_json(indent=1).encode())
         except (OSError, ConfigError) as error:
-            log.warning("The link to %s is measured again the next time: %s", key.node, error)
+            log.warning(
+                "The measurement of the link to %s is not kept, and is repeated next time: %s",
+                key.node,
+                error,
+            )
 
     def _entries(self) -> tuple[_Entry, ...]:
         try:

@@ -128,7 +128,7 @@ async def _session(
                 async with asyncio.timeout(_SILENCE_S):
                     reply = await call.read()
             except TimeoutError:
-                log.warning("%s has said nothing for %g s", peer, _SILENCE_S)
+                log.warning("%s has sent nothing for %g s", peer, _SILENCE_S)
                 return
             if not isinstance(reply, cluster_pb2.AttendReply):
                 return
@@ -277,7 +277,7 @@ async def serve_as_member(options: MemberOptions) -> None:
     lock = try_lock(folder / AGENT_LOCK)
     if lock is None:
         raise ConfigError(
-            f"An agent with the state in {options.state} runs on this machine already: end it first, or give --state-dir."
+            f"An agent with the state in {options.state} already runs on this machine: stop it first, or give --state-dir."
         )
 
     def credentials() -> Credentials:
@@ -349,7 +349,7 @@ async def _renew_in_time(head: HeadAddress, folder: Path) -> None:
             if await asyncio.to_thread(renew_if_due, head, folder):
                 log.info("the certificate was renewed")
         except RingError as error:
-            log.warning("the certificate ends soon and could not be renewed: %s", error)
+            log.warning("the certificate expires soon and could not be renewed: %s", error)
         await asyncio.sleep(_RENEWAL_S)
 
 

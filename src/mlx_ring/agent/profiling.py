@@ -79,8 +79,8 @@ async def _run_to_its_end(options: ProfileOptions, output: Path, module: str) ->
             end = await child.wait()
     except TimeoutError:
         raise WorkerStuck(
-            f"Measuring this machine took longer than {options.timeout_s:g} s and was ended: "
-            "end what else keeps the machine busy, and try again."
+            f"Measuring this machine took longer than {options.timeout_s:g} s and was stopped: "
+            "stop other work on it, and try again."
         ) from None
     finally:
         await child.stop()

@@ -81,7 +81,7 @@ class AgentFront:
         """Return the request's one instance; raise an error if it cannot be started."""
         instance = self._check_instance(request.hello, request.assignments)
         if self._workers_of(instance):
-            raise ProtocolError(f"Instance {instance} runs here already: stop it first.")
+            raise ProtocolError(f"Instance {instance} already runs here: stop it first.")
         set_log_epoch(request.assignments[0].epoch)
         check_hosts(request.assignments, self._supervisor.trusted)
         return instance
@@ -92,7 +92,7 @@ class AgentFront:
         check_hello(hello, make_hello(node=self._node), "the head")
         instances = {assignment.instance for assignment in assignments}
         if len(instances) != 1:
-            raise ProtocolError(f"A start is of one instance; {len(instances)} were named.")
+            raise ProtocolError(f"A start request must name one instance; {len(instances)} were named.")
         return instances.pop()
 
     def _workers_of(self, instance: str) -> list[Worker]:
@@ -133,7 +133,7 @@ class AgentFront:
         if not request.weights:
             return
         if self._fetched is None:
-            raise ProtocolError("This agent fetches no weights: it is of the machine that has the model.")
+            raise ProtocolError("This agent fetches no weights, because its machine has the model.")
         updates: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
@@ -154,7 +154,7 @@ class AgentFront:
         places = [(assignment.stage, assignment.rank) for assignment in assignments]
         if set(places) != set(started) or len(places) != len(started):
             raise ProtocolError(
-                f"{instance} was started here for stages and ranks {sorted(started)}, and {places} are to be loaded."
+                f"{instance} was started here for stages and ranks {sorted(started)}, but {places} were requested."
             )
         return [started[place] for place in places]
 

@@ -75,9 +75,7 @@ def error_info(error: Exception) -> ErrorInfo:
         more = {"n_prompt_tokens": error.prompt_tokens, "n_ctx": error.context_tokens}
     return ErrorInfo(
         reply.status,
-        str(error)
-        if isinstance(error, RingError)
-        else "The server failed on this request; its log says why.",
+        str(error) if isinstance(error, RingError) else "The server failed on this request; see its log.",
         reply.type,
         reply.code,
         error.param if isinstance(error, RequestError) else None,
@@ -170,7 +168,7 @@ def _http_error_info(request: Request, error: HTTPException) -> ErrorInfo:
     path, status = request.url.path, error.status_code
     if status == _NOT_FOUND:
         return ErrorInfo(
-            status, f"There is no {path} here; GET / lists the endpoints.", INVALID, "unknown_url"
+            status, f"There is no endpoint {path}; GET / lists the endpoints.", INVALID, "unknown_url"
         )
     if status == _METHOD_NOT_ALLOWED:
         message = f"{path} does not take {request.method}; GET / lists the endpoints and their methods."
@@ -181,7 +179,7 @@ def _http_error_info(request: Request, error: HTTPException) -> ErrorInfo:
 def _wrong_parameter(error: RequestValidationError) -> RequestError:
     detail = error.errors()[0]
     name = str(detail["loc"][-1])
-    return RequestError(f"'{name}' is wrong: {detail['msg']}.", param=name)
+    return RequestError(f"'{name}' is invalid: {detail['msg']}.", param=name)
 
 
 def _reply_to(error: Exception) -> _Reply:

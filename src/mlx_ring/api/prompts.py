@@ -130,7 +130,7 @@ class PromptEncoder:
         for name in conversation.template_kwargs:
             if name in _OURS:
                 param = f"{conversation.kwargs_param}.{name}"
-                raise RequestError(f"'{param}' is not for the request to set; leave it out.", param=param)
+                raise RequestError(f"'{param}' cannot be set by a request; leave it out.", param=param)
         if not tokenizer.has_chat_template:
             raise RequestError(
                 "This model has no chat template; send the prompt to /v1/completions.",
@@ -230,7 +230,7 @@ def _or_start(tokenizer: Tokenizer, tokens: list[int]) -> tuple[int, ...]:
         tokens = [] if start is None else [start]
     if not tokens:
         raise RequestError(
-            "The prompt is empty, and this model has no token to start from; give it text.", param="prompt"
+            "The prompt is empty, and this model has no start token; give it text.", param="prompt"
         )
     return tuple(tokens)
 
@@ -260,7 +260,7 @@ def _render(
         )
     except _TEMPLATE_TROUBLE as error:
         raise RequestError(
-            f"The model's chat template does not take these messages: {error}",
+            f"The model's chat template rejects these messages: {error}",
             param=conversation.messages_param,
         ) from error
     return prompt if isinstance(prompt, str) else tuple(prompt)

@@ -266,9 +266,7 @@ def parse_json(data: bytes, *, once: bool = False) -> object:
     """
     brackets = data.count(b"[") + data.count(b"{")
     if brackets > _MOST_BRACKETS:
-        raise RequestError(
-            f"The body has {brackets} lists and objects, or as many brackets; {_MOST_BRACKETS} are the most."
-        )
+        raise RequestError(f"The body has {brackets} brackets; it may have {_MOST_BRACKETS} at most.")
     try:
         value: object = json.loads(
             data.decode(),
@@ -299,7 +297,7 @@ def _check_headers(request: Request, max_bytes: int) -> None:
     coding = request.headers.get("content-encoding", "identity")
     if coding.lower() != "identity":
         raise RequestError(
-            f"The body comes with Content-Encoding '{cut(coding)}', and this server reads bodies as they are; send it without."
+            f"The body comes with Content-Encoding '{cut(coding)}', which is not supported; send the body without it."
         )
     length = request.headers.get("content-length", "0")
     most = max_bytes if "expect" in request.headers else max_bytes * _DRAIN
@@ -328,7 +326,7 @@ async def _read_bytes(request: Request, max_bytes: int, timeout_s: float) -> byt
                     break
     except TimeoutError:
         raise BodyTooSlow(
-            f"The body did not come: {size} bytes of it are here, and the server waits {timeout_s:g} s for more."
+            f"The body is incomplete: {size} bytes arrived, too few within {timeout_s:g} s."
         ) from None
     if size > max_bytes:
         raise _too_large(max_bytes)
@@ -336,12 +334,14 @@ async def _read_bytes(request: Request, max_bytes: int, timeout_s: float) -> byt
 
 
 def _too_large(max_bytes: int) -> BodyTooLarge:
-    return BodyTooLarge(f"The body is over {max_bytes} bytes, the most this server reads.")
+    return BodyTooLarge(f"The body is over {max_bytes} bytes, the server's limit.")
 
 
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     if len(pairs) > _MOST_NAMES:
-        raise RequestError(f"The body holds an object of {len(pairs)} names; {_MOST_NAMES} are the most.")
+        raise RequestError(
+            f"The body has an object of {len(pairs)} names; an object may have {_MOST_NAMES} at most."
+        )
     return dict(pairs)
 
 
@@ -352,9 +352,7 @@ def _object_of_different_names(pairs: list[tuple[str, object]]) -> dict[str, obj
         for name, _ in pairs:
             if name in known:
                 shown = cut(name.encode(errors="backslashreplace").decode())
-                raise RequestError(
-                    f"The body gives '{shown}' twice in one object; give it once.", param=shown
-                )
+                raise RequestError(f"The body has '{shown}' twice in one object; give it once.", param=shown)
             known.add(name)
     return made
 

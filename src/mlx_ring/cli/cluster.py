@@ -79,7 +79,7 @@ def stop(config: Annotated[Path, CONFIG]) -> None:
     from mlx_ring.cluster.lifecycle import verbs
 
     verbs.stop(_read(config), report=_report)
-    print("Nothing of the cluster runs any more.")
+    print("The cluster is stopped.")
 
 
 @app.command("restart")
@@ -263,7 +263,7 @@ def _store(file: DevicesFile, folders: Sequence[Path], config: Path) -> WheelSto
     given = next((path for folder in folders if (path := folder / named).is_dir()), None)
     if given is None:
         raise ConfigError(
-            f"{config}: wheels is {file.wheels}, which is no folder here: give a folder of this machine with wheels in it."
+            f"{config}: wheels is {file.wheels}, which is no folder on this machine: give a folder with wheels."
         )
     return WheelStore(kept, given)
 

@@ -152,6 +152,6 @@ def _take_old(values: dict[str, object], name: str, old: str, value: str) -> Non
 def _one_switch(name: str, given: str | None, switch: str) -> str:
     if given not in (None, switch):
         raise ConfigError(
-            f"{flag_name(name)} is {given}, and another flag switches it {switch}: give one of them."
+            f"{flag_name(name)} is {given}, but another flag switches it {switch}: give one of them."
         )
     return switch

@@ -59,12 +59,12 @@ def _check_certificate(path: Path) -> None:
     except ValueError:
         raise ConfigError(
             f"--ssl-certfile is {path}, which holds no certificate in PEM form "
-            "(a text with -----BEGIN CERTIFICATE----- in it)."
+            "(a text that contains -----BEGIN CERTIFICATE-----)."
         ) from None
     now = datetime.now(UTC)
     if not first.not_valid_before_utc <= now <= first.not_valid_after_utc:
         log.warning(
-            "The certificate in %s holds from %s to %s: clients will refuse it.",
+            "The certificate in %s is valid from %s to %s only: clients will refuse it.",
             path,
             first.not_valid_before_utc.date(),
             first.not_valid_after_utc.date(),
@@ -81,8 +81,8 @@ def _what_is_wrong(error: Exception, settings: Settings) -> str:
         where, path = f"--ssl-keyfile is {settings.ssl_keyfile}", settings.ssl_keyfile
     reason = getattr(error, "reason", None)
     if reason == "KEY_VALUES_MISMATCH":
-        return f"{where}, whose key is not that of the certificate in {settings.ssl_certfile}."
+        return f"{where}, whose key does not match the certificate in {settings.ssl_certfile}."
     if path is not None and b"ENCRYPTED" in path.read_bytes():
         wanted = "another password" if settings.ssl_keyfile_password else "a password"
-        return f"{where}, whose key wants {wanted}: give it as MLX_RING_SSL_KEYFILE_PASSWORD."
+        return f"{where}, whose key needs {wanted}: give it as MLX_RING_SSL_KEYFILE_PASSWORD."
     return f"{where}, which holds no private key in PEM form that OpenSSL accepts ({reason or error})."

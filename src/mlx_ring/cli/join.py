@@ -73,7 +73,7 @@ def join(
         enrol(str(address), token, folder)
     elif load_credentials(folder) is None:
         raise ConfigError(
-            "This machine is no member yet: give --token, which `mlx-ring token create` prints on the head."
+            "This machine is not a member yet: give --token, which `mlx-ring token create` prints on the head."
         )
     write_private(folder / _HEAD_FILE, f"{address}\n".encode())
     _serve(settings, state, address, listen)

@@ -138,9 +138,7 @@ def preshard(
     The files keep their sizes and are mostly holes. Copy them with `rsync --sparse` or `tar --sparse`.
     """
     if [stages, layers, plan].count(None) != 2:  # noqa: PLR2004 - one of the three
-        raise ConfigError(
-            "Give one of --stages, --layers and --plan: how many stages, which layers each gets, or a plan's file."
-        )
+        raise ConfigError("Give exactly one of --stages, --layers and --plan.")
     folder = find_model(model).folder
     if plan is not None:
         planned = read_plan(plan, folder.num_layers)
@@ -197,6 +195,6 @@ def _check_room(out: Path, needed_bytes: int) -> None:
     free = shutil.disk_usage(there).free
     if needed_bytes > free:
         raise PlanError(
-            f"The stages take {needed_bytes / 1e9:.1f} GB and {there} has {free / 1e9:.1f} GB free: free some space, or "
+            f"The stages need {needed_bytes / 1e9:.1f} GB and {there} has {free / 1e9:.1f} GB free: free some space, or "
             "choose another folder with --out."
         )

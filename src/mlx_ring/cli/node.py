@@ -123,7 +123,7 @@ def list_nodes(state_dir: Annotated[str | None, STATE_DIR] = None) -> None:
 
     folder = cluster_folder(state_dir)
     left_out = QuarantineList(folder).held()
-    table = Table("node", "joined", "certificate until", "left out until", box=None, pad_edge=False)
+    table = Table("node", "joined", "certificate until", "excluded until", box=None, pad_edge=False)
     for node, member in sorted(Members(folder).list().items()):
         ends = max((held.expires_s for held in member.certificates), default=0.0)
         until = local_time(left_out[node].until_s) if node in left_out else ""
@@ -140,7 +140,7 @@ def remove_node(
     from mlx_ring.cluster.security.members import Members  # slow to import
 
     Members(cluster_folder(state_dir)).remove(node)
-    print(f"{node} is no node of this cluster any more. It needs a new token to join again.")
+    print(f"{node} is removed from this cluster. It needs a new token to join again.")
 
 
 @node_app.command("readmit")

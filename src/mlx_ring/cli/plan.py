@@ -50,7 +50,7 @@ def plan(
         str | None,
         typer.Option(
             metavar="|".join(STRATEGIES),
-            help=f"How layers are split; by default as the file says, or auto. {strategy_help()}.",
+            help=f"How to split layers over machines; by default the file's strategy, or auto. {strategy_help()}.",
         ),
     ] = None,
     optimize_for: Annotated[
@@ -75,7 +75,9 @@ def plan(
     sequences: Annotated[int, typer.Option(metavar="N", help="Concurrent sequences.")] = 1,
     replicas: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Instances; as many as give most with the aim throughput, else one."),
+        typer.Option(
+            metavar="N", help="Instances; by default one, or the best number with --optimize-for throughput."
+        ),
     ] = None,
     kv_bits: Annotated[int, typer.Option(metavar="4|8|16", help="Bits of the KV cache.")] = 16,
     quantization: Annotated[

@@ -56,15 +56,15 @@ def profile(
 def _show(found: MachineProfile) -> None:
     console = Console(soft_wrap=True, highlight=False)
     threads = f"{found.blas_threads} thread{'s' * (found.blas_threads > 1)}"
-    on = f"{found.blas}, {threads}, {found.cores} cores to use" if found.device == "cpu" else "as a GPU"
+    on = f"{found.blas}, {threads}, {found.cores} usable cores" if found.device == "cpu" else "as a GPU"
     console.print(f"{found.device_name}: {on}; MLX {found.mlx}")
     if found.cpu_share is not None and found.cpu_period_s is not None:
         console.print(
-            f"processors: {found.cpu_share:g} cores' worth of time in each {1e3 * found.cpu_period_s:g} ms is granted; "
-            "with less than one core for one thread, what follows is of that time"
+            f"processors: {found.cpu_share:g} cores of time are granted in each {1e3 * found.cpu_period_s:g} ms; "
+            "with less than one core for one thread, the values below are for that share"
         )
     console.print(
-        f"memory: {found.memory_bytes / 1e9:.1f} GB may be used, bounded by {found.memory_limited_by}; "
+        f"memory: {found.memory_bytes / 1e9:.1f} GB are usable, limited by {found.memory_limited_by}; "
         f"{found.memory_available_bytes / 1e9:.1f} GB were left\n",
         markup=False,
     )
@@ -77,7 +77,7 @@ def _show(found: MachineProfile) -> None:
     )
     if not found.is_steady:
         console.print(
-            "The machine was busy meanwhile: times differ widely. `mlx-ring profile --again` measures anew."
+            "The machine was busy: times vary widely. Measure again with `mlx-ring profile --again`."
         )
 
 

@@ -107,7 +107,7 @@ def _scope(system: bool) -> Scope:
 def _service(arguments: Sequence[str] | None, system: bool, run_as: str | None) -> Service:
     if run_as is not None and not system:
         raise ConfigError(
-            f"--run-as is {run_as}, which goes with --system: a user's own service runs as that user."
+            f"--run-as is {run_as}, which needs --system, because a user's own service runs as that user."
         )
     user = run_as or getpass.getuser()
     service = Service(_program(), tuple(arguments or ()), Path.cwd(), _scope(system), user, _home_of(user))
@@ -120,7 +120,7 @@ def _home_of(user: str) -> Path:
     try:
         return Path(f"~{user}").expanduser()
     except RuntimeError as error:
-        raise ConfigError(f"--run-as is {user}, who is no user of this machine.") from error
+        raise ConfigError(f"--run-as is {user}, which is no user of this machine.") from error
 
 
 def _program() -> tuple[str, ...]:
@@ -143,13 +143,13 @@ def _write(path: Path, text: str) -> str:
     try:
         before = path.read_text("utf-8") if path.exists() else None
         if before == text:
-            return "is as it should be already"
+            return "is already up to date"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, "utf-8")
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be written ({error.strerror}): a service of the whole machine needs root, one of your own "
-            "goes without --system."
+            f"{path} cannot be written ({error.strerror}): a service of the whole machine needs root; for your "
+            "own, leave out --system."
         ) from error
     return "is written" if before is None else "is replaced"
 
@@ -166,7 +166,7 @@ def _run(commands: Sequence[Sequence[str]]) -> None:
         done = _call(command)
         if done is None or (done.returncode != 0 and "unload" not in command):
             said = " ".join(done.stderr.split()) if done is not None else "there is no such program"
-            raise ConfigError(f"`{shlex.join(command)}` failed: {said or 'without a word'}.")
+            raise ConfigError(f"`{shlex.join(command)}` failed: {said or 'without a message'}.")
         print(f"done: {shlex.join(command)}")
 
 

@@ -76,7 +76,7 @@ def _refuse_secret(argument: str) -> None:
         flag = "--token"
     if flag in _SECRET_FLAGS:
         raise ConfigError(
-            f"{flag} is a secret, and everybody on this machine can read a unit: {_SECRET_FLAGS[flag]}."
+            f"{flag} is a secret, but every user of this machine can read a unit: {_SECRET_FLAGS[flag]}."
         )
 
 

@@ -92,7 +92,10 @@ class Telling:
         """Print the commands to run on the other machines."""
         lines = [f"  {line}" for line in join_lines(address, lan_addresses(), token)]
         machines = "one more machine" if missing == 1 else f"{missing} more machines"
-        text = [f"Waiting for {machines}. On each, run the line with an address that it reaches:", *lines]
+        text = [
+            f"Waiting for {machines}. On each, run the command with an address that it can reach:",
+            *lines,
+        ]
         print("\n".join(["", *text, ""]), flush=True)
 
     def planned(self, instance: str, placement: Placement) -> None:
@@ -152,10 +155,10 @@ def ready_text(running: Running) -> str:
     fitting = largest_fitting(usable_memory().available_bytes)
     if running.served.local.kind == "built-in" and fitting is not None:
         lines += [
-            "The built-in models are small and know little. A real one that fits this machine's free memory:",
+            "The built-in models are tiny. A real model that fits this machine's free memory:",
             f"  {program()} serve {fitting.hub_id}    # fetches {fitting.weight_bytes / 1e9:.1f} GB",
         ]
-    return "\n".join([*lines, "Ctrl-C ends it.", ""])
+    return "\n".join([*lines, "Press Ctrl-C to stop it.", ""])
 
 
 def sample_commands(url: str, certificate: Path | None, *, asks_for_key: bool) -> list[str]:
@@ -167,7 +170,7 @@ def sample_commands(url: str, certificate: Path | None, *, asks_for_key: bool) -
     return [
         "Ask it, with one of its keys in MLX_RING_API_KEY:" if asks_for_key else "Ask it:",
         f"  curl {url}/v1/chat/completions{trust}{key} -H 'Content-Type: application/json' -d '{body}'",
-        "Or talk to it from another terminal:",
+        "Or chat with it in another terminal:",
         f"  {program()} chat{place}{trust}",
     ]
 

@@ -15,4 +15,4 @@ def stop(*, flags: dict[str, object]) -> None:
     Processes with another state folder keep running. If nothing runs, the exit code is 0.
     """
     ended = end_running(state_folder(load_settings(flags)))
-    print("\n".join(ended) or "Nothing of mlx-ring runs here.")
+    print("\n".join(ended) or "No mlx-ring process runs here.")

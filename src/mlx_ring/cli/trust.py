@@ -44,5 +44,5 @@ def distrust(error: Exception, url: str) -> str | None:
         return None
     return (
         f"The certificate of {url} is not trusted here: {why.partition(' (_ssl')[0]}. "
-        "Give the file of its authority, or its own, with --cacert FILE."
+        "Give the file of its authority, or of the certificate itself, with --cacert FILE."
     )

@@ -50,8 +50,8 @@ def context_exceeded(
         is_counted: False if the prompt was not read to its end and may be longer.
     """
     error = ContextExceeded(
-        f"This model's maximum context length is {context_tokens} tokens, of prompt and answer together, "
-        f"and the prompt has {'' if is_counted else 'at least '}{prompt_tokens}: shorten the prompt.",
+        f"This model's maximum context length is {context_tokens} tokens for prompt and answer together, "
+        f"but the prompt has {'' if is_counted else 'at least '}{prompt_tokens}: shorten the prompt.",
         prompt_tokens=prompt_tokens,
         context_tokens=context_tokens,
     )

@@ -47,7 +47,7 @@ def parse_token(text: str) -> JoinToken:
         )
     if len(word) != _TEXT_LENGTH:
         raise TokenRefused(
-            f"The join token has {len(word)} characters and should have {_TEXT_LENGTH}: copy all of it."
+            f"The join token has {len(word)} characters instead of {_TEXT_LENGTH}: copy all of it."
         )
     content, check = _split(word)
     if check != _check(content):
@@ -56,7 +56,7 @@ def parse_token(text: str) -> JoinToken:
     return JoinToken(content[:FINGERPRINT_BYTES], content[FINGERPRINT_BYTES:end], content[end:])
 
 
-_MISTYPED = "The join token has a typing error: copy it again, as it stands."
+_MISTYPED = "The join token has a typing error: copy it again exactly."
 
 
 def _split(word: str) -> tuple[bytes, bytes]:

@@ -304,7 +304,9 @@ def configure_logging(
             handlers.append(_file_handler(log_dir / f"{process}.log"))
             stderr.setLevel(logging.NOTSET if to_stderr else logging.CRITICAL)
         except OSError as error:
-            problem = f"The log folder {log_dir} cannot be written ({error}): lines go to stderr alone."
+            problem = (
+                f"The log folder {log_dir} cannot be written ({error}): log lines are written to stderr only."
+            )
     _make_central(handlers, formatter, level)
     _quieten(level)
     for name in _GRPC_READS:

@@ -41,7 +41,7 @@ def check_places(requests: int, policy: Policy, *, free: int, waiting: int) -> N
     most = policy.max_num_seqs + policy.max_queued_requests
     if requests > most:
         raise RequestError(
-            f"This request asks for {requests} answers (its prompts times n), and the server takes {most} at once "
+            f"This request asks for {requests} answers (its prompts times n), but the server accepts {most} at once "
             f"(--max-num-seqs {policy.max_num_seqs}, --max-queued-requests {policy.max_queued_requests}): ask for fewer.",
             param="n",
         )

@@ -139,7 +139,7 @@ class Engine:
                 id_,
                 Overloaded(
                     f"The answer's schema was not ready for this model within {_GRAMMAR_WITHIN_S:g} s; "
-                    "try again later, or make it simpler.",
+                    "try again later, or simplify it.",
                     retry_after_s=_GRAMMAR_WITHIN_S,
                 ),
             )
@@ -172,8 +172,8 @@ class Engine:
         self._end_with_error(
             live,
             DeadlineExceeded(
-                f"The request was not done within {limit_s:g} s (--request-timeout-s); "
-                f"{tokens} tokens were generated. Ask for fewer tokens, or again when the server is less busy."
+                f"The request was not finished within {limit_s:g} s (--request-timeout-s); "
+                f"{tokens} tokens were generated. Ask for fewer tokens, or retry when the server is less busy."
             ),
         )
         self._send_steps(self._clock())
@@ -364,8 +364,8 @@ class Engine:
         if self.context_length != before:
             _log.log(
                 logging.WARNING if self.context_length < before else logging.INFO,
-                "The context of %s is %d tokens from now on, and was %d: its memory for KV is shared with what else is loaded. "
-                "With --max-model-len it would not change.",
+                "The context of %s changes to %d tokens from %d, because it shares KV memory with other loaded models. "
+                "Set --max-model-len to keep it constant.",
                 self._instance,
                 self.context_length,
                 before,

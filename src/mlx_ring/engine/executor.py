@@ -142,7 +142,7 @@ class GrpcExecutor:
                     await _greet(streams[-1], hello)
         except TimeoutError:
             await _close_all(streams)
-            error = WorkerStuck(f"{streams[-1].peer} did not greet within {timeout_s:g} s.")
+            error = WorkerStuck(f"{streams[-1].peer} sent no greeting within {timeout_s:g} s.")
             raise error.blamed_on(streams[-1].node) from None
         except RingError as error:
             await _close_all(streams)
@@ -207,8 +207,8 @@ class GrpcExecutor:
         except grpc.RpcError as error:
             self._fail(_stream_error(error, stream.peer).blamed_on(stream.node))
         except Exception as error:
-            log.exception("an answer of %s could not be taken", stream.peer)
-            self._fail(ServingError(f"An answer of {stream.peer} could not be taken: {error!r}."))
+            log.exception("an answer of %s could not be processed", stream.peer)
+            self._fail(ServingError(f"An answer of {stream.peer} could not be processed: {error!r}."))
 
     def _deliver(self, place: RankId, reply: object) -> None:
         if not isinstance(reply, worker_pb2.StepsReply):

@@ -108,7 +108,7 @@ class StepsInFlight:
         progress = self._progress.get(rank)
         if progress is None:
             raise ProtocolError(
-                f"Stage {done.stage} rank {done.rank} answered a step, and the plan has no such rank."
+                f"Stage {done.stage} rank {done.rank} answered a step, but the plan has no such rank."
             )
         if done.step != progress.step + 1 or done.step > self.sent:
             raise ProtocolError(

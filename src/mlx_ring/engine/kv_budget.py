@@ -317,7 +317,7 @@ def fitting_context(limits: Mapping[RankId, RankKv], wanted: int, *, insisted: b
 def _too_little(limits: Mapping[RankId, RankKv], capacity: int, wanted: int) -> str:
     rank, kv = min(limits.items(), key=lambda item: item[1].limit_bytes - sequence_bytes(item[1], wanted))
     return (
-        f"The KV cache of stage {rank.stage} may take {kv.limit_bytes / 1e6:.0f} MB, and one request of "
-        f"{wanted} tokens takes {sequence_bytes(kv, wanted) / 1e6:.0f} MB there: {capacity} tokens fit. "
+        f"The KV cache of stage {rank.stage} may take {kv.limit_bytes / 1e6:.0f} MB, but one request of "
+        f"{wanted} tokens needs {sequence_bytes(kv, wanted) / 1e6:.0f} MB there: {capacity} tokens fit. "
         "Give --max-model-len that many or fewer, raise --kv-cache-memory, or try --kv-bits 8."
     )

@@ -230,7 +230,7 @@ def _check_tokens(request: GenerateRequest, vocab_size: int) -> None:
             if not 0 <= token < vocab_size:
                 raise RequestError(
                     f"Token id {token} in {name} is not in the vocabulary, "
-                    f"whose ids go from 0 to {vocab_size - 1}.",
+                    f"whose ids are 0 to {vocab_size - 1}.",
                     param=name,
                 )
 

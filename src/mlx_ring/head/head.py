@@ -197,7 +197,7 @@ class Head:
             async with asyncio.timeout(within_s):
                 await _first_of(self._admission.drained(), end.insisted.wait(), *running)
         if self._admission.open:
-            log.warning("ending %d requests that are not finished", self._admission.open)
+            log.warning("ending %d unfinished requests", self._admission.open)
 
     async def _keep_serving(self, machines: Machines) -> None:
         await self._catalog.begin(machines)
@@ -243,7 +243,7 @@ class Head:
     async def _offered_manifest(self, served: ServedModel) -> WeightsManifest:
         """Make a model's manifest by reading it once, and offer the model to other nodes."""
         folder = served.folder
-        log.info("reading %s, so that other machines can check what they fetch", folder.path)
+        log.info("reading %s for the checksums with which other machines verify their downloads", folder.path)
         manifest = await manifest_beside(folder, manifests_folder(state_folder(self._settings)))
         self._weights.offer(folder.path, manifest)
         return manifest

@@ -290,7 +290,7 @@ class Instance:
         node = self._epoch.placement.ranks[stage][rank].site.node
         error = WorkerStuck(
             f"Stage {stage}, rank {rank} on {node} has made no progress on step {owed.step} for "
-            f"{owed.waited_s:.0f} s, where {owed.deadline_s:.0f} s are allowed; its worker is stuck."
+            f"{owed.waited_s:.0f} s, more than the limit of {owed.deadline_s:.0f} s; its worker is stuck."
         )
         return error.blamed_on(node)
 
@@ -307,7 +307,7 @@ class Instance:
         limits = self._served.limits
         if context < limits.context_length:
             log.warning(
-                "The KV cache has room for %d tokens of one request, so the context is that long, not %d.",
+                "The KV cache holds %d tokens of one request, so this is the context length, instead of %d.",
                 context,
                 limits.context_length,
             )

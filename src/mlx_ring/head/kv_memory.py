@@ -85,7 +85,7 @@ def no_room(
         refused, remedy = f"Another replica of {others} does not fit", "Ask for fewer --replicas"
     else:
         refused, remedy = f"{user.model} does not fit beside {others}", f"Unload {others}"
-    turns = ", or with --model-memory, by which models take turns" if insisted else ""
+    turns = ", or with --model-memory, with which models are loaded in turn" if insisted else ""
     kind = ContextKept if insisted else PlanError
     return kind(
         f"{refused} on {node}: {takes} {_size(needed)}, and {_size(left)} are left there, for {kept}. {remedy}, or start "

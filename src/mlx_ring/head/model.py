@@ -151,8 +151,8 @@ class HostedModel:
         if not missing:
             return NotReady(LOADING)
         return NotReady(
-            f"The model is loaded when {missing} more {'machine has' if missing == 1 else 'machines have'} joined: "
-            "start 'mlx-ring join' there."
+            f"The model will be loaded once {missing} more {'machine has' if missing == 1 else 'machines have'} joined: "
+            "run `mlx-ring join` there."
         )
 
     @property

@@ -189,7 +189,7 @@ class Catalog:
                 if each.served.folder.digest == served.folder.digest:
                     return each
                 raise Conflict(
-                    f"Another model is served as {served.names[0]} already: {each.served.folder.path}."
+                    f"Another model is already served as {served.names[0]}: {each.served.folder.path}."
                 )
         hosted = HostedModel(own, served, self._crash, self._missing)
         self._hosted.append(hosted)
@@ -222,7 +222,7 @@ class Catalog:
             try:
                 await self._loaded(hosted, may_evict=False)
             except RingError as error:
-                log.warning("%s is loaded when it is asked for: %s", hosted.model_id, error)
+                log.warning("%s will be loaded on request: %s", hosted.model_id, error)
             hosted.is_awaited = False
 
     def stop_fetching(self) -> None:
@@ -284,7 +284,7 @@ class Catalog:
                 except PlanError as error:
                     if not may_evict or not await self._evict_for(hosted):
                         raise
-                    log.info("trying %s again, where there was no room for it: %s", hosted.model_id, error)
+                    log.info("trying %s again, which did not fit before: %s", hosted.model_id, error)
                 else:
                     return
 
@@ -326,7 +326,7 @@ class Catalog:
         if held + wanted > limit:
             raise PlanError(
                 f"{hosted.model_id} has {wanted / 1e9:.2f} GB of weights, {held / 1e9:.2f} GB are loaded already, "
-                f"and --model-memory allows {limit / 1e9:.2f} GB: unload a model, or allow more."
+                f"and --model-memory allows {limit / 1e9:.2f} GB: unload a model, or raise --model-memory."
             )
 
     async def _evict_for(self, hosted: HostedModel) -> bool:

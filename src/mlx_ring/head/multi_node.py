@@ -231,7 +231,7 @@ class Cluster:
         except PlanError as error:
             if steady is membership:
                 raise
-            log.warning("nodes that have failed again and again are used, for without them: %s", error)
+            log.warning("using quarantined nodes, because without them: %s", error)
             return await plan(membership)
 
     def _steady(self, membership: Membership) -> Membership:
@@ -246,7 +246,7 @@ class Cluster:
         held = self._quarantine.note(error.node, str(error), begun_s)
         if held is not None:
             log.error(
-                "%s is left out of plans until %s. %s To take it in again before: mlx-ring node readmit %s",
+                "%s is excluded from plans until %s. %s To use it earlier, run: mlx-ring node readmit %s",
                 error.node,
                 time.strftime("%H:%M", time.localtime(held.until_s)),
                 held.reason,
@@ -387,7 +387,7 @@ class Cluster:
             await self._end_unwanted(new, [event for event in found if event is not None], wanted)
             await self._surveys.take(membership, sites)
         except RingError as error:
-            log.warning("%s came, and was not made ready: %s", ", ".join(sorted(nodes)), error)
+            log.warning("%s joined, but could not be prepared: %s", ", ".join(sorted(nodes)), error)
         finally:
             await _close(sites)
         return silent

@@ -79,7 +79,7 @@ def prepare_models(settings: Settings) -> list[tuple[Settings, ServedModel]]:
         served = prepare_model(own, insists=False)
         if any(served.names[0] in other.names for _, other in prepared):
             raise ConfigError(
-                f"The model {served.names[0]} was named twice; --replicas loads one several times."
+                f"The model {served.names[0]} was named twice; use --replicas to load it several times."
             )
         prepared.append((own, served))
     return prepared
@@ -145,7 +145,7 @@ def _context_length(folder: ModelFolder, asked: int | None, *, insists: bool) ->
         if not insists:
             return folder.context_length
         raise ConfigError(
-            f"--max-model-len is {asked}; {folder.path.name} reaches {folder.context_length} tokens at most."
+            f"--max-model-len is {asked}; {folder.path.name} supports {folder.context_length} tokens at most."
         )
     return asked or folder.context_length
 

@@ -117,9 +117,9 @@ def peer_of(transport: asyncio.BaseTransport) -> str:
 log = logging.getLogger(__name__)
 
 HEADERS_TOO_LARGE = 431
-LONG_HEADERS = "The request's headers are too large; the most are 16 KiB."
+LONG_HEADERS = "The request's headers are too large; the limit is 16 KiB."
 _BAD_REQUEST, _LATE, _TOO_MANY = 400, 408, 503
-_FULL = "The server has as many connections as it accepts; try again in a moment."
+_FULL = "The server has reached its limit of connections; try again in a moment."
 _RETRY_AFTER_S = 5
 _UNSENT_BYTES = 128 << 10
 """Bytes of an answer that the kernel accepts before the client has room for them."""

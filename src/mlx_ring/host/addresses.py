@@ -65,8 +65,8 @@ def parse_head_address(text: str) -> HeadAddress:
     port = int(found["port"] or CLUSTER_PORT) if found else 0
     if found is None or not 1 <= port <= _LAST_PORT:
         raise ConfigError(
-            f"{text!r} is no address of a head: give a name or an address, with a port from 1 to {_LAST_PORT} or "
-            f"without, such as mini.local or 192.168.1.7:{CLUSTER_PORT} or [fe80::1%en0]:{CLUSTER_PORT}."
+            f"{text!r} is no address of a head: give a name or an address, optionally with a port from 1 to {_LAST_PORT}, "
+            f"such as mini.local or 192.168.1.7:{CLUSTER_PORT} or [fe80::1%en0]:{CLUSTER_PORT}."
         )
     return HeadAddress(found["six"] or found["host"], port)
 

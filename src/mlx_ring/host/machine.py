@@ -58,7 +58,7 @@ def listen(host: str, port: int) -> socket.socket:
             raise AddressInUse(
                 f"Port {port} on {host} is in use by another process: stop it, or choose another port with --port."
             ) from error
-        raise ConfigError(f"Port {port} on {host} cannot be listened on: {error.strerror}.") from error
+        raise ConfigError(f"Port {port} on {host} cannot be opened: {error.strerror}.") from error
     return server
 
 
@@ -76,7 +76,7 @@ def make_run_folder(parent: Path | None) -> Generator[Path]:
         short[0].mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix="mlx-ring-", dir=short[0]))
     except OSError as error:
-        raise ConfigError(f"No folder for sockets can be made in {short[0]}: {error.strerror}.") from error
+        raise ConfigError(f"No folder for sockets can be created in {short[0]}: {error.strerror}.") from error
     try:
         yield folder
     finally:

@@ -106,7 +106,7 @@ class MachineProfile(_Frozen):
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"])) or "its beginning"
-            raise ProtocolError(f"This is no machine's profile: {first['msg']} at {where}.") from error
+            raise ProtocolError(f"This is not a machine's profile: {first['msg']} at {where}.") from error
         if profile.version != PROFILE_VERSION:
             raise ProtocolError(
                 f"The profile is of version {profile.version}; this version reads {PROFILE_VERSION}."

@@ -27,7 +27,7 @@ def make_private_folder(folder: Path) -> Path:
         folder.chmod(_OWNER_FOLDER)
     except OSError as error:
         raise ConfigError(
-            f"{folder} cannot be made a private folder ({error.strerror}): choose another with --state-dir."
+            f"{folder} cannot be created as a private folder ({error.strerror}): choose another with --state-dir."
         ) from error
     return folder
 

@@ -131,7 +131,7 @@ def _end(records: Sequence[Running]) -> list[str]:
             process.kill()
     _wait(stuck, END_WAIT_S)
     return [
-        f"The {record.kind} is ended (process {record.pid}"
+        f"The {record.kind} has ended (process {record.pid}"
         + (f", killed after {patience_s:g} s)." if process in stuck else ").")
         for record, process in pairs
     ]

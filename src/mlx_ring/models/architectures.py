@@ -108,7 +108,7 @@ def require_cuttable(folder: ModelFolder, stages: int) -> Architecture:
         raise ModelUnsupported(
             f"{folder.path} is a {folder.model_type!r} model, which is not supported ({found.reason})."
         )
-    one = " It can be served on one stage: leave out --stages." if found.whole else ""
+    one = " Serve it on one stage: leave out --stages." if found.whole else ""
     raise ModelUnsupported(
         f"{folder.path} is a {folder.model_type!r} model, which cannot be split over {stages} stages "
         f"({found.reason}).{one}"

@@ -51,10 +51,12 @@ class GrammarTrials:
         self._end()
         if code in _BY_LIMITS:
             return (
-                f"The answer cannot be held to this schema: it takes more than {self._cpu_s:g} s of a processor, "
-                "or too much memory, to find out what it allows; make it simpler."
+                f"This schema cannot be enforced: checking it takes more than {self._cpu_s:g} s of processor time, "
+                "or too much memory; simplify it."
             )
-        raise ServingError(f"The answer's schema cannot be tried: the process for it ended with code {code}.")
+        raise ServingError(
+            f"The answer's schema cannot be checked: the process for it ended with code {code}."
+        )
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
@@ -62,7 +64,7 @@ class GrammarTrials:
             try:
                 self._process = _start(self._cpu_s)
             except OSError as error:
-                raise ServingError(f"The answer's schema cannot be tried: {error}.") from error
+                raise ServingError(f"The answer's schema cannot be checked: {error}.") from error
             self._end = weakref.finalize(self, _end, self._process)
         return self._process
 
@@ -126,7 +128,7 @@ def _problem(grammar: Grammar) -> str:
     except RequestError as error:
         return str(error)
     except BaseException as error:  # noqa: BLE001 - a panic in Rust is no Exception
-        return f"The answer cannot be held to this schema: llguidance stumbles over it: {in_one_line(str(error))}"
+        return f"This schema cannot be enforced: llguidance fails on it: {in_one_line(str(error))}"
     return ""
 
 

@@ -60,8 +60,8 @@ def to_llguidance(kind: str, text: str) -> str:
     """
     if len(text.encode(errors="replace")) > MAX_GRAMMAR_BYTES:
         raise RequestError(
-            f"The schema, or the grammar made of it, has {len(text)} characters; "
-            f"{MAX_GRAMMAR_BYTES} bytes are read at most."
+            f"The schema, or the grammar made from it, has {len(text)} characters; "
+            f"the limit is {MAX_GRAMMAR_BYTES} bytes."
         )
     match kind:
         case "json_schema":
@@ -90,7 +90,7 @@ def _read_schema(text: str) -> dict[str, object]:
     except (ValueError, RecursionError) as error:
         raise RequestError(f"The schema cannot be read: {error}.") from error
     if not isinstance(schema, dict):
-        raise RequestError("The schema is no object.")
+        raise RequestError("The schema is not an object.")
     return cast("dict[str, object]", schema)
 
 
@@ -105,9 +105,9 @@ def check_grammar(grammar: Grammar) -> None:
     compiled = to_llguidance(grammar.kind, grammar.text)
     problem = LLMatcher.validate_grammar(compiled, limits=grammar_limits())
     if problem and not problem.startswith("WARNING"):
-        raise RequestError(f"The answer cannot be held to this schema: {in_one_line(problem)}")
+        raise RequestError(f"This schema cannot be enforced: {in_one_line(problem)}")
     if grammar.kind in _OF_TEXT and not _can_begin(compiled):
-        raise RequestError("No answer can match this schema: nothing is allowed at its start.")
+        raise RequestError("No answer can match this schema: it allows no first character.")
 
 
 def _can_begin(compiled: str) -> bool:

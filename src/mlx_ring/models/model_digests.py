@@ -43,9 +43,7 @@ def manifest_of_folder(folder: ModelFolder, cache: Path, progress: Progress) -> 
     spans = list(_spans(folder, sizes))
     manifest = make_manifest(sizes, _hash(folder.path, spans, progress))
     if _marks(folder) != before:
-        raise ModelCorrupt(
-            f"{folder.path} has changed while its weights were read: wait until it is complete."
-        )
+        raise ModelCorrupt(f"{folder.path} changed while its weights were read: wait until it is complete.")
     write_private(kept, f"{manifest.digest}\n".encode() + manifest.encoded)
     return manifest
 

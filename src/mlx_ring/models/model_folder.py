@@ -233,7 +233,7 @@ def _refuse_code(path: Path) -> None:
         for key in ("model_file", "auto_map"):
             if config.get(key):
                 raise ModelUnsafe(
-                    f"{path / name} asks to run Python of its own ({key}: {config[key]!r}); code from a model's "
+                    f"{path / name} requires its own Python code ({key}: {config[key]!r}), but code from a model's "
                     "folder is never run. Remove the entry if mlx-lm knows the architecture without it."
                 )
 
@@ -274,7 +274,7 @@ def _read_header(file: Path) -> tuple[WeightFile, list[TensorEntry]]:
         begin = _HEADER_LENGTH.size + length
         if length > _LONGEST_HEADER or begin > size:
             raise ModelCorrupt(
-                f"{file} announces a header of {length} bytes and has {size}: it is truncated, "
+                f"{file} announces a header of {length} bytes but has {size}: it is truncated, "
                 "or no safetensors file. Fetch it again."
             )
         header = _parse_header(file, stream.read(length))
@@ -283,7 +283,7 @@ def _read_header(file: Path) -> tuple[WeightFile, list[TensorEntry]]:
     ]
     end = max((tensor.offset + tensor.nbytes for tensor in tensors), default=begin)
     if end != size:
-        raise ModelCorrupt(f"{file} should have {end} bytes and has {size}: it is truncated. Fetch it again.")
+        raise ModelCorrupt(f"{file} should have {end} bytes but has {size}: it is truncated. Fetch it again.")
     return WeightFile(file.name, size, begin), tensors
 
 
@@ -293,7 +293,7 @@ def _parse_header(file: Path, data: bytes) -> dict[str, Any]:
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ModelCorrupt(f"The header of {file} cannot be read: {error}. Fetch it again.") from error
     if not isinstance(header, dict):
-        raise ModelCorrupt(f"The header of {file} is no object. Fetch it again.")
+        raise ModelCorrupt(f"The header of {file} is not an object. Fetch it again.")
     return cast("dict[str, Any]", header)
 
 
@@ -303,7 +303,7 @@ def _tensor_entry(file: Path, name: str, entry: Any, begin: int) -> TensorEntry:
         shape = tuple(int(size) for size in entry["shape"])
         dtype = str(entry["dtype"])
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise ModelCorrupt(f"{file} describes tensor {name!r} as {entry!r}: that cannot be read.") from error
+        raise ModelCorrupt(f"{file} describes tensor {name!r} as {entry!r}: this cannot be read.") from error
     nbytes = math.prod(shape) * _BITS.get(dtype, 0) // 8
     if first < 0 or last < first or min(shape, default=0) < 0 or (dtype in _BITS and last - first != nbytes):
         raise ModelCorrupt(

@@ -61,20 +61,23 @@ def _read(folder: Path, asked: PoolingKind | Literal["auto"]) -> Pooling:
     foreign = sorted(set(names) - _KNOWN_MODULES)
     if foreign:
         return Pooling(
-            refusal=f"{folder.name} has a module {foreign[0]} behind its hidden states (modules.json), which is not "
-            f"computed here: {_MEND}."
+            refusal=f"{folder.name} has a module {foreign[0]} after its hidden states (modules.json), which is not "
+            f"supported: {_MEND}."
         )
     path = next((path for name, path in modules if name == "Pooling"), "1_Pooling")
     config = _json(folder / path / "config.json")
     if not config:
         return Pooling(
-            "last", normalize, eos, why="the folder names no pooling, and the last token has seen all"
+            "last",
+            normalize,
+            eos,
+            why="the folder names no pooling, and the last token attends to all others",
         )
     modes = _modes(config)
     if len(modes) != 1 or modes[0] not in _KINDS:
         named = " and ".join(modes) or "no tokens"
         return Pooling(
-            refusal=f"{folder.name} pools {named} ({path}/config.json), which is not done here: {_MEND}."
+            refusal=f"{folder.name} pools {named} ({path}/config.json), which is not supported: {_MEND}."
         )
     return Pooling(_KINDS[modes[0]], normalize, eos, why=f"{path}/config.json says so")
 

@@ -104,7 +104,7 @@ def require_layers(path: Path, layers: LayerRange) -> None:
     held = _held(path / STAGE_FILE)
     if held is not None and held != layers:
         raise ModelCorrupt(
-            f"{path} was made for layers {held}, but layers {layers} must be loaded from it: use the folder of that "
+            f"{path} was made for layers {held}, but layers {layers} are needed: use the folder of that "
             "stage, or the whole model."
         )
 

@@ -131,8 +131,8 @@ def read_tensor_sizes(folder: ModelFolder) -> TensorSizes:
     module = module_of(folder.model_type, folder.classes)
     if module not in SPLIT_FAMILIES:
         raise ModelUnsupported(
-            f"{folder.path} is a {folder.model_type!r} model, whose layers cannot be split over several ranks: that is done "
-            f"for {splittable()}. It can be split by layers alone."
+            f"{folder.path} is a {folder.model_type!r} model, whose layers cannot be split over several ranks; supported "
+            f"are {splittable()}. Split it by layers only."
         )
     queries = _positive(folder, "num_attention_heads")
     kv_heads = (
@@ -174,8 +174,8 @@ def share_out(sizes: TensorSizes, proportions: Sequence[float]) -> tuple[TensorS
         if len(proportions) > kind.packs or not kind.is_near(proportions):
             nearest = _words(nearest_proportions(sizes, proportions))
             raise PlanError(
-                f"{kind} cannot be shared out {_words(proportions)} among {len(proportions)} ranks, each of which needs "
-                f"at least {kind.pack}; the nearest that can be made is {nearest}."
+                f"{kind} cannot be divided {_words(proportions)} among {len(proportions)} ranks, each of which needs "
+                f"at least {kind.pack}; the nearest possible split is {nearest}."
             )
     heads, rows, experts, vocabulary = (kind.divide(proportions) for kind in sizes.divisibles)
     return tuple(

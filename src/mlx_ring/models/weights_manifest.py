@@ -94,7 +94,7 @@ class WeightsManifest:
         except KeyError as error:
             raise ModelCorrupt(
                 f"The manifest has no tensor {error.args[0][0]!r} as its file's header describes it: "
-                "make the manifest again where the model lies."
+                "create the manifest again on the machine that has the model."
             ) from None
 
     def overlapping(self, file: str, start: int, end: int) -> Iterator[int]:
@@ -126,7 +126,7 @@ def make_manifest(files: Mapping[str, int], pieces: Iterable[Piece]) -> WeightsM
         dict(files), tuple(sorted(pieces, key=lambda piece: (piece.file, piece.offset, piece.end)))
     )
     if problem := _problem(manifest):
-        raise ModelCorrupt(f"The weights cannot be given to other nodes: {problem}.")
+        raise ModelCorrupt(f"The weights cannot be sent to other nodes: {problem}.")
     return manifest
 
 

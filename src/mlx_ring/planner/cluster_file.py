@@ -68,7 +68,7 @@ def known_profile(text: str, name: str | None = None) -> NodeProfile:
     if wanted is None or gigabytes not in wanted.gb:
         close = [f"{machine.name}-{size}" for machine in machines.values() for size in machine.gb]
         alike = [known for known in close if wanted is None or known.startswith(wanted.name)]
-        raise ConfigError(f"The machine {text} is not known; known are {', '.join(alike)}.")
+        raise ConfigError(f"The machine {text} is unknown; known machines are {', '.join(alike)}.")
     share = _mac_share(gigabytes)
     return NodeProfile(
         name=name or text,
@@ -127,7 +127,7 @@ def estimated_cluster(file: DevicesFile, where: str) -> ClusterProfile:
 def _estimated(device: Device, where: str) -> NodeProfile:
     if device.memory_gb is None or device.gpu_cores is None:
         raise ConfigError(
-            f"{where}: {device.name} needs `capabilities` with memory_gb and gpu_cores to be planned for without it."
+            f"{where}: {device.name} needs `capabilities` with memory_gb and gpu_cores, because it is planned for without a profile."
         )
     return NodeProfile(
         name=device.name,
@@ -197,7 +197,7 @@ def _known_machine(fields: Mapping[str, Any], where: str) -> NodeProfile:
     node = known_profile(str(fields["machine"]), None if name is None else str(name))
     if beside := sorted(set(fields) & _MACHINE_NUMBERS):
         raise ConfigError(
-            f"{where}: {node.name} has {beside[0]} beside `machine`, which says it: give one of them."
+            f"{where}: {node.name} has {beside[0]} beside `machine`, which sets it too: give one of them."
         )
     return node
 
@@ -220,9 +220,7 @@ def _read_reserve(fields: Mapping[str, Any], name: str, where: str) -> float | N
     if reserve is None:
         return None if share is None else 1 - share
     if share is not None:
-        raise ConfigError(
-            f"{where}: {name} has both reserve and the share that may be used: give one of them."
-        )
+        raise ConfigError(f"{where}: {name} has both a reserve and a usable share: give one of them.")
     if type(reserve) not in (int, float) or not 0 <= cast("float", reserve) < 1:
         raise ConfigError(f"{where}: reserve of {name} is {reserve!r}; it must be a number from 0, below 1.")
     return float(cast("float", reserve))

@@ -89,9 +89,9 @@ def _left_out(
         elif not np.isfinite(times.tables(1)[place]).any():
             why = "too little memory for a single layer"
         elif request.objective == "throughput":
-            why = "no plan with it gives more"
+            why = "no plan with it has a higher throughput"
         elif not np.isfinite(with_it):
-            why = "no plan with it answers sooner"
+            why = "no plan with it is faster"
         elif with_it > prediction.token_s * (1 + _SAME_TIME):
             why = f"with it a token takes {1e3 * with_it:.1f} ms instead of {1e3 * prediction.token_s:.1f}"
         else:
@@ -109,13 +109,13 @@ def _out_of_reach(cluster: ClusterProfile, node: NodeProfile, used: Collection[i
 def _remarks(times: Timetable, partition: Partition, prediction: Prediction) -> tuple[str, ...]:
     nodes = times.cluster.nodes
     if len(partition.pieces) == 1:
-        return ("One machine alone does best.",) if len(nodes) > 1 else ()
+        return ("One machine alone is fastest.",) if len(nodes) > 1 else ()
     alone_s = [float(table[0, -1]) for table in times.steady_tables(1)]
     best = min(range(len(alone_s)), key=lambda place: alone_s[place])
     if alone_s[best] < prediction.token_s:
         return (
             (
-                f"{nodes[best].name} alone would answer a single stream sooner: "
+                f"{nodes[best].name} alone would be faster for a single stream: "
                 f"{1e3 * alone_s[best]:.1f} ms a token instead of {1e3 * prediction.token_s:.1f}."
             ),
         )
@@ -141,7 +141,9 @@ def explain_shortage(model: ModelProfile, cluster: ClusterProfile, request: Plan
     if need > usable:
         begin = f"{asked}, and {have}: {(need - usable) / 1e9:.1f} GB are missing."
     else:
-        begin = f"{asked}, and {have}, but not in the parts that the strategy {request.strategy} gives them."
+        begin = (
+            f"{asked}, and {have}, but the strategy {request.strategy} does not divide it so that it fits."
+        )
     return f"{begin} {_nearest_fit(model, cluster, request)}"
 
 
@@ -151,7 +153,7 @@ def _broken_links(model: ModelProfile, cluster: ClusterProfile, request: PlanReq
     if not broken or not _fits(model, replace(cluster, links={}), request):
         return ""
     pairs = ", ".join(f"{one} and {other}" for one, other in sorted(broken))
-    return f"{model.name} needs several machines, and these do not reach each other: {pairs}. Mend the network between them."
+    return f"{model.name} needs several machines, and these do not reach each other: {pairs}. Fix the network between them."
 
 
 def _nearest_fit(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest) -> str:

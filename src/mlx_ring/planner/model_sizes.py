@@ -96,7 +96,7 @@ def profile_config(folder: ModelFolder, name: str, weights: WeightFormat) -> Mod
     heads = _number(folder, "num_attention_heads", "n_head", "n_heads")
     if heads is None:
         raise ModelUnsupported(
-            f"{name} does not say how many attention heads it has (num_attention_heads), so its sizes are not known."
+            f"{name} does not give its number of attention heads (num_attention_heads), so its sizes are unknown."
         )
     layers = tuple(_layer(folder, index, hidden, heads, weights) for index in range(count))
     tied = folder.entry("tie_word_embeddings")

@@ -43,7 +43,7 @@ def _check(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest) -
         raise PlanError("There is no machine to plan for; name one or more.")
     if request.demand.context_tokens > model.context_tokens:
         raise PlanError(
-            f"A context of {request.demand.context_tokens} tokens was asked for; {model.name} takes "
+            f"A context of {request.demand.context_tokens} tokens was requested; {model.name} supports "
             f"{model.context_tokens} at most."
         )
 
@@ -54,6 +54,6 @@ def _check_hops(cluster: ClusterProfile, request: PlanRequest, pieces: Sequence[
     for one, other in zip(names, [*names[1:], names[0]], strict=True):
         if cluster.link(one, other) == UNREACHABLE:
             raise PlanError(
-                f"With the strategy {request.strategy} {one} would hand over to {other}, and the two do not reach "
-                "each other: mend the network between them, or let the strategy auto choose."
+                f"With the strategy {request.strategy} {one} would send to {other}, but the two do not reach "
+                "each other: fix the network between them, or let the strategy auto choose."
             )

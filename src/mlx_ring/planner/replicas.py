@@ -70,12 +70,14 @@ def _check(cluster: ClusterProfile, request: PlanRequest, count: int | None) -> 
     nodes = len(cluster.nodes)
     if request.strategy != "auto":
         raise PlanError(
-            f"Replicas are planned by the strategy auto; {request.strategy} was asked for with {count} of them."
+            f"Replicas are planned by the strategy auto; {request.strategy} was requested with {count} of them."
         )
     if nodes > MOST_NODES:
         raise PlanError(f"{nodes} machines were given; replicas are planned for {MOST_NODES} at most.")
     if count is not None and count > nodes:
-        raise PlanError(f"{count} replicas were asked for, and there are {nodes} machines: each needs one.")
+        raise PlanError(
+            f"{count} replicas were requested, but there are {nodes} machines: each replica needs one."
+        )
 
 
 def _is_better_shared(

@@ -63,7 +63,7 @@ def fastest(times: Timetable, request: PlanRequest) -> Partition | None:
     if nodes > MOST_NODES:
         raise PlanError(
             f"{nodes} machines were given; plans by `auto` are exact for {MOST_NODES} at most. "
-            "Use the strategy balanced, or leave some out."
+            "Use the strategy balanced, or fewer machines."
         )
     quickest = quickest_partition(times.tables(1), times.hops(1), times.steady_tables(1))
     if request.objective == "latency" or quickest is None:
@@ -145,7 +145,7 @@ def _check_layers(times: Timetable) -> None:
     if nodes > layers:
         raise PlanError(
             f"{nodes} machines were given and {times.model.name} has {layers} "
-            "layers: each machine needs a layer, so leave some out."
+            "layers: each machine needs a layer, so use fewer machines."
         )
 
 
@@ -187,11 +187,13 @@ def _speed_reason(times: Timetable, place: int) -> str:
 METHODS: Mapping[Strategy, PipelineMethod | TensorMethod] = {
     "auto": PipelineMethod(fastest, _speed_reason, chooses_nodes=True),
     "uniform": PipelineMethod(
-        by_shares(_equal_shares), lambda _times, _place: "as many layers as the others, give or take one"
+        by_shares(_equal_shares), lambda _times, _place: "as many layers as the others, plus or minus one"
     ),
     "memory": PipelineMethod(by_shares(_memory_shares), _memory_reason),
     "compute": PipelineMethod(by_shares(_speed_shares), _speed_reason),
-    "balanced": PipelineMethod(balanced, lambda _times, _place: "so that no stage takes longer than it must"),
+    "balanced": PipelineMethod(
+        balanced, lambda _times, _place: "to make the slowest stage as fast as possible"
+    ),
     "custom": PipelineMethod(custom, lambda _times, _place: "as given"),
     "tensor": TensorMethod(SharedLayers.tensor),
     "hybrid": TensorMethod(SharedLayers.hybrid),
@@ -210,7 +212,7 @@ def proportional_counts(layers: int, shares: Sequence[float]) -> tuple[int, ...]
             raise PlanError(f"A share of {share} was given; every share must be more than 0.")
     if not 1 <= len(shares) <= layers:
         raise PlanError(
-            f"{len(shares)} shares were given and the model has {layers} layers: each machine needs a layer."
+            f"{len(shares)} shares were given, but the model has {layers} layers: each machine needs a layer."
         )
     exact = [Fraction(share) for share in shares]
     total = sum(exact)
@@ -234,6 +236,6 @@ def given_counts(layers: int, counts: Sequence[int]) -> tuple[int, ...]:
     if sum(counts) != layers or min(counts, default=0) < 1:
         raise PlanError(
             f"The layers given are {', '.join(map(str, counts))}, which is {sum(counts)} of {layers}: "
-            "each machine needs one or more, and together they must be all."
+            "each machine needs one or more, and the sum must be all layers."
         )
     return tuple(counts)

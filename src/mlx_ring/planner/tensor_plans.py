@@ -29,8 +29,8 @@ class TensorSearch(Protocol):
 
 _UNSPLIT, _UNTRUSTED, _UNSERVED = (
     "the model's layers cannot be split",
-    "sums of layers are neither encrypted nor authenticated, and no interface between these machines is trusted",
-    "a link over collectives leaves a process no group for the ranks of its stage",
+    "tensor parallelism is neither encrypted nor authenticated, and no interface between these machines is trusted",
+    "a collective link uses the only MLX group of a process, so the ranks of a stage have none",
 )
 
 
@@ -92,7 +92,7 @@ def _problem(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest)
     problems = (
         (
             len(nodes) == 1,
-            f"{name} shares layers among machines, and there is one; `serve --tp N` shares them among workers of one.",
+            f"{name} shares layers among machines, but there is one; use `serve --tp N` to share them among its workers.",
         ),
         (
             len(nodes) > MOST_NODES,
@@ -101,15 +101,15 @@ def _problem(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest)
         (not request.allows_tensor, f"{name} cannot be served: {_UNSERVED}. Choose another strategy."),
         (
             model.shared is None,
-            f"{name} cannot be had with {model.name}: {_UNSPLIT}; that is done for {splittable()}.",
+            f"{name} is not possible with {model.name}: {_UNSPLIT}; supported are {splittable()}.",
         ),
         (
             request.strategy == "hybrid" and len(nodes) == 2,  # noqa: PLR2004 - a pair
-            f"{name} needs a stage of two machines and one more, and there are 2: choose the strategy tensor.",
+            f"{name} needs at least 3 machines, but there are 2: choose the strategy tensor.",
         ),
         (
             not any(cluster.trusts(one, other) for one, other in combinations(nodes, 2)),
-            f"{name} cannot be had: {_UNTRUSTED}. Name one on each, or let the strategy auto choose.",
+            f"{name} is not possible: {_UNTRUSTED}. Name one on each, or let the strategy auto choose.",
         ),
     )
     return next((problem for applies, problem in problems if applies), "")
@@ -121,17 +121,19 @@ def _why_none(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest
     for one, other in combinations(nodes, 2):
         if not cluster.trusts(one, other) and request.strategy == "tensor":
             return (
-                f"The strategy tensor cannot be had with {one.name} and {other.name}: {_UNTRUSTED}. "
+                f"The strategy tensor is not possible with {one.name} and {other.name}: {_UNTRUSTED}. "
                 "Leave one of them out, or choose the strategy hybrid."
             )
     most = model.shared.most_ranks if model.shared is not None else len(nodes)
     if request.strategy == "tensor" and len(nodes) > most:
-        return f"{model.name} can be shared by {most} machines at most, and there are {len(nodes)}: leave some out."
+        return (
+            f"{model.name} can be shared by {most} machines at most, but there are {len(nodes)}: use fewer."
+        )
     usable = sum(node.usable_bytes for node in nodes)
     return (
         f"{model.name} with {request.demand.sequences} x {request.demand.context_tokens} tokens does not fit into the "
-        f"{usable / 1e9:.1f} GB of the {len(nodes)} machines by the strategy {request.strategy}, whose ranks each hold norms, the "
-        "table of tokens and working memory whole: shorten the context, or let the strategy auto choose."
+        f"{usable / 1e9:.1f} GB of the {len(nodes)} machines by the strategy {request.strategy}, because each rank holds all norms, "
+        "embeddings and working memory: shorten the context, or let the strategy auto choose."
     )
 
 
@@ -152,11 +154,7 @@ def _with_remark(plan: Plan, remark: str) -> Plan:
 
 def _reason(pipeline: SharedPipeline, request: PlanRequest, apart: Prediction | None) -> str:
     reason = f"{_groups(pipeline)} compute {_what(pipeline)} together: {_times(pipeline.prediction, request)}"
-    return (
-        f"{reason}; with layers of their own, {_times(apart, request)}."
-        if apart is not None
-        else f"{reason}."
-    )
+    return f"{reason}; with separate layers, {_times(apart, request)}." if apart is not None else f"{reason}."
 
 
 def _groups(pipeline: SharedPipeline) -> str:
@@ -185,9 +183,9 @@ def plan_of(
 ) -> Plan:
     """Return the plan of a pipeline that was found."""
     why = (
-        "no plan with it gives more"
+        "no plan with it has a higher throughput"
         if request.objective == "throughput"
-        else "no plan with it answers sooner"
+        else "no plan with it is faster"
     )
     demand, used = request.demand, set(pipeline.nodes)
     return Plan(

@@ -100,23 +100,23 @@ def _problem_of_nccl(ranks: Ranks, _rdma: Rdma) -> str:
         return "NCCL listens on every network: use ring"
     gpus = {(rank.machine, rank.gpu) for rank in ranks if rank.gpu}
     if len(gpus) < len(ranks):
-        return f"NCCL needs a GPU for each of the {len(ranks)} workers, and there are {len(gpus)}: start fewer, or use ring"
+        return f"NCCL needs a GPU for each of the {len(ranks)} workers, but there are {len(gpus)}: start fewer, or use ring"
     return ""
 
 
 def _problem_of_jaccl(ranks: Ranks, rdma: Rdma) -> str:
     if _machines(ranks) < len(ranks):
-        return "RDMA leads from machine to machine, and several of these workers are on one: use ring"
+        return "RDMA connects machines, but several of these workers are on one: use ring"
     without = [rank.machine for rank in ranks if not rank.rdma_devices]
     if without:
         return f"{' and '.join(without)} has no RDMA device on an interface that is trusted: {BACKENDS['jaccl'].remedy}"
     if rdma is None:
-        return "nothing tells which RDMA device leads to which machine: name a hostfile with `rdma`"
+        return "nothing says which machines the RDMA devices connect: give a hostfile with `rdma`"
     for rank, row in zip(ranks, rdma, strict=True):
         if unknown := sorted(set(devices_of(row)) - rank.rdma_devices):
             return (
                 f"the hostfile names {unknown[0]} on {rank.machine}, which has {', '.join(sorted(rank.rdma_devices))}: "
-                "write the file anew with `mlx.distributed_config`"
+                "create the file again with `mlx.distributed_config`"
             )
     return ""
 
@@ -132,7 +132,7 @@ def devices_of(row: Sequence[object]) -> list[str]:
     return named
 
 
-_SUM: Final = "is a sum in which every stage would take part for every other's activations"
+_SUM: Final = "needs every stage to take part in each sum"
 
 BACKENDS: Final[Mapping[Backend, BackendInfo]] = {
     # TCP, everywhere.
@@ -145,7 +145,7 @@ BACKENDS: Final[Mapping[Backend, BackendInfo]] = {
         remedy="install Open MPI, on Debian with `apt install libopenmpi3`",
         problem=_problem_of_mpi,
         joins_machines=False,
-        why_two_stages="is used by MLX for one thread, and a stage between others sends while it receives",
+        why_two_stages="supports one thread in MLX, but a middle stage sends and receives at the same time",
     ),
     # CUDA, each rank with a GPU of its own.
     "nccl": BackendInfo(
@@ -163,9 +163,9 @@ BACKENDS: Final[Mapping[Backend, BackendInfo]] = {
     "jaccl": BackendInfo(
         remedy=(
             "it is RDMA over Thunderbolt 5, from macOS 26.2 on, once `rdma_ctl enable` was run in Recovery; "
-            "`mlx-ring doctor` tells what is missing"
+            "`mlx-ring doctor` shows what is missing"
         ),
-        advantage="every machine has RDMA devices, and the hostfile tells which lead where",
+        advantage="every machine has RDMA devices, and the hostfile says which machines they connect",
         problem=_problem_of_jaccl,
         is_expected=lambda rank: bool(rank.rdma_devices),
         meets_at_rank_0=True,
@@ -187,7 +187,7 @@ def find_backend(name: str) -> Backend:
     for backend in BACKENDS:
         if name == backend:
             return backend
-    raise ProtocolError(f"The plan asks for the MLX backend {name!r}; known ones are {', '.join(BACKENDS)}.")
+    raise ProtocolError(f"The plan requests the MLX backend {name!r}; known ones are {', '.join(BACKENDS)}.")
 
 
 def find_link(name: str) -> Link:
@@ -195,7 +195,7 @@ def find_link(name: str) -> Link:
     for link in LINKS:
         if name == link:
             return link
-    raise ProtocolError(f"The plan asks for the link {name!r}; known ones are {', '.join(LINKS)}.")
+    raise ProtocolError(f"The plan requests the link {name!r}; known ones are {', '.join(LINKS)}.")
 
 
 @dataclass(frozen=True, slots=True)

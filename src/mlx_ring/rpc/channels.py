@@ -128,7 +128,7 @@ def add_secure_port(
         return server.add_secure_port(address, credentials)
     except RuntimeError as error:
         raise AddressInUse(
-            f"{address} cannot be listened on: another process holds it, or it is no address of this machine."
+            f"{address} cannot be used: another process listens there, or this machine has no such address."
         ) from error
 
 

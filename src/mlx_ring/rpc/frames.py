@@ -52,7 +52,9 @@ def decode_frame(data: bytes) -> Frame:
     (length,) = _LENGTH.unpack_from(data)
     end = _LENGTH.size + length
     if end > len(data):
-        raise ProtocolError(f"A link frame's header should have {length} bytes; {len(data)} came in all.")
+        raise ProtocolError(
+            f"A link frame's header should have {length} bytes, but the frame has {len(data)}."
+        )
     try:
         header = worker_pb2.FrameHeader.FromString(data[_LENGTH.size : end])
     except DecodeError as error:
@@ -221,7 +223,7 @@ class Packer:
             frames=self._frames,
             tensor_bytes=self._tensor_bytes,
             sent_bytes=self._sent_bytes,
-            why="nothing was sent yet that is worth it",
+            why="no message was large enough yet",
         )
         if sizes:
             most = max(sizes, key=lambda size: size.nbytes)

@@ -85,9 +85,11 @@ def check_hello(theirs: hello_pb2.Hello, ours: hello_pb2.Hello, peer: str) -> No
                 f"{peer} has {what} {their_digest}, this side {our_digest}: load the same model and plan on both."
             )
     if theirs.instance and ours.instance and theirs.instance != ours.instance:
-        raise StaleMessage(f"{peer} speaks for instance {theirs.instance}, this side serves {ours.instance}.")
+        raise StaleMessage(
+            f"{peer} greets for instance {theirs.instance}, but this side serves {ours.instance}."
+        )
     if theirs.epoch and ours.epoch and theirs.epoch < ours.epoch:
-        raise StaleMessage(f"{peer} speaks for epoch {theirs.epoch}, epoch {ours.epoch} is in force.")
+        raise StaleMessage(f"{peer} greets for epoch {theirs.epoch}, but epoch {ours.epoch} is in force.")
     if theirs.fencing_id and ours.fencing_id and theirs.fencing_id < ours.fencing_id:
         raise StaleMessage(f"{peer} is head {theirs.fencing_id}; head {ours.fencing_id} has taken over.")
 

@@ -198,7 +198,7 @@ class _Probe:
     def _await_answer(self) -> None:
         answer = next(self._call, None)
         if answer is None:
-            raise ProtocolError(f"{self._peer} ended the probe of its link before it was done.")
+            raise ProtocolError(f"{self._peer} ended the probe of its link too early.")
         if answer.HasField("failure"):
             raise failure_to_error(answer.failure)
 
@@ -234,12 +234,12 @@ class ProbeJudge:
         if self.frames == 0:
             if not header.HasField("hello"):
                 raise ProtocolError(
-                    frame.problem or "A probe of a link begins with a greeting; another frame came."
+                    frame.problem or "A probe of a link begins with a greeting, but another frame arrived."
                 )
             check_hello(header.hello, self.ours, header.hello.node or "the prober")
             return
         if not header.HasField("activation") or header.activation.instance != PURPOSE:
-            raise ProtocolError(frame.problem or "A frame came that does not belong to a probe.")
+            raise ProtocolError(frame.problem or "A frame arrived that does not belong to a probe.")
         self.nbytes += len(frame.payload)
         if len(frame.payload) > _LARGEST_BYTES or self.nbytes > _MOST_BYTES:
             raise ProtocolError(
@@ -248,7 +248,7 @@ class ProbeJudge:
             )
         if self.frames > _MOST_FRAMES or time.monotonic() > self.until:
             raise ProtocolError(
-                f"A probe of a link may have {_MOST_FRAMES} frames and take {_RESPONDER_S:g} s; this one has had more."
+                f"A probe of a link may have {_MOST_FRAMES} frames and take {_RESPONDER_S:g} s; this one exceeds that."
             )
 
 

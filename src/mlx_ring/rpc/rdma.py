@@ -96,7 +96,7 @@ def _read_entry(entry: object, host: str, where: str) -> tuple[str, ...]:
     for name in names:
         if not isinstance(name, str) or not _DEVICE.fullmatch(name):
             raise ConfigError(
-                f"{where}: rdma of {host} names {name!r}, which is no RDMA device; those are called rdma_en2 and the like."
+                f"{where}: rdma of {host} names {name!r}, which is no RDMA device; these have names such as rdma_en2."
             )
     return cast("tuple[str, ...]", tuple(names))
 

@@ -113,7 +113,7 @@ class Settings(CheckedSettings):
         "Share of each layer by worker of a stage, such as 3,1; equal shares by default.",
         _PLACEMENT,
         metavar="A,B",
-        takes="numbers above 0 with commas between them, as 3,1",
+        takes="numbers above 0 separated by commas, such as 3,1",
     )
     replicas: Annotated[int | None, Field(ge=1, le=8)] = setting(
         None,
@@ -142,7 +142,7 @@ class Settings(CheckedSettings):
         "mini-7f3a=0.7,studio-1b2c=0.3.",
         _PLACEMENT,
         metavar="A,B",
-        takes="shares with commas between them, as 0.7,0.3",
+        takes="shares separated by commas, such as 0.7,0.3",
     )
     memory_utilization: Annotated[float, Field(gt=0, le=1)] = setting(
         0.9,
@@ -177,7 +177,7 @@ class Settings(CheckedSettings):
         "may reach other machines.",
         _CLUSTER,
         metavar="NAME,...",
-        takes="names of interfaces or networks with commas between them, as thunderbolt0 or 10.0.8.0/24",
+        takes="names of interfaces or networks separated by commas, such as thunderbolt0 or 10.0.8.0/24",
     )
     weights_limit: Size = setting(
         None,

@@ -132,9 +132,9 @@ def _notes(devices: Sequence[Device], sharding: Mapping[str, Any], strategy: str
         yield from _notes_of_one(devices[0], sharding)
     for device in devices:
         if not device.is_coordinator and device.port != CLUSTER_PORT:
-            yield f"{device.name}: port {device.port} does nothing, for nodes take a free one."
+            yield f"{device.name}: port {device.port} has no effect, because nodes use any free port."
     if sharding.get("custom_proportions") and strategy != "custom":
-        yield f"custom_proportions does nothing with the strategy {strategy or 'auto'}."
+        yield f"custom_proportions has no effect with the strategy {strategy or 'auto'}."
 
 
 def _notes_of_one(device: Device, sharding: Mapping[str, Any]) -> Iterator[str]:
@@ -197,7 +197,7 @@ def _read_model(entry: object, where: str) -> str:
         raise ConfigError(f"{where}: `model` has no `name`.")
     if provider and "/" in name and not name.startswith(f"{provider}/"):
         raise ConfigError(
-            f"{where}: the model's provider is {provider}, and its name {name} has one already: give one of them."
+            f"{where}: the model's provider is {provider}, but its name {name} already has one: give one of them."
         )
     return f"{provider}/{name}" if provider and "/" not in name else name
 
@@ -233,11 +233,11 @@ def _of_hosts(hosts: Hostfile, where: str) -> DevicesFile:
 
 def _unused(hosts: Hostfile) -> Iterator[str]:
     if hosts.rdma is not None:
-        yield "rdma does nothing here: `serve` takes it from --hostfile."
+        yield "rdma has no effect here: `serve` reads it from --hostfile."
     if hosts.backend:
-        yield f"backend {hosts.backend} does nothing here: `serve` takes it from --hostfile."
+        yield f"backend {hosts.backend} has no effect here: `serve` reads it from --hostfile."
     if hosts.variables:
-        yield f"envs does nothing: set {', '.join(hosts.variables)} on the machines themselves."
+        yield f"envs has no effect: set {', '.join(hosts.variables)} on the machines themselves."
 
 
 # ---- values
@@ -249,7 +249,7 @@ def _fields(entry: object, known: frozenset[str] | None, where: str, what: str) 
     fields = cast("dict[str, Any]", entry)
     if known is not None and (unknown := sorted(map(str, fields.keys() - known))):
         raise ConfigError(
-            f"{where}: {what} has the field {unknown[0]}, which is none; fields are {', '.join(sorted(known))}."
+            f"{where}: {what} has the field {unknown[0]}, which does not exist; fields are {', '.join(sorted(known))}."
         )
     return fields
 
@@ -257,7 +257,7 @@ def _fields(entry: object, known: frozenset[str] | None, where: str, what: str) 
 def _text(fields: Mapping[str, Any], name: str, where: str) -> str:
     value: object = fields.get(name)
     if value is not None and (not isinstance(value, str) or not value.isprintable()):
-        raise ConfigError(f"{where}: {name} is {value!r}; it must be a text in one line.")
+        raise ConfigError(f"{where}: {name} is {value!r}; it must be a text of one line.")
     return value or ""
 
 
@@ -302,7 +302,7 @@ def read_share(name: str, where: str, *places: Mapping[str, Any]) -> float | Non
     ]
     if len(given) > 1:
         twice = " and ".join(key for key, _ in given)
-        raise ConfigError(f"{where}: the share of memory of {name} stands there twice, as {twice}: give one.")
+        raise ConfigError(f"{where}: the share of memory of {name} is given twice, as {twice}: give one.")
     for key, value in given:
         if type(value) not in (int, float) or not 0 < cast("float", value) <= 1:
             raise ConfigError(

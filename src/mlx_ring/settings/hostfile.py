@@ -75,7 +75,7 @@ def load_hostfile(path: Path) -> Hostfile:
     except (OSError, UnicodeDecodeError, ValueError) as error:
         raise ConfigError(f"The hostfile {path} cannot be read: {error}.") from error
     if not is_hostfile(content):
-        raise ConfigError(f"{path} is no hostfile: it is neither a list of hosts nor has it `hosts`.")
+        raise ConfigError(f"{path} is no hostfile: it is neither a list of hosts nor an object with `hosts`.")
     return read_hostfile(content, str(path))
 
 
@@ -107,7 +107,7 @@ def is_loopback(name: str) -> bool:
 def _read_object(content: Mapping[str, object], where: str) -> Hostfile:
     if unknown := sorted(content.keys() - _FIELDS):
         raise ConfigError(
-            f"{where}: the hostfile has the field {unknown[0]}, which is none; fields are {', '.join(sorted(_FIELDS))}."
+            f"{where}: the hostfile has the field {unknown[0]}, which does not exist; fields are {', '.join(sorted(_FIELDS))}."
         )
     backend, hosts = content.get("backend", ""), content.get("hosts")
     if backend not in _BACKENDS:
@@ -143,13 +143,13 @@ def _read_host(entry: object, place: int, where: str) -> Host:
     fields = cast("dict[str, object]", entry)
     if unknown := sorted(map(str, fields.keys() - _HOST_FIELDS)):
         raise ConfigError(
-            f"{where}: a host has the field {unknown[0]}, which is none; fields are {', '.join(sorted(_HOST_FIELDS))}."
+            f"{where}: a host has the field {unknown[0]}, which does not exist; fields are {', '.join(sorted(_HOST_FIELDS))}."
         )
     ssh, ips = fields.get("ssh"), fields.get("ips", [])
     if not ssh:
         raise ConfigError(f"{where}: host {place} has no `ssh`.")
     if not isinstance(ssh, str) or not ssh.isprintable():
-        raise ConfigError(f"{where}: ssh is {ssh!r}; it must be a text in one line.")
+        raise ConfigError(f"{where}: ssh is {ssh!r}; it must be a text of one line.")
     if not isinstance(ips, list) or not all(isinstance(ip, str) and ip for ip in cast("list[object]", ips)):
         raise ConfigError(f"{where}: ips of {ssh} is {ips!r}; it must be a list of addresses.")
     return Host(ssh, tuple(cast("list[str]", ips)))
@@ -161,7 +161,7 @@ def _read_listening(entry: Sequence[object], where: str) -> Host:
         host, _, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
         if not _is_ipv4(host) or not port.isdecimal() or not 0 < int(port) <= _MOST_PORT:
             raise ConfigError(
-                f"{where}: {address!r} is no place to listen; it must be such as 127.0.0.1:32323."
+                f"{where}: {address!r} is no address to listen on; give one such as 127.0.0.1:32323."
             )
     listens = cast("tuple[str, ...]", tuple(entry))
     if not listens:

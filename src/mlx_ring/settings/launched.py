@@ -43,7 +43,7 @@ class Launch:
         found = folder.lstat()
         if found.st_uid != os.getuid() or found.st_mode & _OTHERS or folder.is_symlink():
             raise ConfigError(
-                f"{folder} belongs to somebody else, or is open to others: remove it, and start again."
+                f"{folder} belongs to another user, or is open to others: remove it, and start again."
             )
         return folder
 
@@ -67,7 +67,7 @@ def read_launch() -> Launch | None:
 
 
 _INSTEAD = (
-    "mlx-ring starts its own processes, encrypts what they say and asks for certificates: use "
+    "mlx-ring starts its own processes, encrypts their traffic and requires certificates: use "
     "`mlx-ring cluster start -c FILE --model MODEL`, which reads the same hostfile."
 )
 

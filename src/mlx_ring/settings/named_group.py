@@ -32,7 +32,7 @@ def with_named_group(settings: Settings) -> Settings:
         changes["stages"] = size
     elif size != (asked := ranks if settings.link == GRPC else settings.stages):
         raise ConfigError(
-            f"{_source(settings)} names {size} ranks, and {asked} are asked for: ask for as many, or leave --tp and --stages out."
+            f"{_source(settings)} names {size} ranks, but {asked} were requested: request as many, or leave --tp and --stages out."
         )
     return settings.model_copy(update=changes | _backend_of(settings, hosts))
 
@@ -56,7 +56,7 @@ def _check_machines(settings: Settings, hosts: Hostfile) -> None:
     source = _source(settings)
     if any(host.listens for host in hosts.hosts):
         raise ConfigError(
-            f"{source} names workers of this machine, and --nodes is {settings.nodes}: leave one of them out."
+            f"{source} names workers of this machine, but --nodes is {settings.nodes}: leave one of them out."
         )
     if hosts.rdma is None and not hosts.backend:
         raise ConfigError(
@@ -64,7 +64,7 @@ def _check_machines(settings: Settings, hosts: Hostfile) -> None:
         )
     if foreign := sorted(hosts.variables.keys() - {RING_OF_JACCL}):
         raise ConfigError(
-            f"{source} has {foreign[0]} under `envs`, which reaches no other machine: set it where they are started."
+            f"{source} has {foreign[0]} under `envs`, which reaches no other machine: set it on the machines themselves."
         )
 
 
@@ -91,14 +91,12 @@ def _check(settings: Settings, hosts: Hostfile) -> None:
             f"`mlx-ring cluster start -c {settings.hostfile} --model {settings.model}`."
         )
     if hosts.rdma is not None:
-        raise ConfigError(
-            f"{source}: rdma leads to other machines, and all hosts are this one: leave `rdma` out."
-        )
+        raise ConfigError(f"{source}: rdma connects machines, but all hosts are this one: leave `rdma` out.")
     groups = (settings.replicas or 1) * (1 + len(settings.more_models))
     groups *= settings.stages if settings.link == GRPC and len(rank_shares(settings)) > 1 else 1
     if groups > 1 and any(host.listens for host in hosts.hosts):
         raise ConfigError(
-            f"{source} names ports for one group of workers, and there would be {groups}: serve one model with --tp or --stages, once."
+            f"{source} names ports for one group of workers, but there would be {groups}: serve one model with --tp or --stages, once."
         )
 
 

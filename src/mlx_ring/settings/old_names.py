@@ -47,7 +47,7 @@ def of_today(old: Mapping[str, str], where: str) -> dict[str, Renamed]:
     if refused := [name for name in old if name in WITHOUT_COUNTERPART]:
         raise ConfigError(
             " ".join(
-                f"{name} in {where} is {old[name]}, and has no counterpart here: {WITHOUT_COUNTERPART[name]}."
+                f"{name} in {where} is {old[name]}, which has no counterpart here: {WITHOUT_COUNTERPART[name]}."
                 for name in refused
             )
         )
@@ -72,7 +72,7 @@ def _refuse_contradictions(found: Mapping[str, Renamed], old: Mapping[str, str],
         other = first.setdefault(renamed.setting, name)
         if found[other].value != renamed.value:
             raise ConfigError(
-                f"{other} in {where} is {old[other]} and {name} is {old[name]}, and both are "
+                f"{other} in {where} is {old[other]} and {name} is {old[name]}, but both are "
                 f"MLX_RING_{renamed.setting.upper()} here: give one of them."
             )
 
@@ -129,18 +129,18 @@ COUNTERPARTS: Mapping[str, Counterpart] = {
     "MODEL_LOAD_WAIT_SECONDS": _same("model_load_timeout"),
     "LOG_LEVEL": _level,
 }
-_CLUSTER_FILE = "write the machines into a file for `mlx-ring cluster start -c FILE`"
+_CLUSTER_FILE = "list the machines in a file for `mlx-ring cluster start -c FILE`"
 WITHOUT_COUNTERPART: Mapping[str, str] = {
-    "MODEL_CACHE_DIR": "the cache is the hub's own, and HF_HUB_CACHE in the environment moves it",
+    "MODEL_CACHE_DIR": "the hub's own cache is used; HF_HUB_CACHE in the environment moves it",
     "WORKER_HOSTS": _CLUSTER_FILE,
     "WORKER_SSH": _CLUSTER_FILE,
-    "SOCKET_PATH": "sockets lie in a private folder, and MLX_RING_RUN_DIR says where that is made",
-    "DISTRIBUTED_BACKEND": "stages speak over mutual TLS unless --link says otherwise, and --backend chooses for workers that MLX joins",
+    "SOCKET_PATH": "sockets are in a private folder; MLX_RING_RUN_DIR sets its location",
+    "DISTRIBUTED_BACKEND": "stages use mutual TLS by default; --link and --backend choose other transports",
     "MAX_PROMPT_LEN_BYTES": (
         "MLX_RING_MAX_MODEL_LEN bounds prompts in tokens, and MLX_RING_MAX_REQUEST_MB requests in MiB"
     ),
-    "FILE_DESCRIPTOR_HARD_LIMIT": "the hard limit is the operating system's (`ulimit -Hn`) and stays as it is",
-    "POLL_INTERVAL_SECONDS": "nothing polls here",
-    "MASTER_ADDR": "the first machine runs `mlx-ring serve --nodes N`, and the others `mlx-ring join ADDRESS`",
-    "RANK": "which machine computes what is planned, and needs no rank",
+    "FILE_DESCRIPTOR_HARD_LIMIT": "the operating system sets the hard limit (`ulimit -Hn`)",
+    "POLL_INTERVAL_SECONDS": "nothing is polled",
+    "MASTER_ADDR": "run `mlx-ring serve --nodes N` on the first machine, and `mlx-ring join ADDRESS` on the others",
+    "RANK": "the planner assigns the layers, so machines have no ranks",
 }

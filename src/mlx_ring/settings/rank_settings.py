@@ -19,8 +19,8 @@ def rank_shares(settings: Settings) -> tuple[float, ...]:
         return (1.0,) * settings.tp
     if settings.tp not in (1, len(shares)):
         raise ConfigError(
-            f"--tp {settings.tp} shares every layer among so many workers, and --tp-shares has parts for {len(shares)}: "
-            "name as many, or leave --tp out."
+            f"--tp {settings.tp} shares every layer among so many workers, but --tp-shares has {len(shares)} shares: "
+            "give as many, or leave --tp out."
         )
     return shares
 
@@ -49,33 +49,33 @@ def check_ranks(settings: Settings) -> None:
     if ranks == 1:
         if stages > 1:
             raise ConfigError(
-                f"--stages {stages} splits the layers over processes of one machine, and with --nodes {nodes} each "
+                f"--stages {stages} splits the layers over processes of one machine, but with --nodes {nodes} each "
                 "machine of the plan is a stage: leave --stages out."
             )
         if settings.strategy == "tensor":
-            _check_trust(settings, "--strategy tensor has all machines share layers")
+            _check_trust(settings, "--strategy tensor shares layers between machines")
         return
     if settings.strategy not in {"auto", "custom"}:
         raise ConfigError(
-            f"--strategy {settings.strategy} says which machine has what, and so does --tp {ranks} beside --nodes {nodes}: "
+            f"--strategy {settings.strategy} distributes the layers, and so does --tp {ranks} with --nodes {nodes}: "
             "leave one of them out."
         )
     stages = shared_stages(settings)
     if stages * ranks % nodes:
         near = ", ".join(str(number) for number in range(1, 9) if (stages * ranks) % number == 0)
         raise ConfigError(
-            f"--tp {ranks} makes {stages * ranks} workers, which {nodes} machines cannot have evenly: use --nodes {near} or another --tp."
+            f"--tp {ranks} makes {stages * ranks} workers, which cannot be spread evenly over {nodes} machines: use --nodes {near} or another --tp."
         )
     if stages * ranks // nodes % ranks:
-        _check_trust(settings, f"--tp {ranks} beside --nodes {nodes} has machines share layers")
+        _check_trust(settings, f"--tp {ranks} with --nodes {nodes} shares layers between machines")
 
 
 def _check_trust(settings: Settings, requirement: str) -> None:
     """Raise `ConfigError` if no interface is trusted with collectives."""
     if not settings.trusted_interface:
         raise ConfigError(
-            f"{requirement}. MLX's collectives are neither encrypted nor authenticated, so they go to other machines only where both ends "
-            "trust an interface with it: name it with --trusted-interface, here and on each machine that joins."
+            f"{requirement}. MLX's collectives are neither encrypted nor authenticated, so they may reach other machines only if both ends "
+            "trust an interface: name it with --trusted-interface, here and on each machine that joins."
         )
 
 
@@ -89,23 +89,23 @@ def check_link(settings: Settings) -> None:
     if settings.nodes > 1:
         if not BACKENDS[info.backend].joins_machines:
             raise ConfigError(
-                f"--link {link} joins stages on one machine only, and --nodes is {settings.nodes}: use --link ring, or leave it out."
+                f"--link {link} joins stages on one machine only, but --nodes is {settings.nodes}: use --link ring, or leave it out."
             )
-        _check_trust(settings, f"--link {link} beside --nodes {settings.nodes} joins machines")
+        _check_trust(settings, f"--link {link} with --nodes {settings.nodes} joins machines")
         # Each machine of the plan is a stage.
         stages = settings.nodes
     if ranks > 1:
         raise ConfigError(
-            f"--link {link} needs MLX's one group of a process for the stages, and --tp {ranks} needs it for the ranks of each: "
+            f"--link {link} uses the only MLX group of a process for the stages, but --tp {ranks} needs it for the ranks: "
             "leave one of them out."
         )
     if stages == 1:
         raise ConfigError(
-            f"--link {link} carries activations between stages, and there is one: add --stages 2, or leave --link out."
+            f"--link {link} sends activations between stages, but there is one: add --stages 2, or leave --link out."
         )
     if info.why_two_stages and stages not in {1, 2}:
         raise ConfigError(
-            f"--link {link} {info.why_two_stages}, so it joins two stages, and {stages} were asked for: "
+            f"--link {link} {info.why_two_stages}, so it joins two stages, but {stages} were requested: "
             "use --link ring or grpc."
         )
 
@@ -117,12 +117,12 @@ def _check_backend(settings: Settings, ranks: int) -> None:
         return
     if ranks == 1 and link == GRPC and not may_share_by_plan(settings):
         raise ConfigError(
-            f"--backend {backend} joins workers that share layers, or stages that collectives link, and there are none: "
+            f"--backend {backend} joins workers that share layers, or stages with a collective link, but there are none: "
             "add --tp 2 or --link allreduce, or leave --backend out."
         )
     if link in BACKENDS and link != backend:
         raise ConfigError(
-            f"--link {link} is over MLX's backend {link}, and --backend is {backend}: leave one of them out."
+            f"--link {link} uses MLX's backend {link}, but --backend is {backend}: leave one of them out."
         )
     if LINKS[link].sums and not BACKENDS[backend].allows_allreduce:
         raise ConfigError(
@@ -130,6 +130,6 @@ def _check_backend(settings: Settings, ranks: int) -> None:
         )
     if settings.nodes > 1 and ranks == 1 and not BACKENDS[backend].joins_machines:
         raise ConfigError(
-            f"--backend {backend} joins workers of one machine, and with --nodes {settings.nodes} each is on one of its own: "
+            f"--backend {backend} joins workers of one machine, but with --nodes {settings.nodes} each is on another: "
             "use --backend ring."
         )

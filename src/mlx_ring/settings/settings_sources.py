@@ -45,7 +45,7 @@ def allowed_values(field: FieldInfo) -> str:
         return _number_range("a number", constraints)
     if kind is Path:
         return "a path"
-    return "names separated by commas" if get_origin(kind) is tuple else "a text that is not empty"
+    return "names separated by commas" if get_origin(kind) is tuple else "a non-empty text"
 
 
 def has_choices(field: FieldInfo) -> bool:
@@ -277,15 +277,15 @@ def _check_proportions(settings: Settings) -> None:
         raise ConfigError(
             "The strategy custom needs --proportions, as 0.7,0.3."
             if settings.strategy == "custom"
-            else f"--proportions goes with --strategy custom, and the strategy is {settings.strategy}."
+            else f"--proportions requires --strategy custom, but the strategy is {settings.strategy}."
         )
 
 
 def _check_bodies(settings: Settings) -> None:
     if bodies_mb(settings) < 2 * settings.max_request_mb:
         raise ConfigError(
-            f"--max-bodies-mb is {settings.max_bodies_mb}, of which one client gets half, and --max-request-mb is "
-            f"{settings.max_request_mb}: make it {2 * settings.max_request_mb} at least."
+            f"--max-bodies-mb is {settings.max_bodies_mb}, of which one client gets half, but --max-request-mb is "
+            f"{settings.max_request_mb}: set at least {2 * settings.max_request_mb}."
         )
 
 

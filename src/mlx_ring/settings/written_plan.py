@@ -46,7 +46,7 @@ def read_plan(file: Path, num_layers: int) -> tuple[tuple[str, LayerRange], ...]
         raise ConfigError(f"--plan is {file}, which cannot be read: {error.strerror}.") from error
     except ValidationError as error:
         raise ConfigError(
-            f"--plan is {file}, which is no plan of one replica as `mlx-ring plan MODEL --json` prints it."
+            f"--plan is {file}, which is not a plan of one replica from `mlx-ring plan MODEL --json`."
         ) from error
     ends = [0, *(stage.layers.end for stage in plan.stages)]
     starts = [stage.layers.start for stage in plan.stages]

@@ -238,7 +238,7 @@ def find_cache_slots(calls: LayerCalls, layers: LayerRange, make: Callable[[], l
         inside = [layers.start <= layer < layers.end for layer in users.get(slot, [])]
         if any(inside) and not all(inside):
             raise ModelUnsupported(
-                f"Layers {users[slot]} share one cache, so that the model cannot be cut to layers {layers}."
+                f"Layers {users[slot]} share one cache, so the model cannot be cut to layers {layers}."
             )
         if any(inside) or (not inside and layers.start == 0):
             owned.append(slot)

@@ -130,8 +130,8 @@ def check_neighbour(listened: str, expected: str) -> None:
     }
     if strangers := sorted(one for one in came if not _are_one(one, expected)):
         raise PeerRefused(
-            f"{strangers[0]} came to the port of this rank's group, where the rank before it comes from {expected}: "
-            "see who else is on that network."
+            f"{strangers[0]} connected to the port of this rank's group, but the rank before it is at {expected}: "
+            "check the other machines on that network."
         )
 
 

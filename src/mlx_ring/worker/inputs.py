@@ -58,7 +58,7 @@ def read_wants(row: step_pb2.Row, count: int) -> RowWants:
         return _NEXT_TOKEN
     hidden = {want.what in _HIDDEN for want in wants}
     if len(hidden) > 1:
-        raise ProtocolError(f"The row of sequence {row.sequence} wants hidden states and logits at once.")
+        raise ProtocolError(f"The row of sequence {row.sequence} requests hidden states and logits at once.")
     lookups = tuple(want for want in wants if want.what != Want.TOKEN)
     for want in lookups:
         _check_targets(want, count)
@@ -73,11 +73,13 @@ def read_wants(row: step_pb2.Row, count: int) -> RowWants:
 def _draws(row: step_pb2.Row, count: int) -> tuple[int, ...]:
     wants = [want for want in row.wants if want.what == Want.TOKEN]
     if len(wants) > 1:
-        raise ProtocolError(f"The row of sequence {row.sequence} wants tokens more than once.")
+        raise ProtocolError(f"The row of sequence {row.sequence} requests tokens more than once.")
     if not wants:
         return ()
     if row.draft and wants[0].where != Want.ALL:
-        raise ProtocolError(f"The row of sequence {row.sequence} has drafts and does not want every token.")
+        raise ProtocolError(
+            f"The row of sequence {row.sequence} has drafts but does not request every token."
+        )
     return tuple(offsets_of(wants[0], count))
 
 

@@ -139,7 +139,7 @@ class SequenceTable:
             case "reset":
                 self.reset()
             case _:
-                raise ProtocolError("A cache operation names nothing to do.")
+                raise ProtocolError("A cache operation is empty.")
 
     def _concerned(self, operation: step_pb2.CacheOperation) -> tuple[int, ...]:
         """Return the sequences that fail with an operation, or none if all do.

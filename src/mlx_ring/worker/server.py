@@ -342,7 +342,7 @@ class WorkerServer:
         Anyone else could end its link and so the instance.
         """
         if not self._assigned.wait(_ASSIGNMENT_WAIT_S) or self._inbox is None:
-            raise NotReady(f"This worker was given no stage within {_ASSIGNMENT_WAIT_S:g} s.")
+            raise NotReady(f"This worker received no stage within {_ASSIGNMENT_WAIT_S:g} s.")
         peer = f"stage {hello.stage} on {hello.node}"
         ours = self.hello()
         check_hello(hello, ours, peer)
@@ -423,7 +423,7 @@ def _first(messages: Iterator[Received], context: grpc.ServicerContext) -> Recei
     try:
         return next(messages)
     except (StopIteration, grpc.RpcError):
-        raise ProtocolError("The stream ended, or was too slow, before it had greeted.") from None
+        raise ProtocolError("The stream ended, or was too slow, before its greeting.") from None
     finally:
         patience.cancel()
 
@@ -431,7 +431,7 @@ def _first(messages: Iterator[Received], context: grpc.ServicerContext) -> Recei
 def _greeting(frame: Frame) -> hello_pb2.Hello:
     """Return the greeting of a frame, or raise `ProtocolError` if it holds none."""
     if not frame.header.HasField("hello"):
-        raise ProtocolError(frame.problem or "A link begins with a greeting; another frame came.")
+        raise ProtocolError(frame.problem or "A link begins with a greeting, but another frame arrived.")
     return frame.header.hello
 
 

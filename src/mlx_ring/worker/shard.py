@@ -102,7 +102,7 @@ class StageModel:
         self.layers = layers
         self.num_layers = len(originals)
         if not 0 <= layers.start < layers.end <= self.num_layers:
-            raise ModelUnsupported(f"Layers {layers} are asked for; the model has {self.num_layers}.")
+            raise ModelUnsupported(f"Layers {layers} were requested; the model has {self.num_layers}.")
         self.is_first = layers.start == 0
         self.is_last = layers.end == self.num_layers
         self.dtype = dtype
@@ -216,7 +216,7 @@ def _check_cut(calls: LayerCalls, layers: LayerRange) -> None:
             if earlier < cut <= later:
                 raise ModelUnsupported(
                     f"Layer {later} reads more of layer {earlier} than activations, "
-                    f"so that the model cannot be cut before layer {cut}."
+                    f"so the model cannot be cut before layer {cut}."
                 )
 
 

@@ -72,7 +72,7 @@ def parse_dtype(name: str) -> DType:
     for dtype in DTYPES:
         if name == dtype:
             return dtype
-    raise ProtocolError(f"The plan asks for dtype {name!r}; stages compute in {', '.join(DTYPES)}.")
+    raise ProtocolError(f"The plan requests dtype {name!r}; supported are {', '.join(DTYPES)}.")
 
 
 def build_stage(

@@ -29,7 +29,7 @@ def dtype_by_name(name: str) -> mx.Dtype:
     try:
         return _DTYPES[name]
     except KeyError:
-        raise ProtocolError(f"dtype {name!r} is not one that travels: {', '.join(_DTYPES)}.") from None
+        raise ProtocolError(f"dtype {name!r} cannot be sent; supported are {', '.join(_DTYPES)}.") from None
 
 
 def dtype_name(dtype: mx.Dtype) -> str:

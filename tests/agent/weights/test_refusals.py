@@ -44,9 +44,9 @@ def test_wrong_bytes_are_refused_and_fetched_from_another_node(
         assert is_like(model, tmp_path / "model")
 
     asyncio.run(act())
-    assert "bad gives no more weights to this node: tensor tensor." in warnings_of(caplog)
+    assert "bad sends this node no more weights: it sent tensor tensor." in warnings_of(caplog)
     assert "another SHA-256" in warnings_of(caplog)
-    assert "good gives no more" not in warnings_of(caplog)
+    assert "good sends this node no more" not in warnings_of(caplog)
 
 
 def test_the_wrong_node_is_found_among_several_that_sent_a_tensor(
@@ -64,8 +64,8 @@ def test_the_wrong_node_is_found_among_several_that_sent_a_tensor(
         assert is_like(model, tmp_path / "model")
 
     asyncio.run(act())
-    assert "bad gives no more weights" in warnings_of(caplog)
-    assert "good gives no more weights" not in warnings_of(caplog)
+    assert "bad sends this node no more weights" in warnings_of(caplog)
+    assert "good sends this node no more weights" not in warnings_of(caplog)
 
 
 def test_wrong_bytes_without_another_node_are_an_error_and_not_stored(tmp_path: Path) -> None:
@@ -75,9 +75,7 @@ def test_wrong_bytes_without_another_node_are_an_error_and_not_stored(tmp_path: 
         async with node("bad", manifest, tmp_path / "model", tamper=flipping) as bad:
             store = WeightStore(tmp_path / "store")
             model = store.create(manifest)
-            with pytest.raises(
-                WeightsMissing, match=r"bad: tensor tensor\.0 came from it with another SHA-256"
-            ):
+            with pytest.raises(WeightsMissing, match=r"bad: it sent tensor tensor\.0 with another SHA-256"):
                 await fetch_all(model, bad)
             assert model.have == frozenset()
             async with node("mini", store=store) as mini:
@@ -132,7 +130,7 @@ def test_a_hostile_node_is_refused_and_another_serves_the_rest(
         assert {path.name for path in model.folder.iterdir()} == {"model.safetensors"}
 
     asyncio.run(act())
-    assert "bad gives no more weights to this node" in warnings_of(caplog)
+    assert "bad sends this node no more weights" in warnings_of(caplog)
 
 
 async def request(
@@ -160,9 +158,9 @@ async def request(
         ("/etc/passwd", [(0, 1)], "The model has no file '/etc/passwd'."),
         ("model.safetensors", [(0, 2 * MB + 1)], "it has 2097152"),
         ("model.safetensors", [((1 << 64) - 1, 1)], "it has 2097152"),
-        ("model.safetensors", [(0, 0)], "were asked for"),
-        ("model.safetensors", [], "0 ranges were asked for at once"),
-        ("model.safetensors", [(0, 1)] * 5000, "5000 ranges were asked for at once"),
+        ("model.safetensors", [(0, 0)], "were requested"),
+        ("model.safetensors", [], "0 ranges were requested at once"),
+        ("model.safetensors", [(0, 1)] * 5000, "5000 ranges were requested at once"),
     ],
 )
 def test_requests_outside_the_model_are_refused_with_one_sentence(

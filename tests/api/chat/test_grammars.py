@@ -326,9 +326,9 @@ def test_random_gemma_calls_have_arguments_that_match_the_schema(
         ({"type": "array", "uniqueItems": True}, "'uniqueItems'"),
         ({"allOf": [{"type": "string"}, {"minLength": 1}]}, "'allOf'"),
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "'oneOf'"),
-        ({"enum": ['<|"|>']}, "in it"),
+        ({"enum": ['<|"|>']}, "contains"),
         ({"$ref": "#/$defs/none"}, "none"),
-        (False, "nothing"),
+        (False, "no value satisfies"),
     ],
     ids=str,
 )

@@ -131,9 +131,9 @@ def test_request_with_an_accepted_key_is_answered(headers: dict[str, str | bytes
 @pytest.mark.parametrize(
     ("headers", "text"),
     [
-        ({}, "asks for an API key"),
-        ({"authorization": "Bearer "}, "asks for an API key"),
-        ({"authorization": "Basic first-key"}, "asks for an API key"),
+        ({}, "requires an API key"),
+        ({"authorization": "Bearer "}, "requires an API key"),
+        ({"authorization": "Basic first-key"}, "requires an API key"),
         ({"authorization": "Bearer first-ke"}, "not one of this server's"),
         ({"authorization": "Bearer first-key2"}, "not one of this server's"),
         ({"x-api-key": ""}, "not one of this server's"),

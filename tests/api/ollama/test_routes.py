@@ -139,7 +139,7 @@ def test_request_without_input_loads_or_unloads_the_model(api: Api) -> None:
     assert api.post("/api/generate", {"model": "twin", "keep_alive": 0}).json()["done_reason"] == "unload"
     refused = api.post("/api/generate", {"model": "twin", "keep_alive": "a while"})
     assert refused.status_code == 400
-    assert refused.json()["error"].startswith("'keep_alive' is no time; ")
+    assert refused.json()["error"].startswith("'keep_alive' is not a duration; ")
     assert api.service.state == "unloaded"
     loaded = api.post("/api/chat", {"model": "twin", "messages": list[object]()}).json()
     assert (loaded["done"], loaded["done_reason"]) == (True, "load")

@@ -43,7 +43,7 @@ def test_link_has_its_measurements_and_their_age() -> None:
         "measured_at": NOW - 60,
         "carries_activations": False,
         "compresses": False,
-        "why": "no stage of a model sends over it",
+        "why": "no stage of a model uses it",
     }
 
 
@@ -58,7 +58,7 @@ def test_link_with_activations_reports_compression_and_its_reason() -> None:
 
 def test_link_without_a_report_of_its_worker_says_so() -> None:
     (status,) = link_statuses([link("a", "b")], [instance(worker(0, "a"), worker(1, "b"))], NOW)
-    assert status["why"] == "nothing is known of what was sent yet"
+    assert status["why"] == "nothing is known yet about the data sent"
 
 
 def test_broken_link_has_its_problem_and_no_figures() -> None:

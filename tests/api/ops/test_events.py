@@ -82,7 +82,7 @@ def test_excess_watcher_is_429_until_another_disconnects() -> None:
         assert {each.status_code for each in watching} == {200}
         refused = client.get(f"{url}/cluster/events")
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "10")
-        assert "watch already" in error_of(refused)["message"]
+        assert "already follow the events" in error_of(refused)["message"]
         for each in watching:
             each.close()
 
@@ -196,7 +196,7 @@ def test_feed_refuses_an_excess_watcher_until_a_place_is_free() -> None:
     async def watch() -> None:
         feed = Source().feed(most=1)
         async with feed.subscribe():
-            with pytest.raises(Overloaded, match="1 watch already"):
+            with pytest.raises(Overloaded, match="1 clients already follow"):
                 await feed.subscribe().__aenter__()
         async with feed.subscribe() as events:
             assert (await next_event(events))[0] == "state"

@@ -125,8 +125,8 @@ def test_a_third_party_server_gets_prompts_of_the_requested_length(
         done = bench("--url", url, "--prompt-tokens", "307", "--output-tokens", "9", "--json", str(report))
     assert done.code == 0
     assert "ignore_eos" in done.out
-    assert "32 answers were shorter than asked for" in done.out
-    assert "An event brought 2.00 tokens on average" in done.out
+    assert "32 answers were shorter than requested" in done.out
+    assert "An event carried 2.00 tokens on average" in done.out
     results = json.loads(report.read_text())
     assert {one["prompt_tokens"] for one in results["requests"]} == {307}
     assert results["server"]["scheduling"] is None
@@ -172,7 +172,7 @@ def test_ctrl_c_stops_the_load_and_not_the_report(bench: Callable[..., Done], tm
         presser.join()
     assert done.code == 130
     assert "3 of 5 requests" in done.out
-    assert "2 requests were under way when the load was stopped" in done.out
+    assert "2 requests were in progress when the load was stopped" in done.out
     results = json.loads(report.read_text())
     summary = results["summary"]
     assert (results["interrupted"], summary["stopped"], summary["errors"]) == (True, 2, {})

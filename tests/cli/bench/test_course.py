@@ -103,7 +103,7 @@ def test_events_are_counted_if_no_usage_is_reported() -> None:
         ("cut", "stream ended early: RemoteProtocolError"),
         ("error", "in the stream: out of memory"),
         ("nonsense", "not understood: JSONDecodeError"),
-        ("no stream", "no stream: the answer is application/json"),
+        ("no stream", "the answer is not a stream, but application/json"),
         ("400", "HTTP 400: Status 400."),
         ("429", "HTTP 429: Status 429."),
         ("500", "HTTP 500: Status 500."),

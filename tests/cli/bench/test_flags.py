@@ -73,7 +73,7 @@ def test_an_unknown_choice_is_refused() -> None:
         ("a.pdf", "must end in .svg or .png"),
         ("none/a.svg", "there is no folder"),
         ("folder.svg", "that is a folder"),
-        ("taken.svg", "may not be written"),
+        ("taken.svg", "this user may not write it"),
     ],
 )
 def test_an_unusable_output_file_is_refused(

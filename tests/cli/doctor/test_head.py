@@ -95,7 +95,7 @@ def test_a_head_of_another_cluster_is_recognized(tmp_path: Path) -> None:
 
     own, other = asyncio.run(act())
     assert own[0].level == "ok"
-    assert (other[0].level, "of another cluster" in other[0].value) == ("broken", True)
+    assert (other[0].level, "belongs to another cluster" in other[0].value) == ("broken", True)
 
 
 def test_without_a_head_a_note_says_that_nothing_was_compared(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def test_a_round_trip_is_timed_and_a_closed_port_refuses_it() -> None:
         port = server.getsockname()[1]
         assert check_round_trip("127.0.0.1", port).value.endswith(" ms")
     finding = check_round_trip("127.0.0.1", port)
-    assert (finding.level, finding.value) == ("broken", "refused: nobody listens there")
+    assert (finding.level, finding.value) == ("broken", "refused: nothing listens there")
 
 
 def test_an_unreachable_machine_is_not_reported_as_refusing() -> None:

@@ -140,7 +140,7 @@ def test_a_request_that_its_key_has_not_signed_is_refused(authority: Authority) 
 
 def test_keys_of_other_kinds_are_refused(authority: Authority) -> None:
     for key in (rsa.generate_private_key(65537, 2048), ec.generate_private_key(ec.SECP384R1())):
-        with pytest.raises(PeerRefused, match="not on P-256"):
+        with pytest.raises(PeerRefused, match="not a P-256 key"):
             authority.sign(request_for(x509.DNSName(MINI), key=key), "mini-1")
 
 

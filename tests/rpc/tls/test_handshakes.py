@@ -91,7 +91,9 @@ def test_a_server_logs_each_refused_connection_with_the_reason(tmp_path: Path) -
         ):
             # An alert, a reset or the end, whichever comes first.
             connection.recv(1)
-        _find_line(process.stderr, "WARNING node=here .*refused a connection: its certificate is of another")
+        _find_line(
+            process.stderr, "WARNING node=here .*refused a connection: its certificate belongs to another"
+        )
         process.stdin.close()
         process.wait(30)
 

@@ -139,7 +139,7 @@ def test_family_that_cannot_be_split_is_refused(tmp_path: Path) -> None:
 
 def test_shares_for_another_number_of_ranks_are_refused(tmp_path: Path) -> None:
     model = whole_model(tmp_path / "model")
-    with pytest.raises(PlanError, match="shares for 2 ranks, and 3 ranks in the group"):
+    with pytest.raises(PlanError, match="shares for 2 ranks, but 3 ranks in the group"):
         split(model, shares_of(tmp_path / "model", (1, 1)), SingleRankGroup(0, 3))
 
 
@@ -156,7 +156,9 @@ def test_shares_that_divide_a_quantization_group_are_refused(tmp_path: Path) -> 
     model = whole_model(tmp_path / "model", bits=4)
     unquantized = replace(read_tensor_sizes(read_model_folder(tmp_path / "model")), group_size=1)
     shares = share_out(unquantized, (1, 1.1))
-    with pytest.raises(PlanError, match="quantized in groups of 32 cannot be had without parting a group"):
+    with pytest.raises(
+        PlanError, match="quantized in groups of 32 cannot be taken without splitting a group"
+    ):
         split(model, shares, SingleRankGroup())
 
 

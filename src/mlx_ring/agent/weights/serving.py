@@ -113,13 +113,13 @@ def _check_ranges(source: _Source, request: weights_pb2.FetchRequest) -> None:
         raise ProtocolError(f"The model has no file {request.file[:255]!r}.")
     if not 1 <= len(request.ranges) <= MAX_RANGES:
         raise ProtocolError(
-            f"{len(request.ranges)} ranges were asked for at once; 1 to {MAX_RANGES} are given."
+            f"{len(request.ranges)} ranges were requested at once; 1 to {MAX_RANGES} are allowed."
         )
     for wanted in request.ranges:
         end = wanted.offset + wanted.length
         if not wanted.length or end > size:
             raise ProtocolError(
-                f"Bytes [{wanted.offset}, {end}) of {request.file} were asked for; it has {size}."
+                f"Bytes [{wanted.offset}, {end}) of {request.file} were requested; it has {size}."
             )
         if not source.manifest.covers(source.have, request.file, wanted.offset, end):
             raise WeightsMissing(
@@ -146,7 +146,7 @@ def _open(path: Path) -> int:
     try:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
-        raise WeightsMissing(f"{path.name} cannot be read any more: {error.strerror}.") from error
+        raise WeightsMissing(f"{path.name} can no longer be read: {error.strerror}.") from error
 
 
 def _read(descriptor: int, nbytes: int, offset: int, path: Path) -> bytes:

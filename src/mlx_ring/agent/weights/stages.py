@@ -50,10 +50,10 @@ async def fetch_manifest(
             data = await _manifest_bytes(digest, peer, node, patience)
             return await asyncio.to_thread(decode_manifest, data, digest)
         except RingError as error:
-            log.info("%s gave no manifest %s: %s", peer.name, digest[:16], short(error))
+            log.info("%s sent no manifest %s: %s", peer.name, digest[:16], short(error))
             reasons.append(f"{peer.name}: {short(error)}")
     raise WeightsMissing(
-        f"No node gives the description of model {digest[:16]} ({' '.join(reasons) or 'no other node is known'}); "
+        f"No node has the manifest of model {digest[:16]} ({' '.join(reasons) or 'no other node is known'}); "
         "start a node that has the model."
     )
 

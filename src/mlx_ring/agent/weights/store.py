@@ -163,7 +163,7 @@ class WeightStore:
             self._open.pop(digest, None)
             return None
         except (OSError, ProtocolError) as error:
-            log.warning("%s is no stored model any more: %s", entry, error)
+            log.warning("%s is no longer a stored model: %s", entry, error)
             return None
         return known[1]
 
@@ -224,7 +224,7 @@ class WeightStore:
         free = shutil.disk_usage(self.root).free
         return (
             f"{needed_bytes / 1e9:.2f} GB of weights do not fit {self.root}: it has {limit}, {used / 1e9:.2f} GB are "
-            f"kept and in use, and the disk has {free / 1e9:.2f} GB free. Make room, or raise the limit."
+            f"kept and in use, and the disk has {free / 1e9:.2f} GB free. Free some space, or raise the limit."
         )
 
     def _make(self, manifest: WeightsManifest) -> StoredModel:

@@ -131,7 +131,7 @@ class Transfer:
                     if peer.name not in self._board.peers:
                         return
         except ProtocolError as error:
-            await self._drop(peer.name, f"it breaks the contract: {error}")
+            await self._drop(peer.name, f"it violated the protocol: {error}")
         except (grpc.RpcError, TimeoutError) as error:
             await self._note_break(peer.name, str(broken(error, peer.name)), final=is_final(error))
         except RingError as error:
@@ -164,7 +164,7 @@ class Transfer:
             async with asyncio.timeout(self._patience.silence_s):
                 rest = await call.read()
             if rest is not grpc.aio.EOF:
-                raise ProtocolError("it sends more than was asked for.")
+                raise ProtocolError("it sent more than was requested.")
         finally:
             call.cancel()
 
@@ -233,7 +233,11 @@ class Transfer:
         if len(names) == 1 and sum(part.end - part.start for part in given) == piece.nbytes:
             await self._drop(names.pop(), _wrong(piece))
         else:
-            log.warning("%s came wrong from %s: one of them is asked for all of it", piece, sorted(names))
+            log.warning(
+                "received wrong bytes of %s from %s: requesting all of it from one of them",
+                piece,
+                sorted(names),
+            )
             self._suspects[index] = [(part, await self._digest(index, part)) for part in given]
         self._done -= piece.nbytes
         self._parts_left[index] = 1
@@ -259,7 +263,7 @@ class Transfer:
         """Use a peer no more."""
         if peer not in self._reasons:
             self._reasons[peer] = short(reason)
-            log.warning("%s gives no more weights to this node: %s", peer, self._reasons[peer])
+            log.warning("%s sends this node no more weights: %s", peer, self._reasons[peer])
         self._board.drop(peer)
         await self._wake()
 
@@ -273,8 +277,8 @@ class Transfer:
         reasons = " ".join(f"{peer}: {reason.rstrip('.')}." for peer, reason in self._reasons.items())
         return (
             f"{len(self._left)} pieces of model {self._model.manifest.digest[:16]} "
-            f"({self._model.manifest.nbytes(self._left) / 1e6:.1f} MB) are missing and no node gives them, among them "
-            f"{first}. {reasons or 'No other node has them.'} Start a node that has the model; the rest is kept."
+            f"({self._model.manifest.nbytes(self._left) / 1e6:.1f} MB) are missing and no node has them, among them "
+            f"{first}. {reasons or 'No other node has them.'} Start a node that has the model; the other pieces are kept."
         )
 
 
@@ -288,7 +292,7 @@ class _Given:
 
 
 def _wrong(piece: Piece) -> str:
-    return f"{piece} came from it with another SHA-256 than the manifest's"
+    return f"it sent {piece} with another SHA-256 than the manifest's"
 
 
 def _checked(part: weights_pb2.FetchPart | object, offset: int, end: int) -> bytes:
@@ -298,7 +302,7 @@ def _checked(part: weights_pb2.FetchPart | object, offset: int, end: int) -> byt
         raise failure_to_error(part.failure)
     if part.offset != offset or not 0 < len(part.data) <= end - offset:
         raise ProtocolError(
-            f"it sent {len(part.data)} bytes from {part.offset} where bytes [{offset}, {end}) were to come."
+            f"it sent {len(part.data)} bytes from {part.offset} instead of bytes [{offset}, {end})."
         )
     return part.data
 

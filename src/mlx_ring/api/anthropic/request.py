@@ -116,7 +116,7 @@ def _own_tool(kind: str | None) -> str | None:
     if kind not in (None, "custom"):
         raise PydanticCustomError(
             "unsupported",
-            "is '{kind}', a tool that the server would run; this one runs none: give 'name', 'description' and "
+            "is '{kind}', a tool that runs on the server, which is not supported: give 'name', 'description' and "
             "'input_schema' of a tool that the client runs.",
             {"kind": kind},
         )
@@ -319,7 +319,7 @@ def _continues(messages: Sequence[Message]) -> bool:
     if not isinstance(last.content, str) and any(isinstance(block, ToolUseBlock) for block in last.content):
         place = f"messages[{len(messages) - 1}]"
         raise RequestError(
-            f"'{place}' calls tools, and nothing follows it; give their results in a message of the user.",
+            f"'{place}' calls tools, but no result follows; give the results in a user message.",
             param=place,
         )
     return True
@@ -344,14 +344,12 @@ def _tool_use(fields: PromptFields) -> ToolUse:
     if choice.type != "tool":
         if choice.name is not None:
             raise RequestError(
-                f"'tool_choice.name' goes with the type 'tool', not with '{choice.type}'; leave it out.",
+                f"'tool_choice.name' requires the type 'tool', but it is '{choice.type}'; leave it out.",
                 param="tool_choice.name",
             )
         return choose(use, _CHOICES[choice.type], None, "tool_choice")
     if choice.name is None:
-        raise RequestError(
-            "'tool_choice.name' is missing: which tool is to be called?", param="tool_choice.name"
-        )
+        raise RequestError("'tool_choice.name' is missing; name the tool to call.", param="tool_choice.name")
     return choose(use, "required", [choice.name], "tool_choice.name")
 
 
@@ -377,7 +375,7 @@ def _template_kwargs(fields: PromptFields, format_: ChatFormat) -> Plain:
     if thinking is not None:
         if thinking.type == "disabled" and thinking.budget_tokens is not None:
             raise RequestError(
-                "'thinking.budget_tokens' is for reasoning, and 'thinking.type' is 'disabled'; leave it out.",
+                "'thinking.budget_tokens' has no effect, because 'thinking.type' is 'disabled'; leave it out.",
                 param="thinking.budget_tokens",
             )
         kwargs |= dict.fromkeys(("enable_thinking", "thinking"), thinking.type != "disabled")

@@ -195,7 +195,7 @@ class _Values:
     def _searched(self, pattern: str) -> str:
         """Write a text in which a pattern is found. Anchors count at its ends; llguidance refuses them elsewhere."""
         if len(pattern) > _LONGEST_PATTERN:
-            raise self._refusal("a 'pattern' of such length")
+            raise self._refusal("a 'pattern' of this length")
         starts, ends = pattern.startswith("^"), re.search(r"(?<!\\)(\\\\)*\$$", pattern) is not None
         core = pattern[starts : len(pattern) - ends]
         found = f"{'' if starts else '(?s:.*)'}({core}){'' if ends else '(?s:.*)'}"
@@ -272,7 +272,7 @@ class _Values:
 
     def _text(self, text: str) -> str:
         if self.quote in text:
-            raise self._refusal(f"a text with {self.quote} in it")
+            raise self._refusal(f"a text that contains {self.quote}")
         return self.grammar.exactly(f"{self.quote}{text}{self.quote}")
 
     # ---- refusals
@@ -283,7 +283,7 @@ class _Values:
             raise self._refusal(f"'{others[0]}'")
 
     def _no_value(self) -> str:
-        raise self._refusal("a schema that nothing holds to")
+        raise self._refusal("a schema that no value satisfies")
 
     def _refusal(self, what: str) -> RequestError:
         return RequestError(

@@ -71,7 +71,7 @@ def _grammar(format: ChatFormat, conversation: Conversation, *, thinking_open: b
     if calls is None:
         if must_call:
             raise RequestError(
-                "This model has no format for calls of tools, so that none can be required.",
+                "This model has no format for tool calls, so none can be required.",
                 param="tool_choice",
             )
         body = plain or ANY_TEXT
@@ -96,7 +96,7 @@ def _of_format(content: AnswerFormat) -> Grammar:
 def _own(content: AnswerFormat) -> Mapping[str, object]:
     if _OPTIONS in content.schema:
         raise RequestError(
-            f"'{_OPTIONS}' in a schema is not for the request to set; leave it out.", param=content.param
+            f"'{_OPTIONS}' in a schema cannot be set by a request; leave it out.", param=content.param
         )
     return content.schema
 
@@ -115,7 +115,7 @@ def _content(grammar: LarkGrammar, content: AnswerFormat) -> str | None:
 def _refuse_headers(format: ChatFormat, content: AnswerFormat) -> None:  # noqa: A002 - as above
     if format.turns:
         raise RequestError(
-            "This model heads every part of its answers, so that no schema of tools or of the answer can be enforced.",
+            "This model writes a header before every part of its answers, so no schema can be enforced.",
             param=content.param if content.kind != "text" else "tool_choice",
         )
 
@@ -190,7 +190,7 @@ _MESSAGES: Mapping[str, Callable[[LarkGrammar, CallMarks, ToolUse, str | None], 
 def _check_options(tool: Tool) -> None:
     if _OPTIONS in (tool.parameters or {}):
         raise RequestError(
-            f"'{_OPTIONS}' in the parameters of tool '{tool.name}' is not for the request to set.",
+            f"'{_OPTIONS}' in the parameters of tool '{tool.name}' cannot be set by a request; leave it out.",
             param="tools",
         )
 
@@ -230,7 +230,9 @@ class GrammarChecks:
                 async with asyncio.timeout(_WITHIN_S):
                     known = await loop.run_in_executor(self._thread, self._trials.problem, grammar)
             except TimeoutError:
-                return "The server was too busy with other schemas to look at this one; try again, or make it simpler."
+                return (
+                    "The server was too busy with other schemas to check this one; try again, or simplify it."
+                )
             self._known[key] = known
             while len(self._known) > _KEPT:
                 self._known.popitem(last=False)

@@ -119,7 +119,7 @@ def with_effort(
     for name in arguments:
         if own and name in own:
             raise RequestError(
-                f"'{param}' and 'chat_template_kwargs.{name}' say the same thing; give one of them.",
+                f"'{param}' and 'chat_template_kwargs.{name}' set the same option; give one of them.",
                 param=param,
             )
     return {**(own or {}), **arguments}
@@ -141,7 +141,7 @@ def effort_arguments(format_: ChatFormat, effort: str, *, param: str) -> dict[st
     if effort == "none" and format_.thinking is None:
         return {}
     raise RequestError(
-        f"'{param}' is '{effort}', and this model's chat template has no switch for how much it thinks; leave it out.",
+        f"'{param}' is '{effort}', but this model's chat template has no setting for the reasoning effort; leave it out.",
         param=param,
     )
 
@@ -152,11 +152,11 @@ def _check_tools(format_: ChatFormat, conversation: Conversation) -> None:
         return
     if tools > _MOST_TOOLS:
         raise RequestError(
-            f"'tools' has {tools} of them; the most in one request are {_MOST_TOOLS}.", param="tools"
+            f"'tools' has {tools} tools; one request may have {_MOST_TOOLS} at most.", param="tools"
         )
     if format_.calls is None or not format_.knows("tools"):
         raise RequestError(
-            "This model's chat template has no place for tools, so it can call none; leave 'tools' out.",
+            "This model's chat template does not support tools; leave 'tools' out.",
             param="tools",
         )
 
@@ -166,12 +166,12 @@ def _check_continues(conversation: Conversation) -> None:
         return
     if conversation.messages[-1].get("role") != "assistant":
         raise RequestError(
-            "The last message is to be continued, and it is not the assistant's.",
+            "The last message cannot be continued, because it is not the assistant's.",
             param=conversation.messages_param,
         )
     if conversation.format.kind != "text":
         raise RequestError(
-            f"'{conversation.format.param}' is of a whole answer, and the last message begins one: leave out one of them.",
+            f"'{conversation.format.param}' needs a whole answer, but the last message begins one: leave out one of them.",
             param=conversation.format.param,
         )
 
@@ -185,7 +185,7 @@ def _check_kwargs(format_: ChatFormat, conversation: Conversation) -> None:
         if not format_.knows(name):
             param = f"{conversation.kwargs_param}.{name}"
             raise RequestError(
-                f"'{param}' is nothing that this model's chat template knows of; leave it out.", param=param
+                f"'{param}' is unknown to this model's chat template; leave it out.", param=param
             )
 
 

@@ -212,7 +212,7 @@ def _require_identifiers(tool: Tool, names: Sequence[str]) -> None:
 
 def _no_name(tool: Tool, name: str) -> RequestError:
     return RequestError(
-        f"'{name}' of tool '{tool.name}' is no name that this model's format can write.", param="tools"
+        f"'{name}' of tool '{tool.name}' is a name that this model's format cannot write.", param="tools"
     )
 
 

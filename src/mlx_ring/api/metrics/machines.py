@@ -43,7 +43,7 @@ def instance_families(replicas: Sequence[Replica], models: Sequence[ModelService
     """Yield the metrics of models and their instances."""
     yield gauge(
         "model_state",
-        "1 for the state that a model is in.",
+        "1 for the current state of a model.",
         ("model_name", "state"),
         [sample for model in models for sample in one_of(get_args(State), model.state, (model.model_id,))],
     )
@@ -55,7 +55,7 @@ def instance_families(replicas: Sequence[Replica], models: Sequence[ModelService
     )
     yield gauge(
         "instance_info",
-        "1, with an instance's name and epoch.",
+        "Constant 1, labelled with an instance's name and epoch.",
         (*MODEL, "name", "epoch"),
         [
             ((*each.labels, each.instance.info.name, str(each.instance.info.epoch)), 1.0)
@@ -113,7 +113,7 @@ def worker_families(replicas: Sequence[Replica], workers: Workers, links: LinkCo
     )
     yield gauge(
         "worker_kv_kept_bytes",
-        "Of its KV, what is kept of ended requests, as accounted.",
+        "Part of a worker's KV that is kept from ended requests, as accounted.",
         RANK,
         [(labels, use.kept_bytes) for labels, use in limits],
     )
@@ -123,9 +123,9 @@ def worker_families(replicas: Sequence[Replica], workers: Workers, links: LinkCo
             links.update(labels, worker.pid, worker.sends)
     for place, (name, about) in enumerate(
         (
-            ("link_frames", "Tensors that went to the next stage, on another machine."),
+            ("link_frames", "Tensors sent to the next stage on another machine."),
             ("link_tensor_bytes", "Their bytes."),
-            ("link_sent_bytes", "Their bytes as they went over the wire."),
+            ("link_sent_bytes", "Bytes of these tensors on the network."),
         )
     ):
         yield counter(name, about, RANK, [(labels, total[place]) for labels, total in links.total.items()])
@@ -142,7 +142,7 @@ def node_families(nodes: Sequence[NodeStatus], workers: Workers) -> Iterator[Met
     """Yield the metrics of the nodes' state and memory."""
     yield gauge(
         "node_state",
-        "1 for the state that a node is in.",
+        "1 for the current state of a node.",
         ("node", "state"),
         [sample for node in nodes for sample in one_of(get_args(NodeState), node.state, (node.id,))],
     )
@@ -157,8 +157,8 @@ def node_families(nodes: Sequence[NodeStatus], workers: Workers) -> Iterator[Met
     used = _by_node(here, "rss_bytes")
     weights, kv = _by_node(here, "weight_bytes"), _by_node(here, "kv_bytes")
     for name, about, values in (
-        ("limit", "Memory of a node's device that may be used at all.", limits),
-        ("free", "Of it, what nobody holds.", free),
+        ("limit", "Usable memory of a node's device.", limits),
+        ("free", "Free memory of a node's device.", free),
         ("used", "Resident memory of a node's workers.", used),
         ("weight", "Weights that a node's workers hold.", weights),
         ("kv", "Keys and values that a node's workers hold.", kv),
@@ -184,13 +184,13 @@ def link_families(links: Sequence[LinkInfo]) -> Iterator[Metric]:
     works = [link for link in links if not link.problem]
     yield gauge(
         "link_up",
-        "Whether anything gets through from one node to another.",
+        "1 if one node reaches another, else 0.",
         labels,
         [((link.source, link.target), float(not link.problem)) for link in links],
     )
     yield gauge(
         "link_round_trip_seconds",
-        "From one node to another and back.",
+        "Round trip from one node to another.",
         labels,
         [((link.source, link.target), link.round_trip_s) for link in works],
     )

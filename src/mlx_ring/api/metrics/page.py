@@ -48,11 +48,13 @@ class MetricsCollector:
         models = list(self._catalog.models)
         replicas = [replica for model in models for replica in replicas_of(model)]
         workers = workers_now(replicas)
-        yield gauge("build_info", "1, with the version.", ("version",), [((self._version,), 1.0)])
-        yield gauge("uptime_seconds", "Since the head started.", (), [((), time.time() - models[0].created)])
         yield gauge(
-            "head_tasks", "Coroutines that the head has under way.", (), [((), len(asyncio.all_tasks()))]
+            "build_info", "Constant 1, labelled with the version.", ("version",), [((self._version,), 1.0)]
         )
+        yield gauge(
+            "uptime_seconds", "Time since the head started.", (), [((), time.time() - models[0].created)]
+        )
+        yield gauge("head_tasks", "Running coroutines of the head.", (), [((), len(asyncio.all_tasks()))])
         yield from request_families(replicas, models)
         yield from step_families(replicas)
         yield from instance_families(replicas, models)

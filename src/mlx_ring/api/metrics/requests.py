@@ -85,13 +85,13 @@ _REASONS = ("stop", "length", "abort", "error")
 _FAILURES = (WorkerLost, NodeLost, WorkerStuck, StepFailed, DeadlineExceeded)
 _REFUSALS = (Overloaded, ContextExceeded, NotReady)
 _TIMES = (
-    ("time_to_first_token_seconds", "first_token_s", "From a request's arrival to its first token."),
-    ("inter_token_latency_seconds", "between_tokens_s", "From one token of an answer to the next."),
-    ("e2e_request_latency_seconds", "whole_s", "From a request's arrival to its answer's end."),
-    ("request_queue_time_seconds", "queue_s", "From a request's arrival to its admission."),
-    ("request_prefill_time_seconds", "prefill_s", "From a request's admission to its first token."),
-    ("request_decode_time_seconds", "decode_s", "From the first token to the last."),
-    ("request_inference_time_seconds", "inference_s", "From a request's admission to its last token."),
+    ("time_to_first_token_seconds", "first_token_s", "Time from a request's arrival to its first token."),
+    ("inter_token_latency_seconds", "between_tokens_s", "Time from one token of an answer to the next."),
+    ("e2e_request_latency_seconds", "whole_s", "Time from a request's arrival to its answer's end."),
+    ("request_queue_time_seconds", "queue_s", "Time from a request's arrival to its admission."),
+    ("request_prefill_time_seconds", "prefill_s", "Time from a request's admission to its first token."),
+    ("request_decode_time_seconds", "decode_s", "Time from the first token to the last."),
+    ("request_inference_time_seconds", "inference_s", "Time from a request's admission to its last token."),
     ("request_prompt_tokens", "prompt_lengths", "Tokens of prompts."),
     ("request_generation_tokens", "answer_lengths", "Tokens of answers."),
 )
@@ -103,11 +103,11 @@ _COUNTS = (
     ),
     ("prefix_cache_hits", "cache_hit_tokens", "Prompt tokens that the prefix cache supplied."),
     ("prefix_cache_evictions", "cache_evictions", "Sequences that the prefix cache evicted."),
-    ("num_preemptions", "preemptions", "Times that a request was preempted, and computed again."),
+    ("num_preemptions", "preemptions", "Number of preemptions; a preempted request is computed again."),
     ("spec_decode_num_drafts", "drafts", "Times that draft tokens were proposed."),
     ("spec_decode_num_draft_tokens", "draft_tokens", "Draft tokens that were proposed."),
     ("spec_decode_num_accepted_tokens", "accepted_tokens", "Draft tokens that were accepted."),
-    ("steps_failed", "steps_failed", "Steps that failed, whole or in part."),
+    ("steps_failed", "steps_failed", "Steps that failed, wholly or in part."),
 )
 _RANK_TIMES = (
     ("stage_compute_seconds", "compute_us", "Time that a stage computed."),
@@ -120,7 +120,7 @@ _RANK_TIMES = (
     (
         "stage_queue_seconds",
         "queue_us",
-        "Steps that had come and waited for the one before: beside the other times.",
+        "Time that arrived steps waited for the step before, beside the other times.",
     ),
     ("stage_idle_seconds", "idle_us", "Time that a stage had no step."),
 )
@@ -150,15 +150,15 @@ def request_families(replicas: Sequence[Replica], models: Sequence[ModelService]
     running = [(each.labels, 0 if each.stats is None else each.stats.scheduler.running) for each in replicas]
     waiting = [(each.labels, 0 if each.stats is None else each.stats.scheduler.waiting) for each in replicas]
     yield gauge("num_requests_running", "Requests that are being computed.", MODEL, running)
-    yield gauge("num_requests_waiting", "Requests that wait for a place.", MODEL, waiting)
+    yield gauge("num_requests_waiting", "Queued requests.", MODEL, waiting)
     yield gauge(
         "kv_cache_usage_perc",
-        "Part of the KV memory that running requests have, from 0 to 1; of the fullest rank.",
+        "Share of the KV memory that running requests use, from 0 to 1, on the fullest rank.",
         MODEL,
         [(each.labels, _kv_usage(each.stats)) for each in replicas],
     )
     for name, about, field in (
-        ("prompt_tokens", "Tokens of prompts, those that were cached included.", "prompt_tokens"),
+        ("prompt_tokens", "Tokens of prompts, including cached ones.", "prompt_tokens"),
         ("generation_tokens", "Tokens that were generated.", "generated_tokens"),
     ):
         yield counter(name, about, MODEL, [(each.labels, getattr(each.meter, field)) for each in replicas])
@@ -180,7 +180,7 @@ def request_families(replicas: Sequence[Replica], models: Sequence[ModelService]
     )
     yield counter(
         "requests_rejected",
-        "Requests that were refused before they were taken, by the kind of error.",
+        "Requests that were refused on arrival, by the kind of error.",
         ("model_name", "error"),
         [
             ((model.model_id, error), count)

@@ -82,8 +82,8 @@ class _Body:
             self.release_all()
             await self._drop(message)
             raise BodiesFull(
-                f"The bodies of requests hold as much as they may, {self.memory.most_bytes >> 20} MiB in all, or this client "
-                f"has its share of that; come again in {BodiesFull.retry_after_s:g} s."
+                f"The memory for request bodies is full, {self.memory.most_bytes >> 20} MiB in all, or this client "
+                f"uses its whole share; try again in {BodiesFull.retry_after_s:g} s."
             )
         self.held += size
         return message

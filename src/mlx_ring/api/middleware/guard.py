@@ -60,7 +60,9 @@ class Admission:
             yield
             return
         if self._is_closed:
-            raise Draining("The server is shutting down: it finishes what it has, and takes nothing new.")
+            raise Draining(
+                "The server is shutting down: it finishes running requests and accepts no new ones."
+            )
         self._open += 1
         self._is_idle.clear()
         try:
@@ -171,11 +173,11 @@ class Guard:
         host, origin = headers.get("host"), headers.get("origin")
         if host is not None and not self._is_ours(_hostname(f"//{host}")):
             raise Refused(
-                f"Host '{host}' is not a name of this server; start it with this host allowed, "
+                f"Host '{host}' is not a name of this server; allow it with --allowed-hosts, "
                 f"or use one of {_listed(self._hosts)}."
             )
         if origin is not None and not self._is_allowed_origin(origin, host):
-            raise Refused(f"Origin '{origin}' may not use this server; start it with this origin allowed.")
+            raise Refused(f"Origin '{origin}' may not use this server; allow it with --allowed-origins.")
 
     def _authenticate(self, scope: Scope, headers: Headers) -> str:
         """Return the client's identity. Every key is compared in constant time, so the duration reveals nothing."""
@@ -185,7 +187,7 @@ class Guard:
         given = _given_key(headers)
         if given is None:
             raise Unauthenticated(
-                "This server asks for an API key: send it as `Authorization: Bearer KEY` or `x-api-key: KEY`."
+                "This server requires an API key: send it as `Authorization: Bearer KEY` or `x-api-key: KEY`."
             )
         if not sum(hmac.compare_digest(given.encode("latin-1"), key) for key in self._keys):
             raise Unauthenticated("Incorrect API key provided: it is not one of this server's.")

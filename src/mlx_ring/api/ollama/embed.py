@@ -115,7 +115,7 @@ async def _tokens(
         return tokens
     if not cuts:
         raise RequestError(
-            f"'input[{place}]' has {len(tokens)} tokens, and the context holds {most}: shorten it, or leave out "
+            f"'input[{place}]' has {len(tokens)} tokens, but the context has {most}: shorten it, or leave out "
             "'truncate': false.",
             param=f"input[{place}]",
         )

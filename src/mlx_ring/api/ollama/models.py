@@ -80,18 +80,15 @@ def routes(context: ApiContext) -> APIRouter:
             find_model(context, name)
         except UnknownModel:
             raise RequestError(
-                f"'{name}' is not served here, and nothing is fetched over this API: POST /models/load loads a model "
-                "beside the others, and `mlx-ring serve` takes several.",
+                f"'{name}' is not served, and this API fetches no models: load it with POST /models/load, "
+                "or start `mlx-ring serve` with several models.",
                 param="model",
             ) from None
         media_type = None if fields.stream is False else LINES
         return JsonAnswer({"status": "success"}, media_type=media_type)
 
     async def refuse(request: Request) -> Response:
-        raise RequestError(
-            f"{request.url.path} would change the models on disk, which this server leaves alone: they are folders, "
-            "or come from the hub with `mlx-ring models pull`."
-        )
+        raise RequestError(f"{request.url.path} would change the models on disk, which is not supported.")
 
     documented_get(router, "/api/tags", tags, schemas.TAGS)
     documented_get(router, "/api/ps", running, schemas.RUNNING)

@@ -27,7 +27,7 @@ from mlx_ring.api.service import ModelService
 from mlx_ring.core.errors import RequestError, UnknownModel
 from mlx_ring.core.types import SamplingParams
 
-Images = Annotated[None, Refused("this server reads text alone; leave it out.", ([],))]
+Images = Annotated[None, Refused("only text is supported; leave it out.", ([],))]
 
 
 class CalledFunction(Body):
@@ -95,7 +95,7 @@ def read_think(format_: ChatFormat, think: Think | None) -> dict[str, object]:
         return effort_arguments(format_, think or "none", param="think")
     switch = next((name for name in _SWITCHES if format_.knows(name)), None)
     if switch is None and format_.thinking is None:
-        raise RequestError("'think' is true, and this model has no reasoning; leave it out.", param="think")
+        raise RequestError("'think' is true, but this model has no reasoning; leave it out.", param="think")
     return {} if switch is None else {switch: True}
 
 
@@ -131,7 +131,7 @@ _DURATION = r"^[-+]?(0|(([0-9]+(\.[0-9]*)?|\.[0-9]+)(ns|us|µs|ms|s|m|h))+)$"
 def _duration(text: str) -> str:
     if re.match(_DURATION, text) is None:
         raise PydanticCustomError(
-            "unsupported", "is no time; write it like '5m' or '1h30m', or as a number of seconds."
+            "unsupported", "is not a duration; write it like '5m' or '1h30m', or as a number of seconds."
         )
     return text
 
@@ -181,9 +181,7 @@ Stops = Annotated[
 def _off(value: float) -> float:
     """Accept only 1, which turns these filters off."""
     if value != 1:
-        raise PydanticCustomError(
-            "unsupported", "is not supported: this server has no such filter; leave it out."
-        )
+        raise PydanticCustomError("unsupported", "is not supported; leave it out.")
     return value
 
 
@@ -200,7 +198,7 @@ class Options(DrawFields):
     """0: no repeat penalty. It is over all tokens otherwise (-1), however many are asked for."""
     typical_p: Annotated[float, AfterValidator(_off)] | None = None
     tfs_z: Annotated[float, AfterValidator(_off)] | None = None
-    mirostat: Annotated[None, Refused("tokens are not drawn that way here; leave it out.", (0,))] = None
+    mirostat: Annotated[None, Refused("this way of sampling is not supported; leave it out.", (0,))] = None
     mirostat_tau: float | None = None
     mirostat_eta: float | None = None
     num_keep: int | None = None
@@ -223,9 +221,7 @@ class Options(DrawFields):
 
 _Dropped = Annotated[
     None,
-    Refused(
-        "what is over the context is refused, and nothing is dropped; leave it out or give false.", (False,)
-    ),
+    Refused("a prompt beyond the context is refused, never shortened; leave it out or give false.", (False,)),
 ]
 
 

@@ -145,12 +145,12 @@ class GenerateFields(CommonFields):
     system: str | None = None
     raw: bool | None = None
     """True where the prompt goes to the model as it is, without its chat template."""
-    suffix: Annotated[None, Refused("text can be added at its end only; leave it out.", ("",))] = None
+    suffix: Annotated[None, Refused("text can only be added at the end; leave it out.", ("",))] = None
     template: Annotated[
         None,
-        Refused("the model's own chat template is used, and 'raw' goes without; leave it out.", ("",)),
+        Refused("the model's own chat template is used, or none with 'raw'; leave it out.", ("",)),
     ] = None
-    context: Annotated[None, Refused("no answer gives one; /api/chat takes messages.", ([],))] = None
+    context: Annotated[None, Refused("answers have none; send messages to /api/chat.", ([],))] = None
     images: Images = None
 
 
@@ -211,6 +211,6 @@ def _check_raw(fields: GenerateFields) -> None:
     for name, value in given.items():
         if value:
             raise RequestError(
-                f"'{name}' needs the model's chat template, which a raw prompt goes without; leave it out.",
+                f"'{name}' needs the model's chat template, but the prompt is raw; leave it out.",
                 param=name,
             )

@@ -51,7 +51,7 @@ STREAM_FORMAT = StreamFormat(EVENT_STREAM, event, KEEP_ALIVE, DONE)
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
-_Replaced = Annotated[None, Refused("'tools' and 'tool_choice' have taken its place; send those.")]
+_Replaced = Annotated[None, Refused("it is replaced by 'tools' and 'tool_choice'; send those.")]
 
 
 class ChatRequest(AnswerFields):

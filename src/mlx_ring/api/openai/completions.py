@@ -84,7 +84,7 @@ class CompletionRequest(AnswerFields):
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
     best_of: Annotated[int, Field(ge=1)] | None = None
     """No other than `n`: nothing chooses among answers."""
-    suffix: Annotated[None, Refused("text can be added at its end only; leave it out.", ("",))] = None
+    suffix: Annotated[None, Refused("text can only be added at the end; leave it out.", ("",))] = None
 
 
 def routes(context: ApiContext) -> APIRouter:
@@ -241,7 +241,7 @@ def _check_counts(fields: CompletionRequest) -> None:
     answers = n * len(each(fields.prompt))
     if answers > _MOST_ANSWERS:
         raise RequestError(
-            f"'prompt' and 'n' ask for {answers} answers; the most in one request are {_MOST_ANSWERS}.",
+            f"'prompt' and 'n' ask for {answers} answers; one request may have {_MOST_ANSWERS} at most.",
             param="prompt",
         )
 

@@ -88,7 +88,7 @@ async def _tokens(context: ApiContext, service: ModelService, text: str | list[i
 def _check_count(given: Sequence[str | list[int]]) -> None:
     if len(given) > _MOST_TEXTS:
         raise RequestError(
-            f"'input' has {len(given)} texts; the most in one request are {_MOST_TEXTS}.", param="input"
+            f"'input' has {len(given)} texts; one request may have {_MOST_TEXTS} at most.", param="input"
         )
 
 

@@ -45,7 +45,7 @@ def _refuse_other_media(part: object) -> object:
     if isinstance(kind, str) and kind in _NO_TEXT:
         raise PydanticCustomError(
             "unsupported",
-            "is {what} ('{kind}'), and this server reads text alone; leave it out.",
+            "is {what} ('{kind}'), and only text is supported; leave it out.",
             {"what": _NO_TEXT[kind], "kind": kind},
         )
     return fields
@@ -274,7 +274,7 @@ def check_names(names: Sequence[str], place: str) -> None:
     for number, name in enumerate(names):
         if name in known:
             raise RequestError(
-                f"Two tools have the name '{name}'; give each its own.", param=place.format(number)
+                f"Two tools have the name '{name}'; give each tool another name.", param=place.format(number)
             )
         known.add(name)
 
@@ -293,8 +293,6 @@ def choose(
             there = ", ".join(f"'{tool}'" for tool in sorted(known)) or "none"
             raise RequestError(f"'{param}' names '{name}'; of 'tools' there is {there}.", param=param)
     if choice == "required" and not known:
-        raise RequestError(
-            f"'{param}' demands a call, and there are no 'tools' that could be called.", param=param
-        )
+        raise RequestError(f"'{param}' requires a call, but there are no 'tools' to call.", param=param)
     allowed = None if names is None else frozenset(names)
     return ToolUse(use.tools, choice, allowed, use.parallel)

@@ -44,7 +44,7 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
-Obfuscated = Annotated[None, Refused("what is streamed is not padded; leave it out or give false.", (False,))]
+Obfuscated = Annotated[None, Refused("streams are not padded; leave it out or give false.", (False,))]
 
 
 class StreamOptions(Body):

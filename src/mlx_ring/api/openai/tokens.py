@@ -85,7 +85,7 @@ def _check_tokens(tokens: list[int], service: ModelService) -> None:
     """Refuse more tokens than any prompt may have."""
     if len(tokens) > service.context_length:
         raise RequestError(
-            f"'tokens' has {len(tokens)} of them, and this model's context holds {service.context_length}: give fewer at a time.",
+            f"'tokens' has {len(tokens)} tokens, but this model's context has {service.context_length}: give fewer at a time.",
             param="tokens",
         )
     for place, token in enumerate(tokens):
@@ -118,13 +118,13 @@ def _check_kind(fields: TokenizeRequest) -> None:
     if fields.prompt is None:
         if fields.add_special_tokens:
             raise RequestError(
-                "'add_special_tokens' goes with 'prompt': messages get theirs from the chat template.",
+                "'add_special_tokens' applies to 'prompt' only: messages get special tokens from the chat template.",
                 param="add_special_tokens",
             )
         return
     for name, value in of_messages.items():
         if value:
-            raise RequestError(f"'{name}' goes with 'messages'; leave it out.", param=name)
+            raise RequestError(f"'{name}' applies to 'messages' only; leave it out.", param=name)
 
 
 async def _tokens(context: ApiContext, service: ModelService, fields: TokenizeRequest) -> tuple[int, ...]:

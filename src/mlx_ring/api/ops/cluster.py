@@ -319,7 +319,7 @@ def _role(worker: WorkerInfo, instance: InstanceInfo) -> Literal["whole", "first
 
 NodePair = tuple[str, str]
 """Sender and receiver."""
-_IDLE = "no stage of a model sends over it"
+_IDLE = "no stage of a model uses it"
 
 
 def link_statuses(
@@ -370,4 +370,4 @@ def _why(senders: Sequence[LinkUse | None], reports: Sequence[LinkUse]) -> str:
     """Return the reason of the sender with the most bytes."""
     if reports:
         return max(reports, key=lambda use: use.tensor_bytes).why
-    return "nothing is known of what was sent yet" if senders else _IDLE
+    return "nothing is known yet about the data sent" if senders else _IDLE

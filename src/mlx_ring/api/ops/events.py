@@ -175,7 +175,7 @@ class EventFeed:
         """
         if self._watchers >= self._most:
             raise Overloaded(
-                f"{self._watchers} watch already, which is the most: close a page, or try again later.",
+                f"{self._watchers} clients already follow the events, the maximum: close a page, or try again later.",
                 retry_after_s=_RETRY_AFTER_S,
             )
         self._watchers += 1
@@ -207,7 +207,7 @@ class EventFeed:
             try:
                 self._update()
             except Exception:
-                log.exception("cannot read the state for watchers this time")
+                log.exception("cannot read the state for the event stream this time")
 
     def _update(self) -> None:
         state = self._read()

@@ -231,7 +231,7 @@ class BenchClient:
                 text = (await response.aread()).decode(errors="replace")
                 record.error = f"HTTP {response.status_code}: {error_message(text)}"
             elif kind != "text/event-stream":
-                record.error = f"no stream: the answer is {kind}"
+                record.error = f"the answer is not a stream, but {kind}"
             elif not await _read_stream(response, record, started) and record.error is None:
                 record.error = _CUT
 

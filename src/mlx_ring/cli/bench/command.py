@@ -78,9 +78,7 @@ def one_of(flag: str, text: str, choices: Sequence[str]) -> str:
 def key(flag: str, text: str | None) -> str | None:
     """Check that a key can stand in an HTTP header."""
     if text is not None and not (text.isascii() and text.isprintable() and text.strip()):
-        raise ConfigError(
-            f"{flag} must be printable ASCII characters; a key is neither empty nor has others."
-        )
+        raise ConfigError(f"{flag} must be printable ASCII characters; a key is not empty and has no others.")
     return text
 
 
@@ -96,7 +94,7 @@ def output_file(flag: str, path: Path | None, suffixes: Sequence[str] = ()) -> P
     if path.is_dir():
         raise ConfigError(f"{flag} is {path}; that is a folder, give a file.")
     if not os.access(path if path.exists() else folder, os.W_OK):
-        raise ConfigError(f"{flag} is {path}; it may not be written.")
+        raise ConfigError(f"{flag} is {path}; this user may not write it.")
     return path
 
 

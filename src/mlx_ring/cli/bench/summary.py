@@ -263,13 +263,15 @@ def _remarks(summary: Summary) -> list[str]:
     remarks: list[str] = []
     if _several_at_once(summary):
         remarks.append(
-            f"An event brought {summary.tokens_per_event:.2f} tokens on average; its wait is shared out among them."
+            f"An event carried {summary.tokens_per_event:.2f} tokens on average; its latency is divided among them."
         )
     if summary.shorter:
-        remarks.append(f"{summary.shorter} answers were shorter than asked for: the model ended them.")
+        remarks.append(
+            f"{summary.shorter} answers were shorter than requested, because the model ended them."
+        )
     if summary.stopped:
         remarks.append(
-            f"{summary.stopped} requests were under way when the load was stopped; they do not count."
+            f"{summary.stopped} requests were in progress when the load was stopped; they do not count."
         )
     return remarks
 

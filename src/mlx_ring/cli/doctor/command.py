@@ -50,7 +50,7 @@ def doctor(
     if as_json:
         print(json.dumps({"broken": broken, "findings": [one.as_json() for one in findings]}, indent=1))
     else:
-        print(f"\n{broken} of {len(findings)} findings must be mended." if broken else "\nNothing is broken.")
+        print(f"\n{broken} of {len(findings)} findings must be fixed." if broken else "\nNothing is broken.")
     if broken:
         raise typer.Exit(1)
 

@@ -68,13 +68,15 @@ def _examine_head(head: HeadAddress, folder: Path) -> Iterator[Finding]:
     findings = list(_examine_route(head, (head.port, head.enrolment_port)))
     yield from findings
     if any(finding.level == "broken" for finding in findings):
-        yield Finding("note", f"head {head}", "neither compared nor measured: it was not reached", _MEND)
+        yield Finding(
+            "note", f"head {head}", "neither compared nor measured, because it was not reached", _MEND
+        )
     else:
         yield from check_head(head, folder)
         yield check_throughput(head, folder)
 
 
-_MEND = "Mend the way to it first."
+_MEND = "Fix the connection to it first."
 
 
 def _examine_route(address: HeadAddress, ports: Sequence[int]) -> Iterator[Finding]:

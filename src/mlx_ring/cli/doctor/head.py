@@ -20,7 +20,9 @@ from mlx_ring.rpc.tls.credentials import Anchor, load_credentials
 
 _CLOCK_WARNING_S, _CLOCK_BROKEN_S = 5.0, 1800.0
 """Limits of the clocks' difference. A new certificate is valid from one hour before its creation."""
-_SET_CLOCK = "Set both clocks by the network: timedatectl set-ntp true, or Date & Time in a Mac's settings."
+_SET_CLOCK = (
+    "Set both clocks from the network: `timedatectl set-ntp true`, or Date & Time in a Mac's settings."
+)
 
 
 def check_head(head: HeadAddress, folder: Path) -> list[Finding]:
@@ -36,16 +38,14 @@ def check_head(head: HeadAddress, folder: Path) -> list[Finding]:
                 known,
                 dates,
                 Finding(
-                    "note", "clock", "not compared: the head's certificate is not valid", "Mend that first."
+                    "note", "clock", "not compared: the head's certificate is not valid", "Fix that first."
                 ),
             ]
         greeted = ask_greeting(head.enrolment, Anchor(authority.public_bytes(Encoding.PEM)))
     except RingError as error:
         return [
             Finding("broken", what, str(error), "Check the address, and that `mlx-ring serve` runs there."),
-            Finding(
-                "note", "clock", "not compared: the head does not say what time it has", "Mend that first."
-            ),
+            Finding("note", "clock", "not compared: the head does not report its time", "Fix that first."),
         ]
     return [known, dates, *check_versions(greeted.hello, make_hello()), check_clock(greeted)]
 
@@ -62,7 +62,7 @@ def _check_cluster(what: str, authority: x509.Certificate, folder: Path) -> Find
         return Finding("note", what, f"{value}; this machine has not joined it yet", fix)
     if fingerprint(x509.load_pem_x509_certificate(kept.authority)) != fingerprint(authority):
         fix = "Check the address, or join that cluster: mlx-ring join HEAD --token TOKEN."
-        return Finding("broken", what, f"{value}, and this machine is of another cluster", fix)
+        return Finding("broken", what, f"{value}, but this machine belongs to another cluster", fix)
     return Finding("ok", what, value)
 
 
@@ -107,13 +107,13 @@ def check_dates(what: str, certificate: x509.Certificate, now: datetime) -> Find
     """Check that a certificate is valid now by this machine's clock."""
     begins, ends = certificate.not_valid_before_utc, certificate.not_valid_after_utc
     if now < begins:
-        value = f"valid only from {begins:%Y-%m-%d %H:%M} UTC on, and here it is {now:%Y-%m-%d %H:%M}"
+        value = f"valid only from {begins:%Y-%m-%d %H:%M} UTC on, but this clock shows {now:%Y-%m-%d %H:%M}"
         return Finding("broken", what, value, _SET_CLOCK)
     if now > ends:
-        fix = f"Join again with a token from `mlx-ring token create`, or mend this clock: it says {now:%Y-%m-%d}."
+        fix = f"Join again with a token from `mlx-ring token create`, or correct this clock, which shows {now:%Y-%m-%d}."
         return Finding("broken", what, f"expired on {ends:%Y-%m-%d}", fix)
     value = f"valid until {ends:%Y-%m-%d}"
     if needs_renewal(certificate, now):
-        fix = "Nothing: it is renewed by itself while the head can be reached."
+        fix = "Nothing: it is renewed automatically while the head can be reached."
         return Finding("note", what, f"{value}, to be renewed", fix)
     return Finding("ok", what, value)

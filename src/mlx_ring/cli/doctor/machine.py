@@ -59,7 +59,7 @@ def check_mlx() -> Finding:
 
 
 _MEND_MLX = (
-    "Install mlx and mlx-lm anew in this environment; on a Mac, macOS and Python must be for Apple silicon."
+    "Reinstall mlx and mlx-lm in this environment; on a Mac, macOS and Python must be for Apple silicon."
 )
 
 
@@ -77,11 +77,11 @@ def judge_memory(memory: UsableMemory) -> Finding:
         fix = "Give this container more memory (docker run --memory, or the unit's MemoryMax)."
         return Finding("warning", "memory", value, fix)
     if memory.total_bytes < _LITTLE_MEMORY:
-        return Finding("warning", "memory", value, "Only small models have room for a stage here.")
+        return Finding("warning", "memory", value, "Only stages of small models fit on this machine.")
     if memory.available_bytes < _LITTLE_LEFT:
-        return Finding("warning", "memory", value, "End other programs before a model is loaded.")
+        return Finding("warning", "memory", value, "Close other programs before loading a model.")
     if memory.limited_by != "the machine":
-        fix = "Raise that limit where a model does not fit (docker run --memory, or the unit's MemoryMax)."
+        fix = "Raise that limit if a model does not fit (docker run --memory, or the unit's MemoryMax)."
         return Finding("note", "memory", value, fix)
     return Finding("ok", "memory", value)
 
@@ -124,7 +124,7 @@ def judge_wired_limit(text: str) -> Finding:
 
 
 _RAISE_WIRED = (
-    "If a model just does not fit: `sudo sysctl iogpu.wired_limit_mb=MB`, and leave some GB to macOS."
+    "If a model barely does not fit: `sudo sysctl iogpu.wired_limit_mb=MB`, but leave some GB to macOS."
 )
 
 
@@ -136,10 +136,10 @@ def check_state_folder(folder: Path) -> Finding:
         with tempfile.TemporaryFile(dir=there):
             pass
     except OSError as error:
-        fix = f"Make {there} a folder that you may write, or choose another with --state-dir."
+        fix = f"Make {there} writable for you, or choose another folder with --state-dir."
         return Finding("broken", "state folder", f"{value} cannot be written ({error.strerror})", fix)
     if there != folder:
-        return Finding("ok", "state folder", f"{value}, not made yet")
+        return Finding("ok", "state folder", f"{value}, not created yet")
     if folder.stat().st_mode & _OPEN_TO_OTHERS:
         return Finding(
             "warning", "state folder", f"{value} is open to others", f"Close it: chmod -R go= '{folder}'."
@@ -169,9 +169,7 @@ def check_fast_links(addresses: Sequence[LanAddress], root: Path = ROOT) -> Find
     return Finding("note", "fast links", "neither Thunderbolt nor RDMA", _ETHERNET_WILL_DO)
 
 
-_ETHERNET_WILL_DO = (
-    "Gigabit Ethernet does for a stage on each machine; faster cables shorten the time to the first token."
-)
+_ETHERNET_WILL_DO = "Gigabit Ethernet suffices for a stage on each machine; faster cables shorten the time to the first token."
 _CABLE = (
     "Two machines with a Thunderbolt cable between them are a fast network: on Linux load thunderbolt-net, "
     "on a Mac turn the Thunderbolt Bridge on in the network settings."

@@ -35,11 +35,11 @@ _SLOW_MS = 5.0
 def check_lan(addresses: Sequence[LanAddress]) -> Finding:
     """Check that this machine has addresses that others could reach."""
     if not addresses:
-        fix = "Connect this machine to a network; one machine alone needs none."
+        fix = "Connect this machine to a network; a single machine needs none."
         return Finding("warning", "network", "no address that others could reach", fix)
     value = ", ".join(f"{one.address} ({one.interface}, {one.kind})" for one in addresses)
     if all(one.kind in ("wireless", "tunnel") for one in addresses):
-        return Finding("warning", "network", value, "Use a cable: Wi-Fi and VPNs cost time with every token.")
+        return Finding("warning", "network", value, "Use a cable: Wi-Fi and VPNs slow down every token.")
     return Finding("ok", "network", value)
 
 
@@ -122,12 +122,12 @@ def check_round_trip(host: str, port: int) -> Finding:
         return Finding("broken", what, f"no answer in {_CONNECT_S:g} s", fix)
     except ConnectionRefusedError:
         fix = f"Start mlx-ring there (`mlx-ring serve` or `mlx-ring join`), or check the port {port}."
-        return Finding("broken", what, "refused: nobody listens there", fix)
+        return Finding("broken", what, "refused: nothing listens there", fix)
     except OSError as error:
         fix = "Check the address, and that both machines are on the same network."
         return Finding("broken", what, error.strerror or str(error), fix)
     if milliseconds > _SLOW_MS:
-        fix = "Use a cable: Wi-Fi and VPNs cost time with every token."
+        fix = "Use a cable: Wi-Fi and VPNs slow down every token."
         return Finding("warning", what, f"{milliseconds:.1f} ms", fix)
     return Finding("ok", what, f"{milliseconds:.2f} ms")
 
@@ -143,7 +143,7 @@ def check_firewall(ports: Sequence[int]) -> Finding:
     active = [name for name, output in _firewalls() if firewall_is_on(name, output)]
     needed = f"TCP ports {' and '.join(map(str, ports))} and UDP port 5353"
     if not active:
-        return Finding("ok", "firewall", "none was seen on this machine")
+        return Finding("ok", "firewall", "none was found on this machine")
     return Finding("note", "firewall", f"{', '.join(active)} is on", f"Let other machines reach {needed}.")
 
 
@@ -187,9 +187,7 @@ def _ask(command: Sequence[str]) -> str:
 _BOUNDS = ProbeBounds(largest_bytes=1 << 20)
 """The head takes no messages over 2 MiB."""
 _SLOW_BYTES_S, _LONG_TRIP_S = 50e6, 5e-3
-_USE_A_CABLE = (
-    "Use a cable, gigabit Ethernet or better, between the machines, and end what else fills the network."
-)
+_USE_A_CABLE = "Use a cable, gigabit Ethernet or better, between the machines, and stop other traffic."
 
 
 def check_throughput(head: HeadAddress, folder: Path) -> Finding:
@@ -204,9 +202,9 @@ def check_throughput(head: HeadAddress, folder: Path) -> Finding:
     except PeerRefused as error:
         return Finding("broken", what, str(error), _JOIN)
     except VersionMismatch as error:
-        return Finding("note", what, f"not measured: {error}", "Mend the versions first.")
+        return Finding("note", what, f"not measured: {error}", "Install the same versions first.")
     except RingError as error:
-        fix = f"Check that TCP port {head.port} is open all the way, and that the head runs."
+        fix = f"Check that TCP port {head.port} is open along the whole route, and that the head runs."
         return Finding("broken", what, str(error), fix)
     return judge_link(what, measure)
 

@@ -60,7 +60,7 @@ def carried_authority(leaf: bytes) -> x509.Certificate:
     raise PeerRefused(_NO_HEAD)
 
 
-_NO_HEAD = "The server there is no mlx-ring head: check the address and port."
+_NO_HEAD = "The server at this address is no mlx-ring head: check the address and port."
 
 
 def fingerprint(certificate: x509.Certificate) -> bytes:
@@ -93,7 +93,7 @@ def check_node_id(node: str) -> str:
     """
     if not _NODE_ID.fullmatch(node):
         raise ConfigError(
-            f"{node[:80]!r} is no node id: it takes up to 48 small letters, digits and dashes, such as mini-7f3a."
+            f"{node[:80]!r} is no node id: use up to 48 lower-case letters, digits and dashes, such as mini-7f3a."
         )
     return node
 
@@ -125,7 +125,7 @@ def key_from_pem(pem: bytes, where: object) -> Key:
     except (ValueError, TypeError) as error:
         raise ConfigError(f"The key in {where} cannot be read: {error}.") from error
     if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise ConfigError(f"The key in {where} is {type(key).__name__}; it must be one on P-256.")
+        raise ConfigError(f"The key in {where} is {type(key).__name__}; it must be a P-256 key.")
     return key
 
 
@@ -155,7 +155,7 @@ def check_signing_request(pem: bytes, name: str) -> ec.EllipticCurvePublicKey:
     if names != [name]:
         raise PeerRefused(f"The signing request is for {', '.join(names) or 'no name'}, not for {name}.")
     if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
-        raise PeerRefused("The signing request's key is not on P-256.")
+        raise PeerRefused("The signing request's key is not a P-256 key.")
     return key
 
 

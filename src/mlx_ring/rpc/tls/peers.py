@@ -86,7 +86,7 @@ def peer_of_certificate(certificate: x509.Certificate) -> Peer:
     names = certificate_names(certificate)
     if len(names) != 1 or not (names[0] == HEAD_NAME or node_of(names[0])):
         raise PeerRefused(
-            f"A certificate for {', '.join(names) or 'no name'} was shown: it is no machine's of a cluster."
+            f"A certificate for {', '.join(names) or 'no name'} was shown, which is not the certificate of a cluster's machine."
         )
     return Peer(names[0], f"{certificate.serial_number:x}")
 

@@ -101,7 +101,7 @@ class AnswerGrammar:
         if taken < over:
             self.check()
             raise ServingError(
-                f"Token {fresh[taken]} of the answer, number {len(self._fed) + 1}, is none that its grammar allows."
+                f"Token {fresh[taken]} of the answer, number {len(self._fed) + 1}, violates its grammar."
             )
         return over == len(fresh)
 
@@ -145,5 +145,5 @@ class AnswerGrammar:
         """Check the matcher. Raises `RequestError` if it has reached its limits."""
         if self.matcher.is_error():
             raise RequestError(
-                f"The answer cannot be held to its schema any longer: {in_one_line(self.matcher.get_error())}"
+                f"The schema can no longer be enforced: {in_one_line(self.matcher.get_error())}"
             )

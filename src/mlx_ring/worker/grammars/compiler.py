@@ -184,9 +184,7 @@ class GrammarCompiler:
         tokenizer = self._read_tokenizer()
         matcher = LLMatcher(tokenizer, to_llguidance(kind, text), log_level=0, limits=grammar_limits())
         if matcher.is_error():
-            raise RequestError(
-                f"The answer cannot be held to this schema: {in_one_line(matcher.get_error())}"
-            )
+            raise RequestError(f"This schema cannot be enforced: {in_one_line(matcher.get_error())}")
         ends = self._folder.eos_token_ids
         return Compiled(
             matcher,

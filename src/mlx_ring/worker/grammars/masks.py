@@ -155,7 +155,7 @@ def _settle_ends(grammar: AnswerGrammar, row: NDArray[np.int32]) -> bool:
     _clear(words, {*theirs, *grammar.ends})
     must_end = not words.any()
     if must_end and not may_end:
-        raise RequestError("The answer cannot continue: no token of this model leads further in its schema.")
+        raise RequestError("The answer cannot continue: its schema allows no token of this model.")
     if may_end:
         for token in grammar.ends or theirs:
             words[token // _WORD] |= np.uint32(1 << token % _WORD)

@@ -52,7 +52,7 @@ def device_description() -> tuple[str, str]:
     info = mx.device_info()
     advised = "max_recommended_working_set_size" in info
     name = str(info.get("device_name") or machine_identity().processor)
-    return name, "what Metal advises" if advised else "the device"
+    return name, "Metal's recommendation" if advised else "the device"
 
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3

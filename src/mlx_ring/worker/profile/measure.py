@@ -111,7 +111,7 @@ def _allowed_bytes(left: int, share: float) -> int:
     if allowed < _LEAST_BYTES:
         raise ConfigError(
             f"{left / 1e6:.0f} MB of memory are left, of which measuring may take {share:.0%}; it needs "
-            f"{_LEAST_BYTES / 1e6:.0f} MB: end what else uses memory, or raise the container's limit."
+            f"{_LEAST_BYTES / 1e6:.0f} MB: close other programs, or raise the container's limit."
         )
     return allowed
 

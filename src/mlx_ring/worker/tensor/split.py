@@ -75,8 +75,8 @@ def _require_whole_groups(layer: nn.Module, columns: MemberRange) -> None:
     size = cast("int", cast("Any", layer).group_size) if isinstance(layer, _QUANTIZED) else 1
     if columns.start % size or columns.end % size:
         raise PlanError(
-            f"Columns {columns} of a matrix that is quantized in groups of {size} cannot be had without parting a group: "
-            "make the shares for this model anew."
+            f"Columns {columns} of a matrix that is quantized in groups of {size} cannot be taken without splitting a group: "
+            "compute the shares for this model again."
         )
 
 
@@ -190,15 +190,13 @@ def split(
 def _check(model: nn.Module, shares: Sequence[TensorShare], group: Group) -> None:
     module = type(model).__module__
     if module.rpartition(".")[2] not in SPLIT_FAMILIES:
-        raise ModelUnsupported(
-            f"{module} cannot be split over several ranks: that is done for {splittable()}."
-        )
+        raise ModelUnsupported(f"{module} cannot be split over several ranks; supported are {splittable()}.")
     if len(shares) != group.size:
-        raise PlanError(f"There are shares for {len(shares)} ranks, and {group.size} ranks in the group.")
+        raise PlanError(f"There are shares for {len(shares)} ranks, but {group.size} ranks in the group.")
     expected, found = _ends(shares[-1]), _sizes(cast("Any", model).args)
     if expected != found:
         raise PlanError(
-            f"The shares are of {expected} KV heads, query heads, rows and tokens, where the model has {found}: they were made "
+            f"The shares have {expected} KV heads, query heads, rows and tokens, but the model has {found}: they were made "
             "for another."
         )
 

@@ -220,17 +220,15 @@ _SEALED = "reasoning.encrypted_content"
 
 
 _Stateless = Annotated[None, Refused("answers are not kept here; send the whole conversation as 'input'.")]
-_Waited = Annotated[None, Refused("answers are given while the client waits; leave it out.", (False,))]
-_Prompt = Annotated[
-    None, Refused("prompts are not kept here; send what it says as 'instructions' and 'input'.")
-]
+_Waited = Annotated[None, Refused("background answers are not supported; leave it out.", (False,))]
+_Prompt = Annotated[None, Refused("prompts are not kept here; send its text as 'instructions' and 'input'.")]
 
 
 def _own_tool(kind: str) -> str:
     if kind != "function":
         raise PydanticCustomError(
             "unsupported",
-            "is '{kind}', a tool that the server would run; this one runs none: only 'function' is supported.",
+            "is '{kind}', a tool that runs on the server; only 'function' is supported.",
             {"kind": kind},
         )
     return kind

@@ -152,7 +152,7 @@ def install_fast_blas(threads: int = 1) -> BlasReport:
 def choose_blas(mode: str, threads: int) -> str:
     """Choose the BLAS by `--blas` ("auto" or "off") and its threads, before MLX is imported. Return its description."""
     if mode == "off":
-        return "as MLX brings it (switched off by --blas off)"
+        return "MLX's own (OpenBLAS is switched off by --blas off)"
     report = install_fast_blas(threads)
     return report.library if report.active else f"{report.library} ({report.detail})"
 
@@ -178,7 +178,7 @@ def _require_platform() -> None:
     if system == "Darwin":
         raise Unavailable("Apple's Accelerate is fast")
     if system != "Linux" or machine != "x86_64" or sys.maxsize < 2**32:
-        raise Unavailable(f"OpenBLAS is brought in on Linux x86-64 only, and this is {system} {machine}")
+        raise Unavailable(f"OpenBLAS is used on Linux x86-64 only, but this is {system} {machine}")
     if platform.libc_ver()[0] != "glibc":
         raise Unavailable("the C library is not glibc")
 
