@@ -60,7 +60,7 @@ class WorkerMemory(TypedDict):
 
     weight_bytes: Annotated[int, Metric("worker_weight_bytes", "Weights that a worker holds.")]
     device_memory_bytes: Annotated[
-        int, Metric("worker_device_bytes", "What MLX holds on a worker, weights and KV included.")
+        int, Metric("worker_device_bytes", "Memory that MLX holds on a worker, including weights and KV.")
     ]
     peak_memory_bytes: Annotated[int, Metric("worker_peak_bytes", "The most that MLX has held on a worker.")]
     rss_bytes: Annotated[int, Metric("worker_resident_bytes", "Resident memory of a worker's process.")]
