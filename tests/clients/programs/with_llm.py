@@ -30,7 +30,7 @@ from checks import (
 
 LLM = Path(sys.executable).with_name("llm")
 HOME = Path(tempfile.mkdtemp())
-"""Its folder of settings; the operating system's own for temporary files, which it tidies."""
+"""Its settings folder, among the temporary files that the operating system deletes."""
 WEATHER = f"""
 def get_weather(city: str) -> str:
     "Get the weather of a city"

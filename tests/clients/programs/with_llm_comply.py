@@ -13,9 +13,9 @@ from typing import Any
 from checks import KEY, MODEL, URL, check, equal, expect, run
 
 PROGRAM = Path(sys.executable).with_name("llm-comply")
-NO_IMAGES = "models here read text alone, so images are refused by name"
-ONE_MODEL = "a request without a model gets the one that is served"
-NOT_ALIKE: Mapping[str, str] = {
+NO_IMAGES = "only text models are supported, so images are refused by name"
+ONE_MODEL = "a request without a model is answered by the served model"
+DIFFERENCES: Mapping[str, str] = {
     "chat-image-input": NO_IMAGES,
     "image-input": NO_IMAGES,
     "anth-image-input": NO_IMAGES,
@@ -40,11 +40,11 @@ def results(format_: str, *more: str) -> Sequence[Mapping[str, Any]]:
 
 
 def compare(format_: str, *more: str) -> None:
-    told = results(format_, *more)
-    expect(any(result["status"] == "passed" for result in told), told)
-    failed = {result["id"]: result for result in told if result["status"] == "failed"}
-    known = {result["id"] for result in told} & NOT_ALIKE.keys()
-    unexpected = {name: result for name, result in failed.items() if name not in NOT_ALIKE}
+    reported = results(format_, *more)
+    expect(any(result["status"] == "passed" for result in reported), reported)
+    failed = {result["id"]: result for result in reported if result["status"] == "failed"}
+    known = {result["id"] for result in reported} & DIFFERENCES.keys()
+    unexpected = {name: result for name, result in failed.items() if name not in DIFFERENCES}
     equal(unexpected, {})
     equal(known - failed.keys(), set())
 

@@ -53,7 +53,7 @@ def chat(messages: list[Any], **fields: Any) -> Any:
 
 
 def joined_call(chunks: list[Any]) -> tuple[str, str, str]:
-    """Id, name and arguments of the one call that is streamed, as clients put it together."""
+    """Join the streamed parts of the only call; return its id, name and arguments."""
     deltas = [call for chunk in chunks if chunk.choices for call in chunk.choices[0].delta.tool_calls or []]
     equal({delta.index for delta in deltas}, {0})
     equal([delta.function.name for delta in deltas if delta.function.name], ["get_weather"])
