@@ -27,7 +27,7 @@ LIMITS = {
     "files that name a link: allreduce": 1,
     "files that name a link over a backend: nccl": 3,
     "files that name a strategy: balanced": 2,
-    "files that name a rank's status: peak memory": 7,
+    "files that name a rank's status: peak memory": 6,
 }
 """Limit of each figure."""
 CROSSED = {"head": 45, "worker": 33}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -34,6 +35,11 @@ GPUS = (RankCapabilities("box", CUDA, "0"), RankCapabilities("box", CUDA, "1"))
 def test_tables_describe_every_link_and_backend() -> None:
     assert set(BACKENDS) == set(get_args(Backend))
     assert set(LINKS) == set(get_args(Link))
+
+
+def test_every_backend_is_documented() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "tensor.md").read_text(encoding="utf-8")
+    assert [backend for backend in BACKENDS if f"| `{backend}` |" not in page] == []
 
 
 def test_an_unknown_backend_is_refused_by_name() -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -58,6 +59,12 @@ def assign_stage(stage: int, previous_node: str = "") -> tuple[WorkerServer, Inb
     )
     inbox = server._assign(worker_pb2.LoadRequest(hello=make_hello(), assignment=assignment))
     return server, inbox
+
+
+def test_status_reports_every_field_of_its_message() -> None:
+    code = inspect.getsource(WorkerServer.status)
+    fields = worker_pb2.WorkerStatus.DESCRIPTOR.fields_by_name
+    assert [name for name in fields if f" {name}=" not in code] == []
 
 
 def open_link(server: WorkerServer, *frames: Frame, context: object = None) -> worker_pb2.FrameAccepted:
