@@ -31,7 +31,7 @@ def grammar_error(error: BaseException) -> RingError:
     if isinstance(error, RingError):
         return error
     return ServingError(
-        f"The answer's grammar cannot be made: {type(error).__name__}: {in_one_line(str(error))}"
+        f"The answer's grammar cannot be created: {type(error).__name__}: {in_one_line(str(error))}"
     )
 
 
