@@ -57,7 +57,7 @@ def join(address: str, token: str, folder: Path) -> Credentials:
     Raises:
         TokenRefused: the token is mistyped, of another cluster, or not taken by the head.
         PeerRefused, VersionMismatch: the head does not take this machine, or is none.
-        ConfigError: the address is none, or nobody answers there.
+        ConfigError: the address is invalid, or nothing answers there.
     """
     ticket = parse_token(token)
     head = parse_head_address(address)

@@ -33,7 +33,7 @@ class FetchedModels:
         """Have what the request's stages need here.
 
         Raises:
-            WeightsMissing: nobody gives it.
+            WeightsMissing: no node has it.
             RingError: it cannot be kept, or is no model.
         """
         credentials = self._credentials()

@@ -1,4 +1,4 @@
-"""Workers as children of processes that somebody else has started, such as `mlx.launch`: these lend themselves to the agent.
+"""Workers as children of processes that another program started, such as `mlx.launch`, and that lend themselves to the agent.
 
 Over a Unix socket the agent names a module and its arguments; who lends runs it as its child, with its own environment, and
 tells its process id and its end. When either end of the connection goes, so does the worker. Each line is one JSON object.
@@ -78,7 +78,7 @@ async def _run_one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
 
 
 async def _obey(reader: asyncio.StreamReader, child: ChildProcess) -> None:
-    """End the child when that is asked for, or nobody is there any more to ask for it."""
+    """End the child on request, or when the connection is lost."""
     order = await _next(reader)
     if order is None:
         await child.stop()

@@ -1,4 +1,4 @@
-"""The agent of a machine that has joined: it listens for its head over mutual TLS, and stays when the head goes.
+"""The agent of a machine that has joined: it listens for its head over mutual TLS, and stays when the head ends.
 
 The node keeps one call to its head open, and opens it again whenever it ends.
 
@@ -180,7 +180,7 @@ def _own_bytes() -> int:
 
 
 _ALONE_S = 30.0
-"""Seconds without a message from the head; nobody reads the answers of running steps then."""
+"""Seconds without a message from the head; the answers of running steps are not read then."""
 _LOOK_S = 5.0
 _BUSY_SHARE = 0.05
 """Share of a processor above which a worker counts as busy; an idle one uses none."""

@@ -145,7 +145,7 @@ class WorkerOptions:
     blas_threads: int
     log_format: LogFormat = "text"
     credentials: Path | None = None
-    """The node's, for workers that other machines reach; None: nobody else's."""
+    """The node's credentials, for workers that other machines reach; None if no other machine does."""
     listen: str = "[::]"
     """Address for other machines."""
     trust: Trust = field(default_factory=Trust)

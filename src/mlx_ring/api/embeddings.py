@@ -65,7 +65,7 @@ async def embed(
     """Return each text's vector, in order; cancellation stops them all.
 
     Args:
-        dimensions: only so many of a vector's first numbers are kept; None: all.
+        dimensions: number of a vector's first elements to keep; None for all.
 
     Raises:
         RingError: one of them could not be computed.

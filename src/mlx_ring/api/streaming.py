@@ -114,7 +114,7 @@ class StreamFormat:
     async def encode_all(
         self, batches: AsyncGenerator[Iterable[Mapping[str, object]] | None]
     ) -> AsyncGenerator[bytes]:
-        """Encode batches of events, each in one piece. None stands for a time of silence."""
+        """Encode batches of events, each in one piece. None means a period without events."""
         async with aclosing(batches):
             async for batch in batches:
                 yield self.keep_alive if batch is None else b"".join(map(self.encode, batch))
@@ -130,7 +130,7 @@ class JsonStream(StreamedAnswer, Generic[EventT]):
         form: StreamFormat,
         failure: Callable[[Exception], bytes] | None = None,
     ) -> None:
-        """Take the work, what makes batches of events of it, and their form. No batch stands for silence."""
+        """Take the work, what makes batches of events of it, and their form. An empty batch means a period without events."""
 
         @asynccontextmanager
         async def pieces() -> AsyncGenerator[AsyncGenerator[bytes]]:

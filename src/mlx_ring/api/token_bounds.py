@@ -61,7 +61,7 @@ class TokenBounds:
             text = text.replace(_WORD_START, " ")
         data = np.frombuffer(text.encode(), np.uint8)
         sums = (self.weights[data[start : start + _SLICE]].sum() for start in range(0, len(data), _SLICE))
-        # Less than it may be wrong by, after so many additions.
+        # Less than the rounding error of that many additions.
         return max(0, math.ceil(sum(sums) * (1 - 1e-9)))
 
 

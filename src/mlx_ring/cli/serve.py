@@ -79,7 +79,7 @@ def serve(
     let_grpc_speak()
     from mlx_ring.rpc.tls.handshakes import log_refused_handshakes  # imports gRPC, which is slow
 
-    # A single machine refuses nobody, but this also keeps gRPC's own messages off the terminal.
+    # A single machine refuses no peers, but this also keeps gRPC's own messages off the terminal.
     log_refused_handshakes()
     with (
         _leading(launch),

@@ -89,7 +89,7 @@ def balanced_split(layer_bytes: Sequence[int], head_bytes: int, stages: int) -> 
 
 
 def _least_limit(weights: Sequence[int], stages: int) -> int:
-    """Return the lowest possible weight of the heaviest of so many contiguous groups."""
+    """Return the lowest possible weight of the heaviest contiguous group."""
     low, high = max(weights), sum(weights)
     while low < high:
         middle = (low + high) // 2

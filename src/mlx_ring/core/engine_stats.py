@@ -56,13 +56,13 @@ class RankKvUse:
     """Part of the used bytes that the prefix cache keeps; it is evicted when sequences need memory."""
 
     def sequences_allowed(self, tokens: int) -> int:
-        """Return the number of sequences of so many tokens that the limit holds."""
+        """Return the number of sequences of `tokens` tokens that the limit holds."""
         each = kv_blocks(tokens) * BLOCK * self.bytes_per_token + self.bytes_per_sequence
         return self.limit_bytes // each if each else 0
 
 
 def kv_blocks(tokens: int) -> int:
-    """Return the number of whole blocks that so many tokens take."""
+    """Return the number of whole blocks for `tokens` tokens."""
     return -(-tokens // BLOCK)
 
 

@@ -14,7 +14,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 _OUR_GRPC_LEVEL = "info"
-"""Level in small letters, which gRPC accepts and nobody else writes, so that it is recognised as ours."""
+"""Level in lower case, which gRPC accepts and users do not write, so that it is recognised as ours."""
 
 
 def quieten_grpc() -> None:
@@ -73,7 +73,7 @@ _TUNABLES, _HUGE_PAGES = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"
 
 
 def worker_environment(blas_threads: int) -> dict[str, str]:
-    """Return the whole environment of a worker whose BLAS has so many threads.
+    """Return the whole environment of a worker by its number of BLAS threads.
 
     On Linux it asks for large pages of memory if the system only gives them on request (`madvise`, the default of most
     distributions). Weights then need one entry of the address tables for 2 MiB instead of 4 KiB.

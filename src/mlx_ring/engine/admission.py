@@ -35,8 +35,8 @@ def check_places(requests: int, policy: Policy, *, free: int, waiting: int) -> N
         waiting: number of requests in the queue.
 
     Raises:
-        RequestError: the server never admits so many.
-        Overloaded: it cannot admit so many now.
+        RequestError: there are more than the server ever admits.
+        Overloaded: the queue has no room for them now.
     """
     most = policy.max_num_seqs + policy.max_queued_requests
     if requests > most:
@@ -130,7 +130,7 @@ class Grammars:
         """Grammars that further sequences may join."""
 
     def want(self, sequence: Sequence) -> worker_pb2.PrepareGrammar | None:
-        """Record a sequence's grammar; return the request to the ranks if nobody has made it yet."""
+        """Record a sequence's grammar; return the request to the ranks if it was not sent yet."""
         grammar = sequence.request.sampling.grammar
         if grammar is None:
             return None
@@ -167,7 +167,7 @@ class Grammars:
     def leave(self, sequence: Sequence, *, is_spoiled: bool = False) -> int | None:
         """Record the end of a sequence; return the id of a grammar that is no longer used.
 
-        One that may have come to its limits is shared with nobody who comes from now on.
+        A grammar that may have reached its limits is not shared with later requests.
         """
         wanted = self._wanted.get(sequence.grammar_id)
         if wanted is None or wanted.sequences.pop(sequence.id, None) is None:

@@ -92,7 +92,7 @@ class Decoding(MicroBatches):
         Micro-batches take turns: two consecutive steps of one micro-batch would leave all stages but one idle.
 
         Args:
-            make_room: reserves KV for a sequence of so many tokens; it may preempt sequences, this one included.
+            make_room: reserves KV for a number of tokens of a sequence; it may preempt sequences, including this one.
         """
         steps_ahead = self._policy.steps_ahead
         active = [batch for batch in self if batch.is_active(steps_ahead)]

@@ -101,7 +101,7 @@ class Engine:
         """Start to answer requests that belong together: all of them, or none.
 
         Raises:
-            RequestError: the model cannot take one of them, or the server never takes so many.
+            RequestError: the model cannot serve one of them, or there are more than the server ever admits.
             Overloaded: too many requests wait already.
             NotReady: the instance is lost or closed.
         """
@@ -179,7 +179,7 @@ class Engine:
         self._send_steps(self._clock())
 
     def _check_open(self, requests: int) -> None:
-        """Check that so many requests can be admitted now."""
+        """Check that a number of requests can be admitted now."""
         if self._ended is not None:
             raise NotReady(f"Instance {self._instance} cannot answer: {self._ended}")
         check_places(requests, self._policy, free=self._scheduler.places, waiting=self._scheduler.num_waiting)

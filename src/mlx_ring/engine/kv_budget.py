@@ -181,7 +181,7 @@ class KvBudget:
 
 
 def sequence_bytes(rank: RankKv, tokens: int) -> int:
-    """Return the bytes that one sequence of so many tokens takes on a rank, in whole blocks."""
+    """Return the bytes of one sequence of `tokens` tokens on a rank, in whole blocks."""
     return kv_blocks(tokens) * BLOCK * rank.bytes_per_token + rank.bytes_per_sequence
 
 
@@ -269,7 +269,7 @@ def share_out(room: int, floors: Sequence[int]) -> list[int]:
 
 
 def floor_of(ranks: Mapping[RankId, RankKv], tokens: int) -> dict[RankId, int]:
-    """Return the bytes that one sequence of so many tokens takes on each rank."""
+    """Return the bytes of one sequence of `tokens` tokens on each rank."""
     return {rank: sequence_bytes(kv, tokens) for rank, kv in ranks.items()}
 
 

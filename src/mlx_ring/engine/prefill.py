@@ -21,7 +21,7 @@ from mlx_ring.rpc.protos import step_pb2
 class PrefillQueue:
     """Prompts in order of arrival, except that every second chunk beside a long first prompt is for short ones.
 
-    A prompt whose step failed goes alone, so that it cannot make others fail.
+    A prompt whose step failed is retried alone, so that it cannot make others fail.
     """
 
     def __init__(self) -> None:

@@ -28,7 +28,7 @@ class DraftedStep:
     """A decode step in preparation: its expected tokens, and the cost of verifying its drafts."""
 
     def __init__(self, rows: int, cost: Callable[[int], float]) -> None:
-        """Prepare a step. `cost(count)` is its time with so many draft tokens, relative to none."""
+        """Prepare a step. `cost(count)` is its time with `count` draft tokens, relative to none."""
         self._rows = rows
         self._cost = cost
         self._drafts = 0

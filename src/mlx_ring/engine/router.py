@@ -62,7 +62,7 @@ class Router:
         """Start to answer requests that belong together, on one instance.
 
         Raises:
-            RequestError: the model cannot take one of them, or the server never takes so many.
+            RequestError: the model cannot serve one of them, or there are more than the server ever admits.
             Overloaded: too many requests wait everywhere.
             NotReady: no instance can answer.
         """

@@ -23,7 +23,7 @@ _MOST_CANDIDATES = (1 << 32) - 1
 
 
 def open_operation(sequence: Sequence) -> step_pb2.CacheOperation:
-    """Make the operation that opens a sequence, which goes before its first row."""
+    """Make the operation that opens a sequence; it precedes the first row."""
     return step_pb2.CacheOperation(
         open=step_pb2.Open(
             sequence=sequence.id,

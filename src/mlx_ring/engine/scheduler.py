@@ -2,7 +2,7 @@
 
 The engine calls `schedule` and sends the steps, then calls `on_answer` with each answer. The policy:
 
-- Decode goes first (`decode.py`), prefill fills the gaps (`prefill.py`).
+- Decode comes first (`decode.py`), prefill fills the gaps (`prefill.py`).
 - Requests are admitted first come, first served, as soon as their grammar is ready and their KV fits.
 - The newest sequence is preempted, and computed again later, when KV memory runs out.
 - KV operations travel with the next step, or alone when no step is in flight that could cause one.

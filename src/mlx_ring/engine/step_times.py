@@ -138,7 +138,7 @@ class ChunkSizer:
     def _is_saving(self) -> bool:
         """True while the time of one step is too little for a chunk, which reads the weights as a step does.
 
-        Then the time of several steps goes into one larger chunk.
+        The time of several steps is then used for one larger chunk.
         """
         return (self._ratio - 1.0) * _MARGIN < 1.0 and self._credit_us < self._most_us
 
@@ -158,7 +158,7 @@ class ChunkSizer:
             del self._charged[next(iter(self._charged))]
 
     def verifying_cost(self, draft_tokens: int) -> float:
-        """Return the relative cost of a decode step with so many draft tokens, on the stage where it is highest.
+        """Return the relative cost of a decode step by its number of draft tokens, on the stage where it is highest.
 
         Infinite until a step without drafts was timed; for several draft tokens, until one with a draft was.
         """

@@ -41,7 +41,7 @@ class KvUser:
     """True if the context was requested explicitly."""
 
     def kept_of(self, context_tokens: int) -> int:
-        """Return the tokens of a context that no other load may take away."""
+        """Return the tokens of a context that are reserved against other models."""
         return context_tokens if self.insisted else min(context_tokens, KEPT_TOKENS)
 
 

@@ -252,7 +252,7 @@ def plan_replicas(
     """Plan the requested number of replicas, or the number with the highest throughput.
 
     Raises:
-        PlanError: The machines cannot hold so many.
+        PlanError: The machines cannot hold that many.
     """
     nodes, request = plan_request_for(
         settings, _plan_request(settings, served), _nodes(control, membership, taken)

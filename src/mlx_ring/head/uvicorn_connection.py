@@ -342,7 +342,7 @@ def _quoted(found: re.Match[str]) -> str:
 
 
 def _detect_silence(peer: socket.socket | None, stall_s: float) -> None:
-    """Make the kernel report a vanished client, and keep it from buffering an answer that nobody reads."""
+    """Make the kernel report a vanished client, and keep it from buffering an answer that is not read."""
     if peer is None or peer.family not in (socket.AF_INET, socket.AF_INET6):
         return
     for level, option, value in _socket_options(stall_s):

@@ -53,7 +53,7 @@ class StepCosts(_Frozen):
 
 
 class MachineProfile(_Frozen):
-    """Performance of one machine, for a worker with so many BLAS threads."""
+    """Performance of one machine, for a worker with `blas_threads` BLAS threads."""
 
     version: int
     device: str
@@ -85,7 +85,7 @@ class MachineProfile(_Frozen):
 
     @property
     def is_steady(self) -> bool:
-        """True if repetitions took equally long, so that nobody else used the machine."""
+        """True if repetitions took equally long, so that no other program used the machine."""
         return max(rate.spread for rate in self.rates) <= _STEADY_SPREAD
 
     def limited_to(self, nbytes: int) -> MachineProfile:

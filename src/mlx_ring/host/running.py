@@ -138,7 +138,7 @@ def _end(records: Sequence[Running]) -> list[str]:
 
 
 def _wait(processes: Sequence[psutil.Process], timeout_s: float) -> list[psutil.Process]:
-    """Wait for their ends; return those that have not ended in time. A process that nobody waited for has ended too."""
+    """Wait for their ends; return those that have not ended in time. A zombie counts as ended."""
     end = time.monotonic() + timeout_s
     left = list(processes)
     while left and time.monotonic() < end:

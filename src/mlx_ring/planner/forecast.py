@@ -62,7 +62,7 @@ class Forecast:
         return len(self._stages)
 
     def decode_s(self, stage: int, rows: int, context_tokens: int) -> float:
-        """Return the seconds of a decode step with so many sequences at a context length."""
+        """Return the seconds of a decode step by its number of sequences and context length."""
         # With several rows per group every group has some, so no stage idles.
         if rows > 1 or all(
             node.cpu_quota is None for stage in range(len(self)) for node in self._nodes(stage)

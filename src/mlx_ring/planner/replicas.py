@@ -35,7 +35,7 @@ def place_replicas(
         count: number of replicas; None chooses the number with the highest throughput, if that is the objective.
 
     Raises:
-        PlanError: the machines cannot hold so many replicas, or the request contradicts itself.
+        PlanError: the machines cannot hold that many replicas, or the request contradicts itself.
     """
     if count == 1 or (count is None and (request.objective != "throughput" or request.strategy != "auto")):
         return (place(model, cluster, request),)
@@ -125,7 +125,7 @@ def _best_division(
 def _speeds(
     model: ModelProfile, cluster: ClusterProfile, request: PlanRequest, replicas: int
 ) -> dict[int, float]:
-    """Return the throughput of each set of machines as one of so many replicas, in tokens per second."""
+    """Return the throughput of each set of machines as one of the replicas, in tokens per second."""
     sequences = _share(request, replicas)
     timetable = Timetable(model, cluster, replace(request.demand, sequences=sequences))
     most = len(cluster.nodes) - replicas + 1

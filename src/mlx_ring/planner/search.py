@@ -56,7 +56,7 @@ class _Search:
         """Cost of covering the layers before each layer, by set of machines, last machine and first machine."""
 
     def partitions(self, stages: int) -> Iterator[tuple[int, int, int, float]]:
-        """Yield the set, last machine, first machine and cost of every partition of all layers over so many machines.
+        """Yield the set, last machine, first machine and cost of every partition of all layers over `stages` machines.
 
         Call it for one machine first, then for two, and so on.
         """

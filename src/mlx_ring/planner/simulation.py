@@ -115,7 +115,7 @@ class Simulation(Generic[Answer]):
     def _push(self, at: float, happens: Callable[[float], None]) -> None:
         heapq.heappush(self._events, (at, next(self._order), happens))
 
-    # ---- a step goes through the stages
+    # ---- a step passes through the stages
 
     def _send(self, step: step_pb2.Step, now: float) -> None:
         self._steps += 1

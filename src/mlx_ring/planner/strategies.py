@@ -79,7 +79,7 @@ def fastest(times: Timetable, request: PlanRequest) -> Partition | None:
 
 
 def _throughput_bounds(times: Timetable) -> Iterator[tuple[float, int]]:
-    """Yield for each number of stages a throughput that no pipeline of so many stages exceeds."""
+    """Yield for each number of stages an upper bound of the throughput."""
     sequences = times.demand.sequences
     for rows, same_rows in groupby(
         range(1, len(times.cluster.nodes) + 1), lambda stages: -(-sequences // stages)
@@ -95,7 +95,7 @@ def _throughput_bounds(times: Timetable) -> Iterator[tuple[float, int]]:
 
 
 def _quickest_with(times: Timetable, stages: int, least_s: float) -> Partition | None:
-    """Return the pipeline of so many stages on which all decode groups complete a round soonest.
+    """Return the pipeline of `stages` stages with the fastest round of all decode groups.
 
     A round is never shorter than the time that the slowest stage takes for all groups.
     """

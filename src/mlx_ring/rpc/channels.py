@@ -135,7 +135,7 @@ def add_secure_port(
 def _shorten_decode_errors() -> None:
     """Log a message that cannot be decoded in one line.
 
-    The peer gets an error, and the stack inside gRPC helps nobody.
+    The peer gets an error; the stack inside gRPC is of no use.
     """
     for name in _READERS:
         logging.getLogger(name).addFilter(_in_a_line)

@@ -134,7 +134,7 @@ def _low_parts(octets: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]) -> Itera
 
 
 def _decompressed(data: Bytes, count: int) -> bytes:
-    """Decompress exactly so many bytes. A frame that announces another size is not decompressed at all."""
+    """Decompress exactly the expected bytes; refuse a frame that announces another size."""
     try:
         announced = zstandard.frame_content_size(data)
         if announced != count:

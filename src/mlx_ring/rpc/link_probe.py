@@ -52,7 +52,7 @@ _GROWTH = 4
 _LONG_S = 0.05
 """Duration of a large frame: long beside the round trip, which is subtracted."""
 _AT_LEAST, _FEWEST = 10, 3
-"""Numbers of round trips: so many unless they take long, and so many in any case."""
+"""Numbers of round trips: the usual number, and the least if they take long."""
 _LONGEST = 4
 """Factor by which `_AT_LEAST` round trips may exceed their time."""
 _MOST_FRAMES = 2000

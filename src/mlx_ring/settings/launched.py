@@ -33,7 +33,7 @@ class Launch:
         """A folder that all of them know: who started them is the same. Private, and made where it is missing.
 
         Raises:
-            ConfigError: somebody else has made it.
+            ConfigError: another user has created it.
         """
         parent = psutil.Process(os.getppid())
         folder = (

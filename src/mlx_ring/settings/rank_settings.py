@@ -19,7 +19,7 @@ def rank_shares(settings: Settings) -> tuple[float, ...]:
         return (1.0,) * settings.tp
     if settings.tp not in (1, len(shares)):
         raise ConfigError(
-            f"--tp {settings.tp} shares every layer among so many workers, but --tp-shares has {len(shares)} shares: "
+            f"--tp {settings.tp} shares every layer among {settings.tp} workers, but --tp-shares has {len(shares)} shares: "
             "give as many, or leave --tp out."
         )
     return shares

@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     worker.compute()
     server.stop(grace=None).wait(_END_WITHIN_S)
     logging.shutdown()
-    # gRPC's threads may still hold an open stream, which nobody needs any more.
+    # gRPC's threads may still hold an open stream, which is no longer needed.
     os._exit(0)
 
 

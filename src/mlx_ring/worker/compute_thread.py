@@ -50,7 +50,7 @@ class JobQueue(Generic[Job]):
         return self._waiting.popleft()
 
     def get_within(self, seconds: float) -> Job | None:
-        """Take the next job if one comes within so many seconds."""
+        """Take the next job if one arrives within `seconds`."""
         end = time.monotonic() + seconds
         while not self._waiting:
             if not self._bell.acquire(timeout=max(0.0, end - time.monotonic())):

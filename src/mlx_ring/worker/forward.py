@@ -115,7 +115,7 @@ def evaluate(passes: Sequence[Pass], *others: mx.array) -> None:
 
 
 def end_mark(passes: Sequence[Pass]) -> mx.array:
-    """Return a small array that is ready when the passes are, for a step whose values nobody wants.
+    """Return a small array that is ready when the passes are, for a step whose values are not requested.
 
     It holds none of the KV, which MLX would otherwise copy for the next step.
     """
@@ -188,6 +188,6 @@ def _gather(step: StepInput, members: Sequence[int], width: int) -> mx.array | N
 
 
 def _pad_offsets(wanted: Sequence[Sequence[int]]) -> mx.array:
-    """Return offsets as `(batch, most)`. Short rows repeat offset 0; nobody reads those extra results."""
+    """Return offsets as `(batch, most)`. Short rows repeat offset 0; those extra results are not read."""
     most = max(1, *map(len, wanted)) if wanted else 1
     return mx.array([[*offsets, *[0] * (most - len(offsets))] for offsets in wanted], mx.int32)

@@ -257,7 +257,7 @@ class StageRunner:
             self._mark_lost(work, error)
 
     def _forget_grammars(self, inputs: StepInput, masks: StepMasks) -> None:
-        """Forget grammars that failed, so that the next request for one compiles it anew."""
+        """Forget grammars that failed, so that the next request for one compiles it again."""
         for row in inputs.rows:
             if row.row.sequence in masks.failed and self._grammars is not None:
                 self._grammars.forget(row.state.opened)

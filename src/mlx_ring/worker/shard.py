@@ -28,7 +28,7 @@ _ACTIVATION_AXES = 3
 class _PassThrough:
     """Placeholder for a layer of another stage. It passes its input on and answers for the layer's attributes.
 
-    It is no module, so the original's weights are in nobody's parameters.
+    It is no module, so the original's weights are in no module's parameters.
     """
 
     def __init__(self, original: nn.Module, place: Place, extras: int) -> None:

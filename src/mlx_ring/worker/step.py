@@ -112,7 +112,7 @@ class StepWork:
 
     @property
     def reported(self) -> list[DrawnRow]:
-        """Rows that drew and did not fail. A row that fails while it draws still has a token, which nobody uses."""
+        """Rows that drew and did not fail. A row that fails while it draws still has a token, which is not used."""
         return [drawn for drawn in self.drawn if drawn.sequence not in self.failed]
 
     @property

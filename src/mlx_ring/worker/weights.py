@@ -122,7 +122,7 @@ def _build(folder: ModelFolder) -> nn.Module:
 
 
 def _cast_parameters(stage: StageModel) -> dict[str, mx.array]:
-    """Return every parameter of the tree, lazily in the stage's dtype. Arrays that nobody evaluates stay on disk.
+    """Return every parameter of the tree, lazily in the stage's dtype. Arrays that are not evaluated stay on disk.
 
     Scales and biases of quantized weights are cast too, because half-precision ones slow products tenfold on a CPU.
     Parameters that a model keeps in float32 are not narrowed: expert selection, for example, would choose others.

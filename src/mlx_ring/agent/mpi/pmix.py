@@ -146,11 +146,11 @@ class PmixServer:
 
         Without them, Open MPI 4 assumes a job of one rank. It never calls the daemon.
         """
-        nobody = f"{int(self._job) - 1}.0;tcp://127.0.0.1:9"
+        no_daemon = f"{int(self._job) - 1}.0;tcp://127.0.0.1:9"
         return {
             "OMPI_MCA_orte_launch": "1",
-            "OMPI_MCA_orte_hnp_uri": nobody,
-            "OMPI_MCA_orte_local_daemon_uri": nobody,
+            "OMPI_MCA_orte_hnp_uri": no_daemon,
+            "OMPI_MCA_orte_local_daemon_uri": no_daemon,
         }
 
     def _check(self, function: str, *arguments: object) -> None:

@@ -37,13 +37,13 @@ class Part:
 
 @dataclass(slots=True)
 class Board:
-    """Wanted parts that nobody fetches yet, in the order of the files, and the pieces of each peer."""
+    """Wanted parts that are not being fetched yet, in the order of the files, and the pieces of each peer."""
 
     manifest: WeightsManifest
     waiting: list[Part]
     peers: dict[str, frozenset[int]] = field(default_factory=dict[str, frozenset[int]])
     in_progress: int = 0
-    """Parts that peers have taken."""
+    """Number of parts that are being fetched."""
 
     def take(self, peer: str) -> list[Part]:
         """Return parts of one file for a peer to fetch now, in order; none if it has nothing that is wanted."""
@@ -81,7 +81,7 @@ class Board:
         self.add(returned)
 
     def add(self, parts: Iterable[Part]) -> None:
-        """Want these too."""
+        """Add wanted parts."""
         self.waiting = sorted([*self.waiting, *parts], key=lambda part: (part.file, part.start))
 
     def drop(self, peer: str) -> None:
@@ -89,12 +89,12 @@ class Board:
         self.peers.pop(peer, None)
 
     def can_take(self, peer: str) -> bool:
-        """Return True if `take` would give it something now."""
+        """Return True if `take` would return parts for the peer now."""
         has = self.peers.get(peer, frozenset())
         return any(part.piece in has for part in self.waiting)
 
     def may_take_later(self, peer: str) -> bool:
-        """Return True if it may still get parts that others are fetching."""
+        """Return True if the peer may still get parts that others are fetching."""
         return peer in self.peers and self.in_progress > 0
 
 

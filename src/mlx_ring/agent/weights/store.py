@@ -94,7 +94,7 @@ class StoredModel:
             return hash_range(stream, start, end - start, lambda _count: None)
 
     def forget(self, indexes: Iterable[int]) -> None:
-        """Have pieces fetched anew."""
+        """Remove pieces from the journal, so that they are fetched again."""
         self._journal.add(f"forget {index}" for index in indexes)
 
     def recheck(self) -> None:
@@ -193,7 +193,7 @@ class WeightStore:
         return model
 
     def make_room(self, needed_bytes: int, keep: StoredModel | None = None) -> None:
-        """Remove models that nobody uses, the least recently used first, until so many more bytes may be kept.
+        """Remove unused models, the least recently used first, until `needed_bytes` more bytes fit.
 
         Raises:
             PlanError: they do not fit.

@@ -120,7 +120,7 @@ class Transfer:
                 await asyncio.sleep(min(pause_s, self._patience.longest_pause_s))
 
     async def _fetch_run(self, peer: Peer, run: deque[Part]) -> None:
-        """Fetch a run; what is not finished goes back on the board, whatever the reason."""
+        """Fetch a run; return unfinished parts to the board in any case."""
         reached = 0
         try:
             async with aclosing(self._receive(peer, list(run))) as received:

@@ -1,6 +1,6 @@
 """Gemma's way of writing calls: `call:f{city:<|"|>Rome<|"|>,days:2,hours:[8,20]}`, with `<escape>` for quotes in FunctionGemma's.
 
-Names are bare where they are words, strings are written as they are between marks, and nothing stands between.
+Names are bare where they are words, strings are written unescaped between marks, and there is no white space.
 """
 
 from __future__ import annotations

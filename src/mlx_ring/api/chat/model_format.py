@@ -57,8 +57,8 @@ def parse_tool_call(text: str, tools: object) -> object:
 
 
 State = Literal["start", "content", "reasoning", "calls", "header"]
-"""Where in an answer the text stands. At its `start`, and behind what a mark has closed, nothing was said yet;
-a `header` says for whom the next text is, and is for nobody to read."""
+"""Part of an answer that the text belongs to. At its `start`, and after a closing mark, there is no text yet;
+a `header` names the recipient of the next text, and is not shown."""
 
 ParseCalls = Callable[[str, list[dict[str, object]]], object]
 """One of mlx-lm's: the text between the marks and the tools, as templates read them, to one call or several."""

@@ -29,7 +29,7 @@ class ReadingRules:
     Reasoning and calls may contain them: the client sees neither as text of the answer.
     """
     min_tokens: int = 0
-    """Stop strings count behind so many tokens."""
+    """Number of tokens before which stop strings do not count."""
 
 
 class AnswerReader:

@@ -235,7 +235,7 @@ class _Tagged:
 
 
 def _tagged(call_before: str, call_behind: str, argument: _Tagged) -> _Spelling:
-    """Return the writer of calls whose arguments have marks of their own; `{}` stands for the tool's name."""
+    """Return the writer of calls with separate marks for arguments; `{}` is replaced by the tool's name."""
 
     def spell(calls: _Calls) -> tuple[str, str]:
         def write(tool: Tool) -> str:

@@ -19,7 +19,7 @@ from mlx_ring.api.chat.parts import AnswerPart, CallArguments, CallOpening
 from mlx_ring.api.chat.request import Tool
 
 _OUTSIDE = frozenset('{}[],:" \t\r\n0123456789+-.eEtrufalsn')
-"""All that stands in JSON outside of strings."""
+"""All characters of JSON outside strings."""
 
 
 class JsonObject:

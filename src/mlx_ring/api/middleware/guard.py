@@ -282,7 +282,7 @@ def _bare(host: str) -> str:
 
 
 def _is_address(host: str) -> bool:
-    """Return True for an IP address. It cannot be rebound, because no name stands behind it."""
+    """Return True for an IP address. It cannot be rebound, because it is no name."""
     try:
         ipaddress.ip_address(host)
     except ValueError:

@@ -57,7 +57,7 @@ class Stopwatch:
 
 
 class LineWriter(Generic[PieceT]):
-    """Writes one answer, streamed or whole. A call of a tool goes out when it is all there."""
+    """Writes one answer, streamed or whole. A tool call is sent once it is complete."""
 
     stream_format = StreamFormat(LINES, json_line)
 

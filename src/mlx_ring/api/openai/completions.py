@@ -129,7 +129,7 @@ def routes(context: ApiContext) -> APIRouter:
 
 
 class CompletionWriter:
-    """Choices with text; with `echo` the prompt's text goes first, and its log-probabilities too."""
+    """Choices with text; with `echo` the prompt's text comes first, with its log-probabilities."""
 
     def __init__(
         self, tokenizer: Tokenizer, fields: CompletionRequest, prompts: Sequence[tuple[int, ...]]

@@ -33,7 +33,7 @@ class EmbeddingRequest(Body):
     encoding_format: Literal["float", "base64"] | None = None
     """`base64` is of little-endian float32."""
     dimensions: Annotated[int, Field(ge=1)] | None = None
-    """Only so many of a vector's first numbers, of length 1 again."""
+    """Number of a vector's first elements to keep; they are normalized to length 1 again."""
 
 
 def routes(context: ApiContext) -> APIRouter:

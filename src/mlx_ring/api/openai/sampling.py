@@ -17,7 +17,7 @@ from mlx_ring.core.errors import RequestError
 from mlx_ring.core.types import Sampling, SamplingParams
 
 _LEAST_TOP_P = 1e-6
-"""Value for 0, which stands for the most likely token alone; the engine's own 0 is "off"."""
+"""Value for 0, which means only the most likely token; the engine's own 0 is "off"."""
 _MOST_STOPS = 4
 _LONGEST_STOP = 1024
 _HIGHEST_BIAS = 100.0

@@ -91,7 +91,7 @@ def _bytes_of(piece: str, text: str) -> bytes:
 
 @lru_cache(maxsize=1)
 def _byte_alphabet() -> dict[str, int]:
-    """Return GPT-2's alphabet: a printable byte stands for itself, the others are counted from U+0100."""
+    """Return GPT-2's alphabet: a printable byte is itself, the others are counted from U+0100."""
     return {character: byte for byte, character in _spelt_bytes()}
 
 

@@ -101,7 +101,7 @@ def check_token(token: int, service: ModelService, param: str) -> None:
 
 
 def _check_kind(fields: TokenizeRequest) -> None:
-    """Either a prompt or messages, with what goes with them."""
+    """Either a prompt or messages, with their options."""
     if (fields.prompt is None) == (fields.messages is None):
         raise RequestError("Give either 'prompt' or 'messages'.", param="prompt")
     of_messages = {

@@ -105,7 +105,7 @@ async def run_bench(
     warmup: int,
     outputs: Outputs,
 ) -> dict[str, Any]:
-    """Measure, print, write, draw; returns what goes into the JSON. Ctrl-C ends the load, not the report.
+    """Measure, print, write and draw; return the content of the JSON file. Ctrl-C ends the load, not the report.
 
     Raises:
         NotReady, ConfigError: there is nothing to measure, or a file cannot be written.

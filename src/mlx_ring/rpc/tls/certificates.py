@@ -1,6 +1,6 @@
 """Certificates, signing requests, keys, and the names in them.
 
-Machines change addresses, so a certificate names the node and nobody checks an address.
+Machines change addresses, so a certificate names the node, and no address is checked.
 """
 
 from __future__ import annotations

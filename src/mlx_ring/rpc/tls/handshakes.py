@@ -52,7 +52,7 @@ def handshake_error(error: Exception, peer: str) -> TrustError | None:
         if error.code() in (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED):
             return PeerRefused(f"{peer} refused this machine: {error.details()}")
         text = error.details() or ""
-        # A peer that ends after the handshake is lost, and has refused nobody.
+        # A peer that ends after the handshake is lost; it has not refused the connection.
         if error.code() is not grpc.StatusCode.UNAVAILABLE or "failed to connect" not in text:
             return None
     elif isinstance(error, ssl.SSLError | ConnectionResetError):

@@ -84,7 +84,7 @@ class AnswerGrammar:
         """Move the matcher to `position` of the sequence's tokens.
 
         Returns:
-            Whether a token there belongs to the answer: none does behind one that ends it.
+            True if a token there belongs to the answer, which ends at its first stop token.
 
         Raises:
             RequestError: the grammar cannot be enforced.
@@ -129,7 +129,7 @@ class AnswerGrammar:
         return len(self._fed)
 
     def go_back(self, place: int) -> None:
-        """Roll back to where so many tokens of the answer were taken."""
+        """Roll back to the first `place` tokens of the answer."""
         if place < len(self._fed):
             self.matcher.rollback(len(self._fed) - place)
             del self._fed[place:]

@@ -74,7 +74,7 @@ class KeptGrammars:
         return kept
 
     def forget(self, kept: KeptGrammar) -> None:
-        """Remove a grammar, so that later requests compile it anew."""
+        """Remove a grammar, so that later requests compile it again."""
         if self._kept.get(kept.key) is kept:
             del self._kept[kept.key]
 

@@ -55,7 +55,7 @@ class StepMasks:
 def make_masks(rows: Iterable[Drawing], vocabulary: int) -> StepMasks:
     """Make the masks of all positions. First positions of rows go side by side, drafts one after the other.
 
-    A draft token that its grammar forbids cannot be drawn, so nobody uses what is drawn behind it: no mask is made.
+    A draft token that its grammar forbids cannot be drawn, so no mask is made for the positions behind it.
     The same holds behind an answer's end, or if a grammar fails. Those rows still draw like the others. Of ranks that
     share a stage one may fail alone, but all must draw the same rows in the same way.
     """

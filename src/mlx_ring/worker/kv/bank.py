@@ -2,7 +2,7 @@
 
 A row that joins, leaves or moves is copied alone. Slots `[0, len(rows))` are taken.
 
-A copy within a bank goes through an evaluated temporary. A lazy view of the array that it is written to
+A copy within a bank uses an evaluated temporary. A lazy view of the array that it is written to
 would make MLX copy the whole array.
 
 A bank is one array for each plane of each layer, `(slots, heads, capacity, width)`. Another size means copying
@@ -61,12 +61,12 @@ class BankMemory:
         return planes
 
     def aim_slots(self, slots: int) -> None:
-        """Set the target to so many rows."""
+        """Set the target number of rows."""
         self._aimed_slots = slots
         self.continue_resizing()
 
     def aim_capacity(self, window: int | None, capacity: int) -> None:
-        """Set the target to so many tokens in every slot."""
+        """Set the target number of tokens in every slot."""
         self._aimed[window] = capacity
         self.continue_resizing()
 
@@ -116,7 +116,7 @@ class BankMemory:
         )
 
     def _hurry(self, steps: int) -> None:
-        """Finish within so many steps, if the usual speed is too slow."""
+        """Finish within a number of steps, if the usual speed is too slow."""
         if steps < STEPS:
             behind = sum(planes[position].nbytes for planes, position, _ in self._behind())
             self._bring(behind // steps)

@@ -98,7 +98,7 @@ GROWS_AHEAD = 64
 STEP_BYTES = 32 << 20
 """Number of bytes that a step may write to resize arrays ..."""
 STEPS = 32
-"""... or more, if so many steps would not suffice."""
+"""... or more, if that number of steps would not suffice."""
 
 
 def blocks(tokens: int) -> int:

@@ -81,7 +81,7 @@ class Banks:
         return [*placed, *self._join(homeless)] if homeless else placed
 
     def place_alone(self, row: Row, room: int) -> Bank:
-        """Place a row in a new bank, with room for so many tokens after those it has."""
+        """Place a row in a new bank, with room for a number of further tokens."""
         bank = self._new_bank(1)
         self.reserve(bank, [row], [room])
         return bank

@@ -35,7 +35,7 @@ class KVStore:
         Args:
             prototypes: caches that define what each layer keeps.
             dtype: type of keys and values.
-            kv_bits: quantizes keys and values to so many bits.
+            kv_bits: number of bits of quantized keys and values.
             ragged: whether the model's forward takes an array of offsets, one for each row. Without it only
                 rows of one length share a pass.
             slack: how many tokens sliding layers can be rolled back.
@@ -264,7 +264,7 @@ class KVStore:
         return row
 
     def check(self, sequence: int, count: int) -> None:
-        """Check that so many tokens can be appended.
+        """Check that a number of tokens can be appended.
 
         Raises:
             ProtocolError: the sequence is not open, is retained, has no room for them, or they are none.

@@ -1,7 +1,7 @@
 """Device on which MLX computes, its memory, and how the C library keeps freed memory.
 
 On a CPU MLX takes an array's memory from `malloc` and frees it again. glibc returns free memory at the end of its heap
-to the system if it exceeds twice the largest array. The kernel clears each page that is taken anew, which needs more
+to the system if it exceeds twice the largest array. The kernel clears each newly allocated page, which needs more
 than half of the time for drawing 16 tokens of 152,000.
 """
 

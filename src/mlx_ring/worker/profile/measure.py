@@ -47,7 +47,7 @@ def measure(bounds: Bounds, *, blas: str, blas_threads: int) -> MachineProfile:
     """Return the profile of this device.
 
     Args:
-        blas: description of the BLAS that computes, with so many threads.
+        blas: description of the BLAS that computes, with its threads.
 
     Raises:
         ConfigError: too little memory is left to measure with.

@@ -1,6 +1,6 @@
 """Products with weights of one kind: of a single row, which reads them, and of many rows, which computes.
 
-Weights are square and each product's result goes into the next, as in layers. A repetition continues where the last one
+Weights are square and each product's result is the input of the next, as in layers. A repetition continues where the last one
 stopped, so that its weights have left the caches.
 """
 

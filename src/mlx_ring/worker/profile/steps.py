@@ -98,7 +98,7 @@ def _check(done: step_pb2.StepDone) -> None:
 
 
 def drawing(words: int, stopwatch: Stopwatch) -> Callable[[], float]:
-    """Return a function that draws one token of so many at a usual temperature, and gives the seconds."""
+    """Return a function that draws one token of a vocabulary at a usual temperature, and returns the seconds."""
     logits = mx.random.normal((1, words))
     row = SamplerRow(Parameters(temperature=1.0), seed=7, position=1, tokens=(0,), prompt_length=1)
     mx.eval(logits)

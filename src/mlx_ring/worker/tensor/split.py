@@ -140,7 +140,7 @@ def split_head(model: nn.Module, own: MemberRange, *, looks_up: bool) -> None:
 
 
 def _turn_round(embedding: nn.Module, own: MemberRange) -> None:
-    part = nn.Module()  # in no tree, so that its matrices are nobody's parameters
+    part = nn.Module()  # in no tree, so that its matrices are no module's parameters
     for name in _OF_QUANTIZATION:
         if hasattr(embedding, name):
             setattr(part, name, getattr(embedding, name))

@@ -50,7 +50,7 @@ class OpenItem(ABC):
 
     @abstractmethod
     def item(self, status: ItemStatus) -> ResponseItem:
-        """Return the item as it stands."""
+        """Return the item in its current state."""
 
     @abstractmethod
     def opens(self) -> Iterator[ResponseEvent]: ...

@@ -98,7 +98,7 @@ def _link_map(library: ctypes.CDLL) -> _LinkMap:
     dlinfo = ctypes.CDLL(None).dlinfo
     dlinfo.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
     if dlinfo(library._handle, _RTLD_DI_LINKMAP, ctypes.byref(found)):  # noqa: SLF001 - ctypes' documented handle
-        raise Unavailable("the dynamic linker does not say where libmlx.so lies")
+        raise Unavailable("the dynamic linker does not report the address of libmlx.so")
     return found.contents
 
 
@@ -147,7 +147,7 @@ def _is_writable(address: int) -> bool:
         start, end = (int(bound, 16) for bound in bounds.split("-"))
         if start <= address < end:
             return "w" in permissions
-    raise Unavailable("a slot of libmlx.so lies in no mapping")
+    raise Unavailable("a slot of libmlx.so is in no mapping")
 
 
 def _protect(page: int, protection: int) -> None:
