@@ -1,11 +1,10 @@
-"""Workers as processes: started, watched, ended, and never left behind.
+"""Supervision of workers as processes: start, watch and end them, and leave none behind.
 
-Which of several CUDA GPUs a worker of a group has, so that each has one of its own.
+Each worker of a group on CUDA gets a GPU of its own.
 
-How long a worker has owed an answer, of the time in which it could have given one.
-
-A processor that others hold for seconds keeps a worker from answering, and so does a machine that was itself stopped (a virtual
-one that is moved, say). Neither is a reason to end the worker: it would be loaded again into the same problem.
+A worker is silent for as long as it has owed an answer that it could have given. Seconds in which other processes
+hold the processor do not count. Nor does a pause of the machine itself, for instance a virtual one that is moved.
+Ending the worker would not help then: it would be loaded again into the same problem.
 """
 
 from __future__ import annotations
