@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 
 from mlx_ring.agent.enrolment import join
 from mlx_ring.cluster.security.authority import Authority
-from mlx_ring.cluster.security.enrolment import EnrolmentFront, TryLimit, start_enrolment_server
+from mlx_ring.cluster.security.enrolment import EnrolmentService, TryLimit, start_enrolment_server
 from mlx_ring.cluster.security.members import Members
 from mlx_ring.cluster.security.tokens import TokenStore
 from mlx_ring.core.errors import AddressInUse
@@ -82,7 +82,7 @@ class Head:
 async def running_head(folder: Path, tries: TryLimit | None = None) -> AsyncGenerator[Head]:
     """Run a head whose state lies in `folder`."""
     authority, tokens, members = Authority.open(folder), TokenStore(folder), Members(folder)
-    front = EnrolmentFront(authority, tokens, members, tries=tries)
+    front = EnrolmentService(authority, tokens, members, tries=tries)
     cluster = make_aio_server(interceptors=[AioPeerGuard(members.refusal)])
     cluster.add_generic_rpc_handlers(
         (front.renewal_handler(), service_handler(AGENT_SERVICE, ((STOP, answer),)))
@@ -107,7 +107,7 @@ def free_pair_of_ports() -> int:
 
 
 async def _two_ports(
-    front: EnrolmentFront, authority: Authority, cluster: grpc.aio.Server
+    front: EnrolmentService, authority: Authority, cluster: grpc.aio.Server
 ) -> tuple[grpc.aio.Server, int]:
     """Listen on two consecutive ports: on a free one and the one before, or on another pair if that is taken."""
     while True:

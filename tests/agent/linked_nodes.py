@@ -11,7 +11,7 @@ from pathlib import Path
 import grpc
 from tests.machines import node_credentials
 
-from mlx_ring.agent.links import LinkFront, LinkStore, make_responder
+from mlx_ring.agent.links import LinkService, LinkStore, make_responder
 from mlx_ring.cluster.security.authority import Authority
 from mlx_ring.rpc.channels import add_secure_port, make_aio_server
 from mlx_ring.rpc.link_probe import ProbeBounds
@@ -52,7 +52,7 @@ async def linked_node(
     server = make_aio_server(
         interceptors=[AioPeerGuard(Revoked().refusal, head_only=(f"/{AGENT_SERVICE}/",))]
     )
-    server.add_generic_rpc_handlers((LinkFront(name, lambda: credentials, store, bounds).handler(),))
+    server.add_generic_rpc_handlers((LinkService(name, lambda: credentials, store, bounds).handler(),))
     port = add_secure_port(server, "127.0.0.1:0", credentials.for_server())
     revoked = Revoked()
     guard = PeerGuard(revoked.refusal)

@@ -89,7 +89,7 @@ def test_joined_node_that_does_not_answer_is_asked_for_its_state_again(
         cluster: Any = Cluster(settings, [], cast("Control", control), HeadAddress("10.0.0.1", 50051), offer)
         monkeypatch.setattr(cluster._surveys, "take", take)
         cluster._has_looked.set()
-        tending = asyncio.create_task(cluster._tend_whoever_comes())
+        tending = asyncio.create_task(cluster._tend_joining_nodes())
         await asyncio.sleep(0)
         control.watchers[0](Joined(control.membership.members["n2"]))
         try:

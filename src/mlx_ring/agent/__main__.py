@@ -10,7 +10,7 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-from mlx_ring.agent.server import AgentFront
+from mlx_ring.agent.server import AgentService
 from mlx_ring.agent.supervisor import Supervisor, WorkerOptions
 from mlx_ring.core.logs import configure_logging
 from mlx_ring.host.child import watch_lifeline
@@ -51,14 +51,14 @@ async def _serve(options: argparse.Namespace) -> None:
             lent=options.lent,
         )
     )
-    front = AgentFront(options.node, supervisor, options.load_timeout)
-    end = front.asked_to_stop
+    service = AgentService(options.node, supervisor, options.load_timeout)
+    end = service.stop_requested
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, end.set)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     watch_lifeline(options.lifeline_fd, lambda: _set_from_thread(loop, end))
     server = make_aio_server()
-    server.add_generic_rpc_handlers((front.handler(),))
+    server.add_generic_rpc_handlers((service.handler(),))
     server.add_insecure_port(f"unix:{options.run_dir / 'agent.sock'}")
     await server.start()
     await end.wait()

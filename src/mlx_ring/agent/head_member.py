@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
-from mlx_ring.core.environment import let_grpc_speak, quieten_grpc
+from mlx_ring.core.environment import enable_grpc_logs, quieten_grpc
 from mlx_ring.core.logs import configure_logging
 from mlx_ring.host.addresses import bracketed, parse_head_address
 from mlx_ring.host.machine import make_run_folder
@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run until the head asks to end, or SIGTERM comes."""
     given = _parse(arguments)
     quieten_grpc()
-    let_grpc_speak()
+    enable_grpc_logs()
     # gRPC reads how much to say when it comes in, which it does with these.
     from mlx_ring.agent.member import MemberOptions, serve_as_member
     from mlx_ring.host.trusted_interfaces import Trust

@@ -68,9 +68,9 @@ async def _run_one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
     log.info("lent to the agent: %s, pid %d", child.name, child.pid)
     orders: asyncio.Task[None] | None = None
     try:
-        await _say(writer, pid=child.pid)
+        await _send(writer, pid=child.pid)
         orders = asyncio.create_task(_obey(reader, child))
-        await _say(writer, ended=await child.wait())
+        await _send(writer, ended=await child.wait())
     finally:
         if orders is not None:
             orders.cancel()
@@ -107,7 +107,7 @@ class LentChild:
             WorkerLost: no process does, or it ends.
         """
         reader, writer = await _connect(socket, rank)
-        await _say(
+        await _send(
             writer,
             module=module,
             arguments=list(arguments),
@@ -133,7 +133,7 @@ class LentChild:
         """End it, and return the reason. With `asks_where` a process that hangs is asked where."""
         if not self._end.done():
             with contextlib.suppress(ConnectionError):
-                await _say(self._writer, stop=grace_s, asks_where=asks_where)
+                await _send(self._writer, stop=grace_s, asks_where=asks_where)
         return await self.wait()
 
     async def _receive_end(self, reader: asyncio.StreamReader) -> str:
@@ -159,7 +159,7 @@ async def _connect(socket: Path, rank: int) -> tuple[asyncio.StreamReader, async
             await asyncio.sleep(_LOOK_S)
 
 
-async def _say(writer: asyncio.StreamWriter, **message: object) -> None:
+async def _send(writer: asyncio.StreamWriter, **message: object) -> None:
     writer.write(json.dumps(message).encode() + b"\n")
     await writer.drain()
 

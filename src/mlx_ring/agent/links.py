@@ -160,7 +160,7 @@ BOUNDS = ProbeBounds(round_trips_s=0.15, throughput_s=0.35, answer_s=3.0)
 _RESPONDER_THREADS = 4
 
 
-class LinkFront:
+class LinkService:
     """Service that measures a node's links, one probe at a time because two would disturb each other."""
 
     def __init__(

@@ -25,11 +25,11 @@ import psutil
 
 from mlx_ring.agent.enrolment import renew_if_due
 from mlx_ring.agent.fetched_models import FetchedModels
-from mlx_ring.agent.links import LinkFront, LinkStore, make_responder
+from mlx_ring.agent.links import LinkService, LinkStore, make_responder
 from mlx_ring.agent.profiling import ProfileOptions, ProfileStore, recall_or_measure
-from mlx_ring.agent.server import AgentFront
+from mlx_ring.agent.server import AgentService
 from mlx_ring.agent.supervisor import Supervisor, Worker, WorkerOptions
-from mlx_ring.agent.weights.serving import WeightsFront
+from mlx_ring.agent.weights.serving import WeightsService
 from mlx_ring.agent.weights.store import WeightStore
 from mlx_ring.core.cluster_folders import AGENT_LOCK, node_folder, weights_folder
 from mlx_ring.core.errors import ConfigError, PeerRefused, RingError, VersionMismatch
@@ -295,14 +295,14 @@ async def serve_as_member(options: MemberOptions) -> None:
     supervisor, revoked = _supervisor(options, folder), Revoked()
     store = WeightStore(weights_folder(options.state), options.weights_limit_bytes)
     fetched = FetchedModels(options.node, store, credentials)
-    front = AgentFront(
+    service = AgentService(
         options.node, supervisor, options.load_timeout_s, ends_when_empty=False, fetched=fetched
     )
     guard = AioPeerGuard(revoked.refusal, head_only=(f"/{AGENT_SERVICE}/",))
-    links = LinkFront(options.node, credentials, LinkStore(folder))
+    links = LinkService(options.node, credentials, LinkStore(folder))
     server = make_aio_server(interceptors=[guard], max_message_bytes=AGENT_MESSAGE_BYTES)
     server.add_generic_rpc_handlers(
-        (front.handler(), links.handler(), WeightsFront(options.node, store).handler())
+        (service.handler(), links.handler(), WeightsService(options.node, store).handler())
     )
     port = add_secure_port(server, f"{options.listen}:0", serve_from_folder(folder))
     probes_guard = PeerGuard(revoked.refusal)
@@ -331,7 +331,7 @@ async def serve_as_member(options: MemberOptions) -> None:
         asyncio.create_task(end_orphaned_workers(supervisor, lambda: received_s), name="orphans"),
     )
     try:
-        await _until_asked_or_done(attending, front.asked_to_stop)
+        await _until_stop_or_done(attending, service.stop_requested)
     finally:
         for task in (attending, *beside):
             task.cancel()
@@ -372,7 +372,7 @@ def _supervisor(options: MemberOptions, credentials: Path) -> Supervisor:
     )
 
 
-async def _until_asked_or_done(work: asyncio.Task[None], asked: asyncio.Event) -> None:
+async def _until_stop_or_done(work: asyncio.Task[None], asked: asyncio.Event) -> None:
     """Wait until the head or a signal asks to end, or the work ends; raise its error, if any."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 _DEFAULT_HEARTBEAT_S = 2.0
 
 
-class AgentFront:
+class AgentService:
     """One node's agent, as the head sees it."""
 
     def __init__(
@@ -47,7 +47,7 @@ class AgentFront:
         self._supervisor = supervisor
         self._load_timeout_s = load_timeout_s
         self._tasks: set[asyncio.Task[int]] = set()
-        self.asked_to_stop = asyncio.Event()
+        self.stop_requested = asyncio.Event()
         """Set by a Stop of every instance, where the agent then has nothing left to do."""
 
     def handler(self) -> grpc.GenericRpcHandler:
@@ -191,7 +191,7 @@ class AgentFront:
         if self._fetched is not None:
             self._fetched.release([worker.instance for worker in self._supervisor.workers])
         if not request.instance and (self._ends_when_empty or request.end):
-            self.asked_to_stop.set()
+            self.stop_requested.set()
         return agent_pb2.StopReply(stopped=stopped)
 
     def _spawn(self, work: Coroutine[object, object, int]) -> None:

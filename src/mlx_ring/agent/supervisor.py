@@ -23,12 +23,12 @@ import grpc
 
 from mlx_ring.agent.lending import LentChild, lent_at
 from mlx_ring.agent.mpi.places import give_places
-from mlx_ring.core.environment import library_variable, speaking_environment, worker_environment
+from mlx_ring.core.environment import environment_with_grpc_logs, library_variable, worker_environment
 from mlx_ring.core.errors import WorkerLost
 from mlx_ring.core.logs import LogFormat
 from mlx_ring.host.child import GRACE_S, ChildProcess
 from mlx_ring.host.trusted_interfaces import Trust
-from mlx_ring.rpc.backends import asked_backend, joined_ranks, rank_in_group
+from mlx_ring.rpc.backends import joined_ranks, rank_in_group, requested_backend
 from mlx_ring.rpc.channels import open_aio_channel
 from mlx_ring.rpc.methods import STATUS
 from mlx_ring.rpc.protos import agent_pb2, worker_pb2
@@ -266,7 +266,7 @@ class Supervisor:
                 *("--log-format", options.log_format),
                 *("--blas", options.blas, "--blas-threads", str(options.blas_threads)),
                 *_reach_arguments(options),
-                *(["--in-group", asked_backend(assignment)] if joined_ranks(assignment) else []),
+                *(["--in-group", requested_backend(assignment)] if joined_ranks(assignment) else []),
                 *(["--group-host", assignment.group_host] if assignment.group_host else []),
             ],
         )
@@ -394,7 +394,7 @@ class Supervisor:
 def _environment(options: WorkerOptions) -> dict[str, str]:
     """Return the environment of a worker; one that other machines reach reports the peers that it refuses."""
     environment = worker_environment(options.blas_threads)
-    return environment if options.credentials is None else speaking_environment(environment)
+    return environment if options.credentials is None else environment_with_grpc_logs(environment)
 
 
 def _reach_arguments(options: WorkerOptions) -> list[str]:

@@ -151,7 +151,7 @@ def logs(
     """Print the last log lines of all machines, each with its machine's name."""
     from mlx_ring.cluster.lifecycle import verbs
     from mlx_ring.cluster.lifecycle.programs import ON_HOST
-    from mlx_ring.cluster.lifecycle.shell import check_exit, words_on
+    from mlx_ring.cluster.lifecycle.shell import check_exit, command_on
 
     if not 1 <= lines <= _MOST_LINES:
         raise ConfigError(f"--lines is {lines}; it must be a whole number from 1 to {_MOST_LINES}.")
@@ -160,7 +160,7 @@ def logs(
     for _, found in verbs.log_commands(_read(config)):
         words = (*found.program, *ON_HOST, "logs", "--state-dir", found.about.state, *flags)
         tail = subprocess.Popen(
-            words_on(found.place, words),
+            command_on(found.place, words),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

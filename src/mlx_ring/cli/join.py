@@ -13,7 +13,7 @@ import typer
 from mlx_ring.cli.flags import with_settings
 from mlx_ring.cli.heads import NONE_FOUND, show_heads
 from mlx_ring.core.cluster_folders import node_folder
-from mlx_ring.core.environment import let_grpc_speak, quieten_grpc
+from mlx_ring.core.environment import enable_grpc_logs, quieten_grpc
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.core.logs import configure_logging
 from mlx_ring.host.addresses import HeadAddress, bracketed, parse_head_address
@@ -61,7 +61,7 @@ def join(
     """
     settings = load_settings(flags)
     quieten_grpc()
-    let_grpc_speak()
+    enable_grpc_logs()
     # gRPC reads its log level when it is imported, which these do.
     from mlx_ring.agent.enrolment import join as enrol
     from mlx_ring.rpc.tls.credentials import load_credentials

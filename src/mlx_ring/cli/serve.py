@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 
 from mlx_ring.cli.flags import ALL_SETTINGS, with_settings
-from mlx_ring.core.environment import let_grpc_speak
+from mlx_ring.core.environment import enable_grpc_logs
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.core.logs import configure_logging
 from mlx_ring.core.trace_export import check_exporter
@@ -76,7 +76,7 @@ def serve(
         log_format=settings.log_format,
         keeps_lines=True,
     )
-    let_grpc_speak()
+    enable_grpc_logs()
     from mlx_ring.rpc.tls.handshakes import log_refused_handshakes  # imports gRPC, which is slow
 
     # A single machine refuses no peers, but this also keeps gRPC's own messages off the terminal.

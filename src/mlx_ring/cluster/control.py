@@ -17,7 +17,7 @@ from google.protobuf.message import DecodeError
 
 from mlx_ring.cluster.membership import Event, Joined, Left, Member, Membership, Reported
 from mlx_ring.cluster.security.authority import Authority
-from mlx_ring.cluster.security.enrolment import EnrolmentFront, admit_own_machine, start_enrolment_server
+from mlx_ring.cluster.security.enrolment import EnrolmentService, admit_own_machine, start_enrolment_server
 from mlx_ring.cluster.security.members import Members
 from mlx_ring.cluster.security.tokens import TokenStore
 from mlx_ring.core.cluster_folders import authority_folder, node_folder
@@ -268,13 +268,13 @@ async def open_control(
     tokens, members = TokenStore(authority_folder(state)), Members(authority_folder(state))
     admit_own_machine(authority, members, node_folder(state))
     control = Control(authority, tokens, members, open_identity(node_folder(state)).node)
-    front = EnrolmentFront(authority, tokens, members)
+    service = EnrolmentService(authority, tokens, members)
     guard = AioPeerGuard(members.refusal)
     server = make_aio_server(interceptors=[guard], max_message_bytes=_MESSAGE_BYTES)
     probes = LinkResponder(make_hello(node=control.node)).aio_handler()
-    server.add_generic_rpc_handlers((front.renewal_handler(), control.handler(), probes, *handlers))
+    server.add_generic_rpc_handlers((service.renewal_handler(), control.handler(), probes, *handlers))
     add_secure_port(server, address.cluster, authority.head_credentials().for_server())
-    enrolment, _ = await start_enrolment_server(front, authority, address.enrolment)
+    enrolment, _ = await start_enrolment_server(service, authority, address.enrolment)
     await server.start()
     sweeping = asyncio.create_task(_end_removed(guard, control, members), name="removed nodes")
     try:

@@ -21,10 +21,10 @@ from mlx_ring.core.errors import PlanError, RingError
 from mlx_ring.host.trusted_interfaces import FLAG, LOOPBACK, TrustedInterface
 from mlx_ring.rpc.backends import (
     RankCapabilities,
-    asked_backend,
     backend_option,
     choose_backend,
     joined_ranks,
+    requested_backend,
 )
 from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
 
@@ -47,7 +47,9 @@ def settle_backend(
         return
     rdma = json.loads(assignment.rdma) if assignment.rdma else None
     means = [_means(worker, node) for worker, node in ranks]
-    choice = choose_backend(asked_backend(assignment), means, option=backend_option(assignment), rdma=rdma)
+    choice = choose_backend(
+        requested_backend(assignment), means, option=backend_option(assignment), rdma=rdma
+    )
     assignment.backend, assignment.backend_why = choice.backend, choice.why
     if (assignment.stage, assignment.rank) == joined_ranks(assignment)[0]:
         log.info("%d workers are joined by MLX's backend %s: %s", len(ranks), choice.backend, choice.why)

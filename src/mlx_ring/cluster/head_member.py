@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from mlx_ring.core.cluster_folders import AGENT_LOCK, node_folder
-from mlx_ring.core.environment import inherited_environment, speaking_environment
+from mlx_ring.core.environment import environment_with_grpc_logs, inherited_environment
 from mlx_ring.host.addresses import HeadAddress
 from mlx_ring.host.machine import share_cores
 from mlx_ring.host.private_files import try_lock
@@ -48,7 +48,7 @@ def ensure_head_member(
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
-        env=speaking_environment(inherited_environment({})),
+        env=environment_with_grpc_logs(inherited_environment({})),
     )
 
 

@@ -25,11 +25,11 @@ def quieten_grpc() -> None:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
-def let_grpc_speak() -> None:
+def enable_grpc_logs() -> None:
     """Let gRPC's C library write why it refused a connection, for `rpc/tls/handshakes.py`.
 
     gRPC reads its level when it is imported, and writes by default. So a process that inherited silence must be
-    started with `speaking_environment`. A level that the user has set stays; children are silent again.
+    started with `environment_with_grpc_logs`. A level that the user has set stays; children are silent again.
     """
     if os.environ.get("GRPC_VERBOSITY", "NONE") == "NONE":
         os.environ["GRPC_VERBOSITY"] = _OUR_GRPC_LEVEL
@@ -61,7 +61,7 @@ def inherited_environment(changes: Mapping[str, str]) -> dict[str, str]:
     return inherited | dict(changes)
 
 
-def speaking_environment(environment: Mapping[str, str]) -> dict[str, str]:
+def environment_with_grpc_logs(environment: Mapping[str, str]) -> dict[str, str]:
     """Return an environment in which gRPC writes why it refused a connection. A level that the user has set stays."""
     changes = (
         {} if environment.get("GRPC_VERBOSITY", "NONE") != "NONE" else {"GRPC_VERBOSITY": _OUR_GRPC_LEVEL}

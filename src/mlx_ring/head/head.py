@@ -22,7 +22,7 @@ from typing import Protocol
 
 import uvicorn
 
-from mlx_ring.agent.weights.serving import WeightsFront
+from mlx_ring.agent.weights.serving import WeightsService
 from mlx_ring.api.app import build_app
 from mlx_ring.api.middleware.guard import Admission
 from mlx_ring.api.service import InstanceInfo, ModelCatalog
@@ -159,7 +159,7 @@ class Head:
         self._has_announced = False
         self._tracing = open_tracing(settings.otlp_traces_endpoint, node_name(), package_version("mlx-ring"))
         self._catalog = Catalog(settings, served, audience, self._announce, self._tracing)
-        self._weights = WeightsFront(node_name(), None)
+        self._weights = WeightsService(node_name(), None)
 
     async def run(self) -> None:
         """Load and serve until SIGINT, SIGTERM or SIGHUP; finish open requests before returning.
@@ -181,7 +181,7 @@ class Head:
                 cleanup.push_async_callback(self._catalog.end)
                 work = asyncio.create_task(self._keep_serving(machines))
                 cleanup.push_async_callback(_cancelled, work)
-                await _first_of(end.asked.wait(), serving, work)
+                await _first_of(end.requested.wait(), serving, work)
                 await self._drain(end, serving, work)
                 log.info("stopping")
 
@@ -277,13 +277,13 @@ class EndSignals:
     """Requests, by signal, to end a head that serves."""
 
     def __init__(self) -> None:
-        self.asked = asyncio.Event()
+        self.requested = asyncio.Event()
         """Event of the first signal: end after open requests."""
         self.insisted = asyncio.Event()
         """Event of a second signal: end at once."""
 
     def on_signal(self) -> None:
-        (self.insisted if self.asked.is_set() else self.asked).set()
+        (self.insisted if self.requested.is_set() else self.requested).set()
 
 
 @contextlib.contextmanager

@@ -77,7 +77,7 @@ class HostedModel:
         """True if it is about to be loaded without a request."""
         self.waiting = 0
         """Number of requests that wait for it to be loaded."""
-        self.last_asked = time.monotonic()
+        self.last_requested = time.monotonic()
         """Time of the last request, by the monotonic clock."""
         self.created = int(time.time())
         self.default_sampling: Sampling = sampling_defaults(served.folder.generation_config)
@@ -135,7 +135,7 @@ class HostedModel:
 
     @property
     def engine(self) -> Router:
-        self.last_asked = time.monotonic()
+        self.last_requested = time.monotonic()
         return self._router
 
     @property
@@ -182,7 +182,7 @@ class HostedModel:
     @property
     def is_idle(self) -> bool:
         """True if no request came just now, because one that waited for the model may not have started."""
-        return time.monotonic() - self.last_asked >= JUST_NOW_S
+        return time.monotonic() - self.last_requested >= JUST_NOW_S
 
     # ---- loading and unloading
 

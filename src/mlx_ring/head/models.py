@@ -152,7 +152,7 @@ class Catalog:
             await self._loaded(hosted)
         finally:
             hosted.waiting -= 1
-            hosted.last_asked = time.monotonic()
+            hosted.last_requested = time.monotonic()
 
     async def load(self, name: str) -> ModelService:
         """Load a model by any of its names, also one that was not served before."""
@@ -314,7 +314,7 @@ class Catalog:
         ]
         await hosted.run(replicas, self._ready)
         self._has_served = True
-        hosted.last_asked = time.monotonic()
+        hosted.last_requested = time.monotonic()
 
     def _check_room(self, hosted: HostedModel, copies: int) -> None:
         """Check that the weights of all loaded models stay within --model-memory."""
@@ -340,7 +340,7 @@ class Catalog:
             # A request that waited for one of them may be about to begin.
             await asyncio.sleep(JUST_NOW_S)
         idle = [other for other in quiet if other.is_idle and not other.open_requests]
-        oldest = min(idle, key=lambda other: other.last_asked, default=None)
+        oldest = min(idle, key=lambda other: other.last_requested, default=None)
         if oldest is None:
             return False
         log.info("unloading %s, the least recently used model, for %s", oldest.model_id, hosted.model_id)

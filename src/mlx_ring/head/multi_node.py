@@ -165,7 +165,7 @@ class Cluster:
         control = self._control
         own_host = "127.0.0.1" if self._address.is_every else self._address.host
         if self._tending is None:
-            self._tending = asyncio.create_task(self._tend_whoever_comes(), name="nodes that come")
+            self._tending = asyncio.create_task(self._tend_joining_nodes(), name="nodes that come")
         async with self._one_at_a_time:
             started = ensure_head_member(
                 self._settings,
@@ -351,7 +351,7 @@ class Cluster:
         finally:
             self._live.pop(instance, None)
 
-    async def _tend_whoever_comes(self) -> None:
+    async def _tend_joining_nodes(self) -> None:
         """End the stale workers of each node that joins, and measure its links for the next plan."""
         came: asyncio.Queue[str] = asyncio.Queue()
 

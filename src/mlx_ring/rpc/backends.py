@@ -296,7 +296,7 @@ def backend_of(assignment: worker_pb2.StageAssignment) -> Backend:
     return "ring" if assignment.tp_size > 1 or of_link is None else of_link
 
 
-def asked_backend(assignment: worker_pb2.StageAssignment) -> str:
+def requested_backend(assignment: worker_pb2.StageAssignment) -> str:
     """Return the requested backend, by its name or the kind of link; `auto` if none was."""
     if assignment.backend:
         return assignment.backend

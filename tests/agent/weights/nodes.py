@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from mlx_ring.agent.weights.peers import Patience, Peer
-from mlx_ring.agent.weights.serving import WeightsFront
+from mlx_ring.agent.weights.serving import WeightsService
 from mlx_ring.agent.weights.stages import fetch
 from mlx_ring.agent.weights.store import StoredModel, WeightStore
 from mlx_ring.agent.weights.transfer import Fetched
@@ -60,7 +60,7 @@ def write_pieces(folder: Path, sizes: list[int], seed: int = 0) -> WeightsManife
     return make_manifest({"model.safetensors": len(data)}, pieces)
 
 
-class TamperingFront(WeightsFront):
+class TamperingFront(WeightsService):
     """A server of weights that passes each part through `tamper`."""
 
     tamper: Tamper | None = None

@@ -11,7 +11,7 @@ from tests.agent.weights.nodes import all_pieces, ignore_progress, write_pieces
 from tests.machines import listening, node_credentials
 
 from mlx_ring.agent.weights.peers import Peer
-from mlx_ring.agent.weights.serving import WeightsFront
+from mlx_ring.agent.weights.serving import WeightsService
 from mlx_ring.agent.weights.stages import fetch, fetch_manifest
 from mlx_ring.agent.weights.store import WeightStore
 from mlx_ring.cluster.security.authority import Authority
@@ -29,7 +29,7 @@ def test_only_members_of_the_cluster_get_weights(tmp_path: Path) -> None:
     server, member, removed = (node_credentials(authority, name) for name in ("big-1", "mini-1", "former-1"))
     serial = peer_of_certificate(x509.load_pem_x509_certificate(removed.certificate)).serial
     manifest = write_pieces(tmp_path / "model", [MB, MB])
-    front = WeightsFront("big-1", None)
+    front = WeightsService("big-1", None)
     front.offer(tmp_path / "model", manifest)
     cases = {
         "member": (member, node_name("big-1"), ""),

@@ -9,7 +9,7 @@ import pytest
 from mlx_ring.cluster.lifecycle.host_side import (
     about_here,
     ask_head,
-    last_words,
+    last_output,
     log_command,
     out_file,
     run_detached,
@@ -31,7 +31,7 @@ from mlx_ring.host.running import end_running
     ],
 )
 def test_the_last_output_gives_the_reason(text: str, said: str) -> None:
-    assert last_words(text) == said
+    assert last_output(text) == said
 
 
 def test_a_program_that_cannot_start_is_reported_with_its_reason(

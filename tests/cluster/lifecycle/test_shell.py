@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from mlx_ring.cluster.lifecycle.arguments import Place
-from mlx_ring.cluster.lifecycle.shell import check_exit, on_all, own_words, run_on, send_to, words_on
+from mlx_ring.cluster.lifecycle.shell import check_exit, command_on, on_all, own_output, run_on, send_to
 from mlx_ring.core.errors import HostFailed, HostUnreached
 from mlx_ring.settings.devices_file import Device
 
@@ -16,7 +16,7 @@ MINI = Place(Device("mini", "me@mini"), "mini", is_here=False)
 
 
 def test_ssh_gets_one_line_with_every_argument_quoted() -> None:
-    words = words_on(MINI, ["sh", "-c", 'echo "$HOME"', "it's"])
+    words = command_on(MINI, ["sh", "-c", 'echo "$HOME"', "it's"])
     assert words[:2] == ["ssh", "-T"]
     assert "BatchMode=yes" in words
     assert words[-3:] == ["--", "me@mini", """sh -c 'echo "$HOME"' 'it'"'"'s'"""]
@@ -45,8 +45,8 @@ def test_a_machine_that_ssh_does_not_reach_is_named_with_the_reason() -> None:
 
 
 def test_output_of_shell_start_up_files_is_removed() -> None:
-    assert own_words("Welcome!\n7 updates\nmlx-ring-begins-here\n4711\n") == "4711\n"
-    assert own_words("4711\n") == "4711\n"
+    assert own_output("Welcome!\n7 updates\nmlx-ring-begins-here\n4711\n") == "4711\n"
+    assert own_output("4711\n") == "4711\n"
 
 
 def test_invalid_utf_8_raises_no_error() -> None:

@@ -28,9 +28,9 @@ from mlx_ring.rpc.tls.handshakes import handshake_error, loggable_line, refused_
 SERVER = """
 import sys, os
 from pathlib import Path
-from mlx_ring.core.environment import let_grpc_speak, quieten_grpc
+from mlx_ring.core.environment import enable_grpc_logs, quieten_grpc
 quieten_grpc()
-let_grpc_speak()
+enable_grpc_logs()
 from mlx_ring.core.logs import configure_logging
 from mlx_ring.rpc.tls.handshakes import log_refused_handshakes
 from mlx_ring.cluster.security.authority import Authority

@@ -36,7 +36,7 @@ class _Source:
     have: frozenset[int]
 
 
-class WeightsFront:
+class WeightsService:
     """Service that gives weights to other nodes.
 
     Args:

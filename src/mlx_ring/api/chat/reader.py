@@ -76,9 +76,9 @@ class AnswerReader:
             # A call that was cut off is the last, and did not end the answer.
             self.ended = self.ended and not is_cut_off
         if not self.ended:
-            self._say(self._held)
+            self._emit(self._held)
         if not self.ended:
-            self._say_last()
+            self._emit_last()
         return self._taken()
 
     def _read(self, text: str | None) -> None:
@@ -101,11 +101,11 @@ class AnswerReader:
         found = first_mark(text, marks)
         if found is None:
             said = len(text) - open_end(text, marks)
-            self._say(text[:said])
+            self._emit(text[:said])
             self._held = text[said:]
             return None
         place, mark = found
-        self._say(text[:place])
+        self._emit(text[:place])
         self._turn(mark)
         return text[place + len(mark) :]
 
@@ -129,7 +129,7 @@ class AnswerReader:
             self._before_calls = self._state
             self._calls = CallsReader(self._rules.calls, self.calls)
         else:
-            self._say_nothing_more()
+            self._flush_all()
             self._state = then
         self._behind_mark = True
 
@@ -163,23 +163,23 @@ class AnswerReader:
         self._state = "reasoning" if self._before_calls == "reasoning" else "content"
         self._behind_mark = False
         mark = max((mark for mark in self._marks[self._state] if text.startswith(mark)), key=len, default="")
-        self._say(mark)
+        self._emit(mark)
         return text[len(mark) :]
 
-    # ---- what is said
+    # ---- output
 
-    def _say(self, text: str) -> None:
+    def _emit(self, text: str) -> None:
         if self._state == "reasoning":
-            self._say_reasoning(text)
+            self._emit_reasoning(text)
         elif self._state != "header":
-            self._say_content(text)
+            self._emit_content(text)
 
-    def _say_reasoning(self, text: str) -> None:
+    def _emit_reasoning(self, text: str) -> None:
         text = self._without_blanks(text)
         if text:
             self._parts.append(ReasoningText(text))
 
-    def _say_content(self, text: str) -> None:
+    def _emit_content(self, text: str) -> None:
         if self._tokens > self._rules.min_tokens:
             text, self.stop_match = self._stops.push(text)
             self.ended = self.stop_match is not None
@@ -205,11 +205,11 @@ class AnswerReader:
         if text:
             self._parts.append(AnswerText(text))
 
-    def _say_nothing_more(self) -> None:
+    def _flush_all(self) -> None:
         self._flush_stops()
         self._blank = ""
 
-    def _say_last(self) -> None:
+    def _emit_last(self) -> None:
         text = self._blank + self._stops.flush()
         part = ReasoningText if self._state == "reasoning" else AnswerText
         if text:

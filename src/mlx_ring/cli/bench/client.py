@@ -62,14 +62,14 @@ def read_event(data: str) -> Event:
         return Event(has_output=False, finish_reason=None, usage=None, error=str(message))
     choices: list[dict[str, Any]] = fields.get("choices") or []
     return Event(
-        has_output=any(_says(choice) for choice in choices),
+        has_output=any(_has_output(choice) for choice in choices),
         finish_reason=next((one["finish_reason"] for one in choices if one.get("finish_reason")), None),
         usage=fields.get("usage"),
         error=None,
     )
 
 
-def _says(choice: dict[str, Any]) -> bool:
+def _has_output(choice: dict[str, Any]) -> bool:
     delta: dict[str, Any] = choice.get("delta") or {}
     parts = ("content", "reasoning", "reasoning_content", "tool_calls")
     return bool(choice.get("text")) or any(delta.get(part) for part in parts)

@@ -188,7 +188,7 @@ def out_file(state: Path, verb: str) -> Path:
     return Path(logs_folder(str(state))) / f"{verb}.out"
 
 
-def last_words(text: str) -> str:
+def last_output(text: str) -> str:
     """Return the reason why a program ended, taken from its last output."""
     lines = [line for line in text.splitlines() if line.strip()]
     sentences = [line.removeprefix("mlx-ring: ") for line in lines if line.startswith("mlx-ring: ")]
@@ -233,7 +233,7 @@ class _Waiting:
                 if holds():
                     return True
             if self.has_ended():
-                reason = last_words(out_file(self.state, self.verb).read_text("utf-8", errors="replace"))
+                reason = last_output(out_file(self.state, self.verb).read_text("utf-8", errors="replace"))
                 raise ConfigError(f"`mlx-ring {self.verb}` has ended: {reason}")
             if time.monotonic() > end:
                 return False

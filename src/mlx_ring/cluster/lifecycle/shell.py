@@ -25,7 +25,7 @@ _BEGINS = "mlx-ring-begins-here"
 Result = TypeVar("Result")
 
 
-def words_on(place: Place, words: Sequence[str]) -> list[str]:
+def command_on(place: Place, words: Sequence[str]) -> list[str]:
     """Return the command line that runs a command there.
 
     ssh passes one line to the user's shell, so each argument is quoted.
@@ -45,7 +45,7 @@ def run_on(place: Place, words: Sequence[str], *, stdin: str = "", timeout_s: fl
     Raises:
         HostFailed: A machine out of reach, or a failed command, with its last output.
     """
-    *start, command = words_on(place, words)
+    *start, command = command_on(place, words)
     try:
         done = subprocess.run(
             [*start, command if place.is_here else f"echo {_BEGINS}; {command}"],
@@ -60,13 +60,13 @@ def run_on(place: Place, words: Sequence[str], *, stdin: str = "", timeout_s: fl
         raise HostUnreached(f"{place.name} did not answer within {timeout_s:g} s.") from error
     except OSError as error:
         raise HostFailed(
-            f"{place.name}: cannot run {words_on(place, words)[0]} ({error.strerror})."
+            f"{place.name}: cannot run {command_on(place, words)[0]} ({error.strerror})."
         ) from error
     check_exit(place, done.returncode, done.stderr)
-    return own_words(done.stdout)
+    return own_output(done.stdout)
 
 
-def own_words(said: str) -> str:
+def own_output(said: str) -> str:
     """Return the command's own output, without the lines that the shell printed before it."""
     before, mark, after = said.partition(f"{_BEGINS}\n")
     return after if mark else before
@@ -79,7 +79,7 @@ def send_to(place: Place, words: Sequence[str], write: Callable[[IO[bytes]], Non
         HostFailed: The same errors as in `run_on`.
     """
     with subprocess.Popen(
-        words_on(place, words), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        command_on(place, words), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
     ) as process:
         broken = False
         assert process.stdin is not None  # noqa: S101 - `stdin` is a pipe

@@ -104,7 +104,7 @@ Request = TypeVar("Request")
 Context = grpc.aio.ServicerContext[object, object]
 
 
-class EnrolmentFront:
+class EnrolmentService:
     """The service that issues certificates, to machines with a join token and to members that renew theirs."""
 
     def __init__(
@@ -204,11 +204,11 @@ def admit_own_machine(authority: Authority, members: Members, folder: Path) -> C
 
 
 async def start_enrolment_server(
-    front: EnrolmentFront, authority: Authority, address: str
+    service: EnrolmentService, authority: Authority, address: str
 ) -> tuple[grpc.aio.Server, int]:
     """Listen for machines that want to join, on `HeadAddress.enrolment`; return the server and its port."""
     server = make_aio_server(max_message_bytes=MAX_MESSAGE_BYTES)
-    server.add_generic_rpc_handlers((front.enrolment_handler(), greeting_handler()))
+    server.add_generic_rpc_handlers((service.enrolment_handler(), greeting_handler()))
     port = add_secure_port(server, address, authority.head_credentials().for_strangers())
     await server.start()
     return server, port

@@ -83,7 +83,7 @@ def loggable_line(line: str) -> str:
 
 @cache
 def log_refused_handshakes() -> None:
-    """Log every connection that a server of this process refuses. Call it once, after `let_grpc_speak`.
+    """Log every connection that a server of this process refuses. Call it once, after `enable_grpc_logs`.
 
     Descriptor 2 becomes a pipe to a thread. gRPC's lines are read there, and all others
     are written to the original stderr. It is not for processes that compute: their last lines, when
