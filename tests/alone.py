@@ -4,7 +4,7 @@ Ranks wait for each other in busy loops. When another process takes the processo
 spinning, and a test of a second takes a minute.
 
 A process holds the lock from one such test to the next, because taking it means waiting for every running test. For
-the same reason `order.py` puts files of such tests first.
+the same reason `order.py` puts files of such tests together, at the end.
 """
 
 from __future__ import annotations

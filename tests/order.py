@@ -1,8 +1,8 @@
 """Order the files of a run so that several processes share it well: `--dist loadfile` hands them out in this order.
 
-Files of tests that run alone come first, because at the start they need not wait for another test. The others follow
-by the seconds that they took last time, longest first, so that no long file is left for the end. The seconds of a file
-that was never measured are guessed from its tests that start processes.
+Files come by the seconds that they took last time, longest first, so that no long file is left for the end. The seconds of
+a file that was never measured are guessed from its tests that start processes. Files of tests that run alone come last:
+other tests have found by then what they compare with, and only short ones are left to wait for.
 """
 
 from __future__ import annotations
@@ -82,6 +82,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     def place(item: pytest.Item) -> tuple[bool, float, str, bool]:
         file = file_of(item.nodeid)
-        return not alone[file], -seconds[file], file, is_alone(item)
+        return alone[file], -seconds[file], file, is_alone(item)
 
     items.sort(key=place)

@@ -1,9 +1,8 @@
-"""Stages linked by MLX's collectives: the tokens of the whole model, and a worker that is killed."""
+"""Stages linked by MLX's collectives give the tokens of the whole model."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import signal
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 from tests.end_to_end.equality import Agreement, compare
 from tests.end_to_end.instance import generate, request, running_agent, running_engine, start_workers
 from tests.end_to_end.reference import WholeModel
-from tests.processes import run_cli, serving
+from tests.end_to_end.test_collective_failures import check_recovery
 
 from mlx_ring.core.engine_stats import Policy
 from mlx_ring.core.errors import NotReady
@@ -41,7 +40,7 @@ def whole(folder: Path) -> WholeModel:
 
 @pytest.fixture(scope="module")
 def answers(whole: WholeModel) -> Answers:
-    """mlx-lm's; the last prompt repeats itself, so that drafts are made."""
+    """Return prompts and mlx-lm's answers. The last prompt repeats itself, so that draft tokens are proposed."""
     numbers = random.Random(11)
     prompts = [tuple(numbers.randrange(3000) for _ in range(length)) for length in LENGTHS]
     prompts.append(prompts[2] * 4)
@@ -49,18 +48,18 @@ def answers(whole: WholeModel) -> Answers:
 
 
 @pytest.mark.parametrize("link", KINDS)
-def test_a_mixture_of_experts_over_two_stages_says_what_mlx_lm_says(
+def test_tokens_of_two_stages_of_a_mixture_of_experts_are_those_of_mlx_lm(
     link: str, folder: Path, whole: WholeModel, answers: Answers, tmp_path: Path
 ) -> None:
-    """Several requests at once, their prompts in chunks, with drafts, while other clients leave in the middle."""
+    """Run several requests at once, with prompts in chunks and draft tokens, while other clients cancel."""
 
-    async def held(engine: Engine, prompt: tuple[int, ...]) -> Agreement:
+    async def compared(engine: Engine, prompt: tuple[int, ...]) -> Agreement:
         async def again(before: tuple[int, ...], count: int) -> list[int]:
             return await generate(engine, before, count)
 
         return await compare(prompt, answers[prompt], again, whole.gap)
 
-    async def left(engine: Engine, prompt: tuple[int, ...]) -> None:
+    async def cancelled(engine: Engine, prompt: tuple[int, ...]) -> None:
         seen: list[int] = []
         async with engine.submit(request(prompt, TOKENS)) as stream:
             async for delta in stream:
@@ -72,18 +71,18 @@ def test_a_mixture_of_experts_over_two_stages_says_what_mlx_lm_says(
     async def run() -> None:
         policy = Policy(max_num_seqs=5, prefill_chunk=16)
         async with running_engine(folder, 2, tmp_path, policy=policy, link=link) as (engine, _):
-            leaving = asyncio.gather(*(left(engine, prompt) for prompt in answers))
-            agreements = await asyncio.gather(*(held(engine, prompt) for prompt in answers))
-            await leaving
+            cancelling = asyncio.gather(*(cancelled(engine, prompt) for prompt in answers))
+            agreements = await asyncio.gather(*(compared(engine, prompt) for prompt in answers))
+            await cancelling
             assert sum(agreements, start=Agreement()).tokens == TOKENS * len(answers)
             stats = engine.stats().scheduler
             assert stats.steps_failed == 0
-            assert stats.accepted_tokens > 0, "nothing was guessed"
+            assert stats.accepted_tokens > 0, "no draft token was accepted"
 
     asyncio.run(run())
 
 
-def test_a_stage_between_others_takes_and_gives_over_the_ring(
+def test_tokens_of_three_stages_over_the_ring_are_those_of_mlx_lm(
     folder: Path, whole: WholeModel, answers: Answers, tmp_path: Path
 ) -> None:
     async def run() -> list[list[int]]:
@@ -95,60 +94,28 @@ def test_a_stage_between_others_takes_and_gives_over_the_ring(
         assert strays == []
 
 
-def test_workers_in_a_collective_take_steps_from_one_head_only(folder: Path, tmp_path: Path) -> None:
+def test_workers_in_a_collective_accept_one_head_only(folder: Path, tmp_path: Path) -> None:
     model = read_model_folder(folder)
 
     async def run() -> None:
         async with running_agent(tmp_path) as (_, address):
             workers = await start_workers(address, model, 2, link="ring")
             ranks = [RankAddress(rank, where) for rank, (where, _) in workers.items()]
-            greetings = [
+            hellos = [
                 make_hello(model_digest=model.digest, plan_digest="2 stages", fencing_id=fencing_id)
                 for fencing_id in (1, 2)
             ]
-            first = await GrpcExecutor.connect(ranks, greetings[0])
+            first = await GrpcExecutor.connect(ranks, hellos[0])
             try:
                 with pytest.raises(NotReady, match="serve one head"):
-                    await GrpcExecutor.connect(ranks, greetings[1])
+                    await GrpcExecutor.connect(ranks, hellos[1])
             finally:
                 await first.close()
 
     asyncio.run(run())
 
 
-@pytest.mark.parametrize(
-    ("link", "victim", "trouble", "code"),
-    [
-        ("ring", "0", signal.SIGKILL, "worker_lost"),
-        ("ring", "1", signal.SIGKILL, "worker_lost"),
-        ("allreduce", "1", signal.SIGKILL, "worker_lost"),
-        ("ring", "0", signal.SIGSTOP, "worker_stuck"),
-    ],
-)
-def test_a_stage_that_ends_or_hangs_ends_the_answer_and_all_comes_back(
-    link: str, victim: str, trouble: signal.Signals, code: str, tmp_path: Path
-) -> None:
-    flags = ("--stages", "2", "--link", link, "--step-deadline-s", "3")
-    with serving("demo-moe", *flags, folder=tmp_path) as server:
-        body = {"prompt": "Once", "max_tokens": 1500, "ignore_eos": True, "stream": True}
-        with server.http.stream("POST", "/v1/completions", json=body) as stream:
-            events = stream.iter_lines()
-            next(events)
-            worker = server.child("mlx_ring.worker", "--stage", victim)
-            worker.send_signal(trouble)
-            last = [line for line in events if line.startswith("data: {")][-1]
-        error = json.loads(last.removeprefix("data: "))["error"]
-        assert error["code"] == code, error
-        server.wait_for_health(200)
-        short = {"prompt": "Once", "max_tokens": 8}
-        assert server.http.post("/v1/completions", json=short).status_code == 200
-        assert server.stop() == 0
-        assert server.all_ended()
-
-
-def test_a_backend_that_the_machine_has_not_is_refused_with_one_sentence(tmp_path: Path) -> None:
-    done = run_cli("serve", "demo-moe", "--port", "0", "--stages", "2", "--link", "jaccl", folder=tmp_path)
-    assert done.returncode != 0
-    said = done.stderr.splitlines()[-1]
-    assert "--link jaccl: MLX's backend jaccl is not available on " in said
-    assert said.endswith("ring would be available.")
+def test_answer_ends_with_a_stopped_worker_and_the_server_recovers(tmp_path: Path) -> None:
+    """On a busy machine any step could take longer than this deadline."""
+    code = check_recovery(tmp_path, "ring", "0", signal.SIGSTOP, "--step-deadline-s", "3")
+    assert code == "worker_stuck"
