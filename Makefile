@@ -54,6 +54,7 @@ check: .venv/.ready-dev ## check lint, format, types, import contracts and gener
 	$(BIN)/python scripts/generate_protos.py --check
 	$(BIN)/python scripts/generate_settings_table.py --check
 	$(BIN)/python scripts/generate_dashboard.py --check
+	$(BIN)/python scripts/generate_page_types.py --check
 	$(BIN)/python scripts/check_english.py
 	@$(MAKE) --no-print-directory check-page
 
@@ -82,9 +83,10 @@ bench: .venv/.ready-dev ## compare with mlx-lm on this machine
 protos: .venv/.ready-dev ## generate Python code from the protos
 	$(BIN)/python scripts/generate_protos.py
 
-docs: .venv/.ready-dev ## generate the settings table and the Grafana dashboard
+docs: .venv/.ready-dev ## generate the settings table, the Grafana dashboard and the page's types
 	$(BIN)/python scripts/generate_settings_table.py
 	$(BIN)/python scripts/generate_dashboard.py
+	$(BIN)/python scripts/generate_page_types.py
 
 format: .venv/.ready-dev node_modules/.ready ## format, and apply ruff's fixes
 	$(BIN)/ruff format

@@ -12,7 +12,8 @@ Python files under `src/mlx_ring` count, without generated ones (`*_pb2*.py`). W
 - Docstring openers are counted in docstrings of modules, classes and functions, and in the strings below values.
   A count that leaves out the latter is lower by a sixth for What and by a quarter for Whether.
 - A function's length is that of its definition with its docstring and without its decorators.
-- A recipe's files name a witness of it as a whole word; `RECIPES` says which. Sources of the page and the protos count too.
+- A recipe's files name a witness of it as a whole word; `RECIPES` says which. Sources of the page and the protos count too,
+  without the page's generated types.
 - The files that a chat crosses are found by a real trace: see `tests/chat_trace.py`. Of two workers, the one that crosses more counts.
 """
 
@@ -43,6 +44,7 @@ _NO_CODE = frozenset({
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER),
 })  # fmt: skip
 _SOURCES = frozenset({".py", ".proto", ".js", ".ts"})
+_GENERATED_TYPES = "types.d.ts"
 
 RECIPES: Mapping[str, tuple[str, ...]] = {
     "a setting: http_timeout_keep_alive": (r"\bhttp_timeout_keep_alive\b",),
@@ -236,7 +238,10 @@ def recipe_files(root: Path) -> dict[str, list[str]]:
     texts = {
         path.relative_to(package).as_posix(): path.read_text(encoding="utf-8")
         for path in sorted(package.rglob("*"))
-        if path.suffix in _SOURCES and "_pb2" not in path.name and "vendor" not in path.parts
+        if path.suffix in _SOURCES
+        and "_pb2" not in path.name
+        and path.name != _GENERATED_TYPES
+        and "vendor" not in path.parts
     }
     return {
         recipe: [path for path, text in texts.items() if any(re.search(one, text) for one in patterns)]

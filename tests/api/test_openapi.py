@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 from tests.api.clients import Api
+from tests.api.twins import MarkingTokenizer, TwinService
 
 from mlx_ring.api.settings import ApiSettings
 
@@ -23,9 +24,22 @@ def responses(path: str, method: str) -> dict[str, Any]:
     return DOCUMENT["paths"][path][method]["responses"]
 
 
+def without_other_fields(document: dict[str, Any]) -> dict[str, Any]:
+    """Return a document whose objects have their listed fields only, unless it allows others by name."""
+    schemas = document["components"]["schemas"]
+    closed = {
+        name: {"additionalProperties": False} | schema if "properties" in schema else schema
+        for name, schema in schemas.items()
+    }
+    return {"components": {"schemas": closed}}
+
+
+CLOSED = without_other_fields(DOCUMENT)
+
+
 def check(value: object, schema: dict[str, Any]) -> None:
-    """Check a value against a schema of the document."""
-    Draft202012Validator({**schema, "components": DOCUMENT["components"]}).validate(value)
+    """Check a value against a schema of the document. It has no field that the schema does not list."""
+    Draft202012Validator({**schema, **CLOSED}).validate(value)
 
 
 @pytest.mark.parametrize(("path", "method"), OPERATIONS)
@@ -67,6 +81,55 @@ def test_streams_and_refusals_match_the_documented_schemas(path: str, method: st
             for line in lines:
                 if line.startswith("{"):
                     check(json.loads(line), content["x-each"])
+
+
+TOOL: dict[str, Any] = {"name": "add", "parameters": {"type": "object"}}
+RICH: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {
+        "tools": [{"type": "function", "function": TOOL}],
+        "n": 2,
+        "logprobs": True,
+        "top_logprobs": 2,
+    },
+    "/v1/completions": {"echo": True, "logprobs": 2, "n": 2},
+    "/v1/responses": {
+        "tools": [{"type": "function", **TOOL}],
+        "include": ["message.output_text.logprobs", "reasoning.encrypted_content"],
+        "top_logprobs": 2,
+    },
+    "/v1/messages": {"tools": [{"name": "add", "input_schema": {"type": "object"}}]},
+    "/api/chat": {
+        "tools": [{"type": "function", "function": TOOL}],
+        "logprobs": True,
+        "options": {"num_predict": 99},
+    },
+    "/api/generate": {"logprobs": True, "top_logprobs": 2},
+}
+"""Fields that make each route answer with everything it can."""
+
+
+@pytest.mark.parametrize("path", RICH)
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "says", ["<think>\nHm.</think>Yes.", '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>']
+)
+def test_reasoning_calls_and_logprobs_match_the_documented_schemas(
+    path: str, says: str, *, stream: bool
+) -> None:
+    api = Api(TwinService(tokenizer=MarkingTokenizer(), says=says))
+    example = DOCUMENT["paths"][path]["post"]["requestBody"]["content"]["application/json"]["example"]
+    answer = api.post(path, example | {"stream": stream} | RICH[path])
+    assert answer.status_code == 200, answer.text
+    content = responses(path, "post")["200"]["content"]
+    if not stream:
+        check(answer.json(), content["application/json"]["schema"])
+        return
+    each = content[answer.headers["content-type"].partition(";")[0]]["x-each"]
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines()]
+    values = [json.loads(line) for line in lines if line.startswith("{")]
+    assert len(values) > 2
+    for value in values:
+        check(value, each)
 
 
 def test_every_operation_lists_its_possible_statuses() -> None:

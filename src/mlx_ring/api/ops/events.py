@@ -14,16 +14,17 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Literal, NotRequired, cast
+from typing import Annotated, Literal, NotRequired, cast
 
 from fastapi import APIRouter, Request
+from pydantic import GetPydanticSchema
 from starlette.responses import Response
 
 from mlx_ring.api.context import ApiContext
 from mlx_ring.api.errors import error_body
 from mlx_ring.api.openapi import JsonObject, RouteDoc, documented_get
 from mlx_ring.api.ops.cache import CacheStatistics, cache_statistics
-from mlx_ring.api.ops.cluster import cluster_status
+from mlx_ring.api.ops.cluster import ClusterStatus, cluster_status
 from mlx_ring.api.service import ModelService, ServedInstance
 from mlx_ring.api.streaming import EVENT_STREAM, StreamedAnswer
 from mlx_ring.core.engine_stats import RankTotals, RequestState, StepTotals
@@ -78,7 +79,7 @@ class RequestStatus(JsonObject):
     age_s: float
 
 
-class Snapshot(JsonObject):
+class ClusterState(JsonObject):
     """State of the server: data of the event `state`."""
 
     time: float
@@ -87,7 +88,7 @@ class Snapshot(JsonObject):
     began: int
     """Unix seconds when the server started."""
     draining: bool
-    cluster: dict[str, object]
+    cluster: Annotated[dict[str, object], GetPydanticSchema(lambda _, schema: schema(ClusterStatus))]
     """Answer of `/cluster/status`, without the links' `measured_s_ago`."""
     cache: CacheStatistics
     """Answer of `/cache/stats`."""
@@ -108,7 +109,7 @@ _DOC: RouteDoc[Response] = RouteDoc(
     "Stream the state of nodes, instances and requests on each change, as server-sent events",
     None,
     {EVENT_STREAM: None},
-    events={"state": Snapshot, "change": list[PatchOperation], "log": list[LogLine]},
+    events={"state": ClusterState, "change": list[PatchOperation], "log": list[LogLine]},
     description="At most one event per second and kind. `state` holds everything, `change` is a JSON patch (RFC 6902) of it, and "
     "`log` holds lines of the head's log. A browser's EventSource cannot send an API key; use `fetch` instead.",
     more_statuses=(429,),
@@ -243,7 +244,7 @@ class SnapshotReader:
         self._last: dict[str, Counters] = {}
         """Counters by instance."""
 
-    def read(self) -> Snapshot:
+    def read(self) -> ClusterState:
         """Return the present state."""
         context = self._context
         return {

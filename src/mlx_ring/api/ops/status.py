@@ -12,7 +12,9 @@ Bytes = Annotated[int, Field(ge=0)]
 
 
 class _Status(BaseModel):
-    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, use_attribute_docstrings=True, json_schema_serialization_defaults_required=True
+    )
 
 
 # ---- nodes

@@ -1,6 +1,6 @@
 // The cluster's state, kept up to date while the page is visible.
 
-/** @import { ClusterState, LogLine, Pace, PatchOperation } from "./types.js" */
+/** @import { ClusterState, LogLine, Rates, PatchOperation } from "./types.js" */
 
 import { ApiError, apiKey, readEvents, request } from "./api.js";
 import { applyPatch } from "./patch.js";
@@ -13,7 +13,7 @@ const MAX_LINES = 300;
 
 /**
  * Pace at one moment, for charts. `pace` is null where a line must break.
- * @typedef {{ time: number, pace: Record<string, Pace> | null }} Point
+ * @typedef {{ time: number, pace: Record<string, Rates> | null }} Point
  */
 
 /**

@@ -1,6 +1,6 @@
 // The models that accept questions.
 
-/** @import { ModelEntry } from "./types.js" */
+/** @import { Model } from "./types.js" */
 /** @import { Snapshot } from "./live.js" */
 
 import { ApiError, isAbort, request } from "./api.js";
@@ -38,7 +38,7 @@ export function useModels({ state, connection }) {
 async function readModels(signal) {
   try {
     const response = await request("v1/models", { signal });
-    /** @type {{ data: ModelEntry[] }} */
+    /** @type {{ data: Model[] }} */
     const { data } = await response.json();
     return data.map(({ id, reasoning_efforts: efforts = [], capabilities = [] }) => ({
       id,

@@ -1,6 +1,6 @@
 // The cluster's status as sentences.
 
-/** @import { ClusterState, ClusterStatus, InstanceStatus, ModelStatus, StageStatus } from "./types.js" */
+/** @import { ClusterState, ClusterStatus, InstanceStatus, ServedModelStatus, StageStatus } from "./types.js" */
 /** @import { Snapshot } from "./live.js" */
 
 import { bytes, counted, percent } from "./format.js";
@@ -63,7 +63,7 @@ function findNotices(state) {
 }
 
 /**
- * @param {ModelStatus} model
+ * @param {ServedModelStatus} model
  * @param {InstanceStatus[]} allInstances
  * @returns {StatusNotice[]}
  */

@@ -1,6 +1,6 @@
 // A streamed chat completion.
 
-/** @import { CompletionChunk, CompletionDelta, ToolCallDelta } from "../types.js" */
+/** @import { ChatCompletionChunk, ChatDelta, OpenAiError, ToolCallDelta } from "../types.js" */
 
 import { ApiError, readEvents, request } from "../api.js";
 
@@ -41,15 +41,12 @@ export async function* streamCompletion(body, signal) {
   let answer = { content: "", reasoning: "", calls: [], end: null, figures: meter.figures() };
   for await (const { data } of readEvents(response)) {
     if (data === "[DONE]") return;
-    /** @type {CompletionChunk} */
+    /** @type {ChatCompletionChunk | OpenAiError} */
     const chunk = JSON.parse(data);
-    if (chunk.error) {
-      const { message = "The server ended the answer with an error.", code = null } = chunk.error;
-      throw new ApiError(message, { code });
-    }
-    for (const { delta = {}, finish_reason: end } of chunk.choices ?? []) {
+    if ("error" in chunk) throw new ApiError(chunk.error.message, { code: chunk.error.code });
+    for (const { delta, finish_reason: end } of chunk.choices) {
       if (delta.content || reasoningOf(delta) || delta.tool_calls) meter.markToken();
-      answer = extend(answer, delta, end ?? null);
+      answer = extend(answer, delta, end);
     }
     meter.record(chunk);
     answer = { ...answer, figures: meter.figures() };
@@ -60,7 +57,7 @@ export async function* streamCompletion(body, signal) {
 
 /**
  * Return the delta's reasoning, for which servers have two names.
- * @param {CompletionDelta} delta
+ * @param {ChatDelta} delta
  */
 function reasoningOf(delta) {
   return delta.reasoning_content ?? delta.reasoning ?? "";
@@ -68,7 +65,7 @@ function reasoningOf(delta) {
 
 /**
  * @param {Completion} answer
- * @param {CompletionDelta} delta
+ * @param {ChatDelta} delta
  * @param {string | null} end
  * @returns {Completion}
  */
@@ -86,13 +83,13 @@ function extend(answer, delta, end) {
  * @param {ToolCall[]} calls
  * @param {ToolCallDelta} delta
  */
-function extendCalls(calls, { index = 0, id, function: called = {} }) {
+function extendCalls(calls, { index, id, function: called }) {
   const before = calls[index] ?? { id: "", name: "", arguments: "" };
   const copy = [...calls];
   copy[index] = {
     id: id ?? before.id,
     name: before.name + (called.name ?? ""),
-    arguments: before.arguments + (called.arguments ?? ""),
+    arguments: before.arguments + called.arguments,
   };
   return copy;
 }
@@ -102,14 +99,14 @@ class Meter {
   #startedAt = performance.now();
   /** @type {number | null} */
   #firstTokenAt = null;
-  /** @type {CompletionChunk} */
+  /** @type {Partial<ChatCompletionChunk>} */
   #counts = {};
 
   markToken() {
     this.#firstTokenAt ??= performance.now();
   }
 
-  /** @param {CompletionChunk} chunk */
+  /** @param {ChatCompletionChunk} chunk */
   record(chunk) {
     if (chunk.usage) this.#counts = chunk;
   }
@@ -122,7 +119,7 @@ class Meter {
       tokensPerS: measured?.generation_tokens_per_second ?? null,
       tokens: usage?.completion_tokens ?? null,
       promptTokens: usage?.prompt_tokens ?? null,
-      cachedTokens: usage?.prompt_tokens_details?.cached_tokens ?? null,
+      cachedTokens: usage?.prompt_tokens_details.cached_tokens ?? null,
     };
   }
 }

@@ -1,6 +1,6 @@
 // The KV cache, the prefix cache, speculative decoding and preemptions.
 
-/** @import { CacheStats, CacheWorker, PrefixCache } from "../types.js" */
+/** @import { CacheStatistics, CacheWorker, PrefixCache } from "../types.js" */
 
 import { bytes, counted, figures, percent } from "../format.js";
 import { html } from "../vendor/preact.js";
@@ -9,7 +9,7 @@ import { html } from "../vendor/preact.js";
 
 /**
  * Render the panel of caches.
- * @param {{ cache: CacheStats }} props
+ * @param {{ cache: CacheStatistics }} props
  */
 export function Cache({ cache }) {
   const { prefix_cache: prefix, sequences, num_preemptions: preemptions } = cache;
@@ -56,7 +56,7 @@ function prefixEntries({ entries = 0, entry_tokens: tokens = 0, evictions = 0 })
     , ${counted(tokens, "token")}, ${figures(evictions, 5)} evicted</span>`;
 }
 
-/** @param {CacheStats} cache */
+/** @param {CacheStatistics} cache */
 function acceptance({ speculation }) {
   if (!speculation?.draft_tokens) return muted("no drafts yet");
   const drafts = figures(speculation.draft_tokens, 6);

@@ -1,7 +1,7 @@
 // Charts of the last minutes: tokens per second, and the compute time of each stage.
 
 /** @import { Point } from "../live.js" */
-/** @import { InstanceStatus, Pace } from "../types.js" */
+/** @import { InstanceStatus, Rates } from "../types.js" */
 /** @import uPlot from "uplot" */
 
 import { figures, timeOfDay } from "../format.js";
@@ -79,7 +79,7 @@ function computeShares(points, instance, stage) {
 
 /**
  * Return a rate of all instances together, or null where none is known.
- * @param {Record<string, Pace>} pace
+ * @param {Record<string, Rates>} pace
  * @param {"tokens_per_s" | "prompt_tokens_per_s"} name
  */
 export function totalPace(pace, name) {

@@ -1,6 +1,6 @@
 // The machines, what their memory is used for, and the links between them.
 
-/** @import { ClusterStatus, Device, Link, NodeMemory, NodeProfile, NodeStatus } from "../types.js" */
+/** @import { ClusterStatus, DeviceStatus, LinkStatus, NodeMemory, ProfileStatus, NodeStatus } from "../types.js" */
 
 import { Bar, Legend, stageFill } from "../components.js";
 import { bytes, counted, figures, rate } from "../format.js";
@@ -68,7 +68,7 @@ function Machine({ node, cluster, name }) {
   </article>`;
 }
 
-/** @param {NodeProfile} profile */
+/** @param {ProfileStatus} profile */
 function describeRates({ rates }) {
   return rates
     .map(({ weights, bytes_per_s: read, flops }) => `${weights}: ${rate(read)}, ${figures(flops / 1e9)} GFLOP/s`)
@@ -77,13 +77,13 @@ function describeRates({ rates }) {
 
 /**
  * Return what a worker takes of its device's memory. On a CPU this is the whole process.
- * @param {Device} worker
+ * @param {DeviceStatus} worker
  */
 function memoryOf(worker) {
   return worker.device === "gpu" ? worker.device_memory_bytes : worker.rss_bytes;
 }
 
-/** @param {{ memory: NodeMemory | null, workers: Device[], name: string }} props */
+/** @param {{ memory: NodeMemory | null, workers: DeviceStatus[], name: string }} props */
 function Memory({ memory, workers, name }) {
   const { total, free, reserved } = knownMemory(memory, workers);
   if (!total) return null;
@@ -109,7 +109,7 @@ function Memory({ memory, workers, name }) {
 /**
  * Return a machine's memory, from its profile or else from its workers' devices. Free memory may be unknown.
  * @param {NodeMemory | null} memory
- * @param {Device[]} workers
+ * @param {DeviceStatus[]} workers
  */
 function knownMemory(memory, workers) {
   const limits = workers.map((worker) => worker.device_limit_bytes ?? 0);
@@ -119,7 +119,7 @@ function knownMemory(memory, workers) {
   return { total, free: free === null ? null : Math.min(free, total), reserved: memory?.reserve_bytes ?? 0 };
 }
 
-/** @param {{ links: Link[], names: Names }} props */
+/** @param {{ links: LinkStatus[], names: Names }} props */
 function Links({ links, names }) {
   if (!links.length) return null;
   return html`<details>
@@ -143,7 +143,7 @@ function Links({ links, names }) {
   </details>`;
 }
 
-/** @param {{ link: Link, names: Names }} props */
+/** @param {{ link: LinkStatus, names: Names }} props */
 function LinkRow({ link, names }) {
   const use = link.carries_activations ? `activations${link.compresses ? ", compressed" : ""}` : "none";
   return html`<tr>

@@ -1,7 +1,7 @@
 // An instance as tokens pass through it: its stages, their ranks, and the links between them.
 
-/** @import { CacheStats, CacheWorker, ClusterStatus, Device, InstanceStatus, Link } from "../types.js" */
-/** @import { LoadingStatus, Pace, RankStatus, StageShares, StageStatus } from "../types.js" */
+/** @import { CacheStatistics, CacheWorker, ClusterStatus, DeviceStatus, InstanceStatus } from "../types.js" */
+/** @import { LinkStatus, LoadingStatus, Rates, RankStatus, StageShares, StageStatus } from "../types.js" */
 
 import { Legend, stageColour, stageFill } from "../components.js";
 import { bytes, counted, duration, figures, rate } from "../format.js";
@@ -32,7 +32,7 @@ const LEGEND = [
 /**
  * Render an instance.
  * @param {{
- *   instance: InstanceStatus, cluster: ClusterStatus, cache: CacheStats, pace: Pace | undefined, names: Names
+ *   instance: InstanceStatus, cluster: ClusterStatus, cache: CacheStatistics, pace: Rates | undefined, names: Names
  * }} props
  */
 export function Pipeline({ instance, cluster, cache, pace, names }) {
@@ -103,7 +103,7 @@ function Layers({ stages }) {
 
 /**
  * @param {{
- *   stage: StageStatus, devices: Device[], workers: CacheWorker[], shares: StageShares | undefined, names: Names
+ *   stage: StageStatus, devices: DeviceStatus[], workers: CacheWorker[], shares: StageShares | undefined, names: Names
  * }} props
  */
 function Stage({ stage, devices, workers, shares, names }) {
@@ -144,7 +144,7 @@ function Loading({ loading }) {
   </p>`;
 }
 
-/** @param {{ before: StageStatus, after: StageStatus, links: Link[] }} props */
+/** @param {{ before: StageStatus, after: StageStatus, links: LinkStatus[] }} props */
 function StageLink({ before, after, links }) {
   const source = before.ranks[0]?.node ?? before.node;
   const target = after.ranks[0]?.node ?? after.node;
@@ -155,7 +155,7 @@ function StageLink({ before, after, links }) {
   </div>`;
 }
 
-/** @param {Link | undefined} link */
+/** @param {LinkStatus | undefined} link */
 function measurement(link) {
   if (!link) return html`<span class="muted">not measured</span>`;
   if (link.problem !== null) return html`<span class="state bad">${link.problem}</span>`;

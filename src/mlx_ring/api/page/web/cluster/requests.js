@@ -1,6 +1,6 @@
 // Requests that run or wait.
 
-/** @import { CacheStats, RequestStatus } from "../types.js" */
+/** @import { CacheStatistics, RequestStatus } from "../types.js" */
 
 import { counted, duration, figures, percent } from "../format.js";
 import { html } from "../vendor/preact.js";
@@ -10,7 +10,7 @@ const STATES = { waiting: "waiting", reading: "prefill", answering: "decode" };
 
 /**
  * Render the table of requests.
- * @param {{ requests: RequestStatus[], cache: CacheStats, showsModel: boolean }} props
+ * @param {{ requests: RequestStatus[], cache: CacheStatistics, showsModel: boolean }} props
  */
 export function Requests({ requests, cache: { running, waiting }, showsModel }) {
   const more = running + waiting - requests.length;

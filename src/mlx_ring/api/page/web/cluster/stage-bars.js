@@ -1,6 +1,6 @@
 // Bars of a stage: the memory of each rank, and what the last second was used for.
 
-/** @import { Device, RankStatus, StageShares, StepStatus } from "../types.js" */
+/** @import { DeviceStatus, RankStatus, StageShares, StepStatus } from "../types.js" */
 
 import { Bar } from "../components.js";
 import { bytes, duration, percent } from "../format.js";
@@ -9,7 +9,7 @@ import { html } from "../vendor/preact.js";
 /**
  * Render a rank and its memory.
  * @param {{
- *   rank: RankStatus, isOneOfMany: boolean, device: Device | undefined, kvLimit: number, node: string
+ *   rank: RankStatus, isOneOfMany: boolean, device: DeviceStatus | undefined, kvLimit: number, node: string
  * }} props
  */
 export function Rank({ rank, isOneOfMany, device, kvLimit, node }) {
