@@ -36,7 +36,7 @@ from mlx_ring.planner.plan import Plan
 from mlx_ring.planner.profiles import ClusterProfile, NodeProfile
 from mlx_ring.planner.replicas import place_replicas
 from mlx_ring.planner.request import Demand, PlanRequest
-from mlx_ring.rpc.backends import GRPC
+from mlx_ring.rpc.backends import is_collective
 from mlx_ring.rpc.channels import AGENT_MESSAGE_BYTES, open_aio_channel
 from mlx_ring.rpc.link_profile import LinkProfile
 from mlx_ring.rpc.tls.certificates import node_name
@@ -392,7 +392,7 @@ def _plan_request(settings: Settings, served: ServedModel) -> PlanRequest:
         demand,
         strategy=settings.strategy,
         objective=settings.optimize_for,
-        allows_tensor=settings.link == GRPC,
+        allows_tensor=not is_collective(settings.link),
     )
 
 

@@ -15,7 +15,7 @@ from mlx_ring.cluster.deployment import GroupRoute, Site, group_routes, route_be
 from mlx_ring.cluster.placement import Cut
 from mlx_ring.core.errors import PlanError
 from mlx_ring.planner.plan import Plan
-from mlx_ring.rpc.backends import GRPC, joined_ranks
+from mlx_ring.rpc.backends import is_collective, joined_ranks
 from mlx_ring.rpc.link_profile import ETHERNET, UNREACHABLE, LinkProfile
 from mlx_ring.rpc.protos import worker_pb2
 from mlx_ring.rpc.rdma import as_json, is_mesh, is_ring, part_of
@@ -66,7 +66,7 @@ def with_routes(ranks: tuple[Stage, ...], link: str) -> tuple[Stage, ...]:
     Raises:
         PlanError: some machines have no trusted network in common.
     """
-    if link != GRPC and len(ranks) > 1:
+    if is_collective(link) and len(ranks) > 1:
         routes = group_routes([stage[0].site for stage in ranks], f"--link {link}")
         return tuple((replace(stage[0], route=route),) for stage, route in zip(ranks, routes, strict=True))
     return tuple(map(_joined, ranks))

@@ -22,7 +22,7 @@ Backend = Literal["ring", "mpi", "nccl", "jaccl"]
 Link = Literal["grpc", Backend, "allreduce"]
 BackendSetting = Literal["auto", Backend]
 AUTO: Final = "auto"
-GRPC: Final = "grpc"
+_DEFAULT_LINK: Final = "grpc"
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +198,11 @@ def find_link(name: str) -> Link:
     raise ProtocolError(f"The plan requests the link {name!r}; known ones are {', '.join(LINKS)}.")
 
 
+def is_collective(link: str) -> bool:
+    """Return True if a link of that name carries activations over a group. Raises `ProtocolError` for an unknown one."""
+    return LINKS[find_link(link)].backend is not None
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
     """A backend, and the reason for it."""
@@ -257,12 +262,12 @@ def _problem(backend: Backend, ranks: Ranks, rdma: Rdma) -> str:
 
 
 def _link_of(assignment: worker_pb2.StageAssignment) -> Link:
-    return find_link(assignment.link or GRPC)
+    return find_link(assignment.link or _DEFAULT_LINK)
 
 
 def has_collective_link(assignment: worker_pb2.StageAssignment) -> bool:
     """Report whether activations go from stage to stage over a group. Raises `ProtocolError` for an unknown link."""
-    return LINKS[_link_of(assignment)].backend is not None and assignment.stages > 1
+    return is_collective(_link_of(assignment)) and assignment.stages > 1
 
 
 def joined_ranks(assignment: worker_pb2.StageAssignment) -> list[tuple[int, int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mlx_ring.core.environment import set_for_libraries
 from mlx_ring.core.errors import ConfigError
-from mlx_ring.rpc.backends import AUTO, BACKENDS, GRPC
+from mlx_ring.rpc.backends import AUTO, BACKENDS, is_collective
 from mlx_ring.settings.config import Settings
 from mlx_ring.settings.hostfile import RING_OF_JACCL, Hostfile, load_hostfile
 from mlx_ring.settings.launched import read_launch
@@ -26,11 +26,11 @@ def with_named_group(settings: Settings) -> Settings:
     _check(settings, hosts)
     set_for_libraries(hosts.variables)
     size, ranks, changes = len(hosts.hosts), len(rank_shares(settings)), dict[str, object]()
-    if settings.link == GRPC and ranks == settings.stages == 1:
+    if not is_collective(settings.link) and ranks == settings.stages == 1:
         changes["tp"] = size
-    elif settings.link != GRPC and settings.stages == 1:
+    elif is_collective(settings.link) and settings.stages == 1:
         changes["stages"] = size
-    elif size != (asked := ranks if settings.link == GRPC else settings.stages):
+    elif size != (asked := settings.stages if is_collective(settings.link) else ranks):
         raise ConfigError(
             f"{_source(settings)} names {size} ranks, but {asked} were requested: request as many, or leave --tp and --stages out."
         )
@@ -45,7 +45,7 @@ def named_machines(settings: Settings) -> Hostfile | None:
 
 def _backend_of(settings: Settings, hosts: Hostfile) -> dict[str, object]:
     is_open = settings.backend == AUTO and settings.link not in BACKENDS
-    is_wanted = settings.link != GRPC or len(rank_shares(settings)) > 1 or may_share_by_plan(settings)
+    is_wanted = is_collective(settings.link) or len(rank_shares(settings)) > 1 or may_share_by_plan(settings)
     return (
         {"backend": hosts.backend} if hosts.backend and is_open and (is_wanted or settings.nodes == 1) else {}
     )
@@ -93,7 +93,7 @@ def _check(settings: Settings, hosts: Hostfile) -> None:
     if hosts.rdma is not None:
         raise ConfigError(f"{source}: rdma connects machines, but all hosts are this one: leave `rdma` out.")
     groups = (settings.replicas or 1) * (1 + len(settings.more_models))
-    groups *= settings.stages if settings.link == GRPC and len(rank_shares(settings)) > 1 else 1
+    groups *= settings.stages if not is_collective(settings.link) and len(rank_shares(settings)) > 1 else 1
     if groups > 1 and any(host.listens for host in hosts.hosts):
         raise ConfigError(
             f"{source} names ports for one group of workers, but there would be {groups}: serve one model with --tp or --stages, once."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mlx_ring.core.errors import ConfigError
-from mlx_ring.rpc.backends import AUTO, BACKENDS, GRPC, LINKS
+from mlx_ring.rpc.backends import AUTO, BACKENDS, LINKS, is_collective
 from mlx_ring.settings.config import Settings
 from mlx_ring.settings.strategies import STRATEGIES
 
@@ -115,7 +115,7 @@ def _check_backend(settings: Settings, ranks: int) -> None:
     backend, link = settings.backend, settings.link
     if backend == AUTO:
         return
-    if ranks == 1 and link == GRPC and not may_share_by_plan(settings):
+    if ranks == 1 and not is_collective(link) and not may_share_by_plan(settings):
         raise ConfigError(
             f"--backend {backend} joins workers that share layers, or stages with a collective link, but there are none: "
             "add --tp 2 or --link allreduce, or leave --backend out."
