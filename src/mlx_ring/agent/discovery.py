@@ -64,7 +64,7 @@ def _listening(interfaces: list[str | int]) -> Generator[Zeroconf]:
 
 
 class _Names(ServiceListener):
-    """Which services are there now. Called from the browser's thread."""
+    """Record of the present services. Called from the browser's thread."""
 
     def __init__(self) -> None:
         self._names: dict[str, None] = {}

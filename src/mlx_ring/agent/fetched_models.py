@@ -56,7 +56,7 @@ class FetchedModels:
 
 
 class _Asked:
-    """A peer with a channel of its own, for as long as it is asked."""
+    """A peer with a separate channel for the time of a fetch."""
 
     def __init__(self, peer: agent_pb2.WeightsPeer, credentials: Credentials) -> None:
         self._name = peer.node or "the head"

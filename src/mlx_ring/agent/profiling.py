@@ -43,7 +43,7 @@ class ProfileOptions:
 
 
 async def measure_machine(options: ProfileOptions, module: str = PROFILE_MODULE) -> MachineProfile:
-    """Start a worker in profile mode and wait for what it finds.
+    """Start a worker in profile mode and wait for its results.
 
     Raises:
         WorkerLost: it ended without a profile, and why.
@@ -185,7 +185,7 @@ async def recall_or_measure(
 
 
 def _replace(file: Path, text: str) -> None:
-    """Whole or not at all, whoever reads meanwhile."""
+    """Replace the file atomically, because other processes may read it."""
     descriptor, name = tempfile.mkstemp(prefix=f"{file.name}.", dir=file.parent)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as unfinished:

@@ -59,7 +59,7 @@ class AgentService:
     async def start(
         self, request: agent_pb2.StartRequest, _context: grpc.aio.ServicerContext[object, object]
     ) -> agent_pb2.StartReply:
-        """Start processes. The reply comes when all of them answer, or with a failure; then none of them is left."""
+        """Start processes. Reply once all of them answer; on a failure, end all of them."""
         try:
             instance = self._check_start(request)
         except RingError as error:
@@ -101,7 +101,7 @@ class AgentService:
     async def load_stages(
         self, request: agent_pb2.LoadStagesRequest, _context: grpc.aio.ServicerContext[object, object]
     ) -> AsyncIterator[agent_pb2.StageProgress]:
-        """Load what was started. The stream ends when all are ready, or with a failure; then none of them is left."""
+        """Load the started workers. The stream ends once all are ready; on a failure, all of them end."""
         try:
             instance = self._check_instance(request.hello, request.assignments)
             workers = self._in_order(instance, request.assignments)
@@ -129,7 +129,7 @@ class AgentService:
     async def _fetch(
         self, instance: str, request: agent_pb2.LoadStagesRequest
     ) -> AsyncIterator[agent_pb2.StageProgress]:
-        """Have the weights here, where the request names some to fetch; it then names their folder."""
+        """Fetch the weights that the request names, and set its folder to theirs."""
         if not request.weights:
             return
         if self._fetched is None:

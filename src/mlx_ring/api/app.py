@@ -27,7 +27,7 @@ from mlx_ring.api.settings import ApiSettings
 from mlx_ring.core.traces import Tracing
 
 DIALECTS = Dialects(OPENAI, ANTHROPIC, OLLAMA)
-"""APIs that clients speak; what none of the others claims is OpenAI's."""
+"""Supported APIs; a path that no other API claims is OpenAI's."""
 _OPERATIONS = (models, health, cluster, cache, events, docs)
 
 

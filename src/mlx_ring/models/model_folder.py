@@ -192,7 +192,7 @@ def read_model_config(file: Path) -> ModelFolder:
 
 
 def has_tokenizer(folder: ModelFolder) -> bool:
-    """Report whether there is a tokenizer at all: without files, transformers makes an empty one."""
+    """Return True if the folder has a tokenizer, because without files transformers creates an empty one."""
     return any((folder.path / file).is_file() for file in _TOKENIZERS)
 
 

@@ -158,7 +158,7 @@ def is_digest(text: str) -> bool:
 
 
 def pack_indexes(indexes: Iterable[int], count: int) -> bytes:
-    """Encode which of `count` pieces are there, a bit for each."""
+    """Encode the present pieces of `count`, a bit for each."""
     import numpy as np  # an agent that fetches nothing starts without it
 
     bits = np.zeros(count, np.bool_)

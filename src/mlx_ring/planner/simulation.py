@@ -1,4 +1,4 @@
-"""A pipeline by the clock: whoever makes steps meets stages of given times. Pure, and the same every time.
+"""Simulation of a pipeline with given stage times. Pure and deterministic.
 
 Stages execute steps in stream order. A step begins on a stage when the stage is free, its activations have come, and,
 on the first stage, the tokens have come that its rows take from the steps before. Everything that a step waits for
@@ -26,7 +26,7 @@ Answer_co = TypeVar("Answer_co", covariant=True)
 
 
 class StepMaker(Protocol[Answer_co]):
-    """Whoever decides which rows go into which step: the engine's scheduler, or a policy of the planner's own."""
+    """Maker of steps from rows: the engine's scheduler, or a policy of the planner."""
 
     def schedule(self, now: float) -> Sequence[step_pb2.Step]:
         """Return every step that can start now."""
@@ -44,7 +44,7 @@ class Times:
     stage_s: Callable[[int, step_pb2.Step], float]
     """A step on a stage; `planner.costs` has some."""
     hop_s: float = 0.0
-    """From the end of a step on a stage to what it sends being where it is wanted."""
+    """Seconds from the end of a step on a stage until its message has arrived."""
     head_s: float = 0.0
     """From the head to a stage, and from there back."""
     head_event_s: float = 0.0

@@ -30,7 +30,7 @@ class Launch:
 
     @property
     def meeting_place(self) -> Path:
-        """A folder that all of them know: who started them is the same. Private, and made where it is missing.
+        """Private folder that all ranks know by their common parent process; it is created if it is missing.
 
         Raises:
             ConfigError: another user has created it.

@@ -1,4 +1,4 @@
-"""Results of the last stage: tokens drawn in one pass over all rows, and whatever else rows want."""
+"""Results of the last stage: tokens drawn in one pass over all rows, and other requested results."""
 
 from __future__ import annotations
 

@@ -298,7 +298,7 @@ class StageRunner:
         return done
 
     def _conclude(self, work: StepWork, follower: StepWork | None) -> None:
-        """Wait until the device has finished the step, and record what it sampled."""
+        """Wait until the device has finished the step, and record the sampled tokens."""
         try:
             mx.eval(*work.outputs)
             work.drawn = work.draws.read() if work.draws is not None else []

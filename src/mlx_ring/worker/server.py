@@ -292,12 +292,12 @@ class WorkerServer:
                 self._grammars.prepare(wanted, on_compiled)
 
     def _drop_grammar(self, stream: _StepStream, id_: int) -> None:
-        """Drop a grammar. Runs on the compute thread, after the steps that came before."""
+        """Drop a grammar. Runs on the compute thread, after the earlier steps."""
         if stream is self._stream and self._grammars is not None:
             self._grammars.drop(id_)
 
     def execute(self, stream: _StepStream, step: step_pb2.Step, arrived_us: int) -> None:
-        """Take in one step, unless another head has taken over since it came. Runs on the compute thread."""
+        """Take in one step, unless another head has taken over since its arrival. Runs on the compute thread."""
         if stream is self._stream and self._runner is not None:
             self._taken_from = stream
             self._answer(self._runner.take(step, arrived_us))

@@ -50,7 +50,7 @@ class Held:
 
 
 class Journal:
-    """The file, and what it says; for any thread. Only who holds the model's write lock may add to it."""
+    """Journal file with its content, for any thread. Only the holder of the model's write lock may add to it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -60,7 +60,7 @@ class Journal:
         self.read_on()
 
     def read_on(self) -> None:
-        """Take in what was added since, by whatever process."""
+        """Read the entries that any process has added since."""
         with self._lock:
             added = self._added()
             whole = added[: added.rfind(b"\n") + 1]
@@ -75,7 +75,7 @@ class Journal:
             return frozenset(self._held.pieces)
 
     def parts(self, piece: int) -> frozenset[int]:
-        """Return the parts of an incomplete piece that are there."""
+        """Return the present parts of an incomplete piece."""
         with self._lock:
             return frozenset(self._held.parts.get(piece, ()))
 

@@ -1,4 +1,4 @@
-"""Whom weights are asked of, how patiently, and what it means when a connection to one of them breaks."""
+"""Peers from which weights are fetched, limits of a fetch, and errors of broken connections."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mlx_ring.rpc.failures import channel_error
 from mlx_ring.rpc.tls.handshakes import handshake_error
 
 Progress = Callable[[int, int], None]
-"""(bytes that are there, bytes wanted in all)"""
+"""Function that takes the bytes present and the bytes wanted in all."""
 _FINAL = (
     grpc.StatusCode.PERMISSION_DENIED,
     grpc.StatusCode.UNAUTHENTICATED,

@@ -29,7 +29,7 @@ _Context = grpc.aio.ServicerContext[object, object]
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """Where a model's bytes are read, and which pieces of it are there."""
+    """Folder from which a model's bytes are read, and its present pieces."""
 
     folder: Path
     manifest: WeightsManifest

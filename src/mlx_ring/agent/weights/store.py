@@ -42,13 +42,13 @@ class StoredModel:
         self.entry = entry
         self.manifest = manifest
         self.folder = entry / "model"
-        """Folder from which a worker loads, once its pieces are there."""
+        """Folder from which a worker loads once its pieces are present."""
         self._journal = Journal(entry / "journal")
         self._unsynced_bytes = 0
 
     @property
     def have(self) -> frozenset[int]:
-        """Indexes of the pieces that are there and checked."""
+        """Indexes of the pieces that are present and verified."""
         self._journal.read_on()
         return self._journal.pieces() | self._empty
 
@@ -57,7 +57,7 @@ class StoredModel:
         return frozenset(index for index, piece in enumerate(self.manifest.pieces) if not piece.nbytes)
 
     def parts(self, index: int) -> frozenset[int]:
-        """Return the parts of an incomplete piece that are there."""
+        """Return the present parts of an incomplete piece."""
         return self._journal.parts(index)
 
     def write(self, file: str, offset: int, data: bytes) -> None:
@@ -75,7 +75,7 @@ class StoredModel:
         self._journal.add(f"part {index} {part}" for index, part in parts)
 
     def check(self, indexes: Iterable[int]) -> set[int]:
-        """Hash pieces as they lie on disk. Those that are right are there from now on; the others are returned."""
+        """Hash pieces on disk. Record the right ones as present, and return the others."""
         pieces = {index: self.manifest.pieces[index] for index in indexes}
         right = [
             index
@@ -98,7 +98,7 @@ class StoredModel:
         self._journal.add(f"forget {index}" for index in indexes)
 
     def recheck(self) -> None:
-        """Hash again what a power cut may have taken, and forget what it did."""
+        """Hash the pieces again that a power failure may have damaged, and forget the damaged ones."""
         self._journal.read_on()
         self.forget(self.check(self._journal.unsynced()))
         self.sync()
@@ -228,7 +228,7 @@ class WeightStore:
         )
 
     def _make(self, manifest: WeightsManifest) -> StoredModel:
-        """Made aside and moved into place, so that it is there whole or not at all."""
+        """Create the entry aside and move it into place, so that it exists whole or not at all."""
         entry = self.root / manifest.digest
         if entry.exists():
             _remove(entry)

@@ -175,7 +175,7 @@ class Transfer:
         self._report_progress(self._done, self._total)
 
     async def _finish_parts(self, peer: str, run: deque[Part], reached: int) -> int:
-        """Take the parts off a run that are there now; returns how much of the first one left is."""
+        """Remove the received parts from a run; return how many bytes of the next one have arrived."""
         done: list[Part] = []
         while run and reached >= run[0].nbytes:
             done.append(run.popleft())
@@ -188,7 +188,7 @@ class Transfer:
         return reached
 
     async def _note(self, peer: str, done: Iterable[Part]) -> None:
-        """Remember parts that are there; check the pieces that are whole by them."""
+        """Record received parts; check the pieces that they complete."""
         parts: list[tuple[int, int]] = []
         whole: list[int] = []
         for part in done:

@@ -133,7 +133,7 @@ class Tool(Body):
     strict: bool | None = None
     cache_control: dict[str, object] | None = None
     eager_input_streaming: bool | None = None
-    """Arguments are streamed as they come in any case."""
+    """Accepted; arguments are always streamed."""
     defer_loading: Literal[False] | None = None
     allowed_callers: list[Literal["direct"]] | None = None
     input_examples: Annotated[list[object], Field(max_length=0)] | None = None
@@ -198,16 +198,16 @@ class PromptFields(Body):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
-    """Where `output_config.format` was before."""
+    """Former place of `output_config.format`."""
     context_management: ContextManagement | None = None
     cache_control: dict[str, object] | None = None
     speed: Literal["standard"] | None = None
     diagnostics: dict[str, object] | None = None
-    """Asks what the cache missed, where it did; `usage` says how much was found."""
+    """Accepted without effect; `usage` reports the cached tokens."""
     thread: _Stateless = None
     """Conversation that the server keeps; SDKs repeat the request without it when it is refused."""
     chat_template_kwargs: dict[str, object] | None = None
-    """More of what the model's chat template knows; not Anthropic's."""
+    """Further variables of the model's chat template; not in Anthropic's API."""
 
 
 class CountTokensRequest(PromptFields):

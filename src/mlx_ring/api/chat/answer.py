@@ -41,7 +41,7 @@ class ChatAnswer:
     """One answer so far."""
 
     parts: list[AnswerPart] = field(default_factory=list[AnswerPart])
-    """As they came."""
+    """Parts in the order of their arrival."""
     logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
     """Log-probabilities of all tokens, where requested; those of reasoning, calls and marks too."""
     prompt_tokens: int = 0

@@ -1,4 +1,4 @@
-"""Reads one answer: text in, as it comes, and out what it consists of."""
+"""Reader of one answer: it turns streamed text into the answer's parts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mlx_ring.api.chat.tool_calls import CallRules, CallsReader, Reading
 from mlx_ring.core.generation import StopMatcher
 
 _MOST_NO_CALLS = 64
-"""Marks of calls in one answer that begin none: whoever writes more of them calls nothing, and marks are text from then on."""
+"""Limit of call marks in one answer that begin no call; after more of them, marks are plain text."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -221,7 +221,7 @@ def _no_name(tool: Tool, name: str) -> RequestError:
 
 @dataclass(frozen=True, slots=True)
 class _Tagged:
-    """How a format writes one argument, and what it makes of its text."""
+    """Syntax of one argument in a format, and the conversion of its text."""
 
     before: str
     """With `{}` for its name."""

@@ -23,7 +23,7 @@ _OUTSIDE = frozenset('{}[],:" \t\r\n0123456789+-.eEtrufalsn')
 
 
 class JsonObject:
-    """Passes an object on as it is written, from its first brace to its last.
+    """Streams an object as it is written, from its first brace to its last.
 
     Line breaks and their like, which models write into strings and JSON does not allow there, are spelt out.
     """
@@ -134,7 +134,7 @@ class Reading:
     rest: str | None = None
     """Text behind the calls; None: they have not ended."""
     no_call: str = ""
-    """Text between the parts and the rest that looked like a call and is none."""
+    """Text between calls, and text that looked like a call but is none."""
 
 
 class CallsReader:

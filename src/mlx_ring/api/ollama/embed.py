@@ -1,4 +1,4 @@
-"""`/api/embed`, and `/api/embeddings`, which it took the place of."""
+"""`/api/embed`, and its predecessor `/api/embeddings`."""
 
 from __future__ import annotations
 

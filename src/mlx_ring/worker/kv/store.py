@@ -175,7 +175,7 @@ class KVStore:
         del self._rows[origin.sequence]
 
     def traits(self) -> worker_pb2.KvTraits:
-        """Return a sequence's KV size here, and where it can be cut; known once a sequence was stepped and freed."""
+        """Return a sequence's KV size here, and its possible cuts; known once a sequence was stepped and freed."""
         windows = self._layout.windows
         return worker_pb2.KvTraits(
             bytes_per_token=self._layout.token_bytes(None),

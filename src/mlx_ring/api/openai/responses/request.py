@@ -44,7 +44,7 @@ class InputText(Body):
 
 
 class OutputText(Body):
-    """As it came in an answer."""
+    """Item in the form of an earlier answer."""
 
     type: Literal["output_text"]
     text: str
