@@ -1,4 +1,4 @@
-"""JSON schemas of every kind that is enforced, made by chance from a seed. Their answers are short."""
+"""Random JSON schemas of every kind that is enforced, each made from a seed. Their answers are short."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NAMES = ("name", "kind", "size", "tags", "next", "when", "a b", "\u00e9", 'q"uo
 def random_schema(seed: int) -> Schema:
     chance = random.Random(seed)
     if chance.random() < 0.1:
-        return _list_of_itself(chance)
+        return _linked_list(chance)
     schema = _any(chance, 3)
     if chance.random() < 0.3:
         shared = {"$ref": "#/$defs/inner"}
@@ -131,7 +131,7 @@ def _tagged(kind: str, value: Schema) -> Schema:
 
 
 def _intersection(chance: random.Random, depth: int) -> Schema:
-    """Of two objects, each with a property of its own."""
+    """Return a schema of both of two objects, each with a property of its own."""
     first, second = chance.sample(_NAMES, 2)
     return {
         "allOf": [
@@ -143,7 +143,7 @@ def _intersection(chance: random.Random, depth: int) -> Schema:
     }
 
 
-def _list_of_itself(chance: random.Random) -> Schema:
+def _linked_list(chance: random.Random) -> Schema:
     node: Schema = {
         "type": "object",
         "properties": {

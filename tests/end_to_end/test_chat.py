@@ -1,4 +1,4 @@
-"""A real model that thinks and calls tools, over HTTP and two stages."""
+"""Reasoning, tool calls and structured output of a real model, over HTTP and two stages."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ WEATHER: Any = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
     },
 }
-ASKED: Any = {"role": "user", "content": "What is the weather in Paris?"}
+QUESTION: Any = {"role": "user", "content": "What is the weather in Paris?"}
 
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The demo model, served once for all of them."""
+    """Serve the demo model once for every test."""
     folder: Path = tmp_path_factory.mktemp("demo")
     with serving("demo", "--stages", "2", folder=folder) as server:
         yield server
@@ -42,10 +42,10 @@ def client(demo: Server) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def test_the_demo_model_thinks_calls_a_tool_and_answers_from_its_result(client: openai.OpenAI) -> None:
+def test_model_reasons_calls_a_tool_and_answers_from_its_result(client: openai.OpenAI) -> None:
     first = client.chat.completions.create(
         model="demo",
-        messages=[ASKED],
+        messages=[QUESTION],
         tools=[WEATHER],
         temperature=0,
         reasoning_effort="high",
@@ -61,17 +61,17 @@ def test_the_demo_model_thinks_calls_a_tool_and_answers_from_its_result(client: 
     result: Any = {"role": "tool", "tool_call_id": call.id, "content": "21 degrees and sunny"}
     history: Any = message.model_dump()
     second = client.chat.completions.create(
-        model="demo", messages=[ASKED, history, result], tools=[WEATHER], temperature=0
+        model="demo", messages=[QUESTION, history, result], tools=[WEATHER], temperature=0
     )
     assert second.choices[0].finish_reason == "stop"
     assert "21" in (second.choices[0].message.content or "")
 
 
-def test_a_stream_says_what_the_whole_answer_says(client: openai.OpenAI) -> None:
+def test_stream_has_the_reasoning_and_tool_call_of_a_whole_answer(client: openai.OpenAI) -> None:
     def chunks(effort: Any) -> list[Any]:
         stream = client.chat.completions.create(
             model="demo",
-            messages=[ASKED],
+            messages=[QUESTION],
             tools=[WEATHER],
             temperature=0,
             reasoning_effort=effort,
@@ -81,14 +81,14 @@ def test_a_stream_says_what_the_whole_answer_says(client: openai.OpenAI) -> None
         )
         return list(stream)
 
-    *said, usage = chunks("high")
-    deltas = [chunk.choices[0].delta for chunk in said]
+    *answer, usage = chunks("high")
+    deltas = [chunk.choices[0].delta for chunk in answer]
     calls = [delta.tool_calls[0] for delta in deltas if delta.tool_calls]
     assert "".join(getattr(delta, "reasoning", "") for delta in deltas) == "I need the tool get_weather."
     assert [call.function.name for call in calls if call.function.name] == ["get_weather"]
     assert len(calls) > 3
     assert json.loads("".join(call.function.arguments for call in calls)) == {"city": "Paris"}
-    scored = [chunk.choices[0].logprobs for chunk in said if chunk.choices[0].logprobs]
+    scored = [chunk.choices[0].logprobs for chunk in answer if chunk.choices[0].logprobs]
     assert sum(len(one.content) for one in scored) == usage.usage.completion_tokens
     assert "think" not in str([delta.content for delta in deltas])
 
@@ -98,15 +98,15 @@ class Weather(BaseModel):
     sky: Literal["sunny", "cloudy"]
 
 
-def test_the_sdk_parses_what_a_schema_and_a_demanded_tool_make_of_an_answer(client: openai.OpenAI) -> None:
+def test_sdk_parses_structured_output_and_a_required_tool_call(client: openai.OpenAI) -> None:
     parsed = client.chat.completions.parse(
-        model="demo", messages=[ASKED], response_format=Weather, seed=1, max_tokens=200
+        model="demo", messages=[QUESTION], response_format=Weather, seed=1, max_tokens=200
     )
     assert isinstance(parsed.choices[0].message.parsed, Weather)
-    asked: Any = {"role": "user", "content": "Hello."}
+    greeting: Any = {"role": "user", "content": "Hello."}
     called: Any = client.chat.completions.parse(
         model="demo",
-        messages=[asked],
+        messages=[greeting],
         tools=[openai.pydantic_function_tool(Weather)],
         tool_choice={"type": "function", "function": {"name": "Weather"}},
         seed=1,
@@ -116,7 +116,7 @@ def test_the_sdk_parses_what_a_schema_and_a_demanded_tool_make_of_an_answer(clie
     assert isinstance(called.choices[0].message.tool_calls[0].function.parsed_arguments, Weather)
 
 
-def test_a_stop_string_cuts_content_where_the_model_still_thinks_about_it(client: openai.OpenAI) -> None:
+def test_stop_string_cuts_content_but_not_reasoning(client: openai.OpenAI) -> None:
     create: Any = client.chat.completions.create
 
     def content(**more: Any) -> str:

@@ -1,4 +1,4 @@
-"""What a running server tells of itself: numbers, traces and log lines, over a worker's loss and an unloading."""
+"""Metrics, traces and logs of a running server, through the loss of a worker and an unload."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ Page = Mapping[str, Metric]
 
 @dataclass(frozen=True)
 class Run:
-    """What one run told: served two stages, lost a worker, was unloaded and loaded again."""
+    """Observations of a run that served two stages, lost a worker, was unloaded and loaded again."""
 
     folder: Path
     pages: list[Page]
-    """In order."""
+    """Pages of `/metrics`, in order."""
     spans: list[ReceivedSpan]
     answer: dict[str, Any]
-    """To the request that was traced."""
+    """Answer to the traced request."""
 
 
 def ask(client: httpx.Client, **headers: str) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def read(client: httpx.Client) -> Page:
     return {family.name: family for family in text_string_to_metric_families(text)}
 
 
-def through_it_all(server: Server) -> Iterator[Page]:
+def pages_over_time(server: Server) -> Iterator[Page]:
     client = server.http
     yield read(client)
     server.child("mlx_ring.worker", "--stage", "1").send_signal(signal.SIGKILL)
@@ -74,9 +74,9 @@ def run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
         flags = ("--stages", "2", "--log-format", "json", "--otlp-traces-endpoint", collector.url)
         with serving(tiny_model, *flags, folder=folder) as server:
             answer = ask(server.http, traceparent=f"00-{TRACE}-{PARENT}-01")
-            # A worker tells of its part with the step after; the next thing that happens is that one is killed.
+            # A worker exports its spans with the step after them, and a worker is killed next.
             collector.wait_for("stage 0 decode", "stage 1 decode")
-            pages = list(through_it_all(server))
+            pages = list(pages_over_time(server))
             server.http.get("/nowhere")
             assert server.stop() == 0
         return Run(folder, pages, list(collector.spans), answer)
@@ -91,7 +91,7 @@ def samples(page: Page, *, counting: bool) -> dict[tuple[str, str], float]:
     }
 
 
-def test_no_counter_shrinks_or_goes_when_a_worker_is_lost_or_the_model_unloaded(run: Run) -> None:
+def test_no_counter_decreases_or_vanishes_when_a_worker_is_lost_or_the_model_unloaded(run: Run) -> None:
     before = samples(run.pages[0], counting=True)
     assert before
     for page in run.pages[1:]:
@@ -107,34 +107,34 @@ def test_no_counter_shrinks_or_goes_when_a_worker_is_lost_or_the_model_unloaded(
     assert starts.value == 3
 
 
-def test_every_query_of_the_dashboard_is_promql_over_metrics_and_labels_that_are_there(run: Run) -> None:
+def test_dashboard_queries_are_promql_over_existing_metrics_and_labels(run: Run) -> None:
     known = {
         name: [set(sample.labels) | ADDED_BY_PROMETHEUS for sample in family.samples if sample.name == name]
         for page in run.pages
         for family in page.values()
-        for name in written_names(family)
+        for name in series_names(family)
     }
     unused = {family.name for family in run.pages[-1].values() if family.name.startswith("mlx_ring_")}
     for query in queries():
         for selector in selectors(promql_parser.parse(query)):
-            # Of the process itself only Linux tells.
+            # Only Linux reports metrics of the process.
             name = selector.name or ""
-            is_told = name in known or (sys.platform != "linux" and "process_" in query)
-            assert is_told, query
-            wanted = {matcher.name for matcher in selector.matchers.matchers}
-            assert all(wanted <= labels for labels in known.get(name, ())), query
+            exists = name in known or (sys.platform != "linux" and "process_" in query)
+            assert exists, query
+            names = {matcher.name for matcher in selector.matchers.matchers}
+            assert all(names <= labels for labels in known.get(name, ())), query
             unused -= {re.sub(r"_(total|bucket|sum|count)$", "", name), name}
     assert unused == set(), "every metric is on the dashboard"
 
 
-def test_every_metric_is_explained(run: Run) -> None:
-    explained = set(re.findall(r"`(\w+?)(?:_total)?`", DOCS.read_text()))
-    told = {name.removeprefix("mlx_ring_") for name in run.pages[-1] if name.startswith("mlx_ring_")}
-    assert told - explained == set()
+def test_every_metric_is_documented(run: Run) -> None:
+    documented = set(re.findall(r"`(\w+?)(?:_total)?`", DOCS.read_text()))
+    reported = {name.removeprefix("mlx_ring_") for name in run.pages[-1] if name.startswith("mlx_ring_")}
+    assert reported - documented == set()
 
 
-def written_names(family: Metric) -> set[str]:
-    """Of its series, also where it has none now."""
+def series_names(family: Metric) -> set[str]:
+    """Return the names of its series, even if it has none now."""
     endings = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}
     return {family.name + ending for ending in endings.get(family.type, ("",))}
 
@@ -150,7 +150,7 @@ def queries() -> Iterator[str]:
 
 
 def selectors(expression: object) -> Iterator[promql_parser.VectorSelector]:
-    """Wherever they stand in an expression."""
+    """Yield the selectors of an expression, at any depth."""
     match expression:
         case promql_parser.VectorSelector():
             yield expression
@@ -168,19 +168,19 @@ def selectors(expression: object) -> Iterator[promql_parser.VectorSelector]:
             assert isinstance(expression, promql_parser.NumberLiteral), expression
 
 
-def test_a_traced_request_is_one_trace_from_the_client_to_every_stage(run: Run) -> None:
-    told = {span.name: span for span in run.spans if span.trace == TRACE}
-    route, request = told["POST /v1/chat/completions"], told["llm_request"]
+def test_traced_request_is_one_trace_from_the_client_to_every_stage(run: Run) -> None:
+    spans = {span.name: span for span in run.spans if span.trace == TRACE}
+    route, request = spans["POST /v1/chat/completions"], spans["llm_request"]
     assert (route.parent, request.parent) == (PARENT, route.id)
     assert route.attributes["http.response.status_code"] == 200
     stages = [f"stage {stage} {phase}" for stage in (0, 1) for phase in ("prefill", "decode")]
     for name in ("queue", "prefill", "decode", *stages):
-        assert told[name].parent == request.id
+        assert spans[name].parent == request.id
     usage = run.answer["usage"]
     assert request.attributes["gen_ai.usage.input_tokens"] == usage["prompt_tokens"]
     assert request.attributes["gen_ai.usage.output_tokens"] == usage["completion_tokens"] == 8
     for stage in (0, 1):
-        prefill, decode = (told[f"stage {stage} {phase}"] for phase in ("prefill", "decode"))
+        prefill, decode = (spans[f"stage {stage} {phase}"] for phase in ("prefill", "decode"))
         assert prefill.attributes["mlx_ring.tokens"] == usage["prompt_tokens"]
         assert int(str(decode.attributes["mlx_ring.steps"])) >= 1
         assert int(str(decode.attributes["mlx_ring.compute_us"])) > 0
@@ -189,14 +189,14 @@ def test_a_traced_request_is_one_trace_from_the_client_to_every_stage(run: Run) 
         assert route.started_ns <= prefill.started_ns <= prefill.ended_ns <= decode.ended_ns
 
 
-def test_every_line_of_every_log_is_an_object_that_says_where_it_comes_from(run: Run) -> None:
+def test_every_log_line_is_a_json_object_that_names_its_process(run: Run) -> None:
     logs = {path.name: path.read_text() for path in (run.folder / "logs").iterdir()}
     assert set(logs) == {"agent.log", "head.log", "worker-0-0.log", "worker-1-0.log"}
     logs["stderr"] = (run.folder / "stderr.txt").read_text()
     for name, text in logs.items():
-        told = [json.loads(line) for line in text.splitlines() if line]
-        assert told
-        for record in told:
+        records = [json.loads(line) for line in text.splitlines() if line]
+        assert records
+        for record in records:
             assert {"time", "level", "logger", "message", "node", "process", "stage", "rank", "epoch"} <= set(
                 record
             )

@@ -1,4 +1,4 @@
-"""Real worker processes at work together, and one of them gone."""
+"""Real workers of two stages: overlap of their steps, release of KV memory, lost workers and refused starts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _overlap(one: StepTiming, other: StepTiming) -> bool:
     return one.started_us < other.finished_us and other.started_us < one.finished_us
 
 
-def test_with_two_sequences_both_stages_compute_at_once(folder: Path, tmp_path: Path) -> None:
+def test_two_sequences_keep_both_stages_computing_at_once(folder: Path, tmp_path: Path) -> None:
     async def run() -> tuple[StepTiming, ...]:
         async with running_engine(folder, 2, tmp_path) as (engine, _):
             await asyncio.gather(*(generate(engine, [first, 2, 3], 60) for first in (4, 5)))
@@ -39,7 +39,7 @@ def test_with_two_sequences_both_stages_compute_at_once(folder: Path, tmp_path: 
     first, last = (
         [timing for timing in recent if timing.rank == RankId(stage, 0) and timing.rows] for stage in (0, 1)
     )
-    # A step that waits on its link has begun; only computing counts.
+    # A step starts before it waits for its link. Only its computation counts.
     computing = [timing for timing in last if timing.link_wait_us < timing.compute_us]
     overlaps = [
         (one.step, other.step)
@@ -49,20 +49,20 @@ def test_with_two_sequences_both_stages_compute_at_once(folder: Path, tmp_path: 
     assert overlaps
 
 
-def test_all_kv_is_given_back_when_requests_end(folder: Path, tmp_path: Path) -> None:
+def test_all_kv_memory_is_released_when_requests_end(folder: Path, tmp_path: Path) -> None:
     async def run() -> dict[RankId, int]:
         policy = Policy(prefix_cache=False)
         async with running_engine(folder, 2, tmp_path, policy=policy) as (engine, _):
             await asyncio.gather(*(generate(engine, [first, 2, 3], 20) for first in range(1, 7)))
-            await _until_nothing_is_held(engine)
+            await _wait_until_released(engine)
             return dict(engine.stats().scheduler.kv_bytes)
 
     assert asyncio.run(run()) == {RankId(0, 0): 0, RankId(1, 0): 0}
 
 
-async def _until_nothing_is_held(engine: Engine) -> None:
+async def _wait_until_released(engine: Engine) -> None:
     async with asyncio.timeout(30):
-        while engine.stats().scheduler.sequences_held:  # noqa: ASYNC110 - the engine tells nobody of this
+        while engine.stats().scheduler.sequences_held:  # noqa: ASYNC110 - the engine signals no release
             await asyncio.sleep(0)
 
 
@@ -72,7 +72,7 @@ async def _drain(stream: RequestStream) -> None:
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_when_a_worker_is_killed_streams_end_with_its_loss(folder: Path, tmp_path: Path, victim: int) -> None:
+def test_streams_of_a_killed_worker_end_with_worker_lost(folder: Path, tmp_path: Path, victim: int) -> None:
     async def run() -> None:
         async with running_engine(folder, 2, tmp_path) as (engine, pids):
             streams = [engine.submit(request([first, 2, 3], 4000)) for first in (4, 5)]
@@ -89,7 +89,7 @@ def test_when_a_worker_is_killed_streams_end_with_its_loss(folder: Path, tmp_pat
     asyncio.run(run())
 
 
-def test_a_start_whose_weights_are_cut_off_fails_with_one_sentence(tmp_path: Path) -> None:
+def test_truncated_weights_fail_the_start_with_one_sentence(tmp_path: Path) -> None:
     broken = write_random_model(tmp_path / "model", QWEN3)
     weights = broken / "model.safetensors"
     folder = read_model_folder(broken)
@@ -103,7 +103,7 @@ def test_a_start_whose_weights_are_cut_off_fails_with_one_sentence(tmp_path: Pat
     asyncio.run(run())
 
 
-def test_more_stages_than_layers_are_refused_before_anything_starts(folder: Path, tmp_path: Path) -> None:
+def test_more_stages_than_layers_are_refused_before_any_start(folder: Path, tmp_path: Path) -> None:
     async def run() -> None:
         async with running_engine(folder, 6, tmp_path):
             pass

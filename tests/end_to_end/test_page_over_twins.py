@@ -1,0 +1,298 @@
+"""The page at `/` in a real browser, over twins: interrupted answers, storage, API keys and hostile content."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Generator
+from urllib.parse import urlsplit
+
+import pytest
+from playwright.sync_api import Browser, expect
+from tests.api.clients import serving
+from tests.api.twins import ANSWER_TEXT, TwinService
+from tests.end_to_end.page_windows import ask, open_page
+
+from mlx_ring.api.page.routes import load_page
+from mlx_ring.api.settings import ApiSettings
+from mlx_ring.core.engine_stats import Policy
+
+KEY = "a key, and no other"
+ALPHABET = "abcdefghijklmnopqrstuvwxyz"
+CONTEXT = 10**7
+LONG_ANSWER = ALPHABET * 100_000
+
+
+@pytest.fixture(scope="module")
+def twin_url() -> Generator[str]:
+    """Serve a twin that answers briefly, and yield its URL."""
+    with serving(TwinService()) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def long_answers_url() -> Generator[str]:
+    """Serve a twin whose answers end only when they are stopped, and yield its URL."""
+    with serving(TwinService(context=CONTEXT, says=LONG_ANSWER)) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def key_url() -> Generator[str]:
+    """Serve a twin that needs an API key, and yield its URL."""
+    with serving(TwinService(), ApiSettings(api_keys=(KEY,))) as url:
+        yield url
+
+
+def test_answer_is_shown_as_it_streams_until_it_is_stopped(browser: Browser, long_answers_url: str) -> None:
+    with open_page(browser, long_answers_url) as (page, events):
+        ask(page, "Tell me the alphabet.")
+        answer = page.get_by_role("article", name="Answer")
+        expect(answer).to_contain_text(ALPHABET)
+        page.get_by_role("link", name="Cluster").click()
+        request = page.get_by_role("region", name="Requests").get_by_role("row").nth(1)
+        expect(request).to_contain_text("decode")
+        page.get_by_role("link", name="Chat").click()
+        page.get_by_role("button", name="Stop").click()
+        expect(answer).to_contain_text("Stopped.")
+        page.get_by_role("link", name="Cluster").click()
+        expect(page.get_by_role("region", name="Requests")).to_contain_text("0 running")
+        assert events.problems == []
+
+
+def test_interrupted_answer_keeps_its_text_and_shows_the_reason(browser: Browser) -> None:
+    service = TwinService(context=CONTEXT, says=LONG_ANSWER, policy=Policy(request_timeout_s=1.0))
+    with serving(service) as url, open_page(browser, url) as (page, events):
+        ask(page, "Tell me the alphabet.")
+        answer = page.get_by_role("article", name="Answer")
+        expect(answer.get_by_role("alert")).to_contain_text("The request was not finished within 1 s")
+        expect(answer).to_contain_text(ALPHABET)
+        expect(answer.get_by_role("button", name="Retry")).to_be_visible()
+        assert events.problems == []
+
+
+def test_double_clicks_invalid_values_and_view_changes_are_harmless(
+    browser: Browser, long_answers_url: str
+) -> None:
+    with open_page(browser, long_answers_url) as (page, events):
+        answers, stop = page.get_by_role("article", name="Answer"), page.get_by_role("button", name="Stop")
+        ask(page, "One.")
+        expect(answers).to_contain_text(ALPHABET)
+        stop.click()
+        page.get_by_role("button", name="Edit").click()
+        page.get_by_label("Your question").fill("Two.")
+        page.get_by_role("button", name="Send").dblclick()
+        expect(answers.last).to_contain_text(ALPHABET)
+        expect(stop).to_be_visible()
+        page.get_by_label("Edit the question").fill("Three.")
+        page.get_by_role("button", name="Ask again").click()
+        expect(page.get_by_role("article", name="You")).to_have_text(re.compile("Three"))
+        expect(answers).to_contain_text(ALPHABET)
+        stop.click()
+        page.get_by_role("button", name="Delete all").dblclick()
+        expect(page.get_by_role("button", name="Delete permanently")).to_be_visible()
+        page.get_by_role("button", name="Parameters").click()
+        page.get_by_label("Temperature").fill("warm")
+        before = len(events.requests)
+        page.get_by_role("button", name="Retry").click()
+        expect(page.get_by_role("alert")).to_contain_text("Temperature is warm")
+        assert [request.url for request in events.requests[before:]] == []
+        page.get_by_label("Your question").fill("Not sent yet.")
+        page.get_by_role("link", name="Cluster").click()
+        page.get_by_role("link", name="Chat").click()
+        expect(page.get_by_label("Your question")).to_have_value("Not sent yet.")
+        assert events.problems == []
+
+
+def test_partial_answer_is_stored_when_the_page_is_closed(browser: Browser) -> None:
+    service = TwinService(context=CONTEXT, says="שלום עולם. " * 100_000)
+    with serving(service) as url, open_page(browser, url) as (page, events):
+        ask(page, "Greet me for ever.")
+        answer = page.get_by_role("article", name="Answer")
+        expect(answer).to_contain_text("שלום עולם")
+        assert page.evaluate("getComputedStyle(document.querySelector('.markdown')).direction") == "rtl"
+        page.reload()
+        expect(answer).to_contain_text("שלום עולם")
+        expect(answer).to_contain_text("when the page was closed")
+        expect(answer.get_by_role("alert")).to_have_count(0)
+        assert events.problems == []
+
+
+def test_api_key_is_requested_and_sent_only_in_a_header(browser: Browser, key_url: str) -> None:
+    with open_page(browser, key_url) as (page, events):
+        field = page.get_by_label("API key")
+        expect(field).to_be_visible()
+        assert events.problems == []
+        field.fill("another")
+        page.keyboard.press("Enter")
+        expect(page.get_by_role("alert")).to_contain_text("not one of this server's")
+        watching = [request.url for request in events.requests if request.url.endswith("/cluster/events")]
+        assert len(watching) == 1
+        field.fill(KEY)
+        page.get_by_role("button", name="Use this key").click()
+        ask(page, "Hello.")
+        expect(page.get_by_role("article", name="Answer")).to_contain_text(ANSWER_TEXT)
+        assert page.evaluate("Object.values(sessionStorage)") == [KEY]
+        assert KEY not in str(page.evaluate("JSON.stringify(localStorage)"))
+        assert all("key" not in request.url for request in events.requests)
+        assert f"Bearer {KEY}" in [request.headers.get("authorization") for request in events.requests]
+        page.get_by_role("button", name="Forget key").click()
+        expect(field).to_be_visible()
+        expect(page.get_by_text(ANSWER_TEXT)).to_have_count(0)
+
+
+DENY_STORAGE = """for (const name of ["localStorage", "sessionStorage"]) {
+    Object.defineProperty(window, name, { get() { throw new DOMException("denied", "SecurityError"); } });
+}"""
+
+
+def test_page_with_a_key_works_in_a_browser_that_denies_storage(browser: Browser, key_url: str) -> None:
+    with open_page(browser, key_url) as (page, _):
+        page.add_init_script(DENY_STORAGE)
+        page.reload()
+        page.get_by_label("API key").fill(KEY)
+        page.keyboard.press("Enter")
+        ask(page, "Hello.")
+        expect(page.get_by_role("article", name="Answer")).to_contain_text(ANSWER_TEXT)
+
+
+def test_lost_server_is_reported_until_it_returns(browser: Browser) -> None:
+    with contextlib.ExitStack() as cleanup:
+        with serving(TwinService()) as url:
+            page, _ = cleanup.enter_context(open_page(browser, url, view="cluster"))
+            expect(page.get_by_label("Summary")).to_be_visible()
+        expect(page.get_by_role("alert")).to_contain_text("The values shown may be stale.")
+        cleanup.enter_context(serving(TwinService(), port=urlsplit(url).port or 0))
+        expect(page.get_by_role("alert")).to_have_count(0)
+        expect(page.get_by_role("status").filter(has_text="ready")).to_be_visible()
+
+
+MARKDOWN = {
+    "plain *emphasis*, **strong** and `code`": "<p>plain <em>emphasis</em>, <strong>strong</strong> and <code>code</code></p>",
+    "snake_case_name and 2 * 3 * 4": "<p>snake_case_name and 2 * 3 * 4</p>",
+    "1. one\n   - inner\n2. two": "<ol><li>one<ul><li>inner</li></ul></li><li>two</li></ol>",
+    "- loose\n\n- list": "<ul><li>loose</li><li>list</li></ul>",
+    "## Title\ntext": "<h4>Title</h4><p>text</p>",
+    "> quoted\nlazily": "<blockquote><p>quoted\nlazily</p></blockquote>",
+    "| a | b |\n|---|--:|\n| 1 | 2 |": (
+        '<div class="scroll" tabindex="0"><table><thead><tr><th>a</th><th class="right">b</th></tr></thead>'
+        '<tbody><tr><td>1</td><td class="right">2</td></tr></tbody></table></div>'
+    ),
+    "<img src=x onerror=alert(1)>": "<p>&lt;img src=x onerror=alert(1)&gt;</p>",
+    "[x](javascript:alert(1))": "<p>[x](javascript:alert(1))</p>",
+    "[x](https://a.example/?q=1)": (
+        '<p><a href="https://a.example/?q=1" target="_blank" rel="noopener noreferrer nofollow">x</a></p>'
+    ),
+    "an **open end": "<p>an **open end</p>",
+    "one *open and **strong** end": "<p>one *open and <strong>strong</strong> end</p>",
+    "## C#\n### Closed ##": "<h4>C#</h4><h5>Closed</h5>",
+}
+RENDER = """async ([base, texts]) => {
+    const { h, render } = await import(new URL("vendor/preact.js", base));
+    const { Markdown } = await import(new URL("markdown/markdown.js", base));
+    return texts.map((text) => {
+        const place = document.createElement("div");
+        render(h(Markdown, { text }), place);
+        return place.firstChild.innerHTML;
+    });
+}"""
+
+
+def test_answers_are_rendered_as_markdown_and_never_as_html(browser: Browser, twin_url: str) -> None:
+    hostile = [
+        "*" * 3000,
+        "[" * 3000,
+        "`" * 3000 + "a",
+        "> " * 500,
+        "- " * 500,
+        "_a" * 3000,
+        "|" * 2000 + "\n|-|",
+        "*a _b ~~c " * 9000,
+        "[" * 50_000 + "](x)",
+        "# a" + " " * 20_000 + "b",
+        "```" + " " * 50_000 + "`",
+        "a | b\n-" + " " * 50_000 + "x",
+    ]
+    with open_page(browser, twin_url) as (page, events):
+        base = f"{twin_url}/page/{load_page().digest}/"
+        rendered = page.evaluate(RENDER, [base, list(MARKDOWN)])
+        assert dict(zip(MARKDOWN, rendered, strict=True)) == MARKDOWN
+        fenced = page.evaluate(RENDER, [base, ["```js\n<b>1</b>\n```\nend"]])[0]
+        assert "<code>&lt;b&gt;1&lt;/b&gt;</code>" in fenced
+        assert len(page.evaluate(RENDER, [base, hostile])) == len(hostile)
+        assert events.problems == []
+
+
+def test_change_in_one_tab_appears_in_others_and_is_stored(browser: Browser, twin_url: str) -> None:
+    with open_page(browser, twin_url) as (one, events):
+        other = one.context.new_page()
+        other.goto(twin_url)
+        for page, question in ((one, "First."), (other, "Second.")):
+            ask(page, question)
+            expect(page.get_by_role("article", name="Answer")).to_contain_text(ANSWER_TEXT)
+            expect(page.get_by_role("button", name="Retry")).to_be_visible()
+        listed = one.get_by_label("Conversations").get_by_role("listitem")
+        expect(listed).to_have_text([re.compile("Second"), re.compile("First")])
+        one.get_by_role("button", name="Delete all").click()
+        one.get_by_role("button", name="Delete permanently").click()
+        expect(other.get_by_role("article", name="Answer")).to_have_count(0)
+        other.close(run_before_unload=False)
+        one.reload()
+        expect(listed).to_have_count(0)
+        assert events.problems == []
+
+
+STATUS = """async ([base, state]) => {
+    const { describeStatus } = await import(new URL("status.js", base));
+    return describeStatus({ connection: "open", state }).notices.map((notice) => notice.text);
+}"""
+
+
+def test_lost_machine_is_named_by_id_if_two_have_its_name(browser: Browser, twin_url: str) -> None:
+    nodes = [
+        {"id": "mini-1", "name": "mini", "state": "attending", "reason": None},
+        {"id": "mini-2", "name": "mini", "state": "gone", "reason": "it was cut off"},
+    ]
+    state = {"draining": False, "time": 1, "cluster": {"nodes": nodes, "models": [], "instances": []}}
+    with open_page(browser, twin_url) as (page, _):
+        texts = page.evaluate(STATUS, [f"{twin_url}/page/{load_page().digest}/", state])
+    assert texts == ["mini-2 is disconnected: it was cut off"]
+
+
+def test_data_of_another_version_does_not_break_the_page(browser: Browser, twin_url: str) -> None:
+    invalid = [None, {"id": "a", "messages": [{"role": "assistant"}]}, {"id": "b", "messages": "none"}]
+    message = {"role": "assistant", "content": "An earlier answer."}
+    stored = json.dumps([*invalid, {"id": "c", "title": "Before", "at": 1, "messages": [message]}])
+    with open_page(browser, twin_url) as (page, _):
+        page.evaluate("stored => localStorage.setItem('mlx-ring.chats', stored)", stored)
+        page.reload()
+        expect(page.get_by_role("article", name="Answer")).to_contain_text("An earlier answer.")
+        state: dict[str, object] = {
+            "time": 1,
+            "version": "9",
+            "began": 1,
+            "draining": False,
+            "cluster": {"nodes": [], "models": [], "instances": []},
+        }
+        body = f"event: state\ndata: {json.dumps(state)}\n\n"
+        page.route(
+            "**/cluster/events", lambda route: route.fulfill(content_type="text/event-stream", body=body)
+        )
+        page.goto(f"{twin_url}/#cluster")
+        page.reload()
+        expect(page.get_by_role("alert").filter(has_text="another version")).to_be_visible()
+        page.get_by_role("link", name="Chat").click()
+        expect(page.get_by_role("article", name="Answer")).to_be_visible()
+
+
+def test_stopped_answer_shows_no_token_rate_that_was_not_measured(
+    browser: Browser, long_answers_url: str
+) -> None:
+    with open_page(browser, long_answers_url) as (page, _):
+        ask(page, "Tell me the alphabet.")
+        answer = page.get_by_role("article", name="Answer")
+        expect(answer).to_contain_text(ALPHABET)
+        page.get_by_role("button", name="Stop").click()
+        expect(answer).to_contain_text("first token after")
+        expect(answer).not_to_contain_text("tokens/s")
