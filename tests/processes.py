@@ -176,7 +176,7 @@ def _wait_until_ready(process: subprocess.Popen[str], folder: Path, on_line: Cal
         on_line(line)
         found = re.search(r"at (https?://\S+)", line)
         url = found.group(1) if found else url
-        if line.startswith("Ctrl-C"):
+        if line.startswith("Press Ctrl-C"):
             return url
     message = f"The server ended before it was ready:\n{(folder / 'stderr.txt').read_text()}"
     raise AssertionError(message)
