@@ -1,4 +1,4 @@
-"""How this machine becomes a member of a cluster, and stays one: the node's side of `Enrol` and `Renew`.
+"""Enrolment of this machine in a cluster, and renewal of its certificate: the node's side of `Enrol` and `Renew`.
 
 A machine that joins has a token, and in it the fingerprint of the cluster's CA. It reads the CA's
 certificate off a first connection that it does not trust and sends nothing over; only where that has

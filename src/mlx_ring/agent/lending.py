@@ -122,7 +122,7 @@ class LentChild:
 
     @property
     def exit_reason(self) -> str:
-        """Why it ended; empty while it runs."""
+        """Reason of its end; empty while it runs."""
         return self._end.result() if self._end.done() else ""
 
     async def wait(self) -> str:

@@ -17,7 +17,7 @@ from mlx_ring.rpc.protos import agent_pb2, step_pb2, worker_pb2
 _END_WAIT_S = 2.0
 _GROUP = "group"
 _GROUP_WAIT_S = 30.0
-"""For ranks of one stage that are all started by now."""
+"""Seconds to wait for the ranks of one stage, which have all been started."""
 
 Item = TypeVar("Item")
 _Reports = grpc.aio.UnaryStreamCall[worker_pb2.LoadRequest, worker_pb2.LoadProgress]

@@ -1,4 +1,4 @@
-"""Measures this machine in a process of its own, set up like its workers, so that a crash affects nothing else.
+"""Measurement of this machine in a separate process, set up like its workers, so that a crash affects nothing else.
 
 Profiles are kept between runs, in a file in the node's state folder. An unusable profile is measured again, and is no error.
 """
@@ -31,7 +31,7 @@ PROFILE_MODULE = "mlx_ring.worker.profile"
 
 @dataclass(frozen=True, slots=True)
 class ProfileOptions:
-    """How the machine is measured: with the BLAS and the threads that workers will have."""
+    """Options of a measurement: the BLAS and the threads that workers will have."""
 
     blas: str = "auto"
     blas_threads: int = 1

@@ -36,7 +36,7 @@ from mlx_ring.rpc.tls.handshakes import loggable_line
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _DRIVER = Path("/proc/driver/nvidia/gpus")
-"""Where Linux's driver lists them; there is CUDA nowhere else that MLX runs."""
+"""Folder in which Linux's driver lists GPUs; MLX supports CUDA on Linux only."""
 
 
 def own_gpu(
@@ -148,7 +148,7 @@ class WorkerOptions:
     listen: str = "[::]"
     """Address for other machines."""
     trust: Trust = field(default_factory=Trust)
-    """Where collectives may go to other machines."""
+    """Interfaces over which collectives may reach other machines."""
     lent: Path | None = None
     """Folder where processes listen that are parents of workers behind the first of a group; None: this one is."""
 
@@ -223,7 +223,7 @@ class Supervisor:
         self._options = options
         self._workers: list[Worker] = []
         self._places: dict[str, list[ChildProcess]] = {}
-        """By instance, what tells its ranks of MPI their places, for as long as they live."""
+        """MPI servers by instance, which assign its ranks their places and live as long as these."""
         self._watchers: set[asyncio.Event] = set()
         self._serial = count()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -233,7 +233,7 @@ class Supervisor:
 
     @property
     def trusted(self) -> Trust:
-        """Where collectives may go to other machines."""
+        """Interfaces over which collectives may reach other machines."""
         return self._options.trust
 
     @property

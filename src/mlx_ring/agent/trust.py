@@ -1,4 +1,4 @@
-"""Keeps MLX's collectives to where this machine's owner trusts them: they are neither encrypted nor authenticated.
+"""Checks that MLX's collectives, which are neither encrypted nor authenticated, use trusted interfaces only.
 
 A rank listens only on loopback or on an interface that was named here, whatever a head requests. It is loaded only if its routes
 to the ranks that it exchanges with leave through such an interface.

@@ -64,11 +64,11 @@ class RequestTimings:
     """Durations of a request's phases."""
 
     queue_s: float
-    """From submission to the request's first step."""
+    """Seconds from submission to the request's first step."""
     prefill_s: float
-    """From there to the first token; without one, to the end of the prompt."""
+    """Seconds from there to the first token; without one, to the end of the prompt."""
     decode_s: float
-    """From the first token to the last."""
+    """Seconds from the first token to the last."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,7 +59,7 @@ class ClosedLoop:
         self._groups = [_Group() for _ in groups]
         self._prompts: deque[_Stream] = deque()
         self._rows: dict[int, tuple[_Group | None, list[_Stream]]] = {}
-        """By step that the last stage has not answered: whose it is."""
+        """Group of each step that the last stage has not answered."""
         self._sent = self._sequences = self._last_chunk = self._chunks_in_flight = 0
         for number, rows in enumerate(groups):
             for _ in range(rows):

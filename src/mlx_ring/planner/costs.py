@@ -26,7 +26,7 @@ class LinearCost:
     """Reading the weights once."""
     per_token_s: float
     per_context_s: float = 0.0
-    """For each token that a token looks back at."""
+    """Cost of each token that a token attends to."""
     per_row_s: float = 0.0
 
     def __call__(self, step: step_pb2.Step) -> float:

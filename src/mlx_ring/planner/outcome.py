@@ -54,7 +54,7 @@ class StageUse:
 
 @dataclass(frozen=True, slots=True)
 class SequenceTimes:
-    """When the head had each of a sequence's tokens; there is one at least."""
+    """Times at which the head received each of a sequence's tokens; there is one at least."""
 
     tokens_s: tuple[float, ...]
 
@@ -78,7 +78,7 @@ class Outcome:
     """One run of a simulation."""
 
     elapsed_s: float
-    """Until the last thing that happened at the head."""
+    """Time of the last event at the head."""
     stages: tuple[StageUse, ...]
     sequences: Mapping[int, SequenceTimes]
     """Those that got a token."""

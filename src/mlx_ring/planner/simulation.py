@@ -39,14 +39,14 @@ class StepMaker(Protocol[Answer_co]):
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """How long things take, seconds."""
+    """Durations in seconds."""
 
     stage_s: Callable[[int, step_pb2.Step], float]
     """A step on a stage; `planner.costs` has some."""
     hop_s: float = 0.0
     """Seconds from the end of a step on a stage until its message has arrived."""
     head_s: float = 0.0
-    """From the head to a stage, and from there back."""
+    """Seconds from the head to a stage, and from there back."""
     head_event_s: float = 0.0
     """Seconds that the head needs for one answer or arrival, one at a time, before it sends the resulting steps."""
 
@@ -56,7 +56,7 @@ Arrival = tuple[float, Callable[[float], None]]
 Sampler = Callable[[int, int], int]
 """The token at a position of a sequence; a draft is accepted as far as it says the same."""
 Taken = Callable[[Answer], Iterable[tuple[int, int]]]
-"""By sequence, how many tokens an answer brought, in the eyes of who made the steps."""
+"""Number of tokens of an answer by sequence, as the maker of the steps counts them."""
 
 
 def any_token(_sequence: int, _position: int) -> int:
@@ -84,7 +84,7 @@ class Simulation(Generic[Answer]):
         self._free_at = [0.0] * stages
         self._work: list[list[Work]] = [[] for _ in range(stages)]
         self._sampled_at: dict[int, float] = {}
-        """By sequence, when the last stage will have sampled for it."""
+        """Time at which the last stage will have sampled, by sequence."""
         self._tokens_s: dict[int, list[float]] = {}
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._order = count()

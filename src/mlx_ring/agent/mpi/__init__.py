@@ -1,4 +1,4 @@
-"""How workers become ranks of Open MPI, though nothing like `mpirun` starts them.
+"""Ranks of Open MPI without `mpirun`: the agent starts the workers itself.
 
 A rank learns its place, and what the others tell of themselves, from a PMIx server, to which the environment leads it.
 `mpirun` is one, and more: it starts the ranks itself, and listens for other daemons on every network, to which it is

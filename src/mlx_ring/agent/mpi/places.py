@@ -1,4 +1,4 @@
-"""Gives workers that MPI is to join their places, before they are loaded."""
+"""Assignment of MPI ranks to workers before they are loaded."""
 
 from __future__ import annotations
 

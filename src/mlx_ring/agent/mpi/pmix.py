@@ -206,4 +206,4 @@ COMMON: Final = {
     "PMIX_MCA_mca_base_component_show_load_errors": "0",
     "PMIX_MCA_pcompress_base_silence_warning": "1",
 }
-"""For every rank, and for the server."""
+"""Environment of every rank, and of the server."""

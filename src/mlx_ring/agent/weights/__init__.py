@@ -1,1 +1,1 @@
-"""How a node gets the tensors of its layers from other nodes, keeps them, and gives them on."""
+"""Transfer of the tensors of a node's layers from other nodes: fetching, storing and serving."""

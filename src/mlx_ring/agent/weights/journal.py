@@ -1,4 +1,4 @@
-"""Which pieces of a model are on disk: a file to which lines are added, so that no end of a process spoils it.
+"""Journal of a model's pieces on disk: lines are only appended, so a killed process cannot damage it.
 
     part 12 3      of piece 12, part 3 has been written
     piece 12       all of piece 12 is there, and had its digest

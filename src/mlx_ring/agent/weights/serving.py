@@ -1,4 +1,4 @@
-"""Gives other nodes the manifest and the pieces of models that are here: whole in a folder, or in part in the store."""
+"""Service that sends other nodes the manifest and pieces of local models: from a whole folder, or from the store."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 MESSAGE_BYTES = 1 << 20
 MAX_RANGES = 4096
-"""In one request."""
+"""Maximum number of ranges in one request."""
 _Context = grpc.aio.ServicerContext[object, object]
 
 

@@ -51,7 +51,7 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Why an answer ended."""
+    """Reason of an answer's end."""
 
     reason: StopReason
     sequence: str | None = None
@@ -59,7 +59,7 @@ class Stop:
 
 
 class MessageWriter:
-    """Takes one answer's parts in their order; of each it makes events, and keeps what they add up to."""
+    """Converter of one answer's parts to events; it also keeps the whole message."""
 
     def __init__(self, message_id: str, model: str, *, shows_thinking: bool = True) -> None:
         self._id = message_id

@@ -1,4 +1,4 @@
-"""Writes grammars as llguidance's Lark reads them. Pure.
+"""Grammars in llguidance's dialect of Lark. Pure.
 
 Schemas of tools, as formats of calls read them whose arguments are not JSON.
 """

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 EndReason = Literal["stop", "length", "tool_calls"]
-"""Why an answer ended: by itself or at a stop string, at its limit, or to have tools called."""
+"""Reason of an answer's end: by itself or at a stop string, at its limit, or for tool calls."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""From what is asked to what the engine takes: the prompt, what its answers' text shows, and how they are read."""
+"""Preparation of a chat request for the engine: the prompt, the constraints, and the rules for reading answers."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ _MOST_NO_CALLS = 64
 
 @dataclass(frozen=True, slots=True)
 class ReadingRules:
-    """How one answer is to be read."""
+    """Rules for reading one answer."""
 
     format: ChatFormat
     calls: CallRules | None = None

@@ -70,7 +70,7 @@ def is_object(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Spelling:
-    """How a format writes a call whose arguments are a JSON object."""
+    """Syntax of a call whose arguments are a JSON object."""
 
     heading: re.Pattern[str]
     """Up to the object, with the tool's `name`, and the call's `id` where it has one."""
@@ -151,7 +151,7 @@ class CallsReader:
         self._raw = rules.marks.start
         """Text that was understood since the last complete call, as written."""
         self._call: _JsonCall | None = None
-        """Whose arguments are being read."""
+        """Call whose arguments are being read."""
         self._parts: list[AnswerPart] = []
 
     def push(self, text: str) -> Reading:

@@ -137,7 +137,7 @@ def _duration(text: str) -> str:
 
 
 Duration = Annotated[str, AfterValidator(_duration), Field(json_schema_extra={"pattern": _DURATION})]
-"""As Go writes them: `5m`, `1h30m`, `-1s`."""
+"""Durations in Go's format: `5m`, `1h30m`, `-1s`."""
 KeepAlive = Duration | int | float
 
 
@@ -235,7 +235,7 @@ class CommonFields(Body):
     think: Think | None = None
     options: Options | None = None
     stream: bool | None = None
-    """On if nothing is said."""
+    """True by default."""
     keep_alive: KeepAlive | None = None
     """A loaded model stays until its memory is needed, however long is asked for."""
     logprobs: bool | None = None

@@ -34,9 +34,9 @@ class TokenizeRequest(Body):
     """This or `messages`, and not both."""
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
     add_special_tokens: bool | None = None
-    """With `prompt`: what the model wants before a text; on if nothing is said."""
+    """With `prompt`: add the model's special tokens before the text; true by default."""
     add_generation_prompt: bool | None = None
-    """With `messages`: what an answer begins with; on if nothing is said."""
+    """With `messages`: add the beginning of an answer; true by default."""
     continue_final_message: bool | None = None
     """With `messages`: the last one is the beginning of the answer."""
     tools: list[FunctionTool] | None = None

@@ -112,7 +112,7 @@ class ServiceInfo(JsonObject):
 
 
 class EmbeddingInfo(JsonObject):
-    """How the model computes embeddings, or why it cannot."""
+    """Method by which the model computes embeddings, or the reason why it cannot."""
 
     available: bool
     pooling: NotRequired[str]

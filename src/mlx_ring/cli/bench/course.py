@@ -29,7 +29,7 @@ class Run:
     records: list[Record] = field(default_factory=list[Record])
     """Records of all requests sent, also unfinished ones."""
     duration_s: float = 0.0
-    """From the start to the last end of an answer."""
+    """Time from the start to the last end of an answer."""
 
 
 def unheard(_record: Record) -> None:
@@ -84,12 +84,12 @@ async def run_load(
 
 
 _LOOK_S = 0.25
-"""Between two looks at how far the load is: often enough for an eye, and too seldom to disturb."""
+"""Seconds between two updates of the progress display, which must not disturb the load."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """Where the results go besides the terminal."""
+    """Files for the results besides the terminal."""
 
     json: Path | None = None
     plot: Path | None = None
@@ -147,7 +147,7 @@ async def run_bench(
 async def _meet(
     client: BenchClient, model: str | None, workload: Workload, options: RequestOptions
 ) -> tuple[Target, list[str]]:
-    """Whom to ask, and how."""
+    """Server under test, and the way to send requests."""
     target = await client.discover(model)
     longest = workload.prompt_tokens.high + workload.output_tokens.high
     if target.context is not None and longest > target.context:

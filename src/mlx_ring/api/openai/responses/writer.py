@@ -221,7 +221,7 @@ End = Literal["completed", "incomplete"]
 
 
 class ResponseWriter:
-    """Takes one answer's parts in their order; of each it makes events, and keeps what they add up to."""
+    """Converter of one answer's parts to events; it also keeps the whole response."""
 
     def __init__(self, response: ResponseMade, *, seals_reasoning: bool = False) -> None:
         """Take the response as it is known from the start."""
