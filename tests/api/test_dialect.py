@@ -21,7 +21,7 @@ from mlx_ring.api.settings import ApiSettings
 ROOT = Path(__file__).parents[2]
 
 
-def defined_dialects() -> Iterator[Dialect[Any]]:
+def defined_dialects() -> Iterator[Dialect[Any, Any]]:
     """Yield every dialect that a module `dialect` of a package of the API defines."""
     for package in pkgutil.iter_modules(api.__path__, f"{api.__name__}."):
         if package.ispkg:
@@ -33,7 +33,7 @@ def defined_dialects() -> Iterator[Dialect[Any]]:
                 yield from (value for value in values if isinstance(value, Dialect))
 
 
-def paths(dialect: Dialect[Any]) -> set[str]:
+def paths(dialect: Dialect[Any, Any]) -> set[str]:
     context = ApiContext(TwinCatalog(TwinService()), ApiSettings())
     routers = [routes(context) for routes in dialect.routes]
     return {route.path for router in routers for route in router.routes if isinstance(route, APIRoute)}
@@ -50,7 +50,7 @@ def test_every_dialect_is_documented(page: str) -> None:
 
 
 @pytest.mark.parametrize("dialect", list(DIALECTS), ids=lambda dialect: dialect.name)
-def test_dialect_routes_are_under_its_own_paths(dialect: Dialect[Any]) -> None:
+def test_dialect_routes_are_under_its_own_paths(dialect: Dialect[Any, Any]) -> None:
     assert paths(dialect)
     assert {path for path in paths(dialect) if DIALECTS.of(path) is not dialect} == set()
 

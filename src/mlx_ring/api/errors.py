@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.types import Scope
 
-from mlx_ring.api.dialect import Dialects, ErrorInfo, Json, dialect_of
+from mlx_ring.api.dialect import Dialects, ErrorInfo, ErrorNumbers, Json, dialect_of
 from mlx_ring.core import errors
 from mlx_ring.core.errors import RequestError, RingError
 
@@ -70,7 +70,7 @@ _LAST_WORDS = (errors.Draining, errors.BodyTooSlow, errors.BodiesFull)
 def error_info(error: Exception) -> ErrorInfo:
     """Return the description of an error for clients. Errors outside of `RingError` show no detail."""
     reply = _reply_to(error)
-    more: dict[str, object] = {}
+    more: ErrorNumbers = {}
     if isinstance(error, errors.ContextExceeded):
         more = {"n_prompt_tokens": error.prompt_tokens, "n_ctx": error.context_tokens}
     return ErrorInfo(

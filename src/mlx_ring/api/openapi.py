@@ -146,7 +146,7 @@ class _Operation:
     schema: type[Body] | None
     parameters: Sequence[str]
     """Parameters in the path."""
-    error: type
+    error: TypeForm[Any]
     """Type of the dialect's error bodies."""
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
-
-from pydantic import BaseModel, ConfigDict
+from typing import Literal, NotRequired
 
 from mlx_ring.api.anthropic.routes import MESSAGES_PATH, routes
 from mlx_ring.api.context import ApiContext
-from mlx_ring.api.dialect import Dialect, ErrorInfo, Json, event
+from mlx_ring.api.dialect import Dialect, ErrorInfo, ErrorNumbers, event
+from mlx_ring.api.openapi import JsonObject
 
 _SERVER_ERROR = 500
 _ERROR_TYPES = {
@@ -20,29 +19,34 @@ _ERROR_TYPES = {
     413: "request_too_large",
     429: "rate_limit_error",
 }
-_DETAILS: Mapping[str, Json] = {"thread": {"details": {"error_code": "thread_unsupported_request"}}}
-"""More fields of an error, by the field that was refused: with these the SDK repeats the request without it."""
 
 
-class AnthropicErrorFields(BaseModel):
-    model_config = ConfigDict(extra="allow", use_attribute_docstrings=True)
+class ErrorDetails(JsonObject):
+    error_code: str
 
+
+_DETAILS: Mapping[str, ErrorDetails] = {"thread": {"error_code": "thread_unsupported_request"}}
+"""Details of an error, by the field that was refused: with these the SDK repeats the request without it."""
+
+
+class AnthropicErrorFields(JsonObject, ErrorNumbers):
     type: str
     message: str
+    details: NotRequired[ErrorDetails]
 
 
-class AnthropicError(BaseModel):
-    model_config = ConfigDict(extra="allow", use_attribute_docstrings=True)
-
+class AnthropicError(JsonObject):
     type: Literal["error"]
     error: AnthropicErrorFields
     request_id: str
 
 
-def _error_body(info: ErrorInfo, request_id: str) -> Json:
-    details = _DETAILS.get(info.param or "", {})
-    fields = {"type": _error_type(info), "message": info.message, **details, **info.more}
-    return {"type": "error", "error": fields, "request_id": request_id}
+def _error_body(info: ErrorInfo, request_id: str) -> AnthropicError:
+    fields: AnthropicErrorFields = {"type": _error_type(info), "message": info.message}
+    details = _DETAILS.get(info.param or "")
+    if details is not None:
+        fields["details"] = details
+    return {"type": "error", "error": {**fields, **info.more}, "request_id": request_id}
 
 
 def _error_type(info: ErrorInfo) -> str:
@@ -51,11 +55,11 @@ def _error_type(info: ErrorInfo) -> str:
     return _ERROR_TYPES.get(info.status, "invalid_request_error")
 
 
-def _stream_failure(body: Json) -> bytes:
+def _stream_failure(body: AnthropicError) -> bytes:
     return event(body, "error")
 
 
-ANTHROPIC: Dialect[ApiContext] = Dialect(
+ANTHROPIC: Dialect[ApiContext, AnthropicError] = Dialect(
     name="Anthropic",
     prefixes=(MESSAGES_PATH,),
     routes=(routes,),

@@ -316,16 +316,16 @@ export interface OpenAiError {
 }
 
 export interface OpenAiErrorFields {
+  /** Number of the prompt's tokens. */
+  n_prompt_tokens?: number;
+  /** Size of the context in tokens. */
+  n_ctx?: number;
   /** One sentence: what happened, with which value, and what to do. */
   message: string;
   type: string;
   /** Field at fault. */
   param: string | null;
   code: string | null;
-  /** Number of the prompt's tokens, where they exceed the context. */
-  n_prompt_tokens?: number | null;
-  /** Size of that context in tokens. */
-  n_ctx?: number | null;
 }
 
 /** Operation of a JSON patch. The event `change` holds a list of them. */
