@@ -1,108 +1,125 @@
-"""Several machines as one server: on loopback, each with a state of its own."""
+"""Several machines on loopback, each with a state folder of its own, serve as one server."""
 
 from __future__ import annotations
 
 import os
-import re
 import signal
-from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from tests.end_to_end.loopback_cluster import (
+    completion,
+    head_members,
+    joining_head,
+    running_cluster,
+    running_head,
+)
 from tests.eventually import eventually
 from tests.machines import free_pair_of_ports
-from tests.processes import Server, client_of, give_profile, joining, run_cli, serving
+from tests.processes import Server, client_of, run_cli, serving
 
 from mlx_ring.cluster.quarantine import LOSSES
 
-ASKED = {"prompt": "The quick brown fox", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+UNIFORM = ("--strategy", "uniform")
 
 
-def completion(server: Server) -> str:
-    answer = server.http.post("/v1/completions", json=ASKED)
-    assert answer.status_code == 200, answer.text
-    return answer.json()["choices"][0]["text"]
+@dataclass(slots=True)
+class TwoMachines:
+    """A cluster of two machines. Its tests may end the head and start another."""
 
+    model: Path
+    folder: Path
+    port: int
+    stack: ExitStack
+    server: Server
+    flags: Sequence[str] = ()
+    """Flags of the last head, besides `UNIFORM`."""
 
-@contextmanager
-def cluster(
-    model: Path, nodes: int, folder: Path, port: int, *flags: str, alone: Callable[[], object] | None = None
-) -> Generator[Server]:
-    """A head and as many machines as are missing, which join when it prints how; `alone` is called before they do."""
-    with ExitStack() as stack:
+    @property
+    def state(self) -> Path:
+        """State folder of the heads."""
+        return self.folder / "state"
 
-        def on_line(line: str) -> None:
-            found = re.search(r"join \S+ --token (\S+)", line)
-            if found and not joined:
-                if alone is not None:
-                    alone()
-                for number in range(1, nodes):
-                    give_profile(folder / f"node-{number}" / "state")
-                    node = joining(f"127.0.0.1:{port}", "--token", found[1], folder=folder / f"node-{number}")
-                    joined.append(stack.enter_context(node))
+    def kill_head(self) -> None:
+        """Kill the head, which leaves its agent and the workers running."""
+        self.server.process.kill()
+        self.server.process.wait()
 
-        joined: list[object] = []
-        stack.callback(end_head_member, folder)
-        yield stack.enter_context(head(model, nodes, folder, port, *flags, on_line=on_line))
-
-
-def head(
-    model: Path,
-    nodes: int,
-    folder: Path,
-    port: int,
-    *flags: str,
-    on_line: Callable[[str], None] | None = None,
-) -> AbstractContextManager[Server]:
-    """`mlx-ring serve` for so many machines."""
-    give_profile(folder / "state")
-    arguments = ("--nodes", str(nodes), "--cluster-port", str(port), "--state-dir", str(folder / "state"))
-    return serving(model, *arguments, *flags, folder=folder, on_line=on_line)
-
-
-def end_head_member(folder: Path) -> None:
-    """The head's own agent, where a head that was killed has left it."""
-    for process in head_members(folder):
-        process.terminate()
-        process.wait(30)
-
-
-def head_members(folder: Path) -> list[psutil.Process]:
-    """Agents of heads with their state in this folder."""
-    found: list[psutil.Process] = []
-    for process in psutil.process_iter(["cmdline"]):
-        line: list[str] = process.info["cmdline"] or []
-        if "mlx_ring.agent.head_member" in line and str(folder / "state") in line:
-            found.append(process)
-    return found
+    def start_head(self, *flags: str) -> Server:
+        """Start a head with the state of the previous one."""
+        started = running_head(self.model, 2, self.folder, self.port, *UNIFORM, *flags)
+        self.server, self.flags = self.stack.enter_context(started), flags
+        return self.server
 
 
 @pytest.fixture(scope="module")
-def alone(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What one machine answers."""
-    with serving(tiny_model, folder=tmp_path_factory.mktemp("alone")) as server:
+def single_machine_text(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the completion of a single machine."""
+    with serving(tiny_model, folder=tmp_path_factory.mktemp("single")) as server:
         return completion(server)
 
 
-def test_three_machines_answer_as_one_does_and_a_lost_one_is_named(
-    tiny_model: Path, tmp_path: Path, alone: str
-) -> None:
-    api, port, waiting = free_pair_of_ports(), free_pair_of_ports(), list[str]()
+@pytest.fixture(scope="module")
+def shared_cluster(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Generator[TwoMachines]:
+    """Run the cluster that tests share."""
+    folder, port = tmp_path_factory.mktemp("cluster"), free_pair_of_ports()
+    with ExitStack() as stack:
+        server = stack.enter_context(running_cluster(tiny_model, 2, folder, port, *UNIFORM))
+        yield TwoMachines(tiny_model, folder, port, stack, server)
 
-    def ask_readiness() -> None:
+
+@pytest.fixture
+def cluster(shared_cluster: TwoMachines) -> TwoMachines:
+    """Return the shared cluster once a head serves with both machines."""
+    if shared_cluster.server.process.poll() is not None:
+        shared_cluster.start_head()
+    eventually(
+        shared_cluster.server.status,
+        lambda status: is_ready(status) and sorted(stages_by_node(status).values()) == [1, 1],
+    )
+    return shared_cluster
+
+
+def stages_by_node(status: dict[str, Any]) -> dict[str, int]:
+    """Return the number of stages of each connected node."""
+    return {node["id"]: len(node["stages"]) for node in status["nodes"] if node["state"] == "attending"}
+
+
+def pids_of(status: dict[str, Any]) -> set[int]:
+    """Return the process ids of the workers."""
+    return {device["pid"] for device in status["devices"]}
+
+
+def is_ready(status: dict[str, Any]) -> bool:
+    return status["instances"][0]["state"] == "ready"
+
+
+def ready_after(server: Server, status: dict[str, Any]) -> dict[str, Any]:
+    """Wait until the model is loaded again since this status, and return the new status."""
+    return eventually(server.status, lambda now: now["epoch"] > status["epoch"] and is_ready(now))
+
+
+def test_three_machines_answer_like_one_and_a_lost_worker_is_named(
+    tiny_model: Path, tmp_path: Path, single_machine_text: str
+) -> None:
+    api, port, answers = free_pair_of_ports(), free_pair_of_ports(), list[str]()
+
+    def read_readiness() -> None:
         with client_of(f"http://127.0.0.1:{api}") as client:
             readiness = eventually(
                 lambda: client.get("/health/ready").text, lambda text: "being loaded" not in text
             )
-        waiting.append(readiness)
+        answers.append(readiness)
 
-    flags = ("--strategy", "uniform", "--port", str(api))
-    with cluster(tiny_model, 3, tmp_path, port, *flags, alone=ask_readiness) as server:
-        assert "once 2 more machines have joined: run `mlx-ring join` there" in waiting[0]
-        assert completion(server) == alone
+    flags = (*UNIFORM, "--port", str(api))
+    with running_cluster(tiny_model, 3, tmp_path, port, *flags, before_join=read_readiness) as server:
+        assert "once 2 more machines have joined: run `mlx-ring join` there" in answers[0]
+        assert completion(server) == single_machine_text
         status = server.status()
         assert len({node["id"] for node in status["nodes"]}) == len(status["nodes"]) == 3
         assert [device["stage"] for device in status["devices"]] == [0, 1, 2]
@@ -110,7 +127,7 @@ def test_three_machines_answer_as_one_does_and_a_lost_one_is_named(
         assert all(any(folder.rglob("model.safetensors")) for folder in stored), "the model was fetched"
         victim = status["devices"][1]
         os.kill(victim["pid"], signal.SIGKILL)
-        # The broken stream is noticed first, the agent then tells why.
+        # The broken stream is noticed first, then the agent reports the reason.
         health = eventually(lambda: server.http.get("/health/ready"), lambda answer: "SIGKILL" in answer.text)
         assert health.status_code == 503
         assert victim["node"] in health.text
@@ -119,82 +136,35 @@ def test_three_machines_answer_as_one_does_and_a_lost_one_is_named(
         assert not left, "the head's own agent ends with it"
 
 
-def test_a_head_that_is_killed_leaves_workers_that_the_next_one_goes_on_with(
-    tiny_model: Path, tmp_path: Path, alone: str
+def test_late_node_is_shown_used_by_the_next_plan_and_removable(
+    cluster: TwoMachines, single_machine_text: str
 ) -> None:
-    port = free_pair_of_ports()
-    with cluster(tiny_model, 2, tmp_path, port, "--strategy", "uniform") as server:
-        before = server.status()
-        server.process.kill()
-        server.process.wait()
-        with head(tiny_model, 2, tmp_path, port, "--strategy", "uniform") as second:
-            after = second.status()
-            assert completion(second) == alone
-            assert second.stop() == 0
-    assert {device["pid"] for device in after["devices"]} == {device["pid"] for device in before["devices"]}
-    assert after["instance"] == before["instance"]
-    assert after["epoch"] == before["epoch"] + 1
-
-
-def test_workers_of_other_settings_are_not_gone_on_with(tiny_model: Path, tmp_path: Path) -> None:
-    port = free_pair_of_ports()
-    with cluster(tiny_model, 2, tmp_path, port, "--strategy", "uniform") as server:
-        before = server.status()
-        server.process.kill()
-        server.process.wait()
-        flags = ("--strategy", "uniform", "--max-model-len", "32")
-        with head(tiny_model, 2, tmp_path, port, *flags) as second:
-            after = second.status()
-            assert second.stop() == 0
-    old, new = ({device["pid"] for device in status["devices"]} for status in (before, after))
-    assert not old & new
-    assert not any(map(psutil.pid_exists, old | new))
-
-
-def stages_by_node(status: dict[str, Any]) -> dict[str, int]:
-    """Of nodes that are there."""
-    return {node["id"]: len(node["stages"]) for node in status["nodes"] if node["state"] == "attending"}
-
-
-def is_ready(status: dict[str, Any]) -> bool:
-    return status["instances"][0]["state"] == "ready"
-
-
-def test_a_node_that_joins_while_it_serves_is_shown_used_next_time_and_can_be_removed(
-    tiny_model: Path, tmp_path: Path, alone: str
-) -> None:
-    port, state = free_pair_of_ports(), tmp_path / "state"
-    with cluster(tiny_model, 2, tmp_path, port, "--strategy", "uniform") as server, ExitStack() as later:
-        before = server.status()
-        check_status(before)
-        made = run_cli("token", "create", "--state-dir", str(state), folder=tmp_path)
-        token = made.stdout.strip()
-        give_profile(tmp_path / "node-late" / "state")
-        later.enter_context(joining(f"127.0.0.1:{port}", "--token", token, folder=tmp_path / "node-late"))
+    server, state = cluster.server, ("--state-dir", str(cluster.state))
+    before = server.status()
+    check_status(before)
+    token = run_cli("token", "create", *state, folder=cluster.folder).stdout.strip()
+    with joining_head(cluster.port, token, cluster.folder / "node-late"):
         joined = eventually(server.status, lambda status: len(status["nodes"]) == 3)
         assert sorted(stages_by_node(joined).values()) == [0, 1, 1]
         assert joined["epoch"] == before["epoch"], "nothing was loaded again for it"
-        # The next plan is made because a worker is lost.
+        # The loss of a worker causes the next plan.
         os.kill(next(device["pid"] for device in before["devices"] if device["stage"] == 1), signal.SIGKILL)
-        used = eventually(
-            server.status, lambda status: status["epoch"] > before["epoch"] and is_ready(status)
-        )
+        used = ready_after(server, before)
         assert sorted(stages_by_node(used).values()) == [1, 1, 1]
-        assert completion(server) == alone
+        assert completion(server) == single_machine_text
         (late,) = set(stages_by_node(used)) - set(stages_by_node(before))
         pids = {device["node"]: device["pid"] for device in used["devices"]}
-        assert run_cli("node", "remove", late, "--state-dir", str(state), folder=tmp_path).returncode == 0
-        left = eventually(server.status, lambda status: status["epoch"] > used["epoch"] and is_ready(status))
+        assert run_cli("node", "remove", late, *state, folder=cluster.folder).returncode == 0
+        left = ready_after(server, used)
         assert sorted(stages_by_node(left).values()) == [1, 1]
-        (gone,) = [node for node in left["nodes"] if node["state"] == "gone"]
-        assert (gone["id"], gone["reason"]) == (late, "it was removed from the cluster")
+        (removed,) = [node for node in left["nodes"] if node["state"] == "gone"]
+        assert (removed["id"], removed["reason"]) == (late, "it was removed from the cluster")
         assert not psutil.pid_exists(pids[late])
-        assert completion(server) == alone
-        assert server.stop() == 0
+        assert completion(server) == single_machine_text
 
 
 def check_status(status: dict[str, Any]) -> None:
-    """Promised and used, predicted and measured, on every node."""
+    """Check that every node shows promised and used memory, and predicted times."""
     (instance,) = status["instances"]
     assert instance["promise"]["strategy"] == "uniform"
     for stage in instance["stages"]:
@@ -208,27 +178,47 @@ def check_status(status: dict[str, Any]) -> None:
     assert [node["is_head"] for node in status["nodes"]] == [True, False]
 
 
-def test_a_node_that_fails_again_and_again_is_left_out_until_it_is_readmitted(
-    tiny_model: Path, tmp_path: Path
+def test_node_with_repeated_losses_is_quarantined_until_readmitted(cluster: TwoMachines) -> None:
+    server, state = cluster.server, ("--state-dir", str(cluster.state))
+    status = server.status()
+    (victim,) = [
+        node["id"] for node in status["nodes"] if node["state"] == "attending" and not node["is_head"]
+    ]
+    # A loss in an earlier test counts, too.
+    while stages_by_node(status).get(victim):
+        (pid,) = [device["pid"] for device in status["devices"] if device["node"] == victim]
+        os.kill(pid, signal.SIGKILL)
+        status = ready_after(server, status)
+    (node,) = [node for node in status["nodes"] if node["id"] == victim]
+    assert (node["state"], node["stages"]) == ("quarantined", [])
+    assert node["reason"].startswith(f"It was lost {LOSSES} times ")
+    assert "SIGKILL" in node["reason"]
+    assert f"mlx-ring node readmit {victim}" in (cluster.folder / "logs" / "head.log").read_text()
+    readmitted = run_cli("node", "readmit", victim, *state, folder=cluster.folder)
+    assert readmitted.returncode == 0, readmitted.stderr
+    assert stages_by_node(server.status())[victim] == 0
+    os.kill(status["devices"][0]["pid"], signal.SIGKILL)
+    assert stages_by_node(ready_after(server, status))[victim] == 1
+
+
+def test_next_head_with_other_settings_replaces_the_workers(cluster: TwoMachines) -> None:
+    before = cluster.server.status()
+    cluster.kill_head()
+    after = cluster.start_head("--max-model-len", "64").status()
+    assert not pids_of(before) & pids_of(after)
+    assert not any(map(psutil.pid_exists, pids_of(before)))
+
+
+def test_next_head_adopts_the_workers_of_a_killed_head(
+    cluster: TwoMachines, single_machine_text: str
 ) -> None:
-    state = tmp_path / "state"
-    with cluster(tiny_model, 2, tmp_path, free_pair_of_ports(), "--strategy", "uniform") as server:
-        (victim,) = [node["id"] for node in server.status()["nodes"] if not node["is_head"]]
-        for _ in range(LOSSES):
-            status = eventually(server.status, is_ready)
-            (pid,) = [device["pid"] for device in status["devices"] if device["node"] == victim]
-            os.kill(pid, signal.SIGKILL)
-            eventually(server.status, lambda now, before=status: now["epoch"] > before["epoch"])
-        without = eventually(server.status, is_ready)
-        (held,) = [node for node in without["nodes"] if node["id"] == victim]
-        assert (held["state"], held["stages"]) == ("quarantined", [])
-        assert "SIGKILL" in held["reason"]
-        log = (tmp_path / "logs" / "head.log").read_text()
-        assert f"mlx-ring node readmit {victim}" in log
-        readmitted = run_cli("node", "readmit", victim, "--state-dir", str(state), folder=tmp_path)
-        assert readmitted.returncode == 0, readmitted.stderr
-        assert stages_by_node(server.status())[victim] == 0
-        os.kill(without["devices"][0]["pid"], signal.SIGKILL)
-        again = eventually(server.status, lambda now: now["epoch"] > without["epoch"] and is_ready(now))
-        assert stages_by_node(again)[victim] == 1
-        assert server.stop() == 0
+    before = cluster.server.status()
+    cluster.kill_head()
+    adopting = cluster.start_head(*cluster.flags)
+    after = adopting.status()
+    assert completion(adopting) == single_machine_text
+    assert adopting.stop() == 0
+    assert pids_of(after) == pids_of(before)
+    assert after["instance"] == before["instance"]
+    assert after["epoch"] == before["epoch"] + 1
+    assert not any(map(psutil.pid_exists, pids_of(after)))

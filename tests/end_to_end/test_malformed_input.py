@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.end_to_end.test_cluster import cluster, completion, head_members
+from tests.end_to_end.loopback_cluster import completion, head_members, running_cluster
 from tests.machines import free_pair_of_ports
 from tests.malformed_input import message, noise, open_plain, open_tls, read_until_closed, start_of_call
 from tests.processes import Server
@@ -72,7 +72,7 @@ class Cluster:
 @pytest.fixture(scope="module")
 def two_machines(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder, port = tmp_path_factory.mktemp("malformed"), free_pair_of_ports()
-    with cluster(tiny_model, 2, folder, port, "--strategy", "uniform") as server:
+    with running_cluster(tiny_model, 2, folder, port, "--strategy", "uniform") as server:
         head = psutil.Process(server.process.pid)
         (agent,) = head_members(folder)
         (worker,) = [child for child in agent.children() if "mlx_ring.worker" in child.cmdline()]

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from tests.end_to_end.test_cluster import cluster
+from tests.end_to_end.loopback_cluster import running_cluster
 from tests.eventually import eventually
 from tests.machines import free_pair_of_ports
 from tests.processes import Server, run_cli, serving
@@ -175,7 +175,7 @@ def test_explicit_context_length_is_kept_and_refuses_another_model(
 def test_replica_of_another_machine_answers_while_a_lost_one_is_restarted(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    with cluster(tiny_model, 2, tmp_path, free_pair_of_ports(), "--replicas", "2") as server:
+    with running_cluster(tiny_model, 2, tmp_path, free_pair_of_ports(), "--replicas", "2") as server:
         ready = wait_for_ready(server, 2)
         assert [len(each["nodes"]) for each in ready] == [1, 1]
         assert ready[0]["nodes"] != ready[1]["nodes"]
