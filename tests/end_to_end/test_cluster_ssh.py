@@ -1,4 +1,4 @@
-"""`mlx-ring cluster` as a person types it, over a real sshd: two hosts, of which one has nothing of mlx-ring."""
+"""`mlx-ring cluster` as a person types it, over a real sshd: two hosts, one of them without mlx-ring."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from tests.ssh_hosts import SshHost, skip_without_sshd, ssh_hosts
 
 from mlx_ring.host.running import running_here
 
-DEVICES: dict[str, Any] = {
+DEVICES: Mapping[str, Any] = {
     "devices": [
         {
             "device_id": "first",
@@ -41,41 +42,60 @@ DEVICES: dict[str, Any] = {
     "sharding": {"strategy": "custom", "custom_proportions": [0.75, 0.25]},
     "serve": {"max-model-len": 256, "log-level": "debug", "gpu-memory-utilization": 0.8},
 }
+"""A file of devices in which each gets the layers that the file says."""
+
+DEVICES_WITH_ADDRESSES: Mapping[str, Any] = {
+    **DEVICES,
+    "devices": [{**device, "address": device["hostname"]} for device in DEVICES["devices"]],
+    "sharding": {"strategy": "uniform"},
+}
+"""A file that names the interfaces for tensors and leaves the layers to the planner."""
 
 
-def with_addresses() -> dict[str, object]:
-    """The same with the interface for tensors named, and layers as the plan has it."""
-    devices = [{**device, "address": device["hostname"]} for device in DEVICES["devices"]]
-    return {**DEVICES, "devices": devices, "sharding": {"strategy": "uniform"}}
+@dataclass(slots=True)
+class Hosts:
+    """Two hosts on a LAN. `mlx-ring cluster start` on the first has sent mlx-ring to the second."""
+
+    first: SshHost
+    second: SshHost
+    folder: Path
+    first_start: subprocess.CompletedProcess[str] = field(init=False)
+    """The start that has sent mlx-ring."""
+    first_start_s: float = field(init=False)
+
+    def __iter__(self) -> Generator[SshHost]:
+        yield from (self.first, self.second)
+
+    def write(self, devices: Mapping[str, Any]) -> None:
+        """Write the file of devices."""
+        (self.folder / "cluster.json").write_text(json.dumps(devices))
+
+    def cluster(self, host: SshHost, verb: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run `mlx-ring cluster` on a host, in an empty working directory."""
+        (self.folder / "empty").mkdir(exist_ok=True)
+        file = ("-c", str(self.folder / "cluster.json"))
+        return host.run(*MLX_RING, "cluster", verb, *file, *arguments, folder=self.folder / "empty")
+
+    def stop(self) -> None:
+        """Stop whatever runs on the hosts."""
+        if any(map(ours, self)):
+            output_of(self.cluster(self.first, "stop"))
+
+    def start(self, devices: Mapping[str, Any]) -> str:
+        """Start a cluster on stopped hosts, and return the output."""
+        self.stop()
+        self.write(devices)
+        return output_of(self.cluster(self.first, "start"))
 
 
-@pytest.fixture
-def hosts(tmp_path: Path) -> Generator[list[SshHost]]:
-    skip_without_namespaces()
-    skip_without_sshd()
-    with ExitStack() as stack:
-        made = stack.enter_context(ssh_hosts(stack.enter_context(lan(2)), tmp_path))
-        (tmp_path / "cluster.json").write_text(json.dumps(DEVICES))
-        yield made
-    # What was sent is large.
-    for host in made:
-        shutil.rmtree(host.home)
-
-
-def cluster(host: SshHost, folder: Path, verb: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """In a working directory that has nothing in it."""
-    (folder / "elsewhere").mkdir(exist_ok=True)
-    file = ("-c", str(folder / "cluster.json"))
-    return host.run(*MLX_RING, "cluster", verb, *file, *arguments, folder=folder / "elsewhere")
-
-
-def done_well(done: subprocess.CompletedProcess[str]) -> str:
+def output_of(done: subprocess.CompletedProcess[str]) -> str:
+    """Return the output of a command, which must have succeeded."""
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 def ours(host: SshHost) -> list[psutil.Process]:
-    """Every process of mlx-ring in the host."""
+    """Return every process of mlx-ring in the host."""
     found: list[psutil.Process] = []
     for pid in host.processes():
         try:
@@ -87,103 +107,138 @@ def ours(host: SshHost) -> list[psutil.Process]:
     return found
 
 
+def head_of(host: SshHost) -> int | None:
+    """Return the process id of the head that runs in the host."""
+    return next((found.pid for found in running_here(host.state) if found.kind == "head"), None)
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Generator[Hosts]:
+    """Start the cluster of `DEVICES` once, which sends mlx-ring to the second host. The first test finds it running."""
+    skip_without_namespaces()
+    skip_without_sshd()
+    folder = tmp_path_factory.mktemp("hosts")
+    with ExitStack() as stack:
+        first, second = stack.enter_context(ssh_hosts(stack.enter_context(lan(2)), folder))
+        made = Hosts(first, second, folder)
+        made.write(DEVICES)
+        began = time.monotonic()
+        made.first_start = made.cluster(first, "start")
+        made.first_start_s = time.monotonic() - began
+        yield made
+    # The packages that were sent are large.
+    for host in made:
+        shutil.rmtree(host.home)
+
+
 @pytest.mark.timeout(1200)
-def test_one_file_starts_shows_tries_and_stops_two_machines(
-    hosts: list[SshHost], tmp_path: Path, record_property: Callable[[str, object], None]
+def test_one_file_starts_shows_tests_and_stops_two_machines(
+    hosts: Hosts, record_property: Callable[[str, object], None]
 ) -> None:
     first, second = hosts
-    began = time.monotonic()
-    started = cluster(first, tmp_path, "start")
-    assert "Serving demo at http://127.0.0.1:8100 on first" in done_well(started)
-    assert "second: mlx-ring is not installed there; sending mlx-ring" in started.stderr
-    told_to_file = (first.state / "logs" / "serve.out").read_text()
-    assert "Serving demo" in told_to_file
-    assert "--token" not in told_to_file, "what stays in a file has no token"
-    record_property("seconds of a first start, with sending", time.monotonic() - began)
+    assert "Serving demo at http://127.0.0.1:8100 on first" in output_of(hosts.first_start)
+    assert "second: mlx-ring is not installed there; sending mlx-ring" in hosts.first_start.stderr
+    record_property("seconds of a first start, with sending", hosts.first_start_s)
+    if head_of(first) is None:
+        hosts.start(DEVICES)
+    logged = (first.state / "logs" / "serve.out").read_text()
+    assert "Serving demo" in logged
+    assert "--token" not in logged, "what stays in a file has no token"
 
-    told = json.loads(done_well(cluster(first, tmp_path, "status", "--json")))
-    assert [device["layers"] for device in told["devices"]] == [[0, 6], [6, 8]], (
+    status = json.loads(output_of(hosts.cluster(first, "status", "--json")))
+    assert [device["layers"] for device in status["devices"]] == [[0, 6], [6, 8]], (
         "0.75 and 0.25 of eight layers"
     )
-    assert [device["node"] for device in told["devices"]] == [
+    assert [device["node"] for device in status["devices"]] == [
         (host.state / "node" / "node-id").read_text().strip() for host in hosts
     ]
-    check_what_the_file_says_for_each_machine(told, second)
-    shown = done_well(cluster(second, tmp_path, "status"))
+    check_settings_of_each_machine(status, second)
+    shown = output_of(hosts.cluster(second, "status"))
     assert "head (process" in shown, "the same file on another machine finds the head"
-    alone = done_well(first.run(*MLX_RING, "cluster", "status", folder=tmp_path))
-    assert alone.startswith("demo is ready"), "without a file it asks this machine's head"
+    without_file = output_of(first.run(*MLX_RING, "cluster", "status", folder=hosts.folder))
+    assert without_file.startswith("demo is ready"), "without a file it asks this machine's head"
 
-    before = {host.folder.name: {process.pid for process in ours(host)} for host in hosts}
-    again = cluster(first, tmp_path, "start")
-    assert "Everything runs already" in again.stderr
-    assert done_well(again)
-    from_there = cluster(second, tmp_path, "start")
-    assert "Everything runs already" in from_there.stderr, "wherever it is typed"
-    assert done_well(from_there)
-    assert {host.folder.name: {process.pid for process in ours(host)} for host in hosts} == before
+    before = [{process.pid for process in ours(host)} for host in hosts]
+    for host in hosts:
+        again = hosts.cluster(host, "start")
+        assert "Everything runs already" in again.stderr, "wherever it is typed"
+        assert output_of(again)
+    assert [{process.pid for process in ours(host)} for host in hosts] == before
 
-    tried = cluster(first, tmp_path, "test")
-    assert "Paris" in done_well(tried)
-    assert "tokens/s of the answer" in tried.stderr
-    lines = done_well(cluster(first, tmp_path, "logs", "--lines", "200")).splitlines()
+    tested = hosts.cluster(first, "test")
+    assert "Paris" in output_of(tested)
+    assert "tokens/s of the answer" in tested.stderr
+    lines = output_of(hosts.cluster(first, "logs", "--lines", "200")).splitlines()
     assert {line.split(" | ")[0].strip() for line in lines} == {"first", "second"}
     assert any(line.startswith("second | ") and "process=agent" in line for line in lines)
 
-    assert "The cluster is stopped" in done_well(cluster(first, tmp_path, "stop"))
+    assert "The cluster is stopped" in output_of(hosts.cluster(first, "stop"))
     assert [process.cmdline() for host in hosts for process in ours(host)] == []
-    assert "The cluster is stopped" in done_well(cluster(first, tmp_path, "stop")), "twice is fine"
-    missing = cluster(first, tmp_path, "test")
-    assert missing.returncode == 1
-    assert missing.stderr == "mlx-ring: first: No head runs here: start it with `mlx-ring cluster start`.\n"
-
-    (tmp_path / "cluster.json").write_text(json.dumps(with_addresses()))
-    began = time.monotonic()
-    assert "Serving demo" in done_well(cluster(first, tmp_path, "start"))
-    record_property("seconds of a start", time.monotonic() - began)
-    check_what_a_killed_head_leaves(first, second, tmp_path)
-    check_a_machine_that_is_cut_off(first, second, tmp_path)
+    assert "The cluster is stopped" in output_of(hosts.cluster(first, "stop")), "twice is fine"
+    without_head = hosts.cluster(first, "test")
+    assert without_head.returncode == 1
+    assert (
+        without_head.stderr == "mlx-ring: first: No head runs here: start it with `mlx-ring cluster start`.\n"
+    )
 
 
-def check_what_the_file_says_for_each_machine(told: dict[str, Any], second: SshHost) -> None:
-    memory = [node["memory"] for node in told["nodes"]]
+def check_settings_of_each_machine(status: dict[str, Any], second: SshHost) -> None:
+    """Check that each machine has the file's settings for it, and those for all."""
+    memory = [node["memory"] for node in status["nodes"]]
     assert [one["utilization"] for one in memory] == [0.8, 0.7], "the one for all, and its own"
     assert memory[1]["usable_bytes"] == int(0.7 * 2 * 2**30)
     agent = next(found for found in running_here(second.state) if found.kind == "agent")
-    words = psutil.Process(agent.pid).cmdline()
-    assert words[words.index("--log-level") + 1] == "debug", "as the head"
-    assert "--max-model-len" not in words, "the head's alone"
+    arguments = psutil.Process(agent.pid).cmdline()
+    assert arguments[arguments.index("--log-level") + 1] == "debug", "as the head"
+    assert "--max-model-len" not in arguments, "the head's alone"
 
 
-def check_what_a_killed_head_leaves(first: SshHost, second: SshHost, folder: Path) -> None:
-    head = next(found for found in running_here(first.state) if found.kind == "head")
-    os.kill(head.pid, signal.SIGKILL)
-    left = done_well(first.run(*MLX_RING, "stop", folder=folder))
-    assert left.startswith("The agent is ended"), "what a killed head has left"
+@pytest.mark.timeout(600)
+def test_stop_ends_the_agent_that_a_killed_head_leaves(
+    hosts: Hosts, record_property: Callable[[str, object], None]
+) -> None:
+    first, second = hosts
+    hosts.stop()
+    began = time.monotonic()
+    assert "Serving demo" in hosts.start(DEVICES_WITH_ADDRESSES)
+    record_property("seconds of a start", time.monotonic() - began)
+    head = head_of(first)
+    assert head is not None
+    os.kill(head, signal.SIGKILL)
+    stopped = output_of(first.run(*MLX_RING, "stop", folder=hosts.folder))
+    assert stopped.startswith("The agent is ended"), "what a killed head has left"
     psutil.wait_procs(ours(first), timeout=30)
     assert ours(first) == []
     assert ours(second), "the other machine's agent waits for the next head"
+    hosts.stop()
 
 
-def check_a_machine_that_is_cut_off(first: SshHost, second: SshHost, folder: Path) -> None:
+@pytest.mark.timeout(600)
+def test_machine_that_is_cut_off_is_named_and_nothing_starts_without_it(hosts: Hosts) -> None:
+    first, second = hosts
+    hosts.start(DEVICES_WITH_ADDRESSES)
+    output_of(first.run(*MLX_RING, "stop", folder=hosts.folder))
+    assert ours(second), "only the other machine's agent is left"
     second.host.cut()
-    unreachable = cluster(first, folder, "stop")
+    try:
+        unreachable = hosts.cluster(first, "stop")
+        refused = hosts.cluster(first, "start")
+        assert ours(first) == []
+    finally:
+        second.host.mend()
+        output_of(hosts.cluster(first, "stop"))
+    assert ours(second) == []
     assert unreachable.returncode == 1
     assert unreachable.stderr.count("\n") == 1
     assert unreachable.stderr.startswith(
         "mlx-ring: second cannot be reached by `ssh 10.77.0.2`: ssh: connect to host"
     )
-    refused = cluster(first, folder, "start")
     assert refused.returncode == 1
     assert "second cannot be reached" in refused.stderr
-    assert ours(first) == []
-    second.host.mend()
-    done_well(cluster(first, folder, "stop"))
-    assert ours(second) == []
 
 
 @pytest.mark.timeout(900)
-def test_one_machine_alone_is_started_and_stopped_by_a_file_too(tmp_path: Path) -> None:
+def test_one_machine_is_started_and_stopped_by_a_file(tmp_path: Path) -> None:
     state = tmp_path / "state"
     (tmp_path / "cluster.yaml").write_text(
         f"devices: [{{device_id: me, hostname: localhost, state_dir: {state}}}]\n"
@@ -202,9 +257,9 @@ def test_one_machine_alone_is_started_and_stopped_by_a_file_too(tmp_path: Path) 
         )
 
     try:
-        assert "Serving demo at http://127.0.0.1:" in done_well(run("cluster", "start", "-c", "cluster.yaml"))
-        assert "head (process" in done_well(run("cluster", "status", "-c", "cluster.yaml"))
+        assert "Serving demo at http://127.0.0.1:" in output_of(run("cluster", "start", "-c", "cluster.yaml"))
+        assert "head (process" in output_of(run("cluster", "status", "-c", "cluster.yaml"))
     finally:
         stopped = run("stop", "--state-dir", str(state))
-    assert "The head is ended" in done_well(stopped)
+    assert "The head is ended" in output_of(stopped)
     assert run("cluster", "status", "-c", "cluster.yaml").returncode == 1
