@@ -1,131 +1,131 @@
-"""Three hosts on a LAN of their own: only the first has the model, and one is cut off while it serves."""
+"""Three hosts on a LAN: only the first has the model, and one is cut off while it serves."""
 
 from __future__ import annotations
 
-import json
 import re
-import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
+from tests.end_to_end.loopback_cluster import REQUEST, completion
+from tests.eventually import eventually
 from tests.namespaces import Host, lan, skip_without_namespaces
-from tests.processes import Server, give_profile, joining, serving
+from tests.processes import Server, client_of, give_profile, joining, serving
 
 from mlx_ring.core.types import LayerRange
 from mlx_ring.models.layer_tensors import tensors_of_stage
 from mlx_ring.models.model_folder import read_model_folder
 
-ASKED = {"prompt": "The quick brown fox", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
-ASK = """
-import json, sys, httpx
-answer = httpx.request(sys.argv[1], sys.argv[2], json=json.loads(sys.argv[3]), timeout=60)
-print(json.dumps([answer.status_code, answer.json()]))
-"""
-WAIT = """
-import sys, time, httpx
-with httpx.Client(timeout=60) as client:
-    while (client.get(sys.argv[1]).status_code == 200) != (sys.argv[2] == "ready"):
-        time.sleep(0.05)
-"""
+
+@dataclass(frozen=True, slots=True)
+class HeadClient:
+    """Client of a head. It runs in threads of the head's host, because the head listens on that host's loopback."""
+
+    threads: ThreadPoolExecutor
+    http: httpx.Client
+
+    def status(self) -> dict[str, Any]:
+        """Return the answer of `/cluster/status`."""
+        return self.threads.submit(self.http.get, "/cluster/status").result().raise_for_status().json()
+
+    def completion(self) -> str:
+        """Return the text of the greedy completion."""
+        answer = self.threads.submit(self.http.post, "/v1/completions", json=REQUEST).result()
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"][0]["text"]
+
+    def is_ready(self) -> bool:
+        return self.threads.submit(self.http.get, "/health/ready").result().status_code == 200
 
 
-def ask(host: Host, method: str, url: str, body: object = None) -> tuple[int, Any]:
-    """From inside the host: its loopback is its own."""
-    done = host.run(sys.executable, "-c", ASK, method, url, json.dumps(body))
-    assert done.returncode == 0, done.stderr
-    status, answer = json.loads(done.stdout)
-    return status, answer
-
-
-def wait_until(state: str, host: Host, server: Server) -> None:
-    """Until it is "ready", or is "lost": asked by one process, for each takes a while to start."""
-    done = host.run(sys.executable, "-c", WAIT, f"{server.url}/health/ready", state)
-    assert done.returncode == 0, done.stderr
-
-
-def completion(host: Host, server: Server) -> Any:
-    status, answer = ask(host, "POST", f"{server.url}/v1/completions", ASKED)
-    assert status == 200, answer
-    return answer["choices"]
-
-
-def without(folder: Path, host: Host) -> list[str]:
-    """What runs a program in the host, where nothing lies in `folder`; the mount is that program's alone."""
+def command_without_folder(folder: Path, host: Host) -> list[str]:
+    """Return the command that runs a program in the host with an empty `folder`. The mount is that program's alone."""
     hide = f'mount -t tmpfs none {folder} && exec "$@"'
     return host.command("sh", "-c", hide, "sh")
 
 
-def test_three_hosts_serve_a_model_that_one_has_and_go_on_without_the_one_that_is_cut_off(
+def test_three_hosts_serve_the_model_of_one_and_continue_without_a_host_that_is_cut_off(
     tiny_model: Path, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     skip_without_namespaces()
-    with serving(tiny_model, folder=tmp_path) as server, ExitStack() as stack:
-        alone = httpx.post(f"{server.url}/v1/completions", json=ASKED, timeout=60).json()["choices"]
-        server.stop()
+    with serving(tiny_model, folder=tmp_path) as single:
+        expected = completion(single)
+        single.stop()
+    with ExitStack() as stack:
         hosts = stack.enter_context(lan(3))
-
-        def on_line(line: str) -> None:
-            found = re.search(r"join \S+ --token (\S+)", line)
-            if found and not joined:
-                # The first finds the head by itself, the second is told the address.
-                for host, address in zip(hosts[1:], ((), (hosts[0].address,)), strict=True):
-                    give_profile(tmp_path / host.namespace / "state")
-                    node = joining(
-                        *address,
-                        *("--token", found[1]),
-                        folder=tmp_path / host.namespace,
-                        within=without(tiny_model, host),
-                    )
-                    joined.append(stack.enter_context(node))
-
-        joined: list[object] = []
-        head = hosts[0]
-        (tmp_path / "head").mkdir()
-        give_profile(tmp_path / "head-state")
-        flags = ("--nodes", "3", "--strategy", "uniform", "--state-dir", str(tmp_path / "head-state"))
-        cluster = stack.enter_context(
-            serving(tiny_model, *flags, folder=tmp_path / "head", on_line=on_line, within=head.command())
-        )
-        assert completion(head, cluster) == alone
-        status = ask(head, "GET", f"{cluster.url}/cluster/status")[1]
+        client = head_client(stack, hosts[0], running_hosts(stack, hosts, tiny_model, tmp_path))
+        assert client.completion() == expected
+        status = client.status()
         check_shares(tiny_model, tmp_path, status["devices"])
         cut_at = time.monotonic()
         left = next(
-            device for device in status["devices"] if device["node"] not in kept_by(tmp_path, hosts[:2])
+            device for device in status["devices"] if device["node"] not in node_ids(tmp_path, hosts[:2])
         )
         hosts[2].cut()
-        wait_until("lost", head, cluster)
+        eventually(lambda: not client.is_ready())
         record_property("seconds until noticed", time.monotonic() - cut_at)
-        wait_until("ready", head, cluster)
-        assert completion(head, cluster) == alone
-        after = ask(head, "GET", f"{cluster.url}/cluster/status")[1]
+        eventually(client.is_ready)
+        assert client.completion() == expected
+        after = client.status()
         assert [node["state"] for node in after["nodes"]].count("attending") == 2
         assert after["epoch"] > status["epoch"]
-        assert psutil.pid_exists(left["pid"]), "nobody could tell it to end"
+        assert psutil.pid_exists(left["pid"]), "no other host could end it"
         hosts[2].mend()
-        # It comes back, and what it still holds of the instance that was lost is ended.
+        # The host joins again, and its worker of the lost instance ends.
         psutil.Process(left["pid"]).wait(60)
-        assert completion(head, cluster) == alone
+        assert client.completion() == expected
 
 
-def kept_by(folder: Path, hosts: Sequence[Host]) -> set[str]:
-    """Ids of the nodes on these hosts, the head's first."""
+def running_hosts(stack: ExitStack, hosts: Sequence[Host], model: Path, folder: Path) -> Server:
+    """Run a head on the first host; the others join, without the model's folder."""
+    joined: list[object] = []
+
+    def on_line(line: str) -> None:
+        found = re.search(r"join \S+ --token (\S+)", line)
+        if found and not joined:
+            # The first finds the head by itself, the second gets the address.
+            for host, address in zip(hosts[1:], ((), (hosts[0].address,)), strict=True):
+                give_profile(folder / host.namespace / "state")
+                node = joining(
+                    *address,
+                    *("--token", found[1]),
+                    folder=folder / host.namespace,
+                    within=command_without_folder(model, host),
+                )
+                joined.append(stack.enter_context(node))
+
+    (folder / "head").mkdir()
+    give_profile(folder / "head-state")
+    flags = ("--nodes", "3", "--strategy", "uniform", "--state-dir", str(folder / "head-state"))
+    return stack.enter_context(
+        serving(model, *flags, folder=folder / "head", on_line=on_line, within=hosts[0].command())
+    )
+
+
+def head_client(stack: ExitStack, host: Host, server: Server) -> HeadClient:
+    """Return a client of a head that runs on this host."""
+    return HeadClient(stack.enter_context(host.threads()), stack.enter_context(client_of(server.url)))
+
+
+def node_ids(folder: Path, hosts: Sequence[Host]) -> set[str]:
+    """Return the ids of the nodes on these hosts. The first is the head's."""
     states = [folder / "head-state", *(folder / host.namespace / "state" for host in hosts[1:])]
     return {(state / "node" / "node-id").read_text().strip() for state in states}
 
 
 def check_shares(model: Path, folder: Path, devices: list[dict[str, Any]]) -> None:
-    """Nodes hold on disk what their stages need, give or take a file system's blocks."""
+    """Check that nodes have on disk what their stages need, plus at most a file system's blocks."""
     described = read_model_folder(model)
     for path in folder.glob("*/state/weights/*/model/model.safetensors"):
         node = (path.parents[4] / "state" / "node" / "node-id").read_text().strip()
         first, end = next(device["layers"] for device in devices if device["node"] == node)
         needed = sum(entry.nbytes for entry in tensors_of_stage(described, LayerRange(first, end)))
-        held = path.stat().st_blocks * 512
-        assert needed <= held <= needed + len(described.tensors) * 8192
-        assert held < path.stat().st_size
+        stored = path.stat().st_blocks * 512
+        assert needed <= stored <= needed + len(described.tensors) * 8192
+        assert stored < path.stat().st_size
