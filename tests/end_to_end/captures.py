@@ -1,4 +1,4 @@
-"""What goes over a host's interfaces while a test does something, frame by frame."""
+"""A capture of the frames on a host's interfaces while a test does something."""
 
 from __future__ import annotations
 
@@ -14,26 +14,28 @@ from tests.end_to_end.lan_cluster import Machine
 _EVERY_PROTOCOL = 0x0003
 _IPV4, _IPV6, _TCP = 0x0800, 0x86DD, 6
 _ETHERNET, _IPV6_HEADER = 14, 40
-_LOOK_S = 0.05
+_POLL_S = 0.05
 _BUFFER_BYTES = 64 << 20
 
 Ports = frozenset[int]
-"""Of both ends of a connection."""
+"""Ports of both ends of a connection."""
 
 
 @dataclass(slots=True)
 class Capture:
-    """Frames of TCP, of every interface."""
+    """Frames of TCP on every interface."""
 
     frames: list[tuple[str, Ports, int]] = field(default_factory=list[tuple[str, Ports, int]])
     """Interface, ports and length."""
 
     def bytes_on(self, interface: str, connections: set[Ports]) -> int:
+        """Return the bytes of these connections on an interface."""
         return sum(
             nbytes for name, ports, nbytes in self.frames if name == interface and ports in connections
         )
 
     def bytes_elsewhere(self, interface: str, connections: set[Ports]) -> int:
+        """Return the bytes of these connections on all other interfaces."""
         return sum(
             nbytes for name, ports, nbytes in self.frames if name != interface and ports in connections
         )
@@ -41,13 +43,13 @@ class Capture:
 
 @contextlib.contextmanager
 def capturing(machine: Machine) -> Generator[Capture]:
-    """Meanwhile whatever the machine sends or gets is written down."""
+    """Record the frames that the machine sends and receives meanwhile."""
     capture, ready, end = Capture(), threading.Event(), threading.Event()
 
     def read() -> None:
         with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(_EVERY_PROTOCOL)) as wire:
             wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
-            wire.settimeout(_LOOK_S)
+            wire.settimeout(_POLL_S)
             ready.set()
             while True:
                 try:

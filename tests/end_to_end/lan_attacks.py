@@ -1,4 +1,4 @@
-"""What strangers on the LAN do to each port of ours."""
+"""Attacks of strangers on the LAN on each open port of a cluster."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.protos import worker_pb2
 
 GREETING = encode_frame(Frame(worker_pb2.FrameHeader(hello=make_hello())))
-"""What a link begins with, of nobody in particular."""
+"""First frame of a link, without a sender."""
 
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """Where one of ours listens on the LAN."""
+    """An open port of a machine of the cluster."""
 
     machine: Machine
     address: Address
     process: str
-    """Whose log has what is refused: head, agent, worker."""
+    """Process whose log names refused connections: head, agent or worker."""
     path: str
-    """Of a method that a member may call there."""
+    """Path of a method that a member may call there."""
     forbidden: str = ""
-    """Of one that only the head may."""
+    """Path of a method that only the head may call."""
     for_strangers: bool = False
 
 
 def open_ports(machines: Sequence[Machine]) -> list[Port]:
-    """All of these machines', as the kernel knows them."""
+    """Return the open ports of these machines, as the kernel lists them."""
     return [
         _port_of(machine, int(line.split()[3].rpartition(":")[2]), line)
         for machine in machines
@@ -69,7 +69,7 @@ def _port_of(machine: Machine, port: int, line: str) -> Port:
 
 
 def attacks(port: Port, contexts: dict[str, ssl.SSLContext]) -> list[Callable[[], object]]:
-    """Each is one connection."""
+    """Return the attacks on a port. Each opens one connection."""
     address = port.address
     rubbish = secrets.token_bytes(4096)
     outside: list[Callable[[], object]] = [

@@ -1,4 +1,4 @@
-"""A cluster whose machines are hosts of a LAN of their own, with limits of their own; only the first has the model."""
+"""A cluster of hosts on a LAN. Each may have limits of memory and processors; only the first has the model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _UNITS = {"M": 1e6, "G": 1e9}
 
 @dataclass(frozen=True, slots=True)
 class PlannedStage:
-    """A line of the plan that `serve` prints."""
+    """A stage in the plan that `serve` prints."""
 
     node: str
     layers: range
@@ -45,13 +45,13 @@ class PlannedStage:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """One host: what it runs lies in a folder of its own."""
+    """A host, with a folder for the state and logs of its processes."""
 
     host: Host
     folder: Path
     group: Group | None
     threads: ThreadPoolExecutor
-    """Inside the host."""
+    """Threads inside the host."""
 
     @property
     def state(self) -> Path:
@@ -59,7 +59,7 @@ class Machine:
 
     @property
     def node(self) -> str:
-        """Its id, once it has joined."""
+        """Id of its node, once it has joined."""
         return (self.state / "node" / "node-id").read_text().strip()
 
     @property
@@ -68,24 +68,24 @@ class Machine:
 
     @property
     def processes(self) -> list[psutil.Process]:
-        """All that run in it."""
+        """All processes that run in it."""
         listed = ["ip", "netns", "pids", self.host.namespace]
         found = subprocess.run(listed, capture_output=True, text=True, check=True).stdout
         return [psutil.Process(int(pid)) for pid in found.split() if psutil.pid_exists(int(pid))]
 
     @property
     def received_bytes(self) -> int:
-        """Over its cable, since it was made."""
-        told = self.host.run("cat", "/proc/net/dev").stdout
-        return next(int(line.split()[1]) for line in told.splitlines() if line.strip().startswith("eth0:"))
+        """Bytes that it has received over its cable."""
+        table = self.host.run("cat", "/proc/net/dev").stdout
+        return next(int(line.split()[1]) for line in table.splitlines() if line.strip().startswith("eth0:"))
 
     def log(self, process: str) -> str:
-        """What a process of it has logged."""
+        """Return the log of one of its processes."""
         file = self.folder / "logs" / f"{process}.log"
         return file.read_text() if file.exists() else ""
 
     def command(self, hidden: Path | None) -> list[str]:
-        """What runs a program in it, where nothing lies in `hidden`; mounts are that program's alone."""
+        """Return the command that runs a program in it with an empty folder `hidden`. Mounts are that program's alone."""
         hide = [] if hidden is None else [f"mount -t tmpfs none {shlex.quote(str(hidden))}"]
         prepare = [*([] if self.group is None else [mount_command()]), *hide, 'exec "$@"']
         inside = self.host.command("sh", "-c", " && ".join(prepare), "sh")
@@ -99,34 +99,34 @@ class LanCluster:
     model: Path
     machines: Sequence[Machine]
     stack: ExitStack
-    """Ends what runs."""
+    """Contexts of the processes, which end with it."""
     http: httpx.Client
-    """For the head's threads."""
+    """Client for the head's threads."""
     planned: list[PlannedStage] = field(default_factory=list[PlannedStage])
-    """As the last `serve` has said."""
+    """Stages that the last `serve` has printed."""
     token_ms: float = 0.0
-    """From token to token of one stream, as it has said too."""
+    """Time between two tokens of one stream, which it has printed, too."""
     received_before: Sequence[int] = ()
-    """Bytes that each machine had received when the plan was shown: by then links have been measured, and nothing loaded."""
+    """Bytes that each machine had received when the plan was printed, after links were measured and before the load."""
     token: str = ""
     join_flags: Sequence[str] = ()
-    """Of who joins from now on."""
+    """Flags of machines that join from now on."""
     names: Mapping[str, int] = field(default_factory=dict[str, int])
-    """Token ids by what the API calls them."""
+    """Token ids by their names in the API."""
 
     @property
     def head(self) -> Machine:
         return self.machines[0]
 
     def serve(self, nodes: int, *flags: str, joining: Sequence[Machine] = ()) -> Server:
-        """`mlx-ring serve` on the first; those that are to join do so when they are told how."""
+        """Run `mlx-ring serve` on the first machine; the machines `joining` join when it prints the token."""
         self.planned, self.received_before = [], ()
         waiting = list(joining)
 
         def on_line(line: str) -> None:
-            told = re.search(r"join \S+ --token (\S+)", line)
-            if told:
-                self.token = told[1]
+            found = re.search(r"join \S+ --token (\S+)", line)
+            if found:
+                self.token = found[1]
                 while waiting:
                     self.join(waiting.pop(), *self.join_flags)
             if line.startswith("machine "):
@@ -149,7 +149,7 @@ class LanCluster:
         )
 
     def join(self, machine: Machine, *flags: str) -> subprocess.Popen[str]:
-        """`mlx-ring join` there, with the token that `serve` has printed."""
+        """Run `mlx-ring join` on a machine, with the token that `serve` has printed."""
         node = join_cluster(
             *(self.head.host.address, "--token", self.token, *flags),
             folder=machine.folder,
@@ -158,14 +158,15 @@ class LanCluster:
         return self.stack.enter_context(node)
 
     def get(self, server: Server, path: str) -> Any:
+        """Return the head's answer for a path."""
         return self.head.threads.submit(self.http.get, server.url + path).result().json()
 
     def tokens(self, server: Server, body: dict[str, Any]) -> list[int]:
-        """Of a greedy completion that does not end early."""
-        asked = {"temperature": 0, "ignore_eos": True, "logprobs": 0, **body}
+        """Return the tokens of a greedy completion that does not end early."""
+        request = {"temperature": 0, "ignore_eos": True, "logprobs": 0, **body}
 
         def post() -> Any:
-            answer = self.http.post(f"{server.url}/v1/completions", json=asked)
+            answer = self.http.post(f"{server.url}/v1/completions", json=request)
             assert answer.status_code == 200, answer.text
             return answer.json()["choices"][0]["logprobs"]["tokens"]
 
@@ -173,7 +174,7 @@ class LanCluster:
         return [self.names[name] for name in names]
 
     def share_of(self, machine: Machine) -> int:
-        """Bytes of what its layers take, by the last plan."""
+        """Return the bytes of its layers' weights in the last plan."""
         described = read_model_folder(self.model)
         return sum(
             entry.nbytes
@@ -194,9 +195,15 @@ def make_cluster(
     *,
     fast: bool = False,
 ) -> LanCluster:
-    """Hosts on a LAN, one for each of `limits`; None: the machine's own. `fast` is that of `lan`.
+    """Make hosts on a LAN, one for each of `limits`.
 
-    Limits are bytes of memory, cores' worth of time and, if wished, the microseconds of the period in which that is granted.
+    Args:
+        model: Folder of the model.
+        folder: Folder of the machines' folders.
+        stack: Contexts of everything that runs.
+        limits: For each host, bytes of memory, cores of processor time and, optionally, the period of that time in
+            microseconds. None means no limits.
+        fast: Add a second switch, as `lan` does.
     """
     groups = [
         None if limit is None else stack.enter_context(limited(limit[0], limit[1], *limit[2:]))
@@ -211,7 +218,7 @@ def make_cluster(
     tokenizer = cast("Any", AutoTokenizer).from_pretrained(model)
     texts = TokenTexts(tokenizer)
     names = {texts[token].name: token for token in range(read_model_folder(model).vocab_size)}
-    # Reading the certificates of the world's authorities would take longer than a request.
+    # Reading the system's certificates would take longer than a request.
     http = httpx.Client(verify=False, timeout=_WAIT_S, limits=httpx.Limits(max_keepalive_connections=0))  # noqa: S501 - in the clear as it is
     return LanCluster(model, machines, stack, stack.enter_context(http), names=names)
 

@@ -1,4 +1,4 @@
-"""`mlx-ring cluster start` for a machine that has another Python only, and no way to the package index."""
+"""`mlx-ring cluster start` for a machine with only another Python and no access to the package index."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mlx_ring.core.cluster_folders import packages_folder
 
 @pytest.fixture
 def hosts(tmp_path: Path) -> Generator[list[SshHost]]:
-    """The last has no Python as here."""
+    """Run an sshd on two hosts. The last has no Python of this version."""
     skip_without_namespaces()
     skip_without_sshd()
     hidden = {path.resolve() for folder in FOLDERS if (path := Path(folder, OWN)).exists()}
@@ -35,7 +35,7 @@ def hosts(tmp_path: Path) -> Generator[list[SshHost]]:
 
 
 @pytest.mark.timeout(600)
-def test_a_machine_with_another_python_is_sent_packages_for_it_and_serves(
+def test_machine_with_another_python_gets_packages_for_it_and_serves(
     hosts: list[SshHost], tmp_path: Path
 ) -> None:
     first, second = hosts
@@ -44,7 +44,7 @@ def test_a_machine_with_another_python_is_sent_packages_for_it_and_serves(
     managed = second.home / ".local" / "share" / "uv" / "python"
     managed.mkdir(parents=True)
     (managed / "other").symlink_to(Path(python.path).parent.parent)
-    # Neither host reaches an index: the first is one that has fetched them before.
+    # Neither host reaches an index. The first has fetched the packages before.
     packages_for(python, wanted_here(), WheelStore(packages_folder(first.state)))
     (tmp_path / "cluster.json").write_text(
         json.dumps(
@@ -64,6 +64,6 @@ def test_a_machine_with_another_python_is_sent_packages_for_it_and_serves(
     assert f"second: fetching packages for {python}" in started.stderr
     programs = {psutil.Process(pid).cmdline()[0] for pid in second.processes()}
     assert str(second.home / ".local/share/mlx-ring/env/bin/python") in programs
-    made_of = (second.home / ".local/share/mlx-ring/env/pyvenv.cfg").read_text()
-    assert f"version = {python.version}." in made_of
+    environment = (second.home / ".local/share/mlx-ring/env/pyvenv.cfg").read_text()
+    assert f"version = {python.version}." in environment
     assert cluster("stop").returncode == 0

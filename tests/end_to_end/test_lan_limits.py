@@ -1,4 +1,4 @@
-"""Three hosts with different memory and processors serve a model that only the first has, and bear what strangers send."""
+"""Three hosts with different memory and processors serve a model that only the first has, under attack by strangers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.timeout(600)
 
 GIB = 1 << 30
 LIMITS = ((4 * GIB, 1.0), (3 * GIB, 0.8), (2 * GIB, 0.5))
-"""Bytes of memory and cores' worth of time: of the head's machine and two nodes. A fourth machine, without limits, is a stranger's."""
+"""Bytes of memory and cores of processor time: of the head's machine and two nodes. A fourth machine, without limits, is a stranger's."""
 CONTEXT = 1024
 FLAGS = ("--strategy", "memory", "--max-model-len", str(CONTEXT))
 PROMPTS = ([5, 77, 130], list(range(2, 60)), [200, 9] * 100)
@@ -53,13 +53,13 @@ class Running:
     cluster: LanCluster
     server: Server
     before: Sequence[str]
-    """How the network and the kernel were set before it ran."""
+    """Settings of the network and the kernel before it ran."""
     received: Sequence[int]
     """Bytes that each machine received while the model was loaded."""
 
     @property
     def nodes(self) -> Sequence[Machine]:
-        """Those that joined."""
+        """Machines that joined the head."""
         return self.cluster.machines[1:3]
 
     @property
@@ -75,11 +75,13 @@ class Running:
 
 @pytest.fixture(scope="module")
 def whole(large_model: Path) -> WholeModel:
+    """Return mlx-lm's reference."""
     return WholeModel(large_model)
 
 
 @pytest.fixture(scope="module")
 def running(large_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Generator[Running]:
+    """Run the cluster of this module."""
     skip_without_namespaces()
     skip_without_groups()
     with ExitStack() as stack:
@@ -93,10 +95,10 @@ def running(large_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Gene
         yield Running(cluster, server, before, received)
 
 
-# ---- what the machines have
+# ---- shares of the machines
 
 
-def test_limits_of_memory_and_processors_show_in_profile_and_plan(running: Running) -> None:
+def test_limits_of_memory_and_processors_appear_in_profile_and_plan(running: Running) -> None:
     usable = {stage.node: stage.usable_bytes for stage in running.cluster.planned}
     layers = {stage.node: len(stage.layers) for stage in running.cluster.planned}
     for machine, (memory_bytes, cores) in zip(running.cluster.machines, LIMITS, strict=False):
@@ -110,17 +112,17 @@ def test_limits_of_memory_and_processors_show_in_profile_and_plan(running: Runni
     assert head + second + third == 18
 
 
-def test_nodes_have_received_what_their_layers_take_and_little_more(running: Running) -> None:
+def test_nodes_receive_the_weights_of_their_layers_and_little_more(running: Running) -> None:
     for machine, received in zip(running.cluster.machines, running.received, strict=True):
         if machine in running.nodes:
             share = running.cluster.share_of(machine)
-            # And TLS, frames, the tokenizer, and what it is told.
+            # The rest is TLS, frames, the tokenizer and messages.
             assert share < received < 1.05 * share + 4e6
         else:
             assert received < 4e6
 
 
-def test_tokens_are_those_of_mlx_lm(
+def test_tokens_equal_those_of_mlx_lm(
     running: Running, whole: WholeModel, record_property: Callable[[str, object], None]
 ) -> None:
     async def generate(before: tuple[int, ...], count: int) -> list[int]:
@@ -137,31 +139,32 @@ def test_tokens_are_those_of_mlx_lm(
     assert agreement.tokens == len(PROMPTS) * TOKENS
 
 
-def test_machines_hold_what_the_plan_promises(
+def test_machines_use_the_memory_that_the_plan_promises(
     running: Running, record_property: Callable[[str, object], None]
 ) -> None:
-    # As many tokens as were promised.
+    # The request has as many tokens as were promised.
     filling = {"prompt": [3 + number % 250 for number in range(CONTEXT - 8)], "max_tokens": 8}
     assert len(running.tokens(filling)) == 8
-    off: dict[str, bool] = {}
+    within: dict[str, bool] = {}
     for stage in running.cluster.planned:
         machine = running.cluster.machine_of(stage.node)
-        held = sum(process.memory_info().rss for process in machine.processes)
-        told = f"{len(stage.layers)} layers: {_sizes(machine)} of {stage.memory_bytes / 1e6:.0f} MB"
-        off[told] = abs(held - stage.memory_bytes) < max(0.1 * stage.memory_bytes, 150e6)
-    record_property("held of promised", list(off))
-    assert all(off.values()), off
+        used = sum(process.memory_info().rss for process in machine.processes)
+        summary = f"{len(stage.layers)} layers: {_sizes(machine)} of {stage.memory_bytes / 1e6:.0f} MB"
+        within[summary] = abs(used - stage.memory_bytes) < max(0.1 * stage.memory_bytes, 150e6)
+    record_property("used of promised", list(within))
+    assert all(within.values()), within
 
 
 def _sizes(machine: Machine) -> str:
+    """Return the memory of each process on a machine, in MB."""
     return " + ".join(f"{process.memory_info().rss / 1e6:.0f}" for process in machine.processes)
 
 
-# ---- what strangers send
+# ---- attacks of strangers
 
 
 def follow(running: Running, stopped: Callable[[], bool]) -> list[int]:
-    """Tokens of a stream, until it is stopped or ends."""
+    """Return the tokens of a stream until `stopped` is true or the stream ends."""
     body = {"prompt": PROMPTS[0], "max_tokens": CONTEXT - 8, "temperature": 0, "ignore_eos": True}
     names: list[str] = []
     url = f"{running.server.url}/v1/completions"
@@ -180,10 +183,10 @@ def follow(running: Running, stopped: Callable[[], bool]) -> list[int]:
 
 @pytest.fixture(scope="module")
 def contexts(running: Running, tmp_path_factory: pytest.TempPathFactory) -> dict[str, ssl.SSLContext]:
-    """What strangers show: nothing, the certificate of another cluster, and that of a machine that has joined."""
+    """Return strangers' TLS contexts: with no certificate, with one of another cluster and with one of a member."""
     authority = Authority.open(running.cluster.head.state / "cluster")
     other = Authority.open(tmp_path_factory.mktemp("other"))
-    joined = join_quietly(running)
+    joined = join_as_member(running)
     return {
         "nothing": without_certificate(authority.pem),
         "another cluster's": with_certificate(node_credentials(other, "mini-1")),
@@ -191,7 +194,7 @@ def contexts(running: Running, tmp_path_factory: pytest.TempPathFactory) -> dict
     }
 
 
-def test_strangers_and_rubbish_are_refused_and_logged_and_streams_go_on(
+def test_strangers_and_malformed_input_are_refused_and_logged_while_a_stream_continues(
     running: Running,
     whole: WholeModel,
     contexts: dict[str, ssl.SSLContext],
@@ -199,7 +202,7 @@ def test_strangers_and_rubbish_are_refused_and_logged_and_streams_go_on(
 ) -> None:
     ports = open_ports(running.cluster.machines[:3])
     assert len(ports) == 2 + 3 * 3, "the head's two, and on each machine an agent's two and a worker's"
-    family = {
+    rss_before = {
         process.pid: process.memory_info().rss for m in running.cluster.machines for process in m.processes
     }
     epoch = running.status()["epoch"]
@@ -210,12 +213,12 @@ def test_strangers_and_rubbish_are_refused_and_logged_and_streams_go_on(
     with running.stranger.host.threads(8) as threads:
         attacking += [threads.submit(attack) for port in ports for attack in attacks(port, contexts)]
         ends = [attack.result() for attack in attacking]
-    record_property("how it ended", sorted({str(end) for end in ends}))
+    record_property("ends of the attacks", sorted({str(end) for end in ends}))
     tokens = stream.result()
     assert len(tokens) > 20
     assert whole.strays(PROMPTS[0], tokens) == []
     assert running.status()["epoch"] == epoch
-    grown = {pid: psutil.Process(pid).memory_info().rss - before for pid, before in family.items()}
+    grown = {pid: psutil.Process(pid).memory_info().rss - before for pid, before in rss_before.items()}
     assert max(grown.values()) < 300e6, ends
     for port in ports:
         log = port.machine.log(port.process)
@@ -227,8 +230,8 @@ def test_strangers_and_rubbish_are_refused_and_logged_and_streams_go_on(
             assert "refused a connection: its certificate belongs to another cluster" in log
 
 
-def join_quietly(running: Running) -> Credentials:
-    """A certificate of this cluster for the stranger, which asks for it as any machine does."""
+def join_as_member(running: Running) -> Credentials:
+    """Return a certificate of this cluster for the stranger, which requests it as any machine does."""
     cluster, folder = running.cluster, running.stranger.folder / "member"
     script = "import sys; from pathlib import Path; from mlx_ring.agent.enrolment import join; join(*sys.argv[1:3], Path(sys.argv[3]))"
     address = cluster.head.host.address
@@ -242,7 +245,7 @@ def join_quietly(running: Running) -> Credentials:
 # ---- a head that is killed
 
 
-def test_the_next_head_goes_on_with_the_workers_and_nothing_is_read_again(
+def test_next_head_adopts_the_workers_and_no_weights_are_read_again(
     running: Running, whole: WholeModel, record_property: Callable[[str, object], None]
 ) -> None:
     before = running.status()
@@ -265,7 +268,7 @@ def test_the_next_head_goes_on_with_the_workers_and_nothing_is_read_again(
     assert whole.strays(PROMPTS[1], tokens) == []
 
 
-# ---- what a doctor finds
+# ---- findings of `mlx-ring doctor`
 
 
 def test_doctor_finds_six_faults_of_a_machine_and_its_network(running: Running, tmp_path: Path) -> None:
@@ -276,7 +279,7 @@ def test_doctor_finds_six_faults_of_a_machine_and_its_network(running: Running, 
     (old / "METADATA").write_text("Metadata-Version: 2.1\nName: mlx-lm\nVersion: 0.1.0\n")
     holder = machine.host.start(sys.executable, "-c", HOLD_PORT)
     assert holder.stdout is not None
-    assert holder.stdout.readline() == "held\n"
+    assert holder.stdout.readline() == "bound\n"
     command = [
         *("env", f"PYTHONPATH={tmp_path}", *MLX_RING, "doctor", "--json", running.cluster.head.host.address),
         *("--state-dir", str(machine.state), "--peer", "nowhere.invalid", "--peer", "10.77.0.99"),
@@ -313,14 +316,14 @@ time.time = lambda: now() + 7200
 HOLD_PORT = """
 import socket
 with socket.create_server(("", 50051)):
-    print("held", flush=True)
+    print("bound", flush=True)
     input()
 """
 
 
-# ---- what is left
+# ---- settings after the run
 
 
-def test_a_run_leaves_addresses_routes_and_kernel_settings_as_they_were(running: Running) -> None:
+def test_run_leaves_addresses_routes_and_kernel_settings_unchanged(running: Running) -> None:
     assert running.server.stop() == 0
     assert settings(running.cluster) == running.before

@@ -1,4 +1,4 @@
-"""Weights on their way over a LAN: cut off in the middle, and given wrong by a node whose store was spoilt."""
+"""Transfers of weights over a LAN: one that is cut off, and one from a node whose copy is corrupt."""
 
 from __future__ import annotations
 
@@ -40,42 +40,42 @@ def cluster(large_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Gene
         yield cluster
 
 
-def cut_once_in_the_middle(cluster: LanCluster, node: Machine, ended: threading.Event) -> tuple[int, int]:
-    """Pull the head's cable when the node has some of its weights, until the head has noticed.
+def cut_during_the_transfer(cluster: LanCluster, node: Machine, ended: threading.Event) -> tuple[int, int]:
+    """Unplug the head's cable when the node has some of its weights, until the head has noticed.
 
-    Bytes that the node had received when the plan was made, of probes of its link for the most part, and when it was cut off.
+    Return the bytes that the node had received when the plan was made, mostly of link probes, and when it was cut off.
     """
     weights = cluster.model.joinpath("model.safetensors").stat().st_size
     eventually(lambda: cluster.received_before or ended.is_set())
     before = cluster.received_before[cluster.machines.index(node)] if cluster.received_before else 0
     eventually(lambda: node.received_bytes - before > weights / 8 or ended.is_set())
     cluster.head.host.cut()
-    had = node.received_bytes
+    when_cut = node.received_bytes
     eventually(lambda: "is disconnected: it sent nothing" in cluster.head.log("head") or ended.is_set())
     cluster.head.host.mend()
-    return before, had
+    return before, when_cut
 
 
-def test_a_transfer_that_is_cut_in_the_middle_goes_on_where_it_was(
+def test_transfer_resumes_after_the_cable_was_unplugged(
     cluster: LanCluster, whole: WholeModel, record_property: Callable[[str, object], None]
 ) -> None:
     node, ended = cluster.machines[1], threading.Event()
-    cut = cluster.head.threads.submit(cut_once_in_the_middle, cluster, node, ended)
+    cut = cluster.head.threads.submit(cut_during_the_transfer, cluster, node, ended)
     try:
         server = cluster.serve(2, *FLAGS, joining=[node])
     finally:
         ended.set()
-    before, had = cut.result()
+    before, when_cut = cut.result()
     share, received = cluster.share_of(node), node.received_bytes - before
-    told = f"{(had - before) / 1e6:.0f} MB, then {received / 1e6:.0f} of {share / 1e6:.0f} MB"
-    record_property("received", told)
-    assert 0 < had - before < share < received < 1.5 * share, told
+    summary = f"{(when_cut - before) / 1e6:.0f} MB, then {received / 1e6:.0f} of {share / 1e6:.0f} MB"
+    record_property("received", summary)
+    assert 0 < when_cut - before < share < received < 1.5 * share, summary
     tokens = cluster.tokens(server, {"prompt": PROMPT, "max_tokens": TOKENS})
     assert whole.strays(PROMPT, tokens) == []
     assert server.stop() == 0
 
 
-def test_a_node_that_gives_flipped_bytes_is_named_and_the_head_gives_them_instead(
+def test_node_that_sends_corrupt_weights_is_named_and_the_head_sends_them_instead(
     cluster: LanCluster, whole: WholeModel, large_model: Path
 ) -> None:
     old, new = cluster.machines[1:]
@@ -84,9 +84,9 @@ def test_a_node_that_gives_flipped_bytes_is_named_and_the_head_gives_them_instea
     cluster.join(new)
     eventually(lambda: f"is connected, at {new.host.address}" in cluster.head.log("head"))
     assert server.stop() == 0
-    # With three, nodes have six layers each, in the order of their ids: of its nine the old one gives three or six away.
-    given = LayerRange(12, 18) if old.node < new.node else LayerRange(9, 12)
-    flip(large_model, old, given)
+    # Three nodes have six layers each, in the order of their ids. Of its nine, the old node sends three or six away.
+    sent = LayerRange(12, 18) if old.node < new.node else LayerRange(9, 12)
+    corrupt(large_model, old, sent)
     server = cluster.serve(3, *FLAGS)
     assert f"{old.node} sends this node no more weights" in new.log("agent")
     assert "with another SHA-256 than the manifest's" in new.log("agent")
@@ -95,8 +95,8 @@ def test_a_node_that_gives_flipped_bytes_is_named_and_the_head_gives_them_instea
     assert server.stop() == 0
 
 
-def flip(model: Path, machine: Machine, layers: LayerRange) -> None:
-    """A bit of each tensor of these layers, in what the machine has fetched."""
+def corrupt(model: Path, machine: Machine, layers: LayerRange) -> None:
+    """Flip a bit of each tensor of these layers in the machine's copy."""
     (file,) = machine.state.glob("weights/*/model/model.safetensors")
     with file.open("r+b") as stream:
         for entry in tensors_of_stage(read_model_folder(model), layers):

@@ -1,4 +1,4 @@
-"""Workers that Open MPI joins: the tokens of the whole model, nothing on the network, and a worker that is killed."""
+"""Workers joined by Open MPI: tokens equal to the whole model's, listening on loopback only, a killed worker."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PROMPTS, TOKENS = 6, 40
 @pytest.mark.parametrize(
     ("stages", "shares", "link"), [(1, (1.0, 1.0), "grpc"), (1, (3.0, 1.0), "grpc"), (2, (1.0,), "mpi")]
 )
-def test_tokens_are_the_whole_models(
+def test_tokens_equal_those_of_the_whole_model(
     stages: int,
     shares: tuple[float, ...],
     link: str,
@@ -38,23 +38,23 @@ def test_tokens_are_the_whole_models(
     numbers = random.Random(7)
     prompts = [tuple(numbers.randrange(3000) for _ in range(numbers.randint(1, 60))) for _ in range(PROMPTS)]
 
-    async def held(engine: Engine, prompt: tuple[int, ...]) -> Agreement:
-        async def again(before: tuple[int, ...], count: int) -> list[int]:
+    async def agreement(engine: Engine, prompt: tuple[int, ...]) -> Agreement:
+        async def continue_after(before: tuple[int, ...], count: int) -> list[int]:
             return await generate(engine, before, count)
 
-        return await compare(prompt, whole.greedy(prompt, TOKENS), again, whole.gap)
+        return await compare(prompt, whole.greedy(prompt, TOKENS), continue_after, whole.gap)
 
     async def run() -> list[Agreement]:
         async with running_engine(folder, stages, tmp_path, shares=shares, link=link, backend="mpi") as (
             engine,
             _,
         ):
-            return await asyncio.gather(*(held(engine, prompt) for prompt in prompts))
+            return await asyncio.gather(*(agreement(engine, prompt) for prompt in prompts))
 
     assert sum(asyncio.run(run()), start=Agreement()).tokens == TOKENS * PROMPTS
 
 
-def test_a_rank_that_is_killed_takes_its_group_along_and_nothing_listens_but_on_loopback(
+def test_group_listens_on_loopback_only_and_is_restarted_after_a_rank_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_open_mpi(monkeypatch)
@@ -62,24 +62,26 @@ def test_a_rank_that_is_killed_takes_its_group_along_and_nothing_listens_but_on_
         (instance,) = server.status()["instances"]
         assert instance["stages"][0]["group"] == {"backend": "mpi", "why": "asked for"}
         before = [server.child("mlx_ring.worker", "--rank", str(rank)) for rank in (0, 1)]
-        places = server.child("mlx_ring.agent.mpi")
-        assert {address for process in (*before, places) for address in _listens(process)} <= {"127.0.0.1"}
+        launcher = server.child("mlx_ring.agent.mpi")
+        assert {address for process in (*before, launcher) for address in _listening_addresses(process)} <= {
+            "127.0.0.1"
+        }
         body = {"prompt": [5, 6], "max_tokens": 4000, "ignore_eos": True, "temperature": 0, "stream": True}
         with server.http.stream("POST", "/v1/completions", json=body) as answer:
             lines = (line for line in answer.iter_lines() if line)
             next(lines)
             before[1].send_signal(signal.SIGKILL)
-            said = list(lines)
-        assert json.loads(said[-1].removeprefix("data: "))["error"]["code"] == "worker_lost"
+            rest = list(lines)
+        assert json.loads(rest[-1].removeprefix("data: "))["error"]["code"] == "worker_lost"
         server.wait_for_health(200)
         short = {"prompt": [5, 6], "max_tokens": 8, "ignore_eos": True}
         assert server.http.post("/v1/completions", json=short).status_code == 200
-        assert not psutil.wait_procs([*before, places], timeout=30)[1]
+        assert not psutil.wait_procs([*before, launcher], timeout=30)[1]
         assert server.stop() == 0
         assert server.all_ended()
 
 
-def _listens(process: psutil.Process) -> list[str]:
+def _listening_addresses(process: psutil.Process) -> list[str]:
     return [
         found.laddr.ip
         for found in process.net_connections("inet")
@@ -87,13 +89,13 @@ def _listens(process: psutil.Process) -> list[str]:
     ]
 
 
-def test_without_open_mpi_its_backend_is_refused_with_what_to_install(tmp_path: Path) -> None:
+def test_mpi_backend_without_open_mpi_is_refused_with_the_package_to_install(tmp_path: Path) -> None:
     hidden = {"MLX_MPI_LIBNAME": "libnone.so"}
     done = run_cli(
         "serve", "demo", "--port", "0", "--tp", "2", "--backend", "mpi", folder=tmp_path, environment=hidden
     )
     assert done.returncode != 0
-    said = done.stderr.splitlines()[-1]
-    assert "--backend mpi: MLX's backend mpi is not available on" in said
-    assert "apt install libopenmpi3" in said
-    assert "ring would be" in said
+    error = done.stderr.splitlines()[-1]
+    assert "--backend mpi: MLX's backend mpi is not available on" in error
+    assert "apt install libopenmpi3" in error
+    assert "ring would be" in error

@@ -1,4 +1,4 @@
-"""Machines that share layers, or are linked by collectives, over a second network that both ends trust with it."""
+"""Machines that share layers, or are linked by collectives, over a second network that both ends trust."""
 
 from __future__ import annotations
 
@@ -32,18 +32,19 @@ LONG = {"prompt": PROMPT, "max_tokens": 4000, "ignore_eos": True, "temperature":
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every token id means something, so that answers tell their tokens; four ranks find a KV head each."""
+    """Write a model in which every token id has a text, so that answers show their tokens. It has a KV head for each of four ranks."""
     return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny", vocabulary=258, kv_heads=4)
 
 
 @pytest.fixture(scope="module")
 def whole(model: Path) -> WholeModel:
+    """Return mlx-lm's reference."""
     return WholeModel(model)
 
 
 @pytest.fixture(scope="module")
 def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Generator[LanCluster]:
-    """Five machines. All but the last, once they have joined, trust the second network."""
+    """Make five machines. All but the last trust the second network once they have joined."""
     skip_without_namespaces()
     with ExitStack() as stack:
         cluster = make_cluster(model, tmp_path_factory.mktemp("cluster"), stack, [None] * 5, fast=True)
@@ -55,15 +56,17 @@ def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Generator[
 
 @pytest.fixture(scope="module")
 def server(cluster: LanCluster) -> Server:
+    """Run a head whose two machines share every layer."""
     return cluster.serve(2, "--tp", "2", *FLAGS, joining=[cluster.machines[1]])
 
 
 def workers_of(machine: Machine) -> list[psutil.Process]:
+    """Return the workers on a machine."""
     return [process for process in machine.processes if "mlx_ring.worker" in process.cmdline()]
 
 
 def collectives_of(machine: Machine) -> set[Ports]:
-    """The connections that it has on the second network, where nothing but collectives goes."""
+    """Return its connections on the second network, which only collectives use."""
     address = socket.inet_aton(machine.host.fast_address)[::-1].hex().upper()
     table = machine.host.run("cat", "/proc/net/tcp").stdout
     return {
@@ -73,11 +76,12 @@ def collectives_of(machine: Machine) -> set[Ports]:
 
 
 def tokens_of(cluster: LanCluster, server: Server, count: int = 24) -> list[int]:
+    """Return the tokens of a greedy completion."""
     return cluster.tokens(server, {"prompt": PROMPT, "max_tokens": count})
 
 
 def check_captured(cluster: LanCluster, server: Server, whole: WholeModel, machines: int = 2) -> None:
-    """What the model says is mlx-lm's, and what its machines say for it in the clear stays on the second network."""
+    """Check that tokens equal mlx-lm's, and that unencrypted traffic stays on the second network."""
     ends = [(machine, found) for machine in cluster.machines if (found := collectives_of(machine))]
     connections = set[Ports]().union(*(found for _, found in ends))
     assert len(ends) == machines
@@ -91,52 +95,55 @@ def check_captured(cluster: LanCluster, server: Server, whole: WholeModel, machi
         assert capture.bytes_elsewhere("fast0", connections) == 0
 
 
-def test_two_machines_share_every_layer_and_speak_of_it_on_the_network_that_both_trust(
+def test_two_machines_share_every_layer_over_the_network_that_both_trust(
     cluster: LanCluster, server: Server, whole: WholeModel
 ) -> None:
     check_captured(cluster, server, whole)
     (instance,) = cluster.get(server, "/cluster/status")["instances"]
     (stage,) = instance["stages"]
-    told = {node["id"]: node["trusted"] for node in cluster.get(server, "/cluster/status")["nodes"]}
-    assert told[cluster.machines[1].node] == ["fast0 (10.88.0.2)"]
+    trusted = {node["id"]: node["trusted"] for node in cluster.get(server, "/cluster/status")["nodes"]}
+    assert trusted[cluster.machines[1].node] == ["fast0 (10.88.0.2)"]
     nodes = [machine.node for machine in cluster.machines[:2]]
     assert [rank["node"] for rank in stage["ranks"]] == nodes
     assert "go over fast0 (10.88.0.1) in the clear" in cluster.head.log("agent")
 
 
-def kill(cluster: LanCluster) -> None:
+def kill_worker(cluster: LanCluster) -> None:
+    """Kill a worker of the second machine."""
     workers_of(cluster.machines[1])[0].kill()
 
 
-def stop(cluster: LanCluster) -> None:
+def stop_worker(cluster: LanCluster) -> None:
+    """Stop a worker of the second machine without ending it."""
     workers_of(cluster.machines[1])[0].send_signal(signal.SIGSTOP)
 
 
-def cut_off(cluster: LanCluster) -> None:
+def unplug_machine(cluster: LanCluster) -> None:
+    """Cut the second machine off."""
     cluster.machines[1].host.cut()
 
 
-def pull_the_trusted_cable(cluster: LanCluster) -> None:
-    """Both machines go on attending; what they say to each other of layers does not arrive."""
+def unplug_trusted_network(cluster: LanCluster) -> None:
+    """Cut the second network. Both machines stay connected with the head, but collectives do not arrive."""
     cluster.machines[1].host.cut("fast0")
 
 
-@pytest.mark.parametrize("trouble", [kill, stop, cut_off, pull_the_trusted_cable])
-def test_a_rank_or_a_machine_that_is_lost_in_mid_answer_takes_the_group_along_and_all_comes_back(
-    cluster: LanCluster, server: Server, whole: WholeModel, trouble: Callable[[LanCluster], None]
+@pytest.mark.parametrize("fault", [kill_worker, stop_worker, unplug_machine, unplug_trusted_network])
+def test_group_is_replaced_when_a_rank_or_a_machine_is_lost_during_an_answer(
+    cluster: LanCluster, server: Server, whole: WholeModel, fault: Callable[[LanCluster], None]
 ) -> None:
-    have_both(cluster, server)
+    use_both_machines(cluster, server)
     before = [worker for machine in cluster.machines for worker in workers_of(machine)]
 
-    def ask() -> Any:
+    def stream() -> Any:
         with httpx.stream("POST", f"{server.url}/v1/completions", json=LONG, timeout=120) as answer:
             lines = (line for line in answer.iter_lines() if line)
             assert next(lines).startswith("data: ")
-            trouble(cluster)
+            fault(cluster)
             return json.loads(list(lines)[-1].removeprefix("data: "))["error"]
 
     try:
-        error = cluster.head.threads.submit(ask).result()
+        error = cluster.head.threads.submit(stream).result()
         assert error["code"] in {"worker_lost", "worker_stuck", "node_lost"}, error
         eventually(lambda: is_ready(cluster, server))
         assert whole.strays(PROMPT, tokens_of(cluster, server)) == []
@@ -146,17 +153,17 @@ def test_a_rank_or_a_machine_that_is_lost_in_mid_answer_takes_the_group_along_an
     assert not psutil.wait_procs(before, timeout=60)[1], "nothing of the group is left"
 
 
-def have_both(cluster: LanCluster, server: Server) -> None:
-    """A machine that was lost and is back is used when the model is loaded the next time, as after the loss of a worker."""
+def use_both_machines(cluster: LanCluster, server: Server) -> None:
+    """Load the model on both machines. A lost machine that is back is used by the next load, as after the loss of a worker."""
     second = cluster.machines[1]
-    eventually(lambda: is_ready(cluster, server) and second.node in nodes_of(cluster, server))
+    eventually(lambda: is_ready(cluster, server) and second.node in trusting_nodes(cluster, server))
     if not workers_of(second):
         workers_of(cluster.head)[0].kill()
         eventually(lambda: workers_of(second) and is_ready(cluster, server))
 
 
-def nodes_of(cluster: LanCluster, server: Server) -> set[str]:
-    """Those that trust an interface, as the head has heard of them."""
+def trusting_nodes(cluster: LanCluster, server: Server) -> set[str]:
+    """Return the nodes that trust an interface, as the head knows them."""
     nodes = cluster.get(server, "/cluster/status")["nodes"]
     return {node["id"] for node in nodes if node["trusted"]}
 
@@ -167,7 +174,7 @@ def is_ready(cluster: LanCluster, server: Server) -> bool:
 
 
 @pytest.mark.parametrize("link", ["ring", "allreduce"])
-def test_stages_on_two_machines_are_linked_over_that_network(
+def test_stages_on_two_machines_are_linked_over_the_trusted_network(
     cluster: LanCluster, server: Server, whole: WholeModel, link: str
 ) -> None:
     server.stop()
@@ -187,7 +194,7 @@ def test_two_machines_have_two_ranks_each(cluster: LanCluster, server: Server, w
     assert four.stop() == 0
 
 
-def test_a_plan_in_which_two_machines_share_layers_is_served_as_it_says(
+def test_plan_in_which_two_machines_share_layers_is_served_as_planned(
     cluster: LanCluster, server: Server, whole: WholeModel
 ) -> None:
     server.stop()
@@ -203,20 +210,20 @@ def test_a_plan_in_which_two_machines_share_layers_is_served_as_it_says(
     assert planned.stop() == 0
 
 
-def test_two_stages_are_shared_by_two_machines_each(
+def test_each_of_two_stages_is_shared_by_two_machines(
     cluster: LanCluster, server: Server, whole: WholeModel
 ) -> None:
     server.stop()
     hybrid = cluster.serve(4, "--tp-shares", "1,1", *FLAGS, joining=cluster.machines[2:4])
     check_captured(cluster, hybrid, whole, machines=4)
     (instance,) = cluster.get(hybrid, "/cluster/status")["instances"]
-    on = [[rank["node"] for rank in stage["ranks"]] for stage in instance["stages"]]
-    assert len({node for stage in on for node in stage}) == 4
-    assert [len(stage) for stage in on] == [2, 2]
+    nodes = [[rank["node"] for rank in stage["ranks"]] for stage in instance["stages"]]
+    assert len({node for stage in nodes for node in stage}) == 4
+    assert [len(stage) for stage in nodes] == [2, 2]
     assert hybrid.stop() == 0
 
 
-def test_a_machine_that_trusts_no_interface_is_joined_to_no_group(
+def test_machine_without_a_trusted_interface_is_refused_in_a_group(
     cluster: LanCluster, server: Server
 ) -> None:
     server.stop()
