@@ -206,7 +206,7 @@ def test_stop_ends_the_agent_that_a_killed_head_leaves(
     assert head is not None
     os.kill(head, signal.SIGKILL)
     stopped = output_of(first.run(*MLX_RING, "stop", folder=hosts.folder))
-    assert stopped.startswith("The agent is ended"), "what a killed head has left"
+    assert stopped.startswith("The agent has ended"), "what a killed head has left"
     psutil.wait_procs(ours(first), timeout=30)
     assert ours(first) == []
     assert ours(second), "the other machine's agent waits for the next head"
@@ -261,5 +261,5 @@ def test_one_machine_is_started_and_stopped_by_a_file(tmp_path: Path) -> None:
         assert "head (process" in output_of(run("cluster", "status", "-c", "cluster.yaml"))
     finally:
         stopped = run("stop", "--state-dir", str(state))
-    assert "The head is ended" in output_of(stopped)
+    assert "The head has ended" in output_of(stopped)
     assert run("cluster", "status", "-c", "cluster.yaml").returncode == 1
