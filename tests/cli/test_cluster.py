@@ -68,7 +68,7 @@ def test_stop_ends_a_server_that_was_started_by_hand(tmp_path: Path) -> None:
     state = ("--state-dir", str(tmp_path / "state"))
     with serving("demo", *state, folder=tmp_path) as server:
         stopped = run_cli("stop", *state, folder=tmp_path)
-        assert stopped.stdout == f"The head is ended (process {server.process.pid}).\n"
+        assert stopped.stdout == f"The head has ended (process {server.process.pid}).\n"
         assert server.process.wait(30) == 0
         assert server.all_ended()
     assert run_cli("stop", *state, folder=tmp_path).stdout == "No mlx-ring process runs here.\n"

@@ -83,8 +83,8 @@ def test_killed_processes_are_dropped(tmp_path: Path) -> None:
 def test_head_and_agent_are_ended_only_once(tmp_path: Path) -> None:
     with started(tmp_path, "agent") as agent, started(tmp_path, "head") as head:
         assert end_running(tmp_path) == [
-            f"The head is ended (process {head.pid}).",
-            f"The agent is ended (process {agent.pid}).",
+            f"The head has ended (process {head.pid}).",
+            f"The agent has ended (process {agent.pid}).",
         ]
         assert (head.wait(), agent.wait()) == (-signal.SIGTERM, -signal.SIGTERM)
         assert end_running(tmp_path) == []
@@ -98,7 +98,7 @@ def test_a_process_is_recognized_after_a_clock_change(tmp_path: Path) -> None:
         before = replace(record, started_s=record.started_s - 3600)
         write(tmp_path, before)
         assert running_here(tmp_path) == [before]
-        assert end_running(tmp_path) == [f"The agent is ended (process {process.pid})."]
+        assert end_running(tmp_path) == [f"The agent has ended (process {process.pid})."]
 
 
 @linux

@@ -56,7 +56,7 @@ def test_a_detached_head_logs_to_its_log_files_alone(
     assert wait_until_ready(tmp_path, pid, 120.0)
     startup_output = out_file(tmp_path, "serve").read_text()
     ask_head(tmp_path, "POST", "/v1/completions", '{"prompt": "a", "max_tokens": 4}', ())
-    assert end_running(tmp_path) == [f"The head is ended (process {pid})."]
+    assert end_running(tmp_path) == [f"The head has ended (process {pid})."]
     printed, log = out_file(tmp_path, "serve").read_text(), (tmp_path / "logs" / "head.log").read_text()
     assert "Serving tiny" in printed
     assert printed.startswith(startup_output)
