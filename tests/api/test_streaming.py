@@ -33,17 +33,21 @@ def stuck() -> Iterator[tuple[TwinService, str]]:
         yield service, url
 
 
+@pytest.fixture(scope="module")
+def twin_url() -> Iterator[str]:
+    """Serve a twin, and yield its URL."""
+    with serving(TwinService()) as url:
+        yield url
+
+
 def open_requests(service: TwinService) -> int:
     """Return the number of running and waiting requests."""
     stats = service.engine.stats().scheduler
     return stats.running + stats.waiting
 
 
-def test_stream_ends_with_its_finish_reason_and_done() -> None:
-    with (
-        serving(TwinService()) as url,
-        httpx.stream("POST", f"{url}/v1/chat/completions", json=CHAT) as response,
-    ):
+def test_stream_ends_with_its_finish_reason_and_done(twin_url: str) -> None:
+    with httpx.stream("POST", f"{twin_url}/v1/chat/completions", json=CHAT) as response:
         assert response.headers["content-type"].startswith("text/event-stream")
         assert response.headers["cache-control"] == "no-cache"
         lines = [line for line in response.iter_lines() if line]
@@ -165,14 +169,11 @@ def test_streams_run_concurrently() -> None:
         assert next(line for line in lines if line)
 
 
-def test_disconnect_in_mid_body_does_not_affect_other_requests() -> None:
-    with serving(TwinService()) as url:
-        address = httpx.URL(url)
-        with socket.create_connection((address.host, address.port or 0)) as connection:
-            connection.sendall(
-                b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99\r\n\r\n{"
-            )
-        assert httpx.get(f"{url}/health").status_code == 200
+def test_disconnect_in_mid_body_does_not_affect_other_requests(twin_url: str) -> None:
+    address = httpx.URL(twin_url)
+    with socket.create_connection((address.host, address.port or 0)) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99\r\n\r\n{")
+    assert httpx.get(f"{twin_url}/health").status_code == 200
 
 
 def test_body_far_over_the_limit_gets_a_response() -> None:

@@ -1,4 +1,4 @@
-"""Commands are imported one at a time, and help lists all of them."""
+"""Commands are imported one at a time, and impossible options are refused."""
 
 from __future__ import annotations
 
@@ -8,20 +8,6 @@ import sys
 import pytest
 from tests.processes import clean_environment
 
-COMMANDS = [
-    "serve",
-    "join",
-    "chat",
-    "plan",
-    "profile",
-    "bench",
-    "heads",
-    "doctor",
-    "models",
-    "token",
-    "node",
-    "service",
-]
 RUN = """
 import sys
 from mlx_ring.cli.app import run
@@ -49,16 +35,10 @@ def test_a_command_imports_no_other_command() -> None:
     assert {name.split(".")[2] for name in imported} == {"app", "service", "service_unit"}
 
 
-def test_help_lists_every_command() -> None:
-    done = run("--help")
-    assert [name for name in COMMANDS if f" {name} " not in done.stdout] == []
-
-
-@pytest.mark.parametrize(("typed", "meant"), [("sevre", "serve"), ("modles", "models")])
-def test_a_misspelt_command_gets_a_suggestion(typed: str, meant: str) -> None:
-    done = run(typed)
+def test_a_misspelt_command_gets_a_suggestion() -> None:
+    done = run("modles")
     assert done.returncode == 2
-    assert f"No such command '{typed}'. Did you mean '{meant}'" in done.stderr
+    assert "No such command 'modles'. Did you mean 'models'" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import io
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import httpx
 import pytest
@@ -42,10 +42,17 @@ def chat(
     return code, screen.getvalue()
 
 
-def test_answers_are_printed_and_sent_with_the_next_message() -> None:
+@pytest.fixture(scope="module")
+def twin() -> Iterator[tuple[TwinService, str]]:
+    """Serve a twin, and yield it with its URL."""
     service = TwinService()
     with serving(service) as url:
-        code, screen = chat(f"{url}/v1/", "Hello.", "", "And you?", system="Be kind.")
+        yield service, url
+
+
+def test_answers_are_printed_and_sent_with_the_next_message(twin: tuple[TwinService, str]) -> None:
+    service, url = twin
+    code, screen = chat(f"{url}/v1/", "Hello.", "", "And you?", system="Be kind.")
     assert code == 0
     assert screen.count(ANSWER_TEXT) == 2
     assert f"{len(ANSWER_TEXT.encode()) + 1} tokens" in screen
@@ -65,10 +72,9 @@ def test_reasoning_is_shown_before_the_answer_and_not_sent_again() -> None:
     assert [message["content"] for message in service.tokenizer.conversation] == ["One.", "Hello.", "Two."]
 
 
-def test_reset_drops_the_messages_and_keeps_the_system_prompt() -> None:
-    service = TwinService()
-    with serving(service) as url:
-        chat(url, "Hello.", "/system Be brief.", "One.", "/reset", "Two.")
+def test_reset_drops_the_messages_and_keeps_the_system_prompt(twin: tuple[TwinService, str]) -> None:
+    service, url = twin
+    chat(url, "Hello.", "/system Be brief.", "One.", "/reset", "Two.")
     assert [message["content"] for message in service.tokenizer.conversation] == ["Be brief.", "Two."]
 
 
@@ -103,20 +109,20 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat() -> None:
     assert service.engine.stats().finished == {"abort": 1}
 
 
-def test_an_error_is_shown_and_the_chat_continues() -> None:
-    service = TwinService()
-    with serving(service) as url:
-        service.error = WorkerLost("Worker 1 of stage 0 died [exit 9].")
-        code, screen = chat(url, "Hello.", "/help")
+def test_an_error_is_shown_and_the_chat_continues(
+    twin: tuple[TwinService, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service, url = twin
+    monkeypatch.setattr(service, "error", WorkerLost("Worker 1 of stage 0 died [exit 9]."))
+    code, screen = chat(url, "Hello.", "/help")
     assert code == 0
     assert "Worker 1 of stage 0 died [exit 9]." in screen
     assert "/system TEXT" in screen
 
 
-def test_a_message_without_an_answer_is_dropped() -> None:
-    service = TwinService()
-    with serving(service) as url:
-        _, screen = chat(url, "x" * 5000, "Hello.")
+def test_a_message_without_an_answer_is_dropped(twin: tuple[TwinService, str]) -> None:
+    service, url = twin
+    _, screen = chat(url, "x" * 5000, "Hello.")
     assert "context" in screen
     assert [message["content"] for message in service.tokenizer.conversation] == ["Hello."]
 
@@ -137,10 +143,10 @@ def test_an_invalid_address_is_reported_in_one_line(url: str) -> None:
     assert screen.count("\n") == 1
 
 
-def test_an_unknown_model_is_reported_with_the_served_models() -> None:
-    with serving(TwinService()) as url:
-        assert chat(url, model="twin")[0] == 0
-        code, screen = chat(url, model="other")
+def test_an_unknown_model_is_reported_with_the_served_models(twin: tuple[TwinService, str]) -> None:
+    _, url = twin
+    assert chat(url, model="twin")[0] == 0
+    code, screen = chat(url, model="other")
     assert code == 2
     assert "'other'" in screen
     assert "org/twin" in screen

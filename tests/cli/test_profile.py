@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -11,27 +13,51 @@ from tests.processes import run_cli
 
 from mlx_ring.host.machine_profile import MachineProfile
 
+OPTIONS = ("profile", "--blas-threads", "1")
 
-def test_a_profile_is_measured_shown_and_saved(tmp_path: Path) -> None:
-    state = {"XDG_DATA_HOME": str(tmp_path / "state")}
-    first = run_cli("profile", "--blas-threads", "1", "--json", folder=tmp_path, environment=state)
-    assert first.returncode == 0, first.stderr
-    profile = MachineProfile.from_json(first.stdout)
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A profile that the command has measured."""
+
+    data_home: Path
+    printed: str
+    """Profile as JSON, from standard output."""
+
+    @property
+    def state(self) -> Path:
+        """Folder with the saved profile."""
+        return self.data_home / "mlx-ring"
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
+    """Measure this machine once, into a data folder that the environment names."""
+    folder = tmp_path_factory.mktemp("profile")
+    done = run_cli(*OPTIONS, "--json", folder=folder, environment={"XDG_DATA_HOME": str(folder / "data")})
+    assert done.returncode == 0, done.stderr
+    return Measured(folder / "data", done.stdout)
+
+
+def test_a_profile_is_measured_saved_and_shown_as_a_table(measured: Measured, tmp_path: Path) -> None:
+    profile = MachineProfile.from_json(measured.printed)
     assert profile.blas_threads == 1
-    assert (tmp_path / "state" / "mlx-ring" / "profile.json").is_file()
-
-    again = run_cli("profile", "--blas-threads", "1", folder=tmp_path, environment=state)
-    assert again.returncode == 0, again.stderr
-    assert f"bounded by {profile.memory_limited_by}" in again.stdout
+    assert (measured.state / "profile.json").is_file()
+    environment = {"XDG_DATA_HOME": str(measured.data_home)}
+    shown = run_cli(*OPTIONS, folder=tmp_path, environment=environment)
+    assert shown.returncode == 0, shown.stderr
+    assert f"limited by {profile.memory_limited_by}" in shown.stdout
     for rate in profile.rates:
-        (line,) = [line for line in again.stdout.splitlines() if line.startswith(rate.weights)]
+        (line,) = [line for line in shown.stdout.splitlines() if line.startswith(rate.weights)]
         assert f"{rate.bandwidth / 1e9:,.2f}" in line, "as it was measured before"
 
 
-def test_a_saved_profile_is_shown_unless_again_is_given(tmp_path: Path) -> None:
-    options = ("profile", "--json", "--blas-threads", "1", "--state-dir", "state")
-    first, second, third = (
-        json.loads(run_cli(*options, *more, folder=tmp_path).stdout) for more in ((), (), ("--again",))
+def test_a_saved_profile_is_shown_unless_again_is_given(measured: Measured, tmp_path: Path) -> None:
+    shutil.copytree(measured.state, tmp_path / "state")
+    options = (*OPTIONS, "--json", "--state-dir", "state")
+    first = json.loads(measured.printed)
+    second, third = (
+        json.loads(run_cli(*options, *more, folder=tmp_path).stdout) for more in ((), ("--again",))
     )
     assert first == second
     assert first["seconds"] != third["seconds"]

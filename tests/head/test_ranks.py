@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import time
+from collections.abc import Generator
 from itertools import pairwise
 from pathlib import Path
 
@@ -49,15 +50,21 @@ def test_a_rank_that_ends_or_hangs_during_an_answer_is_replaced_with_its_group(
         assert server.all_ended()
 
 
-def test_status_reports_every_rank(tmp_path: Path) -> None:
-    with serving("demo", "--tp-shares", "3,1", folder=tmp_path) as server:
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Generator[Server]:
+    """Serve two ranks with unequal shares, after a first answer."""
+    with serving("demo", "--tp-shares", "3,1", folder=tmp_path_factory.mktemp("ranks")) as server:
         assert ask(server).status_code == 200
-        (instance,) = server.status()["instances"]
-        (stage,) = instance["stages"]
-        pids = [process.pid for process in ranks_of(server)]
-        assert [(rank["rank"], rank["pid"]) for rank in stage["ranks"]] == list(enumerate(pids))
-        large, small = (rank["used"]["weight_bytes"] for rank in stage["ranks"])
-        assert large > 1.5 * small
+        yield server
+
+
+def test_status_reports_every_rank(two_ranks: Server) -> None:
+    (instance,) = two_ranks.status()["instances"]
+    (stage,) = instance["stages"]
+    pids = [process.pid for process in ranks_of(two_ranks)]
+    assert [(rank["rank"], rank["pid"]) for rank in stage["ranks"]] == list(enumerate(pids))
+    large, small = (rank["used"]["weight_bytes"] for rank in stage["ranks"])
+    assert large > 1.5 * small
 
 
 def busy_looks(processes: list[psutil.Process]) -> int:
@@ -69,12 +76,10 @@ def busy_looks(processes: list[psutil.Process]) -> int:
     return sum(now != before for before, now in pairwise(seen))
 
 
-def test_idle_ranks_do_not_compute(tmp_path: Path) -> None:
-    with serving("demo", "--tp", "2", folder=tmp_path) as server:
-        assert ask(server).status_code == 200
-        ranks = ranks_of(server)
-        # A rank that waits in a collective loops, and has computed at every look.
-        eventually(lambda: busy_looks(ranks), lambda busy: busy < _LOOKS / 3)
+def test_idle_ranks_do_not_compute(two_ranks: Server) -> None:
+    ranks = ranks_of(two_ranks)
+    # A rank that waits in a collective loops, and has computed at every look.
+    eventually(lambda: busy_looks(ranks), lambda busy: busy < _LOOKS / 3)
 
 
 def test_impossible_shares_are_refused_with_the_nearest_possible_ones(tmp_path: Path) -> None:

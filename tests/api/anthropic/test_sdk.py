@@ -22,20 +22,20 @@ CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
 SAYS = f"<think>\nHm.\n</think>\n\nI add.{CALL}"
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def plain_service() -> TwinService:
     return TwinService()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def reasoning_service() -> TwinService:
     """Return a service that always reasons, answers and calls a tool."""
     return TwinService(tokenizer=MarkingTokenizer(), says=SAYS)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def client(request: pytest.FixtureRequest) -> Iterator[anthropic.Anthropic]:
-    """Yield the SDK's client of a server with a key that serves the test's service."""
+    """Yield the SDK's client of a server with a key that serves the named service."""
     service: TwinService = request.getfixturevalue(request.param)
     with (
         serving(service, ApiSettings(api_keys=("key",))) as url,
@@ -131,7 +131,9 @@ def test_final_assistant_message_is_continued(
 
 
 @with_plain
-def test_errors_raise_the_sdk_exceptions(client: anthropic.Anthropic, plain_service: TwinService) -> None:
+def test_errors_raise_the_sdk_exceptions(
+    client: anthropic.Anthropic, plain_service: TwinService, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(anthropic.AuthenticationError):
         client.with_options(api_key="wrong").messages.create(model="twin", max_tokens=1, messages=[USER])
     with pytest.raises(anthropic.NotFoundError) as unknown:
@@ -141,7 +143,7 @@ def test_errors_raise_the_sdk_exceptions(client: anthropic.Anthropic, plain_serv
         client.messages.create(model="twin", max_tokens=1, messages=[USER], extra_body={"temperature": 2})
     with pytest.raises(anthropic.BadRequestError, match="4096"):
         client.messages.create(model="twin", max_tokens=1, messages=[{"role": "user", "content": "x" * 5000}])
-    plain_service.error = NotReady("The model is being loaded.")
+    monkeypatch.setattr(plain_service, "error", NotReady("The model is being loaded."))
     with pytest.raises(anthropic.InternalServerError) as loading:
         client.messages.create(model="twin", max_tokens=1, messages=[USER])
     assert (loading.value.status_code, loading.value.type) == (503, "overloaded_error")

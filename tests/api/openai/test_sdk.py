@@ -21,12 +21,12 @@ else:
     openai = lazily("openai")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def service() -> TwinService:
     return TwinService()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def client(service: TwinService) -> Iterator[openai.OpenAI]:
     """Yield the SDK's client of a server on the loopback."""
     with (
@@ -102,7 +102,7 @@ def weather() -> Any:
     return openai.pydantic_function_tool(GetWeather)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def tool_client() -> Iterator[openai.OpenAI]:
     """Yield the SDK's client of a model that reasons and calls a tool."""
     with (
@@ -210,7 +210,9 @@ def test_models_are_listed_and_retrieved(client: openai.OpenAI) -> None:
     assert client.models.retrieve("org/twin").owned_by == "mlx-ring"
 
 
-def test_errors_raise_the_sdk_exceptions(client: openai.OpenAI, service: TwinService) -> None:
+def test_errors_raise_the_sdk_exceptions(
+    client: openai.OpenAI, service: TwinService, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(openai.NotFoundError) as unknown:
         client.completions.create(model="other", prompt="x")
     assert unknown.value.code == "model_not_found"
@@ -218,7 +220,7 @@ def test_errors_raise_the_sdk_exceptions(client: openai.OpenAI, service: TwinSer
         client.completions.create(model="twin", prompt="x", temperature=9)
     assert wrong.value.param == "temperature"
     assert wrong.value.request_id
-    service.error = WorkerLost("Worker 1 died.")
+    monkeypatch.setattr(service, "error", WorkerLost("Worker 1 died."))
     with pytest.raises(openai.InternalServerError) as lost:
         client.completions.create(model="twin", prompt="x")
     assert lost.value.status_code == 503
