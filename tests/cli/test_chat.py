@@ -6,6 +6,7 @@ import io
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 
 import httpx
@@ -13,6 +14,7 @@ import pytest
 from rich.console import Console
 from tests.api.clients import serving
 from tests.api.twins import ANSWER_TEXT, MarkingTokenizer, TwinService
+from tests.eventually import eventually
 
 from mlx_ring.api.settings import ApiSettings
 from mlx_ring.cli.chat import run_chat
@@ -90,14 +92,21 @@ def test_help_and_unknown_commands_send_no_request() -> None:
 def test_ctrl_c_stops_the_answer_and_not_the_chat() -> None:
     service = TwinService(automatic=False)
 
+    def requests() -> int:
+        scheduler = service.engine.stats().scheduler
+        return scheduler.running + scheduler.waiting
+
     def press() -> None:
-        while not (scheduler := service.engine.stats().scheduler).running + scheduler.waiting:
-            threading.Event().wait(0.002)
         main = threading.main_thread().ident
         assert main is not None
-        signal.pthread_kill(main, signal.SIGINT)
+        eventually(requests)
+        while requests():
+            signal.pthread_kill(main, signal.SIGINT)
+            # Python drops an interrupt that comes during a callback of the garbage collector.
+            pressed = time.monotonic()
+            eventually(lambda: not requests() or time.monotonic() > pressed + 5)
 
-    with serving(service, ApiSettings(keep_alive_s=0.01)) as url:
+    with serving(service, ApiSettings(keep_alive_s=0.2)) as url:
         presser = threading.Thread(target=press)
         presser.start()
         code, screen = chat(url, "Hello.", KeyboardInterrupt, "/help")

@@ -83,7 +83,7 @@ def test_without_machines_the_known_ones_are_listed(tmp_path: Path) -> None:
         (["demo", *MINIS, "--sequences", "0"], "--sequences is 0; it must be 1 or more."),
         (["demo", *MINIS, "--cluster", "c.yaml"], "--cluster and --machine were both given"),
         (["demo", "--cluster", "none.yaml"], "--cluster is none.yaml, which cannot be read"),
-        (["demo", "--machine", "pc"], "The machine pc is not known"),
+        (["demo", "--machine", "pc"], "The machine pc is unknown"),
         (["./nowhere", *MINIS], "There is no model './nowhere'"),
     ],
 )

@@ -117,7 +117,7 @@ def test_a_small_kv_budget_shortens_the_context_and_status_shows_both(
         assert (scheduling["prefix_cache"], scheduling["draft_tokens"]) == (False, 0)
         too_long = {"prompt": "x" * 800, "max_tokens": 1}
         assert client.post("/v1/completions", json=too_long).json()["error"]["n_ctx"] == 768
-    assert "room for 768 tokens" in (tmp_path / "logs" / "head.log").read_text()
+    assert "The KV cache holds 768 tokens of one request" in (tmp_path / "logs" / "head.log").read_text()
 
 
 def test_a_single_machine_predicts_from_its_stored_profile(tiny_model: Path, tmp_path: Path) -> None:
