@@ -135,7 +135,7 @@ async def _session(
             if reply.HasField("failure"):
                 raise failure_to_error(reply.failure)
             if reply.HasField("hello"):
-                log.info("attending the head at %s as %s", head, who.node)
+                log.info("connected to the head at %s as %s", head, who.node)
             yield tuple(reply.revoked)
     except grpc.RpcError as error:
         raise (handshake_error(error, peer) or channel_error(error, peer)) from error
