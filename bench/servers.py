@@ -40,7 +40,7 @@ class Server:
         self.url = f"http://127.0.0.1:{port}"
         self.target: Target | None = None
         """Target of the load, if the server does not report it itself."""
-        self._output = tempfile.NamedTemporaryFile(prefix="mlx-ring-bench-", suffix=".log")  # noqa: SIM115
+        self._output = tempfile.NamedTemporaryFile(prefix="mlx-ring-bench-", suffix=".log")  # noqa: SIM115 - closed with the server
         self._process = subprocess.Popen(
             [*blas_environment(), *command], stdout=self._output, stderr=subprocess.STDOUT
         )

@@ -44,7 +44,7 @@ def _write_tokenizer(folder: Path) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     # ruff takes the names of special tokens for passwords.
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<|pad|>", eos_token="<|end|>")  # noqa: S106
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<|pad|>", eos_token="<|end|>")  # noqa: S106 - no password
     wrapped.chat_template = _TEMPLATE
     wrapped.save_pretrained(folder)
     return folder

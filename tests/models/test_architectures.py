@@ -39,7 +39,7 @@ def test_the_class_decides_between_two_architectures_of_a_type() -> None:
 
 
 @pytest.mark.parametrize("nested", [False, True])
-def test_configuration_entries_that_an_architecture_requires_are_checked(folder: Path, nested: bool) -> None:  # noqa: FBT001
+def test_configuration_entries_that_an_architecture_requires_are_checked(folder: Path, nested: bool) -> None:  # noqa: FBT001 - pytest passes parameters by name
     def with_sharing(layers: int | None) -> ModelFolder:
         entries = {"num_kv_shared_layers": layers, "hidden_size_per_layer_input": 0}
         config = {**QWEN3, "model_type": "gemma4", **({"text_config": entries} if nested else entries)}

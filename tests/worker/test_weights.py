@@ -75,7 +75,7 @@ def test_peak_memory_stays_near_the_stages_share(tmp_path: Path, dtype: mx.Dtype
             text=True,
         ).stdout
         share, peak = json.loads(printed)
-        print(f"layers [{start}, {end}): share {share / 1e6:.0f} MB, peak {peak / 1e6:.0f} MB")  # noqa: T201
+        print(f"layers [{start}, {end}): share {share / 1e6:.0f} MB, peak {peak / 1e6:.0f} MB")  # noqa: T201 - the figures to read with `pytest -s`
         assert peak <= 1.05 * share + 150e6
 
 
@@ -86,7 +86,7 @@ def save(folder: Path, model: Any) -> None:
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied head"])
-def test_quantized_stages_equal_the_whole_model(tmp_path: Path, bits: int, tied: bool) -> None:  # noqa: FBT001
+def test_quantized_stages_equal_the_whole_model(tmp_path: Path, bits: int, tied: bool) -> None:  # noqa: FBT001 - pytest passes parameters by name
     config = {**QWEN3, "tie_word_embeddings": tied, "quantization": {"group_size": 32, "bits": bits}}
     plain = {**config}
     del plain["quantization"]

@@ -19,17 +19,17 @@ from mlx_ring.models.lean_imports import import_mlx_lm
 import_mlx_lm()
 
 import mlx.core as mx  # noqa: E402 - what is left out of mlx-lm must be left out first
-from mlx_lm.models.cache import make_prompt_cache  # noqa: E402
-from mlx_lm.utils import load_model  # noqa: E402 # pyright: ignore[reportUnknownVariableType]
+from mlx_lm.models.cache import make_prompt_cache  # noqa: E402 - as above
+from mlx_lm.utils import load_model  # noqa: E402 - as above # pyright: ignore[reportUnknownVariableType]
 
-from mlx_ring.core.types import LayerRange, MemberRange  # noqa: E402
-from mlx_ring.models.model_folder import ModelFolder, read_model_folder  # noqa: E402
-from mlx_ring.models.tensor_shares import read_tensor_sizes, share_out  # noqa: E402
-from mlx_ring.worker.kv import KVStore  # noqa: E402
-from mlx_ring.worker.sampler import LazySample, Parameters, SamplerRow  # noqa: E402
-from mlx_ring.worker.shard import StageModel  # noqa: E402
-from mlx_ring.worker.tensor import Group, SplitHead, split  # noqa: E402
-from mlx_ring.worker.weights import load_stage  # noqa: E402
+from mlx_ring.core.types import LayerRange, MemberRange  # noqa: E402 - as above
+from mlx_ring.models.model_folder import ModelFolder, read_model_folder  # noqa: E402 - as above
+from mlx_ring.models.tensor_shares import read_tensor_sizes, share_out  # noqa: E402 - as above
+from mlx_ring.worker.kv import KVStore  # noqa: E402 - as above
+from mlx_ring.worker.sampler import LazySample, Parameters, SamplerRow  # noqa: E402 - as above
+from mlx_ring.worker.shard import StageModel  # noqa: E402 - as above
+from mlx_ring.worker.tensor import Group, SplitHead, split  # noqa: E402 - as above
+from mlx_ring.worker.weights import load_stage  # noqa: E402 - as above
 
 Arrays = dict[str, mx.array]
 
