@@ -1,4 +1,4 @@
-"""Finds the heads that announce themselves on the LAN (`cluster/discovery.py`), by mDNS."""
+"""Search by mDNS for the heads that announce themselves on the LAN (`cluster/discovery.py`)."""
 
 from __future__ import annotations
 

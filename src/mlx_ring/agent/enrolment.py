@@ -96,7 +96,7 @@ def renew(head: HeadAddress, credentials: Credentials, folder: Path) -> Credenti
 
 
 def renew_if_due(head: HeadAddress, folder: Path, now: datetime | None = None) -> bool:
-    """Renew the certificate in `folder` where less than a third of its time is left; tells whether it was. Blocks.
+    """Renew the certificate in `folder` if less than a third of its time is left; return True if it was renewed. Blocks.
 
     Raises:
         PeerRefused, WorkerLost: as `renew`.

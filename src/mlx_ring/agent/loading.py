@@ -1,4 +1,4 @@
-"""Loads a plan into freshly started workers, all at once, and tells how far each is."""
+"""Loading of a plan into new workers, all at once, with the progress of each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks that MLX's collectives, which are neither encrypted nor authenticated, use trusted interfaces only.
+"""Restriction of MLX's collectives, which are neither encrypted nor authenticated, to trusted interfaces.
 
 A rank listens only on loopback or on an interface that was named here, whatever a head requests. It is loaded only if its routes
 to the ranks that it exchanges with leave through such an interface.

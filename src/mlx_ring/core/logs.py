@@ -288,9 +288,9 @@ def configure_logging(
         rank: of a worker; None for a process without one.
         level: "debug", "info", "warning" or "error".
         log_dir: folder for the file; None for stderr alone. One that cannot be written is a warning.
-        to_stderr: whether lines go there too where there is a file; the process's death does in any case.
+        to_stderr: True to write lines there too if there is a file; the process's death is always written there.
         log_format: "text" for people, "json" for programs.
-        keeps_lines: whether `recent_lines` tells the last of them, and of what children pass on.
+        keeps_lines: True to keep the last lines for `recent_lines`, those that children pass on included.
     """
     formatter = make_formatter(log_format, node, process, rank)
     stderr = _StderrHandler()

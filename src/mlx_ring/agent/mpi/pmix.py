@@ -60,7 +60,7 @@ class _Array(ctypes.Structure):
 
 
 class PmixServer:
-    """Serves one job from the moment that it is made to the end of the process."""
+    """Server of one job, from its creation to the end of the process."""
 
     def __init__(self, ranks: int, folder: Path) -> None:
         """Start a server for a number of ranks; files and sockets are in the folder.

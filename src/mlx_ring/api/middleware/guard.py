@@ -1,4 +1,4 @@
-"""Checks before every route: allowed hosts and origins, API keys, request ids, draining, and unexpected errors.
+"""Guard of every route: allowed hosts and origins, API keys, request ids, draining, and unexpected errors.
 
 A page in a browser can send requests to a server on the same machine. By rebinding its own name to 127.0.0.1 it can even
 read the answers. Such requests carry the page's `Origin`, or its name in `Host`, so foreign values of both are refused.

@@ -1,4 +1,4 @@
-"""Checks of a head and of this machine's certificate: versions, clocks, certificates."""
+"""Diagnosis of a head and of this machine's certificate: versions, clocks, certificates."""
 
 from __future__ import annotations
 

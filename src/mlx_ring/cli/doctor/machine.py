@@ -1,4 +1,4 @@
-"""Checks of this machine alone: memory, limits, folders, MLX, fast links, and RDMA over Thunderbolt on a Mac."""
+"""Diagnosis of this machine alone: memory, limits, folders, MLX, fast links, and RDMA over Thunderbolt on a Mac."""
 
 from __future__ import annotations
 

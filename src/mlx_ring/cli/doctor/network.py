@@ -1,4 +1,4 @@
-"""Checks of the network: addresses, ports, names, firewalls, and the speed of links to other machines."""
+"""Diagnosis of the network: addresses, ports, names, firewalls, and the speed of links to other machines."""
 
 from __future__ import annotations
 
