@@ -103,8 +103,8 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat() -> None:
         while requests():
             signal.pthread_kill(main, signal.SIGINT)
             # Python drops an interrupt that comes during a callback of the garbage collector.
-            pressed = time.monotonic()
-            eventually(lambda: not requests() or time.monotonic() > pressed + 5)
+            again_at = time.monotonic() + 5
+            eventually(lambda again_at=again_at: not requests() or time.monotonic() > again_at)
 
     with serving(service, ApiSettings(keep_alive_s=0.2)) as url:
         presser = threading.Thread(target=press)
