@@ -55,6 +55,8 @@ RECIPES: Mapping[str, tuple[str, ...]] = {
     "a link over a backend: nccl": (r"""["']nccl["']""",),
     "a strategy: balanced": (r"""["']balanced["']""",),
     "a rank's status: peak memory": (r"\bpeak_memory_bytes\b", r"\bpeak_bytes\b"),
+    "a dialect: Ollama": (r"\bOLLAMA\b",),
+    "a metric: preemptions": (r"\bnum_preemptions\b",),
 }
 """Recipes, each with patterns of which a file that belongs to it holds at least one."""
 

@@ -29,6 +29,8 @@ LIMITS = {
     "files that name a link over a backend: nccl": 3,
     "files that name a strategy: balanced": 2,
     "files that name a rank's status: peak memory": 6,
+    "files that name a dialect: Ollama": 2,
+    "files that name a metric: preemptions": 5,
 }
 """Limit of each figure."""
 CROSSED = {"head": 45, "worker": 33}
