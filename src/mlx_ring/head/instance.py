@@ -401,11 +401,10 @@ def predict_by(forecast: Forecast | None) -> Predict | None:
 
 
 def policy_of(settings: Settings) -> Policy:
-    """Return the scheduler's configuration: the settings that it has fields for, by name."""
-    given = {
-        each.name: getattr(settings, each.name) for each in fields(Policy) if hasattr(settings, each.name)
-    }
-    return Policy(**given | {"prefix_cache": settings.prefix_cache == "on"})
+    """Return the scheduler's configuration: a setting for each of its fields but `steps_ahead`, by name."""
+    names = {each.name for each in fields(Policy)} - {"steps_ahead", "prefix_cache"}
+    given = {name: getattr(settings, name) for name in names}
+    return Policy(**given, prefix_cache=settings.prefix_cache == "on")
 
 
 def _head_hello(assignment: worker_pb2.StageAssignment, node: str) -> hello_pb2.Hello:
