@@ -1,1 +1,1 @@
-"""Routes as OpenAI has them."""
+"""OpenAI's API."""

@@ -45,7 +45,7 @@ from mlx_ring.core.errors import RequestError
 from mlx_ring.core.types import TokenLogprob
 
 DONE = b"data: [DONE]\n\n"
-"""Last event of a stream, which every SDK takes for the end."""
+"""Last event of a stream. Every SDK stops reading at it."""
 STREAM_FORMAT = StreamFormat(EVENT_STREAM, event, KEEP_ALIVE, DONE)
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -115,12 +115,12 @@ def routes(context: ApiContext) -> APIRouter:
 
 
 class ChatCompletionWriter:
-    """Choices with a message, or the deltas of one."""
+    """Writer of choices with a message, or of their deltas."""
 
     stream_format = STREAM_FORMAT
 
     def __init__(self, id_: str, model: str, texts: TokenTexts | None, *, usage_chunk: bool = False) -> None:
-        """Take `texts` where log-probabilities are requested."""
+        """Create a writer. Log-probabilities need `texts`."""
         self._id = id_
         self._origin: schemas.ChatOrigin = {
             "created": int(time.time()),
@@ -155,7 +155,7 @@ class ChatCompletionWriter:
     def update(
         self, updates: Sequence[AnswerUpdate], answers: Sequence[ChatAnswer]
     ) -> Iterator[schemas.ChatCompletionChunk]:
-        """Tokens' log-probabilities come with the first part that they made, or with nothing where they made none."""
+        """Yield the chunks. Log-probabilities go with the first part that their tokens made, else with an empty delta."""
         del answers
         for update in updates:
             scored = self._scored(update.logprobs) if update.logprobs else None
@@ -200,12 +200,12 @@ class ChatCompletionWriter:
 
 
 def system_fingerprint() -> str:
-    """Return the server's version: with another one, a seed may give another answer."""
+    """Return the server's version, because the same seed may give another answer with another version."""
     return f"mlx-ring-{package_version('mlx-ring')}"
 
 
 def _message(answer: ChatAnswer) -> schemas.ChatMessageMade:
-    """AnswerText is null where there are calls in its place."""
+    """Return the message. Its content is null if it has only calls."""
     calls = answer.calls
     message: schemas.ChatMessageMade = {
         "role": "assistant",
@@ -259,7 +259,7 @@ def _conversation(fields: ChatRequest, format_: ChatFormat) -> Conversation:
 
 
 def _max_tokens(fields: ChatRequest, default: int | None) -> int | None:
-    """Return the limit of tokens, and refuse two different numbers under its old name and its new one."""
+    """Return the limit of tokens. Refuse different values under its old and its new name."""
     new, old = fields.max_completion_tokens, fields.max_tokens
     if new is not None and old is not None and new != old:
         raise RequestError(

@@ -1,4 +1,4 @@
-"""`/v1/completions`, and what else answers without a chat."""
+"""`/v1/completions`, and what other routes without a chat share with it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ TextOrTokens = Annotated[
 
 
 def each(given: str | list[str] | list[int] | list[list[int]]) -> Sequence[str | list[int]]:
-    """Return the texts, or the token lists, of a prompt one by one."""
+    """Return each text or token list of a prompt."""
     if isinstance(given, str):
         return [given]
     if isinstance(given[0], int):
@@ -71,7 +71,7 @@ def each(given: str | list[str] | list[int] | list[list[int]]) -> Sequence[str |
 _DEFAULT_MAX_TOKENS = 16
 """OpenAI's."""
 _MOST_ANSWERS = 128
-"""Prompts times `n`, in one request."""
+"""Largest number of answers to one request: prompts times `n`."""
 
 
 class CompletionRequest(AnswerFields):
@@ -79,11 +79,11 @@ class CompletionRequest(AnswerFields):
 
     prompt: TextOrTokens
     max_tokens: Annotated[int, Field(ge=0)] | None = None
-    """0: the prompt alone, with `echo`."""
+    """0: no answer; with `echo` the prompt alone."""
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
     best_of: Annotated[int, Field(ge=1)] | None = None
-    """No other than `n`: nothing chooses among answers."""
+    """Accepted only if equal to `n`, because the server does not select the best answers."""
     suffix: Annotated[None, Refused("text can only be added at the end; leave it out.", ("",))] = None
 
 
@@ -129,7 +129,7 @@ def routes(context: ApiContext) -> APIRouter:
 
 
 class CompletionWriter:
-    """Choices with text; with `echo` the prompt's text comes first, with its log-probabilities."""
+    """Writer of choices with text. With `echo` they start with the prompt's text and its log-probabilities."""
 
     def __init__(
         self, tokenizer: Tokenizer, fields: CompletionRequest, prompts: Sequence[tuple[int, ...]]
@@ -146,12 +146,12 @@ class CompletionWriter:
         self._positions = [_Position(echo) for echo in self._echoes]
 
     def opening(self, index: int) -> schemas.CompletionChoice | None:
-        """Return the echo, which comes at once, or with the first delta where it has log-probabilities."""
+        """Return the echo. It is sent at once, or with the first delta if it has log-probabilities."""
         echo = self._echoes[index]
         return None if not echo or self._logprobs else _choice(index, echo)
 
     def piece(self, index: int, delta: Delta) -> schemas.CompletionChoice | None:
-        """Return what this delta adds; None: nothing."""
+        """Return the addition of this delta, or None."""
         scored = self._scored(index, delta.prompt_logprobs, delta.logprobs)
         text = delta.text if delta.prompt_logprobs is None else self._echoes[index] + delta.text
         if not text and (scored is None or not scored["tokens"]):
@@ -194,26 +194,26 @@ class CompletionWriter:
         }
 
     def _top(self, scored: TokenLogprob) -> dict[str, float]:
-        """Return the most likely tokens, with the drawn one among them."""
+        """Return the most likely tokens and the sampled one."""
         likely = (*scored.top, (scored.token, scored.logprob))
         return {self._texts[token].name: finite_logprob(logprob) for token, logprob in likely}
 
 
 class _Position:
-    """Where in a choice's text its scored tokens stand; a character counts with its last byte."""
+    """Offsets of a choice's scored tokens in its text. A character counts with its last byte."""
 
     def __init__(self, echo: str) -> None:
-        """Start at the echo, which may lack the space that SentencePiece puts before its first word."""
+        """Start at the echo. It may lack the space that SentencePiece adds before the first word."""
         self._echo = echo
         self._offset = 0
         self._drops_space = bool(echo) and echo[0] != " "
         self._decoder = getincrementaldecoder("utf-8")(errors="replace")
 
     def pass_token(self, token: TokenText) -> int:
-        """Return the offset at which the token begins, in characters."""
+        """Return the offset of the token's start, in characters."""
         offset = self._offset
         if token.special:
-            # A prompt may spell one out; one that a tokenizer adds, or an answer has, is not in the text.
+            # A special token is in the text only if the prompt spells it out, not if the tokenizer or the model adds it.
             self._offset += len(token.text) if self._echo.startswith(token.text, offset) else 0
         else:
             dropped = self._drops_space and token.data.startswith(b" ")
@@ -248,20 +248,20 @@ def _check_counts(fields: CompletionRequest) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """All that is to be done for one HTTP request."""
+    """Work of one HTTP request."""
 
     id: str
     model: str
     prompts: Sequence[tuple[int, ...]]
     sampling: Sequence[SamplingParams]
-    """Parameters of the answers to each prompt."""
+    """Sampling parameters of the answers to each prompt."""
     prompt_field: str
     """Name of the request's field with the prompt, for errors."""
     prompt_logprobs: int | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
     def generation(self, engine: Answering) -> Generation:
-        """Return the answers in order: those to the first prompt, those to the second, and so on."""
+        """Return the answers in the order of their prompts."""
         pairs = [(prompt, params) for prompt in self.prompts for params in self.sampling]
         requests = [
             GenerateRequest(f"{self.id}-{index}", prompt, params, self.prompt_logprobs, continues_text=True)
@@ -281,7 +281,7 @@ class Task:
 async def answer_whole(
     request: Request, engine: Answering, task: Task, writer: CompletionWriter
 ) -> schemas.Completion:
-    """Return every choice in one body, when all have ended; stop at once when the client leaves."""
+    """Return all choices in one body when all have ended. Stop at once if the client disconnects."""
     answers = await while_connected(request.receive, run_task(engine, task))
     return {
         "id": task.id,
@@ -293,7 +293,7 @@ async def answer_whole(
 
 
 async def run_task(engine: Answering, task: Task) -> list[Answer]:
-    """Return all the answers; cancellation stops them."""
+    """Return all answers. Cancellation stops them."""
     async with task.generation(engine) as generation:
         return await generation.run()
 
@@ -301,7 +301,7 @@ async def run_task(engine: Answering, task: Task) -> list[Answer]:
 def stream_completion(
     engine: Answering, task: Task, writer: CompletionWriter, *, usage_chunk: bool, keep_alive_s: float
 ) -> JsonStream[schemas.CompletionChunk]:
-    """Stream the choices, with an event for each that has something new."""
+    """Stream the choices, with an event for each new piece of one."""
     empty: schemas.CompletionChunk = {
         "id": task.id,
         "object": "text_completion",

@@ -1,4 +1,4 @@
-"""OpenAI's API as a dialect. It is the default: its paths are all that no other dialect claims."""
+"""OpenAI's API as a dialect. It is the default: it has all paths that no other dialect claims."""
 
 from __future__ import annotations
 

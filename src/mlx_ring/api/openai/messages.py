@@ -1,4 +1,4 @@
-"""Messages and tools of OpenAI's chat API, and what the chat request makes of them."""
+"""Messages and tools of OpenAI's chat API, and their conversion to the chat request."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class ToolCall(Body):
     type: Literal["function"] = "function"
     function: FunctionCall
     index: int | None = None
-    """Clients that put a stream together send it back."""
+    """Clients that join the pieces of a stream send it back."""
 
 
 class InstructionMessage(Body):
@@ -90,7 +90,7 @@ class UserMessage(Body):
 
 
 class AssistantMessage(Body):
-    """Also as SDKs dump an answer, nulls included."""
+    """Message of the assistant, possibly an answer as SDKs dump it, nulls included."""
 
     role: Literal["assistant"]
     content: MessageContent | None = None
@@ -175,7 +175,7 @@ FunctionName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$"
 
 
 def check_parameters(schema: dict[str, object] | None) -> dict[str, object] | None:
-    """Return a schema whose type is an object; a tool without a schema, or with an empty one, has no arguments."""
+    """Return a schema of type object. A tool with no schema or an empty one takes no arguments."""
     if not schema:
         return schema
     kind = schema.get("type", "object")
@@ -248,10 +248,10 @@ ToolChoice = Annotated[
 def read_tool_use(
     tools: Sequence[FunctionTool] | None, choice: ToolChoice | None, *, parallel: bool | None
 ) -> ToolUse:
-    """Return the tools and the choice among them.
+    """Return the tools and the tool choice.
 
     Raises:
-        RequestError: two tools have one name, or the choice names no tool.
+        RequestError: Two tools have the same name, or the choice names no tool.
     """
     read = [
         Tool(given.name, given.description, given.parameters, bool(given.strict))
@@ -269,7 +269,7 @@ def read_tool_use(
 
 
 def check_names(names: Sequence[str], place: str) -> None:
-    """Refuse two tools with one name. `place` is the path of a name, with `{}` for the tool's number."""
+    """Refuse two tools of the same name. `place` is the path of a name, with `{}` for the tool's number."""
     known = set[str]()
     for number, name in enumerate(names):
         if name in known:
@@ -282,10 +282,10 @@ def check_names(names: Sequence[str], place: str) -> None:
 def choose(
     use: ToolUse, choice: Literal["none", "auto", "required"], names: Sequence[str] | None, param: str
 ) -> ToolUse:
-    """Return the tools with a choice among them; `names` are the tools that may be called, None: all.
+    """Return the tools with the tool choice. `names` are the callable tools; None: all.
 
     Raises:
-        RequestError: it names a tool that is not there, or there is none to be called.
+        RequestError: The choice names an unknown tool, or there is no tool to call.
     """
     known = {tool.name for tool in use.tools}
     for name in names or ():

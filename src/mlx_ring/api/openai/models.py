@@ -1,4 +1,4 @@
-"""`/v1/models`: the models, and their capabilities as their templates and tokens show them."""
+"""`/v1/models`: the models, and their capabilities according to their templates and tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mlx_ring.api.service import ModelService
 
 
 def capabilities(context: ApiContext, model: ModelService) -> list[str]:
-    """Return the model's capabilities by Ollama's names."""
+    """Return the model's capabilities under Ollama's names."""
     format_ = context.formats[model.tokenizer]
     can = {
         "completion": True,

@@ -17,7 +17,7 @@ from mlx_ring.core.errors import RequestError
 from mlx_ring.core.types import Sampling, SamplingParams
 
 _LEAST_TOP_P = 1e-6
-"""Value for 0, which means only the most likely token; the engine's own 0 is "off"."""
+"""Engine's value for a request's 0: only the most likely token. The engine's own 0 means "off"."""
 _MOST_STOPS = 4
 _LONGEST_STOP = 1024
 _HIGHEST_BIAS = 100.0
@@ -25,7 +25,7 @@ _IDENTIFIER = "^(0|[1-9][0-9]*)$"
 
 
 def one_or_many(value: object) -> str | None:
-    """Return the side of a string-or-list union that a value is on."""
+    """Return the tag of a value in a string-or-list union."""
     return "one" if isinstance(value, str) else "many" if isinstance(value, list) else None
 
 
@@ -86,7 +86,7 @@ class SamplingFields(DrawFields):
         ]
         | None
     ) = None
-    """By token id: -100 to 100."""
+    """Biases from -100 to 100 by token id."""
     stop: Stop | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
@@ -117,13 +117,13 @@ def check_stream_options(fields: AnswerFields) -> None:
 def sampling_params(
     fields: SamplingFields, service: ModelService, *, max_tokens: int | None, top_logprobs: int | None
 ) -> SamplingParams:
-    """Return the engine's parameters; what the request leaves open is the model's default.
+    """Return the engine's parameters. A parameter that the request omits gets the model's default.
 
     Args:
         fields: the request.
         service: the model.
-        max_tokens: None: to the end of the context.
-        top_logprobs: None: no log-probabilities; else the number of alternatives beside each token's own.
+        max_tokens: limit of the answer; None: the end of the context.
+        top_logprobs: number of alternatives to each token; None: no log-probabilities.
     """
     min_tokens = fields.min_tokens or 0
     if max_tokens is not None and min_tokens > max_tokens:
@@ -148,7 +148,7 @@ def sampling_params(
 
 
 def with_derived_seed(params: SamplingParams, choice: int) -> SamplingParams:
-    """Return the parameters of one choice of several. The first keeps the seed, so it is the same for every `n`."""
+    """Return the parameters of one of several choices. The first keeps the seed, so it is the same for every `n`."""
     if choice == 0:
         return params
     digest = hashlib.blake2b(f"{params.seed}/{choice}".encode(), digest_size=8).digest()
@@ -166,7 +166,7 @@ def _given(fields: SamplingFields, name: str, default: Sampling) -> Any:
 
 
 def _top_k(value: int, vocab_size: int) -> int:
-    """Return 0 for a number that filters nothing: one that is negative, or no less than the vocabulary."""
+    """Return 0 for a number that filters nothing: a negative one, or one not below the vocabulary's size."""
     return 0 if value < 0 or value >= vocab_size else value
 
 
@@ -204,7 +204,7 @@ class SchemaFields(Body):
     schema_: Annotated[dict[str, object] | None, Field(alias="schema")] = None
     """None: any object."""
     strict: bool | None = None
-    """The schema is enforced either way."""
+    """Accepted without effect: the schema is always enforced."""
 
 
 class SchemaFormat(Body):
@@ -216,7 +216,7 @@ ResponseFormat = Annotated[TextFormat | JsonObjectFormat | SchemaFormat, Field(d
 
 
 def read_format(given: ResponseFormat | None) -> AnswerFormat:
-    """Return the format that the answer's text must have."""
+    """Return the required format of the answer's text."""
     if isinstance(given, SchemaFormat) and given.json_schema.schema_ is not None:
         return AnswerFormat("json_schema", given.json_schema.schema_, "response_format.json_schema.schema")
     if isinstance(given, SchemaFormat | JsonObjectFormat):

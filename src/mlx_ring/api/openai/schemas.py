@@ -14,7 +14,7 @@ _TAG = "OpenAI"
 
 class PromptDetails(JsonObject):
     cached_tokens: int
-    """That were not computed again."""
+    """Prompt tokens from the prefix cache."""
     audio_tokens: Literal[0]
 
 
@@ -76,7 +76,7 @@ class ToolCallMade(JsonObject):
 
 
 class ReasoningMade(JsonObject):
-    """Reasoning under both names: some clients know one, some the other."""
+    """Reasoning under both names, because each client knows only one."""
 
     reasoning: NotRequired[str]
     reasoning_content: NotRequired[str]
@@ -105,7 +105,7 @@ class Origin(JsonObject):
     """Unix seconds."""
     model: str
     system_fingerprint: str
-    """The server's version: with another one, a seed may give another answer."""
+    """Server's version. The same seed may give another answer with another version."""
 
 
 class ChatOrigin(Origin):
@@ -121,9 +121,9 @@ class ChatCompletion(ChatOrigin, Costs):
 
 class FunctionDelta(JsonObject):
     name: NotRequired[str]
-    """Whole, in a call's first piece."""
+    """Whole name, in a call's first piece."""
     arguments: str
-    """A piece of JSON."""
+    """Piece of JSON."""
 
 
 class ToolCallDelta(JsonObject):
@@ -134,7 +134,7 @@ class ToolCallDelta(JsonObject):
 
 
 class ChatDelta(ReasoningMade):
-    """First the role, then pieces of `content`, `reasoning` and `tool_calls`."""
+    """Piece of a message: first the role, then pieces of `content`, `reasoning` and `tool_calls`."""
 
     role: NotRequired[Literal["assistant"]]
     content: NotRequired[str]
@@ -195,7 +195,7 @@ class EmbeddingMade(JsonObject):
     object: Literal["embedding"]
     index: int
     embedding: list[float] | str
-    """A string is base64 of little-endian float32."""
+    """Numbers, or base64 of little-endian float32."""
 
 
 class EmbeddingUsage(JsonObject):
@@ -211,7 +211,7 @@ class EmbeddingList(JsonObject):
 
 
 class Model(JsonObject):
-    """A model for OpenAI's and Anthropic's clients, which ask at the same path."""
+    """Model for OpenAI's and Anthropic's clients, which request the same path."""
 
     id: str
     object: Literal["model"]
@@ -230,7 +230,7 @@ class Model(JsonObject):
     aliases: list[str]
     state: Literal["loading", "ready", "unavailable", "unloaded"]
     capabilities: list[str]
-    """Capabilities of the model, by Ollama's names."""
+    """Capabilities of the model under Ollama's names."""
     reasoning_efforts: list[str]
     """Values of `reasoning_effort` that make a difference."""
 

@@ -12,7 +12,7 @@ from mlx_ring.api.service import Tokenizer
 from mlx_ring.core.types import TokenLogprob
 
 _NO_LOGPROB = -9999.0
-"""OpenAI's number for a token that cannot be; JSON has no infinity."""
+"""OpenAI's value for an impossible token, because JSON has no infinity."""
 _REPLACEMENT = "\ufffd"
 _SENTENCEPIECE_SPACE = "\u2581"
 _BYTE_PIECE = 6
@@ -23,11 +23,11 @@ class TokenText(NamedTuple):
     text: str
     data: bytes
     special: bool
-    """Left out of answers and of echoed prompts."""
+    """True for a token that answers and echoed prompts omit."""
 
     @property
     def name(self) -> str:
-        """Unlike `text`, another for every token: bytes that are no text are spelt out, as OpenAI does."""
+        """Unique name of the token, unlike `text`. Bytes that are no text are spelt out, as in OpenAI's API."""
         if _REPLACEMENT not in self.text:
             return self.text
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.data)
@@ -37,9 +37,9 @@ _KNOWN: WeakKeyDictionary[Tokenizer, dict[int, TokenText]] = WeakKeyDictionary()
 
 
 class TokenTexts:
-    """One tokenizer's tokens. A token may hold a part of a character: its text then shows U+FFFD.
+    """Tokens of one tokenizer. If a token contains a part of a character, its text shows U+FFFD.
 
-    All of one tokenizer's share what they have looked up.
+    All objects of one tokenizer share a cache.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -69,7 +69,7 @@ class TokenTexts:
         if _REPLACEMENT in text:
             return TokenText(text, _bytes_of(piece, text), special=False)
         if piece.startswith(_SENTENCEPIECE_SPACE):
-            # Decoded alone it begins a text, which loses one space.
+            # Decoded alone it starts a text, so the tokenizer drops one space.
             text = piece.replace(_SENTENCEPIECE_SPACE, " ")
         shown = self._tokenizer.decode([token], skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return TokenText(text, text.encode(errors="replace"), special=bool(text.strip(" ")) and not shown)
@@ -80,7 +80,7 @@ def finite_logprob(logprob: float) -> float:
 
 
 def _bytes_of(piece: str, text: str) -> bytes:
-    """Return the bytes behind a token's name: `<0x0A>` in SentencePiece, GPT-2's alphabet in byte-level BPE."""
+    """Return the bytes that a token's name stands for: `<0x0A>` in SentencePiece, GPT-2's alphabet in byte-level BPE."""
     if len(piece) == _BYTE_PIECE and piece.startswith("<0x") and piece.endswith(">"):
         return bytes([int(piece[3:5], 16)])
     alphabet = _byte_alphabet()
@@ -91,7 +91,7 @@ def _bytes_of(piece: str, text: str) -> bytes:
 
 @lru_cache(maxsize=1)
 def _byte_alphabet() -> dict[str, int]:
-    """Return GPT-2's alphabet: a printable byte is itself, the others are counted from U+0100."""
+    """Return GPT-2's alphabet: a printable byte stands for itself, the others are numbered from U+0100."""
     return {character: byte for byte, character in _spelt_bytes()}
 
 

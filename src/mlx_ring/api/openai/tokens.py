@@ -31,14 +31,14 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    """This or `messages`, and not both."""
+    """Text to tokenize, instead of `messages`."""
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
     add_special_tokens: bool | None = None
     """With `prompt`: add the model's special tokens before the text; true by default."""
     add_generation_prompt: bool | None = None
-    """With `messages`: add the beginning of an answer; true by default."""
+    """With `messages`: add the start of an answer; true by default."""
     continue_final_message: bool | None = None
-    """With `messages`: the last one is the beginning of the answer."""
+    """With `messages`: the last one is the start of the answer."""
     tools: list[FunctionTool] | None = None
     """With `messages`."""
     chat_template_kwargs: dict[str, object] | None = None
@@ -82,7 +82,7 @@ def routes(context: ApiContext) -> APIRouter:
 
 
 def _check_tokens(tokens: list[int], service: ModelService) -> None:
-    """Refuse more tokens than any prompt may have."""
+    """Refuse more tokens than the longest possible prompt."""
     if len(tokens) > service.context_length:
         raise RequestError(
             f"'tokens' has {len(tokens)} tokens, but this model's context has {service.context_length}: give fewer at a time.",
@@ -93,7 +93,7 @@ def _check_tokens(tokens: list[int], service: ModelService) -> None:
 
 
 def check_token(token: int, service: ModelService, param: str) -> None:
-    """Raise `RequestError` for an id that is not a token's."""
+    """Raise `RequestError` for an id outside the vocabulary."""
     if token >= service.vocab_size:
         raise RequestError(
             f"'{param}' is {token}; this model's token ids are 0 to {service.vocab_size - 1}.", param=param
@@ -101,7 +101,7 @@ def check_token(token: int, service: ModelService, param: str) -> None:
 
 
 def _check_kind(fields: TokenizeRequest) -> None:
-    """Either a prompt or messages, with their options."""
+    """Refuse a prompt together with messages, neither of them, and options of the other."""
     if (fields.prompt is None) == (fields.messages is None):
         raise RequestError("Give either 'prompt' or 'messages'.", param="prompt")
     of_messages = {

@@ -1,1 +1,1 @@
-"""`/v1/responses`, without a memory: each request brings the whole conversation."""
+"""`/v1/responses`, without stored conversations: each request contains the whole one."""

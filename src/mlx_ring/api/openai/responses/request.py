@@ -1,4 +1,4 @@
-"""The body of `/v1/responses`: its items and its fields, and what the chat request makes of them."""
+"""Body of `/v1/responses`: its items and fields, and their conversion to the chat request."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class InputText(Body):
     type: Literal["input_text", "text", "summary_text", "reasoning_text"]
     text: str
     prompt_cache_breakpoint: dict[str, object] | None = None
-    """Without effect: every beginning is kept."""
+    """Accepted without effect: the prefix cache keeps every prefix."""
 
 
 class OutputText(Body):
-    """Item in the form of an earlier answer."""
+    """Text in the form of an earlier answer."""
 
     type: Literal["output_text"]
     text: str
@@ -113,7 +113,7 @@ class ReasoningItem(Item):
 
     @property
     def text(self) -> str:
-        """Reasoning, or a summary of it; empty where another server sealed it."""
+        """Reasoning or its summary. Empty if another server sealed it."""
         return _text(self.content or ()) or unseal(self.encrypted_content or "") or _text(self.summary or ())
 
 
@@ -121,7 +121,7 @@ _KINDS = ("message", "function_call", "function_call_output", "reasoning")
 
 
 def _named(value: object) -> object:
-    """Return an item with its type, which messages may leave out, and without the nulls of SDKs."""
+    """Return an item with its type, which messages may omit, and without the nulls of SDKs."""
     if not isinstance(value, dict):
         return value
     item = {name: given for name, given in cast("Plain", value).items() if given is not None}
@@ -179,14 +179,14 @@ def template_messages(items: Iterable[AnyItem]) -> list[Plain]:
 
 
 def _is_answer(item: AnyItem) -> bool:
-    """Return True where an item is part of the assistant's own turn."""
+    """Return True if an item belongs to the assistant's turn."""
     if isinstance(item, MessageItem):
         return item.role == "assistant"
     return not isinstance(item, FunctionCallOutputItem)
 
 
 def _turn(messages: list[Plain], reasoning: str) -> Plain:
-    """Return the assistant's message that a call belongs to: its last one, or a new one."""
+    """Return the assistant's message that a call belongs to: the last one, or a new one."""
     if not messages or messages[-1]["role"] != "assistant" or reasoning:
         messages.append(_with_reasoning({"role": "assistant", "content": ""}, reasoning))
     return messages[-1]
@@ -201,12 +201,12 @@ def _text(content: str | Sequence[InputText | OutputText | Refusal]) -> str:
 
 
 def seal(reasoning: str) -> str:
-    """Return reasoning as the opaque text that clients keep for the next request."""
+    """Return reasoning as an opaque text that clients send back in the next request."""
     return _SEAL_PREFIX + base64.b64encode(reasoning.encode()).decode()
 
 
 def unseal(sealed: str) -> str:
-    """Return sealed reasoning of this server; another server's seal cannot be opened."""
+    """Return the reasoning that this server sealed. Another server's seal cannot be opened."""
     if not sealed.startswith(_SEAL_PREFIX):
         return ""
     try:
@@ -268,13 +268,13 @@ class TextConfig(Body):
         Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")] | None
     ) = None
     verbosity: Literal["low", "medium", "high"] | None = None
-    """Without effect, as in chats."""
+    """Accepted without effect, as in chats."""
 
 
 class Reasoning(Body):
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     summary: Literal["auto"] | None = None
-    """Summary of the reasoning; the answer has all of it, and no summary of a given length is made."""
+    """Summary of the reasoning. Only `auto` is accepted, because the answer contains the whole reasoning."""
     generate_summary: Literal["auto"] | None = None
     context: Literal["auto"] | None = None
     mode: Literal["standard"] | None = None
@@ -307,7 +307,7 @@ class ResponsesRequest(SamplingFields):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     max_tool_calls: Count | None = None
-    """Limit of calls of the server's own tools, of which there are none."""
+    """Limit of calls of the server's own tools. The server has none."""
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
@@ -325,11 +325,11 @@ class ResponsesRequest(SamplingFields):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     service_tier: str | None = None
-    """These, and `store`, are without effect; the answer repeats them."""
+    """This field, the ones above and `store` are without effect. The answer repeats them."""
 
     @property
     def wanted_logprobs(self) -> int | None:
-        """How many alternatives beside each token's own; None: no log-probabilities."""
+        """Number of alternatives to each token; None: no log-probabilities."""
         if self.top_logprobs or _LOGPROBS in (self.include or ()):
             return self.top_logprobs or 0
         return None
@@ -347,7 +347,7 @@ def conversation_of(fields: ResponsesRequest, format_: ChatFormat) -> Conversati
         format_: format of the model's answers.
 
     Raises:
-        RequestError: fields that contradict each other, or that the template does not know; names one of them.
+        RequestError: Fields contradict each other, or the template does not know one. The error names a field.
     """
     return Conversation(
         messages=_messages(fields),
@@ -364,7 +364,7 @@ def conversation_of(fields: ResponsesRequest, format_: ChatFormat) -> Conversati
 
 
 def _messages(fields: ResponsesRequest) -> list[Plain]:
-    """Return the messages, with instructions and leading system messages joined: some templates accept only one."""
+    """Return the messages with instructions and leading system messages joined, because some templates accept only one."""
     messages: list[Plain] = []
     if fields.instructions:
         messages.append({"role": "system", "content": fields.instructions})

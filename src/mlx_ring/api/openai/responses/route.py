@@ -1,4 +1,4 @@
-"""`/v1/responses`: the endpoint, and the response as its request determines it."""
+"""`/v1/responses`: the endpoint, and the fields of a response that its request determines."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class ResponseStream:
         self._writer = writer
         self._texts = texts
         self._scored: list[ScoredToken] = []
-        """Log-probabilities of tokens whose text is still to come."""
+        """Log-probabilities of tokens whose text is not yet complete."""
 
     def opening(self, answers: Sequence[ChatAnswer]) -> Iterator[ResponseEvent]:
         del answers
@@ -106,7 +106,7 @@ class ResponseStream:
         return b"".join(map(self.stream_format.encode, self._writer.failing(error_info(error))))
 
     def add(self, update: AnswerUpdate) -> Iterator[ResponseEvent]:
-        """Yield the events of an update. Log-probabilities go with the answer's text only."""
+        """Yield the events of an update. Only the answer's text has log-probabilities."""
         self._scored += map(self._texts.scored, update.logprobs)
         for part in update.parts:
             scored, self._scored = self._scored, []
@@ -126,7 +126,7 @@ def _usage(answer: ChatAnswer) -> ResponseUsage:
 def response_of(
     fields: ResponsesRequest, sampling: SamplingParams, *, id_: str, model: str, created_at: int
 ) -> ResponseMade:
-    """Return the response as it is known before the answer.
+    """Return the response before its answer.
 
     Args:
         fields: the request.

@@ -1,4 +1,4 @@
-"""Writer of `/v1/responses`: the items of an answer, whole and as events, and the response around them."""
+"""Writer of `/v1/responses`: an answer's items, whole and as events, and their response."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ from mlx_ring.api.openai.schemas import ScoredToken
 
 
 class OpenItem(ABC):
-    """One item of an answer, which grows."""
+    """One growing item of an answer."""
 
     prefix: str
     """Prefix of the item's id."""
 
     def __init__(self, numbers: Iterator[int], output_index: int) -> None:
-        """Take the numbers of the stream's events, and the item's place in the output."""
+        """Create an item. It takes the numbers of the stream's events and its place in the output."""
         self.id = f"{self.prefix}_{secrets.token_hex(16)}"
         self.text: str = ""
         self.output_index = output_index
@@ -63,7 +63,7 @@ class OpenItem(ABC):
 
 
 class _TextItem(OpenItem):
-    """An item with a single part of text."""
+    """Item with a single part of text."""
 
     def __init__(self, numbers: Iterator[int], output_index: int) -> None:
         super().__init__(numbers, output_index)
@@ -139,7 +139,7 @@ class ReasoningOutput(_TextItem):
     prefix = "rs"
 
     def __init__(self, numbers: Iterator[int], output_index: int, *, seals: bool) -> None:
-        """Seal the reasoning, with `seals`, for clients that keep nothing else."""
+        """Create an item. With `seals` the reasoning is sealed, for clients that keep nothing else."""
         super().__init__(numbers, output_index)
         self._seals = seals
 
@@ -224,13 +224,13 @@ class ResponseWriter:
     """Converter of one answer's parts to events; it also keeps the whole response."""
 
     def __init__(self, response: ResponseMade, *, seals_reasoning: bool = False) -> None:
-        """Take the response as it is known from the start."""
+        """Create a writer from the response before its answer."""
         self._response = response
         self._seals_reasoning = seals_reasoning
         self._numbers = count()
         self._open: OpenItem | None = None
         self._output: list[ResponseItem] = []
-        """The items that have ended."""
+        """Ended items."""
 
     def opening(self) -> Iterator[ResponseEvent]:
         yield self._state("response.created")
@@ -268,7 +268,7 @@ class ResponseWriter:
             yield self._state("response.incomplete")
 
     def failing(self, info: ErrorInfo) -> Iterator[ResponseEvent]:
-        """Yield the events of an error, once for readers of events, and once as SDKs raise it."""
+        """Yield two events of an error: one for readers of events, and one that SDKs raise."""
         yield from self._stop("incomplete")
         self._response["status"] = "failed"
         self._response["error"] = {"code": _failure_code(info), "message": info.message}
@@ -321,14 +321,14 @@ class ResponseWriter:
 
 
 def _failure_code(info: ErrorInfo) -> str:
-    """Return the nearest of OpenAI's few codes."""
+    """Return the nearest of OpenAI's error codes."""
     return {"rate_limit_error": "rate_limit_exceeded", "server_error": "server_error"}.get(
         info.type, "invalid_prompt"
     )
 
 
 def usage_of(prompt: int, cached: int, completion: int, reasoning: int) -> ResponseUsage:
-    """Return the token counts; cached tokens are part of the prompt, and reasoning is part of the completion."""
+    """Return the token counts. The prompt includes cached tokens, the completion reasoning."""
     return {
         "input_tokens": prompt,
         "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
