@@ -1,1 +1,1 @@
-"""Ollama's API: `/api/...`, with streams of one JSON object a line, which are the default."""
+"""Ollama's API: `/api/...`. Answers are streamed by default, with one JSON object per line."""

@@ -37,10 +37,10 @@ class EmbedRequest(Body):
     model: str | None = None
     input: Texts
     truncate: bool | None = None
-    """True, the default, where texts longer than the context are cut."""
+    """True, the default, to truncate texts that are longer than the context."""
     dimensions: Annotated[int, Field(ge=1)] | None = None
     options: Options | None = None
-    """Options, of which only `num_ctx` concerns an embedding."""
+    """Options. Only `num_ctx` affects an embedding."""
     keep_alive: KeepAlive | None = None
 
 
@@ -119,6 +119,6 @@ async def _tokens(
             "'truncate': false.",
             param=f"input[{place}]",
         )
-    # A model that wants EOS at the end pools it there.
+    # A model that requires EOS at the end pools it there.
     ends = tokens[-1] == service.tokenizer.eos_token_id
     return (*tokens[: most - 1], tokens[-1]) if ends else tokens[:most]

@@ -1,4 +1,4 @@
-"""`/api/tags`, `/api/ps`, `/api/show`, `/api/version`, and what would change the models on disk."""
+"""`/api/tags`, `/api/ps`, `/api/show`, `/api/version`, and the refused routes that would change models on disk."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from mlx_ring.core.errors import RequestError, UnknownModel
 from mlx_ring.core.types import ADVISED_SAMPLING
 
 _API_VERSION = "0.12.11"
-"""The version of Ollama whose API this is: clients ask whether it is new enough for them."""
+"""Version of Ollama that this API corresponds to. Clients check that it is new enough."""
 _FOREVER = "9999-12-31T23:59:59Z"
 _BILLION, _MILLION = 1_000_000_000, 1_000_000
 
@@ -41,19 +41,19 @@ _BILLION, _MILLION = 1_000_000_000, 1_000_000
 class NamedModel(Body):
     model: str | None = None
     name: str | None = None
-    """The same, as older clients say it."""
+    """Name of the model in older clients' requests."""
 
 
 class ShownModel(NamedModel):
     verbose: bool | None = None
-    """Tells no more: Ollama's short answer leaves out the token lists of a GGUF file, and there is no such file here."""
+    """Accepted without effect: in Ollama it adds the token lists of a GGUF file, which does not exist here."""
 
 
 class PulledModel(NamedModel):
     stream: bool | None = None
-    """True where the one line is a stream of lines."""
+    """True to send the answer, a single line, as a stream of lines."""
     insecure: bool | None = None
-    """Setting of a connection to a registry; nothing is fetched here."""
+    """Setting of a connection to a registry. Accepted without effect, because nothing is downloaded."""
 
 
 def routes(context: ApiContext) -> APIRouter:
@@ -120,7 +120,7 @@ def _listed(model: ModelService) -> OllamaModel:
 
 
 def _loaded(model: ModelService) -> OllamaRunningModel:
-    """Describe a loaded model; its sizes are the memory that it has on all its nodes."""
+    """Describe a loaded model. Its sizes are its memory on all nodes."""
     workers = workers_of_model(model)
     return {
         **_listed(model),
@@ -152,7 +152,7 @@ def _shown(context: ApiContext, model: ModelService) -> OllamaShown:
 
 
 def _parameters(model: ModelService) -> str:
-    """Return the defaults of requests, a line each."""
+    """Return the default parameters of requests, one per line."""
     values = {
         OPTION_NAMES.get(name, name): getattr(model.default_sampling, name) for name in ADVISED_SAMPLING
     }

@@ -1,4 +1,4 @@
-"""Bodies of Ollama's API: messages, options and names of models, and what the chat request makes of them."""
+"""Bodies of Ollama's API: messages, options and names of models, and their conversion to the chat request."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class CalledFunction(Body):
     name: str
     arguments: dict[str, object]
     index: int | None = None
-    """As answers have it, which clients send back."""
+    """Index of the call, which is part of an answer that the client sends back."""
     description: str | None = None
 
 
@@ -84,10 +84,10 @@ _SWITCHES = ("enable_thinking", "thinking")
 
 
 def read_think(format_: ChatFormat, think: Think | None) -> dict[str, object]:
-    """Return the template arguments for `think`; none where the template decides.
+    """Return the template arguments for `think`; none if the template decides.
 
     Raises:
-        RequestError: the model has no reasoning, or no such setting of it.
+        RequestError: The model has no reasoning, or no such reasoning effort.
     """
     if think is None:
         return {}
@@ -142,10 +142,10 @@ KeepAlive = Duration | int | float
 
 
 def find_model(context: ApiContext, name: str | None) -> ModelService:
-    """Return the model of a name, with or without the tag that Ollama adds to names without one.
+    """Return the model of a name. The tag that Ollama adds to names is optional.
 
     Raises:
-        UnknownModel: there is none.
+        UnknownModel: No model has this name.
     """
     try:
         return context.model(name)
@@ -156,7 +156,7 @@ def find_model(context: ApiContext, name: str | None) -> ModelService:
 
 
 def unloads_at_once(keep_alive: KeepAlive | None) -> bool:
-    """Return True where `keep_alive` is no time at all, which unloads the model if there is no prompt."""
+    """Return True if `keep_alive` is zero, which unloads the model in a request without a prompt."""
     if isinstance(keep_alive, str):
         return _NO_TIME.fullmatch(keep_alive) is not None
     return keep_alive is not None and keep_alive == 0
@@ -165,7 +165,7 @@ def unloads_at_once(keep_alive: KeepAlive | None) -> bool:
 _MOST_STOPS = 64
 _ANY_SEED = -1
 OPTION_NAMES = {"repetition_penalty": "repeat_penalty"}
-"""Ollama's names of the sampling parameters that it calls something else."""
+"""Sampling parameters whose names differ in Ollama."""
 
 Stops = Annotated[
     Annotated[StopString, Tag("one")]
@@ -179,33 +179,33 @@ Stops = Annotated[
 
 
 def _off(value: float) -> float:
-    """Accept only 1, which turns these filters off."""
+    """Accept only 1, the value that disables these filters."""
     if value != 1:
         raise PydanticCustomError("unsupported", "is not supported; leave it out.")
     return value
 
 
 class Options(DrawFields):
-    """Ollama's options. A `seed` of -1 draws another one each time."""
+    """Ollama's options. A `seed` of -1 means a random one."""
 
     num_predict: Annotated[int, Field(ge=-2)] | None = None
-    """Most tokens of the answer; 0 and less: to the end of the context."""
+    """Largest number of tokens of the answer; 0 or less: to the end of the context."""
     num_ctx: Count | None = None
-    """The model's own context holds; one that is longer is refused."""
+    """Requested context length. A longer one than the model's is refused; a shorter one is without effect."""
     stop: Stops | None = None
     repeat_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     repeat_last_n: Annotated[int, Field(ge=-1)] | None = None
-    """0: no repeat penalty. It is over all tokens otherwise (-1), however many are asked for."""
+    """0: no repeat penalty. With any other value the penalty covers all tokens, as with -1."""
     typical_p: Annotated[float, AfterValidator(_off)] | None = None
     tfs_z: Annotated[float, AfterValidator(_off)] | None = None
     mirostat: Annotated[None, Refused("this way of sampling is not supported; leave it out.", (0,))] = None
     mirostat_tau: float | None = None
     mirostat_eta: float | None = None
     num_keep: int | None = None
-    """Setting of a full context, which ends the answer here."""
+    """Accepted without effect, because a full context ends the answer."""
     penalize_newline: bool | None = None
     num_batch: int | None = None
-    """This and what follows say how Ollama would load the model, and nothing of the answer."""
+    """Accepted without effect, like the fields below: they configure how Ollama loads a model."""
     num_gpu: int | None = None
     main_gpu: int | None = None
     num_thread: int | None = None
@@ -237,7 +237,7 @@ class CommonFields(Body):
     stream: bool | None = None
     """True by default."""
     keep_alive: KeepAlive | None = None
-    """A loaded model stays until its memory is needed, however long is asked for."""
+    """Only 0 has an effect, in a request without a prompt. A loaded model stays until its memory is needed."""
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     truncate: _Dropped = None
@@ -249,17 +249,17 @@ class CommonFields(Body):
 
     @property
     def alternatives(self) -> int | None:
-        """Beside each token's own log-probability; None: none are asked for."""
+        """Number of alternatives to each token; None: no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
 def read_sampling(
     fields: CommonFields, service: ModelService, default_max_tokens: int | None
 ) -> SamplingParams:
-    """Return the engine's parameters; what is left open is the model's default.
+    """Return the engine's parameters. A parameter that the request omits gets the model's default.
 
     Raises:
-        RequestError: a longer context is asked for than the model has, or what makes no sense alone.
+        RequestError: The context exceeds the model's, or a field lacks another one that it needs.
     """
     given = fields.options or Options()
     if fields.top_logprobs is not None and not fields.logprobs:
@@ -281,7 +281,7 @@ def read_sampling(
 
 
 def check_context(options: Options | None, service: ModelService) -> None:
-    """Raise `RequestError` for a context that is longer than the model's."""
+    """Raise `RequestError` for a context longer than the model's."""
     asked = None if options is None else options.num_ctx
     if asked is not None and asked > service.context_length:
         raise RequestError(

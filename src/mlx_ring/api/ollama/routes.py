@@ -1,9 +1,4 @@
-"""`/api/chat`.
-
-Requests that ask nothing: they load a model, or unload it.
-
-`/api/generate`.
-"""
+"""`/api/chat` and `/api/generate`. Requests without a prompt load or unload a model."""
 
 from __future__ import annotations
 
@@ -63,7 +58,7 @@ async def load_or_unload(
     keep_alive: KeepAlive | None,
     writer: LineWriter[PieceT],
 ) -> PieceT:
-    """Load or unload the model, and answer with one object, which is also a stream of one line."""
+    """Load or unload the model. Answer with one object, which is also a stream of one line."""
     if unloads_at_once(keep_alive):
         check_manager(request, context.settings)
         await context.catalog.unload(service, force=False)
@@ -74,7 +69,7 @@ async def load_or_unload(
 
 class ChatRequest(CommonFields):
     messages: list[Message] = Field(default_factory=list[Message])
-    """None: the model is loaded, or with a `keep_alive` of 0 unloaded."""
+    """Messages. Without any, the model is loaded, or unloaded if `keep_alive` is 0."""
     tools: list[OfferedTool] | None = None
 
 
@@ -118,7 +113,7 @@ async def respond(
     *,
     streams: bool,
 ) -> PieceT | JsonStream[PieceT]:
-    """Return the one answer, streamed or whole."""
+    """Return the answer, streamed or whole."""
     if streams:
         return stream_chat(engine, prepared, writer, keep_alive_s=context.settings.keep_alive_s)
     (answer,) = await answer_chat(request, engine, prepared)
@@ -141,10 +136,10 @@ def _conversation(context: ApiContext, service: ModelService, fields: ChatReques
 
 class GenerateFields(CommonFields):
     prompt: str = ""
-    """Empty: the model is loaded, or with a `keep_alive` of 0 unloaded."""
+    """Prompt. If it is empty, the model is loaded, or unloaded if `keep_alive` is 0."""
     system: str | None = None
     raw: bool | None = None
-    """True where the prompt goes to the model as it is, without its chat template."""
+    """True to use the prompt as it is, without the chat template."""
     suffix: Annotated[None, Refused("text can only be added at the end; leave it out.", ("",))] = None
     template: Annotated[
         None,
@@ -195,7 +190,7 @@ async def _prepare_raw(
     sampling: SamplingParams,
     request_id: str,
 ) -> PreparedChat:
-    """Prepare an answer that is read as text only."""
+    """Prepare an answer that consists of text only."""
     plain, asked = ChatFormat(), Conversation(messages=(), format=read_format(fields.format))
     grammar = answer_grammar(plain, asked, thinking_open=False)
     await context.grammars.check(grammar, asked)
@@ -206,7 +201,7 @@ async def _prepare_raw(
 
 
 def _check_raw(fields: GenerateFields) -> None:
-    """Refuse fields that need a chat template where none is used."""
+    """Refuse fields that need a chat template if none is used."""
     given = {"system": fields.system, "think": fields.think}
     for name, value in given.items():
         if value:

@@ -24,7 +24,7 @@ class OllamaDurations(JsonObject):
 
 
 class OllamaEnd(JsonObject):
-    """End of a piece. Durations, which are nanoseconds, and counts come with the last piece of an answer."""
+    """End of a piece. Only the last piece of an answer has durations, in nanoseconds, and counts."""
 
     done: bool
     done_reason: NotRequired[Literal["stop", "length", "load", "unload"]]
@@ -103,7 +103,7 @@ class OllamaModels(JsonObject):
 
 
 class OllamaRunningModel(OllamaModel):
-    """A loaded model. Its memory is freed when others need it, never after a time."""
+    """Loaded model. Its memory is freed when other models need it, never after a timeout."""
 
     size_vram: int
     expires_at: str
@@ -124,7 +124,7 @@ class OllamaShown(JsonObject):
 
 class OllamaVersion(JsonObject):
     version: str
-    """Version of Ollama whose API this is."""
+    """Version of Ollama that the API corresponds to."""
     mlx_ring: str
     """Version of this server."""
 

@@ -1,4 +1,4 @@
-"""Writer of Ollama's answers, a JSON object a piece."""
+"""Writer of Ollama's answers, with a JSON object for each piece."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SECOND_NS = 1_000_000_000
 
 PieceT = TypeVar("PieceT", bound=OllamaPiece)
 PieceMaker = Callable[[OllamaOrigin, str, str, Sequence[Call], OllamaEnd], PieceT]
-"""Maker of a piece from content, reasoning and calls, in which `/api/chat` and `/api/generate` differ."""
+"""Function that makes a piece of content, reasoning and calls. `/api/chat` and `/api/generate` have different ones."""
 
 
 def json_line(value: Mapping[str, object]) -> bytes:
@@ -40,7 +40,7 @@ def json_line(value: Mapping[str, object]) -> bytes:
 
 
 class Stopwatch:
-    """One request's time, and what of it went by until the model was loaded."""
+    """Duration of a request, and the part of it until the model was loaded."""
 
     def __init__(self) -> None:
         self._began = self._loaded = time.monotonic_ns()
@@ -57,14 +57,14 @@ class Stopwatch:
 
 
 class LineWriter(Generic[PieceT]):
-    """Writes one answer, streamed or whole. A tool call is sent once it is complete."""
+    """Writer of one answer, streamed or whole. A tool call is sent when it is complete."""
 
     stream_format = StreamFormat(LINES, json_line)
 
     def __init__(
         self, model: str, watch: Stopwatch, make_piece: PieceMaker[PieceT], texts: TokenTexts | None
     ) -> None:
-        """Take `model` as the request names it, and `texts` where log-probabilities are requested."""
+        """Create a writer. `model` is the request's name of the model; log-probabilities need `texts`."""
         self._model = model
         self._watch = watch
         self._make_piece = make_piece
@@ -93,7 +93,7 @@ class LineWriter(Generic[PieceT]):
         return self._piece(end={"done": True, "done_reason": reason})
 
     def _pieces(self, update: AnswerUpdate, answer: ChatAnswer) -> list[PieceT]:
-        """Tokens' log-probabilities come with the first piece that they made, or with an empty one."""
+        """Return the pieces. Log-probabilities go with the first piece of their tokens, else with an empty one."""
         pieces = [piece for part in update.parts for piece in self._part(part, answer)]
         if update.end is not None:
             pieces += self._calls(answer.calls)
@@ -114,7 +114,7 @@ class LineWriter(Generic[PieceT]):
                 return []
 
     def _calls(self, complete: Sequence[Call]) -> list[PieceT]:
-        """Return the calls that were not sent yet."""
+        """Return the calls that are not sent yet."""
         fresh, self._sent_calls = complete[self._sent_calls :], max(self._sent_calls, len(complete))
         return [self._piece(calls=fresh)] if fresh else []
 
@@ -133,7 +133,7 @@ class LineWriter(Generic[PieceT]):
         return self._make_piece(origin, content, reasoning, calls, end or {"done": False})
 
     def _end(self, answer: ChatAnswer) -> OllamaEnd:
-        """Return the end of an answer. Its first token belongs to its prompt's time."""
+        """Return the end of an answer. The time of its first token counts as prefill."""
         timings = answer.timings
         return {
             "done": True,
@@ -168,7 +168,7 @@ def generate_piece(
 
 
 def now() -> str:
-    """RFC 3339, as Go writes it."""
+    """Return the present time as Go writes it (RFC 3339)."""
     return datetime.now(UTC).isoformat().replace("+00:00", "Z")
 
 
@@ -177,7 +177,7 @@ def _call(call: Call) -> CalledTool:
 
 
 def _arguments(text: str) -> Json:
-    """Return arguments as an object; those that a limit cut short are no JSON, and come out empty."""
+    """Return arguments as an object; an empty one if a limit cut them short, because they are no JSON then."""
     try:
         value: object = json.loads(text or "{}")
     except json.JSONDecodeError:

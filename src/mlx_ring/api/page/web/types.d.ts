@@ -57,7 +57,7 @@ export interface ChatCompletionChunk {
   performance?: Performance;
 }
 
-/** First the role, then pieces of `content`, `reasoning` and `tool_calls`. */
+/** Piece of a message: first the role, then pieces of `content`, `reasoning` and `tool_calls`. */
 export interface ChatDelta {
   reasoning?: string;
   reasoning_content?: string;
@@ -152,9 +152,9 @@ export interface DeviceStatus {
 }
 
 export interface FunctionDelta {
-  /** Whole, in a call's first piece. */
+  /** Whole name, in a call's first piece. */
   name?: string;
-  /** A piece of JSON. */
+  /** Piece of JSON. */
   arguments: string;
 }
 
@@ -232,7 +232,7 @@ export interface LogLine {
   text: string;
 }
 
-/** A model for OpenAI's and Anthropic's clients, which ask at the same path. */
+/** Model for OpenAI's and Anthropic's clients, which request the same path. */
 export interface Model {
   id: string;
   object: "model";
@@ -250,7 +250,7 @@ export interface Model {
   max_model_len: number;
   aliases: string[];
   state: "loading" | "ready" | "unavailable" | "unloaded";
-  /** Capabilities of the model, by Ollama's names. */
+  /** Capabilities of the model under Ollama's names. */
   capabilities: string[];
   /** Values of `reasoning_effort` that make a difference. */
   reasoning_efforts: string[];
@@ -392,7 +392,7 @@ export interface PromisedMemory {
 }
 
 export interface PromptDetails {
-  /** That were not computed again. */
+  /** Prompt tokens from the prefix cache. */
   cached_tokens: number;
   audio_tokens: 0;
 }
