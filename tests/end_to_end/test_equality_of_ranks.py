@@ -27,19 +27,22 @@ from mlx_ring.engine.engine import Engine
 
 pytestmark = pytest.mark.alone
 FEW, SHORT, SHORTEST = 10, 40, 16
-"""Number of prompts, and of tokens of an answer by two ranks and by four. A rank that waits keeps a processor busy."""
-TWO_RANKS = [
-    (model, 1, shares)
-    for model in ("demo", "demo-moe", *RANDOM_MODELS)
-    for shares in ((1.0, 1.0), (3.0, 1.0))
-]
-FOUR_RANKS = [(model, 2, (1.0, 1.0)) for model in RANDOM_MODELS]
-"""Models of five layers. Where four ranks share two processors, every rank waits for its turn in each layer."""
+"""Number of prompts, and of tokens of an answer by two ranks and by four. A rank that waits keeps a processor busy.
+With `--thorough`, answers of four ranks have as many tokens as those of two."""
+MODELS = ("demo", "demo-moe", *RANDOM_MODELS)
+TWO_RANKS = [(model, 1, shares) for model in MODELS for shares in ((1.0, 1.0), (3.0, 1.0))]
+FOUR_RANKS = [(model, 2, (1.0, 1.0)) for model in MODELS]
+"""Splits of each model. Where four ranks share two processors, every rank waits for its turn in each layer."""
 
 
 @pytest.fixture(scope="module")
 def expected(request: pytest.FixtureRequest, shared: Path) -> Expected:
     return expected_answers(request.param, shared, thorough=bool(request.config.getoption("--thorough")))
+
+
+def tokens_of_ranks(ranks: int, config: pytest.Config) -> int:
+    """Return the number of tokens of an answer by so many ranks."""
+    return SHORT if ranks < 4 or config.getoption("--thorough") else SHORTEST
 
 
 @pytest.mark.timeout(1200)
@@ -49,13 +52,15 @@ def test_tokens_of_ranks_equal_those_of_the_whole_model(
     stages: int,
     shares: tuple[float, ...],
     tmp_path: Path,
+    pytestconfig: pytest.Config,
     record_property: Callable[[str, Any], None],
 ) -> None:
+    count = tokens_of_ranks(stages * len(shares), pytestconfig)
     some = replace(
         expected,
         prompts=expected.prompts[:FEW],
-        greedy=[tokens[:SHORT] for tokens in expected.greedy[:FEW]],
-        seeded=[tokens[:SHORT] for tokens in expected.seeded[:FEW]],
+        greedy=[tokens[:count] for tokens in expected.greedy[:FEW]],
+        seeded=[tokens[:count] for tokens in expected.seeded[:FEW]],
     )
 
     async def run() -> dict[str, Agreement]:
@@ -65,7 +70,7 @@ def test_tokens_of_ranks_equal_those_of_the_whole_model(
         ):
             return await agree_on_both(engine, some)
 
-    check_agreement(asyncio.run(run()), FEW * SHORT, record_property)
+    check_agreement(asyncio.run(run()), FEW * count, record_property)
 
 
 @pytest.mark.timeout(600)
@@ -86,7 +91,7 @@ def test_tokens_of_ranks_with_quantized_layers_equal_those_of_the_whole_model(
     record_property: Callable[[str, Any], None],
 ) -> None:
     """Use models with 8 KV heads: with an output head and with a tied one, dense and with experts."""
-    count = SHORT if len(shares) < 4 or pytestconfig.getoption("--thorough") else SHORTEST
+    count = tokens_of_ranks(len(shares), pytestconfig)
     folder = tmp_path / "model"
     folder.mkdir()
     write_family(folder, family, bits)
