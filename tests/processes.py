@@ -78,9 +78,18 @@ class Server:
         """Return the answer of `/cluster/status`."""
         return self.http.get("/cluster/status").raise_for_status().json()
 
-    def wait_for_health(self, code: int) -> httpx.Response:
-        """Wait until `/health/ready` answers with this HTTP status, and return the answer."""
-        return eventually(lambda: self.http.get("/health/ready"), lambda answer: answer.status_code == code)
+    def wait_for_health(self, code: int, text: str = "") -> httpx.Response:
+        """Wait until `/health/ready` answers with this HTTP status and text, and return the answer.
+
+        Every answer until then must have the status 200 or 503.
+        """
+
+        def health() -> httpx.Response:
+            answer = self.http.get("/health/ready")
+            assert answer.status_code in (200, 503), answer.text
+            return answer
+
+        return eventually(health, lambda answer: answer.status_code == code and text in answer.text)
 
     def child(self, module: str, *arguments: str) -> psutil.Process:
         """Return the child that runs a module with these arguments."""

@@ -128,8 +128,7 @@ def test_three_machines_answer_like_one_and_a_lost_worker_is_named(
         victim = status["devices"][1]
         os.kill(victim["pid"], signal.SIGKILL)
         # The broken stream is noticed first, then the agent reports the reason.
-        health = eventually(lambda: server.http.get("/health/ready"), lambda answer: "SIGKILL" in answer.text)
-        assert health.status_code == 503
+        health = server.wait_for_health(503, "SIGKILL")
         assert victim["node"] in health.text
         assert server.stop() == 0
         _, left = psutil.wait_procs(head_members(tmp_path), timeout=30)
