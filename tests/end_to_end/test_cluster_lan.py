@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 import psutil
-from tests.end_to_end.loopback_cluster import REQUEST, completion
+from tests.end_to_end.loopback_cluster import REQUEST
 from tests.eventually import eventually
 from tests.namespaces import Host, lan, skip_without_namespaces
 from tests.processes import Server, client_of, give_profile, joining, serving
@@ -34,14 +34,18 @@ class HeadClient:
         """Return the answer of `/cluster/status`."""
         return self.threads.submit(self.http.get, "/cluster/status").result().raise_for_status().json()
 
-    def completion(self) -> str:
-        """Return the text of the greedy completion."""
-        answer = self.threads.submit(self.http.post, "/v1/completions", json=REQUEST).result()
-        assert answer.status_code == 200, answer.text
-        return answer.json()["choices"][0]["text"]
+    def completion(self) -> list[dict[str, Any]]:
+        """Return the choices of the greedy completion."""
+        return choices_of(self.threads.submit(self.http.post, "/v1/completions", json=REQUEST).result())
 
     def is_ready(self) -> bool:
         return self.threads.submit(self.http.get, "/health/ready").result().status_code == 200
+
+
+def choices_of(answer: httpx.Response) -> list[dict[str, Any]]:
+    """Return the choices of a completion, with the reasons why they ended."""
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"]
 
 
 def command_without_folder(folder: Path, host: Host) -> list[str]:
@@ -55,7 +59,7 @@ def test_three_hosts_serve_the_model_of_one_and_continue_without_a_host_that_is_
 ) -> None:
     skip_without_namespaces()
     with serving(tiny_model, folder=tmp_path) as single:
-        expected = completion(single)
+        expected = choices_of(single.http.post("/v1/completions", json=REQUEST))
         single.stop()
     with ExitStack() as stack:
         hosts = stack.enter_context(lan(3))
