@@ -55,7 +55,7 @@ check: .venv/.ready-dev ## check lint, format, types, import contracts and gener
 	$(BIN)/python scripts/generate_settings_table.py --check
 	$(BIN)/python scripts/generate_dashboard.py --check
 	$(BIN)/python scripts/generate_page_types.py --check
-	$(BIN)/python scripts/check_english.py
+	$(BIN)/python scripts/check_english.py --tests
 	@$(MAKE) --no-print-directory check-page
 
 node_modules/.ready: package.json package-lock.json scripts/npm | .venv/.ready-dev

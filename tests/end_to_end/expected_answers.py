@@ -1,4 +1,4 @@
-"""What an instance must answer, greedy and seeded, and whether it does: for tests that split a model."""
+"""Greedy and seeded answers that an instance must give, and their comparison, in tests that split a model."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def assignments(
 
 @asynccontextmanager
 async def running_agent(log_dir: Path) -> AsyncGenerator[tuple[ChildProcess, str]]:
-    """An agent process and its address. Its sockets' folder is short enough for any system."""
+    """Run an agent process, and give its address. Its sockets' folder is short enough for any system."""
     run_dir = Path(tempfile.mkdtemp(prefix="ring-"))
     arguments = ["--run-dir", str(run_dir), "--node", "test", "--log-dir", str(log_dir)]
     agent = await ChildProcess.start(
@@ -100,7 +100,7 @@ async def start_workers(
     link: str = "grpc",
     backend: str = "",
 ) -> dict[RankId, tuple[str, int]]:
-    """Have the agent load the model; returns each rank's address and process id."""
+    """Have the agent load the model, and return each rank's address and process id."""
     agent = AgentLink(open_aio_channel(address), "the agent")
     try:
         hello = make_hello(model_digest=folder.digest, plan_digest=f"{stages} stages")
@@ -130,14 +130,14 @@ async def running_engine(
     link: str = "grpc",
     backend: str = "",
 ) -> AsyncGenerator[tuple[Engine, list[int]]]:
-    """An engine over real worker processes, and their process ids in order of stages and ranks.
+    """Run an engine over real worker processes, and give their process ids in order of stages and ranks.
 
     With `kv_blocks` every worker has KV memory for so many blocks of tokens.
     """
     folder = read_model_folder(path)
     limits = Limits(folder.context_length, folder.vocab_size, folder.eos_token_ids)
     async with running_agent(log_dir) as (agent, address):
-        async with _or_told_where([agent.pid]):
+        async with _report_stacks_if_stuck([agent.pid]):
             workers = await start_workers(address, folder, stages, dtype, kv_bits, shares, link, backend)
             pids = [pid for _, pid in workers.values()]
             executor = await GrpcExecutor.connect(
@@ -160,30 +160,30 @@ async def running_engine(
 
 
 @asynccontextmanager
-async def _or_told_where(pids: Sequence[int]) -> AsyncGenerator[None]:
-    """What takes far too long fails, and processes say where they are."""
+async def _report_stacks_if_stuck(pids: Sequence[int]) -> AsyncGenerator[None]:
+    """Fail after far too long a time, and let the processes print their stacks."""
     try:
         async with asyncio.timeout(_HANGS_S):
             yield
     except TimeoutError:
-        await _tell_stacks(pids)
+        await _print_stacks(pids)
         raise
 
 
 async def _watch(engine: Engine, pids: Sequence[int]) -> None:
-    """Ends what a step's answer is awaited for too long for, with all that can be known of it."""
+    """Fail the engine if a step stays unanswered too long, and print the stacks and the state of the engine."""
     while True:
         await asyncio.sleep(_LOOK_S)
         owed = engine.oldest_unanswered()
         if owed is not None and owed.waited_s > _HANGS_S:
-            await _tell_stacks(pids)
+            await _print_stacks(pids)
             for task in asyncio.all_tasks():
                 task.print_stack()
             engine.fail(WorkerStuck(f"{owed}; {engine.stats()}"))
 
 
-async def _tell_stacks(pids: Sequence[int]) -> None:
-    """Into the agent's output, which this process passes on to stderr."""
+async def _print_stacks(pids: Sequence[int]) -> None:
+    """Make these processes print their stacks to the output of the agent, which this process passes on to stderr."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, SIGNAL)
@@ -191,7 +191,7 @@ async def _tell_stacks(pids: Sequence[int]) -> None:
 
 
 async def _kv_of(workers: dict[RankId, str], blocks: int) -> dict[RankId, RankKv]:
-    """What each worker says of its KV, with a budget of so many blocks."""
+    """Ask each worker about its KV, and return that with a budget of so many blocks."""
     kv: dict[RankId, RankKv] = {}
     for rank, address in workers.items():
         async with open_aio_channel(address) as channel:
@@ -210,7 +210,7 @@ async def _kv_of(workers: dict[RankId, str], blocks: int) -> dict[RankId, RankKv
 
 
 def request(prompt: Sequence[int], count: int, sampling: SamplingParams | None = None) -> GenerateRequest:
-    """For exactly `count` tokens: the end of an answer is ignored."""
+    """Request exactly `count` tokens, also past the end of an answer."""
     given = replace(sampling or SamplingParams(), max_tokens=count, ignore_eos=True)
     return GenerateRequest(request_id="test", prompt_tokens=tuple(prompt), sampling=given)
 
@@ -218,7 +218,7 @@ def request(prompt: Sequence[int], count: int, sampling: SamplingParams | None =
 async def generate(
     engine: Engine, prompt: Sequence[int], count: int, sampling: SamplingParams | None = None
 ) -> list[int]:
-    """The answer to `request`, whole."""
+    """Return the whole answer to `request`."""
     tokens: list[int] = []
     try:
         async with asyncio.timeout(_LONGEST_ANSWER_S):

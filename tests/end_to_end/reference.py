@@ -1,4 +1,4 @@
-"""mlx-lm's own whole model in one process: what the pipeline is held against."""
+"""mlx-lm's own whole model in one process, as the reference of the pipeline."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ class WholeModel:
         mx.eval(self._model.parameters())
 
     def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
-        """What `mlx_lm.generate` gives at temperature 0, its end of answer ignored."""
+        """Return the tokens of `mlx_lm.generate` at temperature 0, also past the end of an answer."""
         steps = generate_step(mx.array(list(prompt)), self._model, max_tokens=count)
         return [int(token) for token, _ in steps]
 
     def logits(self, tokens: Sequence[int]) -> mx.array:
-        """(vocabulary,) after all the tokens."""
+        """Return the logits after all the tokens, of shape (vocabulary,)."""
         return self.every_logits(tokens)[-1]
 
     def every_logits(self, tokens: Sequence[int]) -> mx.array:
-        """(tokens, vocabulary): after each of them, all before it seen."""
+        """Return the logits after each token and those before it, of shape (tokens, vocabulary)."""
         cache = make_prompt_cache(self._model)
         return cast("mx.array", self._model(mx.array([list(tokens)]), cache=cache))[0]
 
     def strays(self, prompt: Sequence[int], tokens: Sequence[int]) -> list[int]:
-        """Of the tokens that follow the prompt, the positions of those that are not the likeliest, ties apart."""
+        """Return the positions of tokens after the prompt that are not the likeliest. Ties do not count."""
         logits = self.every_logits([*prompt, *tokens])[len(prompt) - 1 : -1]
         chosen = mx.take_along_axis(logits, mx.array(list(tokens))[:, None], axis=1)[:, 0]
         short = cast("list[float]", (mx.max(logits, axis=1) - chosen).tolist())
         return [position for position, gap in enumerate(short) if gap > TIE]
 
     def gap(self, before: Sequence[int], first: int, second: int) -> float:
-        """How far apart two tokens' logits are."""
+        """Return the distance between the logits of two tokens."""
         logits = self.logits(before)
         return abs(cast("float", (logits[first] - logits[second]).item()))

@@ -116,6 +116,6 @@ def test_workers_in_a_collective_accept_one_head_only(folder: Path, tmp_path: Pa
 
 
 def test_answer_ends_with_a_stopped_worker_and_the_server_recovers(tmp_path: Path) -> None:
-    """On a busy machine any step could take longer than this deadline."""
+    # On a busy machine any step could take longer than this deadline.
     code = check_recovery(tmp_path, "ring", "0", signal.SIGSTOP, "--step-deadline-s", "3")
     assert code == "worker_stuck"
