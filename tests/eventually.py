@@ -1,7 +1,8 @@
-"""Wait for an effect of another process or thread."""
+"""Wait for an effect of another process, thread or task."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -18,3 +19,11 @@ def eventually(
     while not holds(seen := look()):
         time.sleep(pause_s)
     return seen
+
+
+async def run_tasks_until(look: Callable[[], object]) -> None:
+    """Run the other tasks of this event loop until `look` returns a true value. The test's timeout is the limit."""
+    while True:
+        if look():
+            return
+        await asyncio.sleep(0)

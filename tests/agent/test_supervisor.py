@@ -10,6 +10,7 @@ from typing import cast
 
 import grpc
 import pytest
+from tests.eventually import run_tasks_until
 
 from mlx_ring.agent.supervisor import Supervisor, Worker, WorkerOptions, own_gpu
 from mlx_ring.core.environment import inherited_environment
@@ -78,9 +79,7 @@ def test_a_cancelled_stop_still_ends_a_worker_that_ignores_sigterm(tmp_path: Pat
                 rank = worker_pb2.StageAssignment(instance="tiny", rank=1, tp_size=2)
                 supervisor._workers.append(Worker(rank, tmp_path / "w.sock", child, channel))  # pyright: ignore[reportPrivateUsage] - a worker of its own kind
                 stopping = asyncio.create_task(supervisor.stop("tiny"))
-                await asyncio.sleep(0)
-                await asyncio.sleep(0)
-                assert not supervisor.workers
+                await run_tasks_until(lambda: not supervisor.workers)
                 stopping.cancel()
                 return await child.wait()
         finally:

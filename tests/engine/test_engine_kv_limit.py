@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from tests.eventually import run_tasks_until
 
 from mlx_ring.core.engine_stats import BLOCK, Policy
 from mlx_ring.core.errors import ContextExceeded
@@ -66,8 +67,7 @@ def test_a_lower_limit_leaves_running_answers_unchanged() -> None:
         alone = [await LimitedEngine().answer(BLOCK, 40, first) for first in (0, 50, 100, 150)]
         limited = LimitedEngine()
         tasks = [asyncio.create_task(limited.answer(BLOCK, 40, first)) for first in (0, 50, 100, 150)]
-        for _ in range(20):
-            await asyncio.sleep(0)
+        await run_tasks_until(lambda: limited.engine.stats().scheduler.running == len(tasks))
         limited.engine.limit_kv({PLACE: blocks(2)})
         assert await asyncio.gather(*tasks) == alone
 
