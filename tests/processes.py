@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
+import logging
 import re
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
+from unittest.mock import patch
 
 import httpx
 import psutil
@@ -39,6 +44,77 @@ def run_cli(
         timeout=READY_WAIT_S,
         check=False,
     )
+
+
+def run_in_process(
+    *arguments: str, folder: Path, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a command in this process, with the folder, environment and result of `run_cli`.
+
+    It saves the start of a process. Use it for commands that refuse their input or only compute: not for those that
+    start processes, serve, handle signals or use gRPC. An error that is not handled reaches the test.
+    """
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        patch.object(sys, "argv", ["mlx-ring", *arguments]),
+        patch.dict("os.environ", clean_environment() | dict(environment or {}), clear=True),
+        contextlib.chdir(folder),
+        _fresh_logging(),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        code = _exit_code()
+    return subprocess.CompletedProcess(["mlx-ring", *arguments], code, out.getvalue(), err.getvalue())
+
+
+def _exit_code() -> int:
+    """Call the console script in this process, and return the exit code that a shell sees."""
+    from mlx_ring.cli.main import main  # most tests with processes need no command in this one
+
+    try:
+        main()
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    return 0
+
+
+@contextlib.contextmanager
+def _fresh_logging() -> Generator[None]:
+    """Give a command the logging of a new process, and restore the present one afterwards."""
+    root, kind, show_warning = logging.getLogger(), logging.getLoggerClass(), warnings.showwarning
+    saved = [(each, type(each), _logger_state(each)) for each in (root, *_loggers())]
+    handlers = list(root.handlers)
+    root.handlers = []
+    root.setLevel(logging.WARNING)
+    try:
+        with (
+            patch.object(sys, "excepthook", sys.excepthook),
+            patch.object(threading, "excepthook", threading.excepthook),
+        ):
+            yield
+    finally:
+        for handler in root.handlers:
+            handler.close()
+        if warnings.showwarning is not show_warning:
+            logging.captureWarnings(capture=False)
+        logging.setLoggerClass(kind)
+        for each in _loggers():
+            each.__class__ = kind
+        for each, its_kind, state in saved:
+            each.__class__ = its_kind
+            vars(each).update(state)
+        root.handlers = handlers
+        root.setLevel(root.level)  # forgets what each logger has cached
+
+
+def _loggers() -> list[logging.Logger]:
+    """Return the named loggers."""
+    return [each for each in logging.Logger.manager.loggerDict.values() if isinstance(each, logging.Logger)]
+
+
+def _logger_state(logger: logging.Logger) -> dict[str, Any]:
+    """Return a logger's attributes, with its own lists of handlers and filters."""
+    return vars(logger) | {"handlers": list(logger.handlers), "filters": list(logger.filters)}
 
 
 def clean_environment() -> dict[str, str]:

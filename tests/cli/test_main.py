@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.processes import run_cli
+from tests.processes import run_cli, run_in_process
 
 from mlx_ring.settings.config import Settings, flag_name
 from mlx_ring.settings.fields import flag_of
@@ -33,8 +33,12 @@ COMMANDS = [
 
 
 def complaint(*arguments: str, folder: Path, **environment: str) -> str:
+    """Return the one sentence with which a command refuses its input, in this process."""
+    return sentence_of(run_in_process(*arguments, folder=folder, environment=environment))
+
+
+def sentence_of(done: subprocess.CompletedProcess[str]) -> str:
     """Return the one sentence, log lines aside, that a command prints on stderr when it fails with exit code 2."""
-    done = run_cli(*arguments, folder=folder, environment=environment)
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
@@ -50,22 +54,44 @@ def complaint(*arguments: str, folder: Path, **environment: str) -> str:
         (["serve", "--stages", "-1"], "--stages is -1; it must be a whole number from 1 to 1024."),
         (["serve", "--config", "none.yaml"], "The settings file none.yaml does not exist."),
         (["serve", "--nope"], "No such option: --nope"),
-        (["sevre"], "No such command 'sevre'. Did you mean 'serve'"),
-        (["chat", "a", "b"], "Got unexpected extra argument(s) (a b)."),
-        (["serve", "a", "b"], "There is no model 'a'"),
-        (["serve", "demo", "demo"], "The model demo was named twice"),
         (["serve", "demo", "b", "--more-models", "c"], "--more-models is c, and b was given too"),
         (["serve", "--no-prefix-cache", "--prefix-cache", "on"], "--prefix-cache is on, but another flag"),
-        (["serve", "--enable-prefix-caching", "./nowhere"], "There is no model './nowhere'"),
-        (["serve", "./nowhere"], "There is no model './nowhere'"),
     ],
 )
 def test_invalid_input_is_reported_in_one_sentence(arguments: list[str], said: str, tmp_path: Path) -> None:
     assert complaint(*arguments, folder=tmp_path).startswith(said)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["serve", "demo", "demo"], "The model demo was named twice"),
+        (["serve", "a", "b"], "There is no model 'a'"),
+        (["serve", "--enable-prefix-caching", "./nowhere"], "There is no model './nowhere'"),
+        (["serve", "./nowhere"], "There is no model './nowhere'"),
+        (["sevre"], "No such command 'sevre'. Did you mean 'serve'"),
+        (["chat", "a", "b"], "Got unexpected extra argument(s) (a b)."),
+        (["plan", "./nowhere", "--machine", "m4-mac-mini-16"], "There is no model './nowhere'"),
+        (["profile", "--blas", "mkl"], "--blas is mkl; it must be auto or off."),
+        (["doctor", "a b"], "'a b' is no address of a head"),
+        (
+            ["models", "preshard", "demo", "--out", "shards"],
+            "Give exactly one of --stages, --layers and --plan",
+        ),
+        (["token", "create", "--uses", "0"], "--uses is 0;"),
+        (["node", "remove", "mini"], "There is no node 'mini': the cluster's nodes are none."),
+        (["cluster", "start", "-c", "cluster.json"], "--config is cluster.json, which cannot be read"),
+    ],
+)
+def test_each_command_reports_invalid_input_from_a_process_of_its_own(
+    arguments: list[str], said: str, tmp_path: Path
+) -> None:
+    done = run_cli(*arguments, folder=tmp_path, environment={"MLX_RING_STATE_DIR": str(tmp_path / "state")})
+    assert sentence_of(done).startswith(said)
+
+
 def test_a_misspelt_built_in_model_gets_a_suggestion(tmp_path: Path) -> None:
-    said = complaint("serve", "demmo", folder=tmp_path)
+    said = sentence_of(run_cli("serve", "demmo", folder=tmp_path))
     assert said.startswith("There is no model 'demmo'")
     assert "Did you mean 'demo'?" in said
 
@@ -73,7 +99,7 @@ def test_a_misspelt_built_in_model_gets_a_suggestion(tmp_path: Path) -> None:
 def test_a_busy_port_is_reported_before_anything_is_loaded(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as holder:
         port = holder.getsockname()[1]
-        said = complaint("serve", "./nowhere", "--port", str(port), folder=tmp_path)
+        said = sentence_of(run_cli("serve", "./nowhere", "--port", str(port), folder=tmp_path))
     assert said.startswith(f"Port {port} on 127.0.0.1 is in use by another process")
 
 
@@ -86,21 +112,18 @@ def test_a_bad_variable_in_the_environment_is_named(tmp_path: Path) -> None:
 
 
 def test_more_stages_than_layers_are_refused(tiny_model: Path, tmp_path: Path) -> None:
-    said = complaint("serve", str(tiny_model), "--stages", "6", "--port", "0", folder=tmp_path)
-    assert said.startswith("6 stages were requested, but the model has 5 layers")
+    done = run_cli("serve", str(tiny_model), "--stages", "6", "--port", "0", folder=tmp_path)
+    assert sentence_of(done).startswith("6 stages were requested, but the model has 5 layers")
 
 
 def test_a_context_longer_than_the_model_s_is_refused(tiny_model: Path, tmp_path: Path) -> None:
-    said = complaint("serve", str(tiny_model), "--max-model-len", "5000", "--port", "0", folder=tmp_path)
-    assert said.startswith("--max-model-len is 5000;")
+    done = run_cli("serve", str(tiny_model), "--max-model-len", "5000", "--port", "0", folder=tmp_path)
+    assert sentence_of(done).startswith("--max-model-len is 5000;")
 
 
 def test_a_context_that_exceeds_the_kv_cache_memory_is_refused(tiny_model: Path, tmp_path: Path) -> None:
-    said = complaint(
-        *("serve", str(tiny_model), "--port", "0"),
-        *("--max-model-len", "4096", "--kv-cache-memory", "1MiB"),
-        folder=tmp_path,
-    )
+    options = ("--max-model-len", "4096", "--kv-cache-memory", "1MiB")
+    said = sentence_of(run_cli("serve", str(tiny_model), "--port", "0", *options, folder=tmp_path))
     assert said.startswith("The KV cache of stage 0 may take 1 MB")
     assert "Give --max-model-len" in said
 
@@ -133,17 +156,14 @@ def test_an_unusable_model_folder_is_refused_with_the_reason(
             (broken / "config.json").write_text(json.dumps(config | {"model_file": "mine.py"}))
             (broken / "mine.py").write_text(f"open({str(canary)!r}, 'w')")
             expected = "never run"
-    assert expected in complaint("serve", str(broken), "--port", "0", folder=tmp_path)
+    assert expected in sentence_of(run_cli("serve", str(broken), "--port", "0", folder=tmp_path))
     assert not canary.exists()
 
 
 def test_a_hub_id_without_network_says_what_to_do(tmp_path: Path) -> None:
-    said = complaint(
-        *("serve", "Qwen/Qwen3-0.6B", "--port", "0"),
-        folder=tmp_path,
-        HF_HOME=str(tmp_path / "cache"),
-        HF_ENDPOINT="http://127.0.0.1:9",
-    )
+    environment = {"HF_HOME": str(tmp_path / "cache"), "HF_ENDPOINT": "http://127.0.0.1:9"}
+    done = run_cli("serve", "Qwen/Qwen3-0.6B", "--port", "0", folder=tmp_path, environment=environment)
+    said = sentence_of(done)
     assert said.startswith("Qwen/Qwen3-0.6B is not on this machine and cannot be fetched")
     assert "mlx-ring models list" in said
 
@@ -184,7 +204,7 @@ def test_help_lists_basic_flags_and_help_all_every_flag(tmp_path: Path) -> None:
 
 def _listed(names: set[str], flag: str, folder: Path) -> set[str]:
     """Return the settings whose flags `mlx-ring serve` lists."""
-    text = run_cli("serve", flag, folder=folder, environment={"COLUMNS": "200"}).stdout
+    text = run_in_process("serve", flag, folder=folder, environment={"COLUMNS": "200"}).stdout
     flags = set(re.findall(r"--[a-z-]+", text))
     return {name for name in names if flag_name(name) in flags}
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 from tests.cli.test_main import complaint
-from tests.processes import run_cli
+from tests.processes import run_in_process
 
 MINIS = ("--machine", "m4-mac-mini-16", "--machine", "m4-mac-mini-16")
 
 
 def test_a_plan_names_machines_layers_and_reasons(tmp_path: Path) -> None:
-    done = run_cli("plan", "demo", *MINIS, "--strategy", "uniform", folder=tmp_path)
+    done = run_in_process("plan", "demo", *MINIS, "--strategy", "uniform", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "m4-mac-mini-16#1" in done.stdout
     assert "tokens/s for one stream" in done.stdout
@@ -27,7 +27,7 @@ def test_a_plan_as_json_has_every_layer_once(tmp_path: Path) -> None:
         "  - {name: b, memory_gb: 24, bandwidth_gb_s: 100, tflops: 4}\n"
     )
     options = ("--cluster", "cluster.yaml", "--strategy", "memory", "--json")
-    done = run_cli("plan", "demo", *options, folder=tmp_path)
+    done = run_in_process("plan", "demo", *options, folder=tmp_path)
     plan = json.loads(done.stdout)
     assert [stage["node"] for stage in plan["stages"]] == ["a", "b"]
     assert [(stage["layers"]["start"], stage["layers"]["end"]) for stage in plan["stages"]] == [
@@ -43,14 +43,14 @@ def test_ranks_of_a_tensor_group_are_listed_together_with_the_reason(tmp_path: P
         "usual_link: {round_trip_ms: 0.02, gbit_s: 40}\n"
     )
     options = ("plan", "demo", "--cluster", "cluster.yaml", "--strategy", "tensor")
-    done = run_cli(*options, folder=tmp_path)
+    done = run_in_process(*options, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
     assert lines[0][:3] == ["machine", "layers", "share"]
     first, second = (next(line for line in lines if line[:1] == [name]) for name in "ab")
     assert first[1] == second[1]
     assert "a+b compute every layer together: " in done.stdout
-    plan = json.loads(run_cli(*options, "--json", folder=tmp_path).stdout)
+    plan = json.loads(run_in_process(*options, "--json", folder=tmp_path).stdout)
     ranks = plan["stages"][0]["ranks"]
     assert (plan["kind"], [rank["node"] for rank in ranks]) == ("tensor", ["a", "b"])
     assert sum(rank["share"] for rank in ranks) == 1
@@ -59,16 +59,16 @@ def test_ranks_of_a_tensor_group_are_listed_together_with_the_reason(tmp_path: P
 
 def test_a_plan_for_throughput_shows_a_table_for_each_replica(tmp_path: Path) -> None:
     options = (*MINIS, "--optimize-for", "throughput", "--sequences", "8")
-    done = run_cli("plan", "demo", *options, folder=tmp_path)
+    done = run_in_process("plan", "demo", *options, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "Replica 2 of 2" in done.stdout
     assert "for all 2 replicas together" in done.stdout
-    done = run_cli("plan", "demo", *options, "--replicas", "1", "--json", folder=tmp_path)
+    done = run_in_process("plan", "demo", *options, "--replicas", "1", "--json", folder=tmp_path)
     assert json.loads(done.stdout)["sequences"] == 8
 
 
 def test_without_machines_the_known_ones_are_listed(tmp_path: Path) -> None:
-    done = run_cli("plan", "demo", folder=tmp_path)
+    done = run_in_process("plan", "demo", folder=tmp_path)
     assert done.returncode == 0
     assert "m3-ultra-mac-studio" in done.stdout
 
@@ -100,7 +100,7 @@ def test_a_devices_file_sets_the_strategy_unless_a_flag_does(tmp_path: Path) -> 
     options = ("plan", "demo", "--cluster", "cluster.json", "--json")
     cuts: list[list[int]] = []
     for more in ((), ("--strategy", "uniform")):
-        done = run_cli(*options, *more, folder=tmp_path)
+        done = run_in_process(*options, *more, folder=tmp_path)
         assert done.returncode == 0, done.stderr
         cuts.append([stage["layers"]["end"] for stage in json.loads(done.stdout)["stages"]])
     assert cuts == [[6, 8], [4, 8]]
@@ -112,7 +112,7 @@ def test_a_plan_applies_the_memory_share_of_a_device(tmp_path: Path) -> None:
         ' {"hostname": "b", "capabilities": {"memory_gb": 16, "gpu_cores": 10}, "gpu_memory_utilization": 0.5}]}'
     )
     options = ("plan", "demo", "--cluster", "cluster.json", "--strategy", "uniform", "--json")
-    done = run_cli(*options, folder=tmp_path)
+    done = run_in_process(*options, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     whole, half = (stage["usable_bytes"] for stage in json.loads(done.stdout)["stages"])
     assert half / whole == pytest.approx(0.5 / 0.95)
