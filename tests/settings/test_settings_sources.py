@@ -84,6 +84,7 @@ def test_a_former_name_is_read_and_logs_one_line(
     assert load_settings({}, config=config).max_queued_requests == 7
     (record,) = caplog.records
     assert "is now called" in record.message
+    assert record.message.endswith("; the old name still works.")
     assert "max" in record.message.lower()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, get_type_hints
 
@@ -12,9 +11,8 @@ import typer
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.settings.config import Settings, flag_name
 from mlx_ring.settings.fields import Flag, flag_of
-from mlx_ring.settings.settings_sources import allowed_values, has_choices
+from mlx_ring.settings.settings_sources import allowed_values, has_choices, log_old_name
 
-log = logging.getLogger(__name__)
 ALL_SETTINGS = tuple(name for name in Settings.model_fields if name != "model")
 _MANY = 20
 """Settings from which on plain `--help` lists the basic ones only."""
@@ -145,7 +143,7 @@ def _take_old(values: dict[str, object], name: str, old: str, value: str) -> Non
         raise ConfigError(
             f"{flag_name(name)} is {values[name]}, and its old name {flag_name(old)} is {value}: give one of them."
         )
-    log.warning("%s is now called %s; the old name still works.", flag_name(old), flag_name(name))
+    log_old_name(flag_name(old), flag_name(name))
     values[name] = value
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, TypeVar, cast
 
@@ -12,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from mlx_ring.cli.flags import with_settings
 from mlx_ring.core.errors import ConfigError, PlanError
 from mlx_ring.models.model_source import describe_model
 from mlx_ring.planner.cluster_file import (
@@ -29,7 +29,6 @@ from mlx_ring.planner.request import OBJECTIVES, Demand, Objective, PlanRequest
 from mlx_ring.settings.devices_file import DevicesFile, lists_devices, read_devices
 from mlx_ring.settings.strategies import STRATEGIES, Strategy, current_strategy, strategy_help
 
-log = logging.getLogger(__name__)
 _BITS = (2, 3, 4, 5, 6, 8, 16, 32)
 _KV_BITS = (4, 8, 16)
 _CONTEXT = 8192
@@ -37,7 +36,9 @@ _GB = 10**9
 Value = TypeVar("Value", int, str)
 
 
+@with_settings(("optimize_for",))
 def plan(
+    flags: Mapping[str, object],
     model: Annotated[str, typer.Argument(help="Built-in name, folder, config.json or Hugging Face id.")],
     cluster: Annotated[
         Path | None, typer.Option(metavar="FILE", help="YAML or JSON file of machines and links.")
@@ -53,11 +54,6 @@ def plan(
             help=f"How to split layers over machines; by default the file's strategy, or auto. {strategy_help()}.",
         ),
     ] = None,
-    optimize_for: Annotated[
-        str | None,
-        typer.Option(metavar="|".join(OBJECTIVES), help="Objective of `auto`; latency by default."),
-    ] = None,
-    aim: Annotated[str | None, typer.Option(hidden=True)] = None,
     proportions: Annotated[
         str | None,
         typer.Option(metavar="A,B", help="Shares of the layers by machine, with --strategy custom."),
@@ -107,7 +103,9 @@ def plan(
     request = PlanRequest(
         demand,
         strategy=cast("Strategy", _one_of("--strategy", wanted, tuple(STRATEGIES))),
-        objective=cast("Objective", _one_of("--optimize-for", _objective(optimize_for, aim), OBJECTIVES)),
+        objective=cast(
+            "Objective", _one_of("--optimize-for", str(flags["optimize_for"] or OBJECTIVES[0]), OBJECTIVES)
+        ),
         proportions=_numbers("--proportions", proportions) or listed.proportions,
         counts=tuple(map(int, _numbers("--layers", layers))),
     )
@@ -120,13 +118,6 @@ def plan(
         print(json.dumps(plans[0] if len(plans) == 1 else {"replicas": plans}, indent=1))
         return
     show_plans(made)
-
-
-def _objective(given: str | None, old: str | None) -> str:
-    """Return the value of --optimize-for, or of --aim, its old name."""
-    if old is not None:
-        log.warning("--aim is now called --optimize-for; the old name still works.")
-    return given or old or "latency"
 
 
 def _cluster(file: Path | None, machines: list[str] | None) -> tuple[ClusterProfile, DevicesFile]:

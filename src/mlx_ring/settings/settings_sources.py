@@ -118,6 +118,11 @@ def load_settings(
     return _check(given)
 
 
+def log_old_name(old: str, new: str) -> None:
+    """Log that a setting was given under its old name."""
+    log.warning("%s is now called %s; the old name still works.", old, new)
+
+
 def check_values(values: Mapping[str, str], where: str) -> None:
     """Check flags for a server on another machine, as `load_settings` does.
 
@@ -172,7 +177,7 @@ def _from_variables(variables: Mapping[str, str], where: str) -> dict[str, _Give
         if field not in Settings.model_fields:
             raise ConfigError(f"{variable}{where} is no setting{_suggest(name, ENVIRONMENT_PREFIX)}")
         if field != name:
-            log.warning("%s%s is now called %s%s.", variable, where, ENVIRONMENT_PREFIX, field.upper())
+            log_old_name(f"{variable}{where}", ENVIRONMENT_PREFIX + field.upper())
             if field in variables:
                 continue
         given[field] = _Given(value, f"{variable}{where}")
@@ -208,7 +213,7 @@ def _from_file(path: Path) -> dict[str, _Given]:
         if name in given:
             raise ConfigError(f"{path} gives {flag_name(name)[2:]!r} twice, under two spellings of its name.")
         if str(key).replace("-", "_") in OLD_NAMES:
-            log.warning("%s in %s is now called %s.", key, path, flag_name(name)[2:])
+            log_old_name(f"{key} in {path}", flag_name(name)[2:])
         if value is not None:
             given[name] = _Given(value, f"{str(key)!r} in {path}")
     return given
