@@ -8,7 +8,8 @@ ARGS ?=
 BY_FILE := --dist loadfile --no-loadscope-reorder
 SIDE_BY_SIDE := -n 4 $(BY_FILE)
 # Tests that start no processes. tests/process_marks.py marks the others.
-FAST := -m "not conformance and not processes" --hypothesis-profile fast -n logical --maxprocesses 4 $(BY_FILE)
+WITHOUT_PROCESSES := not conformance and not processes
+FAST := --hypothesis-profile fast -n logical --maxprocesses 4 $(BY_FILE)
 # Tests start hundreds of processes. Without bytecode files, each would compile all its imports again.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -36,15 +37,15 @@ test: .venv/.ready-dev ## install, and run the tests (ARGS="-k scheduler"; ARGS=
 	$(BIN)/pytest -m "not conformance" $(SIDE_BY_SIDE) $(ARGS)
 	@echo "Not included: conformance tests of every architecture and client (make conformance)."
 
-test-fast: .venv/.ready-dev ## run the tests that start no processes
-	$(BIN)/pytest $(FAST) $(ARGS)
+test-fast: .venv/.ready-dev ## run the quick tests: no processes, no long computation
+	$(BIN)/pytest -m "$(WITHOUT_PROCESSES) and not slow" $(FAST) $(ARGS)
 
 .venv-oldest/.ready: .venv/.ready-dev scripts/setup_oldest
 	@scripts/setup_oldest
 	@touch $@
 
-test-oldest: .venv-oldest/.ready ## run the same on the lowest supported Python that this system's distribution ships
-	.venv-oldest/bin/pytest $(FAST) $(ARGS)
+test-oldest: .venv-oldest/.ready ## run all that start no processes on the lowest supported Python that this system's distribution ships
+	.venv-oldest/bin/pytest -m "$(WITHOUT_PROCESSES)" $(FAST) $(ARGS)
 
 check: .venv/.ready-dev ## check lint, format, types, import contracts and generated files
 	$(BIN)/ruff check

@@ -37,6 +37,7 @@ def every_family() -> list[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", SAMPLE)
 def test_a_family_matches_the_table(family: str) -> None:
     found = examine(family)

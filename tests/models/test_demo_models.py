@@ -170,6 +170,7 @@ def test_far_positions_give_finite_logits(name: str) -> None:
     assert bool(mx.all(mx.isfinite(model(tokens, cache=caches))))
 
 
+@pytest.mark.slow
 def test_demo_answers_nine_of_ten_held_out_questions() -> None:
     answers = ask(FOLDER / "demo", Corpus().questions(per_topic=20))
     assert len(answers) >= 200
