@@ -41,15 +41,15 @@ class ApiContext:
 
     @property
     def default(self) -> ModelService:
-        """The model that `/` and `/health` tell of."""
+        """Model that `/` and `/health` describe."""
         return self.catalog.models[0]
 
     def model(self, name: str | None) -> ModelService:
         """Return the model of that name; without a name, the only one.
 
         Raises:
-            UnknownModel: there is none of that name.
-            RequestError: none is named, and there are several.
+            UnknownModel: No model has that name.
+            RequestError: The request names no model, and there are several.
         """
         models = self.catalog.models
         if name is None and len(models) > 1:
@@ -68,10 +68,10 @@ class ApiContext:
         return ", ".join(f"'{model.model_id}'" for model in self.catalog.models)
 
     async def answering(self, model: ModelService) -> Answering:
-        """Return the engine of a model, which is loaded first where necessary.
+        """Return the engine of a model. Load the model first if necessary.
 
         Raises:
-            RingError: why it cannot answer now. After a loss of workers the model is loaded again by itself.
+            RingError: The model cannot answer now. After a loss of workers it is loaded again automatically.
         """
         if model.state in ("unloaded", "loading"):
             await self.catalog.ready(model)
@@ -91,7 +91,7 @@ class ApiContext:
 
 
 def workers_of(instance: ServedInstance) -> tuple[WorkerInfo, ...]:
-    """Return an instance's workers as last measured, with the KV bytes of their last answers."""
+    """Return an instance's workers with their last measurements and the KV bytes of their last answers."""
     workers = instance.info.workers
     if instance.error is not None:
         return workers

@@ -1,6 +1,6 @@
-"""One API that clients speak, as one value, and which of them a request belongs to.
+"""Dialects: the supported APIs, each as one value, and the choice of a request's dialect.
 
-Its values leave as JSON: whole, a line each, or as server-sent events.
+A dialect sends values as JSON: whole, one per line, or as server-sent events.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _ENCODER = json.JSONEncoder(separators=(",", ":"))
 
 
 def json_bytes(value: Mapping[str, object]) -> bytes:
-    """Encode a value in ASCII: some clients take U+2028 and its like for the end of a line."""
+    """Encode a value in ASCII, because some clients read U+2028 and similar characters as the end of a line."""
     return _ENCODER.encode(value).encode()
 
 
 def event(value: Mapping[str, object], name: str | None = None) -> bytes:
-    """Encode a server-sent event, with a name where the dialect has names."""
+    """Encode a server-sent event, with a name if the dialect names events."""
     named = b"" if name is None else b"event: %s\n" % name.encode()
     return named + b"data: %s\n\n" % json_bytes(value)
 
@@ -37,7 +37,7 @@ def named_event(value: Mapping[str, object]) -> bytes:
 
 
 class ErrorNumbers(TypedDict, total=False):
-    """Numbers of a prompt that exceeds the context."""
+    """Token counts of a prompt that exceeds the context."""
 
     n_prompt_tokens: Annotated[int, Field(description="Number of the prompt's tokens.")]
     n_ctx: Annotated[int, Field(description="Size of the context in tokens.")]
@@ -50,14 +50,14 @@ class ErrorInfo:
     status: int
     message: str
     type: str
-    """Kind of the error, as OpenAI names it."""
+    """OpenAI's name for the kind of error."""
     code: str | None = None
     param: str | None = None
     """Field at fault."""
     passes: bool = False
-    """True where the same request may well succeed later."""
+    """True if the same request may succeed later."""
     more: ErrorNumbers = field(default_factory=ErrorNumbers)
-    """Numbers that a client could want apart from the message."""
+    """Numbers of the message, for programs."""
 
 
 ContextT = TypeVar("ContextT")
@@ -66,17 +66,17 @@ ErrorT = TypeVar("ErrorT", bound=Mapping[str, object])
 
 @dataclass(frozen=True, slots=True)
 class Dialect(Generic[ContextT, ErrorT]):
-    """One API that clients speak: its paths, its routes, and how it reports errors."""
+    """One supported API: its paths, its routes and the form of its errors."""
 
     name: str
     prefixes: tuple[str, ...]
-    """Paths that belong to the dialect, with everything below them."""
+    """Paths of the dialect. All paths below them belong to it too."""
     routes: tuple[Callable[[ContextT], APIRouter], ...]
-    """Makers of its routers, in the order in which paths are matched."""
+    """Functions that make its routers, in the order in which paths are matched."""
     error_body: Callable[[ErrorInfo, str], ErrorT]
-    """Writer of an error; takes the request's id too."""
+    """Function that writes an error. Its second argument is the request's id."""
     error_schema: TypeForm[ErrorT]
-    """Type of what `error_body` writes."""
+    """Type of an error body."""
     stream_failure: Callable[[ErrorT], bytes]
     """Encoder of an error body that ends a stream."""
     request_id_header: str | None = None
@@ -84,7 +84,7 @@ class Dialect(Generic[ContextT, ErrorT]):
 
 
 class Dialects:
-    """The dialects of one application. A path that no other dialect claims belongs to the first."""
+    """Dialects of one application. A path that no other dialect claims belongs to the first."""
 
     def __init__(self, default: Dialect[Any, Any], *others: Dialect[Any, Any]) -> None:
         self._default = default

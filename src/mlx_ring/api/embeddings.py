@@ -1,4 +1,4 @@
-"""Texts to vectors, as many at a time as the engine has places for: what OpenAI's and Ollama's embeddings share."""
+"""Embedding of many texts, as OpenAI's and Ollama's routes share it. The engine's capacity limits the texts in progress."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from mlx_ring.core.types import SamplingParams
 from mlx_ring.models.pooling import Pooling
 
 _LANES = 16
-"""Number of texts of one request that run at a time, so that chats proceed beside thousands of texts."""
+"""Largest number of texts of one request in progress, so that chats proceed beside thousands of texts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """One text to embed."""
+    """Text to embed."""
 
     tokens: tuple[int, ...]
     param: str
@@ -43,7 +43,7 @@ def require_embeddings(service: ModelService, dimensions: int | None) -> None:
     """Check that the model can make vectors of that many numbers.
 
     Raises:
-        RequestError: it cannot.
+        RequestError: The model cannot.
     """
     if service.pooling.refusal:
         raise RequestError(service.pooling.refusal, param="model")
@@ -62,13 +62,13 @@ async def embed(
     request_id: str,
     dimensions: int | None = None,
 ) -> list[Embedding]:
-    """Return each text's vector, in order; cancellation stops them all.
+    """Return each text's vector, in order. Cancellation stops all texts.
 
     Args:
         dimensions: number of a vector's first elements to keep; None for all.
 
     Raises:
-        RingError: one of them could not be computed.
+        RingError: A vector could not be computed.
     """
     work = _Work(engine, service.pooling, request_id, dimensions, deque(enumerate(texts)))
     try:
@@ -81,7 +81,7 @@ async def embed(
 
 
 class _Work:
-    """The texts of one request, which several lanes take from."""
+    """Texts of one request, which several lanes embed."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class _Work:
         self.done: dict[int, Embedding] = {}
 
     async def lane(self) -> None:
-        """Embed one text after another. Close when all places are taken and another lane is open."""
+        """Embed one text after another. End if the engine is full and another lane is open."""
         while self._left:
             place, text = self._left.popleft()
             self._busy += 1
@@ -130,11 +130,11 @@ class _Work:
 
 
 async def written(made: Sequence[Embedding], write: Callable[[int, NDArray[np.float32]], bytes]) -> bytes:
-    """Join the vectors with commas, and let other tasks run after each of them.
+    """Join the vectors with commas. Let other tasks run after each of them.
 
     Args:
         made: the vectors.
-        write: one of them, with its place.
+        write: writes one vector; takes its index too.
     """
     data: list[bytes] = []
     for place, embedding in enumerate(made):
@@ -144,17 +144,17 @@ async def written(made: Sequence[Embedding], write: Callable[[int, NDArray[np.fl
 
 
 def floats(vector: NDArray[np.float32]) -> bytes:
-    """Write a vector's numbers as items of a JSON list, in nine digits, which distinguish any two float32."""
+    """Write a vector's numbers as items of a JSON list. Nine digits distinguish any two float32 numbers."""
     return ",".join(f"{number:.9g}" for number in vector.tolist()).encode()
 
 
 def finish_vector(pooled: Sequence[float], dimensions: int | None, *, normalize: bool) -> NDArray[np.float32]:
     """Return the first `dimensions` numbers, scaled to length 1 where requested.
 
-    A model trained in the way of Matryoshka puts what matters most first; others lose more by a cut.
+    Models of Matryoshka embeddings have the most important numbers first. With other models a cut loses more.
 
     Raises:
-        ServingError: they are no numbers.
+        ServingError: The vector has values that are no numbers.
     """
     vector = np.array(pooled[:dimensions])
     if not np.isfinite(vector).all():

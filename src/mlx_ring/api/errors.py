@@ -1,4 +1,4 @@
-"""Errors over HTTP: the one place where the exception tree becomes status codes and bodies.
+"""Errors over HTTP: the conversion of the exception tree to status codes and bodies.
 
 The dialect of the request's path writes the body.
 """
@@ -62,13 +62,13 @@ _REPLIES: Mapping[type[RingError], _Reply] = {
     RingError: _Reply(500, SERVER, "internal_error"),
 }
 _PASSING = (errors.NotReady, errors.Overloaded, errors.StaleMessage)
-"""Errors worth another try; a header asks clients not to repeat other 5xx errors and timeouts."""
+"""Errors after which a retry may succeed. For other 5xx errors and timeouts, a header asks clients not to retry."""
 _LAST_WORDS = (errors.Draining, errors.BodyTooSlow, errors.BodiesFull)
-"""The connection ends with them."""
+"""Errors that end the connection."""
 
 
 def error_info(error: Exception) -> ErrorInfo:
-    """Return the description of an error for clients. Errors outside of `RingError` show no detail."""
+    """Return the description of an error for clients. Errors outside `RingError` show no detail."""
     reply = _reply_to(error)
     more: ErrorNumbers = {}
     if isinstance(error, errors.ContextExceeded):
@@ -90,7 +90,7 @@ def error_body(error: Exception, scope: Scope) -> Json:
 
 
 def stream_failure(error: Exception, scope: Scope) -> bytes:
-    """Encode the error as the end of a stream whose status is out already."""
+    """Encode the error as the end of a stream whose status is already sent."""
     return dialect_of(scope).stream_failure(error_body(error, scope))
 
 
@@ -117,7 +117,7 @@ def _retry_after_s(error: Exception, status: int) -> float | None:
 
 
 def transport_error(dialects: Dialects, status: int, message: str, request_id: str, path: str = "") -> Json:
-    """Return the body for what is no valid HTTP request, or cannot be accepted, and reaches no route."""
+    """Return the body for a request that is not valid HTTP or cannot be accepted, so that no route gets it."""
     info = ErrorInfo(status, message, *_TRANSPORT[status], passes=status == _UNAVAILABLE)
     return dialects.of(path).error_body(info, request_id)
 
@@ -131,7 +131,7 @@ _TRANSPORT = {
 
 
 def log_failure(error: Exception, request_id: str) -> None:
-    """Log a failure of the server; a client's mistake is not logged."""
+    """Log a failure of the server. Errors of clients are not logged."""
     if not isinstance(error, RingError):
         log.error("request %s failed", request_id, exc_info=error)
     elif _reply_to(error).status >= _SERVER_ERROR:
@@ -139,7 +139,7 @@ def log_failure(error: Exception, request_id: str) -> None:
 
 
 def install_error_handlers(app: FastAPI, dialects: Dialects) -> None:
-    """Register the dialects, and answer every error and every unknown path in the dialect of the path."""
+    """Register the dialects. Answer every error and every unknown path in the dialect of the path."""
     app.state.dialects = dialects
 
     def on_ring_error(request: Request, error: Exception) -> Response:
@@ -154,7 +154,7 @@ def install_error_handlers(app: FastAPI, dialects: Dialects) -> None:
         )
 
     def on_wrong_parameter(request: Request, error: Exception) -> Response:
-        """Answer with 400, because clients do not know FastAPI's own 422."""
+        """Answer with 400, because clients do not know FastAPI's 422."""
         if not isinstance(error, RequestValidationError):
             raise error
         return error_response(_wrong_parameter(error), request.scope)

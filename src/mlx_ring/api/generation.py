@@ -1,4 +1,4 @@
-"""The answers of one HTTP request: several sequences side by side, as one stream, and what they cost."""
+"""Answers of one HTTP request: its sequences as one stream, and their token counts and times."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mlx_ring.core.types import FinishReason, TokenLogprob
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A delta of the answer with that index."""
+    """Delta of the answer with that index."""
 
     index: int
     delta: Delta
@@ -26,7 +26,7 @@ class Piece:
 
 @dataclass(slots=True)
 class Answer:
-    """One answer, put together."""
+    """Answer, joined from its deltas."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list[int])
@@ -38,7 +38,7 @@ class Answer:
     reasoning_tokens: int = 0
     finish_reason: FinishReason | None = None
     pooled: tuple[float, ...] | None = None
-    """The prompt's vector, where asked for."""
+    """Prompt's vector, if requested."""
     timings: RequestTimings | None = None
 
     def add(self, delta: Delta) -> None:
@@ -56,7 +56,7 @@ class Answer:
 
 
 class Costed(Protocol):
-    """An answer, as far as its cost goes."""
+    """Token counts and times of an answer."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -66,7 +66,7 @@ class Costed(Protocol):
 
 
 class Generation:
-    """Runs the sequences of one request. Leaving `async with` stops those that have not ended."""
+    """Running sequences of one request. Leaving `async with` stops those that have not ended."""
 
     def __init__(
         self,
@@ -83,10 +83,10 @@ class Generation:
         self._arrived = asyncio.Event()
         self.answers = [Answer() for _ in requests]
         self.counted: Sequence[Counted] = self.answers
-        """Answers as clients see them: some end before the engine's tokens do."""
+        """Answers as clients see them. Some end before the engine's tokens do."""
 
     async def __aenter__(self) -> Self:
-        """Submit the sequences. Raise the `RingError` with which the engine refuses them."""
+        """Submit the sequences. Raise the engine's `RingError` if it refuses them."""
         try:
             self._streams = self._engine.submit_all(*self._requests)
         except ContextExceeded as error:
@@ -101,12 +101,12 @@ class Generation:
         await self._stop()
 
     async def batches(self, quiet_s: float | None = None) -> AsyncGenerator[list[Piece]]:
-        """Yield what has arrived since the last batch, until every answer has ended.
+        """Yield batches of new pieces until every answer has ended.
 
-        An empty batch says that nothing came for `quiet_s` seconds.
+        An empty batch means that nothing came for `quiet_s` seconds.
 
         Raises:
-            RingError: what ended one of the sequences, after what came before it.
+            RingError: A sequence failed. All pieces before the failure are yielded first.
         """
         open_answers = len(self.answers)
         while open_answers:
@@ -121,17 +121,17 @@ class Generation:
                 raise failure.with_traceback(None)
 
     async def run(self) -> list[Answer]:
-        """Return all answers, when they have ended."""
+        """Return all answers when they have ended."""
         async for _ in self.batches():
             pass
         return self.answers
 
     def stop(self, index: int) -> None:
-        """End a complete answer now, with a last piece that has no text."""
+        """End a complete answer now with a last piece without text."""
         self._streams[index].stop()
 
     async def _wait(self, quiet_s: float | None) -> None:
-        """Wait for an update, `quiet_s` seconds at most. This needs no task, because it happens for every token."""
+        """Wait for an update, `quiet_s` seconds at most. It runs for every token, so it creates no task."""
         if not self._arrived.is_set():
             loop = asyncio.get_running_loop()
             alarm = None if quiet_s is None else loop.call_later(quiet_s, self._arrived.set)
@@ -143,7 +143,7 @@ class Generation:
         self._arrived.clear()
 
     def _take(self) -> tuple[list[Piece], RingError | None]:
-        """Return the pieces of every stream, and the error of the first that failed."""
+        """Return the pieces of every stream, and the error of the first failed one."""
         batch: list[Piece] = []
         failure: RingError | None = None
         for index, stream in enumerate(self._streams):
@@ -175,7 +175,7 @@ def costs(answers: Sequence[Costed], answers_per_prompt: int) -> Costs:
 
 
 def usage(answers: Sequence[Costed], answers_per_prompt: int) -> Usage:
-    """Return OpenAI's token counts: each prompt once, and every answer."""
+    """Return OpenAI's token counts: each prompt once, and all answers."""
     prompts = answers[::answers_per_prompt]
     prompt_tokens = sum(answer.prompt_tokens for answer in prompts)
     completion_tokens = sum(answer.completion_tokens for answer in answers)
@@ -199,8 +199,8 @@ def usage(answers: Sequence[Costed], answers_per_prompt: int) -> Usage:
 def performance(answers: Iterable[Costed]) -> Performance:
     """Return seconds, and tokens per second.
 
-    Several answers share the machine: their longest times count, and the tokens of all. The first token of each belongs
-    to its prompt's time.
+    Several answers share the machine, so their longest times and the tokens of all count. The time of each first token
+    counts as prefill.
     """
     timed = [(answer, answer.timings) for answer in answers if answer.timings is not None]
     prompt_s = max((timings.prefill_s for _, timings in timed), default=0.0)

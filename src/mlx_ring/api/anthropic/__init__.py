@@ -1,1 +1,1 @@
-"""Routes as Anthropic has them."""
+"""Anthropic's API."""

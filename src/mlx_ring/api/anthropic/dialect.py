@@ -26,7 +26,7 @@ class ErrorDetails(JsonObject):
 
 
 _DETAILS: Mapping[str, ErrorDetails] = {"thread": {"error_code": "thread_unsupported_request"}}
-"""Details of an error, by the field that was refused: with these the SDK repeats the request without it."""
+"""Details of an error by refused field. They make the SDK repeat the request without the field."""
 
 
 class AnthropicErrorFields(JsonObject, ErrorNumbers):

@@ -1,4 +1,4 @@
-"""Bodies of `/v1/messages` and `/v1/messages/count_tokens`, and what the chat request makes of them."""
+"""Bodies of `/v1/messages` and `/v1/messages/count_tokens`, and their conversion to the chat request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mlx_ring.core.errors import RequestError
 
 class Block(Body):
     cache_control: dict[str, object] | None = None
-    """Without effect: every beginning is kept, and found again by itself."""
+    """Accepted without effect: the prefix cache finds every shared prefix without marks."""
 
 
 class TextBlock(Block):
@@ -48,7 +48,7 @@ class ToolUseBlock(Block):
     name: str
     input: dict[str, object]
     caller: dict[str, object] | None = None
-    """Maker of the call; always the model itself."""
+    """Origin of the call: always the model."""
     toolset_name: None = None
 
 
@@ -64,11 +64,11 @@ class ThinkingBlock(Block):
     type: Literal["thinking"]
     thinking: str
     signature: str = ""
-    """Signature of the reasoning. It is not verified: the client decides what the model reasoned."""
+    """Signature of the reasoning. It is not verified, because clients may change the reasoning."""
 
 
 class RedactedThinkingBlock(Block):
-    """Encrypted by another server, so there is nothing in it for this one's model."""
+    """Reasoning that another server encrypted. This server's model cannot read it."""
 
     type: Literal["redacted_thinking"]
     data: str
@@ -105,7 +105,7 @@ Message = Annotated[UserMessage | AssistantMessage | SystemMessage, Field(discri
 
 
 def text_of(content: str | Sequence[TextBlock]) -> str:
-    """Return the text of blocks, a paragraph each."""
+    """Return the text of the blocks, each as a paragraph."""
     return content if isinstance(content, str) else "\n".join(block.text for block in content)
 
 
@@ -133,7 +133,7 @@ class Tool(Body):
     strict: bool | None = None
     cache_control: dict[str, object] | None = None
     eager_input_streaming: bool | None = None
-    """Accepted; arguments are always streamed."""
+    """Accepted without effect: arguments are always streamed."""
     defer_loading: Literal[False] | None = None
     allowed_callers: list[Literal["direct"]] | None = None
     input_examples: Annotated[list[object], Field(max_length=0)] | None = None
@@ -142,7 +142,7 @@ class Tool(Body):
 class ToolChoice(Body):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
-    """Name of a `tool`."""
+    """Name of the tool if `type` is `tool`."""
     disable_parallel_tool_use: bool | None = None
 
 
@@ -150,7 +150,7 @@ class Thinking(Body):
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Count | None = None
     display: Literal["summarized", "omitted"] | None = None
-    """Form in which reasoning is shown; it is never summarized."""
+    """Display of the reasoning. It is never summarized."""
 
 
 class OutputFormat(Body):
@@ -174,7 +174,7 @@ class ClearThinking(Body):
 
     @property
     def turns(self) -> int | None:
-        """Number of the last turns that keep their reasoning; None: all."""
+        """Number of last turns that keep their reasoning; None: all."""
         if self.keep == "all" or (self.keep is not None and self.keep.type == "all"):
             return None
         return 1 if self.keep is None else self.keep.value
@@ -188,7 +188,7 @@ _Stateless = Annotated[None, Refused("answers are not kept here; send the whole 
 
 
 class PromptFields(Body):
-    """Fields that make the prompt. `metadata` and `service_tier`, which mean nothing here, are dropped before."""
+    """Fields that determine the prompt. `metadata` and `service_tier` have no effect and are removed earlier."""
 
     model: str | None = None
     messages: Annotated[list[Message], Field(min_length=1)]
@@ -203,11 +203,11 @@ class PromptFields(Body):
     cache_control: dict[str, object] | None = None
     speed: Literal["standard"] | None = None
     diagnostics: dict[str, object] | None = None
-    """Accepted without effect; `usage` reports the cached tokens."""
+    """Accepted without effect. `usage` reports the cached tokens."""
     thread: _Stateless = None
-    """Conversation that the server keeps; SDKs repeat the request without it when it is refused."""
+    """Stored conversation. It is refused, and SDKs then repeat the request without it."""
     chat_template_kwargs: dict[str, object] | None = None
-    """Further variables of the model's chat template; not in Anthropic's API."""
+    """Further variables of the model's chat template. Anthropic's API does not have this field."""
 
 
 class CountTokensRequest(PromptFields):
@@ -216,15 +216,17 @@ class CountTokensRequest(PromptFields):
 
 class MessagesRequest(PromptFields, SamplingFields):
     max_tokens: Annotated[int, Field(ge=0)]
-    """0: the prompt is computed and kept for requests with the same beginning, without an answer."""
+    """Limit of the answer. 0: no answer; the prompt's KV is computed and kept for requests that share its prefix."""
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     stop_sequences: Annotated[list[StopString], Field(max_length=_MOST_STOPS)] | None = None
     stream: bool | None = None
 
 
 _BILLING = "x-anthropic-billing-header:"
-"""Claude Code puts a line for Anthropic's books, another in each request, before its system prompt: no part
-of the prompt, and with it no beginning would ever be found again."""
+"""Start of a billing line that Claude Code puts before its system prompt.
+
+The line is removed. It differs in each request, so with it no two prompts would share a prefix.
+"""
 _CHOICES: Mapping[str, Literal["none", "auto", "required"]] = {
     "any": "required",
     "none": "none",
@@ -239,10 +241,10 @@ def conversation_of(fields: PromptFields, format_: ChatFormat) -> Conversation:
 
     Args:
         fields: the request.
-        format_: what the model's template knows.
+        format_: format of the model's answers.
 
     Raises:
-        RequestError: fields that contradict each other; names one of them.
+        RequestError: Fields contradict each other. The error names one of them.
     """
     messages = [*_system(fields), *_template_messages(fields.messages)]
     _clear_thinking(messages, fields)
@@ -284,7 +286,7 @@ def _user(block: UserBlock, names: dict[str, str]) -> Plain:
 
 
 def _result(block: ToolResultBlock) -> Plain:
-    """Return a tool's result. Templates have no failed calls, so the text must say it."""
+    """Return a tool's result. Templates cannot mark a call as failed, so the text must say it."""
     text = text_of(block.content)
     return {
         "role": "tool",
@@ -312,7 +314,7 @@ def _assistant(blocks: Sequence[AssistantBlock]) -> Plain:
 
 
 def _continues(messages: Sequence[Message]) -> bool:
-    """Return True where a last message of the assistant begins the answer."""
+    """Return True if the last message is the assistant's, so that it starts the answer."""
     last = messages[-1]
     if not isinstance(last, AssistantMessage):
         return False
@@ -366,7 +368,7 @@ def _format(fields: PromptFields) -> AnswerFormat:
 
 
 def _template_kwargs(fields: PromptFields, format_: ChatFormat) -> Plain:
-    """Return the arguments that the template knows, because clients request reasoning without knowing the model.
+    """Return the arguments that the template knows. Clients request reasoning without knowing the model.
 
     The client's own arguments take precedence over those that follow from other fields.
     """

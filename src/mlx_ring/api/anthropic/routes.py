@@ -79,7 +79,7 @@ class MessageStream:
     stream_format = StreamFormat(EVENT_STREAM, named_event, named_event(_PING))
 
     def __init__(self, writer: MessageWriter, sampling: SamplingParams, costs: Costs) -> None:
-        """Take the costs that are known before the answer."""
+        """Create a stream. `costs` are the costs known before the answer."""
         self._writer = writer
         self._sampling = sampling
         self._costs = costs

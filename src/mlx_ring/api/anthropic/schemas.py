@@ -25,7 +25,7 @@ class DeltaUsage(JsonObject):
     """Usage at the end of a stream."""
 
     input_tokens: int
-    """Number of the prompt's tokens that were not cached."""
+    """Number of prompt tokens that were not cached."""
     cache_creation_input_tokens: Literal[0]
     cache_read_input_tokens: int
     output_tokens: int
@@ -45,7 +45,7 @@ class MessageEnd(JsonObject):
     stop_reason: StopReason | None
     """Null in the first event of a stream."""
     stop_sequence: str | None
-    """The one of the request's that ended the answer."""
+    """Stop sequence that ended the answer."""
     stop_details: None
     container: None
 
@@ -60,7 +60,7 @@ class ThinkingBlock(JsonObject):
     type: Literal["thinking"]
     thinking: str
     signature: str
-    """Text that clients send back. It proves nothing."""
+    """Text that clients send back. It is not verified."""
 
 
 class DirectCaller(JsonObject):
@@ -72,7 +72,7 @@ class ToolUseBlock(JsonObject):
     id: str
     name: str
     input: object
-    """Arguments; empty where a limit cut them short."""
+    """Arguments; empty if a limit cut them short."""
     caller: DirectCaller
 
 

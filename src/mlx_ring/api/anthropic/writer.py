@@ -24,14 +24,14 @@ from mlx_ring.api.chat.parts import AnswerPart, AnswerText, CallArguments, CallO
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Tokens of a request, so far."""
+    """Token counts of a request so far."""
 
     prompt: int
     cached: int = 0
-    """Number of the prompt's cached tokens; Anthropic counts them apart from the rest of it."""
+    """Number of cached prompt tokens. Anthropic counts them apart from the other prompt tokens."""
     completion: int = 0
     thinking: int = 0
-    """Number of the completion's tokens that are reasoning."""
+    """Number of completion tokens that are reasoning."""
 
     def usage(self) -> MessageUsage:
         """Return the usage of a whole message."""
@@ -55,7 +55,7 @@ class Stop:
 
     reason: StopReason
     sequence: str | None = None
-    """The one of the request's that ended it."""
+    """Stop sequence that ended the answer."""
 
 
 class MessageWriter:
@@ -67,7 +67,7 @@ class MessageWriter:
         self._shows_thinking = shows_thinking
         self._content: list[MessageBlock] = []
         self._open: MessageBlock | None = None
-        """The last block, while it is not closed."""
+        """Last block, while it is not closed."""
         self._text = ""
         """Text of the last block so far."""
 
@@ -170,15 +170,15 @@ def _call(opening: CallOpening) -> ToolUseBlock:
 
 
 def _signature(reasoning: str) -> str:
-    """Return a signature, because clients want one and send it back.
+    """Return a signature, because clients require one and send it back.
 
-    It names the text that it belongs to, and proves nothing.
+    It identifies its text, and proves nothing.
     """
     return base64.b64encode(hashlib.blake2b(reasoning.encode(), digest_size=24).digest()).decode()
 
 
 def _object(arguments: str) -> object:
-    """Return arguments as an object; those that a limit cut short are no JSON, and come out empty."""
+    """Return arguments as an object; an empty one if a limit cut them short, because they are no JSON then."""
     try:
         return json.loads(arguments or "{}")
     except json.JSONDecodeError:
