@@ -24,7 +24,7 @@ import psutil
 from tests.eventually import eventually
 
 from mlx_ring.agent.profiling import PROFILE_FILE
-from mlx_ring.core.environment import inherited_environment
+from mlx_ring.core.environment import inherited_environment, quieten_grpc
 
 MLX_RING = (sys.executable, "-c", "from mlx_ring.cli.main import main; main()")
 READY_WAIT_S = 120.0
@@ -71,6 +71,7 @@ def _exit_code() -> int:
     """Call the console script in this process, and return the exit code that a shell sees."""
     from mlx_ring.cli.main import main  # most tests with processes need no command in this one
 
+    quieten_grpc()  # a command may be the first to import it
     try:
         main()
     except SystemExit as end:

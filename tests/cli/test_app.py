@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from tests.processes import clean_environment
+from tests.processes import clean_environment, run_in_process
 
 RUN = """
 import sys
@@ -35,8 +36,8 @@ def test_a_command_imports_no_other_command() -> None:
     assert {name.split(".")[2] for name in imported} == {"app", "service", "service_unit"}
 
 
-def test_a_misspelt_command_gets_a_suggestion() -> None:
-    done = run("modles")
+def test_a_misspelt_command_gets_a_suggestion(tmp_path: Path) -> None:
+    done = run_in_process("modles", folder=tmp_path)
     assert done.returncode == 2
     assert "No such command 'modles'. Did you mean 'models'" in done.stderr
 
@@ -53,14 +54,16 @@ def test_a_misspelt_command_gets_a_suggestion() -> None:
         (("--tp-shares", "3,0"), "--tp-shares is 3,0; it must be numbers above 0"),
     ],
 )
-def test_impossible_tensor_parallel_options_are_refused(typed: tuple[str, ...], said: str) -> None:
-    done = run("serve", "demo", "--port", "0", *typed)
+def test_impossible_tensor_parallel_options_are_refused(
+    typed: tuple[str, ...], said: str, tmp_path: Path
+) -> None:
+    done = run_in_process("serve", "demo", "--port", "0", *typed, folder=tmp_path)
     assert done.returncode == 2
     assert said in done.stderr.replace("\n", " ")
 
 
-def test_stages_and_several_nodes_exclude_each_other() -> None:
-    done = run("serve", "demo", "--nodes", "2", "--stages", "3", "--port", "0")
+def test_stages_and_several_nodes_exclude_each_other(tmp_path: Path) -> None:
+    done = run_in_process("serve", "demo", "--nodes", "2", "--stages", "3", "--port", "0", folder=tmp_path)
     assert done.returncode == 2
     assert "--stages 3 splits the layers over processes of one machine" in done.stderr
     assert "leave --stages out" in done.stderr

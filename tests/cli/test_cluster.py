@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from tests.cli.test_main import complaint
-from tests.processes import run_cli, serving
+from tests.processes import run_cli, run_in_process, serving
 
 from mlx_ring.cli.cluster import speed
 
@@ -52,7 +52,7 @@ def test_invalid_input_is_reported_in_one_sentence(
 
 def test_cluster_start_refuses_settings_in_the_environment(tmp_path: Path) -> None:
     (tmp_path / "cluster.json").write_text("[{ssh: localhost}]")
-    done = run_cli(
+    done = run_in_process(
         *("cluster", "start", "-c", "cluster.json"), folder=tmp_path, environment={"MLX_RING_BLAS": "off"}
     )
     assert done.returncode == 2

@@ -12,7 +12,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.utils import load_model  # pyright: ignore[reportUnknownVariableType] - configurations are bare dicts
 from tests.cli.test_main import complaint
-from tests.processes import run_cli
+from tests.processes import run_in_process
 
 from mlx_ring.cli.models import parse_layers
 from mlx_ring.core.errors import ConfigError
@@ -36,7 +36,7 @@ def logits(folders: list[tuple[Path, LayerRange]]) -> mx.array:
 def test_stages_loaded_from_their_folders_compute_the_model_s_logits(
     tiny_model: Path, tmp_path: Path, options: tuple[str, str]
 ) -> None:
-    done = run_cli("models", "preshard", str(tiny_model), *options, "--out", "shards", folder=tmp_path)
+    done = run_in_process("models", "preshard", str(tiny_model), *options, "--out", "shards", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     folders = sorted((tmp_path / "shards").iterdir())
     rows = [
@@ -51,9 +51,11 @@ def test_stages_loaded_from_their_folders_compute_the_model_s_logits(
 def test_a_saved_plan_assigns_each_folder_to_a_machine(tmp_path: Path) -> None:
     machines = ("--machine", "m4-mac-mini-16", "--machine", "m2-max-mac-studio-64")
     options = (*machines, "--strategy", "custom", "--layers", "3,5", "--json")
-    written = run_cli("plan", "demo", *options, folder=tmp_path)
+    written = run_in_process("plan", "demo", *options, folder=tmp_path)
     (tmp_path / "plan.json").write_text(written.stdout)
-    done = run_cli("models", "preshard", "demo", "--plan", "plan.json", "--out", "shards", folder=tmp_path)
+    done = run_in_process(
+        "models", "preshard", "demo", "--plan", "plan.json", "--out", "shards", folder=tmp_path
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("stage-0 is for m4-mac-mini-16\nstage-1 is for m2-max-mac-studio-64\n")
     assert "layers 0-3" in done.stdout
@@ -81,7 +83,7 @@ def test_an_invalid_plan_is_refused_in_one_sentence(text: str | None, said: str,
 @pytest.mark.skipif(shutil.which("tar") is None, reason="tar copies the folder")
 def test_a_copy_by_tar_stays_sparse_and_loads(tiny_model: Path, tmp_path: Path) -> None:
     options = ("--layers", "0-4,4-5", "--out", "shards")
-    assert run_cli("models", "preshard", str(tiny_model), *options, folder=tmp_path).returncode == 0
+    assert run_in_process("models", "preshard", str(tiny_model), *options, folder=tmp_path).returncode == 0
     (tmp_path / "there").mkdir()
     packed = subprocess.run(
         ["tar", "--create", "--sparse", "--directory", str(tmp_path / "shards"), "stage-1"],

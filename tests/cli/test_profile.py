@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from tests.cli.test_main import complaint
-from tests.processes import run_cli
+from tests.processes import run_cli, run_in_process
 
 from mlx_ring.host.machine_profile import MachineProfile
 
@@ -44,7 +44,7 @@ def test_a_profile_is_measured_saved_and_shown_as_a_table(measured: Measured, tm
     assert profile.blas_threads == 1
     assert (measured.state / "profile.json").is_file()
     environment = {"XDG_DATA_HOME": str(measured.data_home)}
-    shown = run_cli(*OPTIONS, folder=tmp_path, environment=environment)
+    shown = run_in_process(*OPTIONS, folder=tmp_path, environment=environment)
     assert shown.returncode == 0, shown.stderr
     assert f"limited by {profile.memory_limited_by}" in shown.stdout
     for rate in profile.rates:
@@ -56,9 +56,8 @@ def test_a_saved_profile_is_shown_unless_again_is_given(measured: Measured, tmp_
     shutil.copytree(measured.state, tmp_path / "state")
     options = (*OPTIONS, "--json", "--state-dir", "state")
     first = json.loads(measured.printed)
-    second, third = (
-        json.loads(run_cli(*options, *more, folder=tmp_path).stdout) for more in ((), ("--again",))
-    )
+    second = json.loads(run_in_process(*options, folder=tmp_path).stdout)
+    third = json.loads(run_cli(*options, "--again", folder=tmp_path).stdout)
     assert first == second
     assert first["seconds"] != third["seconds"]
 

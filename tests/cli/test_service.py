@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.processes import run_cli
+from tests.processes import run_cli, run_in_process
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the paths are those of systemd")
 
@@ -19,13 +19,22 @@ echo "$@" >> "$HOME/{CALLS}"
 
 
 def run(*arguments: str, home: Path) -> subprocess.CompletedProcess[str]:
-    """Run the command with its own home and a `systemctl` that only records its calls: tests start no services."""
+    """Run a command that calls no `systemctl`, in this process with its own home."""
+    return run_in_process("service", *arguments, folder=home, environment=environment_in(home))
+
+
+def run_with_calls(*arguments: str, home: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command that calls `systemctl`, in a process of its own with its own home."""
+    return run_cli("service", *arguments, folder=home, environment=environment_in(home))
+
+
+def environment_in(home: Path) -> dict[str, str]:
+    """Return an environment with this home and a `systemctl` that only records its calls: tests start no services."""
     programs = home / "bin"
     programs.mkdir(exist_ok=True)
     (programs / "systemctl").write_text(SYSTEMCTL)
     (programs / "systemctl").chmod(0o755)
-    environment = {"HOME": str(home), "PATH": f"{programs}:/usr/bin:/bin"}
-    return run_cli("service", *arguments, folder=home, environment=environment)
+    return {"HOME": str(home), "PATH": f"{programs}:/usr/bin:/bin"}
 
 
 def test_install_writes_a_unit_once_and_replaces_a_changed_one(tmp_path: Path) -> None:
@@ -41,8 +50,8 @@ def test_install_writes_a_unit_once_and_replaces_a_changed_one(tmp_path: Path) -
 
 
 def test_install_now_starts_a_service_and_uninstall_stops_and_removes_it(tmp_path: Path) -> None:
-    assert run("install", "--now", "--", "join", "mini", home=tmp_path).returncode == 0
-    removed = run("uninstall", "join", home=tmp_path)
+    assert run_with_calls("install", "--now", "--", "join", "mini", home=tmp_path).returncode == 0
+    removed = run_with_calls("uninstall", "join", home=tmp_path)
     assert (removed.returncode, removed.stdout) == (0, f"{tmp_path / UNIT} is removed.\n")
     assert (tmp_path / CALLS).read_text().splitlines() == [
         "--user daemon-reload",
@@ -50,7 +59,7 @@ def test_install_now_starts_a_service_and_uninstall_stops_and_removes_it(tmp_pat
         "--user restart mlx-ring-join.service",
         "--user disable --now mlx-ring-join.service",
     ]
-    again = run("uninstall", home=tmp_path)
+    again = run_with_calls("uninstall", home=tmp_path)
     assert again.returncode == 0
     assert again.stdout.count("is not there.") == 2
 

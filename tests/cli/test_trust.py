@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.machines import running_head
-from tests.processes import run_cli
+from tests.processes import run_cli, run_in_process
 
 from mlx_ring.core.cluster_folders import authority_folder
 from mlx_ring.core.errors import TokenRefused
@@ -17,7 +17,17 @@ from mlx_ring.rpc.tls.identity import open_identity
 
 
 def run(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    return run_cli(*arguments, folder=folder, environment={"MLX_RING_STATE_DIR": str(folder / "state")})
+    """Run a command in this process, with a state folder of its own."""
+    return run_in_process(*arguments, folder=folder, environment=state_in(folder))
+
+
+def run_beside(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command in a process of its own, beside a head in this one."""
+    return run_cli(*arguments, folder=folder, environment=state_in(folder))
+
+
+def state_in(folder: Path) -> dict[str, str]:
+    return {"MLX_RING_STATE_DIR": str(folder / "state")}
 
 
 def rows(done: subprocess.CompletedProcess[str]) -> list[list[str]]:
@@ -42,16 +52,18 @@ def test_a_running_head_applies_changes_of_tokens_and_nodes_at_once(
 ) -> None:
     async def act() -> None:
         async with running_head(authority_folder(tmp_path / "state")) as head:
-            made = await asyncio.to_thread(run, "token", "create", folder=tmp_path)
+            made = await asyncio.to_thread(run_beside, "token", "create", folder=tmp_path)
             token = made.stdout.strip()
             await head.join(tmp_path / "node", token)
             node = open_identity(tmp_path / "node").node
-            (row,) = rows(await asyncio.to_thread(run, "node", "list", folder=tmp_path))
+            (row,) = rows(await asyncio.to_thread(run_beside, "node", "list", folder=tmp_path))
             assert row[0] == node
-            await asyncio.to_thread(run, "token", "revoke", parse_token(token).id.hex(), folder=tmp_path)
+            await asyncio.to_thread(
+                run_beside, "token", "revoke", parse_token(token).id.hex(), folder=tmp_path
+            )
             with pytest.raises(TokenRefused, match="is revoked"):
                 await head.join(tmp_path / "late", token)
-            removed = await asyncio.to_thread(run, "node", "remove", node, folder=tmp_path)
+            removed = await asyncio.to_thread(run_beside, "node", "remove", node, folder=tmp_path)
             assert removed.stdout.startswith(f"{node} is removed from this cluster.")
             assert head.members.list() == {}
 
@@ -81,5 +93,5 @@ def test_invalid_input_is_reported_in_one_sentence(
 
 
 def test_the_state_folder_can_be_set_by_a_flag(tmp_path: Path) -> None:
-    run_cli("token", "create", "--state-dir", "here", folder=tmp_path)
+    run_in_process("token", "create", "--state-dir", "here", folder=tmp_path)
     assert (tmp_path / "here" / "cluster" / "tokens.json").is_file()

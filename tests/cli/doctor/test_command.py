@@ -12,7 +12,7 @@ from collections.abc import Generator
 from pathlib import Path
 
 from tests.machines import running_head
-from tests.processes import MLX_RING, clean_environment, run_cli
+from tests.processes import MLX_RING, clean_environment, run_cli, run_in_process
 
 
 def findings(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, str]]:
@@ -97,6 +97,6 @@ def test_a_machine_without_a_token_is_compared_with_a_running_head(tmp_path: Pat
 
 
 def test_an_invalid_address_is_reported_in_one_sentence(tmp_path: Path) -> None:
-    done = run_cli("doctor", "a b", folder=tmp_path)
+    done = run_in_process("doctor", "a b", folder=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("mlx-ring: 'a b' is no address of a head")
