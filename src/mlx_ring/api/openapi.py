@@ -1,4 +1,4 @@
-"""`/openapi.json`: what each route accepts and answers, documented where the route is added.
+"""`/openapi.json`: the requests and answers of each route, documented where the route is added.
 
 A route's answer is described by the type that its endpoint returns, and its stream by the type of the stream's events.
 So the type checker holds the document to the code.
@@ -84,7 +84,7 @@ class RouteDoc(Generic[AnswerT, EventT]):
     streams: Mapping[str, TypeForm[EventT] | None] = field(default_factory=dict[str, Any])
     """Other media types of the answer, each with the type of one event or line."""
     example: Json | None = None
-    """Body that the server answers with 200, whichever model it serves."""
+    """Example of a body that the server answers with 200 for any model."""
     query: Mapping[str, str] = field(default_factory=dict[str, str])
     """Optional query parameters and their descriptions."""
     more_statuses: Sequence[int] = ()
@@ -105,7 +105,7 @@ def documented_post(
     schema: type[Body],
     doc: RouteDoc[AnswerT, EventT],
 ) -> None:
-    """Add a POST route that reads a body of this schema. An event stream starts in time, if only with comments."""
+    """Add a POST route that reads a body of this schema. An event stream starts early, with comments if necessary."""
     respond = json_endpoint(endpoint)
     in_time = start_in_time(respond) if EVENT_STREAM in doc.streams else respond
     _add(router, path, in_time, "POST", doc, schema)

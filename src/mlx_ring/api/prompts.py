@@ -1,4 +1,4 @@
-"""Text and messages to tokens, off the event loop: a long prompt takes the tokenizer a while."""
+"""Conversion of text and messages to tokens, off the event loop because long prompts take time."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ _OURS = frozenset(
         "tokenizer_kwargs",
     }
 )
-"""Parameters of the tokenizer's own call: a client's `chat_template` would be a program of its making."""
+"""Parameters of the tokenizer's own call, refused in requests: a client's `chat_template` would be its own program."""
 
 
 _LONG = 1 << 15
-"""Letters of a text, or tokens, from which on others would wait for it: a tenth of a second."""
+"""Number of characters or tokens from which a text is long. It takes a tenth of a second."""
 _SHORT_THREADS = 2
 _PIECE = 16
-"""Letters that each part of a message counts for: templates go through them one by one."""
+"""Number of characters that each part of a message counts as, because templates process parts one by one."""
 
 
 class PromptEncoder:
-    """Makes prompts beside the event loop.
+    """Encoder of prompts, beside the event loop.
 
-    Long texts have a thread of their own, so that short ones do not wait for them. Hugging Face's tokenizers may encode in
-    several threads at once, and leave the interpreter to others meanwhile; of any other kind nobody knows, and those get one thread.
+    Long texts have their own thread, so that short ones do not wait for them. Hugging Face's tokenizers may encode in several
+    threads at once, and release the interpreter's lock meanwhile. All other tokenizers share one thread, to be safe.
     """
 
     def __init__(self) -> None:
@@ -63,13 +63,12 @@ class PromptEncoder:
         self._token_bounds: WeakKeyDictionary[Tokenizer, TokenBounds | None] = WeakKeyDictionary()
 
     async def encode(self, model: ModelService, text: str, *, param: str = "prompt") -> tuple[int, ...]:
-        """Encode a raw prompt, with the special tokens that the model wants before it.
+        """Encode a raw prompt, with the special tokens that the model requires before it.
 
-        An empty prompt is the beginning of a text: the model's BOS token, or where it has
-        none the EOS token, which stands between texts.
+        An empty prompt is the start of a text: the model's BOS token, or without one the EOS token, which separates texts.
 
         Raises:
-            ContextExceeded: it has more tokens than the model's context, as its length alone says; `param` is its field.
+            ContextExceeded: The prompt's length alone shows that it exceeds the model's context. `param` names its field.
         """
         await self._check(model, text, param)
         return await self._run(model.tokenizer, len(text), lambda: _encode(model.tokenizer, text))
@@ -77,10 +76,10 @@ class PromptEncoder:
     async def encode_whole(
         self, model: ModelService, text: str, *, ends_with_eos: bool, param: str | None = "input"
     ) -> tuple[int, ...]:
-        """Encode a whole text, with the special tokens that the model wants before and behind it.
+        """Encode a whole text, with the special tokens that the model requires before and after it.
 
         Raises:
-            ContextExceeded: as `encode` does. Where `param` is None a text may be of any length.
+            ContextExceeded: As in `encode`. If `param` is None, a text may have any length.
         """
         if param is not None:
             await self._check(model, text, param)
@@ -92,10 +91,10 @@ class PromptEncoder:
     async def encode_plain(
         self, model: ModelService, text: str, *, add_special_tokens: bool
     ) -> tuple[int, ...]:
-        """Text as the tokenizer has it, nothing put in the place of an empty one.
+        """Encode a text as the tokenizer does. Nothing replaces an empty text.
 
         Raises:
-            ContextExceeded: as `encode` does.
+            ContextExceeded: As in `encode`.
         """
         await self._check(model, text, "prompt")
         encode = partial(model.tokenizer.encode, text, add_special_tokens=add_special_tokens)
@@ -123,8 +122,8 @@ class PromptEncoder:
         """Encode the chat template's prompt for the next answer; without `add_generation_prompt` the messages alone.
 
         Raises:
-            RequestError: no template, one that refuses these messages, or an argument it may not have.
-            ContextExceeded: as `encode` does.
+            RequestError: There is no template, it refuses these messages, or an argument is not allowed.
+            ContextExceeded: As in `encode`.
         """
         tokenizer = model.tokenizer
         for name in conversation.template_kwargs:
@@ -149,7 +148,7 @@ class PromptEncoder:
         )
 
     async def _check(self, model: ModelService, text: str, param: str) -> None:
-        """Raise `ContextExceeded` for a text whose tokens cannot fit, judged by its length."""
+        """Raise `ContextExceeded` for a text whose length shows that its tokens cannot fit."""
         most = model.context_length
         if len(text) <= most:
             return
@@ -181,12 +180,12 @@ def _beneath(tokenizer: Tokenizer) -> Any:
 
 
 def _is_shared(tokenizer: Tokenizer) -> bool:
-    """Return True where several threads may use the tokenizer at once."""
+    """Return True if several threads may use the tokenizer at once."""
     return bool(getattr(_beneath(tokenizer), "is_fast", False))
 
 
 def _letters(given: object) -> int:
-    """Return the number of letters of the given values, counted no further than to a long text."""
+    """Return the number of characters of the values. Stop counting when they make a long text."""
     found, pending = 0, [given]
     while pending and found <= _LONG:
         value = pending.pop()
@@ -207,7 +206,7 @@ _TEMPLATE_TROUBLE = (
     AttributeError,
     RecursionError,
 )
-"""Errors of templates that meet messages for which they were not written."""
+"""Errors of templates on messages that they do not support."""
 
 
 def _encode(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
@@ -224,7 +223,7 @@ def _encode_whole(tokenizer: Tokenizer, text: str, *, ends_with_eos: bool) -> tu
 
 
 def _or_start(tokenizer: Tokenizer, tokens: list[int]) -> tuple[int, ...]:
-    """Return the tokens; for an empty text, the token that a text begins with."""
+    """Return the tokens; for an empty text, the token at the start of any text."""
     if not tokens:
         start = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
         tokens = [] if start is None else [start]
@@ -238,8 +237,8 @@ def _or_start(tokenizer: Tokenizer, tokens: list[int]) -> tuple[int, ...]:
 def _renderer(tokenizer: Tokenizer) -> Callable[..., list[int] | str]:
     """Return the function that applies the chat template.
 
-    mlx-lm's wrapper turns reasoning on wherever a template has a switch for it. To keep the template's own default, templates
-    are applied beneath the wrapper, except the renderers that mlx-lm brings itself.
+    mlx-lm's wrapper turns reasoning on if a template has a switch for it. To keep the template's own default, templates are
+    applied without the wrapper, except mlx-lm's own renderers.
     """
     beneath = _beneath(tokenizer)
     if getattr(tokenizer, "_chat_template", None) is not None or not getattr(beneath, "chat_template", None):
@@ -250,7 +249,7 @@ def _renderer(tokenizer: Tokenizer) -> Callable[..., list[int] | str]:
 def _render(
     tokenizer: Tokenizer, conversation: Conversation, *, add_generation_prompt: bool
 ) -> str | tuple[int, ...]:
-    """Return the prompt's text, or its tokens where the tokenizer gives no text."""
+    """Return the prompt's text, or its tokens if the tokenizer gives no text."""
     try:
         prompt = _renderer(tokenizer)(
             [dict(message) for message in conversation.messages],
@@ -267,18 +266,18 @@ def _render(
 
 
 def _renders_text(tokenizer: Tokenizer) -> bool:
-    """Return True where the tokens depend on the template's text alone, as with Hugging Face and mlx-lm's renderers."""
+    """Return True if the tokens depend on the template's text alone, as with Hugging Face and mlx-lm's renderers."""
     if getattr(tokenizer, "_chat_template", None) is not None:
         return True
-    # By its own module: asked of the package, it would bring in all the rest, in whichever thread asks first.
-    from transformers.tokenization_utils_base import PreTrainedTokenizerBase  # is there once a tokenizer is
+    # A tokenizer has already imported this module. The package would import much more, in the first thread that needs it.
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
     beneath: object = _beneath(tokenizer)
     return getattr(type(beneath), "apply_chat_template", None) is PreTrainedTokenizerBase.apply_chat_template
 
 
 def _template_arguments(conversation: Conversation) -> dict[str, object]:
-    """Return the template's arguments; what is not given is left to the template's default."""
+    """Return the template's arguments. Omitted ones keep the template's defaults."""
     tools = [tool.for_template() for tool in conversation.tool_use.tools]
     return (
         dict(conversation.template_kwargs)

@@ -1,4 +1,4 @@
-"""Request bodies: JSON with limits, checked against a schema, with one sentence for what is wrong.
+"""Request bodies: JSON with limits, checked against a schema, with one sentence for each error.
 
 The Content-Type is ignored.
 """
@@ -25,7 +25,7 @@ from mlx_ring.core.errors import BodyTooLarge, BodyTooSlow, RequestError
 Path = tuple[int | str, ...]
 
 _SHOWN = 60
-"""Characters of a wrong value that an error repeats."""
+"""Number of characters of a wrong value that an error shows."""
 _SUBJECT = re.compile(r"^(Input|String|List|Dictionary|Value|Number|Tuple|Object)\b")
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 _KINDS: Mapping[str, str] = {
@@ -34,7 +34,7 @@ _KINDS: Mapping[str, str] = {
     "model_attributes_type": "an object",
     "list_type": "a list",
 }
-"""Expected values, by pydantic's name of the error, where pydantic's own text is about Python."""
+"""Expected values by pydantic's name of the error, for errors whose text in pydantic is about Python."""
 
 
 def first_error(error: ValidationError, body: object) -> RequestError:
@@ -47,14 +47,14 @@ def first_error(error: ValidationError, body: object) -> RequestError:
 def _real_path(detail: ErrorDetails, body: object) -> Path:
     """Return the place of an error in the body: pydantic's location without the tags of unions.
 
-    A tag may be named like a field, so this is the first reading that fits the body and ends where pydantic's does.
+    A tag may have the name of a field, so this is the first path that fits the body and ends where pydantic's does.
     """
     readings = list(_readings(detail["loc"], body, missing=detail["type"] == "missing"))
     return next((path for path, ends in readings if ends), readings[0][0])
 
 
 def _readings(steps: Path, body: object, *, missing: bool) -> Iterator[tuple[Path, bool]]:
-    """Yield paths whose steps are all in the body, and whether they end with the last step.
+    """Yield paths whose steps are all in the body, each with True if it ends with the last step.
 
     The last step of a path may be `missing`.
     """
@@ -105,7 +105,7 @@ def _wrong_tag(detail: ErrorDetails, path: str) -> str:
 
 
 def _words(detail: ErrorDetails) -> str:
-    """Return pydantic's message without what a client does not know."""
+    """Return pydantic's message without details that clients do not know."""
     context = detail.get("ctx", {})
     if detail["type"] in _KINDS:
         return f"Input should be {_KINDS[detail['type']]}"
@@ -123,7 +123,7 @@ def join_path(path: Path) -> str:
 
 
 def show(value: object) -> str:
-    """Return a wrong value as an error repeats it."""
+    """Return a wrong value as an error shows it."""
     if isinstance(value, dict):
         return "an object"
     if isinstance(value, list):
@@ -132,29 +132,29 @@ def show(value: object) -> str:
 
 
 def cut(text: str) -> str:
-    """Return the beginning of a text that may be long."""
+    """Return the start of a text that may be long."""
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
 
 
 _DEEPEST = 64
-"""Levels of lists and objects in a body; no field needs more than a dozen."""
+"""Largest number of nested lists and objects in a body. No field needs more than a dozen."""
 _MOST_NAMES = 10_000
-"""Most names of one object, because each wrong one costs an error."""
+"""Largest number of names in one object, because each wrong one adds an error."""
 _MOST_BRACKETS = 500_000
-"""Most brackets of a body, those in its texts included: each empty list takes a hundred bytes."""
+"""Largest number of brackets in a body, those in strings included, because an empty list takes a hundred bytes."""
 _LARGE = 256 << 10
-"""Size from which a body is parsed outside the event loop, which has to send other requests' tokens."""
+"""Size in bytes from which a body is parsed outside the event loop, which sends other requests' tokens."""
 _DRAIN = 4
 """Limit for reading and dropping an oversized body, as a multiple of its limit.
 
-A client that is still sending when the connection closes would see a broken pipe and not the answer.
+A client that is still sending when the connection closes would see a broken pipe instead of the answer.
 """
 _SLOWEST = 1024
 """Smallest rate of a body, in bytes per second."""
 WITHOUT_EFFECT = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "verbosity"})
-"""Fields that clients send, and that promise nothing about the answer; `prompt_cache_...` are further ones."""
+"""Fields that clients send and that do not affect the answer. `prompt_cache_...` are further ones."""
 _INSIDE = frozenset({str, list, dict})
-"""Types that may contain something wrong."""
+"""Types whose values may contain wrong values."""
 
 
 def _failing_fast(schema: CoreSchema) -> CoreSchema:
@@ -189,11 +189,11 @@ BodyT = TypeVar("BodyT", bound=Body)
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Mark of a known field that is not supported: why, and what to do. Its value is always `None`."""
+    """Mark of a known field that is not supported, with the reason and a remedy. Its value is always `None`."""
 
     why: str
     empty: tuple[object, ...] = ()
-    """Values that mean nothing, beside null."""
+    """Accepted values without a meaning, besides null."""
 
     def __get_pydantic_core_schema__(self, _source: Any, _handler: GetCoreSchemaHandler) -> CoreSchema:
         return no_info_plain_validator_function(self._check)
@@ -211,7 +211,7 @@ class Refused:
 
 
 def needs(field: str, *, of: str) -> dict[str, Any]:
-    """Return the schema's condition of a field that needs another field to be true."""
+    """Return the schema's condition for a field that requires another field to be true."""
     said, true = (
         {"properties": {field: {"type": "null"}}},
         {"properties": {of: {"const": True}}, "required": [of]},
@@ -225,13 +225,13 @@ async def read_body(request: Request, schema: type[BodyT], max_bytes: int, timeo
     Args:
         request: a request with an unread body.
         schema: type of the body.
-        max_bytes: greatest length.
+        max_bytes: longest accepted body.
         timeout_s: longest silence of the client.
 
     Raises:
-        BodyTooLarge: longer than `max_bytes`.
-        BodyTooSlow: the client was silent for too long.
-        RequestError: compressed, not JSON, or against the schema; names the field.
+        BodyTooLarge: The body is longer than `max_bytes`.
+        BodyTooSlow: The client was silent for too long.
+        RequestError: The body is compressed, is not JSON, or does not match the schema. The error names the field.
     """
     _check_headers(request, max_bytes)
     data = await _read_bytes(request, max_bytes, timeout_s)
@@ -262,7 +262,7 @@ def _read(data: bytes, schema: type[BodyT]) -> BodyT:
 def parse_json(data: bytes, *, once: bool = False) -> object:
     """Parse strict JSON in UTF-8: no NaN, no infinity, no lone surrogate, no deep nesting.
 
-    With `once`, a name that occurs twice in an object is an error, so no program can read another value than this one.
+    With `once`, a name that occurs twice in an object is an error, because programs could read different values.
     """
     brackets = data.count(b"[") + data.count(b"{")
     if brackets > _MOST_BRACKETS:
@@ -290,7 +290,7 @@ def parse_json(data: bytes, *, once: bool = False) -> object:
 
 
 def _check_headers(request: Request, max_bytes: int) -> None:
-    """Refuse what the headers alone show to be wrong.
+    """Refuse a request that its headers show to be wrong.
 
     A body that is too large is refused before the client sends it.
     """
@@ -306,7 +306,7 @@ def _check_headers(request: Request, max_bytes: int) -> None:
 
 
 async def _read_bytes(request: Request, max_bytes: int, timeout_s: float) -> bytes:
-    """Read a body, and stop waiting for a slow client as soon as for a silent one.
+    """Read a body. A slow client times out as a silent one does.
 
     Each KiB adds a second to the deadline, which is never more than `timeout_s` away.
     """

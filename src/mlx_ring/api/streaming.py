@@ -1,4 +1,4 @@
-"""Answers that are written while they are made, and work that ends when its client leaves.
+"""Streamed answers, and work that ends when its client disconnects.
 
 A stream may begin before its answer, because loading a model takes a while.
 """
@@ -22,12 +22,12 @@ T = TypeVar("T")
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`, which is cancelled and awaited when the client leaves.
+    """Return the result of `work`. Cancel and await it if the client disconnects.
 
     The request's body must have been read: the next message of `receive` is the disconnect.
 
     Raises:
-        ClientDisconnect: the client left first.
+        ClientDisconnect: The client disconnected first.
     """
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_wait_for_disconnect(receive))
@@ -49,7 +49,7 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 
 EVENT_STREAM = "text/event-stream"
 KEEP_ALIVE = b": keep-alive\n\n"
-"""A comment between server-sent events: clients drop it, and nothing in between takes the stream for dead."""
+"""Comment between server-sent events. Clients ignore it, and proxies keep the connection because of it."""
 
 WorkT = TypeVar("WorkT")
 EventT = typing_extensions.TypeVar("EventT", bound=Mapping[str, object], default=Never)
@@ -57,7 +57,7 @@ EventT = typing_extensions.TypeVar("EventT", bound=Mapping[str, object], default
 
 
 class StreamedAnswer(Response):
-    """Answer whose bytes are sent as some work makes them. When the client leaves, the work ends."""
+    """Answer whose bytes are sent as soon as its work makes them. The work ends if the client disconnects."""
 
     def __init__(
         self,
@@ -66,10 +66,10 @@ class StreamedAnswer(Response):
         failure: Callable[[Exception], bytes] | None = None,
         end: bytes = b"",
     ) -> None:
-        """Take the work. Errors before it has begun get a status; later ones end the stream.
+        """Create an answer. Errors before its work starts get a status; later ones end the stream.
 
         Args:
-            begin: gives the pieces that the work makes; the work ends with its context.
+            begin: starts the work and returns its pieces. The work ends with the context.
             media_type: content type of the answer.
             failure: encoder of an error; None: the dialect's own.
             end: last bytes of a stream without an error.
@@ -107,7 +107,7 @@ class StreamFormat:
     encode: Callable[[Mapping[str, object]], bytes]
     """Encoder of one event or line."""
     keep_alive: bytes = b""
-    """Bytes that carry nothing and show that the stream lives; empty where the dialect has none."""
+    """Bytes without content that keep the connection open; empty if the dialect has none."""
     end: bytes = b""
     """Last bytes of a stream without an error."""
 
@@ -121,7 +121,7 @@ class StreamFormat:
 
 
 class JsonStream(StreamedAnswer, Generic[EventT]):
-    """Stream of JSON values of one type, which is the one that the route's documentation names."""
+    """Stream of JSON values of one type, which the route's documentation names."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class JsonStream(StreamedAnswer, Generic[EventT]):
         form: StreamFormat,
         failure: Callable[[Exception], bytes] | None = None,
     ) -> None:
-        """Take the work, what makes batches of events of it, and their form. An empty batch means a period without events."""
+        """Create a stream of the work's batches of events. An empty batch means a period without events."""
 
         @asynccontextmanager
         async def pieces() -> AsyncGenerator[AsyncGenerator[bytes]]:
@@ -152,7 +152,7 @@ class JsonAnswer(JSONResponse, Generic[AnswerT]):
     """JSON answer of a type. Its first list may be encoded before the rest, for example because it is long."""
 
     def __init__(self, answer: AnswerT, *, first_list: bytes = b"", media_type: str | None = None) -> None:
-        """Take the answer, and the items of its first list where that is left empty."""
+        """Create an answer. `items` fill its first list if that is empty."""
         self._first_list = first_list
         super().__init__(answer, media_type=media_type)
 
@@ -161,7 +161,7 @@ class JsonAnswer(JSONResponse, Generic[AnswerT]):
 
 
 def fill_list(value: bytes, items: bytes) -> bytes:
-    """Put items into the first list of a JSON value, which is empty."""
+    """Insert items into the first list of a JSON value, an empty one."""
     return value.replace(b"[]", b"[%s]" % items, 1)
 
 
@@ -169,7 +169,7 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 def json_endpoint(endpoint: Callable[[Request], Awaitable[object]]) -> Endpoint:
-    """Return an endpoint that writes as JSON what another one returns, unless it is a response."""
+    """Return an endpoint that writes another one's result as JSON, unless it is a response."""
 
     async def respond(request: Request) -> Response:
         answer = await endpoint(request)
@@ -179,12 +179,12 @@ def json_endpoint(endpoint: Callable[[Request], Awaitable[object]]) -> Endpoint:
 
 
 def note_stream(request: Request, fields: object) -> None:
-    """Note whether the request wants a stream."""
+    """Record that the request wants a stream, or that it does not."""
     request.state.streams = bool(getattr(fields, "stream", None))
 
 
 def start_in_time(endpoint: Endpoint) -> Endpoint:
-    """Return an endpoint whose streams begin after some silence with comments, even before their answer.
+    """Return an endpoint whose streams send comments after some silence, even before the answer starts.
 
     An earlier error keeps its own status; a later one is the stream's last event.
     """
@@ -205,7 +205,7 @@ def start_in_time(endpoint: Endpoint) -> Endpoint:
 
 
 class _StartedStream(Response):
-    """Comments, and then the stream that is waited for."""
+    """Stream that sends comments until the real one is ready."""
 
     media_type = EVENT_STREAM
 

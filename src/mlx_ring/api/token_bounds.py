@@ -1,8 +1,8 @@
-"""Lower bound of a text's tokens, without encoding it: megabytes take a tokenizer half a minute and a gigabyte.
+"""Lower bound of a text's number of tokens, without encoding it. To encode megabytes takes half a minute and a gigabyte.
 
-A token with a certain byte is no longer than the longest such token of the vocabulary. So each byte makes at least one over
-that length of a token, and a text at least the sum over its bytes. This holds where tokens contain every byte of a text once.
-Tokenizers that drop bytes or replace texts have no bound.
+A token that contains a byte is no longer than the vocabulary's longest token with that byte. So each byte counts as at
+least 1 / that length of a token, and a text as at least the sum over its bytes. This holds if tokens contain each byte of
+a text once. Tokenizers that drop bytes or replace texts have no bound.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 _SLICE = 1 << 18
-"""Bytes that are weighed at a time, so that other threads run in between."""
+"""Number of bytes that are counted at a time, so that other threads run in between."""
 _WORD_START = "\u2581"
-"""SentencePiece's letter for a space."""
+"""SentencePiece's character for a space."""
 _KEEPING = frozenset({"ByteLevel", "Digits", "Metaspace"})
-"""Steps that cut texts and drop nothing."""
+"""Steps that split texts and drop nothing."""
 _CUTTING = frozenset({"Split", "Punctuation"})
-"""Steps that can be configured to drop what they cut at."""
+"""Steps that can be configured to drop the separators."""
 _FORMS = frozenset({"NFC", "NFD", "NFKC", "NFKD"})
 
 Form = Literal["NFC", "NFD", "NFKC", "NFKD"]
@@ -36,23 +36,23 @@ class TokenBounds:
     """Lower bounds of one tokenizer."""
 
     weights: NDArray[np.float64]
-    """Least part of a token for each byte; 0 where no token has it."""
+    """Smallest fraction of a token for each byte; 0 if no token contains it."""
     has_word_starts: bool = False
-    """True where tokens write a space as SentencePiece does."""
+    """True if tokens write a space as SentencePiece does."""
     swallows_space: bool = False
-    """True where some tokens include all white space around them."""
+    """True if some tokens include all white space around them."""
     forms: tuple[Form, ...] = ()
-    """Unicode forms into which texts are brought first."""
+    """Unicode forms to which texts are normalized first."""
 
     @classmethod
     def read(cls, tokenizer: object) -> TokenBounds | None:
-        """Return the bounds of a Hugging Face tokenizer, perhaps in mlx-lm's wrapper; None where there are none."""
+        """Return the bounds of a Hugging Face tokenizer, possibly in mlx-lm's wrapper; None if there are none."""
         beneath = getattr(tokenizer, "_tokenizer", tokenizer)
         backend: Any = getattr(beneath, "backend_tokenizer", None)
         return None if backend is None else _read(json.loads(backend.to_str()))
 
     def of(self, text: str) -> int:
-        """Return the least number of a text's tokens; 0 where there is no bound."""
+        """Return the smallest possible number of a text's tokens; 0 if there is no bound."""
         if not text.isascii() and not all(unicodedata.is_normalized(form, text) for form in self.forms):
             return 0
         if self.swallows_space:
@@ -61,7 +61,7 @@ class TokenBounds:
             text = text.replace(_WORD_START, " ")
         data = np.frombuffer(text.encode(), np.uint8)
         sums = (self.weights[data[start : start + _SLICE]].sum() for start in range(0, len(data), _SLICE))
-        # Less than the rounding error of that many additions.
+        # More than the rounding error of that many additions.
         return max(0, math.ceil(sum(sums) * (1 - 1e-9)))
 
 
@@ -103,7 +103,7 @@ def _vocabulary(model: Piece) -> list[str] | None:
 
 
 def _pieces(piece: Piece | None, several: str) -> list[Piece]:
-    """Return the steps that run one after the other."""
+    """Return the steps in their order."""
     if piece is None:
         return []
     if piece["type"] == "Sequence":
@@ -116,7 +116,7 @@ def _keeps(piece: Piece) -> bool:
 
 
 def _falls_back(model: Piece, vocabulary: Iterable[str]) -> bool:
-    """Return True where text without tokens of its own is written byte by byte."""
+    """Return True if text without tokens of its own is written byte by byte."""
     names = {f"<0x{byte:02X}>" for byte in range(256)}
     return bool(model.get("byte_fallback")) and names <= set(vocabulary)
 
@@ -132,7 +132,7 @@ def _marks_words(piece: Piece) -> bool:
 
 
 def _said_in_bytes(vocabulary: Iterable[str]) -> list[bytes]:
-    """Return the bytes of a vocabulary in GPT-2's alphabet, which has a letter for each byte."""
+    """Return the bytes of a vocabulary in GPT-2's alphabet, which has a character for each byte."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in plain]
     letters = {chr(byte): byte for byte in plain} | {
