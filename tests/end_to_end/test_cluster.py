@@ -26,6 +26,8 @@ from tests.processes import Server, client_of, run_cli, serving
 from mlx_ring.cluster.quarantine import LOSSES
 
 UNIFORM = ("--strategy", "uniform")
+TWO_MACHINES = (*UNIFORM, "--link-compression", "off")
+"""Flags of every head of `TwoMachines`."""
 
 
 @dataclass(slots=True)
@@ -38,7 +40,7 @@ class TwoMachines:
     stack: ExitStack
     server: Server
     flags: Sequence[str] = ()
-    """Flags of the last head, besides `UNIFORM`."""
+    """Flags of the last head, besides `TWO_MACHINES`."""
 
     @property
     def state(self) -> Path:
@@ -52,7 +54,7 @@ class TwoMachines:
 
     def start_head(self, *flags: str) -> Server:
         """Start a head with the state of the previous one."""
-        started = running_head(self.model, 2, self.folder, self.port, *UNIFORM, *flags)
+        started = running_head(self.model, 2, self.folder, self.port, *TWO_MACHINES, *flags)
         self.server, self.flags = self.stack.enter_context(started), flags
         return self.server
 
@@ -69,7 +71,7 @@ def shared_cluster(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -
     """Run the cluster that tests share."""
     folder, port = tmp_path_factory.mktemp("cluster"), free_pair_of_ports()
     with ExitStack() as stack:
-        server = stack.enter_context(running_cluster(tiny_model, 2, folder, port, *UNIFORM))
+        server = stack.enter_context(running_cluster(tiny_model, 2, folder, port, *TWO_MACHINES))
         cluster = TwoMachines(tiny_model, folder, port, stack, server)
         yield cluster
         if cluster.server.process.poll() is None:
@@ -163,6 +165,8 @@ def test_late_node_is_shown_used_by_the_next_plan_and_removable(
         assert (removed["id"], removed["reason"]) == (late, "it was removed from the cluster")
         assert not psutil.pid_exists(pids[late])
         assert completion(server) == single_machine_text
+        (why,) = [link["why"] for link in server.status()["links"] if link["carries_activations"]]
+        assert why == "--link-compression is off"
 
 
 def check_status(status: dict[str, Any]) -> None:

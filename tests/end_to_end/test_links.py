@@ -35,12 +35,3 @@ def test_links_are_measured_shown_with_the_plan_and_reported_while_serving(
         assert server.stop() == 0
     kept = [tmp_path / folder / "node" / "links.json" for folder in ("state", "node-1/state")]
     assert all(path.is_file() for path in kept)
-
-
-def test_status_says_that_link_compression_is_off(tiny_model: Path, tmp_path: Path) -> None:
-    flags = ("--strategy", "uniform", "--link-compression", "off")
-    with running_cluster(tiny_model, 2, tmp_path, free_pair_of_ports(), *flags) as server:
-        assert completion(server)
-        (why,) = [link["why"] for link in server.status()["links"] if link["carries_activations"]]
-        assert why == "--link-compression is off"
-        assert server.stop() == 0
