@@ -1,9 +1,13 @@
 """Find the source files that one chat request crosses, in a real head and in its real workers.
 
 `mlx-ring serve` runs with two stages and records calls (`call_recorder/`). A file counts when a function in it is called
-or resumed during each of several streamed chat completions. Functions that also run in most idle periods do not count.
-Thus heartbeats and status reports do not count, and neither does what happens by chance during a single request. The idle
-periods are longer than a request. Code at module level (imports) does not count. A first chat warms everything up.
+or resumed during each of several recordings of streamed chat completions. Functions that also run in most idle periods do
+not count. Thus heartbeats and status reports do not count, and neither does what happens by chance during one recording.
+The idle periods are longer than a recording. Code at module level (imports) does not count. A first chat warms everything
+up.
+
+A recording has two chats, one after the other. The head and its workers take messages in order, so that the first chat's
+KV is freed before the second one's answer ends: freeing it belongs to a request.
 """
 
 from __future__ import annotations
@@ -25,8 +29,8 @@ from tests.processes import serving
 
 _RECORDER = Path(__file__).parent / "call_recorder"
 _IDLE_PERIODS, _IDLE_S = 3, 2.5
-_CHATS, _SETTLE_S = 5, 0.3
-"""Number of chats, and the time from an answer to the end of its recording: freeing KV belongs to the request."""
+_RECORDINGS = 5
+"""Number of recordings of chats."""
 _ANSWER_TOKENS = 16
 _WAIT_S = 60.0
 _Calls = frozenset[tuple[str, str]]
@@ -80,8 +84,12 @@ def _trace(chat: Callable[[int], None], head: Path, package: Path) -> ChatTrace:
         act()
         return {path: _own_calls(_command(path, b"stop")["calls"], package) for path in (head, *workers)}
 
+    def two_chats(first: int) -> None:
+        chat(first)
+        chat(first + 1)
+
     idle = [record(lambda: time.sleep(_IDLE_S)) for _ in range(_IDLE_PERIODS)]
-    chats = [record(lambda number=number: chat(number)) for number in range(1, _CHATS + 1)]
+    chats = [record(lambda first=2 * place + 1: two_chats(first)) for place in range(_RECORDINGS)]
 
     def crossed(path: Path) -> tuple[str, ...]:
         periods = Counter(call for calls in idle for call in calls[path])
@@ -105,7 +113,6 @@ def _chat(url: str, model: str, number: int) -> None:
         response.raise_for_status()
         for _ in response.iter_lines():
             pass
-    time.sleep(_SETTLE_S)
 
 
 def _is_worker(command: list[str]) -> bool:
