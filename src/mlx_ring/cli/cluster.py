@@ -158,7 +158,7 @@ def logs(
     flags = ("--lines", str(lines), *(("--follow",) if follow else ()))
     tails: list[tuple[Any, subprocess.Popen[str]]] = []
     for _, found in verbs.log_commands(_read(config)):
-        words = (*found.program, *ON_HOST, "logs", "--state-dir", found.about.state, *flags)
+        words = (*found.program, *ON_HOST, "logs", "--state-dir", found.installation.state, *flags)
         tail = subprocess.Popen(
             command_on(found.place, words),
             stdin=subprocess.DEVNULL,

@@ -26,14 +26,14 @@ def _state(state_dir: str | None) -> Path:
 
 
 @app.command("about")
-def about(
+def describe_installation(
     state_dir: Annotated[str | None, _STATE] = None,
     identity: Annotated[bool, typer.Option("--identity", help="Create an id for this machine.")] = False,
 ) -> None:
     """Print versions, the node's id and running processes as JSON."""
-    from mlx_ring.cluster.lifecycle.host_side import about_here  # imports gRPC, which is slow
+    from mlx_ring.cluster.lifecycle.host_side import installation_here  # imports gRPC, which is slow
 
-    print(about_here(_state(state_dir), identity=identity).to_json())
+    print(installation_here(_state(state_dir), identity=identity).to_json())
 
 
 @app.command("model")

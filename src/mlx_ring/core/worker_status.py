@@ -46,13 +46,13 @@ class Metric:
     """Metric of a number, whose help text is also the number's description in `/openapi.json`."""
 
     name: str
-    about: str
+    help: str
 
     def __get_pydantic_json_schema__(
         self, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, object]:
         """Return the number's JSON schema."""
-        return {**handler(schema), "description": self.about}
+        return {**handler(schema), "description": self.help}
 
 
 class WorkerMemory(TypedDict):

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from mlx_ring.cluster.lifecycle.host_side import (
-    about_here,
     ask_head,
+    installation_here,
     last_output,
     log_command,
     out_file,
@@ -66,10 +66,10 @@ def test_a_detached_head_logs_to_its_log_files_alone(
 
 
 def test_an_id_is_created_only_on_request(tmp_path: Path) -> None:
-    assert about_here(tmp_path, identity=False).node == ""
+    assert installation_here(tmp_path, identity=False).node == ""
     assert not (tmp_path / "node").exists()
-    node = about_here(tmp_path, identity=True).node
-    assert about_here(tmp_path, identity=False).node == node != ""
+    node = installation_here(tmp_path, identity=True).node
+    assert installation_here(tmp_path, identity=False).node == node != ""
 
 
 def test_without_a_head_no_request_is_sent(tmp_path: Path) -> None:
@@ -96,8 +96,10 @@ def test_a_local_folder_becomes_an_absolute_path(tmp_path: Path) -> None:
 
 
 def test_members_of_one_cluster_report_the_same_digest(tmp_path: Path) -> None:
-    assert about_here(tmp_path, identity=True).cluster == ""
+    assert installation_here(tmp_path, identity=True).cluster == ""
     for name in ("a", "b"):
         (tmp_path / name / "node").mkdir(parents=True, mode=0o700)
         write_private(tmp_path / name / "node" / "authority.pem", b"one")
-    assert len({about_here(tmp_path / name, identity=False).cluster for name in ("a", "b")} - {""}) == 1
+    assert (
+        len({installation_here(tmp_path / name, identity=False).cluster for name in ("a", "b")} - {""}) == 1
+    )

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mlx_ring.cluster.lifecycle.about import Found
 from mlx_ring.cluster.lifecycle.arguments import Place
+from mlx_ring.cluster.lifecycle.installation import Found
 from mlx_ring.cluster.lifecycle.programs import find_pythons, make_ready
 from mlx_ring.cluster.lifecycle.systems import Python
 from mlx_ring.cluster.lifecycle.wheels import WheelStore

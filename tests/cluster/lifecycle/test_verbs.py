@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from mlx_ring.cluster.lifecycle import verbs
-from mlx_ring.cluster.lifecycle.about import About
 from mlx_ring.cluster.lifecycle.arguments import Place
+from mlx_ring.cluster.lifecycle.installation import Installation
 from mlx_ring.cluster.lifecycle.programs import Ready
 from mlx_ring.cluster.lifecycle.wheels import WheelStore
 from mlx_ring.core.errors import HostFailed, HostUnreached
@@ -44,7 +44,7 @@ class Machines:
 
     def make_ready(self, place: Place, store: WheelStore, report: Callable[[str], None]) -> Ready:
         del store, report
-        return Ready(place, ("mlx-ring",), About({}, "/s", place.name, self.running))
+        return Ready(place, ("mlx-ring",), Installation({}, "/s", place.name, self.running))
 
     def find_program(self, place: Place) -> str:
         return self.on_host(place, "about")

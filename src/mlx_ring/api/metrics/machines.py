@@ -98,7 +98,7 @@ def worker_families(replicas: Sequence[Replica], workers: Workers, links: LinkCo
     """Yield the metrics of the workers' memory and links."""
     for field, metric in MEMORY.items():
         held = [(labels, worker.memory_by_name[field]) for labels, worker in workers]
-        yield gauge(metric.name, metric.about, RANK, held)
+        yield gauge(metric.name, metric.help, RANK, held)
     limits = [
         ((*each.labels, str(place.stage), str(place.rank), _node(workers, each, place)), use)
         for each in replicas
@@ -121,14 +121,16 @@ def worker_families(replicas: Sequence[Replica], workers: Workers, links: LinkCo
         # Workers count only links that may compress.
         if worker.sends is not None and worker.sends.frames:
             links.update(labels, worker.pid, worker.sends)
-    for place, (name, about) in enumerate(
+    for place, (name, help_text) in enumerate(
         (
             ("link_frames", "Tensors sent to the next stage on another machine."),
             ("link_tensor_bytes", "Their bytes."),
             ("link_sent_bytes", "Bytes of these tensors on the network."),
         )
     ):
-        yield counter(name, about, RANK, [(labels, total[place]) for labels, total in links.total.items()])
+        yield counter(
+            name, help_text, RANK, [(labels, total[place]) for labels, total in links.total.items()]
+        )
 
 
 def _node(workers: Workers, replica: Replica, place: RankId) -> str:
@@ -156,7 +158,7 @@ def node_families(nodes: Sequence[NodeStatus], workers: Workers) -> Iterator[Met
                 free[node.id] = node.memory.free_bytes
     used = _by_node(here, "rss_bytes")
     weights, kv = _by_node(here, "weight_bytes"), _by_node(here, "kv_bytes")
-    for name, about, values in (
+    for name, help_text, values in (
         ("limit", "Usable memory of a node's device.", limits),
         ("free", "Free memory of a node's device.", free),
         ("used", "Resident memory of a node's workers.", used),
@@ -165,7 +167,7 @@ def node_families(nodes: Sequence[NodeStatus], workers: Workers) -> Iterator[Met
     ):
         yield gauge(
             f"node_memory_{name}_bytes",
-            about,
+            help_text,
             ("node",),
             [((node.id,), values[node.id]) for node in nodes if node.id in values],
         )

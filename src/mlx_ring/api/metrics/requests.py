@@ -36,25 +36,25 @@ Labels = Sequence[str]
 Samples = Iterable[tuple[Labels, float]]
 
 
-def gauge(name: str, about: str, labels: Labels, samples: Samples) -> Metric:
-    family = GaugeMetricFamily(PREFIX + name, about, labels=labels)
+def gauge(name: str, help_text: str, labels: Labels, samples: Samples) -> Metric:
+    family = GaugeMetricFamily(PREFIX + name, help_text, labels=labels)
     for values, value in samples:
         family.add_metric(values, value)
     return family
 
 
-def counter(name: str, about: str, labels: Labels, samples: Samples) -> Metric:
+def counter(name: str, help_text: str, labels: Labels, samples: Samples) -> Metric:
     """Create a counter. Its `name` has no `_total`, which is added on output."""
-    family = CounterMetricFamily(PREFIX + name, about, labels=labels)
+    family = CounterMetricFamily(PREFIX + name, help_text, labels=labels)
     for values, value in samples:
         family.add_metric(values, value)
     return family
 
 
 def histogram(
-    name: str, about: str, labels: Labels, samples: Iterable[tuple[Labels, Distribution]]
+    name: str, help_text: str, labels: Labels, samples: Iterable[tuple[Labels, Distribution]]
 ) -> Metric:
-    family = HistogramMetricFamily(PREFIX + name, about, labels=labels)
+    family = HistogramMetricFamily(PREFIX + name, help_text, labels=labels)
     for values, seen in samples:
         family.add_metric(values, _buckets(seen), seen.total)
     return family
@@ -157,11 +157,13 @@ def request_families(replicas: Sequence[Replica], models: Sequence[ModelService]
         MODEL,
         [(each.labels, _kv_usage(each.stats)) for each in replicas],
     )
-    for name, about, field in (
+    for name, help_text, field in (
         ("prompt_tokens", "Tokens of prompts, including cached ones.", "prompt_tokens"),
         ("generation_tokens", "Tokens that were generated.", "generated_tokens"),
     ):
-        yield counter(name, about, MODEL, [(each.labels, getattr(each.meter, field)) for each in replicas])
+        yield counter(
+            name, help_text, MODEL, [(each.labels, getattr(each.meter, field)) for each in replicas]
+        )
     yield counter(
         "request_success",
         "Requests that ended, by reason.",
@@ -188,8 +190,10 @@ def request_families(replicas: Sequence[Replica], models: Sequence[ModelService]
             for error, count in with_zeros(model.rejected, _REFUSALS).items()
         ],
     )
-    for name, field, about in _TIMES:
-        yield histogram(name, about, MODEL, [(each.labels, getattr(each.meter, field)) for each in replicas])
+    for name, field, help_text in _TIMES:
+        yield histogram(
+            name, help_text, MODEL, [(each.labels, getattr(each.meter, field)) for each in replicas]
+        )
 
 
 def _kv_usage(stats: EngineStats | None) -> float:
@@ -206,8 +210,8 @@ def _kv_usage(stats: EngineStats | None) -> float:
 def step_families(replicas: Sequence[Replica]) -> Iterator[Metric]:
     """Yield the metrics of steps and of the ranks' time."""
     counts = [(each.labels, each.meter.counts()) for each in replicas]
-    for name, field, about in _COUNTS:
-        yield counter(name, about, MODEL, [(labels, values[field]) for labels, values in counts])
+    for name, field, help_text in _COUNTS:
+        yield counter(name, help_text, MODEL, [(labels, values[field]) for labels, values in counts])
     ranks = [
         (_rank_labels(each.labels, place, node), totals)
         for each in replicas
@@ -216,8 +220,10 @@ def step_families(replicas: Sequence[Replica]) -> Iterator[Metric]:
     yield counter(
         "stage_steps", "Steps that were answered.", RANK, [(labels, totals.steps) for labels, totals in ranks]
     )
-    for name, field, about in _RANK_TIMES:
-        yield counter(name, about, RANK, [(labels, getattr(totals, field) / 1e6) for labels, totals in ranks])
+    for name, field, help_text in _RANK_TIMES:
+        yield counter(
+            name, help_text, RANK, [(labels, getattr(totals, field) / 1e6) for labels, totals in ranks]
+        )
 
 
 def _rank_labels(labels: Labels, place: RankId, node: str) -> Labels:

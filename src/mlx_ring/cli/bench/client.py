@@ -171,7 +171,7 @@ class BenchClient:
                 or f"No server answers at {self.url} ({str(error) or type(error).__name__}). Start one with: mlx-ring serve"
             ) from None
         served = _served_models(response, self.url)
-        name = next((name for name, about in served.items() if model in (None, name, *_aliases(about))), None)
+        name = next((name for name, entry in served.items() if model in (None, name, *_aliases(entry))), None)
         if name is None:
             raise ConfigError(f"{self.url} does not serve {model!r}; it has {', '.join(served)}.")
         vocabulary = _count((await self.look("/model/info")).get("vocab_size"))
@@ -211,8 +211,8 @@ class BenchClient:
         except (TimeoutError, httpx.TimeoutException):
             record.error = "timeout"
         except httpx.HTTPError as error:
-            about = f"{type(error).__name__} {error}".strip()
-            record.error = f"{'connection' if record.status is None else _CUT}: {about}"[:_SHOWN]
+            cause = f"{type(error).__name__} {error}".strip()
+            record.error = f"{'connection' if record.status is None else _CUT}: {cause}"[:_SHOWN]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             record.error = f"not understood: {error!r}"[:_SHOWN]
         except asyncio.CancelledError:
@@ -281,8 +281,8 @@ def _served_models(response: httpx.Response, url: str) -> dict[str, dict[str, An
     return models
 
 
-def _aliases(about: dict[str, Any]) -> list[str]:
-    aliases: object = about.get("aliases")
+def _aliases(entry: dict[str, Any]) -> list[str]:
+    aliases: object = entry.get("aliases")
     return cast("list[str]", aliases) if isinstance(aliases, list) else []
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from mlx_ring.cluster.lifecycle.about import OWN_PROGRAM, About, own_versions
+from mlx_ring.cluster.lifecycle.installation import OWN_PROGRAM, Installation, own_versions
 from mlx_ring.core.cluster_folders import AUTHORITY_FILE, logs_folder, node_folder
 from mlx_ring.core.environment import inherited_environment
 from mlx_ring.core.errors import ConfigError, HostFailed
@@ -39,7 +39,7 @@ Its certificate is for the name by which other machines know it.
 """
 
 
-def about_here(state: Path, *, identity: bool) -> About:
+def installation_here(state: Path, *, identity: bool) -> Installation:
     """Describe this machine; with `identity`, create its ID if it has none."""
     folder = node_folder(state)
     if identity:
@@ -50,7 +50,7 @@ def about_here(state: Path, *, identity: bool) -> About:
         node = (read_private(folder / "node-id") or b"").decode(errors="replace").strip()
     authority = read_private(folder / AUTHORITY_FILE)
     cluster = hashlib.sha256(authority).hexdigest()[:16] if authority else ""
-    return About(own_versions(), str(state), node, tuple(running_here(state)), cluster)
+    return Installation(own_versions(), str(state), node, tuple(running_here(state)), cluster)
 
 
 def whole_path(name: str, folders: Sequence[Path]) -> str:

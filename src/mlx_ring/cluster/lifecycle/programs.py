@@ -8,8 +8,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlx_ring.cluster.lifecycle.about import OWN_PROGRAM, About, Found, different, own_versions, read_found
 from mlx_ring.cluster.lifecycle.arguments import Place
+from mlx_ring.cluster.lifecycle.installation import (
+    OWN_PROGRAM,
+    Found,
+    Installation,
+    different,
+    own_versions,
+    read_found,
+)
 from mlx_ring.cluster.lifecycle.shell import run_on, send_to
 from mlx_ring.cluster.lifecycle.shipping import lowest_here, python_here, wanted_here, write_archive
 from mlx_ring.cluster.lifecycle.systems import PYTHONS, TELL_PYTHON, Python, best_python, read_pythons
@@ -18,7 +25,7 @@ from mlx_ring.core.errors import HostFailed
 
 ON_HOST = ("cluster", "on-host")
 _PROBE = r"""
-about() {
+describe() {
   [ -n "$1" ] && [ -x "$1" ] || return 0
   said=$("$1" cluster on-host about ${2:+--state-dir "$2"} ${3:+"$3"} 2>/dev/null | tail -n 1)
   printf 'program\t%s\t%s\n' "$1" "$said"
@@ -27,11 +34,11 @@ about() {
 }
 if [ -n "$1" ]; then
   [ -x "$1" ] || { echo "there is no program $1" >&2; exit 1; }
-  about "$1" "$2" "$3" "$4"
+  describe "$1" "$2" "$3" "$4"
 else
   for path in "$HOME/.local/share/mlx-ring/bin/mlx-ring" "$HOME/.local/share/mlx-ring/env/bin/mlx-ring" \
       "$(command -v mlx-ring)" "$HOME/.local/bin/mlx-ring" /opt/homebrew/bin/mlx-ring /usr/local/bin/mlx-ring; do
-    about "$path" "$2" "$3" "$4"
+    describe "$path" "$2" "$3" "$4"
   done
 fi
 exit 0
@@ -75,11 +82,11 @@ class Ready:
 
     place: Place
     program: tuple[str, ...]
-    about: About
+    installation: Installation
 
     def on_host(self, *words: str, stdin: str = "", timeout_s: float | None = 120.0) -> str:
         """Run a command with the program there and return its output."""
-        state = ("--state-dir", self.about.state)
+        state = ("--state-dir", self.installation.state)
         return run_on(
             self.place,
             (*self.program, *ON_HOST, words[0], *state, *words[1:]),
@@ -119,9 +126,9 @@ def find_pythons(place: Place) -> list[Python]:
 def ready(place: Place, found: Found, versions: Mapping[str, str]) -> Ready | None:
     """Return the machine with a program of these versions, or None if it has none."""
     program = found.like(versions)
-    if program is None or program.about is None:
+    if program is None or program.installation is None:
         return None
-    return Ready(place, OWN_PROGRAM if place.is_here else (program.path,), program.about)
+    return Ready(place, OWN_PROGRAM if place.is_here else (program.path,), program.installation)
 
 
 def any_program(place: Place, found: Found) -> Ready | None:
@@ -129,10 +136,12 @@ def any_program(place: Place, found: Found) -> Ready | None:
 
     Another version can end what runs too.
     """
-    program = found.like(own_versions()) or next((known for known in found.programs if known.about), None)
-    if program is None or program.about is None:
+    program = found.like(own_versions()) or next(
+        (known for known in found.programs if known.installation), None
+    )
+    if program is None or program.installation is None:
         return None
-    return Ready(place, OWN_PROGRAM if place.is_here else (program.path,), program.about)
+    return Ready(place, OWN_PROGRAM if place.is_here else (program.path,), program.installation)
 
 
 def make_ready(place: Place, *, store: WheelStore, report: Callable[[str], None]) -> Ready:

@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import mlx_ring
-from mlx_ring.cluster.lifecycle.about import PACKAGES
+from mlx_ring.cluster.lifecycle.installation import PACKAGES
 from mlx_ring.cluster.lifecycle.systems import TELL_PYTHON, Python, Release, lowest_release, read_python
 from mlx_ring.cluster.lifecycle.wheels import Wanted
 from mlx_ring.core.errors import ConfigError

@@ -147,15 +147,15 @@ class _Run:
         self._file = file
         self._head = next(found for found in readies if found.place.device.is_coordinator)
         self._others = [found for found in readies if found is not self._head]
-        ids = {found.place.name: found.about.node for found in readies}
-        self._head_words = head_arguments(file, model, self._head.about.state, ids)
-        self._pid = next(_like(self._head.about.running, "head", self._head_words), 0)
+        ids = {found.place.name: found.installation.node for found in readies}
+        self._head_words = head_arguments(file, model, self._head.installation.state, ids)
+        self._pid = next(_like(self._head.installation.running, "head", self._head_words), 0)
 
     def is_as_configured(self) -> bool:
         """Return True if the head and all agents run with exactly these arguments."""
-        return _runs(self._head.about.running, "head", self._head_words) and all(
-            other.about.cluster == self._head.about.cluster
-            and _runs(other.about.running, "agent", self._agent_words(other))
+        return _runs(self._head.installation.running, "head", self._head_words) and all(
+            other.installation.cluster == self._head.installation.cluster
+            and _runs(other.installation.running, "agent", self._agent_words(other))
             for other in self._others
         )
 
@@ -207,7 +207,7 @@ class _Run:
         return next(other for other in self._others if other.place is place)
 
     def _token(self) -> str:
-        state = ("--state-dir", self._head.about.state)
+        state = ("--state-dir", self._head.installation.state)
         uses = ("--uses", str(len(self._others)), "--expires", _TOKEN_LIFE, "--name", "cluster start")
         return run_on(self._head.place, (*self._head.program, "token", "create", *uses, *state)).strip()
 
@@ -220,7 +220,7 @@ class _Run:
         return HeadAddress(head_host(self._head.place, other.place), self._file.coordinator.port)
 
     def _agent_words(self, other: Ready) -> list[str]:
-        return agent_arguments(self._file, other.place.device, self._address(other), other.about.state)
+        return agent_arguments(self._file, other.place.device, self._address(other), other.installation.state)
 
     def _check_agents(self) -> None:
         """Raise an error if an agent has ended; ignore machines that are out of reach just now."""
@@ -282,7 +282,7 @@ def _stop(place: Place, report: Report) -> None:
 
 
 def _stop_with(found: Ready, report: Report) -> None:
-    ending_s = max((running.ending_s for running in found.about.running), default=0.0)
+    ending_s = max((running.ending_s for running in found.installation.running), default=0.0)
     for line in found.on_host("stop", timeout_s=_STOP_S + ending_s).splitlines():
         report(f"{found.place.name}: {line}")
 
@@ -294,4 +294,4 @@ def _standing(place: Place) -> Standing:
         return Standing(place, "", (), str(error))
     if found is None:
         return Standing(place, "", (), f"{place.name}: mlx-ring is not installed there.")
-    return Standing(place, found.about.node, found.about.running)
+    return Standing(place, found.installation.node, found.installation.running)

@@ -19,7 +19,7 @@ PACKAGES = ("mlx-ring", "mlx", "mlx-lm")
 
 
 @dataclass(frozen=True, slots=True)
-class About:
+class Installation:
     """Versions, state and running processes of one mlx-ring installation."""
 
     versions: Mapping[str, str]
@@ -36,7 +36,7 @@ class About:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> About | None:
+    def from_json(cls, text: str) -> Installation | None:
         """Parse a description; return None for other text, such as another version's help."""
         try:
             content = cast("dict[str, Any]", json.loads(text))
@@ -51,7 +51,7 @@ class Program:
     """An mlx-ring program on a machine."""
 
     path: str
-    about: About | None
+    installation: Installation | None
     """Its description of itself; None if it gave none that this version can read."""
 
 
@@ -67,7 +67,7 @@ class Found:
             (
                 found
                 for found in self.programs
-                if found.about and dict(found.about.versions) == dict(versions)
+                if found.installation and dict(found.installation.versions) == dict(versions)
             ),
             None,
         )
@@ -77,7 +77,7 @@ def read_found(lines: Sequence[str]) -> Found:
     """Parse the probe's output, whose fields are separated by tabs."""
     rows = [line.split("\t", 2) for line in lines if line.count("\t") >= 2]  # noqa: PLR2004 - kind, path, rest
     return Found(
-        tuple(Program(path, About.from_json(rest)) for kind, path, rest in rows if kind == "program")
+        tuple(Program(path, Installation.from_json(rest)) for kind, path, rest in rows if kind == "program")
     )
 
 
@@ -85,7 +85,7 @@ def different(found: Found, versions: Mapping[str, str]) -> str:
     """Describe how the versions of the programs differ from the local ones."""
     differences: list[str] = []
     for program in found.programs:
-        theirs: Mapping[str, str] = program.about.versions if program.about is not None else {}
+        theirs: Mapping[str, str] = program.installation.versions if program.installation is not None else {}
         unlike = [
             f"{name} {theirs.get(name, 'of an unknown version')}"
             for name in PACKAGES

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mlx_ring.cluster.lifecycle.about import About, different, read_found
+from mlx_ring.cluster.lifecycle.installation import Installation, different, read_found
 from mlx_ring.host.running import Running
 
 VERSIONS = {"mlx-ring": "0.1.0", "mlx": "0.32.4", "mlx-lm": "0.32.2"}
@@ -11,11 +11,13 @@ RUNNING = (Running("agent", 7, 1.5, "abc"),)
 
 
 def description(versions: dict[str, str]) -> str:
-    return About(versions, "/home/me/state", "mini-7f3a", RUNNING).to_json()
+    return Installation(versions, "/home/me/state", "mini-7f3a", RUNNING).to_json()
 
 
 def test_a_description_survives_json() -> None:
-    assert About.from_json(description(VERSIONS)) == About(VERSIONS, "/home/me/state", "mini-7f3a", RUNNING)
+    assert Installation.from_json(description(VERSIONS)) == Installation(
+        VERSIONS, "/home/me/state", "mini-7f3a", RUNNING
+    )
 
 
 def test_the_program_with_the_same_versions_is_chosen() -> None:
