@@ -13,8 +13,7 @@ from mlx_ring.planner.place import place
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
 from mlx_ring.planner.request import Demand, PlanRequest
 from mlx_ring.planner.stage_costs import StageTables
-from mlx_ring.rpc.link_probe import LinkMeasure
-from mlx_ring.rpc.link_profile import measured_link
+from mlx_ring.rpc.link_profile import LinkProfile
 
 NODE = measured_node(made_up_profile(), "box")
 ONE_SEQUENCE = Demand(context_tokens=1024, sequences=1)
@@ -134,6 +133,6 @@ def test_a_quantized_kv_cache_takes_its_bits_and_scales(bits: int, number_bytes:
     assert Demand(1, 1, bits).kv_factor(number_bytes) == pytest.approx(share)
 
 
-def test_a_link_uses_its_median_round_trip() -> None:
-    link = measured_link(LinkMeasure(4e-4, 2e-4, 1e9, frames=10, nbytes=1000))
+def test_a_message_takes_half_a_round_trip_and_the_time_of_its_bytes() -> None:
+    link = LinkProfile(round_trip_s=4e-4, bandwidth=1e9)
     assert link.seconds(1e6) == pytest.approx(1.2e-3)

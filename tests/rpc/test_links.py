@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import zstandard
 from tests.worker.collective.pairs import KINDS, ForwardingInbox, joined_pair
+from tests.worker.in_process_link import InProcessLink
 
 from mlx_ring.core.errors import ProtocolError, StaleMessage, StepFailed, WorkerLost, WorkerStuck
 from mlx_ring.rpc import links
@@ -25,7 +26,6 @@ from mlx_ring.rpc.links import (
     SAMPLED,
     GrpcLink,
     Inbox,
-    InProcessLink,
     LinkKey,
     LinkSender,
     WireTensor,

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from tests.worker.collective.in_process import InProcessTransport
+from tests.worker.in_process_link import InProcessLink
 
 from mlx_ring.core.types import LayerRange
 from mlx_ring.models.model_folder import read_model_folder
-from mlx_ring.rpc.links import Inbox, InProcessLink
+from mlx_ring.rpc.links import Inbox
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
 from mlx_ring.worker.collective import with_collectives
 from mlx_ring.worker.grammars import AnswerGrammar, GrammarCompiler

@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    # It imports gRPC, which must not load with the planner.
-    from mlx_ring.rpc.link_probe import LinkMeasure
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +41,3 @@ ETHERNET = LinkProfile(round_trip_s=500e-6, bandwidth=1.1e8)
 """Link of 1 Gbit/s, assumed if nothing else is known."""
 UNREACHABLE = LinkProfile(round_trip_s=float("inf"), bandwidth=1.0)
 """Link between machines that do not reach each other."""
-
-
-def measured_link(measure: LinkMeasure) -> LinkProfile:
-    """Return the profile of a measured link."""
-    return LinkProfile(round_trip_s=measure.round_trip_s, bandwidth=measure.bandwidth, frames_s=FRAMES_S)

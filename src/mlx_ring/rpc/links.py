@@ -198,22 +198,6 @@ class Inbox:
             self._arrived.notify_all()
 
 
-class InProcessLink:
-    """Both ends in one process: the twin that tests use, under the same contract."""
-
-    def __init__(self, inbox: Inbox) -> None:
-        self._inbox = inbox
-
-    def send(self, key: LinkKey, tensor: WireTensor) -> None:
-        self._inbox.put(key, tensor)
-
-    def send_failure(self, key: LinkKey, failure: step_pb2.Failure) -> None:
-        self._inbox.put(key, failure_to_error(failure))
-
-    def close(self) -> None:
-        """Do nothing, because nothing is open."""
-
-
 class GrpcLink:
     """Sending end of a stream between two workers. gRPC's own thread does the sending."""
 

@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterator
 import pytest
 from tests.worker.collective.in_process import FORM, InProcessTransport
 from tests.worker.collective.pairs import KINDS, Pair, joined_pair
+from tests.worker.in_process_link import InProcessLink
 from tests.worker.stages import Steps, chunk
 
 from mlx_ring.core.errors import StepFailed, WorkerLost
 from mlx_ring.rpc.failures import error_to_failure
-from mlx_ring.rpc.links import Inbox, InProcessLink, LinkKey, WireTensor
+from mlx_ring.rpc.links import Inbox, LinkKey, WireTensor
 from mlx_ring.rpc.protos import step_pb2
 from mlx_ring.worker.collective.links import CollectiveReceiver, CollectiveSender
 from mlx_ring.worker.inputs import step_key
