@@ -71,7 +71,7 @@ def test_stop_ends_a_server_that_was_started_by_hand(tmp_path: Path) -> None:
         assert stopped.stdout == f"The head has ended (process {server.process.pid}).\n"
         assert server.process.wait(30) == 0
         assert server.all_ended()
-    assert run_cli("stop", *state, folder=tmp_path).stdout == "No mlx-ring process runs here.\n"
+    assert run_in_process("stop", *state, folder=tmp_path).stdout == "No mlx-ring process runs here.\n"
 
 
 def test_speed_shows_only_known_rates() -> None:

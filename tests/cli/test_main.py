@@ -190,7 +190,7 @@ def test_the_version_is_one_line(tmp_path: Path) -> None:
 
 
 def test_help_lists_every_command(tmp_path: Path) -> None:
-    done = run_cli("--help", folder=tmp_path, environment={"COLUMNS": "200"})
+    done = run_in_process("--help", folder=tmp_path, environment={"COLUMNS": "200"})
     assert done.returncode == 0
     assert [name for name in COMMANDS if f" {name} " not in done.stdout] == []
 
