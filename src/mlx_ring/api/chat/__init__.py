@@ -1,1 +1,1 @@
-"""A chat, whichever dialect asks for it."""
+"""Chats, the same for every dialect."""

@@ -1,4 +1,4 @@
-"""Answers to one chat: the engine's text, read into parts, streamed or whole."""
+"""Answers to one chat: the engine's text, split into parts, streamed or whole."""
 
 from __future__ import annotations
 
@@ -28,31 +28,31 @@ from mlx_ring.core.types import FinishReason, TokenLogprob
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of a tool, whole."""
+    """Complete tool call."""
 
     id: str
     name: str
     arguments: str
-    """JSON, unless the answer was cut off within."""
+    """JSON, unless the answer was cut off in the call."""
 
 
 @dataclass(slots=True)
 class ChatAnswer:
-    """One answer so far."""
+    """Answer so far."""
 
     parts: list[AnswerPart] = field(default_factory=list[AnswerPart])
     """Parts in the order of their arrival."""
     logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
-    """Log-probabilities of all tokens, where requested; those of reasoning, calls and marks too."""
+    """Log-probabilities of all tokens, if requested: also of reasoning, calls and marks."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
     reasoning_tokens: int = 0
-    """Number of the completion's tokens that are reasoning; the marks around it count."""
+    """Number of completion tokens that are reasoning, its marks included."""
     end: EndReason | None = None
-    """None: it has not ended."""
+    """Reason of the answer's end; None if it has not ended."""
     stop_match: str | None = None
-    """The stop string that ended it."""
+    """Stop string that ended the answer."""
     timings: RequestTimings | None = None
 
     @property
@@ -75,19 +75,19 @@ class ChatAnswer:
 
 @dataclass(frozen=True, slots=True)
 class AnswerUpdate:
-    """Parts that some tokens added to the answer of that index."""
+    """New parts of the answer with that index."""
 
     index: int
     parts: tuple[AnswerPart, ...]
     logprobs: tuple[TokenLogprob, ...]
-    """Log-probabilities of these tokens, where requested, even if they made no part."""
+    """Log-probabilities of the new tokens, if requested, even if they made no part."""
     end: EndReason | None = None
-    """Reason of the answer's end, in its last update only."""
+    """Reason of the answer's end. Only the last update has it."""
     stop_match: str | None = None
 
 
 class ChatGeneration:
-    """A chat under way."""
+    """Chat in progress."""
 
     def __init__(self, generation: Generation, chat: PreparedChat) -> None:
         self._generation = generation
@@ -95,12 +95,12 @@ class ChatGeneration:
         self.answers = [ChatAnswer() for _ in chat.rules]
 
     async def batches(self, quiet_s: float | None = None) -> AsyncGenerator[list[AnswerUpdate]]:
-        """Yield what has arrived since the last batch, until every answer has ended.
+        """Yield batches of updates until every answer has ended.
 
-        An empty batch says that nothing came for `quiet_s` seconds.
+        An empty batch means that nothing came for `quiet_s` seconds.
 
         Raises:
-            RingError: what ended one of the answers, after what came before it.
+            RingError: An answer failed. All updates before the failure are yielded first.
         """
         async with aclosing(self._generation.batches(quiet_s)) as batches:
             async for batch in batches:
@@ -129,7 +129,7 @@ class ChatGeneration:
     def _read_pieces(
         self, reader: AnswerReader, answer: ChatAnswer, delta: Delta
     ) -> tuple[list[AnswerPart], int]:
-        """Return the parts and the number of their tokens, without what follows the answer's end."""
+        """Return the parts and the number of their tokens, up to the answer's end."""
         parts: list[AnswerPart] = []
         read = 0
         for text in delta.pieces:
@@ -155,11 +155,11 @@ class ChatWriter(Protocol[WrittenT_co]):
         ...
 
     def update(self, updates: Sequence[AnswerUpdate], answers: Sequence[ChatAnswer]) -> Iterable[WrittenT_co]:
-        """Return the events of what has come; `answers` hold the updates already."""
+        """Return the events of the updates. `answers` already contain the updates."""
         ...
 
     def closing(self, answers: Sequence[ChatAnswer]) -> Iterable[WrittenT_co]:
-        """Return the last events, once all answers have ended."""
+        """Return the last events, after all answers have ended."""
         ...
 
 
@@ -171,13 +171,13 @@ def stream_chat(
     keep_alive_s: float,
     failure: Callable[[Exception], bytes] | None = None,
 ) -> JsonStream[EventT]:
-    """Stream the answers. An error of the engine is raised if it comes before the first byte.
+    """Stream the answers. Raise an error of the engine that comes before the first byte.
 
     Args:
         engine: computes the answers.
-        chat: the sequences, and how their text is read.
+        chat: the sequences, and the rules for reading their text.
         writer: makes the events.
-        keep_alive_s: seconds of silence after which the stream shows that it lives.
+        keep_alive_s: seconds of silence after which the stream sends a keep-alive.
         failure: encoder of an error that ends the stream; None: the dialect's own.
     """
 
@@ -192,7 +192,7 @@ def stream_chat(
 
 
 def _ignore(_: AnswerUpdate) -> None:
-    """Ignore an update: the caller wants whole answers only."""
+    """Ignore an update, for callers that need whole answers only."""
 
 
 async def answer_chat(
@@ -201,9 +201,9 @@ async def answer_chat(
     chat: PreparedChat,
     on_update: Callable[[AnswerUpdate], object] = _ignore,
 ) -> list[ChatAnswer]:
-    """Return the answers when all have ended; stop at once when the client leaves.
+    """Return the answers when all have ended. Stop at once if the client disconnects.
 
-    `on_update` gets every update as it comes.
+    `on_update` gets every update immediately.
     """
 
     async def run() -> list[ChatAnswer]:

@@ -1,6 +1,6 @@
-"""Gemma's way of writing calls: `call:f{city:<|"|>Rome<|"|>,days:2,hours:[8,20]}`, with `<escape>` for quotes in FunctionGemma's.
+"""Gemma's format of calls: `call:f{city:<|"|>Rome<|"|>,days:2,hours:[8,20]}`, with `<escape>` for quotes in FunctionGemma's.
 
-Names are bare where they are words, strings are written unescaped between marks, and there is no white space.
+Names that are words have no quotes, strings are between marks and not escaped, and there is no white space.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ _ParseCalls = Callable[[str, list[dict[str, object]]], object]
 _DEFINITIONS = ("$defs", "definitions")
 _NAME = re.compile(r"\w+", re.ASCII)
 _SAID = frozenset({"title", "description", "default", "examples", "$schema", "$id", "$comment", "deprecated"})
-"""Keywords of a schema that ask nothing of a value."""
+"""Keywords of a schema that do not restrict values."""
 _SCALARS: Mapping[str, frozenset[str]] = {
     "integer": frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}),
     "number": frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}),
     "boolean": frozenset(),
     "null": frozenset(),
 }
-"""Types that are written as in JSON, with the keywords that are enforced for each."""
+"""Types that are written as in JSON, each with its enforced keywords."""
 _NUMBERS: Mapping[str, str] = {
     "integer": "/-?(0|[1-9][0-9]{0,17})/",
     "number": r"/-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?([eE][-+]?[0-9]{1,2})?/",
 }
-"""Longest number in characters. Python refuses much longer ones, or reads them as infinite."""
+"""Patterns of numbers. They limit the length, because Python refuses much longer numbers or reads them as infinite."""
 _KINDS: tuple[tuple[type, set[str]], ...] = (
     (bool, {"boolean"}),
     (int, {"integer", "number"}),
@@ -44,7 +44,7 @@ _KINDS: tuple[tuple[type, set[str]], ...] = (
     (dict, {"object"}),
     (object, {"null"}),
 )
-"""JSON's types in Python; the first that fits counts."""
+"""JSON's types by type in Python. The first match counts."""
 _SPELT = re.compile(r"\\.|/|\n", re.DOTALL)
 _SPELLINGS = {"/": r"\/", "\n": r"\n", r"\d": "[0-9]", r"\w": "[A-Za-z0-9_]"}
 """Escapes that Lark spells differently, and classes that JSON Schema limits to ASCII."""
@@ -52,9 +52,9 @@ _LONGEST_PATTERN = 4096
 
 
 def parse_function_gemma(own: _ParseCalls, gemma: _ParseCalls) -> _ParseCalls:
-    """Return a parser of FunctionGemma's calls: Gemma's own, but for the quotes.
+    """Return a parser of FunctionGemma's calls. They differ from Gemma's only in the quotes.
 
-    mlx-lm's parser ends at the first brace or comma. It still reads what this one cannot, such as words without quotes.
+    mlx-lm's parser ends at the first brace or comma. It still reads calls that this one cannot, such as words without quotes.
     """
 
     def parse(text: str, tools: list[dict[str, object]]) -> object:
@@ -72,7 +72,7 @@ def write_call(grammar: LarkGrammar, tool: Tool, quote: str) -> str:
     """Write one call without its outer marks.
 
     Raises:
-        RequestError: the tool is strict, and its schema says what this format cannot be held to.
+        RequestError: The tool is strict, and its schema cannot be enforced in this format.
     """
     try:
         arguments = _Values(grammar, tool, quote).of({"type": "object", **(tool.parameters or NOTHING)})
@@ -89,7 +89,7 @@ class _Values:
     tool: Tool
     quote: str
     known: dict[str, str] = field(default_factory=dict[str, str])
-    """Rules of definitions by their reference, which may be within themselves, and of values of any kind."""
+    """Rules of definitions by their reference, and of values of any kind. Definitions may contain themselves."""
 
     def of(self, schema: object) -> str:
         """Write a value under a schema."""
@@ -126,7 +126,7 @@ class _Values:
     # ---- references and choices
 
     def _reference(self, schema: Schema) -> str:
-        """Write a reference as a rule that is named before it is written, because a definition may contain itself."""
+        """Write a reference as a rule. The rule gets its name first, because a definition may contain itself."""
         self._require(schema, {"$ref", *_DEFINITIONS})
         place = str(schema["$ref"])
         if place not in self.known:
@@ -193,7 +193,7 @@ class _Values:
         return f"{mark} {self.grammar.until_mark(self.quote, within)}"
 
     def _searched(self, pattern: str) -> str:
-        """Write a text in which a pattern is found. Anchors count at its ends; llguidance refuses them elsewhere."""
+        """Write a text that contains a match of a pattern. Anchors count at the pattern's ends; llguidance refuses others."""
         if len(pattern) > _LONGEST_PATTERN:
             raise self._refusal("a 'pattern' of this length")
         starts, ends = pattern.startswith("^"), re.search(r"(?<!\\)(\\\\)*\$$", pattern) is not None
@@ -202,7 +202,7 @@ class _Values:
         return f"/{re.sub(_SPELT, lambda each: _SPELLINGS.get(each[0], each[0]), found)}/"
 
     def _object(self, schema: Schema) -> str:
-        """Write an object with its names in order, as the model has learnt it from its template."""
+        """Write an object with its names in the order in which the model's template shows them."""
         self._require(schema, {"type", "properties", "required", "additionalProperties", *_DEFINITIONS})
         given, more = schema.get("properties"), schema.get("additionalProperties", True)
         properties: Schema = cast("Schema", given) if isinstance(given, Mapping) else {}
@@ -303,7 +303,7 @@ def _kind_of(schema: Schema) -> Any:
 
 
 def _about(schema: Schema, kind: object) -> Schema:
-    """Return the part of a schema of several types that concerns one of them."""
+    """Return the part of a schema of several types that applies to one of them."""
     asked = {
         "string": {"minLength", "maxLength", "pattern", "format"},
         "object": {"properties", "required", "additionalProperties"},
@@ -325,7 +325,7 @@ def _json_kind(value: object) -> set[str]:
 
 
 def _exclude_each_other(options: Iterable[object]) -> bool:
-    """Return True where no value fits two of the options, as far as their types tell."""
+    """Return True if no value can match two of the options, judged by their types."""
     seen: set[str] = set()
     for option in options:
         kind = cast("Schema", option).get("type") if isinstance(option, Mapping) else None

@@ -1,4 +1,4 @@
-"""Grammar of an answer: reasoning first where the model writes any, then content or tool calls."""
+"""Grammar of an answer: optional reasoning, then content or tool calls."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ _KEPT = 256
 _OPTIONS = "x-guidance"
 
 
-def answer_grammar(format: ChatFormat, conversation: Conversation, *, thinking_open: bool) -> Grammar | None:  # noqa: A002 - the word of the field
-    """Return the grammar of a conversation's next answer; None where any text will do.
+def answer_grammar(format: ChatFormat, conversation: Conversation, *, thinking_open: bool) -> Grammar | None:  # noqa: A002 - the field's term
+    """Return the grammar of a conversation's next answer; None if any text is allowed.
 
     Args:
-        format: the model's own.
+        format: format of the model's answers.
         conversation: the chat request.
-        thinking_open: True where the prompt leaves the answer inside reasoning.
+        thinking_open: True if the answer starts inside reasoning.
 
     Raises:
-        RequestError: it cannot be enforced in this model's format.
+        RequestError: The grammar cannot be enforced in this model's format.
     """
     grammar = _grammar(format, conversation, thinking_open=thinking_open)
     return None if grammar is None else replace(grammar, param=_param(conversation))
 
 
 def _param(conversation: Conversation) -> str:
-    """Return the name of the field that says what the answer must match."""
+    """Return the name of the field that restricts the answer."""
     return "tools" if conversation.format.kind == "text" else conversation.format.param
 
 
@@ -102,7 +102,7 @@ def _own(content: AnswerFormat) -> Mapping[str, object]:
 
 
 def _content(grammar: LarkGrammar, content: AnswerFormat) -> str | None:
-    """Return the rule of the answer's text; None: any text."""
+    """Return the rule of the answer's text; None if any text is allowed."""
     match content.kind:
         case "text":
             return None
@@ -121,7 +121,7 @@ def _refuse_headers(format: ChatFormat, content: AnswerFormat) -> None:  # noqa:
 
 
 def _reasoning_rule(grammar: LarkGrammar, format: ChatFormat, *, is_open: bool) -> str:  # noqa: A002 - as above
-    """Return the rule of the reasoning that comes first: the rest of what is open, or optional reasoning."""
+    """Return the rule of the reasoning at the start: the rest of open reasoning, or optional reasoning."""
     if format.thinking is None:
         return ""
     rest = f"{grammar.until(format.thinking.end)} {SPACE}?"
@@ -129,9 +129,9 @@ def _reasoning_rule(grammar: LarkGrammar, format: ChatFormat, *, is_open: bool) 
 
 
 def _disables_reasoning(conversation: Conversation) -> bool:
-    """Return True where the request turns reasoning off.
+    """Return True if the request turns reasoning off.
 
-    Reasoning would then be a way around a schema that restricts every other token.
+    The grammar then forbids reasoning, because it could evade a schema that restricts every other token.
     """
     kwargs = conversation.template_kwargs
     return (
@@ -142,7 +142,7 @@ def _disables_reasoning(conversation: Conversation) -> bool:
 
 
 def _dropped(grammar: LarkGrammar, format: ChatFormat) -> str:  # noqa: A002 - as above
-    """Return the rule of marks without meaning, which may stand around the answer."""
+    """Return the rule of marks without meaning, which may surround the answer."""
     return f"({' | '.join(map(grammar.exactly, format.dropped))})*" if format.dropped else ""
 
 
@@ -158,7 +158,7 @@ def _with_calls(grammar: LarkGrammar, marks: CallMarks, conversation: Conversati
 
 
 def _harmony(grammar: LarkGrammar, _marks: CallMarks, use: ToolUse, final: str | None) -> str:
-    """Write the rules of gpt-oss: messages with a channel each, first reasoning, then `final` or a call."""
+    """Write the rules of gpt-oss: messages that each have a channel, first reasoning, then `final` or a call."""
     start = grammar.exactly("<|start|>assistant")
     reasoning = f"{grammar.exactly('<|channel|>analysis<|message|>')} {grammar.until('<|end|>')} {start}"
     last = write_harmony_calls(grammar, use.callable_tools)
@@ -168,7 +168,7 @@ def _harmony(grammar: LarkGrammar, _marks: CallMarks, use: ToolUse, final: str |
 
 
 def _muse(grammar: LarkGrammar, marks: CallMarks, use: ToolUse, final: str | None) -> str:
-    """Write the rules of Muse: messages with a recipient each, itself for reasoning, then the user or tools."""
+    """Write the rules of Muse: messages that each have a recipient: itself for reasoning, then the user or tools."""
     asides = ["self"] if final is None else ["self", "commentary"]
     begins = either(grammar.exactly(f"to={whom}<|message|>") for whom in asides)
     aside = f'" "? {begins} {grammar.until("<|eom|>")} {grammar.exactly("<|start|>assistant")}'
@@ -184,7 +184,7 @@ _MESSAGES: Mapping[str, Callable[[LarkGrammar, CallMarks, ToolUse, str | None], 
     "harmony": _harmony,
     "muse_spark": _muse,
 }
-"""Formats whose answers are messages with headers, by the name of the parser of their calls."""
+"""Functions for formats whose answers are messages with headers, by the name of the calls' parser."""
 
 
 def _check_options(tool: Tool) -> None:
@@ -196,16 +196,16 @@ def _check_options(tool: Tool) -> None:
 
 
 class GrammarChecks:
-    """Tries grammars before a prompt is computed for them, one at a time and off the event loop."""
+    """Trial of grammars before their prompts are computed, one at a time and off the event loop."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
         self._trials = GrammarTrials()
         self._known: OrderedDict[bytes, str] = OrderedDict()
-        """By their digests, for clients decide how long they are: what is wrong with them; empty: nothing."""
+        """Problems of grammars; empty if there is none. The keys are digests, because grammars may be of any length."""
 
     async def check(self, grammar: Grammar | None, conversation: Conversation) -> None:
-        """Raise `RequestError`, naming the request's field, where a grammar cannot be enforced."""
+        """Raise `RequestError` with the request's field if a grammar cannot be enforced."""
         if grammar is None or not (problem := await self._problem(grammar)):
             return
         if conversation.format.kind != "text" and (

@@ -1,6 +1,6 @@
 """Grammars in llguidance's dialect of Lark. Pure.
 
-Schemas of tools, as formats of calls read them whose arguments are not JSON.
+Also the schemas of tools, for formats whose arguments are not JSON.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from mlx_ring.core.errors import RequestError
 from mlx_ring.models.grammars import JSON_OPTIONS
 
 ANY_TEXT = "/(?s:.*)/"
-"""No special token is text."""
+"""Pattern of any text. Special tokens are not text."""
 SPACE = r"/[ \t\r\n]{1,8}/"
 PYTHON_STRINGS = {"json_allowed_escapes": 'nrbtf\\"'}
-"""Where JSON's strings are read as Python's, which knows fewer escapes."""
+"""Options for JSON strings that are read as Python's, which has fewer escapes."""
 
 
 @dataclass(slots=True)
 class LarkGrammar:
-    """Rules by name, while they are put together."""
+    """Grammar in construction."""
 
     tokens: Mapping[str, int]
-    """Texts that are tokens of their own, which text never is."""
+    """Special tokens by their text."""
     rules: dict[str, str] = field(default_factory=dict[str, str])
 
     def add(self, name: str, body: str) -> str:
@@ -36,7 +36,7 @@ class LarkGrammar:
         return name
 
     def fresh(self, body: str, *, lazy: bool = False) -> str:
-        """Add a rule under a new name. A lazy rule matches as little as it can."""
+        """Add a rule under a new name. A lazy rule matches as little as possible."""
         name = f"r{len(self.rules)}"
         self.rules[f"{name}[lazy]" if lazy else name] = body
         return name
@@ -49,7 +49,7 @@ class LarkGrammar:
         )
 
     def json(self, schema: Mapping[str, object], **options: object) -> str:
-        """JSON under a schema."""
+        """Return an expression of JSON under a schema."""
         try:
             return f"%json {json.dumps(dict(schema) | {'x-guidance': JSON_OPTIONS | options})}"
         except (RecursionError, TypeError, ValueError) as error:
@@ -58,7 +58,7 @@ class LarkGrammar:
     def until(self, text: str, *, besides: str = "") -> str:
         """Return an expression of any text up to and including the first `text`; `besides` restricts the whole.
 
-        Parsers take a mark for one also without the white space at its ends.
+        Parsers recognize a mark without the white space at its ends too.
         """
         first, *others = self.pieces(text)
         free = ANY_TEXT
@@ -71,14 +71,14 @@ class LarkGrammar:
         return f"{head} {self.exactly(''.join(others))}" if others else head
 
     def until_mark(self, mark: str, within: Iterable[str] = ()) -> str:
-        """Return an expression of any text up to a mark, however it is spelt; the text must match each of `within`."""
+        """Return an expression of any text up to a mark in any spelling. The text must match each of `within`."""
         free = self._terminal(" & ".join([ANY_TEXT, _without(mark), *within]))
         if mark in self.tokens:
             return f"{free} {self.exactly(mark)}"
         return self._terminal(f"{free} {json.dumps(mark)}")
 
     def in_order(self, values: Mapping[str, str], required: Collection[object], *, between: str) -> str:
-        """Return an expression of the values in order, each at most once; those in `required` are always there."""
+        """Return an expression of the values in order, each at most once, and those in `required` exactly once."""
         first = after = '""'
         for name, value in reversed(list(values.items())):
             optional = name not in required
@@ -88,7 +88,7 @@ class LarkGrammar:
         return first
 
     def pieces(self, text: str) -> list[str]:
-        """Split a text into special tokens and what is between them."""
+        """Split a text into special tokens and the texts between them."""
         known = "|".join(map(re.escape, sorted(self.tokens, key=len, reverse=True)))
         return [piece for piece in (re.split(f"({known})", text) if known else [text]) if piece]
 
@@ -107,7 +107,7 @@ def either(options: Iterable[str]) -> str:
 
 
 def _without(text: str) -> str:
-    """Return an expression of every text without this one in it."""
+    """Return an expression of every text that does not contain this one."""
     literally = re.escape(text).replace("/", r"\/").replace("\\\n", r"\n")
     return f"~/(?s:.*){literally}(?s:.*)/"
 
@@ -117,9 +117,9 @@ Schema = Mapping[str, object]
 NOTHING: Schema = {"type": "object", "properties": {}, "additionalProperties": False}
 """Schema of a tool that takes no arguments."""
 STRING_KEYS = frozenset({"type", "enum", "const", "title", "description", "default", "examples", "$comment"})
-"""Keywords of a schema whose texts are listed, or free."""
+"""Keywords of a string's schema that lists its texts or allows any."""
 _LENIENT = {"lenient": True, "coerce_one_of": True}
-"""For tools that are not strict: what cannot be enforced is left out."""
+"""Options for tools that are not strict. Keywords that cannot be enforced are ignored."""
 _DEFINITIONS = ("$defs", "definitions")
 _PLAIN_KEYS = frozenset(
     {
@@ -136,10 +136,10 @@ def options_of(tool: Tool) -> Mapping[str, object]:
 
 
 def properties_of(tool: Tool) -> Mapping[str, Schema]:
-    """Return the properties of a tool whose arguments come one by one.
+    """Return the properties of a tool whose arguments are written one by one.
 
     Raises:
-        RequestError: it is strict, and says more of its arguments than what each of them is.
+        RequestError: The tool is strict, and its schema restricts more than each single argument.
     """
     schema = tool.parameters or NOTHING
     others = sorted(schema.keys() - _PLAIN_KEYS)
@@ -173,7 +173,7 @@ def alone_of(tool: Tool, schema: Schema) -> Schema:
 
 
 def texts_of(schema: Schema) -> list[str] | None:
-    """Return the texts that a property may have, where they are listed."""
+    """Return the possible texts of a property if the schema lists them."""
     if not schema.keys() <= STRING_KEYS:
         return None
     given = [schema["const"]] if "const" in schema else schema.get("enum")
