@@ -24,30 +24,31 @@ from mlx_ring.api.chat import gemma
 from mlx_ring.api.service import Tokenizer
 
 TOKENS = frozenset({"<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>"})
-"""A vocabulary that has them all is of this format."""
+"""Tokens of Harmony. A vocabulary with all of them uses the format."""
 TRANSITIONS: Mapping[str, list[tuple[str, str]]] = {
     "header": [("<|channel|>analysis<|message|>", "reasoning"), ("<|message|>", "normal")],
     "reasoning": [("<|end|>", "header")],
     "normal": [("<|end|>", "header")],
 }
-"""By mlx-lm's names, as the wrapper has them for other formats of several messages."""
+"""Marks that end each state, with the state that follows, under mlx-lm's names, as in `TokenizerWrapper`."""
 CALL_START, CALL_END = "to=functions.", "<|call|>"
 CALL_INNER = ("<|constrain|>",)
 HEADING = re.compile(r"(?P<name>[\w-]++)(?P<id>)[^{<]*+(?:<(?!\|message\|>)[^{<]*+)*<\|message\|>\s*(?=\{)")
-"""Heading of a call up to its arguments. It is tried again with each token, so runs of characters are possessive:
-a long name must not cost its square. Groups are not, because Python before 3.11.5 matches possessive groups wrongly.
+"""Heading of a call up to its arguments. It is matched again after each token. So runs of characters are possessive,
+because the time of a long name would grow with its square. Groups are not, because Python before 3.11.5 matches
+possessive groups wrongly.
 """
 _BODY = "<|message|>"
 _NAME = re.compile(r"[\w-]+")
 
 
 def is_harmony(added: Collection[str]) -> bool:
-    """Return True where a vocabulary with these added tokens writes Harmony."""
+    """Return True if a vocabulary with these added tokens uses Harmony."""
     return set(added) >= TOKENS
 
 
 def parse_tool_call(text: str, tools: object) -> object:
-    """Parse a call from its function's name on. Raise `ValueError` where it is not a call."""
+    """Parse a call from its function's name on. Raise `ValueError` for text that is not a call."""
     del tools
     heading, mark, arguments = text.strip().partition(_BODY)
     name = _NAME.match(heading)
@@ -57,11 +58,13 @@ def parse_tool_call(text: str, tools: object) -> object:
 
 
 State = Literal["start", "content", "reasoning", "calls", "header"]
-"""Part of an answer that the text belongs to. At its `start`, and after a closing mark, there is no text yet;
-a `header` names the recipient of the next text, and is not shown."""
+"""Part of an answer. At the `start`, also after a closing mark, there is no text yet.
+
+A `header` names the recipient of the next text. Clients do not see it.
+"""
 
 ParseCalls = Callable[[str, list[dict[str, object]]], object]
-"""One of mlx-lm's: the text between the marks and the tools, as templates read them, to one call or several."""
+"""Parser of mlx-lm. It takes the text between the marks and the tools for templates, and returns one or several calls."""
 
 _STATES: Mapping[str, State] = {
     "normal": "start",
@@ -69,7 +72,7 @@ _STATES: Mapping[str, State] = {
     "tool": "calls",
     "header": "header",
 }
-"""mlx-lm's names of them."""
+"""States by mlx-lm's names."""
 _INNER_MARKS: Mapping[str, tuple[str, ...]] = {
     "function_gemma": ("<escape>",),
     "gemma4": ('<|"|>',),
@@ -77,40 +80,40 @@ _INNER_MARKS: Mapping[str, tuple[str, ...]] = {
     "kimi_k2": ("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
     "mistral": ("[ARGS]", "[CALL_ID]"),
 }
-"""More special tokens that calls may contain, by the name of mlx-lm's parser."""
+"""Further special tokens that calls may contain, by the name of mlx-lm's parser."""
 _WORD = re.compile(r"\w+")
 _PROMPTS_END = 32
-"""Tokens at a prompt's end among which a template opens thinking."""
+"""Number of tokens at a prompt's end in which a template may open reasoning."""
 
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """Marks before and behind a part of an answer's text."""
+    """Marks before and after a part of an answer's text."""
 
     start: str
     end: str
-    """Empty: it lasts to the answer's end."""
+    """Mark after the part. If it is empty, the part lasts to the answer's end."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallMarks(Marks):
-    """Marks around tool calls, and the parser of what is between."""
+    """Marks around tool calls, and the parser of the text between them."""
 
     parser: str
-    """mlx-lm's name of it, such as `json_tools`."""
+    """mlx-lm's name of the parser, such as `json_tools`."""
     parse: ParseCalls = field(repr=False)
     inner: tuple[str, ...] = ()
-    """More marks inside, where they may be special tokens."""
+    """Further marks inside that may be special tokens."""
 
 
 def first_mark(text: str, marks: Iterable[str]) -> tuple[int, str] | None:
-    """Return the position and the text of the first mark; of several that begin there, the longest."""
+    """Return the position and the text of the first mark. Of several at one position, return the longest."""
     found = [(place, mark) for mark in marks if (place := text.find(mark)) >= 0]
     return min(found, key=lambda one: (one[0], -len(one[1])), default=None)
 
 
 def open_end(text: str, marks: Iterable[str]) -> int:
-    """Return the number of characters at the end of `text` that may begin a mark."""
+    """Return the number of characters at the end of `text` that may start a mark."""
     return max((_open_end(text, mark) for mark in marks), default=0)
 
 
@@ -123,35 +126,35 @@ def _open_end(text: str, mark: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    """One model's. Made once, from its tokenizer."""
+    """Format of one model's answers, made once from its tokenizer."""
 
     thinking: Marks | None = None
     calls: CallMarks | None = None
     dropped: tuple[str, ...] = ()
-    """Marks that say nothing to a reader."""
+    """Marks without meaning, which clients do not see."""
     begins: State = "start"
     turns: Mapping[State, tuple[tuple[str, State], ...]] = field(
         default_factory=dict[State, tuple[tuple[str, State], ...]]
     )
-    """More marks by where they count, and what begins behind them."""
+    """Further marks by the state in which they count, each with the state that follows."""
     words: frozenset[str] = frozenset()
-    """Words of the template; an argument that is not among them has no effect."""
+    """Words of the template. An argument that is not among them has no effect."""
     special: Mapping[str, int] = field(default_factory=dict[str, int])
     """Special tokens that are part of marks, by their text."""
     added: Mapping[str, int] = field(default_factory=dict[str, int])
-    """The same, with tokens that were added by name and are not special: a tokenizer never makes them of other text."""
+    """The same, with tokens that were added by name and are not special. A tokenizer makes them only of this text."""
 
     def knows(self, word: str) -> bool:
-        """Return True where the template seems to have a variable of that name."""
+        """Return True if the template seems to have a variable of that name."""
         return word in self.words
 
     def shown_tokens(self, *, calls: bool) -> frozenset[int]:
-        """Return the special tokens that an answer's text must show so that its marks can be found."""
+        """Return the special tokens that an answer's text must contain so that its marks can be found."""
         texts = self.marks(calls=calls)
         return frozenset(token for name, token in self.special.items() if any(name in text for text in texts))
 
     def opens_thinking(self, prompts_end: str) -> bool:
-        """Return True where the prompt leaves the answer inside reasoning."""
+        """Return True if the answer to this prompt starts inside reasoning."""
         return self.thinking is not None and prompts_end.rstrip().endswith(self.thinking.start)
 
     def marks(self, *, calls: bool) -> list[str]:
@@ -165,7 +168,7 @@ class ChatFormat:
 
 
 class ChatFormats:
-    """The format of each tokenizer, made when it is first asked for."""
+    """Formats by tokenizer, each made on first use."""
 
     def __init__(self) -> None:
         self._known: WeakKeyDictionary[Tokenizer, ChatFormat] = WeakKeyDictionary()
@@ -178,7 +181,7 @@ class ChatFormats:
 
 
 def read_format(tokenizer: Tokenizer) -> ChatFormat:
-    """Return the format that mlx-lm's wrapper found for a tokenizer, or one that is known here."""
+    """Return the format that mlx-lm's wrapper found for a tokenizer, or one that this module defines."""
     words = frozenset(_WORD.findall(_template_text(tokenizer)))
     if is_harmony([added.content for added in tokenizer.added_tokens_decoder.values()]):
         return _with_special(_harmony(words), tokenizer)
@@ -200,7 +203,7 @@ def _harmony(words: frozenset[str]) -> ChatFormat:
 
 
 def prompts_end(tokenizer: Tokenizer, prompt: Sequence[int]) -> str:
-    """Return the last words of a prompt, special tokens shown."""
+    """Return the text of a prompt's last tokens, special ones included."""
     return tokenizer.decode(
         list(prompt[-_PROMPTS_END:]), skip_special_tokens=False, clean_up_tokenization_spaces=False
     )
@@ -212,7 +215,7 @@ def _read_thinking(tokenizer: Tokenizer) -> Marks | None:
 
 
 def _read_calls(tokenizer: Tokenizer) -> CallMarks | None:
-    """Return the marks and the parser of calls; each of mlx-lm's parsers is a module named for its format."""
+    """Return the marks and the parser of calls. Each of mlx-lm's parsers is a module with the name of its format."""
     start, parse = tokenizer.tool_call_start, tokenizer.tool_parser
     if not start or parse is None:
         return None
@@ -222,7 +225,7 @@ def _read_calls(tokenizer: Tokenizer) -> CallMarks | None:
 
 
 def parser_of(name: str, own: ParseCalls) -> ParseCalls:
-    """Return the parser of a format: mlx-lm's own, or a better one that it has under another name."""
+    """Return the parser of a format: mlx-lm's parser of that name, or a better one under another name."""
     if name != "function_gemma":
         return own
     module = importlib.import_module(own.__module__.replace(name, "gemma4"))
@@ -232,7 +235,7 @@ def parser_of(name: str, own: ParseCalls) -> ParseCalls:
 def _read_turns(
     transitions: Mapping[str, Iterable[tuple[str, str]]], calls: CallMarks | None
 ) -> dict[State, tuple[tuple[str, State], ...]]:
-    """Return the turns without the mark of calls, which counts in its own place only."""
+    """Return the turns without the mark of calls, which counts only in its own state."""
     start = None if calls is None else calls.start
     return {
         _STATES[state]: tuple((mark, _STATES[then]) for mark, then in turns if mark != start)

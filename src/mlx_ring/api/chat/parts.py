@@ -1,4 +1,4 @@
-"""Parts of an answer, in the order in which they come."""
+"""Parts of an answer."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 EndReason = Literal["stop", "length", "tool_calls"]
-"""Reason of an answer's end: by itself or at a stop string, at its limit, or for tool calls."""
+"""Reason of an answer's end: the model or a stop string ended it, its limit, or tool calls."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningText:
-    """Text that the model thinks before it answers."""
+    """Text of the reasoning."""
 
     text: str
 
@@ -25,17 +25,17 @@ class AnswerText:
 
 @dataclass(frozen=True, slots=True)
 class CallOpening:
-    """A tool call begins. Its name comes whole; its arguments follow before anything else opens."""
+    """Start of a tool call. It has the whole name. The arguments follow before any other part."""
 
     index: int
-    """Among the answer's calls, from 0."""
+    """Number of the call in the answer, from 0."""
     id: str
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """More of the arguments of a call: all pieces joined are one JSON object."""
+    """Piece of a call's arguments. All pieces joined are one JSON object."""
 
     index: int
     text: str

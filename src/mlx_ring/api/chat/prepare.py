@@ -17,19 +17,19 @@ from mlx_ring.core.generation import GenerateRequest
 from mlx_ring.core.types import SamplingParams
 
 _MOST_TOOLS = 1024
-"""Templates and grammars are written tool by tool; OpenAI takes 128."""
+"""Largest number of tools, because templates and grammars grow with each. OpenAI's limit is 128."""
 _NEVER = -100.0
-"""As a bias, more than any model prefers one token to all others by."""
+"""Bias that excludes a token, greater than any model's preference for one."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedChat:
-    """A chat that only wants an engine."""
+    """Chat that is ready for an engine."""
 
     requests: tuple[GenerateRequest, ...]
-    """One for each answer."""
+    """Requests to the engine, one for each answer."""
     rules: tuple[ReadingRules, ...]
-    """How each is read."""
+    """Rules for reading each answer."""
     prompt_field: str
     """Name of the request's field that holds the prompt, for errors."""
 
@@ -47,19 +47,19 @@ async def prepare_chat(
     request_id: str,
     early_arguments: bool = False,
 ) -> PreparedChat:
-    """Make the prompt and all that follows from it.
+    """Make the prompt, the engine's requests, and the rules for reading the answers.
 
     Args:
-        context: what routes have at hand.
+        context: context of the route.
         service: the model.
-        conversation: what is asked.
-        sampling: of each answer. Stop strings count in content alone.
-        request_id: for logs.
-        early_arguments: whether arguments of calls go out as they come. A call that then ends badly has arguments that are
-            no JSON, and is text of the answer otherwise.
+        conversation: the chat request.
+        sampling: parameters of each answer. Stop strings apply to content only.
+        request_id: id of the request, for logs.
+        early_arguments: True to send arguments of calls as they arrive. The arguments of an invalid call are then no JSON;
+            otherwise such a call becomes text of the answer.
 
     Raises:
-        RequestError: the model's template cannot take it, or has no place for what is asked for.
+        RequestError: The model's template refuses the conversation, or does not support a part of it.
     """
     format_ = context.formats[service.tokenizer]
     prompt = await encode_conversation(context, service, conversation)
@@ -91,10 +91,10 @@ async def encode_conversation(
     *,
     add_generation_prompt: bool = True,
 ) -> tuple[int, ...]:
-    """Return the prompt as the model reads it; without `add_generation_prompt` it does not begin an answer.
+    """Return the prompt of the model; without `add_generation_prompt` it does not start an answer.
 
     Raises:
-        RequestError: the model's template cannot take it.
+        RequestError: The model's template refuses the conversation.
     """
     format_ = context.formats[service.tokenizer]
     _check_tools(format_, conversation)
@@ -110,10 +110,10 @@ async def encode_conversation(
 def with_effort(
     format_: ChatFormat, own: Mapping[str, object] | None, effort: str | None, *, param: str
 ) -> Mapping[str, object]:
-    """Return the client's own template arguments and those that stand for the effort.
+    """Return the client's template arguments and those for the reasoning effort.
 
     Raises:
-        RequestError: both say the same thing, or the template knows nothing of it.
+        RequestError: Both set the same thing, or the template does not support it.
     """
     arguments = {} if effort is None else effort_arguments(format_, effort, param=param)
     for name in arguments:
@@ -128,10 +128,10 @@ def with_effort(
 def effort_arguments(format_: ChatFormat, effort: str, *, param: str) -> dict[str, object]:
     """Return the template arguments that set the reasoning effort; `none` turns reasoning off.
 
-    A template with a switch only treats every effort but `none` alike.
+    A template that has only a switch treats all efforts but `none` the same.
 
     Raises:
-        RequestError: the template has no such setting.
+        RequestError: The template has no such setting.
     """
     if format_.knows("reasoning_effort"):
         return {"reasoning_effort": effort}
@@ -177,9 +177,9 @@ def _check_continues(conversation: Conversation) -> None:
 
 
 def _check_kwargs(format_: ChatFormat, conversation: Conversation) -> None:
-    """Refuse arguments that the template never mentions, because they would silently do nothing.
+    """Refuse arguments that the template does not mention, because they would silently have no effect.
 
-    A template that cannot be read takes every argument.
+    A template that cannot be read accepts every argument.
     """
     for name in conversation.template_kwargs if format_.words else ():
         if not format_.knows(name):
@@ -190,7 +190,7 @@ def _check_kwargs(format_: ChatFormat, conversation: Conversation) -> None:
 
 
 def _opens_thinking(format_: ChatFormat, conversation: Conversation, end: str) -> bool:
-    """Return True where the answer begins inside reasoning, opened by the template or by the continued message."""
+    """Return True if the template or the continued message opens reasoning in which the answer starts."""
     if format_.thinking is None:
         return False
     return _is_open(format_.thinking, end) if conversation.continues else format_.opens_thinking(end)
@@ -208,9 +208,9 @@ def _call_rules(format_: ChatFormat, conversation: Conversation, *, early: bool)
 
 
 def _barred_tokens(format_: ChatFormat, conversation: Conversation) -> tuple[tuple[int, float], ...]:
-    """Return biases that keep a model with tools from calling any, where one token opens a call.
+    """Return biases that prevent tool calls of a model with tools, if one token opens a call.
 
-    Without them it would write its call as text. The prompt still lists the tools, so that its cached prefix fits.
+    Without them it would write its call as text. The prompt still lists the tools, so that its cached prefix matches.
     """
     use = conversation.tool_use
     if format_.calls is None or not use.tools or use.callable_tools:

@@ -1,4 +1,4 @@
-"""Reader of one answer: it turns streamed text into the answer's parts."""
+"""Reader of one answer, which splits streamed text into the answer's parts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mlx_ring.api.chat.tool_calls import CallRules, CallsReader, Reading
 from mlx_ring.core.generation import StopMatcher
 
 _MOST_NO_CALLS = 64
-"""Limit of call marks in one answer that begin no call; after more of them, marks are plain text."""
+"""Limit of call marks without a call in one answer. After more of them, marks are plain text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,20 +20,20 @@ class ReadingRules:
 
     format: ChatFormat
     calls: CallRules | None = None
-    """None: it may call nothing, and what marks calls is text."""
+    """Rules for calls. None: the answer cannot call tools, and marks of calls are text."""
     thinking_open: bool = False
-    """True where the answer begins inside reasoning."""
+    """True if the answer starts inside reasoning."""
     stops: tuple[str, ...] = ()
-    """Strings that end the answer where its content has them.
+    """Strings that end the answer when its content contains one.
 
-    Reasoning and calls may contain them: the client sees neither as text of the answer.
+    They do not count in reasoning and calls, which clients do not see as text of the answer.
     """
     min_tokens: int = 0
     """Number of tokens before which stop strings do not count."""
 
 
 class AnswerReader:
-    """One answer's text, token by token. White space next to a mark belongs to the mark."""
+    """Reader of one answer's text, token by token. White space next to a mark belongs to the mark."""
 
     def __init__(self, rules: ReadingRules) -> None:
         self._rules = rules
@@ -42,34 +42,34 @@ class AnswerReader:
         self._behind_mark = rules.thinking_open
         self._stops = StopMatcher(rules.stops)
         self._held = ""
-        """Text that may become a mark, or belong to one."""
+        """Text that may be the start of a mark, or belong to one."""
         self._blank = ""
-        """White space that was said, and belongs to the next mark if one follows."""
+        """White space that belongs to a mark if one follows next."""
         self._calls: CallsReader | None = None
         self._before_calls: State = "start"
         self._tokens = 0
         self._parts: list[AnswerPart] = []
         self._no_calls = 0
         self.calls = 0
-        """Calls that it has, the one that is coming included."""
+        """Number of calls in the answer, an incomplete one included."""
         self.ended = False
-        """Nothing of what follows belongs to the answer."""
+        """True if the following text does not belong to the answer."""
         self.stop_match: str | None = None
-        """The stop string that ended it."""
+        """Stop string that ended the answer."""
 
     @property
     def in_reasoning(self) -> bool:
         return self._state == "reasoning"
 
     def push(self, text: str) -> list[AnswerPart]:
-        """Return the parts that one token's text makes or extends."""
+        """Return the parts that one token's text adds or extends."""
         self._tokens += 1
         held, self._held = self._held, ""
         self._read(held + text)
         return self._taken()
 
     def finish(self) -> list[AnswerPart]:
-        """Return what was held back, at the end of the text."""
+        """Return the parts that were held back until the end of the text."""
         while self._calls is not None and not self.ended:
             is_cut_off = self._calls.is_calling
             self._read(self._take_calls(self._calls, self._calls.finish()))
@@ -92,7 +92,7 @@ class AnswerReader:
     # ---- from mark to mark
 
     def _advance(self, text: str) -> str | None:
-        """Read up to the next mark, and give what follows it; None: the text is read."""
+        """Read up to the next mark. Return the text after it, or None if all text is read."""
         if self._calls is not None:
             return self._take_calls(self._calls, self._calls.push(text))
         if self._state == "start":
@@ -110,7 +110,7 @@ class AnswerReader:
         return text[place + len(mark) :]
 
     def _begin(self, text: str) -> str | None:
-        """Read the first text of the answer, where some marks count that count nowhere else."""
+        """Read the first text of the answer, in which some marks count that count nowhere else."""
         marks, said = self._marks["start"], text.lstrip()
         mark = max((mark for mark in marks if said.startswith(mark)), key=len, default=None)
         if mark is not None:
@@ -134,7 +134,7 @@ class AnswerReader:
         self._behind_mark = True
 
     def _take_calls(self, reader: CallsReader, reading: Reading) -> str | None:
-        """Return the text behind the calls, once they have ended. Text that is no call is read again as plain text."""
+        """Return the text after the calls if they have ended. Text that is no call is read again as plain text."""
         self._parts += reading.parts
         if reading.parts:
             self._blank = ""
@@ -152,14 +152,14 @@ class AnswerReader:
     def _note_no_call(self) -> None:
         """Count text that is no call.
 
-        Each is read again from behind its mark, so nested ones cost the square of their number.
+        Each is read again after its mark, so the time of nested ones grows with the square of their number.
         """
         self._no_calls += 1
         if self._no_calls >= _MOST_NO_CALLS:
             self._marks = _marks_by_state(self._rules.format, with_calls=False)
 
     def _read_again(self, text: str) -> str:
-        """Return the text behind the mark. This mark is plain text now; later ones may still count."""
+        """Return the text after the mark. This mark is now plain text; later ones may still count."""
         self._state = "reasoning" if self._before_calls == "reasoning" else "content"
         self._behind_mark = False
         mark = max((mark for mark in self._marks[self._state] if text.startswith(mark)), key=len, default="")
@@ -188,7 +188,7 @@ class AnswerReader:
             self._parts.append(AnswerText(text))
 
     def _without_blanks(self, text: str) -> str:
-        """Return the text without the white space behind the last mark, and hold what may precede another."""
+        """Return the text without the white space after the last mark. Hold back the text that may precede another mark."""
         if self._behind_mark:
             text = text.lstrip()
             self._behind_mark = not text
@@ -200,7 +200,7 @@ class AnswerReader:
         return said
 
     def _flush_stops(self) -> None:
-        """Release the held text, because a stop string does not continue behind a mark."""
+        """Release the held text, because a stop string does not continue after a mark."""
         text = self._without_blanks(self._stops.flush()) if self._state != "reasoning" else ""
         if text:
             self._parts.append(AnswerText(text))
@@ -217,7 +217,7 @@ class AnswerReader:
 
 
 def join_parts(parts: Iterable[AnswerPart]) -> list[AnswerPart]:
-    """Return the same parts, with neighbours of one kind joined."""
+    """Return the same parts with adjacent ones of one kind joined."""
     joined: list[AnswerPart] = []
     for part in parts:
         last = joined[-1] if joined else None
@@ -233,7 +233,7 @@ def join_parts(parts: Iterable[AnswerPart]) -> list[AnswerPart]:
 
 
 def _marks_by_state(format_: ChatFormat, *, with_calls: bool) -> Mapping[State, Mapping[str, State]]:
-    """Return the marks that count in each state, and the state behind each."""
+    """Return the marks that count in each state, each with the state that follows."""
     start: dict[str, State] = dict.fromkeys(format_.dropped, "start")
     reasoning: dict[str, State] = {}
     header: dict[str, State] = dict(format_.turns.get("header", ()))
@@ -241,11 +241,11 @@ def _marks_by_state(format_: ChatFormat, *, with_calls: bool) -> Mapping[State, 
     reasoning |= format_.turns.get("reasoning", ())
     content = dict(start)
     if format_.thinking is not None:
-        # A prompt may have closed reasoning that the answer closes again.
+        # An answer may close reasoning that the prompt has already closed.
         start |= {format_.thinking.start: "reasoning", format_.thinking.end: "start"}
         reasoning[format_.thinking.end] = "start"
     if with_calls and format_.calls is not None:
-        # Where messages have headers, a header says that a call follows.
+        # In formats with headers, a header announces a call.
         for marks in [header] if header else [start, content, reasoning]:
             marks[format_.calls.start] = "calls"
     return {"start": start, "content": content, "reasoning": reasoning, "header": header, "calls": {}}
