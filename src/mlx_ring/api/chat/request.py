@@ -1,4 +1,4 @@
-"""The chat request: the one form that every dialect is read into, and that chat templates read."""
+"""The chat request: the common form of all dialects' requests, which chat templates read."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from mlx_ring.core.errors import RequestError
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function that the client would run."""
+    """Function that the client can run."""
 
     name: str
     description: str | None = None
     parameters: Mapping[str, object] | None = None
-    """JSON schema of its arguments, an object; None: it takes none."""
+    """JSON schema of its arguments, an object; None if it takes none."""
     strict: bool = False
-    """True where invalid arguments are worse than none: the schema is then enforced."""
+    """True to enforce the schema, because no call is better than one with invalid arguments."""
 
     def for_template(self) -> dict[str, object]:
         """Return the tool as chat templates read it, in the form of OpenAI's chat."""
@@ -32,19 +32,19 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The tools, and what the answer may or must do with them."""
+    """Tools, and the tool choice."""
 
     tools: Sequence[Tool] = ()
     """All tools that the prompt lists."""
     choice: Literal["none", "auto", "required"] = "auto"
     allowed: frozenset[str] | None = None
-    """Names of those that may be called; None: any. One name and `required`: that tool it must be."""
+    """Names of the callable tools; None: all. One name with `required` forces a call of that tool."""
     parallel: bool = True
-    """True where one answer may hold several calls."""
+    """True if one answer may contain several calls."""
 
     @property
     def callable_tools(self) -> list[Tool]:
-        """Those that this answer may call."""
+        """Tools that this answer may call."""
         if self.choice == "none":
             return []
         return [tool for tool in self.tools if self.allowed is None or tool.name in self.allowed]
@@ -52,7 +52,7 @@ class ToolUse:
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """Format that the answer's text must have."""
+    """Required format of the answer's text."""
 
     kind: Literal["text", "json_object", "json_schema"] = "text"
     schema: Mapping[str, object] = field(default_factory=dict[str, object])
@@ -63,17 +63,19 @@ class AnswerFormat:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A chat so far, and what its next answer should be like."""
+    """Chat so far, and the requirements on its next answer."""
 
     messages: Sequence[Mapping[str, object]]
-    """As chat templates read them: roles system, user, assistant and tool; `content` a string;
-    `tool_calls` with arguments as objects; `reasoning_content`."""
+    """Messages in the form of chat templates, with roles system, user, assistant and tool.
+
+    `content` is a string, `tool_calls` have objects as arguments, and reasoning is in `reasoning_content`.
+    """
     tool_use: ToolUse = field(default_factory=ToolUse)
     format: AnswerFormat = field(default_factory=AnswerFormat)
     template_kwargs: Mapping[str, object] = field(default_factory=dict[str, object])
-    """More of what the template knows, such as `enable_thinking`."""
+    """Further arguments of the template, such as `enable_thinking`."""
     continues: bool = False
-    """True where the last message is the beginning of the answer."""
+    """True if the last message is the start of the answer."""
     messages_param: str = "messages"
     """Name of the field with the messages, for errors."""
     kwargs_param: str = "chat_template_kwargs"
@@ -85,7 +87,7 @@ _REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 def join_neighbours(
     messages: Iterable[Mapping[str, object]], roles: Collection[str]
 ) -> list[dict[str, object]]:
-    """Join neighbouring messages that have the same one of these roles, a paragraph each."""
+    """Join adjacent messages of the same role, if it is one of these, each as a paragraph."""
     joined: list[dict[str, object]] = []
     for message in messages:
         if joined and message["role"] in roles and joined[-1]["role"] == message["role"]:
@@ -118,7 +120,7 @@ def with_reasoning(
 ) -> list[dict[str, object]]:
     """Add reasoning under the names that templates use: `reasoning` (Gemma) and `thinking` (gpt-oss, LFM).
 
-    Where `calls_have_one_text`, reasoning and content beside calls become one reasoning text, as in gpt-oss's template.
+    With `calls_have_one_text`, reasoning and content beside calls become one reasoning text, as in gpt-oss's template.
     """
     return [_with_reasoning(message, calls_have_one_text=calls_have_one_text) for message in messages]
 
@@ -135,10 +137,10 @@ def _with_reasoning(message: Mapping[str, object], *, calls_have_one_text: bool)
 
 
 def in_order_of_calls(messages: Sequence[Mapping[str, object]]) -> list[Mapping[str, object]]:
-    """Sort the results of tools into the order of the calls before them.
+    """Sort the results of tools in the order of their calls.
 
-    Clients send results as they complete and tell them apart by ids. Most templates show no ids, so a model takes the first
-    result for that of the first call.
+    Clients send results in any order, with ids. Most templates show no ids, so a model reads the first result as that of the
+    first call.
     """
     ordered: list[Mapping[str, object]] = []
     begin, places = 0, dict[object, int]()
@@ -160,13 +162,13 @@ def _places(message: Mapping[str, object]) -> dict[object, int]:
 
 
 def template_call(name: str, arguments: object, call_id: str | None) -> dict[str, object]:
-    """Return a tool call as templates read it, without an id where the dialect has none."""
+    """Return a tool call as templates read it, without an id if the dialect has none."""
     named = {} if call_id is None else {"id": call_id}
     return {**named, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def arguments_of(text: str) -> object:
-    """Return the arguments as an object, or as the text that the model wrote where it is no JSON object."""
+    """Return the arguments as an object, or as the model's text if that is no JSON object."""
     try:
         value = parse_json(text.encode())
     except RequestError:

@@ -1,7 +1,7 @@
-"""Grammars of tool calls in each format: mlx-lm's parsers read back arguments that hold to the tool's schema.
+"""Grammars of tool calls in each format, from which mlx-lm's parsers get arguments that match the tool's schema.
 
-Where arguments are JSON, the schema is enforced as it is. Formats that name arguments one by one write strings without quotes.
-There each property has its own rule, and schemas that text alone cannot satisfy are refused for strict tools.
+If arguments are JSON, the schema is enforced as it is. Formats that name arguments one by one write strings without quotes.
+There each property has its own rule, and schemas that unquoted text cannot satisfy are refused for strict tools.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ _COMMA = f'"," {SPACE}?'
 _JSON_TYPES = ("integer", "number", "boolean", "object", "array")
 _GEMMA_NAME = re.compile(r"[\w-]+", re.ASCII)
 _MUSE_NAME = re.compile(r"(?!(?:self|user|commentary)$)[\w.-]+", re.ASCII)
-"""Names of tools; the others are recipients of messages."""
+"""Pattern of a tool's name. The excluded names are recipients of messages."""
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 
 
 def write_calls(
     grammar: LarkGrammar, marks: CallMarks, tools: Sequence[Tool], *, parallel: bool
 ) -> tuple[str, str]:
-    """Return what opens the calls, and the rule of what follows: one call, or several.
+    """Return the text that opens the calls, and the rule of the calls after it.
 
     Raises:
-        RequestError: the model's format has no grammar, or a tool's schema has none in it.
+        RequestError: The format has no grammar, or a tool's schema cannot be enforced in it.
     """
     spell = _SPELLINGS.get(marks.parser)
     if spell is None:
@@ -66,7 +66,7 @@ class _Calls:
     parallel: bool
 
     def one_of(self, write: Callable[[Tool], str]) -> str:
-        """Return a rule of a call of any of the tools."""
+        """Return a rule of a call to any of the tools."""
         return either(self.grammar.fresh(write(tool)) for tool in self.tools)
 
     def repeated(self, call: str, between: str) -> str:
@@ -83,7 +83,7 @@ class _Calls:
 def write_harmony_calls(grammar: LarkGrammar, tools: Sequence[Tool]) -> list[str]:
     """Write gpt-oss's call: a message to a function, which ends the answer.
 
-    Its last mark may be one of the tokens that end answers.
+    Its last mark may be a token that ends answers.
     """
     return [
         grammar.fresh(
@@ -95,7 +95,7 @@ def write_harmony_calls(grammar: LarkGrammar, tools: Sequence[Tool]) -> list[str
 
 
 def write_muse_calls(grammar: LarkGrammar, marks: CallMarks, tools: Sequence[Tool], *, parallel: bool) -> str:
-    """Write Muse's calls, each to its tool by name, in one message or several, without the first space."""
+    """Write Muse's calls, each with its tool's name, in one or several messages, without the first space."""
     calls = _Calls(grammar, marks, tools, parallel)
 
     def write(tool: Tool) -> str:
@@ -127,7 +127,7 @@ _Spelling = Callable[[_Calls], tuple[str, str]]
 
 
 def _json_tools(calls: _Calls) -> tuple[str, str]:
-    r"""Write `<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>`, each call with marks of its own."""
+    r"""Write `<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>`, each call with its own marks."""
     inside = calls.one_of(lambda tool: f"{calls.exactly(_json_heading(tool))} {calls.arguments(tool)}")
     end = f'"}}" {SPACE}? {calls.exactly(calls.marks.end)}'
     again = f"{calls.exactly(calls.marks.start)} {SPACE}? {inside} {end}"
@@ -189,7 +189,7 @@ def _pythonic(calls: _Calls) -> tuple[str, str]:
 
 
 def _gemma(quote: str) -> _Spelling:
-    """Write `call:f{a:1}`, each call with marks of its own."""
+    """Write `call:f{a:1}`, each call with its own marks."""
 
     def write(calls: _Calls, tool: Tool) -> str:
         if not _GEMMA_NAME.fullmatch(tool.name):

@@ -1,7 +1,7 @@
-"""Calls of tools in an answer's text, from their first mark to their last.
+"""Tool calls in an answer's text, from their first mark to their last.
 
-mlx-lm's parsers read a call once it is complete. Where its arguments are JSON anyway they are passed on as
-they come, behind the tool's name: the heading before them is all that has to be understood for that.
+mlx-lm's parsers read a call when it is complete. Arguments that are JSON anyway are streamed after the tool's name as they
+arrive. Only the heading before them has to be parsed for that.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from mlx_ring.api.chat.parts import AnswerPart, CallArguments, CallOpening
 from mlx_ring.api.chat.request import Tool
 
 _OUTSIDE = frozenset('{}[],:" \t\r\n0123456789+-.eEtrufalsn')
-"""All characters of JSON outside strings."""
+"""All characters that JSON has outside strings."""
 
 
 class JsonObject:
-    """Streams an object as it is written, from its first brace to its last.
+    """Reader that streams a JSON object from its first brace to its last.
 
-    Line breaks and their like, which models write into strings and JSON does not allow there, are spelt out.
+    It escapes line breaks and similar characters, which models write in strings although JSON does not allow them.
     """
 
     def __init__(self) -> None:
@@ -33,10 +33,10 @@ class JsonObject:
         self._in_string = False
         self._escaped = False
         self.is_broken = False
-        """True where the text cannot become JSON any more."""
+        """True if the text can no longer become JSON."""
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Return the part of `text` that belongs to the object, and what follows it; None while it has not ended."""
+        """Return the part of `text` that belongs to the object, and the text after the object, or None if it has not ended."""
         taken: list[str] = []
         for place, character in enumerate(text):
             if not self._in_string and character not in _OUTSIDE:
@@ -61,7 +61,7 @@ class JsonObject:
 
 
 def is_object(text: str) -> bool:
-    """Return True where text is one JSON object."""
+    """Return True if the text is one JSON object."""
     try:
         return isinstance(json.loads(text), dict)
     except (ValueError, RecursionError):
@@ -73,7 +73,7 @@ class _Spelling:
     """Syntax of a call whose arguments are a JSON object."""
 
     heading: re.Pattern[str]
-    """Up to the object, with the tool's `name`, and the call's `id` where it has one."""
+    """Pattern up to the object, with the groups `name`, of the tool, and `id`, of the call if it has one."""
     closing: re.Pattern[str]
     """Text that may follow the object."""
 
@@ -108,15 +108,15 @@ def new_call_id() -> str:
 
 @dataclass(frozen=True, slots=True)
 class CallRules:
-    """Rules by which text counts as a call."""
+    """Rules for recognizing calls in text."""
 
     marks: CallMarks
     tools: Sequence[Tool]
-    """Those that may be called."""
+    """Callable tools."""
     parallel: bool = True
-    """True where there may be several calls; else all text behind the first is dropped."""
+    """True if several calls are allowed; otherwise all text after the first is dropped."""
     early: bool = False
-    """True where arguments are streamed before their end is known to be valid."""
+    """True to stream arguments before it is known that they are valid."""
     new_id: Callable[[], str] = new_call_id
     names: frozenset[str] = field(init=False)
     as_templates_read: list[dict[str, object]] = field(init=False)
@@ -128,34 +128,34 @@ class CallRules:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Result of reading some text of calls."""
+    """Result of reading a piece of calls."""
 
     parts: list[AnswerPart]
     rest: str | None = None
-    """Text behind the calls; None: they have not ended."""
+    """Text after the calls; None if they have not ended."""
     no_call: str = ""
-    """Text between calls, and text that looked like a call but is none."""
+    """Text between calls, and text that looked like a call but is not one."""
 
 
 class CallsReader:
-    """Reads what is between one pair of marks: a call, in some formats several."""
+    """Reader of the text between one pair of marks: a call, in some formats several."""
 
     def __init__(self, rules: CallRules, calls: int) -> None:
-        """Start behind `calls` earlier calls of the answer."""
+        """Start after `calls` earlier calls of the answer."""
         self.calls = calls
         self._first = calls
         self._rules = rules
         self._spelling = _SPELLINGS.get(rules.marks.parser)
         self._text = ""
-        """Text that is not understood yet."""
+        """Text that is not parsed yet."""
         self._raw = rules.marks.start
-        """Text that was understood since the last complete call, as written."""
+        """Original text that was parsed since the last complete call."""
         self._call: _JsonCall | None = None
-        """Call whose arguments are being read."""
+        """Call whose arguments are incomplete."""
         self._parts: list[AnswerPart] = []
 
     def push(self, text: str) -> Reading:
-        """Return what `text` completes."""
+        """Return the parts that `text` completes."""
         self._text += text
         rest = None
         while rest is None and self._advance():
@@ -164,7 +164,7 @@ class CallsReader:
         return self._reading(rest) if rest is not None else self._look_for_end()
 
     def finish(self) -> Reading:
-        """End the answer without a mark that ends calls; some formats have none."""
+        """End the answer without a mark that ends calls, because some formats have none."""
         return self._conclude("", "")
 
     @property
@@ -173,7 +173,7 @@ class CallsReader:
 
     @property
     def is_calling(self) -> bool:
-        """Return True where the name of a call is out, and the call has not ended."""
+        """True if a call's name is sent and the call has not ended."""
         return self._call is not None and self._call.is_out
 
     def _reading(self, rest: str | None, no_call: str = "") -> Reading:
@@ -183,7 +183,7 @@ class CallsReader:
     # ---- calls whose arguments are JSON
 
     def _advance(self) -> bool:
-        """Return True where a call has begun, or its arguments have ended."""
+        """Return True if a call starts or its arguments end."""
         return self._begin() if self._call is None else self._go_on(self._call)
 
     def _begin(self) -> bool:
@@ -211,7 +211,7 @@ class CallsReader:
         return rest is not None and not call.json.is_broken and self._end(call)
 
     def _end(self, call: _JsonCall) -> bool:
-        """Return True where the arguments are valid; else keep the text, to be shown as it is."""
+        """Return True if the arguments are valid; otherwise keep the text, to send it unchanged."""
         if not call.is_out:
             if not is_object(call.arguments):
                 call.json.is_broken = True
@@ -224,7 +224,7 @@ class CallsReader:
     # ---- the end
 
     def _look_for_end(self) -> Reading:
-        """Pass broken arguments on as they are written, because their beginning is out already."""
+        """Send broken arguments unchanged, because their start is already sent."""
         end = self._rules.marks.end
         place = self._text.find(end) if end and (self._call is None or self._call.json.is_broken) else -1
         if place >= 0:
@@ -236,7 +236,7 @@ class CallsReader:
         return self._reading(None)
 
     def _conclude(self, rest: str, end: str) -> Reading:
-        """Conclude, once all calls are complete."""
+        """Return the result at the end of the calls."""
         if self._call is not None and self._call.is_out:
             self._pass_on(len(self._text))
             self._call = None
@@ -270,27 +270,27 @@ class CallsReader:
         self._text = self._text[length:]
 
     def _closing_end(self) -> int:
-        """Return the number of characters that still belong to the call before."""
+        """Return the number of characters that still belong to the previous call."""
         found = None if self._spelling is None else self._spelling.closing.match(self._text)
         return 0 if found is None else found.end()
 
 
 @dataclass(slots=True)
 class _JsonCall:
-    """A call whose arguments are being read."""
+    """Call whose arguments are incomplete."""
 
     opening: CallOpening
     is_out: bool
-    """True where the call's name is out."""
+    """True if the call's name is sent."""
     json: JsonObject = field(default_factory=JsonObject)
     arguments: str = ""
 
 
 def parse_calls(rules: CallRules, text: str) -> list[tuple[str, str, str | None]]:
-    """Return names, arguments as JSON, and ids of all calls between marks; nothing where one is no call."""
+    """Return names, arguments as JSON, and ids of all calls between marks; none if one of them is not a call."""
     try:
         found = rules.marks.parse(text, rules.as_templates_read)
-    except Exception:  # noqa: BLE001 - parsers stumble in ways of their own over what they were not written for
+    except Exception:  # noqa: BLE001 - each parser fails with its own exceptions on unexpected text
         return []
     calls = [
         _read_call(rules, call)
@@ -311,7 +311,7 @@ def _read_call(rules: CallRules, found: object) -> tuple[str, str, str | None] |
 
 
 def _arguments_text(arguments: object) -> str | None:
-    """Return arguments as JSON; None where they are no object."""
+    """Return arguments as JSON; None if they are no object."""
     if isinstance(arguments, str):
         return arguments if is_object(arguments) else None
     try:
@@ -322,7 +322,7 @@ def _arguments_text(arguments: object) -> str | None:
 
 
 def _dump(value: object) -> str:
-    """Readable, but where a model wrote half a character, which could not be sent."""
+    """Encode as JSON, in ASCII only if the value has lone surrogates, which UTF-8 cannot encode."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     try:
         text.encode()

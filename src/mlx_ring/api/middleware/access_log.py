@@ -42,14 +42,14 @@ _notes: ContextVar[RequestNotes | None] = ContextVar("request_notes", default=No
 
 
 def note_model(model_id: str) -> None:
-    """Note the current request's model."""
+    """Record the current request's model."""
     notes = _notes.get()
     if notes is not None:
         notes.model = model_id
 
 
 def note_answers(answers: Sequence[Counted], answers_per_prompt: int) -> None:
-    """Note the current request's answers. As in `usage`, a prompt with several answers counts once."""
+    """Record the current request's answers. As in `usage`, a prompt with several answers counts once."""
     notes = _notes.get()
     if notes is not None:
         notes.prompt_tokens += sum(answer.prompt_tokens for answer in answers[::answers_per_prompt])

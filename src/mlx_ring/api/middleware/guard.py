@@ -129,7 +129,7 @@ class Guard:
         except ClientDisconnect:
             pass
         except asyncio.CancelledError:
-            # Nobody else ends requests but the server, when it ends itself.
+            # Only the server cancels requests, when it stops.
             if started or not self._admission.is_draining:
                 raise
             await error_response(Draining("The server is shutting down."), scope)(scope, receive, send_named)
@@ -262,7 +262,7 @@ def _preflight_response(headers: Headers) -> Response:
         "access-control-max-age": "600",
     }
     if "access-control-request-private-network" in headers:
-        # A public page requests a server on a private network: its origin was allowed by name.
+        # A public page requests a server on a private network. Its origin was allowed by name.
         allowed["access-control-allow-private-network"] = "true"
     return Response(status_code=204, headers=allowed)
 

@@ -1,1 +1,1 @@
-"""Routes for people and machines that look after the service."""
+"""Routes for operating and monitoring the service."""

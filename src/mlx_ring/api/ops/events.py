@@ -197,7 +197,7 @@ class EventFeed:
         task = self._reader
         if self._watchers or task is None:
             return
-        # Cleared before the wait: a watcher that comes meanwhile starts a reader of its own.
+        # Cleared before the wait, so that a watcher that comes meanwhile starts its own reader.
         self._reader, self._state = None, {}
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

@@ -1,1 +1,1 @@
-"""The page at `/` that people use: its files, and to whom they are given."""
+"""The page at `/` for people: its files, and the choice between the page and JSON."""

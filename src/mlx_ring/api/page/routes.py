@@ -107,7 +107,7 @@ def routes() -> APIRouter:
 
 
 def page_response(request: Request, *, wants_key: bool) -> Response:
-    """Return the HTML, which tells the page if it needs an API key."""
+    """Return the HTML. It contains a mark if the page needs an API key."""
     page = load_page()
     html = page.html.replace(_PLAIN, _KEYED, 1) if wants_key else page.html
     response = Response(html, media_type="text/html; charset=utf-8", headers=_SAFE)
