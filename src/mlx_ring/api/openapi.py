@@ -89,7 +89,7 @@ class RouteDoc(Generic[AnswerT, EventT]):
     """Optional query parameters and their descriptions."""
     more_statuses: Sequence[int] = ()
     open: bool = False
-    """True where the route needs no API key."""
+    """True if the route needs no API key."""
     unwell: type | None = None
     """Type of a 503's body, where it is not an error."""
     description: str = ""

@@ -224,14 +224,14 @@ class _Tagged:
     """Syntax of one argument in a format, and the conversion of its text."""
 
     before: str
-    """With `{}` for its name."""
+    """Mark before the argument, with `{}` for its name."""
     behind: str
     no_string: str = ""
     """Pattern of texts that would not be read as strings."""
     any_json: bool = False
-    """True where JSON of any type but string is read as that type."""
+    """True if JSON of any type but string is read as that type."""
     json_strings: bool = False
-    """True where strings may be written as JSON too, so that those that look like JSON are read back."""
+    """True if strings may be written as JSON too, so that strings that look like JSON are read back."""
 
 
 def _tagged(call_before: str, call_behind: str, argument: _Tagged) -> _Spelling:
@@ -276,7 +276,7 @@ def _argument(grammar: LarkGrammar, tool: Tool, name: str, schema: Schema, how: 
 
 
 def _as_text(grammar: LarkGrammar, tool: Tool, schema: Schema, how: _Tagged) -> list[str]:
-    """Return the rule of a string without quotes, where a wrong one can be recognised."""
+    """Return the rule of a string without quotes, if a wrong one can be recognized."""
     texts = texts_of(schema)
     if texts is not None:
         safe = all(_is_safe(text, how) for text in texts)
@@ -287,7 +287,7 @@ def _as_text(grammar: LarkGrammar, tool: Tool, schema: Schema, how: _Tagged) -> 
 
 
 def _strings(schema: Schema, how: _Tagged) -> list[Schema]:
-    """Return the schema if it is of a string, or those of its choices that are."""
+    """Return the schema if it is of a string, otherwise its choices that are of strings."""
     if not how.json_strings or "anyOf" not in schema:
         return [schema] if schema.get("type") == "string" else []
     options = schema["anyOf"]
@@ -308,7 +308,7 @@ def _as_json(grammar: LarkGrammar, tool: Tool, schema: Schema, how: _Tagged) -> 
 
 
 def _is_safe(text: str, how: _Tagged) -> bool:
-    """Return True where a text is read back unchanged."""
+    """Return True if a text is read back unchanged."""
     return (
         text == text.strip()
         and how.behind.strip() not in text
@@ -351,4 +351,4 @@ _SPELLINGS: Mapping[str, _Spelling] = {
         _Tagged('<param name="{}">', "</param>", no_string=rf"\s*({_NULLS}|<!\[CDATA\[(?s:.*))\s*"),
     ),
 }
-"""By the name of mlx-lm's parser. Those that have a header around every part of an answer are written apart."""
+"""Writers by the name of mlx-lm's parser. Formats with a header around each part of an answer have separate ones."""

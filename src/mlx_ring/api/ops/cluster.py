@@ -136,7 +136,7 @@ class LinkStatus(_LinkEnds, JsonObject):
     """Unix seconds."""
     measured_s_ago: NotRequired[float]
     carries_activations: bool
-    """True where a stage on the first node sends to one on the second."""
+    """True if a stage on the first node sends to one on the second."""
     compresses: bool
     why: str
     """Reason why activations are compressed or not."""

@@ -199,7 +199,7 @@ export interface LinkStatus {
   /** Unix seconds. */
   measured_at: number;
   measured_s_ago: number;
-  /** True where a stage on the first node sends to one on the second. */
+  /** True if a stage on the first node sends to one on the second. */
   carries_activations: boolean;
   compresses: boolean;
   /** Reason why activations are compressed or not. */
