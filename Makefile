@@ -9,7 +9,7 @@ BY_FILE := --dist loadfile --no-loadscope-reorder
 SIDE_BY_SIDE := -n 4 $(BY_FILE)
 # Tests that start no processes. tests/process_marks.py marks the others.
 WITHOUT_PROCESSES := not conformance and not processes
-FAST := --hypothesis-profile fast -n logical --maxprocesses 4 $(BY_FILE)
+FAST := --hypothesis-profile fast -n 4 $(BY_FILE)
 # Tests start hundreds of processes. Without bytecode files, each would compile all its imports again.
 unexport PYTHONDONTWRITEBYTECODE
 
