@@ -206,8 +206,8 @@ def test_the_links_of_a_plan_are_listed() -> None:
         frozenset(("mini", "box")): LinkProfile(4e-3, 5e6),
         frozenset(("head", "other")): LinkProfile(1e-3, 1e8),
     }
-    (told,) = link_remarks(["head", "mini", "box"], links)
-    assert told == (
+    (remark,) = link_remarks(["head", "mini", "box"], links)
+    assert remark == (
         "Measured links: head - mini round trip 0.31 ms, 9.6 Gbit/s; "
         "box - mini round trip 4.00 ms, 40 Mbit/s."
     )

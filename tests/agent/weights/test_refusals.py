@@ -29,21 +29,26 @@ from mlx_ring.rpc.protos import weights_pb2
 MB = 1 << 20
 
 
+def fetch_from_bad_and_good(manifest: WeightsManifest, folder: Path) -> None:
+    """Fetch the model from a node that flips bytes and from an honest one, and check that all is right at the end."""
+
+    async def act() -> None:
+        async with (
+            node("bad", manifest, folder / "model", tamper=flipping) as bad,
+            node("good", manifest, folder / "model") as good,
+        ):
+            model = WeightStore(folder / "store").create(manifest)
+            await fetch_all(model, bad, good)
+        assert is_like(model, folder / "model")
+
+    asyncio.run(act())
+
+
 def test_wrong_bytes_are_refused_and_fetched_from_another_node(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     manifest = write_pieces(tmp_path / "model", [MB] * 80)
-
-    async def act() -> None:
-        async with (
-            node("bad", manifest, tmp_path / "model", tamper=flipping) as bad,
-            node("good", manifest, tmp_path / "model") as good,
-        ):
-            model = WeightStore(tmp_path / "store").create(manifest)
-            await fetch_all(model, bad, good)
-        assert is_like(model, tmp_path / "model")
-
-    asyncio.run(act())
+    fetch_from_bad_and_good(manifest, tmp_path)
     assert "bad sends this node no more weights: it sent tensor tensor." in warnings_of(caplog)
     assert "another SHA-256" in warnings_of(caplog)
     assert "good sends this node no more" not in warnings_of(caplog)
@@ -53,17 +58,7 @@ def test_the_wrong_node_is_found_among_several_that_sent_a_tensor(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     manifest = write_pieces(tmp_path / "model", [200 * MB])
-
-    async def act() -> None:
-        async with (
-            node("bad", manifest, tmp_path / "model", tamper=flipping) as bad,
-            node("good", manifest, tmp_path / "model") as good,
-        ):
-            model = WeightStore(tmp_path / "store").create(manifest)
-            await fetch_all(model, bad, good)
-        assert is_like(model, tmp_path / "model")
-
-    asyncio.run(act())
+    fetch_from_bad_and_good(manifest, tmp_path)
     assert "bad sends this node no more weights" in warnings_of(caplog)
     assert "good sends this node no more weights" not in warnings_of(caplog)
 
