@@ -7,7 +7,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 
 import httpx
 import pytest
@@ -89,6 +89,15 @@ def test_help_and_unknown_commands_send_no_request() -> None:
     assert not service.executor.sent
 
 
+@pytest.fixture
+def interrupts() -> Generator[None]:
+    """Let Ctrl-C interrupt this process: a run in the background of a shell inherits that it is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupts")
 def test_ctrl_c_stops_the_answer_and_not_the_chat() -> None:
     service = TwinService(automatic=False)
 
