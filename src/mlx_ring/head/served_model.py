@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import distributions
+from pathlib import Path
 from typing import Any
 
 from mlx_ring.core.environment import quieten_transformers
@@ -122,7 +122,8 @@ def widens_half_precision(dtype: str) -> bool:
 def _has_gpu() -> bool:
     if sys.platform == "darwin":
         return True
-    return any(str(found.name).startswith("mlx-cuda") for found in distributions())
+    # A look at the names of installed packages; reading the metadata of all would take a tenth of the start.
+    return any(any(Path(folder).glob("mlx_cuda*.dist-info")) for folder in sys.path)
 
 
 def _count_parameters(folder: ModelFolder) -> int:
