@@ -74,6 +74,11 @@ class Source:
         return ast.parse(self.text)
 
     @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """All nodes of the tree."""
+        return list(ast.walk(self.tree))
+
+    @cached_property
     def lines(self) -> int:
         return len(self.text.splitlines())
 
@@ -94,7 +99,7 @@ class Source:
         for token in tokenize.generate_tokens(io.StringIO(self.text).readline):
             if token.type not in _NO_CODE:
                 lines.update(range(token.start[0], token.end[0] + 1))
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, (ast.Module, *_DEFINITIONS)) and ast.get_docstring(node) is not None:
                 lines.difference_update(_lines_of(node.body[0]))
         return len(lines)
@@ -102,13 +107,13 @@ class Source:
     @property
     def docstrings(self) -> Iterator[tuple[int, str]]:
         """Line and text of each docstring, those below values included."""
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, (ast.Module, *_DEFINITIONS)):
                 yield from ((at.lineno, text) for at in node.body if (text := _text_of(at)))
 
     @property
     def function_lengths(self) -> Iterator[int]:
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 yield len(_lines_of(node))
 

@@ -9,6 +9,7 @@ import ssl
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import httpx
@@ -58,6 +59,12 @@ class Api:
 
     def complete(self, **fields: object) -> httpx.Response:
         return self.post("/v1/completions", {"prompt": "Hello."} | fields)
+
+
+@cache
+def openapi_document() -> dict[str, Any]:
+    """Return the document at `/openapi.json`, built once in a process because that takes a second."""
+    return Api().get("/openapi.json").json()
 
 
 def error_of(response: httpx.Response) -> dict[str, Any]:

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
-from tests.api.clients import Api
+from tests.api.clients import Api, openapi_document
 from tests.api.twins import MarkingTokenizer, TwinService
 
 from mlx_ring.api.settings import ApiSettings
 
 API = Api()
-DOCUMENT: dict[str, Any] = API.get("/openapi.json").json()
+DOCUMENT = openapi_document()
 OPERATIONS = [(path, method) for path, methods in DOCUMENT["paths"].items() for method in methods]
 ENDLESS = "/cluster/events"
 UNTRIED = {"/models/load": "loads a model of its own"}

@@ -10,7 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 from pydantic import ValidationError
-from tests.api.clients import Api, refusal
+from tests.api.clients import Api, openapi_document, refusal
 
 from mlx_ring.api.anthropic.request import MessagesRequest
 from mlx_ring.api.app import DIALECTS
@@ -22,7 +22,7 @@ from mlx_ring.api.openai.embeddings import EmbeddingRequest
 from mlx_ring.api.openai.responses.request import ResponsesRequest
 from mlx_ring.api.request_body import Body
 
-DOCUMENT: dict[str, Any] = Api().get("/openapi.json").json()
+DOCUMENT = openapi_document()
 VALUES: list[Any] = [None, True, -1, "a", [], ["a"], {"a": 1}]
 PARAMETERS: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "string"}}}
 FUNCTION: dict[str, Any] = {"name": "f", "description": "d", "parameters": PARAMETERS, "strict": True}
