@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 import signal
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -22,6 +23,23 @@ from mlx_ring.models.model_source import find_model
 PROMPTS, TOKENS = 6, 40
 
 
+@dataclass(frozen=True)
+class Expected:
+    """A model and mlx-lm's answers to some prompts."""
+
+    folder: Path
+    whole: WholeModel
+    answers: dict[tuple[int, ...], list[int]]
+
+
+@pytest.fixture(scope="module")
+def expected() -> Expected:
+    folder, numbers = find_model("demo-moe").folder.path, random.Random(7)
+    whole = WholeModel(folder)
+    prompts = [tuple(numbers.randrange(3000) for _ in range(numbers.randint(1, 60))) for _ in range(PROMPTS)]
+    return Expected(folder, whole, {prompt: whole.greedy(prompt, TOKENS) for prompt in prompts})
+
+
 @pytest.mark.parametrize(
     ("stages", "shares", "link"), [(1, (1.0, 1.0), "grpc"), (1, (3.0, 1.0), "grpc"), (2, (1.0,), "mpi")]
 )
@@ -29,27 +47,23 @@ def test_tokens_equal_those_of_the_whole_model(
     stages: int,
     shares: tuple[float, ...],
     link: str,
+    expected: Expected,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     use_open_mpi(monkeypatch)
-    folder = find_model("demo-moe").folder.path
-    whole = WholeModel(folder)
-    numbers = random.Random(7)
-    prompts = [tuple(numbers.randrange(3000) for _ in range(numbers.randint(1, 60))) for _ in range(PROMPTS)]
 
-    async def agreement(engine: Engine, prompt: tuple[int, ...]) -> Agreement:
+    async def agreement(engine: Engine, prompt: tuple[int, ...], answer: list[int]) -> Agreement:
         async def continue_after(before: tuple[int, ...], count: int) -> list[int]:
             return await generate(engine, before, count)
 
-        return await compare(prompt, whole.greedy(prompt, TOKENS), continue_after, whole.gap)
+        return await compare(prompt, answer, continue_after, expected.whole.gap)
 
     async def run() -> list[Agreement]:
-        async with running_engine(folder, stages, tmp_path, shares=shares, link=link, backend="mpi") as (
-            engine,
-            _,
-        ):
-            return await asyncio.gather(*(agreement(engine, prompt) for prompt in prompts))
+        async with running_engine(
+            expected.folder, stages, tmp_path, shares=shares, link=link, backend="mpi"
+        ) as (engine, _):
+            return await asyncio.gather(*(agreement(engine, *each) for each in expected.answers.items()))
 
     assert sum(asyncio.run(run()), start=Agreement()).tokens == TOKENS * PROMPTS
 

@@ -75,7 +75,7 @@ def collectives_of(machine: Machine) -> set[Ports]:
     }
 
 
-def tokens_of(cluster: LanCluster, server: Server, count: int = 24) -> list[int]:
+def tokens_of(cluster: LanCluster, server: Server, count: int = 8) -> list[int]:
     """Return the tokens of a greedy completion."""
     return cluster.tokens(server, {"prompt": PROMPT, "max_tokens": count})
 
