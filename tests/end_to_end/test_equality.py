@@ -18,13 +18,17 @@ from tests.end_to_end.expected_answers import (
 )
 from tests.end_to_end.instance import running_engine
 
+BUILT_IN = ("demo", "demo-moe")
+STAGES, FEWER_STAGES = (1, 2, 3, 5), (2, 3)
+"""Numbers of stages. Random models have the architectures of the built-in ones: `--thorough` splits them as often."""
 
-SPLITS = [
-    *(("demo", stages) for stages in (1, 2, 3, 5)),
-    *(("demo-moe", stages) for stages in (1, 2, 3, 5)),
-    *((model, stages) for model in RANDOM_MODELS for stages in (2, 3)),
-]
-"""Models, each with numbers of stages. Random models have the architectures of the built-in ones, and five layers."""
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Choose the splits of each model."""
+    fewer = STAGES if metafunc.config.getoption("--thorough") else FEWER_STAGES
+    splits = [(model, stages) for model in BUILT_IN for stages in STAGES]
+    splits += [(model, stages) for model in RANDOM_MODELS for stages in fewer]
+    metafunc.parametrize(("expected", "stages"), splits, indirect=["expected"])
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +37,6 @@ def expected(request: pytest.FixtureRequest, shared: Path) -> Expected:
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(("expected", "stages"), SPLITS, indirect=["expected"])
 def test_tokens_of_stages_equal_those_of_the_whole_model(
     expected: Expected, stages: int, tmp_path: Path, record_property: Callable[[str, Any], None]
 ) -> None:
