@@ -24,7 +24,7 @@ from mlx_ring.worker.sampler.draw import gumbel, keys
 
 THOROUGH, USUAL = (50, 128), (16, 48)
 """Numbers of prompts and of tokens of each answer, with `--thorough` and without."""
-GENERATED = 10
+GENERATED = 4
 """Number of prompts whose answers mlx-lm generates. One worker gives the other answers, and mlx-lm confirms that each of
 their tokens is the likeliest: one pass over an answer instead of one for each of its tokens."""
 GREEDY = SamplingParams()
