@@ -198,6 +198,7 @@ class TwinService:
         self.pooling = Pooling(why="a test sets it")
         self.metadata: dict[str, object] = {"architecture": "twin"}
         self.error: RingError | None = None
+        self.keeps_requests = False
         self.stages = stages
         self.meters = [Meter()]
         self.rejected: dict[str, int] = {}

@@ -73,6 +73,8 @@ class ApiContext:
         Raises:
             RingError: The model cannot answer now. After a loss of workers it is loaded again automatically.
         """
+        if model.keeps_requests:
+            return model.engine
         if model.state in ("unloaded", "loading"):
             await self.catalog.ready(model)
         match model.error:

@@ -11,6 +11,7 @@ from typing import Protocol, Self
 from mlx_ring.api.middleware.access_log import Counted, note_answers
 from mlx_ring.api.openai.schemas import Costs, Performance, Usage
 from mlx_ring.api.service import Answering
+from mlx_ring.api.streaming import Silence
 from mlx_ring.core.errors import ContextExceeded, NotReady, RingError
 from mlx_ring.core.generation import Delta, GenerateRequest, RequestStream, RequestTimings
 from mlx_ring.core.types import FinishReason, TokenLogprob
@@ -103,7 +104,7 @@ class Generation:
     async def batches(self, quiet_s: float | None = None) -> AsyncGenerator[list[Piece]]:
         """Yield batches of new pieces until every answer has ended.
 
-        An empty batch means that nothing came for `quiet_s` seconds.
+        An empty batch means that nothing came for `quiet_s` seconds, or that the answers have to wait (`silence`).
 
         Raises:
             RingError: A sequence failed. All pieces before the failure are yielded first.
@@ -119,6 +120,11 @@ class Generation:
                 yield batch
             if failure is not None:
                 raise failure.with_traceback(None)
+
+    @property
+    def silence(self) -> Silence:
+        """Reason why there is no new piece."""
+        return Silence.PAUSED if any(stream.is_paused for stream in self._streams) else Silence.QUIET
 
     async def run(self) -> list[Answer]:
         """Return all answers when they have ended."""

@@ -220,12 +220,17 @@ class ModelService(Protocol):
     def state(self) -> State: ...
     @property
     def engine(self) -> Answering:
-        """Engine, used only while `error` is None and the model is loaded."""
+        """Engine, used only while `error` is None and the model is loaded, or while it keeps requests."""
         ...
 
     @property
     def error(self) -> RingError | None:
         """Reason why the model cannot answer now; None if it can, or will once it is loaded on request."""
+        ...
+
+    @property
+    def keeps_requests(self) -> bool:
+        """True while the model cannot answer, but keeps requests until it is loaded again."""
         ...
 
     @property

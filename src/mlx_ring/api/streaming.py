@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Generic, Never, TypeVar
 
 import typing_extensions
@@ -50,6 +51,16 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 EVENT_STREAM = "text/event-stream"
 KEEP_ALIVE = b": keep-alive\n\n"
 """Comment between server-sent events. Clients ignore it, and proxies keep the connection because of it."""
+RESUMING = b": resuming\n\n"
+"""Comment while an answer waits for another instance of the model."""
+
+
+class Silence(Enum):
+    """Reason why a stream has no events for a while."""
+
+    QUIET = "quiet"
+    PAUSED = "paused"
+
 
 WorkT = TypeVar("WorkT")
 EventT = typing_extensions.TypeVar("EventT", bound=Mapping[str, object], default=Never)
@@ -108,16 +119,24 @@ class StreamFormat:
     """Encoder of one event or line."""
     keep_alive: bytes = b""
     """Bytes without content that keep the connection open; empty if the dialect has none."""
+    resuming: Callable[[], bytes] = bytes
+    """Maker of bytes without content for an answer that waits for another instance of the model."""
     end: bytes = b""
     """Last bytes of a stream without an error."""
 
     async def encode_all(
-        self, batches: AsyncGenerator[Iterable[Mapping[str, object]] | None]
+        self, batches: AsyncGenerator[Iterable[Mapping[str, object]] | Silence]
     ) -> AsyncGenerator[bytes]:
-        """Encode batches of events, each in one piece. None means a period without events."""
+        """Encode batches of events, each in one piece."""
         async with aclosing(batches):
             async for batch in batches:
-                yield self.keep_alive if batch is None else b"".join(map(self.encode, batch))
+                match batch:
+                    case Silence.QUIET:
+                        yield self.keep_alive
+                    case Silence.PAUSED:
+                        yield self.resuming()
+                    case events:
+                        yield b"".join(map(self.encode, events))
 
 
 class JsonStream(StreamedAnswer, Generic[EventT]):
@@ -126,11 +145,11 @@ class JsonStream(StreamedAnswer, Generic[EventT]):
     def __init__(
         self,
         begin: Callable[[], AbstractAsyncContextManager[WorkT]],
-        batches: Callable[[WorkT], AsyncGenerator[Iterable[EventT] | None]],
+        batches: Callable[[WorkT], AsyncGenerator[Iterable[EventT] | Silence]],
         form: StreamFormat,
         failure: Callable[[Exception], bytes] | None = None,
     ) -> None:
-        """Create a stream of the work's batches of events. An empty batch means a period without events."""
+        """Create a stream of the work's batches of events."""
 
         @asynccontextmanager
         async def pieces() -> AsyncGenerator[AsyncGenerator[bytes]]:

@@ -88,7 +88,7 @@ class StepTiming:
     """Sequence of its only row; 0 if it had several rows or none."""
 
 
-RequestState = Literal["waiting", "reading", "answering"]
+RequestState = Literal["waiting", "reading", "answering", "paused"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class OpenRequest:
 
     id: str
     state: RequestState
-    """`reading` means prefill, `answering` decode."""
+    """`reading` means prefill, `answering` decode, `paused` that its instance was lost and is loaded again."""
     prompt_tokens: int
     cached_tokens: int
     """Prompt tokens that the prefix cache supplied."""
@@ -210,6 +210,10 @@ class StepTotals:
     cache_query_tokens: int
     cache_hit_tokens: int
     cache_evictions: int
+    resume_redrawn: int
+    """Tokens that were delivered before a loss, and drawn again after it."""
+    resume_disagreements: int
+    """Those of them that differed."""
 
 
 COUNTS = tuple(part.name for part in fields(StepTotals) if part.name != "ranks")

@@ -119,6 +119,18 @@ class RequestStream(AsyncIterator[Delta]):
         self._listener: Callable[[], None] = _no_action
         self._error: RingError | None = None
         self._ended = False
+        self.is_paused = False
+        """True while no engine works on the request, because its instance was lost."""
+        self.has_been_paused = False
+
+    def pause(self) -> None:
+        """Record that the request waits for another engine, and tell the reader."""
+        self.is_paused = self.has_been_paused = True
+        self._listener()
+
+    def resume(self) -> None:
+        """Record that an engine works on the request."""
+        self.is_paused = False
 
     def put(self, delta: Delta) -> None:
         """Append a delta; called by the engine."""

@@ -14,9 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from itertools import count
 
-from mlx_ring.core.engine_stats import EndedRequest, EngineStats, Meter, OpenRequest, Policy, StepTotals
+from mlx_ring.core.engine_stats import EngineStats, Meter, OpenRequest, Policy, StepTotals
 from mlx_ring.core.errors import (
-    DeadlineExceeded,
     NotReady,
     Overloaded,
     ProtocolError,
@@ -24,17 +23,17 @@ from mlx_ring.core.errors import (
     ServingError,
 )
 from mlx_ring.core.generation import GenerateRequest, RequestStream
-from mlx_ring.core.traces import CLIENT, Span
 from mlx_ring.core.types import FinishReason, RankId, TokenLogprob
-from mlx_ring.engine.admission import Grammars, QueuePlace, Settled, check_places, choose_to_shed, shed_error
+from mlx_ring.engine.admission import Grammars, Settled, check_places, shed_error
 from mlx_ring.engine.executor import Executor, sampling_ranks
 from mlx_ring.engine.kv_budget import RankKv
+from mlx_ring.engine.live_request import Hold, LiveRequest, choose_requests_to_shed
 from mlx_ring.engine.request_traces import RequestTracer
 from mlx_ring.engine.router import Load
 from mlx_ring.engine.scheduler import Advance, Scheduler
-from mlx_ring.engine.sequence import Limits, Sequence, make_sequence
+from mlx_ring.engine.sequence import Limits, Sequence, continue_sequence, make_sequence
 from mlx_ring.engine.step_times import Predict, StepTimes, Unanswered
-from mlx_ring.engine.streams import AnswerText, LiveRequest, Reading, Vocabulary
+from mlx_ring.engine.streams import Reading, Vocabulary
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
 
 _log = logging.getLogger(__name__)
@@ -60,13 +59,31 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         predict: Predict | None = None,
         on_lost: Callable[[RingError], None] | None = None,
+        hold: Hold | None = None,
         meter: Meter | None = None,
         tracer: RequestTracer | None = None,
     ) -> None:
-        """Start an engine. `on_lost` is called once when the instance is lost; `predict` gives expected times of steps."""
+        """Start an engine.
+
+        Args:
+            executor: transport to the ranks.
+            vocabulary: the model's tokens as text.
+            limits: limits of the model.
+            instance: name of the instance.
+            epoch: its epoch.
+            policy: configuration of the scheduler.
+            kv: KV memory of each rank.
+            clock: returns seconds.
+            predict: returns expected times of steps.
+            on_lost: is called once, when the instance is lost.
+            hold: receives the requests of a lost instance; None: they end with an error.
+            meter: measurements of the replica.
+            tracer: tracer of requests.
+        """
         self._meter = Meter() if meter is None else meter
         self._tracer = tracer
         self._on_lost = on_lost
+        self._hold = hold
         self._executor = executor
         self._vocabulary = vocabulary
         self._instance = instance
@@ -110,21 +127,41 @@ class Engine:
         sequences = [
             make_sequence(next(self._sequence_ids), request, self._limits, now) for request in requests
         ]
-        return [self._start(sequence, now) for sequence in sequences]
+        lives = [LiveRequest(sequence, self._vocabulary, self, self._tracer) for sequence in sequences]
+        for live in lives:
+            self._start(live)
+            self._send_steps(now)
+            live.limit_time(self._policy.request_timeout_s)
+        return [live.stream for live in lives]
 
-    def _start(self, sequence: Sequence, now: float) -> RequestStream:
-        stream = RequestStream(lambda: self._abort(sequence), lambda: self._stop(sequence))
-        request = sequence.request
-        before = request.prompt_tokens if request.continues_text else ()
-        text = AnswerText(self._vocabulary, request.sampling, sequence.ends, request.shown_tokens, before)
-        span = None if self._tracer is None else self._tracer.begin(request, now)
-        sequence.traceparent = "" if span is None else span.traceparent
-        self._live[sequence.id] = LiveRequest(sequence, stream, text, span=span, client=CLIENT.get())
-        self._request_grammar(sequence)
-        self._scheduler.add(sequence)
+    def _start(self, live: LiveRequest) -> None:
+        self._live[live.sequence.id] = live
+        self._request_grammar(live.sequence)
+        self._scheduler.add(live.sequence)
+
+    def take_over(self, lives: Iterable[LiveRequest]) -> None:
+        """Continue requests that another engine began, or that waited for one, in their order.
+
+        They were admitted before, so no limit of the queue applies.
+        """
+        now = self._clock()
+        for live in lives:
+            try:
+                live.sequence = continue_sequence(live.sequence, next(self._sequence_ids), self._limits)
+            except RingError as error:
+                live.end("error", error, now, self._meter)
+                self._finished["error"] += 1
+                continue
+            live.home = self
+            live.stream.resume()
+            if live.completion_tokens and (reason := live.sequence.finish_reason) is not None:
+                # The smaller context ends here.
+                self._live[live.sequence.id] = live
+                self._put(live, (), live.read((), reason), reason, now)
+                self._retire(live, reason)
+            else:
+                self._start(live)
         self._send_steps(now)
-        self._set_deadline(sequence)
-        return stream
 
     def _request_grammar(self, sequence: Sequence) -> None:
         wanted = self._grammars.want(sequence)
@@ -134,6 +171,8 @@ class Engine:
 
     def _time_out_grammar(self, id_: int) -> None:
         """Fail a grammar that is not ready in time."""
+        if self._ended is not None:
+            return
         self._settle(
             self._grammars.fail(
                 id_,
@@ -160,24 +199,6 @@ class Engine:
         if settled.sequences:
             self._send_steps(self._clock())
 
-    def _set_deadline(self, sequence: Sequence) -> None:
-        limit_s = self._policy.request_timeout_s
-        live = self._live.get(sequence.id)
-        if limit_s is not None and live is not None:
-            live.deadline = asyncio.get_running_loop().call_later(limit_s, self._expire, live, limit_s)
-
-    def _expire(self, live: LiveRequest, limit_s: float) -> None:
-        """End a request that took too long."""
-        tokens = live.completion_tokens
-        self._end_with_error(
-            live,
-            DeadlineExceeded(
-                f"The request was not finished within {limit_s:g} s (--request-timeout-s); "
-                f"{tokens} tokens were generated. Ask for fewer tokens, or retry when the server is less busy."
-            ),
-        )
-        self._send_steps(self._clock())
-
     def _check_open(self, requests: int) -> None:
         """Check that a number of requests can be admitted now."""
         if self._ended is not None:
@@ -195,29 +216,25 @@ class Engine:
         for request in requests:
             make_sequence(0, request, self._limits, self._clock())
         needs = len(requests) - self._scheduler.places
-        held = (
-            QueuePlace(key, live.client, live.sequence.opened_at is None) for key, live in self._live.items()
-        )
-        shed = choose_to_shed(held, CLIENT.get(), wants=len(requests), needs=needs)
-        for key in shed or ():
-            self._end_with_error(self._live[key], shed_error())
+        shed = choose_requests_to_shed(self._live, wants=len(requests), needs=needs)
+        for live in shed or ():
+            self._end_with_error(live, shed_error())
         return shed is not None
 
-    def _abort(self, sequence: Sequence) -> None:
-        """Stop a sequence whose client left, and free its KV at once."""
-        live = self._live.get(sequence.id)
-        if live is not None:
-            self._retire(live, "abort")
-            self._send_steps(self._clock())
+    def abort(self, live: LiveRequest) -> None:
+        self._retire(live, "abort")
+        self._send_steps(self._clock())
 
-    def _stop(self, sequence: Sequence) -> None:
+    def stop(self, live: LiveRequest) -> None:
         """End an answer whose reader needs no more of it, and keep its KV as after any complete answer."""
-        live = self._live.get(sequence.id)
-        if live is not None:
-            now = self._clock()
-            self._put(live, (), Reading("", 0), "stop", now)
-            self._retire(live, "stop")
-            self._send_steps(now)
+        now = self._clock()
+        self._put(live, (), Reading("", 0), "stop", now)
+        self._retire(live, "stop")
+        self._send_steps(now)
+
+    def fail_request(self, live: LiveRequest, error: RingError) -> None:
+        self._end_with_error(live, error)
+        self._send_steps(self._clock())
 
     # ---- schedule → send → postprocess
 
@@ -233,7 +250,7 @@ class Engine:
         try:
             advances = self._scheduler.on_answer(done, now)
         except ProtocolError as error:
-            self.fail(error)
+            self.lose(error)
             return
         for advance in advances:
             self._postprocess(advance, now)
@@ -249,7 +266,7 @@ class Engine:
             return
         finish_reason = live.sequence.finish_reason
         try:
-            reading = live.text.read([token.token for token in advance.tokens], finish_reason)
+            reading = live.read(advance.tokens, finish_reason)
         except Exception as error:  # noqa: BLE001 - a tokenizer's own trouble is one request's, not everyone's
             _log.exception("Request %s: its tokens cannot be read", live.sequence.request.request_id)
             self._end_with_error(live, ServingError(f"The answer's tokens cannot be read: {error!r}."))
@@ -271,20 +288,13 @@ class Engine:
         """Count new tokens, and put their delta into the stream."""
         if live.is_first:
             self._prompt_tokens += live.sequence.prompt_length
-            waited_s = now - live.sequence.submitted_at if tokens else None
-            self._meter.record_first_token(live.sequence.prompt_length, waited_s)
-        elif tokens:
-            self._meter.record_tokens(len(tokens), now - live.last_at)
-        self._meter.generated_tokens += len(tokens)
         self._generated_tokens += len(tokens)
-        live.stream.put(live.delta(tokens, reading, finish_reason, now))
+        live.put(tokens, reading, finish_reason, now, self._meter)
 
     def _retire(self, live: LiveRequest, reason: FinishReason, error: RingError | None = None) -> None:
         del self._live[live.sequence.id]
         self._finished[reason] += 1
-        self._record_end(live.as_ended(reason, error, self._clock()), live.span)
-        if live.deadline is not None:
-            live.deadline.cancel()
+        live.end(reason, error, self._clock(), self._meter)
         if reason in ("stop", "length"):
             self._scheduler.finish(live.sequence)
         else:
@@ -295,20 +305,26 @@ class Engine:
         if self._wanted_kv and self._wanted_kv != self._scheduler.kv_limits:
             self._apply_kv_limits()
 
-    def _record_end(self, ended: EndedRequest, span: Span | None) -> None:
-        self._meter.record_end(ended)
-        if span is not None and self._tracer is not None:
-            self._tracer.end(span, ended)
-
     def _end_with_error(self, live: LiveRequest, error: RingError) -> None:
-        live.stream.fail(error)
         self._retire(live, "error", error)
 
     # ---- errors and the end
 
     def failed(self, error: RingError) -> None:
-        """End because the executor lost the instance."""
-        self.fail(error)
+        self.lose(error)
+
+    def lose(self, error: RingError) -> None:
+        """End because the instance is lost: this epoch is over. Another engine may continue the requests."""
+        if self._ended is not None:
+            return
+        if self._hold is None:
+            self.fail(error)
+            return
+        self._ended = error
+        lives, self._live = list(self._live.values()), {}
+        self._hold(lives, error)
+        if self._on_lost is not None:
+            self._on_lost(error)
 
     def fail(self, error: RingError) -> None:
         """End every request with `error`, and refuse new ones: this instance and epoch are over."""

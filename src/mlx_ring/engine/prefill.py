@@ -133,8 +133,11 @@ class Prefilling(PrefillQueue):
     def _has_to_spare(self) -> bool:
         """Return True if a sequence that did not arrive with the prompts is decoding, so that its tokens must not wait long.
 
-        Prompts that arrived with the running ones have the same rights, and are read at full speed.
+        Prompts that arrived with the running ones have the same rights, and are read at full speed, and so do answers
+        that were interrupted.
         """
+        if any(sequence.is_resumed for sequence in self):
+            return False
         came = min(sequence.admitted_at for sequence in self)
         return any(
             (member.first_token_at is not None and member.first_token_at < came)

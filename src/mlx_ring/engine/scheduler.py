@@ -75,6 +75,7 @@ class Scheduler:
         )
         self._steps_failed = 0
         self._preemptions = 0
+        self._redrawn = self._disagreements = 0
         self._most_running = policy.max_num_seqs
         """Limit of running sequences, lowered while ranks report too much memory, so that a preempted sequence stays out."""
         self._closing = False
@@ -252,7 +253,7 @@ class Scheduler:
         if sequence.is_prefilled:
             self._prefilling.remove(sequence.id)
             if sequence.wants_tokens:
-                sequence.unanswered += 1
+                sequence.unanswered += not sequence.redraws
                 self._decoding.add(sequence)
 
     def _make_step(
@@ -338,8 +339,17 @@ class Scheduler:
                 sequence.add_hidden(reading.hidden_sum)
             if row.draft:
                 self._decoding.rollback(sequence, row, len(reading.sampled))
-            if samples_token(row) or row.start + len(row.tokens.ids) >= sequence.fill_to:
+            if sequence.redraws:
+                self._compare(sequence, reading.sampled)
+            elif samples_token(row) or row.start + len(row.tokens.ids) >= sequence.fill_to:
                 yield self._advance(sequence, reading.sampled, now)
+
+    def _compare(self, sequence: Sequence, redrawn: tuple[TokenLogprob, ...]) -> None:
+        """Compare a token that was delivered before a loss with what is drawn now; the delivered one stays."""
+        for token in redrawn:
+            sequence.redraws = False
+            self._redrawn += 1
+            self._disagreements += token.token != sequence.tokens[-1]
 
     def _advance(self, sequence: Sequence, sampled: tuple[TokenLogprob, ...], now: float) -> Advance:
         sequence.unanswered -= bool(sampled)
@@ -379,6 +389,8 @@ class Scheduler:
             cache_query_tokens=cache.query_tokens,
             cache_hit_tokens=cache.hit_tokens,
             cache_evictions=cache.evictions,
+            resume_redrawn=self._redrawn,
+            resume_disagreements=self._disagreements,
         )
 
     def stats(self) -> SchedulerStats:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_ring.core.errors import RequestError
+from mlx_ring.core.errors import ContextExceeded, RequestError
 from mlx_ring.core.generation import GenerateRequest, context_exceeded
 from mlx_ring.core.types import FinishReason, TokenLogprob
 from mlx_ring.engine.prefix_cache import Found
@@ -77,6 +77,10 @@ class Sequence:
     """Number that grows with each preemption; answers to rows of earlier generations are ignored."""
     replays: int = 0
     """Number of preemptions because of failed steps."""
+    is_resumed: bool = False
+    """True if another engine began the request; its known tokens are then prefilled again."""
+    redraws: bool = False
+    """True until the last known token was drawn again, to compare it."""
     cached_tokens: int = 0
     """Prompt tokens that the prefix cache supplied at first admission."""
     found: tuple[int, int, Found] | None = None
@@ -174,7 +178,7 @@ class Sequence:
         self.generation += 1
         self.scheduled = self.reached = self.reused = self.taken = 0
         self.unanswered = self.cut_at = self.offered = 0
-        self.verifying = False
+        self.verifying = self.redraws = False
         self.fill_to = self.length
         self.hidden_sum = None
         if self.length == self.prompt_length and self.request.prompt_logprobs is not None:
@@ -207,6 +211,42 @@ def make_sequence(sequence_id: int, request: GenerateRequest, limits: Limits, no
         fill_to=len(request.prompt_tokens),
         prompt_logprobs=[] if request.prompt_logprobs is None else [None],
     )
+
+
+def continue_sequence(before: Sequence, sequence_id: int, limits: Limits) -> Sequence:
+    """Make the sequence with which another engine continues a request.
+
+    The known tokens are prefilled up to the last one, which is then drawn again and compared. Nothing else of the
+    earlier sequence holds for another engine: neither KV nor grammar ids nor lookups in its cache.
+
+    Args:
+        before: the request's sequence in an engine that was lost, or in none so far.
+        sequence_id: id in the new engine.
+        limits: limits of the new engine.
+
+    Raises:
+        ContextExceeded: the known tokens do not fit the new engine.
+    """
+    request = before.request
+    sequence = make_sequence(sequence_id, request, limits, before.submitted_at)
+    if before.length > sequence.max_length:
+        raise ContextExceeded(
+            f"The answer cannot be continued: prompt and answer have {before.length} tokens, and the model's context "
+            f"is only {limits.context_length} tokens since a machine was lost.",
+            prompt_tokens=before.length,
+            context_tokens=limits.context_length,
+        )
+    sequence.tokens = list(before.tokens)
+    sequence.traceparent = before.traceparent
+    sequence.cached_tokens = before.cached_tokens
+    sequence.opened_at = before.opened_at
+    sequence.first_token_at, sequence.last_token_at = before.first_token_at, before.last_token_at
+    sequence.is_resumed = before.opened_at is not None
+    if before.length > before.prompt_length:
+        sequence.fill_to = before.length - 1
+        sequence.redraws = True
+        sequence.prompt_logprobs = list(before.prompt_logprobs)
+    return sequence
 
 
 def _check_length(request: GenerateRequest, limits: Limits) -> None:

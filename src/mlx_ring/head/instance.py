@@ -24,6 +24,7 @@ from mlx_ring.core.types import RankId
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.executor import GrpcExecutor, RankAddress
 from mlx_ring.engine.kv_budget import Allowance, Place
+from mlx_ring.engine.live_request import Hold
 from mlx_ring.engine.request_traces import RequestTracer
 from mlx_ring.engine.step_times import Predict, StepSize, Unanswered
 from mlx_ring.engine.streams import Vocabulary
@@ -102,8 +103,10 @@ class Instance:
         shares: KvShares,
         meter: Meter,
         tracing: Tracing | None,
+        hold: Hold | None,
     ) -> None:
         self._meter = meter
+        self._hold = hold
         self._tracing = tracing
         self._settings = settings
         self._shares = shares
@@ -321,6 +324,7 @@ class Instance:
             kv=kv,
             predict=predict_by(self._epoch.placement.forecast),
             on_lost=lambda error: self.lose(error, explains=False),
+            hold=self._hold,
             meter=self._meter,
             tracer=self._tracer,
         )

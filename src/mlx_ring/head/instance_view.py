@@ -93,7 +93,7 @@ class InstanceService:
         self._engine, self._lost, self._is_loading = engine, None, False
 
     def lose(self, error: RingError) -> None:
-        """End all requests with the reason, and refuse new ones until `serve`.
+        """End the engine with the reason, and refuse new requests until `serve`.
 
         A later reason replaces an earlier one.
         """
@@ -101,7 +101,7 @@ class InstanceService:
         log.log(logging.INFO if isinstance(error, NotReady) else logging.ERROR, "%s", error)
         self._lost, self._is_loading = error, False
         if self._engine is not None:
-            self._engine.fail(error)
+            self._engine.lose(error)
 
     def record_loading(self, progress: agent_pb2.StageProgress) -> None:
         """Record the loading progress of a worker."""

@@ -7,16 +7,23 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import cycle
 from typing import Any
 
 from mlx_ring.api.service import InstanceInfo, State
 from mlx_ring.core.engine_stats import Meter
 from mlx_ring.core.errors import NotReady, RingError
+from mlx_ring.core.traces import Tracing
 from mlx_ring.core.types import ADVISED_SAMPLING, DEFAULT_SAMPLING, Sampling
+from mlx_ring.engine.held_requests import HeldRequests
 from mlx_ring.engine.kv_budget import KEPT_TOKENS
-from mlx_ring.engine.router import Router
+from mlx_ring.engine.live_request import LiveRequest
+from mlx_ring.engine.request_traces import RequestTracer
+from mlx_ring.engine.router import Routed, Router
+from mlx_ring.engine.streams import Vocabulary
+from mlx_ring.head.instance import policy_of
 from mlx_ring.head.instance_view import LOADING, InstanceService
 from mlx_ring.head.replica import Replica
 from mlx_ring.head.served_model import ServedModel, describe_model
@@ -56,6 +63,7 @@ class HostedModel:
         served: ServedModel,
         on_crash: Callable[[Exception], None],
         missing: Callable[[], int],
+        tracing: Tracing | None = None,
     ) -> None:
         """Start unloaded.
 
@@ -64,6 +72,7 @@ class HostedModel:
             served: The model.
             on_crash: Callback for unexpected errors.
             missing: Function that returns the number of machines still to join.
+            tracing: destination of traces.
         """
         self._on_crash = on_crash
         self._missing = missing
@@ -84,7 +93,16 @@ class HostedModel:
         self.pooling: Pooling = read_pooling(served.folder.path, settings.pooling)
         self._metadata = describe_model(served.folder)
         self._tasks: list[asyncio.Task[None]] = []
-        self._router = Router(lambda: [each.engine for each in self._serving()])
+        self._held = HeldRequests(
+            Vocabulary.of(served.tokenizer),
+            served.limits,
+            policy_of(settings),
+            within_s=settings.resume_within_s,
+            meter=self.meter(0),
+            tracer=None if tracing is None else RequestTracer(tracing, served.names[0], {}),
+        )
+        self._router = Router(self._engines)
+        self._has_served = False
         self._failure: RingError | None = None
 
     # ---- as the API sees it
@@ -155,6 +173,23 @@ class HostedModel:
             "run `mlx-ring join` there."
         )
 
+    def _engines(self) -> Sequence[Routed]:
+        """Return the engines that serve; while all are loaded again, the line of requests that wait for one."""
+        serving = [each.engine for each in self._serving()]
+        return serving or ([self._held] if self.keeps_requests else [])
+
+    @property
+    def keeps_requests(self) -> bool:
+        return self.settings.resume == "on" and self._has_served and self.error is not None
+
+    def hold(self, lives: Iterable[LiveRequest], loss: RingError) -> None:
+        """Give the requests of a lost instance to the other replicas, or keep them until one is loaded again."""
+        serving = [each.engine for each in self._serving()]
+        if not serving:
+            self._held.hold(lives, loss)
+        for live, engine in zip(lives, cycle(serving), strict=False):
+            engine.take_over([live])
+
     @property
     def rejected(self) -> Mapping[str, int]:
         """Requests that were refused, by the error's name."""
@@ -177,7 +212,7 @@ class HostedModel:
     def open_requests(self) -> int:
         """Number of sequences in all its instances, and of requests that wait for it."""
         stats = [service.engine.stats().scheduler for service in self._serving()]
-        return self.waiting + sum(each.running + each.waiting for each in stats)
+        return self.waiting + len(self._held) + sum(each.running + each.waiting for each in stats)
 
     @property
     def is_idle(self) -> bool:
@@ -215,6 +250,8 @@ class HostedModel:
 
     async def _keep(self, replica: Replica, first: asyncio.Future[None], ready: Ready) -> None:
         def on_ready(load_s: float) -> None:
+            self._has_served = True
+            replica.service.engine.take_over(self._held.take())
             ready(self.served, replica.service.info, load_s)
             if not first.done():
                 first.set_result(None)
@@ -236,4 +273,5 @@ class HostedModel:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self.replicas = []
+        self.replicas, self._has_served = [], False
+        self._held.fail(NotReady(reason))

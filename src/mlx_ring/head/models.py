@@ -116,7 +116,7 @@ class Catalog:
         self._fetches_none = False
         self.crashed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Future that fails with an unexpected error."""
-        self._hosted = [HostedModel(own, model, self._crash, self._missing) for own, model in served]
+        self._hosted = [HostedModel(own, model, self._crash, self._missing, tracing) for own, model in served]
         for hosted in self._hosted:
             hosted.is_awaited = True
 
@@ -191,7 +191,7 @@ class Catalog:
                 raise Conflict(
                     f"Another model is already served as {served.names[0]}: {each.served.folder.path}."
                 )
-        hosted = HostedModel(own, served, self._crash, self._missing)
+        hosted = HostedModel(own, served, self._crash, self._missing, self._tracing)
         self._hosted.append(hosted)
         return hosted
 
@@ -309,6 +309,7 @@ class Catalog:
                 replicas=len(candidate_sets),
                 meter=hosted.meter(number),
                 tracing=self._tracing,
+                hold=hosted.hold if hosted.settings.resume == "on" else None,
             )
             for number, candidates in enumerate(candidate_sets)
         ]

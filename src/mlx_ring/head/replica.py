@@ -12,6 +12,7 @@ from mlx_ring.core.engine_stats import Meter
 from mlx_ring.core.errors import NodeLost, RingError
 from mlx_ring.core.logs import set_log_epoch
 from mlx_ring.core.traces import Tracing
+from mlx_ring.engine.live_request import Hold
 from mlx_ring.head.instance import Epoch, Instance
 from mlx_ring.head.instance_view import FIRST_EPOCH, InstanceService
 from mlx_ring.head.kv_memory import KvShares
@@ -55,6 +56,7 @@ class Replica:
         replicas: int,
         meter: Meter,
         tracing: Tracing | None,
+        hold: Hold | None,
     ) -> None:
         """Prepare a replica.
 
@@ -69,7 +71,9 @@ class Replica:
             replicas: number of replicas of the model.
             meter: measurements of its instances.
             tracing: destination of traces.
+            hold: receives the requests of a lost instance; None: they end with an error.
         """
+        self._hold = hold
         self._meter, self._tracing = meter, tracing
         self._settings = settings
         self._served = served
@@ -134,6 +138,7 @@ class Replica:
             self._shares,
             self._meter,
             self._tracing,
+            self._hold,
         )
         with self._machines.watching(epoch.instance, instance.on_node_lost):
             await instance.run(ready)

@@ -218,6 +218,18 @@ class Settings(CheckedSettings):
     request_timeout_s: Annotated[float | None, Field(gt=0, le=1_000_000)] = setting(
         None, "Maximum seconds for one request; it then ends with an error.", _SCHEDULING, metavar="SECONDS"
     )
+    resume: Switch = setting(
+        "on",
+        "Continue running answers after the loss of a machine or a worker; off ends them with an error.",
+        _SCHEDULING,
+        metavar="MODE",
+    )
+    resume_within_s: Annotated[float, Field(gt=0, le=86400)] = setting(
+        300.0,
+        "Maximum seconds that an interrupted answer waits to be continued; it then ends with an error.",
+        _SCHEDULING,
+        metavar="SECONDS",
+    )
     step_deadline_s: Annotated[float, Field(ge=0, le=86400)] = setting(
         30.0,
         "Minimum seconds without progress on a step before a worker counts as stuck; 0 disables the check.",

@@ -71,12 +71,13 @@ def routes(context: ApiContext) -> APIRouter:
 
 
 _PING: Ping = {"type": "ping"}
+_PINGED = named_event(_PING)
 
 
 class MessageStream:
     """Events of a message. Anthropic's ping keeps the stream alive."""
 
-    stream_format = StreamFormat(EVENT_STREAM, named_event, named_event(_PING))
+    stream_format = StreamFormat(EVENT_STREAM, named_event, _PINGED, lambda: _PINGED)
 
     def __init__(self, writer: MessageWriter, sampling: SamplingParams, costs: Costs) -> None:
         """Create a stream. `costs` are the costs known before the answer."""

@@ -21,7 +21,7 @@ from mlx_ring.api.chat.prepare import PreparedChat
 from mlx_ring.api.chat.reader import AnswerReader, join_parts
 from mlx_ring.api.generation import Generation, Piece
 from mlx_ring.api.service import Answering
-from mlx_ring.api.streaming import EventT, JsonStream, StreamFormat, while_connected
+from mlx_ring.api.streaming import EventT, JsonStream, Silence, StreamFormat, while_connected
 from mlx_ring.core.generation import Delta, RequestTimings
 from mlx_ring.core.types import FinishReason, TokenLogprob
 
@@ -97,7 +97,7 @@ class ChatGeneration:
     async def batches(self, quiet_s: float | None = None) -> AsyncGenerator[list[AnswerUpdate]]:
         """Yield batches of updates until every answer has ended.
 
-        An empty batch means that nothing came for `quiet_s` seconds.
+        An empty batch means that nothing came for `quiet_s` seconds, or that the answers have to wait (`silence`).
 
         Raises:
             RingError: An answer failed. All updates before the failure are yielded first.
@@ -108,6 +108,11 @@ class ChatGeneration:
                 updates = [one for one in updates if one.parts or one.logprobs or one.end is not None]
                 if updates or not batch:
                     yield updates
+
+    @property
+    def silence(self) -> Silence:
+        """Reason why there is no update."""
+        return self._generation.silence
 
     def _read(self, piece: Piece) -> AnswerUpdate:
         reader, answer, delta = self._readers[piece.index], self.answers[piece.index], piece.delta
@@ -181,11 +186,11 @@ def stream_chat(
         failure: encoder of an error that ends the stream; None: the dialect's own.
     """
 
-    async def write(generation: ChatGeneration) -> AsyncGenerator[Iterable[EventT] | None]:
+    async def write(generation: ChatGeneration) -> AsyncGenerator[Iterable[EventT] | Silence]:
         yield writer.opening(generation.answers)
         async with aclosing(generation.batches(keep_alive_s)) as batches:
             async for updates in batches:
-                yield writer.update(updates, generation.answers) if updates else None
+                yield writer.update(updates, generation.answers) if updates else generation.silence
         yield writer.closing(generation.answers)
 
     return JsonStream(lambda: _running_chat(engine, chat), write, writer.stream_format, failure)

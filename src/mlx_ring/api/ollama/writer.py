@@ -59,8 +59,6 @@ class Stopwatch:
 class LineWriter(Generic[PieceT]):
     """Writer of one answer, streamed or whole. A tool call is sent when it is complete."""
 
-    stream_format = StreamFormat(LINES, json_line)
-
     def __init__(
         self, model: str, watch: Stopwatch, make_piece: PieceMaker[PieceT], texts: TokenTexts | None
     ) -> None:
@@ -70,6 +68,8 @@ class LineWriter(Generic[PieceT]):
         self._make_piece = make_piece
         self._texts = texts
         self._sent_calls = 0
+        # Ollama's streams have no comments: a line without text tells proxies and clients that the answer goes on.
+        self.stream_format = StreamFormat(LINES, json_line, resuming=lambda: json_line(self._piece()))
 
     def opening(self, answers: Sequence[ChatAnswer]) -> Iterable[PieceT]:
         del answers

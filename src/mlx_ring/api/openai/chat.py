@@ -39,14 +39,14 @@ from mlx_ring.api.openai.sampling import (
 from mlx_ring.api.openai.token_text import TokenTexts
 from mlx_ring.api.openapi import documented_post
 from mlx_ring.api.request_body import Refused, needs
-from mlx_ring.api.streaming import EVENT_STREAM, KEEP_ALIVE, JsonStream, StreamFormat
+from mlx_ring.api.streaming import EVENT_STREAM, KEEP_ALIVE, RESUMING, JsonStream, StreamFormat
 from mlx_ring.core.environment import package_version
 from mlx_ring.core.errors import RequestError
 from mlx_ring.core.types import TokenLogprob
 
 DONE = b"data: [DONE]\n\n"
 """Last event of a stream. Every SDK stops reading at it."""
-STREAM_FORMAT = StreamFormat(EVENT_STREAM, event, KEEP_ALIVE, DONE)
+STREAM_FORMAT = StreamFormat(EVENT_STREAM, event, KEEP_ALIVE, lambda: RESUMING, DONE)
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 

@@ -28,7 +28,7 @@ from mlx_ring.api.openai.token_text import TokenText, TokenTexts, finite_logprob
 from mlx_ring.api.openapi import documented_post
 from mlx_ring.api.request_body import Refused, needs
 from mlx_ring.api.service import Answering, Tokenizer
-from mlx_ring.api.streaming import JsonStream, while_connected
+from mlx_ring.api.streaming import JsonStream, Silence, while_connected
 from mlx_ring.core.errors import RequestError
 from mlx_ring.core.generation import Delta, GenerateRequest
 from mlx_ring.core.types import FinishReason, SamplingParams, TokenLogprob
@@ -316,11 +316,11 @@ def stream_completion(
 
     async def batches(
         generation: Generation,
-    ) -> AsyncGenerator[Iterable[schemas.CompletionChunk] | None]:
+    ) -> AsyncGenerator[Iterable[schemas.CompletionChunk] | Silence]:
         yield chunks(map(writer.opening, range(len(generation.answers))))
         async with aclosing(generation.batches(keep_alive_s)) as pieces:
             async for batch in pieces:
-                yield chunks(_choices(writer, batch)) if batch else None
+                yield chunks(_choices(writer, batch)) if batch else generation.silence
         if usage_chunk:
             yield [{**empty, **costs(generation.answers, len(task.sampling))}]
 

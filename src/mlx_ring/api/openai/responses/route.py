@@ -41,7 +41,7 @@ from mlx_ring.api.openai.sampling import JsonObjectFormat, sampling_params
 from mlx_ring.api.openai.schemas import ScoredToken
 from mlx_ring.api.openai.token_text import TokenTexts
 from mlx_ring.api.openapi import documented_post
-from mlx_ring.api.streaming import EVENT_STREAM, KEEP_ALIVE, JsonStream, StreamFormat
+from mlx_ring.api.streaming import EVENT_STREAM, KEEP_ALIVE, RESUMING, JsonStream, StreamFormat
 from mlx_ring.core.types import SamplingParams
 
 
@@ -79,7 +79,7 @@ def routes(context: ApiContext) -> APIRouter:
 class ResponseStream:
     """Events of a response."""
 
-    stream_format = StreamFormat(EVENT_STREAM, named_event, KEEP_ALIVE, DONE)
+    stream_format = StreamFormat(EVENT_STREAM, named_event, KEEP_ALIVE, lambda: RESUMING, DONE)
 
     def __init__(self, writer: ResponseWriter, texts: TokenTexts) -> None:
         self._writer = writer

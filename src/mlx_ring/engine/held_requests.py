@@ -1,0 +1,148 @@
+"""Requests of a model that wait for an engine: their instance was lost, and another one is being loaded.
+
+Those of the lost instance keep what they have delivered. New requests join them, within the limit of the queue. The
+next engine takes all of them, in their order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+
+from mlx_ring.core.engine_stats import Meter, OpenRequest, Policy
+from mlx_ring.core.errors import NotReady, RingError
+from mlx_ring.core.generation import GenerateRequest, RequestStream
+from mlx_ring.core.types import FinishReason
+from mlx_ring.engine.admission import check_places, shed_error
+from mlx_ring.engine.live_request import LiveRequest, choose_requests_to_shed
+from mlx_ring.engine.request_traces import RequestTracer
+from mlx_ring.engine.router import Load
+from mlx_ring.engine.sequence import Limits, make_sequence
+from mlx_ring.engine.streams import Reading, Vocabulary
+
+
+class HeldRequests:
+    """Requests without an engine, in the order of their arrival. It answers like an engine that is very slow."""
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        limits: Limits,
+        policy: Policy,
+        *,
+        within_s: float,
+        meter: Meter,
+        tracer: RequestTracer | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Start empty.
+
+        Args:
+            vocabulary: the model's tokens as text.
+            limits: limits of the model.
+            policy: limits of the queue.
+            within_s: longest wait for an engine, seconds.
+            meter: measurements of requests that end here.
+            tracer: tracer of new requests.
+            clock: the engines' clock.
+        """
+        self._vocabulary, self._limits, self._policy = vocabulary, limits, policy
+        self._within_s, self._meter, self._tracer, self._clock = within_s, meter, tracer, clock
+        self._held: dict[LiveRequest, asyncio.TimerHandle] = {}
+        """Timers that give up requests."""
+        self._loss: RingError = NotReady("The model is being loaded again.")
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    # ---- from engines, and to them
+
+    def hold(self, lives: Iterable[LiveRequest], loss: RingError) -> None:
+        """Keep the requests of a lost engine, before new ones."""
+        self._loss = loss
+        interrupted = list(lives)
+        for live in interrupted:
+            live.stream.pause()
+        self._held = {live: self._keep(live) for live in interrupted} | self._held
+
+    def _keep(self, live: LiveRequest) -> asyncio.TimerHandle:
+        live.home = self
+        return asyncio.get_running_loop().call_later(self._within_s, self._give_up, live)
+
+    def _give_up(self, live: LiveRequest) -> None:
+        error = NotReady(
+            f"{self._loss} The model was not loaded again within {self._within_s:g} s (--resume-within-s)."
+        )
+        self.fail_request(live, error)
+
+    def take(self) -> list[LiveRequest]:
+        """Return all requests for an engine, and keep none."""
+        held, self._held = self._held, {}
+        for timer in held.values():
+            timer.cancel()
+        return list(held)
+
+    def fail(self, error: RingError) -> None:
+        """End all requests with an error."""
+        for live in list(self._held):
+            self.fail_request(live, error)
+
+    # ---- from the API
+
+    def submit_all(self, *requests: GenerateRequest) -> list[RequestStream]:
+        """Keep new requests until there is an engine: all of them, or none.
+
+        Raises:
+            RequestError: the model cannot serve one of them, or there are more than the server ever admits.
+            Overloaded: too many requests wait already.
+        """
+        waiting = len(self._held)
+        free = self._policy.max_queued_requests + self._policy.max_num_seqs - waiting
+        check_places(len(requests), self._policy, free=max(0, free), waiting=waiting)
+        now = self._clock()
+        sequences = [make_sequence(0, request, self._limits, now) for request in requests]
+        lives = [LiveRequest(sequence, self._vocabulary, self, self._tracer) for sequence in sequences]
+        for live in lives:
+            self._held[live] = self._keep(live)
+            live.limit_time(self._policy.request_timeout_s)
+        return [live.stream for live in lives]
+
+    def make_room(self, *requests: GenerateRequest) -> bool:
+        """Shed other clients' new requests for these, if fairness allows it; return False if not."""
+        for request in requests:
+            make_sequence(0, request, self._limits, self._clock())
+        limit = self._policy.max_queued_requests + self._policy.max_num_seqs
+        needs = len(requests) + len(self._held) - limit
+        numbered = dict(enumerate(self._held))
+        shed = choose_requests_to_shed(numbered, wants=len(requests), needs=needs)
+        for live in shed or ():
+            self.fail_request(live, shed_error())
+        return shed is not None
+
+    def load_for(self, prompts: Iterable[tuple[int, ...]]) -> Load:
+        del prompts
+        return Load(is_open=True, sequences=len(self._held), tokens_to_read=0, shared_tokens=0)
+
+    # ---- from the requests
+
+    def abort(self, live: LiveRequest) -> None:
+        self._end(live, "abort")
+
+    def stop(self, live: LiveRequest) -> None:
+        live.put((), Reading("", 0), "stop", self._clock(), self._meter)
+        self._end(live, "stop")
+
+    def fail_request(self, live: LiveRequest, error: RingError) -> None:
+        self._end(live, "error", error)
+
+    def _end(self, live: LiveRequest, reason: FinishReason, error: RingError | None = None) -> None:
+        self._held.pop(live).cancel()
+        live.end(reason, error, self._clock(), self._meter)
+
+    # ---- reports
+
+    def requests(self) -> list[OpenRequest]:
+        """Return the requests, the oldest first."""
+        now = self._clock()
+        return [live.as_open(now, is_paused=live.sequence.opened_at is not None) for live in self._held]

@@ -1,0 +1,205 @@
+"""A request from its submission until its end, whichever engine works on it.
+
+An engine lasts as long as its instance. A request outlives it: its stream, its text, its times and its known tokens
+stay here, and the next engine continues them. Its owner, `home`, is the engine that works on it, or the line of those
+that wait for one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
+
+from mlx_ring.core.engine_stats import EndedRequest, Meter, OpenRequest, RequestState
+from mlx_ring.core.errors import DeadlineExceeded, RingError
+from mlx_ring.core.generation import Delta, RequestStream, RequestTimings
+from mlx_ring.core.traces import CLIENT, Span
+from mlx_ring.core.types import FinishReason, TokenLogprob
+from mlx_ring.engine.admission import QueuePlace, choose_to_shed
+from mlx_ring.engine.request_traces import RequestTracer
+from mlx_ring.engine.sequence import Sequence
+from mlx_ring.engine.streams import AnswerText, Reading, Vocabulary
+
+
+class Home(Protocol):
+    """Owner of a live request."""
+
+    def abort(self, live: LiveRequest) -> None:
+        """End a request whose client left."""
+        ...
+
+    def stop(self, live: LiveRequest) -> None:
+        """End a request whose reader needs no more of it, as complete."""
+        ...
+
+    def fail_request(self, live: LiveRequest, error: RingError) -> None:
+        """End a request with an error."""
+        ...
+
+
+class LiveRequest:
+    """A request that has not ended. Times are in seconds of the engine's clock."""
+
+    def __init__(
+        self, sequence: Sequence, vocabulary: Vocabulary, home: Home, tracer: RequestTracer | None
+    ) -> None:
+        """Start a request of the client in this context.
+
+        Args:
+            sequence: its sequence; each engine makes another one.
+            vocabulary: the model's tokens as text.
+            home: its first owner.
+            tracer: tracer of its span, if it is traced.
+        """
+        request = sequence.request
+        before = request.prompt_tokens if request.continues_text else ()
+        self.sequence = sequence
+        self.home = home
+        self.stream = RequestStream(lambda: self.home.abort(self), lambda: self.home.stop(self))
+        self.text = AnswerText(vocabulary, request.sampling, sequence.ends, request.shown_tokens, before)
+        self.client = CLIENT.get()
+        """Client that sent the request."""
+        self.completion_tokens = 0
+        self.is_first = True
+        """True until the first delta."""
+        self.last_at = 0.0
+        """Time of the last tokens."""
+        self._span: Span | None = None if tracer is None else tracer.begin(request, sequence.submitted_at)
+        self._tracer = tracer
+        self._deadline: asyncio.TimerHandle | None = None
+        sequence.traceparent = "" if self._span is None else self._span.traceparent
+
+    def limit_time(self, limit_s: float | None) -> None:
+        """End the request with an error after `limit_s` seconds, if a number is given."""
+        if limit_s is not None:
+            self._deadline = asyncio.get_running_loop().call_later(limit_s, self._expire, limit_s)
+
+    def _expire(self, limit_s: float) -> None:
+        error = DeadlineExceeded(
+            f"The request was not finished within {limit_s:g} s (--request-timeout-s); "
+            f"{self.completion_tokens} tokens were generated. Ask for fewer tokens, or retry when the server is less busy."
+        )
+        self.home.fail_request(self, error)
+
+    def read(self, tokens: tuple[TokenLogprob, ...], finish_reason: FinishReason | None) -> Reading:
+        """Return the text that tokens add to the answer."""
+        return self.text.read([token.token for token in tokens], finish_reason)
+
+    def put(
+        self,
+        tokens: tuple[TokenLogprob, ...],
+        reading: Reading,
+        finish_reason: FinishReason | None,
+        now: float,
+        meter: Meter,
+    ) -> None:
+        """Count new tokens, and put their delta into the stream."""
+        if self.is_first:
+            waited_s = now - self.sequence.submitted_at if tokens else None
+            meter.record_first_token(self.sequence.prompt_length, waited_s)
+        elif tokens:
+            meter.record_tokens(len(tokens), now - self.last_at)
+        meter.generated_tokens += len(tokens)
+        self.stream.put(self._delta(tokens, reading, finish_reason, now))
+
+    def end(self, reason: FinishReason, error: RingError | None, now: float, meter: Meter) -> None:
+        """Record the end, and fail the stream with the error, if any."""
+        if self._deadline is not None:
+            self._deadline.cancel()
+        if error is not None:
+            self.stream.fail(error)
+        ended = self._as_ended(reason, error, now)
+        meter.record_end(ended)
+        if self._span is not None and self._tracer is not None:
+            self._tracer.end(self._span, ended)
+
+    def _delta(
+        self,
+        tokens: tuple[TokenLogprob, ...],
+        reading: Reading,
+        finish_reason: FinishReason | None,
+        now: float,
+    ) -> Delta:
+        """Make the next delta; the first and the last also carry the results of the whole answer."""
+        sequence, request = self.sequence, self.sequence.request
+        is_first, self.is_first = self.is_first, False
+        self.last_at = now
+        self.completion_tokens += len(tokens)
+        scored = is_first and request.prompt_logprobs is not None
+        return Delta(
+            text=reading.text,
+            token_ids=tuple(token.token for token in tokens),
+            logprobs=tokens if request.sampling.logprobs else (),
+            prompt_tokens=sequence.prompt_length,
+            completion_tokens=self.completion_tokens,
+            cached_tokens=sequence.cached_tokens,
+            finish_reason=finish_reason,
+            stop_match=reading.stop_match,
+            prompt_logprobs=tuple(sequence.prompt_logprobs) if scored else None,
+            pooled=None if finish_reason is None else sequence.pooled,
+            timings=None if finish_reason is None else self._timings(now),
+            pieces=reading.pieces,
+        )
+
+    def as_open(self, now: float, *, is_paused: bool = False) -> OpenRequest:
+        """Return the state of the request."""
+        sequence = self.sequence
+        return OpenRequest(
+            id=sequence.request.request_id,
+            state="paused" if is_paused else self._state,
+            prompt_tokens=sequence.prompt_length,
+            cached_tokens=sequence.cached_tokens,
+            read_tokens=min(sequence.scheduled, sequence.prompt_length),
+            tokens=self.completion_tokens,
+            age_s=now - sequence.submitted_at,
+        )
+
+    def _as_ended(self, reason: FinishReason, error: RingError | None, now: float) -> EndedRequest:
+        """Return the summary of the ended request."""
+        sequence = self.sequence
+        return EndedRequest(
+            submitted_at=sequence.submitted_at,
+            opened_at=sequence.opened_at,
+            first_token_at=sequence.first_token_at,
+            last_token_at=sequence.last_token_at,
+            ended_at=now,
+            prompt_tokens=sequence.prompt_length,
+            completion_tokens=self.completion_tokens,
+            cached_tokens=sequence.cached_tokens,
+            reason=reason,
+            error=error,
+        )
+
+    @property
+    def _state(self) -> RequestState:
+        """State of the request; a preempted one is waiting."""
+        if not self.sequence.scheduled:
+            return "waiting"
+        return "answering" if self.sequence.is_prefilled else "reading"
+
+    def _timings(self, now: float) -> RequestTimings:
+        sequence = self.sequence
+        opened = sequence.submitted_at if sequence.opened_at is None else sequence.opened_at
+        first = now if sequence.first_token_at is None else sequence.first_token_at
+        last = now if sequence.last_token_at is None else sequence.last_token_at
+        return RequestTimings(opened - sequence.submitted_at, first - opened, last - first)
+
+
+def choose_requests_to_shed(
+    lives: Mapping[int, LiveRequest], *, wants: int, needs: int
+) -> list[LiveRequest] | None:
+    """Choose waiting requests to shed for new ones of this client; None if fairness forbids it.
+
+    Args:
+        lives: all requests by a number, the oldest first.
+        wants: number of new requests.
+        needs: number of these that have no free place.
+    """
+    held = (QueuePlace(key, live.client, live.sequence.opened_at is None) for key, live in lives.items())
+    shed = choose_to_shed(held, CLIENT.get(), wants=wants, needs=needs)
+    return None if shed is None else [lives[key] for key in shed]
+
+
+Hold = Callable[[Iterable[LiveRequest], RingError], None]
+"""Receiver of a lost engine's requests, in the order of their submission, and of the loss."""

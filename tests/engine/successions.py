@@ -1,0 +1,84 @@
+"""Engines of one model, one after the other: each loss leaves its requests to the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tests.engine.engines import BYTES, LIMITS, PLAIN, run_all
+
+from mlx_ring.core.engine_stats import Meter, Policy
+from mlx_ring.core.errors import RingError, WorkerLost
+from mlx_ring.core.generation import GenerateRequest, RequestStream
+from mlx_ring.engine.engine import Engine
+from mlx_ring.engine.held_requests import HeldRequests
+from mlx_ring.engine.kv_budget import RankKv
+from mlx_ring.engine.sequence import Limits
+from mlx_ring.engine.twin import NextToken, TwinExecutor, hash_token
+
+LOSS = WorkerLost("Worker 0 of stage 1 died.")
+
+
+class Succession:
+    """A model whose instance can be lost and loaded again. A test runs its ranks step by step."""
+
+    def __init__(
+        self,
+        next_token: NextToken | None = None,
+        policy: Policy = PLAIN,
+        *,
+        kv: RankKv | None = None,
+        within_s: float = 300.0,
+    ) -> None:
+        """Start without an instance."""
+        self._next_token = next_token or hash_token(256)
+        self._policy, self._kv = policy, kv
+        self.meter = Meter()
+        self.held = HeldRequests(BYTES, LIMITS, policy, within_s=within_s, meter=self.meter)
+        self.twin: TwinExecutor | None = None
+        self.engine: Engine | None = None
+        self._epoch = 0
+
+    def load(self, tp_sizes: Sequence[int] = (1, 1), limits: Limits = LIMITS) -> Engine:
+        """Load an instance, which takes the requests that wait."""
+        self._epoch += 1
+        self.twin = TwinExecutor(tp_sizes, next_token=self._next_token, automatic=False)
+        self.engine = Engine(
+            self.twin,
+            BYTES,
+            limits,
+            instance=f"demo-{self._epoch}",
+            epoch=self._epoch,
+            policy=self._policy,
+            kv=None if self._kv is None else dict.fromkeys(self.twin.ranks, self._kv),
+            hold=self.held.hold,
+            meter=self.meter,
+        )
+        self.engine.take_over(self.held.take())
+        return self.engine
+
+    def lose(self, error: RingError = LOSS) -> None:
+        """Lose the instance."""
+        if self.twin is not None:
+            self.twin.lose(error)
+        self.twin = self.engine = None
+
+    def submit(self, *requests: GenerateRequest) -> list[RequestStream]:
+        """Submit requests to the instance, or to the line of those that wait for one."""
+        return (self.held if self.engine is None else self.engine).submit_all(*requests)
+
+    def proceed(self, choice: int) -> None:
+        """Let one rank execute a step, or deliver one of its answers."""
+        if self.twin is None:
+            return
+        moves = [(self.twin.run, rank) for rank in self.twin.runnable()]
+        moves += [(self.twin.deliver, rank) for rank in self.twin.answering()]
+        if moves:
+            move, rank = moves[choice % len(moves)]
+            move(rank)
+
+    def finish(self) -> None:
+        """Load an instance if there is none, and answer all requests."""
+        if self.engine is None:
+            self.load()
+        assert self.twin is not None
+        run_all(self.twin)

@@ -1,0 +1,327 @@
+"""Requests outlive their instance: the next one continues each answer where it was, whenever the loss came."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.engine.engines import LIMITS, PLAIN, answer_of, make_request, scripted
+from tests.engine.successions import LOSS, Succession
+from tests.examples import examples
+
+from mlx_ring.core.engine_stats import Policy
+from mlx_ring.core.errors import ContextExceeded, DeadlineExceeded, NotReady, Overloaded, RequestError
+from mlx_ring.core.generation import Delta, GenerateRequest, RequestStream
+from mlx_ring.core.types import RankId
+from mlx_ring.engine.kv_budget import RankKv
+from mlx_ring.engine.twin import NextToken, hash_token
+
+SMALL_KV = RankKv(limit_bytes=8 * 3 * 256, bytes_per_token=8, bytes_per_sequence=0)
+"""KV memory for three sequences."""
+
+
+def tokens_of(deltas: Sequence[Delta]) -> list[int]:
+    return [token for delta in deltas for token in delta.token_ids]
+
+
+def text_of(deltas: Sequence[Delta]) -> str:
+    return "".join(delta.text for delta in deltas)
+
+
+requests = st.builds(
+    make_request,
+    st.integers(1, 40),
+    prompt_logprobs=st.sampled_from([None, None, 0]),
+    max_tokens=st.integers(1, 24),
+    logprobs=st.booleans(),
+    min_tokens=st.integers(0, 2),
+)
+
+
+@examples(1.0)
+@given(
+    wanted=st.lists(requests, min_size=1, max_size=5),
+    choices=st.lists(st.integers(0, 999), max_size=250),
+    drafts=st.sampled_from([0, 4]),
+    kv=st.sampled_from([None, SMALL_KV]),
+)
+def test_a_loss_at_any_step_changes_no_answer(
+    wanted: list[GenerateRequest], choices: list[int], drafts: int, kv: RankKv | None
+) -> None:
+    """Lose instances at random steps, also during a replay and with requests in the queue."""
+    model = hash_token(97)
+    policy = Policy(max_num_seqs=3, prefill_chunk=8, num_speculative_tokens=drafts)
+
+    async def run() -> list[list[Delta]]:
+        succession = Succession(model, policy, kv=kv)
+        succession.load()
+        streams: list[RequestStream] = []
+        given_deltas: list[list[Delta]] = []
+        waiting = iter(wanted)
+        for choice in choices:
+            if choice % 23 == 0:
+                succession.lose()
+            elif choice % 23 == 1 and succession.engine is None:
+                succession.load(tp_sizes=(1,) * (1 + choice % 3))
+            elif choice % 23 == 2 and (request := next(waiting, None)) is not None:
+                streams += succession.submit(request)
+                given_deltas.append([])
+            else:
+                succession.proceed(choice)
+            take(streams, given_deltas)
+        for request in waiting:
+            streams += succession.submit(request)
+            given_deltas.append([])
+        succession.finish()
+        take(streams, given_deltas)
+        assert [stream.error for stream in streams] == [None] * len(wanted)
+        assert not len(succession.held)
+        assert succession.engine is not None
+        assert succession.engine.stats().scheduler.running == 0
+        return given_deltas
+
+    for request, deltas in zip(wanted, asyncio.run(run()), strict=True):
+        check(request, deltas, model)
+
+
+def take(streams: Sequence[RequestStream], taken: Sequence[list[Delta]]) -> None:
+    """Add each stream's new deltas to those taken before."""
+    for stream, deltas in zip(streams, taken, strict=True):
+        deltas.extend(stream.take())
+
+
+def check(request: GenerateRequest, deltas: Sequence[Delta], model: NextToken) -> None:
+    """Compare an answer with the one of an engine that was never lost."""
+    expected = answer_of(model, request)
+    assert tokens_of(deltas) == expected.token_ids
+    assert text_of(deltas) == expected.text
+    assert deltas[-1].finish_reason == expected.last.finish_reason
+    assert [delta.completion_tokens for delta in deltas][-1] == expected.last.completion_tokens
+    logprobs = [token.token for delta in deltas for token in delta.logprobs]
+    assert logprobs == (expected.token_ids if request.sampling.logprobs else [])
+    scored = [delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs is not None]
+    assert scored == [delta.prompt_logprobs for delta in expected.deltas if delta.prompt_logprobs is not None]
+
+
+def run_to(succession: Succession, stream: RequestStream, tokens: int) -> list[Delta]:
+    """Let the ranks proceed until an answer has so many tokens."""
+    deltas: list[Delta] = []
+    while len(tokens_of(deltas)) < tokens:
+        succession.proceed(0)
+        deltas += stream.take()
+    return deltas
+
+
+def test_a_stop_string_is_found_across_a_loss() -> None:
+    async def run() -> tuple[list[Delta], list[Delta]]:
+        succession = Succession(scripted(b"one. END two"))
+        succession.load()
+        (stream,) = succession.submit(make_request(stop=("END",)))
+        before = run_to(succession, stream, 7)
+        succession.lose()
+        succession.finish()
+        return before, stream.take()
+
+    before, after = asyncio.run(run())
+    assert text_of([*before, *after]) == "one. "
+    assert (after[-1].finish_reason, after[-1].stop_match) == ("stop", "END")
+
+
+def test_the_last_delivered_token_is_drawn_again_and_a_disagreement_is_counted() -> None:
+    answers = [b"abcdef", b"abXdef"]
+
+    def next_token(history: Sequence[int]) -> int:
+        return scripted(answers[0])(history)
+
+    async def run() -> tuple[str, int]:
+        succession = Succession(next_token)
+        succession.load()
+        (stream,) = succession.submit(make_request())
+        deltas = run_to(succession, stream, 3)
+        succession.lose()
+        answers.pop(0)
+        engine = succession.load()
+        succession.finish()
+        deltas += stream.take()
+        return text_of(deltas), engine.totals().resume_disagreements
+
+    text, disagreements = asyncio.run(run())
+    assert text == "abcdef", "what was delivered stays"
+    assert disagreements == 1
+
+
+def test_an_undisturbed_replay_agrees() -> None:
+    async def run() -> int:
+        succession = Succession()
+        succession.load()
+        (stream,) = succession.submit(make_request(max_tokens=20))
+        run_to(succession, stream, 5)
+        succession.lose()
+        engine = succession.load()
+        succession.finish()
+        assert engine.totals().resume_redrawn == 1
+        return engine.totals().resume_disagreements
+
+    assert asyncio.run(run()) == 0
+
+
+def test_only_the_known_tokens_are_computed_again() -> None:
+    async def run() -> list[int]:
+        succession = Succession()
+        succession.load()
+        (stream,) = succession.submit(make_request(10, max_tokens=20))
+        deltas = run_to(succession, stream, 5)
+        succession.lose()
+        succession.load()
+        succession.finish()
+        assert succession.twin is not None
+        rows = [row for step in succession.twin.sent for row in step.rows]
+        assert list(rows[0].tokens.ids) == [*range(65, 75), *tokens_of(deltas)[:-1]]
+        assert rows[1].token == tokens_of(deltas)[-1]
+        return tokens_of([*deltas, *stream.take()])
+
+    assert len(asyncio.run(run())) == 20
+
+
+def test_a_client_that_leaves_during_the_pause_is_not_replayed() -> None:
+    async def run() -> None:
+        succession = Succession()
+        succession.load()
+        gone, stays = succession.submit(make_request(max_tokens=20), make_request(5, max_tokens=20))
+        run_to(succession, stays, 4)
+        succession.lose()
+        await gone.aclose()
+        succession.load()
+        succession.finish()
+        assert succession.twin is not None
+        assert {row.sequence for step in succession.twin.sent for row in step.rows} == {1}
+        assert succession.meter.finished == {"abort": 1, "length": 1}
+
+    asyncio.run(run())
+
+
+def test_a_new_request_waits_for_the_next_instance_behind_the_interrupted_ones() -> None:
+    async def run() -> None:
+        succession = Succession(policy=replace(PLAIN, max_num_seqs=1))
+        succession.load()
+        (first,) = succession.submit(make_request(max_tokens=20))
+        run_to(succession, first, 3)
+        succession.lose()
+        (second,) = succession.submit(make_request(7, max_tokens=2))
+        assert [request.state for request in succession.held.requests()] == ["paused", "waiting"]
+        succession.load()
+        succession.finish()
+        assert succession.twin is not None
+        assert next(row.sequence for step in succession.twin.sent for row in step.rows) == 1
+        assert second.take()[-1].finish_reason == "length"
+
+    asyncio.run(run())
+
+
+def test_the_queue_is_bounded_during_the_pause() -> None:
+    async def run() -> None:
+        succession = Succession(policy=replace(PLAIN, max_num_seqs=1, max_queued_requests=1))
+        succession.submit(make_request(), make_request())
+        with pytest.raises(Overloaded):
+            succession.submit(make_request())
+        with pytest.raises(RequestError):
+            succession.submit(*[make_request()] * 3)
+
+    asyncio.run(run())
+
+
+def test_a_request_that_waits_too_long_ends_with_the_loss() -> None:
+    async def run() -> None:
+        succession = Succession(within_s=0.01)
+        succession.load()
+        (stream,) = succession.submit(make_request())
+        run_to(succession, stream, 2)
+        succession.lose()
+        with pytest.raises(NotReady, match=r"died\. The model was not loaded again within 0.01 s"):
+            [delta async for delta in stream]
+        assert not len(succession.held)
+        assert succession.meter.failed == {"NotReady": 1}
+
+    asyncio.run(run())
+
+
+def test_the_time_limit_of_a_request_counts_the_pause() -> None:
+    async def run() -> None:
+        succession = Succession(policy=replace(PLAIN, request_timeout_s=0.01))
+        succession.load()
+        (stream,) = succession.submit(make_request())
+        run_to(succession, stream, 2)
+        succession.lose()
+        with pytest.raises(DeadlineExceeded, match="2 tokens were generated"):
+            [delta async for delta in stream]
+
+    asyncio.run(run())
+
+
+def test_an_answer_goes_on_to_the_smaller_context_of_the_next_instance() -> None:
+    async def run() -> list[Delta]:
+        succession = Succession()
+        succession.load()
+        (stream,) = succession.submit(make_request(10, ignore_eos=True))
+        deltas = run_to(succession, stream, 5)
+        succession.lose()
+        succession.load(limits=replace(LIMITS, context_length=20))
+        succession.finish()
+        return [*deltas, *stream.take()]
+
+    deltas = asyncio.run(run())
+    assert (deltas[-1].finish_reason, deltas[-1].completion_tokens) == ("length", 10)
+
+
+@pytest.mark.parametrize(("context", "finish_reason"), [(15, "length"), (14, None), (10, None)])
+def test_an_answer_that_fills_the_smaller_context_ends_and_one_that_exceeds_it_fails(
+    context: int, finish_reason: str | None
+) -> None:
+    async def run() -> tuple[list[Delta], RequestStream]:
+        succession = Succession()
+        succession.load()
+        (stream,) = succession.submit(make_request(10, ignore_eos=True))
+        run_to(succession, stream, 5)
+        succession.lose()
+        succession.load(limits=replace(LIMITS, context_length=context))
+        return stream.take(), stream
+
+    deltas, stream = asyncio.run(run())
+    if finish_reason is None:
+        assert isinstance(stream.error, ContextExceeded)
+    else:
+        assert deltas[-1].finish_reason == finish_reason
+
+
+def test_pooled_prompts_are_computed_again() -> None:
+    async def run() -> list[Delta]:
+        succession = Succession(policy=replace(PLAIN, prefill_chunk=4))
+        succession.load()
+        request = replace(make_request(10, max_tokens=0), pooling="mean")
+        (stream,) = succession.submit(request)
+        for _ in range(3):
+            succession.proceed(0)
+        succession.lose()
+        succession.finish()
+        return stream.take()
+
+    (delta,) = asyncio.run(run())
+    assert delta.pooled == (sum(range(65, 75)) / 10, 4.5, 1.0)
+
+
+def test_ranks_hold_nothing_after_interrupted_answers() -> None:
+    async def run() -> None:
+        succession = Succession()
+        succession.load()
+        streams = succession.submit(*(make_request(length, max_tokens=9) for length in (3, 5, 7)))
+        run_to(succession, streams[0], 2)
+        succession.lose(LOSS)
+        succession.finish()
+        assert succession.twin is not None
+        assert succession.twin.held() == {RankId(0, 0): set(), RankId(1, 0): set()}
+
+    asyncio.run(run())
