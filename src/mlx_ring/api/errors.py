@@ -57,6 +57,7 @@ _REPLIES: Mapping[type[RingError], _Reply] = {
     errors.BodiesFull: _Reply(503, SERVER, "bodies_full"),
     errors.WorkerLost: _Reply(503, SERVER, "worker_lost"),
     errors.WorkerStuck: _Reply(503, SERVER, "worker_stuck"),
+    errors.RepeatedLoss: _Reply(500, SERVER, "repeated_loss"),
     errors.StaleMessage: _Reply(503, SERVER, "stale_message"),
     errors.StepFailed: _Reply(500, SERVER, "step_failed"),
     RingError: _Reply(500, SERVER, "internal_error"),

@@ -27,6 +27,7 @@
         ├── WorkerLost             a worker died or its channel broke
         │   └── NodeLost           its whole machine is lost, and may return
         ├── WorkerStuck            no progress before the deadline
+        ├── RepeatedLoss           a request was in progress each time when workers were lost
         ├── StepFailed             a step raised in a worker
         ├── StaleMessage           of an older epoch or another instance
         ├── VersionMismatch        peers of different versions, models or plans
@@ -51,6 +52,13 @@ class RingError(Exception):
 
     node: str = ""
     """Node of a cluster at which the error arose; empty if unknown."""
+    is_workers_own: bool = False
+    """True if a worker itself died or hung, so that a request may be the cause."""
+
+    def of_worker(self) -> Self:
+        """Record that a worker itself died or hung, and return the error."""
+        self.is_workers_own = True
+        return self
 
     def blamed_on(self, node: str) -> Self:
         """Set the node of the error, unless it has one, and return the error."""
@@ -177,6 +185,10 @@ class NodeLost(WorkerLost):
 
 class WorkerStuck(ServingError):
     """A worker made no progress before its deadline."""
+
+
+class RepeatedLoss(ServingError):
+    """Workers were lost several times in a row while they computed the request."""
 
 
 class DeadlineExceeded(ServingError):

@@ -31,7 +31,7 @@ from mlx_ring.engine.live_request import Hold, LiveRequest, choose_requests_to_s
 from mlx_ring.engine.request_traces import RequestTracer
 from mlx_ring.engine.router import Load
 from mlx_ring.engine.scheduler import Advance, Scheduler
-from mlx_ring.engine.sequence import Limits, Sequence, continue_sequence, make_sequence
+from mlx_ring.engine.sequence import Limits, Sequence, make_sequence
 from mlx_ring.engine.step_times import Predict, StepTimes, Unanswered
 from mlx_ring.engine.streams import Reading, Vocabulary
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
@@ -147,13 +147,12 @@ class Engine:
         now = self._clock()
         for live in lives:
             try:
-                live.sequence = continue_sequence(live.sequence, next(self._sequence_ids), self._limits)
+                live.continue_on(next(self._sequence_ids), self._limits)
             except RingError as error:
                 live.end("error", error, now, self._meter)
                 self._finished["error"] += 1
                 continue
             live.home = self
-            live.stream.resume()
             if live.completion_tokens and (reason := live.sequence.finish_reason) is not None:
                 # The smaller context ends here.
                 self._live[live.sequence.id] = live
@@ -322,6 +321,8 @@ class Engine:
             return
         self._ended = error
         lives, self._live = list(self._live.values()), {}
+        for live in lives:
+            live.was_in_progress = live.sequence.id in self._scheduler.in_progress
         self._hold(lives, error)
         if self._on_lost is not None:
             self._on_lost(error)

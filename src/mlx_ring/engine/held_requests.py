@@ -11,11 +11,16 @@ import time
 from collections.abc import Callable, Iterable
 
 from mlx_ring.core.engine_stats import Meter, OpenRequest, Policy
-from mlx_ring.core.errors import NotReady, RingError
+from mlx_ring.core.errors import NotReady, RepeatedLoss, RingError
 from mlx_ring.core.generation import GenerateRequest, RequestStream
 from mlx_ring.core.types import FinishReason
 from mlx_ring.engine.admission import check_places, shed_error
-from mlx_ring.engine.live_request import LiveRequest, choose_requests_to_shed
+from mlx_ring.engine.live_request import (
+    LOSSES_TO_GIVE_UP,
+    LOSSES_TO_RUN_ALONE,
+    LiveRequest,
+    choose_requests_to_shed,
+)
 from mlx_ring.engine.request_traces import RequestTracer
 from mlx_ring.engine.router import Load
 from mlx_ring.engine.sequence import Limits, make_sequence
@@ -76,12 +81,36 @@ class HeldRequests:
         )
         self.fail_request(live, error)
 
+    def judge(self, loss: RingError) -> bool:
+        """Find requests that may have caused a loss, before an engine takes them.
+
+        A request in progress each time when a worker dies or hangs runs alone after the second time, and ends with an
+        error after the third.
+
+        Returns:
+            True if one of the requests was in progress at several losses in a row, so that no machine is to blame.
+        """
+        if not loss.is_workers_own:
+            return False
+        is_repeated = False
+        for live in list(self._held):
+            live.record_loss()
+            is_repeated |= live.losses >= LOSSES_TO_RUN_ALONE
+            if live.losses >= LOSSES_TO_GIVE_UP:
+                self.fail_request(
+                    live,
+                    RepeatedLoss(
+                        f"The request was in progress at {live.losses} losses in a row, and is not tried again. {loss}"
+                    ),
+                )
+        return is_repeated
+
     def take(self) -> list[LiveRequest]:
-        """Return all requests for an engine, and keep none."""
+        """Return all requests for an engine, those that must run alone last, and keep none."""
         held, self._held = self._held, {}
         for timer in held.values():
             timer.cancel()
-        return list(held)
+        return sorted(held, key=lambda live: live.losses >= LOSSES_TO_RUN_ALONE)
 
     def fail(self, error: RingError) -> None:
         """End all requests with an error."""

@@ -140,6 +140,11 @@ class StepsInFlight:
         return has_landed
 
     @property
+    def sequences(self) -> frozenset[int]:
+        """Sequences with a row in a step that some rank has not answered."""
+        return frozenset(row.sequence for sent in self._in_flight.values() for row in sent.step.rows)
+
+    @property
     def completed(self) -> int:
         """Last step that every rank has answered."""
         return min(progress.step for progress in self._progress.values())

@@ -18,8 +18,13 @@ from mlx_ring.core.traces import CLIENT, Span
 from mlx_ring.core.types import FinishReason, TokenLogprob
 from mlx_ring.engine.admission import QueuePlace, choose_to_shed
 from mlx_ring.engine.request_traces import RequestTracer
-from mlx_ring.engine.sequence import Sequence
+from mlx_ring.engine.sequence import Limits, Sequence, continue_sequence
 from mlx_ring.engine.streams import AnswerText, Reading, Vocabulary
+
+PROGRESS_TOKENS = 2
+"""Tokens after a loss that clear a request of having caused it."""
+LOSSES_TO_RUN_ALONE, LOSSES_TO_GIVE_UP = 2, 3
+"""Losses in a row after which a request runs alone, and after which it is given up."""
 
 
 class Home(Protocol):
@@ -65,10 +70,33 @@ class LiveRequest:
         """True until the first delta."""
         self.last_at = 0.0
         """Time of the last tokens."""
+        self.was_in_progress = False
+        """True if ranks had not answered all of its steps when its instance was lost."""
+        self.losses = 0
+        """Times in a row that workers were lost while it was in progress. Progress after a loss ends the row."""
+        self.lost_at = 0
+        """Number of known tokens at the last such loss."""
         self._span: Span | None = None if tracer is None else tracer.begin(request, sequence.submitted_at)
         self._tracer = tracer
         self._deadline: asyncio.TimerHandle | None = None
         sequence.traceparent = "" if self._span is None else self._span.traceparent
+
+    def record_loss(self) -> None:
+        """Count the loss of workers, if the request was in progress."""
+        if not self.was_in_progress:
+            return
+        if self.sequence.length >= self.lost_at + PROGRESS_TOKENS:
+            self.losses = 0
+        self.losses += 1
+        self.lost_at = self.sequence.length
+
+    def continue_on(self, sequence_id: int, limits: Limits) -> None:
+        """Make a sequence for another engine. Raises what `continue_sequence` raises."""
+        self.sequence = continue_sequence(self.sequence, sequence_id, limits)
+        self.was_in_progress = False
+        if self.losses >= LOSSES_TO_RUN_ALONE:
+            self.sequence.alone_until = self.lost_at + PROGRESS_TOKENS
+        self.stream.resume()
 
     def limit_time(self, limit_s: float | None) -> None:
         """End the request with an error after `limit_s` seconds, if a number is given."""

@@ -159,6 +159,11 @@ class Scheduler:
         self._most_running = self._policy.max_num_seqs
         return True
 
+    @property
+    def in_progress(self) -> frozenset[int]:
+        """Sequences with a row in a step that some rank has not answered."""
+        return self._in_flight.sequences
+
     def reset(self) -> None:
         """Remove every sequence and free all KV."""
         self._waiting.clear()
@@ -229,13 +234,23 @@ class Scheduler:
         while len(self._running) < self._most_running:
             ready = (sequence for sequence in self._waiting.values() if not sequence.awaits_grammar)
             sequence = next(ready, None)
-            if sequence is None or not self._kv.admit(sequence, self._running):
+            if (
+                sequence is None
+                or not self._may_join(sequence)
+                or not self._kv.admit(sequence, self._running)
+            ):
                 return
             del self._waiting[sequence.id]
             self._running[sequence.id] = sequence
             self._prefilling.add(sequence)
             sequence.admitted_at = now
             sequence.opened_at = now if sequence.opened_at is None else sequence.opened_at
+
+    def _may_join(self, sequence: Sequence) -> bool:
+        """Return False while the sequence, or one that runs, has to run alone."""
+        if not self._running:
+            return True
+        return not (sequence.runs_alone or any(other.runs_alone for other in self._running.values()))
 
     def _prefill_step(self, now: float) -> step_pb2.Step | None:
         chunks = self._prefilling.next_chunks()

@@ -79,6 +79,8 @@ class Sequence:
     """Number of preemptions because of failed steps."""
     is_resumed: bool = False
     """True if another engine began the request; its known tokens are then prefilled again."""
+    alone_until: int = 0
+    """Length up to which it runs without others, because it may be the cause of a loss; 0: it runs with others."""
     redraws: bool = False
     """True until the last known token was drawn again, to compare it."""
     cached_tokens: int = 0
@@ -101,6 +103,10 @@ class Sequence:
     def length(self) -> int:
         """Number of known tokens."""
         return len(self.tokens)
+
+    @property
+    def runs_alone(self) -> bool:
+        return self.length < self.alone_until
 
     @property
     def output(self) -> list[int]:

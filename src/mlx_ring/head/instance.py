@@ -272,10 +272,10 @@ class Instance:
     def _check(self, state: agent_pb2.WorkerState, site: Site) -> None:
         label = f"The worker of stage {state.stage}, rank {state.rank} on {site.node} (pid {state.pid})"
         if not state.alive:
-            self.lose(WorkerLost(f"{label} {state.exit_reason}.").blamed_on(site.node))
+            self.lose(WorkerLost(f"{label} {state.exit_reason}.").of_worker().blamed_on(site.node))
         elif state.status.phase == "ready" and state.silent_s >= SILENCE_S:
             error = WorkerStuck(f"{label} has not answered for {state.silent_s:.0f} s; it is stuck.")
-            self.lose(error.blamed_on(site.node))
+            self.lose(error.of_worker().blamed_on(site.node))
         elif self._engine is not None:
             self._engine.record_started(RankId(state.stage, state.rank), state.status.last_step)
 
@@ -295,7 +295,7 @@ class Instance:
             f"Stage {stage}, rank {rank} on {node} has made no progress on step {owed.step} for "
             f"{owed.waited_s:.0f} s, more than the limit of {owed.deadline_s:.0f} s; its worker is stuck."
         )
-        return error.blamed_on(node)
+        return error.of_worker().blamed_on(node)
 
     def _make_engine(
         self, executor: GrpcExecutor, workers: Mapping[Place, worker_pb2.WorkerStatus]

@@ -190,6 +190,9 @@ class HostedModel:
         for live, engine in zip(lives, cycle(serving), strict=False):
             engine.take_over([live])
 
+    def judge(self, loss: RingError) -> bool:
+        return self._held.judge(loss)
+
     @property
     def rejected(self) -> Mapping[str, int]:
         """Requests that were refused, by the error's name."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from mlx_ring.core.engine_stats import Meter
 from mlx_ring.core.errors import NodeLost, RingError
 from mlx_ring.core.logs import set_log_epoch
 from mlx_ring.core.traces import Tracing
-from mlx_ring.engine.live_request import Hold
+from mlx_ring.engine.live_request import LiveRequest
 from mlx_ring.head.instance import Epoch, Instance
 from mlx_ring.head.instance_view import FIRST_EPOCH, InstanceService
 from mlx_ring.head.kv_memory import KvShares
@@ -40,6 +40,18 @@ class Watcher(Protocol):
         ...
 
 
+class Keeper(Protocol):
+    """Keeper of requests whose instance was lost."""
+
+    def hold(self, lives: Iterable[LiveRequest], loss: RingError) -> None:
+        """Keep requests in the order of their submission."""
+        ...
+
+    def judge(self, loss: RingError) -> bool:
+        """Find the requests that may have caused a loss. Return True if no machine is to blame."""
+        ...
+
+
 class Replica:
     """Replica of a model, which runs until it is cancelled."""
 
@@ -56,7 +68,7 @@ class Replica:
         replicas: int,
         meter: Meter,
         tracing: Tracing | None,
-        hold: Hold | None,
+        keeper: Keeper | None,
     ) -> None:
         """Prepare a replica.
 
@@ -71,9 +83,9 @@ class Replica:
             replicas: number of replicas of the model.
             meter: measurements of its instances.
             tracing: destination of traces.
-            hold: receives the requests of a lost instance; None: they end with an error.
+            keeper: keeps the requests of a lost instance; None: they end with an error.
         """
-        self._hold = hold
+        self._keeper = keeper
         self._meter, self._tracing = meter, tracing
         self._settings = settings
         self._served = served
@@ -138,9 +150,10 @@ class Replica:
             self._shares,
             self._meter,
             self._tracing,
-            self._hold,
+            None if self._keeper is None else self._keeper.hold,
         )
         with self._machines.watching(epoch.instance, instance.on_node_lost):
             await instance.run(ready)
         self._meter.record_loss(instance.loss)
-        self._machines.record_failure(instance.loss, begun_s)
+        if self._keeper is None or instance.loss is None or not self._keeper.judge(instance.loss):
+            self._machines.record_failure(instance.loss, begun_s)
