@@ -387,7 +387,9 @@ def test_an_innocent_request_runs_with_others_again_after_two_tokens() -> None:
             run_to(succession, first, 1 - number)
             succession.lose(killer(number))
             succession.held.judge(killer(number))
-            engine = succession.load()
+            succession.load()
+        engine = succession.engine
+        assert engine is not None
         (second,) = succession.submit(make_request(5, max_tokens=20))
         assert engine.stats().scheduler.running == 1
         run_to(succession, first, 3)
