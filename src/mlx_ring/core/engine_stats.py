@@ -306,6 +306,13 @@ class Meter:
         self.finished: Counter[FinishReason] = Counter()
         self.failed: Counter[str] = Counter()
         """Requests that ended with an error, by its name."""
+        self.resumed = 0
+        """Interrupted requests that another instance took over."""
+        self.resumed_tokens = 0
+        """Their known tokens, which were computed again."""
+        self.given_up: Counter[str] = Counter()
+        """Interrupted requests that were not continued, by the error's name."""
+        self.pause_s = Distribution(REQUEST_S)
         self.loads = 0
         """Number of times that an instance began to serve."""
         self.losses: Counter[str] = Counter()
@@ -338,6 +345,12 @@ class Meter:
     def record_tokens(self, tokens: int, since_last_s: float) -> None:
         """Record further tokens of a request, from one step."""
         self.between_tokens_s.record(since_last_s / tokens, tokens)
+
+    def record_resumed(self, tokens: int, paused_s: float) -> None:
+        """Record that an instance took over an interrupted request with so many known tokens."""
+        self.resumed += 1
+        self.resumed_tokens += tokens
+        self.pause_s.record(paused_s)
 
     def record_end(self, request: EndedRequest) -> None:
         """Record the end of a request; distributions contain only complete answers."""

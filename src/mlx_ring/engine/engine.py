@@ -147,7 +147,7 @@ class Engine:
         now = self._clock()
         for live in lives:
             try:
-                live.continue_on(next(self._sequence_ids), self._limits)
+                live.continue_on(next(self._sequence_ids), self._limits, now, self._meter)
             except RingError as error:
                 live.end("error", error, now, self._meter)
                 self._finished["error"] += 1
@@ -322,6 +322,7 @@ class Engine:
         self._ended = error
         lives, self._live = list(self._live.values()), {}
         for live in lives:
+            live.interrupted_at = self._clock()
             live.was_in_progress = live.sequence.id in self._scheduler.in_progress
         self._hold(lives, error)
         if self._on_lost is not None:

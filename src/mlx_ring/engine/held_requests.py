@@ -174,4 +174,4 @@ class HeldRequests:
     def requests(self) -> list[OpenRequest]:
         """Return the requests, the oldest first."""
         now = self._clock()
-        return [live.as_open(now, is_paused=live.sequence.opened_at is not None) for live in self._held]
+        return [live.as_open(now) for live in self._held]

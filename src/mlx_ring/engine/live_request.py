@@ -70,6 +70,8 @@ class LiveRequest:
         """True until the first delta."""
         self.last_at = 0.0
         """Time of the last tokens."""
+        self.interrupted_at: float | None = None
+        """Time at which its instance was lost; None while an engine works on it, and for new requests."""
         self.was_in_progress = False
         """True if ranks had not answered all of its steps when its instance was lost."""
         self.losses = 0
@@ -90,9 +92,12 @@ class LiveRequest:
         self.losses += 1
         self.lost_at = self.sequence.length
 
-    def continue_on(self, sequence_id: int, limits: Limits) -> None:
+    def continue_on(self, sequence_id: int, limits: Limits, now: float, meter: Meter) -> None:
         """Make a sequence for another engine. Raises what `continue_sequence` raises."""
         self.sequence = continue_sequence(self.sequence, sequence_id, limits)
+        if self.interrupted_at is not None:
+            meter.record_resumed(self.sequence.length, now - self.interrupted_at)
+        self.interrupted_at = None
         self.was_in_progress = False
         if self.losses >= LOSSES_TO_RUN_ALONE:
             self.sequence.alone_until = self.lost_at + PROGRESS_TOKENS
@@ -139,6 +144,8 @@ class LiveRequest:
             self.stream.fail(error)
         ended = self._as_ended(reason, error, now)
         meter.record_end(ended)
+        if self.interrupted_at is not None and error is not None:
+            meter.given_up[type(error).__name__] += 1
         if self._span is not None and self._tracer is not None:
             self._tracer.end(self._span, ended)
 
@@ -170,12 +177,12 @@ class LiveRequest:
             pieces=reading.pieces,
         )
 
-    def as_open(self, now: float, *, is_paused: bool = False) -> OpenRequest:
+    def as_open(self, now: float) -> OpenRequest:
         """Return the state of the request."""
         sequence = self.sequence
         return OpenRequest(
             id=sequence.request.request_id,
-            state="paused" if is_paused else self._state,
+            state=self._state,
             prompt_tokens=sequence.prompt_length,
             cached_tokens=sequence.cached_tokens,
             read_tokens=min(sequence.scheduled, sequence.prompt_length),
@@ -202,6 +209,8 @@ class LiveRequest:
     @property
     def _state(self) -> RequestState:
         """State of the request; a preempted one is waiting."""
+        if self.interrupted_at is not None:
+            return "paused"
         if not self.sequence.scheduled:
             return "waiting"
         return "answering" if self.sequence.is_prefilled else "reading"

@@ -20,6 +20,7 @@ from mlx_ring.core.errors import (
     NodeLost,
     NotReady,
     Overloaded,
+    RepeatedLoss,
     RingError,
     StepFailed,
     WorkerLost,
@@ -83,6 +84,7 @@ def one_of(names: Iterable[str], is_one: str, labels: Labels) -> Samples:
 
 _REASONS = ("stop", "length", "abort", "error")
 _FAILURES = (WorkerLost, NodeLost, WorkerStuck, StepFailed, DeadlineExceeded)
+_GIVEN_UP = (NotReady, RepeatedLoss, ContextExceeded, DeadlineExceeded)
 _REFUSALS = (Overloaded, ContextExceeded, NotReady)
 _TIMES = (
     ("time_to_first_token_seconds", "first_token_s", "Time from a request's arrival to its first token."),
@@ -92,6 +94,11 @@ _TIMES = (
     ("request_prefill_time_seconds", "prefill_s", "Time from a request's admission to its first token."),
     ("request_decode_time_seconds", "decode_s", "Time from the first token to the last."),
     ("request_inference_time_seconds", "inference_s", "Time from a request's admission to its last token."),
+    (
+        "request_pause_seconds",
+        "pause_s",
+        "Time from the loss of a request's instance until another one took over.",
+    ),
     ("request_prompt_tokens", "prompt_lengths", "Tokens of prompts."),
     ("request_generation_tokens", "answer_lengths", "Tokens of answers."),
 )
@@ -107,6 +114,12 @@ _COUNTS = (
     ("spec_decode_num_drafts", "drafts", "Times that draft tokens were proposed."),
     ("spec_decode_num_draft_tokens", "draft_tokens", "Draft tokens that were proposed."),
     ("spec_decode_num_accepted_tokens", "accepted_tokens", "Draft tokens that were accepted."),
+    (
+        "resume_redrawn_tokens",
+        "resume_redrawn",
+        "Delivered tokens that were drawn again when an answer was resumed.",
+    ),
+    ("resume_disagreements", "resume_disagreements", "Those of them that differed from the delivered ones."),
     ("steps_failed", "steps_failed", "Steps that failed, wholly or in part."),
 )
 _RANK_TIMES = (
@@ -160,6 +173,8 @@ def request_families(replicas: Sequence[Replica], models: Sequence[ModelService]
     for name, help_text, field in (
         ("prompt_tokens", "Tokens of prompts, including cached ones.", "prompt_tokens"),
         ("generation_tokens", "Tokens that were generated.", "generated_tokens"),
+        ("requests_resumed", "Interrupted requests that another instance took over.", "resumed"),
+        ("resumed_tokens", "Known tokens of resumed requests, which were computed again.", "resumed_tokens"),
     ):
         yield counter(
             name, help_text, MODEL, [(each.labels, getattr(each.meter, field)) for each in replicas]
@@ -178,6 +193,16 @@ def request_families(replicas: Sequence[Replica], models: Sequence[ModelService]
             ((*each.labels, error), count)
             for each in replicas
             for error, count in with_zeros(each.meter.failed, _FAILURES).items()
+        ],
+    )
+    yield counter(
+        "requests_given_up",
+        "Interrupted requests that were not continued, by the kind of error.",
+        (*MODEL, "error"),
+        [
+            ((*each.labels, error), count)
+            for each in replicas
+            for error, count in with_zeros(each.meter.given_up, _GIVEN_UP).items()
         ],
     )
     yield counter(
