@@ -140,6 +140,23 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                     (per_second("request_failures", "error"), "failed: {{error}}"),
                 ),
             ),
+            Panel(
+                "Interrupted requests",
+                "short",
+                (
+                    (per_second("requests_resumed", "model_name"), f"{MODEL} resumed"),
+                    (per_second("resumed_tokens", "model_name"), f"{MODEL} tokens computed again"),
+                    (per_second("requests_given_up", "error"), "given up: {{error}}"),
+                    (per_second("resume_redrawn_tokens", "model_name"), f"{MODEL} tokens drawn again"),
+                    (per_second("resume_disagreements", "model_name"), f"{MODEL} of them different"),
+                ),
+                "Per second. Their instance was lost.",
+            ),
+            quantiles(
+                "Pause of interrupted requests",
+                "request_pause_seconds",
+                "From the loss of an instance until another one took over.",
+            ),
             quantiles(
                 "Time to first token", "time_to_first_token_seconds", "From arrival to the first token."
             ),

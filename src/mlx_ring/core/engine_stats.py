@@ -36,6 +36,11 @@ class Policy:
     request_timeout_s: float | None = None
     """Longest time of a request, from its arrival; None: no limit."""
 
+    @property
+    def most_requests(self) -> int:
+        """Most requests that run or wait."""
+        return self.max_num_seqs + self.max_queued_requests
+
 
 BLOCK = 256
 """Tokens by which a sequence's KV memory grows."""

@@ -38,7 +38,7 @@ def check_places(requests: int, policy: Policy, *, free: int, waiting: int) -> N
         RequestError: there are more than the server ever admits.
         Overloaded: the queue has no room for them now.
     """
-    most = policy.max_num_seqs + policy.max_queued_requests
+    most = policy.most_requests
     if requests > most:
         raise RequestError(
             f"This request asks for {requests} answers (its prompts times n), but the server accepts {most} at once "

@@ -127,7 +127,7 @@ class HeldRequests:
             Overloaded: too many requests wait already.
         """
         waiting = len(self._held)
-        free = self._policy.max_queued_requests + self._policy.max_num_seqs - waiting
+        free = self._policy.most_requests - waiting
         check_places(len(requests), self._policy, free=max(0, free), waiting=waiting)
         now = self._clock()
         sequences = [make_sequence(0, request, self._limits, now) for request in requests]
@@ -141,8 +141,7 @@ class HeldRequests:
         """Shed other clients' new requests for these, if fairness allows it; return False if not."""
         for request in requests:
             make_sequence(0, request, self._limits, self._clock())
-        limit = self._policy.max_queued_requests + self._policy.max_num_seqs
-        needs = len(requests) + len(self._held) - limit
+        needs = len(requests) + len(self._held) - self._policy.most_requests
         numbered = dict(enumerate(self._held))
         shed = choose_requests_to_shed(numbered, wants=len(requests), needs=needs)
         for live in shed or ():

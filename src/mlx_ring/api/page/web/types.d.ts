@@ -431,7 +431,7 @@ export interface RequestStatus {
   model: string;
   instance: string;
   /** `reading` means prefill, `answering` decode. */
-  state: "waiting" | "reading" | "answering";
+  state: "waiting" | "reading" | "answering" | "paused";
   prompt_tokens: number;
   cached_tokens: number;
   /** Prompt tokens after prefill, cached ones included. */
