@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from mlx_ring.api.chat.model_format import ParseCalls
 from mlx_ring.api.ops.status import ClusterParts
 from mlx_ring.api.service import InstanceInfo, LinkInfo, ModelService, State
-from mlx_ring.core.engine_stats import Meter, Policy
+from mlx_ring.core.engine_stats import Meter, OpenRequest, Policy
 from mlx_ring.core.errors import Conflict, ModelNotFound, RingError
 from mlx_ring.core.types import DEFAULT_SAMPLING, LayerRange
 from mlx_ring.core.worker_status import WorkerInfo
 from mlx_ring.engine.engine import Engine
+from mlx_ring.engine.held_requests import HeldRequests
 from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.engine.sequence import Limits
 from mlx_ring.engine.streams import Vocabulary
@@ -189,6 +190,7 @@ class TwinService:
         names: Sequence[str] = ("org/twin", "twin"),
         tokenizer: ByteTokenizer | None = None,
         says: str = ANSWER_TEXT,
+        held: HeldRequests | None = None,
     ) -> None:
         self.model_id, *self.aliases = names
         self.is_loaded = True
@@ -199,6 +201,7 @@ class TwinService:
         self.metadata: dict[str, object] = {"architecture": "twin"}
         self.error: RingError | None = None
         self.keeps_requests = False
+        self.held_requests: Sequence[OpenRequest] = ()
         self.stages = stages
         self.meters = [Meter()]
         self.rejected: dict[str, int] = {}
@@ -212,6 +215,7 @@ class TwinService:
             epoch=1,
             policy=policy,
             kv=None if kv is None else dict.fromkeys(self.executor.ranks, kv),
+            hold=None if held is None else held.hold,
             meter=self.meters[0],
         )
         self._counting = ExitStack()

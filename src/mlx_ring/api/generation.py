@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Protocol, Self
 
-from mlx_ring.api.middleware.access_log import Counted, note_answers
+from mlx_ring.api.middleware.access_log import Counted, note_answers, note_resumed
 from mlx_ring.api.openai.schemas import Costs, Performance, Usage
 from mlx_ring.api.service import Answering
 from mlx_ring.api.streaming import Silence
@@ -99,6 +99,8 @@ class Generation:
 
     async def __aexit__(self, *_: object) -> None:
         note_answers(self.counted, self._answers_per_prompt)
+        if any(stream.has_been_paused for stream in self._streams):
+            note_resumed()
         await self._stop()
 
     async def batches(self, quiet_s: float | None = None) -> AsyncGenerator[list[Piece]]:
@@ -118,6 +120,8 @@ class Generation:
                 open_answers -= piece.delta.finish_reason is not None
             if batch or failure is None:
                 yield batch
+            if batch and failure is None and self.silence is Silence.PAUSED:
+                yield []
             if failure is not None:
                 raise failure.with_traceback(None)
 

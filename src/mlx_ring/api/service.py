@@ -229,6 +229,11 @@ class ModelService(Protocol):
         ...
 
     @property
+    def held_requests(self) -> Sequence[OpenRequest]:
+        """Requests that wait for the model to be loaded again, the oldest first."""
+        ...
+
+    @property
     def keeps_requests(self) -> bool:
         """True while the model cannot answer, but keeps requests until it is loaded again."""
         ...

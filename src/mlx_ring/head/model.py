@@ -13,7 +13,7 @@ from itertools import cycle
 from typing import Any
 
 from mlx_ring.api.service import InstanceInfo, State
-from mlx_ring.core.engine_stats import Meter
+from mlx_ring.core.engine_stats import Meter, OpenRequest
 from mlx_ring.core.errors import NotReady, RingError
 from mlx_ring.core.traces import Tracing
 from mlx_ring.core.types import ADVISED_SAMPLING, DEFAULT_SAMPLING, Sampling
@@ -177,6 +177,10 @@ class HostedModel:
         """Return the engines that serve; while all are loaded again, the line of requests that wait for one."""
         serving = [each.engine for each in self._serving()]
         return serving or ([self._held] if self.keeps_requests else [])
+
+    @property
+    def held_requests(self) -> Sequence[OpenRequest]:
+        return self._held.requests()
 
     @property
     def keeps_requests(self) -> bool:

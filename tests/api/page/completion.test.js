@@ -28,6 +28,22 @@ async function stream(chunks, { isDone = true, status = 200 } = {}) {
 /** @param {object} delta @param {string | null} [end] */
 const chunk = (delta, end = null) => ({ choices: [{ delta, finish_reason: end }] });
 
+test("an answer is paused from the server's comment until its next chunk", async () => {
+  setUpBrowser();
+  const [first, last] = [chunk({ content: "Par" }), chunk({ content: "is." }, "stop")].map((one) => JSON.stringify(one));
+  const text = `data: ${first}\n\n: keep-alive\n\n: resuming\n\ndata: ${last}\n\ndata: [DONE]\n\n`;
+  mock.method(globalThis, "fetch", async () => new Response(text));
+  const states = [];
+  for await (const { content, isPaused } of streamCompletion({}, new AbortController().signal)) {
+    states.push([content, isPaused]);
+  }
+  assert.deepEqual(states, [
+    ["Par", false],
+    ["Par", true],
+    ["Paris.", false],
+  ]);
+});
+
 test("deltas of text and of reasoning are joined, under either field name of the reasoning", async () => {
   const { last, answers, problem } = await stream([
     chunk({ role: "assistant" }),

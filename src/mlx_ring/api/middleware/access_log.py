@@ -36,9 +36,27 @@ class RequestNotes:
     model: str | None = None
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    was_resumed: bool = False
+    """True if an answer was interrupted by a loss, and continued."""
 
 
 _notes: ContextVar[RequestNotes | None] = ContextVar("request_notes", default=None)
+
+
+def request_notes() -> RequestNotes:
+    """Return the notes of the current request, made on the first call."""
+    notes = _notes.get()
+    if notes is None:
+        notes = RequestNotes()
+        _notes.set(notes)
+    return notes
+
+
+def note_resumed() -> None:
+    """Record that an answer of the current request was interrupted and continued."""
+    notes = _notes.get()
+    if notes is not None:
+        notes.was_resumed = True
 
 
 def note_model(model_id: str) -> None:

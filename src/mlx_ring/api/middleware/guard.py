@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_ring.api.dialect import dialect_of
 from mlx_ring.api.errors import error_response, log_failure
+from mlx_ring.api.middleware.access_log import request_notes
 from mlx_ring.api.page.routes import wants_page
 from mlx_ring.api.settings import ApiSettings
 from mlx_ring.core.errors import Draining, Refused, Unauthenticated
@@ -87,7 +88,7 @@ _SANE_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 """Client's id of a request that is safe in a log."""
 _OPEN = ("/health", "/docs", "/page", "/favicon.ico")
 """Paths without authentication: health checks have no key, and the page must load before a user can enter one."""
-_EXPOSED = "x-request-id, request-id, retry-after, x-should-retry"
+_EXPOSED = "x-request-id, request-id, retry-after, x-should-retry, x-mlx-ring-resumed"
 """Headers that SDKs read in pages of other origins."""
 
 
@@ -113,6 +114,7 @@ class Guard:
         headers = Headers(scope=scope)
         request_id = scope["request_id"] = _given_id(headers) or new_request_id()
         REQUEST_ID.set(request_id)
+        request_notes()  # the tasks of this request share them
         origin = headers.get("origin")
         started = False
 
@@ -218,6 +220,8 @@ class Guard:
         second_header = dialect_of(scope).request_id_header
         if second_header is not None:
             headers[second_header] = scope["request_id"]
+        if request_notes().was_resumed:
+            headers["x-mlx-ring-resumed"] = "true"
         if self._admission.is_draining:
             headers["connection"] = "close"
         if origin is not None:

@@ -25,9 +25,9 @@ from mlx_ring.api.errors import error_body
 from mlx_ring.api.openapi import JsonObject, RouteDoc, documented_get
 from mlx_ring.api.ops.cache import CacheStatistics, cache_statistics
 from mlx_ring.api.ops.cluster import ClusterStatus, cluster_status
-from mlx_ring.api.service import ModelService, ServedInstance
+from mlx_ring.api.service import ModelService
 from mlx_ring.api.streaming import EVENT_STREAM, StreamedAnswer
-from mlx_ring.core.engine_stats import RankTotals, RequestState, StepTotals
+from mlx_ring.core.engine_stats import OpenRequest, RankTotals, RequestState, StepTotals
 from mlx_ring.core.errors import Overloaded
 from mlx_ring.core.logs import LogLine, recent_lines
 
@@ -69,8 +69,9 @@ class RequestStatus(JsonObject):
     id: str
     model: str
     instance: str
+    """Empty while the request waits for the model to be loaded again."""
     state: RequestState
-    """`reading` means prefill, `answering` decode."""
+    """`reading` means prefill, `answering` decode, `paused` an answer whose instance was lost."""
     prompt_tokens: int
     cached_tokens: int
     read_tokens: int
@@ -255,9 +256,9 @@ class SnapshotReader:
             "cluster": _without_ages(cluster_status(context).model_dump(mode="json")),
             "cache": cache_statistics(context),
             "pace": self._rates(),
-            "requests": [
-                status for model, instance in context.instances() for status in _requests(model, instance)
-            ][:MOST_REQUESTS],
+            "requests": [status for model in context.catalog.models for status in _requests(model)][
+                :MOST_REQUESTS
+            ],
         }
 
     def _rates(self) -> dict[str, Rates]:
@@ -284,23 +285,26 @@ def _without_ages(cluster: Json) -> Json:
     return cluster
 
 
-def _requests(model: ModelService, instance: ServedInstance) -> list[RequestStatus]:
-    if instance.error is not None:
-        return []
-    return [
-        {
-            "id": request.id,
-            "model": model.model_id,
-            "instance": instance.info.name,
-            "state": request.state,
-            "prompt_tokens": request.prompt_tokens,
-            "cached_tokens": request.cached_tokens,
-            "read_tokens": request.read_tokens,
-            "tokens": request.tokens,
-            "age_s": round(request.age_s, 1),
-        }
-        for request in instance.engine.requests()
-    ]
+def _requests(model: ModelService) -> Iterator[RequestStatus]:
+    """Yield the requests of a model: those without an instance, then those of each instance."""
+    serving = [instance for instance in model.instances if instance.error is None]
+    yield from (_request(model, "", request) for request in model.held_requests)
+    for instance in serving:
+        yield from (_request(model, instance.info.name, request) for request in instance.engine.requests())
+
+
+def _request(model: ModelService, instance: str, request: OpenRequest) -> RequestStatus:
+    return {
+        "id": request.id,
+        "model": model.model_id,
+        "instance": instance,
+        "state": request.state,
+        "prompt_tokens": request.prompt_tokens,
+        "cached_tokens": request.cached_tokens,
+        "read_tokens": request.read_tokens,
+        "tokens": request.tokens,
+        "age_s": round(request.age_s, 1),
+    }
 
 
 # ---- rates

@@ -72,12 +72,13 @@ export async function request(path, { body, signal, accept = "application/json" 
 }
 
 /**
- * Read the server-sent events of a response. Comments are skipped.
+ * Read the server-sent events of a response.
  * @param {Response} response
  * @param {() => void} [onBytes] called for every chunk, comments included
+ * @param {boolean} [withComments] whether comments are events too, named "comment"
  * @returns {AsyncGenerator<{ event: string, data: string }>}
  */
-export async function* readEvents(response, onBytes = () => {}) {
+export async function* readEvents(response, onBytes = () => {}, withComments = false) {
   if (!response.body) return;
   const reader = response.body.getReader();
   const decoder = new TextDecoder();
@@ -91,7 +92,7 @@ export async function* readEvents(response, onBytes = () => {}) {
       rest = blocks.pop() ?? "";
       for (const block of blocks) {
         const event = parseEvent(block);
-        if (event) yield event;
+        if (event && (withComments || event.event !== "comment")) yield event;
       }
     }
   } finally {
@@ -104,6 +105,7 @@ function parseEvent(block) {
   let event = "message";
   const data = [];
   for (const line of block.split("\n")) {
+    if (line.startsWith(":")) return { event: "comment", data: line.slice(1).trim() };
     if (line.startsWith("event:")) event = line.slice(6).trim();
     else if (line.startsWith("data:")) data.push(line.slice(5).replace(/^ /, ""));
   }

@@ -429,8 +429,9 @@ export interface Rates {
 export interface RequestStatus {
   id: string;
   model: string;
+  /** Empty while the request waits for the model to be loaded again. */
   instance: string;
-  /** `reading` means prefill, `answering` decode. */
+  /** `reading` means prefill, `answering` decode, `paused` an answer whose instance was lost. */
   state: "waiting" | "reading" | "answering" | "paused";
   prompt_tokens: number;
   cached_tokens: number;

@@ -23,6 +23,7 @@ import { ApiError, readEvents, request } from "../api.js";
  * @property {string} reasoning
  * @property {ToolCall[]} calls
  * @property {string | null} end "stop", "length" or "tool_calls"; null until the end
+ * @property {boolean} isPaused true while the model is loaded again after a loss
  * @property {Figures} figures
  */
 
@@ -38,8 +39,12 @@ export async function* streamCompletion(body, signal) {
   const streamed = { ...body, stream: true, stream_options: { include_usage: true } };
   const response = await request("v1/chat/completions", { body: streamed, signal, accept: "text/event-stream" });
   /** @type {Completion} */
-  let answer = { content: "", reasoning: "", calls: [], end: null, figures: meter.figures() };
-  for await (const { data } of readEvents(response)) {
+  let answer = { content: "", reasoning: "", calls: [], end: null, isPaused: false, figures: meter.figures() };
+  for await (const { event, data } of readEvents(response, undefined, true)) {
+    if (event === "comment") {
+      if (data === "resuming") yield (answer = { ...answer, isPaused: true });
+      continue;
+    }
     if (data === "[DONE]") return;
     /** @type {ChatCompletionChunk | OpenAiError} */
     const chunk = JSON.parse(data);
@@ -49,7 +54,7 @@ export async function* streamCompletion(body, signal) {
       answer = extend(answer, delta, end);
     }
     meter.record(chunk);
-    answer = { ...answer, figures: meter.figures() };
+    answer = { ...answer, isPaused: false, figures: meter.figures() };
     yield answer;
   }
   throw new ApiError("The connection closed before the answer was complete.", { code: "unreachable" });

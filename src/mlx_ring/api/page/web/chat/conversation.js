@@ -26,6 +26,7 @@ export const EMPTY_ANSWER = {
   reasoning: "",
   calls: [],
   end: null,
+  isPaused: false,
   figures: {},
   problem: null,
 };

@@ -86,9 +86,10 @@ function Editor({ text, done }) {
  * @param {AnswerProps} props
  */
 export function Answer({ message, isRunning, showsModel, retry, openCalls, addResult }) {
-  const { content, reasoning, calls, problem } = message;
+  const { content, reasoning, calls, problem, isPaused } = message;
   const isEmpty = !content && !reasoning && !calls.length;
-  const waiting = isEmpty ? html`<span class="muted">Waiting for the first token</span>` : null;
+  const waits = isPaused ? "A machine was lost; the answer continues soon" : isEmpty && "Waiting for the first token";
+  const waiting = waits ? html`<span class="muted">${waits}</span>` : null;
   return html`<article class="message answer" aria-label="Answer" aria-busy=${isRunning}>
     ${reasoning && html`<${Reasoning} text=${reasoning} />`}
     ${content && html`<${Markdown} text=${content} />`}
