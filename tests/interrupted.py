@@ -1,4 +1,4 @@
-"""Answers that are interrupted by a fault, and must go on as if there had been none."""
+"""Answers that are interrupted by a fault, and must continue as if there had been none."""
 
 from __future__ import annotations
 
@@ -65,6 +65,7 @@ def read(lines: Iterable[str]) -> Interrupted:
         assert "error" not in event, event["error"]
         for choice in event["choices"]:
             text += choice["text"]
-            names.extend(map(str, (choice.get("logprobs") or {}).get("tokens", ())))
+            logprobs: dict[str, list[str]] = choice.get("logprobs") or {}
+            names += logprobs.get("tokens", [])
     assert ended
     return Interrupted(text, tuple(names), tuple(comments))

@@ -34,7 +34,7 @@ PAUSES = {
     "/api/chat": '"message":{"role":"assistant","content":""},"done":false}\n',
     "/api/generate": '"response":"","done":false}\n',
 }
-"""What tells a client of an API that its answer is paused; else a comment."""
+"""Text that tells a client of an API that its answer is paused; else a comment does."""
 
 
 def answer(path: str, *, stream: bool, is_lost: bool) -> httpx.Response:

@@ -11,7 +11,7 @@ from tests.processes import run_cli, serving
 
 
 def check_recovery(folder: Path, link: str, victim: str, fault: signal.Signals, *flags: str) -> None:
-    """Stop or end a worker in the middle of an answer, which must go on."""
+    """Stop or end a worker in the middle of an answer, which must continue."""
     with serving("demo-moe", "--stages", "2", "--link", link, *flags, folder=folder) as server:
         worker = server.child("mlx_ring.worker", "--stage", victim)
         expected = complete(server.http)
@@ -22,7 +22,7 @@ def check_recovery(folder: Path, link: str, victim: str, fault: signal.Signals, 
 
 
 @pytest.mark.parametrize(("link", "victim"), [("ring", "0"), ("ring", "1"), ("allreduce", "1")])
-def test_answer_goes_on_after_a_worker_is_killed(link: str, victim: str, tmp_path: Path) -> None:
+def test_answer_continues_after_a_worker_is_killed(link: str, victim: str, tmp_path: Path) -> None:
     check_recovery(tmp_path, link, victim, signal.SIGKILL)
 
 

@@ -115,6 +115,6 @@ def test_workers_in_a_collective_accept_one_head_only(folder: Path, tmp_path: Pa
     asyncio.run(run())
 
 
-def test_answer_goes_on_after_a_worker_is_stopped(tmp_path: Path) -> None:
+def test_answer_continues_after_a_worker_is_stopped(tmp_path: Path) -> None:
     # On a busy machine any step could take longer than this deadline.
     check_recovery(tmp_path, "ring", "0", signal.SIGSTOP, "--step-deadline-s", "3")

@@ -67,7 +67,7 @@ def test_tokens_equal_those_of_the_whole_model(
     assert sum(asyncio.run(run()), start=Agreement()).tokens == TOKENS * PROMPTS
 
 
-def test_group_listens_on_loopback_only_and_answers_go_on_after_a_rank_is_killed(
+def test_group_listens_on_loopback_only_and_answers_continue_after_a_rank_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_open_mpi(monkeypatch)

@@ -127,7 +127,7 @@ def unplug_trusted_network(cluster: LanCluster) -> None:
 
 
 @pytest.mark.parametrize("fault", [kill_worker, stop_worker, unplug_machine, unplug_trusted_network])
-def test_an_answer_goes_on_when_a_rank_or_a_machine_is_lost(
+def test_an_answer_continues_when_a_rank_or_a_machine_is_lost(
     cluster: LanCluster, server: Server, whole: WholeModel, fault: Callable[[LanCluster], None]
 ) -> None:
     use_both_machines(cluster, server)

@@ -161,7 +161,7 @@ def test_workers_end_with_a_killed_agent_and_all_are_restarted(tiny_model: Path,
 
 
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
-def test_an_answer_goes_on_when_a_worker_ends_or_hangs_which_is_named_and_replaced(
+def test_an_answer_continues_when_a_worker_ends_or_hangs_which_is_named_and_replaced(
     fault: signal.Signals, tiny_model: Path, tmp_path: Path
 ) -> None:
     with serving(tiny_model, "--stages", "2", folder=tmp_path) as server:

@@ -29,7 +29,7 @@ def ask(server: Server) -> httpx.Response:
 
 
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
-def test_an_answer_goes_on_when_a_rank_ends_or_hangs_and_its_group_is_replaced(
+def test_an_answer_continues_when_a_rank_ends_or_hangs_and_its_group_is_replaced(
     fault: signal.Signals, tmp_path: Path
 ) -> None:
     with serving("demo", "--tp", "2", folder=tmp_path) as server:

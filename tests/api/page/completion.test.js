@@ -30,7 +30,9 @@ const chunk = (delta, end = null) => ({ choices: [{ delta, finish_reason: end }]
 
 test("an answer is paused from the server's comment until its next chunk", async () => {
   setUpBrowser();
-  const [first, last] = [chunk({ content: "Par" }), chunk({ content: "is." }, "stop")].map((one) => JSON.stringify(one));
+  const [first, last] = [chunk({ content: "Par" }), chunk({ content: "is." }, "stop")].map((one) =>
+    JSON.stringify(one),
+  );
   const text = `data: ${first}\n\n: keep-alive\n\n: resuming\n\ndata: ${last}\n\ndata: [DONE]\n\n`;
   mock.method(globalThis, "fetch", async () => new Response(text));
   const states = [];

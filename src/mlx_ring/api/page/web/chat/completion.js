@@ -42,7 +42,7 @@ export async function* streamCompletion(body, signal) {
   let answer = { content: "", reasoning: "", calls: [], end: null, isPaused: false, figures: meter.figures() };
   for await (const { event, data } of readEvents(response, undefined, true)) {
     if (event === "comment") {
-      if (data === "resuming") yield (answer = { ...answer, isPaused: true });
+      if (data === "resuming") yield { ...answer, isPaused: true };
       continue;
     }
     if (data === "[DONE]") return;
