@@ -128,7 +128,9 @@ log = logging.getLogger(__name__)
 
 WORKER_MODULE = "mlx_ring.worker"
 _STATUS_WAIT_S = 1.0
-_RANK_GRACE_S = 0.5
+_DEAF_S = 2.0
+"""Time without a heartbeat after which a worker is not expected to end by itself."""
+_DEAF_GRACE_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,8 +196,9 @@ class Worker:
 
     @property
     def grace_s(self) -> float:
-        """Seconds that it may take to end; a rank that waits in a collective receives no request."""
-        return _RANK_GRACE_S if self.assignment.tp_size > 1 else GRACE_S
+        """Seconds that it may take to end; a rank that waits in a collective, or a stuck worker, receives no request."""
+        is_deaf = self.assignment.tp_size > 1 or self.unresponsive.seconds >= _DEAF_S
+        return _DEAF_GRACE_S if is_deaf else GRACE_S
 
     async def stop(self) -> None:
         """End it. A rank of a group is not asked where it hangs: it waits for another that has ended."""

@@ -69,6 +69,8 @@ class StuckWatch:
 log = logging.getLogger(__name__)
 
 _STOP_WAIT_S = 8.0
+_late_stops: set[asyncio.Task[None]] = set()
+"""Requests to nodes that no longer answer, to stop their workers."""
 _BETTER_REASON_S = 1.0
 """Time to wait for the reason of a loss: a stream breaks a moment before the worker's end is reported."""
 SILENCE_S = 3.0
@@ -117,6 +119,8 @@ class Instance:
         self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._explained = asyncio.Event()
         self._engine: Engine | None = None
+        self._silent_nodes: set[str] = set()
+        """Nodes that no longer answer the head."""
         self.loss: RingError | None = None
         """Best known reason of the loss."""
 
@@ -138,6 +142,7 @@ class Instance:
             if any(placed.site.node == node for placed in ranks)
         ]
         if stages:
+            self._silent_nodes.add(node)
             error = NodeLost(f"Node {node}, which has stage {' and '.join(stages)}, was lost: {reason}.")
             self.lose(error.blamed_on(node))
 
@@ -264,9 +269,11 @@ class Instance:
                     if state.instance == self._epoch.instance:
                         self._check(state, site)
         except TimeoutError:
+            self._silent_nodes.add(site.node)
             error = WorkerStuck(f"The agent of {site.node} has sent nothing for {SILENCE_S:g} s.")
             self.lose(error.blamed_on(site.node))
         except RingError as error:
+            self._silent_nodes.add(site.node)
             self.lose(error.blamed_on(site.node))
 
     def _check(self, state: agent_pb2.WorkerState, site: Site) -> None:
@@ -332,13 +339,28 @@ class Instance:
         return engine
 
     async def _stop_workers(self) -> None:
-        """Stop the workers on every reachable node; other nodes end them when they return."""
+        """Stop the workers on every node. Those that no longer answer are asked beside the next load.
+
+        If they do not answer at all, they end their workers when they return.
+        """
         await asyncio.gather(
-            *(site.link.stop(self._epoch.instance, _STOP_WAIT_S) for site in self._epoch.placement.nodes)
+            *(
+                self._stop_on(site)
+                for site in self._epoch.placement.nodes
+                if site.node not in self._silent_nodes
+            )
         )
+        for site in self._epoch.placement.nodes:
+            if site.node in self._silent_nodes:
+                task = asyncio.create_task(self._stop_on(site), name=f"stop on {site.node}")
+                _late_stops.add(task)
+                task.add_done_callback(_late_stops.discard)
+
+    async def _stop_on(self, site: Site) -> None:
+        await site.link.stop(self._epoch.instance, _STOP_WAIT_S)
         if self._epoch.trust is not None:
             # On one machine the channel belongs to the agent, which other epochs share.
-            await asyncio.gather(*(site.link.close() for site in self._epoch.placement.nodes))
+            await site.link.close()
 
 
 def assign(
@@ -423,6 +445,10 @@ def _head_hello(assignment: worker_pb2.StageAssignment, node: str) -> hello_pb2.
 
 
 def _spare_the_collector() -> None:
-    """Exclude permanent objects from garbage collection, which would delay every stream."""
+    """Exclude permanent objects from garbage collection, which would delay every stream.
+
+    Those of earlier instances are no longer permanent.
+    """
+    gc.unfreeze()
     gc.collect()
     gc.freeze()

@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 """Pauses between the loss of an instance and the next attempt."""
+_STEADY_S = 10.0
+"""Time after the start of a load from which on a loss has no pause: the instance was in order."""
 
 
 class Watcher(Protocol):
@@ -122,15 +124,17 @@ class Replica:
                 set_log_epoch(epoch.number)
                 number = epoch.number + 1
                 await self._run(epoch, ready, begun_s)
-                has_served, pause_s = True, _FIRST_PAUSE_S
+                has_served = True
+                # Interrupted answers wait for the next load.
+                pause_s = 0.0 if time.time() - begun_s >= _STEADY_S else _FIRST_PAUSE_S
             except RingError as error:
                 self._meter.record_loss(error)
                 if not has_served and not isinstance(error, NodeLost):
                     raise
                 self.service.lose(error)
                 self._machines.record_failure(error, begun_s)
-                pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
-            log.warning("loading %s again in %g s", self._served.names[0], pause_s)
+                pause_s = min(_LONGEST_PAUSE_S, max(_FIRST_PAUSE_S, 2 * pause_s))
+            log.warning("loading %s again%s", self._served.names[0], f" in {pause_s:g} s" if pause_s else "")
             await asyncio.sleep(pause_s)
 
     async def _run(self, epoch: Epoch, ready: Callable[[float], None], begun_s: float) -> None:
