@@ -1,0 +1,108 @@
+"""Measure the pause of a stream when the worker of a stage is lost, beside a client that asks again.
+
+    python bench/recovery.py [--rounds 3] [--model demo] [--stages 3]
+
+For each fault it prints, in seconds from the fault: until the client is told, until the first further token of the
+same stream (`--resume on`), and until the first token of a new request after an error (`--resume off`). The server
+runs for a while first, because a loss soon after a load is followed by a pause.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import httpx
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.processes import Server, serving
+
+BODY = {"prompt": [5, 6, 7], "max_tokens": 400, "ignore_eos": True, "temperature": 0, "stream": True}
+FAULTS = (signal.SIGKILL, signal.SIGSTOP)
+_FAULT_AFTER = 20
+"""Number of events before the fault."""
+_STEADY_S = 11.0
+_ASK_AGAIN_S = 0.05
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds from the fault."""
+
+    told: float
+    """Until the client is told: of the pause, or of the error."""
+    token: float
+    """Until the next token."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--stages", type=int, default=3)
+    arguments = parser.parse_args()
+    print(f"{arguments.model}, {arguments.stages} stages, medians of {arguments.rounds} rounds, in seconds")
+    print(f"{'fault':10}{'told':>8}{'resumed':>10}{'error':>8}{'asked again':>13}")
+    for fault in FAULTS:
+        rounds = {"on": list[Times](), "off": list[Times]()}
+        for _ in range(arguments.rounds):
+            for resume, times in rounds.items():
+                times.append(measure(arguments.model, arguments.stages, fault, resume))
+        told, token = (
+            {resume: median(getattr(each, name) for each in times) for resume, times in rounds.items()}
+            for name in ("told", "token")
+        )
+        print(f"{fault.name:10}{told['on']:8.2f}{token['on']:10.2f}{told['off']:8.2f}{token['off']:13.2f}")
+
+
+def measure(model: str, stages: int, fault: signal.Signals, resume: str) -> Times:
+    """Interrupt a stream once."""
+    flags = ("--stages", str(stages), "--resume", resume)
+    with tempfile.TemporaryDirectory() as folder, serving(model, *flags, folder=Path(folder)) as server:
+        time.sleep(_STEADY_S)
+        worker = server.child("mlx_ring.worker", "--stage", str(stages // 2))
+        with server.http.stream("POST", "/v1/completions", json=BODY) as answer:
+            lines = (line for line in answer.iter_lines() if line)
+            for _ in range(_FAULT_AFTER):
+                next(lines)
+            worker.send_signal(fault)
+            began = time.monotonic()
+            told, token = _follow(lines)
+        if token is None:
+            token = _ask_again(server)
+        return Times(told - began, token - began)
+
+
+def _follow(lines: Iterator[str]) -> tuple[float, float | None]:
+    """Return the time at which the client was told, and that of the next token; None after an error."""
+    for line in lines:
+        if line == ": resuming":
+            told = time.monotonic()
+            next(each for each in lines if each.startswith("data: {"))
+            return told, time.monotonic()
+        if '"error"' in line:
+            return time.monotonic(), None
+    raise RuntimeError("The stream ended before the fault was noticed: ask for more tokens.")
+
+
+def _ask_again(server: Server) -> float:
+    """Ask until a new stream has its first token, and return that time."""
+    while True:
+        with server.http.stream("POST", "/v1/completions", json=BODY) as answer:
+            if answer.status_code == httpx.codes.OK:
+                for line in answer.iter_lines():
+                    if line.startswith("data: {") and json.loads(line[6:])["choices"][0]["text"]:
+                        return time.monotonic()
+        time.sleep(_ASK_AGAIN_S)
+
+
+if __name__ == "__main__":
+    main()
