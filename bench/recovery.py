@@ -2,7 +2,7 @@
 
     python bench/recovery.py [--rounds 3] [--model demo] [--stages 3]
 
-For each fault it prints, in seconds from the fault: until the client is told, until the first further token of the
+For each fault it prints, in seconds from the fault: until the client is notified, until the first further token of the
 same stream (`--resume on`), and until the first token of a new request after an error (`--resume off`). The server
 runs for a while first, because a loss soon after a load is followed by a pause.
 """
@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-import httpx
-
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.processes import Server, serving
 
@@ -37,8 +35,8 @@ _ASK_AGAIN_S = 0.05
 class Times:
     """Seconds from the fault."""
 
-    told: float
-    """Until the client is told: of the pause, or of the error."""
+    notified: float
+    """Until the client is notified: of the pause, or of the error."""
     token: float
     """Until the next token."""
 
@@ -50,17 +48,19 @@ def main() -> None:
     parser.add_argument("--stages", type=int, default=3)
     arguments = parser.parse_args()
     print(f"{arguments.model}, {arguments.stages} stages, medians of {arguments.rounds} rounds, in seconds")
-    print(f"{'fault':10}{'told':>8}{'resumed':>10}{'error':>8}{'asked again':>13}")
+    print(f"{'fault':10}{'notified':>10}{'resumed':>10}{'error':>8}{'asked again':>13}")
     for fault in FAULTS:
         rounds = {"on": list[Times](), "off": list[Times]()}
         for _ in range(arguments.rounds):
             for resume, times in rounds.items():
                 times.append(measure(arguments.model, arguments.stages, fault, resume))
-        told, token = (
+        notified, token = (
             {resume: median(getattr(each, name) for each in times) for resume, times in rounds.items()}
-            for name in ("told", "token")
+            for name in ("notified", "token")
         )
-        print(f"{fault.name:10}{told['on']:8.2f}{token['on']:10.2f}{told['off']:8.2f}{token['off']:13.2f}")
+        print(
+            f"{fault.name:10}{notified['on']:10.2f}{token['on']:10.2f}{notified['off']:8.2f}{token['off']:13.2f}"
+        )
 
 
 def measure(model: str, stages: int, fault: signal.Signals, resume: str) -> Times:
@@ -75,19 +75,19 @@ def measure(model: str, stages: int, fault: signal.Signals, resume: str) -> Time
                 next(lines)
             worker.send_signal(fault)
             began = time.monotonic()
-            told, token = _follow(lines)
+            notified, token = _follow(lines)
         if token is None:
             token = _ask_again(server)
-        return Times(told - began, token - began)
+        return Times(notified - began, token - began)
 
 
 def _follow(lines: Iterator[str]) -> tuple[float, float | None]:
-    """Return the time at which the client was told, and that of the next token; None after an error."""
+    """Return the time at which the client was notified, and that of the next token; None after an error."""
     for line in lines:
         if line == ": resuming":
-            told = time.monotonic()
+            notified = time.monotonic()
             next(each for each in lines if each.startswith("data: {"))
-            return told, time.monotonic()
+            return notified, time.monotonic()
         if '"error"' in line:
             return time.monotonic(), None
     raise RuntimeError("The stream ended before the fault was noticed: ask for more tokens.")
@@ -97,7 +97,7 @@ def _ask_again(server: Server) -> float:
     """Ask until a new stream has its first token, and return that time."""
     while True:
         with server.http.stream("POST", "/v1/completions", json=BODY) as answer:
-            if answer.status_code == httpx.codes.OK:
+            if answer.is_success:
                 for line in answer.iter_lines():
                     if line.startswith("data: {") and json.loads(line[6:])["choices"][0]["text"]:
                         return time.monotonic()
