@@ -90,6 +90,7 @@ class HeldRequests:
         Returns:
             True if one of the requests was in progress at several losses in a row, so that no machine is to blame.
         """
+        self._loss = loss  # the first reason was a broken stream, perhaps
         if not loss.is_workers_own:
             return False
         is_repeated = False
