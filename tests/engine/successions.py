@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from tests.engine.engines import BYTES, LIMITS, PLAIN, run_all
 
@@ -12,6 +12,7 @@ from mlx_ring.core.generation import GenerateRequest, RequestStream
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.held_requests import HeldRequests
 from mlx_ring.engine.kv_budget import RankKv
+from mlx_ring.engine.live_request import LiveRequest, judge
 from mlx_ring.engine.sequence import Limits
 from mlx_ring.engine.twin import NextToken, TwinExecutor, hash_token
 
@@ -36,6 +37,7 @@ class Succession:
         self.held = HeldRequests(BYTES, LIMITS, policy, within_s=within_s, meter=self.meter)
         self.twin: TwinExecutor | None = None
         self.engine: Engine | None = None
+        self._in_progress: list[LiveRequest] = []
         self._epoch = 0
 
     def load(self, tp_sizes: Sequence[int] = (1, 1), limits: Limits = LIMITS) -> Engine:
@@ -50,11 +52,20 @@ class Succession:
             epoch=self._epoch,
             policy=self._policy,
             kv=None if self._kv is None else dict.fromkeys(self.twin.ranks, self._kv),
-            hold=self.held.hold,
+            hold=self._hold,
             meter=self.meter,
         )
         self.engine.take_over(self.held.take())
         return self.engine
+
+    def _hold(self, lives: Iterable[LiveRequest], loss: RingError) -> None:
+        interrupted = list(lives)
+        self._in_progress = [live for live in interrupted if live.was_in_progress]
+        self.held.hold(interrupted, loss)
+
+    def judge(self, loss: RingError) -> bool:
+        """Judge the requests that were in progress at the last loss."""
+        return judge(self._in_progress, loss)
 
     def lose(self, error: RingError = LOSS) -> None:
         """Lose the instance."""

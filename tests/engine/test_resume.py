@@ -366,7 +366,7 @@ def test_a_request_that_kills_its_worker_each_time_ends_within_three_losses_and_
             if any(row.sequence in opened for step in twin.sent for row in step.rows):
                 losses += 1
                 succession.lose(killer(losses))
-                succession.held.judge(killer(losses))
+                succession.judge(killer(losses))
             else:
                 succession.proceed(0)
         return others, bad, losses
@@ -386,7 +386,7 @@ def test_an_innocent_request_runs_with_others_again_after_two_tokens() -> None:
         for number in range(2):
             run_to(succession, first, 1 - number)
             succession.lose(killer(number))
-            succession.held.judge(killer(number))
+            succession.judge(killer(number))
             succession.load()
         engine = succession.engine
         assert engine is not None
@@ -409,9 +409,59 @@ def test_the_loss_of_a_machine_makes_no_request_a_suspect() -> None:
         for _ in range(5):
             succession.proceed(0)
             succession.lose(NodeLost("Node b was lost."))
-            assert not succession.held.judge(NodeLost("Node b was lost."))
+            assert not succession.judge(NodeLost("Node b was lost."))
             succession.load()
         succession.finish()
         assert stream.take()[-1].finish_reason == "length"
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_equal_answers_share_what_is_computed_again(stages: int) -> None:
+    async def run() -> None:
+        succession = Succession(policy=Policy(num_speculative_tokens=0, prefill_chunk=4))
+        succession.load()
+        streams = succession.submit(make_request(40, max_tokens=20), make_request(40, max_tokens=20))
+        run_to(succession, streams[1], 4)
+        succession.lose()
+        succession.load(tp_sizes=(1,) * stages)
+        succession.finish()
+        assert succession.engine is not None
+        assert succession.engine.totals().steps_failed == 0
+        assert [stream.take()[-1].finish_reason for stream in streams] == ["length"] * 2
+
+    asyncio.run(run())
+
+
+def test_requests_of_two_lost_instances_keep_their_order() -> None:
+    async def run() -> None:
+        first, second = Succession(), Succession()
+        second.held = first.held
+        first.load()
+        second.load()
+        older, newer = first.submit(make_request())[0], second.submit(make_request(5))[0]
+        run_to(first, older, 1)
+        run_to(second, newer, 1)
+        first.lose()
+        first.submit(make_request(7))
+        second.lose()
+        assert [live.sequence.prompt_length for live in first.held.take()] == [3, 5, 7]
+
+    asyncio.run(run())
+
+
+def test_a_reader_that_needs_no_more_ends_a_held_answer() -> None:
+    async def run() -> None:
+        succession = Succession()
+        succession.load()
+        (stream,) = succession.submit(make_request(max_tokens=20))
+        run_to(succession, stream, 2)
+        succession.lose()
+        assert stream.is_paused
+        stream.stop()
+        assert not stream.is_paused
+        assert stream.take()[-1].finish_reason == "stop"
+        assert not succession.held.take()
 
     asyncio.run(run())

@@ -99,7 +99,7 @@ class Generation:
 
     async def __aexit__(self, *_: object) -> None:
         note_answers(self.counted, self._answers_per_prompt)
-        if any(stream.has_been_paused for stream in self._streams):
+        if any(stream.was_resumed for stream in self._streams):
             note_resumed()
         await self._stop()
 

@@ -121,15 +121,17 @@ class RequestStream(AsyncIterator[Delta]):
         self._ended = False
         self.is_paused = False
         """True while no engine works on the request, because its instance was lost."""
-        self.has_been_paused = False
+        self.was_resumed = False
+        """True if the answer continued after a pause."""
 
     def pause(self) -> None:
         """Record that the request waits for another engine, and tell the reader."""
-        self.is_paused = self.has_been_paused = True
+        self.is_paused = True
         self._listener()
 
     def resume(self) -> None:
-        """Record that an engine works on the request."""
+        """Record that the request no longer waits."""
+        self.was_resumed |= self.is_paused
         self.is_paused = False
 
     def put(self, delta: Delta) -> None:

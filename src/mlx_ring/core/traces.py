@@ -6,6 +6,7 @@ read them. `otlp_traces.py` exports spans, and `trace_export.py` opens the expor
 
 from __future__ import annotations
 
+import ipaddress
 import secrets
 from collections.abc import Mapping
 from contextvars import ContextVar
@@ -29,6 +30,19 @@ def new_request_id() -> str:
 
 Attributes = Mapping[str, str | int | float | bool | tuple[str, ...]]
 SpanKind = Literal["server", "internal"]
+
+
+def client_at(host: str) -> str:
+    """Return the client at a connection's address: one machine may use a whole /64 of IPv6."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return host
+    if isinstance(address, ipaddress.IPv4Address):
+        return str(address)
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    return str(ipaddress.ip_network((address, 64), strict=False))
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,13 +153,10 @@ class Engine:
                 self._finished["error"] += 1
                 continue
             live.home = self
-            if live.completion_tokens and (reason := live.sequence.finish_reason) is not None:
+            self._start(live)
+            if live.completion_tokens and live.sequence.finish_reason is not None:
                 # The smaller context ends here.
-                self._live[live.sequence.id] = live
-                self._put(live, (), live.read((), reason), reason, now)
-                self._retire(live, reason)
-            else:
-                self._start(live)
+                self._postprocess(Advance(live.sequence), now)
         self._send_steps(now)
 
     def _request_grammar(self, sequence: Sequence) -> None:
@@ -321,12 +318,12 @@ class Engine:
             return
         self._ended = error
         lives, self._live = list(self._live.values()), {}
+        in_progress, now = self._scheduler.in_progress, self._clock()
         for live in lives:
-            live.interrupted_at = self._clock()
-            live.was_in_progress = live.sequence.id in self._scheduler.in_progress
-        self._hold(lives, error)
+            live.interrupt(now, in_progress=live.sequence.id in in_progress)
         if self._on_lost is not None:
             self._on_lost(error)
+        self._hold(lives, error)
 
     def fail(self, error: RingError) -> None:
         """End every request with `error`, and refuse new ones: this instance and epoch are over."""

@@ -11,16 +11,11 @@ import time
 from collections.abc import Callable, Iterable
 
 from mlx_ring.core.engine_stats import Meter, OpenRequest, Policy
-from mlx_ring.core.errors import NotReady, RepeatedLoss, RingError
+from mlx_ring.core.errors import NotReady, RingError
 from mlx_ring.core.generation import GenerateRequest, RequestStream
 from mlx_ring.core.types import FinishReason
 from mlx_ring.engine.admission import check_places, shed_error
-from mlx_ring.engine.live_request import (
-    LOSSES_TO_GIVE_UP,
-    LOSSES_TO_RUN_ALONE,
-    LiveRequest,
-    choose_requests_to_shed,
-)
+from mlx_ring.engine.live_request import LOSSES_TO_RUN_ALONE, LiveRequest, choose_requests_to_shed
 from mlx_ring.engine.request_traces import RequestTracer
 from mlx_ring.engine.router import Load
 from mlx_ring.engine.sequence import Limits, make_sequence
@@ -66,10 +61,12 @@ class HeldRequests:
     def hold(self, lives: Iterable[LiveRequest], loss: RingError) -> None:
         """Keep the requests of a lost engine, before new ones."""
         self._loss = loss
-        interrupted = list(lives)
-        for live in interrupted:
-            live.stream.pause()
-        self._held = {live: self._keep(live) for live in interrupted} | self._held
+        self._held |= {live: self._keep(live) for live in lives}
+        # New ones come last; another replica may have been lost before.
+        in_order = sorted(
+            self._held, key=lambda live: (live.interrupted_at is None, live.sequence.submitted_at)
+        )
+        self._held = {live: self._held[live] for live in in_order}
 
     def _keep(self, live: LiveRequest) -> asyncio.TimerHandle:
         live.home = self
@@ -80,31 +77,6 @@ class HeldRequests:
             f"{self._loss} The model was not loaded again within {self._within_s:g} s (--resume-within-s)."
         )
         self.fail_request(live, error)
-
-    def judge(self, loss: RingError) -> bool:
-        """Find requests that may have caused a loss, before an engine takes them.
-
-        A request in progress each time when a worker dies or hangs runs alone after the second time, and ends with an
-        error after the third.
-
-        Returns:
-            True if one of the requests was in progress at several losses in a row, so that no machine is to blame.
-        """
-        self._loss = loss  # the first reason was a broken stream, perhaps
-        if not loss.is_workers_own:
-            return False
-        is_repeated = False
-        for live in list(self._held):
-            live.record_loss()
-            is_repeated |= live.losses >= LOSSES_TO_RUN_ALONE
-            if live.losses >= LOSSES_TO_GIVE_UP:
-                self.fail_request(
-                    live,
-                    RepeatedLoss(
-                        f"The request was in progress at {live.losses} losses in a row, and is not tried again. {loss}"
-                    ),
-                )
-        return is_repeated
 
     def take(self) -> list[LiveRequest]:
         """Return all requests for an engine, those that must run alone last, and keep none."""

@@ -176,7 +176,8 @@ class KvManager:
         now = (self._cache.version, sequence.length)
         if sequence.found is None or sequence.found[:2] != now or self._cache.forgets:
             extents = _extents(running, besides=sequence.id)
-            sequence.found = (*now, self._cache.find(tuple(sequence.tokens), extents))
+            # A resumed sequence has one more known token, which is drawn again after those to prefill.
+            sequence.found = (*now, self._cache.find(tuple(sequence.tokens[: sequence.fill_to]), extents))
         return sequence.found[2]
 
     def _begin(self, sequence: Sequence, match: Match | None, *, take: bool) -> None:
@@ -188,7 +189,7 @@ class KvManager:
         self._operations.append(fork_operation(match.source, sequence.id, match.length, take=take))
         sequence.scheduled = sequence.reused = match.length
         sequence.reached = match.extent.reached
-        if not sequence.generation:
+        if not sequence.generation and not sequence.is_resumed:
             sequence.cached_tokens = min(match.length, sequence.prompt_length)
         if take:
             sequence.taken = match.length

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from mlx_ring.core.engine_stats import EndedRequest, Meter, OpenRequest, RequestState
-from mlx_ring.core.errors import DeadlineExceeded, RingError
+from mlx_ring.core.errors import DeadlineExceeded, RepeatedLoss, RingError
 from mlx_ring.core.generation import Delta, RequestStream, RequestTimings
 from mlx_ring.core.traces import CLIENT, Span
 from mlx_ring.core.types import FinishReason, TokenLogprob
@@ -78,19 +78,26 @@ class LiveRequest:
         """Times in a row that workers were lost while it was in progress. Progress after a loss ends the row."""
         self.lost_at = 0
         """Number of known tokens at the last such loss."""
+        self._known = 0
+        """Number of known tokens when its instance was lost."""
+        self.has_ended = False
         self._span: Span | None = None if tracer is None else tracer.begin(request, sequence.submitted_at)
         self._tracer = tracer
         self._deadline: asyncio.TimerHandle | None = None
         sequence.traceparent = "" if self._span is None else self._span.traceparent
 
+    def interrupt(self, now: float, *, in_progress: bool) -> None:
+        """Record the loss of the instance, and tell the reader."""
+        self.interrupted_at, self.was_in_progress = now, in_progress
+        self._known = self.sequence.length
+        self.stream.pause()
+
     def record_loss(self) -> None:
-        """Count the loss of workers, if the request was in progress."""
-        if not self.was_in_progress:
-            return
-        if self.sequence.length >= self.lost_at + PROGRESS_TOKENS:
+        """Count the last loss of the instance as one that the request may have caused."""
+        if self._known >= self.lost_at + PROGRESS_TOKENS:
             self.losses = 0
         self.losses += 1
-        self.lost_at = self.sequence.length
+        self.lost_at = self._known
 
     def continue_on(self, sequence_id: int, limits: Limits, now: float, meter: Meter) -> None:
         """Make a sequence for another engine. Raises what `continue_sequence` raises."""
@@ -98,7 +105,6 @@ class LiveRequest:
         if self.interrupted_at is not None:
             meter.record_resumed(self.sequence.length, now - self.interrupted_at)
         self.interrupted_at = None
-        self.was_in_progress = False
         if self.losses >= LOSSES_TO_RUN_ALONE:
             self.sequence.alone_until = self.lost_at + PROGRESS_TOKENS
         self.stream.resume()
@@ -138,6 +144,8 @@ class LiveRequest:
 
     def end(self, reason: FinishReason, error: RingError | None, now: float, meter: Meter) -> None:
         """Record the end, and fail the stream with the error, if any."""
+        self.has_ended = True
+        self.stream.resume()
         if self._deadline is not None:
             self._deadline.cancel()
         if error is not None:
@@ -236,6 +244,35 @@ def choose_requests_to_shed(
     held = (QueuePlace(key, live.client, live.sequence.opened_at is None) for key, live in lives.items())
     shed = choose_to_shed(held, CLIENT.get(), wants=wants, needs=needs)
     return None if shed is None else [lives[key] for key in shed]
+
+
+def judge(lives: Iterable[LiveRequest], loss: RingError) -> bool:
+    """Find requests that may have caused the loss of their instance.
+
+    A request in progress each time when a worker dies or hangs runs alone after the second time, and ends with an
+    error after the third.
+
+    Args:
+        lives: requests that were in progress at the loss, wherever they are now.
+        loss: best known reason.
+
+    Returns:
+        True if one of them was in progress at several losses in a row, so that no machine is to blame.
+    """
+    if not loss.is_workers_own:
+        return False
+    is_repeated = False
+    for live in lives:
+        if live.has_ended:
+            continue
+        live.record_loss()
+        is_repeated |= live.losses >= LOSSES_TO_RUN_ALONE
+        if live.losses >= LOSSES_TO_GIVE_UP:
+            error = RepeatedLoss(
+                f"The request was in progress at {live.losses} losses in a row, and is not tried again. {loss}"
+            )
+            live.home.fail_request(live, error)
+    return is_repeated
 
 
 Hold = Callable[[Iterable[LiveRequest], RingError], None]

@@ -12,12 +12,12 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from mlx_ring.cluster.agent_link import Report
 from mlx_ring.cluster.deployment import Site, WorkerPlace, deploy
 from mlx_ring.cluster.placement import Cut, make_assignments, shaping_settings
-from mlx_ring.core.engine_stats import Meter, Policy
+from mlx_ring.core.engine_stats import Meter
 from mlx_ring.core.errors import NodeLost, RingError, WorkerLost, WorkerStuck
 from mlx_ring.core.traces import Tracing
 from mlx_ring.core.types import RankId
@@ -32,7 +32,7 @@ from mlx_ring.head.instance_view import InstanceService
 from mlx_ring.head.kv_memory import KvShares, KvUser, Reservation
 from mlx_ring.head.placing import Placement
 from mlx_ring.head.rank_placements import set_rdma, set_routes
-from mlx_ring.head.served_model import ServedModel, memory_for_weights
+from mlx_ring.head.served_model import ServedModel, memory_for_weights, policy_of
 from mlx_ring.models.tensor_shares import read_tensor_sizes, share_out
 from mlx_ring.planner.forecast import Forecast
 from mlx_ring.rpc.backends import AUTO
@@ -180,7 +180,7 @@ class Instance:
                 )
                 cleanup.push_async_callback(_end, task)
             await asyncio.wait((first_report, self._lost), return_when=asyncio.FIRST_COMPLETED)
-            if first_report.done():
+            if first_report.done() and not self._lost.done():
                 engine = self._engine = self._make_engine(executor, first_report.result())
                 cleanup.enter_context(self._meter.attached(engine, self._nodes))
                 cleanup.push_async_callback(engine.close)
@@ -424,13 +424,6 @@ def predict_by(forecast: Forecast | None) -> Predict | None:
         return forecast.chunk_s(stage, size.tokens, size.context_tokens)
 
     return predict
-
-
-def policy_of(settings: Settings) -> Policy:
-    """Return the scheduler's configuration: a setting for each of its fields but `steps_ahead`, by name."""
-    names = {each.name for each in fields(Policy)} - {"steps_ahead", "prefix_cache"}
-    given = {name: getattr(settings, name) for name in names}
-    return Policy(**given, prefix_cache=settings.prefix_cache == "on")
 
 
 def _head_hello(assignment: worker_pb2.StageAssignment, node: str) -> hello_pb2.Hello:

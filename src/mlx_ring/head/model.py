@@ -23,10 +23,9 @@ from mlx_ring.engine.live_request import LiveRequest
 from mlx_ring.engine.request_traces import RequestTracer
 from mlx_ring.engine.router import Routed, Router
 from mlx_ring.engine.streams import Vocabulary
-from mlx_ring.head.instance import policy_of
 from mlx_ring.head.instance_view import LOADING, InstanceService
 from mlx_ring.head.replica import Replica
-from mlx_ring.head.served_model import ServedModel, describe_model
+from mlx_ring.head.served_model import ServedModel, describe_model, policy_of
 from mlx_ring.models.pooling import Pooling, read_pooling
 from mlx_ring.settings.config import Settings
 
@@ -194,9 +193,6 @@ class HostedModel:
         for live, engine in zip(lives, cycle(serving), strict=False):
             engine.take_over([live])
 
-    def judge(self, loss: RingError) -> bool:
-        return self._held.judge(loss)
-
     @property
     def rejected(self) -> Mapping[str, int]:
         """Requests that were refused, by the error's name."""
@@ -275,10 +271,11 @@ class HostedModel:
     async def stop(self, reason: str) -> None:
         """End every instance and its requests, and free their memory."""
         tasks, self._tasks = self._tasks, []
+        self._has_served = False
+        self._held.fail(NotReady(reason))
         for service in self._serving():
             service.engine.fail(NotReady(reason))
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self.replicas, self._has_served = [], False
-        self._held.fail(NotReady(reason))
+        self.replicas = []

@@ -309,7 +309,7 @@ class Catalog:
                 replicas=len(candidate_sets),
                 meter=hosted.meter(number),
                 tracing=self._tracing,
-                keeper=hosted if hosted.settings.resume == "on" else None,
+                hold=hosted.hold if hosted.settings.resume == "on" else None,
             )
             for number, candidates in enumerate(candidate_sets)
         ]

@@ -12,7 +12,7 @@ from mlx_ring.core.engine_stats import Meter
 from mlx_ring.core.errors import NodeLost, RingError
 from mlx_ring.core.logs import set_log_epoch
 from mlx_ring.core.traces import Tracing
-from mlx_ring.engine.live_request import LiveRequest
+from mlx_ring.engine.live_request import Hold, LiveRequest, judge
 from mlx_ring.head.instance import Epoch, Instance
 from mlx_ring.head.instance_view import FIRST_EPOCH, InstanceService
 from mlx_ring.head.kv_memory import KvShares
@@ -42,18 +42,6 @@ class Watcher(Protocol):
         ...
 
 
-class Keeper(Protocol):
-    """Keeper of requests whose instance was lost."""
-
-    def hold(self, lives: Iterable[LiveRequest], loss: RingError) -> None:
-        """Keep requests in the order of their submission."""
-        ...
-
-    def judge(self, loss: RingError) -> bool:
-        """Find the requests that may have caused a loss. Return True if no machine is to blame."""
-        ...
-
-
 class Replica:
     """Replica of a model, which runs until it is cancelled."""
 
@@ -70,7 +58,7 @@ class Replica:
         replicas: int,
         meter: Meter,
         tracing: Tracing | None,
-        keeper: Keeper | None,
+        hold: Hold | None,
     ) -> None:
         """Prepare a replica.
 
@@ -85,9 +73,11 @@ class Replica:
             replicas: number of replicas of the model.
             meter: measurements of its instances.
             tracing: destination of traces.
-            keeper: keeps the requests of a lost instance; None: they end with an error.
+            hold: receives the requests of a lost instance; None: they end with an error.
         """
-        self._keeper = keeper
+        self._hold = hold
+        self._in_progress: list[LiveRequest] = []
+        """Requests that were in progress when the last instance was lost."""
         self._meter, self._tracing = meter, tracing
         self._settings = settings
         self._served = served
@@ -137,7 +127,14 @@ class Replica:
             log.warning("loading %s again%s", self._served.names[0], f" in {pause_s:g} s" if pause_s else "")
             await asyncio.sleep(pause_s)
 
+    def _keep(self, lives: Iterable[LiveRequest], loss: RingError) -> None:
+        interrupted = list(lives)
+        self._in_progress = [live for live in interrupted if live.was_in_progress]
+        if self._hold is not None:
+            self._hold(interrupted, loss)
+
     async def _run(self, epoch: Epoch, ready: Callable[[float], None], begun_s: float) -> None:
+        self._in_progress = []
         self.service.begin(epoch.instance, epoch.number, epoch.placement)
         self._watcher.planned(epoch.instance, epoch.placement)
 
@@ -154,10 +151,10 @@ class Replica:
             self._shares,
             self._meter,
             self._tracing,
-            None if self._keeper is None else self._keeper.hold,
+            None if self._hold is None else self._keep,
         )
         with self._machines.watching(epoch.instance, instance.on_node_lost):
             await instance.run(ready)
         self._meter.record_loss(instance.loss)
-        if self._keeper is None or instance.loss is None or not self._keeper.judge(instance.loss):
+        if instance.loss is None or not judge(self._in_progress, instance.loss):
             self._machines.record_failure(instance.loss, begun_s)

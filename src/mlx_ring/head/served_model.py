@@ -6,10 +6,11 @@ import logging
 import math
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from mlx_ring.core.engine_stats import Policy
 from mlx_ring.core.environment import quieten_transformers
 from mlx_ring.core.errors import ConfigError, ModelCorrupt
 from mlx_ring.engine.sequence import Limits
@@ -101,6 +102,13 @@ def describe_model(folder: ModelFolder) -> Mapping[str, object]:
         "weight_bytes_on_disk": folder.weight_bytes,
         "digest": folder.digest,
     }
+
+
+def policy_of(settings: Settings) -> Policy:
+    """Return the scheduler's configuration: a setting for each of its fields but `steps_ahead`, by name."""
+    names = {each.name for each in fields(Policy)} - {"steps_ahead", "prefix_cache"}
+    given = {name: getattr(settings, name) for name in names}
+    return Policy(**given, prefix_cache=settings.prefix_cache == "on")
 
 
 def memory_for_weights(folder: ModelFolder, dtype: str) -> int:

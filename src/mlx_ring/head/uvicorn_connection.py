@@ -38,8 +38,7 @@ from uvicorn.server import ServerState
 
 from mlx_ring.api.app import DIALECTS
 from mlx_ring.api.errors import transport_error
-from mlx_ring.core.traces import new_request_id
-from mlx_ring.host.addresses import whose
+from mlx_ring.core.traces import client_at, new_request_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +110,7 @@ def make_room(newcomer: Closable, connections: Iterable[object], limits: Connect
 def peer_of(transport: asyncio.BaseTransport) -> str:
     """Return the client that a connection belongs to; empty if the connection has no address."""
     address = cast("object", transport.get_extra_info("peername"))
-    return whose(str(cast("tuple[object, ...]", address)[0])) if isinstance(address, tuple) else ""
+    return client_at(str(cast("tuple[object, ...]", address)[0])) if isinstance(address, tuple) else ""
 
 
 log = logging.getLogger(__name__)

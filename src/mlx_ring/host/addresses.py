@@ -79,19 +79,6 @@ def _is_bare_ipv6(text: str) -> bool:
     return True
 
 
-def whose(host: str) -> str:
-    """Return the owner of a connection's address: one machine may use a whole /64 of IPv6."""
-    try:
-        address = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return host
-    if isinstance(address, ipaddress.IPv4Address):
-        return str(address)
-    if address.ipv4_mapped is not None:
-        return str(address.ipv4_mapped)
-    return str(ipaddress.ip_network((address, 64), strict=False))
-
-
 def bracketed(host: str) -> str:
     """Return the host as it stands before a port: an IPv6 address in brackets."""
     return f"[{host}]" if _is_bare_ipv6(host) else host

@@ -25,8 +25,7 @@ from mlx_ring.api.middleware.access_log import request_notes
 from mlx_ring.api.page.routes import wants_page
 from mlx_ring.api.settings import ApiSettings
 from mlx_ring.core.errors import Draining, Refused, Unauthenticated
-from mlx_ring.core.traces import CLIENT, REQUEST_ID, new_request_id
-from mlx_ring.host.addresses import whose
+from mlx_ring.core.traces import CLIENT, REQUEST_ID, client_at, new_request_id
 
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})
 """Methods that use no model. Draining neither refuses nor awaits them, because a page's request may last forever."""
@@ -185,7 +184,7 @@ class Guard:
         """Return the client's identity. Every key is compared in constant time, so the duration reveals nothing."""
         path, client = scope["path"], scope.get("client")
         if not self._keys or is_open(path) or (path == "/" and wants_page(headers.get("accept"))):
-            return "" if client is None else whose(client[0])
+            return "" if client is None else client_at(client[0])
         given = _given_key(headers)
         if given is None:
             raise Unauthenticated(
