@@ -64,7 +64,7 @@ def test_local_origin_may_read_responses(api: Api, origin: str) -> None:
     assert response.headers["access-control-allow-origin"] == origin
     assert response.headers["vary"] == "origin"
     exposed = set(response.headers["access-control-expose-headers"].split(", "))
-    assert exposed == {"x-request-id", "request-id", "retry-after", "x-should-retry"}
+    assert exposed == {"x-request-id", "request-id", "retry-after", "x-should-retry", "x-mlx-ring-resumed"}
 
 
 @pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://localhost@evil.example", "", "x"])
