@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from tests.engine.engines import BYTES, LIMITS, PLAIN, run_all
+from tests.engine.engines import BYTES, LIMITS, PLAIN
 
 from mlx_ring.core.engine_stats import Meter, Policy
 from mlx_ring.core.errors import RingError, WorkerLost
-from mlx_ring.core.generation import GenerateRequest, RequestStream
+from mlx_ring.core.generation import Delta, GenerateRequest, RequestStream
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.held_requests import HeldRequests
 from mlx_ring.engine.kv_budget import RankKv
@@ -92,4 +92,18 @@ class Succession:
         if self.engine is None:
             self.load()
         assert self.twin is not None
-        run_all(self.twin)
+        while self.twin.runnable() or self.twin.answering():
+            self.proceed(0)
+
+
+def tokens_of(deltas: Sequence[Delta]) -> list[int]:
+    return [token for delta in deltas for token in delta.token_ids]
+
+
+def run_to(succession: Succession, stream: RequestStream, tokens: int) -> list[Delta]:
+    """Let the ranks proceed until an answer has so many tokens."""
+    deltas: list[Delta] = []
+    while len(tokens_of(deltas)) < tokens:
+        succession.proceed(0)
+        deltas += stream.take()
+    return deltas

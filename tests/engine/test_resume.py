@@ -10,19 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.engine.engines import LIMITS, PLAIN, answer_of, make_request, scripted
-from tests.engine.successions import LOSS, Succession
+from tests.engine.successions import LOSS, Succession, run_to, tokens_of
 from tests.examples import examples
 
 from mlx_ring.core.engine_stats import Policy
 from mlx_ring.core.errors import (
     ContextExceeded,
     DeadlineExceeded,
-    NodeLost,
     NotReady,
     Overloaded,
-    RepeatedLoss,
     RequestError,
-    WorkerLost,
 )
 from mlx_ring.core.generation import Delta, GenerateRequest, RequestStream
 from mlx_ring.core.types import RankId
@@ -31,10 +28,6 @@ from mlx_ring.engine.twin import NextToken, hash_token
 
 SMALL_KV = RankKv(limit_bytes=8 * 3 * 256, bytes_per_token=8, bytes_per_sequence=0)
 """KV memory for three sequences."""
-
-
-def tokens_of(deltas: Sequence[Delta]) -> list[int]:
-    return [token for delta in deltas for token in delta.token_ids]
 
 
 def text_of(deltas: Sequence[Delta]) -> str:
@@ -114,15 +107,6 @@ def check(request: GenerateRequest, deltas: Sequence[Delta], model: NextToken) -
     assert logprobs == (expected.token_ids if request.sampling.logprobs else [])
     scored = [delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs is not None]
     assert scored == [delta.prompt_logprobs for delta in expected.deltas if delta.prompt_logprobs is not None]
-
-
-def run_to(succession: Succession, stream: RequestStream, tokens: int) -> list[Delta]:
-    """Let the ranks proceed until an answer has so many tokens."""
-    deltas: list[Delta] = []
-    while len(tokens_of(deltas)) < tokens:
-        succession.proceed(0)
-        deltas += stream.take()
-    return deltas
 
 
 def test_a_stop_string_is_found_across_a_loss() -> None:
@@ -332,87 +316,6 @@ def test_ranks_hold_nothing_after_interrupted_answers() -> None:
         succession.finish()
         assert succession.twin is not None
         assert succession.twin.held() == {RankId(0, 0): set(), RankId(1, 0): set()}
-
-    asyncio.run(run())
-
-
-def killer(token: int) -> WorkerLost:
-    """Return the loss of a worker that died of itself."""
-    return WorkerLost(f"Worker 0 of stage 1 died of token {token}.").of_worker()
-
-
-def test_a_request_that_kills_its_worker_each_time_ends_within_three_losses_and_the_others_finish() -> None:
-    poison = make_request(5, max_tokens=20)
-    prompt = list(poison.prompt_tokens)
-
-    async def run() -> tuple[list[RequestStream], RequestStream, int]:
-        succession = Succession(policy=replace(PLAIN, max_num_seqs=16))
-        succession.load()
-        lengths = (3, 4, 6, 7, 8, 9, 10, 11)
-        others = succession.submit(*(make_request(length, max_tokens=12) for length in lengths))
-        (bad,) = succession.submit(poison)
-        losses = 0
-        while succession.held or succession.engine is None or succession.engine.stats().scheduler.running:
-            if succession.engine is None:
-                succession.load()
-            twin = succession.twin
-            assert twin is not None
-            opened = {
-                operation.open.sequence
-                for step in twin.sent
-                for operation in step.operations
-                if operation.HasField("open") and operation.open.prompt_length == len(prompt)
-            }
-            if any(row.sequence in opened for step in twin.sent for row in step.rows):
-                losses += 1
-                succession.lose(killer(losses))
-                succession.judge(killer(losses))
-            else:
-                succession.proceed(0)
-        return others, bad, losses
-
-    others, bad, losses = asyncio.run(run())
-    assert losses == 3
-    assert isinstance(bad.error, RepeatedLoss)
-    for stream in others:
-        assert stream.take()[-1].completion_tokens == 12
-
-
-def test_an_innocent_request_runs_with_others_again_after_two_tokens() -> None:
-    async def run() -> None:
-        succession = Succession()
-        succession.load()
-        (first,) = succession.submit(make_request(max_tokens=20))
-        for number in range(2):
-            run_to(succession, first, 1 - number)
-            succession.lose(killer(number))
-            succession.judge(killer(number))
-            succession.load()
-        engine = succession.engine
-        assert engine is not None
-        (second,) = succession.submit(make_request(5, max_tokens=20))
-        assert engine.stats().scheduler.running == 1
-        run_to(succession, first, 3)
-        assert engine.stats().scheduler.running == 2
-        succession.finish()
-        assert second.take()[-1].finish_reason == "length"
-        assert second.error is None
-
-    asyncio.run(run())
-
-
-def test_the_loss_of_a_machine_makes_no_request_a_suspect() -> None:
-    async def run() -> None:
-        succession = Succession()
-        succession.load()
-        (stream,) = succession.submit(make_request(max_tokens=20))
-        for _ in range(5):
-            succession.proceed(0)
-            succession.lose(NodeLost("Node b was lost."))
-            assert not succession.judge(NodeLost("Node b was lost."))
-            succession.load()
-        succession.finish()
-        assert stream.take()[-1].finish_reason == "length"
 
     asyncio.run(run())
 
