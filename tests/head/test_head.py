@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -180,6 +181,17 @@ def test_an_answer_continues_when_a_worker_ends_or_hangs_which_is_named_and_repl
     reason = "ended by signal 9 (SIGKILL)" if fault == signal.SIGKILL else "it is stuck"
     assert f"(pid {worker.pid})" in log
     assert reason in log
+
+
+def test_answers_of_a_lost_replica_continue_on_the_other(tiny_model: Path, tmp_path: Path) -> None:
+    with serving(tiny_model, "--replicas", "2", folder=tmp_path) as server:
+        expected = complete(server.http)
+        worker = server.child("mlx_ring.worker")
+        with ThreadPoolExecutor() as threads:
+            other = threads.submit(interrupt, server.http, lambda: None)
+            first = interrupt(server.http, worker.kill)
+            assert (first.text, other.result().text) == (expected, expected)
+        assert server.stop() == 0
 
 
 def test_a_worker_that_answers_but_does_not_compute_is_replaced(tiny_model: Path, tmp_path: Path) -> None:
