@@ -18,7 +18,7 @@ from tests.profiles import made_up_profile
 
 from mlx_ring.agent.profiling import ProfileKey, ProfileOptions, ProfileStore
 from mlx_ring.core.types import RankId
-from mlx_ring.head.instance import Watched
+from mlx_ring.head.instance_watch import Watched
 from mlx_ring.host.machine import share_cores
 from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
 

@@ -18,7 +18,7 @@ from mlx_ring.cluster.agent_link import Report
 from mlx_ring.cluster.deployment import Site, WorkerPlace, deploy
 from mlx_ring.cluster.placement import Cut, make_assignments, shaping_settings
 from mlx_ring.core.engine_stats import Meter
-from mlx_ring.core.errors import NodeLost, RingError, WorkerLost, WorkerStuck
+from mlx_ring.core.errors import RingError, WorkerLost
 from mlx_ring.core.traces import Tracing
 from mlx_ring.core.types import RankId
 from mlx_ring.engine.engine import Engine
@@ -26,9 +26,10 @@ from mlx_ring.engine.executor import GrpcExecutor, RankAddress
 from mlx_ring.engine.kv_budget import Allowance, Place
 from mlx_ring.engine.live_request import Hold
 from mlx_ring.engine.request_traces import RequestTracer
-from mlx_ring.engine.step_times import Predict, StepSize, Unanswered
+from mlx_ring.engine.step_times import Predict, StepSize
 from mlx_ring.engine.streams import Vocabulary
 from mlx_ring.head.instance_view import InstanceService
+from mlx_ring.head.instance_watch import InstanceWatch
 from mlx_ring.head.kv_memory import KvShares, KvUser, Reservation
 from mlx_ring.head.placing import Placement
 from mlx_ring.head.rank_placements import set_rdma, set_routes
@@ -36,35 +37,11 @@ from mlx_ring.head.served_model import ServedModel, memory_for_weights, policy_o
 from mlx_ring.models.tensor_shares import read_tensor_sizes, share_out
 from mlx_ring.planner.forecast import Forecast
 from mlx_ring.rpc.backends import AUTO
-from mlx_ring.rpc.channels import limit_silence
 from mlx_ring.rpc.hello import make_hello
-from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
+from mlx_ring.rpc.protos import hello_pb2, worker_pb2
 from mlx_ring.rpc.tls.credentials import Credentials
 from mlx_ring.settings.config import Settings
 from mlx_ring.settings.named_group import named_addresses, named_machines
-
-LOOK_S = 1.0
-"""Time between two checks."""
-
-
-class StuckWatch:
-    """Detector of a rank that is stuck.
-
-    A rank is stuck if it is late in two checks in a row. After a pause of the head itself, every rank is late
-    in the first check. Before the second one, the head reads the answers that arrived meanwhile.
-    """
-
-    def __init__(self) -> None:
-        self._late: tuple[object, int] | None = None
-
-    def look(self, owed: Unanswered | None) -> Unanswered | None:
-        """Return the rank that is stuck, if any."""
-        before, self._late = self._late, None
-        if owed is None or not owed.is_late:
-            return None
-        self._late = (owed.rank, owed.step)
-        return owed if self._late == before else None
-
 
 log = logging.getLogger(__name__)
 
@@ -73,8 +50,6 @@ _late_stops: set[asyncio.Task[None]] = set()
 """Requests to nodes that no longer answer, to stop their workers."""
 _BETTER_REASON_S = 1.0
 """Time to wait for the reason of a loss: a stream breaks a moment before the worker's end is reported."""
-SILENCE_S = 3.0
-"""Time without a report after which an agent or a worker counts as stuck; both report every second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +93,9 @@ class Instance:
         self._report = report
         self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._explained = asyncio.Event()
-        self._engine: Engine | None = None
-        self._silent_nodes: set[str] = set()
-        """Nodes that no longer answer the head."""
+        self.watch = InstanceWatch(
+            epoch.instance, epoch.placement, self.lose, (service.record_workers, shares.record_workers)
+        )
         self.loss: RingError | None = None
         """Best known reason of the loss."""
 
@@ -133,18 +108,6 @@ class Instance:
             self._explained.set()
         if not self._lost.done():
             self._lost.set_result(None)
-
-    def on_node_lost(self, node: str, reason: str) -> None:
-        """End the instance if the lost node has a part of it."""
-        stages = [
-            str(stage)
-            for stage, ranks in enumerate(self._epoch.placement.ranks)
-            if any(placed.site.node == node for placed in ranks)
-        ]
-        if stages:
-            self._silent_nodes.add(node)
-            error = NodeLost(f"Node {node}, which has stage {' and '.join(stages)}, was lost: {reason}.")
-            self.lose(error.blamed_on(node))
 
     async def run(self, ready: Callable[[float], None]) -> None:
         """Load and serve until the loss. `ready` receives the seconds that loading took.
@@ -170,21 +133,16 @@ class Instance:
                 trust=epoch.trust,
             )
             cleanup.push_async_callback(executor.close)
-            watched = Watched(epoch.instance, len(epoch.placement.nodes))
-            first_report: asyncio.Future[Mapping[Place, worker_pb2.WorkerStatus]] = (
-                self._lost.get_loop().create_future()
-            )
             for site in epoch.placement.nodes:
-                task = asyncio.create_task(
-                    self._watch(site, hello, watched, first_report), name=f"watch {site.node}"
-                )
+                task = asyncio.create_task(self.watch.follow_agent(site, hello), name=f"watch {site.node}")
                 cleanup.push_async_callback(_end, task)
+            first_report = self.watch.first_report
             await asyncio.wait((first_report, self._lost), return_when=asyncio.FIRST_COMPLETED)
             if first_report.done() and not self._lost.done():
-                engine = self._engine = self._make_engine(executor, first_report.result())
+                engine = self._make_engine(executor, first_report.result())
                 cleanup.enter_context(self._meter.attached(engine, self._nodes))
                 cleanup.push_async_callback(engine.close)
-                looking = asyncio.create_task(self._find_stuck(engine), name="deadlines")
+                looking = asyncio.create_task(self.watch.find_stuck(engine), name="deadlines")
                 cleanup.push_async_callback(_end, looking)
                 self._service.serve(engine)
                 _spare_the_collector()
@@ -250,60 +208,6 @@ class Instance:
             loading.cancel()
             await asyncio.wait((loading,))
 
-    async def _watch(
-        self,
-        site: Site,
-        hello: hello_pb2.Hello,
-        watched: Watched,
-        first_report: asyncio.Future[Mapping[Place, worker_pb2.WorkerStatus]],
-    ) -> None:
-        """Follow the reports of a node's agent, until the agent or one of its workers ends."""
-        try:
-            async for event in limit_silence(site.link.watch(hello), SILENCE_S):
-                self._service.record_workers(event)
-                self._shares.record_workers(event)
-                workers = watched.record(event)
-                if workers is not None and not first_report.done():
-                    first_report.set_result(workers)
-                for state in event.workers:
-                    if state.instance == self._epoch.instance:
-                        self._check(state, site)
-        except TimeoutError:
-            self._silent_nodes.add(site.node)
-            error = WorkerStuck(f"The agent of {site.node} has sent nothing for {SILENCE_S:g} s.")
-            self.lose(error.blamed_on(site.node))
-        except RingError as error:
-            self._silent_nodes.add(site.node)
-            self.lose(error.blamed_on(site.node))
-
-    def _check(self, state: agent_pb2.WorkerState, site: Site) -> None:
-        label = f"The worker of stage {state.stage}, rank {state.rank} on {site.node} (pid {state.pid})"
-        if not state.alive:
-            self.lose(WorkerLost(f"{label} {state.exit_reason}.").of_worker().blamed_on(site.node))
-        elif state.status.phase == "ready" and state.silent_s >= SILENCE_S:
-            error = WorkerStuck(f"{label} has not answered for {state.silent_s:.0f} s; it is stuck.")
-            self.lose(error.of_worker().blamed_on(site.node))
-        elif self._engine is not None:
-            self._engine.record_started(RankId(state.stage, state.rank), state.status.last_step)
-
-    async def _find_stuck(self, engine: Engine) -> None:
-        """Check regularly for a rank that owes an answer for too long although it is alive."""
-        watch = StuckWatch()
-        while True:
-            await asyncio.sleep(LOOK_S)
-            if (stuck := watch.look(engine.oldest_unanswered())) is not None:
-                self.lose(self._stuck(stuck))
-                return
-
-    def _stuck(self, owed: Unanswered) -> RingError:
-        stage, rank = owed.rank
-        node = self._epoch.placement.ranks[stage][rank].site.node
-        error = WorkerStuck(
-            f"Stage {stage}, rank {rank} on {node} has made no progress on step {owed.step} for "
-            f"{owed.waited_s:.0f} s, more than the limit of {owed.deadline_s:.0f} s; its worker is stuck."
-        )
-        return error.of_worker().blamed_on(node)
-
     def _make_engine(
         self, executor: GrpcExecutor, workers: Mapping[Place, worker_pb2.WorkerStatus]
     ) -> Engine:
@@ -347,11 +251,11 @@ class Instance:
             *(
                 self._stop_on(site)
                 for site in self._epoch.placement.nodes
-                if site.node not in self._silent_nodes
+                if site.node not in self.watch.silent_nodes
             )
         )
         for site in self._epoch.placement.nodes:
-            if site.node in self._silent_nodes:
+            if site.node in self.watch.silent_nodes:
                 task = asyncio.create_task(self._stop_on(site), name=f"stop on {site.node}")
                 _late_stops.add(task)
                 task.add_done_callback(_late_stops.discard)
@@ -387,25 +291,6 @@ def assign(
         group=named_addresses(settings),
         shaping=shaping_settings(settings),
     )
-
-
-class Watched:
-    """Status of an instance's workers, on all its nodes."""
-
-    def __init__(self, instance: str, nodes: int) -> None:
-        self._instance = instance
-        self._nodes = nodes
-        self._by_node: dict[str, dict[Place, worker_pb2.WorkerStatus]] = {}
-
-    def record(self, event: agent_pb2.AgentEvent) -> dict[Place, worker_pb2.WorkerStatus] | None:
-        """Record an event; return the status of all workers, or None until every node is ready."""
-        node = event.hello.node
-        ours = [state for state in event.workers if state.instance == self._instance]
-        if ours and all(state.status.phase == "ready" for state in ours):
-            self._by_node[node] = {(node, RankId(state.stage, state.rank)): state.status for state in ours}
-        if len(self._by_node) < self._nodes:
-            return None
-        return {place: status for statuses in self._by_node.values() for place, status in statuses.items()}
 
 
 async def _end(task: asyncio.Task[None]) -> None:

@@ -153,7 +153,7 @@ class Replica:
             self._tracing,
             None if self._hold is None else self._keep,
         )
-        with self._machines.watching(epoch.instance, instance.on_node_lost):
+        with self._machines.watching(epoch.instance, instance.watch.on_node_lost):
             await instance.run(ready)
         self._meter.record_loss(instance.loss)
         if instance.loss is None or not judge(self._in_progress, instance.loss):

@@ -7,7 +7,7 @@ from dataclasses import fields
 from mlx_ring.core.engine_stats import Policy
 from mlx_ring.core.types import RankId
 from mlx_ring.engine.step_times import Unanswered
-from mlx_ring.head.instance import StuckWatch
+from mlx_ring.head.instance_watch import StuckWatch
 from mlx_ring.head.served_model import policy_of
 from mlx_ring.settings.config import Settings
 
