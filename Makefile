@@ -8,13 +8,13 @@ ARGS ?=
 BY_FILE := --dist loadfile --no-loadscope-reorder
 SIDE_BY_SIDE := -n 6 $(BY_FILE)
 # Tests that start no processes. tests/process_marks.py marks the others.
-WITHOUT_PROCESSES := not conformance and not processes
+WITHOUT_PROCESSES := not conformance and not faults and not processes
 FAST := --hypothesis-profile fast -n 4 $(BY_FILE)
 # Tests start hundreds of processes. Without bytecode files, each would compile all its imports again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-oldest check check-page english conformance architectures clients bench protos docs format clean
+.PHONY: help setup demo test test-fast test-oldest check check-page english conformance architectures clients faults bench protos docs format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,8 +34,8 @@ demo: .venv/.ready-run ## install, and serve the demo model over two stages (ARG
 	@$(BIN)/mlx-ring serve demo --stages 2 $(ARGS)
 
 test: .venv/.ready-dev ## install, and run the tests (ARGS="-k scheduler"; ARGS="-n 0" for one process)
-	$(BIN)/pytest -m "not conformance" $(SIDE_BY_SIDE) $(ARGS)
-	@echo "Not included: conformance tests of every architecture and client (make conformance)."
+	$(BIN)/pytest -m "not conformance and not faults" $(SIDE_BY_SIDE) $(ARGS)
+	@echo "Not included: conformance tests of every architecture and client (make conformance), and most faults (make faults)."
 
 test-fast: .venv/.ready-dev ## run the quick tests: no processes, no long computation
 	$(BIN)/pytest -m "$(WITHOUT_PROCESSES) and not slow" $(FAST) $(ARGS)
@@ -77,6 +77,9 @@ architectures: .venv/.ready-dev ## compare every architecture, split and whole; 
 
 clients: .venv/.ready-dev ## test real clients, each in its own environment; write docs/clients.md (ARGS="-k litellm")
 	$(BIN)/pytest tests/clients -m conformance --write-table $(ARGS)
+
+faults: .venv/.ready-dev ## disturb answers by faults of real workers, machines and links (about 15 minutes)
+	$(BIN)/pytest -m faults tests/faults $(ARGS)
 
 bench: .venv/.ready-dev ## compare with mlx-lm on this machine
 	$(BIN)/python bench/compare.py $(ARGS)

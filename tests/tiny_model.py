@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.worker.random_models import QWEN3, write_random_model
@@ -26,20 +27,19 @@ _LARGE = {
 def write_tiny_model(folder: Path, vocabulary: int = 320, kv_heads: int = 2) -> Path:
     """Write a model of five layers and 320 token ids, of which 258 have a text. Its answers are noise."""
     write_random_model(folder, QWEN3 | {"vocab_size": vocabulary, "num_key_value_heads": kv_heads})
-    return _write_tokenizer(folder)
+    return write_tokenizer(folder, sorted(pre_tokenizers.ByteLevel.alphabet()))
 
 
 def write_large_model(folder: Path) -> Path:
     """Write a model of 18 layers of 15.7 MB, large enough for placement to matter. Each of its 258 token ids has a text."""
     write_random_model(folder, _LARGE, spread=0.04, norm=1.0)
-    return _write_tokenizer(folder)
+    return write_tokenizer(folder, sorted(pre_tokenizers.ByteLevel.alphabet()))
 
 
-def _write_tokenizer(folder: Path) -> Path:
+def write_tokenizer(folder: Path, characters: Sequence[str]) -> Path:
+    """Write a tokenizer with a token for each of these bytes, as characters of `ByteLevel`, and two special ones before them."""
     vocabulary = {"<|pad|>": 0, "<|end|>": 1}
-    vocabulary |= {
-        character: 2 + at for at, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
-    }
+    vocabulary |= {character: 2 + at for at, character in enumerate(characters)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -1,0 +1,341 @@
+"""The same request in each dialect, streamed and whole. A stream must be one complete, unbroken answer."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+TEMPERATURE = 1.0
+"""Temperature of seeded requests; the others are greedy."""
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A request without its dialect."""
+
+    prompt: str
+    max_tokens: int
+    seed: int | None = None
+    stop: str = ""
+    schema: Mapping[str, object] | None = None
+    choices: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One choice of an answer."""
+
+    text: str
+    finish: str
+    names: tuple[str, ...] = ()
+    """Text of each token, where log-probabilities were asked for."""
+    logprobs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A complete answer."""
+
+    choices: tuple[Choice, ...]
+    prompt_tokens: int
+    completion_tokens: int
+    was_paused: bool = False
+    """True if the answer says that it was interrupted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """A dialect: its path, its body, and the reading of its answers."""
+
+    path: str
+    body: Callable[[Question], Json]
+    whole: Callable[[Json], Answer]
+    stream: Callable[[Sequence[str]], Answer]
+    stream_fields: Mapping[str, object]
+    """Fields of a streamed request."""
+    missing: frozenset[str] = frozenset()
+    """Fields of a question that it does not have."""
+
+    def whole_body(self, question: Question) -> Json:
+        return {**self.body(question), "stream": False}
+
+    def stream_body(self, question: Question) -> Json:
+        return {**self.body(question), **self.stream_fields}
+
+
+def ask(client: httpx.Client, url: str, dialect: Dialect, question: Question, *, streams: bool) -> Answer:
+    """Send a question, and return the complete answer."""
+    if not streams:
+        answer = client.post(url + dialect.path, json=dialect.whole_body(question))
+        assert answer.status_code == 200, answer.text
+        found = dialect.whole(answer.json())
+        was_resumed = answer.headers.get("x-mlx-ring-resumed") == "true"
+        return Answer(found.choices, found.prompt_tokens, found.completion_tokens, was_resumed)
+    with client.stream("POST", url + dialect.path, json=dialect.stream_body(question)) as answer:
+        assert answer.status_code == 200, answer.read()
+        return dialect.stream([line for line in answer.iter_lines() if line])
+
+
+# ---- events
+
+
+def _events(lines: Iterable[str]) -> tuple[list[Json], bool]:
+    """Return a stream's events, and True if a comment announced a pause. Nothing may follow `[DONE]`."""
+    events, comments, is_done = list[Json](), list[str](), False
+    for line in lines:
+        assert not is_done, f"{line} follows the end"
+        if line.startswith(":"):
+            comments.append(line)
+        elif line == "data: [DONE]":
+            is_done = True
+        elif line.startswith("data: "):
+            event: Json = json.loads(line.removeprefix("data: "))
+            assert "error" not in event, event["error"]
+            events.append(event)
+    return events, ": resuming" in comments
+
+
+@dataclass(slots=True)
+class _Parts:
+    """Parts of a choice."""
+
+    text: str = ""
+    finish: str = ""
+    names: tuple[str, ...] = ()
+    logprobs: tuple[float, ...] = ()
+
+    def end(self, reason: str) -> None:
+        """Record the end, which a choice has once."""
+        assert not self.finish, f"it ended twice: {self.finish}, {reason}"
+        self.finish = reason
+
+    @property
+    def choice(self) -> Choice:
+        assert self.finish, "it has no end"
+        return Choice(self.text, self.finish, self.names, self.logprobs)
+
+
+def _numbered(parts: Mapping[int, _Parts]) -> tuple[Choice, ...]:
+    return tuple(parts[index].choice for index in sorted(parts))
+
+
+def _sampling(question: Question, **names: str) -> Json:
+    """Return the sampling fields that most dialects have, some under other names."""
+    given: Json = {"temperature": 0 if question.seed is None else TEMPERATURE}
+    if question.seed is not None:
+        given["seed"] = question.seed
+    given[names.get("max_tokens", "max_tokens")] = question.max_tokens
+    if question.stop:
+        given[names.get("stop", "stop")] = [question.stop]
+    if question.choices > 1:
+        given["n"] = question.choices
+    return given
+
+
+def _messages(question: Question) -> list[Json]:
+    return [{"role": "user", "content": question.prompt}]
+
+
+# ---- OpenAI's chat completions and completions
+
+
+def _chat_body(question: Question) -> Json:
+    given = {"messages": _messages(question), "logprobs": True, **_sampling(question)}
+    if question.schema is not None:
+        schema = {"name": "answer", "schema": question.schema}
+        given["response_format"] = {"type": "json_schema", "json_schema": schema}
+    return given
+
+
+def _completion_body(question: Question) -> Json:
+    return {"prompt": question.prompt, "logprobs": 0, **_sampling(question)}
+
+
+def _add_chat_logprobs(parts: _Parts, entries: Sequence[Json]) -> None:
+    parts.names += tuple(entry["token"] for entry in entries)
+    parts.logprobs += tuple(entry["logprob"] for entry in entries)
+
+
+def _add_openai(parts: _Parts, choice: Json) -> None:
+    """Add a choice of an answer, or of a chunk."""
+    message: Json = choice.get("message") or choice.get("delta") or {}
+    parts.text += message.get("content") or choice.get("text") or ""
+    logprobs: Json = choice.get("logprobs") or {}
+    _add_chat_logprobs(parts, logprobs.get("content") or ())
+    parts.names += tuple(logprobs.get("tokens") or ())
+    parts.logprobs += tuple(logprobs.get("token_logprobs") or ())
+    if choice.get("finish_reason"):
+        parts.end(choice["finish_reason"])
+
+
+def _openai_answer(events: Sequence[Json], *, was_paused: bool) -> Answer:
+    parts = defaultdict[int, _Parts](_Parts)
+    for event in events:
+        for choice in event["choices"]:
+            _add_openai(parts[choice["index"]], choice)
+    usages = [event["usage"] for event in events if event.get("usage")]
+    assert len(usages) == 1
+    assert len({event["id"] for event in events}) == 1
+    used = usages[0]
+    return Answer(_numbered(parts), used["prompt_tokens"], used["completion_tokens"], was_paused)
+
+
+def _openai_whole(answer: Json) -> Answer:
+    return _openai_answer([answer], was_paused=False)
+
+
+def _openai_stream(lines: Sequence[str]) -> Answer:
+    assert lines[-1] == "data: [DONE]"
+    events, was_paused = _events(lines)
+    return _openai_answer(events, was_paused=was_paused)
+
+
+# ---- OpenAI's Responses
+
+
+def _responses_body(question: Question) -> Json:
+    given = {
+        "input": question.prompt,
+        "include": ["message.output_text.logprobs"],
+        **_sampling(question, max_tokens="max_output_tokens"),
+    }
+    if question.schema is not None:
+        given["text"] = {"format": {"type": "json_schema", "name": "answer", "schema": question.schema}}
+    return given
+
+
+def _responses_whole(answer: Json) -> Answer:
+    parts = _Parts()
+    for item in answer["output"]:
+        for content in item["content"]:
+            parts.text += content["text"]
+            _add_chat_logprobs(parts, content["logprobs"])
+    details: Json = answer.get("incomplete_details") or {}
+    parts.end(details.get("reason") or answer["status"])
+    used = answer["usage"]
+    return Answer((parts.choice,), used["input_tokens"], used["output_tokens"])
+
+
+def _responses_stream(lines: Sequence[str]) -> Answer:
+    assert lines[-1] == "data: [DONE]"
+    events, was_paused = _events(lines)
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    last = events[-1]
+    assert last["type"] in ("response.completed", "response.incomplete")
+    assert len({event["response"]["id"] for event in events if "response" in event}) == 1
+    deltas = [event for event in events if event["type"] == "response.output_text.delta"]
+    streamed = _Parts("".join(event["delta"] for event in deltas))
+    for event in deltas:
+        _add_chat_logprobs(streamed, event["logprobs"])
+    found = _responses_whole(last["response"])
+    (choice,) = found.choices
+    assert (streamed.text, streamed.names) == (choice.text, choice.names)
+    return Answer(found.choices, found.prompt_tokens, found.completion_tokens, was_paused)
+
+
+# ---- Anthropic's messages
+
+
+def _anthropic_body(question: Question) -> Json:
+    given = {"messages": _messages(question), **_sampling(question, stop="stop_sequences")}
+    if question.schema is not None:
+        given["output_config"] = {"format": {"type": "json_schema", "schema": question.schema}}
+    return given
+
+
+def _anthropic_whole(answer: Json) -> Answer:
+    parts = _Parts("".join(block["text"] for block in answer["content"]))
+    parts.end(answer["stop_reason"])
+    used = answer["usage"]
+    return Answer((parts.choice,), used["input_tokens"], used["output_tokens"])
+
+
+def _anthropic_stream(lines: Sequence[str]) -> Answer:
+    events, _ = _events(lines)
+    kinds = [event["type"] for event in events]
+    assert (kinds[0], kinds[-1]) == ("message_start", "message_stop")
+    assert all(kinds.count(kind) == 1 for kind in ("message_start", "message_delta", "message_stop"))
+    assert kinds.count("content_block_start") == kinds.count("content_block_stop") <= 1
+    deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+    parts = _Parts("".join(delta["text"] for delta in deltas))
+    end = events[kinds.index("message_delta")]
+    parts.end(end["delta"]["stop_reason"])
+    prompt_tokens = events[0]["message"]["usage"]["input_tokens"]
+    return Answer((parts.choice,), prompt_tokens, end["usage"]["output_tokens"], "ping" in kinds)
+
+
+# ---- Ollama's chat and generate
+
+
+def _ollama_body(question: Question) -> Json:
+    options = _sampling(question, max_tokens="num_predict")
+    given: Json = {"logprobs": True, "options": options}
+    return given if question.schema is None else given | {"format": question.schema}
+
+
+def _ollama_chat_body(question: Question) -> Json:
+    return {"messages": _messages(question), **_ollama_body(question)}
+
+
+def _ollama_generate_body(question: Question) -> Json:
+    return {"prompt": question.prompt, **_ollama_body(question)}
+
+
+def _ollama_answer(events: Sequence[Json], *, was_paused: bool) -> Answer:
+    parts = _Parts()
+    for event in events:
+        assert "error" not in event, event["error"]
+        parts.text += event["message"]["content"] if "message" in event else event["response"]
+        _add_chat_logprobs(parts, event.get("logprobs") or ())
+    assert [bool(event["done"]) for event in events] == [False] * (len(events) - 1) + [True]
+    last = events[-1]
+    parts.end(last["done_reason"])
+    return Answer((parts.choice,), last["prompt_eval_count"], last["eval_count"], was_paused)
+
+
+def _ollama_whole(answer: Json) -> Answer:
+    return _ollama_answer([answer], was_paused=False)
+
+
+def _ollama_stream(lines: Sequence[str]) -> Answer:
+    events: list[Json] = [json.loads(line) for line in lines]
+    # A line without text, before the end, announces a pause.
+    empty = [
+        event
+        for event in events[:-1]
+        if not (event.get("response") or event.get("message", {}).get("content"))
+    ]
+    return _ollama_answer(events, was_paused=bool(empty))
+
+
+_WITH_USAGE = {"stream": True, "stream_options": {"include_usage": True}}
+_STREAMED = {"stream": True}
+DIALECTS: Mapping[str, Dialect] = {
+    "chat": Dialect("/v1/chat/completions", _chat_body, _openai_whole, _openai_stream, _WITH_USAGE),
+    "completions": Dialect(
+        *("/v1/completions", _completion_body, _openai_whole, _openai_stream, _WITH_USAGE),
+        missing=frozenset({"schema"}),
+    ),
+    "responses": Dialect(
+        *("/v1/responses", _responses_body, _responses_whole, _responses_stream, _STREAMED),
+        missing=frozenset({"stop", "choices"}),
+    ),
+    "messages": Dialect(
+        *("/v1/messages", _anthropic_body, _anthropic_whole, _anthropic_stream, _STREAMED),
+        missing=frozenset({"choices"}),
+    ),
+    "ollama chat": Dialect(
+        *("/api/chat", _ollama_chat_body, _ollama_whole, _ollama_stream, _STREAMED),
+        missing=frozenset({"choices"}),
+    ),
+    "ollama generate": Dialect(
+        *("/api/generate", _ollama_generate_body, _ollama_whole, _ollama_stream, _STREAMED),
+        missing=frozenset({"choices"}),
+    ),
+}

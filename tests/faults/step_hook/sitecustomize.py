@@ -1,0 +1,154 @@
+"""Stop a worker at a chosen step, on request. Processes also tell how many asyncio tasks they have.
+
+Python imports a module of this name when it starts. It works with this folder in `PYTHONPATH` and a folder in
+`STOP_AT_STEPS_IN`. Then a process and each of its children listen there on a Unix socket named after the process id.
+
+A client sends a condition, as a line of JSON. The worker stops before it takes in the first step that satisfies it, and
+sends what it knows of its sequences. It waits for another condition, or continues when the client closes the connection.
+
+A worker kills itself before the first step that satisfies the condition in the file `fatal.json` of the folder, if there
+is one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.abc
+import importlib.machinery
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+_FOLDER = os.environ.get("STOP_AT_STEPS_IN")  # noqa: TID251 - read before anything of the product is imported
+_RUNNER = "mlx_ring.worker.runner"
+_FATAL = "fatal.json"
+
+
+class _Steps:
+    """Steps of this process, if it is a worker. Only its compute thread calls `before`."""
+
+    def __init__(self, folder: Path) -> None:
+        fatal = folder / _FATAL
+        self._fatal: dict[str, int] | None = json.loads(fatal.read_text()) if fatal.exists() else None
+        self._sequences: dict[int, dict[str, int]] = {}
+        """Each open sequence: its prompt's length, and the start and number of draft tokens of its last row."""
+        self._epoch = 0
+        self._client: tuple[Any, dict[str, int]] | None = None
+        """Connection, as a file, and its condition."""
+
+    def listen(self, listener: socket.socket) -> None:
+        while True:
+            connection, _ = listener.accept()
+            lines = connection.makefile("rw")
+            request = json.loads(lines.readline())
+            if request == "tasks":
+                lines.write(f"{_count_tasks()}\n")
+                lines.close()
+                connection.close()
+            else:
+                self._client = (lines, request)
+
+    def before(self, step: Any) -> None:
+        """Note the sequences of a step, and stop if it satisfies the condition."""
+        if step.epoch != self._epoch:
+            self._epoch = step.epoch
+            self._sequences.clear()
+        for operation in step.operations:
+            self._apply(operation)
+        rows: list[dict[str, int]] = []
+        for row in step.rows:
+            known = self._sequences.setdefault(row.sequence, {"prompt": 0})
+            known |= {"start": row.start, "draft": len(row.draft)}
+            rows.append(known)
+        if self._fatal is not None and any(_satisfies(row, self._fatal) for row in rows):
+            os.kill(os.getpid(), signal.SIGKILL)
+        while self._client is not None and any(_satisfies(row, self._client[1]) for row in rows):
+            self._wait(step.step)
+
+    def _apply(self, operation: Any) -> None:
+        if operation.HasField("open"):
+            self._sequences[operation.open.sequence] = {"prompt": operation.open.prompt_length}
+        elif operation.HasField("reset"):
+            self._sequences.clear()
+        elif operation.HasField("free"):
+            self._sequences.pop(operation.free.sequence, None)
+        elif operation.HasField("park"):
+            self._sequences.pop(operation.park.sequence, None)
+
+    def _wait(self, step: int) -> None:
+        """Report the sequences, and wait for the client's next condition."""
+        assert self._client is not None
+        lines, _ = self._client
+        self._client = None
+        try:
+            lines.write(json.dumps({"step": step, "sequences": list(self._sequences.values())}) + "\n")
+            lines.flush()
+            if line := lines.readline():
+                self._client = (lines, json.loads(line))
+        except OSError:
+            """The client has closed the connection."""
+
+
+def _satisfies(row: dict[str, int], condition: dict[str, int]) -> bool:
+    """Return True for a row of the condition's prompt, from a position on."""
+    return row["prompt"] == condition["prompt"] and row["start"] >= condition["start"]
+
+
+def _count_tasks() -> int:
+    """Return the number of tasks that have not ended."""
+    tasks: Any = asyncio.tasks
+    return sum(not task.done() for task in list(tasks._scheduled_tasks)) if "asyncio" in sys.modules else 0
+
+
+def _stop_at_steps(steps: _Steps, runner_module: Any) -> None:
+    take = runner_module.StageRunner.take
+
+    def stop_and_take(runner: Any, step: Any, arrived_us: int) -> Any:
+        steps.before(step)
+        return take(runner, step, arrived_us)
+
+    runner_module.StageRunner.take = stop_and_take
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finder of the module that takes in steps."""
+
+    def __init__(self, steps: _Steps) -> None:
+        self._steps = steps
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != _RUNNER:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        loader: Any = None if spec is None else spec.loader
+        if loader is not None:
+            load = loader.exec_module
+
+            def load_and_change(module: ModuleType) -> None:
+                load(module)
+                _stop_at_steps(self._steps, module)
+
+            loader.exec_module = load_and_change
+        return spec
+
+
+def _begin(folder: Path) -> None:
+    steps = _Steps(folder)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(folder / f"{os.getpid()}.sock"))
+    listener.listen()
+    threading.Thread(target=steps.listen, args=(listener,), daemon=True, name="stop at steps").start()
+    sys.meta_path.insert(0, _Finder(steps))
+
+
+if _FOLDER:
+    _begin(Path(_FOLDER))

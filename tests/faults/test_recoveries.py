@@ -1,0 +1,243 @@
+"""Recoveries on one machine: published clients, a request that kills its worker, and what many recoveries leave behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import ollama
+import openai
+import psutil
+import pytest
+from tests.eventually import eventually
+from tests.faults.comparison import Judge
+from tests.faults.dialects import DIALECTS, Question, ask
+from tests.faults.disturbances import CHUNK, PLACES, Cover, Disturber, Ledger, question_of
+from tests.faults.injection import Served, Stopped, count_tasks, make_fatal, stopping_at_steps
+from tests.faults.models import write_model
+from tests.processes import serving
+
+_FLAGS = ("--stages", "2", "--prefill-chunk", str(CHUNK), "--prefix-cache", "off", "--max-model-len", "1024")
+RECOVERIES, WARM_UP = 100, 10
+"""Number of recoveries, and of those after which the first count is taken."""
+
+
+@contextmanager
+def served(model: Path, folder: Path, hook: Path, *flags: str) -> Generator[Served]:
+    """Serve a model in two stages."""
+    with serving(model, *_FLAGS, *flags, folder=folder) as server, ThreadPoolExecutor(16) as threads:
+        yield Served(server, hook, server.http, threads)
+        assert server.stop() == 0
+        assert server.all_ended()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("models") / "dense", "dense")
+
+
+@pytest.mark.timeout(200)
+def test_answers_of_every_dialect_continue_after_the_loss_of_a_worker_at_any_moment(
+    model: Path, tmp_path: Path
+) -> None:
+    ledger = Ledger()
+    with stopping_at_steps() as hook, served(model, tmp_path, hook, "--max-num-seqs", str(PLACES)) as running:
+        disturber = Disturber(running, "dense", Judge(model), Cover(), ledger)
+        for _ in range(2):
+            disturber.disturb("worker killed")
+    assert ledger.wrong() == []
+    assert all(run.was_hit and run.was_resumed for run in ledger.runs if run.moment != "drafts")
+    assert {run.dialect for run in ledger.runs} == set(DIALECTS)
+
+
+# ---- published clients
+
+
+_PROMPT, _TOKENS, _CUT_AT = "Tell me", 60, 12
+
+
+def _read_openai(url: str, add: Callable[[str], None]) -> str:
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    reasons: list[str] = []
+    messages: Any = [{"role": "user", "content": _PROMPT}]
+    for chunk in client.chat.completions.create(
+        model="dense", messages=messages, stream=True, max_tokens=_TOKENS, temperature=1, seed=7
+    ):
+        for choice in chunk.choices:
+            add(choice.delta.content or "")
+            reasons += [choice.finish_reason] if choice.finish_reason else []
+    (reason,) = reasons
+    return reason
+
+
+def _read_responses(url: str, add: Callable[[str], None]) -> str:
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    kinds: list[str] = []
+    extra = {"seed": 7}
+    with client.responses.stream(
+        model="dense", input=_PROMPT, max_output_tokens=_TOKENS, temperature=1, extra_body=extra
+    ) as stream:
+        for event in stream:
+            kinds.append(event.type)
+            if event.type == "response.output_text.delta":
+                add(event.delta)
+    return kinds[-1]
+
+
+def _read_anthropic(url: str, add: Callable[[str], None]) -> str:
+    client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
+    messages: Any = [{"role": "user", "content": _PROMPT}]
+    sampling = {"temperature": 1, "seed": 7}
+    with client.messages.stream(
+        model="dense", messages=messages, max_tokens=_TOKENS, extra_body=sampling
+    ) as stream:
+        for text in stream.text_stream:
+            add(text)
+        return str(stream.get_final_message().stop_reason)
+
+
+def _read_ollama(url: str, add: Callable[[str], None]) -> str:
+    client = ollama.Client(host=url)
+    options = {"temperature": 1, "seed": 7, "num_predict": _TOKENS}
+    messages = [{"role": "user", "content": _PROMPT}]
+    reasons: list[str] = []
+    for part in client.chat(model="dense", messages=messages, stream=True, options=options):
+        add(part.message.content or "")
+        reasons += [part.done_reason] if part.done_reason else []
+    (reason,) = reasons
+    return reason
+
+
+CLIENTS = {
+    "openai chat": _read_openai,
+    "openai responses": _read_responses,
+    "anthropic": _read_anthropic,
+    "ollama": _read_ollama,
+}
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(300)
+def test_published_clients_see_one_unbroken_stream(model: Path, tmp_path: Path) -> None:
+    with stopping_at_steps() as hook, served(model, tmp_path, hook) as running:
+        for read in CLIENTS.values():
+            undisturbed, disturbed = list[str](), list[str]()
+            reason = read(running.server.url, undisturbed.append)
+            ranks = running.wait_until_ready()
+            stopped = Stopped(hook, ranks[1].pid)
+            length = _prompt_length(running)
+            stopped.set(length, length + _CUT_AT)
+            reading = running.threads.submit(read, running.server.url, disturbed.append)
+            stopped.wait()
+            ranks[1].process.kill()
+            stopped.close()
+            assert reading.result() == reason
+            assert "".join(disturbed) == "".join(undisturbed)
+            assert len("".join(undisturbed)) == _TOKENS
+        assert running.metric("requests_resumed_total") == len(CLIENTS)
+
+
+def _prompt_length(running: Served) -> int:
+    body = {"messages": [{"role": "user", "content": _PROMPT}]}
+    return running.http.post(running.server.url + "/tokenize", json=body).json()["count"]
+
+
+# ---- a request that kills its worker
+
+
+@pytest.mark.faults
+def test_a_request_that_kills_its_worker_ends_alone_and_its_neighbours_finish(
+    model: Path, tmp_path: Path
+) -> None:
+    completions = DIALECTS["completions"]
+    poison = replace(question_of("decode"), prompt="a" * 60)
+    numbers = range(8)
+    questions = [
+        replace(question_of("decode"), prompt="b" * (20 + number), seed=number) for number in numbers
+    ]
+    with stopping_at_steps() as hook:
+        make_fatal(hook, prompt=60, start=60)
+        with served(model, tmp_path, hook) as running:
+
+            def answer(question: Question) -> str:
+                (choice,) = ask(running.http, running.server.url, completions, question, streams=True).choices
+                return choice.text
+
+            undisturbed = list(running.threads.map(answer, questions))
+            disturbed = [running.threads.submit(answer, question) for question in questions]
+            error = running.http.post(
+                running.server.url + completions.path, json=completions.whole_body(poison)
+            )
+            assert error.json()["error"]["code"] == "repeated_loss"
+            assert [each.result() for each in disturbed] == undisturbed
+            assert running.metric("instance_losses_total") == 3
+            assert [answer(question) for question in questions] == undisturbed
+
+
+# ---- leaks
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Resources of the head and its agent."""
+
+    descriptors: Sequence[int]
+    threads: Sequence[int]
+    tasks: Sequence[int]
+    processes: int
+    memory_mb: float
+
+    @classmethod
+    def by(cls, running: Served) -> Held:
+        head = psutil.Process(running.server.process.pid)
+        agent = running.server.child("mlx_ring.agent")
+        both = (head, agent)
+        return cls(
+            [process.num_fds() for process in both],
+            [process.num_threads() for process in both],
+            [count_tasks(running.hook, process.pid) for process in both],
+            len(head.children(recursive=True)),
+            sum(process.memory_info().rss for process in both) / 1e6,
+        )
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(900)
+def test_a_hundred_recoveries_leave_nothing_behind(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    question, completions = question_of("stop"), DIALECTS["completions"]
+    with stopping_at_steps() as hook, served(model, tmp_path, hook) as running:
+
+        def answer() -> str:
+            (choice,) = ask(running.http, running.server.url, completions, question, streams=True).choices
+            return choice.text
+
+        expected, counts = answer(), list[Held]()
+        for number in range(RECOVERIES):
+            if number in (WARM_UP, RECOVERIES // 2):
+                counts.append(Held.by(running))
+            ranks = running.wait_until_ready()
+            victim = ranks[number % 2]
+            stopped = Stopped(hook, victim.pid)
+            stopped.set(len(question.prompt), len(question.prompt) + number % 40)
+            reading = running.threads.submit(answer)
+            stopped.wait()
+            victim.process.kill()
+            stopped.close()
+            assert reading.result() == expected
+        running.wait_until_ready()
+        counts.append(
+            eventually(lambda: Held.by(running), lambda held: held.processes <= counts[0].processes)
+        )
+    with capsys.disabled():
+        print("", *counts, sep="\n")  # noqa: T201 - the counts are the result
+    first, half, last = counts
+    for name in ("descriptors", "threads", "tasks"):
+        assert max(getattr(last, name)) <= max(getattr(first, name)) + 4, name
+    assert last.memory_mb - half.memory_mb < 10
