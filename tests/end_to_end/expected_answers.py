@@ -22,7 +22,7 @@ from mlx_ring.models.model_folder import read_model_folder
 from mlx_ring.models.model_source import find_model
 from mlx_ring.worker.sampler.draw import gumbel, keys
 
-THOROUGH, USUAL = (50, 128), (16, 48)
+THOROUGH, USUAL = (50, 128), (16, 32)
 """Numbers of prompts and of tokens of each answer, with `--thorough` and without."""
 GENERATED = 4
 """Number of prompts whose answers mlx-lm generates. One worker gives the other answers, and mlx-lm confirms that each of

@@ -116,7 +116,7 @@ def _requests(folder: Path) -> list[tuple[tuple[int, ...], SamplingParams, int]]
     numbers = random.Random(11)
     prompts = _prompts(read_model_folder(folder).vocab_size, numbers)
     return [
-        (prompt, sampling, numbers.randrange(20, 70)) for prompt in prompts for sampling in (GREEDY, SEEDED)
+        (prompt, sampling, numbers.randrange(16, 48)) for prompt in prompts for sampling in (GREEDY, SEEDED)
     ]
 
 

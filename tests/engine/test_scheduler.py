@@ -379,7 +379,7 @@ def next_repetitive_token(history: Sequence[int]) -> int:
 
 
 @given(TP_SIZES, st.data(), st.integers(3, 6), st.sampled_from(["plain", "recurrent", "sliding"]), RANDOM)
-@examples(1.5)
+@examples(0.75)
 def test_caching_drafts_eviction_and_preemption_change_no_answer(
     tp_sizes: tuple[int, ...], data: st.DataObject, blocks: int, kind: str, random: Random
 ) -> None:
