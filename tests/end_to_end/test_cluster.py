@@ -151,16 +151,28 @@ def test_late_node_is_shown_used_by_the_next_plan_and_removable(
         joined = eventually(server.status, lambda status: len(status["nodes"]) == 3)
         assert sorted(stages_by_node(joined).values()) == [0, 1, 1]
         assert joined["epoch"] == before["epoch"], "nothing was loaded again for it"
-        # The loss of a worker causes the next plan.
-        os.kill(next(device["pid"] for device in before["devices"] if device["stage"] == 1), signal.SIGKILL)
-        used = ready_after(server, before)
+        # A lost worker is replaced where it was.
+        kept, lost = (device["pid"] for device in before["devices"])
+        os.kill(lost, signal.SIGKILL)
+        patched = ready_after(server, before)
+        assert stages_by_node(patched) == stages_by_node(joined)
+        assert kept in pids_of(patched), "the other worker stays"
+        assert completion(server) == single_machine_text
+        # The loss of all workers causes a new plan.
+        for pid in pids_of(patched):
+            os.kill(pid, signal.SIGKILL)
+        used = ready_after(server, patched)
         assert sorted(stages_by_node(used).values()) == [1, 1, 1]
         assert completion(server) == single_machine_text
         (late,) = set(stages_by_node(used)) - set(stages_by_node(before))
         pids = {device["node"]: device["pid"] for device in used["devices"]}
         assert run_cli("node", "remove", late, *state, folder=cluster.folder).returncode == 0
         left = ready_after(server, used)
-        assert sorted(stages_by_node(left).values()) == [1, 1]
+        assert sorted(stages_by_node(left).values()) == [1, 2], "another machine has its stage, too"
+        assert len(pids_of(left) & pids_of(used)) == 2
+        for pid in pids_of(left):
+            os.kill(pid, signal.SIGKILL)
+        assert sorted(stages_by_node(ready_after(server, left)).values()) == [1, 1]
         (removed,) = [node for node in left["nodes"] if node["state"] == "gone"]
         assert (removed["id"], removed["reason"]) == (late, "it was removed from the cluster")
         assert not psutil.pid_exists(pids[late])
@@ -203,7 +215,8 @@ def test_node_with_repeated_losses_is_quarantined_until_readmitted(cluster: TwoM
     readmitted = run_cli("node", "readmit", victim, *state, folder=cluster.folder)
     assert readmitted.returncode == 0, readmitted.stderr
     assert stages_by_node(server.status())[victim] == 0
-    os.kill(status["devices"][0]["pid"], signal.SIGKILL)
+    for pid in pids_of(status):
+        os.kill(pid, signal.SIGKILL)
     assert stages_by_node(ready_after(server, status))[victim] == 1
     # This head has also served with the late node of the test above.
     assert server.stop() == 0

@@ -166,14 +166,19 @@ def test_an_answer_continues_when_a_worker_ends_or_hangs_which_is_named_and_repl
     fault: signal.Signals, tiny_model: Path, tmp_path: Path
 ) -> None:
     with serving(tiny_model, "--stages", "2", folder=tmp_path) as server:
-        worker = server.child("mlx_ring.worker", "--stage", "1")
+        worker, other = (server.child("mlx_ring.worker", "--stage", stage) for stage in ("1", "0"))
         expected = complete(server.http)
+        read_bytes = other.io_counters().read_chars
         answer = interrupt(server.http, lambda: worker.send_signal(fault))
         assert answer.text == expected
         assert ": resuming" in answer.comments
         assert complete(server.http) == expected
         children = psutil.Process(server.process.pid).children(recursive=True)
-        assert worker.pid not in {process.pid for process in children}
+        pids = {process.pid for process in children}
+        assert worker.pid not in pids
+        assert other.pid in pids, "the worker that was not lost stays"
+        weights = (tiny_model / "model.safetensors").stat().st_size
+        assert other.io_counters().read_chars - read_bytes < weights / 2, "it loaded nothing again"
         assert server.stop() == 0
         assert server.all_ended()
         assert not psutil.wait_procs(children, timeout=30)[1]

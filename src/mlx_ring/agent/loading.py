@@ -1,8 +1,9 @@
-"""Loading of a plan into new workers, all at once, with the progress of each."""
+"""Loading of a plan into new workers, all at once, with the progress of each; and linking of those that stay."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, TypeVar
 
@@ -11,13 +12,20 @@ import grpc
 from mlx_ring.agent.supervisor import Supervisor, Worker
 from mlx_ring.core.errors import RingError, ServingError, WorkerLost, WorkerStuck
 from mlx_ring.rpc.failures import channel_error, error_to_failure, failure_to_error
-from mlx_ring.rpc.methods import LOAD
+from mlx_ring.rpc.methods import LOAD, RELINK
 from mlx_ring.rpc.protos import agent_pb2, step_pb2, worker_pb2
 
 _END_WAIT_S = 2.0
 _GROUP = "group"
 _GROUP_WAIT_S = 30.0
 """Seconds to wait for the ranks of one stage, which have all been started."""
+
+_SETTLE_WAIT_S = 5.0
+"""Seconds in which a worker that is not stuck finishes its step."""
+_LINK_WAIT_S = 10.0
+"""Seconds to link with neighbours that are all loaded."""
+
+log = logging.getLogger(__name__)
 
 Item = TypeVar("Item")
 _Reports = grpc.aio.UnaryStreamCall[worker_pb2.LoadRequest, worker_pb2.LoadProgress]
@@ -137,6 +145,49 @@ async def _next_report(call: _Reports, worker: Worker, phase: str) -> object:
             f"{worker.label} did not find the other ranks of its stage within {_GROUP_WAIT_S:g} s, at {where}: "
             "see that these addresses reach each other, and the logs."
         ) from None
+
+
+async def relink_workers(supervisor: Supervisor, request: agent_pb2.RelinkWorkersRequest) -> Sequence[Worker]:
+    """Prepare workers for other neighbours, or link them; return those that answered.
+
+    The first phase ends the other workers of the instance, and those that do not answer.
+
+    Raises:
+        RingError: a worker refused, or in the second phase one did not answer.
+    """
+    instance = request.assignments[0].instance
+    places = {(assignment.stage, assignment.rank): assignment for assignment in request.assignments}
+    ours = [worker for worker in supervisor.workers if worker.instance == instance]
+    staying = [worker for worker in ours if (worker.stage, worker.rank) in places and worker.alive]
+    if not request.commit and (others := {worker.child.pid for worker in ours if worker not in staying}):
+        await supervisor.stop(instance, others)
+    answers = await asyncio.gather(
+        *(_relink(worker, request, places[worker.stage, worker.rank]) for worker in staying),
+        return_exceptions=True,
+    )
+    silent = {worker.child.pid for worker, answer in zip(staying, answers, strict=True) if answer is not None}
+    failures = [answer for answer in answers if answer is not None]
+    if request.commit and failures:
+        raise failures[0]
+    if silent:
+        log.warning("%s: %s", instance, failures[0])
+        await supervisor.stop(instance, silent)
+    return [worker for worker in staying if worker.child.pid not in silent]
+
+
+async def _relink(
+    worker: Worker, request: agent_pb2.RelinkWorkersRequest, assignment: worker_pb2.StageAssignment
+) -> None:
+    wanted = worker_pb2.RelinkRequest(hello=request.hello, assignment=assignment, commit=request.commit)
+    call = RELINK.aio_unary_unary(worker.channel)
+    try:
+        reply = await call(wanted, timeout=_LINK_WAIT_S if request.commit else _SETTLE_WAIT_S)
+    except grpc.RpcError as error:
+        raise channel_error(error, worker.label) from error
+    if reply.HasField("failure"):
+        raise failure_to_error(reply.failure)
+    if request.commit:
+        worker.assignment = assignment
 
 
 def failed_load(error: Exception) -> agent_pb2.StageProgress:

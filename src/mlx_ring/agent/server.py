@@ -9,7 +9,14 @@ from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 import grpc
 
 from mlx_ring.agent.fetched_models import FetchedModels
-from mlx_ring.agent.loading import as_failure, failed_load, load_workers, start_workers, until_done
+from mlx_ring.agent.loading import (
+    as_failure,
+    failed_load,
+    load_workers,
+    relink_workers,
+    start_workers,
+    until_done,
+)
 from mlx_ring.agent.supervisor import Supervisor, Worker
 from mlx_ring.agent.trust import check_hosts, check_routes, trusted_devices
 from mlx_ring.core.errors import ProtocolError, RingError
@@ -17,7 +24,15 @@ from mlx_ring.core.logs import set_log_epoch
 from mlx_ring.host.process import usable_memory
 from mlx_ring.host.trusted_interfaces import Trust
 from mlx_ring.rpc.hello import check_hello, make_hello
-from mlx_ring.rpc.methods import AGENT_SERVICE, LOAD_STAGES, START, STOP, WATCH, service_handler
+from mlx_ring.rpc.methods import (
+    AGENT_SERVICE,
+    LOAD_STAGES,
+    RELINK_WORKERS,
+    START,
+    STOP,
+    WATCH,
+    service_handler,
+)
 from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
 
 log = logging.getLogger(__name__)
@@ -53,7 +68,13 @@ class AgentService:
     def handler(self) -> grpc.GenericRpcHandler:
         return service_handler(
             AGENT_SERVICE,
-            ((START, self.start), (LOAD_STAGES, self.load_stages), (WATCH, self.watch), (STOP, self.stop)),
+            (
+                (START, self.start),
+                (LOAD_STAGES, self.load_stages),
+                (RELINK_WORKERS, self.relink),
+                (WATCH, self.watch),
+                (STOP, self.stop),
+            ),
         )
 
     async def start(
@@ -80,7 +101,8 @@ class AgentService:
     def _check_start(self, request: agent_pb2.StartRequest) -> str:
         """Return the request's one instance; raise an error if it cannot be started."""
         instance = self._check_instance(request.hello, request.assignments)
-        if self._workers_of(instance):
+        places = {(assignment.stage, assignment.rank) for assignment in request.assignments}
+        if any((worker.stage, worker.rank) in places for worker in self._workers_of(instance)):
             raise ProtocolError(f"Instance {instance} already runs here: stop it first.")
         set_log_epoch(request.assignments[0].epoch)
         check_hosts(request.assignments, self._supervisor.trusted)
@@ -149,14 +171,34 @@ class AgentService:
             fetching.cancel()
 
     def _in_order(self, instance: str, assignments: Sequence[worker_pb2.StageAssignment]) -> list[Worker]:
-        """Return the workers that were started for these assignments."""
-        started = {(worker.stage, worker.rank): worker for worker in self._workers_of(instance)}
+        """Return the workers that were started for these assignments, in the same epoch."""
+        epoch = assignments[0].epoch
+        started = {
+            (worker.stage, worker.rank): worker
+            for worker in self._workers_of(instance)
+            if worker.assignment.epoch == epoch
+        }
         places = [(assignment.stage, assignment.rank) for assignment in assignments]
         if set(places) != set(started) or len(places) != len(started):
             raise ProtocolError(
                 f"{instance} was started here for stages and ranks {sorted(started)}, but {places} were requested."
             )
         return [started[place] for place in places]
+
+    async def relink(
+        self,
+        request: agent_pb2.RelinkWorkersRequest,
+        _context: grpc.aio.ServicerContext[object, object],
+    ) -> agent_pb2.RelinkWorkersReply:
+        """Prepare loaded workers for other neighbours, or link them."""
+        try:
+            self._check_instance(request.hello, request.assignments)
+            workers = await relink_workers(self._supervisor, request)
+        except RingError as error:
+            return agent_pb2.RelinkWorkersReply(failure=as_failure(error))
+        return agent_pb2.RelinkWorkersReply(
+            workers=[_started(worker, self._supervisor.trusted) for worker in workers]
+        )
 
     async def watch(
         self, request: agent_pb2.WatchRequest, _context: grpc.aio.ServicerContext[object, object]
@@ -187,7 +229,7 @@ class AgentService:
         self, request: agent_pb2.StopRequest, _context: grpc.aio.ServicerContext[object, object]
     ) -> agent_pb2.StopReply:
         """End an instance's workers; without a name every worker, and then an agent that has no more to do."""
-        stopped = await self._supervisor.stop(request.instance)
+        stopped = await self._supervisor.stop(request.instance, request.pids)
         if self._fetched is not None:
             self._fetched.release([worker.instance for worker in self._supervisor.workers])
         if not request.instance and (self._ends_when_empty or request.end):

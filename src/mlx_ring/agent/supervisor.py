@@ -14,7 +14,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Collection, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -321,24 +321,36 @@ class Supervisor:
             log.error("%s (pid %d) %s", worker.child.name, worker.child.pid, reason)
         self._notify()
 
-    async def stop(self, instance: str = "") -> int:
+    async def stop(self, instance: str = "", pids: Collection[int] = ()) -> int:
         """End the workers of an instance, or all; return how many, once each is verified dead.
 
         It continues if the caller is cancelled, as by a lost head; otherwise a worker that ignores SIGTERM would stay.
+
+        Args:
+            instance: instance whose workers end; empty: every instance's.
+            pids: only these processes; empty: all.
         """
-        stopping = asyncio.create_task(self._stop(instance), name=f"stop {instance}")
+        stopping = asyncio.create_task(self._stop(instance, pids), name=f"stop {instance}")
         self._stops.add(stopping)
         stopping.add_done_callback(self._stops.discard)
         return await asyncio.shield(stopping)
 
-    async def _stop(self, instance: str) -> int:
-        leaving = [worker for worker in self._workers if instance in ("", worker.instance)]
+    async def _stop(self, instance: str, pids: Collection[int]) -> int:
+        leaving = [
+            worker
+            for worker in self._workers
+            if instance in ("", worker.instance) and (not pids or worker.child.pid in pids)
+        ]
         self._workers = [worker for worker in self._workers if worker not in leaving]
         for worker in leaving:
             log.info("stopping %s, pid %d", worker.child.name, worker.child.pid)
         await asyncio.gather(*(worker.stop() for worker in leaving))
+        left = {worker.instance for worker in self._workers}
         places = [
-            child for name in [*self._places] if instance in ("", name) for child in self._places.pop(name)
+            child
+            for name in [*self._places]
+            if instance in ("", name) and name not in left
+            for child in self._places.pop(name)
         ]
         await asyncio.gather(*(child.stop() for child in places))
         for worker in leaving:

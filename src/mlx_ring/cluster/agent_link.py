@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,13 +14,15 @@ from mlx_ring.core.errors import RingError, WorkerLost
 from mlx_ring.host.child import ChildProcess
 from mlx_ring.rpc.channels import open_aio_channel
 from mlx_ring.rpc.failures import channel_error, failure_to_error
-from mlx_ring.rpc.methods import LOAD_STAGES, MEASURE_LINK, START, STOP, WATCH
+from mlx_ring.rpc.methods import LOAD_STAGES, MEASURE_LINK, RELINK_WORKERS, START, STOP, WATCH
 from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
 from mlx_ring.rpc.tls.handshakes import handshake_error
 from mlx_ring.settings.config import Settings
 from mlx_ring.settings.launched import read_launch
 
 HEARTBEAT_S = 1.0
+_RELINK_WAIT_S = 15.0
+"""Time for the agent to ask its workers and to end those that do not answer."""
 
 Report = Callable[[agent_pb2.StageProgress], None]
 Assignments = Sequence[worker_pb2.StageAssignment]
@@ -100,6 +102,25 @@ class AgentLink:
         except grpc.RpcError as error:
             raise self._error(error) from error
 
+    async def relink(
+        self, hello: hello_pb2.Hello, assignments: Assignments, *, commit: bool
+    ) -> Sequence[agent_pb2.StartedWorker]:
+        """Prepare loaded workers for other neighbours, or with `commit` link them; return those that answered.
+
+        Without `commit`, the agent ends the other workers of the instance.
+
+        Raises:
+            RingError: The agent's failure, or with `commit` a worker's.
+        """
+        request = agent_pb2.RelinkWorkersRequest(hello=hello, assignments=assignments, commit=commit)
+        try:
+            reply = await RELINK_WORKERS.aio_unary_unary(self._channel)(request, timeout=_RELINK_WAIT_S)
+        except grpc.RpcError as error:
+            raise self._error(error) from error
+        if reply.HasField("failure"):
+            raise failure_to_error(reply.failure)
+        return reply.workers
+
     async def watch(self, hello: hello_pb2.Hello) -> AsyncIterator[agent_pb2.AgentEvent]:
         """Yield the agent's reports about its workers for as long as it runs.
 
@@ -114,11 +135,14 @@ class AgentLink:
             raise self._error(error) from error
         raise WorkerLost(f"{self._name.capitalize()} ended its reports.")
 
-    async def stop(self, instance: str, timeout_s: float) -> None:
-        """Stop an instance's workers, or without a name all workers and the agent; ignore an agent that has ended."""
+    async def stop(self, instance: str, timeout_s: float, pids: Iterable[int] = ()) -> None:
+        """Stop an instance's workers, or without a name all workers and the agent; ignore an agent that has ended.
+
+        With `pids`, only these processes are stopped.
+        """
         with contextlib.suppress(grpc.RpcError):
             await STOP.aio_unary_unary(self._channel)(
-                agent_pb2.StopRequest(instance=instance), timeout=timeout_s
+                agent_pb2.StopRequest(instance=instance, pids=pids), timeout=timeout_s
             )
 
     async def end(self, timeout_s: float) -> None:

@@ -18,6 +18,7 @@ from typing import Protocol, TypeVar
 
 from mlx_ring.cluster.agent_link import AgentLink, Report, Source
 from mlx_ring.core.errors import PlanError, RingError
+from mlx_ring.core.types import RankId
 from mlx_ring.host.trusted_interfaces import FLAG, LOOPBACK, TrustedInterface
 from mlx_ring.rpc.backends import (
     RankCapabilities,
@@ -63,8 +64,6 @@ def _means(worker: agent_pb2.StartedWorker, node: str) -> RankCapabilities:
 _STOP_WAIT_S = 8.0
 
 Result = TypeVar("Result")
-Place = tuple[int, int]
-"""Stage and rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,34 +129,40 @@ async def deploy(
         for site in sites
     }
     try:
-        started = await _together(_start(site, own, hello) for site, own in by_site.values())
+        started = await together(start_on(site, own, hello) for site, own in by_site.values())
         workers = {place: found for of_site in started for place, found in of_site.items()}
         filled = {
-            node: [_filled(assignment, site, workers) for assignment in own]
+            node: [fill_in_group(fill_in(assignment, site, workers), workers) for assignment in own]
             for node, (site, own) in by_site.items()
         }
         if _waits_for_others(assignments, sites):
-            await _together(
-                _load(site, filled[node], hello, report, only_fetch=True)
+            await together(
+                load_on(site, filled[node], hello, report, only_fetch=True)
                 for node, (site, _) in by_site.items()
                 if site.source.weights
             )
-        await _together(_load(site, filled[node], hello, report) for node, (site, _) in by_site.items())
+        await together(load_on(site, filled[node], hello, report) for node, (site, _) in by_site.items())
     except BaseException:
         await asyncio.gather(*(site.link.stop(instance, _STOP_WAIT_S) for site, _ in by_site.values()))
         raise
-    return [_place_for_head(worker, site) for worker, site in workers.values()]
+    return [place_for_head(worker, site) for worker, site in workers.values()]
 
 
-_Started = dict[Place, tuple[agent_pb2.StartedWorker, Site]]
+Started = dict[RankId, tuple[agent_pb2.StartedWorker, Site]]
+"""Workers and their sites."""
 
 
-async def _start(
+async def start_on(
     site: Site, assignments: Sequence[worker_pb2.StageAssignment], hello: hello_pb2.Hello
-) -> _Started:
-    with _blaming(site):
+) -> Started:
+    """Start workers on a site.
+
+    Raises:
+        RingError: The node's failure, after which none of these workers is left.
+    """
+    with blaming(site):
         workers = await site.link.start(hello, assignments)
-    return {(worker.stage, worker.rank): (worker, site) for worker in workers}
+    return {RankId(worker.stage, worker.rank): (worker, site) for worker in workers}
 
 
 def _waits_for_others(assignments: Sequence[worker_pb2.StageAssignment], sites: Sequence[Site]) -> bool:
@@ -169,7 +174,7 @@ def _waits_for_others(assignments: Sequence[worker_pb2.StageAssignment], sites: 
     return any(len({on[place] for place in joined_ranks(one)}) > 1 for one in assignments)
 
 
-async def _load(
+async def load_on(
     site: Site,
     assignments: Sequence[worker_pb2.StageAssignment],
     hello: hello_pb2.Hello,
@@ -177,13 +182,18 @@ async def _load(
     *,
     only_fetch: bool = False,
 ) -> None:
-    with _blaming(site):
+    """Load the workers that were started on a site, or only fetch their weights.
+
+    Raises:
+        RingError: The node's failure, after which no worker of the instance is left there.
+    """
+    with blaming(site):
         await site.link.load(hello, site.source, assignments, report, only_fetch=only_fetch)
 
 
 @contextlib.contextmanager
-def _blaming(site: Site) -> Generator[None]:
-    """Blame errors on the site."""
+def blaming(site: Site) -> Generator[None]:
+    """Blame errors on a site."""
     try:
         yield
     except RingError as error:
@@ -191,7 +201,7 @@ def _blaming(site: Site) -> Generator[None]:
         raise
 
 
-async def _together(work: Iterable[Awaitable[Result]]) -> list[Result]:
+async def together(work: Iterable[Awaitable[Result]]) -> list[Result]:
     """Do all work in parallel; cancel the rest at the first error and raise it."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
@@ -202,35 +212,44 @@ async def _together(work: Iterable[Awaitable[Result]]) -> list[Result]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _filled(
-    assignment: worker_pb2.StageAssignment, site: Site, workers: _Started
+def fill_in(
+    assignment: worker_pb2.StageAssignment, site: Site, workers: Started
 ) -> worker_pb2.StageAssignment:
-    """Return the assignment with the addresses of its group, of the next stage and of the first stage."""
+    """Return the assignment with the addresses of the next stage and of the first stage."""
     filled = worker_pb2.StageAssignment()
     filled.CopyFrom(assignment)
-    following = workers.get((assignment.stage + 1, 0))
+    following = workers.get(RankId(assignment.stage + 1, 0))
     if following is not None:
         filled.next_address, filled.next_node = _reached_from(site, *following)
         filled.next_bytes_per_s = site.bytes_per_s.get(filled.next_node, 0.0)
         filled.next_ranks.extend(_other_ranks(site, assignment.stage + 1, workers))
-    filled.first_address, filled.first_node = _reached_from(site, *workers[0, 0])
+    filled.first_address, filled.first_node = _reached_from(site, *workers[RankId(0, 0)])
     filled.first_ranks.extend(_other_ranks(site, 0, workers))
-    before = workers[(assignment.stage - 1) % assignment.stages, 0][1]
-    if before is not site:
+    before = workers[RankId((assignment.stage - 1) % assignment.stages, 0)][1]
+    if before.node != site.node:
         filled.previous_node = before.node
-    joined = [workers[place] for place in joined_ranks(assignment)]
-    if not filled.group:
-        filled.group.extend(_group_address(worker) for worker, _ in joined)
-    settle_backend(filled, [(worker, other.node) for worker, other in joined])
     return filled
 
 
-def _other_ranks(site: Site, stage: int, workers: _Started) -> Iterator[worker_pb2.RankEnd]:
+def fill_in_group(assignment: worker_pb2.StageAssignment, workers: Started) -> worker_pb2.StageAssignment:
+    """Write the addresses and the backend of its group into an assignment, and return it.
+
+    Raises:
+        ConfigError: A requested backend that cannot join them.
+    """
+    joined = [workers[RankId(*place)] for place in joined_ranks(assignment)]
+    if not assignment.group:
+        assignment.group.extend(_group_address(worker) for worker, _ in joined)
+    settle_backend(assignment, [(worker, other.node) for worker, other in joined])
+    return assignment
+
+
+def _other_ranks(site: Site, stage: int, workers: Started) -> Iterator[worker_pb2.RankEnd]:
     """Yield a stage's ranks after rank 0."""
     for rank in itertools.count(1):
-        if (stage, rank) not in workers:
+        if RankId(stage, rank) not in workers:
             return
-        address, node = _reached_from(site, *workers[stage, rank])
+        address, node = _reached_from(site, *workers[RankId(stage, rank)])
         yield worker_pb2.RankEnd(address=address, node=node)
 
 
@@ -241,12 +260,13 @@ def _group_address(worker: agent_pb2.StartedWorker) -> str:
 
 def _reached_from(site: Site, worker: agent_pb2.StartedWorker, other: Site) -> tuple[str, str]:
     """Return the address, and the node whose certificate answers there; no node on the same machine."""
-    if other is site:
+    if other.node == site.node:
         return worker.address, ""
     return address_of(other.host_for(site.node), worker.port), other.node
 
 
-def _place_for_head(worker: agent_pb2.StartedWorker, site: Site) -> WorkerPlace:
+def place_for_head(worker: agent_pb2.StartedWorker, site: Site) -> WorkerPlace:
+    """Return the address at which the head reaches a worker."""
     if site.is_local:
         return WorkerPlace(worker.stage, worker.rank, "", worker.address)
     return WorkerPlace(worker.stage, worker.rank, site.node, address_of(site.host_for(""), worker.port))

@@ -11,12 +11,12 @@ import gc
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from mlx_ring.cluster.agent_link import Report
-from mlx_ring.cluster.deployment import Site, WorkerPlace, deploy
-from mlx_ring.cluster.placement import Cut, make_assignments, shaping_settings
+from mlx_ring.cluster.deployment import Site, Started, WorkerPlace, deploy
+from mlx_ring.cluster.relinking import patch
 from mlx_ring.core.engine_stats import Meter
 from mlx_ring.core.errors import RingError, WorkerLost
 from mlx_ring.core.traces import Tracing
@@ -31,17 +31,15 @@ from mlx_ring.engine.streams import Vocabulary
 from mlx_ring.head.instance_view import InstanceService
 from mlx_ring.head.instance_watch import InstanceWatch
 from mlx_ring.head.kv_memory import KvShares, KvUser, Reservation
+from mlx_ring.head.patching import Remains, can_be_patched, sites_of
 from mlx_ring.head.placing import Placement
-from mlx_ring.head.rank_placements import set_rdma, set_routes
+from mlx_ring.head.rank_placements import assign_all
 from mlx_ring.head.served_model import ServedModel, memory_for_weights, policy_of
-from mlx_ring.models.tensor_shares import read_tensor_sizes, share_out
 from mlx_ring.planner.forecast import Forecast
-from mlx_ring.rpc.backends import AUTO
 from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.protos import hello_pb2, worker_pb2
 from mlx_ring.rpc.tls.credentials import Credentials
 from mlx_ring.settings.config import Settings
-from mlx_ring.settings.named_group import named_addresses, named_machines
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +63,8 @@ class Epoch:
     """Credentials of the head for other machines."""
     loaded: tuple[WorkerPlace, ...] = ()
     """Its workers, if an earlier head loaded them."""
+    prepared: Started | None = None
+    """Its ranks that stay from the epoch before; None if all are to be loaded."""
 
 
 class Instance:
@@ -96,6 +96,9 @@ class Instance:
         self.watch = InstanceWatch(
             epoch.instance, epoch.placement, self.lose, (service.record_workers, shares.record_workers)
         )
+        self._has_served = False
+        self.remains: Remains | None = None
+        """Ranks that it leaves loaded after a loss, for the caller to patch or stop."""
         self.loss: RingError | None = None
         """Best known reason of the loss."""
 
@@ -116,10 +119,10 @@ class Instance:
             RingError: it could not be loaded.
         """
         epoch, started = self._epoch, time.monotonic()
-        assignments = assign(self._settings, self._served, epoch.instance, epoch.number, epoch.placement.cut)
-        set_routes(assignments, epoch.placement.ranks)
-        if (machines := named_machines(self._settings)) is not None:
-            set_rdma(assignments, epoch.placement.ranks, machines)
+        placement = epoch.placement
+        assignments = assign_all(
+            self._settings, self._served, epoch.instance, epoch.number, placement.cut, placement.ranks
+        )
         hello = _head_hello(assignments[0], epoch.node)
         async with contextlib.AsyncExitStack() as cleanup:
             cleanup.callback(self._shares.leave, epoch.instance)
@@ -145,12 +148,24 @@ class Instance:
                 looking = asyncio.create_task(self.watch.find_stuck(engine), name="deadlines")
                 cleanup.push_async_callback(_end, looking)
                 self._service.serve(engine)
+                self._has_served = True
                 _spare_the_collector()
                 ready(time.monotonic() - started)
             await self._lost
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_BETTER_REASON_S):
                     await self._explained.wait()
+            self.remains = self._find_remains()
+
+    def _find_remains(self) -> Remains | None:
+        """Return the ranks that are left, if they can serve again with others in place of the lost ones."""
+        epoch = self._epoch
+        silent_nodes = frozenset(self.watch.silent_nodes)
+        lost = self.watch.lost_ranks | {
+            place for place, site in sites_of(epoch.placement).items() if site.node in silent_nodes
+        }
+        remains = Remains(epoch.instance, epoch.number, epoch.placement, frozenset(lost), silent_nodes)
+        return remains if self._has_served and can_be_patched(self._settings.link, remains) else None
 
     @property
     def _nodes(self) -> Mapping[RankId, str]:
@@ -195,7 +210,12 @@ class Instance:
     ) -> Sequence[WorkerPlace]:
         """Load all stages, and stop if a node is lost meanwhile, because it would never answer."""
         sites = [placed.site for stage in self._epoch.placement.ranks for placed in stage]
-        loading = asyncio.ensure_future(deploy(sites, assignments, hello, self._report))
+        kept = self._epoch.prepared
+        loading = asyncio.ensure_future(
+            deploy(sites, assignments, hello, self._report)
+            if kept is None
+            else patch(sites_of(self._epoch.placement), assignments, kept, hello, self._report)
+        )
         try:
             await asyncio.wait((loading, self._lost), return_when=asyncio.FIRST_COMPLETED)
             if loading.done() and isinstance(loading.exception(), WorkerLost):
@@ -243,54 +263,29 @@ class Instance:
         return engine
 
     async def _stop_workers(self) -> None:
-        """Stop the workers on every node. Those that no longer answer are asked beside the next load.
-
-        If they do not answer at all, they end their workers when they return.
-        """
-        await asyncio.gather(
-            *(
-                self._stop_on(site)
-                for site in self._epoch.placement.nodes
-                if site.node not in self.watch.silent_nodes
-            )
-        )
-        for site in self._epoch.placement.nodes:
-            if site.node in self.watch.silent_nodes:
-                task = asyncio.create_task(self._stop_on(site), name=f"stop on {site.node}")
-                _late_stops.add(task)
-                task.add_done_callback(_late_stops.discard)
-
-    async def _stop_on(self, site: Site) -> None:
-        await site.link.stop(self._epoch.instance, _STOP_WAIT_S)
-        if self._epoch.trust is not None:
-            # On one machine the channel belongs to the agent, which other epochs share.
-            await site.link.close()
+        if self.remains is None:
+            await stop_workers(self._epoch, self.watch.silent_nodes)
 
 
-def assign(
-    settings: Settings, served: ServedModel, instance: str, epoch: int, cut: Cut
-) -> Sequence[worker_pb2.StageAssignment]:
-    """Make the assignment of each rank of each stage.
+async def stop_workers(epoch: Epoch, silent_nodes: Collection[str]) -> None:
+    """Stop an epoch's workers on every node. Those that no longer answer are asked beside the next load.
 
-    Raises:
-        PlanError, ModelUnsupported: the layers cannot be shared as asked.
+    If they do not answer at all, they end their workers when they return.
     """
-    for shares in {shares for shares in cut.shares if len(shares) > 1}:
-        share_out(read_tensor_sizes(served.folder), shares)
-    return make_assignments(
-        cut,
-        instance=instance,
-        epoch=epoch,
-        dtype=settings.dtype,
-        model_digest=served.folder.digest,
-        max_model_len=served.limits.context_length,
-        kv_bits=0 if settings.kv_bits == "off" else int(settings.kv_bits),
-        link_compression=settings.link_compression,
-        link=settings.link,
-        backend=settings.backend if settings.backend != AUTO else "",
-        group=named_addresses(settings),
-        shaping=shaping_settings(settings),
-    )
+    nodes = epoch.placement.nodes
+    await asyncio.gather(*(_stop_on(site, epoch) for site in nodes if site.node not in silent_nodes))
+    for site in nodes:
+        if site.node in silent_nodes:
+            task = asyncio.create_task(_stop_on(site, epoch), name=f"stop on {site.node}")
+            _late_stops.add(task)
+            task.add_done_callback(_late_stops.discard)
+
+
+async def _stop_on(site: Site, epoch: Epoch) -> None:
+    await site.link.stop(epoch.instance, _STOP_WAIT_S)
+    if epoch.trust is not None:
+        # On one machine the channel belongs to the agent, which other epochs share.
+        await site.link.close()
 
 
 async def _end(task: asyncio.Task[None]) -> None:

@@ -89,6 +89,8 @@ class InstanceWatch:
         """Status of all workers, once every node has reported that they are ready."""
         self.silent_nodes: set[str] = set()
         """Nodes that no longer answer the head."""
+        self.lost_ranks: set[RankId] = set()
+        """Ranks that are dead or stuck; those on silent nodes may be."""
 
     def on_node_lost(self, node: str, reason: str) -> None:
         """End the instance if the lost node has a part of it."""
@@ -124,13 +126,16 @@ class InstanceWatch:
 
     def _check(self, state: agent_pb2.WorkerState, site: Site) -> None:
         label = f"The worker of stage {state.stage}, rank {state.rank} on {site.node} (pid {state.pid})"
+        place = RankId(state.stage, state.rank)
         if not state.alive:
+            self.lost_ranks.add(place)
             self._lose(WorkerLost(f"{label} {state.exit_reason}.").of_worker().blamed_on(site.node))
         elif state.status.phase == "ready" and state.silent_s >= SILENCE_S:
+            self.lost_ranks.add(place)
             error = WorkerStuck(f"{label} has not answered for {state.silent_s:.0f} s; it is stuck.")
             self._lose(error.of_worker().blamed_on(site.node))
         elif self._engine is not None:
-            self._engine.record_started(RankId(state.stage, state.rank), state.status.last_step)
+            self._engine.record_started(place, state.status.last_step)
 
     async def find_stuck(self, engine: Engine) -> None:
         """Check regularly for a rank of the engine that owes an answer for too long although it is alive."""
@@ -143,6 +148,7 @@ class InstanceWatch:
 
     def _stuck(self, owed: Unanswered) -> RingError:
         stage, rank = owed.rank
+        self.lost_ranks.add(owed.rank)
         node = self._placement.ranks[stage][rank].site.node
         error = WorkerStuck(
             f"Stage {stage}, rank {rank} on {node} has made no progress on step {owed.step} for "

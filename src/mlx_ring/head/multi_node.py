@@ -7,10 +7,8 @@ import contextlib
 import logging
 import subprocess
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -25,23 +23,27 @@ from mlx_ring.cluster.placement import Cut
 from mlx_ring.cluster.quarantine import QuarantineList
 from mlx_ring.core.cluster_folders import authority_folder
 from mlx_ring.core.errors import PlanError, RingError
-from mlx_ring.head.instance import Epoch, assign
+from mlx_ring.head.instance import Epoch
 from mlx_ring.head.link_survey import LinkSurveys
-from mlx_ring.head.nodes import Declared, OnNodeLost, new_instance
+from mlx_ring.head.nodes import Declared, LiveInstances, OnNodeLost, new_instance
+from mlx_ring.head.patching import Remains, Room, patch_ranks
 from mlx_ring.head.placing import (
     Order,
-    Others,
     Placement,
     cluster_sites,
+    node_profiles,
     offered,
     place_as_loaded,
     place_on_cluster,
     plan_replicas,
+    with_throughput,
 )
+from mlx_ring.head.rank_placements import assign
 from mlx_ring.head.served_model import ServedModel
 from mlx_ring.head.status import ClusterView
 from mlx_ring.host.addresses import HeadAddress
 from mlx_ring.models.weights_manifest import WeightsManifest
+from mlx_ring.planner.profiles import ClusterProfile
 from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.protos import agent_pb2, worker_pb2
 from mlx_ring.settings.config import Settings, state_folder
@@ -87,8 +89,7 @@ class Cluster:
         self._one_at_a_time = asyncio.Lock()
         self._planning = asyncio.Lock()
         """Lock for planning, because two plans must not count on the same memory."""
-        self._live: dict[str, _Live] = {}
-        """Instances that are loaded or being loaded, by name."""
+        self._live = LiveInstances()
         self._tending: asyncio.Task[None] | None = None
         self._has_looked = asyncio.Event()
         self._is_first = True
@@ -135,7 +136,7 @@ class Cluster:
                 declared.served,
                 self._control,
                 members,
-                self._others("").taken,
+                self._live.others("").taken,
                 links,
             ),
         )
@@ -150,14 +151,6 @@ class Cluster:
         ]
         self._left[served.names[0]] = left
         return left
-
-    def _others(self, model: str) -> Others:
-        """Return the nodes of the model's other instances, and the memory that all instances take."""
-        taken = Counter[str]()
-        for live in self._live.values():
-            taken.update(live.promised)
-        siblings = [live.nodes for live in self._live.values() if live.model == model]
-        return Others(frozenset[str]().union(*siblings), taken)
 
     async def _attending(self, nodes: int) -> Membership:
         """Wait for this many nodes, this one included; start its own agent if none runs."""
@@ -203,19 +196,43 @@ class Cluster:
                     return self._adopted(left.pop(0), order, membership, sites, number)
                 placement = await self._place(order, membership, sites)
                 instance = new_instance(order.served)
-                self._live[instance] = _live(order, placement)
+                self._live.add(instance, order, placement)
             # Release the lock first: reading a large model takes minutes.
             placement = await offered(placement, partial(self._offer, order.served))
         except BaseException:
-            self._live.pop(instance, None)
+            self._live.remove(instance)
             await _close(sites)
             raise
         used = {site.node for site in placement.nodes}
         await _close([site for site in sites if site.node not in used])
         return Epoch(instance, number, placement, self._control.node, trust=self._control.credentials)
 
+    async def patch(self, order: Order, remains: Remains) -> Epoch:
+        control = self._control
+        membership = control.membership.without(remains.silent_nodes)
+        sites = cluster_sites(control, membership, self._address.port, path=str(order.served.folder.path))
+        known = [with_throughput(site, self._surveys.found) for site in sites]
+        links = self._surveys.profiles(sites)
+        number = max(order.number, remains.epoch + 1)
+        hello = make_hello(node=control.node)
+        try:
+            async with self._planning:
+                taken = self._live.others(order.served.names[0], besides=remains.instance).taken
+                cluster = ClusterProfile(tuple(node_profiles(control, membership, taken)), links)
+                room = Room(cluster, self._steady(membership).members, known)
+                placement, prepared = await patch_ranks(order, remains, number, room, hello)
+                self._live.add(remains.instance, order, placement)
+            placement = await offered(placement, partial(self._offer, order.served))
+        except BaseException:
+            await _close(sites)
+            raise
+        used = {site.node for site in placement.nodes}
+        await _close([site for site in sites if site.node not in used])
+        trust = control.credentials
+        return Epoch(remains.instance, number, placement, control.node, trust=trust, prepared=prepared)
+
     async def _place(self, order: Order, membership: Membership, sites: Sequence[Site]) -> Placement:
-        others = self._others(order.served.names[0])
+        others = self._live.others(order.served.names[0])
         return await self._steadily(
             membership,
             lambda members: place_on_cluster(order, others, self._control, members, sites, self._surveys),
@@ -285,7 +302,7 @@ class Cluster:
             (event.hello.node, state.instance)
             for event in events
             for state in event.workers
-            if state.instance not in wanted
+            if state.instance not in wanted or not self._live.may_have(state.instance, event.hello.node)
         }
         await asyncio.gather(
             *(
@@ -310,9 +327,9 @@ class Cluster:
         ]
         own = tuple(by_node[node] for node, _ in found.workers)
         links = self._surveys.profiles(sites)
-        others = self._others(order.served.names[0])
+        others = self._live.others(order.served.names[0])
         placement = place_as_loaded(order, others, self._control, membership, found, own, links)
-        self._live[found.instance] = _live(order, placement)
+        self._live.add(found.instance, order, placement)
         return Epoch(
             found.instance,
             number,
@@ -349,7 +366,7 @@ class Cluster:
             with self._control.watching(on_event):
                 yield
         finally:
-            self._live.pop(instance, None)
+            self._live.remove(instance)
 
     async def _tend_joining_nodes(self) -> None:
         """End the stale workers of each node that joins, and measure its links for the next plan."""
@@ -381,7 +398,7 @@ class Cluster:
             new = [site for site in sites if site.node in nodes]
             found = await asyncio.gather(*(site.link.look(hello, _LOOK_WAIT_S) for site in new))
             silent = {site.node for site, event in zip(new, found, strict=True) if event is None}
-            wanted = self._live.keys() | {
+            wanted = self._live.names | {
                 left.instance for of_model in self._left.values() for left in of_model
             }
             await self._end_unwanted(new, [event for event in found if event is not None], wanted)
@@ -391,24 +408,6 @@ class Cluster:
         finally:
             await _close(sites)
         return silent
-
-
-@dataclass(frozen=True, slots=True)
-class _Live:
-    """Instance that is loaded or being loaded."""
-
-    model: str
-    nodes: frozenset[str]
-    promised: Mapping[str, int]
-    """Bytes of memory that its plan counts on, by node."""
-
-
-def _live(order: Order, placement: Placement) -> _Live:
-    promised = Counter[str]()
-    for stage in () if placement.plan is None else placement.plan.stages:
-        for rank in stage.ranks:
-            promised[rank.node] += rank.memory_bytes
-    return _Live(order.served.names[0], frozenset(site.node for site in placement.nodes), promised)
 
 
 def _link_info(found: FoundLink) -> LinkInfo:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -11,7 +13,8 @@ from typing import Protocol
 from mlx_ring.api.service import LinkInfo
 from mlx_ring.core.errors import RingError
 from mlx_ring.head.instance import Epoch
-from mlx_ring.head.placing import Order
+from mlx_ring.head.patching import Remains
+from mlx_ring.head.placing import Order, Others, Placement
 from mlx_ring.head.served_model import ServedModel
 from mlx_ring.head.status import ClusterView
 from mlx_ring.settings.config import Settings
@@ -26,6 +29,54 @@ class Declared:
 
     served: ServedModel
     settings: Settings
+
+
+@dataclass(frozen=True, slots=True)
+class _Live:
+    """Instance that is loaded or being loaded."""
+
+    model: str
+    nodes: frozenset[str]
+    promised: Mapping[str, int]
+    """Bytes of memory that its plan counts on, by node."""
+
+
+class LiveInstances:
+    """Instances of a head that are loaded or being loaded, by name."""
+
+    def __init__(self) -> None:
+        self._live: dict[str, _Live] = {}
+
+    @property
+    def names(self) -> AbstractSet[str]:
+        return self._live.keys()
+
+    def add(self, instance: str, order: Order, placement: Placement) -> None:
+        """Add an instance, or change its placement."""
+        promised = Counter[str]()
+        for stage in () if placement.plan is None else placement.plan.stages:
+            for rank in stage.ranks:
+                promised[rank.node] += rank.memory_bytes
+        nodes = frozenset(site.node for site in placement.nodes)
+        self._live[instance] = _Live(order.served.names[0], nodes, promised)
+
+    def remove(self, instance: str) -> None:
+        """Remove an instance, if it is there."""
+        self._live.pop(instance, None)
+
+    def others(self, model: str, besides: str = "") -> Others:
+        """Return the nodes of a model's instances and the memory of all instances, except for one."""
+        taken = Counter[str]()
+        others = [live for name, live in self._live.items() if name != besides]
+        for live in others:
+            taken.update(live.promised)
+        siblings = [live.nodes for live in others if live.model == model]
+        return Others(frozenset[str]().union(*siblings), taken)
+
+    def may_have(self, instance: str, node: str) -> bool:
+        """Report whether a node may have workers of an instance; True of an instance that is not live."""
+        live = self._live.get(instance)
+        return live is None or node in live.nodes
 
 
 class Machines(Protocol):
@@ -44,6 +95,14 @@ class Machines(Protocol):
 
         Raises:
             PlanError: there is no room for it.
+        """
+        ...
+
+    async def patch(self, order: Order, remains: Remains) -> Epoch:
+        """Place the lost ranks of an instance again, and prepare those that are left.
+
+        Raises:
+            RingError: it must be loaded as a whole.
         """
         ...
 

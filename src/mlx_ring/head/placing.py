@@ -109,7 +109,7 @@ def place_single_node(
     if profile is None:
         return Placement(ranges, ranks, None)
     node = measured_node(profile, site.node, reserve_share=1.0 - settings.memory_utilization)
-    forecast = _forecast(_plan_request(settings, served), served, ClusterProfile((node,)), ranges, ranks)
+    forecast = forecast_of(_plan_request(settings, served), served, ClusterProfile((node,)), ranges, ranks)
     return Placement(ranges, ranks, None, forecast)
 
 
@@ -126,14 +126,14 @@ def place_as_loaded(
 
     `sites` holds the sites of its workers, in order of stage and rank.
     """
-    cluster = ClusterProfile(tuple(_nodes(control, membership, {})), links)
+    cluster = ClusterProfile(tuple(node_profiles(control, membership, {})), links)
     ranks = place_ranks(sites, found.cut.shares)
-    expected = _forecast(_replica_request(order), order.served, cluster, found.cut.ranges, ranks)
+    expected = forecast_of(replica_request(order), order.served, cluster, found.cut.ranges, ranks)
     plan = plan_of_cut(order, others, control, membership, found, links)
     return Placement(found.cut.ranges, ranks, plan, expected)
 
 
-def _forecast(
+def forecast_of(
     request: PlanRequest,
     served: ServedModel,
     cluster: ClusterProfile,
@@ -165,7 +165,7 @@ async def place_on_cluster(
         PlanError: The machines cannot hold the model as promised.
     """
     found, links = await surveys.take_all(membership, sites)
-    nodes = _nodes(control, membership, others.taken)
+    nodes = node_profiles(control, membership, others.taken)
     allowed = [node for node in nodes if order.only is None or node.name in order.only]
     # If siblings use every node, instances share nodes.
     apart = [node for node in allowed or nodes if node.name not in others.siblings]
@@ -177,8 +177,8 @@ async def place_on_cluster(
     plan = replace(plan, remarks=(*plan.remarks, *link_remarks([stage.node for stage in plan.stages], links)))
     ranks = with_routes(place_as_planned(plan, by_node), order.settings.link)
     ranges = tuple(stage.layers for stage in plan.stages)
-    expected = _forecast(
-        _replica_request(order), order.served, replace(cluster, nodes=tuple(nodes)), ranges, ranks
+    expected = forecast_of(
+        replica_request(order), order.served, replace(cluster, nodes=tuple(nodes)), ranges, ranks
     )
     return Placement(ranges, ranks, plan, expected)
 
@@ -195,16 +195,16 @@ def _place_shared(order: Order, cluster: ClusterProfile, sites: Mapping[str, Sit
     for ranks in share_stages(cut, settings.link, nodes, min(order.nodes, len(nodes))):
         places = [[placed.site.node for placed in stage] for stage in ranks]
         try:
-            plan = _plan_given(order, cluster, cut, places, "as --tp asks for them")
+            plan = plan_given_ranks(order, cluster, cut, places, "as --tp asks for them")
         except PlanError as error:
             problem = problem or error
             continue
-        forecast = _forecast(_replica_request(order), served, cluster, cut.ranges, ranks)
+        forecast = forecast_of(replica_request(order), served, cluster, cut.ranges, ranks)
         return Placement(cut.ranges, ranks, plan, forecast)
     raise problem or PlanError("There is no machine to plan for.")
 
 
-def _plan_given(
+def plan_given_ranks(
     order: Order, cluster: ClusterProfile, cut: Cut, places: Sequence[Sequence[str]], how: str
 ) -> Plan:
     """Plan ranks whose nodes are already chosen.
@@ -218,7 +218,7 @@ def _plan_given(
         for layers, nodes, shares in zip(cut.ranges, places, cut.shares, strict=True)
     ]
     model = profile_folder(order.served.folder, order.served.names[0])
-    return plan_given(model, cluster, _replica_request(order), stages, how)
+    return plan_given(model, cluster, replica_request(order), stages, how)
 
 
 async def offered(placement: Placement, offer: Callable[[], Awaitable[WeightsManifest]]) -> Placement:
@@ -255,7 +255,7 @@ def plan_replicas(
         PlanError: The machines cannot hold that many.
     """
     nodes, request = plan_request_for(
-        settings, _plan_request(settings, served), _nodes(control, membership, taken)
+        settings, _plan_request(settings, served), node_profiles(control, membership, taken)
     )
     return place_replicas(
         profile_folder(served.folder, served.names[0]),
@@ -274,15 +274,15 @@ def plan_of_cut(
     links: Mapping[frozenset[str], LinkProfile],
 ) -> Plan | None:
     """Return the plan of stages that are already loaded; None if they do not fit the current request."""
-    by_name = {node.name: node for node in _nodes(control, membership, others.taken)}
+    by_name = {node.name: node for node in node_profiles(control, membership, others.taken)}
     if any(len(stage) > 1 for stage in found.nodes):
         cluster = ClusterProfile(tuple(by_name.values()), links)
         try:
-            return _plan_given(order, cluster, found.cut, found.nodes, "as they were loaded")
+            return plan_given_ranks(order, cluster, found.cut, found.nodes, "as they were loaded")
         except PlanError:
             return None
     nodes = tuple(by_name[node] for (node,) in found.nodes)
-    request = replace(_replica_request(order), strategy="custom", counts=tuple(map(len, found.cut.ranges)))
+    request = replace(replica_request(order), strategy="custom", counts=tuple(map(len, found.cut.ranges)))
     try:
         return place(
             profile_folder(order.served.folder, order.served.names[0]), ClusterProfile(nodes, links), request
@@ -352,7 +352,7 @@ def _weights_peers(member: Member, others: Sequence[Member], head_port: int) -> 
     )
 
 
-def _nodes(control: Control, membership: Membership, taken: Mapping[str, int]) -> list[NodeProfile]:
+def node_profiles(control: Control, membership: Membership, taken: Mapping[str, int]) -> list[NodeProfile]:
     """Return the members' profiles, the head's own first, without memory that is promised to others."""
     members = sorted(
         membership.members.values(), key=lambda member: (member.node != control.node, member.node)
@@ -396,7 +396,7 @@ def _plan_request(settings: Settings, served: ServedModel) -> PlanRequest:
     )
 
 
-def _replica_request(order: Order) -> PlanRequest:
+def replica_request(order: Order) -> PlanRequest:
     """Return one replica's share of the request."""
     request = _plan_request(order.settings, order.served)
     share = -(-request.demand.sequences // order.replicas)
@@ -405,7 +405,7 @@ def _replica_request(order: Order) -> PlanRequest:
 
 def _plan(order: Order, cluster: ClusterProfile) -> Plan:
     profile = profile_folder(order.served.folder, order.served.names[0])
-    in_order, request = plan_request_for(order.settings, _replica_request(order), cluster.nodes)
+    in_order, request = plan_request_for(order.settings, replica_request(order), cluster.nodes)
     return place(profile, replace(cluster, nodes=in_order), request)
 
 

@@ -12,14 +12,18 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 
 from mlx_ring.cluster.deployment import GroupRoute, Site, group_routes, route_between
-from mlx_ring.cluster.placement import Cut
+from mlx_ring.cluster.placement import Cut, make_assignments, shaping_settings
 from mlx_ring.core.errors import PlanError
+from mlx_ring.head.served_model import ServedModel
+from mlx_ring.models.tensor_shares import read_tensor_sizes, share_out
 from mlx_ring.planner.plan import Plan
-from mlx_ring.rpc.backends import is_collective, joined_ranks
+from mlx_ring.rpc.backends import AUTO, is_collective, joined_ranks
 from mlx_ring.rpc.link_profile import ETHERNET, UNREACHABLE, LinkProfile
 from mlx_ring.rpc.protos import worker_pb2
 from mlx_ring.rpc.rdma import as_json, is_mesh, is_ring, part_of
+from mlx_ring.settings.config import Settings
 from mlx_ring.settings.hostfile import Hostfile, is_loopback
+from mlx_ring.settings.named_group import named_addresses, named_machines
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,47 @@ def _joined(stage: Stage) -> Stage:
         return stage
     routes = group_routes([placed.site for placed in stage], f"A stage of {len(stage)} workers")
     return tuple(replace(placed, route=route) for placed, route in zip(stage, routes, strict=True))
+
+
+def assign(
+    settings: Settings, served: ServedModel, instance: str, epoch: int, cut: Cut
+) -> Sequence[worker_pb2.StageAssignment]:
+    """Make the assignment of each rank of each stage.
+
+    Raises:
+        PlanError, ModelUnsupported: the layers cannot be shared as asked.
+    """
+    for shares in {shares for shares in cut.shares if len(shares) > 1}:
+        share_out(read_tensor_sizes(served.folder), shares)
+    return make_assignments(
+        cut,
+        instance=instance,
+        epoch=epoch,
+        dtype=settings.dtype,
+        model_digest=served.folder.digest,
+        max_model_len=served.limits.context_length,
+        kv_bits=0 if settings.kv_bits == "off" else int(settings.kv_bits),
+        link_compression=settings.link_compression,
+        link=settings.link,
+        backend=settings.backend if settings.backend != AUTO else "",
+        group=named_addresses(settings),
+        shaping=shaping_settings(settings),
+    )
+
+
+def assign_all(
+    settings: Settings, served: ServedModel, instance: str, epoch: int, cut: Cut, ranks: Sequence[Stage]
+) -> Sequence[worker_pb2.StageAssignment]:
+    """Make the assignment of each rank, with its place in its group.
+
+    Raises:
+        PlanError, ModelUnsupported: the layers cannot be shared as asked.
+    """
+    assignments = assign(settings, served, instance, epoch, cut)
+    set_routes(assignments, ranks)
+    if (machines := named_machines(settings)) is not None:
+        set_rdma(assignments, ranks, machines)
+    return assignments
 
 
 def set_routes(assignments: Iterable[worker_pb2.StageAssignment], ranks: Sequence[Stage]) -> None:

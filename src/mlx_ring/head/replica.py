@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Protocol
 
 from mlx_ring.core.engine_stats import Meter
@@ -13,10 +14,11 @@ from mlx_ring.core.errors import NodeLost, RingError
 from mlx_ring.core.logs import set_log_epoch
 from mlx_ring.core.traces import Tracing
 from mlx_ring.engine.live_request import Hold, LiveRequest, judge
-from mlx_ring.head.instance import Epoch, Instance
+from mlx_ring.head.instance import Epoch, Instance, stop_workers
 from mlx_ring.head.instance_view import FIRST_EPOCH, InstanceService
 from mlx_ring.head.kv_memory import KvShares
 from mlx_ring.head.nodes import Machines
+from mlx_ring.head.patching import Remains
 from mlx_ring.head.placing import Order, Placement
 from mlx_ring.head.served_model import ServedModel
 from mlx_ring.rpc.protos import agent_pb2
@@ -85,6 +87,9 @@ class Replica:
         self._shares = shares
         self._watcher = watcher
         self._nodes, self._candidates, self._replicas = nodes, candidates, replicas
+        self._has_served = False
+        self._next_number = FIRST_EPOCH
+        """Smallest number of its next epoch."""
         kv_bits = 0 if settings.kv_bits == "off" else int(settings.kv_bits)
         self.service = InstanceService(served.folder.num_layers, kv_bits)
 
@@ -97,29 +102,27 @@ class Replica:
         Raises:
             RingError: the first instance could not be loaded.
         """
-        number, pause_s, has_served = FIRST_EPOCH, _FIRST_PAUSE_S, False
+        pause_s = _FIRST_PAUSE_S
         while True:
             begun_s = time.time()
             try:
                 order = Order(
                     self._served,
                     self._settings,
-                    number,
+                    self._next_number,
                     # After the first instance, use the nodes that are present.
-                    nodes=1 if has_served else self._nodes,
-                    only=None if has_served else self._candidates,
+                    nodes=1 if self._has_served else self._nodes,
+                    only=None if self._has_served else self._candidates,
                     replicas=self._replicas,
                 )
                 epoch = await self._machines.next_epoch(order)
-                set_log_epoch(epoch.number)
-                number = epoch.number + 1
-                await self._run(epoch, ready, begun_s)
-                has_served = True
+                self._next_number = epoch.number + 1
+                await self._run(order, epoch, ready, begun_s)
                 # Interrupted answers wait for the next load.
                 pause_s = 0.0 if time.time() - begun_s >= _STEADY_S else _FIRST_PAUSE_S
             except RingError as error:
                 self._meter.record_loss(error)
-                if not has_served and not isinstance(error, NodeLost):
+                if not self._has_served and not isinstance(error, NodeLost):
                     raise
                 self.service.lose(error)
                 self._machines.record_failure(error, begun_s)
@@ -133,7 +136,33 @@ class Replica:
         if self._hold is not None:
             self._hold(interrupted, loss)
 
-    async def _run(self, epoch: Epoch, ready: Callable[[float], None], begun_s: float) -> None:
+    async def _run(self, order: Order, epoch: Epoch, ready: Callable[[float], None], begun_s: float) -> None:
+        """Run an instance, and after each loss what is left of it with new workers in place of the lost ones."""
+        running: Instance | None = None
+
+        def on_node_lost(node: str, reason: str) -> None:
+            if running is not None:
+                running.watch.on_node_lost(node, reason)
+
+        with self._machines.watching(epoch.instance, on_node_lost):
+            while True:
+                set_log_epoch(epoch.number)
+                running = self._begin(epoch)
+                await running.run(ready)
+                self._has_served = True
+                self._meter.record_loss(running.loss)
+                if running.loss is None or not judge(self._in_progress, running.loss):
+                    self._machines.record_failure(running.loss, begun_s)
+                if running.remains is None:
+                    return
+                pause_s = 0.0 if time.time() - begun_s >= _STEADY_S else _FIRST_PAUSE_S
+                patched = await self._patch(order, epoch, running.remains, pause_s)
+                if patched is None:
+                    return
+                epoch, begun_s = patched, time.time()
+                self._next_number = epoch.number + 1
+
+    def _begin(self, epoch: Epoch) -> Instance:
         self._in_progress = []
         self.service.begin(epoch.instance, epoch.number, epoch.placement)
         self._watcher.planned(epoch.instance, epoch.placement)
@@ -142,7 +171,7 @@ class Replica:
             self.service.record_loading(progress)
             self._watcher.loading(epoch.instance, progress)
 
-        instance = Instance(
+        return Instance(
             self._settings,
             self._served,
             self.service,
@@ -153,8 +182,23 @@ class Replica:
             self._tracing,
             None if self._hold is None else self._keep,
         )
-        with self._machines.watching(epoch.instance, instance.watch.on_node_lost):
-            await instance.run(ready)
-        self._meter.record_loss(instance.loss)
-        if instance.loss is None or not judge(self._in_progress, instance.loss):
-            self._machines.record_failure(instance.loss, begun_s)
+
+    async def _patch(self, order: Order, epoch: Epoch, remains: Remains, pause_s: float) -> Epoch | None:
+        """Replace the lost ranks of an instance after a pause. If that is impossible, stop the others and return None."""
+        try:
+            await asyncio.sleep(pause_s)
+            order = replace(order, number=epoch.number + 1, nodes=1, only=None)
+            patched = await self._machines.patch(order, remains)
+        except BaseException as error:
+            await stop_workers(epoch, remains.silent_nodes)
+            if not isinstance(error, RingError):
+                raise
+            log.warning("%s is loaded as a whole: %s", self._served.names[0], error)
+            return None
+        log.warning(
+            "patching %s: %d of %d workers stay",
+            self._served.names[0],
+            len(patched.prepared or ()),
+            len(remains.places),
+        )
+        return patched

@@ -14,13 +14,11 @@ from mlx_ring.api.service import LinkInfo
 from mlx_ring.cluster.agent_link import LocalAgent, Source
 from mlx_ring.cluster.deployment import Site
 from mlx_ring.cluster.membership import Joined, Member, Membership
-from mlx_ring.core.errors import RingError
+from mlx_ring.core.errors import NotReady, RingError
 from mlx_ring.head.instance import Epoch
 from mlx_ring.head.nodes import Declared, OnNodeLost, new_instance
-from mlx_ring.head.placing import (
-    Order,
-    place_single_node,
-)
+from mlx_ring.head.patching import Remains, patch_ranks
+from mlx_ring.head.placing import Order, place_single_node
 from mlx_ring.head.status import ClusterView
 from mlx_ring.host.machine import node_name, share_cores
 from mlx_ring.host.machine_profile import MachineProfile
@@ -72,6 +70,13 @@ class SingleNode:
             place_single_node, order.settings, order.served, site, self._profile
         )
         return Epoch(new_instance(order.served), order.number, placement, node_name())
+
+    async def patch(self, order: Order, remains: Remains) -> Epoch:
+        if self._agent is None or self._agent.exit_reason:
+            raise NotReady("The agent of this machine has ended, and its workers with it.")
+        number = max(order.number, remains.epoch + 1)
+        placement, prepared = await patch_ranks(order, remains, number, None, make_hello(node=node_name()))
+        return Epoch(remains.instance, number, placement, node_name(), prepared=prepared)
 
     def _kept_profile(self) -> MachineProfile | None:
         """Return the stored profile; measuring would take seconds."""

@@ -103,6 +103,17 @@ class Inbox:
         self._arrived = threading.Condition()
         self._messages: dict[LinkKey, WireTensor | RingError] = {}
         self._broken: RingError | None = None
+        self._sender = 0
+
+    def admit(self) -> InboxSender:
+        """Admit a sender in place of an earlier one, whose messages and end no longer count."""
+        with self._arrived:
+            self._sender += 1
+            return InboxSender(self, self._sender)
+
+    def is_admitted(self, sender: int) -> bool:
+        """Report whether this sender was admitted last."""
+        return sender == self._sender
 
     def put(self, key: LinkKey, message: WireTensor | RingError) -> None:
         """Store a message; one of another instance or epoch is dropped.
@@ -198,6 +209,23 @@ class Inbox:
             self._arrived.notify_all()
 
 
+class InboxSender:
+    """Sender's access to an inbox."""
+
+    def __init__(self, inbox: Inbox, number: int) -> None:
+        self._inbox, self._number = inbox, number
+
+    def put(self, key: LinkKey, message: WireTensor | RingError) -> None:
+        """Store a message, unless another sender has been admitted since."""
+        if self._inbox.is_admitted(self._number):
+            self._inbox.put(key, message)
+
+    def break_off(self, error: RingError) -> None:
+        """End all waits, unless another sender has been admitted since."""
+        if self._inbox.is_admitted(self._number):
+            self._inbox.break_off(error)
+
+
 class GrpcLink:
     """Sending end of a stream between two workers. gRPC's own thread does the sending."""
 
@@ -268,7 +296,7 @@ class GrpcLink:
         self._channel.close()
 
 
-def deliver_frames(frames: Iterator[Frame], inbox: Inbox) -> None:
+def deliver_frames(frames: Iterator[Frame], inbox: Inbox | InboxSender) -> None:
     """Store what arrives on a link, until its sender ends it. Raises `ProtocolError` for a malformed frame."""
     for frame in frames:
         header = frame.header

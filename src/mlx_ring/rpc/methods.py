@@ -97,6 +97,7 @@ def _method(
 
 LOAD = _method(WORKER_SERVICE, "Load", "unary_stream", worker_pb2.LoadRequest, worker_pb2.LoadProgress)
 STATUS = _method(WORKER_SERVICE, "Status", "unary_unary", worker_pb2.StatusRequest, worker_pb2.WorkerStatus)
+RELINK = _method(WORKER_SERVICE, "Relink", "unary_unary", worker_pb2.RelinkRequest, worker_pb2.RelinkReply)
 STEPS = _method(WORKER_SERVICE, "Steps", "stream_stream", worker_pb2.StepsRequest, worker_pb2.StepsReply)
 STEPS_RAW: Method[bytes, worker_pb2.StepsReply] = Method(
     STEPS.service, STEPS.name, STEPS.arity, bytes, bytes, STEPS.encode_response, STEPS.decode_response
@@ -120,6 +121,9 @@ LOAD_STAGES = _method(
     AGENT_SERVICE, "LoadStages", "unary_stream", agent_pb2.LoadStagesRequest, agent_pb2.StageProgress
 )
 WATCH = _method(AGENT_SERVICE, "Watch", "unary_stream", agent_pb2.WatchRequest, agent_pb2.AgentEvent)
+RELINK_WORKERS = _method(
+    AGENT_SERVICE, "Relink", "unary_unary", agent_pb2.RelinkWorkersRequest, agent_pb2.RelinkWorkersReply
+)
 STOP = _method(AGENT_SERVICE, "Stop", "unary_unary", agent_pb2.StopRequest, agent_pb2.StopReply)
 MEASURE_LINK = _method(
     AGENT_SERVICE, "MeasureLink", "unary_unary", agent_pb2.MeasureLinkRequest, agent_pb2.MeasureLinkReply

@@ -15,7 +15,7 @@ from mlx_ring.host.child import watch_lifeline
 from mlx_ring.host.process import dump_stacks_on_signal
 from mlx_ring.models.lean_imports import import_mlx_lm
 from mlx_ring.rpc.channels import add_secure_port, make_server
-from mlx_ring.rpc.methods import LOAD, STATUS, STEPS
+from mlx_ring.rpc.methods import LOAD, RELINK, STATUS, STEPS
 from mlx_ring.rpc.tls.credentials import load_credentials, serve_from_folder
 from mlx_ring.rpc.tls.guard import PeerGuard
 from mlx_ring.worker.compute_thread import prefer_latency, prefer_throughput
@@ -25,7 +25,7 @@ from mlx_ring.worker.platform.device import keep_freed_memory
 _END_WITHIN_S = 1.0
 _HEAD_ONLY = (STEPS.path, STATUS.path)
 """Calls that only the head may make. Nodes send activations to each other, but not these."""
-_LOCAL_ONLY = (LOAD.path,)
+_LOCAL_ONLY = (LOAD.path, RELINK.path)
 """Calls that only this machine's agent may make, over the Unix socket.
 
 The agent first checks which interface an MLX group would use.

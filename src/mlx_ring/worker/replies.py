@@ -50,6 +50,13 @@ class StepAnswers:
         self._model = model
         self._links = links
 
+    def relink(self, links: StageLinks) -> None:
+        """Replace the links, and close the earlier ones."""
+        before, self._links = self._links, links
+        for end in (before.next, before.first):
+            if end is not None:
+                end.close()
+
     def expect(self, step: step_pb2.Step) -> None:
         """Announce a step that will be answered."""
         for end in self._links.listeners if step.rows else ():

@@ -140,6 +140,10 @@ class StageRunner:
         self.last_step = 0
         self.kv_bytes = self._kv.nbytes
 
+    def relink(self, links: StageLinks) -> None:
+        """Send to other neighbours from now on; the inbox stays."""
+        self._answers.relink(links)
+
     # ---- building
 
     def _can_build_ahead(self, before: StepWork, step: step_pb2.Step) -> bool:

@@ -11,39 +11,35 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
 
 import grpc
 import mlx.core as mx
 import psutil
 
-from mlx_ring.core.errors import NotReady, PeerRefused, ProtocolError, RingError, StaleMessage, WorkerLost
+from mlx_ring.core.errors import NotReady, ProtocolError, RingError, ServingError, StaleMessage
 from mlx_ring.core.logs import set_log_epoch
 from mlx_ring.rpc.backends import backend_of, has_collective_link, joined_ranks
 from mlx_ring.rpc.failures import error_to_failure
 from mlx_ring.rpc.frames import Frame
 from mlx_ring.rpc.hello import check_hello, make_hello
-from mlx_ring.rpc.links import Inbox, deliver_frames
-from mlx_ring.rpc.methods import LINK, LOAD, STATUS, STEPS, WORKER_SERVICE, service_handler
+from mlx_ring.rpc.links import Inbox
+from mlx_ring.rpc.methods import LINK, LOAD, RELINK, STATUS, STEPS, WORKER_SERVICE, service_handler
 from mlx_ring.rpc.protos import hello_pb2, step_pb2, worker_pb2
 from mlx_ring.rpc.tls.credentials import Credentials
-from mlx_ring.rpc.tls.peers import Revoked, address_of_call, is_local, peer_of_call
+from mlx_ring.rpc.tls.peers import Revoked
 from mlx_ring.worker.compute_thread import JobQueue, end_process
 from mlx_ring.worker.grammars import GrammarCompiler, grammar_error
 from mlx_ring.worker.group import GroupPort
+from mlx_ring.worker.neighbours import Neighbours, first_message
 from mlx_ring.worker.platform.device import device_memory, device_name
 from mlx_ring.worker.runner import StageRunner
-from mlx_ring.worker.stage import build_stage
+from mlx_ring.worker.stage import BuiltStage, build_stage
 from mlx_ring.worker.step import monotonic_us
 
 log = logging.getLogger(__name__)
-
-_ASSIGNMENT_WAIT_S = 60.0
-_GREETING_WAIT_S = 10.0
-
-Received = TypeVar("Received")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +91,9 @@ class WorkerServer:
         self._jobs: JobQueue[Callable[[], None]] = JobQueue()
         self._runner: StageRunner | None = None
         self._grammars: GrammarCompiler | None = None
+        self._built: BuiltStage | None = None
         self._request: worker_pb2.LoadRequest | None = None
-        self._inbox: Inbox | None = None
-        self._assigned = threading.Event()
+        self._neighbours = Neighbours(self.hello)
         self._stopping = False
         self._stream: _StepStream | None = None
         self._taken_from: _StepStream | None = None
@@ -112,7 +108,13 @@ class WorkerServer:
     def handler(self) -> grpc.GenericRpcHandler:
         return service_handler(
             WORKER_SERVICE,
-            ((LOAD, self.load), (STEPS, self.steps), (LINK, self.link), (STATUS, self.status)),
+            (
+                (LOAD, self.load),
+                (STEPS, self.steps),
+                (LINK, self.link),
+                (RELINK, self.relink),
+                (STATUS, self.status),
+            ),
         )
 
     def compute(self) -> None:
@@ -133,8 +135,7 @@ class WorkerServer:
     def stop(self) -> None:
         """End `compute` after the current job, and drop the jobs that wait."""
         self._stopping = True
-        if self._inbox is not None:
-            self._inbox.break_off(NotReady("This worker is ending."))
+        self._neighbours.break_off(NotReady("This worker is ending."))
         self._jobs.put(lambda: None)
 
     def hello(self) -> hello_pb2.Hello:
@@ -176,11 +177,9 @@ class WorkerServer:
                 )
             self._request = request
         assignment = request.assignment
-        self._inbox = Inbox(assignment.instance, assignment.epoch)
         self._phase = "loading"
         set_log_epoch(assignment.epoch)
-        self._assigned.set()
-        return self._inbox
+        return self._neighbours.assign(assignment)
 
     def _build(
         self,
@@ -198,7 +197,7 @@ class WorkerServer:
             built = build_stage(
                 request, inbox, self.hello(), report, trust=self._access.trust, group_port=self._access.group
             )
-            self._runner, self._dtype, self._kv = built.runner, built.dtype, built.kv
+            self._built, self._runner, self._dtype, self._kv = built, built.runner, built.dtype, built.kv
             self._sends, self._grammars = built.sends, built.grammars
             self._phase = "ready"
             report(worker_pb2.LoadProgress(ready=True, phase="ready", bytes_loaded=self._weight_bytes))
@@ -217,7 +216,7 @@ class WorkerServer:
     ) -> Iterator[worker_pb2.StepsReply]:
         """Greet, then execute steps in their order and answer each."""
         try:
-            stream = self._open_stream(_first(requests, context).hello)
+            stream = self._open_stream(first_message(requests, context).hello)
         except RingError as error:
             yield worker_pb2.StepsReply(failure=error_to_failure(error))
             return
@@ -251,10 +250,10 @@ class WorkerServer:
 
         A head that takes over loaded workers counts epochs on.
         """
-        request, inbox = self._request, self._inbox
-        if request is not None and inbox is not None and epoch > request.assignment.epoch:
+        request = self._request
+        if request is not None and epoch > request.assignment.epoch:
             request.assignment.epoch = epoch
-            inbox.advance(epoch)
+            self._neighbours.advance(epoch)
             set_log_epoch(epoch)
 
     def _read_steps(self, requests: Iterator[worker_pb2.StepsRequest], stream: _StepStream) -> None:
@@ -318,41 +317,61 @@ class WorkerServer:
         self, frames: Iterator[Frame], context: grpc.ServicerContext
     ) -> Iterator[worker_pb2.FrameAccepted]:
         """Receive what another stage sends, until it closes the stream."""
-        address = address_of_call(context)
+        return self._neighbours.link(frames, context)
+
+    def relink(
+        self, request: worker_pb2.RelinkRequest, _context: grpc.ServicerContext
+    ) -> worker_pb2.RelinkReply:
+        """Prepare for other neighbours, or join them. Answers from the compute thread, which shows that it runs."""
+        done: Future[None] = Future()
         try:
-            theirs = _greeting(_first(frames, context))
-            inbox = self._accept_link(theirs, context)
+            check_hello(request.hello, make_hello(node=self._identity.node), "the agent")
+            self._check_relink(request.assignment)
+            if request.commit:
+                self._jobs.put(partial(_complete, done, partial(self._join, request.assignment)))
+            else:
+                self._leave()
+                self._neighbours.prepare(request.assignment)
+                self._jobs.put(partial(_complete, done, self._settle))
+            done.result()
         except RingError as error:
-            log.warning("refused a link from %s: %s", address, error)
-            yield worker_pb2.FrameAccepted(failure=error_to_failure(error))
-            return
-        yield worker_pb2.FrameAccepted(hello=self.hello())
-        try:
-            deliver_frames(frames, inbox)
-            inbox.break_off(WorkerLost(f"Stage {theirs.stage} on {theirs.node} closed its link."))
-        except ProtocolError as error:
-            log.warning("ended the link from stage %d on %s: %s", theirs.stage, theirs.node, error)
-            inbox.break_off(error)
-        except grpc.RpcError:
-            inbox.break_off(WorkerLost(f"The link from stage {theirs.stage} on {theirs.node} broke."))
+            return worker_pb2.RelinkReply(failure=error_to_failure(error))
+        return worker_pb2.RelinkReply()
 
-    def _accept_link(self, hello: hello_pb2.Hello, context: grpc.ServicerContext) -> Inbox:
-        """Return the inbox, but only to the worker that the plan puts before this one.
+    def _check_relink(self, wanted: worker_pb2.StageAssignment) -> None:
+        ours = self._request.assignment if self._request is not None else worker_pb2.StageAssignment()
+        if self._built is None or has_collective_link(ours):
+            raise NotReady("This worker cannot be linked with others: start another one.")
+        of_ours, of_theirs = (
+            (each.instance, each.plan_digest, each.stage, each.rank) for each in (ours, wanted)
+        )
+        if of_ours != of_theirs or wanted.epoch <= ours.epoch:
+            raise StaleMessage(
+                f"This worker has stage {ours.stage}, rank {ours.rank} of {ours.instance}, epoch {ours.epoch}; it cannot "
+                f"become stage {wanted.stage}, rank {wanted.rank} of {wanted.instance}, epoch {wanted.epoch}."
+            )
 
-        Anyone else could end its link and so the instance.
-        """
-        if not self._assigned.wait(_ASSIGNMENT_WAIT_S) or self._inbox is None:
-            raise NotReady(f"This worker received no stage within {_ASSIGNMENT_WAIT_S:g} s.")
-        peer = f"stage {hello.stage} on {hello.node}"
-        ours = self.hello()
-        check_hello(hello, ours, peer)
-        if (hello.instance, hello.plan_digest) != (ours.instance, ours.plan_digest):
-            raise ProtocolError(f"{peer} named no instance; this worker is of {ours.instance}.")
-        assignment = self._request.assignment if self._request else worker_pb2.StageAssignment(stages=1)
-        if hello.stage != (ours.stage - 1) % assignment.stages:
-            raise ProtocolError(f"{peer} does not come before stage {ours.stage} of {assignment.stages}.")
-        _check_caller(context, hello.node, assignment.previous_node)
-        return self._inbox
+    def _leave(self) -> None:
+        """End the head's stream, and drop its steps."""
+        with self._lock:
+            stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.answers.put(None)
+
+    def _settle(self) -> None:
+        """Finish the step that is under way. Runs on the compute thread."""
+        if self._runner is not None:
+            self._answer(self._runner.finish())
+
+    def _join(self, assignment: worker_pb2.StageAssignment) -> None:
+        """Link with the new neighbours, and enter their epoch. Runs on the compute thread."""
+        if self._built is None or self._request is None:
+            raise NotReady("This worker has not loaded a stage yet.")
+        self._request.assignment.CopyFrom(assignment)
+        self._sends = self._built.relink(self.hello())
+        self._neighbours.advance(assignment.epoch)
+        set_log_epoch(assignment.epoch)
+        log.info("linked with the neighbours of epoch %d", assignment.epoch)
 
     # Status
 
@@ -395,44 +414,17 @@ class WorkerServer:
         return worker_pb2.GroupUse(backend=backend_of(assignment), why=assignment.backend_why)
 
 
-def _check_caller(context: grpc.ServicerContext, greeted_as: str, expected: str) -> None:
-    """Check that the caller's certificate belongs to the node of the stage before.
-
-    An empty node is this machine, where callers show no certificate.
-
-    Raises:
-        PeerRefused: the certificate belongs to another node.
-    """
-    caller = "" if is_local(context) else peer_of_call(context).node
-    if caller and caller != greeted_as:
-        raise PeerRefused(f"{caller} greeted as {greeted_as}.")
-    if caller != expected:
-        raise PeerRefused(
-            f"{caller or 'This machine'} linked as the stage before, which is on {expected or 'this machine'}."
-        )
-
-
-def _first(messages: Iterator[Received], context: grpc.ServicerContext) -> Received:
-    """Return a stream's greeting. A stream without one is ended because it holds a thread.
-
-    Raises:
-        ProtocolError: no greeting came.
-    """
-    patience = threading.Timer(_GREETING_WAIT_S, context.cancel)
-    patience.start()
+def _complete(done: Future[None], work: Callable[[], None]) -> None:
+    """Do work, and put its end or its error into `done`."""
     try:
-        return next(messages)
-    except (StopIteration, grpc.RpcError):
-        raise ProtocolError("The stream ended, or was too slow, before its greeting.") from None
-    finally:
-        patience.cancel()
-
-
-def _greeting(frame: Frame) -> hello_pb2.Hello:
-    """Return the greeting of a frame, or raise `ProtocolError` if it holds none."""
-    if not frame.header.HasField("hello"):
-        raise ProtocolError(frame.problem or "A link begins with a greeting, but another frame arrived.")
-    return frame.header.hello
+        work()
+    except RingError as error:
+        done.set_exception(error)
+    except Exception as error:
+        log.exception("linking failed")
+        done.set_exception(ServingError(f"{type(error).__name__}: {error}"))
+    else:
+        done.set_result(None)
 
 
 @dataclass(frozen=True, slots=True)

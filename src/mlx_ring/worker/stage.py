@@ -36,6 +36,8 @@ from mlx_ring.worker.weights import load_stage
 log = logging.getLogger(__name__)
 
 Report = Callable[[worker_pb2.LoadProgress], None]
+Sends = Callable[[], worker_pb2.LinkUse | None]
+"""Function that reports the use of a stage's link to the next one; any thread may call it."""
 _WARM_UP_SEQUENCE = (1 << 64) - 1
 
 
@@ -47,10 +49,11 @@ class BuiltStage:
     dtype: DType
     """Type in which it computes."""
     kv: worker_pb2.KvTraits
-    sends: Callable[[], worker_pb2.LinkUse | None]
-    """Function that reports the use of its link to the next stage; any thread may call it."""
+    sends: Sends
     grammars: GrammarCompiler
     """Compiler that any thread may ask for grammars; the runner uses them by id."""
+    relink: Callable[[hello_pb2.Hello], Sends]
+    """Function that links the stage as its assignment says now; it takes this worker's greeting."""
 
 
 def resolve_dtype(asked: str, folder: ModelFolder) -> DType:
@@ -141,7 +144,13 @@ def build_stage(
     runner = StageRunner(assignment, model, kv, links, group, grammars)
     report(worker_pb2.LoadProgress(phase="warm-up"))
     _warm_up(model, kv)
-    return BuiltStage(runner, dtype, kv.traits(), partial(_sends, assignment, packer), grammars)
+
+    def relink(hello: hello_pb2.Hello) -> Sends:
+        packer = _packer(assignment)
+        runner.relink(_join_links(assignment, inbox, hello, model, trust, packer))
+        return partial(_sends, assignment, packer)
+
+    return BuiltStage(runner, dtype, kv.traits(), partial(_sends, assignment, packer), grammars, relink)
 
 
 def _packer(assignment: worker_pb2.StageAssignment) -> Packer | None:

@@ -123,15 +123,35 @@ class WorkerState(_message.Message):
     assignment: _worker_pb2.StageAssignment
     def __init__(self, instance: _Optional[str] = ..., stage: _Optional[int] = ..., rank: _Optional[int] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ..., alive: _Optional[bool] = ..., exit_reason: _Optional[str] = ..., status: _Optional[_Union[_worker_pb2.WorkerStatus, _Mapping]] = ..., silent_s: _Optional[float] = ..., assignment: _Optional[_Union[_worker_pb2.StageAssignment, _Mapping]] = ...) -> None: ...
 
+class RelinkWorkersRequest(_message.Message):
+    __slots__ = ("hello", "assignments", "commit")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    ASSIGNMENTS_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    hello: _hello_pb2.Hello
+    assignments: _containers.RepeatedCompositeFieldContainer[_worker_pb2.StageAssignment]
+    commit: bool
+    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., assignments: _Optional[_Iterable[_Union[_worker_pb2.StageAssignment, _Mapping]]] = ..., commit: _Optional[bool] = ...) -> None: ...
+
+class RelinkWorkersReply(_message.Message):
+    __slots__ = ("workers", "failure")
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    workers: _containers.RepeatedCompositeFieldContainer[StartedWorker]
+    failure: _step_pb2.Failure
+    def __init__(self, workers: _Optional[_Iterable[_Union[StartedWorker, _Mapping]]] = ..., failure: _Optional[_Union[_step_pb2.Failure, _Mapping]] = ...) -> None: ...
+
 class StopRequest(_message.Message):
-    __slots__ = ("hello", "instance", "end")
+    __slots__ = ("hello", "instance", "end", "pids")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
+    PIDS_FIELD_NUMBER: _ClassVar[int]
     hello: _hello_pb2.Hello
     instance: str
     end: bool
-    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., instance: _Optional[str] = ..., end: _Optional[bool] = ...) -> None: ...
+    pids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., instance: _Optional[str] = ..., end: _Optional[bool] = ..., pids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StopReply(_message.Message):
     __slots__ = ("stopped",)

@@ -132,6 +132,22 @@ class LoadProgress(_message.Message):
     phase: str
     def __init__(self, bytes_loaded: _Optional[int] = ..., bytes_total: _Optional[int] = ..., ready: _Optional[bool] = ..., failure: _Optional[_Union[_step_pb2.Failure, _Mapping]] = ..., phase: _Optional[str] = ...) -> None: ...
 
+class RelinkRequest(_message.Message):
+    __slots__ = ("hello", "assignment", "commit")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    ASSIGNMENT_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    hello: _hello_pb2.Hello
+    assignment: StageAssignment
+    commit: bool
+    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., assignment: _Optional[_Union[StageAssignment, _Mapping]] = ..., commit: _Optional[bool] = ...) -> None: ...
+
+class RelinkReply(_message.Message):
+    __slots__ = ("failure",)
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    failure: _step_pb2.Failure
+    def __init__(self, failure: _Optional[_Union[_step_pb2.Failure, _Mapping]] = ...) -> None: ...
+
 class StepsRequest(_message.Message):
     __slots__ = ("hello", "step", "kv_limit", "prepare", "drop_grammar")
     HELLO_FIELD_NUMBER: _ClassVar[int]

@@ -1,0 +1,149 @@
+"""Link from the stage before, as a server: who may send, and to which inbox.
+
+An inbox has one sender at a time. When another worker takes the place of a lost one, its call replaces the older call,
+whose frames and end no longer count.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import grpc
+
+from mlx_ring.core.errors import NotReady, PeerRefused, ProtocolError, RingError, WorkerLost
+from mlx_ring.rpc.failures import error_to_failure
+from mlx_ring.rpc.frames import Frame
+from mlx_ring.rpc.hello import check_hello
+from mlx_ring.rpc.links import Inbox, InboxSender, deliver_frames
+from mlx_ring.rpc.protos import hello_pb2, worker_pb2
+from mlx_ring.rpc.tls.peers import address_of_call, is_local, peer_of_call
+
+log = logging.getLogger(__name__)
+
+_ASSIGNMENT_WAIT_S = 60.0
+_GREETING_WAIT_S = 10.0
+
+Received = TypeVar("Received")
+
+
+class Neighbours:
+    """Receiving end of a worker, for whichever worker has the stage before."""
+
+    def __init__(self, hello: Callable[[], hello_pb2.Hello]) -> None:
+        """Start without a stage; `hello` returns this worker's greeting."""
+        self._hello = hello
+        self._assigned = threading.Event()
+        self._assignment = worker_pb2.StageAssignment(stages=1)
+        self._inbox: Inbox | None = None
+        self._lock = threading.Lock()
+        self._call: grpc.ServicerContext | None = None
+        """Call of the present sender."""
+
+    def assign(self, assignment: worker_pb2.StageAssignment) -> Inbox:
+        """Set this worker's stage, and return the inbox of its input."""
+        self._assignment = assignment
+        self._inbox = Inbox(assignment.instance, assignment.epoch)
+        self._assigned.set()
+        return self._inbox
+
+    def prepare(self, assignment: worker_pb2.StageAssignment) -> None:
+        """Expect another worker as the stage before, and end what waits for the present one."""
+        self._assignment = assignment
+        self.break_off(NotReady("This worker is being linked with others."))
+
+    def advance(self, epoch: int) -> None:
+        """Enter a new epoch, which drops messages of earlier ones."""
+        if self._inbox is not None:
+            self._inbox.advance(epoch)
+
+    def break_off(self, error: RingError) -> None:
+        """End all waits for input."""
+        if self._inbox is not None:
+            self._inbox.break_off(error)
+
+    def link(
+        self, frames: Iterator[Frame], context: grpc.ServicerContext
+    ) -> Iterator[worker_pb2.FrameAccepted]:
+        """Receive what another stage sends, until it closes the stream."""
+        address = address_of_call(context)
+        try:
+            theirs = _greeting(first_message(frames, context))
+            sender = self._admit(theirs, context)
+        except RingError as error:
+            log.warning("refused a link from %s: %s", address, error)
+            yield worker_pb2.FrameAccepted(failure=error_to_failure(error))
+            return
+        yield worker_pb2.FrameAccepted(hello=self._hello())
+        try:
+            deliver_frames(frames, sender)
+            sender.break_off(WorkerLost(f"Stage {theirs.stage} on {theirs.node} closed its link."))
+        except ProtocolError as error:
+            log.warning("ended the link from stage %d on %s: %s", theirs.stage, theirs.node, error)
+            sender.break_off(error)
+        except grpc.RpcError:
+            sender.break_off(WorkerLost(f"The link from stage {theirs.stage} on {theirs.node} broke."))
+
+    def _admit(self, hello: hello_pb2.Hello, context: grpc.ServicerContext) -> InboxSender:
+        """Admit only the worker that the plan puts before this one, in place of an earlier sender.
+
+        Anyone else could end its link and so the instance.
+        """
+        if not self._assigned.wait(_ASSIGNMENT_WAIT_S) or self._inbox is None:
+            raise NotReady(f"This worker received no stage within {_ASSIGNMENT_WAIT_S:g} s.")
+        peer = f"stage {hello.stage} on {hello.node}"
+        ours, assignment = self._hello(), self._assignment
+        check_hello(hello, ours, peer)
+        if (hello.instance, hello.plan_digest) != (ours.instance, ours.plan_digest):
+            raise ProtocolError(f"{peer} named no instance; this worker is of {ours.instance}.")
+        if hello.stage != (ours.stage - 1) % assignment.stages:
+            raise ProtocolError(f"{peer} does not come before stage {ours.stage} of {assignment.stages}.")
+        _check_caller(context, hello.node, assignment.previous_node)
+        with self._lock:
+            before, self._call = self._call, context
+            sender = self._inbox.admit()
+        if before is not None:
+            before.cancel()
+        return sender
+
+
+def _check_caller(context: grpc.ServicerContext, greeted_as: str, expected: str) -> None:
+    """Check that the caller's certificate belongs to the node of the stage before.
+
+    An empty node is this machine, where callers show no certificate.
+
+    Raises:
+        PeerRefused: the certificate belongs to another node.
+    """
+    caller = "" if is_local(context) else peer_of_call(context).node
+    if caller and caller != greeted_as:
+        raise PeerRefused(f"{caller} greeted as {greeted_as}.")
+    if caller != expected:
+        raise PeerRefused(
+            f"{caller or 'This machine'} linked as the stage before, which is on {expected or 'this machine'}."
+        )
+
+
+def first_message(messages: Iterator[Received], context: grpc.ServicerContext) -> Received:
+    """Return a stream's greeting. A stream without one is ended because it holds a thread.
+
+    Raises:
+        ProtocolError: no greeting came.
+    """
+    patience = threading.Timer(_GREETING_WAIT_S, context.cancel)
+    patience.start()
+    try:
+        return next(messages)
+    except (StopIteration, grpc.RpcError):
+        raise ProtocolError("The stream ended, or was too slow, before its greeting.") from None
+    finally:
+        patience.cancel()
+
+
+def _greeting(frame: Frame) -> hello_pb2.Hello:
+    """Return the greeting of a frame, or raise `ProtocolError` if it holds none."""
+    if not frame.header.HasField("hello"):
+        raise ProtocolError(frame.problem or "A link begins with a greeting, but another frame arrived.")
+    return frame.header.hello
