@@ -29,6 +29,7 @@ import psutil
 
 from mlx_ring.core.environment import library_variable, set_for_libraries
 from mlx_ring.core.errors import PeerRefused, WorkerLost
+from mlx_ring.host.process import usable_cores
 from mlx_ring.rpc.backends import (
     BACKENDS,
     Backend,
@@ -39,6 +40,7 @@ from mlx_ring.rpc.backends import (
 )
 from mlx_ring.rpc.protos import worker_pb2
 from mlx_ring.settings.hostfile import is_loopback
+from mlx_ring.worker.platform.ring_waits import share_cores, wait_in_the_kernel
 from mlx_ring.worker.tensor import Group
 
 Variables = dict[str, str]
@@ -182,6 +184,8 @@ def _join(assignment: worker_pb2.StageAssignment, port: GroupPort | None) -> mx.
     place = rank_in_group(assignment)
     if port is not None:
         port.release()
+    if backend == "ring" and share_cores(assignment.group, place, usable_cores()):
+        wait_in_the_kernel()
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mlx-ring-group-") as folder:
         set_for_libraries(group_variables(backend, place, assignment, Path(folder)))

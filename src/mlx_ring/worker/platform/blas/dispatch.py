@@ -190,19 +190,23 @@ def machine_code(sgemm: int, sgemv: int, rows_in_blocks: int) -> bytes:
 
 
 def load_dispatch(sgemm: int, sgemv: int, rows_in_blocks: int) -> int:
-    """Place the dispatch in executable memory and return its address.
+    """Place the dispatch in executable memory and return its address. Raises `Unavailable`."""
+    return place_code(machine_code(sgemm, sgemv, rows_in_blocks))
+
+
+def place_code(code: bytes) -> int:
+    """Place machine code in executable memory and return its address.
 
     The memory is never freed: MLX's threads may call it until the process ends.
     Raises `Unavailable` if the system lets no page become executable.
     """
-    code = machine_code(sgemm, sgemv, rows_in_blocks)
     libc = ctypes.CDLL(None)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     address = libc.mmap(None, len(code), mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
     if address in (None, ctypes.c_void_p(-1).value):
-        raise Unavailable("no memory for the dispatch of sgemm")
+        raise Unavailable("no memory for machine code")
     ctypes.memmove(address, code, len(code))
     libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     if libc.mprotect(address, len(code), mmap.PROT_READ | mmap.PROT_EXEC):

@@ -16,9 +16,9 @@ from pathlib import Path
 
 
 class Unavailable(Exception):
-    """Error for something that the fast BLAS needs and that is missing; `str(error)` is part of a sentence.
+    """Error for something that a redirection needs and that is missing; `str(error)` is part of a sentence.
 
-    It never leaves `mlx_ring.worker.platform.blas`.
+    It never leaves `mlx_ring.worker.platform`.
     """
 
 
