@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -139,3 +139,42 @@ def test_calls_of_a_removed_machine_end_once() -> None:
         access.revoke(["7f"])
     assert "removed from the cluster" in access.revoked.refusal(removed)
     assert ended == ["calls"]
+
+
+class _EndedCall(_LocalCall):
+    """Call that notes its end."""
+
+    def __init__(self) -> None:
+        self.is_cancelled = False
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+
+def test_a_new_sender_replaces_the_one_before_whose_messages_and_end_no_longer_count() -> None:
+    server, inbox = assign_stage(1)
+    frames = [greeting(instance="demo-1", stage=0), _tombstone(NEXT)]
+    lost, calls = _EndedCall(), list[object]()
+
+    def first_sender() -> Iterator[Frame]:
+        yield frames[0]
+        # While this call waits for a frame, another worker links as the stage before.
+        calls.append(next(server.link(iter(frames[:1]), cast("Any", _LocalCall()))))
+        yield frames[1]
+
+    assert [answer.HasField("hello") for answer in server.link(first_sender(), cast("Any", lost))] == [True]
+    assert lost.is_cancelled
+    assert len(calls) == 1
+    assert not inbox.holds(NEXT)
+
+
+def _tombstone(key: LinkKey) -> Frame:
+    stone = worker_pb2.Tombstone(instance=key.instance, epoch=key.epoch, step=key.step)
+    return Frame(worker_pb2.FrameHeader(tombstone=stone))
+
+
+def test_an_empty_worker_is_not_linked_with_others() -> None:
+    server, _ = assign_stage(1)
+    assignment = worker_pb2.StageAssignment(instance="demo-1", epoch=2, stage=1, stages=3)
+    request = worker_pb2.RelinkRequest(hello=make_hello(), assignment=assignment)
+    assert server.relink(request, cast("Any", _LocalCall())).failure.kind == "NotReady"

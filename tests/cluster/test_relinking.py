@@ -1,0 +1,131 @@
+"""Patch of an instance: only lost ranks are started and loaded, and the others get their addresses."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import cast
+
+import pytest
+
+from mlx_ring.cluster.agent_link import AgentLink, Source
+from mlx_ring.cluster.deployment import Site
+from mlx_ring.cluster.placement import Cut, even_split, make_assignments
+from mlx_ring.cluster.relinking import patch, prepare, with_their_groups
+from mlx_ring.core.errors import WorkerLost
+from mlx_ring.core.types import RankId
+from mlx_ring.rpc.hello import make_hello
+from mlx_ring.rpc.protos import agent_pb2, worker_pb2
+
+Assignments = Sequence[worker_pb2.StageAssignment]
+
+
+class _Agent:
+    """Agent that answers for all its workers, except for the stages that are silent."""
+
+    def __init__(self, *silent: int) -> None:
+        self.silent = silent
+        self.calls: list[tuple[str, list[int]]] = []
+        self.linked: dict[int, worker_pb2.StageAssignment] = {}
+        self.expected: dict[int, str] = {}
+        """Nodes before the prepared stages."""
+
+    def site(self, node: str) -> Site:
+        return Site(node, cast("AgentLink", self), is_local=False, hosts={"": node}, source=Source("model"))
+
+    def _note(self, call: str, assignments: Assignments) -> Sequence[agent_pb2.StartedWorker]:
+        self.calls.append((call, [one.stage for one in assignments]))
+        return [
+            agent_pb2.StartedWorker(
+                stage=one.stage, rank=one.rank, address=f"unix:{call}-{one.stage}", port=4000 + one.stage
+            )
+            for one in assignments
+            if one.stage not in self.silent
+        ]
+
+    async def start(self, _hello: object, assignments: Assignments) -> Sequence[agent_pb2.StartedWorker]:
+        return self._note("start", assignments)
+
+    async def load(
+        self,
+        _hello: object,
+        _source: object,
+        assignments: Assignments,
+        _report: object,
+        *,
+        only_fetch: bool,
+    ) -> None:
+        assert not only_fetch
+        self._note("load", assignments)
+        self.linked |= {one.stage: one for one in assignments}
+
+    async def relink(
+        self, _hello: object, assignments: Assignments, *, commit: bool
+    ) -> Sequence[agent_pb2.StartedWorker]:
+        if commit:
+            self.linked |= {one.stage: one for one in assignments}
+        else:
+            self.expected |= {one.stage: one.previous_node for one in assignments}
+        return self._note("commit" if commit else "prepare", assignments)
+
+
+class _Unreachable(_Agent):
+    def _note(self, call: str, assignments: Assignments) -> Sequence[agent_pb2.StartedWorker]:
+        raise WorkerLost(f"The agent does not answer: {call}, {len(assignments)}.")
+
+
+def three_stages(ranks: Sequence[Sequence[float]] = ((1.0,),) * 3) -> Assignments:
+    return make_assignments(
+        Cut(even_split(3, 3), tuple(map(tuple, ranks))),
+        instance="one",
+        epoch=2,
+        dtype="auto",
+        model_digest="model",
+        max_model_len=64,
+    )
+
+
+def place(stage: int, rank: int = 0) -> RankId:
+    return RankId(stage, rank)
+
+
+def test_only_the_lost_stage_is_loaded_and_the_others_are_linked_with_it_afterwards() -> None:
+    here, there = _Agent(), _Agent()
+    a, c = here.site("a"), there.site("c")
+    # Stage 1 was on a machine that is lost, and moves to the last stage's.
+    sites = {place(0): a, place(1): c, place(2): c}
+
+    async def run() -> None:
+        prepared = await prepare(sites, three_stages(), {place(0), place(2)}, make_hello())
+        assert set(prepared) == {place(0), place(2)}
+        await patch(sites, three_stages(), prepared, make_hello(), lambda _progress: None)
+
+    asyncio.run(run())
+    assert here.calls == [("prepare", [0]), ("commit", [0])]
+    assert there.calls == [("prepare", [2]), ("start", [1]), ("load", [1]), ("commit", [2])]
+    assert here.expected | there.expected == {0: "c", 2: ""}
+    linked = here.linked | there.linked
+    assert [(linked[stage].next_address, linked[stage].next_node) for stage in range(3)] == [
+        ("c:4001", "c"),
+        ("unix:prepare-2", ""),
+        ("", ""),
+    ]
+    assert (linked[2].first_address, linked[2].first_node) == ("a:4000", "a")
+
+
+def test_workers_that_do_not_answer_are_not_among_the_prepared() -> None:
+    sites = {
+        place(0): _Agent().site("a"),
+        place(1): _Agent(1).site("b"),
+        place(2): _Unreachable().site("c"),
+    }
+    prepared = asyncio.run(prepare(sites, three_stages(), set(sites), make_hello()))
+    assert set(prepared) == {place(0)}
+
+
+@pytest.mark.parametrize(
+    ("lost", "expected"),
+    [({place(0)}, {place(0)}), ({place(1, 1)}, {place(1, 0), place(1, 1)}), (set[RankId](), set[RankId]())],
+)
+def test_the_ranks_of_a_group_are_lost_together(lost: set[RankId], expected: set[RankId]) -> None:
+    assert with_their_groups(lost, three_stages(((1.0,), (0.5, 0.5), (1.0,)))) == expected

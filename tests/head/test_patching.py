@@ -1,0 +1,138 @@
+"""Placement of lost ranks, and the search for those that are left."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
+
+import pytest
+from tests.planner.clusters import cluster_of, node_of
+
+from mlx_ring.cluster.agent_link import AgentLink, Source
+from mlx_ring.cluster.deployment import Site
+from mlx_ring.cluster.placement import even_split
+from mlx_ring.core.errors import NotReady, PlanError
+from mlx_ring.core.types import RankId
+from mlx_ring.head.patching import Remains, Room, can_be_patched, patch_ranks, place_again
+from mlx_ring.head.placing import Order, Placement
+from mlx_ring.head.rank_placements import place_ranks
+from mlx_ring.head.served_model import prepare_model
+from mlx_ring.rpc.hello import make_hello
+from mlx_ring.rpc.protos import agent_pb2, worker_pb2
+from mlx_ring.settings.config import Settings
+
+
+class _Agent:
+    """Agent whose workers answer, except for the stages that are silent."""
+
+    def __init__(self, *silent: int) -> None:
+        self.silent = silent
+        self.prepared: list[list[int]] = []
+        self.stopped = 0
+
+    def site(self, node: str) -> Site:
+        return Site(node, cast("AgentLink", self), is_local=False, hosts={"": node}, source=Source("model"))
+
+    async def relink(
+        self, _hello: object, assignments: Sequence[worker_pb2.StageAssignment], *, commit: bool
+    ) -> Sequence[agent_pb2.StartedWorker]:
+        assert not commit
+        self.prepared.append([one.stage for one in assignments])
+        return [
+            agent_pb2.StartedWorker(stage=one.stage) for one in assignments if one.stage not in self.silent
+        ]
+
+    async def stop(self, _instance: str, _timeout_s: float) -> None:
+        self.stopped += 1
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: Path) -> Path:
+    return tiny_model
+
+
+def order_of(model: Path, **settings: object) -> Order:
+    given = Settings.model_validate({"model": str(model), **settings})
+    return Order(prepare_model(given), given, number=2, nodes=1, only=None)
+
+
+def place(stage: int) -> RankId:
+    return RankId(stage, 0)
+
+
+def remains_of(order: Order, agents: Sequence[_Agent], lost: Sequence[int]) -> Remains:
+    """Return what is left of an instance whose stages were on nodes a, b, c in this order."""
+    sites = [agent.site(node) for agent, node in zip(agents, "abc", strict=False)]
+    ranges = even_split(order.served.folder.num_layers, len(sites))
+    placement = Placement(ranges, place_ranks(sites, [(1.0,)] * len(sites)), None)
+    return Remains("one", 1, placement, frozenset(map(place, lost)), frozenset())
+
+
+def nodes_of(placement: Placement) -> str:
+    return "".join(stage[0].site.node for stage in placement.ranks)
+
+
+def room_on(agents: dict[str, _Agent], *, steady: str = "abcd", gigabytes: float = 16) -> Room:
+    nodes = [node_of(name, gigabytes) for name in agents]
+    sites = [agent.site(name) for name, agent in agents.items()]
+    return Room(cluster_of(*nodes), [name for name in agents if name in steady], sites)
+
+
+@pytest.mark.parametrize(
+    ("there", "steady", "strategy", "expected"),
+    [
+        ("abc", "abc", "auto", "abc"),
+        ("abd", "abd", "uniform", "abd"),
+        ("abcd", "abd", "uniform", "abd"),
+        ("ab", "ab", "auto", "aba"),
+    ],
+    ids=["on its own machine", "on an unused one", "not on a quarantined one", "beside its neighbour"],
+)
+def test_a_lost_stage_is_placed(there: str, steady: str, strategy: str, expected: str, model: Path) -> None:
+    order = order_of(model, strategy=strategy)
+    remains = remains_of(order, [_Agent(), _Agent(), _Agent()], [2])
+    room = room_on({name: _Agent() for name in there}, steady=steady)
+    again = place_again(order, remains, remains.lost, room)
+    assert nodes_of(again) == expected
+    assert again.cut == remains.placement.cut
+
+
+def test_a_lost_stage_without_a_machine_that_has_room_is_refused(model: Path) -> None:
+    order = order_of(model)
+    remains = remains_of(order, [_Agent(), _Agent()], [1])
+    with pytest.raises(PlanError, match=r"need .* GB"):
+        place_again(order, remains, remains.lost, room_on({"a": _Agent()}, gigabytes=1e-4))
+    with pytest.raises(PlanError, match="b left, and no other machine"):
+        place_again(order, remains, remains.lost, room_on({"a": _Agent()}, steady=""))
+
+
+def test_ranks_that_do_not_answer_are_replaced_too(model: Path) -> None:
+    order = order_of(model)
+    agents = [_Agent(), _Agent(1), _Agent()]
+    remains = remains_of(order, agents, [2])
+    room = Room(
+        cluster_of(*map(node_of, "abc")),
+        "abc",
+        [agent.site(n) for agent, n in zip(agents, "abc", strict=True)],
+    )
+    placement, prepared = asyncio.run(patch_ranks(order, remains, 2, room, make_hello()))
+    assert nodes_of(placement) == "abc"
+    assert set(prepared) == {place(0)}
+    assert [agent.prepared for agent in agents] == [[[0], [0]], [[1]], []]
+    assert [agent.stopped for agent in agents] == [0, 1, 2], "nodes without a rank that stays end theirs"
+
+
+def test_an_instance_of_which_nothing_answers_is_loaded_as_a_whole(model: Path) -> None:
+    order = order_of(model)
+    remains = remains_of(order, [_Agent(0), _Agent(1)], [])
+    with pytest.raises(NotReady, match="No worker of one is left"):
+        asyncio.run(patch_ranks(order, remains, 2, None, make_hello()))
+
+
+def test_collective_links_and_lost_instances_are_not_patched(model: Path) -> None:
+    order = order_of(model)
+    assert can_be_patched("grpc", remains_of(order, [_Agent(), _Agent()], [1]))
+    assert not can_be_patched("ring", remains_of(order, [_Agent(), _Agent()], [1]))
+    assert not can_be_patched("grpc", remains_of(order, [_Agent(), _Agent()], [0, 1]))
