@@ -276,9 +276,23 @@ async def stop_workers(epoch: Epoch, silent_nodes: Collection[str]) -> None:
     await asyncio.gather(*(_stop_on(site, epoch) for site in nodes if site.node not in silent_nodes))
     for site in nodes:
         if site.node in silent_nodes:
-            task = asyncio.create_task(_stop_on(site, epoch), name=f"stop on {site.node}")
-            _late_stops.add(task)
-            task.add_done_callback(_late_stops.discard)
+            _stop_late(site, epoch)
+
+
+async def leave_workers(epoch: Epoch, patched: Epoch) -> None:
+    """Leave the workers of an epoch to the one that patches it. Nodes without any are asked to end theirs."""
+    used = {site.node for site in patched.placement.nodes}
+    for site in epoch.placement.nodes:
+        if site.node not in used:
+            _stop_late(site, epoch)
+        elif epoch.trust is not None:
+            await site.link.close()
+
+
+def _stop_late(site: Site, epoch: Epoch) -> None:
+    task = asyncio.create_task(_stop_on(site, epoch), name=f"stop on {site.node}")
+    _late_stops.add(task)
+    task.add_done_callback(_late_stops.discard)
 
 
 async def _stop_on(site: Site, epoch: Epoch) -> None:

@@ -14,7 +14,7 @@ from mlx_ring.core.errors import NodeLost, RingError
 from mlx_ring.core.logs import set_log_epoch
 from mlx_ring.core.traces import Tracing
 from mlx_ring.engine.live_request import Hold, LiveRequest, judge
-from mlx_ring.head.instance import Epoch, Instance, stop_workers
+from mlx_ring.head.instance import Epoch, Instance, leave_workers, stop_workers
 from mlx_ring.head.instance_view import FIRST_EPOCH, InstanceService
 from mlx_ring.head.kv_memory import KvShares
 from mlx_ring.head.nodes import Machines
@@ -139,8 +139,11 @@ class Replica:
     async def _run(self, order: Order, epoch: Epoch, ready: Callable[[float], None], begun_s: float) -> None:
         """Run an instance, and after each loss what is left of it with new workers in place of the lost ones."""
         running: Instance | None = None
+        lost_nodes: dict[str, str] = {}
+        """Nodes that were lost since the last patch was begun, with the reason."""
 
         def on_node_lost(node: str, reason: str) -> None:
+            lost_nodes[node] = reason
             if running is not None:
                 running.watch.on_node_lost(node, reason)
 
@@ -148,6 +151,8 @@ class Replica:
             while True:
                 set_log_epoch(epoch.number)
                 running = self._begin(epoch)
+                for node, reason in lost_nodes.items():
+                    running.watch.on_node_lost(node, reason)
                 await running.run(ready)
                 self._has_served = True
                 self._meter.record_loss(running.loss)
@@ -156,6 +161,7 @@ class Replica:
                 if running.remains is None:
                     return
                 pause_s = 0.0 if time.time() - begun_s >= _STEADY_S else _FIRST_PAUSE_S
+                lost_nodes.clear()
                 patched = await self._patch(order, epoch, running.remains, pause_s)
                 if patched is None:
                     return
@@ -195,6 +201,7 @@ class Replica:
                 raise
             log.warning("%s is loaded as a whole: %s", self._served.names[0], error)
             return None
+        await leave_workers(epoch, patched)
         log.warning(
             "patching %s: %d of %d workers stay",
             self._served.names[0],
