@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 
 import pytest
 from tests.processes import clean_environment
 
+from mlx_ring.cli import importing
 from mlx_ring.cli.app import COMMANDS
 
 MODULES = sorted({place.partition(":")[0] for place in COMMANDS.values()})
@@ -29,3 +31,10 @@ def test_head_starts_without_clients_of_the_hub_and_without_mlx() -> None:
         [sys.executable, "-c", program], env=clean_environment(), check=True, capture_output=True, text=True
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_garbage_is_collected_again_after_an_import_that_fails() -> None:
+    with pytest.raises(ImportError), importing():
+        assert not gc.isenabled()
+        raise ImportError
+    assert gc.isenabled()

@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command, get_group
 
-from mlx_ring.cli import INTERRUPTED
+from mlx_ring.cli import INTERRUPTED, importing
 from mlx_ring.core.errors import ConfigError, ModelError, PlanError, RingError, TrustError
 from mlx_ring.core.logs import keep_early_records
 
@@ -58,7 +58,8 @@ class _Commands(TyperGroup):
 
 def _load_command(name: str) -> Any:
     module, _, attribute = COMMANDS[name].partition(":")
-    found = getattr(import_module(module), attribute)
+    with importing():
+        found = getattr(import_module(module), attribute)
     holder = typer.Typer(**_STYLE)
     if isinstance(found, typer.Typer):
         holder.add_typer(found, name=name)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 
-from mlx_ring.cli import INTERRUPTED
+from mlx_ring.cli import INTERRUPTED, importing
 
 
 def main() -> None:
     """Run the command line and exit with its code."""
     try:
-        from mlx_ring.cli.app import run  # its imports are slow
+        with importing():
+            from mlx_ring.cli.app import run  # its imports are slow
 
         sys.exit(run())
     except KeyboardInterrupt:

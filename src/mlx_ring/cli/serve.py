@@ -16,6 +16,7 @@ from typing import Annotated
 
 import typer
 
+from mlx_ring.cli import importing
 from mlx_ring.cli.flags import ALL_SETTINGS, with_settings
 from mlx_ring.core.environment import enable_grpc_logs
 from mlx_ring.core.errors import ConfigError
@@ -130,8 +131,9 @@ def _run(settings: Settings, listener: socket.socket, tls: ssl.SSLContext | None
 
     served = prepare_models(settings)
     # The API's libraries take a second to import: report mistakes before.
-    from mlx_ring.cli.startup import Telling
-    from mlx_ring.head.head import Head
+    with importing():
+        from mlx_ring.cli.startup import Telling
+        from mlx_ring.head.head import Head
 
     async def run() -> None:
         with Telling(invites=invites, lasting=settings.log_stderr == "on") as audience:
