@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import subprocess
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -12,6 +15,7 @@ import grpc
 import pytest
 from tests.eventually import run_tasks_until
 
+from mlx_ring.agent import supervisor as subject
 from mlx_ring.agent.supervisor import Supervisor, Worker, WorkerOptions, own_gpu
 from mlx_ring.core.environment import inherited_environment
 from mlx_ring.host.child import ChildProcess
@@ -48,6 +52,8 @@ def test_workers_receive_refused_certificates_at_once(tmp_path: Path) -> None:
 
     assert asyncio.run(run()) == ["7f"]
 
+
+PROGRAMS = {"hangs": "exec sleep 600", "computes": "while :; do :; done"}
 
 IGNORES_SIGTERM = """
 import signal
@@ -107,3 +113,76 @@ def test_workers_have_a_gpu_each_if_there_are_enough(
         StageAssignment(stage=stage, stages=2, rank=rank, tp_size=2) for stage in (0, 1) for rank in (0, 1)
     ]
     assert [own_gpu(place, tmp_path, visible).get("CUDA_VISIBLE_DEVICES") for place in places] == expected
+
+
+@contextlib.asynccontextmanager
+async def supervised(
+    tmp_path: Path, pid: int, answers: asyncio.Event
+) -> AsyncGenerator[tuple[Supervisor, Worker]]:
+    """Supervise a worker that answers once the event is set. Its process is another one."""
+
+    async def status(
+        _request: worker_pb2.StatusRequest, _context: grpc.aio.ServicerContext[object, object]
+    ) -> worker_pb2.WorkerStatus:
+        await answers.wait()
+        return worker_pb2.WorkerStatus(phase="ready")
+
+    socket, server = tmp_path / "w.sock", make_aio_server()
+    server.add_generic_rpc_handlers((service_handler(WORKER_SERVICE, ((STATUS, status),)),))
+    server.add_insecure_port(f"unix:{socket}")
+    await server.start()
+    supervisor = Supervisor(WorkerOptions("here", tmp_path, tmp_path, "info", "off", 1))
+    living = cast("ChildProcess", SimpleNamespace(exit_reason="", pid=pid))
+    async with open_aio_channel(f"unix:{socket}") as channel:
+        worker = Worker(worker_pb2.StageAssignment(), socket, living, channel)
+        supervisor._workers.append(worker)  # pyright: ignore[reportPrivateUsage] - no process is needed for this
+        yield supervisor, worker
+    await server.stop(None)
+
+
+def test_a_late_answer_of_a_worker_counts_and_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subject, "_STATUS_WAIT_S", 0.01)
+
+    async def run(pid: int) -> None:
+        answers = asyncio.Event()
+        async with supervised(tmp_path, pid, answers) as (supervisor, worker):
+            with supervisor.changes() as changed:
+                await supervisor.refresh()
+                assert worker.unresponsive.seconds > 0
+                assert not changed.is_set()
+                answers.set()
+                await changed.wait()
+                assert worker.unresponsive.seconds == 0
+
+    with subprocess.Popen(["sleep", "600"]) as process:
+        try:
+            asyncio.run(run(process.pid))
+        finally:
+            process.kill()
+
+
+def test_a_worker_that_hangs_while_loading_is_found_but_not_one_that_computes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subject, "_STATUS_WAIT_S", 0.01)
+    monkeypatch.setattr(subject, "_HANG_LOOK_S", 0.1)
+
+    async def error_of(pid: int, folder: Path) -> str:
+        async with supervised(folder, pid, asyncio.Event()) as (supervisor, worker):
+            hung = asyncio.ensure_future(supervisor.until_hung(worker, 0.3))
+            await run_tasks_until(lambda: hung.done() or worker.unresponsive.seconds > 1.0)
+            hung.cancel()
+            return str(hung.result()) if hung.done() and not hung.cancelled() else ""
+
+    errors: dict[str, str] = {}
+    for name, program in PROGRAMS.items():
+        (tmp_path / name).mkdir()
+        with subprocess.Popen(["sh", "-c", program]) as process:
+            try:
+                errors[name] = asyncio.run(error_of(process.pid, tmp_path / name))
+            finally:
+                process.kill()
+    assert errors["hangs"].endswith("neither answered nor computed for 0.3 s; it hangs.")
+    assert errors["computes"] == ""

@@ -9,14 +9,13 @@ from typing import Any, TypeVar
 
 import grpc
 
-from mlx_ring.agent.supervisor import Supervisor, Worker
+from mlx_ring.agent.supervisor import GROUP_PHASE, Supervisor, Worker
 from mlx_ring.core.errors import RingError, ServingError, WorkerLost, WorkerStuck
 from mlx_ring.rpc.failures import channel_error, error_to_failure, failure_to_error
 from mlx_ring.rpc.methods import LOAD, RELINK
 from mlx_ring.rpc.protos import agent_pb2, step_pb2, worker_pb2
 
 _END_WAIT_S = 2.0
-_GROUP = "group"
 _GROUP_WAIT_S = 30.0
 """Seconds to wait for the ranks of one stage, which have all been started."""
 
@@ -49,11 +48,15 @@ async def start_workers(
 
 
 async def load_workers(
-    workers: Sequence[Worker], request: agent_pb2.LoadStagesRequest, timeout_s: float
+    supervisor: Supervisor,
+    workers: Sequence[Worker],
+    request: agent_pb2.LoadStagesRequest,
+    timeout_s: float,
 ) -> AsyncIterator[agent_pb2.StageProgress]:
     """Load all started workers at once; each gets the address of the next one on this node.
 
     Args:
+        supervisor: the supervisor of the workers.
         workers: in the order of the request's assignments.
         timeout_s: for the whole, to the last weight.
 
@@ -63,7 +66,7 @@ async def load_workers(
     progress: asyncio.Queue[agent_pb2.StageProgress] = asyncio.Queue()
     loads = asyncio.gather(
         *(
-            _load(worker, _load_request(request, assignment, workers), progress)
+            _load(supervisor, worker, _load_request(request, assignment, workers), progress)
             for worker, assignment in zip(workers, request.assignments, strict=True)
         )
     )
@@ -94,21 +97,28 @@ async def until_done(items: asyncio.Queue[Item], work: asyncio.Future[Any]) -> A
 
 
 async def _load(
-    worker: Worker, request: worker_pb2.LoadRequest, progress: asyncio.Queue[agent_pb2.StageProgress]
+    supervisor: Supervisor,
+    worker: Worker,
+    request: worker_pb2.LoadRequest,
+    progress: asyncio.Queue[agent_pb2.StageProgress],
 ) -> None:
-    """Load one; its death ends the wait at once, and is the reason given."""
+    """Load one; its death ends the wait at once, and is the reason given. So does a hang, after a while."""
     load = asyncio.ensure_future(_follow(worker, request, progress))
     end = asyncio.ensure_future(worker.child.wait())
+    hung = asyncio.ensure_future(supervisor.until_hung(worker))
     try:
-        await asyncio.wait((load, end), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((load, end, hung), return_when=asyncio.FIRST_COMPLETED)
         if load.done() and isinstance(load.exception(), WorkerLost):
             # A channel breaks a moment before the process's end is known.
             await asyncio.wait((end,), timeout=_END_WAIT_S)
         _raise_if_ended(worker, end)
+        if hung.done():
+            raise hung.result()
         load.result()
     finally:
         load.cancel()
         end.cancel()
+        hung.cancel()
 
 
 def _raise_if_ended(worker: Worker, end: asyncio.Future[str]) -> None:
@@ -127,6 +137,7 @@ async def _follow(
             if report.HasField("failure"):
                 raise failure_to_error(report.failure)
             ready = ready or report.ready
+            worker.loading_phase = report.phase
             progress.put_nowait(_stage_progress(worker, report))
     except grpc.RpcError as error:
         raise channel_error(error, worker.label) from error
@@ -137,7 +148,7 @@ async def _follow(
 async def _next_report(call: _Reports, worker: Worker, phase: str) -> object:
     """Raise `WorkerStuck` if a rank searches too long for the others of its stage; it answers nothing meanwhile."""
     try:
-        async with asyncio.timeout(_GROUP_WAIT_S if phase == _GROUP else None):
+        async with asyncio.timeout(_GROUP_WAIT_S if phase == GROUP_PHASE else None):
             return await call.read()
     except TimeoutError:
         where = ", ".join(worker.assignment.group) or "this machine"

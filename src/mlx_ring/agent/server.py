@@ -137,7 +137,7 @@ class AgentService:
                 return
             check_routes(request.assignments, self._supervisor.trusted)
             await self._supervisor.give_places(instance, request.assignments)
-            async for progress in load_workers(workers, request, self._load_timeout_s):
+            async for progress in load_workers(self._supervisor, workers, request, self._load_timeout_s):
                 yield progress
         except (RingError, OSError) as error:
             log.error("%s could not be loaded: %s", instance, error)  # noqa: TRY400 - the sentence is the point

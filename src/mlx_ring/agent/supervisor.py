@@ -1,10 +1,6 @@
 """Supervision of workers as processes: start, watch and end them, and leave none behind.
 
 Each worker of a group on CUDA gets a GPU of its own.
-
-A worker is silent for as long as it has owed an answer that it could have given. Seconds in which other processes
-hold the processor do not count. Nor does a pause of the machine itself, for instance a virtual one that is moved.
-Ending the worker would not help then: it would be loaded again into the same problem.
 """
 
 from __future__ import annotations
@@ -12,8 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
-import time
 from collections.abc import Collection, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -24,10 +18,11 @@ import grpc
 from mlx_ring.agent.lending import LentChild, lent_at
 from mlx_ring.agent.mpi.places import give_places
 from mlx_ring.core.environment import environment_with_grpc_logs, library_variable, worker_environment
-from mlx_ring.core.errors import WorkerLost
+from mlx_ring.core.errors import WorkerLost, WorkerStuck
 from mlx_ring.core.logs import LogFormat
 from mlx_ring.host.child import GRACE_S, ChildProcess
 from mlx_ring.host.trusted_interfaces import Trust
+from mlx_ring.host.unresponsive_time import UnresponsiveTime
 from mlx_ring.rpc.backends import joined_ranks, rank_in_group, requested_backend
 from mlx_ring.rpc.channels import open_aio_channel
 from mlx_ring.rpc.methods import STATUS
@@ -58,76 +53,17 @@ def own_gpu(
     return {_VISIBLE: gpus[assignment.stage * assignment.tp_size + assignment.rank]}
 
 
-_LONGEST_GAP_S = 2.0
-"""Longest time that counts between two checks of a worker; after a longer one, this process was stopped itself."""
-_LEAST_SHARE = 0.05
-"""Share of a processor below which a process that is ready to compute counts as starved."""
-_MOST_STARVED_S = 60.0
-"""Limit of the starved time without an answer. With hardly any processor time, a stuck worker looks like a busy one."""
-_RUNNABLE = "R"
-
-
-class UnresponsiveTime:
-    """Time since a worker last answered a status request."""
-
-    def __init__(self, pid: int) -> None:
-        self._pid = pid
-        self._looked_s = time.monotonic()
-        self._cpu_s = _cpu_s(pid)
-        self.seconds = 0.0
-        """Seconds since its last answer, without the time in which it could not answer."""
-        self._starved_s = 0.0
-
-    def answered(self) -> None:
-        self._look()
-        self.seconds = self._starved_s = 0.0
-
-    def unanswered(self) -> None:
-        """Record a request that was not answered in time."""
-        gap_s, computed_s = self._look()
-        counted_s = min(gap_s, _LONGEST_GAP_S)
-        is_starved = computed_s < _LEAST_SHARE * gap_s and _is_runnable(self._pid)
-        if is_starved and self._starved_s < _MOST_STARVED_S:
-            self._starved_s += counted_s
-        else:
-            self.seconds += counted_s
-
-    def _look(self) -> tuple[float, float]:
-        """Return the seconds since the last check, by the clock and of the processors."""
-        now_s, cpu_s = time.monotonic(), _cpu_s(self._pid)
-        gap_s, computed_s = now_s - self._looked_s, cpu_s - self._cpu_s
-        self._looked_s, self._cpu_s = now_s, cpu_s
-        return gap_s, computed_s
-
-
-def _cpu_s(pid: int) -> float:
-    """Return the CPU seconds of the process, ended threads included; 0 if the system does not report them."""
-    user, system = _fields(Path(f"/proc/{pid}/stat"), 11, 12)
-    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
-
-
-def _is_runnable(pid: int) -> bool:
-    """Return True if a thread of the process runs or is ready to run; False if the system does not report it."""
-    try:
-        tasks = list(Path(f"/proc/{pid}/task").iterdir())
-    except OSError:
-        return False
-    return any(_fields(task / "stat", 0) == [_RUNNABLE] for task in tasks)
-
-
-def _fields(file: Path, *numbers: int) -> list[str]:
-    """Return the fields of proc_pid_stat(5) from the state on; zeros if there is no such file."""
-    try:
-        fields = file.read_text().rpartition(")")[2].split()
-    except OSError:
-        return ["0"] * len(numbers)
-    return [fields[number] for number in numbers]
-
-
 log = logging.getLogger(__name__)
 
 WORKER_MODULE = "mlx_ring.worker"
-_STATUS_WAIT_S = 1.0
+_STATUS_WAIT_S = 0.25
+"""Time to wait for the workers' answers before a report; later answers count, too."""
+_LONGEST_QUESTION_S = 30.0
+_HANGS_S = 20.0
+"""Time after which a worker that loads, but neither answers nor computes, hangs. Imports compute, and so do kernels."""
+_HANG_LOOK_S = 1.0
+GROUP_PHASE = "group"
+"""Phase of loading in which a rank waits for others, and may not answer; it has a limit of its own."""
 _DEAF_S = 2.0
 """Time without a heartbeat after which a worker is not expected to end by itself."""
 _DEAF_GRACE_S = 0.5
@@ -165,6 +101,9 @@ class Worker:
     channel: grpc.aio.Channel
     status: worker_pb2.WorkerStatus | None = None
     unresponsive: UnresponsiveTime = field(init=False)
+    question: asyncio.Task[None] | None = None
+    """Status request that it has not answered."""
+    loading_phase: str = ""
 
     def __post_init__(self) -> None:
         self.unresponsive = UnresponsiveTime(self.child.pid)
@@ -354,6 +293,8 @@ class Supervisor:
         ]
         await asyncio.gather(*(child.stop() for child in places))
         for worker in leaving:
+            if worker.question is not None:
+                worker.question.cancel()
             await worker.channel.close()
             worker.socket.unlink(missing_ok=True)
         self._notify()
@@ -367,29 +308,60 @@ class Supervisor:
         task.add_done_callback(self._tasks.discard)
 
     async def refresh(self) -> None:
-        """Ask every worker how it is. One that does not answer in time keeps its last status."""
-        await asyncio.gather(*(self._ask(worker) for worker in self._workers if worker.alive))
+        """Ask every worker how it is. One that does not answer in time keeps its last status, and its request."""
+        await self._refresh(worker for worker in self._workers if worker.alive)
 
-    async def _ask(self, worker: Worker) -> None:
+    async def _refresh(self, workers: Iterable[Worker]) -> None:
+        asked = {self._ask(worker): worker for worker in workers}
+        if not asked:
+            return
+        _, waiting = await asyncio.wait(asked, timeout=_STATUS_WAIT_S)
+        for question in waiting:
+            asked[question].unresponsive.unanswered()
+
+    def _ask(self, worker: Worker) -> asyncio.Task[None]:
+        """Return the request that the worker has not answered, or a new one."""
+        if worker.question is None or worker.question.done():
+            worker.question = asyncio.create_task(self._read_status(worker), name="status")
+        return worker.question
+
+    async def _read_status(self, worker: Worker) -> None:
         call = STATUS.aio_unary_unary(worker.channel)
         try:
-            worker.status = await call(self._question(), timeout=_STATUS_WAIT_S)
+            worker.status = await call(self._question(), timeout=_LONGEST_QUESTION_S)
         except grpc.RpcError:
             worker.unresponsive.unanswered()
-        else:
-            worker.unresponsive.answered()
+            return
+        was_silent = worker.unresponsive.seconds > 0
+        worker.unresponsive.answered()
+        if was_silent:
+            self._notify()
+
+    async def until_hung(self, worker: Worker, hangs_s: float = _HANGS_S) -> WorkerStuck:
+        """Wait until a worker that is not ready hangs, and return the error."""
+        while worker.unresponsive.idle_s < hangs_s:
+            await asyncio.sleep(_HANG_LOOK_S)
+            if worker.loading_phase == GROUP_PHASE:
+                worker.unresponsive.answered()
+            else:
+                await self._refresh([worker])
+        return WorkerStuck(f"{worker.label} has neither answered nor computed for {hangs_s:g} s; it hangs.")
 
     async def wait_until_up(self, worker: Worker) -> None:
         """Wait until a worker that was just started answers.
 
         Raises:
             WorkerLost: it has ended.
+            WorkerStuck: it hangs.
         """
         call = STATUS.aio_unary_unary(worker.channel)
         up = asyncio.ensure_future(call(self._question(), wait_for_ready=True))
         end = asyncio.ensure_future(worker.child.wait())
+        hung = asyncio.ensure_future(self.until_hung(worker))
         try:
-            await asyncio.wait((up, end), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((up, end, hung), return_when=asyncio.FIRST_COMPLETED)
+            if hung.done():
+                raise hung.result()
             if not up.done() or up.exception() is not None:
                 raise WorkerLost(f"{worker.label} {await end} before it answered.")
             worker.status = up.result()
@@ -397,6 +369,7 @@ class Supervisor:
         finally:
             up.cancel()
             end.cancel()
+            hung.cancel()
 
     def _question(self) -> worker_pb2.StatusRequest:
         return worker_pb2.StatusRequest(revoked=self.revoked)
