@@ -1,10 +1,13 @@
-"""Measure the pause of a stream when the worker of a stage is lost, beside a client that asks again.
+"""Measure the pause of a stream when a worker is lost or processes stand still, beside a client that asks again.
 
     python bench/recovery.py [--rounds 3] [--model demo] [--stages 3]
 
 For each fault it prints, in seconds from the fault: until the client is notified, until the first further token of the
 same stream (`--resume on`), and until the first token of a new request after an error (`--resume off`). The server
 runs for a while first, because a loss soon after a load is followed by a pause.
+
+For processes that stand still for a moment, it prints the seconds from the end of that moment until the next token, and
+whether the instance stayed the same. An agent that stands still does not continue.
 """
 
 from __future__ import annotations
@@ -14,17 +17,28 @@ import json
 import signal
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
+
+import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.processes import Server, serving
 
 BODY = {"prompt": [5, 6, 7], "max_tokens": 400, "ignore_eos": True, "temperature": 0, "stream": True}
 FAULTS = (signal.SIGKILL, signal.SIGSTOP)
+STANDSTILLS: dict[str, tuple[Callable[[Server], psutil.Process], float]] = {
+    "worker": (lambda server: server.child("mlx_ring.worker", "--stage", "1"), 2.5),
+    "agent": (lambda server: server.child("mlx_ring.agent"), 0.0),
+    "head": (lambda server: psutil.Process(server.process.pid), 5.0),
+}
+"""Processes that stand still, and for how many seconds; 0: for good."""
+_TOKENS_AFTERWARDS = 100
 _FAULT_AFTER = 20
 """Number of events before the fault."""
 _STEADY_S = 11.0
@@ -61,6 +75,45 @@ def main() -> None:
         print(
             f"{fault.name:10}{notified['on']:10.2f}{token['on']:10.2f}{notified['off']:8.2f}{token['off']:13.2f}"
         )
+    print(f"\n{'standstill':20}{'next token':>12}{'longest gap':>13}  same instance")
+    for name, (_, seconds) in STANDSTILLS.items():
+        measured = [
+            measure_standstill(arguments.model, arguments.stages, name) for _ in range(arguments.rounds)
+        ]
+        token, gap = (median(each[number] for each in measured) for number in (0, 1))
+        label = f"{name}, {seconds:g} s" if seconds else f"{name}, for good"
+        print(f"{label:20}{token:12.2f}{gap:13.2f}  {all(each[2] for each in measured)}")
+
+
+def measure_standstill(model: str, stages: int, name: str) -> tuple[float, float, bool]:
+    """Let a process stand still once.
+
+    Returns:
+        Seconds until the next token, the longest gap afterwards, and True if the instance stayed the same.
+    """
+    find, seconds = STANDSTILLS[name]
+    flags = ("--stages", str(stages))
+    with tempfile.TemporaryDirectory() as folder, serving(model, *flags, folder=Path(folder)) as server:
+        before, process, times = server.status()["epoch"], find(server), list[float]()
+        with server.http.stream("POST", "/v1/completions", json=BODY) as answer:
+            lines = (line for line in answer.iter_lines() if line.startswith("data: {"))
+            for _ in range(_FAULT_AFTER):
+                next(lines)
+            reader = threading.Thread(target=lambda: times.extend(time.monotonic() for _ in lines))
+            reader.start()
+            process.suspend()
+            time.sleep(seconds)
+            if seconds:
+                process.resume()
+            ended = time.monotonic()
+            while len([each for each in times if each > ended]) < _TOKENS_AFTERWARDS and reader.is_alive():
+                time.sleep(0.1)
+            same = server.status()["epoch"] == before
+            server.stop()
+            reader.join()
+    since = [ended, *(each for each in times if each > ended)][: _TOKENS_AFTERWARDS + 1]
+    gaps = [after - earlier for earlier, after in pairwise(since)]
+    return gaps[0], max(gaps), same
 
 
 def measure(model: str, stages: int, fault: signal.Signals, resume: str) -> Times:
