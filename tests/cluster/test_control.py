@@ -11,14 +11,16 @@ from pathlib import Path
 
 import grpc
 import pytest
+from tests.eventually import run_tasks_until
 from tests.machines import free_pair_of_ports
 from tests.profiles import made_up_profile
 
 from mlx_ring.agent import member as attendance
 from mlx_ring.agent.enrolment import join
 from mlx_ring.agent.member import Registration, Revoke, stay_registered
+from mlx_ring.cluster import control as subject
 from mlx_ring.cluster.control import Control, open_control
-from mlx_ring.cluster.membership import Event, Joined, Membership, Reported
+from mlx_ring.cluster.membership import Event, Joined, Left, Membership, Reported
 from mlx_ring.cluster.security.members import Members
 from mlx_ring.core.cluster_folders import authority_folder
 from mlx_ring.core.errors import PeerRefused
@@ -203,5 +205,54 @@ def test_a_node_with_invalid_values_is_refused(tmp_path: Path, field: str, value
                 assert isinstance(reply, cluster_pb2.AttendReply)
                 assert reply.failure.kind == "ProtocolError"
             assert not control.membership.members
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("end", "expected"),
+    [("leave", ("it left the cluster", True)), ("cut off", ("its connection was lost", False))],
+)
+def test_only_a_node_that_says_so_has_left_for_good(
+    tmp_path: Path, end: str, expected: tuple[str, bool]
+) -> None:
+    async def run() -> list[tuple[str, bool]]:
+        head, events = HeadAddress("127.0.0.1", free_pair_of_ports()), list[Event]()
+        async with open_control(tmp_path / "head", head) as control:
+            credentials = await asyncio.to_thread(
+                join, str(head), control.make_token(life_s=60.0), tmp_path / "a"
+            )
+            leaving = asyncio.Event()
+            who = Registration(open_identity(tmp_path / "a").node, 4000, made_up_profile(), 0.9)
+            attends = stay_registered(head, lambda: credentials, who, lambda _serials: None, leaving)
+            task = asyncio.create_task(attends)
+            await control.wait_for(1)
+            with control.watching(events.append):
+                (leaving.set if end == "leave" else task.cancel)()
+                await until(control, 0)
+                await asyncio.wait((task,))
+        return [(event.reason, event.is_final) for event in events if isinstance(event, Left)]
+
+    assert asyncio.run(run()) == [expected]
+
+
+def test_a_plan_waits_while_a_connected_node_is_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attendance, "_BEAT_S", 3600.0)
+    monkeypatch.setattr(subject, "_SUSPECT_S", 0.1)
+    monkeypatch.setattr(subject, "SILENCE_S", 0.6)
+
+    async def run() -> None:
+        head = HeadAddress("127.0.0.1", free_pair_of_ports())
+        async with (
+            open_control(tmp_path / "head", head) as control,
+            attending(head, control, tmp_path / "a"),
+        ):
+            session = (await control.wait_for(1)).members[open_identity(tmp_path / "a").node].session
+            await run_tasks_until(lambda: any(one.seconds >= 0.1 for _, one in control._silences.values()))  # pyright: ignore[reportPrivateUsage] - what a plan sees
+            await control.settle()
+            sessions = [member.session for member in control.membership.members.values()]
+            assert session not in sessions
 
     asyncio.run(run())

@@ -1,13 +1,22 @@
-"""The agent of the head's own machine, started by an earlier head."""
+"""The agent of the head's own machine: started by an earlier head, or replaced because it hangs."""
 
 from __future__ import annotations
 
+import asyncio
 import re
+import subprocess
+import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from mlx_ring.cluster.head_member import stale_trust
+from mlx_ring.cluster import head_member as subject
+from mlx_ring.cluster.head_member import OwnAgent, stale_trust
+from mlx_ring.cluster.membership import FormerMember, Membership
+from mlx_ring.host.addresses import HeadAddress
 from mlx_ring.host.trusted_interfaces import trusted_interfaces
+from mlx_ring.settings.config import Settings
 
 
 @pytest.mark.parametrize(
@@ -30,3 +39,48 @@ def test_an_agent_with_other_trusted_interfaces_is_reported(
 ) -> None:
     assert re.search(said, stale_trust(trusted_interfaces(trusted), named))
     assert stale_trust(trusted_interfaces(trusted), trusted) == ""
+
+
+class Absent:
+    """A control at which the head's own node was connected once, and does not return."""
+
+    node = "n1"
+
+    def __init__(self) -> None:
+        self.membership = Membership()
+
+    def lose(self) -> None:
+        member: Any = SimpleNamespace(node=self.node)
+        former = FormerMember(member, "it sent nothing for 3 s", time.time())
+        self.membership = Membership({}, {self.node: former})
+
+    async def wait_for(self, _nodes: int, including: str) -> Membership:
+        raise TimeoutError(including)
+
+
+@pytest.mark.parametrize(("is_lost", "alive"), [(1, [False, True]), (0, [True])])
+def test_only_an_agent_that_was_connected_and_does_not_return_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, is_lost: int, alive: list[bool]
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def ensure(*_: object) -> subprocess.Popen[bytes] | None:
+        if started and started[-1].poll() is None:
+            return None
+        started.append(subprocess.Popen(["sleep", "600"]))
+        return started[-1]
+
+    async def run() -> list[bool]:
+        control: Any = Absent()
+        agent = OwnAgent(Settings(), control, HeadAddress("127.0.0.1", 50051))
+        await agent.ensure()
+        if is_lost:
+            control.lose()
+        await agent.ensure()
+        were = [process.poll() is None for process in started]
+        await agent.end()
+        return were
+
+    monkeypatch.setattr(subject, "ensure_head_member", ensure)
+    assert asyncio.run(run()) == alive
+    assert all(process.poll() is not None for process in started)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from tests.end_to_end.loopback_cluster import (
     running_head,
 )
 from tests.eventually import eventually
+from tests.interrupted import BODY, complete, interrupt
 from tests.machines import free_pair_of_ports
 from tests.processes import Server, client_of, run_cli, serving
 
@@ -243,3 +245,54 @@ def test_next_head_adopts_the_workers_of_a_killed_head(
     assert after["instance"] == before["instance"]
     assert after["epoch"] == before["epoch"] + 1
     assert not any(map(psutil.pid_exists, pids_of(after)))
+
+
+def test_a_head_that_stands_still_for_five_seconds_loses_nobody(cluster: TwoMachines) -> None:
+    server, body = cluster.server, {**BODY, "max_tokens": 64}
+    before, expected = server.status(), complete(server.http, body)
+    head = psutil.Process(server.process.pid)
+
+    def stand_still() -> None:
+        head.suspend()
+        threading.Event().wait(5.0)
+        head.resume()
+
+    answer = interrupt(server.http, stand_still, body)
+    assert (answer.text, answer.comments) == (expected, ())
+    # Nodes that missed the head's messages connect again.
+    after = eventually(server.status, lambda status: len(stages_by_node(status)) == 2)
+    assert (after["epoch"], pids_of(after)) == (before["epoch"], pids_of(before))
+
+
+def test_other_machines_serve_while_an_agent_is_stopped(
+    cluster: TwoMachines, single_machine_text: str
+) -> None:
+    server, before = cluster.server, cluster.server.status()
+    (own,) = head_members(cluster.folder)
+    (other,) = nodes_of(cluster.folder)
+    other.suspend()
+    try:
+        eventually(lambda: server.status()["instances"][0]["reason"], lambda why: "Suspect" in (why or ""))
+        alone = ready_after(server, before)
+        assert len(stages_by_node(alone)) == 1
+        assert completion(server) == single_machine_text
+    finally:
+        other.resume()
+    back = eventually(server.status, lambda status: len(stages_by_node(status)) == 2)
+    own.suspend()
+    ready_after(server, back)
+    assert not own.is_running()
+    assert completion(server) == single_machine_text
+    (replacing,) = head_members(cluster.folder)
+    replacing.suspend()
+    assert server.stop() == 0
+    assert not replacing.is_running()
+
+
+def nodes_of(folder: Path) -> list[psutil.Process]:
+    """Return the agents of machines that have joined with a state in this folder."""
+    return [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if "join" in (process.info["cmdline"] or []) and process.cwd().startswith(str(folder))
+    ]

@@ -148,6 +148,30 @@ def test_an_answer_continues_when_a_rank_or_a_machine_is_lost(
     assert not psutil.wait_procs(before, timeout=60)[1], "nothing of the group is left"
 
 
+def test_an_answer_continues_in_place_when_a_machine_was_cut_off_for_a_moment(
+    cluster: LanCluster, server: Server, whole: WholeModel
+) -> None:
+    use_both_machines(cluster, server)
+    before = cluster.get(server, "/cluster/status")
+    suspicions = cluster.head.log("head").count("is suspect")
+
+    def blip() -> None:
+        cluster.machines[1].host.cut()
+        eventually(lambda: cluster.head.log("head").count("is suspect") > suspicions)
+        cluster.machines[1].host.mend()
+
+    def stream() -> Interrupted:
+        with httpx.Client(base_url=server.url, timeout=120) as client:
+            return interrupt(client, blip, {**BODY, "prompt": PROMPT, "max_tokens": 24, "logprobs": 0})
+
+    answer = cluster.head.threads.submit(stream).result()
+    assert answer.comments == ()
+    assert whole.strays(PROMPT, [cluster.names[name] for name in answer.names]) == []
+    after = cluster.get(server, "/cluster/status")
+    assert after["epoch"] == before["epoch"], "nothing was loaded again"
+    assert [each["pid"] for each in after["devices"]] == [each["pid"] for each in before["devices"]]
+
+
 def use_both_machines(cluster: LanCluster, server: Server) -> None:
     """Load the model on both machines. A lost machine that is back is used by the next load, as after the loss of a worker."""
     second = cluster.machines[1]

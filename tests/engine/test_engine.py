@@ -17,7 +17,9 @@ from tests.engine.engines import (
     answer_of,
     collect,
     make_engine,
+    make_manual_engine,
     make_request,
+    run_all,
     scripted,
 )
 from tests.examples import examples
@@ -273,5 +275,23 @@ def test_open_requests_are_waiting_reading_or_answering_until_they_end() -> None
         for stream in streams:
             await stream.aclose()
         assert engine.requests() == []
+
+    asyncio.run(run())
+
+
+def test_a_paused_engine_sends_no_step_until_it_resumes() -> None:
+    async def run() -> None:
+        engine, twin = make_manual_engine()
+        stream = engine.submit(make_request(max_tokens=4))
+        engine.pause()
+        run_all(twin)
+        sent = engine.stats().scheduler.steps_sent
+        engine.submit(make_request(max_tokens=1))
+        run_all(twin)
+        assert engine.stats().scheduler.steps_sent == sent
+        engine.resume()
+        assert engine.stats().scheduler.steps_sent > sent
+        run_all(twin)
+        assert (await collect(stream)).last.finish_reason == "length"
 
     asyncio.run(run())

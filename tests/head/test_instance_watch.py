@@ -1,14 +1,29 @@
-"""Detection of stuck ranks, and the scheduler's configuration from settings."""
+"""Detection of silent nodes and workers and of stuck ranks, and the scheduler's configuration from settings."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import fields
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
 
+import pytest
+from tests.eventually import run_tasks_until
+
+from mlx_ring.cluster.agent_link import AgentLink, Source
+from mlx_ring.cluster.deployment import Site
 from mlx_ring.core.engine_stats import Policy
+from mlx_ring.core.errors import NodeLost, RingError, WorkerLost, WorkerStuck
 from mlx_ring.core.types import RankId
+from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.step_times import Unanswered
+from mlx_ring.head import instance_watch as subject
 from mlx_ring.head.instance_watch import StuckWatch
 from mlx_ring.head.served_model import policy_of
+from mlx_ring.rpc.channels import Silence
+from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
 from mlx_ring.settings.config import Settings
 
 
@@ -41,3 +56,171 @@ def test_every_field_of_the_policy_except_steps_ahead_is_a_setting() -> None:
     policy = policy_of(settings)
     assert (policy.max_queued_requests, policy.num_speculative_tokens, policy.prefix_cache) == (7, 3, False)
     assert {each.name for each in fields(Policy)} - Settings.model_fields.keys() == {"steps_ahead"}
+
+
+class FakeEngine:
+    """An engine that records its pauses; one rank may answer."""
+
+    def __init__(self) -> None:
+        self.is_paused = False
+        self.answered_at: dict[RankId, float] = {}
+
+    def pause(self) -> None:
+        self.is_paused = True
+
+    def resume(self) -> None:
+        self.is_paused = False
+
+    def record_started(self, _rank: RankId, _step: int) -> None:
+        pass
+
+
+class FakeAgent:
+    """An agent whose reports the test sends. Its calls break when the test says so."""
+
+    def __init__(self) -> None:
+        self.reports: asyncio.Queue[agent_pb2.AgentEvent | RingError] = asyncio.Queue()
+        self.waits: list[bool] = []
+
+    async def watch(self, _hello: object, *, waits: bool) -> AsyncIterator[agent_pb2.AgentEvent]:
+        self.waits.append(waits)
+        while True:
+            report = await self.reports.get()
+            if isinstance(report, RingError):
+                raise report
+            yield report
+
+
+class Watching:
+    """A watch over an instance with one rank on one node, by a clock of its own."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 100.0
+        monkeypatch.setattr(subject, "Silence", partial(Silence, lambda: self.now_s))
+        monkeypatch.setattr(subject, "_JUDGE_S", 1e9)
+        self.agent, self.engine = FakeAgent(), FakeEngine()
+        self.losses: list[RingError] = []
+        self.suspicions: list[str] = []
+        site = Site("n2", cast("AgentLink", self.agent), is_local=False, hosts={}, source=Source("model"))
+        placement: Any = SimpleNamespace(nodes=[site], ranks=[[SimpleNamespace(site=site)]])
+        self.watch = subject.InstanceWatch(
+            "tiny-1", placement, self.losses.append, self.suspicions.append, (), is_cluster=True
+        )
+        self.watch._engine = cast("Engine", self.engine)  # pyright: ignore[reportPrivateUsage] - deadlines need a whole one
+
+    async def report(self, silent_s: float = 0.0) -> None:
+        """Let the agent report its worker."""
+        status = worker_pb2.WorkerStatus(phase="ready")
+        worker = agent_pb2.WorkerState(instance="tiny-1", alive=True, status=status, silent_s=silent_s)
+        event = agent_pb2.AgentEvent(hello=hello_pb2.Hello(node="n2"), workers=[worker])
+        self.agent.reports.put_nowait(event)
+        await run_tasks_until(self.agent.reports.empty)
+        await asyncio.sleep(0)
+
+    def pass_time(self, seconds: float) -> None:
+        """Let time pass, with regular looks."""
+        for _ in range(round(seconds / 0.25)):
+            self.now_s += 0.25
+            self.watch.judge()
+
+
+def watch_and(act: Callable[[Watching], Awaitable[None]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a watch whose agent has reported, and act."""
+
+    async def run() -> None:
+        watching = Watching(monkeypatch)
+        async with watching.watch.watching(hello_pb2.Hello()):
+            await watching.watch.begin()
+            await watching.report()
+            await act(watching)
+
+    asyncio.run(run())
+
+
+def test_a_silent_node_pauses_the_engine_until_it_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def act(watching: Watching) -> None:
+        watching.pass_time(1.75)
+        assert not watching.engine.is_paused
+        watching.pass_time(1.5)
+        assert watching.engine.is_paused
+        assert watching.suspicions[-1] == "n2 has sent nothing for 3.2 s"
+        watching.watch.on_node_message("n2")
+        watching.pass_time(0.25)
+        assert not watching.engine.is_paused
+        assert (watching.losses, watching.suspicions[-1]) == ([], "")
+
+    watch_and(act, monkeypatch)
+
+
+def test_a_node_that_stays_silent_is_lost_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def act(watching: Watching) -> None:
+        watching.pass_time(10.0)
+        (loss,) = watching.losses
+        assert isinstance(loss, NodeLost)
+        assert str(loss) == "Node n2, which has stage 0, was lost: it sent nothing for 3.5 s."
+
+    watch_and(act, monkeypatch)
+
+
+def test_a_pause_of_the_head_is_nobody_s_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def act(watching: Watching) -> None:
+        for _ in range(3):
+            watching.now_s += 3600.0
+            watching.watch.judge()
+            assert not watching.engine.is_paused
+        assert watching.losses == []
+
+    watch_and(act, monkeypatch)
+
+
+def test_answers_to_steps_prove_that_node_and_worker_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def act(watching: Watching) -> None:
+        await watching.report(silent_s=2.2)
+        for _ in range(20):
+            watching.engine.answered_at = {RankId(0, 0): watching.now_s}
+            watching.pass_time(0.5)
+            assert not watching.engine.is_paused
+        assert watching.losses == []
+
+    watch_and(act, monkeypatch)
+
+
+def test_a_silent_worker_pauses_the_engine_until_it_answers_or_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def act(watching: Watching) -> None:
+        for silent_s, is_paused in ((1.9, False), (2.2, True), (0.0, False), (2.9, True)):
+            await watching.report(silent_s)
+            watching.pass_time(0.25)
+            assert watching.engine.is_paused == is_paused
+        await watching.report(3.1)
+        (loss,) = watching.losses
+        assert isinstance(loss, WorkerStuck)
+        assert loss.is_workers_own
+
+    watch_and(act, monkeypatch)
+
+
+def test_only_a_node_that_leaves_for_good_is_lost_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def act(watching: Watching) -> None:
+        watching.watch.on_node_left("n1", "it left the cluster", is_final=True)
+        watching.watch.on_node_left("n2", "its connection was lost", is_final=False)
+        assert watching.losses == []
+        watching.watch.on_node_left("n2", "it left the cluster", is_final=True)
+        assert len(watching.losses) == 1
+
+    watch_and(act, monkeypatch)
+
+
+def test_reports_that_break_off_continue_in_another_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def act(watching: Watching) -> None:
+        watching.agent.reports.put_nowait(WorkerLost("The agent's call broke."))
+        await watching.report()
+        assert watching.losses == []
+        for reason in ("The agent ended.", "Nothing answers."):
+            watching.agent.reports.put_nowait(WorkerLost(reason))
+        await run_tasks_until(lambda: watching.losses)
+        assert [(type(loss), str(loss)) for loss in watching.losses] == [(NodeLost, "The agent ended.")]
+        assert watching.agent.waits[-3:] == [True, False, False]
+
+    watch_and(act, monkeypatch)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from tests.eventually import run_tasks_until
 
 from mlx_ring.cluster.agent_link import AgentLink, Source
 from mlx_ring.cluster.control import Control
@@ -100,3 +101,20 @@ def test_joined_node_that_does_not_answer_is_asked_for_its_state_again(
 
     assert asyncio.run(run()) == "ended"
     assert agent.looks == 2
+
+
+def test_the_pause_before_the_next_load_ends_when_a_node_joins(tmp_path: Path) -> None:
+    control = FakeControl()
+    settings = Settings.model_validate({"model": "demo", "state_dir": tmp_path})
+
+    async def run() -> None:
+        cluster: Any = Cluster(
+            settings, [], cast("Control", control), HeadAddress("10.0.0.1", 50051), cast("Any", None)
+        )
+        waiting = asyncio.create_task(cluster.wait_for_node(3600.0))
+        await run_tasks_until(lambda: control.watchers)
+        control.watchers[0](Joined(control.membership.members["n2"]))
+        async with asyncio.timeout(30):
+            await waiting
+
+    asyncio.run(run())

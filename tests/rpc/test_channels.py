@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from mlx_ring.rpc.channels import limit_silence
+from mlx_ring.rpc.channels import Silence, limit_silence
 
 
 async def numbers(last: int, *, is_silent_then: bool = False) -> AsyncIterator[int]:
@@ -61,3 +61,15 @@ def test_a_cancelled_reader_ends_even_if_an_item_arrives_at_that_moment(turns: i
         assert reading.cancelled()
 
     asyncio.run(run())
+
+
+def test_a_pause_of_this_process_is_not_silence_of_its_peers() -> None:
+    now_s = 100.0
+    silence = Silence(lambda: now_s)
+    looks = list[float]()
+    for pause_s in (0.25, 0.25, 3600.0, 0.25):
+        now_s += pause_s
+        looks.append(silence.look())
+    assert looks == [0.25, 0.5, 1.0, 1.25]
+    silence.end()
+    assert silence.look() == 0.0

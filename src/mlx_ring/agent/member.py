@@ -41,7 +41,13 @@ from mlx_ring.host.private_files import try_lock
 from mlx_ring.host.process import usable_memory
 from mlx_ring.host.trusted_interfaces import Trust
 from mlx_ring.rpc.backends import joined_ranks
-from mlx_ring.rpc.channels import AGENT_MESSAGE_BYTES, add_secure_port, make_aio_server, open_aio_channel
+from mlx_ring.rpc.channels import (
+    AGENT_MESSAGE_BYTES,
+    add_secure_port,
+    limit_silence,
+    make_aio_server,
+    open_aio_channel,
+)
 from mlx_ring.rpc.failures import channel_error, failure_to_error
 from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.methods import AGENT_SERVICE, ATTEND
@@ -54,7 +60,8 @@ from mlx_ring.rpc.tls.peers import Revoked
 
 log = logging.getLogger(__name__)
 
-_BEAT_S = 1.0
+_BEAT_S = 0.5
+_LEAVE_WAIT_S = 0.5
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 1.0
 _SILENCE_S = 5.0
 """Seconds without an answer after which the head counts as lost."""
@@ -78,7 +85,11 @@ class Registration:
 
 
 async def stay_registered(
-    head: HeadAddress, credentials: Callable[[], Credentials], who: Registration, revoke: Revoke
+    head: HeadAddress,
+    credentials: Callable[[], Credentials],
+    who: Registration,
+    revoke: Revoke,
+    leaving: asyncio.Event | None = None,
 ) -> None:
     """Keep the node registered with its head, and register again whenever it is lost; workers stay loaded meanwhile.
 
@@ -87,17 +98,20 @@ async def stay_registered(
         credentials: returns this node's credentials before each call, because they may be renewed.
         who: description of this node.
         revoke: called with the revoked certificates at each answer of the head.
+        leaving: set once the node leaves, which the head then knows at once; None: it never does.
 
     Raises:
         PeerRefused: the head refuses this node.
         VersionMismatch: the head has other versions.
     """
-    pause_s = _FIRST_PAUSE_S
+    pause_s, leaving = _FIRST_PAUSE_S, leaving or asyncio.Event()
     while True:
         try:
-            async for revoked in _session(head, credentials(), who):
+            async for revoked in _session(head, credentials(), who, leaving):
                 pause_s = _FIRST_PAUSE_S
                 revoke(revoked)
+            if leaving.is_set():
+                return
             log.warning("the head at %s ended; asking again", head)
         except (PeerRefused, VersionMismatch):
             raise
@@ -116,34 +130,31 @@ def _raise_cancellation() -> None:
 
 
 async def _session(
-    head: HeadAddress, credentials: Credentials, who: Registration
+    head: HeadAddress, credentials: Credentials, who: Registration, leaving: asyncio.Event
 ) -> AsyncIterator[tuple[str, ...]]:
     """Open one call, and yield the revoked certificates at each answer."""
     peer = f"The head at {head}"
     channel = open_aio_channel(head.cluster, credentials, HEAD_NAME, max_message_bytes=AGENT_MESSAGE_BYTES)
     try:
-        call = ATTEND.aio_stream_stream(channel)(_messages(head, who))
-        while True:
-            try:
-                async with asyncio.timeout(_SILENCE_S):
-                    reply = await call.read()
-            except TimeoutError:
-                log.warning("%s has sent nothing for %g s", peer, _SILENCE_S)
-                return
-            if not isinstance(reply, cluster_pb2.AttendReply):
-                return
+        call = ATTEND.aio_stream_stream(channel)(_messages(head, who, leaving))
+        async for reply in limit_silence(aiter(call), _SILENCE_S):
             if reply.HasField("failure"):
                 raise failure_to_error(reply.failure)
             if reply.HasField("hello"):
                 log.info("connected to the head at %s as %s", head, who.node)
             yield tuple(reply.revoked)
+    except TimeoutError:
+        log.warning("%s has sent nothing for %g s", peer, _SILENCE_S)
     except grpc.RpcError as error:
         raise (handshake_error(error, peer) or channel_error(error, peer)) from error
     finally:
         await channel.close()
 
 
-async def _messages(head: HeadAddress, who: Registration) -> AsyncIterator[cluster_pb2.AttendRequest]:
+async def _messages(
+    head: HeadAddress, who: Registration, leaving: asyncio.Event
+) -> AsyncIterator[cluster_pb2.AttendRequest]:
+    """Yield a message at each beat, until the node leaves."""
     first = cluster_pb2.AttendRequest(
         hello=make_hello(node=who.node),
         machine=node_name(),
@@ -155,9 +166,12 @@ async def _messages(head: HeadAddress, who: Registration) -> AsyncIterator[clust
     )
     first.MergeFrom(_now(who))
     yield first
-    while True:
-        await asyncio.sleep(_BEAT_S)
-        yield _now(who)
+    while not leaving.is_set():
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_BEAT_S):
+                await leaving.wait()
+        if not leaving.is_set():
+            yield _now(who)
 
 
 def _now(who: Registration) -> cluster_pb2.AttendRequest:
@@ -324,7 +338,7 @@ async def serve_as_member(options: MemberOptions) -> None:
 
     who = Registration(options.node, port, profile, options.memory_utilization, links_port, options.trust)
     attending = asyncio.create_task(
-        stay_registered(options.head, credentials, who, revoke), name="attendance"
+        stay_registered(options.head, credentials, who, revoke, service.stop_requested), name="attendance"
     )
     beside = (
         asyncio.create_task(_renew_in_time(options.head, folder), name="renewal"),
@@ -333,6 +347,7 @@ async def serve_as_member(options: MemberOptions) -> None:
     try:
         await _until_stop_or_done(attending, service.stop_requested)
     finally:
+        await asyncio.wait((attending,), timeout=_LEAVE_WAIT_S)
         for task in (attending, *beside):
             task.cancel()
         await supervisor.stop()

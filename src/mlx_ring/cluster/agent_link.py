@@ -14,13 +14,14 @@ from mlx_ring.core.errors import RingError, WorkerLost
 from mlx_ring.host.child import ChildProcess
 from mlx_ring.rpc.channels import open_aio_channel
 from mlx_ring.rpc.failures import channel_error, failure_to_error
+from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.methods import LOAD_STAGES, MEASURE_LINK, RELINK_WORKERS, START, STOP, WATCH
 from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
 from mlx_ring.rpc.tls.handshakes import handshake_error
 from mlx_ring.settings.config import Settings
 from mlx_ring.settings.launched import read_launch
 
-HEARTBEAT_S = 1.0
+HEARTBEAT_S = 0.5
 _RELINK_WAIT_S = 15.0
 """Time for the agent to ask its workers and to end those that do not answer."""
 
@@ -121,15 +122,19 @@ class AgentLink:
             raise failure_to_error(reply.failure)
         return reply.workers
 
-    async def watch(self, hello: hello_pb2.Hello) -> AsyncIterator[agent_pb2.AgentEvent]:
+    async def watch(
+        self, hello: hello_pb2.Hello, *, waits: bool = True
+    ) -> AsyncIterator[agent_pb2.AgentEvent]:
         """Yield the agent's reports about its workers for as long as it runs.
+
+        With `waits`, an agent that cannot be reached may still be starting.
 
         Raises:
             WorkerLost: The end of the agent.
         """
         request = agent_pb2.WatchRequest(hello=hello, heartbeat_s=HEARTBEAT_S)
         try:
-            async for event in WATCH.aio_unary_stream(self._channel)(request, wait_for_ready=True):
+            async for event in WATCH.aio_unary_stream(self._channel)(request, wait_for_ready=waits):
                 yield event
         except grpc.RpcError as error:
             raise self._error(error) from error
@@ -191,6 +196,7 @@ class AgentLink:
 AGENT_MODULE = "mlx_ring.agent"
 _STOP_WAIT_S = 8.0
 """Time to stop; the workers have three seconds each, in parallel, before they are killed."""
+_ANSWER_WAIT_S = 1.5
 
 
 class LocalAgent:
@@ -199,6 +205,8 @@ class LocalAgent:
     def __init__(self, child: ChildProcess, link: AgentLink) -> None:
         self._child = child
         self.link = link
+        self._hangs = False
+        """True if it did not answer when it was asked last."""
 
     @classmethod
     async def start(
@@ -244,9 +252,16 @@ class LocalAgent:
         """Reason why the agent ended; empty while it runs."""
         return self._child.exit_reason
 
+    async def answers(self) -> bool:
+        """Return True if the agent answers."""
+        self._hangs = await self.link.look(make_hello(), _ANSWER_WAIT_S) is None
+        return not self._hangs
+
     async def stop(self) -> None:
         """Stop all workers and the agent, and wait until the agent's process has ended, and theirs with it."""
-        if not self._child.exit_reason:
+        grace_s = 0.0
+        if not self._child.exit_reason and not self._hangs and await self.answers():
+            grace_s = _STOP_WAIT_S
             await self.link.stop("", _STOP_WAIT_S)
         await self.link.close()
-        await self._child.stop(_STOP_WAIT_S)
+        await self._child.stop(grace_s, asks_where=not self._hangs)

@@ -7,7 +7,7 @@ import contextlib
 import ipaddress
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Container, Generator
 from contextlib import asynccontextmanager
 from itertools import count
 from pathlib import Path
@@ -25,7 +25,7 @@ from mlx_ring.core.errors import PeerRefused, ProtocolError, RingError
 from mlx_ring.host.addresses import HeadAddress
 from mlx_ring.host.machine_profile import MachineProfile
 from mlx_ring.host.trusted_interfaces import TrustedInterface
-from mlx_ring.rpc.channels import add_secure_port, make_aio_server
+from mlx_ring.rpc.channels import Silence, add_secure_port, limit_silence, make_aio_server
 from mlx_ring.rpc.failures import error_to_failure
 from mlx_ring.rpc.hello import check_hello, hello_versions, make_hello
 from mlx_ring.rpc.link_probe import LinkResponder
@@ -38,8 +38,13 @@ from mlx_ring.rpc.tls.peers import Peer, host_of_call, peer_of_call
 
 log = logging.getLogger(__name__)
 
-SILENCE_S = 3.0
-"""Silence after which a node is considered lost; nodes send a message every second."""
+SILENCE_S = 3.5
+"""Silence after which a node is disconnected, and counts as lost; nodes send a message every half second.
+
+The last message may be half a second old when a cable is cut, and the next one arrives within a second after the repair.
+"""
+_SUSPECT_S = 1.5
+"""Silence after which a plan waits until the node speaks or is disconnected."""
 _LOOK_S = 0.25
 """Interval of the check for removed nodes, which only looks whether a file has changed."""
 _LONGEST_PROBLEM = 400
@@ -62,6 +67,8 @@ class Control:
         self._watchers: list[Callable[[Event], None]] = []
         self._revocations: set[asyncio.Event] = set()
         """Events that announce revoked certificates, one for each connected node."""
+        self._silences: dict[int, tuple[str, Silence]] = {}
+        """Node and silence of each session."""
 
     @property
     def credentials(self) -> Credentials:
@@ -97,6 +104,29 @@ class Control:
             await self._changed.wait_for(are_there)
         return self.membership
 
+    async def settle(self, besides: Container[str] = ()) -> None:
+        """Wait while a connected node is silent, except for some, until it speaks or is disconnected."""
+
+        def is_settled() -> bool:
+            return all(
+                silence.seconds < _SUSPECT_S or node in besides for node, silence in self._silences.values()
+            )
+
+        async with self._changed:
+            await self._changed.wait_for(is_settled)
+
+    async def wait_until_absent(self, node: str) -> None:
+        """Wait until the node is not connected."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: node not in self.membership.members)
+
+    async def look(self) -> None:
+        """Look at the silence of each node."""
+        for _, silence in self._silences.values():
+            silence.look()
+        async with self._changed:
+            self._changed.notify_all()
+
     async def _happens(self, event: Event) -> None:
         async with self._changed:
             after = self.membership.apply(event)
@@ -130,7 +160,9 @@ class Control:
             log.warning("refused %s: %s", host, error)
             yield cluster_pb2.AttendReply(failure=error_to_failure(error))
             return
-        reason, revocations = "its connection was lost", asyncio.Event()
+        reason, revocations, is_final = "its connection was lost", asyncio.Event(), False
+        silence = Silence()
+        self._silences[member.session] = member.node, silence
         log.info("%s (%s) is connected, at %s", member.node, member.machine, member.host)
         await self._happens(Joined(member))
         self._revocations.add(revocations)
@@ -139,6 +171,7 @@ class Control:
             async with contextlib.aclosing(_said(requests, revocations)) as saying:
                 async for said in saying:
                     if said is not None:
+                        silence.end()
                         await self._happens(
                             Reported(
                                 member.node,
@@ -150,17 +183,20 @@ class Control:
                             )
                         )
                     yield cluster_pb2.AttendReply(revoked=self._members.revoked_serials())
-            reason = "it left the cluster"
+            reason, is_final = "it left the cluster", True
         except ProtocolError as error:
-            reason = str(error)
+            reason, is_final = str(error), True
         except TimeoutError:
             reason = f"it sent nothing for {SILENCE_S:g} s"
         finally:
             self._revocations.discard(revocations)
+            del self._silences[member.session]
             if self._members.refusal(peer):
-                reason = "it was removed from the cluster"
+                reason, is_final = "it was removed from the cluster", True
             log.warning("%s (%s) is disconnected: %s", member.node, member.machine, reason)
-            await asyncio.shield(self._happens(Left(member.node, member.session, reason, time.time())))
+            await asyncio.shield(
+                self._happens(Left(member.node, member.session, reason, time.time(), is_final))
+            )
 
     def _member(self, first: cluster_pb2.AttendRequest, peer: Peer, host: str) -> Member:
         if peer.is_head:
@@ -208,15 +244,15 @@ def _trusted(said: cluster_pb2.AttendRequest) -> tuple[TrustedInterface, ...]:
 
 async def _first(requests: AsyncIterator[cluster_pb2.AttendRequest]) -> cluster_pb2.AttendRequest:
     try:
-        return await _next(requests)
+        async with asyncio.timeout(SILENCE_S):
+            return await _next(requests)
     except (StopAsyncIteration, TimeoutError):
         raise ProtocolError("A node connected and did not send its first message in time.") from None
 
 
 async def _next(requests: AsyncIterator[cluster_pb2.AttendRequest]) -> cluster_pb2.AttendRequest:
     try:
-        async with asyncio.timeout(SILENCE_S):
-            return await anext(requests)
+        return await anext(requests)
     except DecodeError as error:
         raise ProtocolError(f"A node's message cannot be parsed: {error}.") from error
 
@@ -229,6 +265,7 @@ async def _said(
     Raises:
         TimeoutError: A node that was silent for too long.
     """
+    requests = limit_silence(requests, SILENCE_S)
     saying, revoking = asyncio.ensure_future(_next(requests)), asyncio.ensure_future(revocations.wait())
     try:
         while True:
@@ -292,6 +329,7 @@ async def _end_removed(guard: AioPeerGuard, control: Control, members: Members) 
     while True:
         await asyncio.sleep(_LOOK_S)
         guard.end_refused()
+        await control.look()
         if (now := members.revoked_serials()) != revoked:
             revoked = now
             control.send_revoked()

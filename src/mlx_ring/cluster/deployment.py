@@ -61,8 +61,6 @@ def _means(worker: agent_pb2.StartedWorker, node: str) -> RankCapabilities:
     return RankCapabilities(node, frozenset(means.backends), means.gpu, frozenset(means.rdma_devices))
 
 
-_STOP_WAIT_S = 8.0
-
 Result = TypeVar("Result")
 
 
@@ -121,30 +119,25 @@ async def deploy(
         report: The callback for each worker's loading progress.
 
     Raises:
-        RingError: A node's failure, after which no worker of the instance is left.
+        RingError: A node's failure, after which the caller stops the instance.
     """
-    instance = assignments[0].instance
     by_site = {
         site.node: (site, [one for place, one in zip(sites, assignments, strict=True) if place is site])
         for site in sites
     }
-    try:
-        started = await together(start_on(site, own, hello) for site, own in by_site.values())
-        workers = {place: found for of_site in started for place, found in of_site.items()}
-        filled = {
-            node: [fill_in_group(fill_in(assignment, site, workers), workers) for assignment in own]
-            for node, (site, own) in by_site.items()
-        }
-        if _waits_for_others(assignments, sites):
-            await together(
-                load_on(site, filled[node], hello, report, only_fetch=True)
-                for node, (site, _) in by_site.items()
-                if site.source.weights
-            )
-        await together(load_on(site, filled[node], hello, report) for node, (site, _) in by_site.items())
-    except BaseException:
-        await asyncio.gather(*(site.link.stop(instance, _STOP_WAIT_S) for site, _ in by_site.values()))
-        raise
+    started = await together(start_on(site, own, hello) for site, own in by_site.values())
+    workers = {place: found for of_site in started for place, found in of_site.items()}
+    filled = {
+        node: [fill_in_group(fill_in(assignment, site, workers), workers) for assignment in own]
+        for node, (site, own) in by_site.items()
+    }
+    if _waits_for_others(assignments, sites):
+        await together(
+            load_on(site, filled[node], hello, report, only_fetch=True)
+            for node, (site, _) in by_site.items()
+            if site.source.weights
+        )
+    await together(load_on(site, filled[node], hello, report) for node, (site, _) in by_site.items())
     return [place_for_head(worker, site) for worker, site in workers.values()]
 
 

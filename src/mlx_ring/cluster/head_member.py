@@ -2,21 +2,113 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import logging
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from mlx_ring.cluster.control import Control
 from mlx_ring.core.cluster_folders import AGENT_LOCK, node_folder
 from mlx_ring.core.environment import environment_with_grpc_logs, inherited_environment
 from mlx_ring.host.addresses import HeadAddress
 from mlx_ring.host.machine import share_cores
 from mlx_ring.host.private_files import try_lock
 from mlx_ring.host.trusted_interfaces import FLAG, Trust, TrustedInterface
-from mlx_ring.settings.config import Settings
+from mlx_ring.settings.config import Settings, state_folder
+
+log = logging.getLogger(__name__)
 
 _MODULE = "mlx_ring.agent.head_member"
+_RETURNS_WITHIN_S = 1.0
+"""Time in which an agent that missed the head's messages connects again."""
+_END_WAIT_S = 5.0
+
+
+class OwnAgent:
+    """Agent of the head's own machine. If this head started it and it hangs, another one replaces it."""
+
+    def __init__(self, settings: Settings, control: Control, address: HeadAddress) -> None:
+        """Start without an agent; `address` is the head's for members."""
+        self._settings = settings
+        self._control = control
+        self._address = address
+        self._process: subprocess.Popen[bytes] | None = None
+        self._started_s = 0.0
+        self._starting = asyncio.Lock()
+        self._replacing: asyncio.Task[None] | None = None
+
+    @property
+    def is_own(self) -> bool:
+        """True if this head started it."""
+        return self._process is not None
+
+    @property
+    def _absent_s(self) -> float:
+        """Time since an agent that this head started is no longer connected, although it runs; else 0."""
+        was = self._control.membership.former.get(self._control.node)
+        runs = self._process is not None and self._process.poll() is None
+        return (
+            time.time() - was.since_s if runs and was is not None and was.since_s > self._started_s else 0.0
+        )
+
+    def replace_soon(self) -> None:
+        """Replace the agent, which does not answer, once it counts as disconnected."""
+        self._replacing = asyncio.create_task(self._replace(), name="own agent")
+
+    async def _replace(self) -> None:
+        await self._control.wait_until_absent(self._control.node)
+        await self.ensure()
+
+    async def ensure(self) -> None:
+        """Start the agent unless one runs."""
+        async with self._starting:
+            await self._ensure()
+
+    async def _ensure(self) -> None:
+        if (absent_s := self._absent_s) and not await self.attends(_RETURNS_WITHIN_S - absent_s):
+            log.warning("the agent of this machine does not answer: replacing it")
+            await self._kill()
+        host = "127.0.0.1" if self._address.is_every else self._address.host
+        started = ensure_head_member(
+            self._settings,
+            state_folder(self._settings),
+            self._control.node,
+            HeadAddress(host, self._address.port),
+        )
+        if started is not None:
+            self._process, self._started_s = started, time.time()
+
+    async def attends(self, timeout_s: float) -> bool:
+        """Wait until it is connected; return False if it is not in time."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._control.wait_for(1, including=self._control.node)
+        return self._control.node in self._control.membership.members
+
+    async def end(self) -> None:
+        """Wait for the end of an agent that this head started, which was asked to end, and kill it if it hangs."""
+        if self._replacing is not None:
+            self._replacing.cancel()
+        if self._process is None:
+            return
+        if not self._absent_s:
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                await asyncio.to_thread(self._process.wait, _END_WAIT_S)
+        if self._process.poll() is None:
+            log.warning("the agent of this machine does not end: killing it")
+            await self._kill()
+
+    async def _kill(self) -> None:
+        """Kill it. Its workers end with it."""
+        if self._process is not None:
+            self._process.kill()
+            await asyncio.to_thread(self._process.wait)
 
 
 def ensure_head_member(

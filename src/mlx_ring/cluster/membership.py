@@ -83,6 +83,8 @@ class Left:
     reason: str
     at_s: float = 0.0
     """Time in seconds since the Unix epoch."""
+    is_final: bool = False
+    """True if the node has left or was removed; otherwise it may be back in a moment."""
 
 
 Event = Joined | Reported | Left

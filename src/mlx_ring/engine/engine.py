@@ -100,6 +100,7 @@ class Engine:
         self._limits = limits.within(self._scheduler.capacity_tokens)
         self._live: dict[int, LiveRequest] = {}
         self._sequence_ids = count(1)
+        self._is_paused = False
         self._ended: RingError | None = None
         """Reason why the engine no longer answers."""
         self._prompt_tokens = 0
@@ -234,7 +235,18 @@ class Engine:
 
     # ---- schedule → send → postprocess
 
+    def pause(self) -> None:
+        """Send no new steps until `resume`; answers to earlier ones are taken."""
+        self._is_paused = True
+
+    def resume(self) -> None:
+        """Send steps again."""
+        self._is_paused = False
+        self._send_steps(self._clock())
+
     def _send_steps(self, now: float) -> None:
+        if self._is_paused and self._ended is None:
+            return
         for step in self._scheduler.schedule(now):
             self._executor.send(step)
 
@@ -396,6 +408,11 @@ class Engine:
             tokens_to_read=self._scheduler.tokens_to_read,
             shared_tokens=shared,
         )
+
+    @property
+    def answered_at(self) -> Mapping[RankId, float]:
+        """Time of each rank's last answer, by the clock; 0 before the first one."""
+        return self._scheduler.answered_at
 
     def oldest_unanswered(self) -> Unanswered | None:
         """Return the rank that all others wait for, with its deadline; None if no answer is owed."""

@@ -153,6 +153,11 @@ class StepsInFlight:
     def kv_bytes(self) -> dict[RankId, int]:
         return {rank: progress.kv_bytes for rank, progress in self._progress.items()}
 
+    @property
+    def answered_at(self) -> dict[RankId, float]:
+        """Time of each rank's last answer; 0 before the first one."""
+        return {rank: progress.answered_at for rank, progress in self._progress.items()}
+
     def totals(self, now: float, began: float) -> dict[RankId, RankTotals]:
         """Return each rank's total times since `began`. Idle time excludes the step in progress."""
         by_rank: dict[RankId, RankTotals] = {}

@@ -379,6 +379,11 @@ class Scheduler:
         """Record, from a heartbeat, that a rank started a step."""
         self._in_flight.record_started(rank, begun, now)
 
+    @property
+    def answered_at(self) -> Mapping[RankId, float]:
+        """Time of each rank's last answer."""
+        return self._in_flight.answered_at
+
     def oldest_unanswered(self, now: float) -> Unanswered | None:
         """Return the rank that all others wait for; None if no answer is owed."""
         return self._in_flight.oldest_unanswered(now)

@@ -11,8 +11,9 @@ import gc
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from mlx_ring.cluster.agent_link import Report
 from mlx_ring.cluster.deployment import Site, Started, WorkerPlace, deploy
@@ -42,6 +43,8 @@ from mlx_ring.rpc.tls.credentials import Credentials
 from mlx_ring.settings.config import Settings
 
 log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 _STOP_WAIT_S = 8.0
 _late_stops: set[asyncio.Task[None]] = set()
@@ -94,7 +97,12 @@ class Instance:
         self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._explained = asyncio.Event()
         self.watch = InstanceWatch(
-            epoch.instance, epoch.placement, self.lose, (service.record_workers, shares.record_workers)
+            epoch.instance,
+            epoch.placement,
+            self.lose,
+            service.suspect,
+            (service.record_workers, shares.record_workers),
+            is_cluster=epoch.trust is not None,
         )
         self._has_served = False
         self.remains: Remains | None = None
@@ -126,19 +134,17 @@ class Instance:
         hello = _head_hello(assignments[0], epoch.node)
         async with contextlib.AsyncExitStack() as cleanup:
             cleanup.callback(self._shares.leave, epoch.instance)
+            await cleanup.enter_async_context(self.watch.watching(hello))
             cleanup.push_async_callback(self._stop_workers)
             if not epoch.loaded:
                 self._shares.expect(self._kv_user, self._reservations())
             places = epoch.loaded or await self._deploy(assignments, hello)
-            executor = await GrpcExecutor.connect(
-                [RankAddress(RankId(place.stage, place.rank), place.address, place.node) for place in places],
-                hello,
-                trust=epoch.trust,
-            )
+            addresses = [
+                RankAddress(RankId(place.stage, place.rank), place.address, place.node) for place in places
+            ]
+            executor = await self._unless_lost(GrpcExecutor.connect(addresses, hello, trust=epoch.trust))
             cleanup.push_async_callback(executor.close)
-            for site in epoch.placement.nodes:
-                task = asyncio.create_task(self.watch.follow_agent(site, hello), name=f"watch {site.node}")
-                cleanup.push_async_callback(_end, task)
+            await self.watch.begin()
             first_report = self.watch.first_report
             await asyncio.wait((first_report, self._lost), return_when=asyncio.FIRST_COMPLETED)
             if first_report.done() and not self._lost.done():
@@ -160,7 +166,7 @@ class Instance:
     def _find_remains(self) -> Remains | None:
         """Return the ranks that are left, if they can serve again with others in place of the lost ones."""
         epoch = self._epoch
-        silent_nodes = frozenset(self.watch.silent_nodes)
+        silent_nodes = self.watch.silent_nodes
         lost = self.watch.lost_ranks | {
             place for place, site in sites_of(epoch.placement).items() if site.node in silent_nodes
         }
@@ -208,25 +214,29 @@ class Instance:
     async def _deploy(
         self, assignments: Sequence[worker_pb2.StageAssignment], hello: hello_pb2.Hello
     ) -> Sequence[WorkerPlace]:
-        """Load all stages, and stop if a node is lost meanwhile, because it would never answer."""
+        """Load all stages."""
         sites = [placed.site for stage in self._epoch.placement.ranks for placed in stage]
         kept = self._epoch.prepared
-        loading = asyncio.ensure_future(
+        return await self._unless_lost(
             deploy(sites, assignments, hello, self._report)
             if kept is None
             else patch(sites_of(self._epoch.placement), assignments, kept, hello, self._report)
         )
+
+    async def _unless_lost(self, work: Coroutine[object, object, Result]) -> Result:
+        """Do work that needs all nodes, and stop if one is lost meanwhile, because it would never answer."""
+        working = asyncio.ensure_future(work)
         try:
-            await asyncio.wait((loading, self._lost), return_when=asyncio.FIRST_COMPLETED)
-            if loading.done() and isinstance(loading.exception(), WorkerLost):
+            await asyncio.wait((working, self._lost), return_when=asyncio.FIRST_COMPLETED)
+            if working.done() and isinstance(working.exception(), WorkerLost):
                 # A connection breaks a moment before the reason is known.
                 await asyncio.wait((self._lost,), timeout=_BETTER_REASON_S)
             if self.loss is not None:
                 raise self.loss
-            return loading.result()
+            return working.result()
         finally:
-            loading.cancel()
-            await asyncio.wait((loading,))
+            working.cancel()
+            await asyncio.wait((working,))
 
     def _make_engine(
         self, executor: GrpcExecutor, workers: Mapping[Place, worker_pb2.WorkerStatus]
@@ -263,20 +273,22 @@ class Instance:
         return engine
 
     async def _stop_workers(self) -> None:
+        self.watch.end()
         if self.remains is None:
-            await stop_workers(self._epoch, self.watch.silent_nodes)
+            await stop_workers(self._epoch, self.watch.wait_unless_silent)
 
 
-async def stop_workers(epoch: Epoch, silent_nodes: Collection[str]) -> None:
-    """Stop an epoch's workers on every node. Those that no longer answer are asked beside the next load.
+async def stop_workers(epoch: Epoch, wait: Callable[[str, Awaitable[None]], Awaitable[None]]) -> None:
+    """Stop an epoch's workers on every node. Those that do not answer are asked beside the next load.
 
     If they do not answer at all, they end their workers when they return.
+
+    Args:
+        epoch: the epoch.
+        wait: waits for the end of the workers of a node, unless that node does not answer.
     """
-    nodes = epoch.placement.nodes
-    await asyncio.gather(*(_stop_on(site, epoch) for site in nodes if site.node not in silent_nodes))
-    for site in nodes:
-        if site.node in silent_nodes:
-            _stop_late(site, epoch)
+    waits = [wait(site.node, _stop_late(site, epoch)) for site in epoch.placement.nodes]
+    await asyncio.gather(*waits)
 
 
 async def leave_workers(epoch: Epoch, patched: Epoch) -> None:
@@ -289,10 +301,11 @@ async def leave_workers(epoch: Epoch, patched: Epoch) -> None:
             await site.link.close()
 
 
-def _stop_late(site: Site, epoch: Epoch) -> None:
+def _stop_late(site: Site, epoch: Epoch) -> asyncio.Task[None]:
     task = asyncio.create_task(_stop_on(site, epoch), name=f"stop on {site.node}")
     _late_stops.add(task)
     task.add_done_callback(_late_stops.discard)
+    return task
 
 
 async def _stop_on(site: Site, epoch: Epoch) -> None:

@@ -36,6 +36,7 @@ class InstanceService:
         self._instance, self._epoch = "", FIRST_EPOCH
         self._engine: Engine | None = None
         self._lost: RingError | None = None
+        self._suspicion = ""
         self._workers: dict[str, tuple[WorkerInfo, ...]] = {}
         """Workers of each node."""
 
@@ -71,7 +72,7 @@ class InstanceService:
             model=model,
             epoch=self._epoch,
             state="ready" if error is None else "loading" if self._is_loading else "unavailable",
-            reason=None if error is None else str(error),
+            reason=(self._suspicion or None) if error is None else str(error),
             layers=self._layers,
             ranges=placement.ranges,
             nodes=[[placed.site.node for placed in stage] for stage in placement.ranks],
@@ -86,7 +87,7 @@ class InstanceService:
         """Start to load another instance with this placement."""
         self._instance, self._epoch, self._placement = instance, epoch, placement
         self._workers, self._loading, self._is_loading = {}, LoadingProgress(), True
-        self._engine = None
+        self._engine, self._suspicion = None, ""
 
     def serve(self, engine: Engine) -> None:
         """Answer requests from now on."""
@@ -102,6 +103,10 @@ class InstanceService:
         self._lost, self._is_loading = error, False
         if self._engine is not None:
             self._engine.lose(error)
+
+    def suspect(self, reason: str) -> None:
+        """Show that the instance is suspect; without a reason, that it is not."""
+        self._suspicion = f"Suspect, without new steps: {reason}." if reason else ""
 
     def record_loading(self, progress: agent_pb2.StageProgress) -> None:
         """Record the loading progress of a worker."""

@@ -1,10 +1,18 @@
-"""Watch over an instance: reports of its agents, lost nodes, dead or silent workers, and stuck ranks."""
+"""Watch over an instance: reports of its agents, lost nodes, dead or silent workers, and stuck ranks.
+
+Any message of a node proves that it lives: its own, its agent's reports, and its workers' answers. While a node or a
+worker is silent, the instance is suspect and gets no new steps. If it speaks again in time, everything continues in
+place. Otherwise the instance is lost.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
+from mlx_ring.cluster.control import SILENCE_S
 from mlx_ring.cluster.deployment import Site
 from mlx_ring.core.errors import NodeLost, RingError, WorkerLost, WorkerStuck
 from mlx_ring.core.types import RankId
@@ -12,13 +20,20 @@ from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.kv_budget import Place
 from mlx_ring.engine.step_times import Unanswered
 from mlx_ring.head.placing import Placement
-from mlx_ring.rpc.channels import limit_silence
+from mlx_ring.rpc.channels import Silence
 from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
 
 LOOK_S = 1.0
 """Time between two checks."""
-SILENCE_S = 3.0
-"""Time without a report after which an agent or a worker counts as stuck; both report every second."""
+_JUDGE_S = 0.25
+SUSPECT_S = 2.0
+"""Silence of a node or a worker after which the instance is suspect."""
+WORKER_SILENCE_S = 3.0
+"""Silence of a worker after which it counts as stuck."""
+_FIRST_REPORT_S = 60.0
+"""Time until an agent must have reported; one of this machine may have to start."""
+
+log = logging.getLogger(__name__)
 
 
 class StuckWatch:
@@ -60,14 +75,17 @@ class Watched:
 
 
 class InstanceWatch:
-    """Watch over one instance, which reports its loss."""
+    """Watch over one instance, which reports its suspicions and its loss."""
 
     def __init__(
         self,
         instance: str,
         placement: Placement,
         lose: Callable[[RingError], None],
+        on_suspicion: Callable[[str], None],
         records: Sequence[Callable[[agent_pb2.AgentEvent], None]],
+        *,
+        is_cluster: bool,
     ) -> None:
         """Prepare a watch, inside the event loop.
 
@@ -75,83 +93,239 @@ class InstanceWatch:
             instance: name of the instance.
             placement: its nodes and ranks.
             lose: ends the instance because of an error.
+            on_suspicion: receives the reason why the instance is suspect; empty once it is not.
             records: receive each report of an agent.
+            is_cluster: True if its nodes attend the head; otherwise there is one machine.
         """
         self._instance = instance
         self._placement = placement
-        self._lose = lose
+        self._lose_instance = lose
+        self._on_suspicion = on_suspicion
         self._records = records
+        self._is_cluster = is_cluster
+        self._nodes = {
+            RankId(stage, rank): placed.site.node
+            for stage, ranks in enumerate(placement.ranks)
+            for rank, placed in enumerate(ranks)
+        }
+        """Node of each rank."""
         self._watched = Watched(instance, len(placement.nodes))
         self._engine: Engine | None = None
+        self._hello = hello_pb2.Hello()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._is_judging = False
+        self._silences: dict[str, Silence] = {}
+        """Silence of each node whose agent has reported."""
+        self._unreported = {site.node: Silence() for site in placement.nodes}
+        self._silent_workers: dict[RankId, str] = {}
+        self._answered_s: Mapping[RankId, float] = {}
+        """Time of each rank's last answer to a step."""
+        self._suspicion = ""
+        self._gone = {site.node: asyncio.Event() for site in placement.nodes}
+        """Events of nodes that no longer answer the head."""
         self.first_report: asyncio.Future[dict[Place, worker_pb2.WorkerStatus]] = (
             asyncio.get_running_loop().create_future()
         )
         """Status of all workers, once every node has reported that they are ready."""
-        self.silent_nodes: set[str] = set()
-        """Nodes that no longer answer the head."""
         self.lost_ranks: set[RankId] = set()
         """Ranks that are dead or stuck; those on silent nodes may be."""
 
-    def on_node_lost(self, node: str, reason: str) -> None:
-        """End the instance if the lost node has a part of it."""
-        stages = [
-            str(stage)
-            for stage, ranks in enumerate(self._placement.ranks)
-            if any(placed.site.node == node for placed in ranks)
-        ]
-        if stages:
-            self.silent_nodes.add(node)
-            error = NodeLost(f"Node {node}, which has stage {' and '.join(stages)}, was lost: {reason}.")
-            self._lose(error.blamed_on(node))
+    @property
+    def silent_nodes(self) -> frozenset[str]:
+        """Nodes that no longer answer the head."""
+        return frozenset(node for node, gone in self._gone.items() if gone.is_set())
 
-    async def follow_agent(self, site: Site, hello: hello_pb2.Hello) -> None:
-        """Follow the reports of a node's agent, until the agent or one of its workers ends."""
+    @contextlib.asynccontextmanager
+    async def watching(self, hello: hello_pb2.Hello) -> AsyncGenerator[None]:
+        """Follow all agents. Until `begin`, only lost nodes matter, because workers are being loaded."""
+        self._hello = hello
+        judging = asyncio.create_task(self._judge_regularly(), name="silence")
+        self._follow_agents()
         try:
-            async for event in limit_silence(site.link.watch(hello), SILENCE_S):
-                for record in self._records:
-                    record(event)
-                workers = self._watched.record(event)
-                if workers is not None and not self.first_report.done():
-                    self.first_report.set_result(workers)
-                for state in event.workers:
-                    if state.instance == self._instance:
-                        self._check(state, site)
-        except TimeoutError:
-            self.silent_nodes.add(site.node)
-            error = WorkerStuck(f"The agent of {site.node} has sent nothing for {SILENCE_S:g} s.")
-            self._lose(error.blamed_on(site.node))
+            yield
+        finally:
+            await _end(judging, *self._tasks)
+
+    async def begin(self) -> None:
+        """Judge the workers, which are loaded, from their agents' reports."""
+        await _end(*self._tasks)
+        self._is_judging = True
+        self._follow_agents()
+
+    def end(self) -> None:
+        """Ignore the workers' ends, because they are being stopped."""
+        self._is_judging = False
+
+    async def wait_unless_silent(self, node: str, work: Awaitable[None]) -> None:
+        """Wait for work of a node, but no longer once it does not answer."""
+        gone, task = asyncio.create_task(self._gone[node].wait()), asyncio.ensure_future(work)
+        try:
+            await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            gone.cancel()
+
+    # ---- nodes
+
+    def on_node_message(self, node: str) -> None:
+        """Record that a node has sent the head a message of its own."""
+        if node in self._silences:
+            self._silences[node].end()
+
+    def on_node_left(self, node: str, reason: str, *, is_final: bool) -> None:
+        """End the instance if the node has a part of it, and has left for good or never reported.
+
+        Otherwise its silence decides: a node that missed the head's messages connects again.
+        """
+        if node in self._gone and (is_final or node not in self._silences):
+            self._lose_node(node, reason)
+
+    def _lose_node(self, node: str, reason: str) -> None:
+        self._gone[node].set()
+        stages = map(str, sorted({rank.stage for rank, on in self._nodes.items() if on == node}))
+        error = NodeLost(f"Node {node}, which has stage {' and '.join(stages)}, was lost: {reason}.")
+        self._lose_instance(error.blamed_on(node))
+
+    async def _judge_regularly(self) -> None:
+        while True:
+            await asyncio.sleep(_JUDGE_S)
+            self.judge()
+
+    def judge(self) -> None:
+        """Look at the silence of nodes and workers, and report a loss or a change of the suspicion."""
+        self._record_answers()
+        suspicions = [*self._silent_workers.values()]
+        for node, silence in self._silences.items():
+            seconds = silence.look()
+            if seconds >= SUSPECT_S:
+                suspicions.append(f"{node} has sent nothing for {seconds:.1f} s")
+            if seconds >= SILENCE_S and not self._gone[node].is_set():
+                self._lose_silent(node, SILENCE_S)
+        for node, silence in self._unreported.items():
+            if silence.look() >= _FIRST_REPORT_S and not self._gone[node].is_set():
+                self._lose_silent(node, _FIRST_REPORT_S)
+        self._suspect(suspicions)
+
+    def _lose_silent(self, node: str, seconds: float) -> None:
+        if self._is_cluster:
+            self._lose_node(node, f"it sent nothing for {seconds:g} s")
+        else:
+            self._gone[node].set()
+            error = WorkerStuck(f"The agent of {node} has sent nothing for {seconds:g} s.")
+            self._lose_instance(error.blamed_on(node))
+
+    def _record_answers(self) -> None:
+        """Record that nodes and workers live whose ranks have answered steps since the last look."""
+        if self._engine is None:
+            return
+        before, self._answered_s = self._answered_s, self._engine.answered_at
+        for rank, answered_s in self._answered_s.items():
+            if answered_s > before.get(rank, 0.0):
+                self._silent_workers.pop(rank, None)
+                if (silence := self._silences.get(self._nodes[rank])) is not None:
+                    silence.end()
+
+    def _suspect(self, suspicions: Sequence[str]) -> None:
+        """Pause the engine while there are suspicions."""
+        before, self._suspicion = self._suspicion, "; ".join(suspicions)
+        self._on_suspicion(self._suspicion)
+        if self._engine is None or bool(before) == bool(self._suspicion):
+            return
+        if self._suspicion:
+            log.warning("%s is suspect and gets no new steps: %s", self._instance, self._suspicion)
+            self._engine.pause()
+        else:
+            log.warning("%s continues in place: what was silent has answered", self._instance)
+            self._engine.resume()
+
+    # ---- reports of agents
+
+    def _follow_agents(self) -> None:
+        self._tasks = [
+            asyncio.create_task(self._follow_agent(site), name=f"watch {site.node}")
+            for site in self._placement.nodes
+        ]
+
+    async def _follow_agent(self, site: Site) -> None:
+        """Follow the reports of a node's agent, until the agent ends."""
+        try:
+            async for event in self._reports(site):
+                self._record(event, site)
         except RingError as error:
-            self.silent_nodes.add(site.node)
-            self._lose(error.blamed_on(site.node))
+            self._gone[site.node].set()
+            if self._is_cluster and isinstance(error, WorkerLost):
+                error = NodeLost(str(error))
+            self._lose_instance(error.blamed_on(site.node))
+
+    async def _reports(self, site: Site) -> AsyncIterator[agent_pb2.AgentEvent]:
+        """Yield the reports of an agent. If its call breaks, open another one, once."""
+        broken: RingError | None = None
+        while True:
+            try:
+                async for event in site.link.watch(self._hello, waits=broken is None):
+                    if broken is not None:
+                        log.warning("%s Its reports continue.", broken)
+                        broken = None
+                    yield event
+            except RingError as error:
+                if broken is not None:
+                    raise broken from None
+                broken = error
+
+    def _record(self, event: agent_pb2.AgentEvent, site: Site) -> None:
+        self._unreported.pop(site.node, None)
+        self._silences.setdefault(site.node, Silence()).end()
+        if not self._is_judging:
+            return
+        for record in self._records:
+            record(event)
+        workers = self._watched.record(event)
+        if workers is not None and not self.first_report.done():
+            self.first_report.set_result(workers)
+        for state in event.workers:
+            if state.instance == self._instance:
+                self._check(state, site)
 
     def _check(self, state: agent_pb2.WorkerState, site: Site) -> None:
+        rank = RankId(state.stage, state.rank)
         label = f"The worker of stage {state.stage}, rank {state.rank} on {site.node} (pid {state.pid})"
-        place = RankId(state.stage, state.rank)
+        self._silent_workers.pop(rank, None)
         if not state.alive:
-            self.lost_ranks.add(place)
-            self._lose(WorkerLost(f"{label} {state.exit_reason}.").of_worker().blamed_on(site.node))
-        elif state.status.phase == "ready" and state.silent_s >= SILENCE_S:
-            self.lost_ranks.add(place)
+            self.lost_ranks.add(rank)
+            self._lose_instance(WorkerLost(f"{label} {state.exit_reason}.").of_worker().blamed_on(site.node))
+        elif state.status.phase == "ready" and state.silent_s >= WORKER_SILENCE_S:
+            self.lost_ranks.add(rank)
             error = WorkerStuck(f"{label} has not answered for {state.silent_s:.0f} s; it is stuck.")
-            self._lose(error.of_worker().blamed_on(site.node))
+            self._lose_instance(error.of_worker().blamed_on(site.node))
+        elif state.status.phase == "ready" and state.silent_s >= SUSPECT_S:
+            self._silent_workers[rank] = f"{label} has not answered for {state.silent_s:.1f} s"
         elif self._engine is not None:
-            self._engine.record_started(place, state.status.last_step)
+            self._engine.record_started(rank, state.status.last_step)
+
+    # ---- stuck ranks
 
     async def find_stuck(self, engine: Engine) -> None:
         """Check regularly for a rank of the engine that owes an answer for too long although it is alive."""
         self._engine, watch = engine, StuckWatch()
         while True:
             await asyncio.sleep(LOOK_S)
-            if (stuck := watch.look(engine.oldest_unanswered())) is not None:
-                self._lose(self._stuck(stuck))
+            owed = None if self._suspicion else engine.oldest_unanswered()
+            if (stuck := watch.look(owed)) is not None:
+                self._lose_instance(self._stuck(stuck))
                 return
 
     def _stuck(self, owed: Unanswered) -> RingError:
         stage, rank = owed.rank
         self.lost_ranks.add(owed.rank)
-        node = self._placement.ranks[stage][rank].site.node
+        node = self._nodes[owed.rank]
         error = WorkerStuck(
             f"Stage {stage}, rank {rank} on {node} has made no progress on step {owed.step} for "
             f"{owed.waited_s:.0f} s, more than the limit of {owed.deadline_s:.0f} s; its worker is stuck."
         )
         return error.of_worker().blamed_on(node)
+
+
+async def _end(*tasks: asyncio.Task[None]) -> None:
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import subprocess
 import time
 from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
 from collections.abc import Set as AbstractSet
@@ -16,16 +15,16 @@ from mlx_ring.api.service import LinkInfo
 from mlx_ring.cluster.adoption import Adoptable, find_adoptable, highest_epoch
 from mlx_ring.cluster.control import Control
 from mlx_ring.cluster.deployment import Site, WorkerPlace, address_of
-from mlx_ring.cluster.head_member import ensure_head_member, stale_trust
+from mlx_ring.cluster.head_member import OwnAgent, stale_trust
 from mlx_ring.cluster.link_survey import FoundLink, as_they_are
-from mlx_ring.cluster.membership import Event, Joined, Left, Membership
+from mlx_ring.cluster.membership import Event, Joined, Left, Membership, Reported
 from mlx_ring.cluster.placement import Cut
 from mlx_ring.cluster.quarantine import QuarantineList
 from mlx_ring.core.cluster_folders import authority_folder
 from mlx_ring.core.errors import PlanError, RingError
 from mlx_ring.head.instance import Epoch
 from mlx_ring.head.link_survey import LinkSurveys
-from mlx_ring.head.nodes import Declared, LiveInstances, OnNodeLost, new_instance
+from mlx_ring.head.nodes import Declared, LiveInstances, NodeListener, new_instance
 from mlx_ring.head.patching import Remains, Room, patch_ranks
 from mlx_ring.head.placing import (
     Order,
@@ -53,6 +52,8 @@ log = logging.getLogger(__name__)
 _STOP_WAIT_S = 8.0
 _LOOK_WAIT_S = 3.0
 _LOOK_AGAIN_S = 1.0
+_OWN_WAIT_S = 3.0
+"""Time to wait for the agent of the head's machine before a plan without it."""
 
 Planned = TypeVar("Planned")
 
@@ -96,7 +97,7 @@ class Cluster:
         self._left: dict[str, list[Adoptable]] = {}
         """Instances that an earlier head left loaded, by model."""
         self._highest_epoch = 0
-        self._own_agent: subprocess.Popen[bytes] | None = None
+        self._own_agent = OwnAgent(settings, control, address)
         self._surveys = LinkSurveys(control.node)
         self._warned: set[str] = set()
         self._awaited = 0
@@ -156,23 +157,16 @@ class Cluster:
         """Wait for this many nodes, this one included; start its own agent if none runs."""
         self._awaited = nodes
         control = self._control
-        own_host = "127.0.0.1" if self._address.is_every else self._address.host
         if self._tending is None:
             self._tending = asyncio.create_task(self._tend_joining_nodes(), name="nodes that come")
-        async with self._one_at_a_time:
-            started = ensure_head_member(
-                self._settings,
-                state_folder(self._settings),
-                control.node,
-                HeadAddress(own_host, self._address.port),
-            )
-            self._own_agent = started or self._own_agent
-        membership = await control.wait_for(nodes, including=control.node)
+        await self._own_agent.ensure()
+        await control.settle()
+        # After the first instance, other machines do without this one's agent.
+        own = control.node if nodes > 1 or await self._own_agent.attends(_OWN_WAIT_S) else ""
+        membership = await control.wait_for(nodes, including=own)
         self._awaited = 0
-        if self._own_agent is None:
-            self._warn_of(
-                stale_trust(membership.members[control.node].trusted, self._settings.trusted_interface)
-            )
+        if not self._own_agent.is_own and own:
+            self._warn_of(stale_trust(membership.members[own].trusted, self._settings.trusted_interface))
         return membership
 
     def _warn_of(self, problem: str) -> None:
@@ -209,6 +203,9 @@ class Cluster:
 
     async def patch(self, order: Order, remains: Remains) -> Epoch:
         control = self._control
+        if control.node in remains.silent_nodes:
+            self._own_agent.replace_soon()
+        await control.settle(remains.silent_nodes)
         membership = control.membership.without(remains.silent_nodes)
         sites = cluster_sites(control, membership, self._address.port, path=str(order.served.folder.path))
         known = [with_throughput(site, self._surveys.found) for site in sites]
@@ -347,26 +344,41 @@ class Cluster:
         membership = self._control.membership
         if self._control.node in membership.members:
             sites = cluster_sites(self._control, membership, self._address.port)
-            await asyncio.gather(*(site.link.end(_STOP_WAIT_S) for site in sites if site.is_local))
+            ending = [asyncio.create_task(site.link.end(_STOP_WAIT_S)) for site in sites if site.is_local]
+            # It is disconnected when it has ended, or if it hangs.
+            absent = asyncio.create_task(self._control.wait_until_absent(self._control.node))
+            await asyncio.wait((*ending, absent), return_when=asyncio.FIRST_COMPLETED)
+            absent.cancel()
             await _close(sites)
-        elif self._own_agent is not None:
-            # It has not joined yet, or not rejoined.
-            self._own_agent.terminate()
-        if self._own_agent is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                await asyncio.to_thread(self._own_agent.wait, _STOP_WAIT_S)
+        await self._own_agent.end()
 
     @contextlib.contextmanager
-    def watching(self, instance: str, on_node_lost: OnNodeLost) -> Generator[None]:
+    def watching(self, instance: str, listener: NodeListener) -> Generator[None]:
         def on_event(event: Event) -> None:
-            if isinstance(event, Left):
-                on_node_lost(event.node, event.reason)
+            match event:
+                case Joined(member):
+                    listener.on_node_message(member.node)
+                case Reported(node):
+                    listener.on_node_message(node)
+                case Left(node, _, reason, is_final=is_final):
+                    listener.on_node_left(node, reason, is_final=is_final)
 
         try:
             with self._control.watching(on_event):
                 yield
         finally:
             self._live.remove(instance)
+
+    async def wait_for_node(self, timeout_s: float) -> None:
+        joined = asyncio.Event()
+
+        def on_event(event: Event) -> None:
+            if isinstance(event, Joined):
+                joined.set()
+
+        with self._control.watching(on_event), contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await joined.wait()
 
     async def _tend_joining_nodes(self) -> None:
         """End the stale workers of each node that joins, and measure its links for the next plan."""

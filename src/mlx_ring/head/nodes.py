@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -19,8 +19,17 @@ from mlx_ring.head.served_model import ServedModel
 from mlx_ring.head.status import ClusterView
 from mlx_ring.settings.config import Settings
 
-OnNodeLost = Callable[[str, str], None]
-"""Callback for a lost node, with the reason."""
+
+class NodeListener(Protocol):
+    """Receiver of what happens to the nodes."""
+
+    def on_node_message(self, node: str) -> None:
+        """Receive that a node lives."""
+        ...
+
+    def on_node_left(self, node: str, reason: str, *, is_final: bool) -> None:
+        """Receive that a node was disconnected. If it is not final, it may be back in a moment."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +115,8 @@ class Machines(Protocol):
         """
         ...
 
-    def watching(self, instance: str, on_node_lost: OnNodeLost) -> AbstractContextManager[None]:
-        """Report lost nodes to `on_node_lost` while an instance lives."""
+    def watching(self, instance: str, listener: NodeListener) -> AbstractContextManager[None]:
+        """Report what happens to the nodes while an instance lives."""
         ...
 
     @property
@@ -118,6 +127,10 @@ class Machines(Protocol):
     @property
     def missing(self) -> int:
         """Number of machines that must still join before anything is loaded."""
+        ...
+
+    async def wait_for_node(self, timeout_s: float) -> None:
+        """Wait until another machine joins, at most this long."""
         ...
 
     def record_failure(self, error: RingError | None, begun_s: float) -> None:

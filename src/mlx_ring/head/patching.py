@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -44,6 +44,11 @@ class Remains:
     def places(self) -> frozenset[RankId]:
         """All ranks of the instance."""
         return frozenset(sites_of(self.placement))
+
+    async def wait_unless_silent(self, node: str, work: Awaitable[None]) -> None:
+        """Wait for work of a node, but not of one that no longer answers."""
+        if node not in self.silent_nodes:
+            await work
 
 
 def sites_of(placement: Placement) -> dict[RankId, Site]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
@@ -16,6 +15,7 @@ from mlx_ring.core.traces import Tracing
 from mlx_ring.engine.live_request import Hold, LiveRequest, judge
 from mlx_ring.head.instance import Epoch, Instance, leave_workers, stop_workers
 from mlx_ring.head.instance_view import FIRST_EPOCH, InstanceService
+from mlx_ring.head.instance_watch import InstanceWatch
 from mlx_ring.head.kv_memory import KvShares
 from mlx_ring.head.nodes import Machines
 from mlx_ring.head.patching import Remains
@@ -42,6 +42,31 @@ class Watcher(Protocol):
     def loading(self, instance: str, progress: agent_pb2.StageProgress) -> None:
         """Report the loading progress of a worker."""
         ...
+
+
+class _CurrentWatch:
+    """Watch over the instance of a replica that runs now, which receives what happens to the nodes."""
+
+    def __init__(self) -> None:
+        self._watch: InstanceWatch | None = None
+        self.lost_nodes: dict[str, tuple[str, bool]] = {}
+        """Nodes that have left since the last patch was begun, with the reason and whether it is final."""
+
+    def follow(self, watch: InstanceWatch) -> None:
+        """Pass on what happens to another watch, and which nodes have left already."""
+        self._watch = watch
+        for node, (reason, is_final) in self.lost_nodes.items():
+            watch.on_node_left(node, reason, is_final=is_final)
+
+    def on_node_message(self, node: str) -> None:
+        self.lost_nodes.pop(node, None)
+        if self._watch is not None:
+            self._watch.on_node_message(node)
+
+    def on_node_left(self, node: str, reason: str, *, is_final: bool) -> None:
+        self.lost_nodes[node] = reason, is_final
+        if self._watch is not None:
+            self._watch.on_node_left(node, reason, is_final=is_final)
 
 
 class Replica:
@@ -128,7 +153,7 @@ class Replica:
                 self._machines.record_failure(error, begun_s)
                 pause_s = min(_LONGEST_PAUSE_S, max(_FIRST_PAUSE_S, 2 * pause_s))
             log.warning("loading %s again%s", self._served.names[0], f" in {pause_s:g} s" if pause_s else "")
-            await asyncio.sleep(pause_s)
+            await self._machines.wait_for_node(pause_s)
 
     def _keep(self, lives: Iterable[LiveRequest], loss: RingError) -> None:
         interrupted = list(lives)
@@ -138,21 +163,12 @@ class Replica:
 
     async def _run(self, order: Order, epoch: Epoch, ready: Callable[[float], None], begun_s: float) -> None:
         """Run an instance, and after each loss what is left of it with new workers in place of the lost ones."""
-        running: Instance | None = None
-        lost_nodes: dict[str, str] = {}
-        """Nodes that were lost since the last patch was begun, with the reason."""
-
-        def on_node_lost(node: str, reason: str) -> None:
-            lost_nodes[node] = reason
-            if running is not None:
-                running.watch.on_node_lost(node, reason)
-
-        with self._machines.watching(epoch.instance, on_node_lost):
+        current = _CurrentWatch()
+        with self._machines.watching(epoch.instance, current):
             while True:
                 set_log_epoch(epoch.number)
                 running = self._begin(epoch)
-                for node, reason in lost_nodes.items():
-                    running.watch.on_node_lost(node, reason)
+                current.follow(running.watch)
                 await running.run(ready)
                 self._has_served = True
                 self._meter.record_loss(running.loss)
@@ -161,7 +177,7 @@ class Replica:
                 if running.remains is None:
                     return
                 pause_s = 0.0 if time.time() - begun_s >= _STEADY_S else _FIRST_PAUSE_S
-                lost_nodes.clear()
+                current.lost_nodes.clear()
                 patched = await self._patch(order, epoch, running.remains, pause_s)
                 if patched is None:
                     return
@@ -192,11 +208,11 @@ class Replica:
     async def _patch(self, order: Order, epoch: Epoch, remains: Remains, pause_s: float) -> Epoch | None:
         """Replace the lost ranks of an instance after a pause. If that is impossible, stop the others and return None."""
         try:
-            await asyncio.sleep(pause_s)
+            await self._machines.wait_for_node(pause_s)
             order = replace(order, number=epoch.number + 1, nodes=1, only=None)
             patched = await self._machines.patch(order, remains)
         except BaseException as error:
-            await stop_workers(epoch, remains.silent_nodes)
+            await stop_workers(epoch, remains.wait_unless_silent)
             if not isinstance(error, RingError):
                 raise
             log.warning("%s is loaded as a whole: %s", self._served.names[0], error)

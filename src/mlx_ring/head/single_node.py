@@ -16,7 +16,7 @@ from mlx_ring.cluster.deployment import Site
 from mlx_ring.cluster.membership import Joined, Member, Membership
 from mlx_ring.core.errors import NotReady, RingError
 from mlx_ring.head.instance import Epoch
-from mlx_ring.head.nodes import Declared, OnNodeLost, new_instance
+from mlx_ring.head.nodes import Declared, NodeListener, new_instance
 from mlx_ring.head.patching import Remains, patch_ranks
 from mlx_ring.head.placing import Order, place_single_node
 from mlx_ring.head.status import ClusterView
@@ -43,6 +43,8 @@ class SingleNode:
         self._since_s = time.time()
         self._serial = count()
         self._starting = asyncio.Lock()
+        self._has_failed = False
+        """True after the loss of an instance, until the agent has answered."""
         self.links: Sequence[LinkInfo] = ()
         """Always empty, because there is one machine."""
         self.missing = 0
@@ -87,7 +89,7 @@ class SingleNode:
 
     async def _alive(self) -> LocalAgent:
         async with self._starting:
-            if self._agent is None or self._agent.exit_reason:
+            if self._agent is None or self._agent.exit_reason or await self._hangs(self._agent):
                 await self.stop()
                 run_dir = self._run_dir / f"a{next(self._serial)}"
                 run_dir.mkdir()
@@ -99,19 +101,31 @@ class SingleNode:
                 )
             return self._agent
 
+    async def _hangs(self, agent: LocalAgent) -> bool:
+        """Return True if the agent no longer answers after a failure."""
+        if not self._has_failed:
+            return False
+        self._has_failed = False
+        return not await agent.answers()
+
     async def stop(self) -> None:
         """End the agent, with every worker."""
         if self._agent is not None:
             await self._agent.stop()
 
     @contextlib.contextmanager
-    def watching(self, instance: str, on_node_lost: OnNodeLost) -> Generator[None]:
+    def watching(self, instance: str, listener: NodeListener) -> Generator[None]:
         """Report nothing: the agent's own reports are enough."""
-        del instance, on_node_lost
+        del instance, listener
         yield
 
+    async def wait_for_node(self, timeout_s: float) -> None:
+        await asyncio.sleep(timeout_s)
+
     def record_failure(self, error: RingError | None, begun_s: float) -> None:
-        """Ignore a failure, because there is no other machine."""
+        """Check the agent before the next epoch."""
+        del error, begun_s
+        self._has_failed = True
 
     def cluster_view(self) -> ClusterView:
         if self._profile is None:

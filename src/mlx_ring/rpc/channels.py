@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -153,19 +154,61 @@ def _in_a_line(record: logging.LogRecord) -> bool:
     return True
 
 
+_SILENCE_LOOK_S = 0.25
+_LONGEST_GAP_S = 0.5
+"""Longest time that counts between two looks; after a longer one, this process was stopped itself."""
+
+
+class Silence:
+    """Time without a message from a peer, while this process could have read one.
+
+    After a pause of this process (a laptop's sleep, for example), messages wait that it has not read. Such a pause
+    counts as one look.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._looked_s = clock()
+        self.seconds = 0.0
+        """Silence at the last look."""
+
+    def end(self) -> None:
+        """Record a message."""
+        self._looked_s, self.seconds = self._clock(), 0.0
+
+    def look(self) -> float:
+        """Return the silence until now. Call it several times a second."""
+        now_s = self._clock()
+        self.seconds += min(now_s - self._looked_s, _LONGEST_GAP_S)
+        self._looked_s = now_s
+        return self.seconds
+
+
 T = TypeVar("T")
 
 
 async def limit_silence(coming: AsyncIterator[T], silence_s: float) -> AsyncIterator[T]:
-    """Yield the items of a stream until it ends.
+    """Yield the items of a stream until it ends. A pause of this process does not count as silence.
 
     Raises:
         TimeoutError: nothing came for `silence_s` seconds.
     """
+    silence = Silence()
+    look_s = min(_SILENCE_LOOK_S, silence_s)
     while True:
+        arrival = asyncio.ensure_future(anext(coming))
         try:
-            async with asyncio.timeout(silence_s):
-                one = await anext(coming)
+            while not arrival.done():
+                await asyncio.wait((arrival,), timeout=look_s)
+                if not arrival.done() and silence.look() >= silence_s:
+                    raise TimeoutError
+        finally:
+            arrival.cancel()
+            # Retrieve the exception, because asyncio logs one that is never retrieved.
+            await asyncio.gather(arrival, return_exceptions=True)
+        try:
+            one = arrival.result()
         except StopAsyncIteration:
             return
+        silence.end()
         yield one
