@@ -92,6 +92,26 @@ def test_failed_step_leaves_no_token_and_ends_the_wait(stage: Stage0) -> None:
         stage.feedback.token(1)
 
 
+@pytest.mark.parametrize("is_collected", [True, False])
+@pytest.mark.parametrize("times", [1, 2])
+def test_failure_that_arrives_before_its_step_is_built_ends_the_wait(
+    stage: Stage0, times: int, *, is_collected: bool
+) -> None:
+    stage.inbox.put(key(2), StepFailed("it broke"))
+    if is_collected:
+        stage.feedback.collect()
+    stage.feedback.expect(key(1), [2])
+    for _ in range(times):
+        # A step that was rolled back is built again.
+        stage.feedback.expect(key(2), [1])
+        stage.feedback.wait(1, 0.0)
+    with pytest.raises(ProtocolError, match="No sampled token"):
+        stage.feedback.token(1)
+    stage.feedback.expect(key(3), [1])
+    stage.arrive(3, 7)
+    assert stage.feedback.has(1)
+
+
 def test_wait_ends_at_its_deadline(stage: Stage0) -> None:
     stage.feedback.expect(key(1), [1])
     with pytest.raises(WorkerStuck, match="test epoch 1 step 1"):

@@ -186,6 +186,7 @@ class StepInputs:
         if not self._model.is_first:
             return self._inbox.recv(step_key(step), deadline)
         if not self._model.is_last:
+            self._token_feedback.forget_before(sampled_key(step))
             self._token_feedback.collect()
             for row in step.rows:
                 if row.previous:

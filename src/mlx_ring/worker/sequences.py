@@ -251,13 +251,22 @@ class TokenFeedback:
         self._sampled_by: dict[int, LinkKey] = {}
         self._failed: dict[int, RingError] = {}
         """Errors of sequences whose row failed on a later stage, until they are sampled for again."""
+        self._failed_steps: set[LinkKey] = set()
+        """Steps without tokens. A later stage may fail, and report it, before this one has built the step."""
 
     def expect(self, key: LinkKey, sequences: Iterable[int]) -> None:
         """Record for which sequences the last stage will send tokens under `key`."""
+        self.forget_before(key)
         self._expected[key] = tuple(sequences)
         self._sampled_by.update(dict.fromkeys(self._expected[key], key))
         for sequence in self._expected[key]:
             self._failed.pop(sequence, None)
+        if key in self._failed_steps:
+            self._forget(key)
+
+    def forget_before(self, key: LinkKey) -> None:
+        """Forget failures of earlier steps, which are all built."""
+        self._failed_steps = {failed for failed in self._failed_steps if failed.step >= key.step}
 
     def has(self, sequence: int) -> bool:
         """Report whether the sequence's token has come, so that `token` would not wait."""
@@ -281,6 +290,7 @@ class TokenFeedback:
         try:
             message = self._inbox.recv(key, deadline)
         except RingError:
+            self._failed_steps.add(key)
             self._forget(key)
             raise
         self._file(key, message)
@@ -303,6 +313,7 @@ class TokenFeedback:
         """Store tokens that have come, so that unused ones do not pile up."""
         for key, message in self._inbox.take_arrived(SAMPLED):
             if isinstance(message, RingError):
+                self._failed_steps.add(key)
                 self._forget(key)
             else:
                 self._file(key, message)
@@ -312,6 +323,7 @@ class TokenFeedback:
         self._expected.clear()
         self._sampled_by.clear()
         self._failed.clear()
+        self._failed_steps.clear()
 
     def _file(self, key: LinkKey, message: WireTensor) -> None:
         if key not in self._expected:
