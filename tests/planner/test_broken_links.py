@@ -52,6 +52,28 @@ def test_a_fixed_order_over_a_broken_link_is_refused_by_name() -> None:
         place(model_of(28), cluster, PlanRequest(SMALL, strategy="uniform"))
 
 
+@pytest.mark.parametrize(
+    ("pairs", "least", "left"),
+    [
+        ([], 1, "abcd"),
+        (["bc"], 1, "abd"),
+        (["ad"], 1, "abc"),
+        (["bc"], 4, "abcd"),
+        (["bc", "bd"], 1, "acd"),
+        (["bc", "bd", "ca"], 1, "ab"),
+        (["ab", "ac", "ad"], 1, "bcd"),
+    ],
+)
+def test_machines_are_left_out_until_all_others_reach_each_other(
+    pairs: list[str], least: int, left: str
+) -> None:
+    cluster = broken(cluster_of(*map(node_of, "abcd")), *((pair[0], pair[1]) for pair in pairs))
+    smaller = cluster.in_reach(least)
+    assert "".join(node.name for node in smaller.nodes) == left
+    if len(left) < 4:
+        place(model_of(28), smaller, PlanRequest(SMALL, strategy="uniform"))
+
+
 def test_a_slow_link_is_avoided() -> None:
     cluster = cluster_of(*(node_of(name, 1.6) for name in "abc"), link=FAST)
     slow = replace(cluster, links={frozenset("ab"): LinkProfile(30e-3, 1e6)})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -42,6 +43,8 @@ from mlx_ring.rpc.link_profile import LinkProfile
 from mlx_ring.rpc.tls.certificates import node_name
 from mlx_ring.settings.config import Settings
 from mlx_ring.settings.rank_settings import rank_shares, shared_stages
+
+log = logging.getLogger(__name__)
 
 _PROMISED_TOKENS_EACH = 2048
 """Context length per sequence that a plan for throughput reserves if the settings give none."""
@@ -173,7 +176,7 @@ async def place_on_cluster(
     by_node = {site.node: with_throughput(site, found) for site in sites}
     if len(rank_shares(order.settings)) > 1:
         return await asyncio.to_thread(_place_shared, order, cluster, by_node)
-    plan = await asyncio.to_thread(_plan, order, cluster)
+    plan = await asyncio.to_thread(_plan_in_reach, order, cluster)
     plan = replace(plan, remarks=(*plan.remarks, *link_remarks([stage.node for stage in plan.stages], links)))
     ranks = with_routes(place_as_planned(plan, by_node), order.settings.link)
     ranges = tuple(stage.layers for stage in plan.stages)
@@ -181,6 +184,19 @@ async def place_on_cluster(
         replica_request(order), order.served, replace(cluster, nodes=tuple(nodes)), ranges, ranks
     )
     return Placement(ranges, ranks, plan, expected)
+
+
+def _plan_in_reach(order: Order, cluster: ClusterProfile) -> Plan:
+    """Plan without some machines if a strategy cannot use all because of broken links."""
+    try:
+        return _plan(order, cluster)
+    except PlanError as error:
+        smaller = cluster.in_reach(max(1, order.nodes))
+        if len(smaller.nodes) == len(cluster.nodes):
+            raise
+        left = [node.name for node in cluster.nodes if node not in smaller.nodes]
+        log.warning("planning without %s, because otherwise: %s", " and ".join(left), error)
+        return _plan(order, smaller)
 
 
 def _place_shared(order: Order, cluster: ClusterProfile, sites: Mapping[str, Site]) -> Placement:

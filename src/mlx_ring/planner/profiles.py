@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mlx_ring.host.machine_profile import StepCosts, WeightRate
 from mlx_ring.models.tensor_shares import TensorSizes
@@ -129,6 +129,20 @@ class ClusterProfile:
         if one == other:
             return LOCAL
         return self.links.get(frozenset((one, other)), self.usual_link)
+
+    def in_reach(self, least: int) -> ClusterProfile:
+        """Leave machines out until all others reach each other, but keep at least some number of them.
+
+        Each time, the one with the most broken links is left out, and of several the last.
+        """
+        nodes = self.nodes
+        while len(nodes) > least:
+            broken = [sum(self.link(one.name, other.name) == UNREACHABLE for other in nodes) for one in nodes]
+            worst = max(range(len(nodes)), key=lambda place: (broken[place], place))
+            if not broken[worst]:
+                break
+            nodes = (*nodes[:worst], *nodes[worst + 1 :])
+        return replace(self, nodes=nodes)
 
     def trusts(self, one: NodeProfile, other: NodeProfile) -> bool:
         """Return True if collectives may run between two machines: on a trusted link, or with a trusted interface on each."""
