@@ -93,6 +93,29 @@ def test_a_reconnected_node_returns_its_stored_measurements(tmp_path: Path) -> N
     asyncio.run(run())
 
 
+def test_a_link_is_measured_again_after_a_loss_despite_stored_measurements(tmp_path: Path) -> None:
+    now = [1.8e9]
+
+    def clock() -> float:
+        return now[0]
+
+    async def run() -> None:
+        survey = LinkSurvey("mini-1", clock)
+        async with nodes(tmp_path, 3, clock) as ends:
+            before = await survey.take(ends)
+            now[0] += 100.0
+            survey.distrust(("mini-2", "mini-1"))
+            assert len(survey.found) == len(before) - 2
+            now[0] += 1.0
+            times = {(link.source, link.target): link.unix_time_s for link in await survey.take(ends)}
+            # A new survey, as of the next head, gets what the nodes stored since.
+            assert set(await survey.take(ends)) == set(await LinkSurvey("mini-1", clock).take(ends))
+        again = {pair for pair, time_s in times.items() if time_s == 1.8e9 + 101.0}
+        assert again == {("mini-1", "mini-2"), ("mini-2", "mini-1")}
+
+    asyncio.run(run())
+
+
 def test_an_old_measurement_is_repeated(tmp_path: Path) -> None:
     now = [1.8e9]
 
@@ -154,6 +177,28 @@ def test_a_busy_node_is_asked_once_more(tmp_path: Path, monkeypatch: pytest.Monk
 
     asyncio.run(run())
     assert requested == ["mini-2", "mini-2", "mini-1"]
+
+
+def test_a_link_that_was_lost_just_now_is_tried_only_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requested: list[str] = []
+
+    async def measure_link(_link: AgentLink, _hello: Any, node: str, *_others: Any) -> Any:
+        requested.append(node)
+        raise WorkerStuck("mini-2 did not answer a probe of its link in time.")
+
+    monkeypatch.setattr(AgentLink, "measure_link", measure_link)
+
+    async def run() -> None:
+        survey = LinkSurvey("mini-1")
+        survey.distrust(("mini-1", "mini-2"))
+        async with nodes(tmp_path, 2) as ends:
+            (link,) = await survey.take(ends)
+        assert "did not answer" in link.problem
+
+    asyncio.run(run())
+    assert requested == ["mini-2"]
 
 
 def test_a_lost_agent_is_a_broken_link(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -142,6 +143,15 @@ def test_a_missing_responder_is_named(tmp_path: Path) -> None:
         pytest.raises(WorkerStuck, match="mini did not answer"),
     ):
         probe_link(nowhere, make_hello(), "mini", bounds)
+
+
+def test_a_responder_that_does_not_greet_is_given_up_early() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        open_channel(f"127.0.0.1:{silent.getsockname()[1]}") as channel,
+        pytest.raises(WorkerStuck, match="mini did not answer"),
+    ):
+        probe_link(channel, make_hello(), "mini", ProbeBounds(answer_s=3600.0, greeting_s=0.2))
 
 
 def test_a_responder_that_dies_ends_the_probe_with_an_error() -> None:

@@ -155,7 +155,7 @@ def _source_towards(host: str) -> str:
     return ""
 
 
-BOUNDS = ProbeBounds(round_trips_s=0.15, throughput_s=0.35, answer_s=3.0)
+BOUNDS = ProbeBounds(round_trips_s=0.15, throughput_s=0.35, answer_s=3.0, greeting_s=2.0)
 """Limits of one probe: half a second on most links, and a few seconds on slow or broken ones."""
 _RESPONDER_THREADS = 4
 

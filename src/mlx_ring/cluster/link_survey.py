@@ -101,6 +101,8 @@ MAX_AGE_S = 24 * 3600.0
 """Age up to which a measurement is reused between the same two addresses; nodes store theirs."""
 _ANSWER_S = 8.0
 """Time limit of one measurement; the node's own limits are lower."""
+_FRESH_LOSS_S = 60.0
+"""Time after a loss during which a link that does not answer is not tried twice, because answers wait for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +138,19 @@ class LinkSurvey:
         self._keeps_problems = keeps_problems
         self._found: dict[tuple[str, str], tuple[FoundLink, object]] = {}
         """Links by source and target, each with the sessions and address that it is valid for."""
+        self._lost_at: dict[frozenset[str], float] = {}
+        """Times of the last connections that were lost between two nodes."""
         self._alone = asyncio.Lock()
+
+    def distrust(self, nodes: Iterable[str]) -> None:
+        """Forget the link between two nodes, because a connection was lost there. Older measurements no longer count."""
+        pair = frozenset(nodes)
+        self._lost_at[pair] = self._clock()
+        self._found = {ends: found for ends, found in self._found.items() if frozenset(ends) != pair}
+
+    def _lost_s_ago(self, source: LinkEnd, target: LinkEnd) -> float:
+        """Return the seconds since the last loss between two nodes."""
+        return self._clock() - self._lost_at.get(frozenset((source.node, target.node)), -inf)
 
     @property
     def found(self) -> tuple[FoundLink, ...]:
@@ -183,6 +197,8 @@ class LinkSurvey:
             try:
                 said = await self._ask(source, target, address)
             except WorkerStuck:
+                if self._lost_s_ago(source, target) < _FRESH_LOSS_S:
+                    raise
                 # A node that is busy for a moment does not mean a broken link.
                 said = await self._ask(source, target, address)
         except RingError as error:
@@ -194,7 +210,8 @@ class LinkSurvey:
 
     async def _ask(self, source: LinkEnd, target: LinkEnd, address: str) -> agent_pb2.MeasureLinkReply:
         hello = make_hello(node=self._node)
-        said = await source.agent.measure_link(hello, target.node, address, MAX_AGE_S, _ANSWER_S)
+        max_age_s = min(MAX_AGE_S, self._lost_s_ago(source, target))
+        said = await source.agent.measure_link(hello, target.node, address, max_age_s, _ANSWER_S)
         if not (0 < said.round_trip_s < inf and 0 < said.bytes_per_s < inf):
             raise ProtocolError(
                 f"{source.node} reports a link with a round trip of {said.round_trip_s:g} s and "

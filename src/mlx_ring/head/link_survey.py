@@ -26,6 +26,11 @@ class LinkSurveys:
         """Known links for activations."""
         return self._usual.found
 
+    def distrust(self, nodes: Sequence[str]) -> None:
+        """Measure the links between two nodes again before they are used, because a connection was lost there."""
+        for survey in (self._usual, self._trusted):
+            survey.distrust(nodes)
+
     async def take(self, membership: Membership, sites: Sequence[Site]) -> tuple[FoundLink, ...]:
         """Measure the links for activations that are not known yet."""
         return await self._usual.take(_ends(membership, sites, Site.host_for))

@@ -136,7 +136,7 @@ class Machines(Protocol):
     def record_failure(self, error: RingError | None, begun_s: float) -> None:
         """Record the loss or failed load of an instance that began at this Unix time.
 
-        A node that fails repeatedly is quarantined.
+        A node that fails repeatedly is quarantined. A link that was lost is measured again.
         """
         ...
 

@@ -69,6 +69,8 @@ class ProbeBounds:
     most_bytes: int = 512 << 20
     answer_s: float = 10.0
     """Time for any single answer."""
+    greeting_s: float = 10.0
+    """Time for the connection and the first answer."""
     largest_bytes: int = _LARGEST_BYTES
     """Size of a single frame, if the responder's server takes no larger ones."""
 
@@ -117,18 +119,22 @@ def _opened(
     channel: grpc.Channel, hello: hello_pb2.Hello, peer: str, bounds: ProbeBounds
 ) -> Generator[_Probe]:
     probe = _Probe(channel, peer, bounds)
+    patience = threading.Timer(bounds.greeting_s, probe.close)
+    patience.start()
     try:
         probe.greet(hello)
+        patience.cancel()
         yield probe
     except grpc.RpcError as error:
         raise _lost(error, peer) from error
     finally:
+        patience.cancel()
         probe.close()
 
 
 def _lost(error: grpc.RpcError, peer: str) -> RingError:
     code = getattr(error, "code", None)
-    if callable(code) and code() == grpc.StatusCode.DEADLINE_EXCEEDED:
+    if callable(code) and code() in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):
         return WorkerStuck(f"{peer} did not answer a probe of its link in time.")
     return handshake_error(error, peer) or channel_error(error, peer)
 
