@@ -23,9 +23,11 @@ from tests.engine.engines import (
     run_all,
     scripted,
 )
+from tests.eventually import run_tasks_until
 from tests.examples import examples
 
 from mlx_ring.core.errors import (
+    LinkLost,
     NotReady,
     ProtocolError,
     RingError,
@@ -36,6 +38,7 @@ from mlx_ring.core.errors import (
 from mlx_ring.core.generation import GenerateRequest
 from mlx_ring.core.types import FinishReason, RankId, SamplingParams
 from mlx_ring.engine.engine import Engine
+from mlx_ring.engine.live_request import LiveRequest
 from mlx_ring.engine.twin import FaultInjector, TwinExecutor
 from mlx_ring.rpc.failures import error_to_failure
 from mlx_ring.rpc.protos import step_pb2
@@ -119,6 +122,27 @@ def test_a_failed_step_ends_only_its_request_with_a_typed_error() -> None:
         assert not any(twin.held().values())
         assert engine.stats().scheduler.steps_failed == 1
         assert (await collect(engine.submit(make_request()))).text == "abcd"
+
+    asyncio.run(run())
+
+
+def test_a_step_over_a_broken_link_ends_the_instance_at_once() -> None:
+    async def run() -> None:
+        loss = LinkLost("The link broke.").between("mini-1", "mini-2")
+        held: list[LiveRequest] = []
+
+        def inject_fault(step: step_pb2.Step, stage: int) -> step_pb2.Failure | None:
+            return error_to_failure(loss) if (step.step, stage) == (4, 1) else None
+
+        twin = TwinExecutor((1, 1), next_token=scripted(b"abcd"), inject_fault=inject_fault)
+        engine = Engine(
+            twin, BYTES, LIMITS, instance="demo", epoch=1, hold=lambda lives, _: held.extend(lives)
+        )
+        streams = [engine.submit(make_request()) for _ in range(2)]
+        await run_tasks_until(lambda: engine.error is not None)
+        assert isinstance(engine.error, LinkLost)
+        assert engine.error.ends == loss.ends
+        assert [live.stream for live in held] == streams
 
     asyncio.run(run())
 

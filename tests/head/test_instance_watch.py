@@ -1,4 +1,4 @@
-"""Detection of silent nodes and workers and of stuck ranks, and the scheduler's configuration from settings."""
+"""Detection of silent nodes and workers and of stuck ranks, reasons of broken links, and the scheduler's configuration from settings."""
 
 from __future__ import annotations
 
@@ -49,6 +49,49 @@ def test_after_a_pause_of_the_head_a_rank_whose_answer_has_arrived_is_not_stuck(
 def test_without_a_deadline_no_rank_is_stuck() -> None:
     watch = StuckWatch()
     assert [watch.look(unanswered(1e9, deadline_s=0.0)) for _ in range(3)] == [None] * 3
+
+
+def worker(*, instance: str = "demo", alive: bool = True, silent_s: float = 0.0) -> agent_pb2.WorkerState:
+    return agent_pb2.WorkerState(instance=instance, alive=alive, silent_s=silent_s)
+
+
+RUNNING = [worker(), worker(instance="other", alive=False)]
+
+
+@pytest.mark.parametrize(
+    ("workers", "are_alive"),
+    [
+        ((RUNNING, RUNNING, []), True),
+        ((RUNNING, [worker(alive=False)], RUNNING), False),
+        (([worker(), worker(silent_s=2.0)], RUNNING, RUNNING), False),
+        ((RUNNING, [], RUNNING), False),
+        ((RUNNING, None, RUNNING), False),
+    ],
+)
+def test_broken_link_has_no_better_reason_if_the_workers_at_its_ends_run(
+    monkeypatch: pytest.MonkeyPatch,
+    workers: tuple[list[agent_pb2.WorkerState] | None, ...],
+    *,
+    are_alive: bool,
+) -> None:
+    monkeypatch.setattr(subject, "_ENDED_AFTER_S", 0.0)
+
+    def agent(states: list[agent_pb2.WorkerState] | None) -> Any:
+        async def look(_hello: object, _timeout_s: float) -> agent_pb2.AgentEvent | None:
+            return None if states is None else agent_pb2.AgentEvent(workers=states)
+
+        return SimpleNamespace(look=look)
+
+    sites = [
+        SimpleNamespace(node=node, link=agent(states)) for node, states in zip("abc", workers, strict=True)
+    ]
+
+    async def run() -> bool:
+        placement = cast("Any", SimpleNamespace(nodes=sites, ranks=()))
+        watch = subject.InstanceWatch("demo", placement, lambda _: None, lambda _: None, (), is_cluster=True)
+        return await watch.are_alive("ab", hello_pb2.Hello())
+
+    assert asyncio.run(run()) == are_alive
 
 
 def test_every_field_of_the_policy_except_steps_ahead_is_a_setting() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from tests.planner.clusters import cluster_of, model_of, node_of
 
@@ -10,6 +12,7 @@ from mlx_ring.core.types import LayerRange
 from mlx_ring.planner.given_plans import plan_given
 from mlx_ring.planner.plan import Plan
 from mlx_ring.planner.request import Demand, PlanRequest
+from mlx_ring.rpc.link_profile import UNREACHABLE
 
 REQUEST = PlanRequest(Demand(4096, 1))
 NODES = [node_of("a"), node_of("b"), node_of("c")]
@@ -33,6 +36,16 @@ def test_each_rank_has_its_share_of_the_weights_and_other_machines_are_left_out(
     assert [left.node for left in plan.left_out] == ["c"]
     assert (plan.kind, stage.why) == ("tensor", "28 of 28 layers: as asked")
     assert plan.prediction.token_s > 0
+
+
+@pytest.mark.parametrize("pair", ["ab", "bc", "ca"])
+def test_neighbours_that_do_not_reach_each_other_are_refused(pair: str) -> None:
+    stages = [
+        (LayerRange(first, first + 8), [(node, 1.0)]) for first, node in zip((0, 8, 16), NODES, strict=True)
+    ]
+    cluster = replace(cluster_of(*NODES), links={frozenset(pair): UNREACHABLE})
+    with pytest.raises(PlanError, match=f"{pair[0]} would send to {pair[1]}, but the two do not reach"):
+        plan_given(model_of(24), cluster, REQUEST, stages, "as asked")
 
 
 def test_two_ranks_of_one_machine_need_the_memory_of_both() -> None:

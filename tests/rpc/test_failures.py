@@ -24,6 +24,17 @@ def test_an_error_keeps_its_class_and_message(error: errors.RingError) -> None:
     assert str(back) == str(error)
 
 
+def test_a_lost_link_keeps_its_ends_and_blames_nobody() -> None:
+    error = errors.LinkLost("The link broke.").between("mini-1", "mini-2").blamed_on("mini-2")
+    back = failure_to_error(error_to_failure(error))
+    assert isinstance(back, errors.LinkLost)
+    assert (str(back), back.ends, back.blamed_on("mini-1").node) == (
+        "The link broke.",
+        ("mini-1", "mini-2"),
+        "",
+    )
+
+
 def test_another_exception_becomes_a_failed_step_that_names_it() -> None:
     back = failure_to_error(error_to_failure(ZeroDivisionError("division by zero"), sequences=[3]))
     assert type(back) is errors.StepFailed

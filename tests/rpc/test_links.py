@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import grpc
 import numpy as np
 import pytest
 import zstandard
+from tests.eventually import eventually
 from tests.worker.collective.pairs import KINDS, ForwardingInbox, joined_pair
 from tests.worker.in_process_link import InProcessLink
 
-from mlx_ring.core.errors import ProtocolError, StaleMessage, StepFailed, WorkerLost, WorkerStuck
-from mlx_ring.rpc import links
+from mlx_ring.core.errors import (
+    LinkLost,
+    ProtocolError,
+    RingError,
+    StaleMessage,
+    StepFailed,
+    WorkerLost,
+    WorkerStuck,
+)
+from mlx_ring.rpc import channels, links
 from mlx_ring.rpc.channels import make_server
 from mlx_ring.rpc.failures import error_to_failure
 from mlx_ring.rpc.frames import Frame, Packer
@@ -49,7 +59,7 @@ def inbox() -> Inbox:
 def _serve(inbox: Inbox, address: str) -> tuple[grpc.Server, int]:
     def take(frames: Iterator[Frame], _context: grpc.ServicerContext) -> Iterator[worker_pb2.FrameAccepted]:
         next(frames)
-        yield worker_pb2.FrameAccepted(hello=make_hello())
+        yield worker_pb2.FrameAccepted(hello=make_hello(node="mini-2"))
         try:
             deliver_frames(frames, inbox)
         except grpc.RpcError as error:
@@ -216,8 +226,85 @@ def test_messages_before_a_lost_link_can_still_be_received(inbox: Inbox) -> None
 
 
 def test_a_link_without_a_receiver_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(WorkerStuck, match="No worker answered at unix:"):
-        GrpcLink(f"unix:{tmp_path}/nobody", make_hello(), timeout_s=0.2)
+    with pytest.raises(LinkLost, match="No worker answered at unix:") as caught:
+        GrpcLink(f"unix:{tmp_path}/nobody", make_hello(node="mini-1"), timeout_s=0.2, node="mini-2")
+    assert caught.value.ends == ("mini-1", "mini-2")
+
+
+@contextmanager
+def _link(inbox: Inbox, lost: list[RingError]) -> Generator[tuple[GrpcLink, grpc.Server]]:
+    server, port = _serve(inbox, "127.0.0.1:0")
+    sender = GrpcLink(f"127.0.0.1:{port}", make_hello(node="mini-1"), on_lost=lost.append)
+    try:
+        yield sender, server
+    finally:
+        sender.close()
+        server.stop(None).wait()
+
+
+def test_the_sender_reports_a_broken_link_although_it_sends_nothing(inbox: Inbox) -> None:
+    lost: list[RingError] = []
+    with _link(inbox, lost) as (sender, server):
+        server.stop(None).wait()
+        (error,) = eventually(lambda: lost)
+        assert isinstance(error, LinkLost)
+        assert error.ends == ("mini-1", "mini-2")
+        with pytest.raises(LinkLost, match="The link from stage 0 on mini-1 to stage 0 on mini-2 broke: "):
+            sender.send(key(1), TENSOR)
+
+
+def test_a_link_that_its_sender_closes_is_not_reported(inbox: Inbox) -> None:
+    lost: list[RingError] = []
+    with _link(inbox, lost) as (sender, _):
+        sender.close()
+        assert inbox.holds(key(1), wait_s=60.0), "the receiver notices the end"
+    assert lost == []
+
+
+class Relay:
+    """Relay of one connection on loopback, which can drop everything as a broken network does."""
+
+    def __init__(self, port: int) -> None:
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self._target = socket.create_connection(("127.0.0.1", port))
+        self.port = self._server.getsockname()[1]
+        self.parts = 0
+        """Parts that were forwarded to the receiver."""
+        self.drops = False
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        sender, _ = self._server.accept()
+        threading.Thread(target=self._pump, args=(self._target, sender), daemon=True).start()
+        self._pump(sender, self._target)
+
+    def _pump(self, source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError), source, target:
+            while data := source.recv(1 << 16):
+                if not self.drops:
+                    target.sendall(data)
+                    self.parts += target is self._target
+
+
+def test_pings_are_permitted_and_a_link_without_answers_breaks(
+    inbox: Inbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channels, "_PING_EVERY_MS", 100)
+    monkeypatch.setattr(channels, "_PING_ANSWER_MS", 300)
+    lost: list[RingError] = []
+    server, port = _serve(inbox, "127.0.0.1:0")
+    relay = Relay(port)
+    sender = GrpcLink(f"127.0.0.1:{relay.port}", make_hello(), bytes_per_s=1e9, on_lost=lost.append)
+    before = relay.parts
+    # By default, gRPC ends a connection at the third ping.
+    eventually(lambda: relay.parts - before >= 4)
+    sender.send(key(1), TENSOR)
+    assert inbox.recv(key(1)).tokens == TENSOR.tokens
+    assert lost == []
+    relay.drops = True
+    eventually(lambda: lost)
+    sender.close()
+    server.stop(None).wait()
 
 
 def test_a_frame_without_content_is_refused(inbox: Inbox) -> None:

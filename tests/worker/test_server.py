@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -104,6 +105,20 @@ def test_link_from_the_previous_stage_is_accepted_and_its_end_is_noticed(stage: 
     server, inbox = assign_stage(stage)
     assert open_link(server, greeting(instance="demo-1", stage=previous)).HasField("hello")
     assert inbox.holds(NEXT)
+
+
+def test_broken_link_is_reported_to_this_head_and_to_the_next_one() -> None:
+    server, _ = assign_stage(1)
+    server._runner = cast("Any", SimpleNamespace(reset=lambda: None, last_step=0))
+    streams = [server._open_stream(make_hello(instance="demo-1", epoch=1))]
+    open_link(server, greeting(instance="demo-1", stage=0, node="mini-1"))
+    streams.append(server._open_stream(make_hello(instance="demo-1", epoch=2)))
+    for stream in streams:
+        reply = stream.answers.get_nowait()
+        assert reply is not None
+        assert (reply.failure.kind, [*reply.failure.ends]) == ("LinkLost", ["mini-1", "here"])
+    server._neighbours.prepare(worker_pb2.StageAssignment(stages=3))
+    assert server._neighbours.loss is None, "other links replace the broken one"
 
 
 def test_link_is_accepted_only_from_the_node_of_the_previous_stage(

@@ -148,6 +148,12 @@ class LinkSurvey:
         self._lost_at[pair] = self._clock()
         self._found = {ends: found for ends, found in self._found.items() if frozenset(ends) != pair}
 
+    @property
+    def has_distrusted(self) -> bool:
+        """True if a link was not measured since a connection was lost there."""
+        known = {frozenset(ends) for ends in self._found}
+        return any(pair not in known for pair in self._lost_at)
+
     def _lost_s_ago(self, source: LinkEnd, target: LinkEnd) -> float:
         """Return the seconds since the last loss between two nodes."""
         return self._clock() - self._lost_at.get(frozenset((source.node, target.node)), -inf)

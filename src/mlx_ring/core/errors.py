@@ -25,7 +25,8 @@
     │   └── Overloaded             `retry_after_s` says when to try again
     └── ServingError               a failure of the service itself
         ├── WorkerLost             a worker died or its channel broke
-        │   └── NodeLost           its whole machine is lost, and may return
+        │   ├── NodeLost           its whole machine is lost, and may return
+        │   └── LinkLost           the link between two workers broke
         ├── WorkerStuck            no progress before the deadline
         ├── RepeatedLoss           a request was in progress each time when workers were lost
         ├── StepFailed             a step raised in a worker
@@ -181,6 +182,23 @@ class WorkerLost(ServingError):
 
 class NodeLost(WorkerLost):
     """A machine is cut off, off, or has left; it may return."""
+
+
+class LinkLost(WorkerLost):
+    """The link between two workers broke. Its nodes are not to blame, because both may be in order."""
+
+    ends: tuple[str, ...] = ()
+    """Nodes at its ends: the sender's and the receiver's."""
+
+    def between(self, *nodes: str) -> Self:
+        """Set the nodes at the ends of the link, and return the error."""
+        self.ends = nodes
+        return self
+
+    def blamed_on(self, node: str) -> Self:
+        """Return the error without blame on the node that reports it."""
+        del node
+        return self
 
 
 class WorkerStuck(ServingError):

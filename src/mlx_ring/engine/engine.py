@@ -21,6 +21,7 @@ from mlx_ring.core.errors import (
     ProtocolError,
     RingError,
     ServingError,
+    WorkerLost,
 )
 from mlx_ring.core.generation import GenerateRequest, RequestStream
 from mlx_ring.core.types import FinishReason, RankId, TokenLogprob
@@ -34,6 +35,7 @@ from mlx_ring.engine.scheduler import Advance, Scheduler
 from mlx_ring.engine.sequence import Limits, Sequence, make_sequence
 from mlx_ring.engine.step_times import Predict, StepTimes, Unanswered
 from mlx_ring.engine.streams import Reading, Vocabulary
+from mlx_ring.rpc.failures import failure_to_error
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
 
 _log = logging.getLogger(__name__)
@@ -254,6 +256,12 @@ class Engine:
         """Record that one rank executed a step."""
         if self._ended is not None:
             return
+        if done.HasField("failure"):
+            error = failure_to_error(done.failure)
+            if isinstance(error, WorkerLost):
+                # No later step would get past the broken link either.
+                self.lose(error)
+                return
         now = self._clock()
         try:
             advances = self._scheduler.on_answer(done, now)

@@ -19,7 +19,7 @@ from mlx_ring.cluster.agent_link import Report
 from mlx_ring.cluster.deployment import Site, Started, WorkerPlace, deploy
 from mlx_ring.cluster.relinking import patch
 from mlx_ring.core.engine_stats import Meter
-from mlx_ring.core.errors import RingError, WorkerLost
+from mlx_ring.core.errors import LinkLost, RingError, WorkerLost
 from mlx_ring.core.traces import Tracing
 from mlx_ring.core.types import RankId
 from mlx_ring.engine.engine import Engine
@@ -160,8 +160,14 @@ class Instance:
             await self._lost
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_BETTER_REASON_S):
-                    await self._explained.wait()
+                    await self._await_reason(hello)
             self.remains = self._find_remains()
+
+    async def _await_reason(self, hello: hello_pb2.Hello) -> None:
+        """Wait for the reason of the loss. If a link broke whose workers run, there is no better one."""
+        if isinstance(self.loss, LinkLost) and await self.watch.are_alive(self.loss.ends, hello):
+            return
+        await self._explained.wait()
 
     def _find_remains(self) -> Remains | None:
         """Return the ranks that are left, if they can serve again with others in place of the lost ones."""

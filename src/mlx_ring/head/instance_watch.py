@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 
 from mlx_ring.cluster.control import SILENCE_S
 from mlx_ring.cluster.deployment import Site
@@ -23,8 +23,12 @@ from mlx_ring.head.placing import Placement
 from mlx_ring.rpc.channels import Silence
 from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
 
+_ANSWERS_S = 1.5
+"""Silence within which a worker answers as usual."""
 LOOK_S = 1.0
 """Time between two checks."""
+_ENDED_AFTER_S = 0.2
+"""Time for an agent to learn of a worker's end after the worker's connections broke."""
 _JUDGE_S = 0.25
 SUSPECT_S = 2.0
 """Silence of a node or a worker after which the instance is suspect."""
@@ -300,6 +304,17 @@ class InstanceWatch:
             self._silent_workers[rank] = f"{label} has not answered for {state.silent_s:.1f} s"
         elif self._engine is not None:
             self._engine.record_started(rank, state.status.last_step)
+
+    async def are_alive(self, nodes: Collection[str], hello: hello_pb2.Hello) -> bool:
+        """Report whether the instance's workers on these nodes run, although their connections broke just now."""
+        await asyncio.sleep(_ENDED_AFTER_S)
+        agents = [site.link for site in self._placement.nodes if site.node in nodes]
+        events = await asyncio.gather(*(agent.look(hello, SILENCE_S) for agent in agents))
+        return all(event is not None and self._all_run(event) for event in events)
+
+    def _all_run(self, event: agent_pb2.AgentEvent) -> bool:
+        ours = [state for state in event.workers if state.instance == self._instance]
+        return bool(ours) and all(state.alive and state.silent_s < _ANSWERS_S for state in ours)
 
     # ---- stuck ranks
 

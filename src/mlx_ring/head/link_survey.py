@@ -50,6 +50,11 @@ class LinkSurveys:
         )
         return found, self.profiles([site for site in sites if site.node in membership.members])
 
+    async def take_distrusted(self, membership: Membership, sites: Sequence[Site]) -> None:
+        """Measure links again if connections were lost there."""
+        if self._usual.has_distrusted:
+            await self.take_all(membership, sites)
+
     def profiles(self, sites: Sequence[Site]) -> dict[frozenset[str], LinkProfile]:
         """Return the profiles of known links between these sites, for planning."""
         nodes = {site.node for site in sites}

@@ -21,7 +21,7 @@ from mlx_ring.cluster.membership import Event, Joined, Left, Membership, Reporte
 from mlx_ring.cluster.placement import Cut
 from mlx_ring.cluster.quarantine import QuarantineList
 from mlx_ring.core.cluster_folders import authority_folder
-from mlx_ring.core.errors import PlanError, RingError
+from mlx_ring.core.errors import LinkLost, PlanError, RingError
 from mlx_ring.head.instance import Epoch
 from mlx_ring.head.link_survey import LinkSurveys
 from mlx_ring.head.nodes import Declared, LiveInstances, NodeListener, new_instance
@@ -208,11 +208,12 @@ class Cluster:
         await control.settle(remains.silent_nodes)
         membership = control.membership.without(remains.silent_nodes)
         sites = cluster_sites(control, membership, self._address.port, path=str(order.served.folder.path))
-        known = [with_throughput(site, self._surveys.found) for site in sites]
-        links = self._surveys.profiles(sites)
         number = max(order.number, remains.epoch + 1)
         hello = make_hello(node=control.node)
         try:
+            await self._surveys.take_distrusted(membership, sites)
+            known = [with_throughput(site, self._surveys.found) for site in sites]
+            links = self._surveys.profiles(sites)
             async with self._planning:
                 taken = self._live.others(order.served.names[0], besides=remains.instance).taken
                 cluster = ClusterProfile(tuple(node_profiles(control, membership, taken)), links)
@@ -255,6 +256,8 @@ class Cluster:
         return steady if steady.members and held.keys() & membership.members.keys() else membership
 
     def record_failure(self, error: RingError | None, begun_s: float) -> None:
+        if isinstance(error, LinkLost):
+            self._surveys.distrust(error.ends)
         if error is None or not error.node:
             return
         held = self._quarantine.note(error.node, str(error), begun_s)

@@ -15,6 +15,7 @@ from mlx_ring.planner.request import PlanRequest
 from mlx_ring.planner.tensor_groups import SharedModel, given_group
 from mlx_ring.planner.tensor_plans import plan_of
 from mlx_ring.planner.tensor_search import SharedPipeline
+from mlx_ring.rpc.link_profile import UNREACHABLE
 
 GivenStage = tuple[LayerRange, Sequence[tuple[NodeProfile, float]]]
 """Layers of a stage, and the node and share of each rank."""
@@ -33,8 +34,9 @@ def plan_given(
         how: reason to report for the split.
 
     Raises:
-        PlanError: the stages need more memory than a machine has.
+        PlanError: the stages need more memory than a machine has, or neighbours do not reach each other.
     """
+    _check_reach(cluster, stages)
     shared = SharedModel(model, request.demand, model.shared)
     groups = [GroupStage(given_group(shared, cluster, ranks), layers) for layers, ranks in stages]
     pipeline = GroupPipeline(cluster, groups)
@@ -45,6 +47,18 @@ def plan_given(
     reason = f"of {len(model.layers)} layers: {how}"
     given = tuple(replace(stage, why=f"{len(stage.layers)} {reason}") for stage in plan.stages)
     return replace(plan, stages=given, remarks=())
+
+
+def _check_reach(cluster: ClusterProfile, stages: Sequence[GivenStage]) -> None:
+    following = [*stages[1:], *stages[:1]]
+    for (_, senders), (_, receivers) in zip(stages, following, strict=True):
+        sender, _ = senders[0]
+        for receiver, _ in receivers:
+            if len(stages) > 1 and cluster.link(sender.name, receiver.name) == UNREACHABLE:
+                raise PlanError(
+                    f"{sender.name} would send to {receiver.name}, but the two do not reach each other: "
+                    "fix the network between them."
+                )
 
 
 def _check_memory(plan: Plan) -> None:

@@ -33,6 +33,12 @@ _READERS = ("grpc._cython.cygrpc", "grpc._common")
 """Loggers of the code that decodes messages."""
 _TRY_AGAIN_MS = 100
 """Time between attempts to reach a starting process of this machine. gRPC's default waits a second, and then longer."""
+_PING_EVERY_MS = 1000
+_UNACKNOWLEDGED_MS = 3500
+"""Time without an acknowledgement of packets. TCP survives interruptions of 3 s with it, after which it sends again."""
+_PING_ANSWER_MS, _MOST_PING_ANSWER_MS = 8000, 60_000
+_MOST_ON_THE_WAY_BYTES = 16 << 20
+"""Data that may be on the way before a ping, in buffers of both machines and between them."""
 
 Options = list[tuple[str, Any]]
 
@@ -45,6 +51,35 @@ def _options(max_message_bytes: int) -> Options:
         ("grpc.so_reuseport", 0),
         ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
     ]
+
+
+def _server_options(max_message_bytes: int) -> Options:
+    """Return options that permit pings: gRPC ends a connection by default when they are frequent or come in a burst."""
+    pings = [
+        ("grpc.http2.min_ping_interval_without_data_ms", _PING_EVERY_MS // 2),
+        ("grpc.http2.max_ping_strikes", 0),
+    ]
+    return [*_options(max_message_bytes), *pings]
+
+
+def keep_alive(bytes_per_s: float = 0.0) -> Options:
+    """Return options by which a channel to another machine ends some seconds after packets no longer arrive.
+
+    Pings make an idle connection send packets. On Linux, the system ends the connection if they are not acknowledged,
+    which happens whatever the processes do. Elsewhere a missing answer ends it.
+
+    Args:
+        bytes_per_s: bandwidth of the link, because an answer also waits for data on the way; 0: unknown.
+    """
+    options: Options = [
+        ("grpc.keepalive_time_ms", _PING_EVERY_MS),
+        ("grpc.keepalive_timeout_ms", _UNACKNOWLEDGED_MS),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]
+    if bytes_per_s > 0:
+        waits_ms = _PING_ANSWER_MS + int(1e3 * _MOST_ON_THE_WAY_BYTES / bytes_per_s)
+        options.append(("grpc.http2.ping_timeout_ms", min(waits_ms, _MOST_PING_ANSWER_MS)))
+    return options
 
 
 def _plain(address: str, max_message_bytes: int) -> Options:
@@ -66,6 +101,7 @@ def open_channel(
     name: str = "",
     *,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
+    more: Sequence[tuple[str, Any]] = (),
 ) -> grpc.Channel:
     """Open a channel for threads.
 
@@ -73,10 +109,15 @@ def open_channel(
         trust: credentials for TLS; without them, and over a Unix socket, the channel is plain.
         name: required name in the peer's certificate: `names.HEAD_NAME`, or `names.node_name(id)`.
         max_message_bytes: of one message, either way.
+        more: options of a channel over a network, such as `keep_alive`.
     """
-    if trust is None or address.startswith("unix:"):
+    if address.startswith("unix:"):
         return grpc.insecure_channel(address, options=_plain(address, max_message_bytes))
-    return grpc.secure_channel(address, trust.for_channel(), options=_named(name, max_message_bytes))
+    if trust is None:
+        return grpc.insecure_channel(address, options=[*_plain(address, max_message_bytes), *more])
+    return grpc.secure_channel(
+        address, trust.for_channel(), options=[*_named(name, max_message_bytes), *more]
+    )
 
 
 def open_aio_channel(
@@ -103,7 +144,7 @@ def make_server(
     return grpc.server(
         ThreadPoolExecutor(threads, thread_name_prefix="grpc"),
         interceptors=list(interceptors),
-        options=_options(max_message_bytes),
+        options=_server_options(max_message_bytes),
     )
 
 
@@ -114,7 +155,7 @@ def make_aio_server(
 ) -> grpc.aio.Server:
     """Make a server inside the running event loop."""
     _shorten_decode_errors()
-    return grpc.aio.server(interceptors=interceptors, options=_options(max_message_bytes))
+    return grpc.aio.server(interceptors=interceptors, options=_server_options(max_message_bytes))
 
 
 def add_secure_port(

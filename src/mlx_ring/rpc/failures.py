@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 import grpc
 
 from mlx_ring.core import errors
-from mlx_ring.core.errors import RingError, ServingError, StepFailed, WorkerLost
+from mlx_ring.core.errors import LinkLost, RingError, ServingError, StepFailed, WorkerLost
 from mlx_ring.rpc.protos import step_pb2
 
 
@@ -31,7 +31,8 @@ def error_to_failure(error: BaseException, sequences: Iterable[int] = ()) -> ste
         kind, message = type(error).__name__, str(error)
     else:
         kind, message = StepFailed.__name__, f"{type(error).__name__}: {error}"
-    return step_pb2.Failure(kind=kind, message=message, sequences=list(sequences))
+    ends = error.ends if isinstance(error, LinkLost) else ()
+    return step_pb2.Failure(kind=kind, message=message, sequences=list(sequences), ends=ends)
 
 
 def failure_to_error(failure: step_pb2.Failure) -> RingError:
@@ -39,7 +40,8 @@ def failure_to_error(failure: step_pb2.Failure) -> RingError:
     kind = _BY_NAME.get(failure.kind, ServingError)
     if kind in (errors.ContextExceeded, errors.Overloaded):
         kind = errors.RequestError
-    return kind(failure.message)
+    error = kind(failure.message)
+    return error.between(*failure.ends) if isinstance(error, LinkLost) else error
 
 
 def channel_error(error: grpc.RpcError, peer: str) -> WorkerLost:

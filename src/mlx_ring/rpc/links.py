@@ -11,18 +11,19 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import grpc
 
-from mlx_ring.core.errors import ProtocolError, RingError, StaleMessage, WorkerStuck
-from mlx_ring.rpc.channels import open_channel
-from mlx_ring.rpc.failures import channel_error, failure_to_error
+from mlx_ring.core.errors import LinkLost, ProtocolError, RingError, StaleMessage, WorkerStuck
+from mlx_ring.rpc.channels import keep_alive, open_channel
+from mlx_ring.rpc.failures import failure_to_error
 from mlx_ring.rpc.frames import Frame, Packer, unpack
 from mlx_ring.rpc.methods import LINK
 from mlx_ring.rpc.protos import hello_pb2, step_pb2, worker_pb2
+from mlx_ring.rpc.tls.certificates import node_name
 from mlx_ring.rpc.tls.credentials import ChannelTrust
 
 HIDDEN = worker_pb2.Activation.Purpose.HIDDEN
@@ -65,7 +66,7 @@ class LinkSender(Protocol):
     """Sending end of a link."""
 
     def send(self, key: LinkKey, tensor: WireTensor) -> None:
-        """Send the tensor; return before it has arrived. Raises `WorkerLost` on a broken link."""
+        """Send the tensor; return before it has arrived. Raises `LinkLost` on a broken link."""
         ...
 
     def send_failure(self, key: LinkKey, failure: step_pb2.Failure) -> None:
@@ -148,7 +149,7 @@ class Inbox:
             RingError: the tombstone's error, when the step failed upstream.
             StaleMessage: the epoch is later than the key's.
             WorkerStuck: the deadline passed.
-            WorkerLost: the sending end has closed.
+            LinkLost: the link broke, or the sending end has closed.
         """
         with self._arrived:
             while True:
@@ -220,10 +221,25 @@ class InboxSender:
         if self._inbox.is_admitted(self._number):
             self._inbox.put(key, message)
 
-    def break_off(self, error: RingError) -> None:
-        """End all waits, unless another sender has been admitted since."""
-        if self._inbox.is_admitted(self._number):
+    def break_off(self, error: RingError) -> bool:
+        """End all waits. Return False, without an effect, if another sender has been admitted since."""
+        is_admitted = self._inbox.is_admitted(self._number)
+        if is_admitted:
             self._inbox.break_off(error)
+        return is_admitted
+
+
+LinkLoss = Callable[[RingError], None]
+"""Receiver of the loss of a link, in any thread."""
+
+
+def link_lost(sender: hello_pb2.Hello, receiver: hello_pb2.Hello, reason: str) -> LinkLost:
+    """Return the error for a broken link."""
+    error = LinkLost(
+        f"The link from stage {sender.stage} on {sender.node} to stage {receiver.stage} on {receiver.node} "
+        f"broke: {reason}."
+    )
+    return error.between(sender.node, receiver.node)
 
 
 class GrpcLink:
@@ -236,23 +252,41 @@ class GrpcLink:
         timeout_s: float = 30.0,
         *,
         trust: ChannelTrust | None = None,
-        name: str = "",
+        node: str = "",
         packer: Packer | None = None,
+        bytes_per_s: float = 0.0,
+        on_lost: LinkLoss | None = None,
     ) -> None:
-        """Connect and greet; `trust` and `name` are those of `open_channel`, for a worker on another machine."""
+        """Connect and greet.
+
+        Args:
+            address: address of the next worker.
+            hello: greeting of this worker.
+            timeout_s: limit of the connection.
+            trust: credentials, for a worker on another machine.
+            node: the other machine's node.
+            packer: packer of sent frames; None sends them as they are.
+            bytes_per_s: bandwidth of the link; 0: unknown.
+            on_lost: receives the end of the link, unless `close` ends it.
+        """
         self.packer = packer
-        """Packer of sent frames; None sends them as they are."""
-        self._peer = address
-        self._channel = open_channel(address, trust, name)
+        self._hello, self._receiver = hello, hello_pb2.Hello(node=node or hello.node)
+        self._on_lost = on_lost
+        self._closed = False
+        name = node_name(node) if node else ""
+        self._channel = open_channel(address, trust, name, more=keep_alive(bytes_per_s))
         self._frames: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
         self._frames.put(Frame(worker_pb2.FrameHeader(hello=hello)))
         try:
             grpc.channel_ready_future(self._channel).result(timeout_s)
         except grpc.FutureTimeoutError:
             self._channel.close()
-            raise WorkerStuck(f"No worker answered at {address} within {timeout_s:g} s.") from None
+            error = LinkLost(f"No worker answered at {address} within {timeout_s:g} s.")
+            raise error.between(hello.node, self._receiver.node) from None
         self._call = LINK.stream_stream(self._channel)(self._outgoing())
         self._await_hello()
+        if not self._call.add_callback(self._report_end):
+            self._report_end()
 
     def _outgoing(self) -> Iterator[Frame]:
         """Yield outgoing frames in gRPC's thread, so that the compute thread waits for no compression."""
@@ -263,13 +297,22 @@ class GrpcLink:
         try:
             accepted = next(self._call)
         except grpc.RpcError as error:
-            raise channel_error(error, self._peer) from error
+            raise self._loss() from error
         if accepted.HasField("failure"):
             raise failure_to_error(accepted.failure)
+        self._receiver = accepted.hello
+
+    def _report_end(self) -> None:
+        if self._on_lost is not None and not self._closed:
+            self._on_lost(self._loss())
+
+    def _loss(self) -> LinkLost:
+        reason = self._call.details() if isinstance(self._call, grpc.Call) else ""
+        return link_lost(self._hello, self._receiver, reason or "the receiver ended it")
 
     def send(self, key: LinkKey, tensor: WireTensor) -> None:
         if not self._call.is_active():
-            raise channel_error(self._ended(), self._peer)
+            raise self._loss()
         activation = worker_pb2.Activation(
             instance=key.instance,
             epoch=key.epoch,
@@ -282,9 +325,6 @@ class GrpcLink:
         )
         self._frames.put(Frame(worker_pb2.FrameHeader(activation=activation), tensor.data))
 
-    def _ended(self) -> grpc.RpcError:
-        return self._call if isinstance(self._call, grpc.RpcError) else grpc.RpcError()
-
     def send_failure(self, key: LinkKey, failure: step_pb2.Failure) -> None:
         tombstone = worker_pb2.Tombstone(
             instance=key.instance, epoch=key.epoch, step=key.step, purpose=key.purpose, failure=failure
@@ -292,7 +332,10 @@ class GrpcLink:
         self._frames.put(Frame(worker_pb2.FrameHeader(tombstone=tombstone)))
 
     def close(self) -> None:
+        self._closed = True
         self._frames.put(None)
+        # Without it, the receiver may not notice.
+        self._call.cancel()
         self._channel.close()
 
 

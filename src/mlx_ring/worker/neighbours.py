@@ -13,11 +13,11 @@ from typing import TypeVar
 
 import grpc
 
-from mlx_ring.core.errors import NotReady, PeerRefused, ProtocolError, RingError, WorkerLost
+from mlx_ring.core.errors import NotReady, PeerRefused, ProtocolError, RingError
 from mlx_ring.rpc.failures import error_to_failure
 from mlx_ring.rpc.frames import Frame
 from mlx_ring.rpc.hello import check_hello
-from mlx_ring.rpc.links import Inbox, InboxSender, deliver_frames
+from mlx_ring.rpc.links import Inbox, InboxSender, LinkLoss, deliver_frames, link_lost
 from mlx_ring.rpc.protos import hello_pb2, worker_pb2
 from mlx_ring.rpc.tls.peers import address_of_call, is_local, peer_of_call
 
@@ -30,11 +30,21 @@ Received = TypeVar("Received")
 
 
 class Neighbours:
-    """Receiving end of a worker, for whichever worker has the stage before."""
+    """Receiving end of a worker, for whichever worker has the stage before, and losses of its links both ways."""
 
-    def __init__(self, hello: Callable[[], hello_pb2.Hello]) -> None:
-        """Start without a stage; `hello` returns this worker's greeting."""
+    def __init__(self, hello: Callable[[], hello_pb2.Hello], on_lost: LinkLoss) -> None:
+        """Start without a stage.
+
+        Args:
+            hello: returns this worker's greeting.
+            on_lost: receives each loss of a link, in any thread.
+        """
         self._hello = hello
+        self._on_lost = on_lost
+        self._generation = 0
+        """Number of times that it was prepared for other neighbours, whose links replace the earlier ones."""
+        self.loss: RingError | None = None
+        """Loss of a link, which stays until other neighbours are expected."""
         self._assigned = threading.Event()
         self._assignment = worker_pb2.StageAssignment(stages=1)
         self._inbox: Inbox | None = None
@@ -51,8 +61,24 @@ class Neighbours:
 
     def prepare(self, assignment: worker_pb2.StageAssignment) -> None:
         """Expect another worker as the stage before, and end what waits for the present one."""
+        with self._lock:
+            self._generation += 1
+            self.loss = None
         self._assignment = assignment
         self.break_off(NotReady("This worker is being linked with others."))
+
+    def loss_recorder(self) -> LinkLoss:
+        """Return a function that records the loss of a link that is opened now, unless others have replaced it."""
+        generation = self._generation
+
+        def record(error: RingError) -> None:
+            with self._lock:
+                if generation != self._generation:
+                    return
+                self.loss = self.loss or error
+            self._on_lost(error)
+
+        return record
 
     def advance(self, epoch: int) -> None:
         """Enter a new epoch, which drops messages of earlier ones."""
@@ -71,6 +97,7 @@ class Neighbours:
         address = address_of_call(context)
         try:
             theirs = _greeting(first_message(frames, context))
+            record_loss = self.loss_recorder()
             sender = self._admit(theirs, context)
         except RingError as error:
             log.warning("refused a link from %s: %s", address, error)
@@ -79,12 +106,14 @@ class Neighbours:
         yield worker_pb2.FrameAccepted(hello=self._hello())
         try:
             deliver_frames(frames, sender)
-            sender.break_off(WorkerLost(f"Stage {theirs.stage} on {theirs.node} closed its link."))
+            loss: RingError = link_lost(theirs, self._hello(), "the sender closed it")
         except ProtocolError as error:
             log.warning("ended the link from stage %d on %s: %s", theirs.stage, theirs.node, error)
-            sender.break_off(error)
+            loss = error
         except grpc.RpcError:
-            sender.break_off(WorkerLost(f"The link from stage {theirs.stage} on {theirs.node} broke."))
+            loss = link_lost(theirs, self._hello(), "the connection ended")
+        if sender.break_off(loss):
+            record_loss(loss)
 
     def _admit(self, hello: hello_pb2.Hello, context: grpc.ServicerContext) -> InboxSender:
         """Admit only the worker that the plan puts before this one, in place of an earlier sender.

@@ -93,7 +93,7 @@ class WorkerServer:
         self._grammars: GrammarCompiler | None = None
         self._built: BuiltStage | None = None
         self._request: worker_pb2.LoadRequest | None = None
-        self._neighbours = Neighbours(self.hello)
+        self._neighbours = Neighbours(self.hello, self._report_loss)
         self._stopping = False
         self._stream: _StepStream | None = None
         self._taken_from: _StepStream | None = None
@@ -195,7 +195,13 @@ class WorkerServer:
 
         try:
             built = build_stage(
-                request, inbox, self.hello(), report, trust=self._access.trust, group_port=self._access.group
+                request,
+                inbox,
+                self.hello(),
+                report,
+                trust=self._access.trust,
+                group_port=self._access.group,
+                loss_recorder=self._neighbours.loss_recorder,
             )
             self._built, self._runner, self._dtype, self._kv = built, built.runner, built.dtype, built.kv
             self._sends, self._grammars = built.sends, built.grammars
@@ -239,6 +245,8 @@ class WorkerServer:
                 raise StaleMessage(f"Head {before.fencing_id} has taken over from head {hello.fencing_id}.")
             if self._grammars is not None:
                 self._grammars.reset()
+        if self._neighbours.loss is not None:
+            stream.answers.put(_lost(self._neighbours.loss))
         if before is not None:
             before.answers.put(None)
         self._enter_epoch(hello.epoch)
@@ -267,7 +275,7 @@ class WorkerServer:
                     case "drop_grammar":
                         self._jobs.put(partial(self._drop_grammar, stream, request.drop_grammar))
                     case _:
-                        self._jobs.put(_StepJob(self, stream, request.step, monotonic_us()))
+                        self._jobs.put(partial(self.execute, stream, request.step, monotonic_us()))
         except grpc.RpcError:
             log.info("the head's step stream ended")
         finally:
@@ -318,6 +326,12 @@ class WorkerServer:
     ) -> Iterator[worker_pb2.FrameAccepted]:
         """Receive what another stage sends, until it closes the stream."""
         return self._neighbours.link(frames, context)
+
+    def _report_loss(self, error: RingError) -> None:
+        """Report the loss of a link to the head, which ends the instance."""
+        stream = self._stream
+        if stream is not None and not self._stopping:
+            stream.answers.put(_lost(error))
 
     def relink(
         self, request: worker_pb2.RelinkRequest, _context: grpc.ServicerContext
@@ -414,6 +428,10 @@ class WorkerServer:
         return worker_pb2.GroupUse(backend=backend_of(assignment), why=assignment.backend_why)
 
 
+def _lost(error: RingError) -> worker_pb2.StepsReply:
+    return worker_pb2.StepsReply(failure=error_to_failure(error))
+
+
 def _complete(done: Future[None], work: Callable[[], None]) -> None:
     """Do work, and put its end or its error into `done`."""
     try:
@@ -425,16 +443,3 @@ def _complete(done: Future[None], work: Callable[[], None]) -> None:
         done.set_exception(ServingError(f"{type(error).__name__}: {error}"))
     else:
         done.set_result(None)
-
-
-@dataclass(frozen=True, slots=True)
-class _StepJob:
-    """A step waiting for the compute thread."""
-
-    worker: WorkerServer
-    stream: _StepStream
-    step: step_pb2.Step
-    arrived_us: int
-
-    def __call__(self) -> None:
-        self.worker.execute(self.stream, self.step, self.arrived_us)

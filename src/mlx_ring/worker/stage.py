@@ -19,9 +19,8 @@ from mlx_ring.models.tensor_shares import TensorShare, part_of_kv, read_tensor_s
 from mlx_ring.rpc.backends import joined_ranks
 from mlx_ring.rpc.frames import Packer
 from mlx_ring.rpc.hello import check_hello
-from mlx_ring.rpc.links import FanOut, GrpcLink, Inbox, LinkSender
+from mlx_ring.rpc.links import FanOut, GrpcLink, Inbox, LinkLoss, LinkSender
 from mlx_ring.rpc.protos import hello_pb2, worker_pb2
-from mlx_ring.rpc.tls.certificates import node_name
 from mlx_ring.rpc.tls.credentials import Credentials
 from mlx_ring.worker.collective import over_collectives
 from mlx_ring.worker.grammars import GrammarCompiler
@@ -86,6 +85,7 @@ def build_stage(
     *,
     trust: Credentials | None = None,
     group_port: GroupPort | None = None,
+    loss_recorder: Callable[[], LinkLoss] | None = None,
 ) -> BuiltStage:
     """Load the assigned layers and join the links.
 
@@ -96,6 +96,7 @@ def build_stage(
         report: receives progress, in bytes of weights.
         trust: for links to other machines.
         group_port: where the other ranks of the stage connect, if there are any.
+        loss_recorder: returns a function that records the loss of a link that is opened now.
 
     Raises:
         RingError: the stage cannot be built as requested.
@@ -137,7 +138,7 @@ def build_stage(
         step_bytes=part_of_kv(shares, assignment.rank, STEP_BYTES) if shares else STEP_BYTES,
     )
     packer = _packer(assignment)
-    links = _join_links(assignment, inbox, hello, model, trust, packer)
+    links = _join_links(assignment, inbox, hello, model, trust, packer, loss_recorder)
     if stages is not None:
         links = over_collectives(links, assignment, model, stages)
     grammars = GrammarCompiler(folder)
@@ -147,7 +148,7 @@ def build_stage(
 
     def relink(hello: hello_pb2.Hello) -> Sends:
         packer = _packer(assignment)
-        runner.relink(_join_links(assignment, inbox, hello, model, trust, packer))
+        runner.relink(_join_links(assignment, inbox, hello, model, trust, packer, loss_recorder))
         return partial(_sends, assignment, packer)
 
     return BuiltStage(runner, dtype, kv.traits(), partial(_sends, assignment, packer), grammars, relink)
@@ -178,11 +179,16 @@ def _join_links(
     model: StageModel,
     trust: Credentials | None,
     packer: Packer | None,
+    loss_recorder: Callable[[], LinkLoss] | None,
 ) -> StageLinks:
     """Join the links. Only rank 0 sends, to every rank of the other stage."""
 
     def links(
-        address: str, node: str, others: Iterable[worker_pb2.RankEnd], packer: Packer | None = None
+        address: str,
+        node: str,
+        others: Iterable[worker_pb2.RankEnd],
+        packer: Packer | None = None,
+        bytes_per_s: float = 0.0,
     ) -> LinkSender:
         # A packer belongs to one thread, so each link has its own; status shows the first one's.
         ends = [(address, node, packer)]
@@ -191,7 +197,15 @@ def _join_links(
             for other in others
         ]
         opened = [
-            GrpcLink(address, hello, trust=trust, name=node_name(node) if node else "", packer=packer)
+            GrpcLink(
+                address,
+                hello,
+                trust=trust,
+                node=node,
+                packer=packer,
+                bytes_per_s=bytes_per_s,
+                on_lost=None if loss_recorder is None else loss_recorder(),
+            )
             for address, node, packer in ends
         ]
         return opened[0] if len(opened) == 1 else FanOut(opened)
@@ -199,7 +213,11 @@ def _join_links(
     ours = assignment
     if ours.rank:
         return StageLinks(inbox)
-    to_next = None if model.is_last else links(ours.next_address, ours.next_node, ours.next_ranks, packer)
+    to_next = (
+        None
+        if model.is_last
+        else links(ours.next_address, ours.next_node, ours.next_ranks, packer, ours.next_bytes_per_s)
+    )
     goes_back = model.is_last and not model.is_first
     back = links(ours.first_address, ours.first_node, ours.first_ranks) if goes_back else None
     return StageLinks(inbox, to_next, back)

@@ -12,11 +12,11 @@ from mlx_ring.api.context import workers_of
 from mlx_ring.api.metrics.requests import MODEL, RANK, Labels, Replica, counter, gauge, one_of, with_zeros
 from mlx_ring.api.ops.status import NodeState, NodeStatus
 from mlx_ring.api.service import LinkInfo, ModelService, State
-from mlx_ring.core.errors import NodeLost, WorkerLost, WorkerStuck
+from mlx_ring.core.errors import LinkLost, NodeLost, WorkerLost, WorkerStuck
 from mlx_ring.core.types import RankId
 from mlx_ring.core.worker_status import MEMORY, LinkUse, WorkerInfo
 
-_LOSSES = (WorkerLost, NodeLost, WorkerStuck)
+_LOSSES = (WorkerLost, NodeLost, LinkLost, WorkerStuck)
 
 
 class LinkCounts:

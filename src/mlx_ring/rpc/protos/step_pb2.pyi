@@ -250,14 +250,16 @@ class StageSpan(_message.Message):
     def __init__(self, traceparent: _Optional[str] = ..., is_decode: _Optional[bool] = ..., started_unix_us: _Optional[int] = ..., finished_unix_us: _Optional[int] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., queue_us: _Optional[int] = ..., link_wait_us: _Optional[int] = ..., compute_us: _Optional[int] = ..., link_send_us: _Optional[int] = ...) -> None: ...
 
 class Failure(_message.Message):
-    __slots__ = ("kind", "message", "sequences")
+    __slots__ = ("kind", "message", "sequences", "ends")
     KIND_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    ENDS_FIELD_NUMBER: _ClassVar[int]
     kind: str
     message: str
     sequences: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, kind: _Optional[str] = ..., message: _Optional[str] = ..., sequences: _Optional[_Iterable[int]] = ...) -> None: ...
+    ends: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, kind: _Optional[str] = ..., message: _Optional[str] = ..., sequences: _Optional[_Iterable[int]] = ..., ends: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Timings(_message.Message):
     __slots__ = ("started_us", "finished_us", "queue_us", "link_wait_us", "compute_us", "link_send_us")
