@@ -93,6 +93,18 @@ class Host:
         if cable == "eth0":
             _ip("-n", self.namespace, "addr", "replace", f"{self.address6}/64", "dev", cable)
 
+    def lose(self, other: Host) -> None:
+        """Drop all packets between two hosts, which still reach every other one."""
+        for host, peer in ((self, other), (other, self)):
+            nobody = ("lladdr", "02:00:00:00:00:01", "nud", "permanent", "dev", "eth0")
+            _ip("-n", host.namespace, "neigh", "replace", peer.address, *nobody)
+            _ip("-n", host.namespace, "neigh", "replace", peer.address6, *nobody)
+
+    def reset_connections(self, other: Host) -> None:
+        """Reset all connections with another host."""
+        done = self.run("ss", "--kill", "--tcp", "--numeric", "dst", other.address)
+        assert done.stdout.count("\n") > 1, f"no connection was reset: {done.stderr}"
+
 
 def skip_without_namespaces() -> None:
     """Skip the test, with the reason, where this process may not make namespaces."""

@@ -56,15 +56,16 @@ def worker(*, instance: str = "demo", alive: bool = True, silent_s: float = 0.0)
 
 
 RUNNING = [worker(), worker(instance="other", alive=False)]
+NONE: list[agent_pb2.WorkerState] = []
 
 
 @pytest.mark.parametrize(
     ("workers", "are_alive"),
     [
-        ((RUNNING, RUNNING, []), True),
+        ((RUNNING, RUNNING, NONE), True),
         ((RUNNING, [worker(alive=False)], RUNNING), False),
         (([worker(), worker(silent_s=2.0)], RUNNING, RUNNING), False),
-        ((RUNNING, [], RUNNING), False),
+        ((RUNNING, NONE, RUNNING), False),
         ((RUNNING, None, RUNNING), False),
     ],
 )

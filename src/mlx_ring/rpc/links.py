@@ -307,8 +307,7 @@ class GrpcLink:
             self._on_lost(self._loss())
 
     def _loss(self) -> LinkLost:
-        reason = self._call.details() if isinstance(self._call, grpc.Call) else ""
-        return link_lost(self._hello, self._receiver, reason or "the receiver ended it")
+        return link_lost(self._hello, self._receiver, self._call.details() or "the receiver ended it")
 
     def send(self, key: LinkKey, tensor: WireTensor) -> None:
         if not self._call.is_active():

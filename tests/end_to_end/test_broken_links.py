@@ -1,0 +1,113 @@
+"""Three hosts whose workers run, while the connection between two of them breaks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tests.end_to_end.lan_cluster import LanCluster, Machine, make_cluster
+from tests.end_to_end.reference import WholeModel
+from tests.eventually import eventually
+from tests.interrupted import BODY, Interrupted, interrupt
+from tests.namespaces import skip_without_namespaces
+from tests.processes import Server, give_profile
+from tests.tiny_model import write_tiny_model
+
+pytestmark = pytest.mark.timeout(300)
+
+PROMPT = [5, 77, 130, 9]
+TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a model in which every token id has a text, so that answers show their tokens."""
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny", vocabulary=258)
+
+
+@pytest.fixture(scope="module")
+def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Generator[LanCluster]:
+    """Make three machines."""
+    skip_without_namespaces()
+    with ExitStack() as stack:
+        cluster = make_cluster(model, tmp_path_factory.mktemp("cluster"), stack, [None] * 3)
+        for machine in cluster.machines:
+            give_profile(machine.state)
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def server(cluster: LanCluster) -> Server:
+    """Run a head whose machines have a stage each."""
+    flags = ("--strategy", "uniform", "--max-model-len", "4096")
+    return cluster.serve(3, *flags, joining=cluster.machines[1:])
+
+
+def serving_machines(cluster: LanCluster, server: Server) -> list[Machine]:
+    """Wait until the model serves; return its machines in the order of the stages."""
+
+    def instance() -> Any:
+        return cluster.get(server, "/cluster/status")["instances"][0]
+
+    stages = eventually(instance, lambda seen: seen["state"] == "ready")["stages"]
+    return [cluster.machine_of(stage["node"]) for stage in stages]
+
+
+def losses(cluster: LanCluster, server: Server) -> dict[str, float]:
+    """Return the number of losses by error."""
+    text = cluster.head.threads.submit(cluster.http.get, f"{server.url}/metrics").result().text
+    lines = (line for line in text.splitlines() if line.startswith("mlx_ring:instance_losses_total{"))
+    return {line.split('error="')[1].split('"')[0]: float(line.split()[-1]) for line in lines}
+
+
+def interrupted(
+    cluster: LanCluster, server: Server, whole: WholeModel, fault: Callable[[], object]
+) -> Interrupted:
+    """Interrupt an answer, and check that it continues with the same tokens, and that requests are answered."""
+
+    def stream() -> Interrupted:
+        body = {**BODY, "prompt": PROMPT, "max_tokens": TOKENS, "logprobs": 0}
+        with httpx.Client(base_url=server.url, timeout=120) as client:
+            return interrupt(client, fault, body)
+
+    answer = cluster.head.threads.submit(stream).result()
+    assert len(answer.names) == TOKENS
+    assert whole.strays(PROMPT, [cluster.names[name] for name in answer.names]) == []
+    for _ in range(3):
+        assert len(cluster.tokens(server, {"prompt": PROMPT, "max_tokens": 1})) == 1
+    return answer
+
+
+def check_blame(cluster: LanCluster, server: Server) -> None:
+    """Check that all machines attend, and that no loss counts against one."""
+    states = {node["id"]: node["state"] for node in cluster.get(server, "/cluster/status")["nodes"]}
+    assert states == {machine.node: "attending" for machine in cluster.machines}
+    assert not [*cluster.head.state.rglob("losses.json")]
+
+
+def test_an_answer_continues_when_a_link_is_reset(cluster: LanCluster, server: Server, model: Path) -> None:
+    machines = serving_machines(cluster, server)
+    interrupted(
+        cluster, server, WholeModel(model), lambda: machines[2].host.reset_connections(machines[1].host)
+    )
+    assert serving_machines(cluster, server) == machines
+    assert losses(cluster, server)["LinkLost"] == 1
+    check_blame(cluster, server)
+
+
+def test_an_answer_continues_around_two_machines_between_which_packets_are_dropped(
+    cluster: LanCluster, server: Server, model: Path
+) -> None:
+    _, second, third = serving_machines(cluster, server)
+    answer = interrupted(cluster, server, WholeModel(model), lambda: second.host.lose(third.host))
+    assert answer.comments
+    after = serving_machines(cluster, server)
+    assert len(after) == 2
+    assert {second.node, third.node} - {machine.node for machine in after}
+    assert losses(cluster, server)["LinkLost"] == 2
+    assert sum(losses(cluster, server).values()) == 2
+    check_blame(cluster, server)
