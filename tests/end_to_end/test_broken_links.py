@@ -60,7 +60,7 @@ def serving_machines(cluster: LanCluster, server: Server) -> list[Machine]:
 def losses(cluster: LanCluster, server: Server) -> dict[str, float]:
     """Return the number of losses by error."""
     text = cluster.head.threads.submit(cluster.http.get, f"{server.url}/metrics").result().text
-    lines = (line for line in text.splitlines() if line.startswith("mlx_ring:instance_losses_total{"))
+    lines = (line for line in text.splitlines() if line.startswith("mlx_ring_instance_losses_total{"))
     return {line.split('error="')[1].split('"')[0]: float(line.split()[-1]) for line in lines}
 
 

@@ -270,7 +270,7 @@ FAULTS: Mapping[str, Fault] = {
     "worker killed": Fault(_kill),
     "worker stopped": Fault(_stop),
     "cable cut": Fault(_cut, loses_machine=True),
-    "link reset": Fault(_reset_links, interrupts=False),
+    "link reset": Fault(_reset_links),
     "agent killed": Fault(_kill_agent, loses_machine=True, ends_agent=True),
     "machine down and up": Fault(_kill_machine, loses_machine=True),
 }
