@@ -183,6 +183,7 @@ def test_a_link_that_was_lost_just_now_is_tried_only_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requested: list[str] = []
+    now = [1.8e9]
 
     async def measure_link(_link: AgentLink, _hello: Any, node: str, *_others: Any) -> Any:
         requested.append(node)
@@ -191,14 +192,19 @@ def test_a_link_that_was_lost_just_now_is_tried_only_once(
     monkeypatch.setattr(AgentLink, "measure_link", measure_link)
 
     async def run() -> None:
-        survey = LinkSurvey("mini-1")
+        survey = LinkSurvey("mini-1", lambda: now[0])
         survey.distrust(("mini-1", "mini-2"))
         async with nodes(tmp_path, 2) as ends:
-            (link,) = await survey.take(ends)
-        assert "did not answer" in link.problem
+            for _ in range(2):
+                (link,) = await survey.take(ends)
+                assert "did not answer" in link.problem
+            assert requested == ["mini-2"]
+            assert not survey.has_distrusted
+            now[0] += 20.0
+            await survey.take(ends)
+            assert requested == ["mini-2", "mini-2"]
 
     asyncio.run(run())
-    assert requested == ["mini-2"]
 
 
 def test_a_lost_agent_is_a_broken_link(tmp_path: Path) -> None:

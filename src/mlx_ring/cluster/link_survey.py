@@ -101,6 +101,8 @@ MAX_AGE_S = 24 * 3600.0
 """Age up to which a measurement is reused between the same two addresses; nodes store theirs."""
 _ANSWER_S = 8.0
 """Time limit of one measurement; the node's own limits are lower."""
+_FRESH_PROBLEM_S = 10.0
+"""Age up to which a failed measurement is reused, because plans may be tried one after the other."""
 _FRESH_LOSS_S = 60.0
 """Time after a loss during which a link that does not answer is not tried twice, because answers wait for it."""
 
@@ -195,7 +197,7 @@ class LinkSurvey:
 
     def _is_good(self, known: FoundLink) -> bool:
         if known.problem:
-            return self._keeps_problems
+            return self._keeps_problems or self._clock() - known.unix_time_s < _FRESH_PROBLEM_S
         return self._clock() - known.unix_time_s < MAX_AGE_S
 
     async def _measure(self, source: LinkEnd, target: LinkEnd, address: str) -> FoundLink:
@@ -209,7 +211,7 @@ class LinkSurvey:
                 said = await self._ask(source, target, address)
         except RingError as error:
             log.warning("the link from %s to %s could not be measured: %s", source.node, target.node, error)
-            return FoundLink(source.node, target.node, problem=str(error))
+            return FoundLink(source.node, target.node, unix_time_s=self._clock(), problem=str(error))
         return FoundLink(
             source.node, target.node, said.round_trip_s, said.bytes_per_s, self._clock() - said.age_s
         )
