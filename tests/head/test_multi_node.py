@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable, Generator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from mlx_ring.cluster.agent_link import AgentLink, Source
 from mlx_ring.cluster.control import Control
 from mlx_ring.cluster.deployment import Site
 from mlx_ring.cluster.membership import Event, Joined, Membership
+from mlx_ring.core.errors import LinkLost, NodeLost
 from mlx_ring.head import multi_node as subject
 from mlx_ring.head.multi_node import Cluster
 from mlx_ring.host.addresses import HeadAddress
@@ -116,5 +118,24 @@ def test_the_pause_before_the_next_load_ends_when_a_node_joins(tmp_path: Path) -
         control.watchers[0](Joined(control.membership.members["n2"]))
         async with asyncio.timeout(30):
             await waiting
+
+    asyncio.run(run())
+
+
+def test_lost_link_blames_no_node_and_is_not_trusted(tmp_path: Path) -> None:
+    async def offer(_served: object) -> Any:
+        raise AssertionError
+
+    async def run() -> None:
+        settings = Settings.model_validate({"model": "demo", "state_dir": tmp_path})
+        control = cast("Control", FakeControl())
+        cluster: Any = Cluster(settings, [], control, HeadAddress("10.0.0.1", 50051), offer)
+        for _ in range(5):
+            cluster.record_failure(LinkLost("It broke.").between("n2", "n3").blamed_on("n2"), 0.0)
+        assert cluster._quarantine.held() == {}
+        assert cluster._surveys._usual.has_distrusted
+        for _ in range(5):
+            cluster.record_failure(NodeLost("It left.").blamed_on("n2"), time.time())
+        assert [*cluster._quarantine.held()] == ["n2"]
 
     asyncio.run(run())
