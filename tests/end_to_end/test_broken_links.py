@@ -57,6 +57,12 @@ def serving_machines(cluster: LanCluster, server: Server) -> list[Machine]:
     return [cluster.machine_of(stage["node"]) for stage in stages]
 
 
+def workers(cluster: LanCluster) -> set[int]:
+    """Return the process ids of all workers."""
+    processes = [process for machine in cluster.machines for process in machine.processes]
+    return {process.pid for process in processes if "mlx_ring.worker" in process.cmdline()}
+
+
 def losses(cluster: LanCluster, server: Server) -> dict[str, float]:
     """Return the number of losses by error."""
     text = cluster.head.threads.submit(cluster.http.get, f"{server.url}/metrics").result().text
@@ -90,11 +96,12 @@ def check_blame(cluster: LanCluster, server: Server) -> None:
 
 
 def test_an_answer_continues_when_a_link_is_reset(cluster: LanCluster, server: Server, model: Path) -> None:
-    machines = serving_machines(cluster, server)
+    machines, before = serving_machines(cluster, server), workers(cluster)
     interrupted(
         cluster, server, WholeModel(model), lambda: machines[2].host.reset_connections(machines[1].host)
     )
     assert serving_machines(cluster, server) == machines
+    assert workers(cluster) == before, "they stay, and connect again"
     assert losses(cluster, server)["LinkLost"] == 1
     check_blame(cluster, server)
 

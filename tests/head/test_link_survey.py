@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from mlx_ring.cluster.agent_link import AgentLink, Source
+from mlx_ring.cluster.agent_link import AgentLink, Source, WeightsPeer
 from mlx_ring.cluster.deployment import Site
+from mlx_ring.cluster.link_survey import FoundLink
 from mlx_ring.cluster.membership import Membership
 from mlx_ring.core.errors import NodeLost
 from mlx_ring.head.link_survey import LinkSurveys
+from mlx_ring.head.placing import with_throughput
 from mlx_ring.host.trusted_interfaces import TrustedInterface
 
 CABLE, LAN = 4e9, 1e8
@@ -87,3 +89,17 @@ def test_broken_cable_is_measured_once_and_the_plan_uses_the_usual_link() -> Non
 
     asyncio.run(run())
     assert agent.measured == ["192.168.1.2:7", "10.0.8.2:7"]
+
+
+def test_node_fetches_weights_from_no_node_that_it_does_not_reach() -> None:
+    peers = tuple(WeightsPeer(f"{node}:1", node) for node in ("", "n2", "n3", "n4"))
+    own = replace(site(1, Agent()), source=Source("model", "digest", peers))
+    found = [
+        FoundLink("n1", "n2", 1e-3, LAN, 1.0),
+        FoundLink("n1", "n3", problem="n3 did not answer"),
+        FoundLink("n4", "n1", problem="n1 did not answer"),
+        FoundLink("n2", "n4", problem="n4 did not answer"),
+    ]
+    linked = with_throughput(own, found)
+    assert [peer.node for peer in linked.source.peers] == ["", "n2"]
+    assert linked.bytes_per_s == {"n2": LAN}

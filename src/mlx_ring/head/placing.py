@@ -347,12 +347,16 @@ def cluster_sites(control: Control, membership: Membership, head_port: int, *, p
 
 
 def with_throughput(site: Site, found: Iterable[FoundLink]) -> Site:
-    """Return the site with its measured bandwidth to each other node."""
+    """Return the site with its measured bandwidth to each other node, and without peers that it does not reach."""
+    ours = [link for link in found if site.node in (link.source, link.target)]
+    unreached = {end for link in ours if link.problem for end in (link.source, link.target)} - {site.node}
+    peers = tuple(peer for peer in site.source.peers if peer.node not in unreached)
     return replace(
         site,
         bytes_per_s={
-            link.target: link.bytes_per_s for link in found if link.source == site.node and not link.problem
+            link.target: link.bytes_per_s for link in ours if link.source == site.node and not link.problem
         },
+        source=replace(site.source, peers=peers),
     )
 
 

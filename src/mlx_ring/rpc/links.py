@@ -333,8 +333,6 @@ class GrpcLink:
     def close(self) -> None:
         self._closed = True
         self._frames.put(None)
-        # Without it, the receiver may not notice.
-        self._call.cancel()
         self._channel.close()
 
 
