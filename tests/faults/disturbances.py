@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Literal
@@ -35,6 +35,8 @@ _SCHEMA: Mapping[str, object] = {
     "required": ["text"],
     "additionalProperties": False,
 }
+_FORMS_OF_A_MOMENT = 3
+"""Number of a server's forms of a moment above which others are used only to cover pairs. Each needs an undisturbed answer."""
 _STOP_AT = 12
 """Position in the answer of `stop` at which the long prompt and the queued request are sent."""
 
@@ -74,22 +76,30 @@ class Cover:
         self._used = Counter[tuple[str, ...]]()
         self._random = random.Random(seed)
 
-    def next(self, fault: str) -> dict[Moment, Form]:
-        """Return the form of each moment's request."""
-        return {moment: self._choose(fault, moment) for moment in MOMENTS}
+    def next(self, fault: str, known: Collection[tuple[Moment, Form]] = ()) -> dict[Moment, Form]:
+        """Return the form of each moment's request. Those in `known` have an undisturbed answer."""
+        return {moment: self._choose(fault, moment, known) for moment in MOMENTS}
 
-    def _choose(self, fault: str, moment: Moment) -> Form:
+    def _choose(self, fault: str, moment: Moment, known: Collection[tuple[Moment, Form]]) -> Form:
+        known_forms = {form for of, form in known if of == moment}
+        has_enough = len(known_forms) >= _FORMS_OF_A_MOMENT
+
+        def uses(form: Form) -> tuple[int, ...]:
+            """Return the rank of a form, the lowest for the best."""
+            counts = (self._used[part] for part in _parts_of(fault, moment, form))
+            return self._used[fault, *form] > 0, has_enough and form not in known_forms, *counts
+
         forms = [(dialect, way) for dialect in dialects_of(moment) for way in WAYS]
         self._random.shuffle(forms)
-        dialect, way = min(forms, key=lambda form: self._uses(fault, moment, *form))
-        pairs = ((fault, dialect), (fault, dialect, way), (moment, dialect), (moment, dialect, way))
-        self._used.update(pairs)
-        return dialect, way
+        form = min(forms, key=uses)
+        self._used.update(_parts_of(fault, moment, form))
+        return form
 
-    def _uses(self, fault: str, moment: str, dialect: str, way: str) -> tuple[int, ...]:
-        """Return how often parts of a choice were chosen, the most important first."""
-        parts = ((fault, dialect), (fault, dialect, way), (moment, dialect), (moment, dialect, way))
-        return tuple(self._used[part] for part in parts)
+
+def _parts_of(fault: str, moment: str, form: Form) -> tuple[tuple[str, ...], ...]:
+    """Return the combinations that a choice covers, the most important first."""
+    dialect, _ = form
+    return (fault, dialect), (fault, *form), (moment, dialect), (moment, *form)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +236,7 @@ class Disturber:
     def disturb(self, fault: str) -> None:
         """Let a fault happen while there is a request at each moment, and record their answers."""
         ranks = self.served.wait_until_ready()
-        forms = self.cover.next(fault)
+        forms = self.cover.next(fault, self._expected)
         self.expect(forms)
         self.seed += 1
         victim = self._victim(ranks, fault)

@@ -10,8 +10,7 @@ import socket
 import tempfile
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -161,8 +160,6 @@ class ServedCluster(Served):
     """A head and its machines, to which faults happen."""
 
     cluster: LanCluster
-    joined: dict[str, ExitStack] = field(default_factory=dict[str, ExitStack])
-    """Agents that were started again, by the machine's address."""
 
     def machine_of(self, rank: Rank) -> Machine:
         return self.cluster.machine_of(rank.node)
@@ -174,19 +171,14 @@ class ServedCluster(Served):
         machine = self.machine_of(victim)
         machine.host.mend()
         if fault.ends_agent:
-            self.rejoin(machine)
+            self.join(machine)
         eventually(lambda: machine.node in self._attending())
         # Otherwise the tests would put the machine into quarantine.
         (authority_folder(self.cluster.head.state) / "losses.json").unlink(missing_ok=True)
 
-    def rejoin(self, machine: Machine) -> None:
+    def join(self, machine: Machine) -> None:
         """Run the agent of a machine whose agent was killed."""
-        self.joined.pop(machine.host.address, ExitStack()).close()
-        outer, self.cluster.stack = self.cluster.stack, ExitStack()
-        try:
-            self.cluster.join(machine, *self.cluster.join_flags)
-        finally:
-            self.joined[machine.host.address], self.cluster.stack = self.cluster.stack, outer
+        self.cluster.join(machine, *self.cluster.join_flags)
 
     def _attending(self) -> set[str]:
         """Return the connected nodes."""
@@ -222,7 +214,7 @@ def _kill_machine(served: Served, victim: Rank) -> None:
     for process in machine.processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    served.rejoin(machine)
+    served.join(machine)
 
 
 def _reset_links(served: Served, victim: Rank) -> None:
