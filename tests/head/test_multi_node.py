@@ -139,3 +139,29 @@ def test_lost_link_blames_no_node_and_is_not_trusted(tmp_path: Path) -> None:
         assert [*cluster._quarantine.held()] == ["n2"]
 
     asyncio.run(run())
+
+
+def test_a_node_that_left_while_the_model_was_placed_is_reported_at_once(tmp_path: Path) -> None:
+    left: list[tuple[str, str]] = []
+
+    class Listener:
+        def on_node_message(self, node: str) -> None:
+            raise AssertionError(node)
+
+        def on_node_left(self, node: str, reason: str, *, is_final: bool) -> None:
+            assert not is_final
+            left.append((node, reason))
+
+    async def offer(_served: object) -> Any:
+        raise AssertionError
+
+    settings = Settings.model_validate({"model": "demo", "state_dir": tmp_path})
+    control = cast("Control", FakeControl())
+    cluster: Any = Cluster(settings, [], control, HeadAddress("10.0.0.1", 50051), offer)
+    nodes = [SimpleNamespace(node="n2"), SimpleNamespace(node="n3")]
+    order = SimpleNamespace(served=SimpleNamespace(names=["demo"]))
+    cluster._live.add("instance", order, SimpleNamespace(plan=None, nodes=nodes))
+    with cluster.watching("instance", Listener()):
+        assert left == [("n3", "it left while the model was placed")]
+    with cluster.watching("instance", Listener()):
+        assert len(left) == 1, "an instance that is not live has no nodes"

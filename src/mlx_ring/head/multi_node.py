@@ -368,6 +368,8 @@ class Cluster:
 
         try:
             with self._control.watching(on_event):
+                for node in self._live.nodes_of(instance) - self._control.membership.members.keys():
+                    listener.on_node_left(node, "it left while the model was placed", is_final=False)
                 yield
         finally:
             self._live.remove(instance)

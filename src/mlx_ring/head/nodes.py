@@ -82,6 +82,11 @@ class LiveInstances:
         siblings = [live.nodes for live in others if live.model == model]
         return Others(frozenset[str]().union(*siblings), taken)
 
+    def nodes_of(self, instance: str) -> frozenset[str]:
+        """Return the nodes of an instance; none of one that is not live."""
+        live = self._live.get(instance)
+        return frozenset() if live is None else live.nodes
+
     def may_have(self, instance: str, node: str) -> bool:
         """Report whether a node may have workers of an instance; True of an instance that is not live."""
         live = self._live.get(instance)
