@@ -18,7 +18,7 @@ from tests.faults.models import MODELS, write_model
 from tests.namespaces import skip_without_namespaces
 from tests.processes import give_profile
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(420)]
 SERVED: dict[str, tuple[int, Sequence[str]]] = {
     "quantized": (2, ("--strategy", "uniform")),
     "recurrent": (2, ("--strategy", "uniform")),
@@ -71,9 +71,16 @@ def serving(hosts: LanCluster, hook: Path, model: str, folder: Path) -> Generato
     hosts.model = write_model(folder / model, model)
     new = [machine for machine in hosts.machines[1:count] if not machine.has_joined]
     server = hosts.serve(count, *_FLAGS, *flags, joining=new)
-    with hosts.head.host.threads(16) as threads:
-        yield ServedCluster(server, hook, hosts.http, threads, hosts)
-    assert server.stop() == 0
+    try:
+        with hosts.head.host.threads(16) as threads:
+            yield ServedCluster(server, hook, hosts.http, threads, hosts)
+        assert server.stop() == 0
+    finally:
+        # A test that was stopped in the middle must not disturb the next one.
+        for machine in hosts.machines[:count]:
+            machine.host.mend()
+        for process in hosts.head.processes:
+            process.kill()
 
 
 @pytest.mark.parametrize("model", SERVED)
