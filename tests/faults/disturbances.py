@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 from collections import Counter, defaultdict
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import httpx
+import psutil
 from tests.eventually import eventually
 from tests.faults.comparison import Judge
 from tests.faults.dialects import DIALECTS, Answer, Question, ask
@@ -258,13 +260,15 @@ class Disturber:
         self.ledger.seconds[fault].append(time.monotonic() - began)
         self.served.restore(victim, FAULTS[fault])
         if any(run.kind == "failed" for run in self.ledger.runs[-len(answers) :]):
-            self._load_again()
+            self.load_again()
 
-    def _load_again(self) -> None:
-        """Load the model again, because it is not certain that the instance is in order."""
-        ended = self.served.wait_until_ready()[0]
-        ended.process.kill()
-        eventually(self.served.ranks, lambda ranks: ranks and ended not in ranks)
+    def load_again(self) -> None:
+        """Kill all workers, because those that are left would stay where they are, and wait for others."""
+        ended = self.served.wait_until_ready()
+        for rank in ended:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                rank.process.kill()
+        eventually(self.served.ranks, lambda ranks: ranks and not set(ranks) & set(ended))
 
     def _victim(self, ranks: Sequence[Rank], fault: str) -> Rank:
         """Choose a worker, in turn; not one on the head's machine, if the machine is lost."""

@@ -101,8 +101,7 @@ def test_answers_continue_as_if_no_fault_had_happened(
         for fault in FAULTS:
             disturber.disturb(fault)
             if {rank.node for rank in served.wait_until_ready()} != nodes:
-                # The next load uses the machine that is back.
-                disturber.disturb("worker killed")
+                disturber.load_again()
             eventually(lambda: {rank.node for rank in served.ranks()} == nodes)
         disturber.check_again()
     with capsys.disabled():
