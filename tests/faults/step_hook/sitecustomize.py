@@ -103,8 +103,10 @@ def _satisfies(row: dict[str, int], condition: dict[str, int]) -> bool:
 
 def _count_tasks() -> int:
     """Return the number of tasks that have not ended."""
-    tasks: Any = asyncio.tasks
-    return sum(not task.done() for task in list(tasks._scheduled_tasks)) if "asyncio" in sys.modules else 0
+    known: Any = vars(asyncio.tasks)
+    # The name differs between versions of Python.
+    every = known["_scheduled_tasks"] if "_scheduled_tasks" in known else known["_all_tasks"]
+    return sum(not task.done() for task in list(every))
 
 
 def _stop_at_steps(steps: _Steps, runner_module: Any) -> None:
