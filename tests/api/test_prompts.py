@@ -15,10 +15,8 @@ from tests.api.clients import Api, refusal
 from tests.api.twins import ByteTokenizer, TwinService
 
 from mlx_ring.api.chat.request import Conversation
-from mlx_ring.api.prompts import (
-    PromptEncoder,
-    _renderer,  # pyright: ignore[reportPrivateUsage] - the renderer is under test
-)
+from mlx_ring.api.chat.templates import renderer
+from mlx_ring.api.prompts import PromptEncoder
 from mlx_ring.core.errors import ContextExceeded
 from mlx_ring.head.served_model import prepare_model
 from mlx_ring.settings.settings_sources import load_settings
@@ -56,7 +54,7 @@ def test_template_default_decides_on_reasoning() -> None:
         return [1]
 
     inner = SimpleNamespace(chat_template="{{ messages }}", apply_chat_template=apply)
-    assert _renderer(wrapper(_tokenizer=inner, _chat_template=None))([], tokenize=True) == [1]
+    assert renderer(wrapper(_tokenizer=inner, _chat_template=None))([], tokenize=True) == [1]
     assert options_received == {"tokenize": True, "return_dict": False}
 
 
@@ -70,7 +68,7 @@ def test_template_default_decides_on_reasoning() -> None:
     ids=["no wrapper", "no template", "mlx-lm's own renderer"],
 )
 def test_other_templates_are_rendered_by_the_wrapper(attributes: dict[str, Any]) -> None:
-    assert _renderer(wrapper(**attributes))([]) == "thinking"
+    assert renderer(wrapper(**attributes))([]) == "thinking"
 
 
 def texts() -> Iterator[str]:
@@ -137,6 +135,15 @@ def test_short_texts_do_not_wait_for_long_ones() -> None:
         assert {len(tokens) for tokens in await asyncio.gather(*long)} >= {50_001}
 
     asyncio.run(run())
+
+
+def test_more_messages_than_the_context_has_tokens_are_refused_unread(demo: TwinService) -> None:
+    short = TwinService(context=100)
+    short.tokenizer = demo.tokenizer
+    conversation = Conversation([{"role": "user"}] * 101, messages_param="input")
+    with pytest.raises(ContextExceeded, match=r"is 100 tokens.* has at least 101: ") as caught:
+        asyncio.run(PromptEncoder().encode_chat(short, conversation))
+    assert caught.value.param == "input"
 
 
 def test_text_over_the_context_is_refused_before_encoding(

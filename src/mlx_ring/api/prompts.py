@@ -6,12 +6,11 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 from weakref import WeakKeyDictionary
 
-from jinja2 import TemplateError
-
 from mlx_ring.api.chat.request import Conversation
+from mlx_ring.api.chat.templates import for_template, render, template_arguments, tokenizer_beneath
 from mlx_ring.api.service import ModelService, Tokenizer
 from mlx_ring.api.token_bounds import TokenBounds
 from mlx_ring.core.errors import RequestError
@@ -117,9 +116,16 @@ class PromptEncoder:
         )
 
     async def encode_chat(
-        self, model: ModelService, conversation: Conversation, *, add_generation_prompt: bool = True
+        self,
+        model: ModelService,
+        conversation: Conversation,
+        *,
+        add_generation_prompt: bool = True,
+        calls_have_one_text: bool = False,
     ) -> tuple[int, ...]:
         """Encode the chat template's prompt for the next answer; without `add_generation_prompt` the messages alone.
+
+        `calls_have_one_text` is explained in `with_reasoning`.
 
         Raises:
             RequestError: There is no template, it refuses these messages, or an argument is not allowed.
@@ -135,10 +141,19 @@ class PromptEncoder:
                 "This model has no chat template; send the prompt to /v1/completions.",
                 param=conversation.messages_param,
             )
+        if (count := len(conversation.messages)) > model.context_length:
+            # Templates write at least one token for each message.
+            raise context_exceeded(
+                count, model.context_length, param=conversation.messages_param, is_counted=False
+            )
         prompt = await self._run(
             tokenizer,
-            _letters((conversation.messages, _template_arguments(conversation))),
-            lambda: _render(tokenizer, conversation, add_generation_prompt=add_generation_prompt),
+            _letters((conversation.messages, template_arguments(conversation))),
+            lambda: render(
+                tokenizer,
+                for_template(conversation, calls_have_one_text=calls_have_one_text),
+                add_generation_prompt=add_generation_prompt,
+            ),
         )
         if not isinstance(prompt, str):
             return prompt
@@ -174,14 +189,9 @@ def _threads(most: int, name: str) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=most, thread_name_prefix=name)
 
 
-def _beneath(tokenizer: Tokenizer) -> Any:
-    """Return the tokenizer inside mlx-lm's wrapper; None where there is no wrapper."""
-    return getattr(tokenizer, "_tokenizer", None)
-
-
 def _is_shared(tokenizer: Tokenizer) -> bool:
     """Return True if several threads may use the tokenizer at once."""
-    return bool(getattr(_beneath(tokenizer), "is_fast", False))
+    return bool(getattr(tokenizer_beneath(tokenizer), "is_fast", False))
 
 
 def _letters(given: object) -> int:
@@ -195,18 +205,6 @@ def _letters(given: object) -> int:
         elif isinstance(value, list | tuple):
             pending.extend(cast("Sequence[object]", value))
     return found
-
-
-_TEMPLATE_TROUBLE = (
-    TemplateError,
-    TypeError,
-    ValueError,
-    LookupError,
-    ArithmeticError,
-    AttributeError,
-    RecursionError,
-)
-"""Errors of templates on messages that they do not support."""
 
 
 def _encode(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
@@ -232,55 +230,3 @@ def _or_start(tokenizer: Tokenizer, tokens: list[int]) -> tuple[int, ...]:
             "The prompt is empty, and this model has no start token; give it text.", param="prompt"
         )
     return tuple(tokens)
-
-
-def _renderer(tokenizer: Tokenizer) -> Callable[..., list[int] | str]:
-    """Return the function that applies the chat template.
-
-    mlx-lm's wrapper turns reasoning on if a template has a switch for it. To keep the template's own default, templates are
-    applied without the wrapper, except mlx-lm's own renderers.
-    """
-    beneath = _beneath(tokenizer)
-    if getattr(tokenizer, "_chat_template", None) is not None or not getattr(beneath, "chat_template", None):
-        return tokenizer.apply_chat_template
-    return partial(cast("Callable[..., list[int] | str]", beneath.apply_chat_template), return_dict=False)
-
-
-def _render(
-    tokenizer: Tokenizer, conversation: Conversation, *, add_generation_prompt: bool
-) -> str | tuple[int, ...]:
-    """Return the prompt's text, or its tokens if the tokenizer gives no text."""
-    try:
-        prompt = _renderer(tokenizer)(
-            [dict(message) for message in conversation.messages],
-            tokenize=not _renders_text(tokenizer),
-            add_generation_prompt=add_generation_prompt and not conversation.continues,
-            **_template_arguments(conversation),
-        )
-    except _TEMPLATE_TROUBLE as error:
-        raise RequestError(
-            f"The model's chat template rejects these messages: {error}",
-            param=conversation.messages_param,
-        ) from error
-    return prompt if isinstance(prompt, str) else tuple(prompt)
-
-
-def _renders_text(tokenizer: Tokenizer) -> bool:
-    """Return True if the tokens depend on the template's text alone, as with Hugging Face and mlx-lm's renderers."""
-    if getattr(tokenizer, "_chat_template", None) is not None:
-        return True
-    # A tokenizer has already imported this module. The package would import much more, in the first thread that needs it.
-    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
-
-    beneath: object = _beneath(tokenizer)
-    return getattr(type(beneath), "apply_chat_template", None) is PreTrainedTokenizerBase.apply_chat_template
-
-
-def _template_arguments(conversation: Conversation) -> dict[str, object]:
-    """Return the template's arguments. Omitted ones keep the template's defaults."""
-    tools = [tool.for_template() for tool in conversation.tool_use.tools]
-    return (
-        dict(conversation.template_kwargs)
-        | ({"tools": tools} if tools else {})
-        | ({"continue_final_message": True} if conversation.continues else {})
-    )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from mlx_ring.api.chat.grammars import answer_grammar
 from mlx_ring.api.chat.model_format import ChatFormat, Marks, prompts_end
 from mlx_ring.api.chat.reader import ReadingRules
-from mlx_ring.api.chat.request import Conversation, in_order_of_calls, with_reasoning
+from mlx_ring.api.chat.request import Conversation
 from mlx_ring.api.chat.tool_calls import CallRules
 from mlx_ring.api.context import ApiContext
 from mlx_ring.api.service import ModelService
@@ -101,9 +101,11 @@ async def encode_conversation(
     _check_continues(conversation)
     _check_kwargs(format_, conversation)
     is_harmony = format_.calls is not None and format_.calls.parser == "harmony"
-    messages = with_reasoning(in_order_of_calls(conversation.messages), calls_have_one_text=is_harmony)
     return await context.prompts.encode_chat(
-        service, replace(conversation, messages=messages), add_generation_prompt=add_generation_prompt
+        service,
+        conversation,
+        add_generation_prompt=add_generation_prompt,
+        calls_have_one_text=is_harmony,
     )
 
 

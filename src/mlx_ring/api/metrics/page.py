@@ -24,8 +24,8 @@ from mlx_ring.api.metrics.machines import (
     worker_families,
     workers_now,
 )
-from mlx_ring.api.metrics.requests import gauge, replicas_of, request_families, step_families
-from mlx_ring.api.middleware.http_metrics import HttpMeter
+from mlx_ring.api.metrics.requests import gauge, http_families, replicas_of, request_families, step_families
+from mlx_ring.api.middleware.access_log import HttpMeter
 from mlx_ring.api.openapi import RouteDoc, documented_get
 from mlx_ring.api.service import ModelCatalog
 
@@ -61,7 +61,7 @@ class MetricsCollector:
         yield from worker_families(replicas, workers, self._links)
         yield from node_families(self._catalog.cluster().nodes, workers)
         yield from link_families(self._catalog.links)
-        yield from self._http.families()
+        yield from http_families(self._http)
 
 
 class _Family:

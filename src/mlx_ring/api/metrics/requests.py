@@ -12,6 +12,7 @@ from prometheus_client.metrics_core import (
     Metric,
 )
 
+from mlx_ring.api.middleware.access_log import HttpMeter
 from mlx_ring.api.service import ModelService, ServedInstance
 from mlx_ring.core.engine_stats import Distribution, EngineStats, Meter
 from mlx_ring.core.errors import (
@@ -253,3 +254,18 @@ def step_families(replicas: Sequence[Replica]) -> Iterator[Metric]:
 
 def _rank_labels(labels: Labels, place: RankId, node: str) -> Labels:
     return (*labels, str(place.stage), str(place.rank), node)
+
+
+def http_families(meter: HttpMeter) -> Iterator[Metric]:
+    """Yield the metrics of HTTP requests."""
+    labels = ("method", "route", "status")
+    yield counter("http_requests", "Requests over HTTP.", labels, meter.requests.items())
+    yield histogram(
+        "http_request_duration_seconds",
+        "From a request's arrival to the last byte of its answer.",
+        labels,
+        meter.seconds.items(),
+    )
+    yield gauge(
+        "http_requests_in_progress", "Requests that are being answered.", (), [((), meter.in_progress)]
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mlx_ring.api.middleware.http_metrics import LEFT, SERVER_TROUBLE, route_of
+from mlx_ring.api.middleware.access_log import LEFT, SERVER_TROUBLE, route_of
 from mlx_ring.core.traces import TRACEPARENT, Span, Tracing
 
 
