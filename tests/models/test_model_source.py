@@ -88,6 +88,16 @@ def test_a_snapshot_with_custom_code_is_not_listed(cache: Path, tiny_model: Path
     assert [model.name for model in list_local_models()] == ["demo", "demo-moe"]
 
 
+@pytest.mark.parametrize("layers", [None, 10**9])
+def test_a_snapshot_without_valid_sizes_is_not_listed(
+    layers: int | None, cache: Path, tiny_model: Path
+) -> None:
+    snapshot = put_in_cache(cache, tiny_model, "someone/tiny")
+    config = json.loads((snapshot / "config.json").read_text())
+    (snapshot / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}))
+    assert [model.name for model in list_local_models()] == ["demo", "demo-moe"]
+
+
 def test_only_needed_files_are_fetched_and_only_once(hub: tuple[str, list[str]], tmp_path: Path) -> None:
     endpoint, requests = hub
     first = find_elsewhere("someone/tiny", endpoint, tmp_path)

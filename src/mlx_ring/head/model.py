@@ -29,6 +29,9 @@ from mlx_ring.head.served_model import ServedModel, describe_model, policy_of
 from mlx_ring.models.pooling import Pooling, read_pooling
 from mlx_ring.settings.config import Settings
 
+_MOST = 1e9
+"""Largest value of a parameter, far above any that has a meaning."""
+
 
 def sampling_defaults(config: Mapping[str, Any]) -> Sampling:
     """Return the parameters that the model's authors advise.
@@ -38,7 +41,7 @@ def sampling_defaults(config: Mapping[str, Any]) -> Sampling:
     advised: dict[str, Any] = {}
     for name in ADVISED_SAMPLING:
         value: object = config.get(name)
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0:
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= _MOST:
             is_whole = isinstance(getattr(DEFAULT_SAMPLING, name), int)
             advised[name] = int(value) if is_whole else float(value)
     if config.get("do_sample") is False:

@@ -178,7 +178,7 @@ def _load_tokenizer(folder: ModelFolder) -> Any:
         )
         # The first use resets truncation and padding of the tokenizer's file. After it, threads can share it.
         tokenizer.encode("", add_special_tokens=False)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+    except Exception as error:  # the libraries raise any kind
         reason = " ".join(str(error).split())[:300]
         raise ModelCorrupt(f"The tokenizer in {folder.path} cannot be loaded: {reason}") from error
     return tokenizer

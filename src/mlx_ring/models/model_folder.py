@@ -6,9 +6,11 @@ contradict each other, and folders that need their own code to be run, which is 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
+import stat
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -18,14 +20,19 @@ from typing import Any, cast
 
 from mlx_ring.core.errors import ModelCorrupt, ModelNotFound, ModelUnsafe, PlanError
 from mlx_ring.host.process import usable_memory
+from mlx_ring.models.config_limits import (
+    CONTEXT_NAMES,
+    HIDDEN_NAMES,
+    LAYER_NAMES,
+    VOCABULARY_NAMES,
+    check_config,
+)
 
 _HEADER_LENGTH = struct.Struct("<Q")
 _LONGEST_HEADER = 100 << 20
 """Most bytes of a header, as in the safetensors library."""
-_CONTEXT_NAMES = (
-    *("max_position_embeddings", "max_seq_len", "max_sequence_length", "model_max_length"),
-    *("max_context_length", "n_positions", "n_ctx", "seq_length"),
-)
+_LARGEST_JSON = 1 << 28
+"""Most bytes of a JSON file. The largest are indexes and vocabularies, of some tens of megabytes."""
 _BITS = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
     **dict.fromkeys(("F32", "I32", "U32"), 32),
@@ -82,22 +89,20 @@ class ModelFolder:
 
     @cached_property
     def num_layers(self) -> int:
-        return self._integer(
-            "num_hidden_layers", "n_layers", "n_layer", "num_layers", "num_transformer_layers"
-        )
+        return self._integer(*LAYER_NAMES)
 
     @cached_property
     def hidden_size(self) -> int:
-        return self._integer("hidden_size", "d_model", "n_embd", "dim", "model_dim")
+        return self._integer(*HIDDEN_NAMES)
 
     @cached_property
     def vocab_size(self) -> int:
-        return self._integer("vocab_size", "padded_vocab_size", "num_vocab")
+        return self._integer(*VOCABULARY_NAMES)
 
     @cached_property
     def context_length(self) -> int:
         """Most tokens of prompt and answer together."""
-        found = self._find(*_CONTEXT_NAMES)
+        found = self._find(*CONTEXT_NAMES)
         return found if isinstance(found, int) and found > 0 else 2048
 
     @cached_property
@@ -163,12 +168,14 @@ def read_model_folder(path: Path) -> ModelFolder:
     """
     if not path.is_dir():
         raise ModelNotFound(f"There is no folder {path}.")
+    _refuse_special_files(path)
     if not (path / "config.json").is_file():
         raise ModelNotFound(f"{path} has no config.json: it is not a model's folder.")
     config = _read_json(path / "config.json")
     _refuse_code(path)
     if not isinstance(config.get("model_type"), str):
         raise ModelCorrupt(f"{path / 'config.json'} names no model_type.")
+    check_config(path / "config.json", config)
     generation = path / "generation_config.json"
     generation_config = _read_json(generation) if generation.is_file() else {}
     read = list(_read_headers(path))
@@ -188,6 +195,7 @@ def read_model_config(file: Path) -> ModelFolder:
     config = _read_json(file)
     if not isinstance(config.get("model_type"), str):
         raise ModelCorrupt(f"{file} names no model_type.")
+    check_config(file, config)
     return ModelFolder(file.parent, config, {}, ())
 
 
@@ -215,10 +223,24 @@ def gigabytes(count: int) -> str:
     return f"{count / 1e9:.1f} GB"
 
 
+def _refuse_special_files(path: Path) -> None:
+    """Refuse pipes and devices, because reading one may never end."""
+    for file in sorted(path.iterdir()):
+        with contextlib.suppress(OSError):
+            mode = file.stat().st_mode
+            if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+                kind = "a named pipe" if stat.S_ISFIFO(mode) else "a device or a socket"
+                raise ModelCorrupt(
+                    f"{file} is {kind}, not a file: remove it, and fetch the model's own file."
+                )
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
+        if (size := path.stat().st_size) > _LARGEST_JSON:
+            raise ModelCorrupt(f"{path} has {size} bytes, too many for a JSON file: fetch it again.")
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelCorrupt(f"{path} cannot be read as JSON: {error}.") from error
     if not isinstance(value, dict):
         raise ModelCorrupt(f"{path} holds a {type(value).__name__}, not an object.")
@@ -290,7 +312,7 @@ def _read_header(file: Path) -> tuple[WeightFile, list[TensorEntry]]:
 def _parse_header(file: Path, data: bytes) -> dict[str, Any]:
     try:
         header = json.loads(data)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ModelCorrupt(f"The header of {file} cannot be read: {error}. Fetch it again.") from error
     if not isinstance(header, dict):
         raise ModelCorrupt(f"The header of {file} is not an object. Fetch it again.")

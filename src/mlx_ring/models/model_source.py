@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from mlx_ring.core.errors import ModelNotFound, ModelUnsafe
+from mlx_ring.core.errors import ModelCorrupt, ModelNotFound, ModelUnsafe
 from mlx_ring.models.model_folder import ModelFolder, read_model_config, read_model_folder
 
 BUILTIN_FOLDER = Path(__file__).resolve().parent.parent / "builtin_models"
@@ -36,7 +36,10 @@ def builtin_names() -> list[str]:
 
 
 def list_local_models() -> Iterator[LocalModel]:
-    """List built-in models, then the complete ones in the hub's cache. Folders that need to run code are left out."""
+    """List built-in models, then the complete ones in the hub's cache.
+
+    Folders that need to run code are left out, and those whose configuration gives no size, which are no language models.
+    """
     for name in builtin_names():
         yield LocalModel(name, "built-in", read_model_folder(BUILTIN_FOLDER / name))
     from mlx_ring.models import hub  # importing its client takes a while
@@ -44,7 +47,9 @@ def list_local_models() -> Iterator[LocalModel]:
     for name in hub.cached_ids():
         try:
             folder = hub.complete_in_cache(name)
-        except ModelUnsafe:
+            if folder is not None:
+                _ = folder.num_layers, folder.hidden_size, folder.vocab_size
+        except (ModelUnsafe, ModelCorrupt):
             continue
         if folder is not None:
             yield LocalModel(name, "hub", folder)

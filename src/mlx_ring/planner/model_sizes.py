@@ -12,6 +12,7 @@ from typing import Any, cast
 
 from mlx_ring.core.errors import ModelCorrupt, ModelUnsupported
 from mlx_ring.core.types import DTYPES
+from mlx_ring.models.config_limits import HEAD_NAMES, KV_HEAD_NAMES
 from mlx_ring.models.model_folder import ModelFolder
 from mlx_ring.models.tensor_shares import TensorSizes, read_tensor_sizes
 from mlx_ring.planner.decode_bytes import decode_bytes, layer_bytes, loaded_bytes
@@ -93,7 +94,7 @@ def _with_headers(by_config: ModelProfile, folder: ModelFolder, *, widened: bool
 def profile_config(folder: ModelFolder, name: str, weights: WeightFormat) -> ModelProfile:
     """Return the profile from a configuration alone."""
     hidden, vocabulary, count = folder.hidden_size, folder.vocab_size, folder.num_layers
-    heads = _number(folder, "num_attention_heads", "n_head", "n_heads")
+    heads = _number(folder, *HEAD_NAMES)
     if heads is None:
         raise ModelUnsupported(
             f"{name} does not give its number of attention heads (num_attention_heads), so its sizes are unknown."
@@ -130,7 +131,7 @@ def _shared(folder: ModelFolder, weights: WeightFormat) -> TensorSizes | None:
 
 def _layer(folder: ModelFolder, index: int, hidden: int, heads: int, weights: WeightFormat) -> LayerProfile:
     width = _number(folder, "head_dim") or hidden // heads
-    kv_heads = _number(folder, "num_key_value_heads", "n_kv_heads") or heads
+    kv_heads = _number(folder, *KV_HEAD_NAMES) or heads
     attention = hidden * width * (heads + 2 * kv_heads) + heads * width * hidden
     dense = 3 * hidden * (_number(folder, "intermediate_size", "n_inner") or 4 * hidden)
     held = read = dense
