@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -16,11 +17,14 @@ import psutil
 import pytest
 
 from mlx_ring.core.cluster_folders import running_folder
+from mlx_ring.host.machine import make_run_folder
+from mlx_ring.host.private_files import try_lock
 from mlx_ring.host.running import (
     Running,
     arguments_digest,
     end_running,
     recorded,
+    remove_abandoned,
     running_here,
     start_mark,
 )
@@ -50,6 +54,80 @@ def started(state: Path, kind: str) -> Generator[subprocess.Popen[str]]:
         process.wait()
         if process.stdout is not None:
             process.stdout.close()
+
+
+OWN = """
+import sys, time
+from pathlib import Path
+from mlx_ring.host.machine import make_run_folder
+with make_run_folder(Path(sys.argv[1])) as folder:
+    print(folder, flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def short_folder() -> Generator[Path]:
+    """Return a folder whose path is short enough for sockets."""
+    with tempfile.TemporaryDirectory(prefix="own-", dir="/tmp") as folder:
+        yield Path(folder)
+
+
+def killed_owner(parent: Path) -> Path:
+    """Return a folder for sockets whose process was killed."""
+    with subprocess.Popen([sys.executable, "-c", OWN, parent], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        folder = Path(process.stdout.readline().strip())
+        process.kill()
+    assert folder.is_dir()
+    return folder
+
+
+def test_the_next_start_removes_the_folder_of_a_killed_process(short_folder: Path) -> None:
+    abandoned = killed_owner(short_folder)
+    with make_run_folder(short_folder) as own, make_run_folder(short_folder) as other:
+        assert not abandoned.exists()
+        assert remove_abandoned(short_folder) == []
+        assert own.is_dir()
+        assert other.is_dir()
+    assert list(short_folder.iterdir()) == []
+
+
+def test_folders_without_a_mark_or_with_another_process_s_lock_stay(short_folder: Path) -> None:
+    (short_folder / "mlx-ring-plain").mkdir()
+    (short_folder / "mlx-ring-file").touch()
+    abandoned = killed_owner(short_folder)
+    (short_folder / "mlx-ring-link").symlink_to(abandoned)
+    # A lock shows that the owner lives, though its number means nothing here, as in another container.
+    lock = try_lock(abandoned / "owner.json")
+    assert lock is not None
+    assert remove_abandoned(short_folder) == []
+    os.close(lock)
+    assert remove_abandoned(short_folder) == [abandoned]
+    assert {path.name for path in short_folder.iterdir()} == {
+        "mlx-ring-plain",
+        "mlx-ring-file",
+        "mlx-ring-link",
+    }
+
+
+def test_a_reused_process_number_does_not_protect_a_folder(short_folder: Path) -> None:
+    abandoned = killed_owner(short_folder)
+    mark = abandoned / "owner.json"
+    record = json.loads(mark.read_text()) | {"pid": os.getpid()}
+    mark.write_text(json.dumps(record))
+    assert remove_abandoned(short_folder) == [abandoned]
+
+
+def test_the_next_start_deletes_the_records_of_killed_processes(tmp_path: Path) -> None:
+    with started(tmp_path, "agent"):
+        with started(tmp_path, "head") as process:
+            process.kill()
+            process.wait()
+        with recorded(tmp_path, "head"):
+            names = {path.name for path in running_folder(tmp_path).iterdir()}
+    assert f"head-{process.pid}.json" not in names
+    assert len(names) == 2
 
 
 def write(state: Path, record: Running) -> None:

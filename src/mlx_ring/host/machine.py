@@ -21,6 +21,7 @@ from pathlib import Path
 
 from mlx_ring.core.errors import AddressInUse, ConfigError
 from mlx_ring.host.process import ROOT, usable_cores
+from mlx_ring.host.running import RUN_FOLDER, owned, remove_abandoned
 
 SOCKET_PATH_LIMIT = 103
 """Most bytes in a Unix socket's path: 104 with its end on macOS, 108 on Linux."""
@@ -69,16 +70,18 @@ def share_cores(stages: int) -> int:
 
 @contextlib.contextmanager
 def make_run_folder(parent: Path | None) -> Generator[Path]:
-    """Make a private folder for sockets, and remove it afterwards."""
+    """Make a private folder for sockets, and remove it afterwards. Also remove those of killed processes."""
     parents = [parent] if parent is not None else [Path(tempfile.gettempdir()), Path("/tmp")]  # noqa: S108 - mkdtemp makes a private folder there
     short = [path for path in parents if len(os.fsencode(path)) + _LONGEST_SOCKET_NAME <= SOCKET_PATH_LIMIT]
     try:
         short[0].mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix="mlx-ring-", dir=short[0]))
+        folder = Path(tempfile.mkdtemp(prefix=RUN_FOLDER, dir=short[0]))
     except OSError as error:
         raise ConfigError(f"No folder for sockets can be created in {short[0]}: {error.strerror}.") from error
     try:
-        yield folder
+        with owned(folder):
+            remove_abandoned(short[0])
+            yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -6,6 +6,8 @@ import contextlib
 import hashlib
 import json
 import logging
+import os
+import shutil
 import sys
 import time
 from collections.abc import Generator, Sequence
@@ -17,7 +19,7 @@ import psutil
 
 from mlx_ring.core.cluster_folders import running_folder
 from mlx_ring.core.errors import ConfigError
-from mlx_ring.host.private_files import read_private, write_private
+from mlx_ring.host.private_files import read_private, try_lock, write_private
 
 log = logging.getLogger(__name__)
 
@@ -50,21 +52,26 @@ class Running:
     """Mark that distinguishes it from later processes of the same number whatever the clock; empty if the system has none."""
 
 
+RUN_FOLDER = "mlx-ring-"
+"""Start of the names of folders for sockets."""
+_OWNER = "owner.json"
+"""File in such a folder that names the process that made it, which holds the file's lock."""
+
+
+def _own(kind: Kind, url: str = "", ending_s: float = 0.0) -> Running:
+    """Return the record of this process."""
+    own = psutil.Process()
+    digest, mark = arguments_digest(sys.argv[1:]), start_mark(own.pid)
+    return Running(kind, own.pid, own.create_time(), digest, url, ending_s, mark)
+
+
 @contextlib.contextmanager
 def recorded(state: Path, kind: Kind, url: str = "", ending_s: float = 0.0) -> Generator[None]:
-    """Record this process as running with this state folder meanwhile."""
-    own = psutil.Process()
-    record = Running(
-        kind,
-        own.pid,
-        own.create_time(),
-        arguments_digest(sys.argv[1:]),
-        url,
-        ending_s,
-        start_mark(own.pid),
-    )
+    """Record this process as running with this state folder meanwhile. Delete the records of ended ones."""
+    record = _own(kind, url, ending_s)
     path = _path(state, record)
     try:
+        running_here(state)
         write_private(path, json.dumps(asdict(record)).encode())
     except (OSError, ConfigError) as error:
         # A process that cannot write there still serves.
@@ -73,6 +80,43 @@ def recorded(state: Path, kind: Kind, url: str = "", ending_s: float = 0.0) -> G
         yield
     finally:
         path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def owned(folder: Path) -> Generator[None]:
+    """Mark a folder meanwhile as this process's, by a lock that the system frees if the process is killed."""
+    lock = try_lock(folder / _OWNER)
+    try:
+        if lock is not None:
+            os.write(lock, json.dumps(asdict(_own("agent"))).encode())
+        yield
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def remove_abandoned(parent: Path) -> list[Path]:
+    """Remove the folders for sockets in `parent` whose owners were killed, and return them.
+
+    A folder stays if its mark is missing, is locked by a process that this one may not see, or belongs to a running one.
+    """
+    found = [folder for folder in sorted(parent.glob(f"{RUN_FOLDER}*")) if _is_abandoned(folder)]
+    for folder in found:
+        shutil.rmtree(folder, ignore_errors=True)
+    return found
+
+
+def _is_abandoned(folder: Path) -> bool:
+    mark = folder / _OWNER
+    with contextlib.suppress(OSError, ConfigError):
+        if folder.is_symlink() or folder.stat().st_uid != os.getuid() or not mark.is_file():
+            return False
+        lock = try_lock(mark)
+        if lock is not None:
+            os.close(lock)
+            owner = _read(mark)
+            return owner is not None and _process(owner) is None
+    return False
 
 
 def running_here(state: Path) -> list[Running]:
