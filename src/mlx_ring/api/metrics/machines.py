@@ -113,9 +113,9 @@ def worker_families(replicas: Sequence[Replica], workers: Workers, links: LinkCo
     )
     yield gauge(
         "worker_kv_kept_bytes",
-        "Part of a worker's KV that is kept from ended requests, as accounted.",
+        "Part of a worker's KV that is kept from ended requests: as accounted in whole blocks, up to all that it holds.",
         RANK,
-        [(labels, use.kept_bytes) for labels, use in limits],
+        [(labels, min(use.kept_bytes, use.held_bytes)) for labels, use in limits],
     )
     for labels, worker in workers:
         # Workers count only links that may compress.
