@@ -7,6 +7,8 @@ import gzip
 import json
 import threading
 from codecs import BOM_UTF8
+from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any
 
 import pytest
@@ -14,14 +16,19 @@ from pydantic import AfterValidator, ValidationError
 from starlette.requests import Request
 from starlette.types import Message
 from tests.api.clients import Api, refusal
+from tests.api.twins import TwinService
 
+from mlx_ring.api.anthropic import request as anthropic_request
 from mlx_ring.api.anthropic.request import MessagesRequest
+from mlx_ring.api.chat import templates
 from mlx_ring.api.errors import error_info
+from mlx_ring.api.ollama import routes as ollama_routes
+from mlx_ring.api.openai import chat
 from mlx_ring.api.openai.chat import ChatRequest
 from mlx_ring.api.openai.completions import CompletionRequest
 from mlx_ring.api.openai.embeddings import EmbeddingRequest
 from mlx_ring.api.openai.responses.request import ResponsesRequest
-from mlx_ring.api.request_body import Body, read_body
+from mlx_ring.api.request_body import MOST_MESSAGES, Body, read_body
 from mlx_ring.core.errors import RequestError
 
 MANY = 1000
@@ -83,6 +90,64 @@ def test_body_with_too_many_lists_is_refused(api: Api) -> None:
     assert "500002 brackets" in message
 
 
+@pytest.mark.parametrize(
+    ("path", "field", "fields"),
+    [
+        ("/v1/chat/completions", "messages", {}),
+        ("/v1/responses", "input", {}),
+        ("/v1/messages", "messages", {"max_tokens": 1}),
+        ("/v1/messages/count_tokens", "messages", {}),
+        ("/api/chat", "messages", {}),
+    ],
+)
+def test_too_many_messages_are_refused_in_every_dialect(
+    api: Api, path: str, field: str, fields: dict[str, Any]
+) -> None:
+    messages = [{"role": "user", "content": "a"}] * (MOST_MESSAGES + 1)
+    answer = api.post(path, fields | {field: messages})
+    assert answer.status_code == 400
+    assert f"'{field}' should have at most {MOST_MESSAGES} items, not" in answer.text
+
+
+def test_too_many_objects_are_refused_before_they_are_checked(api: Api) -> None:
+    body = b'{"messages": [' + b"{}," * 100_000 + b"{}]}"
+    _, message = refusal(api.request("POST", "/v1/chat/completions", content=body))
+    assert message == "The body has more than 100000 objects, the server's limit."
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/chat/completions", {}),
+        ("/v1/messages", {"max_tokens": 1}),
+        ("/api/chat", {"stream": False}),
+    ],
+)
+def test_many_messages_are_converted_off_the_event_loop(
+    path: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: dict[int, set[threading.Thread]] = {}
+    api = Api(TwinService(context=100_000))
+
+    def recorded(messages: list[Any], plain: Callable[..., Any], **options: Any) -> Any:
+        threads.setdefault(len(messages), set()).add(threading.current_thread())
+        return plain(messages, **options)
+
+    for module, name in (
+        (chat, "template_messages"),
+        (anthropic_request, "_template_messages"),
+        (ollama_routes, "template_messages"),
+        (templates, "in_order_of_calls"),
+        (templates, "with_reasoning"),
+    ):
+        monkeypatch.setattr(module, name, partial(recorded, plain=getattr(module, name)))
+    for count in (1, 501):
+        messages = [{"role": ("user", "assistant")[n % 2], "content": "a"} for n in range(count)]
+        assert api.post(path, fields | {"messages": messages}).status_code == 200
+    assert threading.main_thread() in threads[1]
+    assert threading.main_thread() not in threads[501]
+
+
 def test_only_a_large_body_is_parsed_off_the_event_loop() -> None:
     threads: list[threading.Thread] = []
 
@@ -93,17 +158,16 @@ def test_only_a_large_body_is_parsed_off_the_event_loop() -> None:
     class RecordedBody(Body):
         text: Annotated[str, AfterValidator(record_thread)]
 
-    async def read(length: int) -> None:
+    async def read(text: str) -> None:
         async def receive() -> Message:
-            return {"type": "http.request", "body": json.dumps({"text": "x" * length}).encode()}
+            return {"type": "http.request", "body": json.dumps({"text": text}).encode()}
 
         request = Request({"type": "http", "headers": []}, receive)
-        assert len((await read_body(request, RecordedBody, 2**20, 1)).text) == length
+        assert (await read_body(request, RecordedBody, 2**20, 1)).text == text
 
-    asyncio.run(read(10))
-    asyncio.run(read(300_000))
-    small, large = threads
-    assert (small is threading.main_thread(), large is threading.main_thread()) == (True, False)
+    for text in ("x" * 10, "x" * 300_000, "{" * 1000):
+        asyncio.run(read(text))
+    assert [thread is threading.main_thread() for thread in threads] == [True, False, False]
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,11 @@ The Content-Type is ignored.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import re
 from codecs import BOM_UTF8
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -22,6 +23,7 @@ from starlette.requests import Request
 
 from mlx_ring.core.errors import BodyTooLarge, BodyTooSlow, RequestError
 
+T = TypeVar("T")
 Path = tuple[int | str, ...]
 
 _SHOWN = 60
@@ -142,8 +144,14 @@ _MOST_NAMES = 10_000
 """Largest number of names in one object, because each wrong one adds an error."""
 _MOST_BRACKETS = 500_000
 """Largest number of brackets in a body, those in strings included, because an empty list takes a hundred bytes."""
+_MOST_OBJECTS = 100_000
+"""Largest number of objects in a body, because each takes up to 10 µs to check and to convert."""
+MOST_MESSAGES = 10_000
+"""Largest number of messages of one chat. OpenAI's limit is 2,048."""
 _LARGE = 256 << 10
-"""Size in bytes from which a body is parsed outside the event loop, which sends other requests' tokens."""
+"""Size in bytes from which a body is read outside the event loop, which sends other requests' tokens."""
+_MANY = 500
+"""Number of opening braces from which a body is large too."""
 _DRAIN = 4
 """Limit for reading and dropping an oversized body, as a multiple of its limit.
 
@@ -235,13 +243,21 @@ async def read_body(request: Request, schema: type[BodyT], max_bytes: int, timeo
     """
     _check_headers(request, max_bytes)
     data = await _read_bytes(request, max_bytes, timeout_s)
-    if len(data) < _LARGE:
-        return _read(data, schema)
-    return await asyncio.get_running_loop().run_in_executor(_beside, _read, data, schema)
+    request.scope[_IS_LARGE] = len(data) >= _LARGE or data.count(b"{") >= _MANY
+    return await convert(request, lambda: _read(data, schema))
 
 
+async def convert(request: Request, work: Callable[[], T]) -> T:
+    """Return the result of `work` on a request whose body was read; for a large body, outside the event loop."""
+    if not request.scope.get(_IS_LARGE):
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(_beside, work)
+
+
+_IS_LARGE = "mlx_ring.body_is_large"
+"""Key of a request's scope."""
 _beside = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bodies")
-"""Executor that parses one body at a time, so that many large bodies use one core at most."""
+"""Executor that reads one body at a time, so that many large bodies use one core at most."""
 
 
 def _read(data: bytes, schema: type[BodyT]) -> BodyT:
@@ -272,7 +288,7 @@ def parse_json(data: bytes, *, once: bool = False) -> object:
             data.decode(),
             parse_constant=_refuse_constant,
             parse_float=_finite,
-            object_pairs_hook=_object_of_different_names if once else _object,
+            object_pairs_hook=_objects(_object_of_different_names if once else _object),
         )
     except UnicodeDecodeError as error:
         raise RequestError(f"The body is not UTF-8: byte {error.start} is wrong.") from None
@@ -335,6 +351,20 @@ async def _read_bytes(request: Request, max_bytes: int, timeout_s: float) -> byt
 
 def _too_large(max_bytes: int) -> BodyTooLarge:
     return BodyTooLarge(f"The body is over {max_bytes} bytes, the server's limit.")
+
+
+def _objects(
+    make: Callable[[list[tuple[str, object]]], dict[str, object]],
+) -> Callable[[list[tuple[str, object]]], dict[str, object]]:
+    """Return a function that makes the objects of one body, up to the limit of their number."""
+    numbers = itertools.count(1)
+
+    def made(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        if next(numbers) > _MOST_OBJECTS:
+            raise RequestError(f"The body has more than {_MOST_OBJECTS} objects, the server's limit.")
+        return make(pairs)
+
+    return made
 
 
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:

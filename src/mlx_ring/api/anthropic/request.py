@@ -12,8 +12,8 @@ from mlx_ring.api.chat.model_format import ChatFormat
 from mlx_ring.api.chat.request import AnswerFormat, Conversation, ToolUse, join_neighbours, template_call
 from mlx_ring.api.chat.request import Tool as ChatTool
 from mlx_ring.api.openai.messages import Parameters, check_names, choose
-from mlx_ring.api.openai.sampling import Count, SamplingFields, StopString, one_or_many
-from mlx_ring.api.request_body import Body, Refused
+from mlx_ring.api.openai.sampling import MOST_TOKENS, Count, SamplingFields, StopString, one_or_many
+from mlx_ring.api.request_body import MOST_MESSAGES, Body, Refused
 from mlx_ring.core.errors import RequestError
 
 
@@ -191,7 +191,7 @@ class PromptFields(Body):
     """Fields that determine the prompt. `metadata` and `service_tier` have no effect and are removed earlier."""
 
     model: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
     system: Text | None = None
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
@@ -215,7 +215,7 @@ class CountTokensRequest(PromptFields):
 
 
 class MessagesRequest(PromptFields, SamplingFields):
-    max_tokens: Annotated[int, Field(ge=0)]
+    max_tokens: Annotated[int, Field(ge=0, le=MOST_TOKENS)]
     """Limit of the answer. 0: no answer; the prompt's KV is computed and kept for requests that share its prefix."""
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     stop_sequences: Annotated[list[StopString], Field(max_length=_MOST_STOPS)] | None = None

@@ -24,6 +24,7 @@ from mlx_ring.api.context import ApiContext
 from mlx_ring.api.dialect import named_event
 from mlx_ring.api.openai.sampling import sampling_params
 from mlx_ring.api.openapi import documented_post
+from mlx_ring.api.request_body import convert
 from mlx_ring.api.service import ModelService
 from mlx_ring.api.streaming import EVENT_STREAM, JsonStream, StreamFormat
 from mlx_ring.core.types import SamplingParams
@@ -38,7 +39,8 @@ def routes(context: ApiContext) -> APIRouter:
         fields = await context.read(request, MessagesRequest)
         service = context.model(fields.model)
         sampling = _sampling(fields, service)
-        conversation = conversation_of(fields, context.formats[service.tokenizer])
+        format_ = context.formats[service.tokenizer]
+        conversation = await convert(request, lambda: conversation_of(fields, format_))
         engine = await context.answering(service)
         message_id = f"msg_{secrets.token_hex(12)}"
         chat = await prepare_chat(
@@ -61,7 +63,8 @@ def routes(context: ApiContext) -> APIRouter:
     async def count_tokens(request: Request) -> CountedTokens:
         fields = await context.read(request, CountTokensRequest)
         service = context.model(fields.model)
-        conversation = conversation_of(fields, context.formats[service.tokenizer])
+        format_ = context.formats[service.tokenizer]
+        conversation = await convert(request, lambda: conversation_of(fields, format_))
         prompt = await encode_conversation(context, service, conversation)
         return {"input_tokens": len(prompt)}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, cast
@@ -89,26 +90,26 @@ def join_neighbours(
 ) -> list[dict[str, object]]:
     """Join adjacent messages of the same role, if it is one of these, each as a paragraph."""
     joined: list[dict[str, object]] = []
-    for message in messages:
-        if joined and message["role"] in roles and joined[-1]["role"] == message["role"]:
-            joined[-1] = _together(joined[-1], message)
-        else:
-            joined.append(dict(message))
+    for role, group in itertools.groupby(messages, key=lambda message: message["role"]):
+        adjacent = list(group)
+        joined += [_together(adjacent)] if role in roles else map(dict, adjacent)
     return joined
 
 
-def _together(first: Mapping[str, object], second: Mapping[str, object]) -> dict[str, object]:
-    both = {**first, **second, "content": _text(first["content"], second["content"], "\n")}
-    calls = [*_calls(first), *_calls(second)]
-    if calls:
+def _together(messages: Sequence[Mapping[str, object]]) -> dict[str, object]:
+    """Return one message that contains all of these, in time linear in their lengths."""
+    both = {name: value for message in messages for name, value in message.items()}
+    for name in ("content", "reasoning_content"):
+        texts = [message[name] for message in messages if name in message]
+        if len(texts) > 1:
+            both[name] = _text(texts, "\n")
+    if calls := [call for message in messages for call in _calls(message)]:
         both["tool_calls"] = calls
-    if "reasoning_content" in first and "reasoning_content" in second:
-        both["reasoning_content"] = _text(first["reasoning_content"], second["reasoning_content"], "\n")
     return both
 
 
-def _text(first: object, second: object, between: str) -> str:
-    return between.join(str(text) for text in (first, second) if text)
+def _text(texts: Iterable[object], between: str) -> str:
+    return between.join(str(text) for text in texts if text)
 
 
 def _calls(message: Mapping[str, object]) -> list[object]:
@@ -131,7 +132,7 @@ def _with_reasoning(message: Mapping[str, object], *, calls_have_one_text: bool)
         return dict(message)
     named = {**message}
     if calls_have_one_text and "tool_calls" in message and message["content"]:
-        reasoning = _text(reasoning, message["content"], "\n")
+        reasoning = _text((reasoning, message["content"]), "\n")
         named["content"] = ""
     return named | dict.fromkeys(_REASONING_FIELDS, reasoning)
 
@@ -143,16 +144,21 @@ def in_order_of_calls(messages: Sequence[Mapping[str, object]]) -> list[Mapping[
     first call.
     """
     ordered: list[Mapping[str, object]] = []
-    begin, places = 0, dict[object, int]()
-    for message in messages:
-        ordered.append(message)
-        if message["role"] != "tool":
-            begin, places = len(ordered), _places(message)
-        elif places:
-            ordered[begin:] = sorted(
-                ordered[begin:], key=lambda result: places.get(result.get("tool_call_id"), len(places))
-            )
+    places = dict[object, int]()
+    for is_result, group in itertools.groupby(messages, key=lambda message: message["role"] == "tool"):
+        if is_result and places:
+            ordered += _in_order(group, places)
+        else:
+            ordered += group
+        if not is_result:
+            places = _places(ordered[-1])
     return ordered
+
+
+def _in_order(
+    results: Iterable[Mapping[str, object]], places: Mapping[object, int]
+) -> list[Mapping[str, object]]:
+    return sorted(results, key=lambda result: places.get(result.get("tool_call_id"), len(places)))
 
 
 def _places(message: Mapping[str, object]) -> dict[object, int]:

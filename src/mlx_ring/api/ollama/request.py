@@ -15,6 +15,7 @@ from mlx_ring.api.chat.prepare import effort_arguments
 from mlx_ring.api.chat.request import AnswerFormat, Tool
 from mlx_ring.api.context import ApiContext
 from mlx_ring.api.openai.sampling import (
+    MOST_TOKENS,
     Count,
     DrawFields,
     SamplingFields,
@@ -188,13 +189,13 @@ def _off(value: float) -> float:
 class Options(DrawFields):
     """Ollama's options. A `seed` of -1 means a random one."""
 
-    num_predict: Annotated[int, Field(ge=-2)] | None = None
+    num_predict: Annotated[int, Field(ge=-2, le=MOST_TOKENS)] | None = None
     """Largest number of tokens of the answer; 0 or less: to the end of the context."""
     num_ctx: Count | None = None
     """Requested context length. A longer one than the model's is refused; a shorter one is without effect."""
     stop: Stops | None = None
     repeat_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
-    repeat_last_n: Annotated[int, Field(ge=-1)] | None = None
+    repeat_last_n: Annotated[int, Field(ge=-1, le=MOST_TOKENS)] | None = None
     """0: no repeat penalty. With any other value the penalty covers all tokens, as with -1."""
     typical_p: Annotated[float, AfterValidator(_off)] | None = None
     tfs_z: Annotated[float, AfterValidator(_off)] | None = None

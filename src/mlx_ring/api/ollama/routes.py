@@ -43,7 +43,7 @@ from mlx_ring.api.openai.messages import check_names
 from mlx_ring.api.openai.token_text import TokenTexts
 from mlx_ring.api.openapi import documented_post
 from mlx_ring.api.ops.models import check_manager
-from mlx_ring.api.request_body import Refused
+from mlx_ring.api.request_body import MOST_MESSAGES, Refused, convert
 from mlx_ring.api.service import Answering, ModelService
 from mlx_ring.api.streaming import JsonStream, while_connected
 from mlx_ring.core.errors import RequestError
@@ -68,7 +68,7 @@ async def load_or_unload(
 
 
 class ChatRequest(CommonFields):
-    messages: list[Message] = Field(default_factory=list[Message])
+    messages: list[Message] = Field(default_factory=list[Message], max_length=MOST_MESSAGES)
     """Messages. Without any, the model is loaded, or unloaded if `keep_alive` is 0."""
     tools: list[OfferedTool] | None = None
 
@@ -84,7 +84,8 @@ def routes(context: ApiContext) -> APIRouter:
         if not fields.messages:
             return await load_or_unload(context, request, service, fields.keep_alive, writer)
         sampling = read_sampling(fields, service, context.settings.default_max_tokens)
-        conversation = _conversation(context, service, fields)
+        format_ = context.formats[service.tokenizer]
+        conversation = await convert(request, lambda: _conversation(fields, format_))
         engine = await context.answering(service)
         watch.loaded()
         prepared = await prepare_chat(
@@ -125,12 +126,12 @@ def _tools(offered: Sequence[OfferedTool]) -> list[Tool]:
     return [tool.plain() for tool in offered]
 
 
-def _conversation(context: ApiContext, service: ModelService, fields: ChatRequest) -> Conversation:
+def _conversation(fields: ChatRequest, format_: ChatFormat) -> Conversation:
     return Conversation(
         messages=template_messages(fields.messages),
         tool_use=ToolUse(_tools(fields.tools or ())),
         format=read_format(fields.format),
-        template_kwargs=read_think(context.formats[service.tokenizer], fields.think),
+        template_kwargs=read_think(format_, fields.think),
     )
 
 

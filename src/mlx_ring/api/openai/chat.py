@@ -38,7 +38,7 @@ from mlx_ring.api.openai.sampling import (
 )
 from mlx_ring.api.openai.token_text import TokenTexts
 from mlx_ring.api.openapi import documented_post
-from mlx_ring.api.request_body import Refused, needs
+from mlx_ring.api.request_body import MOST_MESSAGES, Refused, convert, needs
 from mlx_ring.api.streaming import EVENT_STREAM, KEEP_ALIVE, RESUMING, JsonStream, StreamFormat
 from mlx_ring.core.environment import package_version
 from mlx_ring.core.errors import RequestError
@@ -61,7 +61,7 @@ class ChatRequest(AnswerFields):
         }
     )
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
     max_completion_tokens: Count | None = None
     max_tokens: Count | None = None
     logprobs: bool | None = None
@@ -88,7 +88,8 @@ def routes(context: ApiContext) -> APIRouter:
         check_stream_options(fields)
         max_tokens = _max_tokens(fields, settings.default_max_tokens)
         sampling = sampling_params(fields, service, max_tokens=max_tokens, top_logprobs=_top_logprobs(fields))
-        conversation = _conversation(fields, context.formats[service.tokenizer])
+        format_ = context.formats[service.tokenizer]
+        conversation = await convert(request, lambda: _conversation(fields, format_))
         engine = await context.answering(service)
         request_id = f"chatcmpl-{secrets.token_hex(12)}"
         chat = await prepare_chat(

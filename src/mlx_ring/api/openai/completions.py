@@ -18,6 +18,7 @@ from mlx_ring.api.generation import Answer, Generation, Piece, costs
 from mlx_ring.api.openai import schemas
 from mlx_ring.api.openai.chat import STREAM_FORMAT, system_fingerprint
 from mlx_ring.api.openai.sampling import (
+    MOST_TOKENS,
     AnswerFields,
     check_stream_options,
     finish_reason,
@@ -78,7 +79,7 @@ class CompletionRequest(AnswerFields):
     model_config = ConfigDict(json_schema_extra={"dependentSchemas": needs("stream_options", of="stream")})
 
     prompt: TextOrTokens
-    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=MOST_TOKENS)] | None = None
     """0: no answer; with `echo` the prompt alone."""
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None

@@ -39,7 +39,9 @@ Stop = Annotated[
         custom_error_message="Input should be a string or a list of strings",
     ),
 ]
-Count = Annotated[int, Field(ge=1)]
+MOST_TOKENS = 2**31 - 1
+"""Largest number of tokens that a request may name. Any above the context means its end."""
+Count = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -89,7 +91,7 @@ class SamplingFields(DrawFields):
     """Biases from -100 to 100 by token id."""
     stop: Stop | None = None
     ignore_eos: bool | None = None
-    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=MOST_TOKENS)] | None = None
 
 
 _NAMES = tuple(

@@ -14,7 +14,7 @@ from mlx_ring.api.openai import schemas
 from mlx_ring.api.openai.completions import TokenId
 from mlx_ring.api.openai.messages import FunctionTool, Message, read_tool_use, template_messages
 from mlx_ring.api.openapi import documented_post
-from mlx_ring.api.request_body import Body
+from mlx_ring.api.request_body import MOST_MESSAGES, Body, convert
 from mlx_ring.api.service import ModelService
 from mlx_ring.core.errors import RequestError
 
@@ -32,7 +32,7 @@ class TokenizeRequest(Body):
     model: str | None = None
     prompt: str | None = None
     """Text to tokenize, instead of `messages`."""
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)] | None = None
     add_special_tokens: bool | None = None
     """With `prompt`: add the model's special tokens before the text; true by default."""
     add_generation_prompt: bool | None = None
@@ -58,7 +58,7 @@ def routes(context: ApiContext) -> APIRouter:
         fields = await context.read(request, TokenizeRequest)
         _check_kind(fields)
         service = context.model(fields.model)
-        tokens = await _tokens(context, service, fields)
+        tokens = await _tokens(context, request, service, fields)
         strings = None
         if fields.return_token_strs:
             strings = await context.prompts.names(service.tokenizer, tokens)
@@ -127,13 +127,15 @@ def _check_kind(fields: TokenizeRequest) -> None:
             raise RequestError(f"'{name}' applies to 'messages' only; leave it out.", param=name)
 
 
-async def _tokens(context: ApiContext, service: ModelService, fields: TokenizeRequest) -> tuple[int, ...]:
+async def _tokens(
+    context: ApiContext, request: Request, service: ModelService, fields: TokenizeRequest
+) -> tuple[int, ...]:
     if fields.prompt is not None:
         return await context.prompts.encode_plain(
             service, fields.prompt, add_special_tokens=fields.add_special_tokens is not False
         )
     conversation = Conversation(
-        messages=template_messages(fields.messages or []),
+        messages=await convert(request, lambda: template_messages(fields.messages or [])),
         tool_use=read_tool_use(fields.tools, None, parallel=None),
         template_kwargs=fields.chat_template_kwargs or {},
         continues=bool(fields.continue_final_message),

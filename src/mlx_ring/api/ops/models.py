@@ -13,7 +13,7 @@ from mlx_ring.api.context import ApiContext
 from mlx_ring.api.generation import costs
 from mlx_ring.api.openai.completions import Task, run_task
 from mlx_ring.api.openai.models import describe
-from mlx_ring.api.openai.sampling import SamplingFields, finish_reason, sampling_params
+from mlx_ring.api.openai.sampling import Count, SamplingFields, finish_reason, sampling_params
 from mlx_ring.api.openai.schemas import Costs, Model
 from mlx_ring.api.openapi import RouteDoc, documented_post
 from mlx_ring.api.request_body import Body
@@ -97,7 +97,7 @@ _DEFAULT_MAX_TOKENS = 50
 
 class GenerateFields(SamplingFields):
     prompt: str
-    max_tokens: Annotated[int, Field(ge=1)] = _DEFAULT_MAX_TOKENS
+    max_tokens: Count = _DEFAULT_MAX_TOKENS
 
 
 class Generated(Costs):

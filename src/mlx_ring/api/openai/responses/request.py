@@ -30,7 +30,7 @@ from mlx_ring.api.openai.sampling import (
     TextFormat,
     one_or_many,
 )
-from mlx_ring.api.request_body import Body, Refused, show
+from mlx_ring.api.request_body import MOST_MESSAGES, Body, Refused, show
 
 Plain = dict[str, object]
 _SEAL_PREFIX = "mlx-ring:"
@@ -150,31 +150,30 @@ def template_messages(items: Iterable[AnyItem]) -> list[Plain]:
     Reasoning that was cut off before any text is a message of its own.
     """
     messages: list[Plain] = []
-    reasoning = ""
+    pieces: list[str] = []
     for item in items:
+        if isinstance(item, ReasoningItem):
+            pieces += filter(None, [item.text])
+            continue
+        reasoning, pieces = "\n".join(pieces), []
         if reasoning and not _is_answer(item):
             messages.append(_with_reasoning({"role": "assistant", "content": ""}, reasoning))
-            reasoning = ""
         match item:
-            case ReasoningItem():
-                reasoning = "\n".join(text for text in (reasoning, item.text) if text)
             case FunctionCallOutputItem():
                 messages.append({"role": "tool", "content": _text(item.output), "tool_call_id": item.call_id})
             case FunctionCallItem():
                 turn = _turn(messages, reasoning)
                 calls = cast("list[Plain]", turn.setdefault("tool_calls", []))
                 calls.append(template_call(item.name, arguments_of(item.arguments), item.call_id))
-                reasoning = ""
             case MessageItem(role="assistant"):
                 messages.append(
                     _with_reasoning({"role": "assistant", "content": _text(item.content)}, reasoning)
                 )
-                reasoning = ""
             case MessageItem():
                 role = "system" if item.role == "developer" else item.role
                 messages.append({"role": role, "content": _text(item.content)})
-    if reasoning:
-        messages.append(_with_reasoning({"role": "assistant", "content": ""}, reasoning))
+    if pieces:
+        messages.append(_with_reasoning({"role": "assistant", "content": ""}, "\n".join(pieces)))
     return messages
 
 
@@ -294,7 +293,8 @@ ToolChoice = Annotated[
 
 class ResponsesRequest(SamplingFields):
     input: Annotated[
-        Annotated[str, Tag("one")] | Annotated[list[AnyItem], Field(min_length=1), Tag("many")],
+        Annotated[str, Tag("one")]
+        | Annotated[list[AnyItem], Field(min_length=1, max_length=MOST_MESSAGES), Tag("many")],
         Discriminator(
             one_or_many,
             custom_error_type="one_or_many",

@@ -41,6 +41,7 @@ from mlx_ring.api.openai.sampling import JsonObjectFormat, sampling_params
 from mlx_ring.api.openai.schemas import ScoredToken
 from mlx_ring.api.openai.token_text import TokenTexts
 from mlx_ring.api.openapi import documented_post
+from mlx_ring.api.request_body import convert
 from mlx_ring.api.streaming import EVENT_STREAM, KEEP_ALIVE, RESUMING, JsonStream, StreamFormat
 from mlx_ring.core.types import SamplingParams
 
@@ -55,7 +56,8 @@ def routes(context: ApiContext) -> APIRouter:
         sampling = sampling_params(
             fields, service, max_tokens=max_tokens, top_logprobs=fields.wanted_logprobs
         )
-        conversation = conversation_of(fields, context.formats[service.tokenizer])
+        format_ = context.formats[service.tokenizer]
+        conversation = await convert(request, lambda: conversation_of(fields, format_))
         engine = await context.answering(service)
         response_id = f"resp_{secrets.token_hex(16)}"
         chat = await prepare_chat(context, service, conversation, [sampling], request_id=response_id)
