@@ -147,6 +147,32 @@ def test_a_step_over_a_broken_link_ends_the_instance_at_once() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.parametrize(("failed_steps", "ends"), [((8, 10, 12), True), ((8, 45, 85, 125), False)])
+def test_a_request_ends_at_the_third_failed_step_without_progress(
+    failed_steps: Sequence[int], *, ends: bool
+) -> None:
+    answer = b"x" * 150
+
+    def inject_fault(step: step_pb2.Step, stage: int) -> step_pb2.Failure | None:
+        is_faulty = stage == 0 and step.step in failed_steps and step.rows
+        return error_to_failure(StepFailed("boom")) if is_faulty else None
+
+    async def run() -> list[object]:
+        twin = TwinExecutor((1, 1), next_token=scripted(answer), inject_fault=inject_fault)
+        limits = replace(LIMITS, context_length=200)
+        policy = replace(PLAIN, steps_ahead=1)
+        engine = Engine(twin, BYTES, limits, instance="demo", epoch=1, policy=policy)
+        results = await asyncio.gather(
+            collect(engine.submit(make_request(max_tokens=150))), return_exceptions=True
+        )
+        assert engine.stats().scheduler.steps_failed == len(failed_steps)
+        return list(results)
+
+    (result,) = asyncio.run(run())
+    assert isinstance(result, StepFailed) if ends else isinstance(result, Answer)
+    assert ends or getattr(result, "text", "") == answer.decode()
+
+
 def test_deltas_before_an_error_are_still_read() -> None:
     async def run() -> None:
         inject_fault = fail_first_row(StepFailed("boom"), at=3)

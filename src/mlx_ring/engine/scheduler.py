@@ -28,8 +28,6 @@ from mlx_ring.engine.step_times import ChunkSizer, Predict, StepDeadlines, StepT
 from mlx_ring.rpc.failures import failure_to_error
 from mlx_ring.rpc.protos import step_pb2
 
-_MOST_REPLAYS = 2
-
 
 @dataclass(frozen=True, slots=True)
 class Advance:
@@ -313,7 +311,7 @@ class Scheduler:
         return advances
 
     def _fail_rows(self, sent_step: SentStep, failure: step_pb2.Failure) -> Iterator[Advance]:
-        """End the rows that the failure names. If it names none, recompute all rows, each alone; a third failure ends them.
+        """End the rows that the failure names. If it names none, recompute all rows, each alone; a third failure without progress ends them.
 
         Rows that a rank found out of step are recomputed too: another row's failure, still to arrive, broke them. A failure
         that concerns rows of an ended sequence may have that cause alone, and is not counted.
@@ -331,8 +329,7 @@ class Scheduler:
                 failure.sequences and sequence.id not in failure.sequences
             ):
                 continue
-            if again and (is_stale or sequence.replays < _MOST_REPLAYS):
-                sequence.replays += not is_stale
+            if again and (is_stale or sequence.record_failure()):
                 self._preempt(sequence)
                 continue
             self._fail(sequence)

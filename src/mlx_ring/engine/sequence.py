@@ -14,6 +14,10 @@ from mlx_ring.core.types import FinishReason, TokenLogprob
 from mlx_ring.engine.prefix_cache import Found
 from mlx_ring.engine.prompt_lookup import PromptLookup
 
+_MOST_REPLAYS = 2
+_PROGRESS_TOKENS = 32
+"""Tokens after a failed step that are progress: the next failure has another cause."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -76,7 +80,9 @@ class Sequence:
     generation: int = 0
     """Number that grows with each preemption; answers to rows of earlier generations are ignored."""
     replays: int = 0
-    """Number of preemptions because of failed steps."""
+    """Number of preemptions because of failed steps, without progress between them."""
+    failed_at: int = 0
+    """Number of known tokens at the last of them."""
     is_resumed: bool = False
     """True if another engine began the request; its known tokens are then prefilled again."""
     alone_until: int = 0
@@ -178,6 +184,13 @@ class Sequence:
             self.last_token_at = now
             self.first_token_at = now if self.first_token_at is None else self.first_token_at
         return tuple(taken)
+
+    def record_failure(self) -> bool:
+        """Count a failed step; return False if it failed too often without progress."""
+        if self.length >= self.failed_at + _PROGRESS_TOKENS:
+            self.replays = 0
+        self.replays, self.failed_at = self.replays + 1, self.length
+        return self.replays <= _MOST_REPLAYS
 
     def preempt(self) -> None:
         """Discard what was computed: all known tokens are prefilled again, and the answer then continues."""
