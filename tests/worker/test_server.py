@@ -193,3 +193,37 @@ def test_an_empty_worker_is_not_linked_with_others() -> None:
     assignment = worker_pb2.StageAssignment(instance="demo-1", epoch=2, stage=1, stages=3)
     request = worker_pb2.RelinkRequest(hello=make_hello(), assignment=assignment)
     assert server.relink(request, cast("Any", _LocalCall())).failure.kind == "NotReady"
+
+
+def greet_steps(server: WorkerServer, fencing_id: int) -> worker_pb2.StepsReply:
+    """Open a stream of steps as a head with this number, and return the first answer."""
+    hello = worker_pb2.StepsRequest(hello=make_hello(instance="demo-1", epoch=1, fencing_id=fencing_id))
+    return next(server.steps(iter([hello]), cast("Any", _LocalCall())))
+
+
+class _RecordingWorker(WorkerServer):
+    """Worker that records the streams from which it takes steps."""
+
+    taken: tuple[object, ...] = ()
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name == "_stream" and value is not None:
+            self.taken += (value,)
+        super().__setattr__(name, value)
+
+
+def test_steps_of_an_older_head_are_not_taken_even_for_a_moment() -> None:
+    server = _RecordingWorker(WorkerIdentity("here", 0, 0, "none"))
+    assignment = worker_pb2.StageAssignment(instance="demo-1", epoch=1, stages=3)
+    server._assign(worker_pb2.LoadRequest(hello=make_hello(), assignment=assignment))
+    assert greet_steps(server, 2).failure.kind == "NotReady"
+    server._runner = cast(
+        "Any", SimpleNamespace(last_step=7, kv_bytes=0, num_sequences=0, reset=list[object])
+    )
+    assert not greet_steps(server, 2).HasField("failure")
+    assert server.status(worker_pb2.StatusRequest(), cast("Any", _LocalCall())).hello.fencing_id == 2
+    refused = greet_steps(server, 1).failure
+    assert (refused.kind, refused.message) == ("StaleMessage", "the head is head 1; head 2 has taken over.")
+    assert len(server.taken) == 1
+    assert not greet_steps(server, 3).HasField("failure")
+    assert len(server.taken) == 2

@@ -19,7 +19,7 @@ import grpc
 import mlx.core as mx
 import psutil
 
-from mlx_ring.core.errors import NotReady, ProtocolError, RingError, ServingError, StaleMessage
+from mlx_ring.core.errors import NotReady, ProtocolError, RingError, ServingError
 from mlx_ring.core.logs import set_log_epoch
 from mlx_ring.rpc.backends import backend_of, has_collective_link, joined_ranks
 from mlx_ring.rpc.failures import error_to_failure
@@ -77,8 +77,7 @@ class PeerAccess:
 class _StepStream:
     """The head's stream of steps, and the answers to it."""
 
-    def __init__(self, fencing_id: int) -> None:
-        self.fencing_id = fencing_id
+    def __init__(self) -> None:
         self.answers: queue.SimpleQueue[worker_pb2.StepsReply | None] = queue.SimpleQueue()
 
 
@@ -96,6 +95,8 @@ class WorkerServer:
         self._neighbours = Neighbours(self.hello, self._report_loss)
         self._stopping = False
         self._stream: _StepStream | None = None
+        self._head = 0
+        """Number of the head whose stream it is; older heads are refused."""
         self._taken_from: _StepStream | None = None
         """Stream whose steps the runner took in."""
         self._lock = threading.Lock()
@@ -138,7 +139,7 @@ class WorkerServer:
         self._neighbours.break_off(NotReady("This worker is ending."))
         self._jobs.put(lambda: None)
 
-    def hello(self) -> hello_pb2.Hello:
+    def hello(self, head: int = 0) -> hello_pb2.Hello:
         """Describe this worker, the stage that it loaded and its last step."""
         request, runner = self._request, self._runner
         assignment = request.assignment if request else worker_pb2.StageAssignment()
@@ -151,6 +152,7 @@ class WorkerServer:
             stage=self._identity.stage,
             rank=self._identity.rank,
             last_step=runner.last_step if runner else 0,
+            fencing_id=head,
         )
 
     # Load
@@ -231,25 +233,24 @@ class WorkerServer:
         yield from iter(stream.answers.get, None)
 
     def _open_stream(self, hello: hello_pb2.Hello) -> _StepStream:
-        check_hello(hello, self.hello(), "the head")
+        """Take over from an earlier head, which has no effect if this head is not newer."""
         if self._runner is None:
             raise NotReady("This worker has not loaded a stage yet.")
-        stream = _StepStream(hello.fencing_id)
+        stream = _StepStream()
         with self._lock:
-            if self._stream is not None and self._request and has_collective_link(self._request.assignment):
+            check_hello(hello, self.hello(self._head), "the head")
+            before = self._stream
+            if before is not None and self._request and has_collective_link(self._request.assignment):
                 # Steps of the earlier head would stay in the collective on some stages and not on others.
                 raise NotReady("Workers whose links are collectives serve one head: start others.")
-            before, self._stream = self._stream, stream
-            if before is not None and before.fencing_id > hello.fencing_id:
-                self._stream = before
-                raise StaleMessage(f"Head {before.fencing_id} has taken over from head {hello.fencing_id}.")
+            self._stream, self._head = stream, hello.fencing_id
+            self._enter_epoch(hello.epoch)
             if self._grammars is not None:
                 self._grammars.reset()
         if self._neighbours.loss is not None:
             stream.answers.put(_lost(self._neighbours.loss))
         if before is not None:
             before.answers.put(None)
-        self._enter_epoch(hello.epoch)
         self._jobs.put(self._runner.reset)
         return stream
 
@@ -397,7 +398,7 @@ class WorkerServer:
         runner = self._runner
         memory, left = device_memory()
         return worker_pb2.WorkerStatus(
-            hello=self.hello(),
+            hello=self.hello(self._head),
             phase=self._phase,
             rss_bytes=psutil.Process().memory_info().rss,
             weight_bytes=self._weight_bytes,
