@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 import pytest
 
-from mlx_ring.cluster.adoption import find_adoptable, highest_epoch
+from mlx_ring.cluster.adoption import find_adoptable, highest_epoch, next_head
 from mlx_ring.cluster.placement import Cut, make_assignments
 from mlx_ring.core.types import LayerRange
 from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
@@ -15,7 +16,9 @@ from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
 CUT = Cut.alike((LayerRange(0, 3), LayerRange(3, 5)))
 
 
-def expect(instance: str, cut: Cut, shaping: str = "auto") -> Sequence[worker_pb2.StageAssignment]:
+def expect(
+    instance: str, cut: Cut, shaping: str = "auto", link: str = ""
+) -> Sequence[worker_pb2.StageAssignment]:
     return make_assignments(
         cut,
         instance=instance,
@@ -24,19 +27,21 @@ def expect(instance: str, cut: Cut, shaping: str = "auto") -> Sequence[worker_pb
         model_digest="model",
         max_model_len=64,
         shaping=shaping,
+        link=link,
     )
 
 
-def loaded(epoch: int = 4) -> list[agent_pb2.AgentEvent]:
+def loaded(epoch: int = 4, link: str = "", cut: Cut = CUT) -> list[agent_pb2.AgentEvent]:
     """Return a stage on each of two nodes, as an earlier head has loaded them."""
     assignments = make_assignments(
-        CUT,
+        cut,
         instance="one",
         epoch=epoch,
         dtype="auto",
         model_digest="model",
         max_model_len=64,
         shaping="auto",
+        link=link,
     )
     assignments[0].next_address, assignments[0].next_node = "10.0.0.2:4000", "b"
     assignments[0].previous_node, assignments[1].previous_node = "b", "a"
@@ -86,6 +91,36 @@ def test_any_other_instance_is_not_adopted(difference: str) -> None:
 
 def test_an_instance_cut_with_other_settings_is_not_adopted() -> None:
     assert find_adoptable(loaded(), partial(expect, shaping="uniform")) == []
+
+
+def test_workers_whose_links_are_collectives_are_not_adopted() -> None:
+    events = loaded(link="ring")
+    assert find_adoptable(events, partial(expect, link="ring")) == []
+
+
+@pytest.mark.parametrize(("steps", "adopted"), [((7, 7), 1), ((7, 6), 0)])
+def test_ranks_of_a_stage_are_adopted_if_they_began_the_same_steps(
+    steps: tuple[int, int], adopted: int
+) -> None:
+    events = loaded(cut=Cut.alike((LayerRange(0, 5),), (0.5, 0.5)))
+    for rank, event in enumerate(events):
+        event.workers[0].stage, event.workers[0].rank = 0, rank
+        event.workers[0].status.last_step = steps[rank]
+    assert len(find_adoptable(events, expect)) == adopted
+
+
+def test_a_head_is_newer_than_all_before_it(tmp_path: Path) -> None:
+    assert [next_head(tmp_path, []) for _ in range(3)] == [1, 2, 3]
+
+
+def test_a_head_without_the_file_of_numbers_is_newer_than_the_one_that_its_workers_report(
+    tmp_path: Path,
+) -> None:
+    events = loaded()
+    events[0].workers[0].status.hello.fencing_id = 9
+    assert next_head(tmp_path, events) == 10
+    (tmp_path / "heads.json").write_text("{")
+    assert next_head(tmp_path, events) == 10
 
 
 def test_the_highest_epoch_is_that_of_any_worker() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
@@ -28,6 +28,7 @@ def running_cluster(
     folder: Path,
     port: int,
     *flags: str,
+    join_flags: Sequence[str] = (),
     before_join: Callable[[], object] | None = None,
     on_line: Callable[[str], object] | None = None,
 ) -> Generator[Server]:
@@ -39,6 +40,7 @@ def running_cluster(
         folder: Folder of the head, with a folder `node-1`, `node-2` and so on for each other machine.
         port: First of the head's two ports.
         flags: Further flags of `mlx-ring serve`.
+        join_flags: Further flags of `mlx-ring join`.
         before_join: Called before the other machines join.
         on_line: Called with each line that the head prints until it is ready.
     """
@@ -53,17 +55,17 @@ def running_cluster(
                 if before_join is not None:
                     before_join()
                 for number in range(1, nodes):
-                    node = joining_head(port, found[1], folder / f"node-{number}")
+                    node = joining_head(port, found[1], folder / f"node-{number}", *join_flags)
                     joined.append(stack.enter_context(node))
 
         stack.callback(end_head_members, folder)
         yield stack.enter_context(running_head(model, nodes, folder, port, *flags, on_line=read))
 
 
-def joining_head(port: int, token: str, folder: Path) -> AbstractContextManager[object]:
+def joining_head(port: int, token: str, folder: Path, *flags: str) -> AbstractContextManager[object]:
     """Run a machine that joins the head on this port."""
     give_profile(folder / "state")
-    return joining(f"127.0.0.1:{port}", "--token", token, folder=folder)
+    return joining(f"127.0.0.1:{port}", "--token", token, *flags, folder=folder)
 
 
 def running_head(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack
@@ -26,6 +27,7 @@ from tests.machines import free_pair_of_ports
 from tests.processes import Server, client_of, run_cli, serving
 
 from mlx_ring.cluster.quarantine import LOSSES
+from mlx_ring.models.model_source import find_model
 
 UNIFORM = ("--strategy", "uniform")
 TWO_MACHINES = (*UNIFORM, "--link-compression", "off")
@@ -296,3 +298,22 @@ def nodes_of(folder: Path) -> list[psutil.Process]:
         for process in psutil.process_iter(["cmdline"])
         if "join" in (process.info["cmdline"] or []) and process.cwd().startswith(str(folder))
     ]
+
+
+def test_next_head_replaces_workers_whose_links_are_collectives(tmp_path: Path) -> None:
+    trusted = ("--trusted-interface", "lo" if sys.platform == "linux" else "lo0")
+    model, port, flags = (
+        find_model("demo-moe").folder.path,
+        free_pair_of_ports(),
+        (*UNIFORM, "--link", "ring"),
+    )
+    with running_cluster(model, 2, tmp_path, port, *flags, *trusted, join_flags=trusted) as server:
+        expected, before = completion(server), server.status()
+        server.process.kill()
+        server.process.wait()
+        with running_head(model, 2, tmp_path, port, *flags, *trusted) as restarted:
+            assert completion(restarted) == expected
+            after = restarted.status()
+            assert after["epoch"] > before["epoch"]
+            assert not any(map(psutil.pid_exists, pids_of(before)))
+            assert restarted.stop() == 0

@@ -1,14 +1,23 @@
-"""Instances that an earlier head has loaded and a new one can adopt. Pure."""
+"""Instances that an earlier head has loaded and a new one can adopt, and the number by which it replaces that head."""
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import BaseModel
 
 from mlx_ring.cluster.placement import Cut
+from mlx_ring.cluster.security.state_file import StateFile
+from mlx_ring.core.errors import ConfigError
 from mlx_ring.core.types import LayerRange
+from mlx_ring.rpc.backends import has_collective_link
 from mlx_ring.rpc.protos import agent_pb2, worker_pb2
+
+log = logging.getLogger(__name__)
 
 Expect = Callable[[str, Cut], Sequence[worker_pb2.StageAssignment]]
 """Function that returns the assignments that a head would make now for an instance with this cut."""
@@ -59,13 +68,24 @@ def find_adoptable(events: Iterable[agent_pb2.AgentEvent], expect: Expect) -> li
     for instance, workers in by_instance.items():
         workers.sort(key=lambda found: (found[1].stage, found[1].rank))
         states = [state for _, state in workers]
-        if not all(state.alive and state.status.phase == "ready" for state in states):
+        if not all(map(_is_ready, states)) or not _agree(states):
             continue
         cut = _cut(state.assignment for state in states if not state.rank)
         expected = expect(instance, cut)
         if [_what(one) for one in expected] == [_what(state.assignment) for state in states]:
             found.append(Adoptable(instance, cut, tuple(workers)))
     return found
+
+
+def _is_ready(state: agent_pb2.WorkerState) -> bool:
+    """Return True if the worker is loaded and may serve another head; one in a collective may not."""
+    return state.alive and state.status.phase == "ready" and not has_collective_link(state.assignment)
+
+
+def _agree(states: Iterable[agent_pb2.WorkerState]) -> bool:
+    """Return False if ranks of a stage began different steps: the others wait in a collective for ever."""
+    begun = {(state.stage, state.status.last_step) for state in states}
+    return len(begun) == len({stage for stage, _ in begun})
 
 
 def highest_epoch(events: Iterable[agent_pb2.AgentEvent]) -> int:
@@ -78,6 +98,33 @@ def highest_epoch(events: Iterable[agent_pb2.AgentEvent]) -> int:
         ),
         default=0,
     )
+
+
+_FILE = "heads.json"
+_NUMBERS = 1 << 63
+"""Limit of numbers that are believed; a head counts on for ever below it."""
+
+
+class _Heads(BaseModel):
+    newest: int = 0
+
+
+def next_head(folder: Path, events: Sequence[agent_pb2.AgentEvent]) -> int:
+    """Return the number of a new head, above those of all earlier ones, by which workers tell which head is newer.
+
+    It follows the number in the cluster's folder, and the numbers that workers report in case that the file was lost.
+    No clock is involved, because clocks are set back.
+    """
+    reported = (state.status.hello.fencing_id for event in events for state in event.workers)
+    newest = max((number for number in reported if number < _NUMBERS), default=0)
+    heads = StateFile(folder / _FILE, _Heads, "remove it, and heads are counted on from what workers report")
+    try:
+        with heads.change() as content:
+            content.newest = max(content.newest, newest) + 1
+            return content.newest
+    except (ConfigError, OSError) as error:
+        log.warning("the number of this head is not stored: %s", error)
+        return newest + 1
 
 
 def _cut(stages: Iterable[worker_pb2.StageAssignment]) -> Cut:

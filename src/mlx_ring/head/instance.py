@@ -68,6 +68,8 @@ class Epoch:
     """Its workers, if an earlier head loaded them."""
     prepared: Started | None = None
     """Its ranks that stay from the epoch before; None if all are to be loaded."""
+    head: int = 1
+    """Number of this head, which is higher than those of earlier ones."""
 
 
 class Instance:
@@ -131,7 +133,7 @@ class Instance:
         assignments = assign_all(
             self._settings, self._served, epoch.instance, epoch.number, placement.cut, placement.ranks
         )
-        hello = _head_hello(assignments[0], epoch.node)
+        hello = _head_hello(assignments[0], epoch)
         async with contextlib.AsyncExitStack() as cleanup:
             cleanup.callback(self._shares.leave, epoch.instance)
             await cleanup.enter_async_context(self.watch.watching(hello))
@@ -142,7 +144,9 @@ class Instance:
             addresses = [
                 RankAddress(RankId(place.stage, place.rank), place.address, place.node) for place in places
             ]
-            executor = await self._unless_lost(GrpcExecutor.connect(addresses, hello, trust=epoch.trust))
+            timeout_s = 10.0 if epoch.loaded else 30.0
+            connecting = GrpcExecutor.connect(addresses, hello, trust=epoch.trust, timeout_s=timeout_s)
+            executor = await self._unless_lost(connecting)
             cleanup.push_async_callback(executor.close)
             await self.watch.begin()
             first_report = self.watch.first_report
@@ -339,14 +343,14 @@ def predict_by(forecast: Forecast | None) -> Predict | None:
     return predict
 
 
-def _head_hello(assignment: worker_pb2.StageAssignment, node: str) -> hello_pb2.Hello:
+def _head_hello(assignment: worker_pb2.StageAssignment, epoch: Epoch) -> hello_pb2.Hello:
     return make_hello(
         instance=assignment.instance,
         epoch=assignment.epoch,
         model_digest=assignment.model_digest,
         plan_digest=assignment.plan_digest,
-        node=node,
-        fencing_id=time.time_ns() // 1_000_000,
+        node=epoch.node,
+        fencing_id=epoch.head,
     )
 
 

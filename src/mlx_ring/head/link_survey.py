@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from mlx_ring.api.service import LinkInfo
 from mlx_ring.cluster.deployment import Site, address_of, route_between
 from mlx_ring.cluster.link_survey import FoundLink, LinkEnd, LinkSurvey, link_profiles
 from mlx_ring.cluster.membership import Membership
@@ -90,3 +91,15 @@ def _trusted_host(site: Site, other: Site) -> str:
     """
     route = route_between(other, site)
     return "" if route is None or route.listens == site.host_for(other.node) else route.listens
+
+
+def link_info(found: FoundLink) -> LinkInfo:
+    """Return a found link as the API shows it."""
+    return LinkInfo(
+        source=found.source,
+        target=found.target,
+        round_trip_s=found.round_trip_s,
+        bytes_per_s=found.bytes_per_s,
+        unix_time_s=found.unix_time_s,
+        problem=found.problem,
+    )

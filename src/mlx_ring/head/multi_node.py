@@ -12,18 +12,18 @@ from functools import partial
 from typing import TypeVar
 
 from mlx_ring.api.service import LinkInfo
-from mlx_ring.cluster.adoption import Adoptable, find_adoptable, highest_epoch
+from mlx_ring.cluster.adoption import Adoptable, find_adoptable, highest_epoch, next_head
 from mlx_ring.cluster.control import Control
-from mlx_ring.cluster.deployment import Site, WorkerPlace, address_of
+from mlx_ring.cluster.deployment import Site, Started, WorkerPlace, address_of
 from mlx_ring.cluster.head_member import OwnAgent, stale_trust
-from mlx_ring.cluster.link_survey import FoundLink, as_they_are
+from mlx_ring.cluster.link_survey import as_they_are
 from mlx_ring.cluster.membership import Event, Joined, Left, Membership, Reported
 from mlx_ring.cluster.placement import Cut
 from mlx_ring.cluster.quarantine import QuarantineList
 from mlx_ring.core.cluster_folders import authority_folder
 from mlx_ring.core.errors import LinkLost, PlanError, RingError
 from mlx_ring.head.instance import Epoch
-from mlx_ring.head.link_survey import LinkSurveys
+from mlx_ring.head.link_survey import LinkSurveys, link_info
 from mlx_ring.head.nodes import Declared, LiveInstances, NodeListener, new_instance
 from mlx_ring.head.patching import Remains, Room, patch_ranks
 from mlx_ring.head.placing import (
@@ -96,7 +96,7 @@ class Cluster:
         self._is_first = True
         self._left: dict[str, list[Adoptable]] = {}
         """Instances that an earlier head left loaded, by model."""
-        self._highest_epoch = 0
+        self._highest_epoch, self._number = 0, 1
         self._own_agent = OwnAgent(settings, control, address)
         self._surveys = LinkSurveys(control.node)
         self._warned: set[str] = set()
@@ -105,7 +105,7 @@ class Cluster:
 
     @property
     def links(self) -> Sequence[LinkInfo]:
-        return tuple(map(_link_info, as_they_are(self._surveys.found, self._control.membership.members)))
+        return tuple(map(link_info, as_they_are(self._surveys.found, self._control.membership.members)))
 
     @property
     def missing(self) -> int:
@@ -185,9 +185,9 @@ class Cluster:
             await self._look_once(sites)
             number = max(order.number, self._highest_epoch + 1)
             async with self._planning:
-                left = self._adoptable(order.served, membership)
-                if left:
-                    return self._adopted(left.pop(0), order, membership, sites, number)
+                adopted = await self._adopt(order, membership, sites, number)
+                if adopted is not None:
+                    return adopted
                 placement = await self._place(order, membership, sites)
                 instance = new_instance(order.served)
                 self._live.add(instance, order, placement)
@@ -199,7 +199,7 @@ class Cluster:
             raise
         used = {site.node for site in placement.nodes}
         await _close([site for site in sites if site.node not in used])
-        return Epoch(instance, number, placement, self._control.node, trust=self._control.credentials)
+        return self._epoch(instance, number, placement)
 
     async def patch(self, order: Order, remains: Remains) -> Epoch:
         control = self._control
@@ -226,8 +226,19 @@ class Cluster:
             raise
         used = {site.node for site in placement.nodes}
         await _close([site for site in sites if site.node not in used])
-        trust = control.credentials
-        return Epoch(remains.instance, number, placement, control.node, trust=trust, prepared=prepared)
+        return self._epoch(remains.instance, number, placement, prepared=prepared)
+
+    def _epoch(
+        self,
+        instance: str,
+        number: int,
+        placement: Placement,
+        *,
+        loaded: tuple[WorkerPlace, ...] = (),
+        prepared: Started | None = None,
+    ) -> Epoch:
+        node, trust = self._control.node, self._control.credentials
+        return Epoch(instance, number, placement, node, trust, loaded, prepared, self._number)
 
     async def _place(self, order: Order, membership: Membership, sites: Sequence[Site]) -> Placement:
         others = self._live.others(order.served.names[0])
@@ -282,6 +293,8 @@ class Cluster:
             found = await asyncio.gather(*(site.link.look(hello, _LOOK_WAIT_S) for site in sites))
             events = [event for event in found if event is not None]
             self._highest_epoch = highest_epoch(events)
+            folder = authority_folder(state_folder(self._settings))
+            self._number = await asyncio.to_thread(next_head, folder, events)
             for declared in self._declared:
                 most = declared.settings.replicas or (
                     len(sites) if declared.settings.optimize_for == "throughput" else 1
@@ -312,6 +325,20 @@ class Cluster:
             )
         )
 
+    async def _adopt(
+        self, order: Order, membership: Membership, sites: Sequence[Site], number: int
+    ) -> Epoch | None:
+        """Take over an instance of an earlier head; end those that cannot be taken over."""
+        while left := self._adoptable(order.served, membership):
+            found = left.pop(0)
+            try:
+                return self._adopted(found, order, membership, sites, number)
+            except RingError as error:
+                log.warning("%s of an earlier head is ended: %s", found.instance, error)
+                own = [site for site in sites if site.node in dict(found.workers)]
+                await asyncio.gather(*(site.link.stop(found.instance, _STOP_WAIT_S) for site in own))
+        return None
+
     def _adopted(
         self, found: Adoptable, order: Order, membership: Membership, sites: Sequence[Site], number: int
     ) -> Epoch:
@@ -330,14 +357,7 @@ class Cluster:
         others = self._live.others(order.served.names[0])
         placement = place_as_loaded(order, others, self._control, membership, found, own, links)
         self._live.add(found.instance, order, placement)
-        return Epoch(
-            found.instance,
-            number,
-            placement,
-            self._control.node,
-            trust=self._control.credentials,
-            loaded=tuple(places),
-        )
+        return self._epoch(found.instance, number, placement, loaded=tuple(places))
 
     async def stop(self) -> None:
         """End this machine's agent; agents of other machines stay, without workers."""
@@ -425,17 +445,6 @@ class Cluster:
         finally:
             await _close(sites)
         return silent
-
-
-def _link_info(found: FoundLink) -> LinkInfo:
-    return LinkInfo(
-        source=found.source,
-        target=found.target,
-        round_trip_s=found.round_trip_s,
-        bytes_per_s=found.bytes_per_s,
-        unix_time_s=found.unix_time_s,
-        problem=found.problem,
-    )
 
 
 def _expect(declared: Declared, instance: str, cut: Cut) -> Sequence[worker_pb2.StageAssignment]:
