@@ -37,9 +37,9 @@ def quantile(part: float, name: str, by: str = "model_name", labels: str = PICKE
     return f"histogram_quantile({part}, {rates})"
 
 
-def mean(name: str) -> str:
+def mean(name: str, by: str = "model_name") -> str:
     sums, counts = (
-        f"sum by (model_name) (rate(mlx_ring_{name}_{part}{{{PICKED}}}[$__rate_interval]))"
+        f"sum by ({by}) (rate(mlx_ring_{name}_{part}{{{PICKED}}}[$__rate_interval]))"
         for part in ("sum", "count")
     )
     return f"{sums} / {counts}"
@@ -145,8 +145,8 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 "short",
                 (
                     (per_second("requests_resumed", "model_name"), f"{MODEL} resumed"),
-                    (per_second("resumed_tokens", "model_name"), f"{MODEL} tokens computed again"),
-                    (per_second("requests_given_up", "error"), "given up: {{error}}"),
+                    (per_second("resumed_tokens", "way"), "tokens {{way}}"),
+                    (per_second("requests_given_up", "why"), "given up: {{why}}"),
                     (per_second("resume_redrawn_tokens", "model_name"), f"{MODEL} tokens drawn again"),
                     (per_second("resume_disagreements", "model_name"), f"{MODEL} of them different"),
                 ),
@@ -156,6 +156,12 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 "Pause of interrupted requests",
                 "request_pause_seconds",
                 "From the loss of an instance until another one took over.",
+            ),
+            Panel(
+                "Recovery time by part",
+                "s",
+                ((mean("recovery_seconds", "model_name, part"), f"{MODEL} {{{{part}}}}"),),
+                "Mean. The first token comes within the replay.",
             ),
             quantiles(
                 "Time to first token", "time_to_first_token_seconds", "From arrival to the first token."

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from tests.eventually import eventually
 from tests.frozen_thread import frozen_thread
-from tests.interrupted import complete, interrupt
+from tests.interrupted import BODY, complete, interrupt
 from tests.processes import Server, serving
 from tests.profiles import made_up_profile
 
@@ -186,6 +189,59 @@ def test_an_answer_continues_when_a_worker_ends_or_hangs_which_is_named_and_repl
     reason = "ended by signal 9 (SIGKILL)" if fault == signal.SIGKILL else "it is stuck"
     assert f"(pid {worker.pid})" in log
     assert reason in log
+
+
+def test_losses_in_a_recovery_are_recoveries_of_their_own(tiny_model: Path, tmp_path: Path) -> None:
+    """Kill a worker that serves, one of the next while they start, and one during the replay."""
+    body = {**BODY, "prompt": [*range(5, 205)] * 3}
+    # One token in a step: the replay takes long enough to be seen.
+    with serving(tiny_model, "--stages", "2", "--prefill-chunk", "1", folder=tmp_path) as server:
+        expected, first = complete(server.http, body), workers_of(server)
+
+        def lose_three_times() -> None:
+            first[0].kill()
+            eventually(lambda: [each for each in workers_of(server) if each not in first])[-1].kill()
+            replaying = eventually(server.status, is_replaying)
+            psutil.Process(replaying["devices"][1]["pid"]).kill()
+
+        assert interrupt(server.http, lose_three_times, body).text == expected
+        assert server.status()["instances"][0]["recovery"] is None
+        assert losses_of(server) == 3
+        assert server.stop() == 0
+    log = (tmp_path / "logs" / "head.log").read_text()
+    assert log.count("recovered tiny in ") == 1
+    assert "; 1 request resumed" in log
+
+
+def losses_of(server: Server) -> float:
+    """Return the number of times that the instance was lost or could not be loaded."""
+    families = text_string_to_metric_families(server.http.get("/metrics").text)
+    return sum(
+        sample.value
+        for family in families
+        if family.name == "mlx_ring_instance_losses"
+        for sample in family.samples
+    )
+
+
+def is_replaying(status: dict[str, Any]) -> bool:
+    recovery = status["instances"][0]["recovery"]
+    return recovery is not None and recovery["phase"] == "replaying"
+
+
+def workers_of(server: Server) -> list[psutil.Process]:
+    """Return the workers that run now."""
+    return [
+        child
+        for child in psutil.Process(server.process.pid).children(recursive=True)
+        if is_worker(child) and child.status() != psutil.STATUS_ZOMBIE
+    ]
+
+
+def is_worker(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return "mlx_ring.worker" in process.cmdline()
+    return False
 
 
 def test_answers_of_a_lost_replica_continue_on_the_other(tiny_model: Path, tmp_path: Path) -> None:

@@ -265,6 +265,11 @@ def place_for_head(worker: agent_pb2.StartedWorker, site: Site) -> WorkerPlace:
     return WorkerPlace(worker.stage, worker.rank, site.node, address_of(site.host_for(""), worker.port))
 
 
+async def close_sites(sites: Iterable[Site]) -> None:
+    """Close the connections to nodes."""
+    await asyncio.gather(*(site.link.close() for site in sites))
+
+
 def address_of(host: str, port: int) -> str:
     """Return a gRPC target."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

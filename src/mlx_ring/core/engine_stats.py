@@ -247,6 +247,10 @@ TOKENS = tuple(
     float(count) for power in range(7) for step in (1, 2, 5) if (count := step * 10**power) <= _LARGEST_COUNT
 )
 """Bounds of numbers of tokens."""
+RECOVERY_PARTS = ("detect", "plan", "load", "replay", "first_token")
+"""Parts of a recovery. The first token comes within the replay."""
+RESUME_WAYS = ("replayed",)
+"""Ways in which an instance gets the KV of resumed requests: it computes their known tokens again."""
 
 
 class Distribution:
@@ -313,8 +317,9 @@ class Meter:
         """Requests that ended with an error, by its name."""
         self.resumed = 0
         """Interrupted requests that another instance took over."""
-        self.resumed_tokens = 0
-        """Their known tokens, which were computed again."""
+        self.resumed_tokens: Counter[str] = Counter()
+        """Their known tokens, by how the instance got their KV."""
+        self.recovery_s = {part: Distribution(REQUEST_S) for part in RECOVERY_PARTS}
         self.given_up: Counter[str] = Counter()
         """Interrupted requests that were not continued, by the error's name."""
         self.pause_s = Distribution(REQUEST_S)
@@ -351,11 +356,16 @@ class Meter:
         """Record further tokens of a request, from one step."""
         self.between_tokens_s.record(since_last_s / tokens, tokens)
 
-    def record_resumed(self, tokens: int, paused_s: float) -> None:
-        """Record that an instance took over an interrupted request with so many known tokens."""
+    def record_resumed(self, paused_s: float, *, replayed: int) -> None:
+        """Record that an instance took over an interrupted request, and computes so many known tokens again."""
         self.resumed += 1
-        self.resumed_tokens += tokens
+        self.resumed_tokens["replayed"] += replayed
         self.pause_s.record(paused_s)
+
+    def record_recovery(self, parts: Mapping[str, float]) -> None:
+        """Record the seconds of a complete recovery's parts."""
+        for part, seconds in parts.items():
+            self.recovery_s[part].record(seconds)
 
     def record_end(self, request: EndedRequest) -> None:
         """Record the end of a request; distributions contain only complete answers."""

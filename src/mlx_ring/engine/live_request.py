@@ -81,6 +81,8 @@ class LiveRequest:
         self._known = 0
         """Number of known tokens when its instance was lost."""
         self.has_ended = False
+        self.on_resumed: Callable[[], None] | None = None
+        """Called once at the first new token after a loss, or at the end."""
         self._span: Span | None = None if tracer is None else tracer.begin(request, sequence.submitted_at)
         self._tracer = tracer
         self._deadline: asyncio.TimerHandle | None = None
@@ -90,6 +92,7 @@ class LiveRequest:
         """Record the loss of the instance, and tell the reader."""
         self.interrupted_at, self.was_in_progress = now, in_progress
         self._known = self.sequence.length
+        self.on_resumed = None
         self.stream.pause()
 
     def record_loss(self) -> None:
@@ -103,7 +106,7 @@ class LiveRequest:
         """Make a sequence for another engine. Raises what `continue_sequence` raises."""
         self.sequence = continue_sequence(self.sequence, sequence_id, limits)
         if self.interrupted_at is not None:
-            meter.record_resumed(self.sequence.length, now - self.interrupted_at)
+            meter.record_resumed(now - self.interrupted_at, replayed=self.sequence.length)
         self.interrupted_at = None
         if self.losses >= LOSSES_TO_RUN_ALONE:
             self.sequence.alone_until = self.lost_at + PROGRESS_TOKENS
@@ -141,10 +144,17 @@ class LiveRequest:
             meter.record_tokens(len(tokens), now - self.last_at)
         meter.generated_tokens += len(tokens)
         self.stream.put(self._delta(tokens, reading, finish_reason, now))
+        self._report_resumed()
+
+    def _report_resumed(self) -> None:
+        if self.on_resumed is not None:
+            report, self.on_resumed = self.on_resumed, None
+            report()
 
     def end(self, reason: FinishReason, error: RingError | None, now: float, meter: Meter) -> None:
         """Record the end, and fail the stream with the error, if any."""
         self.has_ended = True
+        self._report_resumed()
         self.stream.resume()
         if self._deadline is not None:
             self._deadline.cancel()

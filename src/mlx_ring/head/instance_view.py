@@ -1,17 +1,24 @@
-"""Instance of a model as the API sees it."""
+"""Instance of a model as the API sees it, and its recoveries: their phases and times, and the limit of their number."""
 
 from __future__ import annotations
 
 import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import get_args
 
 from pydantic import TypeAdapter
 
 from mlx_ring.api.context import workers_of
+from mlx_ring.api.ops.status import RecoveryPhase, RecoveryStatus
 from mlx_ring.api.service import InstanceInfo
+from mlx_ring.core.engine_stats import Meter
 from mlx_ring.core.errors import NotReady, RingError
 from mlx_ring.core.types import LayerRange
 from mlx_ring.core.worker_status import MEMORY, REPORTED, GroupUse, LinkUse, WorkerInfo, WorkerMemory
 from mlx_ring.engine.engine import Engine
+from mlx_ring.engine.live_request import LiveRequest
 from mlx_ring.engine.step_times import StepTimes
 from mlx_ring.head.placing import Placement
 from mlx_ring.head.status import InstanceView, LoadingProgress
@@ -23,11 +30,153 @@ FIRST_EPOCH = 1
 LOADING = "The model is being loaded; ask again in a moment."
 
 
+WINDOW_S = 600.0
+PROMPT_LOSSES = 5
+"""Losses within the window that cause no pause before the next load."""
+MOST_LOSSES = 15
+"""Losses within the window after which interrupted requests are not continued."""
+_LONGEST_PAUSE_S = 30.0
+_PHASES = get_args(RecoveryPhase)
+_PARTS: Mapping[RecoveryPhase, str] = {"planning": "plan", "loading": "load", "replaying": "replay"}
+
+
+class Recoveries:
+    """Recoveries of one replica. A loss in any phase of a recovery begins another one."""
+
+    def __init__(self, model: str, meter: Meter, clock: Callable[[], float] = time.monotonic) -> None:
+        """Start before the first load.
+
+        Args:
+            model: name of the model.
+            meter: measurements of the replica.
+            clock: seconds.
+        """
+        self._model, self._meter, self._clock = model, meter, clock
+        self._losses: deque[float] = deque(maxlen=MOST_LOSSES)
+        """Times of the last losses of an instance that served."""
+        self._phase: RecoveryPhase | None = None
+        self._lost_at = self._phase_at = 0.0
+        self._has_served = False
+        self._parts: dict[str, float] = {}
+        """Seconds of the ended parts of the present recovery."""
+        self._last_s: dict[RecoveryPhase, float] = {}
+        """Seconds that each phase took last."""
+        self._resumed = self._replaying = 0
+        """Requests that were resumed, and those of them that have no new token yet."""
+
+    # ---- the instance records
+
+    def record_loss(self, error: RingError, waited_s: float) -> None:
+        """Begin a recovery, unless this loss was recorded already or the instance is ended on purpose.
+
+        Args:
+            error: the loss.
+            waited_s: time for which the oldest step had waited for an answer; 0 if a broken stream showed the loss.
+        """
+        if isinstance(error, NotReady) or not self._has_served or self._phase == "planning":
+            return
+        now = self._clock()
+        if self._phase != "loading":
+            self._losses.append(now)
+        self._phase, self._lost_at, self._parts = "planning", now, {"detect": waited_s}
+        self._phase_at = now
+
+    def record_plan(self) -> None:
+        """Record that an instance was placed and is being loaded."""
+        if self._phase is None:
+            self._phase_at = self._clock()
+        else:
+            self._end_phase("loading")
+
+    def record_load(self) -> None:
+        """Record that the instance serves."""
+        self._has_served = True
+        if self._phase is None:
+            self._last_s["loading"] = self._clock() - self._phase_at
+        else:
+            self._end_phase("replaying")
+
+    def record_resumed(self, lives: Iterable[LiveRequest]) -> None:
+        """Follow the interrupted requests that the instance took over, until each has a new token or has ended."""
+        resumed = [live for live in lives if not live.has_ended]
+        self._resumed = self._replaying = len(resumed)
+        for live in resumed:
+            live.on_resumed = self._record_continued
+        if self._phase == "replaying" and not resumed:
+            self._end()
+
+    def _record_continued(self) -> None:
+        self._replaying -= 1
+        self._parts.setdefault("first_token", self._clock() - self._phase_at)
+        if not self._replaying:
+            self._end_phase("replaying")
+            self._end()
+
+    def _end_phase(self, following: RecoveryPhase) -> None:
+        now, ended = self._clock(), self._phase or following
+        self._parts[_PARTS[ended]] = self._last_s[ended] = now - self._phase_at
+        self._phase, self._phase_at = following, now
+
+    def _end(self) -> None:
+        self._phase = None
+        self._meter.record_recovery(self._parts)
+        parts = [part for part in ("detect", "plan", "load", "replay") if part in self._parts]
+        log.info(
+            "recovered %s in %.2f s: %s; %d %s resumed",
+            self._model,
+            sum(self._parts[part] for part in parts),
+            ", ".join(f"{part} {self._parts[part]:.2f} s" for part in parts),
+            self._resumed,
+            "request" if self._resumed == 1 else "requests",
+        )
+
+    # ---- reports
+
+    @property
+    def status(self) -> RecoveryStatus | None:
+        """Phase of the present recovery, and how long it may take; None without one."""
+        if self._phase is None:
+            return None
+        now = self._clock()
+        left_s = self._last_s.get(self._phase, -1.0) - (now - self._phase_at)
+        following = _PHASES[_PHASES.index(self._phase) + 1 :]
+        return RecoveryStatus(
+            phase=self._phase,
+            elapsed_s=now - self._lost_at,
+            remaining_s=None
+            if left_s < 0
+            else left_s + sum(self._last_s.get(each, 0.0) for each in following),
+        )
+
+    # ---- the limit
+
+    def _recent_losses(self) -> int:
+        now = self._clock()
+        return sum(now - lost_at < WINDOW_S for lost_at in self._losses)
+
+    @property
+    def pause_s(self) -> float:
+        """Time to wait before the next load, so that a broken cluster does not load without end."""
+        excess = self._recent_losses() - PROMPT_LOSSES
+        return 0.0 if excess <= 0 else min(_LONGEST_PAUSE_S, 2.0 ** (excess - 1))
+
+    @property
+    def refusal(self) -> NotReady | None:
+        """Error of interrupted requests while there are too many losses; None while they are continued."""
+        if self._recent_losses() < MOST_LOSSES:
+            return None
+        return NotReady(
+            f"The model was lost {MOST_LOSSES} times within {WINDOW_S / 60:.0f} minutes, so interrupted answers are "
+            "not continued. See the log for the reasons, and ask again later."
+        )
+
+
 class InstanceService:
     """Engine and its workers, or the reason why there is none."""
 
-    def __init__(self, layers: int, kv_bits: int) -> None:
+    def __init__(self, layers: int, kv_bits: int, recoveries: Recoveries) -> None:
         """Start without an engine; `layers` is the model's number of layers."""
+        self.recoveries = recoveries
         self._layers = layers
         self._kv_bits = kv_bits
         self._placement: Placement | None = None
@@ -81,17 +230,20 @@ class InstanceService:
             workers=workers_of(self),
             loading=self._loading,
             times=StepTimes() if self._engine is None else self._engine.step_times(),
+            recovery=self.recoveries.status,
         )
 
     def begin(self, instance: str, epoch: int, placement: Placement) -> None:
         """Start to load another instance with this placement."""
         self._instance, self._epoch, self._placement = instance, epoch, placement
         self._workers, self._loading, self._is_loading = {}, LoadingProgress(), True
+        self.recoveries.record_plan()
         self._engine, self._suspicion = None, ""
 
     def serve(self, engine: Engine) -> None:
         """Answer requests from now on."""
         self._engine, self._lost, self._is_loading = engine, None, False
+        self.recoveries.record_load()
 
     def lose(self, error: RingError) -> None:
         """End the engine with the reason, and refuse new requests until `serve`.
@@ -101,6 +253,8 @@ class InstanceService:
         # Unloading a model or ending the server is not an error.
         log.log(logging.INFO if isinstance(error, NotReady) else logging.ERROR, "%s", error)
         self._lost, self._is_loading = error, False
+        owed = None if self._engine is None else self._engine.oldest_unanswered()
+        self.recoveries.record_loss(error, 0.0 if owed is None else owed.waited_s)
         if self._engine is not None:
             self._engine.lose(error)
 

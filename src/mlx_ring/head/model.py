@@ -186,15 +186,24 @@ class HostedModel:
 
     @property
     def keeps_requests(self) -> bool:
-        return self.settings.resume == "on" and self._has_served and self.error is not None
+        is_waiting = self.settings.resume == "on" and self._has_served and self.error is not None
+        return is_waiting and self._refusal is None
 
     def hold(self, lives: Iterable[LiveRequest], loss: RingError) -> None:
         """Give the requests of a lost instance to the other replicas, or keep them until one is loaded again."""
         serving = [each.engine for each in self._serving()]
         if not serving:
             self._held.hold(lives, loss)
+            if (refusal := self._refusal) is not None:
+                self._held.fail(refusal)
         for live, engine in zip(lives, cycle(serving), strict=False):
             engine.take_over([live])
+
+    @property
+    def _refusal(self) -> NotReady | None:
+        """Error of interrupted requests while a replica was lost too often; None while they are continued."""
+        refusals = (replica.service.recoveries.refusal for replica in self.replicas)
+        return next((refusal for refusal in refusals if refusal is not None), None)
 
     @property
     def rejected(self) -> Mapping[str, int]:
@@ -257,7 +266,10 @@ class HostedModel:
     async def _keep(self, replica: Replica, first: asyncio.Future[None], ready: Ready) -> None:
         def on_ready(load_s: float) -> None:
             self._has_served = True
-            replica.service.engine.take_over(self._held.take())
+            held = self._held.take()
+            interrupted = [live for live in held if live.interrupted_at is not None]
+            replica.service.engine.take_over(held)
+            replica.service.recoveries.record_resumed(interrupted)
             ready(self.served, replica.service.info, load_s)
             if not first.done():
                 first.set_result(None)

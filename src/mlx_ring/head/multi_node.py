@@ -14,7 +14,7 @@ from typing import TypeVar
 from mlx_ring.api.service import LinkInfo
 from mlx_ring.cluster.adoption import Adoptable, find_adoptable, highest_epoch, next_head
 from mlx_ring.cluster.control import Control
-from mlx_ring.cluster.deployment import Site, Started, WorkerPlace, address_of
+from mlx_ring.cluster.deployment import Site, Started, WorkerPlace, address_of, close_sites
 from mlx_ring.cluster.head_member import OwnAgent, stale_trust
 from mlx_ring.cluster.link_survey import as_they_are
 from mlx_ring.cluster.membership import Event, Joined, Left, Membership, Reported
@@ -128,7 +128,7 @@ class Cluster:
                 return [None]
             _, links = await self._surveys.take_all(membership, sites)
         finally:
-            await _close(sites)
+            await close_sites(sites)
         plans = await self._steadily(
             membership,
             lambda members: asyncio.to_thread(
@@ -195,10 +195,10 @@ class Cluster:
             placement = await offered(placement, partial(self._offer, order.served))
         except BaseException:
             self._live.remove(instance)
-            await _close(sites)
+            await close_sites(sites)
             raise
         used = {site.node for site in placement.nodes}
-        await _close([site for site in sites if site.node not in used])
+        await close_sites([site for site in sites if site.node not in used])
         return self._epoch(instance, number, placement)
 
     async def patch(self, order: Order, remains: Remains) -> Epoch:
@@ -222,10 +222,10 @@ class Cluster:
                 self._live.add(remains.instance, order, placement)
             placement = await offered(placement, partial(self._offer, order.served))
         except BaseException:
-            await _close(sites)
+            await close_sites(sites)
             raise
         used = {site.node for site in placement.nodes}
-        await _close([site for site in sites if site.node not in used])
+        await close_sites([site for site in sites if site.node not in used])
         return self._epoch(remains.instance, number, placement, prepared=prepared)
 
     def _epoch(
@@ -293,8 +293,7 @@ class Cluster:
             found = await asyncio.gather(*(site.link.look(hello, _LOOK_WAIT_S) for site in sites))
             events = [event for event in found if event is not None]
             self._highest_epoch = highest_epoch(events)
-            folder = authority_folder(state_folder(self._settings))
-            self._number = await asyncio.to_thread(next_head, folder, events)
+            self._number = next_head(authority_folder(state_folder(self._settings)), events)
             for declared in self._declared:
                 most = declared.settings.replicas or (
                     len(sites) if declared.settings.optimize_for == "throughput" else 1
@@ -372,7 +371,7 @@ class Cluster:
             absent = asyncio.create_task(self._control.wait_until_absent(self._control.node))
             await asyncio.wait((*ending, absent), return_when=asyncio.FIRST_COMPLETED)
             absent.cancel()
-            await _close(sites)
+            await close_sites(sites)
         await self._own_agent.end()
 
     @contextlib.contextmanager
@@ -443,13 +442,9 @@ class Cluster:
         except RingError as error:
             log.warning("%s joined, but could not be prepared: %s", ", ".join(sorted(nodes)), error)
         finally:
-            await _close(sites)
+            await close_sites(sites)
         return silent
 
 
 def _expect(declared: Declared, instance: str, cut: Cut) -> Sequence[worker_pb2.StageAssignment]:
     return assign(declared.settings, declared.served, instance, 0, cut)
-
-
-async def _close(sites: Sequence[Site]) -> None:
-    await asyncio.gather(*(site.link.close() for site in sites))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
@@ -14,7 +15,7 @@ from mlx_ring.core.logs import set_log_epoch
 from mlx_ring.core.traces import Tracing
 from mlx_ring.engine.live_request import Hold, LiveRequest, judge
 from mlx_ring.head.instance import Epoch, Instance, leave_workers, stop_workers
-from mlx_ring.head.instance_view import FIRST_EPOCH, InstanceService
+from mlx_ring.head.instance_view import FIRST_EPOCH, InstanceService, Recoveries
 from mlx_ring.head.instance_watch import InstanceWatch
 from mlx_ring.head.kv_memory import KvShares
 from mlx_ring.head.nodes import Machines
@@ -116,7 +117,8 @@ class Replica:
         self._next_number = FIRST_EPOCH
         """Smallest number of its next epoch."""
         kv_bits = 0 if settings.kv_bits == "off" else int(settings.kv_bits)
-        self.service = InstanceService(served.folder.num_layers, kv_bits)
+        self._recoveries = Recoveries(served.names[0], meter)
+        self.service = InstanceService(served.folder.num_layers, kv_bits, self._recoveries)
 
     async def run(self, ready: Callable[[float], None]) -> None:
         """Run one instance after the other.
@@ -129,7 +131,7 @@ class Replica:
         """
         pause_s = _FIRST_PAUSE_S
         while True:
-            begun_s = time.time()
+            begun_s, is_adopted = time.time(), False
             try:
                 order = Order(
                     self._served,
@@ -141,19 +143,27 @@ class Replica:
                     replicas=self._replicas,
                 )
                 epoch = await self._machines.next_epoch(order)
-                self._next_number = epoch.number + 1
+                self._next_number, is_adopted = epoch.number + 1, bool(epoch.loaded)
                 await self._run(order, epoch, ready, begun_s)
                 # Interrupted answers wait for the next load.
                 pause_s = 0.0 if time.time() - begun_s >= _STEADY_S else _FIRST_PAUSE_S
             except RingError as error:
                 self._meter.record_loss(error)
+                if is_adopted and not self._has_served:
+                    log.warning("the workers of an earlier head cannot be adopted: %s", error)
+                    continue
                 if not self._has_served and not isinstance(error, NodeLost):
                     raise
                 self.service.lose(error)
                 self._machines.record_failure(error, begun_s)
                 pause_s = min(_LONGEST_PAUSE_S, max(_FIRST_PAUSE_S, 2 * pause_s))
-            log.warning("loading %s again%s", self._served.names[0], f" in {pause_s:g} s" if pause_s else "")
-            await self._machines.wait_for_node(pause_s)
+            limit_s = self._recoveries.pause_s
+            longest_s = max(pause_s, limit_s)
+            log.warning(
+                "loading %s again%s", self._served.names[0], f" in {longest_s:g} s" if longest_s else ""
+            )
+            await asyncio.sleep(limit_s)
+            await self._machines.wait_for_node(longest_s - limit_s)
 
     def _keep(self, lives: Iterable[LiveRequest], loss: RingError) -> None:
         interrupted = list(lives)
@@ -178,6 +188,7 @@ class Replica:
                     return
                 pause_s = 0.0 if time.time() - begun_s >= _STEADY_S else _FIRST_PAUSE_S
                 current.lost_nodes.clear()
+                pause_s = max(pause_s, self._recoveries.pause_s)
                 patched = await self._patch(order, epoch, running.remains, pause_s)
                 if patched is None:
                     return

@@ -22,6 +22,7 @@ from mlx_ring.api.ops.status import (
     PromisedMemory,
     RankStatus,
     RateStatus,
+    RecoveryStatus,
     StageMemory,
     StageStatus,
     StageTimesStatus,
@@ -113,6 +114,7 @@ class InstanceView:
     workers: Sequence[WorkerInfo]
     loading: LoadingProgress
     times: StepTimes
+    recovery: RecoveryStatus | None = None
 
 
 # ---- instances
@@ -126,6 +128,7 @@ def instance_status(view: InstanceView) -> InstanceStatus:
         epoch=view.epoch,
         state=view.state,
         reason=view.reason,
+        recovery=view.recovery,
         layers=view.layers,
         stages=[_stage(view, stage) for stage in range(len(view.ranges))],
         stream=_stream(view.forecast, view.times.stream),

@@ -19,7 +19,7 @@ import grpc
 import mlx.core as mx
 import psutil
 
-from mlx_ring.core.errors import NotReady, ProtocolError, RingError, ServingError
+from mlx_ring.core.errors import NotReady, ProtocolError, RingError, ServingError, StaleMessage
 from mlx_ring.core.logs import set_log_epoch
 from mlx_ring.rpc.backends import backend_of, has_collective_link, joined_ranks
 from mlx_ring.rpc.failures import error_to_failure

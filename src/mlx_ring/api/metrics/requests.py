@@ -14,7 +14,7 @@ from prometheus_client.metrics_core import (
 
 from mlx_ring.api.middleware.access_log import HttpMeter
 from mlx_ring.api.service import ModelService, ServedInstance
-from mlx_ring.core.engine_stats import Distribution, EngineStats, Meter
+from mlx_ring.core.engine_stats import RESUME_WAYS, Distribution, EngineStats, Meter
 from mlx_ring.core.errors import (
     ContextExceeded,
     DeadlineExceeded,
@@ -175,7 +175,6 @@ def request_families(replicas: Sequence[Replica], models: Sequence[ModelService]
         ("prompt_tokens", "Tokens of prompts, including cached ones.", "prompt_tokens"),
         ("generation_tokens", "Tokens that were generated.", "generated_tokens"),
         ("requests_resumed", "Interrupted requests that another instance took over.", "resumed"),
-        ("resumed_tokens", "Known tokens of resumed requests, which were computed again.", "resumed_tokens"),
     ):
         yield counter(
             name, help_text, MODEL, [(each.labels, getattr(each.meter, field)) for each in replicas]
@@ -197,9 +196,15 @@ def request_families(replicas: Sequence[Replica], models: Sequence[ModelService]
         ],
     )
     yield counter(
+        "resumed_tokens",
+        "Known tokens of resumed requests. Way `replayed`: they were computed again.",
+        (*MODEL, "way"),
+        [((*each.labels, way), each.meter.resumed_tokens[way]) for each in replicas for way in RESUME_WAYS],
+    )
+    yield counter(
         "requests_given_up",
         "Interrupted requests that were not continued, by the kind of error.",
-        (*MODEL, "error"),
+        (*MODEL, "why"),
         [
             ((*each.labels, error), count)
             for each in replicas
@@ -220,6 +225,12 @@ def request_families(replicas: Sequence[Replica], models: Sequence[ModelService]
         yield histogram(
             name, help_text, MODEL, [(each.labels, getattr(each.meter, field)) for each in replicas]
         )
+    yield histogram(
+        "recovery_seconds",
+        "Times of the parts of a recovery from the loss of an instance. The first token comes within the replay.",
+        (*MODEL, "part"),
+        [((*each.labels, part), seen) for each in replicas for part, seen in each.meter.recovery_s.items()],
+    )
 
 
 def _kv_usage(stats: EngineStats | None) -> float:

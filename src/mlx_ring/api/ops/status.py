@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 NodeState = Literal["attending", "gone", "quarantined"]
 InstanceState = Literal["loading", "ready", "unavailable"]
+RecoveryPhase = Literal["planning", "loading", "replaying"]
 Bytes = Annotated[int, Field(ge=0)]
 
 
@@ -244,6 +245,17 @@ class LeftOutStatus(_Status):
     why: str
 
 
+class RecoveryStatus(_Status):
+    """Recovery after the loss of an instance, until interrupted requests continue."""
+
+    phase: RecoveryPhase
+    """`planning` ends old workers and places the model, `replaying` computes interrupted requests again."""
+    elapsed_s: float
+    """Seconds since the loss was noticed."""
+    remaining_s: float | None
+    """Expected seconds, from the last load and recovery; null if unknown, or if it already takes longer."""
+
+
 class InstanceStatus(_Status):
     """Plan that is loaded or being loaded."""
 
@@ -252,6 +264,8 @@ class InstanceStatus(_Status):
     epoch: int
     state: InstanceState
     reason: str | None
+    recovery: RecoveryStatus | None
+    """Null if no recovery is in progress."""
     layers: int
     stages: list[StageStatus]
     stream: StreamStatus | None

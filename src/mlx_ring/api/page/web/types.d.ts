@@ -172,6 +172,8 @@ export interface InstanceStatus {
   epoch: number;
   state: "loading" | "ready" | "unavailable";
   reason: string | null;
+  /** Null if no recovery is in progress. */
+  recovery: RecoveryStatus | null;
   layers: number;
   stages: StageStatus[];
   /** Null if nothing was predicted or measured. */
@@ -423,6 +425,16 @@ export interface Rates {
   tokens_per_s: number | null;
   prompt_tokens_per_s: number | null;
   stages: StageShares[];
+}
+
+/** Recovery after the loss of an instance, until interrupted requests continue. */
+export interface RecoveryStatus {
+  /** `planning` ends old workers and places the model, `replaying` computes interrupted requests again. */
+  phase: "planning" | "loading" | "replaying";
+  /** Seconds since the loss was noticed. */
+  elapsed_s: number;
+  /** Expected seconds, from the last load and recovery; null if unknown, or if it already takes longer. */
+  remaining_s: number | null;
 }
 
 /** A request in progress, without its text. */

@@ -1,7 +1,7 @@
 // An instance as tokens pass through it: its stages, their ranks, and the links between them.
 
 /** @import { CacheStatistics, CacheWorker, ClusterStatus, DeviceStatus, InstanceStatus } from "../types.js" */
-/** @import { LinkStatus, LoadingStatus, Rates, RankStatus, StageShares, StageStatus } from "../types.js" */
+/** @import { LinkStatus, LoadingStatus, Rates, RankStatus, RecoveryStatus, StageShares, StageStatus } from "../types.js" */
 
 import { Legend, stageColour, stageFill } from "../components.js";
 import { bytes, counted, duration, figures, rate } from "../format.js";
@@ -48,6 +48,7 @@ export function Pipeline({ instance, cluster, cache, pace, names }) {
         html`<span class="muted">${figures(load.running, 4)} running, ${figures(load.waiting, 4)} waiting</span>`
       }
     </header>
+    ${instance.recovery && html`<p>${recovering(instance.recovery)}</p>`}
     ${state !== "ready" && reason && html`<p>${reason}</p>`}
     <${Layers} stages=${stages} />
     <div class="flow">
@@ -70,6 +71,12 @@ export function Pipeline({ instance, cluster, cache, pace, names }) {
     <${Legend} items=${LEGEND} />
     <${Remarks} instance=${instance} />
   </section>`;
+}
+
+/** @param {RecoveryStatus} recovery */
+function recovering({ phase, elapsed_s, remaining_s }) {
+  const left = remaining_s === null ? "" : `, about ${duration(remaining_s)} left`;
+  return `Recovering from a loss: ${phase} after ${duration(elapsed_s)}${left}.`;
 }
 
 /**
