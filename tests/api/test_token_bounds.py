@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-from mlx_ring.api.token_bounds import TokenBounds
+from mlx_ring.api.prompts import TokenBounds
 
 WORDS = ["the", "he", "th", "in", "ing", "é", "e", "日本", "日", "\u2581the", "\u2581", "ain", "ai"]
 

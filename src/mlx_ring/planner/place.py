@@ -2,18 +2,203 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+
+import numpy as np
 
 from mlx_ring.core.errors import PlanError
-from mlx_ring.planner.explanation import explain_plan, explain_shortage
-from mlx_ring.planner.plan import Plan
-from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
+from mlx_ring.core.types import LayerRange
+from mlx_ring.planner.plan import LeftOut, Plan, Prediction, RankPlan, StagePlan
+from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile
 from mlx_ring.planner.request import PlanRequest
-from mlx_ring.planner.search import Piece
-from mlx_ring.planner.strategies import METHODS, TensorMethod
+from mlx_ring.planner.search import Partition, Piece
+from mlx_ring.planner.stage_costs import StageTables
+from mlx_ring.planner.strategies import METHODS, PipelineMethod, TensorMethod
 from mlx_ring.planner.tensor_plans import best_of_both, place_tensor
 from mlx_ring.planner.timetable import Timetable
 from mlx_ring.rpc.link_profile import UNREACHABLE
+
+_SHORTEST_CONTEXT = 256
+_KV_BITS = (8, 4)
+_SAME_TIME = 1e-3
+"""Relative difference below which two times are reported as the same."""
+
+
+def explain_plan(times: Timetable, request: PlanRequest, partition: Partition) -> Plan:
+    """Return the plan of a pipeline, with its prediction and reasons."""
+    prediction = times.prediction(partition.pieces, request.prompt_tokens)
+    stages_s, _ = times.lone_stream(partition.pieces)
+    return Plan(
+        model=times.model.name,
+        strategy=request.strategy,
+        objective=request.objective,
+        context_tokens=request.demand.context_tokens,
+        sequences=request.demand.sequences,
+        kv_bits=request.demand.kv_bits,
+        stages=tuple(
+            _stage(times, request, piece, token_s)
+            for piece, token_s in zip(partition.pieces, stages_s, strict=True)
+        ),
+        left_out=_left_out(times, request, partition, prediction),
+        prediction=prediction,
+        remarks=_remarks(times, partition, prediction),
+    )
+
+
+def _stage(times: Timetable, request: PlanRequest, piece: Piece, token_s: float) -> StagePlan:
+    node = times.cluster.nodes[piece.node]
+    rank = RankPlan(
+        node=node.name,
+        share=1.0,
+        weight_bytes=times.costs.weight_bytes(node, piece.first, piece.end),
+        memory_bytes=int(times.costs.memory(node)[piece.first, piece.end]),
+        usable_bytes=node.usable_bytes,
+    )
+    return StagePlan(
+        node=node.name,
+        layers=LayerRange(piece.first, piece.end),
+        weight_bytes=rank.weight_bytes,
+        memory_bytes=rank.memory_bytes,
+        usable_bytes=rank.usable_bytes,
+        token_s=token_s,
+        why=_why(times, request, piece),
+        ranks=(rank,),
+    )
+
+
+def _why(times: Timetable, request: PlanRequest, piece: Piece) -> str:
+    method = METHODS[request.strategy]
+    reason = method.reason(times, piece.node) if isinstance(method, PipelineMethod) else ""
+    node, layers = times.cluster.nodes[piece.node], len(times.model.layers)
+    memory = times.costs.memory(node)
+    if piece.end < layers and memory[piece.first, piece.end + 1] > node.usable_bytes:
+        reason += "; its memory is full"
+    return f"{piece.end - piece.first} of {layers} layers: {reason}"
+
+
+def _left_out(
+    times: Timetable, request: PlanRequest, partition: Partition, prediction: Prediction
+) -> tuple[LeftOut, ...]:
+    used = {piece.node for piece in partition.pieces}
+    left_out: list[LeftOut] = []
+    for place, node in enumerate(times.cluster.nodes):
+        if place in used:
+            continue
+        with_it = partition.with_node[place] if partition.with_node else np.inf
+        if other := _out_of_reach(times.cluster, node, used):
+            why = f"it and {other} do not reach each other"
+        elif not np.isfinite(times.tables(1)[place]).any():
+            why = "too little memory for a single layer"
+        elif request.objective == "throughput":
+            why = "no plan with it has a higher throughput"
+        elif not np.isfinite(with_it):
+            why = "no plan with it is faster"
+        elif with_it > prediction.token_s * (1 + _SAME_TIME):
+            why = f"with it a token takes {1e3 * with_it:.1f} ms instead of {1e3 * prediction.token_s:.1f}"
+        else:
+            why = "with it a token takes as long"
+        left_out.append(LeftOut(node.name, why))
+    return tuple(left_out)
+
+
+def _out_of_reach(cluster: ClusterProfile, node: NodeProfile, used: Collection[int]) -> str:
+    """Return the name of a machine of the plan that this one does not reach, or an empty string."""
+    names = [cluster.nodes[place].name for place in sorted(used)]
+    return next((name for name in names if cluster.link(node.name, name) == UNREACHABLE), "")
+
+
+def _remarks(times: Timetable, partition: Partition, prediction: Prediction) -> tuple[str, ...]:
+    nodes = times.cluster.nodes
+    if len(partition.pieces) == 1:
+        return ("One machine alone is fastest.",) if len(nodes) > 1 else ()
+    alone_s = [float(table[0, -1]) for table in times.steady_tables(1)]
+    best = min(range(len(alone_s)), key=lambda place: alone_s[place])
+    if alone_s[best] < prediction.token_s:
+        return (
+            (
+                f"{nodes[best].name} alone would be faster for a single stream: "
+                f"{1e3 * alone_s[best]:.1f} ms a token instead of {1e3 * prediction.token_s:.1f}."
+            ),
+        )
+    return ()
+
+
+# ---- what is missing
+
+
+def explain_shortage(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest) -> str:
+    """Return why no plan fits, and what would fit."""
+    if broken := _broken_links(model, cluster, request):
+        return broken
+    demand, usable = request.demand, sum(node.usable_bytes for node in cluster.nodes)
+    tables = StageTables(model, demand)
+    need = min(float(tables.memory(node)[0, -1]) for node in cluster.nodes)
+    several = "" if demand.sequences == 1 else "s"
+    asked = (
+        f"{model.name} with {demand.sequences} sequence{several} of {demand.context_tokens} tokens "
+        f"needs {need / 1e9:.1f} GB"
+    )
+    have = f"the {len(cluster.nodes)} machines have {usable / 1e9:.1f} GB for it"
+    if need > usable:
+        begin = f"{asked}, and {have}: {(need - usable) / 1e9:.1f} GB are missing."
+    else:
+        begin = (
+            f"{asked}, and {have}, but the strategy {request.strategy} does not divide it so that it fits."
+        )
+    return f"{begin} {_nearest_fit(model, cluster, request)}"
+
+
+def _broken_links(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest) -> str:
+    """Return the links without which there is no plan; empty if mending them would not help."""
+    broken = [sorted(pair) for pair, link in cluster.links.items() if link == UNREACHABLE]
+    if not broken or not _fits(model, replace(cluster, links={}), request):
+        return ""
+    pairs = ", ".join(f"{one} and {other}" for one, other in sorted(broken))
+    return f"{model.name} needs several machines, and these do not reach each other: {pairs}. Fix the network between them."
+
+
+def _nearest_fit(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest) -> str:
+    demand, found = request.demand, list[str]()
+
+    def fits(**changes: int) -> bool:
+        return _fits(model, cluster, replace(request, demand=replace(demand, **changes)))
+
+    for bits in _KV_BITS:
+        if bits < demand.kv_bits and fits(kv_bits=bits):
+            found.append(f"KV of {bits} bits")
+            break
+    context = _largest(_SHORTEST_CONTEXT, demand.context_tokens, lambda tokens: fits(context_tokens=tokens))
+    if context:
+        found.append(f"a context of {context} tokens")
+    sequences = _largest(1, demand.sequences, lambda number: fits(sequences=number))
+    if sequences:
+        found.append(f"{sequences} sequence{'s' * (sequences > 1)}")
+    if found:
+        return f"This fits: {', or '.join(found)}."
+    if fits(context_tokens=_SHORTEST_CONTEXT, sequences=1):
+        return f"One sequence of {_SHORTEST_CONTEXT} tokens fits."
+    return "Even one short sequence does not fit."
+
+
+def _fits(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest) -> bool:
+    method = METHODS[request.strategy]
+    times = Timetable(model, cluster, request.demand)
+    return isinstance(method, PipelineMethod) and method.fits(times, request)
+
+
+def _largest(low: int, high: int, fits: Callable[[int], bool]) -> int:
+    """Return the largest multiple of `low` below `high` that fits; 0 if none does."""
+    if not fits(low):
+        return 0
+    good, bad = 1, -(-high // low)
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        if fits(low * middle):
+            good = middle
+        else:
+            bad = middle
+    return good * low
 
 
 def place(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest) -> Plan:

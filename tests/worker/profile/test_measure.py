@@ -13,8 +13,7 @@ from mlx_ring.core.errors import ConfigError
 from mlx_ring.host.machine_profile import MachineProfile
 from mlx_ring.worker.platform.device import free_memory
 from mlx_ring.worker.profile import measure as measure_module
-from mlx_ring.worker.profile.measure import Bounds, measure
-from mlx_ring.worker.profile.products import Products, WeightKind
+from mlx_ring.worker.profile.measure import Bounds, Products, WeightKind, measure
 from mlx_ring.worker.profile.rounds import stopwatch
 from mlx_ring.worker.profile.steps import SmallStage, attending, drawing
 
