@@ -28,9 +28,7 @@ from mlx_ring.settings.config import Settings
 log = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
-"""Pauses between the loss of an instance and the next attempt."""
-_STEADY_S = 10.0
-"""Time after the start of a load from which on a loss has no pause: the instance was in order."""
+"""Pauses between a failed load and the next attempt. After a loss there is none, until losses are frequent."""
 
 
 class Watcher(Protocol):
@@ -146,7 +144,7 @@ class Replica:
                 self._next_number, is_adopted = epoch.number + 1, bool(epoch.loaded)
                 await self._run(order, epoch, ready, begun_s)
                 # Interrupted answers wait for the next load.
-                pause_s = 0.0 if time.time() - begun_s >= _STEADY_S else _FIRST_PAUSE_S
+                pause_s = 0.0
             except RingError as error:
                 self._meter.record_loss(error)
                 if is_adopted and not self._has_served:
@@ -186,10 +184,8 @@ class Replica:
                     self._machines.record_failure(running.loss, begun_s)
                 if running.remains is None:
                     return
-                pause_s = 0.0 if time.time() - begun_s >= _STEADY_S else _FIRST_PAUSE_S
                 current.lost_nodes.clear()
-                pause_s = max(pause_s, self._recoveries.pause_s)
-                patched = await self._patch(order, epoch, running.remains, pause_s)
+                patched = await self._patch(order, epoch, running.remains)
                 if patched is None:
                     return
                 epoch, begun_s = patched, time.time()
@@ -216,10 +212,10 @@ class Replica:
             None if self._hold is None else self._keep,
         )
 
-    async def _patch(self, order: Order, epoch: Epoch, remains: Remains, pause_s: float) -> Epoch | None:
-        """Replace the lost ranks of an instance after a pause. If that is impossible, stop the others and return None."""
+    async def _patch(self, order: Order, epoch: Epoch, remains: Remains) -> Epoch | None:
+        """Replace the lost ranks of an instance. If that is impossible, stop the others and return None."""
         try:
-            await self._machines.wait_for_node(pause_s)
+            await asyncio.sleep(self._recoveries.pause_s)
             order = replace(order, number=epoch.number + 1, nodes=1, only=None)
             patched = await self._machines.patch(order, remains)
         except BaseException as error:
