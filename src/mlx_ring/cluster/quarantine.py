@@ -1,15 +1,19 @@
-"""Quarantine of nodes that have failed repeatedly, which plans leave out for a while.
+"""Quarantine of nodes that have failed repeatedly, which plans leave out for a while, and of MLX backends that hang.
 
 Losses that were blamed on nodes are kept in the cluster's folder, where another process may clear them.
+
+A group hangs if all its ranks answer, but none completes its collectives. That is a fault of the connection between its
+nodes, or of the backend, and not of a node. A group of two ranks blames its pair of nodes. Larger groups do not show
+which pair is at fault, so they blame the backend everywhere.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 
 from pydantic import BaseModel
@@ -147,3 +151,103 @@ class QuarantineList:
         if reason != self._logged:
             self._logged = reason
             log.warning("losses are not counted, and no node is put into quarantine: %s", reason)
+
+
+HANGS = 2
+"""Number of hangs within `WINDOW_S` that bars a backend for `REST_S`."""
+
+Pair = tuple[str, str]
+"""Nodes of two ranks, in order of their names; twice the same if both ranks are on one node."""
+
+
+def pair_of(nodes: Sequence[str]) -> Pair | None:
+    """Return the pair that a group blames, given each rank's node; None for a group of more than two ranks."""
+    match tuple(nodes):
+        case (one, other):
+            return _pair(one, other)
+        case _:
+            return None
+
+
+def _pair(one: str, other: str) -> Pair:
+    return (min(one, other), max(one, other))
+
+
+@dataclass(frozen=True, slots=True)
+class Hang:
+    """Loss, or failed load, of an instance because a group hung. Times are seconds since the Unix epoch."""
+
+    backend: str
+    pair: Pair | None
+    """Pair of nodes to blame; None blames the backend everywhere."""
+    reason: str
+    at_s: float
+    begun_s: float
+    """Time at which the instance began to load."""
+
+
+@dataclass(frozen=True, slots=True)
+class HungBackend:
+    """Record of a backend that hung, between two nodes or everywhere."""
+
+    backend: str
+    pair: Pair | None
+    hangs: int
+    """Number of hangs since the head started."""
+    reason: str
+    """Reason of the last one, as a sentence."""
+    until_s: float | None
+    """Time until which it is barred; None if it is not."""
+
+
+class HungBackends:
+    """Counter of hangs by backend and pair."""
+
+    def __init__(self) -> None:
+        self._events: dict[tuple[str, Pair | None], list[Hang]] = {}
+        """Hangs that still count, and always the last one."""
+        self._counts: dict[tuple[str, Pair | None], int] = {}
+
+    def record(self, hang: Hang) -> HungBackend:
+        """Record a hang, and return the record of its backend.
+
+        Instances that were already loaded when the same group hung elsewhere hang for the same reason, and do not count.
+        """
+        key = (hang.backend, hang.pair)
+        before = self._events.get(key, [])
+        if not before or hang.begun_s >= before[-1].at_s or hang.at_s < before[-1].at_s:
+            recent = [each for each in before if 0 <= hang.at_s - each.at_s < WINDOW_S + REST_S]
+            self._events[key] = [*recent, hang]
+            self._counts[key] = self._counts.get(key, 0) + 1
+        return self._state(key, hang.at_s)
+
+    def barred(self, nodes: Sequence[str], now_s: float) -> frozenset[str]:
+        """Return the backends that a group must not use, given the node of each of its ranks."""
+        pairs = {_pair(*each) for each in combinations(nodes, 2)}
+        return frozenset(
+            state.backend
+            for state in self.states(now_s)
+            if state.until_s is not None and (state.pair is None or state.pair in pairs)
+        )
+
+    def states(self, now_s: float) -> tuple[HungBackend, ...]:
+        """Return the record of each backend that hung since the start."""
+        return tuple(self._state(key, now_s) for key in self._events)
+
+    def _state(self, key: tuple[str, Pair | None], now_s: float) -> HungBackend:
+        events = self._events[key]
+        until_s = max(_bars(event.at_s for event in events if event.at_s <= now_s), default=0.0)
+        return HungBackend(
+            *key,
+            hangs=self._counts[key],
+            reason=events[-1].reason,
+            until_s=until_s if now_s < until_s else None,
+        )
+
+
+def _bars(times_s: Iterable[float]) -> Iterator[float]:
+    """Yield the end of each time for which a backend is barred; `times_s` must be in order."""
+    times = list(times_s)
+    for place in range(HANGS - 1, len(times)):
+        if times[place] - times[place - HANGS + 1] < WINDOW_S:
+            yield times[place] + REST_S

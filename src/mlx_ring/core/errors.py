@@ -28,6 +28,7 @@
         │   ├── NodeLost           its whole machine is lost, and may return
         │   └── LinkLost           the link between two workers broke
         ├── WorkerStuck            no progress before the deadline
+        │   └── GroupStuck         ranks of an MLX group wait for each other, although all of them answer
         ├── RepeatedLoss           a request was in progress each time when workers were lost
         ├── StepFailed             a step raised in a worker
         ├── StaleMessage           of an older epoch or another instance
@@ -45,6 +46,7 @@ gRPC in `rpc/failures.py` and HTTP in `api/errors.py`, and nowhere else.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Self
 
 
@@ -203,6 +205,25 @@ class LinkLost(WorkerLost):
 
 class WorkerStuck(ServingError):
     """A worker made no progress before its deadline."""
+
+
+class GroupStuck(WorkerStuck):
+    """Ranks of an MLX group wait for each other, although all of them answer. No node is to blame."""
+
+    backend: str = ""
+    """MLX's name of the group's backend; empty if it is unknown."""
+    nodes: tuple[str, ...] = ()
+    """Node of each rank."""
+
+    def of_group(self, backend: str, nodes: Iterable[str]) -> Self:
+        """Set the group, and return the error."""
+        self.backend, self.nodes = backend, tuple(nodes)
+        return self
+
+    def blamed_on(self, node: str) -> Self:
+        """Return the error as it is."""
+        del node
+        return self
 
 
 class RepeatedLoss(ServingError):
