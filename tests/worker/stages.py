@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -56,10 +56,14 @@ def make_stages(folder: Path, cuts: Sequence[int], **options: Any) -> list[Stage
     return [_stage(folder, cuts, stage, inboxes, [], options) for stage in range(len(inboxes))]
 
 
-def make_collective_stages(folder: Path, cuts: Sequence[int]) -> list[StageRunner]:
+def make_collective_stages(
+    folder: Path,
+    cuts: Sequence[int],
+    make_transport: Callable[[], InProcessTransport] = InProcessTransport,
+) -> list[StageRunner]:
     """Return such runners, whose activations use the twin of a collective."""
     inboxes = [Inbox("test", 1) for _ in cuts[1:]]
-    transports = [InProcessTransport() for _ in inboxes[1:]]
+    transports = [make_transport() for _ in inboxes[1:]]
     return [_stage(folder, cuts, stage, inboxes, transports, {}) for stage in range(len(inboxes))]
 
 
@@ -83,7 +87,9 @@ def _stage(
         links = with_collectives(
             links, model, transports[stage - 1] if stage else None, None if last else transports[stage]
         )
-    assignment = worker_pb2.StageAssignment(instance="test", epoch=1, stage=stage)
+    assignment = worker_pb2.StageAssignment(
+        instance="test", epoch=1, stage=stage, stages=len(inboxes), link="ring" if transports else ""
+    )
     kv = KVStore(model.make_layer_caches(), model.dtype)
     grammars = ReadyGrammars(read_model_folder(folder))
     return StageRunner(assignment, model, kv, links, grammars=grammars, **options)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,6 +12,8 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache  # pyright: ignore[reportUnknownVariableType] - untyped
 from mlx_lm.utils import load_model  # pyright: ignore[reportUnknownVariableType] - untyped
+from tests.eventually import eventually
+from tests.worker.collective.in_process import InProcessTransport
 from tests.worker.random_models import QWEN3, write_random_model
 from tests.worker.stages import (
     CUTS,
@@ -20,6 +24,7 @@ from tests.worker.stages import (
     chunk,
     decode,
     free,
+    make_collective_stages,
     make_stages,
     open_sequence,
     previous,
@@ -28,7 +33,9 @@ from tests.worker.stages import (
     want,
 )
 
-from mlx_ring.rpc.protos import step_pb2
+from mlx_ring.rpc.protos import step_pb2, worker_pb2
+from mlx_ring.worker.compute_thread import Wait
+from mlx_ring.worker.runner import computing_wait, receiving_wait
 from mlx_ring.worker.tensor import Group
 from mlx_ring.worker.tensors import from_message, to_message
 
@@ -266,3 +273,56 @@ def test_group_is_notified_at_the_end_of_every_step(
         done = runner.run(steps.make(*rows, operations=[] if group.ended else [open_sequence(1)]), 0)
         assert not done.failure.message
     assert group.ended == 3
+
+
+class HungTransport(InProcessTransport):
+    """Collective that hangs until it is released."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.released = threading.Event()
+
+    def receive(self, nbytes: int) -> memoryview:
+        assert self.released.wait(60)
+        return super().receive(nbytes)
+
+
+def test_other_threads_see_what_a_stage_waits_in(folder: Path) -> None:
+    transport = HungTransport()
+    first, last = make_collective_stages(folder, CUTS[2], lambda: transport)
+    step = Steps().make(chunk(1, 0, PROMPT, want()), operations=[open_sequence(1)])
+
+    def look_and_release() -> worker_pb2.Wait | None:
+        try:
+            return eventually(last.waits.status, lambda wait: wait is not None and wait.kind != "device")
+        finally:
+            transport.released.set()
+
+    with ThreadPoolExecutor(1) as pool:
+        seen = pool.submit(look_and_release)
+        first.run(step, 0)
+        assert not last.run(step, 0).HasField("failure")
+        wait = seen.result()
+    assert wait is not None
+    assert (wait.kind, wait.backend, wait.peer) == ("collective", "ring", "stage 0")
+    assert first.waits.status() is last.waits.status() is None
+
+
+@pytest.mark.parametrize(
+    ("assignment", "computing", "receiving"),
+    [
+        ({"stages": 2}, Wait("device"), Wait("link", peer="stage 1")),
+        ({"stages": 2, "stage": 1}, Wait("device"), Wait("link", peer="stage 0")),
+        ({"stages": 2, "stage": 1, "link": "jaccl"}, Wait("device"), Wait("collective", "jaccl", "stage 0")),
+        (
+            {"stages": 2, "stage": 1, "tp_size": 2, "backend": "ring"},
+            Wait("collective", "ring", "the other ranks of stage 1"),
+            Wait("link", peer="stage 0"),
+        ),
+    ],
+)
+def test_waits_are_those_of_the_assignment(
+    assignment: dict[str, Any], computing: Wait, receiving: Wait
+) -> None:
+    message = worker_pb2.StageAssignment(**assignment)
+    assert (computing_wait(message), receiving_wait(message)) == (computing, receiving)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,12 +16,15 @@ import pytest
 from tests.machines import node_credentials
 
 from mlx_ring.cluster.security.authority import Authority
+from mlx_ring.core.errors import StepFailed
 from mlx_ring.rpc.frames import Frame
 from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.links import Inbox, LinkKey
 from mlx_ring.rpc.protos import hello_pb2, worker_pb2
 from mlx_ring.rpc.tls.certificates import node_name
 from mlx_ring.rpc.tls.peers import Peer
+from mlx_ring.worker import server as subject
+from mlx_ring.worker.compute_thread import Waits
 from mlx_ring.worker.server import PeerAccess, WorkerIdentity, WorkerServer
 
 NEXT = LinkKey("demo-1", 1, 1)
@@ -218,7 +222,8 @@ def test_steps_of_an_older_head_are_not_taken_even_for_a_moment() -> None:
     server._assign(worker_pb2.LoadRequest(hello=make_hello(), assignment=assignment))
     assert greet_steps(server, 2).failure.kind == "NotReady"
     server._runner = cast(
-        "Any", SimpleNamespace(last_step=7, kv_bytes=0, num_sequences=0, reset=list[object])
+        "Any",
+        SimpleNamespace(last_step=7, kv_bytes=0, num_sequences=0, reset=list[object], waits=Waits()),
     )
     assert not greet_steps(server, 2).HasField("failure")
     assert server.status(worker_pb2.StatusRequest(), cast("Any", _LocalCall())).hello.fencing_id == 2
@@ -227,3 +232,29 @@ def test_steps_of_an_older_head_are_not_taken_even_for_a_moment() -> None:
     assert len(server.taken) == 1
     assert not greet_steps(server, 3).HasField("failure")
     assert len(server.taken) == 2
+
+
+def test_a_worker_joins_its_group_only_after_it_has_reported_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = WorkerServer(WorkerIdentity("here", 0, 0, "none"))
+    received: list[str] = []
+    at_join: list[str] = []
+
+    def build(*arguments: Any, **_: object) -> None:
+        arguments[3](worker_pb2.LoadProgress(phase="group"))
+        at_join.extend(received)
+        server.stop()
+        raise StepFailed("no model")
+
+    monkeypatch.setattr(subject, "build_stage", build)
+    assignment = worker_pb2.StageAssignment(instance="demo-1", epoch=1, stages=1)
+    request = worker_pb2.LoadRequest(hello=make_hello(), assignment=assignment)
+
+    def load() -> None:
+        for message in server.load(request, cast("Any", None)):
+            received.append(message.phase)  # noqa: PERF401 - the other thread reads it meanwhile
+
+    with ThreadPoolExecutor(1) as pool:
+        loading = pool.submit(load)
+        server.compute()
+        loading.result(60)
+    assert at_join == ["group"]

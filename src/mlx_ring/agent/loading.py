@@ -10,14 +10,15 @@ from typing import Any, TypeVar
 import grpc
 
 from mlx_ring.agent.supervisor import GROUP_PHASE, Supervisor, Worker
-from mlx_ring.core.errors import RingError, ServingError, WorkerLost, WorkerStuck
+from mlx_ring.core.errors import GroupStuck, RingError, ServingError, WorkerLost, WorkerStuck
+from mlx_ring.rpc.backends import backend_of
 from mlx_ring.rpc.failures import channel_error, error_to_failure, failure_to_error
 from mlx_ring.rpc.methods import LOAD, RELINK
 from mlx_ring.rpc.protos import agent_pb2, step_pb2, worker_pb2
 
 _END_WAIT_S = 2.0
-_GROUP_WAIT_S = 30.0
-"""Seconds to wait for the ranks of one stage, which have all been started."""
+_GROUP_WAITS_S = {GROUP_PHASE: 30.0, "warm-up": 120.0}
+"""Seconds to wait for the other ranks of a group, which have all been started: to join, and in the first pass."""
 
 _SETTLE_WAIT_S = 5.0
 """Seconds in which a worker that is not stuck finishes its step."""
@@ -133,11 +134,15 @@ async def _follow(
     report = worker_pb2.LoadProgress()
     ready = False
     try:
-        while isinstance(report := await _next_report(call, worker, report.phase), worker_pb2.LoadProgress):
+        while isinstance(
+            report := await _next_report(call, worker, request.assignment, report.phase),
+            worker_pb2.LoadProgress,
+        ):
             if report.HasField("failure"):
                 raise failure_to_error(report.failure)
             ready = ready or report.ready
             worker.loading_phase = report.phase
+            worker.record_joining(request.assignment if report.phase == GROUP_PHASE else None)
             progress.put_nowait(_stage_progress(worker, report))
     except grpc.RpcError as error:
         raise channel_error(error, worker.label) from error
@@ -145,15 +150,23 @@ async def _follow(
         raise WorkerLost(f"{worker.label} ended its report before it was ready.")
 
 
-async def _next_report(call: _Reports, worker: Worker, phase: str) -> object:
-    """Raise `WorkerStuck` if a rank searches too long for the others of its stage; it answers nothing meanwhile."""
+async def _next_report(
+    call: _Reports, worker: Worker, assignment: worker_pb2.StageAssignment, phase: str
+) -> object:
+    """Raise `GroupStuck` if a rank waits too long for the others of its group; it answers nothing while it joins."""
+    limit_s = _GROUP_WAITS_S.get(phase) if assignment.group else None
     try:
-        async with asyncio.timeout(_GROUP_WAIT_S if phase == GROUP_PHASE else None):
+        async with asyncio.timeout(limit_s):
             return await call.read()
     except TimeoutError:
-        where = ", ".join(worker.assignment.group) or "this machine"
-        raise WorkerStuck(
-            f"{worker.label} did not find the other ranks of its stage within {_GROUP_WAIT_S:g} s, at {where}: "
+        backend = backend_of(assignment)
+        problem = (
+            f"did not join the other ranks of its {backend} group within {limit_s:g} s"
+            if phase == GROUP_PHASE
+            else f"has waited {limit_s:g} s for the other ranks of its {backend} group in its first pass"
+        )
+        raise GroupStuck(
+            f"{worker.label} {problem}, at {', '.join(assignment.group)}: "
             "see that these addresses reach each other, and the logs."
         ) from None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Collection, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -23,7 +24,7 @@ from mlx_ring.core.logs import LogFormat
 from mlx_ring.host.child import GRACE_S, ChildProcess
 from mlx_ring.host.trusted_interfaces import Trust
 from mlx_ring.host.unresponsive_time import UnresponsiveTime
-from mlx_ring.rpc.backends import joined_ranks, rank_in_group, requested_backend
+from mlx_ring.rpc.backends import backend_of, joined_ranks, rank_in_group, requested_backend
 from mlx_ring.rpc.channels import open_aio_channel
 from mlx_ring.rpc.methods import STATUS
 from mlx_ring.rpc.protos import agent_pb2, worker_pb2
@@ -100,6 +101,8 @@ class Worker:
     child: ChildProcess | LentChild
     channel: grpc.aio.Channel
     status: worker_pb2.WorkerStatus | None = None
+    _joining: tuple[worker_pb2.Wait, float] | None = None
+    """Its wait while it joins a group, and the start of it. The worker itself answers nothing then."""
     unresponsive: UnresponsiveTime = field(init=False)
     question: asyncio.Task[None] | None = None
     """Status request that it has not answered."""
@@ -143,7 +146,19 @@ class Worker:
         """End it. A rank of a group is not asked where it hangs: it waits for another that has ended."""
         await self.child.stop(self.grace_s, asks_where=self.assignment.tp_size == 1)
 
+    def record_joining(self, assignment: worker_pb2.StageAssignment | None) -> None:
+        """Record that it has begun to join its group; None: that it does not, or has joined."""
+        self._joining = None
+        if assignment is not None:
+            peer = f"the group at {', '.join(assignment.group)}, which it joins"
+            wait = worker_pb2.Wait(kind="collective", backend=backend_of(assignment), peer=peer)
+            self._joining = (wait, time.monotonic())
+
     def state(self) -> agent_pb2.WorkerState:
+        if self._joining is not None and self.status is not None:
+            wait, since = self._joining
+            self.status.waits.CopyFrom(wait)
+            self.status.waits.seconds = time.monotonic() - since
         return agent_pb2.WorkerState(
             instance=self.instance,
             stage=self.stage,

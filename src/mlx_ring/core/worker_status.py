@@ -42,6 +42,20 @@ class GroupUse:
 
 
 @dataclass(frozen=True, slots=True)
+class WaitUse:
+    """Cause for which a worker waits."""
+
+    kind: str
+    """Kind: `collective`, `link` or `device`."""
+    backend: str
+    """MLX's backend of a collective; empty for other kinds."""
+    peer: str
+    """Stages or ranks that it waits for; empty if none."""
+    seconds: float
+    """Time since the start of the wait."""
+
+
+@dataclass(frozen=True, slots=True)
 class Metric:
     """Metric of a number, whose help text is also the number's description in `/openapi.json`."""
 
@@ -91,6 +105,8 @@ class WorkerInfo:
     """Traffic to the next stage; None if there is none, or nothing is known."""
     group: GroupUse | None = None
     """Connection with other ranks through MLX; None if there is none."""
+    waits: WaitUse | None = None
+    """Present wait; None if no step is under way."""
 
     @property
     def memory_by_name(self) -> Mapping[str, int]:
@@ -109,6 +125,6 @@ MEMORY: Mapping[str, Metric] = {
 """Names of the numbers of bytes that a worker reports, each with its metric."""
 REPORTED = frozenset(each.name for each in fields(WorkerInfo)) - {
     *("stage", "rank", "layers", "node", "pid", "alive"),
-    *("memory", "sends", "group"),
+    *("memory", "sends", "group", "waits"),
 }
 """Names of the fields that are copied from the worker's report as they are, beside those in `MEMORY`."""

@@ -15,8 +15,8 @@ from mlx_ring.api.ops.status import RecoveryPhase, RecoveryStatus
 from mlx_ring.api.service import InstanceInfo
 from mlx_ring.core.engine_stats import Meter
 from mlx_ring.core.errors import NotReady, RingError
-from mlx_ring.core.types import LayerRange
-from mlx_ring.core.worker_status import MEMORY, REPORTED, GroupUse, LinkUse, WorkerInfo, WorkerMemory
+from mlx_ring.core.types import LayerRange, RankId
+from mlx_ring.core.worker_status import MEMORY, REPORTED, GroupUse, LinkUse, WaitUse, WorkerInfo, WorkerMemory
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.live_request import LiveRequest
 from mlx_ring.engine.step_times import StepTimes
@@ -266,6 +266,10 @@ class InstanceService:
         """Record the loading progress of a worker."""
         self._loading.record(progress)
 
+    def load_phase(self, rank: RankId) -> str:
+        """Return the phase of a rank's load."""
+        return self._loading.of(rank).phase
+
     def record_workers(self, event: agent_pb2.AgentEvent) -> None:
         """Record an agent's report of its workers."""
         if self._placement is None:
@@ -294,7 +298,15 @@ def _worker_info(state: agent_pb2.WorkerState, layers: LayerRange, node: str) ->
         **{name: getattr(status, name) for name in REPORTED},
         sends=_sends(status),
         group=GroupUse(status.group.backend, status.group.why) if status.HasField("group") else None,
+        waits=_waits(status),
     )
+
+
+def _waits(status: worker_pb2.WorkerStatus) -> WaitUse | None:
+    if not status.HasField("waits"):
+        return None
+    waits = status.waits
+    return WaitUse(waits.kind, waits.backend, waits.peer, waits.seconds)
 
 
 def _sends(status: worker_pb2.WorkerStatus) -> LinkUse | None:

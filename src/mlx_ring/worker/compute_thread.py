@@ -1,4 +1,4 @@
-"""The compute thread: its queue of jobs, its scheduling, and the end of the process when its group fails.
+"""The compute thread: its queue of jobs, its scheduling, its waits, and the end of the process when its group fails.
 
 `queue.SimpleQueue` cannot hold the jobs: up to Python 3.12 its `get` waits for ever if its timeout passes before it
 begins to wait, which happens when a busy machine stops the thread for some hundred microseconds.
@@ -22,7 +22,10 @@ import sys
 import threading
 import time
 from collections import deque
-from typing import Generic, NoReturn, TypeVar
+from dataclasses import dataclass
+from typing import Generic, Literal, NoReturn, TypeVar
+
+from mlx_ring.rpc.protos import worker_pb2
 
 Job = TypeVar("Job")
 
@@ -56,6 +59,62 @@ class JobQueue(Generic[Job]):
             if not self._bell.acquire(timeout=max(0.0, end - time.monotonic())):
                 return None
         return self._waiting.popleft()
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Cause for which a thread waits."""
+
+    kind: Literal["collective", "link", "device"]
+    backend: str = ""
+    """MLX's backend of a collective."""
+    peer: str = ""
+    """Stages or ranks that it waits for; empty if none."""
+
+
+_Held = tuple[Wait, float]
+"""A wait, and the time of its start on `time.monotonic`'s clock."""
+
+
+class Waits:
+    """Waits of one thread, of which the innermost counts. Any thread may read it."""
+
+    def __init__(self) -> None:
+        self._held: _Held | None = None
+
+    def during(self, wait: Wait) -> Waiting:
+        """Return a context in which the thread waits for this."""
+        return Waiting(self, wait)
+
+    def replace(self, held: _Held | None) -> _Held | None:
+        """Set the present wait, and return the one before."""
+        before, self._held = self._held, held
+        return before
+
+    def status(self) -> worker_pb2.Wait | None:
+        """Return the present wait; None if there is none."""
+        held = self._held
+        if held is None:
+            return None
+        wait, since = held
+        return worker_pb2.Wait(
+            kind=wait.kind, backend=wait.backend, peer=wait.peer, seconds=time.monotonic() - since
+        )
+
+
+class Waiting:
+    """Context of one wait."""
+
+    __slots__ = ("_before", "_wait", "_waits")
+
+    def __init__(self, waits: Waits, wait: Wait) -> None:
+        self._waits, self._wait = waits, wait
+
+    def __enter__(self) -> None:
+        self._before = self._waits.replace((self._wait, time.monotonic()))
+
+    def __exit__(self, *_error: object) -> None:
+        self._waits.replace(self._before)
 
 
 log = logging.getLogger(__name__)

@@ -28,7 +28,7 @@ import mlx.core as mx
 import psutil
 
 from mlx_ring.core.environment import library_variable, set_for_libraries
-from mlx_ring.core.errors import PeerRefused, WorkerLost
+from mlx_ring.core.errors import GroupStuck, PeerRefused, WorkerLost
 from mlx_ring.host.process import usable_cores
 from mlx_ring.rpc.backends import (
     BACKENDS,
@@ -162,7 +162,7 @@ def join_group(assignment: worker_pb2.StageAssignment, port: GroupPort | None) -
     """Join the other ranks of the stage; return None if it has only one.
 
     Raises:
-        WorkerLost: the other ranks did not connect.
+        GroupStuck: the other ranks did not connect.
     """
     return Group(_join(assignment, port)) if assignment.tp_size > 1 else None
 
@@ -173,7 +173,7 @@ def join_stages(
     """Join the other stages; return None if links need no group.
 
     Raises:
-        WorkerLost: the other stages did not connect.
+        GroupStuck: the other stages did not connect.
     """
     return _join(assignment, port) if has_collective_link(assignment) else None
 
@@ -192,7 +192,7 @@ def _join(assignment: worker_pb2.StageAssignment, port: GroupPort | None) -> mx.
         try:
             group = mx.distributed.init(strict=True, backend=backend)
         except RuntimeError as error:
-            raise WorkerLost(
+            raise GroupStuck(
                 f"Rank {assignment.rank} of stage {assignment.stage} did not find the others at "
                 f"{', '.join(assignment.group)}: {error}"
             ) from error

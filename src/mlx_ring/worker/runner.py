@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterator
 import mlx.core as mx
 
 from mlx_ring.core.errors import ProtocolError, StaleMessage
+from mlx_ring.rpc.backends import backend_of, has_collective_link
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
+from mlx_ring.worker.compute_thread import Wait, Waits
 from mlx_ring.worker.forward import StageForward, end_mark, evaluate, flat_activations
 from mlx_ring.worker.grammars import GrammarCompiler, StepMasks
 from mlx_ring.worker.inputs import StepInput, StepInputs, row_length, sampled_key, samples_token
@@ -67,6 +69,9 @@ class StageRunner:
         self._pending: StepWork | None = None
         self._patience = Patience()
         self._traces = StepTraces()
+        self.waits = Waits()
+        """Waits of the compute thread; other threads may read it."""
+        self._computing, self._receiving = computing_wait(assignment), receiving_wait(assignment)
         self.last_step = 0
         self.kv_bytes = 0
         """Bytes of KV held after the last answered step; other threads may read it."""
@@ -90,6 +95,10 @@ class StageRunner:
 
         A failure is also an answer, and becomes a tombstone for the stages downstream.
         """
+        with self.waits.during(self._computing):
+            yield from self._take(step, arrived_us)
+
+    def _take(self, step: step_pb2.Step, arrived_us: int) -> Iterator[step_pb2.StepDone]:
         self._answers.expect(step)
         work = StepWork(step, StepClock(arrived_us, monotonic_us()))
         before = self._pending
@@ -113,7 +122,8 @@ class StageRunner:
     def finish(self) -> Iterator[step_pb2.StepDone]:
         """Wait for the step that is under way, and yield its answer if there is one."""
         if self._pending is not None:
-            yield self._finish(self._pending)
+            with self.waits.during(self._computing):
+                yield self._finish(self._pending)
 
     def run(self, step: step_pb2.Step, arrived_us: int) -> step_pb2.StepDone:
         """Take in a step and wait for its answer."""
@@ -186,7 +196,8 @@ class StageRunner:
         if work.step.rows:
             deadline = time.monotonic() + work.step.deadline_s if work.step.deadline_s else None
             waiting = monotonic_us()
-            work.message = self._inputs.receive(work.step, deadline)
+            with self.waits.during(self._receiving):
+                work.message = self._inputs.receive(work.step, deadline)
             work.clock.link_wait += monotonic_us() - waiting
 
     def _admit(self, step: step_pb2.Step) -> None:
@@ -324,3 +335,20 @@ class StageRunner:
             work.draws.withdraw()
         for drawn in work.drawn:
             drawn.settle(used=drawn.sequence in built_on)
+
+
+def computing_wait(assignment: worker_pb2.StageAssignment) -> Wait:
+    """Return the wait for a step's results. Ranks of a stage compute and join collectives in one pass."""
+    if assignment.tp_size > 1:
+        return Wait("collective", backend_of(assignment), f"the other ranks of stage {assignment.stage}")
+    return Wait("device")
+
+
+def receiving_wait(assignment: worker_pb2.StageAssignment) -> Wait:
+    """Return the wait for a step's input. Sampled tokens return to the first stage over gRPC, whatever the link."""
+    if not assignment.stage:
+        return Wait("link", peer=f"stage {max(1, assignment.stages) - 1}")
+    peer = f"stage {assignment.stage - 1}"
+    if has_collective_link(assignment):
+        return Wait("collective", backend_of(assignment), peer)
+    return Wait("link", peer=peer)

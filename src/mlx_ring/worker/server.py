@@ -40,6 +40,7 @@ from mlx_ring.worker.stage import BuiltStage, build_stage
 from mlx_ring.worker.step import monotonic_us
 
 log = logging.getLogger(__name__)
+_Progress = queue.SimpleQueue[worker_pb2.LoadProgress | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,9 +168,12 @@ class WorkerServer:
         except RingError as error:
             yield worker_pb2.LoadProgress(failure=error_to_failure(error))
             return
-        progress: queue.SimpleQueue[worker_pb2.LoadProgress | None] = queue.SimpleQueue()
-        self._jobs.put(lambda: self._build(request, inbox, progress))
-        yield from iter(progress.get, None)
+        progress = _Progress()
+        sent = threading.Event()
+        self._jobs.put(lambda: self._build(request, inbox, progress, sent))
+        for message in iter(progress.get, None):
+            yield message
+            sent.set()
 
     def _assign(self, request: worker_pb2.LoadRequest) -> Inbox:
         with self._lock:
@@ -184,16 +188,15 @@ class WorkerServer:
         return self._neighbours.assign(assignment)
 
     def _build(
-        self,
-        request: worker_pb2.LoadRequest,
-        inbox: Inbox,
-        progress: queue.SimpleQueue[worker_pb2.LoadProgress | None],
+        self, request: worker_pb2.LoadRequest, inbox: Inbox, progress: _Progress, sent: threading.Event
     ) -> None:
         """Build the stage and report the result. Runs on the compute thread."""
 
         def report(message: worker_pb2.LoadProgress) -> None:
             self._weight_bytes = max(self._weight_bytes, message.bytes_loaded)
             progress.put(message)
+            if message.phase == "group":
+                sent.wait(10.0)
 
         try:
             built = build_stage(
@@ -420,6 +423,7 @@ class WorkerServer:
             group_host=self._access.group.host if self._access.group else "",
             means=self._access.capabilities,
             group=self._group(),
+            waits=runner.waits.status() if runner else None,
         )
 
     def _group(self) -> worker_pb2.GroupUse | None:

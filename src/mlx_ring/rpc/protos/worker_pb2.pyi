@@ -271,7 +271,7 @@ class StatusRequest(_message.Message):
     def __init__(self, revoked: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("hello", "phase", "rss_bytes", "weight_bytes", "kv_bytes", "device_memory_bytes", "peak_memory_bytes", "device", "dtype", "blas", "last_step", "sequences", "pid", "kv", "memory_left_bytes", "memory_bytes", "port", "sends", "group_port", "group_host", "means", "group")
+    __slots__ = ("hello", "phase", "rss_bytes", "weight_bytes", "kv_bytes", "device_memory_bytes", "peak_memory_bytes", "device", "dtype", "blas", "last_step", "sequences", "pid", "kv", "memory_left_bytes", "memory_bytes", "port", "sends", "group_port", "group_host", "means", "group", "waits")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     RSS_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -294,6 +294,7 @@ class WorkerStatus(_message.Message):
     GROUP_HOST_FIELD_NUMBER: _ClassVar[int]
     MEANS_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FIELD_NUMBER: _ClassVar[int]
     hello: _hello_pb2.Hello
     phase: str
     rss_bytes: int
@@ -316,7 +317,20 @@ class WorkerStatus(_message.Message):
     group_host: str
     means: GroupMeans
     group: GroupUse
-    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., phase: _Optional[str] = ..., rss_bytes: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., device_memory_bytes: _Optional[int] = ..., peak_memory_bytes: _Optional[int] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., blas: _Optional[str] = ..., last_step: _Optional[int] = ..., sequences: _Optional[int] = ..., pid: _Optional[int] = ..., kv: _Optional[_Union[KvTraits, _Mapping]] = ..., memory_left_bytes: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., port: _Optional[int] = ..., sends: _Optional[_Union[LinkUse, _Mapping]] = ..., group_port: _Optional[int] = ..., group_host: _Optional[str] = ..., means: _Optional[_Union[GroupMeans, _Mapping]] = ..., group: _Optional[_Union[GroupUse, _Mapping]] = ...) -> None: ...
+    waits: Wait
+    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., phase: _Optional[str] = ..., rss_bytes: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., device_memory_bytes: _Optional[int] = ..., peak_memory_bytes: _Optional[int] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., blas: _Optional[str] = ..., last_step: _Optional[int] = ..., sequences: _Optional[int] = ..., pid: _Optional[int] = ..., kv: _Optional[_Union[KvTraits, _Mapping]] = ..., memory_left_bytes: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., port: _Optional[int] = ..., sends: _Optional[_Union[LinkUse, _Mapping]] = ..., group_port: _Optional[int] = ..., group_host: _Optional[str] = ..., means: _Optional[_Union[GroupMeans, _Mapping]] = ..., group: _Optional[_Union[GroupUse, _Mapping]] = ..., waits: _Optional[_Union[Wait, _Mapping]] = ...) -> None: ...
+
+class Wait(_message.Message):
+    __slots__ = ("kind", "backend", "peer", "seconds")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    BACKEND_FIELD_NUMBER: _ClassVar[int]
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    backend: str
+    peer: str
+    seconds: float
+    def __init__(self, kind: _Optional[str] = ..., backend: _Optional[str] = ..., peer: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class LinkUse(_message.Message):
     __slots__ = ("compresses", "why", "frames", "tensor_bytes", "sent_bytes")

@@ -1,0 +1,77 @@
+"""Loads of workers that wait for the other ranks of their group."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import grpc
+import pytest
+
+from mlx_ring.agent import loading
+from mlx_ring.agent.supervisor import Worker
+from mlx_ring.core.errors import GroupStuck
+from mlx_ring.host.child import ChildProcess
+from mlx_ring.rpc.methods import LOAD
+from mlx_ring.rpc.protos import agent_pb2, worker_pb2
+
+GROUP = ["10.0.8.1:5000", "10.0.8.2:5000"]
+
+
+class HungLoad:
+    """Load that reports one phase, and then nothing."""
+
+    def __init__(self, phase: str) -> None:
+        self._reports = [worker_pb2.LoadProgress(phase=phase)]
+
+    async def read(self) -> worker_pb2.LoadProgress:
+        return self._reports.pop() if self._reports else await asyncio.get_running_loop().create_future()
+
+
+def follow(worker: Worker, phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Load with short limits."""
+    assignment = worker_pb2.StageAssignment(stages=2, tp_size=2, backend="ring", group=GROUP)
+    monkeypatch.setattr(loading, "_GROUP_WAITS_S", {"group": 0.05, "warm-up": 0.05})
+
+    def load(_request: worker_pb2.LoadRequest, *, wait_for_ready: bool) -> HungLoad:
+        assert wait_for_ready
+        return HungLoad(phase)
+
+    def open_load(*_: object) -> Callable[..., HungLoad]:
+        return load
+
+    monkeypatch.setattr(type(LOAD), "aio_unary_stream", open_load)
+    request = worker_pb2.LoadRequest(assignment=assignment)
+    progress = asyncio.Queue[agent_pb2.StageProgress]()
+    asyncio.run(loading._follow(worker, request, progress))  # pyright: ignore[reportPrivateUsage] - a load without a process
+
+
+@pytest.fixture
+def worker() -> Worker:
+    child = cast("ChildProcess", SimpleNamespace(exit_reason="", pid=1))
+    worker = Worker(worker_pb2.StageAssignment(rank=1), Path("w.sock"), child, cast("grpc.aio.Channel", None))
+    worker.status = worker_pb2.WorkerStatus(phase="loading")
+    return worker
+
+
+def test_rank_that_waits_too_long_for_its_group_is_reported_with_the_addresses(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(
+        GroupStuck, match=r"did not join .* ring group .* at 10\.0\.8\.1:5000, 10\.0\.8\.2:5000"
+    ):
+        follow(worker, "group", monkeypatch)
+    waits = worker.state().status.waits
+    assert (waits.kind, waits.backend) == ("collective", "ring")
+    assert waits.peer == "the group at 10.0.8.1:5000, 10.0.8.2:5000, which it joins"
+
+
+def test_rank_that_hangs_in_its_first_pass_waits_for_its_group(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(GroupStuck, match="for the other ranks of its ring group in its first pass"):
+        follow(worker, "warm-up", monkeypatch)
+    assert not worker.state().status.HasField("waits")
