@@ -335,6 +335,14 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 ),
             ),
             Panel(
+                "Hung groups",
+                "short",
+                (
+                    (f"increase({value('group_hangs_total', '')}[$__rate_interval])", "{{backend}} hung"),
+                    (value("backend_barred", ""), "{{backend}} barred: {{nodes}}"),
+                ),
+            ),
+            Panel(
                 "Links: round trip",
                 "s",
                 ((value("link_round_trip_seconds", ""), "{{source}} to {{target}}"),),

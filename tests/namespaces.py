@@ -24,6 +24,8 @@ import pytest
 from tests.processes import clean_environment
 
 _STEP_S = 30.0
+_NOTHING_PASSES = ("tbf", "rate", "8bit", "burst", "10", "limit", "1")
+"""A queue for `tc` that is too short for any packet."""
 _NEW_NETWORK = 0x40000000
 """CLONE_NEWNET."""
 _REMOVE = """
@@ -86,6 +88,14 @@ class Host:
     def cut(self, cable: str = "eth0") -> None:
         """Unplug a cable."""
         _ip("-n", self.namespace, "link", "set", cable, "down")
+
+    def drop_packets(self, interface: str = "lo") -> None:
+        """Drop every packet that leaves through an interface. Connections stay open."""
+        self.run("tc", "qdisc", "add", "dev", interface, "root", *_NOTHING_PASSES).check_returncode()
+
+    def deliver_packets(self, interface: str = "lo") -> None:
+        """Let packets pass again."""
+        self.run("tc", "qdisc", "del", "dev", interface, "root").check_returncode()
 
     def mend(self, cable: str = "eth0") -> None:
         """Plug a cable in again, and restore the IPv6 address, which was lost with it."""

@@ -17,11 +17,12 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from mlx_ring.cluster.agent_link import AgentLink, Report, Source
-from mlx_ring.core.errors import PlanError, RingError
+from mlx_ring.core.errors import GroupStuck, PlanError, RingError
 from mlx_ring.core.types import RankId
 from mlx_ring.host.trusted_interfaces import FLAG, LOOPBACK, TrustedInterface
 from mlx_ring.rpc.backends import (
     RankCapabilities,
+    backend_of,
     backend_option,
     choose_backend,
     joined_ranks,
@@ -181,7 +182,11 @@ async def load_on(
         RingError: The node's failure, after which no worker of the instance is left there.
     """
     with blaming(site):
-        await site.link.load(hello, site.source, assignments, report, only_fetch=only_fetch)
+        try:
+            await site.link.load(hello, site.source, assignments, report, only_fetch=only_fetch)
+        except GroupStuck as error:
+            backend = next((backend_of(one) for one in assignments if joined_ranks(one)), "")
+            raise error.of_group(backend, ()) from None
 
 
 @contextlib.contextmanager

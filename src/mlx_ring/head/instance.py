@@ -19,7 +19,7 @@ from mlx_ring.cluster.agent_link import Report
 from mlx_ring.cluster.deployment import Site, Started, WorkerPlace, deploy
 from mlx_ring.cluster.relinking import patch
 from mlx_ring.core.engine_stats import Meter
-from mlx_ring.core.errors import LinkLost, RingError, WorkerLost
+from mlx_ring.core.errors import GroupStuck, LinkLost, RingError, WorkerLost
 from mlx_ring.core.traces import Tracing
 from mlx_ring.core.types import RankId
 from mlx_ring.engine.engine import Engine
@@ -30,7 +30,7 @@ from mlx_ring.engine.request_traces import RequestTracer
 from mlx_ring.engine.step_times import Predict, StepSize
 from mlx_ring.engine.streams import Vocabulary
 from mlx_ring.head.instance_view import InstanceService
-from mlx_ring.head.instance_watch import InstanceWatch
+from mlx_ring.head.instance_watch import InstanceWatch, blame_join
 from mlx_ring.head.kv_memory import KvShares, KvUser, Reservation
 from mlx_ring.head.patching import Remains, can_be_patched, sites_of
 from mlx_ring.head.placing import Placement
@@ -90,7 +90,7 @@ class Instance:
         self._meter = meter
         self._hold = hold
         self._tracing = tracing
-        self._settings = settings
+        self._settings = settings.model_copy(update=dict(epoch.placement.group_settings))
         self._shares = shares
         self._served = served
         self._service = service
@@ -174,8 +174,13 @@ class Instance:
         await self._explained.wait()
 
     def _find_remains(self) -> Remains | None:
-        """Return the ranks that are left, if they can serve again with others in place of the lost ones."""
+        """Return the ranks that are left, if they can serve again with others in place of the lost ones.
+
+        After a hung group, another plan may avoid its backend.
+        """
         epoch = self._epoch
+        if isinstance(self.loss, GroupStuck):
+            return None
         silent_nodes = self.watch.silent_nodes
         lost = self.watch.lost_ranks | {
             place for place, site in sites_of(epoch.placement).items() if site.node in silent_nodes
@@ -238,12 +243,14 @@ class Instance:
         working = asyncio.ensure_future(work)
         try:
             await asyncio.wait((working, self._lost), return_when=asyncio.FIRST_COMPLETED)
-            if working.done() and isinstance(working.exception(), WorkerLost):
+            if working.done() and isinstance(working.exception(), WorkerLost | GroupStuck):
                 # A connection breaks a moment before the reason is known.
                 await asyncio.wait((self._lost,), timeout=_BETTER_REASON_S)
             if self.loss is not None:
                 raise self.loss
             return working.result()
+        except GroupStuck as error:
+            raise blame_join(error, self._epoch.placement, self._service.load_phase) from None
         finally:
             working.cancel()
             await asyncio.wait((working,))

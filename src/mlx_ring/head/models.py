@@ -31,7 +31,7 @@ from mlx_ring.head.model import JUST_NOW_S, HostedModel, Ready
 from mlx_ring.head.nodes import Declared, Machines
 from mlx_ring.head.replica import Replica, Watcher
 from mlx_ring.head.served_model import ServedModel, memory_for_weights, prepare_model
-from mlx_ring.head.status import ClusterView, instance_status, node_statuses
+from mlx_ring.head.status import ClusterView, hung_backend_statuses, instance_status, node_statuses
 from mlx_ring.host.child import ChildProcess
 from mlx_ring.host.machine import node_name
 from mlx_ring.models.model_source import must_be_fetched
@@ -140,7 +140,11 @@ class Catalog:
             if (view := service.view(hosted.model_id)) is not None
         ]
         nodes = node_statuses(cluster_view, views, dict(hello_versions(make_hello())))
-        return ClusterParts(nodes=nodes, instances=[instance_status(view) for view in views])
+        return ClusterParts(
+            nodes=nodes,
+            instances=[instance_status(view) for view in views],
+            hung_backends=hung_backend_statuses(cluster_view),
+        )
 
     async def ready(self, model: ModelService) -> None:
         """Load a model that is not loaded, or wait for its load in progress."""

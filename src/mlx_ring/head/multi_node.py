@@ -25,7 +25,7 @@ from mlx_ring.core.errors import LinkLost, PlanError, RingError
 from mlx_ring.head.instance import Epoch
 from mlx_ring.head.link_survey import LinkSurveys, link_info
 from mlx_ring.head.nodes import Declared, LiveInstances, NodeListener, new_instance
-from mlx_ring.head.patching import Remains, Room, patch_ranks
+from mlx_ring.head.patching import Remains, Room, StepDown, patch_ranks
 from mlx_ring.head.placing import (
     Order,
     Placement,
@@ -86,6 +86,7 @@ class Cluster:
         self._control = control
         self._address = address
         self._offer = offer
+        self._step_down = StepDown()
         self._quarantine = QuarantineList(authority_folder(state_folder(settings)))
         self._one_at_a_time = asyncio.Lock()
         self._planning = asyncio.Lock()
@@ -241,10 +242,10 @@ class Cluster:
         return Epoch(instance, number, placement, node, trust, loaded, prepared, self._number)
 
     async def _place(self, order: Order, membership: Membership, sites: Sequence[Site]) -> Placement:
-        others = self._live.others(order.served.names[0])
-        return await self._steadily(
-            membership,
-            lambda members: place_on_cluster(order, others, self._control, members, sites, self._surveys),
+        others, control, surveys = self._live.others(order.served.names[0]), self._control, self._surveys
+        place = partial(place_on_cluster, others=others, control=control, sites=sites, surveys=surveys)
+        return await self._step_down.place(
+            order, lambda order: self._steadily(membership, lambda members: place(order, membership=members))
         )
 
     async def _steadily(
@@ -267,6 +268,7 @@ class Cluster:
         return steady if steady.members and held.keys() & membership.members.keys() else membership
 
     def record_failure(self, error: RingError | None, begun_s: float) -> None:
+        self._step_down.record(error, begun_s)
         if isinstance(error, LinkLost):
             self._surveys.distrust(error.ends)
         if error is None or not error.node:
@@ -282,7 +284,8 @@ class Cluster:
             )
 
     def cluster_view(self) -> ClusterView:
-        return ClusterView(self._control.node, self._control.membership, self._quarantine.held())
+        control, hung = self._control, self._step_down.states()
+        return ClusterView(control.node, control.membership, self._quarantine.held(), hung)
 
     async def _look_once(self, sites: Sequence[Site]) -> None:
         """Find the workers that earlier heads left, and end those of no use."""

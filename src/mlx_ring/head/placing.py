@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import psutil
 
@@ -64,6 +64,8 @@ class Placement:
     """
     forecast: Forecast | None = None
     """Predicted times and memory of the stages; None if the machine or the model has no profile."""
+    group_settings: Mapping[str, object] = field(default_factory=dict[str, object])
+    """Link and backend to use instead of those in the settings."""
 
     @property
     def nodes(self) -> tuple[Site, ...]:
@@ -90,6 +92,8 @@ class Order:
     """Nodes that it may use; None means any."""
     replicas: int = 1
     """Number of replicas that share the promised sequences, including this one."""
+    pipeline_only: bool = False
+    """True if no machines may share layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -420,7 +424,8 @@ def replica_request(order: Order) -> PlanRequest:
     """Return one replica's share of the request."""
     request = _plan_request(order.settings, order.served)
     share = -(-request.demand.sequences // order.replicas)
-    return replace(request, demand=replace(request.demand, sequences=share))
+    tensor = request.allows_tensor and not order.pipeline_only
+    return replace(request, demand=replace(request.demand, sequences=share), allows_tensor=tensor)
 
 
 def _plan(order: Order, cluster: ClusterProfile) -> Plan:

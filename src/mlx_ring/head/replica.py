@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from mlx_ring.core.engine_stats import Meter
-from mlx_ring.core.errors import NodeLost, RingError
+from mlx_ring.core.errors import GroupStuck, NodeLost, RingError
 from mlx_ring.core.logs import set_log_epoch
 from mlx_ring.core.traces import Tracing
 from mlx_ring.engine.live_request import Hold, LiveRequest, judge
@@ -19,7 +19,7 @@ from mlx_ring.head.instance_view import FIRST_EPOCH, InstanceService, Recoveries
 from mlx_ring.head.instance_watch import InstanceWatch
 from mlx_ring.head.kv_memory import KvShares
 from mlx_ring.head.nodes import Machines
-from mlx_ring.head.patching import Remains
+from mlx_ring.head.patching import Remains, may_step_down
 from mlx_ring.head.placing import Order, Placement
 from mlx_ring.head.served_model import ServedModel
 from mlx_ring.rpc.protos import agent_pb2
@@ -150,7 +150,8 @@ class Replica:
                 if is_adopted and not self._has_served:
                     log.warning("the workers of an earlier head cannot be adopted: %s", error)
                     continue
-                if not self._has_served and not isinstance(error, NodeLost):
+                steps_down = isinstance(error, GroupStuck) and may_step_down(self._settings)
+                if not self._has_served and not steps_down and not isinstance(error, NodeLost):
                     raise
                 self.service.lose(error)
                 self._machines.record_failure(error, begun_s)
@@ -185,7 +186,8 @@ class Replica:
                 if running.remains is None:
                     return
                 current.lost_nodes.clear()
-                patched = await self._patch(order, epoch, running.remains)
+                changed = self._settings.model_copy(update=dict(epoch.placement.group_settings))
+                patched = await self._patch(replace(order, settings=changed), epoch, running.remains)
                 if patched is None:
                     return
                 epoch, begun_s = patched, time.time()

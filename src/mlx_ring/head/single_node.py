@@ -17,7 +17,7 @@ from mlx_ring.cluster.membership import Joined, Member, Membership
 from mlx_ring.core.errors import NotReady, RingError
 from mlx_ring.head.instance import Epoch
 from mlx_ring.head.nodes import Declared, NodeListener, new_instance
-from mlx_ring.head.patching import Remains, patch_ranks
+from mlx_ring.head.patching import Remains, StepDown, patch_ranks
 from mlx_ring.head.placing import Order, place_single_node
 from mlx_ring.head.status import ClusterView
 from mlx_ring.host.machine import node_name, share_cores
@@ -45,6 +45,7 @@ class SingleNode:
         self._starting = asyncio.Lock()
         self._has_failed = False
         """True after the loss of an instance, until the agent has answered."""
+        self._step_down = StepDown()
         self.links: Sequence[LinkInfo] = ()
         """Always empty, because there is one machine."""
         self.missing = 0
@@ -68,8 +69,10 @@ class SingleNode:
             memory_limit_bytes=self._settings.memory_limit,
         )
         self._profile = await asyncio.to_thread(self._kept_profile)
-        placement = await asyncio.to_thread(
-            place_single_node, order.settings, order.served, site, self._profile
+        profile = self._profile
+        placement = await self._step_down.place(
+            order,
+            lambda order: asyncio.to_thread(place_single_node, order.settings, order.served, site, profile),
         )
         return Epoch(new_instance(order.served), order.number, placement, node_name())
 
@@ -123,13 +126,14 @@ class SingleNode:
         await asyncio.sleep(timeout_s)
 
     def record_failure(self, error: RingError | None, begun_s: float) -> None:
-        """Check the agent before the next epoch."""
-        del error, begun_s
+        """Record a hung group, and check the agent before the next epoch."""
+        self._step_down.record(error, begun_s)
         self._has_failed = True
 
     def cluster_view(self) -> ClusterView:
+        hung = self._step_down.states()
         if self._profile is None:
-            return ClusterView(node_name())
+            return ClusterView(node_name(), hung=hung)
         itself = Member(
             node=node_name(),
             machine=node_name(),
@@ -143,4 +147,4 @@ class SingleNode:
             since_s=self._since_s,
             versions=hello_versions(make_hello()),
         )
-        return ClusterView(node_name(), Membership().apply(Joined(itself)))
+        return ClusterView(node_name(), Membership().apply(Joined(itself)), hung=hung)

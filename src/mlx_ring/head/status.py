@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from mlx_ring.api.ops.status import (
     GroupStatus,
+    HungBackendStatus,
     InstanceState,
     InstanceStatus,
     LeftOutStatus,
@@ -31,7 +32,7 @@ from mlx_ring.api.ops.status import (
     UsedMemory,
 )
 from mlx_ring.cluster.membership import FormerMember, Member, Membership
-from mlx_ring.cluster.quarantine import Quarantine
+from mlx_ring.cluster.quarantine import HungBackend, Quarantine
 from mlx_ring.core.types import LayerRange, RankId
 from mlx_ring.core.worker_status import WorkerInfo
 from mlx_ring.engine.step_times import AlikeSteps, StageTimes, StepTimes, StreamPace
@@ -49,6 +50,7 @@ class ClusterView:
     """The head's node."""
     membership: Membership = field(default_factory=Membership)
     held: Mapping[str, Quarantine] = field(default_factory=dict[str, Quarantine])
+    hung: Sequence[HungBackend] = ()
 
 
 _FETCH = "fetch"
@@ -276,6 +278,20 @@ def _promise(plan: Plan | None, forecast: Forecast | None) -> Promise | None:
 
 
 # ---- nodes
+
+
+def hung_backend_statuses(cluster_view: ClusterView) -> list[HungBackendStatus]:
+    """Return the status of all backends that hung."""
+    return [
+        HungBackendStatus(
+            backend=each.backend,
+            nodes=None if each.pair is None else list(each.pair),
+            hangs=each.hangs,
+            reason=each.reason,
+            barred_until=None if each.until_s is None else int(each.until_s),
+        )
+        for each in cluster_view.hung
+    ]
 
 
 def node_statuses(

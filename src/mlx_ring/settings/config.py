@@ -267,6 +267,12 @@ class Settings(CheckedSettings):
         _LINKS,
         metavar="NAME",
     )
+    link_step_down: Literal["auto", "implicit", "off"] = setting(
+        "implicit",
+        "Replace a backend that has hung twice: always (auto), unless --backend names it (implicit), or never (off).",
+        _LINKS,
+        metavar="MODE",
+    )
     link_compression: AutoOrOff = setting(
         "auto",
         "Compress activations between machines without loss, if that is faster (auto) or never (off).",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import get_args
 
@@ -10,13 +10,14 @@ from prometheus_client.metrics_core import Metric
 
 from mlx_ring.api.context import workers_of
 from mlx_ring.api.metrics.requests import MODEL, RANK, Labels, Replica, counter, gauge, one_of, with_zeros
-from mlx_ring.api.ops.status import NodeState, NodeStatus
+from mlx_ring.api.ops.status import HungBackendStatus, NodeState, NodeStatus
 from mlx_ring.api.service import LinkInfo, ModelService, State
-from mlx_ring.core.errors import LinkLost, NodeLost, WorkerLost, WorkerStuck
+from mlx_ring.core.errors import GroupStuck, LinkLost, NodeLost, WorkerLost, WorkerStuck
 from mlx_ring.core.types import RankId
 from mlx_ring.core.worker_status import MEMORY, LinkUse, WorkerInfo
+from mlx_ring.rpc.backends import BACKENDS
 
-_LOSSES = (WorkerLost, NodeLost, LinkLost, WorkerStuck)
+_LOSSES = (WorkerLost, NodeLost, LinkLost, WorkerStuck, GroupStuck)
 
 
 class LinkCounts:
@@ -171,6 +172,25 @@ def node_families(nodes: Sequence[NodeStatus], workers: Workers) -> Iterator[Met
             ("node",),
             [((node.id,), values[node.id]) for node in nodes if node.id in values],
         )
+
+
+def backend_families(hung: Sequence[HungBackendStatus]) -> Iterator[Metric]:
+    """Yield the metrics of MLX backends whose groups hung."""
+    counts: Counter[str] = Counter(dict.fromkeys(BACKENDS, 0))
+    for each in hung:
+        counts[each.backend] += each.hangs
+    yield counter(
+        "group_hangs",
+        "Times that a group of workers hung although all of them answered, by MLX's backend.",
+        ("backend",),
+        [((backend,), count) for backend, count in counts.items()],
+    )
+    yield gauge(
+        "backend_barred",
+        "1 while plans avoid a backend of MLX between two nodes, 0 afterwards; without nodes: everywhere.",
+        ("backend", "nodes"),
+        [((each.backend, " ".join(each.nodes or ())), float(each.barred_until is not None)) for each in hung],
+    )
 
 
 def _by_node(workers: Sequence[WorkerInfo], field: str) -> Mapping[str, int]:

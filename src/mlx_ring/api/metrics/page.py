@@ -18,6 +18,7 @@ from starlette.responses import Response
 from mlx_ring.api.context import ApiContext
 from mlx_ring.api.metrics.machines import (
     LinkCounts,
+    backend_families,
     instance_families,
     link_families,
     node_families,
@@ -59,7 +60,9 @@ class MetricsCollector:
         yield from step_families(replicas)
         yield from instance_families(replicas, models)
         yield from worker_families(replicas, workers, self._links)
-        yield from node_families(self._catalog.cluster().nodes, workers)
+        cluster = self._catalog.cluster()
+        yield from node_families(cluster.nodes, workers)
+        yield from backend_families(cluster.hung_backends)
         yield from link_families(self._catalog.links)
         yield from http_families(self._http)
 

@@ -18,6 +18,7 @@ from mlx_ring.core.engine_stats import RESUME_WAYS, Distribution, EngineStats, M
 from mlx_ring.core.errors import (
     ContextExceeded,
     DeadlineExceeded,
+    GroupStuck,
     NodeLost,
     NotReady,
     Overloaded,
@@ -84,7 +85,7 @@ def one_of(names: Iterable[str], is_one: str, labels: Labels) -> Samples:
 
 
 _REASONS = ("stop", "length", "abort", "error")
-_FAILURES = (WorkerLost, NodeLost, WorkerStuck, StepFailed, DeadlineExceeded)
+_FAILURES = (WorkerLost, NodeLost, WorkerStuck, GroupStuck, StepFailed, DeadlineExceeded)
 _GIVEN_UP = (NotReady, RepeatedLoss, ContextExceeded, DeadlineExceeded)
 _REFUSALS = (Overloaded, ContextExceeded, NotReady)
 _TIMES = (

@@ -24,7 +24,7 @@ from mlx_ring.api.service import (
 )
 from mlx_ring.core.engine_stats import Policy, StepTiming
 from mlx_ring.core.types import RankId
-from mlx_ring.core.worker_status import LinkUse, WorkerInfo, WorkerMemory
+from mlx_ring.core.worker_status import LinkUse, WaitUse, WorkerInfo, WorkerMemory
 
 Availability = Literal["ready", "unavailable"]
 Mean = int | float | None
@@ -99,6 +99,19 @@ class ServedModelStatus(JsonObject):
     instances: list[ServedInstanceStatus]
 
 
+class WaitStatus(JsonObject):
+    """Cause for which a worker waits."""
+
+    kind: str
+    """`collective` of MLX, `link` over gRPC, or `device`."""
+    backend: str | None
+    """MLX's backend of a collective."""
+    peer: str | None
+    """Stages or ranks that it waits for."""
+    seconds: float
+    """Time since the start of the wait, at the worker's last report."""
+
+
 class DeviceStatus(JsonObject, WorkerMemory):
     """One worker, as it measured itself last."""
 
@@ -117,6 +130,8 @@ class DeviceStatus(JsonObject, WorkerMemory):
     blas: str
     alive: bool
     phase: str
+    waits: WaitStatus | None
+    """Null if no step was under way at the worker's last report."""
     device_limit_bytes: int | None
     """Memory of the device; null while it is unknown."""
     device_left_bytes: int | None
@@ -192,6 +207,7 @@ def cluster_status(context: ApiContext) -> ClusterStatus:
     return ClusterStatus(
         nodes=parts.nodes,
         instances=parts.instances,
+        hung_backends=parts.hung_backends,
         status="ready" if error is None else "unavailable",
         reason=None if error is None else str(error),
         model=model.model_id,
@@ -304,9 +320,21 @@ def _device(worker: WorkerInfo, instance: InstanceInfo, model: ModelService) -> 
         "blas": worker.blas,
         "alive": worker.alive,
         "phase": worker.phase,
+        "waits": _waits(worker.waits),
         **worker.memory,
         "device_limit_bytes": worker.memory_bytes or None,
         "device_left_bytes": worker.memory_left_bytes if worker.memory_bytes else None,
+    }
+
+
+def _waits(waits: WaitUse | None) -> WaitStatus | None:
+    if waits is None:
+        return None
+    return {
+        "kind": waits.kind,
+        "backend": waits.backend or None,
+        "peer": waits.peer or None,
+        "seconds": round(waits.seconds, 1),
     }
 
 

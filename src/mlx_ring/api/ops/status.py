@@ -277,9 +277,24 @@ class InstanceStatus(_Status):
     """Remarks of the plan."""
 
 
+class HungBackendStatus(_Status):
+    """A backend of MLX whose groups hung although all their workers answered."""
+
+    backend: str
+    nodes: list[str] | None
+    """Nodes of the two ranks, twice the same on one machine; null for groups of more ranks, which blame the backend."""
+    hangs: int
+    """Number of times since the head started."""
+    reason: str
+    """Reason of the last time."""
+    barred_until: int | None
+    """Unix time until which plans avoid it; null if they do not."""
+
+
 class ClusterParts(_Status):
     """Nodes and instances of the cluster."""
 
     nodes: list[NodeStatus] = []
     """Machines that are connected, excluded, or were lost since the head started."""
     instances: list[InstanceStatus] = []
+    hung_backends: list[HungBackendStatus] = []

@@ -94,6 +94,7 @@ export interface ClusterStatus {
   /** Machines that are connected, excluded, or were lost since the head started. */
   nodes: NodeStatus[];
   instances: InstanceStatus[];
+  hung_backends: HungBackendStatus[];
   status: "ready" | "unavailable";
   reason: string | null;
   model: string;
@@ -145,6 +146,8 @@ export interface DeviceStatus {
   blas: string;
   alive: boolean;
   phase: string;
+  /** Null if no step was under way at the worker's last report. */
+  waits: WaitStatus | null;
   /** Memory of the device; null while it is unknown. */
   device_limit_bytes: number | null;
   /** Memory of the device that all workers on it leave free. */
@@ -163,6 +166,19 @@ export interface GroupStatus {
   /** MLX's name of the backend. */
   backend: string;
   why: string;
+}
+
+/** A backend of MLX whose groups hung although all their workers answered. */
+export interface HungBackendStatus {
+  backend: string;
+  /** Nodes of the two ranks, twice the same on one machine; null for groups of more ranks, which blame the backend. */
+  nodes: string[] | null;
+  /** Number of times since the head started. */
+  hangs: number;
+  /** Reason of the last time. */
+  reason: string;
+  /** Unix time until which plans avoid it; null if they do not. */
+  barred_until: number | null;
 }
 
 /** Plan that is loaded or being loaded. */
@@ -638,4 +654,16 @@ export interface UsedMemory {
   peak_bytes: number;
   /** Resident memory of the process. */
   resident_bytes: number;
+}
+
+/** Cause for which a worker waits. */
+export interface WaitStatus {
+  /** `collective` of MLX, `link` over gRPC, or `device`. */
+  kind: string;
+  /** MLX's backend of a collective. */
+  backend: string | null;
+  /** Stages or ranks that it waits for. */
+  peer: string | null;
+  /** Time since the start of the wait, at the worker's last report. */
+  seconds: number;
 }
