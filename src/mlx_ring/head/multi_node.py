@@ -49,9 +49,7 @@ from mlx_ring.settings.config import Settings, state_folder
 
 log = logging.getLogger(__name__)
 
-_STOP_WAIT_S = 8.0
-_LOOK_WAIT_S = 3.0
-_LOOK_AGAIN_S = 1.0
+_STOP_WAIT_S, _LOOK_WAIT_S, _LOOK_AGAIN_S = 8.0, 3.0, 1.0
 _OWN_WAIT_S = 3.0
 """Time to wait for the agent of the head's machine before a plan without it."""
 
@@ -284,8 +282,8 @@ class Cluster:
             )
 
     def cluster_view(self) -> ClusterView:
-        control, hung = self._control, self._step_down.states()
-        return ClusterView(control.node, control.membership, self._quarantine.held(), hung)
+        hung, own = self._step_down.states(), self._control
+        return ClusterView(own.node, own.membership, self._quarantine.held(), hung)
 
     async def _look_once(self, sites: Sequence[Site]) -> None:
         """Find the workers that earlier heads left, and end those of no use."""
@@ -437,9 +435,7 @@ class Cluster:
             new = [site for site in sites if site.node in nodes]
             found = await asyncio.gather(*(site.link.look(hello, _LOOK_WAIT_S) for site in new))
             silent = {site.node for site, event in zip(new, found, strict=True) if event is None}
-            wanted = self._live.names | {
-                left.instance for of_model in self._left.values() for left in of_model
-            }
+            wanted = self._live.names | {left.instance for each in self._left.values() for left in each}
             await self._end_unwanted(new, [event for event in found if event is not None], wanted)
             await self._surveys.take(membership, sites)
         except RingError as error:
