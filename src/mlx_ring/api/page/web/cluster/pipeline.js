@@ -1,7 +1,8 @@
 // An instance as tokens pass through it: its stages, their ranks, and the links between them.
 
 /** @import { CacheStatistics, CacheWorker, ClusterStatus, DeviceStatus, InstanceStatus } from "../types.js" */
-/** @import { LinkStatus, LoadingStatus, Rates, RankStatus, RecoveryStatus, StageShares, StageStatus } from "../types.js" */
+/** @import { LinkStatus, LoadingStatus, Rates, RankStatus, RecoveryStatus } from "../types.js" */
+/** @import { StageShares, StageStatus } from "../types.js" */
 
 import { Legend, stageColour, stageFill } from "../components.js";
 import { bytes, counted, duration, figures, rate } from "../format.js";
