@@ -18,7 +18,7 @@ from mlx_ring.core.engine_stats import Meter
 from mlx_ring.core.errors import NotReady
 from mlx_ring.core.generation import RequestStream
 from mlx_ring.engine.live_request import LiveRequest
-from mlx_ring.head.instance_view import MOST_LOSSES, PROMPT_LOSSES, WINDOW_S, Recoveries
+from mlx_ring.head.instance_view import MOST_LOSSES, PROMPT_LOSSES, STEADY_S, WINDOW_S, Recoveries
 from mlx_ring.head.model import HostedModel
 
 
@@ -211,3 +211,24 @@ def test_after_too_many_losses_interrupted_requests_end_and_new_ones_are_refused
             assert model.keeps_requests == (not is_last)
 
     asyncio.run(run())
+
+
+def test_losses_of_a_steady_instance_do_not_count() -> None:
+    clock = Clock()
+    recoveries = loaded(clock, Meter())
+    for _ in range(2 * MOST_LOSSES):
+        clock.wait(STEADY_S)
+        lose(recoveries, clock)
+    assert (recoveries.pause_s, recoveries.refusal) == (0.0, None)
+
+
+def test_losses_do_not_count_once_the_interrupted_answers_have_continued() -> None:
+    clock = Clock()
+    recoveries = loaded(clock, Meter())
+    for _ in range(2 * MOST_LOSSES):
+        recoveries.record_loss(LOSS, 0.0)
+        recoveries.record_plan()
+        recoveries.record_load()
+        recoveries.record_resumed([live := request()])
+        answer(live)
+        assert (recoveries.pause_s, recoveries.refusal) == (0.0, None)

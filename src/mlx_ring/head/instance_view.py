@@ -31,10 +31,12 @@ LOADING = "The model is being loaded; ask again in a moment."
 
 
 WINDOW_S = 600.0
+STEADY_S = 10.0
+"""Time for which an instance serves until its loss is no sign of a broken cluster."""
 PROMPT_LOSSES = 5
-"""Losses within the window that cause no pause before the next load."""
+"""Losses without success within the window that cause no pause before the next load."""
 MOST_LOSSES = 15
-"""Losses within the window after which interrupted requests are not continued."""
+"""Losses without success within the window after which interrupted requests are not continued."""
 _LONGEST_PAUSE_S = 30.0
 _PHASES = get_args(RecoveryPhase)
 _PARTS: Mapping[RecoveryPhase, str] = {"planning": "plan", "loading": "load", "replaying": "replay"}
@@ -53,7 +55,9 @@ class Recoveries:
         """
         self._model, self._meter, self._clock = model, meter, clock
         self._losses: deque[float] = deque(maxlen=MOST_LOSSES)
-        """Times of the last losses of an instance that served."""
+        """Times of the last losses without success: the instance had served only for a moment, and no answer has
+        continued since."""
+        self._served_at = 0.0
         self._phase: RecoveryPhase | None = None
         self._lost_at = self._phase_at = 0.0
         self._has_served = False
@@ -76,7 +80,7 @@ class Recoveries:
         if isinstance(error, NotReady) or not self._has_served or self._phase == "planning":
             return
         now = self._clock()
-        if self._phase != "loading":
+        if self._phase != "loading" and now - self._served_at < STEADY_S:
             self._losses.append(now)
         self._phase, self._lost_at, self._parts = "planning", now, {"detect": waited_s}
         self._phase_at = now
@@ -90,7 +94,7 @@ class Recoveries:
 
     def record_load(self) -> None:
         """Record that the instance serves."""
-        self._has_served = True
+        self._has_served, self._served_at = True, self._clock()
         if self._phase is None:
             self._last_s["loading"] = self._clock() - self._phase_at
         else:
@@ -109,6 +113,7 @@ class Recoveries:
         self._replaying -= 1
         self._parts.setdefault("first_token", self._clock() - self._phase_at)
         if not self._replaying:
+            self._losses.clear()
             self._end_phase("replaying")
             self._end()
 
