@@ -39,8 +39,11 @@ _SCHEMA: Mapping[str, object] = {
 }
 _FORMS_OF_A_MOMENT = 3
 """Number of a server's forms of a moment above which others are used only to cover pairs. Each needs an undisturbed answer."""
-_STOP_AT = 12
-"""Position in the answer of `stop` at which the long prompt and the queued request are sent."""
+_STOP_AT, _DRAFTS_BEFORE = 12, 200
+"""Position in the answer of `stop` at which the long prompt and the queued request are sent.
+
+An answer that is to have draft tokens is disturbed between these positions.
+"""
 
 
 def question_of(moment: Moment, stop: str = "") -> Question:
@@ -235,15 +238,21 @@ class Disturber:
 
     # ---- disturbed
 
-    def disturb(self, fault: str) -> None:
-        """Let a fault happen while there is a request at each moment, and record their answers."""
+    def disturb(self, fault: str, *, drafts_alone: bool = False) -> None:
+        """Let a fault happen while there is a request at each moment, and record their answers.
+
+        Rows get draft tokens only in small batches. With `drafts_alone` that request is the only one.
+        """
         ranks = self.served.wait_until_ready()
         forms = self.cover.next(fault, self._expected)
+        if drafts_alone:
+            forms = {moment: form for moment, form in forms.items() if moment == "drafts"}
         self.expect(forms)
         self.seed += 1
         victim = self._victim(ranks, fault)
         began = time.monotonic()
-        answers, at = self._reach_moments(forms, victim, lambda: FAULTS[fault].inject(self.served, victim))
+        reach = self._reach_drafts if drafts_alone else self._reach_moments
+        answers, at = reach(forms, victim, lambda: FAULTS[fault].inject(self.served, victim))
         topology = _topology(ranks)
         for moment, answer in answers.items():
             was_hit, position = self._at_moment(moment, forms[moment], at)
@@ -310,6 +319,21 @@ class Disturber:
         finally:
             stopped.close()
         return answers, at
+
+    def _reach_drafts(
+        self, forms: Mapping[Moment, Form], victim: Rank, inject: Callable[[], None]
+    ) -> tuple[dict[Moment, Future[Answer]], AtStep]:
+        """Send the request alone, stop the victim before it verifies draft tokens, and cause the fault."""
+        stopped = Stopped(self.served.hook, victim.pid)
+        try:
+            length = self._prompt_length("drafts", forms["drafts"])
+            stopped.set(length, length + _STOP_AT, or_without_drafts=length + _DRAFTS_BEFORE)
+            answer = self._submit(forms["drafts"], self._expected["drafts", forms["drafts"]][0])
+            at = stopped.wait()
+            inject()
+        finally:
+            stopped.close()
+        return {"drafts": answer}, at
 
     def _prompt_length(self, moment: Moment, form: Form) -> int:
         return self._expected[moment, form][1].prompt_tokens

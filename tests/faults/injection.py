@@ -76,9 +76,13 @@ class Stopped:
         self._socket.connect(str(folder / f"{pid}.sock"))
         self._lines = self._socket.makefile("rw")
 
-    def set(self, prompt: int, start: int) -> None:
-        """Let the worker continue up to a row of the sequence with this prompt's length, from this position on."""
-        self._lines.write(json.dumps({"prompt": prompt, "start": start}) + "\n")
+    def set(self, prompt: int, start: int, *, or_without_drafts: int = 0) -> None:
+        """Let the worker continue up to a row of the sequence with this prompt's length, from this position on.
+
+        With `or_without_drafts`, the row must have draft tokens, or begin at that position.
+        """
+        condition = {"prompt": prompt, "start": start, "undrafted": or_without_drafts}
+        self._lines.write(json.dumps(condition) + "\n")
         self._lines.flush()
 
     def wait(self) -> AtStep:

@@ -18,7 +18,7 @@ from tests.faults.models import MODELS, write_model
 from tests.namespaces import skip_without_namespaces
 from tests.processes import give_profile
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
 SERVED: dict[str, tuple[int, Sequence[str]]] = {
     "quantized": (2, ("--strategy", "uniform")),
     "recurrent": (2, ("--strategy", "uniform")),
@@ -27,6 +27,8 @@ SERVED: dict[str, tuple[int, Sequence[str]]] = {
     "sliding": (3, ("--strategy", "uniform")),
 }
 """Machines and flags by model. Machines join as they are needed."""
+_DRAFTED = "dense"
+"""Model whose answers are also disturbed while they have draft tokens."""
 TOPOLOGIES = ("2 stages", "3 stages", "tp 2")
 _FLAGS = (
     *("--max-num-seqs", str(PLACES), "--prefill-chunk", str(CHUNK), "--prefix-cache", "off"),
@@ -103,6 +105,10 @@ def test_answers_continue_as_if_no_fault_had_happened(
             if {rank.node for rank in served.wait_until_ready()} != nodes:
                 disturber.load_again()
             eventually(lambda: {rank.node for rank in served.ranks()} == nodes)
+            if model == _DRAFTED:
+                disturber.disturb(fault, drafts_alone=True)
+                disturber.load_again()
+                eventually(lambda: {rank.node for rank in served.ranks()} == nodes)
         disturber.check_again()
     with capsys.disabled():
         print("", model, *ledger.table(), sep="\n")  # noqa: T201 - the table is the result

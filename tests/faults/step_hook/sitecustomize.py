@@ -97,8 +97,9 @@ class _Steps:
 
 
 def _satisfies(row: dict[str, int], condition: dict[str, int]) -> bool:
-    """Return True for a row of the condition's prompt, from a position on."""
-    return row["prompt"] == condition["prompt"] and row["start"] >= condition["start"]
+    """Return True for a row of the condition's prompt, from a position on; without draft tokens, from a later one."""
+    start = condition["start"] if row.get("draft") else condition.get("undrafted") or condition["start"]
+    return row["prompt"] == condition["prompt"] and row["start"] >= start
 
 
 def _count_tasks() -> int:
