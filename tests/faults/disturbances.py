@@ -244,9 +244,9 @@ class Disturber:
         Rows get draft tokens only in small batches. With `drafts_alone` that request is the only one.
         """
         ranks = self.served.wait_until_ready()
-        forms = self.cover.next(fault, self._expected)
-        if drafts_alone:
-            forms = {moment: form for moment, form in forms.items() if moment == "drafts"}
+        moments: Sequence[Moment] = ("drafts",) if drafts_alone else MOMENTS
+        every = self.cover.next(fault, self._expected)
+        forms: dict[Moment, Form] = {moment: every[moment] for moment in moments}
         self.expect(forms)
         self.seed += 1
         victim = self._victim(ranks, fault)
