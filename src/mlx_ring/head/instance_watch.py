@@ -19,8 +19,8 @@ from mlx_ring.core.types import RankId
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.kv_budget import Place
 from mlx_ring.engine.step_times import Unanswered
-from mlx_ring.head.patching import Group, groups_of, node_of, nodes_of
 from mlx_ring.head.placing import Placement
+from mlx_ring.head.step_down import Group, groups_of, node_of, nodes_of
 from mlx_ring.rpc.channels import Silence
 from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
 

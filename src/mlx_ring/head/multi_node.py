@@ -25,7 +25,7 @@ from mlx_ring.core.errors import LinkLost, PlanError, RingError
 from mlx_ring.head.instance import Epoch
 from mlx_ring.head.link_survey import LinkSurveys, link_info
 from mlx_ring.head.nodes import Declared, LiveInstances, NodeListener, new_instance
-from mlx_ring.head.patching import Remains, Room, StepDown, patch_ranks
+from mlx_ring.head.patching import Remains, Room, patch_ranks
 from mlx_ring.head.placing import (
     Order,
     Placement,
@@ -40,6 +40,7 @@ from mlx_ring.head.placing import (
 from mlx_ring.head.rank_placements import assign
 from mlx_ring.head.served_model import ServedModel
 from mlx_ring.head.status import ClusterView
+from mlx_ring.head.step_down import StepDown
 from mlx_ring.host.addresses import HeadAddress
 from mlx_ring.models.weights_manifest import WeightsManifest
 from mlx_ring.planner.profiles import ClusterProfile

@@ -19,9 +19,10 @@ from mlx_ring.head.instance_view import FIRST_EPOCH, InstanceService, Recoveries
 from mlx_ring.head.instance_watch import InstanceWatch
 from mlx_ring.head.kv_memory import KvShares
 from mlx_ring.head.nodes import Machines
-from mlx_ring.head.patching import Remains, may_step_down
+from mlx_ring.head.patching import Remains
 from mlx_ring.head.placing import Order, Placement
 from mlx_ring.head.served_model import ServedModel
+from mlx_ring.head.step_down import may_step_down
 from mlx_ring.rpc.protos import agent_pb2
 from mlx_ring.settings.config import Settings
 

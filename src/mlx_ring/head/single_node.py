@@ -17,9 +17,10 @@ from mlx_ring.cluster.membership import Joined, Member, Membership
 from mlx_ring.core.errors import NotReady, RingError
 from mlx_ring.head.instance import Epoch
 from mlx_ring.head.nodes import Declared, NodeListener, new_instance
-from mlx_ring.head.patching import Remains, StepDown, patch_ranks
+from mlx_ring.head.patching import Remains, patch_ranks
 from mlx_ring.head.placing import Order, place_single_node
 from mlx_ring.head.status import ClusterView
+from mlx_ring.head.step_down import StepDown
 from mlx_ring.host.machine import node_name, share_cores
 from mlx_ring.host.machine_profile import MachineProfile
 from mlx_ring.host.process import usable_memory
