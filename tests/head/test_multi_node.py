@@ -18,7 +18,7 @@ from mlx_ring.cluster.control import Control
 from mlx_ring.cluster.deployment import Site
 from mlx_ring.cluster.membership import Event, Joined, Membership
 from mlx_ring.core.errors import LinkLost, NodeLost
-from mlx_ring.head import multi_node as subject
+from mlx_ring.head import left_workers as subject
 from mlx_ring.head.multi_node import Cluster
 from mlx_ring.host.addresses import HeadAddress
 from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
@@ -91,8 +91,8 @@ def test_joined_node_that_does_not_answer_is_asked_for_its_state_again(
     async def run() -> str:
         cluster: Any = Cluster(settings, [], cast("Control", control), HeadAddress("10.0.0.1", 50051), offer)
         monkeypatch.setattr(cluster._surveys, "take", take)
-        cluster._has_looked.set()
-        tending = asyncio.create_task(cluster._tend_joining_nodes())
+        cluster._left._has_looked.set()
+        tending = asyncio.create_task(cluster._left.tend_joining_nodes())
         await asyncio.sleep(0)
         control.watchers[0](Joined(control.membership.members["n2"]))
         try:

@@ -1,0 +1,203 @@
+"""Workers that earlier heads left, or that a node kept while it was disconnected: some are adopted, others ended."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
+from functools import partial
+
+from mlx_ring.cluster.adoption import Adoptable, find_adoptable, highest_epoch, next_head
+from mlx_ring.cluster.control import Control
+from mlx_ring.cluster.deployment import Site, WorkerPlace, address_of, close_sites
+from mlx_ring.cluster.membership import Event, Joined, Membership
+from mlx_ring.cluster.placement import Cut
+from mlx_ring.core.cluster_folders import authority_folder
+from mlx_ring.core.errors import RingError
+from mlx_ring.head.instance import Epoch
+from mlx_ring.head.link_survey import LinkSurveys
+from mlx_ring.head.nodes import Declared, LiveInstances
+from mlx_ring.head.placing import Order, cluster_sites, place_as_loaded
+from mlx_ring.head.rank_placements import assign
+from mlx_ring.head.served_model import ServedModel
+from mlx_ring.rpc.hello import make_hello
+from mlx_ring.rpc.protos import agent_pb2, worker_pb2
+from mlx_ring.settings.config import Settings, state_folder
+
+log = logging.getLogger(__name__)
+
+STOP_WAIT_S = 8.0
+"""Time for a node to end its workers."""
+_LOOK_WAIT_S, _LOOK_AGAIN_S = 3.0, 1.0
+
+
+class LeftWorkers:
+    """Workers in a cluster that do not belong to an instance of this head.
+
+    Instances of an earlier head are kept until a model adopts them. All other workers are ended.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        declared: Sequence[Declared],
+        control: Control,
+        head_port: int,
+        live: LiveInstances,
+        surveys: LinkSurveys,
+    ) -> None:
+        """Prepare; it contacts no node before `look_once` or `tend_joining_nodes`.
+
+        Args:
+            settings: settings of the head.
+            declared: the head's first models.
+            control: the head's control server.
+            head_port: port of the control server.
+            live: instances of this head.
+            surveys: measured links, which are taken of nodes that join.
+        """
+        self._settings = settings
+        self._declared = declared
+        self._control = control
+        self._head_port = head_port
+        self._live = live
+        self._surveys = surveys
+        self._one_at_a_time = asyncio.Lock()
+        self._has_looked = asyncio.Event()
+        self._left: dict[str, list[Adoptable]] = {}
+        """Instances that an earlier head left loaded, by model."""
+        self.highest_epoch = 0
+        """Highest epoch of the workers that were found."""
+        self.head_number = 1
+        """Number of this head, which is higher than those of earlier ones."""
+
+    def adoptable(self, served: ServedModel, membership: Membership) -> list[Adoptable]:
+        """Return a model's adoptable instances whose nodes are all present."""
+        left = [
+            found
+            for found in self._left.get(served.names[0], [])
+            if all(node in membership.members for node, _ in found.workers)
+        ]
+        self._left[served.names[0]] = left
+        return left
+
+    async def look_once(self, sites: Sequence[Site]) -> None:
+        """Find the workers that earlier heads left, and end those of no use."""
+        async with self._one_at_a_time:
+            if self._has_looked.is_set():
+                return
+            hello = make_hello(node=self._control.node)
+            found = await asyncio.gather(*(site.link.look(hello, _LOOK_WAIT_S) for site in sites))
+            events = [event for event in found if event is not None]
+            self.highest_epoch = highest_epoch(events)
+            self.head_number = next_head(authority_folder(state_folder(self._settings)), events)
+            for declared in self._declared:
+                most = declared.settings.replicas or (
+                    len(sites) if declared.settings.optimize_for == "throughput" else 1
+                )
+                adoptable = find_adoptable(events, partial(_expect, declared))
+                self._left[declared.served.names[0]] = adoptable[:most]
+            wanted = {found.instance for of_model in self._left.values() for found in of_model}
+            await self._end_unwanted(sites, events, wanted)
+            self._has_looked.set()
+
+    async def _end_unwanted(
+        self, sites: Sequence[Site], events: Iterable[agent_pb2.AgentEvent], wanted: AbstractSet[str]
+    ) -> None:
+        """End unwanted workers of earlier heads, or of a node that was disconnected."""
+        by_node = {site.node: site for site in sites}
+        unwanted = {
+            (event.hello.node, state.instance)
+            for event in events
+            for state in event.workers
+            if state.instance not in wanted or not self._live.may_have(state.instance, event.hello.node)
+        }
+        await asyncio.gather(
+            *(
+                by_node[node].link.stop(instance, STOP_WAIT_S)
+                for node, instance in unwanted
+                if node in by_node
+            )
+        )
+
+    async def adopt(
+        self, order: Order, membership: Membership, sites: Sequence[Site], number: int
+    ) -> Epoch | None:
+        """Take over an instance of an earlier head; end those that cannot be taken over."""
+        while left := self.adoptable(order.served, membership):
+            found = left.pop(0)
+            try:
+                return self._adopted(found, order, membership, sites, number)
+            except RingError as error:
+                log.warning("%s of an earlier head is ended: %s", found.instance, error)
+                own = [site for site in sites if site.node in dict(found.workers)]
+                await asyncio.gather(*(site.link.stop(found.instance, STOP_WAIT_S) for site in own))
+        return None
+
+    def _adopted(
+        self, found: Adoptable, order: Order, membership: Membership, sites: Sequence[Site], number: int
+    ) -> Epoch:
+        by_node = {site.node: site for site in sites}
+        log.info("adopting the loaded workers of %s", found.instance)
+        places = [
+            WorkerPlace(state.stage, state.rank, "", state.address)
+            if by_node[node].is_local
+            else WorkerPlace(
+                state.stage, state.rank, node, address_of(by_node[node].host_for(""), state.status.port)
+            )
+            for node, state in found.workers
+        ]
+        own = tuple(by_node[node] for node, _ in found.workers)
+        links = self._surveys.profiles(sites)
+        others = self._live.others(order.served.names[0])
+        placement = place_as_loaded(order, others, self._control, membership, found, own, links)
+        self._live.add(found.instance, order, placement)
+        return Epoch(
+            *(found.instance, number, placement, self._control.node, self._control.credentials),
+            loaded=tuple(places),
+            head=self.head_number,
+        )
+
+    async def tend_joining_nodes(self) -> None:
+        """End the stale workers of each node that joins, and measure its links for the next plan."""
+        came: asyncio.Queue[str] = asyncio.Queue()
+
+        def on_event(event: Event) -> None:
+            if isinstance(event, Joined):
+                came.put_nowait(event.member.node)
+
+        with self._control.watching(on_event):
+            while True:
+                nodes = {await came.get()}
+                while not came.empty():
+                    nodes.add(came.get_nowait())
+                await self._has_looked.wait()
+                if silent := await self._tend(nodes) & self._control.membership.members.keys():
+                    # A busy member may hold workers of an ended instance: ask until it answers.
+                    await asyncio.sleep(_LOOK_AGAIN_S)
+                    for node in silent:
+                        came.put_nowait(node)
+
+    async def _tend(self, nodes: AbstractSet[str]) -> AbstractSet[str]:
+        """End stale workers on these nodes and survey links; return the nodes that did not answer."""
+        silent = nodes
+        membership = self._control.membership
+        sites = cluster_sites(self._control, membership, self._head_port)
+        hello = make_hello(node=self._control.node)
+        try:
+            new = [site for site in sites if site.node in nodes]
+            found = await asyncio.gather(*(site.link.look(hello, _LOOK_WAIT_S) for site in new))
+            silent = {site.node for site, event in zip(new, found, strict=True) if event is None}
+            wanted = self._live.names | {left.instance for each in self._left.values() for left in each}
+            await self._end_unwanted(new, [event for event in found if event is not None], wanted)
+            await self._surveys.take(membership, sites)
+        except RingError as error:
+            log.warning("%s joined, but could not be prepared: %s", ", ".join(sorted(nodes)), error)
+        finally:
+            await close_sites(sites)
+        return silent
+
+
+def _expect(declared: Declared, instance: str, cut: Cut) -> Sequence[worker_pb2.StageAssignment]:
+    return assign(declared.settings, declared.served, instance, 0, cut)
