@@ -180,11 +180,13 @@ def use_both_machines(cluster: LanCluster, server: Server) -> None:
     second = cluster.machines[1]
     eventually(lambda: is_ready(cluster, server) and second.node in trusting_nodes(cluster, server))
     while not workers_of(second):
-        epoch = cluster.get(server, "/cluster/status")["epoch"]
+        lost = epoch_of(cluster, server)
         workers_of(cluster.head)[0].kill()
-        eventually(
-            lambda: cluster.get(server, "/cluster/status")["epoch"] > epoch and is_ready(cluster, server)
-        )
+        eventually(lambda lost=lost: epoch_of(cluster, server) > lost and is_ready(cluster, server))
+
+
+def epoch_of(cluster: LanCluster, server: Server) -> int:
+    return cluster.get(server, "/cluster/status")["epoch"]
 
 
 def trusting_nodes(cluster: LanCluster, server: Server) -> set[str]:
