@@ -22,8 +22,8 @@ from mlx_ring.host.child import ChildProcess
 from mlx_ring.models.model_folder import read_model_folder
 from mlx_ring.rpc.channels import open_aio_channel
 from mlx_ring.rpc.hello import make_hello
-from mlx_ring.rpc.methods import LOAD_STAGES, START, STOP, WATCH
-from mlx_ring.rpc.protos import agent_pb2
+from mlx_ring.rpc.methods import LOAD_STAGES, RELINK_WORKERS, START, STOP, WATCH
+from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
 
 WAIT_S = 90.0
 
@@ -56,9 +56,16 @@ class Agent:
         async for event in WATCH.aio_unary_stream(self.channel)(request, wait_for_ready=True):
             yield event
 
-    async def stop(self, instance: str = "") -> int:
-        reply = await STOP.aio_unary_unary(self.channel)(agent_pb2.StopRequest(instance=instance))
-        return reply.stopped
+    async def stop(self, instance: str = "", hello: hello_pb2.Hello | None = None) -> int:
+        request = agent_pb2.StopRequest(hello=hello, instance=instance)
+        return (await STOP.aio_unary_unary(self.channel)(request)).stopped
+
+    async def relink(
+        self, hello: hello_pb2.Hello, assignment: worker_pb2.StageAssignment, *, commit: bool = False
+    ) -> str:
+        """Prepare or link one worker; return the kind of the failure, empty without one."""
+        request = agent_pb2.RelinkWorkersRequest(hello=hello, assignments=[assignment], commit=commit)
+        return (await RELINK_WORKERS.aio_unary_unary(self.channel)(request)).failure.kind
 
     def workers(self) -> list[psutil.Process]:
         return psutil.Process(self.child.pid).children(recursive=True)
@@ -91,16 +98,18 @@ def with_agent(folder: Path, use: Callable[[Agent], Awaitable[None]]) -> None:
     asyncio.run(run())
 
 
-def load_request(model: Path, stages: int = 2, instance: str = "one") -> agent_pb2.LoadStagesRequest:
+def load_request(
+    model: Path, stages: int = 2, instance: str = "one", *, epoch: int = 1, head: int = 0
+) -> agent_pb2.LoadStagesRequest:
     folder = read_model_folder(model)
     ranges = even_split(folder.num_layers, stages)
     return agent_pb2.LoadStagesRequest(
-        hello=make_hello(model_digest=folder.digest),
+        hello=make_hello(model_digest=folder.digest, fencing_id=head),
         model_path=str(model),
         assignments=make_assignments(
             Cut.alike(ranges),
             instance=instance,
-            epoch=1,
+            epoch=epoch,
             dtype="auto",
             model_digest=folder.digest,
             max_model_len=64,
@@ -232,6 +241,36 @@ def test_workers_end_if_the_head_disconnects_while_they_load(tiny_model: Path, t
 
     with_agent(tmp_path, use)
     assert " ERROR " not in (tmp_path / "logs" / "agent.log").read_text()
+
+
+def test_requests_that_arrive_after_a_patch_or_from_an_older_head_change_nothing(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    async def use(agent: Agent) -> None:
+        first = (await agent.start(load_request(tiny_model, head=2))).workers
+        assert (await agent.load(load_request(tiny_model, head=2)))[-1].progress.ready
+        os.kill(first[1].pid, signal.SIGKILL)
+        stay, new = (request := load_request(tiny_model, epoch=2, head=2)).assignments
+        older, ours = make_hello(epoch=1, fencing_id=1), make_hello(epoch=1, fencing_id=2)
+        for commit in (False, True):
+            assert await agent.relink(older, stay, commit=commit) == "StaleMessage"
+        assert await agent.relink(ours, stay) == ""
+        new.first_address = first[0].address
+        del request.assignments[0]
+        (replacement,) = (await agent.start(request)).workers
+        stay.next_address = replacement.address
+        assert await agent.relink(ours, stay) == "StaleMessage", "the first phase has passed"
+        assert (await agent.load(request))[-1].progress.ready
+        assert await agent.relink(ours, stay, commit=True) == ""
+        assert await agent.stop("one", ours) == 0, "the epoch before has no workers here"
+        assert await agent.stop("one", make_hello(epoch=9, fencing_id=1)) == 0
+        late = load_request(tiny_model, stages=3, head=2)
+        del late.assignments[:2]
+        assert (await agent.start(late)).failure.kind == "StaleMessage"
+        assert {worker.pid for worker in agent.workers()} == {first[0].pid, replacement.pid}
+        assert await agent.stop("one", make_hello(epoch=2, fencing_id=2)) == 2
+
+    with_agent(tmp_path, use)
 
 
 def test_an_agent_ends_its_workers_on_sigterm(tiny_model: Path, tmp_path: Path) -> None:

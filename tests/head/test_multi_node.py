@@ -44,7 +44,7 @@ class BusyAgent:
             )
         )
 
-    async def stop(self, instance: str, _timeout_s: float) -> None:
+    async def stop(self, instance: str, _timeout_s: float, _hello: object) -> None:
         self.stopped.put_nowait(instance)
 
     async def close(self) -> None:

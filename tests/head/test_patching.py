@@ -20,7 +20,7 @@ from mlx_ring.head.placing import Order, Placement
 from mlx_ring.head.rank_placements import place_ranks
 from mlx_ring.head.served_model import prepare_model
 from mlx_ring.rpc.hello import make_hello
-from mlx_ring.rpc.protos import agent_pb2, worker_pb2
+from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
 from mlx_ring.settings.config import Settings
 
 
@@ -44,7 +44,8 @@ class _Agent:
             agent_pb2.StartedWorker(stage=one.stage) for one in assignments if one.stage not in self.silent
         ]
 
-    async def stop(self, _instance: str, _timeout_s: float) -> None:
+    async def stop(self, _instance: str, _timeout_s: float, hello: hello_pb2.Hello) -> None:
+        assert hello.epoch == 1
         self.stopped += 1
 
 

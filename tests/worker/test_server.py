@@ -199,6 +199,24 @@ def test_an_empty_worker_is_not_linked_with_others() -> None:
     assert server.relink(request, cast("Any", _LocalCall())).failure.kind == "NotReady"
 
 
+def relink(server: WorkerServer, fencing_id: int) -> str:
+    """Ask for other neighbours as a head with this number, and return the kind of the failure."""
+    assignment = worker_pb2.StageAssignment(instance="demo-1", epoch=2, stage=1, stages=3)
+    request = worker_pb2.RelinkRequest(hello=make_hello(fencing_id=fencing_id), assignment=assignment)
+    return server.relink(request, cast("Any", _LocalCall())).failure.kind
+
+
+def test_an_older_head_cannot_link_a_worker_with_others() -> None:
+    server = WorkerServer(WorkerIdentity("here", 1, 0, "none"))
+    assignment = worker_pb2.StageAssignment(instance="demo-1", epoch=1, stage=1, stages=3)
+    loaded_by = make_hello(fencing_id=2)
+    server._assign(worker_pb2.LoadRequest(hello=loaded_by, assignment=assignment))
+    assert [relink(server, head) for head in (1, 2, 3, 2)] == [
+        *("StaleMessage", "NotReady", "NotReady"),
+        "StaleMessage",
+    ]
+
+
 def greet_steps(server: WorkerServer, fencing_id: int) -> worker_pb2.StepsReply:
     """Open a stream of steps as a head with this number, and return the first answer."""
     hello = worker_pb2.StepsRequest(hello=make_hello(instance="demo-1", epoch=1, fencing_id=fencing_id))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any, TypeVar
 
 import grpc
 
 from mlx_ring.agent.supervisor import GROUP_PHASE, Supervisor, Worker
-from mlx_ring.core.errors import GroupStuck, RingError, ServingError, WorkerLost, WorkerStuck
+from mlx_ring.core.errors import GroupStuck, RingError, ServingError, StaleMessage, WorkerLost, WorkerStuck
 from mlx_ring.rpc.backends import backend_of
 from mlx_ring.rpc.failures import channel_error, error_to_failure, failure_to_error
 from mlx_ring.rpc.methods import LOAD, RELINK
@@ -39,7 +39,7 @@ async def start_workers(
     Raises:
         RingError: one could not start; the others may still live, for the caller to stop.
     """
-    workers = await supervisor.start(request.assignments)
+    workers = await supervisor.start(request.assignments, request.hello.fencing_id)
     try:
         async with asyncio.timeout(timeout_s):
             await asyncio.gather(*map(supervisor.wait_until_up, workers))
@@ -178,11 +178,21 @@ async def relink_workers(supervisor: Supervisor, request: agent_pb2.RelinkWorker
 
     Raises:
         RingError: a worker refused, or in the second phase one did not answer.
+        StaleMessage: a worker is of a later epoch; all are left as they are.
     """
-    instance = request.assignments[0].instance
+    instance, epoch = request.assignments[0].instance, request.assignments[0].epoch
     places = {(assignment.stage, assignment.rank): assignment for assignment in request.assignments}
     ours = [worker for worker in supervisor.workers if worker.instance == instance]
+    # The first phase of an epoch comes before its first worker.
+    check_epoch(ours, epoch if request.commit else epoch - 1)
     staying = [worker for worker in ours if (worker.stage, worker.rank) in places and worker.alive]
+    for worker in staying:
+        if worker.prepared_epoch > epoch:
+            raise StaleMessage(
+                f"{worker.label} was prepared for epoch {worker.prepared_epoch}, after {epoch}."
+            )
+        worker.prepared_epoch = epoch
+        worker.record_head(request.hello.fencing_id)
     if not request.commit and (others := {worker.child.pid for worker in ours if worker not in staying}):
         await supervisor.stop(instance, others)
     answers = await asyncio.gather(
@@ -197,6 +207,17 @@ async def relink_workers(supervisor: Supervisor, request: agent_pb2.RelinkWorker
         log.warning("%s: %s", instance, failures[0])
         await supervisor.stop(instance, silent)
     return [worker for worker in staying if worker.child.pid not in silent]
+
+
+def check_epoch(workers: Iterable[Worker], epoch: int) -> None:
+    """Refuse a request for an epoch that arrives when a later one has begun.
+
+    Raises:
+        StaleMessage: a worker is of a later epoch.
+    """
+    for worker in workers:
+        if worker.epoch > epoch:
+            raise StaleMessage(f"{worker.label} is of epoch {worker.epoch}; epoch {epoch} has passed.")
 
 
 async def _relink(

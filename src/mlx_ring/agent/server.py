@@ -11,6 +11,7 @@ import grpc
 from mlx_ring.agent.fetched_models import FetchedModels
 from mlx_ring.agent.loading import (
     as_failure,
+    check_epoch,
     failed_load,
     load_workers,
     relink_workers,
@@ -89,10 +90,10 @@ class AgentService:
             workers = await start_workers(self._supervisor, request, self._load_timeout_s)
         except (RingError, OSError) as error:
             log.error("%s could not be started: %s", instance, error)  # noqa: TRY400 - the sentence is the point
-            await self._supervisor.stop(instance)
+            await self._end_epoch(request.assignments)
             return agent_pb2.StartReply(failure=as_failure(error))
         except BaseException:
-            self._spawn(self._supervisor.stop(instance))
+            self._spawn(self._end_epoch(request.assignments))
             raise
         return agent_pb2.StartReply(
             workers=[_started(worker, self._supervisor.trusted) for worker in workers]
@@ -102,20 +103,32 @@ class AgentService:
         """Return the request's one instance; raise an error if it cannot be started."""
         instance = self._check_instance(request.hello, request.assignments)
         places = {(assignment.stage, assignment.rank) for assignment in request.assignments}
-        if any((worker.stage, worker.rank) in places for worker in self._workers_of(instance)):
+        workers, epoch = self._workers_of(instance), request.assignments[0].epoch
+        if any((worker.stage, worker.rank) in places for worker in workers):
             raise ProtocolError(f"Instance {instance} already runs here: stop it first.")
-        set_log_epoch(request.assignments[0].epoch)
+        check_epoch(workers, epoch)
+        set_log_epoch(epoch)
         check_hosts(request.assignments, self._supervisor.trusted)
         return instance
 
     def _check_instance(
         self, hello: hello_pb2.Hello, assignments: Iterable[worker_pb2.StageAssignment]
     ) -> str:
-        check_hello(hello, make_hello(node=self._node), "the head")
+        """Return the one instance of the assignments, if the head is not older than one that its workers have served."""
         instances = {assignment.instance for assignment in assignments}
+        name = next(iter(instances), "")
+        self._check_head(hello, self._workers_of(name))
         if len(instances) != 1:
             raise ProtocolError(f"A start request must name one instance; {len(instances)} were named.")
-        return instances.pop()
+        return name
+
+    def _check_head(self, hello: hello_pb2.Hello, workers: Iterable[Worker]) -> None:
+        newest = max((worker.head for worker in workers), default=0)
+        check_hello(hello, make_hello(node=self._node, fencing_id=newest), "the head")
+
+    async def _end_epoch(self, assignments: Sequence[worker_pb2.StageAssignment]) -> int:
+        """End the workers of an instance, but none of a later epoch than that of the assignments."""
+        return await self._supervisor.stop(assignments[0].instance, up_to=assignments[0].epoch)
 
     def _workers_of(self, instance: str) -> list[Worker]:
         return [worker for worker in self._supervisor.workers if worker.instance == instance]
@@ -141,11 +154,11 @@ class AgentService:
                 yield progress
         except (RingError, OSError) as error:
             log.error("%s could not be loaded: %s", instance, error)  # noqa: TRY400 - the sentence is the point
-            await self._supervisor.stop(instance)
+            await self._end_epoch(request.assignments)
             yield failed_load(error)
         except BaseException:
             # The head ended during the call, which is being cancelled: continue in a task of its own.
-            self._spawn(self._supervisor.stop(instance))
+            self._spawn(self._end_epoch(request.assignments))
             raise
 
     async def _fetch(
@@ -228,8 +241,17 @@ class AgentService:
     async def stop(
         self, request: agent_pb2.StopRequest, _context: grpc.aio.ServicerContext[object, object]
     ) -> agent_pb2.StopReply:
-        """End an instance's workers; without a name every worker, and then an agent that has no more to do."""
-        stopped = await self._supervisor.stop(request.instance, request.pids)
+        """End an instance's workers; without a name every worker, and then an agent that has no more to do.
+
+        A request that arrives late ends no worker of a later epoch, or of a newer head.
+        """
+        if request.instance and request.hello.fencing_id:
+            try:
+                self._check_head(request.hello, self._workers_of(request.instance))
+            except RingError as error:
+                log.warning("ended no worker of %s: %s", request.instance, error)
+                return agent_pb2.StopReply()
+        stopped = await self._supervisor.stop(request.instance, request.pids, up_to=request.hello.epoch)
         if self._fetched is not None:
             self._fetched.release([worker.instance for worker in self._supervisor.workers])
         if not request.instance and (self._ends_when_empty or request.end):

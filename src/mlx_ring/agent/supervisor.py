@@ -107,9 +107,26 @@ class Worker:
     question: asyncio.Task[None] | None = None
     """Status request that it has not answered."""
     loading_phase: str = ""
+    prepared_epoch: int = 0
+    """Epoch for which it was prepared last; it enters that epoch once it is linked."""
+    _head: int = 0
 
     def __post_init__(self) -> None:
         self.unresponsive = UnresponsiveTime(self.child.pid)
+
+    @property
+    def head(self) -> int:
+        """Number of the newest head that it has served; 0 if none has a number."""
+        return max(self._head, self.status.hello.fencing_id if self.status else 0)
+
+    @property
+    def epoch(self) -> int:
+        """Epoch in which it was started or linked last. A head that adopts it counts on."""
+        return max(self.assignment.epoch, self.status.hello.epoch if self.status else 0)
+
+    def record_head(self, head: int) -> None:
+        """Record that a head has started or prepared it."""
+        self._head = max(self._head, head)
 
     @property
     def instance(self) -> str:
@@ -207,11 +224,11 @@ class Supervisor:
         finally:
             self._watchers.discard(changed)
 
-    async def start(self, assignments: Iterable[worker_pb2.StageAssignment]) -> list[Worker]:
-        """Start a process for each assignment; nothing is loaded yet."""
-        return [await self._start_one(assignment) for assignment in assignments]
+    async def start(self, assignments: Iterable[worker_pb2.StageAssignment], head: int = 0) -> list[Worker]:
+        """Start a process for each assignment of a head; nothing is loaded yet."""
+        return [await self._start_one(assignment, head) for assignment in assignments]
 
-    async def _start_one(self, assignment: worker_pb2.StageAssignment) -> Worker:
+    async def _start_one(self, assignment: worker_pb2.StageAssignment, head: int) -> Worker:
         options = self._options
         socket = options.run_dir / f"worker-{next(self._serial)}.sock"
         child = await self._start_process(
@@ -228,6 +245,7 @@ class Supervisor:
             ],
         )
         worker = Worker(assignment, socket, child, open_aio_channel(f"unix:{socket}"))
+        worker.record_head(head)
         self._workers.append(worker)
         task = asyncio.create_task(self._report_end(worker), name=f"watch {child.name}")
         self._tasks.add(task)
@@ -275,7 +293,7 @@ class Supervisor:
             log.error("%s (pid %d) %s", worker.child.name, worker.child.pid, reason)
         self._notify()
 
-    async def stop(self, instance: str = "", pids: Collection[int] = ()) -> int:
+    async def stop(self, instance: str = "", pids: Collection[int] = (), *, up_to: int = 0) -> int:
         """End the workers of an instance, or all; return how many, once each is verified dead.
 
         It continues if the caller is cancelled, as by a lost head; otherwise a worker that ignores SIGTERM would stay.
@@ -283,29 +301,27 @@ class Supervisor:
         Args:
             instance: instance whose workers end; empty: every instance's.
             pids: only these processes; empty: all.
+            up_to: highest epoch whose workers end, because a request may arrive when later ones run; 0: any.
         """
-        stopping = asyncio.create_task(self._stop(instance, pids), name=f"stop {instance}")
+        leaving = [
+            worker
+            for worker in self._workers
+            if instance in ("", worker.instance)
+            and (not pids or worker.child.pid in pids)
+            and (not up_to or worker.epoch <= up_to)
+        ]
+        stopping = asyncio.create_task(self._stop(leaving), name=f"stop {instance}")
         self._stops.add(stopping)
         stopping.add_done_callback(self._stops.discard)
         return await asyncio.shield(stopping)
 
-    async def _stop(self, instance: str, pids: Collection[int]) -> int:
-        leaving = [
-            worker
-            for worker in self._workers
-            if instance in ("", worker.instance) and (not pids or worker.child.pid in pids)
-        ]
+    async def _stop(self, leaving: Collection[Worker]) -> int:
         self._workers = [worker for worker in self._workers if worker not in leaving]
         for worker in leaving:
             log.info("stopping %s, pid %d", worker.child.name, worker.child.pid)
         await asyncio.gather(*(worker.stop() for worker in leaving))
         left = {worker.instance for worker in self._workers}
-        places = [
-            child
-            for name in [*self._places]
-            if instance in ("", name) and name not in left
-            for child in self._places.pop(name)
-        ]
+        places = [child for name in [*self._places] if name not in left for child in self._places.pop(name)]
         await asyncio.gather(*(child.stop() for child in places))
         for worker in leaving:
             if worker.question is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -140,15 +140,15 @@ class AgentLink:
             raise self._error(error) from error
         raise WorkerLost(f"{self._name.capitalize()} ended its reports.")
 
-    async def stop(self, instance: str, timeout_s: float, pids: Iterable[int] = ()) -> None:
+    async def stop(self, instance: str, timeout_s: float, hello: hello_pb2.Hello | None = None) -> None:
         """Stop an instance's workers, or without a name all workers and the agent; ignore an agent that has ended.
 
-        With `pids`, only these processes are stopped.
+        A request may arrive long after this call has ended, when other workers of the instance run there. With the
+        greeting of the head, it stops none of a higher epoch, and none of a newer head.
         """
+        request = agent_pb2.StopRequest(hello=hello, instance=instance)
         with contextlib.suppress(grpc.RpcError):
-            await STOP.aio_unary_unary(self._channel)(
-                agent_pb2.StopRequest(instance=instance, pids=pids), timeout=timeout_s
-            )
+            await STOP.aio_unary_unary(self._channel)(request, timeout=timeout_s)
 
     async def end(self, timeout_s: float) -> None:
         """Stop all workers and the agent itself."""

@@ -326,7 +326,8 @@ def _stop_late(site: Site, epoch: Epoch) -> asyncio.Task[None]:
 
 
 async def _stop_on(site: Site, epoch: Epoch) -> None:
-    await site.link.stop(epoch.instance, _STOP_WAIT_S)
+    hello = make_hello(instance=epoch.instance, epoch=epoch.number, node=epoch.node, fencing_id=epoch.head)
+    await site.link.stop(epoch.instance, _STOP_WAIT_S, hello)
     if epoch.trust is not None:
         # On one machine the channel belongs to the agent, which other epochs share.
         await site.link.close()

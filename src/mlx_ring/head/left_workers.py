@@ -22,7 +22,7 @@ from mlx_ring.head.placing import Order, cluster_sites, place_as_loaded
 from mlx_ring.head.rank_placements import assign
 from mlx_ring.head.served_model import ServedModel
 from mlx_ring.rpc.hello import make_hello
-from mlx_ring.rpc.protos import agent_pb2, worker_pb2
+from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
 from mlx_ring.settings.config import Settings, state_folder
 
 log = logging.getLogger(__name__)
@@ -72,6 +72,11 @@ class LeftWorkers:
         self.head_number = 1
         """Number of this head, which is higher than those of earlier ones."""
 
+    @property
+    def _hello(self) -> hello_pb2.Hello:
+        """Greeting of this head, for any instance."""
+        return make_hello(node=self._control.node, fencing_id=self.head_number)
+
     def adoptable(self, served: ServedModel, membership: Membership) -> list[Adoptable]:
         """Return a model's adoptable instances whose nodes are all present."""
         left = [
@@ -87,8 +92,7 @@ class LeftWorkers:
         async with self._one_at_a_time:
             if self._has_looked.is_set():
                 return
-            hello = make_hello(node=self._control.node)
-            found = await asyncio.gather(*(site.link.look(hello, _LOOK_WAIT_S) for site in sites))
+            found = await asyncio.gather(*(site.link.look(self._hello, _LOOK_WAIT_S) for site in sites))
             events = [event for event in found if event is not None]
             self.highest_epoch = highest_epoch(events)
             self.head_number = next_head(authority_folder(state_folder(self._settings)), events)
@@ -115,7 +119,7 @@ class LeftWorkers:
         }
         await asyncio.gather(
             *(
-                by_node[node].link.stop(instance, STOP_WAIT_S)
+                by_node[node].link.stop(instance, STOP_WAIT_S, self._hello)
                 for node, instance in unwanted
                 if node in by_node
             )
@@ -132,7 +136,9 @@ class LeftWorkers:
             except RingError as error:
                 log.warning("%s of an earlier head is ended: %s", found.instance, error)
                 own = [site for site in sites if site.node in dict(found.workers)]
-                await asyncio.gather(*(site.link.stop(found.instance, STOP_WAIT_S) for site in own))
+                await asyncio.gather(
+                    *(site.link.stop(found.instance, STOP_WAIT_S, self._hello) for site in own)
+                )
         return None
 
     def _adopted(
@@ -184,10 +190,9 @@ class LeftWorkers:
         silent = nodes
         membership = self._control.membership
         sites = cluster_sites(self._control, membership, self._head_port)
-        hello = make_hello(node=self._control.node)
         try:
             new = [site for site in sites if site.node in nodes]
-            found = await asyncio.gather(*(site.link.look(hello, _LOOK_WAIT_S) for site in new))
+            found = await asyncio.gather(*(site.link.look(self._hello, _LOOK_WAIT_S) for site in new))
             silent = {site.node for site, event in zip(new, found, strict=True) if event is None}
             wanted = self._live.names | {left.instance for each in self._left.values() for left in each}
             await self._end_unwanted(new, [event for event in found if event is not None], wanted)

@@ -188,7 +188,7 @@ class Cluster:
         membership = control.membership.without(remains.silent_nodes)
         sites = cluster_sites(control, membership, self._address.port, path=str(order.served.folder.path))
         number = max(order.number, remains.epoch + 1)
-        hello = make_hello(node=control.node)
+        hello = make_hello(node=control.node, fencing_id=self._left.head_number)
         try:
             await self._surveys.take_distrusted(membership, sites)
             known = [with_throughput(site, self._surveys.found) for site in sites]

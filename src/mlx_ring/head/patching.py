@@ -18,6 +18,7 @@ from mlx_ring.head.rank_placements import RankPlacement, Stage, assign_all, with
 from mlx_ring.planner.plan import Plan
 from mlx_ring.planner.profiles import ClusterProfile
 from mlx_ring.rpc.backends import is_collective
+from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.protos import hello_pb2, worker_pb2
 
 log = logging.getLogger(__name__)
@@ -194,7 +195,8 @@ async def _prepare_left(
         raise NotReady(f"No worker of {remains.instance} is left.")
     in_use = {sites[place].node for place in staying}
     cleared = [site for site in remains.placement.nodes if site.node not in in_use | remains.silent_nodes]
-    clearing = asyncio.gather(*(site.link.stop(remains.instance, _STOP_WAIT_S) for site in cleared))
+    earlier = make_hello(instance=remains.instance, epoch=remains.epoch, fencing_id=hello.fencing_id)
+    clearing = asyncio.gather(*(site.link.stop(remains.instance, _STOP_WAIT_S, earlier) for site in cleared))
     prepared = await prepare(sites, assignments, staying, hello)
     await clearing
     return prepared

@@ -22,9 +22,12 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Generic, Literal, NoReturn, TypeVar
 
+from mlx_ring.core.errors import RingError, ServingError
 from mlx_ring.rpc.protos import worker_pb2
 
 Job = TypeVar("Job")
@@ -132,6 +135,19 @@ def end_process(error: Exception) -> NoReturn:
     time.sleep(_PAUSE_S)
     logging.shutdown()
     os._exit(1)
+
+
+def complete(done: Future[None], work: Callable[[], None]) -> None:
+    """Do work, and put its end or its error into `done`."""
+    try:
+        work()
+    except RingError as error:
+        done.set_exception(error)
+    except Exception as error:
+        log.exception("a job failed")
+        done.set_exception(ServingError(f"{type(error).__name__}: {error}"))
+    else:
+        done.set_result(None)
 
 
 def prefer_throughput() -> None:

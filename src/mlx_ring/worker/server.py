@@ -19,7 +19,7 @@ import grpc
 import mlx.core as mx
 import psutil
 
-from mlx_ring.core.errors import NotReady, ProtocolError, RingError, ServingError, StaleMessage
+from mlx_ring.core.errors import NotReady, ProtocolError, RingError, StaleMessage
 from mlx_ring.core.logs import set_log_epoch
 from mlx_ring.rpc.backends import backend_of, has_collective_link, joined_ranks
 from mlx_ring.rpc.failures import error_to_failure
@@ -30,7 +30,7 @@ from mlx_ring.rpc.methods import LINK, LOAD, RELINK, STATUS, STEPS, WORKER_SERVI
 from mlx_ring.rpc.protos import hello_pb2, step_pb2, worker_pb2
 from mlx_ring.rpc.tls.credentials import Credentials
 from mlx_ring.rpc.tls.peers import Revoked
-from mlx_ring.worker.compute_thread import JobQueue, end_process
+from mlx_ring.worker.compute_thread import JobQueue, complete, end_process
 from mlx_ring.worker.grammars import GrammarCompiler, grammar_error
 from mlx_ring.worker.group import GroupPort
 from mlx_ring.worker.neighbours import Neighbours, first_message
@@ -97,7 +97,7 @@ class WorkerServer:
         self._stopping = False
         self._stream: _StepStream | None = None
         self._head = 0
-        """Number of the head whose stream it is; older heads are refused."""
+        """Number of the newest head, which loaded or linked this worker or has its stream; older ones are refused."""
         self._taken_from: _StepStream | None = None
         """Stream whose steps the runner took in."""
         self._lock = threading.Lock()
@@ -181,7 +181,7 @@ class WorkerServer:
                 raise ProtocolError(
                     f"This worker already holds {self._request.assignment.instance}: start another one."
                 )
-            self._request = request
+            self._request, self._head = request, request.hello.fencing_id
         assignment = request.assignment
         self._phase = "loading"
         set_log_epoch(assignment.epoch)
@@ -343,21 +343,27 @@ class WorkerServer:
         """Prepare for other neighbours, or join them. Answers from the compute thread, which shows that it runs."""
         done: Future[None] = Future()
         try:
-            check_hello(request.hello, make_hello(node=self._identity.node), "the agent")
-            self._check_relink(request.assignment)
+            self._check_relink(request)
             if request.commit:
-                self._jobs.put(partial(_complete, done, partial(self._join, request.assignment)))
+                self._jobs.put(partial(complete, done, partial(self._join, request.assignment)))
             else:
                 self._leave()
                 self._neighbours.prepare(request.assignment)
-                self._jobs.put(partial(_complete, done, self._settle))
+                self._jobs.put(partial(complete, done, self._settle))
             done.result()
         except RingError as error:
             return worker_pb2.RelinkReply(failure=error_to_failure(error))
         return worker_pb2.RelinkReply()
 
-    def _check_relink(self, wanted: worker_pb2.StageAssignment) -> None:
+    def _check_relink(self, request: worker_pb2.RelinkRequest) -> None:
+        """Refuse an older head than the newest one, another place, and an epoch that has passed."""
+        wanted = request.assignment
         ours = self._request.assignment if self._request is not None else worker_pb2.StageAssignment()
+        with self._lock:
+            check_hello(
+                request.hello, make_hello(node=self._identity.node, fencing_id=self._head), "the head"
+            )
+            self._head = max(self._head, request.hello.fencing_id)
         if self._built is None or has_collective_link(ours):
             raise NotReady("This worker cannot be linked with others: start another one.")
         of_ours, of_theirs = (
@@ -435,16 +441,3 @@ class WorkerServer:
 
 def _lost(error: RingError) -> worker_pb2.StepsReply:
     return worker_pb2.StepsReply(failure=error_to_failure(error))
-
-
-def _complete(done: Future[None], work: Callable[[], None]) -> None:
-    """Do work, and put its end or its error into `done`."""
-    try:
-        work()
-    except RingError as error:
-        done.set_exception(error)
-    except Exception as error:
-        log.exception("linking failed")
-        done.set_exception(ServingError(f"{type(error).__name__}: {error}"))
-    else:
-        done.set_result(None)
