@@ -24,10 +24,10 @@ from mlx_ring.host.addresses import HeadAddress
 from mlx_ring.rpc.channels import add_secure_port, make_aio_server
 from mlx_ring.rpc.methods import AGENT_SERVICE, STOP, service_handler
 from mlx_ring.rpc.protos import agent_pb2
-from mlx_ring.rpc.tls.certificates import key_to_pem, make_key, make_signing_request, node_name
+from mlx_ring.rpc.tls.certificates import key_to_pem, make_key, make_signing_request
 from mlx_ring.rpc.tls.credentials import Credentials
 from mlx_ring.rpc.tls.guard import AioPeerGuard
-from mlx_ring.rpc.tls.peers import Revoked
+from mlx_ring.rpc.tls.peers import Revoked, node_name
 
 NOW = datetime.now(UTC)
 ANSWER = 42

@@ -31,16 +31,15 @@ from mlx_ring.rpc.methods import ENROL, ENROLMENT_SERVICE, STOP, service_handler
 from mlx_ring.rpc.protos import agent_pb2, enrol_pb2
 from mlx_ring.rpc.tls.certificates import (
     CARRIED_AUTHORITY,
-    HEAD_NAME,
     common_name,
     key_to_pem,
     make_key,
     make_signing_request,
-    node_name,
 )
 from mlx_ring.rpc.tls.credentials import Anchor, Credentials, load_credentials
 from mlx_ring.rpc.tls.handshakes import handshake_error
 from mlx_ring.rpc.tls.identity import open_identity
+from mlx_ring.rpc.tls.peers import HEAD_NAME, node_name
 
 
 async def call_as_member(head: Head, credentials: Credentials) -> int:

@@ -24,8 +24,8 @@ from mlx_ring.rpc.frames import Frame
 from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.link_probe import PROBE, LinkMeasure
 from mlx_ring.rpc.protos import agent_pb2, worker_pb2
-from mlx_ring.rpc.tls.certificates import node_name
 from mlx_ring.rpc.tls.credentials import Credentials
+from mlx_ring.rpc.tls.peers import node_name
 
 KEY = RouteKey("mini-2", "10.0.0.2", "10.0.0.1")
 MEASURE = LinkMeasure(0.3e-3, 0.2e-3, 1e9, 20, 1 << 20)

@@ -9,8 +9,8 @@ import sys
 import pytest
 from tests.processes import clean_environment
 
-from mlx_ring.cli import importing
 from mlx_ring.cli.app import COMMANDS
+from mlx_ring.models.lean_imports import importing
 
 MODULES = sorted({place.partition(":")[0] for place in COMMANDS.values()})
 
@@ -23,10 +23,19 @@ def test_command_modules_do_not_import_grpc(module: str) -> None:
     assert done.returncode == 0
 
 
-def test_head_starts_without_clients_of_the_hub_and_without_mlx() -> None:
-    """Keep out what takes long to import and serves no request. A model of the hub brings its client."""
-    slow = ("huggingface_hub", "transformers", "mlx")
-    program = f"import sys, mlx_ring.head.head; print([name for name in {slow} if name in sys.modules])"
+@pytest.mark.parametrize(
+    ("module", "slow"),
+    [
+        ("mlx_ring.head.head", ("huggingface_hub", "transformers", "mlx", "cryptography", "zeroconf")),
+        ("mlx_ring.agent.__main__", ("numpy", "cryptography", "pydantic", "mlx")),
+        ("mlx_ring.agent.member", ("numpy", "mlx")),
+    ],
+)
+def test_processes_start_without_libraries_that_they_may_never_need(
+    module: str, slow: tuple[str, ...]
+) -> None:
+    """Keep out what takes long to import. A model of the hub brings its client, and a cluster its certificates."""
+    program = f"import sys, {module}; print([name for name in {slow} if name in sys.modules])"
     done = subprocess.run(
         [sys.executable, "-c", program], env=clean_environment(), check=True, capture_output=True, text=True
     )

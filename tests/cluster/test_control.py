@@ -29,8 +29,8 @@ from mlx_ring.rpc.channels import open_aio_channel
 from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.methods import ATTEND
 from mlx_ring.rpc.protos import cluster_pb2
-from mlx_ring.rpc.tls.certificates import HEAD_NAME
 from mlx_ring.rpc.tls.identity import open_identity
+from mlx_ring.rpc.tls.peers import HEAD_NAME
 
 WAIT_S = 60.0
 

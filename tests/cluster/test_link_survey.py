@@ -30,7 +30,7 @@ from mlx_ring.cluster.security.authority import Authority
 from mlx_ring.core.errors import WorkerStuck
 from mlx_ring.rpc.channels import open_aio_channel
 from mlx_ring.rpc.link_profile import FRAMES_S, UNREACHABLE, LinkProfile
-from mlx_ring.rpc.tls.certificates import node_name
+from mlx_ring.rpc.tls.peers import node_name
 
 
 @asynccontextmanager

@@ -21,8 +21,7 @@ from mlx_ring.rpc.frames import Frame
 from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.links import Inbox, LinkKey
 from mlx_ring.rpc.protos import hello_pb2, worker_pb2
-from mlx_ring.rpc.tls.certificates import node_name
-from mlx_ring.rpc.tls.peers import Peer
+from mlx_ring.rpc.tls.peers import Peer, node_name
 from mlx_ring.worker import server as subject
 from mlx_ring.worker.compute_thread import Waits
 from mlx_ring.worker.server import PeerAccess, WorkerIdentity, WorkerServer

@@ -29,18 +29,17 @@ from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.methods import ENROL, RENEW
 from mlx_ring.rpc.protos import enrol_pb2
 from mlx_ring.rpc.tls.certificates import (
-    HEAD_NAME,
     carried_authority,
     certificate_names,
     fingerprint,
     key_to_pem,
     make_signing_request,
     needs_renewal,
-    node_name,
 )
 from mlx_ring.rpc.tls.credentials import Anchor, Credentials, load_credentials
 from mlx_ring.rpc.tls.handshakes import handshake_error
 from mlx_ring.rpc.tls.identity import Identity, open_identity
+from mlx_ring.rpc.tls.peers import HEAD_NAME, node_name
 
 _WAIT_S = 15.0
 _NONCE_BYTES = 16

@@ -13,8 +13,8 @@ from mlx_ring.core.types import LayerRange
 from mlx_ring.host.process import release_freed_memory
 from mlx_ring.rpc.channels import WEIGHTS_MESSAGE_BYTES, open_aio_channel
 from mlx_ring.rpc.protos import agent_pb2
-from mlx_ring.rpc.tls.certificates import HEAD_NAME, node_name
 from mlx_ring.rpc.tls.credentials import Credentials
+from mlx_ring.rpc.tls.peers import HEAD_NAME, node_name
 
 
 class FetchedModels:

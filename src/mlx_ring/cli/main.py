@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 
-from mlx_ring.cli import INTERRUPTED, importing
+from mlx_ring.cli import INTERRUPTED
 
 
 def main() -> None:
     """Run the command line and exit with its code."""
     try:
+        from mlx_ring.models.lean_imports import importing
+
         with importing():
             from mlx_ring.cli.app import run  # its imports are slow
 

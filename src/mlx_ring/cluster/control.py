@@ -15,7 +15,15 @@ from pathlib import Path
 import grpc
 from google.protobuf.message import DecodeError
 
-from mlx_ring.cluster.membership import Event, Joined, Left, Member, Membership, Reported
+from mlx_ring.cluster.membership import (
+    SILENCE_S,
+    Event,
+    Joined,
+    Left,
+    Member,
+    Membership,
+    Reported,
+)
 from mlx_ring.cluster.security.authority import Authority
 from mlx_ring.cluster.security.enrolment import EnrolmentService, admit_own_machine, start_enrolment_server
 from mlx_ring.cluster.security.members import Members
@@ -38,11 +46,6 @@ from mlx_ring.rpc.tls.peers import Peer, host_of_call, peer_of_call
 
 log = logging.getLogger(__name__)
 
-SILENCE_S = 3.5
-"""Silence after which a node is disconnected, and counts as lost; nodes send a message every half second.
-
-The last message may be half a second old when a cable is cut, and the next one arrives within a second after the repair.
-"""
 _SUSPECT_S = 1.5
 """Silence after which a plan waits until the node speaks or is disconnected."""
 _LOOK_S = 0.25

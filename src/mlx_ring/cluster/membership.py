@@ -8,6 +8,11 @@ from dataclasses import dataclass, field, replace
 from mlx_ring.host.machine_profile import MachineProfile
 from mlx_ring.host.trusted_interfaces import TrustedInterface
 
+SILENCE_S = 3.5
+"""Silence after which a node is disconnected, and counts as lost; nodes send a message every half second.
+
+The last message may be half a second old when a cable is cut, and the next one arrives within a second after the repair.
+"""
 _REMEMBERED = 32
 """Number of former members that are remembered."""
 

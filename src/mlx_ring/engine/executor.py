@@ -21,8 +21,8 @@ from mlx_ring.rpc.failures import channel_error, failure_to_error
 from mlx_ring.rpc.hello import check_hello
 from mlx_ring.rpc.methods import STEPS_RAW
 from mlx_ring.rpc.protos import hello_pb2, step_pb2, worker_pb2
-from mlx_ring.rpc.tls.certificates import node_name
 from mlx_ring.rpc.tls.credentials import ChannelTrust
+from mlx_ring.rpc.tls.peers import node_name
 
 
 def sampling_ranks(ranks: Sequence[RankId]) -> list[RankId]:

@@ -27,15 +27,12 @@ from mlx_ring.api.app import build_app
 from mlx_ring.api.middleware.guard import Admission
 from mlx_ring.api.service import InstanceInfo, ModelCatalog
 from mlx_ring.api.settings import ApiSettings
-from mlx_ring.cluster.control import open_control
-from mlx_ring.cluster.discovery import announcing
 from mlx_ring.core.cluster_folders import manifests_folder
 from mlx_ring.core.environment import package_version
 from mlx_ring.core.trace_export import open_tracing
 from mlx_ring.core.traces import Tracing
 from mlx_ring.head.http_connections import HttpConfig
 from mlx_ring.head.models import Catalog
-from mlx_ring.head.multi_node import Cluster
 from mlx_ring.head.nodes import Machines
 from mlx_ring.head.replica import Watcher
 from mlx_ring.head.served_model import ServedModel
@@ -225,6 +222,11 @@ class Head:
             )
             cleanup.push_async_callback(single_node.stop)
             return single_node
+        # A single machine starts without them.
+        from mlx_ring.cluster.control import open_control
+        from mlx_ring.cluster.discovery import announcing
+        from mlx_ring.head.multi_node import Cluster
+
         address = HeadAddress(settings.cluster_host.strip("[]"), settings.cluster_port)
         control = await cleanup.enter_async_context(
             open_control(state_folder(settings), address, self._weights.handler())

@@ -12,8 +12,8 @@ import contextlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 
-from mlx_ring.cluster.control import SILENCE_S
 from mlx_ring.cluster.deployment import Site
+from mlx_ring.cluster.membership import SILENCE_S
 from mlx_ring.core.errors import GroupStuck, NodeLost, RingError, WorkerLost, WorkerStuck
 from mlx_ring.core.types import RankId
 from mlx_ring.engine.engine import Engine

@@ -6,12 +6,12 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import psutil
 
 from mlx_ring.cluster.adoption import Adoptable
 from mlx_ring.cluster.agent_link import AgentLink, Source, WeightsPeer
-from mlx_ring.cluster.control import Control
 from mlx_ring.cluster.deployment import Site, address_of
 from mlx_ring.cluster.link_survey import FoundLink, link_remarks
 from mlx_ring.cluster.membership import Member, Membership
@@ -40,9 +40,12 @@ from mlx_ring.planner.request import Demand, PlanRequest
 from mlx_ring.rpc.backends import is_collective
 from mlx_ring.rpc.channels import AGENT_MESSAGE_BYTES, open_aio_channel
 from mlx_ring.rpc.link_profile import LinkProfile
-from mlx_ring.rpc.tls.certificates import node_name
+from mlx_ring.rpc.tls.peers import node_name
 from mlx_ring.settings.config import Settings
 from mlx_ring.settings.rank_settings import rank_shares, shared_stages
+
+if TYPE_CHECKING:
+    from mlx_ring.cluster.control import Control
 
 log = logging.getLogger(__name__)
 
@@ -437,8 +440,7 @@ def _plan(order: Order, cluster: ClusterProfile) -> Plan:
 def cut_layers(folder: ModelFolder, settings: Settings) -> tuple[LayerRange, ...]:
     """Cut the layers into stages that each read about as many bytes in a decode step.
 
-    If the sizes of layers are unknown, each stage has about as many layers.
-    The custom strategy cuts by its proportions.
+    If the sizes of layers are unknown, each stage has about as many. The custom strategy cuts by its proportions.
     """
     if settings.strategy == "custom":
         return proportional_stages(folder.num_layers, settings.stages, settings.proportions)

@@ -18,14 +18,16 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import numpy as np
 import zstandard
 from google.protobuf.message import DecodeError
 
 from mlx_ring.core.errors import ProtocolError
 from mlx_ring.rpc.protos import worker_pb2
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _LENGTH = struct.Struct("<I")
 
@@ -97,6 +99,8 @@ def pack(dtype: str, data: Bytes, compressor: zstandard.ZstdCompressor | None = 
     width = _WIDTHS.get(dtype, 1)
     if width == 1 or not len(data):
         return 0, b""
+    import numpy as np  # slow to import, and an agent packs nothing
+
     octets = np.frombuffer(data, np.uint8).reshape(-1, width)
     high = (compressor or _compressor()).compress(np.ascontiguousarray(octets[:, -1]).data)
     if len(high) >= len(octets):
@@ -116,6 +120,8 @@ def unpack(dtype: str, packed_bytes: int, payload: Bytes) -> bytes:
         raise ProtocolError(
             f"A frame of {len(payload)} bytes, {packed_bytes} of them packed, has no {dtype} numbers."
         )
+    import numpy as np  # as above
+
     count = len(low) // (width - 1)
     octets = np.empty((count, width), np.uint8)
     octets[:, -1] = np.frombuffer(_decompressed(payload[:packed_bytes], count), np.uint8)

@@ -17,9 +17,9 @@ from mlx_ring.rpc.channels import open_channel
 from mlx_ring.rpc.failures import channel_error
 from mlx_ring.rpc.methods import GREET, GREETING_SERVICE, service_handler
 from mlx_ring.rpc.protos import hello_pb2
-from mlx_ring.rpc.tls.certificates import HEAD_NAME
 from mlx_ring.rpc.tls.credentials import ChannelTrust
 from mlx_ring.rpc.tls.handshakes import handshake_error
+from mlx_ring.rpc.tls.peers import HEAD_NAME
 
 PROTOCOL = 2
 

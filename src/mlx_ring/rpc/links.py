@@ -23,8 +23,8 @@ from mlx_ring.rpc.failures import failure_to_error
 from mlx_ring.rpc.frames import Frame, Packer, unpack
 from mlx_ring.rpc.methods import LINK
 from mlx_ring.rpc.protos import hello_pb2, step_pb2, worker_pb2
-from mlx_ring.rpc.tls.certificates import node_name
 from mlx_ring.rpc.tls.credentials import ChannelTrust
+from mlx_ring.rpc.tls.peers import node_name
 
 HIDDEN = worker_pb2.Activation.Purpose.HIDDEN
 SAMPLED = worker_pb2.Activation.Purpose.SAMPLED

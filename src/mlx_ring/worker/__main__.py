@@ -13,7 +13,7 @@ from types import FrameType
 from mlx_ring.core.logs import configure_logging
 from mlx_ring.host.child import watch_lifeline
 from mlx_ring.host.process import dump_stacks_on_signal
-from mlx_ring.models.lean_imports import import_mlx_lm
+from mlx_ring.models.lean_imports import import_mlx_lm, importing
 from mlx_ring.rpc.channels import add_secure_port, make_server
 from mlx_ring.rpc.methods import LOAD, RELINK, STATUS, STEPS
 from mlx_ring.rpc.tls.credentials import load_credentials, serve_from_folder
@@ -50,14 +50,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     set_scheduling()
     keep_freed_memory()
     blas = choose_blas(options.blas, options.blas_threads)
-    import_mlx_lm()
+    with importing():
+        import_mlx_lm()
 
-    from mlx_ring.worker.group import GroupPort, group_capabilities
-    from mlx_ring.worker.server import (  # MLX must load after the BLAS
-        PeerAccess,
-        WorkerIdentity,
-        WorkerServer,
-    )
+        from mlx_ring.worker.group import GroupPort, group_capabilities
+        from mlx_ring.worker.server import (  # MLX must load after the BLAS
+            PeerAccess,
+            WorkerIdentity,
+            WorkerServer,
+        )
 
     access = PeerAccess(None if options.credentials is None else load_credentials(options.credentials))
     if options.in_group:

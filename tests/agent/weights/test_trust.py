@@ -17,9 +17,8 @@ from mlx_ring.agent.weights.store import WeightStore
 from mlx_ring.cluster.security.authority import Authority
 from mlx_ring.core.errors import WeightsMissing
 from mlx_ring.rpc.channels import WEIGHTS_MESSAGE_BYTES, open_aio_channel
-from mlx_ring.rpc.tls.certificates import node_name
 from mlx_ring.rpc.tls.guard import AioPeerGuard
-from mlx_ring.rpc.tls.peers import Revoked, peer_of_certificate
+from mlx_ring.rpc.tls.peers import Revoked, node_name, peer_of_certificate
 
 MB = 1 << 20
 

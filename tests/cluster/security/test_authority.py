@@ -24,9 +24,8 @@ from mlx_ring.rpc.tls.certificates import (
     make_key,
     make_signing_request,
     needs_renewal,
-    node_name,
-    node_of,
 )
+from mlx_ring.rpc.tls.peers import node_name, node_of
 
 NOW = datetime.now(UTC)
 MINI = node_name("mini-1")

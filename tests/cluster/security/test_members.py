@@ -12,8 +12,8 @@ from mlx_ring.cluster.security.authority import CERTIFICATE_LIFE, Authority
 from mlx_ring.cluster.security.enrolment import admit_own_machine
 from mlx_ring.cluster.security.members import Members
 from mlx_ring.core.errors import ConfigError, PeerRefused
-from mlx_ring.rpc.tls.certificates import Key, make_key, make_signing_request, node_name
-from mlx_ring.rpc.tls.peers import Revoked, peer_of_certificate
+from mlx_ring.rpc.tls.certificates import Key, make_key, make_signing_request
+from mlx_ring.rpc.tls.peers import Revoked, node_name, peer_of_certificate
 
 NOW = datetime.now(UTC)
 

@@ -27,11 +27,10 @@ from mlx_ring.rpc.channels import (
 )
 from mlx_ring.rpc.methods import AGENT_SERVICE, STEPS, STOP, WATCH, WORKER_SERVICE, service_handler
 from mlx_ring.rpc.protos import agent_pb2, worker_pb2
-from mlx_ring.rpc.tls.certificates import HEAD_NAME, node_name
 from mlx_ring.rpc.tls.credentials import Credentials
 from mlx_ring.rpc.tls.guard import AioPeerGuard, PeerGuard
 from mlx_ring.rpc.tls.handshakes import handshake_error
-from mlx_ring.rpc.tls.peers import Revoked, peer_of_certificate
+from mlx_ring.rpc.tls.peers import HEAD_NAME, Revoked, node_name, peer_of_certificate
 
 STUDIO = node_name("studio-1")
 

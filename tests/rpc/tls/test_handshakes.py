@@ -21,9 +21,9 @@ from mlx_ring.core.errors import PeerRefused
 from mlx_ring.rpc.channels import open_channel
 from mlx_ring.rpc.methods import STOP
 from mlx_ring.rpc.protos import agent_pb2
-from mlx_ring.rpc.tls.certificates import HEAD_NAME
 from mlx_ring.rpc.tls.credentials import Anchor
 from mlx_ring.rpc.tls.handshakes import handshake_error, loggable_line, refused_handshake
+from mlx_ring.rpc.tls.peers import HEAD_NAME
 
 SERVER = """
 import sys, os

@@ -17,7 +17,6 @@ from mlx_ring.core.errors import ConfigError, PeerRefused
 from mlx_ring.rpc.channels import add_secure_port, make_server, open_aio_channel, open_channel
 from mlx_ring.rpc.methods import AGENT_SERVICE, STOP, service_handler
 from mlx_ring.rpc.protos import agent_pb2
-from mlx_ring.rpc.tls.certificates import HEAD_NAME, node_name
 from mlx_ring.rpc.tls.credentials import (
     CERTIFICATE_FILE,
     KEY_FILE,
@@ -28,7 +27,7 @@ from mlx_ring.rpc.tls.credentials import (
     serve_from_folder,
 )
 from mlx_ring.rpc.tls.handshakes import handshake_error
-from mlx_ring.rpc.tls.peers import Peer, peer_of_call, peer_of_certificate
+from mlx_ring.rpc.tls.peers import HEAD_NAME, Peer, node_name, peer_of_call, peer_of_certificate
 
 MINI = node_name("mini-1")
 LONG_AGO = NOW - CERTIFICATE_LIFE - timedelta(days=1)

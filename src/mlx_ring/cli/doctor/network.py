@@ -23,8 +23,8 @@ from mlx_ring.host.interfaces import LanAddress
 from mlx_ring.rpc.channels import open_channel
 from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.link_probe import LinkMeasure, ProbeBounds, probe_link
-from mlx_ring.rpc.tls.certificates import HEAD_NAME
 from mlx_ring.rpc.tls.credentials import load_credentials
+from mlx_ring.rpc.tls.peers import HEAD_NAME
 
 _CONNECT_S, _ASK_S = 3.0, 10.0
 _TRIES = 5

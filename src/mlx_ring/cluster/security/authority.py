@@ -15,7 +15,6 @@ from mlx_ring.core.errors import ConfigError
 from mlx_ring.host.private_files import locked, read_private, write_private
 from mlx_ring.rpc.tls.certificates import (
     CARRIED_AUTHORITY,
-    HEAD_NAME,
     Key,
     check_signing_request,
     common_name,
@@ -24,9 +23,9 @@ from mlx_ring.rpc.tls.certificates import (
     key_to_pem,
     make_key,
     needs_renewal,
-    node_name,
 )
 from mlx_ring.rpc.tls.credentials import Credentials, load_credentials
+from mlx_ring.rpc.tls.peers import HEAD_NAME, node_name
 
 CERTIFICATE_LIFE = timedelta(days=365)
 _AUTHORITY_LIFE = timedelta(days=20 * 365)

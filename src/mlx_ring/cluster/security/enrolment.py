@@ -29,16 +29,17 @@ from mlx_ring.rpc.failures import error_to_failure
 from mlx_ring.rpc.hello import check_hello, greeting_handler, make_hello
 from mlx_ring.rpc.methods import ENROL, ENROLMENT_SERVICE, RENEW, RENEWAL_SERVICE, service_handler
 from mlx_ring.rpc.protos import enrol_pb2
-from mlx_ring.rpc.tls.certificates import (
-    check_node_id,
-    key_to_pem,
-    make_signing_request,
-    needs_renewal,
-    node_name,
-)
+from mlx_ring.rpc.tls.certificates import key_to_pem, make_signing_request, needs_renewal
 from mlx_ring.rpc.tls.credentials import Credentials, load_credentials
 from mlx_ring.rpc.tls.identity import open_identity
-from mlx_ring.rpc.tls.peers import address_of_call, host_of_call, peer_of_call, peer_of_certificate
+from mlx_ring.rpc.tls.peers import (
+    address_of_call,
+    check_node_id,
+    host_of_call,
+    node_name,
+    peer_of_call,
+    peer_of_certificate,
+)
 
 _IPV6_SUBNET = 64
 """Prefix length in bits; a single machine can choose any address within such a subnet."""

@@ -6,7 +6,6 @@ Machines change addresses, so a certificate names the node, and no address is ch
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Sequence
 from datetime import datetime
 
@@ -78,35 +77,6 @@ def needs_renewal(certificate: x509.Certificate, now: datetime) -> bool:
     """Report whether less than a third of its life is left."""
     life = certificate.not_valid_after_utc - certificate.not_valid_before_utc
     return certificate.not_valid_after_utc - now < life * _RENEWED_WITH_LEFT
-
-
-HEAD_NAME = "head.mlx-ring"
-_NODE_SUFFIX = ".node.mlx-ring"
-_NODE_ID = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,46}[a-z0-9])?")
-
-
-def check_node_id(node: str) -> str:
-    """Check a node id, and return it.
-
-    Raises:
-        ConfigError: it cannot be part of a host name.
-    """
-    if not _NODE_ID.fullmatch(node):
-        raise ConfigError(
-            f"{node[:80]!r} is no node id: use up to 48 lower-case letters, digits and dashes, such as mini-7f3a."
-        )
-    return node
-
-
-def node_name(node: str) -> str:
-    """Return the name in a node's certificate, which channels to it expect."""
-    return check_node_id(node) + _NODE_SUFFIX
-
-
-def node_of(name: str) -> str:
-    """Return the node id of a certificate's name; empty if it is not a node's."""
-    node = name.removesuffix(_NODE_SUFFIX)
-    return node if node != name and _NODE_ID.fullmatch(node) else ""
 
 
 def make_key() -> Key:

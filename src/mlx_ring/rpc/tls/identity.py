@@ -9,8 +9,9 @@ from pathlib import Path
 
 from mlx_ring.host.machine import node_name
 from mlx_ring.host.private_files import locked, read_private, write_private
-from mlx_ring.rpc.tls.certificates import Key, check_node_id, key_from_pem, key_to_pem, make_key
+from mlx_ring.rpc.tls.certificates import Key, key_from_pem, key_to_pem, make_key
 from mlx_ring.rpc.tls.credentials import KEY_FILE
+from mlx_ring.rpc.tls.peers import check_node_id
 
 _ID_FILE = "node-id"
 _LONGEST_NAME = 40

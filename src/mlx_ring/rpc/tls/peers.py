@@ -2,16 +2,45 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import unquote
 
-from cryptography import x509
+from mlx_ring.core.errors import ConfigError, PeerRefused
 
-from mlx_ring.core.errors import PeerRefused
-from mlx_ring.rpc.tls.certificates import HEAD_NAME, certificate_names, node_of
+if TYPE_CHECKING:
+    from cryptography import x509
+
+HEAD_NAME = "head.mlx-ring"
+_NODE_SUFFIX = ".node.mlx-ring"
+_NODE_ID = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,46}[a-z0-9])?")
+
+
+def check_node_id(node: str) -> str:
+    """Check a node id, and return it.
+
+    Raises:
+        ConfigError: it cannot be part of a host name.
+    """
+    if not _NODE_ID.fullmatch(node):
+        raise ConfigError(
+            f"{node[:80]!r} is no node id: use up to 48 lower-case letters, digits and dashes, such as mini-7f3a."
+        )
+    return node
+
+
+def node_name(node: str) -> str:
+    """Return the name in a node's certificate, which channels to it expect."""
+    return check_node_id(node) + _NODE_SUFFIX
+
+
+def node_of(name: str) -> str:
+    """Return the node id of a certificate's name; empty if it is not a node's."""
+    node = name.removesuffix(_NODE_SUFFIX)
+    return node if node != name and _NODE_ID.fullmatch(node) else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +112,8 @@ def peer_of_call(context: CallContext) -> Peer:
 
 def peer_of_certificate(certificate: x509.Certificate) -> Peer:
     """Return the owner. Raises `PeerRefused` if the certificate does not have exactly one name, a machine's."""
+    from mlx_ring.rpc.tls.certificates import certificate_names  # slow to import, as below
+
     names = certificate_names(certificate)
     if len(names) != 1 or not (names[0] == HEAD_NAME or node_of(names[0])):
         raise PeerRefused(
@@ -104,4 +135,6 @@ def host_of_call(context: CallContext) -> str:
 
 @lru_cache(maxsize=256)
 def _peer_of_pem(pem: bytes) -> Peer:
+    from cryptography import x509  # slow to import, and a single machine has no certificates
+
     return peer_of_certificate(x509.load_pem_x509_certificate(pem))
