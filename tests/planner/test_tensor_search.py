@@ -8,7 +8,7 @@ from itertools import combinations
 from typing import Any
 
 import pytest
-from hypothesis import given, reject
+from hypothesis import example, given, reject
 from hypothesis import strategies as st
 from tests.examples import examples
 from tests.planner.clusters import NODES, cluster_of, model_of, node_of, shared_model, trusting
@@ -149,11 +149,21 @@ def test_no_rank_exceeds_its_memory_and_every_share_is_possible(
         assert sum(rank.weight_bytes for rank in stage.ranks) >= whole - 8 * len(model.layers)
 
 
+SLOW_PROMPTS = [
+    node_of(f"node-{place}", gigabytes, gb_s=gb_s, tflops=tflops)
+    for place, (gigabytes, gb_s, tflops) in enumerate(
+        [(1.5, 509, 2), (1.5, 505, 2), (1, 97, 1), (1, 20, 1), (3, 423, 1)]
+    )
+]
+"""Machines for which the plans with the shortest time per token take the longest for a prompt."""
+
+
 @given(
     NODES,
     st.sampled_from(["latency", "throughput"]),
     st.sampled_from([FAST, LinkProfile(0.2e-3, 1e9), SLOW]),
 )
+@example(SLOW_PROMPTS, "latency", LinkProfile(0.2e-3, 1e9))
 @examples(0.3)
 def test_auto_is_no_worse_than_any_candidate(
     nodes: list[NodeProfile], objective: Any, link: LinkProfile

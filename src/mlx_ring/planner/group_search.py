@@ -23,6 +23,8 @@ class GroupOrder:
     """Candidate groups, in the pipeline's order."""
 
     candidates: tuple[int, ...]
+    ends: tuple[int, ...]
+    """Number of each stage's end among the ends at which stages may be cut."""
     cost: float
 
 
@@ -93,21 +95,25 @@ class GroupSearch:
         cost = float(closed[last, start])
         if not np.isfinite(cost):
             return None
-        candidates = self._trace(bits, int(last), int(start))
-        return GroupOrder(tuple(candidates), cost) if len(candidates) > 1 else None
+        candidates, ends = self._trace(bits, int(last), int(start))
+        return GroupOrder(candidates, ends, cost) if len(candidates) > 1 else None
 
-    def _trace(self, bits: int, last: int, start: int) -> list[int]:
-        end, found = self._tables.shape[1] - 1, list[int]()
+    def _trace(self, bits: int, last: int, start: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the candidates of an order, and the end of each."""
+        end, candidates, ends = self._tables.shape[1] - 1, list[int](), list[int]()
         while True:
             target = float(self._best[bits, last, start, end])
             step = self._step_to(bits, last, start, end, target)
             if step is None:
-                return found[::-1]
-            candidate, before, end = step
-            found.append(candidate)
+                break
+            candidate, before, first = step
+            candidates.append(candidate)
+            ends.append(end)
+            end = first
             if before < 0:
-                return found[::-1]
+                break
             bits, last = bits & ~int(self._members[candidate]), before
+        return tuple(candidates[::-1]), tuple(ends[::-1])
 
     def _step_to(
         self, bits: int, last: int, start: int, end: int, target: float

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import cast
 
 import numpy as np
@@ -107,7 +107,8 @@ class SharedLayers:
         candidates = [one for one in self._sets(1) if len(one) == 1 or self._is_worth(one, even_so=even_so)]
         if all(len(members) == 1 for members in candidates):
             return None
-        for order in sorted(self._search(candidates).orders(of_all=of_all), key=self._weight):
+        orders = self._search(candidates).orders(of_all=of_all)
+        for order in sorted(orders, key=lambda order: self._weight(order, candidates)):
             groups = [candidates[candidate] for candidate in order.candidates]
             if all(len(members) == 1 for members in groups):
                 continue
@@ -118,10 +119,20 @@ class SharedLayers:
                 break
         return min(found, key=lambda pipeline: pipeline.cost, default=None)
 
-    def _weight(self, order: GroupOrder) -> float:
-        """Return the cost by which orders are sorted: the slowest stage serves as many decode groups as there are stages."""
-        groups = min(len(order.candidates), self._request.demand.sequences)
-        return order.cost * (1 if self._request.objective == "latency" else groups)
+    def _weight(self, order: GroupOrder, candidates: Sequence[tuple[int, ...]]) -> float:
+        """Return the cost by which orders are sorted: that of plans, with the shares and the split of the search.
+
+        For throughput, the slowest stage serves as many decode groups as there are stages.
+        """
+        if self._request.objective == "throughput":
+            return order.cost * min(len(order.candidates), self._request.demand.sequences)
+        ends = [int(block_ends(self._layers)[end]) for end in (0, *order.ends)]
+        stages = [
+            GroupStage(self._quick(candidates[candidate])[0], LayerRange(first, end))
+            for candidate, (first, end) in zip(order.candidates, pairwise(ends), strict=True)
+        ]
+        prompt_s = GroupPipeline(self._cluster, stages).first_token_s(self._request.prompt_tokens)
+        return prompt_s + _ANSWER_TOKENS * order.cost
 
     # ---- one group
 
