@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -20,8 +21,12 @@ from mlx_ring.head.placing import Order, Placement
 from mlx_ring.head.rank_placements import place_ranks
 from mlx_ring.head.served_model import prepare_model
 from mlx_ring.rpc.hello import make_hello
+from mlx_ring.rpc.link_profile import UNREACHABLE, LinkProfile
 from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
 from mlx_ring.settings.config import Settings
+
+FAST = LinkProfile(round_trip_s=1e-6, bandwidth=1e12)
+"""Link that costs nothing, as for a model whose layers take long."""
 
 
 class _Agent:
@@ -63,9 +68,9 @@ def place(stage: int) -> RankId:
     return RankId(stage, 0)
 
 
-def remains_of(order: Order, agents: Sequence[_Agent], lost: Sequence[int]) -> Remains:
-    """Return what is left of an instance whose stages were on nodes a, b, c in this order."""
-    sites = [agent.site(node) for agent, node in zip(agents, "abc", strict=False)]
+def remains_of(order: Order, agents: Sequence[_Agent], lost: Sequence[int], nodes: str = "abc") -> Remains:
+    """Return what is left of an instance whose stages were on these nodes in this order."""
+    sites = [agent.site(node) for agent, node in zip(agents, nodes, strict=False)]
     ranges = even_split(order.served.folder.num_layers, len(sites))
     placement = Placement(ranges, place_ranks(sites, [(1.0,)] * len(sites)), None)
     return Remains("one", 1, placement, frozenset(map(place, lost)), frozenset())
@@ -75,10 +80,15 @@ def nodes_of(placement: Placement) -> str:
     return "".join(stage[0].site.node for stage in placement.ranks)
 
 
-def room_on(agents: dict[str, _Agent], *, steady: str = "abcd", gigabytes: float = 16) -> Room:
+def room_on(
+    agents: dict[str, _Agent], *, steady: str = "abcd", gigabytes: float = 16, broken: str = ""
+) -> Room:
+    """Return room on these agents' nodes, of which the broken pairs do not reach each other."""
     nodes = [node_of(name, gigabytes) for name in agents]
     sites = [agent.site(name) for name, agent in agents.items()]
-    return Room(cluster_of(*nodes), [name for name in agents if name in steady], sites)
+    links = {frozenset(pair): UNREACHABLE for pair in broken.split()}
+    cluster = replace(cluster_of(*nodes, link=FAST), links=links)
+    return Room(cluster, [name for name in agents if name in steady], sites)
 
 
 @pytest.mark.parametrize(
@@ -95,9 +105,46 @@ def test_a_lost_stage_is_placed(there: str, steady: str, strategy: str, expected
     order = order_of(model, strategy=strategy)
     remains = remains_of(order, [_Agent(), _Agent(), _Agent()], [2])
     room = room_on({name: _Agent() for name in there}, steady=steady)
-    again = place_again(order, remains, remains.lost, room)
-    assert nodes_of(again) == expected
+    again, replaced = place_again(order, remains, remains.lost, room)
+    assert (nodes_of(again), replaced) == (expected, remains.lost)
     assert again.cut == remains.placement.cut
+
+
+@pytest.mark.parametrize("strategy", ["auto", "uniform"])
+@pytest.mark.parametrize(
+    ("nodes", "lost", "expected"),
+    [("aba", [2], "abc"), ("aba", [1], "aba"), ("abb", [1, 2], "abc"), ("adad", [1, 3], "abac")],
+    ids=["for the second stage of a node", "not for the only one of a node", "for one of two", "for two"],
+)
+def test_a_machine_that_is_back_is_used_at_the_next_loss(
+    strategy: str, nodes: str, lost: Sequence[int], expected: str, model: Path
+) -> None:
+    order = order_of(model, strategy=strategy)
+    remains = remains_of(order, [_Agent() for _ in nodes], lost, nodes)
+    again, _ = place_again(order, remains, remains.lost, room_on({name: _Agent() for name in "abc"}))
+    assert nodes_of(again) == expected
+
+
+def test_one_stage_moves_if_two_machines_do_not_reach_each_other(model: Path) -> None:
+    order = order_of(model)
+    agents = [_Agent(), _Agent(), _Agent()]
+    remains = remains_of(order, agents, [])
+    room = room_on(dict(zip("abc", agents, strict=True)), broken="bc")
+    placement, prepared = asyncio.run(patch_ranks(order, remains, 2, room, make_hello()))
+    assert nodes_of(placement) in ("aac", "aba")
+    moved = nodes_of(placement).rindex("a")
+    assert set(prepared) == {place(stage) for stage in range(3)} - {place(moved)}
+    assert agents[moved].stopped == 1
+
+
+def test_two_machines_of_two_that_do_not_reach_each_other_give_their_stages_to_one(model: Path) -> None:
+    order = order_of(model)
+    remains = remains_of(order, [_Agent(), _Agent()], [])
+    again, _ = place_again(order, remains, remains.lost, room_on({"a": _Agent(), "b": _Agent()}, broken="ab"))
+    assert nodes_of(again) in ("aa", "bb")
+    small = room_on({"a": _Agent(), "b": _Agent()}, broken="ab", gigabytes=1e-4)
+    with pytest.raises(PlanError):
+        place_again(order, remains, remains.lost, small)
 
 
 def test_a_lost_stage_without_a_machine_that_has_room_is_refused(model: Path) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -19,12 +20,15 @@ from mlx_ring.planner.plan import Plan
 from mlx_ring.planner.profiles import ClusterProfile
 from mlx_ring.rpc.backends import is_collective
 from mlx_ring.rpc.hello import make_hello
+from mlx_ring.rpc.link_profile import UNREACHABLE
 from mlx_ring.rpc.protos import hello_pb2, worker_pb2
 
 log = logging.getLogger(__name__)
 
 _MOST_CHOICES = 64
 """Limit of the placements that are compared."""
+_SAME_SPEED = 0.05
+"""Relative difference below which predicted speeds count as equal, because they follow from measurements."""
 _STOP_WAIT_S = 3.0
 """Time for a node to end workers that a patch cannot use."""
 
@@ -73,25 +77,54 @@ class Room:
     """Sites of all nodes that are there."""
 
 
-def place_again(order: Order, remains: Remains, lost: frozenset[RankId], room: Room) -> Placement:
-    """Place lost ranks: on their own node if it is steady, else on the one with the best predicted speed.
+@dataclass(frozen=True, slots=True)
+class _Option:
+    """Possible placement of lost ranks."""
+
+    plan: Plan
+    places: Sequence[Sequence[str]]
+    """Node of each rank of each stage."""
+    lost: frozenset[RankId]
+    """Ranks that it replaces."""
+    at_home: int
+    """Number of these that stay on their own node."""
+
+    @property
+    def machines(self) -> int:
+        return len({node for stage in self.places for node in stage})
+
+    def speed(self, *, of_one: bool) -> float:
+        """Return the predicted tokens per second, of one stream or of all."""
+        prediction = self.plan.prediction
+        return 1.0 / prediction.token_s if of_one else prediction.tokens_per_s
+
+
+def place_again(
+    order: Order, remains: Remains, lost: frozenset[RankId], room: Room
+) -> tuple[Placement, frozenset[RankId]]:
+    """Place lost ranks on their own node. If it has left, or has another stage, too, place them where they are fastest.
+
+    If nodes of neighbours that are left do not reach each other, the stage on one of them moves.
+
+    Returns:
+        The placement, and all ranks that it replaces.
 
     Raises:
         PlanError: No node has room for them.
     """
     before = remains.placement
     homes = {place: site.node for place, site in sites_of(before).items()}
-    gone = sorted({homes[place] for place in lost if homes[place] not in room.steady})
     present = [
         node.name
         for node in room.cluster.nodes
         if node.name in room.steady and (order.only is None or node.name in order.only)
     ]
-    best: tuple[Plan, Sequence[Sequence[str]]] | None = None
+    gone = sorted({homes[place] for place in lost if homes[place] not in room.steady})
     problem = PlanError(f"{' and '.join(gone)} left, and no other machine may have the model's layers.")
-    for _, chosen in zip(range(_MOST_CHOICES), product(present, repeat=len(gone)), strict=False):
-        moved = dict(zip(gone, chosen, strict=True))
-        now = homes | {place: moved.get(homes[place], homes[place]) for place in lost}
+    options = list[_Option]()
+    for _, (replaced, now) in zip(
+        range(_MOST_CHOICES), _choices(before, homes, lost, present, room.cluster), strict=False
+    ):
         places = [
             [now[RankId(stage, rank)] for rank in range(len(ranks))]
             for stage, ranks in enumerate(before.ranks)
@@ -101,24 +134,75 @@ def place_again(order: Order, remains: Remains, lost: frozenset[RankId], room: R
         except PlanError as error:
             problem = error
             continue
-        if best is None or _merit(order, plan) > _merit(order, best[0]):
-            best = plan, places
-    if best is None:
+        at_home = sum(now[place] == homes[place] for place in replaced)
+        options.append(_Option(plan, places, replaced, at_home))
+    if not options:
         raise problem
-    plan, places = best
-    ranks = _placed_at(before.cut, places, {site.node: site for site in room.sites}, order.settings.link)
+    best = _best(order, options)
+    sites = {site.node: site for site in room.sites}
+    ranks = _placed_at(before.cut, best.places, sites, order.settings.link)
     expected = forecast_of(replica_request(order), order.served, room.cluster, before.ranges, ranks)
-    return Placement(before.ranges, ranks, plan, expected, before.group_settings)
+    return Placement(before.ranges, ranks, best.plan, expected, before.group_settings), best.lost
 
 
-def _merit(order: Order, plan: Plan) -> tuple[int, float]:
-    """Return the merit of a plan, the higher the better: its predicted speed, with the number of machines before it.
+def _choices(
+    before: Placement,
+    homes: Mapping[RankId, str],
+    lost: frozenset[RankId],
+    present: Sequence[str],
+    cluster: ClusterProfile,
+) -> Iterator[tuple[frozenset[RankId], Mapping[RankId, str]]]:
+    """Yield ranks to replace, and the node of every rank then. The lost ranks of a stage on one node stay together."""
+    stages_on = Counter(node for _, node in {(place.stage, node) for place, node in homes.items()})
+    for moved in _to_move(before, lost, cluster):
+        replaced = lost | moved
+        parts = sorted({(place.stage, homes[place]) for place in replaced})
+        nodes = [
+            [home]
+            if home in present and stages_on[home] == 1 and not moved
+            else sorted(present, key=lambda node, home=home: node != home)
+            for _, home in parts
+        ]
+        for chosen in product(*nodes):
+            new_home = dict(zip(parts, chosen, strict=True))
+            now = {place: new_home[place.stage, homes[place]] for place in replaced}
+            yield replaced, {**homes, **now}
 
-    The number counts unless the plan is to be the fastest for one stream. Stages on one machine share its processors.
+
+def _to_move(
+    before: Placement, lost: frozenset[RankId], cluster: ClusterProfile
+) -> Iterator[frozenset[RankId]]:
+    """Yield sets of stages, by their ranks, without which all neighbours that are left reach each other."""
+    names = [[placed.site.node for placed in ranks] for ranks in before.ranks]
+    broken: list[tuple[int, int]] = []
+    for stage, (sender, *_) in enumerate(names):
+        following = (stage + 1) % len(names)
+        out_of_reach = any(cluster.link(sender, node) == UNREACHABLE for node in names[following])
+        if out_of_reach and not {stage, following} & {place.stage for place in lost}:
+            broken.append((stage, following))
+    for chosen in product(*broken):
+        yield frozenset(RankId(stage, rank) for stage in chosen for rank in range(len(names[stage])))
+
+
+def _best(order: Order, options: Sequence[_Option]) -> _Option:
+    """Return the fastest of these options. Of equally fast ones, return one with many machines and few changes.
+
+    Stages on one machine share its processors. Therefore the number of machines comes first, unless the plan is to be the
+    fastest for one stream.
     """
-    if order.settings.strategy == "auto" and plan.objective == "latency":
-        return 0, 1.0 / plan.prediction.token_s
-    return len({rank.node for stage in plan.stages for rank in stage.ranks}), plan.prediction.tokens_per_s
+    of_one = order.settings.strategy == "auto" and options[0].plan.objective == "latency"
+    if not of_one:
+        most = max(option.machines for option in options)
+        options = [option for option in options if option.machines == most]
+    limit = max(option.speed(of_one=of_one) for option in options) * (1 - _SAME_SPEED)
+    fast = [option for option in options if option.speed(of_one=of_one) >= limit]
+    return max(
+        fast,
+        key=lambda option: (
+            *(option.machines, option.at_home, -len(option.lost)),
+            option.speed(of_one=of_one),
+        ),
+    )
 
 
 def _placed_at(
@@ -163,11 +247,9 @@ async def patch_ranks(
     lost = remains.lost | {place for place, site in homes.items() if site.node not in there}
     # Each round finds more lost ranks.
     for _ in remains.places:
-        placement = (
-            remains.placement
-            if room is None
-            else await asyncio.to_thread(place_again, order, remains, lost, room)
-        )
+        placement = remains.placement
+        if room is not None:
+            placement, lost = await asyncio.to_thread(place_again, order, remains, lost, room)
         assignments = assign_all(
             order.settings, order.served, remains.instance, number, placement.cut, placement.ranks
         )
