@@ -1,4 +1,4 @@
-# `make demo` serves the demo model; `make test` runs the tests; `make help` lists all targets.
+# `make demo` serves the demo model, `make test` runs the tests, and `make help` lists all targets.
 # Everything is installed inside the checkout (.uv, .venv, node_modules), without root, uv or node on the PATH.
 
 BIN := .venv/bin

@@ -4,7 +4,7 @@
 
 Two attention heads form an induction head (Olsson et al. 2022, arXiv:2209.11895). One part of the residual stream
 holds the token's own vector. A head of layer 0 attends to the previous position and writes that token's vector into a
-second part. A head of layer 1 attends to a position whose previous token equals the current one, and writes the token
+second part. A head of layer 1 attends to a position whose previous token equals the current one. It writes the token
 found there into a third part, which the output head reads. The fast rotary frequencies select the distance of one;
 the slow ones leave content unchanged. All other weights are random and have their full size, so that a pass has its
 real cost. They are too small to change the output.

@@ -2,11 +2,11 @@
 
     python bench/recovery.py [--rounds 3] [--model demo] [--stages 3]
 
-For each fault it prints, in seconds from the fault: until the client is notified, until the first further token of the
-same stream (`--resume on`), and until the first token of a new request after an error (`--resume off`). The server
+For each fault it prints seconds from the fault: until the client is notified, and until the next token of the same
+stream (`--resume on`), or the first token of a new request after an error (`--resume off`). The server
 runs for a while first, because a loss soon after a load is followed by a pause.
 
-For processes that stand still for a moment, it prints the seconds from the end of that moment until the next token, and
+For processes that stand still for a moment, it prints the seconds from its end until the next token. It also prints
 whether the instance stayed the same. An agent that stands still does not continue.
 """
 

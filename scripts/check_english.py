@@ -5,7 +5,7 @@ It reports, by file and line:
 - opener: a docstring that opens with What, Whether, Who or Of, or a function's docstring that opens with no verb
 - word: a word or phrase of `BANNED`, with what to write in its place
 - clause: a sentence that opens with a clause as its subject ("What waits is ...")
-- long: a sentence of more than 25 words, or with two semicolons (only with `--kind long`)
+- long: a sentence of more than 25 words, or with two semicolons, in a docstring, a comment, a document or a message
 - name: a class, function, parameter, field or file named after a word of `BANNED_NAMES`
 
 Text in backticks and code blocks is code and does not count. A string counts when it holds a space; the demo models' corpus
@@ -22,7 +22,7 @@ import sys
 import tokenize
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent.parent
@@ -123,7 +123,7 @@ BANNED_FILES: Mapping[str, str] = {
 }
 """Names of files and folders, each with what to write."""
 
-KINDS = ("opener", "word", "clause", "name")
+KINDS = ("opener", "word", "clause", "long", "name")
 """Kinds of findings that must not be."""
 OPENERS = frozenset({"What", "Whether", "Who", "Of"})
 NO_VERBS = frozenset({
@@ -146,6 +146,8 @@ _BANNED = [
 ]  # fmt: skip
 _ALLOWED = [re.compile(pattern) for pattern in ALLOWED]
 _SENTENCE = re.compile(r"(?:[^.!?:|\n]|[.:](?=\S)|\n(?!\s*(?:\n|[-*#|>]|\d+\. |\w+: )))+")
+_COLUMNS = re.compile(r"^ *[|├│└].*$|^.*\S {2,}\S.*$", re.MULTILINE)
+"""Lines of tables and listings. They hold no sentences."""
 _WORD = re.compile(r"[\w'-]*[A-Za-z][\w'-]*")
 MOST_WORDS = 25
 _PARTS_OF_NAME = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])")
@@ -158,6 +160,8 @@ class Text:
     line: int
     text: str
     is_docstring: bool = False
+    has_sentences: bool = True
+    """False if it may be code: a string with several lines or a semicolon, a test's string, a script of a page."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -187,7 +191,7 @@ def check_text(path: str, piece: Text) -> Iterator[Finding]:
         if (found.start() or not piece.is_docstring) and prose[found.end() : found.end() + 1] != "?":
             start = found.start() + len(found[0]) - len(found[0].lstrip())
             yield Finding(path, _line(piece, start), "clause", f"“{' '.join(found[0].split()[:6])} …”")
-    for found in _SENTENCE.finditer(prose):
+    for found in _SENTENCE.finditer(_COLUMNS.sub(_blank, prose)) if piece.has_sentences else ():
         words = len(_WORD.findall(found[0]))
         if words > MOST_WORDS or found[0].count(";") > 1:
             start = found.start() + len(found[0]) - len(found[0].lstrip())
@@ -207,8 +211,11 @@ def check_python(path: str, source: str) -> Iterator[Finding]:
     """Find all that is wrong in a Python file."""
     tree = ast.parse(source)
     for piece in (*_comments(source), *_strings(tree)):
+        is_message = not (piece.is_docstring or path.startswith("tests/"))
         if piece.is_docstring or not path.startswith(CORPUS):
-            yield from check_text(path, piece)
+            yield from check_text(
+                path, piece if is_message else replace(piece, has_sentences=piece.is_docstring)
+            )
     yield from _check_openers(path, tree)
     for line, name in _names(tree):
         yield from _check_name(path, line, name)
@@ -245,7 +252,9 @@ def _strings(tree: ast.Module) -> Iterator[Text]:
             case _:
                 continue
         if " " in text.strip():
-            yield Text(node.lineno, text, is_docstring=id(node) in docstrings)
+            is_docstring = id(node) in docstrings
+            has_sentences = is_docstring or not ("\n" in text or ";" in text)
+            yield Text(node.lineno, text, is_docstring, has_sentences)
 
 
 def _check_openers(path: str, tree: ast.Module) -> Iterator[Finding]:
@@ -343,6 +352,7 @@ def _javascript(source: str) -> Iterator[Text]:
             yield Text(
                 1 + source.count("\n", 0, found.start()),
                 re.sub(r"\$\{[^}]*\}|`|<[^<>]*>", "|", found[0].strip("/* \"'`")),
+                has_sentences=False,
             )
 
 
@@ -398,7 +408,7 @@ def main() -> None:
     )
     parser.add_argument("places", nargs="*", help="files and folders; otherwise all but the tests")
     parser.add_argument("--tests", action="store_true", help="check the tests too")
-    parser.add_argument("--kind", choices=(*KINDS, "long"), help="findings of one kind only")
+    parser.add_argument("--kind", choices=KINDS, help="findings of one kind only")
     parser.add_argument("--summary", action="store_true", help="print the number of findings of each file")
     arguments = parser.parse_args()
     places = arguments.places or [*PLACES, *(TEST_PLACES if arguments.tests else ())]

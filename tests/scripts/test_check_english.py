@@ -75,3 +75,26 @@ def test_a_page_is_checked_in_strings_and_comments() -> None:
 def test_a_document_is_checked_outside_code() -> None:
     source = "It goes on.\n\n```sh\nit goes on\n```\n\nIt `goes on`, and is gone.\n"
     assert sorted(finding.line for finding in check_other("page.md", source)) == [1, 7]
+
+
+LONG = " ".join(["word"] * 26)
+
+
+def test_long_sentences_and_chains_of_semicolons_are_reported_in_docstrings_comments_and_messages() -> None:
+    source = f'"""Do it. {LONG}.\n\nOne; two; three.\n"""\n# {LONG}\nerror = "{LONG}"\n'
+    assert _found(source) == [
+        (line, "long", f"{words} words: “{start} …”")
+        for line, words, start in (
+            (1, 26, "word word word word word word"),
+            (3, 3, "One; two; three"),
+            (5, 26, "word word word word word word"),
+            (6, 26, "word word word word word word"),
+        )
+    ]
+
+
+def test_columns_code_and_strings_with_several_lines_have_no_sentences() -> None:
+    listing = (
+        f'"""Hold files.\n\nname    {LONG}\n| {LONG} |\n"""\nTEXT = "a\\n{LONG}"\nCSP = "a b; c d; e f"\n'
+    )
+    assert _found(listing) == []

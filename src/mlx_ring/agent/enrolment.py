@@ -1,8 +1,8 @@
 """Enrolment of this machine in a cluster, and renewal of its certificate: the node's side of `Enrol` and `Renew`.
 
 A machine that joins has a token, and in it the fingerprint of the cluster's CA. It reads the CA's
-certificate off a first connection that it does not trust and sends nothing over; only where that has
-the fingerprint, a second connection, verified by this CA and for the head's name, carries the secret.
+certificate off a first connection, which it does not trust and over which it sends nothing. Only if the
+certificate has the fingerprint, a second connection carries the secret. This CA verifies it, for the head's name.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Workers as children of processes that another program started, such as `mlx.launch`, and that lend themselves to the agent.
 
-Over a Unix socket the agent names a module and its arguments; who lends runs it as its child, with its own environment, and
-tells its process id and its end. When either end of the connection goes, so does the worker. Each line is one JSON object.
+Over a Unix socket the agent names a module and its arguments. The lender runs it as its child, with its own environment,
+and reports its process id and its end. When either end of the connection ends, so does the worker. Each line is one JSON
+object.
 """
 
 from __future__ import annotations

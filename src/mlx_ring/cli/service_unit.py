@@ -53,8 +53,8 @@ def check_service(service: Service) -> Service:
     """Return the service if a unit can run it.
 
     Raises:
-        ConfigError: the command is neither `join` nor `serve`, an argument has control characters, or one is a secret,
-            which every user of the machine could read in a unit.
+        ConfigError: the command is neither `join` nor `serve`, an argument has control characters, or one is a secret.
+            Every user of the machine could read it in a unit.
     """
     if not service.arguments or service.verb not in VERBS:
         given = f"not {service.arguments[0]!r}" if service.arguments else "and none was given"

@@ -2,7 +2,7 @@
 
 `mlxring1` and 96 characters of lower-case base32, one word, so that a double click
 selects all of it. They hold 60 bytes: the SHA-256 of the cluster CA's certificate (32), the
-token's id (4), its secret (20), and the CRC-32 of prefix and all before (4), which detects
+token's id (4), its secret (20), and the CRC-32 of prefix and all before (4). The CRC detects
 every single changed character.
 """
 

@@ -1,7 +1,7 @@
 """Status of a worker, as one value from the worker's report to the API, the page and the metrics.
 
-A worker reports it as the proto `WorkerStatus`. Each field here that has the name of a proto field is read from it,
-and so is each of `WorkerMemory`, which `/cluster/status` and the metrics show as it is.
+A worker reports it as the proto `WorkerStatus`. Each field here that has the name of a proto field is read from it.
+So is each of `WorkerMemory`, which `/cluster/status` and the metrics show as it is.
 """
 
 from __future__ import annotations

@@ -259,8 +259,8 @@ def choose_requests_to_shed(
 def judge(lives: Iterable[LiveRequest], loss: RingError) -> bool:
     """Find requests that may have caused the loss of their instance.
 
-    A request in progress each time when a worker dies or hangs runs alone after the second time, and ends with an
-    error after the third.
+    A request that is in progress each time when a worker dies or hangs runs alone after the second time. After the
+    third it ends with an error.
 
     Args:
         lives: requests that were in progress at the loss, wherever they are now.

@@ -1,11 +1,11 @@
 """Prefix cache: the KV of running and ended sequences that prompts can reuse. Pure.
 
-If a layer forgets positions (sliding windows) or holds only its present state (recurrent layers), a sequence can be
-forked only at some lengths, which `is_exact` determines. If a longer prefix is shared than can be reused, the prompt
+If a layer forgets positions (sliding windows) or holds only its present state (recurrent layers), forks are possible
+only at some lengths, which `is_exact` determines. If a longer prefix is shared than can be reused, the prompt
 leaves a snapshot at that length for later prompts.
 
 The index is a radix tree over token lists. Each edge holds a run of tokens, and each node names the sequences that
-contain the whole run of its edge; the end of a sequence splits an edge. A lookup walks down once and compares runs,
+contain the whole run of its edge. The end of a sequence splits an edge. A lookup walks down once and compares runs,
 not single tokens.
 """
 

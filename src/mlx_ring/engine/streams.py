@@ -1,7 +1,7 @@
 """Text of an answer, made of its tokens.
 
-A token may be a part of a character, and its text may depend on the token before it (some tokenizers drop the space
-before the first word). So the last few tokens are decoded again with each new one, and the added text is returned. An
+A token may be a part of a character. Its text may depend on the token before it: some tokenizers drop the space
+before the first word. So the last few tokens are decoded again with each new one, and the added text is returned. An
 end that shows replacement characters may still become a character and is held back. `AnswerText` passes tokens through
 the detokenizer and then the stop strings.
 """

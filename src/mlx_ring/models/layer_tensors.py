@@ -38,8 +38,8 @@ Inside = Mapping[str, Sequence[tuple[int, str, TensorEntry]]]
 def tensors_of_stage(folder: ModelFolder, layers: LayerRange) -> tuple[TensorEntry, ...]:
     """Return the tensors that a stage must have on disk, in the folder's order.
 
-    Its own layers; on the first stage the embedding; on the last the output head, or the embedding if that
-    may be the head; everywhere the other tensors outside the layers.
+    These are its own layers, and on every stage the tensors outside the layers, with two exceptions. The embedding is on
+    the first stage. The output head is on the last, or the embedding if that may be the head.
 
     Raises:
         PlanError: Layers that the model does not have.

@@ -195,8 +195,8 @@ def nearest_proportions(sizes: TensorSizes, proportions: Sequence[float]) -> tup
 def part_of_kv(shares: Sequence[TensorShare], rank: int, nbytes: int) -> int:
     """Return a rank's part of the KV bytes of all ranks: every KV head has the same size.
 
-    Ranks must let the same rows share a forward pass. If that depends on bytes (how much KV a step moves, or how much
-    a rank may hold), they all decide alike if each counts its part.
+    Ranks must let the same rows share a forward pass. If that depends on bytes, such as the KV that a step moves,
+    they all decide alike if each counts its part.
     """
     return nbytes // shares[-1].kv_heads.end * len(shares[rank].kv_heads)
 

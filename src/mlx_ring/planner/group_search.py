@@ -1,7 +1,8 @@
 """Search for the best pipeline of groups of machines: which machines compute together, in which order. Pure.
 
-Dynamic programming over sets of machines, as in `search`, where a stage may be any group. The best partition of the layers
-before `b` over a set, ending on a group with a certain machine as rank 0, is the best over that group and its first layer.
+Dynamic programming over sets of machines, as in `search`, where a stage may be any group. A partition covers the
+layers before `b` over a set, and ends on a group with a certain machine as rank 0. The best one is the best over that
+group and its first layer.
 All groups of eight machines make some 6,000 steps, so layers are taken in blocks. The chosen order is then split exactly.
 """
 

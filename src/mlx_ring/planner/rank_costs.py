@@ -1,11 +1,11 @@
 """Memory and time of one rank of a stage: its share of split tensors, and all of the others. Pure.
 
-Attention and KV go by heads, MLPs and experts by rows, the output head by tokens of the vocabulary, each as the shares that
-can really be made have them. Norms, routers, the embedding, activations and drawing are whole.
+Attention and KV count by heads, MLPs and experts by rows, the output head by tokens of the vocabulary. Each counts as in
+the shares that can really be made. Norms, routers, the embedding, activations and drawing are whole.
 
 It also has the times of collectives over machines, and the order of the machines in their ring.
 
-MLX's ring sums in `2 (K - 1)` rounds, in each of which every rank sends one part of `K` to the next; gathering takes
+MLX's ring sums in `2 (K - 1)` rounds, in each of which every rank sends one part of `K` to the next. Gathering takes
 `K - 1` rounds of a rank's whole part. All send at once, so that the slowest link of the ring makes the pace.
 """
 

@@ -1,7 +1,7 @@
 """Number of replicas of a model, and their machines: `place_replicas(model, cluster, request, count)`. Pure.
 
 Every replica answers its part of the promised sequences. The throughput of a set of machines as one pipeline is bounded by its
-slowest stage; over those bounds the best division into replicas is found exactly, by going through all sets.
+slowest stage. Over those bounds the best division into replicas is found exactly, by examining all sets.
 """
 
 from __future__ import annotations

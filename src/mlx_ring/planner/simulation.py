@@ -1,8 +1,8 @@
 """Simulation of a pipeline with given stage times. Pure and deterministic.
 
-Stages execute steps in stream order. A step begins on a stage when the stage is free, its activations have come, and,
-on the first stage, the tokens have come that its rows take from the steps before. Everything that a step waits for
-was sent before it, so its times are known the moment it is sent; only what reaches the head is an event.
+Stages execute steps in stream order. A step begins on a stage when the stage is free and its activations have
+arrived. On the first stage, the tokens that its rows take from earlier steps must have arrived too. Everything that a
+step waits for was sent before it, so its times are known at once. Only messages that reach the head are events.
 """
 
 from __future__ import annotations

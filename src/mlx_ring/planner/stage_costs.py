@@ -1,8 +1,8 @@
 """Memory and time of a stage on a machine, from counts of bytes and operations. Pure.
 
 A step reads its weights once, whatever the number of rows, and multiplies for each of them: the slower of both counts.
-On top come each row's look back at its context, what is begun for every layer, drawing tokens, and what every step costs
-whatever is in it. Where a machine was measured each of these goes by what was found there.
+Each row adds attention over its context, and each layer, drawn token and step adds a fixed cost. On a measured machine,
+each of these is what was found there.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Links that carry activations from one stage to the next.
 
 A link has a sending end in one worker and a receiving end (an `Inbox`) in the
-other. Both are keyed by instance, epoch, step and purpose, so that a message of
-an earlier epoch is dropped and a failed step ends the wait for it at once.
+other. Messages are keyed by instance, epoch, step and purpose. So a message of
+an earlier epoch is dropped, and a failed step ends the wait for it at once.
 Tensors travel as raw bytes with dtype and shape: nothing here computes.
 """
 

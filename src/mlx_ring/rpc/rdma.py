@@ -32,8 +32,8 @@ def read_matrix(rows: Sequence[object], hosts: Sequence[str], where: str) -> Mat
         where: the file.
 
     Raises:
-        ConfigError: it is not square, leads from a host to itself, names something other than an RDMA device, connects
-            two from one side only, or makes neither a mesh nor a ring.
+        ConfigError: it is not square, or makes neither a mesh nor a ring. It leads from a host to itself, or connects
+            two from one side only. It names something other than an RDMA device.
     """
     matrix = tuple(_read_row(row, place, hosts, where) for place, row in enumerate(rows))
     for one, row in enumerate(matrix):

@@ -1,7 +1,7 @@
 """The compute thread: its queue of jobs, its scheduling, its waits, and the end of the process when its group fails.
 
 `queue.SimpleQueue` cannot hold the jobs: up to Python 3.12 its `get` waits for ever if its timeout passes before it
-begins to wait, which happens when a busy machine stops the thread for some hundred microseconds.
+begins to wait. That happens when a busy machine stops the thread for some hundred microseconds.
 `queue.Queue` cannot be filled by a signal handler while its thread takes from it.
 
 MLX's CPU backend runs its queue in a thread of its own, which the compute thread fills. If both share a core, every

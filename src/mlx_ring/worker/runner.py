@@ -1,7 +1,7 @@
 """Execution of one stage's steps: cache operations, activations in, layers, activations or results out.
 
 A step is taken in, built, submitted to the device, and concluded: waited for and answered. While one step is under
-way, the next is built on top of it if nothing must be waited for, so that the device does not wait for
+way, the next is built on top of it if nothing must be waited for. So the device does not wait for
 Python. Answers leave in stream order. Only the compute thread calls this.
 """
 

@@ -2,8 +2,8 @@
 
 Fetches pieces of a model from every peer that has them, into the store.
 
-Each peer has a few streams; a stream takes the next wanted ranges, writes what comes, and has every piece hashed
-as it lies on disk. A peer that goes away leaves its rest to the others; one that gives wrong bytes is used no more.
+Each peer has a few streams. A stream takes the next wanted ranges, writes what comes, and has every piece hashed
+as it lies on disk. A peer that leaves has its rest fetched from the others. One that gives wrong bytes is used no more.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Two ends of a link over a collective, each with a thread of its own.
 
 Both learn of every step with rows, in the order of the stream, before the step can fail. Then the sender
-owes one message and the receiver waits for one, so no failure of a step can put the ends out of step with each other.
+owes one message and the receiver waits for one. So no failure of a step can put the ends out of step with each other.
 Only these threads block in a collective. The compute thread still handles deadlines, tombstones and the end of the
 process. After an error in a collective the process ends, and its parent starts a new one.
 """

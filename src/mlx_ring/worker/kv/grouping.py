@@ -2,7 +2,7 @@
 
 Rows share a pass if that costs less padding than a pass of their own. So decoding rows share one, and so do short
 prompts or what remains of them after a cached prefix. Lengths in one batch stay within a factor of two. A row that
-already lies with the others may fall back to a quarter before it is separated, so groups do not change with every
+already lies with the others may fall back to a quarter before it is separated. So groups do not change with every
 token.
 """
 

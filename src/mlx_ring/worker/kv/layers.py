@@ -2,7 +2,7 @@
 
 mlx-lm's plain, sliding and chunked caches become rows of a `Bank`. Everything else (recurrent state, unknown kinds of
 cache) stays an object of mlx-lm, one for each sequence. Rows that decode together share a pass, so their states
-are put side by side, and stay so as long as the same rows continue together. Each row knows its index in them.
+are put side by side. They stay so as long as the same rows continue together. Each row knows its index in them.
 """
 
 from __future__ import annotations

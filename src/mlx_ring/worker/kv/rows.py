@@ -75,9 +75,7 @@ class BatchRows:
         self.spans = {window: Span(rows, counts, window) for window in layout.kinds}
         self.slots = (rows[0].slot, rows[0].slot + len(rows))
         self.tails: dict[int, list[mx.array]] = {}
-        """Keys and values by part, which a sliding row takes over at the commit because its slot cannot hold the chunk
-        and its window at once.
-        """
+        """Keys and values by part. A sliding row takes them over at the commit: its slot cannot hold chunk and window at once."""
 
     def update(self, part: RowPart, keys: mx.array, values: mx.array) -> list[mx.array]:
         """Append `(batch, heads, tokens, width)` and return everything that the batch sees, as stored."""

@@ -2,7 +2,7 @@
 
 A shared library calls an imported function through a pointer in its own memory, which the dynamic
 linker fills in. The relocations name the symbol and the place of that pointer. Formats: System V
-ABI, chapter 5; AMD64 supplement, section 4.4; `dlinfo(3)`.
+ABI, chapter 5, with the AMD64 supplement, section 4.4, and `dlinfo(3)`.
 """
 
 from __future__ import annotations
