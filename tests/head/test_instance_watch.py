@@ -188,10 +188,12 @@ def test_a_silent_node_pauses_the_engine_until_it_speaks(monkeypatch: pytest.Mon
         watching.pass_time(1.5)
         assert watching.engine.is_paused
         assert watching.suspicions[-1] == "n2 has sent nothing for 3.2 s"
+        assert watching.watch.suspects == ({"n2"}, set())
         watching.watch.on_node_message("n2")
         watching.pass_time(0.25)
         assert not watching.engine.is_paused
         assert (watching.losses, watching.suspicions[-1]) == ([], "")
+        assert watching.watch.suspects == (set(), set())
 
     watch_and(act, monkeypatch)
 
@@ -237,6 +239,7 @@ def test_a_silent_worker_pauses_the_engine_until_it_answers_or_is_lost(
             await watching.report(silent_s)
             watching.pass_time(0.25)
             assert watching.engine.is_paused == is_paused
+            assert watching.watch.suspects == (set(), {RankId(0, 0)} if is_paused else set())
         await watching.report(3.1)
         (loss,) = watching.losses
         assert isinstance(loss, WorkerStuck)

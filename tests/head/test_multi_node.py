@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Generator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,10 +17,13 @@ from tests.eventually import run_tasks_until
 from mlx_ring.cluster.agent_link import AgentLink, Source
 from mlx_ring.cluster.control import Control
 from mlx_ring.cluster.deployment import Site
+from mlx_ring.cluster.link_survey import FoundLink
 from mlx_ring.cluster.membership import Event, Joined, Membership
 from mlx_ring.core.errors import LinkLost, NodeLost
 from mlx_ring.head import left_workers as subject
+from mlx_ring.head import multi_node as subject_of_patches
 from mlx_ring.head.multi_node import Cluster
+from mlx_ring.head.patching import Remains, Room
 from mlx_ring.host.addresses import HeadAddress
 from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
 from mlx_ring.settings.config import Settings
@@ -165,3 +169,71 @@ def test_a_node_that_left_while_the_model_was_placed_is_reported_at_once(tmp_pat
         assert left == [("n3", "it left while the model was placed")]
     with cluster.watching("instance", Listener()):
         assert len(left) == 1, "an instance that is not live has no nodes"
+
+
+def _return(made: object, *_: object, **__: object) -> object:
+    return made
+
+
+class Planned:
+    """Plans of a cluster's patches, which take no time, and the plan that each patch used."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        self.plans = 0
+        self.used: list[Any] = []
+        self.closed = 0
+        for name, made in (("cluster_sites", [self]), ("node_profiles", []), ("with_throughput", self)):
+            monkeypatch.setattr(subject_of_patches, name, partial(_return, made))
+        monkeypatch.setattr(subject_of_patches, "plan_patch", self.plan)
+        monkeypatch.setattr(subject_of_patches, "patch_ranks", self.patch)
+        self.node, self.link, self.is_local, self.trusted = "n2", self, True, ()
+        settings = Settings.model_validate({"model": "demo", "state_dir": folder})
+        control: Any = FakeControl()
+        control.settle, control.credentials = self.settle, None
+        self.cluster: Any = Cluster(settings, [], control, HeadAddress("10.0.0.1", 50051), self.offer)
+
+    async def offer(self, _served: object) -> Any:
+        raise AssertionError
+
+    async def settle(self, _nodes: object) -> None:
+        pass
+
+    async def plan(self, _order: object, _remains: object, room: Room) -> Any:
+        self.plans += 1
+        return SimpleNamespace(room=room, number=self.plans)
+
+    async def patch(self, _order: object, _remains: object, _number: int, plan: Any, _hello: object) -> Any:
+        self.used.append(plan.number)
+        return SimpleNamespace(nodes=[self], plan=None, ranks=()), {}
+
+    async def close(self) -> None:
+        self.closed += 1
+
+
+@pytest.mark.parametrize("change", ["", "node", "memory", "link"])
+def test_a_patch_uses_an_early_plan_if_nothing_has_changed_since(
+    change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned = Planned(monkeypatch, tmp_path)
+    cluster = planned.cluster
+    order: Any = SimpleNamespace(
+        number=2, served=SimpleNamespace(names=["demo"], folder=SimpleNamespace(path=tmp_path))
+    )
+    remains = Remains("one", 1, cast("Any", None), frozenset(), frozenset({"n3"}))
+
+    async def run() -> None:
+        early = await cluster.plan_patch(order, remains)
+        if change == "node":
+            there: Any = SimpleNamespace(node="n2", session=2, links_port=0)
+            cluster._control.membership = Membership({"n2": there})
+        elif change == "memory":
+            rank = SimpleNamespace(node="n2", memory_bytes=1)
+            plan = SimpleNamespace(stages=[SimpleNamespace(ranks=[rank])])
+            cluster._live.add("other", order, SimpleNamespace(plan=plan, nodes=()))
+        elif change == "link":
+            cluster._surveys._usual._found["n2", "n1"] = FoundLink("n2", "n1"), None
+        await cluster.patch(order, remains, early)
+
+    asyncio.run(run())
+    assert (planned.used, planned.plans) == (([2], 2) if change else ([1], 1))
+    assert planned.closed == bool(change), "connections of a plan without use are closed"

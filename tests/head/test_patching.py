@@ -9,14 +9,24 @@ from pathlib import Path
 from typing import cast
 
 import pytest
+from tests.eventually import run_tasks_until
 from tests.planner.clusters import cluster_of, node_of
 
 from mlx_ring.cluster.agent_link import AgentLink, Source
-from mlx_ring.cluster.deployment import Site
+from mlx_ring.cluster.deployment import Site, Started
 from mlx_ring.cluster.placement import even_split
-from mlx_ring.core.errors import NotReady, PlanError
+from mlx_ring.core.errors import NotReady, PlanError, RingError
 from mlx_ring.core.types import RankId
-from mlx_ring.head.patching import Remains, Room, can_be_patched, patch_ranks, place_again
+from mlx_ring.head.patching import (
+    EarlyPlan,
+    PatchPlan,
+    Remains,
+    Room,
+    can_be_patched,
+    patch_ranks,
+    place_again,
+    plan_patch,
+)
 from mlx_ring.head.placing import Order, Placement
 from mlx_ring.head.rank_placements import place_ranks
 from mlx_ring.head.served_model import prepare_model
@@ -35,7 +45,7 @@ class _Agent:
     def __init__(self, *silent: int) -> None:
         self.silent = silent
         self.prepared: list[list[int]] = []
-        self.stopped = 0
+        self.stopped = self.closed = 0
 
     def site(self, node: str) -> Site:
         return Site(node, cast("AgentLink", self), is_local=False, hosts={"": node}, source=Source("model"))
@@ -48,6 +58,9 @@ class _Agent:
         return [
             agent_pb2.StartedWorker(stage=one.stage) for one in assignments if one.stage not in self.silent
         ]
+
+    async def close(self) -> None:
+        self.closed += 1
 
     async def stop(self, _instance: str, _timeout_s: float, hello: hello_pb2.Hello) -> None:
         assert hello.epoch == 1
@@ -74,6 +87,16 @@ def remains_of(order: Order, agents: Sequence[_Agent], lost: Sequence[int], node
     ranges = even_split(order.served.folder.num_layers, len(sites))
     placement = Placement(ranges, place_ranks(sites, [(1.0,)] * len(sites)), None)
     return Remains("one", 1, placement, frozenset(map(place, lost)), frozenset())
+
+
+def patched(order: Order, remains: Remains, room: Room) -> tuple[Placement, Started]:
+    """Plan a patch, and prepare the ranks that are left."""
+
+    async def patch() -> tuple[Placement, Started]:
+        plan = await plan_patch(order, remains, room)
+        return await patch_ranks(order, remains, 2, plan, make_hello())
+
+    return asyncio.run(patch())
 
 
 def nodes_of(placement: Placement) -> str:
@@ -130,7 +153,7 @@ def test_one_stage_moves_if_two_machines_do_not_reach_each_other(model: Path) ->
     agents = [_Agent(), _Agent(), _Agent()]
     remains = remains_of(order, agents, [])
     room = room_on(dict(zip("abc", agents, strict=True)), broken="bc")
-    placement, prepared = asyncio.run(patch_ranks(order, remains, 2, room, make_hello()))
+    placement, prepared = patched(order, remains, room)
     assert nodes_of(placement) in ("aac", "aba")
     moved = nodes_of(placement).rindex("a")
     assert set(prepared) == {place(stage) for stage in range(3)} - {place(moved)}
@@ -160,12 +183,7 @@ def test_ranks_that_do_not_answer_are_replaced_too(model: Path) -> None:
     order = order_of(model)
     agents = [_Agent(), _Agent(1), _Agent()]
     remains = remains_of(order, agents, [2])
-    room = Room(
-        cluster_of(*map(node_of, "abc")),
-        "abc",
-        [agent.site(n) for agent, n in zip(agents, "abc", strict=True)],
-    )
-    placement, prepared = asyncio.run(patch_ranks(order, remains, 2, room, make_hello()))
+    placement, prepared = patched(order, remains, room_on(dict(zip("abc", agents, strict=True))))
     assert nodes_of(placement) == "abc"
     assert set(prepared) == {place(0)}
     assert [agent.prepared for agent in agents] == [[[0], [0]], [[1]], []]
@@ -184,3 +202,68 @@ def test_collective_links_and_lost_instances_are_not_patched(model: Path) -> Non
     assert can_be_patched("grpc", remains_of(order, [_Agent(), _Agent()], [1]))
     assert not can_be_patched("ring", remains_of(order, [_Agent(), _Agent()], [1]))
     assert not can_be_patched("grpc", remains_of(order, [_Agent(), _Agent()], [0, 1]))
+
+
+class Planner:
+    """Planner of patches on one agent's node, which counts its plans."""
+
+    def __init__(self, error: RingError | None = None) -> None:
+        self.agent, self.error = _Agent(), error
+        self.planned: list[Remains] = []
+
+    async def plan(self, remains: Remains) -> PatchPlan | None:
+        self.planned.append(remains)
+        await asyncio.sleep(0)
+        if self.error is not None:
+            raise self.error
+        room = Room(cluster_of(node_of("a")), "a", [self.agent.site("a")])
+        return PatchPlan(room, remains.placement, remains.lost)
+
+
+def test_a_patch_is_planned_once_while_the_instance_is_suspect(model: Path) -> None:
+    planner, order = Planner(), order_of(model)
+    first, again, other = (remains_of(order, [_Agent(), _Agent()], [stage]) for stage in (1, 1, 0))
+
+    async def act() -> None:
+        early = EarlyPlan(planner.plan)
+        for _ in range(3):
+            early.follow(first)
+            await asyncio.sleep(0)
+            early.follow(again)
+        plan = await early.take(again)
+        assert plan is not None
+        assert plan.lost == {place(1)}
+        assert planner.planned == [first]
+        assert await early.take(again) is None, "a plan is used once"
+        early.follow(first)
+        assert await early.take(other) is None, "another part was lost"
+
+    asyncio.run(act())
+
+
+def test_a_plan_is_dropped_when_the_silent_part_answers(model: Path) -> None:
+    planner = Planner()
+    remains = remains_of(order_of(model), [_Agent(), _Agent()], [1])
+
+    async def act() -> None:
+        early = EarlyPlan(planner.plan)
+        early.follow(remains)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        early.follow(None)
+        await run_tasks_until(lambda: planner.agent.closed)
+        assert await early.take(remains) is None
+
+    asyncio.run(act())
+
+
+def test_what_cannot_be_planned_early_is_planned_after_the_loss(model: Path) -> None:
+    planner = Planner(PlanError("No room."))
+    remains = remains_of(order_of(model), [_Agent(), _Agent()], [1])
+
+    async def act() -> None:
+        early = EarlyPlan(planner.plan)
+        early.follow(remains)
+        assert await early.take(remains) is None
+
+    asyncio.run(act())

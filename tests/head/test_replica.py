@@ -9,11 +9,14 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from tests.eventually import run_tasks_until
 
 from mlx_ring.core.engine_stats import Meter
 from mlx_ring.core.errors import RingError, WorkerStuck
+from mlx_ring.core.types import RankId
 from mlx_ring.head import replica as subject
 from mlx_ring.head.instance import Epoch
+from mlx_ring.head.patching import Remains
 from mlx_ring.head.placing import Placement
 from mlx_ring.head.replica import Replica
 from mlx_ring.settings.config import Settings
@@ -27,6 +30,17 @@ class FakeMachines:
     def __init__(self, adoptable: int = 0) -> None:
         self.adoptable = adoptable
         self.failures: list[RingError | None] = []
+        self.calls: list[str] = []
+        self.plan = object()
+
+    async def plan_patch(self, order: Any, remains: Remains) -> Any:
+        """Plan for an instance that is suspect."""
+        self.calls.append(f"plan {order.number} without {[*remains.lost]}")
+        return self.plan
+
+    async def patch(self, order: Any, _remains: Remains, early: Any) -> Epoch:
+        self.calls.append(f"patch {order.number} {'as planned' if early is self.plan else early}")
+        return Epoch("demo-1", order.number, PLACEMENT, "n1", prepared={})
 
     async def next_epoch(self, order: Any) -> Epoch:
         self.adoptable -= 1
@@ -44,12 +58,13 @@ class FakeMachines:
 class FakeInstance:
     """Instance that cannot be adopted, and serves if it is loaded."""
 
-    loss = remains = None
+    loss: RingError | None = None
+    remains: Remains | None = None
 
     def __init__(
-        self, _settings: object, _served: object, _service: object, epoch: Epoch, *_: object
+        self, _settings: object, _served: object, _service: object, epoch: Epoch, *others: Any
     ) -> None:
-        self._epoch = epoch
+        self._epoch, self._on_suspects = epoch, others[-1]
         self.watch = SimpleNamespace(on_node_lost=None)
 
     async def run(self, ready: Callable[[float], None]) -> None:
@@ -57,6 +72,24 @@ class FakeInstance:
             raise WorkerStuck("Worker 0 of stage 1 sent no greeting within 10 s.")
         ready(1.0)
         await asyncio.get_running_loop().create_future()
+
+
+class SuspectInstance(FakeInstance):
+    """First instance that is suspect, answers, is suspect again, and is lost with that worker or another one."""
+
+    lost = RankId(1, 0)
+
+    async def run(self, ready: Callable[[float], None]) -> None:
+        ready(1.0)
+        if self._epoch.number > 1:
+            await asyncio.get_running_loop().create_future()
+        for lost in (RankId(0, 0), RankId(1, 0)):
+            self._on_suspects(None)
+            await asyncio.sleep(0)
+            self._on_suspects(Remains("demo-1", 1, PLACEMENT, frozenset({lost}), frozenset()))
+            await asyncio.sleep(0)
+        self.loss = WorkerStuck("It has not answered for 3 s.")
+        self.remains = Remains("demo-1", 1, PLACEMENT, frozenset({self.lost}), frozenset())
 
 
 def make_replica(machines: FakeMachines, meter: Meter) -> Replica:
@@ -94,3 +127,25 @@ def test_a_head_that_cannot_adopt_the_workers_of_an_earlier_one_loads_the_model(
     asyncio.run(run())
     assert meter.losses == {"WorkerStuck": 2}
     assert machines.failures == [], "no machine is blamed"
+
+
+@pytest.mark.parametrize(("stage", "early"), [(1, "as planned"), (0, "None")])
+def test_a_patch_uses_the_plan_that_was_made_while_the_lost_worker_was_suspect(
+    stage: int, early: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subject, "Instance", SuspectInstance)
+    monkeypatch.setattr(SuspectInstance, "lost", RankId(stage, 0))
+    machines = FakeMachines()
+
+    async def run() -> None:
+        running = asyncio.create_task(make_replica(machines, Meter()).run(lambda _: None))
+        await run_tasks_until(lambda: running.done() or machines.calls[-1:] == [f"patch 2 {early}"])
+        assert not running.done(), running.exception()
+        running.cancel()
+
+    asyncio.run(run())
+    assert machines.calls == [
+        "plan 2 without [RankId(stage=0, rank=0)]",
+        "plan 2 without [RankId(stage=1, rank=0)]",
+        f"patch 2 {early}",
+    ]

@@ -86,7 +86,9 @@ class Instance:
         meter: Meter,
         tracing: Tracing | None,
         hold: Hold | None,
+        on_suspects: Callable[[Remains | None], None],
     ) -> None:
+        self._on_suspects = on_suspects
         self._meter = meter
         self._hold = hold
         self._tracing = tracing
@@ -102,7 +104,7 @@ class Instance:
             epoch.instance,
             epoch.placement,
             self.lose,
-            service.suspect,
+            self._suspect,
             (service.record_workers, shares.record_workers),
             is_cluster=epoch.trust is not None,
         )
@@ -121,6 +123,11 @@ class Instance:
             self._explained.set()
         if not self._lost.done():
             self._lost.set_result(None)
+
+    def _suspect(self, reason: str) -> None:
+        """Show the suspicion, and report what is left if the suspects are lost; None once there are none."""
+        self._service.suspect(reason)
+        self._on_suspects(self._without(*self.watch.suspects) if reason else None)
 
     async def run(self, ready: Callable[[float], None]) -> None:
         """Load and serve until the loss. `ready` receives the seconds that loading took.
@@ -178,14 +185,15 @@ class Instance:
 
         After a hung group, another plan may avoid its backend.
         """
-        epoch = self._epoch
         if isinstance(self.loss, GroupStuck):
             return None
-        silent_nodes = self.watch.silent_nodes
-        lost = self.watch.lost_ranks | {
-            place for place, site in sites_of(epoch.placement).items() if site.node in silent_nodes
-        }
-        remains = Remains(epoch.instance, epoch.number, epoch.placement, frozenset(lost), silent_nodes)
+        return self._without(self.watch.silent_nodes, frozenset(self.watch.lost_ranks))
+
+    def _without(self, nodes: frozenset[str], ranks: frozenset[RankId]) -> Remains | None:
+        """Return the ranks that are left without these nodes and ranks, if they can serve again."""
+        epoch = self._epoch
+        lost = ranks | {place for place, site in sites_of(epoch.placement).items() if site.node in nodes}
+        remains = Remains(epoch.instance, epoch.number, epoch.placement, lost, nodes)
         return remains if self._has_served and can_be_patched(self._settings.link, remains) else None
 
     @property

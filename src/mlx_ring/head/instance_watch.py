@@ -30,7 +30,7 @@ LOOK_S = 1.0
 """Time between two checks."""
 _ENDED_AFTER_S = 0.2
 """Time for an agent to learn of a worker's end after the worker's connections broke."""
-_JUDGE_S = 0.25
+_JUDGE_S = 0.1
 SUSPECT_S = 2.0
 """Silence of a node or a worker after which the instance is suspect."""
 WORKER_SILENCE_S = 3.0
@@ -126,6 +126,7 @@ class InstanceWatch:
         self._answered_s: Mapping[RankId, float] = {}
         """Time of each rank's last answer to a step."""
         self._suspicion = ""
+        self._suspect_nodes = frozenset[str]()
         self._gone = {site.node: asyncio.Event() for site in placement.nodes}
         """Events of nodes that no longer answer the head."""
         self.first_report: asyncio.Future[dict[Place, worker_pb2.WorkerStatus]] = (
@@ -141,6 +142,11 @@ class InstanceWatch:
     def silent_nodes(self) -> frozenset[str]:
         """Nodes that no longer answer the head."""
         return frozenset(node for node, gone in self._gone.items() if gone.is_set())
+
+    @property
+    def suspects(self) -> tuple[frozenset[str], frozenset[RankId]]:
+        """Nodes and workers that are silent, or lost."""
+        return self._suspect_nodes | self.silent_nodes, frozenset(self._silent_workers) | self.lost_ranks
 
     @contextlib.asynccontextmanager
     async def watching(self, hello: hello_pb2.Hello) -> AsyncGenerator[None]:
@@ -200,16 +206,18 @@ class InstanceWatch:
     def judge(self) -> None:
         """Look at the silence of nodes and workers, and report a loss or a change of the suspicion."""
         self._record_answers()
-        suspicions = [*self._silent_workers.values()]
+        suspicions, suspect_nodes = [*self._silent_workers.values()], set[str]()
         for node, silence in self._silences.items():
             seconds = silence.look()
             if seconds >= SUSPECT_S:
+                suspect_nodes.add(node)
                 suspicions.append(f"{node} has sent nothing for {seconds:.1f} s")
             if seconds >= SILENCE_S and not self._gone[node].is_set():
                 self._lose_silent(node, SILENCE_S)
         for node, silence in self._unreported.items():
             if silence.look() >= _FIRST_REPORT_S and not self._gone[node].is_set():
                 self._lose_silent(node, _FIRST_REPORT_S)
+        self._suspect_nodes = frozenset(suspect_nodes)
         self._suspect(suspicions)
 
     def _lose_silent(self, node: str, seconds: float) -> None:

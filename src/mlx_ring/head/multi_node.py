@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Generator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -23,7 +23,7 @@ from mlx_ring.head.instance import Epoch
 from mlx_ring.head.left_workers import STOP_WAIT_S, LeftWorkers
 from mlx_ring.head.link_survey import LinkSurveys, link_info
 from mlx_ring.head.nodes import Declared, LiveInstances, NodeListener, new_instance
-from mlx_ring.head.patching import Remains, Room, patch_ranks
+from mlx_ring.head.patching import PatchPlan, Remains, Room, patch_ranks, plan_patch
 from mlx_ring.head.placing import (
     Order,
     Placement,
@@ -180,24 +180,59 @@ class Cluster:
         await close_sites([site for site in sites if site.node not in used])
         return self._epoch(instance, number, placement)
 
-    async def patch(self, order: Order, remains: Remains) -> Epoch:
+    async def plan_patch(self, order: Order, remains: Remains) -> PatchPlan:
+        room = await self._room(order, remains)
+        try:
+            return await plan_patch(order, remains, room)
+        except BaseException:
+            await close_sites(room.sites)
+            raise
+
+    async def _room(self, order: Order, remains: Remains) -> Room:
+        """Return the room that nodes have for lost ranks, once no other node is silent."""
         control = self._control
-        if control.node in remains.silent_nodes:
-            self._own_agent.replace_soon()
         await control.settle(remains.silent_nodes)
         membership = control.membership.without(remains.silent_nodes)
         sites = cluster_sites(control, membership, self._address.port, path=str(order.served.folder.path))
-        number = max(order.number, remains.epoch + 1)
-        hello = make_hello(node=control.node, fencing_id=self._left.head_number)
         try:
             await self._surveys.take_distrusted(membership, sites)
-            known = [with_throughput(site, self._surveys.found) for site in sites]
-            links = self._surveys.profiles(sites)
+        except BaseException:
+            await close_sites(sites)
+            raise
+        found, taken = self._surveys.found, self._taken(order, remains)
+        return Room(
+            ClusterProfile(tuple(node_profiles(control, membership, taken)), self._surveys.profiles(sites)),
+            frozenset(self._steady(membership).members),
+            [with_throughput(site, found) for site in sites],
+            self._basis(order, remains),
+        )
+
+    def _taken(self, order: Order, remains: Remains) -> Mapping[str, int]:
+        """Return the memory that other instances have, by node."""
+        return self._live.others(order.served.names[0], besides=remains.instance).taken
+
+    def _basis(self, order: Order, remains: Remains) -> object:
+        """Return facts on which a patch is planned, for comparison."""
+        membership = self._control.membership.without(remains.silent_nodes)
+        sessions = {(node, member.session) for node, member in membership.members.items()}
+        return (
+            *(sessions, set(self._steady(membership).members), dict(self._taken(order, remains))),
+            self._surveys.found,
+        )
+
+    async def patch(self, order: Order, remains: Remains, early: PatchPlan | None) -> Epoch:
+        if self._control.node in remains.silent_nodes:
+            self._own_agent.replace_soon()
+        number = max(order.number, remains.epoch + 1)
+        hello = make_hello(node=self._control.node, fencing_id=self._left.head_number)
+        sites = () if early is None else early.room.sites
+        try:
             async with self._planning:
-                taken = self._live.others(order.served.names[0], besides=remains.instance).taken
-                cluster = ClusterProfile(tuple(node_profiles(control, membership, taken)), links)
-                room = Room(cluster, self._steady(membership).members, known)
-                placement, prepared = await patch_ranks(order, remains, number, room, hello)
+                if early is None or early.room.basis != self._basis(order, remains):
+                    await close_sites(sites)
+                    early = await self.plan_patch(order, remains)
+                    sites = early.room.sites
+                placement, prepared = await patch_ranks(order, remains, number, early, hello)
                 self._live.add(remains.instance, order, placement)
             placement = await offered(placement, partial(self._offer, order.served))
         except BaseException:

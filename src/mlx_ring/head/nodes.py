@@ -13,7 +13,7 @@ from typing import Protocol
 from mlx_ring.api.service import LinkInfo
 from mlx_ring.core.errors import RingError
 from mlx_ring.head.instance import Epoch
-from mlx_ring.head.patching import Remains
+from mlx_ring.head.patching import PatchPlan, Remains
 from mlx_ring.head.placing import Order, Others, Placement
 from mlx_ring.head.served_model import ServedModel
 from mlx_ring.head.status import ClusterView
@@ -112,8 +112,23 @@ class Machines(Protocol):
         """
         ...
 
-    async def patch(self, order: Order, remains: Remains) -> Epoch:
+    async def plan_patch(self, order: Order, remains: Remains) -> PatchPlan | None:
+        """Place the ranks of an instance that may be lost soon; return None if there is nothing to choose.
+
+        The caller passes the plan to `patch`, or closes its sites.
+
+        Raises:
+            RingError: the instance would have to be loaded as a whole.
+        """
+        ...
+
+    async def patch(self, order: Order, remains: Remains, early: PatchPlan | None) -> Epoch:
         """Place the lost ranks of an instance again, and prepare those that are left.
+
+        Args:
+            order: order of the next epoch.
+            remains: ranks of the lost instance.
+            early: plan that was made before the loss; it is used if nothing has changed since. None: there is none.
 
         Raises:
             RingError: it must be loaded as a whole.

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from mlx_ring.cluster.deployment import Site, Started
+from mlx_ring.cluster.deployment import Site, Started, close_sites
 from mlx_ring.cluster.placement import Cut
 from mlx_ring.cluster.relinking import prepare, with_their_groups
-from mlx_ring.core.errors import NotReady, PlanError
+from mlx_ring.core.errors import NotReady, PlanError, RingError
 from mlx_ring.core.types import RankId
 from mlx_ring.head.placing import Order, Placement, forecast_of, plan_given_ranks, replica_request
 from mlx_ring.head.rank_placements import RankPlacement, Stage, assign_all, with_routes
@@ -45,6 +45,12 @@ class Remains:
     silent_nodes: frozenset[str]
     """Nodes that no longer answer."""
 
+    def is_same(self, other: Remains) -> bool:
+        """Report whether the same ranks of the same epoch are left."""
+        return (self.instance, self.epoch, self.lost, self.silent_nodes) == (
+            *(other.instance, other.epoch, other.lost, other.silent_nodes),
+        )
+
     @property
     def places(self) -> frozenset[RankId]:
         """All ranks of the instance."""
@@ -75,6 +81,8 @@ class Room:
     """Nodes that may get lost ranks."""
     sites: Sequence[Site]
     """Sites of all nodes that are there."""
+    basis: object = None
+    """Facts on which it depends, for comparison with later ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,20 +228,97 @@ def can_be_patched(link: str, remains: Remains) -> bool:
     return not is_collective(link) and bool(remains.places - remains.lost)
 
 
+@dataclass(frozen=True, slots=True)
+class PatchPlan:
+    """Placement of lost ranks, before the others are asked."""
+
+    room: Room
+    placement: Placement
+    lost: frozenset[RankId]
+    """Ranks that it replaces."""
+
+
+async def plan_patch(order: Order, remains: Remains, room: Room) -> PatchPlan:
+    """Place the lost ranks of an instance.
+
+    Raises:
+        PlanError: No node has room for them.
+    """
+    there = {site.node for site in room.sites}
+    lost = remains.lost | {
+        place for place, site in sites_of(remains.placement).items() if site.node not in there
+    }
+    return await _plan_without(order, remains, lost, room)
+
+
+async def _plan_without(order: Order, remains: Remains, lost: frozenset[RankId], room: Room) -> PatchPlan:
+    return PatchPlan(room, *await asyncio.to_thread(place_again, order, remains, lost, room))
+
+
+class EarlyPlan:
+    """Plan of a patch that is made while an instance is suspect, in case that what is silent is lost."""
+
+    def __init__(self, plan: Callable[[Remains], Coroutine[None, None, PatchPlan | None]]) -> None:
+        """Start without a plan; `plan` makes it."""
+        self._plan = plan
+        self._remains: Remains | None = None
+        self._planning: asyncio.Task[PatchPlan | None] | None = None
+
+    def follow(self, remains: Remains | None) -> None:
+        """Plan for what would be left. None forgets it, because what was silent has answered."""
+        if remains is None:
+            self.close()
+        elif self._remains is None or not remains.is_same(self._remains):
+            self.close()
+            self._remains = remains
+            self._planning = asyncio.create_task(self._plan(remains), name=f"plan for {remains.instance}")
+
+    def close(self) -> None:
+        """Forget the plan."""
+        if self._planning is not None:
+            dropping = asyncio.create_task(_drop(self._planning), name="drop a plan")
+            _dropping.add(dropping)
+            dropping.add_done_callback(_dropping.discard)
+        self._remains = self._planning = None
+
+    async def take(self, remains: Remains) -> PatchPlan | None:
+        """Return the plan, once it is made; None if there is none for what is left now."""
+        planning = self._planning
+        if planning is None or self._remains is None or not remains.is_same(self._remains):
+            self.close()
+            return None
+        self._remains = self._planning = None
+        try:
+            return await planning
+        except RingError as error:
+            log.info("nothing was planned for the loss of a part of %s: %s", remains.instance, error)
+            return None
+
+
+_dropping: set[asyncio.Task[None]] = set()
+
+
+async def _drop(planning: asyncio.Task[PatchPlan | None]) -> None:
+    planning.cancel()
+    (plan,) = await asyncio.gather(planning, return_exceptions=True)
+    if isinstance(plan, PatchPlan):
+        await close_sites(plan.room.sites)
+
+
 async def patch_ranks(
     order: Order,
     remains: Remains,
     number: int,
-    room: Room | None,
+    plan: PatchPlan | None,
     hello: hello_pb2.Hello,
 ) -> tuple[Placement, Started]:
-    """Place the lost ranks, and prepare the others for them.
+    """Prepare the ranks that are left for those that replace the lost ones. Place again those that do not answer.
 
     Args:
         order: The order of the next epoch.
         remains: The ranks of the lost instance.
         number: The number of the next epoch.
-        room: The nodes for lost ranks; None on a single machine.
+        plan: The placement of the lost ranks; None on a single machine.
         hello: The head's greeting.
 
     Returns:
@@ -242,14 +327,12 @@ async def patch_ranks(
     Raises:
         RingError: No rank can stay, or the lost ones have no place.
     """
-    there = {site.node for site in (remains.placement.nodes if room is None else room.sites)}
-    homes = sites_of(remains.placement)
-    lost = remains.lost | {place for place, site in homes.items() if site.node not in there}
+    lost = remains.lost
     # Each round finds more lost ranks.
     for _ in remains.places:
         placement = remains.placement
-        if room is not None:
-            placement, lost = await asyncio.to_thread(place_again, order, remains, lost, room)
+        if plan is not None:
+            placement, lost = plan.placement, plan.lost
         assignments = assign_all(
             order.settings, order.served, remains.instance, number, placement.cut, placement.ranks
         )
@@ -260,6 +343,8 @@ async def patch_ranks(
             return placement, prepared
         log.warning("%d more workers of %s do not answer", len(silent), remains.instance)
         lost |= silent
+        if plan is not None:
+            plan = await _plan_without(order, remains, lost, plan.room)
     raise NotReady(f"No worker of {remains.instance} is left.")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable
@@ -19,7 +20,7 @@ from mlx_ring.head.instance_view import FIRST_EPOCH, InstanceService, Recoveries
 from mlx_ring.head.instance_watch import InstanceWatch
 from mlx_ring.head.kv_memory import KvShares
 from mlx_ring.head.nodes import Machines
-from mlx_ring.head.patching import Remains
+from mlx_ring.head.patching import EarlyPlan, Remains
 from mlx_ring.head.placing import Order, Placement
 from mlx_ring.head.served_model import ServedModel
 from mlx_ring.head.step_down import may_step_down
@@ -174,10 +175,13 @@ class Replica:
     async def _run(self, order: Order, epoch: Epoch, ready: Callable[[float], None], begun_s: float) -> None:
         """Run an instance, and after each loss what is left of it with new workers in place of the lost ones."""
         current = _CurrentWatch()
-        with self._machines.watching(epoch.instance, current):
+        early = EarlyPlan(
+            lambda remains: self._machines.plan_patch(self._patch_order(order, remains), remains)
+        )
+        with self._machines.watching(epoch.instance, current), contextlib.closing(early):
             while True:
                 set_log_epoch(epoch.number)
-                running = self._begin(epoch)
+                running = self._begin(epoch, early)
                 current.follow(running.watch)
                 await running.run(ready)
                 self._has_served = True
@@ -187,14 +191,18 @@ class Replica:
                 if running.remains is None:
                     return
                 current.lost_nodes.clear()
-                changed = self._settings.model_copy(update=dict(epoch.placement.group_settings))
-                patched = await self._patch(replace(order, settings=changed), epoch, running.remains)
+                patched = await self._patch(order, epoch, running.remains, early)
                 if patched is None:
                     return
                 epoch, begun_s = patched, time.time()
                 self._next_number = epoch.number + 1
 
-    def _begin(self, epoch: Epoch) -> Instance:
+    def _patch_order(self, order: Order, remains: Remains) -> Order:
+        """Return the order of the epoch that follows a lost one."""
+        settings = self._settings.model_copy(update=dict(remains.placement.group_settings))
+        return replace(order, settings=settings, number=remains.epoch + 1, nodes=1, only=None)
+
+    def _begin(self, epoch: Epoch, early: EarlyPlan) -> Instance:
         self._in_progress = []
         self.service.begin(epoch.instance, epoch.number, epoch.placement)
         self._watcher.planned(epoch.instance, epoch.placement)
@@ -213,14 +221,15 @@ class Replica:
             self._meter,
             self._tracing,
             None if self._hold is None else self._keep,
+            early.follow,
         )
 
-    async def _patch(self, order: Order, epoch: Epoch, remains: Remains) -> Epoch | None:
+    async def _patch(self, order: Order, epoch: Epoch, remains: Remains, early: EarlyPlan) -> Epoch | None:
         """Replace the lost ranks of an instance. If that is impossible, stop the others and return None."""
         try:
             await asyncio.sleep(self._recoveries.pause_s)
-            order = replace(order, number=epoch.number + 1, nodes=1, only=None)
-            patched = await self._machines.patch(order, remains)
+            plan = await early.take(remains)
+            patched = await self._machines.patch(self._patch_order(order, remains), remains, plan)
         except BaseException as error:
             await stop_workers(epoch, remains.wait_unless_silent)
             if not isinstance(error, RingError):

@@ -17,7 +17,7 @@ from mlx_ring.cluster.membership import Joined, Member, Membership
 from mlx_ring.core.errors import NotReady, RingError
 from mlx_ring.head.instance import Epoch
 from mlx_ring.head.nodes import Declared, NodeListener, new_instance
-from mlx_ring.head.patching import Remains, patch_ranks
+from mlx_ring.head.patching import PatchPlan, Remains, patch_ranks
 from mlx_ring.head.placing import Order, place_single_node
 from mlx_ring.head.status import ClusterView
 from mlx_ring.head.step_down import StepDown
@@ -77,7 +77,12 @@ class SingleNode:
         )
         return Epoch(new_instance(order.served), order.number, placement, node_name())
 
-    async def patch(self, order: Order, remains: Remains) -> Epoch:
+    async def plan_patch(self, order: Order, remains: Remains) -> None:
+        """Plan nothing, because every rank stays on this machine."""
+        del order, remains
+
+    async def patch(self, order: Order, remains: Remains, early: PatchPlan | None) -> Epoch:
+        del early
         if self._agent is None or self._agent.exit_reason:
             raise NotReady("The agent of this machine has ended, and its workers with it.")
         number = max(order.number, remains.epoch + 1)
