@@ -15,9 +15,8 @@ from mlx_ring.core.errors import Overloaded, RequestError
 from mlx_ring.core.generation import GenerateRequest, RequestStream
 from mlx_ring.core.traces import CLIENT
 from mlx_ring.core.types import SamplingParams
-from mlx_ring.engine.admission import QueuePlace, choose_to_shed
+from mlx_ring.engine.admission import QueuePlace, Router, choose_to_shed
 from mlx_ring.engine.engine import Engine
-from mlx_ring.engine.router import Router
 from mlx_ring.engine.twin import TwinExecutor
 
 NAMES = "abc"

@@ -10,7 +10,7 @@ import pytest
 from mlx_ring.core.errors import NotReady, Overloaded
 from mlx_ring.core.generation import GenerateRequest, RequestStream
 from mlx_ring.core.types import SamplingParams
-from mlx_ring.engine.router import SEQUENCE_TOKENS, Load, Router
+from mlx_ring.engine.admission import SEQUENCE_TOKENS, Load, Router
 
 IDLE = Load(is_open=True, sequences=0, tokens_to_read=0, shared_tokens=0)
 

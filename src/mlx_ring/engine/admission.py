@@ -1,4 +1,8 @@
-"""Admission to the queue: grammars that must be compiled first, and load shedding when the queue is full. Pure.
+"""Admission to an instance and to its queue. Pure.
+
+Each request goes to the instance with the lowest cost: the number of tokens that it would compute before the request's
+first token. These are its waiting prompts, the request's tokens after the cached prefix, and an amount for each running
+sequence. A conversation therefore returns to the instance that holds its KV cache, unless that instance is too busy.
 
 A request waits until all sampling ranks have compiled its grammar. Answers under the same grammar share one, which the
 ranks keep as long as one of these answers exists.
@@ -10,13 +14,15 @@ client alone may fill the queue.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field
 from itertools import count
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from mlx_ring.core.engine_stats import Policy
-from mlx_ring.core.errors import Overloaded, RequestError, RingError
+from mlx_ring.core.errors import NotReady, Overloaded, RequestError, RingError
+from mlx_ring.core.generation import GenerateRequest, RequestStream
 from mlx_ring.core.types import Grammar, RankId
 from mlx_ring.engine.sequence import Sequence
 from mlx_ring.rpc.failures import failure_to_error
@@ -190,3 +196,89 @@ def _error(grammar: Grammar, failure: step_pb2.Failure) -> RingError:
     if isinstance(error, RequestError):
         error.param = grammar.param or None
     return error
+
+
+# ---- choice of the instance
+
+SEQUENCE_TOKENS = 64
+"""Cost of a running sequence for a new one, in prompt tokens: decode steps go between its chunks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Load of one instance, and its cost for some prompts."""
+
+    is_open: bool
+    """True if it answers."""
+    sequences: int
+    """Number of sequences that run or wait there."""
+    tokens_to_read: int
+    """Number of their prompt tokens that are not yet computed."""
+    shared_tokens: int
+    """Tokens of the new prompts that are cached there."""
+
+    def cost(self, prompt_tokens: int) -> int:
+        """Return the cost of a prompt's first token, in tokens to compute."""
+        own = prompt_tokens - self.shared_tokens
+        return self.tokens_to_read + own + SEQUENCE_TOKENS * self.sequences
+
+
+class Routed(Protocol):
+    """An engine that the router can choose."""
+
+    def load_for(self, prompts: Iterable[tuple[int, ...]]) -> Load: ...
+    def submit_all(self, *requests: GenerateRequest) -> list[RequestStream]: ...
+    def make_room(self, *requests: GenerateRequest) -> bool:
+        """Shed other clients' requests for these, if fairness allows it; return False if not."""
+        ...
+
+
+class Router:
+    """A router that gives each request to one of several engines."""
+
+    def __init__(self, engines: Callable[[], Ordered[Routed]]) -> None:
+        """Route among the engines that `engines` returns at the time."""
+        self._engines = engines
+        self._turn = 0
+        self.rejected: Counter[str] = Counter()
+        """Requests that were refused, by the error's name."""
+
+    def submit_all(self, *requests: GenerateRequest) -> list[RequestStream]:
+        """Start to answer requests that belong together, on one instance.
+
+        Raises:
+            RequestError: the model cannot serve one of them, or there are more than the server ever admits.
+            Overloaded: too many requests wait everywhere.
+            NotReady: no instance can answer.
+        """
+        try:
+            return self._submit(requests)
+        except RingError as error:
+            self.rejected[type(error).__name__] += len(requests)
+            raise
+
+    def _submit(self, requests: Ordered[GenerateRequest]) -> list[RequestStream]:
+        refusal: Overloaded | None = None
+        engines = self._by_cost(requests)
+        for engine in engines:
+            try:
+                return engine.submit_all(*requests)
+            except Overloaded as error:
+                refusal = refusal or error
+        for engine in engines:
+            if engine.make_room(*requests):
+                return engine.submit_all(*requests)
+        raise refusal or NotReady("No instance of the model can answer now.")
+
+    def _by_cost(self, requests: Ordered[GenerateRequest]) -> list[Routed]:
+        """Return the engines that answer, the cheapest first; equal ones in turn."""
+        engines = self._engines()
+        if len(engines) < 2:  # noqa: PLR2004 - no choice
+            return list(engines)
+        self._turn += 1
+        turned = [engines[(place + self._turn) % len(engines)] for place in range(len(engines))]
+        prompts = list(dict.fromkeys(request.prompt_tokens for request in requests))
+        tokens = max((len(prompt) for prompt in prompts), default=0)
+        loads = [engine.load_for(prompts) for engine in turned]
+        by_load = sorted(zip(loads, turned, strict=True), key=lambda pair: pair[0].cost(tokens))
+        return [engine for load, engine in by_load if load.is_open]

@@ -25,12 +25,11 @@ from mlx_ring.core.errors import (
 )
 from mlx_ring.core.generation import GenerateRequest, RequestStream
 from mlx_ring.core.types import FinishReason, RankId, TokenLogprob
-from mlx_ring.engine.admission import Grammars, Settled, check_places, shed_error
+from mlx_ring.engine.admission import Grammars, Load, Settled, check_places, shed_error
 from mlx_ring.engine.executor import Executor, sampling_ranks
 from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.engine.live_request import Hold, LiveRequest, choose_requests_to_shed
 from mlx_ring.engine.request_traces import RequestTracer
-from mlx_ring.engine.router import Load
 from mlx_ring.engine.scheduler import Advance, Scheduler
 from mlx_ring.engine.sequence import Limits, Sequence, make_sequence
 from mlx_ring.engine.step_times import Predict, StepTimes, Unanswered

@@ -14,10 +14,9 @@ from mlx_ring.core.engine_stats import Meter, OpenRequest, Policy
 from mlx_ring.core.errors import NotReady, RingError
 from mlx_ring.core.generation import GenerateRequest, RequestStream
 from mlx_ring.core.types import FinishReason
-from mlx_ring.engine.admission import check_places, shed_error
+from mlx_ring.engine.admission import Load, check_places, shed_error
 from mlx_ring.engine.live_request import LOSSES_TO_RUN_ALONE, LiveRequest, choose_requests_to_shed
 from mlx_ring.engine.request_traces import RequestTracer
-from mlx_ring.engine.router import Load
 from mlx_ring.engine.sequence import Limits, make_sequence
 from mlx_ring.engine.streams import Reading, Vocabulary
 

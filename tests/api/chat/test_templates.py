@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from mlx_ring.api.chat import templates
+from mlx_ring.api.chat import template_limits
 from mlx_ring.api.chat.request import Conversation
 from mlx_ring.api.chat.templates import render
 from mlx_ring.core.errors import RequestError
@@ -20,7 +20,36 @@ MESSAGES: list[dict[str, object]] = [
     {"role": "user", "content": "Grüße 🙂 <b>"},
     {"role": "assistant", "content": "Hi.", "reasoning_content": "So."},
     {"role": "user", "content": ""},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {
+                "function": {
+                    "name": "find",
+                    "arguments": {
+                        "since": 1_700_000_000,
+                        "id": -1,
+                        "all": True,
+                        "big": 10**20,
+                        "name": "a",
+                        "no": None,
+                    },
+                }
+            }
+        ],
+    },
+    {"role": "tool", "content": "call 5551234567 {0} %99999999999d {:>99999999999}"},
 ]
+
+CALLS = """
+{%- for m in messages %}{%- for call in m.tool_calls or [] %}
+    {%- for key, value in call.function.arguments|items %}
+        {{- '<arg>' ~ key ~ '=' }}VALUE
+    {%- endfor %}
+{%- endfor %}{%- endfor %}
+"""
+"""Loop over the arguments of calls, as in the templates of Qwen3-Coder and GLM-4.5."""
 
 
 NESTED = (
@@ -32,6 +61,10 @@ NESTED = (
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
     return prepare_model(load_settings({"model": "demo"})).tokenizer
+
+
+def _to_json(value: object, indent: int | None = None, *, ensure_ascii: bool = False) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
 
 
 def rendered(tokenizer: Any, source: str, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -64,13 +97,55 @@ def rendered(tokenizer: Any, source: str, monkeypatch: pytest.MonkeyPatch) -> st
         NESTED + "{{ ns.l | tojson }}",
         NESTED + "{{ ns.l }}",
         NESTED + "{{ ns.l ~ '' }}",
+        NESTED + "{{ ns.l == [ns.l, 1] }}{{ [ns.l] == [[ns.l] + []] }}",
+        NESTED + "{{ ns.l | string | length }}",
+        NESTED + "{{ {'a': ns.l}.items() }}",
+        NESTED + "{{ ns }}",
+        NESTED + "{{ '%s' % (ns.l,) }}",
+        NESTED + "{{ '{}'.format(ns.l) }}",
+        NESTED + "{{ '{!r}'.format(ns.l) }}",
+        "{% set ns = namespace(t=(1, 2)) %}{% for i in range(60) %}{% set ns.t = (ns.t, ns.t) %}{% endfor %}{{ {ns.t: 1} }}",
+        "{% set ns = namespace(t=(1, 2)) %}{% for i in range(60) %}{% set ns.t = (ns.t, ns.t) %}{% endfor %}{{ {}.get(ns.t) }}",
+        "{% set ns = namespace(t=(1, 2)) %}{% for i in range(60) %}{% set ns.t = (ns.t, ns.t) %}{% endfor %}{{ {}[ns.t] }}",
+        "{% set ns = namespace(t=(1, 2)) %}{% for i in range(60) %}{% set ns.t = (ns.t, ns.t) %}{% endfor %}{{ ns.t in {} }}",
         "{# " + "x" * (1 << 20) + " #}",
+        "{{ (['x' * 1000] * 1000000) | join | length }}",
+        "{{ ''.join(['x' * 1000] * 1000000) | length }}",
+        "{{ ''.join(['x' * 1000] * 1000000 | map('upper')) | length }}",
+        "{{ ('x' * 100000) | replace('x', 'y' * 10000) | length }}",
+        "{{ ('x' * 100000) | replace(new='y' * 10000, old='x') | length }}",
+        "{{ ('x' * 20000).replace('x', 'y' * 50000) | length }}",
+        "{{ ('x' * 20000).replace('', 'y' * 50000) | length }}",
+        "{{ ('x' * 20000).encode().replace('x'.encode(), ('y' * 50000).encode()) | length }}",
+        "{{ ('x' * 20000).translate({120: 'y' * 50000}) | length }}",
+        "{{ ('\t' * 20000).expandtabs(50000) | length }}",
+        "{{ ('x' * 1000000).split('x') | length }}" + "{{ [0] * 9999999 }}",
+        "{{ (('%(a)s' * 100000) % {'a': 'x' * 1000}) | length }}",
+        "{{ (('{0}' * 10000).format('x' * 1000)) | length }}",
+        "{{ ('%99999s' * 1000) % ((1,) * 1000) }}",
+        "{{ '%.*f' % (9999999999, 1.5) }}",
+        "{{ '{a:>{b}}'.format_map({'a': 1, 'b': 9999999999}) }}",
+        "{{ ('a\n' * 100000) | indent(width=100000) | length }}",
+        "{{ [1, 2] | batch(fill_with=1, linecount=9999999999) | list }}",
+        "{{ [1] | tojson(indent=9999999999) }}",
+        "{{ [[1]] * 1000 | tojson(separators=('x' * 100000, ':')) }}",
+        "{{ 1 | round(99999999, 'floor') }}",
+        "{{ (5).to_bytes(99999999999) }}",
+        "{{ 'f' * 1000000 | int(base=16) * 1000000 }}{{ ('f' * 1000000) | int(0, 16) // 3 }}",
+        "{{ ('<' * 1000000) | striptags }}",
+        "{{ ([[1] * 1000] * 100000) | sum(start=[]) | length }}",
+        "{{ ('a' * 1000000).rfind('b' + 'a' * 500000) }}",
+        "{{ ('a' * 1000000).strip('b' * 500000 + 'a') }}",
+        "{{ ('a' * 1000000) | trim('b' * 500000 + 'a') }}",
+        "{{ ('x' * 1000000 ~ 'a') in [('x' * 1000000) + 'b'] * 1000000 }}",
+        "{% for a in range(9) %}" * 30 + "{% endfor %}" * 30,
     ],
 )
 def test_a_template_that_makes_too_much_is_refused(
     tokenizer: Any, source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(templates, "_MOST_CHARACTERS", 1 << 20)
+    monkeypatch.setattr(template_limits, "_MOST_CHARACTERS", 1 << 20)
+    monkeypatch.setattr(template_limits, "_MOST_ENTRIES", 1 << 20)
     with pytest.raises(RequestError, match="chat template rejects these messages: "):
         rendered(tokenizer, source, monkeypatch)
 
@@ -82,17 +157,22 @@ def test_a_template_that_makes_too_much_is_refused(
         "{% for a in range(99999) %}{% for b in range(99999) if b < 0 %}{% endfor %}{% endfor %}",
         "{% for a in range(99999) %}{% for b in range(99999) %}{{ b }}{% endfor %}{% endfor %}",
         "{% macro f(n) %}{% if n > 0 %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+        "{% set l = [0] * 1000000 %}{% for i in range(200) %}{{ l | sum }}{% endfor %}",
+        "{% set l = [0] * 1000000 %}{{ l | map('string') | map('upper') | unique | list }}",
+        "{% set s = 'x' * 1000000 %}{% for i in range(99999) %}{{ s.upper() | length }}{% endfor %}",
+        "{% set s = [0] * 40000 %}{% for i in range(99999) %}{{ s[1:] | length }}{% endfor %}",
+        "{% set l = ['x'] * 100000 %}{% for i in range(255) %}{{ l + [1] == l + [2] }}{% endfor %}",
     ],
-    ids=["loops", "filtered loops", "output", "macros"],
+    ids=["loops", "filtered loops", "output", "macros", "sums", "maps", "methods", "slices", "comparisons"],
 )
 def test_a_template_that_takes_too_long_is_refused(
     tokenizer: Any, source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(templates, "_CPU_S", 0.05)
+    monkeypatch.setattr(template_limits, "_CPU_S", 0.05)
     with pytest.raises(RequestError, match=r"takes more than 0\.05 s of processor time"):
         rendered(tokenizer, source, monkeypatch)
     # The limits are those of one rendering: the next one starts anew.
-    assert rendered(tokenizer, "{{ messages | length }}", monkeypatch) == "4"
+    assert rendered(tokenizer, "{{ messages | length }}", monkeypatch) == "6"
 
 
 @pytest.mark.parametrize(
@@ -115,6 +195,25 @@ def test_a_template_that_takes_too_long_is_refused(
         "{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}{{ m.role }}{% break %}{% endfor %}",
         "{{ messages[0] }}{{ (1, [2]) }}{{ none }}{{ nothing }}{{ 1.5 }}{{ {'a': messages | length} | string }}",
         "{{ messages[0] | tojson }}{{ bos_token }}{{ add_generation_prompt }}",
+        CALLS.replace(
+            "VALUE",
+            "{%- set value = value | tojson | safe if value is mapping or (value is sequence and value is not string) "
+            "else value | string %}{{ value }}",
+        ),
+        CALLS.replace("VALUE", "{{ value | tojson(ensure_ascii=False) if value is not string else value }}"),
+        CALLS.replace(
+            "VALUE", "{{ value ~ '' }}{{ '%s' % value }}{{ '%s' | format(value) }}{{ '{}'.format(value) }}"
+        ),
+        "{% macro show(n) %}{{ n }}{% endmacro %}{{ show(1700000000) }}{{ 'id ' ~ 1700000000 }}{{ '%d' % 1700000000 }}",
+        "{{ '%s: %s' | format(messages[5].role, messages[5].content) }}",
+        "{{ '%s|%5s|%-4d|%%' % (messages[5].content, 'a', 3) }}{{ '%(n)s' | format(n=messages[5].content) }}",
+        "{{ messages[5].content.replace('5551234567', '1') }}{{ '{:,}'.format(1700000000) }}{{ 1700000000 | string }}",
+        "{{ '%(name)s %(text)s' | format(name='a', text='b') }}{{ 'a' | replace(new='b', old='a') }}{{ [3, 1] | sum }}",
+        "{{ messages | sum(attribute='n', start=5) if false else '' }}{{ [{'n': 1}, {'n': 2}] | sum('n') }}{{ messages[1:3][0].role }}",
+        "{{ 1 < 2 < 3 }}{{ 'a' not in ['b'] }}{{ messages[-1:][0].role != 'user' }}{{ 2 is divisibleby(2) }}{{ 'x'[::-1] }}",
+        "{{ messages[5].content.split('call')[-1].strip() }}{{ ['b', 'a'] | sort | join('-') }}{{ 'a' is in ['a'] }}",
+        "{{ messages[4].tool_calls[0] | tojson(indent=4) }}{{ namespace(a=1700000000).a }}{{ dict(a=1700000000) }}",
+        "{{ messages | selectattr('role', 'equalto', 'user') | list | length }}{{ undefined_name in [none] }}",
     ],
 )
 def test_ordinary_templates_render_as_without_limits(
@@ -123,7 +222,7 @@ def test_ordinary_templates_render_as_without_limits(
     plain = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
-    plain.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
+    plain.filters["tojson"] = _to_json
     expected = plain.from_string(source).render(
         messages=MESSAGES, add_generation_prompt=True, **tokenizer._tokenizer.special_tokens_map
     )

@@ -1,27 +1,39 @@
-"""Chat templates: rendering of a conversation's prompt within limits of memory and time.
-
-A template is a program from the model's folder. Jinja's sandbox keeps it from harm outside, but not from endless loops and
-texts of gigabytes.
-"""
+"""Chat templates: rendering of a conversation's prompt, in an environment that counts what a template does."""
 
 from __future__ import annotations
 
-import math
-import re
-import threading
-import time
-from collections.abc import Callable, Iterable, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache, partial, wraps
 from typing import Any, cast
 
 from jinja2 import Environment, Template, TemplateError, TemplateRuntimeError, nodes
-from jinja2.filters import do_format
-from jinja2.runtime import Context
+from jinja2.filters import make_attrgetter
+from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import pass_environment
 from jinja2.visitor import NodeTransformer
+from markupsafe import Markup
 
 from mlx_ring.api.chat.request import Conversation, in_order_of_calls, with_reasoning
+from mlx_ring.api.chat.template_limits import (
+    GIVES_BACK,
+    MOST_SOURCE,
+    LimitedEscapeFormatter,
+    LimitedFormatter,
+    check_bits,
+    check_call,
+    check_comparison,
+    check_filter,
+    check_operands,
+    checked,
+    compare,
+    counted,
+    cut,
+    join,
+    listed,
+    spending,
+)
 from mlx_ring.api.service import Tokenizer
 from mlx_ring.core.errors import RequestError
 
@@ -40,6 +52,7 @@ _TEMPLATE_TROUBLE = (
     ArithmeticError,
     AttributeError,
     RecursionError,
+    SyntaxError,
 )
 """Errors of templates on messages that they do not support."""
 
@@ -62,7 +75,7 @@ def render(
 ) -> str | tuple[int, ...]:
     """Return the prompt's text, or its tokens if the tokenizer gives no text."""
     try:
-        with _spending:
+        with spending:
             prompt = renderer(tokenizer)(
                 [dict(message) for message in conversation.messages],
                 tokenize=not _renders_text(tokenizer),
@@ -104,102 +117,176 @@ def template_arguments(conversation: Conversation) -> dict[str, object]:
     )
 
 
-_MOST_CHARACTERS = 1 << 26
-"""Largest text or list that a chat template may make, in characters or entries; a request has fewer."""
-_MOST_IN_ALL = 1 << 30
-"""Largest number of characters and entries that one rendering may make in all."""
-_MOST_BITS = 1 << 16
-_MOST_SOURCE = 1 << 20
-_CPU_S = 5.0
-"""Processor time of one rendering. A prompt of 10,000 messages takes a second."""
-_LARGE = 1 << 15
-"""Size from which making a text or a list counts as work."""
-_LOOKS = 256
-"""Number of iterations after which the time is checked."""
-_LONG_NUMBER = re.compile(r"[0-9]{7}")
-_SIZED_FILTERS = ("center", "indent", "format", "batch", "slice", "wordwrap", "truncate", "tojson", "string")
-"""Filters whose results may be as long as a number says, or contain one value many times."""
+_SHALLOW = frozenset(
+    [
+        "length",
+        "count",
+        "first",
+        "last",
+        "list",
+        "reverse",
+        "map",
+        "select",
+        "selectattr",
+        "reject",
+        "rejectattr",
+        "items",
+        "default",
+        "d",
+        "attr",
+        "batch",
+        "slice",
+        "random",
+        "sum",
+    ]
+)
+"""Filters that do not look into the entries of a list."""
+_TESTS_OF_ITSELF = frozenset(
+    [
+        "boolean",
+        "callable",
+        "defined",
+        "escaped",
+        "false",
+        "float",
+        "integer",
+        "iterable",
+        "mapping",
+        "none",
+        "number",
+        "sameas",
+        "sequence",
+        "string",
+        "true",
+        "undefined",
+    ]
+)
+"""Tests that do not look into the entries of a list."""
 
 
-class _Spending(threading.local):
-    """Resources that the rendering of this thread has used. It is reset at the start of each."""
+def _limited_filter(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+    at = int(hasattr(plain, "jinja_pass_arg"))
 
-    until_s = math.inf
-    made = 0
-    iterations = 0
+    @wraps(plain)
+    def limited(*args: Any, **kwargs: Any) -> Any:
+        value, given = args[at], args[at + 1 :]
+        if name not in _SHALLOW:
+            value = checked(listed(cast("Iterator[Any]", value)) if isinstance(value, Iterator) else value)
+            for each in (*given, *kwargs.values()):
+                checked(each)
+        spending.read((value, *given))
+        check_filter(name, value, given, kwargs)
+        result = plain(*args[:at], value, *given, **kwargs)
+        if isinstance(result, Iterator):
+            return counted(cast("Iterator[Any]", result))
+        if name not in GIVES_BACK:
+            spending.make_like(result)
+        return result
 
-    def __enter__(self) -> None:
-        self.until_s, self.made, self.iterations = time.thread_time() + _CPU_S, 0, 0
-
-    def __exit__(self, *_: object) -> None:
-        self.until_s = math.inf
-
-    def make(self, count: int) -> None:
-        """Count a text or list before it is made."""
-        self.made += count
-        if count > _MOST_CHARACTERS or self.made > _MOST_IN_ALL:
-            raise TemplateRuntimeError(f"it makes texts or lists of more than {_MOST_CHARACTERS} entries.")
-        if count > _LARGE:
-            self.check_time()
-
-    def iterate(self) -> bool:
-        """Count an iteration of a loop, or a macro's call. Return True, so that conditions may contain it."""
-        self.iterations += 1
-        if self.iterations % _LOOKS == 0:
-            self.check_time()
-        return True
-
-    def check_time(self) -> None:
-        if time.thread_time() > self.until_s:
-            raise TemplateRuntimeError(f"it takes more than {_CPU_S:g} s of processor time.")
+    return limited
 
 
-_spending = _Spending()
+def _limited_test(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+    at = int(hasattr(plain, "jinja_pass_arg"))
+
+    @wraps(plain)
+    def limited(*args: Any, **kwargs: Any) -> Any:
+        if name == "divisibleby":
+            check_bits(*args, *kwargs.values())
+        elif len(args) - at == 2 and name != "sameas":  # noqa: PLR2004 - the value and its other
+            check_comparison("in" if name == "in" else "eq", args[at], args[at + 1])
+        elif name not in _TESTS_OF_ITSELF:
+            for each in args[at:]:
+                checked(each)
+        return plain(*args, **kwargs)
+
+    return limited
+
+
+@pass_environment
+def _limited_sum(
+    environment: Environment, iterable: Iterable[Any], attribute: Any = None, start: Any = 0
+) -> Any:
+    """Add up values as the filter does, but count each sum."""
+    total = start
+    for each in iterable if attribute is None else map(make_attrgetter(environment, attribute), iterable):
+        spending.iterate()
+        check_operands("+", total, each)
+        total = total + each
+    return total
 
 
 class _LimitedEnvironment(ImmutableSandboxedEnvironment):
     """Environment of chat templates that stops one that takes too much memory or time."""
 
-    intercepted_binops = frozenset({"*", "**", "+", "%"})
-    iterate = staticmethod(_spending.iterate)
+    intercepted_binops = frozenset({"*", "**", "+", "%", "//", "/"})
+    iterate = staticmethod(spending.iterate)
+    checked = staticmethod(checked)
+    compare = staticmethod(compare)
+    cut = staticmethod(cut)
+    join = staticmethod(join)
 
     def concat(self, pieces: Iterable[str]) -> str:  # pyright: ignore[reportIncompatibleVariableOverride] - jinja calls it the same way
         texts: list[str] = []
         for piece in pieces:
             texts.append(piece)
-            _spending.make(len(piece))
-        return "".join(texts)
-
-    def join(self, *values: object) -> str:
-        """Join the operands of `~`."""
-        texts = [str(_checked(value)) for value in values]
-        _spending.make(sum(map(len, texts)))
+            spending.make(len(piece))
         return "".join(texts)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        _check_operands(operator, left, right)
+        check_operands(operator, left, right)
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] - the same positions
-        _check_arguments((*args, *kwargs.values()))
-        return super().call(context, obj, *args, **kwargs)
+        if id(obj) in _OWN:
+            return obj(*args)
+        if isinstance(obj, Macro):
+            return super().call(context, obj, *args, **kwargs)
+        if isinstance(getattr(obj, "__self__", None), (str, bytes)) or obj is dict:
+            args = tuple(
+                listed(cast("Iterator[Any]", each)) if isinstance(each, Iterator) else each for each in args
+            )
+        check_call(obj, args, kwargs)
+        result = super().call(context, obj, *args, **kwargs)
+        if getattr(obj, "__name__", "") not in GIVES_BACK:
+            spending.make_like(result)
+        return result
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        return super().getitem(obj, checked(argument) if isinstance(argument, tuple) else argument)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        wrapped = super().wrap_str_format(value)
-        if wrapped is not None:
-            _check_format(value.__self__)
-        return wrapped
+        plain = super().wrap_str_format(value)
+        if plain is None:
+            return None
+        text: str = value.__self__
+        formatter: Any = (
+            LimitedEscapeFormatter(self, escape=text.escape)
+            if isinstance(text, Markup)
+            else LimitedFormatter(self)
+        )
+
+        @wraps(plain)
+        def limited(*args: Any, **kwargs: Any) -> str:
+            if value.__name__ == "format_map":
+                args, kwargs = (), args[0]
+            return type(text)(formatter.vformat(text, args, kwargs))
+
+        return limited
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        if len(source) > _MOST_SOURCE:
-            raise TemplateRuntimeError(f"it is longer than {_MOST_SOURCE} characters.")
+        if len(source) > MOST_SOURCE:
+            raise TemplateRuntimeError(f"it is longer than {MOST_SOURCE} characters.")
         tree = super()._parse(source, name, filename)
-        _CountedLoops(self).visit(tree)
+        _Counting(self).visit(tree)
         return tree
 
 
-class _CountedLoops(NodeTransformer):
-    """Transformer of a template that counts its iterations, and the texts that `~` makes."""
+_OWN = frozenset(map(id, (checked, compare, cut, join, _LimitedEnvironment.iterate)))
+
+
+class _Counting(NodeTransformer):
+    """Transformer of a template that counts its iterations, and what its operators make and compare."""
 
     def __init__(self, environment: Environment) -> None:
         self._environment = environment
@@ -207,6 +294,30 @@ class _CountedLoops(NodeTransformer):
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802 - the visitor's name
         self.generic_visit(node)
         return self._call("join", node, node.nodes)
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:  # noqa: N802 - as above
+        self.generic_visit(node)
+        if len(node.ops) == 1:
+            operand = node.ops[0]
+            return self._call("compare", node, [nodes.Const(operand.op), node.expr, operand.expr])
+        for operand in node.ops:
+            operand.expr = self._call("checked", operand, [operand.expr])
+        return node
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:  # noqa: N802 - as above
+        self.generic_visit(node)
+        if not isinstance(node.arg, nodes.Slice):
+            return node
+        ends = (node.arg.start, node.arg.stop, node.arg.step)
+        return self._call(
+            "cut", node, [node.node, *(nodes.Const(None) if end is None else end for end in ends)]
+        )
+
+    def visit_Pair(self, node: nodes.Pair) -> nodes.Node:  # noqa: N802 - as above
+        self.generic_visit(node)
+        if not isinstance(node.key, nodes.Const):
+            node.key = self._call("checked", node, [node.key])
+        return node
 
     def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802 - as above
         self.generic_visit(node)
@@ -229,48 +340,13 @@ class _CountedLoops(NodeTransformer):
         return call
 
 
-def _check_operands(operator: str, left: Any, right: Any) -> None:
-    if operator == "%" and isinstance(left, str):
-        _check_format(left)
-        _check_arguments(cast("tuple[Any, ...]", right) if isinstance(right, tuple) else (right,))
-    elif operator == "+" and isinstance(left, Sized) and isinstance(right, Sized):
-        _spending.make(len(left) + len(right))
-    elif operator == "*":
-        count, unit = (left, right) if isinstance(left, int) else (right, left)
-        if isinstance(count, int) and isinstance(unit, Sized):
-            _spending.make(max(0, count) * len(unit))
-    if operator in {"*", "**"} and isinstance(left, int) and isinstance(right, int):
-        bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
-        if bits > _MOST_BITS:
-            raise TemplateRuntimeError(f"it makes a number of more than {_MOST_BITS} bits.")
-
-
-_CONTAINERS: tuple[type[Any], ...] = (list, tuple, dict)
-
-
-def _checked(value: Any) -> Any:
-    """Return a value, after counting all that its text contains. Lists that contain one list many times grow fast."""
-    if isinstance(value, _CONTAINERS):
-        found, pending = 0, [value]
-        while pending and found <= _MOST_CHARACTERS and _spending.iterate():
-            each = pending.pop()
-            parts: Iterable[Any] = cast("dict[Any, Any]", each).values() if isinstance(each, dict) else each
-            for part in parts:
-                found += len(part) + 1 if isinstance(part, str) else 1
-                if isinstance(part, _CONTAINERS):
-                    pending.append(part)
-        _spending.make(found)
-    return value
-
-
-def _check_arguments(given: Iterable[Any]) -> None:
-    if any(type(value) is int and value > _MOST_CHARACTERS for value in given):
-        raise TemplateRuntimeError(f"it calls a function with a number above {_MOST_CHARACTERS}.")
-
-
-def _check_format(text: str) -> None:
-    if _LONG_NUMBER.search(text):
-        raise TemplateRuntimeError("it formats texts with a number of seven digits or more.")
+def _limit(environment: Any) -> None:
+    """Limit the templates that are compiled in an environment of the sandbox from now on."""
+    environment.__class__ = _LimitedEnvironment
+    environment.filters["sum"] = _limited_sum
+    environment.filters = {name: _limited_filter(name, each) for name, each in environment.filters.items()}
+    environment.tests = {name: _limited_test(name, each) for name, each in environment.tests.items()}
+    environment.finalize = checked
 
 
 @cache
@@ -285,23 +361,7 @@ def _limit_templates() -> None:
     @lru_cache
     def compile_limited(source: str) -> Template:
         environment: Any = make("").environment
-        environment.__class__ = _LimitedEnvironment
-        for name in _SIZED_FILTERS:
-            environment.filters[name] = _limited_filter(environment.filters[name])
-        environment.finalize = _checked
+        _limit(environment)
         return environment.from_string(source)
 
     own._compile_jinja_template = compile_limited  # pyright: ignore[reportPrivateUsage]  # noqa: SLF001 - as above
-
-
-def _limited_filter(plain: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(plain)
-    def limited(*args: Any, **kwargs: Any) -> Any:
-        _check_arguments((*args, *kwargs.values()))
-        for value in args:
-            _checked(value)
-            if plain is do_format and isinstance(value, str):
-                _check_format(value)
-        return plain(*args, **kwargs)
-
-    return limited
