@@ -273,6 +273,22 @@ def test_requests_that_arrive_after_a_patch_or_from_an_older_head_change_nothing
     with_agent(tmp_path, use)
 
 
+def test_a_failed_load_ends_no_worker_that_stays(tiny_model: Path, tmp_path: Path) -> None:
+    async def use(agent: Agent) -> None:
+        first = (await agent.start(load_request(tiny_model))).workers
+        assert (await agent.load(load_request(tiny_model)))[-1].progress.ready
+        os.kill(first[1].pid, signal.SIGKILL)
+        stay, _ = (request := load_request(tiny_model, epoch=2)).assignments
+        assert await agent.relink(make_hello(), stay) == ""
+        del request.assignments[0]
+        assert not (await agent.start(request)).HasField("failure")
+        request.model_path = str(tmp_path / "nothing")
+        assert (await agent.load(request))[-1].progress.HasField("failure")
+        assert [worker.pid for worker in agent.workers()] == [first[0].pid]
+
+    with_agent(tmp_path, use)
+
+
 def test_an_agent_ends_its_workers_on_sigterm(tiny_model: Path, tmp_path: Path) -> None:
     async def use(agent: Agent) -> None:
         await agent.start_all(load_request(tiny_model))

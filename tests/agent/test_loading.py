@@ -12,8 +12,8 @@ import grpc
 import pytest
 
 from mlx_ring.agent import loading
-from mlx_ring.agent.supervisor import Worker
-from mlx_ring.core.errors import GroupStuck
+from mlx_ring.agent.supervisor import Supervisor, Worker
+from mlx_ring.core.errors import GroupStuck, WorkerLost
 from mlx_ring.host.child import ChildProcess
 from mlx_ring.rpc.methods import LOAD
 from mlx_ring.rpc.protos import agent_pb2, worker_pb2
@@ -75,3 +75,12 @@ def test_rank_that_hangs_in_its_first_pass_waits_for_its_group(
     with pytest.raises(GroupStuck, match="for the other ranks of its ring group in its first pass"):
         follow(worker, "warm-up", monkeypatch)
     assert not worker.state().status.HasField("waits")
+
+
+def test_linking_fails_if_a_worker_has_ended_since_it_was_prepared(worker: Worker) -> None:
+    cast("SimpleNamespace", worker.child).exit_reason = "ended by signal 9 (SIGKILL)"
+    supervisor = cast("Supervisor", SimpleNamespace(workers=[worker]))
+    wanted = worker_pb2.StageAssignment(rank=1, epoch=2)
+    request = agent_pb2.RelinkWorkersRequest(assignments=[wanted], commit=True)
+    with pytest.raises(WorkerLost, match="The worker of stage 0, rank 1 has ended, so it cannot be linked"):
+        asyncio.run(loading.relink_workers(supervisor, request))

@@ -17,11 +17,10 @@ from mlx_ring.cluster.quarantine import REST_S
 from mlx_ring.core.errors import GroupStuck, PlanError, WorkerStuck
 from mlx_ring.core.types import RankId
 from mlx_ring.engine.step_times import Unanswered
-from mlx_ring.head.instance_watch import blame_join, blame_late
 from mlx_ring.head.placing import Order, Placement
 from mlx_ring.head.rank_placements import place_ranks
 from mlx_ring.head.served_model import ServedModel
-from mlx_ring.head.step_down import StepDown, groups_of
+from mlx_ring.head.step_down import StepDown, blame_join, blame_late, groups_of
 from mlx_ring.rpc.protos import agent_pb2, worker_pb2
 from mlx_ring.settings.config import Settings
 

@@ -138,7 +138,7 @@ class FakeAgent:
 class Watching:
     """A watch over an instance with one rank on one node, by a clock of its own."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, stays: int | None = None) -> None:
         self.now_s = 100.0
         monkeypatch.setattr(subject, "Silence", partial(Silence, lambda: self.now_s))
         monkeypatch.setattr(subject, "_JUDGE_S", 1e9)
@@ -148,14 +148,30 @@ class Watching:
         site = Site("n2", cast("AgentLink", self.agent), is_local=False, hosts={}, source=Source("model"))
         placement: Any = SimpleNamespace(nodes=[site], ranks=[[SimpleNamespace(site=site)]])
         self.watch = subject.InstanceWatch(
-            "tiny-1", placement, self.losses.append, self.suspicions.append, (), is_cluster=True
+            "tiny-1",
+            placement,
+            self.losses.append,
+            self.suspicions.append,
+            (),
+            is_cluster=True,
+            first_epoch=2,
+            staying={} if stays is None else {RankId(0, 0): stays},
         )
         self.watch._engine = cast("Engine", self.engine)  # pyright: ignore[reportPrivateUsage] - deadlines need a whole one
 
-    async def report(self, silent_s: float = 0.0) -> None:
+    async def report(
+        self, silent_s: float = 0.0, *, phase: str = "ready", alive: bool = True, epoch: int = 2, pid: int = 1
+    ) -> None:
         """Let the agent report its worker."""
-        status = worker_pb2.WorkerStatus(phase="ready")
-        worker = agent_pb2.WorkerState(instance="tiny-1", alive=True, status=status, silent_s=silent_s)
+        worker = agent_pb2.WorkerState(
+            instance="tiny-1",
+            alive=alive,
+            exit_reason="" if alive else "ended by signal 9 (SIGKILL)",
+            status=worker_pb2.WorkerStatus(phase=phase),
+            silent_s=silent_s,
+            pid=pid,
+            assignment=worker_pb2.StageAssignment(epoch=epoch),
+        )
         event = agent_pb2.AgentEvent(hello=hello_pb2.Hello(node="n2"), workers=[worker])
         self.agent.reports.put_nowait(event)
         await run_tasks_until(self.agent.reports.empty)
@@ -271,3 +287,52 @@ def test_reports_that_break_off_continue_in_another_call(monkeypatch: pytest.Mon
         assert watching.agent.waits[-3:] == [True, False, False]
 
     watch_and(act, monkeypatch)
+
+
+@pytest.mark.parametrize(("stays", "epoch"), [(None, 2), (7, 1)], ids=["new", "staying"])
+def test_a_worker_that_dies_while_others_load_is_lost_at_once(
+    monkeypatch: pytest.MonkeyPatch, stays: int | None, epoch: int
+) -> None:
+    async def run() -> None:
+        watching = Watching(monkeypatch, stays=stays)
+        async with watching.watch.watching(hello_pb2.Hello()):
+            await watching.report(alive=False, epoch=1, pid=5)
+            assert watching.losses == [], "it was of the epoch before"
+            await watching.report(phase="loading", epoch=epoch, pid=7, silent_s=5.0)
+            assert watching.losses == []
+            await watching.report(alive=False, epoch=epoch, pid=7)
+            (loss,) = watching.losses
+            assert (type(loss), loss.node) == (WorkerLost, "n2")
+            assert str(loss).endswith("(pid 7) ended by signal 9 (SIGKILL) while the instance was loaded.")
+            assert watching.watch.lost_ranks == {RankId(0, 0)}
+
+    asyncio.run(run())
+
+
+def test_workers_of_an_earlier_epoch_or_another_node_say_nothing_about_the_instance(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def run() -> None:
+        watching = Watching(monkeypatch)
+        async with watching.watch.watching(hello_pb2.Hello()):
+            await watching.watch.begin()
+            await watching.report(epoch=1)
+            assert not watching.watch.first_report.done()
+            await watching.report()
+            assert watching.watch.first_report.done()
+            await watching.report(epoch=1, alive=False)
+            await watching.report(epoch=1, silent_s=9.0)
+            assert watching.losses == []
+
+    asyncio.run(run())
+
+
+def test_a_worker_that_hangs_before_its_first_report_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        watching = Watching(monkeypatch)
+        async with watching.watch.watching(hello_pb2.Hello()):
+            await watching.watch.begin()
+            await watching.report(phase="loading", silent_s=3.1)
+            assert [type(loss) for loss in watching.losses] == [WorkerStuck]
+
+    asyncio.run(run())

@@ -177,7 +177,7 @@ async def relink_workers(supervisor: Supervisor, request: agent_pb2.RelinkWorker
     The first phase ends the other workers of the instance, and those that do not answer.
 
     Raises:
-        RingError: a worker refused, or in the second phase one did not answer.
+        RingError: a worker refused, or in the second phase one did not answer or has ended.
         StaleMessage: a worker is of a later epoch; all are left as they are.
     """
     instance, epoch = request.assignments[0].instance, request.assignments[0].epoch
@@ -186,6 +186,10 @@ async def relink_workers(supervisor: Supervisor, request: agent_pb2.RelinkWorker
     # The first phase of an epoch comes before its first worker.
     check_epoch(ours, epoch if request.commit else epoch - 1)
     staying = [worker for worker in ours if (worker.stage, worker.rank) in places and worker.alive]
+    missing = places.keys() - {(worker.stage, worker.rank) for worker in staying}
+    if request.commit and missing:
+        stage, rank = min(missing)
+        raise WorkerLost(f"The worker of stage {stage}, rank {rank} has ended, so it cannot be linked.")
     for worker in staying:
         if worker.prepared_epoch > epoch:
             raise StaleMessage(

@@ -81,7 +81,7 @@ class AgentService:
     async def start(
         self, request: agent_pb2.StartRequest, _context: grpc.aio.ServicerContext[object, object]
     ) -> agent_pb2.StartReply:
-        """Start processes. Reply once all of them answer; on a failure, end all of them."""
+        """Start processes. Reply once all of them answer; on a failure, end all of them, and no others."""
         try:
             instance = self._check_start(request)
         except RingError as error:
@@ -90,10 +90,10 @@ class AgentService:
             workers = await start_workers(self._supervisor, request, self._load_timeout_s)
         except (RingError, OSError) as error:
             log.error("%s could not be started: %s", instance, error)  # noqa: TRY400 - the sentence is the point
-            await self._end_epoch(request.assignments)
+            await self._end_started(request.assignments)
             return agent_pb2.StartReply(failure=as_failure(error))
         except BaseException:
-            self._spawn(self._end_epoch(request.assignments))
+            self._spawn(self._end_started(request.assignments))
             raise
         return agent_pb2.StartReply(
             workers=[_started(worker, self._supervisor.trusted) for worker in workers]
@@ -126,9 +126,16 @@ class AgentService:
         newest = max((worker.head for worker in workers), default=0)
         check_hello(hello, make_hello(node=self._node, fencing_id=newest), "the head")
 
-    async def _end_epoch(self, assignments: Sequence[worker_pb2.StageAssignment]) -> int:
-        """End the workers of an instance, but none of a later epoch than that of the assignments."""
-        return await self._supervisor.stop(assignments[0].instance, up_to=assignments[0].epoch)
+    async def _end_started(self, assignments: Sequence[worker_pb2.StageAssignment]) -> int:
+        """End the workers that were started for the assignments; those that stay from the epoch before are kept."""
+        instance, epoch = assignments[0].instance, assignments[0].epoch
+        places = {(assignment.stage, assignment.rank) for assignment in assignments}
+        pids = [
+            worker.child.pid
+            for worker in self._workers_of(instance)
+            if worker.assignment.epoch == epoch and (worker.stage, worker.rank) in places
+        ]
+        return await self._supervisor.stop(instance, pids) if pids else 0
 
     def _workers_of(self, instance: str) -> list[Worker]:
         return [worker for worker in self._supervisor.workers if worker.instance == instance]
@@ -154,11 +161,11 @@ class AgentService:
                 yield progress
         except (RingError, OSError) as error:
             log.error("%s could not be loaded: %s", instance, error)  # noqa: TRY400 - the sentence is the point
-            await self._end_epoch(request.assignments)
+            await self._end_started(request.assignments)
             yield failed_load(error)
         except BaseException:
             # The head ended during the call, which is being cancelled: continue in a task of its own.
-            self._spawn(self._end_epoch(request.assignments))
+            self._spawn(self._end_started(request.assignments))
             raise
 
     async def _fetch(

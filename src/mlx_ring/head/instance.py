@@ -30,12 +30,13 @@ from mlx_ring.engine.request_traces import RequestTracer
 from mlx_ring.engine.step_times import Predict, StepSize
 from mlx_ring.engine.streams import Vocabulary
 from mlx_ring.head.instance_view import InstanceService
-from mlx_ring.head.instance_watch import InstanceWatch, blame_join
+from mlx_ring.head.instance_watch import InstanceWatch
 from mlx_ring.head.kv_memory import KvShares, KvUser, Reservation
 from mlx_ring.head.patching import Remains, can_be_patched, sites_of
 from mlx_ring.head.placing import Placement
 from mlx_ring.head.rank_placements import assign_all
 from mlx_ring.head.served_model import ServedModel, memory_for_weights, policy_of
+from mlx_ring.head.step_down import blame_join
 from mlx_ring.planner.forecast import Forecast
 from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.protos import hello_pb2, worker_pb2
@@ -107,6 +108,8 @@ class Instance:
             self._suspect,
             (service.record_workers, shares.record_workers),
             is_cluster=epoch.trust is not None,
+            first_epoch=0 if epoch.loaded else epoch.number,
+            staying={place: worker.pid for place, (worker, _) in (epoch.prepared or {}).items()},
         )
         self._has_served = False
         self.remains: Remains | None = None

@@ -11,16 +11,17 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from typing import Literal
 
 from mlx_ring.cluster.deployment import Site
 from mlx_ring.cluster.membership import SILENCE_S
-from mlx_ring.core.errors import GroupStuck, NodeLost, RingError, WorkerLost, WorkerStuck
+from mlx_ring.core.errors import NodeLost, RingError, WorkerLost, WorkerStuck
 from mlx_ring.core.types import RankId
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.kv_budget import Place
 from mlx_ring.engine.step_times import Unanswered
 from mlx_ring.head.placing import Placement
-from mlx_ring.head.step_down import Group, groups_of, node_of, nodes_of
+from mlx_ring.head.step_down import blame_late
 from mlx_ring.rpc.channels import Silence
 from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
 
@@ -91,6 +92,8 @@ class InstanceWatch:
         records: Sequence[Callable[[agent_pb2.AgentEvent], None]],
         *,
         is_cluster: bool,
+        first_epoch: int = 0,
+        staying: Mapping[RankId, int] | None = None,
     ) -> None:
         """Prepare a watch, inside the event loop.
 
@@ -101,6 +104,8 @@ class InstanceWatch:
             on_suspicion: receives the reason why the instance is suspect; empty once it is not.
             records: receive each report of an agent.
             is_cluster: True if its nodes attend the head; otherwise there is one machine.
+            first_epoch: lowest epoch of its workers; others of the instance are left from before a loss. 0: any.
+            staying: process id of each worker that stays, and is of an earlier epoch until it is linked.
         """
         self._instance = instance
         self._placement = placement
@@ -108,6 +113,7 @@ class InstanceWatch:
         self._on_suspicion = on_suspicion
         self._records = records
         self._is_cluster = is_cluster
+        self._first_epoch, self._staying = first_epoch, staying or {}
         self._nodes = {
             RankId(stage, rank): placed.site.node
             for stage, ranks in enumerate(placement.ranks)
@@ -118,7 +124,7 @@ class InstanceWatch:
         self._engine: Engine | None = None
         self._hello = hello_pb2.Hello()
         self._tasks: list[asyncio.Task[None]] = []
-        self._is_judging = False
+        self._phase: Literal["loading", "judging", "stopping"] = "loading"
         self._silences: dict[str, Silence] = {}
         """Silence of each node whose agent has reported."""
         self._unreported = {site.node: Silence() for site in placement.nodes}
@@ -150,7 +156,7 @@ class InstanceWatch:
 
     @contextlib.asynccontextmanager
     async def watching(self, hello: hello_pb2.Hello) -> AsyncGenerator[None]:
-        """Follow all agents. Until `begin`, only lost nodes matter, because workers are being loaded."""
+        """Follow all agents. Until `begin`, workers are being loaded, so only lost nodes and dead workers matter."""
         self._hello = hello
         judging = asyncio.create_task(self._judge_regularly(), name="silence")
         self._follow_agents()
@@ -162,12 +168,12 @@ class InstanceWatch:
     async def begin(self) -> None:
         """Judge the workers, which are loaded, from their agents' reports."""
         await _end(*self._tasks)
-        self._is_judging = True
+        self._phase = "judging"
         self._follow_agents()
 
     def end(self) -> None:
         """Ignore the workers' ends, because they are being stopped."""
-        self._is_judging = False
+        self._phase = "stopping"
 
     async def wait_unless_silent(self, node: str, work: Awaitable[None]) -> None:
         """Wait for work of a node, but no longer once it does not answer."""
@@ -289,30 +295,64 @@ class InstanceWatch:
     def _record(self, event: agent_pb2.AgentEvent, site: Site) -> None:
         self._unreported.pop(site.node, None)
         self._silences.setdefault(site.node, Silence()).end()
-        if not self._is_judging:
+        if self._phase == "stopping":
+            return
+        event = self._without_earlier(event, site.node)
+        ours = [state for state in event.workers if state.instance == self._instance]
+        for state in ours:
+            if not state.alive:
+                self._lose_worker(state, site.node)
+        if self._phase == "loading":
             return
         for record in self._records:
             record(event)
         workers = self._watched.record(event)
         if workers is not None and not self.first_report.done():
             self.first_report.set_result(workers)
-        for state in event.workers:
-            if state.instance == self._instance:
-                self._check(state, site)
+        for state in ours:
+            self._check(state, site.node)
 
-    def _check(self, state: agent_pb2.WorkerState, site: Site) -> None:
+    def _without_earlier(self, event: agent_pb2.AgentEvent, node: str) -> agent_pb2.AgentEvent:
+        """Return a report without workers of the instance that were replaced, which a node may have kept."""
+        workers = [
+            state for state in event.workers if state.instance != self._instance or self._is_ours(state, node)
+        ]
+        if len(workers) == len(event.workers):
+            return event
+        kept = agent_pb2.AgentEvent()
+        kept.CopyFrom(event)
+        del kept.workers[:]
+        kept.workers.extend(workers)
+        return kept
+
+    def _is_ours(self, state: agent_pb2.WorkerState, node: str) -> bool:
+        rank = RankId(state.stage, state.rank)
+        is_of_epoch = (
+            state.assignment.epoch >= self._first_epoch
+            if rank not in self._staying
+            else state.pid == self._staying[rank]
+        )
+        return self._nodes.get(rank) == node and is_of_epoch
+
+    def _lose_worker(self, state: agent_pb2.WorkerState, node: str) -> None:
+        self.lost_ranks.add(RankId(state.stage, state.rank))
+        while_loading = " while the instance was loaded" if self._phase == "loading" else ""
+        error = WorkerLost(f"{_label(state, node)} {state.exit_reason}{while_loading}.")
+        self._lose_instance(error.of_worker().blamed_on(node))
+
+    def _check(self, state: agent_pb2.WorkerState, node: str) -> None:
         rank = RankId(state.stage, state.rank)
         self._states[rank] = state
-        label = f"The worker of stage {state.stage}, rank {state.rank} on {site.node} (pid {state.pid})"
         self._silent_workers.pop(rank, None)
         if not state.alive:
-            self.lost_ranks.add(rank)
-            self._lose_instance(WorkerLost(f"{label} {state.exit_reason}.").of_worker().blamed_on(site.node))
-        elif state.status.phase == "ready" and state.silent_s >= WORKER_SILENCE_S:
+            return
+        label = _label(state, node)
+        # Its last answer may be of its load, so the phase in it shows nothing.
+        if state.silent_s >= WORKER_SILENCE_S:
             self.lost_ranks.add(rank)
             error = WorkerStuck(f"{label} has not answered for {state.silent_s:.0f} s; it is stuck.")
-            self._lose_instance(error.of_worker().blamed_on(site.node))
-        elif state.status.phase == "ready" and state.silent_s >= SUSPECT_S:
+            self._lose_instance(error.of_worker().blamed_on(node))
+        elif state.silent_s >= SUSPECT_S:
             self._silent_workers[rank] = f"{label} has not answered for {state.silent_s:.1f} s"
         elif self._engine is not None:
             self._engine.record_started(rank, state.status.last_step)
@@ -342,90 +382,12 @@ class InstanceWatch:
                 return
 
 
+def _label(state: agent_pb2.WorkerState, node: str) -> str:
+    return f"The worker of stage {state.stage}, rank {state.rank} on {node} (pid {state.pid})"
+
+
 async def _end(*tasks: asyncio.Task[None]) -> None:
     for task in tasks:
         task.cancel()
     if tasks:
         await asyncio.wait(tasks)
-
-
-# ---- hung groups
-
-_COLLECTIVE, _JOINING = "collective", "group"
-_BEFORE_JOINING = frozenset({"starting", "fetch"})
-"""Phases of a load before a rank joins its group."""
-
-States = Mapping[RankId, agent_pb2.WorkerState]
-"""Last report of each rank."""
-
-
-def blame_late(owed: Unanswered, placement: Placement, states: States) -> RingError | None:
-    """Return the error for a rank that owes an answer for too long although it is alive.
-
-    If it waits for its group, and all ranks of the group answer and wait as well, then no node is to blame.
-    None means that a rank of the group may be silent, which its next reports will show.
-    """
-    stage, rank = owed.rank
-    late = f"for {owed.waited_s:.0f} s, more than the limit of {owed.deadline_s:.0f} s"
-    group = next((each for each in groups_of(placement) if owed.rank in each), ())
-    if not group or _waits(owed.rank, states) != _COLLECTIVE:
-        node = node_of(owed.rank, placement)
-        error = WorkerStuck(
-            f"Stage {stage}, rank {rank} on {node} has made no progress on step {owed.step} {late}; "
-            "its worker is stuck."
-        )
-        return error.of_worker().blamed_on(node)
-    if any(place not in states or not states[place].alive or states[place].silent_s for place in group):
-        return None
-    if (absent := _absent(owed, group, states)) is not None:
-        node = node_of(absent, placement)
-        error = WorkerStuck(
-            f"Stage {absent.stage}, rank {absent.rank} on {node} has not joined the others of its stage in step "
-            f"{owed.step}, for which they have waited {late}; its worker is stuck."
-        )
-        return error.of_worker().blamed_on(node)
-    backend = states[owed.rank].status.waits.backend
-    named = [f"stage {place.stage}, rank {place.rank} on {node_of(place, placement)}" for place in group]
-    hung = GroupStuck(
-        f"MLX's backend {backend} hangs between {'; '.join(named[:-1])} and {named[-1]}: all these workers answer, but "
-        f"step {owed.step} has waited for it {late}."
-    )
-    return hung.of_group(backend, nodes_of(group, placement))
-
-
-def _absent(owed: Unanswered, group: Group, states: States) -> RankId | None:
-    """Return a rank that the others of its stage wait for, because it has not begun to compute the step."""
-    for place in group:
-        status = states[place].status
-        has_answered = status.last_step > owed.step or (
-            status.last_step == owed.step and not status.HasField("waits")
-        )
-        is_awaited = place.stage == owed.rank.stage and not has_answered
-        if is_awaited and _waits(place, states) != _COLLECTIVE:
-            return place
-    return None
-
-
-def blame_join(error: GroupStuck, placement: Placement, phase_of: Callable[[RankId], str]) -> RingError:
-    """Return the error for a load in which a group did not get together.
-
-    A rank that has not even begun to join is stuck itself. Otherwise no node is to blame.
-
-    Args:
-        error: as an agent reported it, with the backend.
-        placement: placement of the instance.
-        phase_of: returns the phase of a rank's load.
-    """
-    for group in groups_of(placement):
-        begun = [place for place in group if phase_of(place) not in _BEFORE_JOINING]
-        if begun and len(begun) < len(group):
-            late = next(place for place in group if place not in begun)
-            stuck = WorkerStuck(f"{error} Stage {late.stage}, rank {late.rank} has not begun to join.")
-            return stuck.blamed_on(node_of(late, placement))
-    joining = [group for group in groups_of(placement) if any(phase_of(place) == _JOINING for place in group)]
-    group = next(iter(joining or groups_of(placement)), ())
-    return GroupStuck(str(error)).of_group(error.backend, nodes_of(group, placement))
-
-
-def _waits(place: RankId, states: States) -> str:
-    return states[place].status.waits.kind if place in states else ""

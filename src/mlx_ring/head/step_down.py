@@ -1,4 +1,4 @@
-"""Plans without the MLX backends that hung.
+"""Blame for MLX groups that hang, and plans without the backends that hung.
 
 Two hangs bar a backend (`cluster/quarantine.py`). Links between stages then use the ring, or gRPC if the ring is barred.
 Tensor-parallel groups use the ring, or the layers are split into more stages instead.
@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
 from mlx_ring.cluster.quarantine import HANGS, WINDOW_S, Hang, HungBackend, HungBackends, pair_of
-from mlx_ring.core.errors import GroupStuck, PlanError, RingError
+from mlx_ring.core.errors import GroupStuck, PlanError, RingError, WorkerStuck
 from mlx_ring.core.types import RankId
+from mlx_ring.engine.step_times import Unanswered
 from mlx_ring.head.placing import Order, Placement
 from mlx_ring.rpc.backends import AUTO, BACKENDS, is_collective
+from mlx_ring.rpc.protos import agent_pb2
 from mlx_ring.settings.config import Settings
 from mlx_ring.settings.rank_settings import rank_shares
 
@@ -183,3 +185,85 @@ def _next_order(order: Order, placement: Placement, barred: AbstractSet[str]) ->
     stages = 1 if settings.nodes > 1 else min(settings.stages * ranks, order.served.folder.num_layers)
     changes |= {"tp": 1, "tp_shares": (), "stages": stages, "strategy": "auto", "proportions": ()}
     return replace(order, settings=settings.model_copy(update=changes), pipeline_only=True)
+
+
+# ---- blame
+
+_COLLECTIVE, _JOINING = "collective", "group"
+_BEFORE_JOINING = frozenset({"starting", "fetch"})
+"""Phases of a load before a rank joins its group."""
+
+States = Mapping[RankId, agent_pb2.WorkerState]
+"""Last report of each rank."""
+
+
+def blame_late(owed: Unanswered, placement: Placement, states: States) -> RingError | None:
+    """Return the error for a rank that owes an answer for too long although it is alive.
+
+    If it waits for its group, and all ranks of the group answer and wait as well, then no node is to blame.
+    None means that a rank of the group may be silent, which its next reports will show.
+    """
+    stage, rank = owed.rank
+    late = f"for {owed.waited_s:.0f} s, more than the limit of {owed.deadline_s:.0f} s"
+    group = next((each for each in groups_of(placement) if owed.rank in each), ())
+    if not group or _waits(owed.rank, states) != _COLLECTIVE:
+        node = node_of(owed.rank, placement)
+        error = WorkerStuck(
+            f"Stage {stage}, rank {rank} on {node} has made no progress on step {owed.step} {late}; "
+            "its worker is stuck."
+        )
+        return error.of_worker().blamed_on(node)
+    if any(place not in states or not states[place].alive or states[place].silent_s for place in group):
+        return None
+    if (absent := _absent(owed, group, states)) is not None:
+        node = node_of(absent, placement)
+        error = WorkerStuck(
+            f"Stage {absent.stage}, rank {absent.rank} on {node} has not joined the others of its stage in step "
+            f"{owed.step}, for which they have waited {late}; its worker is stuck."
+        )
+        return error.of_worker().blamed_on(node)
+    backend = states[owed.rank].status.waits.backend
+    named = [f"stage {place.stage}, rank {place.rank} on {node_of(place, placement)}" for place in group]
+    hung = GroupStuck(
+        f"MLX's backend {backend} hangs between {'; '.join(named[:-1])} and {named[-1]}: all these workers answer, but "
+        f"step {owed.step} has waited for it {late}."
+    )
+    return hung.of_group(backend, nodes_of(group, placement))
+
+
+def _absent(owed: Unanswered, group: Group, states: States) -> RankId | None:
+    """Return a rank that the others of its stage wait for, because it has not begun to compute the step."""
+    for place in group:
+        status = states[place].status
+        has_answered = status.last_step > owed.step or (
+            status.last_step == owed.step and not status.HasField("waits")
+        )
+        is_awaited = place.stage == owed.rank.stage and not has_answered
+        if is_awaited and _waits(place, states) != _COLLECTIVE:
+            return place
+    return None
+
+
+def blame_join(error: GroupStuck, placement: Placement, phase_of: Callable[[RankId], str]) -> RingError:
+    """Return the error for a load in which a group did not get together.
+
+    A rank that has not even begun to join is stuck itself. Otherwise no node is to blame.
+
+    Args:
+        error: as an agent reported it, with the backend.
+        placement: placement of the instance.
+        phase_of: returns the phase of a rank's load.
+    """
+    for group in groups_of(placement):
+        begun = [place for place in group if phase_of(place) not in _BEFORE_JOINING]
+        if begun and len(begun) < len(group):
+            late = next(place for place in group if place not in begun)
+            stuck = WorkerStuck(f"{error} Stage {late.stage}, rank {late.rank} has not begun to join.")
+            return stuck.blamed_on(node_of(late, placement))
+    joining = [group for group in groups_of(placement) if any(phase_of(place) == _JOINING for place in group)]
+    group = next(iter(joining or groups_of(placement)), ())
+    return GroupStuck(str(error)).of_group(error.backend, nodes_of(group, placement))
+
+
+def _waits(place: RankId, states: States) -> str:
+    return states[place].status.waits.kind if place in states else ""
