@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 
 from mlx_ring.core.errors import RingError
 from mlx_ring.core.types import RankId
-from mlx_ring.engine.executor import Executor, sampling_ranks
+from mlx_ring.engine import executor as subject
+from mlx_ring.engine.executor import Executor, GrpcExecutor, RankAddress, sampling_ranks
 from mlx_ring.engine.twin import TwinExecutor
+from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
 
 MakeExecutor = Callable[[], Executor]
@@ -108,3 +111,34 @@ def test_all_and_only_sampling_ranks_prepare_a_grammar(make_executor: MakeExecut
     executor, recorder = asyncio.run(run())
     last = max(rank.stage for rank in executor.ranks)
     assert sorted(recorder.has_grammar) == [(rank, 7) for rank in executor.ranks if rank.stage == last]
+
+
+def test_a_connection_attempt_that_is_cancelled_leaves_none_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    greeting, ended = asyncio.Event(), list[str]()
+
+    class Call:
+        async def write(self, _message: bytes) -> None:
+            greeting.set()
+            await asyncio.get_running_loop().create_future()
+
+        def cancel(self) -> None:
+            ended.append("call")
+
+    class Channel:
+        async def close(self) -> None:
+            ended.append("channel")
+
+    def open_stream(address: RankAddress, _trust: object) -> Any:
+        return subject._RankStream(address.place, "worker", "", cast("Any", Channel()), cast("Any", Call()))  # pyright: ignore[reportPrivateUsage] - a stream without a worker
+
+    async def run() -> None:
+        connecting = asyncio.create_task(
+            GrpcExecutor.connect([RankAddress(RankId(0, 0), "unix:w")], make_hello())
+        )
+        await greeting.wait()
+        connecting.cancel()
+        await asyncio.wait((connecting,))
+
+    monkeypatch.setattr(subject, "_open", open_stream)
+    asyncio.run(run())
+    assert ended == ["call", "channel"]

@@ -30,6 +30,7 @@ class FakeMachines:
     def __init__(self, adoptable: int = 0) -> None:
         self.adoptable = adoptable
         self.failures: list[RingError | None] = []
+        self.patches = self.loads = 0
         self.calls: list[str] = []
         self.plan = object()
 
@@ -40,9 +41,11 @@ class FakeMachines:
 
     async def patch(self, order: Any, _remains: Remains, early: Any) -> Epoch:
         self.calls.append(f"patch {order.number} {'as planned' if early is self.plan else early}")
+        self.patches += 1
         return Epoch("demo-1", order.number, PLACEMENT, "n1", prepared={})
 
     async def next_epoch(self, order: Any) -> Epoch:
+        self.loads += 1
         self.adoptable -= 1
         loaded: Any = (object(),) if self.adoptable >= 0 else ()
         return Epoch(f"demo-{order.number}", order.number, PLACEMENT, "n1", loaded=loaded)
@@ -148,4 +151,43 @@ def test_a_patch_uses_the_plan_that_was_made_while_the_lost_worker_was_suspect(
         "plan 2 without [RankId(stage=0, rank=0)]",
         "plan 2 without [RankId(stage=1, rank=0)]",
         f"patch 2 {early}",
+    ]
+
+
+class BrokenInstance(FakeInstance):
+    """Instance that serves for a moment, and is lost before it serves each time when it is patched."""
+
+    def __init__(self, *made: Any) -> None:
+        super().__init__(*made)
+        self.loss: RingError | None = None
+        self.remains: Remains | None = None
+
+    async def run(self, ready: Callable[[float], None]) -> None:
+        self.loss = WorkerStuck(f"Lost in epoch {self._epoch.number}.")
+        self.remains = Remains("demo-1", self._epoch.number, PLACEMENT, frozenset(), frozenset())
+        if self._epoch.prepared is not None:
+            raise self.loss
+        ready(1.0)
+
+
+def test_a_patch_that_fails_is_patched_again_and_then_loaded_as_a_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machines, meter, stopped = FakeMachines(), Meter(), list[int]()
+
+    async def stop(epoch: Epoch, _wait: object) -> None:
+        stopped.append(epoch.number)
+
+    async def run() -> None:
+        replica = make_replica(machines, meter)
+        running = asyncio.create_task(replica.run(lambda _: None))
+        await run_tasks_until(lambda: stopped)
+        running.cancel()
+
+    monkeypatch.setattr(subject, "Instance", BrokenInstance)
+    monkeypatch.setattr(subject, "stop_workers", stop)
+    asyncio.run(run())
+    assert (machines.loads, machines.patches, stopped) == (1, 3, [4])
+    assert [str(error) for error in machines.failures] == [
+        f"Lost in epoch {number}." for number in (1, 2, 3, 4)
     ]

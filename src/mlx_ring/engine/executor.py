@@ -140,13 +140,14 @@ class GrpcExecutor:
                 for address in addresses:
                     streams.append(_open(address, trust))
                     await _greet(streams[-1], hello)
-        except TimeoutError:
+        except BaseException as error:
+            # A caller that is cancelled, because a worker was lost meanwhile, leaves no connection either.
             await _close_all(streams)
-            error = WorkerStuck(f"{streams[-1].peer} sent no greeting within {timeout_s:g} s.")
-            raise error.blamed_on(streams[-1].node) from None
-        except RingError as error:
-            await _close_all(streams)
-            error.blamed_on(streams[-1].node)
+            if isinstance(error, TimeoutError):
+                stuck = WorkerStuck(f"{streams[-1].peer} sent no greeting within {timeout_s:g} s.")
+                raise stuck.blamed_on(streams[-1].node) from None
+            if isinstance(error, RingError):
+                error.blamed_on(streams[-1].node)
             raise
         return cls(streams)
 

@@ -19,7 +19,7 @@ from mlx_ring.cluster.agent_link import Report
 from mlx_ring.cluster.deployment import Site, Started, WorkerPlace, deploy
 from mlx_ring.cluster.relinking import patch
 from mlx_ring.core.engine_stats import Meter
-from mlx_ring.core.errors import GroupStuck, LinkLost, RingError, WorkerLost
+from mlx_ring.core.errors import GroupStuck, LinkLost, RingError, WorkerLost, WorkerStuck
 from mlx_ring.core.traces import Tracing
 from mlx_ring.core.types import RankId
 from mlx_ring.engine.engine import Engine
@@ -136,46 +136,63 @@ class Instance:
         """Load and serve until the loss. `ready` receives the seconds that loading took.
 
         Raises:
-            RingError: it could not be loaded.
+            RingError: it was lost before it served. The ranks that stayed from the epoch before may be in `remains`.
         """
+        async with contextlib.AsyncExitStack() as cleanup:
+            try:
+                await self._load_and_serve(cleanup, ready)
+            except RingError as error:
+                self.remains = self._find_remains(error)
+                raise
+            self.remains = self._find_remains(self.loss)
+
+    async def _load_and_serve(
+        self, cleanup: contextlib.AsyncExitStack, ready: Callable[[float], None]
+    ) -> None:
         epoch, started = self._epoch, time.monotonic()
         placement = epoch.placement
         assignments = assign_all(
             self._settings, self._served, epoch.instance, epoch.number, placement.cut, placement.ranks
         )
         hello = _head_hello(assignments[0], epoch)
-        async with contextlib.AsyncExitStack() as cleanup:
-            cleanup.callback(self._shares.leave, epoch.instance)
-            await cleanup.enter_async_context(self.watch.watching(hello))
-            cleanup.push_async_callback(self._stop_workers)
-            if not epoch.loaded:
-                self._shares.expect(self._kv_user, self._reservations())
-            places = epoch.loaded or await self._deploy(assignments, hello)
-            addresses = [
-                RankAddress(RankId(place.stage, place.rank), place.address, place.node) for place in places
-            ]
-            timeout_s = 10.0 if epoch.loaded else 30.0
-            connecting = GrpcExecutor.connect(addresses, hello, trust=epoch.trust, timeout_s=timeout_s)
-            executor = await self._unless_lost(connecting)
-            cleanup.push_async_callback(executor.close)
-            await self.watch.begin()
-            first_report = self.watch.first_report
-            await asyncio.wait((first_report, self._lost), return_when=asyncio.FIRST_COMPLETED)
-            if first_report.done() and not self._lost.done():
-                engine = self._make_engine(executor, first_report.result())
-                cleanup.enter_context(self._meter.attached(engine, self._nodes))
-                cleanup.push_async_callback(engine.close)
-                looking = asyncio.create_task(self.watch.find_stuck(engine), name="deadlines")
-                cleanup.push_async_callback(_end, looking)
-                self._service.serve(engine)
-                self._has_served = True
-                _spare_the_collector()
-                ready(time.monotonic() - started)
-            await self._lost
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_BETTER_REASON_S):
-                    await self._await_reason(hello)
-            self.remains = self._find_remains()
+        cleanup.callback(self._shares.leave, epoch.instance)
+        await cleanup.enter_async_context(self.watch.watching(hello))
+        cleanup.push_async_callback(self._stop_workers)
+        if not epoch.loaded:
+            self._shares.expect(self._kv_user, self._reservations())
+        places = epoch.loaded or await self._deploy(assignments, hello)
+        addresses = [
+            RankAddress(RankId(place.stage, place.rank), place.address, place.node) for place in places
+        ]
+        executor = await self._unless_lost(self._connect(cleanup, addresses, hello))
+        await self.watch.begin()
+        first_report = self.watch.first_report
+        await asyncio.wait((first_report, self._lost), return_when=asyncio.FIRST_COMPLETED)
+        if not self._lost.done():
+            engine = self._make_engine(executor, first_report.result())
+            cleanup.enter_context(self._meter.attached(engine, self._nodes))
+            cleanup.push_async_callback(engine.close)
+            looking = asyncio.create_task(self.watch.find_stuck(engine), name="deadlines")
+            cleanup.push_async_callback(_end, looking)
+            self._service.serve(engine)
+            self._has_served = True
+            _spare_the_collector()
+            ready(time.monotonic() - started)
+        await self._lost
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_BETTER_REASON_S):
+                await self._await_reason(hello)
+        if self.loss is not None and not self._has_served:
+            raise self.loss
+
+    async def _connect(
+        self, cleanup: contextlib.AsyncExitStack, addresses: Sequence[RankAddress], hello: hello_pb2.Hello
+    ) -> GrpcExecutor:
+        """Connect with all workers, until the cleanup, which also follows a loss at the same moment."""
+        timeout_s = 10.0 if self._epoch.loaded else 30.0
+        executor = await GrpcExecutor.connect(addresses, hello, trust=self._epoch.trust, timeout_s=timeout_s)
+        cleanup.push_async_callback(executor.close)
+        return executor
 
     async def _await_reason(self, hello: hello_pb2.Hello) -> None:
         """Wait for the reason of the loss. If a link broke whose workers run, there is no better one."""
@@ -183,21 +200,24 @@ class Instance:
             return
         await self._explained.wait()
 
-    def _find_remains(self) -> Remains | None:
+    def _find_remains(self, loss: RingError | None) -> Remains | None:
         """Return the ranks that are left, if they can serve again with others in place of the lost ones.
 
-        After a hung group, another plan may avoid its backend.
+        After a hung group, another plan may avoid its backend. If the loss came before the instance served, those are
+        left that stayed from the epoch before: agents end what they load when a load fails.
         """
-        if isinstance(self.loss, GroupStuck):
+        is_loss = self._has_served or isinstance(loss, WorkerLost | WorkerStuck)
+        if isinstance(loss, GroupStuck) or not is_loss:
             return None
         return self._without(self.watch.silent_nodes, frozenset(self.watch.lost_ranks))
 
     def _without(self, nodes: frozenset[str], ranks: frozenset[RankId]) -> Remains | None:
         """Return the ranks that are left without these nodes and ranks, if they can serve again."""
-        epoch = self._epoch
-        lost = ranks | {place for place, site in sites_of(epoch.placement).items() if site.node in nodes}
+        epoch, sites = self._epoch, sites_of(self._epoch.placement)
+        left = sites.keys() if self._has_served else (epoch.prepared or {}).keys()
+        lost = ranks | {place for place, site in sites.items() if site.node in nodes or place not in left}
         remains = Remains(epoch.instance, epoch.number, epoch.placement, lost, nodes)
-        return remains if self._has_served and can_be_patched(self._settings.link, remains) else None
+        return remains if can_be_patched(self._settings.link, remains) else None
 
     @property
     def _nodes(self) -> Mapping[RankId, str]:
@@ -224,12 +244,17 @@ class Instance:
         )
 
     def _reservations(self) -> Mapping[str, Reservation]:
-        """Return what will be loaded on each node: weights as planned, else equal shares for all stages."""
+        """Return what will be loaded on each node: weights as planned, else equal shares for all stages.
+
+        Ranks that stay are loaded already.
+        """
         placement, weights, workers = self._epoch.placement, Counter[str](), Counter[str]()
         whole = memory_for_weights(self._served.folder, self._settings.dtype)
         for number, stage in enumerate(placement.ranks):
             planned = None if placement.plan is None else placement.plan.stages[number].ranks
             for rank, placed in enumerate(stage):
+                if RankId(number, rank) in (self._epoch.prepared or ()):
+                    continue
                 part = placed.share / sum(other.share for other in stage) / len(placement.ranks)
                 weights[placed.site.node] += (
                     int(whole * part) if planned is None else planned[rank].weight_bytes

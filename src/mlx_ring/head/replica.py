@@ -32,6 +32,9 @@ log = logging.getLogger(__name__)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 """Pauses between a failed load and the next attempt. After a loss there is none, until losses are frequent."""
 
+_MOST_FAILED_PATCHES = 3
+"""Number of patches in a row that may be lost before they serve, until the model is loaded as a whole."""
+
 
 class Watcher(Protocol):
     """Observer of the loading of instances."""
@@ -114,6 +117,10 @@ class Replica:
         self._watcher = watcher
         self._nodes, self._candidates, self._replicas = nodes, candidates, replicas
         self._has_served = False
+        self._begun_s = 0.0
+        """Unix time at which its last instance, or the last patch of it, began to load."""
+        self._failed_patches = 0
+        """Number of patches in a row that were lost before they served."""
         self._next_number = FIRST_EPOCH
         """Smallest number of its next epoch."""
         kv_bits = 0 if settings.kv_bits == "off" else int(settings.kv_bits)
@@ -131,7 +138,7 @@ class Replica:
         """
         pause_s = _FIRST_PAUSE_S
         while True:
-            begun_s, is_adopted = time.time(), False
+            self._begun_s, is_adopted = time.time(), False
             try:
                 order = Order(
                     self._served,
@@ -144,7 +151,7 @@ class Replica:
                 )
                 epoch = await self._machines.next_epoch(order)
                 self._next_number, is_adopted = epoch.number + 1, bool(epoch.loaded)
-                await self._run(order, epoch, ready, begun_s)
+                await self._run(order, epoch, ready)
                 # Interrupted answers wait for the next load.
                 pause_s = 0.0
             except RingError as error:
@@ -156,7 +163,7 @@ class Replica:
                 if not self._has_served and not steps_down and not isinstance(error, NodeLost):
                     raise
                 self.service.lose(error)
-                self._machines.record_failure(error, begun_s)
+                self._machines.record_failure(error, self._begun_s)
                 pause_s = min(_LONGEST_PAUSE_S, max(_FIRST_PAUSE_S, 2 * pause_s))
             limit_s = self._recoveries.pause_s
             longest_s = max(pause_s, limit_s)
@@ -172,9 +179,9 @@ class Replica:
         if self._hold is not None:
             self._hold(interrupted, loss)
 
-    async def _run(self, order: Order, epoch: Epoch, ready: Callable[[float], None], begun_s: float) -> None:
+    async def _run(self, order: Order, epoch: Epoch, ready: Callable[[float], None]) -> None:
         """Run an instance, and after each loss what is left of it with new workers in place of the lost ones."""
-        current = _CurrentWatch()
+        current, self._failed_patches = _CurrentWatch(), 0
         early = EarlyPlan(
             lambda remains: self._machines.plan_patch(self._patch_order(order, remains), remains)
         )
@@ -183,24 +190,46 @@ class Replica:
                 set_log_epoch(epoch.number)
                 running = self._begin(epoch, early)
                 current.follow(running.watch)
-                await running.run(ready)
-                self._has_served = True
-                self._meter.record_loss(running.loss)
-                if running.loss is None or not judge(self._in_progress, running.loss):
-                    self._machines.record_failure(running.loss, begun_s)
+                loss = await self._serve(running, epoch, ready)
+                self._meter.record_loss(loss)
+                if loss is None or not judge(self._in_progress, loss):
+                    self._machines.record_failure(loss, self._begun_s)
                 if running.remains is None:
                     return
                 current.lost_nodes.clear()
                 patched = await self._patch(order, epoch, running.remains, early)
                 if patched is None:
                     return
-                epoch, begun_s = patched, time.time()
+                epoch, self._begun_s = patched, time.time()
                 self._next_number = epoch.number + 1
 
     def _patch_order(self, order: Order, remains: Remains) -> Order:
         """Return the order of the epoch that follows a lost one."""
         settings = self._settings.model_copy(update=dict(remains.placement.group_settings))
         return replace(order, settings=settings, number=remains.epoch + 1, nodes=1, only=None)
+
+    async def _serve(
+        self, running: Instance, epoch: Epoch, ready: Callable[[float], None]
+    ) -> RingError | None:
+        """Run an instance, and return its loss. A patch that is lost before it serves may be patched again.
+
+        Raises:
+            RingError: It was lost before it served, and must be loaded as a whole.
+        """
+        try:
+            await running.run(ready)
+        except RingError as error:
+            self._failed_patches += 1
+            if running.remains is None:
+                raise
+            if self._failed_patches == _MOST_FAILED_PATCHES:
+                await stop_workers(epoch, running.remains.wait_unless_silent)
+                raise
+            if error is not running.loss:
+                self.service.lose(error)
+            return error
+        self._has_served, self._failed_patches = True, 0
+        return running.loss
 
     def _begin(self, epoch: Epoch, early: EarlyPlan) -> Instance:
         self._in_progress = []
