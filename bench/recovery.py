@@ -1,6 +1,6 @@
 """Measure the pause of a stream when a worker is lost or processes stand still, beside a client that asks again.
 
-    python bench/recovery.py [--rounds 3] [--model demo] [--stages 3]
+    python bench/recovery.py [--rounds 3] [--model demo] [--stages 3] [--spare-worker auto]
 
 For each fault it prints seconds from the fault: until the client is notified, and until the next token of the same
 stream (`--resume on`), or the first token of a new request after an error (`--resume off`). The server
@@ -55,19 +55,35 @@ class Times:
     """Until the next token."""
 
 
+@dataclass(frozen=True)
+class Served:
+    """Model and settings of each server."""
+
+    model: str
+    stages: int
+    spare_worker: str
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Arguments of `mlx-ring serve`."""
+        return self.model, "--stages", str(self.stages), "--spare-worker", self.spare_worker
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--stages", type=int, default=3)
+    parser.add_argument("--spare-worker", default="auto")
     arguments = parser.parse_args()
+    served = Served(arguments.model, arguments.stages, arguments.spare_worker)
     print(f"{arguments.model}, {arguments.stages} stages, medians of {arguments.rounds} rounds, in seconds")
     print(f"{'fault':10}{'notified':>10}{'resumed':>10}{'error':>8}{'asked again':>13}")
     for fault in FAULTS:
         rounds = {"on": list[Times](), "off": list[Times]()}
         for _ in range(arguments.rounds):
             for resume, times in rounds.items():
-                times.append(measure(arguments.model, arguments.stages, fault, resume))
+                times.append(measure(served, fault, resume))
         notified, token = (
             {resume: median(getattr(each, name) for each in times) for resume, times in rounds.items()}
             for name in ("notified", "token")
@@ -77,23 +93,20 @@ def main() -> None:
         )
     print(f"\n{'standstill':20}{'next token':>12}{'longest gap':>13}  same instance")
     for name, (_, seconds) in STANDSTILLS.items():
-        measured = [
-            measure_standstill(arguments.model, arguments.stages, name) for _ in range(arguments.rounds)
-        ]
+        measured = [measure_standstill(served, name) for _ in range(arguments.rounds)]
         token, gap = (median(each[number] for each in measured) for number in (0, 1))
         label = f"{name}, {seconds:g} s" if seconds else f"{name}, for good"
         print(f"{label:20}{token:12.2f}{gap:13.2f}  {all(each[2] for each in measured)}")
 
 
-def measure_standstill(model: str, stages: int, name: str) -> tuple[float, float, bool]:
+def measure_standstill(served: Served, name: str) -> tuple[float, float, bool]:
     """Let a process stand still once.
 
     Returns:
         Seconds until the next token, the longest gap afterwards, and True if the instance stayed the same.
     """
     find, seconds = STANDSTILLS[name]
-    flags = ("--stages", str(stages))
-    with tempfile.TemporaryDirectory() as folder, serving(model, *flags, folder=Path(folder)) as server:
+    with tempfile.TemporaryDirectory() as folder, serving(*served.words, folder=Path(folder)) as server:
         before, process, times = server.status()["epoch"], find(server), list[float]()
         with server.http.stream("POST", "/v1/completions", json=BODY) as answer:
             lines = (line for line in answer.iter_lines() if line.startswith("data: {"))
@@ -116,12 +129,12 @@ def measure_standstill(model: str, stages: int, name: str) -> tuple[float, float
     return gaps[0], max(gaps), same
 
 
-def measure(model: str, stages: int, fault: signal.Signals, resume: str) -> Times:
+def measure(served: Served, fault: signal.Signals, resume: str) -> Times:
     """Interrupt a stream once."""
-    flags = ("--stages", str(stages), "--resume", resume)
-    with tempfile.TemporaryDirectory() as folder, serving(model, *flags, folder=Path(folder)) as server:
+    words = (*served.words, "--resume", resume)
+    with tempfile.TemporaryDirectory() as folder, serving(*words, folder=Path(folder)) as server:
         time.sleep(_STEADY_S)
-        worker = server.child("mlx_ring.worker", "--stage", str(stages // 2))
+        worker = server.child("mlx_ring.worker", "--stage", str(served.stages // 2))
         with server.http.stream("POST", "/v1/completions", json=BODY) as answer:
             lines = (line for line in answer.iter_lines() if line)
             for _ in range(_FAULT_AFTER):

@@ -119,9 +119,13 @@ def _logger_state(logger: logging.Logger) -> dict[str, Any]:
 
 
 def clean_environment() -> dict[str, str]:
-    """Return the environment without any setting of mlx-ring, and without `GRPC_VERBOSITY`, which the tests set."""
+    """Return the environment without any setting of mlx-ring, and without `GRPC_VERBOSITY`, which the tests set.
+
+    Machines keep no spare worker, because it would start another process for each server.
+    """
     inherited = inherited_environment({})
-    return {name: value for name, value in inherited.items() if not name.startswith(("MLX_RING_", "GRPC_"))}
+    others = {name: value for name, value in inherited.items() if not name.startswith(("MLX_RING_", "GRPC_"))}
+    return others | {"MLX_RING_SPARE_WORKER": "off"}
 
 
 @functools.cache

@@ -15,6 +15,7 @@ from pathlib import Path
 import grpc
 import psutil
 import pytest
+from tests.eventually import eventually
 
 from mlx_ring.cluster.placement import Cut, even_split, make_assignments
 from mlx_ring.core.environment import inherited_environment
@@ -72,11 +73,11 @@ class Agent:
 
 
 @asynccontextmanager
-async def running_agent(folder: Path) -> AsyncGenerator[Agent]:
+async def running_agent(folder: Path, *options: str) -> AsyncGenerator[Agent]:
     run_dir = Path(tempfile.mkdtemp(prefix="ring-"))
     child = await ChildProcess.start(
         "mlx_ring.agent",
-        ["--run-dir", str(run_dir), "--node", "here", "--log-dir", str(folder / "logs")],
+        ["--run-dir", str(run_dir), "--node", "here", "--log-dir", str(folder / "logs"), *options],
         name="agent",
         rank=None,
         environment=inherited_environment({}),
@@ -90,9 +91,9 @@ async def running_agent(folder: Path) -> AsyncGenerator[Agent]:
         shutil.rmtree(run_dir, ignore_errors=True)
 
 
-def with_agent(folder: Path, use: Callable[[Agent], Awaitable[None]]) -> None:
+def with_agent(folder: Path, use: Callable[[Agent], Awaitable[None]], *options: str) -> None:
     async def run() -> None:
-        async with asyncio.timeout(WAIT_S), running_agent(folder) as agent:
+        async with asyncio.timeout(WAIT_S), running_agent(folder, *options) as agent:
             await use(agent)
 
     asyncio.run(run())
@@ -287,6 +288,44 @@ def test_a_failed_load_ends_no_worker_that_stays(tiny_model: Path, tmp_path: Pat
         assert [worker.pid for worker in agent.workers()] == [first[0].pid]
 
     with_agent(tmp_path, use)
+
+
+def inherited_by(process: psutil.Process) -> tuple[object, ...]:
+    """Return what a process has from its parent, and whether it leads a session of its own."""
+    scheduling = os.sched_getscheduler(process.pid) if hasattr(os, "sched_getscheduler") else 0
+    leads = os.getsid(process.pid) == process.pid
+    return process.environ(), process.cwd(), process.nice(), scheduling, leads
+
+
+def test_a_spare_worker_takes_the_place_of_a_lost_one(tiny_model: Path, tmp_path: Path) -> None:
+    async def use(agent: Agent) -> None:
+        first = (await agent.start(load_request(tiny_model))).workers
+        assert (await agent.load(load_request(tiny_model)))[-1].progress.ready
+        before = {worker.pid: inherited_by(worker) for worker in agent.workers()}
+        log = tmp_path / "logs" / "agent.log"
+        await asyncio.to_thread(eventually, log.read_text, lambda text: "a spare worker waits" in text)
+        (spare,) = (worker for worker in agent.workers() if worker.pid not in before)
+        os.kill(first[1].pid, signal.SIGKILL)
+        stay, _ = (request := load_request(tiny_model, epoch=2)).assignments
+        assert await agent.relink(make_hello(), stay) == ""
+        del request.assignments[0]
+        request.assignments[0].first_address = first[0].address
+        (replacement,) = (await agent.start(request)).workers
+        assert replacement.pid == spare.pid
+        assert (await agent.load(request))[-1].progress.ready
+        stay.next_address = replacement.address
+        assert await agent.relink(make_hello(), stay, commit=True) == ""
+        assert inherited_by(spare) == before[first[0].pid]
+        logged = (tmp_path / "logs" / "worker-1-0.log").read_text()
+        assert logged.count(": ready: BLAS ") == 2
+        event = await anext(aiter(agent.watch()))
+        assert [worker.pid for worker in event.workers] == [first[0].pid, spare.pid]
+        await asyncio.to_thread(eventually, agent.workers, lambda workers: len(workers) == 3)
+        ours = agent.workers()
+        os.kill(agent.child.pid, signal.SIGKILL)
+        assert all_ended(ours)
+
+    with_agent(tmp_path, use, "--spare-worker", "on")
 
 
 def test_an_agent_ends_its_workers_on_sigterm(tiny_model: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Control of workers by their agent: GPUs, refused certificates, and their end."""
+"""Control of workers by their agent: refused certificates, and their end."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ import pytest
 from tests.eventually import run_tasks_until
 
 from mlx_ring.agent import supervisor as subject
-from mlx_ring.agent.supervisor import Supervisor, Worker, WorkerOptions, own_gpu
+from mlx_ring.agent.supervisor import Supervisor, Worker, WorkerOptions
 from mlx_ring.core.environment import inherited_environment
 from mlx_ring.host.child import ChildProcess
 from mlx_ring.rpc.channels import make_aio_server, open_aio_channel
 from mlx_ring.rpc.methods import STATUS, WORKER_SERVICE, service_handler
 from mlx_ring.rpc.protos import worker_pb2
-from mlx_ring.rpc.protos.worker_pb2 import StageAssignment
 
 
 def test_workers_receive_refused_certificates_at_once(tmp_path: Path) -> None:
@@ -92,27 +91,6 @@ def test_a_cancelled_stop_still_ends_a_worker_that_ignores_sigterm(tmp_path: Pat
             await child.stop(0.0)
 
     assert asyncio.run(run()) == "ended by signal 9 (SIGKILL)"
-
-
-@pytest.mark.parametrize(
-    ("gpus", "visible", "expected"),
-    [
-        (4, "", ["0", "1", "2", "3"]),
-        (8, "7,6,5,4,3", ["7", "6", "5", "4"]),
-        (8, "1,2", [None] * 4),
-        (2, "", [None] * 4),
-        (0, "", [None] * 4),
-    ],
-)
-def test_workers_have_a_gpu_each_if_there_are_enough(
-    gpus: int, visible: str, expected: list[str | None], tmp_path: Path
-) -> None:
-    for number in range(gpus):
-        (tmp_path / f"0000:{number:02x}:00.0").mkdir()
-    places = [
-        StageAssignment(stage=stage, stages=2, rank=rank, tp_size=2) for stage in (0, 1) for rank in (0, 1)
-    ]
-    assert [own_gpu(place, tmp_path, visible).get("CUDA_VISIBLE_DEVICES") for place in places] == expected
 
 
 @contextlib.asynccontextmanager

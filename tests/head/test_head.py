@@ -271,6 +271,17 @@ def test_a_worker_that_answers_but_does_not_compute_is_replaced(tiny_model: Path
     assert "has not answered for" not in log, "its heartbeats continued"
 
 
+def test_a_spare_worker_waits_for_a_loss_and_ends_with_the_server(tiny_model: Path, tmp_path: Path) -> None:
+    with serving(tiny_model, "--spare-worker", "on", folder=tmp_path) as server:
+        first = server.child("mlx_ring.worker")
+        found = eventually(lambda: workers_of(server), lambda workers: len(workers) == 2)
+        (spare,) = (worker for worker in found if worker != first)
+        assert "--spare" in spare.cmdline()
+        assert ask(server).status_code == 200
+        assert server.stop() == 0
+        assert not psutil.wait_procs([spare], timeout=30)[1]
+
+
 def test_a_terminated_head_exits_with_success(tiny_model: Path, tmp_path: Path) -> None:
     with serving(tiny_model, folder=tmp_path) as server:
         server.process.send_signal(signal.SIGTERM)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 import mlx_ring
 from mlx_ring.core.errors import ConfigError
-from mlx_ring.settings.config import Settings, bodies_mb, flag_name, state_folder
+from mlx_ring.settings.config import Settings, flag_name, state_folder
 from mlx_ring.settings.rank_settings import check_link, check_ranks
-from mlx_ring.settings.settings_sources import allowed_values, api_keys, load_settings
+from mlx_ring.settings.settings_sources import allowed_values, api_keys, bodies_mb, load_settings
 
 
 @pytest.fixture(autouse=True)

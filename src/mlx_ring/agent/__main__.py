@@ -49,6 +49,7 @@ async def _serve(options: argparse.Namespace) -> None:
             blas=options.blas,
             blas_threads=options.blas_threads,
             lent=options.lent,
+            spare=options.spare_worker,
         )
     )
     service = AgentService(options.node, supervisor, options.load_timeout)
@@ -87,6 +88,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--lent", type=Path, help="folder where processes of other ranks listen, which start their workers"
     )
+    parser.add_argument("--spare-worker", choices=("auto", "on", "off"), default="off")
     parser.add_argument("--load-timeout", type=float, default=600.0, help="seconds")
     return parser.parse_args(arguments)
 

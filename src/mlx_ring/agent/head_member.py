@@ -53,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             listen=bracketed(given.listen),
             memory_limit_bytes=given.memory_limit,
             weights_limit_bytes=given.weights_limit,
+            spare=given.spare_worker,
             trust=Trust(tuple(given.trusted_interface)),
         )
         asyncio.run(serve_as_member(options))
@@ -69,6 +70,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--log-format", choices=("text", "json"), default="text")
     parser.add_argument("--blas", choices=("auto", "off"), default="auto")
     parser.add_argument("--blas-threads", type=int, default=1)
+    parser.add_argument("--spare-worker", choices=("auto", "on", "off"), default="off")
     parser.add_argument("--load-timeout", type=float, default=600.0, help="seconds")
     parser.add_argument("--memory-utilization", type=float, default=0.9)
     parser.add_argument("--memory-limit", type=int, help="bytes that plans may use")

@@ -31,6 +31,7 @@ from mlx_ring.agent.server import AgentService
 from mlx_ring.agent.supervisor import Supervisor, Worker, WorkerOptions
 from mlx_ring.agent.weights.serving import WeightsService
 from mlx_ring.agent.weights.store import WeightStore
+from mlx_ring.agent.worker_processes import SpareMode
 from mlx_ring.core.cluster_folders import AGENT_LOCK, node_folder, weights_folder
 from mlx_ring.core.errors import ConfigError, PeerRefused, RingError, VersionMismatch
 from mlx_ring.core.logs import LogFormat
@@ -277,6 +278,8 @@ class MemberOptions:
     """Maximum memory for plans, whatever was measured."""
     trust: Trust = field(default_factory=Trust)
     """Interfaces on which collectives may reach other machines."""
+    spare: SpareMode = "off"
+    """Rule by which a spare worker is kept."""
 
 
 async def serve_as_member(options: MemberOptions) -> None:
@@ -382,6 +385,7 @@ def _supervisor(options: MemberOptions, credentials: Path) -> Supervisor:
             credentials=credentials,
             listen=options.listen,
             trust=options.trust,
+            spare=options.spare,
         )
     )
 

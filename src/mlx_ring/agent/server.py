@@ -159,6 +159,7 @@ class AgentService:
             await self._supervisor.give_places(instance, request.assignments)
             async for progress in load_workers(self._supervisor, workers, request, self._load_timeout_s):
                 yield progress
+            self._supervisor.spare.prepare()
         except (RingError, OSError) as error:
             log.error("%s could not be loaded: %s", instance, error)  # noqa: TRY400 - the sentence is the point
             await self._end_started(request.assignments)

@@ -1,7 +1,4 @@
-"""Supervision of workers as processes: start, watch and end them, and leave none behind.
-
-Each worker of a group on CUDA gets a GPU of its own.
-"""
+"""Supervision of workers as processes: start, watch and end them, and leave none behind."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Collection, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -18,10 +15,11 @@ import grpc
 
 from mlx_ring.agent.lending import LentChild, lent_at
 from mlx_ring.agent.mpi.places import give_places
-from mlx_ring.core.environment import environment_with_grpc_logs, library_variable, worker_environment
+from mlx_ring.agent.worker_processes import Inherited, SpareMode, SpareWorker, own_gpu
+from mlx_ring.core.environment import environment_with_grpc_logs, worker_environment
 from mlx_ring.core.errors import WorkerLost, WorkerStuck
 from mlx_ring.core.logs import LogFormat
-from mlx_ring.host.child import GRACE_S, ChildProcess
+from mlx_ring.host.child import GRACE_S, SPARE_FLAG, ChildProcess
 from mlx_ring.host.trusted_interfaces import Trust
 from mlx_ring.host.unresponsive_time import UnresponsiveTime
 from mlx_ring.rpc.backends import backend_of, joined_ranks, rank_in_group, requested_backend
@@ -29,30 +27,6 @@ from mlx_ring.rpc.channels import open_aio_channel
 from mlx_ring.rpc.methods import STATUS
 from mlx_ring.rpc.protos import agent_pb2, worker_pb2
 from mlx_ring.rpc.tls.handshakes import loggable_line
-
-_VISIBLE = "CUDA_VISIBLE_DEVICES"
-_DRIVER = Path("/proc/driver/nvidia/gpus")
-"""Folder in which Linux's driver lists GPUs; MLX supports CUDA on Linux only."""
-
-
-def own_gpu(
-    assignment: worker_pb2.StageAssignment, driver: Path = _DRIVER, visible: str | None = None
-) -> dict[str, str]:
-    """Return the environment that leaves the worker one GPU; empty with fewer GPUs than workers.
-
-    Args:
-        assignment: of a worker that MLX joins with others.
-        driver: the folder of NVIDIA's driver.
-        visible: those that this process may use, as CUDA reads them; the environment's otherwise.
-    """
-    named = library_variable(_VISIBLE) if visible is None else visible
-    count = len(list(driver.iterdir())) if driver.is_dir() else 0
-    gpus = [gpu.strip() for gpu in named.split(",")] if named else [str(number) for number in range(count)]
-    workers = assignment.stages * assignment.tp_size
-    if not count or len(gpus) < workers:
-        return {}
-    return {_VISIBLE: gpus[assignment.stage * assignment.tp_size + assignment.rank]}
-
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +39,8 @@ _HANGS_S = 20.0
 _HANG_LOOK_S = 1.0
 GROUP_PHASE = "group"
 """Phase of loading in which a rank waits for others, and may not answer; it has a limit of its own."""
+_IDLE_LOOK_S, _MOST_IDLE_LOOKS = 1.0, 60
+"""Time between two looks at workers whose steps must be the same in both, and the number of looks."""
 _DEAF_S = 2.0
 """Time without a heartbeat after which a worker is not expected to end by itself."""
 _DEAF_GRACE_S = 0.5
@@ -88,6 +64,8 @@ class WorkerOptions:
     """Address for other machines."""
     trust: Trust = field(default_factory=Trust)
     """Interfaces over which collectives may reach other machines."""
+    spare: SpareMode = "off"
+    """Rule by which a spare worker is kept."""
     lent: Path | None = None
     """Folder where processes listen that are parents of workers behind the first of a group; None: this one is."""
 
@@ -202,6 +180,7 @@ class Supervisor:
         self._serial = count()
         self._tasks: set[asyncio.Task[None]] = set()
         self._stops: set[asyncio.Task[int]] = set()
+        self.spare = SpareWorker(options.spare, self._start_spare, self._until_idle)
         self.revoked: tuple[str, ...] = ()
         """Serials of certificates that workers refuse; sent with each question."""
 
@@ -259,14 +238,23 @@ class Supervisor:
     ) -> ChildProcess | LentChild:
         """Start it as a child of this process, or of the lent process of its rank."""
         options, name = self._options, f"worker-{assignment.stage}-{assignment.rank}"
-        place = rank_in_group(assignment)
+        place, is_joined = rank_in_group(assignment), bool(joined_ranks(assignment))
         if options.lent is None or not place:
-            return await ChildProcess.start(
+            environment = _environment(options) | (own_gpu(assignment) if is_joined else {})
+            inherited = Inherited(environment, is_joined)
+            # MPI and other launchers give each of their ranks a place of its own.
+            is_launched = options.lent is not None or (is_joined and requested_backend(assignment) == "mpi")
+            spare = (
+                None
+                if is_launched
+                else await self.spare.take(inherited, arguments, name=name, rank=assignment.rank)
+            )
+            return spare or await ChildProcess.start(
                 WORKER_MODULE,
                 arguments,
                 name=name,
                 rank=assignment.rank,
-                environment=_environment(options) | (own_gpu(assignment) if joined_ranks(assignment) else {}),
+                environment=environment,
                 word=loggable_line,
             )
         return await LentChild.start(
@@ -277,6 +265,32 @@ class Supervisor:
             rank=assignment.rank,
             blas_threads=options.blas_threads,
         )
+
+    async def _start_spare(self, inherited: Inherited, on_line: Callable[[str], str]) -> ChildProcess:
+        options = self._options
+        return await ChildProcess.start(
+            WORKER_MODULE,
+            [
+                *(SPARE_FLAG, "--blas", options.blas, "--blas-threads", str(options.blas_threads)),
+                *(["--joined"] if inherited.is_joined else []),
+            ],
+            name="spare-worker",
+            rank=None,
+            environment=inherited.environment,
+            word=lambda line: loggable_line(on_line(line)),
+        )
+
+    async def _until_idle(self) -> None:
+        """Wait until no worker loads or has computed for a moment. Workers that are always busy are not waited for."""
+        before: Sequence[object] = ()
+        for _ in range(_MOST_IDLE_LOOKS):
+            await asyncio.sleep(_IDLE_LOOK_S)
+            await self.refresh()
+            statuses = [worker.status for worker in self._workers if worker.alive and worker.status]
+            now = [(status.pid, status.last_step) for status in statuses]
+            if now == before and all(status.phase == "ready" for status in statuses):
+                return
+            before = now
 
     async def give_places(self, instance: str, assignments: Iterable[worker_pb2.StageAssignment]) -> None:
         """Fill in what workers need that MPI is to join.
@@ -310,17 +324,21 @@ class Supervisor:
             and (not pids or worker.child.pid in pids)
             and (not up_to or worker.epoch <= up_to)
         ]
-        stopping = asyncio.create_task(self._stop(leaving), name=f"stop {instance}")
+        stopping = asyncio.create_task(self._stop(leaving, is_all=not instance), name=f"stop {instance}")
         self._stops.add(stopping)
         stopping.add_done_callback(self._stops.discard)
         return await asyncio.shield(stopping)
 
-    async def _stop(self, leaving: Collection[Worker]) -> int:
+    async def _stop(self, leaving: Collection[Worker], *, is_all: bool) -> int:
         self._workers = [worker for worker in self._workers if worker not in leaving]
         for worker in leaving:
             log.info("stopping %s, pid %d", worker.child.name, worker.child.pid)
         await asyncio.gather(*(worker.stop() for worker in leaving))
         left = {worker.instance for worker in self._workers}
+        if is_all:
+            await self.spare.stop()
+        elif not left:
+            self.spare.end_soon()
         places = [child for name in [*self._places] if name not in left for child in self._places.pop(name)]
         await asyncio.gather(*(child.stop() for child in places))
         for worker in leaving:

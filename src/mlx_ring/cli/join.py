@@ -32,7 +32,7 @@ _TRY_S = 2.0
     (
         *("state_dir", "memory_utilization", "memory_limit", "weights_limit", "trusted_interface"),
         *("blas", "blas_threads", "log_level", "log_format", "log_dir", "run_dir"),
-        *("model_load_timeout", "file_descriptor_limit"),
+        *("model_load_timeout", "file_descriptor_limit", "spare_worker"),
     )
 )
 def join(
@@ -143,5 +143,6 @@ def _serve(settings: Settings, state: Path, head: HeadAddress, listen: str) -> N
             weights_limit_bytes=settings.weights_limit,
             memory_limit_bytes=settings.memory_limit,
             trust=Trust(settings.trusted_interface),
+            spare=settings.spare_worker,
         )
         asyncio.run(serve_as_member(options))

@@ -233,7 +233,12 @@ class LocalAgent:
                 *("--log-dir", str(settings.log_dir), "--log-level", settings.log_level),
                 *("--log-format", settings.log_format),
                 *("--blas", settings.blas, "--blas-threads", str(blas_threads)),
-                *("--load-timeout", str(settings.model_load_timeout)),
+                *(
+                    "--load-timeout",
+                    str(settings.model_load_timeout),
+                    "--spare-worker",
+                    settings.spare_worker,
+                ),
                 *(["--lent", str(launch.meeting_place)] if launch is not None else []),
             ],
             name="agent",

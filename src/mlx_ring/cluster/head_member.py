@@ -132,7 +132,7 @@ def ensure_head_member(
             *("--log-dir", str(settings.log_dir.absolute()), "--log-level", settings.log_level),
             *("--log-format", settings.log_format),
             *("--blas", settings.blas, "--blas-threads", str(settings.blas_threads or share_cores(1))),
-            *("--load-timeout", str(settings.model_load_timeout)),
+            *("--load-timeout", str(settings.model_load_timeout), "--spare-worker", settings.spare_worker),
             *("--memory-utilization", str(settings.memory_utilization), *run_dir),
             *("--listen", settings.cluster_host, *limit, *disk, *trusted),
         ],

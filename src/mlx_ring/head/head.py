@@ -43,9 +43,9 @@ from mlx_ring.host.head_announcement import HeadAnnouncement
 from mlx_ring.host.machine import make_run_folder, node_name, raise_descriptor_limit
 from mlx_ring.models.model_digests import manifest_beside
 from mlx_ring.models.weights_manifest import WeightsManifest
-from mlx_ring.settings.config import Settings, bodies_mb, state_folder
+from mlx_ring.settings.config import Settings, state_folder
 from mlx_ring.settings.rank_settings import rank_shares
-from mlx_ring.settings.settings_sources import api_keys
+from mlx_ring.settings.settings_sources import api_keys, bodies_mb
 
 
 class HttpServer(uvicorn.Server):

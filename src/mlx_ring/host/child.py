@@ -2,7 +2,7 @@
 
 A child ends when its parent does, whatever ended the parent.
 
-The parent keeps the writing end of a pipe and never writes; the child inherits the
+The parent keeps the writing end of a pipe, to which it writes one line at most; the child inherits the
 reading end. The kernel closes the writing end with the parent, even by SIGKILL, and
 the child reads its end of file.
 """
@@ -24,6 +24,8 @@ from mlx_ring.host.process import SIGNAL
 
 log = logging.getLogger(__name__)
 
+SPARE_FLAG, READY_LINE = "--spare", "spare: ready"
+"""First argument of a child that waits for the others on its lifeline, and the line that it prints then."""
 GRACE_S = 3.0
 """Time from SIGTERM to SIGKILL."""
 _LAST_WORDS_S = 0.3
@@ -42,7 +44,7 @@ class ChildProcess:
         word: Callable[[str], str],
     ) -> None:
         self.name = name
-        self._tag = {"child_process": name, "child_rank": "-" if rank is None else str(rank)}
+        self._tag = _tag_of(name, rank)
         self._process = process
         self._lifeline = lifeline
         self._word = word
@@ -97,6 +99,19 @@ class ChildProcess:
     def exit_reason(self) -> str:
         """Reason why it ended; empty while it runs."""
         return self._end.result() if self._end.done() else ""
+
+    def send_line(self, line: str) -> bool:
+        """Write a line to the lifeline, for a child that reads one. Return False if it has ended."""
+        try:
+            os.write(self._lifeline, f"{line}\n".encode())
+        except OSError:
+            return False
+        return True
+
+    def rename(self, name: str, rank: int | None) -> None:
+        """Change the name in log lines, and the rank."""
+        self.name = name
+        self._tag |= _tag_of(name, rank)
 
     async def wait(self) -> str:
         """Wait for its end and return the reason. Several callers may wait."""
@@ -159,6 +174,10 @@ class ChildProcess:
                 self._last_lines.append(text)
 
 
+def _tag_of(name: str, rank: int | None) -> dict[str, str]:
+    return {"child_process": name, "child_rank": "-" if rank is None else str(rank)}
+
+
 async def _read_line(stream: asyncio.StreamReader) -> bytes:
     """Read a line, or as much of an overlong one as fits the buffer; empty at the end."""
     try:
@@ -167,6 +186,16 @@ async def _read_line(stream: asyncio.StreamReader) -> bytes:
         return error.partial
     except asyncio.LimitOverrunError as error:
         return await stream.readexactly(error.consumed)
+
+
+def read_lifeline(descriptor: int) -> str:
+    """Return the line that the parent writes to the inherited pipe; empty if the parent has ended."""
+    text = b""
+    while not text.endswith(b"\n"):
+        if not (part := os.read(descriptor, 1 << 16)):
+            return ""
+        text += part
+    return text.decode().rstrip("\n")
 
 
 def watch_lifeline(descriptor: int, end: Callable[[], None]) -> None:

@@ -22,7 +22,6 @@ from mlx_ring.settings.config import (
     ENVIRONMENT_PREFIX,
     OLD_NAMES,
     Settings,
-    bodies_mb,
     field_of_key,
     flag_name,
 )
@@ -284,6 +283,14 @@ def _check_proportions(settings: Settings) -> None:
             if settings.strategy == "custom"
             else f"--proportions requires --strategy custom, but the strategy is {settings.strategy}."
         )
+
+
+_BODIES = 16
+
+
+def bodies_mb(settings: Settings) -> int:
+    """Return the limit for all request bodies together, in MiB."""
+    return settings.max_bodies_mb or _BODIES * settings.max_request_mb
 
 
 def _check_bodies(settings: Settings) -> None:

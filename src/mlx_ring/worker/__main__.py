@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import logging
 import os
 import signal
+import sys
 from collections.abc import Sequence
+from functools import cache
+from importlib import import_module
 from pathlib import Path
 from types import FrameType
 
-from mlx_ring.core.logs import configure_logging
-from mlx_ring.host.child import watch_lifeline
+from mlx_ring.core.logs import configure_logging, keep_early_records, write_to_stderr
+from mlx_ring.host.child import READY_LINE, SPARE_FLAG, read_lifeline, watch_lifeline
 from mlx_ring.host.process import dump_stacks_on_signal
 from mlx_ring.models.lean_imports import import_mlx_lm, importing
 from mlx_ring.rpc.channels import add_secure_port, make_server
@@ -23,6 +28,8 @@ from mlx_ring.worker.platform.blas import choose_blas
 from mlx_ring.worker.platform.device import keep_freed_memory
 
 _END_WITHIN_S = 1.0
+_IMPORTED_LATER = ("grpc._channel", "grpc._server", "mlx_lm.models.rope_utils")
+"""Modules that gRPC and most models import at their first use."""
 _HEAD_ONLY = (STEPS.path, STATUS.path)
 """Calls that only the head may make. Nodes send activations to each other, but not these."""
 _LOCAL_ONLY = (LOAD.path, RELINK.path)
@@ -34,7 +41,8 @@ The agent first checks which interface an MLX group would use.
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Start the server, then compute in this thread until the worker is stopped."""
-    options = _parse(arguments)
+    given = sys.argv[1:] if arguments is None else [*arguments]
+    options = _parse(_wait_as_spare(given[1:]) if given[:1] == [SPARE_FLAG] else given)
     configure_logging(
         process=f"worker-{options.stage}-{options.rank}",
         node=options.node,
@@ -48,17 +56,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     set_scheduling = prefer_latency if options.in_group else prefer_throughput
     set_scheduling()
-    keep_freed_memory()
-    blas = choose_blas(options.blas, options.blas_threads)
-    with importing():
-        import_mlx_lm()
+    blas = _import_libraries(options.blas, options.blas_threads)
 
-        from mlx_ring.worker.group import GroupPort, group_capabilities
-        from mlx_ring.worker.server import (  # MLX must load after the BLAS
-            PeerAccess,
-            WorkerIdentity,
-            WorkerServer,
-        )
+    from mlx_ring.worker.group import GroupPort, group_capabilities
+    from mlx_ring.worker.server import (  # MLX must load after the BLAS
+        PeerAccess,
+        WorkerIdentity,
+        WorkerServer,
+    )
 
     access = PeerAccess(None if options.credentials is None else load_credentials(options.credentials))
     if options.in_group:
@@ -90,7 +95,45 @@ def main(arguments: Sequence[str] | None = None) -> None:
     os._exit(0)
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+@cache
+def _import_libraries(blas: str, blas_threads: int) -> str:
+    """Import what every worker needs, MLX after the BLAS; return the description of the BLAS."""
+    keep_freed_memory()
+    chosen = choose_blas(blas, blas_threads)
+    with importing():
+        import_mlx_lm()
+        import_module("mlx_ring.worker.server")
+    return chosen
+
+
+def _wait_as_spare(arguments: Sequence[str]) -> list[str]:
+    """Import everything, and wait for the arguments of a worker. End with the agent."""
+    parser = argparse.ArgumentParser(prog=f"mlx_ring.worker {SPARE_FLAG}")
+    parser.add_argument("--lifeline-fd", type=int, required=True)
+    parser.add_argument("--joined", action="store_true", help="MLX joins this rank with others")
+    parser.add_argument("--blas", required=True)
+    parser.add_argument("--blas-threads", type=int, required=True)
+    options = parser.parse_args(arguments)
+    keep_early_records()
+    dump_stacks_on_signal()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    set_scheduling = prefer_latency if options.joined else prefer_throughput
+    set_scheduling()
+    _import_libraries(options.blas, options.blas_threads)
+    with importing():
+        for part in _IMPORTED_LATER:
+            with contextlib.suppress(ImportError):
+                import_module(part)
+    # Threads that are started next are scheduled as in other workers.
+    prefer_latency()
+    write_to_stderr(READY_LINE)
+    line = read_lifeline(options.lifeline_fd)
+    if not line:
+        os._exit(0)
+    return [*json.loads(line), "--lifeline-fd", str(options.lifeline_fd)]
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="mlx_ring.worker", description=__doc__)
     parser.add_argument("--socket", required=True, help="Unix socket to listen on")
     parser.add_argument("--node", required=True)

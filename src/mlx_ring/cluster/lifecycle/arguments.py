@@ -35,7 +35,7 @@ _FROM_THE_FILE = {
 }
 FOR_AGENTS = (
     *("log_level", "log_format", "blas", "blas_threads", "weights_limit", "model_load_timeout"),
-    *("file_descriptor_limit", "run_dir", "trusted_interface"),
+    *("file_descriptor_limit", "run_dir", "trusted_interface", "spare_worker"),
 )
 """Settings under `serve` that `join` accepts too, because they apply to every machine.
 

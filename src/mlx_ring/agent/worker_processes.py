@@ -1,0 +1,210 @@
+"""Processes of workers: the GPU of each one in a group, and a spare one.
+
+A spare is started before it is needed, has imported its libraries, and waits for its arguments. A worker's imports take
+most of the time in which a small lost stage is loaded again. The spare makes them while the node is idle, after a load,
+so that no load waits for it. It gets its arguments through its lifeline, and is then a worker like any other.
+
+A process inherits its environment and the scheduling of its threads at its start. If a worker needs others than the
+spare has, the spare is ended, and a process is started as without one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+from mlx_ring.core.environment import library_variable
+from mlx_ring.host.child import READY_LINE, ChildProcess
+from mlx_ring.host.process import usable_memory
+from mlx_ring.rpc.protos import worker_pb2
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_DRIVER = Path("/proc/driver/nvidia/gpus")
+"""Folder in which Linux's driver lists GPUs; MLX supports CUDA on Linux only."""
+
+
+def own_gpu(
+    assignment: worker_pb2.StageAssignment, driver: Path = _DRIVER, visible: str | None = None
+) -> dict[str, str]:
+    """Return the environment that leaves the worker one GPU; empty with fewer GPUs than workers.
+
+    Args:
+        assignment: of a worker that MLX joins with others.
+        driver: the folder of NVIDIA's driver.
+        visible: those that this process may use, as CUDA reads them; the environment's otherwise.
+    """
+    named = library_variable(_VISIBLE) if visible is None else visible
+    count = len(list(driver.iterdir())) if driver.is_dir() else 0
+    gpus = [gpu.strip() for gpu in named.split(",")] if named else [str(number) for number in range(count)]
+    workers = assignment.stages * assignment.tp_size
+    if not count or len(gpus) < workers:
+        return {}
+    return {_VISIBLE: gpus[assignment.stage * assignment.tp_size + assignment.rank]}
+
+
+log = logging.getLogger(__name__)
+
+SpareMode = Literal["auto", "on", "off"]
+SPARE_BYTES = 50 << 20
+"""Memory of a spare on Linux x86-64: 76 MB are resident, and 43 MB would be free without it beside other workers."""
+_MOST_SHARE = 0.01
+"""Largest share of the node's memory that a spare may take if the setting is `auto`."""
+_GRACE_S = 0.5
+"""Time for a spare to end by itself, which takes a moment unless it is stopped."""
+_EMPTY_S = 60.0
+"""Time without workers after which a node ends its spare."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inherited:
+    """State that a worker process inherits at its start."""
+
+    environment: Mapping[str, str]
+    is_joined: bool
+    """True for a rank that MLX joins with others, whose threads are scheduled in another way."""
+
+
+class SpareWorker:
+    """At most one spare of a node."""
+
+    def __init__(
+        self,
+        mode: SpareMode,
+        start: Callable[[Inherited, Callable[[str], str]], Awaitable[ChildProcess]],
+        wait_until_idle: Callable[[], Awaitable[None]],
+    ) -> None:
+        """Start without a spare.
+
+        Args:
+            mode: setting of the node.
+            start: starts a spare, whose lines the given function receives; it returns the text to log.
+            wait_until_idle: returns once the node's workers do not load or compute.
+        """
+        self._mode = mode
+        self._start, self._wait_until_idle = start, wait_until_idle
+        self._like: Inherited | None = None
+        """State of the last worker, which the next one probably has too."""
+        self._child: ChildProcess | None = None
+        self._child_like: Inherited | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def is_settled(self) -> bool:
+        """True if no spare is being made or ended."""
+        return self._task is None or self._task.done()
+
+    @property
+    def is_ready(self) -> bool:
+        """True if a spare waits for its arguments."""
+        return self.pid is not None and self.is_settled
+
+    @property
+    def pid(self) -> int | None:
+        """Process ID of the spare; None if there is none."""
+        return None if self._child is None or self._child.exit_reason else self._child.pid
+
+    async def take(
+        self, inherited: Inherited, arguments: Sequence[str], *, name: str, rank: int
+    ) -> ChildProcess | None:
+        """Give a spare its arguments, and return it; None if there is none, or none that is alike."""
+        self._like = inherited
+        child, self._child = self._child, None
+        if child is None or child.exit_reason:
+            return None
+        if (
+            self._child_like == inherited
+            and _can_run(child.pid)
+            and child.send_line(json.dumps([*arguments]))
+        ):
+            child.rename(name, rank)
+            return child
+        await child.stop(_GRACE_S, asks_where=False)
+        return None
+
+    def prepare(self) -> None:
+        """Make a spare once the node is idle, if the setting and the memory allow it."""
+        if self._mode != "off" and self.pid is None and self._like is not None:
+            self._replace_task(self._make(self._like))
+
+    def end_soon(self) -> None:
+        """End the spare unless the node gets a worker soon."""
+        if self._mode != "off":
+            self._replace_task(self._end_later())
+
+    async def stop(self) -> None:
+        """End the spare, and make no other before the next load."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait((self._task,))
+        child, self._child = self._child, None
+        if child is not None:
+            await child.stop(_GRACE_S, asks_where=False)
+
+    def _replace_task(self, work: Coroutine[object, object, None]) -> None:
+        if self._task is not None:
+            self._task.cancel()
+        self._task = asyncio.create_task(work, name="spare worker")
+
+    async def _end_later(self) -> None:
+        await asyncio.sleep(_EMPTY_S)
+        child, self._child = self._child, None
+        if child is not None:
+            await child.stop(_GRACE_S, asks_where=False)
+
+    async def _make(self, like: Inherited) -> None:
+        await self._wait_until_idle()
+        if not self._allows(SPARE_BYTES):
+            return
+        ready = asyncio.Event()
+
+        def on_line(line: str) -> str:
+            if line != READY_LINE:
+                return line
+            ready.set()
+            return ""
+
+        child = await self._start(like, on_line)
+        self._child, self._child_like = child, like
+        end, waiting = asyncio.create_task(child.wait()), asyncio.create_task(ready.wait())
+        try:
+            await asyncio.wait((end, waiting), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            end.cancel()
+            waiting.cancel()
+        if self._child is not child or not ready.is_set():
+            return
+        if not self._allows(nbytes := _memory_of(child.pid)):
+            self._mode, self._child = "off", None
+            log.info("no spare worker is kept: it takes %.0f MB", nbytes / 1e6)
+            await child.stop(_GRACE_S, asks_where=False)
+            return
+        log.info("a spare worker waits, pid %d", child.pid)
+
+    def _allows(self, nbytes: int) -> bool:
+        return self._mode == "on" or nbytes <= _MOST_SHARE * usable_memory().total_bytes
+
+
+def _can_run(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
+
+
+def _memory_of(pid: int) -> int:
+    """Return the bytes that would be free without the process, where the system tells; else all that it has."""
+    process = psutil.Process(pid)
+    try:
+        full = process.memory_full_info()
+        return int(getattr(full, "pss", full.uss))
+    except psutil.AccessDenied:
+        return process.memory_info().rss
+    except psutil.NoSuchProcess:
+        return 0

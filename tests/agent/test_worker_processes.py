@@ -1,0 +1,214 @@
+"""Processes of workers: GPUs, and the spare one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+from tests.eventually import run_tasks_until
+
+from mlx_ring.agent import worker_processes as subject
+from mlx_ring.agent.worker_processes import Inherited, SpareMode, SpareWorker, own_gpu
+from mlx_ring.core.environment import inherited_environment
+from mlx_ring.host.child import ChildProcess
+from mlx_ring.host.process import UsableMemory
+from mlx_ring.rpc.protos.worker_pb2 import StageAssignment
+
+
+@pytest.mark.parametrize(
+    ("gpus", "visible", "expected"),
+    [
+        (4, "", ["0", "1", "2", "3"]),
+        (8, "7,6,5,4,3", ["7", "6", "5", "4"]),
+        (8, "1,2", [None] * 4),
+        (2, "", [None] * 4),
+        (0, "", [None] * 4),
+    ],
+)
+def test_workers_have_a_gpu_each_if_there_are_enough(
+    gpus: int, visible: str, expected: list[str | None], tmp_path: Path
+) -> None:
+    for number in range(gpus):
+        (tmp_path / f"0000:{number:02x}:00.0").mkdir()
+    places = [
+        StageAssignment(stage=stage, stages=2, rank=rank, tp_size=2) for stage in (0, 1) for rank in (0, 1)
+    ]
+    assert [own_gpu(place, tmp_path, visible).get("CUDA_VISIBLE_DEVICES") for place in places] == expected
+
+
+WAITS = """
+import json, os, sys
+from mlx_ring.host.child import READY_LINE, read_lifeline
+
+print(READY_LINE, flush=True)
+given = json.loads(read_lifeline(int(sys.argv[-1])) or "[]")
+print(*given, flush=True)
+while given and os.read(int(sys.argv[-1]), 1):
+    pass
+"""
+"""Spare that prints the arguments that it gets."""
+
+
+class Node:
+    """Node with a spare, and the lines that it has written."""
+
+    def __init__(self, folder: Path, mode: SpareMode) -> None:
+        (folder / "spare_under_test.py").write_text(WAITS)
+        self.like = Inherited(inherited_environment({"PYTHONPATH": str(folder)}), is_joined=False)
+        self.lines: list[str] = []
+        self.started: list[ChildProcess] = []
+        self.idle = asyncio.Event()
+        self.spare = SpareWorker(mode, self._start, self._wait_until_idle)
+
+    async def _wait_until_idle(self) -> None:
+        await self.idle.wait()
+
+    async def _start(self, like: Inherited, on_line: Callable[[str], str]) -> ChildProcess:
+        def word(line: str) -> str:
+            if text := on_line(line):
+                self.lines.append(text)
+            return text
+
+        child = await ChildProcess.start(
+            "spare_under_test", [], name="spare", rank=None, environment=like.environment, word=word
+        )
+        self.started.append(child)
+        return child
+
+    async def take(self, *, is_joined: bool = False) -> ChildProcess | None:
+        like = Inherited(self.like.environment, is_joined)
+        return await self.spare.take(like, ["--stage", "1"], name="worker-1-0", rank=0)
+
+    async def make_spare(self) -> int:
+        """Take none, as the first load does, and wait for a spare; return its process ID."""
+        assert await self.take() is None
+        self.idle.set()
+        self.spare.prepare()
+        await run_tasks_until(lambda: self.spare.is_ready)
+        assert self.spare.pid is not None
+        return self.spare.pid
+
+
+@asynccontextmanager
+async def node_with_spare(folder: Path, mode: SpareMode = "on") -> AsyncGenerator[Node]:
+    node = Node(folder, mode)
+    try:
+        async with asyncio.timeout(60):
+            yield node
+    finally:
+        await node.spare.stop()
+        for child in node.started:
+            await child.stop(0.0, asks_where=False)
+
+
+def test_a_spare_becomes_the_next_worker_and_gets_its_arguments(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with node_with_spare(tmp_path) as node:
+            pid = await node.make_spare()
+            worker = await node.take()
+            assert worker is not None
+            assert (worker.pid, worker.name, node.spare.pid) == (pid, "worker-1-0", None)
+            await run_tasks_until(lambda: node.lines == ["--stage 1"])
+            assert await node.take() is None, "one spare is one worker"
+
+    asyncio.run(run())
+
+
+def test_no_load_waits_for_a_spare_that_is_made_when_the_node_is_idle(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with node_with_spare(tmp_path) as node:
+            assert await node.take() is None
+            node.spare.prepare()
+            assert await node.take() is None
+            assert not node.started
+            node.idle.set()
+            await run_tasks_until(lambda: node.spare.is_ready)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("fault", ["joined", "killed", "stopped"])
+def test_a_spare_that_cannot_serve_is_ended_and_not_taken(fault: str, tmp_path: Path) -> None:
+    async def run() -> None:
+        async with node_with_spare(tmp_path) as node:
+            pid = await node.make_spare()
+            if fault == "killed":
+                os.kill(pid, signal.SIGKILL)
+                await node.started[0].wait()
+            elif fault == "stopped":
+                os.kill(pid, signal.SIGSTOP)
+                await run_tasks_until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+            assert await node.take(is_joined=fault == "joined") is None
+            assert node.started[0].exit_reason
+            assert node.spare.pid is None
+            # A later load makes one for workers like the last one.
+            node.spare.prepare()
+            await run_tasks_until(lambda: node.spare.is_ready)
+            assert len(node.started) == 2
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("mode", "gigabytes", "expected"), [("auto", 64, 1), ("auto", 2, 0), ("on", 2, 1), ("off", 64, 0)]
+)
+def test_a_spare_takes_at_most_a_hundredth_of_the_memory(
+    mode: SpareMode, gigabytes: int, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    total = gigabytes << 30
+    monkeypatch.setattr(subject, "usable_memory", lambda: UsableMemory(total, total, "the machine"))
+
+    async def run() -> int:
+        async with node_with_spare(tmp_path, mode) as node:
+            await node.take()
+            node.idle.set()
+            node.spare.prepare()
+            await run_tasks_until(lambda: node.spare.is_settled)
+            return len(node.started)
+
+    assert asyncio.run(run()) == expected
+
+
+def test_a_spare_that_is_larger_than_expected_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subject, "SPARE_BYTES", 1)
+    memory = UsableMemory(64 << 20, 64 << 20, "the machine")
+    monkeypatch.setattr(subject, "usable_memory", lambda: memory)
+
+    async def run() -> None:
+        async with node_with_spare(tmp_path, "auto") as node:
+            assert await node.take() is None
+            node.idle.set()
+            node.spare.prepare()
+            await run_tasks_until(lambda: node.spare.is_settled)
+            (child,) = node.started
+            assert child.exit_reason
+            node.spare.prepare()
+            await run_tasks_until(lambda: node.spare.is_settled)
+            assert len(node.started) == 1, "no other is made"
+
+    asyncio.run(run())
+
+
+def test_the_spare_ends_with_its_node_and_some_time_after_the_last_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subject, "_EMPTY_S", 0.01)
+
+    async def run() -> None:
+        async with node_with_spare(tmp_path) as node:
+            await node.make_spare()
+            node.spare.end_soon()
+            assert await node.started[0].wait()
+            await node.make_spare()
+            await node.spare.stop()
+            assert node.started[1].exit_reason
+
+    asyncio.run(run())
