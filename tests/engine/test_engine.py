@@ -26,12 +26,14 @@ from tests.examples import examples
 
 from mlx_ring.core.engine_stats import Policy
 from mlx_ring.core.errors import (
+    NodeLost,
     Overloaded,
     RequestError,
 )
 from mlx_ring.core.generation import Delta, GenerateRequest
 from mlx_ring.core.types import RankId, SamplingParams, TokenLogprob
 from mlx_ring.engine.engine import Engine
+from mlx_ring.engine.live_request import LiveRequest
 from mlx_ring.engine.twin import TwinExecutor, hash_token
 
 
@@ -293,5 +295,22 @@ def test_a_paused_engine_sends_no_step_until_it_resumes() -> None:
         assert engine.stats().scheduler.steps_sent > sent
         run_all(twin)
         assert (await collect(stream)).last.finish_reason == "length"
+
+    asyncio.run(run())
+
+
+def test_a_lost_engine_sends_no_step_when_it_resumes() -> None:
+    async def run() -> None:
+        held: list[LiveRequest] = []
+        twin = TwinExecutor((1, 1), next_token=scripted(b"abcd"))
+        engine = Engine(
+            twin, BYTES, LIMITS, instance="demo", epoch=1, hold=lambda lives, _: held.extend(lives)
+        )
+        engine.pause()
+        engine.submit(make_request())
+        engine.lose(NodeLost("It has sent nothing for 3.5 s."))
+        engine.resume()
+        assert len(held) == 1
+        assert engine.stats().scheduler.steps_sent == 0
 
     asyncio.run(run())

@@ -107,6 +107,7 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.is_paused = False
+        self.error: RingError | None = None
         self.answered_at: dict[RankId, float] = {}
 
     def pause(self) -> None:
@@ -220,6 +221,18 @@ def test_a_node_that_stays_silent_is_lost_once(monkeypatch: pytest.MonkeyPatch) 
         (loss,) = watching.losses
         assert isinstance(loss, NodeLost)
         assert str(loss) == "Node n2, which has stage 0, was lost: it sent nothing for 3.5 s."
+
+    watch_and(act, monkeypatch)
+
+
+def test_a_node_that_speaks_after_the_loss_resumes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def act(watching: Watching) -> None:
+        watching.pass_time(4.0)
+        (watching.engine.error,) = watching.losses
+        watching.watch.on_node_message("n2")
+        watching.pass_time(1.0)
+        assert watching.engine.is_paused
+        assert watching.suspicions[-1] != ""
 
     watch_and(act, monkeypatch)
 

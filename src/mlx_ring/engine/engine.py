@@ -15,14 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import count
 
 from mlx_ring.core.engine_stats import EngineStats, Meter, OpenRequest, Policy, StepTotals
-from mlx_ring.core.errors import (
-    NotReady,
-    Overloaded,
-    ProtocolError,
-    RingError,
-    ServingError,
-    WorkerLost,
-)
+from mlx_ring.core.errors import NotReady, Overloaded, ProtocolError, RingError, ServingError, WorkerLost
 from mlx_ring.core.generation import GenerateRequest, RequestStream
 from mlx_ring.core.types import FinishReason, RankId, TokenLogprob
 from mlx_ring.engine.admission import Grammars, Load, Settled, check_places, shed_error
@@ -246,8 +239,11 @@ class Engine:
         self._send_steps(self._clock())
 
     def _send_steps(self, now: float) -> None:
-        if self._is_paused and self._ended is None:
-            return
+        """Send what can be scheduled, unless the engine is paused or has ended: others run its sequences then."""
+        if not self._is_paused and self._ended is None:
+            self._send_all(now)
+
+    def _send_all(self, now: float) -> None:
         for step in self._scheduler.schedule(now):
             self._executor.send(step)
 
@@ -360,7 +356,7 @@ class Engine:
             return
         self.fail(NotReady("The server is shutting down."))
         self._scheduler.reset()
-        self._send_steps(self._clock())
+        self._send_all(self._clock())
 
     # ---- reports
 

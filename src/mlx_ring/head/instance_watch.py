@@ -247,6 +247,9 @@ class InstanceWatch:
 
     def _suspect(self, suspicions: Sequence[str]) -> None:
         """Pause the engine while there are suspicions."""
+        if self._engine is not None and self._engine.error is not None:
+            # It is lost already, so nothing continues.
+            return
         before, self._suspicion = self._suspicion, "; ".join(suspicions)
         self._on_suspicion(self._suspicion)
         if self._engine is None or bool(before) == bool(self._suspicion):
