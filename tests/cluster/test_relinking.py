@@ -30,14 +30,19 @@ class _Agent:
         self.expected: dict[int, str] = {}
         """Nodes before the prepared stages."""
 
-    def site(self, node: str) -> Site:
-        return Site(node, cast("AgentLink", self), is_local=False, hosts={"": node}, source=Source("model"))
+    def site(self, node: str, weights: str = "") -> Site:
+        source = Source(weights=weights) if weights else Source("model")
+        return Site(node, cast("AgentLink", self), is_local=False, hosts={"": node}, source=source)
 
     def _note(self, call: str, assignments: Assignments) -> Sequence[agent_pb2.StartedWorker]:
         self.calls.append((call, [one.stage for one in assignments]))
         return [
             agent_pb2.StartedWorker(
-                stage=one.stage, rank=one.rank, address=f"unix:{call}-{one.stage}", port=4000 + one.stage
+                stage=one.stage,
+                rank=one.rank,
+                address=f"unix:{call}-{one.stage}",
+                port=4000 + one.stage,
+                means=worker_pb2.GroupMeans(backends=["ring"]),
             )
             for one in assignments
             if one.stage not in self.silent
@@ -55,8 +60,7 @@ class _Agent:
         *,
         only_fetch: bool,
     ) -> None:
-        assert not only_fetch
-        self._note("load", assignments)
+        self._note("fetch" if only_fetch else "load", assignments)
         self.linked |= {one.stage: one for one in assignments}
 
     async def relink(
@@ -111,6 +115,21 @@ def test_only_the_lost_stage_is_loaded_and_the_others_are_linked_with_it_afterwa
         ("", ""),
     ]
     assert (linked[2].first_address, linked[2].first_node) == ("a:4000", "a")
+
+
+def test_ranks_of_a_lost_group_on_two_machines_load_once_all_weights_are_fetched() -> None:
+    here, there = _Agent(), _Agent()
+    a, b = here.site("a"), there.site("b", weights="digest")
+    assignments = three_stages(((1.0,), (0.5, 0.5), (1.0,)))
+    sites = {place(0): a, place(1, 0): a, place(1, 1): b, place(2): a}
+
+    async def run() -> None:
+        prepared = await prepare(sites, assignments, {place(0), place(2)}, make_hello())
+        await patch(sites, assignments, prepared, make_hello(), lambda _progress: None)
+
+    asyncio.run(run())
+    assert here.calls == [("prepare", [0, 2]), ("start", [1]), ("load", [1]), ("commit", [0, 2])]
+    assert there.calls == [("start", [1]), ("fetch", [1]), ("load", [1])]
 
 
 def test_workers_that_do_not_answer_are_not_among_the_prepared() -> None:

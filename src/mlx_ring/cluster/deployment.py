@@ -132,14 +132,31 @@ async def deploy(
         node: [fill_in_group(fill_in(assignment, site, workers), workers) for assignment in own]
         for node, (site, own) in by_site.items()
     }
-    if _waits_for_others(assignments, sites):
+    await load_all(((site, filled[node]) for node, (site, _) in by_site.items()), hello, report)
+    return [place_for_head(worker, site) for worker, site in workers.values()]
+
+
+async def load_all(
+    wanted: Iterable[tuple[Site, Sequence[worker_pb2.StageAssignment]]],
+    hello: hello_pb2.Hello,
+    report: Report,
+) -> None:
+    """Load the started workers of all sites.
+
+    Ranks that MLX joins on several nodes wait for each other only for a limited time, so all nodes fetch their weights
+    before.
+
+    Raises:
+        RingError: A node's failure, after which none of its started workers is left there.
+    """
+    loads = [(site, assignments) for site, assignments in wanted if assignments]
+    if _waits_for_others(loads):
         await together(
-            load_on(site, filled[node], hello, report, only_fetch=True)
-            for node, (site, _) in by_site.items()
+            load_on(site, assignments, hello, report, only_fetch=True)
+            for site, assignments in loads
             if site.source.weights
         )
-    await together(load_on(site, filled[node], hello, report) for node, (site, _) in by_site.items())
-    return [place_for_head(worker, site) for worker, site in workers.values()]
+    await together(load_on(site, assignments, hello, report) for site, assignments in loads)
 
 
 Started = dict[RankId, tuple[agent_pb2.StartedWorker, Site]]
@@ -159,13 +176,12 @@ async def start_on(
     return {RankId(worker.stage, worker.rank): (worker, site) for worker in workers}
 
 
-def _waits_for_others(assignments: Sequence[worker_pb2.StageAssignment], sites: Sequence[Site]) -> bool:
-    """Return True if MLX joins ranks on several nodes.
-
-    They wait for each other only for a limited time, so all must be ready to load at once.
-    """
-    on = {(one.stage, one.rank): site.node for one, site in zip(assignments, sites, strict=True)}
-    return any(len({on[place] for place in joined_ranks(one)}) > 1 for one in assignments)
+def _waits_for_others(loads: Sequence[tuple[Site, Sequence[worker_pb2.StageAssignment]]]) -> bool:
+    """Return True if MLX joins ranks on several nodes."""
+    on = {(one.stage, one.rank): site.node for site, assignments in loads for one in assignments}
+    return any(
+        len({on[place] for place in joined_ranks(one)}) > 1 for _, assignments in loads for one in assignments
+    )
 
 
 async def load_on(
@@ -185,8 +201,8 @@ async def load_on(
         try:
             await site.link.load(hello, site.source, assignments, report, only_fetch=only_fetch)
         except GroupStuck as error:
-            backend = next((backend_of(one) for one in assignments if joined_ranks(one)), "")
-            raise error.of_group(backend, ()) from None
+            waiting = [one for one in assignments if (one.stage, one.rank) == error.place]
+            raise error.of_group(backend_of(waiting[0]) if waiting else "", ()) from None
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from mlx_ring.cluster.deployment import (
     blaming,
     fill_in,
     fill_in_group,
-    load_on,
+    load_all,
     place_for_head,
     start_on,
     together,
@@ -101,10 +101,8 @@ async def patch(
         filled[_place(one)] = fill_in(one, site, workers)
         if _place(one) not in prepared:
             fill_in_group(filled[_place(one)], workers)
-    await together(
-        load_on(by_node[node], [filled[_place(one)] for one in own], hello, report)
-        for node, own in on.items()
-        if own
+    await load_all(
+        ((by_node[node], [filled[_place(one)] for one in own]) for node, own in on.items()), hello, report
     )
     await together(
         _commit_on(site, [filled[place] for place in prepared if sites[place].node == site.node], hello)
