@@ -62,8 +62,10 @@ def test_rank_that_waits_too_long_for_its_group_is_reported_with_the_addresses(
 ) -> None:
     with pytest.raises(
         GroupStuck, match=r"did not join .* ring group .* at 10\.0\.8\.1:5000, 10\.0\.8\.2:5000"
-    ):
+    ) as raised:
         follow(worker, "group", monkeypatch)
+    report = loading.failed_load(raised.value)
+    assert (report.stage, report.rank, report.progress.failure.kind) == (0, 1, "GroupStuck")
     waits = worker.state().status.waits
     assert (waits.kind, waits.backend) == ("collective", "ring")
     assert waits.peer == "the group at 10.0.8.1:5000, 10.0.8.2:5000, which it joins"

@@ -100,22 +100,31 @@ def test_nothing_is_blamed_while_a_rank_may_be_silent(other: Mapping[RankId, age
     assert blame_late(owed_by(0), SHARED, {RankId(0, 0): state("collective"), **other}) is None
 
 
-def join(placement: Placement, *phases: str) -> Exception:
-    """Return the error of a load in which the ranks got so far."""
+def join(placement: Placement, reporter: RankId, *phases: str) -> Exception:
+    """Return the error of a load in which the ranks got so far, and of which one reports that it waits."""
     of_rank = dict(zip([place for group in groups_of(placement) for place in group], phases, strict=True))
-    error = GroupStuck("The worker did not join.").of_group("ring", ())
+    error = GroupStuck("The worker did not join.").of_group("ring", ()).reported_by(*reporter)
     return blame_join(error, placement, of_rank.__getitem__)
 
 
-def test_group_whose_ranks_do_not_find_each_other_blames_its_backend() -> None:
-    error = join(placement_of("ab", "cd"), "warm-up", "ready", "group", "weights")
+@pytest.mark.parametrize(
+    "phases",
+    [
+        ("warm-up", "ready", "group", "weights"),
+        ("ready", "ready", "warm-up", "warm-up"),
+        ("group", "group", "group", "group"),
+        ("group", "fetch", "group", "group"),
+    ],
+)
+def test_group_whose_ranks_do_not_find_each_other_blames_its_backend(phases: tuple[str, ...]) -> None:
+    error = join(placement_of("ab", "cd"), RankId(1, 0), *phases)
     assert isinstance(error, GroupStuck)
     assert (error.backend, error.nodes) == ("ring", ("c", "d"))
 
 
 @pytest.mark.parametrize("phase", ["starting", "fetch"])
 def test_rank_that_has_not_begun_to_join_is_blamed(phase: str) -> None:
-    error = join(LINKED, "group", phase)
+    error = join(LINKED, RankId(0, 0), "group", phase)
     assert isinstance(error, WorkerStuck)
     assert not isinstance(error, GroupStuck)
     assert error.node == "b"

@@ -165,10 +165,11 @@ async def _next_report(
             if phase == GROUP_PHASE
             else f"has waited {limit_s:g} s for the other ranks of its {backend} group in its first pass"
         )
-        raise GroupStuck(
+        stuck = GroupStuck(
             f"{worker.label} {problem}, at {', '.join(assignment.group)}: "
             "see that these addresses reach each other, and the logs."
-        ) from None
+        )
+        raise stuck.reported_by(worker.stage, worker.rank) from None
 
 
 async def relink_workers(supervisor: Supervisor, request: agent_pb2.RelinkWorkersRequest) -> Sequence[Worker]:
@@ -240,8 +241,10 @@ async def _relink(
 
 
 def failed_load(error: Exception) -> agent_pb2.StageProgress:
-    """Return the last message of a failed load."""
-    return agent_pb2.StageProgress(progress=worker_pb2.LoadProgress(failure=as_failure(error)))
+    """Return the last message of a failed load, of the worker whose group did not get together if there is one."""
+    stage, rank = (error.place if isinstance(error, GroupStuck) else None) or (0, 0)
+    failure = worker_pb2.LoadProgress(failure=as_failure(error))
+    return agent_pb2.StageProgress(stage=stage, rank=rank, progress=failure)
 
 
 def as_failure(error: Exception) -> step_pb2.Failure:

@@ -10,7 +10,7 @@ from pathlib import Path
 import grpc
 
 from mlx_ring.core.environment import inherited_environment
-from mlx_ring.core.errors import RingError, WorkerLost
+from mlx_ring.core.errors import GroupStuck, RingError, WorkerLost
 from mlx_ring.host.child import ChildProcess
 from mlx_ring.rpc.channels import open_aio_channel
 from mlx_ring.rpc.failures import channel_error, failure_to_error
@@ -98,7 +98,10 @@ class AgentLink:
         try:
             async for progress in LOAD_STAGES.aio_unary_stream(self._channel)(request):
                 if progress.progress.HasField("failure"):
-                    raise failure_to_error(progress.progress.failure)
+                    error = failure_to_error(progress.progress.failure)
+                    if isinstance(error, GroupStuck):
+                        error.reported_by(progress.stage, progress.rank)
+                    raise error
                 report(progress)
         except grpc.RpcError as error:
             raise self._error(error) from error

@@ -214,6 +214,13 @@ class GroupStuck(WorkerStuck):
     """MLX's name of the group's backend; empty if it is unknown."""
     nodes: tuple[str, ...] = ()
     """Node of each rank."""
+    place: tuple[int, int] | None = None
+    """Stage and rank of the worker that reported it; None if it is unknown."""
+
+    def reported_by(self, stage: int, rank: int) -> Self:
+        """Set the worker that waits for its group, and return the error."""
+        self.place = stage, rank
+        return self
 
     def of_group(self, backend: str, nodes: Iterable[str]) -> Self:
         """Set the group, and return the error."""

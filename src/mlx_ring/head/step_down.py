@@ -189,7 +189,7 @@ def _next_order(order: Order, placement: Placement, barred: AbstractSet[str]) ->
 
 # ---- blame
 
-_COLLECTIVE, _JOINING = "collective", "group"
+_COLLECTIVE = "collective"
 _BEFORE_JOINING = frozenset({"starting", "fetch"})
 """Phases of a load before a rank joins its group."""
 
@@ -250,19 +250,19 @@ def blame_join(error: GroupStuck, placement: Placement, phase_of: Callable[[Rank
     A rank that has not even begun to join is stuck itself. Otherwise no node is to blame.
 
     Args:
-        error: as an agent reported it, with the backend.
+        error: as an agent reported it, with the backend and the worker that waits.
         placement: placement of the instance.
         phase_of: returns the phase of a rank's load.
     """
-    for group in groups_of(placement):
+    groups = [group for group in groups_of(placement) if error.place in group]
+    for group in groups:
         begun = [place for place in group if phase_of(place) not in _BEFORE_JOINING]
         if begun and len(begun) < len(group):
             late = next(place for place in group if place not in begun)
             stuck = WorkerStuck(f"{error} Stage {late.stage}, rank {late.rank} has not begun to join.")
             return stuck.blamed_on(node_of(late, placement))
-    joining = [group for group in groups_of(placement) if any(phase_of(place) == _JOINING for place in group)]
-    group = next(iter(joining or groups_of(placement)), ())
-    return GroupStuck(str(error)).of_group(error.backend, nodes_of(group, placement))
+    nodes = nodes_of(groups[0], placement) if groups else ()
+    return GroupStuck(str(error)).of_group(error.backend, nodes)
 
 
 def _waits(place: RankId, states: States) -> str:
