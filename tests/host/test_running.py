@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from mlx_ring.core.cluster_folders import running_folder
+from mlx_ring.core.errors import ConfigError
 from mlx_ring.host.machine import make_run_folder
 from mlx_ring.host.private_files import try_lock
 from mlx_ring.host.running import (
@@ -93,6 +94,14 @@ def test_the_next_start_removes_the_folder_of_a_killed_process(short_folder: Pat
         assert own.is_dir()
         assert other.is_dir()
     assert list(short_folder.iterdir()) == []
+
+
+def test_a_parent_too_long_for_sockets_is_refused(short_folder: Path) -> None:
+    parent = short_folder / ("x" * 64)
+    message = r"--run-dir is .*x, whose path is too long for sockets in it: use one of at most \d+ bytes"
+    with pytest.raises(ConfigError, match=message), make_run_folder(parent):
+        """The folder must not be made."""
+    assert not parent.exists()
 
 
 def test_folders_without_a_mark_or_with_another_process_s_lock_stay(short_folder: Path) -> None:

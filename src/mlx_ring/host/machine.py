@@ -70,9 +70,21 @@ def share_cores(stages: int) -> int:
 
 @contextlib.contextmanager
 def make_run_folder(parent: Path | None) -> Generator[Path]:
-    """Make a private folder for sockets, and remove it afterwards. Also remove those of killed processes."""
+    """Make a private folder for sockets, and remove it afterwards. Also remove those of killed processes.
+
+    Args:
+        parent: folder in which to make it; None: the system's folder for temporary files.
+
+    Raises:
+        ConfigError: the path of a socket in it would be too long, or it cannot be created.
+    """
     parents = [parent] if parent is not None else [Path(tempfile.gettempdir()), Path("/tmp")]  # noqa: S108 - mkdtemp makes a private folder there
     short = [path for path in parents if len(os.fsencode(path)) + _LONGEST_SOCKET_NAME <= SOCKET_PATH_LIMIT]
+    if not short:
+        raise ConfigError(
+            f"--run-dir is {parent}, whose path is too long for sockets in it: "
+            f"use one of at most {SOCKET_PATH_LIMIT - _LONGEST_SOCKET_NAME} bytes."
+        )
     try:
         short[0].mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=RUN_FOLDER, dir=short[0]))
