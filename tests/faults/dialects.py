@@ -12,6 +12,9 @@ import httpx
 
 TEMPERATURE = 1.0
 """Temperature of seeded requests; the others are greedy."""
+PENALTIES = {"repetition_penalty": 1.2, "presence_penalty": 0.4, "frequency_penalty": 0.3}
+_ANSWER_WAIT_S = 600.0
+"""Longest time without a byte of an answer, also on a busy machine. A whole answer comes after its recovery."""
 Json = dict[str, Any]
 
 
@@ -25,6 +28,10 @@ class Question:
     stop: str = ""
     schema: Mapping[str, object] | None = None
     choices: int = 1
+    has_penalties: bool = False
+    """True if `PENALTIES` apply."""
+    echoes: bool = False
+    """True if the answer begins with the prompt and its log-probabilities."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +43,8 @@ class Choice:
     names: tuple[str, ...] = ()
     """Text of each token, where log-probabilities were asked for."""
     logprobs: tuple[float, ...] = ()
+    vector: tuple[float, ...] = ()
+    """Embedding of the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +67,13 @@ class Dialect:
     whole: Callable[[Json], Answer]
     stream: Callable[[Sequence[str]], Answer]
     stream_fields: Mapping[str, object]
-    """Fields of a streamed request."""
+    """Fields of a streamed request; none if its answers are never streamed."""
     missing: frozenset[str] = frozenset()
     """Fields of a question that it does not have."""
 
     def whole_body(self, question: Question) -> Json:
-        return {**self.body(question), "stream": False}
+        body = self.body(question)
+        return {**body, "stream": False} if self.stream_fields else body
 
     def stream_body(self, question: Question) -> Json:
         return {**self.body(question), **self.stream_fields}
@@ -72,12 +82,13 @@ class Dialect:
 def ask(client: httpx.Client, url: str, dialect: Dialect, question: Question, *, streams: bool) -> Answer:
     """Send a question, and return the complete answer."""
     if not streams:
-        answer = client.post(url + dialect.path, json=dialect.whole_body(question))
+        answer = client.post(url + dialect.path, json=dialect.whole_body(question), timeout=_ANSWER_WAIT_S)
         assert answer.status_code == 200, answer.text
         found = dialect.whole(answer.json())
         was_resumed = answer.headers.get("x-mlx-ring-resumed") == "true"
         return Answer(found.choices, found.prompt_tokens, found.completion_tokens, was_resumed)
-    with client.stream("POST", url + dialect.path, json=dialect.stream_body(question)) as answer:
+    body = dialect.stream_body(question)
+    with client.stream("POST", url + dialect.path, json=body, timeout=_ANSWER_WAIT_S) as answer:
         assert answer.status_code == 200, answer.read()
         return dialect.stream([line for line in answer.iter_lines() if line])
 
@@ -135,6 +146,8 @@ def _sampling(question: Question, **names: str) -> Json:
         given[names.get("stop", "stop")] = [question.stop]
     if question.choices > 1:
         given["n"] = question.choices
+    if question.has_penalties:
+        given |= {names.get(name, name): value for name, value in PENALTIES.items()}
     return given
 
 
@@ -154,7 +167,7 @@ def _chat_body(question: Question) -> Json:
 
 
 def _completion_body(question: Question) -> Json:
-    return {"prompt": question.prompt, "logprobs": 0, **_sampling(question)}
+    return {"prompt": question.prompt, "logprobs": 0, "echo": question.echoes, **_sampling(question)}
 
 
 def _add_chat_logprobs(parts: _Parts, entries: Sequence[Json]) -> None:
@@ -169,7 +182,8 @@ def _add_openai(parts: _Parts, choice: Json) -> None:
     logprobs: Json = choice.get("logprobs") or {}
     _add_chat_logprobs(parts, logprobs.get("content") or ())
     parts.names += tuple(logprobs.get("tokens") or ())
-    parts.logprobs += tuple(logprobs.get("token_logprobs") or ())
+    # The first token of an echoed prompt has none.
+    parts.logprobs += tuple(each or 0.0 for each in logprobs.get("token_logprobs") or ())
     if choice.get("finish_reason"):
         parts.end(choice["finish_reason"])
 
@@ -274,7 +288,7 @@ def _anthropic_stream(lines: Sequence[str]) -> Answer:
 
 
 def _ollama_body(question: Question) -> Json:
-    options = _sampling(question, max_tokens="num_predict")
+    options = _sampling(question, max_tokens="num_predict", repetition_penalty="repeat_penalty")
     given: Json = {"logprobs": True, "options": options}
     return given if question.schema is None else given | {"format": question.schema}
 
@@ -314,28 +328,61 @@ def _ollama_stream(lines: Sequence[str]) -> Answer:
     return _ollama_answer(events, was_paused=bool(empty))
 
 
+# ---- embeddings, which are never streamed
+
+
+def _embedding_body(question: Question) -> Json:
+    return {"input": question.prompt}
+
+
+def _embedded(vector: Sequence[float], prompt_tokens: int) -> Answer:
+    return Answer((Choice("", "embedded", vector=tuple(vector)),), prompt_tokens, 0)
+
+
+def _openai_embedding(answer: Json) -> Answer:
+    (item,) = answer["data"]
+    return _embedded(item["embedding"], answer["usage"]["prompt_tokens"])
+
+
+def _ollama_embedding(answer: Json) -> Answer:
+    (vector,) = answer["embeddings"]
+    return _embedded(vector, answer["prompt_eval_count"])
+
+
+def _refuse_stream(lines: Sequence[str]) -> Answer:
+    raise AssertionError(lines)
+
+
 _WITH_USAGE = {"stream": True, "stream_options": {"include_usage": True}}
 _STREAMED = {"stream": True}
 DIALECTS: Mapping[str, Dialect] = {
-    "chat": Dialect("/v1/chat/completions", _chat_body, _openai_whole, _openai_stream, _WITH_USAGE),
+    "chat": Dialect(
+        *("/v1/chat/completions", _chat_body, _openai_whole, _openai_stream, _WITH_USAGE),
+        missing=frozenset({"echoes"}),
+    ),
     "completions": Dialect(
         *("/v1/completions", _completion_body, _openai_whole, _openai_stream, _WITH_USAGE),
         missing=frozenset({"schema"}),
     ),
     "responses": Dialect(
         *("/v1/responses", _responses_body, _responses_whole, _responses_stream, _STREAMED),
-        missing=frozenset({"stop", "choices"}),
+        missing=frozenset({"stop", "choices", "echoes"}),
     ),
     "messages": Dialect(
         *("/v1/messages", _anthropic_body, _anthropic_whole, _anthropic_stream, _STREAMED),
-        missing=frozenset({"choices"}),
+        missing=frozenset({"choices", "echoes"}),
     ),
     "ollama chat": Dialect(
         *("/api/chat", _ollama_chat_body, _ollama_whole, _ollama_stream, _STREAMED),
-        missing=frozenset({"choices"}),
+        missing=frozenset({"choices", "echoes"}),
     ),
     "ollama generate": Dialect(
         *("/api/generate", _ollama_generate_body, _ollama_whole, _ollama_stream, _STREAMED),
-        missing=frozenset({"choices"}),
+        missing=frozenset({"choices", "echoes"}),
     ),
 }
+EMBEDDINGS: Mapping[str, Dialect] = {
+    "embeddings": Dialect("/v1/embeddings", _embedding_body, _openai_embedding, _refuse_stream, {}),
+    "ollama embed": Dialect("/api/embed", _embedding_body, _ollama_embedding, _refuse_stream, {}),
+}
+"""Dialects whose answer is a vector."""

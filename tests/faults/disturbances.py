@@ -6,7 +6,7 @@ import contextlib
 import random
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Literal
@@ -15,21 +15,32 @@ import httpx
 import psutil
 from tests.eventually import eventually
 from tests.faults.comparison import Judge
-from tests.faults.dialects import DIALECTS, Answer, Question, ask
+from tests.faults.dialects import DIALECTS, EMBEDDINGS, Answer, Question, ask
 from tests.faults.injection import FAULTS, AtStep, Rank, Served, Stopped
 from tests.faults.models import CHARACTERS
 
-Moment = Literal["decode", "grammar", "choices", "drafts", "stop", "prefill", "queued"]
-MOMENTS: Sequence[Moment] = ("decode", "grammar", "choices", "drafts", "stop", "prefill", "queued")
-"""Moments of a request at a fault, in the order in which the requests are sent."""
+Moment = Literal[
+    "decode", "grammar", "choices", "drafts", "penalties", "stop", "prefill", "queued", "embedding", "scored"
+]
+TOGETHER: Sequence[Moment] = (
+    "decode", "grammar", "choices", "drafts", "penalties", "stop", "prefill", "queued",
+)  # fmt: skip
+"""Moments of requests that are disturbed at the same time, in the order in which they are sent."""
+DRAFTS: Sequence[Moment] = ("drafts",)
+"""A request alone, because rows get draft tokens only in small batches."""
+SCORED: Sequence[Moment] = ("embedding", "scored")
+"""Requests whose results come from their prompts' own positions. One is in a chunk of it, while the other one waits."""
+MOMENTS: Sequence[Moment] = (*TOGETHER, *SCORED)
+Form = tuple[str, str]
+"""Dialect of a request, and its way: `streamed` or `whole`."""
 WAYS = ("streamed", "whole")
 CHUNK = 24
 """Most tokens of a chunk of a prompt."""
-PLACES = 7
+PLACES = 8
 """Sequences that run at the same time: one for each moment and two for `choices`, so that the last one is queued."""
 STOP_FROM, STOP_TOKENS = 8, 56
 """First token and number of tokens that match the stop string."""
-_LENGTHS = dict(zip(MOMENTS, (24, 27, 30, 33, 36, 150, 39), strict=True))
+_LENGTHS = dict(zip(MOMENTS, (24, 27, 30, 33, 42, 36, 150, 39, 153, 156), strict=True))
 """Lengths of prompts, by which a worker's sequences are recognised. Templates add a length that is no multiple of three."""
 _SCHEMA: Mapping[str, object] = {
     "type": "object",
@@ -52,26 +63,28 @@ def question_of(moment: Moment, stop: str = "") -> Question:
     letters = CHARACTERS if moment != "drafts" else "abc"
     prompt = "".join(numbers.choice(letters) for _ in range(length))
     seed = None if moment in ("drafts", "queued", "grammar") else numbers.randrange(2**40)
+    most = {"decode": 160, "drafts": 240, "prefill": 32, "queued": 32, "scored": 32}
     return Question(
         prompt,
-        max_tokens={"decode": 160, "drafts": 240, "prefill": 32, "queued": 32}.get(moment, 80),
+        max_tokens=most.get(moment, 80),
         seed=seed,
         stop=stop,
         schema=_SCHEMA if moment == "grammar" else None,
         choices=2 if moment == "choices" else 1,
+        has_penalties=moment == "penalties",
+        echoes=moment == "scored",
     )
 
 
-_NEEDED = {"grammar": "schema", "choices": "choices", "stop": "stop"}
+_NEEDED = {"grammar": "schema", "choices": "choices", "stop": "stop", "scored": "echoes"}
 
 
-def dialects_of(moment: Moment) -> list[str]:
-    """Return the dialects that have the field which a moment needs."""
-    return [name for name, dialect in DIALECTS.items() if _NEEDED.get(moment) not in dialect.missing]
-
-
-Form = tuple[str, str]
-"""Dialect of a request, and its way: `streamed` or `whole`."""
+def forms_of(moment: Moment) -> list[Form]:
+    """Return the forms of dialects that have the field which a moment needs."""
+    if moment == "embedding":
+        return [(name, "whole") for name in EMBEDDINGS]
+    dialects = [name for name, dialect in DIALECTS.items() if _NEEDED.get(moment) not in dialect.missing]
+    return [(dialect, way) for dialect in dialects for way in WAYS]
 
 
 class Cover:
@@ -81,9 +94,11 @@ class Cover:
         self._used = Counter[tuple[str, ...]]()
         self._random = random.Random(seed)
 
-    def next(self, fault: str, known: Collection[tuple[Moment, Form]] = ()) -> dict[Moment, Form]:
+    def next(
+        self, fault: str, moments: Sequence[Moment], known: Collection[tuple[Moment, Form]] = ()
+    ) -> dict[Moment, Form]:
         """Return the form of each moment's request. Those in `known` have an undisturbed answer."""
-        return {moment: self._choose(fault, moment, known) for moment in MOMENTS}
+        return {moment: self._choose(fault, moment, known) for moment in moments}
 
     def _choose(self, fault: str, moment: Moment, known: Collection[tuple[Moment, Form]]) -> Form:
         known_forms = {form for of, form in known if of == moment}
@@ -94,7 +109,7 @@ class Cover:
             counts = (self._used[part] for part in _parts_of(fault, moment, form))
             return self._used[fault, *form] > 0, has_enough and form not in known_forms, *counts
 
-        forms = [(dialect, way) for dialect in dialects_of(moment) for way in WAYS]
+        forms = forms_of(moment)
         self._random.shuffle(forms)
         form = min(forms, key=uses)
         self._used.update(_parts_of(fault, moment, form))
@@ -217,7 +232,8 @@ class Disturber:
     def _ask(self, form: Form, question: Question) -> Answer:
         dialect, way = form
         url = self.served.server.url
-        return ask(self.served.http, url, DIALECTS[dialect], question, streams=way == "streamed")
+        found = DIALECTS.get(dialect) or EMBEDDINGS[dialect]
+        return ask(self.served.http, url, found, question, streams=way == "streamed")
 
     def check_again(self) -> None:
         """Ask everything again without a fault, and compare."""
@@ -230,7 +246,8 @@ class Disturber:
     def _prompt(self, form: Form, question: Question) -> list[int]:
         """Return the tokens of a question's prompt in a dialect."""
         messages = [{"role": "user", "content": question.prompt}]
-        body = {"prompt": question.prompt} if form[0] == "completions" else {"messages": messages}
+        is_plain = form[0] in ("completions", *EMBEDDINGS)
+        body = {"prompt": question.prompt} if is_plain else {"messages": messages}
         return self.served.threads.submit(self._post, "/tokenize", body).result().json()["tokens"]
 
     def _post(self, path: str, body: Mapping[str, object]) -> httpx.Response:
@@ -238,20 +255,17 @@ class Disturber:
 
     # ---- disturbed
 
-    def disturb(self, fault: str, *, drafts_alone: bool = False) -> None:
-        """Let a fault happen while there is a request at each moment, and record their answers.
-
-        Rows get draft tokens only in small batches. With `drafts_alone` that request is the only one.
-        """
+    def disturb(self, fault: str, moments: Sequence[Moment] = TOGETHER) -> None:
+        """Let a fault happen while there is a request at each moment, and record their answers."""
         ranks = self.served.wait_until_ready()
-        moments: Sequence[Moment] = ("drafts",) if drafts_alone else MOMENTS
-        every = self.cover.next(fault, self._expected)
-        forms: dict[Moment, Form] = {moment: every[moment] for moment in moments}
+        forms = self.cover.next(fault, moments, self._expected)
         self.expect(forms)
         self.seed += 1
         victim = self._victim(ranks, fault)
         began = time.monotonic()
-        reach = self._reach_drafts if drafts_alone else self._reach_moments
+        reach = {TOGETHER: self._reach_moments, DRAFTS: self._reach_drafts, SCORED: self._reach_scored}[
+            moments
+        ]
         answers, at = reach(forms, victim, lambda: FAULTS[fault].inject(self.served, victim))
         topology = _topology(ranks)
         for moment, answer in answers.items():
@@ -292,26 +306,18 @@ class Disturber:
         answers: dict[Moment, Future[Answer]] = {}
 
         def send(moment: Moment) -> None:
-            answers[moment] = self._submit(forms[moment], self._expected[moment, forms[moment]][0])
-
-        def count() -> float:
-            return sum(map(self.served.metric, ("num_requests_running", "num_requests_waiting")))
-
-        def send_alone(moment: Moment) -> None:
-            """Send a request, and wait until the engine has it. No other one ends while the worker is stopped."""
-            before = count()
-            send(moment)
-            eventually(count, lambda number: number > before)
+            answers[moment] = self._send(moment, forms[moment])
 
         stopped = Stopped(self.served.hook, victim.pid)
         try:
             length = self._prompt_length("stop", forms["stop"])
             stopped.set(length, length + _STOP_AT)
-            for moment in MOMENTS[:-2]:
+            for moment in TOGETHER[:-2]:
                 send(moment)
             stopped.wait()
-            send_alone("prefill")
-            send_alone("queued")
+            for moment in TOGETHER[-2:]:
+                with self._until_queued():
+                    send(moment)
             length = self._prompt_length("prefill", forms["prefill"])
             stopped.set(length, CHUNK * (1 + self.seed % 4))
             at = stopped.wait()
@@ -328,12 +334,43 @@ class Disturber:
         try:
             length = self._prompt_length("drafts", forms["drafts"])
             stopped.set(length, length + _STOP_AT, or_without_drafts=length + _DRAFTS_BEFORE)
-            answer = self._submit(forms["drafts"], self._expected["drafts", forms["drafts"]][0])
+            answer = self._send("drafts", forms["drafts"])
             at = stopped.wait()
             inject()
         finally:
             stopped.close()
         return {"drafts": answer}, at
+
+    def _reach_scored(
+        self, forms: Mapping[Moment, Form], victim: Rank, inject: Callable[[], None]
+    ) -> tuple[dict[Moment, Future[Answer]], AtStep]:
+        """Send one request, stop the victim in a chunk of its prompt, send the other one, and cause the fault."""
+        first, second = SCORED if self.seed % 2 else reversed(SCORED)
+        stopped = Stopped(self.served.hook, victim.pid)
+        try:
+            stopped.set(self._prompt_length(first, forms[first]), CHUNK * (1 + self.seed // 2 % 4))
+            answers: dict[Moment, Future[Answer]] = {first: self._send(first, forms[first])}
+            at = stopped.wait()
+            with self._until_queued():
+                answers[second] = self._send(second, forms[second])
+            inject()
+        finally:
+            stopped.close()
+        return answers, at
+
+    def _send(self, moment: Moment, form: Form) -> Future[Answer]:
+        return self._submit(form, self._expected[moment, form][0])
+
+    @contextlib.contextmanager
+    def _until_queued(self) -> Generator[None]:
+        """Wait at the end until the engine has one more request. None may end meanwhile: the worker is stopped."""
+
+        def count() -> float:
+            return sum(map(self.served.metric, ("num_requests_running", "num_requests_waiting")))
+
+        before = count()
+        yield
+        eventually(count, lambda number: number > before)
 
     def _prompt_length(self, moment: Moment, form: Form) -> int:
         return self._expected[moment, form][1].prompt_tokens
@@ -343,7 +380,7 @@ class Disturber:
         length = self._prompt_length(moment, form)
         starts = at.starts(length)
         if not starts:
-            return moment == "queued", -1
+            return moment in ("queued", *SCORED), -1
         position = min(starts)
         answered = position - length
         holds = {
@@ -351,9 +388,12 @@ class Disturber:
             "grammar": answered > 0,
             "choices": answered > 0 and len(starts) == 2,
             "drafts": answered > 0 and at.has_draft(length),
+            "penalties": answered > 0,
             "stop": STOP_FROM < answered < STOP_FROM + STOP_TOKENS,
             "prefill": 0 < position < length,
             "queued": False,
+            "embedding": 0 < position < length,
+            "scored": 0 < position < length,
         }
         return holds[moment], position
 

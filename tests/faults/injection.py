@@ -24,7 +24,7 @@ from tests.processes import Server
 from mlx_ring.core.cluster_folders import authority_folder
 
 _HOOK = Path(__file__).parent / "step_hook"
-_STOP_WAIT_S = 60.0
+_STOP_WAIT_S = 600.0
 
 
 @contextlib.contextmanager

@@ -16,8 +16,8 @@ import psutil
 import pytest
 from tests.eventually import eventually
 from tests.faults.comparison import Judge
-from tests.faults.dialects import DIALECTS, Question, ask
-from tests.faults.disturbances import CHUNK, PLACES, Cover, Disturber, Ledger, question_of
+from tests.faults.dialects import DIALECTS, EMBEDDINGS, Question, ask
+from tests.faults.disturbances import CHUNK, PLACES, SCORED, TOGETHER, Cover, Disturber, Ledger, question_of
 from tests.faults.injection import Served, Stopped, count_tasks, make_fatal, stopping_at_steps
 from tests.faults.models import write_model
 from tests.processes import serving
@@ -41,18 +41,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("models") / "dense", "dense")
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(600)
 def test_answers_of_every_dialect_continue_after_the_loss_of_a_worker_at_any_moment(
     model: Path, tmp_path: Path
 ) -> None:
     ledger = Ledger()
     with stopping_at_steps() as hook, served(model, tmp_path, hook, "--max-num-seqs", str(PLACES)) as running:
         disturber = Disturber(running, "dense", Judge(model), Cover(), ledger)
-        for _ in range(2):
-            disturber.disturb("worker killed")
+        for moments in (TOGETHER, TOGETHER, SCORED, SCORED):
+            disturber.disturb("worker killed", moments)
     assert ledger.wrong() == []
     assert all(run.was_hit and run.was_resumed for run in ledger.runs if run.moment != "drafts")
-    assert {run.dialect for run in ledger.runs} == set(DIALECTS)
+    assert {run.dialect for run in ledger.runs} == {*DIALECTS, *EMBEDDINGS}
 
 
 # ---- published clients
@@ -122,7 +122,7 @@ CLIENTS = {
 
 
 @pytest.mark.faults
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_published_clients_see_one_unbroken_stream(model: Path, tmp_path: Path) -> None:
     with stopping_at_steps() as hook, served(model, tmp_path, hook) as running:
         for read in CLIENTS.values():
@@ -151,6 +151,7 @@ def _prompt_length(running: Served) -> int:
 
 
 @pytest.mark.faults
+@pytest.mark.timeout(900)
 def test_a_request_that_kills_its_worker_ends_alone_and_its_neighbours_finish(
     model: Path, tmp_path: Path
 ) -> None:
@@ -169,13 +170,22 @@ def test_a_request_that_kills_its_worker_ends_alone_and_its_neighbours_finish(
                 return choice.text
 
             undisturbed = list(running.threads.map(answer, questions))
+            first = len(questions[0].prompt)
+            # The neighbours are in the middle of their answers when the request arrives.
+            stopped = Stopped(hook, running.wait_until_ready()[0].pid)
+            stopped.set(first, first + _CUT_AT)
             disturbed = [running.threads.submit(answer, question) for question in questions]
-            error = running.http.post(
-                running.server.url + completions.path, json=completions.whole_body(poison)
-            )
+            stopped.wait()
+            eventually(lambda: running.metric("num_requests_running") == len(questions))
+            url, body = running.server.url + completions.path, completions.whole_body(poison)
+            ended = running.threads.submit(running.http.post, url, json=body, timeout=600)
+            eventually(lambda: running.metric("num_requests_running") > len(questions))
+            stopped.close()
+            error = ended.result()
             assert error.json()["error"]["code"] == "repeated_loss"
             assert [each.result() for each in disturbed] == undisturbed
             assert running.metric("instance_losses_total") == 3
+            assert running.metric("requests_resumed_total") >= len(questions)
             assert [answer(question) for question in questions] == undisturbed
 
 
@@ -207,7 +217,7 @@ class Held:
 
 
 @pytest.mark.faults
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_a_hundred_recoveries_leave_nothing_behind(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -232,6 +242,7 @@ def test_a_hundred_recoveries_leave_nothing_behind(
             stopped.close()
             assert reading.result() == expected
         running.wait_until_ready()
+        assert running.metric("requests_resumed_total") == RECOVERIES
         counts.append(
             eventually(lambda: Held.by(running), lambda held: held.processes <= counts[0].processes)
         )
