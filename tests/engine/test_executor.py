@@ -14,11 +14,32 @@ from mlx_ring.core.types import RankId
 from mlx_ring.engine import executor as subject
 from mlx_ring.engine.executor import Executor, GrpcExecutor, RankAddress, sampling_ranks
 from mlx_ring.engine.twin import TwinExecutor
+from mlx_ring.rpc.channels import keep_alive, open_aio_channel
 from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
 
 MakeExecutor = Callable[[], Executor]
 STEPS = 5
+
+
+def test_streams_of_steps_are_pinged_because_nothing_else_beats_on_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    opened: list[Any] = []
+    open_channel = open_aio_channel
+
+    def record(*given: Any, more: Any) -> Any:
+        opened.extend(more)
+        return open_channel(*given, more=more)
+
+    async def connect() -> None:
+        address = RankAddress(RankId(0, 0), "127.0.0.1:1")
+        await GrpcExecutor.connect([address], make_hello(), timeout_s=0.01)
+
+    monkeypatch.setattr(subject, "open_aio_channel", record)
+    with pytest.raises(RingError):
+        asyncio.run(connect())
+    assert opened == keep_alive()
 
 
 @pytest.fixture(params=[lambda: TwinExecutor((1, 2))], ids=["twin"])

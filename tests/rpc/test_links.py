@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any, cast
 
 import grpc
 import numpy as np
 import pytest
 import zstandard
-from tests.eventually import eventually
+from tests.eventually import eventually, run_tasks_until
 from tests.worker.collective.pairs import KINDS, ForwardingInbox, joined_pair
 from tests.worker.in_process_link import InProcessLink
 
@@ -306,6 +308,39 @@ def test_pings_are_permitted_and_a_link_without_answers_breaks(
     eventually(lambda: lost)
     sender.close()
     server.stop(None).wait()
+
+
+def test_an_idle_stream_of_the_head_is_pinged_and_no_number_of_pings_ends_it() -> None:
+    settings = dict(channels._server_options(1 << 20))  # pyright: ignore[reportPrivateUsage] - gRPC reads them
+    assert settings["grpc.http2.max_ping_strikes"] == 0
+    between_ms = dict(channels.keep_alive())["grpc.keepalive_time_ms"]
+    assert settings["grpc.http2.min_ping_interval_without_data_ms"] <= between_ms / 2
+
+    async def echo(requests: AsyncIterator[bytes], _context: object) -> AsyncIterator[bytes]:
+        async for each in requests:
+            yield each
+
+    async def run() -> None:
+        server = channels.make_aio_server()
+        method: Any = grpc.stream_stream_rpc_method_handler(cast("Any", echo))
+        handlers = {"Echo": method}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", handlers),))
+        relay = Relay(server.add_insecure_port("127.0.0.1:0"))
+        await server.start()
+        address = f"127.0.0.1:{relay.port}"
+        async with channels.open_aio_channel(address, more=channels.keep_alive()) as channel:
+            call: Any = cast("Any", channel).stream_stream("/test/Echo")()
+            await call.write(b"first")
+            assert await call.read() == b"first"
+            before = relay.parts
+            # By default, gRPC ends a connection at the third ping.
+            await run_tasks_until(lambda: relay.parts - before >= 4)
+            await call.write(b"after the pings")
+            assert await call.read() == b"after the pings"
+            call.cancel()
+        await server.stop(None)
+
+    asyncio.run(run())
 
 
 def test_a_frame_without_content_is_refused(inbox: Inbox) -> None:

@@ -16,7 +16,7 @@ import grpc
 
 from mlx_ring.core.errors import ProtocolError, RingError, ServingError, WorkerLost, WorkerStuck
 from mlx_ring.core.types import RankId
-from mlx_ring.rpc.channels import open_aio_channel
+from mlx_ring.rpc.channels import keep_alive, open_aio_channel
 from mlx_ring.rpc.failures import channel_error, failure_to_error
 from mlx_ring.rpc.hello import check_hello
 from mlx_ring.rpc.methods import STEPS_RAW
@@ -239,7 +239,7 @@ def _stream_error(error: Exception, peer: str) -> RingError:
 def _open(address: RankAddress, trust: ChannelTrust | None) -> _RankStream:
     place = address.place
     name = node_name(address.node) if address.node else ""
-    channel = open_aio_channel(address.address, trust, name)
+    channel = open_aio_channel(address.address, trust, name, more=keep_alive())
     peer = f"worker {place.rank} of stage {place.stage}" + (f" on {address.node}" if address.node else "")
     return _RankStream(
         place, peer, address.node, channel, STEPS_RAW.aio_stream_stream(channel)(wait_for_ready=True)

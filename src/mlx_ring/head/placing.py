@@ -38,7 +38,7 @@ from mlx_ring.planner.profiles import ClusterProfile, NodeProfile
 from mlx_ring.planner.replicas import place_replicas
 from mlx_ring.planner.request import Demand, PlanRequest
 from mlx_ring.rpc.backends import is_collective
-from mlx_ring.rpc.channels import AGENT_MESSAGE_BYTES, open_aio_channel
+from mlx_ring.rpc.channels import AGENT_MESSAGE_BYTES, keep_alive, open_aio_channel
 from mlx_ring.rpc.link_profile import LinkProfile
 from mlx_ring.rpc.tls.peers import node_name
 from mlx_ring.settings.config import Settings
@@ -329,9 +329,9 @@ def cluster_sites(control: Control, membership: Membership, head_port: int, *, p
     others = [member for member in members if member.node != control.node]
     sites: list[Site] = []
     for member in members:
-        address = address_of(member.host, member.port)
+        address, name = address_of(member.host, member.port), node_name(member.node)
         channel = open_aio_channel(
-            address, control.credentials, node_name(member.node), max_message_bytes=AGENT_MESSAGE_BYTES
+            address, control.credentials, name, max_message_bytes=AGENT_MESSAGE_BYTES, more=keep_alive()
         )
         link = AgentLink(channel, f"the agent of {member.node}")
         is_local = member.node == control.node

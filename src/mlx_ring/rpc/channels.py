@@ -126,11 +126,15 @@ def open_aio_channel(
     name: str = "",
     *,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
+    more: Sequence[tuple[str, Any]] = (),
 ) -> grpc.aio.Channel:
-    """Open a channel for an event loop; the first arguments are those of `open_channel`."""
-    if trust is None or address.startswith("unix:"):
+    """Open a channel for an event loop; the arguments are those of `open_channel`."""
+    if address.startswith("unix:"):
         return grpc.aio.insecure_channel(address, options=_plain(address, max_message_bytes))
-    return grpc.aio.secure_channel(address, trust.for_channel(), options=_named(name, max_message_bytes))
+    if trust is None:
+        return grpc.aio.insecure_channel(address, options=[*_plain(address, max_message_bytes), *more])
+    options = [*_named(name, max_message_bytes), *more]
+    return grpc.aio.secure_channel(address, trust.for_channel(), options=options)
 
 
 def make_server(
