@@ -140,9 +140,18 @@ class Head:
         self.impossible = ""
         """Link of plans for which there is no room."""
 
+    @property
+    def order(self) -> Order:
+        served = cast("ServedModel", SimpleNamespace(names=("demo",), folder=SimpleNamespace(num_layers=8)))
+        return Order(served, self.settings, 1, nodes=1, only=None)
+
+    def replaced(self) -> tuple[object, object]:
+        """Return link and backend of an instance whose shared stage is replaced."""
+        settings = self.step_down.without_barred(self.order, placement_of("ab", "c")).group_settings
+        return settings["link"], settings["backend"]
+
     def plan(self) -> tuple[str, str, int, int]:
         """Return link and backend of the next plan, and its numbers of stages and of ranks in each."""
-        served = cast("ServedModel", SimpleNamespace(names=("demo",), folder=SimpleNamespace(num_layers=8)))
 
         async def place(order: Order) -> Placement:
             settings = order.settings
@@ -152,8 +161,7 @@ class Head:
                 return placement_of("ab")
             return placement_of(*"ab"[: settings.stages])
 
-        order = Order(served, self.settings, 1, nodes=1, only=None)
-        placement = asyncio.run(self.step_down.place(order, place))
+        placement = asyncio.run(self.step_down.place(self.order, place))
         chosen: dict[str, Any] = dict(placement.group_settings)
         return chosen["link"], chosen["backend"], len(placement.ranks), len(placement.ranks[0])
 
@@ -227,6 +235,22 @@ def test_barred_backend_is_used_if_nothing_else_fits(caplog: pytest.LogCaptureFi
     head.impossible = "grpc"
     assert head.plan() == ("ring", "auto", 2, 1)
     assert "using MLX's backend ring, because without it: No room." in caplog.text
+
+
+def test_a_group_is_replaced_with_the_ring_instead_of_a_barred_backend() -> None:
+    head = Head(tp=2)
+    assert head.replaced() == ("grpc", "auto")
+    head.hang("jaccl")
+    assert head.replaced() == ("grpc", "ring")
+    head.hang("ring")
+    with pytest.raises(PlanError, match="MLX's backend jaccl, ring is barred"):
+        head.replaced()
+
+
+def test_a_group_is_replaced_with_a_barred_backend_that_must_stay() -> None:
+    head = Head(tp=2, backend="ring")
+    head.hang("ring")
+    assert head.replaced() == ("grpc", "ring")
 
 
 def test_other_losses_are_not_recorded() -> None:

@@ -170,6 +170,20 @@ def test_two_machines_of_two_that_do_not_reach_each_other_give_their_stages_to_o
         place_again(order, remains, remains.lost, small)
 
 
+def test_a_group_is_replaced_as_a_whole_and_the_stages_around_it_stay(model: Path) -> None:
+    order = order_of(model, backend="ring")
+    agents = {node: _Agent() for node in "abc"}
+    sites = [agents[node].site(node) for node in "abbc"]
+    ranges = even_split(order.served.folder.num_layers, 3)
+    before = Placement(ranges, place_ranks(sites, [(1.0,), (1.0, 1.0), (1.0,)]), None)
+    remains = Remains("one", 1, before, frozenset({RankId(1, 0), RankId(1, 1)}), frozenset())
+    placement, prepared = patched(order, remains, room_on(agents))
+    assert [[placed.site.node for placed in stage] for stage in placement.ranks] == [["a"], ["b", "b"], ["c"]]
+    assert placement.group_settings == {"link": "grpc", "backend": "ring"}
+    assert set(prepared) == {place(0), place(2)}
+    assert agents["b"].stopped == 1, "the workers of the hung group end"
+
+
 def test_a_lost_stage_without_a_machine_that_has_room_is_refused(model: Path) -> None:
     order = order_of(model)
     remains = remains_of(order, [_Agent(), _Agent()], [1])

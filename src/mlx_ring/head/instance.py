@@ -36,7 +36,7 @@ from mlx_ring.head.patching import Remains, can_be_patched, sites_of
 from mlx_ring.head.placing import Placement
 from mlx_ring.head.rank_placements import assign_all
 from mlx_ring.head.served_model import ServedModel, memory_for_weights, policy_of
-from mlx_ring.head.step_down import blame_join
+from mlx_ring.head.step_down import blame_join, groups_of
 from mlx_ring.planner.forecast import Forecast
 from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.protos import hello_pb2, worker_pb2
@@ -203,11 +203,11 @@ class Instance:
     def _find_remains(self, loss: RingError | None) -> Remains | None:
         """Return the ranks that are left, if they can serve again with others in place of the lost ones.
 
-        After a hung group, another plan may avoid its backend. If the loss came before the instance served, those are
-        left that stayed from the epoch before: agents end what they load when a load fails.
+        If the loss came before the instance served, those are left that stayed from the epoch before: agents end what they
+        load when a load fails. A group that hangs in a load may need another plan.
         """
-        is_loss = self._has_served or isinstance(loss, WorkerLost | WorkerStuck)
-        if isinstance(loss, GroupStuck) or not is_loss:
+        is_loss = isinstance(loss, WorkerLost | WorkerStuck) and not isinstance(loss, GroupStuck)
+        if not self._has_served and not is_loss:
             return None
         return self._without(self.watch.silent_nodes, frozenset(self.watch.lost_ranks))
 
@@ -216,6 +216,8 @@ class Instance:
         epoch, sites = self._epoch, sites_of(self._epoch.placement)
         left = sites.keys() if self._has_served else (epoch.prepared or {}).keys()
         lost = ranks | {place for place, site in sites.items() if site.node in nodes or place not in left}
+        # MLX cannot join the others of a group again.
+        lost = lost.union(*(group for group in groups_of(epoch.placement) if lost & set(group)))
         remains = Remains(epoch.instance, epoch.number, epoch.placement, lost, nodes)
         return remains if can_be_patched(self._settings.link, remains) else None
 

@@ -223,6 +223,7 @@ class Cluster:
     async def patch(self, order: Order, remains: Remains, early: PatchPlan | None) -> Epoch:
         if self._control.node in remains.silent_nodes:
             self._own_agent.replace_soon()
+        order = self._step_down.without_barred(order, remains.placement)
         number = max(order.number, remains.epoch + 1)
         hello = make_hello(node=self._control.node, fencing_id=self._left.head_number)
         sites = () if early is None else early.room.sites

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from mlx_ring.cluster.deployment import Site, Started, close_sites
@@ -90,8 +90,7 @@ class _Option:
     """Possible placement of lost ranks."""
 
     plan: Plan
-    places: Sequence[Sequence[str]]
-    """Node of each rank of each stage."""
+    ranks: tuple[Stage, ...]
     lost: frozenset[RankId]
     """Ranks that it replaces."""
     at_home: int
@@ -99,7 +98,7 @@ class _Option:
 
     @property
     def machines(self) -> int:
-        return len({node for stage in self.places for node in stage})
+        return len({placed.site.node for stage in self.ranks for placed in stage})
 
     def speed(self, *, of_one: bool) -> float:
         """Return the predicted tokens per second, of one stream or of all."""
@@ -129,7 +128,7 @@ def place_again(
     ]
     gone = sorted({homes[place] for place in lost if homes[place] not in room.steady})
     problem = PlanError(f"{' and '.join(gone)} left, and no other machine may have the model's layers.")
-    options = list[_Option]()
+    sites, options = {site.node: site for site in room.sites}, list[_Option]()
     for _, (replaced, now) in zip(
         range(_MOST_CHOICES), _choices(before, homes, lost, present, room.cluster), strict=False
     ):
@@ -138,19 +137,18 @@ def place_again(
             for stage, ranks in enumerate(before.ranks)
         ]
         try:
+            ranks = _placed_at(before.cut, places, sites, order.settings.link)
             plan = plan_given_ranks(order, room.cluster, before.cut, places, "as they were before a loss")
         except PlanError as error:
             problem = error
             continue
         at_home = sum(now[place] == homes[place] for place in replaced)
-        options.append(_Option(plan, places, replaced, at_home))
+        options.append(_Option(plan, ranks, replaced, at_home))
     if not options:
         raise problem
     best = _best(order, options)
-    sites = {site.node: site for site in room.sites}
-    ranks = _placed_at(before.cut, best.places, sites, order.settings.link)
-    expected = forecast_of(replica_request(order), order.served, room.cluster, before.ranges, ranks)
-    return Placement(before.ranges, ranks, best.plan, expected, before.group_settings), best.lost
+    expected = forecast_of(replica_request(order), order.served, room.cluster, before.ranges, best.ranks)
+    return Placement(before.ranges, best.ranks, best.plan, expected, before.group_settings), best.lost
 
 
 def _choices(
@@ -333,6 +331,7 @@ async def patch_ranks(
         placement = remains.placement
         if plan is not None:
             placement, lost = plan.placement, plan.lost
+        placement = replace(placement, group_settings=order.group_settings)
         assignments = assign_all(
             order.settings, order.served, remains.instance, number, placement.cut, placement.ranks
         )

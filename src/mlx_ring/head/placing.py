@@ -98,6 +98,11 @@ class Order:
     pipeline_only: bool = False
     """True if no machines may share layers."""
 
+    @property
+    def group_settings(self) -> Mapping[str, object]:
+        """Link and backend, as a placement keeps them."""
+        return {name: getattr(self.settings, name) for name in ("link", "backend")}
+
 
 @dataclass(frozen=True, slots=True)
 class Others:

@@ -85,6 +85,7 @@ class SingleNode:
         del early
         if self._agent is None or self._agent.exit_reason:
             raise NotReady("The agent of this machine has ended, and its workers with it.")
+        order = self._step_down.without_barred(order, remains.placement)
         number = max(order.number, remains.epoch + 1)
         placement, prepared = await patch_ranks(order, remains, number, None, make_hello(node=node_name()))
         return Epoch(remains.instance, number, placement, node_name(), prepared=prepared)

@@ -119,6 +119,23 @@ class StepDown:
             order = lower
         return placement
 
+    def without_barred(self, order: Order, placement: Placement) -> Order:
+        """Return the order to replace ranks of an instance, without barred backends for its groups.
+
+        Raises:
+            PlanError: its cut needs a barred backend, so that it must be planned as a whole.
+        """
+        barred = self._barred(order, placement)
+        if not barred:
+            return order
+        if not may_step_down(order.settings):
+            self._warn_of(order.settings, barred)
+            return order
+        lower = _next_order(order, placement, barred)
+        if lower.pipeline_only or lower.settings.link != order.settings.link:
+            raise PlanError(f"its groups hung, and MLX's backend {', '.join(sorted(barred))} is barred.")
+        return lower
+
     def _barred(self, order: Order, placement: Placement) -> AbstractSet[str]:
         """Return the barred backends that the placement may use."""
         asked, now_s = _asked(order.settings, placement), self._clock()
@@ -146,8 +163,7 @@ class StepDown:
 
 async def _placed(order: Order, place: Place) -> Placement:
     """Place the order, with its link and backend."""
-    settings = {name: getattr(order.settings, name) for name in ("link", "backend")}
-    return replace(await place(order), group_settings=settings)
+    return replace(await place(order), group_settings=order.group_settings)
 
 
 def where(state: HungBackend) -> str:
