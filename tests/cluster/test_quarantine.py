@@ -87,6 +87,42 @@ def test_losses_in_the_future_cause_no_quarantine(tmp_path: Path) -> None:
     assert corrected.note("mini", "once more", 0.0) is None
 
 
+def test_a_link_that_was_lost_twice_in_ten_minutes_is_avoided_for_a_quarter_of_an_hour(
+    tmp_path: Path,
+) -> None:
+    now_s = 1000.0
+    quarantine = QuarantineList(tmp_path, clock=lambda: now_s)
+    assert quarantine.note_link(("b", "a"), "it broke", 0.0) is None
+    assert quarantine.note_link(("a", "b"), "it broke for another instance, too", 0.0) is None
+    now_s += WINDOW_S - 1
+    avoided = quarantine.note_link(("a", "b"), "it broke again", 1000.5)
+    assert avoided is not None
+    assert avoided.reason == "It was lost 2 times within 10 minutes. The last reason: it broke again"
+    assert not quarantine.held(), "no node is blamed"
+    again = QuarantineList(tmp_path, clock=lambda: now_s)
+    now_s += REST_S - 1
+    assert again.links() == {("a", "b"): avoided}, "it outlives a head"
+    now_s += 1
+    assert again.links() == {}
+
+
+def test_losses_of_a_link_that_are_far_apart_do_not_count(tmp_path: Path) -> None:
+    times_s = count(1000.0, WINDOW_S)
+    quarantine = QuarantineList(tmp_path, clock=lambda: next(times_s))
+    assert [quarantine.note_link(("a", "b"), "it broke", 0.0) for _ in range(9)] == [None] * 9
+
+
+def test_links_of_a_node_that_is_readmitted_are_used(tmp_path: Path) -> None:
+    times_s = count(1000.0, 10.0)
+    quarantine = QuarantineList(tmp_path, clock=lambda: next(times_s))
+    for _ in range(LOSSES):
+        quarantine.note("a", "its worker died", 0.0)
+        quarantine.note_link(("a", "b"), "it broke", 0.0)
+        quarantine.note_link(("b", "c"), "it broke", 0.0)
+    quarantine.readmit("a")
+    assert set(quarantine.links()) == {("b", "c")}
+
+
 @pytest.mark.parametrize("fault", ["rubbish", "no file", "no folder"])
 def test_an_unusable_file_is_logged_once_and_causes_no_quarantine(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, fault: str

@@ -13,9 +13,9 @@ from mlx_ring.cluster.agent_link import AgentLink, Source, WeightsPeer
 from mlx_ring.cluster.deployment import Site
 from mlx_ring.cluster.link_survey import FoundLink
 from mlx_ring.cluster.membership import Membership
+from mlx_ring.cluster.quarantine import Quarantine
 from mlx_ring.core.errors import NodeLost
-from mlx_ring.head.link_survey import LinkSurveys
-from mlx_ring.head.placing import with_throughput
+from mlx_ring.head.link_survey import LinkSurveys, link_info, with_throughput
 from mlx_ring.host.trusted_interfaces import TrustedInterface
 
 CABLE, LAN = 4e9, 1e8
@@ -89,6 +89,13 @@ def test_broken_cable_is_measured_once_and_the_plan_uses_the_usual_link() -> Non
 
     asyncio.run(run())
     assert agent.measured == ["192.168.1.2:7", "10.0.8.2:7"]
+
+
+def test_a_link_that_plans_avoid_is_shown_with_the_reason() -> None:
+    avoided = Quarantine("It was lost 2 times.", 0.0)
+    assert link_info(FoundLink("n1", "n2", 1e-3, LAN, 1.0), None).problem == ""
+    assert "It was lost 2 times." in link_info(FoundLink("n1", "n2", 1e-3, LAN, 1.0), avoided).problem
+    assert link_info(FoundLink("n1", "n2", problem="n2 is silent"), avoided).problem == "n2 is silent"
 
 
 def test_node_fetches_weights_from_no_node_that_it_does_not_reach() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Generator
 from functools import partial
@@ -19,12 +20,14 @@ from mlx_ring.cluster.control import Control
 from mlx_ring.cluster.deployment import Site
 from mlx_ring.cluster.link_survey import FoundLink
 from mlx_ring.cluster.membership import Event, Joined, Membership
-from mlx_ring.core.errors import LinkLost, NodeLost
+from mlx_ring.core.errors import LinkLost, NodeLost, PlanError
 from mlx_ring.head import left_workers as subject
 from mlx_ring.head import multi_node as subject_of_patches
 from mlx_ring.head.multi_node import Cluster
 from mlx_ring.head.patching import Remains, Room
+from mlx_ring.head.placing import Order, Placement
 from mlx_ring.host.addresses import HeadAddress
+from mlx_ring.rpc.link_profile import UNREACHABLE
 from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
 from mlx_ring.settings.config import Settings
 
@@ -210,16 +213,91 @@ class Planned:
         self.closed += 1
 
 
+def order_of(folder: Path) -> Order:
+    served: Any = SimpleNamespace(names=["demo"], folder=SimpleNamespace(path=folder))
+    return Order(served, Settings(), number=2, nodes=1, only=None)
+
+
+def bar(cluster: Any) -> None:
+    """Let the link between n1 and n2 break twice, each time for a new instance."""
+    for _ in range(2):
+        cluster.record_failure(LinkLost("It broke.").between("n2", "n1"), time.time())
+
+
+@pytest.mark.parametrize("is_possible", [True, False])
+def test_plans_avoid_a_link_that_broke_twice_unless_nothing_else_fits(
+    is_possible: bool,  # noqa: FBT001 - as pytest gives it
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    planned: list[list[Any]] = []
+
+    async def place(_order: object, *, avoided: Any, **_: object) -> Any:
+        planned.append([*avoided])
+        if avoided and not is_possible:
+            raise PlanError("No room.")
+        return Placement((), (), None)
+
+    monkeypatch.setattr(subject_of_patches, "place_on_cluster", place)
+    cluster = Planned(monkeypatch, tmp_path).cluster
+    order = order_of(tmp_path)
+    with caplog.at_level(logging.INFO):
+        asyncio.run(cluster._place(order, cluster._control.membership, []))
+        bar(cluster)
+        asyncio.run(cluster._place(order, cluster._control.membership, []))
+    assert planned == [[], [("n1", "n2")], *([] if is_possible else [[]])]
+    assert "plans avoid the link between n2 and n1 until" in caplog.text
+    assert (
+        "using links that were lost repeatedly, because without them: No room." in caplog.text
+    ) != is_possible
+
+
+@pytest.mark.parametrize(
+    ("is_patch_possible", "is_plan_possible"), [(True, True), (False, True), (False, False)]
+)
+def test_patches_avoid_a_link_that_broke_twice_unless_no_plan_does(
+    is_patch_possible: bool,  # noqa: FBT001 - as pytest gives it
+    is_plan_possible: bool,  # noqa: FBT001
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    planned = Planned(monkeypatch, tmp_path)
+    cluster = planned.cluster
+
+    async def place(_order: object, **_: object) -> Any:
+        if not is_plan_possible:
+            raise PlanError("No room.")
+        return Placement((), (), None)
+
+    async def plan(order: object, remains: object, room: Room) -> Any:
+        if room.cluster.links and not is_patch_possible:
+            raise PlanError("No room.")
+        return await planned.plan(order, remains, room)
+
+    monkeypatch.setattr(subject_of_patches, "place_on_cluster", place)
+    monkeypatch.setattr(subject_of_patches, "plan_patch", plan)
+    order = order_of(tmp_path)
+    remains = Remains("one", 1, cast("Any", None), frozenset(), frozenset())
+    bar(cluster)
+    if is_plan_possible and not is_patch_possible:
+        with pytest.raises(PlanError):
+            asyncio.run(cluster.plan_patch(order, remains))
+        assert planned.closed == 1
+    else:
+        room = asyncio.run(cluster.plan_patch(order, remains)).room
+        links = {frozenset(("n1", "n2")): UNREACHABLE} if is_patch_possible else {}
+        assert (room.cluster.links, planned.closed) == (links, 0)
+
+
 @pytest.mark.parametrize("change", ["", "node", "memory", "link"])
 def test_a_patch_uses_an_early_plan_if_nothing_has_changed_since(
     change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planned = Planned(monkeypatch, tmp_path)
     cluster = planned.cluster
-    order: Any = SimpleNamespace(
-        number=2, served=SimpleNamespace(names=["demo"], folder=SimpleNamespace(path=tmp_path))
-    )
-    remains = Remains("one", 1, cast("Any", None), frozenset(), frozenset({"n3"}))
+    order = order_of(tmp_path)
+    remains = Remains("one", 1, Placement((), (), None), frozenset(), frozenset({"n3"}))
 
     async def run() -> None:
         early = await cluster.plan_patch(order, remains)

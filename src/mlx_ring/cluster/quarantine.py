@@ -1,6 +1,7 @@
-"""Quarantine of nodes that have failed repeatedly, which plans leave out for a while, and of MLX backends that hang.
+"""Nodes that have failed repeatedly, links that broke repeatedly, and MLX backends that hang. Plans avoid them for a while.
 
-Losses that were blamed on nodes are kept in the cluster's folder, where another process may clear them.
+Losses that were blamed on nodes and links are kept in the cluster's folder, where another process may clear them. Hangs of
+backends are forgotten when the head ends.
 
 A group hangs if all its ranks answer, but none completes its collectives. That is a fault of the connection between its
 nodes, or of the backend, and not of a node. A group of two ranks blames its pair of nodes. Larger groups do not show
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 from pathlib import Path
+from typing import TypeVar
 
 from pydantic import BaseModel
 
@@ -33,6 +35,13 @@ A loss of something that began to load after the previous loss counts separately
 """
 
 
+LINK_LOSSES = 2
+"""The same for the link between two nodes."""
+
+Pair = tuple[str, str]
+"""Two nodes in order of their names; twice the same for two ranks on one node."""
+
+
 @dataclass(frozen=True, slots=True)
 class Loss:
     """Loss, or failed load, of an instance because of a node."""
@@ -47,36 +56,65 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class Quarantine:
-    """Quarantine of a node."""
+    """Time for which plans leave out a node or a link."""
 
     reason: str
     """Reason, as a sentence."""
     until_s: float
 
 
-def quarantined(losses: tuple[Loss, ...], now_s: float) -> Mapping[str, Quarantine]:
+@dataclass(frozen=True, slots=True)
+class LostLink:
+    """Loss of an instance because the link between two of its nodes broke."""
+
+    ends: Pair
+    reason: str
+    at_s: float
+    """Time of the loss in seconds since the Unix epoch."""
+    begun_s: float = 0.0
+    """Time at which the lost instance began to load."""
+
+
+AnyLoss = TypeVar("AnyLoss", Loss, LostLink)
+
+
+def quarantined(losses: Sequence[Loss], now_s: float) -> Mapping[str, Quarantine]:
     """Return the current quarantines by node."""
-    held: dict[str, Quarantine] = {}
-    for node in {loss.node for loss in losses}:
-        own = sorted((loss for loss in losses if loss.node == node), key=lambda loss: loss.at_s)
-        last = own[-1]
-        count = _apart([loss for loss in own if loss.at_s > last.at_s - WINDOW_S])
-        if count >= LOSSES and now_s < last.at_s + REST_S:
-            reason = f"It was lost {count} times within {WINDOW_S / 60:.0f} minutes. The last reason: {last.reason}"
-            held[node] = Quarantine(reason, last.at_s + REST_S)
-    return held
+    nodes = {loss.node for loss in losses}
+    found = {node: _rest([loss for loss in losses if loss.node == node], LOSSES, now_s) for node in nodes}
+    return {node: rest for node, rest in found.items() if rest is not None}
 
 
-def _apart(losses: list[Loss]) -> int:
+def avoided_links(losses: Sequence[LostLink], now_s: float) -> Mapping[Pair, Quarantine]:
+    """Return the links that plans avoid now, by their ends."""
+    pairs = {loss.ends for loss in losses}
+    found = {
+        pair: _rest([loss for loss in losses if loss.ends == pair], LINK_LOSSES, now_s) for pair in pairs
+    }
+    return {pair: rest for pair, rest in found.items() if rest is not None}
+
+
+def _rest(losses: Sequence[Loss | LostLink], most: int, now_s: float) -> Quarantine | None:
+    """Return the rest of a node or link after this number of losses; None if there is none now."""
+    own = sorted(losses, key=lambda loss: loss.at_s)
+    last = own[-1]
+    count = _apart([loss for loss in own if loss.at_s > last.at_s - WINDOW_S])
+    if count < most or now_s >= last.at_s + REST_S:
+        return None
+    reason = f"It was lost {count} times within {WINDOW_S / 60:.0f} minutes. The last reason: {last.reason}"
+    return Quarantine(reason, last.at_s + REST_S)
+
+
+def _apart(losses: Sequence[Loss | LostLink]) -> int:
     """Return the number of separate losses; `losses` must be in order."""
     return 1 + sum(_is_another(before, after) for before, after in pairwise(losses))
 
 
-def _is_another(before: Loss, after: Loss) -> bool:
+def _is_another(before: Loss | LostLink, after: Loss | LostLink) -> bool:
     return after.begun_s > before.at_s or after.at_s - before.at_s > _ONE_LOSS_S
 
 
-def still_counting(losses: tuple[Loss, ...], now_s: float) -> tuple[Loss, ...]:
+def still_counting(losses: tuple[AnyLoss, ...], now_s: float) -> tuple[AnyLoss, ...]:
     """Return the losses that still count; those in the future, because the clock was set back, do not."""
     return tuple(loss for loss in losses if 0 <= now_s - loss.at_s < WINDOW_S + REST_S)
 
@@ -88,10 +126,11 @@ _FILE = "losses.json"
 
 class _Content(BaseModel):
     losses: tuple[Loss, ...] = ()
+    links: tuple[LostLink, ...] = ()
 
 
 class QuarantineList:
-    """The losses of nodes and the resulting quarantines.
+    """The losses of nodes and of links, and the resulting quarantines.
 
     If its file cannot be used, the head logs that and continues without quarantines.
     """
@@ -119,16 +158,44 @@ class QuarantineList:
             return None
         return quarantined(content.losses, now_s).get(node)
 
-    def held(self) -> Mapping[str, Quarantine]:
-        """Return the current quarantines by node."""
+    def note_link(self, nodes: Sequence[str], reason: str, begun_s: float) -> Quarantine | None:
+        """Record the loss of an instance because the link between two nodes broke; return its quarantine, if it is in one now.
+
+        Args:
+            nodes: The nodes at its ends.
+            reason: The reason of the loss.
+            begun_s: The time at which the instance began to load, since the Unix epoch.
+        """
+        pair, now_s = pair_of(nodes), self._clock()
+        if pair is None:
+            return None
         try:
-            return self._held_by(self._file.read())
+            with self._file.change() as content:
+                lost = LostLink(pair, reason, now_s, begun_s)
+                content.links = (*still_counting(content.links, now_s), lost)
         except (ConfigError, OSError) as error:
             self._log_once(error)
-            return {}
+            return None
+        return avoided_links(content.links, now_s).get(pair)
+
+    def held(self) -> Mapping[str, Quarantine]:
+        """Return the current quarantines by node."""
+        return self._held_by(self._read())
+
+    def links(self) -> Mapping[Pair, Quarantine]:
+        """Return the links that plans avoid now, by their ends."""
+        now_s = self._clock()
+        return avoided_links(still_counting(self._read().links, now_s), now_s)
+
+    def _read(self) -> _Content:
+        try:
+            return self._file.read()
+        except (ConfigError, OSError) as error:
+            self._log_once(error)
+            return _Content()
 
     def readmit(self, node: str) -> None:
-        """Forget the node's losses.
+        """Forget the node's losses, and those of its links.
 
         Raises:
             ConfigError: A node that is not in quarantine, or a file that cannot be used.
@@ -140,6 +207,7 @@ class QuarantineList:
                     f"The node {node!r} is not in quarantine: nodes in quarantine are {', '.join(sorted(held)) or 'none'}."
                 )
             content.losses = tuple(loss for loss in content.losses if loss.node != node)
+            content.links = tuple(loss for loss in content.links if node not in loss.ends)
 
     def _held_by(self, content: _Content) -> Mapping[str, Quarantine]:
         now_s = self._clock()
@@ -156,20 +224,18 @@ class QuarantineList:
 HANGS = 2
 """Number of hangs within `WINDOW_S` that bars a backend for `REST_S`."""
 
-Pair = tuple[str, str]
-"""Nodes of two ranks, in order of their names; twice the same if both ranks are on one node."""
-
 
 def pair_of(nodes: Sequence[str]) -> Pair | None:
     """Return the pair that a group blames, given each rank's node; None for a group of more than two ranks."""
     match tuple(nodes):
         case (one, other):
-            return _pair(one, other)
+            return pair(one, other)
         case _:
             return None
 
 
-def _pair(one: str, other: str) -> Pair:
+def pair(one: str, other: str) -> Pair:
+    """Return two nodes in order."""
     return (min(one, other), max(one, other))
 
 
@@ -223,7 +289,7 @@ class HungBackends:
 
     def barred(self, nodes: Sequence[str], now_s: float) -> frozenset[str]:
         """Return the backends that a group must not use, given the node of each of its ranks."""
-        pairs = {_pair(*each) for each in combinations(nodes, 2)}
+        pairs = {pair(*each) for each in combinations(nodes, 2)}
         return frozenset(
             state.backend
             for state in self.states(now_s)

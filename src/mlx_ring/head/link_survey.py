@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from mlx_ring.api.service import LinkInfo
 from mlx_ring.cluster.deployment import Site, address_of, route_between
 from mlx_ring.cluster.link_survey import FoundLink, LinkEnd, LinkSurvey, link_profiles
 from mlx_ring.cluster.membership import Membership
+from mlx_ring.cluster.quarantine import Quarantine
 from mlx_ring.head.rank_placements import with_trust
-from mlx_ring.rpc.link_profile import LinkProfile
+from mlx_ring.rpc.link_profile import UNREACHABLE, LinkProfile
 
 
 class LinkSurveys:
@@ -93,13 +96,36 @@ def _trusted_host(site: Site, other: Site) -> str:
     return "" if route is None or route.listens == site.host_for(other.node) else route.listens
 
 
-def link_info(found: FoundLink) -> LinkInfo:
-    """Return a found link as the API shows it."""
+def broken_links(pairs: Iterable[Sequence[str]]) -> dict[frozenset[str], LinkProfile]:
+    """Return profiles of links that nothing passes, given their ends."""
+    return {frozenset(pair): UNREACHABLE for pair in pairs}
+
+
+def with_throughput(site: Site, found: Iterable[FoundLink]) -> Site:
+    """Return the site with its measured bandwidth to each other node, and without peers that it does not reach."""
+    ours = [link for link in found if site.node in (link.source, link.target)]
+    unreached = {end for link in ours if link.problem for end in (link.source, link.target)} - {site.node}
+    peers = tuple(peer for peer in site.source.peers if peer.node not in unreached)
+    return replace(
+        site,
+        bytes_per_s={
+            link.target: link.bytes_per_s for link in ours if link.source == site.node and not link.problem
+        },
+        source=replace(site.source, peers=peers),
+    )
+
+
+def link_info(found: FoundLink, avoided: Quarantine | None) -> LinkInfo:
+    """Return a found link as the API shows it; `avoided` says why plans leave it out, if they do."""
+    problem = found.problem
+    if avoided is not None and not problem:
+        until = time.strftime("%H:%M", time.localtime(avoided.until_s))
+        problem = f"plans avoid it until {until}. {avoided.reason}"
     return LinkInfo(
         source=found.source,
         target=found.target,
         round_trip_s=found.round_trip_s,
         bytes_per_s=found.bytes_per_s,
         unix_time_s=found.unix_time_s,
-        problem=found.problem,
+        problem=problem,
     )

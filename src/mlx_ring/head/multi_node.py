@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -16,12 +16,12 @@ from mlx_ring.cluster.deployment import Site, Started, close_sites
 from mlx_ring.cluster.head_member import OwnAgent, stale_trust
 from mlx_ring.cluster.link_survey import as_they_are
 from mlx_ring.cluster.membership import Event, Joined, Left, Membership, Reported
-from mlx_ring.cluster.quarantine import QuarantineList
+from mlx_ring.cluster.quarantine import Pair, QuarantineList, pair
 from mlx_ring.core.cluster_folders import authority_folder
 from mlx_ring.core.errors import LinkLost, PlanError, RingError
 from mlx_ring.head.instance import Epoch
 from mlx_ring.head.left_workers import STOP_WAIT_S, LeftWorkers
-from mlx_ring.head.link_survey import LinkSurveys, link_info
+from mlx_ring.head.link_survey import LinkSurveys, link_info, with_throughput
 from mlx_ring.head.nodes import Declared, LiveInstances, NodeListener, new_instance
 from mlx_ring.head.patching import PatchPlan, Remains, Room, patch_ranks, plan_patch
 from mlx_ring.head.placing import (
@@ -32,7 +32,6 @@ from mlx_ring.head.placing import (
     offered,
     place_on_cluster,
     plan_replicas,
-    with_throughput,
 )
 from mlx_ring.head.served_model import ServedModel
 from mlx_ring.head.status import ClusterView
@@ -94,7 +93,9 @@ class Cluster:
 
     @property
     def links(self) -> Sequence[LinkInfo]:
-        return tuple(map(link_info, as_they_are(self._surveys.found, self._control.membership.members)))
+        avoided = self._quarantine.links()
+        found = as_they_are(self._surveys.found, self._control.membership.members)
+        return tuple(link_info(link, avoided.get(pair(link.source, link.target))) for link in found)
 
     @property
     def missing(self) -> int:
@@ -181,9 +182,15 @@ class Cluster:
         return self._epoch(instance, number, placement)
 
     async def plan_patch(self, order: Order, remains: Remains) -> PatchPlan:
-        room = await self._room(order, remains)
+        room, avoided = await self._room(order, remains), self._quarantine.links()
         try:
-            return await plan_patch(order, remains, room)
+            try:
+                return await plan_patch(order, remains, room.without(avoided))
+            except PlanError:
+                membership = self._control.membership.without(remains.silent_nodes)
+                if not avoided or await self._is_possible(order, membership, room.sites, avoided):
+                    raise
+                return await plan_patch(order, remains, room)
         except BaseException:
             await close_sites(room.sites)
             raise
@@ -217,7 +224,7 @@ class Cluster:
         sessions = {(node, member.session) for node, member in membership.members.items()}
         return (
             *(sessions, set(self._steady(membership).members), dict(self._taken(order, remains))),
-            self._surveys.found,
+            *(self._surveys.found, set(self._quarantine.links())),
         )
 
     async def patch(self, order: Order, remains: Remains, early: PatchPlan | None) -> Epoch:
@@ -258,12 +265,36 @@ class Cluster:
         )
 
     async def _place(self, order: Order, membership: Membership, sites: Sequence[Site]) -> Placement:
+        """Plan without links that were lost repeatedly if possible, else with all."""
+        avoided = self._quarantine.links()
+        try:
+            return await self._place_without(order, membership, sites, avoided)
+        except PlanError as error:
+            if not avoided:
+                raise
+            log.warning("using links that were lost repeatedly, because without them: %s", error)
+            return await self._place_without(order, membership, sites, ())
+
+    async def _is_possible(
+        self, order: Order, membership: Membership, sites: Sequence[Site], avoided: Iterable[Pair]
+    ) -> bool:
+        """Report whether there is a plan without some links."""
+        try:
+            await self._place_without(order, membership, sites, avoided)
+        except PlanError:
+            return False
+        return True
+
+    async def _place_without(
+        self, order: Order, membership: Membership, sites: Sequence[Site], avoided: Iterable[Pair]
+    ) -> Placement:
         place = partial(
             place_on_cluster,
             others=self._live.others(order.served.names[0]),
             control=self._control,
             sites=sites,
             surveys=self._surveys,
+            avoided=avoided,
         )
         return await self._step_down.place(
             order, lambda order: self._steadily(membership, lambda members: place(order, membership=members))
@@ -292,6 +323,14 @@ class Cluster:
         self._step_down.record(error, begun_s)
         if isinstance(error, LinkLost):
             self._surveys.distrust(error.ends)
+            avoided = self._quarantine.note_link(error.ends, str(error), begun_s)
+            if avoided is not None:
+                log.error(
+                    "plans avoid the link between %s until %s. %s",
+                    " and ".join(error.ends),
+                    time.strftime("%H:%M", time.localtime(avoided.until_s)),
+                    avoided.reason,
+                )
         if error is None or not error.node:
             return
         held = self._quarantine.note(error.node, str(error), begun_s)

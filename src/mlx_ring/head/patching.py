@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -14,7 +14,14 @@ from mlx_ring.cluster.placement import Cut
 from mlx_ring.cluster.relinking import prepare, with_their_groups
 from mlx_ring.core.errors import NotReady, PlanError, RingError
 from mlx_ring.core.types import RankId
-from mlx_ring.head.placing import Order, Placement, forecast_of, plan_given_ranks, replica_request
+from mlx_ring.head.link_survey import broken_links
+from mlx_ring.head.placing import (
+    Order,
+    Placement,
+    forecast_of,
+    plan_given_ranks,
+    replica_request,
+)
 from mlx_ring.head.rank_placements import RankPlacement, Stage, assign_all, with_routes
 from mlx_ring.planner.plan import Plan
 from mlx_ring.planner.profiles import ClusterProfile
@@ -83,6 +90,12 @@ class Room:
     """Sites of all nodes that are there."""
     basis: object = None
     """Facts on which it depends, for comparison with later ones."""
+
+    def without(self, links: Iterable[Sequence[str]]) -> Room:
+        """Return the room with broken links, given by their ends."""
+        return replace(
+            self, cluster=replace(self.cluster, links={**self.cluster.links, **broken_links(links)})
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,13 +13,13 @@ import psutil
 from mlx_ring.cluster.adoption import Adoptable
 from mlx_ring.cluster.agent_link import AgentLink, Source, WeightsPeer
 from mlx_ring.cluster.deployment import Site, address_of
-from mlx_ring.cluster.link_survey import FoundLink, link_remarks
+from mlx_ring.cluster.link_survey import link_remarks
 from mlx_ring.cluster.membership import Member, Membership
 from mlx_ring.cluster.placement import Cut, balanced_split, even_split
 from mlx_ring.core.errors import ModelUnsupported, PlanError
 from mlx_ring.core.types import LayerRange
 from mlx_ring.engine.kv_budget import KEPT_TOKENS
-from mlx_ring.head.link_survey import LinkSurveys
+from mlx_ring.head.link_survey import LinkSurveys, broken_links, with_throughput
 from mlx_ring.head.plan_requests import plan_request_for, proportional_stages
 from mlx_ring.head.rank_placements import Stage, place_as_planned, place_ranks, share_stages, with_routes
 from mlx_ring.head.served_model import ServedModel, widens_half_precision
@@ -173,13 +173,17 @@ async def place_on_cluster(
     membership: Membership,
     sites: Sequence[Site],
     surveys: LinkSurveys,
+    avoided: Iterable[Sequence[str]],
 ) -> Placement:
     """Measure unknown links between the present members, then place the instance on them.
+
+    Links in `avoided`, given by their ends, count as broken.
 
     Raises:
         PlanError: The machines cannot hold the model as promised.
     """
     found, links = await surveys.take_all(membership, sites)
+    links |= broken_links(avoided)
     nodes = node_profiles(control, membership, others.taken)
     allowed = [node for node in nodes if order.only is None or node.name in order.only]
     # If siblings use every node, instances share nodes.
@@ -356,20 +360,6 @@ def cluster_sites(control: Control, membership: Membership, head_port: int, *, p
             )
         )
     return sites
-
-
-def with_throughput(site: Site, found: Iterable[FoundLink]) -> Site:
-    """Return the site with its measured bandwidth to each other node, and without peers that it does not reach."""
-    ours = [link for link in found if site.node in (link.source, link.target)]
-    unreached = {end for link in ours if link.problem for end in (link.source, link.target)} - {site.node}
-    peers = tuple(peer for peer in site.source.peers if peer.node not in unreached)
-    return replace(
-        site,
-        bytes_per_s={
-            link.target: link.bytes_per_s for link in ours if link.source == site.node and not link.problem
-        },
-        source=replace(site.source, peers=peers),
-    )
 
 
 def _weights_peers(member: Member, others: Sequence[Member], head_port: int) -> tuple[WeightsPeer, ...]:
