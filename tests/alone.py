@@ -1,7 +1,8 @@
 """Run tests marked `alone` while no other test runs, whatever the number of test processes.
 
-Ranks wait for each other in busy loops. When another process takes the processor of one rank, the other rank keeps
-spinning, and a test of a second takes a minute.
+Where ranks have processors to spare, they wait for each other in busy loops. When another process takes the processor
+of one rank, the other rank keeps spinning, and a test of a second takes a minute. Where two ranks share the processors,
+they wait in the kernel, and a test marked `alone(loops=True)` runs beside others.
 
 A process holds the lock from one such test to the next, because taking it means waiting for every running test. For
 the same reason `order.py` puts files of such tests together, at the end.
@@ -12,9 +13,13 @@ from __future__ import annotations
 import fcntl
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 
 import pytest
+
+from mlx_ring.host.process import usable_cores
+from mlx_ring.worker.platform.ring_waits import can_wait_in_the_kernel, share_cores
 
 _QUEUE, _MACHINE = Path(__file__), Path(__file__).with_name("conftest.py")
 """Files that every process can lock; nothing is written."""
@@ -31,7 +36,15 @@ def _locked(path: Path, kind: int) -> Generator[None]:
 
 def is_alone(item: pytest.Item) -> bool:
     """Return true for a test that runs while no other does."""
-    return item.get_closest_marker("alone") is not None
+    mark = item.get_closest_marker("alone")
+    return mark is not None and not (mark.kwargs.get("loops") and _two_ranks_wait_in_the_kernel())
+
+
+@cache
+def _two_ranks_wait_in_the_kernel() -> bool:
+    """Return true if two ranks of MLX's ring on this machine keep no processor busy while they wait."""
+    group = ("127.0.0.1:1", "127.0.0.1:2")
+    return can_wait_in_the_kernel() and share_cores(group, 0, usable_cores())
 
 
 def _take_lock(*, alone: bool) -> ExitStack:

@@ -21,7 +21,7 @@ from mlx_ring.models.model_folder import read_model_folder
 from mlx_ring.models.model_source import find_model
 from mlx_ring.rpc.hello import make_hello
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.alone(loops=True)
 KINDS = ("ring", "allreduce")
 TOKENS = 48
 LENGTHS = (1, 7, 20, 33, 70)
@@ -115,6 +115,7 @@ def test_workers_in_a_collective_accept_one_head_only(folder: Path, tmp_path: Pa
     asyncio.run(run())
 
 
+@pytest.mark.alone
 def test_answer_continues_after_a_worker_is_stopped(tmp_path: Path) -> None:
     # On a busy machine any step could take longer than this deadline.
     check_recovery(tmp_path, "ring", "0", signal.SIGSTOP, "--step-deadline-s", "3")

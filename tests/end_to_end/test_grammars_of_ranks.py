@@ -13,7 +13,7 @@ from tests.end_to_end.grammar_answers import (
     demo_model,
 )
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.alone(loops=True)
 _SCHEMAS = 200
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.end_to_end.scheduled_requests import check_concurrent_requests, reference_model
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.alone(loops=True)
 
 
 @pytest.mark.timeout(600)

@@ -15,7 +15,7 @@ from tests.eventually import eventually
 from tests.interrupted import complete, interrupt
 from tests.processes import Server, serving
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.alone(loops=True)
 _LOOKS, _PAUSE_S = 20, 0.05
 
 

@@ -103,12 +103,17 @@ def share_cores(group: Sequence[str], place: int, cores: int) -> bool:
     return cores < _CORES_PER_RANK * hosts.count(hosts[place])
 
 
+def can_wait_in_the_kernel() -> bool:
+    """Return true on the platforms that the code is for."""
+    return (platform.system(), platform.machine(), platform.libc_ver()[0]) == ("Linux", "x86_64", "glibc")
+
+
 def wait_in_the_kernel() -> list[Slot]:
     """Let MLX's ring wait for data in the kernel from now on. Return the slots that were changed.
 
     Where this is not supported, MLX stays as it was.
     """
-    if (platform.system(), platform.machine(), platform.libc_ver()[0]) != ("Linux", "x86_64", "glibc"):
+    if not can_wait_in_the_kernel():
         return []
     try:
         slots = find_slots(load_from_package("mlx", "lib/libmlx.so"), frozenset({_RECV}))
