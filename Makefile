@@ -9,6 +9,8 @@ BY_FILE := --dist loadfile --no-loadscope-reorder
 SIDE_BY_SIDE := -n 6 $(BY_FILE)
 # Tests that start no processes. tests/process_marks.py marks the others.
 WITHOUT_PROCESSES := not conformance and not faults and not processes
+# Tests of which `make test` runs only some cases.
+THOROUGH := $(patsubst %,tests/end_to_end/test_%.py,equality equality_of_ranks scheduling scheduling_caches scheduling_of_ranks grammars)
 FAST := --hypothesis-profile fast -n 4 $(BY_FILE)
 # Tests start hundreds of processes. Without bytecode files, each would compile all its imports again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -73,7 +75,7 @@ conformance: architectures clients ## test every architecture and every client
 
 architectures: .venv/.ready-dev ## compare every architecture, split and whole; write docs/architectures.md
 	$(BIN)/pytest -m conformance --ignore tests/clients --write-table $(ARGS)
-	$(BIN)/pytest tests/end_to_end/test_equality.py tests/end_to_end/test_equality_of_ranks.py --thorough
+	$(BIN)/pytest $(THOROUGH) --thorough
 
 clients: .venv/.ready-dev ## test real clients, each in its own environment; write docs/clients.md (ARGS="-k litellm")
 	$(BIN)/pytest tests/clients -m conformance --write-table $(ARGS)

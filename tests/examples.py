@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import settings
 
-_EXAMPLES = {"fast": 15, "default": 100, "thorough": 1000}
+_EXAMPLES = {"fast": 15, "default": 50, "thorough": 1000}
 """Examples of a property test without a share of its own, by profile."""
 
 

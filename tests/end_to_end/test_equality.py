@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,21 @@ from tests.end_to_end.expected_answers import (
 )
 from tests.end_to_end.instance import running_engine
 
-BUILT_IN = ("demo", "demo-moe")
-STAGES, FEWER_STAGES = (1, 2, 3, 5), (2, 3)
-"""Numbers of stages. Random models have the architectures of the built-in ones: `--thorough` splits them as often."""
+MODELS, STAGES = ("demo", "demo-moe", *RANDOM_MODELS), (1, 2, 3, 5)
+SPLITS = [
+    ("demo", 1),
+    ("demo", 3),
+    ("demo-moe", 2),
+    ("demo-moe", 5),
+    ("random-qwen3", 2),
+    ("random-qwen3-moe", 3),
+]
+"""Splits in which every model and every number of stages occurs. `--thorough` tests all of them."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Choose the splits of each model."""
-    fewer = STAGES if metafunc.config.getoption("--thorough") else FEWER_STAGES
-    splits = [(model, stages) for model in BUILT_IN for stages in STAGES]
-    splits += [(model, stages) for model in RANDOM_MODELS for stages in fewer]
+    splits = list(product(MODELS, STAGES)) if metafunc.config.getoption("--thorough") else SPLITS
     metafunc.parametrize(("expected", "stages"), splits, indirect=["expected"])
 
 

@@ -30,9 +30,28 @@ FEW, SHORT, SHORTEST = 10, 32, 12
 """Number of prompts, and of tokens of an answer by two ranks and by four. A rank that waits keeps a processor busy.
 With `--thorough`, answers of four ranks have as many tokens as those of two."""
 MODELS = ("demo", "demo-moe", *RANDOM_MODELS)
-TWO_RANKS = [(model, 1, shares) for model in MODELS for shares in ((1.0, 1.0), (3.0, 1.0))]
-FOUR_RANKS = [(model, 2, (1.0, 1.0)) for model in MODELS]
-"""Splits of each model. Where four ranks share two processors, every rank waits for its turn in each layer."""
+EQUAL, UNEQUAL = (1.0, 1.0), (3.0, 1.0)
+ALL_SPLITS = [
+    *((model, 1, shares) for model in MODELS for shares in (EQUAL, UNEQUAL)),
+    *((model, 2, EQUAL) for model in MODELS),
+]
+"""Two ranks, and four. Where four ranks share two processors, every rank waits for its turn in each layer."""
+SPLITS = [
+    ("demo", 1, UNEQUAL),
+    ("demo-moe", 1, EQUAL),
+    ("random-qwen3", 1, EQUAL),
+    ("random-qwen3-moe", 1, UNEQUAL),
+    ("demo", 2, EQUAL),
+    ("random-qwen3-moe", 2, EQUAL),
+]
+"""Splits without `--thorough`: dense models and such with experts, each in every way."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Choose the splits of each model."""
+    if "expected" in metafunc.fixturenames:
+        splits = ALL_SPLITS if metafunc.config.getoption("--thorough") else SPLITS
+        metafunc.parametrize(("expected", "stages", "shares"), splits, indirect=["expected"])
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +65,6 @@ def tokens_of_ranks(ranks: int, config: pytest.Config) -> int:
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(("expected", "stages", "shares"), [*TWO_RANKS, *FOUR_RANKS], indirect=["expected"])
 def test_tokens_of_ranks_equal_those_of_the_whole_model(
     expected: Expected,
     stages: int,

@@ -22,14 +22,25 @@ from tests.worker.random_models import QWEN3, write_random_model
 
 from mlx_ring.core.engine_stats import Policy
 
+MODELS = ("sliding", "recurrent")
+SPLITS = [("sliding", 3, 3), ("recurrent", 1, 1), ("recurrent", 2, 2)]
+"""Model, number of stages and seed. `--thorough` splits every model in every way."""
 
-@pytest.fixture(scope="module", params=["sliding", "recurrent"])
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Choose the splits."""
+    if "model" in metafunc.fixturenames:
+        every = [(model, stages, stages) for model in MODELS for stages in (1, 2, 3)]
+        splits = every if metafunc.config.getoption("--thorough") else SPLITS
+        metafunc.parametrize(("model", "stages", "seed"), splits, indirect=["model"])
+
+
+@pytest.fixture(scope="module")
 def model(request: pytest.FixtureRequest, shared: Path) -> ReferenceModel:
     return reference_model(request.param, shared)
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("stages", "seed"), [(1, 1), (2, 2), (3, 3)])
 def test_tokens_are_those_of_each_request_alone(
     model: ReferenceModel, stages: int, seed: int, tmp_path: Path, record_property: Callable[[str, Any], None]
 ) -> None:
