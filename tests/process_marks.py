@@ -29,7 +29,8 @@ _EVENTS = {"subprocess.Popen", "os.posix_spawn", "os.fork", "os.forkpty", "os.sy
 """Audit events of a start."""
 _HARMLESS = ("ldconfig", "gcc", "cc", "ld", "uname", "fc-list", "git")
 """Programs with which libraries inspect the machine."""
-_found: dict[CodeType, bool] = {}
+_found: dict[object, bool] = {}
+"""True for each function or class, with the module that names it, that starts processes."""
 _started: list[str] = []
 """Commands that the current test has started."""
 
@@ -69,21 +70,30 @@ def _may_follow(value: object, module: str | None) -> bool:
 
 def _starts(value: object, module: str | None = None) -> bool:
     """Return true if a function or class starts processes; `module` is the product's module that names it."""
-    if (getattr(value, "__module__", None), getattr(value, "__qualname__", None)) in _STARTERS:
-        return True
-    if not isinstance(value, type):
-        value = inspect.unwrap(cast("Any", value))
+    if not isinstance(value, FunctionType | type):
+        unwrapped = inspect.unwrap(cast("Any", value))
+        return _is_starter(value) or (isinstance(unwrapped, FunctionType) and _starts(unwrapped, module))
+    if (value, module) not in _found:
+        _found[value, module] = False  # ends a recursion
+        _found[value, module] = _is_starter(value) or _names_starter(value, module)
+    return _found[value, module]
+
+
+def _is_starter(value: object) -> bool:
+    return (getattr(value, "__module__", None), getattr(value, "__qualname__", None)) in _STARTERS
+
+
+def _names_starter(named: FunctionType | type, module: str | None) -> bool:
+    """Return true if a function or class may be followed, and something in it starts processes."""
+    value: object = named if isinstance(named, type) else inspect.unwrap(named)
     if not _may_follow(value, module):
         return False
     if isinstance(value, type):
         return any(_starts(member, module) for member in vars(value).values())
     if not isinstance(value, FunctionType):
         return False
-    if value.__code__ not in _found:
-        inside = None if value.__module__.startswith("tests.") else value.__module__
-        _found[value.__code__] = False  # ends a recursion
-        _found[value.__code__] = any(_starts(named, inside) for named in _named(value))
-    return _found[value.__code__]
+    inside = None if value.__module__.startswith("tests.") else value.__module__
+    return any(_starts(each, inside) for each in _named(value))
 
 
 def _starts_processes(item: pytest.Item) -> bool:
