@@ -322,7 +322,7 @@ def test_an_idle_stream_of_the_head_is_pinged_and_no_number_of_pings_ends_it() -
 
     async def run() -> None:
         server = channels.make_aio_server()
-        method: Any = grpc.stream_stream_rpc_method_handler(cast("Any", echo))
+        method = cast("Any", grpc).stream_stream_rpc_method_handler(echo)
         handlers = {"Echo": method}
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", handlers),))
         relay = Relay(server.add_insecure_port("127.0.0.1:0"))

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +22,7 @@ from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.links import Inbox, LinkKey
 from mlx_ring.rpc.protos import hello_pb2, worker_pb2
 from mlx_ring.rpc.tls.peers import Peer, node_name
+from mlx_ring.worker import neighbours
 from mlx_ring.worker import server as subject
 from mlx_ring.worker.compute_thread import Waits
 from mlx_ring.worker.server import PeerAccess, WorkerIdentity, WorkerServer
@@ -189,6 +190,35 @@ def test_a_new_sender_replaces_the_one_before_whose_messages_and_end_no_longer_c
 def _tombstone(key: LinkKey) -> Frame:
     stone = worker_pb2.Tombstone(instance=key.instance, epoch=key.epoch, step=key.step)
     return Frame(worker_pb2.FrameHeader(tombstone=stone))
+
+
+class _WaitingCall(_LocalCall):
+    """Call that is asked several times whether it still waits; then something happens."""
+
+    def __init__(self, happens: Callable[[], object], *, stays: bool) -> None:
+        self._looks, self._happens, self._stays = 0, happens, stays
+
+    def is_active(self) -> bool:
+        self._looks += 1
+        if self._looks == 3:
+            self._happens()
+        return self._looks < 3 or self._stays
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_a_link_waits_for_the_stage_as_long_as_its_caller(
+    stays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(neighbours, "_CALLER_LOOK_S", 1e-3)
+    server = WorkerServer(WorkerIdentity("here", 1, 0, "none"))
+    assignment = worker_pb2.StageAssignment(instance="demo-1", epoch=1, stage=1, stages=3)
+    request = worker_pb2.LoadRequest(hello=make_hello(), assignment=assignment)
+    # Its node fetches the weights first, for however long.
+    call = _WaitingCall(lambda: server._assign(request) if stays else None, stays=stays)
+    frames = [greeting(instance="demo-1", stage=0)]
+    (answer, *_) = server.link(iter(frames), cast("Any", call))
+    assert answer.HasField("hello") == stays
+    assert answer.failure.kind == ("" if stays else "NotReady")
 
 
 def test_an_empty_worker_is_not_linked_with_others() -> None:

@@ -23,7 +23,8 @@ from mlx_ring.rpc.tls.peers import address_of_call, is_local, peer_of_call
 
 log = logging.getLogger(__name__)
 
-_ASSIGNMENT_WAIT_S = 60.0
+_CALLER_LOOK_S = 1.0
+"""Time between checks that a caller still waits."""
 _GREETING_WAIT_S = 10.0
 
 Received = TypeVar("Received")
@@ -120,8 +121,7 @@ class Neighbours:
 
         Anyone else could end its link and so the instance.
         """
-        if not self._assigned.wait(_ASSIGNMENT_WAIT_S) or self._inbox is None:
-            raise NotReady(f"This worker received no stage within {_ASSIGNMENT_WAIT_S:g} s.")
+        inbox = self._await_stage(context)
         peer = f"stage {hello.stage} on {hello.node}"
         ours, assignment = self._hello(), self._assignment
         check_hello(hello, ours, peer)
@@ -132,10 +132,21 @@ class Neighbours:
         _check_caller(context, hello.node, assignment.previous_node)
         with self._lock:
             before, self._call = self._call, context
-            sender = self._inbox.admit()
+            sender = inbox.admit()
         if before is not None:
             before.cancel()
         return sender
+
+    def _await_stage(self, context: grpc.ServicerContext) -> Inbox:
+        """Wait for this worker's stage as long as the caller does, because its weights may have to be fetched first.
+
+        The limit is that of the load: when it passes, the caller is ended.
+        """
+        while not self._assigned.wait(_CALLER_LOOK_S) and context.is_active():
+            pass
+        if self._inbox is None:
+            raise NotReady("The caller left before this worker received a stage.")
+        return self._inbox
 
 
 def _check_caller(context: grpc.ServicerContext, greeted_as: str, expected: str) -> None:
