@@ -256,3 +256,33 @@ def test_a_plan_waits_while_a_connected_node_is_silent(
             assert session not in sessions
 
     asyncio.run(run())
+
+
+def test_a_plan_waits_for_a_node_whose_connection_broke_a_moment_ago(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subject, "_RETURNS_WITHIN_S", 3600.0)
+
+    async def run() -> None:
+        head = HeadAddress("127.0.0.1", free_pair_of_ports())
+        async with open_control(tmp_path / "head", head) as control:
+            async with attending(head, control, tmp_path / "a") as attends:
+                await control.wait_for(1)
+                attends.cancel()
+                await until(control, 0)
+            node = open_identity(tmp_path / "a").node
+            assert not control.has_left(node)
+            await control.settle({node})
+            settling = asyncio.create_task(control.settle())
+            await control.look()
+            assert not settling.done()
+            async with attending(head, control, tmp_path / "a") as attends:
+                await settling
+                assert node in control.membership.members
+                attends.cancel()
+                await until(control, 0)
+            monkeypatch.setattr(subject, "_RETURNS_WITHIN_S", 0.0)
+            await control.wait_until_left(node)
+            assert control.has_left(node)
+
+    asyncio.run(run())

@@ -349,3 +349,20 @@ def test_a_worker_that_hangs_before_its_first_report_is_lost(monkeypatch: pytest
             assert [type(loss) for loss in watching.losses] == [WorkerStuck]
 
     asyncio.run(run())
+
+
+def test_a_node_that_leaves_for_a_moment_before_its_first_report_is_only_silent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def run() -> None:
+        watching = Watching(monkeypatch)
+        watching.watch.on_node_left("n2", "its connection was lost", is_final=False)
+        watching.pass_time(3.0)
+        assert watching.losses == []
+        watching.watch.on_node_message("n2")
+        watching.pass_time(3.0)
+        assert watching.losses == []
+        watching.pass_time(0.5)
+        assert [type(loss) for loss in watching.losses] == [NodeLost]
+
+    asyncio.run(run())

@@ -68,6 +68,9 @@ class FakeControl:
         self.membership = Membership(there)
         self.watchers: list[Callable[[Event], None]] = []
 
+    def has_left(self, _node: str) -> bool:
+        return False
+
     @contextlib.contextmanager
     def watching(self, watcher: Callable[[Event], None]) -> Generator[None]:
         self.watchers.append(watcher)
@@ -205,7 +208,10 @@ class Planned:
         self.plans += 1
         return SimpleNamespace(room=room, number=self.plans)
 
-    async def patch(self, _order: object, _remains: object, _number: int, plan: Any, _hello: object) -> Any:
+    async def patch(
+        self, _order: object, _remains: object, _number: int, plan: Any, _hello: object, presence: object
+    ) -> Any:
+        assert presence is self.cluster._control
         self.used.append(plan.number)
         return SimpleNamespace(nodes=[self], plan=None, ranks=()), {}
 
@@ -315,3 +321,22 @@ def test_a_patch_uses_an_early_plan_if_nothing_has_changed_since(
     asyncio.run(run())
     assert (planned.used, planned.plans) == (([2], 2) if change else ([1], 1))
     assert planned.closed == bool(change), "connections of a plan without use are closed"
+
+
+def test_a_node_that_returns_while_the_instance_is_patched_may_have_nothing_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned = Planned(monkeypatch, tmp_path)
+    cluster = planned.cluster
+    order = order_of(tmp_path)
+    nodes = [SimpleNamespace(node=node) for node in ("n2", "n3")]
+    cluster._live.add("one", order, SimpleNamespace(plan=None, nodes=nodes))
+    may_have: list[bool] = []
+
+    async def settle(_nodes: object) -> None:
+        may_have.extend(cluster._live.may_have("one", node) for node in ("n2", "n3"))
+
+    monkeypatch.setattr(cluster._control, "settle", settle)
+    remains = Remains("one", 1, Placement((), (), None), frozenset(), frozenset({"n3"}))
+    asyncio.run(cluster.patch(order, remains, None))
+    assert may_have == [True, False]

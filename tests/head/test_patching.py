@@ -204,6 +204,45 @@ def test_ranks_that_do_not_answer_are_replaced_too(model: Path) -> None:
     assert [agent.stopped for agent in agents] == [0, 1, 2], "nodes without a rank that stays end theirs"
 
 
+class _Leaving(_Agent):
+    """Agent of a node that leaves when its workers, or another's, are to be prepared; it does not answer."""
+
+    def __init__(self, *, leaves_with: _Agent | None = None) -> None:
+        super().__init__()
+        self.trigger = leaves_with or self
+
+    def has_left(self, node: str) -> bool:
+        return node == "c" and bool(self.trigger.prepared)
+
+    async def wait_until_left(self, node: str) -> None:
+        await run_tasks_until(lambda: self.has_left(node))
+
+    async def relink(
+        self, hello: object, assignments: Sequence[worker_pb2.StageAssignment], *, commit: bool
+    ) -> Sequence[agent_pb2.StartedWorker]:
+        await super().relink(hello, assignments, commit=commit)
+        return await asyncio.get_running_loop().create_future()
+
+
+@pytest.mark.parametrize("lost", [1, 2], ids=["with a rank that stayed", "with the new rank"])
+def test_a_node_that_leaves_while_others_are_prepared_gets_no_rank(lost: int, model: Path) -> None:
+    order = order_of(model, strategy="uniform")
+    first = _Agent()
+    leaving = _Leaving(leaves_with=first if lost == 2 else None)
+    agents = [first, _Agent(), leaving]
+    remains = remains_of(order, agents, [lost])
+
+    async def patch() -> tuple[Placement, Started]:
+        room = room_on(dict(zip("abc", agents, strict=True)))
+        plan = await plan_patch(order, remains, room)
+        assert nodes_of(plan.placement) == "abc"
+        return await patch_ranks(order, remains, 2, plan, make_hello(), leaving)
+
+    placement, prepared = asyncio.run(patch())
+    assert "c" not in nodes_of(placement)
+    assert set(prepared) == {place(0), place(1)} - {place(lost)}
+
+
 def test_an_instance_of_which_nothing_answers_is_loaded_as_a_whole(model: Path) -> None:
     order = order_of(model)
     remains = remains_of(order, [_Agent(0), _Agent(1)], [])

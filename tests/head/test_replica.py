@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator
+from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, cast
@@ -33,6 +33,13 @@ class FakeMachines:
         self.patches = self.loads = 0
         self.calls: list[str] = []
         self.plan = object()
+
+    def has_left(self, node: str) -> bool:
+        return node == "n9"
+
+    async def wait_until_left(self, node: str) -> None:
+        if not self.has_left(node):
+            await asyncio.get_running_loop().create_future()
 
     async def plan_patch(self, order: Any, remains: Remains) -> Any:
         """Plan for an instance that is suspect."""
@@ -191,3 +198,30 @@ def test_a_patch_that_fails_is_patched_again_and_then_loaded_as_a_whole(
     assert [str(error) for error in machines.failures] == [
         f"Lost in epoch {number}." for number in (1, 2, 3, 4)
     ]
+
+
+def test_stops_of_a_failed_patch_do_not_wait_for_a_node_that_left_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended: list[str] = []
+
+    async def stop(_epoch: Epoch, wait: Callable[[str, Awaitable[None]], Awaitable[None]]) -> None:
+        async def work(node: str) -> None:
+            if node == "n1":
+                ended.append(node)
+            else:
+                await asyncio.get_running_loop().create_future()
+
+        # The second one was silent before, and the last one left a moment ago.
+        for node in ("n1", "n8", "n9"):
+            await wait(node, asyncio.ensure_future(work(node)))
+        ended.append("all")
+
+    async def run() -> None:
+        remains = Remains("demo-1", 1, PLACEMENT, frozenset(), frozenset({"n8"}))
+        replica: Any = make_replica(FakeMachines(), Meter())
+        await replica._stop(Epoch("demo-1", 1, PLACEMENT, "n1"), remains)
+
+    monkeypatch.setattr(subject, "stop_workers", stop)
+    asyncio.run(run())
+    assert ended == ["n1", "all"]

@@ -48,6 +48,8 @@ log = logging.getLogger(__name__)
 
 _SUSPECT_S = 1.5
 """Silence after which a plan waits until the node speaks or is disconnected."""
+_RETURNS_WITHIN_S = 1.5
+"""Silence within which a node whose connection broke may be back, for example because it missed the head's messages."""
 _LOOK_S = 0.25
 """Interval of the check for removed nodes, which only looks whether a file has changed."""
 _LONGEST_PROBLEM = 400
@@ -72,6 +74,8 @@ class Control:
         """Events that announce revoked certificates, one for each connected node."""
         self._silences: dict[int, tuple[str, Silence]] = {}
         """Node and silence of each session."""
+        self._returning: dict[str, Silence] = {}
+        """Silence of each node whose connection broke a moment ago."""
 
     @property
     def credentials(self) -> Credentials:
@@ -108,15 +112,27 @@ class Control:
         return self.membership
 
     async def settle(self, besides: Container[str] = ()) -> None:
-        """Wait while a connected node is silent, except for some, until it speaks or is disconnected."""
+        """Wait while a connected node is silent, except for some, until it speaks or is disconnected.
+
+        A node whose connection broke a moment ago gets the time to return.
+        """
 
         def is_settled() -> bool:
-            return all(
+            return all(node in besides for node in self._returning) and all(
                 silence.seconds < _SUSPECT_S or node in besides for node, silence in self._silences.values()
             )
 
         async with self._changed:
             await self._changed.wait_for(is_settled)
+
+    def has_left(self, node: str) -> bool:
+        """Report whether the node is not connected, and will not be back in a moment."""
+        return node not in self.membership.members and node not in self._returning
+
+    async def wait_until_left(self, node: str) -> None:
+        """Wait until the node is not connected, and will not be back in a moment."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.has_left(node))
 
     async def wait_until_absent(self, node: str) -> None:
         """Wait until the node is not connected."""
@@ -127,6 +143,9 @@ class Control:
         """Look at the silence of each node."""
         for _, silence in self._silences.values():
             silence.look()
+        self._returning = {
+            node: silence for node, silence in self._returning.items() if silence.look() < _RETURNS_WITHIN_S
+        }
         async with self._changed:
             self._changed.notify_all()
 
@@ -137,6 +156,8 @@ class Control:
                 # The event belongs to a replaced session; the node is connected in a newer one.
                 return
             self.membership = after
+            if isinstance(event, Joined):
+                self._returning.pop(event.member.node, None)
             self._changed.notify_all()
         for watcher in tuple(self._watchers):
             watcher(event)
@@ -164,6 +185,7 @@ class Control:
             yield cluster_pb2.AttendReply(failure=error_to_failure(error))
             return
         reason, revocations, is_final = "its connection was lost", asyncio.Event(), False
+        may_return = True
         silence = Silence()
         self._silences[member.session] = member.node, silence
         log.info("%s (%s) is connected, at %s", member.node, member.machine, member.host)
@@ -190,12 +212,14 @@ class Control:
         except ProtocolError as error:
             reason, is_final = str(error), True
         except TimeoutError:
-            reason = f"it sent nothing for {SILENCE_S:g} s"
+            reason, may_return = f"it sent nothing for {SILENCE_S:g} s", False
         finally:
             self._revocations.discard(revocations)
             del self._silences[member.session]
             if self._members.refusal(peer):
                 reason, is_final = "it was removed from the cluster", True
+            if may_return and not is_final and self.membership.has_session(member.node, member.session):
+                self._returning.setdefault(member.node, silence)
             log.warning("%s (%s) is disconnected: %s", member.node, member.machine, reason)
             await asyncio.shield(
                 self._happens(Left(member.node, member.session, reason, time.time(), is_final))

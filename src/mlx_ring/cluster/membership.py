@@ -110,7 +110,7 @@ class Membership:
                 former = {node: was for node, was in self.former.items() if node != member.node}
                 return Membership({**self.members, member.node: member}, former)
             case Reported(node, session):
-                if not self._is_current(node, session):
+                if not self.has_session(node, session):
                     return self
                 reported = replace(
                     self.members[node],
@@ -121,7 +121,7 @@ class Membership:
                 )
                 return replace(self, members={**self.members, node: reported})
             case Left(node, session, reason, at_s):
-                if not self._is_current(node, session):
+                if not self.has_session(node, session):
                     return self
                 left = {other: member for other, member in self.members.items() if other != node}
                 former = [*self.former.items(), (node, FormerMember(self.members[node], reason, at_s))]
@@ -132,5 +132,6 @@ class Membership:
         kept = {node: member for node, member in self.members.items() if node not in nodes}
         return replace(self, members=kept)
 
-    def _is_current(self, node: str, session: int) -> bool:
+    def has_session(self, node: str, session: int) -> bool:
+        """Report whether a node is connected in this session."""
         return node in self.members and self.members[node].session == session

@@ -8,8 +8,9 @@ stay open their links and enter the new epoch.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from typing import TypeVar
 
 from mlx_ring.cluster.agent_link import Report
 from mlx_ring.cluster.deployment import (
@@ -30,6 +31,9 @@ from mlx_ring.rpc.backends import joined_ranks
 from mlx_ring.rpc.protos import hello_pb2, worker_pb2
 
 Assignments = Sequence[worker_pb2.StageAssignment]
+WaitUntilLeft = Callable[[str], Awaitable[None]]
+"""Function that returns when a node has left the cluster."""
+Result = TypeVar("Result")
 
 
 def with_their_groups(lost: Collection[RankId], assignments: Assignments) -> frozenset[RankId]:
@@ -46,6 +50,7 @@ async def prepare(
     assignments: Assignments,
     staying: AbstractSet[RankId],
     hello: hello_pb2.Hello,
+    wait_until_left: WaitUntilLeft | None = None,
 ) -> Started:
     """Prepare the ranks that stay, and end every other worker of the instance on their nodes.
 
@@ -54,6 +59,7 @@ async def prepare(
         assignments: The assignments of all ranks, of the next epoch.
         staying: The ranks that stay.
         hello: The head's greeting.
+        wait_until_left: Returns when a node has left the cluster; its workers do not answer then. None: no node leaves.
 
     Returns:
         The workers that answered.
@@ -61,7 +67,9 @@ async def prepare(
     ours = [_with_neighbour(one, sites) for one in assignments if _place(one) in staying]
     found = await asyncio.gather(
         *(
-            _prepare_on(site, [one for one in ours if sites[_place(one)].node == site.node], hello)
+            _prepare_on(
+                site, [one for one in ours if sites[_place(one)].node == site.node], hello, wait_until_left
+            )
             for site in _once(sites[place] for place in staying)
         )
     )
@@ -111,11 +119,33 @@ async def patch(
     return [place_for_head(worker, site) for _, (worker, site) in sorted(workers.items())]
 
 
-async def _prepare_on(site: Site, assignments: Assignments, hello: hello_pb2.Hello) -> Started:
+async def unless_left(
+    node: str, work: Awaitable[Result], wait_until_left: WaitUntilLeft | None
+) -> asyncio.Future[Result]:
+    """Wait for work of a node, but no longer once the node has left; return the work, which then continues."""
+    working = asyncio.ensure_future(work)
+    if wait_until_left is None:
+        await asyncio.wait((working,))
+        return working
+    left = asyncio.ensure_future(wait_until_left(node))
     try:
-        workers = await site.link.relink(hello, assignments, commit=False)
+        await asyncio.wait((working, left), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        left.cancel()
+    return working
+
+
+async def _prepare_on(
+    site: Site, assignments: Assignments, hello: hello_pb2.Hello, wait_until_left: WaitUntilLeft | None
+) -> Started:
+    relinking = asyncio.ensure_future(site.link.relink(hello, assignments, commit=False))
+    try:
+        await unless_left(site.node, relinking, wait_until_left)
+        workers = relinking.result() if relinking.done() else ()
     except RingError:
         return {}
+    finally:
+        relinking.cancel()
     return {RankId(worker.stage, worker.rank): (worker, site) for worker in workers}
 
 

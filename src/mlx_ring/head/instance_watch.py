@@ -191,12 +191,16 @@ class InstanceWatch:
             self._silences[node].end()
 
     def on_node_left(self, node: str, reason: str, *, is_final: bool) -> None:
-        """End the instance if the node has a part of it, and has left for good or never reported.
+        """End the instance if the node has a part of it, and has left for good.
 
         Otherwise its silence decides: a node that missed the head's messages connects again.
         """
-        if node in self._gone and (is_final or node not in self._silences):
+        if node not in self._gone:
+            return
+        if is_final:
             self._lose_node(node, reason)
+        else:
+            self._silences.setdefault(node, Silence())
 
     def _lose_node(self, node: str, reason: str) -> None:
         self._gone[node].set()

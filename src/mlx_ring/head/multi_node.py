@@ -230,6 +230,8 @@ class Cluster:
     async def patch(self, order: Order, remains: Remains, early: PatchPlan | None) -> Epoch:
         if self._control.node in remains.silent_nodes:
             self._own_agent.replace_soon()
+        # A node that returns must end its workers of the instance.
+        self._live.leave(remains.instance, remains.silent_nodes)
         order = self._step_down.without_barred(order, remains.placement)
         number = max(order.number, remains.epoch + 1)
         hello = make_hello(node=self._control.node, fencing_id=self._left.head_number)
@@ -240,7 +242,7 @@ class Cluster:
                     await close_sites(sites)
                     early = await self.plan_patch(order, remains)
                     sites = early.room.sites
-                placement, prepared = await patch_ranks(order, remains, number, early, hello)
+                placement, prepared = await patch_ranks(order, remains, number, early, hello, self._control)
                 self._live.add(remains.instance, order, placement)
             placement = await offered(placement, partial(self._offer, order.served))
         except BaseException:
@@ -381,10 +383,17 @@ class Cluster:
         try:
             with self._control.watching(on_event):
                 for node in self._live.nodes_of(instance) - self._control.membership.members.keys():
-                    listener.on_node_left(node, "it left while the model was placed", is_final=False)
+                    has_left = self._control.has_left(node)
+                    listener.on_node_left(node, "it left while the model was placed", is_final=has_left)
                 yield
         finally:
             self._live.remove(instance)
+
+    def has_left(self, node: str) -> bool:
+        return self._control.has_left(node)
+
+    async def wait_until_left(self, node: str) -> None:
+        await self._control.wait_until_left(node)
 
     async def wait_for_node(self, timeout_s: float) -> None:
         joined = asyncio.Event()

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from mlx_ring.api.service import LinkInfo
 from mlx_ring.core.errors import RingError
 from mlx_ring.head.instance import Epoch
-from mlx_ring.head.patching import PatchPlan, Remains
+from mlx_ring.head.patching import PatchPlan, Presence, Remains
 from mlx_ring.head.placing import Order, Others, Placement
 from mlx_ring.head.served_model import ServedModel
 from mlx_ring.head.status import ClusterView
@@ -73,6 +73,12 @@ class LiveInstances:
         """Remove an instance, if it is there."""
         self._live.pop(instance, None)
 
+    def leave(self, instance: str, nodes: Container[str]) -> None:
+        """Remove nodes from an instance, if it is there."""
+        if (live := self._live.get(instance)) is not None:
+            kept = frozenset(node for node in live.nodes if node not in nodes)
+            self._live[instance] = replace(live, nodes=kept)
+
     def others(self, model: str, besides: str = "") -> Others:
         """Return the nodes of a model's instances and the memory of all instances, except for one."""
         taken = Counter[str]()
@@ -93,7 +99,7 @@ class LiveInstances:
         return live is None or node in live.nodes
 
 
-class Machines(Protocol):
+class Machines(Presence, Protocol):
     """The machines of a head."""
 
     async def candidate_nodes(self, declared: Declared, nodes: int) -> Sequence[frozenset[str] | None]:

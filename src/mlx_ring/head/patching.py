@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Protocol
 
 from mlx_ring.cluster.deployment import Site, Started, close_sites
 from mlx_ring.cluster.placement import Cut
-from mlx_ring.cluster.relinking import prepare, with_their_groups
+from mlx_ring.cluster.relinking import prepare, unless_left, with_their_groups
 from mlx_ring.core.errors import NotReady, PlanError, RingError
 from mlx_ring.core.types import RankId
 from mlx_ring.head.link_survey import broken_links
@@ -63,11 +64,6 @@ class Remains:
         """All ranks of the instance."""
         return frozenset(sites_of(self.placement))
 
-    async def wait_unless_silent(self, node: str, work: Awaitable[None]) -> None:
-        """Wait for work of a node, but not of one that no longer answers."""
-        if node not in self.silent_nodes:
-            await work
-
 
 def sites_of(placement: Placement) -> dict[RankId, Site]:
     """Return the site of each rank."""
@@ -96,6 +92,26 @@ class Room:
         return replace(
             self, cluster=replace(self.cluster, links={**self.cluster.links, **broken_links(links)})
         )
+
+    def without_nodes(self, left: Collection[str]) -> Room:
+        """Return the room without nodes that have left."""
+        return replace(
+            self,
+            steady=[node for node in self.steady if node not in left],
+            sites=[site for site in self.sites if site.node not in left],
+        )
+
+
+class Presence(Protocol):
+    """Nodes that are there, at any moment."""
+
+    def has_left(self, node: str) -> bool:
+        """Report whether a node is not connected, and will not be back in a moment."""
+        ...
+
+    async def wait_until_left(self, node: str) -> None:
+        """Wait until that is so."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,8 +338,11 @@ async def patch_ranks(
     number: int,
     plan: PatchPlan | None,
     hello: hello_pb2.Hello,
+    presence: Presence | None = None,
 ) -> tuple[Placement, Started]:
     """Prepare the ranks that are left for those that replace the lost ones. Place again those that do not answer.
+
+    Nodes that leave meanwhile get no rank.
 
     Args:
         order: The order of the next epoch.
@@ -331,6 +350,7 @@ async def patch_ranks(
         number: The number of the next epoch.
         plan: The placement of the lost ranks; None on a single machine.
         hello: The head's greeting.
+        presence: The presence of the nodes; None on a single machine.
 
     Returns:
         The placement, and the ranks that stay.
@@ -339,8 +359,8 @@ async def patch_ranks(
         RingError: No rank can stay, or the lost ones have no place.
     """
     lost = remains.lost
-    # Each round finds more lost ranks.
-    for _ in remains.places:
+    # Each round finds more lost ranks or nodes.
+    while True:
         placement = remains.placement
         if plan is not None:
             placement, lost = plan.placement, plan.lost
@@ -349,15 +369,20 @@ async def patch_ranks(
             order.settings, order.served, remains.instance, number, placement.cut, placement.ranks
         )
         lost = with_their_groups(lost, assignments)
-        prepared = await _prepare_left(remains, placement, lost, assignments, hello)
-        silent = remains.places - lost - prepared.keys()
-        if not silent:
+        prepared = await _prepare_left(remains, placement, lost, assignments, hello, presence)
+        left = {
+            site.node for site in placement.nodes if presence is not None and presence.has_left(site.node)
+        }
+        sites = sites_of(placement)
+        silent = {
+            place for place in remains.places - lost if place not in prepared or sites[place].node in left
+        }
+        if not silent and not left:
             return placement, prepared
         log.warning("%d more workers of %s do not answer", len(silent), remains.instance)
         lost |= silent
         if plan is not None:
-            plan = await _plan_without(order, remains, lost, plan.room)
-    raise NotReady(f"No worker of {remains.instance} is left.")
+            plan = await _plan_without(order, remains, lost, plan.room.without_nodes(left))
 
 
 async def _prepare_left(
@@ -366,6 +391,7 @@ async def _prepare_left(
     lost: frozenset[RankId],
     assignments: Sequence[worker_pb2.StageAssignment],
     hello: hello_pb2.Hello,
+    presence: Presence | None,
 ) -> Started:
     """Prepare the ranks that are left. Nodes without any end their workers, if they answer."""
     sites = sites_of(placement)
@@ -375,8 +401,10 @@ async def _prepare_left(
     in_use = {sites[place].node for place in staying}
     cleared = [site for site in remains.placement.nodes if site.node not in in_use | remains.silent_nodes]
     earlier = make_hello(instance=remains.instance, epoch=remains.epoch, fencing_id=hello.fencing_id)
-    clearing = asyncio.gather(*(site.link.stop(remains.instance, _STOP_WAIT_S, earlier) for site in cleared))
-    prepared = await prepare(sites, assignments, staying, hello)
+    wait_until_left = None if presence is None else presence.wait_until_left
+    stops = ((site.node, site.link.stop(remains.instance, _STOP_WAIT_S, earlier)) for site in cleared)
+    clearing = asyncio.gather(*(unless_left(node, stop, wait_until_left) for node, stop in stops))
+    prepared = await prepare(sites, assignments, staying, hello, wait_until_left)
     await clearing
     return prepared
 

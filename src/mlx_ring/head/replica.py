@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
 from typing import Protocol
 
+from mlx_ring.cluster.relinking import unless_left
 from mlx_ring.core.engine_stats import Meter
 from mlx_ring.core.errors import GroupStuck, NodeLost, RingError
 from mlx_ring.core.logs import set_log_epoch
@@ -51,7 +52,8 @@ class Watcher(Protocol):
 class _CurrentWatch:
     """Watch over the instance of a replica that runs now, which receives what happens to the nodes."""
 
-    def __init__(self) -> None:
+    def __init__(self, machines: Machines) -> None:
+        self._machines = machines
         self._watch: InstanceWatch | None = None
         self.lost_nodes: dict[str, tuple[str, bool]] = {}
         """Nodes that have left since the last patch was begun, with the reason and whether it is final."""
@@ -60,7 +62,7 @@ class _CurrentWatch:
         """Pass on what happens to another watch, and which nodes have left already."""
         self._watch = watch
         for node, (reason, is_final) in self.lost_nodes.items():
-            watch.on_node_left(node, reason, is_final=is_final)
+            watch.on_node_left(node, reason, is_final=is_final or self._machines.has_left(node))
 
     def on_node_message(self, node: str) -> None:
         self.lost_nodes.pop(node, None)
@@ -181,7 +183,7 @@ class Replica:
 
     async def _run(self, order: Order, epoch: Epoch, ready: Callable[[float], None]) -> None:
         """Run an instance, and after each loss what is left of it with new workers in place of the lost ones."""
-        current, self._failed_patches = _CurrentWatch(), 0
+        current, self._failed_patches = _CurrentWatch(self._machines), 0
         early = EarlyPlan(
             lambda remains: self._machines.plan_patch(self._patch_order(order, remains), remains)
         )
@@ -223,7 +225,7 @@ class Replica:
             if running.remains is None:
                 raise
             if self._failed_patches == _MOST_FAILED_PATCHES:
-                await stop_workers(epoch, running.remains.wait_unless_silent)
+                await self._stop(epoch, running.remains)
                 raise
             if error is not running.loss:
                 self.service.lose(error)
@@ -253,6 +255,15 @@ class Replica:
             early.follow,
         )
 
+    async def _stop(self, epoch: Epoch, remains: Remains) -> None:
+        """Stop what is left of an instance. Do not wait for nodes that do not answer, or leave meanwhile."""
+
+        async def wait(node: str, work: Awaitable[None]) -> None:
+            if node not in remains.silent_nodes:
+                await unless_left(node, work, self._machines.wait_until_left)
+
+        await stop_workers(epoch, wait)
+
     async def _patch(self, order: Order, epoch: Epoch, remains: Remains, early: EarlyPlan) -> Epoch | None:
         """Replace the lost ranks of an instance. If that is impossible, stop the others and return None."""
         try:
@@ -260,7 +271,7 @@ class Replica:
             plan = await early.take(remains)
             patched = await self._machines.patch(self._patch_order(order, remains), remains, plan)
         except BaseException as error:
-            await stop_workers(epoch, remains.wait_unless_silent)
+            await self._stop(epoch, remains)
             if not isinstance(error, RingError):
                 raise
             log.warning("%s is loaded as a whole: %s", self._served.names[0], error)

@@ -129,6 +129,16 @@ class SingleNode:
         del instance, listener
         yield
 
+    def has_left(self, node: str) -> bool:
+        """Return False: this machine is there."""
+        del node
+        return False
+
+    async def wait_until_left(self, node: str) -> None:
+        """Wait for ever."""
+        del node
+        await asyncio.Event().wait()
+
     async def wait_for_node(self, timeout_s: float) -> None:
         await asyncio.sleep(timeout_s)
 
