@@ -11,7 +11,7 @@ import httpx
 
 BODY: Mapping[str, object] = {
     "prompt": [5, 6, 7],
-    "max_tokens": 160,
+    "max_tokens": 80,
     "ignore_eos": True,
     "temperature": 0,
     "stream": True,
