@@ -1,7 +1,8 @@
 """Order the files of a run so that several processes share it well: `--dist loadfile` hands them out in this order.
 
 Files come by the seconds that they took last time, longest first, so that no long file is left for the end. The seconds of
-a file that was never measured are guessed from its tests that start processes. Files of tests that run alone come last:
+a file that was never measured are those of a machine with two cores, or are guessed from its tests that start processes.
+Files of tests that run alone come last:
 other tests have found by then what they compare with, and only short ones are left to wait for.
 """
 
@@ -22,6 +23,26 @@ _GUESSED_S, _GUESSED_WITH_PROCESSES_S, _GUESSED_END_TO_END_S = 0.1, 2.0, 10.0
 """Guesses for a test that was never measured."""
 _GUESSED_SETUP_S = 40.0
 """Guess for what a file in `end_to_end` sets up for its tests."""
+_ON_TWO_CORES_S = {
+    "end_to_end/test_cluster_ssh.py": 280.0,
+    "end_to_end/test_cluster.py": 240.0,
+    "end_to_end/test_shared_lan.py": 200.0,
+    "end_to_end/test_models_and_replicas.py": 150.0,
+    "end_to_end/test_scheduling_caches.py": 140.0,
+    "end_to_end/test_lan_limits.py": 130.0,
+    "head/test_head.py": 130.0,
+    "end_to_end/test_collective_failures.py": 90.0,
+    "end_to_end/test_lan_transfer.py": 85.0,
+    "cli/test_main.py": 70.0,
+    "end_to_end/test_hung_groups.py": 70.0,
+    "end_to_end/test_mpi.py": 65.0,
+    "worker/platform/test_blas.py": 60.0,
+    "faults/test_recoveries.py": 55.0,
+    "worker/tensor/test_split.py": 55.0,
+    "clients/test_clients.py": 50.0,
+    "worker/test_lookahead.py": 45.0,
+}
+"""Seconds of files that took longer than guessed, while six processes shared two cores."""
 
 
 def file_of(nodeid: str) -> str:
@@ -78,7 +99,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             guessed[file] = _GUESSED_SETUP_S
         guessed[file] += _guess_s(item)
         alone[file] &= is_alone(item)
-    seconds = guessed | _cached(config)
+    known = {f"tests/{file}": seconds for file, seconds in _ON_TWO_CORES_S.items()}
+    seconds = guessed | known | _cached(config)
 
     def place(item: pytest.Item) -> tuple[bool, float, str, bool]:
         file = file_of(item.nodeid)
