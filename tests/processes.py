@@ -32,11 +32,14 @@ _REQUEST_WAIT_S = 120.0
 
 
 def run_cli(
-    *arguments: str, folder: Path, environment: Mapping[str, str] | None = None
+    *arguments: str,
+    folder: Path,
+    environment: Mapping[str, str] | None = None,
+    within: Sequence[str] = (),
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end in `folder`."""
+    """Run a command to its end in `folder`. `within` is a command that runs it."""
     return subprocess.run(
-        [*MLX_RING, *arguments],
+        [*within, *MLX_RING, *arguments],
         cwd=folder,
         env=clean_environment() | dict(environment or {}),
         capture_output=True,
@@ -129,18 +132,18 @@ def clean_environment() -> dict[str, str]:
 
 
 @functools.cache
-def _measure() -> bytes:
+def _measure(within: tuple[str, ...]) -> bytes:
     """Measure this machine with `mlx-ring profile`, and return the file that it writes."""
     with tempfile.TemporaryDirectory() as folder:
-        done = run_cli("profile", "--state-dir", folder, folder=Path(folder))
+        done = run_cli("profile", "--state-dir", folder, folder=Path(folder), within=within)
         assert done.returncode == 0, done.stderr
         return (Path(folder) / PROFILE_FILE).read_bytes()
 
 
-def give_profile(state: Path) -> None:
-    """Write this machine's profile into a state folder. It is measured once in a process."""
+def give_profile(state: Path, *, within: tuple[str, ...] = ()) -> None:
+    """Write this machine's profile into a state folder. It is measured once in a process, by the command `within`."""
     state.mkdir(mode=0o700, parents=True, exist_ok=True)
-    (state / PROFILE_FILE).write_bytes(_measure())
+    (state / PROFILE_FILE).write_bytes(_measure(within))
 
 
 @dataclass(slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -52,6 +53,8 @@ class Machine:
     group: Group | None
     threads: ThreadPoolExecutor
     """Threads inside the host."""
+    on_processor: tuple[str, ...] = ()
+    """Command that runs a program on the one processor that the host may use; empty if it may use all."""
 
     @property
     def state(self) -> Path:
@@ -88,7 +91,7 @@ class Machine:
         """Return the command that runs a program in it with an empty folder `hidden`. Mounts are that program's alone."""
         hide = [] if hidden is None else [f"mount -t tmpfs none {shlex.quote(str(hidden))}"]
         prepare = [*([] if self.group is None else [mount_command()]), *hide, 'exec "$@"']
-        inside = self.host.command("sh", "-c", " && ".join(prepare), "sh")
+        inside = self.host.command(*self.on_processor, "sh", "-c", " && ".join(prepare), "sh")
         return inside if self.group is None else self.group.command(*inside)
 
 
@@ -194,6 +197,7 @@ def make_cluster(
     limits: Sequence[tuple[int, float] | tuple[int, float, int] | None],
     *,
     fast: bool = False,
+    one_processor_each: bool = False,
 ) -> LanCluster:
     """Make hosts on a LAN, one for each of `limits`.
 
@@ -204,6 +208,8 @@ def make_cluster(
         limits: For each host, bytes of memory, cores of processor time and, optionally, the period of that time in
             microseconds. None means no limits.
         fast: Add a second switch, as `lan` does.
+        one_processor_each: Let each host use one of this machine's processors. Its ranks then wait for others in the
+            kernel. Otherwise they take the processors of other hosts' ranks.
     """
     groups = [
         None if limit is None else stack.enter_context(limited(limit[0], limit[1], *limit[2:]))
@@ -211,10 +217,12 @@ def make_cluster(
     ]
     hosts = stack.enter_context(lan(len(limits), fast=fast))
     machines: list[Machine] = []
+    processors = sorted(os.sched_getaffinity(0))
     for number, (host, group) in enumerate(zip(hosts, groups, strict=True)):
         own = folder / f"machine-{number}"
         own.mkdir()
-        machines.append(Machine(host, own, group, stack.enter_context(host.threads(4))))
+        pinned = ("taskset", "-c", str(processors[number % len(processors)])) if one_processor_each else ()
+        machines.append(Machine(host, own, group, stack.enter_context(host.threads(4)), pinned))
     tokenizer = cast("Any", AutoTokenizer).from_pretrained(model)
     texts = TokenTexts(tokenizer)
     names = {texts[token].name: token for token in range(read_model_folder(model).vocab_size)}

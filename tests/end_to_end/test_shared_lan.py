@@ -45,9 +45,10 @@ def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Generator[
     """Make five machines. All but the last trust the second network once they have joined."""
     skip_without_namespaces()
     with ExitStack() as stack:
-        cluster = make_cluster(model, tmp_path_factory.mktemp("cluster"), stack, [None] * 5, fast=True)
+        folder = tmp_path_factory.mktemp("cluster")
+        cluster = make_cluster(model, folder, stack, [None] * 5, fast=True, one_processor_each=True)
         for machine in cluster.machines:
-            give_profile(machine.state)
+            give_profile(machine.state, within=cluster.head.on_processor)
         cluster.join_flags = TRUSTED
         yield cluster
 
