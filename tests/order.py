@@ -1,7 +1,7 @@
 """Order the files of a run so that several processes share it well: `--dist loadfile` hands them out in this order.
 
-Files come by the seconds that they took last time, longest first, so that no long file is left for the end. The seconds of
-a file that was never measured are those of a machine with two cores, or are guessed from its tests that start processes.
+Files come by the seconds that they took last time, longest first, so that no long file is left for the end. A file
+that was never measured has the seconds of a machine with two cores, or a guess from its tests that start processes.
 Files of tests that run alone come last:
 other tests have found by then what they compare with, and only short ones are left to wait for.
 """

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 from tests.namespaces import lan, skip_without_namespaces
-from tests.processes import MLX_RING, clean_environment
+from tests.processes import MLX_RING, clean_environment, give_profile
 from tests.ssh_hosts import SshHost, skip_without_sshd, ssh_hosts
 
 from mlx_ring.host.running import running_here
@@ -121,6 +121,8 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Generator[Hosts]:
     folder = tmp_path_factory.mktemp("hosts")
     with ExitStack() as stack:
         first, second = stack.enter_context(ssh_hosts(stack.enter_context(lan(2)), folder))
+        for host in (first, second):
+            give_profile(host.state)
         made = Hosts(first, second, folder)
         made.write(DEVICES)
         began = time.monotonic()
