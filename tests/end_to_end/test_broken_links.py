@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Generator
 from contextlib import ExitStack
 from pathlib import Path
@@ -89,10 +90,13 @@ def interrupted(
 
 
 def check_blame(cluster: LanCluster, server: Server) -> None:
-    """Check that all machines attend, and that no loss counts against one."""
+    """Check that all machines attend, and that losses count against the link alone."""
     states = {node["id"]: node["state"] for node in cluster.get(server, "/cluster/status")["nodes"]}
     assert states == {machine.node: "attending" for machine in cluster.machines}
-    assert not [*cluster.head.state.rglob("losses.json")]
+    (file,) = cluster.head.state.rglob("losses.json")
+    counted = json.loads(file.read_text())
+    assert counted["losses"] == []
+    assert len(counted["links"]) == losses(cluster, server)["LinkLost"]
 
 
 def test_an_answer_continues_when_a_link_is_reset(cluster: LanCluster, server: Server, model: Path) -> None:
@@ -109,12 +113,20 @@ def test_an_answer_continues_when_a_link_is_reset(cluster: LanCluster, server: S
 def test_an_answer_continues_around_two_machines_between_which_packets_are_dropped(
     cluster: LanCluster, server: Server, model: Path
 ) -> None:
-    _, second, third = serving_machines(cluster, server)
+    (first, second, third), before = serving_machines(cluster, server), workers(cluster)
     answer = interrupted(cluster, server, WholeModel(model), lambda: second.host.lose(third.host))
     assert answer.comments
     after = serving_machines(cluster, server)
-    assert len(after) == 2
-    assert {second.node, third.node} - {machine.node for machine in after}
+    assert after[0] == first
+    assert (after[1] == second) != (after[2] == third), "one of both stages has moved"
+    assert not {second.node, third.node} <= {machine.node for machine in after}
+    assert len(before & workers(cluster)) == 2, "the other workers stay"
+    (problem, *_) = [
+        link["problem"]
+        for link in cluster.get(server, "/cluster/status")["links"]
+        if {link["from"], link["to"]} == {second.node, third.node}
+    ]
+    assert problem
     assert losses(cluster, server)["LinkLost"] == 2
     assert sum(losses(cluster, server).values()) == 2
     check_blame(cluster, server)
