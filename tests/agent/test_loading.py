@@ -15,7 +15,7 @@ from mlx_ring.agent import loading
 from mlx_ring.agent.supervisor import Supervisor, Worker
 from mlx_ring.core.errors import GroupStuck, WorkerLost
 from mlx_ring.host.child import ChildProcess
-from mlx_ring.rpc.methods import LOAD
+from mlx_ring.rpc.methods import LOAD, RELINK
 from mlx_ring.rpc.protos import agent_pb2, worker_pb2
 
 GROUP = ["10.0.8.1:5000", "10.0.8.2:5000"]
@@ -77,6 +77,38 @@ def test_rank_that_hangs_in_its_first_pass_waits_for_its_group(
     with pytest.raises(GroupStuck, match="for the other ranks of its ring group in its first pass"):
         follow(worker, "warm-up", monkeypatch)
     assert not worker.state().status.HasField("waits")
+
+
+@pytest.mark.parametrize("waits", ["device", "link", "collective", ""])
+def test_only_a_worker_that_computes_gets_more_time_to_end_its_step(
+    worker: Worker, waits: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed, stopped = asyncio.Event(), list[set[int]]()
+    looks: list[str] = []
+
+    async def refresh() -> None:
+        looks.append(waits)
+        worker.status = worker_pb2.WorkerStatus(waits=worker_pb2.Wait(kind=waits) if waits else None)
+        if len(looks) == 3:
+            computed.set()
+
+    async def stop(_instance: str, pids: set[int]) -> None:
+        stopped.append(pids)
+
+    async def settle(_request: worker_pb2.RelinkRequest, **_: float) -> worker_pb2.RelinkReply:
+        await computed.wait()
+        return worker_pb2.RelinkReply()
+
+    def open_relink(*_: object) -> Callable[..., object]:
+        return settle
+
+    monkeypatch.setattr(loading, "_SETTLE_WAIT_S", 0.0)
+    monkeypatch.setattr(type(RELINK), "aio_unary_unary", open_relink)
+    supervisor = cast("Supervisor", SimpleNamespace(workers=[worker], refresh=refresh, stop=stop))
+    wanted = worker_pb2.StageAssignment(rank=1, epoch=2)
+    request = agent_pb2.RelinkWorkersRequest(assignments=[wanted])
+    answered = asyncio.run(loading.relink_workers(supervisor, request))
+    assert (len(answered), stopped) == ((1, []) if waits == "device" else (0, [{1}]))
 
 
 def test_linking_fails_if_a_worker_has_ended_since_it_was_prepared(worker: Worker) -> None:

@@ -20,8 +20,8 @@ _END_WAIT_S = 2.0
 _GROUP_WAITS_S = {GROUP_PHASE: 30.0, "warm-up": 120.0}
 """Seconds to wait for the other ranks of a group, which have all been started: to join, and in the first pass."""
 
-_SETTLE_WAIT_S = 5.0
-"""Seconds in which a worker that is not stuck finishes its step."""
+_SETTLE_WAIT_S, _LONGEST_SETTLE_S = 5.0, 30.0
+"""Seconds in which a worker that is not stuck finishes its step: usually, and while it answers and computes."""
 _LINK_WAIT_S = 10.0
 """Seconds to link with neighbours that are all loaded."""
 
@@ -201,7 +201,7 @@ async def relink_workers(supervisor: Supervisor, request: agent_pb2.RelinkWorker
     if not request.commit and (others := {worker.child.pid for worker in ours if worker not in staying}):
         await supervisor.stop(instance, others)
     answers = await asyncio.gather(
-        *(_relink(worker, request, places[worker.stage, worker.rank]) for worker in staying),
+        *(_relink(supervisor, worker, request, places[worker.stage, worker.rank]) for worker in staying),
         return_exceptions=True,
     )
     silent = {worker.child.pid for worker, answer in zip(staying, answers, strict=True) if answer is not None}
@@ -226,14 +226,27 @@ def check_epoch(workers: Iterable[Worker], epoch: int) -> None:
 
 
 async def _relink(
-    worker: Worker, request: agent_pb2.RelinkWorkersRequest, assignment: worker_pb2.StageAssignment
+    supervisor: Supervisor,
+    worker: Worker,
+    request: agent_pb2.RelinkWorkersRequest,
+    assignment: worker_pb2.StageAssignment,
 ) -> None:
     wanted = worker_pb2.RelinkRequest(hello=request.hello, assignment=assignment, commit=request.commit)
-    call = RELINK.aio_unary_unary(worker.channel)
+    limit_s = _LINK_WAIT_S if request.commit else _LONGEST_SETTLE_S
+    answer = asyncio.ensure_future(RELINK.aio_unary_unary(worker.channel)(wanted, timeout=limit_s))
     try:
-        reply = await call(wanted, timeout=_LINK_WAIT_S if request.commit else _SETTLE_WAIT_S)
+        while not request.commit:
+            await asyncio.wait((answer,), timeout=_SETTLE_WAIT_S)
+            if answer.done():
+                break
+            await supervisor.refresh()
+            if not worker.computes:
+                raise WorkerStuck(f"{worker.label} did not end its step within {_SETTLE_WAIT_S:g} s.")
+        reply = await answer
     except grpc.RpcError as error:
         raise channel_error(error, worker.label) from error
+    finally:
+        answer.cancel()
     if reply.HasField("failure"):
         raise failure_to_error(reply.failure)
     if request.commit:

@@ -132,6 +132,12 @@ class Worker:
         return not self.child.exit_reason
 
     @property
+    def computes(self) -> bool:
+        """True if it answered just now that it waits for its own device only, and not for others."""
+        waits = "" if self.status is None else self.status.waits.kind
+        return waits == "device" and not self.unresponsive.seconds
+
+    @property
     def grace_s(self) -> float:
         """Seconds that it may take to end; a rank that waits in a collective, or a stuck worker, receives no request."""
         is_deaf = self.assignment.tp_size > 1 or self.unresponsive.seconds >= _DEAF_S

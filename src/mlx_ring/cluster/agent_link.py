@@ -22,8 +22,8 @@ from mlx_ring.settings.config import Settings
 from mlx_ring.settings.launched import read_launch
 
 HEARTBEAT_S = 0.5
-_RELINK_WAIT_S = 15.0
-"""Time for the agent to ask its workers and to end those that do not answer."""
+_RELINK_WAIT_S = 40.0
+"""Time for the agent to ask its workers, of which one may compute a long step, and to end those that do not answer."""
 
 Report = Callable[[agent_pb2.StageProgress], None]
 Assignments = Sequence[worker_pb2.StageAssignment]
