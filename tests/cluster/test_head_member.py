@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 import subprocess
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,11 +50,15 @@ class Absent:
 
     def lose(self) -> None:
         member: Any = SimpleNamespace(node=self.node)
-        former = FormerMember(member, "it sent nothing for 3 s", time.time())
+        # The clock may have been set back since the agent was started.
+        former = FormerMember(member, "it sent nothing for 3 s", 0.0)
         self.membership = Membership({}, {self.node: former})
 
     async def wait_for(self, _nodes: int, including: str) -> Membership:
         raise TimeoutError(including)
+
+    async def wait_until_absent(self, _node: str) -> None:
+        await asyncio.get_running_loop().create_future()
 
 
 @pytest.mark.parametrize(("is_lost", "alive"), [(1, [False, True]), (0, [True])])
@@ -84,3 +87,18 @@ def test_only_an_agent_that_was_connected_and_does_not_return_is_replaced(
     monkeypatch.setattr(subject, "ensure_head_member", ensure)
     assert asyncio.run(run()) == alive
     assert all(process.poll() is not None for process in started)
+
+
+def test_an_agent_that_two_models_miss_is_replaced_once_and_not_after_the_end() -> None:
+    async def run() -> set[str]:
+        control: Any = Absent()
+        agent = OwnAgent(Settings(), control, HeadAddress("127.0.0.1", 50051))
+        before = asyncio.all_tasks()
+        agent.replace_soon()
+        agent.replace_soon()
+        begun = asyncio.all_tasks() - before
+        assert len(begun) == 1
+        await agent.end()
+        return {task.get_name() for task in asyncio.all_tasks() - before}
+
+    assert asyncio.run(run()) == set()

@@ -8,11 +8,11 @@ import logging
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterable
 from pathlib import Path
 
 from mlx_ring.cluster.control import Control
+from mlx_ring.cluster.membership import FormerMember
 from mlx_ring.core.cluster_folders import AGENT_LOCK, node_folder
 from mlx_ring.core.environment import environment_with_grpc_logs, inherited_environment
 from mlx_ring.host.addresses import HeadAddress
@@ -38,7 +38,8 @@ class OwnAgent:
         self._control = control
         self._address = address
         self._process: subprocess.Popen[bytes] | None = None
-        self._started_s = 0.0
+        self._left_before: FormerMember | None = None
+        """Last leaving of an agent of this machine when this one was started."""
         self._starting = asyncio.Lock()
         self._replacing: asyncio.Task[None] | None = None
 
@@ -48,17 +49,16 @@ class OwnAgent:
         return self._process is not None
 
     @property
-    def _absent_s(self) -> float:
-        """Time since an agent that this head started is no longer connected, although it runs; else 0."""
-        was = self._control.membership.former.get(self._control.node)
+    def _is_absent(self) -> bool:
+        """True if an agent that this head started is no longer connected, although it runs."""
         runs = self._process is not None and self._process.poll() is None
-        return (
-            time.time() - was.since_s if runs and was is not None and was.since_s > self._started_s else 0.0
-        )
+        was = self._control.membership.former.get(self._control.node)
+        return runs and was is not None and was is not self._left_before
 
     def replace_soon(self) -> None:
         """Replace the agent, which does not answer, once it counts as disconnected."""
-        self._replacing = asyncio.create_task(self._replace(), name="own agent")
+        if self._replacing is None or self._replacing.done():
+            self._replacing = asyncio.create_task(self._replace(), name="own agent")
 
     async def _replace(self) -> None:
         await self._control.wait_until_absent(self._control.node)
@@ -70,7 +70,7 @@ class OwnAgent:
             await self._ensure()
 
     async def _ensure(self) -> None:
-        if (absent_s := self._absent_s) and not await self.attends(_RETURNS_WITHIN_S - absent_s):
+        if self._is_absent and not await self.attends(_RETURNS_WITHIN_S):
             log.warning("the agent of this machine does not answer: replacing it")
             await self._kill()
         host = "127.0.0.1" if self._address.is_every else self._address.host
@@ -81,7 +81,8 @@ class OwnAgent:
             HeadAddress(host, self._address.port),
         )
         if started is not None:
-            self._process, self._started_s = started, time.time()
+            self._process = started
+            self._left_before = self._control.membership.former.get(self._control.node)
 
     async def attends(self, timeout_s: float) -> bool:
         """Wait until it is connected; return False if it is not in time."""
@@ -94,9 +95,10 @@ class OwnAgent:
         """Wait for the end of an agent that this head started, which was asked to end, and kill it if it hangs."""
         if self._replacing is not None:
             self._replacing.cancel()
+            await asyncio.wait((self._replacing,))
         if self._process is None:
             return
-        if not self._absent_s:
+        if not self._is_absent:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 await asyncio.to_thread(self._process.wait, _END_WAIT_S)

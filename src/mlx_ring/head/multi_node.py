@@ -143,6 +143,11 @@ class Cluster:
         await control.settle()
         # After the first instance, other machines do without this one's agent.
         own = control.node if nodes > 1 or await self._own_agent.attends(_OWN_WAIT_S) else ""
+        if not own and not control.membership.members:
+            self._warn_of(
+                "This machine's agent does not answer, and no other machine is connected: waiting for one of them. "
+                "An agent that hangs is ended by `mlx-ring stop`."
+            )
         membership = await control.wait_for(nodes, including=own)
         self._awaited = 0
         if not self._own_agent.is_own and own:
