@@ -12,8 +12,8 @@ from mlx_ring.core.errors import RingError
 from mlx_ring.core.generation import GenerateRequest
 from mlx_ring.core.types import RankId, SamplingParams
 from mlx_ring.engine.kv_budget import RankKv
-from mlx_ring.engine.scheduler import Advance, Scheduler
-from mlx_ring.engine.sequence import Limits, Sequence, make_sequence
+from mlx_ring.engine.scheduler import Scheduler
+from mlx_ring.engine.sequence import Advance, Limits, Sequence, make_sequence
 from mlx_ring.engine.twin import (
     KV_BYTES_PER_TOKEN,
     FaultInjector,

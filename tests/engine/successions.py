@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 
 from tests.engine.engines import BYTES, LIMITS, PLAIN
 
@@ -29,12 +30,14 @@ class Succession:
         *,
         kv: RankKv | None = None,
         within_s: float = 300.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start without an instance."""
         self._next_token = next_token or hash_token(256)
         self._policy, self._kv = policy, kv
         self.meter = Meter()
-        self.held = HeldRequests(BYTES, LIMITS, policy, within_s=within_s, meter=self.meter)
+        self.held = HeldRequests(BYTES, LIMITS, policy, within_s=within_s, meter=self.meter, clock=clock)
+        self._clock = clock
         self.twin: TwinExecutor | None = None
         self.engine: Engine | None = None
         self._in_progress: list[LiveRequest] = []
@@ -54,6 +57,7 @@ class Succession:
             kv=None if self._kv is None else dict.fromkeys(self.twin.ranks, self._kv),
             hold=self._hold,
             meter=self.meter,
+            clock=self._clock,
         )
         self.engine.take_over(self.held.take())
         return self.engine
@@ -62,6 +66,12 @@ class Succession:
         interrupted = list(lives)
         self._in_progress = [live for live in interrupted if live.was_in_progress]
         self.held.hold(interrupted, loss)
+
+    @property
+    def in_progress(self) -> frozenset[int]:
+        """Sequences in steps that some rank has not answered."""
+        engine = self.engine
+        return frozenset() if engine is None else engine._scheduler.in_progress  # pyright: ignore[reportPrivateUsage]
 
     def judge(self, loss: RingError) -> bool:
         """Judge the requests that were in progress at the last loss."""

@@ -6,10 +6,10 @@ import asyncio
 from dataclasses import replace
 
 from tests.engine.engines import PLAIN, make_request
-from tests.engine.successions import Succession, run_to
+from tests.engine.successions import Succession, run_to, tokens_of
 
 from mlx_ring.core.errors import NodeLost, RepeatedLoss, WorkerLost
-from mlx_ring.core.generation import RequestStream
+from mlx_ring.core.generation import GenerateRequest, RequestStream
 
 
 def killer(token: int) -> WorkerLost:
@@ -89,5 +89,107 @@ def test_the_loss_of_a_machine_makes_no_request_a_suspect() -> None:
             succession.load()
         succession.finish()
         assert stream.take()[-1].finish_reason == "length"
+
+    asyncio.run(run())
+
+
+def test_suspects_take_turns_until_each_has_two_more_tokens_and_then_run_together() -> None:
+    """Three suspects of 200 tokens, an innocent answer, and a newcomer."""
+
+    async def run() -> None:
+        succession = Succession(policy=replace(PLAIN, max_num_seqs=8))
+        succession.load()
+        lengths = (3, 5, 7)
+        suspects = succession.submit(*(long_request(length) for length in lengths))
+        for number in range(2):
+            await_in_progress(succession, len(suspects))
+            succession.lose(killer(number))
+            succession.judge(killer(number))
+            if number == 0:
+                succession.load()
+        (innocent,) = succession.submit(long_request(9))
+        engine = succession.load()
+        (newcomer,) = succession.submit(long_request(11))
+        twin = succession.twin
+        assert twin is not None
+        for stream in suspects:
+            stream.take()
+        fed: dict[RequestStream, int] = dict.fromkeys((*suspects, innocent, newcomer), 0)
+        while not all(fed.values()):
+            succession.proceed(0)
+            for stream in fed:
+                fed[stream] += len(tokens_of(stream.take()))
+        assert max(fed[stream] for stream in suspects) <= 20, (
+            "no suspect runs to its end before the others begin"
+        )
+        assert engine.stats().scheduler.running == 5
+        ids = [sorted(row.sequence for row in step.rows) for step in twin.sent]
+        alone = [step for step in ids if set(step) & {2, 3, 4}]
+        # Each suspect is alone at first, and all five run together in the end.
+        for suspect in (2, 3, 4):
+            assert next(step for step in alone if suspect in step) == [suspect]
+        succession.finish()
+        assert engine.totals().preemptions == 0
+
+    asyncio.run(run())
+
+
+def long_request(length: int) -> GenerateRequest:
+    return make_request(length, max_tokens=200, ignore_eos=True)
+
+
+def await_in_progress(succession: Succession, requests: int) -> None:
+    """Let the ranks proceed until so many requests are in steps that some rank has not answered."""
+    while len(succession.in_progress) < requests:
+        succession.proceed(0)
+
+
+def test_no_request_is_given_up_that_never_ran_alone() -> None:
+    """Losses of three replicas at the same time are judged only after the requests have moved on."""
+
+    async def run() -> None:
+        replicas = [Succession() for _ in range(3)]
+        for each in replicas:
+            each.load()
+        streams = replicas[0].submit(make_request(3, max_tokens=20), make_request(5, max_tokens=20))
+        await_in_progress(replicas[0], 2)
+        for number in range(2):
+            replicas[number].lose(killer(number))
+            moved = replicas[number].held.take()
+            engine = replicas[number + 1].engine
+            assert engine is not None
+            engine.take_over(moved)
+            if number == 0:
+                await_in_progress(replicas[1], 2)
+        # Both were in progress at both losses, so the third engine runs one of them alone.
+        engine = replicas[2].engine
+        assert engine is not None
+        await_in_progress(replicas[2], 1)
+        assert engine.stats().scheduler.running == 1
+        replicas[2].lose(killer(2))
+        for number, each in enumerate(replicas):
+            each.judge(killer(number))
+        errors = [type(stream.error) for stream in streams]
+        assert errors == [RepeatedLoss, type(None)], "the second one never ran alone"
+
+    asyncio.run(run())
+
+
+def test_a_loss_of_a_machine_that_is_judged_late_clears_the_requests_again() -> None:
+    async def run() -> None:
+        first, second = Succession(), Succession()
+        first.load()
+        engine = second.load()
+        first.submit(make_request(3, max_tokens=20), make_request(5, max_tokens=20))
+        for each, other in ((first, second), (second, first)):
+            await_in_progress(each, 2)
+            each.lose()
+            moved = each.held.take()
+            engine = other.engine or other.load()
+            engine.take_over(moved)
+        for each in (first, second):
+            assert not each.judge(NodeLost("Node b was lost."))
+        while engine.stats().scheduler.running < 2:
+            first.proceed(0)
 
     asyncio.run(run())

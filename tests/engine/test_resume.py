@@ -24,6 +24,7 @@ from mlx_ring.core.errors import (
 from mlx_ring.core.generation import Delta, GenerateRequest, RequestStream
 from mlx_ring.core.types import RankId
 from mlx_ring.engine.kv_budget import RankKv
+from mlx_ring.engine.live_request import LiveRequest
 from mlx_ring.engine.twin import NextToken, hash_token
 
 SMALL_KV = RankKv(limit_bytes=8 * 3 * 256, bytes_per_token=8, bytes_per_sequence=0)
@@ -234,7 +235,10 @@ def test_a_request_that_waits_too_long_ends_with_the_loss() -> None:
         (stream,) = succession.submit(make_request())
         run_to(succession, stream, 2)
         succession.lose()
-        with pytest.raises(NotReady, match=r"died\. The model was not loaded again within 0.01 s"):
+        with pytest.raises(
+            NotReady,
+            match=r"died\. The model was not loaded again, or the answer not continued, within 0.01 s",
+        ):
             [delta async for delta in stream]
         assert not len(succession.held)
         assert succession.meter.failed == {"NotReady": 1}
@@ -366,5 +370,99 @@ def test_a_reader_that_needs_no_more_ends_a_held_answer() -> None:
         assert not stream.is_paused
         assert stream.take()[-1].finish_reason == "stop"
         assert not succession.held.take()
+
+    asyncio.run(run())
+
+
+def lives_of(succession: Succession) -> list[LiveRequest]:
+    """Lose the instance, and return its requests after another one took them over."""
+    succession.lose()
+    lives = succession.held.take()
+    succession.held.hold(lives, LOSS)
+    succession.load()
+    return lives
+
+
+def test_the_wait_of_an_answer_counts_from_the_first_loss_without_a_new_token() -> None:
+    async def run() -> None:
+        now = [100.0]
+        succession = Succession(clock=lambda: now[0])
+        succession.load()
+        (stream,) = succession.submit(make_request(max_tokens=20))
+        run_to(succession, stream, 2)
+        (live,) = lives_of(succession)
+        for _ in range(3):
+            assert live.stalled_since == 100.0
+            now[0] += 200.0
+            succession.proceed(0)
+            assert lives_of(succession) == [live]
+        assert stream.is_paused
+        run_to(succession, stream, 1)
+        assert (live.stalled_since, stream.is_paused, stream.was_resumed) == (None, False, True)
+
+    asyncio.run(run())
+
+
+def test_an_answer_that_stalls_for_too_long_ends_although_the_model_was_loaded_meanwhile() -> None:
+    async def run() -> None:
+        now = [100.0]
+        succession = Succession(clock=lambda: now[0])
+        succession.load()
+        (stream,) = succession.submit(make_request(max_tokens=20))
+        run_to(succession, stream, 2)
+        for _ in range(2):
+            succession.lose()
+            succession.load()
+            succession.proceed(0)
+            now[0] += 400.0
+        succession.lose()
+        with pytest.raises(NotReady, match=r"or the answer not continued, within 300 s"):
+            [delta async for delta in stream]
+        assert not stream.was_resumed, "it never continued"
+
+    asyncio.run(run())
+
+
+def test_a_new_request_shows_that_it_waits_for_an_engine_and_is_not_resumed() -> None:
+    async def run() -> None:
+        succession = Succession()
+        (stream,) = succession.submit(make_request(max_tokens=3))
+        assert stream.is_paused
+        succession.load()
+        assert not stream.is_paused
+        succession.finish()
+        assert not stream.was_resumed
+
+    asyncio.run(run())
+
+
+def test_a_pause_counts_neither_as_time_between_tokens_nor_as_time_of_decoding() -> None:
+    async def run() -> None:
+        now = [0.0]
+        succession = Succession(clock=lambda: now[0])
+        succession.load()
+        (stream,) = succession.submit(make_request(max_tokens=4, ignore_eos=True))
+        run_to(succession, stream, 2)
+        succession.lose()
+        now[0] += 500.0
+        succession.finish()
+        timings = stream.take()[-1].timings
+        assert timings is not None
+        assert timings.decode_s == 0.0
+        assert succession.meter.between_tokens_s.total == 0.0
+
+    asyncio.run(run())
+
+
+def test_a_resumed_answer_that_is_preempted_later_is_no_longer_read_at_full_speed() -> None:
+    async def run() -> None:
+        succession = Succession()
+        succession.load()
+        (stream,) = succession.submit(make_request(max_tokens=20))
+        run_to(succession, stream, 2)
+        (live,) = lives_of(succession)
+        assert live.sequence.is_resumed
+        run_to(succession, stream, 1)
+        assert not live.sequence.is_resumed
 
     asyncio.run(run())

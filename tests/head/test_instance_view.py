@@ -62,10 +62,10 @@ def request() -> LiveRequest:
     return cast("LiveRequest", SimpleNamespace(has_ended=False, on_resumed=None))
 
 
-def answer(live: LiveRequest) -> None:
-    """Deliver a request's first new token."""
+def answer(live: LiveRequest, *, has_token: bool = True) -> None:
+    """Deliver a request's first new token, or end it without one."""
     assert live.on_resumed is not None
-    live.on_resumed()
+    live.on_resumed(has_token)
 
 
 def test_a_recovery_is_measured_reported_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -183,7 +183,7 @@ def test_pauses_grow_after_several_losses_and_pass_with_time() -> None:
         lose(recoveries, clock)
         pauses.append(recoveries.pause_s)
     assert pauses == [0.0] * PROMPT_LOSSES + [1.0, 2.0, 4.0, 8.0, 16.0] + [30.0] * 5
-    assert str(recoveries.refusal).startswith("The model was lost 15 times within 10 minutes")
+    assert str(recoveries.refusal).startswith("The model was lost 15 times in a row")
     clock.wait(WINDOW_S)
     assert (recoveries.pause_s, recoveries.refusal) == (0.0, None)
 
@@ -232,3 +232,56 @@ def test_losses_do_not_count_once_the_interrupted_answers_have_continued() -> No
         recoveries.record_resumed([live := request()])
         answer(live)
         assert (recoveries.pause_s, recoveries.refusal) == (0.0, None)
+
+
+def test_losses_count_in_a_row_however_long_each_load_takes() -> None:
+    clock = Clock()
+    recoveries = loaded(clock, Meter())
+    for _ in range(MOST_LOSSES):
+        assert recoveries.refusal is None
+        recoveries.record_loss(LOSS, 0.0)
+        recoveries.record_plan()
+        clock.wait(WINDOW_S / 2)
+        recoveries.record_load()
+        recoveries.record_resumed([request()])
+        # The replay takes longer than a steady instance needs, and gives no token.
+        clock.wait(STEADY_S)
+    recoveries.record_loss(LOSS, 0.0)
+    assert recoveries.refusal is not None
+
+
+def test_an_answer_that_ends_without_a_token_is_no_success(caplog: pytest.LogCaptureFixture) -> None:
+    clock, meter = Clock(), Meter()
+    recoveries = loaded(clock, meter)
+    for _ in range(PROMPT_LOSSES + 1):
+        recoveries.record_loss(LOSS, 0.0)
+        recoveries.record_plan()
+        recoveries.record_load()
+        recoveries.record_resumed([live := request()])
+        with caplog.at_level(logging.INFO):
+            answer(live, has_token=False)
+    assert recoveries.status is None
+    assert recoveries.pause_s == 1.0
+    assert "first_token" not in measured(meter)
+    assert caplog.records[-1].message.endswith("; 0 requests resumed")
+
+
+def test_the_first_load_of_a_replica_that_takes_over_requests_is_no_recovery() -> None:
+    meter = Meter()
+    recoveries = loaded(Clock(), meter)
+    live = request()
+    recoveries.record_resumed([live])
+    assert live.on_resumed is None
+    assert not measured(meter)
+
+
+def test_a_model_refuses_only_if_all_its_replicas_were_lost_too_often() -> None:
+    clock = Clock()
+    broken, steady = loaded(clock, Meter()), loaded(clock, Meter())
+    for _ in range(MOST_LOSSES):
+        lose(broken, clock)
+    model: Any = HostedModel.__new__(HostedModel)
+    model.replicas = [SimpleNamespace(service=SimpleNamespace(recoveries=each)) for each in (broken, steady)]
+    assert model._refusal is None
+    model.replicas.pop()
+    assert model._refusal is not None

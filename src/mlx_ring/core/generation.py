@@ -120,18 +120,18 @@ class RequestStream(AsyncIterator[Delta]):
         self._error: RingError | None = None
         self._ended = False
         self.is_paused = False
-        """True while no engine works on the request, because its instance was lost."""
+        """True while the request waits for an engine, or for its first new token after a loss."""
         self.was_resumed = False
-        """True if the answer continued after a pause."""
+        """True if the answer continued after a loss."""
 
     def pause(self) -> None:
         """Record that the request waits for another engine, and tell the reader."""
         self.is_paused = True
         self._listener()
 
-    def resume(self) -> None:
-        """Record that the request no longer waits."""
-        self.was_resumed |= self.is_paused
+    def resume(self, *, continues: bool) -> None:
+        """Record that the request no longer waits, and whether an interrupted answer continues."""
+        self.was_resumed |= continues
         self.is_paused = False
 
     def put(self, delta: Delta) -> None:

@@ -41,6 +41,8 @@ class MicroBatches:
     def __init__(self, count: int) -> None:
         self._batches = [MicroBatch() for _ in range(count)]
         self._batch_of: dict[int, MicroBatch] = {}
+        self._still: dict[int, Sequence] = {}
+        """Sequences that wait with their KV while another one runs alone."""
 
     def __len__(self) -> int:
         return len(self._batch_of)
@@ -60,8 +62,26 @@ class MicroBatches:
         batch.members[sequence.id] = sequence
         self._batch_of[sequence.id] = batch
 
+    def hold_still(self) -> None:
+        """Send no rows of the present sequences until `release`; answers to earlier rows are taken."""
+        held = {member.id: member for batch in self._batches for member in batch.members.values()}
+        for sequence in held:
+            self.remove(sequence)
+        self._still |= held
+
+    @property
+    def is_held_still(self) -> bool:
+        return bool(self._still)
+
+    def release(self) -> None:
+        """Continue the sequences that were held still."""
+        held, self._still = self._still, {}
+        for sequence in held.values():
+            self.add(sequence)
+
     def remove(self, sequence: int) -> None:
         """Remove a sequence, and move the newest one of the largest micro-batch if sizes then differ too much."""
+        self._still.pop(sequence, None)
         batch = self._batch_of.pop(sequence, None)
         if batch is None:
             return

@@ -23,8 +23,8 @@ from mlx_ring.engine.executor import Executor, sampling_ranks
 from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.engine.live_request import Hold, LiveRequest, choose_requests_to_shed
 from mlx_ring.engine.request_traces import RequestTracer
-from mlx_ring.engine.scheduler import Advance, Scheduler
-from mlx_ring.engine.sequence import Limits, Sequence, make_sequence
+from mlx_ring.engine.scheduler import Scheduler
+from mlx_ring.engine.sequence import Advance, Limits, Sequence, make_sequence
 from mlx_ring.engine.step_times import Predict, StepTimes, Unanswered
 from mlx_ring.engine.streams import Reading, Vocabulary
 from mlx_ring.rpc.failures import failure_to_error

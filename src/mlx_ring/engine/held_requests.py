@@ -15,7 +15,7 @@ from mlx_ring.core.errors import NotReady, RingError
 from mlx_ring.core.generation import GenerateRequest, RequestStream
 from mlx_ring.core.types import FinishReason
 from mlx_ring.engine.admission import Load, check_places, shed_error
-from mlx_ring.engine.live_request import LOSSES_TO_RUN_ALONE, LiveRequest, choose_requests_to_shed
+from mlx_ring.engine.live_request import LiveRequest, choose_requests_to_shed
 from mlx_ring.engine.request_traces import RequestTracer
 from mlx_ring.engine.sequence import Limits, make_sequence
 from mlx_ring.engine.streams import Reading, Vocabulary
@@ -41,7 +41,7 @@ class HeldRequests:
             vocabulary: the model's tokens as text.
             limits: limits of the model.
             policy: limits of the queue.
-            within_s: longest wait for an engine, seconds.
+            within_s: longest time from a loss, or from the submission, without a new token or another engine; seconds.
             meter: measurements of requests that end here.
             tracer: tracer of new requests.
             clock: the engines' clock.
@@ -69,11 +69,13 @@ class HeldRequests:
 
     def _keep(self, live: LiveRequest) -> asyncio.TimerHandle:
         live.home = self
-        return asyncio.get_running_loop().call_later(self._within_s, self._give_up, live)
+        waited_s = 0.0 if live.stalled_since is None else self._clock() - live.stalled_since
+        return asyncio.get_running_loop().call_later(max(0.0, self._within_s - waited_s), self._give_up, live)
 
     def _give_up(self, live: LiveRequest) -> None:
         error = NotReady(
-            f"{self._loss} The model was not loaded again within {self._within_s:g} s (--resume-within-s)."
+            f"{self._loss} The model was not loaded again, or the answer not continued, within {self._within_s:g} s "
+            "(--resume-within-s)."
         )
         self.fail_request(live, error)
 
@@ -82,7 +84,7 @@ class HeldRequests:
         held, self._held = self._held, {}
         for timer in held.values():
             timer.cancel()
-        return sorted(held, key=lambda live: live.losses >= LOSSES_TO_RUN_ALONE)
+        return sorted(held, key=lambda live: live.is_suspect)
 
     def fail(self, error: RingError) -> None:
         """End all requests with an error."""
@@ -106,6 +108,7 @@ class HeldRequests:
         lives = [LiveRequest(sequence, self._vocabulary, self, self._tracer) for sequence in sequences]
         for live in lives:
             self._held[live] = self._keep(live)
+            live.stream.pause()
             live.limit_time(self._policy.request_timeout_s)
         return [live.stream for live in lives]
 

@@ -78,29 +78,52 @@ class LiveRequest:
         """Times in a row that workers were lost while it was in progress. Progress after a loss ends the row."""
         self.lost_at = 0
         """Number of known tokens at the last such loss."""
-        self._known = 0
-        """Number of known tokens when its instance was lost."""
+        self.has_run_alone = False
+        """True if it ran alone at one of these losses."""
+        self.stalled_since: float | None = None
+        """Time of the first loss since its last token; None if it has a new one, or never ran."""
+        self._is_interrupted = False
+        """True from a loss until the next tokens."""
+        self._paused_s = 0.0
+        """Times from the last token before a loss until the next one."""
         self.has_ended = False
-        self.on_resumed: Callable[[], None] | None = None
-        """Called once at the first new token after a loss, or at the end."""
+        self.on_resumed: Callable[[bool], None] | None = None
+        """Called once after a loss: with True at the first new token, or with False at an end without one."""
         self._span: Span | None = None if tracer is None else tracer.begin(request, sequence.submitted_at)
         self._tracer = tracer
         self._deadline: asyncio.TimerHandle | None = None
         sequence.traceparent = "" if self._span is None else self._span.traceparent
 
     def interrupt(self, now: float, *, in_progress: bool) -> None:
-        """Record the loss of the instance, and tell the reader."""
-        self.interrupted_at, self.was_in_progress = now, in_progress
-        self._known = self.sequence.length
+        """Record the loss of the instance, and tell the reader.
+
+        A loss in progress counts until `judge` knows its reason, because another replica may take over before.
+        """
+        self.interrupted_at, self.was_in_progress, self._is_interrupted = now, in_progress, True
+        if self.stalled_since is None or not self.sequence.admitted_at:
+            self.stalled_since = now
+        if in_progress:
+            self._count_loss(self.sequence.length)
         self.on_resumed = None
         self.stream.pause()
 
-    def record_loss(self) -> None:
-        """Count the last loss of the instance as one that the request may have caused."""
-        if self._known >= self.lost_at + PROGRESS_TOKENS:
-            self.losses = 0
+    def _count_loss(self, known: int) -> None:
+        if known >= self.lost_at + PROGRESS_TOKENS:
+            self.losses, self.has_run_alone = 0, False
         self.losses += 1
-        self.lost_at = self._known
+        self.lost_at = known
+        self.has_run_alone |= self.sequence.runs_alone
+
+    def forgive_loss(self) -> None:
+        """Take back a loss in progress that had another cause."""
+        self.losses = max(0, self.losses - 1)
+        if not self.is_suspect:
+            self.sequence.alone_until = 0
+
+    @property
+    def is_suspect(self) -> bool:
+        """True if it has to run alone, because it was in progress at several losses without progress between them."""
+        return self.losses >= LOSSES_TO_RUN_ALONE and self.sequence.length < self.lost_at + PROGRESS_TOKENS
 
     def continue_on(self, sequence_id: int, limits: Limits, now: float, meter: Meter) -> None:
         """Make a sequence for another engine. Raises what `continue_sequence` raises."""
@@ -108,9 +131,10 @@ class LiveRequest:
         if self.interrupted_at is not None:
             meter.record_resumed(now - self.interrupted_at, replayed=self.sequence.length)
         self.interrupted_at = None
-        if self.losses >= LOSSES_TO_RUN_ALONE:
+        if self.is_suspect:
             self.sequence.alone_until = self.lost_at + PROGRESS_TOKENS
-        self.stream.resume()
+        if not self._is_interrupted:
+            self.stream.resume(continues=False)
 
     def limit_time(self, limit_s: float | None) -> None:
         """End the request with an error after `limit_s` seconds, if a number is given."""
@@ -140,22 +164,27 @@ class LiveRequest:
         if self.is_first:
             waited_s = now - self.sequence.submitted_at if tokens else None
             meter.record_first_token(self.sequence.prompt_length, waited_s)
+        elif tokens and self._is_interrupted:
+            self._paused_s += now - self.last_at
         elif tokens:
             meter.record_tokens(len(tokens), now - self.last_at)
         meter.generated_tokens += len(tokens)
+        self.stream.resume(continues=self._is_interrupted)
+        if tokens:
+            self._is_interrupted, self.stalled_since = False, None
         self.stream.put(self._delta(tokens, reading, finish_reason, now))
-        self._report_resumed()
+        self._report_resumed(has_token=bool(tokens))
 
-    def _report_resumed(self) -> None:
+    def _report_resumed(self, *, has_token: bool) -> None:
         if self.on_resumed is not None:
             report, self.on_resumed = self.on_resumed, None
-            report()
+            report(has_token)
 
     def end(self, reason: FinishReason, error: RingError | None, now: float, meter: Meter) -> None:
         """Record the end, and fail the stream with the error, if any."""
         self.has_ended = True
-        self._report_resumed()
-        self.stream.resume()
+        self._report_resumed(has_token=False)
+        self.stream.resume(continues=False)
         if self._deadline is not None:
             self._deadline.cancel()
         if error is not None:
@@ -238,7 +267,7 @@ class LiveRequest:
         opened = sequence.submitted_at if sequence.opened_at is None else sequence.opened_at
         first = now if sequence.first_token_at is None else sequence.first_token_at
         last = now if sequence.last_token_at is None else sequence.last_token_at
-        return RequestTimings(opened - sequence.submitted_at, first - opened, last - first)
+        return RequestTimings(opened - sequence.submitted_at, first - opened, last - first - self._paused_s)
 
 
 def choose_requests_to_shed(
@@ -259,8 +288,8 @@ def choose_requests_to_shed(
 def judge(lives: Iterable[LiveRequest], loss: RingError) -> bool:
     """Find requests that may have caused the loss of their instance.
 
-    A request that is in progress each time when a worker dies or hangs runs alone after the second time. After the
-    third it ends with an error.
+    A request in progress each time when a worker dies or hangs runs alone after the second time. It ends with an
+    error after the third, if it ran alone at one of them.
 
     Args:
         lives: requests that were in progress at the loss, wherever they are now.
@@ -269,15 +298,15 @@ def judge(lives: Iterable[LiveRequest], loss: RingError) -> bool:
     Returns:
         True if one of them was in progress at several losses in a row, so that no machine is to blame.
     """
-    if not loss.is_workers_own:
-        return False
     is_repeated = False
     for live in lives:
         if live.has_ended:
             continue
-        live.record_loss()
+        if not loss.is_workers_own:
+            live.forgive_loss()
+            continue
         is_repeated |= live.losses >= LOSSES_TO_RUN_ALONE
-        if live.losses >= LOSSES_TO_GIVE_UP:
+        if live.losses >= LOSSES_TO_GIVE_UP and live.has_run_alone:
             error = RepeatedLoss(
                 f"The request was in progress at {live.losses} losses in a row, and is not tried again. {loss}"
             )

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Ordered
-from dataclasses import dataclass
 
 from mlx_ring.core.engine_stats import CacheStats, Policy, SchedulerStats, StepTotals
-from mlx_ring.core.errors import ProtocolError, RingError
+from mlx_ring.core.errors import ProtocolError
 from mlx_ring.core.types import RankId, TokenLogprob
 from mlx_ring.engine.decode import Decoding, MicroBatch
 from mlx_ring.engine.in_flight import SentStep, StepsInFlight
@@ -23,19 +22,10 @@ from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.engine.kv_manager import KvManager
 from mlx_ring.engine.prefill import Prefilling
 from mlx_ring.engine.rows import read_result, samples_token
-from mlx_ring.engine.sequence import Sequence
+from mlx_ring.engine.sequence import Advance, Sequence
 from mlx_ring.engine.step_times import ChunkSizer, Predict, StepDeadlines, StepTimes, Unanswered
 from mlx_ring.rpc.failures import failure_to_error
 from mlx_ring.rpc.protos import step_pb2
-
-
-@dataclass(frozen=True, slots=True)
-class Advance:
-    """Effect of an answer on one sequence: new tokens, or its end with an error."""
-
-    sequence: Sequence
-    tokens: tuple[TokenLogprob, ...] = ()
-    error: RingError | None = None
 
 
 class Scheduler:
@@ -58,6 +48,8 @@ class Scheduler:
         self._policy = policy
         self._waiting: dict[int, Sequence] = {}
         self._running: dict[int, Sequence] = {}
+        self._suspects: dict[int, Sequence] = {}
+        """Sequences that have to run alone, or had to."""
         self._kv = KvManager(kv, prefix_cache=policy.prefix_cache)
         self._sizer = ChunkSizer(self._stages, chunk=policy.prefill_chunk, max_itl_ratio=policy.max_itl_ratio)
         self._decoding = Decoding(policy, self._stages, sizer=self._sizer, kv=self._kv)
@@ -125,6 +117,8 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Append a sequence to the queue. Others pass it while its grammar is not ready."""
         self._waiting[sequence.id] = sequence
+        if sequence.runs_alone:
+            self._suspects[sequence.id] = sequence
 
     def finish(self, sequence: Sequence) -> None:
         """Remove a complete sequence, also while steps with its rows are in flight.
@@ -147,6 +141,7 @@ class Scheduler:
 
     def _take_out(self, sequence: Sequence) -> bool:
         """Remove a sequence; return True if it was running, so that its KV must be kept or freed."""
+        self._suspects.pop(sequence.id, None)
         if self._waiting.pop(sequence.id, None) is not None:
             return False
         if self._running.pop(sequence.id, None) is None:
@@ -204,12 +199,16 @@ class Scheduler:
         while not (self._is_relieved() and self._kv.grow(sequence, tokens)):
             if self._kv.budget.being_freed:
                 return False
-            youngest = self._running[max(self._running)]
-            self._preempt(youngest)
-            self._preemptions += 1
-            if youngest is sequence:
+            if self._preempt_youngest() is sequence:
                 return False
         return True
+
+    def _preempt_youngest(self) -> Sequence:
+        """Preempt the newest sequence that need not run alone, if there is one."""
+        youngest = max(self._running.values(), key=lambda each: (not each.runs_alone, each.id))
+        self._preempt(youngest)
+        self._preemptions += 1
+        return youngest
 
     def _is_relieved(self) -> bool:
         """Return True if the ranks hold no more than their limits; a sequence that runs alone may always continue."""
@@ -229,26 +228,45 @@ class Scheduler:
         self._waiting = dict(sorted(self._waiting.items()))
 
     def _admit(self, now: float) -> None:
+        """Admit sequences in order. Suspects run alone, one after the other, while those before them wait with their KV."""
+        if any(self._running[each].runs_alone for each in self._suspects if each in self._running):
+            return
+        waiting = (self._waiting.get(each) for each in self._suspects)
+        suspect = next(
+            (each for each in waiting if each and each.runs_alone and not each.awaits_grammar), None
+        )
+        if suspect is None:
+            self._decoding.release()
+        if not self._decoding.is_held_still:
+            self._admit_in_order(now)
+        if suspect is not None and all(each.has_progress for each in self._running.values()):
+            self._decoding.hold_still()
+            if self._in_flight.completed == self._in_flight.sent:
+                self._admit_alone(suspect, now)
+
+    def _admit_in_order(self, now: float) -> None:
+        """Admit sequences up to the first suspect."""
         while len(self._running) < self._most_running:
             ready = (sequence for sequence in self._waiting.values() if not sequence.awaits_grammar)
             sequence = next(ready, None)
-            if (
-                sequence is None
-                or not self._may_join(sequence)
-                or not self._kv.admit(sequence, self._running)
-            ):
+            if sequence is None or sequence.runs_alone or not self._kv.admit(sequence, self._running):
                 return
-            del self._waiting[sequence.id]
-            self._running[sequence.id] = sequence
-            self._prefilling.add(sequence)
-            sequence.admitted_at = now
-            sequence.opened_at = now if sequence.opened_at is None else sequence.opened_at
+            self._join(sequence, now)
 
-    def _may_join(self, sequence: Sequence) -> bool:
-        """Return False while the sequence, or one that runs, has to run alone."""
-        if not self._running:
-            return True
-        return not (sequence.runs_alone or any(other.runs_alone for other in self._running.values()))
+    def _admit_alone(self, suspect: Sequence, now: float) -> None:
+        """Admit a suspect beside sequences that are held still; preempt some of them if there is no room."""
+        while len(self._running) >= self._most_running or not self._kv.admit(suspect, self._running):
+            if not self._running or self._kv.budget.being_freed:
+                return
+            self._preempt_youngest()
+        self._join(suspect, now)
+
+    def _join(self, sequence: Sequence, now: float) -> None:
+        del self._waiting[sequence.id]
+        self._running[sequence.id] = sequence
+        self._prefilling.add(sequence)
+        sequence.admitted_at = now
+        sequence.opened_at = now if sequence.opened_at is None else sequence.opened_at
 
     def _prefill_step(self, now: float) -> step_pb2.Step | None:
         chunks = self._prefilling.next_chunks()
@@ -366,6 +384,7 @@ class Scheduler:
     def _advance(self, sequence: Sequence, sampled: tuple[TokenLogprob, ...], now: float) -> Advance:
         sequence.unanswered -= bool(sampled)
         tokens = sequence.commit(sampled, now)
+        sequence.is_resumed = False
         if sequence.finish_reason is not None:
             self.finish(sequence)
         return Advance(sequence, tokens)

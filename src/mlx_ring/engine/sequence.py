@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_ring.core.errors import ContextExceeded, RequestError
+from mlx_ring.core.errors import ContextExceeded, RequestError, RingError
 from mlx_ring.core.generation import GenerateRequest, context_exceeded
 from mlx_ring.core.types import FinishReason, TokenLogprob
 from mlx_ring.engine.prefix_cache import Found
@@ -115,6 +115,11 @@ class Sequence:
         return self.length < self.alone_until
 
     @property
+    def has_progress(self) -> bool:
+        """True once it has a token of its own, and after a loss the last one was drawn again."""
+        return self.is_prefilled and not self.redraws and self.first_token_at is not None
+
+    @property
     def output(self) -> list[int]:
         """Tokens of the answer so far."""
         return self.tokens[self.prompt_length :]
@@ -202,6 +207,15 @@ class Sequence:
         self.hidden_sum = None
         if self.length == self.prompt_length and self.request.prompt_logprobs is not None:
             self.prompt_logprobs = [None]
+
+
+@dataclass(frozen=True, slots=True)
+class Advance:
+    """Effect of an answer on one sequence: new tokens, or its end with an error."""
+
+    sequence: Sequence
+    tokens: tuple[TokenLogprob, ...] = ()
+    error: RingError | None = None
 
 
 def make_sequence(sequence_id: int, request: GenerateRequest, limits: Limits, now: float) -> Sequence:

@@ -31,12 +31,13 @@ LOADING = "The model is being loaded; ask again in a moment."
 
 
 WINDOW_S = 600.0
+"""Time after the last loss that ends a row of them."""
 STEADY_S = 10.0
 """Time for which an instance serves until its loss is no sign of a broken cluster."""
 PROMPT_LOSSES = 5
-"""Losses without success within the window that cause no pause before the next load."""
+"""Losses in a row that cause no pause before the next load."""
 MOST_LOSSES = 15
-"""Losses without success within the window after which interrupted requests are not continued."""
+"""Losses in a row after which interrupted requests are not continued."""
 _LONGEST_PAUSE_S = 30.0
 _PHASES = get_args(RecoveryPhase)
 _PARTS: Mapping[RecoveryPhase, str] = {"planning": "plan", "loading": "load", "replaying": "replay"}
@@ -55,8 +56,8 @@ class Recoveries:
         """
         self._model, self._meter, self._clock = model, meter, clock
         self._losses: deque[float] = deque(maxlen=MOST_LOSSES)
-        """Times of the last losses without success: the instance had served only for a moment, and no answer has
-        continued since."""
+        """Times of losses in a row without success. The instance had served only for a moment, or had not computed
+        everything again, and no answer has continued since."""
         self._served_at = 0.0
         self._phase: RecoveryPhase | None = None
         self._lost_at = self._phase_at = 0.0
@@ -66,7 +67,8 @@ class Recoveries:
         self._last_s: dict[RecoveryPhase, float] = {}
         """Seconds that each phase took last."""
         self._resumed = self._replaying = 0
-        """Requests that were resumed, and those of them that have no new token yet."""
+        """Requests that were resumed, and those of them that have no new token yet. Ended ones without a token do not
+        count."""
 
     # ---- the instance records
 
@@ -80,7 +82,8 @@ class Recoveries:
         if isinstance(error, NotReady) or not self._has_served or self._phase == "planning":
             return
         now = self._clock()
-        if self._phase != "loading" and now - self._served_at < STEADY_S:
+        is_steady = self._phase is None and now - self._served_at >= STEADY_S
+        if self._phase != "loading" and not is_steady:
             self._losses.append(now)
         self._phase, self._lost_at, self._parts = "planning", now, {"detect": waited_s}
         self._phase_at = now
@@ -102,18 +105,25 @@ class Recoveries:
 
     def record_resumed(self, lives: Iterable[LiveRequest]) -> None:
         """Follow the interrupted requests that the instance took over, until each has a new token or has ended."""
+        if self._phase != "replaying":
+            # A first load took over the requests of another replica.
+            return
         resumed = [live for live in lives if not live.has_ended]
         self._resumed = self._replaying = len(resumed)
         for live in resumed:
             live.on_resumed = self._record_continued
-        if self._phase == "replaying" and not resumed:
+        if not resumed:
             self._end()
 
-    def _record_continued(self) -> None:
+    def _record_continued(self, has_token: bool) -> None:  # noqa: FBT001 - a callback
         self._replaying -= 1
-        self._parts.setdefault("first_token", self._clock() - self._phase_at)
+        if has_token:
+            self._parts.setdefault("first_token", self._clock() - self._phase_at)
+        else:
+            self._resumed -= 1
         if not self._replaying:
-            self._losses.clear()
+            if self._resumed:
+                self._losses.clear()
             self._end_phase("replaying")
             self._end()
 
@@ -156,8 +166,9 @@ class Recoveries:
     # ---- the limit
 
     def _recent_losses(self) -> int:
-        now = self._clock()
-        return sum(now - lost_at < WINDOW_S for lost_at in self._losses)
+        if self._losses and self._clock() - self._losses[-1] >= WINDOW_S:
+            self._losses.clear()
+        return len(self._losses)
 
     @property
     def pause_s(self) -> float:
@@ -171,8 +182,8 @@ class Recoveries:
         if self._recent_losses() < MOST_LOSSES:
             return None
         return NotReady(
-            f"The model was lost {MOST_LOSSES} times within {WINDOW_S / 60:.0f} minutes, so interrupted answers are "
-            "not continued. See the log for the reasons, and ask again later."
+            f"The model was lost {MOST_LOSSES} times in a row, so interrupted answers are not continued for "
+            f"{WINDOW_S / 60:.0f} minutes. See the log for the reasons, and ask again later."
         )
 
 

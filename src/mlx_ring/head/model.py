@@ -201,9 +201,9 @@ class HostedModel:
 
     @property
     def _refusal(self) -> NotReady | None:
-        """Error of interrupted requests while a replica was lost too often; None while they are continued."""
-        refusals = (replica.service.recoveries.refusal for replica in self.replicas)
-        return next((refusal for refusal in refusals if refusal is not None), None)
+        """Error of interrupted requests while each replica was lost too often; None while they are continued."""
+        refusals = [replica.service.recoveries.refusal for replica in self.replicas]
+        return None if None in refusals or not refusals else refusals[0]
 
     @property
     def rejected(self) -> Mapping[str, int]:
