@@ -145,7 +145,7 @@ def await_in_progress(succession: Succession, requests: int) -> None:
 
 
 def test_no_request_is_given_up_that_never_ran_alone() -> None:
-    """Losses of three replicas at the same time are judged only after the requests have moved on."""
+    """Judge losses of three replicas only after the requests have moved on."""
 
     async def run() -> None:
         replicas = [Succession() for _ in range(3)]

@@ -115,7 +115,7 @@ class LiveRequest:
         self.has_run_alone |= self.sequence.runs_alone
 
     def forgive_loss(self) -> None:
-        """Take back a loss in progress that had another cause."""
+        """Do not count a loss in progress that had another cause."""
         self.losses = max(0, self.losses - 1)
         if not self.is_suspect:
             self.sequence.alone_until = 0
