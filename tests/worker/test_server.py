@@ -207,7 +207,7 @@ class _WaitingCall(_LocalCall):
 
 @pytest.mark.parametrize("stays", [True, False])
 def test_a_link_waits_for_the_stage_as_long_as_its_caller(
-    stays: bool, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch, *, stays: bool
 ) -> None:
     monkeypatch.setattr(neighbours, "_CALLER_LOOK_S", 1e-3)
     server = WorkerServer(WorkerIdentity("here", 1, 0, "none"))
