@@ -22,7 +22,10 @@ from tests.faults.injection import Served, Stopped, count_tasks, make_fatal, sto
 from tests.faults.models import write_model
 from tests.processes import serving
 
-_FLAGS = ("--stages", "2", "--prefill-chunk", str(CHUNK), "--prefix-cache", "off", "--max-model-len", "1024")
+_FLAGS = (
+    *("--stages", "2", "--prefill-chunk", str(CHUNK), "--prefix-cache", "off", "--max-model-len", "1024"),
+    *("--pooling", "mean"),
+)
 RECOVERIES, WARM_UP = 100, 10
 """Number of recoveries, and of those after which the first count is taken."""
 
