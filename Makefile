@@ -80,7 +80,7 @@ architectures: .venv/.ready-dev ## compare every architecture, split and whole; 
 clients: .venv/.ready-dev ## test real clients, each in its own environment; write docs/clients.md (ARGS="-k litellm")
 	$(BIN)/pytest tests/clients -m conformance --write-table $(ARGS)
 
-faults: .venv/.ready-dev ## disturb answers by faults of real workers, machines and links (about 15 minutes)
+faults: .venv/.ready-dev ## disturb answers by faults of real workers, machines and links (20 minutes at most)
 	$(BIN)/pytest -m faults tests/faults $(ARGS)
 
 bench: .venv/.ready-dev ## compare with mlx-lm on this machine
