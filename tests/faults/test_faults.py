@@ -27,7 +27,7 @@ SERVED: dict[str, tuple[int, Sequence[str]]] = {
     "sliding": (3, ("--strategy", "uniform")),
 }
 """Machines and flags by model. Machines join as they are needed."""
-_APART = {"dense": (DRAFTS, SCORED), "sliding": (SCORED,)}
+_APART = {"dense": (DRAFTS, SCORED)}
 """Moments that are also disturbed without the others, by model."""
 TOPOLOGIES = ("2 stages", "3 stages", "tp 2")
 _FLAGS = (
