@@ -10,7 +10,7 @@ from typing import Any
 from tests.worker.collective.in_process import InProcessTransport
 from tests.worker.in_process_link import InProcessLink
 
-from mlx_ring.core.types import LayerRange
+from mlx_ring.core.types import DType, LayerRange
 from mlx_ring.models.model_folder import read_model_folder
 from mlx_ring.rpc.links import Inbox
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
@@ -50,10 +50,15 @@ def prepare(compiler: GrammarCompiler, id_: int, grammar: step_pb2.Grammar) -> B
     return answer.result(60)
 
 
-def make_stages(folder: Path, cuts: Sequence[int], **options: Any) -> list[StageRunner]:
+def make_stages(
+    folder: Path, cuts: Sequence[int], *, dtype: DType = "float32", kv_bits: int | None = None, **options: Any
+) -> list[StageRunner]:
     """Return runners of the stages between the cuts, each with its own share of the model."""
     inboxes = [Inbox("test", 1) for _ in cuts[1:]]
-    return [_stage(folder, cuts, stage, inboxes, [], options) for stage in range(len(inboxes))]
+    return [
+        _stage(folder, cuts, stage, inboxes, [], options, dtype=dtype, kv_bits=kv_bits)
+        for stage in range(len(inboxes))
+    ]
 
 
 def make_collective_stages(
@@ -74,10 +79,13 @@ def _stage(
     inboxes: Sequence[Inbox],
     transports: Sequence[InProcessTransport],
     options: dict[str, Any],
+    *,
+    dtype: DType = "float32",
+    kv_bits: int | None = None,
 ) -> StageRunner:
     last = stage == len(inboxes) - 1
     layers = LayerRange(cuts[stage], cuts[stage + 1])
-    model = load_stage(read_model_folder(folder), layers, "float32", lambda _done, _total: None)
+    model = load_stage(read_model_folder(folder), layers, dtype, lambda _done, _total: None)
     links = StageLinks(
         inboxes[stage],
         None if last else InProcessLink(inboxes[stage + 1]),
@@ -90,7 +98,7 @@ def _stage(
     assignment = worker_pb2.StageAssignment(
         instance="test", epoch=1, stage=stage, stages=len(inboxes), link="ring" if transports else ""
     )
-    kv = KVStore(model.make_layer_caches(), model.dtype)
+    kv = KVStore(model.make_layer_caches(), model.dtype, kv_bits=kv_bits)
     grammars = ReadyGrammars(read_model_folder(folder))
     return StageRunner(assignment, model, kv, links, grammars=grammars, **options)
 
