@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -56,6 +59,33 @@ def test_answers_of_every_dialect_continue_after_the_loss_of_a_worker_at_any_mom
     assert ledger.wrong() == []
     assert all(run.was_hit and run.was_resumed for run in ledger.runs if run.moment != "drafts")
     assert {run.dialect for run in ledger.runs} == {*DIALECTS, *EMBEDDINGS}
+
+
+@pytest.mark.timeout(300)
+def test_a_worker_that_is_killed_while_another_loads_is_replaced_like_the_first(
+    model: Path, tmp_path: Path
+) -> None:
+    logs = tmp_path / "logs"
+    flags = ("--stages", "3", "--max-model-len", "1024", "--spare-worker", "off", "--log-dir", str(logs))
+    with serving(model, *flags, folder=tmp_path) as server:
+        body = {"model": "dense", "prompt": "Tell me", "max_tokens": 8, "temperature": 0}
+        expected = server.http.post("/v1/completions", json=body).raise_for_status().json()["choices"]
+        pids = [device["pid"] for device in server.status()["devices"]]
+        os.kill(pids[1], signal.SIGKILL)
+        log = logs / "agent.log"
+        started = eventually(
+            lambda: re.findall(r"started worker-1-0 .*, pid (\d+)", log.read_text()),
+            lambda seen: len(seen) == 2,
+        )
+        # The new worker never loads, so only the second loss can end its load in time.
+        os.kill(int(started[1]), signal.SIGSTOP)
+        os.kill(pids[0], signal.SIGKILL)
+        answer = server.http.post("/v1/completions", json=body, timeout=200).raise_for_status().json()
+        assert answer["choices"] == expected
+        after = [device["pid"] for device in server.status()["devices"]]
+        assert after[2] == pids[2], "the third stage stays loaded"
+        assert not set(after[:2]) & {*pids, int(started[1])}
+        assert server.stop() == 0
 
 
 # ---- published clients
