@@ -8,7 +8,7 @@ from dataclasses import replace
 from tests.engine.engines import PLAIN, make_request
 from tests.engine.successions import Succession, run_to, tokens_of
 
-from mlx_ring.core.errors import NodeLost, RepeatedLoss, WorkerLost
+from mlx_ring.core.errors import GroupStuck, NodeLost, RepeatedLoss, WorkerLost
 from mlx_ring.core.generation import GenerateRequest, RequestStream
 
 
@@ -52,6 +52,22 @@ def test_a_request_that_kills_its_worker_each_time_ends_within_three_losses_and_
     assert isinstance(bad.error, RepeatedLoss)
     for stream in others:
         assert stream.take()[-1].completion_tokens == 12
+
+
+def test_a_request_that_hangs_its_group_each_time_ends_and_its_backend_is_blamed() -> None:
+    async def run() -> Exception | None:
+        succession = Succession()
+        succession.load()
+        (stream,) = succession.submit(make_request(max_tokens=20))
+        for _ in range(3):
+            succession.proceed(0)
+            hung = GroupStuck("MLX's backend ring hangs.")
+            succession.lose(hung)
+            assert not succession.judge(hung), "the hang counts against the backend"
+            succession.load()
+        return stream.error
+
+    assert isinstance(asyncio.run(run()), RepeatedLoss)
 
 
 def test_an_innocent_request_runs_with_others_again_after_two_tokens() -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from mlx_ring.core.engine_stats import EndedRequest, Meter, OpenRequest, RequestState
-from mlx_ring.core.errors import DeadlineExceeded, RepeatedLoss, RingError
+from mlx_ring.core.errors import DeadlineExceeded, GroupStuck, RepeatedLoss, RingError
 from mlx_ring.core.generation import Delta, RequestStream, RequestTimings
 from mlx_ring.core.traces import CLIENT, Span
 from mlx_ring.core.types import FinishReason, TokenLogprob
@@ -291,6 +291,9 @@ def judge(lives: Iterable[LiveRequest], loss: RingError) -> bool:
     A request in progress each time when a worker dies or hangs runs alone after the second time. It ends with an
     error after the third, if it ran alone at one of them.
 
+    Hung groups count as well, because a rank that hangs alone in a shared pass looks like one. They are blamed on their
+    backend all the same: a network that drops packets hangs with the same requests, too.
+
     Args:
         lives: requests that were in progress at the loss, wherever they are now.
         loss: best known reason.
@@ -298,11 +301,12 @@ def judge(lives: Iterable[LiveRequest], loss: RingError) -> bool:
     Returns:
         True if one of them was in progress at several losses in a row, so that no machine is to blame.
     """
+    counts = loss.is_workers_own or isinstance(loss, GroupStuck)
     is_repeated = False
     for live in lives:
         if live.has_ended:
             continue
-        if not loss.is_workers_own:
+        if not counts:
             live.forgive_loss()
             continue
         is_repeated |= live.losses >= LOSSES_TO_RUN_ALONE
@@ -311,7 +315,7 @@ def judge(lives: Iterable[LiveRequest], loss: RingError) -> bool:
                 f"The request was in progress at {live.losses} losses in a row, and is not tried again. {loss}"
             )
             live.home.fail_request(live, error)
-    return is_repeated
+    return is_repeated and loss.is_workers_own
 
 
 Hold = Callable[[Iterable[LiveRequest], RingError], None]

@@ -98,7 +98,7 @@ def _size(nbytes: int) -> str:
 
 
 _LOOKED_AGAIN_S = 2.5
-"""Time after which workers have reported freed memory; they report every second."""
+"""Time after which workers have reported freed memory; they report twice a second."""
 
 
 @dataclass(slots=True)

@@ -93,7 +93,7 @@ class LoadingProgress:
         )
 
     def of(self, rank: RankId) -> Loaded:
-        """Return the progress of a rank."""
+        """Return the progress of a rank; its phase is `group` while it joins its MLX group."""
         return self._ranks.get(rank, Loaded())
 
 
