@@ -15,6 +15,7 @@ from tests.api.twins import TwinService
 from mlx_ring.api.metrics.machines import LinkCounts
 from mlx_ring.api.service import LinkInfo
 from mlx_ring.api.settings import ApiSettings
+from mlx_ring.core.engine_stats import OpenRequest
 from mlx_ring.core.errors import WorkerLost
 from mlx_ring.core.worker_status import LinkUse
 from mlx_ring.engine.kv_budget import RankKv
@@ -145,3 +146,12 @@ def test_link_totals_continue_when_the_worker_restarts(pid: int) -> None:
     for reported, process in ((3, 1), (5, 1), (2, pid), (4, pid)):
         counts.update(link, process, use(reported))
     assert counts.total[link] == [9, 90, 9]
+
+
+def test_requests_that_wait_for_an_instance_count_as_waiting() -> None:
+    service = TwinService()
+    service.held_requests = [
+        OpenRequest("a", "paused", 3, 0, 0, 2, 1.0),
+        OpenRequest("b", "waiting", 3, 0, 0, 0, 1.0),
+    ]
+    assert MetricsPage(Api(service))("num_requests_waiting", **MODEL) == 2

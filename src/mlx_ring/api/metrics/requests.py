@@ -163,9 +163,19 @@ def replicas_of(model: ModelService) -> Iterator[Replica]:
 def request_families(replicas: Sequence[Replica], models: Sequence[ModelService]) -> Iterator[Metric]:
     """Yield the metrics of requests."""
     running = [(each.labels, 0 if each.stats is None else each.stats.scheduler.running) for each in replicas]
-    waiting = [(each.labels, 0 if each.stats is None else each.stats.scheduler.waiting) for each in replicas]
+    # Requests that wait for an instance belong to no replica, and count for the first one.
+    held: dict[tuple[str, ...], int] = {(model.model_id, "0"): len(model.held_requests) for model in models}
+    waiting = [
+        (
+            each.labels,
+            held.get(tuple(each.labels), 0) + (0 if each.stats is None else each.stats.scheduler.waiting),
+        )
+        for each in replicas
+    ]
     yield gauge("num_requests_running", "Requests that are being computed.", MODEL, running)
-    yield gauge("num_requests_waiting", "Queued requests.", MODEL, waiting)
+    yield gauge(
+        "num_requests_waiting", "Queued requests, including those that wait for an instance.", MODEL, waiting
+    )
     yield gauge(
         "kv_cache_usage_perc",
         "Share of the KV memory that running requests use, from 0 to 1, on the fullest rank.",
