@@ -1,4 +1,4 @@
-"""Groups of MLX that hang although all their workers answer, because packets between the ranks are dropped."""
+"""Groups of MLX that are of no use although all their workers answer: packets between ranks are dropped, or connections reset."""
 
 from __future__ import annotations
 
@@ -14,33 +14,43 @@ from tests.processes import client_of, serving
 ANSWER: Mapping[str, object] = {**BODY, "max_tokens": 200}
 
 
-def disturb(lines: Iterator[str], host: Host) -> Iterator[str]:
-    """Pass on an answer's lines. Drop packets once tokens come, and again once tokens come after the next load."""
+def disturb(lines: Iterator[str], host: Host, fault: str) -> Iterator[str]:
+    """Pass on an answer's lines. Cause the fault once tokens come, and again once tokens come after the next load."""
     for is_last in (False, True):
         yield next(line for line in lines if line.startswith("data:"))
-        host.drop_packets()
+        host.drop_packets() if fault == "dropped" else reset_ring(host)
         for line in lines:
             yield line
             if line.startswith(":"):
                 break
-        if not is_last:
+        if not is_last and fault == "dropped":
             host.deliver_packets()
     yield from lines
 
 
-def text_of_disturbed(client: httpx.Client, host: Host) -> str:
-    """Return the text of an answer whose group hangs twice."""
+def reset_ring(host: Host) -> None:
+    """Reset the connections between ranks, which are the only ones on loopback."""
+    done = host.run("ss", "--kill", "--tcp", "--numeric", "dst", "127.0.0.1")
+    assert done.stdout.count("\n") > 1, f"no connection was reset: {done.stderr}"
+
+
+def text_of_disturbed(client: httpx.Client, host: Host, fault: str) -> str:
+    """Return the text of an answer whose group is disturbed twice."""
     with client.stream("POST", "/v1/completions", json=ANSWER) as answer:
         assert answer.status_code == 200, answer.read()
-        return read(disturb((line for line in answer.iter_lines() if line), host)).text
+        return read(disturb((line for line in answer.iter_lines() if line), host, fault)).text
 
 
 @pytest.mark.parametrize(
-    ("flags", "stages"),
-    [(("--stages", "2", "--link", "ring"), 2), (("--tp", "2"), 2)],
+    ("flags", "stages", "fault"),
+    [
+        (("--stages", "2", "--link", "ring"), 2, "dropped"),
+        (("--stages", "2", "--link", "ring"), 2, "reset"),
+        (("--tp", "2"), 2, "dropped"),
+    ],
 )
 def test_answer_continues_without_the_ring_after_it_has_hung_twice(
-    flags: tuple[str, ...], stages: int, tmp_path: Path
+    flags: tuple[str, ...], stages: int, fault: str, tmp_path: Path
 ) -> None:
     skip_without_namespaces()
     with lan(2) as (host, other), other.threads() as threads:
@@ -50,7 +60,7 @@ def test_answer_continues_without_the_ring_after_it_has_hung_twice(
             client_of(server.url) as client,
         ):
             expected = threads.submit(complete, client, ANSWER).result()
-            assert threads.submit(text_of_disturbed, client, host).result() == expected
+            assert threads.submit(text_of_disturbed, client, host, fault).result() == expected
             status = threads.submit(client.get, "/cluster/status").result().json()
             metrics = threads.submit(client.get, "/metrics").result().text
     (instance,) = status["instances"]

@@ -14,13 +14,13 @@ from mlx_ring.cluster.agent_link import AgentLink, Source
 from mlx_ring.cluster.deployment import Site
 from mlx_ring.cluster.placement import even_split
 from mlx_ring.cluster.quarantine import REST_S
-from mlx_ring.core.errors import GroupStuck, PlanError, WorkerStuck
+from mlx_ring.core.errors import GroupStuck, LinkLost, PlanError, WorkerStuck
 from mlx_ring.core.types import RankId
 from mlx_ring.engine.step_times import Unanswered
 from mlx_ring.head.placing import Order, Placement
 from mlx_ring.head.rank_placements import place_ranks
 from mlx_ring.head.served_model import ServedModel
-from mlx_ring.head.step_down import StepDown, blame_join, blame_late, groups_of
+from mlx_ring.head.step_down import StepDown, blame_join, blame_late, blame_reset, groups_of
 from mlx_ring.rpc.protos import agent_pb2, worker_pb2
 from mlx_ring.settings.config import Settings
 
@@ -64,6 +64,20 @@ def test_ranks_that_all_wait_for_each_other_blame_their_backend(other: agent_pb2
         "MLX's backend ring hangs between stage 0, rank 0 on a and stage 0, rank 1 on b: all these workers answer, "
         "but step 7 has waited for it for 31 s, more than the limit of 30 s."
     )
+
+
+@pytest.mark.parametrize(
+    ("placement", "nodes"),
+    [(SHARED, ("a", "b")), (LINKED, ("a", "b")), (placement_of("ab", "ac"), tuple("abac"))],
+)
+def test_connection_of_a_group_that_broke_blames_its_backend(
+    placement: Placement, nodes: tuple[str, ...]
+) -> None:
+    report = state()
+    report.status.group.backend = "ring"
+    error = blame_reset(LinkLost("A connection broke."), placement, {RankId(0, 0): report})
+    assert isinstance(error, GroupStuck)
+    assert (error.backend, error.nodes, error.node, error.is_workers_own) == ("ring", nodes, "", False)
 
 
 def test_stage_that_waits_for_a_collective_of_the_stage_before_blames_the_link() -> None:

@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from mlx_ring.worker.compute_thread import JobQueue, prefer_latency, prefer_throughput
+from mlx_ring.core.errors import LinkLost
+from mlx_ring.worker.compute_thread import JobQueue, group_failure, prefer_latency, prefer_throughput
 
 
 def test_jobs_are_taken_in_order_of_arrival() -> None:
@@ -67,3 +68,11 @@ def test_scheduling_policy_applies_to_a_thread_and_those_that_it_starts() -> Non
     with ThreadPoolExecutor(1) as thread:
         assert thread.submit(policies).result() == [os.SCHED_BATCH, os.SCHED_BATCH, os.SCHED_OTHER]
     assert os.sched_getscheduler(0) == os.SCHED_OTHER
+
+
+def test_only_a_connection_that_broke_in_the_ring_counts_as_a_lost_link() -> None:
+    reset = group_failure(RuntimeError("[ring] connection to a peer was lost"))
+    assert isinstance(reset, LinkLost)
+    assert reset.ends == ()
+    other = ValueError("[reshape] Cannot reshape array of size 3 into shape (2,).")
+    assert group_failure(other) is other

@@ -195,9 +195,16 @@ class Instance:
         return executor
 
     async def _await_reason(self, hello: hello_pb2.Hello) -> None:
-        """Wait for the reason of the loss. If a link broke whose workers run, there is no better one."""
-        if isinstance(self.loss, LinkLost) and await self.watch.are_alive(self.loss.ends, hello):
-            return
+        """Wait for the reason of the loss. If a link broke whose workers run, there is no better one.
+
+        A group's link has no ends, because MLX does not report with which rank the connection broke.
+        """
+        if isinstance(loss := self.loss, LinkLost):
+            ends = loss.ends or [site.node for site in self._epoch.placement.nodes]
+            if await self.watch.are_alive(ends, hello):
+                if not loss.ends:
+                    self.lose(self.watch.blame_reset(loss))
+                return
         await self._explained.wait()
 
     def _find_remains(self, loss: RingError | None) -> Remains | None:

@@ -15,13 +15,13 @@ from typing import Literal
 
 from mlx_ring.cluster.deployment import Site
 from mlx_ring.cluster.membership import SILENCE_S
-from mlx_ring.core.errors import NodeLost, RingError, WorkerLost, WorkerStuck
+from mlx_ring.core.errors import LinkLost, NodeLost, RingError, WorkerLost, WorkerStuck
 from mlx_ring.core.types import RankId
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.kv_budget import Place
 from mlx_ring.engine.step_times import Unanswered
 from mlx_ring.head.placing import Placement
-from mlx_ring.head.step_down import blame_late
+from mlx_ring.head.step_down import blame_late, blame_reset, groups_of
 from mlx_ring.rpc.channels import Silence
 from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
 
@@ -363,6 +363,11 @@ class InstanceWatch:
             self._silent_workers[rank] = f"{label} has not answered for {state.silent_s:.1f} s"
         elif self._engine is not None:
             self._engine.record_started(rank, state.status.last_step)
+
+    def blame_reset(self, loss: LinkLost) -> RingError:
+        """Return the error for a group's connection that broke although all workers run, which end then."""
+        self.lost_ranks.update(place for group in groups_of(self._placement) for place in group)
+        return blame_reset(loss, self._placement, self._states)
 
     async def are_alive(self, nodes: Collection[str], hello: hello_pb2.Hello) -> bool:
         """Report whether the instance's workers on these nodes run, although their connections broke just now."""

@@ -328,7 +328,7 @@ class Cluster:
 
     def record_failure(self, error: RingError | None, begun_s: float) -> None:
         self._step_down.record(error, begun_s)
-        if isinstance(error, LinkLost):
+        if isinstance(error, LinkLost) and error.ends:
             self._surveys.distrust(error.ends)
             avoided = self._quarantine.note_link(error.ends, str(error), begun_s)
             if avoided is not None:

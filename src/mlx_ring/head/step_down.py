@@ -13,7 +13,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
 from mlx_ring.cluster.quarantine import HANGS, WINDOW_S, Hang, HungBackend, HungBackends, pair_of
-from mlx_ring.core.errors import GroupStuck, PlanError, RingError, WorkerStuck
+from mlx_ring.core.errors import GroupStuck, LinkLost, PlanError, RingError, WorkerStuck
 from mlx_ring.core.types import RankId
 from mlx_ring.engine.step_times import Unanswered
 from mlx_ring.head.placing import Order, Placement
@@ -245,6 +245,13 @@ def blame_late(owed: Unanswered, placement: Placement, states: States) -> RingEr
         f"step {owed.step} has waited for it {late}."
     )
     return hung.of_group(backend, nodes_of(group, placement))
+
+
+def blame_reset(loss: LinkLost, placement: Placement, states: States) -> RingError:
+    """Return the error for a group's connection that broke although all its ranks run. No node is to blame."""
+    places = [place for group in groups_of(placement) for place in group]
+    backend = next((states[place].status.group.backend for place in places if place in states), "")
+    return GroupStuck(str(loss)).of_group(backend, nodes_of(places, placement)) if places else loss
 
 
 def _absent(owed: Unanswered, group: Group, states: States) -> RankId | None:

@@ -27,7 +27,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Generic, Literal, NoReturn, TypeVar
 
-from mlx_ring.core.errors import RingError, ServingError
+from mlx_ring.core.errors import LinkLost, RingError, ServingError
 from mlx_ring.rpc.protos import worker_pb2
 
 Job = TypeVar("Job")
@@ -148,6 +148,13 @@ def complete(done: Future[None], work: Callable[[], None]) -> None:
         done.set_exception(ServingError(f"{type(error).__name__}: {error}"))
     else:
         done.set_result(None)
+
+
+def group_failure(error: Exception) -> Exception:
+    """Return the error of a collective; `LinkLost` if MLX's ring lost a connection, because its rank has ended or not."""
+    return (
+        LinkLost(f"A connection of MLX's ring broke: {error}.") if str(error).startswith("[ring]") else error
+    )
 
 
 def prefer_throughput() -> None:

@@ -15,7 +15,7 @@ import mlx.core as mx
 from mlx_ring.core.errors import ProtocolError, StaleMessage
 from mlx_ring.rpc.backends import backend_of, has_collective_link
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
-from mlx_ring.worker.compute_thread import Wait, Waits
+from mlx_ring.worker.compute_thread import Wait, Waits, group_failure
 from mlx_ring.worker.forward import StageForward, end_mark, evaluate, flat_activations
 from mlx_ring.worker.grammars import GrammarCompiler, StepMasks
 from mlx_ring.worker.inputs import StepInput, StepInputs, row_length, sampled_key, samples_token
@@ -187,7 +187,7 @@ class StageRunner:
             self._roll_back(work)
             work.error = error
             if self._group is not None and part == self._build:
-                self.spoiled = error
+                work.error = self.spoiled = group_failure(error)
 
     def _take_in(self, work: StepWork) -> None:
         """Do what must happen only once, however often the step is built."""
@@ -295,7 +295,7 @@ class StageRunner:
         self._kv.fail([item.batch for item in work.passes])
         work.error = error
         if self._group is not None:
-            self.spoiled = error
+            work.error = self.spoiled = group_failure(error)
 
     # ---- answering
 

@@ -13,12 +13,12 @@ import queue
 import threading
 from collections.abc import Callable
 
-from mlx_ring.core.errors import WorkerLost
+from mlx_ring.core.errors import LinkLost, WorkerLost
 from mlx_ring.rpc.links import Inbox, LinkKey, LinkSender, WireTensor
 from mlx_ring.rpc.protos import step_pb2
 from mlx_ring.worker.collective.messages import Form, Slot, slot_of
 from mlx_ring.worker.collective.transports import Transport
-from mlx_ring.worker.compute_thread import end_process
+from mlx_ring.worker.compute_thread import end_process, group_failure
 
 log = logging.getLogger(__name__)
 
@@ -101,5 +101,6 @@ class CollectiveReceiver:
                 if tensor is not None:
                     self._inbox.put(slot.key, tensor)
         except Exception as error:  # noqa: BLE001 - MLX raises any kind of error
-            self._inbox.break_off(WorkerLost(f"The collective with {self._peer} failed: {error}"))
+            lost, failed = group_failure(error), f"The collective with {self._peer} failed: {error}"
+            self._inbox.break_off(lost if isinstance(lost, LinkLost) else WorkerLost(failed))
             self._on_error(error)
