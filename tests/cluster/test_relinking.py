@@ -26,6 +26,7 @@ class _Agent:
     def __init__(self, *silent: int) -> None:
         self.silent = silent
         self.calls: list[tuple[str, list[int]]] = []
+        self.kept: worker_pb2.KeptKv | None = None
         self.linked: dict[int, worker_pb2.StageAssignment] = {}
         self.expected: dict[int, str] = {}
         """Nodes before the prepared stages."""
@@ -64,8 +65,15 @@ class _Agent:
         self.linked |= {one.stage: one for one in assignments}
 
     async def relink(
-        self, _hello: object, assignments: Assignments, *, commit: bool
+        self,
+        _hello: object,
+        assignments: Assignments,
+        *,
+        commit: bool,
+        kept: worker_pb2.KeptKv | None = None,
     ) -> Sequence[agent_pb2.StartedWorker]:
+        assert commit or kept is None
+        self.kept = kept
         if commit:
             self.linked |= {one.stage: one for one in assignments}
         else:
@@ -98,15 +106,19 @@ def test_only_the_lost_stage_is_loaded_and_the_others_are_linked_with_it_afterwa
     a, c = here.site("a"), there.site("c")
     # Stage 1 was on a machine that is lost, and moves to the last stage's.
     sites = {place(0): a, place(1): c, place(2): c}
+    kept = worker_pb2.KeptKv(
+        first_stage=2, sequences=[worker_pb2.KeptSequence(sequence=1, kept_as=9, length=5)]
+    )
 
     async def run() -> None:
         prepared = await prepare(sites, three_stages(), {place(0), place(2)}, make_hello())
         assert set(prepared) == {place(0), place(2)}
-        await patch(sites, three_stages(), prepared, make_hello(), lambda _progress: None)
+        await patch(sites, three_stages(), prepared, make_hello(), lambda _progress: None, kept)
 
     asyncio.run(run())
     assert here.calls == [("prepare", [0]), ("commit", [0])]
     assert there.calls == [("prepare", [2]), ("start", [1]), ("load", [1]), ("commit", [2])]
+    assert (here.kept, there.kept) == (kept, kept)
     assert here.expected | there.expected == {0: "c", 2: ""}
     linked = here.linked | there.linked
     assert [(linked[stage].next_address, linked[stage].next_node) for stage in range(3)] == [

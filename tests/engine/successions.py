@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import count
 
 from tests.engine.engines import BYTES, LIMITS, PLAIN
 
@@ -14,10 +15,12 @@ from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.held_requests import HeldRequests
 from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.engine.live_request import LiveRequest, judge
+from mlx_ring.engine.resumption import FIRST_KEPT, KeptKv, LeftKv, kept_message
 from mlx_ring.engine.sequence import Limits
-from mlx_ring.engine.twin import NextToken, TwinExecutor, hash_token
+from mlx_ring.engine.twin import NextToken, Reach, TwinExecutor, anywhere, hash_token
 
 LOSS = WorkerLost("Worker 0 of stage 1 died.")
+Kept = Mapping[LiveRequest, KeptKv]
 
 
 class Succession:
@@ -29,24 +32,37 @@ class Succession:
         policy: Policy = PLAIN,
         *,
         kv: RankKv | None = None,
+        reach: Reach = anywhere,
         within_s: float = 300.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start without an instance."""
         self._next_token = next_token or hash_token(256)
-        self._policy, self._kv = policy, kv
+        self._policy, self.kv = policy, kv
         self.meter = Meter()
         self.held = HeldRequests(BYTES, LIMITS, policy, within_s=within_s, meter=self.meter, clock=clock)
         self._clock = clock
         self.twin: TwinExecutor | None = None
         self.engine: Engine | None = None
         self._in_progress: list[LiveRequest] = []
+        self._left: dict[LiveRequest, LeftKv] = {}
+        self._kept_ids = count(FIRST_KEPT)
+        self.before: TwinExecutor | None = None
+        """Ranks of the last instance, if they may serve again."""
+        self._reach = reach
+        self.steps_failed = 0
+        """Answers of ranks that report a failure."""
         self._epoch = 0
 
-    def load(self, tp_sizes: Sequence[int] = (1, 1), limits: Limits = LIMITS) -> Engine:
+    def load(
+        self, tp_sizes: Sequence[int] = (1, 1), limits: Limits = LIMITS, *, kept: Kept | None = None
+    ) -> Engine:
         """Load an instance, which takes the requests that wait."""
         self._epoch += 1
-        self.twin = TwinExecutor(tp_sizes, next_token=self._next_token, automatic=False)
+        twin = TwinExecutor(tp_sizes, next_token=self._next_token, reach=self._reach, automatic=False)
+        if kept is not None and self.before is not None:
+            twin.keep(self.before, kept_message(kept.values()))
+        self.twin, self.before = twin, None
         self.engine = Engine(
             self.twin,
             BYTES,
@@ -54,10 +70,11 @@ class Succession:
             instance=f"demo-{self._epoch}",
             epoch=self._epoch,
             policy=self._policy,
-            kv=None if self._kv is None else dict.fromkeys(self.twin.ranks, self._kv),
+            kv=None if self.kv is None else dict.fromkeys(self.twin.ranks, self.kv),
             hold=self._hold,
             meter=self.meter,
             clock=self._clock,
+            kept=kept or {},
         )
         self.engine.take_over(self.held.take())
         return self.engine
@@ -65,6 +82,7 @@ class Succession:
     def _hold(self, lives: Iterable[LiveRequest], loss: RingError) -> None:
         interrupted = list(lives)
         self._in_progress = [live for live in interrupted if live.was_in_progress]
+        self._left = {live: live.left for live in interrupted if live.left is not None}
         self.held.hold(interrupted, loss)
 
     @property
@@ -79,31 +97,53 @@ class Succession:
 
     def lose(self, error: RingError = LOSS) -> None:
         """Lose the instance."""
-        if self.twin is not None:
-            self.twin.lose(error)
-        self.twin = self.engine = None
+        if self.engine is not None:
+            self.engine.lose(error)
+        self.before, self.twin, self.engine = self.twin, None, None
+
+    def drift(self, choices: Iterable[int]) -> None:
+        """Let ranks of the lost instance execute steps that it had sent."""
+        for choice in choices:
+            if self.before is not None and (runnable := self.before.runnable()):
+                self.before.run(runnable[choice % len(runnable)])
+
+    def choose_kept(self, first_stage: int) -> Kept:
+        """Return the KV of the lost instance that its stages from this one on can keep."""
+        chosen = {
+            live: left.keep(live.sequence, first_stage, next(self._kept_ids))
+            for live, left in self._left.items()
+            if not live.has_ended
+        }
+        return {live: kept for live, kept in chosen.items() if kept is not None}
+
+    def patch(self, kept: Kept) -> Engine:
+        """Load the lost instance again, whose stages keep KV."""
+        assert self.before is not None
+        return self.load((1,) * len(self.before.ranks), kept=kept)
 
     def submit(self, *requests: GenerateRequest) -> list[RequestStream]:
         """Submit requests to the instance, or to the line of those that wait for one."""
         return (self.held if self.engine is None else self.engine).submit_all(*requests)
 
-    def proceed(self, choice: int) -> None:
-        """Let one rank execute a step, or deliver one of its answers."""
+    def proceed(self, choice: int) -> bool:
+        """Let one rank execute a step, or deliver one of its answers; return False if there is nothing to do."""
         if self.twin is None:
-            return
+            return False
         moves = [(self.twin.run, rank) for rank in self.twin.runnable()]
         moves += [(self.twin.deliver, rank) for rank in self.twin.answering()]
         if moves:
             move, rank = moves[choice % len(moves)]
-            move(rank)
+            done = move(rank)
+            self.steps_failed += done is not None and done.HasField("failure")
+        return bool(moves)
 
     def finish(self) -> None:
         """Load an instance if there is none, and answer all requests."""
         if self.engine is None:
             self.load()
         assert self.twin is not None
-        while self.twin.runnable() or self.twin.answering():
-            self.proceed(0)
+        while self.proceed(0):
+            pass
 
 
 def tokens_of(deltas: Sequence[Delta]) -> list[int]:

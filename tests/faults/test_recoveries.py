@@ -88,6 +88,46 @@ def test_a_worker_that_is_killed_while_another_loads_is_replaced_like_the_first(
         assert server.stop() == 0
 
 
+@pytest.mark.parametrize(("stages", "victims"), [(3, (1, 0, 2)), (2, (0,))])
+@pytest.mark.timeout(200)
+def test_stages_behind_a_lost_one_keep_the_kv_of_its_answers(
+    stages: int, victims: Sequence[int], model: Path, tmp_path: Path
+) -> None:
+    question = replace(question_of("stop"), prompt="abcdefgh" * 50, max_tokens=40)
+    flags = ("--stages", str(stages))
+
+    with stopping_at_steps() as hook, served(model, tmp_path, hook, *flags) as running:
+
+        def answer() -> str:
+            (choice,) = ask(
+                running.http, running.server.url, DIALECTS["completions"], question, streams=True
+            ).choices
+            return choice.text
+
+        def tokens(way: str) -> float:
+            return running.metric(rf'resumed_tokens_total{{[^}}]*way="{way}"[^}}]*}}')
+
+        expected = answer()
+        for number in victims:
+            kept, replayed = tokens("kept"), tokens("replayed")
+            ranks = running.wait_until_ready()
+            stopped = Stopped(hook, ranks[number].pid)
+            stopped.set(len(question.prompt), len(question.prompt) + _CUT_AT)
+            reading = running.threads.submit(answer)
+            stopped.wait()
+            ranks[number].process.kill()
+            stopped.close()
+            assert reading.result() == expected
+            known = tokens("kept") - kept + tokens("replayed") - replayed
+            assert known > len(question.prompt)
+            if number == stages - 1:
+                assert tokens("kept") == kept, "no stage is behind the last one"
+            else:
+                assert tokens("kept") - kept >= known - 4
+        assert running.metric("resume_disagreements_total") == 0
+        assert running.metric("steps_failed_total") == 0
+
+
 # ---- published clients
 
 

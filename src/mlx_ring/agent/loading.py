@@ -231,7 +231,9 @@ async def _relink(
     request: agent_pb2.RelinkWorkersRequest,
     assignment: worker_pb2.StageAssignment,
 ) -> None:
-    wanted = worker_pb2.RelinkRequest(hello=request.hello, assignment=assignment, commit=request.commit)
+    wanted = worker_pb2.RelinkRequest(
+        hello=request.hello, assignment=assignment, commit=request.commit, kept=request.kept
+    )
     limit_s = _LINK_WAIT_S if request.commit else _LONGEST_SETTLE_S
     answer = asyncio.ensure_future(RELINK.aio_unary_unary(worker.channel)(wanted, timeout=limit_s))
     try:

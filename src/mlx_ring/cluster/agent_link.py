@@ -107,16 +107,23 @@ class AgentLink:
             raise self._error(error) from error
 
     async def relink(
-        self, hello: hello_pb2.Hello, assignments: Assignments, *, commit: bool
+        self,
+        hello: hello_pb2.Hello,
+        assignments: Assignments,
+        *,
+        commit: bool,
+        kept: worker_pb2.KeptKv | None = None,
     ) -> Sequence[agent_pb2.StartedWorker]:
         """Prepare loaded workers for other neighbours, or with `commit` link them; return those that answered.
 
-        Without `commit`, the agent ends the other workers of the instance.
+        Without `commit`, the agent ends the other workers of the instance. With it, they keep the KV in `kept`.
 
         Raises:
             RingError: The agent's failure, or with `commit` a worker's.
         """
-        request = agent_pb2.RelinkWorkersRequest(hello=hello, assignments=assignments, commit=commit)
+        request = agent_pb2.RelinkWorkersRequest(
+            hello=hello, assignments=assignments, commit=commit, kept=kept
+        )
         try:
             reply = await RELINK_WORKERS.aio_unary_unary(self._channel)(request, timeout=_RELINK_WAIT_S)
         except grpc.RpcError as error:

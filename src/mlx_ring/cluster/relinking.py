@@ -2,7 +2,7 @@
 
 The other workers keep their process, weights and compiled code. It takes two phases. First, every rank that stays ends
 what it waits for and drops its steps; one that does not answer is lost too. When the new ranks are loaded, those that
-stay open their links and enter the new epoch.
+stay open their links and enter the new epoch. Stages behind the last lost one keep KV of interrupted requests.
 """
 
 from __future__ import annotations
@@ -82,6 +82,7 @@ async def patch(
     prepared: Started,
     hello: hello_pb2.Hello,
     report: Report,
+    kept: worker_pb2.KeptKv | None = None,
 ) -> list[WorkerPlace]:
     """Start and load the lost ranks, and link the prepared ones with them.
 
@@ -91,6 +92,7 @@ async def patch(
         prepared: The ranks that stay.
         hello: The head's greeting.
         report: The callback for each worker's loading progress.
+        kept: The KV that prepared ranks keep; none by default.
 
     Raises:
         RingError: A node's failure. Workers may be left, for the caller to stop.
@@ -113,7 +115,7 @@ async def patch(
         ((by_node[node], [filled[_place(one)] for one in own]) for node, own in on.items()), hello, report
     )
     await together(
-        _commit_on(site, [filled[place] for place in prepared if sites[place].node == site.node], hello)
+        _commit_on(site, [filled[place] for place in prepared if sites[place].node == site.node], hello, kept)
         for site in _once(sites[place] for place in prepared)
     )
     return [place_for_head(worker, site) for _, (worker, site) in sorted(workers.items())]
@@ -149,9 +151,11 @@ async def _prepare_on(
     return {RankId(worker.stage, worker.rank): (worker, site) for worker in workers}
 
 
-async def _commit_on(site: Site, assignments: Assignments, hello: hello_pb2.Hello) -> None:
+async def _commit_on(
+    site: Site, assignments: Assignments, hello: hello_pb2.Hello, kept: worker_pb2.KeptKv | None
+) -> None:
     with blaming(site):
-        await site.link.relink(hello, assignments, commit=True)
+        await site.link.relink(hello, assignments, commit=True, kept=kept)
 
 
 def _with_neighbour(

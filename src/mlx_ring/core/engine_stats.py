@@ -219,6 +219,10 @@ class StepTotals:
     """Tokens that were delivered before a loss, and drawn again after it."""
     resume_disagreements: int
     """Those of them that differed."""
+    resume_kept: int
+    """Known tokens of resumed requests of which the stages behind the lost one kept their KV ..."""
+    resume_replayed: int
+    """... and those that every stage computed again."""
 
 
 COUNTS = tuple(part.name for part in fields(StepTotals) if part.name != "ranks")
@@ -249,8 +253,6 @@ TOKENS = tuple(
 """Bounds of numbers of tokens."""
 RECOVERY_PARTS = ("detect", "plan", "load", "replay", "first_token")
 """Parts of a recovery. The first token comes within the replay."""
-RESUME_WAYS = ("replayed",)
-"""Ways in which an instance gets the KV of resumed requests: it computes their known tokens again."""
 
 
 class Distribution:
@@ -317,8 +319,6 @@ class Meter:
         """Requests that ended with an error, by its name."""
         self.resumed = 0
         """Interrupted requests that another instance took over."""
-        self.resumed_tokens: Counter[str] = Counter()
-        """Their known tokens, by how the instance got their KV."""
         self.recovery_s = {part: Distribution(REQUEST_S) for part in RECOVERY_PARTS}
         self.given_up: Counter[str] = Counter()
         """Interrupted requests that were not continued, by the error's name."""
@@ -356,10 +356,9 @@ class Meter:
         """Record further tokens of a request, from one step."""
         self.between_tokens_s.record(since_last_s / tokens, tokens)
 
-    def record_resumed(self, paused_s: float, *, replayed: int) -> None:
-        """Record that an instance took over an interrupted request, and computes so many known tokens again."""
+    def record_resumed(self, paused_s: float) -> None:
+        """Record that an instance took over an interrupted request."""
         self.resumed += 1
-        self.resumed_tokens["replayed"] += replayed
         self.pause_s.record(paused_s)
 
     def record_recovery(self, parts: Mapping[str, float]) -> None:

@@ -29,6 +29,8 @@ from mlx_ring.rpc.failures import failure_to_error
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
 
 _RETRY_AFTER_S = 1.0
+GRAMMAR_WITHIN_S = 30.0
+"""Longest time for the ranks to compile a grammar: large ones take some seconds, one after the other."""
 
 
 def check_places(requests: int, policy: Policy, *, free: int, waiting: int) -> None:
@@ -161,6 +163,17 @@ class Grammars:
             return self.fail(prepared.id, _error(wanted.grammar, prepared.failure))
         wanted.owed_by.discard(rank)
         return Settled(() if wanted.owed_by else tuple(wanted.sequences.values()))
+
+    def time_out(self, id_: int) -> Settled:
+        """Fail a grammar that is not ready in time."""
+        return self.fail(
+            id_,
+            Overloaded(
+                f"The answer's schema was not ready for this model within {GRAMMAR_WITHIN_S:g} s; "
+                "try again later, or simplify it.",
+                retry_after_s=GRAMMAR_WITHIN_S,
+            ),
+        )
 
     def fail(self, id_: int, error: RingError) -> Settled:
         """Fail a grammar that is not ready, for all sequences that wait for it."""

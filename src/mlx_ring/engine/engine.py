@@ -13,16 +13,18 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from itertools import count
+from types import MappingProxyType
 
 from mlx_ring.core.engine_stats import EngineStats, Meter, OpenRequest, Policy, StepTotals
-from mlx_ring.core.errors import NotReady, Overloaded, ProtocolError, RingError, ServingError, WorkerLost
+from mlx_ring.core.errors import NotReady, ProtocolError, RingError, ServingError, WorkerLost
 from mlx_ring.core.generation import GenerateRequest, RequestStream
 from mlx_ring.core.types import FinishReason, RankId, TokenLogprob
-from mlx_ring.engine.admission import Grammars, Load, Settled, check_places, shed_error
+from mlx_ring.engine.admission import GRAMMAR_WITHIN_S, Grammars, Load, Settled, check_places, shed_error
 from mlx_ring.engine.executor import Executor, sampling_ranks
 from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.engine.live_request import Hold, LiveRequest, choose_requests_to_shed
 from mlx_ring.engine.request_traces import RequestTracer
+from mlx_ring.engine.resumption import KeptKv
 from mlx_ring.engine.scheduler import Scheduler
 from mlx_ring.engine.sequence import Advance, Limits, Sequence, make_sequence
 from mlx_ring.engine.step_times import Predict, StepTimes, Unanswered
@@ -32,9 +34,8 @@ from mlx_ring.rpc.protos import step_pb2, worker_pb2
 
 _log = logging.getLogger(__name__)
 
-_GRAMMAR_WITHIN_S = 30.0
-"""Longest time for the ranks to compile a grammar: large ones take some seconds, one after the other."""
 _POLICY = Policy()
+_NOTHING_KEPT: Mapping[LiveRequest, KeptKv] = MappingProxyType({})
 
 
 class Engine:
@@ -56,6 +57,7 @@ class Engine:
         hold: Hold | None = None,
         meter: Meter | None = None,
         tracer: RequestTracer | None = None,
+        kept: Mapping[LiveRequest, KeptKv] = _NOTHING_KEPT,
     ) -> None:
         """Start an engine.
 
@@ -73,9 +75,11 @@ class Engine:
             hold: receives the requests of a lost instance; None: they end with an error.
             meter: measurements of the replica.
             tracer: tracer of requests.
+            kept: KV that ranks kept of interrupted requests, which the first call of `take_over` brings.
         """
         self._meter = Meter() if meter is None else meter
         self._tracer = tracer
+        self._kept = dict(kept)
         self._on_lost = on_lost
         self._hold = hold
         self._executor = executor
@@ -132,7 +136,7 @@ class Engine:
     def _start(self, live: LiveRequest) -> None:
         self._live[live.sequence.id] = live
         self._request_grammar(live.sequence)
-        self._scheduler.add(live.sequence)
+        self._scheduler.add(live.sequence, self._kept.pop(live, None))
 
     def take_over(self, lives: Iterable[LiveRequest]) -> None:
         """Continue requests that another engine began, or that waited for one, in their order.
@@ -152,28 +156,19 @@ class Engine:
             if live.completion_tokens and live.sequence.finish_reason is not None:
                 # The smaller context ends here.
                 self._postprocess(Advance(live.sequence), now)
+        self._scheduler.free_kept(self._kept.values())
+        self._kept.clear()
         self._send_steps(now)
 
     def _request_grammar(self, sequence: Sequence) -> None:
         wanted = self._grammars.want(sequence)
         if wanted is not None:
             self._executor.prepare(wanted)
-            asyncio.get_running_loop().call_later(_GRAMMAR_WITHIN_S, self._time_out_grammar, wanted.id)
+            asyncio.get_running_loop().call_later(GRAMMAR_WITHIN_S, self._time_out_grammar, wanted.id)
 
     def _time_out_grammar(self, id_: int) -> None:
-        """Fail a grammar that is not ready in time."""
-        if self._ended is not None:
-            return
-        self._settle(
-            self._grammars.fail(
-                id_,
-                Overloaded(
-                    f"The answer's schema was not ready for this model within {_GRAMMAR_WITHIN_S:g} s; "
-                    "try again later, or simplify it.",
-                    retry_after_s=_GRAMMAR_WITHIN_S,
-                ),
-            )
-        )
+        if self._ended is None:
+            self._settle(self._grammars.time_out(id_))
 
     def prepared(self, rank: RankId, prepared: worker_pb2.GrammarPrepared) -> None:
         """Record that a rank compiled a grammar, or could not."""
@@ -333,9 +328,10 @@ class Engine:
             return
         self._ended = error
         lives, self._live = list(self._live.values()), {}
-        in_progress, now = self._scheduler.in_progress, self._clock()
+        in_progress, left, now = self._scheduler.in_progress, self._scheduler.left_kv(), self._clock()
         for live in lives:
-            live.interrupt(now, in_progress=live.sequence.id in in_progress)
+            number = live.sequence.id
+            live.interrupt(now, in_progress=number in in_progress, left=left.get(number))
         if self._on_lost is not None:
             self._on_lost(error)
         self._hold(lives, error)

@@ -139,6 +139,10 @@ class StepsInFlight:
             has_landed = True
         return has_landed
 
+    def rows(self) -> Iterator[tuple[Sequence, step_pb2.Row]]:
+        """Iterate over the rows that some rank has not answered, of sequences that were not preempted since."""
+        return (current for sent in self._in_flight.values() for current in sent.current())
+
     @property
     def sequences(self) -> frozenset[int]:
         """Sequences with a row in a step that some rank has not answered."""
@@ -201,11 +205,13 @@ def _size(step: step_pb2.Step, *, is_decode: bool) -> StepSize:
 
 
 def _timing(rank: RankId, sent_step: SentStep, timings: step_pb2.Timings) -> StepTiming:
+    end = sent_step.step.end_stage
+    computes = not end or rank.stage < end
     return StepTiming(
         step=sent_step.step.step,
         rank=rank,
-        rows=len(sent_step.sequences),
-        tokens=sent_step.size.tokens,
+        rows=len(sent_step.sequences) if computes else 0,
+        tokens=sent_step.size.tokens if computes else 0,
         is_decode=sent_step.batch is not None,
         started_us=timings.started_us,
         finished_us=timings.finished_us,

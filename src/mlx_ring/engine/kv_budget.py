@@ -94,11 +94,15 @@ class KvBudget:
             for rank in self._ranks.values()
         )
 
-    def fits_as_held(self, tokens: int) -> bool:
-        """Return True if a new sequence fits beside the memory that the ranks report, padding included."""
-        more = kv_blocks(tokens)
+    def fits_as_held(self, tokens: int, kept: int = 0, kept_from: int = 0) -> bool:
+        """Return True if a new sequence fits beside the memory that the ranks report, padding included.
+
+        The stages from `kept_from` on report `kept` tokens of it already.
+        """
+        whole, rest = kv_blocks(tokens), kv_blocks(tokens) - kv_blocks(kept)
         return all(
-            self._held[place] + self._bytes(rank, more, 1) <= rank.limit_bytes
+            self._held[place] + self._bytes(rank, rest if place.stage >= kept_from else whole, 1)
+            <= rank.limit_bytes
             for place, rank in self._ranks.items()
         )
 

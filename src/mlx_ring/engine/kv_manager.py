@@ -6,13 +6,14 @@ the operations.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import count
 
 from mlx_ring.core.engine_stats import CacheStats
 from mlx_ring.core.types import RankId
 from mlx_ring.engine.kv_budget import KvBudget, RankKv
 from mlx_ring.engine.prefix_cache import LEAST_TOKENS, Extent, Found, Match, PrefixCache
+from mlx_ring.engine.resumption import KeptKv, LeftKv, find_left
 from mlx_ring.engine.rows import (
     fork_operation,
     free_operation,
@@ -42,6 +43,10 @@ class KvManager:
         self._operations: list[step_pb2.CacheOperation] = []
         self._next_step = 1
         self._snapshots = count(_FIRST_SNAPSHOT)
+        self._kept: dict[int, KeptKv] = {}
+        """KV kept since a loss, by the waiting sequence that will take it ..."""
+        self._taken: dict[int, KeptKv] = {}
+        """... and by those that were admitted, but not opened. It is a part of their memory."""
         self.held: set[int] = set()
         """Sequences that some rank holds or will hold, except those being freed."""
 
@@ -70,6 +75,8 @@ class KvManager:
         """Free everything at once."""
         self._operations = [step_pb2.CacheOperation(reset=step_pb2.Reset())]
         self._cache.clear()
+        self._kept.clear()
+        self._taken.clear()
         for sequence in self.held:
             self.budget.release(sequence, self._next_step)
         self.held.clear()
@@ -90,6 +97,8 @@ class KvManager:
         """
         tokens = min(sequence.fill_to + 1, sequence.max_length)
         match = self._find(sequence, running).match
+        if sequence.id in self._kept:
+            return self._admit_kept(sequence.id, tokens, running)
         source = match.source if match is not None and match.kept else None
         spare = len(running)
         if (
@@ -102,12 +111,28 @@ class KvManager:
         if match is None or source is None or self.budget.being_freed:
             return False
         # Both do not fit: it is admitted in place of the entry that it reuses.
-        if not self._make_room(tokens, sequence.id, instead_of=source, spare_blocks=spare):
-            return False
-        if not self.budget.fits(tokens, sequence.id, without=(source,), spare_blocks=spare):
+        if not self._make_room_instead(tokens, sequence.id, source, spare):
             return False
         self.budget.charge(sequence.id, tokens)
         self._begin(sequence, match, take=True)
+        return True
+
+    def _make_room_instead(self, tokens: int, sequence: int, source: int, spare: int) -> bool:
+        """Make room for a sequence in place of the cached or kept one that it takes over."""
+        return self._make_room(tokens, sequence, instead_of=source, spare_blocks=spare) and self.budget.fits(
+            tokens, sequence, without=(source,), spare_blocks=spare
+        )
+
+    def _admit_kept(self, sequence: int, tokens: int, running: Mapping[int, Sequence]) -> bool:
+        """Admit a sequence in place of its kept KV; return False if there is no room."""
+        kept = self._kept[sequence]
+        has_room = self._make_room_instead(tokens, sequence, kept.id, len(running))
+        if not has_room or not self._is_roomy(tokens, running, kept.id, kept):
+            return False
+        del self._kept[sequence]
+        self._taken[sequence] = kept
+        self.budget.drop(kept.id)
+        self.budget.charge(sequence, tokens)
         return True
 
     def _make_room(
@@ -130,15 +155,23 @@ class KvManager:
         def fits(*without: int) -> bool:
             return self.budget.fits(tokens, sequence, without=without, spare_blocks=spare_blocks, freed=True)
 
-        if not fits(*own) and not fits(*own, *self._cache.kept(spare=stays)):
+        if not fits(*own) and not fits(*own, *self._evictable(stays)):
             return False
         while not fits(*own):
             self._evict(stays)
         return True
 
-    def _is_roomy(self, tokens: int, running: Mapping[int, Sequence], spare: int | None) -> bool:
-        """Return True if the ranks' reported memory leaves room too; if not, evict one entry."""
-        if not running or self.budget.fits_as_held(tokens):
+    def _is_roomy(
+        self, tokens: int, running: Mapping[int, Sequence], spare: int | None, kept: KeptKv | None = None
+    ) -> bool:
+        """Return True if the ranks' reported memory leaves room too, besides what is kept; if not, evict one entry."""
+        if not running:
+            return True
+        if kept is None:
+            is_roomy = self.budget.fits_as_held(tokens)
+        else:
+            is_roomy = self.budget.fits_as_held(tokens, kept.length, kept.first_stage)
+        if is_roomy:
             return True
         if not self.budget.being_freed:
             self._evict(spare)
@@ -149,7 +182,12 @@ class KvManager:
         if sequence.id in self.held:
             return
         found = self._find(sequence, running)
-        match = found.match
+        match, kept = found.match, self._taken.pop(sequence.id, None)
+        if kept is not None and (match is None or match.length < kept.length):
+            self._begin_kept(sequence, kept, match)
+            return
+        if kept is not None:
+            self._free_on_ranks(kept)
         if self._cache.forgets and found.shared - (match.length if match else 0) >= _LEAST_SNAPSHOT:
             sequence.cut_at = found.shared
         take = match is not None and match.kept and match.nearly_whole and not self._cache.recurrent
@@ -199,6 +237,60 @@ class KvManager:
         else:
             self._cache.touch(match.source)
         self.note_filled(sequence)
+
+    # ---- KV kept since a loss
+
+    def left(
+        self, running: Iterable[Sequence], unanswered: Iterable[tuple[Sequence, step_pb2.Row]], stages: int
+    ) -> dict[int, LeftKv]:
+        """Return the KV that a loss leaves of each sequence; `unanswered` are rows that some rank has not answered."""
+        waiting = {sequence: kept.left(stages) for sequence, kept in (self._kept | self._taken).items()}
+        return waiting | find_left(running, unanswered, self.held, self._cache.least_length, stages)
+
+    def keep_for(self, sequence: Sequence, kept: KeptKv) -> None:
+        """Count KV that some ranks have kept, for a sequence that waits; free it if that is too much."""
+        self._kept[sequence.id] = kept
+        self.held.add(kept.id)
+        self.budget.charge(kept.id, kept.length)
+        if self.budget.is_over:
+            self.drop_kept(sequence.id)
+
+    def drop_kept(self, sequence: int) -> None:
+        """Free the KV that was kept for a sequence and that it has not taken."""
+        kept = self._kept.pop(sequence, None)
+        if kept is not None:
+            self.free_kept([kept])
+
+    def free_kept(self, kept: Iterable[KeptKv]) -> None:
+        """Free KV that some ranks have kept."""
+        for each in kept:
+            self._free_on_ranks(each)
+            self.budget.release(each.id, self._next_step)
+
+    def _free_on_ranks(self, kept: KeptKv) -> None:
+        self.held.discard(kept.id)
+        self._operations.append(free_operation(kept.id, first_stage=kept.first_stage))
+
+    def _begin_kept(self, sequence: Sequence, kept: KeptKv, match: Match | None) -> None:
+        """Open a sequence with its kept KV. The other stages reuse KV of their cache."""
+        self.held.discard(kept.id)
+        self.held.add(sequence.id)
+        self._cache.count(sequence.length, match)
+        self._operations += [
+            open_operation(sequence),
+            fork_operation(kept.id, sequence.id, kept.length, take=True, first_stage=kept.first_stage),
+        ]
+        sequence.reached, sequence.kept, sequence.kept_from = kept.reached, kept.length, kept.first_stage
+        if not kept.first_stage:
+            sequence.scheduled = sequence.reused = kept.length
+        elif match is not None:
+            fork = fork_operation(
+                match.source, sequence.id, match.length, take=False, end_stage=kept.first_stage
+            )
+            self._operations.append(fork)
+            self._cache.touch(match.source)
+            sequence.scheduled = sequence.reused = match.length
+            sequence.reached = max(sequence.reached, match.extent.reached)
 
     # ---- it grows, and is cut
 
@@ -260,7 +352,11 @@ class KvManager:
     def free(self, sequence: int) -> None:
         """Free a sequence's memory, or only its reservation if it was never opened."""
         self._cache.forget(sequence)
-        if sequence in self.held:
+        taken = self._taken.pop(sequence, None)
+        if taken is not None:
+            self._free_on_ranks(taken)
+            self.budget.release(sequence, self._next_step)
+        elif sequence in self.held:
             self.held.discard(sequence)
             self._operations.append(free_operation(sequence))
             self.budget.release(sequence, self._next_step)
@@ -274,7 +370,7 @@ class KvManager:
         if sequence.id not in self.held or not self._is_worth_keeping(sequence, tokens):
             self.free(sequence.id)
             return
-        if len(tokens) < sequence.scheduled:
+        if len(tokens) < max(sequence.scheduled, sequence.kept):
             self._operations.append(trim_operation(sequence.id, len(tokens)))
         self._operations.append(retain_operation(sequence.id))
         self.budget.charge(sequence.id, len(tokens))
@@ -289,11 +385,20 @@ class KvManager:
         return not self._cache.covers(tokens)
 
     def _evict(self, spare: int | None) -> bool:
+        """Free the cached KV that was used least recently, else KV that was kept for the newest sequence."""
         oldest = self._cache.evict(spare)
-        if oldest is None:
-            return False
-        self.free(oldest)
-        return True
+        if oldest is not None:
+            self.free(oldest)
+            return True
+        newest = next((waiting for waiting, kept in reversed(self._kept.items()) if kept.id != spare), None)
+        if newest is not None:
+            self.drop_kept(newest)
+        return newest is not None
+
+    def _evictable(self, spare: int | None) -> Iterator[int]:
+        """Yield the sequences that `_evict` could free."""
+        yield from self._cache.kept(spare=spare)
+        yield from (kept.id for kept in self._kept.values() if kept.id != spare)
 
     # ---- statistics
 

@@ -18,6 +18,7 @@ from mlx_ring.core.traces import CLIENT, Span
 from mlx_ring.core.types import FinishReason, TokenLogprob
 from mlx_ring.engine.admission import QueuePlace, choose_to_shed
 from mlx_ring.engine.request_traces import RequestTracer
+from mlx_ring.engine.resumption import LeftKv
 from mlx_ring.engine.sequence import Limits, Sequence, continue_sequence
 from mlx_ring.engine.streams import AnswerText, Reading, Vocabulary
 
@@ -86,6 +87,8 @@ class LiveRequest:
         """True from a loss until the next tokens."""
         self._paused_s = 0.0
         """Times from the last token before a loss until the next one."""
+        self.left: LeftKv | None = None
+        """KV that its lost instance left of it; None while an engine works on it."""
         self.has_ended = False
         self.on_resumed: Callable[[bool], None] | None = None
         """Called once after a loss: with True at the first new token, or with False at an end without one."""
@@ -94,12 +97,13 @@ class LiveRequest:
         self._deadline: asyncio.TimerHandle | None = None
         sequence.traceparent = "" if self._span is None else self._span.traceparent
 
-    def interrupt(self, now: float, *, in_progress: bool) -> None:
-        """Record the loss of the instance, and tell the reader.
+    def interrupt(self, now: float, *, in_progress: bool, left: LeftKv | None = None) -> None:
+        """Record the loss of the instance and what it leaves of the request's KV, and tell the reader.
 
         A loss in progress counts until `judge` knows its reason, because another replica may take over before.
         """
         self.interrupted_at, self.was_in_progress, self._is_interrupted = now, in_progress, True
+        self.left = left
         if self.stalled_since is None or not self.sequence.admitted_at:
             self.stalled_since = now
         if in_progress:
@@ -129,8 +133,8 @@ class LiveRequest:
         """Make a sequence for another engine. Raises what `continue_sequence` raises."""
         self.sequence = continue_sequence(self.sequence, sequence_id, limits)
         if self.interrupted_at is not None:
-            meter.record_resumed(now - self.interrupted_at, replayed=self.sequence.length)
-        self.interrupted_at = None
+            meter.record_resumed(now - self.interrupted_at)
+        self.interrupted_at = self.left = None
         if self.is_suspect:
             self.sequence.alone_until = self.lost_at + PROGRESS_TOKENS
         if not self._is_interrupted:

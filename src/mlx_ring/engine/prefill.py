@@ -106,12 +106,14 @@ class Prefilling(PrefillQueue):
     def _fill(self, size: int, room: int) -> list[tuple[Sequence, step_pb2.Row]]:
         """Fill a step with the first prompt's chunk of `size`, and with prompts after it that fit as a whole."""
         chunks: list[tuple[Sequence, step_pb2.Row]] = []
+        catches_up = False
         for sequence in self.next_in_turn(self._left, self._policy.prefill_chunk):
             most = min(size, room)
-            if chunks and self._left(sequence) > most:
+            if chunks and (self._left(sequence) > most or sequence.is_catching_up != catches_up):
                 break
             self._kv.begin(sequence, self._running)
-            end = min(sequence.scheduled + most, sequence.fill_to)
+            catches_up = sequence.is_catching_up
+            end = min(sequence.scheduled + most, sequence.kept if catches_up else sequence.fill_to)
             if sequence.scheduled < sequence.cut_at < end:
                 end = sequence.cut_at
             row = prefill_row(sequence, end)

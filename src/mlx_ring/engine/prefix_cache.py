@@ -190,9 +190,14 @@ class PrefixCache:
             length: tokens that it holds.
             reached: the most that it ever held.
         """
+        least = self.least_length(reached)
+        return shared == length if least is None else shared >= least
+
+    def least_length(self, reached: int) -> int | None:
+        """Return the least length to which a sequence can be cut that held `reached` tokens; None if it cannot be cut."""
         if self.recurrent:
-            return shared == length
-        return self._slack is None or reached <= self._exact_length or shared >= reached - self._slack
+            return None
+        return 0 if self._slack is None or reached <= self._exact_length else reached - self._slack
 
     def reached(self, sequence: int) -> int:
         """Return the most tokens that a cached sequence ever held."""

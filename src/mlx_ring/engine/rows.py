@@ -38,8 +38,8 @@ def open_operation(sequence: Sequence) -> step_pb2.CacheOperation:
     )
 
 
-def free_operation(sequence_id: int) -> step_pb2.CacheOperation:
-    return step_pb2.CacheOperation(free=step_pb2.Free(sequence=sequence_id))
+def free_operation(sequence_id: int, *, first_stage: int = 0) -> step_pb2.CacheOperation:
+    return step_pb2.CacheOperation(free=step_pb2.Free(sequence=sequence_id), first_stage=first_stage)
 
 
 def trim_operation(sequence_id: int, length: int) -> step_pb2.CacheOperation:
@@ -50,9 +50,14 @@ def retain_operation(sequence_id: int) -> step_pb2.CacheOperation:
     return step_pb2.CacheOperation(park=step_pb2.Park(sequence=sequence_id))
 
 
-def fork_operation(source: int, destination: int, length: int, *, take: bool) -> step_pb2.CacheOperation:
+def fork_operation(
+    source: int, destination: int, length: int, *, take: bool, first_stage: int = 0, end_stage: int = 0
+) -> step_pb2.CacheOperation:
+    """Make the operation that forks a sequence, on the stages from `first_stage` on and before `end_stage`, if any."""
     return step_pb2.CacheOperation(
-        fork=step_pb2.Fork(source=source, destination=destination, length=length, take=take)
+        fork=step_pb2.Fork(source=source, destination=destination, length=length, take=take),
+        first_stage=first_stage,
+        end_stage=end_stage,
     )
 
 
@@ -90,6 +95,11 @@ def decode_row(sequence: Sequence, draft: tuple[int, ...] = ()) -> step_pb2.Row:
     else:
         row.previous = True
     return row
+
+
+def end_stage(sequence: Sequence, row: step_pb2.Row) -> int:
+    """Return the stage before which a row ends, because the stages from there on have kept its KV; 0 if they have not."""
+    return sequence.kept_from if row.start < sequence.kept else 0
 
 
 def samples_token(row: step_pb2.Row) -> bool:

@@ -10,7 +10,7 @@ The engine calls `schedule` and sends the steps, then calls `on_answer` with eac
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Ordered
 
 from mlx_ring.core.engine_stats import CacheStats, Policy, SchedulerStats, StepTotals
@@ -21,7 +21,8 @@ from mlx_ring.engine.in_flight import SentStep, StepsInFlight
 from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.engine.kv_manager import KvManager
 from mlx_ring.engine.prefill import Prefilling
-from mlx_ring.engine.rows import read_result, samples_token
+from mlx_ring.engine.resumption import KeptKv, LeftKv, Resumptions
+from mlx_ring.engine.rows import end_stage, read_result, samples_token
 from mlx_ring.engine.sequence import Advance, Sequence
 from mlx_ring.engine.step_times import ChunkSizer, Predict, StepDeadlines, StepTimes, Unanswered
 from mlx_ring.rpc.failures import failure_to_error
@@ -63,9 +64,8 @@ class Scheduler:
             kv=self._kv,
             running=self._running,
         )
-        self._steps_failed = 0
-        self._preemptions = 0
-        self._redrawn = self._disagreements = 0
+        self._steps_failed = self._preemptions = 0
+        self._resumptions = Resumptions()
         self._most_running = policy.max_num_seqs
         """Limit of running sequences, lowered while ranks report too much memory, so that a preempted sequence stays out."""
         self._closing = False
@@ -114,11 +114,21 @@ class Scheduler:
         """Number of sequences that run or wait."""
         return len(self._running) + len(self._waiting)
 
-    def add(self, sequence: Sequence) -> None:
-        """Append a sequence to the queue. Others pass it while its grammar is not ready."""
+    def add(self, sequence: Sequence, kept: KeptKv | None = None) -> None:
+        """Append a sequence to the queue, and KV that was kept of it. Others pass it while its grammar is not ready."""
         self._waiting[sequence.id] = sequence
         if sequence.runs_alone:
             self._suspects[sequence.id] = sequence
+        if kept is not None:
+            self._kv.keep_for(sequence, kept)
+
+    def free_kept(self, kept: Iterable[KeptKv]) -> None:
+        """Free KV that was kept for sequences that do not come."""
+        self._kv.free_kept(kept)
+
+    def left_kv(self) -> dict[int, LeftKv]:
+        """Return the KV that a loss leaves of each sequence."""
+        return self._kv.left(self._running.values(), self._in_flight.rows(), self._stages)
 
     def finish(self, sequence: Sequence) -> None:
         """Remove a complete sequence, also while steps with its rows are in flight.
@@ -143,6 +153,7 @@ class Scheduler:
         """Remove a sequence; return True if it was running, so that its KV must be kept or freed."""
         self._suspects.pop(sequence.id, None)
         if self._waiting.pop(sequence.id, None) is not None:
+            self._kv.drop_kept(sequence.id)
             return False
         if self._running.pop(sequence.id, None) is None:
             return False
@@ -265,8 +276,7 @@ class Scheduler:
         del self._waiting[sequence.id]
         self._running[sequence.id] = sequence
         self._prefilling.add(sequence)
-        sequence.admitted_at = now
-        sequence.opened_at = now if sequence.opened_at is None else sequence.opened_at
+        sequence.admit(now)
 
     def _prefill_step(self, now: float) -> step_pb2.Step | None:
         chunks = self._prefilling.next_chunks()
@@ -283,6 +293,8 @@ class Scheduler:
         self._kv.after_chunk(sequence)
         if sequence.is_prefilled:
             self._prefilling.remove(sequence.id)
+            if sequence.is_resumed:
+                self._resumptions.record_prefilled(sequence)
             if sequence.wants_tokens:
                 sequence.unanswered += not sequence.redraws
                 self._decoding.add(sequence)
@@ -298,6 +310,7 @@ class Scheduler:
             operations=self._kv.take_operations(number),
             rows=rows,
             hand_over_tokens=self._stages > 1 and any(map(samples_token, rows)),
+            end_stage=end_stage(sequences[0], rows[0]) if rows else 0,
         )
         self._in_flight.send(step, sequences, batch, now)
         return step
@@ -370,16 +383,9 @@ class Scheduler:
             if row.draft:
                 self._decoding.rollback(sequence, row, len(reading.sampled))
             if sequence.redraws:
-                self._compare(sequence, reading.sampled)
+                self._resumptions.compare(sequence, reading.sampled)
             elif samples_token(row) or row.start + len(row.tokens.ids) >= sequence.fill_to:
                 yield self._advance(sequence, reading.sampled, now)
-
-    def _compare(self, sequence: Sequence, redrawn: tuple[TokenLogprob, ...]) -> None:
-        """Compare a token that was delivered before a loss with what is drawn now; the delivered one stays."""
-        for token in redrawn:
-            sequence.redraws = False
-            self._redrawn += 1
-            self._disagreements += token.token != sequence.tokens[-1]
 
     def _advance(self, sequence: Sequence, sampled: tuple[TokenLogprob, ...], now: float) -> Advance:
         sequence.unanswered -= bool(sampled)
@@ -425,8 +431,7 @@ class Scheduler:
             cache_query_tokens=cache.query_tokens,
             cache_hit_tokens=cache.hit_tokens,
             cache_evictions=cache.evictions,
-            resume_redrawn=self._redrawn,
-            resume_disagreements=self._disagreements,
+            **self._resumptions.totals(),
         )
 
     def stats(self) -> SchedulerStats:

@@ -67,6 +67,10 @@ class Sequence:
     """Largest number of tokens that the KV ever held: a sliding window does not move back."""
     reused: int = 0
     """KV length that the prefix cache supplied this time."""
+    kept: int = 0
+    """KV length that the stages from `kept_from` on have kept since a loss. Until the others have as much, only they
+    compute."""
+    kept_from: int = 0
     taken: int = 0
     """Tokens of cached KV that this sequence took over."""
     unanswered: int = 0
@@ -137,6 +141,11 @@ class Sequence:
         return self.scheduled >= self.fill_to
 
     @property
+    def is_catching_up(self) -> bool:
+        """True while only the stages before `kept_from` compute its tokens."""
+        return self.scheduled < self.kept
+
+    @property
     def wants_tokens(self) -> bool:
         """False if only results for the prompt were requested."""
         return self.max_length > self.prompt_length
@@ -172,6 +181,11 @@ class Sequence:
         """Return True if a decode row can be sent, which would sample a token of the answer."""
         return self.unanswered < steps_ahead and not self.verifying and self.scheduled + 1 < self.max_length
 
+    def admit(self, now: float) -> None:
+        """Record an admission."""
+        self.admitted_at = now
+        self.opened_at = now if self.opened_at is None else self.opened_at
+
     def feed(self, tokens: int) -> None:
         """Count tokens that are sent with a step."""
         self.scheduled += tokens
@@ -200,7 +214,7 @@ class Sequence:
     def preempt(self) -> None:
         """Discard what was computed: all known tokens are prefilled again, and the answer then continues."""
         self.generation += 1
-        self.scheduled = self.reached = self.reused = self.taken = 0
+        self.scheduled = self.reached = self.reused = self.taken = self.kept = 0
         self.unanswered = self.cut_at = self.offered = 0
         self.verifying = self.redraws = False
         self.fill_to = self.length
@@ -250,7 +264,8 @@ def continue_sequence(before: Sequence, sequence_id: int, limits: Limits) -> Seq
     """Make the sequence with which another engine continues a request.
 
     The known tokens are prefilled up to the last one, which is then drawn again and compared. Nothing else of the
-    earlier sequence holds for another engine: neither KV nor grammar ids nor lookups in its cache.
+    earlier sequence holds for another engine: neither grammar ids nor lookups in its cache, and of its KV only
+    what some stages keep.
 
     Args:
         before: the request's sequence in an engine that was lost, or in none so far.

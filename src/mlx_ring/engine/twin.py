@@ -80,6 +80,9 @@ class _Rank:
 
     def apply(self, operations: Sequence[step_pb2.CacheOperation]) -> None:
         for operation in operations:
+            end = operation.end_stage or self.id.stage + 1
+            if not operation.first_stage <= self.id.stage < end:
+                continue
             match operation.WhichOneof("operation"):
                 case "open":
                     if operation.open.sequence in self.held:
@@ -98,6 +101,16 @@ class _Rank:
                     self.held.clear()
                 case other:
                     raise ProtocolError(f"The twin knows no operation {other}.")
+
+    def rows(self, step: step_pb2.Step) -> Sequence[step_pb2.Row]:
+        """Return the rows that this rank runs."""
+        return step.rows if not step.end_stage or self.id.stage < step.end_stage else ()
+
+    def keep(self, held: Mapping[int, _Held], kept: worker_pb2.KeptKv) -> None:
+        """Keep KV of a rank of the epoch before, whose sequences were `held`."""
+        for each in kept.sequences if self.id.stage >= kept.first_stage else ():
+            self.held[each.kept_as] = held[each.sequence]
+            self._trim(step_pb2.Trim(sequence=each.kept_as, length=each.length))
 
     def find(self, sequence: int) -> _Held:
         held = self.held.get(sequence)
@@ -246,6 +259,11 @@ class TwinExecutor:
         if self._listener is not None:
             self._listener.failed(error)
 
+    def keep(self, before: TwinExecutor, kept: worker_pb2.KeptKv) -> None:
+        """Keep KV of the ranks of the epoch before."""
+        for id_, rank in self._ranks.items():
+            rank.keep(before._ranks[id_].held, kept)
+
     async def idle(self) -> None:
         """Wait until every rank has answered every step."""
         await self._idle.wait()
@@ -253,6 +271,10 @@ class TwinExecutor:
     def held(self) -> dict[RankId, set[int]]:
         """Return the sequences of each rank."""
         return {id_: set(rank.held) for id_, rank in self._ranks.items()}
+
+    def tokens(self, rank_id: RankId) -> dict[int, list[int]]:
+        """Return the tokens of a rank's sequences."""
+        return {sequence: list(held.tokens) for sequence, held in self._ranks[rank_id].held.items()}
 
     def kv_bytes(self, rank_id: RankId) -> int:
         """Return the size of a rank's KV cache."""
@@ -265,7 +287,7 @@ class TwinExecutor:
         return [id_ for id_, rank in self._ranks.items() if rank.queue and self._has_input(rank)]
 
     def _has_input(self, rank: _Rank) -> bool:
-        if rank.id.stage == 0 or not rank.queue[0].rows:
+        if rank.id.stage == 0 or not rank.rows(rank.queue[0]):
             step = rank.queue[0].step
             return rank.id == self._last or self._ranks[self._last].executed >= self._row_before[step]
         return self._ranks[RankId(rank.id.stage - 1, 0)].executed >= rank.queue[0].step
@@ -318,8 +340,12 @@ class TwinExecutor:
             rank.apply(step.operations)
         except ProtocolError as error:
             self._failures[step.step, rank.id.stage] = error_to_failure(error)
-        failure = self._failure(step, rank.id.stage)
-        for row in step.rows:
+        rows = rank.rows(step)
+        if step.rows and not rows:
+            failure = self._failures.get((step.step, rank.id.stage))
+        else:
+            failure = self._failure(step, rank.id.stage)
+        for row in rows:
             if failure is not None and (not failure.sequences or row.sequence in failure.sequences):
                 continue
             try:

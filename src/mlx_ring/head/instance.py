@@ -12,7 +12,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from mlx_ring.cluster.agent_link import Report
@@ -25,8 +25,9 @@ from mlx_ring.core.types import RankId
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.executor import GrpcExecutor, RankAddress
 from mlx_ring.engine.kv_budget import Allowance, Place
-from mlx_ring.engine.live_request import Hold
+from mlx_ring.engine.live_request import Hold, LiveRequest
 from mlx_ring.engine.request_traces import RequestTracer
+from mlx_ring.engine.resumption import KeptKv, kept_message
 from mlx_ring.engine.step_times import Predict, StepSize
 from mlx_ring.engine.streams import Vocabulary
 from mlx_ring.head.instance_view import InstanceService
@@ -71,6 +72,8 @@ class Epoch:
     """Its ranks that stay from the epoch before; None if all are to be loaded."""
     head: int = 1
     """Number of this head, which is higher than those of earlier ones."""
+    kept: Mapping[LiveRequest, KeptKv] = field(default_factory=dict[LiveRequest, KeptKv])
+    """KV that its ranks keep of interrupted requests."""
 
 
 class Instance:
@@ -276,11 +279,11 @@ class Instance:
     ) -> Sequence[WorkerPlace]:
         """Load all stages."""
         sites = [placed.site for stage in self._epoch.placement.ranks for placed in stage]
-        kept = self._epoch.prepared
+        prepared, kept = self._epoch.prepared, kept_message(self._epoch.kept.values())
         return await self._unless_lost(
             deploy(sites, assignments, hello, self._report)
-            if kept is None
-            else patch(sites_of(self._epoch.placement), assignments, kept, hello, self._report)
+            if prepared is None
+            else patch(sites_of(self._epoch.placement), assignments, prepared, hello, self._report, kept)
         )
 
     async def _unless_lost(self, work: Coroutine[object, object, Result]) -> Result:
@@ -330,6 +333,7 @@ class Instance:
             hold=self._hold,
             meter=self._meter,
             tracer=self._tracer,
+            kept=self._epoch.kept,
         )
         self._shares.attach(instance, engine)
         return engine

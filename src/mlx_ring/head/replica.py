@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import count
 from typing import Protocol
 
 from mlx_ring.cluster.relinking import unless_left
@@ -16,6 +17,7 @@ from mlx_ring.core.errors import GroupStuck, NodeLost, RingError
 from mlx_ring.core.logs import set_log_epoch
 from mlx_ring.core.traces import Tracing
 from mlx_ring.engine.live_request import Hold, LiveRequest, judge
+from mlx_ring.engine.resumption import FIRST_KEPT, KeptKv, LeftKv
 from mlx_ring.head.instance import Epoch, Instance, leave_workers, stop_workers
 from mlx_ring.head.instance_view import FIRST_EPOCH, InstanceService, Recoveries
 from mlx_ring.head.instance_watch import InstanceWatch
@@ -111,6 +113,9 @@ class Replica:
         self._hold = hold
         self._in_progress: list[LiveRequest] = []
         """Requests that were in progress when the last instance was lost."""
+        self._left: Mapping[LiveRequest, LeftKv] = {}
+        """KV that the last instance left of its requests."""
+        self._kept_ids = count(FIRST_KEPT)
         self._meter, self._tracing = meter, tracing
         self._settings = settings
         self._served = served
@@ -178,6 +183,7 @@ class Replica:
     def _keep(self, lives: Iterable[LiveRequest], loss: RingError) -> None:
         interrupted = list(lives)
         self._in_progress = [live for live in interrupted if live.was_in_progress]
+        self._left = {live: live.left for live in interrupted if live.left is not None}
         if self._hold is not None:
             self._hold(interrupted, loss)
 
@@ -234,7 +240,7 @@ class Replica:
         return running.loss
 
     def _begin(self, epoch: Epoch, early: EarlyPlan) -> Instance:
-        self._in_progress = []
+        self._in_progress, self._left = [], {}
         self.service.begin(epoch.instance, epoch.number, epoch.placement)
         self._watcher.planned(epoch.instance, epoch.placement)
 
@@ -277,10 +283,17 @@ class Replica:
             log.warning("%s is loaded as a whole: %s", self._served.names[0], error)
             return None
         await leave_workers(epoch, patched)
+        staying = (patched.prepared or {}).keys()
         log.warning(
-            "patching %s: %d of %d workers stay",
-            self._served.names[0],
-            len(patched.prepared or ()),
-            len(remains.places),
+            "patching %s: %d of %d workers stay", self._served.names[0], len(staying), len(remains.places)
         )
-        return patched
+        behind = 1 + max((place.stage for place in remains.places - staying), default=-1)
+        return replace(patched, kept=dict(self._choose_kept(behind)))
+
+    def _choose_kept(self, first_stage: int) -> Iterator[tuple[LiveRequest, KeptKv]]:
+        """Yield the KV that the stages from `first_stage` on keep of requests that still wait."""
+        for live, left in self._left.items():
+            kept = left.keep(live.sequence, first_stage, next(self._kept_ids))
+            # Another replica may have taken it over since.
+            if kept is not None and live.left is left and not live.has_ended:
+                yield live, kept

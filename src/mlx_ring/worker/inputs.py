@@ -242,6 +242,33 @@ class StepInputs:
         return self._token_feedback.token(sequence), None
 
 
+def own_part(step: step_pb2.Step, stage: int) -> step_pb2.Step:
+    """Return a stage's part of a step: without the operations of other stages, and without rows that end before it."""
+    runs_rows = not step.end_stage or stage < step.end_stage
+    if runs_rows and not any(one.first_stage or one.end_stage for one in step.operations):
+        return step
+    return step_pb2.Step(
+        instance=step.instance,
+        epoch=step.epoch,
+        step=step.step,
+        operations=[one for one in step.operations if is_run_by(one, stage)],
+        rows=step.rows if runs_rows else (),
+        deadline_s=step.deadline_s,
+        hand_over_tokens=step.hand_over_tokens,
+        end_stage=step.end_stage,
+    )
+
+
+def is_run_by(operation: step_pb2.CacheOperation, stage: int) -> bool:
+    """Report whether a stage runs a cache operation."""
+    return operation.first_stage <= stage and (not operation.end_stage or stage < operation.end_stage)
+
+
+def ends_at(step: step_pb2.Step, stage: int) -> bool:
+    """Report whether no stage after this one runs the step's rows, although there may be some."""
+    return 0 < step.end_stage <= stage + 1
+
+
 def step_key(step: step_pb2.Step) -> LinkKey:
     """Return the key of the step's activations."""
     return LinkKey(step.instance, step.epoch, step.step)

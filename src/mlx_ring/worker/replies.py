@@ -16,7 +16,7 @@ import mlx.core as mx
 from mlx_ring.rpc.failures import error_to_failure
 from mlx_ring.rpc.links import Inbox, LinkSender, WireTensor
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
-from mlx_ring.worker.inputs import sampled_key, step_key
+from mlx_ring.worker.inputs import ends_at, sampled_key, step_key
 from mlx_ring.worker.results import add_lookups
 from mlx_ring.worker.shard import StageModel
 from mlx_ring.worker.step import StepWork, monotonic_us
@@ -109,7 +109,7 @@ class StepAnswers:
 
     def _hand_on(self, work: StepWork, failure: step_pb2.Failure | None) -> None:
         """Send activations to the next stage, with token ids that it cannot know."""
-        if self._links.next is None or work.inputs is None:
+        if self._links.next is None or work.inputs is None or ends_at(work.step, self._assignment.stage):
             return
         sending = monotonic_us()
         rows = work.inputs.rows
@@ -135,7 +135,7 @@ class StepAnswers:
         work.clock.link_send += monotonic_us() - sending
 
     def _send_tombstones(self, step: step_pb2.Step, failure: step_pb2.Failure) -> None:
-        if step.rows and self._links.next is not None:
+        if step.rows and self._links.next is not None and not ends_at(step, self._assignment.stage):
             self._links.next.send_failure(step_key(step), failure)
         if step.hand_over_tokens and self._links.first is not None:
             self._links.first.send_failure(sampled_key(step), failure)

@@ -8,7 +8,7 @@ Python. Answers leave in stream order. Only the compute thread calls this.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import mlx.core as mx
 
@@ -18,7 +18,15 @@ from mlx_ring.rpc.protos import step_pb2, worker_pb2
 from mlx_ring.worker.compute_thread import Wait, Waits, group_failure
 from mlx_ring.worker.forward import StageForward, end_mark, evaluate, flat_activations
 from mlx_ring.worker.grammars import GrammarCompiler, StepMasks
-from mlx_ring.worker.inputs import StepInput, StepInputs, row_length, sampled_key, samples_token
+from mlx_ring.worker.inputs import (
+    StepInput,
+    StepInputs,
+    ends_at,
+    own_part,
+    row_length,
+    sampled_key,
+    samples_token,
+)
 from mlx_ring.worker.kv import KVStore
 from mlx_ring.worker.replies import StageLinks, StepAnswers, StepTraces
 from mlx_ring.worker.results import NO_MASKS, StepDraws, grammar_masks
@@ -99,6 +107,7 @@ class StageRunner:
             yield from self._take(step, arrived_us)
 
     def _take(self, step: step_pb2.Step, arrived_us: int) -> Iterator[step_pb2.StepDone]:
+        step = own_part(step, self._assignment.stage)
         self._answers.expect(step)
         work = StepWork(step, StepClock(arrived_us, monotonic_us()))
         before = self._pending
@@ -140,11 +149,12 @@ class StageRunner:
         if self._group is None:
             self._kv.limit(limit_bytes or None)
 
-    def reset(self) -> None:
-        """Free every sequence for a new head."""
+    def reset(self, kept: Sequence[worker_pb2.KeptSequence] = ()) -> None:
+        """Free every sequence for a new head, except the part to keep of some."""
         for _ in self.finish():
             pass
-        self._sequences.reset()
+        # The ranks of a group may have ended in different steps, so they bring what they keep into one order.
+        self._sequences.reset(kept, moves=self._group is not None)
         self._token_feedback.reset()
         self._traces = StepTraces()
         self.last_step = 0
@@ -222,7 +232,8 @@ class StageRunner:
             if not work.waits_to_draw:
                 work.draws = self._draws(work.inputs, work)
             return
-        work.activations = flat_activations(work.passes) if work.passes else None
+        sends_on = work.passes and not ends_at(step, self._assignment.stage)
+        work.activations = flat_activations(work.passes) if sends_on else None
         if self._model.is_first and step.hand_over_tokens:
             sampling = [row.row.sequence for row in work.inputs.rows if samples_token(row.row)]
             self._token_feedback.expect(sampled_key(step), sampling)

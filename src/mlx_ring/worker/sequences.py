@@ -14,7 +14,7 @@ import mlx.core as mx
 from mlx_ring.core.errors import ProtocolError, RingError, StepFailed
 from mlx_ring.rpc.failures import failure_to_error
 from mlx_ring.rpc.links import SAMPLED, Inbox, LinkKey, WireTensor
-from mlx_ring.rpc.protos import step_pb2
+from mlx_ring.rpc.protos import step_pb2, worker_pb2
 from mlx_ring.worker.grammars import Allowed, AnswerGrammar, GrammarCompiler
 from mlx_ring.worker.kv import KVStore
 from mlx_ring.worker.sampler import Parameters, SamplerRow
@@ -207,11 +207,24 @@ class SequenceTable:
             self._open.pop(sequence, None)
             self._kv.free(sequence)
 
-    def reset(self) -> None:
-        """Free every sequence."""
-        self._kv.reset()
-        self._open.clear()
+    def reset(self, kept: Sequence[worker_pb2.KeptSequence] = (), *, moves: bool = False) -> None:
+        """Free every sequence, except the part to keep of some.
+
+        Args:
+            kept: what to keep, and as which sequences.
+            moves: whether each of them gets memory of its own.
+        """
+        before, self._open = self._open, {}
         self._refused.clear()
+        if not kept:
+            self._kv.reset()
+            return
+        left = self._kv.keep([each for each in kept if each.sequence in before], moves=moves)
+        for each in kept:
+            if each.kept_as in left:
+                state = self._open[each.kept_as] = before[each.sequence]
+                self.feed(state, each.length, ())
+                state.grammar = None
 
     def check(self, row: step_pb2.Row, count: int) -> OpenSequence:
         """Return the sequence of a row of `count` tokens.

@@ -10,7 +10,7 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -105,6 +105,8 @@ class WorkerServer:
         self._dtype = ""
         self._kv = worker_pb2.KvTraits()
         self._weight_bytes = 0
+        self._kept: Sequence[worker_pb2.KeptSequence] = ()
+        """Sequences of the epoch before whose KV the next head's steps continue."""
         self._sends: Callable[[], worker_pb2.LinkUse | None] = lambda: None
 
     def handler(self) -> grpc.GenericRpcHandler:
@@ -248,13 +250,14 @@ class WorkerServer:
                 raise NotReady("Workers whose links are collectives serve one head: start others.")
             self._stream, self._head = stream, hello.fencing_id
             self._enter_epoch(hello.epoch)
+            kept, self._kept = self._kept, ()
             if self._grammars is not None:
                 self._grammars.reset()
         if self._neighbours.loss is not None:
             stream.answers.put(_lost(self._neighbours.loss))
         if before is not None:
             before.answers.put(None)
-        self._jobs.put(self._runner.reset)
+        self._jobs.put(partial(self._runner.reset, kept))
         return stream
 
     def _enter_epoch(self, epoch: int) -> None:
@@ -265,6 +268,7 @@ class WorkerServer:
         request = self._request
         if request is not None and epoch > request.assignment.epoch:
             request.assignment.epoch = epoch
+            self._kept = ()
             self._neighbours.advance(epoch)
             set_log_epoch(epoch)
 
@@ -345,7 +349,7 @@ class WorkerServer:
         try:
             self._check_relink(request)
             if request.commit:
-                self._jobs.put(partial(complete, done, partial(self._join, request.assignment)))
+                self._jobs.put(partial(complete, done, partial(self._join, request)))
             else:
                 self._leave()
                 self._neighbours.prepare(request.assignment)
@@ -387,10 +391,12 @@ class WorkerServer:
         if self._runner is not None:
             self._answer(self._runner.finish())
 
-    def _join(self, assignment: worker_pb2.StageAssignment) -> None:
+    def _join(self, request: worker_pb2.RelinkRequest) -> None:
         """Link with the new neighbours, and enter their epoch. Runs on the compute thread."""
         if self._built is None or self._request is None:
             raise NotReady("This worker has not loaded a stage yet.")
+        assignment, kept = request.assignment, request.kept
+        self._kept = kept.sequences if assignment.stage >= kept.first_stage else ()
         self._request.assignment.CopyFrom(assignment)
         self._sends = self._built.relink(self.hello())
         self._neighbours.advance(assignment.epoch)

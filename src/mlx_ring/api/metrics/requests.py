@@ -14,7 +14,7 @@ from prometheus_client.metrics_core import (
 
 from mlx_ring.api.middleware.access_log import HttpMeter
 from mlx_ring.api.service import ModelService, ServedInstance
-from mlx_ring.core.engine_stats import RESUME_WAYS, Distribution, EngineStats, Meter
+from mlx_ring.core.engine_stats import Distribution, EngineStats, Meter
 from mlx_ring.core.errors import (
     ContextExceeded,
     DeadlineExceeded,
@@ -124,6 +124,7 @@ _COUNTS = (
     ("resume_disagreements", "resume_disagreements", "Those of them that differed from the delivered ones."),
     ("steps_failed", "steps_failed", "Steps that failed, wholly or in part."),
 )
+_RESUME_WAYS = ("kept", "replayed")
 _RANK_TIMES = (
     ("stage_compute_seconds", "compute_us", "Time that a stage computed."),
     (
@@ -207,12 +208,6 @@ def request_families(replicas: Sequence[Replica], models: Sequence[ModelService]
         ],
     )
     yield counter(
-        "resumed_tokens",
-        "Known tokens of resumed requests. Way `replayed`: they were computed again.",
-        (*MODEL, "way"),
-        [((*each.labels, way), each.meter.resumed_tokens[way]) for each in replicas for way in RESUME_WAYS],
-    )
-    yield counter(
         "requests_given_up",
         "Interrupted requests that were not continued, by the kind of error.",
         (*MODEL, "why"),
@@ -260,6 +255,13 @@ def step_families(replicas: Sequence[Replica]) -> Iterator[Metric]:
     counts = [(each.labels, each.meter.counts()) for each in replicas]
     for name, field, help_text in _COUNTS:
         yield counter(name, help_text, MODEL, [(labels, values[field]) for labels, values in counts])
+    yield counter(
+        "resumed_tokens",
+        "Known tokens of resumed requests. Way `replayed`: every stage computed them again. Way `kept`: stages behind "
+        "the lost one kept their KV.",
+        (*MODEL, "way"),
+        [((*labels, way), values[f"resume_{way}"]) for labels, values in counts for way in _RESUME_WAYS],
+    )
     ranks = [
         (_rank_labels(each.labels, place, node), totals)
         for each in replicas

@@ -124,14 +124,16 @@ class WorkerState(_message.Message):
     def __init__(self, instance: _Optional[str] = ..., stage: _Optional[int] = ..., rank: _Optional[int] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ..., alive: _Optional[bool] = ..., exit_reason: _Optional[str] = ..., status: _Optional[_Union[_worker_pb2.WorkerStatus, _Mapping]] = ..., silent_s: _Optional[float] = ..., assignment: _Optional[_Union[_worker_pb2.StageAssignment, _Mapping]] = ...) -> None: ...
 
 class RelinkWorkersRequest(_message.Message):
-    __slots__ = ("hello", "assignments", "commit")
+    __slots__ = ("hello", "assignments", "commit", "kept")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     ASSIGNMENTS_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
     hello: _hello_pb2.Hello
     assignments: _containers.RepeatedCompositeFieldContainer[_worker_pb2.StageAssignment]
     commit: bool
-    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., assignments: _Optional[_Iterable[_Union[_worker_pb2.StageAssignment, _Mapping]]] = ..., commit: _Optional[bool] = ...) -> None: ...
+    kept: _worker_pb2.KeptKv
+    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., assignments: _Optional[_Iterable[_Union[_worker_pb2.StageAssignment, _Mapping]]] = ..., commit: _Optional[bool] = ..., kept: _Optional[_Union[_worker_pb2.KeptKv, _Mapping]] = ...) -> None: ...
 
 class RelinkWorkersReply(_message.Message):
     __slots__ = ("workers", "failure")

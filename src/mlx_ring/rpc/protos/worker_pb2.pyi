@@ -133,14 +133,34 @@ class LoadProgress(_message.Message):
     def __init__(self, bytes_loaded: _Optional[int] = ..., bytes_total: _Optional[int] = ..., ready: _Optional[bool] = ..., failure: _Optional[_Union[_step_pb2.Failure, _Mapping]] = ..., phase: _Optional[str] = ...) -> None: ...
 
 class RelinkRequest(_message.Message):
-    __slots__ = ("hello", "assignment", "commit")
+    __slots__ = ("hello", "assignment", "commit", "kept")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     ASSIGNMENT_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
     hello: _hello_pb2.Hello
     assignment: StageAssignment
     commit: bool
-    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., assignment: _Optional[_Union[StageAssignment, _Mapping]] = ..., commit: _Optional[bool] = ...) -> None: ...
+    kept: KeptKv
+    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., assignment: _Optional[_Union[StageAssignment, _Mapping]] = ..., commit: _Optional[bool] = ..., kept: _Optional[_Union[KeptKv, _Mapping]] = ...) -> None: ...
+
+class KeptKv(_message.Message):
+    __slots__ = ("first_stage", "sequences")
+    FIRST_STAGE_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    first_stage: int
+    sequences: _containers.RepeatedCompositeFieldContainer[KeptSequence]
+    def __init__(self, first_stage: _Optional[int] = ..., sequences: _Optional[_Iterable[_Union[KeptSequence, _Mapping]]] = ...) -> None: ...
+
+class KeptSequence(_message.Message):
+    __slots__ = ("sequence", "kept_as", "length")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    KEPT_AS_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    kept_as: int
+    length: int
+    def __init__(self, sequence: _Optional[int] = ..., kept_as: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
 
 class RelinkReply(_message.Message):
     __slots__ = ("failure",)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import mlx.core as mx
 
-from mlx_ring.core.errors import ProtocolError, StepFailed
+from mlx_ring.core.errors import ProtocolError, RingError, StepFailed
 from mlx_ring.rpc.protos import worker_pb2
 from mlx_ring.worker.kv.bank import Row
 from mlx_ring.worker.kv.content import Range, check_written, read_row, write_row
@@ -15,6 +16,8 @@ from mlx_ring.worker.kv.grouping import STEP_BYTES, Growth
 from mlx_ring.worker.kv.layers import JoinedStates, Layout, RowStates, read_layout
 from mlx_ring.worker.kv.passes import Assembly, Batch, PassLedger
 from mlx_ring.worker.kv.placement import Banks
+
+log = logging.getLogger(__name__)
 
 
 class KVStore:
@@ -94,6 +97,41 @@ class KVStore:
         self._ledger.clear()
         self._rows.clear()
         self._banks.clear()
+
+    def keep(self, kept: Iterable[worker_pb2.KeptSequence], *, moves: bool) -> frozenset[int]:
+        """Cut sequences and give them other ids; free all others, and those that cannot be cut.
+
+        Args:
+            kept: the sequences, their lengths, and their new ids.
+            moves: whether each of them gets memory of its own, in this order.
+
+        Returns:
+            The new ids of those that were kept.
+        """
+        self._ledger.settle()
+        wanted = {each.sequence: each for each in kept}
+        for sequence in [*self._rows]:
+            if sequence not in wanted or not self._can_keep(sequence, wanted[sequence].length):
+                self.free(sequence)
+        rows, self._rows = self._rows, {}
+        for sequence, each in wanted.items():
+            row = rows.get(sequence)
+            if row is not None:
+                row.sequence = each.kept_as
+                self._rows[each.kept_as] = row
+                if moves:
+                    self._banks.retain(row)
+        return frozenset(self._rows)
+
+    def _can_keep(self, sequence: int, length: int) -> bool:
+        """Cut a sequence; return False if that is impossible or leaves nothing of use."""
+        try:
+            row = self._sound(sequence)
+            self.trim(sequence, length)
+        except RingError as error:
+            log.warning("the KV of sequence %d is not kept: %s", sequence, error)
+            return False
+        return length > 0 and not row.retained
 
     def trim(self, sequence: int, length: int) -> None:
         """Drop all but the first `length` tokens."""

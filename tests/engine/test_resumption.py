@@ -1,0 +1,398 @@
+"""KV that stages keep across a loss: no answer changes, every stage computes what it lacks, and memory is freed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.engine.engines import PLAIN, answer_of, make_request
+from tests.engine.successions import Succession, run_to, tokens_of
+from tests.examples import examples
+
+from mlx_ring.core.engine_stats import BLOCK, Policy
+from mlx_ring.core.generation import Delta, GenerateRequest, RequestStream
+from mlx_ring.engine.kv_budget import RankKv
+from mlx_ring.engine.twin import KV_BYTES_PER_TOKEN, Reach, anywhere, hash_token
+
+MODEL = hash_token(97)
+SLACK, WINDOW = 4, 24
+
+
+def within_window(present: int, reached: int, length: int) -> bool:
+    """Allow what a model with sliding windows allows."""
+    return length <= present and (reached <= WINDOW or length >= reached - SLACK)
+
+
+def at_present(present: int, _reached: int, length: int) -> bool:
+    """Allow what a recurrent model allows."""
+    return length == present
+
+
+def kv_of(blocks: int, **traits: Any) -> RankKv:
+    return RankKv(blocks * BLOCK * KV_BYTES_PER_TOKEN, KV_BYTES_PER_TOKEN, **traits)
+
+
+SLIDING = {"slack": SLACK, "exact_length": WINDOW}
+KINDS: dict[str, tuple[RankKv, Reach]] = {
+    "roomy": (kv_of(40), anywhere),
+    "narrow": (kv_of(4), anywhere),
+    "sliding": (kv_of(12, **SLIDING), within_window),
+    "recurrent": (kv_of(12, recurrent=True), at_present),
+}
+
+
+class Course:
+    """Requests to a model that is lost and patched again and again, with every rule checked at each move."""
+
+    def __init__(self, random: Random, kind: str, policy: Policy, stages: int) -> None:
+        self.random = random
+        self.kv, reach = KINDS[kind]
+        self.succession = Succession(MODEL, policy, kv=self.kv, reach=reach)
+        self.succession.load((1,) * stages)
+        self.stages = stages
+        self.wanted: list[GenerateRequest] = []
+        self.streams: list[RequestStream] = []
+        self.deltas: list[list[Delta]] = []
+        self.left: set[int] = set()
+        """Requests whose clients left."""
+        self._is_within = True
+        """True once the ranks hold no more than their limits, which may be lower after a loss."""
+
+    def submit(self, number: int) -> None:
+        for _ in range(number):
+            self.wanted.append(random_request(self.random))
+            self.streams += self.succession.submit(self.wanted[-1])
+            self.deltas.append([])
+
+    def proceed(self) -> bool:
+        """Let one rank proceed; return False if there is nothing to do."""
+        done = self.succession.proceed(self.random.randrange(1000))
+        self._check_budget()
+        for stream, deltas in zip(self.streams, self.deltas, strict=True):
+            deltas.extend(stream.take())
+        return done
+
+    def _check_budget(self) -> None:
+        assert self.succession.engine is not None
+        assert self.succession.twin is not None
+        uses = self.succession.engine.stats().cache.ranks.items()
+        is_within = all(
+            max(use.used_bytes, self.succession.twin.kv_bytes(place)) <= use.limit_bytes
+            for place, use in uses
+        )
+        assert is_within or not self._is_within
+        self._is_within = is_within
+
+    async def lose_and_patch(self) -> None:
+        """Lose a stage, several stages, or a link; ranks that are left continue for a moment, and clients leave."""
+        random, succession = self.random, self.succession
+        succession.lose()
+        succession.drift(random.randrange(1000) for _ in range(random.randrange(6)))
+        kept = succession.choose_kept(random.randint(0, self.stages))
+        if random.random() < 0.3:
+            leaving = random.randrange(len(self.streams))
+            self.left.add(leaving)
+            await self.streams[leaving].aclose()
+        if random.random() < 0.3:
+            succession.kv = replace(self.kv, limit_bytes=self.kv.limit_bytes // random.choice([1, 2]))
+        self._is_within = False
+        succession.patch(kept)
+
+    def finish(self) -> None:
+        while self.proceed():
+            pass
+        assert not self.succession.steps_failed
+        assert not len(self.succession.held)
+        check_nothing_is_left(self.succession)
+
+    def check_answers(self) -> None:
+        for number, (request, deltas) in enumerate(zip(self.wanted, self.deltas, strict=True)):
+            if number not in self.left:
+                assert self.streams[number].error is None
+                check(request, deltas)
+
+
+def check_nothing_is_left(succession: Succession) -> None:
+    """Check that only the prefix cache holds KV, and that every stage holds the same."""
+    assert succession.engine is not None
+    assert succession.twin is not None
+    stats = succession.engine.stats()
+    assert (stats.scheduler.running, stats.scheduler.waiting) == (0, 0)
+    assert stats.scheduler.sequences_held == stats.cache.entries
+    first, *others = (succession.twin.tokens(rank) for rank in succession.twin.ranks)
+    assert all(held == first for held in others)
+    assert len(first) == stats.cache.entries
+    succession.engine._scheduler.reset()  # pyright: ignore[reportPrivateUsage] - `close` awaits no answers
+    succession.engine.resume()
+    succession.finish()
+    assert not any(succession.twin.held().values())
+    assert all(use.used_bytes == 0 for use in succession.engine.stats().cache.ranks.values())
+
+
+def random_request(random: Random) -> GenerateRequest:
+    request = make_request(
+        random.choice([5, 20, 30, 40, 40]),
+        prompt_logprobs=random.choice([None, None, None, 0]),
+        max_tokens=random.choice([1, 10, 20, 24, 24]),
+        logprobs=random.random() < 0.5,
+        min_tokens=random.randint(0, 2),
+    )
+    first = random.randrange(3)
+    return replace(request, prompt_tokens=(first, *request.prompt_tokens[1:]))
+
+
+@examples(2.0)
+@given(
+    random=st.randoms(use_true_random=False),
+    drafts=st.sampled_from([0, 4]),
+    kind=st.sampled_from([*KINDS]),
+    stages=st.integers(2, 4),
+    caches=st.booleans(),
+)
+def test_patches_after_losses_at_any_step_change_no_answer(
+    random: Random,
+    drafts: int,
+    kind: str,
+    stages: int,
+    caches: bool,  # noqa: FBT001 - drawn
+) -> None:
+    policy = Policy(max_num_seqs=4, prefill_chunk=8, num_speculative_tokens=drafts, prefix_cache=caches)
+
+    async def run() -> Course:
+        course = Course(random, kind, policy, stages)
+        course.submit(4)
+        for _ in range(random.randint(2, 5)):
+            course.submit(random.randrange(3))
+            for _ in range(random.choice([8, 20, 40, 80, 160])):
+                course.proceed()
+            await course.lose_and_patch()
+        course.finish()
+        return course
+
+    asyncio.run(run()).check_answers()
+
+
+def check(request: GenerateRequest, deltas: Sequence[Delta]) -> None:
+    """Compare an answer with the one of an engine that was never lost."""
+    expected = answer_of(MODEL, request)
+    assert tokens_of(deltas) == expected.token_ids
+    assert deltas[-1].finish_reason == expected.last.finish_reason
+    scored = [delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs is not None]
+    assert scored == [delta.prompt_logprobs for delta in expected.deltas if delta.prompt_logprobs is not None]
+
+
+# ---- cases
+
+
+def answer_to(request: GenerateRequest) -> list[int]:
+    """Return the model's answer to a request that ends at its length."""
+    history = list(request.prompt_tokens)
+    for _ in range(request.sampling.max_tokens or 0):
+        history.append(MODEL(history))
+    return history[len(request.prompt_tokens) :]
+
+
+def long_request(prompt: int, answer: int = 20) -> GenerateRequest:
+    return make_request(prompt, max_tokens=answer, ignore_eos=True)
+
+
+def complete_steps(succession: Succession, steps: int) -> None:
+    """Proceed until every rank has answered so many steps."""
+    assert succession.engine is not None
+    while succession.engine.stats().scheduler.steps_completed < steps:
+        succession.proceed(0)
+
+
+def resumed(
+    succession: Succession, kept_from: int, *requests: GenerateRequest, tokens: int = 4
+) -> list[tuple[RequestStream, list[Delta]]]:
+    """Run requests until the first answer has so many tokens, and patch the instance."""
+    streams = succession.submit(*requests)
+    deltas = [run_to(succession, streams[0], tokens), *(stream.take() for stream in streams[1:])]
+    succession.lose()
+    succession.patch(succession.choose_kept(kept_from))
+    return list(zip(streams, deltas, strict=True))
+
+
+def rows_of(succession: Succession, stage: int) -> list[tuple[int, int]]:
+    """Return start and number of tokens of every prefill row that a stage ran."""
+    assert succession.twin is not None
+    return [
+        (row.start, len(row.tokens.ids))
+        for step in succession.twin.sent
+        if not step.end_stage or stage < step.end_stage
+        for row in step.rows
+        if row.tokens.ids
+    ]
+
+
+def succession_of(stages: int, policy: Policy = PLAIN, **options: Any) -> Succession:
+    succession = Succession(MODEL, policy, **options)
+    succession.load((1,) * stages)
+    return succession
+
+
+@pytest.mark.parametrize(
+    ("kept_from", "computed"),
+    [(0, (1, 1, 1)), (1, (43, 1, 1)), (2, (43, 43, 1)), (3, (43, 43, 43))],
+    ids=["only a link was lost", "stage 0", "stage 1", "the last stage"],
+)
+def test_the_stages_behind_the_lost_one_compute_only_the_last_tokens(
+    kept_from: int, computed: tuple[int, ...]
+) -> None:
+    async def run() -> None:
+        succession = succession_of(3)
+        ((stream, deltas),) = resumed(succession, kept_from, long_request(40))
+        succession.finish()
+        assert tuple(sum(count for _, count in rows_of(succession, stage)) for stage in range(3)) == computed
+        assert tokens_of([*deltas, *stream.take()]) == answer_to(long_request(40))
+        assert succession.engine is not None
+        totals = succession.engine.totals()
+        kept = 42 if kept_from < 3 else 0
+        assert (totals.resume_kept, totals.resume_replayed) == (kept, 44 - kept)
+
+    asyncio.run(run())
+
+
+def test_a_prompt_in_prefill_keeps_the_chunks_that_every_rank_has_answered() -> None:
+    async def run() -> None:
+        succession = succession_of(2, replace(PLAIN, prefill_chunk=20))
+        (stream,) = succession.submit(long_request(40, 3))
+        complete_steps(succession, 1)
+        succession.lose()
+        kept = succession.choose_kept(1)
+        (length,) = (each.length for each in kept.values())
+        assert length == 20
+        succession.patch(kept)
+        succession.finish()
+        assert rows_of(succession, 1)[0][0] == length
+        assert tokens_of(stream.take()) == answer_to(long_request(40, 3))
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("request_", "options"),
+    [
+        (long_request(40), {"kv": kv_of(12, recurrent=True), "reach": at_present}),
+        (replace(make_request(40, max_tokens=0), pooling="mean"), {}),
+        (make_request(40, max_tokens=2, prompt_logprobs=0), {}),
+    ],
+    ids=["recurrent", "pooled", "prompt logprobs"],
+)
+def test_what_needs_every_position_or_cannot_be_cut_is_computed_as_a_whole(
+    request_: GenerateRequest, options: dict[str, Any]
+) -> None:
+    async def run() -> None:
+        succession = succession_of(2, replace(PLAIN, prefill_chunk=10), **options)
+        succession.submit(request_)
+        while len(rows_of(succession, 0)) < 4:
+            succession.proceed(0)
+        succession.lose()
+        assert succession.choose_kept(1) == {}
+
+    asyncio.run(run())
+
+
+def test_kept_kv_of_a_client_that_leaves_is_freed() -> None:
+    async def run() -> None:
+        succession = succession_of(2)
+        gone, stays = succession.submit(long_request(30), long_request(40, 9))
+        run_to(succession, stays, 4)
+        succession.lose()
+        kept = succession.choose_kept(1)
+        assert len(kept) == 2
+        await gone.aclose()
+        succession.patch(kept)
+        succession.finish()
+        check_nothing_is_left(succession)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_kept_kv_gives_way_to_requests_that_run(blocks: int) -> None:
+    """Free what was kept for the newest sequence first."""
+
+    async def run() -> None:
+        policy = replace(PLAIN, max_num_seqs=4)
+        wanted = [long_request(length) for length in (40, 41, 42)]
+        succession = succession_of(2, policy, kv=kv_of(8))
+        streams = succession.submit(*wanted)
+        deltas = [list[Delta]() for _ in streams]
+        while min(len(tokens_of(each)) for each in deltas) < 4:
+            succession.proceed(0)
+            for stream, each in zip(streams, deltas, strict=True):
+                each.extend(stream.take())
+        succession.lose()
+        succession.kv = kv_of(blocks)
+        kept = succession.choose_kept(1)
+        assert len(kept) == 3
+        succession.patch(kept)
+        succession.finish()
+        assert not succession.steps_failed
+        assert succession.engine is not None
+        assert 40 < succession.engine.totals().resume_kept < 100
+        for request, stream, each in zip(wanted, streams, deltas, strict=True):
+            assert tokens_of([*each, *stream.take()]) == answer_to(request)
+        check_nothing_is_left(succession)
+
+    asyncio.run(run())
+
+
+def test_equal_prompts_are_computed_once_on_the_stages_that_kept_nothing() -> None:
+    async def run() -> None:
+        succession = succession_of(3, Policy(num_speculative_tokens=0, prefill_chunk=8))
+        pairs = resumed(succession, 2, long_request(40), long_request(40), tokens=6)
+        succession.finish()
+        first, last = (sum(count for _, count in rows_of(succession, stage)) for stage in (0, 2))
+        assert first < 60
+        assert last <= 8
+        assert not succession.steps_failed
+        for stream, deltas in pairs:
+            assert len(tokens_of([*deltas, *stream.take()])) == 20
+
+    asyncio.run(run())
+
+
+def test_a_loss_during_the_replay_leaves_what_the_stages_behind_kept() -> None:
+    async def run() -> None:
+        request = long_request(40)
+        succession = succession_of(3, replace(PLAIN, prefill_chunk=8))
+        ((stream, deltas),) = resumed(succession, 2, request)
+        complete_steps(succession, 2)
+        assert sum(count for _, count in rows_of(succession, 2)) == 0
+        succession.lose()
+        kept = succession.choose_kept(2)
+        assert [each.length for each in kept.values()] == [42]
+        succession.patch(kept)
+        succession.finish()
+        assert sum(count for _, count in rows_of(succession, 2)) == 1
+        assert tokens_of([*deltas, *stream.take()]) == answer_to(request)
+
+    asyncio.run(run())
+
+
+def test_a_rank_that_lost_kept_kv_makes_the_head_compute_the_answer_as_a_whole() -> None:
+    async def run() -> None:
+        request = long_request(40)
+        succession = succession_of(2)
+        (stream,) = succession.submit(request)
+        deltas = run_to(succession, stream, 4)
+        succession.lose()
+        kept = succession.choose_kept(1)
+        before, succession.before = succession.before, None
+        assert before is not None
+        succession.load((1, 1), kept=kept)
+        succession.finish()
+        assert succession.steps_failed
+        assert tokens_of([*deltas, *stream.take()]) == answer_to(request)
+        check_nothing_is_left(succession)
+
+    asyncio.run(run())
