@@ -18,9 +18,8 @@ from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.engine.scheduler import Scheduler
 from mlx_ring.engine.sequence import Limits, Sequence, make_sequence
 from mlx_ring.planner.costs import LinearCost, MeasuredCost
-from mlx_ring.planner.outcome import Outcome
 from mlx_ring.planner.prediction import predict_throughput
-from mlx_ring.planner.simulation import Simulation, Times
+from mlx_ring.planner.simulation import Outcome, Simulation, Times
 from mlx_ring.rpc.protos import step_pb2
 
 LIMITS = Limits(context_length=1 << 20, vocab_size=1000, eos=frozenset())

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from tests.examples import examples
 
 from mlx_ring.planner.closed_loop import ClosedLoop, Load
-from mlx_ring.planner.outcome import Outcome, Work
-from mlx_ring.planner.simulation import Simulation, StepMaker, Times
+from mlx_ring.planner.simulation import Outcome, Simulation, StepMaker, Times, Work
 from mlx_ring.rpc.protos import step_pb2
 from mlx_ring.rpc.protos.step_pb2 import Want
 
