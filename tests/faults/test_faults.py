@@ -118,6 +118,8 @@ def test_answers_continue_as_if_no_fault_had_happened(
 
 
 def test_every_fault_met_every_moment_dialect_model_and_topology(ledger: Ledger) -> None:
+    if {run.model for run in ledger.runs} != set(MODELS):
+        pytest.skip("it counts the runs of the tests before it, which did not all run")
     for part in ledger.uncovered(list(MODELS), TOPOLOGIES):
         print(part)  # noqa: T201 - a list is easier to read line by line
     assert ledger.uncovered(list(MODELS), TOPOLOGIES) == []
