@@ -29,6 +29,7 @@ from mlx_ring.core.environment import inherited_environment, quieten_grpc
 MLX_RING = (sys.executable, "-c", "from mlx_ring.cli.main import main; main()")
 READY_WAIT_S = 120.0
 _REQUEST_WAIT_S = 120.0
+_SPARE_WORKER = "MLX_RING_SPARE_WORKER"
 
 
 def run_cli(
@@ -58,9 +59,13 @@ def run_in_process(
     start processes, serve, handle signals or use gRPC. An error that is not handled reaches the test.
     """
     out, err = io.StringIO(), io.StringIO()
+    settings = clean_environment() | dict(environment or {})
+    if not environment or _SPARE_WORKER not in environment:
+        # No worker is started, and `cluster start` names settings that reach no other machine.
+        del settings[_SPARE_WORKER]
     with (
         patch.object(sys, "argv", ["mlx-ring", *arguments]),
-        patch.dict("os.environ", clean_environment() | dict(environment or {}), clear=True),
+        patch.dict("os.environ", settings, clear=True),
         contextlib.chdir(folder),
         _fresh_logging(),
         contextlib.redirect_stdout(out),
@@ -128,7 +133,7 @@ def clean_environment() -> dict[str, str]:
     """
     inherited = inherited_environment({})
     others = {name: value for name, value in inherited.items() if not name.startswith(("MLX_RING_", "GRPC_"))}
-    return others | {"MLX_RING_SPARE_WORKER": "off"}
+    return others | {_SPARE_WORKER: "off"}
 
 
 @functools.cache

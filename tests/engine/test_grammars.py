@@ -139,7 +139,7 @@ def test_a_grammar_that_failed_during_an_answer_is_compiled_again() -> None:
 
 
 def test_a_late_grammar_is_dropped_and_its_request_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "_GRAMMAR_WITHIN_S", 0.0)
+    monkeypatch.setattr(engine_module, "GRAMMAR_WITHIN_S", 0.0)
 
     async def run() -> None:
         engine, twin = waiting_engine()
