@@ -1,172 +1,240 @@
-"""Measure the pause of a stream when a worker is lost or processes stand still, beside a client that asks again.
+"""Measure recoveries from faults of workers, machines and links, on three machines in network namespaces. Needs root.
 
-    python bench/recovery.py [--rounds 3] [--model demo] [--stages 3] [--spare-worker auto]
+    python bench/recovery.py [--rounds 3] [--only "worker killed"] [--large] [--resume off] [--spare-worker off]
 
-For each fault it prints seconds from the fault: until the client is notified, and until the next token of the same
-stream (`--resume on`), or the first token of a new request after an error (`--resume off`). The server
-runs for a while first, because a loss soon after a load is followed by a pause.
+For each fault it prints medians in seconds. First come the parts of the recovery that the metric `recovery_seconds` has.
+Then come the times until the client is notified, and until the next token of its stream. They count from the fault, or
+from its end if it passes by itself. Such a fault has no parts: the answer continues in place. The row "all workers
+killed" is a reload of the whole model.
 
-For processes that stand still for a moment, it prints the seconds from its end until the next token. It also prints
-whether the instance stayed the same. An agent that stands still does not continue.
+The last columns are of the workers that the fault spared: how many were replaced, and the megabytes that the others read
+from files. `--large` takes a model of a gigabyte with random weights. With `--resume off`, the stream ends with an error.
+Its time is then that of the first token of a new request.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import signal
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
 import psutil
+from random_model import DEMO, Shape, make
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from tests.processes import Server, serving
+from tests.end_to_end.lan_cluster import LanCluster, make_cluster
+from tests.eventually import eventually
+from tests.faults.injection import FAULTS, Rank, ServedCluster
+from tests.processes import give_profile
 
-BODY = {"prompt": [5, 6, 7], "max_tokens": 400, "ignore_eos": True, "temperature": 0, "stream": True}
-FAULTS = (signal.SIGKILL, signal.SIGSTOP)
-STANDSTILLS: dict[str, tuple[Callable[[Server], psutil.Process], float]] = {
-    "worker": (lambda server: server.child("mlx_ring.worker", "--stage", "1"), 2.5),
-    "agent": (lambda server: server.child("mlx_ring.agent"), 0.0),
-    "head": (lambda server: psutil.Process(server.process.pid), 5.0),
-}
-"""Processes that stand still, and for how many seconds; 0: for good."""
-_TOKENS_AFTERWARDS = 100
+_MACHINES = 3
+_BODY = {"prompt": [5, 6, 7], "max_tokens": 400, "ignore_eos": True, "temperature": 0, "stream": True}
 _FAULT_AFTER = 20
 """Number of events before the fault."""
-_STEADY_S = 11.0
 _ASK_AGAIN_S = 0.05
+_PARTS = ("detect", "plan", "load", "replay", "first_token")
 
 
 @dataclass(frozen=True)
-class Times:
-    """Seconds from the fault."""
+class Fault:
+    """A fault, and the seconds after which it passes by itself; 0 if it does not."""
 
-    notified: float
-    """Until the client is notified: of the pause, or of the error."""
-    token: float
+    inject: Callable[[ServedCluster, Rank], None]
+    passes_after_s: float = 0.0
+    end: Callable[[ServedCluster, Rank], None] | None = None
+    victims: int = 1
+    """Number of workers that it ends."""
+
+
+def _stop_worker(_served: ServedCluster, victim: Rank) -> None:
+    victim.process.suspend()
+
+
+def _continue_worker(_served: ServedCluster, victim: Rank) -> None:
+    victim.process.resume()
+
+
+def _cut(served: ServedCluster, victim: Rank) -> None:
+    served.machine_of(victim).host.cut()
+
+
+def _mend(served: ServedCluster, victim: Rank) -> None:
+    served.machine_of(victim).host.mend()
+
+
+def _head(served: ServedCluster) -> psutil.Process:
+    """Return the head, a child of the program that enters its namespace."""
+    started = psutil.Process(served.server.process.pid)
+    return next(each for each in (started, *started.children()) if "serve" in each.cmdline()[1:])
+
+
+def _stop_head(served: ServedCluster, _victim: Rank) -> None:
+    _head(served).suspend()
+
+
+def _continue_head(served: ServedCluster, _victim: Rank) -> None:
+    _head(served).resume()
+
+
+def _kill_all(served: ServedCluster, _victim: Rank) -> None:
+    for rank in served.ranks():
+        rank.process.send_signal(signal.SIGKILL)
+
+
+_FAULTS: Mapping[str, Fault] = {
+    "worker killed": Fault(FAULTS["worker killed"].inject),
+    "worker stopped": Fault(FAULTS["worker stopped"].inject),
+    "worker stopped, 2.5 s": Fault(_stop_worker, 2.5, _continue_worker, 0),
+    "cable cut": Fault(FAULTS["cable cut"].inject),
+    "cable cut, 2.5 s": Fault(_cut, 2.5, _mend, 0),
+    "link reset": Fault(FAULTS["link reset"].inject, victims=0),
+    "agent killed": Fault(FAULTS["agent killed"].inject),
+    "head stopped, 5 s": Fault(_stop_head, 5.0, _continue_head, 0),
+    "all workers killed": Fault(_kill_all, victims=_MACHINES),
+}
+
+
+@dataclass(slots=True)
+class Measured:
+    """Result of one fault. Times are in seconds from the fault, or from its end if it passes by itself."""
+
+    notified_s: float | None = None
+    """Until the client was notified of a pause or of an error; None if the stream continued."""
+    token_s: float = 0.0
     """Until the next token."""
-
-
-@dataclass(frozen=True)
-class Served:
-    """Model and settings of each server."""
-
-    model: str
-    stages: int
-    spare_worker: str
-
-    @property
-    def words(self) -> tuple[str, ...]:
-        """Arguments of `mlx-ring serve`."""
-        return self.model, "--stages", str(self.stages), "--spare-worker", self.spare_worker
+    parts: dict[str, float] = field(default_factory=dict[str, float])
+    replaced: int = 0
+    """Workers that were replaced although the fault spared them."""
+    read_mb: float = 0.0
+    """Megabytes that the others have read from files since."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--model", default="demo")
-    parser.add_argument("--stages", type=int, default=3)
-    parser.add_argument("--spare-worker", default="auto")
+    parser.add_argument("--only", choices=_FAULTS, action="append", help="a fault; may be repeated")
+    parser.add_argument("--large", action="store_true")
+    parser.add_argument("--resume", choices=("on", "off"), default="on")
+    parser.add_argument("--spare-worker", choices=("on", "off"), default="on")
     arguments = parser.parse_args()
-    served = Served(arguments.model, arguments.stages, arguments.spare_worker)
-    print(f"{arguments.model}, {arguments.stages} stages, medians of {arguments.rounds} rounds, in seconds")
-    print(f"{'fault':10}{'notified':>10}{'resumed':>10}{'error':>8}{'asked again':>13}")
-    for fault in FAULTS:
-        rounds = {"on": list[Times](), "off": list[Times]()}
-        for _ in range(arguments.rounds):
-            for resume, times in rounds.items():
-                times.append(measure(served, fault, resume))
-        notified, token = (
-            {resume: median(getattr(each, name) for each in times) for resume, times in rounds.items()}
-            for name in ("notified", "token")
-        )
+    model = make(Shape(layers=24)) if arguments.large else DEMO
+    flags = ("--strategy", "uniform", "--resume", arguments.resume)
+    with tempfile.TemporaryDirectory(prefix="mlx-ring-bench-") as folder, ExitStack() as stack:
+        cluster = make_cluster(model, Path(folder), stack, [None] * _MACHINES)
+        cluster.join_flags = ("--spare-worker", arguments.spare_worker)
+        for machine in cluster.machines:
+            give_profile(machine.state)
         print(
-            f"{fault.name:10}{notified['on']:10.2f}{token['on']:10.2f}{notified['off']:8.2f}{token['off']:13.2f}"
+            f"{model.name}, a stage on each of {_MACHINES} machines, medians of {arguments.rounds} rounds, in seconds"
         )
-    print(f"\n{'standstill':20}{'next token':>12}{'longest gap':>13}  same instance")
-    for name, (_, seconds) in STANDSTILLS.items():
-        measured = [measure_standstill(served, name) for _ in range(arguments.rounds)]
-        token, gap = (median(each[number] for each in measured) for number in (0, 1))
-        label = f"{name}, {seconds:g} s" if seconds else f"{name}, for good"
-        print(f"{label:20}{token:12.2f}{gap:13.2f}  {all(each[2] for each in measured)}")
+        titles = "".join(f"{part:>12}" for part in (*_PARTS, "notified", "next token"))
+        print(f"{'fault':22}{titles}{'replaced':>10}{'read MB':>9}")
+        for name in arguments.only or _FAULTS:
+            measured = [
+                measure(cluster, _FAULTS[name], (*flags, *cluster.join_flags))
+                for _ in range(arguments.rounds)
+            ]
+            print(_row(name, measured), flush=True)
 
 
-def measure_standstill(served: Served, name: str) -> tuple[float, float, bool]:
-    """Let a process stand still once.
+def _row(fault: str, measured: Sequence[Measured]) -> str:
+    columns = [[each.parts[part] for each in measured if part in each.parts] for part in _PARTS]
+    columns.append([each.notified_s for each in measured if each.notified_s is not None])
+    columns.append([each.token_s for each in measured])
+    cells = "".join(f"{median(column):12.2f}" if column else f"{'-':>12}" for column in columns)
+    return f"{fault:22}{cells}{max(each.replaced for each in measured):10}{max(each.read_mb for each in measured):9.1f}"
 
-    Returns:
-        Seconds until the next token, the longest gap afterwards, and True if the instance stayed the same.
+
+def measure(cluster: LanCluster, fault: Fault, flags: Sequence[str]) -> Measured:
+    """Interrupt a stream once, on a server of its own."""
+    server = cluster.serve(_MACHINES, *flags, joining=cluster.machines[1:])
+    served = ServedCluster(server, Path(), cluster.http, cluster.head.threads, cluster)
+    try:
+        victim = next(rank for rank in served.wait_until_ready() if served.can_lose(rank))
+        return cluster.head.threads.submit(_interrupt, served, victim, fault).result()
+    finally:
+        for machine in cluster.machines:
+            machine.host.mend()
+        server.stop()
+        for machine in cluster.machines:
+            for process in machine.processes:
+                process.kill()
+            (machine.state / "authority" / "losses.json").unlink(missing_ok=True)
+
+
+def _interrupt(served: ServedCluster, victim: Rank, fault: Fault) -> Measured:
+    """Cause the fault in a stream. Runs in the head's host."""
+    before, ranks, result = _parts(served), served.ranks(), Measured()
+    read = {rank.pid: _read_bytes(rank) for rank in ranks}
+    with served.http.stream("POST", served.server.url + "/v1/completions", json=_BODY) as answer:
+        lines = (line for line in answer.iter_lines() if line)
+        for _ in range(_FAULT_AFTER):
+            next(lines)
+        began = time.monotonic() + fault.passes_after_s
+        fault.inject(served, victim)
+        if fault.end is not None:
+            threading.Timer(fault.passes_after_s, fault.end, (served, victim)).start()
+        result.notified_s, token_s = _follow(lines, began)
+    result.token_s = _ask_again(served, began) if token_s is None else token_s
+    ready = served.wait_until_ready()
+    if result.notified_s is not None and served.metric("requests_resumed_total"):
+        after = eventually(lambda: _parts(served), lambda parts: parts != before)
+        result.parts = {part: seconds - before.get(part, 0.0) for part, seconds in after.items()}
+    stayed = {rank.pid for rank in ready} & read.keys()
+    result.replaced = len(ranks) - len(stayed) - fault.victims
+    result.read_mb = sum(_read_bytes(rank) - read[rank.pid] for rank in ready if rank.pid in stayed) / 1e6
+    return result
+
+
+def _read_bytes(rank: Rank) -> int:
+    """Return the bytes that a worker has read, from files or their cache."""
+    return int(re.findall(r"rchar: (\d+)", Path(f"/proc/{rank.pid}/io").read_text())[0])
+
+
+def _parts(served: ServedCluster) -> dict[str, float]:
+    """Return the seconds of all recoveries, by part."""
+    text = served.http.get(served.server.url + "/metrics").text
+    found = re.findall(r'^mlx_ring_recovery_seconds_sum{.*part="(\w+)".*} (\S+)$', text, re.MULTILINE)
+    return {part: float(seconds) for part, seconds in found}
+
+
+def _follow(lines: Iterator[str], began: float) -> tuple[float | None, float | None]:
+    """Return the times until the client was notified, if it was, and until the next token; None after an error.
+
+    A stream that continues in place stands still while processes do: its longest gap ends with the next token.
     """
-    find, seconds = STANDSTILLS[name]
-    with tempfile.TemporaryDirectory() as folder, serving(*served.words, folder=Path(folder)) as server:
-        before, process, times = server.status()["epoch"], find(server), list[float]()
-        with server.http.stream("POST", "/v1/completions", json=BODY) as answer:
-            lines = (line for line in answer.iter_lines() if line.startswith("data: {"))
-            for _ in range(_FAULT_AFTER):
-                next(lines)
-            reader = threading.Thread(target=lambda: times.extend(time.monotonic() for _ in lines))
-            reader.start()
-            process.suspend()
-            time.sleep(seconds)
-            if seconds:
-                process.resume()
-            ended = time.monotonic()
-            while len([each for each in times if each > ended]) < _TOKENS_AFTERWARDS and reader.is_alive():
-                time.sleep(0.1)
-            same = server.status()["epoch"] == before
-            server.stop()
-            reader.join()
-    since = [ended, *(each for each in times if each > ended)][: _TOKENS_AFTERWARDS + 1]
-    gaps = [after - earlier for earlier, after in pairwise(since)]
-    return gaps[0], max(gaps), same
-
-
-def measure(served: Served, fault: signal.Signals, resume: str) -> Times:
-    """Interrupt a stream once."""
-    words = (*served.words, "--resume", resume)
-    with tempfile.TemporaryDirectory() as folder, serving(*words, folder=Path(folder)) as server:
-        time.sleep(_STEADY_S)
-        worker = server.child("mlx_ring.worker", "--stage", str(served.stages // 2))
-        with server.http.stream("POST", "/v1/completions", json=BODY) as answer:
-            lines = (line for line in answer.iter_lines() if line)
-            for _ in range(_FAULT_AFTER):
-                next(lines)
-            worker.send_signal(fault)
-            began = time.monotonic()
-            notified, token = _follow(lines)
-        if token is None:
-            token = _ask_again(server)
-        return Times(notified - began, token - began)
-
-
-def _follow(lines: Iterator[str]) -> tuple[float, float | None]:
-    """Return the time at which the client was notified, and that of the next token; None after an error."""
+    last, longest, token = time.monotonic(), 0.0, began
     for line in lines:
+        now = time.monotonic()
         if line == ": resuming":
-            notified = time.monotonic()
             next(each for each in lines if each.startswith("data: {"))
-            return notified, time.monotonic()
+            return now - began, time.monotonic() - began
         if '"error"' in line:
-            return time.monotonic(), None
-    raise RuntimeError("The stream ended before the fault was noticed: ask for more tokens.")
+            return now - began, None
+        if now - last > longest:
+            longest, token = now - last, now
+        last = now
+    return None, token - began
 
 
-def _ask_again(server: Server) -> float:
-    """Ask until a new stream has its first token, and return that time."""
+def _ask_again(served: ServedCluster, began: float) -> float:
+    """Ask until a new stream has its first token, and return the time until then."""
     while True:
-        with server.http.stream("POST", "/v1/completions", json=BODY) as answer:
+        with served.http.stream("POST", served.server.url + "/v1/completions", json=_BODY) as answer:
             if answer.is_success:
                 for line in answer.iter_lines():
                     if line.startswith("data: {") and json.loads(line[6:])["choices"][0]["text"]:
-                        return time.monotonic()
+                        return time.monotonic() - began
         time.sleep(_ASK_AGAIN_S)
 
 
