@@ -84,6 +84,7 @@ class Stopped:
         condition = {"prompt": prompt, "start": start, "undrafted": or_without_drafts}
         self._lines.write(json.dumps(condition) + "\n")
         self._lines.flush()
+        assert self._lines.readline() == "\n", "the worker has ended"
 
     def wait(self) -> AtStep:
         """Wait until the worker stops."""

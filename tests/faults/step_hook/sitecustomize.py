@@ -3,8 +3,8 @@
 Python imports a module of this name when it starts. It works with this folder in `PYTHONPATH` and a folder in
 `STOP_AT_STEPS_IN`. Then a process and each of its children listen there on a Unix socket named after the process id.
 
-A client sends a condition, as a line of JSON. The worker stops before it takes in the first step that satisfies it, and
-sends what it knows of its sequences. It waits for another condition, or continues when the client closes the connection.
+A client sends a condition, as a line of JSON, and gets an empty line once it holds. The worker stops before it takes in
+the first step that satisfies it, and sends what it knows of its sequences. It waits for another condition, or continues when the client closes the connection.
 
 A worker kills itself before the first step that satisfies the condition in the file `fatal.json` of the folder, if there
 is one.
@@ -53,7 +53,13 @@ class _Steps:
                 lines.close()
                 connection.close()
             else:
-                self._client = (lines, request)
+                self._set(lines, request)
+
+    def _set(self, lines: Any, condition: dict[str, int]) -> None:
+        """Set the condition, and confirm it: a short request might pass before it holds."""
+        self._client = (lines, condition)
+        lines.write("\n")
+        lines.flush()
 
     def before(self, step: Any) -> None:
         """Note the sequences of a step, and stop if it satisfies the condition."""
@@ -91,7 +97,7 @@ class _Steps:
             lines.write(json.dumps({"step": step, "sequences": list(self._sequences.values())}) + "\n")
             lines.flush()
             if line := lines.readline():
-                self._client = (lines, json.loads(line))
+                self._set(lines, json.loads(line))
         except OSError:
             """The client has closed the connection."""
 
