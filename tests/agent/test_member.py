@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import pytest
 
-from mlx_ring.agent.member import RecentMemory, end_orphaned_workers
+from mlx_ring.agent.member import end_orphaned_workers
 from mlx_ring.agent.supervisor import Worker
 from mlx_ring.rpc.protos import worker_pb2
 
@@ -65,11 +65,3 @@ def test_only_ranks_that_wait_for_others_are_ended_and_only_without_a_head(
             return supervisor.ended
 
         assert asyncio.run(run()) == expected
-
-
-def test_memory_held_for_a_moment_does_not_count_but_growth_does() -> None:
-    readings = [150, 340, 340, 160, *[200] * 12]
-    memory = RecentMemory(iter(readings).__next__)
-    found = [memory.least() for _ in readings]
-    assert found[:4] == [150, 150, 150, 150]
-    assert found[-1] == 200

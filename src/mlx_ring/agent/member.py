@@ -15,7 +15,6 @@ import logging
 import os
 import signal
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,8 +61,6 @@ from mlx_ring.rpc.tls.peers import HEAD_NAME, Revoked
 log = logging.getLogger(__name__)
 
 _BEAT_S = 0.5
-_MEMORY_READINGS = 10
-"""Readings of the memory that count, one at each beat."""
 _LEAVE_WAIT_S = 0.5
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 1.0
 _SILENCE_S = 5.0
@@ -167,23 +164,22 @@ async def _messages(
         memory_utilization=who.memory_utilization,
         links_port=who.links_port,
     )
-    memory = RecentMemory()
-    first.MergeFrom(_now(who, memory))
+    first.MergeFrom(_now(who))
     yield first
     while not leaving.is_set():
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_BEAT_S):
                 await leaving.wait()
         if not leaving.is_set():
-            yield _now(who, memory)
+            yield _now(who)
 
 
-def _now(who: Registration, memory: RecentMemory) -> cluster_pb2.AttendRequest:
+def _now(who: Registration) -> cluster_pb2.AttendRequest:
     """Return the values that may change from message to message."""
     trusted, problem = who.trust.now()
     return cluster_pb2.AttendRequest(
         memory_free_bytes=usable_memory().available_bytes,
-        agent_bytes=memory.least(),
+        agent_bytes=_own_bytes(),
         trusted=[
             cluster_pb2.TrustedInterface(name=one.name, address=one.address, network=one.network)
             for one in trusted
@@ -192,21 +188,9 @@ def _now(who: Registration, memory: RecentMemory) -> cluster_pb2.AttendRequest:
     )
 
 
-class RecentMemory:
-    """Resident memory of this process over the last seconds.
-
-    Plans count it. So it leaves out what is held for a moment: measuring a link takes some messages of up to 64 MB.
-    """
-
-    def __init__(self, read: Callable[[], int] = lambda: psutil.Process().memory_info().rss) -> None:
-        """Start without a reading. `read` returns the present bytes."""
-        self._read = read
-        self._readings = deque[int](maxlen=_MEMORY_READINGS)
-
-    def least(self) -> int:
-        """Read the memory now, and return the least bytes of the last readings."""
-        self._readings.append(self._read())
-        return min(self._readings)
+def _own_bytes() -> int:
+    """Return the resident memory of this process."""
+    return psutil.Process().memory_info().rss
 
 
 _ALONE_S = 30.0
