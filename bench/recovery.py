@@ -87,8 +87,10 @@ def _continue_head(served: ServedCluster, _victim: Rank) -> None:
 
 
 def _kill_all(served: ServedCluster, _victim: Rank) -> None:
-    for rank in served.ranks():
-        rank.process.send_signal(signal.SIGKILL)
+    processes = [rank.process for rank in served.ranks()]
+    for process in processes:
+        process.send_signal(signal.SIGKILL)
+    psutil.wait_procs(processes)
 
 
 _FAULTS: Mapping[str, Fault] = {
