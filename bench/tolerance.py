@@ -128,10 +128,10 @@ class LocalExecutor:
         """Do nothing: the engine has no limits."""
 
     def prepare(self, wanted: worker_pb2.PrepareGrammar) -> None:
-        raise NotImplementedError(wanted)
+        raise ValueError(f"No request of this benchmark has a grammar, but one wants {wanted}.")
 
     def drop_grammar(self, id_: int) -> None:
-        raise NotImplementedError(id_)
+        raise ValueError(f"No request of this benchmark has a grammar, but {id_} ends.")
 
     def send(self, step: step_pb2.Step) -> None:
         self._steps.append(step)
