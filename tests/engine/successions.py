@@ -157,3 +157,12 @@ def run_to(succession: Succession, stream: RequestStream, tokens: int) -> list[D
         succession.proceed(0)
         deltas += stream.take()
     return deltas
+
+
+def lose_and_load(succession: Succession) -> list[LiveRequest]:
+    """Lose the instance, load another one, and return the requests that it took over."""
+    succession.lose()
+    lives = succession.held.take()
+    succession.held.hold(lives, LOSS)
+    succession.load()
+    return lives
