@@ -258,6 +258,28 @@ def test_a_plan_waits_while_a_connected_node_is_silent(
     asyncio.run(run())
 
 
+def test_a_plan_waits_for_the_next_report_of_a_connected_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used_bytes = [300 << 20]
+    monkeypatch.setattr(attendance, "_own_bytes", lambda: used_bytes[0])
+
+    async def run() -> None:
+        head = HeadAddress("127.0.0.1", free_pair_of_ports())
+        async with open_control(tmp_path / "head", head) as control:
+            async with attending(head, control, tmp_path / "a") as attends:
+                (node,) = (await control.wait_for(1)).members
+                used_bytes[0] = 100 << 20
+                await control.wait_for_reports({node, "unknown"})
+                assert control.membership.members[node].agent_bytes == 100 << 20
+                waiting = asyncio.create_task(control.wait_for_reports({node}))
+                attends.cancel()
+                await waiting
+            await control.wait_for_reports({node})
+
+    asyncio.run(run())
+
+
 def test_a_plan_waits_for_a_node_whose_connection_broke_a_moment_ago(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import socket
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Container
 from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import combinations
 from pathlib import Path
@@ -112,6 +112,32 @@ def test_a_link_is_measured_again_after_a_loss_despite_stored_measurements(tmp_p
             assert set(await survey.take(ends)) == set(await LinkSurvey("mini-1", clock).take(ends))
         again = {pair for pair, time_s in times.items() if time_s == 1.8e9 + 101.0}
         assert again == {("mini-1", "mini-2"), ("mini-2", "mini-1")}
+
+    asyncio.run(run())
+
+
+def test_nodes_report_after_a_measurement_but_not_after_a_loss(tmp_path: Path) -> None:
+    now, awaited = [1.8e9], list[set[str]]()
+
+    async def wait_for_reports(nodes: Container[str]) -> None:
+        awaited.append({name for name in ("mini-1", "mini-2", "mini-3") if name in nodes})
+
+    async def run() -> None:
+        async with nodes(tmp_path, 3, lambda: now[0]) as ends:
+            survey = LinkSurvey("mini-1", lambda: now[0], wait_for_reports=wait_for_reports)
+            await survey.take(ends[:2])
+            assert awaited == [{"mini-1", "mini-2"}]
+            await survey.take(ends[:2])
+            assert len(awaited) == 1
+            await survey.take(ends)
+            assert awaited[1:] == [{"mini-1", "mini-2", "mini-3"}]
+            survey.distrust(("mini-1", "mini-2"))
+            now[0] += 1.0
+            await survey.take(ends)
+            assert len(awaited) == 2, "answers wait for this plan"
+            # A new head gets the nodes' own measurements.
+            await LinkSurvey("mini-1", lambda: now[0] + 1, wait_for_reports=wait_for_reports).take(ends)
+            assert len(awaited) == 2
 
     asyncio.run(run())
 

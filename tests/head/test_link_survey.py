@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Container
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,6 +20,10 @@ from mlx_ring.head.link_survey import LinkSurveys, link_info, with_throughput
 from mlx_ring.host.trusted_interfaces import TrustedInterface
 
 CABLE, LAN = 4e9, 1e8
+
+
+async def reports(_nodes: Container[str]) -> None:
+    """Report at once."""
 
 
 @dataclass
@@ -67,7 +72,7 @@ def test_link_for_collectives_is_measured_if_it_is_a_separate_one(
 ) -> None:
     agent = Agent()
     sites = [site(1, agent, usual), site(2, Agent(), usual, trusts=trusts)]
-    surveys = LinkSurveys("n1")
+    surveys = LinkSurveys("n1", reports)
     _, links = asyncio.run(surveys.take_all(members(sites), sites))
     link = links[frozenset(("n1", "n2"))]
     own = None if link.collective is None else link.collective.bandwidth
@@ -81,7 +86,7 @@ def test_broken_cable_is_measured_once_and_the_plan_uses_the_usual_link() -> Non
     sites = [site(1, agent), site(2, Agent())]
 
     async def run() -> None:
-        surveys = LinkSurveys("n1")
+        surveys = LinkSurveys("n1", reports)
         for _ in range(2):
             _, links = await surveys.take_all(members(sites), sites)
             link = links[frozenset(("n1", "n2"))]

@@ -125,6 +125,17 @@ class Control:
         async with self._changed:
             await self._changed.wait_for(is_settled)
 
+    async def wait_for_reports(self, nodes: Container[str]) -> None:
+        """Wait until each of these nodes has reported again, or is disconnected."""
+        before = {node: member for node, member in self.membership.members.items() if node in nodes}
+
+        def have_reported() -> bool:
+            # A report replaces the member.
+            return all(self.membership.members.get(node) is not member for node, member in before.items())
+
+        async with self._changed:
+            await self._changed.wait_for(have_reported)
+
     def has_left(self, node: str) -> bool:
         """Report whether the node is not connected, and will not be back in a moment."""
         return node not in self.membership.members and node not in self._returning

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -104,7 +104,10 @@ _ANSWER_S = 8.0
 _FRESH_PROBLEM_S = 10.0
 """Age up to which a failed measurement is reused, because plans may be tried one after the other."""
 _FRESH_LOSS_S = 60.0
-"""Time after a loss during which a link that does not answer is not tried twice, because answers wait for it."""
+"""Time after a loss during which answers wait for a link's measurement.
+
+A link that does not answer is then not tried twice, and plans use the nodes' last reports.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +125,20 @@ class LinkEnd:
     """
 
 
+async def _no_reports(_nodes: Container[str]) -> None:
+    """Wait for no report."""
+
+
 class LinkSurvey:
     """The measured links between the nodes of a cluster."""
 
     def __init__(
-        self, node: str, clock: Callable[[], float] = time.time, *, keeps_problems: bool = False
+        self,
+        node: str,
+        clock: Callable[[], float] = time.time,
+        *,
+        keeps_problems: bool = False,
+        wait_for_reports: Callable[[Container[str]], Awaitable[None]] = _no_reports,
     ) -> None:
         """Create an empty survey.
 
@@ -134,10 +146,15 @@ class LinkSurvey:
             node: The head's own node.
             clock: The clock in Unix seconds.
             keeps_problems: True to keep failed measurements instead of repeating them.
+            wait_for_reports: Waits until these nodes have reported their memory. A measurement takes some messages of
+                up to 64 MB, so reports of that time are too high for plans.
         """
         self._node = node
         self._clock = clock
         self._keeps_problems = keeps_problems
+        self._wait_for_reports = wait_for_reports
+        self._measured = set[str]()
+        """Nodes that have not reported since their links were measured."""
         self._found: dict[tuple[str, str], tuple[FoundLink, object]] = {}
         """Links by source and target, each with the sessions and address that it is valid for."""
         self._lost_at: dict[frozenset[str], float] = {}
@@ -176,6 +193,9 @@ class LinkSurvey:
                 await asyncio.gather(
                     *(self._measure_pair(by_node[one], by_node[other]) for one, other in pairs)
                 )
+            if self._measured:
+                await self._wait_for_reports(self._measured)
+                self._measured.clear()
         return tuple(link for link in self.found if link.source in by_node and link.target in by_node)
 
     async def _measure_pair(self, one: LinkEnd, other: LinkEnd) -> None:
@@ -212,6 +232,8 @@ class LinkSurvey:
         except RingError as error:
             log.warning("the link from %s to %s could not be measured: %s", source.node, target.node, error)
             return FoundLink(source.node, target.node, unix_time_s=self._clock(), problem=str(error))
+        if not said.age_s and self._lost_s_ago(source, target) >= _FRESH_LOSS_S:
+            self._measured |= {source.node, target.node}
         return FoundLink(
             source.node, target.node, said.round_trip_s, said.bytes_per_s, self._clock() - said.age_s
         )

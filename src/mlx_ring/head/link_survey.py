@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Container, Iterable, Sequence
 from dataclasses import replace
 
 from mlx_ring.api.service import LinkInfo
@@ -18,12 +18,17 @@ from mlx_ring.rpc.link_profile import UNREACHABLE, LinkProfile
 class LinkSurveys:
     """Surveys of both kinds of links in one cluster."""
 
-    def __init__(self, node: str) -> None:
-        """Prepare both surveys; `node` is the head's own node."""
-        self._usual = LinkSurvey(node)
+    def __init__(self, node: str, wait_for_reports: Callable[[Container[str]], Awaitable[None]]) -> None:
+        """Prepare both surveys.
+
+        Args:
+            node: The head's own node.
+            wait_for_reports: Waits until these nodes have reported their memory.
+        """
+        self._usual = LinkSurvey(node, wait_for_reports=wait_for_reports)
         # A node that listens on one address only does not answer on a cable.
         # Planning then uses the usual link.
-        self._trusted = LinkSurvey(node, keeps_problems=True)
+        self._trusted = LinkSurvey(node, keeps_problems=True, wait_for_reports=wait_for_reports)
 
     @property
     def found(self) -> tuple[FoundLink, ...]:

@@ -85,7 +85,7 @@ class Cluster:
         self._live = LiveInstances()
         self._tending: asyncio.Task[None] | None = None
         self._own_agent = OwnAgent(settings, control, address)
-        self._surveys = LinkSurveys(control.node)
+        self._surveys = LinkSurveys(control.node, control.wait_for_reports)
         self._left = LeftWorkers(settings, declared, control, address.port, self._live, self._surveys)
         self._warned: set[str] = set()
         self._awaited = 0

@@ -281,6 +281,8 @@ class LinkResponder:
         try:
             for frame in frames:
                 answer = judge.answer(frame)
+                # The last frame may have 64 MB, which are free before they are released below.
+                del frame
                 yield answer
                 if answer.HasField("failure"):
                     _log_end(answer, context)
