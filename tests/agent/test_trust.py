@@ -1,13 +1,23 @@
-"""Collectives that an agent refuses, whatever a head requests."""
+"""Collectives and links that an agent refuses, whatever a head requests."""
 
 from __future__ import annotations
 
+import asyncio
+from types import SimpleNamespace
+from typing import cast
+from unittest.mock import AsyncMock, Mock
+
 import pytest
 
-from mlx_ring.agent.trust import check_hosts, check_routes, trusted_devices
+from mlx_ring.agent.server import AgentService
+from mlx_ring.agent.supervisor import Supervisor
+from mlx_ring.agent.trust import check_hosts, check_links, check_routes, trusted_devices
 from mlx_ring.core.errors import PlanError
 from mlx_ring.host.trusted_interfaces import Trust
-from mlx_ring.rpc.protos import worker_pb2
+from mlx_ring.rpc import backends
+from mlx_ring.rpc.backends import DIRECT_LINKS, LinkInfo
+from mlx_ring.rpc.hello import make_hello
+from mlx_ring.rpc.protos import agent_pb2, worker_pb2
 
 NOWHERE = "198.51.100.7"
 """An address reserved for documentation."""
@@ -58,6 +68,54 @@ def test_no_rank_of_jaccl_reaches_rank_0_by_an_untrusted_interface(monkeypatch: 
     assignment.backend, assignment.rdma = "jaccl", "[[], [], []]"
     with pytest.raises(PlanError, match=f"route to {NOWHERE}"):
         check_routes([assignment], Trust())
+
+
+@pytest.mark.parametrize("end", ["next", "first"])
+def test_an_unencrypted_link_does_not_leave_trusted_interfaces(
+    end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlx_ring.agent.trust.source_address", loopback)
+    assignment = worker_pb2.StageAssignment(instance="one", stages=2, link="grpc")
+    setattr(assignment, f"{end}_address", f"{NOWHERE}:1")
+    setattr(assignment, f"{end}_node", "mini-2")
+    check_links([assignment], Trust())
+    monkeypatch.setattr(backends, "DIRECT_LINKS", dict.fromkeys(DIRECT_LINKS, LinkInfo(None)))
+    with pytest.raises(PlanError, match=rf"route to {NOWHERE}, .*, leaves through 127\.0\.0\.1, which no"):
+        check_links([assignment], Trust())
+    check_links([assignment], Trust(("127.0.0.0/8",)))
+
+
+def test_an_unencrypted_link_to_any_rank_of_a_stage_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlx_ring.agent.trust.source_address", loopback)
+    monkeypatch.setattr(backends, "DIRECT_LINKS", dict.fromkeys(DIRECT_LINKS, LinkInfo(None)))
+    assignment = worker_pb2.StageAssignment(stages=2, next_address="unix:/run/one.sock")
+    assignment.next_ranks.add(address="127.0.0.1:1", node="mini-1")
+    check_links([assignment], Trust())
+    assignment.next_ranks.add(address=f"{NOWHERE}:1", node="mini-2")
+    with pytest.raises(PlanError, match=f"route to {NOWHERE}"):
+        check_links([assignment], Trust())
+
+
+def test_no_worker_is_loaded_or_linked_by_an_unencrypted_link_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("mlx_ring.agent.trust.source_address", loopback)
+    monkeypatch.setattr(backends, "DIRECT_LINKS", dict.fromkeys(DIRECT_LINKS, LinkInfo(None)))
+    assignment = worker_pb2.StageAssignment(instance="one", stages=2, next_node="mini-2")
+    assignment.next_address = f"{NOWHERE}:1"
+    child = SimpleNamespace(pid=1)
+    worker = SimpleNamespace(instance="one", stage=0, rank=0, head=0, assignment=assignment, child=child)
+    supervisor = SimpleNamespace(workers=[worker], trusted=Trust(), stop=AsyncMock(return_value=1))
+    service = AgentService("here", cast("Supervisor", supervisor), 1.0)
+
+    async def failures() -> list[str]:
+        load = agent_pb2.LoadStagesRequest(hello=make_hello(), assignments=[assignment])
+        relink = agent_pb2.RelinkWorkersRequest(hello=make_hello(), assignments=[assignment], commit=True)
+        loads = [progress async for progress in service.load_stages(load, Mock())]
+        return [loads[-1].progress.failure.message, (await service.relink(relink, Mock())).failure.message]
+
+    for failure in asyncio.run(failures()):
+        assert f"route to {NOWHERE}" in failure
 
 
 def test_a_host_name_is_no_address_for_a_rank() -> None:

@@ -10,12 +10,16 @@ import pytest
 from mlx_ring.core.errors import ConfigError, ProtocolError
 from mlx_ring.rpc.backends import (
     BACKENDS,
+    DIRECT_LINKS,
     LINKS,
     Backend,
+    DirectLink,
     Link,
+    LinkInfo,
     RankCapabilities,
     backend_of,
     choose_backend,
+    direct_link,
     has_collective_link,
     joined_ranks,
 )
@@ -34,12 +38,36 @@ GPUS = (RankCapabilities("box", CUDA, "0"), RankCapabilities("box", CUDA, "1"))
 
 def test_tables_describe_every_link_and_backend() -> None:
     assert set(BACKENDS) == set(get_args(Backend))
+    assert set(DIRECT_LINKS) == set(get_args(DirectLink))
     assert set(LINKS) == set(get_args(Link))
 
 
 def test_every_backend_is_documented() -> None:
     page = (Path(__file__).parents[2] / "docs" / "tensor.md").read_text(encoding="utf-8")
     assert [backend for backend in BACKENDS if f"| `{backend}` |" not in page] == []
+
+
+def test_every_link_is_documented_with_its_limits() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text(encoding="utf-8")
+    table = page.partition("| value | transport | limits |\n")[2].partition("\n\n")[0].splitlines()[1:]
+    rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in table]
+    assert {row[0].strip("`"): row[2] for row in rows} == {name: limits(info) for name, info in LINKS.items()}
+
+
+def limits(link: LinkInfo) -> str:
+    is_local = link.backend is not None and not BACKENDS[link.backend].joins_machines
+    return ", ".join(["two stages"] * bool(link.why_two_stages) + ["one machine"] * is_local)
+
+
+def test_only_direct_links_may_be_encrypted() -> None:
+    """MLX encrypts nothing."""
+    assert not any(info.is_encrypted for info in LINKS.values() if info.backend is not None)
+
+
+@pytest.mark.parametrize("link", ["", *LINKS])
+def test_a_worker_opens_its_direct_link_and_grpc_beside_collectives(link: str) -> None:
+    opened = direct_link(StageAssignment(stages=2, tp_size=1, link=link))
+    assert opened == (link if link in DIRECT_LINKS else "grpc")
 
 
 def test_an_unknown_backend_is_refused_by_name() -> None:

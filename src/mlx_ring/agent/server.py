@@ -19,7 +19,7 @@ from mlx_ring.agent.loading import (
     until_done,
 )
 from mlx_ring.agent.supervisor import Supervisor, Worker
-from mlx_ring.agent.trust import check_hosts, check_routes, trusted_devices
+from mlx_ring.agent.trust import check_hosts, check_links, check_routes, trusted_devices
 from mlx_ring.core.errors import ProtocolError, RingError
 from mlx_ring.core.logs import set_log_epoch
 from mlx_ring.host.process import usable_memory
@@ -156,6 +156,7 @@ class AgentService:
             if request.only_fetch:
                 return
             check_routes(request.assignments, self._supervisor.trusted)
+            check_links(request.assignments, self._supervisor.trusted)
             await self._supervisor.give_places(instance, request.assignments)
             async for progress in load_workers(self._supervisor, workers, request, self._load_timeout_s):
                 yield progress
@@ -214,6 +215,7 @@ class AgentService:
         """Prepare loaded workers for other neighbours, or link them."""
         try:
             self._check_instance(request.hello, request.assignments)
+            check_links(request.assignments, self._supervisor.trusted)
             workers = await relink_workers(self._supervisor, request)
         except RingError as error:
             return agent_pb2.RelinkWorkersReply(failure=as_failure(error))

@@ -1,7 +1,7 @@
-"""Restriction of MLX's collectives, which are neither encrypted nor authenticated, to trusted interfaces.
+"""Restriction of MLX's collectives and of unencrypted links, which anyone can read and forge, to trusted interfaces.
 
-A rank listens only on loopback or on an interface that was named here, whatever a head requests. It is loaded only if its routes
-to the ranks that it exchanges with leave through such an interface.
+A rank listens only on loopback or on an interface that was named here, whatever a head requests. It is loaded, or linked again,
+only if its routes to the ranks that it exchanges with leave through such an interface.
 """
 
 from __future__ import annotations
@@ -18,7 +18,14 @@ from mlx_ring.host.trusted_interfaces import (
     Trust,
     source_address,
 )
-from mlx_ring.rpc.backends import BACKENDS, backend_of, devices_of, joined_ranks, rank_in_group
+from mlx_ring.rpc.backends import (
+    BACKENDS,
+    backend_of,
+    devices_of,
+    joined_ranks,
+    rank_in_group,
+    sends_in_the_clear,
+)
 from mlx_ring.rpc.protos import worker_pb2
 from mlx_ring.settings.hostfile import RING_OF_JACCL
 
@@ -65,6 +72,23 @@ def check_routes(assignments: Iterable[worker_pb2.StageAssignment], trust: Trust
         _check_interfaces(own, others, {one.address for one in trust.now()[0]})
 
 
+def check_links(assignments: Iterable[worker_pb2.StageAssignment], trust: Trust) -> None:
+    """Raise `PlanError` if an unencrypted link would leave loopback and the trusted interfaces."""
+    others = set[str]().union(*(_receivers(one) for one in assignments if sends_in_the_clear(one)))
+    if others:
+        _check_interfaces((), others, {one.address for one in trust.now()[0]})
+
+
+def _receivers(assignment: worker_pb2.StageAssignment) -> set[str]:
+    """Return the hosts on other machines to which a worker's links lead."""
+    ends = [
+        (assignment.next_address, assignment.next_node),
+        (assignment.first_address, assignment.first_node),
+        *((end.address, end.node) for end in (*assignment.next_ranks, *assignment.first_ranks)),
+    ]
+    return _hosts(",".join(address for address, node in ends if address and node))
+
+
 def trusted_devices(devices: Iterable[str], trust: Trust) -> list[str]:
     """Return the RDMA devices of trusted interfaces; `rdma_en5` belongs to `en5`, which needs no address for it."""
     names = {*trust.named, *(one.name for one in trust.now()[0])}
@@ -97,19 +121,20 @@ def _check_interfaces(own: Iterable[str], others: Iterable[str], allowed: Collec
             source = source_address(str(ipaddress.IPv4Address(host)))
         except (OSError, ValueError) as error:
             raise PlanError(
-                f"This machine has no route to {host}, the address of another rank of the group: {error}."
+                f"This machine has no route to {host}, the address of another rank: {error}."
             ) from error
         # Traffic to an own address does not leave this machine.
         if source not in {host, *allowed}:
             raise PlanError(
-                f"The route to {host}, the address of another rank of the group, leaves through {source}, which no {FLAG} "
+                f"The route to {host}, the address of another rank, leaves through {source}, which no {FLAG} "
                 "names. Check the routes, and that no two interfaces have the same network."
             )
 
 
 def _hosts(addresses: str) -> set[str]:
     """Return the hosts of comma-separated addresses, except loopback."""
-    return {host for address in addresses.split(",") if not _is_loopback(host := address.rpartition(":")[0])}
+    hosts = (address.rpartition(":")[0] for address in addresses.split(",") if address)
+    return {host for host in hosts if not _is_loopback(host)}
 
 
 def _is_loopback(host: str) -> bool:

@@ -19,10 +19,13 @@ if TYPE_CHECKING:
     from mlx_ring.rpc.protos import worker_pb2
 
 Backend = Literal["ring", "mpi", "nccl", "jaccl"]
-Link = Literal["grpc", Backend, "allreduce"]
+DirectLink = Literal["grpc"]
+"""Links without a group. A worker opens one to each rank that it sends to."""
+Link = Literal[DirectLink, Backend, "allreduce"]
 BackendSetting = Literal["auto", Backend]
 AUTO: Final = "auto"
 _DEFAULT_LINK: Final = "grpc"
+"""Link of a plan that names none, and of what collectives do not carry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +80,8 @@ class LinkInfo:
 
     backend: Backend | None
     """Backend that it uses if none is requested; None if it needs no group."""
+    is_encrypted: bool = False
+    """True if activations between machines are encrypted and authenticated; if not, they need trusted interfaces."""
     sums: bool = False
     """True if activations travel in a sum, over whichever backend is chosen."""
     why_two_stages: str = ""
@@ -174,12 +179,13 @@ BACKENDS: Final[Mapping[Backend, BackendInfo]] = {
     ),
 }
 """MLX's backends; a later one is better, if it is possible."""
+DIRECT_LINKS: Final[Mapping[DirectLink, LinkInfo]] = {"grpc": LinkInfo(None, is_encrypted=True)}
 LINKS: Final[Mapping[Link, LinkInfo]] = {
-    "grpc": LinkInfo(None),
+    **DIRECT_LINKS,
     **{name: LinkInfo(name, why_two_stages=info.why_two_stages) for name, info in BACKENDS.items()},
     "allreduce": LinkInfo("ring", sums=True, why_two_stages=_SUM),
 }
-"""Links: gRPC, each backend's own, and a sum over a backend."""
+"""Links: direct ones, each backend's own, and a sum over a backend."""
 
 
 def find_backend(name: str) -> Backend:
@@ -263,6 +269,20 @@ def _problem(backend: Backend, ranks: Ranks, rdma: Rdma) -> str:
 
 def _link_of(assignment: worker_pb2.StageAssignment) -> Link:
     return find_link(assignment.link or _DEFAULT_LINK)
+
+
+def direct_link(assignment: worker_pb2.StageAssignment) -> DirectLink:
+    """Return the link without a group that this worker opens. Raises `ProtocolError` for an unknown link."""
+    link = _link_of(assignment)
+    for direct in DIRECT_LINKS:
+        if link == direct:
+            return direct
+    return _DEFAULT_LINK
+
+
+def sends_in_the_clear(assignment: worker_pb2.StageAssignment) -> bool:
+    """Report whether this worker opens links that are not encrypted. Raises `ProtocolError` for an unknown link."""
+    return not DIRECT_LINKS[direct_link(assignment)].is_encrypted
 
 
 def has_collective_link(assignment: worker_pb2.StageAssignment) -> bool:

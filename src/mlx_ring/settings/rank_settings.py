@@ -71,10 +71,10 @@ def check_ranks(settings: Settings) -> None:
 
 
 def _check_trust(settings: Settings, requirement: str) -> None:
-    """Raise `ConfigError` if no interface is trusted with collectives."""
+    """Raise `ConfigError` if no interface is trusted with traffic that is not encrypted."""
     if not settings.trusted_interface:
         raise ConfigError(
-            f"{requirement}. MLX's collectives are neither encrypted nor authenticated, so they may reach other machines only if both ends "
+            f"{requirement}. That traffic is neither encrypted nor authenticated, so it may reach other machines only if both ends "
             "trust an interface: name it with --trusted-interface, here and on each machine that joins."
         )
 
@@ -84,16 +84,17 @@ def check_link(settings: Settings) -> None:
     link, stages, ranks = settings.link, settings.stages, len(rank_shares(settings))
     _check_backend(settings, ranks)
     info = LINKS[link]
-    if info.backend is None:
-        return
     if settings.nodes > 1:
-        if not BACKENDS[info.backend].joins_machines:
+        if info.backend is not None and not BACKENDS[info.backend].joins_machines:
             raise ConfigError(
                 f"--link {link} joins stages on one machine only, but --nodes is {settings.nodes}: use --link ring, or leave it out."
             )
-        _check_trust(settings, f"--link {link} with --nodes {settings.nodes} joins machines")
+        if not info.is_encrypted:
+            _check_trust(settings, f"--link {link} with --nodes {settings.nodes} joins machines")
         # Each machine of the plan is a stage.
         stages = settings.nodes
+    if info.backend is None:
+        return
     if ranks > 1:
         raise ConfigError(
             f"--link {link} uses the only MLX group of a process for the stages, but --tp {ranks} needs it for the ranks: "

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import assert_never
 
 import mlx.core as mx
 
@@ -16,7 +17,7 @@ from mlx_ring.core.types import DTYPES, DType, LayerRange
 from mlx_ring.models.architectures import require_cuttable
 from mlx_ring.models.model_folder import ModelFolder, read_model_folder
 from mlx_ring.models.tensor_shares import TensorShare, part_of_kv, read_tensor_sizes, share_out
-from mlx_ring.rpc.backends import joined_ranks
+from mlx_ring.rpc.backends import direct_link, joined_ranks
 from mlx_ring.rpc.frames import Packer
 from mlx_ring.rpc.hello import check_hello
 from mlx_ring.rpc.links import FanOut, GrpcLink, Inbox, LinkLoss, LinkSender
@@ -182,6 +183,7 @@ def _join_links(
     loss_recorder: Callable[[], LinkLoss] | None,
 ) -> StageLinks:
     """Join the links. Only rank 0 sends, to every rank of the other stage."""
+    kind = direct_link(assignment)
 
     def links(
         address: str,
@@ -196,19 +198,23 @@ def _join_links(
             (other.address, other.node, Packer(packer.bytes_per_s) if packer and other.node else None)
             for other in others
         ]
-        opened = [
-            GrpcLink(
-                address,
-                hello,
-                trust=trust,
-                node=node,
-                packer=packer,
-                bytes_per_s=bytes_per_s,
-                on_lost=None if loss_recorder is None else loss_recorder(),
-            )
-            for address, node, packer in ends
-        ]
+        opened = [opened_link(address, node, packer, bytes_per_s) for address, node, packer in ends]
         return opened[0] if len(opened) == 1 else FanOut(opened)
+
+    def opened_link(address: str, node: str, packer: Packer | None, bytes_per_s: float) -> LinkSender:
+        match kind:
+            case "grpc":
+                return GrpcLink(
+                    address,
+                    hello,
+                    trust=trust,
+                    node=node,
+                    packer=packer,
+                    bytes_per_s=bytes_per_s,
+                    on_lost=None if loss_recorder is None else loss_recorder(),
+                )
+            case _:
+                assert_never(kind)
 
     ours = assignment
     if ours.rank:
