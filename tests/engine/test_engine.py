@@ -107,7 +107,7 @@ def test_a_stopped_stream_finishes_as_stop_and_its_kv_is_retained() -> None:
     assert (last.finish_reason, last.text, last.token_ids) == ("stop", "", ())
     assert last.timings is not None
     assert engine.stats().finished == {"stop": 1}
-    assert any(operation.HasField("park") for step in twin.sent for operation in step.operations)
+    assert any(operation.HasField("retain") for step in twin.sent for operation in step.operations)
 
 
 def test_tokens_have_logprobs_only_on_request() -> None:

@@ -113,7 +113,7 @@ class Steps:
         self,
         *rows: step_pb2.Row,
         operations: Iterable[step_pb2.CacheOperation] = (),
-        hand_over: bool = False,
+        feed_back: bool = False,
         epoch: int = 1,
     ) -> step_pb2.Step:
         """Make the next step."""
@@ -125,7 +125,7 @@ class Steps:
             operations=operations,
             rows=rows,
             deadline_s=5.0,
-            hand_over_tokens=hand_over,
+            feed_back_tokens=feed_back,
         )
 
 

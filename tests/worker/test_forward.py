@@ -70,11 +70,11 @@ def test_passes_evaluated_while_built_give_the_tokens_of_lazy_passes(
     assert not evaluated_scores
     pipeline = Pipeline(folder, CUTS[stages])
     pipeline.results(chunk(1, 0, PROMPT[:4]), operations=[open_sequence(1, **sampling)])
-    first = pipeline.results(chunk(1, 4, PROMPT[4:], want()), hand_over=True)
+    first = pipeline.results(chunk(1, 4, PROMPT[4:], want()), feed_back=True)
     tokens = tokens_of(first[1])
     while len(tokens) < len(expected):
         row = previous(1, len(PROMPT) + len(tokens) - 1)
-        tokens += tokens_of(pipeline.results(row, hand_over=True)[1])
+        tokens += tokens_of(pipeline.results(row, feed_back=True)[1])
     assert tokens == expected
     assert evaluated_scores
 

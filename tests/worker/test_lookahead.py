@@ -96,7 +96,7 @@ class Script:
                 rows=rows,
                 operations=operations,
                 deadline_s=5.0,
-                hand_over_tokens=True,
+                feed_back_tokens=True,
             )
         )
         self.expected.append(expected)

@@ -39,11 +39,11 @@ def folder(tiny_model: Path) -> Path:
 
 def answer(pipeline: Pipeline, opened: step_pb2.CacheOperation, count: int) -> list[int]:
     """Open sequence 1 and return so many tokens of its answer."""
-    result = pipeline.results(chunk(1, 0, PROMPT, want()), operations=[opened], hand_over=True)[1]
+    result = pipeline.results(chunk(1, 0, PROMPT, want()), operations=[opened], feed_back=True)[1]
     tokens = tokens_of(result)
     while len(tokens) < count:
         row = previous(1, len(PROMPT) + len(tokens) - 1)
-        tokens += tokens_of(pipeline.results(row, hand_over=True)[1])
+        tokens += tokens_of(pipeline.results(row, feed_back=True)[1])
     return tokens
 
 
@@ -84,12 +84,12 @@ def test_an_answer_continues_from_kept_kv(name: str, first_stage: int, folder: P
         for done in [runner.run(step, 0) for runner in after.runners]:
             assert not done.failure.message
             assert bool(done.timings.compute_us) or done.stage >= first_stage
-    redrawn = after.results(chunk(1, length, known[length : length + 1], want()), hand_over=True)[1]
+    redrawn = after.results(chunk(1, length, known[length : length + 1], want()), feed_back=True)[1]
     assert tokens_of(redrawn) == [known[-1]]
-    tokens = tokens_of(after.results(decode(1, length + 1, known[-1]), hand_over=True)[1])
+    tokens = tokens_of(after.results(decode(1, length + 1, known[-1]), feed_back=True)[1])
     while len(tokens) < 8:
         row = previous(1, len(known) + len(tokens) - 1)
-        tokens += tokens_of(after.results(row, hand_over=True)[1])
+        tokens += tokens_of(after.results(row, feed_back=True)[1])
     assert [*known[len(PROMPT) :], *tokens] == expected
     assert not any(done.failure.message for done in after.run(operations=[free(1)]))
     assert [runner.kv_bytes for runner in after.runners] == [0, 0, 0]
@@ -106,7 +106,7 @@ def test_a_grammar_continues_from_kept_kv(folder: Path) -> None:
     step = after.make(chunk(1, 0, known[:length]), operations=[opened, fork(length, 2)])
     step.end_stage = 2
     assert not any(runner.run(step, 0).failure.message for runner in after.runners)
-    redrawn = after.results(chunk(1, length, known[length : length + 1], want()), hand_over=True)[1]
+    redrawn = after.results(chunk(1, length, known[length : length + 1], want()), feed_back=True)[1]
     tokens = [*tokens_of(redrawn), *tokens_of(after.results(decode(1, length + 1, known[-1]))[1])]
     assert tokens == expected[7:9]
 

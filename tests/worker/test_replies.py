@@ -38,7 +38,7 @@ def test_each_chunk_is_a_span_and_all_decoding_is_one_span_at_the_end() -> None:
     assert traces.note(step(decode(1)), TIMINGS) == []
     now[0] = 3_000
     assert traces.note(step(decode(1, 7, 8)), TIMINGS) == []
-    (ended,) = traces.note(step(operations=(Operation(park=step_pb2.Park(sequence=1)),)), TIMINGS)
+    (ended,) = traces.note(step(operations=(Operation(retain=step_pb2.Retain(sequence=1)),)), TIMINGS)
     assert (ended.traceparent, ended.is_decode, ended.steps, ended.tokens) == ("tp", True, 2, 4)
     assert (ended.started_unix_us, ended.finished_unix_us) == (1_960, 3_000)
     assert (ended.queue_us, ended.link_wait_us, ended.compute_us, ended.link_send_us) == (2, 10, 60, 8)

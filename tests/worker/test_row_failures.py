@@ -117,10 +117,10 @@ def test_row_refused_only_by_the_last_stage_is_reported_by_that_stage_alone(
     pipeline = Pipeline(folder, CUTS[3])
     wrong = chunk(2, 0, [1], want(), want(Want.LOGITS, Want.LISTED, listed=[4]))
     operations = [open_noisy(1), open_noisy(2)]
-    answers = pipeline.run(wrong, chunk(1, 0, PROMPT, want()), operations=operations, hand_over=True)
+    answers = pipeline.run(wrong, chunk(1, 0, PROMPT, want()), operations=operations, feed_back=True)
     assert failures(answers) == [("", []), ("", []), ("ProtocolError", [2])]
     assert sampled(answers) == {1: expected[:1]}
-    next_answers = pipeline.run(previous(2, 1), previous(1, len(PROMPT)), hand_over=True)
+    next_answers = pipeline.run(previous(2, 1), previous(1, len(PROMPT)), feed_back=True)
     assert failures(next_answers) == [("ProtocolError", [2])] * 3
     assert all("offset 4 of a row of 1" in answer.failure.message for answer in next_answers)
     assert sampled(next_answers) == {1: expected[1:2]}
@@ -173,8 +173,8 @@ def test_row_with_a_draft_must_want_every_token(folder: Path) -> None:
 
 def test_retained_sequence_can_be_forked_but_not_stepped(pipeline: Pipeline, expected: list[int]) -> None:
     pipeline.results(chunk(1, 0, PROMPT, want()), operations=[open_noisy(1)])
-    park = step_pb2.CacheOperation(park=step_pb2.Park(sequence=1))
-    answers = pipeline.run(previous(1, len(PROMPT)), operations=[park])
+    retain = step_pb2.CacheOperation(retain=step_pb2.Retain(sequence=1))
+    answers = pipeline.run(previous(1, len(PROMPT)), operations=[retain])
     assert failures(answers) == [("ProtocolError", [1])] * len(answers)
     assert all("Sequence 1 is retained" in answer.failure.message for answer in answers)
     fork = step_pb2.CacheOperation(fork=step_pb2.Fork(source=1, destination=2, length=len(PROMPT)))
@@ -202,8 +202,8 @@ def test_operation_that_fails_on_the_device_names_its_sequence_and_the_others_ru
 
     with monkeypatch.context() as patch:
         patch.setattr(KVStore, "retain", no_memory)
-        park = step_pb2.CacheOperation(park=step_pb2.Park(sequence=1))
-        answers = pipeline.run(chunk(3, 0, PROMPT, want()), operations=[park, open_noisy(3)])
+        retain = step_pb2.CacheOperation(retain=step_pb2.Retain(sequence=1))
+        answers = pipeline.run(chunk(3, 0, PROMPT, want()), operations=[retain, open_noisy(3)])
     assert failures(answers) == [("StepFailed", [1])] * len(answers)
     assert sampled(answers) == {3: expected[:1]}
 

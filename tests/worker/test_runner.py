@@ -103,11 +103,11 @@ def test_sequences_in_one_step_do_not_affect_each_other(pipeline: Pipeline, refe
 
 
 def test_rows_with_previous_continue_without_tokens_from_the_head(pipeline: Pipeline, reference: Any) -> None:
-    first = pipeline.results(chunk(1, 0, PROMPT, want()), operations=[open_sequence(1)], hand_over=True)
+    first = pipeline.results(chunk(1, 0, PROMPT, want()), operations=[open_sequence(1)], feed_back=True)
     tokens = [first[1].tokens[0].token]
     for index in range(5):
         row = previous(1, len(PROMPT) + index)
-        tokens.append(pipeline.results(row, hand_over=True)[1].tokens[0].token)
+        tokens.append(pipeline.results(row, feed_back=True)[1].tokens[0].token)
     assert tokens == greedy(reference, PROMPT, 6)
 
 
@@ -144,7 +144,7 @@ def test_tokens_with_verified_drafts_equal_those_without(
 ) -> None:
     expected = generate(pipeline, 1, 14, **sampling)
     first = pipeline.results(
-        chunk(2, 0, PROMPT, want()), operations=[open_sequence(2, **sampling)], hand_over=True
+        chunk(2, 0, PROMPT, want()), operations=[open_sequence(2, **sampling)], feed_back=True
     )
     tokens = tokens_of(first[2])
     operations: list[step_pb2.CacheOperation] = []
@@ -154,7 +154,7 @@ def test_tokens_with_verified_drafts_equal_those_without(
         draft = draft[: right + wrong]
         start = len(PROMPT) + known - 1
         row = decode(2, start, tokens[-1], draft) if by_token else previous(2, start, draft)
-        tokens += tokens_of(pipeline.results(row, operations=operations, hand_over=True)[2])
+        tokens += tokens_of(pipeline.results(row, operations=operations, feed_back=True)[2])
         assert len(tokens) == known + right + 1
         operations = [trim(2, len(PROMPT) + len(tokens) - 1)] if wrong else []
     assert tokens == expected[: len(tokens)]
@@ -220,7 +220,7 @@ def test_upstream_failure_reaches_the_last_stage_as_a_tombstone(folder: Path) ->
     pipeline.results(chunk(1, 0, PROMPT, want()), operations=[open_sequence(1)])
     answers = pipeline.run(previous(1, len(PROMPT)))
     messages = {answer.failure.message for answer in answers}
-    assert messages == {"No sampled token was handed over for sequence 1."}
+    assert messages == {"No sampled token was fed back for sequence 1."}
 
 
 def test_step_of_another_epoch_is_refused(pipeline: Pipeline) -> None:

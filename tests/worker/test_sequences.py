@@ -49,7 +49,7 @@ def test_token_of_an_earlier_step_is_never_used_for_a_later_one(stage: Stage0) -
     stage.feedback.expect(key(2), [1])
     stage.arrive(1, 7)
     assert not stage.feedback.has(1)
-    with pytest.raises(ProtocolError, match="No sampled token was handed over for sequence 1"):
+    with pytest.raises(ProtocolError, match="No sampled token was fed back for sequence 1"):
         stage.feedback.token(1)
     stage.arrive(2, 8)
     stage.feedback.wait(1, None)
@@ -127,7 +127,7 @@ def test_unexpected_tokens_are_ignored(stage: Stage0) -> None:
 def test_wrong_number_of_tokens_is_refused(stage: Stage0) -> None:
     stage.feedback.expect(key(1), [1, 2])
     stage.arrive(1, 7)
-    with pytest.raises(ProtocolError, match="1 tokens were handed over for 2 sequences"):
+    with pytest.raises(ProtocolError, match="1 tokens were fed back for 2 sequences"):
         stage.feedback.collect()
 
 

@@ -47,7 +47,7 @@ def trim_operation(sequence_id: int, length: int) -> step_pb2.CacheOperation:
 
 
 def retain_operation(sequence_id: int) -> step_pb2.CacheOperation:
-    return step_pb2.CacheOperation(park=step_pb2.Park(sequence=sequence_id))
+    return step_pb2.CacheOperation(retain=step_pb2.Retain(sequence=sequence_id))
 
 
 def fork_operation(

@@ -309,7 +309,7 @@ class Scheduler:
             step=number,
             operations=self._kv.take_operations(number),
             rows=rows,
-            hand_over_tokens=self._stages > 1 and any(map(samples_token, rows)),
+            feed_back_tokens=self._stages > 1 and any(map(samples_token, rows)),
             end_stage=end_stage(sequences[0], rows[0]) if rows else 0,
         )
         self._in_flight.send(step, sequences, batch, now)

@@ -92,8 +92,8 @@ class _Rank:
                     self._fork(operation.fork)
                 case "trim":
                     self._trim(operation.trim)
-                case "park":
-                    self.find(operation.park.sequence).retained = True
+                case "retain":
+                    self.find(operation.retain.sequence).retained = True
                 case "free":
                     self.find(operation.free.sequence)
                     del self.held[operation.free.sequence]

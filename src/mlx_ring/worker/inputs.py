@@ -254,7 +254,7 @@ def own_part(step: step_pb2.Step, stage: int) -> step_pb2.Step:
         operations=[one for one in step.operations if is_run_by(one, stage)],
         rows=step.rows if runs_rows else (),
         deadline_s=step.deadline_s,
-        hand_over_tokens=step.hand_over_tokens,
+        feed_back_tokens=step.feed_back_tokens,
         end_stage=step.end_stage,
     )
 

@@ -90,7 +90,7 @@ class StepAnswers:
         if not self._model.is_last:
             self._hand_on(work, failure)
             return
-        self._hand_over(work, failure)
+        self._feed_back(work, failure)
         self._add_results(work, done)
 
     @staticmethod
@@ -124,9 +124,9 @@ class StepAnswers:
         )
         work.clock.link_send += monotonic_us() - sending
 
-    def _hand_over(self, work: StepWork, failure: step_pb2.Failure | None) -> None:
+    def _feed_back(self, work: StepWork, failure: step_pb2.Failure | None) -> None:
         """Send sampled tokens to stage 0, if the head asks for it."""
-        if not work.step.hand_over_tokens or self._links.first is None or work.inputs is None:
+        if not work.step.feed_back_tokens or self._links.first is None or work.inputs is None:
             return
         sending = monotonic_us()
         sampled = {drawn.sequence: drawn.token for drawn in work.reported}
@@ -137,7 +137,7 @@ class StepAnswers:
     def _send_tombstones(self, step: step_pb2.Step, failure: step_pb2.Failure) -> None:
         if step.rows and self._links.next is not None and not ends_at(step, self._assignment.stage):
             self._links.next.send_failure(step_key(step), failure)
-        if step.hand_over_tokens and self._links.first is not None:
+        if step.feed_back_tokens and self._links.first is not None:
             self._links.first.send_failure(sampled_key(step), failure)
 
 
@@ -204,8 +204,8 @@ class StepTraces:
                 case "open":
                     if operation.open.traceparent:
                         self._parents[operation.open.sequence] = operation.open.traceparent
-                case "park":
-                    ended += self._end(operation.park.sequence)
+                case "retain":
+                    ended += self._end(operation.retain.sequence)
                 case "free":
                     ended += self._end(operation.free.sequence)
                 case "reset":

@@ -234,7 +234,7 @@ class StageRunner:
             return
         sends_on = work.passes and not ends_at(step, self._assignment.stage)
         work.activations = flat_activations(work.passes) if sends_on else None
-        if self._model.is_first and step.hand_over_tokens:
+        if self._model.is_first and step.feed_back_tokens:
             sampling = [row.row.sequence for row in work.inputs.rows if samples_token(row.row)]
             self._token_feedback.expect(sampled_key(step), sampling)
 

@@ -134,8 +134,8 @@ class SequenceTable:
                 self._trim(operation.trim)
             case "free":
                 self._free(operation.free.sequence)
-            case "park":
-                self._retain(operation.park.sequence)
+            case "retain":
+                self._retain(operation.retain.sequence)
             case "reset":
                 self.reset()
             case _:
@@ -158,8 +158,8 @@ class SequenceTable:
                 return (operation.trim.sequence,)
             case "free":
                 return (operation.free.sequence,)
-            case "park":
-                return (operation.park.sequence,)
+            case "retain":
+                return (operation.retain.sequence,)
             case _:
                 return ()
 
@@ -318,7 +318,7 @@ class TokenFeedback:
         token = self._sequences[sequence].sampled
         if token is None:
             raise self._failed.get(sequence) or ProtocolError(
-                f"No sampled token was handed over for sequence {sequence}."
+                f"No sampled token was fed back for sequence {sequence}."
             )
         return token
 
@@ -350,9 +350,7 @@ class TokenFeedback:
             }
         sampled = [sequence for sequence in sequences if sequence not in failed]
         if len(sampled) != len(message.tokens):
-            raise ProtocolError(
-                f"{len(message.tokens)} tokens were handed over for {len(sampled)} sequences."
-            )
+            raise ProtocolError(f"{len(message.tokens)} tokens were fed back for {len(sampled)} sequences.")
         for sequence, token in zip(sampled, message.tokens, strict=True):
             if sequence in latest and sequence in self._sequences:
                 self._sequences[sequence].sampled = token

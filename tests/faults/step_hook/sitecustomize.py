@@ -85,8 +85,8 @@ class _Steps:
             self._sequences.clear()
         elif operation.HasField("free"):
             self._sequences.pop(operation.free.sequence, None)
-        elif operation.HasField("park"):
-            self._sequences.pop(operation.park.sequence, None)
+        elif operation.HasField("retain"):
+            self._sequences.pop(operation.retain.sequence, None)
 
     def _wait(self, step: int) -> None:
         """Report the sequences, and wait for the client's next condition."""

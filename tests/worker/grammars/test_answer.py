@@ -81,7 +81,7 @@ def generate(
     sequences = [operation.open.sequence for operation in opened]
     first = pipeline.results(*(chunk(each, 0, PROMPT, want()) for each in sequences), operations=opened)
     answers = {each: tokens_of(first[each]) for each in sequences}
-    hand_over = len(pipeline.runners) > 1
+    feed_back = len(pipeline.runners) > 1
     while going := [each for each in sequences if answers[each][-1] != END and len(answers[each]) < count]:
         rows = [
             step_pb2.Row(
@@ -92,7 +92,7 @@ def generate(
             )
             for each in going
         ]
-        for sequence, result in pipeline.results(*rows, hand_over=hand_over).items():
+        for sequence, result in pipeline.results(*rows, feed_back=feed_back).items():
             answers[sequence] += tokens_of(result)
     return answers
 
@@ -134,11 +134,11 @@ def test_steps_built_ahead_draw_the_same_answers(folder: Path, stages: int, *, s
     operations = [open_regex(1, FIXED, temperature=1.0), free]
     made = [
         steps.make(
-            *(chunk(each, 0, PROMPT, want()) for each in (1, 2)), operations=operations, hand_over=True
+            *(chunk(each, 0, PROMPT, want()) for each in (1, 2)), operations=operations, feed_back=True
         )
     ]
     made += [
-        steps.make(*(previous(each, len(PROMPT) + at) for each in (1, 2)), hand_over=True)
+        steps.make(*(previous(each, len(PROMPT) + at) for each in (1, 2)), feed_back=True)
         for at in range(len(expected) + 2)
     ]
     dones: list[step_pb2.StepDone] = []
@@ -277,7 +277,7 @@ def test_retained_sequence_keeps_no_grammar(folder: Path) -> None:
     table = SequenceTable(cast("Any", NoKv()), 320, compiler)
     assert table.apply([open_constrained(1, SCHEMA)]) == {}
     assert table[1].grammar is not None
-    assert table.apply([step_pb2.CacheOperation(park=step_pb2.Park(sequence=1))]) == {}
+    assert table.apply([step_pb2.CacheOperation(retain=step_pb2.Retain(sequence=1))]) == {}
     assert table[1].grammar is None
 
 

@@ -9,14 +9,14 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Step(_message.Message):
-    __slots__ = ("instance", "epoch", "step", "operations", "rows", "deadline_s", "hand_over_tokens", "end_stage")
+    __slots__ = ("instance", "epoch", "step", "operations", "rows", "deadline_s", "feed_back_tokens", "end_stage")
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     OPERATIONS_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
-    HAND_OVER_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FEED_BACK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     END_STAGE_FIELD_NUMBER: _ClassVar[int]
     instance: str
     epoch: int
@@ -24,18 +24,18 @@ class Step(_message.Message):
     operations: _containers.RepeatedCompositeFieldContainer[CacheOperation]
     rows: _containers.RepeatedCompositeFieldContainer[Row]
     deadline_s: float
-    hand_over_tokens: bool
+    feed_back_tokens: bool
     end_stage: int
-    def __init__(self, instance: _Optional[str] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., operations: _Optional[_Iterable[_Union[CacheOperation, _Mapping]]] = ..., rows: _Optional[_Iterable[_Union[Row, _Mapping]]] = ..., deadline_s: _Optional[float] = ..., hand_over_tokens: _Optional[bool] = ..., end_stage: _Optional[int] = ...) -> None: ...
+    def __init__(self, instance: _Optional[str] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., operations: _Optional[_Iterable[_Union[CacheOperation, _Mapping]]] = ..., rows: _Optional[_Iterable[_Union[Row, _Mapping]]] = ..., deadline_s: _Optional[float] = ..., feed_back_tokens: _Optional[bool] = ..., end_stage: _Optional[int] = ...) -> None: ...
 
 class CacheOperation(_message.Message):
-    __slots__ = ("open", "fork", "trim", "free", "reset", "park", "first_stage", "end_stage")
+    __slots__ = ("open", "fork", "trim", "free", "reset", "retain", "first_stage", "end_stage")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     FORK_FIELD_NUMBER: _ClassVar[int]
     TRIM_FIELD_NUMBER: _ClassVar[int]
     FREE_FIELD_NUMBER: _ClassVar[int]
     RESET_FIELD_NUMBER: _ClassVar[int]
-    PARK_FIELD_NUMBER: _ClassVar[int]
+    RETAIN_FIELD_NUMBER: _ClassVar[int]
     FIRST_STAGE_FIELD_NUMBER: _ClassVar[int]
     END_STAGE_FIELD_NUMBER: _ClassVar[int]
     open: Open
@@ -43,10 +43,10 @@ class CacheOperation(_message.Message):
     trim: Trim
     free: Free
     reset: Reset
-    park: Park
+    retain: Retain
     first_stage: int
     end_stage: int
-    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., fork: _Optional[_Union[Fork, _Mapping]] = ..., trim: _Optional[_Union[Trim, _Mapping]] = ..., free: _Optional[_Union[Free, _Mapping]] = ..., reset: _Optional[_Union[Reset, _Mapping]] = ..., park: _Optional[_Union[Park, _Mapping]] = ..., first_stage: _Optional[int] = ..., end_stage: _Optional[int] = ...) -> None: ...
+    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., fork: _Optional[_Union[Fork, _Mapping]] = ..., trim: _Optional[_Union[Trim, _Mapping]] = ..., free: _Optional[_Union[Free, _Mapping]] = ..., reset: _Optional[_Union[Reset, _Mapping]] = ..., retain: _Optional[_Union[Retain, _Mapping]] = ..., first_stage: _Optional[int] = ..., end_stage: _Optional[int] = ...) -> None: ...
 
 class Open(_message.Message):
     __slots__ = ("sequence", "sampling", "seed", "eos", "tokens", "prompt_length", "max_length", "grammar", "traceparent")
@@ -96,7 +96,7 @@ class Free(_message.Message):
     sequence: int
     def __init__(self, sequence: _Optional[int] = ...) -> None: ...
 
-class Park(_message.Message):
+class Retain(_message.Message):
     __slots__ = ("sequence",)
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     sequence: int
