@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from fastapi.routing import APIRoute
 from tests.api.twins import TwinCatalog, TwinService
+from tests.faults import dialects as disturbed
 
 from mlx_ring import api
 from mlx_ring.api.app import DIALECTS
@@ -47,6 +48,20 @@ def test_every_defined_dialect_is_registered() -> None:
 def test_every_dialect_is_documented(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     assert [dialect.name for dialect in DIALECTS if dialect.name not in text] == []
+
+
+def test_the_table_of_rooms_names_the_folder_of_every_dialect() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    folders = {
+        dialect.routes[0].__module__.removeprefix(f"{api.__name__}.").partition(".")[0]
+        for dialect in DIALECTS
+    }
+    assert {folder for folder in folders if f"`{folder}/`" not in text} == set()
+
+
+def test_faults_disturb_answers_of_every_dialect() -> None:
+    paths = {dialect.path for dialect in disturbed.DIALECTS.values()}
+    assert {DIALECTS.of(path).name for path in paths} == {dialect.name for dialect in DIALECTS}
 
 
 @pytest.mark.parametrize("dialect", list(DIALECTS), ids=lambda dialect: dialect.name)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 from prometheus_client.openmetrics.parser import (
@@ -13,9 +15,10 @@ from tests.api.clients import Api, refusal
 from tests.api.twins import TwinService
 
 from mlx_ring.api.metrics.machines import LinkCounts
+from mlx_ring.api.metrics.requests import Replica, step_families
 from mlx_ring.api.service import LinkInfo
 from mlx_ring.api.settings import ApiSettings
-from mlx_ring.core.engine_stats import OpenRequest
+from mlx_ring.core.engine_stats import COUNTS, Meter, OpenRequest, StepTotals
 from mlx_ring.core.errors import WorkerLost
 from mlx_ring.core.worker_status import LinkUse
 from mlx_ring.engine.kv_budget import RankKv
@@ -66,6 +69,47 @@ def test_request_is_counted_in_every_metric_it_belongs_to(api: Api) -> None:
     assert len(page.all("worker_weight_bytes", **MODEL)) == 2
     assert all(steps > 1 for steps in page.all("stage_steps_total", node="here", **MODEL).values())
     assert page("instance_up", **MODEL) == page("model_state", model_name="org/twin", state="ready") == 1
+
+
+NOT_MEASURED = {"read_tokens": "a rate on the page; metrics have `prompt_tokens` and `prefix_cache_hits`"}
+"""Totals without a metric, each with the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """An engine with given totals."""
+
+    totals_now: StepTotals
+
+    def totals(self) -> StepTotals:
+        return self.totals_now
+
+
+def test_every_total_of_steps_is_in_a_metric_or_has_a_reason() -> None:
+    totals = StepTotals({}, **{name: 1_000_003 + place for place, name in enumerate(COUNTS)})
+    meter = Meter()
+    with meter.attached(Counted(totals), {}):
+        families = list(step_families([Replica(("org/twin", "0"), meter, None, None)]))
+    values = {sample.value for family in families for sample in family.samples}
+    assert {name for name in COUNTS if getattr(totals, name) not in values} == NOT_MEASURED.keys()
+
+
+class ReadMeter(Meter):
+    """Meter that records which of its attributes are read."""
+
+    read: ClassVar[set[str]] = set()
+
+    def __getattribute__(self, name: str) -> Any:
+        ReadMeter.read.add(name)
+        return super().__getattribute__(name)
+
+
+def test_every_measurement_of_a_meter_is_read_on_a_scrape() -> None:
+    service = TwinService()
+    service.meters[:] = [ReadMeter()]
+    ReadMeter.read.clear()
+    MetricsPage(Api(service))
+    assert {name for name in vars(Meter()) if not name.startswith("_")} - ReadMeter.read == set()
 
 
 def test_metrics_are_in_openmetrics_format_on_request(api: Api) -> None:

@@ -20,6 +20,7 @@ from tests.api.twins import TwinService
 
 from mlx_ring.api.anthropic import request as anthropic_request
 from mlx_ring.api.anthropic.request import MessagesRequest
+from mlx_ring.api.app import DIALECTS
 from mlx_ring.api.chat import templates
 from mlx_ring.api.errors import error_info
 from mlx_ring.api.ollama import routes as ollama_routes
@@ -115,17 +116,20 @@ def test_too_many_objects_are_refused_before_they_are_checked(api: Api) -> None:
     assert message == "The body has more than 100000 objects, the server's limit."
 
 
-@pytest.mark.parametrize(
-    ("path", "fields"),
-    [
-        ("/v1/chat/completions", {}),
-        ("/v1/messages", {"max_tokens": 1}),
-        ("/api/chat", {"stream": False}),
-    ],
-)
-def test_many_messages_are_converted_off_the_event_loop(
-    path: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+CHATS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {},
+    "/v1/messages": {"max_tokens": 1},
+    "/api/chat": {"stream": False},
+}
+"""Route of each dialect that takes messages, and the fields that it needs besides."""
+
+
+def test_every_dialect_has_a_chat_here() -> None:
+    assert {DIALECTS.of(path).name for path in CHATS} == {dialect.name for dialect in DIALECTS}
+
+
+@pytest.mark.parametrize("path", CHATS)
+def test_many_messages_are_converted_off_the_event_loop(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     threads: dict[int, set[threading.Thread]] = {}
     api = Api(TwinService(context=100_000))
 
@@ -143,7 +147,7 @@ def test_many_messages_are_converted_off_the_event_loop(
         monkeypatch.setattr(module, name, partial(recorded, plain=getattr(module, name)))
     for count in (1, 501):
         messages = [{"role": ("user", "assistant")[n % 2], "content": "a"} for n in range(count)]
-        assert api.post(path, fields | {"messages": messages}).status_code == 200
+        assert api.post(path, CHATS[path] | {"messages": messages}).status_code == 200
     assert threading.main_thread() in threads[1]
     assert threading.main_thread() not in threads[501]
 

@@ -11,7 +11,7 @@ import pytest
 from tests.api.twins import VOCAB_SIZE, ByteTokenizer, TwinCatalog, TwinService
 from tests.eventually import run_tasks_until
 
-from mlx_ring.api.app import build_app
+from mlx_ring.api.app import DIALECTS, build_app
 from mlx_ring.api.settings import ApiSettings
 from mlx_ring.core.engine_stats import Meter, Policy
 from mlx_ring.core.errors import WorkerLost
@@ -20,7 +20,7 @@ from mlx_ring.engine.sequence import Limits
 from mlx_ring.engine.streams import Vocabulary
 
 MESSAGES = [{"role": "user", "content": "Hello."}]
-DIALECTS: dict[str, dict[str, Any]] = {
+REQUESTS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": MESSAGES},
     "/v1/completions": {"prompt": "Hello.", "max_tokens": 40},
     "/v1/responses": {"input": "Hello."},
@@ -68,7 +68,7 @@ def answer(path: str, *, stream: bool, is_lost: bool) -> httpx.Response:
     async def run() -> httpx.Response:
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost:8100") as client:
-            asked = asyncio.create_task(client.post(path, json={**DIALECTS[path], "stream": stream}))
+            asked = asyncio.create_task(client.post(path, json={**REQUESTS[path], "stream": stream}))
             if is_lost:
                 await lose_and_replace()
             return await asked
@@ -81,7 +81,11 @@ def text_of(response: httpx.Response) -> str:
     return "".join(re.findall(r'"(?:content|text|delta|response)":"((?:[^"\\]|\\.)*)"', response.text))
 
 
-@pytest.mark.parametrize("path", DIALECTS)
+def test_every_dialect_has_a_request_here() -> None:
+    assert {DIALECTS.of(path).name for path in REQUESTS} == {dialect.name for dialect in DIALECTS}
+
+
+@pytest.mark.parametrize("path", REQUESTS)
 def test_a_stream_has_a_pause_and_then_the_rest(path: str) -> None:
     lost, undisturbed = (answer(path, stream=True, is_lost=is_lost) for is_lost in (True, False))
     assert lost.status_code == 200
@@ -91,7 +95,7 @@ def test_a_stream_has_a_pause_and_then_the_rest(path: str) -> None:
     assert '"error":{' not in lost.text
 
 
-@pytest.mark.parametrize("path", DIALECTS)
+@pytest.mark.parametrize("path", REQUESTS)
 def test_a_whole_answer_has_a_header_after_a_pause(path: str) -> None:
     lost, undisturbed = (answer(path, stream=False, is_lost=is_lost) for is_lost in (True, False))
     assert (lost.status_code, lost.headers["x-mlx-ring-resumed"]) == (200, "true")

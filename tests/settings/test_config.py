@@ -284,8 +284,11 @@ def test_memory_for_request_bodies_holds_two_of_the_longest() -> None:
 
 def test_every_setting_is_read_by_some_code() -> None:
     package = Path(mlx_ring.__file__).parent
-    sources = [path for path in package.rglob("*.py") if path.name not in ("config.py", "fields.py")]
-    code = "\n".join(path.read_text("utf-8") for path in sources)
+    # The API has settings of its own, which the head fills in from these.
+    sources = [path for path in package.rglob("*.py") if "api" not in path.relative_to(package).parts]
+    code = "\n".join(
+        path.read_text("utf-8") for path in sources if path.name not in ("config.py", "fields.py")
+    )
     unread = [
         name for name in Settings.model_fields if not re.search(rf"(?:settings|policy)\.{name}\b", code)
     ]
