@@ -18,16 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+# Namespaces are removed as those of tests are.
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.namespaces import removed_afterwards
+
 _SOURCE = Path(__file__).with_name("switch.c")
 _WAIT_S = 30
-_REMOVE = """
-trap '' INT TERM HUP
-read -r _ || true
-for name in "$@"; do
-  for pid in $(ip netns pids "$name" 2>/dev/null); do kill -KILL "$pid" 2>/dev/null; done
-done
-for name in "$@"; do ip netns delete "$name" 2>/dev/null; done
-"""
 _ECHO = """
 import socket
 with socket.create_server(("0.0.0.0", 9)) as server:
@@ -114,7 +110,7 @@ def emulated_lan(count: int) -> Generator[Lan]:
         raise SystemExit("An emulated LAN needs root: network namespaces and TAP devices.")
     run = f"rbench{os.getpid():x}{secrets.token_hex(1)}"
     hosts = [Host(f"{run}h{number}", f"10.78.0.{number}") for number in range(1, count + 1)]
-    with _removed_afterwards([host.namespace for host in hosts]), tempfile.TemporaryDirectory() as folder:
+    with removed_afterwards([host.namespace for host in hosts]), tempfile.TemporaryDirectory() as folder:
         program = Path(folder) / "switch"
         subprocess.run(["cc", "-O2", "-Wall", "-o", str(program), str(_SOURCE)], check=True)
         for host in hosts:
@@ -141,21 +137,6 @@ def _switch(program: Path, hosts: Sequence[Host]) -> Generator[subprocess.Popen[
             os.sched_setscheduler(switch.pid, os.SCHED_FIFO, os.sched_param(50))
         yield switch
         commands.close()
-
-
-@contextlib.contextmanager
-def _removed_afterwards(names: Sequence[str]) -> Generator[None]:
-    watcher = subprocess.Popen(
-        ["sh", "-c", _REMOVE, "watcher", *names],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    try:
-        yield
-    finally:
-        watcher.communicate(timeout=_WAIT_S)
 
 
 def _pipes(process: subprocess.Popen[str]) -> tuple[IO[str], IO[str]]:

@@ -11,15 +11,14 @@ import functools
 import os
 import secrets
 import shlex
-import subprocess
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from tests.processes import run_at_end
 
 _MOUNT = Path("/sys/fs/cgroup")
-_STEP_S = 30.0
 _PERIOD_US = 10_000
 _REMOVE = """
 trap '' INT TERM HUP
@@ -58,7 +57,7 @@ def limited(memory_bytes: int, cores: float, period_us: int = _PERIOD_US) -> Gen
     name = f"ring{os.getpid():x}{secrets.token_hex(2)}"
     limits = _limits(memory_bytes, cores, period_us)
     folders = tuple(folder / name for folder in limits)
-    with _removed_afterwards(folders):
+    with run_at_end(_REMOVE, *map(str, folders)):
         for folder, entries in zip(folders, limits.values(), strict=True):
             folder.mkdir()
             for entry, value in entries.items():
@@ -99,21 +98,6 @@ def _own_folder(controller: str) -> Path:
         if controller in controllers.split(","):
             return _MOUNT / controllers / path.lstrip("/")
     raise FileNotFoundError(f"no control group has the controller {controller or 'of version 2'}")
-
-
-@contextlib.contextmanager
-def _removed_afterwards(folders: tuple[Path, ...]) -> Generator[None]:
-    watcher = subprocess.Popen(
-        ["sh", "-c", _REMOVE, "watcher", *map(str, folders)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    try:
-        yield
-    finally:
-        watcher.communicate(timeout=_STEP_S)
 
 
 @functools.cache

@@ -16,12 +16,13 @@ import shutil
 import subprocess
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 import pytest
-from tests.processes import clean_environment
+from tests.processes import clean_environment, run_at_end
 
 _STEP_S = 30.0
 _NOTHING_PASSES = ("tbf", "rate", "8bit", "burst", "10", "limit", "1")
@@ -139,7 +140,7 @@ def lan(count: int, *, fast: bool = False) -> Generator[Sequence[Host]]:
         )
         for number in range(1, count + 1)
     ]
-    with _removed_afterwards([switch, *(host.namespace for host in hosts)]):
+    with removed_afterwards([switch, *(host.namespace for host in hosts)]):
         _make_switch(switch)
         for number, host in enumerate(hosts):
             _make_host(host, switch, f"port{number}")
@@ -155,20 +156,9 @@ def _enter(namespace: str) -> None:
             raise OSError(ctypes.get_errno(), f"{namespace} cannot be entered")
 
 
-@contextlib.contextmanager
-def _removed_afterwards(names: Sequence[str]) -> Generator[None]:
-    """Have a watcher remove namespaces at the end, or when this process ends."""
-    watcher = subprocess.Popen(
-        ["sh", "-c", _REMOVE, "watcher", *names],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    try:
-        yield
-    finally:
-        watcher.communicate(timeout=_STEP_S)
+def removed_afterwards(namespaces: Sequence[str]) -> AbstractContextManager[None]:
+    """Have a watcher end the processes of namespaces and remove them at the end, or when this process ends."""
+    return run_at_end(_REMOVE, *namespaces)
 
 
 def _make_switch(namespace: str) -> None:

@@ -29,6 +29,7 @@ from mlx_ring.core.environment import inherited_environment, quieten_grpc
 MLX_RING = (sys.executable, "-c", "from mlx_ring.cli.main import main; main()")
 READY_WAIT_S = 120.0
 _REQUEST_WAIT_S = 120.0
+_END_WAIT_S = 30.0
 _SPARE_WORKER = "MLX_RING_SPARE_WORKER"
 
 
@@ -265,6 +266,25 @@ def joining(*arguments: str, folder: Path, within: Sequence[str] = ()) -> Genera
             with contextlib.suppress(psutil.NoSuchProcess):
                 left.kill()
         process.wait()
+
+
+@contextlib.contextmanager
+def run_at_end(script: str, *arguments: str) -> Generator[None]:
+    """Run a shell script when the context ends, or when this process ends, also if it is killed.
+
+    The script runs from the beginning. It first reads a line from its input, which is closed then.
+    """
+    watcher = subprocess.Popen(
+        ["sh", "-c", script, "watcher", *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        yield
+    finally:
+        watcher.communicate(timeout=_END_WAIT_S)
 
 
 def _wait_until_ready(process: subprocess.Popen[str], folder: Path, on_line: Callable[[str], None]) -> str:

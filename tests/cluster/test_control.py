@@ -240,7 +240,7 @@ def test_a_plan_waits_while_a_connected_node_is_silent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attendance, "_BEAT_S", 3600.0)
-    monkeypatch.setattr(subject, "_SUSPECT_S", 0.1)
+    monkeypatch.setattr(subject, "_SETTLED_WITHIN_S", 0.1)
     monkeypatch.setattr(subject, "SILENCE_S", 0.6)
 
     async def run() -> None:

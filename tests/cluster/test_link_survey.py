@@ -116,6 +116,15 @@ def test_a_link_is_measured_again_after_a_loss_despite_stored_measurements(tmp_p
     asyncio.run(run())
 
 
+def test_a_loss_is_forgotten_when_no_measurement_is_as_old() -> None:
+    now = [1.8e9]
+    survey = LinkSurvey("mini-1", lambda: now[0])
+    for number in range(3):
+        survey.distrust(("mini-1", f"mini-{number}"))
+        now[0] += MAX_AGE_S / 2
+    assert set(survey._lost_at) == {frozenset(("mini-1", f"mini-{number}")) for number in (1, 2)}  # pyright: ignore[reportPrivateUsage] - what it keeps
+
+
 def test_nodes_report_after_a_measurement_but_not_after_a_loss(tmp_path: Path) -> None:
     now, awaited = [1.8e9], list[set[str]]()
 

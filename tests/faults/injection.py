@@ -24,7 +24,7 @@ from tests.processes import Server
 from mlx_ring.core.cluster_folders import authority_folder
 
 _HOOK = Path(__file__).parent / "step_hook"
-_STOP_WAIT_S = 600.0
+_HOOK_WAIT_S = 600.0
 
 
 @contextlib.contextmanager
@@ -72,7 +72,7 @@ class Stopped:
 
     def __init__(self, folder: Path, pid: int) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.settimeout(_STOP_WAIT_S)
+        self._socket.settimeout(_HOOK_WAIT_S)
         self._socket.connect(str(folder / f"{pid}.sock"))
         self._lines = self._socket.makefile("rw")
 

@@ -204,7 +204,7 @@ class AgentLink:
 
 
 AGENT_MODULE = "mlx_ring.agent"
-_STOP_WAIT_S = 8.0
+STOP_WAIT_S = 8.0
 """Time to stop; the workers have three seconds each, in parallel, before they are killed."""
 _ANSWER_WAIT_S = 1.5
 
@@ -276,7 +276,7 @@ class LocalAgent:
         """Stop all workers and the agent, and wait until the agent's process has ended, and theirs with it."""
         grace_s = 0.0
         if not self._child.exit_reason and not self._hangs and await self.answers():
-            grace_s = _STOP_WAIT_S
-            await self.link.stop("", _STOP_WAIT_S)
+            grace_s = STOP_WAIT_S
+            await self.link.stop("", STOP_WAIT_S)
         await self.link.close()
         await self._child.stop(grace_s, asks_where=not self._hangs)

@@ -46,7 +46,7 @@ from mlx_ring.rpc.tls.peers import Peer, host_of_call, peer_of_call
 
 log = logging.getLogger(__name__)
 
-_SUSPECT_S = 1.5
+_SETTLED_WITHIN_S = 1.5
 """Silence after which a plan waits until the node speaks or is disconnected."""
 _RETURNS_WITHIN_S = 1.5
 """Silence within which a node whose connection broke may be back, for example because it missed the head's messages."""
@@ -119,7 +119,8 @@ class Control:
 
         def is_settled() -> bool:
             return all(node in besides for node in self._returning) and all(
-                silence.seconds < _SUSPECT_S or node in besides for node, silence in self._silences.values()
+                silence.seconds < _SETTLED_WITHIN_S or node in besides
+                for node, silence in self._silences.values()
             )
 
         async with self._changed:

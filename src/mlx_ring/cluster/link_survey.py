@@ -158,13 +158,15 @@ class LinkSurvey:
         self._found: dict[tuple[str, str], tuple[FoundLink, object]] = {}
         """Links by source and target, each with the sessions and address that it is valid for."""
         self._lost_at: dict[frozenset[str], float] = {}
-        """Times of the last connections that were lost between two nodes."""
+        """Times of the last connections that were lost between two nodes, within `MAX_AGE_S`."""
         self._alone = asyncio.Lock()
 
     def distrust(self, nodes: Iterable[str]) -> None:
         """Forget the link between two nodes, because a connection was lost there. Older measurements no longer count."""
-        pair = frozenset(nodes)
-        self._lost_at[pair] = self._clock()
+        pair, now = frozenset(nodes), self._clock()
+        # Measurements older than MAX_AGE_S do not count anyway.
+        recent = {other: at for other, at in self._lost_at.items() if now - at < MAX_AGE_S}
+        self._lost_at = {**recent, pair: now}
         self._found = {ends: found for ends, found in self._found.items() if frozenset(ends) != pair}
 
     @property

@@ -401,8 +401,8 @@ class Meter:
             counts, ranks = self.counts(), self.ranks()
             self._counts, self._ranks, self._engine = Counter(counts), ranks, None
 
-    def record_loss(self, error: RingError | None) -> None:
-        """Record that an instance was lost or could not be loaded."""
+    def count_loss(self, error: RingError | None) -> None:
+        """Count that an instance was lost or could not be loaded."""
         if error is not None:
             self.losses[type(error).__name__] += 1
 

@@ -32,6 +32,7 @@ from mlx_ring.core.environment import package_version
 from mlx_ring.core.trace_export import open_tracing
 from mlx_ring.core.traces import Tracing
 from mlx_ring.head.http_connections import HttpConfig
+from mlx_ring.head.instance_watch import end_tasks
 from mlx_ring.head.models import Catalog
 from mlx_ring.head.nodes import Machines
 from mlx_ring.head.replica import Watcher
@@ -177,7 +178,7 @@ class Head:
                 machines = await self._machines(cleanup)
                 cleanup.push_async_callback(self._catalog.end)
                 work = asyncio.create_task(self._keep_serving(machines))
-                cleanup.push_async_callback(_cancelled, work)
+                cleanup.push_async_callback(end_tasks, work)
                 await _first_of(end.requested.wait(), serving, work)
                 await self._drain(end, serving, work)
                 log.info("stopping")
@@ -262,11 +263,6 @@ async def _first_of(first: Awaitable[object], *others: Awaitable[object]) -> Non
         for task in tasks:
             if task not in (first, *others):
                 task.cancel()
-
-
-async def _cancelled(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.wait((task,))
 
 
 def _is_loopback(host: str) -> bool:

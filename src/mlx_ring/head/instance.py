@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from mlx_ring.cluster.agent_link import Report
+from mlx_ring.cluster.agent_link import STOP_WAIT_S, Report
 from mlx_ring.cluster.deployment import Site, Started, WorkerPlace, deploy
 from mlx_ring.cluster.relinking import patch
 from mlx_ring.core.engine_stats import Meter
@@ -31,7 +31,7 @@ from mlx_ring.engine.resumption import KeptKv, kept_message
 from mlx_ring.engine.step_times import Predict, StepSize
 from mlx_ring.engine.streams import Vocabulary
 from mlx_ring.head.instance_view import InstanceService
-from mlx_ring.head.instance_watch import InstanceWatch
+from mlx_ring.head.instance_watch import InstanceWatch, end_tasks
 from mlx_ring.head.kv_memory import KvShares, KvUser, Reservation
 from mlx_ring.head.patching import Remains, can_be_patched, sites_of
 from mlx_ring.head.placing import Placement
@@ -48,7 +48,6 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-_STOP_WAIT_S = 8.0
 _late_stops: set[asyncio.Task[None]] = set()
 """Requests to nodes that no longer answer, to stop their workers."""
 _BETTER_REASON_S = 1.0
@@ -176,7 +175,7 @@ class Instance:
             cleanup.enter_context(self._meter.attached(engine, self._nodes))
             cleanup.push_async_callback(engine.close)
             looking = asyncio.create_task(self.watch.find_stuck(engine), name="deadlines")
-            cleanup.push_async_callback(_end, looking)
+            cleanup.push_async_callback(end_tasks, looking)
             self._service.serve(engine)
             self._has_served = True
             _spare_the_collector()
@@ -376,15 +375,10 @@ def _stop_late(site: Site, epoch: Epoch) -> asyncio.Task[None]:
 
 async def _stop_on(site: Site, epoch: Epoch) -> None:
     hello = make_hello(instance=epoch.instance, epoch=epoch.number, node=epoch.node, fencing_id=epoch.head)
-    await site.link.stop(epoch.instance, _STOP_WAIT_S, hello)
+    await site.link.stop(epoch.instance, STOP_WAIT_S, hello)
     if epoch.trust is not None:
         # On one machine the channel belongs to the agent, which other epochs share.
         await site.link.close()
-
-
-async def _end(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.wait((task,))
 
 
 def predict_by(forecast: Forecast | None) -> Predict | None:

@@ -163,11 +163,11 @@ class InstanceWatch:
         try:
             yield
         finally:
-            await _end(judging, *self._tasks)
+            await end_tasks(judging, *self._tasks)
 
     async def begin(self) -> None:
         """Judge the workers, which are loaded, from their agents' reports."""
-        await _end(*self._tasks)
+        await end_tasks(*self._tasks)
         self._phase = "judging"
         self._follow_agents()
 
@@ -398,7 +398,8 @@ def _label(state: agent_pb2.WorkerState, node: str) -> str:
     return f"The worker of stage {state.stage}, rank {state.rank} on {node} (pid {state.pid})"
 
 
-async def _end(*tasks: asyncio.Task[None]) -> None:
+async def end_tasks(*tasks: asyncio.Task[None]) -> None:
+    """Cancel tasks, and wait until they have ended."""
     for task in tasks:
         task.cancel()
     if tasks:

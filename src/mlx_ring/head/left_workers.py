@@ -9,6 +9,7 @@ from collections.abc import Set as AbstractSet
 from functools import partial
 
 from mlx_ring.cluster.adoption import Adoptable, find_adoptable, highest_epoch, next_head
+from mlx_ring.cluster.agent_link import STOP_WAIT_S
 from mlx_ring.cluster.control import Control
 from mlx_ring.cluster.deployment import Site, WorkerPlace, address_of, close_sites
 from mlx_ring.cluster.membership import Event, Joined, Membership
@@ -27,8 +28,6 @@ from mlx_ring.settings.config import Settings, state_folder
 
 log = logging.getLogger(__name__)
 
-STOP_WAIT_S = 8.0
-"""Time for a node to end its workers."""
 _LOOK_WAIT_S, _LOOK_AGAIN_S = 3.0, 1.0
 
 

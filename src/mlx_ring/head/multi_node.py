@@ -11,6 +11,7 @@ from functools import partial
 from typing import TypeVar
 
 from mlx_ring.api.service import LinkInfo
+from mlx_ring.cluster.agent_link import STOP_WAIT_S
 from mlx_ring.cluster.control import Control
 from mlx_ring.cluster.deployment import Site, Started, close_sites
 from mlx_ring.cluster.head_member import OwnAgent, stale_trust
@@ -20,7 +21,7 @@ from mlx_ring.cluster.quarantine import Pair, QuarantineList, pair
 from mlx_ring.core.cluster_folders import authority_folder
 from mlx_ring.core.errors import LinkLost, PlanError, RingError
 from mlx_ring.head.instance import Epoch
-from mlx_ring.head.left_workers import STOP_WAIT_S, LeftWorkers
+from mlx_ring.head.left_workers import LeftWorkers
 from mlx_ring.head.link_survey import LinkSurveys, link_info, with_throughput
 from mlx_ring.head.nodes import Declared, LiveInstances, NodeListener, new_instance
 from mlx_ring.head.patching import PatchPlan, Remains, Room, patch_ranks, plan_patch

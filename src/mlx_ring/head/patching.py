@@ -37,7 +37,7 @@ _MOST_CHOICES = 64
 """Limit of the placements that are compared."""
 _SAME_SPEED = 0.05
 """Relative difference below which predicted speeds count as equal, because they follow from measurements."""
-_STOP_WAIT_S = 3.0
+_CLEAR_WAIT_S = 3.0
 """Time for a node to end workers that a patch cannot use."""
 
 
@@ -402,7 +402,7 @@ async def _prepare_left(
     cleared = [site for site in remains.placement.nodes if site.node not in in_use | remains.silent_nodes]
     earlier = make_hello(instance=remains.instance, epoch=remains.epoch, fencing_id=hello.fencing_id)
     wait_until_left = None if presence is None else presence.wait_until_left
-    stops = ((site.node, site.link.stop(remains.instance, _STOP_WAIT_S, earlier)) for site in cleared)
+    stops = ((site.node, site.link.stop(remains.instance, _CLEAR_WAIT_S, earlier)) for site in cleared)
     clearing = asyncio.gather(*(unless_left(node, stop, wait_until_left) for node, stop in stops))
     prepared = await prepare(sites, assignments, staying, hello, wait_until_left)
     await clearing

@@ -162,7 +162,7 @@ class Replica:
                 # Interrupted answers wait for the next load.
                 pause_s = 0.0
             except RingError as error:
-                self._meter.record_loss(error)
+                self._meter.count_loss(error)
                 if is_adopted and not self._has_served:
                     log.warning("the workers of an earlier head cannot be adopted: %s", error)
                     continue
@@ -199,7 +199,7 @@ class Replica:
                 running = self._begin(epoch, early)
                 current.follow(running.watch)
                 loss = await self._serve(running, epoch, ready)
-                self._meter.record_loss(loss)
+                self._meter.count_loss(loss)
                 if loss is None or not judge(self._in_progress, loss):
                     self._machines.record_failure(loss, self._begun_s)
                 if running.remains is None:

@@ -98,7 +98,7 @@ class Neighbours:
         address = address_of_call(context)
         try:
             theirs = _greeting(first_message(frames, context))
-            record_loss = self.loss_recorder()
+            record = self.loss_recorder()
             sender = self._admit(theirs, context)
         except RingError as error:
             log.warning("refused a link from %s: %s", address, error)
@@ -114,7 +114,7 @@ class Neighbours:
         except grpc.RpcError:
             loss = link_lost(theirs, self._hello(), "the connection ended")
         if sender.break_off(loss):
-            record_loss(loss)
+            record(loss)
 
     def _admit(self, hello: hello_pb2.Hello, context: grpc.ServicerContext) -> InboxSender:
         """Admit only the worker that the plan puts before this one, in place of an earlier sender.
