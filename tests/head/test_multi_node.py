@@ -71,6 +71,9 @@ class FakeControl:
     def has_left(self, _node: str) -> bool:
         return False
 
+    async def wait_for_reports(self, _nodes: object) -> None:
+        return
+
     @contextlib.contextmanager
     def watching(self, watcher: Callable[[Event], None]) -> Generator[None]:
         self.watchers.append(watcher)
