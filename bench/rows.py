@@ -29,10 +29,10 @@ from measuring import (
 from random_model import CACHE, Shape, make
 from servers import MlxLmServer, RingServer, pin_self
 from simulated import steady_throughput
+from tests.planner.costs import MeasuredCost
 
 from mlx_ring.cli.bench.summary import Record, Summary, percentile
 from mlx_ring.cli.bench.workload import Job, Range, Workload, make_jobs
-from mlx_ring.planner.costs import MeasuredCost
 
 FLOAT = Shape(layers=8, hidden=1024, vocabulary=4096, dtype="float32")
 DEEP = Shape(layers=16, hidden=768, intermediate=2304, heads=12, kv_heads=6, vocabulary=4096, dtype="float32")

@@ -7,10 +7,10 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.examples import examples
+from tests.planner.closed_loop import ClosedLoop, Load
+from tests.planner.costs import is_prefill
+from tests.planner.simulation import Simulation, Times
 
-from mlx_ring.planner.closed_loop import ClosedLoop, Load
-from mlx_ring.planner.costs import is_prefill
-from mlx_ring.planner.simulation import Simulation, Times
 from mlx_ring.rpc.protos import step_pb2
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from tests.planner.costs import LinearCost, MeasuredCost, StageCosts
 
-from mlx_ring.planner.costs import LinearCost, MeasuredCost, StageCosts
 from mlx_ring.rpc.protos import step_pb2
 
 CHUNK = step_pb2.Row(sequence=1, start=10, tokens=step_pb2.Tokens(ids=[1, 2, 3]))

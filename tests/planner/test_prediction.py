@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.examples import examples
-
-from mlx_ring.planner.closed_loop import Load
-from mlx_ring.planner.costs import MeasuredCost
-from mlx_ring.planner.prediction import predict_throughput
+from tests.planner.closed_loop import Load
+from tests.planner.costs import MeasuredCost
+from tests.planner.prediction import predict_throughput
 
 TENTH_S = MeasuredCost(100_000.0, prefill_us=300_000.0)
 STAGES = st.lists(st.builds(MeasuredCost, st.floats(1e3, 1e5)), min_size=1, max_size=5)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mlx_ring.planner.closed_loop import ClosedLoop, Load
-from mlx_ring.planner.costs import MeasuredCost, StageCosts
-from mlx_ring.planner.simulation import Simulation, Times
+from tests.planner.closed_loop import ClosedLoop, Load
+from tests.planner.costs import MeasuredCost, StageCosts
+from tests.planner.simulation import Simulation, Times
 
 _WARM_ROUNDS, _ROUNDS = 5, 40
 _WARM_ANSWERS, _ANSWERS = 1, 6

@@ -14,7 +14,8 @@ from itertools import count, pairwise
 from math import ceil, inf
 from typing import Generic, Protocol, TypeVar
 
-from mlx_ring.planner.costs import tokens_fed
+from tests.planner.costs import tokens_fed
+
 from mlx_ring.rpc.protos import step_pb2
 from mlx_ring.rpc.protos.step_pb2 import Want
 
@@ -136,7 +137,7 @@ class Times:
     """Durations in seconds."""
 
     stage_s: Callable[[int, step_pb2.Step], float]
-    """A step on a stage; `planner.costs` has some."""
+    """A step on a stage; `costs.py` has some."""
     hop_s: float = 0.0
     """Seconds from the end of a step on a stage until its message has arrived."""
     head_s: float = 0.0
