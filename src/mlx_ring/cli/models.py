@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -21,7 +22,6 @@ from mlx_ring.models.model_folder import ModelFolder
 from mlx_ring.models.model_source import find_model, list_local_models
 from mlx_ring.models.stage_folder import require_absent, stage_bytes, write_stage_folder
 from mlx_ring.settings.settings_sources import load_settings
-from mlx_ring.settings.written_plan import read_plan
 
 _URL = typer.Option(help="Address of the server.")
 _KEY = typer.Option(metavar="KEY", help="API key of the server; MLX_RING_API_KEY by default.")
@@ -182,6 +182,50 @@ def parse_layers(text: str, num_layers: int) -> tuple[LayerRange, ...]:
 def _example(num_layers: int) -> str:
     half = num_layers // 2
     return f"0-{half},{half}-{num_layers}" if half else "0-1"
+
+
+class _Layers(BaseModel):
+    start: int = Field(ge=0)
+    end: int = Field(ge=1)
+
+
+class _Stage(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+    node: str
+    layers: _Layers
+
+
+class _Plan(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+    stages: list[_Stage] = Field(min_length=1)
+
+
+_PLAN = TypeAdapter(_Plan)
+
+
+def read_plan(file: Path, num_layers: int) -> tuple[tuple[str, LayerRange], ...]:
+    """Return the node and layers of each stage, in the pipeline's order.
+
+    Args:
+        file: output of `mlx-ring plan MODEL --json` for one replica.
+        num_layers: number of the model's layers, which the stages must cover.
+
+    Raises:
+        ConfigError: the file cannot be read, is no plan, or one for another number of layers.
+    """
+    try:
+        plan = _PLAN.validate_json(file.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"--plan is {file}, which cannot be read: {error.strerror}.") from error
+    except ValidationError as error:
+        raise ConfigError(
+            f"--plan is {file}, which is not a plan of one replica from `mlx-ring plan MODEL --json`."
+        ) from error
+    ends = [0, *(stage.layers.end for stage in plan.stages)]
+    starts = [stage.layers.start for stage in plan.stages]
+    if starts != ends[:-1] or ends[-1] != num_layers or any(a >= b for a, b in itertools.pairwise(ends)):
+        raise ConfigError(f"--plan is {file}, whose stages do not cover the model's {num_layers} layers.")
+    return tuple((stage.node, LayerRange(stage.layers.start, stage.layers.end)) for stage in plan.stages)
 
 
 def _cut(folder: ModelFolder, stages: str | None) -> Sequence[LayerRange]:
