@@ -154,6 +154,7 @@ def random_request(random: Random) -> GenerateRequest:
     kind=st.sampled_from([*KINDS]),
     stages=st.integers(2, 4),
     caches=st.booleans(),
+    chunk=st.sampled_from([8, 16, 64, 512]),
 )
 def test_patches_after_losses_at_any_step_change_no_answer(
     random: Random,
@@ -161,8 +162,9 @@ def test_patches_after_losses_at_any_step_change_no_answer(
     kind: str,
     stages: int,
     caches: bool,  # noqa: FBT001 - drawn
+    chunk: int,
 ) -> None:
-    policy = Policy(max_num_seqs=4, prefill_chunk=8, num_speculative_tokens=drafts, prefix_cache=caches)
+    policy = Policy(max_num_seqs=4, prefill_chunk=chunk, num_speculative_tokens=drafts, prefix_cache=caches)
 
     async def run() -> Course:
         course = Course(random, kind, policy, stages)
@@ -256,6 +258,53 @@ def test_the_stages_behind_the_lost_one_compute_only_the_last_tokens(
         totals = succession.engine.totals()
         kept = 42 if kept_from < 3 else 0
         assert (totals.resume_kept, totals.resume_replayed) == (kept, 44 - kept)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("prompts", [[40] * 8, [10, 40], [3, *[40] * 6, 5]])
+def test_several_answers_keep_their_kv_whatever_shares_their_steps(prompts: list[int]) -> None:
+    """Lose stage 0 of three, whose chunks take several answers at once; prompts differ."""
+
+    async def run() -> None:
+        requests = [
+            replace(each, prompt_tokens=(number, *each.prompt_tokens[1:]))
+            for number, each in enumerate(map(long_request, prompts))
+        ]
+        succession = succession_of(3, replace(PLAIN, max_num_seqs=8))
+        streams = succession.submit(*requests)
+        last = run_to(succession, streams[-1], 6)
+        deltas = [*(stream.take() for stream in streams[:-1]), last]
+        succession.lose()
+        kept = succession.choose_kept(1)
+        assert len(kept) == sum(prompt == 40 for prompt in prompts)
+        succession.patch(kept)
+        succession.finish()
+        assert not succession.steps_failed
+        unkept = sum(prompt + 20 for prompt in prompts if prompt != 40)
+        for stage in (1, 2):
+            assert sum(count for _, count in rows_of(succession, stage)) <= unkept + 3 * len(kept)
+        assert succession.engine is not None
+        assert succession.engine.totals().resume_kept == sum(each.length for each in kept.values())
+        for request, stream, each in zip(requests, streams, deltas, strict=True):
+            assert tokens_of([*each, *stream.take()]) == answer_to(request)
+
+    asyncio.run(run())
+
+
+def test_the_count_of_kept_tokens_leaves_out_those_that_were_computed_again() -> None:
+    async def run() -> None:
+        succession = succession_of(2)
+        (stream,) = succession.submit(long_request(40))
+        run_to(succession, stream, 4)
+        succession.lose()
+        kept = succession.choose_kept(1)
+        succession.before = None
+        succession.load((1, 1), kept=kept)
+        succession.finish()
+        assert succession.engine is not None
+        totals = succession.engine.totals()
+        assert (totals.resume_kept, totals.resume_replayed) == (0, 44)
 
     asyncio.run(run())
 

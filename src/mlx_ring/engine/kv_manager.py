@@ -197,8 +197,9 @@ class KvManager:
         """Return the number of tokens that need no prefill if the sequence begins now."""
         if sequence.id in self.held:
             return sequence.scheduled
-        match = self._find(sequence, running).match
-        return match.length if match is not None else 0
+        match, kept = self._find(sequence, running).match, self._taken.get(sequence.id)
+        on_all_stages = 0 if kept is None or kept.first_stage else kept.length
+        return max(on_all_stages, 0 if match is None else match.length)
 
     def shared(self, tokens: tuple[int, ...], running: Mapping[int, Sequence]) -> int:
         """Return the number of a prompt's tokens that the cache could supply now."""

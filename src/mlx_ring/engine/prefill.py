@@ -109,9 +109,12 @@ class Prefilling(PrefillQueue):
         catches_up = False
         for sequence in self.next_in_turn(self._left, self._policy.prefill_chunk):
             most = min(size, room)
-            if chunks and (self._left(sequence) > most or sequence.is_catching_up != catches_up):
+            if chunks and self._left(sequence) > most:
                 break
+            # Only an opened sequence knows the KV that was kept of it. A step has one reach, so it may wait for the next one.
             self._kv.begin(sequence, self._running)
+            if chunks and sequence.is_catching_up != catches_up:
+                break
             catches_up = sequence.is_catching_up
             end = min(sequence.scheduled + most, sequence.kept if catches_up else sequence.fill_to)
             if sequence.scheduled < sequence.cut_at < end:
@@ -126,7 +129,7 @@ class Prefilling(PrefillQueue):
         """Return the number of tokens that are still to be computed."""
         return sequence.fill_to - self._kv.reuse(sequence, self._running)
 
-    def is_catching_up(self) -> bool:
+    def is_almost_read(self) -> bool:
         """Return True if prompts that arrived together are almost read: then decode waits, and starts for all at once."""
         if not self or self._has_to_spare():
             return False
@@ -160,7 +163,7 @@ class Prefilling(PrefillQueue):
         can_wait = not is_full and not has_begun and not self._has_to_spare()
         if self._in_flight.prefills > self._stages - can_wait:
             return False
-        return self.is_catching_up() or all(
+        return self.is_almost_read() or all(
             batch.last_step > self.last_step or not batch.is_active(self._policy.steps_ahead)
             for batch in self._batches
         )

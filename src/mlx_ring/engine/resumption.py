@@ -139,10 +139,10 @@ class Resumptions:
         }
 
     def record_prefilled(self, sequence: Sequence) -> None:
-        """Count the known tokens of a sequence, once in its engine, when they are in steps that were sent."""
-        if not sequence.generation:
-            self.kept_tokens += sequence.kept
-            self.replayed_tokens += sequence.length - sequence.kept
+        """Count the known tokens of a sequence, once they are computed, and let it be one like others from now on."""
+        sequence.is_resumed = False
+        self.kept_tokens += sequence.kept
+        self.replayed_tokens += sequence.length - sequence.kept
 
     def compare(self, sequence: Sequence, redrawn: Iterable[TokenLogprob]) -> None:
         """Compare a token that was delivered before a loss with what is drawn now; the delivered one stays."""

@@ -194,7 +194,7 @@ class Scheduler:
 
     def _decode_step(self, now: float) -> step_pb2.Step | None:
         """Make the next decode step, unless prompts are about to be complete: then all of them decode at once."""
-        if self._prefilling.is_catching_up():
+        if self._prefilling.is_almost_read():
             return None
         chosen = self._decoding.next_rows(self._make_room)
         if chosen is None:
@@ -293,8 +293,6 @@ class Scheduler:
         self._kv.after_chunk(sequence)
         if sequence.is_prefilled:
             self._prefilling.remove(sequence.id)
-            if sequence.is_resumed:
-                self._resumptions.record_prefilled(sequence)
             if sequence.wants_tokens:
                 sequence.unanswered += not sequence.redraws
                 self._decoding.add(sequence)
@@ -389,8 +387,9 @@ class Scheduler:
 
     def _advance(self, sequence: Sequence, sampled: tuple[TokenLogprob, ...], now: float) -> Advance:
         sequence.unanswered -= bool(sampled)
+        if sequence.is_resumed:
+            self._resumptions.record_prefilled(sequence)
         tokens = sequence.commit(sampled, now)
-        sequence.is_resumed = False
         if sequence.finish_reason is not None:
             self.finish(sequence)
         return Advance(sequence, tokens)
