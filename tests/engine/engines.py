@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from mlx_ring.core.engine_stats import Policy
+from mlx_ring.core.engine_stats import BLOCK, Policy
 from mlx_ring.core.generation import Delta, GenerateRequest, RequestStream
 from mlx_ring.core.types import SamplingParams
 from mlx_ring.engine.engine import Engine
+from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.engine.sequence import Limits
 from mlx_ring.engine.streams import Vocabulary
-from mlx_ring.engine.twin import NextToken, TwinExecutor, hash_token
+from mlx_ring.engine.twin import KV_BYTES_PER_TOKEN, NextToken, TwinExecutor, hash_token
 
 EOS = 0
 BYTES = Vocabulary(lambda tokens: bytes(tokens).decode("utf-8", "replace"), frozenset(), 256)
@@ -37,6 +39,11 @@ def make_request(
 
 
 PLAIN = Policy(prefix_cache=False, num_speculative_tokens=0)
+
+
+def kv_of(blocks: int, **traits: Any) -> RankKv:
+    """Return the KV memory of a twin's rank that holds so many blocks."""
+    return RankKv(blocks * BLOCK * KV_BYTES_PER_TOKEN, KV_BYTES_PER_TOKEN, **traits)
 
 
 def make_engine(twin: TwinExecutor, policy: Policy = PLAIN) -> Engine:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from tests.engine.engines import PLAIN, make_request
+from tests.engine.engines import LIMITS, PLAIN, kv_of, make_request
 from tests.engine.successions import Succession, run_to, tokens_of
 
+from mlx_ring.core.engine_stats import BLOCK
 from mlx_ring.core.errors import GroupStuck, NodeLost, RepeatedLoss, WorkerLost
 from mlx_ring.core.generation import GenerateRequest, RequestStream
 
@@ -146,6 +147,35 @@ def test_suspects_take_turns_until_each_has_two_more_tokens_and_then_run_togethe
             assert next(step for step in alone if suspect in step) == [suspect]
         succession.finish()
         assert engine.totals().preemptions == 0
+
+    asyncio.run(run())
+
+
+def test_a_suspect_without_room_beside_another_takes_its_room_once() -> None:
+    """Let the KV of two suspects fit together at first, and one at a time after two losses."""
+
+    async def run() -> None:
+        succession = Succession(policy=replace(PLAIN, prefill_chunk=BLOCK), kv=kv_of(8))
+        limits = replace(LIMITS, context_length=3 * BLOCK)
+        tokens = [1 + place % 200 for place in range(2 * BLOCK - 20)]
+        streams: list[RequestStream] = []
+        for number in range(2):
+            engine = succession.load(limits=limits)
+            streams = streams or succession.submit(
+                *(replace(long_request(1), prompt_tokens=(first, *tokens)) for first in (201, 202))
+            )
+            await_in_progress(succession, 2)
+            succession.lose(killer(number))
+            succession.judge(killer(number))
+        succession.kv = kv_of(3)
+        engine = succession.load(limits=limits)
+        while not streams[1].take():
+            assert engine.totals().preemptions <= 1
+            assert succession.proceed(0)
+        assert len(tokens_of(streams[0].take())) <= 4, "the other one waits"
+        succession.finish()
+        assert engine.totals().preemptions == 1
+        assert [stream.take()[-1].completion_tokens for stream in streams] == [200, 200]
 
     asyncio.run(run())
 

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.engine.engines import PLAIN, answer_of, make_request
+from tests.engine.engines import PLAIN, answer_of, kv_of, make_request
 from tests.engine.successions import Succession, run_to, tokens_of
 from tests.examples import examples
 
-from mlx_ring.core.engine_stats import BLOCK, Policy
+from mlx_ring.core.engine_stats import Policy
 from mlx_ring.core.generation import Delta, GenerateRequest, RequestStream
 from mlx_ring.engine.kv_budget import RankKv
-from mlx_ring.engine.twin import KV_BYTES_PER_TOKEN, Reach, anywhere, hash_token
+from mlx_ring.engine.twin import Reach, anywhere, hash_token
 
 MODEL = hash_token(97)
 SLACK, WINDOW = 4, 24
@@ -32,10 +32,6 @@ def within_window(present: int, reached: int, length: int) -> bool:
 def at_present(present: int, _reached: int, length: int) -> bool:
     """Allow what a recurrent model allows."""
     return length == present
-
-
-def kv_of(blocks: int, **traits: Any) -> RankKv:
-    return RankKv(blocks * BLOCK * KV_BYTES_PER_TOKEN, KV_BYTES_PER_TOKEN, **traits)
 
 
 SLIDING = {"slack": SLACK, "exact_length": WINDOW}

@@ -43,6 +43,8 @@ class MicroBatches:
         self._batch_of: dict[int, MicroBatch] = {}
         self._still: dict[int, Sequence] = {}
         """Sequences that wait with their KV while another one runs alone."""
+        self.is_held_still = False
+        """True from `hold_still` until `release`, also if no sequence is left that waits."""
 
     def __len__(self) -> int:
         return len(self._batch_of)
@@ -68,14 +70,11 @@ class MicroBatches:
         for sequence in held:
             self.remove(sequence)
         self._still |= held
-
-    @property
-    def is_held_still(self) -> bool:
-        return bool(self._still)
+        self.is_held_still = True
 
     def release(self) -> None:
         """Continue the sequences that were held still."""
-        held, self._still = self._still, {}
+        held, self._still, self.is_held_still = self._still, {}, False
         for sequence in held.values():
             self.add(sequence)
 

@@ -180,17 +180,19 @@ class Scheduler:
 
     def schedule(self, now: float) -> list[step_pb2.Step]:
         """Return every step that can be sent now, in order."""
-        steps: list[step_pb2.Step] = []
-        while (step := self._decode_step(now)) is not None:
-            steps.append(step)
+        if self._decoding.is_held_still and self._next_suspect() is None:
+            self._decoding.release()
+        steps = list(self._decode_steps(now))
         self._admit(now)
         while (step := self._prefill_step(now)) is not None:
-            steps.append(step)
-            while (step := self._decode_step(now)) is not None:
-                steps.append(step)
+            steps += [step, *self._decode_steps(now)]
         if self._kv.has_operations and (self._closing or self._in_flight.completed == self._in_flight.sent):
             steps.append(self._make_step([], [], None, now))
         return steps
+
+    def _decode_steps(self, now: float) -> Iterator[step_pb2.Step]:
+        while (step := self._decode_step(now)) is not None:
+            yield step
 
     def _decode_step(self, now: float) -> step_pb2.Step | None:
         """Make the next decode step, unless prompts are about to be complete: then all of them decode at once."""
@@ -240,20 +242,21 @@ class Scheduler:
 
     def _admit(self, now: float) -> None:
         """Admit sequences in order. Suspects run alone, one after the other, while those before them wait with their KV."""
-        if any(self._running[each].runs_alone for each in self._suspects if each in self._running):
+        suspect = self._next_suspect()
+        if suspect is not None and suspect.id in self._running:
             return
-        waiting = (self._waiting.get(each) for each in self._suspects)
-        suspect = next(
-            (each for each in waiting if each and each.runs_alone and not each.awaits_grammar), None
-        )
-        if suspect is None:
-            self._decoding.release()
+        # Once a suspect has its turn, it comes before those that gave their memory to it.
         if not self._decoding.is_held_still:
             self._admit_in_order(now)
         if suspect is not None and all(each.has_progress for each in self._running.values()):
             self._decoding.hold_still()
             if self._in_flight.completed == self._in_flight.sent:
                 self._admit_alone(suspect, now)
+
+    def _next_suspect(self) -> Sequence | None:
+        """Return the suspect that runs alone, else the first one that could."""
+        suspects = [each for each in self._suspects.values() if each.runs_alone and not each.awaits_grammar]
+        return next((each for each in suspects if each.id in self._running), next(iter(suspects), None))
 
     def _admit_in_order(self, now: float) -> None:
         """Admit sequences up to the first suspect."""
@@ -279,8 +282,7 @@ class Scheduler:
         sequence.admit(now)
 
     def _prefill_step(self, now: float) -> step_pb2.Step | None:
-        chunks = self._prefilling.next_chunks()
-        if not chunks:
+        if not (chunks := self._prefilling.next_chunks()):
             return None
         sequences = [sequence for sequence, _ in chunks]
         step = self._make_step(sequences, [row for _, row in chunks], None, now)
@@ -353,10 +355,9 @@ class Scheduler:
             if sequence in self._kv.held and sequence not in self._running:
                 # It has ended, and its cached KV is missing or wrong.
                 self._kv.free(sequence)
+        concerned = self._running.keys() & (failure.sequences or self._running)
         for sequence, _ in list(sent_step.current()):
-            if sequence.id not in self._running or (
-                failure.sequences and sequence.id not in failure.sequences
-            ):
+            if sequence.id not in concerned:
                 continue
             if again and (is_stale or sequence.record_failure()):
                 self._preempt(sequence)
