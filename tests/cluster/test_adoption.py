@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -87,6 +88,48 @@ def test_any_other_instance_is_not_adopted(difference: str) -> None:
     else:
         worker.assignment.first_layer = 2
     assert find_adoptable(events, expect) == []
+
+
+def planned_fields() -> set[str]:
+    """Return the fields of an assignment that follow from the plan and the settings."""
+    *_, last = make_assignments(
+        Cut.alike(CUT.ranges, (0.5, 0.5)),
+        instance="one",
+        epoch=1,
+        dtype="auto",
+        model_digest="model",
+        max_model_len=64,
+        kv_bits=8,
+        link="grpc",
+        backend="ring",
+        group=("127.0.0.1:1",),
+    )
+    return {field.name for field, _ in last.ListFields()}
+
+
+FILLED_IN = (
+    {field.name for field in worker_pb2.StageAssignment.DESCRIPTOR.fields}
+    - planned_fields()
+    - {"backend_why"}
+)
+"""Fields that are filled in for running workers. Agents report assignments from before a backend is chosen."""
+
+
+@pytest.mark.parametrize("name", sorted(FILLED_IN))
+def test_a_field_that_is_filled_in_for_running_workers_does_not_prevent_adoption(name: str) -> None:
+    events = loaded()
+    assignment: Any = events[0].workers[0].assignment
+    value = getattr(assignment, name)
+    if isinstance(value, str | int | float):
+        setattr(assignment, name, type(value)(1))
+    elif hasattr(value, "add"):
+        value.add()
+    elif hasattr(value, "append"):
+        value.append("x")
+    else:
+        value["x"] = "1"
+    assert assignment != loaded()[0].workers[0].assignment
+    assert len(find_adoptable(events, expect)) == 1
 
 
 def test_an_instance_cut_with_other_settings_is_not_adopted() -> None:
