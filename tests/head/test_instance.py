@@ -79,6 +79,7 @@ class FakeService:
         pass
 
     suspect = record_workers = lose = ignore
+    recoveries = SimpleNamespace(status=None)
 
     def load_phase(self, _rank: RankId) -> str:
         return "weights"
@@ -187,6 +188,27 @@ def test_nothing_is_left_when_a_patch_cannot_be_loaded_at_all(monkeypatch: pytes
     refused = ProtocolError("No such stage.")
     done, _ = run(monkeypatch, is_patched=True, lose=lambda run: run.loading.set_exception(refused))
     assert (done.instance.remains, [agent.stopped for agent in done.agents]) == (None, [["tiny-1"]] * 2)
+
+
+@pytest.mark.parametrize("phase", [None, "loading"])
+def test_garbage_is_collected_while_a_load_waits_unless_it_is_a_recovery(
+    monkeypatch: pytest.MonkeyPatch, phase: str | None
+) -> None:
+    collected: list[None] = []
+    loads: list[asyncio.Future[None]] = []
+    monkeypatch.setattr(subject, "_LOAD_BEGINS_S", 0.0)
+    monkeypatch.setattr(subject, "_collect", lambda: collected.append(None))
+    monkeypatch.setattr(FakeService.recoveries, "status", phase)
+
+    def load(run: Run) -> None:
+        async def finish() -> None:
+            await run_tasks_until(lambda: collected or phase)
+            run.loading.set_exception(WorkerLost("It died."))
+
+        loads.append(asyncio.ensure_future(finish()))
+
+    run(monkeypatch, is_patched=False, lose=load)
+    assert bool(collected) == (phase is None)
 
 
 @pytest.mark.parametrize(("is_patched", "nodes"), [(False, {"a", "b"}), (True, {"b"})])

@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 from tests.eventually import run_tasks_until
 
-from mlx_ring.cluster.agent_link import AgentLink, Source
+from mlx_ring.cluster.agent_link import AgentLink, LocalAgent, Source
 from mlx_ring.cluster.deployment import Site
 from mlx_ring.core.engine_stats import Policy
 from mlx_ring.core.errors import NodeLost, RingError, WorkerLost, WorkerStuck
@@ -126,6 +126,10 @@ class FakeAgent:
     def __init__(self) -> None:
         self.reports: asyncio.Queue[agent_pb2.AgentEvent | RingError] = asyncio.Queue()
         self.waits: list[bool] = []
+        self.is_silent = False
+
+    async def close(self) -> None:
+        pass
 
     async def watch(self, _hello: object, *, waits: bool) -> AsyncIterator[agent_pb2.AgentEvent]:
         self.waits.append(waits)
@@ -136,10 +140,24 @@ class FakeAgent:
             yield report
 
 
+class FakeChild:
+    """A process that records the time in which it may end, and whether it must say where it is."""
+
+    exit_reason = ""
+
+    def __init__(self) -> None:
+        self.graces: list[tuple[float, bool]] = []
+
+    async def stop(self, grace_s: float, *, asks_where: bool) -> None:
+        self.graces.append((grace_s, asks_where))
+
+
 class Watching:
     """A watch over an instance with one rank on one node, by a clock of its own."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, stays: int | None = None) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, *, stays: int | None = None, is_cluster: bool = True
+    ) -> None:
         self.now_s = 100.0
         monkeypatch.setattr(subject, "Silence", partial(Silence, lambda: self.now_s))
         monkeypatch.setattr(subject, "_JUDGE_S", 1e9)
@@ -154,7 +172,7 @@ class Watching:
             self.losses.append,
             self.suspicions.append,
             (),
-            is_cluster=True,
+            is_cluster=is_cluster,
             first_epoch=2,
             staying={} if stays is None else {RankId(0, 0): stays},
         )
@@ -213,6 +231,27 @@ def test_a_silent_node_pauses_the_engine_until_it_speaks(monkeypatch: pytest.Mon
         assert watching.watch.suspects == (set(), set())
 
     watch_and(act, monkeypatch)
+
+
+def test_a_silent_agent_of_the_only_machine_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        watching = Watching(monkeypatch, is_cluster=False)
+        async with watching.watch.watching(hello_pb2.Hello()):
+            await watching.report()
+            watching.pass_time(3.0)
+            assert not watching.agent.is_silent
+            watching.pass_time(1.0)
+        (loss,) = watching.losses
+        assert str(loss) == "The agent of n2 has sent nothing for 3.5 s."
+        assert watching.agent.is_silent
+        child: Any = FakeChild()
+        link: Any = watching.agent
+        agent = LocalAgent(child, link)
+        assert not await agent.answers()
+        await agent.stop()
+        assert child.graces == [(0.0, False)]
+
+    asyncio.run(run())
 
 
 def test_a_node_that_stays_silent_is_lost_once(monkeypatch: pytest.MonkeyPatch) -> None:

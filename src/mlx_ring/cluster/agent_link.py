@@ -55,6 +55,8 @@ class AgentLink:
         """Take the channel, and the agent's name in messages, such as "the agent of mini-7f3a"."""
         self._channel = channel
         self._name = name
+        self.is_silent = False
+        """True if the agent was lost because it sent nothing for too long."""
 
     async def start(
         self, hello: hello_pb2.Hello, assignments: Assignments
@@ -268,8 +270,8 @@ class LocalAgent:
         return self._child.exit_reason
 
     async def answers(self) -> bool:
-        """Return True if the agent answers."""
-        self._hangs = await self.link.look(make_hello(), _ANSWER_WAIT_S) is None
+        """Return True if the agent answers. One that was lost for its silence is not asked again."""
+        self._hangs = self.link.is_silent or await self.link.look(make_hello(), _ANSWER_WAIT_S) is None
         return not self._hangs
 
     async def stop(self) -> None:

@@ -50,6 +50,8 @@ Result = TypeVar("Result")
 
 _late_stops: set[asyncio.Task[None]] = set()
 """Requests to nodes that no longer answer, to stop their workers."""
+_LOAD_BEGINS_S = 0.1
+"""Time after which a load has begun on all machines, and the head waits for it."""
 _BETTER_REASON_S = 1.0
 """Time to wait for the reason of a loss: a stream breaks a moment before the worker's end is reported."""
 
@@ -162,6 +164,8 @@ class Instance:
         cleanup.push_async_callback(self._stop_workers)
         if not epoch.loaded:
             self._shares.expect(self._kv_user, self._reservations())
+        if self._service.recoveries.status is None:
+            cleanup.callback(asyncio.get_running_loop().call_later(_LOAD_BEGINS_S, _collect).cancel)
         places = epoch.loaded or await self._deploy(assignments, hello)
         addresses = [
             RankAddress(RankId(place.stage, place.rank), place.address, place.node) for place in places
@@ -176,9 +180,12 @@ class Instance:
             cleanup.push_async_callback(engine.close)
             looking = asyncio.create_task(self.watch.find_stuck(engine), name="deadlines")
             cleanup.push_async_callback(end_tasks, looking)
+            is_recovery = self._service.recoveries.status is not None
             self._service.serve(engine)
             self._has_served = True
-            _spare_the_collector()
+            if not is_recovery:
+                # Exclude what stays from garbage collection, which would delay every stream.
+                gc.freeze()
             ready(time.monotonic() - started)
         await self._lost
         with contextlib.suppress(TimeoutError):
@@ -405,11 +412,7 @@ def _head_hello(assignment: worker_pb2.StageAssignment, epoch: Epoch) -> hello_p
     )
 
 
-def _spare_the_collector() -> None:
-    """Exclude permanent objects from garbage collection, which would delay every stream.
-
-    Those of earlier instances are no longer permanent.
-    """
+def _collect() -> None:
+    """Collect what earlier instances left. It takes a tenth of a second, so a recovery leaves it to the next first load."""
     gc.unfreeze()
     gc.collect()
-    gc.freeze()

@@ -235,6 +235,8 @@ class InstanceWatch:
             self._lose_node(node, f"it sent nothing for {seconds:g} s")
         else:
             self._gone[node].set()
+            for site in self._placement.nodes:
+                site.link.is_silent = True
             error = WorkerStuck(f"The agent of {node} has sent nothing for {seconds:g} s.")
             self._lose_instance(error.blamed_on(node))
 
