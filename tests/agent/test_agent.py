@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,10 +62,17 @@ class Agent:
         return (await STOP.aio_unary_unary(self.channel)(request)).stopped
 
     async def relink(
-        self, hello: hello_pb2.Hello, assignment: worker_pb2.StageAssignment, *, commit: bool = False
+        self,
+        hello: hello_pb2.Hello,
+        *assignments: worker_pb2.StageAssignment,
+        commit: bool = False,
+        pids: Sequence[int] = (),
+        leaves_others: bool = False,
     ) -> str:
-        """Prepare or link one worker; return the kind of the failure, empty without one."""
-        request = agent_pb2.RelinkWorkersRequest(hello=hello, assignments=[assignment], commit=commit)
+        """Prepare or link workers; return the kind of the failure, empty without one."""
+        request = agent_pb2.RelinkWorkersRequest(
+            hello=hello, assignments=assignments, commit=commit, pids=pids, leaves_others=leaves_others
+        )
         return (await RELINK_WORKERS.aio_unary_unary(self.channel)(request)).failure.kind
 
     def workers(self) -> list[psutil.Process]:
@@ -270,6 +277,31 @@ def test_requests_that_arrive_after_a_patch_or_from_an_older_head_change_nothing
         assert (await agent.start(late)).failure.kind == "StaleMessage"
         assert {worker.pid for worker in agent.workers()} == {first[0].pid, replacement.pid}
         assert await agent.stop("one", make_hello(epoch=2, fencing_id=2)) == 2
+
+    with_agent(tmp_path, use)
+
+
+def test_a_worker_that_may_answer_again_is_left_beside_the_one_in_its_place(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    async def use(agent: Agent) -> None:
+        first = (await agent.start(load_request(tiny_model))).workers
+        assert (await agent.load(load_request(tiny_model)))[-1].progress.ready
+        stay, _ = (request := load_request(tiny_model, epoch=2)).assignments
+        assert await agent.relink(make_hello(), stay, leaves_others=True) == ""
+        del request.assignments[0]
+        request.assignments[0].first_address = first[0].address
+        (replacement,) = (await agent.start(request)).workers
+        assert (await agent.load(request))[-1].progress.ready
+        assert {worker.pid for worker in agent.workers()} == {*(each.pid for each in first), replacement.pid}
+        back = load_request(tiny_model, epoch=3).assignments
+        pids = [each.pid for each in first]
+        back[0].next_address, back[1].first_address = first[1].address, first[0].address
+        for commit in (False, True):
+            relinked = await agent.relink(make_hello(), *back, commit=commit, pids=pids, leaves_others=True)
+            assert relinked == ""
+        assert await agent.stop("one", make_hello(epoch=2)) == 1
+        assert {worker.pid for worker in agent.workers()} == set(pids)
 
     with_agent(tmp_path, use)
 

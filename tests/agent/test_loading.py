@@ -6,15 +6,16 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import grpc
 import pytest
 
-from mlx_ring.agent import loading
+from mlx_ring.agent import loading, server
 from mlx_ring.agent.supervisor import Supervisor, Worker
 from mlx_ring.core.errors import GroupStuck, WorkerLost
 from mlx_ring.host.child import ChildProcess
+from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.methods import LOAD, RELINK
 from mlx_ring.rpc.protos import agent_pb2, worker_pb2
 
@@ -118,3 +119,33 @@ def test_linking_fails_if_a_worker_has_ended_since_it_was_prepared(worker: Worke
     request = agent_pb2.RelinkWorkersRequest(assignments=[wanted], commit=True)
     with pytest.raises(WorkerLost, match="The worker of stage 0, rank 1 has ended, so it cannot be linked"):
         asyncio.run(loading.relink_workers(supervisor, request))
+
+
+@pytest.mark.parametrize(("free", "ends"), [(100, True), (1000, False)])
+def test_a_silent_worker_makes_room_for_another_one_if_memory_is_short(
+    worker: Worker, free: int, monkeypatch: pytest.MonkeyPatch, *, ends: bool
+) -> None:
+    stopped: list[list[int]] = []
+
+    async def stop(_instance: str, pids: list[int]) -> None:
+        stopped.append(pids)
+
+    async def start(*_: object) -> list[Worker]:
+        return []
+
+    worker.status = worker_pb2.WorkerStatus(weight_bytes=100, memory_left_bytes=2000)
+    monkeypatch.setattr(server, "usable_memory", lambda: SimpleNamespace(available_bytes=free))
+    monkeypatch.setattr(server, "start_workers", start)
+    supervisor = cast("Supervisor", SimpleNamespace(workers=[worker], stop=stop, trusted=None))
+    wanted = worker_pb2.StageAssignment(instance=worker.instance, rank=1, epoch=2)
+
+    async def start_again() -> str:
+        service = server.AgentService("here", supervisor, 1.0)
+        request = agent_pb2.StartRequest(hello=make_hello(), assignments=[wanted])
+        return (await service.start(request, cast("Any", None))).failure.message
+
+    assert asyncio.run(start_again()) == ""
+    assert stopped == [], "it answers"
+    worker.unresponsive.seconds = 3.0
+    assert asyncio.run(start_again()) == ""
+    assert stopped == ([[worker.child.pid]] if ends else [])

@@ -296,10 +296,13 @@ def test_a_plan_waits_for_a_node_whose_connection_broke_a_moment_ago(
             assert not control.has_left(node)
             await control.settle({node})
             settling = asyncio.create_task(control.settle())
+            returning = asyncio.create_task(control.wait_until_present(node))
             await control.look()
             assert not settling.done()
+            assert not returning.done()
             async with attending(head, control, tmp_path / "a") as attends:
                 await settling
+                await returning
                 assert node in control.membership.members
                 attends.cancel()
                 await until(control, 0)

@@ -11,7 +11,7 @@ import pytest
 from mlx_ring.cluster.agent_link import AgentLink, Source
 from mlx_ring.cluster.deployment import Site
 from mlx_ring.cluster.placement import Cut, even_split, make_assignments
-from mlx_ring.cluster.relinking import patch, prepare, with_their_groups
+from mlx_ring.cluster.relinking import link, load_lost, prepare, with_their_groups
 from mlx_ring.core.errors import WorkerLost
 from mlx_ring.core.types import RankId
 from mlx_ring.rpc.hello import make_hello
@@ -71,8 +71,12 @@ class _Agent:
         *,
         commit: bool,
         kept: worker_pb2.KeptKv | None = None,
+        pids: Sequence[int] = (),
+        leaves_others: bool = False,
     ) -> Sequence[agent_pb2.StartedWorker]:
         assert commit or kept is None
+        assert not leaves_others
+        self.pids = list(pids)
         self.kept = kept
         if commit:
             self.linked |= {one.stage: one for one in assignments}
@@ -113,7 +117,9 @@ def test_only_the_lost_stage_is_loaded_and_the_others_are_linked_with_it_afterwa
     async def run() -> None:
         prepared = await prepare(sites, three_stages(), {place(0), place(2)}, make_hello())
         assert set(prepared) == {place(0), place(2)}
-        await patch(sites, three_stages(), prepared, make_hello(), lambda _progress: None, kept)
+        loaded = await load_lost(sites, three_stages(), prepared, make_hello(), lambda _progress: None)
+        assert "commit" not in {call for call, _ in here.calls + there.calls}
+        await link(loaded, prepared, make_hello(), kept)
 
     asyncio.run(run())
     assert here.calls == [("prepare", [0]), ("commit", [0])]
@@ -137,7 +143,8 @@ def test_ranks_of_a_lost_group_on_two_machines_load_once_all_weights_are_fetched
 
     async def run() -> None:
         prepared = await prepare(sites, assignments, {place(0), place(2)}, make_hello())
-        await patch(sites, assignments, prepared, make_hello(), lambda _progress: None)
+        loaded = await load_lost(sites, assignments, prepared, make_hello(), lambda _progress: None)
+        await link(loaded, prepared, make_hello())
 
     asyncio.run(run())
     assert here.calls == [("prepare", [0, 2]), ("start", [1]), ("load", [1]), ("commit", [0, 2])]

@@ -13,6 +13,7 @@ import pytest
 from tests.end_to_end.lan_cluster import LanCluster, Machine, make_cluster
 from tests.end_to_end.reference import WholeModel
 from tests.eventually import eventually
+from tests.faults.injection import held_loads, stopping_at_steps
 from tests.interrupted import BODY, Interrupted, interrupt
 from tests.namespaces import skip_without_namespaces
 from tests.processes import Server, give_profile
@@ -31,8 +32,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Generator[LanCluster]:
+def hook() -> Generator[Path]:
+    """Let loads be held; return the folder for it."""
+    with stopping_at_steps() as folder:
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def cluster(model: Path, hook: Path, tmp_path_factory: pytest.TempPathFactory) -> Generator[LanCluster]:
     """Make three machines."""
+    del hook
     skip_without_namespaces()
     with ExitStack() as stack:
         cluster = make_cluster(model, tmp_path_factory.mktemp("cluster"), stack, [None] * 3)
@@ -130,3 +139,22 @@ def test_an_answer_continues_around_two_machines_between_which_packets_are_dropp
     assert losses(cluster, server)["LinkLost"] == 2
     assert sum(losses(cluster, server).values()) == 2
     check_blame(cluster, server)
+
+
+def test_all_workers_stay_if_a_machine_is_back_before_others_have_loaded_its_stage(
+    cluster: LanCluster, server: Server, model: Path, hook: Path
+) -> None:
+    machines, before = serving_machines(cluster, server), workers(cluster)
+    lost = next(machine for machine in machines if machine != cluster.head)
+    with held_loads(hook) as wait_for_load:
+
+        def cut_until_it_is_lost() -> None:
+            lost.host.cut()
+            wait_for_load()
+            lost.host.mend()
+
+        answer = interrupted(cluster, server, WholeModel(model), cut_until_it_is_lost)
+    assert answer.comments
+    assert losses(cluster, server)["NodeLost"] == 1
+    assert serving_machines(cluster, server) == machines
+    eventually(lambda: workers(cluster), lambda now: now == before)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import signal
 import socket
@@ -11,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -99,6 +101,31 @@ class Stopped:
         with contextlib.suppress(OSError):
             self._lines.close()
         self._socket.close()
+
+
+@contextlib.contextmanager
+def held_loads(folder: Path) -> Generator[Callable[[], None]]:
+    """Let workers that load meanwhile wait with their weights; the function waits until one does."""
+    fifo, ends = folder / "load", list[int]()
+    os.mkfifo(fifo)
+
+    def wait() -> None:
+        ends.append(eventually(partial(_writing_end, fifo), lambda end: end is not None) or 0)
+
+    try:
+        yield wait
+    finally:
+        fifo.unlink()
+        for end in ends:
+            os.close(end)
+
+
+def _writing_end(fifo: Path) -> int | None:
+    """Open a FIFO for writing; return None if no process reads it."""
+    try:
+        return os.open(fifo, os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:
+        return None
 
 
 def count_tasks(folder: Path, pid: int) -> int:

@@ -18,7 +18,7 @@ from tests.eventually import eventually
 from tests.faults.comparison import Judge
 from tests.faults.dialects import DIALECTS, EMBEDDINGS, Question, ask
 from tests.faults.disturbances import CHUNK, PLACES, SCORED, TOGETHER, Cover, Disturber, Ledger, question_of
-from tests.faults.injection import Served, Stopped, count_tasks, make_fatal, stopping_at_steps
+from tests.faults.injection import Served, Stopped, count_tasks, held_loads, make_fatal, stopping_at_steps
 from tests.faults.models import write_model
 from tests.lazily import lazily
 from tests.processes import serving
@@ -34,6 +34,8 @@ _FLAGS = (
     *("--stages", "2", "--prefill-chunk", str(CHUNK), "--prefix-cache", "off", "--max-model-len", "1024"),
     *("--pooling", "mean"),
 )
+_DRAWN_AGAIN = 2
+"""Known tokens of an answer that are computed again if all stages keep its KV, to draw the last one again."""
 RECOVERIES, WARM_UP = 100, 10
 """Number of recoveries, and of those after which the first count is taken."""
 
@@ -129,6 +131,53 @@ def test_stages_behind_a_lost_one_keep_the_kv_of_its_answers(
                 assert tokens("kept") == kept, "no stage is behind the last one"
             else:
                 assert tokens("kept") - kept >= known - 4
+        assert running.metric("resume_disagreements_total") == 0
+        assert running.metric("steps_failed_total") == 0
+
+
+@pytest.mark.timeout(300)
+def test_all_workers_stay_if_a_lost_one_answers_before_another_is_linked(model: Path, tmp_path: Path) -> None:
+    question = replace(question_of("stop"), prompt="abcdefgh" * 50, max_tokens=40)
+
+    flags = ("--stages", "3", "--log-dir", str(tmp_path / "logs"))
+
+    with stopping_at_steps() as hook, served(model, tmp_path, hook, *flags) as running:
+
+        def answer() -> str:
+            (choice,) = ask(
+                running.http, running.server.url, DIALECTS["completions"], question, streams=True
+            ).choices
+            return choice.text
+
+        def tokens(way: str) -> float:
+            return running.metric(rf'resumed_tokens_total{{[^}}]*way="{way}"[^}}]*}}')
+
+        def phase() -> str:
+            (instance,) = running.status()["instances"]
+            return instance["recovery"]["phase"]
+
+        expected = answer()
+        ranks = running.wait_until_ready()
+        for number in (1, 0, 2):
+            kept, replayed = tokens("kept"), tokens("replayed")
+            stopped = Stopped(hook, ranks[number].pid)
+            stopped.set(len(question.prompt), len(question.prompt) + _CUT_AT)
+            with held_loads(hook) as wait_for_load:
+                reading = running.threads.submit(answer)
+                stopped.wait()
+                ranks[number].process.send_signal(signal.SIGSTOP)
+                stopped.close()
+                wait_for_load()
+                assert phase() == "loading"
+                ranks[number].process.send_signal(signal.SIGCONT)
+                assert reading.result() == expected, "it continues although the other worker never loads"
+            assert running.wait_until_ready() == ranks
+            assert tokens("kept") - kept >= len(question.prompt)
+            assert tokens("replayed") - replayed <= _DRAWN_AGAIN
+        log = (tmp_path / "logs" / "agent.log").read_text()
+        started = {int(pid) for pid in re.findall(r"started worker-\d-0 .*, pid (\d+)", log)}
+        assert len(started) == 6
+        eventually(lambda: {pid for pid in started if psutil.pid_exists(pid)} == {rank.pid for rank in ranks})
         assert running.metric("resume_disagreements_total") == 0
         assert running.metric("steps_failed_total") == 0
 

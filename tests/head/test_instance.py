@@ -129,7 +129,8 @@ class Run:
             return 1000
 
         monkeypatch.setattr(subject, "deploy", load)
-        monkeypatch.setattr(subject, "patch", load)
+        monkeypatch.setattr(subject, "load_lost", load)
+        monkeypatch.setattr(subject, "link", load)
         monkeypatch.setattr(GrpcExecutor, "connect", connect)
         monkeypatch.setattr(subject, "assign_all", assign)
         monkeypatch.setattr(subject, "memory_for_weights", memory)

@@ -45,15 +45,24 @@ class _Agent:
     def __init__(self, *silent: int) -> None:
         self.silent = silent
         self.prepared: list[list[int]] = []
+        self.asked: list[tuple[list[int], bool]] = []
+        """Process ids that were to be prepared, and True if other workers were left."""
         self.stopped = self.closed = 0
 
     def site(self, node: str) -> Site:
         return Site(node, cast("AgentLink", self), is_local=False, hosts={"": node}, source=Source("model"))
 
     async def relink(
-        self, _hello: object, assignments: Sequence[worker_pb2.StageAssignment], *, commit: bool
+        self,
+        _hello: object,
+        assignments: Sequence[worker_pb2.StageAssignment],
+        *,
+        commit: bool,
+        pids: Sequence[int],
+        leaves_others: bool,
     ) -> Sequence[agent_pb2.StartedWorker]:
         assert not commit
+        self.asked.append((list(pids), leaves_others))
         self.prepared.append([one.stage for one in assignments])
         return [
             agent_pb2.StartedWorker(stage=one.stage) for one in assignments if one.stage not in self.silent
@@ -218,9 +227,15 @@ class _Leaving(_Agent):
         await run_tasks_until(lambda: self.has_left(node))
 
     async def relink(
-        self, hello: object, assignments: Sequence[worker_pb2.StageAssignment], *, commit: bool
+        self,
+        hello: object,
+        assignments: Sequence[worker_pb2.StageAssignment],
+        *,
+        commit: bool,
+        pids: Sequence[int],
+        leaves_others: bool,
     ) -> Sequence[agent_pb2.StartedWorker]:
-        await super().relink(hello, assignments, commit=commit)
+        await super().relink(hello, assignments, commit=commit, pids=pids, leaves_others=leaves_others)
         return await asyncio.get_running_loop().create_future()
 
 
@@ -241,6 +256,24 @@ def test_a_node_that_leaves_while_others_are_prepared_gets_no_rank(lost: int, mo
     placement, prepared = asyncio.run(patch())
     assert "c" not in nodes_of(placement)
     assert set(prepared) == {place(0), place(1)} - {place(lost)}
+
+
+def test_workers_that_may_answer_again_are_left_until_others_are_linked(model: Path) -> None:
+    order = order_of(model)
+    agents = [_Agent(), _Agent(), _Agent()]
+    remains = replace(
+        remains_of(order, agents, [2]), pids={place(stage): 10 + stage for stage in range(3)}, may_return=True
+    )
+    room = room_on(dict(zip("abc", agents, strict=True)))
+    _, prepared = patched(order, remains, room)
+    assert set(prepared) == {place(0), place(1)}
+    assert [agent.asked for agent in agents] == [[([10], True)], [([11], True)], []]
+    assert [agent.stopped for agent in agents] == [0, 0, 0]
+    whole = remains.as_whole()
+    _, prepared = patched(order, whole, room)
+    assert set(prepared) == {place(0), place(1), place(2)}
+    assert agents[2].asked == [([12], True)]
+    assert [agent.stopped for agent in agents] == [0, 0, 0]
 
 
 def test_an_instance_of_which_nothing_answers_is_loaded_as_a_whole(model: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from tests.eventually import run_tasks_until
 
 from mlx_ring.core.engine_stats import Meter
-from mlx_ring.core.errors import RingError, WorkerStuck
+from mlx_ring.core.errors import NotReady, RingError, WorkerStuck
 from mlx_ring.core.types import RankId
 from mlx_ring.head import replica as subject
 from mlx_ring.head.instance import Epoch
@@ -33,6 +33,11 @@ class FakeMachines:
         self.patches = self.loads = 0
         self.calls: list[str] = []
         self.plan = object()
+        self.returned = asyncio.Event()
+        self.remains: list[Remains] = []
+        """Ranks that were to be patched."""
+        self.is_slow = False
+        """True if the patch of ranks that may return never ends."""
 
     def has_left(self, node: str) -> bool:
         return node == "n9"
@@ -41,12 +46,22 @@ class FakeMachines:
         if not self.has_left(node):
             await asyncio.get_running_loop().create_future()
 
+    async def wait_for_return(self, remains: Remains) -> None:
+        assert remains.may_return
+        await self.returned.wait()
+
+    def release(self, instance: str) -> None:
+        self.calls.append(f"release {instance}")
+
     async def plan_patch(self, order: Any, remains: Remains) -> Any:
         """Plan for an instance that is suspect."""
         self.calls.append(f"plan {order.number} without {[*remains.lost]}")
         return self.plan
 
-    async def patch(self, order: Any, _remains: Remains, early: Any) -> Epoch:
+    async def patch(self, order: Any, remains: Remains, early: Any) -> Epoch:
+        self.remains.append(remains)
+        if self.is_slow and remains.may_return:
+            await asyncio.get_running_loop().create_future()
         self.calls.append(f"patch {order.number} {'as planned' if early is self.plan else early}")
         self.patches += 1
         return Epoch("demo-1", order.number, PLACEMENT, "n1", prepared={})
@@ -75,6 +90,7 @@ class FakeInstance:
         self, _settings: object, _served: object, _service: object, epoch: Epoch, *others: Any
     ) -> None:
         self._epoch, self._on_suspects = epoch, others[-1]
+        self.is_dropped = False
         self.watch = SimpleNamespace(on_node_lost=None)
 
     async def run(self, ready: Callable[[float], None]) -> None:
@@ -155,10 +171,54 @@ def test_a_patch_uses_the_plan_that_was_made_while_the_lost_worker_was_suspect(
 
     asyncio.run(run())
     assert machines.calls == [
+        "release demo-1",
         "plan 2 without [RankId(stage=0, rank=0)]",
         "plan 2 without [RankId(stage=1, rank=0)]",
         f"patch 2 {early}",
     ]
+
+
+class ReturningInstance(FakeInstance):
+    """First instance that is lost by silence, second one that is dropped when the lost worker answers, and a third one."""
+
+    async def run(self, ready: Callable[[float], None]) -> None:
+        if self._epoch.number == 1:
+            ready(1.0)
+            self.loss = WorkerStuck("It has not answered for 3 s.")
+            lost = frozenset({RankId(1, 0)})
+            self.remains = Remains("demo-1", 1, PLACEMENT, lost, frozenset({"n2"}), may_return=True)
+            return
+        if self._epoch.returning is not None:
+            await self._epoch.returning
+            self.is_dropped = True
+            raise NotReady("The lost workers answer again.")
+        ready(1.0)
+        await asyncio.get_running_loop().create_future()
+
+
+@pytest.mark.parametrize("is_slow", [False, True], ids=["while others load", "while others are placed"])
+def test_all_ranks_stay_if_silent_ones_answer_again(
+    monkeypatch: pytest.MonkeyPatch, *, is_slow: bool
+) -> None:
+    monkeypatch.setattr(subject, "Instance", ReturningInstance)
+    machines, meter = FakeMachines(), Meter()
+    machines.is_slow = is_slow
+
+    async def run() -> None:
+        running = asyncio.create_task(make_replica(machines, meter).run(lambda _: None))
+        await run_tasks_until(lambda: machines.remains)
+        machines.returned.set()
+        await run_tasks_until(lambda: machines.calls.count("release demo-1") == 2)
+        running.cancel()
+
+    asyncio.run(run())
+    first, second = machines.remains
+    assert (first.may_return, second) == (True, first.as_whole())
+    assert (second.lost, second.silent_nodes, second.epoch) == (frozenset(), frozenset(), 1)
+    patches = ["patch 2 None"] * (not is_slow) + ["patch 3 None"]
+    assert [call for call in machines.calls if call.startswith("patch")] == patches
+    assert meter.losses == {"WorkerStuck": 1}
+    assert [str(error) for error in machines.failures] == ["It has not answered for 3 s."]
 
 
 class BrokenInstance(FakeInstance):

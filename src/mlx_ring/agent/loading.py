@@ -175,7 +175,7 @@ async def _next_report(
 async def relink_workers(supervisor: Supervisor, request: agent_pb2.RelinkWorkersRequest) -> Sequence[Worker]:
     """Prepare workers for other neighbours, or link them; return those that answered.
 
-    The first phase ends the other workers of the instance, and those that do not answer.
+    The first phase ends those that do not answer and, unless the request leaves them, the instance's other workers.
 
     Raises:
         RingError: a worker refused, or in the second phase one did not answer or has ended.
@@ -184,9 +184,10 @@ async def relink_workers(supervisor: Supervisor, request: agent_pb2.RelinkWorker
     instance, epoch = request.assignments[0].instance, request.assignments[0].epoch
     places = {(assignment.stage, assignment.rank): assignment for assignment in request.assignments}
     ours = [worker for worker in supervisor.workers if worker.instance == instance]
+    wanted = [worker for worker in ours if not request.pids or worker.child.pid in request.pids]
     # The first phase of an epoch comes before its first worker.
     check_epoch(ours, epoch if request.commit else epoch - 1)
-    staying = [worker for worker in ours if (worker.stage, worker.rank) in places and worker.alive]
+    staying = [worker for worker in wanted if (worker.stage, worker.rank) in places and worker.alive]
     missing = places.keys() - {(worker.stage, worker.rank) for worker in staying}
     if request.commit and missing:
         stage, rank = min(missing)
@@ -198,7 +199,8 @@ async def relink_workers(supervisor: Supervisor, request: agent_pb2.RelinkWorker
             )
         worker.prepared_epoch = epoch
         worker.record_head(request.hello.fencing_id)
-    if not request.commit and (others := {worker.child.pid for worker in ours if worker not in staying}):
+    ends_others = not request.commit and not request.leaves_others
+    if ends_others and (others := {worker.child.pid for worker in ours if worker not in staying}):
         await supervisor.stop(instance, others)
     answers = await asyncio.gather(
         *(_relink(supervisor, worker, request, places[worker.stage, worker.rank]) for worker in staying),

@@ -39,6 +39,10 @@ from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
 log = logging.getLogger(__name__)
 
 _DEFAULT_HEARTBEAT_S = 2.0
+_SILENT_S = 2.0
+"""Time without an answer after which a worker may have to be replaced."""
+_ROOM = 1.5
+"""Free memory with which a silent worker is left while another loads, as a multiple of its weights."""
 
 
 class AgentService:
@@ -87,6 +91,7 @@ class AgentService:
         except RingError as error:
             return agent_pb2.StartReply(failure=as_failure(error))
         try:
+            await self._make_room(instance)
             workers = await start_workers(self._supervisor, request, self._load_timeout_s)
         except (RingError, OSError) as error:
             log.error("%s could not be started: %s", instance, error)  # noqa: TRY400 - the sentence is the point
@@ -104,7 +109,8 @@ class AgentService:
         instance = self._check_instance(request.hello, request.assignments)
         places = {(assignment.stage, assignment.rank) for assignment in request.assignments}
         workers, epoch = self._workers_of(instance), request.assignments[0].epoch
-        if any((worker.stage, worker.rank) in places for worker in workers):
+        # Those of an earlier epoch may have been left, because they may answer again.
+        if any((worker.stage, worker.rank) in places and worker.epoch >= epoch for worker in workers):
             raise ProtocolError(f"Instance {instance} already runs here: stop it first.")
         check_epoch(workers, epoch)
         set_log_epoch(epoch)
@@ -125,6 +131,22 @@ class AgentService:
     def _check_head(self, hello: hello_pb2.Hello, workers: Iterable[Worker]) -> None:
         newest = max((worker.head for worker in workers), default=0)
         check_hello(hello, make_hello(node=self._node, fencing_id=newest), "the head")
+
+    async def _make_room(self, instance: str) -> None:
+        """End silent workers of the instance if the memory may not suffice for those that replace them."""
+        silent = [
+            worker.child.pid
+            for worker in self._workers_of(instance)
+            if worker.unresponsive.seconds >= _SILENT_S
+        ]
+        statuses = [
+            worker.status
+            for worker in self._workers_of(instance)
+            if worker.status is not None and worker.child.pid in silent
+        ]
+        free = min([usable_memory().available_bytes, *(status.memory_left_bytes for status in statuses)])
+        if silent and free < _ROOM * sum(status.weight_bytes for status in statuses):
+            await self._supervisor.stop(instance, silent)
 
     async def _end_started(self, assignments: Sequence[worker_pb2.StageAssignment]) -> int:
         """End the workers that were started for the assignments; those that stay from the epoch before are kept."""

@@ -115,16 +115,29 @@ class AgentLink:
         *,
         commit: bool,
         kept: worker_pb2.KeptKv | None = None,
+        pids: Sequence[int] = (),
+        leaves_others: bool = False,
     ) -> Sequence[agent_pb2.StartedWorker]:
         """Prepare loaded workers for other neighbours, or with `commit` link them; return those that answered.
 
-        Without `commit`, the agent ends the other workers of the instance. With it, they keep the KV in `kept`.
+        Args:
+            hello: The head's greeting.
+            assignments: The workers' assignments of the next epoch.
+            commit: False for the first phase.
+            kept: The KV that they keep, with `commit`.
+            pids: Their process ids; without any, the places decide.
+            leaves_others: True if the first phase does not end the other workers of the instance.
 
         Raises:
             RingError: The agent's failure, or with `commit` a worker's.
         """
         request = agent_pb2.RelinkWorkersRequest(
-            hello=hello, assignments=assignments, commit=commit, kept=kept
+            hello=hello,
+            assignments=assignments,
+            commit=commit,
+            kept=kept,
+            pids=pids,
+            leaves_others=leaves_others,
         )
         try:
             reply = await RELINK_WORKERS.aio_unary_unary(self._channel)(request, timeout=_RELINK_WAIT_S)

@@ -146,6 +146,17 @@ class Control:
         async with self._changed:
             await self._changed.wait_for(lambda: self.has_left(node))
 
+    async def wait_until_present(self, node: str) -> None:
+        """Wait until the node is connected, and not silent."""
+
+        def is_present() -> bool:
+            return any(
+                at == node and silence.seconds < _SETTLED_WITHIN_S for at, silence in self._silences.values()
+            )
+
+        async with self._changed:
+            await self._changed.wait_for(is_present)
+
     async def wait_until_absent(self, node: str) -> None:
         """Wait until the node is not connected."""
         async with self._changed:

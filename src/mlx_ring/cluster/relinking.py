@@ -3,16 +3,21 @@
 The other workers keep their process, weights and compiled code. It takes two phases. First, every rank that stays ends
 what it waits for and drops its steps; one that does not answer is lost too. When the new ranks are loaded, those that
 stay open their links and enter the new epoch. Stages behind the last lost one keep KV of interrupted requests.
+
+Lost workers that are only silent are left until the links are opened. If they answer again before, they stay, too, and
+the new ones are dropped.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import TypeVar
 
-from mlx_ring.cluster.agent_link import Report
+from mlx_ring.cluster.agent_link import STOP_WAIT_S, Report
 from mlx_ring.cluster.deployment import (
     Site,
     Started,
@@ -28,12 +33,15 @@ from mlx_ring.cluster.deployment import (
 from mlx_ring.core.errors import RingError
 from mlx_ring.core.types import RankId
 from mlx_ring.rpc.backends import joined_ranks
-from mlx_ring.rpc.protos import hello_pb2, worker_pb2
+from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
 
 Assignments = Sequence[worker_pb2.StageAssignment]
 WaitUntilLeft = Callable[[str], Awaitable[None]]
 """Function that returns when a node has left the cluster."""
 Result = TypeVar("Result")
+_LOOK_AGAIN_S = 0.5
+ANSWERS_S = 1.5
+"""Silence within which a worker answers as usual."""
 
 
 def with_their_groups(lost: Collection[RankId], assignments: Assignments) -> frozenset[RankId]:
@@ -51,6 +59,9 @@ async def prepare(
     staying: AbstractSet[RankId],
     hello: hello_pb2.Hello,
     wait_until_left: WaitUntilLeft | None = None,
+    pids: Mapping[RankId, int] | None = None,
+    *,
+    leaves_others: bool = False,
 ) -> Started:
     """Prepare the ranks that stay, and end every other worker of the instance on their nodes.
 
@@ -60,31 +71,50 @@ async def prepare(
         staying: The ranks that stay.
         hello: The head's greeting.
         wait_until_left: Returns when a node has left the cluster; its workers do not answer then. None: no node leaves.
+        pids: The process ids of the ranks that stay, as far as they are known.
+        leaves_others: True to end no other worker.
 
     Returns:
         The workers that answered.
     """
     ours = [_with_neighbour(one, sites) for one in assignments if _place(one) in staying]
-    found = await asyncio.gather(
-        *(
-            _prepare_on(
-                site, [one for one in ours if sites[_place(one)].node == site.node], hello, wait_until_left
+    known = pids or {}
+
+    async def prepare_on(site: Site) -> Started:
+        own = [one for one in ours if sites[_place(one)].node == site.node]
+        own_pids = [known[_place(one)] for one in own if _place(one) in known]
+        relinking = asyncio.ensure_future(
+            site.link.relink(
+                hello,
+                own,
+                commit=False,
+                pids=own_pids if len(own_pids) == len(own) else (),
+                leaves_others=leaves_others,
             )
-            for site in _once(sites[place] for place in staying)
         )
-    )
+        return await _answered(site, relinking, wait_until_left)
+
+    found = await asyncio.gather(*map(prepare_on, _once(sites[place] for place in staying)))
     return {place: worker for of_site in found for place, worker in of_site.items()}
 
 
-async def patch(
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """All ranks of a patched instance before their links are opened."""
+
+    workers: Started
+    assignments: Mapping[RankId, worker_pb2.StageAssignment]
+    """With addresses."""
+
+
+async def load_lost(
     sites: Mapping[RankId, Site],
     assignments: Assignments,
     prepared: Started,
     hello: hello_pb2.Hello,
     report: Report,
-    kept: worker_pb2.KeptKv | None = None,
-) -> list[WorkerPlace]:
-    """Start and load the lost ranks, and link the prepared ones with them.
+) -> Loaded:
+    """Start and load the lost ranks; the prepared ones are left as they are.
 
     Args:
         sites: The site of every rank.
@@ -92,7 +122,6 @@ async def patch(
         prepared: The ranks that stay.
         hello: The head's greeting.
         report: The callback for each worker's loading progress.
-        kept: The KV that prepared ranks keep; none by default.
 
     Raises:
         RingError: A node's failure. Workers may be left, for the caller to stop.
@@ -114,11 +143,122 @@ async def patch(
     await load_all(
         ((by_node[node], [filled[_place(one)] for one in own]) for node, own in on.items()), hello, report
     )
+    return Loaded(workers, filled)
+
+
+async def link(
+    loaded: Loaded, prepared: Started, hello: hello_pb2.Hello, kept: worker_pb2.KeptKv | None = None
+) -> list[WorkerPlace]:
+    """Link the prepared ranks with all others. They enter the new epoch.
+
+    Args:
+        loaded: All ranks.
+        prepared: The ranks that stayed.
+        hello: The head's greeting.
+        kept: The KV that they keep; none by default.
+
+    Raises:
+        RingError: A node's failure. Workers may be left, for the caller to stop.
+    """
+    on = {place: site for place, (_, site) in prepared.items()}
     await together(
-        _commit_on(site, [filled[place] for place in prepared if sites[place].node == site.node], hello, kept)
-        for site in _once(sites[place] for place in prepared)
+        _commit_on(
+            site,
+            [loaded.assignments[place] for place in on if on[place].node == site.node],
+            [prepared[place][0].pid for place in on if on[place].node == site.node],
+            hello,
+            kept,
+        )
+        for site in _once(on.values())
     )
-    return [place_for_head(worker, site) for _, (worker, site) in sorted(workers.items())]
+    return [place_for_head(worker, site) for _, (worker, site) in sorted(loaded.workers.items())]
+
+
+async def wait_for_answers(site: Site, pids: AbstractSet[int], epoch: int, hello: hello_pb2.Hello) -> None:
+    """Wait until silent workers on a node answer again; for ever if one of them has ended or entered a later epoch.
+
+    Args:
+        site: The node.
+        pids: The process ids of the workers.
+        epoch: Their epoch.
+        hello: The head's greeting.
+    """
+    while True:
+        with suppress(RingError):
+            async for event in site.link.watch(hello):
+                answering = {state.pid for state in event.workers if _answers(state, epoch)}
+                if pids <= answering:
+                    return
+        await asyncio.sleep(_LOOK_AGAIN_S)
+
+
+def _answers(state: agent_pb2.WorkerState, epoch: int) -> bool:
+    present = max(state.assignment.epoch, state.status.hello.epoch)
+    return state.alive and state.silent_s < ANSWERS_S and present <= epoch
+
+
+_late_stops: set[asyncio.Task[None]] = set()
+"""Requests to nodes that may no longer answer, to stop their workers."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpochWorkers:
+    """Workers of an epoch and of earlier ones of its instance, to end them."""
+
+    hello: hello_pb2.Hello
+    """The head's greeting, with the instance and the epoch."""
+    sites: Sequence[Site]
+    closes_links: bool
+    """True if the connections to the agents are used no more."""
+
+    def stop_late(self, site: Site) -> asyncio.Task[None]:
+        """Ask a node to end them, in a task of its own."""
+        task = asyncio.create_task(self._stop_on(site), name=f"stop on {site.node}")
+        _late_stops.add(task)
+        task.add_done_callback(_late_stops.discard)
+        return task
+
+    async def _stop_on(self, site: Site) -> None:
+        await site.link.stop(self.hello.instance, STOP_WAIT_S, self.hello)
+        if self.closes_links:
+            await site.link.close()
+
+
+class Superseded:
+    """Epochs whose workers are left until those of another one are linked, because silent ones may answer again."""
+
+    def __init__(self, *epochs: EpochWorkers) -> None:
+        self._epochs = list(epochs)
+
+    def with_epoch(self, epoch: EpochWorkers) -> Superseded:
+        """Return these and another one."""
+        return Superseded(*self._epochs, epoch)
+
+    def end(self) -> dict[str, list[asyncio.Task[None]]]:
+        """Ask all nodes, once, to end what is left of these epochs; return the requests by node."""
+        epochs, self._epochs = self._epochs, []
+        stops: dict[str, list[asyncio.Task[None]]] = {}
+        for epoch in epochs:
+            for site in epoch.sites:
+                stops.setdefault(site.node, []).append(epoch.stop_late(site))
+        return stops
+
+
+async def unless_returned(
+    returning: asyncio.Task[None] | None, work: Coroutine[object, object, Result]
+) -> Result | None:
+    """Do work, and return its result; None if lost workers answer again before its end."""
+    working = asyncio.ensure_future(work)
+    try:
+        if returning is not None:
+            await asyncio.wait((working, returning), return_when=asyncio.FIRST_COMPLETED)
+            if returning.done() and not returning.cancelled():
+                returning.result()
+                return None
+        return await working
+    finally:
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
 
 
 async def unless_left(
@@ -137,10 +277,12 @@ async def unless_left(
     return working
 
 
-async def _prepare_on(
-    site: Site, assignments: Assignments, hello: hello_pb2.Hello, wait_until_left: WaitUntilLeft | None
+async def _answered(
+    site: Site,
+    relinking: asyncio.Future[Sequence[agent_pb2.StartedWorker]],
+    wait_until_left: WaitUntilLeft | None,
 ) -> Started:
-    relinking = asyncio.ensure_future(site.link.relink(hello, assignments, commit=False))
+    """Return the workers on a site that could be prepared."""
     try:
         await unless_left(site.node, relinking, wait_until_left)
         workers = relinking.result() if relinking.done() else ()
@@ -152,10 +294,14 @@ async def _prepare_on(
 
 
 async def _commit_on(
-    site: Site, assignments: Assignments, hello: hello_pb2.Hello, kept: worker_pb2.KeptKv | None
+    site: Site,
+    assignments: Assignments,
+    pids: Sequence[int],
+    hello: hello_pb2.Hello,
+    kept: worker_pb2.KeptKv | None,
 ) -> None:
     with blaming(site):
-        await site.link.relink(hello, assignments, commit=True, kept=kept)
+        await site.link.relink(hello, assignments, commit=True, kept=kept, pids=pids)
 
 
 def _with_neighbour(

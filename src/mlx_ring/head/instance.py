@@ -12,14 +12,14 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from mlx_ring.cluster.agent_link import STOP_WAIT_S, Report
-from mlx_ring.cluster.deployment import Site, Started, WorkerPlace, deploy
-from mlx_ring.cluster.relinking import patch
+from mlx_ring.cluster.agent_link import Report
+from mlx_ring.cluster.deployment import Started, WorkerPlace, deploy
+from mlx_ring.cluster.relinking import EpochWorkers, Superseded, link, load_lost, unless_returned
 from mlx_ring.core.engine_stats import Meter
-from mlx_ring.core.errors import GroupStuck, LinkLost, RingError, WorkerLost, WorkerStuck
+from mlx_ring.core.errors import GroupStuck, LinkLost, NotReady, RingError, WorkerLost, WorkerStuck
 from mlx_ring.core.traces import Tracing
 from mlx_ring.core.types import RankId
 from mlx_ring.engine.engine import Engine
@@ -48,10 +48,10 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-_late_stops: set[asyncio.Task[None]] = set()
-"""Requests to nodes that no longer answer, to stop their workers."""
 _LOAD_BEGINS_S = 0.1
 """Time after which a load has begun on all machines, and the head waits for it."""
+_REPLACED_WAIT_S = 3.0
+"""Time for nodes to end workers that others have replaced, before memory is shared out."""
 _BETTER_REASON_S = 1.0
 """Time to wait for the reason of a loss: a stream breaks a moment before the worker's end is reported."""
 
@@ -75,6 +75,16 @@ class Epoch:
     """Number of this head, which is higher than those of earlier ones."""
     kept: Mapping[LiveRequest, KeptKv] = field(default_factory=dict[LiveRequest, KeptKv])
     """KV that its ranks keep of interrupted requests."""
+    returning: asyncio.Task[None] | None = None
+    """Wait for lost ranks that are only silent. If it ends before the others are linked, this epoch is dropped."""
+    superseded: Superseded = field(default_factory=Superseded)
+
+    @property
+    def workers(self) -> EpochWorkers:
+        """Its workers, to end them."""
+        hello = make_hello(instance=self.instance, epoch=self.number, node=self.node, fencing_id=self.head)
+        # On one machine the channel belongs to the agent, which other epochs share.
+        return EpochWorkers(hello, self.placement.nodes, closes_links=self.trust is not None)
 
 
 class Instance:
@@ -116,6 +126,8 @@ class Instance:
             staying={place: worker.pid for place, (worker, _) in (epoch.prepared or {}).items()},
         )
         self._has_served = False
+        self.is_dropped = False
+        """True if it was dropped before its ranks were linked, because the lost ones of the epoch before answer again."""
         self.remains: Remains | None = None
         """Ranks that it leaves loaded after a loss, for the caller to patch or stop."""
         self.loss: RingError | None = None
@@ -225,7 +237,12 @@ class Instance:
         is_loss = isinstance(loss, WorkerLost | WorkerStuck) and not isinstance(loss, GroupStuck)
         if not self._has_served and not is_loss:
             return None
-        return self._without(self.watch.silent_nodes, frozenset(self.watch.lost_ranks))
+        remains = self._without(self.watch.silent_nodes, frozenset(self.watch.lost_ranks))
+        if remains is None:
+            return None
+        pids, ended = self.watch.pids, self.watch.lost_ranks - self.watch.silent_ranks
+        may_return = self._has_served and bool(remains.lost) and not ended and remains.lost <= pids.keys()
+        return replace(remains, pids=pids, may_return=may_return)
 
     def _without(self, nodes: frozenset[str], ranks: frozenset[RankId]) -> Remains | None:
         """Return the ranks that are left without these nodes and ranks, if they can serve again."""
@@ -285,12 +302,28 @@ class Instance:
     ) -> Sequence[WorkerPlace]:
         """Load all stages."""
         sites = [placed.site for stage in self._epoch.placement.ranks for placed in stage]
-        prepared, kept = self._epoch.prepared, kept_message(self._epoch.kept.values())
-        return await self._unless_lost(
-            deploy(sites, assignments, hello, self._report)
-            if prepared is None
-            else patch(sites_of(self._epoch.placement), assignments, prepared, hello, self._report, kept)
+        prepared = self._epoch.prepared
+        if prepared is None:
+            return await self._unless_lost(deploy(sites, assignments, hello, self._report))
+        at = sites_of(self._epoch.placement)
+        loading = load_lost(at, assignments, prepared, hello, self._report)
+        loaded = await self._unless_lost(unless_returned(self._epoch.returning, loading))
+        if loaded is None:
+            self.is_dropped = True
+            raise NotReady(f"The lost workers of {self._epoch.instance} answer again.")
+        places = await self._unless_lost(
+            link(loaded, prepared, hello, kept_message(self._epoch.kept.values()))
         )
+        await self._end_superseded()
+        return places
+
+    async def _end_superseded(self) -> None:
+        """End workers that others have replaced. Wait for nodes in use, where they would count as used memory."""
+        stops = self._epoch.superseded.end()
+        in_use = {site.node for site in self._epoch.placement.nodes}
+        awaited = [stop for node, of_node in stops.items() if node in in_use for stop in of_node]
+        if awaited:
+            await self._unless_lost(asyncio.wait(awaited, timeout=_REPLACED_WAIT_S))
 
     async def _unless_lost(self, work: Coroutine[object, object, Result]) -> Result:
         """Do work that needs all nodes, and stop if one is lost meanwhile, because it would never answer."""
@@ -346,7 +379,7 @@ class Instance:
 
     async def _stop_workers(self) -> None:
         self.watch.end()
-        if self.remains is None:
+        if self.remains is None and not self.is_dropped:
             await stop_workers(self._epoch, self.watch.wait_unless_silent)
 
 
@@ -359,7 +392,8 @@ async def stop_workers(epoch: Epoch, wait: Callable[[str, Awaitable[None]], Awai
         epoch: the epoch.
         wait: waits for the end of the workers of a node, unless that node does not answer.
     """
-    waits = [wait(site.node, _stop_late(site, epoch)) for site in epoch.placement.nodes]
+    epoch.superseded.end()
+    waits = [wait(site.node, epoch.workers.stop_late(site)) for site in epoch.placement.nodes]
     await asyncio.gather(*waits)
 
 
@@ -368,24 +402,9 @@ async def leave_workers(epoch: Epoch, patched: Epoch) -> None:
     used = {site.node for site in patched.placement.nodes}
     for site in epoch.placement.nodes:
         if site.node not in used:
-            _stop_late(site, epoch)
+            epoch.workers.stop_late(site)
         elif epoch.trust is not None:
             await site.link.close()
-
-
-def _stop_late(site: Site, epoch: Epoch) -> asyncio.Task[None]:
-    task = asyncio.create_task(_stop_on(site, epoch), name=f"stop on {site.node}")
-    _late_stops.add(task)
-    task.add_done_callback(_late_stops.discard)
-    return task
-
-
-async def _stop_on(site: Site, epoch: Epoch) -> None:
-    hello = make_hello(instance=epoch.instance, epoch=epoch.number, node=epoch.node, fencing_id=epoch.head)
-    await site.link.stop(epoch.instance, STOP_WAIT_S, hello)
-    if epoch.trust is not None:
-        # On one machine the channel belongs to the agent, which other epochs share.
-        await site.link.close()
 
 
 def predict_by(forecast: Forecast | None) -> Predict | None:

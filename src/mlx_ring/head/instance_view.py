@@ -129,7 +129,9 @@ class Recoveries:
 
     def _end_phase(self, following: RecoveryPhase) -> None:
         now, ended = self._clock(), self._phase or following
-        self._parts[_PARTS[ended]] = self._last_s[ended] = now - self._phase_at
+        self._last_s[ended] = now - self._phase_at
+        # A load is repeated if it is dropped because the lost workers answer again.
+        self._parts[_PARTS[ended]] = self._parts.get(_PARTS[ended], 0.0) + self._last_s[ended]
         self._phase, self._phase_at = following, now
 
     def _end(self) -> None:

@@ -15,6 +15,7 @@ from typing import Literal
 
 from mlx_ring.cluster.deployment import Site
 from mlx_ring.cluster.membership import SILENCE_S
+from mlx_ring.cluster.relinking import ANSWERS_S
 from mlx_ring.core.errors import LinkLost, NodeLost, RingError, WorkerLost, WorkerStuck
 from mlx_ring.core.types import RankId
 from mlx_ring.engine.engine import Engine
@@ -25,8 +26,6 @@ from mlx_ring.head.step_down import blame_late, blame_reset, groups_of
 from mlx_ring.rpc.channels import Silence
 from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
 
-_ANSWERS_S = 1.5
-"""Silence within which a worker answers as usual."""
 LOOK_S = 1.0
 """Time between two checks."""
 _ENDED_AFTER_S = 0.2
@@ -143,11 +142,18 @@ class InstanceWatch:
         """Last report of each rank."""
         self.lost_ranks: set[RankId] = set()
         """Ranks that are dead or stuck; those on silent nodes may be."""
+        self.silent_ranks: set[RankId] = set()
+        """Those of them that are only silent."""
 
     @property
     def silent_nodes(self) -> frozenset[str]:
         """Nodes that no longer answer the head."""
         return frozenset(node for node, gone in self._gone.items() if gone.is_set())
+
+    @property
+    def pids(self) -> Mapping[RankId, int]:
+        """Process ids of the ranks, as reported last."""
+        return {**self._staying, **{place: state.pid for place, state in self._states.items()}}
 
     @property
     def suspects(self) -> tuple[frozenset[str], frozenset[RankId]]:
@@ -359,6 +365,7 @@ class InstanceWatch:
         # Its last answer may be of its load, so the phase in it shows nothing.
         if state.silent_s >= WORKER_SILENCE_S:
             self.lost_ranks.add(rank)
+            self.silent_ranks.add(rank)
             error = WorkerStuck(f"{label} has not answered for {state.silent_s:.0f} s; it is stuck.")
             self._lose_instance(error.of_worker().blamed_on(node))
         elif state.silent_s >= SUSPECT_S:
@@ -380,7 +387,7 @@ class InstanceWatch:
 
     def _all_run(self, event: agent_pb2.AgentEvent) -> bool:
         ours = [state for state in event.workers if state.instance == self._instance]
-        return bool(ours) and all(state.alive and state.silent_s < _ANSWERS_S for state in ours)
+        return bool(ours) and all(state.alive and state.silent_s < ANSWERS_S for state in ours)
 
     # ---- stuck ranks
 

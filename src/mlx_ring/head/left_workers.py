@@ -64,6 +64,8 @@ class LeftWorkers:
         self._surveys = surveys
         self._one_at_a_time = asyncio.Lock()
         self._has_looked = asyncio.Event()
+        self._to_tend: asyncio.Queue[str] = asyncio.Queue()
+        """Nodes that joined, or returned after others had replaced their workers."""
         self._left: dict[str, list[Adoptable]] = {}
         """Instances that an earlier head left loaded, by model."""
         self.highest_epoch = 0
@@ -164,9 +166,14 @@ class LeftWorkers:
             head=self.head_number,
         )
 
+    def tend_soon(self, nodes: Iterable[str]) -> None:
+        """End the stale workers of nodes that are connected."""
+        for node in nodes:
+            self._to_tend.put_nowait(node)
+
     async def tend_joining_nodes(self) -> None:
         """End the stale workers of each node that joins, and measure its links for the next plan."""
-        came: asyncio.Queue[str] = asyncio.Queue()
+        came = self._to_tend
 
         def on_event(event: Event) -> None:
             if isinstance(event, Joined):

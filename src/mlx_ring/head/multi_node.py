@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Container, Generator, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -18,13 +18,14 @@ from mlx_ring.cluster.head_member import OwnAgent, stale_trust
 from mlx_ring.cluster.link_survey import as_they_are
 from mlx_ring.cluster.membership import Event, Joined, Left, Membership, Reported
 from mlx_ring.cluster.quarantine import Pair, QuarantineList, pair
+from mlx_ring.cluster.relinking import wait_for_answers
 from mlx_ring.core.cluster_folders import authority_folder
 from mlx_ring.core.errors import LinkLost, PlanError, RingError
 from mlx_ring.head.instance import Epoch
 from mlx_ring.head.left_workers import LeftWorkers
 from mlx_ring.head.link_survey import LinkSurveys, link_info, with_throughput
 from mlx_ring.head.nodes import Declared, LiveInstances, NodeListener, new_instance
-from mlx_ring.head.patching import PatchPlan, Remains, Room, patch_ranks, plan_patch
+from mlx_ring.head.patching import PatchPlan, Remains, Room, patch_ranks, plan_patch, wait_until_whole
 from mlx_ring.head.placing import (
     Order,
     Placement,
@@ -41,6 +42,7 @@ from mlx_ring.host.addresses import HeadAddress
 from mlx_ring.models.weights_manifest import WeightsManifest
 from mlx_ring.planner.profiles import ClusterProfile
 from mlx_ring.rpc.hello import make_hello
+from mlx_ring.rpc.protos import hello_pb2
 from mlx_ring.settings.config import Settings, state_folder
 
 log = logging.getLogger(__name__)
@@ -234,10 +236,10 @@ class Cluster:
         )
 
     async def patch(self, order: Order, remains: Remains, early: PatchPlan | None) -> Epoch:
-        if self._control.node in remains.silent_nodes:
-            self._own_agent.replace_soon()
-        # A node that returns must end its workers of the instance.
-        self._live.leave(remains.instance, remains.silent_nodes)
+        if not remains.may_return:
+            # A node that returns must end its workers of the instance.
+            self._live.leave(remains.instance, remains.silent_nodes)
+            self._replace_own_agent(remains.silent_nodes)
         order = self._step_down.without_barred(order, remains.placement)
         number = max(order.number, remains.epoch + 1)
         hello = make_hello(node=self._control.node, fencing_id=self._left.head_number)
@@ -249,7 +251,8 @@ class Cluster:
                     early = await self.plan_patch(order, remains)
                     sites = early.room.sites
                 placement, prepared = await patch_ranks(order, remains, number, early, hello, self._control)
-                self._live.add(remains.instance, order, placement)
+                may_return = remains.silent_nodes if remains.may_return else frozenset[str]()
+                self._live.add(remains.instance, order, placement, may_return)
             placement = await offered(placement, partial(self._offer, order.served))
         except BaseException:
             await close_sites(sites)
@@ -257,6 +260,40 @@ class Cluster:
         used = {site.node for site in placement.nodes}
         await close_sites([site for site in sites if site.node not in used])
         return self._epoch(remains.instance, number, placement, prepared=prepared)
+
+    def _replace_own_agent(self, silent: Container[str]) -> None:
+        if self._control.node in silent:
+            self._own_agent.replace_soon()
+
+    async def wait_for_return(self, remains: Remains) -> None:
+        hello = make_hello(node=self._control.node, fencing_id=self._left.head_number)
+        await wait_until_whole(remains, partial(self._wait_for_answers, epoch=remains.epoch, hello=hello))
+
+    async def _wait_for_answers(
+        self, site: Site, pids: frozenset[int], *, epoch: int, hello: hello_pb2.Hello
+    ) -> None:
+        """Wait for workers of a node, which may have to connect again."""
+        while True:
+            await self._control.wait_until_present(site.node)
+            membership = self._control.membership
+            sites = cluster_sites(self._control, membership, self._address.port)
+            own = [each for each in sites if each.node == site.node]
+            left = asyncio.create_task(self._control.wait_until_absent(site.node))
+            answering = [asyncio.create_task(wait_for_answers(each, pids, epoch, hello)) for each in own]
+            try:
+                await asyncio.wait((left, *answering), return_when=asyncio.FIRST_COMPLETED)
+                if any(task.done() for task in answering):
+                    return
+            finally:
+                for task in (left, *answering):
+                    task.cancel()
+                await asyncio.wait((left, *answering))
+                await close_sites(sites)
+
+    def release(self, instance: str) -> None:
+        silent = self._live.release(instance)
+        self._left.tend_soon(silent & self._control.membership.members.keys())
+        self._replace_own_agent(silent)
 
     def _epoch(
         self,

@@ -48,6 +48,8 @@ class _Live:
     nodes: frozenset[str]
     promised: Mapping[str, int]
     """Bytes of memory that its plan counts on, by node."""
+    may_return: frozenset[str] = frozenset()
+    """Other nodes that have silent workers of it."""
 
 
 class LiveInstances:
@@ -60,14 +62,20 @@ class LiveInstances:
     def names(self) -> AbstractSet[str]:
         return self._live.keys()
 
-    def add(self, instance: str, order: Order, placement: Placement) -> None:
-        """Add an instance, or change its placement."""
+    def add(
+        self,
+        instance: str,
+        order: Order,
+        placement: Placement,
+        may_return: frozenset[str] = frozenset(),
+    ) -> None:
+        """Add an instance, or change its placement. Other nodes may have silent workers of it until `release`."""
         promised = Counter[str]()
         for stage in () if placement.plan is None else placement.plan.stages:
             for rank in stage.ranks:
                 promised[rank.node] += rank.memory_bytes
         nodes = frozenset(site.node for site in placement.nodes)
-        self._live[instance] = _Live(order.served.names[0], nodes, promised)
+        self._live[instance] = _Live(order.served.names[0], nodes, promised, may_return - nodes)
 
     def remove(self, instance: str) -> None:
         """Remove an instance, if it is there."""
@@ -78,6 +86,14 @@ class LiveInstances:
         if (live := self._live.get(instance)) is not None:
             kept = frozenset(node for node in live.nodes if node not in nodes)
             self._live[instance] = replace(live, nodes=kept)
+
+    def release(self, instance: str) -> frozenset[str]:
+        """Remove nodes that have silent workers of an instance, which others have replaced; return them."""
+        live = self._live.get(instance)
+        if live is None or not live.may_return:
+            return frozenset()
+        self._live[instance] = replace(live, may_return=frozenset())
+        return live.may_return
 
     def others(self, model: str, besides: str = "") -> Others:
         """Return the nodes of a model's instances and the memory of all instances, except for one."""
@@ -96,7 +112,7 @@ class LiveInstances:
     def may_have(self, instance: str, node: str) -> bool:
         """Report whether a node may have workers of an instance; True of an instance that is not live."""
         live = self._live.get(instance)
-        return live is None or node in live.nodes
+        return live is None or node in live.nodes | live.may_return
 
 
 class Machines(Presence, Protocol):
@@ -139,6 +155,14 @@ class Machines(Presence, Protocol):
         Raises:
             RingError: it must be loaded as a whole.
         """
+        ...
+
+    async def wait_for_return(self, remains: Remains) -> None:
+        """Wait until all lost ranks answer again, of which each was only silent, with their workers of that epoch."""
+        ...
+
+    def release(self, instance: str) -> None:
+        """End what silent nodes may still have of an instance, when they return: other workers have replaced theirs."""
         ...
 
     def watching(self, instance: str, listener: NodeListener) -> AbstractContextManager[None]:

@@ -5,8 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Protocol
 
@@ -52,6 +61,16 @@ class Remains:
     """Ranks that are known to be lost."""
     silent_nodes: frozenset[str]
     """Nodes that no longer answer."""
+    pids: Mapping[RankId, int] = field(default_factory=dict[RankId, int])
+    """Process ids of the ranks, as far as they are known."""
+    may_return: bool = False
+    """True if all lost ranks are only silent: they may answer again before others replace them."""
+    leaves_others: bool = False
+    """True if other workers of the instance run where its ranks are left, which end once these are linked."""
+
+    def as_whole(self) -> Remains:
+        """Return what is left once the lost ranks answer again."""
+        return replace(self, lost=frozenset(), silent_nodes=frozenset(), may_return=False, leaves_others=True)
 
     def is_same(self, other: Remains) -> bool:
         """Report whether the same ranks of the same epoch are left."""
@@ -282,6 +301,16 @@ async def _plan_without(order: Order, remains: Remains, lost: frozenset[RankId],
     return PatchPlan(room, *await asyncio.to_thread(place_again, order, remains, lost, room))
 
 
+async def wait_until_whole(remains: Remains, wait: Callable[[Site, frozenset[int]], Awaitable[None]]) -> None:
+    """Wait until all lost ranks answer again; `wait` does so for workers on one node, by their process ids."""
+    pids: dict[str, set[int]] = {}
+    sites = {site.node: site for site in remains.placement.nodes}
+    for place, site in sites_of(remains.placement).items():
+        if place in remains.lost:
+            pids.setdefault(site.node, set()).add(remains.pids[place])
+    await asyncio.gather(*(wait(sites[node], frozenset(own)) for node, own in pids.items()))
+
+
 class EarlyPlan:
     """Plan of a patch that is made while an instance is suspect, in case that what is silent is lost."""
 
@@ -399,12 +428,20 @@ async def _prepare_left(
     if not staying:
         raise NotReady(f"No worker of {remains.instance} is left.")
     in_use = {sites[place].node for place in staying}
-    cleared = [site for site in remains.placement.nodes if site.node not in in_use | remains.silent_nodes]
+    leaves_others = remains.may_return or remains.leaves_others
+    cleared = [
+        site
+        for site in remains.placement.nodes
+        if site.node not in in_use | remains.silent_nodes and not leaves_others
+    ]
     earlier = make_hello(instance=remains.instance, epoch=remains.epoch, fencing_id=hello.fencing_id)
     wait_until_left = None if presence is None else presence.wait_until_left
     stops = ((site.node, site.link.stop(remains.instance, _CLEAR_WAIT_S, earlier)) for site in cleared)
     clearing = asyncio.gather(*(unless_left(node, stop, wait_until_left) for node, stop in stops))
-    prepared = await prepare(sites, assignments, staying, hello, wait_until_left)
+    pids = {place: pid for place, pid in remains.pids.items() if place in staying}
+    prepared = await prepare(
+        sites, assignments, staying, hello, wait_until_left, pids, leaves_others=leaves_others
+    )
     await clearing
     return prepared
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import count
 from typing import Protocol
 
-from mlx_ring.cluster.relinking import unless_left
+from mlx_ring.cluster.relinking import unless_left, unless_returned
 from mlx_ring.core.engine_stats import Meter
 from mlx_ring.core.errors import GroupStuck, NodeLost, RingError
 from mlx_ring.core.logs import set_log_epoch
@@ -190,31 +190,38 @@ class Replica:
     async def _run(self, order: Order, epoch: Epoch, ready: Callable[[float], None]) -> None:
         """Run an instance, and after each loss what is left of it with new workers in place of the lost ones."""
         current, self._failed_patches = _CurrentWatch(self._machines), 0
+        remains: Remains | None = None
         early = EarlyPlan(
             lambda remains: self._machines.plan_patch(self._patch_order(order, remains), remains)
         )
         with self._machines.watching(epoch.instance, current), contextlib.closing(early):
             while True:
                 set_log_epoch(epoch.number)
+                before = self._in_progress, self._left
                 running = self._begin(epoch, early)
                 current.follow(running.watch)
                 loss = await self._serve(running, epoch, ready)
-                self._meter.count_loss(loss)
-                if loss is None or not judge(self._in_progress, loss):
-                    self._machines.record_failure(loss, self._begun_s)
-                if running.remains is None:
+                if running.is_dropped:
+                    self._in_progress, self._left = before
+                    remains = remains and remains.as_whole()
+                else:
+                    self._meter.count_loss(loss)
+                    if loss is None or not judge(self._in_progress, loss):
+                        self._machines.record_failure(loss, self._begun_s)
+                    remains = running.remains
+                if remains is None:
                     return
                 current.lost_nodes.clear()
-                patched = await self._patch(order, epoch, running.remains, early)
+                patched = await self._patch(order, epoch, remains, early)
                 if patched is None:
                     return
                 epoch, self._begun_s = patched, time.time()
-                self._next_number = epoch.number + 1
 
     def _patch_order(self, order: Order, remains: Remains) -> Order:
         """Return the order of the epoch that follows a lost one."""
         settings = self._settings.model_copy(update=dict(remains.placement.group_settings))
-        return replace(order, settings=settings, number=remains.epoch + 1, nodes=1, only=None)
+        number = max(self._next_number, remains.epoch + 1)
+        return replace(order, settings=settings, number=number, nodes=1, only=None)
 
     async def _serve(
         self, running: Instance, epoch: Epoch, ready: Callable[[float], None]
@@ -224,9 +231,16 @@ class Replica:
         Raises:
             RingError: It was lost before it served, and must be loaded as a whole.
         """
+
+        def serves(load_s: float) -> None:
+            self._machines.release(epoch.instance)
+            ready(load_s)
+
         try:
-            await running.run(ready)
+            await running.run(serves)
         except RingError as error:
+            if running.is_dropped:
+                return None
             self._failed_patches += 1
             if running.remains is None:
                 raise
@@ -236,6 +250,9 @@ class Replica:
             if error is not running.loss:
                 self.service.lose(error)
             return error
+        finally:
+            if epoch.returning is not None:
+                epoch.returning.cancel()
         self._has_served, self._failed_patches = True, 0
         return running.loss
 
@@ -271,24 +288,48 @@ class Replica:
         await stop_workers(epoch, wait)
 
     async def _patch(self, order: Order, epoch: Epoch, remains: Remains, early: EarlyPlan) -> Epoch | None:
-        """Replace the lost ranks of an instance. If that is impossible, stop the others and return None."""
+        """Replace the lost ranks of an instance. If that is impossible, stop the others and return None.
+
+        If they were only silent, and answer again, all stay.
+        """
+        returning = (
+            asyncio.create_task(self._machines.wait_for_return(remains), name="return of lost workers")
+            if remains.may_return
+            else None
+        )
         try:
-            await asyncio.sleep(self._recoveries.pause_s)
-            plan = await early.take(remains)
-            patched = await self._machines.patch(self._patch_order(order, remains), remains, plan)
+            patched = await unless_returned(returning, self._place_again(order, remains, early))
+            if patched is None:
+                log.warning("the lost workers of %s answer again: all of them stay", epoch.instance)
+                remains, returning = remains.as_whole(), None
+                patched = await self._place_again(order, remains, early)
         except BaseException as error:
+            if returning is not None:
+                returning.cancel()
             await self._stop(epoch, remains)
             if not isinstance(error, RingError):
                 raise
             log.warning("%s is loaded as a whole: %s", self._served.names[0], error)
             return None
-        await leave_workers(epoch, patched)
+        superseded = epoch.superseded
+        if remains.may_return or remains.leaves_others:
+            superseded = superseded.with_epoch(epoch.workers)
+        else:
+            await leave_workers(epoch, patched)
         staying = (patched.prepared or {}).keys()
         log.warning(
             "patching %s: %d of %d workers stay", self._served.names[0], len(staying), len(remains.places)
         )
         behind = 1 + max((place.stage for place in remains.places - staying), default=-1)
-        return replace(patched, kept=dict(self._choose_kept(behind)))
+        kept = dict(self._choose_kept(behind))
+        return replace(patched, kept=kept, returning=returning, superseded=superseded)
+
+    async def _place_again(self, order: Order, remains: Remains, early: EarlyPlan) -> Epoch:
+        await asyncio.sleep(self._recoveries.pause_s)
+        plan = await early.take(remains)
+        order = self._patch_order(order, remains)
+        self._next_number = order.number + 1
+        return await self._machines.patch(order, remains, plan)
 
     def _choose_kept(self, first_stage: int) -> Iterator[tuple[LiveRequest, KeptKv]]:
         """Yield the KV that the stages from `first_stage` on keep of requests that still wait."""

@@ -14,10 +14,11 @@ from mlx_ring.api.service import LinkInfo
 from mlx_ring.cluster.agent_link import LocalAgent, Source
 from mlx_ring.cluster.deployment import Site
 from mlx_ring.cluster.membership import Joined, Member, Membership
+from mlx_ring.cluster.relinking import wait_for_answers
 from mlx_ring.core.errors import NotReady, RingError
 from mlx_ring.head.instance import Epoch
 from mlx_ring.head.nodes import Declared, NodeListener, new_instance
-from mlx_ring.head.patching import PatchPlan, Remains, patch_ranks
+from mlx_ring.head.patching import PatchPlan, Remains, patch_ranks, wait_until_whole
 from mlx_ring.head.placing import Order, place_single_node
 from mlx_ring.head.status import ClusterView
 from mlx_ring.head.step_down import StepDown
@@ -89,6 +90,15 @@ class SingleNode:
         number = max(order.number, remains.epoch + 1)
         placement, prepared = await patch_ranks(order, remains, number, None, make_hello(node=node_name()))
         return Epoch(remains.instance, number, placement, node_name(), prepared=prepared)
+
+    async def wait_for_return(self, remains: Remains) -> None:
+        await wait_until_whole(
+            remains,
+            lambda site, pids: wait_for_answers(site, pids, remains.epoch, make_hello(node=node_name())),
+        )
+
+    def release(self, instance: str) -> None:
+        """Do nothing: the agent answers, and was asked to end them."""
 
     def _kept_profile(self) -> MachineProfile | None:
         """Return the stored profile; measuring would take seconds."""

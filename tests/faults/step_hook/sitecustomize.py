@@ -7,7 +7,8 @@ A client sends a condition, as a line of JSON, and gets an empty line once it ho
 the first step that satisfies it, and sends what it knows of its sequences. It waits for another condition, or continues when the client closes the connection.
 
 A worker kills itself before the first step that satisfies the condition in the file `fatal.json` of the folder, if there
-is one.
+is one. If there is a FIFO `load` in the folder, a worker that has loaded its weights waits until a client has opened and
+closed it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import Any
 
 _FOLDER = os.environ.get("STOP_AT_STEPS_IN")  # noqa: TID251 - read before anything of the product is imported
 _RUNNER = "mlx_ring.worker.runner"
-_FATAL = "fatal.json"
+_FATAL, _LOAD = "fatal.json", "load"
 
 
 class _Steps:
@@ -40,6 +41,7 @@ class _Steps:
         self._sequences: dict[int, dict[str, int]] = {}
         """Each open sequence: its prompt's length, and the start and number of draft tokens of its last row."""
         self._epoch = 0
+        self._load = folder / _LOAD
         self._client: tuple[Any, dict[str, int]] | None = None
         """Connection, as a file, and its condition."""
 
@@ -60,6 +62,11 @@ class _Steps:
         self._client = (lines, condition)
         lines.write("\n")
         lines.flush()
+
+    def loaded(self) -> None:
+        """Wait for the client that holds loads, if there is one."""
+        if self._load.exists():
+            self._load.read_bytes()
 
     def before(self, step: Any) -> None:
         """Note the sequences of a step, and stop if it satisfies the condition."""
@@ -117,13 +124,18 @@ def _count_tasks() -> int:
 
 
 def _stop_at_steps(steps: _Steps, runner_module: Any) -> None:
-    take = runner_module.StageRunner.take
+    take, make = runner_module.StageRunner.take, runner_module.StageRunner.__init__
+
+    def wait_and_make(runner: Any, *args: Any, **options: Any) -> None:
+        steps.loaded()
+        make(runner, *args, **options)
 
     def stop_and_take(runner: Any, step: Any, arrived_us: int) -> Any:
         steps.before(step)
         return take(runner, step, arrived_us)
 
     runner_module.StageRunner.take = stop_and_take
+    runner_module.StageRunner.__init__ = wait_and_make
 
 
 class _Finder(importlib.abc.MetaPathFinder):

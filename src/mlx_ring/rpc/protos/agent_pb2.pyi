@@ -124,16 +124,20 @@ class WorkerState(_message.Message):
     def __init__(self, instance: _Optional[str] = ..., stage: _Optional[int] = ..., rank: _Optional[int] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ..., alive: _Optional[bool] = ..., exit_reason: _Optional[str] = ..., status: _Optional[_Union[_worker_pb2.WorkerStatus, _Mapping]] = ..., silent_s: _Optional[float] = ..., assignment: _Optional[_Union[_worker_pb2.StageAssignment, _Mapping]] = ...) -> None: ...
 
 class RelinkWorkersRequest(_message.Message):
-    __slots__ = ("hello", "assignments", "commit", "kept")
+    __slots__ = ("hello", "assignments", "commit", "kept", "pids", "leaves_others")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     ASSIGNMENTS_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
     KEPT_FIELD_NUMBER: _ClassVar[int]
+    PIDS_FIELD_NUMBER: _ClassVar[int]
+    LEAVES_OTHERS_FIELD_NUMBER: _ClassVar[int]
     hello: _hello_pb2.Hello
     assignments: _containers.RepeatedCompositeFieldContainer[_worker_pb2.StageAssignment]
     commit: bool
     kept: _worker_pb2.KeptKv
-    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., assignments: _Optional[_Iterable[_Union[_worker_pb2.StageAssignment, _Mapping]]] = ..., commit: _Optional[bool] = ..., kept: _Optional[_Union[_worker_pb2.KeptKv, _Mapping]] = ...) -> None: ...
+    pids: _containers.RepeatedScalarFieldContainer[int]
+    leaves_others: bool
+    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., assignments: _Optional[_Iterable[_Union[_worker_pb2.StageAssignment, _Mapping]]] = ..., commit: _Optional[bool] = ..., kept: _Optional[_Union[_worker_pb2.KeptKv, _Mapping]] = ..., pids: _Optional[_Iterable[int]] = ..., leaves_others: _Optional[bool] = ...) -> None: ...
 
 class RelinkWorkersReply(_message.Message):
     __slots__ = ("workers", "failure")
