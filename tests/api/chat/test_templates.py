@@ -118,6 +118,10 @@ def rendered(tokenizer: Any, source: str, monkeypatch: pytest.MonkeyPatch) -> st
         "{{ ('x' * 20000).replace('', 'y' * 50000) | length }}",
         "{{ ('x' * 20000).encode().replace('x'.encode(), ('y' * 50000).encode()) | length }}",
         "{{ ('x' * 20000).translate({120: 'y' * 50000}) | length }}",
+        "{{ ('x' * 20000).translate(['y' * 50000] * 128) | length }}",
+        "{{ '{:>٩٩٩٩٩٩٩}'.format('x') | length }}",
+        "{{ 'a' }}" * 20000,
+        "{{ [" + "1," * 60000 + "] | length }}",
         "{{ ('\t' * 20000).expandtabs(50000) | length }}",
         "{{ ('x' * 1000000).split('x') | length }}" + "{{ [0] * 9999999 }}",
         "{{ (('%(a)s' * 100000) % {'a': 'x' * 1000}) | length }}",
@@ -148,6 +152,27 @@ def test_a_template_that_makes_too_much_is_refused(
     monkeypatch.setattr(template_limits, "_MOST_ENTRIES", 1 << 20)
     with pytest.raises(RequestError, match="chat template rejects these messages: "):
         rendered(tokenizer, source, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("made", "times"),
+    [
+        ("'x' * 400000", 16),
+        ("'é' * 100000", 16),
+        ("[0] * 100000", 8),
+        ("('ab,' * 8000).split(',')", 8),
+        ("range(9000) | list", 8),
+        ("dict.fromkeys(range(9000))", 8),
+    ],
+)
+def test_all_that_a_rendering_makes_is_limited_in_bytes(
+    tokenizer: Any, made: str, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(template_limits, "_MOST_BYTES", 1 << 22)
+    source = "{% for i in range(TIMES) %}{{ (MADE) | length }} {% endfor %}".replace("MADE", made)
+    with pytest.raises(RequestError, match="texts and lists take more than 4 MiB in all"):
+        rendered(tokenizer, source.replace("TIMES", str(times)), monkeypatch)
+    assert rendered(tokenizer, source.replace("TIMES", str(times // 8)), monkeypatch)
 
 
 @pytest.mark.parametrize(

@@ -24,10 +24,18 @@ _MOST_CHARACTERS = 1 << 26
 """Largest text that a chat template may make; a request has fewer characters."""
 _MOST_ENTRIES = 1 << 23
 """Largest list that a chat template may make."""
-_MOST_IN_ALL = 1 << 30
-"""Largest number of characters and entries that one rendering may make in all."""
+_MOST_BYTES = 1 << 29
+"""Most memory that the texts and lists of one rendering may take in all."""
+_REFERENCE_BYTES = 8
+"""Memory of a list's entry that was there before ..."""
+_OBJECT_BYTES = 64
+"""... and of one that is made for the list, or of a dictionary's entry."""
+_WIDEST_CHARACTER_BYTES = 4
 _MOST_BITS = 1 << 16
-MOST_SOURCE = 1 << 20
+MOST_SOURCE = 1 << 17
+"""Most characters of a template; published ones have less than a third."""
+MOST_NODES = 1 << 15
+"""Most nodes of a template, which bounds the time to compile it: about a second."""
 _MOST_COMPARED = 1 << 31
 """Largest product of the lengths of two texts that are compared at every position."""
 _CPU_S = 5.0
@@ -51,26 +59,35 @@ class _Spending(threading.local):
     def __exit__(self, *_: object) -> None:
         self.until_s = math.inf
 
-    def make(self, count: int) -> None:
-        """Count a text before it is made."""
-        self.made += count
-        if count > _MOST_CHARACTERS or self.made > _MOST_IN_ALL:
+    def make(self, characters: int, *parts: object) -> None:
+        """Count a text before it is made of these parts. Only with parts in ASCII are characters known to be small."""
+        if characters > _MOST_CHARACTERS:
             raise TemplateRuntimeError(f"it makes texts of more than {_MOST_CHARACTERS} characters.")
-        if count > _LARGE:
-            self.check_time()
+        is_narrow = parts and all(
+            isinstance(part, bytes) or (isinstance(part, str) and part.isascii()) for part in parts
+        )
+        self._take(characters, 1 if is_narrow else _WIDEST_CHARACTER_BYTES)
 
-    def make_entries(self, count: int) -> None:
+    def make_entries(self, count: int, bytes_each: int = _REFERENCE_BYTES) -> None:
         """Count a list before it is made."""
         if count > _MOST_ENTRIES:
             raise TemplateRuntimeError(f"it makes lists of more than {_MOST_ENTRIES} entries.")
-        self.make(count)
+        self._take(count, bytes_each)
+
+    def _take(self, count: int, bytes_each: int) -> None:
+        self.made += count * bytes_each
+        if self.made > _MOST_BYTES:
+            raise TemplateRuntimeError(f"its texts and lists take more than {_MOST_BYTES >> 20} MiB in all.")
+        if count > _LARGE:
+            self.check_time()
 
     def make_like(self, value: object) -> None:
         """Count a value that was made from others of about its size."""
         if isinstance(value, (str, bytes)):
-            self.make(len(value))
+            self.make(len(value), value)
         elif isinstance(value, (list, tuple, dict)):
-            self.make_entries(len(cast("Sized", value)))
+            each = _OBJECT_BYTES if isinstance(value, dict) else _REFERENCE_BYTES
+            self.make_entries(len(cast("Sized", value)), each)
 
     def iterate(self) -> bool:
         """Count an iteration of a loop, or a call. Return True, so that conditions may contain it."""
@@ -160,8 +177,9 @@ def listed(values: Iterator[Any]) -> list[Any]:
     for value in values:
         spending.iterate()
         entries.append(value)
-        if len(entries) > _MOST_ENTRIES:
-            spending.make_entries(len(entries))
+        if len(entries) > _MOST_ENTRIES or len(entries) % _LOOKS == 0:
+            spending.make_entries(len(entries), 0)
+            spending.make_entries(_LOOKS, _OBJECT_BYTES)
     return entries
 
 
@@ -173,17 +191,22 @@ def check_operands(operation: str, left: Any, right: Any) -> None:
         _check_percent(left, right)
         return
     if operation == "+" and isinstance(left, Sized) and isinstance(right, Sized):
-        size = len(left) + len(right)
-        (spending.make if isinstance(left, (str, bytes)) else spending.make_entries)(size)
+        _make_sum(len(left) + len(right), left, right)
     elif operation == "*":
         count, unit = (left, right) if isinstance(left, int) else (right, left)
         if isinstance(count, int) and isinstance(unit, Sized):
-            size = max(0, count) * len(unit)
-            (spending.make if isinstance(unit, (str, bytes)) else spending.make_entries)(size)
+            _make_sum(max(0, count) * len(unit), unit)
     if isinstance(left, int) and isinstance(right, int):
         check_bits(left, right)
         if operation == "**" and left.bit_length() * right > _MOST_BITS:
             raise TemplateRuntimeError(f"it makes a number of more than {_MOST_BITS} bits.")
+
+
+def _make_sum(size: int, *parts: object) -> None:
+    if isinstance(parts[0], (str, bytes)):
+        spending.make(size, *parts)
+    else:
+        spending.make_entries(size)
 
 
 def check_comparison(operation: str, left: Any, right: Any) -> None:
@@ -217,7 +240,7 @@ _OPERATORS = {"eq": "eq", "ne": "ne", "gt": "gt", "gteq": "ge", "lt": "lt", "lte
 def join(*values: object) -> str:
     """Join the operands of `~`."""
     texts = [str(checked(value)) for value in values]
-    spending.make(sum(map(len, texts)))
+    spending.make(sum(map(len, texts)), *texts)
     return "".join(texts)
 
 
@@ -231,7 +254,8 @@ def cut(value: Any, start: Any, stop: Any, step: Any) -> Any:
 
 # ---- formats
 
-_NUMBER = re.compile(r"[0-9]+")
+_NUMBER = re.compile(r"\d+")
+"""Number in a format of `str.format`, whose digits may be of any script."""
 _FIELD = re.compile(
     r"%(?:\([^)]*\))?[-#0 +]*(?P<width>\*|[0-9]+)?(?:\.(?P<precision>\*|[0-9]+)?)?[hlL]?(?P<kind>.)",
     re.DOTALL,
@@ -266,8 +290,9 @@ class _LimitedFields:
         spending.iterate()
         spending.make(sum(map(int, _NUMBER.findall(format_spec))))
         text: Any = super().format_field(checked(value), format_spec)  # pyright: ignore[reportUnknownMemberType, reportAttributeAccessIssue, reportUnknownVariableType] - of the class mixed in
-        spending.make(len(cast("str", text)))
-        return cast("str", text)
+        made = cast("str", text)
+        spending.make(len(made), made)
+        return made
 
     def convert_field(self, value: Any, conversion: Any) -> Any:
         return super().convert_field(checked(value), conversion)  # pyright: ignore[reportUnknownMemberType, reportAttributeAccessIssue, reportUnknownVariableType] - as above
@@ -334,19 +359,22 @@ def _check_text(name: str, text: Any, given: tuple[Any, ...], named: Mapping[str
         old, new = (
             each if isinstance(each, bytes) else str(each) for each in _given(("old", "new"), given, named)
         )
-        spending.make(len(text) + (text.count(old) if old else len(text) + 1) * len(new))
+        made = len(text) + (text.count(old) if old else len(text) + 1) * len(new)
+        spending.make(made, text, new)
     elif name == "join" and isinstance(first, Sized):
         spending.make(_size(first) + len(text) * len(first))
     elif name == "expandtabs" and isinstance(first, int):
-        spending.make(len(text) + text.count("\t") * abs(first))
-    elif name == "translate" and isinstance(first, dict):
-        spending.make(len(text) * max(map(_size, cast("dict[Any, Any]", first).values()), default=1))
+        spending.make(len(text) + text.count("\t") * abs(first), text)
+    elif name == "translate":
+        # A list is a table too.
+        spending.make(len(text) * max(map(_size, _parts(first)), default=1))
     elif name in {"split", "rsplit"}:
         (separator,) = _given(("sep",), given, named)
-        spending.make_entries(text.count(separator) if separator else len(text) // 2)
+        spending.make_entries(text.count(separator) if separator else len(text) // 2, _OBJECT_BYTES)
     elif name == "splitlines":
         spending.make_entries(
-            sum(map(text.count, "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029")) if isinstance(text, str) else 0
+            sum(map(text.count, "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029")) if isinstance(text, str) else 0,
+            _OBJECT_BYTES,
         )
 
 
@@ -371,7 +399,8 @@ def check_filter(name: str, value: Any, given: tuple[Any, ...], named: Mapping[s
     elif name == "round" and _largest(everything) > _LOOKS:
         raise TemplateRuntimeError(f"it rounds to more than {_LOOKS} digits.")
     elif name in {"list", "reverse", "unique", "sort"} and isinstance(value, Sized):
-        spending.make_entries(len(value))
+        is_there = isinstance(value, (list, tuple))
+        spending.make_entries(len(value), _REFERENCE_BYTES if is_there else _OBJECT_BYTES)
     elif name == "tojson" and everything:
         spending.make(_size(value) * (1 + _depth(value)) * _largest(everything))
 

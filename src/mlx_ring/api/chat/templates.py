@@ -18,6 +18,7 @@ from markupsafe import Markup
 from mlx_ring.api.chat.request import Conversation, in_order_of_calls, with_reasoning
 from mlx_ring.api.chat.template_limits import (
     GIVES_BACK,
+    MOST_NODES,
     MOST_SOURCE,
     LimitedEscapeFormatter,
     LimitedFormatter,
@@ -230,7 +231,7 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
         texts: list[str] = []
         for piece in pieces:
             texts.append(piece)
-            spending.make(len(piece))
+            spending.make(len(piece), piece)
         return "".join(texts)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
@@ -290,6 +291,13 @@ class _Counting(NodeTransformer):
 
     def __init__(self, environment: Environment) -> None:
         self._environment = environment
+        self._visited = 0
+
+    def visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> Any:
+        self._visited += 1
+        if self._visited > MOST_NODES:
+            raise TemplateRuntimeError(f"it has more than {MOST_NODES} expressions and statements.")
+        return super().visit(node, *args, **kwargs)
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802 - the visitor's name
         self.generic_visit(node)
