@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 
 from tests.engine.engines import BYTES, LIMITS, PLAIN
@@ -20,7 +20,7 @@ from mlx_ring.engine.sequence import Limits
 from mlx_ring.engine.twin import NextToken, Reach, TwinExecutor, anywhere, hash_token
 
 LOSS = WorkerLost("Worker 0 of stage 1 died.")
-Kept = Mapping[LiveRequest, KeptKv]
+Kept = dict[LiveRequest, KeptKv]
 
 
 class Succession:
@@ -74,7 +74,7 @@ class Succession:
             hold=self._hold,
             meter=self.meter,
             clock=self._clock,
-            kept=kept or {},
+            kept=kept,
         )
         self.engine.take_over(self.held.take())
         return self.engine
@@ -115,6 +115,10 @@ class Succession:
             if not live.has_ended
         }
         return {live: kept for live, kept in chosen.items() if kept is not None}
+
+    def forget_loss(self) -> None:
+        """Forget the requests of the last loss, as a head does when the next instance begins."""
+        self._in_progress, self._left = [], {}
 
     def patch(self, kept: Kept) -> Engine:
         """Load the lost instance again, whose stages keep KV."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
@@ -273,15 +275,16 @@ def test_several_answers_keep_their_kv_whatever_shares_their_steps(prompts: list
         deltas = [*(stream.take() for stream in streams[:-1]), last]
         succession.lose()
         kept = succession.choose_kept(1)
-        assert len(kept) == sum(prompt == 40 for prompt in prompts)
+        lengths = [each.length for each in kept.values()]
+        assert len(lengths) == sum(prompt == 40 for prompt in prompts)
         succession.patch(kept)
         succession.finish()
         assert not succession.steps_failed
         unkept = sum(prompt + 20 for prompt in prompts if prompt != 40)
         for stage in (1, 2):
-            assert sum(count for _, count in rows_of(succession, stage)) <= unkept + 3 * len(kept)
+            assert sum(count for _, count in rows_of(succession, stage)) <= unkept + 3 * len(lengths)
         assert succession.engine is not None
-        assert succession.engine.totals().resume_kept == sum(each.length for each in kept.values())
+        assert succession.engine.totals().resume_kept == sum(lengths)
         for request, stream, each in zip(requests, streams, deltas, strict=True):
             assert tokens_of([*each, *stream.take()]) == answer_to(request)
 
@@ -387,6 +390,27 @@ def test_kept_kv_gives_way_to_requests_that_run(blocks: int) -> None:
         for request, stream, each in zip(wanted, streams, deltas, strict=True):
             assert tokens_of([*each, *stream.take()]) == answer_to(request)
         check_nothing_is_left(succession)
+
+    asyncio.run(run())
+
+
+def test_nothing_remembers_a_request_that_has_ended() -> None:
+    """Take a loss that leaves KV of it; what the head remembers of the present epoch stays."""
+
+    async def run() -> None:
+        succession = succession_of(2)
+        streams = succession.submit(long_request(40))
+        run_to(succession, streams[0], 4)
+        succession.lose()
+        epoch = succession.choose_kept(1)
+        (request,) = map(weakref.ref, epoch)
+        succession.patch(epoch)
+        succession.finish()
+        streams.clear()
+        succession.forget_loss()
+        await asyncio.sleep(0)
+        gc.collect()
+        assert request() is None
 
     asyncio.run(run())
 

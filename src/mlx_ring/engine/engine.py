@@ -13,7 +13,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from itertools import count
-from types import MappingProxyType
 
 from mlx_ring.core.engine_stats import EngineStats, Meter, OpenRequest, Policy, StepTotals
 from mlx_ring.core.errors import NotReady, ProtocolError, RingError, ServingError, WorkerLost
@@ -35,7 +34,6 @@ from mlx_ring.rpc.protos import step_pb2, worker_pb2
 _log = logging.getLogger(__name__)
 
 _POLICY = Policy()
-_NOTHING_KEPT: Mapping[LiveRequest, KeptKv] = MappingProxyType({})
 
 
 class Engine:
@@ -57,7 +55,7 @@ class Engine:
         hold: Hold | None = None,
         meter: Meter | None = None,
         tracer: RequestTracer | None = None,
-        kept: Mapping[LiveRequest, KeptKv] = _NOTHING_KEPT,
+        kept: dict[LiveRequest, KeptKv] | None = None,
     ) -> None:
         """Start an engine.
 
@@ -75,11 +73,11 @@ class Engine:
             hold: receives the requests of a lost instance; None: they end with an error.
             meter: measurements of the replica.
             tracer: tracer of requests.
-            kept: KV that ranks kept of interrupted requests, which the first call of `take_over` brings.
+            kept: KV that ranks kept of interrupted requests. The first call of `take_over` brings them, and empties it.
         """
         self._meter = Meter() if meter is None else meter
         self._tracer = tracer
-        self._kept = dict(kept)
+        self._kept = {} if kept is None else kept
         self._on_lost = on_lost
         self._hold = hold
         self._executor = executor

@@ -73,8 +73,8 @@ class Epoch:
     """Its ranks that stay from the epoch before; None if all are to be loaded."""
     head: int = 1
     """Number of this head, which is higher than those of earlier ones."""
-    kept: Mapping[LiveRequest, KeptKv] = field(default_factory=dict[LiveRequest, KeptKv])
-    """KV that its ranks keep of interrupted requests."""
+    kept: dict[LiveRequest, KeptKv] = field(default_factory=dict[LiveRequest, KeptKv])
+    """KV that its ranks keep of interrupted requests, until its engine has taken them over."""
     returning: asyncio.Task[None] | None = None
     """Wait for lost ranks that are only silent. If it ends before the others are linked, this epoch is dropped."""
     superseded: Superseded = field(default_factory=Superseded)
