@@ -221,6 +221,24 @@ def test_a_link_waits_for_the_stage_as_long_as_its_caller(
     assert answer.failure.kind == ("" if stays else "NotReady")
 
 
+def test_only_two_callers_may_wait_for_the_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A third one is refused at once, so that callers cannot take all threads of a worker."""
+    monkeypatch.setattr(neighbours, "_CALLER_LOOK_S", 1e-3)
+    server = WorkerServer(WorkerIdentity("here", 1, 0, "none"))
+    frames, failures = [greeting(instance="demo-1", stage=0)], list[str]()
+
+    def call(*nested: Callable[[], object]) -> None:
+        waiting = _WaitingCall(nested[0] if nested else lambda: None, stays=False)
+        (answer, *_) = server.link(iter(frames), cast("Any", waiting))
+        failures.append(answer.failure.message)
+
+    call(lambda: call(lambda: call(call)))
+    refused = ["Others wait already" in failure for failure in failures]
+    assert refused == [True, False, False]
+    call()
+    assert "Others wait already" not in failures[-1]
+
+
 def test_an_empty_worker_is_not_linked_with_others() -> None:
     server, _ = assign_stage(1)
     assignment = worker_pb2.StageAssignment(instance="demo-1", epoch=2, stage=1, stages=3)

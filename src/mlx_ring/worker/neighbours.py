@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 _CALLER_LOOK_S = 1.0
 """Time between checks that a caller still waits."""
 _GREETING_WAIT_S = 10.0
+_MOST_EARLY_CALLERS = 2
+"""Number of callers that may wait for the stage: the stage before, also if it was loaded again. Each holds a thread."""
 
 Received = TypeVar("Received")
 
@@ -47,6 +49,7 @@ class Neighbours:
         self.loss: RingError | None = None
         """Loss of a link, which stays until other neighbours are expected."""
         self._assigned = threading.Event()
+        self._early_callers = threading.Semaphore(_MOST_EARLY_CALLERS)
         self._assignment = worker_pb2.StageAssignment(stages=1)
         self._inbox: Inbox | None = None
         self._lock = threading.Lock()
@@ -142,8 +145,14 @@ class Neighbours:
 
         The limit is that of the load: when it passes, the caller is ended.
         """
-        while not self._assigned.wait(_CALLER_LOOK_S) and context.is_active():
-            pass
+        if not self._assigned.is_set():
+            if not self._early_callers.acquire(blocking=False):
+                raise NotReady("Others wait already for this worker's stage.")
+            try:
+                while not self._assigned.wait(_CALLER_LOOK_S) and context.is_active():
+                    pass
+            finally:
+                self._early_callers.release()
         if self._inbox is None:
             raise NotReady("The caller left before this worker received a stage.")
         return self._inbox
