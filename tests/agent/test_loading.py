@@ -80,10 +80,15 @@ def test_rank_that_hangs_in_its_first_pass_waits_for_its_group(
     assert not worker.state().status.HasField("waits")
 
 
-@pytest.mark.parametrize("waits", ["device", "link", "collective", ""])
+@pytest.mark.parametrize(
+    ("waits", "ranks"),
+    [("device", 1), ("link", 1), ("collective", 1), ("", 1), ("collective", 2), ("link", 2)],
+)
 def test_only_a_worker_that_computes_gets_more_time_to_end_its_step(
-    worker: Worker, waits: str, monkeypatch: pytest.MonkeyPatch
+    worker: Worker, waits: str, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Ranks of a stage compute and join collectives in one pass."""
+    worker.assignment.tp_size = ranks
     computed, stopped = asyncio.Event(), list[set[int]]()
     looks: list[str] = []
 
@@ -109,7 +114,42 @@ def test_only_a_worker_that_computes_gets_more_time_to_end_its_step(
     wanted = worker_pb2.StageAssignment(rank=1, epoch=2)
     request = agent_pb2.RelinkWorkersRequest(assignments=[wanted])
     answered = asyncio.run(loading.relink_workers(supervisor, request))
-    assert (len(answered), stopped) == ((1, []) if waits == "device" else (0, [{1}]))
+    computes = (waits, ranks) in {("device", 1), ("collective", 2)}
+    assert (len(answered), stopped) == ((1, []) if computes else (0, [{1}]))
+
+
+def test_workers_that_stay_are_asked_while_others_end(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = asyncio.Event()
+    gone = SimpleNamespace(exit_reason="ended by signal 9 (SIGKILL)", pid=2)
+    lost = Worker(
+        worker_pb2.StageAssignment(rank=0),
+        Path("v.sock"),
+        cast("ChildProcess", gone),
+        cast("grpc.aio.Channel", None),
+    )
+
+    async def stop(_instance: str, pids: set[int]) -> None:
+        assert pids == {2}
+        await asked.wait()
+
+    async def settle(_request: worker_pb2.RelinkRequest, **_: float) -> worker_pb2.RelinkReply:
+        asked.set()
+        return worker_pb2.RelinkReply()
+
+    def open_relink(*_: object) -> Callable[..., object]:
+        return settle
+
+    monkeypatch.setattr(type(RELINK), "aio_unary_unary", open_relink)
+    supervisor = cast("Supervisor", SimpleNamespace(workers=[lost, worker], stop=stop))
+    request = agent_pb2.RelinkWorkersRequest(assignments=[worker_pb2.StageAssignment(rank=1, epoch=2)])
+
+    async def relink() -> int:
+        async with asyncio.timeout(10.0):
+            return len(await loading.relink_workers(supervisor, request))
+
+    assert asyncio.run(relink()) == 1
 
 
 def test_linking_fails_if_a_worker_has_ended_since_it_was_prepared(worker: Worker) -> None:

@@ -200,12 +200,11 @@ async def relink_workers(supervisor: Supervisor, request: agent_pb2.RelinkWorker
         worker.prepared_epoch = epoch
         worker.record_head(request.hello.fencing_id)
     ends_others = not request.commit and not request.leaves_others
-    if ends_others and (others := {worker.child.pid for worker in ours if worker not in staying}):
-        await supervisor.stop(instance, others)
-    answers = await asyncio.gather(
-        *(_relink(supervisor, worker, request, places[worker.stage, worker.rank]) for worker in staying),
-        return_exceptions=True,
-    )
+    others = {worker.child.pid for worker in ours if ends_others and worker not in staying}
+    asked = (_relink(supervisor, worker, request, places[worker.stage, worker.rank]) for worker in staying)
+    # The end of the others may take a second, and so may a step.
+    ending = [supervisor.stop(instance, others)] if others else []
+    answers, *_ = await asyncio.gather(asyncio.gather(*asked, return_exceptions=True), *ending)
     silent = {worker.child.pid for worker, answer in zip(staying, answers, strict=True) if answer is not None}
     failures = [answer for answer in answers if answer is not None]
     if request.commit and failures:

@@ -133,9 +133,10 @@ class Worker:
 
     @property
     def computes(self) -> bool:
-        """True if it answered just now that it waits for its own device only, and not for others."""
+        """True if it answered just now that it waits for its device, or computes a step with the other ranks of its stage."""
         waits = "" if self.status is None else self.status.waits.kind
-        return waits == "device" and not self.unresponsive.seconds
+        is_step = waits == "device" or (waits == "collective" and self.assignment.tp_size > 1)
+        return is_step and not self.unresponsive.seconds
 
     @property
     def grace_s(self) -> float:
