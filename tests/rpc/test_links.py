@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
@@ -40,6 +41,7 @@ from mlx_ring.rpc.links import (
     Inbox,
     LinkKey,
     LinkSender,
+    Opening,
     WireTensor,
     deliver_frames,
 )
@@ -231,6 +233,44 @@ def test_a_link_without_a_receiver_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(LinkLost, match="No worker answered at unix:") as caught:
         GrpcLink(f"unix:{tmp_path}/nobody", make_hello(node="mini-1"), timeout_s=0.2, node="mini-2")
     assert caught.value.ends == ("mini-1", "mini-2")
+
+
+def test_a_link_that_is_given_up_ends_without_its_limit(tmp_path: Path) -> None:
+    opening = Opening()
+    with ThreadPoolExecutor(1) as threads:
+        connecting = threads.submit(
+            GrpcLink, f"unix:{tmp_path}/nobody", make_hello(), timeout_s=3600.0, opening=opening
+        )
+        opening.give_up()
+        with pytest.raises(LinkLost, match="was given up"):
+            connecting.result()
+    assert not opening.done()
+
+
+def test_a_link_whose_greeting_is_not_answered_can_be_given_up() -> None:
+    opening, greeted = Opening(), threading.Event()
+
+    def greet(frames: Iterator[Frame], context: grpc.ServicerContext) -> Iterator[worker_pb2.FrameAccepted]:
+        next(frames)
+        ended = threading.Event()
+        context.add_callback(ended.set)
+        greeted.set()
+        ended.wait()
+        yield worker_pb2.FrameAccepted()
+
+    server = make_server(1)
+    server.add_generic_rpc_handlers((service_handler(WORKER_SERVICE, ((LINK, greet),)),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        with ThreadPoolExecutor(1) as threads:
+            connecting = threads.submit(GrpcLink, f"127.0.0.1:{port}", make_hello(), opening=opening)
+            greeted.wait()
+            opening.give_up()
+            with pytest.raises(LinkLost):
+                connecting.result()
+    finally:
+        server.stop(None).wait()
 
 
 @contextmanager

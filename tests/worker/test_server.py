@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import inspect
+import queue
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,16 +18,19 @@ import pytest
 from tests.machines import node_credentials
 
 from mlx_ring.cluster.security.authority import Authority
-from mlx_ring.core.errors import StepFailed
+from mlx_ring.core.errors import LinkLost, StepFailed
 from mlx_ring.rpc.frames import Frame
 from mlx_ring.rpc.hello import make_hello
-from mlx_ring.rpc.links import Inbox, LinkKey
+from mlx_ring.rpc.links import Inbox, LinkKey, Opening
 from mlx_ring.rpc.protos import hello_pb2, worker_pb2
 from mlx_ring.rpc.tls.peers import Peer, node_name
 from mlx_ring.worker import neighbours
 from mlx_ring.worker import server as subject
 from mlx_ring.worker.compute_thread import Waits
-from mlx_ring.worker.server import PeerAccess, WorkerIdentity, WorkerServer
+from mlx_ring.worker.neighbours import PeerAccess
+from mlx_ring.worker.replies import StageLinks
+from mlx_ring.worker.server import WorkerIdentity, WorkerServer
+from mlx_ring.worker.stage import OpenedLinks
 
 NEXT = LinkKey("demo-1", 1, 1)
 
@@ -262,6 +267,50 @@ def test_an_older_head_cannot_link_a_worker_with_others() -> None:
         *("StaleMessage", "NotReady", "NotReady"),
         "StaleMessage",
     ]
+
+
+def test_a_neighbour_that_has_died_keeps_no_worker_from_being_prepared_again() -> None:
+    server, _ = assign_stage(1)
+    opening, entered = queue.SimpleQueue[Opening](), list[object]()
+
+    def open_links(_assignment: object, hello: hello_pb2.Hello, opened: Opening) -> OpenedLinks:
+        given_up = threading.Event()
+        opened.add(given_up.set)
+        opening.put(opened)
+        if hello.epoch == 2:
+            # The neighbour does not answer.
+            given_up.wait()
+            raise LinkLost("No worker answered in time.")
+        return OpenedLinks(StageLinks(inbox=cast("Any", None)), lambda: None)
+
+    server._built = cast("Any", SimpleNamespace(open_links=open_links))
+    server._runner = cast("Any", SimpleNamespace(finish=list[object], relink=entered.append, last_step=0))
+
+    def relinked(epoch: int, *, commit: bool) -> str:
+        assignment = worker_pb2.StageAssignment(instance="demo-1", epoch=epoch, stage=1, stages=3)
+        request = worker_pb2.RelinkRequest(hello=make_hello(), assignment=assignment, commit=commit)
+        return server.relink(request, cast("Any", _LocalCall())).failure.kind
+
+    def run_job() -> None:
+        server._jobs.get()()
+
+    with ThreadPoolExecutor(2) as threads:
+        linking = threads.submit(relinked, 2, commit=True)
+        opening.get()
+        preparing = threads.submit(relinked, 3, commit=False)
+        run_job()
+        assert (preparing.result(), linking.result()) == ("", "LinkLost")
+        linking = threads.submit(relinked, 3, commit=True)
+        run_job()
+        assert linking.result() == ""
+        # Another first phase comes after the links are open, and before the epoch is entered.
+        linking = threads.submit(relinked, 4, commit=True)
+        opening.get()
+        opening.get().give_up()
+        run_job()
+        assert linking.result() == "StaleMessage"
+    assert len(entered) == 1
+    assert server.hello().epoch == 3
 
 
 def greet_steps(server: WorkerServer, fencing_id: int) -> worker_pb2.StepsReply:

@@ -242,6 +242,37 @@ def link_lost(sender: hello_pb2.Hello, receiver: hello_pb2.Hello, reason: str) -
     return error.between(sender.node, receiver.node)
 
 
+class Opening:
+    """Links that are being opened. Another thread may give them up, so that the one that opens them does not wait."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ends: list[Callable[[], object]] = []
+        self.is_given_up = False
+
+    def add(self, end: Callable[[], object]) -> None:
+        """Add a function that ends a wait or closes a link; it is called at once if the links were given up."""
+        with self._lock:
+            if not self.is_given_up:
+                self._ends.append(end)
+                return
+        end()
+
+    def give_up(self) -> None:
+        """End all waits, and close the links that are open already."""
+        with self._lock:
+            self.is_given_up = True
+            ends, self._ends = self._ends, []
+        for end in ends:
+            end()
+
+    def done(self) -> bool:
+        """Keep the links from now on; return False if they were given up."""
+        with self._lock:
+            self._ends = []
+            return not self.is_given_up
+
+
 class GrpcLink:
     """Sending end of a stream between two workers. gRPC's own thread does the sending."""
 
@@ -256,6 +287,7 @@ class GrpcLink:
         packer: Packer | None = None,
         bytes_per_s: float = 0.0,
         on_lost: LinkLoss | None = None,
+        opening: Opening | None = None,
     ) -> None:
         """Connect and greet.
 
@@ -268,7 +300,13 @@ class GrpcLink:
             packer: packer of sent frames; None sends them as they are.
             bytes_per_s: bandwidth of the link; 0: unknown.
             on_lost: receives the end of the link, unless `close` ends it.
+            opening: by which another thread ends the waits of this method.
+
+        Raises:
+            LinkLost: no worker answered in time, or the link was given up.
+            RingError: the worker refused the link.
         """
+        opening = opening or Opening()
         self.packer = packer
         self._hello, self._receiver = hello, hello_pb2.Hello(node=node or hello.node)
         self._on_lost = on_lost
@@ -277,14 +315,22 @@ class GrpcLink:
         self._channel = open_channel(address, trust, name, more=keep_alive(bytes_per_s))
         self._frames: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
         self._frames.put(Frame(worker_pb2.FrameHeader(hello=hello)))
+        connected = grpc.channel_ready_future(self._channel)
+        opening.add(connected.cancel)
         try:
-            grpc.channel_ready_future(self._channel).result(timeout_s)
+            connected.result(timeout_s)
         except grpc.FutureTimeoutError:
             self._channel.close()
             error = LinkLost(f"No worker answered at {address} within {timeout_s:g} s.")
             raise error.between(hello.node, self._receiver.node) from None
+        except grpc.FutureCancelledError:
+            # The channel ends with its last reference. If it were closed, gRPC's thread that connects might fail.
+            error = LinkLost(f"The link to {address} was given up.")
+            raise error.between(hello.node, self._receiver.node) from None
         self._call = LINK.stream_stream(self._channel)(self._outgoing())
+        opening.add(self._call.cancel)
         self._await_hello()
+        opening.add(self.close)
         if not self._call.add_callback(self._report_end):
             self._report_end()
 

@@ -59,11 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     blas = _import_libraries(options.blas, options.blas_threads)
 
     from mlx_ring.worker.group import GroupPort, group_capabilities
-    from mlx_ring.worker.server import (  # MLX must load after the BLAS
-        PeerAccess,
-        WorkerIdentity,
-        WorkerServer,
-    )
+    from mlx_ring.worker.neighbours import PeerAccess
+    from mlx_ring.worker.server import WorkerIdentity, WorkerServer  # MLX must load after the BLAS
 
     access = PeerAccess(None if options.credentials is None else load_credentials(options.credentials))
     if options.in_group:

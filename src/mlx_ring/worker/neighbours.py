@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import grpc
@@ -19,7 +20,9 @@ from mlx_ring.rpc.frames import Frame
 from mlx_ring.rpc.hello import check_hello
 from mlx_ring.rpc.links import Inbox, InboxSender, LinkLoss, deliver_frames, link_lost
 from mlx_ring.rpc.protos import hello_pb2, worker_pb2
-from mlx_ring.rpc.tls.peers import address_of_call, is_local, peer_of_call
+from mlx_ring.rpc.tls.credentials import Credentials
+from mlx_ring.rpc.tls.peers import Revoked, address_of_call, is_local, peer_of_call
+from mlx_ring.worker.group import GroupPort
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +33,28 @@ _MOST_EARLY_CALLERS = 2
 """Number of callers that may wait for the stage: the stage before, also if it was loaded again. Each holds a thread."""
 
 Received = TypeVar("Received")
+
+
+@dataclass(slots=True)
+class PeerAccess:
+    """Connections of this worker with other machines."""
+
+    trust: Credentials | None = None
+    """Credentials for other machines. None: the worker only talks with its own machine."""
+    revoked: Revoked = field(default_factory=Revoked)
+    port: int = 0
+    """Port for other machines; 0 while they cannot connect."""
+    group: GroupPort | None = None
+    """Port for the other ranks of its stage; None without a group."""
+    capabilities: worker_pb2.GroupMeans | None = None
+    """Backends and devices by which it can join a group."""
+    end_refused: Callable[[], object] = lambda: None
+    """Function that ends running calls of machines whose certificates were revoked."""
+
+    def revoke(self, serials: Iterable[str]) -> None:
+        """Refuse certificates with these serials from now on, and end the calls that they opened."""
+        if self.revoked.replace(serials):
+            self.end_refused()
 
 
 class Neighbours:

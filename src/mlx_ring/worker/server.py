@@ -10,9 +10,9 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import grpc
@@ -25,18 +25,15 @@ from mlx_ring.rpc.backends import backend_of, has_collective_link, joined_ranks
 from mlx_ring.rpc.failures import error_to_failure
 from mlx_ring.rpc.frames import Frame
 from mlx_ring.rpc.hello import check_hello, make_hello
-from mlx_ring.rpc.links import Inbox
+from mlx_ring.rpc.links import Inbox, Opening
 from mlx_ring.rpc.methods import LINK, LOAD, RELINK, STATUS, STEPS, WORKER_SERVICE, service_handler
 from mlx_ring.rpc.protos import hello_pb2, step_pb2, worker_pb2
-from mlx_ring.rpc.tls.credentials import Credentials
-from mlx_ring.rpc.tls.peers import Revoked
 from mlx_ring.worker.compute_thread import JobQueue, complete, end_process
 from mlx_ring.worker.grammars import GrammarCompiler, grammar_error
-from mlx_ring.worker.group import GroupPort
-from mlx_ring.worker.neighbours import Neighbours, first_message
+from mlx_ring.worker.neighbours import Neighbours, PeerAccess, first_message
 from mlx_ring.worker.platform.device import device_memory, device_name
 from mlx_ring.worker.runner import StageRunner
-from mlx_ring.worker.stage import BuiltStage, build_stage
+from mlx_ring.worker.stage import BuiltStage, OpenedLinks, build_stage
 from mlx_ring.worker.step import monotonic_us
 
 log = logging.getLogger(__name__)
@@ -51,28 +48,6 @@ class WorkerIdentity:
     stage: int
     rank: int
     blas: str
-
-
-@dataclass(slots=True)
-class PeerAccess:
-    """Connections of this worker with other machines."""
-
-    trust: Credentials | None = None
-    """Credentials for other machines. None: the worker only talks with its own machine."""
-    revoked: Revoked = field(default_factory=Revoked)
-    port: int = 0
-    """Port for other machines; 0 while they cannot connect."""
-    group: GroupPort | None = None
-    """Port for the other ranks of its stage; None without a group."""
-    capabilities: worker_pb2.GroupMeans | None = None
-    """Backends and devices by which it can join a group."""
-    end_refused: Callable[[], object] = lambda: None
-    """Function that ends running calls of machines whose certificates were revoked."""
-
-    def revoke(self, serials: Iterable[str]) -> None:
-        """Refuse certificates with these serials from now on, and end the calls that they opened."""
-        if self.revoked.replace(serials):
-            self.end_refused()
 
 
 class _StepStream:
@@ -94,6 +69,8 @@ class WorkerServer:
         self._built: BuiltStage | None = None
         self._request: worker_pb2.LoadRequest | None = None
         self._neighbours = Neighbours(self.hello, self._report_loss)
+        self._opening = Opening()
+        """Links that were opened last after the load."""
         self._stopping = False
         self._stream: _StepStream | None = None
         self._head = 0
@@ -349,8 +326,9 @@ class WorkerServer:
         try:
             self._check_relink(request)
             if request.commit:
-                self._jobs.put(partial(complete, done, partial(self._join, request)))
+                self._jobs.put(partial(complete, done, self._joining(request)))
             else:
+                self._opening.give_up()
                 self._leave()
                 self._neighbours.prepare(request.assignment)
                 self._jobs.put(partial(complete, done, self._settle))
@@ -391,14 +369,29 @@ class WorkerServer:
         if self._runner is not None:
             self._answer(self._runner.finish())
 
-    def _join(self, request: worker_pb2.RelinkRequest) -> None:
-        """Link with the new neighbours, and enter their epoch. Runs on the compute thread."""
-        if self._built is None or self._request is None:
+    def _joining(self, request: worker_pb2.RelinkRequest) -> Callable[[], None]:
+        """Link with the new neighbours; return the work that enters their epoch, for the compute thread.
+
+        A neighbour that has just died does not answer. So this thread waits, and the compute thread is free for another
+        first phase, which ends the wait.
+        """
+        if self._built is None:
             raise NotReady("This worker has not loaded a stage yet.")
+        opening = self._opening = Opening()
+        hello = self.hello()
+        hello.epoch = request.assignment.epoch
+        opened = self._built.open_links(request.assignment, hello, opening)
+        return partial(self._join, request, opened, opening)
+
+    def _join(self, request: worker_pb2.RelinkRequest, opened: OpenedLinks, opening: Opening) -> None:
+        """Enter the epoch of the new neighbours. Runs on the compute thread."""
+        if not opening.done() or self._runner is None or self._request is None:
+            raise StaleMessage(f"Other links than those of epoch {request.assignment.epoch} were requested.")
         assignment, kept = request.assignment, request.kept
         self._kept = kept.sequences if assignment.stage >= kept.first_stage else ()
         self._request.assignment.CopyFrom(assignment)
-        self._sends = self._built.relink(self.hello())
+        self._runner.relink(opened.links)
+        self._sends = opened.sends
         self._neighbours.advance(assignment.epoch)
         set_log_epoch(assignment.epoch)
         log.info("linked with the neighbours of epoch %d", assignment.epoch)

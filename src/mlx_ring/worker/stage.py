@@ -12,7 +12,7 @@ from typing import assert_never
 
 import mlx.core as mx
 
-from mlx_ring.core.errors import ProtocolError
+from mlx_ring.core.errors import ProtocolError, RingError
 from mlx_ring.core.types import DTYPES, DType, LayerRange
 from mlx_ring.models.architectures import require_cuttable
 from mlx_ring.models.model_folder import ModelFolder, read_model_folder
@@ -20,7 +20,7 @@ from mlx_ring.models.tensor_shares import TensorShare, part_of_kv, read_tensor_s
 from mlx_ring.rpc.backends import direct_link, joined_ranks
 from mlx_ring.rpc.frames import Packer
 from mlx_ring.rpc.hello import check_hello
-from mlx_ring.rpc.links import FanOut, GrpcLink, Inbox, LinkLoss, LinkSender
+from mlx_ring.rpc.links import FanOut, GrpcLink, Inbox, LinkLoss, LinkSender, Opening
 from mlx_ring.rpc.protos import hello_pb2, worker_pb2
 from mlx_ring.rpc.tls.credentials import Credentials
 from mlx_ring.worker.collective import over_collectives
@@ -42,6 +42,14 @@ _WARM_UP_SEQUENCE = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
+class OpenedLinks:
+    """Links to the neighbours."""
+
+    links: StageLinks
+    sends: Sends
+
+
+@dataclass(frozen=True, slots=True)
 class BuiltStage:
     """Stage that can execute steps."""
 
@@ -52,8 +60,8 @@ class BuiltStage:
     sends: Sends
     grammars: GrammarCompiler
     """Compiler that any thread may ask for grammars; the runner uses them by id."""
-    relink: Callable[[hello_pb2.Hello], Sends]
-    """Function that links the stage as its assignment says now; it takes this worker's greeting."""
+    open_links: Callable[[worker_pb2.StageAssignment, hello_pb2.Hello, Opening], OpenedLinks]
+    """Function that opens links to other neighbours, in any thread, for an assignment with this worker's greeting."""
 
 
 def resolve_dtype(asked: str, folder: ModelFolder) -> DType:
@@ -147,12 +155,18 @@ def build_stage(
     report(worker_pb2.LoadProgress(phase="warm-up"))
     _warm_up(model, kv)
 
-    def relink(hello: hello_pb2.Hello) -> Sends:
+    def open_links(
+        assignment: worker_pb2.StageAssignment, hello: hello_pb2.Hello, opening: Opening
+    ) -> OpenedLinks:
         packer = _packer(assignment)
-        runner.relink(_join_links(assignment, inbox, hello, model, trust, packer, loss_recorder))
-        return partial(_sends, assignment, packer)
+        try:
+            links = _join_links(assignment, inbox, hello, model, trust, packer, loss_recorder, opening)
+        except RingError:
+            opening.give_up()
+            raise
+        return OpenedLinks(links, partial(_sends, assignment, packer))
 
-    return BuiltStage(runner, dtype, kv.traits(), partial(_sends, assignment, packer), grammars, relink)
+    return BuiltStage(runner, dtype, kv.traits(), partial(_sends, assignment, packer), grammars, open_links)
 
 
 def _packer(assignment: worker_pb2.StageAssignment) -> Packer | None:
@@ -181,6 +195,7 @@ def _join_links(
     trust: Credentials | None,
     packer: Packer | None,
     loss_recorder: Callable[[], LinkLoss] | None,
+    opening: Opening | None = None,
 ) -> StageLinks:
     """Join the links. Only rank 0 sends, to every rank of the other stage."""
     kind = direct_link(assignment)
@@ -212,6 +227,7 @@ def _join_links(
                     packer=packer,
                     bytes_per_s=bytes_per_s,
                     on_lost=None if loss_recorder is None else loss_recorder(),
+                    opening=opening,
                 )
             case _:
                 assert_never(kind)
