@@ -87,7 +87,7 @@ def test_rank_that_hangs_in_its_first_pass_waits_for_its_group(
 def test_only_a_worker_that_computes_gets_more_time_to_end_its_step(
     worker: Worker, waits: str, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranks of a stage compute and join collectives in one pass."""
+    # Ranks of a stage compute and join collectives in one pass.
     worker.assignment.tp_size = ranks
     computed, stopped = asyncio.Event(), list[set[int]]()
     looks: list[str] = []

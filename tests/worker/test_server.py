@@ -227,7 +227,7 @@ def test_a_link_waits_for_the_stage_as_long_as_its_caller(
 
 
 def test_only_two_callers_may_wait_for_the_stage(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A third one is refused at once, so that callers cannot take all threads of a worker."""
+    """Refuse a third one at once, so that callers cannot take all threads of a worker."""
     monkeypatch.setattr(neighbours, "_CALLER_LOOK_S", 1e-3)
     server = WorkerServer(WorkerIdentity("here", 1, 0, "none"))
     frames, failures = [greeting(instance="demo-1", stage=0)], list[str]()

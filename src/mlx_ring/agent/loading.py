@@ -204,7 +204,9 @@ async def relink_workers(supervisor: Supervisor, request: agent_pb2.RelinkWorker
     asked = (_relink(supervisor, worker, request, places[worker.stage, worker.rank]) for worker in staying)
     # The end of the others may take a second, and so may a step.
     ending = [supervisor.stop(instance, others)] if others else []
-    answers, *_ = await asyncio.gather(asyncio.gather(*asked, return_exceptions=True), *ending)
+    relinking = asyncio.gather(*asked, return_exceptions=True)
+    await asyncio.gather(relinking, *ending)
+    answers = relinking.result()
     silent = {worker.child.pid for worker, answer in zip(staying, answers, strict=True) if answer is not None}
     failures = [answer for answer in answers if answer is not None]
     if request.commit and failures:
