@@ -142,6 +142,7 @@ def test_a_step_over_a_broken_link_ends_the_instance_at_once() -> None:
         await run_tasks_until(lambda: engine.error is not None)
         assert isinstance(engine.error, LinkLost)
         assert engine.error.ends == loss.ends
+        assert engine.error.place == (1, 0)
         assert [live.stream for live in held] == streams
 
     asyncio.run(run())

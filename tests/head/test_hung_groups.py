@@ -67,15 +67,24 @@ def test_ranks_that_all_wait_for_each_other_blame_their_backend(other: agent_pb2
 
 
 @pytest.mark.parametrize(
-    ("placement", "nodes"),
-    [(SHARED, ("a", "b")), (LINKED, ("a", "b")), (placement_of("ab", "ac"), tuple("abac"))],
+    ("placement", "place", "nodes"),
+    [
+        (SHARED, (0, 1), ("a", "b")),
+        (LINKED, (1, 0), ("a", "b")),
+        (placement_of("ab", "ac"), None, tuple("abac")),
+        (placement_of("ab", "ac"), (0, 0), ("a", "b")),
+        (placement_of("ab", "ac"), (1, 1), ("a", "c")),
+    ],
 )
 def test_connection_of_a_group_that_broke_blames_its_backend(
-    placement: Placement, nodes: tuple[str, ...]
+    placement: Placement, place: tuple[int, int] | None, nodes: tuple[str, ...]
 ) -> None:
     report = state()
     report.status.group.backend = "ring"
-    error = blame_reset(LinkLost("A connection broke."), placement, {RankId(0, 0): report})
+    loss = LinkLost("A connection broke.")
+    if place is not None:
+        loss.reported_by(*place)
+    error = blame_reset(loss, placement, dict.fromkeys([RankId(0, 0), RankId(1, 0)], report))
     assert isinstance(error, GroupStuck)
     assert (error.backend, error.nodes, error.node, error.is_workers_own) == ("ring", nodes, "", False)
 

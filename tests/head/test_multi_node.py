@@ -234,6 +234,41 @@ def bar(cluster: Any) -> None:
 
 
 @pytest.mark.parametrize("is_possible", [True, False])
+def test_plans_of_replicas_avoid_a_link_that_broke_twice_unless_nothing_else_fits(
+    is_possible: bool,  # noqa: FBT001 - as pytest gives it
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    planned: list[Any] = []
+
+    def plan(*arguments: Any) -> tuple[object, ...]:
+        planned.append(arguments[-1])
+        if len(planned) == 1 and not is_possible:
+            raise PlanError("No room.")
+        return ()
+
+    async def take_all(*_: object) -> Any:
+        return [], {}
+
+    async def attending(_nodes: int) -> Any:
+        return cluster._control.membership
+
+    async def look_once(_sites: object) -> None:
+        pass
+
+    monkeypatch.setattr(subject_of_patches, "plan_replicas", plan)
+    cluster = Planned(monkeypatch, tmp_path).cluster
+    cluster._attending, cluster._surveys.take_all = attending, take_all
+    cluster._left.look_once = look_once
+    bar(cluster)
+    settings = Settings.model_validate({"model": "demo", "replicas": 2})
+    declared: Any = SimpleNamespace(served=SimpleNamespace(names=["demo"]), settings=settings)
+    assert asyncio.run(cluster.candidate_nodes(declared, 1)) == []
+    avoided = {frozenset({"n1", "n2"}): UNREACHABLE}
+    assert planned == [avoided, *([] if is_possible else [{}])]
+
+
+@pytest.mark.parametrize("is_possible", [True, False])
 def test_plans_avoid_a_link_that_broke_twice_unless_nothing_else_fits(
     is_possible: bool,  # noqa: FBT001 - as pytest gives it
     tmp_path: Path,

@@ -191,6 +191,13 @@ class LinkLost(WorkerLost):
 
     ends: tuple[str, ...] = ()
     """Nodes at its ends: the sender's and the receiver's."""
+    place: tuple[int, int] | None = None
+    """Stage and rank of the worker in whose step it broke; None if no step failed."""
+
+    def reported_by(self, stage: int, rank: int) -> Self:
+        """Set the worker in whose step it broke, and return the error."""
+        self.place = stage, rank
+        return self
 
     def between(self, *nodes: str) -> Self:
         """Set the nodes at the ends of the link, and return the error."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import count
 
 from mlx_ring.core.engine_stats import EngineStats, Meter, OpenRequest, Policy, StepTotals
-from mlx_ring.core.errors import NotReady, ProtocolError, RingError, ServingError, WorkerLost
+from mlx_ring.core.errors import LinkLost, NotReady, ProtocolError, RingError, ServingError, WorkerLost
 from mlx_ring.core.generation import GenerateRequest, RequestStream
 from mlx_ring.core.types import FinishReason, RankId, TokenLogprob
 from mlx_ring.engine.admission import GRAMMAR_WITHIN_S, Grammars, Load, Settled, check_places, shed_error
@@ -246,6 +246,8 @@ class Engine:
             return
         if done.HasField("failure"):
             error = failure_to_error(done.failure)
+            if isinstance(error, LinkLost):
+                error.reported_by(done.stage, done.rank)
             if isinstance(error, WorkerLost):
                 # No later step would get past the broken link either.
                 self.lose(error)

@@ -22,7 +22,7 @@ from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.kv_budget import Place
 from mlx_ring.engine.step_times import Unanswered
 from mlx_ring.head.placing import Placement
-from mlx_ring.head.step_down import blame_late, blame_reset, groups_of
+from mlx_ring.head.step_down import blame_late, blame_reset, ranks_of_reset
 from mlx_ring.rpc.channels import Silence
 from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
 
@@ -375,7 +375,7 @@ class InstanceWatch:
 
     def blame_reset(self, loss: LinkLost) -> RingError:
         """Return the error for a group's connection that broke although all workers run, which end then."""
-        self.lost_ranks.update(place for group in groups_of(self._placement) for place in group)
+        self.lost_ranks.update(ranks_of_reset(loss, self._placement))
         return blame_reset(loss, self._placement, self._states)
 
     async def are_alive(self, nodes: Collection[str], hello: hello_pb2.Hello) -> bool:

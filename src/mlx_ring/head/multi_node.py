@@ -23,7 +23,7 @@ from mlx_ring.core.cluster_folders import authority_folder
 from mlx_ring.core.errors import LinkLost, PlanError, RingError
 from mlx_ring.head.instance import Epoch
 from mlx_ring.head.left_workers import LeftWorkers
-from mlx_ring.head.link_survey import LinkSurveys, link_info, with_throughput
+from mlx_ring.head.link_survey import LinkSurveys, broken_links, link_info, with_throughput
 from mlx_ring.head.nodes import Declared, LiveInstances, NodeListener, new_instance
 from mlx_ring.head.patching import PatchPlan, Remains, Room, patch_ranks, plan_patch, wait_until_whole
 from mlx_ring.head.placing import (
@@ -122,17 +122,14 @@ class Cluster:
             _, links = await self._surveys.take_all(membership, sites)
         finally:
             await close_sites(sites)
-        plans = await self._steadily(
-            membership,
-            lambda members: asyncio.to_thread(
-                plan_replicas,
-                declared.settings,
-                declared.served,
-                self._control,
-                members,
-                self._live.others("").taken,
-                links,
-            ),
+        plan = partial(plan_replicas, declared.settings, declared.served, self._control)
+        plans = await self._avoiding(
+            lambda avoided: self._steadily(
+                membership,
+                lambda members: asyncio.to_thread(
+                    plan, members, self._live.others("").taken, {**links, **broken_links(avoided)}
+                ),
+            )
         )
         return [frozenset(rank.node for stage in plan.stages for rank in stage.ranks) for plan in plans]
 
@@ -310,15 +307,18 @@ class Cluster:
         )
 
     async def _place(self, order: Order, membership: Membership, sites: Sequence[Site]) -> Placement:
+        return await self._avoiding(partial(self._place_without, order, membership, sites))
+
+    async def _avoiding(self, plan: Callable[[Iterable[Pair]], Awaitable[Planned]]) -> Planned:
         """Plan without links that were lost repeatedly if possible, else with all."""
         avoided = self._quarantine.links()
         try:
-            return await self._place_without(order, membership, sites, avoided)
+            return await plan(avoided)
         except PlanError as error:
             if not avoided:
                 raise
             log.warning("using links that were lost repeatedly, because without them: %s", error)
-            return await self._place_without(order, membership, sites, ())
+            return await plan(())
 
     async def _is_possible(
         self, order: Order, membership: Membership, sites: Sequence[Site], avoided: Iterable[Pair]

@@ -247,9 +247,16 @@ def blame_late(owed: Unanswered, placement: Placement, states: States) -> RingEr
     return hung.of_group(backend, nodes_of(group, placement))
 
 
+def ranks_of_reset(loss: LinkLost, placement: Placement) -> Group:
+    """Return the ranks of the group in which a connection broke; those of all groups if the worker is unknown."""
+    groups = groups_of(placement)
+    named = [group for group in groups if loss.place in group]
+    return [place for group in named or groups for place in group]
+
+
 def blame_reset(loss: LinkLost, placement: Placement, states: States) -> RingError:
     """Return the error for a group's connection that broke although all its ranks run. No node is to blame."""
-    places = [place for group in groups_of(placement) for place in group]
+    places = ranks_of_reset(loss, placement)
     backend = next((states[place].status.group.backend for place in places if place in states), "")
     return GroupStuck(str(loss)).of_group(backend, nodes_of(places, placement)) if places else loss
 
