@@ -13,6 +13,7 @@ from tests.eventually import run_tasks_until
 from mlx_ring.cluster.agent_link import AgentLink, Source
 from mlx_ring.cluster.deployment import Site, WorkerPlace
 from mlx_ring.cluster.placement import even_split
+from mlx_ring.cluster.relinking import Loaded
 from mlx_ring.core.engine_stats import Meter
 from mlx_ring.core.errors import ProtocolError, RingError, WorkerLost, WorkerStuck
 from mlx_ring.core.types import RankId
@@ -101,7 +102,9 @@ class Run:
         served: Any = SimpleNamespace(folder=None, names=("tiny",), limits=limits)
         self.shares, self.executor = FakeShares(), FakeExecutor()
         self.connecting = asyncio.Event()
+        self.is_linking = False
         self.loading: asyncio.Future[list[WorkerPlace]] = asyncio.get_running_loop().create_future()
+        self.linking: asyncio.Future[list[WorkerPlace]] = asyncio.get_running_loop().create_future()
         self.instance = Instance(
             Settings(),
             served,
@@ -129,8 +132,17 @@ class Run:
             return 1000
 
         monkeypatch.setattr(subject, "deploy", load)
-        monkeypatch.setattr(subject, "load_lost", load)
-        monkeypatch.setattr(subject, "link", load)
+
+        async def load_lost(*_: object) -> Loaded:
+            await self.loading
+            return Loaded(prepared | {NEW: (agent_pb2.StartedWorker(pid=6), sites[1])}, {})
+
+        async def link(*_: object) -> list[WorkerPlace]:
+            self.is_linking = True
+            return await self.linking
+
+        monkeypatch.setattr(subject, "load_lost", load_lost)
+        monkeypatch.setattr(subject, "link", link)
         monkeypatch.setattr(GrpcExecutor, "connect", connect)
         monkeypatch.setattr(subject, "assign_all", assign)
         monkeypatch.setattr(subject, "memory_for_weights", memory)
@@ -182,6 +194,34 @@ def test_ranks_that_stayed_are_left_when_a_patch_is_lost_before_it_serves(
     assert raised is error
     assert done.instance.remains is not None
     assert done.instance.remains.lost == {NEW}
+    assert [agent.stopped for agent in done.agents] == [[], []]
+
+
+@pytest.mark.parametrize("is_linked", [False, True])
+def test_ranks_that_were_loaded_are_left_when_another_one_is_lost_before_a_patch_serves(
+    monkeypatch: pytest.MonkeyPatch, *, is_linked: bool
+) -> None:
+    lost = WorkerLost("It died.")
+
+    def lose(run: Run) -> None:
+        def lose_other() -> None:
+            run.instance.watch.lost_ranks.add(KEPT)
+            run.instance.lose(lost)
+
+        run.loading.set_result([])
+        if is_linked:
+            run.linking.set_result([])
+            monkeypatch.setattr(run.connecting, "set", lose_other)
+        else:
+            linking.append(asyncio.ensure_future(run_tasks_until(lambda: run.is_linking)))
+            linking[0].add_done_callback(lambda _: lose_other())
+
+    linking: list[asyncio.Future[None]] = []
+    done, raised = run(monkeypatch, is_patched=True, lose=lose)
+    assert raised is lost
+    assert done.instance.remains is not None
+    assert done.instance.remains.lost == {KEPT}
+    assert done.instance.remains.pids[NEW] == 6
     assert [agent.stopped for agent in done.agents] == [[], []]
 
 

@@ -126,6 +126,8 @@ class Instance:
             staying={place: worker.pid for place, (worker, _) in (epoch.prepared or {}).items()},
         )
         self._has_served = False
+        self._loaded: Started = epoch.prepared or {}
+        """Ranks that are loaded: those that stay, and all once the others are."""
         self.is_dropped = False
         """True if it was dropped before its ranks were linked, because the lost ones of the epoch before answer again."""
         self.remains: Remains | None = None
@@ -152,7 +154,7 @@ class Instance:
         """Load and serve until the loss. `ready` receives the seconds that loading took.
 
         Raises:
-            RingError: it was lost before it served. The ranks that stayed from the epoch before may be in `remains`.
+            RingError: it was lost before it served. The ranks that were loaded may be in `remains`.
         """
         async with contextlib.AsyncExitStack() as cleanup:
             try:
@@ -231,7 +233,7 @@ class Instance:
     def _find_remains(self, loss: RingError | None) -> Remains | None:
         """Return the ranks that are left, if they can serve again with others in place of the lost ones.
 
-        If the loss came before the instance served, those are left that stayed from the epoch before: agents end what they
+        If the loss came while others were loaded, those are left that stayed from the epoch before: agents end what they
         load when a load fails. A group that hangs in a load may need another plan.
         """
         is_loss = isinstance(loss, WorkerLost | WorkerStuck) and not isinstance(loss, GroupStuck)
@@ -240,14 +242,15 @@ class Instance:
         remains = self._without(self.watch.silent_nodes, frozenset(self.watch.lost_ranks))
         if remains is None:
             return None
-        pids, ended = self.watch.pids, self.watch.lost_ranks - self.watch.silent_ranks
+        pids = {place: worker.pid for place, (worker, _) in self._loaded.items()} | {**self.watch.pids}
+        ended = self.watch.lost_ranks - self.watch.silent_ranks
         may_return = self._has_served and bool(remains.lost) and not ended and remains.lost <= pids.keys()
         return replace(remains, pids=pids, may_return=may_return)
 
     def _without(self, nodes: frozenset[str], ranks: frozenset[RankId]) -> Remains | None:
         """Return the ranks that are left without these nodes and ranks, if they can serve again."""
         epoch, sites = self._epoch, sites_of(self._epoch.placement)
-        left = sites.keys() if self._has_served else (epoch.prepared or {}).keys()
+        left = sites.keys() if self._has_served else self._loaded.keys()
         lost = ranks | {place for place, site in sites.items() if site.node in nodes or place not in left}
         # MLX cannot join the others of a group again.
         lost = lost.union(*(group for group in groups_of(epoch.placement) if lost & set(group)))
@@ -311,6 +314,7 @@ class Instance:
         if loaded is None:
             self.is_dropped = True
             raise NotReady(f"The lost workers of {self._epoch.instance} answer again.")
+        self._loaded = loaded.workers
         places = await self._unless_lost(
             link(loaded, prepared, hello, kept_message(self._epoch.kept.values()))
         )
