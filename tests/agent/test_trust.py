@@ -15,7 +15,7 @@ from mlx_ring.agent.trust import check_hosts, check_links, check_routes, trusted
 from mlx_ring.core.errors import PlanError
 from mlx_ring.host.trusted_interfaces import Trust
 from mlx_ring.rpc import backends
-from mlx_ring.rpc.backends import DIRECT_LINKS, LinkInfo
+from mlx_ring.rpc.backends import DIRECT_LINKS, LinkKind
 from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.protos import agent_pb2, worker_pb2
 
@@ -79,7 +79,7 @@ def test_an_unencrypted_link_does_not_leave_trusted_interfaces(
     setattr(assignment, f"{end}_address", f"{NOWHERE}:1")
     setattr(assignment, f"{end}_node", "mini-2")
     check_links([assignment], Trust())
-    monkeypatch.setattr(backends, "DIRECT_LINKS", dict.fromkeys(DIRECT_LINKS, LinkInfo(None)))
+    monkeypatch.setattr(backends, "DIRECT_LINKS", dict.fromkeys(DIRECT_LINKS, LinkKind(None)))
     with pytest.raises(PlanError, match=rf"route to {NOWHERE}, .*, leaves through 127\.0\.0\.1, which no"):
         check_links([assignment], Trust())
     check_links([assignment], Trust(("127.0.0.0/8",)))
@@ -87,7 +87,7 @@ def test_an_unencrypted_link_does_not_leave_trusted_interfaces(
 
 def test_an_unencrypted_link_to_any_rank_of_a_stage_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlx_ring.agent.trust.source_address", loopback)
-    monkeypatch.setattr(backends, "DIRECT_LINKS", dict.fromkeys(DIRECT_LINKS, LinkInfo(None)))
+    monkeypatch.setattr(backends, "DIRECT_LINKS", dict.fromkeys(DIRECT_LINKS, LinkKind(None)))
     assignment = worker_pb2.StageAssignment(stages=2, next_address="unix:/run/one.sock")
     assignment.next_ranks.add(address="127.0.0.1:1", node="mini-1")
     check_links([assignment], Trust())
@@ -100,7 +100,7 @@ def test_no_worker_is_loaded_or_linked_by_an_unencrypted_link_elsewhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("mlx_ring.agent.trust.source_address", loopback)
-    monkeypatch.setattr(backends, "DIRECT_LINKS", dict.fromkeys(DIRECT_LINKS, LinkInfo(None)))
+    monkeypatch.setattr(backends, "DIRECT_LINKS", dict.fromkeys(DIRECT_LINKS, LinkKind(None)))
     assignment = worker_pb2.StageAssignment(instance="one", stages=2, next_node="mini-2")
     assignment.next_address = f"{NOWHERE}:1"
     child = SimpleNamespace(pid=1)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tests.examples import examples
 
 from mlx_ring.planner.search import (
+    MachineLayers,
     Partition,
-    Piece,
     has_partition,
     in_order,
     quickest_partition,
@@ -43,12 +43,12 @@ def problems(draw: st.DrawFn) -> tuple[list[Table], Table]:
 
 def every_partition(
     tables: Sequence[Table], orders: Iterator[tuple[int, ...]]
-) -> Iterator[tuple[Piece, ...]]:
+) -> Iterator[tuple[MachineLayers, ...]]:
     layers = len(tables[0]) - 1
     for order in orders:
         for inner in combinations(range(1, layers), len(order) - 1):
             yield tuple(
-                Piece(node, first, end)
+                MachineLayers(node, first, end)
                 for node, (first, end) in zip(order, pairwise((0, *inner, layers)), strict=True)
             )
 
@@ -58,11 +58,11 @@ def orders(nodes: int, stages: range) -> Iterator[tuple[int, ...]]:
         yield from permutations(range(nodes), count)
 
 
-def times(tables: Sequence[Table], pieces: tuple[Piece, ...]) -> list[float]:
+def times(tables: Sequence[Table], pieces: tuple[MachineLayers, ...]) -> list[float]:
     return [float(tables[piece.node][piece.first, piece.end]) for piece in pieces]
 
 
-def hops_of(hops: Table, pieces: tuple[Piece, ...]) -> float:
+def hops_of(hops: Table, pieces: tuple[MachineLayers, ...]) -> float:
     places = [piece.node for piece in pieces]
     if len(places) == 1:
         return 0.0

@@ -15,7 +15,7 @@ from mlx_ring.rpc.backends import (
     Backend,
     DirectLink,
     Link,
-    LinkInfo,
+    LinkKind,
     RankCapabilities,
     backend_of,
     choose_backend,
@@ -54,7 +54,7 @@ def test_every_link_is_documented_with_its_limits() -> None:
     assert {row[0].strip("`"): row[2] for row in rows} == {name: limits(info) for name, info in LINKS.items()}
 
 
-def limits(link: LinkInfo) -> str:
+def limits(link: LinkKind) -> str:
     is_local = link.backend is not None and not BACKENDS[link.backend].joins_machines
     return ", ".join(["two stages"] * bool(link.why_two_stages) + ["one machine"] * is_local)
 

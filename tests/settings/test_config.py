@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import mlx_ring
 from mlx_ring.core.errors import ConfigError
-from mlx_ring.rpc.backends import LINKS, LinkInfo
+from mlx_ring.rpc.backends import LINKS, LinkKind
 from mlx_ring.settings import rank_settings
 from mlx_ring.settings.config import Settings, flag_name, state_folder
 from mlx_ring.settings.rank_settings import check_link, check_ranks
@@ -243,7 +243,7 @@ def test_a_link_that_cannot_join_the_requested_stages_is_refused(
 def test_an_unencrypted_link_without_a_group_needs_a_trusted_interface(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rank_settings, "LINKS", {**LINKS, "grpc": LinkInfo(None)})
+    monkeypatch.setattr(rank_settings, "LINKS", {**LINKS, "grpc": LinkKind(None)})
     check_link(load_settings({"link": "grpc", "stages": "2"}))
     check_link(load_settings({"link": "grpc", "nodes": "2", "trusted_interface": "eth0"}))
     with pytest.raises(ConfigError, match=r"--link grpc with --nodes 2 .*--trusted-interface"):

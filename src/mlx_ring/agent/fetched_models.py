@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 
-from mlx_ring.agent.weights.peers import Peer
+from mlx_ring.agent.weights.peers import PeerChannel
 from mlx_ring.agent.weights.stages import fetch_stages
 from mlx_ring.agent.weights.store import WeightStore
 from mlx_ring.core.types import LayerRange
@@ -65,8 +65,8 @@ class _Asked:
             peer.address, credentials, name, max_message_bytes=WEIGHTS_MESSAGE_BYTES
         )
 
-    async def __aenter__(self) -> Peer:
-        return Peer(self._name, self._channel)
+    async def __aenter__(self) -> PeerChannel:
+        return PeerChannel(self._name, self._channel)
 
     async def __aexit__(self, *_: object) -> None:
         await self._channel.close()

@@ -11,14 +11,14 @@ from typing import Protocol, Self
 from mlx_ring.api.middleware.access_log import Counted, note_answers, note_resumed
 from mlx_ring.api.openai.schemas import Costs, Performance, Usage
 from mlx_ring.api.service import Answering
-from mlx_ring.api.streaming import Silence
+from mlx_ring.api.streaming import QuietReason
 from mlx_ring.core.errors import ContextExceeded, NotReady, RingError
 from mlx_ring.core.generation import Delta, GenerateRequest, RequestStream, RequestTimings
 from mlx_ring.core.types import FinishReason, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ChoiceDelta:
     """Delta of the answer with that index."""
 
     index: int
@@ -103,7 +103,7 @@ class Generation:
             note_resumed()
         await self._stop()
 
-    async def batches(self, quiet_s: float | None = None) -> AsyncGenerator[list[Piece]]:
+    async def batches(self, quiet_s: float | None = None) -> AsyncGenerator[list[ChoiceDelta]]:
         """Yield batches of new pieces until every answer has ended.
 
         An empty batch means that nothing came for `quiet_s` seconds, or that the answers have to wait (`silence`).
@@ -120,15 +120,15 @@ class Generation:
                 open_answers -= piece.delta.finish_reason is not None
             if batch or failure is None:
                 yield batch
-            if batch and failure is None and self.silence is Silence.PAUSED:
+            if batch and failure is None and self.silence is QuietReason.PAUSED:
                 yield []
             if failure is not None:
                 raise failure.with_traceback(None)
 
     @property
-    def silence(self) -> Silence:
+    def silence(self) -> QuietReason:
         """Reason why there is no new piece."""
-        return Silence.PAUSED if any(stream.is_paused for stream in self._streams) else Silence.QUIET
+        return QuietReason.PAUSED if any(stream.is_paused for stream in self._streams) else QuietReason.QUIET
 
     async def run(self) -> list[Answer]:
         """Return all answers when they have ended."""
@@ -152,15 +152,15 @@ class Generation:
                     alarm.cancel()
         self._arrived.clear()
 
-    def _take(self) -> tuple[list[Piece], RingError | None]:
+    def _take(self) -> tuple[list[ChoiceDelta], RingError | None]:
         """Return the pieces of every stream, and the error of the first failed one."""
-        batch: list[Piece] = []
+        batch: list[ChoiceDelta] = []
         failure: RingError | None = None
         for index, stream in enumerate(self._streams):
             for delta in stream.take():
                 problem = _no_end(delta)
                 if problem is None:
-                    batch.append(Piece(index, delta))
+                    batch.append(ChoiceDelta(index, delta))
                 failure = failure or problem
             failure = failure or stream.error
         return batch, failure

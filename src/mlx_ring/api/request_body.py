@@ -196,7 +196,7 @@ BodyT = TypeVar("BodyT", bound=Body)
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class Unsupported:
     """Mark of a known field that is not supported, with the reason and a remedy. Its value is always `None`."""
 
     why: str

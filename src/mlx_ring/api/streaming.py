@@ -55,7 +55,7 @@ RESUMING = b": resuming\n\n"
 """Comment while an answer waits for another instance of the model."""
 
 
-class Silence(Enum):
+class QuietReason(Enum):
     """Reason why a stream has no events for a while."""
 
     QUIET = "quiet"
@@ -125,15 +125,15 @@ class StreamFormat:
     """Last bytes of a stream without an error."""
 
     async def encode_all(
-        self, batches: AsyncGenerator[Iterable[Mapping[str, object]] | Silence]
+        self, batches: AsyncGenerator[Iterable[Mapping[str, object]] | QuietReason]
     ) -> AsyncGenerator[bytes]:
         """Encode batches of events, each in one piece."""
         async with aclosing(batches):
             async for batch in batches:
                 match batch:
-                    case Silence.QUIET:
+                    case QuietReason.QUIET:
                         yield self.keep_alive
-                    case Silence.PAUSED:
+                    case QuietReason.PAUSED:
                         yield self.resuming()
                     case events:
                         yield b"".join(map(self.encode, events))
@@ -145,7 +145,7 @@ class JsonStream(StreamedAnswer, Generic[EventT]):
     def __init__(
         self,
         begin: Callable[[], AbstractAsyncContextManager[WorkT]],
-        batches: Callable[[WorkT], AsyncGenerator[Iterable[EventT] | Silence]],
+        batches: Callable[[WorkT], AsyncGenerator[Iterable[EventT] | QuietReason]],
         form: StreamFormat,
         failure: Callable[[Exception], bytes] | None = None,
     ) -> None:

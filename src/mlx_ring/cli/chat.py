@@ -122,7 +122,7 @@ class ChatServer:
 
 
 @dataclass(slots=True)
-class Conversation:
+class ChatSession:
     """One conversation with one model."""
 
     server: ChatServer
@@ -212,7 +212,7 @@ def run_chat(
     read_line = read_line or _read_line
     server = ChatServer(base_url, api_key, trusted)
     try:
-        conversation = Conversation(server, server.find_model(model), console, system)
+        conversation = ChatSession(server, server.find_model(model), console, system)
         console.print(
             f"[bold]{conversation.model}[/] at {server.url}. Type /help for commands, Ctrl-D to leave.",
             highlight=False,
@@ -226,7 +226,7 @@ def run_chat(
     return 0
 
 
-def _converse(conversation: Conversation, read_line: Callable[[], str]) -> None:
+def _converse(conversation: ChatSession, read_line: Callable[[], str]) -> None:
     while True:
         try:
             line = read_line().strip()
@@ -244,7 +244,7 @@ def _converse(conversation: Conversation, read_line: Callable[[], str]) -> None:
             _answer(conversation, line)
 
 
-def _run_command(conversation: Conversation, line: str) -> None:
+def _run_command(conversation: ChatSession, line: str) -> None:
     command, _, rest = line.partition(" ")
     match command:
         case "/reset":
@@ -263,7 +263,7 @@ def _run_command(conversation: Conversation, line: str) -> None:
             )
 
 
-def _answer(conversation: Conversation, question: str) -> None:
+def _answer(conversation: ChatSession, question: str) -> None:
     try:
         reply = conversation.ask(question)
     except ChatError as error:

@@ -53,7 +53,7 @@ def largest_fitting(free_bytes: int) -> KnownModel | None:
 
 
 if TYPE_CHECKING:
-    from mlx_ring.head.head import Running
+    from mlx_ring.head.head import StartReport
     from mlx_ring.head.placing import Placement
 
 log = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ class Telling:
         if loaded.ready:
             self._progress.update(task, description=f"{instance}, stage {progress.stage} ready")
 
-    def serving(self, running: Running) -> None:
+    def serving(self, running: StartReport) -> None:
         """Print the server's address and how to use it."""
         for place in [place for place in self._tasks if place[0] == running.instance.name]:
             self._progress.remove_task(self._tasks.pop(place))
@@ -136,7 +136,7 @@ class Telling:
             self._progress.stop()
 
 
-def ready_text(running: Running) -> str:
+def ready_text(running: StartReport) -> str:
     """Return the text that tells how to use a model that is now served."""
     instance = running.instance
     lines = [

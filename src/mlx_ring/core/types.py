@@ -13,7 +13,7 @@ PoolingKind = Literal["last", "mean", "cls"]
 
 
 @dataclass(frozen=True, slots=True)
-class Extent:
+class HalfOpenRange:
     """A half-open range, `[start, end)`."""
 
     start: int
@@ -27,12 +27,12 @@ class Extent:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerRange(Extent):
+class LayerRange(HalfOpenRange):
     """Range of layers."""
 
 
 @dataclass(frozen=True, slots=True)
-class MemberRange(Extent):
+class MemberRange(HalfOpenRange):
     """Range of heads or rows."""
 
     def times(self, factor: int) -> MemberRange:

@@ -98,7 +98,7 @@ _TOKEN_LIFE_S = 24 * 3600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
+class StartReport:
     """Facts to report once an instance serves."""
 
     url: str
@@ -124,7 +124,7 @@ class Audience(Watcher, Protocol):
         """Report the number of missing machines, and the address and token with which they join."""
         ...
 
-    def serving(self, running: Running) -> None:
+    def serving(self, running: StartReport) -> None:
         """Report that an instance serves requests."""
         ...
 
@@ -208,7 +208,7 @@ class Head:
         settings = self._settings
         asks_for_key = bool(settings.api_key or settings.api_key_file)
         self._audience.serving(
-            Running(url, served, instance, load_s, is_first, asks_for_key, settings.ssl_certfile)
+            StartReport(url, served, instance, load_s, is_first, asks_for_key, settings.ssl_certfile)
         )
 
     async def _machines(self, cleanup: contextlib.AsyncExitStack) -> Machines:

@@ -12,7 +12,7 @@ from mlx_ring.core.types import LayerRange
 from mlx_ring.planner.plan import LeftOut, Plan, Prediction, RankPlan, StagePlan
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile
 from mlx_ring.planner.request import PlanRequest
-from mlx_ring.planner.search import Partition, Piece
+from mlx_ring.planner.search import MachineLayers, Partition
 from mlx_ring.planner.stage_costs import StageTables
 from mlx_ring.planner.strategies import METHODS, PipelineMethod, TensorMethod
 from mlx_ring.planner.tensor_plans import best_of_both, place_tensor
@@ -46,7 +46,7 @@ def explain_plan(times: Timetable, request: PlanRequest, partition: Partition) -
     )
 
 
-def _stage(times: Timetable, request: PlanRequest, piece: Piece, token_s: float) -> StagePlan:
+def _stage(times: Timetable, request: PlanRequest, piece: MachineLayers, token_s: float) -> StagePlan:
     node = times.cluster.nodes[piece.node]
     rank = RankPlan(
         node=node.name,
@@ -67,7 +67,7 @@ def _stage(times: Timetable, request: PlanRequest, piece: Piece, token_s: float)
     )
 
 
-def _why(times: Timetable, request: PlanRequest, piece: Piece) -> str:
+def _why(times: Timetable, request: PlanRequest, piece: MachineLayers) -> str:
     method = METHODS[request.strategy]
     reason = method.reason(times, piece.node) if isinstance(method, PipelineMethod) else ""
     node, layers = times.cluster.nodes[piece.node], len(times.model.layers)
@@ -233,7 +233,7 @@ def _check(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest) -
         )
 
 
-def _check_hops(cluster: ClusterProfile, request: PlanRequest, pieces: Sequence[Piece]) -> None:
+def _check_hops(cluster: ClusterProfile, request: PlanRequest, pieces: Sequence[MachineLayers]) -> None:
     """Raise `PlanError` if two neighbours in the pipeline, or its last and first machine, do not reach each other."""
     names = [cluster.nodes[piece.node].name for piece in pieces]
     for one, other in zip(names, [*names[1:], names[0]], strict=True):

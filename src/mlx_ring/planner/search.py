@@ -21,7 +21,7 @@ _AT_ONCE = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class MachineLayers:
     """Layers `[first, end)` of one machine."""
 
     node: int
@@ -33,7 +33,7 @@ class Piece:
 class Partition:
     """Machines in the pipeline's order, with their layers."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[MachineLayers, ...]
     cost: float
     with_node: tuple[float, ...] = ()
     """Cost of the best partition with each machine, infinite if there is none; empty if unknown."""
@@ -94,15 +94,15 @@ class _Search:
         """Return the cost by machine of a set, first machine and layer, including the hop to the next machine."""
         return np.stack([costs + self._hops[node, last] for node, costs in self._best[before].items()])
 
-    def trace(self, members: int, last: int, start: int) -> tuple[Piece, ...]:
-        pieces: list[Piece] = []
+    def trace(self, members: int, last: int, start: int) -> tuple[MachineLayers, ...]:
+        pieces: list[MachineLayers] = []
         end = len(self._tables[last]) - 1
         while before := members & ~(1 << last):
             arriving = self._arriving(before, last)[:, start]
             first = int(self._join(arriving.min(axis=0), self._tables[last][end]).argmin())
-            pieces.append(Piece(last, first, end))
+            pieces.append(MachineLayers(last, first, end))
             members, last, end = before, list(self._best[before])[int(arriving[:, first].argmin())], first
-        return (Piece(last, 0, end), *reversed(pieces))
+        return (MachineLayers(last, 0, end), *reversed(pieces))
 
 
 def _sets(nodes: Sequence[int], size: int) -> list[int]:
@@ -120,7 +120,7 @@ class _Circle:
     start: int
     cost: float
 
-    def pieces(self) -> tuple[Piece, ...]:
+    def pieces(self) -> tuple[MachineLayers, ...]:
         return self.search.trace(self.members, self.last, self.start)
 
 
@@ -180,7 +180,7 @@ def _paced(partition: Partition, paces: Sequence[Table]) -> Partition:
 
 def _quickest(tables: Sequence[Table], hops: Table, stages: int | None) -> Partition | None:
     nodes = range(len(tables))
-    best: tuple[float, tuple[Piece, ...]] = (np.inf, ())
+    best: tuple[float, tuple[MachineLayers, ...]] = (np.inf, ())
     with_node = [np.inf] * len(tables)
     for circle in _circles(tables, hops, stages or len(tables), adds=True):
         if stages is not None and circle.members.bit_count() != stages:
@@ -232,10 +232,10 @@ def in_order(tables: Sequence[Table]) -> Partition | None:
         costs = together.min(axis=0)
     if not np.isfinite(costs[-1]):
         return None
-    end, pieces = len(costs) - 1, list[Piece]()
+    end, pieces = len(costs) - 1, list[MachineLayers]()
     for node in reversed(range(len(tables))):
         first = int(firsts[node][end])
-        pieces.append(Piece(node, first, end))
+        pieces.append(MachineLayers(node, first, end))
         end = first
     return Partition(tuple(reversed(pieces)), float(costs[-1]))
 

@@ -15,8 +15,8 @@ import numpy as np
 from mlx_ring.core.errors import PlanError
 from mlx_ring.planner.request import PlanRequest
 from mlx_ring.planner.search import (
+    MachineLayers,
     Partition,
-    Piece,
     has_partition,
     in_order,
     quickest_partition,
@@ -152,7 +152,7 @@ def _check_layers(times: Timetable) -> None:
 def _partition_of(times: Timetable, counts: Sequence[int]) -> Partition | None:
     tables = times.tables(1)
     ends = [0, *accumulate(counts)]
-    pieces = tuple(Piece(node, first, end) for node, (first, end) in enumerate(pairwise(ends)))
+    pieces = tuple(MachineLayers(node, first, end) for node, (first, end) in enumerate(pairwise(ends)))
     cost = sum(float(tables[piece.node][piece.first, piece.end]) for piece in pieces)
     return Partition(pieces, cost) if np.isfinite(cost) else None
 

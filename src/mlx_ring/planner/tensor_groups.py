@@ -87,7 +87,7 @@ class SharedModel:
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class GroupRank:
     """One rank of a group."""
 
     node: NodeProfile
@@ -99,7 +99,7 @@ class RankGroup:
     """Ranks with their shares, for any layers. A single rank has everything and exchanges nothing."""
 
     def __init__(
-        self, shared: SharedModel, members: Sequence[Member], ring: Ring, longest_head: float = 1.0
+        self, shared: SharedModel, members: Sequence[GroupRank], ring: Ring, longest_head: float = 1.0
     ) -> None:
         """Prepare the group; `longest_head` is the largest fraction of the vocabulary that a rank has."""
         self.shared = shared
@@ -147,7 +147,7 @@ class RankGroup:
         parts = [self.shared.largest_shares(node, ends) for node in self.nodes]
         return np.add.reduce(parts) >= 1.0
 
-    def _computing(self, member: Member, rows: int, context_tokens: int, ends: Ends) -> Times[Table]:
+    def _computing(self, member: GroupRank, rows: int, context_tokens: int, ends: Ends) -> Times[Table]:
         before = member.costs.seconds_before(rows, context_tokens)[ends]
         return times_on(member.node, before[None, :] - before[:, None] + member.node.costs.step_s)
 
@@ -187,7 +187,7 @@ class RankGroup:
 
 def alone(shared: SharedModel, node: NodeProfile, place: int = 0) -> RankGroup:
     """Return a group of a single machine."""
-    return RankGroup(shared, [Member(node, 1.0, shared.bounds(node)[1])], Ring((place,), ()))
+    return RankGroup(shared, [GroupRank(node, 1.0, shared.bounds(node)[1])], Ring((place,), ()))
 
 
 def group_of(
@@ -196,7 +196,7 @@ def group_of(
     """Return the group with the shares nearest to these; `nodes` and `shares` are in the ring's order."""
     made, parts = shared.made(shares)
     members = [
-        Member(node, share, shared.costs(node, part))
+        GroupRank(node, share, shared.costs(node, part))
         for node, share, part in zip(nodes, made, parts, strict=True)
     ]
     return RankGroup(shared, members, ring, max(part.vocabulary for part in parts))

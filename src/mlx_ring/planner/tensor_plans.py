@@ -13,7 +13,7 @@ from mlx_ring.planner.group_pipeline import GroupStage
 from mlx_ring.planner.plan import LeftOut, Plan, Prediction, RankPlan, StagePlan
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
 from mlx_ring.planner.request import PlanRequest
-from mlx_ring.planner.tensor_groups import Member
+from mlx_ring.planner.tensor_groups import GroupRank
 from mlx_ring.planner.tensor_search import SharedLayers, SharedPipeline, cost
 
 MOST_NODES = 8
@@ -219,7 +219,7 @@ def _stage(stage: GroupStage, model: ModelProfile, token_s: float) -> StagePlan:
     )
 
 
-def _rank(member: Member, stage: GroupStage) -> RankPlan:
+def _rank(member: GroupRank, stage: GroupStage) -> RankPlan:
     first, end = stage.layers.start, stage.layers.end
     return RankPlan(
         node=member.node.name,

@@ -10,7 +10,7 @@ from mlx_ring.planner.cpu_quota import lone_stream
 from mlx_ring.planner.plan import Prediction
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
 from mlx_ring.planner.request import Demand
-from mlx_ring.planner.search import Piece
+from mlx_ring.planner.search import MachineLayers
 from mlx_ring.planner.stage_costs import CHUNK_TOKENS, StageTables, Table, Times
 
 
@@ -24,7 +24,7 @@ class Timetable:
         self.costs = StageTables(model, demand)
         self._by_rows: dict[int, list[Times[Table]]] = {}
 
-    def prediction(self, pieces: Sequence[Piece], prompt_tokens: int) -> Prediction:
+    def prediction(self, pieces: Sequence[MachineLayers], prompt_tokens: int) -> Prediction:
         """Return the predicted times of a pipeline."""
         return Prediction(
             token_s=self.lone_stream(pieces)[1],
@@ -33,12 +33,12 @@ class Timetable:
             prompt_tokens=prompt_tokens,
         )
 
-    def lone_stream(self, pieces: Sequence[Piece]) -> tuple[list[float], float]:
+    def lone_stream(self, pieces: Sequence[MachineLayers]) -> tuple[list[float], float]:
         """Return the seconds of each stage, and the seconds from token to token, for a single stream."""
         unhindered, steady = (_of(tables, pieces) for tables in (self.tables(1), self.steady_tables(1)))
         return lone_stream(unhindered, steady, self._round_trip_s(pieces, 1))
 
-    def tokens_per_s(self, pieces: Sequence[Piece]) -> float:
+    def tokens_per_s(self, pieces: Sequence[MachineLayers]) -> float:
         """Return the throughput of all sequences, in as many decode groups as there are stages.
 
         A cycle lasts as long as the slowest stage takes for all groups, or one group takes for a whole round.
@@ -49,7 +49,7 @@ class Timetable:
         round_s = sum(_of(self.tables(rows), pieces)) + self._round_trip_s(pieces, rows)
         return sequences / max(groups * max(_of(self.steady_tables(rows), pieces)), round_s)
 
-    def _first_token_s(self, pieces: Sequence[Piece], prompt_tokens: int) -> float:
+    def _first_token_s(self, pieces: Sequence[MachineLayers], prompt_tokens: int) -> float:
         chunks = -(-prompt_tokens // CHUNK_TOKENS)
         nodes = self.cluster.nodes
         times = [
@@ -59,7 +59,7 @@ class Timetable:
         hops = self._round_trip_s(pieces, min(prompt_tokens, CHUNK_TOKENS))
         return sum(times) + (chunks - 1) * max(times) + hops + self.lone_stream(pieces)[1]
 
-    def _round_trip_s(self, pieces: Sequence[Piece], rows: int) -> float:
+    def _round_trip_s(self, pieces: Sequence[MachineLayers], rows: int) -> float:
         """Return the seconds of all hops of a pipeline, the hop back to the first stage included."""
         hops = self.hops(rows)
         places = [piece.node for piece in pieces]
@@ -101,5 +101,5 @@ class Timetable:
         )
 
 
-def _of(tables: Sequence[Table], pieces: Sequence[Piece]) -> list[float]:
+def _of(tables: Sequence[Table], pieces: Sequence[MachineLayers]) -> list[float]:
     return [float(tables[piece.node][piece.first, piece.end]) for piece in pieces]

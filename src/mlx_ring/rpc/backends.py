@@ -75,7 +75,7 @@ class BackendInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class LinkInfo:
+class LinkKind:
     """Description of one kind of link between stages."""
 
     backend: Backend | None
@@ -179,11 +179,11 @@ BACKENDS: Final[Mapping[Backend, BackendInfo]] = {
     ),
 }
 """MLX's backends; a later one is better, if it is possible."""
-DIRECT_LINKS: Final[Mapping[DirectLink, LinkInfo]] = {"grpc": LinkInfo(None, is_encrypted=True)}
-LINKS: Final[Mapping[Link, LinkInfo]] = {
+DIRECT_LINKS: Final[Mapping[DirectLink, LinkKind]] = {"grpc": LinkKind(None, is_encrypted=True)}
+LINKS: Final[Mapping[Link, LinkKind]] = {
     **DIRECT_LINKS,
-    **{name: LinkInfo(name, why_two_stages=info.why_two_stages) for name, info in BACKENDS.items()},
-    "allreduce": LinkInfo("ring", sums=True, why_two_stages=_SUM),
+    **{name: LinkKind(name, why_two_stages=info.why_two_stages) for name, info in BACKENDS.items()},
+    "allreduce": LinkKind("ring", sums=True, why_two_stages=_SUM),
 }
 """Links: direct ones, each backend's own, and a sum over a backend."""
 

@@ -13,7 +13,7 @@ import grpc
 import numpy as np
 import pytest
 
-from mlx_ring.agent.weights.peers import Patience, Peer
+from mlx_ring.agent.weights.peers import FetchLimits, PeerChannel
 from mlx_ring.agent.weights.serving import WeightsService
 from mlx_ring.agent.weights.stages import fetch
 from mlx_ring.agent.weights.store import StoredModel, WeightStore
@@ -25,7 +25,7 @@ from mlx_ring.rpc.channels import WEIGHTS_MESSAGE_BYTES, make_aio_server, open_a
 from mlx_ring.rpc.methods import FETCH, HAVE, MANIFEST, WEIGHTS_SERVICE, service_handler
 from mlx_ring.rpc.protos import weights_pb2
 
-QUICK = Patience(silence_s=10.0, tries=2, pause_s=0.01)
+QUICK = FetchLimits(silence_s=10.0, tries=2, pause_s=0.01)
 Tamper = Callable[[weights_pb2.FetchPart], AsyncIterator[weights_pb2.FetchPart]]
 
 
@@ -93,7 +93,7 @@ class TamperingFront(WeightsService):
 class Node:
     """A node that serves weights."""
 
-    peer: Peer
+    peer: PeerChannel
     address: str
     server: grpc.aio.Server
     front: TamperingFront
@@ -120,7 +120,7 @@ async def node(
     address = f"127.0.0.1:{port}"
     async with open_aio_channel(address, max_message_bytes=WEIGHTS_MESSAGE_BYTES) as channel:
         try:
-            yield Node(Peer(name, channel), address, server, front)
+            yield Node(PeerChannel(name, channel), address, server, front)
         finally:
             await server.stop(None)
 

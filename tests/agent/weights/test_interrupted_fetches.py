@@ -20,7 +20,7 @@ from tests.agent.weights.nodes import (
     write_pieces,
 )
 
-from mlx_ring.agent.weights.peers import Patience
+from mlx_ring.agent.weights.peers import FetchLimits
 from mlx_ring.agent.weights.stages import fetch
 from mlx_ring.agent.weights.store import PART_BYTES, WeightStore
 from mlx_ring.core.errors import WeightsMissing
@@ -113,7 +113,7 @@ def test_a_fetch_continues_with_a_restarted_node(tmp_path: Path) -> None:
             restarting: list[asyncio.Task[None]] = []
             big.front.tamper = restart_once
             model = WeightStore(tmp_path / "store").create(manifest)
-            patient = Patience(tries=100, pause_s=0.05, longest_pause_s=0.5)
+            patient = FetchLimits(tries=100, pause_s=0.05, longest_pause_s=0.5)
             got = await fetch(model, all_pieces(manifest), [big.peer], "mini", ignore_progress, patient)
             await asyncio.gather(*restarting)
             await again.stop(None)
@@ -133,7 +133,7 @@ def test_a_silent_node_is_given_up(tmp_path: Path) -> None:
     async def act() -> None:
         async with node("mute", manifest, tmp_path / "model", tamper=hang) as mute:
             model = WeightStore(tmp_path / "store").create(manifest)
-            short = Patience(silence_s=0.2, tries=1)
+            short = FetchLimits(silence_s=0.2, tries=1)
             with pytest.raises(WeightsMissing, match="mute stopped sending"):
                 await fetch(model, all_pieces(manifest), [mute.peer], "mini", ignore_progress, short)
 

@@ -10,7 +10,7 @@ from cryptography import x509
 from tests.agent.weights.nodes import all_pieces, ignore_progress, write_pieces
 from tests.machines import listening, node_credentials
 
-from mlx_ring.agent.weights.peers import Peer
+from mlx_ring.agent.weights.peers import PeerChannel
 from mlx_ring.agent.weights.serving import WeightsService
 from mlx_ring.agent.weights.stages import fetch, fetch_manifest
 from mlx_ring.agent.weights.store import WeightStore
@@ -43,7 +43,7 @@ def test_only_members_of_the_cluster_get_weights(tmp_path: Path) -> None:
                 model = WeightStore(tmp_path / case).create(manifest)
                 limit = WEIGHTS_MESSAGE_BYTES
                 async with open_aio_channel(address, credentials, name, max_message_bytes=limit) as channel:
-                    peers = [Peer("big", channel)]
+                    peers = [PeerChannel("big", channel)]
                     if refusal:
                         with pytest.raises(WeightsMissing, match=refusal):
                             await fetch_manifest(manifest.digest, peers, "mini")

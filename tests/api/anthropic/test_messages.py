@@ -10,9 +10,9 @@ from tests.api.clients import Api
 from tests.lazily import lazily
 
 from mlx_ring.api.anthropic.request import MessagesRequest, conversation_of
-from mlx_ring.api.anthropic.writer import Costs, MessageWriter, Stop
+from mlx_ring.api.anthropic.writer import MessageWriter, Stop, TokenCounts
 from mlx_ring.api.chat.model_format import ChatFormat
-from mlx_ring.api.chat.parts import AnswerPart, AnswerText, CallArguments, CallOpening, ReasoningText
+from mlx_ring.api.chat.parts import AnswerPart, CallArguments, CallOpening, ContentText, ReasoningText
 from mlx_ring.api.chat.request import Conversation
 
 if TYPE_CHECKING:
@@ -24,8 +24,8 @@ Events = list[Any]
 ADD = {"name": "add", "description": "Adds.", "input_schema": {"type": "object"}}
 PARTS: tuple[AnswerPart, ...] = (
     ReasoningText("Let me see."),
-    AnswerText("I'll "),
-    AnswerText("add."),
+    ContentText("I'll "),
+    ContentText("add."),
     CallOpening(0, "call_1", "add"),
     CallArguments(0, '{"a"'),
     CallArguments(0, ": 1}"),
@@ -42,10 +42,10 @@ def conversation_from(
 
 
 def all_events(writer: MessageWriter) -> Events:
-    events: Events = list(writer.opening(Costs(10)))
+    events: Events = list(writer.opening(TokenCounts(10)))
     for part in PARTS:
         events += writer.part(part)
-    return [*events, *writer.closing(Stop("tool_use"), Costs(10, 4, 9, 3))]
+    return [*events, *writer.closing(Stop("tool_use"), TokenCounts(10, 4, 9, 3))]
 
 
 def event_outline(events: Events) -> list[tuple[str, object]]:
@@ -96,7 +96,7 @@ def test_message_equals_its_accumulated_events() -> None:
     writer = MessageWriter("msg_1", "twin")
     for part in PARTS:
         list(writer.part(part))
-    message = types.Message.model_validate(writer.whole(Stop("tool_use"), Costs(10, 4, 9)))
+    message = types.Message.model_validate(writer.whole(Stop("tool_use"), TokenCounts(10, 4, 9)))
     reasoning, text, first, second = message.content
     assert reasoning.type == "thinking"
     assert (reasoning.thinking, bool(reasoning.signature)) == ("Let me see.", True)

@@ -12,7 +12,7 @@ from tests.api.chat.formats import read, rules, split_at
 from tests.api.twins import ByteTokenizer
 
 from mlx_ring.api.chat.model_format import HEADING, ChatFormat, parse_tool_call, read_format
-from mlx_ring.api.chat.parts import AnswerText, CallArguments, CallOpening, ReasoningText
+from mlx_ring.api.chat.parts import CallArguments, CallOpening, ContentText, ReasoningText
 
 
 def gpt_oss() -> ChatFormat:
@@ -32,21 +32,21 @@ CALL_PARTS = [CallOpening(0, "c0", "get_weather"), CallArguments(0, '{"city": "R
     [
         (
             REASONING + "assistant<|channel|>final<|message|>Hello.",
-            [ReasoningText("Hm."), AnswerText("Hello.")],
+            [ReasoningText("Hm."), ContentText("Hello.")],
         ),
-        ("<|channel|>final <|constrain|>json<|message|>{}", [AnswerText("{}")]),
+        ("<|channel|>final <|constrain|>json<|message|>{}", [ContentText("{}")]),
         (
             REASONING + "assistant<|channel|>commentary<|message|>I look.<|end|>" + CALL,
-            [ReasoningText("Hm."), AnswerText("I look."), *CALL_PARTS],
+            [ReasoningText("Hm."), ContentText("I look."), *CALL_PARTS],
         ),
         (
             'assistant to=functions.get_weather<|channel|>commentary json<|message|>{"city": "Rome"}<|call|>',
             CALL_PARTS,
         ),
-        ("<|channel|>final<|message|>Say to=functions.x", [AnswerText("Say to=functions.x")]),
+        ("<|channel|>final<|message|>Say to=functions.x", [ContentText("Say to=functions.x")]),
         (
             CALL.replace("get_weather", "unknown"),
-            [AnswerText(CALL[CALL.index("to=") :].replace("get_weather", "unknown"))],
+            [ContentText(CALL[CALL.index("to=") :].replace("get_weather", "unknown"))],
         ),
     ],
 )

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.api.chat.formats import QWEN, THINKING, TIME, TOOLS, read, rules, split_at
 
 from mlx_ring.api.chat.model_format import ChatFormat
-from mlx_ring.api.chat.parts import AnswerText, CallArguments, CallOpening, ReasoningText
+from mlx_ring.api.chat.parts import CallArguments, CallOpening, ContentText, ReasoningText
 from mlx_ring.api.chat.reader import AnswerReader
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
@@ -27,16 +27,16 @@ FRAGMENTS = [
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        ("Hello.", [AnswerText("Hello.")]),
-        ("\n Hello.\n", [AnswerText("\n Hello.\n")]),
-        ("<think>\nHm.\n</think>\n\nHello.", [ReasoningText("Hm."), AnswerText("Hello.")]),
+        ("Hello.", [ContentText("Hello.")]),
+        ("\n Hello.\n", [ContentText("\n Hello.\n")]),
+        ("<think>\nHm.\n</think>\n\nHello.", [ReasoningText("Hm."), ContentText("Hello.")]),
         ("<think>Hm.", [ReasoningText("Hm.")]),
-        ("<think>\n\n</think>\n\nHello.", [AnswerText("Hello.")]),
-        ("A <think> is a tag.", [AnswerText("A <think> is a tag.")]),
-        (f"Let me look.\n{CALL}", [AnswerText("Let me look."), *CALL_PARTS]),
+        ("<think>\n\n</think>\n\nHello.", [ContentText("Hello.")]),
+        ("A <think> is a tag.", [ContentText("A <think> is a tag.")]),
+        (f"Let me look.\n{CALL}", [ContentText("Let me look."), *CALL_PARTS]),
         (f"<think>Hm.</think>\n{CALL}\n", [ReasoningText("Hm."), *CALL_PARTS]),
         (f"<think>Hm. {CALL}</think>", [ReasoningText("Hm."), *CALL_PARTS]),
-        (f"{CALL}\nDone.", [*CALL_PARTS, AnswerText("Done.")]),
+        (f"{CALL}\nDone.", [*CALL_PARTS, ContentText("Done.")]),
         (CALL.removesuffix("</tool_call>"), CALL_PARTS),
     ],
 )
@@ -48,7 +48,7 @@ def test_answer_is_parsed_into_its_parts(text: str, parts: list[Any]) -> None:
 def test_answer_starts_in_reasoning_opened_by_the_prompt() -> None:
     assert read(["Hm.\n</think>\n\nHello."], rules(thinking_open=True)) == [
         ReasoningText("Hm."),
-        AnswerText("Hello."),
+        ContentText("Hello."),
     ]
     assert read(["Hm."], rules(thinking_open=True)) == [ReasoningText("Hm.")]
 
@@ -64,23 +64,23 @@ def test_answer_starts_in_reasoning_opened_by_the_prompt() -> None:
     ],
 )
 def test_invalid_tool_call_is_content(text: str, *, early: bool) -> None:
-    assert read([text], rules(early=early)) == [AnswerText(text)]
+    assert read([text], rules(early=early)) == [ContentText(text)]
 
 
 def test_tool_call_after_an_invalid_one_is_found() -> None:
-    assert read([f"<tool_call>\n{{ {CALL}"], rules()) == [AnswerText("<tool_call>\n{"), *CALL_PARTS]
+    assert read([f"<tool_call>\n{{ {CALL}"], rules()) == [ContentText("<tool_call>\n{"), *CALL_PARTS]
 
 
 def test_reasoning_that_mentions_a_call_mark_still_ends() -> None:
     reasoning = "I need no <tool_call> here."
     assert read([f"<think>{reasoning}</think>Hello."], rules()) == [
         ReasoningText(reasoning),
-        AnswerText("Hello."),
+        ContentText("Hello."),
     ]
 
 
 def test_call_marks_are_text_without_tools() -> None:
-    assert read([CALL], rules(tools=())) == [AnswerText(CALL)]
+    assert read([CALL], rules(tools=())) == [ContentText(CALL)]
 
 
 def test_calls_are_numbered_and_only_the_first_is_read_if_not_parallel() -> None:
@@ -112,16 +112,16 @@ def test_line_breaks_in_arguments_are_escaped() -> None:
 
 def test_invalid_arguments_are_content_unless_already_emitted() -> None:
     text = '<tool_call>{"name": "get_time", "arguments": {"city": Paris}}</tool_call> Well.'
-    assert read([text], rules()) == [AnswerText(text)]
+    assert read([text], rules()) == [ContentText(text)]
     opening, arguments, content = read([text], rules(early=True))
     assert opening == CallOpening(0, "c0", "get_time")
     assert arguments == CallArguments(0, '{"city": Paris}}')
-    assert content == AnswerText("Well.")
+    assert content == ContentText("Well.")
 
 
 def test_truncated_tool_call_is_content_of_an_unstreamed_answer() -> None:
     text = '<tool_call>{"name": "get_time", "arguments": {"city": "Pa'
-    assert read([text], rules()) == [AnswerText(text)]
+    assert read([text], rules()) == [ContentText(text)]
 
 
 def test_stop_strings_apply_only_to_content() -> None:
@@ -130,23 +130,23 @@ def test_stop_strings_apply_only_to_content() -> None:
     parts = reader.push(text)
     assert (reader.ended, reader.stop_match) == (True, "STOP")
     assert parts[0] == ReasoningText("STOP it.")
-    assert parts[-1] == AnswerText("Wait.\n")
+    assert parts[-1] == ContentText("Wait.\n")
 
 
 def test_line_breaks_after_reasoning_do_not_match_a_stop_string() -> None:
     reading_rules = rules(stops=("\n\n",))
     assert read(["<think>a\n\nb</think>\n\nOne.\n\nTwo."], reading_rules) == [
         ReasoningText("a\n\nb"),
-        AnswerText("One."),
+        ContentText("One."),
     ]
 
 
 def test_stop_strings_apply_after_min_tokens() -> None:
-    assert read(["a", "b", "a"], rules(stops=("a",), min_tokens=1)) == [AnswerText("ab")]
+    assert read(["a", "b", "a"], rules(stops=("a",), min_tokens=1)) == [ContentText("ab")]
 
 
 def test_text_before_a_stop_string_is_emitted_once() -> None:
-    assert read(["Hello\n<tool"], rules(stops=("<tool",))) == [AnswerText("Hello\n")]
+    assert read(["Hello\n<tool"], rules(stops=("<tool",))) == [ContentText("Hello\n")]
 
 
 def test_unclosed_call_marks_are_parsed_a_limited_number_of_times() -> None:
@@ -159,7 +159,7 @@ def test_unclosed_call_marks_are_parsed_a_limited_number_of_times() -> None:
     assert QWEN.calls is not None
     marks = ["<tool_call>"] * 500
     assert read(marks, rules(replace(QWEN, calls=replace(QWEN.calls, parse=parse)))) == [
-        AnswerText("".join(marks))
+        ContentText("".join(marks))
     ]
     assert len(parsed) < 100
 
@@ -167,7 +167,7 @@ def test_unclosed_call_marks_are_parsed_a_limited_number_of_times() -> None:
 def test_marks_without_meaning_are_dropped() -> None:
     format_ = ChatFormat(THINKING, dropped=("<|open|>response<|sep|>", "<|close|>response<|sep|>"))
     text = "<think>Hm.</think><|open|>response<|sep|>Hello.<|close|>response<|sep|>"
-    assert read(text, rules(format_)) == [ReasoningText("Hm."), AnswerText("Hello.")]
+    assert read(text, rules(format_)) == [ReasoningText("Hm."), ContentText("Hello.")]
 
 
 def test_message_headers_select_reasoning_or_content() -> None:
@@ -181,7 +181,7 @@ def test_message_headers_select_reasoning_or_content() -> None:
         },
     )
     text = "to=self<|message|>Hm.<|eom|><|start|>assistant to=user<|message|>Hello.<|eom|><|start|>x " + CALL
-    assert read(text, rules(format_)) == [ReasoningText("Hm."), AnswerText("Hello."), *CALL_PARTS]
+    assert read(text, rules(format_)) == [ReasoningText("Hm."), ContentText("Hello."), *CALL_PARTS]
 
 
 @given(
@@ -213,5 +213,5 @@ def test_text_without_tools_is_kept_whole(fragments: list[str], *, after_reasoni
     text = "".join(fragments).replace("<think>", "").replace("</think>", "")
     marked = f"<think>a</think>{text}" if after_reasoning else text
     parts = read(split_at(marked, [3, 8]), rules(tools=()))
-    content = "".join(part.text for part in parts if isinstance(part, AnswerText))
+    content = "".join(part.text for part in parts if isinstance(part, ContentText))
     assert content == (text.lstrip() if after_reasoning else text)

@@ -12,7 +12,7 @@ from tests.api.twins import MarkingTokenizer, TwinService
 from tests.lazily import lazily
 
 from mlx_ring.api.chat.model_format import ChatFormat
-from mlx_ring.api.chat.parts import AnswerPart, AnswerText, CallArguments, CallOpening, ReasoningText
+from mlx_ring.api.chat.parts import AnswerPart, CallArguments, CallOpening, ContentText, ReasoningText
 from mlx_ring.api.dialect import ErrorInfo
 from mlx_ring.api.openai.responses.request import ResponsesRequest, conversation_of, seal
 from mlx_ring.api.openai.responses.route import response_of
@@ -29,8 +29,8 @@ ADD = {"type": "function", "name": "add", "parameters": {"type": "object"}, "str
 PARTS: tuple[AnswerPart, ...] = (
     ReasoningText("Let me "),
     ReasoningText("see."),
-    AnswerText("I'll "),
-    AnswerText("add."),
+    ContentText("I'll "),
+    ContentText("add."),
     CallOpening(0, "call_1", "add"),
     CallArguments(0, '{"a"'),
     CallArguments(0, ": 1}"),
@@ -100,7 +100,7 @@ def test_stream_sends_output_items_in_order() -> None:
 
 def test_response_at_the_token_limit_and_its_last_item_are_incomplete() -> None:
     response_writer = writer()
-    list(response_writer.part(AnswerText("Hel")))
+    list(response_writer.part(ContentText("Hel")))
     whole: Any = response_writer.whole("incomplete", usage_of(1, 0, 1, 0))
     assert whole["status"] == "incomplete"
     assert whole["incomplete_details"] == {"reason": "max_output_tokens"}
@@ -109,7 +109,7 @@ def test_response_at_the_token_limit_and_its_last_item_are_incomplete() -> None:
 
 def test_failure_sends_failed_and_error_events() -> None:
     response_writer = writer()
-    events: Events = [*response_writer.opening(), *response_writer.part(AnswerText("Hel"))]
+    events: Events = [*response_writer.opening(), *response_writer.part(ContentText("Hel"))]
     events += response_writer.failing(ErrorInfo(503, "Worker 1 died.", "server_error", "worker_lost"))
     assert kinds(validated(events))[-4:] == ["content_part.done", "output_item.done", "failed", "error"]
     failed = responses.Response.model_validate(events[-2]["response"])

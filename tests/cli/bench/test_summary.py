@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_ring.cli.bench.summary import STOPPED, Distribution, Record, percentile, summarise
+from mlx_ring.cli.bench.summary import STOPPED, Percentiles, Record, percentile, summarise
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=40), st.floats(0, 100))
@@ -19,8 +19,8 @@ def test_a_percentile_equals_numpy_s(values: list[float], share: float) -> None:
 
 def test_a_distribution_holds_the_mean_percentiles_and_the_worst() -> None:
     numbers = [float(number) for number in range(100, -1, -1)]
-    assert Distribution.of(numbers) == Distribution(mean=50, p50=50, p95=95, p99=99, worst=100)
-    assert Distribution.of([]) is None
+    assert Percentiles.of(numbers) == Percentiles(mean=50, p50=50, p95=95, p99=99, worst=100)
+    assert Percentiles.of([]) is None
 
 
 def record(*arrivals: float, tokens: int | None = None, sent: float = 0.0, **fields: object) -> Record:
@@ -93,8 +93,8 @@ def test_a_summary_counts_answers_and_errors_separately() -> None:
     assert (summary.prompt_tokens, summary.cached_tokens, summary.output_tokens) == (20, 4, 8)
     assert (summary.output_tokens_per_s, summary.total_tokens_per_s, summary.requests_per_s) == (2, 7, 0.5)
     assert summary.tokens_per_event == 8 / 5
-    assert summary.ttft == Distribution(1.0, 1.0, 1.0, 1.0, 1.0)
-    assert summary.end_to_end == Distribution(2.0, 2.0, 2.0, 2.0, 2.0)
+    assert summary.ttft == Percentiles(1.0, 1.0, 1.0, 1.0, 1.0)
+    assert summary.end_to_end == Percentiles(2.0, 2.0, 2.0, 2.0, 2.0)
     assert summary.inter_token is not None
     assert summary.inter_token.worst == 0.5
     speeds = summary.request_tokens_per_s

@@ -12,7 +12,7 @@ from mlx_ring.cli.serve import serve
 from mlx_ring.cluster.lifecycle.arguments import (
     FOR_AGENTS,
     Place,
-    Target,
+    SshTarget,
     agent_arguments,
     head_arguments,
     head_host,
@@ -166,7 +166,9 @@ def names(name: str) -> set[str]:
     ],
 )
 def test_the_local_machine_is_recognized_by_its_addresses(host: str, address: str, where: str) -> None:
-    assert place_of(Device("a", host, address=address), Target(host), OWN, names).is_here == (where == "here")
+    assert place_of(Device("a", host, address=address), SshTarget(host), OWN, names).is_here == (
+        where == "here"
+    )
 
 
 @pytest.mark.parametrize(

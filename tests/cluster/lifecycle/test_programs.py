@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mlx_ring.cluster.lifecycle.arguments import Place
-from mlx_ring.cluster.lifecycle.installation import Found
+from mlx_ring.cluster.lifecycle.installation import FoundPrograms
 from mlx_ring.cluster.lifecycle.programs import find_pythons, make_ready
 from mlx_ring.cluster.lifecycle.systems import Python
 from mlx_ring.cluster.lifecycle.wheels import WheelStore
@@ -33,9 +33,9 @@ ALPINE = Python("/usr/bin/python3", "linux", "riscv64", "3.12", "musl", (0, 0))
 def test_a_machine_without_a_usable_python_is_refused_with_advice(
     device: Device, pythons: list[Python], said: str, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:  # fmt: skip
-    def find(_place: Place, *, identity: bool) -> Found:
+    def find(_place: Place, *, identity: bool) -> FoundPrograms:
         assert identity
-        return Found(())
+        return FoundPrograms(())
 
     def find_interpreters(_place: Place) -> list[Python]:
         return pythons

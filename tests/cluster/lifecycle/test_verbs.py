@@ -10,7 +10,7 @@ import pytest
 from mlx_ring.cluster.lifecycle import verbs
 from mlx_ring.cluster.lifecycle.arguments import Place
 from mlx_ring.cluster.lifecycle.installation import Installation
-from mlx_ring.cluster.lifecycle.programs import Ready
+from mlx_ring.cluster.lifecycle.programs import ReadyMachine
 from mlx_ring.cluster.lifecycle.wheels import WheelStore
 from mlx_ring.core.errors import HostFailed, HostUnreached
 from mlx_ring.host.running import Running
@@ -34,22 +34,22 @@ class Machines:
             monkeypatch.setattr(verbs, name, getattr(self, name))
         machines = self
 
-        def on_host(ready: Ready, verb: str, *_words: str, **_more: object) -> str:
+        def on_host(ready: ReadyMachine, verb: str, *_words: str, **_more: object) -> str:
             return machines.on_host(ready.place, verb)
 
-        monkeypatch.setattr(Ready, "on_host", on_host)
+        monkeypatch.setattr(ReadyMachine, "on_host", on_host)
 
     def find_places(self, devices: Sequence[Device]) -> list[Place]:
         return [Place(one, one.name, is_here=False) for one in devices]
 
-    def make_ready(self, place: Place, store: WheelStore, report: Callable[[str], None]) -> Ready:
+    def make_ready(self, place: Place, store: WheelStore, report: Callable[[str], None]) -> ReadyMachine:
         del store, report
-        return Ready(place, ("mlx-ring",), Installation({}, "/s", place.name, self.running))
+        return ReadyMachine(place, ("mlx-ring",), Installation({}, "/s", place.name, self.running))
 
     def find_program(self, place: Place) -> str:
         return self.on_host(place, "about")
 
-    def any_program(self, place: Place, found: str) -> Ready:
+    def any_program(self, place: Place, found: str) -> ReadyMachine:
         del found
         return self.make_ready(place, STORE, print)
 

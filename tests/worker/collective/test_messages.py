@@ -9,7 +9,7 @@ from tests.worker.stages import Steps, chunk, decode, previous
 from mlx_ring.core.errors import ProtocolError
 from mlx_ring.rpc.links import WireTensor
 from mlx_ring.rpc.protos import step_pb2, tensor_pb2
-from mlx_ring.worker.collective.messages import Slot, slot_of
+from mlx_ring.worker.collective.messages import MessageSlot, slot_of
 from mlx_ring.worker.inputs import step_key
 
 STEP = Steps().make(chunk(1, 0, [4, 5]), previous(2, 9))
@@ -20,7 +20,7 @@ TENSOR = WireTensor("float32", (3, 3), bytes(range(36)), (4, 5, 1 << 31))
 def test_slot_counts_tokens_of_chunks_decode_rows_drafts_and_embeddings() -> None:
     embeddings = step_pb2.Row(sequence=3, embeddings=tensor_pb2.Tensor(shape=[4, 3]))
     step = Steps().make(chunk(1, 0, [1, 2, 3]), decode(2, 5, 7, draft=[8, 9]), previous(4, 5), embeddings)
-    assert slot_of(step) == Slot(step_key(step), 3 + 3 + 1 + 4)
+    assert slot_of(step) == MessageSlot(step_key(step), 3 + 3 + 1 + 4)
 
 
 def test_rows_without_a_valid_input_count_as_empty() -> None:
@@ -65,7 +65,7 @@ def test_incomplete_content_does_not_fit_its_steps_message(tensor: WireTensor) -
 
 
 def test_another_steps_message_is_refused() -> None:
-    other = Slot(step_key(Steps().make(epoch=2)), 3)
+    other = MessageSlot(step_key(Steps().make(epoch=2)), 3)
     with pytest.raises(ProtocolError, match="for test epoch 1 step 1, the collective gave one of epoch 2"):
         FORM.read(SLOT, memoryview(FORM.write(other, TENSOR)))
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mlx_ring.worker.profile.rounds import LEAST_ROUNDS, Found, in_turns, stopwatch
+from mlx_ring.worker.profile.rounds import LEAST_ROUNDS, Measured, in_turns, stopwatch
 
 
 def test_all_measurements_are_made_equally_often() -> None:
@@ -30,7 +30,7 @@ def test_some_rounds_are_made_even_after_the_time_is_up() -> None:
 
 
 def test_median_and_spread_are_reported() -> None:
-    found = Found.of([1.0, 2.0, 3.0, 4.0, 100.0])
+    found = Measured.of([1.0, 2.0, 3.0, 4.0, 100.0])
     assert (found.median, found.spread) == (3.0, pytest.approx(2 / 3))
 
 

@@ -23,7 +23,7 @@ _FINAL = (
 
 
 @dataclass(frozen=True, slots=True)
-class Peer:
+class PeerChannel:
     """A node that may have weights. Its channel is the caller's to close; `WEIGHTS_MESSAGE_BYTES` is its limit."""
 
     name: str
@@ -31,7 +31,7 @@ class Peer:
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class FetchLimits:
     """Limits of a fetch from peers."""
 
     streams: int = 3

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import grpc
 
-from mlx_ring.agent.weights.peers import Patience, Peer, Progress, broken, short
+from mlx_ring.agent.weights.peers import FetchLimits, PeerChannel, Progress, broken, short
 from mlx_ring.agent.weights.store import StoredModel, WeightStore, missing_bytes
 from mlx_ring.agent.weights.transfer import Fetched, Transfer
 from mlx_ring.core.errors import ProtocolError, RingError, WeightsMissing
@@ -33,11 +33,11 @@ from mlx_ring.rpc.protos import weights_pb2
 log = logging.getLogger(__name__)
 
 _LOCK_WAIT_S = 0.2
-_PATIENCE = Patience()
+_PATIENCE = FetchLimits()
 
 
 async def fetch_manifest(
-    digest: str, peers: Sequence[Peer], node: str, patience: Patience = _PATIENCE
+    digest: str, peers: Sequence[PeerChannel], node: str, patience: FetchLimits = _PATIENCE
 ) -> WeightsManifest:
     """Return the manifest of this digest, from the first peer that has it.
 
@@ -61,10 +61,10 @@ async def fetch_manifest(
 async def fetch(
     model: StoredModel,
     wanted: Iterable[int],
-    peers: Sequence[Peer],
+    peers: Sequence[PeerChannel],
     node: str,
     progress: Progress,
-    patience: Patience = _PATIENCE,
+    patience: FetchLimits = _PATIENCE,
 ) -> Fetched:
     """Fetch and check the wanted pieces. Pieces that are there are not fetched again.
 
@@ -92,7 +92,7 @@ async def _writing(model: StoredModel) -> AsyncGenerator[None]:
         os.close(descriptor)
 
 
-async def _manifest_bytes(digest: str, peer: Peer, node: str, patience: Patience) -> bytes:
+async def _manifest_bytes(digest: str, peer: PeerChannel, node: str, patience: FetchLimits) -> bytes:
     call = MANIFEST.aio_unary_stream(peer.channel)(
         weights_pb2.ManifestRequest(hello=make_hello(node=node), model=digest)
     )
@@ -118,11 +118,11 @@ async def fetch_stages(
     store: WeightStore,
     digest: str,
     stages: Sequence[LayerRange],
-    peers: Sequence[Peer],
+    peers: Sequence[PeerChannel],
     node: str,
     progress: Progress,
     hold: ExitStack,
-    patience: Patience | None = None,
+    patience: FetchLimits | None = None,
 ) -> Path:
     """Return a folder from which workers can load these stages of the model with the manifest's digest.
 
@@ -136,7 +136,7 @@ async def fetch_stages(
         PlanError: it fits neither the store's limit nor the disk.
         ModelCorrupt, ModelUnsafe: what the peers have is no model that can be loaded.
     """
-    patience = patience or Patience()
+    patience = patience or FetchLimits()
     model = await asyncio.to_thread(store.hold, digest, hold)
     if model is None:
         manifest = await fetch_manifest(digest, peers, node, patience)
@@ -152,10 +152,10 @@ async def _fetch(
     store: WeightStore,
     model: StoredModel,
     wanted: Iterable[int],
-    peers: Sequence[Peer],
+    peers: Sequence[PeerChannel],
     node: str,
     progress: Progress,
-    patience: Patience,
+    patience: FetchLimits,
 ) -> None:
     pieces = frozenset(wanted)
     await asyncio.to_thread(store.make_room, missing_bytes(model, pieces), model)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from mlx_ring.agent.weights.peers import Patience, Peer, Progress, broken, is_final, short
+from mlx_ring.agent.weights.peers import FetchLimits, PeerChannel, Progress, broken, is_final, short
 from mlx_ring.agent.weights.shares import Board, Part, join_ranges, rest_of
 from mlx_ring.agent.weights.store import StoredModel, parts_of
 from mlx_ring.core.errors import ModelNotFound, ProtocolError, RingError, WeightsMissing
@@ -39,7 +39,7 @@ class Transfer:
     """One run of `fetch`."""
 
     def __init__(
-        self, model: StoredModel, wanted: frozenset[int], node: str, progress: Progress, patience: Patience
+        self, model: StoredModel, wanted: frozenset[int], node: str, progress: Progress, patience: FetchLimits
     ) -> None:
         self._model = model
         self._wanted = wanted
@@ -58,7 +58,7 @@ class Transfer:
         self._done = self._total - model.manifest.nbytes(self._left)
         self.fetched = Fetched()
 
-    async def run(self, peers: Sequence[Peer]) -> None:
+    async def run(self, peers: Sequence[PeerChannel]) -> None:
         await self._plan()
         self._report_progress(self._done, self._total)
         if self._left:
@@ -87,7 +87,7 @@ class Transfer:
         self._board.add(())
         await self._end_pieces([index for index, parts in self._parts_left.items() if not parts])
 
-    async def _ask(self, peer: Peer) -> None:
+    async def _ask(self, peer: PeerChannel) -> None:
         """Learn which pieces a peer has."""
         request = weights_pb2.HaveRequest(
             hello=make_hello(node=self._node), model=self._model.manifest.digest
@@ -105,7 +105,7 @@ class Transfer:
         except RingError as error:
             await self._drop(peer.name, str(error))
 
-    async def _stream(self, peer: Peer) -> None:
+    async def _stream(self, peer: PeerChannel) -> None:
         """Take run after run, until there is nothing more that could come to this peer."""
         board, name = self._board, peer.name
         while True:
@@ -119,7 +119,7 @@ class Transfer:
                 pause_s = self._patience.pause_s * 2 ** (tries - 1)
                 await asyncio.sleep(min(pause_s, self._patience.longest_pause_s))
 
-    async def _fetch_run(self, peer: Peer, run: deque[Part]) -> None:
+    async def _fetch_run(self, peer: PeerChannel, run: deque[Part]) -> None:
         """Fetch a run; return unfinished parts to the board in any case."""
         reached = 0
         try:
@@ -141,7 +141,7 @@ class Transfer:
         finally:
             await self._return_unfinished(peer.name, run, reached)
 
-    async def _receive(self, peer: Peer, run: list[Part]) -> AsyncGenerator[tuple[int, bytes]]:
+    async def _receive(self, peer: PeerChannel, run: list[Part]) -> AsyncGenerator[tuple[int, bytes]]:
         """Yield offsets and bytes as they arrive, each checked against the request."""
         ranges = list(join_ranges(run))
         call = FETCH.aio_unary_stream(peer.channel)(

@@ -13,7 +13,7 @@ from mlx_ring.api.chat.request import AnswerFormat, Conversation, ToolUse, join_
 from mlx_ring.api.chat.request import Tool as ChatTool
 from mlx_ring.api.openai.messages import Parameters, check_names, choose
 from mlx_ring.api.openai.sampling import MOST_TOKENS, Count, SamplingFields, StopString, one_or_many
-from mlx_ring.api.request_body import MOST_MESSAGES, Body, Refused
+from mlx_ring.api.request_body import MOST_MESSAGES, Body, Unsupported
 from mlx_ring.core.errors import RequestError
 
 
@@ -184,7 +184,9 @@ class ContextManagement(Body):
     edits: list[ClearThinking] | None = None
 
 
-_Stateless = Annotated[None, Refused("answers are not kept here; send the whole conversation as 'messages'.")]
+_Stateless = Annotated[
+    None, Unsupported("answers are not kept here; send the whole conversation as 'messages'.")
+]
 
 
 class PromptFields(Body):

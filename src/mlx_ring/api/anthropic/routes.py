@@ -17,7 +17,7 @@ from mlx_ring.api.anthropic.schemas import (
     MessageEvent,
     Ping,
 )
-from mlx_ring.api.anthropic.writer import Costs, MessageWriter, Stop
+from mlx_ring.api.anthropic.writer import MessageWriter, Stop, TokenCounts
 from mlx_ring.api.chat.answer import AnswerUpdate, ChatAnswer, answer_chat, stream_chat
 from mlx_ring.api.chat.prepare import encode_conversation, prepare_chat
 from mlx_ring.api.context import ApiContext
@@ -53,7 +53,7 @@ def routes(context: ApiContext) -> APIRouter:
         )
         writer = MessageWriter(message_id, service.model_id, shows_thinking=_shows_thinking(fields))
         if fields.stream:
-            stream = MessageStream(writer, sampling, Costs(chat.prompt_tokens))
+            stream = MessageStream(writer, sampling, TokenCounts(chat.prompt_tokens))
             return stream_chat(engine, chat, stream, keep_alive_s=context.settings.keep_alive_s)
         [answer] = await answer_chat(request, engine, chat)
         for part in answer.parts:
@@ -82,7 +82,7 @@ class MessageStream:
 
     stream_format = StreamFormat(EVENT_STREAM, named_event, _PINGED, lambda: _PINGED)
 
-    def __init__(self, writer: MessageWriter, sampling: SamplingParams, costs: Costs) -> None:
+    def __init__(self, writer: MessageWriter, sampling: SamplingParams, costs: TokenCounts) -> None:
         """Create a stream. `costs` are the costs known before the answer."""
         self._writer = writer
         self._sampling = sampling
@@ -128,7 +128,7 @@ def _stop(answer: ChatAnswer, sampling: SamplingParams) -> Stop:
             return Stop("end_turn")
 
 
-def _costs(answer: ChatAnswer) -> Costs:
-    return Costs(
+def _costs(answer: ChatAnswer) -> TokenCounts:
+    return TokenCounts(
         answer.prompt_tokens, answer.cached_tokens, answer.completion_tokens, answer.reasoning_tokens
     )

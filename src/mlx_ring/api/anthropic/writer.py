@@ -19,11 +19,11 @@ from mlx_ring.api.anthropic.schemas import (
     StopReason,
     ToolUseBlock,
 )
-from mlx_ring.api.chat.parts import AnswerPart, AnswerText, CallArguments, CallOpening, ReasoningText
+from mlx_ring.api.chat.parts import AnswerPart, CallArguments, CallOpening, ContentText, ReasoningText
 
 
 @dataclass(frozen=True, slots=True)
-class Costs:
+class TokenCounts:
     """Token counts of a request so far."""
 
     prompt: int
@@ -71,7 +71,7 @@ class MessageWriter:
         self._text = ""
         """Text of the last block so far."""
 
-    def opening(self, costs: Costs) -> Iterator[MessageEvent]:
+    def opening(self, costs: TokenCounts) -> Iterator[MessageEvent]:
         yield {"type": "message_start", "message": self._message(None, costs)}
         yield {"type": "ping"}
 
@@ -79,7 +79,7 @@ class MessageWriter:
         match part:
             case ReasoningText():
                 yield from self._add_reasoning(part.text)
-            case AnswerText():
+            case ContentText():
                 yield from self._add_text(part.text)
             case CallOpening():
                 yield from self._start(_call(part))
@@ -87,17 +87,17 @@ class MessageWriter:
                 self._text += part.text
                 yield self._delta({"type": "input_json_delta", "partial_json": part.text})
 
-    def closing(self, stop: Stop, costs: Costs) -> Iterator[MessageEvent]:
+    def closing(self, stop: Stop, costs: TokenCounts) -> Iterator[MessageEvent]:
         yield from self._stop()
         yield {"type": "message_delta", "delta": _end(stop), "usage": costs.delta_usage()}
         yield {"type": "message_stop"}
 
-    def whole(self, stop: Stop, costs: Costs) -> AnthropicMessage:
+    def whole(self, stop: Stop, costs: TokenCounts) -> AnthropicMessage:
         """Return the message, after its last part."""
         list(self._stop())
         return self._message(stop, costs)
 
-    def _message(self, stop: Stop | None, costs: Costs) -> AnthropicMessage:
+    def _message(self, stop: Stop | None, costs: TokenCounts) -> AnthropicMessage:
         return {
             "id": self._id,
             "type": "message",

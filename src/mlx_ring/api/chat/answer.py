@@ -11,17 +11,17 @@ from starlette.requests import Request
 
 from mlx_ring.api.chat.parts import (
     AnswerPart,
-    AnswerText,
     CallArguments,
     CallOpening,
+    ContentText,
     EndReason,
     ReasoningText,
 )
 from mlx_ring.api.chat.prepare import PreparedChat
 from mlx_ring.api.chat.reader import AnswerReader, join_parts
-from mlx_ring.api.generation import Generation, Piece
+from mlx_ring.api.generation import ChoiceDelta, Generation
 from mlx_ring.api.service import Answering
-from mlx_ring.api.streaming import EventT, JsonStream, Silence, StreamFormat, while_connected
+from mlx_ring.api.streaming import EventT, JsonStream, QuietReason, StreamFormat, while_connected
 from mlx_ring.core.generation import Delta, RequestTimings
 from mlx_ring.core.types import FinishReason, TokenLogprob
 
@@ -61,7 +61,7 @@ class ChatAnswer:
 
     @property
     def content(self) -> str:
-        return "".join(part.text for part in self.parts if isinstance(part, AnswerText))
+        return "".join(part.text for part in self.parts if isinstance(part, ContentText))
 
     @property
     def calls(self) -> list[Call]:
@@ -110,11 +110,11 @@ class ChatGeneration:
                     yield updates
 
     @property
-    def silence(self) -> Silence:
+    def silence(self) -> QuietReason:
         """Reason why there is no update."""
         return self._generation.silence
 
-    def _read(self, piece: Piece) -> AnswerUpdate:
+    def _read(self, piece: ChoiceDelta) -> AnswerUpdate:
         reader, answer, delta = self._readers[piece.index], self.answers[piece.index], piece.delta
         parts, tokens = self._read_pieces(reader, answer, delta)
         if delta.finish_reason is not None:
@@ -186,7 +186,7 @@ def stream_chat(
         failure: encoder of an error that ends the stream; None: the dialect's own.
     """
 
-    async def write(generation: ChatGeneration) -> AsyncGenerator[Iterable[EventT] | Silence]:
+    async def write(generation: ChatGeneration) -> AsyncGenerator[Iterable[EventT] | QuietReason]:
         yield writer.opening(generation.answers)
         async with aclosing(generation.batches(keep_alive_s)) as batches:
             async for updates in batches:

@@ -17,7 +17,7 @@ class ReasoningText:
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerText:
+class ContentText:
     """Text of the answer."""
 
     text: str
@@ -41,4 +41,4 @@ class CallArguments:
     text: str
 
 
-AnswerPart = ReasoningText | AnswerText | CallOpening | CallArguments
+AnswerPart = ReasoningText | ContentText | CallOpening | CallArguments

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from mlx_ring.api.chat.model_format import ChatFormat, State, first_mark, open_end
-from mlx_ring.api.chat.parts import AnswerPart, AnswerText, CallArguments, ReasoningText
-from mlx_ring.api.chat.tool_calls import CallRules, CallsReader, Reading
+from mlx_ring.api.chat.parts import AnswerPart, CallArguments, ContentText, ReasoningText
+from mlx_ring.api.chat.tool_calls import CallRules, CallsReader, ReadCalls
 from mlx_ring.core.generation import StopMatcher
 
 _MOST_NO_CALLS = 64
@@ -133,7 +133,7 @@ class AnswerReader:
             self._state = then
         self._behind_mark = True
 
-    def _take_calls(self, reader: CallsReader, reading: Reading) -> str | None:
+    def _take_calls(self, reader: CallsReader, reading: ReadCalls) -> str | None:
         """Return the text after the calls if they have ended. Text that is no call is read again as plain text."""
         self._parts += reading.parts
         if reading.parts:
@@ -185,7 +185,7 @@ class AnswerReader:
             self.ended = self.stop_match is not None
         text = self._blank + text if self.ended else self._without_blanks(text)
         if text:
-            self._parts.append(AnswerText(text))
+            self._parts.append(ContentText(text))
 
     def _without_blanks(self, text: str) -> str:
         """Return the text without the white space after the last mark. Hold back the text that may precede another mark."""
@@ -203,7 +203,7 @@ class AnswerReader:
         """Release the held text, because a stop string does not continue after a mark."""
         text = self._without_blanks(self._stops.flush()) if self._state != "reasoning" else ""
         if text:
-            self._parts.append(AnswerText(text))
+            self._parts.append(ContentText(text))
 
     def _flush_all(self) -> None:
         self._flush_stops()
@@ -211,7 +211,7 @@ class AnswerReader:
 
     def _emit_last(self) -> None:
         text = self._blank + self._stops.flush()
-        part = ReasoningText if self._state == "reasoning" else AnswerText
+        part = ReasoningText if self._state == "reasoning" else ContentText
         if text:
             self._parts.append(part(text))
 
@@ -223,8 +223,8 @@ def join_parts(parts: Iterable[AnswerPart]) -> list[AnswerPart]:
         last = joined[-1] if joined else None
         if isinstance(part, ReasoningText) and isinstance(last, ReasoningText):
             joined[-1] = ReasoningText(last.text + part.text)
-        elif isinstance(part, AnswerText) and isinstance(last, AnswerText):
-            joined[-1] = AnswerText(last.text + part.text)
+        elif isinstance(part, ContentText) and isinstance(last, ContentText):
+            joined[-1] = ContentText(last.text + part.text)
         elif isinstance(part, CallArguments) and isinstance(last, CallArguments) and part.index == last.index:
             joined[-1] = CallArguments(last.index, last.text + part.text)
         else:

@@ -22,7 +22,7 @@ _OUTSIDE = frozenset('{}[],:" \t\r\n0123456789+-.eEtrufalsn')
 """All characters that JSON has outside strings."""
 
 
-class JsonObject:
+class JsonObjectReader:
     """Reader that streams a JSON object from its first brace to its last.
 
     It escapes line breaks and similar characters, which models write in strings although JSON does not allow them.
@@ -127,7 +127,7 @@ class CallRules:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ReadCalls:
     """Result of reading a piece of calls."""
 
     parts: list[AnswerPart]
@@ -154,7 +154,7 @@ class CallsReader:
         """Call whose arguments are incomplete."""
         self._parts: list[AnswerPart] = []
 
-    def push(self, text: str) -> Reading:
+    def push(self, text: str) -> ReadCalls:
         """Return the parts that `text` completes."""
         self._text += text
         rest = None
@@ -163,7 +163,7 @@ class CallsReader:
                 rest = self._text
         return self._reading(rest) if rest is not None else self._look_for_end()
 
-    def finish(self) -> Reading:
+    def finish(self) -> ReadCalls:
         """End the answer without a mark that ends calls, because some formats have none."""
         return self._conclude("", "")
 
@@ -176,9 +176,9 @@ class CallsReader:
         """True if a call's name is sent and the call has not ended."""
         return self._call is not None and self._call.is_out
 
-    def _reading(self, rest: str | None, no_call: str = "") -> Reading:
+    def _reading(self, rest: str | None, no_call: str = "") -> ReadCalls:
         parts, self._parts = self._parts, []
-        return Reading(parts, rest, no_call)
+        return ReadCalls(parts, rest, no_call)
 
     # ---- calls whose arguments are JSON
 
@@ -223,7 +223,7 @@ class CallsReader:
 
     # ---- the end
 
-    def _look_for_end(self) -> Reading:
+    def _look_for_end(self) -> ReadCalls:
         """Send broken arguments unchanged, because their start is already sent."""
         end = self._rules.marks.end
         place = self._text.find(end) if end and (self._call is None or self._call.json.is_broken) else -1
@@ -235,7 +235,7 @@ class CallsReader:
             self._pass_on(len(self._text) - (open_end(self._text, [end]) if end else 0))
         return self._reading(None)
 
-    def _conclude(self, rest: str, end: str) -> Reading:
+    def _conclude(self, rest: str, end: str) -> ReadCalls:
         """Return the result at the end of the calls."""
         if self._call is not None and self._call.is_out:
             self._pass_on(len(self._text))
@@ -249,7 +249,7 @@ class CallsReader:
             return self._reading(rest, left + end if left.strip() else "")
         return self._parse(rest, end)
 
-    def _parse(self, rest: str, end: str) -> Reading:
+    def _parse(self, rest: str, end: str) -> ReadCalls:
         """Read the calls with mlx-lm's parser."""
         parsed = parse_calls(self._rules, self._text)
         if not parsed:
@@ -282,7 +282,7 @@ class _JsonCall:
     opening: CallOpening
     is_out: bool
     """True if the call's name is sent."""
-    json: JsonObject = field(default_factory=JsonObject)
+    json: JsonObjectReader = field(default_factory=JsonObjectReader)
     arguments: str = ""
 
 

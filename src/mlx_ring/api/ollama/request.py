@@ -23,12 +23,12 @@ from mlx_ring.api.openai.sampling import (
     one_or_many,
     sampling_params,
 )
-from mlx_ring.api.request_body import Body, Refused, needs
+from mlx_ring.api.request_body import Body, Unsupported, needs
 from mlx_ring.api.service import ModelService
 from mlx_ring.core.errors import RequestError, UnknownModel
 from mlx_ring.core.types import SamplingParams
 
-Images = Annotated[None, Refused("only text is supported; leave it out.", ([],))]
+Images = Annotated[None, Unsupported("only text is supported; leave it out.", ([],))]
 
 
 class CalledFunction(Body):
@@ -199,7 +199,9 @@ class Options(DrawFields):
     """0: no repeat penalty. With any other value the penalty covers all tokens, as with -1."""
     typical_p: Annotated[float, AfterValidator(_off)] | None = None
     tfs_z: Annotated[float, AfterValidator(_off)] | None = None
-    mirostat: Annotated[None, Refused("this way of sampling is not supported; leave it out.", (0,))] = None
+    mirostat: Annotated[None, Unsupported("this way of sampling is not supported; leave it out.", (0,))] = (
+        None
+    )
     mirostat_tau: float | None = None
     mirostat_eta: float | None = None
     num_keep: int | None = None
@@ -222,7 +224,9 @@ class Options(DrawFields):
 
 _Dropped = Annotated[
     None,
-    Refused("a prompt beyond the context is refused, never shortened; leave it out or give false.", (False,)),
+    Unsupported(
+        "a prompt beyond the context is refused, never shortened; leave it out or give false.", (False,)
+    ),
 ]
 
 

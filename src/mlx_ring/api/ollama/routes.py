@@ -43,7 +43,7 @@ from mlx_ring.api.openai.messages import check_names
 from mlx_ring.api.openai.token_text import TokenTexts
 from mlx_ring.api.openapi import documented_post
 from mlx_ring.api.ops.models import check_manager
-from mlx_ring.api.request_body import MOST_MESSAGES, Refused, convert
+from mlx_ring.api.request_body import MOST_MESSAGES, Unsupported, convert
 from mlx_ring.api.service import Answering, ModelService
 from mlx_ring.api.streaming import JsonStream, while_connected
 from mlx_ring.core.errors import RequestError
@@ -141,12 +141,12 @@ class GenerateFields(CommonFields):
     system: str | None = None
     raw: bool | None = None
     """True to use the prompt as it is, without the chat template."""
-    suffix: Annotated[None, Refused("text can only be added at the end; leave it out.", ("",))] = None
+    suffix: Annotated[None, Unsupported("text can only be added at the end; leave it out.", ("",))] = None
     template: Annotated[
         None,
-        Refused("the model's own chat template is used, or none with 'raw'; leave it out.", ("",)),
+        Unsupported("the model's own chat template is used, or none with 'raw'; leave it out.", ("",)),
     ] = None
-    context: Annotated[None, Refused("answers have none; send messages to /api/chat.", ([],))] = None
+    context: Annotated[None, Unsupported("answers have none; send messages to /api/chat.", ([],))] = None
     images: Images = None
 
 

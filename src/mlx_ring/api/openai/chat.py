@@ -14,9 +14,9 @@ from mlx_ring.api.chat.answer import AnswerUpdate, Call, ChatAnswer, answer_chat
 from mlx_ring.api.chat.model_format import ChatFormat
 from mlx_ring.api.chat.parts import (
     AnswerPart,
-    AnswerText,
     CallArguments,
     CallOpening,
+    ContentText,
     EndReason,
     ReasoningText,
 )
@@ -38,7 +38,7 @@ from mlx_ring.api.openai.sampling import (
 )
 from mlx_ring.api.openai.token_text import TokenTexts
 from mlx_ring.api.openapi import documented_post
-from mlx_ring.api.request_body import MOST_MESSAGES, Refused, convert, needs
+from mlx_ring.api.request_body import MOST_MESSAGES, Unsupported, convert, needs
 from mlx_ring.api.streaming import EVENT_STREAM, KEEP_ALIVE, RESUMING, JsonStream, StreamFormat
 from mlx_ring.core.environment import package_version
 from mlx_ring.core.errors import RequestError
@@ -51,7 +51,7 @@ STREAM_FORMAT = StreamFormat(EVENT_STREAM, event, KEEP_ALIVE, lambda: RESUMING, 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
-_Replaced = Annotated[None, Refused("it is replaced by 'tools' and 'tool_choice'; send those.")]
+_Replaced = Annotated[None, Unsupported("it is replaced by 'tools' and 'tool_choice'; send those.")]
 
 
 class ChatRequest(AnswerFields):
@@ -237,7 +237,7 @@ _NO_TEXT: tuple[schemas.ChatDelta, ...] = ({"content": ""},)
 
 def _delta(part: AnswerPart) -> schemas.ChatDelta:
     match part:
-        case AnswerText(text):
+        case ContentText(text):
             return {"content": text}
         case ReasoningText(text):
             return {"reasoning": text, "reasoning_content": text}

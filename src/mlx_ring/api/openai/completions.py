@@ -14,7 +14,7 @@ from fastapi import APIRouter, Request
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from mlx_ring.api.context import ApiContext
-from mlx_ring.api.generation import Answer, Generation, Piece, costs
+from mlx_ring.api.generation import Answer, ChoiceDelta, Generation, costs
 from mlx_ring.api.openai import schemas
 from mlx_ring.api.openai.chat import STREAM_FORMAT, system_fingerprint
 from mlx_ring.api.openai.sampling import (
@@ -27,9 +27,9 @@ from mlx_ring.api.openai.sampling import (
 )
 from mlx_ring.api.openai.token_text import TokenText, TokenTexts, finite_logprob
 from mlx_ring.api.openapi import documented_post
-from mlx_ring.api.request_body import Refused, needs
+from mlx_ring.api.request_body import Unsupported, needs
 from mlx_ring.api.service import Answering, Tokenizer
-from mlx_ring.api.streaming import JsonStream, Silence, while_connected
+from mlx_ring.api.streaming import JsonStream, QuietReason, while_connected
 from mlx_ring.core.errors import RequestError
 from mlx_ring.core.generation import Delta, GenerateRequest
 from mlx_ring.core.types import FinishReason, SamplingParams, TokenLogprob
@@ -85,7 +85,7 @@ class CompletionRequest(AnswerFields):
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
     best_of: Annotated[int, Field(ge=1)] | None = None
     """Accepted only if equal to `n`, because the server does not select the best answers."""
-    suffix: Annotated[None, Refused("text can only be added at the end; leave it out.", ("",))] = None
+    suffix: Annotated[None, Unsupported("text can only be added at the end; leave it out.", ("",))] = None
 
 
 def routes(context: ApiContext) -> APIRouter:
@@ -317,7 +317,7 @@ def stream_completion(
 
     async def batches(
         generation: Generation,
-    ) -> AsyncGenerator[Iterable[schemas.CompletionChunk] | Silence]:
+    ) -> AsyncGenerator[Iterable[schemas.CompletionChunk] | QuietReason]:
         yield chunks(map(writer.opening, range(len(generation.answers))))
         async with aclosing(generation.batches(keep_alive_s)) as pieces:
             async for batch in pieces:
@@ -328,7 +328,9 @@ def stream_completion(
     return JsonStream(lambda: task.generation(engine), batches, STREAM_FORMAT)
 
 
-def _choices(writer: CompletionWriter, batch: Iterable[Piece]) -> Iterator[schemas.CompletionChoice | None]:
+def _choices(
+    writer: CompletionWriter, batch: Iterable[ChoiceDelta]
+) -> Iterator[schemas.CompletionChoice | None]:
     for piece in batch:
         yield writer.piece(piece.index, piece.delta)
         if piece.delta.finish_reason is not None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, StringConstraints, Tag
 
 from mlx_ring.api.chat.request import AnswerFormat
-from mlx_ring.api.request_body import Body, Refused
+from mlx_ring.api.request_body import Body, Unsupported
 from mlx_ring.api.service import ModelService
 from mlx_ring.core.errors import RequestError
 from mlx_ring.core.types import Sampling, SamplingParams
@@ -46,7 +46,7 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
-Obfuscated = Annotated[None, Refused("streams are not padded; leave it out or give false.", (False,))]
+Obfuscated = Annotated[None, Unsupported("streams are not padded; leave it out or give false.", (False,))]
 
 
 class StreamOptions(Body):

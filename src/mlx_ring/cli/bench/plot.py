@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mlx_ring.cli.bench.summary import Distribution, Record, Summary, percentile
+from mlx_ring.cli.bench.summary import Percentiles, Record, Summary, percentile
 
 _SIZE_INCHES = (12.0, 3.8)
 _BARS = 40
@@ -55,7 +55,7 @@ def throughput(records: Sequence[Record], duration_s: float, bars: int = _BARS) 
     return [count / width for count in tokens]
 
 
-def _spread(axes: Any, title: str, seconds: Sequence[float], distribution: Distribution | None) -> None:
+def _spread(axes: Any, title: str, seconds: Sequence[float], distribution: Percentiles | None) -> None:
     axes.set(title=title, xlabel="milliseconds", ylabel="% at or below", ylim=(0, 101))
     axes.grid(color="0.93")
     if distribution is None:

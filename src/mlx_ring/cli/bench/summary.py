@@ -88,7 +88,7 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
-class Distribution:
+class Percentiles:
     """Mean, percentiles and worst value.
 
     50, 95 or 99 % of the times do not exceed a percentile; as many speeds reach it.
@@ -101,7 +101,7 @@ class Distribution:
     worst: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Distribution | None:
+    def of(cls, values: Sequence[float]) -> Percentiles | None:
         """Return the distribution of times; None without values."""
         if not values:
             return None
@@ -110,7 +110,7 @@ class Distribution:
         return cls(math.fsum(ordered) / len(ordered), p50, p95, p99, ordered[-1])
 
     @classmethod
-    def of_speeds(cls, values: Sequence[float]) -> Distribution | None:
+    def of_speeds(cls, values: Sequence[float]) -> Percentiles | None:
         """Return the distribution of speeds, of which the smallest is the worst; None without values."""
         times = cls.of([-value for value in values])
         return times and cls(-times.mean, -times.p50, -times.p95, -times.p99, -times.worst)
@@ -146,12 +146,12 @@ class Summary:
     requests_per_s: float
     output_tokens_per_s: float
     total_tokens_per_s: float
-    request_tokens_per_s: Distribution | None
+    request_tokens_per_s: Percentiles | None
     """Tokens per second of each request, after its first chunk."""
-    ttft: Distribution | None
-    inter_token: Distribution | None
-    between_chunks: Distribution | None
-    end_to_end: Distribution | None
+    ttft: Percentiles | None
+    inter_token: Percentiles | None
+    between_chunks: Percentiles | None
+    end_to_end: Percentiles | None
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -180,13 +180,13 @@ def summarise(records: Iterable[Record], duration_s: float) -> Summary:
         requests_per_s=len(completed) / seconds,
         output_tokens_per_s=output / seconds,
         total_tokens_per_s=(prompt + output) / seconds,
-        request_tokens_per_s=Distribution.of_speeds(
+        request_tokens_per_s=Percentiles.of_speeds(
             [record.tokens_per_s for record in completed if record.tokens_per_s is not None]
         ),
-        ttft=Distribution.of([record.ttft_s for record in completed if record.ttft_s is not None]),
-        inter_token=Distribution.of([gap for record in completed for gap in record.inter_token_s()]),
-        between_chunks=Distribution.of([gap for record in completed for gap in record.between_chunks_s()]),
-        end_to_end=Distribution.of([record.ended_s - record.sent_s for record in completed]),
+        ttft=Percentiles.of([record.ttft_s for record in completed if record.ttft_s is not None]),
+        inter_token=Percentiles.of([gap for record in completed for gap in record.inter_token_s()]),
+        between_chunks=Percentiles.of([gap for record in completed for gap in record.between_chunks_s()]),
+        end_to_end=Percentiles.of([record.ended_s - record.sent_s for record in completed]),
     )
 
 
@@ -234,7 +234,7 @@ def _speeds(summary: Summary) -> Table:
     return table
 
 
-def _numbers(values: Distribution) -> Sequence[float]:
+def _numbers(values: Percentiles) -> Sequence[float]:
     return (values.mean, values.p50, values.p95, values.p99)
 
 
@@ -248,7 +248,7 @@ def _latencies(summary: Summary) -> Table:
     return table
 
 
-def _milliseconds(values: Distribution | None) -> Sequence[str]:
+def _milliseconds(values: Percentiles | None) -> Sequence[str]:
     if values is None:
         return ("-",) * 4
     return [f"{1000 * value:,.1f}" for value in _numbers(values)]

@@ -181,7 +181,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class SshTarget:
     """A destination as ssh resolves it."""
 
     host: str
@@ -195,7 +195,7 @@ def find_places(devices: Sequence[Device]) -> list[Place]:
     return [place_of(device, ssh_target(device.ssh), own, resolve) for device in devices]
 
 
-def place_of(device: Device, target: Target, own: Collection[str], resolve: Resolve) -> Place:
+def place_of(device: Device, target: SshTarget, own: Collection[str], resolve: Resolve) -> Place:
     """Return one machine, with `is_here` set if it has a local or a loopback address.
 
     With another port or a jump host, a loopback address leads to a tunnel or a virtual machine instead.
@@ -234,7 +234,7 @@ def resolve(name: str) -> frozenset[str]:
     return frozenset()
 
 
-def ssh_target(destination: str) -> Target:
+def ssh_target(destination: str) -> SshTarget:
     """Resolve a destination with the user's ssh configuration, without a connection."""
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         done = subprocess.run(
@@ -243,16 +243,16 @@ def ssh_target(destination: str) -> Target:
         found = target_of(done.stdout)
         if found.host:
             return found
-    return Target(destination.rpartition("@")[2])
+    return SshTarget(destination.rpartition("@")[2])
 
 
-def target_of(configuration: str) -> Target:
+def target_of(configuration: str) -> SshTarget:
     """Parse the output of `ssh -G`."""
     options = {
         key.lower(): value for key, _, value in (line.partition(" ") for line in configuration.splitlines())
     }
     proxies = {options.get(name, "none") for name in ("proxyjump", "proxycommand")}
-    return Target(options.get("hostname", ""), options.get("port", "22") == "22" and proxies == {"none"})
+    return SshTarget(options.get("hostname", ""), options.get("port", "22") == "22" and proxies == {"none"})
 
 
 def head_host(coordinator: Place, other: Place) -> str:

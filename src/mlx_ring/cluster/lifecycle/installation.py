@@ -56,7 +56,7 @@ class Program:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundPrograms:
     """The mlx-ring programs found on a machine."""
 
     programs: tuple[Program, ...]
@@ -73,15 +73,15 @@ class Found:
         )
 
 
-def read_found(lines: Sequence[str]) -> Found:
+def read_found(lines: Sequence[str]) -> FoundPrograms:
     """Parse the probe's output, whose fields are separated by tabs."""
     rows = [line.split("\t", 2) for line in lines if line.count("\t") >= 2]  # noqa: PLR2004 - kind, path, rest
-    return Found(
+    return FoundPrograms(
         tuple(Program(path, Installation.from_json(rest)) for kind, path, rest in rows if kind == "program")
     )
 
 
-def different(found: Found, versions: Mapping[str, str]) -> str:
+def different(found: FoundPrograms, versions: Mapping[str, str]) -> str:
     """Describe how the versions of the programs differ from the local ones."""
     differences: list[str] = []
     for program in found.programs:

@@ -11,7 +11,7 @@ from pathlib import Path
 from mlx_ring.cluster.lifecycle.arguments import Place
 from mlx_ring.cluster.lifecycle.installation import (
     OWN_PROGRAM,
-    Found,
+    FoundPrograms,
     Installation,
     different,
     own_versions,
@@ -77,7 +77,7 @@ mv "$env.new" "$env"
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class ReadyMachine:
     """A machine with a program that accepts commands."""
 
     place: Place
@@ -95,7 +95,7 @@ class Ready:
         )
 
 
-def find_program(place: Place, *, identity: bool = False) -> Found:
+def find_program(place: Place, *, identity: bool = False) -> FoundPrograms:
     """Return the programs on a machine; with `identity`, create the machine's ID if it has none.
 
     Raises:
@@ -123,15 +123,15 @@ def find_pythons(place: Place) -> list[Python]:
     return read_pythons(run_on(place, script).splitlines())
 
 
-def ready(place: Place, found: Found, versions: Mapping[str, str]) -> Ready | None:
+def ready(place: Place, found: FoundPrograms, versions: Mapping[str, str]) -> ReadyMachine | None:
     """Return the machine with a program of these versions, or None if it has none."""
     program = found.like(versions)
     if program is None or program.installation is None:
         return None
-    return Ready(place, OWN_PROGRAM if place.is_here else (program.path,), program.installation)
+    return ReadyMachine(place, OWN_PROGRAM if place.is_here else (program.path,), program.installation)
 
 
-def any_program(place: Place, found: Found) -> Ready | None:
+def any_program(place: Place, found: FoundPrograms) -> ReadyMachine | None:
     """Return the machine with a program of the local versions, or else with any that accepts commands.
 
     Another version can end what runs too.
@@ -141,10 +141,10 @@ def any_program(place: Place, found: Found) -> Ready | None:
     )
     if program is None or program.installation is None:
         return None
-    return Ready(place, OWN_PROGRAM if place.is_here else (program.path,), program.installation)
+    return ReadyMachine(place, OWN_PROGRAM if place.is_here else (program.path,), program.installation)
 
 
-def make_ready(place: Place, *, store: WheelStore, report: Callable[[str], None]) -> Ready:
+def make_ready(place: Place, *, store: WheelStore, report: Callable[[str], None]) -> ReadyMachine:
     """Return the machine with a program of the local versions, sent over ssh if it is missing.
 
     Args:
@@ -195,7 +195,7 @@ def _packages(place: Place, python: Python, store: WheelStore, report: Callable[
         raise HostFailed(f"{place.name}: {error}.") from error
 
 
-def _python_to_send_for(place: Place, found: Found, versions: Mapping[str, str]) -> Python:
+def _python_to_send_for(place: Place, found: FoundPrograms, versions: Mapping[str, str]) -> Python:
     """Return the interpreter to send the program for: binaries need their own system and Python version."""
     if place.device.program:
         by_hand = ", ".join(f"{name} {version}" for name, version in versions.items())

@@ -16,7 +16,7 @@ from mlx_ring.cluster.lifecycle.arguments import (
     head_arguments,
     head_host,
 )
-from mlx_ring.cluster.lifecycle.programs import Ready, any_program, find_program, make_ready
+from mlx_ring.cluster.lifecycle.programs import ReadyMachine, any_program, find_program, make_ready
 from mlx_ring.cluster.lifecycle.shell import on_all, run_on
 from mlx_ring.cluster.lifecycle.wheels import WheelStore
 from mlx_ring.core.errors import HostFailed, HostUnreached
@@ -124,14 +124,14 @@ def ask(file: DevicesFile, method: str, path: str, body: object = None) -> Any:
     return _ask(found, file, method, path, body)
 
 
-def log_commands(file: DevicesFile) -> list[tuple[str, Ready]]:
+def log_commands(file: DevicesFile) -> list[tuple[str, ReadyMachine]]:
     """Return each machine's name and the program that prints its logs.
 
     Raises:
         HostFailed: A machine out of reach, or without mlx-ring.
     """
 
-    def find(place: Place) -> tuple[str, Ready]:
+    def find(place: Place) -> tuple[str, ReadyMachine]:
         found = any_program(place, find_program(place))
         if found is None:
             raise HostFailed(f"{place.name}: mlx-ring is not installed there.")
@@ -143,7 +143,7 @@ def log_commands(file: DevicesFile) -> list[tuple[str, Ready]]:
 class _Run:
     """The machines of one file, all with the same program."""
 
-    def __init__(self, file: DevicesFile, model: str, readies: Sequence[Ready]) -> None:
+    def __init__(self, file: DevicesFile, model: str, readies: Sequence[ReadyMachine]) -> None:
         self._file = file
         self._head = next(found for found in readies if found.place.device.is_coordinator)
         self._others = [found for found in readies if found is not self._head]
@@ -203,7 +203,7 @@ class _Run:
         """Return the head's status of the cluster."""
         return _ask(self._head, self._file, "GET", "/cluster/status")
 
-    def _other(self, place: Place) -> Ready:
+    def _other(self, place: Place) -> ReadyMachine:
         return next(other for other in self._others if other.place is place)
 
     def _token(self) -> str:
@@ -211,15 +211,15 @@ class _Run:
         uses = ("--uses", str(len(self._others)), "--expires", _TOKEN_LIFE, "--name", "cluster start")
         return run_on(self._head.place, (*self._head.program, "token", "create", *uses, *state)).strip()
 
-    def _join(self, other: Ready, token: str, report: Report) -> None:
+    def _join(self, other: ReadyMachine, token: str, report: Report) -> None:
         report(f"{other.place.name}: joining")
         other.on_host("enrol", str(self._address(other)), stdin=token)
         other.on_host("run", "--", *self._agent_words(other))
 
-    def _address(self, other: Ready) -> HeadAddress:
+    def _address(self, other: ReadyMachine) -> HeadAddress:
         return HeadAddress(head_host(self._head.place, other.place), self._file.coordinator.port)
 
-    def _agent_words(self, other: Ready) -> list[str]:
+    def _agent_words(self, other: ReadyMachine) -> list[str]:
         return agent_arguments(self._file, other.place.device, self._address(other), other.installation.state)
 
     def _check_agents(self) -> None:
@@ -239,13 +239,13 @@ def _like(running: Sequence[Running], kind: Kind, words: Sequence[str]) -> Itera
     return (found.pid for found in running if found.kind == kind and found.arguments == digest)
 
 
-def _on_coordinator(readies: Sequence[Ready], model: str, folders: Sequence[Path]) -> str:
+def _on_coordinator(readies: Sequence[ReadyMachine], model: str, folders: Sequence[Path]) -> str:
     head = next(found for found in readies if found.place.device.is_coordinator)
     words = ("--", model, *(map(str, folders) if head.place.is_here else ()))
     return head.on_host("model", *words).removesuffix("\n")
 
 
-def _ask(found: Ready, file: DevicesFile, method: str, path: str, body: object = None) -> Any:
+def _ask(found: ReadyMachine, file: DevicesFile, method: str, path: str, body: object = None) -> Any:
     keys = {name.replace("-", "_"): value for name, value in file.serve.items()}.get("api_key_file")
     words = ("ask", *(("--api-key-file", str(keys)) if keys else ()), method, path)
     text = "" if body is None else json.dumps(body)
@@ -256,7 +256,7 @@ def _coordinators(places: Sequence[Place]) -> list[Place]:
     return [place for place in places if place.device.is_coordinator]
 
 
-def _end(readies: Sequence[Ready], report: Report) -> None:
+def _end(readies: Sequence[ReadyMachine], report: Report) -> None:
     by_name = {found.place.name: found for found in readies}
     _head_first([found.place for found in readies], lambda place: _stop_with(by_name[place.name], report))
 
@@ -281,7 +281,7 @@ def _stop(place: Place, report: Report) -> None:
     _stop_with(found, report)
 
 
-def _stop_with(found: Ready, report: Report) -> None:
+def _stop_with(found: ReadyMachine, report: Report) -> None:
     ending_s = max((running.ending_s for running in found.installation.running), default=0.0)
     for line in found.on_host("stop", timeout_s=_STOP_S + ending_s).splitlines():
         report(f"{found.place.name}: {line}")

@@ -24,7 +24,7 @@ class Certificate(BaseModel):
     expires_s: float
 
 
-class Member(BaseModel):
+class KnownNode(BaseModel):
     """A node of the cluster."""
 
     key_sha256: str
@@ -34,7 +34,7 @@ class Member(BaseModel):
 
 
 class _Content(BaseModel):
-    members: dict[str, Member] = {}
+    members: dict[str, KnownNode] = {}
     revoked: list[Certificate] = []
 
 
@@ -45,7 +45,7 @@ class Members:
         self._file = StateFile(folder / _FILE, _Content)
         self._clock = clock
 
-    def list(self) -> Mapping[str, Member]:
+    def list(self) -> Mapping[str, KnownNode]:
         """Return the members by node ID."""
         return dict(self._file.read().members)
 
@@ -58,7 +58,7 @@ class Members:
         peer = peer_of_certificate(certificate)
         with self._file.change() as content:
             member = content.members.setdefault(
-                peer.node, Member(key_sha256=key_digest(certificate), joined_s=self._clock())
+                peer.node, KnownNode(key_sha256=key_digest(certificate), joined_s=self._clock())
             )
             self._record(member, peer, certificate)
 
@@ -75,7 +75,7 @@ class Members:
                 raise PeerRefused(_no_member(peer))
             self._record(member, peer, certificate)
 
-    def _record(self, member: Member, peer: Peer, certificate: x509.Certificate) -> None:
+    def _record(self, member: KnownNode, peer: Peer, certificate: x509.Certificate) -> None:
         if member.key_sha256 != key_digest(certificate):
             raise PeerRefused(
                 f"There is a node {peer.node} with another key: if it is the same machine after a new set-up, run "
@@ -84,7 +84,7 @@ class Members:
         issued = Certificate(serial=peer.serial, expires_s=certificate.not_valid_after_utc.timestamp())
         member.certificates = [*_valid(member.certificates, self._clock()), issued]
 
-    def remove(self, node: str) -> Member:
+    def remove(self, node: str) -> KnownNode:
         """Remove a node and revoke all its certificates.
 
         Raises:

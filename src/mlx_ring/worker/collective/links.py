@@ -16,7 +16,7 @@ from collections.abc import Callable
 from mlx_ring.core.errors import LinkLost, WorkerLost
 from mlx_ring.rpc.links import Inbox, LinkKey, LinkSender, WireTensor
 from mlx_ring.rpc.protos import step_pb2
-from mlx_ring.worker.collective.messages import Form, Slot, slot_of
+from mlx_ring.worker.collective.messages import Form, MessageSlot, slot_of
 from mlx_ring.worker.collective.transports import Transport
 from mlx_ring.worker.compute_thread import end_process, group_failure
 
@@ -35,8 +35,8 @@ class CollectiveSender:
         self._form = form
         self._other = other
         self._on_error = on_error
-        self._owed: dict[LinkKey, Slot] = {}
-        self._outgoing: queue.SimpleQueue[tuple[Slot, WireTensor | None] | None] = queue.SimpleQueue()
+        self._owed: dict[LinkKey, MessageSlot] = {}
+        self._outgoing: queue.SimpleQueue[tuple[MessageSlot, WireTensor | None] | None] = queue.SimpleQueue()
         threading.Thread(target=self._send_all, name="collective sender", daemon=True).start()
 
     def expect(self, step: step_pb2.Step) -> None:
@@ -60,7 +60,7 @@ class CollectiveSender:
         self._outgoing.put(None)
         self._other.close()
 
-    def _leave_empty(self, slot: Slot | None) -> None:
+    def _leave_empty(self, slot: MessageSlot | None) -> None:
         if slot is not None:
             self._outgoing.put((slot, None))
 
@@ -84,7 +84,7 @@ class CollectiveReceiver:
         self._inbox = inbox
         self._peer = peer
         self._on_error = on_error
-        self._expected: queue.SimpleQueue[Slot | None] = queue.SimpleQueue()
+        self._expected: queue.SimpleQueue[MessageSlot | None] = queue.SimpleQueue()
         threading.Thread(target=self._receive_all, name="collective receiver", daemon=True).start()
 
     def expect(self, step: step_pb2.Step) -> None:

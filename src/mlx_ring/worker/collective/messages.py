@@ -24,16 +24,16 @@ _ID_BYTES = array(_ID).itemsize
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class MessageSlot:
     """Place of a message among all: its step, and its number of tokens."""
 
     key: LinkKey
     tokens: int
 
 
-def slot_of(step: step_pb2.Step) -> Slot:
+def slot_of(step: step_pb2.Step) -> MessageSlot:
     """Return the step's slot. Rows without a valid input count as empty: each stage fails them by itself."""
-    return Slot(step_key(step), sum(map(_length, step.rows)))
+    return MessageSlot(step_key(step), sum(map(_length, step.rows)))
 
 
 def _length(row: step_pb2.Row) -> int:
@@ -52,15 +52,15 @@ class Form:
     dtype: str
     number_bytes: int
 
-    def nbytes(self, slot: Slot) -> int:
+    def nbytes(self, slot: MessageSlot) -> int:
         return _HEAD.size + slot.tokens * (_ID_BYTES + self.hidden * self.number_bytes)
 
-    def holds(self, slot: Slot, tensor: WireTensor) -> bool:
+    def holds(self, slot: MessageSlot, tensor: WireTensor) -> bool:
         """Report whether the slot's message can carry the tensor, with everything that belongs to it."""
         whole = tensor.dtype == self.dtype and tensor.shape == (slot.tokens, self.hidden)
         return whole and tensor.failure is None and len(tensor.tokens) in {0, slot.tokens}
 
-    def write(self, slot: Slot, tensor: WireTensor | None) -> bytearray:
+    def write(self, slot: MessageSlot, tensor: WireTensor | None) -> bytearray:
         """Return the slot's message. None means that the step's output comes over gRPC."""
         message = bytearray(self.nbytes(slot))
         if tensor is None:
@@ -73,7 +73,7 @@ class Form:
         _HEAD.pack_into(message, 0, _MARK, flags, slot.key.epoch, slot.key.step)
         return message
 
-    def read(self, slot: Slot, message: memoryview) -> WireTensor | None:
+    def read(self, slot: MessageSlot, message: memoryview) -> WireTensor | None:
         """Return the content of the slot's message; None if it comes over gRPC.
 
         Raises:
@@ -91,6 +91,6 @@ class Form:
         return WireTensor(self.dtype, (slot.tokens, self.hidden), message[begin:], tuple(tokens))
 
     @staticmethod
-    def _begin(slot: Slot) -> int:
+    def _begin(slot: MessageSlot) -> int:
         """Return the offset of the activations."""
         return _HEAD.size + slot.tokens * _ID_BYTES

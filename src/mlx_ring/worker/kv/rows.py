@@ -26,7 +26,7 @@ _full_mask = cast("Callable[..., Mask]", mlx_lm_cache.create_attention_mask)
 _causal_mask = cast("Callable[..., mx.array]", mlx_lm_base.create_causal_mask)
 
 
-class Span:
+class IndexSpan:
     """Physical indices of a batch's tokens within a bank's capacity, in the layers of one window."""
 
     def __init__(self, rows: Sequence[Row], counts: Sequence[int], window: int | None) -> None:
@@ -72,7 +72,7 @@ class BatchRows:
         starts = [row.length for row in rows]
         self._starts = tuple(starts)
         self.offset: int | mx.array = starts[0] if len(set(starts)) == 1 else mx.array(starts, dtype=mx.int32)
-        self.spans = {window: Span(rows, counts, window) for window in layout.kinds}
+        self.spans = {window: IndexSpan(rows, counts, window) for window in layout.kinds}
         self.slots = (rows[0].slot, rows[0].slot + len(rows))
         self.tails: dict[int, list[mx.array]] = {}
         """Keys and values by part. A sliding row takes them over at the commit: its slot cannot hold chunk and window at once."""
@@ -98,7 +98,7 @@ class BatchRows:
         return [plane[first:last, :, span.low : span.high] for plane in planes]
 
     def _append_apart(
-        self, part: RowPart, planes: list[mx.array], span: Span, encoded: Sequence[mx.array]
+        self, part: RowPart, planes: list[mx.array], span: IndexSpan, encoded: Sequence[mx.array]
     ) -> list[mx.array]:
         """Append a chunk that is longer than a sliding slot's room: seen beside the window, stored at the commit."""
         first, last = self.slots

@@ -15,7 +15,7 @@ from mlx_ring.core.errors import ConfigError
 from mlx_ring.host.machine_profile import PROFILE_VERSION, MachineProfile, StepCosts, WeightRate
 from mlx_ring.host.process import cpu_quota, usable_cores
 from mlx_ring.worker.platform.device import device_description, device_memory, device_name, free_memory
-from mlx_ring.worker.profile.rounds import Found, Measurement, Stopwatch, in_turns, stopwatch
+from mlx_ring.worker.profile.rounds import Measured, Measurement, Stopwatch, in_turns, stopwatch
 from mlx_ring.worker.profile.steps import (
     FEW_LAYERS,
     FEW_WORDS,
@@ -259,7 +259,7 @@ def _step_turns(dtype: mx.Dtype, watch: Stopwatch) -> dict[str, Measurement]:
     }
 
 
-def _rate(name: str, wide: Products | None, narrow: Products, found: Mapping[str, Found]) -> WeightRate:
+def _rate(name: str, wide: Products | None, narrow: Products, found: Mapping[str, Measured]) -> WeightRate:
     """Derive a rate. A matrix takes its bytes over the bandwidth, and a constant for each row: two widths give both."""
     flops, few = found[f"{name} compute"].median, found[f"{name} narrow"]
     if wide is None:
@@ -276,7 +276,7 @@ def _rate(name: str, wide: Products | None, narrow: Products, found: Mapping[str
     return WeightRate(weights=name, bandwidth=bandwidth, row_s=row_s, spread=many.spread, flops=flops)
 
 
-def _costs(found: Mapping[str, Found]) -> StepCosts:
+def _costs(found: Mapping[str, Measured]) -> StepCosts:
     """Derive step costs.
 
     Differences give the cost of one layer and of one token of the vocabulary; the rest is a step's own.

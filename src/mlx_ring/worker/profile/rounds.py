@@ -17,7 +17,7 @@ Measurement = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Measured:
     """Result of one measurement."""
 
     median: float
@@ -25,7 +25,7 @@ class Found:
     """Distance from the first quarter to the third, over the median."""
 
     @classmethod
-    def of(cls, values: list[float]) -> Found:
+    def of(cls, values: list[float]) -> Measured:
         """Summarize at least two values."""
         low, median, high = statistics.quantiles(values, n=4, method="inclusive")
         return cls(median, abs(high - low) / abs(median) if median else 0.0)
@@ -33,7 +33,7 @@ class Found:
 
 def in_turns(
     measurements: Mapping[str, Measurement], until: float, clock: Callable[[], float] = time.monotonic
-) -> dict[str, Found]:
+) -> dict[str, Measured]:
     """Run every measurement once a round until the time is up, but a few rounds at least.
 
     Args:
@@ -45,7 +45,7 @@ def in_turns(
         for name, measure in measurements.items():
             values[name].append(measure())
         rounds += 1
-    return {name: Found.of(found) for name, found in values.items()}
+    return {name: Measured.of(found) for name, found in values.items()}
 
 
 Stopwatch = Callable[[Callable[[], None]], float]

@@ -30,7 +30,7 @@ from mlx_ring.api.openai.sampling import (
     TextFormat,
     one_or_many,
 )
-from mlx_ring.api.request_body import MOST_MESSAGES, Body, Refused, show
+from mlx_ring.api.request_body import MOST_MESSAGES, Body, Unsupported, show
 
 Plain = dict[str, object]
 _SEAL_PREFIX = "mlx-ring:"
@@ -218,9 +218,13 @@ _LOGPROBS = "message.output_text.logprobs"
 _SEALED = "reasoning.encrypted_content"
 
 
-_Stateless = Annotated[None, Refused("answers are not kept here; send the whole conversation as 'input'.")]
-_Waited = Annotated[None, Refused("background answers are not supported; leave it out.", (False,))]
-_Prompt = Annotated[None, Refused("prompts are not kept here; send its text as 'instructions' and 'input'.")]
+_Stateless = Annotated[
+    None, Unsupported("answers are not kept here; send the whole conversation as 'input'.")
+]
+_Waited = Annotated[None, Unsupported("background answers are not supported; leave it out.", (False,))]
+_Prompt = Annotated[
+    None, Unsupported("prompts are not kept here; send its text as 'instructions' and 'input'.")
+]
 
 
 def _own_tool(kind: str) -> str:

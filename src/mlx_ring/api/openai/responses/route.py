@@ -10,7 +10,7 @@ from typing import Literal
 from fastapi import APIRouter, Request
 
 from mlx_ring.api.chat.answer import AnswerUpdate, ChatAnswer, answer_chat, stream_chat
-from mlx_ring.api.chat.parts import AnswerText
+from mlx_ring.api.chat.parts import ContentText
 from mlx_ring.api.chat.prepare import prepare_chat
 from mlx_ring.api.context import ApiContext
 from mlx_ring.api.dialect import named_event
@@ -112,7 +112,7 @@ class ResponseStream:
         self._scored += map(self._texts.scored, update.logprobs)
         for part in update.parts:
             scored, self._scored = self._scored, []
-            yield from self._writer.part(part, scored if isinstance(part, AnswerText) else ())
+            yield from self._writer.part(part, scored if isinstance(part, ContentText) else ())
 
 
 def _end(answer: ChatAnswer) -> End:

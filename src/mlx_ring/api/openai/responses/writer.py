@@ -95,7 +95,7 @@ class _TextItem(OpenItem):
         }
 
 
-class Message(_TextItem):
+class OpenMessage(_TextItem):
     prefix = "msg"
 
     def __init__(self, numbers: Iterator[int], output_index: int) -> None:
@@ -176,7 +176,7 @@ class ReasoningOutput(_TextItem):
         }
 
 
-class Call(OpenItem):
+class OpenCall(OpenItem):
     prefix = "fc"
 
     def __init__(self, numbers: Iterator[int], output_index: int, call_id: str, name: str) -> None:
@@ -241,7 +241,7 @@ class ResponseWriter:
         match part:
             case CallOpening():
                 yield from self._stop("completed")
-                yield from self._start(Call(self._numbers, len(self._output), part.id, part.name))
+                yield from self._start(OpenCall(self._numbers, len(self._output), part.id, part.name))
             case CallArguments():
                 yield from self._grow(part.text)
             case ReasoningText():
@@ -251,9 +251,9 @@ class ResponseWriter:
                     yield from self._start(ReasoningOutput(self._numbers, len(self._output), seals=seals))
                 yield from self._grow(part.text)
             case _:
-                if not isinstance(self._open, Message):
+                if not isinstance(self._open, OpenMessage):
                     yield from self._stop("completed")
-                    yield from self._start(Message(self._numbers, len(self._output)))
+                    yield from self._start(OpenMessage(self._numbers, len(self._output)))
                 yield from self._grow(part.text, logprobs)
 
     def closing(self, end: End, usage: ResponseUsage) -> Iterator[ResponseEvent]:
