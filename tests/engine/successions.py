@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
 
 from tests.engine.engines import BYTES, LIMITS, PLAIN
@@ -11,10 +12,12 @@ from tests.engine.engines import BYTES, LIMITS, PLAIN
 from mlx_ring.core.engine_stats import Meter, Policy
 from mlx_ring.core.errors import RingError, WorkerLost
 from mlx_ring.core.generation import Delta, GenerateRequest, RequestStream
+from mlx_ring.core.types import RankId
 from mlx_ring.engine.engine import Engine
+from mlx_ring.engine.executor import sampling_ranks
 from mlx_ring.engine.held_requests import HeldRequests
 from mlx_ring.engine.kv_budget import RankKv
-from mlx_ring.engine.live_request import LiveRequest, judge
+from mlx_ring.engine.live_request import InProgress, LiveRequest, judge
 from mlx_ring.engine.resumption import FIRST_KEPT, KeptKv, LeftKv, kept_message
 from mlx_ring.engine.sequence import Limits
 from mlx_ring.engine.twin import NextToken, Reach, TwinExecutor, anywhere, hash_token
@@ -44,7 +47,8 @@ class Succession:
         self._clock = clock
         self.twin: TwinExecutor | None = None
         self.engine: Engine | None = None
-        self._in_progress: list[LiveRequest] = []
+        self._in_progress: InProgress = {}
+        self._lost_ranks: Sequence[RankId] = ()
         self._left: dict[LiveRequest, LeftKv] = {}
         self._kept_ids = count(FIRST_KEPT)
         self.before: TwinExecutor | None = None
@@ -53,13 +57,22 @@ class Succession:
         self.steps_failed = 0
         """Answers of ranks that report a failure."""
         self._epoch = 0
+        self._compiled = set[tuple[RankId, int]]()
+        """Grammars that ranks of the instance have compiled, by id."""
 
     def load(
         self, tp_sizes: Sequence[int] = (1, 1), limits: Limits = LIMITS, *, kept: Kept | None = None
     ) -> Engine:
         """Load an instance, which takes the requests that wait."""
         self._epoch += 1
-        twin = TwinExecutor(tp_sizes, next_token=self._next_token, reach=self._reach, automatic=False)
+        twin = TwinExecutor(
+            tp_sizes,
+            next_token=self._next_token,
+            reach=self._reach,
+            automatic=False,
+            makes_grammars=False,
+        )
+        self._compiled = set[tuple[RankId, int]]()
         if kept is not None and self.before is not None:
             twin.keep(self.before, kept_message(kept.values()))
         self.twin, self.before = twin, None
@@ -81,7 +94,7 @@ class Succession:
 
     def _hold(self, lives: Iterable[LiveRequest], loss: RingError) -> None:
         interrupted = list(lives)
-        self._in_progress = [live for live in interrupted if live.was_in_progress]
+        self._in_progress = {live: live.unanswered for live in interrupted if live.unanswered}
         self._left = {live: live.left for live in interrupted if live.left is not None}
         self.held.hold(interrupted, loss)
 
@@ -89,16 +102,19 @@ class Succession:
     def in_progress(self) -> frozenset[int]:
         """Sequences in steps that some rank has not answered."""
         engine = self.engine
-        return frozenset() if engine is None else engine._scheduler.in_progress  # pyright: ignore[reportPrivateUsage]
+        return frozenset() if engine is None else frozenset(engine._scheduler.unanswered)  # pyright: ignore[reportPrivateUsage]
 
-    def judge(self, loss: RingError) -> bool:
-        """Judge the requests that were in progress at the last loss."""
-        return judge(self._in_progress, loss)
+    def judge(self, loss: RingError, lost: Mapping[RankId, float] | None = None) -> bool:
+        """Judge the requests that were in progress at the last loss. By default any rank may have been lost."""
+        any_rank = dict.fromkeys(self._lost_ranks, math.inf)
+        return judge(self._in_progress, loss, any_rank if lost is None else lost)
 
     def lose(self, error: RingError = LOSS) -> None:
         """Lose the instance."""
         if self.engine is not None:
             self.engine.lose(error)
+        if self.twin is not None:
+            self._lost_ranks = self.twin.ranks
         self.before, self.twin, self.engine = self.twin, None, None
 
     def drift(self, choices: Iterable[int]) -> None:
@@ -118,7 +134,7 @@ class Succession:
 
     def forget_loss(self) -> None:
         """Forget the requests of the last loss, as a head does when the next instance begins."""
-        self._in_progress, self._left = [], {}
+        self._in_progress, self._left = {}, {}
 
     def patch(self, kept: Kept) -> Engine:
         """Load the lost instance again, whose stages keep KV."""
@@ -130,16 +146,36 @@ class Succession:
         return (self.held if self.engine is None else self.engine).submit_all(*requests)
 
     def proceed(self, choice: int) -> bool:
-        """Let one rank execute a step, or deliver one of its answers; return False if there is nothing to do."""
+        """Let one rank execute a step, deliver one of its answers, or compile a grammar; return False if nothing is to do."""
         if self.twin is None:
             return False
         moves = [(self.twin.run, rank) for rank in self.twin.runnable()]
         moves += [(self.twin.deliver, rank) for rank in self.twin.answering()]
+        moves += [(self._compile, rank) for rank in sampling_ranks(self.twin.ranks) if self.compiling(rank)]
         if moves:
             move, rank = moves[choice % len(moves)]
             done = move(rank)
             self.steps_failed += done is not None and done.HasField("failure")
         return bool(moves)
+
+    def compiling(self, rank: RankId) -> list[str]:
+        """Return the grammars that a rank of the last stage has to compile, in their order."""
+        return [] if self.twin is None else [self.twin.grammars[each].text for each in self._uncompiled(rank)]
+
+    def _uncompiled(self, rank: RankId) -> list[int]:
+        wanted = () if self.twin is None else self.twin.grammars
+        return [each for each in wanted if (rank, each) not in self._compiled]
+
+    def _compile(self, rank: RankId) -> None:
+        assert self.twin is not None
+        number = self._uncompiled(rank)[0]
+        self._compiled.add((rank, number))
+        self.twin.report_prepared(rank, number)
+
+    @property
+    def has_requests(self) -> bool:
+        """True while requests run or wait."""
+        return bool(len(self.held)) or (self.engine is not None and bool(self.engine.requests()))
 
     def finish(self) -> None:
         """Load an instance if there is none, and answer all requests."""

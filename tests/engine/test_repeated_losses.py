@@ -1,16 +1,18 @@
-"""Requests that may have caused the loss of workers: they run alone, and are given up."""
+"""Requests that may have caused the loss of workers: which ones they are, how they run alone, and how they are given up."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import replace
 
 from tests.engine.engines import LIMITS, PLAIN, kv_of, make_request
-from tests.engine.successions import Succession, run_to, tokens_of
+from tests.engine.successions import LOSS, Succession, run_to, tokens_of
 
 from mlx_ring.core.engine_stats import BLOCK
 from mlx_ring.core.errors import GroupStuck, NodeLost, RepeatedLoss, WorkerLost
 from mlx_ring.core.generation import GenerateRequest, RequestStream
+from mlx_ring.core.types import Grammar, RankId
 
 
 def killer(token: int) -> WorkerLost:
@@ -29,7 +31,7 @@ def test_a_request_that_kills_its_worker_each_time_ends_within_three_losses_and_
         others = succession.submit(*(make_request(length, max_tokens=12) for length in lengths))
         (bad,) = succession.submit(poison)
         losses = 0
-        while succession.held or succession.engine is None or succession.engine.stats().scheduler.running:
+        while succession.has_requests:
             if succession.engine is None:
                 succession.load()
             twin = succession.twin
@@ -237,5 +239,161 @@ def test_a_loss_of_a_machine_that_is_judged_late_clears_the_requests_again() -> 
             assert not each.judge(NodeLost("Node b was lost."))
         while engine.stats().scheduler.running < 2:
             first.proceed(0)
+
+    asyncio.run(run())
+
+
+# ---- schemas
+
+POISON, DIGITS = Grammar("regex", "poison"), Grammar("regex", "[0-9]*")
+FIRST, LAST = RankId(0, 0), RankId(1, 0)
+"""Ranks of two stages."""
+
+
+def test_a_schema_that_kills_the_worker_that_compiles_it_ends_within_three_losses_and_the_others_finish() -> (
+    None
+):
+    async def run() -> tuple[list[RequestStream], RequestStream, int]:
+        succession = Succession(policy=replace(PLAIN, max_num_seqs=16))
+        grammars = (None, DIGITS) * 4
+        others = succession.submit(
+            *(make_request(3 + number, max_tokens=12, grammar=each) for number, each in enumerate(grammars))
+        )
+        (bad,) = succession.submit(make_request(20, max_tokens=12, grammar=POISON))
+        losses = 0
+        while succession.has_requests and losses < 9:
+            if succession.engine is None:
+                succession.load()
+            if succession.compiling(LAST)[:1] == [POISON.text]:
+                losses += 1
+                succession.lose(killer(losses))
+                succession.judge(killer(losses), {LAST: math.inf})
+            else:
+                succession.proceed(0)
+        return others, bad, losses
+
+    others, bad, losses = asyncio.run(run())
+    assert losses == 3
+    assert isinstance(bad.error, RepeatedLoss)
+    for stream in others:
+        assert stream.take()[-1].completion_tokens == 12
+
+
+def test_the_schema_of_a_suspect_is_compiled_while_nothing_else_is_in_progress() -> None:
+    async def run() -> None:
+        succession = Succession(policy=replace(PLAIN, max_num_seqs=8))
+        (suspect,) = succession.submit(make_request(20, max_tokens=20, grammar=POISON))
+        for number in range(2):
+            succession.load()
+            assert succession.compiling(LAST) == [POISON.text]
+            succession.lose(killer(number))
+            succession.judge(killer(number))
+        (before,) = succession.submit(make_request(3, max_tokens=40, ignore_eos=True, grammar=DIGITS))
+        engine = succession.load()
+        (newcomer,) = succession.submit(make_request(5, max_tokens=20, grammar=Grammar("regex", "later")))
+        assert succession.compiling(LAST) == [DIGITS.text], "those in line before the suspect come first"
+        while succession.compiling(LAST) != [POISON.text]:
+            succession.proceed(0)
+        assert len(tokens_of(before.take())) > 0
+        assert not succession.in_progress
+        scheduler = engine.stats().scheduler
+        assert (scheduler.running, scheduler.waiting) == (1, 2)
+        succession.proceed(0)
+        assert succession.in_progress == {2}, "now it runs, still alone"
+        run_to(succession, suspect, 2)
+        assert succession.compiling(LAST) == ["later"]
+        succession.finish()
+        assert all(stream.take()[-1].finish_reason for stream in (suspect, before, newcomer))
+
+    asyncio.run(run())
+
+
+def test_a_client_that_leaves_while_its_schema_is_compiled_alone_lets_the_others_continue() -> None:
+    async def run() -> None:
+        succession = Succession()
+        (suspect,) = succession.submit(make_request(20, max_tokens=20, grammar=POISON))
+        for number in range(2):
+            succession.load()
+            succession.lose(killer(number))
+            succession.judge(killer(number))
+        succession.load()
+        (other,) = succession.submit(make_request(5, max_tokens=20, grammar=DIGITS))
+        assert succession.compiling(LAST) == [POISON.text]
+        await suspect.aclose()
+        assert succession.compiling(LAST) == [DIGITS.text]
+        succession.finish()
+        assert other.take()[-1].finish_reason == "length"
+
+    asyncio.run(run())
+
+
+# ---- what a lost rank may have begun
+
+
+def test_a_request_whose_steps_the_lost_rank_has_answered_is_no_suspect() -> None:
+    """Lose stage 0 at a chunk of one prompt, while the next stage has the other prompt."""
+
+    async def run() -> None:
+        succession = Succession(policy=replace(PLAIN, prefill_chunk=8))
+        innocent, guilty = succession.submit(
+            make_request(8, max_tokens=4), make_request(30, max_tokens=4, ignore_eos=True)
+        )
+        for number in range(2):
+            succession.load()
+            assert succession.twin is not None
+            succession.twin.run(FIRST)
+            succession.twin.deliver(FIRST)
+            assert succession.in_progress == {1, 2}
+            succession.lose(killer(number))
+            assert succession.judge(killer(number), {FIRST: math.inf}) == (number > 0)
+        lives = succession.held.take()
+        assert {live.sequence.prompt_length: live.losses for live in lives} == {8: 0, 30: 2}
+        succession.held.hold(lives, killer(2))
+        succession.load()
+        await_in_progress_of(succession, 2)
+        succession.lose(killer(2))
+        succession.judge(killer(2), {FIRST: math.inf})
+        succession.finish()
+        assert isinstance(guilty.error, RepeatedLoss)
+        assert innocent.take()[-1].finish_reason == "length"
+
+    asyncio.run(run())
+
+
+def await_in_progress_of(succession: Succession, sequence: int) -> None:
+    """Let the ranks proceed until a sequence is in a step that some rank has not answered."""
+    while sequence not in succession.in_progress:
+        succession.proceed(0)
+
+
+def test_a_request_whose_steps_a_stuck_rank_has_not_begun_is_no_suspect() -> None:
+    async def run() -> dict[int, int]:
+        succession = Succession(policy=replace(PLAIN, prefill_chunk=8))
+        succession.load()
+        succession.submit(make_request(8, max_tokens=4), make_request(30, max_tokens=4))
+        assert succession.twin is not None
+        assert [[row.sequence for row in step.rows] for step in succession.twin.sent] == [[1], [1], [2], [2]]
+        succession.lose(killer(0))
+        succession.judge(killer(0), {FIRST: 2})
+        return {live.sequence.prompt_length: live.losses for live in succession.held.take()}
+
+    assert asyncio.run(run()) == {8: 1, 30: 0}
+
+
+def test_a_rank_that_ran_no_row_of_a_request_does_not_make_it_a_suspect() -> None:
+    """Lose the last stage, which has kept KV of the answer, while only the stage before it computes."""
+
+    async def run() -> None:
+        succession = Succession(policy=replace(PLAIN, prefill_chunk=8))
+        succession.load()
+        (stream,) = succession.submit(make_request(40, max_tokens=20, ignore_eos=True))
+        run_to(succession, stream, 4)
+        succession.lose()
+        succession.judge(LOSS)
+        succession.patch(succession.choose_kept(1))
+        assert succession.in_progress
+        succession.lose(killer(0))
+        assert succession.judge(killer(0), {LAST: math.inf}) is False
+        assert [live.losses for live in succession.held.take()] == [0]
 
     asyncio.run(run())

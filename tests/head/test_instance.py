@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable, Mapping
 from types import SimpleNamespace
 from typing import Any, cast
@@ -89,13 +90,15 @@ class FakeService:
 class Run:
     """Run of an instance of two stages on nodes a and b; in a patched one, the first stage stays."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, is_patched: bool) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, is_patched: bool, link: str = "grpc") -> None:
         self.agents = FakeAgent(), FakeAgent()
         sites = [
             Site(node, cast("AgentLink", agent), is_local=True, hosts={}, source=Source("model"))
             for node, agent in zip("ab", self.agents, strict=True)
         ]
-        placement = Placement(even_split(2, 2), place_ranks(sites, [(1.0,)] * 2), None)
+        placement = Placement(
+            even_split(2, 2), place_ranks(sites, [(1.0,)] * 2), None, group_settings={"link": link}
+        )
         prepared = {KEPT: (agent_pb2.StartedWorker(pid=5), sites[0])}
         epoch = Epoch("tiny-1", 2, placement, "a", prepared=prepared if is_patched else None)
         limits = SimpleNamespace(context_length=64)
@@ -274,3 +277,16 @@ def test_a_connection_that_is_made_when_the_instance_is_lost_is_closed(
 
     done, _ = run(monkeypatch, is_patched=False, lose=lose)
     assert done.executor.closed == 1
+
+
+@pytest.mark.parametrize(("link", "lost"), [("grpc", {KEPT: 5}), ("ring", {KEPT: 5, NEW: math.inf})])
+def test_a_lost_rank_is_lost_with_its_group_and_with_the_last_step_that_it_has_begun(
+    monkeypatch: pytest.MonkeyPatch, link: str, lost: Mapping[RankId, float]
+) -> None:
+    async def act() -> Mapping[RankId, float]:
+        instance = Run(monkeypatch, is_patched=False, link=link).instance
+        instance.watch.lost_ranks.add(KEPT)
+        instance.watch.begun_by_stuck = {KEPT: 5}
+        return instance.lost_ranks
+
+    assert asyncio.run(act()) == lost

@@ -119,6 +119,9 @@ class FakeEngine:
     def record_started(self, _rank: RankId, _step: int) -> None:
         pass
 
+    def oldest_unanswered(self) -> Unanswered:
+        return Unanswered(RankId(0, 0), 5, 31.0, 30.0)
+
 
 class FakeAgent:
     """An agent whose reports the test sends. Its calls break when the test says so."""
@@ -179,14 +182,21 @@ class Watching:
         self.watch._engine = cast("Engine", self.engine)  # pyright: ignore[reportPrivateUsage] - deadlines need a whole one
 
     async def report(
-        self, silent_s: float = 0.0, *, phase: str = "ready", alive: bool = True, epoch: int = 2, pid: int = 1
+        self,
+        silent_s: float = 0.0,
+        *,
+        phase: str = "ready",
+        alive: bool = True,
+        epoch: int = 2,
+        pid: int = 1,
+        last_step: int = 0,
     ) -> None:
         """Let the agent report its worker."""
         worker = agent_pb2.WorkerState(
             instance="tiny-1",
             alive=alive,
             exit_reason="" if alive else "ended by signal 9 (SIGKILL)",
-            status=worker_pb2.WorkerStatus(phase=phase),
+            status=worker_pb2.WorkerStatus(phase=phase, last_step=last_step),
             silent_s=silent_s,
             pid=pid,
             assignment=worker_pb2.StageAssignment(epoch=epoch),
@@ -405,3 +415,25 @@ def test_a_node_that_leaves_for_a_moment_before_its_first_report_is_only_silent(
         assert [type(loss) for loss in watching.losses] == [NodeLost]
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(("reported", "begun"), [(4, 5), (5, 5), (6, 6)])
+def test_the_last_step_that_a_stuck_rank_has_begun_is_known(
+    monkeypatch: pytest.MonkeyPatch, reported: int, begun: int
+) -> None:
+    """Let a rank owe step 5; it may have begun the next one before it waits for the device."""
+    monkeypatch.setattr(subject, "LOOK_S", 0.0)
+
+    def blame_late(*_: object) -> RingError:
+        return WorkerStuck("Its worker is stuck.").of_worker()
+
+    monkeypatch.setattr(subject, "blame_late", blame_late)
+
+    async def act(watching: Watching) -> None:
+        await watching.report(last_step=reported)
+        assert watching.watch.begun_by_stuck == {}
+        await watching.watch.find_stuck(cast("Engine", watching.engine))
+        assert watching.watch.lost_ranks == {RankId(0, 0)}
+        assert watching.watch.begun_by_stuck == {RankId(0, 0): begun}
+
+    watch_and(act, monkeypatch)

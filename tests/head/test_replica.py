@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable, Generator, Mapping
 from contextlib import contextmanager
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -85,6 +85,7 @@ class FakeInstance:
 
     loss: RingError | None = None
     remains: Remains | None = None
+    lost_ranks: Mapping[RankId, float] = MappingProxyType({})
 
     def __init__(
         self, _settings: object, _served: object, _service: object, epoch: Epoch, *others: Any

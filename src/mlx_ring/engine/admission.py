@@ -5,7 +5,8 @@ first token. These are its waiting prompts, the request's tokens after the cache
 sequence. A conversation therefore returns to the instance that holds its KV cache, unless that instance is too busy.
 
 A request waits until all sampling ranks have compiled its grammar. Answers under the same grammar share one, which the
-ranks keep as long as one of these answers exists.
+ranks keep as long as one of these answers exists. A request that may have caused losses runs alone, and its grammar is
+compiled alone.
 
 A full queue is shared evenly among clients: the client with most requests loses its newest to one with fewer. One
 client alone may fill the queue.
@@ -14,10 +15,10 @@ client alone may fill the queue.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, takewhile
 from typing import NamedTuple, Protocol
 
 from mlx_ring.core.engine_stats import Policy
@@ -137,11 +138,18 @@ class Grammars:
         self._shared: dict[Grammar, int] = {}
         """Grammars that further sequences may join."""
 
-    def want(self, sequence: Sequence) -> worker_pb2.PrepareGrammar | None:
+    @property
+    def unanswered(self) -> dict[int, dict[RankId, int]]:
+        """Ranks that may be compiling a sequence's grammar, with 0 for each, by sequence."""
+        return {
+            number: dict.fromkeys(wanted.owed_by, 0)
+            for wanted in self._wanted.values()
+            if wanted.owed_by
+            for number in wanted.sequences
+        }
+
+    def want(self, sequence: Sequence, grammar: Grammar) -> worker_pb2.PrepareGrammar | None:
         """Record a sequence's grammar; return the request to the ranks if it was not sent yet."""
-        grammar = sequence.request.sampling.grammar
-        if grammar is None:
-            return None
         known = self._shared.get(grammar)
         id_ = next(self._ids) if known is None else known
         wanted = self._wanted.setdefault(id_, _Wanted(grammar, set(self._ranks)))
@@ -201,6 +209,72 @@ class Grammars:
     def _unshare(self, id_: int, wanted: _Wanted) -> None:
         if self._shared.get(wanted.grammar) == id_:
             del self._shared[wanted.grammar]
+
+
+class Suspects:
+    """Sequences that may have caused a loss, each of which runs alone for a while."""
+
+    def __init__(self, waiting: Mapping[int, Sequence], running: Mapping[int, Sequence]) -> None:
+        """Start without any, beside the sequences of a scheduler, in their order."""
+        self._waiting, self._running = waiting, running
+        self._suspects: dict[int, Sequence] = {}
+        """Sequences that have to run alone, or had to."""
+        self._compiling: Sequence | None = None
+        """The last one that was alone while its grammar was compiled."""
+        self._lacking: dict[int, Sequence] = {}
+        """Sequences, also of others, whose grammar was not requested when they were added."""
+
+    def add(self, sequence: Sequence) -> None:
+        """Add a sequence, which may be a suspect."""
+        if sequence.runs_alone:
+            self._suspects[sequence.id] = sequence
+        if sequence.lacks_grammar:
+            self._lacking[sequence.id] = sequence
+
+    def remove(self, sequence: Sequence) -> None:
+        """Remove a sequence."""
+        self._suspects.pop(sequence.id, None)
+        self._lacking.pop(sequence.id, None)
+        if self._compiling is sequence:
+            self._compiling = None
+
+    def next_one(self) -> Sequence | None:
+        """Return the suspect that runs alone, else the first one that could; None if there is none."""
+        suspects = [each for each in self._suspects.values() if each.runs_alone]
+        return next((each for each in suspects if each.id in self._running), next(iter(suspects), None))
+
+    @property
+    def may_be_alone(self) -> bool:
+        """True if those before the next one have made progress and await no grammar."""
+        return not any(each.awaits_grammar for each in self.before()) and all(
+            each.has_progress for each in self._running.values()
+        )
+
+    def has_grammar(self, suspect: Sequence) -> bool:
+        """Return True if a suspect that is alone now can run. If not, its grammar is compiled first."""
+        if suspect.awaits_grammar:
+            self._compiling = suspect
+        return not suspect.awaits_grammar
+
+    def take_lacking(self) -> list[Sequence]:
+        """Return, once, the sequences whose grammar is to be compiled now.
+
+        A suspect's is compiled while it is alone, and those of later sequences after that.
+        """
+        if not self._lacking:
+            return []
+        suspect = self.next_one()
+        if suspect is None or suspect not in (self._compiling, self._running.get(suspect.id)):
+            taken = [each for each in self.before() if each.id in self._lacking]
+        else:
+            taken = [suspect] if suspect.lacks_grammar else []
+        for sequence in taken:
+            del self._lacking[sequence.id]
+        return taken
+
+    def before(self) -> Iterator[Sequence]:
+        """Iterate over the waiting sequences up to the first suspect."""
+        return takewhile(lambda each: not each.runs_alone, self._waiting.values())
 
 
 def _error(grammar: Grammar, failure: step_pb2.Failure) -> RingError:

@@ -25,7 +25,7 @@ from mlx_ring.engine.live_request import Hold, LiveRequest, choose_requests_to_s
 from mlx_ring.engine.request_traces import RequestTracer
 from mlx_ring.engine.resumption import KeptKv
 from mlx_ring.engine.scheduler import Scheduler
-from mlx_ring.engine.sequence import Advance, Limits, Sequence, make_sequence
+from mlx_ring.engine.sequence import Advance, Limits, make_sequence
 from mlx_ring.engine.step_times import Predict, StepTimes, Unanswered
 from mlx_ring.engine.streams import Reading, Vocabulary
 from mlx_ring.rpc.failures import failure_to_error
@@ -133,7 +133,6 @@ class Engine:
 
     def _start(self, live: LiveRequest) -> None:
         self._live[live.sequence.id] = live
-        self._request_grammar(live.sequence)
         self._scheduler.add(live.sequence, self._kept.pop(live, None))
 
     def take_over(self, lives: Iterable[LiveRequest]) -> None:
@@ -158,11 +157,17 @@ class Engine:
         self._kept.clear()
         self._send_steps(now)
 
-    def _request_grammar(self, sequence: Sequence) -> None:
-        wanted = self._grammars.want(sequence)
-        if wanted is not None:
-            self._executor.prepare(wanted)
-            asyncio.get_running_loop().call_later(GRAMMAR_WITHIN_S, self._time_out_grammar, wanted.id)
+    def _request_grammars(self) -> bool:
+        """Let the ranks compile the grammars that are to be compiled now; return True if some are compiled already."""
+        lacking = self._scheduler.suspects.take_lacking()
+        for sequence in lacking:
+            if (grammar := sequence.request.sampling.grammar) is None:
+                continue
+            wanted = self._grammars.want(sequence, grammar)
+            if wanted is not None:
+                self._executor.prepare(wanted)
+                asyncio.get_running_loop().call_later(GRAMMAR_WITHIN_S, self._time_out_grammar, wanted.id)
+        return not all(sequence.awaits_grammar for sequence in lacking)
 
     def _time_out_grammar(self, id_: int) -> None:
         if self._ended is None:
@@ -239,6 +244,9 @@ class Engine:
     def _send_all(self, now: float) -> None:
         for step in self._scheduler.schedule(now):
             self._executor.send(step)
+        if self._request_grammars():
+            for step in self._scheduler.schedule(now):
+                self._executor.send(step)
 
     def answered(self, done: step_pb2.StepDone) -> None:
         """Record that one rank executed a step."""
@@ -328,10 +336,11 @@ class Engine:
             return
         self._ended = error
         lives, self._live = list(self._live.values()), {}
-        in_progress, left, now = self._scheduler.in_progress, self._scheduler.left_kv(), self._clock()
+        left, now = self._scheduler.left_kv(), self._clock()
+        unanswered = self._grammars.unanswered | self._scheduler.unanswered
         for live in lives:
             number = live.sequence.id
-            live.interrupt(now, in_progress=number in in_progress, left=left.get(number))
+            live.interrupt(now, unanswered.get(number, {}), left.get(number))
         if self._on_lost is not None:
             self._on_lost(error)
         self._hold(lives, error)

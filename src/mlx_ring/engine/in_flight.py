@@ -144,9 +144,20 @@ class StepsInFlight:
         return (current for sent in self._in_flight.values() for current in sent.current())
 
     @property
-    def sequences(self) -> frozenset[int]:
-        """Sequences with a row in a step that some rank has not answered."""
-        return frozenset(row.sequence for sent in self._in_flight.values() for row in sent.step.rows)
+    def unanswered(self) -> dict[int, dict[RankId, int]]:
+        """First step with a row of a sequence that a rank has not answered, by sequence and rank."""
+        first: dict[int, dict[RankId, int]] = {}
+        for number, sent in self._in_flight.items():
+            end = sent.step.end_stage
+            owing = [
+                rank
+                for rank, progress in self._progress.items()
+                if progress.step < number and (not end or rank.stage < end)
+            ]
+            for row in sent.step.rows:
+                for rank in owing:
+                    first.setdefault(row.sequence, {}).setdefault(rank, number)
+        return first
 
     @property
     def completed(self) -> int:

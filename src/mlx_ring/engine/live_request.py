@@ -15,7 +15,7 @@ from mlx_ring.core.engine_stats import EndedRequest, Meter, OpenRequest, Request
 from mlx_ring.core.errors import DeadlineExceeded, GroupStuck, RepeatedLoss, RingError
 from mlx_ring.core.generation import Delta, RequestStream, RequestTimings
 from mlx_ring.core.traces import CLIENT, Span
-from mlx_ring.core.types import FinishReason, TokenLogprob
+from mlx_ring.core.types import FinishReason, RankId, TokenLogprob
 from mlx_ring.engine.admission import QueuePlace, choose_to_shed
 from mlx_ring.engine.request_traces import RequestTracer
 from mlx_ring.engine.resumption import LeftKv
@@ -73,8 +73,11 @@ class LiveRequest:
         """Time of the last tokens."""
         self.interrupted_at: float | None = None
         """Time at which its instance was lost; None while an engine works on it, and for new requests."""
-        self.was_in_progress = False
-        """True if ranks had not answered all of its steps when its instance was lost."""
+        self.unanswered: Mapping[RankId, int] = {}
+        """Ranks that had not answered all of its steps when its instance was lost, each with the first of these steps.
+
+        For a rank that had not compiled its grammar, the step is 0.
+        """
         self.losses = 0
         """Times in a row that workers were lost while it was in progress. Progress after a loss ends the row."""
         self.lost_at = 0
@@ -97,16 +100,22 @@ class LiveRequest:
         self._deadline: asyncio.TimerHandle | None = None
         sequence.traceparent = "" if self._span is None else self._span.traceparent
 
-    def interrupt(self, now: float, *, in_progress: bool, left: LeftKv | None = None) -> None:
-        """Record the loss of the instance and what it leaves of the request's KV, and tell the reader.
+    def interrupt(self, now: float, unanswered: Mapping[RankId, int], left: LeftKv | None = None) -> None:
+        """Record the loss of the instance, and tell the reader.
 
         A loss in progress counts until `judge` knows its reason, because another replica may take over before.
+
+        Args:
+            now: time of the loss.
+            unanswered: ranks that had not answered all of its steps, each with the first of these; empty if it was not
+                in progress.
+            left: the KV that the instance leaves of the request.
         """
-        self.interrupted_at, self.was_in_progress, self._is_interrupted = now, in_progress, True
+        self.interrupted_at, self.unanswered, self._is_interrupted = now, unanswered, True
         self.left = left
         if self.stalled_since is None or not self.sequence.admitted_at:
             self.stalled_since = now
-        if in_progress:
+        if unanswered:
             self._count_loss(self.sequence.length)
         self.on_resumed = None
         self.stream.pause()
@@ -289,28 +298,34 @@ def choose_requests_to_shed(
     return None if shed is None else [lives[key] for key in shed]
 
 
-def judge(lives: Iterable[LiveRequest], loss: RingError) -> bool:
+InProgress = Mapping[LiveRequest, Mapping[RankId, int]]
+"""Requests that were in progress at a loss, with their `unanswered` at that time."""
+
+
+def judge(in_progress: InProgress, loss: RingError, lost: Mapping[RankId, float]) -> bool:
     """Find requests that may have caused the loss of their instance.
 
-    A request in progress each time when a worker dies or hangs runs alone after the second time. It ends with an
-    error after the third, if it ran alone at one of them.
+    A request counts that a lost worker may have begun and has not answered, each time when workers die or hang. It runs
+    alone after the second time. It ends with an error after the third, if it ran alone at one of them.
 
     Hung groups count as well, because a rank that hangs alone in a shared pass looks like one. They are blamed on their
     backend all the same: a network that drops packets hangs with the same requests, too.
 
     Args:
-        lives: requests that were in progress at the loss, wherever they are now.
+        in_progress: requests that were in progress at the loss, wherever they are now.
         loss: best known reason.
+        lost: ranks that died or hung, each with the last step that it may have begun.
 
     Returns:
-        True if one of them was in progress at several losses in a row, so that no machine is to blame.
+        True if one of them counted at several losses in a row, so that no machine is to blame.
     """
     counts = loss.is_workers_own or isinstance(loss, GroupStuck)
     is_repeated = False
-    for live in lives:
+    for live, unanswered in in_progress.items():
         if live.has_ended:
             continue
-        if not counts:
+        may_be_cause = any(rank in lost and step <= lost[rank] for rank, step in unanswered.items())
+        if not (counts and may_be_cause):
             live.forgive_loss()
             continue
         is_repeated |= live.losses >= LOSSES_TO_RUN_ALONE

@@ -16,6 +16,7 @@ from collections.abc import Sequence as Ordered
 from mlx_ring.core.engine_stats import CacheStats, Policy, SchedulerStats, StepTotals
 from mlx_ring.core.errors import ProtocolError
 from mlx_ring.core.types import RankId, TokenLogprob
+from mlx_ring.engine.admission import Suspects
 from mlx_ring.engine.decode import Decoding, MicroBatch
 from mlx_ring.engine.in_flight import SentStep, StepsInFlight
 from mlx_ring.engine.kv_budget import RankKv
@@ -49,8 +50,7 @@ class Scheduler:
         self._policy = policy
         self._waiting: dict[int, Sequence] = {}
         self._running: dict[int, Sequence] = {}
-        self._suspects: dict[int, Sequence] = {}
-        """Sequences that have to run alone, or had to."""
+        self.suspects = Suspects(self._waiting, self._running)
         self._kv = KvManager(kv, prefix_cache=policy.prefix_cache)
         self._sizer = ChunkSizer(self._stages, chunk=policy.prefill_chunk, max_itl_ratio=policy.max_itl_ratio)
         self._decoding = Decoding(policy, self._stages, sizer=self._sizer, kv=self._kv)
@@ -117,8 +117,7 @@ class Scheduler:
     def add(self, sequence: Sequence, kept: KeptKv | None = None) -> None:
         """Append a sequence to the queue, and KV that was kept of it. Others pass it while its grammar is not ready."""
         self._waiting[sequence.id] = sequence
-        if sequence.runs_alone:
-            self._suspects[sequence.id] = sequence
+        self.suspects.add(sequence)
         if kept is not None:
             self._kv.keep_for(sequence, kept)
 
@@ -151,7 +150,7 @@ class Scheduler:
 
     def _take_out(self, sequence: Sequence) -> bool:
         """Remove a sequence; return True if it was running, so that its KV must be kept or freed."""
-        self._suspects.pop(sequence.id, None)
+        self.suspects.remove(sequence)
         if self._waiting.pop(sequence.id, None) is not None:
             self._kv.drop_kept(sequence.id)
             return False
@@ -164,9 +163,9 @@ class Scheduler:
         return True
 
     @property
-    def in_progress(self) -> frozenset[int]:
-        """Sequences with a row in a step that some rank has not answered."""
-        return self._in_flight.sequences
+    def unanswered(self) -> dict[int, dict[RankId, int]]:
+        """First step with a row of a sequence that a rank has not answered, by sequence and rank."""
+        return self._in_flight.unanswered
 
     def reset(self) -> None:
         """Remove every sequence and free all KV."""
@@ -180,7 +179,7 @@ class Scheduler:
 
     def schedule(self, now: float) -> list[step_pb2.Step]:
         """Return every step that can be sent now, in order."""
-        if self._decoding.is_held_still and self._next_suspect() is None:
+        if self._decoding.is_held_still and self.suspects.next_one() is None:
             self._decoding.release()
         steps = list(self._decode_steps(now))
         self._admit(now)
@@ -238,32 +237,29 @@ class Scheduler:
         self._kv.free(sequence.id)
         sequence.preempt()
         self._waiting[sequence.id] = sequence
-        self._waiting = dict(sorted(self._waiting.items()))
+        in_order = sorted(self._waiting.items())
+        self._waiting.clear()
+        self._waiting.update(in_order)
 
     def _admit(self, now: float) -> None:
         """Admit sequences in order. Suspects run alone, one after the other, while those before them wait with their KV."""
-        suspect = self._next_suspect()
+        suspect = self.suspects.next_one()
         if suspect is not None and suspect.id in self._running:
             return
         # Once a suspect has its turn, it comes before those that gave their memory to it.
         if not self._decoding.is_held_still:
             self._admit_in_order(now)
-        if suspect is not None and all(each.has_progress for each in self._running.values()):
+        if suspect is not None and self.suspects.may_be_alone:
             self._decoding.hold_still()
-            if self._in_flight.completed == self._in_flight.sent:
+            is_alone = self._in_flight.completed == self._in_flight.sent
+            if is_alone and self.suspects.has_grammar(suspect):
                 self._admit_alone(suspect, now)
-
-    def _next_suspect(self) -> Sequence | None:
-        """Return the suspect that runs alone, else the first one that could."""
-        suspects = [each for each in self._suspects.values() if each.runs_alone and not each.awaits_grammar]
-        return next((each for each in suspects if each.id in self._running), next(iter(suspects), None))
 
     def _admit_in_order(self, now: float) -> None:
         """Admit sequences up to the first suspect."""
         while len(self._running) < self._most_running:
-            ready = (sequence for sequence in self._waiting.values() if not sequence.awaits_grammar)
-            sequence = next(ready, None)
-            if sequence is None or sequence.runs_alone or not self._kv.admit(sequence, self._running):
+            sequence = next((each for each in self.suspects.before() if not each.awaits_grammar), None)
+            if sequence is None or not self._kv.admit(sequence, self._running):
                 return
             self._join(sequence, now)
 

@@ -52,7 +52,7 @@ class Sequence:
     grammar_id: int = 0
     """Id of its grammar on the ranks; 0 if it has none."""
     awaits_grammar: bool = False
-    """True while some sampling rank still compiles its grammar."""
+    """True until all sampling ranks have compiled its grammar."""
     traceparent: str = ""
     """Trace context of its span; empty if it is not traced."""
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list[TokenLogprob | None])
@@ -113,6 +113,11 @@ class Sequence:
     def length(self) -> int:
         """Number of known tokens."""
         return len(self.tokens)
+
+    @property
+    def lacks_grammar(self) -> bool:
+        """True until the ranks were asked to compile its grammar."""
+        return self.awaits_grammar and not self.grammar_id
 
     @property
     def runs_alone(self) -> bool:
@@ -256,6 +261,7 @@ def make_sequence(sequence_id: int, request: GenerateRequest, limits: Limits, no
         submitted_at=now,
         tokens=list(request.prompt_tokens),
         fill_to=len(request.prompt_tokens),
+        awaits_grammar=sampling.grammar is not None,
         prompt_logprobs=[] if request.prompt_logprobs is None else [None],
     )
 

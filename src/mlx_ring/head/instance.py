@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -230,6 +231,16 @@ class Instance:
                 return
         await self._explained.wait()
 
+    @property
+    def lost_ranks(self) -> Mapping[RankId, float]:
+        """Ranks that died or hung, and the others of their groups, each with the last step that it may have begun."""
+        lost, begun = frozenset(self.watch.lost_ranks), self.watch.begun_by_stuck
+        return {rank: begun.get(rank, math.inf) for rank in self._with_groups(lost)}
+
+    def _with_groups(self, lost: frozenset[RankId]) -> frozenset[RankId]:
+        """Return ranks and the others of their groups, because those wait for them."""
+        return lost.union(*(group for group in groups_of(self._epoch.placement) if lost & set(group)))
+
     def _find_remains(self, loss: RingError | None) -> Remains | None:
         """Return the ranks that are left, if they can serve again with others in place of the lost ones.
 
@@ -253,8 +264,7 @@ class Instance:
         left = sites.keys() if self._has_served else self._loaded.keys()
         lost = ranks | {place for place, site in sites.items() if site.node in nodes or place not in left}
         # MLX cannot join the others of a group again.
-        lost = lost.union(*(group for group in groups_of(epoch.placement) if lost & set(group)))
-        remains = Remains(epoch.instance, epoch.number, epoch.placement, lost, nodes)
+        remains = Remains(epoch.instance, epoch.number, epoch.placement, self._with_groups(lost), nodes)
         return remains if can_be_patched(self._settings.link, remains) else None
 
     @property

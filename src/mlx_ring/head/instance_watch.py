@@ -144,6 +144,8 @@ class InstanceWatch:
         """Ranks that are dead or stuck; those on silent nodes may be."""
         self.silent_ranks: set[RankId] = set()
         """Those of them that are only silent."""
+        self.begun_by_stuck: Mapping[RankId, int] = {}
+        """Last step that each rank had begun, if the instance was lost because one of them was stuck in a step."""
 
     @property
     def silent_nodes(self) -> frozenset[str]:
@@ -399,6 +401,9 @@ class InstanceWatch:
             owed = watch.look(None if self._suspicion else engine.oldest_unanswered())
             if owed is not None and (error := blame_late(owed, self._placement, self._states)) is not None:
                 self.lost_ranks.add(owed.rank)
+                self.begun_by_stuck = {
+                    rank: max(owed.step, state.status.last_step) for rank, state in self._states.items()
+                }
                 self._lose_instance(error)
                 return
 

@@ -16,7 +16,7 @@ from mlx_ring.core.engine_stats import Meter
 from mlx_ring.core.errors import GroupStuck, NodeLost, RingError
 from mlx_ring.core.logs import set_log_epoch
 from mlx_ring.core.traces import Tracing
-from mlx_ring.engine.live_request import Hold, LiveRequest, judge
+from mlx_ring.engine.live_request import Hold, InProgress, LiveRequest, judge
 from mlx_ring.engine.resumption import FIRST_KEPT, KeptKv, LeftKv
 from mlx_ring.head.instance import Epoch, Instance, leave_workers, stop_workers
 from mlx_ring.head.instance_view import FIRST_EPOCH, InstanceService, Recoveries
@@ -111,7 +111,7 @@ class Replica:
             hold: receives the requests of a lost instance; None: they end with an error.
         """
         self._hold = hold
-        self._in_progress: list[LiveRequest] = []
+        self._in_progress: InProgress = {}
         """Requests that were in progress when the last instance was lost."""
         self._left: Mapping[LiveRequest, LeftKv] = {}
         """KV that the last instance left of its requests."""
@@ -182,7 +182,7 @@ class Replica:
 
     def _keep(self, lives: Iterable[LiveRequest], loss: RingError) -> None:
         interrupted = list(lives)
-        self._in_progress = [live for live in interrupted if live.was_in_progress]
+        self._in_progress = {live: live.unanswered for live in interrupted if live.unanswered}
         self._left = {live: live.left for live in interrupted if live.left is not None}
         if self._hold is not None:
             self._hold(interrupted, loss)
@@ -206,7 +206,7 @@ class Replica:
                     remains = remains and remains.as_whole()
                 else:
                     self._meter.count_loss(loss)
-                    if loss is None or not judge(self._in_progress, loss):
+                    if loss is None or not judge(self._in_progress, loss, running.lost_ranks):
                         self._machines.record_failure(loss, self._begun_s)
                     remains = running.remains
                 if remains is None:
@@ -257,7 +257,7 @@ class Replica:
         return running.loss
 
     def _begin(self, epoch: Epoch, early: EarlyPlan) -> Instance:
-        self._in_progress, self._left = [], {}
+        self._in_progress, self._left = {}, {}
         self.service.begin(epoch.instance, epoch.number, epoch.placement)
         self._watcher.planned(epoch.instance, epoch.placement)
 
