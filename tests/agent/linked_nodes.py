@@ -11,7 +11,7 @@ from pathlib import Path
 import grpc
 from tests.machines import node_credentials
 
-from mlx_ring.agent.links import LinkService, LinkStore, make_responder
+from mlx_ring.agent.link_measurements import LinkService, LinkStore, make_responder
 from mlx_ring.cluster.security.authority import Authority
 from mlx_ring.rpc.channels import add_secure_port, make_aio_server
 from mlx_ring.rpc.link_probe import ProbeBounds

@@ -17,7 +17,7 @@ import psutil
 import pytest
 from tests.eventually import eventually
 
-from mlx_ring.cluster.placement import Cut, even_split, make_assignments
+from mlx_ring.cluster.layer_split import Cut, even_split, make_assignments
 from mlx_ring.core.environment import inherited_environment
 from mlx_ring.host.child import ChildProcess
 from mlx_ring.models.model_folder import read_model_folder

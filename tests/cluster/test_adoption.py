@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mlx_ring.cluster.adoption import find_adoptable, highest_epoch, next_head
-from mlx_ring.cluster.placement import Cut, make_assignments
+from mlx_ring.cluster.layer_split import Cut, make_assignments
 from mlx_ring.core.types import LayerRange
 from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
 

@@ -10,7 +10,7 @@ import pytest
 
 from mlx_ring.cluster.agent_link import AgentLink, Source
 from mlx_ring.cluster.deployment import Site
-from mlx_ring.cluster.placement import Cut, even_split, make_assignments
+from mlx_ring.cluster.layer_split import Cut, even_split, make_assignments
 from mlx_ring.cluster.relinking import link, load_lost, prepare, with_their_groups
 from mlx_ring.core.errors import WorkerLost
 from mlx_ring.core.types import RankId

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mlx_ring.cluster.agent_link import AgentLink, Source
-from mlx_ring.cluster.placement import even_split
+from mlx_ring.cluster.layer_split import even_split
 from mlx_ring.core.engine_stats import BLOCK, Policy
 from mlx_ring.core.environment import inherited_environment
 from mlx_ring.core.errors import WorkerStuck

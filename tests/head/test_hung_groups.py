@@ -12,7 +12,7 @@ import pytest
 
 from mlx_ring.cluster.agent_link import AgentLink, Source
 from mlx_ring.cluster.deployment import Site
-from mlx_ring.cluster.placement import even_split
+from mlx_ring.cluster.layer_split import even_split
 from mlx_ring.cluster.quarantine import REST_S
 from mlx_ring.core.errors import GroupStuck, LinkLost, PlanError, WorkerStuck
 from mlx_ring.core.types import RankId

@@ -13,7 +13,7 @@ from tests.eventually import run_tasks_until
 
 from mlx_ring.cluster.agent_link import AgentLink, Source
 from mlx_ring.cluster.deployment import Site, WorkerPlace
-from mlx_ring.cluster.placement import even_split
+from mlx_ring.cluster.layer_split import even_split
 from mlx_ring.cluster.relinking import Loaded
 from mlx_ring.core.engine_stats import Meter
 from mlx_ring.core.errors import ProtocolError, RingError, WorkerLost, WorkerStuck

@@ -14,7 +14,7 @@ from tests.planner.clusters import cluster_of, node_of
 
 from mlx_ring.cluster.agent_link import AgentLink, Source
 from mlx_ring.cluster.deployment import Site, Started
-from mlx_ring.cluster.placement import even_split
+from mlx_ring.cluster.layer_split import even_split
 from mlx_ring.core.errors import NotReady, PlanError, RingError
 from mlx_ring.core.types import RankId
 from mlx_ring.head.patching import (

@@ -10,7 +10,7 @@ import pytest
 
 from mlx_ring.cluster.agent_link import AgentLink, Source
 from mlx_ring.cluster.deployment import Site
-from mlx_ring.cluster.placement import Cut, even_split
+from mlx_ring.cluster.layer_split import Cut, even_split
 from mlx_ring.core.errors import PlanError
 from mlx_ring.head.rank_placements import Stage, place_ranks, set_rdma, share_stages, with_trust
 from mlx_ring.host.trusted_interfaces import TrustedInterface

@@ -15,9 +15,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from mlx_ring.cli.cacert import CACERT, distrust, trust
 from mlx_ring.cli.on_host import app as on_host_app
 from mlx_ring.cli.status_tables import show_status
-from mlx_ring.cli.trust import CACERT, distrust, trust
 from mlx_ring.core.cluster_folders import packages_folder
 from mlx_ring.core.errors import ConfigError, HostFailed
 from mlx_ring.settings.config import state_folder

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from mlx_ring.cluster.placement import Cut
+from mlx_ring.cluster.layer_split import Cut
 from mlx_ring.cluster.security.state_file import StateFile
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.core.types import LayerRange

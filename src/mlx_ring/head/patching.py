@@ -20,7 +20,7 @@ from itertools import product
 from typing import Protocol
 
 from mlx_ring.cluster.deployment import Site, Started, close_sites
-from mlx_ring.cluster.placement import Cut
+from mlx_ring.cluster.layer_split import Cut
 from mlx_ring.cluster.relinking import prepare, unless_left, with_their_groups
 from mlx_ring.core.errors import NotReady, PlanError, RingError
 from mlx_ring.core.types import RankId

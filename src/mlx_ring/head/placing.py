@@ -13,9 +13,9 @@ import psutil
 from mlx_ring.cluster.adoption import Adoptable
 from mlx_ring.cluster.agent_link import AgentLink, Source, WeightsPeer
 from mlx_ring.cluster.deployment import Site, address_of
+from mlx_ring.cluster.layer_split import Cut, balanced_split, even_split
 from mlx_ring.cluster.link_survey import link_remarks
 from mlx_ring.cluster.membership import Member, Membership
-from mlx_ring.cluster.placement import Cut, balanced_split, even_split
 from mlx_ring.core.errors import ModelUnsupported, PlanError
 from mlx_ring.core.types import LayerRange
 from mlx_ring.engine.kv_budget import KEPT_TOKENS

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 
 from mlx_ring.cluster.deployment import GroupRoute, Site, group_routes, route_between
-from mlx_ring.cluster.placement import Cut, make_assignments, shaping_settings
+from mlx_ring.cluster.layer_split import Cut, make_assignments, shaping_settings
 from mlx_ring.core.errors import PlanError
 from mlx_ring.head.served_model import ServedModel
 from mlx_ring.models.tensor_shares import read_tensor_sizes, share_out

@@ -13,7 +13,7 @@ import mlx.core as mx
 from mlx_ring.core.errors import StepFailed
 from mlx_ring.worker.kv.bank import Bank, Row
 from mlx_ring.worker.kv.layers import Layer, Layout, Plane, RowPart
-from mlx_ring.worker.kv.placement import Banks
+from mlx_ring.worker.kv.row_placement import Banks
 
 Range = tuple[int, int]
 """Half-open range."""

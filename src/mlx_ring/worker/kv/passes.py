@@ -17,7 +17,7 @@ from mlx_ring.core.errors import StepFailed
 from mlx_ring.worker.kv.bank import Bank, Row
 from mlx_ring.worker.kv.grouping import SHORT_PROMPT_TOKENS, Candidate, group_even_rows, group_rows
 from mlx_ring.worker.kv.layers import JoinedStates, Layer, Layout, RowPart, RowStates, join_states
-from mlx_ring.worker.kv.placement import Banks
+from mlx_ring.worker.kv.row_placement import Banks
 from mlx_ring.worker.kv.rows import BatchRows, row_cache
 
 

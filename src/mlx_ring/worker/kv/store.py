@@ -15,7 +15,7 @@ from mlx_ring.worker.kv.content import Range, check_written, read_row, write_row
 from mlx_ring.worker.kv.grouping import STEP_BYTES, Growth
 from mlx_ring.worker.kv.layers import JoinedStates, Layout, RowStates, read_layout
 from mlx_ring.worker.kv.passes import Assembly, Batch, PassLedger
-from mlx_ring.worker.kv.placement import Banks
+from mlx_ring.worker.kv.row_placement import Banks
 
 log = logging.getLogger(__name__)
 

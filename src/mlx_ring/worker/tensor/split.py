@@ -22,7 +22,7 @@ from mlx_ring.core.errors import ModelUnsupported, PlanError
 from mlx_ring.core.types import MemberRange
 from mlx_ring.models.tensor_shares import SPLIT_FAMILIES, TensorShare, splittable
 from mlx_ring.worker.head_tap import override
-from mlx_ring.worker.tensor.group import Group
+from mlx_ring.worker.tensor.collectives import Group
 
 _MATRICES = ("weight", "scales", "biases")
 """Matrices of a layer, quantized or not: (outputs, inputs), and (experts, outputs, inputs)."""

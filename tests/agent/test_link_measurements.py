@@ -15,7 +15,7 @@ from tests.agent.linked_nodes import LinkedNode, linked_node
 from tests.machines import node_credentials
 from tests.throttled_relay import throttled_relay
 
-from mlx_ring.agent.links import LINKS_FILE, LinkStore, RouteKey
+from mlx_ring.agent.link_measurements import LINKS_FILE, LinkStore, RouteKey
 from mlx_ring.cluster.agent_link import AgentLink
 from mlx_ring.cluster.security.authority import Authority
 from mlx_ring.core.errors import PeerRefused, RingError, WorkerStuck

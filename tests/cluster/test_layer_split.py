@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_ring.cluster.placement import (
+from mlx_ring.cluster.layer_split import (
     Cut,
     balanced_split,
     even_split,

@@ -17,7 +17,7 @@ from mlx_ring.core.errors import StepFailed, WorkerLost
 from mlx_ring.rpc.failures import error_to_failure
 from mlx_ring.rpc.links import Inbox, LinkKey, WireTensor
 from mlx_ring.rpc.protos import step_pb2
-from mlx_ring.worker.collective.links import CollectiveReceiver, CollectiveSender
+from mlx_ring.worker.collective.link_ends import CollectiveReceiver, CollectiveSender
 from mlx_ring.worker.inputs import step_key
 
 WHOLE = WireTensor("float32", (2, 3), bytes(range(24)))
