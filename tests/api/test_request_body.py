@@ -152,6 +152,39 @@ def test_many_messages_are_converted_off_the_event_loop(path: str, monkeypatch: 
     assert threading.main_thread() not in threads[501]
 
 
+@pytest.mark.parametrize("long", ["x" * 4_200_000, "{" * 20_000, "[" * 20_000])
+def test_no_body_waits_for_one_that_takes_long(long: str) -> None:
+    begun, others_are_read = threading.Event(), threading.Event()
+
+    def wait_if_long(text: str) -> str:
+        if text == long:
+            begun.set()
+            others_are_read.wait()
+        return text
+
+    class RecordedBody(Body):
+        text: Annotated[str, AfterValidator(wait_if_long)]
+
+    async def read(text: str) -> None:
+        async def receive() -> Message:
+            return {"type": "http.request", "body": json.dumps({"text": text}).encode()}
+
+        request = Request({"type": "http", "headers": []}, receive)
+        assert (await read_body(request, RecordedBody, 2**23, 1)).text == text
+
+    async def run() -> None:
+        reading = asyncio.create_task(read(long))
+        try:
+            await asyncio.to_thread(begun.wait)
+            for text in ("x", "x" * 300_000, "{" * 1000):
+                await read(text)
+        finally:
+            others_are_read.set()
+        await reading
+
+    asyncio.run(run())
+
+
 def test_only_a_large_body_is_parsed_off_the_event_loop() -> None:
     threads: list[threading.Thread] = []
 

@@ -140,12 +140,12 @@ class Run:
             await self.loading
             return Loaded(prepared | {NEW: (agent_pb2.StartedWorker(pid=6), sites[1])}, {})
 
-        async def link(*_: object) -> list[WorkerPlace]:
+        async def open_links(*_: object) -> list[WorkerPlace]:
             self.is_linking = True
             return await self.linking
 
         monkeypatch.setattr(subject, "load_lost", load_lost)
-        monkeypatch.setattr(subject, "link", link)
+        monkeypatch.setattr(subject, "link", open_links)
         monkeypatch.setattr(GrpcExecutor, "connect", connect)
         monkeypatch.setattr(subject, "assign_all", assign)
         monkeypatch.setattr(subject, "memory_for_weights", memory)

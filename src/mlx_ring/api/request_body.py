@@ -152,6 +152,8 @@ _LARGE = 256 << 10
 """Size in bytes from which a body is read outside the event loop, which sends other requests' tokens."""
 _MANY = 500
 """Number of opening braces from which a body is large too."""
+_LONG, _MOST_QUICK = 4 << 20, 20_000
+"""Size in bytes, and number of opening brackets of both kinds, from which a large body takes a long time: 0.2 s or more."""
 _DRAIN = 4
 """Limit for reading and dropping an oversized body, as a multiple of its limit.
 
@@ -243,21 +245,29 @@ async def read_body(request: Request, schema: type[BodyT], max_bytes: int, timeo
     """
     _check_headers(request, max_bytes)
     data = await _read_bytes(request, max_bytes, timeout_s)
-    request.scope[_IS_LARGE] = len(data) >= _LARGE or data.count(b"{") >= _MANY
+    request.scope[_LANE] = _lane_of(data)
     return await convert(request, lambda: _read(data, schema))
 
 
 async def convert(request: Request, work: Callable[[], T]) -> T:
     """Return the result of `work` on a request whose body was read; for a large body, outside the event loop."""
-    if not request.scope.get(_IS_LARGE):
-        return work()
-    return await asyncio.get_running_loop().run_in_executor(_beside, work)
+    lane: ThreadPoolExecutor | None = request.scope.get(_LANE)
+    return work() if lane is None else await asyncio.get_running_loop().run_in_executor(lane, work)
 
 
-_IS_LARGE = "mlx_ring.body_is_large"
-"""Key of a request's scope."""
-_beside = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bodies")
-"""Executor that reads one body at a time, so that many large bodies use one core at most."""
+_LANE = "mlx_ring.body_lane"
+"""Key of a request's scope: the executor that reads its body; None for the event loop."""
+_quick = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bodies")
+_long = ThreadPoolExecutor(max_workers=1, thread_name_prefix="long bodies")
+"""Executors that read one large body at a time. No other body waits for those that take long."""
+
+
+def _lane_of(data: bytes) -> ThreadPoolExecutor | None:
+    """Return the executor that reads a body; None if it is read in the event loop."""
+    braces = data.count(b"{")
+    if len(data) >= _LONG or braces + data.count(b"[") >= _MOST_QUICK:
+        return _long
+    return _quick if len(data) >= _LARGE or braces >= _MANY else None
 
 
 def _read(data: bytes, schema: type[BodyT]) -> BodyT:
