@@ -25,7 +25,7 @@ from mlx_ring.head import left_workers as subject
 from mlx_ring.head import multi_node as subject_of_patches
 from mlx_ring.head.multi_node import Cluster
 from mlx_ring.head.patching import Remains, Room
-from mlx_ring.head.placing import Order, Placement
+from mlx_ring.head.placing import Order, Others, Placement
 from mlx_ring.host.addresses import HeadAddress
 from mlx_ring.rpc.link_profile import UNREACHABLE
 from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
@@ -37,11 +37,11 @@ class BusyAgent:
 
     def __init__(self) -> None:
         self.looks = 0
-        self.stopped: asyncio.Queue[str] = asyncio.Queue()
+        self.stopped: asyncio.Queue[tuple[str, int]] = asyncio.Queue()
 
     async def look(self, _hello: object, _timeout_s: float) -> agent_pb2.AgentEvent | None:
         self.looks += 1
-        assignment = worker_pb2.StageAssignment(instance="ended")
+        assignment = worker_pb2.StageAssignment(instance="ended", epoch=7)
         return (
             None
             if self.looks == 1
@@ -51,8 +51,8 @@ class BusyAgent:
             )
         )
 
-    async def stop(self, instance: str, _timeout_s: float, _hello: object) -> None:
-        self.stopped.put_nowait(instance)
+    async def stop(self, instance: str, _timeout_s: float, hello: hello_pb2.Hello) -> None:
+        self.stopped.put_nowait((instance, hello.epoch))
 
     async def close(self) -> None:
         pass
@@ -101,7 +101,7 @@ def test_joined_node_that_does_not_answer_is_asked_for_its_state_again(
     async def offer(_served: object) -> Any:
         raise AssertionError
 
-    async def run() -> str:
+    async def run() -> tuple[str, int]:
         cluster: Any = Cluster(settings, [], cast("Control", control), HeadAddress("10.0.0.1", 50051), offer)
         monkeypatch.setattr(cluster._surveys, "take", take)
         cluster._left._has_looked.set()
@@ -114,7 +114,7 @@ def test_joined_node_that_does_not_answer_is_asked_for_its_state_again(
         finally:
             tending.cancel()
 
-    assert asyncio.run(run()) == "ended"
+    assert asyncio.run(run()) == ("ended", 7), "a late request ends no worker of a later epoch"
     assert agent.looks == 2
 
 
@@ -309,7 +309,8 @@ def test_patches_avoid_a_link_that_broke_twice_unless_no_plan_does(
     planned = Planned(monkeypatch, tmp_path)
     cluster = planned.cluster
 
-    async def place(_order: object, **_: object) -> Any:
+    async def place(_order: object, *, others: Others, **_: object) -> Any:
+        assert others.siblings == {"n4"}, "the instance itself takes no room from its plan"
         if not is_plan_possible:
             raise PlanError("No room.")
         return Placement((), (), None)
@@ -323,6 +324,8 @@ def test_patches_avoid_a_link_that_broke_twice_unless_no_plan_does(
     monkeypatch.setattr(subject_of_patches, "plan_patch", plan)
     order = order_of(tmp_path)
     remains = Remains("one", 1, cast("Any", None), frozenset(), frozenset())
+    for instance, node in (("one", "n2"), ("two", "n4")):
+        cluster._live.add(instance, order, SimpleNamespace(plan=None, nodes=[SimpleNamespace(node=node)]))
     bar(cluster)
     if is_plan_possible and not is_patch_possible:
         with pytest.raises(PlanError):
@@ -359,6 +362,27 @@ def test_a_patch_uses_an_early_plan_if_nothing_has_changed_since(
     asyncio.run(run())
     assert (planned.used, planned.plans) == (([2], 2) if change else ([1], 1))
     assert planned.closed == bool(change), "connections of a plan without use are closed"
+
+
+def test_an_early_plan_is_closed_if_the_model_must_be_loaded_as_a_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned = Planned(monkeypatch, tmp_path)
+    cluster = planned.cluster
+    order = order_of(tmp_path)
+    remains = Remains("one", 1, Placement((), (), None), frozenset(), frozenset())
+
+    def without_barred(*_: object) -> Order:
+        raise PlanError("It needs a backend that is barred.")
+
+    async def run() -> None:
+        early = await cluster.plan_patch(order, remains)
+        monkeypatch.setattr(cluster._step_down, "without_barred", without_barred)
+        await cluster.patch(order, remains, early)
+
+    with pytest.raises(PlanError, match="barred"):
+        asyncio.run(run())
+    assert planned.closed == 1
 
 
 def test_a_node_that_returns_while_the_instance_is_patched_may_have_nothing_of_it(

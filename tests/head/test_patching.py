@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from mlx_ring.cluster.deployment import Site, Started
 from mlx_ring.cluster.layer_split import even_split
 from mlx_ring.core.errors import NotReady, PlanError, RingError
 from mlx_ring.core.types import RankId
+from mlx_ring.head import patching as subject
 from mlx_ring.head.patching import (
     EarlyPlan,
     PatchPlan,
@@ -30,6 +32,7 @@ from mlx_ring.head.patching import (
 from mlx_ring.head.placing import Order, Placement
 from mlx_ring.head.rank_placements import place_ranks
 from mlx_ring.head.served_model import prepare_model
+from mlx_ring.planner.plan import Plan
 from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.link_profile import UNREACHABLE, LinkProfile
 from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
@@ -341,6 +344,32 @@ def test_a_plan_is_dropped_when_the_silent_part_answers(model: Path) -> None:
         assert await early.take(remains) is None
 
     asyncio.run(act())
+
+
+def test_a_plan_that_is_dropped_computes_no_more(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order, agents = order_of(model), {name: _Agent() for name in "abcde"}
+    remains = remains_of(order, [*agents.values()][:4], [0, 1, 2], "abcd")
+    begun, dropped, looked = threading.Event(), threading.Event(), list[object]()
+
+    def refuse(*places: object) -> Plan:
+        looked.append(places)
+        begun.set()
+        dropped.wait(60.0)
+        raise PlanError("No room.")
+
+    monkeypatch.setattr(subject, "plan_given_ranks", refuse)
+
+    async def act() -> None:
+        planning = asyncio.create_task(plan_patch(order, remains, room_on(agents, steady="de")))
+        await asyncio.to_thread(begun.wait, 60.0)
+        planning.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await planning
+        dropped.set()
+
+    # The loop's end waits for its threads.
+    asyncio.run(act())
+    assert len(looked) == 1
 
 
 def test_what_cannot_be_planned_early_is_planned_after_the_loss(model: Path) -> None:

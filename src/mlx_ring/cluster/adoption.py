@@ -91,13 +91,14 @@ def _agree(states: Iterable[agent_pb2.WorkerState]) -> bool:
 def highest_epoch(events: Iterable[agent_pb2.AgentEvent]) -> int:
     """Return the highest epoch of all workers; 0 without workers."""
     return max(
-        (
-            max(state.assignment.epoch, state.status.hello.epoch)
-            for event in events
-            for state in event.workers
-        ),
+        (present_epoch(state) for event in events for state in event.workers),
         default=0,
     )
+
+
+def present_epoch(state: agent_pb2.WorkerState) -> int:
+    """Return the epoch in which a worker was started or linked last."""
+    return max(state.assignment.epoch, state.status.hello.epoch)
 
 
 _FILE = "heads.json"

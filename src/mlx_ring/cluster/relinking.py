@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
+from mlx_ring.cluster.adoption import present_epoch
 from mlx_ring.cluster.agent_link import STOP_WAIT_S, Report
 from mlx_ring.cluster.deployment import (
     Site,
@@ -193,8 +194,7 @@ async def wait_for_answers(site: Site, pids: AbstractSet[int], epoch: int, hello
 
 
 def _answers(state: agent_pb2.WorkerState, epoch: int) -> bool:
-    present = max(state.assignment.epoch, state.status.hello.epoch)
-    return state.alive and state.silent_s < ANSWERS_S and present <= epoch
+    return state.alive and state.silent_s < ANSWERS_S and present_epoch(state) <= epoch
 
 
 _late_stops: set[asyncio.Task[None]] = set()

@@ -244,14 +244,13 @@ class Instance:
     def _find_remains(self, loss: RingError | None) -> Remains | None:
         """Return the ranks that are left, if they can serve again with others in place of the lost ones.
 
-        If the loss came while others were loaded, those are left that stayed from the epoch before: agents end what they
-        load when a load fails. A group that hangs in a load may need another plan.
+        If a load failed, those are left that stayed from the epoch before, because agents end what they were loading.
+        A group that hangs in a load may need another plan.
         """
         is_loss = isinstance(loss, WorkerLost | WorkerStuck) and not isinstance(loss, GroupStuck)
         if not self._has_served and not is_loss:
             return None
-        remains = self._without(self.watch.silent_nodes, frozenset(self.watch.lost_ranks))
-        if remains is None:
+        if (remains := self._without(self.watch.silent_nodes, frozenset(self.watch.lost_ranks))) is None:
             return None
         pids = {place: worker.pid for place, (worker, _) in self._loaded.items()} | {**self.watch.pids}
         ended = self.watch.lost_ranks - self.watch.silent_ranks

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
 
-from mlx_ring.cluster.adoption import Adoptable, find_adoptable, highest_epoch, next_head
+from mlx_ring.cluster.adoption import Adoptable, find_adoptable, highest_epoch, next_head, present_epoch
 from mlx_ring.cluster.agent_link import STOP_WAIT_S
 from mlx_ring.cluster.control import Control
 from mlx_ring.cluster.deployment import Site, WorkerPlace, address_of, close_sites
@@ -112,19 +113,24 @@ class LeftWorkers:
     ) -> None:
         """End unwanted workers of earlier heads, or of a node that was disconnected."""
         by_node = {site.node: site for site in sites}
-        unwanted = {
-            (event.hello.node, state.instance)
-            for event in events
-            for state in event.workers
-            if state.instance not in wanted or not self._live.may_have(state.instance, event.hello.node)
-        }
+        epochs: dict[tuple[str, str], int] = defaultdict(int)
+        for event in events:
+            for state in event.workers:
+                place = event.hello.node, state.instance
+                if state.instance not in wanted or not self._live.may_have(state.instance, event.hello.node):
+                    epochs[place] = max(epochs[place], present_epoch(state))
         await asyncio.gather(
             *(
-                by_node[node].link.stop(instance, STOP_WAIT_S, self._hello)
-                for node, instance in unwanted
+                self._stop(by_node[node], instance, epoch)
+                for (node, instance), epoch in epochs.items()
                 if node in by_node
             )
         )
+
+    async def _stop(self, site: Site, instance: str, epoch: int) -> None:
+        """End the workers of an instance on a node; if the request arrives late, none of a later epoch."""
+        hello = make_hello(node=self._control.node, epoch=epoch, fencing_id=self.head_number)
+        await site.link.stop(instance, STOP_WAIT_S, hello)
 
     async def adopt(
         self, order: Order, membership: Membership, sites: Sequence[Site], number: int
@@ -137,9 +143,8 @@ class LeftWorkers:
             except RingError as error:
                 log.warning("%s of an earlier head is ended: %s", found.instance, error)
                 own = [site for site in sites if site.node in dict(found.workers)]
-                await asyncio.gather(
-                    *(site.link.stop(found.instance, STOP_WAIT_S, self._hello) for site in own)
-                )
+                epoch = max(present_epoch(state) for _, state in found.workers)
+                await asyncio.gather(*(self._stop(site, found.instance, epoch) for site in own))
         return None
 
     def _adopted(
@@ -160,10 +165,9 @@ class LeftWorkers:
         others = self._live.others(order.served.names[0])
         placement = place_as_loaded(order, others, self._control, membership, found, own, links)
         self._live.add(found.instance, order, placement)
+        node, trust = self._control.node, self._control.credentials
         return Epoch(
-            *(found.instance, number, placement, self._control.node, self._control.credentials),
-            loaded=tuple(places),
-            head=self.head_number,
+            found.instance, number, placement, node, trust, loaded=tuple(places), head=self.head_number
         )
 
     def tend_soon(self, nodes: Iterable[str]) -> None:

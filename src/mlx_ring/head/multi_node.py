@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Container, Generator, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Container, Generator, Iterable, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -28,6 +28,7 @@ from mlx_ring.head.nodes import Declared, LiveInstances, NodeListener, new_insta
 from mlx_ring.head.patching import PatchPlan, Remains, Room, patch_ranks, plan_patch, wait_until_whole
 from mlx_ring.head.placing import (
     Order,
+    Others,
     Placement,
     cluster_sites,
     node_profiles,
@@ -192,8 +193,7 @@ class Cluster:
             try:
                 return await plan_patch(order, remains, room.without(avoided))
             except PlanError:
-                membership = self._control.membership.without(remains.silent_nodes)
-                if not avoided or await self._is_possible(order, membership, room.sites, avoided):
+                if not avoided or await self._is_possible(order, remains, room.sites, avoided):
                     raise
                 return await plan_patch(order, remains, room)
         except BaseException:
@@ -211,7 +211,7 @@ class Cluster:
         except BaseException:
             await close_sites(sites)
             raise
-        found, taken = self._surveys.found, self._taken(order, remains)
+        found, taken = self._surveys.found, self._others(order, remains).taken
         return Room(
             ClusterProfile(tuple(node_profiles(control, membership, taken)), self._surveys.profiles(sites)),
             frozenset(self._steady(membership).members),
@@ -219,29 +219,27 @@ class Cluster:
             self._basis(order, remains),
         )
 
-    def _taken(self, order: Order, remains: Remains) -> Mapping[str, int]:
-        """Return the memory that other instances have, by node."""
-        return self._live.others(order.served.names[0], besides=remains.instance).taken
+    def _others(self, order: Order, remains: Remains | None = None) -> Others:
+        """Return all instances, except for one of which something is left."""
+        return self._live.others(order.served.names[0], besides="" if remains is None else remains.instance)
 
     def _basis(self, order: Order, remains: Remains) -> object:
         """Return facts on which a patch is planned, for comparison."""
         membership = self._control.membership.without(remains.silent_nodes)
         sessions = {(node, member.session) for node, member in membership.members.items()}
-        return (
-            *(sessions, set(self._steady(membership).members), dict(self._taken(order, remains))),
-            *(self._surveys.found, set(self._quarantine.links())),
-        )
+        steady, taken = set(self._steady(membership).members), dict(self._others(order, remains).taken)
+        return sessions, steady, taken, self._surveys.found, set(self._quarantine.links())
 
     async def patch(self, order: Order, remains: Remains, early: PatchPlan | None) -> Epoch:
         if not remains.may_return:
             # A node that returns must end its workers of the instance.
             self._live.leave(remains.instance, remains.silent_nodes)
             self._replace_own_agent(remains.silent_nodes)
-        order = self._step_down.without_barred(order, remains.placement)
         number = max(order.number, remains.epoch + 1)
         hello = make_hello(node=self._control.node, fencing_id=self._left.head_number)
         sites = () if early is None else early.room.sites
         try:
+            order = self._step_down.without_barred(order, remains.placement)
             async with self._planning:
                 if early is None or early.room.basis != self._basis(order, remains):
                     await close_sites(sites)
@@ -293,21 +291,17 @@ class Cluster:
         self._replace_own_agent(silent)
 
     def _epoch(
-        self,
-        instance: str,
-        number: int,
-        placement: Placement,
-        *,
-        prepared: Started | None = None,
+        self, instance: str, number: int, placement: Placement, *, prepared: Started | None = None
     ) -> Epoch:
+        control, head = self._control, self._left.head_number
         return Epoch(
-            *(instance, number, placement, self._control.node, self._control.credentials),
-            prepared=prepared,
-            head=self._left.head_number,
+            instance, number, placement, control.node, control.credentials, prepared=prepared, head=head
         )
 
     async def _place(self, order: Order, membership: Membership, sites: Sequence[Site]) -> Placement:
-        return await self._avoiding(partial(self._place_without, order, membership, sites))
+        return await self._avoiding(
+            partial(self._place_without, order, membership, sites, self._others(order))
+        )
 
     async def _avoiding(self, plan: Callable[[Iterable[Pair]], Awaitable[Planned]]) -> Planned:
         """Plan without links that were lost repeatedly if possible, else with all."""
@@ -321,21 +315,27 @@ class Cluster:
             return await plan(())
 
     async def _is_possible(
-        self, order: Order, membership: Membership, sites: Sequence[Site], avoided: Iterable[Pair]
+        self, order: Order, remains: Remains, sites: Sequence[Site], avoided: Iterable[Pair]
     ) -> bool:
-        """Report whether there is a plan without some links."""
+        """Report whether there is a plan without some links, in place of what is left of an instance."""
+        membership = self._control.membership.without(remains.silent_nodes)
         try:
-            await self._place_without(order, membership, sites, avoided)
+            await self._place_without(order, membership, sites, self._others(order, remains), avoided)
         except PlanError:
             return False
         return True
 
     async def _place_without(
-        self, order: Order, membership: Membership, sites: Sequence[Site], avoided: Iterable[Pair]
+        self,
+        order: Order,
+        membership: Membership,
+        sites: Sequence[Site],
+        others: Others,
+        avoided: Iterable[Pair],
     ) -> Placement:
         place = partial(
             place_on_cluster,
-            others=self._live.others(order.served.names[0]),
+            others=others,
             control=self._control,
             sites=sites,
             surveys=self._surveys,

@@ -4,17 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections import Counter
-from collections.abc import (
-    Awaitable,
-    Callable,
-    Collection,
-    Coroutine,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Protocol
@@ -74,9 +66,8 @@ class Remains:
 
     def is_same(self, other: Remains) -> bool:
         """Report whether the same ranks of the same epoch are left."""
-        return (self.instance, self.epoch, self.lost, self.silent_nodes) == (
-            *(other.instance, other.epoch, other.lost, other.silent_nodes),
-        )
+        own = self.instance, self.epoch, self.lost, self.silent_nodes
+        return own == (other.instance, other.epoch, other.lost, other.silent_nodes)
 
     @property
     def places(self) -> frozenset[RankId]:
@@ -155,7 +146,11 @@ class _Option:
 
 
 def place_again(
-    order: Order, remains: Remains, lost: frozenset[RankId], room: Room
+    order: Order,
+    remains: Remains,
+    lost: frozenset[RankId],
+    room: Room,
+    dropped: threading.Event | None = None,
 ) -> tuple[Placement, frozenset[RankId]]:
     """Place lost ranks on their own node. If it has left, or has another stage, too, place them where they are fastest.
 
@@ -165,7 +160,7 @@ def place_again(
         The placement, and all ranks that it replaces.
 
     Raises:
-        PlanError: No node has room for them.
+        PlanError: No node has room for them, or the placement was dropped meanwhile.
     """
     before = remains.placement
     homes = {place: site.node for place, site in sites_of(before).items()}
@@ -180,6 +175,8 @@ def place_again(
     for _, (replaced, now) in zip(
         range(_MOST_CHOICES), _choices(before, homes, lost, present, room.cluster), strict=False
     ):
+        if dropped is not None and dropped.is_set():
+            raise PlanError("The plan was dropped.")
         places = [
             [now[RankId(stage, rank)] for rank in range(len(ranks))]
             for stage, ranks in enumerate(before.ranks)
@@ -250,13 +247,11 @@ def _best(order: Order, options: Sequence[_Option]) -> _Option:
         options = [option for option in options if option.machines == most]
     limit = max(option.speed(of_one=of_one) for option in options) * (1 - _SAME_SPEED)
     fast = [option for option in options if option.speed(of_one=of_one) >= limit]
-    return max(
-        fast,
-        key=lambda option: (
-            *(option.machines, option.at_home, -len(option.lost)),
-            option.speed(of_one=of_one),
-        ),
-    )
+
+    def merit(option: _Option) -> tuple[float, ...]:
+        return option.machines, option.at_home, -len(option.lost), option.speed(of_one=of_one)
+
+    return max(fast, key=merit)
 
 
 def _placed_at(
@@ -298,7 +293,12 @@ async def plan_patch(order: Order, remains: Remains, room: Room) -> PatchPlan:
 
 
 async def _plan_without(order: Order, remains: Remains, lost: frozenset[RankId], room: Room) -> PatchPlan:
-    return PatchPlan(room, *await asyncio.to_thread(place_again, order, remains, lost, room))
+    dropped = threading.Event()
+    try:
+        return PatchPlan(room, *await asyncio.to_thread(place_again, order, remains, lost, room, dropped))
+    finally:
+        # A thread does not end with the task that waits for it.
+        dropped.set()
 
 
 async def wait_until_whole(remains: Remains, wait: Callable[[Site, frozenset[int]], Awaitable[None]]) -> None:
@@ -444,6 +444,3 @@ async def _prepare_left(
     )
     await clearing
     return prepared
-
-
-# ---- hung groups
