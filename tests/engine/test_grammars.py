@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 from tests.engine.engines import PLAIN, collect, make_engine, make_request, scripted
@@ -146,6 +148,43 @@ def test_a_late_grammar_is_dropped_and_its_request_refused(monkeypatch: pytest.M
         with pytest.raises(Overloaded, match="was not ready"):
             await collect(engine.submit(make_request(grammar=DIGITS)))
         assert twin.grammars == {}
+
+    asyncio.run(run())
+
+
+def test_the_time_of_a_grammar_begins_when_those_before_it_are_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Take over three answers; the ranks compile the first schema at the end of its time, and the second one never."""
+    timers: list[tuple[float, Callable[[], None]]] = []
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+
+        def call_later(delay_s: float, callback: Callable[..., None], *args: object) -> None:
+            timers.append((delay_s, partial(callback, *args)))
+
+        monkeypatch.setattr(loop, "call_later", call_later)
+        engine, twin = waiting_engine()
+        grammars = [Grammar("regex", text) for text in "abc"]
+        first, second, third = engine.submit_all(*(make_request(grammar=each) for each in grammars))
+        assert len(twin.grammars) == 3
+        assert [delay_s for delay_s, _ in timers] == [30.0], "only the first one is being compiled"
+        for rank in (FIRST, SECOND):
+            assert len(timers) == 1
+            twin.report_prepared(rank, 1)
+        assert len(timers) == 2
+        timers[0][1]()
+        assert (first.error, second.error) == (None, None), "the first one was ready in time"
+        timers[1][1]()
+        assert isinstance(second.error, Overloaded)
+        assert len(timers) == 3
+        twin.report_prepared(SECOND, 3)
+        twin.report_prepared(FIRST, 3)
+        timers[2][1]()
+        await twin.idle()
+        assert (first.error, third.error) == (None, None)
+        assert len(timers) == 3
 
     asyncio.run(run())
 

@@ -31,7 +31,7 @@ from mlx_ring.rpc.protos import step_pb2, worker_pb2
 
 _RETRY_AFTER_S = 1.0
 GRAMMAR_WITHIN_S = 30.0
-"""Longest time for the ranks to compile a grammar: large ones take some seconds, one after the other."""
+"""Longest time for the ranks to compile a grammar, from when they have compiled those before it."""
 
 
 def check_places(requests: int, policy: Policy, *, free: int, waiting: int) -> None:
@@ -137,6 +137,17 @@ class Grammars:
         self._wanted: dict[int, _Wanted] = {}
         self._shared: dict[Grammar, int] = {}
         """Grammars that further sequences may join."""
+        self._timed = 0
+        """Id of the last grammar whose time has begun."""
+
+    def next_to_time(self) -> int:
+        """Return, once, the id of the grammar that the ranks compile now, whose time begins; 0 if there is no other one.
+
+        They compile grammars in the order of requests. If some are waiting, the time of each begins after those before it.
+        """
+        oldest = next((id_ for id_, wanted in self._wanted.items() if wanted.owed_by), 0)
+        before, self._timed = self._timed, oldest
+        return 0 if oldest == before else oldest
 
     @property
     def unanswered(self) -> dict[int, dict[RankId, int]]:

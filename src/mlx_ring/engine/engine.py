@@ -166,7 +166,8 @@ class Engine:
             wanted = self._grammars.want(sequence, grammar)
             if wanted is not None:
                 self._executor.prepare(wanted)
-                asyncio.get_running_loop().call_later(GRAMMAR_WITHIN_S, self._time_out_grammar, wanted.id)
+        if compiling := self._grammars.next_to_time():
+            asyncio.get_running_loop().call_later(GRAMMAR_WITHIN_S, self._time_out_grammar, compiling)
         return not all(sequence.awaits_grammar for sequence in lacking)
 
     def _time_out_grammar(self, id_: int) -> None:
@@ -242,11 +243,11 @@ class Engine:
             self._send_all(now)
 
     def _send_all(self, now: float) -> None:
-        for step in self._scheduler.schedule(now):
-            self._executor.send(step)
+        steps = self._scheduler.schedule(now)
         if self._request_grammars():
-            for step in self._scheduler.schedule(now):
-                self._executor.send(step)
+            steps += self._scheduler.schedule(now)
+        for step in steps:
+            self._executor.send(step)
 
     def answered(self, done: step_pb2.StepDone) -> None:
         """Record that one rank executed a step."""
