@@ -179,7 +179,7 @@ class Instance:
         cleanup.push_async_callback(self._stop_workers)
         if not epoch.loaded:
             self._shares.expect(self._kv_user, self._reservations())
-        if self._service.recoveries.status is None:
+        if not (is_recovery := self._service.recoveries.status is not None):
             cleanup.callback(asyncio.get_running_loop().call_later(_LOAD_BEGINS_S, _collect).cancel)
         places = epoch.loaded or await self._deploy(assignments, hello)
         addresses = [
@@ -195,12 +195,10 @@ class Instance:
             cleanup.push_async_callback(engine.close)
             looking = asyncio.create_task(self.watch.find_stuck(engine), name="deadlines")
             cleanup.push_async_callback(end_tasks, looking)
-            is_recovery = self._service.recoveries.status is not None
             self._service.serve(engine)
             self._has_served = True
             if not is_recovery:
-                # Exclude what stays from garbage collection, which would delay every stream.
-                gc.freeze()
+                gc.freeze()  # to collect what stays would delay every stream
             ready(time.monotonic() - started)
         await self._lost
         with contextlib.suppress(TimeoutError):
