@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -131,6 +133,28 @@ def test_no_load_waits_for_a_spare_that_is_made_when_the_node_is_idle(tmp_path: 
             await run_tasks_until(lambda: node.spare.is_ready)
 
     asyncio.run(run())
+
+
+def test_a_spare_stays_when_a_load_that_does_not_take_it_follows_the_last_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subject, "_EMPTY_S", 0.01)
+
+    async def run() -> None:
+        async with node_with_spare(tmp_path) as node:
+            pid = await node.make_spare()
+            node.spare.end_soon()
+            node.spare.prepare()
+            await run_tasks_until(lambda: node.spare.is_settled)
+            assert node.spare.pid == pid
+
+    asyncio.run(run())
+
+
+def test_a_spare_that_has_ended_takes_no_memory() -> None:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    assert subject._memory_of(process.pid) == 0  # pyright: ignore[reportPrivateUsage] - it may end at any moment
 
 
 @pytest.mark.parametrize("fault", ["joined", "killed", "stopped"])

@@ -94,6 +94,8 @@ class SpareWorker:
         self._child: ChildProcess | None = None
         self._child_like: Inherited | None = None
         self._task: asyncio.Task[None] | None = None
+        self._ending = False
+        """True if the task ends the spare."""
 
     @property
     def is_settled(self) -> bool:
@@ -129,14 +131,19 @@ class SpareWorker:
         return None
 
     def prepare(self) -> None:
-        """Make a spare once the node is idle, if the setting and the memory allow it."""
-        if self._mode != "off" and self.pid is None and self._like is not None:
+        """Make a spare once the node is idle, if the setting and the memory allow it; keep the one that waits."""
+        if self._mode == "off" or self._like is None:
+            return
+        if self.pid is None:
             self._replace_task(self._make(self._like))
+        elif self._ending and self._task is not None:
+            self._task.cancel()
 
     def end_soon(self) -> None:
         """End the spare unless the node gets a worker soon."""
         if self._mode != "off":
             self._replace_task(self._end_later())
+            self._ending = True
 
     async def stop(self) -> None:
         """End the spare, and make no other before the next load."""
@@ -150,7 +157,7 @@ class SpareWorker:
     def _replace_task(self, work: Coroutine[object, object, None]) -> None:
         if self._task is not None:
             self._task.cancel()
-        self._task = asyncio.create_task(work, name="spare worker")
+        self._task, self._ending = asyncio.create_task(work, name="spare worker"), False
 
     async def _end_later(self) -> None:
         await asyncio.sleep(_EMPTY_S)
@@ -200,11 +207,12 @@ def _can_run(pid: int) -> bool:
 
 def _memory_of(pid: int) -> int:
     """Return the bytes that would be free without the process, where the system tells; else all that it has."""
-    process = psutil.Process(pid)
     try:
-        full = process.memory_full_info()
-        return int(getattr(full, "pss", full.uss))
-    except psutil.AccessDenied:
-        return process.memory_info().rss
+        process = psutil.Process(pid)
+        try:
+            full = process.memory_full_info()
+            return int(getattr(full, "pss", full.uss))
+        except psutil.AccessDenied:
+            return process.memory_info().rss
     except psutil.NoSuchProcess:
         return 0
