@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mlx_ring.cluster.quarantine import (
+    LINK_LOSSES,
     LOSSES,
     REST_S,
     WINDOW_S,
@@ -110,6 +111,19 @@ def test_losses_of_a_link_that_are_far_apart_do_not_count(tmp_path: Path) -> Non
     times_s = count(1000.0, WINDOW_S)
     quarantine = QuarantineList(tmp_path, clock=lambda: next(times_s))
     assert [quarantine.note_link(("a", "b"), "it broke", 0.0) for _ in range(9)] == [None] * 9
+
+
+@pytest.mark.parametrize("end", ["a", "b"])
+def test_a_link_can_be_readmitted_by_either_of_its_ends(end: str, tmp_path: Path) -> None:
+    times_s = count(1000.0, 10.0)
+    quarantine = QuarantineList(tmp_path, clock=lambda: next(times_s))
+    for _ in range(LINK_LOSSES):
+        quarantine.note_link(("a", "b"), "it broke", 0.0)
+    assert set(quarantine.links()) == {("a", "b")}
+    with pytest.raises(ConfigError, match="Links that plans avoid are a and b"):
+        quarantine.readmit("c")
+    quarantine.readmit(end)
+    assert not quarantine.links()
 
 
 def test_links_of_a_node_that_is_readmitted_are_used(tmp_path: Path) -> None:

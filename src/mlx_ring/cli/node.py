@@ -148,8 +148,8 @@ def readmit_node(
     node: Annotated[str, typer.Argument(help="Id, from `mlx-ring node list`.")],
     state_dir: Annotated[str | None, STATE_DIR] = None,
 ) -> None:
-    """End the quarantine of a node that failed repeatedly. The next plan may use it."""
+    """End the quarantine of a node that failed repeatedly, and of its links. The next plan may use them."""
     from mlx_ring.cluster.quarantine import QuarantineList  # slow to import
 
     QuarantineList(cluster_folder(state_dir)).readmit(node)
-    print(f"{node} is readmitted: the next plan may use it.")
+    print(f"{node} and its links are readmitted: the next plan may use them.")

@@ -180,7 +180,8 @@ class QuarantineList:
 
     def held(self) -> Mapping[str, Quarantine]:
         """Return the current quarantines by node."""
-        return self._held_by(self._read())
+        now_s = self._clock()
+        return quarantined(still_counting(self._read().losses, now_s), now_s)
 
     def links(self) -> Mapping[Pair, Quarantine]:
         """Return the links that plans avoid now, by their ends."""
@@ -198,20 +199,20 @@ class QuarantineList:
         """Forget the node's losses, and those of its links.
 
         Raises:
-            ConfigError: A node that is not in quarantine, or a file that cannot be used.
+            ConfigError: A node that is not in quarantine and of which no link is avoided, or a file that cannot be used.
         """
+        now_s = self._clock()
         with self._file.change() as content:
-            held = self._held_by(content)
-            if node not in held:
+            held = quarantined(still_counting(content.losses, now_s), now_s)
+            avoided = avoided_links(still_counting(content.links, now_s), now_s)
+            if node not in held and not any(node in ends for ends in avoided):
+                links = ", ".join(sorted(" and ".join(ends) for ends in avoided))
                 raise ConfigError(
-                    f"The node {node!r} is not in quarantine: nodes in quarantine are {', '.join(sorted(held)) or 'none'}."
+                    f"The node {node!r} is not in quarantine: nodes in quarantine are {', '.join(sorted(held)) or 'none'}. "
+                    f"Links that plans avoid are {links or 'none'}."
                 )
             content.losses = tuple(loss for loss in content.losses if loss.node != node)
             content.links = tuple(loss for loss in content.links if node not in loss.ends)
-
-    def _held_by(self, content: _Content) -> Mapping[str, Quarantine]:
-        now_s = self._clock()
-        return quarantined(still_counting(content.losses, now_s), now_s)
 
     def _log_once(self, error: ConfigError | OSError) -> None:
         """Log each error once, because the head reads the file repeatedly."""
