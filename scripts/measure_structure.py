@@ -197,10 +197,16 @@ def _imports(body: Sequence[ast.AST], kind: str) -> Iterator[tuple[str, list[str
             case ast.If() if "TYPE_CHECKING" in ast.unparse(node.test):
                 yield from _imports(node.body, "typed")
                 yield from _imports(node.orelse, kind)
-            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.Lambda():
-                yield from _imports(list(ast.iter_child_nodes(node)), "lazy")
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                yield from _imports(node.body, "lazy")
             case _:
-                yield from _imports(list(ast.iter_child_nodes(node)), kind)
+                yield from _imports(_statements_in(node), kind)
+
+
+def _statements_in(node: ast.AST) -> list[ast.AST]:
+    """Return the parts of a statement that may hold others. Expressions hold none."""
+    parts = (ast.stmt, ast.excepthandler, ast.match_case)
+    return [child for child in ast.iter_child_nodes(node) if isinstance(child, parts)]
 
 
 def _cycles(graph: Mapping[str, set[str]]) -> list[list[str]]:
@@ -280,7 +286,6 @@ def measure(root: Path) -> tuple[Figures, Lists]:
     figures: Figures = {
         "files": len(sources),
         "files other than __init__.py": sum(source.path.name != "__init__.py" for source in sources),
-        "code lines": sum(source.code_lines for source in sources),
         "median lines of a file": statistics.median(source.lines for source in sources),
         "files under 60 lines, entry points included": sum(source.lines < 60 for source in sources),
         **{name: len(found) for name, found in lists.items()},
@@ -341,6 +346,7 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     figures, lists = measure(arguments.root)
+    figures["code lines"] = sum(source.code_lines for source in read_sources(arguments.root))
     if not arguments.no_trace:
         traced, files = _trace(arguments.root)
         figures |= traced
