@@ -206,3 +206,20 @@ def lose_and_load(succession: Succession) -> list[LiveRequest]:
     succession.held.hold(lives, LOSS)
     succession.load()
     return lives
+
+
+def check_nothing_is_left(succession: Succession) -> None:
+    """Check that only the prefix cache holds KV, and that every stage holds the same."""
+    assert succession.engine is not None
+    assert succession.twin is not None
+    stats = succession.engine.stats()
+    assert (stats.scheduler.running, stats.scheduler.waiting) == (0, 0)
+    assert stats.scheduler.sequences_held == stats.cache.entries
+    first, *others = (succession.twin.tokens(rank) for rank in succession.twin.ranks)
+    assert all(held == first for held in others)
+    assert len(first) == stats.cache.entries
+    succession.engine._scheduler.reset()  # pyright: ignore[reportPrivateUsage] - `close` awaits no answers
+    succession.engine.resume()
+    succession.finish()
+    assert not any(succession.twin.held().values())
+    assert all(use.used_bytes == 0 for use in succession.engine.stats().cache.ranks.values())

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import replace
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.engine.engines import LIMITS, PLAIN, answer_of, make_request, scripted
-from tests.engine.successions import LOSS, Succession, lose_and_load, run_to, tokens_of
+from tests.engine.successions import (
+    LOSS,
+    Succession,
+    check_nothing_is_left,
+    lose_and_load,
+    run_to,
+    tokens_of,
+)
 from tests.examples import examples
 
 from mlx_ring.core.engine_stats import Policy
-from mlx_ring.core.errors import ContextExceeded
+from mlx_ring.core.errors import ContextExceeded, RepeatedLoss, WorkerLost
 from mlx_ring.core.generation import Delta, GenerateRequest, RequestStream
-from mlx_ring.core.types import RankId
+from mlx_ring.core.types import Grammar, RankId
 from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.engine.twin import NextToken, hash_token
 
@@ -28,66 +36,168 @@ def text_of(deltas: Sequence[Delta]) -> str:
     return "".join(delta.text for delta in deltas)
 
 
-requests = st.builds(
-    make_request,
-    st.integers(1, 40),
-    prompt_logprobs=st.sampled_from([None, None, 0]),
-    max_tokens=st.integers(1, 24),
-    logprobs=st.booleans(),
-    min_tokens=st.integers(0, 2),
+@dataclass(frozen=True)
+class Wanted:
+    """A request, and the number of its answers."""
+
+    request: GenerateRequest
+    answers: int = 1
+
+    @property
+    def is_poison(self) -> bool:
+        """True if it kills each rank that begins to compute it."""
+        return self.request.prompt_tokens[0] == POISON
+
+
+MODEL, POISON = hash_token(97), 100
+"""A model, and a token that none of its answers has."""
+
+
+def make_wanted(request: GenerateRequest, stop_at: int | None, answers: int, kind: str) -> Wanted:
+    """Make a request of a kind. With `stop_at`, its stop string stands at that place of the answer."""
+    if kind == "pooled":
+        return Wanted(replace(request, sampling=replace(request.sampling, max_tokens=0), pooling="mean"))
+    if kind == "poison":
+        return Wanted(replace(request, prompt_tokens=(POISON, *request.prompt_tokens)))
+    text = "" if stop_at is None else answer_of(MODEL, request).text[stop_at or 0 : (stop_at or 0) + 4]
+    grammar = Grammar("regex", ".*") if kind == "grammar" else None
+    sampling = replace(request.sampling, stop=(text,) if text else (), grammar=grammar)
+    return Wanted(replace(request, sampling=sampling), answers)
+
+
+wanted_requests = st.builds(
+    make_wanted,
+    st.builds(
+        make_request,
+        st.integers(1, 40),
+        prompt_logprobs=st.sampled_from([None, None, 0]),
+        max_tokens=st.integers(1, 20),
+        logprobs=st.booleans(),
+        min_tokens=st.integers(0, 2),
+    ),
+    stop_at=st.sampled_from([None, None, 0, 3, 9]),
+    answers=st.sampled_from([1, 1, 2]),
+    kind=st.sampled_from(["plain", "plain", "grammar", "pooled", "poison"]),
 )
 
 
-@examples(1.0)
+class Disturbed:
+    """Requests to a model that is lost and loaded again; some kill workers, and some clients leave in a pause."""
+
+    def __init__(self, policy: Policy, kv: RankKv | None) -> None:
+        self.succession = Succession(MODEL, policy, kv=kv)
+        self.wanted: list[Wanted] = []
+        """The request of each stream."""
+        self.streams: list[RequestStream] = []
+        self.deltas: list[list[Delta]] = []
+        self.left: set[int] = set()
+        """Streams whose clients left."""
+        self.kills = 0
+
+    def submit(self, wanted: Wanted) -> None:
+        self.wanted += [wanted] * wanted.answers
+        self.streams += self.succession.submit(*[wanted.request] * wanted.answers)
+        self.deltas += [[] for _ in range(wanted.answers)]
+
+    def lose(self, loss: WorkerLost = LOSS, lost: Mapping[RankId, float] | None = None) -> None:
+        if self.succession.engine is not None:
+            self.succession.lose(loss)
+            self.succession.judge(loss, lost)
+
+    def proceed(self, choice: int) -> bool:
+        """Let a rank proceed, or die if it has to compute a request that kills it."""
+        for rank in self.poisoned():
+            self.kills += 1
+            self.lose(WorkerLost("It died.").of_worker(), {rank: math.inf})
+            return True
+        return self.succession.proceed(choice)
+
+    def poisoned(self) -> list[RankId]:
+        """Return ranks that have begun to compute a request that kills them."""
+        twin = self.succession.twin
+        if twin is None:
+            return []
+        opened = {
+            operation.open.sequence: operation.open.prompt_length
+            for step in twin.sent
+            for operation in step.operations
+            if operation.HasField("open")
+        }
+        rows = [row for step in twin.sent for row in step.rows if row.sequence in opened and not row.start]
+        found = any(row.tokens.ids[:1] == [POISON] for row in rows)
+        return [twin.ranks[0]] if found else []
+
+    def take(self) -> None:
+        """Take each stream's new deltas."""
+        for stream, deltas in zip(self.streams, self.deltas, strict=True):
+            deltas.extend(stream.take())
+
+    async def leave(self, choice: int) -> None:
+        """Let a client leave."""
+        if self.streams:
+            self.left.add(choice % len(self.streams))
+            await self.streams[choice % len(self.streams)].aclose()
+
+    def finish(self) -> None:
+        """Answer all requests; none may wait for ever."""
+        moves = 0
+        while self.succession.has_requests or self.succession.engine is None:
+            if self.succession.engine is None:
+                self.succession.load()
+            assert self.proceed(0) or not self.succession.has_requests, "a request starves"
+            moves += 1
+            assert moves < 20_000
+        self.succession.finish()
+        self.take()
+
+    def check(self) -> None:
+        """Check that every answer is the one of an engine that was never lost, and that nothing is left."""
+        check_nothing_is_left(self.succession)
+        poisons = sum(wanted.is_poison for wanted in self.wanted)
+        assert self.kills <= 3 * poisons
+        for number, (wanted, stream) in enumerate(zip(self.wanted, self.streams, strict=True)):
+            if wanted.is_poison and number not in self.left:
+                assert isinstance(stream.error, RepeatedLoss)
+            elif number not in self.left:
+                assert stream.error is None
+                check(wanted.request, self.deltas[number], MODEL)
+
+
+@examples(0.6)
 @given(
-    wanted=st.lists(requests, min_size=1, max_size=5),
+    wanted=st.lists(wanted_requests, min_size=1, max_size=5),
     choices=st.lists(st.integers(0, 999), max_size=250),
     drafts=st.sampled_from([0, 4]),
     kv=st.sampled_from([None, SMALL_KV]),
 )
 def test_a_loss_at_any_step_changes_no_answer(
-    wanted: list[GenerateRequest], choices: list[int], drafts: int, kv: RankKv | None
+    wanted: list[Wanted], choices: list[int], drafts: int, kv: RankKv | None
 ) -> None:
     """Lose instances at random steps, also during a replay and with requests in the queue."""
-    model = hash_token(97)
-    policy = Policy(max_num_seqs=3, prefill_chunk=8, num_speculative_tokens=drafts)
 
-    async def run() -> list[list[Delta]]:
-        succession = Succession(model, policy, kv=kv)
+    async def run() -> Disturbed:
+        disturbed = Disturbed(Policy(max_num_seqs=3, prefill_chunk=8, num_speculative_tokens=drafts), kv)
+        succession = disturbed.succession
         succession.load()
-        streams: list[RequestStream] = []
-        given_deltas: list[list[Delta]] = []
         waiting = iter(wanted)
         for choice in choices:
             if choice % 23 == 0:
-                succession.lose()
+                disturbed.lose()
             elif choice % 23 == 1 and succession.engine is None:
                 succession.load(tp_sizes=(1,) * (1 + choice % 3))
             elif choice % 23 == 2 and (request := next(waiting, None)) is not None:
-                streams += succession.submit(request)
-                given_deltas.append([])
+                disturbed.submit(request)
+            elif choice % 23 in range(3, 7) and succession.engine is None:
+                await disturbed.leave(choice // 23)
             else:
-                succession.proceed(choice)
-            take(streams, given_deltas)
+                disturbed.proceed(choice)
+            disturbed.take()
         for request in waiting:
-            streams += succession.submit(request)
-            given_deltas.append([])
-        succession.finish()
-        take(streams, given_deltas)
-        assert [stream.error for stream in streams] == [None] * len(wanted)
-        assert not len(succession.held)
-        assert succession.engine is not None
-        assert succession.engine.stats().scheduler.running == 0
-        return given_deltas
+            disturbed.submit(request)
+        disturbed.finish()
+        return disturbed
 
-    for request, deltas in zip(wanted, asyncio.run(run()), strict=True):
-        check(request, deltas, model)
-
-
-def take(streams: Sequence[RequestStream], taken: Sequence[list[Delta]]) -> None:
-    """Add each stream's new deltas to those taken before."""
-    for stream, deltas in zip(streams, taken, strict=True):
-        deltas.extend(stream.take())
+    asyncio.run(run()).check()
 
 
 def check(request: GenerateRequest, deltas: Sequence[Delta], model: NextToken) -> None:
@@ -95,7 +205,9 @@ def check(request: GenerateRequest, deltas: Sequence[Delta], model: NextToken) -
     expected = answer_of(model, request)
     assert tokens_of(deltas) == expected.token_ids
     assert text_of(deltas) == expected.text
-    assert deltas[-1].finish_reason == expected.last.finish_reason
+    last = deltas[-1]
+    assert (last.finish_reason, last.stop_match) == (expected.last.finish_reason, expected.last.stop_match)
+    assert last.pooled == expected.last.pooled
     assert [delta.completion_tokens for delta in deltas][-1] == expected.last.completion_tokens
     logprobs = [token.token for delta in deltas for token in delta.logprobs]
     assert logprobs == (expected.token_ids if request.sampling.logprobs else [])

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.engine.engines import PLAIN, answer_of, kv_of, make_request
-from tests.engine.successions import Succession, run_to, tokens_of
+from tests.engine.successions import Succession, check_nothing_is_left, run_to, tokens_of
 from tests.examples import examples
 
 from mlx_ring.core.engine_stats import Policy
@@ -114,23 +114,6 @@ class Course:
             if number not in self.left:
                 assert self.streams[number].error is None
                 check(request, deltas)
-
-
-def check_nothing_is_left(succession: Succession) -> None:
-    """Check that only the prefix cache holds KV, and that every stage holds the same."""
-    assert succession.engine is not None
-    assert succession.twin is not None
-    stats = succession.engine.stats()
-    assert (stats.scheduler.running, stats.scheduler.waiting) == (0, 0)
-    assert stats.scheduler.sequences_held == stats.cache.entries
-    first, *others = (succession.twin.tokens(rank) for rank in succession.twin.ranks)
-    assert all(held == first for held in others)
-    assert len(first) == stats.cache.entries
-    succession.engine._scheduler.reset()  # pyright: ignore[reportPrivateUsage] - `close` awaits no answers
-    succession.engine.resume()
-    succession.finish()
-    assert not any(succession.twin.held().values())
-    assert all(use.used_bytes == 0 for use in succession.engine.stats().cache.ranks.values())
 
 
 def random_request(random: Random) -> GenerateRequest:
