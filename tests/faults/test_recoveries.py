@@ -182,6 +182,38 @@ def test_all_workers_stay_if_a_lost_one_answers_before_another_is_linked(model: 
         assert running.metric("steps_failed_total") == 0
 
 
+@pytest.mark.timeout(300)
+def test_a_group_stays_around_a_lost_stage_and_its_answers_continue(model: Path, tmp_path: Path) -> None:
+    question = replace(question_of("stop"), prompt="abcdefgh" * 20, max_tokens=30)
+
+    with stopping_at_steps() as hook, served(model, tmp_path, hook, "--tp", "2") as running:
+
+        def answer() -> str:
+            (choice,) = ask(
+                running.http, running.server.url, DIALECTS["completions"], question, streams=True
+            ).choices
+            return choice.text
+
+        expected = answer()
+        for stage in (1, 0):
+            before = running.wait_until_ready()
+            victim = next(rank for rank in before if (rank.stage, rank.rank) == (stage, 1))
+            stopped = Stopped(hook, victim.pid)
+            stopped.set(len(question.prompt), len(question.prompt) + _CUT_AT)
+            reading = running.threads.submit(answer)
+            stopped.wait()
+            victim.process.kill()
+            stopped.close()
+            assert reading.result() == expected
+            after = running.wait_until_ready()
+            assert [rank for rank in after if rank.stage != stage] == [
+                rank for rank in before if rank.stage != stage
+            ]
+            assert not {rank.pid for rank in after if rank.stage == stage} & {rank.pid for rank in before}
+        assert running.metric("resume_disagreements_total") == 0
+        assert running.metric("steps_failed_total") == 0
+
+
 # ---- published clients
 
 
