@@ -27,6 +27,10 @@ class _Agent:
         self.silent = silent
         self.calls: list[tuple[str, list[int]]] = []
         self.kept: worker_pb2.KeptKv | None = None
+        self.begun = 0
+        """Last step that its workers have begun."""
+        self.until: list[int] = []
+        """Last steps that its prepared workers must execute."""
         self.linked: dict[int, worker_pb2.StageAssignment] = {}
         self.expected: dict[int, str] = {}
         """Nodes before the prepared stages."""
@@ -73,10 +77,19 @@ class _Agent:
         kept: worker_pb2.KeptKv | None = None,
         pids: Sequence[int] = (),
         leaves_others: bool = False,
+        halt: bool = False,
+        until_steps: Sequence[int] = (),
     ) -> Sequence[agent_pb2.StartedWorker]:
         assert commit or kept is None
         assert not leaves_others
         self.pids = list(pids)
+        if halt:
+            self.calls.append(("halt", [one.stage for one in assignments]))
+            return [
+                agent_pb2.StartedWorker(stage=one.stage, rank=one.rank, begun_step=self.begun)
+                for one in assignments
+            ]
+        self.until = list(until_steps)
         self.kept = kept
         if commit:
             self.linked |= {one.stage: one for one in assignments}
@@ -149,6 +162,20 @@ def test_ranks_of_a_lost_group_on_two_machines_load_once_all_weights_are_fetched
     asyncio.run(run())
     assert here.calls == [("prepare", [0, 2]), ("start", [1]), ("load", [1]), ("commit", [0, 2])]
     assert there.calls == [("start", [1]), ("fetch", [1]), ("load", [1])]
+
+
+def test_ranks_of_a_group_that_stays_execute_the_steps_that_one_of_them_has_begun() -> None:
+    here, there = _Agent(), _Agent()
+    here.begun, there.begun = 7, 8
+    a, b = here.site("a"), there.site("b")
+    assignments = three_stages(((1.0,), (0.5, 0.5), (1.0,)))
+    sites = {place(0): a, place(1, 0): a, place(1, 1): b, place(2): b}
+    staying = {place(0), place(1, 0), place(1, 1)}
+    prepared = asyncio.run(prepare(sites, assignments, staying, make_hello()))
+    assert set(prepared) == staying
+    assert here.calls == [("halt", [1]), ("prepare", [0, 1])]
+    assert there.calls == [("halt", [1]), ("prepare", [1])]
+    assert (here.until, there.until) == ([0, 8], [8])
 
 
 def test_workers_that_do_not_answer_are_not_among_the_prepared() -> None:

@@ -214,6 +214,50 @@ def test_a_group_stays_around_a_lost_stage_and_its_answers_continue(model: Path,
         assert running.metric("steps_failed_total") == 0
 
 
+@pytest.mark.timeout(300)
+def test_a_group_stays_although_one_rank_has_begun_a_step_and_the_other_has_not(
+    model: Path, tmp_path: Path
+) -> None:
+    question = replace(question_of("stop"), prompt="abcdefgh" * 20, max_tokens=30)
+    logs = tmp_path / "logs"
+
+    with (
+        stopping_at_steps() as hook,
+        served(model, tmp_path, hook, "--tp", "2", "--log-dir", str(logs)) as running,
+    ):
+
+        def answer() -> str:
+            (choice,) = ask(
+                running.http, running.server.url, DIALECTS["completions"], question, streams=True
+            ).choices
+            return choice.text
+
+        def waits() -> Any:
+            (device,) = (
+                each for each in running.status()["devices"] if (each["stage"], each["rank"]) == (0, 0)
+            )
+            return device["waits"]
+
+        def halts() -> list[str]:
+            return re.findall(r"halted after step \d+", (logs / "worker-0-1.log").read_text())
+
+        expected = answer()
+        before = running.wait_until_ready()
+        late = next(rank for rank in before if (rank.stage, rank.rank) == (0, 1))
+        stopped = Stopped(hook, late.pid)
+        stopped.set(len(question.prompt), len(question.prompt) + _CUT_AT)
+        reading = running.threads.submit(answer)
+        stopped.wait()
+        eventually(waits, lambda found: found and found["kind"] == "collective" and found["seconds"] > 0.2)
+        next(rank for rank in before if rank.stage == 1).process.kill()
+        eventually(halts)
+        stopped.close()
+        assert reading.result() == expected
+        after = running.wait_until_ready()
+        assert [rank for rank in after if not rank.stage] == [rank for rank in before if not rank.stage]
+        assert running.metric("resume_disagreements_total") == 0
+
+
 # ---- published clients
 
 

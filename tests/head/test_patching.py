@@ -63,8 +63,12 @@ class _Agent:
         commit: bool,
         pids: Sequence[int],
         leaves_others: bool,
+        halt: bool,
+        until_steps: Sequence[int],
     ) -> Sequence[agent_pb2.StartedWorker]:
         assert not commit
+        assert not halt
+        assert not until_steps
         self.asked.append((list(pids), leaves_others))
         self.prepared.append([one.stage for one in assignments])
         return [
@@ -237,8 +241,18 @@ class _Leaving(_Agent):
         commit: bool,
         pids: Sequence[int],
         leaves_others: bool,
+        halt: bool,
+        until_steps: Sequence[int],
     ) -> Sequence[agent_pb2.StartedWorker]:
-        await super().relink(hello, assignments, commit=commit, pids=pids, leaves_others=leaves_others)
+        await super().relink(
+            hello,
+            assignments,
+            commit=commit,
+            pids=pids,
+            leaves_others=leaves_others,
+            halt=halt,
+            until_steps=until_steps,
+        )
         return await asyncio.get_running_loop().create_future()
 
 

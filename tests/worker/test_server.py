@@ -22,7 +22,7 @@ from mlx_ring.core.errors import LinkLost, StepFailed
 from mlx_ring.rpc.frames import Frame
 from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.links import Inbox, LinkKey, Opening
-from mlx_ring.rpc.protos import hello_pb2, worker_pb2
+from mlx_ring.rpc.protos import hello_pb2, step_pb2, worker_pb2
 from mlx_ring.rpc.tls.peers import Peer, node_name
 from mlx_ring.worker import neighbours
 from mlx_ring.worker import server as subject
@@ -372,3 +372,41 @@ def test_a_worker_joins_its_group_only_after_it_has_reported_so(monkeypatch: pyt
         server.compute()
         loading.result(60)
     assert at_join == ["group"]
+
+
+def test_a_halted_worker_executes_only_the_steps_that_another_rank_has_begun() -> None:
+    server, _ = assign_stage(0)
+    taken: list[int] = []
+
+    def take(step: step_pb2.Step, _arrived_us: int) -> list[object]:
+        taken.append(step.step)
+        return []
+
+    server._runner = cast(
+        "Any",
+        SimpleNamespace(last_step=0, reset=list[object], take=take, finish=list[object], spoiled=None),
+    )
+    server._built = cast("Any", SimpleNamespace())
+    assert not greet_steps(server, 1).HasField("failure")
+    server._jobs.get()()
+    stream = server._stream
+    assert stream is not None
+
+    def relinked(*, halt: bool, until_step: int = 0) -> worker_pb2.RelinkReply:
+        assignment = worker_pb2.StageAssignment(instance="demo-1", epoch=2, stage=0, stages=3)
+        request = worker_pb2.RelinkRequest(
+            hello=make_hello(fencing_id=1), assignment=assignment, halt=halt, until_step=until_step
+        )
+        return server.relink(request, cast("Any", _LocalCall()))
+
+    server.execute(stream, step_pb2.Step(step=4), 0)
+    assert relinked(halt=True).begun_step == 4
+    server.execute(stream, step_pb2.Step(step=5), 0)
+    with ThreadPoolExecutor(1) as threads:
+        preparing = threads.submit(relinked, halt=False, until_step=5)
+        # A step that came before the request is still in the queue.
+        job = server._jobs.get()
+        server.execute(stream, step_pb2.Step(step=6), 0)
+        job()
+        assert not preparing.result().HasField("failure")
+    assert taken == [4, 5]

@@ -22,6 +22,8 @@ _GROUP_WAITS_S = {GROUP_PHASE: 30.0, "warm-up": 120.0}
 
 _SETTLE_WAIT_S, _LONGEST_SETTLE_S = 5.0, 30.0
 """Seconds in which a worker that is not stuck finishes its step: usually, and while it answers and computes."""
+_HALT_WAIT_S = 1.0
+"""Seconds to halt a worker, which answers while it computes."""
 _LINK_WAIT_S = 10.0
 """Seconds to link with neighbours that are all loaded."""
 
@@ -192,6 +194,12 @@ async def relink_workers(supervisor: Supervisor, request: agent_pb2.RelinkWorker
     if request.commit and missing:
         stage, rank = min(missing)
         raise WorkerLost(f"The worker of stage {stage}, rank {rank} has ended, so it cannot be linked.")
+    if request.halt:
+        await asyncio.gather(
+            *(_relink(supervisor, worker, request, places[worker.stage, worker.rank]) for worker in staying),
+            return_exceptions=True,
+        )
+        return staying
     for worker in staying:
         if worker.prepared_epoch > epoch:
             raise StaleMessage(
@@ -234,10 +242,18 @@ async def _relink(
     request: agent_pb2.RelinkWorkersRequest,
     assignment: worker_pb2.StageAssignment,
 ) -> None:
-    wanted = worker_pb2.RelinkRequest(
-        hello=request.hello, assignment=assignment, commit=request.commit, kept=request.kept
+    until = dict(
+        zip(((one.stage, one.rank) for one in request.assignments), request.until_steps, strict=False)
     )
-    limit_s = _LINK_WAIT_S if request.commit else _LONGEST_SETTLE_S
+    wanted = worker_pb2.RelinkRequest(
+        hello=request.hello,
+        assignment=assignment,
+        commit=request.commit,
+        kept=request.kept,
+        halt=request.halt,
+        until_step=until.get((assignment.stage, assignment.rank), 0),
+    )
+    limit_s = _HALT_WAIT_S if request.halt else _LINK_WAIT_S if request.commit else _LONGEST_SETTLE_S
     answer = asyncio.ensure_future(RELINK.aio_unary_unary(worker.channel)(wanted, timeout=limit_s))
     try:
         while not request.commit:
@@ -254,6 +270,7 @@ async def _relink(
         answer.cancel()
     if reply.HasField("failure"):
         raise failure_to_error(reply.failure)
+    worker.begun_step = reply.begun_step
     if request.commit:
         worker.assignment = assignment
 

@@ -313,6 +313,7 @@ def _started(worker: Worker, trust: Trust) -> agent_pb2.StartedWorker:
         group_port=status.group_port,
         group_host=status.group_host,
         means=status.means,
+        begun_step=worker.begun_step,
     )
     started.means.rdma_devices[:] = trusted_devices(status.means.rdma_devices, trust)
     return started

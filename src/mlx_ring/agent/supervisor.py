@@ -87,6 +87,8 @@ class Worker:
     loading_phase: str = ""
     prepared_epoch: int = 0
     """Epoch for which it was prepared last; it enters that epoch once it is linked."""
+    begun_step: int = 0
+    """Last step that it had begun when it was halted."""
     _head: int = 0
 
     def __post_init__(self) -> None:

@@ -117,6 +117,8 @@ class AgentLink:
         kept: worker_pb2.KeptKv | None = None,
         pids: Sequence[int] = (),
         leaves_others: bool = False,
+        halt: bool = False,
+        until_steps: Sequence[int] = (),
     ) -> Sequence[agent_pb2.StartedWorker]:
         """Prepare loaded workers for other neighbours, or with `commit` link them; return those that answered.
 
@@ -127,6 +129,8 @@ class AgentLink:
             kept: The KV that they keep, with `commit`.
             pids: Their process ids; without any, the places decide.
             leaves_others: True if the first phase does not end the other workers of the instance.
+            halt: True if they only begin no further step, before the first phase.
+            until_steps: The last step that a rank of the same group has begun, for each assignment.
 
         Raises:
             RingError: The agent's failure, or with `commit` a worker's.
@@ -138,6 +142,8 @@ class AgentLink:
             kept=kept,
             pids=pids,
             leaves_others=leaves_others,
+            halt=halt,
+            until_steps=until_steps,
         )
         try:
             reply = await RELINK_WORKERS.aio_unary_unary(self._channel)(request, timeout=_RELINK_WAIT_S)

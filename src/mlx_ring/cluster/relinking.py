@@ -81,22 +81,37 @@ async def prepare(
     ours = [_with_neighbour(one, sites) for one in assignments if _place(one) in staying]
     known = pids or {}
 
-    async def prepare_on(site: Site) -> Started:
-        own = [one for one in ours if sites[_place(one)].node == site.node]
-        own_pids = [known[_place(one)] for one in own if _place(one) in known]
-        relinking = asyncio.ensure_future(
-            site.link.relink(
-                hello,
-                own,
-                commit=False,
-                pids=own_pids if len(own_pids) == len(own) else (),
-                leaves_others=leaves_others,
-            )
-        )
-        return await _answered(site, relinking, wait_until_left)
+    async def ask(of: Assignments, until: Mapping[RankId, int] | None) -> Started:
+        """Halt workers, or prepare them; return those that answered."""
 
-    found = await asyncio.gather(*map(prepare_on, _once(sites[place] for place in staying)))
-    return {place: worker for of_site in found for place, worker in of_site.items()}
+        async def ask_on(site: Site) -> Started:
+            own = [one for one in of if sites[_place(one)].node == site.node]
+            own_pids = [known[_place(one)] for one in own if _place(one) in known]
+            relinking = asyncio.ensure_future(
+                site.link.relink(
+                    hello,
+                    own,
+                    commit=False,
+                    pids=own_pids if len(own_pids) == len(own) else (),
+                    leaves_others=leaves_others,
+                    halt=until is None,
+                    until_steps=[until.get(_place(one), 0) for one in own] if until else (),
+                )
+            )
+            return await _answered(site, relinking, wait_until_left)
+
+        found = await asyncio.gather(*map(ask_on, _once(sites[_place(one)] for one in of)))
+        return {place: worker for of_site in found for place, worker in of_site.items()}
+
+    # Ranks of a group compute a step together, so each must execute the steps that another one has begun.
+    halted = await ask([one for one in ours if joined_ranks(one)], None)
+    begun = {place: worker.begun_step for place, (worker, _) in halted.items()}
+    until = {
+        _place(one): max(begun.get(RankId(*place), 0) for place in joined_ranks(one))
+        for one in ours
+        if joined_ranks(one)
+    }
+    return await ask(ours, until)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from mlx_ring.worker.neighbours import Neighbours, PeerAccess, first_message
 from mlx_ring.worker.platform.device import device_memory, device_name
 from mlx_ring.worker.runner import StageRunner
 from mlx_ring.worker.stage import BuiltStage, OpenedLinks, build_stage
-from mlx_ring.worker.step import monotonic_us
+from mlx_ring.worker.step import Halt, monotonic_us
 
 log = logging.getLogger(__name__)
 _Progress = queue.SimpleQueue[worker_pb2.LoadProgress | None]
@@ -55,6 +55,7 @@ class _StepStream:
 
     def __init__(self) -> None:
         self.answers: queue.SimpleQueue[worker_pb2.StepsReply | None] = queue.SimpleQueue()
+        self.halt = Halt()
 
 
 class WorkerServer:
@@ -75,11 +76,11 @@ class WorkerServer:
         self._stream: _StepStream | None = None
         self._head = 0
         """Number of the newest head, which loaded or linked this worker or has its stream; older ones are refused."""
+        self._halt = Halt()
         self._taken_from: _StepStream | None = None
         """Stream whose steps the runner took in."""
         self._lock = threading.Lock()
-        self._phase = "empty"
-        self._dtype = ""
+        self._phase, self._dtype = "empty", ""
         self._kv = worker_pb2.KvTraits()
         self._weight_bytes = 0
         self._kept: Sequence[worker_pb2.KeptSequence] = ()
@@ -226,6 +227,7 @@ class WorkerServer:
                 # Steps of the earlier head would stay in the collective on some stages and not on others.
                 raise NotReady("Workers whose links are collectives serve one head: start others.")
             self._stream, self._head = stream, hello.fencing_id
+            self._halt = stream.halt
             self._enter_epoch(hello.epoch)
             kept, self._kept = self._kept, ()
             if self._grammars is not None:
@@ -290,6 +292,8 @@ class WorkerServer:
 
     def execute(self, stream: _StepStream, step: step_pb2.Step, arrived_us: int) -> None:
         """Take in one step, unless another head has taken over since its arrival. Runs on the compute thread."""
+        if stream.halt.holds(step, arrived_us):
+            return
         if stream is self._stream and self._runner is not None:
             self._taken_from = stream
             self._answer(self._runner.take(step, arrived_us))
@@ -325,13 +329,15 @@ class WorkerServer:
         done: Future[None] = Future()
         try:
             self._check_relink(request)
+            if request.halt:
+                return worker_pb2.RelinkReply(begun_step=self._halt.begin())
             if request.commit:
                 self._jobs.put(partial(complete, done, self._joining(request)))
             else:
                 self._opening.give_up()
                 self._leave()
                 self._neighbours.prepare(request.assignment)
-                self._jobs.put(partial(complete, done, self._settle))
+                self._jobs.put(partial(complete, done, partial(self._settle, request.until_step)))
             done.result()
         except RingError as error:
             return worker_pb2.RelinkReply(failure=error_to_failure(error))
@@ -364,9 +370,11 @@ class WorkerServer:
         if stream is not None:
             stream.answers.put(None)
 
-    def _settle(self) -> None:
-        """Finish the step that is under way. Runs on the compute thread."""
+    def _settle(self, until_step: int) -> None:
+        """Execute the steps that other ranks of the group have begun, and finish. Runs on the compute thread."""
         if self._runner is not None:
+            for step, arrived_us in self._halt.until(until_step):
+                self._answer(self._runner.take(step, arrived_us))
             self._answer(self._runner.finish())
 
     def _joining(self, request: worker_pb2.RelinkRequest) -> Callable[[], None]:

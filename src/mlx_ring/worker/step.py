@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -15,6 +17,8 @@ from mlx_ring.rpc.protos import step_pb2
 from mlx_ring.worker.forward import Pass
 from mlx_ring.worker.inputs import StepInput
 from mlx_ring.worker.results import DrawnRow, StepDraws
+
+log = logging.getLogger(__name__)
 
 _WAITS = 4
 
@@ -148,3 +152,39 @@ class StepWork:
         failure = error_to_failure(first, sorted(failed))
         failure.message = " ".join(dict.fromkeys(map(str, errors)))
         return failure
+
+
+class Halt:
+    """Steps of one stream that are held back from some moment on.
+
+    Ranks of a group compute a step together. Before they get other neighbours, all of them are halted. Then each one
+    executes the steps that another has begun, which would wait for it otherwise, and no others.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._begun = 0
+        self._held: list[tuple[step_pb2.Step, int]] | None = None
+        """Steps that came since, and the times of their arrival; None while steps are executed."""
+
+    def begin(self) -> int:
+        """Hold back all steps from now on, and return the last one that was begun."""
+        with self._lock:
+            if self._held is None:
+                self._held = []
+                log.info("halted after step %d", self._begun)
+            return self._begun
+
+    def holds(self, step: step_pb2.Step, arrived_us: int) -> bool:
+        """Return True if the step is held back; otherwise it begins."""
+        with self._lock:
+            if self._held is None:
+                self._begun = step.step
+                return False
+            self._held.append((step, arrived_us))
+            return True
+
+    def until(self, step: int) -> list[tuple[step_pb2.Step, int]]:
+        """Return the steps that were held back, up to one, and the times of their arrival."""
+        with self._lock:
+            return [held for held in self._held or () if held[0].step <= step]

@@ -28,7 +28,6 @@ from types import ModuleType
 from typing import Any
 
 _FOLDER = os.environ.get("STOP_AT_STEPS_IN")  # noqa: TID251 - read before anything of the product is imported
-_RUNNER = "mlx_ring.worker.runner"
 _FATAL, _LOAD = "fatal.json", "load"
 
 
@@ -123,23 +122,32 @@ def _count_tasks() -> int:
     return sum(not task.done() for task in list(every))
 
 
-def _stop_at_steps(steps: _Steps, runner_module: Any) -> None:
-    take, make = runner_module.StageRunner.take, runner_module.StageRunner.__init__
+def _hold_loads(steps: _Steps, runner_module: Any) -> None:
+    make = runner_module.StageRunner.__init__
 
     def wait_and_make(runner: Any, *args: Any, **options: Any) -> None:
         steps.loaded()
         make(runner, *args, **options)
 
-    def stop_and_take(runner: Any, step: Any, arrived_us: int) -> Any:
-        steps.before(step)
-        return take(runner, step, arrived_us)
-
-    runner_module.StageRunner.take = stop_and_take
     runner_module.StageRunner.__init__ = wait_and_make
 
 
+def _stop_at_steps(steps: _Steps, server_module: Any) -> None:
+    execute = server_module.WorkerServer.execute
+
+    def stop_and_execute(worker: Any, stream: Any, step: Any, arrived_us: int) -> None:
+        steps.before(step)
+        execute(worker, stream, step, arrived_us)
+
+    server_module.WorkerServer.execute = stop_and_execute
+
+
+_CHANGES = {"mlx_ring.worker.runner": _hold_loads, "mlx_ring.worker.server": _stop_at_steps}
+"""Changes of modules when they are imported."""
+
+
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finder of the module that takes in steps."""
+    """Finder of the modules that load and execute steps."""
 
     def __init__(self, steps: _Steps) -> None:
         self._steps = steps
@@ -147,7 +155,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != _RUNNER:
+        if (change := _CHANGES.get(fullname)) is None:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         loader: Any = None if spec is None else spec.loader
@@ -156,7 +164,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
             def load_and_change(module: ModuleType) -> None:
                 load(module)
-                _stop_at_steps(self._steps, module)
+                change(self._steps, module)
 
             loader.exec_module = load_and_change
         return spec

@@ -26,7 +26,7 @@ class StartReply(_message.Message):
     def __init__(self, workers: _Optional[_Iterable[_Union[StartedWorker, _Mapping]]] = ..., failure: _Optional[_Union[_step_pb2.Failure, _Mapping]] = ...) -> None: ...
 
 class StartedWorker(_message.Message):
-    __slots__ = ("stage", "rank", "pid", "address", "port", "group_port", "group_host", "means")
+    __slots__ = ("stage", "rank", "pid", "address", "port", "group_port", "group_host", "begun_step", "means")
     STAGE_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -34,6 +34,7 @@ class StartedWorker(_message.Message):
     PORT_FIELD_NUMBER: _ClassVar[int]
     GROUP_PORT_FIELD_NUMBER: _ClassVar[int]
     GROUP_HOST_FIELD_NUMBER: _ClassVar[int]
+    BEGUN_STEP_FIELD_NUMBER: _ClassVar[int]
     MEANS_FIELD_NUMBER: _ClassVar[int]
     stage: int
     rank: int
@@ -42,8 +43,9 @@ class StartedWorker(_message.Message):
     port: int
     group_port: int
     group_host: str
+    begun_step: int
     means: _worker_pb2.GroupMeans
-    def __init__(self, stage: _Optional[int] = ..., rank: _Optional[int] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ..., port: _Optional[int] = ..., group_port: _Optional[int] = ..., group_host: _Optional[str] = ..., means: _Optional[_Union[_worker_pb2.GroupMeans, _Mapping]] = ...) -> None: ...
+    def __init__(self, stage: _Optional[int] = ..., rank: _Optional[int] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ..., port: _Optional[int] = ..., group_port: _Optional[int] = ..., group_host: _Optional[str] = ..., begun_step: _Optional[int] = ..., means: _Optional[_Union[_worker_pb2.GroupMeans, _Mapping]] = ...) -> None: ...
 
 class LoadStagesRequest(_message.Message):
     __slots__ = ("hello", "model_path", "assignments", "weights", "peers", "only_fetch")
@@ -124,20 +126,24 @@ class WorkerState(_message.Message):
     def __init__(self, instance: _Optional[str] = ..., stage: _Optional[int] = ..., rank: _Optional[int] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ..., alive: _Optional[bool] = ..., exit_reason: _Optional[str] = ..., status: _Optional[_Union[_worker_pb2.WorkerStatus, _Mapping]] = ..., silent_s: _Optional[float] = ..., assignment: _Optional[_Union[_worker_pb2.StageAssignment, _Mapping]] = ...) -> None: ...
 
 class RelinkWorkersRequest(_message.Message):
-    __slots__ = ("hello", "assignments", "commit", "kept", "pids", "leaves_others")
+    __slots__ = ("hello", "assignments", "commit", "kept", "pids", "leaves_others", "halt", "until_steps")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     ASSIGNMENTS_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
     KEPT_FIELD_NUMBER: _ClassVar[int]
     PIDS_FIELD_NUMBER: _ClassVar[int]
     LEAVES_OTHERS_FIELD_NUMBER: _ClassVar[int]
+    HALT_FIELD_NUMBER: _ClassVar[int]
+    UNTIL_STEPS_FIELD_NUMBER: _ClassVar[int]
     hello: _hello_pb2.Hello
     assignments: _containers.RepeatedCompositeFieldContainer[_worker_pb2.StageAssignment]
     commit: bool
     kept: _worker_pb2.KeptKv
     pids: _containers.RepeatedScalarFieldContainer[int]
     leaves_others: bool
-    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., assignments: _Optional[_Iterable[_Union[_worker_pb2.StageAssignment, _Mapping]]] = ..., commit: _Optional[bool] = ..., kept: _Optional[_Union[_worker_pb2.KeptKv, _Mapping]] = ..., pids: _Optional[_Iterable[int]] = ..., leaves_others: _Optional[bool] = ...) -> None: ...
+    halt: bool
+    until_steps: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., assignments: _Optional[_Iterable[_Union[_worker_pb2.StageAssignment, _Mapping]]] = ..., commit: _Optional[bool] = ..., kept: _Optional[_Union[_worker_pb2.KeptKv, _Mapping]] = ..., pids: _Optional[_Iterable[int]] = ..., leaves_others: _Optional[bool] = ..., halt: _Optional[bool] = ..., until_steps: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RelinkWorkersReply(_message.Message):
     __slots__ = ("workers", "failure")

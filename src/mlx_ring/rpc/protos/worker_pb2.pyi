@@ -133,16 +133,20 @@ class LoadProgress(_message.Message):
     def __init__(self, bytes_loaded: _Optional[int] = ..., bytes_total: _Optional[int] = ..., ready: _Optional[bool] = ..., failure: _Optional[_Union[_step_pb2.Failure, _Mapping]] = ..., phase: _Optional[str] = ...) -> None: ...
 
 class RelinkRequest(_message.Message):
-    __slots__ = ("hello", "assignment", "commit", "kept")
+    __slots__ = ("hello", "assignment", "commit", "kept", "halt", "until_step")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     ASSIGNMENT_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
     KEPT_FIELD_NUMBER: _ClassVar[int]
+    HALT_FIELD_NUMBER: _ClassVar[int]
+    UNTIL_STEP_FIELD_NUMBER: _ClassVar[int]
     hello: _hello_pb2.Hello
     assignment: StageAssignment
     commit: bool
     kept: KeptKv
-    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., assignment: _Optional[_Union[StageAssignment, _Mapping]] = ..., commit: _Optional[bool] = ..., kept: _Optional[_Union[KeptKv, _Mapping]] = ...) -> None: ...
+    halt: bool
+    until_step: int
+    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., assignment: _Optional[_Union[StageAssignment, _Mapping]] = ..., commit: _Optional[bool] = ..., kept: _Optional[_Union[KeptKv, _Mapping]] = ..., halt: _Optional[bool] = ..., until_step: _Optional[int] = ...) -> None: ...
 
 class KeptKv(_message.Message):
     __slots__ = ("first_stage", "sequences")
@@ -163,10 +167,12 @@ class KeptSequence(_message.Message):
     def __init__(self, sequence: _Optional[int] = ..., kept_as: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
 
 class RelinkReply(_message.Message):
-    __slots__ = ("failure",)
+    __slots__ = ("failure", "begun_step")
     FAILURE_FIELD_NUMBER: _ClassVar[int]
+    BEGUN_STEP_FIELD_NUMBER: _ClassVar[int]
     failure: _step_pb2.Failure
-    def __init__(self, failure: _Optional[_Union[_step_pb2.Failure, _Mapping]] = ...) -> None: ...
+    begun_step: int
+    def __init__(self, failure: _Optional[_Union[_step_pb2.Failure, _Mapping]] = ..., begun_step: _Optional[int] = ...) -> None: ...
 
 class StepsRequest(_message.Message):
     __slots__ = ("hello", "step", "kv_limit", "prepare", "drop_grammar")
