@@ -143,6 +143,11 @@ def make_fatal(folder: Path, *, prompt: int, start: int) -> None:
     (folder / "fatal.json").write_text(json.dumps({"prompt": prompt, "start": start}))
 
 
+def make_schema_fatal(folder: Path, schema: str) -> None:
+    """Let workers kill themselves before they compile a schema with this text."""
+    (folder / "fatal.json").write_text(json.dumps({"schema": schema}))
+
+
 @dataclass(slots=True)
 class Served:
     """A server, and how to reach it."""

@@ -18,7 +18,15 @@ from tests.eventually import eventually
 from tests.faults.comparison import Judge
 from tests.faults.dialects import DIALECTS, EMBEDDINGS, Question, ask
 from tests.faults.disturbances import CHUNK, PLACES, SCORED, TOGETHER, Cover, Disturber, Ledger, question_of
-from tests.faults.injection import Served, Stopped, count_tasks, held_loads, make_fatal, stopping_at_steps
+from tests.faults.injection import (
+    Served,
+    Stopped,
+    count_tasks,
+    held_loads,
+    make_fatal,
+    make_schema_fatal,
+    stopping_at_steps,
+)
 from tests.faults.models import write_model
 from tests.lazily import lazily
 from tests.processes import serving
@@ -390,6 +398,40 @@ def test_a_request_that_kills_its_worker_ends_alone_and_its_neighbours_finish(
             assert running.metric("instance_losses_total") == 3
             assert running.metric("requests_resumed_total") >= len(questions)
             assert [answer(question) for question in questions] == undisturbed
+
+
+@pytest.mark.timeout(300)
+def test_a_schema_that_kills_its_worker_ends_alone_and_its_neighbours_finish(
+    model: Path, tmp_path: Path
+) -> None:
+    completions, chat = DIALECTS["completions"], DIALECTS["chat"]
+    poison = replace(question_of("grammar"), schema={"type": "object", "properties": {"fatal": {}}})
+    questions = [
+        replace(question_of("decode"), prompt="b" * (20 + number), seed=number, max_tokens=24)
+        for number in range(8)
+    ]
+    with stopping_at_steps() as hook:
+        make_schema_fatal(hook, "fatal")
+        with served(model, tmp_path, hook) as running:
+
+            def answer(question: Question) -> str:
+                (choice,) = ask(running.http, running.server.url, completions, question, streams=True).choices
+                return choice.text
+
+            undisturbed = list(running.threads.map(answer, questions))
+            # The neighbours are in the middle of their answers when the request arrives.
+            first = len(questions[0].prompt)
+            stopped = Stopped(hook, running.wait_until_ready()[0].pid)
+            stopped.set(first, first + _CUT_AT)
+            disturbed = [running.threads.submit(answer, question) for question in questions]
+            stopped.wait()
+            url, body = running.server.url + chat.path, chat.whole_body(poison)
+            ended = running.threads.submit(running.http.post, url, json=body, timeout=250)
+            eventually(lambda: running.metric("instance_losses_total") == 1)
+            stopped.close()
+            assert ended.result().json()["error"]["code"] == "repeated_loss"
+            assert [each.result() for each in disturbed] == undisturbed
+            assert running.metric("instance_losses_total") == 3
 
 
 # ---- leaks

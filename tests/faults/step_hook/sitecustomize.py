@@ -7,7 +7,8 @@ A client sends a condition, as a line of JSON, and gets an empty line once it ho
 the first step that satisfies it, and sends what it knows of its sequences. It waits for another condition, or continues when the client closes the connection.
 
 A worker kills itself before the first step that satisfies the condition in the file `fatal.json` of the folder, if there
-is one. If there is a FIFO `load` in the folder, a worker that has loaded its weights waits until a client has opened and
+is one. If the condition has a `schema`, it kills itself before it compiles a schema with that text. If there is a FIFO
+`load` in the folder, a worker that has loaded its weights waits until a client has opened and
 closed it.
 """
 
@@ -37,6 +38,7 @@ class _Steps:
     def __init__(self, folder: Path) -> None:
         fatal = folder / _FATAL
         self._fatal: dict[str, int] | None = json.loads(fatal.read_text()) if fatal.exists() else None
+        self._fatal_schema = str((self._fatal or {}).pop("schema", ""))
         self._sequences: dict[int, dict[str, int]] = {}
         """Each open sequence: its prompt's length, and the start and number of draft tokens of its last row."""
         self._epoch = 0
@@ -79,10 +81,14 @@ class _Steps:
             known = self._sequences.setdefault(row.sequence, {"prompt": 0})
             known |= {"start": row.start, "draft": len(row.draft)}
             rows.append(known)
-        if self._fatal is not None and any(_satisfies(row, self._fatal) for row in rows):
+        if self._fatal and any(_satisfies(row, self._fatal) for row in rows):
             os.kill(os.getpid(), signal.SIGKILL)
         while self._client is not None and any(_satisfies(row, self._client[1]) for row in rows):
             self._wait(step.step)
+
+    def before_schema(self, text: str) -> None:
+        if self._fatal_schema and self._fatal_schema in text:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def _apply(self, operation: Any) -> None:
         if operation.HasField("open"):
@@ -142,12 +148,26 @@ def _stop_at_steps(steps: _Steps, server_module: Any) -> None:
     server_module.WorkerServer.execute = stop_and_execute
 
 
-_CHANGES = {"mlx_ring.worker.runner": _hold_loads, "mlx_ring.worker.server": _stop_at_steps}
+def _look_at_schemas(steps: _Steps, compiler_module: Any) -> None:
+    compile_ = compiler_module.GrammarCompiler._compile
+
+    def look_and_compile(compiler: Any, kind: str, text: str) -> Any:
+        steps.before_schema(text)
+        return compile_(compiler, kind, text)
+
+    compiler_module.GrammarCompiler._compile = look_and_compile
+
+
+_CHANGES = {
+    "mlx_ring.worker.runner": _hold_loads,
+    "mlx_ring.worker.server": _stop_at_steps,
+    "mlx_ring.worker.grammars.compiler": _look_at_schemas,
+}
 """Changes of modules when they are imported."""
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finder of the modules that load and execute steps."""
+    """Finder of the modules that load, execute steps and compile schemas."""
 
     def __init__(self, steps: _Steps) -> None:
         self._steps = steps
