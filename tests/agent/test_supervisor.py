@@ -63,8 +63,10 @@ while True:
 """
 
 
-def test_a_cancelled_stop_still_ends_a_worker_that_ignores_sigterm(tmp_path: Path) -> None:
-    # A head that is disconnected during its call cancels it.
+@pytest.mark.parametrize("ends_all", [False, True])
+def test_a_cancelled_stop_still_ends_a_worker_that_ignores_sigterm(tmp_path: Path, *, ends_all: bool) -> None:
+    """Cancel it, as a head does that is disconnected during its call. A stop of all waits for that end, too."""
+
     async def run() -> str:
         (tmp_path / "stubborn_worker.py").write_text(IGNORES_SIGTERM)
         supervisor = Supervisor(WorkerOptions("here", tmp_path, tmp_path, "info", "off", 1))
@@ -86,6 +88,9 @@ def test_a_cancelled_stop_still_ends_a_worker_that_ignores_sigterm(tmp_path: Pat
                 stopping = asyncio.create_task(supervisor.stop("tiny"))
                 await run_tasks_until(lambda: not supervisor.workers)
                 stopping.cancel()
+                if ends_all:
+                    await supervisor.stop()
+                    return child.exit_reason
                 return await child.wait()
         finally:
             await child.stop(0.0)

@@ -101,6 +101,7 @@ def test_a_worker_that_is_killed_while_another_loads_is_replaced_like_the_first(
         assert after[2] == pids[2], "the third stage stays loaded"
         assert not set(after[:2]) & {*pids, int(started[1])}
         assert server.stop() == 0
+        assert not psutil.pid_exists(int(started[1])), "no agent ends before a worker that it stops"
 
 
 @pytest.mark.parametrize(("stages", "victims"), [(3, (1, 0, 2)), (2, (0,))])

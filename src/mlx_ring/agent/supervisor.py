@@ -322,7 +322,7 @@ class Supervisor:
         It continues if the caller is cancelled, as by a lost head; otherwise a worker that ignores SIGTERM would stay.
 
         Args:
-            instance: instance whose workers end; empty: every instance's.
+            instance: instance whose workers end; empty: every instance's, also those that are ending already.
             pids: only these processes; empty: all.
             up_to: highest epoch whose workers end, because a request may arrive when later ones run; 0: any.
         """
@@ -333,10 +333,11 @@ class Supervisor:
             and (not pids or worker.child.pid in pids)
             and (not up_to or worker.epoch <= up_to)
         ]
+        earlier = [] if instance else [*self._stops]
         stopping = asyncio.create_task(self._stop(leaving, is_all=not instance), name=f"stop {instance}")
         self._stops.add(stopping)
         stopping.add_done_callback(self._stops.discard)
-        return await asyncio.shield(stopping)
+        return (await asyncio.gather(*map(asyncio.shield, [stopping, *earlier])))[0]
 
     async def _stop(self, leaving: Collection[Worker], *, is_all: bool) -> int:
         self._workers = [worker for worker in self._workers if worker not in leaving]
