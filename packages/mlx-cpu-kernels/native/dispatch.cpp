@@ -1,0 +1,110 @@
+// The public functions: they pass on to the table of the instruction set in use.
+#include <algorithm>
+#include <atomic>
+#include <vector>
+
+#include "kernels.h"
+
+namespace mlx_cpu_kernels {
+namespace {
+
+const Kernels* find_kernels(InstructionSet set) {
+  switch (set) {
+    case InstructionSet::scalar:
+      return &scalar_kernels;
+    default:
+      return nullptr;
+  }
+}
+
+InstructionSet best_instruction_set() {
+  for (InstructionSet set : {InstructionSet::avx512, InstructionSet::avx2, InstructionSet::neon})
+    if (find_kernels(set)) return set;
+  return InstructionSet::scalar;
+}
+
+struct Selected {
+  InstructionSet set = best_instruction_set();
+  const Kernels* kernels = find_kernels(set);
+};
+
+Selected& selected() {
+  static Selected value;
+  return value;
+}
+
+using Product = void (*)(const Rows&, const Quantized&, const MutableRows&, Threads&);
+
+void gather(Product product, const Rows& x, const GatherPair* pairs, int64_t count, const Experts& experts,
+            const MutableRows& y, Threads& threads) {
+  std::vector<GatherPair> ordered(pairs, pairs + count);
+  std::stable_sort(ordered.begin(), ordered.end(), [](auto& a, auto& b) { return a.expert < b.expert; });
+  std::vector<int64_t> x_rows(count), y_rows(count);
+  for (int64_t i = 0; i < count; i++) {
+    x_rows[i] = ordered[i].x_row;
+    y_rows[i] = ordered[i].y_row;
+  }
+  for (int64_t begin = 0, end; begin < count; begin = end) {
+    int64_t expert = ordered[begin].expert;
+    for (end = begin + 1; end < count && ordered[end].expert == expert;) end++;
+    Quantized w = experts.first;
+    w.weights += expert * experts.words;
+    w.scales = at(w.scales, w.type, expert * experts.groups);
+    w.biases = at(w.biases, w.type, expert * experts.groups);
+    product({x.values, x.type, x.stride, end - begin, &x_rows[begin]}, w,
+            {y.values, y.type, y.stride, end - begin, &y_rows[begin]}, threads);
+  }
+}
+
+}  // namespace
+
+InstructionSet instruction_set() { return selected().set; }
+
+const char* name(InstructionSet set) {
+  switch (set) {
+    case InstructionSet::avx2:
+      return "AVX2";
+    case InstructionSet::avx512:
+      return "AVX-512";
+    case InstructionSet::neon:
+      return "NEON";
+    default:
+      return "scalar";
+  }
+}
+
+bool is_available(InstructionSet set) { return find_kernels(set) != nullptr; }
+
+bool set_instruction_set(InstructionSet set) {
+  const Kernels* kernels = find_kernels(set);
+  if (kernels) selected() = {set, kernels};
+  return kernels != nullptr;
+}
+
+void multiply_transposed(const void* x, Type type, int64_t x_stride, int64_t rows, const Quantized& w, void* y,
+                         int64_t y_stride, Threads& threads) {
+  selected().kernels->multiply_transposed({x, type, x_stride, rows}, w, {y, type, y_stride, rows}, threads);
+}
+
+void multiply(const void* x, Type type, int64_t x_stride, int64_t rows, const Quantized& w, void* y,
+              int64_t y_stride, Threads& threads) {
+  selected().kernels->multiply({x, type, x_stride, rows}, w, {y, type, y_stride, rows}, threads);
+}
+
+void gather_multiply_transposed(const void* x, Type type, int64_t x_stride, const GatherPair* pairs, int64_t count,
+                                const Experts& experts, void* y, int64_t y_stride, Threads& threads) {
+  gather(selected().kernels->multiply_transposed, {x, type, x_stride, count}, pairs, count, experts,
+         {y, type, y_stride, count}, threads);
+}
+
+void gather_multiply(const void* x, Type type, int64_t x_stride, const GatherPair* pairs, int64_t count,
+                     const Experts& experts, void* y, int64_t y_stride, Threads& threads) {
+  gather(selected().kernels->multiply, {x, type, x_stride, count}, pairs, count, experts, {y, type, y_stride, count},
+         threads);
+}
+
+void dequantize(const Quantized& w, int64_t row_begin, int64_t row_end, void* out, Type type, Threads& threads) {
+  selected().kernels->dequantize(w, row_begin, row_end, out, type, threads);
+}
+
+}  // namespace mlx_cpu_kernels

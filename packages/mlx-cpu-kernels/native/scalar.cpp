@@ -1,0 +1,59 @@
+// The reference: plain loops that state what each kernel computes. The other instruction sets are tested against it,
+// and processors that have none of them use it.
+#include "kernels.h"
+
+namespace mlx_cpu_kernels {
+namespace {
+
+uint32_t quantized_value(const uint32_t* row, int bits, int64_t column) {
+  int64_t bit = column * bits;
+  const uint32_t* word = row + bit / 32;
+  int shift = int(bit % 32);
+  uint64_t pair = word[0];
+  if (shift + bits > 32) pair |= uint64_t{word[1]} << 32;
+  return uint32_t(pair >> shift) & ((1u << bits) - 1);
+}
+
+float value(const Quantized& w, int64_t row, int64_t column) {
+  int64_t group = row * w.row_groups + column / w.group_size;
+  return load_value(w.scales, w.type, group) * float(quantized_value(w.weights + row * w.row_words, w.bits, column)) +
+         load_value(w.biases, w.type, group);
+}
+
+void multiply_transposed(const Rows& x, const Quantized& w, const MutableRows& y, Threads& threads) {
+  threads.parallel_for(w.rows, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t m = 0; m < x.count; m++) {
+      for (int64_t n = begin; n < end; n++) {
+        double sum = 0;
+        for (int64_t k = 0; k < w.columns; k++) sum += double(load_value(x.row(m), x.type, k)) * value(w, n, k);
+        store_value(y.row(m), y.type, n, float(sum));
+      }
+    }
+  });
+}
+
+void multiply(const Rows& x, const Quantized& w, const MutableRows& y, Threads& threads) {
+  threads.parallel_for(w.columns, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t m = 0; m < x.count; m++) {
+      for (int64_t n = begin; n < end; n++) {
+        double sum = 0;
+        for (int64_t k = 0; k < w.rows; k++) sum += double(load_value(x.row(m), x.type, k)) * value(w, k, n);
+        store_value(y.row(m), y.type, n, float(sum));
+      }
+    }
+  });
+}
+
+void dequantize_rows(const Quantized& w, int64_t row_begin, int64_t row_end, void* out, Type type, Threads& threads) {
+  threads.parallel_for(row_end - row_begin, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; row++)
+      for (int64_t column = 0; column < w.columns; column++)
+        store_value(out, type, row * w.columns + column, value(w, row_begin + row, column));
+  });
+}
+
+}  // namespace
+
+const Kernels scalar_kernels = {multiply_transposed, multiply, dequantize_rows};
+
+}  // namespace mlx_cpu_kernels

@@ -1,0 +1,119 @@
+#include "threads.h"
+
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace mlx_cpu_kernels {
+namespace {
+
+// A decode step issues a product every few tens of microseconds: a worker that slept between them would be woken for
+// longer than it works. It spins for about that long, then sleeps, so that an idle server uses no processor.
+constexpr int kSpins = 4000;
+
+inline void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+}  // namespace
+
+struct Threads::Pool {
+  struct Loop {
+    Call call = nullptr;
+    void* body = nullptr;
+    int64_t n = 0;
+    int64_t piece = 0;  // length of a thread's range
+  };
+
+  explicit Pool(int workers) {
+    for (int i = 1; i <= workers; i++) threads.emplace_back([this, i] { work(i); });
+  }
+
+  ~Pool() {
+    stopping = true;
+    publish();
+    for (auto& thread : threads) thread.join();
+  }
+
+  void publish() {
+    std::lock_guard lock(mutex);  // a worker that is about to sleep either sees the new round or is woken
+    round.fetch_add(1, std::memory_order_release);
+    wake.notify_all();
+  }
+
+  void run_piece(int i) const {
+    int64_t begin = i * loop.piece;
+    int64_t end = begin + loop.piece < loop.n ? begin + loop.piece : loop.n;
+    if (begin < end) loop.call(loop.body, begin, end);
+  }
+
+  uint64_t wait_for_round_after(uint64_t seen) {
+    for (int i = 0; i < kSpins; i++) {
+      if (uint64_t now = round.load(std::memory_order_acquire); now != seen) return now;
+      relax();
+    }
+    std::unique_lock lock(mutex);
+    wake.wait(lock, [&] { return round.load(std::memory_order_acquire) != seen; });
+    return round.load(std::memory_order_acquire);
+  }
+
+  void work(int i) {
+    uint64_t seen = 0;
+    while (true) {
+      seen = wait_for_round_after(seen);
+      if (stopping) return;
+      run_piece(i);
+      unfinished.fetch_sub(1, std::memory_order_acq_rel);
+    }
+  }
+
+  std::mutex mutex;
+  std::condition_variable wake;
+  std::atomic<uint64_t> round{0};
+  std::atomic<int> unfinished{0};
+  std::atomic<bool> stopping{false};
+  std::atomic<bool> busy{false};
+  Loop loop;
+  std::vector<std::thread> threads;
+};
+
+Threads::Threads(int count) { set_threads(count); }
+
+Threads::~Threads() = default;
+
+void Threads::set_threads(int count) {
+  count = count < 1 ? 1 : count;
+  if (count == count_) return;
+  pool_ = count > 1 ? std::make_unique<Pool>(count - 1) : nullptr;
+  count_ = count;
+}
+
+void Threads::run(int64_t n, int64_t grain, Call call, void* body) {
+  Pool& pool = *pool_;
+  if (pool.busy.exchange(true, std::memory_order_acquire)) {
+    call(body, 0, n);
+    return;
+  }
+  int64_t grains = (n + grain - 1) / grain;
+  int64_t piece = (grains + count_ - 1) / count_ * grain;
+  pool.loop = {call, body, n, piece};
+  pool.unfinished.store(count_ - 1, std::memory_order_relaxed);
+  pool.publish();
+  pool.run_piece(0);
+  // Workers have equal shares: the wait is short unless the machine is busy, where yielding lets them run.
+  for (int i = 0; pool.unfinished.load(std::memory_order_acquire) != 0; i++) {
+    if (i < kSpins)
+      relax();
+    else
+      std::this_thread::yield();
+  }
+  pool.busy.store(false, std::memory_order_release);
+}
+
+}  // namespace mlx_cpu_kernels

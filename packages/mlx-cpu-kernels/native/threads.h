@@ -1,0 +1,46 @@
+// A small pool of threads that share loops.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <type_traits>
+
+namespace mlx_cpu_kernels {
+
+// The caller's thread is one of the `count` threads: a pool of one has no workers and never synchronizes.
+class Threads {
+ public:
+  explicit Threads(int count = 1);
+  ~Threads();
+  Threads(const Threads&) = delete;
+  Threads& operator=(const Threads&) = delete;
+
+  int count() const { return count_; }
+  // Ends the workers and starts others. Not during a loop.
+  void set_threads(int count);
+
+  // Calls f(begin, end) for ranges that cover [0, n), at most one range a thread, each a multiple of `grain` long
+  // except the last. Returns when all calls have. f must not throw. A loop within a loop, or a loop while another
+  // thread uses the pool, runs in the caller's thread alone.
+  template <class F>
+  void parallel_for(int64_t n, int64_t grain, F&& f) {
+    if (n <= 0) return;
+    if (count_ == 1 || n <= grain) {
+      f(int64_t{0}, n);
+      return;
+    }
+    using Body = std::remove_reference_t<F>;
+    run(n, grain, [](void* body, int64_t begin, int64_t end) { (*static_cast<Body*>(body))(begin, end); },
+        const_cast<std::remove_const_t<Body>*>(&f));
+  }
+
+ private:
+  using Call = void (*)(void* body, int64_t begin, int64_t end);
+  void run(int64_t n, int64_t grain, Call call, void* body);
+
+  struct Pool;
+  int count_ = 1;
+  std::unique_ptr<Pool> pool_;
+};
+
+}  // namespace mlx_cpu_kernels
