@@ -12,6 +12,21 @@ const Kernels* find_kernels(InstructionSet set) {
   switch (set) {
     case InstructionSet::scalar:
       return &scalar_kernels;
+#if defined(__x86_64__)
+    case InstructionSet::avx2: {
+      bool has = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+      return nullptr; (void)has;
+    }
+    case InstructionSet::avx512: {  // as Ice Lake and Zen 4 brought it together
+      bool has = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                 __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+                 __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi");
+      return has ? &avx512_kernels : nullptr;
+    }
+#elif defined(__aarch64__)
+    case InstructionSet::neon:
+      return &neon_kernels;
+#endif
     default:
       return nullptr;
   }

@@ -1,0 +1,26 @@
+// Chooses the way of a product, and gathers an instruction set's table.
+#pragma once
+
+#include "kernels.h"
+#include "panel_product.h"
+
+namespace mlx_cpu_kernels {
+namespace {
+
+template <class V>
+void multiply_transposed_rows(const Rows& x, const Quantized& w, const MutableRows& y, Threads& threads) {
+  multiply_by_panels<V>(x, TransposedPanels<V>(w), y, threads);
+}
+
+template <class V>
+void multiply_rows(const Rows& x, const Quantized& w, const MutableRows& y, Threads& threads) {
+  multiply_by_panels<V>(x, StraightPanels<V>(w), y, threads);
+}
+
+template <class V>
+constexpr Kernels kernels_of() {
+  return {multiply_transposed_rows<V>, multiply_rows<V>, dequantize_rows<V>};
+}
+
+}  // namespace
+}  // namespace mlx_cpu_kernels

@@ -1,0 +1,52 @@
+// Random quantized matrices and rows, for the tests and the bench.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <random>
+#include <vector>
+
+#include "half.h"
+
+namespace mlx_cpu_kernels {
+
+using Random = std::mt19937_64;
+
+inline int64_t pick(Random& random, int64_t least, int64_t most) {
+  return std::uniform_int_distribution<int64_t>(least, most)(random);
+}
+
+// Values of any type in memory that ends with them, so that a sanitizer sees what reads beyond.
+struct Values {
+  Type type;
+  std::vector<char> bytes;
+
+  Values(Type type, int64_t count) : type(type), bytes(count * size_of(type)) {}
+
+  Values(Random& random, Type type, int64_t count, float scale = 1) : Values(type, count) {
+    std::normal_distribution<float> normal(0, scale);
+    for (int64_t i = 0; i < count; i++) store_value(bytes.data(), type, i, normal(random));
+  }
+
+  float at(int64_t i) const { return load_value(bytes.data(), type, i); }
+  void* data() { return bytes.data(); }
+};
+
+struct RandomMatrix {
+  std::vector<uint32_t> words;
+  Values scales, biases;
+  Quantized quantized;
+
+  // `word_gap` and `group_gap` lie between rows; `count` matrices follow one another.
+  RandomMatrix(Random& random, int64_t rows, int64_t columns, int bits, int group_size, Type type, int64_t word_gap = 0,
+               int64_t group_gap = 0, int64_t count = 1)
+      : words(count * rows * (columns * bits / 32 + word_gap) - word_gap),
+        scales(random, type, count * rows * (columns / group_size + group_gap) - group_gap, 0.02f),
+        biases(random, type, count * rows * (columns / group_size + group_gap) - group_gap, 0.1f) {
+    for (auto& word : words) word = uint32_t(random());
+    quantized = {words.data(), scales.data(), biases.data(), type,    bits, group_size, rows,
+                 columns,      columns * bits / 32 + word_gap, columns / group_size + group_gap};
+  }
+};
+
+}  // namespace mlx_cpu_kernels
