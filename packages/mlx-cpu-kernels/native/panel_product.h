@@ -46,7 +46,7 @@ class CopiedRows {
 
 // sums[r][0 .. kWidth) = (or +=, after the first block of depth) x[r][k] * panel[k][0 .. kWidth) over k.
 template <class V, int rows>
-void multiply_tile(const float* x, const float* panel, int64_t depth, float* sums, int64_t sums_stride, bool add) {
+[[gnu::flatten]] void multiply_tile(const float* x, const float* panel, int64_t depth, float* sums, int64_t sums_stride, bool add) {
   constexpr int kVectors = V::kPanelVectors;
   // An addition takes four cycles and two can begin in each: with few rows, several sums are kept for each result.
   constexpr int kParts = rows == 1 ? 4 : rows <= 3 ? 2 : 1;
@@ -84,13 +84,6 @@ Tile tile_of_rows(int64_t rows) {
     if (rows == i + 1) found = multiply_tile<V, i + 1>;
   });
   return found;
-}
-
-template <class V>
-void store_row(const float* sums, int64_t count, void* to, Type type, int64_t first) {
-  int64_t i = 0;
-  for (; i + V::kLanes <= count; i += V::kLanes) V::store_values(to, type, first + i, V::load(sums + i));
-  if (i < count) V::store_some_values(to, type, first + i, V::load(sums + i), count - i);
 }
 
 // The rows of y that one block of rows of x gives, for the columns [first, first + count) that `source` has prepared.

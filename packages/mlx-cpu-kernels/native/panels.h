@@ -37,6 +37,14 @@ inline void with_bits(int bits, F&& f) {
   }
 }
 
+// Stores sums as values [first, first + count) of a row of any type.
+template <class V>
+void store_row(const float* sums, int64_t count, void* to, Type type, int64_t first) {
+  int64_t i = 0;
+  for (; i + V::kLanes <= count; i += V::kLanes) V::store_values(to, type, first + i, V::load(sums + i));
+  if (i < count) V::store_some_values(to, type, first + i, V::load(sums + i), count - i);
+}
+
 template <class V>
 constexpr int64_t kWidth = V::kLanes * V::kPanelVectors;
 
@@ -82,7 +90,7 @@ class TransposedPanels {
   // The row of the matrix in lane `lane` of vector v; beyond the end the last one, whose results are not used.
   int64_t row(int64_t v, int lane) const { return first_ + smaller(v * V::kLanes + lane, count_ - 1); }
 
-  void transpose_groups(const void* values, int64_t v, float* out) const {
+  [[gnu::flatten]] void transpose_groups(const void* values, int64_t v, float* out) const {
     for (int64_t g = 0; g < groups_; g += V::kLanes) {
       typename V::Int tile[V::kLanes];
       for (int lane = 0; lane < V::kLanes; lane++) {
@@ -95,8 +103,25 @@ class TransposedPanels {
     }
   }
 
+  // Asks for the words that the next call of fill reads in the same vector (the same rows further on, or the next rows)
+  // and for the next rows' scales and biases of this depth. A processor follows a few streams of its own accord, not
+  // the short pieces of 32 rows.
+  void prefetch_after(int64_t v, int64_t begin, int64_t depth) const {
+    int64_t next = begin + depth < w_.columns ? begin + depth : 0;
+    int64_t bytes = smaller(depth, w_.columns - next) * w_.bits / 8;
+    int64_t row = first_ + v * V::kLanes, next_row = smaller(row + count_, w_.rows - V::kLanes);
+    if (next_row < 0) return;
+    for (int lane = 0; lane < V::kLanes; lane++, row++, next_row++) {
+      const uint32_t* words = w_.weights + (next ? row : next_row) * w_.row_words + next / kChunk * w_.bits;
+      for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(reinterpret_cast<const char*>(words) + i);
+      int64_t group = next_row * w_.row_groups + begin / w_.group_size;
+      __builtin_prefetch(at(w_.scales, w_.type, group));
+      __builtin_prefetch(at(w_.biases, w_.type, group));
+    }
+  }
+
   // Words [begin, begin + count) of each of the vector's rows, as [word][lane].
-  const uint32_t* transpose_words(int64_t v, int64_t begin, int64_t count) const {
+  [[gnu::flatten]] const uint32_t* transpose_words(int64_t v, int64_t begin, int64_t count) const {
     uint32_t* out = scratch<uint32_t>(Slot::words, round_up(count, V::kLanes) * V::kLanes);
     const uint32_t* rows[V::kLanes];
     for (int lane = 0; lane < V::kLanes; lane++) rows[lane] = w_.weights + row(v, lane) * w_.row_words + begin;
@@ -114,8 +139,9 @@ class TransposedPanels {
   }
 
   template <int bits>
-  void fill_vector(int64_t v, int64_t begin, int64_t depth, float* panel) const {
+  [[gnu::flatten]] void fill_vector(int64_t v, int64_t begin, int64_t depth, float* panel) const {
     const uint32_t* words = transpose_words(v, begin / kChunk * bits, depth / kChunk * bits);
+    prefetch_after(v, begin, depth);
     int64_t size = round_up(groups_, V::kLanes) * kWidth<V>;
     int64_t at_vector = v / V::kPanelVectors * size + v % V::kPanelVectors * V::kLanes;
     for (int64_t k = 0; k < depth; k += kChunk, words += bits * V::kLanes, panel += kChunk * kWidth<V>) {
