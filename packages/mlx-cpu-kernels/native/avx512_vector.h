@@ -131,12 +131,6 @@ struct Avx512 {
     }
   }
 
-  // The group of each lane, counted from the first of the block, where a lane covers so many columns.
-  static Int lane_groups(int64_t columns_of_lane, int group_size) {
-    alignas(64) uint32_t groups[kLanes];
-    for (int i = 0; i < kLanes; i++) groups[i] = uint32_t(i * columns_of_lane / group_size);
-    return _mm512_load_si512(groups);
-  }
   // Lane i takes value index[i] of the eight at `from`.
   static Float choose_of_eight(const float* from, Int index) {
     return _mm512_permutexvar_ps(index, _mm512_castps256_ps512(_mm256_loadu_ps(from)));

@@ -19,6 +19,12 @@ namespace mlx_cpu_kernels {
 namespace {
 
 constexpr int kPlanes = 3;
+// Rows of the matrix, and at most of x, in a tile. The registers of AVX-512 hold the weights and the sums of digits of
+// four rows, and 16 sums.
+constexpr int kByteRows = 4;
+constexpr int kByteColumns = 4;
+// Rows of x from which dequantized panels are faster: 8 bits need a second conversion for every product.
+constexpr int64_t kMostByteRows = 24, kMostByteRowsOf8Bits = 12;
 // The largest integer whose digits fit: 127 * 65536 + 127 * 256 + 127, less what rounding may add.
 constexpr float kLargest = 8355000.f;
 
@@ -108,19 +114,35 @@ class ByteRows {
   float *scales_, *sums_;
 };
 
-// The products of the integers of a block with one row of x, each lane its own sum, as float32.
-template <class V, int bits>
-inline typename V::Float multiply_block(const typename V::Int* weights, const int8_t* x) {
+// The products of the integers of a block, for several rows of the matrix and one of x, each lane its own sum. A vector
+// of x is loaded once for all rows, and their sums do not wait for one another.
+template <class V, int bits, int rows>
+inline void multiply_block(const typename V::Int (&weights)[rows][Block<V, bits>::kVectors], const int8_t* x,
+                           typename V::Float (&products)[rows]) {
   using B = Block<V, bits>;
-  auto plane = [&](typename V::Int sums, int p) {
-    for (int v = 0; v < B::kVectors; v++)
-      sums = V::multiply_add_bytes(sums, weights[v], V::load_words(x + (v * kPlanes + p) * B::kBytes));
-    return sums;
+  typename V::Int sums[rows];
+  auto add_plane = [&]<int plane>() {
+    unroll<B::kVectors>([&]<int v>() {
+      auto digits = V::load_words(x + (v * kPlanes + plane) * B::kBytes);
+      unroll<rows>([&]<int r>() { sums[r] = V::multiply_add_bytes(sums[r], weights[r][v], digits); });
+    });
   };
-  auto upper = plane(V::template shift_left<8>(plane(V::zero_words(), 0)), 1);
-  if constexpr (bits < 8) return V::float_of_words(plane(V::template shift_left<8>(upper), 2));
-  // Four products of 255 * 127 leave no room for a third digit in 32 bits.
-  return V::multiply_add(V::float_of_words(upper), V::broadcast(256), V::float_of_words(plane(V::zero_words(), 2)));
+  unroll<rows>([&]<int r>() { sums[r] = V::zero_words(); });
+  add_plane.template operator()<0>();
+  unroll<rows>([&]<int r>() { sums[r] = V::template shift_left<8>(sums[r]); });
+  add_plane.template operator()<1>();
+  if constexpr (bits < 8) {
+    unroll<rows>([&]<int r>() { sums[r] = V::template shift_left<8>(sums[r]); });
+    add_plane.template operator()<2>();
+    unroll<rows>([&]<int r>() { products[r] = V::float_of_words(sums[r]); });
+  } else {  // four products of 255 * 127 leave no room for a third digit in 32 bits
+    unroll<rows>([&]<int r>() {
+      products[r] = V::multiply(V::float_of_words(sums[r]), V::broadcast(256));
+      sums[r] = V::zero_words();
+    });
+    add_plane.template operator()<2>();
+    unroll<rows>([&]<int r>() { products[r] = V::add(products[r], V::float_of_words(sums[r])); });
+  }
 }
 
 inline void prefetch_groups(const Quantized& w, int64_t row, int64_t groups) {
@@ -132,82 +154,126 @@ inline void prefetch_groups(const Quantized& w, int64_t row, int64_t groups) {
   }
 }
 
-// y[j][n .. n + rows) for the m rows of x. Several rows of the matrix at once hide how long an instruction takes.
-template <class V, int bits, int rows, int m>
-[[gnu::flatten]] void multiply_byte_rows(const ByteRows<V, bits>& x, const Quantized& w, int64_t n, float* y,
-                                         int64_t y_stride) {
-  using B = Block<V, bits>;
-  const int64_t groups = x.groups(), real_groups = w.columns / w.group_size;
-  // Both scales of each group in one; a lane takes one of at most eight that a block covers.
-  float* scales = scratch<float>(Slot::group_scales, rows * m * groups + 8);
-  typename V::Float sums[rows][m];
-  for (int r = 0; r < rows; r++) {
-    const void* row_scales = at(w.scales, w.type, (n + r) * w.row_groups);
-    const void* row_biases = at(w.biases, w.type, (n + r) * w.row_groups);
-    prefetch_groups(w, n + r + rows, real_groups);
-    for (int j = 0; j < m; j++) sums[r][j] = V::zero();
-    for (int64_t g = 0; g < groups; g += V::kLanes) {
-      bool whole = g + V::kLanes <= real_groups;
-      auto scale = whole ? V::load_values(row_scales, w.type, g)
-                         : V::load_some_values(row_scales, w.type, g, real_groups - g);
-      auto bias = whole ? V::load_values(row_biases, w.type, g)
-                        : V::load_some_values(row_biases, w.type, g, real_groups - g);
-      for (int j = 0; j < m; j++) {
-        V::store(scales + (r * m + j) * groups + g, V::multiply(scale, V::load(x.scales(j) + g)));
-        sums[r][j] = V::multiply_add(bias, V::load(x.sums(j) + g), sums[r][j]);
-      }
-    }
+// Multiplies kByteRows rows of the matrix with a few rows of x.
+template <class V, int bits>
+class ByteTile {
+ public:
+  ByteTile(const ByteRows<V, bits>& x, const Quantized& w) : x_(x), w_(w) {
+    uint32_t groups[V::kLanes];
+    for (int i = 0; i < V::kLanes; i++) groups[i] = uint32_t(i * B::kColumnsOfLane / w.group_size);
+    lane_groups_ = V::load_words(groups);
+    scales_ = scratch<float>(Slot::group_scales, rows * kByteColumns * x.groups() + 8);
   }
-  const auto lanes = V::lane_groups(B::kColumnsOfLane, w.group_size);
-  const int64_t whole_blocks = w.columns / B::kColumns;
-  for (int64_t b = 0; b < x.blocks(); b++) {
-    int64_t group = b * B::kColumns / w.group_size;
-    for (int r = 0; r < rows; r++) {
-      const uint32_t* from = w.weights + (n + r) * w.row_words + b * B::kWords;
-      __builtin_prefetch(from + rows * w.row_words);
-      int64_t left = (w.columns - b * B::kColumns) * bits / 32;
-      typename V::Int unpacked[B::kVectors];
-      bool whole = b < whole_blocks && B::kWords == V::kLanes;
-      V::template unpack_bytes<bits>(
-          whole ? V::load_words(from) : V::load_some_words(from, smaller(B::kWords, left)), unpacked);
-      for (int j = 0; j < m; j++) {
-        auto products = multiply_block<V, bits>(unpacked, x.block(j, b));
-        auto scale = V::choose_of_eight(scales + (r * m + j) * groups + group, lanes);
-        sums[r][j] = V::multiply_add(products, scale, sums[r][j]);
-      }
-    }
-  }
-  for (int j = 0; j < m; j++)
-    for (int r = 0; r < rows; r++) y[j * y_stride + r] = V::sum(sums[r][j]);
-}
 
-template <class V, int bits, int m>
-void multiply_bytes_of_rows(const Rows& x, const Quantized& w, const MutableRows& y, Threads& threads) {
-  constexpr int kRowsAtOnce = m == 1 ? 4 : 2;
-  constexpr int64_t kPiece = 64;  // results that are kept in float32 until they are stored in the type of y
+  // y[j * y_stride + r] for the rows [n, n + kByteRows) of the matrix and the rows [first, first + m) of x.
+  template <int m>
+  [[gnu::flatten]] void multiply(int64_t n, int64_t first, float* y, int64_t y_stride) {
+    typename V::Float sums[rows][m];
+    unroll<rows>([&]<int r>() { begin_row<m>(n + r, first, sums[r], scales_ + r * m * x_.groups()); });
+    const uint32_t* words[rows];
+    for (int r = 0; r < rows; r++) words[r] = w_.weights + (n + r) * w_.row_words;
+    const int64_t blocks = w_.columns / B::kColumns, next_rows = rows * w_.row_words;
+    for (int64_t b = 0; b < blocks; b++) {
+      add_block<m>(b, first, sums, [&](int r) {
+        const uint32_t* from = words[r] + b * B::kWords;
+        __builtin_prefetch(from + next_rows);
+        if constexpr (B::kWords == V::kLanes) return V::load_words(from);
+        return V::load_some_words(from, B::kWords);
+      });
+    }
+    if (blocks < x_.blocks()) {
+      int64_t left = (w_.columns - blocks * B::kColumns) * bits / 32;
+      add_block<m>(blocks, first, sums, [&](int r) { return V::load_some_words(words[r] + blocks * B::kWords, left); });
+    }
+    for (int j = 0; j < m; j++)
+      for (int r = 0; r < rows; r++) y[j * y_stride + r] = V::sum(sums[r][j]);
+  }
+
+ private:
+  using B = Block<V, bits>;
+  static constexpr int rows = kByteRows;
+
+  // Begins the sums of a row with its biases, and joins its scales with those of x.
+  template <int m>
+  void begin_row(int64_t n, int64_t first, typename V::Float (&sums)[m], float* scales) const {
+    const int64_t groups = w_.columns / w_.group_size;
+    const void* row_scales = at(w_.scales, w_.type, n * w_.row_groups);
+    const void* row_biases = at(w_.biases, w_.type, n * w_.row_groups);
+    prefetch_groups(w_, n + rows, groups);
+    unroll<m>([&]<int j>() { sums[j] = V::zero(); });
+    auto add_groups = [&](int64_t g, auto scale, auto bias) {
+      unroll<m>([&]<int j>() {
+        V::store(scales + j * x_.groups() + g, V::multiply(scale, V::load(x_.scales(first + j) + g)));
+        sums[j] = V::multiply_add(bias, V::load(x_.sums(first + j) + g), sums[j]);
+      });
+    };
+    int64_t g = 0;
+    for (; g + V::kLanes <= groups; g += V::kLanes)
+      add_groups(g, V::load_values(row_scales, w_.type, g), V::load_values(row_biases, w_.type, g));
+    if (g < groups)
+      add_groups(g, V::load_some_values(row_scales, w_.type, g, groups - g),
+                 V::load_some_values(row_biases, w_.type, g, groups - g));
+  }
+
+  template <int m, class Load>
+  void add_block(int64_t b, int64_t first, typename V::Float (&sums)[rows][m], Load&& load) const {
+    typename V::Int weights[rows][B::kVectors];
+    unroll<rows>([&]<int r>() { V::template unpack_bytes<bits>(load(r), weights[r]); });
+    const float* scales = scales_ + b * B::kColumns / w_.group_size;
+    unroll<m>([&]<int j>() {
+      typename V::Float products[rows];
+      multiply_block<V, bits, rows>(weights, x_.block(first + j, b), products);
+      unroll<rows>([&]<int r>() {
+        auto scale = V::choose_of_eight(scales + (r * m + j) * x_.groups(), lane_groups_);
+        sums[r][j] = V::multiply_add(products[r], scale, sums[r][j]);
+      });
+    });
+  }
+
+  const ByteRows<V, bits>& x_;
+  const Quantized& w_;
+  typename V::Int lane_groups_;  // the group of each lane, counted from the block's first
+  float* scales_;                // both scales of each group in one: [row][row of x][group]
+};
+
+template <class V, int bits>
+void multiply_by_bytes(const Rows& x, const Quantized& w, const MutableRows& y, Threads& threads) {
   ByteRows<V, bits> bytes(x, w.columns, w.group_size);
+  constexpr int64_t kPiece = 64;  // results that are kept in float32 until they are stored in the type of y
+  constexpr int64_t kStride = kPiece + kByteRows;
+  int64_t tiles = (x.count + kByteColumns - 1) / kByteColumns;
   threads.parallel_for(w.rows, kPiece, [&](int64_t begin, int64_t end) {
+    ByteTile<V, bits> tile(bytes, w);
+    float results[kMostByteRows * kStride];
     for (int64_t first = begin; first < end; first += kPiece) {
-      int64_t count = smaller(kPiece, end - first), n = 0;
-      float results[m * kPiece];
-      for (; n + kRowsAtOnce <= count; n += kRowsAtOnce)
-        multiply_byte_rows<V, bits, kRowsAtOnce, m>(bytes, w, first + n, results + n, kPiece);
-      for (; n < count; n++) multiply_byte_rows<V, bits, 1, m>(bytes, w, first + n, results + n, kPiece);
-      for (int j = 0; j < m; j++) store_row<V>(results + j * kPiece, count, y.row(j), y.type, first);
+      int64_t last = smaller(first + kPiece, end);
+      for (int64_t n = first; n < last; n += kByteRows) {
+        // At the end of the matrix the last rows are taken again. What comes before `first` falls into the margin.
+        int64_t from = smaller(n, w.rows - kByteRows);
+        for (int64_t t = 0; t < tiles; t++) {  // of equal height: five rows are 3 and 2
+          int64_t row = x.count * t / tiles, height = x.count * (t + 1) / tiles - row;
+          float* to = results + row * kStride + kByteRows + from - first;
+          unroll<kByteColumns>([&]<int i>() {
+            if (height == i + 1) tile.template multiply<i + 1>(from, row, to, kStride);
+          });
+        }
+      }
+      for (int64_t j = 0; j < x.count; j++)
+        store_row<V>(results + j * kStride + kByteRows, last - first, y.row(j), y.type, first);
     }
   });
 }
 
-constexpr int64_t kMostByteRows = 3;
+// Whether the product goes by bytes: where there are few rows, and the instruction set has products for so many bits.
+template <class V>
+bool pays_by_bytes(const Rows& x, const Quantized& w) {
+  return x.count <= (w.bits < 8 ? kMostByteRows : kMostByteRowsOf8Bits) && w.rows >= kByteRows && V::has_byte_products(w.bits);
+}
 
 template <class V>
-void multiply_bytes(const Rows& x, const Quantized& w, const MutableRows& y, Threads& threads) {
+void multiply_by_bytes(const Rows& x, const Quantized& w, const MutableRows& y, Threads& threads) {
   with_bits(w.bits, [&]<int bits>() {
-    if constexpr (V::has_byte_products(bits)) {
-      if (x.count == 1) return multiply_bytes_of_rows<V, bits, 1>(x, w, y, threads);
-      if (x.count == 2) return multiply_bytes_of_rows<V, bits, 2>(x, w, y, threads);
-      multiply_bytes_of_rows<V, bits, 3>(x, w, y, threads);
-    }
+    if constexpr (V::has_byte_products(bits)) multiply_by_bytes<V, bits>(x, w, y, threads);
   });
 }
 

@@ -10,7 +10,7 @@ namespace {
 
 template <class V>
 void multiply_transposed_rows(const Rows& x, const Quantized& w, const MutableRows& y, Threads& threads) {
-  if (x.count <= kMostByteRows && V::has_byte_products(w.bits)) return multiply_bytes<V>(x, w, y, threads);
+  if (pays_by_bytes<V>(x, w)) return multiply_by_bytes<V>(x, w, y, threads);
   multiply_by_panels<V>(x, TransposedPanels<V>(w), y, threads);
 }
 
