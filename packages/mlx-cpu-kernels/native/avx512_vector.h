@@ -27,6 +27,14 @@ struct Avx512 {
   static Float maximum(Float a, Float b) { return _mm512_max_ps(a, b); }
   static Float absolute(Float a) { return _mm512_abs_ps(a); }
   static float sum(Float a) { return _mm512_reduce_add_ps(a); }
+  // The sums of the lanes of four vectors, as four neighbouring values.
+  static void store_sums(float* to, Float a, Float b, Float c, Float d) {
+    Float ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+    Float cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+    Float abcd = _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
+    __m256 half = _mm256_add_ps(_mm512_castps512_ps256(abcd), _mm512_extractf32x8_ps(abcd, 1));
+    _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+  }
   static float largest(Float a) { return _mm512_reduce_max_ps(a); }
 
   static Int load_words(const void* from) { return _mm512_loadu_si512(from); }
@@ -131,8 +139,11 @@ struct Avx512 {
     }
   }
 
-  // Lane i takes value index[i] of the eight at `from`.
-  static Float choose_of_eight(const float* from, Int index) {
+  // Lane i takes value index[i] of the `count` <= 8 at `from`. Reads no more than needed: what was just stored by two
+  // instructions cannot be forwarded to one load.
+  template <int count>
+  static Float choose(const float* from, Int index) {
+    if constexpr (count <= 4) return _mm512_permutexvar_ps(index, _mm512_castps128_ps512(_mm_loadu_ps(from)));
     return _mm512_permutexvar_ps(index, _mm512_castps256_ps512(_mm256_loadu_ps(from)));
   }
 

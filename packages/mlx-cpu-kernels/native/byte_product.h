@@ -145,31 +145,52 @@ inline void multiply_block(const typename V::Int (&weights)[rows][Block<V, bits>
   }
 }
 
-inline void prefetch_groups(const Quantized& w, int64_t row, int64_t groups) {
-  auto scales = static_cast<const char*>(at(w.scales, w.type, row * w.row_groups));
-  auto biases = static_cast<const char*>(at(w.biases, w.type, row * w.row_groups));
-  for (int64_t i = 0; i < groups * size_of(w.type); i += 64) {
-    __builtin_prefetch(scales + i);
-    __builtin_prefetch(biases + i);
-  }
+// Begins the sums of kByteRows rows from n on with their biases, and joins the rows' scales with those of x: what is left
+// is one multiplication a lane and block. Compiled for each type of the scales, so that no row asks for it again.
+template <class V, int bits, Type type, int m>
+[[gnu::flatten]] void begin_rows(const ByteRows<V, bits>& x, const Quantized& w, int64_t n, int64_t first,
+                                 typename V::Float (&sums)[kByteRows][m], float* scales) {
+  const int64_t groups = w.columns / w.group_size, padded = x.groups();
+  unroll<kByteRows>([&]<int r>() { unroll<m>([&]<int j>() { sums[r][j] = V::zero(); }); });
+  auto add_groups = [&](int64_t g, auto&& load) {
+    unroll<kByteRows>([&]<int r>() {
+      const int64_t from = (n + r) * w.row_groups + g, next = from + kByteRows * w.row_groups;
+      auto scale = load(w.scales, from), bias = load(w.biases, from);
+      __builtin_prefetch(at(w.scales, type, next));
+      __builtin_prefetch(at(w.biases, type, next));
+      unroll<m>([&]<int j>() {
+        V::store(scales + (r * m + j) * padded + g, V::multiply(scale, V::load(x.scales(first + j) + g)));
+        sums[r][j] = V::multiply_add(bias, V::load(x.sums(first + j) + g), sums[r][j]);
+      });
+    });
+  };
+  int64_t g = 0;
+  for (; g + V::kLanes <= groups; g += V::kLanes)
+    add_groups(g, [](const void* values, int64_t i) { return V::load_values(values, type, i); });
+  if (g < groups)
+    add_groups(g, [&](const void* values, int64_t i) { return V::load_some_values(values, type, i, groups - g); });
 }
 
 // Multiplies kByteRows rows of the matrix with a few rows of x.
 template <class V, int bits>
 class ByteTile {
  public:
-  ByteTile(const ByteRows<V, bits>& x, const Quantized& w) : x_(x), w_(w) {
+  ByteTile(const ByteRows<V, bits>& x, const Quantized& w) : x_(x), w_(w), padded_groups_(x.groups()), group_shift_(__builtin_ctz(unsigned(w.group_size))) {
     uint32_t groups[V::kLanes];
     for (int i = 0; i < V::kLanes; i++) groups[i] = uint32_t(i * B::kColumnsOfLane / w.group_size);
     lane_groups_ = V::load_words(groups);
-    scales_ = scratch<float>(Slot::group_scales, rows * kByteColumns * x.groups() + 8);
+    scales_ = scratch<float>(Slot::group_scales, rows * kByteColumns * padded_groups_ + 8);
   }
 
   // y[j * y_stride + r] for the rows [n, n + kByteRows) of the matrix and the rows [first, first + m) of x.
   template <int m>
   [[gnu::flatten]] void multiply(int64_t n, int64_t first, float* y, int64_t y_stride) {
     typename V::Float sums[rows][m];
-    unroll<rows>([&]<int r>() { begin_row<m>(n + r, first, sums[r], scales_ + r * m * x_.groups()); });
+    {
+      typename V::Float begun[rows][m];  // its address leaves this function, which would keep the sums out of registers
+      begin<m>(n, first, begun);
+      unroll<rows>([&]<int r>() { unroll<m>([&]<int j>() { sums[r][j] = begun[r][j]; }); });
+    }
     const uint32_t* words[rows];
     for (int r = 0; r < rows; r++) words[r] = w_.weights + (n + r) * w_.row_words;
     const int64_t blocks = w_.columns / B::kColumns, next_rows = rows * w_.row_words;
@@ -185,46 +206,31 @@ class ByteTile {
       int64_t left = (w_.columns - blocks * B::kColumns) * bits / 32;
       add_block<m>(blocks, first, sums, [&](int r) { return V::load_some_words(words[r] + blocks * B::kWords, left); });
     }
-    for (int j = 0; j < m; j++)
-      for (int r = 0; r < rows; r++) y[j * y_stride + r] = V::sum(sums[r][j]);
+    unroll<m>([&]<int j>() { V::store_sums(y + j * y_stride, sums[0][j], sums[1][j], sums[2][j], sums[3][j]); });
   }
 
  private:
   using B = Block<V, bits>;
   static constexpr int rows = kByteRows;
 
-  // Begins the sums of a row with its biases, and joins its scales with those of x.
   template <int m>
-  void begin_row(int64_t n, int64_t first, typename V::Float (&sums)[m], float* scales) const {
-    const int64_t groups = w_.columns / w_.group_size;
-    const void* row_scales = at(w_.scales, w_.type, n * w_.row_groups);
-    const void* row_biases = at(w_.biases, w_.type, n * w_.row_groups);
-    prefetch_groups(w_, n + rows, groups);
-    unroll<m>([&]<int j>() { sums[j] = V::zero(); });
-    auto add_groups = [&](int64_t g, auto scale, auto bias) {
-      unroll<m>([&]<int j>() {
-        V::store(scales + j * x_.groups() + g, V::multiply(scale, V::load(x_.scales(first + j) + g)));
-        sums[j] = V::multiply_add(bias, V::load(x_.sums(first + j) + g), sums[j]);
-      });
-    };
-    int64_t g = 0;
-    for (; g + V::kLanes <= groups; g += V::kLanes)
-      add_groups(g, V::load_values(row_scales, w_.type, g), V::load_values(row_biases, w_.type, g));
-    if (g < groups)
-      add_groups(g, V::load_some_values(row_scales, w_.type, g, groups - g),
-                 V::load_some_values(row_biases, w_.type, g, groups - g));
+  void begin(int64_t n, int64_t first, typename V::Float (&sums)[rows][m]) const {
+    auto of_type = w_.type == Type::float32   ? begin_rows<V, bits, Type::float32, m>
+                   : w_.type == Type::float16 ? begin_rows<V, bits, Type::float16, m>
+                                              : begin_rows<V, bits, Type::bfloat16, m>;
+    of_type(x_, w_, n, first, sums, scales_);
   }
 
   template <int m, class Load>
   void add_block(int64_t b, int64_t first, typename V::Float (&sums)[rows][m], Load&& load) const {
     typename V::Int weights[rows][B::kVectors];
     unroll<rows>([&]<int r>() { V::template unpack_bytes<bits>(load(r), weights[r]); });
-    const float* scales = scales_ + b * B::kColumns / w_.group_size;
+    const float* scales = scales_ + (b * B::kColumns >> group_shift_);
     unroll<m>([&]<int j>() {
       typename V::Float products[rows];
       multiply_block<V, bits, rows>(weights, x_.block(first + j, b), products);
       unroll<rows>([&]<int r>() {
-        auto scale = V::choose_of_eight(scales + (r * m + j) * x_.groups(), lane_groups_);
+        auto scale = V::template choose<B::kColumns / kChunk>(scales + (r * m + j) * padded_groups_, lane_groups_);
         sums[r][j] = V::multiply_add(products[r], scale, sums[r][j]);
       });
     });
@@ -232,6 +238,8 @@ class ByteTile {
 
   const ByteRows<V, bits>& x_;
   const Quantized& w_;
+  const int64_t padded_groups_;
+  const int group_shift_;
   typename V::Int lane_groups_;  // the group of each lane, counted from the block's first
   float* scales_;                // both scales of each group in one: [row][row of x][group]
 };
