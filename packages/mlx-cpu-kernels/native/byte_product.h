@@ -23,10 +23,7 @@ constexpr int kPlanes = 3;
 // four rows, and 16 sums.
 constexpr int kByteRows = 4;
 constexpr int kByteColumns = 4;
-// Rows of x from which dequantized panels are faster: 8 bits need a second conversion for every product.
-constexpr int64_t kMostByteRows = 24, kMostByteRowsOf8Bits = 12;
-// The largest integer whose digits fit: 127 * 65536 + 127 * 256 + 127, less what rounding may add.
-constexpr float kLargest = 8355000.f;
+constexpr int64_t kMostByteRows = 24;
 
 template <class V, int bits>
 struct Block {
@@ -272,16 +269,18 @@ void multiply_by_bytes(const Rows& x, const Quantized& w, const MutableRows& y, 
   });
 }
 
-// Whether the product goes by bytes: where there are few rows, and the instruction set has products for so many bits.
+// Whether the product goes by bytes: where there are so few rows that dequantized panels are slower. What each row of the
+// matrix costs beside its products counts for more where it is short.
 template <class V>
 bool pays_by_bytes(const Rows& x, const Quantized& w) {
-  return x.count <= (w.bits < 8 ? kMostByteRows : kMostByteRowsOf8Bits) && w.rows >= kByteRows && V::has_byte_products(w.bits);
+  int64_t most = smaller(V::most_byte_rows(w.bits), larger(w.columns / 64, 4));
+  return x.count <= smaller(most, kMostByteRows) && w.rows >= kByteRows;
 }
 
 template <class V>
 void multiply_by_bytes(const Rows& x, const Quantized& w, const MutableRows& y, Threads& threads) {
   with_bits(w.bits, [&]<int bits>() {
-    if constexpr (V::has_byte_products(bits)) multiply_by_bytes<V, bits>(x, w, y, threads);
+    if constexpr (V::most_byte_rows(bits) > 0) multiply_by_bytes<V, bits>(x, w, y, threads);
   });
 }
 

@@ -15,7 +15,7 @@ const Kernels* find_kernels(InstructionSet set) {
 #if defined(__x86_64__)
     case InstructionSet::avx2: {
       bool has = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-      return nullptr; (void)has;
+      return has ? &avx2_kernels : nullptr;
     }
     case InstructionSet::avx512: {  // as Ice Lake and Zen 4 brought it together
       bool has = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&

@@ -1,0 +1,204 @@
+// The vector operations that the kernels are written in, by AVX2 with FMA and F16C. avx512_vector.h describes them.
+#pragma once
+
+#include <immintrin.h>
+
+#include "half.h"
+
+namespace mlx_cpu_kernels {
+namespace {
+
+struct Avx2 {
+  using Float = __m256;
+  using Int = __m256i;
+  static constexpr int kLanes = 8;
+  // 6 rows times 2 vectors take 12 of the 16 registers for sums.
+  static constexpr int kTileRows = 6;
+  static constexpr int kPanelVectors = 2;
+
+  static Float zero() { return _mm256_setzero_ps(); }
+  static Float broadcast(float value) { return _mm256_set1_ps(value); }
+  static Float load(const float* from) { return _mm256_loadu_ps(from); }
+  static void store(float* to, Float value) { _mm256_storeu_ps(to, value); }
+  static Float add(Float a, Float b) { return _mm256_add_ps(a, b); }
+  static Float multiply(Float a, Float b) { return _mm256_mul_ps(a, b); }
+  static Float multiply_add(Float a, Float b, Float c) { return _mm256_fmadd_ps(a, b, c); }
+  static Float maximum(Float a, Float b) { return _mm256_max_ps(a, b); }
+  static Float absolute(Float a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.f), a); }
+  static float sum(Float a) {
+    float sums[4];
+    store_sums(sums, a, a, a, a);
+    return sums[0];
+  }
+  static void store_sums(float* to, Float a, Float b, Float c, Float d) {
+    Float abcd = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
+    _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(abcd), _mm256_extractf128_ps(abcd, 1)));
+  }
+  static float largest(Float a) {
+    __m128 four = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+  }
+
+  static Int load_words(const void* from) { return _mm256_loadu_si256(static_cast<const Int*>(from)); }
+  static void store_words(void* to, Int value) { _mm256_storeu_si256(static_cast<Int*>(to), value); }
+  static Int zero_words() { return _mm256_setzero_si256(); }
+  static Int add_words(Int a, Int b) { return _mm256_add_epi32(a, b); }
+  static Int broadcast_word(uint32_t value) { return _mm256_set1_epi32(int(value)); }
+  template <int n>
+  static Int shift_left(Int a) {
+    return _mm256_slli_epi32(a, n);
+  }
+  template <int n>
+  static Int shift_right_signed(Int a) {
+    return _mm256_srai_epi32(a, n);
+  }
+  static Int load_some_words(const void* from, int64_t count) {
+    return _mm256_maskload_epi32(static_cast<const int*>(from), first(count));
+  }
+
+  static Float load_values(const void* from, Type type, int64_t i) {
+    if (type == Type::float32) return _mm256_loadu_ps(static_cast<const float*>(from) + i);
+    auto halves = static_cast<const uint16_t*>(from) + i;
+    return widen(_mm_loadu_si128(reinterpret_cast<const __m128i*>(halves)), type);
+  }
+  static Float load_some_values(const void* from, Type type, int64_t i, int64_t count) {
+    if (type == Type::float32) return _mm256_maskload_ps(static_cast<const float*>(from) + i, first(count));
+    alignas(16) uint16_t halves[kLanes] = {};
+    for (int64_t lane = 0; lane < count; lane++) halves[lane] = static_cast<const uint16_t*>(from)[i + lane];
+    return widen(_mm_load_si128(reinterpret_cast<const __m128i*>(halves)), type);
+  }
+  static void store_values(void* to, Type type, int64_t i, Float value) {
+    if (type == Type::float32) return _mm256_storeu_ps(static_cast<float*>(to) + i, value);
+    auto halves = static_cast<uint16_t*>(to) + i;
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(halves), narrow(value, type));
+  }
+  static void store_some_values(void* to, Type type, int64_t i, Float value, int64_t count) {
+    if (type == Type::float32) return _mm256_maskstore_ps(static_cast<float*>(to) + i, first(count), value);
+    alignas(16) uint16_t halves[kLanes];
+    _mm_store_si128(reinterpret_cast<__m128i*>(halves), narrow(value, type));
+    for (int64_t lane = 0; lane < count; lane++) static_cast<uint16_t*>(to)[i + lane] = halves[lane];
+  }
+
+  static Int round_to_words(Float a) { return _mm256_cvtps_epi32(a); }
+  static Float float_of_words(Int a) { return _mm256_cvtepi32_ps(a); }
+  static Int words_of_float(Float a) { return _mm256_castps_si256(a); }
+  static void store_low_bytes(int8_t* to, Int a) {
+    const Int low_bytes = _mm256_set1_epi32(0x0c080400);
+    Int packed = _mm256_shuffle_epi8(a, low_bytes);
+    uint32_t halves[2] = {uint32_t(_mm256_extract_epi32(packed, 0)), uint32_t(_mm256_extract_epi32(packed, 4))};
+    std::memcpy(to, halves, sizeof halves);
+  }
+
+  template <int bits, int shift>
+  static Float field(Int words, Int next) {
+    Int moved = words;
+    if constexpr (shift + bits > 32) {
+      moved = _mm256_or_si256(_mm256_srli_epi32(words, shift), _mm256_slli_epi32(next, 32 - shift));
+    } else if constexpr (shift > 0) {
+      moved = _mm256_srli_epi32(words, shift);
+    }
+    return value_of_low_bits<bits>(moved);
+  }
+
+  template <int bits, class F>
+  static void unpack_in_order(const uint32_t* from, F&& f) {
+    const Int lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    Int words = bits < kLanes ? load_some_words(from, bits) : load_words(from);
+    for (int i = 0; i < 4; i++) {
+      Int bit = _mm256_mullo_epi32(_mm256_add_epi32(lane, _mm256_set1_epi32(i * kLanes)), _mm256_set1_epi32(bits));
+      Int index = _mm256_srli_epi32(bit, 5), shift = _mm256_and_si256(bit, _mm256_set1_epi32(31));
+      Int moved = _mm256_srlv_epi32(_mm256_permutevar8x32_epi32(words, index), shift);
+      if constexpr (32 % bits != 0) {
+        Int next = _mm256_permutevar8x32_epi32(words, _mm256_add_epi32(index, _mm256_set1_epi32(1)));
+        moved = _mm256_or_si256(moved, _mm256_sllv_epi32(next, _mm256_sub_epi32(_mm256_set1_epi32(32), shift)));
+      }
+      f(i, value_of_low_bits<bits>(moved));
+    }
+  }
+
+  // ---- bytes ----------------------------------------------------------------------------------------------------
+  // Two products of 8 bits do not fit into 16, and 3, 5 and 6 bits take too long to unpack into bytes.
+  static constexpr int64_t most_byte_rows(int bits) { return bits == 2 || bits == 4 ? 4 : 0; }
+
+  static Int multiply_add_bytes(Int sums, Int a, Int b) {
+    Int pairs = _mm256_maddubs_epi16(a, b);
+    return _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+  }
+
+  template <int bits, class Vectors>
+  static void unpack_bytes(Int words, Vectors& out) {
+    const Int mask = _mm256_set1_epi8((1 << bits) - 1);
+    out[0] = _mm256_and_si256(words, mask);
+    out[1] = _mm256_and_si256(_mm256_srli_epi32(words, bits), mask);
+    if constexpr (bits == 2) {
+      out[2] = _mm256_and_si256(_mm256_srli_epi32(words, 4), mask);
+      out[3] = _mm256_and_si256(_mm256_srli_epi32(words, 6), mask);
+    }
+  }
+
+  template <int count>
+  static Float choose(const float* from, Int index) {
+    static_assert(count <= 4);
+    return _mm256_permutevar8x32_ps(_mm256_castps128_ps256(_mm_loadu_ps(from)), index);
+  }
+
+  // ---- transposition --------------------------------------------------------------------------------------------
+  static void transpose(Int (&v)[8]) {
+    Int t[8];
+#pragma GCC unroll 4
+    for (int i = 0; i < 8; i += 2) {
+      t[i] = _mm256_unpacklo_epi32(v[i], v[i + 1]);
+      t[i + 1] = _mm256_unpackhi_epi32(v[i], v[i + 1]);
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 8; i += 4) {
+      v[i] = _mm256_unpacklo_epi64(t[i], t[i + 2]);
+      v[i + 1] = _mm256_unpackhi_epi64(t[i], t[i + 2]);
+      v[i + 2] = _mm256_unpacklo_epi64(t[i + 1], t[i + 3]);
+      v[i + 3] = _mm256_unpackhi_epi64(t[i + 1], t[i + 3]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+      t[i] = _mm256_permute2x128_si256(v[i], v[i + 4], 0x20);
+      t[i + 4] = _mm256_permute2x128_si256(v[i], v[i + 4], 0x31);
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) v[i] = t[i];
+  }
+
+ private:
+  static Int first(int64_t count) {
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32(int(count)), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+  }
+
+  static Float widen(__m128i halves, Type type) {
+    if (type == Type::float16) return _mm256_cvtph_ps(halves);
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
+  }
+
+  static __m128i narrow(Float value, Type type) {
+    if (type == Type::float16) return _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    Int bits = _mm256_castps_si256(value);
+    Int odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    Int rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    Int nan = _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q));
+    rounded = _mm256_blendv_epi8(rounded, _mm256_or_si256(bits, _mm256_set1_epi32(0x400000)), nan);
+    Int high = _mm256_srli_epi32(rounded, 16);
+    return _mm256_castsi256_si128(_mm256_permute4x64_epi64(_mm256_packus_epi32(high, high), 0x08));
+  }
+
+  template <int bits>
+  static Float value_of_low_bits(Int words) {
+    if constexpr (bits <= 3) {  // looked up: the permutation ignores the bits above
+      constexpr int m = (1 << bits) - 1;
+      const Float values = _mm256_setr_ps(0, 1, 2 & m, 3 & m, 4 & m, 5 & m, 6 & m, 7 & m);
+      return _mm256_permutevar8x32_ps(values, words);
+    } else {
+      return _mm256_cvtepi32_ps(_mm256_and_si256(words, _mm256_set1_epi32((1 << bits) - 1)));
+    }
+  }
+};
+
+}  // namespace
+}  // namespace mlx_cpu_kernels
