@@ -24,6 +24,8 @@ constexpr int kPlanes = 3;
 constexpr int kByteRows = 4;
 constexpr int kByteColumns = 4;
 constexpr int64_t kMostByteRows = 24;
+// The largest integer whose digits fit: 127 * 65536 + 127 * 256 + 127, less what rounding may add.
+constexpr float kLargest = 8355000.f;
 
 template <class V, int bits>
 struct Block {
