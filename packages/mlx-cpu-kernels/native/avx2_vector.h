@@ -23,8 +23,19 @@ struct Avx2 {
   static Float add(Float a, Float b) { return _mm256_add_ps(a, b); }
   static Float multiply(Float a, Float b) { return _mm256_mul_ps(a, b); }
   static Float multiply_add(Float a, Float b, Float c) { return _mm256_fmadd_ps(a, b, c); }
+  static Float divide(Float a, Float b) { return _mm256_div_ps(a, b); }
+  static Float minimum(Float a, Float b) { return _mm256_min_ps(a, b); }
+  static Float round(Float a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+  // n is a whole number from -126 to 127.
+  static Float multiply_by_power_of_two(Float a, Float n) {
+    Int exponent = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+    return _mm256_mul_ps(a, _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23)));
+  }
   static Float maximum(Float a, Float b) { return _mm256_max_ps(a, b); }
   static Float absolute(Float a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.f), a); }
+  static Float zero_where_below(Float a, Float x, Float limit) {
+    return _mm256_and_ps(a, _mm256_cmp_ps(x, limit, _CMP_NLT_UQ));
+  }
   static float sum(Float a) {
     float sums[4];
     store_sums(sums, a, a, a, a);

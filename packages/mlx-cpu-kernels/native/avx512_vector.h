@@ -24,9 +24,17 @@ struct Avx512 {
   static Float add(Float a, Float b) { return _mm512_add_ps(a, b); }
   static Float multiply(Float a, Float b) { return _mm512_mul_ps(a, b); }
   static Float multiply_add(Float a, Float b, Float c) { return _mm512_fmadd_ps(a, b, c); }
+  static Float divide(Float a, Float b) { return _mm512_div_ps(a, b); }
+  static Float minimum(Float a, Float b) { return _mm512_min_ps(a, b); }
+  static Float round(Float a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+  static Float multiply_by_power_of_two(Float a, Float n) { return _mm512_scalef_ps(a, n); }
   static Float maximum(Float a, Float b) { return _mm512_max_ps(a, b); }
   static Float absolute(Float a) { return _mm512_abs_ps(a); }
   static float sum(Float a) { return _mm512_reduce_add_ps(a); }
+  // a, but zero in the lanes in which x is below `limit`.
+  static Float zero_where_below(Float a, Float x, Float limit) {
+    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, limit, _CMP_NLT_UQ), a);
+  }
   // The sums of the lanes of four vectors, as four neighbouring values.
   static void store_sums(float* to, Float a, Float b, Float c, Float d) {
     Float ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));

@@ -122,4 +122,22 @@ void dequantize(const Quantized& w, int64_t row_begin, int64_t row_end, void* ou
   selected().kernels->dequantize(w, row_begin, row_end, out, type, threads);
 }
 
+void rms_norm(const RmsNorm& norm, Threads& threads) { selected().kernels->rms_norm(norm, threads); }
+
+void layer_norm(const LayerNorm& norm, Threads& threads) { selected().kernels->layer_norm(norm, threads); }
+
+void gated_activation(Activation activation, Matrix gate, const void* up, int64_t up_stride, int64_t rows,
+                      int64_t columns, void* y, int64_t y_stride, Threads& threads) {
+  selected().kernels->gated_activation(activation, gate, {up, gate.type, up_stride}, rows, columns, y, y_stride, threads);
+}
+
+void rope(const Rope& rope, Threads& threads) { selected().kernels->rope(rope, threads); }
+
+bool attention(const Attention& a, Threads& threads) {
+  bool has_mask = a.mask == Attention::Mask::boolean || a.mask == Attention::Mask::additive;
+  if (a.head_size > 256 || a.value_size > 256 || (has_mask && a.mask_strides[3] != 1)) return false;
+  selected().kernels->attention(a, threads);
+  return true;
+}
+
 }  // namespace mlx_cpu_kernels

@@ -8,7 +8,7 @@
 
 namespace mlx_cpu_kernels {
 
-inline int64_t size_of(Type type) { return type == Type::float32 ? 4 : 2; }
+static inline int64_t size_of(Type type) { return type == Type::float32 ? 4 : 2; }
 
 // Internal linkage: each instruction set's file has a copy of its own, and the linker cannot put one that was compiled
 // for a later processor in place of another.

@@ -1,7 +1,9 @@
 // Chooses the way of a product, and gathers an instruction set's table.
 #pragma once
 
+#include "attention.h"
 #include "byte_product.h"
+#include "fused_rows.h"
 #include "kernels.h"
 #include "panel_product.h"
 
@@ -21,7 +23,8 @@ void multiply_rows(const Rows& x, const Quantized& w, const MutableRows& y, Thre
 
 template <class V>
 constexpr Kernels kernels_of() {
-  return {multiply_transposed_rows<V>, multiply_rows<V>, dequantize_rows<V>};
+  return {multiply_transposed_rows<V>, multiply_rows<V>,         dequantize_rows<V>, rms_norm_rows<V>,
+          layer_norm_rows<V>,          gated_activation_rows<V>, rotate<V>,          attend<V>};
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
 // The reference: plain loops that state what each kernel computes. The other instruction sets are tested against it,
 // and processors that have none of them use it.
-#include "kernels.h"
+#include "scalar.h"
 
 namespace mlx_cpu_kernels {
 namespace {
@@ -14,18 +14,22 @@ uint32_t quantized_value(const uint32_t* row, int bits, int64_t column) {
   return uint32_t(pair >> shift) & ((1u << bits) - 1);
 }
 
-float value(const Quantized& w, int64_t row, int64_t column) {
+}  // namespace
+
+float scalar_value(const Quantized& w, int64_t row, int64_t column) {
   int64_t group = row * w.row_groups + column / w.group_size;
   return load_value(w.scales, w.type, group) * float(quantized_value(w.weights + row * w.row_words, w.bits, column)) +
          load_value(w.biases, w.type, group);
 }
+
+namespace {
 
 void multiply_transposed(const Rows& x, const Quantized& w, const MutableRows& y, Threads& threads) {
   threads.parallel_for(w.rows, 1, [&](int64_t begin, int64_t end) {
     for (int64_t m = 0; m < x.count; m++) {
       for (int64_t n = begin; n < end; n++) {
         double sum = 0;
-        for (int64_t k = 0; k < w.columns; k++) sum += double(load_value(x.row(m), x.type, k)) * value(w, n, k);
+        for (int64_t k = 0; k < w.columns; k++) sum += double(load_value(x.row(m), x.type, k)) * scalar_value(w, n, k);
         store_value(y.row(m), y.type, n, float(sum));
       }
     }
@@ -37,7 +41,7 @@ void multiply(const Rows& x, const Quantized& w, const MutableRows& y, Threads& 
     for (int64_t m = 0; m < x.count; m++) {
       for (int64_t n = begin; n < end; n++) {
         double sum = 0;
-        for (int64_t k = 0; k < w.rows; k++) sum += double(load_value(x.row(m), x.type, k)) * value(w, k, n);
+        for (int64_t k = 0; k < w.rows; k++) sum += double(load_value(x.row(m), x.type, k)) * scalar_value(w, k, n);
         store_value(y.row(m), y.type, n, float(sum));
       }
     }
@@ -48,12 +52,14 @@ void dequantize_rows(const Quantized& w, int64_t row_begin, int64_t row_end, voi
   threads.parallel_for(row_end - row_begin, 1, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; row++)
       for (int64_t column = 0; column < w.columns; column++)
-        store_value(out, type, row * w.columns + column, value(w, row_begin + row, column));
+        store_value(out, type, row * w.columns + column, scalar_value(w, row_begin + row, column));
   });
 }
 
 }  // namespace
 
-const Kernels scalar_kernels = {multiply_transposed, multiply, dequantize_rows};
+const Kernels scalar_kernels = {multiply_transposed, multiply,    dequantize_rows,
+                                scalar_rms_norm,     scalar_layer_norm, scalar_gated_activation,
+                                scalar_rope,         scalar_attention};
 
 }  // namespace mlx_cpu_kernels

@@ -49,4 +49,26 @@ struct RandomMatrix {
   }
 };
 
+constexpr Type kTypes[] = {Type::float32, Type::float16, Type::bfloat16};
+constexpr InstructionSet kVectorSets[] = {InstructionSet::avx2, InstructionSet::avx512, InstructionSet::neon};
+
+inline double unit_in_last_place(Type type, double value) {
+  int exponent;
+  std::frexp(value, &exponent);
+  return std::ldexp(1.0, exponent - (type == Type::float16 ? 11 : 8));
+}
+
+// The largest difference over the largest value, beyond what the rounding to a type of 16 bits allows.
+inline double error(const Values& got, const Values& expected, int64_t count) {
+  double largest = 0, worst = 0;
+  for (int64_t i = 0; i < count; i++) largest = std::fmax(largest, std::fabs(expected.at(i)));
+  for (int64_t i = 0; i < count; i++) {
+    double difference = std::fabs(double(got.at(i)) - expected.at(i));
+    if (std::isnan(got.at(i)) != std::isnan(expected.at(i))) return INFINITY;
+    if (expected.type != Type::float32) difference -= unit_in_last_place(expected.type, expected.at(i));
+    worst = std::fmax(worst, difference / largest);
+  }
+  return worst;
+}
+
 }  // namespace mlx_cpu_kernels

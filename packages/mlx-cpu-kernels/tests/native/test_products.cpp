@@ -11,7 +11,6 @@ using namespace mlx_cpu_kernels;
 
 namespace {
 
-constexpr Type kTypes[] = {Type::float32, Type::float16, Type::bfloat16};
 constexpr int kBits[] = {2, 3, 4, 5, 6, 8};
 constexpr int kGroups[] = {32, 64, 128};
 
@@ -52,32 +51,13 @@ void expect(bool holds, const Case& c, InstructionSet set, const char* what, dou
   failures++;
 }
 
-double unit_in_last_place(Type type, double value) {
-  int exponent;
-  std::frexp(value, &exponent);
-  return std::ldexp(1.0, exponent - (type == Type::float16 ? 11 : 8));
-}
-
-// The largest difference over the largest value, beyond what the rounding to a type of 16 bits allows.
-double error(const Values& got, const Values& expected, int64_t count) {
-  double largest = 0, worst = 0;
-  for (int64_t i = 0; i < count; i++) largest = std::fmax(largest, std::fabs(expected.at(i)));
-  for (int64_t i = 0; i < count; i++) {
-    double difference = std::fabs(double(got.at(i)) - expected.at(i));
-    if (std::isnan(got.at(i)) != std::isnan(expected.at(i))) return INFINITY;
-    if (expected.type != Type::float32) difference -= unit_in_last_place(expected.type, expected.at(i));
-    worst = std::fmax(worst, difference / largest);
-  }
-  return worst;
-}
-
 template <class Product>
 void compare(const Case& c, const char* what, int64_t y_values, double tolerance, Product product) {
   Values expected(c.x_type, y_values);
   set_instruction_set(InstructionSet::scalar);
   Threads one(1), several(c.threads);
   product(expected.data(), one);
-  for (InstructionSet set : {InstructionSet::avx2, InstructionSet::avx512, InstructionSet::neon}) {
+  for (InstructionSet set : kVectorSets) {
     if (!set_instruction_set(set)) continue;
     Values got(c.x_type, y_values);
     product(got.data(), several);
@@ -137,7 +117,7 @@ void test_not_finite(Case c) {
   RandomMatrix w(c.random, c.n, c.k, c.bits, c.group_size, c.type);
   Values x(c.random, c.x_type, c.rows * c.k);
   store_value(x.data(), c.x_type, pick(c.random, 0, c.k - 1), NAN);
-  for (InstructionSet set : {InstructionSet::avx2, InstructionSet::avx512, InstructionSet::neon}) {
+  for (InstructionSet set : kVectorSets) {
     if (!set_instruction_set(set)) continue;
     Values y(c.x_type, c.rows * c.n);
     Threads one(1);
