@@ -97,7 +97,7 @@ def _measure_in_subprocess(variant: str, arguments: argparse.Namespace) -> Measu
 
 def _measure(variant: str, threads: int) -> Measurements:
     if variant == FAST:
-        from mlx_ring.worker.platform.blas import install_fast_blas
+        from mlx_cpu_kernels.blas import install_fast_blas
 
         print(install_fast_blas(threads), file=sys.stderr)
     import mlx.core as mx

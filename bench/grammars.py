@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING
 from random_model import Shape, make
 from tokenizers import pre_tokenizers
 
+from mlx_cpu_kernels import speed_up
 from mlx_ring.core.types import LayerRange
 from mlx_ring.models.model_folder import read_model_folder
 from mlx_ring.rpc.links import Inbox
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
-from mlx_ring.worker.platform.blas import choose_blas
 from mlx_ring.worker.platform.device import keep_freed_memory
 from mlx_ring.worker.replies import StageLinks
 
@@ -196,7 +196,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=16)
     options = parser.parse_args()
     keep_freed_memory()
-    choose_blas("auto", 1)
+    speed_up()
     with tempfile.TemporaryDirectory() as scratch:
         folder = make_folder(Path(scratch), options.vocabulary)
         print(

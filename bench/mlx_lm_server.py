@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from mlx_ring.worker.platform.blas.install import install_fast_blas
+from mlx_cpu_kernels.blas.install import install_fast_blas
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ import sys
 import time
 
 if "fast-blas" in sys.argv:
-    from mlx_ring.worker.platform.blas.install import install_fast_blas
+    from mlx_cpu_kernels.blas.install import install_fast_blas
 
     install_fast_blas(1)
 

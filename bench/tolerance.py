@@ -33,9 +33,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from mlx_ring.worker.platform.blas import choose_blas
+from mlx_cpu_kernels import speed_up
 
-choose_blas("auto", 1)
+speed_up()
 
 import mlx.core as mx
 import numpy as np

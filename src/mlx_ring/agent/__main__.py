@@ -83,7 +83,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--log-level", default="info")
     parser.add_argument("--log-format", choices=("text", "json"), default="text")
     parser.add_argument("--lifeline-fd", type=int, required=True)
-    parser.add_argument("--blas", choices=("auto", "off"), default="auto")
+    parser.add_argument("--blas", choices=("auto", "openblas", "off"), default="auto")
     parser.add_argument("--blas-threads", type=int, default=1)
     parser.add_argument(
         "--lent", type=Path, help="folder where processes of other ranks listen, which start their workers"

@@ -68,7 +68,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--log-dir", type=Path, required=True)
     parser.add_argument("--log-level", default="info")
     parser.add_argument("--log-format", choices=("text", "json"), default="text")
-    parser.add_argument("--blas", choices=("auto", "off"), default="auto")
+    parser.add_argument("--blas", choices=("auto", "openblas", "off"), default="auto")
     parser.add_argument("--blas-threads", type=int, default=1)
     parser.add_argument("--spare-worker", choices=("auto", "on", "off"), default="off")
     parser.add_argument("--load-timeout", type=float, default=600.0, help="seconds")

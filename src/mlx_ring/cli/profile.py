@@ -21,7 +21,7 @@ _MOST_THREADS = 1024
 def profile(
     as_json: Annotated[bool, typer.Option("--json", help="Print the profile as JSON.")] = False,
     again: Annotated[bool, typer.Option("--again", help="Measure again, even if a profile is kept.")] = False,
-    blas: Annotated[str, typer.Option(metavar="auto|off", help="As for `serve`.")] = "auto",
+    blas: Annotated[str, typer.Option(metavar="auto|openblas|off", help="As for `serve`.")] = "auto",
     blas_threads: Annotated[
         int, typer.Option(metavar="N", help="BLAS threads of the worker; 0 takes all cores but one.")
     ] = 0,
@@ -40,8 +40,8 @@ def profile(
         recall_or_measure,
     )
 
-    if blas not in ("auto", "off"):
-        raise ConfigError(f"--blas is {blas}; it must be auto or off.")
+    if blas not in ("auto", "openblas", "off"):
+        raise ConfigError(f"--blas is {blas}; it must be auto, openblas or off.")
     if not 0 <= blas_threads <= _MOST_THREADS:
         raise ConfigError(f"--blas-threads is {blas_threads}; it must be from 0 to {_MOST_THREADS}.")
     options = ProfileOptions(blas=blas, blas_threads=blas_threads or share_cores(1))

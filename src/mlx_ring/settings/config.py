@@ -18,6 +18,7 @@ from mlx_ring.settings.fields import (
     SIZE_TAKES,
     AutoOnOrOff,
     AutoOrOff,
+    Blas,
     CheckedSettings,
     HttpAddress,
     KvBits,
@@ -401,9 +402,10 @@ class Settings(CheckedSettings):
         _PROCESS,
         metavar="DIR",
     )
-    blas: AutoOrOff = setting(
+    blas: Blas = setting(
         "auto",
-        "On a CPU, compute with OpenBLAS (auto) or with MLX's own BLAS (off).",
+        "On a CPU, compute with OpenBLAS and native kernels for quantized weights (auto), with OpenBLAS alone (openblas), "
+        "or with MLX's own products (off).",
         _PROCESS,
         metavar="MODE",
     )

@@ -24,8 +24,8 @@ from mlx_ring.rpc.methods import LOAD, RELINK, STATUS, STEPS
 from mlx_ring.rpc.tls.credentials import load_credentials, serve_from_folder
 from mlx_ring.rpc.tls.guard import PeerGuard
 from mlx_ring.worker.compute_thread import prefer_latency, prefer_throughput
-from mlx_ring.worker.platform.blas import choose_blas
 from mlx_ring.worker.platform.device import keep_freed_memory
+from mlx_ring.worker.platform.products import choose_products
 
 _END_WITHIN_S = 1.0
 _IMPORTED_LATER = ("grpc._channel", "grpc._server", "mlx_lm.models.rope_utils")
@@ -94,13 +94,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 @cache
 def _import_libraries(blas: str, blas_threads: int) -> str:
-    """Import what every worker needs, MLX after the BLAS; return the description of the BLAS."""
+    """Import what every worker needs; return the description of what computes products."""
     keep_freed_memory()
-    chosen = choose_blas(blas, blas_threads)
     with importing():
         import_mlx_lm()
         import_module("mlx_ring.worker.server")
-    return chosen
+        return choose_products(blas, blas_threads)
 
 
 def _wait_as_spare(arguments: Sequence[str]) -> list[str]:
@@ -154,7 +153,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         default="127.0.0.1",
         help="address on which this rank listens for the others of its group",
     )
-    parser.add_argument("--blas", choices=("auto", "off"), default="auto")
+    parser.add_argument("--blas", choices=("auto", "openblas", "off"), default="auto")
     parser.add_argument("--blas-threads", type=int, default=1)
     return parser.parse_args(arguments)
 

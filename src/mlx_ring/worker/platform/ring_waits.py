@@ -17,9 +17,9 @@ import platform
 import struct
 from collections.abc import Sequence
 
-from mlx_ring.worker.platform.blas.dispatch import place_code
-from mlx_ring.worker.platform.blas.install import load_from_package
-from mlx_ring.worker.platform.blas.slots import Slot, Unavailable, find_slots
+from mlx_cpu_kernels.blas.dispatch import place_code
+from mlx_cpu_kernels.blas.install import load_from_package
+from mlx_cpu_kernels.blas.slots import Slot, Unavailable, find_slots
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,6 @@ from mlx_ring.core.errors import RingError
 from mlx_ring.host.child import watch_lifeline
 from mlx_ring.models.lean_imports import import_mlx_lm
 from mlx_ring.worker.compute_thread import prefer_throughput
-from mlx_ring.worker.platform.blas import choose_blas
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -21,10 +20,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.lifeline_fd is not None:
         watch_lifeline(options.lifeline_fd, lambda: os._exit(0))
     prefer_throughput()
-    blas = choose_blas(options.blas, options.blas_threads)
     import_mlx_lm()
 
-    from mlx_ring.worker.profile.measure import Bounds, measure  # MLX must load after the BLAS
+    from mlx_ring.worker.platform.products import (
+        choose_products,  # importing it above would import MLX before mlx-lm
+    )
+    from mlx_ring.worker.profile.measure import Bounds, measure
+
+    blas = choose_products(options.blas, options.blas_threads)
 
     try:
         bounds = Bounds(options.seconds, options.memory_share)
@@ -45,7 +48,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, help="file for the profile; printed otherwise")
     parser.add_argument("--seconds", type=float, default=2.5, help="approximate time for measuring")
     parser.add_argument("--memory-share", type=float, default=0.25, help="share of the free memory to use")
-    parser.add_argument("--blas", choices=("auto", "off"), default="auto")
+    parser.add_argument("--blas", choices=("auto", "openblas", "off"), default="auto")
     parser.add_argument("--blas-threads", type=int, default=1)
     parser.add_argument("--lifeline-fd", type=int)
     return parser.parse_args(arguments)

@@ -4,6 +4,6 @@
 is the code between the two, and `selfcheck.py` checks the result.
 """
 
-from mlx_ring.worker.platform.blas.install import BlasReport, choose_blas, install_fast_blas
+from mlx_cpu_kernels.blas.install import BlasReport, install_fast_blas
 
-__all__ = ["BlasReport", "choose_blas", "install_fast_blas"]
+__all__ = ["BlasReport", "install_fast_blas"]

@@ -26,9 +26,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.examples import examples
 
-from mlx_ring.worker.platform.blas import BlasReport, dispatch, install, install_fast_blas, selfcheck, slots
-from mlx_ring.worker.platform.blas import install as openblas
-from mlx_ring.worker.platform.blas.slots import Unavailable
+from mlx_cpu_kernels.blas import BlasReport, dispatch, install, install_fast_blas, selfcheck, slots
+from mlx_cpu_kernels.blas import install as openblas
+from mlx_cpu_kernels.blas.slots import Unavailable
 
 on_linux_x86_64 = pytest.mark.skipif(
     (platform.system(), platform.machine()) != ("Linux", "x86_64"),
@@ -302,7 +302,7 @@ def test_another_c_library_keeps_its_own_blas(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_importing_the_package_does_not_import_mlx() -> None:
-    code = "import sys, mlx_ring.worker.platform.blas; sys.exit('mlx.core' in sys.modules)"
+    code = "import sys, mlx_cpu_kernels.blas; sys.exit('mlx.core' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

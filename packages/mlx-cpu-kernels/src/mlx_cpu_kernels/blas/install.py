@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from mlx_ring.worker.platform.blas.dispatch import MOST_ROWS_IN_BLOCKS, load_dispatch
-from mlx_ring.worker.platform.blas.selfcheck import Product, first_wrong_product
-from mlx_ring.worker.platform.blas.slots import Slot, Unavailable, find_slots
+from mlx_cpu_kernels.blas.dispatch import MOST_ROWS_IN_BLOCKS, load_dispatch
+from mlx_cpu_kernels.blas.selfcheck import Product, first_wrong_product
+from mlx_cpu_kernels.blas.slots import Slot, Unavailable, find_slots
 
 PACKAGE = "scipy_openblas32"
 
@@ -147,14 +147,6 @@ def install_fast_blas(threads: int = 1) -> BlasReport:
                 _library_without(), active=False, detail=f"MLX keeps its own BLAS: {reason}.", threads=1
             )
         return replace(_installed.report, threads=_installed.openblas.set_threads(max(1, threads)))
-
-
-def choose_blas(mode: str, threads: int) -> str:
-    """Choose the BLAS by `--blas` ("auto" or "off") and its threads, before MLX is imported. Return its description."""
-    if mode == "off":
-        return "MLX's own (OpenBLAS is switched off by --blas off)"
-    report = install_fast_blas(threads)
-    return report.library if report.active else f"{report.library} ({report.detail})"
 
 
 def _library_without() -> str:

@@ -1,0 +1,13 @@
+"""Fast MLX on Linux CPUs: OpenBLAS computes matrix products, and native kernels those with quantized weights.
+
+    import mlx_cpu_kernels
+
+    print(mlx_cpu_kernels.speed_up(threads=4))
+
+Where a part does not apply, MLX stays as it is, and the description says why. Each part can be had alone:
+`mlx_cpu_kernels.blas.install_fast_blas` and `mlx_cpu_kernels.quantized.install`.
+"""
+
+from mlx_cpu_kernels.speed_up import speed_up
+
+__all__ = ["speed_up"]
