@@ -22,9 +22,8 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.examples import examples
 
 from mlx_cpu_kernels.blas import BlasReport, dispatch, install, install_fast_blas, selfcheck, slots
 from mlx_cpu_kernels.blas import install as openblas
@@ -41,7 +40,7 @@ def run_alone(scenario: str, core_type: str | None = None) -> str:
     environment = {"OPENBLAS_CORETYPE": core_type} if core_type else {}
     process = subprocess.run(
         [sys.executable, __file__, scenario],
-        env={"HOME": "/nonexistent", "PYTHONPATH": str(Path(__file__).parents[3]), **environment},
+        env={"HOME": "/nonexistent", **environment},
         capture_output=True,
         text=True,
         check=False,
@@ -77,7 +76,7 @@ def products_equal_numpys() -> None:
         stored = generator.standard_normal(shape, dtype=np.float32)
         return mx.array(stored), stored
 
-    @examples(1, deadline=None, database=None)
+    @settings(max_examples=50, deadline=None, database=None)
     @given(extents, extents, extents, layouts, layouts, st.integers(0, 3), st.integers(0, 2**32 - 1))
     def check(rows: int, columns: int, inner: int, left: str, right: str, batch: int, seed: int) -> None:
         generator = np.random.default_rng(seed)
@@ -251,6 +250,7 @@ SCENARIOS = [
 
 
 @on_linux_x86_64
+@pytest.mark.processes
 @pytest.mark.parametrize("scenario", [function.__name__ for function in SCENARIOS])
 def test_scenario_in_its_own_process(scenario: str) -> None:
     run_alone(scenario)

@@ -142,11 +142,16 @@ def build(target: Target, folder: Path | None = None) -> Path:
     final.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=final.parent) as name:
         work = Path(name)
-        sources = {target.nanobind.folder / "src/nb_combined.cpp": (), **_sources()}
+        sources: dict[Path, tuple[str, ...]] = {
+            target.nanobind.folder / "src/nb_combined.cpp": (),
+            **_sources(),
+        }
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            objects = list(
-                pool.map(lambda item: _compile(compiler, [*flags, *item[1]], item[0], work), sources.items())
-            )
+            compiled = [
+                pool.submit(_compile, compiler, [*flags, *own], source, work)
+                for source, own in sources.items()
+            ]
+            objects = [future.result() for future in compiled]
         library = target.mlx.folder / "lib"
         linked = work / final.name
         _run(
