@@ -10,6 +10,7 @@ import contextlib
 import json
 import logging
 import os
+import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any, cast
 
 import psutil
 
+from mlx_cpu_kernels.build import Target, Unavailable, find_binary
 from mlx_ring.core.environment import package_version, worker_environment
 from mlx_ring.core.errors import ProtocolError, WorkerLost, WorkerStuck
 from mlx_ring.host.child import ChildProcess
@@ -40,6 +42,43 @@ class ProfileOptions:
     memory_share: float = 0.25
     """Share of the available memory that the measurement may use."""
     timeout_s: float = 60.0
+
+
+async def build_kernels(blas: str) -> None:
+    """Compile the native kernels that workers compute with, unless they are there or cannot be made here.
+
+    Takes up to a minute, once for each version of MLX. Workers without them say why, and are slow with quantized weights.
+    """
+    if blas != "auto" or sys.platform != "linux":
+        return
+    try:
+        if find_binary(Target.installed()):
+            return
+    except Unavailable:
+        return
+    log.info("compiling native kernels for quantized weights, once; this takes up to a minute")
+    child = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "mlx_cpu_kernels.build"),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        _, errors = await child.communicate()
+    finally:
+        if child.returncode is None:
+            child.kill()
+    if child.returncode:
+        log.warning("%s", errors.decode(errors="replace").strip())
+
+
+def _kernels(blas: str) -> str:
+    """Return the identity of the native kernels that workers compute with; empty without them."""
+    try:
+        target = Target.installed()
+        return target.key if blas == "auto" and find_binary(target) else ""
+    except Unavailable:
+        return ""
 
 
 async def measure_machine(options: ProfileOptions, module: str = PROFILE_MODULE) -> MachineProfile:
@@ -107,6 +146,7 @@ class ProfileKey:
     mlx_ring: str
     blas: str
     blas_threads: int
+    kernels: str
 
     @classmethod
     def of_here(cls, options: ProfileOptions) -> ProfileKey:
@@ -125,6 +165,7 @@ class ProfileKey:
             mlx_ring=package_version("mlx-ring"),
             blas=options.blas,
             blas_threads=options.blas_threads,
+            kernels=_kernels(options.blas),
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -175,6 +216,7 @@ async def recall_or_measure(
     Raises:
         RingError: the machine could not be measured.
     """
+    await build_kernels(options.blas)
     key = ProfileKey.of_here(options)
     kept = None if again else store.load(key)
     if kept is not None:

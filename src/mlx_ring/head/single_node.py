@@ -9,7 +9,7 @@ from collections.abc import Generator, Sequence
 from itertools import count
 from pathlib import Path
 
-from mlx_ring.agent.profiling import ProfileOptions, ProfileStore, recall
+from mlx_ring.agent.profiling import ProfileOptions, ProfileStore, build_kernels, recall
 from mlx_ring.api.service import LinkInfo
 from mlx_ring.cluster.agent_link import LocalAgent, Source
 from mlx_ring.cluster.deployment import Site
@@ -113,6 +113,7 @@ class SingleNode:
                 await self.stop()
                 run_dir = self._run_dir / f"a{next(self._serial)}"
                 run_dir.mkdir()
+                await build_kernels(self._settings.blas)
                 self._agent = await LocalAgent.start(
                     self._settings,
                     node=node_name(),

@@ -1,0 +1,239 @@
+"""Operations on quantized weights: equal to MLX's own within rounding, for every layout that MLX takes."""
+
+# pyright: reportUnknownMemberType=false, reportArgumentType=false, reportPrivateUsage=false
+# MLX's stubs take an unpacked list for any later parameter. One test replaces what `install` loads.
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from mlx_cpu_kernels import quantized
+from mlx_cpu_kernels.build import Target, Unavailable, find_binary
+
+Numbers = NDArray[np.float64]
+
+
+def _are_built() -> bool:
+    try:
+        return find_binary(Target.installed()) is not None
+    except Unavailable:
+        return False
+
+
+pytestmark = pytest.mark.skipif(not _are_built(), reason="scripts/setup has not compiled the native kernels")
+
+TYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+UNITS = {mx.float16: 2.0**-10, mx.bfloat16: 2.0**-7}
+"""Distance from one number of a type to the next, as a part of the number."""
+
+bits = st.sampled_from([2, 3, 4, 5, 6, 8])
+group_sizes = st.sampled_from([32, 64, 128])
+types = st.sampled_from(sorted(TYPES))
+row_counts = st.one_of(st.integers(1, 20), st.sampled_from([33, 64, 100]))
+
+
+@pytest.fixture(autouse=True)
+def installed() -> Iterator[None]:
+    """Compute on the CPU with the kernels, and give MLX its own operations back."""
+    before = mx.default_device()
+    mx.set_default_device(mx.Device(mx.cpu))
+    report = quantized.install()
+    assert report.active, report.detail
+    yield
+    quantized.uninstall()
+    mx.set_default_device(before)
+
+
+def numbers(seed: int, *shape: int) -> mx.array:
+    return mx.array(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
+
+
+def exact(array: mx.array) -> Numbers:
+    return np.array(array.astype(mx.float32)).astype(np.float64)
+
+
+def own(name: str, *arguments: mx.array, **options: Any) -> mx.array:
+    return quantized.stock(name)(*arguments, **options)
+
+
+def assert_close(ours: mx.array, theirs: Numbers, dtype: mx.Dtype) -> None:
+    """Compare with the exact result: float32 within 1e-5 of the largest, half types within a unit of their last place."""
+    assert ours.dtype == dtype
+    assert ours.shape == theirs.shape
+    most = np.abs(theirs).max(initial=0.0)
+    allowed = 1e-5 * most + (np.abs(theirs) * UNITS[dtype] if dtype in UNITS else 0.0)
+    assert np.all(np.abs(exact(ours) - theirs) <= allowed)
+
+
+@given(st.data(), bits, group_sizes, types, types)
+@settings(max_examples=60, deadline=None)
+def test_a_product_is_that_of_the_dequantized_weights(
+    data: st.DataObject, bits: int, group_size: int, type_name: str, scales_name: str
+) -> None:
+    transpose = data.draw(st.booleans())
+    rows, others = data.draw(row_counts), data.draw(st.sampled_from([32, 40, 64, 129, 192]))
+    if not transpose:
+        others = (others + 31) // 32 * 32
+    columns = group_size * data.draw(st.integers(1, 5))
+    options: dict[str, Any] = {"bits": bits, "group_size": group_size}
+    weights = mx.quantize(numbers(1, others, columns).astype(TYPES[scales_name]), **options)
+    dense = exact(
+        own("dequantize", *(weights[0], *(part.astype(mx.float32) for part in weights[1:])), **options)
+    )
+    inner = columns if transpose else others
+    x = data.draw(st.sampled_from(LAYOUTS))(rows, inner).astype(TYPES[type_name])
+    expected = exact(x) @ (dense.T if transpose else dense)
+    ours = mx.quantized_matmul(x, *weights, transpose=transpose, **options)
+    wide = TYPES[type_name] if type_name == scales_name else mx.float32
+    assert_close(ours, expected, wide)
+
+
+def _plain(rows: int, inner: int) -> mx.array:
+    return numbers(2, rows, inner)
+
+
+def _batched(rows: int, inner: int) -> mx.array:
+    return numbers(2, 2, rows, inner)
+
+
+def _strided(rows: int, inner: int) -> mx.array:
+    return numbers(2, rows * 2, inner)[::2]
+
+
+def _transposed(rows: int, inner: int) -> mx.array:
+    return numbers(2, inner, rows).T
+
+
+def _swapped(rows: int, inner: int) -> mx.array:
+    return numbers(2, rows, 3, inner).swapaxes(0, 1)
+
+
+def _broadcast(rows: int, inner: int) -> mx.array:
+    return mx.broadcast_to(numbers(2, 1, inner), (rows, inner))
+
+
+def _part(rows: int, inner: int) -> mx.array:
+    return numbers(2, 3, rows, inner + 7)[1:, :, 7:]
+
+
+LAYOUTS: list[Callable[[int, int], mx.array]] = [
+    *(_plain, _batched, _strided, _transposed, _swapped, _broadcast, _part),
+]
+
+
+@pytest.mark.parametrize("transpose", [True, False])
+@pytest.mark.parametrize("shape", [(2, 3, 4, 5), (2, 3, 1, 5), (1, 1, 6, 1)])
+def test_several_matrices_are_broadcast_as_by_mlx(shape: tuple[int, ...], transpose: bool) -> None:  # noqa: FBT001 - a case
+    """Products of attention over a quantized KV cache: KV heads that several heads of queries share."""
+    batch, heads, repeats, count = shape
+    keys = mx.quantize(numbers(3, batch, heads, 1, 96, 64), bits=8, group_size=32)
+    parts = [part[..., :32, :] if transpose else part for part in keys]  # a part of the cache's buffer
+    x = numbers(4, batch, heads, repeats, count, 64 if transpose else 96)
+    options: dict[str, Any] = {"bits": 8, "group_size": 32, "transpose": transpose}
+    ours, theirs = mx.quantized_matmul(x, *parts, **options), own("quantized_matmul", x, *parts, **options)
+    assert_close(ours, exact(theirs), mx.float32)
+
+
+@given(bits, group_sizes, types, st.integers(1, 9), st.integers(1, 4))
+@settings(max_examples=30, deadline=None)
+def test_experts_compute_their_own_rows(
+    bits: int, group_size: int, type_name: str, tokens: int, chosen: int
+) -> None:
+    options: dict[str, Any] = {"bits": bits, "group_size": group_size}
+    experts = mx.quantize(numbers(5, 6, 40, group_size * 2), **options)
+    dense = exact(own("dequantize", *experts, **options))
+    x = numbers(6, tokens, 1, 1, group_size * 2).astype(TYPES[type_name])
+    indices = mx.array(np.random.default_rng(tokens).integers(0, 6, (tokens, chosen)))
+    ours = mx.gather_qmm(x, *experts, rhs_indices=indices, **options)
+    expected = np.einsum("tk,tcnk->tcn", exact(x)[:, 0, 0], dense[np.array(indices)])[:, :, None]
+    assert_close(ours, expected, mx.float32)
+
+
+def test_an_expert_that_is_not_there_is_refused() -> None:
+    experts = mx.quantize(numbers(5, 3, 32, 64))
+    product = mx.gather_qmm(numbers(6, 1, 1, 64), *experts, rhs_indices=mx.array([3]))
+    with pytest.raises(RuntimeError, match="no matrix has the index 3"):
+        mx.eval(product)
+
+
+@given(bits, group_sizes, types, st.booleans())
+@settings(max_examples=30, deadline=None)
+def test_dequantized_weights_equal_mlxs(bits: int, group_size: int, type_name: str, is_sliced: bool) -> None:  # noqa: FBT001 - a case
+    options: dict[str, Any] = {"bits": bits, "group_size": group_size}
+    parts = mx.quantize(numbers(7, 3, 33, group_size * 3).astype(TYPES[type_name]), **options)
+    parts = [part[1:, ::2] for part in parts] if is_sliced else parts
+    expected = own("dequantize", *(parts[0], *(part.astype(mx.float32) for part in parts[1:])), **options)
+    assert_close(mx.dequantize(*parts, **options), exact(expected), TYPES[type_name])
+
+
+@pytest.mark.parametrize(
+    ("x", "options", "message"),
+    [
+        (mx.zeros((3, 100)), {}, r"Last dimension of first input with shape \(\.\.\., 100\) does not match"),
+        (mx.zeros((3, 128)), {"bits": 7}, "bits"),
+        (mx.zeros((3, 128)), {"group_size": 48}, "group"),
+    ],
+)
+def test_wrong_arguments_get_mlxs_own_error(x: mx.array, options: dict[str, Any], message: str) -> None:
+    weights = mx.quantize(numbers(8, 40, 128))
+    with pytest.raises(ValueError, match=message):
+        mx.quantized_matmul(x, *weights, **options)
+
+
+@pytest.mark.parametrize("mode", ["mxfp4", "mxfp8", "nvfp4"])
+def test_other_modes_are_mlxs(mode: str) -> None:
+    weights = mx.quantize(numbers(8, 40, 128), mode=mode)
+    x = numbers(9, 3, 128)
+    assert mx.array_equal(
+        mx.quantized_matmul(x, *weights, mode=mode), own("quantized_matmul", x, *weights, mode=mode)
+    )
+
+
+def test_a_product_is_lazy_and_can_be_compiled_and_differentiated() -> None:
+    weights = mx.quantize(numbers(8, 40, 128))
+    x = numbers(9, 3, 128)
+
+    def loss(operation: Callable[..., mx.array]) -> Callable[[mx.array], mx.array]:
+        return lambda x: (operation(x, *weights) ** 2).sum()
+
+    stock = quantized.stock("quantized_matmul")
+    assert_close(mx.grad(loss(mx.quantized_matmul))(x), exact(mx.grad(loss(stock))(x)), mx.float32)
+    compiled = mx.compile(loss(mx.quantized_matmul))(x)
+    assert compiled.item() == pytest.approx(loss(stock)(x).item(), rel=1e-5)
+
+
+def test_several_threads_compute_the_same() -> None:
+    weights = mx.quantize(numbers(8, 700, 256))
+    one = [mx.quantized_matmul(numbers(9, rows, 256), *weights) for rows in (1, 5, 40)]
+    mx.eval(one)
+    quantized.install(threads=3)
+    for rows, alone in zip((1, 5, 40), one, strict=True):
+        assert mx.array_equal(mx.quantized_matmul(numbers(9, rows, 256), *weights), alone)
+
+
+def test_kernels_that_compute_something_else_are_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    quantized.uninstall()
+    right = quantized._load()
+
+    class Wrong:
+        """Kernels whose products of one kind are a thousandth too large."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(right, name)
+
+        def quantized_matmul(self, *arguments: mx.array, **options: Any) -> mx.array:
+            return right.quantized_matmul(*arguments, **options) * (1.001 if options["bits"] == 5 else 1)
+
+    monkeypatch.setattr(quantized, "_load", Wrong)
+    stock = mx.quantized_matmul
+    report = quantized.install()
+    assert not report.active
+    assert "wrong result of quantized_matmul with {'bits': 5" in report.detail
+    assert mx.quantized_matmul is stock
