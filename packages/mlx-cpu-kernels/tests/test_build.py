@@ -92,7 +92,7 @@ def test_an_mlx_without_headers_is_refused(target: Target, tmp_path: Path) -> No
 
 
 def test_a_package_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "find_spec", lambda _: None)
+    monkeypatch.setattr(build, "find_spec", {}.get)
     with pytest.raises(Unavailable, match=r"^the package mlx is not installed$"):
         Target.installed()
 
@@ -115,7 +115,9 @@ def test_the_compilers_first_error_is_the_reason(
 def test_another_nanobinds_binary_is_refused(target: Target, tmp_path: Path) -> None:
     binary = tmp_path / "binary.so"
     binary.write_bytes(b"\0nanobind_system_libstdcpp_gxx_abi_1xxx_use_cxx11_abi_1_a1_v99\0")
-    with pytest.raises(Unavailable, match=r"shares no types with this MLX, which needs \S+_v\d+$"):
+    with pytest.raises(
+        Unavailable, match=r"^nanobind 3\.1\.0 shares no types with this MLX, which needs nanobind_\w+_v22$"
+    ):
         build._check_internals(target, binary)  # pyright: ignore[reportPrivateUsage]
 
 

@@ -51,8 +51,8 @@ _INSTRUCTION_SETS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 """Instruction sets of each kind of processor, and the flags of sources whose name begins with them."""
 _TIME_LIMIT_S = 300
-# Name under which nanobind's libraries share their types, e.g. `..._a1_v22`: a suffix `_stable` makes it another.
-_INTERNALS = re.compile(rb"[a-z][a-z0-9_]{8,80}_v\d+(?:_stable)?(?=\0)")
+# Name under which nanobind's libraries share their types, e.g. `nanobind_..._a1_v22`: a suffix `_stable` makes it another.
+_INTERNALS = re.compile(rb"nanobind_[a-z0-9_]+_v\d+(?:_stable)?(?=\0)")
 
 
 class Unavailable(Exception):
