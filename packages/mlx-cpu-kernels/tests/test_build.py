@@ -92,7 +92,7 @@ def test_an_mlx_without_headers_is_refused(target: Target, tmp_path: Path) -> No
 
 
 def test_a_package_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "find_spec", {}.get)
+    monkeypatch.setattr(build, "find_spec", dict[str, None]().get)
     with pytest.raises(Unavailable, match=r"^the package mlx is not installed$"):
         Target.installed()
 
