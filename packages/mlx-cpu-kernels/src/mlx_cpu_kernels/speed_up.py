@@ -10,16 +10,16 @@ def speed_up(threads: int = 1, *, kernels: bool = True) -> str:
 
     Args:
         threads: the number of threads of each product.
-        kernels: use the native kernels for quantized weights, if they were built for the installed MLX.
+        kernels: use the native kernels for quantized weights and layers, if they were built for the installed MLX.
     """
     blas = install_fast_blas(threads)
     parts = [blas.library if blas.active else f"{blas.library} ({blas.detail})"]
     if kernels:
-        from mlx_cpu_kernels.quantized import install  # it imports MLX
+        from mlx_cpu_kernels.operations import install  # it imports MLX
 
         report = install(threads)
         if report.active:
-            parts.append(f"native kernels for quantized weights ({report.detail})")
+            parts.append(f"native kernels ({report.detail})")
         elif report.detail:
-            parts.append(f"MLX's own products with quantized weights ({report.detail})")
+            parts.append(f"MLX's own operations on quantized weights ({report.detail})")
     return "; ".join(parts)

@@ -1,12 +1,15 @@
-"""MLX's operations on quantized weights, computed by the native kernels.
+"""MLX's operations on quantized weights and of transformers' layers, computed by the native kernels.
 
-`install()` puts them in the place of MLX's own in `mlx.core`, where `mlx.nn` and mlx-lm look them up at each call. So
-every layer, share of a tensor group and Mixture of Experts has them, also in models that call the operations themselves.
+`install()` puts them in the place of MLX's own in `mlx.core` and `mlx.core.fast`, where `mlx.nn` and mlx-lm look them up
+at each call. So every layer, share of a tensor group and Mixture of Experts has them, also in models that call the
+operations themselves. Where the kernels do not apply, on a GPU or for other types, MLX's own operation is built.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,28 +20,38 @@ import mlx.core as mx
 
 from mlx_cpu_kernels.build import NAME, Target, Unavailable, find_binary
 
-OPERATIONS = ("quantized_matmul", "gather_qmm", "dequantize")
+_OPERATIONS: dict[str, ModuleType] = {
+    **dict.fromkeys(("quantized_matmul", "gather_qmm", "dequantize"), mx),
+    **dict.fromkeys(("rms_norm", "rope", "scaled_dot_product_attention"), mx.fast),
+}
+"""Names of the operations, with the module that has MLX's own."""
+_ACTIVATION = "swiglu"
+_ACTIVATIONS = "mlx_lm.models.activations"
+"""mlx-lm's module of activations, whose models import functions of it by name."""
 _TOLERANCE = 1e-4
 """Largest difference from MLX's own result, as a part of its largest value. Rounding alone makes some 1e-6."""
+
+Operation = Callable[..., mx.array]
 
 
 @dataclass(frozen=True, slots=True)
 class KernelReport:
-    """What computes operations on quantized weights."""
+    """What computes these operations."""
 
     active: bool
     detail: str
     """The instruction set, or why MLX's own operations stay."""
 
 
-_stock: dict[str, Callable[..., mx.array]] = {}
+_stock: dict[str, Operation] = {}
 _lock = threading.Lock()
 
 
 def install(threads: int = 1) -> KernelReport:
-    """Compute MLX's quantized operations on CPUs by native kernels, on `threads` threads each.
+    """Compute the operations on CPUs by native kernels, on `threads` threads each.
 
     Where they were not built for the installed MLX, or compute something else than MLX, its own stay. Safe to repeat.
+    mlx-lm, where it is used, is imported before.
     """
     with _lock:
         try:
@@ -47,9 +60,10 @@ def install(threads: int = 1) -> KernelReport:
             _check(kernels)
         except (Unavailable, ImportError) as reason:
             return KernelReport(active=False, detail=str(reason))
-        for name in OPERATIONS:
-            _stock.setdefault(name, getattr(mx, name))
-            setattr(mx, name, getattr(kernels, name))
+        for name, module in _OPERATIONS.items():
+            _stock.setdefault(name, getattr(module, name))
+            setattr(module, name, getattr(kernels, name))
+        _install_activation(kernels.swiglu)
         return KernelReport(active=True, detail=kernels.instruction_set())
 
 
@@ -57,13 +71,37 @@ def uninstall() -> None:
     """Give MLX its own operations back."""
     with _lock:
         for name, operation in _stock.items():
-            setattr(mx, name, operation)
+            if name != _ACTIVATION:
+                setattr(_OPERATIONS[name], name, operation)
+        if _ACTIVATION in _stock:
+            _replace_activation(_stock[_ACTIVATION])
         _stock.clear()
 
 
-def stock(name: str) -> Callable[..., mx.array]:
+def stock(name: str) -> Operation:
     """Return MLX's own operation `name`, installed or not."""
-    return _stock.get(name) or getattr(mx, name)
+    return _stock.get(name) or getattr(_OPERATIONS[name], name)
+
+
+def _install_activation(swiglu: Operation) -> None:
+    """Replace mlx-lm's function, for models that are imported already or later, where mlx-lm is in use."""
+    if "mlx_lm" not in sys.modules:
+        return
+    own: Operation = getattr(importlib.import_module(_ACTIVATIONS), _ACTIVATION)
+    stock = _stock.setdefault(_ACTIVATION, own)
+
+    def combine(gate: mx.array, x: mx.array) -> mx.array:
+        return swiglu(gate, x) if gate.dtype == mx.float32 == x.dtype else stock(gate, x)
+
+    _replace_activation(combine)
+
+
+def _replace_activation(operation: Operation) -> None:
+    """Put `operation` where mlx-lm's modules have named theirs."""
+    present = getattr(sys.modules.get(_ACTIVATIONS), _ACTIVATION, None)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("mlx_lm.models.") and getattr(module, _ACTIVATION, None) is present:
+            setattr(module, _ACTIVATION, operation)
 
 
 def _load() -> ModuleType:
@@ -82,7 +120,7 @@ def _load() -> ModuleType:
 def _check(kernels: ModuleType) -> None:
     """Compare each operation with MLX's own. Raises `Unavailable`."""
     with mx.stream(mx.Device(mx.cpu)):
-        for name, arguments, options in _samples():
+        for name, arguments, options in (*_products(), *_layers()):
             ours, theirs = (
                 operation(*arguments, **options) for operation in (getattr(kernels, name), stock(name))
             )
@@ -100,8 +138,12 @@ def _is_close(ours: mx.array, theirs: mx.array) -> bool:
     )
 
 
-def _samples() -> Iterator[tuple[str, tuple[mx.array, ...], dict[str, Any]]]:
-    """Yield operations with arguments that use each kernel: every number of bits, one row and several."""
+Sample = tuple[str, tuple[Any, ...], dict[str, Any]]
+"""Name of an operation, its arguments and its options."""
+
+
+def _products() -> Iterator[Sample]:
+    """Yield products that use each kernel: every number of bits, one row and several."""
     for bits in (2, 3, 4, 5, 6, 8):
         for group_size in (32, 64, 128):
             options: dict[str, Any] = {"bits": bits, "group_size": group_size}
@@ -113,6 +155,18 @@ def _samples() -> Iterator[tuple[str, tuple[mx.array, ...], dict[str, Any]]]:
             yield "quantized_matmul", (_numbers(2, 48), *matrix), {**options, "transpose": False}
             chosen = {"rhs_indices": mx.array([[0, 2], [1, 2]], mx.uint32)}
             yield "gather_qmm", (_numbers(2, 1, 1, 128), *matrices), {**options, **chosen}
+
+
+def _layers() -> Iterator[Sample]:
+    yield "rms_norm", (_numbers(3, 40), _numbers(40), 1e-5), {}
+    for traditional in (False, True):
+        options = {"traditional": traditional, "base": 1e4, "scale": 1.0, "offset": 900}
+        yield "rope", (_numbers(1, 2, 3, 40), 32), options
+    keys, values = _numbers(1, 2, 150, 40), _numbers(1, 2, 150, 24)
+    for tokens in (1, 9):
+        for mask in (None, "causal"):
+            options = {"scale": 0.3, "mask": mask}
+            yield "scaled_dot_product_attention", (_numbers(1, 4, tokens, 40), keys, values), options
 
 
 def _numbers(*shape: int) -> mx.array:

@@ -1,4 +1,4 @@
-"""Operations on quantized weights: equal to MLX's own within rounding, for every layout that MLX takes."""
+"""Operations of the native kernels: equal to MLX's own within rounding, for every layout that MLX takes."""
 
 # pyright: reportUnknownMemberType=false, reportArgumentType=false, reportPrivateUsage=false
 # MLX's stubs take an unpacked list for any later parameter. One test replaces what `install` loads.
@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from mlx_cpu_kernels import quantized
+from mlx_cpu_kernels import operations
 from mlx_cpu_kernels.build import Target, Unavailable, find_binary
+from mlx_cpu_kernels.operations import Operation
 
 Numbers = NDArray[np.float64]
 
@@ -44,10 +45,10 @@ def installed() -> Iterator[None]:
     """Compute on the CPU with the kernels, and give MLX its own operations back."""
     before = mx.default_device()
     mx.set_default_device(mx.Device(mx.cpu))
-    report = quantized.install()
+    report = operations.install()
     assert report.active, report.detail
     yield
-    quantized.uninstall()
+    operations.uninstall()
     mx.set_default_device(before)
 
 
@@ -60,7 +61,7 @@ def exact(array: mx.array) -> Numbers:
 
 
 def own(name: str, *arguments: mx.array, **options: Any) -> mx.array:
-    return quantized.stock(name)(*arguments, **options)
+    return operations.stock(name)(*arguments, **options)
 
 
 def assert_close(ours: mx.array, theirs: Numbers, dtype: mx.Dtype) -> None:
@@ -130,7 +131,7 @@ LAYOUTS: list[Callable[[int, int], mx.array]] = [
 
 @pytest.mark.parametrize("transpose", [True, False])
 @pytest.mark.parametrize("shape", [(2, 3, 4, 5), (2, 3, 1, 5), (1, 1, 6, 1)])
-def test_several_matrices_are_broadcast_as_by_mlx(shape: tuple[int, ...], transpose: bool) -> None:  # noqa: FBT001 - a case
+def test_several_matrices_are_broadcast_as_by_mlx(shape: tuple[int, ...], transpose: bool) -> None:
     """Products of attention over a quantized KV cache: KV heads that several heads of queries share."""
     batch, heads, repeats, count = shape
     keys = mx.quantize(numbers(3, batch, heads, 1, 96, 64), bits=8, group_size=32)
@@ -163,9 +164,140 @@ def test_an_expert_that_is_not_there_is_refused() -> None:
         mx.eval(product)
 
 
+@given(st.integers(1, 40), st.integers(1, 600), st.booleans(), st.sampled_from(LAYOUTS))
+@settings(max_examples=40, deadline=None)
+def test_rows_are_normalized(
+    rows: int,
+    size: int,
+    is_weighted: bool,
+    layout: Callable[[int, int], mx.array],
+) -> None:
+    x, weight = layout(rows, size), numbers(3, size) if is_weighted else None
+    expected = exact(x) / np.sqrt((exact(x) ** 2).mean(-1, keepdims=True) + 1e-5)
+    expected = expected * (exact(weight) if weight is not None else 1)
+    assert_close(mx.fast.rms_norm(x, weight, 1e-5), expected, mx.float32)
+
+
+@given(st.data(), st.integers(1, 3), st.integers(1, 5), st.integers(1, 9), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_heads_are_rotated(
+    data: st.DataObject, batch: int, heads: int, tokens: int, traditional: bool
+) -> None:
+    size = data.draw(st.sampled_from([32, 40, 64, 128]))
+    dims = data.draw(st.sampled_from([size, size // 2, 16]))
+    x = numbers(4, batch, tokens, heads, size).swapaxes(1, 2)
+    first = data.draw(st.integers(0, 30_000))
+    offset = data.draw(
+        st.sampled_from([first, mx.array(first), mx.array([first + 7 * entry for entry in range(batch)])])
+    )
+    own_frequencies = mx.exp(mx.arange(dims // 2) * 0.1)
+    given = data.draw(
+        st.sampled_from([{"base": 1e4}, {"base": 5e5}, {"base": None, "freqs": own_frequencies}])
+    )
+    options: dict[str, Any] = {"traditional": traditional, "scale": 1.0, "offset": offset, **given}
+    theirs = operations.stock("rope")(x, dims, **options)
+    assert_close(mx.fast.rope(x, dims, **options), exact(theirs), mx.float32)
+
+
+def _masks(batch: int, heads: int, tokens: int, length: int) -> dict[str, mx.array | str | None]:
+    shown = numbers(8, tokens, length) > -0.5
+    shown = shown | (mx.arange(length) == 0)
+    return {
+        "none": None,
+        "causal": "causal",
+        "boolean": shown,
+        "of each entry": mx.broadcast_to(shown, (batch, 1, tokens, length)),
+        "additive": numbers(9, heads, tokens, length),
+        "left padding": mx.arange(length)[None, None, None] >= mx.arange(batch)[:, None, None, None],
+    }
+
+
+@given(
+    st.data(), st.integers(1, 3), st.sampled_from([(1, 1), (4, 4), (6, 2), (9, 3), (16, 1)]), st.booleans()
+)
+@settings(max_examples=100, deadline=None)
+def test_attention_equals_mlxs(
+    data: st.DataObject,
+    batch: int,
+    heads_of: tuple[int, int],
+    has_sinks: bool,
+) -> None:
+    heads, kv_heads = heads_of
+    tokens = data.draw(st.sampled_from([1, 2, 5, 16, 49, 100]))
+    length = tokens + data.draw(st.sampled_from([0, 1, 30, 127, 128, 300]))
+    size, width = data.draw(st.sampled_from([(64, 64), (40, 40), (128, 128), (96, 64), (24, 20)]))
+    q = numbers(5, batch, tokens, heads, size).swapaxes(1, 2)
+    # Parts of a cache's buffers.
+    k = numbers(6, batch, kv_heads, length + 5, size)[:, :, :length]
+    v = numbers(7, batch, kv_heads, length + 5, width)[:, :, :length]
+    masks = _masks(batch, heads, tokens, length)
+    options: dict[str, Any] = {
+        "scale": size**-0.5,
+        "mask": masks[data.draw(st.sampled_from(sorted(masks)))],
+        "sinks": numbers(10, heads) if has_sinks else None,
+    }
+    theirs = operations.stock("scaled_dot_product_attention")(q, k, v, **options)
+    assert_close(mx.fast.scaled_dot_product_attention(q, k, v, **options), exact(theirs), mx.float32)
+
+
+def test_large_scores_do_not_overflow() -> None:
+    q, k, v = numbers(5, 1, 2, 20, 64) * 300, numbers(6, 1, 2, 200, 64), numbers(7, 1, 2, 200, 64)
+    ours = mx.fast.scaled_dot_product_attention(q, k, v, scale=1.0)
+    theirs = operations.stock("scaled_dot_product_attention")(q, k, v, scale=1.0)
+    assert (
+        np.abs(exact(ours) - exact(theirs)).max() < 1e-3
+    )  # scores of 10,000 have three digits behind the point
+
+
+@pytest.mark.parametrize("shape", [(1, 7), (3, 1536), (2, 5, 33)])
+def test_the_gated_activation_equals_mlxs(shape: tuple[int, ...]) -> None:
+    pytest.importorskip("mlx_lm")
+    from mlx_lm.models import activations, llama
+
+    operations.install()
+    assert llama.swiglu is activations.swiglu
+    gate, up = numbers(3, *shape) * 30, numbers(4, *shape)
+    expected = exact(gate) / (1 + np.exp(-exact(gate))) * exact(up)
+    assert_close(llama.swiglu(gate, up), expected, mx.float32)
+    half = llama.swiglu(gate.astype(mx.float16), up.astype(mx.float16))
+    assert half.dtype == mx.float16
+    operations.uninstall()
+    assert llama.swiglu is activations.swiglu
+    assert_close(llama.swiglu(gate, up), expected, mx.float32)
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+def test_other_types_are_mlxs(dtype: mx.Dtype) -> None:
+    x = numbers(3, 2, 64).astype(dtype)
+    assert mx.array_equal(mx.fast.rms_norm(x, None, 1e-5), operations.stock("rms_norm")(x, None, 1e-5))
+    q = numbers(5, 1, 2, 4, 64).astype(dtype)
+    attend = operations.stock("scaled_dot_product_attention")
+    assert mx.array_equal(
+        mx.fast.scaled_dot_product_attention(q, q, q, scale=0.1), attend(q, q, q, scale=0.1)
+    )
+    options: dict[str, Any] = {"traditional": False, "base": 1e4, "scale": 1.0, "offset": 3}
+    assert mx.array_equal(mx.fast.rope(q, 64, **options), operations.stock("rope")(q, 64, **options))
+
+
+def test_layers_can_be_differentiated() -> None:
+    """Gradients are those of MLX's own operations."""
+    q, kv = numbers(5, 1, 2, 4, 64), numbers(6, 1, 2, 4, 64)
+
+    def loss(norm: Operation, rope: Operation, attend: Operation) -> Callable[[mx.array], mx.array]:
+        def compute(x: mx.array) -> mx.array:
+            turned = rope(norm(x, None, 1e-5), 64, traditional=False, base=1e4, scale=1.0, offset=3)
+            return attend(turned, kv, kv, scale=0.1, mask="causal").sum()
+
+        return compute
+
+    ours = loss(mx.fast.rms_norm, mx.fast.rope, mx.fast.scaled_dot_product_attention)
+    theirs = loss(*map(operations.stock, ("rms_norm", "rope", "scaled_dot_product_attention")))
+    assert_close(mx.grad(ours)(q), exact(mx.grad(theirs)(q)), mx.float32)
+
+
 @given(bits, group_sizes, types, st.booleans())
 @settings(max_examples=30, deadline=None)
-def test_dequantized_weights_equal_mlxs(bits: int, group_size: int, type_name: str, is_sliced: bool) -> None:  # noqa: FBT001 - a case
+def test_dequantized_weights_equal_mlxs(bits: int, group_size: int, type_name: str, is_sliced: bool) -> None:
     options: dict[str, Any] = {"bits": bits, "group_size": group_size}
     parts = mx.quantize(numbers(7, 3, 33, group_size * 3).astype(TYPES[type_name]), **options)
     parts = [part[1:, ::2] for part in parts] if is_sliced else parts
@@ -203,7 +335,7 @@ def test_a_product_is_lazy_and_can_be_compiled_and_differentiated() -> None:
     def loss(operation: Callable[..., mx.array]) -> Callable[[mx.array], mx.array]:
         return lambda x: (operation(x, *weights) ** 2).sum()
 
-    stock = quantized.stock("quantized_matmul")
+    stock = operations.stock("quantized_matmul")
     assert_close(mx.grad(loss(mx.quantized_matmul))(x), exact(mx.grad(loss(stock))(x)), mx.float32)
     compiled = mx.compile(loss(mx.quantized_matmul))(x)
     assert compiled.item() == pytest.approx(loss(stock)(x).item(), rel=1e-5)
@@ -213,14 +345,14 @@ def test_several_threads_compute_the_same() -> None:
     weights = mx.quantize(numbers(8, 700, 256))
     one = [mx.quantized_matmul(numbers(9, rows, 256), *weights) for rows in (1, 5, 40)]
     mx.eval(one)
-    quantized.install(threads=3)
+    operations.install(threads=3)
     for rows, alone in zip((1, 5, 40), one, strict=True):
         assert mx.array_equal(mx.quantized_matmul(numbers(9, rows, 256), *weights), alone)
 
 
 def test_kernels_that_compute_something_else_are_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    quantized.uninstall()
-    right = quantized._load()
+    operations.uninstall()
+    right = operations._load()
 
     class Wrong:
         """Kernels whose products of one kind are a thousandth too large."""
@@ -231,9 +363,9 @@ def test_kernels_that_compute_something_else_are_not_installed(monkeypatch: pyte
         def quantized_matmul(self, *arguments: mx.array, **options: Any) -> mx.array:
             return right.quantized_matmul(*arguments, **options) * (1.001 if options["bits"] == 5 else 1)
 
-    monkeypatch.setattr(quantized, "_load", Wrong)
+    monkeypatch.setattr(operations, "_load", Wrong)
     stock = mx.quantized_matmul
-    report = quantized.install()
+    report = operations.install()
     assert not report.active
     assert "wrong result of quantized_matmul with {'bits': 5" in report.detail
     assert mx.quantized_matmul is stock

@@ -1,0 +1,275 @@
+// Operations of a transformer's layers.
+
+#include "extension_layers.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "extension.h"
+#include "layers.h"
+
+namespace mlx_cpu_kernels {
+namespace {
+
+bool is_float32(const mx::array& array) { return array.dtype() == mx::float32; }
+
+void allocate(mx::array& out) { out.set_data(mx::allocator::malloc(out.nbytes())); }
+
+class RmsNorm : public CpuPrimitive {
+ public:
+  RmsNorm(mx::Stream stream, float epsilon) : CpuPrimitive(stream), epsilon_(epsilon) {}
+
+  void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
+    auto& y = outputs[0];
+    allocate(y);
+    if (y.size() == 0) return;
+    auto& encoder = mx::cpu::get_command_encoder(stream());
+    const auto x = dense(inputs[0], encoder);
+    const float* weight = inputs.size() > 1 ? dense(inputs[1], encoder).data<float>() : nullptr;
+    const int64_t size = x.shape(-1), rows = static_cast<int64_t>(x.size()) / size;
+    encoder.dispatch([=, x = x.data<float>(), y = y.data<float>(), epsilon = epsilon_] {
+      rms_norm(x, weight, y, rows, size, epsilon, threads());
+    });
+  }
+
+  mx::array stock(const std::vector<mx::array>& inputs) override {
+    const auto weight = inputs.size() > 1 ? std::optional(inputs[1]) : std::nullopt;
+    return mx::fast::rms_norm(inputs[0], weight, epsilon_, stream());
+  }
+
+  const char* name() const override { return "CpuRmsNorm"; }
+  bool is_equivalent(const mx::Primitive& other) const override {
+    return epsilon_ == static_cast<const RmsNorm&>(other).epsilon_;
+  }
+  std::vector<mx::Shape> output_shapes(const std::vector<mx::array>& inputs) override { return {inputs[0].shape()}; }
+
+ private:
+  float epsilon_;
+};
+
+class Swiglu : public CpuPrimitive {
+ public:
+  using CpuPrimitive::CpuPrimitive;
+
+  void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
+    auto& y = outputs[0];
+    allocate(y);
+    auto& encoder = mx::cpu::get_command_encoder(stream());
+    const auto gate = dense(inputs[0], encoder), up = dense(inputs[1], encoder);
+    encoder.dispatch([gate = gate.data<float>(), up = up.data<float>(), y = y.data<float>(),
+                      size = static_cast<int64_t>(y.size())] { swiglu(gate, up, y, size, threads()); });
+  }
+
+  mx::array stock(const std::vector<mx::array>& inputs) override {
+    return inputs[0] * mx::sigmoid(inputs[0], stream()) * inputs[1];
+  }
+
+  const char* name() const override { return "CpuSwiglu"; }
+  bool is_equivalent(const mx::Primitive&) const override { return true; }
+  std::vector<mx::Shape> output_shapes(const std::vector<mx::array>& inputs) override { return {inputs[0].shape()}; }
+};
+
+struct RotationOptions {
+  int dims;
+  bool is_traditional;
+  float scale;
+  bool has_frequencies;  // given by the caller: the reciprocals of those that are used
+  float base;
+  bool operator==(const RotationOptions&) const = default;
+};
+
+// x (batch, heads, tokens, size), frequencies (dims / 2) and offset () or (batch).
+class Rotate : public CpuPrimitive {
+ public:
+  Rotate(mx::Stream stream, RotationOptions options) : CpuPrimitive(stream), options_(options) {}
+
+  void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
+    auto& y = outputs[0];
+    allocate(y);
+    if (y.size() == 0) return;
+    auto& encoder = mx::cpu::get_command_encoder(stream());
+    const auto x = with_dense_rows(inputs[0], encoder), frequencies = dense(inputs[1], encoder);
+    const auto offsets = dense(inputs[2], encoder);
+    const Rotation rotation{
+        .x = x.data<float>(), .y = y.data<float>(),
+        .batch = x.shape(0), .heads = x.shape(1), .tokens = x.shape(2), .size = x.shape(3),
+        .batch_stride = x.strides(0), .head_stride = x.strides(1), .token_stride = x.strides(2),
+        .dims = options_.dims, .is_traditional = options_.is_traditional,
+        .frequencies = frequencies.data<float>(), .scale = options_.scale,
+        .offsets = offsets.data<int32_t>(), .offset_stride = offsets.size() > 1 ? 1 : 0,
+    };
+    encoder.dispatch([rotation] { rotate(rotation, threads()); });
+  }
+
+  mx::array stock(const std::vector<mx::array>& inputs) override {
+    const auto periods = mx::reciprocal(inputs[1], stream());
+    return options_.has_frequencies
+               ? mx::fast::rope(inputs[0], options_.dims, options_.is_traditional, std::nullopt, options_.scale, inputs[2],
+                                periods, stream())
+               : mx::fast::rope(inputs[0], options_.dims, options_.is_traditional, options_.base, options_.scale, inputs[2],
+                                std::nullopt, stream());
+  }
+
+  const char* name() const override { return "CpuRotate"; }
+  bool is_equivalent(const mx::Primitive& other) const override {
+    return options_ == static_cast<const Rotate&>(other).options_;
+  }
+  std::vector<mx::Shape> output_shapes(const std::vector<mx::array>& inputs) override { return {inputs[0].shape()}; }
+
+ private:
+  RotationOptions options_;
+};
+
+// The frequencies that belong to a base, by the same operations as MLX's. All layers of a model share them.
+mx::array frequencies_of(float base, int pairs, const mx::Stream& stream) {
+  static std::mutex lock;
+  static std::map<std::pair<float, int>, mx::array> known;
+  const std::lock_guard guard(lock);
+  auto found = known.find({base, pairs});
+  if (found == known.end()) {
+    auto steps = mx::arange(0, -pairs, -1, mx::float32, stream);
+    auto frequencies = mx::exp(mx::multiply(steps, mx::array(std::log(base) / pairs, mx::float32), stream), stream);
+    frequencies.eval();
+    found = known.emplace(std::pair(base, pairs), std::move(frequencies)).first;
+  }
+  return found->second;
+}
+
+// queries (batch, heads, tokens, size), keys and values (batch, KV heads, length, size), then a mask and sinks.
+class ScaledAttention : public CpuPrimitive {
+ public:
+  ScaledAttention(mx::Stream stream, float scale, MaskKind mask, bool has_sinks)
+      : CpuPrimitive(stream), scale_(scale), mask_(mask), has_sinks_(has_sinks) {}
+
+  void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
+    auto& encoder = mx::cpu::get_command_encoder(stream());
+    const auto queries = with_dense_rows(inputs[0], encoder), keys = with_dense_rows(inputs[1], encoder);
+    const auto values = with_dense_rows(inputs[2], encoder);
+    auto& out = outputs[0];
+    const int64_t batch = queries.shape(0), heads = queries.shape(1), tokens = queries.shape(2), width = values.shape(3);
+    // A token's heads lie side by side, as the layer's next product reads them.
+    const mx::Strides strides{tokens * heads * width, width, heads * width, 1};
+    const bool is_plain = heads == 1 || tokens == 1;
+    out.set_data(mx::allocator::malloc(out.nbytes()), out.size(), strides, {true, is_plain, out.size() <= 1});
+    if (out.size() == 0) return;
+    Attention attention{
+        .queries = queries.data<float>(), .keys = keys.data<float>(), .values = values.data<float>(),
+        .out = out.data<float>(),
+        .batch = batch, .heads = heads, .kv_heads = keys.shape(1), .tokens = tokens, .length = keys.shape(2),
+        .size = queries.shape(3), .value_size = width,
+        .query_strides = strides_of(queries), .key_strides = strides_of(keys), .value_strides = strides_of(values),
+        .scale = scale_, .mask_kind = mask_, .mask = nullptr, .mask_strides = {}, .sinks = nullptr,
+    };
+    if (mask_ == MaskKind::boolean || mask_ == MaskKind::additive) {
+      const auto& mask = inputs[3];
+      attention.mask = mask.data<void>();
+      attention.mask_strides = {mask.strides(0), mask.strides(1), mask.strides(2), mask.strides(3)};
+    }
+    if (has_sinks_) attention.sinks = dense(inputs.back(), encoder).data<float>();
+    encoder.dispatch([attention] { attend(attention, threads()); });
+  }
+
+  mx::array stock(const std::vector<mx::array>& inputs) override {
+    const bool has_mask = mask_ == MaskKind::boolean || mask_ == MaskKind::additive;
+    return mx::fast::scaled_dot_product_attention(
+        inputs[0], inputs[1], inputs[2], scale_, mask_ == MaskKind::causal ? "causal" : "",
+        has_mask ? std::optional(inputs[3]) : std::nullopt, has_sinks_ ? std::optional(inputs.back()) : std::nullopt, false,
+        stream());
+  }
+
+  const char* name() const override { return "CpuAttention"; }
+  bool is_equivalent(const mx::Primitive& other) const override {
+    const auto& same = static_cast<const ScaledAttention&>(other);
+    return scale_ == same.scale_ && mask_ == same.mask_ && has_sinks_ == same.has_sinks_;
+  }
+
+ private:
+  static Attention::Strides strides_of(const mx::array& array) {
+    return {array.strides(0), array.strides(1), array.strides(2)};
+  }
+
+  float scale_;
+  MaskKind mask_;
+  bool has_sinks_;
+};
+
+}  // namespace
+
+mx::array make_rms_norm(const mx::array& x, const std::optional<mx::array>& weight, float epsilon, mx::StreamOrDevice where) {
+  const auto stream = mx::to_stream(where);
+  const bool is_weighted = weight && is_float32(*weight) && weight->ndim() == 1 && x.ndim() > 0 && weight->shape(0) == x.shape(-1);
+  if (!is_on_cpu(stream) || !is_float32(x) || x.ndim() == 0 || (weight && !is_weighted)) {
+    return mx::fast::rms_norm(x, weight, epsilon, stream);
+  }
+  std::vector<mx::array> inputs{x};
+  if (weight) inputs.push_back(*weight);
+  return mx::array(x.shape(), mx::float32, std::make_shared<RmsNorm>(stream, epsilon), std::move(inputs));
+}
+
+mx::array make_rotated(
+    const mx::array& x, int dims, bool traditional, std::optional<float> base, float scale,
+    const std::variant<int, mx::array>& offset, const std::optional<mx::array>& frequencies, mx::StreamOrDevice where) {
+  const auto stream = mx::to_stream(where);
+  const auto* position = std::get_if<mx::array>(&offset);
+  const bool is_known = !position || (mx::issubdtype(position->dtype(), mx::integer) &&
+                                      (position->size() == 1 || (position->ndim() == 1 && x.ndim() > 0 && position->shape(0) == x.shape(0))));
+  const bool applies = is_on_cpu(stream) && is_float32(x) && x.ndim() == 4 && dims > 0 && dims % 2 == 0 && dims <= x.shape(3) &&
+                       is_known && base.has_value() != frequencies.has_value() &&
+                       (!frequencies || (is_float32(*frequencies) && frequencies->ndim() == 1 && frequencies->shape(0) == dims / 2));
+  if (!applies) {
+    return position ? mx::fast::rope(x, dims, traditional, base, scale, *position, frequencies, stream)
+                    : mx::fast::rope(x, dims, traditional, base, scale, std::get<int>(offset), frequencies, stream);
+  }
+  const RotationOptions options{dims, traditional, scale, frequencies.has_value(), base.value_or(0)};
+  const auto used = frequencies ? mx::reciprocal(*frequencies, stream) : frequencies_of(*base, dims / 2, stream);
+  const auto first = position ? mx::astype(*position, mx::int32, stream) : mx::array(std::get<int>(offset), mx::int32);
+  return mx::array(x.shape(), mx::float32, std::make_shared<Rotate>(stream, options), {x, used, first});
+}
+
+mx::array make_attention(
+    const mx::array& queries, const mx::array& keys, const mx::array& values, float scale,
+    const std::variant<std::monostate, std::string, mx::array>& mask, const std::optional<mx::array>& sinks,
+    bool force_fused, mx::StreamOrDevice where) {
+  const auto stream = mx::to_stream(where);
+  const auto* mode = std::get_if<std::string>(&mask);
+  const auto* given = std::get_if<mx::array>(&mask);
+  const auto is_float_4d = [](const mx::array& array) { return is_float32(array) && array.ndim() == 4; };
+  const bool applies = is_on_cpu(stream) && !force_fused && is_float_4d(queries) && is_float_4d(keys) && is_float_4d(values) &&
+                       (!mode || *mode == "causal") && (!given || ((given->dtype() == mx::bool_ || is_float32(*given)) && given->ndim() <= 4)) &&
+                       keys.shape(0) == queries.shape(0) && values.shape(0) == queries.shape(0) &&
+                       keys.shape(1) == values.shape(1) && keys.shape(1) > 0 && queries.shape(1) % keys.shape(1) == 0 &&
+                       keys.shape(2) == values.shape(2) && keys.shape(2) > 0 && keys.shape(3) == queries.shape(3) &&
+                       (!sinks || (is_float32(*sinks) && sinks->ndim() == 1 && sinks->shape(0) == queries.shape(1)));
+  if (!applies) {
+    return mx::fast::scaled_dot_product_attention(
+        queries, keys, values, scale, mode ? *mode : "", given ? std::optional(*given) : std::nullopt, sinks, force_fused, stream);
+  }
+  std::vector<mx::array> inputs{queries, keys, values};
+  auto kind = mode ? MaskKind::causal : MaskKind::none;
+  if (given) {
+    kind = is_float32(*given) ? MaskKind::additive : MaskKind::boolean;
+    const mx::Shape shape{queries.shape(0), queries.shape(1), queries.shape(2), keys.shape(2)};
+    inputs.push_back(given->shape() == shape ? *given : mx::broadcast_to(*given, shape, stream));
+  }
+  if (sinks) inputs.push_back(*sinks);
+  mx::Shape shape{queries.shape(0), queries.shape(1), queries.shape(2), values.shape(3)};
+  return mx::array(std::move(shape), mx::float32, std::make_shared<ScaledAttention>(stream, scale, kind, sinks.has_value()),
+                   std::move(inputs));
+}
+
+mx::array make_swiglu(const mx::array& gate, const mx::array& up) {
+  const auto stream = mx::to_stream({});
+  if (!is_on_cpu(stream) || !is_float32(gate) || !is_float32(up) || gate.shape() != up.shape() || gate.ndim() == 0) {
+    return gate * mx::sigmoid(gate, stream) * up;
+  }
+  return mx::array(gate.shape(), mx::float32, std::make_shared<Swiglu>(stream), {gate, up});
+}
+
+}  // namespace mlx_cpu_kernels

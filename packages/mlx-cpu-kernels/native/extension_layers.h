@@ -1,0 +1,30 @@
+// MLX's fast operations of a transformer's layers, of the same names and arguments there.
+#pragma once
+
+#include <optional>
+#include <variant>
+
+#include "mlx/mlx.h"
+
+namespace mlx_cpu_kernels {
+
+namespace mx = mlx::core;
+
+// mx::fast::rms_norm
+mx::array make_rms_norm(const mx::array& x, const std::optional<mx::array>& weight, float epsilon, mx::StreamOrDevice stream);
+
+// mx::fast::rope
+mx::array make_rotated(
+    const mx::array& x, int dims, bool traditional, std::optional<float> base, float scale,
+    const std::variant<int, mx::array>& offset, const std::optional<mx::array>& frequencies, mx::StreamOrDevice stream);
+
+// mx::fast::scaled_dot_product_attention
+mx::array make_attention(
+    const mx::array& queries, const mx::array& keys, const mx::array& values, float scale,
+    const std::variant<std::monostate, std::string, mx::array>& mask, const std::optional<mx::array>& sinks,
+    bool force_fused, mx::StreamOrDevice stream);
+
+// silu(gate) * up, as mlx_lm.models.activations.swiglu
+mx::array make_swiglu(const mx::array& gate, const mx::array& up);
+
+}  // namespace mlx_cpu_kernels

@@ -1,0 +1,361 @@
+// Operations on quantized weights.
+
+#include "extension_quantized.h"
+
+#include <algorithm>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "extension.h"
+#include "quantized.h"
+
+namespace mlx_cpu_kernels {
+namespace {
+
+bool is_float(mx::Dtype type) {
+  return type == mx::float32 || type == mx::float16 || type == mx::bfloat16;
+}
+
+Type type_of(mx::Dtype type) {
+  if (type == mx::float32) return Type::float32;
+  return type == mx::float16 ? Type::float16 : Type::bfloat16;
+}
+
+// True if the rows of all leading axes lie one behind the other, `stride` elements apart.
+bool has_even_rows(const mx::array& x, int64_t& stride) {
+  stride = x.ndim() > 1 ? x.strides(-2) : x.shape(-1);
+  int64_t expected = stride;
+  bool is_first = true;
+  for (int axis = x.ndim() - 2; axis >= 0; --axis) {
+    if (x.shape(axis) == 1) continue;
+    if (is_first) {
+      stride = expected = x.strides(axis);
+      is_first = false;
+    } else if (x.strides(axis) != expected) {
+      return false;
+    }
+    expected *= x.shape(axis);
+  }
+  return true;
+}
+
+// Weights, scales and biases of one matrix of `weights`, the `index`th of its leading axes.
+class Matrices {
+ public:
+  Matrices(const mx::array& weights, const mx::array& scales, const mx::array& biases, int bits, int group_size)
+      : weights_(leading(weights)), scales_(leading(scales)), biases_(leading(biases)), size_(scales.itemsize()) {
+    first_.weights = weights.data<uint32_t>();
+    first_.scales = scales.data<char>();
+    first_.biases = biases.data<char>();
+    first_.type = type_of(scales.dtype());
+    first_.bits = bits;
+    first_.group_size = group_size;
+    first_.rows = weights.shape(-2);
+    first_.columns = static_cast<int64_t>(scales.shape(-1)) * group_size;
+    first_.row_words = weights.strides(-2);
+    first_.row_groups = scales.strides(-2);
+  }
+
+  Quantized operator[](int64_t index) const {
+    Quantized matrix = first_;
+    matrix.weights += weights_[index];
+    matrix.scales = static_cast<const char*>(matrix.scales) + scales_[index] * size_;
+    matrix.biases = static_cast<const char*>(matrix.biases) + biases_[index] * size_;
+    return matrix;
+  }
+
+ private:
+  static Offsets leading(const mx::array& array) { return {array.shape(), array.strides(), array.ndim() - 2}; }
+
+  Quantized first_;
+  Offsets weights_, scales_, biases_;
+  int64_t size_;
+};
+
+struct Quantization {
+  int bits;
+  int group_size;
+  bool operator==(const Quantization&) const = default;
+};
+
+// x (..., M, K) times quantized weights (N, K), or (K, N) where not transposed; each may have further leading axes.
+class QuantizedProduct : public CpuPrimitive {
+ public:
+  QuantizedProduct(mx::Stream stream, Quantization quantization, bool transpose)
+      : CpuPrimitive(stream), quantization_(quantization), transpose_(transpose) {}
+
+  void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
+    auto& y = outputs[0];
+    y.set_data(mx::allocator::malloc(y.nbytes()));
+    if (y.size() == 0) return;
+    auto& encoder = mx::cpu::get_command_encoder(stream());
+    std::vector<mx::array> dense;
+    for (const auto& input : inputs) dense.push_back(with_dense_rows(input, encoder));
+    const auto& x = dense[0];
+    const auto& weights = dense[1];
+    const Matrices matrices(weights, dense[2], dense[3], quantization_.bits, quantization_.group_size);
+    const int64_t columns = y.shape(-1), type_size = y.itemsize();
+    const auto type = type_of(y.dtype());
+    int64_t stride = 0;
+    if (weights.ndim() == 2 && has_even_rows(x, stride)) {
+      encoder.dispatch([=, transpose = transpose_, x = x.data<void>(), y = y.data<void>(),
+                        rows = static_cast<int64_t>(y.size()) / columns] {
+        compute(transpose, x, type, stride, rows, matrices[0], y, columns);
+      });
+      return;
+    }
+    // One product for each combination of the leading axes. Axes that share a matrix are joined to its rows.
+    const bool has_matrices = weights.ndim() > 2;
+    int axes = x.ndim() - 2;
+    int64_t rows = x.shape(-2);
+    stride = x.shape(-2) == 1 && axes > 0 ? x.strides(axes - 1) : x.strides(-2);
+    while (axes > 0 && is_shared(dense, axes - 1, has_matrices) &&
+           (x.shape(axes - 1) == 1 || x.strides(axes - 1) == rows * stride)) {
+      rows *= x.shape(--axes);
+    }
+    if (x.shape(-2) == 1 && rows == 1) stride = x.shape(-1);
+    encoder.dispatch([=, transpose = transpose_, x = x.data<char>(), y = y.data<char>(),
+                      count = static_cast<int64_t>(y.size()) / (rows * columns),
+                      x_offsets = Offsets(x.shape(), x.strides(), axes),
+                      matrix_step = has_matrices ? matrix_step(x, axes) : 0] {
+      for (int64_t index = 0; index < count; ++index) {
+        compute(transpose, x + x_offsets[index] * type_size, type, stride, rows, matrices[index * matrix_step],
+                 y + index * rows * columns * type_size, columns);
+      }
+    });
+  }
+
+  mx::array stock(const std::vector<mx::array>& inputs) override {
+    return mx::quantized_matmul(inputs[0], inputs[1], inputs[2], inputs[3], transpose_, quantization_.group_size,
+                                quantization_.bits, "affine", stream());
+  }
+
+  const char* name() const override { return "QuantizedProduct"; }
+
+  bool is_equivalent(const mx::Primitive& other) const override {
+    const auto& same = static_cast<const QuantizedProduct&>(other);
+    return quantization_ == same.quantization_ && transpose_ == same.transpose_;
+  }
+
+  std::vector<mx::Shape> output_shapes(const std::vector<mx::array>& inputs) override {
+    auto shape = inputs[0].shape();
+    shape.back() = transpose_ ? inputs[1].shape(-2) : inputs[2].shape(-1) * quantization_.group_size;
+    return {shape};
+  }
+
+  static void compute(bool transpose, const void* x, Type type, int64_t stride, int64_t rows,
+                       const Quantized& matrix, void* y, int64_t y_stride) {
+    if (transpose) {
+      multiply_transposed(x, type, stride, rows, matrix, y, y_stride, threads());
+    } else {
+      multiply(x, type, stride, rows, matrix, y, y_stride, threads());
+    }
+  }
+
+ private:
+  static bool is_shared(const std::vector<mx::array>& inputs, int axis, bool has_matrices) {
+    if (!has_matrices) return true;
+    for (int input = 1; input < 4; ++input) {
+      if (inputs[input].shape(axis) != 1 && inputs[input].strides(axis) != 0) return false;
+    }
+    return true;
+  }
+
+  // Number of matrices from one combination of the first `axes` axes to the next.
+  static int64_t matrix_step(const mx::array& x, int axes) {
+    int64_t step = 1;
+    for (int axis = axes; axis < static_cast<int>(x.ndim()) - 2; ++axis) step *= x.shape(axis);
+    return step;
+  }
+
+  Quantization quantization_;
+  bool transpose_;
+};
+
+// Products of a Mixture of Experts: each row of x (..., 1, K) times the matrix that its index names, of weights (E, N, K).
+// The indices' shape is that of the result without its last two axes; x is broadcast to it.
+class GatheredProduct : public CpuPrimitive {
+ public:
+  GatheredProduct(mx::Stream stream, Quantization quantization) : CpuPrimitive(stream), quantization_(quantization) {}
+
+  void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
+    auto& y = outputs[0];
+    y.set_data(mx::allocator::malloc(y.nbytes()));
+    if (y.size() == 0) return;
+    auto& encoder = mx::cpu::get_command_encoder(stream());
+    std::vector<mx::array> dense;
+    for (int input = 0; input < 4; ++input) dense.push_back(with_dense_rows(inputs[input], encoder));
+    const auto& x = dense[0];
+    const auto& indices = inputs[4];
+    const Matrices matrices(dense[1], dense[2], dense[3], quantization_.bits, quantization_.group_size);
+    const Experts experts{matrices[0], dense[1].strides(0), dense[2].strides(0)};
+    encoder.dispatch([=, x = x.data<void>(), y = y.data<void>(), type = type_of(y.dtype()), columns = y.shape(-1),
+                      rows = indices.size(), indices = indices.data<uint32_t>(), count = dense[1].shape(0),
+                      x_offsets = Offsets(x.shape(), x.strides(), x.ndim() - 2),
+                      at = Offsets(indices.shape(), indices.strides(), indices.ndim())] {
+      std::vector<GatherPair> pairs(rows);
+      for (size_t row = 0; row < rows; ++row) {
+        const auto expert = static_cast<int64_t>(indices[at[row]]);
+        if (expert >= count) throw std::out_of_range("gather_qmm: no matrix has the index " + std::to_string(expert));
+        pairs[row] = {x_offsets[row], expert, static_cast<int64_t>(row)};  // with a stride of 1, an offset is a row
+      }
+      gather_multiply_transposed(x, type, 1, pairs.data(), rows, experts, y, columns, threads());
+    });
+  }
+
+  mx::array stock(const std::vector<mx::array>& inputs) override {
+    return mx::gather_qmm(inputs[0], inputs[1], inputs[2], inputs[3], std::nullopt, inputs[4], true,
+                          quantization_.group_size, quantization_.bits, "affine", std::nullopt, false, stream());
+  }
+
+  const char* name() const override { return "GatheredProduct"; }
+
+  bool is_equivalent(const mx::Primitive& other) const override {
+    return quantization_ == static_cast<const GatheredProduct&>(other).quantization_;
+  }
+
+ private:
+  Quantization quantization_;
+};
+
+// The numbers of quantized weights (..., K).
+class Dequantization : public CpuPrimitive {
+ public:
+  Dequantization(mx::Stream stream, Quantization quantization, mx::Dtype type)
+      : CpuPrimitive(stream), quantization_(quantization), type_(type) {}
+
+  void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
+    auto& y = outputs[0];
+    y.set_data(mx::allocator::malloc(y.nbytes()));
+    if (y.size() == 0) return;
+    auto& encoder = mx::cpu::get_command_encoder(stream());
+    std::vector<mx::array> dense;
+    for (const auto& input : inputs) dense.push_back(with_dense_rows(input, encoder));
+    const Matrices matrices(dense[0], dense[1], dense[2], quantization_.bits, quantization_.group_size);
+    const int64_t size = static_cast<int64_t>(y.shape(-2)) * y.shape(-1);
+    encoder.dispatch([=, count = static_cast<int64_t>(y.size()) / size, type = type_of(y.dtype()),
+                      bytes = size * static_cast<int64_t>(y.itemsize()), y = y.data<char>()] {
+      for (int64_t index = 0; index < count; ++index) {
+        const auto matrix = matrices[index];
+        dequantize(matrix, 0, matrix.rows, y + index * bytes, type, threads());
+      }
+    });
+  }
+
+  mx::array stock(const std::vector<mx::array>& inputs) override {
+    return mx::dequantize(inputs[0], inputs[1], inputs[2], quantization_.group_size, quantization_.bits, "affine",
+                          std::nullopt, type_, stream());
+  }
+
+  const char* name() const override { return "Dequantization"; }
+
+  bool is_equivalent(const mx::Primitive& other) const override {
+    const auto& same = static_cast<const Dequantization&>(other);
+    return quantization_ == same.quantization_ && type_ == same.type_;
+  }
+
+ private:
+  Quantization quantization_;
+  mx::Dtype type_;
+};
+
+bool is_supported(const Quantization& quantization) {
+  const auto [bits, size] = quantization;
+  return (bits == 2 || bits == 3 || bits == 4 || bits == 5 || bits == 6 || bits == 8) &&
+         (size == 32 || size == 64 || size == 128);
+}
+
+// How weights are quantized if the kernels apply on `stream`. MLX's defaults are groups of 64 and 4 bits.
+std::optional<Quantization> applicable(
+    const mx::Stream& stream, const mx::array& weights, const mx::array& scales, const std::optional<mx::array>& biases,
+    std::optional<int> group_size, std::optional<int> bits, const std::string& mode) {
+  const Quantization quantization{bits.value_or(4), group_size.value_or(64)};
+  const bool applies = mode == "affine" && is_on_cpu(stream) && biases &&
+                       is_supported(quantization) && weights.dtype() == mx::uint32 && is_float(scales.dtype()) &&
+                       scales.dtype() == biases->dtype() && weights.ndim() >= 2 && scales.ndim() == weights.ndim() &&
+                       scales.shape() == biases->shape() &&
+                       std::equal(weights.shape().begin(), weights.shape().end() - 1, scales.shape().begin()) &&
+                       int64_t{weights.shape(-1)} * 32 == int64_t{scales.shape(-1)} * quantization.group_size * quantization.bits;
+  return applies ? std::optional(quantization) : std::nullopt;
+}
+
+mx::array broadcast_leading(const mx::array& array, const mx::Shape& leading, const mx::Stream& stream) {
+  auto shape = leading;
+  shape.push_back(array.shape(-2));
+  shape.push_back(array.shape(-1));
+  return shape == array.shape() ? array : mx::broadcast_to(array, shape, stream);
+}
+
+mx::Shape leading_axes(const mx::array& array) { return {array.shape().begin(), array.shape().end() - 2}; }
+
+}  // namespace
+
+mx::array make_product(
+    const mx::array& x, const mx::array& weights, const mx::array& scales, const std::optional<mx::array>& biases,
+    bool transpose, std::optional<int> group_size, std::optional<int> bits, const std::string& mode,
+    mx::StreamOrDevice stream_or_device) {
+  const auto stream = mx::to_stream(stream_or_device);
+  const auto quantization = applicable(stream, weights, scales, biases, group_size, bits, mode);
+  const bool is_plain = quantization && is_float(x.dtype()) && x.ndim() >= 1 && (weights.ndim() == 2 || x.ndim() > 2);
+  if (!is_plain) return mx::quantized_matmul(x, weights, scales, biases, transpose, group_size, bits, mode, stream);
+  const int columns = scales.shape(-1) * quantization->group_size;
+  if (x.shape(-1) != (transpose ? columns : weights.shape(-2))) {  // MLX's own error
+    return mx::quantized_matmul(x, weights, scales, biases, transpose, group_size, bits, mode, stream);
+  }
+  const auto type = mx::result_type(x, scales);
+  std::vector<mx::array> inputs{mx::astype(x, type, stream), weights, scales, *biases};
+  if (weights.ndim() > 2) {
+    const auto leading = mx::broadcast_shapes(leading_axes(x), leading_axes(weights));
+    for (auto& input : inputs) input = broadcast_leading(input, leading, stream);
+  }
+  auto shape = inputs[0].shape();
+  shape.back() = transpose ? weights.shape(-2) : columns;
+  auto product = std::make_shared<QuantizedProduct>(stream, *quantization, transpose);
+  return mx::array(std::move(shape), type, std::move(product), std::move(inputs));
+}
+
+mx::array make_gathered_product(
+    const mx::array& x, const mx::array& weights, const mx::array& scales, const std::optional<mx::array>& biases,
+    const std::optional<mx::array>& lhs_indices, const std::optional<mx::array>& rhs_indices, bool transpose,
+    std::optional<int> group_size, std::optional<int> bits, const std::string& mode,
+    const std::optional<mx::array>& global_scale, bool sorted_indices, mx::StreamOrDevice stream_or_device) {
+  const auto stream = mx::to_stream(stream_or_device);
+  const auto quantization = applicable(stream, weights, scales, biases, group_size, bits, mode);
+  const bool is_plain = quantization && transpose && !lhs_indices && rhs_indices && !global_scale &&
+                        is_float(x.dtype()) && weights.ndim() == 3 && x.ndim() >= 2 && x.shape(-2) == 1 &&
+                        mx::issubdtype(rhs_indices->dtype(), mx::integer) &&
+                        x.shape(-1) == scales.shape(-1) * quantization->group_size;
+  if (!is_plain) {
+    return mx::gather_qmm(x, weights, scales, biases, lhs_indices, rhs_indices, transpose, group_size, bits, mode,
+                          global_scale, sorted_indices, stream);
+  }
+  const auto type = mx::result_type(x, scales);
+  const auto leading = mx::broadcast_shapes(leading_axes(x), rhs_indices->shape());
+  const auto indices = mx::broadcast_to(mx::astype(*rhs_indices, mx::uint32, stream), leading, stream);
+  auto shape = leading;
+  shape.push_back(1);
+  shape.push_back(weights.shape(-2));
+  return mx::array(std::move(shape), type, std::make_shared<GatheredProduct>(stream, *quantization),
+                   {broadcast_leading(mx::astype(x, type, stream), leading, stream), weights, scales, *biases, indices});
+}
+
+mx::array make_dequantized(
+    const mx::array& weights, const mx::array& scales, const std::optional<mx::array>& biases,
+    std::optional<int> group_size, std::optional<int> bits, const std::string& mode,
+    const std::optional<mx::array>& global_scale, std::optional<mx::Dtype> dtype, mx::StreamOrDevice stream_or_device) {
+  const auto stream = mx::to_stream(stream_or_device);
+  const auto quantization = applicable(stream, weights, scales, biases, group_size, bits, mode);
+  const auto type = dtype.value_or(scales.dtype());
+  if (!quantization || global_scale || !is_float(type)) {
+    return mx::dequantize(weights, scales, biases, group_size, bits, mode, global_scale, dtype, stream);
+  }
+  auto shape = weights.shape();
+  shape.back() = scales.shape(-1) * quantization->group_size;
+  return mx::array(std::move(shape), type, std::make_shared<Dequantization>(stream, *quantization, type),
+                   {weights, scales, *biases});
+}
+
+}  // namespace mlx_cpu_kernels
