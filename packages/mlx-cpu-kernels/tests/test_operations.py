@@ -251,9 +251,8 @@ def test_large_scores_do_not_overflow() -> None:
 
 @pytest.mark.parametrize("shape", [(1, 7), (3, 1536), (2, 5, 33)])
 def test_the_gated_activation_equals_mlxs(shape: tuple[int, ...]) -> None:
-    pytest.importorskip("mlx_lm")
-    from mlx_lm.models import activations, llama
-
+    activations: Any = pytest.importorskip("mlx_lm.models.activations")
+    llama: Any = pytest.importorskip("mlx_lm.models.llama")
     operations.install()
     assert llama.swiglu is activations.swiglu
     gate, up = numbers(3, *shape) * 30, numbers(4, *shape)
