@@ -78,6 +78,11 @@ def uninstall() -> None:
         _stock.clear()
 
 
+def are_installed() -> bool:
+    """Return true while MLX has the kernels' operations."""
+    return bool(_stock)
+
+
 def stock(name: str) -> Operation:
     """Return MLX's own operation `name`, installed or not."""
     return _stock.get(name) or getattr(_OPERATIONS[name], name)

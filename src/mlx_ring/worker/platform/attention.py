@@ -1,4 +1,4 @@
-"""Attention on an x86 CPU, with NumPy's exponential for long chunks.
+"""Attention on an x86 CPU without native kernels, with NumPy's exponential for long chunks.
 
 MLX's own takes 10.7 ns a number there (mlx 0.32.4, AVX-512: it is not vectorised, and calls the C library for every
 multiply-add), NumPy's takes 0.5 ns. A chunk of 512 tokens behind 4,000 spends three quarters of its
@@ -19,6 +19,8 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from mlx_cpu_kernels.operations import are_installed
+
 _Numbers = NDArray[Any]
 
 WORTH_IT = 4096
@@ -32,8 +34,9 @@ _stock = mx.fast.scaled_dot_product_attention
 
 
 def is_slow_here() -> bool:
-    """Report whether this machine computes with MLX's slow exponential."""
-    return mx.default_device() == mx.Device(mx.cpu) and platform.machine() in {"x86_64", "AMD64"}
+    """Report whether this process computes with MLX's slow exponential."""
+    is_x86 = platform.machine() in {"x86_64", "AMD64"}
+    return is_x86 and mx.default_device() == mx.Device(mx.cpu) and not are_installed()
 
 
 @contextmanager
