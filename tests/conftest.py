@@ -13,8 +13,8 @@ from tests.examples import register_profiles
 from tests.once import once
 from tests.other_python import other_python
 
-from mlx_ring.core.environment import quieten_grpc
 from mlx_cpu_kernels.blas import install_fast_blas
+from mlx_ring.core.environment import quieten_grpc
 
 collect_ignore = [] if other_python() else ["end_to_end/test_cluster_other_python.py"]
 """Files that this machine cannot run. The run's first lines name them."""

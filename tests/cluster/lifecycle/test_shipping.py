@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from mlx_cpu_kernels.build import Target
 from mlx_ring.cluster.lifecycle import shipping
 from mlx_ring.cluster.lifecycle.shipping import (
     archived_files,
@@ -40,6 +41,8 @@ def test_the_running_package_is_sent_with_its_metadata_and_data() -> None:
     assert {"mlx_ring/cli/main.py", "mlx_ring/builtin_models/demo/config.json"} <= set(names)
     assert any(name.startswith("mlx_ring-") and name.endswith(".dist-info/METADATA") for name in names)
     assert any(name.startswith("mlx/") for name in names)
+    assert {"mlx_cpu_kernels/build.py", "mlx_cpu_kernels/native/quantized.h"} <= set(names)
+    assert f"mlx_cpu_kernels/binaries/{Target.installed().key}" in {str(Path(name).parent) for name in names}
     assert not any(".." in name or "__pycache__" in name or name.endswith(".pth") for name in names)
     assert len(set(names)) == len(names)
 

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 from tests.eventually import eventually
 
-from mlx_ring.worker.platform import ring_waits
 from mlx_cpu_kernels.blas.dispatch import place_code
+from mlx_ring.worker.platform import ring_waits
 from mlx_ring.worker.platform.ring_waits import machine_code, share_cores
 
 on_linux_x86_64 = pytest.mark.skipif(

@@ -29,6 +29,8 @@ from pathlib import Path
 NAME = "_kernels"
 _FOLDER = "mlx-cpu-kernels"
 SOURCES = Path(__file__).with_name("native")
+BINARIES = Path(__file__).with_name("binaries")
+"""Binaries that came with the package, each in a folder named by its key."""
 _COMPILERS = ("g++", "c++", "clang++")
 _FLAGS = (
     *(
@@ -108,7 +110,7 @@ class Target:
 
 def find_binary(target: Target) -> Path | None:
     """Return the binary for `target`: the package's own, of a wheel made for this system, or one built before."""
-    for folder in (Path(__file__).parent / "binaries", *_build_folders()):
+    for folder in (BINARIES, *_build_folders()):
         if (path := _binary(folder / target.key)).is_file():
             return path
     return None

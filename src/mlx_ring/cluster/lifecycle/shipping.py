@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import mlx_ring
+from mlx_cpu_kernels.build import BINARIES, SOURCES, Target, Unavailable, find_binary
 from mlx_ring.cluster.lifecycle.installation import PACKAGES
 from mlx_ring.cluster.lifecycle.systems import TELL_PYTHON, Python, Release, lowest_release, read_python
 from mlx_ring.cluster.lifecycle.wheels import Wanted
@@ -129,15 +131,25 @@ def of_nobody(entry: tarfile.TarInfo) -> tarfile.TarInfo:
 
 def archived_files(packages: Path | None = None) -> Iterator[tuple[str, Path]]:
     """Yield each file's name in the archive and its local path."""
-    package = Path(next(iter(mlx_ring.__path__)))
-    for name, path in _files_in(package):
-        yield str(PurePosixPath("mlx_ring", name)), path
+    for package in (Path(next(iter(mlx_ring.__path__))), SOURCES.parent):
+        for name, path in _files_in(package):
+            yield str(PurePosixPath(package.name, name)), path
+    yield from _kernels()
     for found in needed_distributions() if packages is None else [distribution(_OWN)]:
         yield from _files_of(found, only_metadata=canonicalize_name(found.name) == _OWN)
     if packages is not None:
         for name, path in _files_in(packages):
             if name.parts[0] not in _NO_PACKAGES:
                 yield str(name), path
+
+
+def _kernels() -> Iterator[tuple[str, Path]]:
+    """Yield the native kernels that were compiled here: a machine of the same system needs no compiler then."""
+    with contextlib.suppress(Unavailable):
+        target = Target.installed()
+        binary = find_binary(target)
+        if binary is not None and not binary.is_relative_to(BINARIES):
+            yield str(PurePosixPath("mlx_cpu_kernels", BINARIES.name, target.key, binary.name)), binary
 
 
 def _files_in(folder: Path) -> Iterator[tuple[PurePosixPath, Path]]:
