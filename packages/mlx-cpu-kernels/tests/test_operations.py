@@ -266,16 +266,23 @@ def test_the_gated_activation_equals_mlxs(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
-def test_other_types_are_mlxs(dtype: mx.Dtype) -> None:
-    x = numbers(3, 2, 64).astype(dtype)
-    assert mx.array_equal(mx.fast.rms_norm(x, None, 1e-5), operations.stock("rms_norm")(x, None, 1e-5))
+def test_half_types_are_rounded_once(dtype: mx.Dtype) -> None:
+    """The result is that of float32, rounded: within a unit of the last place."""
+    x, weight = (array.astype(dtype) for array in (numbers(3, 3, 64), numbers(4, 64)))
+    wide, wide_weight = x.astype(mx.float32), weight.astype(mx.float32)
+    norm = operations.stock("rms_norm")(wide, wide_weight, 1e-5)
+    assert_close(mx.fast.rms_norm(x, weight, 1e-5), exact(norm), dtype)
     q = numbers(5, 1, 2, 4, 64).astype(dtype)
-    attend = operations.stock("scaled_dot_product_attention")
-    assert mx.array_equal(
-        mx.fast.scaled_dot_product_attention(q, q, q, scale=0.1), attend(q, q, q, scale=0.1)
-    )
+    attended = operations.stock("scaled_dot_product_attention")(*[q.astype(mx.float32)] * 3, scale=0.1)
+    assert_close(mx.fast.scaled_dot_product_attention(q, q, q, scale=0.1), exact(attended), dtype)
     options: dict[str, Any] = {"traditional": False, "base": 1e4, "scale": 1.0, "offset": 3}
-    assert mx.array_equal(mx.fast.rope(q, 64, **options), operations.stock("rope")(q, 64, **options))
+    turned = operations.stock("rope")(q.astype(mx.float32), 64, **options)
+    assert_close(mx.fast.rope(q, 64, **options), exact(turned), dtype)
+
+
+def test_integers_are_mlxs() -> None:
+    with pytest.raises(ValueError, match="unsupported type int32"):
+        mx.fast.rms_norm(mx.zeros((2, 64), mx.int32), None, 1e-5)
 
 
 def test_layers_can_be_differentiated() -> None:

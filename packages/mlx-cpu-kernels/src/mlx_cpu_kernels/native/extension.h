@@ -14,6 +14,7 @@
 #include "mlx/mlx.h"
 #include "mlx/primitives.h"
 #include "mlx/utils.h"
+#include "quantized.h"
 #include "threads.h"
 
 namespace mlx_cpu_kernels {
@@ -24,6 +25,15 @@ namespace mx = mlx::core;
 inline Threads& threads() {
   static Threads pool;
   return pool;
+}
+
+inline bool is_float(mx::Dtype type) {
+  return type == mx::float32 || type == mx::float16 || type == mx::bfloat16;
+}
+
+inline Type type_of(mx::Dtype type) {
+  if (type == mx::float32) return Type::float32;
+  return type == mx::float16 ? Type::float16 : Type::bfloat16;
 }
 
 // Position in memory of each combination of the leading axes, in elements, for an array that may be broadcast.

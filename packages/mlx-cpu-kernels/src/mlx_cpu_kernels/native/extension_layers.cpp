@@ -8,23 +8,24 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "extension.h"
-#include "layers.h"
+#include "fused.h"
 
 namespace mlx_cpu_kernels {
 namespace {
 
-bool is_float32(const mx::array& array) { return array.dtype() == mx::float32; }
+constexpr int kMostHeadSize = 256;  // of attention
 
 void allocate(mx::array& out) { out.set_data(mx::allocator::malloc(out.nbytes())); }
 
-class RmsNorm : public CpuPrimitive {
+class Norm : public CpuPrimitive {
  public:
-  RmsNorm(mx::Stream stream, float epsilon) : CpuPrimitive(stream), epsilon_(epsilon) {}
+  Norm(mx::Stream stream, float epsilon) : CpuPrimitive(stream), epsilon_(epsilon) {}
 
   void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
     auto& y = outputs[0];
@@ -32,11 +33,16 @@ class RmsNorm : public CpuPrimitive {
     if (y.size() == 0) return;
     auto& encoder = mx::cpu::get_command_encoder(stream());
     const auto x = dense(inputs[0], encoder);
-    const float* weight = inputs.size() > 1 ? dense(inputs[1], encoder).data<float>() : nullptr;
-    const int64_t size = x.shape(-1), rows = static_cast<int64_t>(x.size()) / size;
-    encoder.dispatch([=, x = x.data<float>(), y = y.data<float>(), epsilon = epsilon_] {
-      rms_norm(x, weight, y, rows, size, epsilon, threads());
-    });
+    const int64_t size = x.shape(-1);
+    RmsNorm norm{
+        .rows = static_cast<int64_t>(x.size()) / size, .columns = size, .x = {x.data<void>(), type_of(x.dtype()), size},
+        .weight = nullptr, .weight_type = Type::float32, .epsilon = epsilon_, .y = y.data<void>(), .y_stride = size,
+    };
+    if (inputs.size() > 1) {
+      norm.weight = dense(inputs[1], encoder).data<void>();
+      norm.weight_type = type_of(inputs[1].dtype());
+    }
+    encoder.dispatch([norm] { rms_norm(norm, threads()); });
   }
 
   mx::array stock(const std::vector<mx::array>& inputs) override {
@@ -46,7 +52,7 @@ class RmsNorm : public CpuPrimitive {
 
   const char* name() const override { return "CpuRmsNorm"; }
   bool is_equivalent(const mx::Primitive& other) const override {
-    return epsilon_ == static_cast<const RmsNorm&>(other).epsilon_;
+    return epsilon_ == static_cast<const Norm&>(other).epsilon_;
   }
   std::vector<mx::Shape> output_shapes(const std::vector<mx::array>& inputs) override { return {inputs[0].shape()}; }
 
@@ -63,8 +69,11 @@ class Swiglu : public CpuPrimitive {
     allocate(y);
     auto& encoder = mx::cpu::get_command_encoder(stream());
     const auto gate = dense(inputs[0], encoder), up = dense(inputs[1], encoder);
-    encoder.dispatch([gate = gate.data<float>(), up = up.data<float>(), y = y.data<float>(),
-                      size = static_cast<int64_t>(y.size())] { swiglu(gate, up, y, size, threads()); });
+    const int64_t size = y.shape(-1), rows = size ? static_cast<int64_t>(y.size()) / size : 0;
+    encoder.dispatch([=, gate = Matrix{gate.data<void>(), type_of(gate.dtype()), size}, up = up.data<void>(),
+                      y = y.data<void>()] {
+      gated_activation(Activation::silu, gate, up, size, rows, size, y, size, threads());
+    });
   }
 
   mx::array stock(const std::vector<mx::array>& inputs) override {
@@ -97,15 +106,16 @@ class Rotate : public CpuPrimitive {
     auto& encoder = mx::cpu::get_command_encoder(stream());
     const auto x = with_dense_rows(inputs[0], encoder), frequencies = dense(inputs[1], encoder);
     const auto offsets = dense(inputs[2], encoder);
-    const Rotation rotation{
-        .x = x.data<float>(), .y = y.data<float>(),
-        .batch = x.shape(0), .heads = x.shape(1), .tokens = x.shape(2), .size = x.shape(3),
-        .batch_stride = x.strides(0), .head_stride = x.strides(1), .token_stride = x.strides(2),
-        .dims = options_.dims, .is_traditional = options_.is_traditional,
+    const Rope rotation{
+        .batches = x.shape(0), .heads = x.shape(1), .length = x.shape(2), .head_size = x.shape(3),
+        .type = type_of(x.dtype()),
+        .x = {x.data<void>(), {x.strides(0), x.strides(1), x.strides(2)}},
+        .y = {y.data<void>(), {y.strides(0), y.strides(1), y.strides(2)}},
+        .dims = options_.dims, .traditional = options_.is_traditional,
         .frequencies = frequencies.data<float>(), .scale = options_.scale,
         .offsets = offsets.data<int32_t>(), .offset_stride = offsets.size() > 1 ? 1 : 0,
     };
-    encoder.dispatch([rotation] { rotate(rotation, threads()); });
+    encoder.dispatch([rotation] { rope(rotation, threads()); });
   }
 
   mx::array stock(const std::vector<mx::array>& inputs) override {
@@ -145,7 +155,9 @@ mx::array frequencies_of(float base, int pairs, const mx::Stream& stream) {
 // queries (batch, heads, tokens, size), keys and values (batch, KV heads, length, size), then a mask and sinks.
 class ScaledAttention : public CpuPrimitive {
  public:
-  ScaledAttention(mx::Stream stream, float scale, MaskKind mask, bool has_sinks)
+  using Mask = Attention::Mask;
+
+  ScaledAttention(mx::Stream stream, float scale, Mask mask, bool has_sinks)
       : CpuPrimitive(stream), scale_(scale), mask_(mask), has_sinks_(has_sinks) {}
 
   void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
@@ -160,26 +172,29 @@ class ScaledAttention : public CpuPrimitive {
     out.set_data(mx::allocator::malloc(out.nbytes()), out.size(), strides, {true, is_plain, out.size() <= 1});
     if (out.size() == 0) return;
     Attention attention{
-        .queries = queries.data<float>(), .keys = keys.data<float>(), .values = values.data<float>(),
-        .out = out.data<float>(),
-        .batch = batch, .heads = heads, .kv_heads = keys.shape(1), .tokens = tokens, .length = keys.shape(2),
-        .size = queries.shape(3), .value_size = width,
-        .query_strides = strides_of(queries), .key_strides = strides_of(keys), .value_strides = strides_of(values),
-        .scale = scale_, .mask_kind = mask_, .mask = nullptr, .mask_strides = {}, .sinks = nullptr,
+        .batches = batch, .heads = heads, .kv_heads = keys.shape(1), .queries = tokens, .keys = keys.shape(2),
+        .head_size = queries.shape(3), .value_size = width, .type = type_of(queries.dtype()),
+        .q = heads_of(queries), .k = heads_of(keys), .v = heads_of(values),
+        .y = {out.data<void>(), {strides[0], strides[1], strides[2]}},
+        .scale = scale_, .mask = mask_,
     };
-    if (mask_ == MaskKind::boolean || mask_ == MaskKind::additive) {
-      const auto& mask = inputs[3];
-      attention.mask = mask.data<void>();
-      attention.mask_strides = {mask.strides(0), mask.strides(1), mask.strides(2), mask.strides(3)};
+    if (mask_ == Mask::boolean || mask_ == Mask::additive) {
+      const auto mask = with_dense_rows(inputs[3], encoder);
+      attention.mask_values = mask.data<void>();
+      if (mask_ == Mask::additive) attention.mask_type = type_of(mask.dtype());
+      std::copy(mask.strides().begin(), mask.strides().end(), attention.mask_strides);
+      attention.mask_strides[3] = 1;  // also where there is one key, whose stride may be any
     }
     if (has_sinks_) attention.sinks = dense(inputs.back(), encoder).data<float>();
-    encoder.dispatch([attention] { attend(attention, threads()); });
+    encoder.dispatch([attention] {
+      if (!mlx_cpu_kernels::attention(attention, threads())) throw std::logic_error("attention of an unexpected layout");
+    });
   }
 
   mx::array stock(const std::vector<mx::array>& inputs) override {
-    const bool has_mask = mask_ == MaskKind::boolean || mask_ == MaskKind::additive;
+    const bool has_mask = mask_ == Attention::Mask::boolean || mask_ == Attention::Mask::additive;
     return mx::fast::scaled_dot_product_attention(
-        inputs[0], inputs[1], inputs[2], scale_, mask_ == MaskKind::causal ? "causal" : "",
+        inputs[0], inputs[1], inputs[2], scale_, mask_ == Attention::Mask::causal ? "causal" : "",
         has_mask ? std::optional(inputs[3]) : std::nullopt, has_sinks_ ? std::optional(inputs.back()) : std::nullopt, false,
         stream());
   }
@@ -191,12 +206,12 @@ class ScaledAttention : public CpuPrimitive {
   }
 
  private:
-  static Attention::Strides strides_of(const mx::array& array) {
-    return {array.strides(0), array.strides(1), array.strides(2)};
+  static Heads heads_of(const mx::array& array) {
+    return {array.data<void>(), {array.strides(0), array.strides(1), array.strides(2)}};
   }
 
   float scale_;
-  MaskKind mask_;
+  Mask mask_;
   bool has_sinks_;
 };
 
@@ -204,13 +219,13 @@ class ScaledAttention : public CpuPrimitive {
 
 mx::array make_rms_norm(const mx::array& x, const std::optional<mx::array>& weight, float epsilon, mx::StreamOrDevice where) {
   const auto stream = mx::to_stream(where);
-  const bool is_weighted = weight && is_float32(*weight) && weight->ndim() == 1 && x.ndim() > 0 && weight->shape(0) == x.shape(-1);
-  if (!is_on_cpu(stream) || !is_float32(x) || x.ndim() == 0 || (weight && !is_weighted)) {
+  const bool is_weighted = weight && is_float(weight->dtype()) && mx::result_type(x, *weight) == x.dtype() && weight->ndim() == 1 && x.ndim() > 0 && weight->shape(0) == x.shape(-1);
+  if (!is_on_cpu(stream) || !is_float(x.dtype()) || x.ndim() == 0 || (weight && !is_weighted)) {
     return mx::fast::rms_norm(x, weight, epsilon, stream);
   }
   std::vector<mx::array> inputs{x};
   if (weight) inputs.push_back(*weight);
-  return mx::array(x.shape(), mx::float32, std::make_shared<RmsNorm>(stream, epsilon), std::move(inputs));
+  return mx::array(x.shape(), x.dtype(), std::make_shared<Norm>(stream, epsilon), std::move(inputs));
 }
 
 mx::array make_rotated(
@@ -220,9 +235,9 @@ mx::array make_rotated(
   const auto* position = std::get_if<mx::array>(&offset);
   const bool is_known = !position || (mx::issubdtype(position->dtype(), mx::integer) &&
                                       (position->size() == 1 || (position->ndim() == 1 && x.ndim() > 0 && position->shape(0) == x.shape(0))));
-  const bool applies = is_on_cpu(stream) && is_float32(x) && x.ndim() == 4 && dims > 0 && dims % 2 == 0 && dims <= x.shape(3) &&
+  const bool applies = is_on_cpu(stream) && is_float(x.dtype()) && x.ndim() == 4 && dims > 0 && dims % 2 == 0 && dims <= x.shape(3) &&
                        is_known && base.has_value() != frequencies.has_value() &&
-                       (!frequencies || (is_float32(*frequencies) && frequencies->ndim() == 1 && frequencies->shape(0) == dims / 2));
+                       (!frequencies || (frequencies->dtype() == mx::float32 && frequencies->ndim() == 1 && frequencies->shape(0) == dims / 2));
   if (!applies) {
     return position ? mx::fast::rope(x, dims, traditional, base, scale, *position, frequencies, stream)
                     : mx::fast::rope(x, dims, traditional, base, scale, std::get<int>(offset), frequencies, stream);
@@ -230,7 +245,7 @@ mx::array make_rotated(
   const RotationOptions options{dims, traditional, scale, frequencies.has_value(), base.value_or(0)};
   const auto used = frequencies ? mx::reciprocal(*frequencies, stream) : frequencies_of(*base, dims / 2, stream);
   const auto first = position ? mx::astype(*position, mx::int32, stream) : mx::array(std::get<int>(offset), mx::int32);
-  return mx::array(x.shape(), mx::float32, std::make_shared<Rotate>(stream, options), {x, used, first});
+  return mx::array(x.shape(), x.dtype(), std::make_shared<Rotate>(stream, options), {x, used, first});
 }
 
 mx::array make_attention(
@@ -240,36 +255,36 @@ mx::array make_attention(
   const auto stream = mx::to_stream(where);
   const auto* mode = std::get_if<std::string>(&mask);
   const auto* given = std::get_if<mx::array>(&mask);
-  const auto is_float_4d = [](const mx::array& array) { return is_float32(array) && array.ndim() == 4; };
-  const bool applies = is_on_cpu(stream) && !force_fused && is_float_4d(queries) && is_float_4d(keys) && is_float_4d(values) &&
-                       (!mode || *mode == "causal") && (!given || ((given->dtype() == mx::bool_ || is_float32(*given)) && given->ndim() <= 4)) &&
+  const auto is_alike = [&](const mx::array& array) { return array.dtype() == queries.dtype() && array.ndim() == 4; };
+  const bool applies = is_on_cpu(stream) && !force_fused && is_float(queries.dtype()) && is_alike(queries) && is_alike(keys) && is_alike(values) &&
+                       (!mode || *mode == "causal") && (!given || ((given->dtype() == mx::bool_ || given->dtype() == queries.dtype()) && given->ndim() <= 4)) &&
                        keys.shape(0) == queries.shape(0) && values.shape(0) == queries.shape(0) &&
                        keys.shape(1) == values.shape(1) && keys.shape(1) > 0 && queries.shape(1) % keys.shape(1) == 0 &&
-                       keys.shape(2) == values.shape(2) && keys.shape(2) > 0 && keys.shape(3) == queries.shape(3) &&
-                       (!sinks || (is_float32(*sinks) && sinks->ndim() == 1 && sinks->shape(0) == queries.shape(1)));
+                       keys.shape(2) == values.shape(2) && keys.shape(2) > 0 && keys.shape(3) == queries.shape(3) && queries.shape(3) <= kMostHeadSize && values.shape(3) <= kMostHeadSize &&
+                       (!sinks || (sinks->dtype() == mx::float32 && sinks->ndim() == 1 && sinks->shape(0) == queries.shape(1)));
   if (!applies) {
     return mx::fast::scaled_dot_product_attention(
         queries, keys, values, scale, mode ? *mode : "", given ? std::optional(*given) : std::nullopt, sinks, force_fused, stream);
   }
   std::vector<mx::array> inputs{queries, keys, values};
-  auto kind = mode ? MaskKind::causal : MaskKind::none;
+  auto kind = mode ? Attention::Mask::causal : Attention::Mask::none;
   if (given) {
-    kind = is_float32(*given) ? MaskKind::additive : MaskKind::boolean;
+    kind = given->dtype() != mx::bool_ ? Attention::Mask::additive : Attention::Mask::boolean;
     const mx::Shape shape{queries.shape(0), queries.shape(1), queries.shape(2), keys.shape(2)};
     inputs.push_back(given->shape() == shape ? *given : mx::broadcast_to(*given, shape, stream));
   }
   if (sinks) inputs.push_back(*sinks);
   mx::Shape shape{queries.shape(0), queries.shape(1), queries.shape(2), values.shape(3)};
-  return mx::array(std::move(shape), mx::float32, std::make_shared<ScaledAttention>(stream, scale, kind, sinks.has_value()),
+  return mx::array(std::move(shape), queries.dtype(), std::make_shared<ScaledAttention>(stream, scale, kind, sinks.has_value()),
                    std::move(inputs));
 }
 
 mx::array make_swiglu(const mx::array& gate, const mx::array& up) {
   const auto stream = mx::to_stream({});
-  if (!is_on_cpu(stream) || !is_float32(gate) || !is_float32(up) || gate.shape() != up.shape() || gate.ndim() == 0) {
+  if (!is_on_cpu(stream) || !is_float(gate.dtype()) || up.dtype() != gate.dtype() || gate.shape() != up.shape() || gate.ndim() == 0) {
     return gate * mx::sigmoid(gate, stream) * up;
   }
-  return mx::array(gate.shape(), mx::float32, std::make_shared<Swiglu>(stream), {gate, up});
+  return mx::array(gate.shape(), gate.dtype(), std::make_shared<Swiglu>(stream), {gate, up});
 }
 
 }  // namespace mlx_cpu_kernels

@@ -15,15 +15,6 @@
 namespace mlx_cpu_kernels {
 namespace {
 
-bool is_float(mx::Dtype type) {
-  return type == mx::float32 || type == mx::float16 || type == mx::bfloat16;
-}
-
-Type type_of(mx::Dtype type) {
-  if (type == mx::float32) return Type::float32;
-  return type == mx::float16 ? Type::float16 : Type::bfloat16;
-}
-
 // True if the rows of all leading axes lie one behind the other, `stride` elements apart.
 bool has_even_rows(const mx::array& x, int64_t& stride) {
   stride = x.ndim() > 1 ? x.strides(-2) : x.shape(-1);

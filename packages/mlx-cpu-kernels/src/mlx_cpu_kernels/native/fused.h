@@ -62,8 +62,8 @@ struct MutableHeads {
   int64_t strides[3];
 };
 
-// Rotates the first `dims` elements of each head by its position: angle i of position p is p * scale * base^(-2 i / dims),
-// or p * scale / frequencies[i]. A pair is (i, i + dims / 2), or (2 i, 2 i + 1) where `traditional`. The position of row l
+// Rotates the first `dims` elements of each head by its position: angle i of position p is p * scale * frequencies[i], by
+// default those of a base: base^(-2 i / dims). A pair is (i, i + dims / 2), or (2 i, 2 i + 1) where `traditional`. The position of row l
 // of batch b is offsets[b * offset_stride] + l. The elements beyond `dims` are copied. y may be x.
 struct Rope {
   int64_t batches, heads, length, head_size;

@@ -154,7 +154,7 @@ inline Angles compute_angles(const Rope& rope, int32_t offset) {
   float* cosines = scratch<float>(Slot::x_scales, rope.length * half);
   float* sines = scratch<float>(Slot::x_sums, rope.length * half);
   for (int64_t i = 0; i < half; i++) {
-    float frequency = rope.frequencies ? 1 / rope.frequencies[i]
+    float frequency = rope.frequencies ? rope.frequencies[i]
                                        : ::exp2f(-float(i) / float(half) * ::log2f(rope.base));
     for (int64_t l = 0; l < rope.length; l++) {
       float angle = float(offset + l) * rope.scale * frequency;

@@ -78,7 +78,7 @@ void scalar_rope(const Rope& rope, Threads& threads) {
       for (int64_t d = rope.dims; d < rope.head_size; d++) store_value(y, rope.type, d, float(in[d]));
       float position = float(rope.offsets[batch * rope.offset_stride] + l) * rope.scale;
       for (int64_t d = 0; d < half; d++) {
-        float frequency = rope.frequencies ? 1 / rope.frequencies[d]
+        float frequency = rope.frequencies ? rope.frequencies[d]
                                            : std::exp2(-float(d) / float(half) * std::log2(rope.base));
         float angle = position * frequency;
         int64_t first = rope.traditional ? 2 * d : d, second = rope.traditional ? 2 * d + 1 : d + half;

@@ -1,5 +1,0 @@
-#include "layer_kernels.h"
-
-namespace mlx_cpu_kernels {
-const LayerKernels avx512_layer_kernels = layer_kernels();
-}  // namespace mlx_cpu_kernels
