@@ -28,6 +28,9 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent.parent
 PLACES = (
     "src/mlx_ring",
+    "packages/mlx-cpu-kernels/src",
+    "packages/mlx-cpu-kernels/README.md",
+    "packages/mlx-cpu-kernels/CHANGELOG.md",
     "docs",
     "README.md",
     "CONTRIBUTING.md",
@@ -36,7 +39,7 @@ PLACES = (
     "scripts",
     "bench",
 )
-TEST_PLACES = ("tests",)
+TEST_PLACES = ("tests", "packages/mlx-cpu-kernels/tests")
 OWN_FILES = frozenset({"scripts/check_english.py", "tests/scripts/test_check_english.py"})
 """They hold what must not be."""
 CORPUS = "scripts/demo_models/"

@@ -16,13 +16,19 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ROOT / "src" / "mlx_ring"
+KERNELS = ROOT / "packages/mlx-cpu-kernels"
+OWN = {"mlx_ring": SOURCES, "mlx_cpu_kernels": KERNELS / "src/mlx_cpu_kernels"}
+"""Packages of this repository, which one wheel holds, and their sources."""
 EXTRAS = {
     "otel": {"core/otlp_traces.py"},
     "plot": {"cli/bench/plot.py"},
     "deploy": {"cluster/lifecycle/wheels.py"},
 }
 """Files that may import the packages of an extra, by extra. `serve` and `join` load them only when a setting needs it."""
-UNIMPORTED = {"scipy-openblas32": "its shared library is loaded, not its module"}
+UNIMPORTED = {
+    "nanobind": "native kernels are compiled with its headers",
+    "scipy-openblas32": "its shared library is loaded, not its module",
+}
 """Packages that may be declared without an import of them, each with the reason."""
 
 
@@ -50,7 +56,7 @@ def imported_modules(file: Path) -> Iterator[str]:
             continue
         for name in found:
             top = name.partition(".")[0]
-            if top not in sys.stdlib_module_names and top != "mlx_ring":
+            if top not in sys.stdlib_module_names and top not in OWN:
                 yield name
 
 
@@ -87,8 +93,9 @@ def modules_of(name: str) -> frozenset[str]:
 def imports() -> tuple[tuple[str, str], ...]:
     """Return (file, module) of every third-party import."""
     return tuple(
-        (str(file.relative_to(SOURCES)), module)
-        for file in sorted(SOURCES.rglob("*.py"))
+        (str(file.relative_to(source)), module)
+        for source in OWN.values()
+        for file in sorted(source.rglob("*.py"))
         for module in imported_modules(file)
     )
 
@@ -116,6 +123,14 @@ def test_everything_declared_is_imported() -> None:
     extras = cast("dict[str, list[str]]", project()["optional-dependencies"])
     declared = names(project()["dependencies"]).union(*(names(extras[extra]) for extra in EXTRAS))
     assert declared - used == UNIMPORTED.keys()
+
+
+def test_the_kernels_declare_the_same_versions() -> None:
+    """Alone, they need what mlx-ring declares for them."""
+    kernels = tomllib.loads((KERNELS / "pyproject.toml").read_text())["project"]
+    assert names(kernels["dependencies"]) == {"mlx", "nanobind", "scipy-openblas32"}
+    assert set(kernels["dependencies"]) <= set(cast("list[str]", project()["dependencies"]))
+    assert kernels["requires-python"] == project()["requires-python"]
 
 
 def test_the_development_tools_include_all_extras() -> None:

@@ -25,7 +25,7 @@ def target() -> Target:
 
 @pytest.fixture
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
-    """Stand-ins for the virtual environment and the user's cache."""
+    """Replace the virtual environment and the user's cache; return their folders of binaries."""
     environment, cache = tmp_path / "environment", tmp_path / "cache"
     monkeypatch.setattr(sys, "prefix", str(environment))
     monkeypatch.setattr(sys, "base_prefix", "/usr")

@@ -132,7 +132,7 @@ LAYOUTS: list[Callable[[int, int], mx.array]] = [
 @pytest.mark.parametrize("transpose", [True, False])
 @pytest.mark.parametrize("shape", [(2, 3, 4, 5), (2, 3, 1, 5), (1, 1, 6, 1)])
 def test_several_matrices_are_broadcast_as_by_mlx(shape: tuple[int, ...], transpose: bool) -> None:
-    """Products of attention over a quantized KV cache: KV heads that several heads of queries share."""
+    """Multiply as attention over a quantized KV cache does: several heads of queries share a KV head."""
     batch, heads, repeats, count = shape
     keys = mx.quantize(numbers(3, batch, heads, 1, 96, 64), bits=8, group_size=32)
     parts = [part[..., :32, :] if transpose else part for part in keys]  # a part of the cache's buffer
@@ -267,7 +267,7 @@ def test_the_gated_activation_equals_mlxs(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
 def test_half_types_are_rounded_once(dtype: mx.Dtype) -> None:
-    """The result is that of float32, rounded: within a unit of the last place."""
+    """Expect the result of float32, rounded: within a unit of the last place."""
     x, weight = (array.astype(dtype) for array in (numbers(3, 3, 64), numbers(4, 64)))
     wide, wide_weight = x.astype(mx.float32), weight.astype(mx.float32)
     norm = operations.stock("rms_norm")(wide, wide_weight, 1e-5)
@@ -286,7 +286,7 @@ def test_integers_are_mlxs() -> None:
 
 
 def test_layers_can_be_differentiated() -> None:
-    """Gradients are those of MLX's own operations."""
+    """Expect the gradients of MLX's own operations."""
     q, kv = numbers(5, 1, 2, 4, 64), numbers(6, 1, 2, 4, 64)
 
     def loss(norm: Operation, rope: Operation, attend: Operation) -> Callable[[mx.array], mx.array]:

@@ -404,13 +404,11 @@ class Settings(CheckedSettings):
     )
     blas: Blas = setting(
         "auto",
-        "On a CPU, compute with OpenBLAS and native kernels for quantized weights (auto), with OpenBLAS alone (openblas), "
-        "or with MLX's own products (off).",
+        "On a CPU: OpenBLAS and native kernels (auto), OpenBLAS (openblas), or MLX's code (off).",
         _PROCESS,
-        metavar="MODE",
     )
     blas_threads: Annotated[int, Field(ge=0, le=1024)] = setting(
-        0, "BLAS threads per worker; 0 shares the cores among the stages.", _PROCESS
+        0, "Threads of each worker's products; 0 shares the cores among the stages.", _PROCESS
     )
     spare_worker: AutoOnOrOff = setting(
         "auto",

@@ -24,8 +24,7 @@ from mlx_ring.rpc.methods import LOAD, RELINK, STATUS, STEPS
 from mlx_ring.rpc.tls.credentials import load_credentials, serve_from_folder
 from mlx_ring.rpc.tls.guard import PeerGuard
 from mlx_ring.worker.compute_thread import prefer_latency, prefer_throughput
-from mlx_ring.worker.platform.device import keep_freed_memory
-from mlx_ring.worker.platform.products import choose_products
+from mlx_ring.worker.platform.device import choose_products, keep_freed_memory
 
 _END_WITHIN_S = 1.0
 _IMPORTED_LATER = ("grpc._channel", "grpc._server", "mlx_lm.models.rope_utils")

@@ -1,7 +1,7 @@
 """Building of the native kernels for the installed MLX: `python -m mlx_cpu_kernels.build`.
 
-The extension passes MLX's own array objects, so it must be made for exactly this MLX, this Python and the nanobind that
-MLX's binary was made with. Where nobody offers a binary for the three, the sources that this package carries are
+The extension passes MLX's own array objects. So it must be made for exactly this MLX and this Python, and with the
+nanobind that MLX's binary was made with. Where nobody offers a binary for the three, the sources that this package carries are
 compiled once, and kept in the virtual environment.
 """
 

@@ -36,7 +36,7 @@ Operation = Callable[..., mx.array]
 
 @dataclass(frozen=True, slots=True)
 class KernelReport:
-    """What computes these operations."""
+    """Result of an installation."""
 
     active: bool
     detail: str

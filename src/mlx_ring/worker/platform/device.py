@@ -1,4 +1,4 @@
-"""Device on which MLX computes, its memory, and how the C library keeps freed memory.
+"""Device on which MLX computes, what multiplies there, its memory, and how the C library keeps freed memory.
 
 On a CPU MLX takes an array's memory from `malloc` and frees it again. glibc returns free memory at the end of its heap
 to the system if it exceeds twice the largest array. The kernel clears each newly allocated page, which needs more
@@ -12,6 +12,7 @@ import sys
 
 import mlx.core as mx
 
+from mlx_cpu_kernels import speed_up
 from mlx_ring.host.machine import machine_identity
 from mlx_ring.host.process import usable_memory
 
@@ -19,6 +20,18 @@ from mlx_ring.host.process import usable_memory
 def device_name() -> str:
     """Return the default device of MLX: "cpu" or "gpu"."""
     return mx.default_device().type.name
+
+
+def choose_products(mode: str, threads: int) -> str:
+    """Choose by `--blas`, for products of `threads` threads each. Return a description. It imports MLX.
+
+    - `auto`: OpenBLAS, and native kernels for quantized weights;
+    - `openblas`: OpenBLAS alone;
+    - `off`: what MLX brings along.
+    """
+    if mode == "off":
+        return "MLX's own (OpenBLAS is switched off by --blas off)"
+    return speed_up(threads, kernels=mode == "auto")
 
 
 def device_memory() -> tuple[int, int]:
