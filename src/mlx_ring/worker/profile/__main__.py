@@ -22,9 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     prefer_throughput()
     import_mlx_lm()
 
-    from mlx_ring.worker.platform.products import (
-        choose_products,  # importing it above would import MLX before mlx-lm
-    )
+    from mlx_ring.worker.platform.device import choose_products  # MLX must load after mlx-lm
     from mlx_ring.worker.profile.measure import Bounds, measure
 
     blas = choose_products(options.blas, options.blas_threads)
