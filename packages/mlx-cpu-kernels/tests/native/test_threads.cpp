@@ -1,0 +1,83 @@
+// The pool covers each loop exactly once, whatever its length, its number of threads and who else uses it.
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <thread>
+#include <vector>
+
+#include "threads.h"
+
+using mlx_cpu_kernels::Threads;
+
+namespace {
+
+int failures = 0;
+
+void expect(bool holds, const char* what) {
+  if (holds) return;
+  std::printf("%s\n", what);
+  failures++;
+}
+
+bool covers_once(Threads& threads, int64_t n, int64_t grain) {
+  std::vector<int> visits(n);
+  std::atomic<bool> aligned = true;
+  threads.parallel_for(n, grain, [&](int64_t begin, int64_t end) {
+    if (begin % grain || (end % grain && end != n)) aligned = false;
+    for (int64_t i = begin; i < end; i++) visits[i]++;
+  });
+  for (int count : visits)
+    if (count != 1) return false;
+  return aligned;
+}
+
+void test_lengths() {
+  Threads threads;
+  for (int count : {1, 2, 3, 8, 2, 1}) {
+    threads.set_threads(count);
+    expect(threads.count() == count, "the pool has another number of threads");
+    for (int64_t n : {0, 1, 2, 7, 64, 65, 1000})
+      for (int64_t grain : {1, 3, 64}) expect(covers_once(threads, n, grain), "a loop is not covered once");
+  }
+}
+
+void test_loop_within_a_loop() {
+  Threads threads(3);
+  std::atomic<int64_t> sum = 0;
+  threads.parallel_for(30, 1, [&](int64_t begin, int64_t end) {
+    threads.parallel_for(end - begin, 1, [&](int64_t first, int64_t last) { sum += last - first; });
+  });
+  expect(sum == 30, "a loop within a loop is not covered once");
+}
+
+void test_two_callers() {
+  Threads threads(2);
+  auto use = [&] {
+    for (int i = 0; i < 500; i++)
+      if (!covers_once(threads, 100, 1)) failures++;
+  };
+  std::thread other(use);
+  use();
+  other.join();
+  expect(failures == 0, "loops of two callers are not covered once");
+}
+
+// Workers that have gone to sleep are woken: the pause is far longer than they spin.
+void test_pause() {
+  Threads threads(3);
+  for (int i = 0; i < 5; i++) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    expect(covers_once(threads, 1000, 1), "a loop after a pause is not covered once");
+  }
+}
+
+}  // namespace
+
+int main() {
+  test_lengths();
+  test_loop_within_a_loop();
+  test_two_callers();
+  test_pause();
+  std::printf("threads: %d failures\n", failures);
+  return failures ? 1 : 0;
+}
