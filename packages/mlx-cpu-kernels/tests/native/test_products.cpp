@@ -78,6 +78,28 @@ void test_transposed(Case c) {
   });
 }
 
+// Several matrices at once, of one format and of others.
+void test_several(Case c) {
+  std::vector<RandomMatrix> matrices;
+  int64_t columns = 0;
+  for (int i = 0; i < 4; i++) {
+    int bits = i < 3 ? c.bits : 8;
+    int64_t rows = pick(c.random, 1, 150);
+    matrices.emplace_back(c.random, rows, c.k, bits, c.group_size, c.type, c.word_gap, c.group_gap);
+    columns += rows;
+  }
+  Values x(c.random, c.x_type, c.rows * c.k);
+  compare(c, "several products", c.rows * columns, kProductTolerance, [&](void* y, Threads& threads) {
+    std::vector<Product> products;
+    int64_t first = 0;
+    for (auto& matrix : matrices) {
+      products.push_back({matrix.quantized, at(y, c.x_type, first), columns});
+      first += matrix.quantized.rows;
+    }
+    multiply_transposed(x.data(), c.x_type, c.k, c.rows, products.data(), int(products.size()), threads);
+  });
+}
+
 void test_straight(Case c) {
   std::swap(c.n, c.k);
   RandomMatrix w(c.random, c.k, c.n, c.bits, c.group_size, c.type, c.word_gap, c.group_gap);
@@ -148,6 +170,7 @@ int main(int count, char** arguments) {
   for (uint64_t seed = 0; seed < cases && failures < 20; seed++) {
     test_transposed(Case(seed));
     test_straight(Case(seed + 1'000'000));
+    if (seed % 2) test_several(Case(seed + 5'000'000));
     test_gather(Case(seed + 2'000'000), seed % 2);
     test_dequantize(Case(seed + 3'000'000));
     if (seed % 8 == 0) test_not_finite(Case(seed + 4'000'000));

@@ -24,6 +24,8 @@ constexpr int kPlanes = 3;
 constexpr int kByteRows = 4;
 constexpr int kByteColumns = 4;
 constexpr int64_t kMostByteRows = 24;
+// Products of a value and a weight that are worth another thread: some microseconds.
+constexpr int64_t kProductsAThread = 100'000;
 // The largest integer whose digits fit: 127 * 65536 + 127 * 256 + 127, less what rounding may add.
 constexpr float kLargest = 8355000.f;
 
@@ -174,25 +176,26 @@ template <class V, int bits, Type type, int m>
 template <class V, int bits>
 class ByteTile {
  public:
-  ByteTile(const ByteRows<V, bits>& x, const Quantized& w) : x_(x), w_(w), padded_groups_(x.groups()), group_shift_(__builtin_ctz(unsigned(w.group_size))) {
+  ByteTile(const ByteRows<V, bits>& x, int group_size)
+      : x_(x), padded_groups_(x.groups()), group_shift_(__builtin_ctz(unsigned(group_size))) {
     uint32_t groups[V::kLanes];
-    for (int i = 0; i < V::kLanes; i++) groups[i] = uint32_t(i * B::kColumnsOfLane / w.group_size);
+    for (int i = 0; i < V::kLanes; i++) groups[i] = uint32_t(i * B::kColumnsOfLane / group_size);
     lane_groups_ = V::load_words(groups);
     scales_ = scratch<float>(Slot::group_scales, rows * kByteColumns * padded_groups_ + 8);
   }
 
   // y[j * y_stride + r] for the rows [n, n + kByteRows) of the matrix and the rows [first, first + m) of x.
   template <int m>
-  [[gnu::flatten]] void multiply(int64_t n, int64_t first, float* y, int64_t y_stride) {
+  [[gnu::flatten]] void multiply(const Quantized& w, int64_t n, int64_t first, float* y, int64_t y_stride) const {
     typename V::Float sums[rows][m];
     {
       typename V::Float begun[rows][m];  // its address leaves this function, which would keep the sums out of registers
-      begin<m>(n, first, begun);
+      begin<m>(w, n, first, begun);
       unroll<rows>([&]<int r>() { unroll<m>([&]<int j>() { sums[r][j] = begun[r][j]; }); });
     }
     const uint32_t* words[rows];
-    for (int r = 0; r < rows; r++) words[r] = w_.weights + (n + r) * w_.row_words;
-    const int64_t blocks = w_.columns / B::kColumns, next_rows = rows * w_.row_words;
+    for (int r = 0; r < rows; r++) words[r] = w.weights + (n + r) * w.row_words;
+    const int64_t blocks = w.columns / B::kColumns, next_rows = rows * w.row_words;
     for (int64_t b = 0; b < blocks; b++) {
       add_block<m>(b, first, sums, [&](int r) {
         const uint32_t* from = words[r] + b * B::kWords;
@@ -202,7 +205,7 @@ class ByteTile {
       });
     }
     if (blocks < x_.blocks()) {
-      int64_t left = (w_.columns - blocks * B::kColumns) * bits / 32;
+      int64_t left = (w.columns - blocks * B::kColumns) * bits / 32;
       add_block<m>(blocks, first, sums, [&](int r) { return V::load_some_words(words[r] + blocks * B::kWords, left); });
     }
     unroll<m>([&]<int j>() { V::store_sums(y + j * y_stride, sums[0][j], sums[1][j], sums[2][j], sums[3][j]); });
@@ -213,11 +216,11 @@ class ByteTile {
   static constexpr int rows = kByteRows;
 
   template <int m>
-  void begin(int64_t n, int64_t first, typename V::Float (&sums)[rows][m]) const {
-    auto of_type = w_.type == Type::float32   ? begin_rows<V, bits, Type::float32, m>
-                   : w_.type == Type::float16 ? begin_rows<V, bits, Type::float16, m>
+  void begin(const Quantized& w, int64_t n, int64_t first, typename V::Float (&sums)[rows][m]) const {
+    auto of_type = w.type == Type::float32   ? begin_rows<V, bits, Type::float32, m>
+                   : w.type == Type::float16 ? begin_rows<V, bits, Type::float16, m>
                                               : begin_rows<V, bits, Type::bfloat16, m>;
-    of_type(x_, w_, n, first, sums, scales_);
+    of_type(x_, w, n, first, sums, scales_);
   }
 
   template <int m, class Load>
@@ -236,37 +239,53 @@ class ByteTile {
   }
 
   const ByteRows<V, bits>& x_;
-  const Quantized& w_;
   const int64_t padded_groups_;
   const int group_shift_;
   typename V::Int lane_groups_;  // the group of each lane, counted from the block's first
   float* scales_;                // both scales of each group in one: [row][row of x][group]
 };
 
+// Results of a piece of the matrix, which are kept in float32 until they are stored in the type of y.
+constexpr int64_t kPiece = 64;
+
+// The columns [first, last) of y: at most a piece.
 template <class V, int bits>
-void multiply_by_bytes(const Rows& x, const Quantized& w, const MutableRows& y, Threads& threads) {
-  ByteRows<V, bits> bytes(x, w.columns, w.group_size);
-  constexpr int64_t kPiece = 64;  // results that are kept in float32 until they are stored in the type of y
+void multiply_piece(ByteTile<V, bits>& tile, int64_t x_rows, const RowsProduct& product, int64_t first, int64_t last) {
   constexpr int64_t kStride = kPiece + kByteRows;
-  int64_t tiles = (x.count + kByteColumns - 1) / kByteColumns;
-  threads.parallel_for(w.rows, kPiece, [&](int64_t begin, int64_t end) {
-    ByteTile<V, bits> tile(bytes, w);
-    float results[kMostByteRows * kStride];
-    for (int64_t first = begin; first < end; first += kPiece) {
-      int64_t last = smaller(first + kPiece, end);
-      for (int64_t n = first; n < last; n += kByteRows) {
-        // At the end of the matrix the last rows are taken again. What comes before `first` falls into the margin.
-        int64_t from = smaller(n, w.rows - kByteRows);
-        for (int64_t t = 0; t < tiles; t++) {  // of equal height: five rows are 3 and 2
-          int64_t row = x.count * t / tiles, height = x.count * (t + 1) / tiles - row;
-          float* to = results + row * kStride + kByteRows + from - first;
-          unroll<kByteColumns>([&]<int i>() {
-            if (height == i + 1) tile.template multiply<i + 1>(from, row, to, kStride);
-          });
-        }
-      }
-      for (int64_t j = 0; j < x.count; j++)
-        store_row<V>(results + j * kStride + kByteRows, last - first, y.row(j), y.type, first);
+  const int64_t tiles = (x_rows + kByteColumns - 1) / kByteColumns;
+  float results[kMostByteRows * kStride];
+  for (int64_t n = first; n < last; n += kByteRows) {
+    // At the end of the matrix the last rows are taken again. What comes before `first` falls into the margin.
+    int64_t from = smaller(n, product.w.rows - kByteRows);
+    for (int64_t t = 0; t < tiles; t++) {  // of equal height: five rows are 3 and 2
+      int64_t row = x_rows * t / tiles, height = x_rows * (t + 1) / tiles - row;
+      float* to = results + row * kStride + kByteRows + from - first;
+      unroll<kByteColumns>([&]<int i>() {
+        if (height == i + 1) tile.template multiply<i + 1>(product.w, from, row, to, kStride);
+      });
+    }
+  }
+  for (int64_t j = 0; j < x_rows; j++)
+    store_row<V>(results + j * kStride + kByteRows, last - first, product.y.row(j), product.y.type, first);
+}
+
+// Products of one format. The pieces of all matrices are one loop, in which the threads take equal shares.
+template <class V, int bits>
+void multiply_by_bytes(const Rows& x, const RowsProduct* products, int count, Threads& threads) {
+  const Quantized& format = products[0].w;
+  ByteRows<V, bits> bytes(x, format.columns, format.group_size);
+  auto pieces_of = [](const RowsProduct& product) { return (product.w.rows + kPiece - 1) / kPiece; };
+  int64_t pieces = 0;
+  for (int i = 0; i < count; i++) pieces += pieces_of(products[i]);
+  int64_t grain = larger(1, kProductsAThread / (kPiece * format.columns * x.count));
+  threads.parallel_for(pieces, grain, [&](int64_t begin, int64_t end) {
+    ByteTile<V, bits> tile(bytes, format.group_size);
+    int64_t before = 0;  // pieces of the matrices before
+    for (int i = 0; i < count; before += pieces_of(products[i]), i++) {
+      int64_t last = smaller(end - before, pieces_of(products[i]));
+      for (int64_t piece = larger(begin - before, 0); piece < last; piece++)
+        multiply_piece<V, bits>(tile, x.count, products[i], piece * kPiece,
+                                smaller(piece * kPiece + kPiece, products[i].w.rows));
     }
   });
 }
@@ -280,9 +299,9 @@ bool pays_by_bytes(const Rows& x, const Quantized& w) {
 }
 
 template <class V>
-void multiply_by_bytes(const Rows& x, const Quantized& w, const MutableRows& y, Threads& threads) {
-  with_bits(w.bits, [&]<int bits>() {
-    if constexpr (V::most_byte_rows(bits) > 0) multiply_by_bytes<V, bits>(x, w, y, threads);
+void multiply_by_bytes(const Rows& x, const RowsProduct* products, int count, Threads& threads) {
+  with_bits(products[0].w.bits, [&]<int bits>() {
+    if constexpr (V::most_byte_rows(bits) > 0) multiply_by_bytes<V, bits>(x, products, count, threads);
   });
 }
 

@@ -48,9 +48,14 @@ Selected& selected() {
   return value;
 }
 
-using Product = void (*)(const Rows&, const Quantized&, const MutableRows&, Threads&);
+void multiply_one_transposed(const Rows& x, const Quantized& w, const MutableRows& y, Threads& threads) {
+  RowsProduct product{w, y};
+  selected().kernels->multiply_transposed(x, &product, 1, threads);
+}
 
-void gather(Product product, const Rows& x, const GatherPair* pairs, int64_t count, const Experts& experts,
+using Multiply = void (*)(const Rows&, const Quantized&, const MutableRows&, Threads&);
+
+void gather(Multiply multiply, const Rows& x, const GatherPair* pairs, int64_t count, const Experts& experts,
             const MutableRows& y, Threads& threads) {
   std::vector<GatherPair> ordered(pairs, pairs + count);
   std::stable_sort(ordered.begin(), ordered.end(), [](auto& a, auto& b) { return a.expert < b.expert; });
@@ -66,7 +71,7 @@ void gather(Product product, const Rows& x, const GatherPair* pairs, int64_t cou
     w.weights += expert * experts.words;
     w.scales = at(w.scales, w.type, expert * experts.groups);
     w.biases = at(w.biases, w.type, expert * experts.groups);
-    product({x.values, x.type, x.stride, end - begin, &x_rows[begin]}, w,
+    multiply({x.values, x.type, x.stride, end - begin, &x_rows[begin]}, w,
             {y.values, y.type, y.stride, end - begin, &y_rows[begin]}, threads);
   }
 }
@@ -98,7 +103,14 @@ bool set_instruction_set(InstructionSet set) {
 
 void multiply_transposed(const void* x, Type type, int64_t x_stride, int64_t rows, const Quantized& w, void* y,
                          int64_t y_stride, Threads& threads) {
-  selected().kernels->multiply_transposed({x, type, x_stride, rows}, w, {y, type, y_stride, rows}, threads);
+  multiply_one_transposed({x, type, x_stride, rows}, w, {y, type, y_stride, rows}, threads);
+}
+
+void multiply_transposed(const void* x, Type type, int64_t x_stride, int64_t rows, const Product* products, int count,
+                         Threads& threads) {
+  std::vector<RowsProduct> all(count);
+  for (int i = 0; i < count; i++) all[i] = {products[i].w, {products[i].y, type, products[i].y_stride, rows}};
+  selected().kernels->multiply_transposed({x, type, x_stride, rows}, all.data(), count, threads);
 }
 
 void multiply(const void* x, Type type, int64_t x_stride, int64_t rows, const Quantized& w, void* y,
@@ -108,7 +120,7 @@ void multiply(const void* x, Type type, int64_t x_stride, int64_t rows, const Qu
 
 void gather_multiply_transposed(const void* x, Type type, int64_t x_stride, const GatherPair* pairs, int64_t count,
                                 const Experts& experts, void* y, int64_t y_stride, Threads& threads) {
-  gather(selected().kernels->multiply_transposed, {x, type, x_stride, count}, pairs, count, experts,
+  gather(multiply_one_transposed, {x, type, x_stride, count}, pairs, count, experts,
          {y, type, y_stride, count}, threads);
 }
 

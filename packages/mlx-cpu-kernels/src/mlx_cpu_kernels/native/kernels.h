@@ -23,8 +23,14 @@ struct RowsOf {
 using Rows = RowsOf<const void*>;
 using MutableRows = RowsOf<void*>;
 
+// One of the matrices that x is multiplied with, and where the result goes.
+struct RowsProduct {
+  Quantized w;
+  MutableRows y;
+};
+
 struct Kernels {
-  void (*multiply_transposed)(const Rows& x, const Quantized& w, const MutableRows& y, Threads& threads);
+  void (*multiply_transposed)(const Rows& x, const RowsProduct* products, int count, Threads& threads);
   void (*multiply)(const Rows& x, const Quantized& w, const MutableRows& y, Threads& threads);
   void (*dequantize)(const Quantized& w, int64_t row_begin, int64_t row_end, void* out, Type type, Threads& threads);
   void (*rms_norm)(const RmsNorm& norm, Threads& threads);

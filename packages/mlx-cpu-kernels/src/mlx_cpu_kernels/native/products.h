@@ -10,10 +10,22 @@
 namespace mlx_cpu_kernels {
 namespace {
 
+inline bool same_format(const Quantized& a, const Quantized& b) {
+  return a.bits == b.bits && a.group_size == b.group_size && a.columns == b.columns;
+}
+
 template <class V>
-void multiply_transposed_rows(const Rows& x, const Quantized& w, const MutableRows& y, Threads& threads) {
-  if (pays_by_bytes<V>(x, w)) return multiply_by_bytes<V>(x, w, y, threads);
-  multiply_by_panels<V>(x, TransposedPanels<V>(w), y, threads);
+void multiply_transposed_rows(const Rows& x, const RowsProduct* products, int count, Threads& threads) {
+  for (int begin = 0, end; begin < count; begin = end) {
+    const auto& [w, y] = products[begin];
+    end = begin + 1;
+    if (pays_by_bytes<V>(x, w)) {
+      while (end < count && same_format(w, products[end].w) && pays_by_bytes<V>(x, products[end].w)) end++;
+      multiply_by_bytes<V>(x, products + begin, end - begin, threads);
+    } else {
+      multiply_by_panels<V>(x, TransposedPanels<V>(w), y, threads);
+    }
+  }
 }
 
 template <class V>

@@ -48,6 +48,16 @@ struct Experts {
 void multiply_transposed(const void* x, Type type, int64_t x_stride, int64_t rows, const Quantized& w, void* y,
                          int64_t y_stride, Threads& threads);
 
+// The same for several matrices that one x is multiplied with, such as those of queries, keys and values: x is converted
+// once, and the threads meet once.
+struct Product {
+  Quantized w;
+  void* y;
+  int64_t y_stride;
+};
+void multiply_transposed(const void* x, Type type, int64_t x_stride, int64_t rows, const Product* products, int count,
+                         Threads& threads);
+
 // y[m, n] = sum over k of x[m, k] * w[k, n]; x is [rows, w.rows], y is [rows, w.columns].
 void multiply(const void* x, Type type, int64_t x_stride, int64_t rows, const Quantized& w, void* y,
               int64_t y_stride, Threads& threads);

@@ -24,16 +24,20 @@ float scalar_value(const Quantized& w, int64_t row, int64_t column) {
 
 namespace {
 
-void multiply_transposed(const Rows& x, const Quantized& w, const MutableRows& y, Threads& threads) {
-  threads.parallel_for(w.rows, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t m = 0; m < x.count; m++) {
-      for (int64_t n = begin; n < end; n++) {
-        double sum = 0;
-        for (int64_t k = 0; k < w.columns; k++) sum += double(load_value(x.row(m), x.type, k)) * scalar_value(w, n, k);
-        store_value(y.row(m), y.type, n, float(sum));
+void multiply_transposed(const Rows& x, const RowsProduct* products, int count, Threads& threads) {
+  for (int i = 0; i < count; i++) {
+    const auto& [w, y] = products[i];
+    threads.parallel_for(w.rows, 1, [&, &w = w, &y = y](int64_t begin, int64_t end) {
+      for (int64_t m = 0; m < x.count; m++) {
+        for (int64_t n = begin; n < end; n++) {
+          double sum = 0;
+          for (int64_t k = 0; k < w.columns; k++)
+            sum += double(load_value(x.row(m), x.type, k)) * scalar_value(w, n, k);
+          store_value(y.row(m), y.type, n, float(sum));
+        }
       }
-    }
-  });
+    });
+  }
 }
 
 void multiply(const Rows& x, const Quantized& w, const MutableRows& y, Threads& threads) {
