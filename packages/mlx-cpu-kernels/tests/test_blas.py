@@ -256,6 +256,7 @@ def test_scenario_in_its_own_process(scenario: str) -> None:
     run_alone(scenario)
 
 
+@pytest.mark.processes
 @on_linux_x86_64
 @pytest.mark.parametrize("core_type", [None, "SkylakeX", "Haswell", "SandyBridge", "Nehalem", "Prescott"])
 @pytest.mark.parametrize(
@@ -301,11 +302,13 @@ def test_another_c_library_keeps_its_own_blas(monkeypatch: pytest.MonkeyPatch) -
     assert_inactive(install_fast_blas(), "not glibc")
 
 
+@pytest.mark.processes
 def test_importing_the_package_does_not_import_mlx() -> None:
     code = "import sys, mlx_cpu_kernels.blas; sys.exit('mlx.core' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(not (shutil.which("as") and shutil.which("objcopy")), reason="needs GNU binutils")
 @on_linux_x86_64
 def test_machine_code_equals_the_assembled_listing(tmp_path: Path) -> None:
