@@ -161,13 +161,13 @@ FETCH_PROGRAM = """
 import asyncio, sys
 from pathlib import Path
 from mlx_ring.agent.weights.stages import fetch, fetch_manifest
-from mlx_ring.agent.weights.peers import Peer
+from mlx_ring.agent.weights.peers import PeerChannel
 from mlx_ring.agent.weights.store import WeightStore
 from mlx_ring.rpc.channels import open_aio_channel
 
 async def main(address, digest, store):
     async with open_aio_channel(address) as channel:
-        peer = Peer("big", channel)
+        peer = PeerChannel("big", channel)
         manifest = await fetch_manifest(digest, [peer], "mini")
         model = WeightStore(Path(store)).create(manifest)
         report = lambda done, total: print(done, flush=True)
