@@ -12,6 +12,9 @@ import sys
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from mlx_ring.core.errors import ConfigError
 
 _OUR_GRPC_LEVEL = "info"
 """Level in lower case, which gRPC accepts and users do not write, so that it is recognised as ours."""
@@ -46,6 +49,24 @@ def quieten_transformers() -> None:
 def library_variable(name: str) -> str:
     """Return a variable for a library of this process; empty if it is not set."""
     return os.environ.get(name, "")
+
+
+def cache_folder() -> Path:
+    """Return the folder of files of this user that can be made again.
+
+    Raises:
+        ConfigError: the user has no home, and no other folder is set.
+    """
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    # The XDG standard says to ignore a relative path.
+    if given.is_absolute():
+        return given / "mlx-ring"
+    try:
+        return Path.home() / ".cache" / "mlx-ring"
+    except RuntimeError as error:
+        raise ConfigError(
+            "This user has no home folder for a cache: set XDG_CACHE_HOME to a folder that can be written."
+        ) from error
 
 
 def set_for_libraries(variables: Mapping[str, str]) -> None:

@@ -22,8 +22,6 @@ from mlx_ring.settings.config import Settings
 
 log = logging.getLogger(__name__)
 
-_HALF_PRECISION = ("BF16", "F16")
-
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
@@ -58,6 +56,8 @@ def prepare_model(settings: Settings, *, insists: bool = True) -> ServedModel:
     """
     local = find_model(settings.model, must_fit=settings.nodes == 1)
     folder = local.folder
+    if folder.rounding:
+        log.info("%s is not served exactly as its file has it: %s", local.name, folder.rounding)
     require_cuttable(folder, settings.stages)
     if settings.nodes == 1:
         check_memory(local.name, memory_for_weights(folder, settings.dtype))
@@ -117,9 +117,7 @@ def memory_for_weights(folder: ModelFolder, dtype: str) -> int:
     On a CPU, half precision becomes float32 unless set otherwise.
     """
     widens = widens_half_precision(dtype)
-    return sum(
-        entry.nbytes * (2 if widens and entry.dtype in _HALF_PRECISION else 1) for entry in folder.tensors
-    )
+    return sum(entry.loaded_bytes(widened=widens) for entry in folder.tensors)
 
 
 def widens_half_precision(dtype: str) -> bool:

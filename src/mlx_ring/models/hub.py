@@ -8,6 +8,7 @@ Memory and disk are checked before anything is fetched or loaded.
 
 from __future__ import annotations
 
+import re
 import shutil
 import threading
 from collections.abc import Callable
@@ -33,6 +34,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import filter_repo_objects
 
 from mlx_ring.core.errors import ModelCorrupt, ModelNotFound, PlanError
+from mlx_ring.models.gguf import SUFFIX
 from mlx_ring.models.model_folder import (
     SMALL_FILES,
     ModelFolder,
@@ -45,6 +47,7 @@ from mlx_ring.models.model_folder import (
 
 _WANTED = ("model*.safetensors", *SMALL_FILES)
 _UNWANTED = ("*.py", "*/*")
+_LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}")
 _ANSWER_WAIT_S = 8.0
 """Time for the hub's list of files: with the program's start, less than ten seconds in all."""
 _DISK_RESERVE_BYTES = 1 << 30
@@ -76,6 +79,21 @@ def cached_ids() -> list[str]:
     except (CacheNotFound, OSError):
         return []
     return sorted(repository.repo_id for repository in cache.repos if repository.repo_type == "model")
+
+
+def cached_gguf_files() -> list[Path]:
+    """Return the GGUF files in the cache. Of one that was split, this is the first part."""
+    try:
+        cache = scan_cache_dir(constants.HF_HUB_CACHE)
+    except (CacheNotFound, OSError):
+        return []
+    files = {
+        file.file_path
+        for repository in cache.repos
+        for revision in repository.revisions
+        for file in revision.files
+    }
+    return sorted(file for file in files if file.suffix == SUFFIX and not _LATER_PART.search(file.name))
 
 
 def complete_in_cache(name: str) -> ModelFolder | None:
@@ -126,7 +144,8 @@ def fetch(name: str, *, must_fit: bool = False) -> ModelFolder:
     weight_bytes = sum(size for file, size in sizes.items() if file.endswith(".safetensors"))
     if not weight_bytes:
         raise ModelNotFound(
-            f"{name} has no model*.safetensors: choose a repository with safetensors weights."
+            f"{name} has no model*.safetensors: choose a repository with safetensors weights, or fetch one of its GGUF "
+            "files, if it has any, and serve that file."
         )
     missing = sum(
         size for file, size in sizes.items() if not isinstance(try_to_load_from_cache(name, file), str)

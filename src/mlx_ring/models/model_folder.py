@@ -1,4 +1,4 @@
-"""Files of a model's folder: configuration and safetensors headers, no weights, no MLX.
+"""Files of a model's folder: configuration and headers of safetensors or GGUF files, no weights, no MLX.
 
 All mistakes in a folder are found here, before any process starts: files that are missing, truncated or
 contradict each other, and folders that need their own code to be run, which is never done.
@@ -12,7 +12,8 @@ import json
 import math
 import stat
 import struct
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -27,6 +28,8 @@ from mlx_ring.models.config_limits import (
     VOCABULARY_NAMES,
     check_config,
 )
+from mlx_ring.models.gguf import QUANTIZED, ROUNDED, SUFFIX, GgufFile, read_gguf
+from mlx_ring.models.gguf.config import config_of, named_tensors
 
 _HEADER_LENGTH = struct.Struct("<Q")
 _LONGEST_HEADER = 100 << 20
@@ -40,6 +43,8 @@ _BITS = {
     **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8", "BOOL"), 8),
 }
 """Bits of the types in safetensors files; there may be others."""
+_HALF_PRECISION = ("BF16", "F16")
+_FLOAT_BYTES, _HALF_BYTES = 4, 2
 SMALL_FILES = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja")
 """Patterns of a folder's files beside its weights: configuration, tokenizer, templates."""
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model")
@@ -48,7 +53,7 @@ _CONFIGS_WITH_CODE = ("config.json", "tokenizer_config.json")
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor of a safetensors file. `offset` and `nbytes` are bytes; `dtype` is safetensors' name."""
+    """One tensor of a file. `offset` and `nbytes` are bytes; `dtype` is the name that safetensors or GGUF have for it."""
 
     name: str
     dtype: str
@@ -57,10 +62,16 @@ class TensorEntry:
     offset: int
     nbytes: int
 
+    def loaded_bytes(self, *, widened: bool) -> int:
+        """Return the bytes in memory, with `widened` if half precision becomes float32 when it is loaded."""
+        if (kind := QUANTIZED.get(self.dtype)) is not None:
+            return kind.loaded_bytes(math.prod(self.shape), _FLOAT_BYTES if widened else _HALF_BYTES)
+        return self.nbytes * (2 if widened and self.dtype in _HALF_PRECISION else 1)
+
 
 @dataclass(frozen=True, slots=True)
 class WeightFile:
-    """Safetensors file: its size, and that of the header before the first tensor, in bytes."""
+    """File of weights: its size, and that of the header before the first tensor, in bytes."""
 
     name: str
     nbytes: int
@@ -124,6 +135,20 @@ class ModelFolder:
         return sum(entry.nbytes for entry in self.tensors)
 
     @cached_property
+    def rounding(self) -> str:
+        """Explanation of the weights that are not served exactly; empty if all are."""
+        weights: Counter[str] = Counter()
+        for entry in self.tensors:
+            weights[entry.dtype] += math.prod(entry.shape)
+        total = weights.total()
+        parts = [
+            f"{weights[kind] / total:.0%} of the weights are {kind} ({explanation})"
+            for kind, explanation in ROUNDED.items()
+            if weights[kind]
+        ]
+        return "; ".join(parts)
+
+    @cached_property
     def digest(self) -> str:
         """Digest over configuration, names, shapes and sizes; equal for equal models in any folder."""
         described = {
@@ -170,7 +195,9 @@ def read_model_folder(path: Path) -> ModelFolder:
         raise ModelNotFound(f"There is no folder {path}.")
     _refuse_special_files(path)
     if not (path / "config.json").is_file():
-        raise ModelNotFound(f"{path} has no config.json: it is not a model's folder.")
+        file = min(path.glob(f"*{SUFFIX}"), default=None)
+        hint = "" if file is None else f" To serve a GGUF file, name it: {file}."
+        raise ModelNotFound(f"{path} has no config.json: it is not a model's folder.{hint}")
     config = _read_json(path / "config.json")
     _refuse_code(path)
     if not isinstance(config.get("model_type"), str):
@@ -178,9 +205,23 @@ def read_model_folder(path: Path) -> ModelFolder:
     check_config(path / "config.json", config)
     generation = path / "generation_config.json"
     generation_config = _read_json(generation) if generation.is_file() else {}
-    read = list(_read_headers(path))
+    read = list(_read_headers(path, config["model_type"]))
     tensors = tuple(entry for _, entries in read for entry in entries)
     return ModelFolder(path, config, generation_config, tensors, tuple(file for file, _ in read))
+
+
+def read_gguf_model(parts: Sequence[Path]) -> ModelFolder:
+    """Describe the model of a GGUF file, or of its parts, from headers, without its tokenizer.
+
+    Raises:
+        ModelCorrupt, ModelUnsupported: it cannot be served.
+    """
+    file, headers = parts[0], list(map(read_gguf, parts))
+    config = config_of(headers)
+    check_config(file, config)
+    read = [_with_names(header, str(config["model_type"])) for header in headers]
+    tensors = tuple(entry for _, entries in read for entry in entries)
+    return ModelFolder(file.parent, config, {}, tensors, tuple(weights for weights, _ in read))
 
 
 def read_model_config(file: Path) -> ModelFolder:
@@ -260,16 +301,26 @@ def _refuse_code(path: Path) -> None:
                 )
 
 
-def _read_headers(path: Path) -> Iterator[tuple[WeightFile, list[TensorEntry]]]:
+def _read_headers(path: Path, model_type: str) -> Iterator[tuple[WeightFile, list[TensorEntry]]]:
     files = sorted(path.glob("model*.safetensors"))
     _check_index(path, {file.name for file in files})
+    files = files or sorted(path.glob("model*.gguf"))
     if not files:
         raise ModelCorrupt(f"{path} has no weights: no model*.safetensors is there.")
     for file in files:
         try:
-            yield _read_header(file)
+            yield (_with_names(read_gguf(file), model_type) if file.suffix == SUFFIX else _read_header(file))
         except OSError as error:
             raise ModelCorrupt(f"{file} cannot be read: {error.strerror}. Fetch it again.") from error
+
+
+def _with_names(header: GgufFile, model_type: str) -> tuple[WeightFile, list[TensorEntry]]:
+    file = header.path.name
+    tensors = [
+        TensorEntry(name, tensor.kind.name, tensor.shape, file, tensor.offset, tensor.nbytes)
+        for name, tensor in named_tensors(header, model_type)
+    ]
+    return WeightFile(file, header.nbytes, header.header_bytes), tensors
 
 
 def _check_index(path: Path, present: set[str]) -> None:

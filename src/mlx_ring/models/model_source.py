@@ -1,22 +1,40 @@
-"""Sources of a model's folder: the package, the disk, or the hub (`hub.py`)."""
+"""Sources of a model's folder: the package, the disk, a GGUF file, or the hub (`hub.py`).
+
+For a GGUF file, a folder in the user's cache gets the small files that a model's folder has, once for each state of the
+file, and a link to it. Everything else works with that folder: workers and other machines read ranges of the file.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import difflib
+import hashlib
+import json
 import re
-from collections.abc import Iterator
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from mlx_ring.core.errors import ModelCorrupt, ModelNotFound, ModelUnsafe
-from mlx_ring.models.model_folder import ModelFolder, read_model_config, read_model_folder
+from mlx_ring.core.environment import cache_folder, package_version
+from mlx_ring.core.errors import ConfigError, ModelCorrupt, ModelError, ModelNotFound, ModelUnsafe
+from mlx_ring.models.gguf import MAGIC, SUFFIX, read_gguf, read_range
+from mlx_ring.models.gguf.config import small_files_of
+from mlx_ring.models.model_folder import (
+    ModelFolder,
+    read_gguf_model,
+    read_model_config,
+    read_model_folder,
+)
 
 BUILTIN_FOLDER = Path(__file__).resolve().parent.parent / "builtin_models"
+_PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+_LONGEST_STEM = 100
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
-Kind = Literal["built-in", "folder", "hub"]
+Kind = Literal["built-in", "folder", "file", "hub"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +54,7 @@ def builtin_names() -> list[str]:
 
 
 def list_local_models() -> Iterator[LocalModel]:
-    """List built-in models, then the complete ones in the hub's cache.
+    """List built-in models, the complete ones in the hub's cache, and GGUF files: there, and those served before.
 
     Folders that need to run code are left out, and those whose configuration gives no size, which are no language models.
     """
@@ -53,13 +71,16 @@ def list_local_models() -> Iterator[LocalModel]:
             continue
         if folder is not None:
             yield LocalModel(name, "hub", folder)
+    for file in dict.fromkeys([*_linked_files(), *hub.cached_gguf_files()]):
+        with contextlib.suppress(ModelError):
+            yield LocalModel(str(file), "file", read_gguf_model(_parts(file)))
 
 
 def find_model(name: str, *, must_fit: bool = False) -> LocalModel:
     """Return the model's folder; fetch it from the hub if necessary.
 
     Args:
-        name: a built-in name, a folder, or a hub id, tried in this order.
+        name: a built-in name, a folder or GGUF file, or a hub id, tried in this order.
         must_fit: whether to refuse a model that is too large for this machine's memory before fetching it.
 
     Raises:
@@ -70,6 +91,8 @@ def find_model(name: str, *, must_fit: bool = False) -> LocalModel:
     if name in builtin_names():
         return LocalModel(name, "built-in", read_model_folder(BUILTIN_FOLDER / name))
     path = _path(name)
+    if _is_gguf(path):
+        return LocalModel(_gguf_name(path), "file", read_model_folder(_folder_of_gguf(path.absolute())))
     if _is_there(path):
         return LocalModel(path.absolute().name, "folder", read_model_folder(path.absolute()))
     if not _HUB_ID.fullmatch(name) or name.startswith("."):
@@ -98,7 +121,7 @@ def describe_model(name: str) -> LocalModel:
     """Describe a model without fetching its weights: from their headers if they are here, else from its configuration.
 
     Args:
-        name: a built-in name, a folder, a config.json, or a hub id, whose configuration is fetched.
+        name: a built-in name, a folder, a GGUF file, a config.json, or a hub id, whose configuration is fetched.
 
     Raises:
         ModelNotFound: there is none of that name, or the hub cannot be reached.
@@ -106,6 +129,8 @@ def describe_model(name: str) -> LocalModel:
     """
     path = _path(name)
     if name not in builtin_names() and _is_there(path):
+        if _is_gguf(path):
+            return LocalModel(_gguf_name(path), "file", read_gguf_model(_parts(path.absolute())))
         if path.is_file():
             return LocalModel(path.absolute().parent.name, "folder", read_model_config(path.absolute()))
         if not any(path.glob("model*.safetensors")):
@@ -139,6 +164,108 @@ def _unknown(name: str) -> str:
     close = difflib.get_close_matches(name, names, n=1)
     meant = f" Did you mean {close[0]!r}?" if close else ""
     return (
-        f"There is no model {name!r}: it is no folder, no hub id such as Qwen/Qwen3-0.6B, "
+        f"There is no model {name!r}: it is no folder, no GGUF file, no hub id such as Qwen/Qwen3-0.6B, "
         f"and none of the built-in models ({', '.join(names)}).{meant}"
     )
+
+
+def _folder_of_gguf(file: Path) -> Path:
+    """Return the folder of a GGUF file, which is made if it is missing or the file has changed.
+
+    Args:
+        file: The file, or any part of one that was split.
+
+    Raises:
+        ModelNotFound: A part of the file is missing.
+        ModelCorrupt, ModelUnsupported: It cannot be served.
+        ConfigError: The cache cannot be written.
+    """
+    parts = _parts(file)
+    root = _gguf_folders()
+    target = root / f"{_gguf_name(file)[:_LONGEST_STEM]}-{_identity(parts)}"
+    if target.is_dir():
+        return target
+    contents = small_files_of([read_gguf(part) for part in parts])
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        _remove_outdated(root, parts[0])
+        aside = Path(tempfile.mkdtemp(prefix=".new-", dir=root))
+        try:
+            for name, content in contents.items():
+                (aside / name).write_text(json.dumps(content, ensure_ascii=False, indent=1), encoding="utf-8")
+            for part, name in zip(parts, _link_names(len(parts)), strict=True):
+                (aside / name).symlink_to(part)
+            if not target.is_dir():
+                aside.rename(target)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+    except OSError as error:
+        if not target.is_dir():
+            raise ConfigError(
+                f"{root} cannot be written ({error.strerror}), but the configuration of a GGUF file is kept there: free "
+                "some space, or set XDG_CACHE_HOME to another folder."
+            ) from error
+    return target
+
+
+def _gguf_name(file: Path) -> str:
+    """Return the name of a GGUF file's model: the file's own, without the number of a part."""
+    found = _PART.fullmatch(file.name)
+    return found["stem"] if found else file.name.removesuffix(SUFFIX)
+
+
+def _gguf_folders() -> Path:
+    """Return the folder with the folders of all GGUF files that were used."""
+    return cache_folder() / "gguf"
+
+
+def _linked_files() -> list[Path]:
+    """Return the GGUF files that were used and are still there, first parts only."""
+    links = sorted(_gguf_folders().glob(f"*/{_link_names(1)[0]}")) + sorted(
+        _gguf_folders().glob("*/model-00001-of-*.gguf")
+    )
+    return [link.resolve() for link in links if link.exists()]
+
+
+def _is_gguf(file: Path) -> bool:
+    """Report whether a file is named as a GGUF file, or begins like one."""
+    try:
+        return file.is_file() and (file.suffix == SUFFIX or read_range(file, 0, len(MAGIC)) == MAGIC)
+    except ModelCorrupt:
+        return False
+
+
+def _parts(file: Path) -> list[Path]:
+    # The hub's cache has links from the names to files without any.
+    file = file if _PART.fullmatch(file.name) else file.resolve()
+    found = _PART.fullmatch(file.name)
+    if found is None:
+        return [file]
+    count = int(found["count"])
+    parts = [
+        file.with_name(f"{found['stem']}-{number:05}-of-{count:05}{SUFFIX}") for number in range(1, count + 1)
+    ]
+    missing = next((part for part in parts if not part.is_file()), None)
+    if missing is not None:
+        raise ModelNotFound(f"{file} is one of {count} parts, but {missing} is not there: fetch it too.")
+    return parts
+
+
+def _link_names(count: int) -> list[str]:
+    """Return the parts' names in the folder."""
+    if count == 1:
+        return [f"model{SUFFIX}"]
+    return [f"model-{number:05}-of-{count:05}{SUFFIX}" for number in range(1, count + 1)]
+
+
+def _identity(parts: Iterable[Path]) -> str:
+    """Return a digest of the files' places and states, and of this version."""
+    marks = [(str(part), status.st_size, status.st_mtime_ns) for part in parts for status in [part.stat()]]
+    return hashlib.sha256(json.dumps([package_version("mlx-ring"), marks]).encode()).hexdigest()[:16]
+
+
+def _remove_outdated(root: Path, file: Path) -> None:
+    """Remove the folders of files that are no longer there, and of former states of this one."""
+    for link in [*root.glob(f"*/model{SUFFIX}"), *root.glob(f"*/model-00001-of-*{SUFFIX}")]:
+        if not link.exists() or link.resolve() == file:
+            shutil.rmtree(link.parent, ignore_errors=True)

@@ -20,7 +20,6 @@ _EXPERTS_A_TOKEN = (
 )
 _LOOKED_UP = "per_layer"
 """Names of Gemma's further embeddings, which are no output head."""
-_HALF_PRECISION = ("BF16", "F16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +46,7 @@ def decode_bytes(folder: ModelFolder, *, widened: bool) -> DecodeBytes | None:
     layers = [Fraction(0)] * folder.num_layers
     for number, rest, entry in inside[path]:
         if number < folder.num_layers:
-            layers[number] += loaded_bytes(entry, widened=widened) * (share if _EXPERT.search(rest) else 1)
+            layers[number] += entry.loaded_bytes(widened=widened) * (share if _EXPERT.search(rest) else 1)
     return DecodeBytes(tuple(map(int, layers)), _head_bytes(outside, folder.vocab_size, widened=widened))
 
 
@@ -60,7 +59,7 @@ def layer_bytes(folder: ModelFolder, *, widened: bool) -> tuple[int, ...] | None
     sizes = [0] * folder.num_layers
     for number, _, entry in inside[path]:
         if number < folder.num_layers:
-            sizes[number] += loaded_bytes(entry, widened=widened)
+            sizes[number] += entry.loaded_bytes(widened=widened)
     return tuple(sizes)
 
 
@@ -82,14 +81,9 @@ def _head_bytes(outside: Iterable[TensorEntry], vocab_size: int, *, widened: boo
     tied: Counter[str] = Counter()
     for entry in outside:
         module = entry.name.rpartition(".")[0]
-        size = loaded_bytes(entry, widened=widened)
+        size = entry.loaded_bytes(widened=widened)
         if names_head(entry.name):
             heads[module] += size
         elif entry.shape[:1] == (vocab_size,) and _LOOKED_UP not in entry.name:
             tied[module] += size
     return max((heads or tied).values(), default=0)
-
-
-def loaded_bytes(entry: TensorEntry, *, widened: bool) -> int:
-    """Return the bytes of a tensor in memory."""
-    return entry.nbytes * (2 if widened and entry.dtype in _HALF_PRECISION else 1)

@@ -1,4 +1,4 @@
-"""Profile of a model, from its configuration and the safetensors headers if there are any. Pure.
+"""Profile of a model, from its configuration and the headers of its files if there are any. Pure.
 
 Without headers the sizes follow from the configuration: for decoders of the usual build, dense or with
 experts. Where headers are there, they say what each layer takes, whatever its build.
@@ -15,7 +15,7 @@ from mlx_ring.core.types import DTYPES
 from mlx_ring.models.config_limits import HEAD_NAMES, KV_HEAD_NAMES
 from mlx_ring.models.model_folder import ModelFolder
 from mlx_ring.models.tensor_shares import TensorSizes, read_tensor_sizes
-from mlx_ring.planner.decode_bytes import decode_bytes, layer_bytes, loaded_bytes
+from mlx_ring.planner.decode_bytes import decode_bytes, layer_bytes
 from mlx_ring.planner.profiles import LayerProfile, ModelProfile
 
 _GROUP = 64
@@ -81,7 +81,7 @@ def _with_headers(by_config: ModelProfile, folder: ModelFolder, *, widened: bool
         for layer, size, once in zip(by_config.layers, whole, read.layers, strict=True)
     )
     embedding = sum(
-        loaded_bytes(entry, widened=widened)
+        entry.loaded_bytes(widened=widened)
         for entry in folder.tensors
         if "embed" in entry.name and "layers." not in entry.name and "position" not in entry.name
     )
