@@ -294,7 +294,12 @@ def _build_of_gguf(folder: ModelFolder, arrays: _Weights) -> nn.Module:
     """Build the model with these arrays; mlx-lm finds no files of weights in the folder."""
     used: dict[str, mx.array] = {}
 
-    def give(_model: nn.Module, _weights: _Weights) -> _Weights:
+    def give(model: nn.Module, _weights: _Weights) -> _Weights:
+        expected = cast("dict[str, mx.array]", tree_flatten(model.parameters(), destination={}))
+        for entry in folder.tensors:
+            wanted = expected[entry.name].shape if entry.name in expected else entry.shape
+            if wanted != entry.shape:
+                raise ValueError(f"{entry.name} has the sizes {entry.shape} instead of {wanted}")
         used.update(arrays)
         return used
 

@@ -1,0 +1,167 @@
+"""Stages of GGUF files: the same weights and results as mlx-lm's folder of the same model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten  # pyright: ignore[reportUnknownVariableType] - its tree is any
+from mlx_lm.utils import load_model  # pyright: ignore[reportUnknownVariableType] - configurations are bare dicts
+from tests.models.gguf.writing import write_gguf_of
+from tests.worker.random_models import QWEN3, write_random_model
+from tests.worker.tensor.models import write_family
+from tests.worker.test_sparse_folders import write_sparse_copy
+
+from mlx_ring.core.errors import ModelCorrupt
+from mlx_ring.core.types import LayerRange
+from mlx_ring.models.model_folder import ModelFolder
+from mlx_ring.models.model_source import find_model
+from mlx_ring.worker.shard import StageModel
+from mlx_ring.worker.weights import GgufWeights, load_stage
+
+SMALL: dict[str, Any] = {**QWEN3, "vocab_size": 64, "tie_word_embeddings": True}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True, "tie_word_embeddings": False},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2": {},
+    "qwen3": {"head_dim": 32},
+    "qwen3_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+    },
+    "gemma3_text": {
+        "sliding_window": 4,
+        "sliding_window_pattern": 6,
+        "num_hidden_layers": 6,
+        "query_pre_attn_scalar": 16,
+        "rope_local_base_freq": 10000.0,
+    },
+    "phi3": {"tie_word_embeddings": False},
+}
+TOKENS = mx.array([[3, 14, 15, 9, 26, 5, 35]])
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def folder_of(file: Path) -> ModelFolder:
+    return find_model(str(file)).folder
+
+
+def load(folder: ModelFolder, start: int = 0, end: int | None = None) -> StageModel:
+    layers = LayerRange(start, folder.num_layers if end is None else end)
+    return load_stage(folder, layers, "float32", lambda _done, _total: None)
+
+
+def logits(model: Any) -> mx.array:
+    return cast("mx.array", model(TOKENS))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_the_folder_the_file_was_made_of(tmp_path: Path, family: str) -> None:
+    config = SMALL | {"model_type": family} | FAMILIES[family]
+    folder = write_random_model(tmp_path / "model", config, spread=0.1, norm=1.0)
+    stage = load(folder_of(write_gguf_of(folder, tmp_path / f"{family}.gguf")))
+    # The norms of Gemma are stored with 1 added, which rounds.
+    same = mx.allclose(logits(stage.model), logits(load_model(folder)[0]), rtol=1e-4, atol=1e-4)
+    assert same.item()
+    if family != "gemma3_text":
+        assert mx.array_equal(logits(stage.model), logits(load_model(folder)[0])).item()
+
+
+@pytest.mark.parametrize("bits", [4, 5])
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_quantized_weights_are_those_of_the_file_exactly(tmp_path: Path, family: str, bits: int) -> None:
+    folder = write_family(tmp_path / "model", family, bits, mlp_bias=False)
+    weights = cast("dict[str, mx.array]", mx.load(str(folder / "model.safetensors")))
+    half = {
+        name: array.astype(mx.float16) if array.dtype == mx.float32 else array
+        for name, array in weights.items()
+    }
+    mx.save_safetensors(str(folder / "model.safetensors"), half)
+    stage = load(folder_of(write_gguf_of(folder, tmp_path / "model.gguf")))
+    theirs = cast("Any", load_model(folder)[0])
+    expected = dict(cast("Any", tree_flatten(theirs.parameters())))
+    for name, array in cast("Any", tree_flatten(stage.model.parameters())):
+        wanted = expected[name].astype(mx.float32) if expected[name].dtype == mx.float16 else expected[name]
+        assert mx.array_equal(array, wanted).item(), name
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+def test_half_precision_is_read_as_it_is(tmp_path: Path, dtype: mx.Dtype) -> None:
+    folder = write_random_model(tmp_path / "model", SMALL, spread=0.1, norm=1.0)
+    weights = cast("dict[str, mx.array]", mx.load(str(folder / "model.safetensors")))
+    narrow = {name: array.astype(dtype) for name, array in weights.items()}
+    mx.save_safetensors(str(folder / "model.safetensors"), narrow)
+    stage = load(folder_of(write_gguf_of(folder, tmp_path / "model.gguf")))
+    for name, array in cast("Any", tree_flatten(stage.model.parameters())):
+        assert mx.array_equal(array, narrow[name].astype(mx.float32)).item(), name
+
+
+@pytest.mark.parametrize("layers", [LayerRange(0, 2), LayerRange(2, 4), LayerRange(4, 5)])
+def test_a_stage_reads_the_bytes_of_its_own_tensors_alone(tmp_path: Path, layers: LayerRange) -> None:
+    folder = write_random_model(tmp_path / "model", SMALL, spread=0.1, norm=1.0)
+    whole = folder_of(write_gguf_of(folder, tmp_path / "model.gguf"))
+    sparse = write_sparse_copy(whole, layers, tmp_path / "sparse")
+    expected, found = (load(each, layers.start, layers.end) for each in (whole, sparse))
+    parameters = dict(cast("Any", tree_flatten(expected.model.parameters())))
+    needed = [path for path in parameters if expected.needs(path)]
+    assert needed
+    there = dict(cast("Any", tree_flatten(found.model.parameters())))
+    assert all(mx.array_equal(parameters[path], there[path]).item() for path in needed)
+
+
+def test_an_array_is_not_read_outside_its_turn(tmp_path: Path) -> None:
+    """A stage's array that is evaluated too early or too late is an error, and not zeros."""
+    folder = folder_of(write_gguf_of(write_random_model(tmp_path / "model", SMALL), tmp_path / "model.gguf"))
+    weights = GgufWeights(folder)
+    array = weights.arrays["model.norm.weight"]
+    with pytest.raises(RuntimeError, match="read"):
+        mx.eval(array + 1)
+    weights.read("model.norm", lambda: mx.eval(array))
+    assert array.shape == (64,)
+    with pytest.raises(RuntimeError, match="read"):
+        mx.eval(weights.arrays["model.embed_tokens.weight"])
+
+
+def test_no_file_is_left_and_no_descriptor(tmp_path: Path) -> None:
+    folder = folder_of(write_gguf_of(write_random_model(tmp_path / "model", SMALL), tmp_path / "model.gguf"))
+    load(folder)
+    before = len(list(Path("/dev/fd").iterdir()))
+    for _ in range(3):
+        load(folder)
+    assert len(list(Path("/dev/fd").iterdir())) <= before
+
+
+def test_a_file_without_a_tensor_of_the_model_is_refused(tmp_path: Path) -> None:
+    folder = write_random_model(tmp_path / "model", SMALL)
+    weights = cast("dict[str, mx.array]", mx.load(str(folder / "model.safetensors")))
+    del weights["model.layers.3.mlp.up_proj.weight"]
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    file = write_gguf_of(folder, tmp_path / "model.gguf")
+    with pytest.raises(ModelCorrupt, match=r"model\.layers\.3\.mlp\.up_proj\.weight"):
+        load(folder_of(file))
+
+
+def test_a_file_that_shrinks_before_it_is_read_is_an_error(tmp_path: Path) -> None:
+    file = write_gguf_of(write_random_model(tmp_path / "model", SMALL), tmp_path / "model.gguf")
+    folder = folder_of(file)
+    with file.open("r+b") as stream:
+        stream.truncate(file.stat().st_size - 100)
+    with pytest.raises(ModelCorrupt, match="ends before byte"):
+        load(folder)
+
+
+def test_a_tensor_of_another_size_than_the_metadata_says_is_refused(tmp_path: Path) -> None:
+    folder = write_random_model(tmp_path / "model", SMALL)
+    file = write_gguf_of(folder, tmp_path / "model.gguf", **{"qwen3.feed_forward_length": 64})
+    with pytest.raises(ModelCorrupt, match="cannot be loaded"):
+        load(folder_of(file))
