@@ -13,7 +13,7 @@ import typer
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
+from rich.table import Column, Table
 
 from mlx_ring.cli.cacert import CACERT, distrust, trust
 from mlx_ring.core.errors import ConfigError, NotReady, PlanError, RequestError
@@ -31,7 +31,10 @@ _ANSWER_WAIT_S = 24 * 3600.0
 
 def load(
     model: Annotated[
-        str, typer.Argument(help="Built-in name, folder on the server, or Hugging Face id, as for `serve`.")
+        str,
+        typer.Argument(
+            help="Built-in name, folder or GGUF file on the server, or Hugging Face id, as for `serve`."
+        ),
     ],
     url: Annotated[str, _URL] = "http://127.0.0.1:8100",
     api_key: Annotated[str | None, _KEY] = None,
@@ -90,12 +93,15 @@ def _models() -> None:  # pyright: ignore[reportUnusedFunction] - typer calls it
 
 @app.command("list")
 def list_models() -> None:
-    """List the built-in models, and complete ones in the Hugging Face cache."""
-    table = Table("model", "from", "kind", box=None, pad_edge=False)
+    """List the built-in models, those in the Hugging Face cache, and GGUF files that were served before."""
+    table = Table(Column("model", overflow="fold"), "from", "kind", box=None, pad_edge=False)
     for title in ("size", "layers", "context"):
         table.add_column(title, justify="right")
+    remarks: list[str] = []
     for model in list_local_models():
         folder = model.folder
+        if folder.rounding:
+            remarks.append(f"{model.name}: {folder.rounding}.")
         table.add_row(
             model.name,
             model.kind,
@@ -106,8 +112,11 @@ def list_models() -> None:
         )
     console = Console(soft_wrap=True)
     console.print(table)
+    for remark in remarks:
+        console.print(remark, highlight=False)
     console.print(
-        "\nServe one with `mlx-ring serve MODEL`; a folder or any hub id works too.", highlight=False
+        "\nServe one with `mlx-ring serve MODEL`; a folder, a GGUF file or any hub id works too.",
+        highlight=False,
     )
 
 
@@ -117,7 +126,7 @@ app.command()(unload)
 
 @app.command()
 def preshard(
-    model: Annotated[str, typer.Argument(help="Built-in name, folder or Hugging Face id.")],
+    model: Annotated[str, typer.Argument(help="Built-in name, folder, GGUF file or Hugging Face id.")],
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder for stage-0, stage-1 and so on.")],
     stages: Annotated[
         str | None, typer.Option(metavar="N", help="Number of stages, split as `serve --stages N` does.")

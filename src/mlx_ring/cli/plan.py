@@ -39,7 +39,9 @@ Value = TypeVar("Value", int, str)
 @with_settings(("optimize_for",))
 def plan(
     flags: Mapping[str, object],
-    model: Annotated[str, typer.Argument(help="Built-in name, folder, config.json or Hugging Face id.")],
+    model: Annotated[
+        str, typer.Argument(help="Built-in name, folder, GGUF file, config.json or Hugging Face id.")
+    ],
     cluster: Annotated[
         Path | None, typer.Option(metavar="FILE", help="YAML or JSON file of machines and links.")
     ] = None,
@@ -118,6 +120,8 @@ def plan(
         print(json.dumps(plans[0] if len(plans) == 1 else {"replicas": plans}, indent=1))
         return
     show_plans(made)
+    if described.folder.rounding:
+        print(f"{described.folder.rounding}.")
 
 
 def _cluster(file: Path | None, machines: list[str] | None) -> tuple[ClusterProfile, DevicesFile]:

@@ -51,7 +51,7 @@ class Settings(CheckedSettings):
 
     model: Text = setting(
         "demo",
-        "Name of a built-in model, a folder, or a Hugging Face id such as Qwen/Qwen3-0.6B.",
+        "Name of a built-in model, a folder, a GGUF file, or a Hugging Face id such as Qwen/Qwen3-0.6B.",
         _MODELS,
         metavar="MODEL",
         basic=True,

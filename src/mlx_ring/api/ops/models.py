@@ -26,7 +26,7 @@ Name = Annotated[str, Field(min_length=1, max_length=4096)]
 
 class LoadRequest(Body):
     model: Name
-    """Model to load, as `mlx-ring serve` accepts it: a built-in name, a folder on the head's machine, or a hub id."""
+    """Model to load, as `mlx-ring serve` accepts it: a built-in name, a folder or GGUF file on the head's machine, or a hub id."""
 
 
 class UnloadRequest(Body):
