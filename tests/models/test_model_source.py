@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 from tests.core.fake_hub import COMMIT, find_elsewhere, running_hub
+from tests.models.gguf.writing import write_gguf_of
 
 from mlx_ring.cli.startup import largest_fitting
 from mlx_ring.core.environment import inherited_environment
-from mlx_ring.core.errors import ModelNotFound, PlanError
+from mlx_ring.core.errors import ConfigError, ModelNotFound, PlanError
 from mlx_ring.models.model_folder import check_memory
-from mlx_ring.models.model_source import builtin_names, find_model, list_local_models
+from mlx_ring.models.model_source import builtin_names, describe_model, find_model, list_local_models
 
 PRIVATE = "someone/private"
 
@@ -43,6 +44,7 @@ def put_in_cache(cache: Path, model: Path, name: str) -> Path:
 @pytest.fixture
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "own"))
     (tmp_path / "hub").mkdir()
     return tmp_path / "hub"
 
@@ -163,3 +165,94 @@ def test_the_largest_fitting_model_grows_with_the_memory() -> None:
     assert sizes == sorted(sizes)
     assert len(set(sizes)) == 7
     assert all(size < free << 30 for size, free in zip(sizes, range(3, 200), strict=False))
+
+
+@pytest.fixture
+def gguf(tiny_model: Path, tmp_path: Path, cache: Path) -> Path:
+    assert cache
+    return write_gguf_of(tiny_model, tmp_path / "small.Q4.gguf")
+
+
+def test_a_gguf_file_is_found_by_its_path_and_named_after_itself(gguf: Path) -> None:
+    model = find_model(str(gguf))
+    assert (model.name, model.kind, model.folder.num_layers) == ("small.Q4", "file", 5)
+    assert (model.folder.path / "model.gguf").resolve() == gguf
+    assert [file.name for file in model.folder.weight_files] == ["model.gguf"]
+    assert {file.name for file in model.folder.path.iterdir()} == {
+        *("config.json", "tokenizer.json", "tokenizer_config.json", "model.gguf")
+    }
+
+
+def test_a_gguf_file_is_known_by_its_content_too(gguf: Path) -> None:
+    blob = gguf.rename(gguf.with_name("sha256-1234"))
+    assert find_model(str(blob)).name == "sha256-1234"
+
+
+def test_the_folder_of_a_gguf_file_is_made_once_for_each_state_of_the_file(
+    gguf: Path, tiny_model: Path, tmp_path: Path
+) -> None:
+    first = find_model(str(gguf)).folder.path
+    made = (first / "config.json").stat().st_mtime_ns
+    assert find_model(str(gguf)).folder.path == first
+    assert (first / "config.json").stat().st_mtime_ns == made
+    other = write_gguf_of(tiny_model, tmp_path / "other.gguf")
+    kept = find_model(str(other)).folder.path
+    write_gguf_of(tiny_model, gguf, {"qwen3.context_length": 512})
+    second = find_model(str(gguf))
+    assert (second.folder.context_length, second.folder.path == first) == (512, False)
+    assert not first.exists(), "the folder of the former state is removed"
+    assert kept.exists()
+
+
+def test_folders_of_removed_gguf_files_are_removed(gguf: Path, tiny_model: Path, tmp_path: Path) -> None:
+    first = find_model(str(gguf)).folder.path
+    gguf.unlink()
+    find_model(str(write_gguf_of(tiny_model, tmp_path / "other.gguf")))
+    assert not first.exists()
+
+
+def test_a_description_of_a_gguf_file_writes_nothing(gguf: Path, tmp_path: Path) -> None:
+    described = describe_model(str(gguf))
+    assert not (tmp_path / "own").exists()
+    served = find_model(str(gguf))
+    assert described.name == served.name
+    assert described.folder.weight_bytes == served.folder.weight_bytes
+    assert [entry.name for entry in described.folder.tensors] == [
+        entry.name for entry in served.folder.tensors
+    ]
+
+
+def test_a_gguf_file_in_parts_is_one_model(tiny_model: Path, tmp_path: Path, cache: Path) -> None:
+    assert cache
+    whole = find_model(str(write_gguf_of(tiny_model, tmp_path / "whole.gguf"))).folder
+    first = write_gguf_of(tiny_model, tmp_path / "parts.gguf", parts=3)
+    for part in tmp_path.glob("parts-*.gguf"):
+        model = find_model(str(part))
+        assert model.name == "parts"
+        assert len(model.folder.weight_files) == 3
+        assert {entry.name for entry in model.folder.tensors} == {entry.name for entry in whole.tensors}
+    first.with_name("parts-00002-of-00003.gguf").unlink()
+    with pytest.raises(ModelNotFound, match=r"one of 3 parts.*parts-00002-of-00003"):
+        find_model(str(first))
+
+
+def test_gguf_files_that_were_served_or_fetched_are_listed(gguf: Path, cache: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    snapshot = put_in_cache(cache, tmp_path / "empty", "someone/ggufs")
+    (snapshot / "fetched.gguf").write_bytes(gguf.read_bytes())
+    (snapshot / "damaged.gguf").write_bytes(b"GGUF")
+    find_model(str(gguf))
+    find_model(str(snapshot / "fetched.gguf"))
+    listed = [(model.name, model.kind) for model in list_local_models()]
+    assert sorted(listed[2:]) == [(str(snapshot / "fetched.gguf"), "file"), (str(gguf), "file")]
+
+
+def test_a_folder_with_a_gguf_file_alone_says_how_to_serve_it(gguf: Path) -> None:
+    with pytest.raises(ModelNotFound, match=r"name it: .*small\.Q4\.gguf"):
+        find_model(str(gguf.parent))
+
+
+def test_a_cache_that_cannot_be_written_is_an_error(gguf: Path, tmp_path: Path) -> None:
+    (tmp_path / "own").write_text("a file")
+    with pytest.raises(ConfigError, match=r"cannot be written.*XDG_CACHE_HOME"):
+        find_model(str(gguf))

@@ -162,6 +162,6 @@ def test_a_file_that_shrinks_before_it_is_read_is_an_error(tmp_path: Path) -> No
 
 def test_a_tensor_of_another_size_than_the_metadata_says_is_refused(tmp_path: Path) -> None:
     folder = write_random_model(tmp_path / "model", SMALL)
-    file = write_gguf_of(folder, tmp_path / "model.gguf", **{"qwen3.feed_forward_length": 64})
+    file = write_gguf_of(folder, tmp_path / "model.gguf", {"qwen3.feed_forward_length": 64})
     with pytest.raises(ModelCorrupt, match="cannot be loaded"):
         load(folder_of(file))

@@ -188,11 +188,11 @@ def _folder_of_gguf(file: Path) -> Path:
     contents = small_files_of([read_gguf(part) for part in parts])
     try:
         root.mkdir(parents=True, exist_ok=True)
-        _remove_outdated(root, parts[0])
+        _remove_outdated(root)
         aside = Path(tempfile.mkdtemp(prefix=".new-", dir=root))
         try:
             for name, content in contents.items():
-                (aside / name).write_text(json.dumps(content, ensure_ascii=False, indent=1), encoding="utf-8")
+                (aside / name).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
             for part, name in zip(parts, _link_names(len(parts)), strict=True):
                 (aside / name).symlink_to(part)
             if not target.is_dir():
@@ -221,27 +221,30 @@ def _gguf_folders() -> Path:
 
 def _linked_files() -> list[Path]:
     """Return the GGUF files that were used and are still there, first parts only."""
-    links = sorted(_gguf_folders().glob(f"*/{_link_names(1)[0]}")) + sorted(
-        _gguf_folders().glob("*/model-00001-of-*.gguf")
-    )
-    return [link.resolve() for link in links if link.exists()]
+    return [link.readlink() for link in _links(_gguf_folders()) if link.exists()]
+
+
+def _links(root: Path) -> list[Path]:
+    """Return the links to GGUF files, of those in parts to the first. The files may be lost."""
+    first = re.compile(rf"model(-00001-of-\d+)?\{SUFFIX}")
+    return sorted(link for link in root.glob(f"*/model*{SUFFIX}") if first.fullmatch(link.name))
 
 
 def _is_gguf(file: Path) -> bool:
     """Report whether a file is named as a GGUF file, or begins like one."""
     try:
         return file.is_file() and (file.suffix == SUFFIX or read_range(file, 0, len(MAGIC)) == MAGIC)
-    except ModelCorrupt:
+    except (OSError, ModelCorrupt):
+        # A name may be longer than any may be.
         return False
 
 
 def _parts(file: Path) -> list[Path]:
-    # The hub's cache has links from the names to files without any.
-    file = file if _PART.fullmatch(file.name) else file.resolve()
+    """Return the files of a model, by the name of any of them. Raises `ModelNotFound` if one is missing."""
     found = _PART.fullmatch(file.name)
-    if found is None:
+    count = int(found["count"]) if found else 0
+    if found is None or count == 0:
         return [file]
-    count = int(found["count"])
     parts = [
         file.with_name(f"{found['stem']}-{number:05}-of-{count:05}{SUFFIX}") for number in range(1, count + 1)
     ]
@@ -264,8 +267,8 @@ def _identity(parts: Iterable[Path]) -> str:
     return hashlib.sha256(json.dumps([package_version("mlx-ring"), marks]).encode()).hexdigest()[:16]
 
 
-def _remove_outdated(root: Path, file: Path) -> None:
-    """Remove the folders of files that are no longer there, and of former states of this one."""
-    for link in [*root.glob(f"*/model{SUFFIX}"), *root.glob(f"*/model-00001-of-*{SUFFIX}")]:
-        if not link.exists() or link.resolve() == file:
+def _remove_outdated(root: Path) -> None:
+    """Remove the folders of files that are no longer there, or were written after their folder."""
+    for link in _links(root):
+        if not link.exists() or link.stat().st_mtime_ns > link.lstat().st_mtime_ns:
             shutil.rmtree(link.parent, ignore_errors=True)

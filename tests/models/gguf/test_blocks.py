@@ -98,12 +98,16 @@ def by_definition(kind: BlockType, blocks: Bytes) -> NDArray[np.float64]:
     return np.array([value for block in blocks for value in weights(block.tobytes())]).reshape(ROWS, COLUMNS)
 
 
+def numbers(array: mx.array) -> NDArray[Any]:
+    return np.array(cast("Any", array))
+
+
 def by_mlx(kind: BlockType, blocks: Bytes) -> NDArray[np.float32]:
     """Return the weights that MLX computes with."""
     integers, scales, biases = to_groups(kind, blocks.reshape(-1))
     words = np.ascontiguousarray(pack(integers, kind.bits)).view("<u4").reshape(ROWS, -1)
     parts = (mx.array(part.reshape(ROWS, -1)) for part in (words, scales, biases))
-    return np.array(mx.dequantize(*parts, group_size=32, bits=kind.bits))
+    return numbers(mx.dequantize(*parts, group_size=32, bits=kind.bits))
 
 
 @pytest.mark.parametrize("name", sorted(QUANTIZED.keys() - {"Q6_K"}))
@@ -118,17 +122,15 @@ def test_weights_are_those_that_the_format_defines(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
 def test_scales_and_biases_are_exact_in_float16(name: str) -> None:
-    _, *numbers = to_groups(QUANTIZED[name], random_blocks(QUANTIZED[name]).reshape(-1))
-    for values in numbers:
+    _, *scales_and_biases = to_groups(QUANTIZED[name], random_blocks(QUANTIZED[name]).reshape(-1))
+    for values in scales_and_biases:
         assert np.array_equal(values, values.astype(np.float16).astype(np.float32))
 
 
 def test_of_two_blocks_of_16_the_one_with_the_larger_scale_is_exact() -> None:
     kind = QUANTIZED["Q6_K"]
     blocks = random_blocks(kind)
-    found, expected = (
-        each.reshape(-1, 2, 16) for each in (by_mlx(kind, blocks), by_definition(kind, blocks))
-    )
+    found, expected = by_mlx(kind, blocks).reshape(-1, 2, 16), by_definition(kind, blocks).reshape(-1, 2, 16)
     signed = blocks[:, 192:208].view(np.int8).astype(np.float64)
     scales = np.abs(signed * blocks[:, 208:210].copy().view("<f2").astype(np.float64)).reshape(-1, 2)
     larger = scales.max(axis=1, keepdims=True)
@@ -155,9 +157,9 @@ def test_groups_are_those_of_mlx_own_reader(tmp_path: Path, name: str) -> None:
     theirs = cast("dict[str, mx.array]", mx.load(str(tmp_path / "a.gguf")))
     integers, scales, biases = to_groups(kind, blocks.reshape(-1))
     words = np.ascontiguousarray(pack(integers, kind.bits)).view("<u4").reshape(ROWS, -1)
-    assert np.array_equal(np.array(theirs["t.weight"]), words)
+    assert np.array_equal(numbers(theirs["t.weight"]), words)
     for part, values in (("scales", scales), ("biases", biases)):
-        assert np.array_equal(np.array(theirs[f"t.{part}"]).astype(np.float32), values.reshape(ROWS, -1))
+        assert np.array_equal(numbers(theirs[f"t.{part}"]).astype(np.float32), values.reshape(ROWS, -1))
 
 
 def test_k_blocks_are_near_those_of_mlx_own_reader(tmp_path: Path) -> None:

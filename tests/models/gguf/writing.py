@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -159,9 +158,16 @@ TOKENIZER: dict[str, Value] = {
 
 
 def write_gguf_of(
-    folder: Path, target: Path, tokenizer: Mapping[str, Value] = TOKENIZER, **metadata: Value
+    folder: Path,
+    target: Path,
+    metadata: Mapping[str, Value] | None = None,
+    *,
+    parts: int = 1,
 ) -> Path:
-    """Write the model of mlx-lm's folder, with the same weights: groups of 4 and 5 bits as Q4_1 and Q5_1."""
+    """Write the model of mlx-lm's folder, with the same weights: groups of 4 and 5 bits as Q4_1 and Q5_1.
+
+    Return the file, or the first of its parts.
+    """
     model = read_model_folder(folder)
     arrays: dict[str, mx.array] = {}
     for file in model.weight_files:
@@ -180,8 +186,17 @@ def write_gguf_of(
             number, _, rest = module.removeprefix("model.layers.").partition(".")
             rest = rest.replace("block_sparse_moe", "mlp")
             tensors[f"blk.{number}.{names[rest]}.{part}"] = stored
-    target.write_bytes(gguf_bytes({**metadata_of(config), **tokenizer, **metadata}, tensors))
-    return target
+    whole: dict[str, Value] = {**metadata_of(config), **TOKENIZER, **(metadata or {})}
+    if parts == 1:
+        target.write_bytes(gguf_bytes(whole, tensors))
+        return target
+    files = [
+        target.with_name(f"{target.stem}-{number:05}-of-{parts:05}.gguf") for number in range(1, parts + 1)
+    ]
+    for number, file in enumerate(files):
+        own = {name: tensor for at, (name, tensor) in enumerate(tensors.items()) if at % parts == number}
+        file.write_bytes(gguf_bytes({**(whole if number == 0 else {}), "split.no": number}, own))
+    return files[0]
 
 
 def _stored(config: Mapping[str, Any], name: str, arrays: Mapping[str, mx.array]) -> Stored:
@@ -191,20 +206,24 @@ def _stored(config: Mapping[str, Any], name: str, arrays: Mapping[str, mx.array]
         heads = config["num_attention_heads" if module.endswith("q_proj") else "num_key_value_heads"]
     if f"{module}.scales" in arrays and name.endswith(".weight"):
         scales, biases = (
-            np.array(arrays[f"{module}.{part}"].astype(mx.float16)) for part in ("scales", "biases")
+            _array(arrays[f"{module}.{part}"].astype(mx.float16)) for part in ("scales", "biases")
         )
         bits = array.shape[-1] * 32 // (scales.shape[-1] * 32)
         shape = (*array.shape[:-1], scales.shape[-1] * 32)
-        blocks = _blocks(np.array(array), scales, biases, bits)
+        blocks = _blocks(_array(array), scales, biases, bits)
         return Stored(
             Q4_1 if bits == 4 else Q5_1, shape, _interleave(blocks.reshape(shape[0], -1), heads).tobytes()
         )
     plain = array + 1 if config["model_type"] == "gemma3_text" and "norm" in module else array
     if array.dtype == mx.bfloat16:
-        rows = np.array(plain.view(mx.uint16))
+        rows = _array(plain.view(mx.uint16))
         return Stored(BF16, array.shape, _interleave(rows, heads).tobytes())
     kind = F16 if array.dtype == mx.float16 else F32
-    return Stored(kind, array.shape, _interleave(np.array(plain), heads).tobytes())
+    return Stored(kind, array.shape, _interleave(_array(plain), heads).tobytes())
+
+
+def _array(array: mx.array) -> Array:
+    return np.array(cast("Any", array))
 
 
 def _interleave(rows: Array, heads: int) -> Array:
@@ -228,7 +247,3 @@ def _blocks(words: Array, scales: Array, biases: Array, bits: int) -> Array:
             out += struct.pack("<I", sum(int(value >> 4) << place for place, value in enumerate(block)))
         out += bytes(int(block[place] & 15) | int(block[place + 16] & 15) << 4 for place in range(16))
     return np.frombuffer(bytes(out), np.uint8)
-
-
-def write_json(path: Path, **fields: Any) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))

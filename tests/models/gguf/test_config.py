@@ -1,0 +1,224 @@
+"""Configurations of GGUF files, and the names of their tensors."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.models.gguf.writing import (
+    F32,
+    Q4_1,
+    TOKENIZER,
+    Stored,
+    Typed,
+    Value,
+    gguf_bytes,
+    metadata_of,
+)
+
+from mlx_ring.core.errors import ModelCorrupt, ModelError, ModelUnsupported
+from mlx_ring.models.gguf import read_gguf
+from mlx_ring.models.gguf.config import config_of, layout_of, small_files_of
+
+MODEL: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 4096,
+    "rope_theta": 500000.0,
+}
+EMBEDDING = {"token_embd.weight": Stored(F32, (4, 64), bytes(1024))}
+
+
+def factors(values: list[float]) -> Stored:
+    return Stored(F32, (len(values),), struct.pack(f"<{len(values)}f", *values))
+
+
+def config(
+    folder: Path,
+    changes: Mapping[str, Any] | None = None,
+    tensors: Mapping[str, Stored] | None = None,
+    metadata: Mapping[str, Value] | None = None,
+) -> dict[str, Any]:
+    """Return the configuration of a model with these changes."""
+    model = {**MODEL, **(changes or {})}
+    prefix = str(metadata_of(model)["general.architecture"])
+    own = {name.replace("own.", f"{prefix}."): value for name, value in (metadata or {}).items()}
+    (folder / "a.gguf").write_bytes(
+        gguf_bytes({**metadata_of(model), **own}, {**EMBEDDING, **(tensors or {})})
+    )
+    return config_of([read_gguf(folder / "a.gguf")])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"model_type": "qwen2"},
+        {"model_type": "qwen3", "head_dim": 32},
+        {
+            "model_type": "qwen3_moe",
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": True,
+        },
+        {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2},
+        {"model_type": "gemma3_text", "sliding_window": 512, "head_dim": 32, "query_pre_attn_scalar": 32},
+        {"model_type": "phi3", "partial_rotary_factor": 0.75},
+    ],
+    ids=lambda changes: changes.get("model_type", "llama"),
+)
+def test_a_configuration_has_the_values_of_the_metadata(tmp_path: Path, changes: dict[str, Any]) -> None:
+    found = config(tmp_path, changes)
+    expected = MODEL | changes | {"vocab_size": 4, "tie_word_embeddings": True}
+    assert {name: found[name] for name in expected} == expected
+
+
+def test_a_file_with_a_head_is_not_tied(tmp_path: Path) -> None:
+    assert not config(tmp_path, tensors={"output.weight": Stored(F32, (4, 64), bytes(1024))})[
+        "tie_word_embeddings"
+    ]
+
+
+def test_quantization_is_that_of_most_weights(tmp_path: Path) -> None:
+    assert "quantization" not in config(tmp_path)
+    block = {"blk.0.attn_q.weight": Stored(Q4_1, (1, 32), bytes(20))}
+    assert config(tmp_path, tensors=block)["quantization"] == {"group_size": 32, "bits": 4}
+
+
+def test_numbers_that_are_equal_in_all_layers_may_be_lists(tmp_path: Path) -> None:
+    assert config(tmp_path, metadata={"own.attention.head_count_kv": [2, 2, 2]})["num_key_value_heads"] == 2
+    with pytest.raises(ModelUnsupported, match="differ by layer"):
+        config(tmp_path, metadata={"own.attention.head_count_kv": [2, 1, 2]})
+
+
+def test_the_largest_gemma_scales_attention_by_another_width(tmp_path: Path) -> None:
+    changes = {"model_type": "gemma3_text", "sliding_window": 512, "head_dim": 32, "num_hidden_layers": 62}
+    assert config(tmp_path, changes)["query_pre_attn_scalar"] == 16
+
+
+def llama3_factors(base: float, factor: float, half: int = 8, context: int = 8192) -> list[float]:
+    """Return the factors as llama.cpp's converter computes them."""
+    found: list[float] = []
+    for index in range(half):
+        wavelength = 2 * math.pi * base ** (index / half)
+        if wavelength < context / 4:
+            found.append(1.0)
+        elif wavelength > context:
+            found.append(factor)
+        else:
+            smooth = (context / wavelength - 1) / 3
+            found.append(1 / ((1 - smooth) / factor + smooth))
+    return found
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_the_rotations_of_llama_3_are_recognized(tmp_path: Path, factor: float) -> None:
+    found = config(tmp_path, tensors={"rope_freqs.weight": factors(llama3_factors(500000.0, factor))})
+    assert found["rope_scaling"] == {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+
+
+def test_other_factors_of_rotations_are_refused(tmp_path: Path) -> None:
+    for wrong in (llama3_factors(500000.0, 8.0, context=4096), [1.0, 2.0, 3.0, 4.0]):
+        with pytest.raises(ModelUnsupported, match=r"factor .* of rotation"):
+            config(tmp_path, tensors={"rope_freqs.weight": factors(wrong)})
+    assert "rope_scaling" not in config(tmp_path, tensors={"rope_freqs.weight": factors([1.0] * 8)})
+    for value in (math.nan, math.inf, -1.0, 0.0):
+        with pytest.raises(ModelCorrupt, match=r"rope_freqs\.weight"):
+            config(tmp_path, tensors={"rope_freqs.weight": factors([1.0, value])})
+
+
+def test_long_rotations_have_both_lists_of_factors(tmp_path: Path) -> None:
+    long, short = [1.0, 2.5, 40.25], [1.0, 1.1, 1.2]
+    tensors = {"rope_factors_long.weight": factors(long), "rope_factors_short.weight": factors(short)}
+    found = config(
+        tmp_path,
+        {"model_type": "phi3", "max_position_embeddings": 131072},
+        tensors,
+        {"own.rope.scaling.original_context_length": 4096},
+    )
+    assert found["rope_scaling"]["long_factor"] == long
+    assert found["rope_scaling"]["short_factor"] == short
+    assert (found["max_position_embeddings"], found["original_max_position_embeddings"]) == (131072, 4096)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "expected"),
+    [
+        ({"own.rope.scaling.type": "none"}, None),
+        (
+            {"own.rope.scaling.type": "linear", "own.rope.scaling.factor": 8.0},
+            {"type": "linear", "factor": 8.0},
+        ),
+        ({"own.rope.scale_linear": 4.0}, {"type": "linear", "factor": 4.0}),
+        (
+            {
+                "own.rope.scaling.type": "yarn",
+                "own.rope.scaling.factor": 4.0,
+                "own.rope.scaling.original_context_length": 32768,
+            },
+            {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+        ),
+    ],
+)
+def test_scaled_rotations(
+    tmp_path: Path, metadata: dict[str, Value], expected: dict[str, Any] | None
+) -> None:
+    assert config(tmp_path, metadata=metadata).get("rope_scaling") == expected
+
+
+@pytest.mark.parametrize(
+    ("metadata", "error", "message"),
+    [
+        ({"general.architecture": "mamba"}, ModelUnsupported, "'mamba'.*llama, qwen2"),
+        ({"general.type": "adapter"}, ModelUnsupported, "adapter"),
+        ({"llama.block_count": 0}, ModelCorrupt, "block_count as 0"),
+        ({"llama.block_count": "many"}, ModelCorrupt, "block_count as 'many'"),
+        ({"llama.attention.head_count": Typed(5, -4)}, ModelCorrupt, "head_count as -4"),
+        ({"llama.attention.value_length": 8}, ModelUnsupported, "values of 8 numbers"),
+        ({"llama.rope.dimension_count": 8}, ModelUnsupported, "rotations of 8"),
+        ({"llama.rope.freq_base": math.nan}, ModelCorrupt, "freq_base as nan"),
+        ({"llama.rope.scaling.type": "dynamic"}, ModelUnsupported, "'dynamic'"),
+        ({"llama.rope.scaling.type": "linear"}, ModelUnsupported, "'linear' with factor None"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(
+    tmp_path: Path, metadata: dict[str, Value], error: type[ModelError], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        config(tmp_path, metadata=metadata)
+
+
+def test_an_unknown_tensor_is_refused_by_its_name(tmp_path: Path) -> None:
+    tensors = {**EMBEDDING, "blk.0.ssm_in.weight": Stored(F32, (1,), bytes(4))}
+    (tmp_path / "a.gguf").write_bytes(gguf_bytes({**metadata_of(MODEL), **TOKENIZER}, tensors))
+    with pytest.raises(ModelUnsupported, match=r"'blk\.0\.ssm_in\.weight'"):
+        small_files_of([read_gguf(tmp_path / "a.gguf")])
+
+
+def test_rows_of_queries_and_keys_are_interleaved_in_llama_alone() -> None:
+    llama = {"model_type": "llama", "num_attention_heads": 9, "num_key_value_heads": 3}
+    assert layout_of(llama, "model.layers.0.self_attn.q_proj.weight").heads == 9
+    assert layout_of(llama, "model.layers.0.self_attn.k_proj.bias").heads == 3
+    assert layout_of(llama, "model.layers.0.self_attn.v_proj.weight").heads == 0
+    assert layout_of(llama | {"model_type": "qwen2"}, "model.layers.0.self_attn.q_proj.weight").heads == 0
+    gemma = llama | {"model_type": "gemma3_text"}
+    assert layout_of(gemma, "model.layers.0.self_attn.q_norm.weight").offset == 1
+    assert layout_of(gemma, "model.norm.weight").offset == 1
+    assert layout_of(gemma, "model.layers.0.input_layernorm.weight").offset == 1
+    assert layout_of(gemma, "model.layers.0.mlp.up_proj.weight").offset == 0
