@@ -120,7 +120,7 @@ def test_a_stage_reads_the_bytes_of_its_own_tensors_alone(tmp_path: Path, layers
 
 
 def test_an_array_is_not_read_outside_its_turn(tmp_path: Path) -> None:
-    """A stage's array that is evaluated too early or too late is an error, and not zeros."""
+    """Fail if an array is evaluated too early or too late, instead of giving zeros."""
     folder = folder_of(write_gguf_of(write_random_model(tmp_path / "model", SMALL), tmp_path / "model.gguf"))
     weights = GgufWeights(folder)
     array = weights.arrays["model.norm.weight"]

@@ -1,7 +1,7 @@
 """Sources of a model's folder: the package, the disk, a GGUF file, or the hub (`hub.py`).
 
-For a GGUF file, a folder in the user's cache gets the small files that a model's folder has, once for each state of the
-file, and a link to it. Everything else works with that folder: workers and other machines read ranges of the file.
+A GGUF file gets a folder in the user's cache, once for each state of the file. It has the small files that a model's
+folder has, and a link to the GGUF file. Everything else works with that folder: workers read ranges of the file.
 """
 
 from __future__ import annotations

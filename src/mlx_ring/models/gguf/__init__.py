@@ -1,7 +1,7 @@
 """GGUF files: header, metadata and table of tensors, without the tensors' bytes, no MLX.
 
-A file is input from anywhere. Each count, length and offset is compared with the file's size before anything is
-made of it, so that a wrong one ends in a sentence. Values of the metadata are decoded when they are read.
+A file is input from anywhere. Each count, length and offset is compared with the file's size before it is used. So a
+wrong one ends in a sentence. Values of the metadata are decoded when they are read.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ TYPES = {
 }
 """Supported types, by their numbers."""
 _NAMES = (
-    "F32 F16 Q4_0 Q4_1 Q4_2 Q4_3 Q5_0 Q5_1 Q8_0 Q8_1 Q2_K Q3_K Q4_K Q5_K Q6_K Q8_K IQ2_XXS IQ2_XS IQ3_XXS IQ1_S IQ4_NL "
-    "IQ3_S IQ2_S IQ4_XS I8 I16 I32 I64 F64 IQ1_M BF16 Q4_0_4_4 Q4_0_4_8 Q4_0_8_8 TQ1_0 TQ2_0 IQ4_NL_4_4 IQ4_NL_4_8 "
-    "IQ4_NL_8_8 MXFP4 NVFP4"
+    "F32,F16,Q4_0,Q4_1,Q4_2,Q4_3,Q5_0,Q5_1,Q8_0,Q8_1,Q2_K,Q3_K,Q4_K,Q5_K,Q6_K,Q8_K,IQ2_XXS,IQ2_XS,"
+    "IQ3_XXS,IQ1_S,IQ4_NL,IQ3_S,IQ2_S,IQ4_XS,I8,I16,I32,I64,F64,IQ1_M,BF16,Q4_0_4_4,Q4_0_4_8,"
+    "Q4_0_8_8,TQ1_0,TQ2_0,IQ4_NL_4_4,IQ4_NL_4_8,IQ4_NL_8_8,MXFP4,NVFP4"
 )
-TYPE_NAMES = dict(enumerate(_NAMES.split()))
+TYPE_NAMES = dict(enumerate(_NAMES.split(",")))
 """Names of all types, for messages."""
 QUANTIZED = {kind.name: kind for kind in TYPES.values() if kind.is_quantized}
 ROUNDED = {
