@@ -9,15 +9,18 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten  # pyright: ignore[reportUnknownVariableType] - its tree is any
 from mlx_lm.utils import load_model  # pyright: ignore[reportUnknownVariableType] - configurations are bare dicts
-from tests.models.gguf.writing import write_gguf_of
+from tests.models.gguf.test_blocks import NUMBERS, by_definition, random_blocks
+from tests.models.gguf.writing import TOKENIZER, Stored, gguf_bytes, metadata_of, write_gguf_of
 from tests.worker.random_models import QWEN3, write_random_model
 from tests.worker.tensor.models import write_family
 from tests.worker.test_sparse_folders import write_sparse_copy
 
 from mlx_ring.core.errors import ModelCorrupt
-from mlx_ring.core.types import LayerRange
-from mlx_ring.models.model_folder import ModelFolder
+from mlx_ring.core.types import DType, LayerRange
+from mlx_ring.models.gguf import QUANTIZED, read_gguf, read_range
+from mlx_ring.models.model_folder import ModelFolder, read_model_folder
 from mlx_ring.models.model_source import find_model
+from mlx_ring.models.stage_folder import write_stage_folder
 from mlx_ring.worker.shard import StageModel
 from mlx_ring.worker.weights import GgufWeights, load_stage
 
@@ -95,6 +98,63 @@ def test_quantized_weights_are_those_of_the_file_exactly(tmp_path: Path, family:
         assert mx.array_equal(array, wanted).item(), name
 
 
+K_MODEL: dict[str, Any] = SMALL | {
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "head_dim": 64,
+    "num_hidden_layers": 1,
+}
+
+
+def write_k_quants(folder: Path, target: Path) -> Path:
+    """Write a model of K_MODEL whose queries are Q4_K and keys Q6_K, of random bits, with its other weights plain."""
+    write_random_model(folder, K_MODEL, spread=0.1, norm=1.0)
+    read = read_gguf(write_gguf_of(folder, target))
+    tensors: dict[str, Stored] = {}
+    for name, tensor in read.tensors.items():
+        data = read_range(target, tensor.offset, tensor.nbytes)
+        tensors[name] = Stored(NUMBERS[tensor.kind.name], tensor.shape, data)
+    for name, kind, rows in (("attn_q", "Q4_K", 256), ("attn_k", "Q6_K", 128)):
+        blocks = random_blocks(QUANTIZED[kind], rows=rows, columns=256)
+        tensors[f"blk.0.{name}.weight"] = Stored(NUMBERS[kind], (rows, 256), blocks.tobytes())
+    target.write_bytes(gguf_bytes({**metadata_of(K_MODEL), **TOKENIZER}, tensors))
+    return target
+
+
+def test_k_quants_are_served_with_their_rows_in_order(tmp_path: Path) -> None:
+    folder = folder_of(write_k_quants(tmp_path / "model", tmp_path / "k.gguf"))
+    attention = cast("Any", load(folder).model).model.layers[0].self_attn
+    for layer, kind, rows, heads, allowed in (
+        (attention.q_proj, "Q4_K", 256, 4, 1e-6),
+        (attention.k_proj, "Q6_K", 128, 2, 8e-3),
+    ):
+        found = mx.dequantize(layer.weight, layer.scales, layer.biases, group_size=32, bits=layer.bits)
+        stored = mx.array(
+            by_definition(QUANTIZED[kind], random_blocks(QUANTIZED[kind], rows=rows, columns=256))
+        )
+        pairs = stored.reshape(heads, 32, 2, 256)
+        expected = mx.contiguous(pairs.swapaxes(1, 2)).reshape(rows, 256)
+        limit = allowed * mx.max(mx.abs(expected)).item()
+        assert mx.allclose(found, expected, rtol=0, atol=limit).item()
+    assert folder.rounding.startswith("16% of the weights are Q4_K (scales exact in float32")
+    assert "8% of the weights are Q6_K (half of the groups" in folder.rounding
+
+
+@pytest.mark.parametrize(("dtype", "widened"), [("float32", True), ("float16", False)])
+def test_the_memory_that_is_planned_is_the_memory_that_is_taken(
+    tmp_path: Path, dtype: DType, *, widened: bool
+) -> None:
+    folder = write_family(tmp_path / "model", "llama", 4, mlp_bias=False)
+    model = folder_of(write_gguf_of(folder, tmp_path / "model.gguf"))
+    totals: list[int] = []
+    load_stage(model, LayerRange(0, 2), dtype, lambda _done, total: totals.append(total))
+    plain = sum(entry.nbytes for entry in model.tensors if entry.dtype == "F32")
+    planned = sum(entry.loaded_bytes(widened=widened) for entry in model.tensors)
+    # Float32 in the file is planned as it is, and becomes half precision.
+    assert totals[-1] == planned - (0 if widened else plain // 2)
+
+
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
 def test_half_precision_is_read_as_it_is(tmp_path: Path, dtype: mx.Dtype) -> None:
     folder = write_random_model(tmp_path / "model", SMALL, spread=0.1, norm=1.0)
@@ -117,6 +177,19 @@ def test_a_stage_reads_the_bytes_of_its_own_tensors_alone(tmp_path: Path, layers
     assert needed
     there = dict(cast("Any", tree_flatten(found.model.parameters())))
     assert all(mx.array_equal(parameters[path], there[path]).item() for path in needed)
+
+
+def test_a_stage_loads_from_the_folder_that_preshard_writes(tmp_path: Path) -> None:
+    folder = write_random_model(tmp_path / "model", SMALL, spread=0.1, norm=1.0)
+    whole, layers = folder_of(write_gguf_of(folder, tmp_path / "model.gguf")), LayerRange(2, 4)
+    write_stage_folder(whole, layers, tmp_path / "stage", lambda _count: None)
+    stage = load(read_model_folder(tmp_path / "stage"), 2, 4)
+    expected = dict(cast("Any", tree_flatten(load(whole, 2, 4).model.parameters())))
+    there = dict(cast("Any", tree_flatten(stage.model.parameters())))
+    needed = [path for path in expected if stage.needs(path)]
+    assert all(mx.array_equal(expected[path], there[path]).item() for path in needed)
+    with pytest.raises(ModelCorrupt, match="made for layers"):
+        load(read_model_folder(tmp_path / "stage"), 0, 2)
 
 
 def test_an_array_is_not_read_outside_its_turn(tmp_path: Path) -> None:

@@ -21,10 +21,10 @@ ROWS, COLUMNS = 6, 512
 Bytes = NDArray[np.uint8]
 
 
-def random_blocks(kind: BlockType, seed: int = 0) -> Bytes:
-    """Return (blocks, bytes) for a matrix of ROWS by COLUMNS: random bits, and scales of usual sizes."""
+def random_blocks(kind: BlockType, seed: int = 0, rows: int = ROWS, columns: int = COLUMNS) -> Bytes:
+    """Return (blocks, bytes) for a matrix: random bits, and scales of usual sizes."""
     generator = np.random.default_rng(seed)
-    blocks = generator.integers(0, 256, (ROWS * COLUMNS // kind.weights, kind.nbytes), dtype=np.uint8)
+    blocks = generator.integers(0, 256, (rows * columns // kind.weights, kind.nbytes), dtype=np.uint8)
     for at in {"Q6_K": (208,), "Q4_0": (0,), "Q5_0": (0,), "Q8_0": (0,)}.get(kind.name, (0, 2)):
         scales = generator.normal(0, 0.02, len(blocks)).astype("<f2")
         blocks[:, at : at + 2] = scales.view(np.uint8).reshape(-1, 2)
@@ -95,7 +95,7 @@ def weights_of(kind: str) -> Callable[[bytes], Iterator[float]]:
 
 def by_definition(kind: BlockType, blocks: Bytes) -> NDArray[np.float64]:
     weights = weights_of(kind.name)
-    return np.array([value for block in blocks for value in weights(block.tobytes())]).reshape(ROWS, COLUMNS)
+    return np.array([value for block in blocks for value in weights(block.tobytes())])
 
 
 def numbers(array: mx.array) -> NDArray[Any]:
@@ -114,7 +114,7 @@ def by_mlx(kind: BlockType, blocks: Bytes) -> NDArray[np.float32]:
 def test_weights_are_those_that_the_format_defines(name: str) -> None:
     """Allow for float32, in which MLX multiplies and adds."""
     blocks = random_blocks(QUANTIZED[name])
-    expected = by_definition(QUANTIZED[name], blocks)
+    expected = by_definition(QUANTIZED[name], blocks).reshape(ROWS, COLUMNS)
     np.testing.assert_allclose(
         by_mlx(QUANTIZED[name], blocks), expected, rtol=0, atol=2e-7 * np.abs(expected).max()
     )
