@@ -1,34 +1,26 @@
 """Loading of a stage's share of a model's weights, and no more.
 
 mlx-lm builds the whole model around lazy arrays. Nothing is read until an array is evaluated, and only the stage's own
-are. They are evaluated one by one, the largest first: casting needs the old and the new copy of one array at a time,
-while little else is held.
+are. They are evaluated one by one, those of the largest modules first: casting needs the old and the new copy of one
+array at a time, while little else is held.
 
 Embedding models are saved as checkpoints of the transformer alone. Their tensors are named `layers.0...` where mlx-lm's
 models expect `model.layers.0...`, and most have no output head. An embedding model needs none, so its embedding takes
 its place.
 
-Tensors of GGUF files are converted, one module at a time (`GgufWeights`).
+Tensors of GGUF files are converted, one module at a time (`gguf_weights.py`).
 """
 
 from __future__ import annotations
 
-import json
-import math
-import os
-import struct
-import tempfile
 import textwrap
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
-import numpy as np
 from mlx import nn
 from mlx.utils import tree_flatten  # pyright: ignore[reportUnknownVariableType] - its tree is any
 from mlx_lm.utils import (
@@ -39,12 +31,11 @@ from mlx_lm.utils import (
 from mlx_ring.core.errors import ModelCorrupt, ModelUnsupported
 from mlx_ring.core.types import DType, LayerRange
 from mlx_ring.models.architectures import find_architecture
-from mlx_ring.models.gguf import GROUP, QUANTIZED, SUFFIX, read_range
-from mlx_ring.models.gguf.blocks import Bytes, Floats, pack, to_groups
-from mlx_ring.models.gguf.config import layout_of
+from mlx_ring.models.gguf import SUFFIX
 from mlx_ring.models.layer_tensors import names_head
-from mlx_ring.models.model_folder import ModelFolder, TensorEntry
+from mlx_ring.models.model_folder import ModelFolder
 from mlx_ring.models.stage_folder import require_layers
+from mlx_ring.worker.gguf_weights import GgufWeights
 from mlx_ring.worker.shard import StageModel
 
 _INNER = "model"
@@ -101,148 +92,6 @@ _DTYPES: dict[DType, mx.Dtype] = {
     "float16": mx.float16,
 }
 _CLEAR_EVERY_BYTES = 64 << 20
-_CONVERTED_WEIGHTS = 1 << 22
-"""Most weights of a GGUF file that are converted at once."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """One array of a tensor: its bytes begin at `offset` of the scratch file."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
-    offset: int
-
-
-class GgufWeights:
-    """Lazy arrays of all tensors of GGUF files, as mlx-lm has them.
-
-    MLX reads lazily from safetensors files alone. So the arrays are those of a scratch file without a name, which is
-    empty. Before MLX reads the arrays of a module, its tensors are converted into that file, and afterwards it is
-    emptied. Any other read of an array fails.
-    """
-
-    def __init__(self, folder: ModelFolder) -> None:
-        self._folder = folder
-        self._parts: defaultdict[str, list[tuple[TensorEntry, tuple[_Part, ...]]]] = defaultdict(list)
-        header, end = self._lay_out()
-        self._file, path = _scratch_file()
-        try:
-            os.pwrite(self._file, header, 0)
-            os.ftruncate(self._file, end)
-            self.arrays = cast("dict[str, mx.array]", mx.load(path, format="safetensors"))
-        finally:
-            os.ftruncate(self._file, 0)
-            with suppress(OSError):
-                Path(path).unlink()
-
-    def __del__(self) -> None:
-        os.close(self._file)
-
-    def _lay_out(self) -> tuple[bytes, int]:
-        """Return the header of a safetensors file with all arrays, and the end of the file."""
-        places, begin = dict[str, object](), 0
-        for entry in self._folder.tensors:
-            arrays = list(_arrays_of(self._folder, entry))
-            for name, dtype, shape, nbytes in arrays:
-                places[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, begin + nbytes]}
-                begin += nbytes
-        text = json.dumps(places).encode()
-        text += b" " * (-len(text) % 8)
-        at = start = 8 + len(text)
-        for entry in self._folder.tensors:
-            parts: list[_Part] = []
-            for name, dtype, shape, nbytes in _arrays_of(self._folder, entry):
-                parts.append(_Part(name, dtype, shape, nbytes, at))
-                at += nbytes
-            self._parts[_module(entry.name)].append((entry, tuple(parts)))
-        return struct.pack("<Q", len(text)) + text, start + begin
-
-    def read(self, module: str, evaluate: Callable[[], None]) -> None:
-        """Let `evaluate` read the arrays of a module, and of no other."""
-        try:
-            for entry, parts in self._parts[module]:
-                self._convert(entry, parts)
-            evaluate()
-        except OSError as error:
-            raise ModelCorrupt(
-                f"The tensors of {module} in {self._folder.path} cannot be converted: {error.strerror}. Free some memory "
-                "or space for temporary files."
-            ) from error
-        finally:
-            os.ftruncate(self._file, 0)
-
-    def _convert(self, entry: TensorEntry, parts: tuple[_Part, ...]) -> None:
-        columns = entry.shape[-1] if len(entry.shape) > 1 else 1
-        rows = math.prod(entry.shape) // columns
-        layout = layout_of(self._folder.config, entry.name)
-        unit = rows // layout.heads if layout.heads else 1
-        step = max(_CONVERTED_WEIGHTS // columns // unit, 1) * unit
-        for first in range(0, rows, step):
-            count = min(step, rows - first)
-            row_bytes = entry.nbytes // rows
-            data = np.frombuffer(
-                read_range(
-                    self._folder.path / entry.file, entry.offset + first * row_bytes, count * row_bytes
-                ),
-                np.uint8,
-            )
-            if layout.heads:
-                data = data.reshape(-1, unit // 2, 2, row_bytes).swapaxes(1, 2).reshape(-1)
-            for part, array in zip(parts, _converted(entry, data, layout.offset), strict=True):
-                _write(self._file, array.tobytes(), part.offset + first * (part.nbytes // rows))
-
-
-def _module(path: str) -> str:
-    return path.rpartition(".")[0]
-
-
-def _scratch_file() -> tuple[int, str]:
-    """Return a new file, and a path by which this process can open it: in memory where the system has such files."""
-    if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create("gguf", os.MFD_CLOEXEC)
-        return descriptor, f"/proc/self/fd/{descriptor}"
-    return tempfile.mkstemp(suffix=".safetensors")
-
-
-def _write(descriptor: int, data: bytes, offset: int) -> None:
-    while data:
-        written = os.pwrite(descriptor, data, offset)
-        data, offset = data[written:], offset + written
-
-
-def _arrays_of(folder: ModelFolder, entry: TensorEntry) -> Iterator[tuple[str, str, tuple[int, ...], int]]:
-    """Yield name, dtype, shape and bytes of the arrays that a tensor becomes."""
-    kind, size = QUANTIZED.get(entry.dtype), math.prod(entry.shape)
-    if kind is None:
-        is_shifted = layout_of(folder.config, entry.name).offset != 0
-        dtype, nbytes = ("F32", 4 * size) if is_shifted else (entry.dtype, entry.nbytes)
-        yield entry.name, dtype, entry.shape, nbytes
-        return
-    *others, columns = entry.shape
-    for name, dtype, words in (
-        ("weight", "U32", columns * kind.bits // 32),
-        ("scales", "F32", columns // GROUP),
-        ("biases", "F32", columns // GROUP),
-    ):
-        yield f"{_module(entry.name)}.{name}", dtype, (*others, words), 4 * size // columns * words
-
-
-def _converted(entry: TensorEntry, data: Bytes, offset: int) -> tuple[Bytes | Floats, ...]:
-    """Return the arrays of a tensor's rows."""
-    kind = QUANTIZED.get(entry.dtype)
-    if kind is not None:
-        integers, scales, biases = to_groups(kind, data)
-        return pack(integers, kind.bits), scales, biases
-    if not offset:
-        return (data,)
-    if entry.dtype == "BF16":
-        values = np.left_shift(data.view(np.uint16), 16, dtype=np.uint32).view(np.float32)
-    else:
-        values = data.view(np.float32 if entry.dtype == "F32" else np.float16).astype(np.float32)
-    return (values - np.float32(offset),)
 
 
 def load_stage(
@@ -347,14 +196,11 @@ def _read(arrays: Mapping[str, mx.array], progress: Progress, gguf: GgufWeights 
             since_clear = 0
         progress(held, total)
 
-    largest_first = sorted(arrays, key=lambda path: -arrays[path].nbytes)
-    if gguf is None:
-        for path in largest_first:
-            evaluate(arrays[path])
-    else:
-        modules: defaultdict[str, list[mx.array]] = defaultdict(list)
-        for path in largest_first:
-            modules[_module(path)].append(arrays[path])
-        for module, own in modules.items():
-            gguf.read(module, lambda own=own: [evaluate(array) for array in own].clear())
+    modules: defaultdict[str, list[mx.array]] = defaultdict(list)
+    for path in sorted(arrays, key=lambda path: -arrays[path].nbytes):
+        modules[path.rpartition(".")[0]].append(arrays[path])
+    for module, own in modules.items():
+        with nullcontext() if gguf is None else gguf.readable(module):
+            for array in own:
+                evaluate(array)
     mx.clear_cache()
