@@ -16,7 +16,7 @@ from mlx_ring.models.gguf import GgufFile, shown
 _CONTROL, _USER_DEFINED = 3, 4
 """Kinds of tokens that are never made by merges."""
 _TURN_ENDS = frozenset({"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>"})
-"""Control tokens that end a turn. Many files name the end of a text only."""
+"""Tokens that end a turn. Many files name the end of a text only."""
 _SPACE = "\u2581"
 """Character that stands for a space in SentencePiece's tokens."""
 
@@ -231,7 +231,7 @@ class _Maker:
         known = [
             number
             for number, (token, kind) in enumerate(zip(self._tokens, self._kinds, strict=True))
-            if kind == _CONTROL and token in _TURN_ENDS
+            if kind in (_CONTROL, _USER_DEFINED) and token in _TURN_ENDS
         ]
         return list(dict.fromkeys(number for number in (*named, *known) if number is not None))
 
