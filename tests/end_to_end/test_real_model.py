@@ -74,7 +74,13 @@ def expected(shared: Path, folder: Path) -> Expected:
 
 
 @pytest.mark.parametrize(
-    ("stages", "shares"), [(1, (1.0,)), (2, (1.0,)), (3, (1.0,)), (1, (2.0, 1.0))], ids=str
+    ("stages", "shares"),
+    [
+        (1, (1.0,)),
+        (2, (1.0,)),
+        (3, (1.0,)),
+        pytest.param(1, (2.0, 1.0), marks=pytest.mark.alone(loops=True)),
+    ],
 )
 def test_tokens_are_those_of_mlx_lm_however_the_file_is_split(
     folder: Path, expected: Expected, tmp_path: Path, stages: int, shares: Sequence[float]
@@ -147,6 +153,12 @@ def test_its_context_is_that_of_the_file(server: Server) -> None:
     answer = ask(server, messages=[{"role": "user", "content": "word " * CONTEXT}])
     assert answer.status_code == 400
     assert str(CONTEXT) in answer.json()["error"]["message"]
+
+
+def test_its_format_is_named(server: Server) -> None:
+    assert server.http.get("/model/info").json()["metadata"]["format"] == "gguf"
+    (listed,) = server.http.get("/api/tags").json()["models"]
+    assert (listed["name"], listed["details"]["format"]) == (NAME, "gguf")
 
 
 def test_models_list_shows_the_file(tmp_path: Path, server: Server) -> None:

@@ -101,6 +101,7 @@ def describe_model(folder: ModelFolder) -> Mapping[str, object]:
         or None,
         "weight_bytes_on_disk": folder.weight_bytes,
         "digest": folder.digest,
+        "format": "gguf" if folder.is_gguf else "safetensors",
     }
 
 

@@ -134,6 +134,11 @@ class ModelFolder:
     def weight_bytes(self) -> int:
         return sum(entry.nbytes for entry in self.tensors)
 
+    @property
+    def is_gguf(self) -> bool:
+        """True if the weights are in GGUF files."""
+        return any(file.name.endswith(SUFFIX) for file in self.weight_files)
+
     @cached_property
     def rounding(self) -> str:
         """Explanation of the weights that are not served exactly; empty if all are."""

@@ -31,7 +31,6 @@ from mlx_lm.utils import (
 from mlx_ring.core.errors import ModelCorrupt, ModelUnsupported
 from mlx_ring.core.types import DType, LayerRange
 from mlx_ring.models.architectures import find_architecture
-from mlx_ring.models.gguf import SUFFIX
 from mlx_ring.models.layer_tensors import names_head
 from mlx_ring.models.model_folder import ModelFolder
 from mlx_ring.models.stage_folder import require_layers
@@ -111,7 +110,7 @@ def load_stage(
         ModelCorrupt: the weights do not match the configuration, or are of other layers only.
     """
     require_layers(folder.path, layers)
-    gguf = GgufWeights(folder) if any(file.name.endswith(SUFFIX) for file in folder.weight_files) else None
+    gguf = GgufWeights(folder) if folder.is_gguf else None
     model = _build(folder, gguf)
     stage = StageModel(model, layers, _DTYPES[dtype], folder.vocab_size, folder.hidden_size)
     if stage.num_layers != folder.num_layers:

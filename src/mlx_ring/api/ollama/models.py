@@ -163,7 +163,7 @@ def _details(metadata: Mapping[str, object]) -> OllamaDetails:
     family = str(metadata.get("model_type", "unknown"))
     return {
         "parent_model": "",
-        "format": "safetensors",
+        "format": "gguf" if metadata.get("format") == "gguf" else "safetensors",
         "family": family,
         "families": [family],
         "parameter_size": _size(metadata.get("parameters")),

@@ -82,7 +82,7 @@ class OllamaEmbedding(JsonObject):
 
 class OllamaDetails(JsonObject):
     parent_model: str
-    format: Literal["safetensors"]
+    format: Literal["safetensors", "gguf"]
     family: str
     families: list[str]
     parameter_size: str
