@@ -228,6 +228,16 @@ def test_a_tokenizer_that_contradicts_itself_is_refused(
         make_tokenizer(write(tmp_path, metadata))
 
 
+def test_an_endless_token_is_refused_before_its_merges_are_looked_for(tmp_path: Path) -> None:
+    tokens: dict[str, Value] = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": ["a", "a" * 3_000_000],
+        "tokenizer.ggml.scores": [0.0, -1.0],
+    }
+    with pytest.raises(ModelCorrupt, match="token of 3000000 characters"):
+        make_tokenizer(write(tmp_path, tokens))
+
+
 def test_tokens_of_one_text_keep_their_numbers(tmp_path: Path) -> None:
     tokens: dict[str, Value] = {
         "tokenizer.ggml.model": "gpt2",

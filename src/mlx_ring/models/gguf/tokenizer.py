@@ -17,6 +17,8 @@ _CONTROL, _USER_DEFINED = 3, 4
 """Kinds of tokens that are never made by merges."""
 _TURN_ENDS = frozenset({"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>"})
 """Tokens that end a turn. Many files name the end of a text only."""
+_LONGEST_PIECE = 256
+"""Most characters of a token whose merges are looked for, at each of its places."""
 _SPACE = "\u2581"
 """Character that stands for a space in SentencePiece's tokens."""
 
@@ -170,6 +172,12 @@ class _Maker:
         if scores is None or len(scores) != len(self._tokens):
             raise ModelCorrupt(
                 f"{self._file.path} has {len(self._tokens)} tokens but {len(scores or ())} scores. Fetch the file again."
+            )
+        longest = max(map(len, self._tokens))
+        if longest > _LONGEST_PIECE:
+            raise ModelCorrupt(
+                f"{self._file.path} has a token of {longest} characters; SentencePiece's have {_LONGEST_PIECE} at most. "
+                "Fetch the file again."
             )
         prefix = self._file.value("tokenizer.ggml.add_space_prefix", bool)
         has_prefix = prefix is None or prefix
