@@ -44,8 +44,16 @@ struct RandomMatrix {
         scales(random, type, count * rows * (columns / group_size + group_gap) - group_gap, 0.02f),
         biases(random, type, count * rows * (columns / group_size + group_gap) - group_gap, 0.1f) {
     for (auto& word : words) word = uint32_t(random());
-    quantized = {words.data(), scales.data(), biases.data(), type,    bits, group_size, rows,
-                 columns,      columns * bits / 32 + word_gap, columns / group_size + group_gap};
+    quantized = {words.data(),
+                 scales.data(),
+                 biases.data(),
+                 type,
+                 bits,
+                 group_size,
+                 rows,
+                 columns,
+                 columns * bits / 32 + word_gap,
+                 columns / group_size + group_gap};
   }
 };
 

@@ -1,4 +1,5 @@
-// Compares normalization, activations, rotary embedding and attention of every instruction set with the scalar reference.
+// Compares normalization, activations, rotary embedding and attention of every instruction set with the scalar
+// reference.
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
@@ -43,24 +44,42 @@ void test_rows(uint64_t seed) {
   std::string text = std::to_string(rows) + " rows of " + std::to_string(columns);
 
   compare("RMS norm, " + text, type, size, threads, [&](void* y, Threads& pool) {
-    rms_norm({rows, columns, {x.data(), type, stride}, seed % 5 ? weight.data() : no_weight, weight_type, 1e-5f, y, stride},
-             pool);
+    rms_norm(
+        {rows, columns, {x.data(), type, stride}, seed % 5 ? weight.data() : no_weight, weight_type, 1e-5f, y, stride},
+        pool);
   });
   compare("sum and RMS norm, " + text, type, 2 * size, threads, [&](void* y, Threads& pool) {
     void* sums = static_cast<char*>(y) + size * size_of(type);
-    rms_norm({rows, columns, {x.data(), type, stride}, weight.data(), weight_type, 1e-5f, y, stride, other.data(), stride,
-              sums, stride},
+    rms_norm({rows,
+              columns,
+              {x.data(), type, stride},
+              weight.data(),
+              weight_type,
+              1e-5f,
+              y,
+              stride,
+              other.data(),
+              stride,
+              sums,
+              stride},
              pool);
   });
   compare("layer norm, " + text, type, size, threads, [&](void* y, Threads& pool) {
-    layer_norm({rows, columns, {x.data(), type, stride}, weight.data(), seed % 3 ? bias.data() : no_weight, weight_type,
-                1e-5f, y, stride},
+    layer_norm({rows,
+                columns,
+                {x.data(), type, stride},
+                weight.data(),
+                seed % 3 ? bias.data() : no_weight,
+                weight_type,
+                1e-5f,
+                y,
+                stride},
                pool);
   });
   for (Activation activation : {Activation::silu, Activation::gelu_tanh, Activation::gelu_sigmoid}) {
     compare("activation, " + text, type, size, threads, [&](void* y, Threads& pool) {
-      gated_activation(activation, {x.data(), type, stride}, seed % 4 ? other.data() : no_weight, stride, rows, columns, y,
-                       stride, pool);
+      gated_activation(activation, {x.data(), type, stride}, seed % 4 ? other.data() : no_weight, stride, rows, columns,
+                       y, stride, pool);
     });
   }
 }
@@ -86,7 +105,8 @@ void test_rope(uint64_t seed) {
   Random random(seed);
   Type type = kTypes[pick(random, 0, 2)];
   int64_t batches = pick(random, 1, 3), heads = pick(random, 1, 5), length = pick(random, 1, 20);
-  int64_t head_size = 2 * pick(random, 1, 80), dims = pick(random, 0, 1) ? head_size : 2 * pick(random, 1, head_size / 2);
+  int64_t head_size = 2 * pick(random, 1, 80),
+          dims = pick(random, 0, 1) ? head_size : 2 * pick(random, 1, head_size / 2);
   HeadStrides in(random, batches, heads, length, head_size), out(random, batches, heads, length, head_size);
   Values x(random, type, in.size);
   std::vector<float> frequencies(dims / 2);
@@ -95,8 +115,8 @@ void test_rope(uint64_t seed) {
   for (auto& offset : offsets) offset = int32_t(pick(random, 0, 3000));
   bool traditional = pick(random, 0, 1), given = pick(random, 0, 1);
   int64_t offset_stride = pick(random, 0, 1);
-  compare("rope of " + std::to_string(dims) + " of " + std::to_string(head_size), type, out.size, int(pick(random, 1, 3)),
-          [&](void* y, Threads& pool) {
+  compare("rope of " + std::to_string(dims) + " of " + std::to_string(head_size), type, out.size,
+          int(pick(random, 1, 3)), [&](void* y, Threads& pool) {
             rope({batches, heads, length, head_size, type, in.of(x.data()), out.of(y, 0), dims, traditional, 10000.f,
                   given ? frequencies.data() : nullptr, 0.5f, offsets.data(), offset_stride},
                  pool);
@@ -111,8 +131,9 @@ void test_attention(uint64_t seed) {
   int64_t queries = decoding ? pick(random, 1, 3) : pick(random, 4, 150), keys = queries + pick(random, 0, 600);
   int64_t head_size = quantized ? 32 * pick(random, 1, 4) : pick(random, 1, 256);
   int64_t value_size = quantized ? 32 * pick(random, 1, 4) : pick(random, 0, 1) ? head_size : pick(random, 1, 256);
-  HeadStrides q_strides(random, batches, heads, queries, head_size), k_strides(random, batches, kv_heads, keys, head_size),
-      v_strides(random, batches, kv_heads, keys, value_size), y_strides(random, batches, heads, queries, value_size);
+  HeadStrides q_strides(random, batches, heads, queries, head_size),
+      k_strides(random, batches, kv_heads, keys, head_size), v_strides(random, batches, kv_heads, keys, value_size),
+      y_strides(random, batches, heads, queries, value_size);
   Values q(random, type, q_strides.size), k(random, type, k_strides.size), v(random, type, v_strides.size);
   int bits = pick(random, 0, 1) ? 4 : 8;
   RandomMatrix k_words(random, keys, head_size, bits, 32, type, 0, 0, batches * kv_heads);
@@ -123,8 +144,19 @@ void test_attention(uint64_t seed) {
   for (int64_t i = 0; i < keys; i++) seen[i] = 0;  // one query sees nothing
   std::vector<float> sinks(heads, 0.5f);
 
-  Attention a{batches, heads, kv_heads, queries, keys, head_size, value_size, type, q_strides.of(q.data()),
-              k_strides.of(k.data()), v_strides.of(v.data()), {}, 1 / std::sqrt(float(head_size))};
+  Attention a{batches,
+              heads,
+              kv_heads,
+              queries,
+              keys,
+              head_size,
+              value_size,
+              type,
+              q_strides.of(q.data()),
+              k_strides.of(k.data()),
+              v_strides.of(v.data()),
+              {},
+              1 / std::sqrt(float(head_size))};
   a.mask = Attention::Mask(pick(random, 0, 3));
   bool boolean = a.mask == Attention::Mask::boolean;
   a.mask_values = boolean ? static_cast<const void*>(seen.data()) : mask.data();
@@ -145,14 +177,19 @@ void test_attention(uint64_t seed) {
     set(v_words, a.v, a.v_group_strides, &a.v_quantized);
   }
   char text[200];
-  std::snprintf(text, sizeof text, "attention %ld: batches %ld, heads %ld/%ld, queries %ld, keys %ld, sizes %ld %ld, mask %d, quantized %d",
-                long(seed), long(batches), long(heads), long(kv_heads), long(queries), long(keys), long(head_size),
-                long(value_size), int(a.mask), quantized);
+  std::snprintf(
+      text, sizeof text,
+      "attention %ld: batches %ld, heads %ld/%ld, queries %ld, keys %ld, sizes %ld %ld, mask %d, quantized %d",
+      long(seed), long(batches), long(heads), long(kv_heads), long(queries), long(keys), long(head_size),
+      long(value_size), int(a.mask), quantized);
   // Scores are rounded to float32 before they become exponents: with large ones the difference grows.
-  compare(text, type, y_strides.size, int(pick(random, 1, 3)), [&](void* y, Threads& pool) {
-    a.y = y_strides.of(y, 0);
-    if (!attention(a, pool)) failures++;
-  }, quantized ? 3e-5 : 5e-6);
+  compare(
+      text, type, y_strides.size, int(pick(random, 1, 3)),
+      [&](void* y, Threads& pool) {
+        a.y = y_strides.of(y, 0);
+        if (!attention(a, pool)) failures++;
+      },
+      quantized ? 3e-5 : 5e-6);
 }
 
 }  // namespace

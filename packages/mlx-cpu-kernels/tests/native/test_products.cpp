@@ -113,7 +113,8 @@ void test_straight(Case c) {
 void test_gather(Case c, bool transposed) {
   if (!transposed) std::swap(c.n, c.k);
   constexpr int64_t kExperts = 5;
-  RandomMatrix w(c.random, transposed ? c.n : c.k, transposed ? c.k : c.n, c.bits, c.group_size, c.type, 0, 0, kExperts);
+  RandomMatrix w(c.random, transposed ? c.n : c.k, transposed ? c.k : c.n, c.bits, c.group_size, c.type, 0, 0,
+                 kExperts);
   Values x(c.random, c.x_type, c.rows * c.k);
   std::vector<GatherPair> pairs;
   for (int64_t i = 0; i < 2 * c.rows; i++)
@@ -129,9 +130,8 @@ void test_dequantize(Case c) {
   RandomMatrix w(c.random, c.n, c.k, c.bits, c.group_size, c.type, c.word_gap, c.group_gap);
   int64_t begin = pick(c.random, 0, c.n - 1), end = pick(c.random, begin, c.n);
   // One rounding instead of two: the fused multiplication and addition differs from the reference's.
-  compare(c, "dequantize", (end - begin) * c.k, 2e-7, [&](void* out, Threads& threads) {
-    dequantize(w.quantized, begin, end, out, c.x_type, threads);
-  });
+  compare(c, "dequantize", (end - begin) * c.k, 2e-7,
+          [&](void* out, Threads& threads) { dequantize(w.quantized, begin, end, out, c.x_type, threads); });
 }
 
 // What is not finite in x must not be lost on the way.
@@ -152,9 +152,10 @@ void test_not_finite(Case c) {
 void test_halves() {
   for (uint32_t i = 0; i < 0x10000; i++) {
     float value = float_of_float16(uint16_t(i)), wide = float_of_bfloat16(uint16_t(i));
-    bool same = std::isnan(value) ? std::isnan(float_of_float16(float16_of_float(value))) : float16_of_float(value) == i;
-    bool wide_same = std::isnan(wide) ? std::isnan(float_of_bfloat16(bfloat16_of_float(wide)))
-                                      : bfloat16_of_float(wide) == i;
+    bool same =
+        std::isnan(value) ? std::isnan(float_of_float16(float16_of_float(value))) : float16_of_float(value) == i;
+    bool wide_same =
+        std::isnan(wide) ? std::isnan(float_of_bfloat16(bfloat16_of_float(wide))) : bfloat16_of_float(wide) == i;
     if (!same || !wide_same) {
       std::printf("16-bit value %x does not survive\n", i);
       failures++;

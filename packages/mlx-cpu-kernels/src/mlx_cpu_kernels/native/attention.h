@@ -1,5 +1,6 @@
-// Attention by blocks of keys: the scores of a block, their exponentials and their part of the result follow one another
-// while all are in the caches. The largest score so far of each query is kept; when it grows, what was summed is scaled.
+// Attention by blocks of keys: the scores of a block, their exponentials and their part of the result follow one
+// another while all are in the caches. The largest score so far of each query is kept; when it grows, what was summed
+// is scaled.
 //
 // Both products are tiles of panels. A block of keys becomes panels [head_size][keys] and a block of values panels
 // [keys][value_size]: quantized ones by the same panels as any quantized matrix.
@@ -11,9 +12,9 @@
 namespace mlx_cpu_kernels {
 namespace {
 
-constexpr int64_t kKeys = kDepth;      // keys of a block
-constexpr int64_t kQueryRows = 384;    // rows of a unit of work, which prepares the blocks for itself
-constexpr float kHidden = -3.4e38f;    // a score that is not seen; not infinity: nothing seen gives the mean, as in MLX
+constexpr int64_t kKeys = kDepth;    // keys of a block
+constexpr int64_t kQueryRows = 384;  // rows of a unit of work, which prepares the blocks for itself
+constexpr float kHidden = -3.4e38f;  // a score that is not seen; not infinity: nothing seen gives the mean, as in MLX
 
 // Rows of any type as panels [row][columns], zeros beyond the columns.
 template <class V>

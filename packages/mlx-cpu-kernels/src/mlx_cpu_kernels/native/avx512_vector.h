@@ -60,9 +60,7 @@ struct Avx512 {
   }
 
   // The first `count` < kLanes words, then zeros; reads nothing beyond them.
-  static Int load_some_words(const void* from, int64_t count) {
-    return _mm512_maskz_loadu_epi32(first(count), from);
-  }
+  static Int load_some_words(const void* from, int64_t count) { return _mm512_maskz_loadu_epi32(first(count), from); }
 
   // Values [i, i + kLanes) of an array of any type, as float32.
   static Float load_values(const void* from, Type type, int64_t i) {
@@ -100,8 +98,8 @@ struct Avx512 {
     return value_of_low_bits<bits>(moved);
   }
 
-  // Calls f(i, vector) for the two vectors of 32 values that begin at a whole word, in their order: each lane fetches its
-  // word, and the next where values cross words, and shifts it as far as it needs.
+  // Calls f(i, vector) for the two vectors of 32 values that begin at a whole word, in their order: each lane fetches
+  // its word, and the next where values cross words, and shifts it as far as it needs.
   template <int bits, class F>
   static void unpack_in_order(const uint32_t* from, F&& f) {
     const Int lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);

@@ -1,9 +1,10 @@
 // Products of very few rows, by bytes: x becomes integers once, and the weights are never converted at all.
 //
-// Within a group, x is an integer of 24 bits times a scale: as fine as float32 is for the group's largest value. Such an
-// integer is three signed digits of a byte, x = (high * 256 + middle) * 256 + low, and each digit is multiplied by the
-// weights as they are packed, 64 products of bytes an instruction on AVX-512. The sums of digits are shifted together as
-// integers, without an error, and one conversion and one multiplication by both scales serve the products of a lane.
+// Within a group, x is an integer of 24 bits times a scale: as fine as float32 is for the group's largest value. Such
+// an integer is three signed digits of a byte, x = (high * 256 + middle) * 256 + low, and each digit is multiplied by
+// the weights as they are packed, 64 products of bytes an instruction on AVX-512. The sums of digits are shifted
+// together as integers, without an error, and one conversion and one multiplication by both scales serve the products
+// of a lane.
 //
 //   y[n] = sum over groups g of scale[n, g] * xscale[g] * (sum of q * x) + bias[n, g] * (sum of x)
 //
@@ -146,8 +147,8 @@ inline void multiply_block(const typename V::Int (&weights)[rows][Block<V, bits>
   }
 }
 
-// Begins the sums of kByteRows rows from n on with their biases, and joins the rows' scales with those of x: what is left
-// is one multiplication a lane and block. Compiled for each type of the scales, so that no row asks for it again.
+// Begins the sums of kByteRows rows from n on with their biases, and joins the rows' scales with those of x: what is
+// left is one multiplication a lane and block. Compiled for each type of the scales, so that no row asks for it again.
 template <class V, int bits, Type type, int m>
 [[gnu::flatten]] void begin_rows(const ByteRows<V, bits>& x, const Quantized& w, int64_t n, int64_t first,
                                  typename V::Float (&sums)[kByteRows][m], float* scales) {
@@ -219,7 +220,7 @@ class ByteTile {
   void begin(const Quantized& w, int64_t n, int64_t first, typename V::Float (&sums)[rows][m]) const {
     auto of_type = w.type == Type::float32   ? begin_rows<V, bits, Type::float32, m>
                    : w.type == Type::float16 ? begin_rows<V, bits, Type::float16, m>
-                                              : begin_rows<V, bits, Type::bfloat16, m>;
+                                             : begin_rows<V, bits, Type::bfloat16, m>;
     of_type(x_, w, n, first, sums, scales_);
   }
 
@@ -290,8 +291,8 @@ void multiply_by_bytes(const Rows& x, const RowsProduct* products, int count, Th
   });
 }
 
-// Whether the product goes by bytes: where there are so few rows that dequantized panels are slower. What each row of the
-// matrix costs beside its products counts for more where it is short.
+// Whether the product goes by bytes: where there are so few rows that dequantized panels are slower. What each row of
+// the matrix costs beside its products counts for more where it is short.
 template <class V>
 bool pays_by_bytes(const Rows& x, const Quantized& w) {
   int64_t most = smaller(V::most_byte_rows(w.bits), larger(w.columns / 64, 4));

@@ -72,7 +72,7 @@ void gather(Multiply multiply, const Rows& x, const GatherPair* pairs, int64_t c
     w.scales = at(w.scales, w.type, expert * experts.groups);
     w.biases = at(w.biases, w.type, expert * experts.groups);
     multiply({x.values, x.type, x.stride, end - begin, &x_rows[begin]}, w,
-            {y.values, y.type, y.stride, end - begin, &y_rows[begin]}, threads);
+             {y.values, y.type, y.stride, end - begin, &y_rows[begin]}, threads);
   }
 }
 
@@ -113,15 +113,15 @@ void multiply_transposed(const void* x, Type type, int64_t x_stride, int64_t row
   selected().kernels->multiply_transposed({x, type, x_stride, rows}, all.data(), count, threads);
 }
 
-void multiply(const void* x, Type type, int64_t x_stride, int64_t rows, const Quantized& w, void* y,
-              int64_t y_stride, Threads& threads) {
+void multiply(const void* x, Type type, int64_t x_stride, int64_t rows, const Quantized& w, void* y, int64_t y_stride,
+              Threads& threads) {
   selected().kernels->multiply({x, type, x_stride, rows}, w, {y, type, y_stride, rows}, threads);
 }
 
 void gather_multiply_transposed(const void* x, Type type, int64_t x_stride, const GatherPair* pairs, int64_t count,
                                 const Experts& experts, void* y, int64_t y_stride, Threads& threads) {
-  gather(multiply_one_transposed, {x, type, x_stride, count}, pairs, count, experts,
-         {y, type, y_stride, count}, threads);
+  gather(multiply_one_transposed, {x, type, x_stride, count}, pairs, count, experts, {y, type, y_stride, count},
+         threads);
 }
 
 void gather_multiply(const void* x, Type type, int64_t x_stride, const GatherPair* pairs, int64_t count,
@@ -140,7 +140,8 @@ void layer_norm(const LayerNorm& norm, Threads& threads) { selected().kernels->l
 
 void gated_activation(Activation activation, Matrix gate, const void* up, int64_t up_stride, int64_t rows,
                       int64_t columns, void* y, int64_t y_stride, Threads& threads) {
-  selected().kernels->gated_activation(activation, gate, {up, gate.type, up_stride}, rows, columns, y, y_stride, threads);
+  selected().kernels->gated_activation(activation, gate, {up, gate.type, up_stride}, rows, columns, y, y_stride,
+                                       threads);
 }
 
 void rope(const Rope& rope, Threads& threads) { selected().kernels->rope(rope, threads); }

@@ -1,5 +1,5 @@
-// The operations between the products of a transformer, each in one pass: normalization, rotary embedding, attention and
-// gated activations. Values of 16 bits are computed in float32 and rounded once, at the end.
+// The operations between the products of a transformer, each in one pass: normalization, rotary embedding, attention
+// and gated activations. Values of 16 bits are computed in float32 and rounded once, at the end.
 #pragma once
 
 #include <cstdint>
@@ -62,9 +62,9 @@ struct MutableHeads {
   int64_t strides[3];
 };
 
-// Rotates the first `dims` elements of each head by its position: angle i of position p is p * scale * frequencies[i], by
-// default those of a base: base^(-2 i / dims). A pair is (i, i + dims / 2), or (2 i, 2 i + 1) where `traditional`. The position of row l
-// of batch b is offsets[b * offset_stride] + l. The elements beyond `dims` are copied. y may be x.
+// Rotates the first `dims` elements of each head by its position: angle i of position p is p * scale * frequencies[i],
+// by default base^(-2 i / dims). A pair is (i, i + dims / 2), or (2 i, 2 i + 1) where `traditional`. The
+// position of row l of batch b is offsets[b * offset_stride] + l. The elements beyond `dims` are copied. y may be x.
 struct Rope {
   int64_t batches, heads, length, head_size;
   Type type;
@@ -82,8 +82,8 @@ void rope(const Rope& rope, Threads& threads);
 
 // y = softmax(scale * q k^T + mask) v, for heads that share keys and values in groups of heads / kv_heads.
 //
-// Keys are dense, or quantized along the head: where k_quantized is set, it is the matrix [keys, head_size] of batch 0 and
-// head 0, and k.strides[0] and [1] are in words, k_group_strides in scales; so for values.
+// Keys are dense, or quantized along the head: where k_quantized is set, it is the matrix [keys, head_size] of batch 0
+// and head 0, and k.strides[0] and [1] are in words, k_group_strides in scales; so for values.
 struct Attention {
   enum class Mask { none, causal, boolean, additive };
 
@@ -94,9 +94,9 @@ struct Attention {
   float scale;
   Mask mask = Mask::none;  // causal: query l sees the keys up to keys - queries + l
   const void* mask_values = nullptr;
-  Type mask_type = Type::float32;       // of an additive mask; a boolean one has a byte a value, 0 for what is not seen
+  Type mask_type = Type::float32;  // of an additive mask; a boolean one has a byte a value, 0 for what is not seen
   int64_t mask_strides[4] = {0, 0, 0, 0};  // [batch, head, query, key]
-  const float* sinks = nullptr;         // a head's logit that takes its share of the sum, without a value
+  const float* sinks = nullptr;            // a head's logit that takes its share of the sum, without a value
   const Quantized* k_quantized = nullptr;
   const Quantized* v_quantized = nullptr;
   int64_t k_group_strides[2] = {0, 0}, v_group_strides[2] = {0, 0};

@@ -113,7 +113,8 @@ template <class V>
 inline typename V::Float sigmoid_argument(Activation activation, typename V::Float x) {
   switch (activation) {
     case Activation::gelu_tanh:  // (1 + tanh(t / 2)) / 2 is sigmoid(t)
-      return V::multiply(x, V::multiply_add(V::multiply(x, x), V::broadcast(0.07135481283f), V::broadcast(1.5957691216f)));
+      return V::multiply(x,
+                         V::multiply_add(V::multiply(x, x), V::broadcast(0.07135481283f), V::broadcast(1.5957691216f)));
     case Activation::gelu_sigmoid:
       return V::multiply(x, V::broadcast(1.702f));
     default:
@@ -154,8 +155,8 @@ inline Angles compute_angles(const Rope& rope, int32_t offset) {
   float* cosines = scratch<float>(Slot::x_scales, rope.length * half);
   float* sines = scratch<float>(Slot::x_sums, rope.length * half);
   for (int64_t i = 0; i < half; i++) {
-    float frequency = rope.frequencies ? rope.frequencies[i]
-                                       : ::exp2f(-float(i) / float(half) * ::log2f(rope.base));
+    float frequency =
+        rope.frequencies ? rope.frequencies[i] : ::exp2f(-float(i) / float(half) * ::log2f(rope.base));
     for (int64_t l = 0; l < rope.length; l++) {
       float angle = float(offset + l) * rope.scale * frequency;
       cosines[l * half + i] = ::cosf(angle);

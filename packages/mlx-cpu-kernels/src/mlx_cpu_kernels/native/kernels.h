@@ -16,9 +16,7 @@ struct RowsOf {
   int64_t count;
   const int64_t* index = nullptr;
 
-  Pointer row(int64_t i) const {
-    return const_cast<Pointer>(at(values, type, (index ? index[i] : i) * stride));
-  }
+  Pointer row(int64_t i) const { return const_cast<Pointer>(at(values, type, (index ? index[i] : i) * stride)); }
 };
 using Rows = RowsOf<const void*>;
 using MutableRows = RowsOf<void*>;
@@ -52,8 +50,8 @@ static inline void* head_row(const MutableHeads& x, Type type, int64_t batch, in
 }
 
 // The keys or values of one batch and head, where they are quantized.
-static inline Quantized quantized_head(const Quantized& all, const Heads& x, const int64_t* group_strides, int64_t batch,
-                                int64_t head) {
+static inline Quantized quantized_head(const Quantized& all, const Heads& x, const int64_t* group_strides,
+                                       int64_t batch, int64_t head) {
   Quantized one = all;
   int64_t groups = (batch * group_strides[0] + head * group_strides[1]) * size_of(all.type);
   one.weights += batch * x.strides[0] + head * x.strides[1];

@@ -1,4 +1,5 @@
-// The vector operations that the kernels are written in, by NEON as every aarch64 has it. avx512_vector.h describes them.
+// The vector operations that the kernels are written in, by NEON as every aarch64 has it. avx512_vector.h describes
+// them.
 #pragma once
 
 #include <arm_neon.h>
@@ -98,7 +99,8 @@ struct Neon {
     return vcvtq_f32_u32(vandq_u32(moved, vdupq_n_u32((1u << bits) - 1)));
   }
 
-  // Each lane fetches the four bytes from its first one on, and shifts them by less than a byte: a value spans at most two.
+  // Each lane fetches the four bytes from its first one on, and shifts them by less than a byte: a value spans at most
+  // two.
   template <int bits, class F>
   static void unpack_in_order(const uint32_t* from, F&& f) {
     static constexpr Fetch<bits> fetch;

@@ -46,7 +46,8 @@ class CopiedRows {
 
 // sums[r][0 .. kWidth) = (or +=, after the first block of depth) x[r][k] * panel[k][0 .. kWidth) over k.
 template <class V, int rows>
-[[gnu::flatten]] void multiply_tile(const float* x, const float* panel, int64_t depth, float* sums, int64_t sums_stride, bool add) {
+[[gnu::flatten]] void multiply_tile(const float* x, const float* panel, int64_t depth, float* sums, int64_t sums_stride,
+                                    bool add) {
   constexpr int kVectors = V::kPanelVectors;
   // An addition takes four cycles and two can begin in each: with few rows, several sums are kept for each result.
   constexpr int kParts = rows == 1 ? 4 : rows <= 3 ? 2 : 1;
@@ -106,8 +107,7 @@ void multiply_columns(const CopiedRows<V>& x, int64_t rows, const Source& source
                  block > 0);
     }
   }
-  for (int64_t row = 0; row < rows; row++)
-    store_row<V>(sums + row * width, count, y.row(y_begin + row), y.type, first);
+  for (int64_t row = 0; row < rows; row++) store_row<V>(sums + row * width, count, y.row(y_begin + row), y.type, first);
 }
 
 template <class V, class Source>

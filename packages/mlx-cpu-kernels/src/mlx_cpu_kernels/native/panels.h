@@ -20,20 +20,27 @@ inline int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step 
 // Calls f<0>, f<1>, ... f<count - 1>: a loop whose counter is known when it is compiled.
 template <int count, class F>
 inline void unroll(F&& f) {
-  [&]<int... i>(std::integer_sequence<int, i...>) { (f.template operator()<i>(), ...); }
-  (std::make_integer_sequence<int, count>{});
+  [&]<int... i>(std::integer_sequence<int, i...>) {
+    (f.template operator()<i>(), ...);
+  }(std::make_integer_sequence<int, count>{});
 }
 
 // Calls f<bits>() for a number of bits that is known only now.
 template <class F>
 inline void with_bits(int bits, F&& f) {
   switch (bits) {
-    case 2: return f.template operator()<2>();
-    case 3: return f.template operator()<3>();
-    case 4: return f.template operator()<4>();
-    case 5: return f.template operator()<5>();
-    case 6: return f.template operator()<6>();
-    default: return f.template operator()<8>();
+    case 2:
+      return f.template operator()<2>();
+    case 3:
+      return f.template operator()<3>();
+    case 4:
+      return f.template operator()<4>();
+    case 5:
+      return f.template operator()<5>();
+    case 6:
+      return f.template operator()<6>();
+    default:
+      return f.template operator()<8>();
   }
 }
 
@@ -50,8 +57,8 @@ constexpr int64_t kWidth = V::kLanes * V::kPanelVectors;
 
 // Panels for x times the transposed matrix: a row of the matrix is a column of y.
 //
-// Groups of kLanes rows are transposed word by word, so that a vector holds one word of each row. From then on each lane
-// unpacks its own row, with shifts that are the same in all lanes, whatever the number of bits.
+// Groups of kLanes rows are transposed word by word, so that a vector holds one word of each row. From then on each
+// lane unpacks its own row, with shifts that are the same in all lanes, whatever the number of bits.
 template <class V>
 class TransposedPanels {
  public:
@@ -215,10 +222,9 @@ void dequantize_rows(const Quantized& w, int64_t row_begin, int64_t row_end, voi
         for (int64_t c = 0; c < w.columns; c += kChunk) {
           int64_t group = (row_begin + r) * w.row_groups + c / w.group_size;
           const uint32_t* words = w.weights + (row_begin + r) * w.row_words + c / kChunk * bits;
-          unpack_chunk<V, bits>(words, load_value(w.scales, w.type, group), load_value(w.biases, w.type, group),
-                                [&](int i, auto value) {
-                                  V::store_values(out, type, r * w.columns + c + i * V::kLanes, value);
-                                });
+          unpack_chunk<V, bits>(
+              words, load_value(w.scales, w.type, group), load_value(w.biases, w.type, group),
+              [&](int i, auto value) { V::store_values(out, type, r * w.columns + c + i * V::kLanes, value); });
         }
       }
     });

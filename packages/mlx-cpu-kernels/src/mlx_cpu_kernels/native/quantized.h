@@ -18,13 +18,13 @@ struct Quantized {
   const uint32_t* weights;
   const void* scales;
   const void* biases;
-  Type type;             // of scales and biases
-  int bits;              // 2, 3, 4, 5, 6 or 8
-  int group_size;        // 32, 64 or 128, along the columns
+  Type type;       // of scales and biases
+  int bits;        // 2, 3, 4, 5, 6 or 8
+  int group_size;  // 32, 64 or 128, along the columns
   int64_t rows;
-  int64_t columns;       // a multiple of group_size
-  int64_t row_words;     // from a row's first word to the next row's
-  int64_t row_groups;    // from a row's first scale (and bias) to the next row's
+  int64_t columns;     // a multiple of group_size
+  int64_t row_words;   // from a row's first word to the next row's
+  int64_t row_groups;  // from a row's first scale (and bias) to the next row's
 };
 
 // One product of a Mixture-of-Experts layer: row x_row of x times matrix `expert`, into row y_row of y.
@@ -48,8 +48,8 @@ struct Experts {
 void multiply_transposed(const void* x, Type type, int64_t x_stride, int64_t rows, const Quantized& w, void* y,
                          int64_t y_stride, Threads& threads);
 
-// The same for several matrices that one x is multiplied with, such as those of queries, keys and values: x is converted
-// once, and the threads meet once.
+// The same for several matrices that one x is multiplied with, such as those of queries, keys and values: x is
+// converted once, and the threads meet once.
 struct Product {
   Quantized w;
   void* y;
@@ -59,8 +59,8 @@ void multiply_transposed(const void* x, Type type, int64_t x_stride, int64_t row
                          Threads& threads);
 
 // y[m, n] = sum over k of x[m, k] * w[k, n]; x is [rows, w.rows], y is [rows, w.columns].
-void multiply(const void* x, Type type, int64_t x_stride, int64_t rows, const Quantized& w, void* y,
-              int64_t y_stride, Threads& threads);
+void multiply(const void* x, Type type, int64_t x_stride, int64_t rows, const Quantized& w, void* y, int64_t y_stride,
+              Threads& threads);
 
 // The same products for chosen rows and experts. Pairs are taken in the order of their experts, so that the weights of
 // an expert are read once for all its rows. No two pairs have the same y_row.

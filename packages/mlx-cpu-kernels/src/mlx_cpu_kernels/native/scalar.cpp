@@ -62,7 +62,7 @@ void dequantize_rows(const Quantized& w, int64_t row_begin, int64_t row_end, voi
 
 }  // namespace
 
-const Kernels scalar_kernels = {multiply_transposed, multiply,    dequantize_rows,
+const Kernels scalar_kernels = {multiply_transposed, multiply,          dequantize_rows,
                                 scalar_rms_norm,     scalar_layer_norm, scalar_gated_activation,
                                 scalar_rope,         scalar_attention};
 

@@ -22,8 +22,9 @@ void scalar_rms_norm(const RmsNorm& n, Threads& threads) {
       for (int64_t c = 0; c < n.columns; c++) squares += std::pow(double(load_value(x, n.x.type, c)), 2);
       double factor = 1 / std::sqrt(squares / n.columns + n.epsilon);
       for (int64_t c = 0; c < n.columns; c++)
-        store_value(at(n.y, n.x.type, r * n.y_stride), n.x.type, c,
-                    float(load_value(x, n.x.type, c) * factor * (n.weight ? load_value(n.weight, n.weight_type, c) : 1)));
+        store_value(
+            at(n.y, n.x.type, r * n.y_stride), n.x.type, c,
+            float(load_value(x, n.x.type, c) * factor * (n.weight ? load_value(n.weight, n.weight_type, c) : 1)));
     }
   });
 }
@@ -47,8 +48,8 @@ void scalar_layer_norm(const LayerNorm& n, Threads& threads) {
   });
 }
 
-void scalar_gated_activation(Activation activation, const Matrix& gate, const Matrix& up, int64_t rows,
-                             int64_t columns, void* y, int64_t y_stride, Threads& threads) {
+void scalar_gated_activation(Activation activation, const Matrix& gate, const Matrix& up, int64_t rows, int64_t columns,
+                             void* y, int64_t y_stride, Threads& threads) {
   auto activate = [&](double x) {
     double t = activation == Activation::silu        ? x
                : activation == Activation::gelu_tanh ? 2 * std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x)
@@ -78,8 +79,8 @@ void scalar_rope(const Rope& rope, Threads& threads) {
       for (int64_t d = rope.dims; d < rope.head_size; d++) store_value(y, rope.type, d, float(in[d]));
       float position = float(rope.offsets[batch * rope.offset_stride] + l) * rope.scale;
       for (int64_t d = 0; d < half; d++) {
-        float frequency = rope.frequencies ? rope.frequencies[d]
-                                           : std::exp2(-float(d) / float(half) * std::log2(rope.base));
+        float frequency =
+            rope.frequencies ? rope.frequencies[d] : std::exp2(-float(d) / float(half) * std::log2(rope.base));
         float angle = position * frequency;
         int64_t first = rope.traditional ? 2 * d : d, second = rope.traditional ? 2 * d + 1 : d + half;
         store_value(y, rope.type, first, float(in[first] * std::cos(angle) - in[second] * std::sin(angle)));
@@ -105,8 +106,8 @@ void attend(const Attention& a, int64_t batch, int64_t head, int64_t query) {
     for (int64_t d = 0; d < a.head_size; d++)
       score += double(load_value(q, a.type, d)) * element(a.k_quantized, a.k, a.k_group_strides, key, d);
     score *= a.scale;
-    int64_t at_mask = batch * a.mask_strides[0] + head * a.mask_strides[1] + query * a.mask_strides[2] +
-                      key * a.mask_strides[3];
+    int64_t at_mask =
+        batch * a.mask_strides[0] + head * a.mask_strides[1] + query * a.mask_strides[2] + key * a.mask_strides[3];
     bool hidden = (a.mask == Attention::Mask::causal && key > a.keys - a.queries + query) ||
                   (a.mask == Attention::Mask::boolean && !static_cast<const uint8_t*>(a.mask_values)[at_mask]);
     // The lowest value rather than infinity: a row of which nothing is seen becomes the mean, as in MLX.
@@ -129,8 +130,7 @@ void attend(const Attention& a, int64_t batch, int64_t head, int64_t query) {
 
 void scalar_attention(const Attention& a, Threads& threads) {
   threads.parallel_for(a.batches * a.heads * a.queries, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; i++)
-      attend(a, i / a.queries / a.heads, i / a.queries % a.heads, i % a.queries);
+    for (int64_t i = begin; i < end; i++) attend(a, i / a.queries / a.heads, i / a.queries % a.heads, i % a.queries);
   });
 }
 

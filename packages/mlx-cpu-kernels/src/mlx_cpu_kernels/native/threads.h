@@ -30,7 +30,8 @@ class Threads {
       return;
     }
     using Body = std::remove_reference_t<F>;
-    run(n, grain, [](void* body, int64_t begin, int64_t end) { (*static_cast<Body*>(body))(begin, end); },
+    run(
+        n, grain, [](void* body, int64_t begin, int64_t end) { (*static_cast<Body*>(body))(begin, end); },
         const_cast<std::remove_const_t<Body>*>(&f));
   }
 
