@@ -27,7 +27,7 @@ from mlx_ring.cli.cluster import speed
         (
             "{devices: [{hostname: nowhere.invalid}], model: demo, serve: {blas: fast}}",
             ("start",),
-            "blas under `serve` is fast; it must be auto or off.",
+            "blas under `serve` is fast; it must be auto, openblas or off.",
         ),
         (
             "{devices: [{hostname: nowhere.invalid}], model: demo, wheels: missing}",

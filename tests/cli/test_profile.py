@@ -65,7 +65,7 @@ def test_a_saved_profile_is_shown_unless_again_is_given(measured: Measured, tmp_
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--blas", "mkl"], "--blas is mkl; it must be auto or off."),
+        (["--blas", "mkl"], "--blas is mkl; it must be auto, openblas or off."),
         (["--blas-threads", "-1"], "--blas-threads is -1; it must be from 0 to 1024."),
     ],
 )
