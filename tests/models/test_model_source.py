@@ -13,7 +13,7 @@ from huggingface_hub import constants
 from tests.core.fake_hub import COMMIT, find_elsewhere, running_hub
 from tests.models.gguf.writing import write_gguf_of
 
-from mlx_ring.cli.startup import largest_fitting
+from mlx_ring.cli.startup import cpu_bytes_per_s, largest_fitting
 from mlx_ring.core.environment import inherited_environment
 from mlx_ring.core.errors import ConfigError, ModelNotFound, PlanError
 from mlx_ring.models.model_folder import check_memory
@@ -165,6 +165,20 @@ def test_the_largest_fitting_model_grows_with_the_memory() -> None:
     assert sizes == sorted(sizes)
     assert len(set(sizes)) == 7
     assert all(size < free << 30 for size, free in zip(sizes, range(3, 200), strict=False))
+
+
+def test_a_slow_machine_gets_a_model_that_answers_at_a_pleasant_speed() -> None:
+    free = 64 << 30
+    chosen = [largest_fitting(free, rate) for rate in (1e6, 0.6e9, 6e9, 13e9, 30e9, 1e12)]
+    names = [model.hub_id.removeprefix("mlx-community/Qwen3-") for model in chosen if model]
+    # The Mixture of Experts reads as many weights for a token as a model of 2 GB.
+    assert names == ["0.6B-4bit", "0.6B-4bit", "1.7B-4bit", "30B-A3B-4bit", "30B-A3B-4bit", "30B-A3B-4bit"]
+    assert largest_fitting(1 << 30, 30e9) is None
+
+
+def test_without_native_kernels_a_cpu_reads_quantized_weights_slowly() -> None:
+    assert cpu_bytes_per_s("OpenBLAS 0.3.34; MLX's own operations on quantized weights (not built)") < 1e9
+    assert cpu_bytes_per_s("OpenBLAS 0.3.34; native kernels (AVX2)") > 0
 
 
 @pytest.fixture

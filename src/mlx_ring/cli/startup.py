@@ -10,6 +10,7 @@ import logging
 import shlex
 import shutil
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -30,6 +31,12 @@ class KnownModel:
 
     hub_id: str
     weight_bytes: int
+    active_share: float = 1.0
+    """Share of the weights that a token reads: less than 1 in a Mixture of Experts."""
+
+    def tokens_per_s(self, bytes_per_s: float) -> float:
+        """Return the tokens a second of one stream on a machine that reads weights at this rate."""
+        return bytes_per_s / (self.weight_bytes * self.active_share)
 
 
 _BY_SIZE = (
@@ -38,21 +45,54 @@ _BY_SIZE = (
     KnownModel("mlx-community/Qwen3-4B-4bit", 2_263_000_000),
     KnownModel("mlx-community/Qwen3-8B-4bit", 4_609_000_000),
     KnownModel("mlx-community/Qwen3-14B-4bit", 8_308_000_000),
-    KnownModel("mlx-community/Qwen3-30B-A3B-4bit", 17_180_000_000),
-    KnownModel("mlx-community/Qwen3-235B-A22B-4bit", 132_260_000_000),
+    KnownModel("mlx-community/Qwen3-30B-A3B-4bit", 17_180_000_000, 0.11),
+    KnownModel("mlx-community/Qwen3-235B-A22B-4bit", 132_260_000_000, 0.094),
 )
 _RESERVE_BYTES = 2_000_000_000
 """Memory for the KV cache, computation and other programs."""
+_PLEASANT_TOKENS_PER_S = 5.0
+"""About as fast as people read. A slower model is not recommended."""
+_SLOW_BYTES_PER_S = 0.6e9
+"""Rate of 4-bit weights in MLX's own operations on a CPU."""
+_NATIVE = "native kernels"
+_PROBE_BYTES = 64 << 20
 
 
-def largest_fitting(free_bytes: int) -> KnownModel | None:
-    """Return the largest known model whose weights take at most two thirds of the free memory beyond a reserve."""
+def largest_fitting(free_bytes: int, bytes_per_s: float | None = None) -> KnownModel | None:
+    """Return the largest known model that fits and answers at a pleasant speed.
+
+    Its weights take at most two thirds of the free memory beyond a reserve. If none is fast enough, it is the smallest.
+
+    Args:
+        free_bytes: the machine's free memory.
+        bytes_per_s: the rate at which it reads weights; unlimited by default.
+    """
     room = (free_bytes - _RESERVE_BYTES) * 2 // 3
     fitting = [model for model in _BY_SIZE if model.weight_bytes <= room]
-    return fitting[-1] if fitting else None
+    fast = [
+        model
+        for model in fitting
+        if bytes_per_s is None or model.tokens_per_s(bytes_per_s) >= _PLEASANT_TOKENS_PER_S
+    ]
+    return fast[-1] if fast else fitting[0] if fitting else None
+
+
+def cpu_bytes_per_s(products: str) -> float:
+    """Return the rate at which this CPU reads 4-bit weights: memory's, if it computes with native kernels.
+
+    Args:
+        products: the worker's description of what computes its products.
+    """
+    if _NATIVE not in products:
+        return _SLOW_BYTES_PER_S
+    written = b"\1" * _PROBE_BYTES
+    begin = time.perf_counter()
+    written.find(b"\0")
+    return _PROBE_BYTES / (time.perf_counter() - begin)
 
 
 if TYPE_CHECKING:
+    from mlx_ring.core.worker_status import WorkerInfo
     from mlx_ring.head.head import StartReport
     from mlx_ring.head.placing import Placement
 
@@ -149,16 +189,27 @@ def ready_text(running: StartReport) -> str:
         f"{_megabytes(worker.memory['weight_bytes'])} of weights, {_megabytes(worker.memory['rss_bytes'])} of memory"
         for worker in instance.workers
     ]
+    products = sorted({worker.blas for worker in instance.workers if worker.device == "cpu" and worker.blas})
+    lines += [f"  computed by {each}" for each in products]
     if not running.is_first:
         return "\n".join([*lines, ""])
     lines += ["", *sample_commands(running.url, running.certificate, asks_for_key=running.asks_for_key)]
-    fitting = largest_fitting(usable_memory().available_bytes)
-    if running.served.local.kind == "built-in" and fitting is not None:
-        lines += [
-            "The built-in models are tiny. A real model that fits this machine's free memory:",
-            f"  {program()} serve {fitting.hub_id}    # fetches {fitting.weight_bytes / 1e9:.1f} GB",
-        ]
+    if running.served.local.kind == "built-in":
+        lines += _recommendation(instance.workers[0])
     return "\n".join([*lines, "Press Ctrl-C to stop it.", ""])
+
+
+def _recommendation(worker: WorkerInfo) -> list[str]:
+    """Return the lines that name a real model for this machine; none if its memory is too small for all."""
+    rate = cpu_bytes_per_s(worker.blas) if worker.device == "cpu" else None
+    fitting = largest_fitting(usable_memory().available_bytes, rate)
+    if fitting is None:
+        return []
+    speed = "" if rate is None else f", about {fitting.tokens_per_s(rate):.2g} tokens/s"
+    return [
+        "The built-in models are tiny. A real model that fits this machine:",
+        f"  {program()} serve {fitting.hub_id}    # fetches {fitting.weight_bytes / 1e9:.1f} GB{speed}",
+    ]
 
 
 def sample_commands(url: str, certificate: Path | None, *, asks_for_key: bool) -> list[str]:

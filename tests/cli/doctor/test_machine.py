@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from mlx_ring.cli.doctor.machine import (
     check_mlx,
     check_state_folder,
     judge_memory,
+    judge_products,
     judge_rdma,
     judge_wired_limit,
 )
@@ -86,7 +88,18 @@ def test_rdma_and_thunderbolt_links_are_reported(tmp_path: Path) -> None:
 
 
 def test_mlx_computes_on_this_machine() -> None:
-    assert check_mlx().level == "ok"
+    findings = {finding.what: finding for finding in check_mlx()}
+    assert findings["MLX"].level == "ok"
+    if sys.platform == "linux" and findings["MLX"].value == "computes on the CPU":
+        assert "native kernels" in findings["products"].value
+
+
+def test_a_cpu_without_native_kernels_is_a_warning() -> None:
+    finding = judge_products(
+        "OpenBLAS 0.3.34; MLX's own operations on quantized weights (they are not built)"
+    )
+    assert finding.level == "warning"
+    assert "python -m mlx_cpu_kernels.build" in finding.fix
 
 
 @pytest.mark.parametrize(

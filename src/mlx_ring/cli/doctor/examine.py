@@ -37,7 +37,7 @@ def examine(settings: Settings, head: HeadAddress | None, peers: Sequence[HeadAd
     """Yield the result of each check; some checks take seconds."""
     state = state_folder(settings)
     yield check_installed()
-    yield check_mlx()
+    yield from check_mlx()
     yield check_memory()
     yield check_address_space()
     yield from check_wired_limit()

@@ -23,8 +23,9 @@ _LITTLE_DISK, _NO_DISK = 10 * GIB, GIB
 _OPEN_TO_OTHERS = 0o077
 _MLX_S, _ASK_S = 120.0, 10.0
 _TRY_MLX = (
-    "import mlx.core as mx, mlx_lm; "
-    "print(mx.default_device().type.name, int(mx.sum(mx.ones((8, 8)) @ mx.ones((8, 8))).item()))"
+    "import mlx.core as mx, mlx_cpu_kernels, mlx_lm; "
+    "print(mx.default_device().type.name, int(mx.sum(mx.ones((8, 8)) @ mx.ones((8, 8))).item())); "
+    "print(mlx_cpu_kernels.speed_up())"
 )
 _MLX_SAYS = "512"
 
@@ -41,21 +42,39 @@ def check_installed() -> Finding:
     return Finding("ok", "versions", value)
 
 
-def check_mlx() -> Finding:
-    """Check that MLX computes, in its own process because this one must not hold a device."""
+def check_mlx() -> Iterator[Finding]:
+    """Check that MLX computes, and on a CPU by what. It does in its own process: this one must not hold a device."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", _TRY_MLX], capture_output=True, text=True, timeout=_MLX_S, check=False
         )
     except subprocess.TimeoutExpired:
-        return Finding("broken", "MLX", f"no answer in {_MLX_S:g} s", _MEND_MLX)
-    words = done.stdout.split()
-    if done.returncode == 0 and words[1:] == [_MLX_SAYS]:
-        return Finding("ok", "MLX", f"computes on the {words[0].upper()}")
+        yield Finding("broken", "MLX", f"no answer in {_MLX_S:g} s", _MEND_MLX)
+        return
+    first, _, products = done.stdout.partition("\n")
+    device, _, result = first.partition(" ")
+    if done.returncode == 0 and result == _MLX_SAYS:
+        yield Finding("ok", "MLX", f"computes on the {device.upper()}")
+        if device == "cpu" and sys.platform == "linux":
+            yield judge_products(products.strip())
+        return
     last = next(
         (line for line in reversed(done.stderr.splitlines()) if line.strip()), f"exit {done.returncode}"
     )
-    return Finding("broken", "MLX", last.strip(), _MEND_MLX)
+    yield Finding("broken", "MLX", last.strip(), _MEND_MLX)
+
+
+def judge_products(products: str) -> Finding:
+    """Judge the description of what computes products on this CPU."""
+    if "native kernels" in products:
+        return Finding("ok", "products", products)
+    return Finding("warning", "products", products, _BUILD_KERNELS)
+
+
+_BUILD_KERNELS = (
+    "Models with quantized weights are slow here. Install a C++ compiler and Python's headers "
+    "(`apt install g++ python3-dev`), then run `python -m mlx_cpu_kernels.build`."
+)
 
 
 _MEND_MLX = (
