@@ -22,11 +22,13 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # One stamp file each, so that a second `make` starts at once.
-.venv/.ready-run: pyproject.toml uv.lock scripts/setup
+NATIVE := $(wildcard packages/mlx-cpu-kernels/src/mlx_cpu_kernels/native/*.cpp packages/mlx-cpu-kernels/src/mlx_cpu_kernels/native/*.h)
+
+.venv/.ready-run: pyproject.toml uv.lock scripts/setup $(NATIVE)
 	@scripts/setup
 	@touch $@
 
-.venv/.ready-dev: pyproject.toml uv.lock scripts/setup
+.venv/.ready-dev: pyproject.toml uv.lock scripts/setup $(NATIVE)
 	@scripts/setup --dev
 	@touch $@ .venv/.ready-run
 

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
@@ -155,6 +155,56 @@ def test_experts_compute_their_own_rows(
     ours = mx.gather_qmm(x, *experts, rhs_indices=indices, **options)
     expected = np.einsum("tk,tcnk->tcn", exact(x)[:, 0, 0], dense[np.array(indices)])[:, :, None]
     assert_close(ours, expected, mx.float32)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_numbers_of_an_earlier_product_do_not_stay(rows: int) -> None:
+    """Fill the memory that a product uses for a while with NaN, then multiply with fewer rows of weights."""
+    options: dict[str, Any] = {"bits": 4, "group_size": 32, "transpose": False}
+    broken = mx.quantize(numbers(1, 260, 64) * float("nan"), bits=4, group_size=32)
+    mx.eval(mx.quantized_matmul(numbers(2, 1, 260), *broken, **options))
+    weights = mx.quantize(numbers(3, 101, 64), bits=4, group_size=32)
+    x = numbers(4, rows, 101)
+    theirs = own("quantized_matmul", x, *weights, **options)
+    assert_close(mx.quantized_matmul(x, *weights, **options), exact(theirs), mx.float32)
+
+
+def test_scales_and_biases_may_lie_differently() -> None:
+    weights, scales, biases = mx.quantize(numbers(1, 40, 128), bits=4, group_size=32)
+    wide = mx.concatenate([scales, scales], axis=1)[:, :4]
+    x = numbers(2, 3, 128)
+    for parts in ((weights, wide, biases), (weights, scales, mx.broadcast_to(biases[:1], biases.shape))):
+        theirs = own("quantized_matmul", x, *parts, bits=4, group_size=32)
+        assert_close(mx.quantized_matmul(x, *parts, bits=4, group_size=32), exact(theirs), mx.float32)
+        whole = own("dequantize", *parts, bits=4, group_size=32)
+        assert_close(mx.dequantize(*parts, bits=4, group_size=32), exact(whole), mx.float32)
+
+
+def test_products_without_depth_are_zero() -> None:
+    empty = (mx.zeros((8, 0), mx.uint32), mx.zeros((8, 0)), mx.zeros((8, 0)))
+    assert mx.array_equal(mx.quantized_matmul(mx.zeros((3, 0)), *empty), mx.zeros((3, 8)))
+
+
+def test_layers_can_be_mapped() -> None:
+    """Map as MLX's own operations can; its quantized product cannot."""
+    x = numbers(9, 5, 3, 128)
+
+    def compute(each: mx.array) -> mx.array:
+        return mx.fast.rms_norm(each, None, 1e-5)
+
+    assert_close(mx.vmap(compute)(x), exact(compute(x)), mx.float32)
+
+
+def test_a_compiled_function_without_shapes_takes_others() -> None:
+    weights = mx.quantize(numbers(8, 40, 128))
+
+    def compute(x: mx.array) -> mx.array:
+        return mx.quantized_matmul(x, *weights)
+
+    compiled = cast("Operation", mx.compile(compute, shapeless=True))
+    for rows in (1, 4):
+        x = numbers(9, rows, 128)
+        assert_close(compiled(x), exact(compute(x)), mx.float32)
 
 
 def test_an_expert_that_is_not_there_is_refused() -> None:

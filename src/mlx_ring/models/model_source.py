@@ -268,7 +268,9 @@ def _identity(parts: Iterable[Path]) -> str:
 
 
 def _remove_outdated(root: Path) -> None:
-    """Remove the folders of files that are no longer there, or were written after their folder."""
+    """Remove the folders of files that are no longer there, or have changed since."""
     for link in _links(root):
-        if not link.exists() or link.stat().st_mtime_ns > link.lstat().st_mtime_ns:
+        parts = [part.readlink() for part in sorted(link.parent.glob(f"model*{SUFFIX}"))]
+        is_current = all(map(Path.exists, parts)) and link.parent.name.endswith(f"-{_identity(parts)}")
+        if not is_current:
             shutil.rmtree(link.parent, ignore_errors=True)

@@ -103,16 +103,24 @@ class Target:
         digest = hashlib.sha256()
         for source in sorted((*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h"))):
             digest.update(source.name.encode() + b"\0" + source.read_bytes())
-        parts = (self.mlx.version, self.nanobind.version, sysconfig.get_config_var("EXT_SUFFIX"), *_FLAGS)
+        parts = (
+            self.mlx.version,
+            self.nanobind.version,
+            sysconfig.get_config_var("EXT_SUFFIX"),
+            *_FLAGS,
+            _INSTRUCTION_SETS,
+        )
         digest.update("\0".join(map(str, parts)).encode())
         return digest.hexdigest()[:16]
 
 
 def find_binary(target: Target) -> Path | None:
-    """Return the binary for `target`: the package's own, of a wheel made for this system, or one built before."""
-    for folder in (BINARIES, *_build_folders()):
-        if (path := _binary(folder / target.key)).is_file():
-            return path
+    """Return the binary for `target`: one that was built here, or the package's own, made elsewhere for this system."""
+    key = target.key
+    for folder in (*_build_folders(), BINARIES):
+        with contextlib.suppress(OSError):  # a folder of another user
+            if (path := _binary(folder / key)).is_file():
+                return path
     return None
 
 
@@ -148,7 +156,7 @@ def build(target: Target, folder: Path | None = None) -> Path:
             target.nanobind.folder / "src/nb_combined.cpp": (),
             **_sources(),
         }
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
+        with ThreadPoolExecutor(_usable_cores()) as pool:
             compiled = [
                 pool.submit(_compile, compiler, [*flags, *own], source, work)
                 for source, own in sources.items()
@@ -172,6 +180,10 @@ def build(target: Target, folder: Path | None = None) -> Path:
         _check_internals(target, linked)
         linked.replace(final)
     return final
+
+
+def _usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def _binary(folder: Path) -> Path:
@@ -233,8 +245,14 @@ def _check_internals(target: Target, binary: Path) -> None:
         )
 
 
+def _works() -> bool:
+    """Load the binary that is found, and check its results, in a process of its own: it may crash."""
+    code = "import sys; from mlx_cpu_kernels.operations import install; sys.exit(not install().active)"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+
+
 def main() -> None:
-    """Build the kernels unless they are there, and print where they are, or why not."""
+    """Build the kernels unless they are there and work, and print where they are, or why not."""
     parser = argparse.ArgumentParser(prog="python -m mlx_cpu_kernels.build", description=__doc__)
     parser.add_argument(
         "--into", type=Path, metavar="FOLDER", help="folder of the binary (default: one where they are found)"
@@ -243,7 +261,9 @@ def main() -> None:
     try:
         target = Target.installed()
         path = None if options.into else find_binary(target)
-        print(path or build(target, options.into))  # noqa: T201 - the command's result
+        if path is None or not _works():
+            path = build(target, options.into)
+        print(path)  # noqa: T201 - the command's result
     except Unavailable as reason:
         sys.exit(f"The native kernels cannot be built: {reason}.")
 

@@ -28,6 +28,8 @@ _OPERATIONS: dict[str, ModuleType] = {
 _ACTIVATION = "swiglu"
 _ACTIVATIONS = "mlx_lm.models.activations"
 """mlx-lm's module of activations, whose models import functions of it by name."""
+_SCALAR = "scalar"
+"""Name of the kernels for any processor, which are a reference and slow."""
 _TOLERANCE = 1e-4
 """Largest difference from MLX's own result, as a part of its largest value. Rounding alone makes some 1e-6."""
 
@@ -40,7 +42,7 @@ class KernelReport:
 
     active: bool
     detail: str
-    """The instruction set, or why MLX's own operations stay."""
+    """The instruction set, or why MLX's own operations stay; empty where these are fast: on GPUs and Macs."""
 
 
 _stock: dict[str, Operation] = {}
@@ -53,12 +55,15 @@ def install(threads: int = 1) -> KernelReport:
     Where they were not built for the installed MLX, or compute something else than MLX, its own stay. Safe to repeat.
     mlx-lm, where it is used, is imported before.
     """
+    if sys.platform != "linux" or mx.default_device() != mx.Device(mx.cpu):
+        return KernelReport(active=False, detail="")
     with _lock:
         try:
             kernels = _load()
+            mx.synchronize()  # nothing computes while the number of threads changes
             kernels.set_threads(max(1, threads))
             _check(kernels)
-        except (Unavailable, ImportError) as reason:
+        except Exception as reason:  # noqa: BLE001 - whatever fails, MLX computes as before
             return KernelReport(active=False, detail=str(reason))
         for name, module in _OPERATIONS.items():
             _stock.setdefault(name, getattr(module, name))
@@ -119,6 +124,8 @@ def _load() -> ModuleType:
         raise Unavailable(f"{binary} is no module of this Python")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    if module.instruction_set() == _SCALAR:
+        raise Unavailable("this processor has none of AVX-512, AVX2 and NEON")
     return module
 
 

@@ -7,6 +7,7 @@
 #include <functional>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "mlx/allocator.h"
@@ -107,6 +108,12 @@ class CpuPrimitive : public mx::Primitive {
   std::vector<mx::array> jvp(const std::vector<mx::array>& primals, const std::vector<mx::array>& tangents,
                              const std::vector<int>& arguments) override {
     return mx::jvp(stock_of(primals, arguments), chosen(primals, arguments), tangents).second;
+  }
+
+  std::pair<std::vector<mx::array>, std::vector<int>> vmap(const std::vector<mx::array>& inputs,
+                                                           const std::vector<int>& axes) override {
+    const Function function = [this](const std::vector<mx::array>& each) { return std::vector<mx::array>{stock(each)}; };
+    return {mx::vmap(function, axes, {0})(inputs), {0}};
   }
 
  private:

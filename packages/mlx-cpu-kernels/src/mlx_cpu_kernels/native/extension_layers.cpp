@@ -199,6 +199,12 @@ class ScaledAttention : public CpuPrimitive {
         stream());
   }
 
+  std::vector<mx::Shape> output_shapes(const std::vector<mx::array>& inputs) override {
+    auto shape = inputs[0].shape();
+    shape.back() = inputs[2].shape(-1);
+    return {shape};
+  }
+
   const char* name() const override { return "CpuAttention"; }
   bool is_equivalent(const mx::Primitive& other) const override {
     const auto& same = static_cast<const ScaledAttention&>(other);

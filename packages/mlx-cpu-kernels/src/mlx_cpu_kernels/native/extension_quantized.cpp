@@ -3,6 +3,7 @@
 #include "extension_quantized.h"
 
 #include <algorithm>
+#include <cstring>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -31,6 +32,19 @@ bool has_even_rows(const mx::array& x, int64_t& stride) {
     expected *= x.shape(axis);
   }
   return true;
+}
+
+// Inputs from `first` on as weights, scales and biases with dense rows. Scales and biases lie alike in memory.
+std::vector<mx::array> quantized_inputs(const std::vector<mx::array>& inputs, size_t count, size_t first,
+                                       mx::cpu::CommandEncoder& encoder) {
+  std::vector<mx::array> rows;
+  for (size_t input = 0; input < count; ++input) rows.push_back(with_dense_rows(inputs[input], encoder));
+  auto &scales = rows[first + 1], &biases = rows[first + 2];
+  if (scales.strides() != biases.strides()) {
+    scales = dense(scales, encoder);
+    biases = dense(biases, encoder);
+  }
+  return rows;
 }
 
 // Weights, scales and biases of one matrix of `weights`, the `index`th of its leading axes.
@@ -83,10 +97,13 @@ class QuantizedProduct : public CpuPrimitive {
     y.set_data(mx::allocator::malloc(y.nbytes()));
     if (y.size() == 0) return;
     auto& encoder = mx::cpu::get_command_encoder(stream());
-    std::vector<mx::array> dense;
-    for (const auto& input : inputs) dense.push_back(with_dense_rows(input, encoder));
+    const auto dense = quantized_inputs(inputs, 4, 1, encoder);
     const auto& x = dense[0];
     const auto& weights = dense[1];
+    if (x.shape(-1) == 0) {  // sums of nothing
+      encoder.dispatch([y = y.data<char>(), size = y.nbytes()] { std::memset(y, 0, size); });
+      return;
+    }
     const Matrices matrices(weights, dense[2], dense[3], quantization_.bits, quantization_.group_size);
     const int64_t columns = y.shape(-1), type_size = y.itemsize();
     const auto type = type_of(y.dtype());
@@ -177,8 +194,7 @@ class GatheredProduct : public CpuPrimitive {
     y.set_data(mx::allocator::malloc(y.nbytes()));
     if (y.size() == 0) return;
     auto& encoder = mx::cpu::get_command_encoder(stream());
-    std::vector<mx::array> dense;
-    for (int input = 0; input < 4; ++input) dense.push_back(with_dense_rows(inputs[input], encoder));
+    const auto dense = quantized_inputs(inputs, 4, 1, encoder);
     const auto& x = dense[0];
     const auto& indices = inputs[4];
     const Matrices matrices(dense[1], dense[2], dense[3], quantization_.bits, quantization_.group_size);
@@ -202,6 +218,13 @@ class GatheredProduct : public CpuPrimitive {
                           quantization_.group_size, quantization_.bits, "affine", std::nullopt, false, stream());
   }
 
+  std::vector<mx::Shape> output_shapes(const std::vector<mx::array>& inputs) override {
+    auto shape = inputs[4].shape();
+    shape.push_back(1);
+    shape.push_back(inputs[1].shape(-2));
+    return {shape};
+  }
+
   const char* name() const override { return "GatheredProduct"; }
 
   bool is_equivalent(const mx::Primitive& other) const override {
@@ -223,8 +246,7 @@ class Dequantization : public CpuPrimitive {
     y.set_data(mx::allocator::malloc(y.nbytes()));
     if (y.size() == 0) return;
     auto& encoder = mx::cpu::get_command_encoder(stream());
-    std::vector<mx::array> dense;
-    for (const auto& input : inputs) dense.push_back(with_dense_rows(input, encoder));
+    const auto dense = quantized_inputs(inputs, 3, 0, encoder);
     const Matrices matrices(dense[0], dense[1], dense[2], quantization_.bits, quantization_.group_size);
     const int64_t size = static_cast<int64_t>(y.shape(-2)) * y.shape(-1);
     encoder.dispatch([=, count = static_cast<int64_t>(y.size()) / size, type = type_of(y.dtype()),
@@ -239,6 +261,12 @@ class Dequantization : public CpuPrimitive {
   mx::array stock(const std::vector<mx::array>& inputs) override {
     return mx::dequantize(inputs[0], inputs[1], inputs[2], quantization_.group_size, quantization_.bits, "affine",
                           std::nullopt, type_, stream());
+  }
+
+  std::vector<mx::Shape> output_shapes(const std::vector<mx::array>& inputs) override {
+    auto shape = inputs[0].shape();
+    shape.back() = inputs[1].shape(-1) * quantization_.group_size;
+    return {shape};
   }
 
   const char* name() const override { return "Dequantization"; }

@@ -1,6 +1,8 @@
 // Products of many rows: the matrix is dequantized into panels that stay in the caches while all rows use them.
 #pragma once
 
+#include <algorithm>
+
 #include "kernels.h"
 #include "panels.h"
 
@@ -13,6 +15,8 @@ constexpr int64_t kDepth = 256;
 constexpr int64_t kXStride = kDepth + 16;
 // Rows of x at once, so that their sums stay in level 2; panels are dequantized again for further rows.
 constexpr int64_t kMostRows = 768;
+// Steps of depth that a tile of one row takes at once.
+constexpr int64_t kSteps = 4;
 // Panels at once for many rows: a tile of x is read once for all of them.
 constexpr int64_t kManyPanels = 4;
 
@@ -50,7 +54,7 @@ template <class V, int rows>
                                     bool add) {
   constexpr int kVectors = V::kPanelVectors;
   // An addition takes four cycles and two can begin in each: with few rows, several sums are kept for each result.
-  constexpr int kParts = rows == 1 ? 4 : rows <= 3 ? 2 : 1;
+  constexpr int kParts = rows == 1 ? kSteps : rows <= 3 ? 2 : 1;
   typename V::Float s[kParts][rows][kVectors];
   for (auto& part : s)
     for (auto& row : part)
@@ -99,6 +103,11 @@ void multiply_columns(const CopiedRows<V>& x, int64_t rows, const Source& source
   for (int64_t begin = 0, block = 0; begin < source.depth(); begin += kDepth, block++) {
     int64_t depth = smaller(kDepth, source.depth() - begin);
     source.fill(begin, depth, panel, kDepth * kWidth<V>);
+    // A tile of few rows takes up to kSteps of them at once: those beyond the depth meet zeros of x, and must be numbers.
+    for (int64_t p = 0; p < panels; p++) {
+      float* rest = panel + (p * kDepth + depth) * kWidth<V>;
+      std::fill(rest, rest + (round_up(depth, kSteps) - depth) * kWidth<V>, 0.0f);
+    }
     for (int64_t t = 0; t < tiles; t++) {
       int64_t row = rows * t / tiles, height = rows * (t + 1) / tiles - row;
       Tile multiply = tile_of_rows<V>(height);
