@@ -176,3 +176,36 @@ def test_a_failed_measurement_keeps_the_stored_profile(
         recall(tmp_path, again=True)
     assert recall(tmp_path) == stored
     assert len(measured) == 1
+
+
+@pytest.fixture
+def builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Pretend that no kernels are there, and that building them fails. Return the file that has a line for each try."""
+    tries, program = tmp_path / "tries", tmp_path / "python"
+    reason = "The native kernels cannot be built: no C++ compiler was found."
+    program.write_text(f"#!/bin/sh\necho \"$@\" >> {tries}\necho '{reason}' >&2\nexit 1\n")
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
+    monkeypatch.setattr(profile_store, "find_binary", dict[object, None]().get)
+    monkeypatch.setattr(profile_store, "_tried", set[str]())
+    return tries
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernels are for Linux")
+@pytest.mark.processes
+def test_kernels_that_cannot_be_compiled_are_tried_and_reported_once(
+    builds: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        asyncio.run(profile_store.build_kernels("auto"))
+    assert builds.read_text() == "-m mlx_cpu_kernels.build\n"
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warning.startswith(
+        "The native kernels cannot be built: no C++ compiler was found. Models with quantized"
+    )
+
+
+@pytest.mark.parametrize("blas", ["openblas", "off"])
+def test_kernels_that_are_not_used_are_not_compiled(builds: Path, blas: str) -> None:
+    asyncio.run(profile_store.build_kernels(blas))
+    assert not builds.exists()

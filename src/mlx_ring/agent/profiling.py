@@ -10,6 +10,7 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
@@ -29,6 +30,9 @@ from mlx_ring.host.process import cpu_quota, usable_cores, usable_memory
 log = logging.getLogger(__name__)
 
 PROFILE_MODULE = "mlx_ring.worker.profile"
+_COMPILE_S = 300
+_tried: set[str] = set()
+"""Identities of the kernels that this process has tried to compile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,29 +51,44 @@ class ProfileOptions:
 async def build_kernels(blas: str) -> None:
     """Compile the native kernels that workers compute with, unless they are there or cannot be made here.
 
-    Takes up to a minute, once for each version of MLX. Workers without them say why, and are slow with quantized weights.
+    Takes up to a minute, once for each version of MLX. A process tries it once: a recovery does not wait for it again.
+    Workers without them say why, and are slow with quantized weights.
     """
     if blas != "auto" or sys.platform != "linux":
         return
     try:
-        if find_binary(Target.installed()):
-            return
+        target = Target.installed()
+        key = target.key
     except Unavailable:
         return
+    if key in _tried or find_binary(target):
+        return
+    _tried.add(key)
     log.info("compiling native kernels for quantized weights, once; this takes up to a minute")
     child = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "mlx_cpu_kernels.build"),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,
+        start_new_session=True,
     )
     try:
-        _, errors = await child.communicate()
+        async with asyncio.timeout(_COMPILE_S):
+            _, errors = await child.communicate()
+    except TimeoutError:
+        log.warning("Compiling native kernels took longer than %d s and was stopped.", _COMPILE_S)
+        return
     finally:
         if child.returncode is None:
-            child.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)  # with its compilers
+            await child.wait()
     if child.returncode:
-        log.warning("%s", errors.decode(errors="replace").strip())
+        log.warning(
+            "%s Models with quantized weights are many times slower on this CPU. Mend it and run "
+            "`python -m mlx_cpu_kernels.build`.",
+            errors.decode(errors="replace").strip(),
+        )
 
 
 def _kernels(blas: str) -> str:
