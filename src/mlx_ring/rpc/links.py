@@ -28,6 +28,8 @@ from mlx_ring.rpc.tls.peers import node_name
 
 HIDDEN = worker_pb2.Activation.Purpose.HIDDEN
 SAMPLED = worker_pb2.Activation.Purpose.SAMPLED
+_UNWATCHED_AFTER_S = 1.0
+"""Seconds after which gRPC no longer watches whether a channel connects. Its thread looks five times a second."""
 _MOST_WAITING, _MOST_WAITING_BYTES = 1024, 2 << 30
 """Limits of an inbox: far more than the steps under way."""
 
@@ -319,18 +321,21 @@ class GrpcLink:
         opening.add(connected.cancel)
         try:
             connected.result(timeout_s)
+            self._call = LINK.stream_stream(self._channel)(self._outgoing())
+            opening.add(self._call.cancel)
+            self._await_hello()
         except grpc.FutureTimeoutError:
-            self._channel.close()
+            self._abandon()
             error = LinkLost(f"No worker answered at {address} within {timeout_s:g} s.")
             raise error.between(hello.node, self._receiver.node) from None
         except grpc.FutureCancelledError:
-            # The channel ends with its last reference. If it were closed, gRPC's thread that connects might fail.
+            self._abandon()
             error = LinkLost(f"The link to {address} was given up.")
             raise error.between(hello.node, self._receiver.node) from None
-        self._call = LINK.stream_stream(self._channel)(self._outgoing())
-        opening.add(self._call.cancel)
-        self._await_hello()
-        opening.add(self.close)
+        except BaseException:
+            self._abandon()
+            raise
+        opening.add(self._abandon)
         if not self._call.add_callback(self._report_end):
             self._report_end()
 
@@ -380,6 +385,17 @@ class GrpcLink:
         self._closed = True
         self._frames.put(None)
         self._channel.close()
+
+    def _abandon(self) -> None:
+        """Close a link that was refused or given up, but its channel only when gRPC's thread no longer watches it.
+
+        That thread fails if the channel is closed, or no longer referred to, meanwhile.
+        """
+        self._closed = True
+        self._frames.put(None)
+        closing = threading.Timer(_UNWATCHED_AFTER_S, self._channel.close)
+        closing.daemon = True
+        closing.start()
 
 
 def deliver_frames(frames: Iterator[Frame], inbox: Inbox | InboxSender) -> None:
