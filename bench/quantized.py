@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from itertools import cycle
@@ -26,6 +26,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
+from blas import QWEN3
 from mlx import nn
 
 from mlx_cpu_kernels import operations, speed_up
@@ -33,20 +34,6 @@ from mlx_cpu_kernels import operations, speed_up
 SIDE = 4096
 COPIES = 8
 """Number of matrices: together larger than the last cache."""
-QWEN3: Mapping[str, Any] = {
-    "model_type": "qwen3",
-    "hidden_size": 1024,
-    "num_hidden_layers": 16,
-    "intermediate_size": 3072,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 32768,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 4096,
-    "rope_theta": 1e6,
-    "tie_word_embeddings": True,
-}
 PROMPT_TOKENS = 512
 NEW_TOKENS = 24
 Variants = dict[str, Callable[[], object]]

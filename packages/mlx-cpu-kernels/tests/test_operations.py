@@ -4,6 +4,7 @@
 # MLX's stubs take an unpacked list for any later parameter. One test replaces what `install` loads.
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -21,14 +22,15 @@ from mlx_cpu_kernels.operations import Operation
 Numbers = NDArray[np.float64]
 
 
-def _are_built() -> bool:
+def _can_be_built() -> bool:
+    """Report whether the kernels are there, or should be: this machine has a compiler."""
     try:
-        return find_binary(Target.installed()) is not None
+        return find_binary(Target.installed()) is not None or shutil.which("g++") is not None
     except Unavailable:
         return False
 
 
-pytestmark = pytest.mark.skipif(not _are_built(), reason="scripts/setup has not compiled the native kernels")
+pytestmark = pytest.mark.skipif(not _can_be_built(), reason="this machine has no native kernels and no g++")
 
 TYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 UNITS = {mx.float16: 2.0**-10, mx.bfloat16: 2.0**-7}
