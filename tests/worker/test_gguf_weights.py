@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from mlx.utils import tree_flatten  # pyright: ignore[reportUnknownVariableType] - its tree is any
 from mlx_lm.utils import load_model  # pyright: ignore[reportUnknownVariableType] - configurations are bare dicts
@@ -144,6 +145,26 @@ def test_k_quants_are_served_with_their_rows_in_order(tmp_path: Path) -> None:
         assert mx.allclose(found, expected, rtol=0, atol=limit).item()
     assert folder.rounding.startswith("16% of the weights are Q4_K (scales exact in float32")
     assert "8% of the weights are Q6_K (half of the groups" in folder.rounding
+
+
+def test_scales_whose_multiple_is_beyond_float16_become_float32(tmp_path: Path) -> None:
+    folder = write_random_model(tmp_path / "model", K_MODEL, spread=0.1, norm=1.0)
+    target = tmp_path / "model.gguf"
+    read = read_gguf(write_gguf_of(folder, target))
+    tensors = {
+        name: Stored(
+            NUMBERS[tensor.kind.name], tensor.shape, read_range(target, tensor.offset, tensor.nbytes)
+        )
+        for name, tensor in read.tensors.items()
+    }
+    blocks = random_blocks(QUANTIZED["Q4_0"], rows=256, columns=256)
+    blocks.reshape(-1, 18)[5, :2] = np.frombuffer(np.float16(60000).tobytes(), np.uint8)
+    tensors["blk.0.ffn_up.weight"] = Stored(NUMBERS["Q4_0"], (256, 256), blocks.tobytes())
+    target.write_bytes(gguf_bytes({**metadata_of(K_MODEL), **TOKENIZER}, tensors))
+    layer = cast("Any", load(folder_of(target)).model).model.layers[0].mlp.up_proj
+    found = mx.dequantize(layer.weight, layer.scales, layer.biases, group_size=32, bits=4)
+    expected = mx.array(by_definition(QUANTIZED["Q4_0"], blocks)).reshape(256, 256)
+    assert mx.allclose(found, expected, rtol=1e-6, atol=0).item()
 
 
 @pytest.mark.parametrize(("dtype", "widened"), [("float32", True), ("float16", False)])

@@ -18,9 +18,11 @@ from tests.conformance.families import configuration
 from tests.worker.random_models import QWEN3, write_random_model
 from tests.worker.stages import CUTS, PROMPT, Pipeline, Want, chunk, open_sequence, want
 
+from mlx_cpu_kernels import operations
 from mlx_ring.core.errors import ModelCorrupt
 from mlx_ring.core.types import LayerRange
 from mlx_ring.models.model_folder import read_model_folder
+from mlx_ring.worker.shard import StageModel
 from mlx_ring.worker.tensors import from_message
 from mlx_ring.worker.weights import load_stage
 
@@ -105,17 +107,50 @@ def test_quantized_stages_equal_the_whole_model(tmp_path: Path, bits: int, tied:
     assert mx.array_equal(hidden, whole(tokens))
 
 
-def test_scales_of_quantized_weights_take_the_stages_dtype(tmp_path: Path) -> None:
-    config = {**QWEN3, "quantization": {"group_size": 32, "bits": 4}}
-    folder = write_random_model(tmp_path / "model", QWEN3)
+def write_quantized_model(folder: Path, **changes: Any) -> Path:
+    """Write a model of 4 bits whose scales are bfloat16."""
+    config = {**QWEN3, **changes}
+    write_random_model(folder, config)
     model: Any = load_model(folder)[0]
     nn.quantize(model, group_size=32, bits=4)
     model.set_dtype(mx.bfloat16)
     save(folder, model)
-    (folder / "config.json").write_text(json.dumps(config))
-    stage = load_stage(read_model_folder(folder), LayerRange(1, 3), "float32", lambda _d, _t: None)
+    (folder / "config.json").write_text(json.dumps({**config, "quantization": {"group_size": 32, "bits": 4}}))
+    return folder
+
+
+def scale_types(stage: StageModel) -> set[mx.Dtype]:
     flat: Any = tree_flatten(stage.model.parameters(), destination={})
-    assert {value.dtype for name, value in flat.items() if name.endswith("scales")} == {mx.float32}
+    return {value.dtype for name, value in flat.items() if name.endswith(("scales", "biases"))}
+
+
+def test_scales_of_quantized_weights_take_the_stages_dtype(tmp_path: Path) -> None:
+    folder = write_quantized_model(tmp_path / "model")
+    stage = load_stage(read_model_folder(folder), LayerRange(1, 3), "float32", lambda _d, _t: None)
+    assert scale_types(stage) == {mx.float32}
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_scales_stay_as_stored_with_native_kernels(tmp_path: Path, *, tied: bool) -> None:
+    folder = read_model_folder(write_quantized_model(tmp_path / "model", tie_word_embeddings=tied))
+    tokens = mx.array([[3, 14, 15, 9, 26, 5]])
+
+    def load() -> StageModel:
+        return load_stage(folder, LayerRange(0, folder.num_layers), "float32", lambda _d, _t: None)
+
+    widened = load()
+    if not operations.install().active:
+        pytest.skip("the native kernels are not built")
+    try:
+        stored = load()
+        assert scale_types(stored) == {mx.bfloat16}
+        logits, expected = (
+            stage.forward(tokens, None, stage.make_layer_caches(), None) for stage in (stored, widened)
+        )
+        assert logits.dtype == mx.float32
+        assert mx.array_equal(logits, expected).item()
+    finally:
+        operations.uninstall()
 
 
 def test_weights_that_a_model_keeps_in_float32_stay_float32(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
+from numpy.typing import NDArray
 
 from mlx_ring.core.errors import ModelCorrupt
 from mlx_ring.models.gguf import GROUP, QUANTIZED, read_range
@@ -30,6 +31,7 @@ from mlx_ring.models.gguf.config import layout_of
 from mlx_ring.models.model_folder import ModelFolder, TensorEntry
 
 _LENGTH = struct.Struct("<Q")
+Halves = NDArray[np.float16]
 _CONVERTED_WEIGHTS = 1 << 22
 """Most weights that are converted at once."""
 
@@ -45,15 +47,23 @@ class _Part:
     nbytes: int
 
 
-class GgufWeights:
-    """Lazy arrays of all tensors of a folder's GGUF files, by their names in mlx-lm's model."""
+class ScalesOverflow(Exception):
+    """A group's bias is beyond float16, which its scale is stored in."""
 
-    def __init__(self, folder: ModelFolder) -> None:
+
+class GgufWeights:
+    """Lazy arrays of all tensors of a folder's GGUF files, by their names in mlx-lm's model.
+
+    Scales and biases of blocks of 32 weights are float16, as in the file; those of K-quants are products of it, in
+    float32. `widened` makes all float32, for a file in which a bias -8 * scale does not fit.
+    """
+
+    def __init__(self, folder: ModelFolder, *, widened: bool = False) -> None:
         self._folder = folder
         self._modules: defaultdict[str, list[tuple[TensorEntry, list[_Part]]]] = defaultdict(list)
         described, end = dict[str, Any](), 0
         for entry in folder.tensors:
-            parts = list(_parts_of(folder, entry, end))
+            parts = list(_parts_of(folder, entry, end, widened=widened))
             self._modules[_module(entry.name)].append((entry, parts))
             end = parts[-1].offset + parts[-1].nbytes
             for part in parts:
@@ -79,6 +89,7 @@ class GgufWeights:
 
         Raises:
             ModelCorrupt: the file can no longer be read, or there is no room for the converted tensors.
+            ScalesOverflow: they must be `widened`.
         """
         try:
             try:
@@ -109,7 +120,8 @@ class GgufWeights:
             if layout.heads:
                 data = data.reshape(-1, head // 2, 2, row_bytes).swapaxes(1, 2).reshape(-1)
             for part, array in zip(parts, _converted(entry, data, layout.offset), strict=True):
-                self._write(array.tobytes(), part.offset + first * (part.nbytes // rows))
+                stored = _halved(array) if entry.dtype in QUANTIZED and part.dtype == "F16" else array
+                self._write(stored.tobytes(), part.offset + first * (part.nbytes // rows))
 
     def _write(self, data: bytes, offset: int) -> None:
         """Write bytes of the scratch file, at an offset behind its header."""
@@ -131,7 +143,7 @@ def _scratch_file() -> tuple[int, str]:
     return tempfile.mkstemp(suffix=".safetensors")
 
 
-def _parts_of(folder: ModelFolder, entry: TensorEntry, offset: int) -> Iterator[_Part]:
+def _parts_of(folder: ModelFolder, entry: TensorEntry, offset: int, *, widened: bool) -> Iterator[_Part]:
     """Yield the arrays that a tensor becomes, one behind the other from `offset` on."""
     kind = QUANTIZED.get(entry.dtype)
     if kind is None:
@@ -141,10 +153,24 @@ def _parts_of(folder: ModelFolder, entry: TensorEntry, offset: int) -> Iterator[
         return
     *others, columns = entry.shape
     words, groups = columns * kind.bits // 32, columns // GROUP
-    for name, dtype, size in (("weight", "U32", words), ("scales", "F32", groups), ("biases", "F32", groups)):
-        nbytes = 4 * math.prod(others) * size
+    scales = ("F16", 2) if kind.has_half_scales and not widened else ("F32", 4)
+    for name, (dtype, itemsize), size in (
+        ("weight", ("U32", 4), words),
+        ("scales", scales, groups),
+        ("biases", scales, groups),
+    ):
+        nbytes = itemsize * math.prod(others) * size
         yield _Part(f"{_module(entry.name)}.{name}", dtype, (*others, size), offset, nbytes)
         offset += nbytes
+
+
+def _halved(values: Bytes | Floats) -> Halves:
+    """Return numbers that have the precision of float16 in that type. Raises `ScalesOverflow` if one is too large."""
+    with np.errstate(over="ignore"):
+        halves = values.astype(np.float16)
+    if np.any(np.isinf(halves) & np.isfinite(values)):
+        raise ScalesOverflow
+    return halves
 
 
 def _converted(entry: TensorEntry, data: Bytes, offset: int) -> tuple[Bytes | Floats, ...]:

@@ -23,18 +23,21 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_flatten  # pyright: ignore[reportUnknownVariableType] - its tree is any
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 from mlx_lm.utils import (
     _get_classes,  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType] - the one way to a class
     load_model,  # pyright: ignore[reportUnknownVariableType] - configurations are bare dicts
 )
 
+from mlx_cpu_kernels.operations import are_installed
 from mlx_ring.core.errors import ModelCorrupt, ModelUnsupported
 from mlx_ring.core.types import DType, LayerRange
 from mlx_ring.models.architectures import find_architecture
 from mlx_ring.models.layer_tensors import names_head
 from mlx_ring.models.model_folder import ModelFolder
 from mlx_ring.models.stage_folder import require_layers
-from mlx_ring.worker.gguf_weights import GgufWeights
+from mlx_ring.worker.gguf_weights import GgufWeights, ScalesOverflow
+from mlx_ring.worker.head_tap import override
 from mlx_ring.worker.shard import StageModel
 
 _INNER = "model"
@@ -91,6 +94,8 @@ _DTYPES: dict[DType, mx.Dtype] = {
     "float16": mx.float16,
 }
 _CLEAR_EVERY_BYTES = 64 << 20
+_QUANTIZED = (nn.QuantizedLinear, nn.QuantizedEmbedding, QuantizedSwitchLinear)
+"""Layers that compute by the operations of native kernels alone."""
 
 
 def load_stage(
@@ -111,6 +116,20 @@ def load_stage(
     """
     require_layers(folder.path, layers)
     gguf = GgufWeights(folder) if folder.is_gguf else None
+    try:
+        return _load(folder, gguf, layers, dtype, progress, divide)
+    except ScalesOverflow:
+        return _load(folder, GgufWeights(folder, widened=True), layers, dtype, progress, divide)
+
+
+def _load(
+    folder: ModelFolder,
+    gguf: GgufWeights | None,
+    layers: LayerRange,
+    dtype: DType,
+    progress: Progress,
+    divide: Callable[[StageModel], None] | None,
+) -> StageModel:
     model = _build(folder, gguf)
     stage = StageModel(model, layers, _DTYPES[dtype], folder.vocab_size, folder.hidden_size)
     if stage.num_layers != folder.num_layers:
@@ -162,17 +181,43 @@ def _cast_parameters(stage: StageModel) -> dict[str, mx.array]:
     """Return every parameter of the tree, lazily in the stage's dtype. Arrays that are not evaluated stay on disk.
 
     Scales and biases of quantized weights are cast too, because half-precision ones slow products tenfold on a CPU.
+    The native kernels take them as they are stored, with the same results, and read less.
     Parameters that a model keeps in float32 are not narrowed: expert selection, for example, would choose others.
     """
     flat = cast("dict[str, Any]", tree_flatten(stage.model.parameters(), destination={}))
     may_narrow = cast("Callable[[str], bool]", getattr(stage.model, "cast_predicate", _anything))
+    kept = _keep_scales(stage) if stage.dtype == mx.float32 and are_installed() else frozenset[str]()
     return {
         path: array.astype(stage.dtype)
-        if mx.issubdtype(array.dtype, mx.floating) and (stage.dtype == mx.float32 or may_narrow(path))
+        if mx.issubdtype(array.dtype, mx.floating)
+        and path not in kept
+        and (stage.dtype == mx.float32 or may_narrow(path))
         else array
         for path, array in flat.items()
         if isinstance(array, mx.array)
     }
+
+
+def _keep_scales(stage: StageModel) -> frozenset[str]:
+    """Return the paths of scales and biases that can stay as stored. Embeddings of these become those of the dtype."""
+    kept: set[str] = set()
+    for path, module in cast("list[tuple[str, nn.Module]]", stage.model.named_modules()):
+        if not isinstance(module, _QUANTIZED) or getattr(module, "mode", "") != "affine":
+            continue
+        kept |= {f"{path}.{name}" for name in ("scales", "biases")}
+        if isinstance(module, nn.QuantizedEmbedding):
+            override(module, "__call__", partial(_embed_in, stage.dtype))
+    return frozenset(kept)
+
+
+def _embed_in(dtype: mx.Dtype, _run: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    """Return a quantized embedding's look-up that computes its rows in `dtype`, whatever the type of its scales."""
+
+    def embed(module: Any, tokens: mx.array) -> mx.array:
+        parts = (module[name][tokens] for name in ("weight", "scales", "biases"))
+        return mx.dequantize(*parts, group_size=module.group_size, bits=module.bits, dtype=dtype)
+
+    return embed
 
 
 def _anything(_path: str) -> bool:

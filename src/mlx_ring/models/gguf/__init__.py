@@ -50,6 +50,11 @@ class BlockType:
     def is_quantized(self) -> bool:
         return self.bits > 0
 
+    @property
+    def has_half_scales(self) -> bool:
+        """True if scales and biases are numbers of float16, unless a bias -8 * scale or the like overflows."""
+        return self.is_quantized and self.weights == GROUP
+
     def loaded_bytes(self, weights: int, scale_bytes: int) -> int:
         """Return the bytes in memory of a quantized tensor, with scales of so many bytes."""
         return weights * self.bits // 8 + 2 * scale_bytes * (weights // GROUP)
