@@ -16,6 +16,7 @@ from tests.other_python import FOLDERS, OWN, other_python
 from tests.processes import MLX_RING
 from tests.ssh_hosts import SshHost, skip_without_sshd, ssh_hosts
 
+from mlx_cpu_kernels.build import COMPILERS
 from mlx_ring.cluster.lifecycle.shipping import wanted_here
 from mlx_ring.cluster.lifecycle.wheels import WheelStore, packages_for
 from mlx_ring.core.cluster_folders import packages_folder
@@ -23,10 +24,11 @@ from mlx_ring.core.cluster_folders import packages_folder
 
 @pytest.fixture
 def hosts(tmp_path: Path) -> Generator[list[SshHost]]:
-    """Run an sshd on two hosts. The last has no Python of this version."""
+    """Run an sshd on two hosts. The last has no Python of this version, and no compiler."""
     skip_without_namespaces()
     skip_without_sshd()
     hidden = {path.resolve() for folder in FOLDERS if (path := Path(folder, OWN)).exists()}
+    hidden |= {Path(path).resolve() for name in COMPILERS if (path := shutil.which(name))}
     with ExitStack() as stack:
         made = stack.enter_context(ssh_hosts(stack.enter_context(lan(2)), tmp_path, sorted(hidden)))
         yield made
@@ -66,4 +68,6 @@ def test_machine_with_another_python_gets_packages_for_it_and_serves(
     assert str(second.home / ".local/share/mlx-ring/env/bin/python") in programs
     environment = (second.home / ".local/share/mlx-ring/env/pyvenv.cfg").read_text()
     assert f"version = {python.version}." in environment
+    logs = "".join(path.read_text() for path in second.state.rglob("*.log"))
+    assert logs.count("no C++ compiler was found") == 1, logs
     assert cluster("stop").returncode == 0

@@ -31,7 +31,7 @@ _FOLDER = "mlx-cpu-kernels"
 SOURCES = Path(__file__).with_name("native")
 BINARIES = Path(__file__).with_name("binaries")
 """Binaries that came with the package, each in a folder named by its key."""
-_COMPILERS = ("g++", "c++", "clang++")
+COMPILERS = ("g++", "c++", "clang++")
 _FLAGS = (
     *(
         "-std=c++20",
@@ -191,10 +191,10 @@ def _binary(folder: Path) -> Path:
 
 
 def _find_compiler() -> str:
-    for name in filter(None, (os.environ.get("CXX"), *_COMPILERS)):
+    for name in filter(None, (os.environ.get("CXX"), *COMPILERS)):
         if path := shutil.which(name):
             return path
-    raise Unavailable(f"no C++ compiler was found ({', '.join(_COMPILERS)})")
+    raise Unavailable(f"no C++ compiler was found ({', '.join(COMPILERS)})")
 
 
 def _flags(target: Target) -> list[str]:
