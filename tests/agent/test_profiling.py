@@ -182,7 +182,7 @@ def test_a_failed_measurement_keeps_the_stored_profile(
 def builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Pretend that no kernels are there, and that building them fails. Return the file that has a line for each try."""
     tries, program = tmp_path / "tries", tmp_path / "python"
-    reason = "The native kernels cannot be built: no C++ compiler was found."
+    reason = "The native kernels cannot be built: g++ failed: a.cpp:1: error: no such thing."
     program.write_text(f"#!/bin/sh\necho \"$@\" >> {tries}\necho '{reason}' >&2\nexit 1\n")
     program.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(program))
@@ -191,18 +191,60 @@ def builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tries
 
 
+def _warning(caplog: pytest.LogCaptureFixture) -> str:
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    return warning
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernels are for Linux")
 @pytest.mark.processes
 def test_kernels_that_cannot_be_compiled_are_tried_and_reported_once(
-    builds: Path, caplog: pytest.LogCaptureFixture
+    builds: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(profile_store, "check_tools", dict[object, None]().get)
+    monkeypatch.setattr(profile_store, "advice", lambda: "Mend it.")
     for _ in range(2):
         asyncio.run(profile_store.build_kernels("auto"))
     assert builds.read_text() == "-m mlx_cpu_kernels.build\n"
-    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert warning.startswith(
-        "The native kernels cannot be built: no C++ compiler was found. Models with quantized"
+    assert _warning(caplog) == (
+        "Without native kernels, models with quantized weights compute many times slower on this CPU: The native "
+        "kernels cannot be built: g++ failed: a.cpp:1: error: no such thing. Mend it."
     )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernels are for Linux")
+def test_without_a_compiler_one_line_says_what_that_costs_and_what_to_install(
+    builds: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    monkeypatch.delenv("CXX", raising=False)
+    caplog.set_level("INFO")
+    for _ in range(2):
+        asyncio.run(profile_store.build_kernels("auto"))
+    assert not builds.exists()
+    assert [record.levelname for record in caplog.records if record.name.startswith("mlx_ring")] == [
+        "WARNING"
+    ]
+    assert _warning(caplog) == (
+        "Without native kernels, models with quantized weights compute many times slower on this CPU: "
+        "no C++ compiler was found (g++, c++, clang++). Install a C++ compiler and Python's headers "
+        "(`apt install g++ python3-dev`), then run `python -m mlx_cpu_kernels.build`."
+    )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernels are for Linux")
+@pytest.mark.processes
+def test_a_build_that_takes_too_long_is_asked_to_end(
+    builds: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ask first: it removes its files and ends its compilers then."""
+    script = f'sleep 600 & trap "kill $!; echo cleaned >> {builds}; exit 1" TERM; wait'
+    Path(sys.executable).write_text(f"#!/bin/sh\n{script}\n")
+    monkeypatch.setattr(profile_store, "check_tools", dict[object, None]().get)
+    monkeypatch.setattr(profile_store, "_COMPILE_S", 1)
+    asyncio.run(profile_store.build_kernels("auto"))
+    assert builds.read_text() == "cleaned\n"
+    assert "took longer than 1 s" in _warning(caplog)
 
 
 @pytest.mark.parametrize("blas", ["openblas", "off"])

@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 
 from mlx_cpu_kernels.blas import BlasReport, dispatch, install, install_fast_blas, selfcheck, slots
 from mlx_cpu_kernels.blas import install as openblas
-from mlx_cpu_kernels.blas.slots import Unavailable
+from mlx_cpu_kernels.packages import Unavailable
 
 on_linux_x86_64 = pytest.mark.skipif(
     (platform.system(), platform.machine()) != ("Linux", "x86_64"),

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import sysconfig
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from mlx_cpu_kernels import build
-from mlx_cpu_kernels.build import Target, Unavailable, find_binary
+from mlx_cpu_kernels import build, machine, packages, trial
+from mlx_cpu_kernels.build import Target, advice, find_binary, why_without
+from mlx_cpu_kernels.packages import Unavailable
 
+# pyright: reportPrivateUsage=false
+# Parts are tested alone, or replaced.
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernels are for Linux")
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 
@@ -33,13 +40,34 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path
     return environment / "lib/mlx-cpu-kernels", cache / "mlx-cpu-kernels"
 
 
-def put(folder: Path) -> Path:
-    folder.mkdir(parents=True)
+@pytest.fixture
+def tries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Replace the process that tries a binary by one that runs the binary as a script. Return a file with a line a try."""
+    log = tmp_path / "tries"
+    log.touch()
+    script = (
+        f"import sys; open({str(log)!r}, 'a').write(sys.argv[1] + chr(10)); exec(open(sys.argv[1]).read())"
+    )
+    monkeypatch.setattr(trial, "_CHILD", ("-c", script))
+    monkeypatch.setattr(trial, "_host", lambda: "this")
+    return log
+
+
+WORKS = """print('{"works": true, "detail": "AVX2"}')"""
+OF_A_NEWER_LIBC = """print('{"works": false, "detail": "version GLIBC_2.99 not found"}')"""
+CRASHES = "import os; os.kill(os.getpid(), 4)"
+IS_KILLED = "import os; os.kill(os.getpid(), 9)"
+
+
+def put(folder: Path, content: str = WORKS) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"_kernels{SUFFIX}"
-    path.touch()
+    path.write_text(content)
     return path
 
 
+@pytest.mark.processes
+@pytest.mark.usefixtures("tries")
 def test_a_binary_is_found_in_the_environment_before_the_users_cache(
     target: Target, folders: tuple[Path, Path]
 ) -> None:
@@ -68,6 +96,173 @@ def test_changed_sources_are_compiled_again(
     assert find_binary(Target.installed()) is None
 
 
+@pytest.mark.processes
+def test_a_host_tries_a_binary_once(
+    target: Target, folders: tuple[Path, Path], tries: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    binary = put(folders[0] / target.key)
+    for _ in range(3):
+        assert find_binary(target) == binary
+    assert tries.read_text() == f"{binary}\n"
+    monkeypatch.setattr(trial, "_host", lambda: "another, which shares the folder")
+    assert find_binary(target) == binary
+    assert len(tries.read_text().splitlines()) == 2
+    binary.write_text(f"{WORKS}  # replaced")
+    assert find_binary(target) == binary
+    assert len(tries.read_text().splitlines()) == 3
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [(OF_A_NEWER_LIBC, "GLIBC_2.99 not found"), (CRASHES, r"they crash .*\(SIGILL\)")],
+)
+def test_a_binary_that_does_not_work_here_is_passed_over(
+    target: Target, folders: tuple[Path, Path], tries: Path, content: str, reason: str
+) -> None:
+    put(folders[0] / target.key, content)
+    for _ in range(2):
+        assert find_binary(target) is None
+        assert re.search(reason, why_without(target))
+    assert len(tries.read_text().splitlines()) == 1
+    working = put(folders[1] / target.key)
+    assert find_binary(target) == working
+
+
+@pytest.mark.processes
+def test_a_trial_that_is_killed_is_made_again(
+    target: Target, folders: tuple[Path, Path], tries: Path
+) -> None:
+    put(folders[0] / target.key, IS_KILLED)
+    assert find_binary(target) is None
+    assert "SIGKILL" in why_without(target)
+    assert len(tries.read_text().splitlines()) == 2
+
+
+@pytest.mark.processes
+def test_a_verdict_is_kept_elsewhere_where_the_folder_cannot_be_written(
+    target: Target, folders: tuple[Path, Path], tries: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "BINARIES", tmp_path / "binaries")
+    binary = put(tmp_path / "binaries" / target.key)
+    beside = binary.with_name("tried-this.json")
+    beside.mkdir()  # a file cannot take its place, whoever runs the test
+    for _ in range(2):
+        assert find_binary(target) == binary
+    assert len(tries.read_text().splitlines()) == 1
+    kept = json.loads((folders[1] / target.key / beside.name).read_text())
+    assert kept["works"]
+    assert kept["libc"] == os.confstr("CS_GNU_LIBC_VERSION")
+
+
+@pytest.mark.processes
+def test_what_was_compiled_here_and_does_not_work_is_compiled_again_on_request_alone(
+    target: Target, folders: tuple[Path, Path], tries: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compile_all(_target: Target, _compiler: str, _flags: list[str], work: Path) -> Path:
+        compiled.append(1)
+        return put(work, OF_A_NEWER_LIBC if len(compiled) == 1 else WORKS)
+
+    compiled: list[int] = []
+    monkeypatch.setattr(build, "_compile_all", compile_all)
+    monkeypatch.setattr(build, "_check_internals", dict[object, None]().get)
+    monkeypatch.setattr(build, "_flags", {target: list[str]()}.get)
+    monkeypatch.setenv("CXX", "true")
+    put(folders[0] / target.key, CRASHES)  # as another host has made it
+    with pytest.raises(Unavailable, match=r"compiled, but not usable here: .*GLIBC_2\.99"):
+        build._find_or_build(None, force=False)
+    with pytest.raises(Unavailable, match=r"compiled before, .*--force"):
+        build._find_or_build(None, force=False)
+    assert "--force" in advice()
+    assert len(compiled) == 1
+    assert build._find_or_build(None, force=True) == find_binary(target)
+    assert len(tries.read_text().splitlines()) == 3
+
+
+def test_binaries_that_nothing_uses_are_removed_and_what_killed_builds_left(tmp_path: Path) -> None:
+    current, used, old = (tmp_path / name for name in ("current", "used", "old"))
+    left = current / "unfinished-1"
+    for folder in (current, used, old, left):
+        folder.mkdir(parents=True)
+    (old / "file").touch()
+    for folder in (current, old, left):
+        os.utime(folder, (0, 0))
+    build._remove_outdated(tmp_path, current)
+    assert sorted(tmp_path.rglob("*")) == [current, used]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_interrupted_build_ends_its_compilers_and_leaves_nothing(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    """Interrupt it when a compiler has started another program, as g++ does."""
+    pids, compiler, into = tmp_path / "pids", tmp_path / "compiler", tmp_path / "binaries"
+    compiler.write_text(f"#!/bin/sh\nsleep 600 &\necho $! >> {pids}\nwait\n")
+    compiler.chmod(0o700)
+    os.mkfifo(pids)
+    with subprocess.Popen(
+        [sys.executable, "-m", "mlx_cpu_kernels.build", "--into", str(into)],
+        env={**os.environ, "CXX": str(compiler)},
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as child:
+        with pids.open() as lines:
+            pid = int(lines.readline())
+        child.send_signal(number)
+        _, errors = child.communicate(timeout=60)
+    assert child.returncode == 1
+    assert errors == "Compiling was interrupted.\n"
+    assert not list(into.rglob("*"))
+    assert _has_ended(pid)
+
+
+def _has_ended(pid: int) -> bool:
+    """Wait for the system to end a process that was killed."""
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except OSError:
+            return True
+        time.sleep(0.01)
+    return False
+
+
+@pytest.mark.parametrize(
+    ("files", "cores", "free"),
+    [
+        ({}, 64, 8 << 30),
+        ({"cpu.max": "200000 100000", "memory.max": "3000", "memory.current": "1000"}, 2, 2000),
+        ({"unit/cpu.max": "150000 100000", "unit/memory.max": "max", "memory.max": "7000"}, 1, 7000),
+        ({"cpu.max": "max 100000", "memory.max": "max"}, 64, 8 << 30),
+        ({"cpu/cpu.cfs_quota_us": "400000", "cpu/cpu.cfs_period_us": "100000"}, 4, 8 << 30),
+        ({"cpu/cpu.cfs_quota_us": "-1", "memory/memory.limit_in_bytes": "5000"}, 64, 5000),
+    ],
+)
+def test_cores_and_memory_are_those_of_the_control_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], cores: int, free: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", {0: range(64)}.get)
+    has_v1 = any(name.startswith(("cpu/", "memory/")) for name in files)
+    groups = "4:memory:/x\n3:cpu,cpuacct:/" if has_v1 else "0::/unit"
+    contents = {"proc/meminfo": "MemTotal: 9 kB\nMemAvailable: 8388608 kB\n", "proc/self/cgroup": groups}
+    contents |= {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
+    for name, text in contents.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    assert machine.usable_cores(tmp_path) == cores
+    assert machine.free_memory(tmp_path) == free
+
+
+def test_compilers_run_side_by_side_as_cores_and_memory_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "usable_cores", lambda: 8)
+    for free, expected in ((64 << 30, 8), (3 << 30, 3), (100 << 20, 1), (0, 1)):
+        monkeypatch.setattr(build, "free_memory", lambda free=free: free)
+        assert build._parallel_compilers() == expected
+
+
 def test_without_a_compiler_the_reason_is_one_sentence(
     target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,7 +287,7 @@ def test_an_mlx_without_headers_is_refused(target: Target, tmp_path: Path) -> No
 
 
 def test_a_package_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "find_spec", dict[str, None]().get)
+    monkeypatch.setattr(packages, "find_spec", dict[str, None]().get)
     with pytest.raises(Unavailable, match=r"^the package mlx is not installed$"):
         Target.installed()
 
@@ -118,7 +313,7 @@ def test_another_nanobinds_binary_is_refused(target: Target, tmp_path: Path) -> 
     with pytest.raises(
         Unavailable, match=r"^nanobind 3\.1\.0 shares no types with this MLX, which needs nanobind_\w+_v22$"
     ):
-        build._check_internals(target, binary)  # pyright: ignore[reportPrivateUsage]
+        build._check_internals(target, binary)
 
 
 @pytest.mark.processes

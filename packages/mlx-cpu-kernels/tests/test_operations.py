@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from mlx_cpu_kernels import operations
-from mlx_cpu_kernels.build import Target, Unavailable, find_binary
-from mlx_cpu_kernels.operations import Operation
+from mlx_cpu_kernels.build import Target, find_binary
+from mlx_cpu_kernels.packages import Unavailable
+from mlx_cpu_kernels.selfcheck import Operation
 
 Numbers = NDArray[np.float64]
 
@@ -408,22 +409,51 @@ def test_several_threads_compute_the_same() -> None:
         assert mx.array_equal(mx.quantized_matmul(numbers(9, rows, 256), *weights), alone)
 
 
-def test_kernels_that_compute_something_else_are_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def _is_half(x: mx.array) -> bool:
+    return x.dtype in UNITS
+
+
+WRONG: dict[str, tuple[str, Callable[[tuple[Any, ...], dict[str, Any]], bool]]] = {
+    "one number of bits": ("quantized_matmul", lambda _, options: options["bits"] == 5),
+    "an early end of a block": ("quantized_matmul", lambda given, _: given[0].shape[-1] % 256 != 0),
+    "few rows": ("quantized_matmul", lambda given, _: given[0].shape[-2] == 1),
+    "many rows": ("quantized_matmul", lambda given, _: given[0].shape[-2] > 16),
+    "large matrices": ("quantized_matmul", lambda given, _: given[1].shape[0] > 500),
+    "straight products": ("quantized_matmul", lambda _, options: not options.get("transpose", True)),
+    "half types": ("quantized_matmul", lambda given, _: _is_half(given[0])),
+    "half scales": ("dequantize", lambda given, _: _is_half(given[1])),
+    "experts": ("gather_qmm", lambda _, __: True),
+    "norms of half types": ("rms_norm", lambda given, _: _is_half(given[0])),
+    "norms without weights": ("rms_norm", lambda given, _: given[1] is None),
+    "given frequencies": ("rope", lambda _, options: options["base"] is None),
+    "masks": ("scaled_dot_product_attention", lambda _, options: isinstance(options.get("mask"), mx.array)),
+    "causal masks": ("scaled_dot_product_attention", lambda _, options: options.get("mask") is not None),
+    "sinks": ("scaled_dot_product_attention", lambda _, options: "sinks" in options),
+    "attention in half types": ("scaled_dot_product_attention", lambda given, _: _is_half(given[0])),
+    "activations": ("swiglu", lambda _, __: True),
+}
+"""Kinds of arguments, each with the operation and a test of its arguments."""
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_kernels_that_compute_something_else_are_not_installed(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Make the results of one kind of arguments a fiftieth too large."""
     operations.uninstall()
-    right = operations._load()
+    right, (name, is_meant) = operations._load(), WRONG[kind]
 
     class Wrong:
-        """Kernels whose products of one kind are a thousandth too large."""
+        def __getattr__(self, attribute: str) -> Any:
+            return compute if attribute == name else getattr(right, attribute)
 
-        def __getattr__(self, name: str) -> Any:
-            return getattr(right, name)
-
-        def quantized_matmul(self, *arguments: mx.array, **options: Any) -> mx.array:
-            return right.quantized_matmul(*arguments, **options) * (1.001 if options["bits"] == 5 else 1)
+    def compute(*arguments: Any, **options: Any) -> mx.array:
+        result = getattr(right, name)(*arguments, **options)
+        return (result * 1.02).astype(result.dtype) if is_meant(arguments, options) else result
 
     monkeypatch.setattr(operations, "_load", Wrong)
     stock = mx.quantized_matmul
     report = operations.install()
     assert not report.active
-    assert "wrong result of quantized_matmul with {'bits': 5" in report.detail
+    assert f"wrong result of {name} with {{" in report.detail
     assert mx.quantized_matmul is stock

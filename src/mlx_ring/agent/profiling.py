@@ -19,7 +19,8 @@ from typing import Any, cast
 
 import psutil
 
-from mlx_cpu_kernels.build import Target, Unavailable, find_binary
+from mlx_cpu_kernels.build import Target, advice, check_tools, find_binary
+from mlx_cpu_kernels.packages import Unavailable
 from mlx_ring.core.environment import package_version, worker_environment
 from mlx_ring.core.errors import ProtocolError, WorkerLost, WorkerStuck
 from mlx_ring.host.child import ChildProcess
@@ -30,7 +31,7 @@ from mlx_ring.host.process import cpu_quota, usable_cores, usable_memory
 log = logging.getLogger(__name__)
 
 PROFILE_MODULE = "mlx_ring.worker.profile"
-_COMPILE_S = 300
+_COMPILE_S, _CLEAN_UP_S = 300, 10
 _tried: set[str] = set()
 """Identities of the kernels that this process has tried to compile."""
 
@@ -61,9 +62,14 @@ async def build_kernels(blas: str) -> None:
         key = target.key
     except Unavailable:
         return
-    if key in _tried or find_binary(target):
+    if key in _tried or await asyncio.to_thread(find_binary, target):
         return
     _tried.add(key)
+    try:
+        check_tools(target)
+    except Unavailable as reason:
+        _warn(f"{reason}.")
+        return
     log.info("compiling native kernels for quantized weights, once; this takes up to a minute")
     child = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "mlx_cpu_kernels.build"),
@@ -76,19 +82,35 @@ async def build_kernels(blas: str) -> None:
         async with asyncio.timeout(_COMPILE_S):
             _, errors = await child.communicate()
     except TimeoutError:
-        log.warning("Compiling native kernels took longer than %d s and was stopped.", _COMPILE_S)
+        _warn(f"compiling them took longer than {_COMPILE_S} s.")
         return
     finally:
         if child.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)  # with its compilers
-            await child.wait()
+            await _end(child)
     if child.returncode:
-        log.warning(
-            "%s Models with quantized weights are many times slower on this CPU. Mend it and run "
-            "`python -m mlx_cpu_kernels.build`.",
-            errors.decode(errors="replace").strip(),
-        )
+        _warn(errors.decode(errors="replace").strip())
+
+
+def _warn(reason: str) -> None:
+    """Log in one line why there are no kernels, what that costs, and what to do."""
+    log.warning(
+        "Without native kernels, models with quantized weights compute many times slower on this CPU: %s %s",
+        reason,
+        advice(),
+    )
+
+
+async def _end(child: asyncio.subprocess.Process) -> None:
+    """Let the build end its compilers and remove its files; kill it if it does not."""
+    with contextlib.suppress(ProcessLookupError):
+        child.terminate()
+    try:
+        async with asyncio.timeout(_CLEAN_UP_S):
+            await child.wait()
+    except TimeoutError:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        await child.wait()
 
 
 def _kernels(blas: str) -> str:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from mlx_cpu_kernels import build
+from mlx_cpu_kernels.trial import Verdict
 from mlx_ring.cli.doctor.machine import (
     GIB,
     check_disk,
@@ -100,6 +102,27 @@ def test_a_cpu_without_native_kernels_is_a_warning() -> None:
     )
     assert finding.level == "warning"
     assert "python -m mlx_cpu_kernels.build" in finding.fix
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernels are for Linux")
+@pytest.mark.parametrize(
+    ("program", "fix"),
+    [
+        (
+            "/nonexistent",
+            "Install a C++ compiler and Python's headers (`apt install g++ python3-dev`), then run",
+        ),
+        ("true", "Run `python -m mlx_cpu_kernels.build`"),
+    ],
+)
+def test_the_advice_names_what_is_missing(monkeypatch: pytest.MonkeyPatch, program: str, fix: str) -> None:
+    """Advise to compile kernels here where they came from another machine and do not load."""
+    sent = [(Path("sent"), Verdict(works=False, detail="GLIBC_2.99"))]
+    monkeypatch.setattr(build, "_verdicts", {build.Target.installed(): sent}.get)
+    monkeypatch.setenv("CXX", program)
+    monkeypatch.setenv("PATH", "/nonexistent" if program == "/nonexistent" else "/usr/bin:/bin")
+    finding = judge_products("OpenBLAS 0.3.34; MLX's own operations on quantized weights (GLIBC_2.99)")
+    assert fix in finding.fix
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,15 @@ import importlib
 import importlib.util
 import sys
 import threading
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import mlx.core as mx
 
-from mlx_cpu_kernels.build import NAME, Target, Unavailable, find_binary
+from mlx_cpu_kernels.build import NAME, Target, find_binary, why_without
+from mlx_cpu_kernels.packages import Unavailable
+from mlx_cpu_kernels.selfcheck import Operation, check
 
 _OPERATIONS: dict[str, ModuleType] = {
     **dict.fromkeys(("quantized_matmul", "gather_qmm", "dequantize"), mx),
@@ -30,10 +31,6 @@ _ACTIVATIONS = "mlx_lm.models.activations"
 """mlx-lm's module of activations, whose models import functions of it by name."""
 _SCALAR = "scalar"
 """Name of the kernels for any processor, which are a reference and slow."""
-_TOLERANCE = 1e-4
-"""Largest difference from MLX's own result, as a part of its largest value. Rounding alone makes some 1e-6."""
-
-Operation = Callable[..., mx.array]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +59,7 @@ def install(threads: int = 1) -> KernelReport:
             kernels = _load()
             mx.synchronize()  # nothing computes while the number of threads changes
             kernels.set_threads(max(1, threads))
-            _check(kernels)
+            check(kernels, stock)
         except Exception as reason:  # noqa: BLE001 - whatever fails, MLX computes as before
             return KernelReport(active=False, detail=str(reason))
         for name, module in _OPERATIONS.items():
@@ -115,10 +112,16 @@ def _replace_activation(operation: Operation) -> None:
 
 
 def _load() -> ModuleType:
+    """Load the binary for the installed MLX that works on this host. Raises `Unavailable`."""
     target = Target.installed()
     binary = find_binary(target)
     if binary is None:
-        raise Unavailable("they are not built (`python -m mlx_cpu_kernels.build` builds them)")
+        raise Unavailable(why_without(target))
+    return load(binary)
+
+
+def load(binary: Path) -> ModuleType:
+    """Load a binary, which may end this process where it was not tried. Raises `Unavailable` or ImportError."""
     spec = importlib.util.spec_from_file_location(f"mlx_cpu_kernels.{NAME}", binary)
     if spec is None or spec.loader is None:
         raise Unavailable(f"{binary} is no module of this Python")
@@ -127,63 +130,3 @@ def _load() -> ModuleType:
     if module.instruction_set() == _SCALAR:
         raise Unavailable("this processor has none of AVX-512, AVX2 and NEON")
     return module
-
-
-def _check(kernels: ModuleType) -> None:
-    """Compare each operation with MLX's own. Raises `Unavailable`."""
-    with mx.stream(mx.Device(mx.cpu)):
-        for name, arguments, options in (*_products(), *_layers()):
-            ours, theirs = (
-                operation(*arguments, **options) for operation in (getattr(kernels, name), stock(name))
-            )
-            if ours.shape != theirs.shape or ours.dtype != theirs.dtype or not _is_close(ours, theirs):
-                raise Unavailable(f"the self-check found a wrong result of {name} with {options}")
-
-
-def _is_close(ours: mx.array, theirs: mx.array) -> bool:
-    most = mx.max(mx.abs(theirs)).item()
-    difference = mx.max(mx.abs(ours - theirs)).item()
-    return (
-        isinstance(most, float)
-        and isinstance(difference, float)
-        and difference <= _TOLERANCE * max(most, 1e-30)
-    )
-
-
-Sample = tuple[str, tuple[Any, ...], dict[str, Any]]
-"""Name of an operation, its arguments and its options."""
-
-
-def _products() -> Iterator[Sample]:
-    """Yield products that use each kernel: every number of bits, one row and several."""
-    for bits in (2, 3, 4, 5, 6, 8):
-        for group_size in (32, 64, 128):
-            options: dict[str, Any] = {"bits": bits, "group_size": group_size}
-            matrices = mx.quantize(_numbers(3, 48, 128), **options)
-            matrix = tuple(part[0] for part in matrices)
-            yield "dequantize", matrix, options
-            for rows in (1, 3, 18):
-                yield "quantized_matmul", (_numbers(rows, 128), *matrix), options
-            yield "quantized_matmul", (_numbers(2, 48), *matrix), {**options, "transpose": False}
-            chosen = {"rhs_indices": mx.array([[0, 2], [1, 2]], mx.uint32)}
-            yield "gather_qmm", (_numbers(2, 1, 1, 128), *matrices), {**options, **chosen}
-
-
-def _layers() -> Iterator[Sample]:
-    yield "rms_norm", (_numbers(3, 40), _numbers(40), 1e-5), {}
-    for traditional in (False, True):
-        options = {"traditional": traditional, "base": 1e4, "scale": 1.0, "offset": 900}
-        yield "rope", (_numbers(1, 2, 3, 40), 32), options
-    keys, values = _numbers(1, 2, 150, 40), _numbers(1, 2, 150, 24)
-    for tokens in (1, 9):
-        for mask in (None, "causal"):
-            options = {"scale": 0.3, "mask": mask}
-            yield "scaled_dot_product_attention", (_numbers(1, 4, tokens, 40), keys, values), options
-
-
-def _numbers(*shape: int) -> mx.array:
-    """Return numbers of both signs and several sizes, the same each time and without MLX's random state."""
-    count = 1
-    for size in shape:
-        count *= size
-    return mx.sin(mx.arange(count, dtype=mx.float32) * 1.7).reshape(shape)

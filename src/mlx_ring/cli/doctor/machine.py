@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from mlx_cpu_kernels.build import advice
 from mlx_ring.cli.doctor import Finding
 from mlx_ring.core.environment import package_version
 from mlx_ring.host.interfaces import LanAddress
@@ -68,13 +69,9 @@ def judge_products(products: str) -> Finding:
     """Judge the description of what computes products on this CPU."""
     if "native kernels" in products:
         return Finding("ok", "products", products)
-    return Finding("warning", "products", products, _BUILD_KERNELS)
-
-
-_BUILD_KERNELS = (
-    "Models with quantized weights are slow here. Install a C++ compiler and Python's headers "
-    "(`apt install g++ python3-dev`), then run `python -m mlx_cpu_kernels.build`."
-)
+    return Finding(
+        "warning", "products", products, f"Models with quantized weights are slow here. {advice()}"
+    )
 
 
 _MEND_MLX = (

@@ -16,7 +16,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import mlx_ring
-from mlx_cpu_kernels.build import BINARIES, SOURCES, Target, Unavailable, find_binary
+from mlx_cpu_kernels.build import BINARIES, SOURCES, Target, find_binary
+from mlx_cpu_kernels.packages import Unavailable
 from mlx_ring.cluster.lifecycle.installation import PACKAGES
 from mlx_ring.cluster.lifecycle.systems import TELL_PYTHON, Python, Release, lowest_release, read_python
 from mlx_ring.cluster.lifecycle.wheels import Wanted

@@ -19,7 +19,8 @@ from collections.abc import Sequence
 
 from mlx_cpu_kernels.blas.dispatch import place_code
 from mlx_cpu_kernels.blas.install import load_from_package
-from mlx_cpu_kernels.blas.slots import Slot, Unavailable, find_slots
+from mlx_cpu_kernels.blas.slots import Slot, find_slots
+from mlx_cpu_kernels.packages import Unavailable
 
 log = logging.getLogger(__name__)
 

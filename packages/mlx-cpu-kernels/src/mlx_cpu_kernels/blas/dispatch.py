@@ -26,7 +26,7 @@ import ctypes
 import mmap
 import struct
 
-from mlx_cpu_kernels.blas.slots import Unavailable
+from mlx_cpu_kernels.packages import Unavailable
 
 MOST_ROWS_IN_BLOCKS = 8
 

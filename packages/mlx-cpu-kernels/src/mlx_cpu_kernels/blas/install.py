@@ -15,12 +15,12 @@ import re
 import sys
 import threading
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 
 from mlx_cpu_kernels.blas.dispatch import MOST_ROWS_IN_BLOCKS, load_dispatch
 from mlx_cpu_kernels.blas.selfcheck import Product, first_wrong_product
-from mlx_cpu_kernels.blas.slots import Slot, Unavailable, find_slots
+from mlx_cpu_kernels.blas.slots import Slot, find_slots
+from mlx_cpu_kernels.packages import Unavailable, folders_of
 
 PACKAGE = "scipy_openblas32"
 
@@ -76,12 +76,8 @@ def load_openblas() -> OpenBlas:
 
 def load_from_package(package: str, path: str) -> ctypes.CDLL:
     """Load the shared library at `path` in an installed package, without importing the package."""
-    spec = find_spec(package)
-    folders = list(spec.submodule_search_locations or ()) if spec else []
-    if not folders:
-        raise Unavailable(f"the package {package} is not installed")
-    for folder in folders:
-        if (file := Path(folder, path)).is_file():
+    for folder in folders_of(package):
+        if (file := folder / path).is_file():
             return _load(file)
     raise Unavailable(f"the package {package} has no {path}")
 

@@ -14,13 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-
-class Unavailable(Exception):
-    """Error for something that a redirection needs and that is missing; `str(error)` is part of a sentence.
-
-    It never leaves `mlx_ring.worker.platform`.
-    """
-
+from mlx_cpu_kernels.packages import Unavailable
 
 _RTLD_DI_LINKMAP = 2
 

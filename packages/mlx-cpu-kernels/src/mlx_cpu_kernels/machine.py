@@ -1,0 +1,72 @@
+"""Cores and memory that this process may use: the machine's, within the limits of its control groups (containers, units).
+
+Every reader takes the root of the file system, so that tests can pass another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path("/")
+_GROUPS = "sys/fs/cgroup"
+
+
+def usable_cores(root: Path = ROOT) -> int:
+    """Return the number of cores that may be kept busy, 1 at least."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for folder in _groups(root, "cpu"):
+        quota, period = _numbers(folder / "cpu.max") or (
+            _first(folder / "cpu.cfs_quota_us"),
+            _first(folder / "cpu.cfs_period_us"),
+        )
+        if quota > 0 and period > 0:
+            cores = min(cores, int(quota / period))
+    return max(1, cores)
+
+
+def free_memory(root: Path = ROOT) -> int:
+    """Return the bytes of memory that are free; 0 where the system does not tell."""
+    free = 0
+    with contextlib.suppress(OSError), (root / "proc/meminfo").open(encoding="utf-8") as lines:
+        free = next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), 0)
+    for folder in _groups(root, "memory"):
+        limit = _first(folder / "memory.max") or _first(folder / "memory.limit_in_bytes")
+        used = _first(folder / "memory.current") or _first(folder / "memory.usage_in_bytes")
+        if limit > 0:
+            free = min(free, max(0, limit - used))
+    return free
+
+
+def _groups(root: Path, controller: str) -> Iterator[Path]:
+    """Yield the folders of the groups around this process, of version 2 and of a controller of version 1.
+
+    In a container the path may be hidden: the mounted folder is then this process's group.
+    """
+    lines: list[str] = []
+    with contextlib.suppress(OSError):
+        lines = (root / "proc/self/cgroup").read_text("utf-8").splitlines()
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        mounted = root / _GROUPS / (controller if controllers else "")
+        own = mounted / path.lstrip("/")
+        yield from (folder for folder in (own, *own.parents) if folder.is_relative_to(mounted))
+
+
+def _numbers(file: Path) -> tuple[float, float] | None:
+    """Return the two numbers of a file of version 2; None where there is no limit."""
+    with contextlib.suppress(OSError, ValueError):
+        first, second = file.read_text("utf-8").split()
+        return float(first), float(second)
+    return None
+
+
+def _first(file: Path) -> int:
+    """Return the number in a file; 0 where it is missing, or names no limit."""
+    with contextlib.suppress(OSError, ValueError):
+        return int(file.read_text("utf-8").strip())
+    return 0

@@ -1,0 +1,161 @@
+"""Comparison of the kernels with MLX's own operations, before they take their place.
+
+`python -m mlx_cpu_kernels.selfcheck BINARY` is a trial: it loads a binary, and prints a verdict as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+import mlx.core as mx
+
+from mlx_cpu_kernels.packages import Unavailable
+
+Operation = Callable[..., mx.array]
+Sample = tuple[str, tuple[Any, ...], dict[str, Any]]
+"""Name of an operation, its arguments and its options."""
+
+_TOLERANCES = {mx.float32: 1e-4, mx.float16: 2e-3, mx.bfloat16: 1.6e-2}
+"""Largest difference from MLX's own result in float32, as a part of its largest value: in half types two units."""
+_TRIAL_THREADS = 3
+
+
+def check(kernels: ModuleType, stock: Callable[[str], Operation]) -> None:
+    """Compare each operation with MLX's own, which `stock` returns by name. Raises `Unavailable` if one differs."""
+    with mx.stream(mx.Device(mx.cpu)):
+        samples = [*_products(), *_large_products(), *_layers()]
+        differences: list[mx.array] = []
+        for name, arguments, options in samples:
+            ours = getattr(kernels, name)(*arguments, **options)
+            own = _swiglu if name == "swiglu" else stock(name)
+            theirs = own(
+                *arguments, **options
+            )  # its shape and type: in half types MLX adds up what it has rounded
+            alike = ours.shape == theirs.shape and ours.dtype == theirs.dtype
+            exact = own(*map(_wide, arguments), **options)
+            differences.append(_difference(ours, exact) if alike else mx.array(math.inf))
+        found = cast("list[float]", mx.stack(differences).tolist())
+    for (name, _, options), difference in zip(samples, found, strict=True):
+        if not difference <= 1:  # or it is no number
+            raise Unavailable(f"the self-check found a wrong result of {name} with {_shown(options)}")
+
+
+def _wide(argument: Any) -> Any:
+    if isinstance(argument, mx.array) and argument.dtype in _TOLERANCES:
+        return argument.astype(mx.float32)
+    return argument
+
+
+def _difference(ours: mx.array, exact: mx.array) -> mx.array:
+    """Return the largest difference, in parts of what is allowed."""
+    most = mx.maximum(mx.max(mx.abs(exact)), 1e-30)
+    return mx.max(mx.abs(ours.astype(mx.float32) - exact)) / (_TOLERANCES[ours.dtype] * most)
+
+
+def _shown(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: "an array" if isinstance(one, mx.array) else one for name, one in options.items()}
+
+
+def _swiglu(gate: mx.array, x: mx.array) -> mx.array:
+    return gate * mx.sigmoid(gate) * x
+
+
+def _products() -> Iterator[Sample]:
+    """Yield products that use each kernel: every number of bits and type, one row and several, blocks that end early."""
+    for bits in (2, 3, 4, 5, 6, 8):
+        for group_size, dtype in ((32, mx.float32), (64, mx.float16), (128, mx.bfloat16)):
+            options: dict[str, Any] = {"bits": bits, "group_size": group_size}
+            columns = 3 * group_size
+            matrices = _matrices(3, 50, columns, dtype=dtype, **options)
+            matrix = tuple(part[0] for part in matrices)
+            yield "dequantize", matrix, options
+            for rows in (1, 3, 18):
+                yield "quantized_matmul", (_numbers(rows, columns), *matrix), options
+            yield "quantized_matmul", (_numbers(2, 50), *matrix), {**options, "transpose": False}
+            chosen = {"rhs_indices": mx.array([[0, 2], [1, 2]], mx.uint32)}
+            yield "gather_qmm", (_numbers(2, 1, 1, columns), *matrices), {**options, **chosen}
+            if dtype != mx.float32:
+                yield "quantized_matmul", (_numbers(2, columns).astype(dtype), *matrix), options
+
+
+def _large_products() -> Iterator[Sample]:
+    """Yield products that are large enough for several threads."""
+    for bits, rows, columns in ((4, 1, 1536), (4, 20, 64)):
+        options: dict[str, Any] = {"bits": bits, "group_size": 64}
+        matrix = _matrices(520, columns, **options)
+        yield "quantized_matmul", (_numbers(rows, columns), *matrix), options
+
+
+def _layers() -> Iterator[Sample]:
+    for dtype in _TOLERANCES:
+        for rows, size in ((3, 40), (130, 256)):
+            yield "rms_norm", (_numbers(rows, size).astype(dtype), _numbers(size).astype(dtype), 1e-5), {}
+        for traditional in (False, True):
+            options = {"traditional": traditional, "base": 1e4, "scale": 1.0, "offset": 900}
+            yield "rope", (_numbers(1, 2, 3, 40).astype(dtype), 32), options
+    yield "rms_norm", (_numbers(3, 40), None, 1e-5), {}
+    given = {"base": None, "freqs": mx.exp(mx.arange(16) * 0.1), "offset": mx.array([3, 70])}
+    yield "rope", (_numbers(2, 4, 65, 40), 32), {"traditional": False, "scale": 1.0, **given}
+    for shape in ((3, 41), (40, 1024)):
+        yield "swiglu", (_numbers(*shape) * 20, _numbers(*shape)), {}
+    yield from _attentions()
+
+
+def _attentions() -> Iterator[Sample]:
+    keys, values = _numbers(1, 2, 150, 40), _numbers(1, 2, 150, 24)
+    for tokens in (1, 9):
+        shown = (mx.arange(150) % 7 != tokens) & (mx.arange(tokens)[:, None] >= 0)
+        for mask in (None, "causal", shown, mx.where(shown, 0.5, -2.0)):
+            options = {"scale": 0.3, "mask": mask}
+            yield "scaled_dot_product_attention", (_numbers(1, 4, tokens, 40), keys, values), options
+    options = {"scale": 0.125, "mask": "causal", "sinks": _numbers(6)}
+    keys = _numbers(2, 3, 140, 64)
+    yield "scaled_dot_product_attention", (_numbers(2, 6, 12, 64), keys, keys + 0.5), options
+    for dtype in (mx.float16, mx.bfloat16):
+        half = keys.astype(dtype)
+        yield (
+            "scaled_dot_product_attention",
+            (_numbers(2, 6, 2, 64).astype(dtype), half, half),
+            {"scale": 0.125},
+        )
+
+
+def _matrices(*shape: int, bits: int, group_size: int, dtype: mx.Dtype = mx.float32) -> tuple[mx.array, ...]:
+    """Return weights, scales and biases of any kind: `mx.quantize` would take longer than all products."""
+    *leading, columns = shape
+    words, groups = (*leading, columns * bits // 32), (*leading, columns // group_size)
+    weights = (mx.arange(math.prod(words), dtype=mx.uint32) * 2654435761).astype(mx.uint32).reshape(words)
+    scales = (_numbers(*groups) / (1 << bits)).astype(dtype)
+    return weights, scales, (scales * -(1 << bits - 1)).astype(dtype)
+
+
+def _numbers(*shape: int) -> mx.array:
+    """Return numbers of both signs and several sizes, the same each time and without MLX's random state."""
+    return mx.sin(mx.arange(math.prod(shape), dtype=mx.float32) * 1.7).reshape(shape)
+
+
+def _main() -> None:
+    from mlx_cpu_kernels.operations import load, stock
+
+    parser = argparse.ArgumentParser(prog="python -m mlx_cpu_kernels.selfcheck")
+    parser.add_argument("binary", type=Path)
+    works, detail = True, ""
+    try:
+        kernels = load(parser.parse_args().binary)
+        detail = kernels.instruction_set()
+        for threads in (1, _TRIAL_THREADS):
+            kernels.set_threads(threads)
+            check(kernels, stock)
+    except (ImportError, Unavailable) as reason:
+        works, detail = False, str(reason)
+    print(json.dumps({"works": works, "detail": detail}))  # noqa: T201 - read by trial.py
+
+
+if __name__ == "__main__":
+    _main()
