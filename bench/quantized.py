@@ -1,12 +1,14 @@
 """Compare products with quantized weights and quantized models: native kernels, MLX's own operations, and float32.
 
-    taskset -c 1 python bench/quantized.py [products] [layers] [model] [folder FOLDER] [--rounds 5]
+    taskset -c 1 python bench/quantized.py [products] [layers] [attention] [model] [folder FOLDER] [--rounds 5]
 
 Each table measures its variants in turn, in one process, and prints medians. Run it pinned to a core.
 
 - `products`: 4096 x 4096 weights of 4 bits in groups of 64, with 1, 8 and 512 rows. Several matrices in turn keep the
   weights out of the cache. The share of memory's speed is that of a plain sum over as many bytes.
 - `layers`: what a layer of SmolLM2-135M computes beside products, for one token behind 128.
+- `attention`: over keys and values of 8 and 4 bits, with 24 heads and 8 KV heads of 128 numbers: one token, 4 sequences,
+  and 128 tokens, behind 2048. Beside MLX's own operations, mlx-lm's function with the kernels' products.
 - `model`: a Qwen3 with 285 M random parameters: 4 bits with the kernels, and float32 with OpenBLAS.
 - `folder`: a model's folder, with the kernels and with MLX's own operations.
 """
@@ -20,6 +22,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from itertools import cycle
 from typing import Any, cast
@@ -131,6 +134,39 @@ def layers(rounds: int) -> None:
     print(f"\na layer beside products: {kernels * 1e3:.3f} ms, MLX's own operations {own * 1e3:.3f} ms")
 
 
+def quantized_attention(rounds: int) -> None:
+    base: Any = import_module("mlx_lm.models.base")
+    name = "quantized_scaled_dot_product_attention"
+    own = operations.stock(name)
+
+    def measure(attend: Callable[..., mx.array], q: mx.array, kv: Any, options: Any) -> None:
+        mx.eval([attend(q * 1, *kv, scale=0.09, mask="causal", **options) for _ in range(4)])
+
+    print(
+        "\nattention over quantized keys and values    kernels ms   products' kernels   MLX's own   over both"
+    )
+    for bits in (8, 4):
+        for batch, tokens in ((1, 1), (4, 1), (1, 128)):
+            queries = mx.random.normal((batch, 24, tokens, 128))
+            options = {"group_size": 64, "bits": bits}
+            kv = [mx.quantize(mx.random.normal((batch, 8, 2048 + tokens, 128)), **options) for _ in range(2)]
+            mx.eval(queries, kv)
+
+            given = (queries, kv, options)
+            both = {
+                "kernels": partial(measure, getattr(base, name), *given),
+                "products": partial(measure, own, *given),
+            }
+            taken = compare(both, rounds)
+            with own_operations():
+                slow = compare({"own": both["products"]}, 1)["own"]
+            kernels, products = taken["kernels"], taken["products"]
+            print(
+                f"{bits} bits, {batch} x {tokens:3d} tokens behind 2048 {kernels / 4 * 1e3:18.3f} {products / 4 * 1e3:19.3f}"
+                f" {slow / 4 * 1e3:11.3f}   {products / kernels:.1f} {slow / kernels:.0f}"
+            )
+
+
 def random_model(*, quantized: bool) -> nn.Module:
     qwen3 = import_module("mlx_lm.models.qwen3")
     mx.random.seed(0)
@@ -194,7 +230,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("tables", nargs="*", default=["products", "layers", "model"])
+    parser.add_argument("tables", nargs="*", default=["products", "layers", "attention", "model"])
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     mx.set_default_device(mx.Device(mx.cpu))
@@ -207,12 +243,14 @@ def main() -> None:
                 products(options.rounds)
             case "layers":
                 layers(options.rounds)
+            case "attention":
+                quantized_attention(options.rounds)
             case "model":
                 random_models(options.rounds)
             case "folder":
                 folder(next(tables), options.rounds)
             case _:
-                parser.error(f"{table} is no table: products, layers, model or folder FOLDER.")
+                parser.error(f"{table} is no table: products, layers, attention, model or folder FOLDER.")
 
 
 if __name__ == "__main__":

@@ -21,18 +21,26 @@ class WholeModel:
         self._model.set_dtype(mx.float32)
         mx.eval(self._model.parameters())
 
-    def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
-        """Return the tokens of `mlx_lm.generate` at temperature 0, also past the end of an answer."""
-        steps = generate_step(mx.array(list(prompt)), self._model, max_tokens=count)
+    def greedy(self, prompt: Sequence[int], count: int, kv_bits: int | None = None) -> list[int]:
+        """Return the tokens of `mlx_lm.generate` at temperature 0, also past the end of an answer.
+
+        With `kv_bits`, keys and values are quantized from the first token on.
+        """
+        cache = self._cache(kv_bits)
+        steps = generate_step(mx.array(list(prompt)), self._model, max_tokens=count, prompt_cache=cache)
         return [int(token) for token, _ in steps]
 
-    def logits(self, tokens: Sequence[int]) -> mx.array:
-        """Return the logits after all the tokens, of shape (vocabulary,)."""
-        return self.every_logits(tokens)[-1]
+    def _cache(self, kv_bits: int | None) -> list[Any]:
+        caches = make_prompt_cache(self._model)
+        return [cache.to_quantized(group_size=64, bits=kv_bits) if kv_bits else cache for cache in caches]
 
-    def every_logits(self, tokens: Sequence[int]) -> mx.array:
+    def logits(self, tokens: Sequence[int], kv_bits: int | None = None) -> mx.array:
+        """Return the logits after all the tokens, of shape (vocabulary,)."""
+        return self.every_logits(tokens, kv_bits)[-1]
+
+    def every_logits(self, tokens: Sequence[int], kv_bits: int | None = None) -> mx.array:
         """Return the logits after each token and those before it, of shape (tokens, vocabulary)."""
-        cache = make_prompt_cache(self._model)
+        cache = self._cache(kv_bits)
         return cast("mx.array", self._model(mx.array([list(tokens)]), cache=cache))[0]
 
     def strays(self, prompt: Sequence[int], tokens: Sequence[int]) -> list[int]:

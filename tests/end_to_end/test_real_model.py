@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import jsonschema
 import pytest
-from tests.end_to_end.equality import Agreement, compare
+from tests.end_to_end.equality import TIE, Agreement, compare
 from tests.end_to_end.instance import generate, running_engine
 from tests.end_to_end.loopback_cluster import running_cluster
 from tests.end_to_end.reference import WholeModel
@@ -31,6 +31,8 @@ TEXTS = (
 )
 COUNT = 12
 """Tokens of an answer."""
+KEY_LEVEL = 0.1
+"""Distance of two logits that one level of a quantized key may close."""
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 NAME = "SmolLM2-135M-Instruct.Q4_1"
 
@@ -100,6 +102,32 @@ def test_tokens_are_those_of_mlx_lm_however_the_file_is_split(
             return sum(found, start=Agreement())
 
     assert asyncio.run(run()).tokens == len(TEXTS) * COUNT
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_tokens_over_a_quantized_kv_cache_are_those_of_mlx_lm(
+    folder: Path, expected: Expected, tmp_path: Path, bits: int
+) -> None:
+    """Compare with mlx-lm's quantized caches. A rounding may move a key to the next level, which is no tie."""
+
+    def gap(before: Sequence[int], first: int, second: int) -> float:
+        logits = expected.whole.logits(before, bits)
+        return abs(logits[first].item() - logits[second].item()) * TIE / KEY_LEVEL
+
+    async def run() -> Agreement:
+        async with running_engine(folder, 2, tmp_path, kv_bits=bits) as (engine, _):
+
+            async def again(before: tuple[int, ...], count: int) -> list[int]:
+                return await generate(engine, before, count)
+
+            answers = [expected.whole.greedy(prompt, COUNT, bits) for prompt in expected.prompts]
+            found = [
+                await compare(prompt, answer, again, gap)
+                for prompt, answer in zip(expected.prompts, answers, strict=True)
+            ]
+            return sum(found, start=Agreement())
+
+    assert asyncio.run(run()).ties <= 1
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, cast
 
 import mlx.core as mx
@@ -291,6 +292,71 @@ def test_attention_equals_mlxs(
     }
     theirs = operations.stock("scaled_dot_product_attention")(q, k, v, **options)
     assert_close(mx.fast.scaled_dot_product_attention(q, k, v, **options), exact(theirs), mx.float32)
+
+
+def _quantized(seed: int, shape: tuple[int, ...], length: int, options: dict[str, Any]) -> list[mx.array]:
+    """Return a part of a quantized cache's buffers, as mlx-lm and mlx-ring pass them."""
+    parts = mx.quantize(numbers(seed, *shape), **options)
+    return [part[:, :, :length] for part in parts]
+
+
+def _base() -> Any:
+    base: Any = pytest.importorskip("mlx_lm.models.base")
+    operations.install()
+    return base
+
+
+@given(
+    *(st.data(), st.integers(1, 3), st.sampled_from([(1, 1), (4, 4), (6, 2), (9, 3), (16, 1)])),
+    *(st.sampled_from([4, 8]), st.sampled_from([(32, 64), (64, 128), (32, 96), (128, 256)])),
+)
+@settings(max_examples=100, deadline=None)
+def test_attention_over_quantized_keys_and_values_equals_mlx_lms(
+    data: st.DataObject, batch: int, heads_of: tuple[int, int], bits: int, sizes: tuple[int, int]
+) -> None:
+    base, (heads, kv_heads), (group_size, size) = _base(), heads_of, sizes
+    tokens = data.draw(st.sampled_from([1, 2, 5, 16, 49]))
+    length = tokens + data.draw(st.sampled_from([0, 1, 30, 127, 128, 300]))
+    options: dict[str, Any] = {"group_size": group_size, "bits": bits}
+    keys = _quantized(6, (batch, kv_heads, length + 5, size), length, options)
+    values = _quantized(7, (batch, kv_heads, length + 5, size), length, options)
+    masks = _masks(batch, 1, tokens, length)
+    window = mx.arange(length) > mx.arange(length - tokens, length)[:, None] - 20
+    masks["sliding"] = window & (mx.arange(length) <= mx.arange(length - tokens, length)[:, None])
+    mask = masks[data.draw(st.sampled_from(sorted(masks)))]
+    q = numbers(5, batch, tokens, heads, size).swapaxes(1, 2)
+    cache = SimpleNamespace(bits=bits, group_size=group_size)
+    ours = base.scaled_dot_product_attention(q, keys, values, cache, scale=size**-0.5, mask=mask)
+    theirs = _stock_attention()(q + 0, keys, values, scale=size**-0.5, mask=mask, **options)
+    assert_close(ours, exact(theirs), mx.float32)
+
+
+def _stock_attention() -> Operation:
+    return operations.stock("quantized_scaled_dot_product_attention")
+
+
+def test_attention_that_the_kernels_lack_is_mlx_lms() -> None:
+    """Give masks of each head, types that mix, and sinks, which mlx-lm refuses."""
+    base, options = _base(), {"group_size": 32, "bits": 8}
+    kv = mx.quantize(numbers(6, 1, 4, 20, 64), **options)
+    q, mask = numbers(5, 1, 4, 3, 64), numbers(8, 4, 3, 20)
+    attend = base.quantized_scaled_dot_product_attention
+    for queries, shown in ((q, mask), (q.astype(mx.float16), None)):
+        theirs = _stock_attention()(queries + 0, kv, kv, scale=0.1, mask=shown, **options)
+        assert mx.array_equal(attend(queries, kv, kv, scale=0.1, mask=shown, **options), theirs)
+    cache = SimpleNamespace(**options)
+    with pytest.raises(ValueError, match="does not support attention sinks"):
+        base.scaled_dot_product_attention(q, kv, kv, cache, scale=0.1, mask=None, sinks=numbers(9, 4))
+
+
+def test_attention_over_quantized_keys_and_values_can_be_differentiated() -> None:
+    base, kv = _base(), mx.quantize(numbers(6, 1, 2, 20, 64), group_size=32, bits=8)
+
+    def loss(attend: Operation) -> Callable[[mx.array], mx.array]:
+        return lambda q: attend(q * 1, kv, kv, scale=0.1, mask="causal", group_size=32, bits=8).sum()
+
+    q, ours = numbers(5, 1, 4, 3, 64), base.quantized_scaled_dot_product_attention
+    assert_close(mx.grad(loss(ours))(q), exact(mx.grad(loss(_stock_attention()))(q)), mx.float32)
 
 
 def test_large_scores_do_not_overflow() -> None:

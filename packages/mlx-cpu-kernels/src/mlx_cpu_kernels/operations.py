@@ -11,9 +11,11 @@ import importlib
 import importlib.util
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import mlx.core as mx
 
@@ -27,8 +29,9 @@ _OPERATIONS: dict[str, ModuleType] = {
 }
 """Names of the operations, with the module that has MLX's own."""
 _ACTIVATION = "swiglu"
-_ACTIVATIONS = "mlx_lm.models.activations"
-"""mlx-lm's module of activations, whose models import functions of it by name."""
+_QUANTIZED_ATTENTION = "quantized_scaled_dot_product_attention"
+_MODEL_FUNCTIONS = {_ACTIVATION: "mlx_lm.models.activations", _QUANTIZED_ATTENTION: "mlx_lm.models.base"}
+"""mlx-lm's functions that are replaced, with their modules. Models import them by name."""
 _SCALAR = "scalar"
 """Name of the kernels for any processor, which are a reference and slow."""
 
@@ -65,7 +68,7 @@ def install(threads: int = 1) -> KernelReport:
         for name, module in _OPERATIONS.items():
             _stock.setdefault(name, getattr(module, name))
             setattr(module, name, getattr(kernels, name))
-        _install_activation(kernels.swiglu)
+        _install_model_functions(kernels)
         return KernelReport(active=True, detail=kernels.instruction_set())
 
 
@@ -73,10 +76,10 @@ def uninstall() -> None:
     """Give MLX its own operations back."""
     with _lock:
         for name, operation in _stock.items():
-            if name != _ACTIVATION:
+            if name in _MODEL_FUNCTIONS:
+                _replace_in_models(name, operation)
+            else:
                 setattr(_OPERATIONS[name], name, operation)
-        if _ACTIVATION in _stock:
-            _replace_activation(_stock[_ACTIVATION])
         _stock.clear()
 
 
@@ -90,25 +93,36 @@ def stock(name: str) -> Operation:
     return _stock.get(name) or getattr(_OPERATIONS[name], name)
 
 
-def _install_activation(swiglu: Operation) -> None:
-    """Replace mlx-lm's function, for models that are imported already or later, where mlx-lm is in use."""
+def _install_model_functions(kernels: ModuleType) -> None:
+    """Replace mlx-lm's functions, for models that are imported already or later, where mlx-lm is in use."""
     if "mlx_lm" not in sys.modules:
         return
-    own: Operation = getattr(importlib.import_module(_ACTIVATIONS), _ACTIVATION)
-    stock = _stock.setdefault(_ACTIVATION, own)
+    for name, make in ((_ACTIVATION, _activation), (_QUANTIZED_ATTENTION, _quantized_attention)):
+        own: Operation = getattr(importlib.import_module(_MODEL_FUNCTIONS[name]), name)
+        _replace_in_models(name, make(getattr(kernels, name), _stock.setdefault(name, own)))
 
+
+def _activation(swiglu: Operation, stock: Operation) -> Operation:
     def combine(gate: mx.array, x: mx.array) -> mx.array:
         return swiglu(gate, x) if gate.dtype == mx.float32 == x.dtype else stock(gate, x)
 
-    _replace_activation(combine)
+    return combine
 
 
-def _replace_activation(operation: Operation) -> None:
+def _quantized_attention(attend: Callable[..., mx.array | None], stock: Operation) -> Operation:
+    def attend_or_stock(*arguments: Any, **options: Any) -> mx.array:
+        result = attend(*arguments, **options)
+        return stock(*arguments, **options) if result is None else result
+
+    return attend_or_stock
+
+
+def _replace_in_models(function: str, operation: Operation) -> None:
     """Put `operation` where mlx-lm's modules have named theirs."""
-    present = getattr(sys.modules.get(_ACTIVATIONS), _ACTIVATION, None)
+    present = getattr(sys.modules.get(_MODEL_FUNCTIONS[function]), function, None)
     for name, module in list(sys.modules.items()):
-        if name.startswith("mlx_lm.models.") and getattr(module, _ACTIVATION, None) is present:
-            setattr(module, _ACTIVATION, operation)
+        if name.startswith("mlx_lm.models.") and getattr(module, function, None) is present:
+            setattr(module, function, operation)
 
 
 def _load() -> ModuleType:

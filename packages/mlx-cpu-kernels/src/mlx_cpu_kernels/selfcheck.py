@@ -24,16 +24,18 @@ Sample = tuple[str, tuple[Any, ...], dict[str, Any]]
 _TOLERANCES = {mx.float32: 1e-4, mx.float16: 2e-3, mx.bfloat16: 1.6e-2}
 """Largest difference from MLX's own result in float32, as a part of its largest value: in half types two units."""
 _TRIAL_THREADS = 3
+_QUANTIZED_ATTENTION = "quantized_scaled_dot_product_attention"
 
 
 def check(kernels: ModuleType, stock: Callable[[str], Operation]) -> None:
     """Compare each operation with MLX's own, which `stock` returns by name. Raises `Unavailable` if one differs."""
     with mx.stream(mx.Device(mx.cpu)):
         samples = [*_products(), *_large_products(), *_layers()]
+        references = {"swiglu": _swiglu, _QUANTIZED_ATTENTION: _attention_of_dequantized(stock)}
         differences: list[mx.array] = []
         for name, arguments, options in samples:
             ours = getattr(kernels, name)(*arguments, **options)
-            own = _swiglu if name == "swiglu" else stock(name)
+            own = references[name] if name in references else stock(name)
             theirs = own(
                 *arguments, **options
             )  # its shape and type: in half types MLX adds up what it has rounded
@@ -64,6 +66,16 @@ def _shown(options: dict[str, Any]) -> dict[str, Any]:
 
 def _swiglu(gate: mx.array, x: mx.array) -> mx.array:
     return gate * mx.sigmoid(gate) * x
+
+
+def _attention_of_dequantized(stock: Callable[[str], Operation]) -> Operation:
+    def attend(
+        queries: mx.array, *kv: tuple[mx.array, ...], scale: float, mask: str, **quantization: int
+    ) -> mx.array:
+        keys, values = (stock("dequantize")(*parts, **quantization) for parts in kv)
+        return stock("scaled_dot_product_attention")(queries, keys, values, scale=scale, mask=mask)
+
+    return attend
 
 
 def _products() -> Iterator[Sample]:
@@ -124,6 +136,13 @@ def _attentions() -> Iterator[Sample]:
             (_numbers(2, 6, 2, 64).astype(dtype), half, half),
             {"scale": 0.125},
         )
+
+    for bits in (4, 8):
+        quantization: dict[str, Any] = {"group_size": 32, "bits": bits}
+        kv = [_matrices(2, 2, 150, 64, **quantization) for _ in range(2)]
+        for tokens in (1, 9):
+            options = {"scale": 0.3, "mask": "causal", **quantization}
+            yield _QUANTIZED_ATTENTION, (_numbers(2, 4, tokens, 64), *kv), options
 
 
 def _matrices(*shape: int, bits: int, group_size: int, dtype: mx.Dtype = mx.float32) -> tuple[mx.array, ...]:

@@ -6,6 +6,7 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/variant.h>
+#include <nanobind/stl/vector.h>
 
 #include <string>
 
@@ -38,6 +39,8 @@ NB_MODULE(_kernels, module) {
              "freqs"_a = nb::none(), "stream"_a = nb::none());
   module.def("scaled_dot_product_attention", &make_attention, "q"_a, "k"_a, "v"_a, nb::kw_only(), "scale"_a,
              "mask"_a = nb::none(), "sinks"_a = nb::none(), "force_fused"_a = false, "stream"_a = nb::none());
+  module.def("quantized_scaled_dot_product_attention", &make_quantized_attention, "queries"_a, "q_keys"_a, "q_values"_a,
+             "scale"_a, "mask"_a.none(), "group_size"_a = 64, "bits"_a = 8);
   module.def("swiglu", &make_swiglu, "gate"_a, "x"_a, "silu(gate) * x");
   module.def("set_threads", [](int count) {
     threads().set_threads(count);

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "extension.h"
+#include "extension_quantized.h"
 #include "fused.h"
 
 namespace mlx_cpu_kernels {
@@ -152,63 +153,80 @@ mx::array frequencies_of(float base, int pairs, const mx::Stream& stream) {
   return found->second;
 }
 
-// queries (batch, heads, tokens, size), keys and values (batch, KV heads, length, size), then a mask and sinks.
+// queries (batch, heads, tokens, size), keys and values (batch, KV heads, length, size), then a mask and sinks. Keys and
+// values are three inputs each where they are quantized.
 class ScaledAttention : public CpuPrimitive {
  public:
   using Mask = Attention::Mask;
 
-  ScaledAttention(mx::Stream stream, float scale, Mask mask, bool has_sinks)
-      : CpuPrimitive(stream), scale_(scale), mask_(mask), has_sinks_(has_sinks) {}
+  ScaledAttention(mx::Stream stream, float scale, Mask mask, bool has_sinks, std::optional<Quantization> kv = {})
+      : CpuPrimitive(stream), scale_(scale), mask_(mask), has_sinks_(has_sinks), kv_(kv) {}
 
   void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
     auto& encoder = mx::cpu::get_command_encoder(stream());
-    const auto queries = with_dense_rows(inputs[0], encoder), keys = with_dense_rows(inputs[1], encoder);
-    const auto values = with_dense_rows(inputs[2], encoder);
+    const auto queries = with_dense_rows(inputs[0], encoder);
     auto& out = outputs[0];
-    const int64_t batch = queries.shape(0), heads = queries.shape(1), tokens = queries.shape(2), width = values.shape(3);
+    const int64_t batch = out.shape(0), heads = out.shape(1), tokens = out.shape(2), width = out.shape(3);
     // A token's heads lie side by side, as the layer's next product reads them.
     const mx::Strides strides{tokens * heads * width, width, heads * width, 1};
     const bool is_plain = heads == 1 || tokens == 1;
     out.set_data(mx::allocator::malloc(out.nbytes()), out.size(), strides, {true, is_plain, out.size() <= 1});
     if (out.size() == 0) return;
     Attention attention{
-        .batches = batch, .heads = heads, .kv_heads = keys.shape(1), .queries = tokens, .keys = keys.shape(2),
+        .batches = batch, .heads = heads, .kv_heads = inputs[1].shape(1), .queries = tokens, .keys = inputs[1].shape(2),
         .head_size = queries.shape(3), .value_size = width, .type = type_of(queries.dtype()),
-        .q = heads_of(queries), .k = heads_of(keys), .v = heads_of(values),
+        .q = heads_of(queries), .k = {}, .v = {},
         .y = {out.data<void>(), {strides[0], strides[1], strides[2]}},
         .scale = scale_, .mask = mask_,
     };
+    Quantized keys, values;
+    if (kv_) {
+      keys = add_quantized({inputs.begin() + 1, inputs.begin() + 4}, attention.k, attention.k_group_strides, encoder);
+      values = add_quantized({inputs.begin() + 4, inputs.begin() + 7}, attention.v, attention.v_group_strides, encoder);
+    } else {
+      attention.k = heads_of(with_dense_rows(inputs[1], encoder));
+      attention.v = heads_of(with_dense_rows(inputs[2], encoder));
+    }
     if (mask_ == Mask::boolean || mask_ == Mask::additive) {
-      const auto mask = with_dense_rows(inputs[3], encoder);
+      const auto mask = with_dense_rows(inputs[mask_input()], encoder);
       attention.mask_values = mask.data<void>();
       if (mask_ == Mask::additive) attention.mask_type = type_of(mask.dtype());
       std::copy(mask.strides().begin(), mask.strides().end(), attention.mask_strides);
       attention.mask_strides[3] = 1;  // also where there is one key, whose stride may be any
     }
     if (has_sinks_) attention.sinks = dense(inputs.back(), encoder).data<float>();
-    encoder.dispatch([attention] {
+    encoder.dispatch([=, is_quantized = kv_.has_value()]() mutable {
+      if (is_quantized) {
+        attention.k_quantized = &keys;
+        attention.v_quantized = &values;
+      }
       if (!mlx_cpu_kernels::attention(attention, threads())) throw std::logic_error("attention of an unexpected layout");
     });
   }
 
   mx::array stock(const std::vector<mx::array>& inputs) override {
     const bool has_mask = mask_ == Attention::Mask::boolean || mask_ == Attention::Mask::additive;
+    const auto dense = [&](size_t first) {
+      if (!kv_) return inputs[first];
+      return mx::dequantize(inputs[first], inputs[first + 1], inputs[first + 2], kv_->group_size, kv_->bits, "affine",
+                            std::nullopt, inputs[0].dtype(), stream());
+    };
     return mx::fast::scaled_dot_product_attention(
-        inputs[0], inputs[1], inputs[2], scale_, mask_ == Attention::Mask::causal ? "causal" : "",
-        has_mask ? std::optional(inputs[3]) : std::nullopt, has_sinks_ ? std::optional(inputs.back()) : std::nullopt, false,
-        stream());
+        inputs[0], dense(1), dense(kv_ ? 4 : 2), scale_, mask_ == Attention::Mask::causal ? "causal" : "",
+        has_mask ? std::optional(inputs[mask_input()]) : std::nullopt, has_sinks_ ? std::optional(inputs.back()) : std::nullopt,
+        false, stream());
   }
 
   std::vector<mx::Shape> output_shapes(const std::vector<mx::array>& inputs) override {
     auto shape = inputs[0].shape();
-    shape.back() = inputs[2].shape(-1);
+    shape.back() = kv_ ? inputs[5].shape(-1) * kv_->group_size : inputs[2].shape(-1);
     return {shape};
   }
 
   const char* name() const override { return "CpuAttention"; }
   bool is_equivalent(const mx::Primitive& other) const override {
     const auto& same = static_cast<const ScaledAttention&>(other);
-    return scale_ == same.scale_ && mask_ == same.mask_ && has_sinks_ == same.has_sinks_;
+    return scale_ == same.scale_ && mask_ == same.mask_ && has_sinks_ == same.has_sinks_ && kv_ == same.kv_;
   }
 
  private:
@@ -216,10 +234,46 @@ class ScaledAttention : public CpuPrimitive {
     return {array.data<void>(), {array.strides(0), array.strides(1), array.strides(2)}};
   }
 
+  // Keys or values of quantized weights, scales and biases: where each head begins, and the matrix of the first.
+  Quantized add_quantized(const std::vector<mx::array>& inputs, Heads& heads, int64_t* group_strides,
+                          mx::cpu::CommandEncoder& encoder) const {
+    const auto parts = quantized_inputs(inputs, 3, 0, encoder);
+    heads = heads_of(parts[0]);
+    std::copy_n(parts[1].strides().begin(), 2, group_strides);
+    return first_matrix(parts[0], parts[1], parts[2], *kv_);
+  }
+
+  size_t mask_input() const { return kv_ ? 7 : 3; }
+
   float scale_;
   Mask mask_;
   bool has_sinks_;
+  std::optional<Quantization> kv_;
 };
+
+// Attention of queries over `length` keys, with values of `width` numbers.
+mx::array attend(
+    std::vector<mx::array> inputs, int length, int width, float scale, bool is_causal, const mx::array* mask,
+    const std::optional<mx::array>& sinks, const std::optional<Quantization>& kv, const mx::Stream& stream) {
+  auto kind = is_causal ? Attention::Mask::causal : Attention::Mask::none;
+  const auto type = inputs[0].dtype();
+  auto shape = inputs[0].shape();
+  if (mask) {
+    kind = mask->dtype() != mx::bool_ ? Attention::Mask::additive : Attention::Mask::boolean;
+    shape.back() = length;
+    inputs.push_back(mask->shape() == shape ? *mask : mx::broadcast_to(*mask, shape, stream));
+  }
+  if (sinks) inputs.push_back(*sinks);
+  shape.back() = width;
+  auto attention = std::make_shared<ScaledAttention>(stream, scale, kind, sinks.has_value(), kv);
+  return mx::array(std::move(shape), type, std::move(attention), std::move(inputs));
+}
+
+// Whether a mask is one for all heads of each entry, in which mlx-lm's function and MLX's own broadcast alike.
+bool is_mask_of_queries(const mx::array& mask, const mx::array& queries) {
+  const bool is_known = mask.dtype() == mx::bool_ || (is_float(mask.dtype()) && mx::result_type(mask, queries) == queries.dtype());
+  return is_known && mask.ndim() >= 1 && mask.ndim() <= 4 && (mask.ndim() < 3 || mask.shape(-3) == 1);
+}
 
 }  // namespace
 
@@ -272,17 +326,30 @@ mx::array make_attention(
     return mx::fast::scaled_dot_product_attention(
         queries, keys, values, scale, mode ? *mode : "", given ? std::optional(*given) : std::nullopt, sinks, force_fused, stream);
   }
-  std::vector<mx::array> inputs{queries, keys, values};
-  auto kind = mode ? Attention::Mask::causal : Attention::Mask::none;
-  if (given) {
-    kind = given->dtype() != mx::bool_ ? Attention::Mask::additive : Attention::Mask::boolean;
-    const mx::Shape shape{queries.shape(0), queries.shape(1), queries.shape(2), keys.shape(2)};
-    inputs.push_back(given->shape() == shape ? *given : mx::broadcast_to(*given, shape, stream));
-  }
-  if (sinks) inputs.push_back(*sinks);
-  mx::Shape shape{queries.shape(0), queries.shape(1), queries.shape(2), values.shape(3)};
-  return mx::array(std::move(shape), queries.dtype(), std::make_shared<ScaledAttention>(stream, scale, kind, sinks.has_value()),
-                   std::move(inputs));
+  return attend({queries, keys, values}, keys.shape(2), values.shape(3), scale, mode != nullptr, given, sinks, {}, stream);
+}
+
+std::optional<mx::array> make_quantized_attention(
+    const mx::array& queries, const std::vector<mx::array>& keys, const std::vector<mx::array>& values, float scale,
+    const std::variant<std::monostate, std::string, mx::array>& mask, int group_size, int bits) {
+  const auto stream = mx::to_stream({});
+  const auto* mode = std::get_if<std::string>(&mask);
+  const auto* given = std::get_if<mx::array>(&mask);
+  const auto is_known = [&](const std::vector<mx::array>& parts) {
+    return parts.size() == 3 && parts[0].ndim() == 4 && mx::result_type(queries, parts[1]) == queries.dtype() &&
+           parts[0].shape(0) == queries.shape(0) && parts[1].shape(3) * group_size <= kMostHeadSize &&
+           applicable(stream, parts[0], parts[1], parts[2], group_size, bits, "affine");
+  };
+  if (!is_float(queries.dtype()) || queries.ndim() != 4 || !is_known(keys) || !is_known(values)) return std::nullopt;
+  const int heads = queries.shape(1), kv_heads = keys[0].shape(1), length = keys[0].shape(2);
+  const bool applies = kv_heads > 0 && heads % kv_heads == 0 && values[0].shape(1) == kv_heads && length > 0 &&
+                       values[0].shape(2) == length && keys[1].shape(3) * group_size == queries.shape(3) &&
+                       (!mode || *mode == "causal") && (!given || is_mask_of_queries(*given, queries));
+  if (!applies) return std::nullopt;
+  std::vector<mx::array> inputs{queries};
+  for (const auto* parts : {&keys, &values}) inputs.insert(inputs.end(), parts->begin(), parts->end());
+  const int width = values[1].shape(3) * group_size;
+  return attend(std::move(inputs), length, width, scale, mode != nullptr, given, {}, Quantization{bits, group_size}, stream);
 }
 
 mx::array make_swiglu(const mx::array& gate, const mx::array& up) {

@@ -2,7 +2,9 @@
 #pragma once
 
 #include <optional>
+#include <string>
 #include <variant>
+#include <vector>
 
 #include "mlx/mlx.h"
 
@@ -23,6 +25,12 @@ mx::array make_attention(
     const mx::array& queries, const mx::array& keys, const mx::array& values, float scale,
     const std::variant<std::monostate, std::string, mx::array>& mask, const std::optional<mx::array>& sinks,
     bool force_fused, mx::StreamOrDevice stream);
+
+// mlx_lm.models.base.quantized_scaled_dot_product_attention: keys and values are weights, scales and biases. Nothing where
+// the kernels do not apply: MLX has no operation of its own.
+std::optional<mx::array> make_quantized_attention(
+    const mx::array& queries, const std::vector<mx::array>& keys, const std::vector<mx::array>& values, float scale,
+    const std::variant<std::monostate, std::string, mx::array>& mask, int group_size, int bits);
 
 // silu(gate) * up, as mlx_lm.models.activations.swiglu
 mx::array make_swiglu(const mx::array& gate, const mx::array& up);

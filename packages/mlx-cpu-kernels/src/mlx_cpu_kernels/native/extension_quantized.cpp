@@ -16,6 +16,51 @@
 namespace mlx_cpu_kernels {
 namespace {
 
+bool is_supported(const Quantization& quantization) {
+  const auto [bits, size] = quantization;
+  return (bits == 2 || bits == 3 || bits == 4 || bits == 5 || bits == 6 || bits == 8) &&
+         (size == 32 || size == 64 || size == 128);
+}
+
+}  // namespace
+
+std::optional<Quantization> applicable(
+    const mx::Stream& stream, const mx::array& weights, const mx::array& scales, const std::optional<mx::array>& biases,
+    std::optional<int> group_size, std::optional<int> bits, const std::string& mode) {
+  const Quantization quantization{bits.value_or(4), group_size.value_or(64)};
+  const bool applies = mode == "affine" && is_on_cpu(stream) && biases &&
+                       is_supported(quantization) && weights.dtype() == mx::uint32 && is_float(scales.dtype()) &&
+                       scales.dtype() == biases->dtype() && weights.ndim() >= 2 && scales.ndim() == weights.ndim() &&
+                       scales.shape() == biases->shape() &&
+                       std::equal(weights.shape().begin(), weights.shape().end() - 1, scales.shape().begin()) &&
+                       int64_t{weights.shape(-1)} * 32 == int64_t{scales.shape(-1)} * quantization.group_size * quantization.bits;
+  return applies ? std::optional(quantization) : std::nullopt;
+}
+
+std::vector<mx::array> quantized_inputs(const std::vector<mx::array>& inputs, size_t count, size_t first,
+                                        mx::cpu::CommandEncoder& encoder) {
+  std::vector<mx::array> rows;
+  for (size_t input = 0; input < count; ++input) rows.push_back(with_dense_rows(inputs[input], encoder));
+  auto &scales = rows[first + 1], &biases = rows[first + 2];
+  if (scales.strides() != biases.strides()) {
+    scales = dense(scales, encoder);
+    biases = dense(biases, encoder);
+  }
+  return rows;
+}
+
+Quantized first_matrix(const mx::array& weights, const mx::array& scales, const mx::array& biases,
+                       const Quantization& quantization) {
+  return {
+      .weights = weights.data<uint32_t>(), .scales = scales.data<char>(), .biases = biases.data<char>(),
+      .type = type_of(scales.dtype()), .bits = quantization.bits, .group_size = quantization.group_size,
+      .rows = weights.shape(-2), .columns = static_cast<int64_t>(scales.shape(-1)) * quantization.group_size,
+      .row_words = weights.strides(-2), .row_groups = scales.strides(-2),
+  };
+}
+
+namespace {
+
 // True if the rows of all leading axes lie one behind the other, `stride` elements apart.
 bool has_even_rows(const mx::array& x, int64_t& stride) {
   stride = x.ndim() > 1 ? x.strides(-2) : x.shape(-1);
@@ -34,35 +79,12 @@ bool has_even_rows(const mx::array& x, int64_t& stride) {
   return true;
 }
 
-// Inputs from `first` on as weights, scales and biases with dense rows. Scales and biases lie alike in memory.
-std::vector<mx::array> quantized_inputs(const std::vector<mx::array>& inputs, size_t count, size_t first,
-                                       mx::cpu::CommandEncoder& encoder) {
-  std::vector<mx::array> rows;
-  for (size_t input = 0; input < count; ++input) rows.push_back(with_dense_rows(inputs[input], encoder));
-  auto &scales = rows[first + 1], &biases = rows[first + 2];
-  if (scales.strides() != biases.strides()) {
-    scales = dense(scales, encoder);
-    biases = dense(biases, encoder);
-  }
-  return rows;
-}
-
 // Weights, scales and biases of one matrix of `weights`, the `index`th of its leading axes.
 class Matrices {
  public:
-  Matrices(const mx::array& weights, const mx::array& scales, const mx::array& biases, int bits, int group_size)
-      : weights_(leading(weights)), scales_(leading(scales)), biases_(leading(biases)), size_(scales.itemsize()) {
-    first_.weights = weights.data<uint32_t>();
-    first_.scales = scales.data<char>();
-    first_.biases = biases.data<char>();
-    first_.type = type_of(scales.dtype());
-    first_.bits = bits;
-    first_.group_size = group_size;
-    first_.rows = weights.shape(-2);
-    first_.columns = static_cast<int64_t>(scales.shape(-1)) * group_size;
-    first_.row_words = weights.strides(-2);
-    first_.row_groups = scales.strides(-2);
-  }
+  Matrices(const mx::array& weights, const mx::array& scales, const mx::array& biases, const Quantization& quantization)
+      : first_(first_matrix(weights, scales, biases, quantization)), weights_(leading(weights)), scales_(leading(scales)),
+        biases_(leading(biases)), size_(scales.itemsize()) {}
 
   Quantized operator[](int64_t index) const {
     Quantized matrix = first_;
@@ -78,12 +100,6 @@ class Matrices {
   Quantized first_;
   Offsets weights_, scales_, biases_;
   int64_t size_;
-};
-
-struct Quantization {
-  int bits;
-  int group_size;
-  bool operator==(const Quantization&) const = default;
 };
 
 // x (..., M, K) times quantized weights (N, K), or (K, N) where not transposed; each may have further leading axes.
@@ -104,7 +120,7 @@ class QuantizedProduct : public CpuPrimitive {
       encoder.dispatch([y = y.data<char>(), size = y.nbytes()] { std::memset(y, 0, size); });
       return;
     }
-    const Matrices matrices(weights, dense[2], dense[3], quantization_.bits, quantization_.group_size);
+    const Matrices matrices(weights, dense[2], dense[3], quantization_);
     const int64_t columns = y.shape(-1), type_size = y.itemsize();
     const auto type = type_of(y.dtype());
     int64_t stride = 0;
@@ -197,7 +213,7 @@ class GatheredProduct : public CpuPrimitive {
     const auto dense = quantized_inputs(inputs, 4, 1, encoder);
     const auto& x = dense[0];
     const auto& indices = inputs[4];
-    const Matrices matrices(dense[1], dense[2], dense[3], quantization_.bits, quantization_.group_size);
+    const Matrices matrices(dense[1], dense[2], dense[3], quantization_);
     const Experts experts{matrices[0], dense[1].strides(0), dense[2].strides(0)};
     encoder.dispatch([=, x = x.data<void>(), y = y.data<void>(), type = type_of(y.dtype()), columns = y.shape(-1),
                       rows = indices.size(), indices = indices.data<uint32_t>(), count = dense[1].shape(0),
@@ -247,7 +263,7 @@ class Dequantization : public CpuPrimitive {
     if (y.size() == 0) return;
     auto& encoder = mx::cpu::get_command_encoder(stream());
     const auto dense = quantized_inputs(inputs, 3, 0, encoder);
-    const Matrices matrices(dense[0], dense[1], dense[2], quantization_.bits, quantization_.group_size);
+    const Matrices matrices(dense[0], dense[1], dense[2], quantization_);
     const int64_t size = static_cast<int64_t>(y.shape(-2)) * y.shape(-1);
     encoder.dispatch([=, count = static_cast<int64_t>(y.size()) / size, type = type_of(y.dtype()),
                       bytes = size * static_cast<int64_t>(y.itemsize()), y = y.data<char>()] {
@@ -280,26 +296,6 @@ class Dequantization : public CpuPrimitive {
   Quantization quantization_;
   mx::Dtype type_;
 };
-
-bool is_supported(const Quantization& quantization) {
-  const auto [bits, size] = quantization;
-  return (bits == 2 || bits == 3 || bits == 4 || bits == 5 || bits == 6 || bits == 8) &&
-         (size == 32 || size == 64 || size == 128);
-}
-
-// How weights are quantized if the kernels apply on `stream`. MLX's defaults are groups of 64 and 4 bits.
-std::optional<Quantization> applicable(
-    const mx::Stream& stream, const mx::array& weights, const mx::array& scales, const std::optional<mx::array>& biases,
-    std::optional<int> group_size, std::optional<int> bits, const std::string& mode) {
-  const Quantization quantization{bits.value_or(4), group_size.value_or(64)};
-  const bool applies = mode == "affine" && is_on_cpu(stream) && biases &&
-                       is_supported(quantization) && weights.dtype() == mx::uint32 && is_float(scales.dtype()) &&
-                       scales.dtype() == biases->dtype() && weights.ndim() >= 2 && scales.ndim() == weights.ndim() &&
-                       scales.shape() == biases->shape() &&
-                       std::equal(weights.shape().begin(), weights.shape().end() - 1, scales.shape().begin()) &&
-                       int64_t{weights.shape(-1)} * 32 == int64_t{scales.shape(-1)} * quantization.group_size * quantization.bits;
-  return applies ? std::optional(quantization) : std::nullopt;
-}
 
 mx::array broadcast_leading(const mx::array& array, const mx::Shape& leading, const mx::Stream& stream) {
   auto shape = leading;

@@ -3,12 +3,32 @@
 
 #include <optional>
 #include <string>
+#include <vector>
 
-#include "mlx/mlx.h"
+#include "extension.h"
+#include "quantized.h"
 
 namespace mlx_cpu_kernels {
 
-namespace mx = mlx::core;
+struct Quantization {
+  int bits;
+  int group_size;
+  bool operator==(const Quantization&) const = default;
+};
+
+// How weights are quantized if the kernels apply on `stream`. MLX's defaults are groups of 64 and 4 bits.
+std::optional<Quantization> applicable(
+    const mx::Stream& stream, const mx::array& weights, const mx::array& scales, const std::optional<mx::array>& biases,
+    std::optional<int> group_size, std::optional<int> bits, const std::string& mode);
+
+// Inputs with dense rows, of which those from `first` on are weights, scales and biases. Scales and biases lie alike in
+// memory.
+std::vector<mx::array> quantized_inputs(const std::vector<mx::array>& inputs, size_t count, size_t first,
+                                        mx::cpu::CommandEncoder& encoder);
+
+// The first matrix of weights, scales and biases of further leading axes.
+Quantized first_matrix(const mx::array& weights, const mx::array& scales, const mx::array& biases,
+                       const Quantization& quantization);
 
 // mx::quantized_matmul
 mx::array make_product(
