@@ -409,4 +409,8 @@ def test_a_halted_worker_executes_only_the_steps_that_another_rank_has_begun() -
         server.execute(stream, step_pb2.Step(step=6), 0)
         job()
         assert not preparing.result().HasField("failure")
-    assert taken == [4, 5]
+        assert relinked(halt=True).begun_step == 5
+        preparing = threads.submit(relinked, halt=False, until_step=6)
+        server._jobs.get()()
+        assert not preparing.result().HasField("failure")
+    assert taken == [4, 5, 6]

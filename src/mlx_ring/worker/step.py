@@ -185,6 +185,12 @@ class Halt:
             return True
 
     def until(self, step: int) -> list[tuple[step_pb2.Step, int]]:
-        """Return the steps that were held back, up to one, and the times of their arrival."""
+        """Begin the steps that were held back, up to one; return them, and the times of their arrival."""
         with self._lock:
-            return [held for held in self._held or () if held[0].step <= step]
+            if self._held is None:
+                return []
+            begun = [held for held in self._held if held[0].step <= step]
+            self._held = [held for held in self._held if held[0].step > step]
+            if begun:
+                self._begun = begun[-1][0].step
+            return begun
