@@ -226,22 +226,38 @@ def test_a_link_waits_for_the_stage_as_long_as_its_caller(
     assert answer.failure.kind == ("" if stays else "NotReady")
 
 
-def test_only_two_callers_may_wait_for_the_stage(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Refuse a third one at once, so that callers cannot take all threads of a worker."""
+class _WaitingRemoteCall(_WaitingCall, _RemoteCall):
+    """Such a call from another machine."""
+
+    def __init__(self, happens: Callable[[], object], remote: _RemoteCall) -> None:
+        super().__init__(happens, stays=False)
+        self.peer, self.auth_context = remote.peer, remote.auth_context
+
+
+def test_two_callers_of_a_machine_may_wait_for_the_stage(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Refuse a third one at once, so that no machine takes all threads of a worker or keeps others away."""
     monkeypatch.setattr(neighbours, "_CALLER_LOOK_S", 1e-3)
     server = WorkerServer(WorkerIdentity("here", 1, 0, "none"))
-    frames, failures = [greeting(instance="demo-1", stage=0)], list[str]()
+    remote = _RemoteCall(Authority.open(tmp_path), "mini-1")
+    frames, refused = [greeting(instance="demo-1", stage=0)], list[bool]()
 
-    def call(*nested: Callable[[], object]) -> None:
-        waiting = _WaitingCall(nested[0] if nested else lambda: None, stays=False)
-        (answer, *_) = server.link(iter(frames), cast("Any", waiting))
-        failures.append(answer.failure.message)
+    def call(happens: Callable[[], object] = lambda: None, *, is_remote: bool = False) -> None:
+        call = _WaitingRemoteCall(happens, remote) if is_remote else _WaitingCall(happens, stays=False)
+        (answer, *_) = server.link(iter(frames), cast("Any", call))
+        refused.append("Others wait already" in answer.failure.message)
 
-    call(lambda: call(lambda: call(call)))
-    refused = ["Others wait already" in failure for failure in failures]
+    def call_remote(happens: Callable[[], object] = lambda: None) -> None:
+        call(happens, is_remote=True)
+
+    call(lambda: call(lambda: call(call_remote)))
     assert refused == [True, False, False]
-    call()
-    assert "Others wait already" not in failures[-1]
+    refused.clear()
+    call_remote(lambda: call_remote(lambda: (call_remote(), call())))
+    assert refused == [True, False, False, False]
+    call_remote()
+    assert not refused[-1]
 
 
 def test_an_empty_worker_is_not_linked_with_others() -> None:

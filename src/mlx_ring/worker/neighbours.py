@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -30,7 +31,9 @@ _CALLER_LOOK_S = 1.0
 """Time between checks that a caller still waits."""
 _GREETING_WAIT_S = 10.0
 _MOST_EARLY_CALLERS = 2
-"""Number of callers that may wait for the stage: the stage before, also if it was loaded again. Each holds a thread."""
+"""Number of callers of one node that may wait for the stage: the stage before, also if it was loaded again."""
+_MOST_EARLY_CALLERS_OF_ALL = 8
+"""Number of callers of all nodes that may wait. Each holds a thread, and the worker has 16."""
 
 Received = TypeVar("Received")
 
@@ -74,7 +77,8 @@ class Neighbours:
         self.loss: RingError | None = None
         """Loss of a link, which stays until other neighbours are expected."""
         self._assigned = threading.Event()
-        self._early_callers = threading.Semaphore(_MOST_EARLY_CALLERS)
+        self._early_callers = Counter[str]()
+        """Number of callers that wait for the stage, by the node of their certificate; empty for this machine."""
         self._assignment = worker_pb2.StageAssignment(stages=1)
         self._inbox: Inbox | None = None
         self._lock = threading.Lock()
@@ -171,16 +175,26 @@ class Neighbours:
         The limit is that of the load: when it passes, the caller is ended.
         """
         if not self._assigned.is_set():
-            if not self._early_callers.acquire(blocking=False):
-                raise NotReady("Others wait already for this worker's stage.")
+            caller = _caller(context)
+            with self._lock:
+                waiting = self._early_callers
+                if waiting[caller] >= _MOST_EARLY_CALLERS or waiting.total() >= _MOST_EARLY_CALLERS_OF_ALL:
+                    raise NotReady("Others wait already for this worker's stage.")
+                waiting[caller] += 1
             try:
                 while not self._assigned.wait(_CALLER_LOOK_S) and context.is_active():
                     pass
             finally:
-                self._early_callers.release()
+                with self._lock:
+                    waiting[caller] -= 1
         if self._inbox is None:
             raise NotReady("The caller left before this worker received a stage.")
         return self._inbox
+
+
+def _caller(context: grpc.ServicerContext) -> str:
+    """Return the node of the caller's certificate; empty for this machine, where callers show none."""
+    return "" if is_local(context) else peer_of_call(context).node
 
 
 def _check_caller(context: grpc.ServicerContext, greeted_as: str, expected: str) -> None:
@@ -191,7 +205,7 @@ def _check_caller(context: grpc.ServicerContext, greeted_as: str, expected: str)
     Raises:
         PeerRefused: the certificate belongs to another node.
     """
-    caller = "" if is_local(context) else peer_of_call(context).node
+    caller = _caller(context)
     if caller and caller != greeted_as:
         raise PeerRefused(f"{caller} greeted as {greeted_as}.")
     if caller != expected:
