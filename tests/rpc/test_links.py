@@ -22,6 +22,7 @@ from tests.worker.in_process_link import InProcessLink
 
 from mlx_ring.core.errors import (
     LinkLost,
+    NotReady,
     ProtocolError,
     RingError,
     StaleMessage,
@@ -229,6 +230,23 @@ def test_messages_before_a_lost_link_can_still_be_received(inbox: Inbox) -> None
         inbox.recv(key(2))
 
 
+def test_a_new_sender_ends_the_loss_of_the_one_before_but_no_other_error(inbox: Inbox) -> None:
+    first = inbox.admit()
+    assert first.break_off(LinkLost("The first sender ended."))
+    with pytest.raises(LinkLost, match="The first sender ended"):
+        inbox.recv(key(1))
+    second = inbox.admit()
+    assert not inbox.holds(key(1))
+    assert not first.break_off(LinkLost("The first sender ended again."))
+    second.put(key(1), TENSOR)
+    assert inbox.recv(key(1)) is TENSOR
+    # A worker that is prepared for other neighbours drops its steps, whoever links meanwhile.
+    inbox.break_off(NotReady("It is being linked."))
+    inbox.admit()
+    with pytest.raises(NotReady, match="It is being linked"):
+        inbox.recv(key(2), deadline=0.0)
+
+
 def test_a_link_without_a_receiver_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(LinkLost, match="No worker answered at unix:") as caught:
         GrpcLink(f"unix:{tmp_path}/nobody", make_hello(node="mini-1"), timeout_s=0.2, node="mini-2")
@@ -269,6 +287,49 @@ def test_a_link_whose_greeting_is_not_answered_can_be_given_up() -> None:
             opening.give_up()
             with pytest.raises(LinkLost):
                 connecting.result()
+    finally:
+        server.stop(None).wait()
+
+
+def test_a_refused_link_leaves_neither_a_channel_nor_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits, closed, sent = threading.Event(), threading.Event(), threading.Event()
+
+    def open_channel(*args: Any, **options: Any) -> grpc.Channel:
+        channel = channels.open_channel(*args, **options)
+        close = channel.close
+
+        def note() -> None:
+            close()
+            closed.set()
+
+        monkeypatch.setattr(channel, "close", note)
+        return channel
+
+    outgoing: Callable[[GrpcLink], Iterator[Frame]] = GrpcLink._outgoing  # pyright: ignore[reportPrivateUsage] - runs in gRPC's thread
+
+    def watched(link: GrpcLink) -> Iterator[Frame]:
+        frames = outgoing(link)
+        yield next(frames)
+        waits.set()
+        yield from frames
+        sent.set()
+
+    def refuse(frames: Iterator[Frame], _context: grpc.ServicerContext) -> Iterator[worker_pb2.FrameAccepted]:
+        next(frames)
+        waits.wait()
+        yield worker_pb2.FrameAccepted(failure=error_to_failure(NotReady("Others wait already.")))
+
+    monkeypatch.setattr(links, "open_channel", open_channel)
+    monkeypatch.setattr(GrpcLink, "_outgoing", watched)
+    server = make_server(1)
+    server.add_generic_rpc_handlers((service_handler(WORKER_SERVICE, ((LINK, refuse),)),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        with pytest.raises(NotReady, match="Others wait already"):
+            GrpcLink(f"127.0.0.1:{port}", make_hello())
+        assert closed.wait(60.0)
+        assert sent.wait(60.0)
     finally:
         server.stop(None).wait()
 

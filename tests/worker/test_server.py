@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import queue
+import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,11 +18,12 @@ from typing import Any, cast
 import pytest
 from tests.machines import node_credentials
 
+from mlx_ring.agent import loading
 from mlx_ring.cluster.security.authority import Authority
 from mlx_ring.core.errors import LinkLost, StepFailed
 from mlx_ring.rpc.frames import Frame
 from mlx_ring.rpc.hello import make_hello
-from mlx_ring.rpc.links import Inbox, LinkKey, Opening
+from mlx_ring.rpc.links import OPENING_LIMIT_S, GrpcLink, Inbox, LinkKey, Opening
 from mlx_ring.rpc.protos import hello_pb2, step_pb2, worker_pb2
 from mlx_ring.rpc.tls.peers import Peer, node_name
 from mlx_ring.worker import neighbours
@@ -327,6 +329,28 @@ def test_a_neighbour_that_has_died_keeps_no_worker_from_being_prepared_again() -
         assert linking.result() == "StaleMessage"
     assert len(entered) == 1
     assert server.hello().epoch == 3
+
+
+def test_a_neighbour_that_cannot_be_reached_is_named_before_the_agent_gives_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert OPENING_LIMIT_S < loading._LINK_WAIT_S
+    monkeypatch.setattr(subject, "OPENING_LIMIT_S", 0.1)
+    server, _ = assign_stage(1)
+    request = worker_pb2.RelinkRequest(hello=make_hello(), commit=True)
+    request.assignment.CopyFrom(
+        worker_pb2.StageAssignment(instance="demo-1", epoch=2, stage=1, stages=3, next_node="mini-2")
+    )
+    # It takes in connections, and answers nothing.
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+
+        def open_links(to: worker_pb2.StageAssignment, hello: hello_pb2.Hello, opening: Opening) -> object:
+            return GrpcLink(address, hello, node=to.next_node, opening=opening)
+
+        server._built = cast("Any", SimpleNamespace(open_links=open_links))
+        failure = server.relink(request, cast("Any", _LocalCall())).failure
+    assert (failure.kind, [*failure.ends]) == ("LinkLost", ["here", "mini-2"])
 
 
 def greet_steps(server: WorkerServer, fencing_id: int) -> worker_pb2.StepsReply:

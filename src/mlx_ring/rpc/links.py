@@ -11,7 +11,8 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,10 +29,12 @@ from mlx_ring.rpc.tls.peers import node_name
 
 HIDDEN = worker_pb2.Activation.Purpose.HIDDEN
 SAMPLED = worker_pb2.Activation.Purpose.SAMPLED
-_UNWATCHED_AFTER_S = 1.0
-"""Seconds after which gRPC no longer watches whether a channel connects. Its thread looks five times a second."""
 _MOST_WAITING, _MOST_WAITING_BYTES = 1024, 2 << 30
 """Limits of an inbox: far more than the steps under way."""
+OPENING_LIMIT_S = 5.0
+"""Seconds to open links to workers that have loaded: less than the agent waits, so that the lost link can be named."""
+_UNWATCHED_AFTER_S = 1.0
+"""Seconds after which gRPC no longer watches whether a channel connects. Its thread looks five times a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +109,16 @@ class Inbox:
         self._arrived = threading.Condition()
         self._messages: dict[LinkKey, WireTensor | RingError] = {}
         self._broken: RingError | None = None
+        """Error that ends all waits in this epoch."""
+        self._sender_loss: RingError | None = None
+        """End of the present sender, which ends all waits until another one is admitted."""
         self._sender = 0
 
     def admit(self) -> InboxSender:
         """Admit a sender in place of an earlier one, whose messages and end no longer count."""
         with self._arrived:
             self._sender += 1
+            self._sender_loss = None
             return InboxSender(self, self._sender)
 
     def is_admitted(self, sender: int) -> bool:
@@ -164,8 +171,9 @@ class Inbox:
                     raise message
                 if message is not None:
                     return message
-                if self._broken is not None:
-                    raise self._broken
+                error = self._broken or self._sender_loss
+                if error is not None:
+                    raise error
                 remaining = None if deadline is None else deadline - time.monotonic()
                 if remaining is not None and remaining <= 0:
                     raise WorkerStuck(f"No activations arrived for {key} before the deadline.")
@@ -175,7 +183,8 @@ class Inbox:
         """Report whether `recv` would answer or fail at once; otherwise wait so long for it."""
 
         def is_settled() -> bool:
-            return key in self._messages or self._broken is not None or key.epoch < self._epoch
+            is_broken = (self._broken or self._sender_loss) is not None
+            return key in self._messages or is_broken or key.epoch < self._epoch
 
         with self._arrived:
             return is_settled() if wait_s <= 0 else self._arrived.wait_for(is_settled, wait_s)
@@ -202,14 +211,23 @@ class Inbox:
         with self._arrived:
             self._epoch = max(self._epoch, epoch)
             self._messages = {key: kept for key, kept in self._messages.items() if key.epoch >= self._epoch}
-            self._broken = None
+            self._broken = self._sender_loss = None
             self._arrived.notify_all()
 
     def break_off(self, error: RingError) -> None:
-        """End all waits, because the sending end has closed. Messages that have come can still be taken."""
+        """End all waits in this epoch. Messages that have come can still be taken."""
         with self._arrived:
             self._broken = error
             self._arrived.notify_all()
+
+    def lose(self, sender: int, error: RingError) -> bool:
+        """End all waits until another sender is admitted; return False, without an effect, if one has been."""
+        with self._arrived:
+            if sender != self._sender:
+                return False
+            self._sender_loss = error
+            self._arrived.notify_all()
+            return True
 
 
 class InboxSender:
@@ -225,10 +243,7 @@ class InboxSender:
 
     def break_off(self, error: RingError) -> bool:
         """End all waits. Return False, without an effect, if another sender has been admitted since."""
-        is_admitted = self._inbox.is_admitted(self._number)
-        if is_admitted:
-            self._inbox.break_off(error)
-        return is_admitted
+        return self._inbox.lose(self._number, error)
 
 
 LinkLoss = Callable[[RingError], None]
@@ -267,6 +282,17 @@ class Opening:
             ends, self._ends = self._ends, []
         for end in ends:
             end()
+
+    @contextmanager
+    def within(self, limit_s: float) -> Generator[None]:
+        """Give the links up if they are not open after so many seconds."""
+        patience = threading.Timer(limit_s, self.give_up)
+        patience.daemon = True
+        patience.start()
+        try:
+            yield
+        finally:
+            patience.cancel()
 
     def done(self) -> bool:
         """Keep the links from now on; return False if they were given up."""
@@ -330,7 +356,7 @@ class GrpcLink:
             raise error.between(hello.node, self._receiver.node) from None
         except grpc.FutureCancelledError:
             self._abandon()
-            error = LinkLost(f"The link to {address} was given up.")
+            error = LinkLost(f"No worker answered at {address} before the link was given up.")
             raise error.between(hello.node, self._receiver.node) from None
         except BaseException:
             self._abandon()

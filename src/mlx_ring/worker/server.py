@@ -25,7 +25,7 @@ from mlx_ring.rpc.backends import backend_of, has_collective_link, joined_ranks
 from mlx_ring.rpc.failures import error_to_failure
 from mlx_ring.rpc.frames import Frame
 from mlx_ring.rpc.hello import check_hello, make_hello
-from mlx_ring.rpc.links import Inbox, Opening
+from mlx_ring.rpc.links import OPENING_LIMIT_S, Inbox, Opening
 from mlx_ring.rpc.methods import LINK, LOAD, RELINK, STATUS, STEPS, WORKER_SERVICE, service_handler
 from mlx_ring.rpc.protos import hello_pb2, step_pb2, worker_pb2
 from mlx_ring.worker.compute_thread import JobQueue, complete, end_process
@@ -380,15 +380,15 @@ class WorkerServer:
     def _joining(self, request: worker_pb2.RelinkRequest) -> Callable[[], None]:
         """Link with the new neighbours; return the work that enters their epoch, for the compute thread.
 
-        A neighbour that has just died does not answer. So this thread waits, and the compute thread is free for another
-        first phase, which ends the wait.
+        This thread waits for neighbours, which may have died. Another first phase on the compute thread ends the wait.
         """
         if self._built is None:
             raise NotReady("This worker has not loaded a stage yet.")
         opening = self._opening = Opening()
         hello = self.hello()
         hello.epoch = request.assignment.epoch
-        opened = self._built.open_links(request.assignment, hello, opening)
+        with opening.within(OPENING_LIMIT_S):
+            opened = self._built.open_links(request.assignment, hello, opening)
         return partial(self._join, request, opened, opening)
 
     def _join(self, request: worker_pb2.RelinkRequest, opened: OpenedLinks, opening: Opening) -> None:
