@@ -161,31 +161,71 @@ def test_linking_fails_if_a_worker_has_ended_since_it_was_prepared(worker: Worke
         asyncio.run(loading.relink_workers(supervisor, request))
 
 
-@pytest.mark.parametrize(("free", "ends"), [(100, True), (1000, False)])
-def test_a_silent_worker_makes_room_for_another_one_if_memory_is_short(
-    worker: Worker, free: int, monkeypatch: pytest.MonkeyPatch, *, ends: bool
-) -> None:
-    stopped: list[list[int]] = []
+def ended_to_start(
+    workers: list[Worker], places: list[tuple[int, int]], free: int, monkeypatch: pytest.MonkeyPatch
+) -> list[int]:
+    """Start others in these places with some memory free; return the process IDs of the workers that are ended."""
+    ended: list[int] = []
 
     async def stop(_instance: str, pids: list[int]) -> None:
-        stopped.append(pids)
+        ended.extend(pids)
 
     async def start(*_: object) -> list[Worker]:
         return []
 
-    worker.status = worker_pb2.WorkerStatus(weight_bytes=100, memory_left_bytes=2000)
     monkeypatch.setattr(server, "usable_memory", lambda: SimpleNamespace(available_bytes=free))
     monkeypatch.setattr(server, "start_workers", start)
-    supervisor = cast("Supervisor", SimpleNamespace(workers=[worker], stop=stop, trusted=None))
-    wanted = worker_pb2.StageAssignment(instance=worker.instance, rank=1, epoch=2)
+    supervisor = cast("Supervisor", SimpleNamespace(workers=workers, stop=stop, trusted=None))
+    wanted = [worker_pb2.StageAssignment(stage=stage, rank=rank, epoch=2) for stage, rank in places]
 
     async def start_again() -> str:
         service = server.AgentService("here", supervisor, 1.0)
-        request = agent_pb2.StartRequest(hello=make_hello(), assignments=[wanted])
+        request = agent_pb2.StartRequest(hello=make_hello(), assignments=wanted)
         return (await service.start(request, cast("Any", None))).failure.message
 
     assert asyncio.run(start_again()) == ""
-    assert stopped == [], "it answers"
-    worker.unresponsive.seconds = 3.0
-    assert asyncio.run(start_again()) == ""
-    assert stopped == ([[worker.child.pid]] if ends else [])
+    return sorted(ended)
+
+
+def loaded_worker(stage: int, rank: int, pid: int, *, ranks: int = 1, silent_s: float = 0.0) -> Worker:
+    """Return a worker with 100 bytes of weights."""
+    child = cast("ChildProcess", SimpleNamespace(exit_reason="", pid=pid))
+    assignment = worker_pb2.StageAssignment(stage=stage, rank=rank, tp_size=ranks)
+    worker = Worker(assignment, Path("w.sock"), child, cast("grpc.aio.Channel", None))
+    worker.status = worker_pb2.WorkerStatus(weight_bytes=100, memory_left_bytes=2000)
+    worker.unresponsive.seconds = silent_s
+    return worker
+
+
+@pytest.mark.parametrize(("free", "ended"), [(100, [1]), (1000, [])])
+def test_a_silent_worker_makes_room_for_another_one_if_memory_is_short(
+    free: int, ended: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answering, silent = loaded_worker(0, 1, 1), loaded_worker(0, 1, 1, silent_s=3.0)
+    assert ended_to_start([answering], [(0, 1)], free, monkeypatch) == [], "it answers"
+    assert ended_to_start([silent], [(0, 1)], free, monkeypatch) == ended
+
+
+@pytest.mark.parametrize(
+    ("silent_s", "places", "free", "ended"),
+    [
+        # The silent rank is on another machine.
+        ((0.0,), [(1, 0)], 100, [1]),
+        ((0.0,), [(1, 0)], 1000, []),
+        # Both are here: each needs the memory that it has.
+        ((0.0, 3.0), [(1, 0), (1, 1)], 250, [1, 2]),
+        ((0.0, 3.0), [(1, 0), (1, 1)], 350, []),
+    ],
+)
+def test_ranks_whose_partner_is_silent_make_room_like_it(
+    silent_s: tuple[float, ...],
+    places: list[tuple[int, int]],
+    free: int,
+    ended: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    group = [
+        loaded_worker(1, rank, rank + 1, ranks=2, silent_s=seconds) for rank, seconds in enumerate(silent_s)
+    ]
+    others = [loaded_worker(0, 0, 8), loaded_worker(2, 0, 9, ranks=2)]
+    assert ended_to_start([*group, *others], places, free, monkeypatch) == ended, "other stages stay"

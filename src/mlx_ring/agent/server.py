@@ -42,7 +42,7 @@ _DEFAULT_HEARTBEAT_S = 2.0
 _SILENT_S = 2.0
 """Time without an answer after which a worker may have to be replaced."""
 _ROOM = 1.5
-"""Free memory with which a silent worker is left while another loads, as a multiple of its weights."""
+"""Free memory with which replaced workers are left while others load, as a multiple of their weights."""
 
 
 class AgentService:
@@ -91,7 +91,7 @@ class AgentService:
         except RingError as error:
             return agent_pb2.StartReply(failure=as_failure(error))
         try:
-            await self._make_room(instance)
+            await self._make_room(instance, request.assignments)
             workers = await start_workers(self._supervisor, request, self._load_timeout_s)
         except (RingError, OSError) as error:
             log.error("%s could not be started: %s", instance, error)  # noqa: TRY400 - the sentence is the point
@@ -132,21 +132,23 @@ class AgentService:
         newest = max((worker.head for worker in workers), default=0)
         check_hello(hello, make_hello(node=self._node, fencing_id=newest), "the head")
 
-    async def _make_room(self, instance: str) -> None:
-        """End silent workers of the instance if the memory may not suffice for those that replace them."""
-        silent = [
-            worker.child.pid
+    async def _make_room(self, instance: str, assignments: Iterable[worker_pb2.StageAssignment]) -> None:
+        """End workers of the instance that are replaced if the memory may not suffice for others beside them.
+
+        These are silent workers, and ranks in whose places others start because their group has lost a rank. A worker
+        without a group that answers again is left, because it stays then.
+        """
+        places = {(assignment.stage, assignment.rank) for assignment in assignments}
+        replaced = [
+            worker
             for worker in self._workers_of(instance)
             if worker.unresponsive.seconds >= _SILENT_S
+            or (worker.assignment.tp_size > 1 and (worker.stage, worker.rank) in places)
         ]
-        statuses = [
-            worker.status
-            for worker in self._workers_of(instance)
-            if worker.status is not None and worker.child.pid in silent
-        ]
+        statuses = [worker.status for worker in replaced if worker.status is not None]
         free = min([usable_memory().available_bytes, *(status.memory_left_bytes for status in statuses)])
-        if silent and free < _ROOM * sum(status.weight_bytes for status in statuses):
-            await self._supervisor.stop(instance, silent)
+        if replaced and free < _ROOM * sum(status.weight_bytes for status in statuses):
+            await self._supervisor.stop(instance, [worker.child.pid for worker in replaced])
 
     async def _end_started(self, assignments: Sequence[worker_pb2.StageAssignment]) -> int:
         """End the workers that were started for the assignments; those that stay from the epoch before are kept."""
