@@ -118,6 +118,42 @@ def test_only_a_worker_that_computes_gets_more_time_to_end_its_step(
     assert (len(answered), stopped) == ((1, []) if computes else (0, [{1}]))
 
 
+@pytest.mark.parametrize("halt", [True, False])
+def test_a_rank_that_answers_nothing_is_lost_though_it_computes_with_another_that_has_answered(
+    monkeypatch: pytest.MonkeyPatch, *, halt: bool
+) -> None:
+    group = [loaded_worker(1, rank, rank + 1, ranks=2) for rank in (0, 1)]
+    stopped = list[set[int]]()
+
+    async def refresh() -> None:
+        for worker in group:
+            worker.status = worker_pb2.WorkerStatus(waits=worker_pb2.Wait(kind="collective"))
+
+    async def stop(_instance: str, pids: set[int]) -> None:
+        stopped.append(pids)
+
+    async def settle(request: worker_pb2.RelinkRequest, **_: float) -> worker_pb2.RelinkReply:
+        if request.assignment.rank == 0:
+            await asyncio.Future[None]()
+        return worker_pb2.RelinkReply(begun_step=7)
+
+    def open_relink(*_: object) -> Callable[..., object]:
+        return settle
+
+    monkeypatch.setattr(loading, "_SETTLE_WAIT_S", 0.0)
+    monkeypatch.setattr(type(RELINK), "aio_unary_unary", open_relink)
+    supervisor = cast("Supervisor", SimpleNamespace(workers=group, refresh=refresh, stop=stop))
+    wanted = [worker_pb2.StageAssignment(stage=1, rank=rank, tp_size=2, epoch=2) for rank in (0, 1)]
+    request = agent_pb2.RelinkWorkersRequest(assignments=wanted, halt=halt)
+
+    async def relink() -> list[int]:
+        async with asyncio.timeout(30.0):
+            return [worker.begun_step for worker in await loading.relink_workers(supervisor, request)]
+
+    assert asyncio.run(relink()) == [7]
+    assert stopped == ([] if halt else [{1}])
+
+
 def test_workers_that_stay_are_asked_while_others_end(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from typing import cast
 
 import pytest
+from tests.eventually import run_tasks_until
 
+from mlx_ring.cluster import relinking
 from mlx_ring.cluster.agent_link import AgentLink, Source
 from mlx_ring.cluster.deployment import Site
 from mlx_ring.cluster.layer_split import Cut, even_split, make_assignments
@@ -29,6 +31,12 @@ class _Agent:
         self.kept: worker_pb2.KeptKv | None = None
         self.begun = 0
         """Last step that its workers have begun."""
+        self.missing_halt: set[RankId] = set()
+        """Ranks that cannot be halted."""
+        self.hung: set[RankId] = set()
+        """Ranks that do not finish their steps."""
+        self.finished = asyncio.Event()
+        """Set when they finish them after all."""
         self.until: list[int] = []
         """Last steps that its prepared workers must execute."""
         self.linked: dict[int, worker_pb2.StageAssignment] = {}
@@ -81,14 +89,18 @@ class _Agent:
         until_steps: Sequence[int] = (),
     ) -> Sequence[agent_pb2.StartedWorker]:
         assert commit or kept is None
-        assert not leaves_others
+        assert not leaves_others or len(assignments) == 1
         self.pids = list(pids)
         if halt:
             self.calls.append(("halt", [one.stage for one in assignments]))
             return [
                 agent_pb2.StartedWorker(stage=one.stage, rank=one.rank, begun_step=self.begun)
                 for one in assignments
+                if place(one.stage, one.rank) not in self.missing_halt
             ]
+        if self.hung & {place(one.stage, one.rank) for one in assignments}:
+            self.calls.append(("hang", [one.stage for one in assignments]))
+            await self.finished.wait()
         self.until = list(until_steps)
         self.kept = kept
         if commit:
@@ -176,6 +188,68 @@ def test_ranks_of_a_group_that_stays_execute_the_steps_that_one_of_them_has_begu
     assert here.calls == [("halt", [1]), ("prepare", [0, 1])]
     assert there.calls == [("halt", [1]), ("prepare", [1])]
     assert (here.until, there.until) == ([0, 8], [8])
+
+
+def test_a_group_of_which_a_rank_cannot_be_halted_is_lost_at_once() -> None:
+    here, there = _Agent(), _Agent()
+    there.missing_halt = {place(1, 1)}
+    here.hung = {place(1, 0)}
+    a, b = here.site("a"), there.site("b")
+    assignments = three_stages(((1.0,), (0.5, 0.5), (1.0,)))
+    sites = {place(0): a, place(1, 0): a, place(1, 1): b, place(2): b}
+    prepared = asyncio.run(prepare(sites, assignments, set(sites), make_hello()))
+    assert set(prepared) == {place(0), place(2)}
+    assert here.calls == [("halt", [1]), ("prepare", [0])]
+    assert there.calls == [("halt", [1]), ("prepare", [2])]
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_no_rank_is_waited_for_long_whose_group_has_finished_its_steps_or_left(
+    monkeypatch: pytest.MonkeyPatch, *, leaves: bool
+) -> None:
+    here, there = _Agent(), _Agent()
+    here.hung = {place(1, 0)}
+    there.hung = {place(2)} if leaves else set()
+    a, b = here.site("a"), there.site("b")
+    assignments = three_stages(((1.0,), (0.5, 0.5), (1.0,)))
+    sites = {place(0): a, place(1, 0): a, place(1, 1): b, place(2): b}
+    monkeypatch.setattr(relinking, "_GROUP_WAIT_S", 3600.0 if leaves else 0.01)
+    monkeypatch.setattr(relinking, "_FREE_WAIT_S", 0.01)
+
+    async def wait_until_left(node: str) -> None:
+        await run_tasks_until(lambda: node == "b" and ("hang", [1, 2]) in there.calls)
+
+    async def run() -> set[RankId]:
+        async with asyncio.timeout(30.0):
+            return {*await prepare(sites, assignments, set(sites), make_hello(), wait_until_left)}
+
+    # Stage 0 is asked again without the rank beside it, which is ended then.
+    if leaves:
+        assert asyncio.run(run()) == {place(0)}
+        assert here.calls == [("halt", [1]), ("hang", [0, 1]), ("prepare", [0])]
+    else:
+        assert asyncio.run(run()) == {place(0), place(2)}
+        assert here.calls == [("halt", [1]), ("hang", [0, 1]), ("hang", [1]), ("prepare", [0])]
+
+
+def test_a_rank_is_not_lost_because_a_stage_beside_it_computes_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    here, there = _Agent(), _Agent()
+    here.hung = {place(0)}
+    a, b = here.site("a"), there.site("b")
+    assignments = three_stages(((1.0,), (0.5, 0.5), (1.0,)))
+    sites = {place(0): a, place(1, 0): a, place(1, 1): b, place(2): b}
+    monkeypatch.setattr(relinking, "_GROUP_WAIT_S", 0.01)
+
+    async def run() -> set[RankId]:
+        preparing = asyncio.create_task(prepare(sites, assignments, set(sites), make_hello()))
+        await run_tasks_until(lambda: ("prepare", [1]) in here.calls)
+        here.finished.set()
+        return {*await preparing}
+
+    assert asyncio.run(run()) == set(sites)
+    assert here.calls == [("halt", [1]), ("hang", [0, 1]), ("prepare", [1]), ("prepare", [0, 1])]
 
 
 def test_workers_that_do_not_answer_are_not_among_the_prepared() -> None:

@@ -22,8 +22,8 @@ _GROUP_WAITS_S = {GROUP_PHASE: 30.0, "warm-up": 120.0}
 
 _SETTLE_WAIT_S, _LONGEST_SETTLE_S = 5.0, 30.0
 """Seconds in which a worker that is not stuck finishes its step: usually, and while it answers and computes."""
-_HALT_WAIT_S = 1.0
-"""Seconds to halt a worker, which answers while it computes."""
+_HALT_WAIT_S = 2.0
+"""Seconds to halt a worker, which answers while it computes; one that does not is lost."""
 _LINK_WAIT_S = 10.0
 """Seconds to link with neighbours that are all loaded."""
 
@@ -194,12 +194,13 @@ async def relink_workers(supervisor: Supervisor, request: agent_pb2.RelinkWorker
     if request.commit and missing:
         stage, rank = min(missing)
         raise WorkerLost(f"The worker of stage {stage}, rank {rank} has ended, so it cannot be linked.")
+    settled = set[int]()
+    relinking = (
+        _relink(supervisor, worker, request, places[worker.stage, worker.rank], settled) for worker in staying
+    )
     if request.halt:
-        await asyncio.gather(
-            *(_relink(supervisor, worker, request, places[worker.stage, worker.rank]) for worker in staying),
-            return_exceptions=True,
-        )
-        return staying
+        answers = await asyncio.gather(*relinking, return_exceptions=True)
+        return [worker for worker, answer in zip(staying, answers, strict=True) if answer is None]
     for worker in staying:
         if worker.prepared_epoch > epoch:
             raise StaleMessage(
@@ -209,12 +210,11 @@ async def relink_workers(supervisor: Supervisor, request: agent_pb2.RelinkWorker
         worker.record_head(request.hello.fencing_id)
     ends_others = not request.commit and not request.leaves_others
     others = {worker.child.pid for worker in ours if ends_others and worker not in staying}
-    asked = (_relink(supervisor, worker, request, places[worker.stage, worker.rank]) for worker in staying)
     # The end of the others may take a second, and so may a step.
     ending = [supervisor.stop(instance, others)] if others else []
-    relinking = asyncio.gather(*asked, return_exceptions=True)
-    await asyncio.gather(relinking, *ending)
-    answers = relinking.result()
+    answering = asyncio.gather(*relinking, return_exceptions=True)
+    await asyncio.gather(answering, *ending)
+    answers = answering.result()
     silent = {worker.child.pid for worker, answer in zip(staying, answers, strict=True) if answer is not None}
     failures = [answer for answer in answers if answer is not None]
     if request.commit and failures:
@@ -241,7 +241,9 @@ async def _relink(
     worker: Worker,
     request: agent_pb2.RelinkWorkersRequest,
     assignment: worker_pb2.StageAssignment,
+    settled: set[int],
 ) -> None:
+    """Relink one. `settled` are the stages of which a rank has finished its steps, which others do soon, or failed."""
     until = dict(
         zip(((one.stage, one.rank) for one in request.assignments), request.until_steps, strict=False)
     )
@@ -257,17 +259,19 @@ async def _relink(
     answer = asyncio.ensure_future(RELINK.aio_unary_unary(worker.channel)(wanted, timeout=limit_s))
     try:
         while not request.commit:
+            waits_alone = worker.stage in settled
             await asyncio.wait((answer,), timeout=_SETTLE_WAIT_S)
             if answer.done():
                 break
             await supervisor.refresh()
-            if not worker.computes:
+            if waits_alone or not worker.computes:
                 raise WorkerStuck(f"{worker.label} did not end its step within {_SETTLE_WAIT_S:g} s.")
         reply = await answer
     except grpc.RpcError as error:
         raise channel_error(error, worker.label) from error
     finally:
         answer.cancel()
+        settled.add(worker.stage)
     if reply.HasField("failure"):
         raise failure_to_error(reply.failure)
     worker.begun_step = reply.begun_step

@@ -41,6 +41,10 @@ WaitUntilLeft = Callable[[str], Awaitable[None]]
 """Function that returns when a node has left the cluster."""
 Result = TypeVar("Result")
 _LOOK_AGAIN_S = 0.5
+_GROUP_WAIT_S = 5.0
+"""Time in which a rank finishes its steps after another one of its group, with which it computes them."""
+_FREE_WAIT_S = 2.0
+"""Time in which a rank that has finished its steps answers."""
 ANSWERS_S = 1.5
 """Silence within which a worker answers as usual."""
 
@@ -76,42 +80,109 @@ async def prepare(
         leaves_others: True to end no other worker.
 
     Returns:
-        The workers that answered.
+        The workers that answered, except ranks of groups in which another one did not.
     """
     ours = [_with_neighbour(one, sites) for one in assignments if _place(one) in staying]
     known = pids or {}
 
-    async def ask(of: Assignments, until: Mapping[RankId, int] | None) -> Started:
-        """Halt workers, or prepare them; return those that answered."""
-
-        async def ask_on(site: Site) -> Started:
-            own = [one for one in of if sites[_place(one)].node == site.node]
-            own_pids = [known[_place(one)] for one in own if _place(one) in known]
-            relinking = asyncio.ensure_future(
-                site.link.relink(
-                    hello,
-                    own,
-                    commit=False,
-                    pids=own_pids if len(own_pids) == len(own) else (),
-                    leaves_others=leaves_others,
-                    halt=until is None,
-                    until_steps=[until.get(_place(one), 0) for one in own] if until else (),
-                )
+    async def ask(
+        site: Site, own: Assignments, until: Mapping[RankId, int] | None, *, again: bool = False
+    ) -> Started:
+        """Halt workers of a node, or prepare them, perhaps again; return those that answered."""
+        own_pids = [known[_place(one)] for one in own if _place(one) in known]
+        relinking = asyncio.ensure_future(
+            site.link.relink(
+                hello,
+                own,
+                commit=False,
+                pids=own_pids if len(own_pids) == len(own) else (),
+                leaves_others=leaves_others or again,
+                halt=until is None,
+                until_steps=[until.get(_place(one), 0) for one in own] if until else (),
             )
-            return await _answered(site, relinking, wait_until_left)
-
-        found = await asyncio.gather(*map(ask_on, _once(sites[_place(one)] for one in of)))
-        return {place: worker for of_site in found for place, worker in of_site.items()}
+        )
+        return await _answered(site, relinking, wait_until_left)
 
     # Ranks of a group compute a step together, so each must execute the steps that another one has begun.
-    halted = await ask([one for one in ours if joined_ranks(one)], None)
+    grouped = [one for one in ours if joined_ranks(one)]
+    halted = _of_all(await asyncio.gather(*(ask(site, own, None) for site, own in _on_sites(sites, grouped))))
     begun = {place: worker.begun_step for place, (worker, _) in halted.items()}
-    until = {
-        _place(one): max(begun.get(RankId(*place), 0) for place in joined_ranks(one))
-        for one in ours
-        if joined_ranks(one)
-    }
-    return await ask(ours, until)
+    until = {_place(one): max(begun.get(RankId(*place), 0) for place in joined_ranks(one)) for one in grouped}
+    missing = with_their_groups({_place(one) for one in grouped} - halted.keys(), assignments)
+    asked = [one for one in ours if _place(one) not in missing]
+    prepared = await _Groups(
+        lambda site, own: ask(site, own, until),
+        lambda site, one: ask(site, [one], until, again=True),
+    ).ask_all(_on_sites(sites, asked))
+    missing = with_their_groups({_place(one) for one in asked} - prepared.keys(), assignments)
+    return {place: worker for place, worker in prepared.items() if place not in missing}
+
+
+class _Groups:
+    """Requests to prepare the ranks that stay. None waits long for a rank whose group has lost another one."""
+
+    def __init__(
+        self,
+        ask: Callable[[Site, Assignments], Coroutine[None, None, Started]],
+        ask_again: Callable[[Site, worker_pb2.StageAssignment], Coroutine[None, None, Started]],
+    ) -> None:
+        """Start without requests.
+
+        Args:
+            ask: Prepares ranks on one site, and returns those that answered.
+            ask_again: Prepares one rank again, and leaves all others as they are.
+        """
+        self._ask, self._ask_again = ask, ask_again
+        self._asked: list[tuple[Assignments, asyncio.Task[Started]]] = []
+
+    async def ask_all(self, on_sites: Iterable[tuple[Site, Assignments]]) -> Started:
+        """Prepare all ranks; return those that answered."""
+        self._asked = [(own, asyncio.create_task(self._ask_on(site, own))) for site, own in on_sites]
+        return _of_all(await asyncio.gather(*(task for _, task in self._asked)))
+
+    async def _ask_on(self, site: Site, own: Assignments) -> Started:
+        answering = asyncio.ensure_future(self._ask(site, own))
+        waits = [asyncio.ensure_future(self._until_lost(site, one, own)) for one in own if joined_ranks(one)]
+        try:
+            await asyncio.wait((answering, *waits), return_when=asyncio.FIRST_COMPLETED)
+            if answering.done():
+                return answering.result()
+            lost = with_their_groups([wait.result() for wait in waits if wait.done()], own)
+        finally:
+            for work in (answering, *waits):
+                work.cancel()
+            await asyncio.wait((answering, *waits))
+        # The others on this site have finished their steps, or do so now.
+        rest = [one for one in own if _place(one) not in lost]
+        return await self._ask_on(site, rest) if rest else {}
+
+    async def _until_lost(self, site: Site, one: worker_pb2.StageAssignment, own: Assignments) -> RankId:
+        """Return a rank once it counts as lost: others of its group are, or have finished their steps long before it.
+
+        A site answers once all its ranks have finished. So another stage may be the one that still computes.
+        """
+        members = {RankId(*place) for place in joined_ranks(one)} - {_place(other) for other in own}
+        elsewhere = {
+            task: members & {_place(other) for other in of_site}
+            for of_site, task in self._asked
+            if members & {_place(other) for other in of_site}
+        }
+        is_lost = False
+        if elsewhere:
+            done, _ = await asyncio.wait(elsewhere, return_when=asyncio.FIRST_COMPLETED)
+            is_lost = not all(elsewhere[task] <= task.result().keys() for task in done)
+            if not is_lost:
+                await asyncio.sleep(_GROUP_WAIT_S)
+                is_lost = not await self._has_finished(site, one)
+        if not is_lost:
+            await asyncio.Future[None]()
+        return _place(one)
+
+    async def _has_finished(self, site: Site, one: worker_pb2.StageAssignment) -> bool:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_FREE_WAIT_S):
+                return bool(await self._ask_again(site, one))
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,6 +403,18 @@ def _with_neighbour(
 
 def _place(assignment: worker_pb2.StageAssignment) -> RankId:
     return RankId(assignment.stage, assignment.rank)
+
+
+def _on_sites(sites: Mapping[RankId, Site], of: Assignments) -> list[tuple[Site, Assignments]]:
+    """Return each site of these ranks once, with its ranks."""
+    return [
+        (site, [one for one in of if sites[_place(one)].node == site.node])
+        for site in _once(sites[_place(one)] for one in of)
+    ]
+
+
+def _of_all(found: Iterable[Started]) -> Started:
+    return {place: worker for of_site in found for place, worker in of_site.items()}
 
 
 def _once(sites: Iterable[Site]) -> list[Site]:
