@@ -247,6 +247,9 @@ def is_worker(process: psutil.Process) -> bool:
 def test_answers_of_a_lost_replica_continue_on_the_other(tiny_model: Path, tmp_path: Path) -> None:
     with serving(tiny_model, "--replicas", "2", folder=tmp_path) as server:
         expected = complete(server.http)
+        eventually(
+            server.status, lambda status: [each["state"] for each in status["instances"]] == ["ready"] * 2
+        )
         worker = server.child("mlx_ring.worker")
         with ThreadPoolExecutor() as threads:
             other = threads.submit(interrupt, server.http, lambda: None)

@@ -12,13 +12,15 @@ import pytest
 from tests.eventually import run_tasks_until
 
 from mlx_ring.core.engine_stats import Meter
-from mlx_ring.core.errors import NotReady, RingError, WorkerStuck
+from mlx_ring.core.errors import NotReady, PlanError, RingError, WorkerLost, WorkerStuck
 from mlx_ring.core.types import RankId
 from mlx_ring.head import replica as subject
 from mlx_ring.head.instance import Epoch
+from mlx_ring.head.model import HostedModel
 from mlx_ring.head.patching import Remains
 from mlx_ring.head.placing import Placement
 from mlx_ring.head.replica import Replica
+from mlx_ring.head.served_model import prepare_model
 from mlx_ring.settings.config import Settings
 
 PLACEMENT = Placement((), (), None, None)
@@ -78,6 +80,9 @@ class FakeMachines:
 
     def record_failure(self, error: RingError | None, _begun_s: float) -> None:
         self.failures.append(error)
+
+    async def wait_for_node(self, _timeout_s: float) -> None:
+        """Return at once."""
 
 
 class FakeInstance:
@@ -145,7 +150,7 @@ def test_a_head_that_cannot_adopt_the_workers_of_an_earlier_one_loads_the_model(
 
     async def run() -> None:
         ready = asyncio.Event()
-        running = asyncio.create_task(make_replica(machines, meter).run(lambda _: ready.set()))
+        running = asyncio.create_task(make_replica(machines, meter).run(lambda _: ready.set(), lambda: False))
         waiting = asyncio.create_task(ready.wait())
         await asyncio.wait((running, waiting), return_when=asyncio.FIRST_COMPLETED)
         assert waiting.done(), running.exception()
@@ -165,7 +170,7 @@ def test_a_patch_uses_the_plan_that_was_made_while_the_lost_worker_was_suspect(
     machines = FakeMachines()
 
     async def run() -> None:
-        running = asyncio.create_task(make_replica(machines, Meter()).run(lambda _: None))
+        running = asyncio.create_task(make_replica(machines, Meter()).run(lambda _: None, lambda: False))
         await run_tasks_until(lambda: running.done() or machines.calls[-1:] == [f"patch 2 {early}"])
         assert not running.done(), running.exception()
         running.cancel()
@@ -206,7 +211,7 @@ def test_all_ranks_stay_if_silent_ones_answer_again(
     machines.is_slow = is_slow
 
     async def run() -> None:
-        running = asyncio.create_task(make_replica(machines, meter).run(lambda _: None))
+        running = asyncio.create_task(make_replica(machines, meter).run(lambda _: None, lambda: False))
         await run_tasks_until(lambda: machines.remains)
         machines.returned.set()
         await run_tasks_until(lambda: machines.calls.count("release demo-1") == 2)
@@ -248,7 +253,7 @@ def test_a_patch_that_fails_is_patched_again_and_then_loaded_as_a_whole(
 
     async def run() -> None:
         replica = make_replica(machines, meter)
-        running = asyncio.create_task(replica.run(lambda _: None))
+        running = asyncio.create_task(replica.run(lambda _: None, lambda: False))
         await run_tasks_until(lambda: stopped)
         running.cancel()
 
@@ -286,3 +291,69 @@ def test_stops_of_a_failed_patch_do_not_wait_for_a_node_that_left_meanwhile(
     monkeypatch.setattr(subject, "stop_workers", stop)
     asyncio.run(run())
     assert ended == ["n1", "all"]
+
+
+class UnluckyInstance(FakeInstance):
+    """First instance whose worker dies while it loads, and second one that has no place."""
+
+    async def run(self, ready: Callable[[float], None]) -> None:
+        if self._epoch.number == 1:
+            raise WorkerLost("The worker of stage 0 was killed.")
+        if self._epoch.number == 2:
+            raise PlanError("No machine has room.")
+        await super().run(ready)
+
+
+@pytest.mark.parametrize("others_serve", [False, True])
+def test_a_replica_that_is_lost_while_it_loads_is_loaded_again_if_others_serve(
+    monkeypatch: pytest.MonkeyPatch, *, others_serve: bool
+) -> None:
+    monkeypatch.setattr(subject, "Instance", UnluckyInstance)
+    machines = FakeMachines()
+
+    async def run() -> None:
+        ready = asyncio.Event()
+        replica = make_replica(machines, Meter())
+        running = asyncio.create_task(replica.run(lambda _: ready.set(), lambda: others_serve))
+        await run_tasks_until(lambda: running.done() or ready.is_set())
+        assert ready.is_set() == others_serve
+        running.cancel()
+        if not others_serve:
+            with pytest.raises(WorkerLost):
+                await running
+
+    asyncio.run(run())
+    assert machines.loads == (3 if others_serve else 1)
+
+
+class FakeReplica:
+    """Replica that serves at once, or is lost while it loads."""
+
+    def __init__(self, *, serves: bool) -> None:
+        engine = SimpleNamespace(take_over=len, fail=str)
+        recoveries = SimpleNamespace(record_resumed=len, refusal=None)
+        error = None if serves else NotReady("It is being loaded.")
+        self.service = SimpleNamespace(engine=engine, recoveries=recoveries, info=None, error=error)
+        self.others_serve: list[bool] = []
+
+    async def run(self, ready: Callable[[float], None], others_serve: Callable[[], bool]) -> None:
+        if self.service.error is None:
+            ready(1.0)
+        else:
+            await asyncio.sleep(0)
+            self.others_serve.append(others_serve())
+        await asyncio.get_running_loop().create_future()
+
+
+def test_a_model_continues_if_one_replica_is_lost_while_it_loads_and_another_one_serves() -> None:
+    settings, served = Settings.model_validate({"model": "demo"}), list[object]()
+    hosted = HostedModel(settings, prepare_model(settings), served.append, lambda: 0)
+    lost = FakeReplica(serves=False)
+
+    async def run() -> None:
+        await hosted.run(cast("Any", [lost, FakeReplica(serves=True)]), lambda *_: served.append("ready"))
+        assert hosted.error is None
+        await hosted.stop("It is unloaded.")
+
+    asyncio.run(run())
+    assert (lost.others_serve, served) == ([True], ["ready"])

@@ -237,7 +237,9 @@ class HostedModel:
     # ---- loading and unloading
 
     async def run(self, replicas: Sequence[Replica], ready: Ready) -> None:
-        """Load, and return once every replica has served; they keep serving until `stop`.
+        """Load, and return once every replica has served, or was lost after another one had served.
+
+        They keep serving until `stop`.
 
         Args:
             replicas: new replicas.
@@ -274,8 +276,13 @@ class HostedModel:
             if not first.done():
                 first.set_result(None)
 
+        def others_serve() -> bool:
+            if self._has_served and not first.done():
+                first.set_result(None)
+            return self._has_served
+
         try:
-            await replica.run(on_ready)
+            await replica.run(on_ready, others_serve)
         except Exception as error:
             if not isinstance(error, RingError):
                 self._on_crash(error)

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from mlx_ring.cluster.relinking import unless_left, unless_returned
 from mlx_ring.core.engine_stats import Meter
-from mlx_ring.core.errors import GroupStuck, NodeLost, RingError
+from mlx_ring.core.errors import GroupStuck, NodeLost, RingError, WorkerLost, WorkerStuck
 from mlx_ring.core.logs import set_log_epoch
 from mlx_ring.core.traces import Tracing
 from mlx_ring.engine.live_request import Hold, InProgress, LiveRequest, judge
@@ -123,7 +123,8 @@ class Replica:
         self._shares = shares
         self._watcher = watcher
         self._nodes, self._candidates, self._replicas = nodes, candidates, replicas
-        self._has_served = False
+        self._retries = False
+        """True once an instance of the model has served. From then on each failed load is repeated, on any nodes."""
         self._begun_s = 0.0
         """Unix time at which its last instance, or the last patch of it, began to load."""
         self._failed_patches = 0
@@ -134,11 +135,13 @@ class Replica:
         self._recoveries = Recoveries(served.names[0], meter)
         self.service = InstanceService(served.folder.num_layers, kv_bits, self._recoveries)
 
-    async def run(self, ready: Callable[[float], None]) -> None:
+    async def run(self, ready: Callable[[float], None], others_serve: Callable[[], bool]) -> None:
         """Run one instance after the other.
 
         Args:
             ready: receives each instance's load time in seconds.
+            others_serve: called when the first instance is lost before it serves. If other replicas have served, it is
+                loaded again.
 
         Raises:
             RingError: the first instance could not be loaded.
@@ -152,8 +155,8 @@ class Replica:
                     self._settings,
                     self._next_number,
                     # After the first instance, use the nodes that are present.
-                    nodes=1 if self._has_served else self._nodes,
-                    only=None if self._has_served else self._candidates,
+                    nodes=1 if self._retries else self._nodes,
+                    only=None if self._retries else self._candidates,
                     replicas=self._replicas,
                 )
                 epoch = await self._machines.next_epoch(order)
@@ -163,11 +166,13 @@ class Replica:
                 pause_s = 0.0
             except RingError as error:
                 self._meter.count_loss(error)
-                if is_adopted and not self._has_served:
+                if is_adopted and not self._retries:
                     log.warning("the workers of an earlier head cannot be adopted: %s", error)
                     continue
                 steps_down = isinstance(error, GroupStuck) and may_step_down(self._settings)
-                if not self._has_served and not steps_down and not isinstance(error, NodeLost):
+                if isinstance(error, WorkerLost | WorkerStuck) and not self._retries:
+                    self._retries = others_serve()
+                if not self._retries and not steps_down and not isinstance(error, NodeLost):
                     raise
                 self.service.lose(error)
                 self._machines.record_failure(error, self._begun_s)
@@ -253,7 +258,7 @@ class Replica:
         finally:
             if epoch.returning is not None:
                 epoch.returning.cancel()
-        self._has_served, self._failed_patches = True, 0
+        self._retries, self._failed_patches = True, 0
         return running.loss
 
     def _begin(self, epoch: Epoch, early: EarlyPlan) -> Instance:
