@@ -17,7 +17,7 @@ from mlx_ring.core.errors import GroupStuck, WorkerLost
 from mlx_ring.host.child import ChildProcess
 from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.methods import LOAD, RELINK
-from mlx_ring.rpc.protos import agent_pb2, worker_pb2
+from mlx_ring.rpc.protos import agent_pb2, step_pb2, worker_pb2
 
 GROUP = ["10.0.8.1:5000", "10.0.8.2:5000"]
 
@@ -118,40 +118,85 @@ def test_only_a_worker_that_computes_gets_more_time_to_end_its_step(
     assert (len(answered), stopped) == ((1, []) if computes else (0, [{1}]))
 
 
-@pytest.mark.parametrize("halt", [True, False])
-def test_a_rank_that_answers_nothing_is_lost_though_it_computes_with_another_that_has_answered(
-    monkeypatch: pytest.MonkeyPatch, *, halt: bool
-) -> None:
-    group = [loaded_worker(1, rank, rank + 1, ranks=2) for rank in (0, 1)]
-    stopped = list[set[int]]()
+class Group:
+    """Two ranks on one machine, of which the first answers late or never. Both compute a step together."""
 
-    async def refresh() -> None:
-        for worker in group:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.workers = [loaded_worker(1, rank, rank + 1, ranks=2) for rank in (0, 1)]
+        self.stopped: list[int] = []
+        self.looks = 0
+        self.is_silent = False
+        self.answers_after = 0
+        """Number of looks after which the first rank answers; 0: never."""
+        self.failure = ""
+        """Failure of the second rank."""
+        self._answers = asyncio.Event()
+        monkeypatch.setattr(loading, "_SETTLE_WAIT_S", 0.0)
+        monkeypatch.setattr(loading, "_HALT_LOOK_S", 0.0)
+
+        def open_relink(*_: object) -> Callable[..., object]:
+            return self.settle
+
+        monkeypatch.setattr(type(RELINK), "aio_unary_unary", open_relink)
+
+    async def refresh(self) -> None:
+        self.looks += 1
+        for worker in self.workers:
             worker.status = worker_pb2.WorkerStatus(waits=worker_pb2.Wait(kind="collective"))
+        if self.is_silent:
+            self.workers[0].unresponsive.seconds += 1.0
+        if self.looks == self.answers_after:
+            self._answers.set()
 
-    async def stop(_instance: str, pids: set[int]) -> None:
-        stopped.append(pids)
+    async def stop(self, _instance: str, pids: set[int]) -> None:
+        self.stopped += sorted(pids)
 
-    async def settle(request: worker_pb2.RelinkRequest, **_: float) -> worker_pb2.RelinkReply:
+    async def settle(self, request: worker_pb2.RelinkRequest, **_: float) -> worker_pb2.RelinkReply:
         if request.assignment.rank == 0:
-            await asyncio.Future[None]()
-        return worker_pb2.RelinkReply(begun_step=7)
+            await self._answers.wait()
+        elif self.failure:
+            return worker_pb2.RelinkReply(failure=step_pb2.Failure(kind="WorkerStuck", message=self.failure))
+        return worker_pb2.RelinkReply(begun_step=7 + request.assignment.rank)
 
-    def open_relink(*_: object) -> Callable[..., object]:
-        return settle
+    def relink(self, *, halt: bool) -> dict[int, int]:
+        """Halt or prepare both; return the last step of each rank that answered."""
+        wanted = [worker_pb2.StageAssignment(stage=1, rank=rank, tp_size=2, epoch=2) for rank in (0, 1)]
+        request = agent_pb2.RelinkWorkersRequest(assignments=wanted, halt=halt)
 
-    monkeypatch.setattr(loading, "_SETTLE_WAIT_S", 0.0)
-    monkeypatch.setattr(type(RELINK), "aio_unary_unary", open_relink)
-    supervisor = cast("Supervisor", SimpleNamespace(workers=group, refresh=refresh, stop=stop))
-    wanted = [worker_pb2.StageAssignment(stage=1, rank=rank, tp_size=2, epoch=2) for rank in (0, 1)]
-    request = agent_pb2.RelinkWorkersRequest(assignments=wanted, halt=halt)
+        async def relink() -> dict[int, int]:
+            async with asyncio.timeout(30.0):
+                answers = await loading.relink_workers(cast("Supervisor", self), request)
+                return {worker.rank: begun_step for worker, begun_step in answers}
 
-    async def relink() -> list[int]:
-        async with asyncio.timeout(30.0):
-            return [worker.begun_step for worker in await loading.relink_workers(supervisor, request)]
+        return asyncio.run(relink())
 
-    assert asyncio.run(relink()) == [7]
-    assert stopped == ([] if halt else [{1}])
+
+def test_a_rank_is_lost_though_it_computes_with_another_that_has_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    group = Group(monkeypatch)
+    assert group.relink(halt=False) == {1: 8}
+    assert group.stopped == [1]
+
+
+def test_a_rank_is_lost_at_once_if_another_one_cannot_execute_a_step_that_it_has_begun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    group = Group(monkeypatch)
+    group.failure = "The input of step 7 did not arrive."
+    monkeypatch.setattr(loading, "_SETTLE_WAIT_S", 3600.0)
+    assert group.relink(halt=False) == {}
+    assert group.stopped == [1, 2]
+
+
+def test_only_a_silent_rank_is_lost_before_it_is_halted(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = Group(monkeypatch)
+    group.is_silent = True
+    assert group.relink(halt=True) == {1: 8}
+    starved = Group(monkeypatch)
+    starved.answers_after = 50
+    assert starved.relink(halt=True) == {0: 7, 1: 8}
+    assert (group.stopped, starved.stopped) == ([], [])
 
 
 def test_workers_that_stay_are_asked_while_others_end(

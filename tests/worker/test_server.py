@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import queue
 import socket
@@ -20,14 +21,15 @@ from tests.machines import node_credentials
 
 from mlx_ring.agent import loading
 from mlx_ring.cluster.security.authority import Authority
-from mlx_ring.core.errors import LinkLost, StepFailed
+from mlx_ring.core.errors import LinkLost, NotReady, RingError, StepFailed
 from mlx_ring.rpc.frames import Frame
 from mlx_ring.rpc.hello import make_hello
-from mlx_ring.rpc.links import OPENING_LIMIT_S, GrpcLink, Inbox, LinkKey, Opening
+from mlx_ring.rpc.links import OPENING_LIMIT_S, GrpcLink, Inbox, LinkKey, Opening, WireTensor
 from mlx_ring.rpc.protos import hello_pb2, step_pb2, worker_pb2
 from mlx_ring.rpc.tls.peers import Peer, node_name
 from mlx_ring.worker import neighbours
 from mlx_ring.worker import server as subject
+from mlx_ring.worker import step as step_module
 from mlx_ring.worker.compute_thread import Waits
 from mlx_ring.worker.neighbours import PeerAccess
 from mlx_ring.worker.replies import StageLinks
@@ -414,43 +416,136 @@ def test_a_worker_joins_its_group_only_after_it_has_reported_so(monkeypatch: pyt
     assert at_join == ["group"]
 
 
-def test_a_halted_worker_executes_only_the_steps_that_another_rank_has_begun() -> None:
-    server, _ = assign_stage(0)
-    taken: list[int] = []
+class _Rank:
+    """Rank of a group at stage 1 that can be halted, and records the steps that it computes."""
 
-    def take(step: step_pb2.Step, _arrived_us: int) -> list[object]:
-        taken.append(step.step)
+    def __init__(self) -> None:
+        self.server, self.inbox = assign_stage(1)
+        self.computed: list[int] = []
+        self.server._runner = cast(
+            "Any",
+            SimpleNamespace(
+                last_step=0, reset=list[object], take=self._take, finish=list[object], spoiled=None
+            ),
+        )
+        self.server._built = cast("Any", SimpleNamespace())
+        assert not greet_steps(self.server, 1).HasField("failure")
+        self.run_job()
+        assert self.server._stream is not None
+        self.stream = self.server._stream
+
+    def _take(self, step: step_pb2.Step, _arrived_us: int, begin: Callable[[int], None]) -> list[object]:
+        with contextlib.suppress(RingError):
+            self.inbox.recv(LinkKey("demo-1", 1, step.step))
+            begin(step.step)
+            self.computed.append(step.step)
         return []
 
-    server._runner = cast(
-        "Any",
-        SimpleNamespace(last_step=0, reset=list[object], take=take, finish=list[object], spoiled=None),
-    )
-    server._built = cast("Any", SimpleNamespace())
-    assert not greet_steps(server, 1).HasField("failure")
-    server._jobs.get()()
-    stream = server._stream
-    assert stream is not None
+    def run_job(self) -> None:
+        self.server._jobs.get()()
 
-    def relinked(*, halt: bool, until_step: int = 0) -> worker_pb2.RelinkReply:
-        assignment = worker_pb2.StageAssignment(instance="demo-1", epoch=2, stage=0, stages=3)
+    def receive(self, step: int) -> None:
+        """Receive the input of a step."""
+        self.inbox.put(LinkKey("demo-1", 1, step), WireTensor("float32", (0,), b""))
+
+    def execute(self, step: int) -> None:
+        self.server.execute(self.stream, step_pb2.Step(step=step), 0)
+
+    def relinked(self, *, halt: bool, until_step: int = 0) -> worker_pb2.RelinkReply:
+        assignment = worker_pb2.StageAssignment(instance="demo-1", epoch=2, stage=1, stages=3)
         request = worker_pb2.RelinkRequest(
             hello=make_hello(fencing_id=1), assignment=assignment, halt=halt, until_step=until_step
         )
-        return server.relink(request, cast("Any", _LocalCall()))
+        return self.server.relink(request, cast("Any", _LocalCall()))
 
-    server.execute(stream, step_pb2.Step(step=4), 0)
-    assert relinked(halt=True).begun_step == 4
-    server.execute(stream, step_pb2.Step(step=5), 0)
+    def prepared(self, until_step: int) -> str:
+        """Prepare it for other neighbours, and return the failure."""
+        return self.relinked(halt=False, until_step=until_step).failure.message
+
+
+def test_a_halted_worker_executes_only_the_steps_that_another_rank_has_begun() -> None:
+    rank = _Rank()
+    for step in range(4, 8):
+        rank.receive(step)
+    rank.execute(4)
+    assert rank.relinked(halt=True).begun_step == 4
+    rank.execute(5)
     with ThreadPoolExecutor(1) as threads:
-        preparing = threads.submit(relinked, halt=False, until_step=5)
+        preparing = threads.submit(rank.prepared, 5)
         # A step that came before the request is still in the queue.
-        job = server._jobs.get()
-        server.execute(stream, step_pb2.Step(step=6), 0)
+        job = rank.server._jobs.get()
+        rank.execute(6)
         job()
-        assert not preparing.result().HasField("failure")
-        assert relinked(halt=True).begun_step == 5
-        preparing = threads.submit(relinked, halt=False, until_step=6)
-        server._jobs.get()()
-        assert not preparing.result().HasField("failure")
-    assert taken == [4, 5, 6]
+        assert preparing.result() == ""
+        assert rank.relinked(halt=True).begun_step == 5
+        preparing = threads.submit(rank.prepared, 6)
+        rank.run_job()
+        assert preparing.result() == ""
+    assert rank.computed == [4, 5, 6]
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+def test_a_halted_rank_waits_for_input_that_another_rank_has_had(
+    monkeypatch: pytest.MonkeyPatch, *, is_held: bool
+) -> None:
+    monkeypatch.setattr(step_module, "_INPUT_WAIT_S", 60.0)
+    rank, released = _Rank(), threading.Event()
+    release = rank.server._halt.release
+
+    def note(step: int) -> None:
+        released.set()
+        release(step)
+
+    monkeypatch.setattr(rank.server._halt, "release", note)
+    with ThreadPoolExecutor(2) as threads:
+        computing = None if is_held else threads.submit(rank.execute, 4)
+        assert rank.relinked(halt=True).begun_step == 0
+        if is_held:
+            rank.execute(4)
+        preparing = threads.submit(rank.prepared, 4)
+        released.wait()
+        rank.receive(4)
+        if computing is not None:
+            computing.result()
+        rank.run_job()
+        assert preparing.result() == ""
+    assert rank.computed == [4]
+
+
+def test_a_rank_is_lost_if_input_that_another_rank_has_had_does_not_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(step_module, "_INPUT_WAIT_S", 0.01)
+    rank = _Rank()
+    with ThreadPoolExecutor(2) as threads:
+        computing = threads.submit(rank.execute, 4)
+        rank.relinked(halt=True)
+        preparing = threads.submit(rank.prepared, 4)
+        computing.result()
+        rank.run_job()
+        assert preparing.result() == "The input of step 4, which other ranks have begun, did not arrive."
+    assert rank.computed == []
+
+
+def test_a_rank_begins_no_step_after_it_was_halted_that_no_other_has_begun() -> None:
+    rank = _Rank()
+    with ThreadPoolExecutor(2) as threads:
+        computing = threads.submit(rank.execute, 4)
+        assert rank.relinked(halt=True).begun_step == 0
+        rank.receive(4)
+        preparing = threads.submit(rank.prepared, 0)
+        computing.result()
+        rank.run_job()
+        assert preparing.result() == ""
+    assert rank.computed == []
+
+
+def test_a_halted_rank_that_has_input_ends_its_wait_with_its_worker() -> None:
+    rank = _Rank()
+    rank.relinked(halt=True)
+    rank.receive(4)
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(rank.server._halt.begin, 4)
+        rank.server.stop()
+        with pytest.raises(NotReady):
+            waiting.result()

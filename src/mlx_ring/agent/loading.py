@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import grpc
 
-from mlx_ring.agent.supervisor import GROUP_PHASE, Supervisor, Worker
+from mlx_ring.agent.supervisor import GROUP_PHASE, SILENT_S, Supervisor, Worker
 from mlx_ring.core.errors import GroupStuck, RingError, ServingError, StaleMessage, WorkerLost, WorkerStuck
 from mlx_ring.rpc.backends import backend_of
 from mlx_ring.rpc.failures import channel_error, error_to_failure, failure_to_error
@@ -22,8 +23,8 @@ _GROUP_WAITS_S = {GROUP_PHASE: 30.0, "warm-up": 120.0}
 
 _SETTLE_WAIT_S, _LONGEST_SETTLE_S = 5.0, 30.0
 """Seconds in which a worker that is not stuck finishes its step: usually, and while it answers and computes."""
-_HALT_WAIT_S = 2.0
-"""Seconds to halt a worker, which answers while it computes; one that does not is lost."""
+_HALT_LOOK_S, _LONGEST_HALT_S = 0.5, 10.0
+"""Seconds between two looks at a worker that is being halted, which it answers while it computes; and for all of it."""
 _LINK_WAIT_S = 10.0
 """Seconds to link with neighbours that are all loaded."""
 
@@ -174,8 +175,13 @@ async def _next_report(
         raise stuck.reported_by(worker.stage, worker.rank) from None
 
 
-async def relink_workers(supervisor: Supervisor, request: agent_pb2.RelinkWorkersRequest) -> Sequence[Worker]:
-    """Prepare workers for other neighbours, or link them; return those that answered.
+async def relink_workers(
+    supervisor: Supervisor, request: agent_pb2.RelinkWorkersRequest
+) -> Sequence[tuple[Worker, int]]:
+    """Halt workers, prepare them for other neighbours, or link them.
+
+    Returns:
+        Those that answered, each with the last step that it had begun when it was halted.
 
     The first phase ends those that do not answer and, unless the request leaves them, the instance's other workers.
 
@@ -194,13 +200,8 @@ async def relink_workers(supervisor: Supervisor, request: agent_pb2.RelinkWorker
     if request.commit and missing:
         stage, rank = min(missing)
         raise WorkerLost(f"The worker of stage {stage}, rank {rank} has ended, so it cannot be linked.")
-    settled = set[int]()
-    relinking = (
-        _relink(supervisor, worker, request, places[worker.stage, worker.rank], settled) for worker in staying
-    )
     if request.halt:
-        answers = await asyncio.gather(*relinking, return_exceptions=True)
-        return [worker for worker, answer in zip(staying, answers, strict=True) if answer is None]
+        return _answered(await _relink_all(supervisor, staying, request))
     for worker in staying:
         if worker.prepared_epoch > epoch:
             raise StaleMessage(
@@ -212,17 +213,45 @@ async def relink_workers(supervisor: Supervisor, request: agent_pb2.RelinkWorker
     others = {worker.child.pid for worker in ours if ends_others and worker not in staying}
     # The end of the others may take a second, and so may a step.
     ending = [supervisor.stop(instance, others)] if others else []
-    answering = asyncio.gather(*relinking, return_exceptions=True)
-    await asyncio.gather(answering, *ending)
-    answers = answering.result()
-    silent = {worker.child.pid for worker, answer in zip(staying, answers, strict=True) if answer is not None}
-    failures = [answer for answer in answers if answer is not None]
+    relinking = asyncio.ensure_future(_relink_all(supervisor, staying, request))
+    await asyncio.gather(relinking, *ending)
+    answers = relinking.result()
+    failures = [answer for _, answer in answers if isinstance(answer, Exception)]
     if request.commit and failures:
         raise failures[0]
+    answered = _answered(answers)
+    silent = {worker.child.pid for worker, _ in answers} - {worker.child.pid for worker, _ in answered}
     if silent:
-        log.warning("%s: %s", instance, failures[0])
+        log.warning("%s: %s", instance, " ".join(map(str, failures)))
         await supervisor.stop(instance, silent)
-    return [worker for worker in staying if worker.child.pid not in silent]
+    return answered
+
+
+_Answer = tuple[Worker, int | BaseException]
+"""A worker, and the last step that it had begun when it was halted, or its error."""
+
+
+def _answered(answers: Iterable[_Answer]) -> list[tuple[Worker, int]]:
+    return [(worker, answer) for worker, answer in answers if isinstance(answer, int)]
+
+
+async def _relink_all(
+    supervisor: Supervisor, workers: Sequence[Worker], request: agent_pb2.RelinkWorkersRequest
+) -> Sequence[_Answer]:
+    """Halt workers, prepare or link them. No rank is waited for if another one of its stage has failed."""
+    settled = set[int]()
+    asked = [asyncio.ensure_future(_relink(supervisor, worker, request, settled)) for worker in workers]
+
+    def end_others(stage: int, done: asyncio.Future[int]) -> None:
+        if not done.cancelled() and done.exception() is not None:
+            for worker, one in zip(workers, asked, strict=True):
+                if worker.stage == stage:
+                    one.cancel()
+
+    if not request.commit:
+        for worker, one in zip(workers, asked, strict=True):
+            one.add_done_callback(partial(end_others, worker.stage))
+    return [*zip(workers, await asyncio.gather(*asked, return_exceptions=True), strict=True)]
 
 
 def check_epoch(workers: Iterable[Worker], epoch: int) -> None:
@@ -240,43 +269,44 @@ async def _relink(
     supervisor: Supervisor,
     worker: Worker,
     request: agent_pb2.RelinkWorkersRequest,
-    assignment: worker_pb2.StageAssignment,
     settled: set[int],
-) -> None:
-    """Relink one. `settled` are the stages of which a rank has finished its steps, which others do soon, or failed."""
-    until = dict(
-        zip(((one.stage, one.rank) for one in request.assignments), request.until_steps, strict=False)
-    )
+) -> int:
+    """Relink one, and return the last step that it had begun. Others of the `settled` stages have finished theirs."""
+    place = worker.stage, worker.rank
+    assignments = {(one.stage, one.rank): one for one in request.assignments}
+    until = dict(zip(assignments, request.until_steps, strict=False))
     wanted = worker_pb2.RelinkRequest(
         hello=request.hello,
-        assignment=assignment,
+        assignment=assignments[place],
         commit=request.commit,
         kept=request.kept,
         halt=request.halt,
-        until_step=until.get((assignment.stage, assignment.rank), 0),
+        until_step=until.get(place, 0),
     )
-    limit_s = _HALT_WAIT_S if request.halt else _LINK_WAIT_S if request.commit else _LONGEST_SETTLE_S
+    limit_s = _LONGEST_HALT_S if request.halt else _LINK_WAIT_S if request.commit else _LONGEST_SETTLE_S
     answer = asyncio.ensure_future(RELINK.aio_unary_unary(worker.channel)(wanted, timeout=limit_s))
     try:
         while not request.commit:
             waits_alone = worker.stage in settled
-            await asyncio.wait((answer,), timeout=_SETTLE_WAIT_S)
+            await asyncio.wait((answer,), timeout=_HALT_LOOK_S if request.halt else _SETTLE_WAIT_S)
             if answer.done():
                 break
             await supervisor.refresh()
-            if waits_alone or not worker.computes:
+            if request.halt and worker.unresponsive.seconds >= SILENT_S:
+                raise WorkerStuck(f"{worker.label} has not answered for {SILENT_S:g} s.")
+            if not request.halt and (waits_alone or not worker.computes):
                 raise WorkerStuck(f"{worker.label} did not end its step within {_SETTLE_WAIT_S:g} s.")
         reply = await answer
     except grpc.RpcError as error:
         raise channel_error(error, worker.label) from error
     finally:
         answer.cancel()
-        settled.add(worker.stage)
     if reply.HasField("failure"):
         raise failure_to_error(reply.failure)
-    worker.begun_step = reply.begun_step
+    settled.add(worker.stage)
     if request.commit:
-        worker.assignment = assignment
+        worker.assignment = assignments[place]
+    return reply.begun_step
 
 
 def failed_load(error: Exception) -> agent_pb2.StageProgress:

@@ -18,7 +18,7 @@ from mlx_ring.agent.loading import (
     start_workers,
     until_done,
 )
-from mlx_ring.agent.supervisor import Supervisor, Worker
+from mlx_ring.agent.supervisor import SILENT_S, Supervisor, Worker
 from mlx_ring.agent.trust import check_hosts, check_links, check_routes, trusted_devices
 from mlx_ring.core.errors import ProtocolError, RingError
 from mlx_ring.core.logs import set_log_epoch
@@ -39,8 +39,6 @@ from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
 log = logging.getLogger(__name__)
 
 _DEFAULT_HEARTBEAT_S = 2.0
-_SILENT_S = 2.0
-"""Time without an answer after which a worker may have to be replaced."""
 _ROOM = 1.5
 """Free memory with which replaced workers are left while others load, as a multiple of their weights."""
 
@@ -142,7 +140,7 @@ class AgentService:
         replaced = [
             worker
             for worker in self._workers_of(instance)
-            if worker.unresponsive.seconds >= _SILENT_S
+            if worker.unresponsive.seconds >= SILENT_S
             or (worker.assignment.tp_size > 1 and (worker.stage, worker.rank) in places)
         ]
         statuses = [worker.status for worker in replaced if worker.status is not None]
@@ -240,11 +238,12 @@ class AgentService:
         try:
             self._check_instance(request.hello, request.assignments)
             check_links(request.assignments, self._supervisor.trusted)
-            workers = await relink_workers(self._supervisor, request)
+            answers = await relink_workers(self._supervisor, request)
         except RingError as error:
             return agent_pb2.RelinkWorkersReply(failure=as_failure(error))
+        trusted = self._supervisor.trusted
         return agent_pb2.RelinkWorkersReply(
-            workers=[_started(worker, self._supervisor.trusted) for worker in workers]
+            workers=[_started(worker, trusted, begun_step) for worker, begun_step in answers]
         )
 
     async def watch(
@@ -304,7 +303,7 @@ def _fetched_so_far(request: agent_pb2.LoadStagesRequest, done: int, total: int)
     return agent_pb2.StageProgress(stage=first.stage, rank=first.rank, progress=report)
 
 
-def _started(worker: Worker, trust: Trust) -> agent_pb2.StartedWorker:
+def _started(worker: Worker, trust: Trust, begun_step: int = 0) -> agent_pb2.StartedWorker:
     status = worker.status or worker_pb2.WorkerStatus()
     started = agent_pb2.StartedWorker(
         stage=worker.stage,
@@ -315,7 +314,7 @@ def _started(worker: Worker, trust: Trust) -> agent_pb2.StartedWorker:
         group_port=status.group_port,
         group_host=status.group_host,
         means=status.means,
-        begun_step=worker.begun_step,
+        begun_step=begun_step,
     )
     started.means.rdma_devices[:] = trusted_devices(status.means.rdma_devices, trust)
     return started

@@ -41,8 +41,8 @@ GROUP_PHASE = "group"
 """Phase of loading in which a rank waits for others, and may not answer; it has a limit of its own."""
 _IDLE_LOOK_S, _MOST_IDLE_LOOKS = 1.0, 60
 """Time between two looks at workers whose steps must be the same in both, and the number of looks."""
-_DEAF_S = 2.0
-"""Time without a heartbeat after which a worker is not expected to end by itself."""
+SILENT_S = 2.0
+"""Time without an answer after which a worker may have to be replaced, and is not expected to end by itself."""
 _DEAF_GRACE_S = 0.5
 
 
@@ -87,8 +87,6 @@ class Worker:
     loading_phase: str = ""
     prepared_epoch: int = 0
     """Epoch for which it was prepared last; it enters that epoch once it is linked."""
-    begun_step: int = 0
-    """Last step that it had begun when it was halted."""
     _head: int = 0
 
     def __post_init__(self) -> None:
@@ -143,7 +141,7 @@ class Worker:
     @property
     def grace_s(self) -> float:
         """Seconds that it may take to end; a rank that waits in a collective, or a stuck worker, receives no request."""
-        is_deaf = self.assignment.tp_size > 1 or self.unresponsive.seconds >= _DEAF_S
+        is_deaf = self.assignment.tp_size > 1 or self.unresponsive.seconds >= SILENT_S
         return _DEAF_GRACE_S if is_deaf else GRACE_S
 
     async def stop(self) -> None:

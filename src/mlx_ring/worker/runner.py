@@ -98,18 +98,27 @@ class StageRunner:
         """Seconds to wait for another step before calling `finish`, while one is under way."""
         return 0.0 if self._pending is None else self._patience.seconds(self._pending, monotonic_us())
 
-    def take(self, step: step_pb2.Step, arrived_us: int) -> Iterator[step_pb2.StepDone]:
+    def take(
+        self, step: step_pb2.Step, arrived_us: int, begin: Callable[[int], None] | None = None
+    ) -> Iterator[step_pb2.StepDone]:
         """Take in a step and yield the answers that are due: of the step before, and perhaps of this one.
 
         A failure is also an answer, and becomes a tombstone for the stages downstream.
+
+        Args:
+            step: the step.
+            arrived_us: time of its arrival.
+            begin: function to call with its number once its input is there; an error that it raises fails the step.
         """
         with self.waits.during(self._computing):
-            yield from self._take(step, arrived_us)
+            yield from self._take(step, arrived_us, begin)
 
-    def _take(self, step: step_pb2.Step, arrived_us: int) -> Iterator[step_pb2.StepDone]:
+    def _take(
+        self, step: step_pb2.Step, arrived_us: int, begin: Callable[[int], None] | None
+    ) -> Iterator[step_pb2.StepDone]:
         step = own_part(step, self._assignment.stage)
         self._answers.expect(step)
-        work = StepWork(step, StepClock(arrived_us, monotonic_us()))
+        work = StepWork(step, StepClock(arrived_us, monotonic_us()), begin)
         before = self._pending
         if before is not None and not self._can_build_ahead(before, step):
             yield self._finish(before)
@@ -209,6 +218,8 @@ class StageRunner:
             with self.waits.during(self._receiving):
                 work.message = self._inputs.receive(work.step, deadline)
             work.clock.link_wait += monotonic_us() - waiting
+        if work.begin is not None:
+            work.begin(work.step.step)
 
     def _admit(self, step: step_pb2.Step) -> None:
         ours = self._assignment

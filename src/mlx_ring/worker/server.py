@@ -117,6 +117,7 @@ class WorkerServer:
     def stop(self) -> None:
         """End `compute` after the current job, and drop the jobs that wait."""
         self._stopping = True
+        self._halt.release(0)
         self._neighbours.break_off(NotReady("This worker is ending."))
         self._jobs.put(lambda: None)
 
@@ -227,13 +228,14 @@ class WorkerServer:
                 # Steps of the earlier head would stay in the collective on some stages and not on others.
                 raise NotReady("Workers whose links are collectives serve one head: start others.")
             self._stream, self._head = stream, hello.fencing_id
+            self._halt.release(0)
             self._halt = stream.halt
             self._enter_epoch(hello.epoch)
             kept, self._kept = self._kept, ()
             if self._grammars is not None:
                 self._grammars.reset()
         if self._neighbours.loss is not None:
-            stream.answers.put(_lost(self._neighbours.loss))
+            stream.answers.put(worker_pb2.StepsReply(failure=error_to_failure(self._neighbours.loss)))
         if before is not None:
             before.answers.put(None)
         self._jobs.put(partial(self._runner.reset, kept))
@@ -296,7 +298,7 @@ class WorkerServer:
             return
         if stream is self._stream and self._runner is not None:
             self._taken_from = stream
-            self._answer(self._runner.take(step, arrived_us))
+            self._answer(self._runner.take(step, arrived_us, stream.halt.begin))
 
     def _answer(self, answers: Iterator[step_pb2.StepDone]) -> None:
         for done in answers:
@@ -318,9 +320,8 @@ class WorkerServer:
 
     def _report_loss(self, error: RingError) -> None:
         """Report the loss of a link to the head, which ends the instance."""
-        stream = self._stream
-        if stream is not None and not self._stopping:
-            stream.answers.put(_lost(error))
+        if (stream := self._stream) is not None and not self._stopping:
+            stream.answers.put(worker_pb2.StepsReply(failure=error_to_failure(error)))
 
     def relink(
         self, request: worker_pb2.RelinkRequest, _context: grpc.ServicerContext
@@ -330,14 +331,16 @@ class WorkerServer:
         try:
             self._check_relink(request)
             if request.halt:
-                return worker_pb2.RelinkReply(begun_step=self._halt.begin())
+                return worker_pb2.RelinkReply(begun_step=self._halt.halt())
             if request.commit:
                 self._jobs.put(partial(complete, done, self._joining(request)))
             else:
                 self._opening.give_up()
                 self._leave()
+                halt, until = self._halt, request.until_step
+                self._jobs.put(partial(complete, done, partial(self._settle, halt, until)))
+                halt.release(until)
                 self._neighbours.prepare(request.assignment)
-                self._jobs.put(partial(complete, done, partial(self._settle, request.until_step)))
             done.result()
         except RingError as error:
             return worker_pb2.RelinkReply(failure=error_to_failure(error))
@@ -370,12 +373,13 @@ class WorkerServer:
         if stream is not None:
             stream.answers.put(None)
 
-    def _settle(self, until_step: int) -> None:
+    def _settle(self, halt: Halt, until_step: int) -> None:
         """Execute the steps that other ranks of the group have begun, and finish. Runs on the compute thread."""
         if self._runner is not None:
-            for step, arrived_us in self._halt.until(until_step):
-                self._answer(self._runner.take(step, arrived_us))
+            for step, arrived_us in halt.take_held(until_step):
+                self._answer(self._runner.take(step, arrived_us, halt.begin))
             self._answer(self._runner.finish())
+        halt.settle(until_step)
 
     def _joining(self, request: worker_pb2.RelinkRequest) -> Callable[[], None]:
         """Link with the new neighbours; return the work that enters their epoch, for the compute thread.
@@ -444,7 +448,3 @@ class WorkerServer:
         if assignment is None or not joined_ranks(assignment):
             return None
         return worker_pb2.GroupUse(backend=backend_of(assignment), why=assignment.backend_why)
-
-
-def _lost(error: RingError) -> worker_pb2.StepsReply:
-    return worker_pb2.StepsReply(failure=error_to_failure(error))

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import mlx.core as mx
 
-from mlx_ring.core.errors import ProtocolError, RingError
+from mlx_ring.core.errors import NotReady, ProtocolError, RingError, WorkerStuck
 from mlx_ring.rpc.failures import error_to_failure
 from mlx_ring.rpc.links import WireTensor
 from mlx_ring.rpc.protos import step_pb2
@@ -21,6 +23,8 @@ from mlx_ring.worker.results import DrawnRow, StepDraws
 log = logging.getLogger(__name__)
 
 _WAITS = 4
+_INPUT_WAIT_S = 4.0
+"""Seconds to wait for input that another rank of the group has already: less than the agent waits for a rank."""
 
 
 def monotonic_us() -> int:
@@ -80,6 +84,8 @@ class StepWork:
 
     step: step_pb2.Step
     clock: StepClock
+    begin: Callable[[int], None] | None = None
+    """Function to call with the step's number once its input is there, which may refuse it."""
     refused: dict[int, RingError] = field(default_factory=dict[int, RingError])
     """Errors of failed cache operations, by sequence."""
     message: WireTensor | None = None
@@ -158,39 +164,74 @@ class Halt:
     """Steps of one stream that are held back from some moment on.
 
     Ranks of a group compute a step together. Before they get other neighbours, all of them are halted. Then each one
-    executes the steps that another has begun, which would wait for it otherwise, and no others.
+    executes the steps that another has begun, which would wait for it otherwise, and no others. A step begins once its
+    input is there.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._begun = 0
         self._held: list[tuple[step_pb2.Step, int]] | None = None
         """Steps that came since, and the times of their arrival; None while steps are executed."""
+        self._until: float | None = math.inf
+        """Last step that may begin; None while only the head knows it."""
+        self._is_settled = False
+        """True once the steps that may begin were executed."""
 
-    def begin(self) -> int:
-        """Hold back all steps from now on, and return the last one that was begun."""
-        with self._lock:
+    def halt(self) -> int:
+        """Hold back all steps from now on, and return the last one that has begun."""
+        with self._changed:
             if self._held is None:
                 self._held = []
                 log.info("halted after step %d", self._begun)
+            self._until, self._is_settled = None, False
             return self._begun
 
     def holds(self, step: step_pb2.Step, arrived_us: int) -> bool:
-        """Return True if the step is held back; otherwise it begins."""
-        with self._lock:
-            if self._held is None:
-                self._begun = step.step
-                return False
-            self._held.append((step, arrived_us))
-            return True
+        """Return True if the step is held back."""
+        with self._changed:
+            if self._held is not None:
+                self._held.append((step, arrived_us))
+            return self._held is not None
 
-    def until(self, step: int) -> list[tuple[step_pb2.Step, int]]:
-        """Begin the steps that were held back, up to one; return them, and the times of their arrival."""
-        with self._lock:
+    def begin(self, step: int) -> None:
+        """Begin a step whose input is there. While halted, wait until it is known which steps may begin.
+
+        Raises:
+            NotReady: no other rank has begun it.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._until is not None)
+            if self._until is None or step > self._until:
+                raise NotReady("This worker is being linked with others.")
+            self._begun = step
+            self._changed.notify_all()
+
+    def release(self, step: int) -> None:
+        """Let steps up to one begin, if all are held back; wait until it has begun, unless its input does not come."""
+        with self._changed:
+            if self._held is not None:
+                self._until = step
+                self._changed.notify_all()
+            self._changed.wait_for(lambda: self._begun >= step or self._is_settled, _INPUT_WAIT_S)
+
+    def take_held(self, step: int) -> list[tuple[step_pb2.Step, int]]:
+        """Take out the steps up to one that were held back, with the times of their arrival."""
+        with self._changed:
             if self._held is None:
                 return []
-            begun = [held for held in self._held if held[0].step <= step]
+            taken = [held for held in self._held if held[0].step <= step]
             self._held = [held for held in self._held if held[0].step > step]
-            if begun:
-                self._begun = begun[-1][0].step
-            return begun
+            return taken
+
+    def settle(self, step: int) -> None:
+        """End the wait for a step's input, because all steps that came were executed.
+
+        Raises:
+            WorkerStuck: the step has not begun, so other ranks wait for this one.
+        """
+        with self._changed:
+            self._is_settled = True
+            self._changed.notify_all()
+            if self._begun < step:
+                raise WorkerStuck(f"The input of step {step}, which other ranks have begun, did not arrive.")
