@@ -37,7 +37,7 @@ _ON_TWO_CORES_S = {
     "end_to_end/test_hung_groups.py": 70.0,
     "end_to_end/test_mpi.py": 65.0,
     "worker/platform/test_blas.py": 60.0,
-    "faults/test_recoveries.py": 55.0,
+    "faults/test_recoveries.py": 60.0,
     "worker/tensor/test_split.py": 55.0,
     "clients/test_clients.py": 50.0,
     "worker/test_lookahead.py": 45.0,

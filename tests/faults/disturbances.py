@@ -16,7 +16,7 @@ import psutil
 from tests.eventually import eventually
 from tests.faults.comparison import Judge
 from tests.faults.dialects import DIALECTS, EMBEDDINGS, Answer, Question, ask
-from tests.faults.injection import FAULTS, AtStep, Rank, Served, Stopped
+from tests.faults.injection import CHUNK, FAULTS, AtStep, Rank, Served, Stopped
 from tests.faults.models import CHARACTERS
 
 Moment = Literal[
@@ -34,8 +34,6 @@ MOMENTS: Sequence[Moment] = (*TOGETHER, *SCORED)
 Form = tuple[str, str]
 """Dialect of a request, and its way: `streamed` or `whole`."""
 WAYS = ("streamed", "whole")
-CHUNK = 24
-"""Most tokens of a chunk of a prompt."""
 PLACES = 8
 """Sequences that run at the same time: one for each moment and two for `choices`, so that the last one is queued."""
 STOP_FROM, STOP_TOKENS = 8, 56

@@ -21,12 +21,20 @@ import httpx
 import psutil
 from tests.end_to_end.lan_cluster import LanCluster, Machine
 from tests.eventually import eventually
-from tests.processes import Server
+from tests.processes import Server, serving
 
 from mlx_ring.core.cluster_folders import authority_folder
 
 _HOOK = Path(__file__).parent / "step_hook"
 _HOOK_WAIT_S = 600.0
+CHUNK = 24
+"""Most tokens of a chunk of a prompt."""
+CUT_AT = 12
+"""Number of an answer's tokens before a fault."""
+_FLAGS = (
+    *("--stages", "2", "--prefill-chunk", str(CHUNK), "--prefix-cache", "off", "--max-model-len", "1024"),
+    *("--pooling", "mean"),
+)
 
 
 @contextlib.contextmanager
@@ -103,10 +111,19 @@ class Stopped:
         self._socket.close()
 
 
-@contextlib.contextmanager
-def held_loads(folder: Path) -> Generator[Callable[[], None]]:
+def held_loads(folder: Path) -> contextlib.AbstractContextManager[Callable[[], None]]:
     """Let workers that load meanwhile wait with their weights; the function waits until one does."""
-    fifo, ends = folder / "load", list[int]()
+    return _held_at(folder / "load")
+
+
+def held_input(folder: Path, pid: int) -> contextlib.AbstractContextManager[Callable[[], None]]:
+    """Keep input that comes meanwhile from a worker; the function waits until some has come."""
+    return _held_at(folder / f"input-{pid}")
+
+
+@contextlib.contextmanager
+def _held_at(fifo: Path) -> Generator[Callable[[], None]]:
+    ends = list[int]()
     os.mkfifo(fifo)
 
     def wait() -> None:
@@ -190,6 +207,18 @@ class Served:
 
     def restore(self, victim: Rank, fault: Fault) -> None:
         """Bring back what a fault has removed."""
+
+
+@contextlib.contextmanager
+def serving_stages(model: Path, folder: Path, hook: Path, *flags: str) -> Generator[Served]:
+    """Serve a model in two stages on one machine."""
+    with (
+        serving(model, *_FLAGS, *flags, folder=folder) as server,
+        ThreadPoolExecutor(16) as threads,
+    ):
+        yield Served(server, hook, server.http, threads)
+        assert server.stop() == 0
+        assert server.all_ended()
 
 
 @dataclass(slots=True)

@@ -12,8 +12,8 @@ import pytest
 from tests.end_to_end.lan_cluster import LanCluster, make_cluster
 from tests.eventually import eventually
 from tests.faults.comparison import Judge
-from tests.faults.disturbances import CHUNK, DRAFTS, PLACES, SCORED, Cover, Disturber, Ledger
-from tests.faults.injection import FAULTS, ServedCluster, stopping_at_steps
+from tests.faults.disturbances import DRAFTS, PLACES, SCORED, Cover, Disturber, Ledger
+from tests.faults.injection import CHUNK, FAULTS, ServedCluster, stopping_at_steps
 from tests.faults.models import MODELS, write_model
 from tests.namespaces import skip_without_namespaces
 from tests.processes import give_profile

@@ -9,7 +9,7 @@ the first step that satisfies it, and sends what it knows of its sequences. It w
 A worker kills itself before the first step that satisfies the condition in the file `fatal.json` of the folder, if there
 is one. If the condition has a `schema`, it kills itself before it compiles a schema with that text. If there is a FIFO
 `load` in the folder, a worker that has loaded its weights waits until a client has opened and
-closed it.
+closed it. A FIFO `input-PID` does the same for all input that comes to that worker from another one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from types import ModuleType
 from typing import Any
 
 _FOLDER = os.environ.get("STOP_AT_STEPS_IN")  # noqa: TID251 - read before anything of the product is imported
-_FATAL, _LOAD = "fatal.json", "load"
+_FATAL, _LOAD, _INPUT = "fatal.json", "load", "input-"
 
 
 class _Steps:
@@ -42,7 +42,7 @@ class _Steps:
         self._sequences: dict[int, dict[str, int]] = {}
         """Each open sequence: its prompt's length, and the start and number of draft tokens of its last row."""
         self._epoch = 0
-        self._load = folder / _LOAD
+        self._load, self._input = folder / _LOAD, folder / f"{_INPUT}{os.getpid()}"
         self._client: tuple[Any, dict[str, int]] | None = None
         """Connection, as a file, and its condition."""
 
@@ -68,6 +68,11 @@ class _Steps:
         """Wait for the client that holds loads, if there is one."""
         if self._load.exists():
             self._load.read_bytes()
+
+    def arrived(self) -> None:
+        """Wait for the client that keeps input, if there is one."""
+        if self._input.exists():
+            self._input.read_bytes()
 
     def before(self, step: Any) -> None:
         """Note the sequences of a step, and stop if it satisfies the condition."""
@@ -158,7 +163,18 @@ def _look_at_schemas(steps: _Steps, compiler_module: Any) -> None:
     compiler_module.GrammarCompiler._compile = look_and_compile
 
 
+def _hold_input(steps: _Steps, links_module: Any) -> None:
+    put = links_module.Inbox.put
+
+    def wait_and_put(inbox: Any, *message: Any) -> None:
+        steps.arrived()
+        put(inbox, *message)
+
+    links_module.Inbox.put = wait_and_put
+
+
 _CHANGES = {
+    "mlx_ring.rpc.links": _hold_input,
     "mlx_ring.worker.runner": _hold_loads,
     "mlx_ring.worker.server": _stop_at_steps,
     "mlx_ring.worker.grammars.compiler": _look_at_schemas,
