@@ -350,8 +350,11 @@ def test_a_model_continues_if_one_replica_is_lost_while_it_loads_and_another_one
     hosted = HostedModel(settings, prepare_model(settings), served.append, lambda: 0)
     lost = FakeReplica(serves=False)
 
+    def ready(*_: object) -> None:
+        served.append("ready")
+
     async def run() -> None:
-        await hosted.run(cast("Any", [lost, FakeReplica(serves=True)]), lambda *_: served.append("ready"))
+        await hosted.run(cast("Any", [lost, FakeReplica(serves=True)]), ready)
         assert hosted.error is None
         await hosted.stop("It is unloaded.")
 
