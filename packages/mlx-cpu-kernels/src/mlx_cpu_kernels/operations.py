@@ -19,6 +19,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_cpu_kernels import decoder_layers
 from mlx_cpu_kernels.build import NAME, Target, find_binary, why_without
 from mlx_cpu_kernels.packages import Unavailable
 from mlx_cpu_kernels.selfcheck import Operation, check
@@ -69,6 +70,7 @@ def install(threads: int = 1) -> KernelReport:
             _stock.setdefault(name, getattr(module, name))
             setattr(module, name, getattr(kernels, name))
         _install_model_functions(kernels)
+        decoder_layers.install(kernels)
         return KernelReport(active=True, detail=kernels.instruction_set())
 
 
@@ -81,6 +83,7 @@ def uninstall() -> None:
             else:
                 setattr(_OPERATIONS[name], name, operation)
         _stock.clear()
+        decoder_layers.uninstall()
 
 
 def are_installed() -> bool:

@@ -76,6 +76,12 @@ void test_rows(uint64_t seed) {
                 stride},
                pool);
   });
+  for (int64_t added_stride : {int64_t{0}, stride}) {
+    compare("sum, " + text, type, size, threads, [&](void* y, Threads& pool) {
+      std::memcpy(y, x.data(), size * size_of(type));
+      add_rows({other.data(), type, added_stride}, rows, columns, y, stride, pool);
+    });
+  }
   for (Activation activation : {Activation::silu, Activation::gelu_tanh, Activation::gelu_sigmoid}) {
     compare("activation, " + text, type, size, threads, [&](void* y, Threads& pool) {
       gated_activation(activation, {x.data(), type, stride}, seed % 4 ? other.data() : no_weight, stride, rows, columns,

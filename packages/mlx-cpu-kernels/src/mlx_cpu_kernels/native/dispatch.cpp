@@ -144,6 +144,10 @@ void gated_activation(Activation activation, Matrix gate, const void* up, int64_
                                        threads);
 }
 
+void add_rows(Matrix added, int64_t rows, int64_t columns, void* y, int64_t y_stride, Threads& threads) {
+  selected().kernels->add_rows(added, rows, columns, y, y_stride, threads);
+}
+
 void rope(const Rope& rope, Threads& threads) { selected().kernels->rope(rope, threads); }
 
 bool attention(const Attention& a, Threads& threads) {

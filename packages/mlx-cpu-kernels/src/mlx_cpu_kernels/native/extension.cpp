@@ -5,12 +5,14 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
 #include <string>
 
 #include "extension.h"
+#include "extension_fused.h"
 #include "extension_layers.h"
 #include "extension_quantized.h"
 #include "mlx/version.h"
@@ -42,6 +44,10 @@ NB_MODULE(_kernels, module) {
   module.def("quantized_scaled_dot_product_attention", &make_quantized_attention, "queries"_a, "q_keys"_a, "q_values"_a,
              "scale"_a, "mask"_a.none(), "group_size"_a = 64, "bits"_a = 8);
   module.def("swiglu", &make_swiglu, "gate"_a, "x"_a, "silu(gate) * x");
+  module.def("heads", &make_heads, "x"_a, "norm"_a.none(), "linears"_a, "heads"_a, "head_norms"_a, "rotation"_a.none(),
+             "offset"_a);
+  module.def("gated", &make_gated, "x"_a, "norm"_a.none(), "gate"_a, "up"_a);
+  module.def("added", &make_added, "x"_a, "linear"_a, "residual"_a);
   module.def("set_threads", [](int count) {
     threads().set_threads(count);
     return threads().count();

@@ -88,13 +88,15 @@ inline mx::array dense(const mx::array& source, mx::cpu::CommandEncoder& encoder
   return source.flags().row_contiguous || source.ndim() == 0 ? source : copied(source, encoder);
 }
 
-// An operation for which MLX has one of its own, whose gradients are used.
+// An operation for which MLX has its own, whose gradients are used.
 class CpuPrimitive : public mx::Primitive {
  public:
   using mx::Primitive::Primitive;
 
-  // MLX's own operation on the same inputs.
-  virtual mx::array stock(const std::vector<mx::array>& inputs) = 0;
+  // The results of MLX's own operations on the same inputs.
+  virtual std::vector<mx::array> stock(const std::vector<mx::array>& inputs) = 0;
+
+  virtual int output_count() const { return 1; }
 
   void eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) override {
     throw std::runtime_error(std::string(name()) + " computes on a CPU only");
@@ -112,8 +114,9 @@ class CpuPrimitive : public mx::Primitive {
 
   std::pair<std::vector<mx::array>, std::vector<int>> vmap(const std::vector<mx::array>& inputs,
                                                            const std::vector<int>& axes) override {
-    const Function function = [this](const std::vector<mx::array>& each) { return std::vector<mx::array>{stock(each)}; };
-    return {mx::vmap(function, axes, {0})(inputs), {0}};
+    const Function function = [this](const std::vector<mx::array>& each) { return stock(each); };
+    const std::vector<int> first(output_count(), 0);
+    return {mx::vmap(function, axes, first)(inputs), first};
   }
 
  private:
@@ -130,7 +133,7 @@ class CpuPrimitive : public mx::Primitive {
     return [this, primals, arguments](const std::vector<mx::array>& variables) {
       auto inputs = primals;
       for (size_t i = 0; i < arguments.size(); ++i) inputs[arguments[i]] = variables[i];
-      return std::vector<mx::array>{stock(inputs)};
+      return stock(inputs);
     };
   }
 };

@@ -46,9 +46,9 @@ class Norm : public CpuPrimitive {
     encoder.dispatch([norm] { rms_norm(norm, threads()); });
   }
 
-  mx::array stock(const std::vector<mx::array>& inputs) override {
+  std::vector<mx::array> stock(const std::vector<mx::array>& inputs) override {
     const auto weight = inputs.size() > 1 ? std::optional(inputs[1]) : std::nullopt;
-    return mx::fast::rms_norm(inputs[0], weight, epsilon_, stream());
+    return {mx::fast::rms_norm(inputs[0], weight, epsilon_, stream())};
   }
 
   const char* name() const override { return "CpuRmsNorm"; }
@@ -77,8 +77,8 @@ class Swiglu : public CpuPrimitive {
     });
   }
 
-  mx::array stock(const std::vector<mx::array>& inputs) override {
-    return inputs[0] * mx::sigmoid(inputs[0], stream()) * inputs[1];
+  std::vector<mx::array> stock(const std::vector<mx::array>& inputs) override {
+    return {inputs[0] * mx::sigmoid(inputs[0], stream()) * inputs[1]};
   }
 
   const char* name() const override { return "CpuSwiglu"; }
@@ -119,13 +119,13 @@ class Rotate : public CpuPrimitive {
     encoder.dispatch([rotation] { rope(rotation, threads()); });
   }
 
-  mx::array stock(const std::vector<mx::array>& inputs) override {
+  std::vector<mx::array> stock(const std::vector<mx::array>& inputs) override {
     const auto periods = mx::reciprocal(inputs[1], stream());
-    return options_.has_frequencies
+    return {options_.has_frequencies
                ? mx::fast::rope(inputs[0], options_.dims, options_.is_traditional, std::nullopt, options_.scale, inputs[2],
                                 periods, stream())
                : mx::fast::rope(inputs[0], options_.dims, options_.is_traditional, options_.base, options_.scale, inputs[2],
-                                std::nullopt, stream());
+                                std::nullopt, stream())};
   }
 
   const char* name() const override { return "CpuRotate"; }
@@ -137,21 +137,6 @@ class Rotate : public CpuPrimitive {
  private:
   RotationOptions options_;
 };
-
-// The frequencies that belong to a base, by the same operations as MLX's. All layers of a model share them.
-mx::array frequencies_of(float base, int pairs, const mx::Stream& stream) {
-  static std::mutex lock;
-  static std::map<std::pair<float, int>, mx::array> known;
-  const std::lock_guard guard(lock);
-  auto found = known.find({base, pairs});
-  if (found == known.end()) {
-    auto steps = mx::arange(0, -pairs, -1, mx::float32, stream);
-    auto frequencies = mx::exp(mx::multiply(steps, mx::array(std::log(base) / pairs, mx::float32), stream), stream);
-    frequencies.eval();
-    found = known.emplace(std::pair(base, pairs), std::move(frequencies)).first;
-  }
-  return found->second;
-}
 
 // queries (batch, heads, tokens, size), keys and values (batch, KV heads, length, size), then a mask and sinks. Keys and
 // values are three inputs each where they are quantized.
@@ -204,17 +189,17 @@ class ScaledAttention : public CpuPrimitive {
     });
   }
 
-  mx::array stock(const std::vector<mx::array>& inputs) override {
+  std::vector<mx::array> stock(const std::vector<mx::array>& inputs) override {
     const bool has_mask = mask_ == Attention::Mask::boolean || mask_ == Attention::Mask::additive;
     const auto dense = [&](size_t first) {
       if (!kv_) return inputs[first];
       return mx::dequantize(inputs[first], inputs[first + 1], inputs[first + 2], kv_->group_size, kv_->bits, "affine",
                             std::nullopt, inputs[0].dtype(), stream());
     };
-    return mx::fast::scaled_dot_product_attention(
+    return {mx::fast::scaled_dot_product_attention(
         inputs[0], dense(1), dense(kv_ ? 4 : 2), scale_, mask_ == Attention::Mask::causal ? "causal" : "",
         has_mask ? std::optional(inputs[mask_input()]) : std::nullopt, has_sinks_ ? std::optional(inputs.back()) : std::nullopt,
-        false, stream());
+        false, stream())};
   }
 
   std::vector<mx::Shape> output_shapes(const std::vector<mx::array>& inputs) override {
@@ -276,6 +261,21 @@ bool is_mask_of_queries(const mx::array& mask, const mx::array& queries) {
 }
 
 }  // namespace
+
+mx::array frequencies_of(float base, int pairs, const mx::Stream& stream) {
+  // By the same operations as MLX's.
+  static std::mutex lock;
+  static std::map<std::pair<float, int>, mx::array> known;
+  const std::lock_guard guard(lock);
+  auto found = known.find({base, pairs});
+  if (found == known.end()) {
+    auto steps = mx::arange(0, -pairs, -1, mx::float32, stream);
+    auto frequencies = mx::exp(mx::multiply(steps, mx::array(std::log(base) / pairs, mx::float32), stream), stream);
+    frequencies.eval();
+    found = known.emplace(std::pair(base, pairs), std::move(frequencies)).first;
+  }
+  return found->second;
+}
 
 mx::array make_rms_norm(const mx::array& x, const std::optional<mx::array>& weight, float epsilon, mx::StreamOrDevice where) {
   const auto stream = mx::to_stream(where);

@@ -32,6 +32,9 @@ std::optional<mx::array> make_quantized_attention(
     const mx::array& queries, const std::vector<mx::array>& keys, const std::vector<mx::array>& values, float scale,
     const std::variant<std::monostate, std::string, mx::array>& mask, int group_size, int bits);
 
+// The angles a position that belong to a base, for so many pairs. All layers of a model share them.
+mx::array frequencies_of(float base, int pairs, const mx::Stream& stream);
+
 // silu(gate) * up, as mlx_lm.models.activations.swiglu
 mx::array make_swiglu(const mx::array& gate, const mx::array& up);
 

@@ -152,9 +152,9 @@ class QuantizedProduct : public CpuPrimitive {
     });
   }
 
-  mx::array stock(const std::vector<mx::array>& inputs) override {
-    return mx::quantized_matmul(inputs[0], inputs[1], inputs[2], inputs[3], transpose_, quantization_.group_size,
-                                quantization_.bits, "affine", stream());
+  std::vector<mx::array> stock(const std::vector<mx::array>& inputs) override {
+    return {mx::quantized_matmul(inputs[0], inputs[1], inputs[2], inputs[3], transpose_, quantization_.group_size,
+                                quantization_.bits, "affine", stream())};
   }
 
   const char* name() const override { return "QuantizedProduct"; }
@@ -229,9 +229,9 @@ class GatheredProduct : public CpuPrimitive {
     });
   }
 
-  mx::array stock(const std::vector<mx::array>& inputs) override {
-    return mx::gather_qmm(inputs[0], inputs[1], inputs[2], inputs[3], std::nullopt, inputs[4], true,
-                          quantization_.group_size, quantization_.bits, "affine", std::nullopt, false, stream());
+  std::vector<mx::array> stock(const std::vector<mx::array>& inputs) override {
+    return {mx::gather_qmm(inputs[0], inputs[1], inputs[2], inputs[3], std::nullopt, inputs[4], true,
+                          quantization_.group_size, quantization_.bits, "affine", std::nullopt, false, stream())};
   }
 
   std::vector<mx::Shape> output_shapes(const std::vector<mx::array>& inputs) override {
@@ -274,9 +274,9 @@ class Dequantization : public CpuPrimitive {
     });
   }
 
-  mx::array stock(const std::vector<mx::array>& inputs) override {
-    return mx::dequantize(inputs[0], inputs[1], inputs[2], quantization_.group_size, quantization_.bits, "affine",
-                          std::nullopt, type_, stream());
+  std::vector<mx::array> stock(const std::vector<mx::array>& inputs) override {
+    return {mx::dequantize(inputs[0], inputs[1], inputs[2], quantization_.group_size, quantization_.bits, "affine",
+                          std::nullopt, type_, stream())};
   }
 
   std::vector<mx::Shape> output_shapes(const std::vector<mx::array>& inputs) override {

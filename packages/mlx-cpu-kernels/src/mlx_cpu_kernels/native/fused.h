@@ -52,6 +52,9 @@ enum class Activation { silu, gelu_tanh, gelu_sigmoid };
 void gated_activation(Activation activation, Matrix gate, const void* up, int64_t up_stride, int64_t rows,
                       int64_t columns, void* y, int64_t y_stride, Threads& threads);
 
+// y += added, of one type; with a stride of 0 the same row is added to all.
+void add_rows(Matrix added, int64_t rows, int64_t columns, void* y, int64_t y_stride, Threads& threads);
+
 // A tensor [batch, head, position, element]: elements lie side by side, other strides are in elements.
 struct Heads {
   const void* values;

@@ -145,6 +145,20 @@ void gated_activation_rows(Activation activation, const Matrix& gate, const Matr
   });
 }
 
+template <class V>
+void add_to_rows(const Matrix& added, int64_t rows, int64_t columns, void* y, int64_t y_stride, Threads& threads) {
+  const Type type = added.type;
+  threads.parallel_for(rows, rows_a_thread(columns), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; row++) {
+      const void* from = at(added.values, type, row * added.stride);
+      void* to = at(y, type, row * y_stride);
+      each_vector<V>(columns, [&](int64_t, auto load, auto store) {
+        store(to, type, V::add(load(to, type), load(from, type)));
+      });
+    }
+  });
+}
+
 // The cosines and sines of the positions of one batch: [position][half], computed once for all heads.
 struct Angles {
   const float *cosines, *sines;

@@ -35,6 +35,7 @@ struct Kernels {
   void (*layer_norm)(const LayerNorm& norm, Threads& threads);
   void (*gated_activation)(Activation activation, const Matrix& gate, const Matrix& up, int64_t rows, int64_t columns,
                            void* y, int64_t y_stride, Threads& threads);
+  void (*add_rows)(const Matrix& added, int64_t rows, int64_t columns, void* y, int64_t y_stride, Threads& threads);
   void (*rope)(const Rope& rope, Threads& threads);
   void (*attention)(const Attention& attention, Threads& threads);
 };

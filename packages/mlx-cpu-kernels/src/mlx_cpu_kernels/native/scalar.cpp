@@ -64,6 +64,6 @@ void dequantize_rows(const Quantized& w, int64_t row_begin, int64_t row_end, voi
 
 const Kernels scalar_kernels = {multiply_transposed, multiply,          dequantize_rows,
                                 scalar_rms_norm,     scalar_layer_norm, scalar_gated_activation,
-                                scalar_rope,         scalar_attention};
+                                scalar_add_rows,     scalar_rope,       scalar_attention};
 
 }  // namespace mlx_cpu_kernels

@@ -67,6 +67,17 @@ void scalar_gated_activation(Activation activation, const Matrix& gate, const Ma
   });
 }
 
+void scalar_add_rows(const Matrix& added, int64_t rows, int64_t columns, void* y, int64_t y_stride, Threads& threads) {
+  threads.parallel_for(rows, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; r++) {
+      for (int64_t c = 0; c < columns; c++) {
+        float value = load_value(y, added.type, r * y_stride + c);
+        store_value(y, added.type, r * y_stride + c, value + load_value(added.values, added.type, r * added.stride + c));
+      }
+    }
+  });
+}
+
 void scalar_rope(const Rope& rope, Threads& threads) {
   int64_t half = rope.dims / 2;
   threads.parallel_for(rope.batches * rope.heads * rope.length, 1, [&](int64_t begin, int64_t end) {

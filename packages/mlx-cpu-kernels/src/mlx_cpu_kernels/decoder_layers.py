@@ -1,0 +1,219 @@
+"""Decoder layers of mlx-lm's models in few operations.
+
+A token of a small model takes longer for operations' own costs than for its weights. So a layer of quantized weights is
+built of five operations beside its cache:
+
+1. a norm with queries, keys and values, rotated,
+2. attention,
+3. the output product with the residual,
+4. a norm with the gated products,
+5. the last product with the residual.
+
+Layers are recognized by their code: a class is replaced if each instruction of its `__call__` is that of a function
+below. So another release of mlx-lm, a model of another build, or a layer that somebody changed keeps its own.
+Within such a layer, too, whatever is not as expected is computed by the modules themselves.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from types import CodeType, ModuleType
+from typing import Any, cast
+
+import mlx.core as mx
+from mlx import nn
+
+_FAMILIES = ("llama", "mimo", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss")
+"""mlx-lm's modules to look into; other modules' layers stay as they are."""
+_MODELS = "mlx_lm.models"
+
+Call = Callable[..., Any]
+_own: dict[type[nn.Module], Call] = {}
+"""Replaced `__call__` of classes of layers."""
+_attentions: dict[type[nn.Module], bool] = {}
+"""Known classes of attention, and whether they normalize heads."""
+_gated: set[type[nn.Module]] = set()
+"""Known classes of gated layers."""
+
+
+def install(kernels: ModuleType) -> None:
+    """Replace the layers of mlx-lm's models, if mlx-lm is in use. Safe to repeat."""
+    if "mlx_lm" not in sys.modules or _own:
+        return
+    for kind in _classes():
+        code = kind.__call__.__code__
+        if _is_same(code, _layer):
+            _own[kind] = kind.__call__
+        elif _is_same(code, _attention) or _is_same(code, _normalized_attention):
+            _attentions[kind] = _is_same(code, _normalized_attention)
+        elif _is_same(code, _gated_layer):
+            _gated.add(kind)
+    for kind, own in _own.items():
+        kind.__call__ = _make_call(kernels, own)
+
+
+def uninstall() -> None:
+    """Give the classes their own `__call__` back."""
+    for kind, own in _own.items():
+        kind.__call__ = own
+    for known in (_own, _attentions, _gated):
+        known.clear()
+
+
+def _classes() -> Iterator[Any]:
+    """Yield the modules' classes that define a call of their own."""
+    for name in _FAMILIES:
+        try:
+            module = importlib.import_module(f"{_MODELS}.{name}")
+        except ImportError:  # a release without it
+            continue
+        for value in vars(module).values():
+            if inspect.isclass(value) and value.__module__ == module.__name__ and "__call__" in vars(value):
+                yield value
+
+
+def _is_same(code: CodeType, known: Call) -> bool:
+    return _instructions(code) == _instructions(known.__code__)
+
+
+def _instructions(code: CodeType) -> tuple[object, ...]:
+    return code.co_code, code.co_names, code.co_consts, code.co_argcount, code.co_nlocals
+
+
+def _make_call(kernels: ModuleType, own: Call) -> Call:
+    def call(layer: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        if not _own:
+            return own(layer, x, mask, cache)
+        hidden = _attend(kernels, layer["self_attn"], layer["input_layernorm"], x, mask, cache)
+        return _combine(kernels, layer["mlp"], layer["post_attention_layernorm"], hidden)
+
+    return call
+
+
+def _attend(kernels: Any, attention: Any, norm: Any, x: mx.array, mask: Any, cache: Any) -> mx.array:
+    """Return x + attention(norm(x))."""
+    has_norms = _attentions.get(cast("type[nn.Module]", type(attention)))
+    norms = [norm, *(attention[name] for name in ("q_norm", "k_norm") if has_norms)]
+    is_known = has_norms is not None and all(type(each) is nn.RMSNorm for each in norms)
+    linears = [_linear(attention[name]) for name in ("q_proj", "k_proj", "v_proj") if is_known]
+    if not linears or None in linears:
+        return x + attention(norm(x), mask, cache)
+    first_norm, *head_norms = ((each["weight"], each.eps) for each in norms)
+    rotation = _rotation(attention["rope"])
+    offset = 0 if cache is None else cache.offset
+    heads = kernels.heads(
+        x,
+        first_norm,
+        linears,
+        [attention.n_heads, attention.n_kv_heads, attention.n_kv_heads],
+        head_norms,
+        rotation,
+        offset if rotation is not None else 0,
+    )
+    if heads is None:
+        return x + attention(norm(x), mask, cache)
+    queries, keys, values = heads
+    if rotation is None:
+        queries, keys = (attention["rope"](array, offset=offset) for array in (queries, keys))
+    if cache is not None:
+        keys, values = cache.update_and_fetch(keys, values)
+    attend = sys.modules[type(attention).__module__].scaled_dot_product_attention
+    output = attend(queries, keys, values, cache=cache, scale=attention.scale, mask=mask)
+    return _added(kernels, output, attention["o_proj"], x)
+
+
+def _combine(kernels: Any, mlp: Any, norm: Any, x: mx.array) -> mx.array:
+    """Return x + mlp(norm(x))."""
+    gate, up = (
+        (_linear(mlp[name]) for name in ("gate_proj", "up_proj")) if type(mlp) in _gated else (None, None)
+    )
+    if gate is None or up is None or type(norm) is not nn.RMSNorm:
+        return x + mlp(norm(x))
+    gated = kernels.gated(x, (norm["weight"], norm.eps), gate, up)
+    return x + mlp(norm(x)) if gated is None else _added(kernels, gated, mlp["down_proj"], x)
+
+
+def _added(kernels: Any, inner: mx.array, linear: nn.Module, x: mx.array) -> mx.array:
+    """Return x + linear(inner)."""
+    parts = _linear(linear)
+    result = None if parts is None else kernels.added(inner, parts, x)
+    if result is not None:
+        return result
+    if inner.ndim > x.ndim:  # heads
+        inner = inner.transpose(0, 2, 1, 3).reshape(*x.shape[:2], -1)
+    return x + cast("Call", linear)(inner)
+
+
+def _linear(module: nn.Module) -> tuple[Any, ...] | None:
+    """Return the parts of a quantized layer as the kernels take them."""
+    if type(module) is not nn.QuantizedLinear or module.mode != "affine":
+        return None
+    parts = cast("Any", module)
+    return (
+        *(parts["weight"], parts["scales"], parts["biases"]),
+        *(parts.get("bias"), parts.group_size, parts.bits),
+    )
+
+
+def _rotation(rope: Any) -> tuple[Any, ...] | None:
+    """Return the options of a rotation as the kernels take them; None if the module has to compute it."""
+    if type(rope) is nn.RoPE:
+        return rope.dims, rope.traditional, rope.base, rope.scale, None
+    if type(rope) is getattr(sys.modules.get(f"{_MODELS}.rope_utils"), "Llama3RoPE", None):
+        return rope.dims, rope.traditional, None, 1.0, rope["_freqs"]
+    return None
+
+
+# Functions of mlx-lm's layers, word by word but for the names and types of variables. Their code is compared, not run.
+scaled_dot_product_attention = swiglu = cast("Call", None)
+
+
+def _layer(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> Any:
+    added = self.self_attn(self.input_layernorm(x), mask, cache)
+    hidden = x + added
+    added = self.mlp(self.post_attention_layernorm(hidden))
+    out = hidden + added
+    return out  # noqa: RET504 - as there
+
+
+def _attention(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> Any:
+    batch, tokens, _size = x.shape
+    queries, keys, values = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+    queries = queries.reshape(batch, tokens, self.n_heads, -1).transpose(0, 2, 1, 3)
+    keys = keys.reshape(batch, tokens, self.n_kv_heads, -1).transpose(0, 2, 1, 3)
+    values = values.reshape(batch, tokens, self.n_kv_heads, -1).transpose(0, 2, 1, 3)
+    if cache is not None:
+        queries = self.rope(queries, offset=cache.offset)
+        keys = self.rope(keys, offset=cache.offset)
+        keys, values = cache.update_and_fetch(keys, values)
+    else:
+        queries = self.rope(queries)
+        keys = self.rope(keys)
+    output = scaled_dot_product_attention(queries, keys, values, cache=cache, scale=self.scale, mask=mask)
+    output = output.transpose(0, 2, 1, 3).reshape(batch, tokens, -1)
+    return self.o_proj(output)
+
+
+def _normalized_attention(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> Any:
+    batch, tokens, _size = x.shape
+    queries, keys, values = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+    queries = self.q_norm(queries.reshape(batch, tokens, self.n_heads, -1)).transpose(0, 2, 1, 3)
+    keys = self.k_norm(keys.reshape(batch, tokens, self.n_kv_heads, -1)).transpose(0, 2, 1, 3)
+    values = values.reshape(batch, tokens, self.n_kv_heads, -1).transpose(0, 2, 1, 3)
+    if cache is not None:
+        queries = self.rope(queries, offset=cache.offset)
+        keys = self.rope(keys, offset=cache.offset)
+        keys, values = cache.update_and_fetch(keys, values)
+    else:
+        queries = self.rope(queries)
+        keys = self.rope(keys)
+    output = scaled_dot_product_attention(queries, keys, values, cache=cache, scale=self.scale, mask=mask)
+    output = output.transpose(0, 2, 1, 3).reshape(batch, tokens, -1)
+    return self.o_proj(output)
+
+
+def _gated_layer(self: Any, x: mx.array) -> Any:
+    return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))

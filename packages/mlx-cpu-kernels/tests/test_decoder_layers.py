@@ -1,0 +1,211 @@
+"""Decoder layers in few operations: mlx-lm's results, for each build of a layer, and mlx-lm's own where one differs."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportPrivateUsage=false
+from __future__ import annotations
+
+import importlib
+import io
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import mlx.core as mx
+import pytest
+from mlx import nn
+from mlx.utils import tree_map
+
+from mlx_cpu_kernels import decoder_layers, operations
+
+pytest.importorskip("mlx_lm")
+if not operations.install().active:
+    pytest.skip("the native kernels are not built", allow_module_level=True)
+operations.uninstall()
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 50,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+BUILDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "neighbours are pairs": ("llama", {"rope_traditional": True}),
+    "llama 3's frequencies": ("llama", {"rope_scaling": LLAMA3}),
+    "yarn, which the module computes": ("llama", {"rope_scaling": YARN}),
+    "qwen2": ("qwen2", {}),
+    "qwen3, whose heads are normalized": ("qwen3", {"head_dim": 32}),
+    "experts": (
+        "qwen3_moe",
+        {
+            "head_dim": 32,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": True,
+        },
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def installed() -> Iterator[None]:
+    before = mx.default_device()
+    mx.set_default_device(mx.Device(mx.cpu))
+    operations.install()
+    yield
+    operations.uninstall()
+    mx.set_default_device(before)
+
+
+@contextmanager
+def own_layers() -> Generator[None]:
+    """Give mlx-lm its own layers for a while; their operations stay those of the kernels."""
+    decoder_layers.uninstall()
+    try:
+        yield
+    finally:
+        decoder_layers.install(operations._load())
+
+
+def _random(array: mx.array) -> mx.array:
+    return mx.random.normal(array.shape) * 0.2
+
+
+def make_model(family: str, dtype: mx.Dtype = mx.float32, **changes: Any) -> Any:
+    module = importlib.import_module(f"mlx_lm.models.{family}")
+    mx.random.seed(1)
+    model = cast("nn.Module", module.Model(module.ModelArgs(model_type=family, **SIZES, **changes)))
+    model.update(tree_map(_random, model.parameters()))
+    nn.quantize(model, group_size=32, bits=4)
+    model.set_dtype(dtype)
+    return model
+
+
+def steps(model: Any) -> list[mx.array]:
+    """Return logits without a cache, of two chunks of a prompt, and of two tokens."""
+    make_cache = importlib.import_module("mlx_lm.models.cache").make_prompt_cache
+    tokens = mx.arange(2 * 12).reshape(2, 12) * 7 % SIZES["vocab_size"]
+    cache = make_cache(model)
+    parts = (tokens[:, :7], tokens[:, 7:10], tokens[:, 10:11], tokens[:, 11:])
+    return [model(tokens), *(model(part, cache=cache) for part in parts)]
+
+
+@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=["float32", "bfloat16"])
+def test_logits_are_those_of_the_separate_operations(build: str, dtype: mx.Dtype) -> None:
+    family, changes = BUILDS[build]
+    model = make_model(family, dtype, **changes)
+    fused = steps(model)
+    with own_layers():
+        separate = steps(model)
+    for ours, theirs in zip(fused, separate, strict=True):
+        if dtype == mx.float32:
+            assert mx.array_equal(ours, theirs).item()
+        else:  # mlx-lm rounds within a gate, too
+            most = cast("float", mx.max(mx.abs(theirs)).item())
+            assert mx.allclose(ours, theirs, rtol=0, atol=0.02 * most).item()
+
+
+@pytest.mark.parametrize("build", ["llama", "qwen3, whose heads are normalized"])
+def test_rows_at_positions_of_their_own_are_rotated_as_by_mlx(build: str) -> None:
+    model = make_model(BUILDS[build][0], **BUILDS[build][1])
+
+    class Cache:
+        offset = mx.array([3, 40], mx.int32)
+
+        def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+            return keys, values
+
+    def hidden() -> mx.array:
+        return model.layers[0](mx.sin(mx.arange(2 * 5 * 64)).reshape(2, 5, 64), "causal", Cache())
+
+    ours = hidden()
+    with own_layers():
+        assert mx.array_equal(ours, hidden()).item()
+
+
+def test_a_layer_is_few_operations() -> None:
+    model = make_model("llama")
+    dot = io.StringIO()
+    mx.export_to_dot(dot, model.layers[0](mx.zeros((1, 1, 64))))
+    graph = dot.getvalue()
+    names = ("CpuHeadProducts", "CpuAttention", "CpuAddedProduct", "CpuGatedProducts", "CpuAddedProduct")
+    assert all(name in graph for name in names)
+    assert "QuantizedProduct" not in graph
+    assert graph.count('shape="rectangle"') <= len(names) + 1
+
+
+def _double(_module: Any, x: mx.array, *_others: Any) -> mx.array:
+    return x * 2
+
+
+def _change_attention(layer: Any) -> None:
+    kind = type(layer.self_attn)
+    layer.self_attn.__class__ = type(kind.__name__, (kind,), {"__call__": _double})
+
+
+def _change_output(layer: Any) -> None:
+    kind = type(layer.self_attn.o_proj)
+    layer.self_attn.o_proj.__class__ = type(kind.__name__, (kind,), {"__call__": _double})
+
+
+def _change_gate(layer: Any) -> None:
+    layer.mlp.gate_proj = nn.Linear(64, 96)
+
+
+def _change_norm(layer: Any) -> None:
+    layer.input_layernorm = nn.LayerNorm(64)
+
+
+@pytest.mark.parametrize("change", [_change_attention, _change_output, _change_gate, _change_norm])
+def test_what_is_changed_computes_as_it_does(change: Callable[[Any], None]) -> None:
+    layer = make_model("llama").layers[0]
+    change(layer)
+    x = mx.sin(mx.arange(5 * 64)).reshape(1, 5, 64)
+    ours = layer(x, "causal")
+    with own_layers():
+        assert mx.array_equal(ours, layer(x, "causal")).item()
+
+
+def test_a_class_of_other_code_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    llama: Any = importlib.import_module("mlx_lm.models.llama")
+
+    def call(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        return x + self.self_attn(self.input_layernorm(x), mask, cache)
+
+    operations.uninstall()
+    monkeypatch.setattr(llama.TransformerBlock, "__call__", call)
+    operations.install()
+    assert llama.TransformerBlock.__call__ is call
+    operations.uninstall()
+
+
+def test_gradients_are_those_of_mlx() -> None:
+    model = make_model("qwen3", head_dim=32)
+    layer = model.layers[0]
+
+    def loss(x: mx.array) -> mx.array:
+        return mx.sum(layer(x, "causal") ** 2)
+
+    x = mx.sin(mx.arange(5 * 64)).reshape(1, 5, 64)
+    ours = mx.grad(loss)(x)
+    operations.uninstall()
+    assert mx.allclose(ours, mx.grad(loss)(x), rtol=1e-3, atol=1e-3).item()
