@@ -104,7 +104,7 @@ int main(int count, char** arguments) {
   constexpr Type f32 = Type::float32, f16 = Type::float16, bf16 = Type::bfloat16;
   bench({4096, 4096, 4, 64, f32, f32}, {1, 2, 3, 4, 6, 8, 12, 16, 32, 128, 512}, sgemm);
   bench({4096, 4096, 4, 64, bf16, bf16}, {1, 8, 512}, sgemm);
-  for (int bits : {2, 3, 5, 6, 8}) bench({4096, 4096, bits, 64, f32, f32}, {1, 8, 128}, nullptr);
+  for (int bits : {2, 3, 5, 6, 8}) bench({4096, 4096, bits, 64, f32, f32}, {1, 2, 3, 4, 8, 128}, nullptr);
   for (auto [n, k] : {std::pair{576, 576}, {192, 576}, {1536, 576}, {576, 1536}, {49152, 576}})
     bench({n, k, 4, 32, f16, f32}, n > 9999 ? std::vector<int64_t>{1, 8} : std::vector<int64_t>{1, 8, 128}, nullptr);
   bench({49152, 576, 8, 64, f16, f32}, {1, 8}, nullptr);

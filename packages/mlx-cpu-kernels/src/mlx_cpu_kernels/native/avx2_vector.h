@@ -129,8 +129,9 @@ struct Avx2 {
   }
 
   // ---- bytes ----------------------------------------------------------------------------------------------------
+  static constexpr int64_t most_byte_rows(int bits) { return bits == 2 || bits == 4 ? 4 : bits == 8 ? 3 : 2; }
   // Two products of 8 bits do not fit into 16, and 3, 5 and 6 bits take too long to unpack into bytes.
-  static constexpr int64_t most_byte_rows(int bits) { return bits == 2 || bits == 4 ? 4 : 0; }
+  static constexpr bool has_wide_digits(int bits) { return bits != 2 && bits != 4; }
 
   static Int multiply_add_bytes(Int sums, Int a, Int b) {
     Int pairs = _mm256_maddubs_epi16(a, b);
@@ -148,9 +149,43 @@ struct Avx2 {
     }
   }
 
+  // ---- 16 bits --------------------------------------------------------------------------------------------------
+  static void store_low_halves(int16_t* to, Int a) {
+    Int packed = _mm256_permute4x64_epi64(_mm256_packs_epi32(a, a), 0x08);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_castsi256_si128(packed));
+  }
+
+  // Adds to each lane of 32 bits its two products of 16 bits.
+  static Int multiply_add_halves(Int sums, Int a, Int b) { return _mm256_add_epi32(sums, _mm256_madd_epi16(a, b)); }
+
+  // The first `count` words of a block, so that each half of a lane ends with the `values` that it holds. With 3, 5 and 6
+  // bits it fetches the two bytes in which they are, and is shifted up.
+  template <int bits, int values>
+  static void load_halves(const uint32_t* from, int64_t count, Int (&out)[1]) {
+    if constexpr (bits == 8) {
+      out[0] = load_words(from);
+    } else {
+      static constexpr Fetch<bits, values> fetch;
+      constexpr int second = fetch.kSecond;
+      const Int order = _mm256_setr_epi32(0, 1, 2, 3, second, second + 1, second + 2, second + 3);
+      Int words = _mm256_permutevar8x32_epi32(load_some_words(from, count), order);
+      Int halves = _mm256_shuffle_epi8(words, _mm256_load_si256(reinterpret_cast<const Int*>(fetch.bytes)));
+      out[0] = _mm256_mullo_epi16(halves, _mm256_load_si256(reinterpret_cast<const Int*>(fetch.factors)));
+    }
+  }
+  // Value i of each half.
+  template <int bits, int values, int i>
+  static Int value_of_halves(Int halves) {
+    Int moved = halves;
+    if constexpr (values * bits - i * bits < 16) moved = _mm256_srli_epi16(halves, 16 - (values - i) * bits);
+    if constexpr (i < values - 1) moved = _mm256_and_si256(moved, _mm256_set1_epi16((1 << bits) - 1));
+    return moved;
+  }
+
   template <int count>
   static Float choose(const float* from, Int index) {
     static_assert(count <= 4);
+    if constexpr (count == 1) return _mm256_broadcast_ss(from);
     return _mm256_permutevar8x32_ps(_mm256_castps128_ps256(_mm_loadu_ps(from)), index);
   }
 
@@ -179,6 +214,22 @@ struct Avx2 {
   }
 
  private:
+  // Where the halves of a vector come from: two bytes each, and 2^n that moves their values up to the end.
+  template <int bits, int values>
+  struct Fetch {
+    static constexpr int kSecond = 8 * values * bits / 32;  // the word from which the second 128 bits are taken
+    alignas(32) uint8_t bytes[32] = {};
+    alignas(32) uint16_t factors[16] = {};
+
+    constexpr Fetch() {
+      for (int i = 0; i < 16; i++) {
+        int bit = i * values * bits - (i < 8 ? 0 : 32 * kSecond);
+        for (int byte = 0; byte < 2; byte++) bytes[2 * i + byte] = uint8_t(bit / 8 + byte);
+        factors[i] = uint16_t(1 << (16 - values * bits - bit % 8));
+      }
+    }
+  };
+
   static Int first(int64_t count) {
     return _mm256_cmpgt_epi32(_mm256_set1_epi32(int(count)), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
   }

@@ -120,6 +120,9 @@ struct Avx512 {
   // Rows of x up to which products of bytes are faster. 8 bits need a second conversion for each product.
   static constexpr int64_t most_byte_rows(int bits) { return bits < 8 ? 24 : 12; }
 
+  // Whether weights become 16 bits, and x two digits: see avx2_vector.h.
+  static constexpr bool has_wide_digits(int) { return false; }
+
   // Adds to each lane the products of its four unsigned bytes of a and its four signed bytes of b.
   static Int multiply_add_bytes(Int sums, Int a, Int b) { return _mm512_dpbusd_epi32(sums, a, b); }
 

@@ -11,7 +11,13 @@
 // A block is what one vector of packed weights holds: with 2, 4 or 8 bits, value i of every byte becomes vector i, so
 // that vector i has the columns i, i + values, i + 2 * values ...; x is put into the same order. With 3, 5 and 6 bits a
 // block has as many values as a vector has bytes, in order. Each lane of 32 bits covers neighbouring columns.
+//
+// Instruction sets that multiply bytes in pairs only, into 16 bits, or that have no fast way from 3, 5 and 6 bits to
+// bytes, take two digits of 12 bits, x = high * 4096 + low, and weights of 16 bits: each half of a lane of 32 bits fetches
+// the bytes that hold two neighbours (four of 3 bits), and value i of every half becomes vector i.
 #pragma once
+
+#include <type_traits>
 
 #include "kernels.h"
 #include "panels.h"
@@ -19,7 +25,6 @@
 namespace mlx_cpu_kernels {
 namespace {
 
-constexpr int kPlanes = 3;
 // Rows of the matrix, and at most of x, in a tile. The registers of AVX-512 hold the weights and the sums of digits of
 // four rows, and 16 sums.
 constexpr int kByteRows = 4;
@@ -27,27 +32,42 @@ constexpr int kByteColumns = 4;
 constexpr int64_t kMostByteRows = 24;
 // Products of a value and a weight that are worth another thread: some microseconds.
 constexpr int64_t kProductsAThread = 100'000;
-// The largest integer whose digits fit: 127 * 65536 + 127 * 256 + 127, less what rounding may add.
+// The largest integer whose digits fit: 127 * 65536 + 127 * 256 + 127, less what rounding may add. As two digits it is
+// 2040 * 4096, so that four products with 6 bits are less than 2^31.
 constexpr float kLargest = 8355000.f;
 
 template <class V, int bits>
 struct Block {
-  static constexpr int kBytes = V::kLanes * 4;
-  static constexpr int kVectors = 8 % bits == 0 ? 8 / bits : 1;
-  static constexpr int64_t kColumns = kBytes * kVectors;
+  static constexpr bool kIsWide = V::has_wide_digits(bits);
+  using Digit = std::conditional_t<kIsWide, int16_t, int8_t>;
+  static constexpr int kPlanes = kIsWide ? 2 : 3;
+  static constexpr int kDigits = V::kLanes * 4 / int(sizeof(Digit));  // of a vector
+  // Values of a byte, or of half a lane.
+  static constexpr int kTogether = !kIsWide ? 8 % bits == 0 ? 8 / bits : 1 : bits == 3 ? 4 : 2;
+  // Twice as many vectors where a block would end within a word.
+  static constexpr int kVectors = kDigits * kTogether * bits % 32 == 0 ? kTogether : 2 * kTogether;
+  // Vectors of weights that are kept: halves are taken apart where they are used, by two operations for each vector.
+  static constexpr int kKept = kIsWide ? kVectors / kTogether : kVectors;
+  static constexpr int64_t kColumns = kDigits * kVectors;
   static constexpr int64_t kWords = kColumns * bits / 32;
-  static constexpr int64_t kColumnsOfLane = 4 * kVectors;
+  static constexpr int64_t kColumnsOfLane = kColumns / V::kLanes;
+
+  // The column that is digit i of vector v.
+  static constexpr int column(int v, int i) {
+    return v / kTogether * kTogether * kDigits + i * kTogether + v % kTogether;
+  }
 };
 
-// x as bytes, in the order of the packed weights: [row][block][vector][plane][byte], with a scale and a sum a group.
+// x as digits, in the order of the packed weights: [row][block][vector][plane][digit], with a scale and a sum a group.
 template <class V, int bits>
 class ByteRows {
  public:
   using B = Block<V, bits>;
+  using Digit = typename B::Digit;
 
   ByteRows(const Rows& x, int64_t columns, int group_size)
       : blocks_(round_up(columns, B::kColumns) / B::kColumns), groups_(round_up(columns / group_size, V::kLanes)) {
-    planes_ = scratch<int8_t>(Slot::x, x.count * row_size());
+    planes_ = scratch<Digit>(Slot::x, x.count * row_size());
     scales_ = scratch<float>(Slot::x_scales, x.count * groups_);
     sums_ = scratch<float>(Slot::x_sums, x.count * groups_);
     for (int64_t row = 0; row < x.count; row++) convert(x.row(row), x.type, columns, group_size, row);
@@ -55,29 +75,29 @@ class ByteRows {
 
   int64_t blocks() const { return blocks_; }
   int64_t groups() const { return groups_; }  // of a row, in whole vectors; those beyond the end are zero
-  const int8_t* block(int64_t row, int64_t block) const { return planes_ + row * row_size() + block * kBlockSize; }
+  const Digit* block(int64_t row, int64_t block) const { return planes_ + row * row_size() + block * kBlockSize; }
   const float* scales(int64_t row) const { return scales_ + row * groups_; }
   const float* sums(int64_t row) const { return sums_ + row * groups_; }
 
  private:
-  static constexpr int64_t kBlockSize = B::kVectors * kPlanes * B::kBytes;
+  static constexpr int64_t kBlockSize = B::kVectors * B::kPlanes * B::kDigits;
   int64_t row_size() const { return blocks_ * kBlockSize; }
 
   [[gnu::flatten]] void convert(const void* x, Type type, int64_t columns, int group_size, int64_t row) {
-    int8_t* digits[kPlanes];  // in the columns' order
+    Digit* digits[B::kPlanes];  // in the columns' order
     int64_t padded = blocks_ * B::kColumns;
-    digits[0] = scratch<int8_t>(Slot::rows, kPlanes * padded);
-    for (int p = 1; p < kPlanes; p++) digits[p] = digits[p - 1] + padded;
+    digits[0] = scratch<Digit>(Slot::rows, B::kPlanes * padded);
+    for (int p = 1; p < B::kPlanes; p++) digits[p] = digits[p - 1] + padded;
     for (int64_t g = 0; g < groups_; g++) {
       bool inside = g * group_size < columns;
       scales_[row * groups_ + g] = inside ? convert_group(x, type, g * group_size, group_size, digits) : 0;
       sums_[row * groups_ + g] = inside ? sum_group(x, type, g * group_size, group_size) : 0;
     }
     for (int64_t c = columns; c < padded; c++)
-      for (int p = 0; p < kPlanes; p++) digits[p][c] = 0;
+      for (int p = 0; p < B::kPlanes; p++) digits[p][c] = 0;
     for (int64_t b = 0; b < blocks_; b++)
-      for (int p = 0; p < kPlanes; p++)
-        arrange(digits[p] + b * B::kColumns, planes_ + row * row_size() + b * kBlockSize + p * B::kBytes);
+      for (int p = 0; p < B::kPlanes; p++)
+        arrange(digits[p] + b * B::kColumns, planes_ + row * row_size() + b * kBlockSize + p * B::kDigits);
   }
 
   static float sum_group(const void* x, Type type, int64_t first, int64_t count) {
@@ -87,64 +107,85 @@ class ByteRows {
   }
 
   // Writes the digits of a group, and returns its scale.
-  static float convert_group(const void* x, Type type, int64_t first, int64_t count, int8_t* const* digits) {
+  static float convert_group(const void* x, Type type, int64_t first, int64_t count, Digit* const* digits) {
     auto most = V::zero();
     for (int64_t i = 0; i < count; i += V::kLanes)
       most = V::maximum(most, V::absolute(V::load_values(x, type, first + i)));
     float largest = V::largest(most);
     if (largest < 1e-30f) largest = 0;  // its inverse would not be finite
     auto inverse = V::broadcast(largest > 0 ? kLargest / largest : 0);
-    const auto half = V::broadcast_word(128);
+    const auto half = V::broadcast_word(B::kIsWide ? 2048 : 128);
     for (int64_t i = 0; i < count; i += V::kLanes) {
       auto low = V::round_to_words(V::multiply(V::load_values(x, type, first + i), inverse));
-      auto middle = V::template shift_right_signed<8>(V::add_words(low, half));
-      auto high = V::template shift_right_signed<8>(V::add_words(middle, half));
-      V::store_low_bytes(digits[0] + first + i, high);
-      V::store_low_bytes(digits[1] + first + i, middle);
-      V::store_low_bytes(digits[2] + first + i, low);
+      if constexpr (B::kIsWide) {
+        auto high = V::template shift_right_signed<12>(V::add_words(low, half));
+        V::store_low_halves(digits[0] + first + i, high);
+        V::store_low_halves(digits[1] + first + i, V::template shift_right_signed<20>(V::template shift_left<20>(low)));
+      } else {
+        auto middle = V::template shift_right_signed<8>(V::add_words(low, half));
+        auto high = V::template shift_right_signed<8>(V::add_words(middle, half));
+        V::store_low_bytes(digits[0] + first + i, high);
+        V::store_low_bytes(digits[1] + first + i, middle);
+        V::store_low_bytes(digits[2] + first + i, low);
+      }
     }
     return largest / kLargest;
   }
 
-  static void arrange(const int8_t* in_order, int8_t* block) {
+  static void arrange(const Digit* in_order, Digit* block) {
     for (int v = 0; v < B::kVectors; v++)
-      for (int i = 0; i < B::kBytes; i++) block[v * kPlanes * B::kBytes + i] = in_order[i * B::kVectors + v];
+      for (int i = 0; i < B::kDigits; i++) block[v * B::kPlanes * B::kDigits + i] = in_order[B::column(v, i)];
   }
 
   int64_t blocks_, groups_;
-  int8_t* planes_;
+  Digit* planes_;
   float *scales_, *sums_;
 };
 
 // The products of the integers of a block, for several rows of the matrix and one of x, each lane its own sum. A vector
 // of x is loaded once for all rows, and their sums do not wait for one another.
 template <class V, int bits, int rows>
-inline void multiply_block(const typename V::Int (&weights)[rows][Block<V, bits>::kVectors], const int8_t* x,
-                           typename V::Float (&products)[rows]) {
+inline void multiply_block(const typename V::Int (&weights)[rows][Block<V, bits>::kKept],
+                           const typename Block<V, bits>::Digit* x, typename V::Float (&products)[rows]) {
   using B = Block<V, bits>;
-  typename V::Int sums[rows];
-  auto add_plane = [&]<int plane>() {
+  typename V::Int sums[rows], last[rows];
+  unroll<rows>([&]<int r>() { sums[r] = last[r] = V::zero_words(); });
+  auto digits = [&](int v, int plane) { return V::load_words(x + (v * B::kPlanes + plane) * B::kDigits); };
+  if constexpr (B::kIsWide) {
     unroll<B::kVectors>([&]<int v>() {
-      auto digits = V::load_words(x + (v * kPlanes + plane) * B::kBytes);
-      unroll<rows>([&]<int r>() { sums[r] = V::multiply_add_bytes(sums[r], weights[r][v], digits); });
+      auto high = digits(v, 0), low = digits(v, 1);
+      unroll<rows>([&]<int r>() {
+        auto w = V::template value_of_halves<bits, B::kTogether, v % B::kTogether>(weights[r][v / B::kTogether]);
+        sums[r] = V::multiply_add_halves(sums[r], w, high);
+        last[r] = V::multiply_add_halves(last[r], w, low);
+      });
     });
-  };
-  unroll<rows>([&]<int r>() { sums[r] = V::zero_words(); });
-  add_plane.template operator()<0>();
-  unroll<rows>([&]<int r>() { sums[r] = V::template shift_left<8>(sums[r]); });
-  add_plane.template operator()<1>();
-  if constexpr (bits < 8) {
+  } else {
+    auto add_plane = [&]<int plane>(auto& to) {
+      unroll<B::kVectors>([&]<int v>() {
+        auto plane_digits = digits(v, plane);
+        unroll<rows>([&]<int r>() { to[r] = V::multiply_add_bytes(to[r], weights[r][v], plane_digits); });
+      });
+    };
+    add_plane.template operator()<0>(sums);
     unroll<rows>([&]<int r>() { sums[r] = V::template shift_left<8>(sums[r]); });
-    add_plane.template operator()<2>();
-    unroll<rows>([&]<int r>() { products[r] = V::float_of_words(sums[r]); });
-  } else {  // four products of 255 * 127 leave no room for a third digit in 32 bits
-    unroll<rows>([&]<int r>() {
-      products[r] = V::multiply(V::float_of_words(sums[r]), V::broadcast(256));
-      sums[r] = V::zero_words();
-    });
-    add_plane.template operator()<2>();
-    unroll<rows>([&]<int r>() { products[r] = V::add(products[r], V::float_of_words(sums[r])); });
+    add_plane.template operator()<1>(sums);
+    if constexpr (bits < 8) {
+      unroll<rows>([&]<int r>() { sums[r] = V::template shift_left<8>(sums[r]); });
+      add_plane.template operator()<2>(sums);
+    } else {
+      add_plane.template operator()<2>(last);
+    }
   }
+  constexpr int kShift = B::kIsWide ? 12 : 8;
+  unroll<rows>([&]<int r>() {
+    if constexpr (bits == 8)  // products of 8 bits leave no room for the last digit in 32 bits
+      products[r] = V::multiply_add(V::float_of_words(sums[r]), V::broadcast(1 << kShift), V::float_of_words(last[r]));
+    else if constexpr (B::kIsWide)
+      products[r] = V::float_of_words(V::add_words(V::template shift_left<kShift>(sums[r]), last[r]));
+    else
+      products[r] = V::float_of_words(sums[r]);
+  });
 }
 
 // Begins the sums of kByteRows rows from n on with their biases, and joins the rows' scales with those of x: what is
@@ -198,16 +239,16 @@ class ByteTile {
     for (int r = 0; r < rows; r++) words[r] = w.weights + (n + r) * w.row_words;
     const int64_t blocks = w.columns / B::kColumns, next_rows = rows * w.row_words;
     for (int64_t b = 0; b < blocks; b++) {
-      add_block<m>(b, first, sums, [&](int r) {
+      add_block<m>(b, first, sums, [&](int r, auto& weights) {
         const uint32_t* from = words[r] + b * B::kWords;
         __builtin_prefetch(from + next_rows);
-        if constexpr (B::kWords == V::kLanes) return V::load_words(from);
-        return V::load_some_words(from, B::kWords);
+        unpack(from, B::kWords, weights);
       });
     }
     if (blocks < x_.blocks()) {
       int64_t left = (w.columns - blocks * B::kColumns) * bits / 32;
-      add_block<m>(blocks, first, sums, [&](int r) { return V::load_some_words(words[r] + blocks * B::kWords, left); });
+      add_block<m>(blocks, first, sums,
+                   [&](int r, auto& weights) { unpack(words[r] + blocks * B::kWords, left, weights); });
     }
     unroll<m>([&]<int j>() { V::store_sums(y + j * y_stride, sums[0][j], sums[1][j], sums[2][j], sums[3][j]); });
   }
@@ -224,10 +265,21 @@ class ByteTile {
     of_type(x_, w, n, first, sums, scales_);
   }
 
-  template <int m, class Load>
-  void add_block(int64_t b, int64_t first, typename V::Float (&sums)[rows][m], Load&& load) const {
-    typename V::Int weights[rows][B::kVectors];
-    unroll<rows>([&]<int r>() { V::template unpack_bytes<bits>(load(r), weights[r]); });
+  // The first `count` words of a block as weights, then zeros.
+  static void unpack(const uint32_t* from, int64_t count, typename V::Int (&weights)[B::kKept]) {
+    if constexpr (B::kIsWide) {
+      V::template load_halves<bits, B::kTogether>(from, count, weights);
+    } else if constexpr (B::kWords == V::kLanes) {
+      V::template unpack_bytes<bits>(count == V::kLanes ? V::load_words(from) : V::load_some_words(from, count), weights);
+    } else {
+      V::template unpack_bytes<bits>(V::load_some_words(from, count), weights);
+    }
+  }
+
+  template <int m, class Unpack>
+  void add_block(int64_t b, int64_t first, typename V::Float (&sums)[rows][m], Unpack&& unpack) const {
+    typename V::Int weights[rows][B::kKept];
+    unroll<rows>([&]<int r>() { unpack(r, weights[r]); });
     const float* scales = scales_ + (b * B::kColumns >> group_shift_);
     unroll<m>([&]<int j>() {
       typename V::Float products[rows];

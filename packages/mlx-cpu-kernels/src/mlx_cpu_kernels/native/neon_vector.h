@@ -115,8 +115,9 @@ struct Neon {
   }
 
   // ---- bytes ----------------------------------------------------------------------------------------------------
+  static constexpr int64_t most_byte_rows(int bits) { return bits == 2 || bits == 4 ? 4 : bits == 8 ? 3 : 2; }
   // The products are of signed bytes, which 8 bits without a sign are not; 3, 5 and 6 bits take too long to unpack.
-  static constexpr int64_t most_byte_rows(int bits) { return bits == 2 || bits == 4 ? 4 : 0; }
+  static constexpr bool has_wide_digits(int bits) { return bits != 2 && bits != 4; }
 
   static Int multiply_add_bytes(Int sums, Int a, Int b) {
     int8x16_t weights = vreinterpretq_s8_s32(a), x = vreinterpretq_s8_s32(b);
@@ -133,6 +134,41 @@ struct Neon {
       out[2] = vreinterpretq_s32_u8(vandq_u8(vshrq_n_u8(bytes, 4), mask));
       out[3] = vreinterpretq_s32_u8(vshrq_n_u8(bytes, 6));
     }
+  }
+
+  // ---- 16 bits: see avx2_vector.h -------------------------------------------------------------------------------
+  static void store_low_halves(int16_t* to, Int a) { vst1_s16(to, vmovn_s32(a)); }
+
+  static Int multiply_add_halves(Int sums, Int a, Int b) {
+    int16x8_t weights = vreinterpretq_s16_s32(a), x = vreinterpretq_s16_s32(b);
+    sums = vmlal_s16(sums, vget_low_s16(weights), vget_low_s16(x));
+    return vmlal_high_s16(sums, weights, x);
+  }
+
+  // Blocks are whole here: 16 or 32 columns. One of 5 bits is 20 bytes, two vectors of halves that overlap in memory.
+  template <int bits, int values, int vectors>
+  static void load_halves(const uint32_t* from, int64_t, Int (&out)[vectors]) {
+    if constexpr (bits == 8) {
+      out[0] = load_words(from);
+    } else {
+      static constexpr Pairs<bits, values> pairs;
+      for (int v = 0; v < vectors; v++) {
+        uint32x4_t words;
+        if constexpr (bits == 5)
+          words = vld1q_u32(from + v);
+        else
+          words = vcombine_u32(vld1_u32(from), vld1_dup_u32(from + 2));
+        uint8x16_t halves = vqtbl1q_u8(vreinterpretq_u8_u32(words), vld1q_u8(pairs.index[v]));
+        out[v] = vreinterpretq_s32_u16(vshlq_u16(vreinterpretq_u16_u8(halves), vld1q_s16(pairs.shift)));
+      }
+    }
+  }
+  template <int bits, int values, int i>
+  static Int value_of_halves(Int halves) {
+    uint16x8_t moved = vreinterpretq_u16_s32(halves);
+    if constexpr ((values - i) * bits < 16) moved = vshrq_n_u16(moved, 16 - (values - i) * bits);
+    if constexpr (i < values - 1) moved = vandq_u16(moved, vdupq_n_u16((1 << bits) - 1));
+    return vreinterpretq_s32_u16(moved);
   }
 
   template <int count>
@@ -162,6 +198,21 @@ struct Neon {
       for (int i = 0; i < 32; i++) {
         for (int byte = 0; byte < 4; byte++) index[i / 4][i % 4 * 4 + byte] = uint8_t(i * bits / 8 + byte);
         shift[i / 4][i % 4] = -(i * bits % 8);
+      }
+    }
+  };
+
+  // Where the halves of a vector come from: two bytes each, and how far their values are moved up to the end.
+  template <int bits, int values>
+  struct Pairs {
+    uint8_t index[2][16] = {};
+    int16_t shift[8] = {};
+
+    constexpr Pairs() {
+      for (int i = 0; i < 16; i++) {
+        int bit = i * values * bits - (i < 8 ? 0 : 32);  // the second vector of 5 bits begins a word later
+        for (int byte = 0; byte < 2; byte++) index[i / 8][i % 8 * 2 + byte] = uint8_t(bit / 8 + byte);
+        shift[i % 8] = int16_t(16 - values * bits - bit % 8);
       }
     }
   };
