@@ -225,6 +225,27 @@ def test_folders_of_removed_gguf_files_are_removed(gguf: Path, tiny_model: Path,
     assert not first.exists()
 
 
+def test_the_folder_of_a_gguf_file_stays_while_a_server_holds_it(
+    gguf: Path, tiny_model: Path, tmp_path: Path
+) -> None:
+    first = find_model(str(gguf)).folder.path
+    code = "import sys, pathlib; from mlx_ring.models.model_source import hold_folder"
+    code += "; hold_folder(pathlib.Path(sys.argv[1])); print('held', flush=True); input()"
+    server = subprocess.Popen(
+        [sys.executable, "-c", code, str(first)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert server.stdout is not None
+        assert server.stdout.readline() == "held\n"
+        gguf.unlink()
+        find_model(str(write_gguf_of(tiny_model, tmp_path / "other.gguf")))
+        assert first.exists()
+    finally:
+        server.communicate("\n")
+    find_model(str(write_gguf_of(tiny_model, tmp_path / "third.gguf")))
+    assert not first.exists()
+
+
 def test_a_description_of_a_gguf_file_writes_nothing(gguf: Path, tmp_path: Path) -> None:
     described = describe_model(str(gguf))
     assert not (tmp_path / "own").exists()

@@ -278,3 +278,19 @@ def test_a_tensor_of_another_size_than_the_metadata_says_is_refused(tmp_path: Pa
     file = write_gguf_of(folder, tmp_path / "model.gguf", {"qwen3.feed_forward_length": 64})
     with pytest.raises(ModelCorrupt, match="cannot be loaded"):
         load(folder_of(file))
+
+
+def test_heads_of_an_odd_size_whose_rows_would_be_paired_are_refused(tmp_path: Path) -> None:
+    config = SMALL | {"model_type": "llama"} | FAMILIES["llama"]
+    folder = write_random_model(tmp_path / "model", config)
+    size = config["hidden_size"] // config["num_attention_heads"]
+    metadata: dict[str, int] = {
+        "llama.attention.head_count": config["num_attention_heads"] * size,
+        "llama.attention.head_count_kv": config["num_key_value_heads"] * size,
+        "llama.attention.key_length": 1,
+        "llama.attention.value_length": 1,
+        "llama.rope.dimension_count": 1,
+    }
+    file = write_gguf_of(folder, tmp_path / "model.gguf", metadata)
+    with pytest.raises(ModelCorrupt, match=r"rows, which are not \d+ heads of pairs"):
+        load(folder_of(file))

@@ -17,7 +17,7 @@ from mlx_ring.engine.sequence import Limits
 from mlx_ring.models.architectures import require_cuttable
 from mlx_ring.models.lean_imports import import_bare, import_tokenizers
 from mlx_ring.models.model_folder import ModelFolder, check_memory, has_tokenizer
-from mlx_ring.models.model_source import LocalModel, find_model
+from mlx_ring.models.model_source import LocalModel, find_model, hold_folder
 from mlx_ring.settings.config import Settings
 
 log = logging.getLogger(__name__)
@@ -56,6 +56,7 @@ def prepare_model(settings: Settings, *, insists: bool = True) -> ServedModel:
     """
     local = find_model(settings.model, must_fit=settings.nodes == 1)
     folder = local.folder
+    hold_folder(folder.path)
     if folder.rounding:
         log.info("%s is not served exactly as its file has it: %s", local.name, folder.rounding)
     require_cuttable(folder, settings.stages)

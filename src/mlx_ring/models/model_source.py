@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import fcntl
 import hashlib
 import json
+import os
 import re
 import shutil
 import tempfile
@@ -267,10 +269,32 @@ def _identity(parts: Iterable[Path]) -> str:
     return hashlib.sha256(json.dumps([package_version("mlx-ring"), marks]).encode()).hexdigest()[:16]
 
 
+def hold_folder(folder: Path) -> None:
+    """Keep a GGUF file's folder as long as this process runs, also if the file is replaced or removed meanwhile."""
+    if folder.parent == _gguf_folders() and folder not in _held:
+        with contextlib.suppress(OSError):  # a file system without locks
+            _held[folder] = descriptor = os.open(folder, os.O_RDONLY)
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+
+
+_held: dict[Path, int] = {}
+"""Open descriptors of folders that this process holds."""
+
+
+def _remove_unless_held(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # another process holds it, or has removed it
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(descriptor)
+
+
 def _remove_outdated(root: Path) -> None:
-    """Remove the folders of files that are no longer there, or have changed since."""
+    """Remove the folders of files that are no longer there, or have changed since, unless a server holds them."""
     for link in _links(root):
         parts = [part.readlink() for part in sorted(link.parent.glob(f"model*{SUFFIX}"))]
         is_current = all(map(Path.exists, parts)) and link.parent.name.endswith(f"-{_identity(parts)}")
         if not is_current:
-            shutil.rmtree(link.parent, ignore_errors=True)
+            _remove_unless_held(link.parent)

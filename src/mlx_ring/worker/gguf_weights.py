@@ -109,6 +109,11 @@ class GgufWeights:
         rows = math.prod(entry.shape[: max(len(entry.shape) - 1, 1)])
         row_bytes, row_weights = entry.nbytes // rows, math.prod(entry.shape) // rows
         layout = layout_of(self._folder.config, entry.name)
+        if layout.heads and rows % (2 * layout.heads):
+            raise ModelCorrupt(
+                f"{entry.name} in {self._folder.path} has {rows} rows, which are not {layout.heads} heads of pairs: the "
+                "file contradicts itself. Fetch it again."
+            )
         head = rows // layout.heads if layout.heads else 1
         step = max(_CONVERTED_WEIGHTS // row_weights // head, 1) * head
         for first in range(0, rows, step):

@@ -1,7 +1,10 @@
 """Reading of GGUF headers: values, tensors, and files that are damaged or meant to do harm."""
 
+# pyright: reportPrivateUsage=false
+# One test changes a file between two steps of its reader.
 from __future__ import annotations
 
+import os
 import struct
 import subprocess
 import tracemalloc
@@ -16,6 +19,7 @@ from tests.models.gguf.writing import F32, Q4_1, Stored, Typed, Value, gguf_byte
 from tests.processes import run_cli, run_in_process
 
 from mlx_ring.core.errors import ModelCorrupt, ModelError, ModelUnsupported
+from mlx_ring.models import gguf
 from mlx_ring.models.gguf import read_gguf
 
 METADATA: dict[str, Value] = {
@@ -77,6 +81,53 @@ def test_a_value_of_another_type_is_an_error(tmp_path: Path, key: str, kind: typ
         file.values("a.truth")
 
 
+def test_an_array_of_arrays_is_passed_over(tmp_path: Path) -> None:
+    """Give two arrays of bytes and an empty one; a value behind them is read, they themselves are not."""
+    nested = struct.pack("<IIQ", 9, 9, 3) + struct.pack("<IQ2BIQBIQ", 0, 2, 1, 2, 0, 1, 3, 4, 0)
+    data = head(0, 2) + text("k") + nested + text("n") + struct.pack("<IB", 0, 7) + bytes(64)
+    (tmp_path / "a.gguf").write_bytes(data)
+    file = read_gguf(tmp_path / "a.gguf")
+    assert file.value("n", int) == 7
+    with pytest.raises(ModelUnsupported, match="k as an array of arrays"):
+        file.values("k")
+
+
+def test_a_value_of_any_size_is_not_read(tmp_path: Path) -> None:
+    """Give a number of the configuration as half a million, and a text of 300 MB; neither is in memory."""
+    path = tmp_path / "a.gguf"
+    numbers = struct.pack("<IIQ", 9, 0, 500_000) + bytes(500_000)
+    with path.open("wb") as stream:
+        stream.write(head(0, 2) + text("n") + numbers + text("t") + struct.pack("<IQ", 8, 300 << 20))
+        stream.truncate(stream.tell() + (300 << 20) + 64)
+    file = read_gguf(path)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ModelCorrupt, match="n 500000 values; 1000 are the most"):
+            file.values("n", 1000)
+        with pytest.raises(ModelCorrupt, match="t 314572808 bytes; 268435456 are the most"):
+            file.value("t", str)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Truncate the file after its version was read: as a memory map it would end the process by a signal."""
+    path = tmp_path / "a.gguf"
+    path.write_bytes(gguf_bytes({f"k{number}": "text" * 100 for number in range(2000)}, TENSORS))
+    check_version = gguf._Header._check_version
+
+    def shrink(header: gguf._Header) -> None:
+        check_version(header)
+        os.truncate(path, 300_000)
+
+    monkeypatch.setattr(gguf._Header, "_check_version", shrink)
+    with pytest.raises(ModelCorrupt, match=r"no longer has the 8\d+ bytes"):
+        read_gguf(path)
+
+
 def head(tensors: int, values: int, *, version: int = 3) -> bytes:
     return b"GGUF" + struct.pack("<IQQ", version, tensors, values)
 
@@ -110,7 +161,19 @@ HARMFUL = {
         head(0, 1) + text("k") + struct.pack("<IIQ", 9, 8, HUGE) + bytes(64),
         f"{HUGE} values",
     ),
-    "arrays in arrays": (head(0, 1) + text("k") + struct.pack("<IIQI", 9, 9, 1, 9) + bytes(64), "type 9"),
+    "arrays too deep in each other": (
+        head(0, 1) + text("k") + struct.pack("<I", 9) + 12 * struct.pack("<IQ", 9, 1) + bytes(64),
+        "arrays of 'k' more than 8 deep",
+    ),
+    "arrays that end within": (
+        head(0, 1) + text("k") + struct.pack("<IIQ", 9, 9, 1) + bytes(9),
+        "within|13|than its",
+    ),
+    "more values than any file has": (
+        head(1 << 21, 0) + bytes(64 << 20),
+        "announces 2097152 tensors; 1048576 are the most",
+    ),
+    "a name that no key has": (head(0, 1) + text("k" * 70_000) + bytes(64), "a key 70000 bytes; 65536 are"),
     "a key twice": (head(0, 2) + 2 * (text("k") + struct.pack("<IB", 0, 1)) + bytes(64), "'k' twice"),
     "five axes": (head(1, 0) + described("t", (1, 1, 1, 1, 1)) + bytes(64), "5 axes"),
     "no axes": (head(1, 0) + described("t", ()) + bytes(64), "0 axes"),

@@ -7,12 +7,11 @@ wrong one ends in a sentence. Values of the metadata are decoded when they are r
 from __future__ import annotations
 
 import math
-import mmap
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, BinaryIO, TypeVar, cast
 
 from mlx_ring.core.errors import ModelCorrupt, ModelUnsupported
 
@@ -23,6 +22,8 @@ _SCALARS = {number: f"<{form}" for number, form in enumerate("BbHhIif?  Qqd") if
 """Formats of single values, by the number of their type."""
 _STRING, _ARRAY = 8, 9
 _LENGTH = struct.Struct("<Q")
+_ARRAY_HEAD = struct.Struct("<IQ")
+"""Type and number of the values of an array."""
 _LEAST_ENTRY_BYTES = 13
 """Bytes of the shortest entry of the metadata: the length of its key, its type, and a value of one byte."""
 _LEAST_TENSOR_BYTES = 32
@@ -31,6 +32,12 @@ _MOST_AXES = 4
 _ALIGNMENT = 32
 _MOST_ALIGNMENT = 1 << 20
 _SHOWN = 60
+_READ_AT_ONCE = 1 << 18
+"""Bytes of the header that are read together."""
+# Limits that no real file comes near, so that a harmful one takes neither memory nor hours.
+_MOST_ENTRIES, _MOST_VALUES = 1 << 20, 1 << 23
+_LONGEST_NAME, _LARGEST_VALUE = 1 << 16, 1 << 28
+_MOST_NESTED = 8
 
 GROUP = 32
 """Weights that MLX quantizes together."""
@@ -142,28 +149,42 @@ class GgufFile:
         span = self._spans.get(key)
         if span is None:
             return None
-        found = self._decode(span)
+        if span.count is not None:
+            raise self._wrong(f"{key} as an array; it must be a {kind.__name__}")
+        found = self._decode(key, span)
         if kind is float and type(found) is int:
             found = float(found)
         if type(found) is not kind or (isinstance(found, float) and not math.isfinite(found)):
-            raise ModelCorrupt(
-                f"{self.path} gives {key} as {shown(found)}; it must be a {kind.__name__}. Fetch the file again."
-            )
+            raise self._wrong(f"{key} as {shown(found)}; it must be a {kind.__name__}")
         return cast("Value", found)
 
-    def values(self, key: str) -> list[Any] | None:
-        """Return an array of the metadata, or None if it is not there. Raises `ModelCorrupt` if it is no array."""
+    def values(self, key: str, most: int = _MOST_VALUES) -> list[Any] | None:
+        """Return an array of the metadata, or None if it is not there.
+
+        Raises:
+            ModelCorrupt: It is no array, or has more than `most` values.
+            ModelUnsupported: Its values are arrays.
+        """
         span = self._spans.get(key)
         if span is None:
             return None
-        found = self._decode(span)
-        if not isinstance(found, list):
-            raise ModelCorrupt(
-                f"{self.path} gives {key} as {shown(found)}; it must be an array. Fetch the file again."
+        if span.count is None:
+            raise self._wrong(f"{key} as {shown(self._decode(key, span))}; it must be an array")
+        if span.count > most:
+            raise self._wrong(f"{key} {span.count} values; {most} are the most")
+        if span.kind == _ARRAY:
+            raise ModelUnsupported(
+                f"{self.path} gives {key} as an array of arrays, which no supported model has: serve the model from a "
+                "folder with safetensors."
             )
-        return cast("list[Any]", found)
+        return cast("list[Any]", self._decode(key, span))
 
-    def _decode(self, span: _Span) -> object:
+    def _wrong(self, problem: str) -> ModelCorrupt:
+        return ModelCorrupt(f"{self.path} gives {problem}. Fetch the file again.")
+
+    def _decode(self, key: str, span: _Span) -> object:
+        if span.end - span.start > _LARGEST_VALUE:
+            raise self._wrong(f"{key} {span.end - span.start} bytes; {_LARGEST_VALUE} are the most")
         data = read_range(self.path, span.start, span.end - span.start)
         if span.kind == _STRING:
             texts = list(_texts(data, 1 if span.count is None else span.count))
@@ -196,12 +217,11 @@ def read_gguf(path: Path) -> GgufFile:
         ModelUnsupported: Its version, its byte order or the type of a tensor is not supported.
     """
     try:
-        with path.open("rb") as stream:
+        with path.open("rb", buffering=0) as stream:
             size = stream.seek(0, 2)
             if size < _LENGTH.size:
                 raise ModelCorrupt(f"{path} has {size} bytes: it is truncated, or no GGUF file.")
-            with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return _Header(path, data).read()
+            return _Header(path, stream, size).read()
     except OSError as error:
         raise ModelCorrupt(f"{path} cannot be read: {error.strerror}. Fetch it again.") from error
 
@@ -213,26 +233,42 @@ def shown(value: object) -> str:
 
 
 class _Header:
-    """Position in a file's header while it is read."""
+    """Position in a file's header while it is read, and the bytes around it: a file may shrink meanwhile."""
 
-    def __init__(self, path: Path, data: mmap.mmap) -> None:
+    def __init__(self, path: Path, stream: BinaryIO, size: int) -> None:
         self._path = path
-        self._data = data
-        self._size = len(data)
+        self._stream, self._size = stream, size
         self._at = 0
+        self._data = b""
+        self._first = 0
+        """Place in the file of the bytes in `_data`."""
+        self._values_left = _MOST_VALUES
+
+    def _place(self, at: int, nbytes: int) -> int:
+        """Return where bytes of the file are in `_data`; read them if they are not there."""
+        if not self._first <= at <= at + nbytes <= self._first + len(self._data):
+            wanted = min(max(nbytes, _READ_AT_ONCE), self._size - at)
+            self._stream.seek(at)
+            data = self._stream.read(wanted)
+            while len(data) < wanted and (more := self._stream.read(wanted - len(data))):
+                data += more
+            if len(data) < nbytes:
+                raise self._wrong(f"no longer has the {self._size} bytes that it had: it was changed")
+            self._first, self._data = at, data
+        return at - self._first
 
     def read(self) -> GgufFile:
         self._check_version()
-        tensor_count, entry_count = (
-            self._unpack("<Q", "count of tensors"),
-            self._unpack("<Q", "count of values"),
-        )
+        tensor_count = self._unpack("<Q", "count of tensors")
+        entry_count = self._unpack("<Q", "count of values")
         for count, what, least in (
             (tensor_count, "tensors", _LEAST_TENSOR_BYTES),
             (entry_count, "values of metadata", _LEAST_ENTRY_BYTES),
         ):
             if count * least > self._size - self._at:
                 raise self._wrong(f"announces {count} {what}, more than its {self._size} bytes can hold")
+            if count > _MOST_ENTRIES:
+                raise self._wrong(f"announces {count} {what}; {_MOST_ENTRIES} are the most")
         spans: dict[str, _Span] = {}
         for _ in range(entry_count):
             key = self._text("a key")
@@ -246,6 +282,7 @@ class _Header:
         return GgufFile(self._path, self._size, min(header_bytes, self._size), tensors, spans)
 
     def _check_version(self) -> None:
+        self._place(0, len(MAGIC))
         magic = self._data[: len(MAGIC)]
         if magic != MAGIC:
             raise ModelCorrupt(f"{self._path} begins with {magic!r}, not with {MAGIC!r}: it is no GGUF file.")
@@ -270,34 +307,48 @@ class _Header:
             start = self._at
             self._skip(kind, 1, key)
             return _Span(kind, None, start, self._at)
-        kind, count = (
-            self._unpack("<I", f"type of {shown(key)}"),
-            self._unpack("<Q", f"length of {shown(key)}"),
-        )
+        kind = self._unpack("<I", f"type of {shown(key)}")
+        count = self._unpack("<Q", f"length of {shown(key)}")
         start = self._at
         self._skip(kind, count, key)
         return _Span(kind, count, start, self._at)
 
-    def _skip(self, kind: int, count: int, key: str) -> None:
-        least = _LENGTH.size if kind == _STRING else struct.calcsize(_SCALARS.get(kind, "<B"))
+    def _skip(self, kind: int, count: int, key: str, depth: int = 0) -> None:
+        least = struct.calcsize(_SCALARS.get(kind, "<B"))
+        least = {_STRING: _LENGTH.size, _ARRAY: _ARRAY_HEAD.size}.get(kind, least)
         if count * least > self._size - self._at:
             raise self._wrong(f"gives {shown(key)} {count} values, more than its {self._size} bytes can hold")
+        if kind in (_STRING, _ARRAY):
+            self._values_left -= count
+            if self._values_left < 0:
+                raise self._wrong(f"has more than {_MOST_VALUES} texts and arrays as values")
         if kind == _STRING:
             self._skip_texts(count, key)
         elif kind in _SCALARS:
             self._at += count * least
+        elif kind == _ARRAY and depth < _MOST_NESTED:
+            for _ in range(count):
+                place = self._place(self._at, self._left(_ARRAY_HEAD.size, f"arrays of {shown(key)}"))
+                inner, size = _ARRAY_HEAD.unpack_from(self._data, place)
+                self._at += _ARRAY_HEAD.size
+                self._skip(inner, size, key, depth + 1)
+        elif kind == _ARRAY:
+            raise self._wrong(f"puts arrays of {shown(key)} more than {_MOST_NESTED} deep into each other")
         else:
             raise self._wrong(f"gives {shown(key)} values of type {kind}, which is none of GGUF's")
 
     def _skip_texts(self, count: int, key: str) -> None:
-        at, data, size, unpack = self._at, self._data, self._size, _LENGTH.unpack_from
-        last = size - _LENGTH.size
+        at, last, unpack = self._at, self._size - _LENGTH.size, _LENGTH.unpack_from
+        first, data, end = self._first, self._data, self._first + len(self._data) - _LENGTH.size
         for _ in range(count):
             if at > last:
                 break
-            at += _LENGTH.size + cast("int", unpack(data, at)[0])
+            if not first <= at <= end:
+                self._place(at, _LENGTH.size)
+                first, data, end = self._first, self._data, self._first + len(self._data) - _LENGTH.size
+            at += _LENGTH.size + cast("int", unpack(data, at - first)[0])
         else:
-            if at <= size:
+            if at <= self._size:
                 self._at = at
                 return
         raise self._wrong(f"ends within the texts of {shown(key)}, or gives one of them a wrong length")
@@ -309,10 +360,8 @@ class _Header:
         if not 1 <= axes <= _MOST_AXES:
             raise self._wrong(f"gives tensor {shown(name)} {axes} axes; 1 to {_MOST_AXES} are possible")
         sizes = [self._unpack("<Q", f"sizes of {shown(name)}") for _ in range(axes)]
-        number, offset = (
-            self._unpack("<I", f"type of {shown(name)}"),
-            self._unpack("<Q", f"offset of {shown(name)}"),
-        )
+        number = self._unpack("<I", f"type of {shown(name)}")
+        offset = self._unpack("<Q", f"offset of {shown(name)}")
         kind = TYPES.get(number)
         if kind is None:
             raise ModelUnsupported(
@@ -332,7 +381,9 @@ class _Header:
             return _ALIGNMENT
         if span.count is not None or span.kind not in _SCALARS:
             raise self._wrong("gives general.alignment as no number")
-        value = struct.unpack_from(_SCALARS[span.kind], self._data, span.start)[0]
+        form = _SCALARS[span.kind]
+        place = self._place(span.start, struct.calcsize(form))
+        value = struct.unpack_from(form, self._data, place)[0]
         if type(value) is not int or not 0 < value <= _MOST_ALIGNMENT or value % 8:
             raise self._wrong(f"gives general.alignment as {value!r}; it must be a multiple of 8")
         return value
@@ -366,17 +417,24 @@ class _Header:
         length = self._unpack("<Q", f"length of {what}")
         if length > self._size - self._at:
             raise self._wrong(f"gives {what} {length} bytes, more than it has")
-        data = self._data[self._at : self._at + length]
+        if length > _LONGEST_NAME:
+            raise self._wrong(f"gives {what} {length} bytes; {_LONGEST_NAME} are the most")
+        place = self._place(self._at, length)
         self._at += length
-        return data.decode("utf-8", "replace")
+        return self._data[place : place + length].decode("utf-8", "replace")
 
     def _unpack(self, form: str, what: str) -> int:
-        size = struct.calcsize(form)
-        if size > self._size - self._at:
-            raise self._wrong(f"ends before the {what}: it is truncated")
-        value = struct.unpack_from(form, self._data, self._at)[0]
+        size = self._left(struct.calcsize(form), what)
+        place = self._place(self._at, size)
+        value = struct.unpack_from(form, self._data, place)[0]
         self._at += size
         return value
+
+    def _left(self, nbytes: int, what: str) -> int:
+        """Return `nbytes` if the file has so many more."""
+        if nbytes > self._size - self._at:
+            raise self._wrong(f"ends before the {what}: it is truncated")
+        return nbytes
 
     def _wrong(self, problem: str) -> ModelCorrupt:
         return ModelCorrupt(f"{self._path} {problem}. Fetch the file again.")

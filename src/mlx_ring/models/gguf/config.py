@@ -104,6 +104,8 @@ _LAYERS_OF_GEMMA_27B = 62
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Numbers of all published Llama 3 models. GGUF has only the factors that follow from them."""
 _TOLERANCE = 1e-3
+_MOST_LAYERS = 100_000
+"""Most values of a number that is given for each layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,7 +333,7 @@ class _Metadata:
 
     def _integer(self, name: str) -> int | None:
         key = f"{self._prefix}.{name}"
-        values = self._file.values(key) if self._file.is_array(key) else None
+        values = self._file.values(key, _MOST_LAYERS) if self._file.is_array(key) else None
         if values is None:
             return self._file.value(key, int)
         if len(set(values)) != 1 or type(values[0]) is not int:
