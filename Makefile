@@ -4,9 +4,9 @@
 BIN := .venv/bin
 ARGS ?=
 # Tests run in several processes. All tests of a file run in the same one, so that they share fixtures.
-# Most tests wait for other processes, so six keep two cores busy. More would fill a laptop's memory with servers.
+# Most tests wait for other processes, so seven keep two cores busy. More would fill a laptop's memory with servers.
 BY_FILE := --dist loadfile --no-loadscope-reorder
-SIDE_BY_SIDE := -n 6 $(BY_FILE)
+SIDE_BY_SIDE := -n 7 $(BY_FILE)
 # Tests that start no processes. tests/process_marks.py marks the others.
 WITHOUT_PROCESSES := not conformance and not faults and not processes
 # Tests of which `make test` runs only some cases.
@@ -22,7 +22,7 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # One stamp file each, so that a second `make` starts at once.
-NATIVE := $(wildcard packages/mlx-cpu-kernels/src/mlx_cpu_kernels/native/*.cpp packages/mlx-cpu-kernels/src/mlx_cpu_kernels/native/*.h)
+NATIVE := $(wildcard $(addprefix packages/mlx-cpu-kernels/src/mlx_cpu_kernels/native/,*.cpp *.h *.mk))
 
 .venv/.ready-run: pyproject.toml uv.lock scripts/setup $(NATIVE)
 	@scripts/setup

@@ -2,9 +2,9 @@
 
     python bench/engine.py [ROW ...] [--rounds 3] [--quick] [--json FILE]
 
-Rows: loop, server, streams, prompt, stream, prefix, lookup, latency, tensor, launch. Each row runs its contestants in
-turn for several rounds, and prints the median of their ratios and the target. Every worker has its own core and one
-BLAS thread. In rows that compare stages, the head, the agent and the load generator share the core of stage 0 in both
+Rows: loop, server, quantized, streams, prompt, stream, prefix, lookup, latency, tensor, launch. Each row runs its
+contestants in turn for several rounds, and prints the median of their ratios and the target. Every worker has its own
+core and one BLAS thread. In rows that compare stages, the head, the agent and the load generator share the core of stage 0 in both
 configurations. These rows use 4-bit weights and float32 activations, which are compute-bound; two cores share the memory
 bandwidth of one machine.
 """

@@ -91,6 +91,24 @@ def row_server(bench: Bench) -> list[Ratio]:
     ]
 
 
+def row_quantized(bench: Bench) -> list[Ratio]:
+    """Compare one stage and eight streams with mlx_lm.server: 281 M parameters of 4 bits, a vocabulary of 151,936."""
+    model, tokens = quantized(Shape(dtype="float32")), 8 if bench.quick else 16
+    pin_self(bench.other)
+    ratios: list[float] = []
+    for number, ring, theirs in in_both_orders(
+        bench,
+        lambda: RingServer(model, *_PLAIN, cores=bench.one, head_core=bench.other),
+        lambda: MlxLmServer(model, core=bench.shared),
+    ):
+        jobs = jobs_of(number, 8, 16, tokens, None)
+        ours, other = (summary_of(load(server, jobs, 8)).output_tokens_per_s for server in (ring, theirs))
+        note_round(number, {"mlx-ring tok/s": ours, "mlx_lm.server": other})
+        if number:
+            ratios.append(ours / other)
+    return [Ratio("quantized", "8 streams of 4 bits, over mlx_lm.server", ratios, at_least=15.0)]
+
+
 def row_streams(bench: Bench) -> list[Ratio]:
     """Compare two stages with one: eight streams, compute-bound."""
     tokens, requests = (24, 8) if bench.quick else (64, 8)
@@ -314,6 +332,7 @@ def _gaps_during_prefill(
 ROWS: dict[str, Callable[[Bench], list[Ratio]]] = {
     "loop": row_loop,
     "server": row_server,
+    "quantized": row_quantized,
     "streams": row_streams,
     "prompt": row_prompt,
     "stream": row_stream,

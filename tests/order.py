@@ -42,7 +42,7 @@ _ON_TWO_CORES_S = {
     "clients/test_clients.py": 50.0,
     "worker/test_lookahead.py": 45.0,
 }
-"""Seconds of files that took longer than guessed, while six processes shared two cores."""
+"""Seconds of files that took longer than guessed, while several processes shared two cores."""
 
 
 def file_of(nodeid: str) -> str:
