@@ -2,6 +2,8 @@
 #include <atomic>
 #include <chrono>
 #include <cstdio>
+#include <stdexcept>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -62,6 +64,45 @@ void test_two_callers() {
   expect(failures == 0, "loops of two callers are not covered once");
 }
 
+// An exception of any thread's piece comes back from the loop, once, and the pool goes on.
+void test_exceptions() {
+  Threads threads(3);
+  for (int64_t where : {0, 40, 80, 99}) {
+    std::string caught;
+    try {
+      threads.parallel_for(100, 1, [&](int64_t begin, int64_t end) {
+        if (begin <= where && where < end) throw std::runtime_error("of " + std::to_string(where));
+      });
+    } catch (const std::runtime_error& error) {
+      caught = error.what();
+    }
+    expect(caught == "of " + std::to_string(where), "the exception of a piece is not thrown");
+    expect(covers_once(threads, 100, 1), "a loop after an exception is not covered once");
+  }
+  bool has_thrown = false;
+  try {
+    threads.parallel_for(100, 1, [](int64_t, int64_t) { throw std::bad_alloc(); });
+  } catch (const std::bad_alloc&) {
+    has_thrown = true;
+  }
+  expect(has_thrown, "an exception of all pieces is not thrown");
+}
+
+// The number of threads changes while another thread has loops: each is covered once all the same.
+void test_change_during_loops() {
+  Threads threads(2);
+  std::atomic<bool> is_done = false;
+  std::atomic<int> wrong = 0;
+  std::thread other([&] {
+    while (!is_done)
+      if (!covers_once(threads, 200, 1)) wrong++;
+  });
+  for (int i = 0; i < 300; i++) threads.set_threads(1 + i % 4);
+  is_done = true;
+  other.join();
+  expect(wrong == 0, "a loop is not covered once while the number of threads changes");
+}
+
 // Workers that have gone to sleep are woken: the pause is far longer than they spin.
 void test_pause() {
   Threads threads(3);
@@ -77,6 +118,8 @@ int main() {
   test_lengths();
   test_loop_within_a_loop();
   test_two_callers();
+  test_exceptions();
+  test_change_during_loops();
   test_pause();
   std::printf("threads: %d failures\n", failures);
   return failures ? 1 : 0;

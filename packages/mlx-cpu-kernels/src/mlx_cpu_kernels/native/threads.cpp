@@ -2,8 +2,10 @@
 
 #include <atomic>
 #include <condition_variable>
+#include <exception>
 #include <mutex>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace mlx_cpu_kernels {
@@ -32,10 +34,17 @@ struct Threads::Pool {
   };
 
   explicit Pool(int workers) {
-    for (int i = 1; i <= workers; i++) threads.emplace_back([this, i] { work(i); });
+    try {
+      for (int i = 1; i <= workers; i++) threads.emplace_back([this, i] { work(i); });
+    } catch (...) {  // as where the system allows no more threads
+      end();
+      throw;
+    }
   }
 
-  ~Pool() {
+  ~Pool() { end(); }
+
+  void end() {
     stopping = true;
     publish();
     for (auto& thread : threads) thread.join();
@@ -47,10 +56,15 @@ struct Threads::Pool {
     wake.notify_all();
   }
 
-  void run_piece(int i) const {
+  void run_piece(int i) {
     int64_t begin = i * loop.piece;
     int64_t end = begin + loop.piece < loop.n ? begin + loop.piece : loop.n;
-    if (begin < end) loop.call(loop.body, begin, end);
+    if (begin >= end) return;
+    try {
+      loop.call(loop.body, begin, end);
+    } catch (...) {
+      if (!has_failed.exchange(true)) failure = std::current_exception();
+    }
   }
 
   uint64_t wait_for_round_after(uint64_t seen) {
@@ -78,9 +92,27 @@ struct Threads::Pool {
   std::atomic<uint64_t> round{0};
   std::atomic<int> unfinished{0};
   std::atomic<bool> stopping{false};
-  std::atomic<bool> busy{false};
   Loop loop;
+  std::atomic<bool> has_failed{false};
+  std::exception_ptr failure;  // the first, read when all pieces have ended
   std::vector<std::thread> threads;
+};
+
+// The right to use the pool, where it was free, until the end of the block.
+class Threads::Use {
+ public:
+  explicit Use(std::atomic<bool>& busy) : busy_(busy), granted_(!busy.exchange(true, std::memory_order_acquire)) {}
+  ~Use() {
+    if (granted_) busy_.store(false, std::memory_order_release);
+  }
+  Use(const Use&) = delete;
+  Use& operator=(const Use&) = delete;
+
+  bool granted() const { return granted_; }
+
+ private:
+  std::atomic<bool>& busy_;
+  const bool granted_;
 };
 
 Threads::Threads(int count) { set_threads(count); }
@@ -89,21 +121,33 @@ Threads::~Threads() = default;
 
 void Threads::set_threads(int count) {
   count = count < 1 ? 1 : count;
-  if (count == count_) return;
-  pool_ = count > 1 ? std::make_unique<Pool>(count - 1) : nullptr;
-  count_ = count;
+  while (true) {
+    Use use(busy_);
+    if (!use.granted()) {
+      std::this_thread::yield();
+      continue;
+    }
+    if (count == count_) return;
+    count_ = 1;
+    pool_ = nullptr;
+    if (count > 1) pool_ = std::make_unique<Pool>(count - 1);
+    count_ = count;
+    return;
+  }
 }
 
 void Threads::run(int64_t n, int64_t grain, Call call, void* body) {
-  Pool& pool = *pool_;
-  if (pool.busy.exchange(true, std::memory_order_acquire)) {
+  Use use(busy_);
+  if (!use.granted() || !pool_) {
     call(body, 0, n);
     return;
   }
+  Pool& pool = *pool_;
+  int64_t threads = static_cast<int64_t>(pool.threads.size()) + 1;
   int64_t grains = (n + grain - 1) / grain;
-  int64_t piece = (grains + count_ - 1) / count_ * grain;
+  int64_t piece = (grains + threads - 1) / threads * grain;
   pool.loop = {call, body, n, piece};
-  pool.unfinished.store(count_ - 1, std::memory_order_relaxed);
+  pool.unfinished.store(static_cast<int>(threads - 1), std::memory_order_relaxed);
   pool.publish();
   pool.run_piece(0);
   // Workers have equal shares: the wait is short unless the machine is busy, where yielding lets them run.
@@ -113,7 +157,10 @@ void Threads::run(int64_t n, int64_t grain, Call call, void* body) {
     else
       std::this_thread::yield();
   }
-  pool.busy.store(false, std::memory_order_release);
+  if (pool.has_failed) {
+    pool.has_failed = false;
+    std::rethrow_exception(std::exchange(pool.failure, nullptr));
+  }
 }
 
 }  // namespace mlx_cpu_kernels

@@ -1,6 +1,7 @@
 // A small pool of threads that share loops.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <type_traits>
@@ -15,17 +16,19 @@ class Threads {
   Threads(const Threads&) = delete;
   Threads& operator=(const Threads&) = delete;
 
-  int count() const { return count_; }
-  // Ends the workers and starts others. Not during a loop.
+  int count() const { return count_.load(std::memory_order_relaxed); }
+  // Ends the workers and starts others, when no loop uses them: a loop of another thread is waited for, or runs alone
+  // meanwhile. Not within a loop. Throws std::system_error where the system starts no further thread; the pool then has
+  // one.
   void set_threads(int count);
 
   // Calls f(begin, end) for ranges that cover [0, n), at most one range a thread, each a multiple of `grain` long
-  // except the last. Returns when all calls have. f must not throw. A loop within a loop, or a loop while another
-  // thread uses the pool, runs in the caller's thread alone.
+  // except the last. Returns when all calls have, and throws the first exception that one has thrown. A loop within a
+  // loop, or a loop while another thread uses the pool, runs in the caller's thread alone.
   template <class F>
   void parallel_for(int64_t n, int64_t grain, F&& f) {
     if (n <= 0) return;
-    if (count_ == 1 || n <= grain) {
+    if (count() == 1 || n <= grain) {
       f(int64_t{0}, n);
       return;
     }
@@ -40,7 +43,9 @@ class Threads {
   void run(int64_t n, int64_t grain, Call call, void* body);
 
   struct Pool;
-  int count_ = 1;
+  class Use;
+  std::atomic<int> count_{1};
+  std::atomic<bool> busy_{false};  // true while a loop uses the pool, or it is replaced
   std::unique_ptr<Pool> pool_;
 };
 
