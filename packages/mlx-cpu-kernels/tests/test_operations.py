@@ -173,6 +173,14 @@ def test_numbers_of_an_earlier_product_do_not_stay(rows: int) -> None:
     assert_close(mx.quantized_matmul(x, *weights, **options), exact(theirs), mx.float32)
 
 
+def test_rows_that_are_copied_in_several_blocks() -> None:
+    """Multiply more rows than are kept at once: 16 MB of them."""
+    weights = mx.quantize(numbers(3, 40, 16384), bits=4, group_size=128)
+    x = numbers(4, 500, 16384)
+    expected = exact(x) @ exact(own("dequantize", *weights, bits=4, group_size=128)).T
+    assert_close(mx.quantized_matmul(x, *weights, bits=4, group_size=128), expected, mx.float32)
+
+
 def test_scales_and_biases_may_lie_differently() -> None:
     weights, scales, biases = mx.quantize(numbers(1, 40, 128), bits=4, group_size=32)
     wide = mx.concatenate([scales, scales], axis=1)[:, :4]
@@ -189,25 +197,50 @@ def test_products_without_depth_are_zero() -> None:
     assert mx.array_equal(mx.quantized_matmul(mx.zeros((3, 0)), *empty), mx.zeros((3, 8)))
 
 
-def test_layers_can_be_mapped() -> None:
-    """Map as MLX's own operations can; its quantized product cannot."""
-    x = numbers(9, 5, 3, 128)
+FUNCTIONS: dict[str, tuple[Callable[[mx.array], mx.array], Callable[[int], mx.array]]] = {
+    "norm": (lambda x: mx.fast.rms_norm(x, None, 1e-5), lambda rows: numbers(9, rows, 3, 128)),
+    "dequantized": (
+        lambda x: mx.dequantize(x, mx.ones((3, 2)), mx.ones((3, 2))),
+        lambda rows: (mx.arange(rows * 48, dtype=mx.uint32) * 12345).reshape(rows, 3, 16),
+    ),
+    "rotation": (
+        lambda x: mx.fast.rope(x, 64, traditional=False, base=1e4, scale=1.0, offset=3),
+        lambda rows: numbers(9, rows, 1, 2, 3, 64),
+    ),
+    "attention": (
+        lambda x: mx.fast.scaled_dot_product_attention(x, x, x, scale=0.1, mask="causal"),
+        lambda rows: numbers(9, rows, 1, 2, 3, 64),
+    ),
+}
+"""Operations that MLX's own can map, and arguments with a number of entries."""
 
-    def compute(each: mx.array) -> mx.array:
-        return mx.fast.rms_norm(each, None, 1e-5)
 
-    assert_close(mx.vmap(compute)(x), exact(compute(x)), mx.float32)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_layers_can_be_mapped(name: str) -> None:
+    """Map as MLX's own operations can; its products with quantized weights cannot."""
+    compute, entries = FUNCTIONS[name]
+    x = entries(5)
+    expected = mx.stack([compute(entry) for entry in x])
+    assert_close(mx.vmap(compute)(x), exact(expected), mx.float32)
 
 
-def test_a_compiled_function_without_shapes_takes_others() -> None:
-    weights = mx.quantize(numbers(8, 40, 128))
+SHAPELESS: dict[str, tuple[Callable[[mx.array], mx.array], Callable[[int], mx.array]]] = {
+    "product": (
+        lambda x: mx.quantized_matmul(x, *mx.quantize(numbers(8, 40, 128))),
+        lambda rows: numbers(9, rows, 128),
+    ),
+    "norm": FUNCTIONS["norm"],
+    "rotation": (FUNCTIONS["rotation"][0], lambda rows: numbers(9, 1, 2, rows, 64)),
+    "attention": (FUNCTIONS["attention"][0], lambda rows: numbers(9, 1, 2, rows, 64)),
+}
 
-    def compute(x: mx.array) -> mx.array:
-        return mx.quantized_matmul(x, *weights)
 
+@pytest.mark.parametrize("name", SHAPELESS)
+def test_a_compiled_function_without_shapes_takes_others(name: str) -> None:
+    compute, entries = SHAPELESS[name]
     compiled = cast("Operation", mx.compile(compute, shapeless=True))
     for rows in (1, 4):
-        x = numbers(9, rows, 128)
+        x = entries(rows)
         assert_close(compiled(x), exact(compute(x)), mx.float32)
 
 

@@ -13,8 +13,11 @@ namespace {
 constexpr int64_t kDepth = 256;
 // From row to row of x as it is copied. Not a power of two: a tile's rows would compete for the same lines of level 1.
 constexpr int64_t kXStride = kDepth + 16;
-// Rows of x at once, so that their sums stay in level 2; panels are dequantized again for further rows.
+// Rows of x at once, so that their sums stay in level 2, and their copy within kMostCopied; panels are dequantized again
+// for further rows, which costs little from some hundred rows on.
 constexpr int64_t kMostRows = 768;
+constexpr int64_t kLeastRows = 96;
+constexpr int64_t kMostCopied = 16 << 20;  // bytes, which the thread keeps
 // Steps of depth that a tile of one row takes at once.
 constexpr int64_t kSteps = 4;
 // Panels at once for many rows: a tile of x is read once for all of them.
@@ -121,8 +124,10 @@ void multiply_columns(const CopiedRows<V>& x, int64_t rows, const Source& source
 
 template <class V, class Source>
 void multiply_by_panels(const Rows& x, const Source& prepared, const MutableRows& y, Threads& threads) {
-  for (int64_t begin = 0; begin < x.count; begin += kMostRows) {
-    int64_t rows = smaller(kMostRows, x.count - begin);
+  const int64_t copied_bytes = round_up(prepared.depth(), kDepth) / kDepth * kXStride * sizeof(float);
+  const int64_t most = larger(kLeastRows, smaller(kMostRows, kMostCopied / larger(copied_bytes, 1)));
+  for (int64_t begin = 0; begin < x.count; begin += most) {
+    int64_t rows = smaller(most, x.count - begin);
     CopiedRows<V> copied(x, begin, rows, prepared.depth(), threads);
     int64_t step = rows > 2 * V::kTileRows ? kManyPanels * Source::kColumns : Source::kColumns;
     threads.parallel_for(prepared.columns(), step, [&](int64_t first, int64_t last) {
