@@ -14,20 +14,18 @@ from __future__ import annotations
 
 import ctypes
 import platform
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from itertools import product
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_cpu_kernels.blas import BlasReport, dispatch, install, install_fast_blas, selfcheck, slots
+from mlx_cpu_kernels import compiled
+from mlx_cpu_kernels.blas import BlasReport, install, install_fast_blas, selfcheck, slots
 from mlx_cpu_kernels.blas import install as openblas
-from mlx_cpu_kernels.packages import Unavailable
 
 on_linux_x86_64 = pytest.mark.skipif(
     (platform.system(), platform.machine()) != ("Linux", "x86_64"),
@@ -153,14 +151,18 @@ def wrong_dispatch_is_not_used() -> None:
     assert [slot.read() for slot in sgemm_slots()] == [openblas.load_openblas().address("cblas_sgemm")]
 
 
-def dispatch_is_not_used_if_memory_cannot_be_executable() -> None:
-    def refuse(*_: int) -> int:
-        raise Unavailable("this system lets no page become executable")
-
-    install.load_dispatch = refuse
+def dispatch_that_is_not_compiled_is_not_used() -> None:
+    """Call OpenBLAS directly, and say what that costs."""
+    compiled.find_binary = lambda _: None
+    compiled.why_without = lambda _: "they are not built"
     report = install_fast_blas()
     assert report.active
-    assert "executable" in report.detail
+    assert (
+        report.detail
+        == "Products of one row take 2.5 to 4.5 times as long as they could: they are not built."
+    )
+    assert [slot.read() for slot in sgemm_slots()] == [openblas.load_openblas().address("cblas_sgemm")]
+    assert_mlx_still_multiplies()
 
 
 def redirection_with_a_wrong_product_is_undone() -> None:
@@ -239,7 +241,7 @@ SCENARIOS = [
     second_call_changes_only_the_threads,
     install_works_after_mlx_was_imported_and_used,
     wrong_dispatch_is_not_used,
-    dispatch_is_not_used_if_memory_cannot_be_executable,
+    dispatch_that_is_not_compiled_is_not_used,
     redirection_with_a_wrong_product_is_undone,
     wrong_library_is_not_installed,
     missing_package_is_reported,
@@ -306,20 +308,6 @@ def test_another_c_library_keeps_its_own_blas(monkeypatch: pytest.MonkeyPatch) -
 def test_importing_the_package_does_not_import_mlx() -> None:
     code = "import sys, mlx_cpu_kernels.blas; sys.exit('mlx.core' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-@pytest.mark.processes
-@pytest.mark.skipif(not (shutil.which("as") and shutil.which("objcopy")), reason="needs GNU binutils")
-@on_linux_x86_64
-def test_machine_code_equals_the_assembled_listing(tmp_path: Path) -> None:
-    lines = [line.split("#")[0] for line in dispatch.LISTING.splitlines()]
-    source = [line.split(maxsplit=1)[1] if line.startswith(" ") else line for line in lines]
-    (tmp_path / "dispatch.s").write_text(".intel_syntax noprefix\n" + "\n".join(source) + "\n")
-    subprocess.run(["as", "dispatch.s", "-o", "dispatch.o"], cwd=tmp_path, check=True)
-    subprocess.run(
-        ["objcopy", "-O", "binary", "-j", ".text", "dispatch.o", "dispatch.bin"], cwd=tmp_path, check=True
-    )
-    assert dispatch.machine_code(0, 0, 0) == (tmp_path / "dispatch.bin").read_bytes()
 
 
 if __name__ == "__main__":

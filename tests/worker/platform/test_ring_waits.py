@@ -1,11 +1,10 @@
-"""Waits of MLX's ring in the kernel: the machine code alone, and in MLX's slots in a process of its own."""
+"""Waits of MLX's ring in the kernel: the compiled `recv` alone, and in MLX's slots in a process of its own."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
 import platform
-import shutil
 import socket
 import subprocess
 import sys
@@ -17,9 +16,12 @@ from pathlib import Path
 import pytest
 from tests.eventually import eventually
 
-from mlx_cpu_kernels.blas.dispatch import place_code
+from mlx_cpu_kernels import compiled
+from mlx_cpu_kernels.blas.install import load_from_package
+from mlx_cpu_kernels.build import Target
+from mlx_cpu_kernels.compiled import load_recv
 from mlx_ring.worker.platform import ring_waits
-from mlx_ring.worker.platform.ring_waits import machine_code, share_cores
+from mlx_ring.worker.platform.ring_waits import share_cores
 
 on_linux_x86_64 = pytest.mark.skipif(
     (platform.system(), platform.machine()) != ("Linux", "x86_64"), reason="the code is for Linux x86-64"
@@ -39,10 +41,11 @@ def ends() -> Generator[tuple[socket.socket, socket.socket]]:
 
 
 def receive(end: socket.socket, wait_ns: int) -> tuple[bytes, int]:
-    """Call the machine code as MLX calls `recv`. Return what came, and the error number if the call failed."""
+    """Call it as MLX calls `recv`. Return what came, and the error number if the call failed."""
+    load_from_package("mlx", "lib/libmlx.so")
     recv = ctypes.CFUNCTYPE(
         ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, use_errno=True
-    )(place_code(machine_code(wait_ns)))
+    )(load_recv(wait_ns))
     buffer = ctypes.create_string_buffer(16)
     count = recv(end.fileno(), ctypes.addressof(buffer), len(buffer), 0)
     return buffer.raw[: max(0, count)], ctypes.get_errno() if count < 0 else 0
@@ -82,11 +85,22 @@ def test_the_end_of_the_stream_and_errors_are_returned(ends: tuple[socket.socket
 def test_mlx_receives_through_the_code() -> None:
     program = (
         "from mlx_ring.worker.platform import ring_waits as waits; before = waits.wait_in_the_kernel(); "
-        "code = [slot.read() for slot in before]; import mlx.core, ctypes; "
-        "own = ctypes.string_at(code[0], 4); print(len(code), own.hex(), {slot.symbol for slot in before})"
+        "codes = {slot.read() for slot in before}; import mlx.core; from mlx_cpu_kernels import compiled; "
+        "print({slot.symbol for slot in before}, codes == {compiled.load_recv(waits.WAIT_NS)})"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout == "1 f30f1efa {'recv'}\n"
+    assert done.stdout == "{'recv'} True\n"
+
+
+@on_linux_x86_64
+def test_without_the_kernels_mlx_stays_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(compiled, "find_binary", dict[object, None]().get)
+    monkeypatch.setattr(compiled, "why_without", {Target.installed(): "they are not built"}.get)
+    caplog.set_level("INFO")
+    assert not ring_waits.wait_in_the_kernel()
+    assert "a rank that waits for others keeps a core busy: they are not built" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -102,15 +116,3 @@ def test_mlx_receives_through_the_code() -> None:
 )
 def test_ranks_share_cores_below_two_each(group: tuple[str, ...], cores: int, *, shared: bool) -> None:
     assert share_cores(group, 0, cores) == shared
-
-
-@pytest.mark.skipif(not (shutil.which("as") and shutil.which("objcopy")), reason="needs GNU binutils")
-@on_linux_x86_64
-def test_machine_code_equals_the_assembled_listing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ring_waits, "_address", lambda _function: 0)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
-    lines = [line.split("#")[0] for line in ring_waits.LISTING.splitlines()]
-    source = [line.split(maxsplit=1)[1] if line.startswith(" ") else line for line in lines]
-    (tmp_path / "wait.s").write_text(".intel_syntax noprefix\n" + "\n".join(source) + "\n")
-    subprocess.run(["as", "wait.s", "-o", "wait.o"], cwd=tmp_path, check=True)
-    subprocess.run(["objcopy", "-O", "binary", "-j", ".text", "wait.o", "wait.bin"], cwd=tmp_path, check=True)
-    assert machine_code(0) == (tmp_path / "wait.bin").read_bytes()

@@ -2,7 +2,8 @@
 
 The Linux wheel of MLX links the reference BLAS, 30 to 60 times slower than the processor. Its calls
 go through slots in `libmlx.so`. Those of `cblas_sgemm`, `cblas_dgemm` and `cblas_cgemm` are pointed
-at OpenBLAS, the first through a dispatch for narrow products (`dispatch.py`).
+at OpenBLAS, the first through a compiled dispatch for narrow products (`native/blas.cpp`). Where that is not compiled,
+products of one row take 2.5 to 4.5 times as long.
 
 OpenBLAS comes from PyPI's `scipy-openblas32`: 32-bit integers, symbols with a prefix.
 """
@@ -17,14 +18,15 @@ import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mlx_cpu_kernels.blas.dispatch import MOST_ROWS_IN_BLOCKS, load_dispatch
 from mlx_cpu_kernels.blas.selfcheck import Product, first_wrong_product
 from mlx_cpu_kernels.blas.slots import Slot, find_slots
+from mlx_cpu_kernels.compiled import load_dispatch
 from mlx_cpu_kernels.packages import Unavailable, folders_of
 
 PACKAGE = "scipy_openblas32"
 
-# Cores whose kernels for small products do not pack, and so gain from blocks (see `dispatch.py`).
+_MOST_ROWS_IN_BLOCKS = 8
+# Cores whose kernels for small products do not pack, and so gain from blocks (see `native/blas.cpp`).
 _CORES_WITH_SMALL_KERNELS = frozenset({"SkylakeX", "Cooperlake", "SapphireRapids"})
 
 
@@ -177,7 +179,7 @@ def _redirect(slots: list[Slot], openblas: OpenBlas) -> str:
     try:
         sgemm = _checked(_front(openblas))
     except Unavailable as reason:
-        detail = f"Products of a single row are slower than they could be: {reason}."
+        detail = f"Products of one row take 2.5 to 4.5 times as long as they could: {reason}."
         sgemm = _checked(openblas.address(_SGEMM))
     functions = {symbol: openblas.address(symbol) for symbol in _PRODUCTS} | {_SGEMM: sgemm}
     before = [(slot, slot.read()) for slot in slots]
@@ -193,7 +195,7 @@ def _redirect(slots: list[Slot], openblas: OpenBlas) -> str:
 
 
 def _front(openblas: OpenBlas) -> int:
-    rows_in_blocks = MOST_ROWS_IN_BLOCKS if openblas.has_small_kernels else 1
+    rows_in_blocks = _MOST_ROWS_IN_BLOCKS if openblas.has_small_kernels else 1
     return load_dispatch(openblas.address(_SGEMM), openblas.address("cblas_sgemv"), rows_in_blocks)
 
 
