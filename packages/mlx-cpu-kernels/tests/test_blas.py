@@ -23,7 +23,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_cpu_kernels import compiled
+from mlx_cpu_kernels import build
 from mlx_cpu_kernels.blas import BlasReport, install, install_fast_blas, selfcheck, slots
 from mlx_cpu_kernels.blas import install as openblas
 
@@ -153,8 +153,8 @@ def wrong_dispatch_is_not_used() -> None:
 
 def dispatch_that_is_not_compiled_is_not_used() -> None:
     """Call OpenBLAS directly, and say what that costs."""
-    compiled.find_binary = lambda _: None
-    compiled.why_without = lambda _: "they are not built"
+    build.find_binary = lambda _: None
+    build.why_without = lambda _: "they are not built"
     report = install_fast_blas()
     assert report.active
     assert (

@@ -16,9 +16,8 @@ from pathlib import Path
 import pytest
 from tests.eventually import eventually
 
-from mlx_cpu_kernels import compiled
+from mlx_cpu_kernels import build
 from mlx_cpu_kernels.blas.install import load_from_package
-from mlx_cpu_kernels.build import Target
 from mlx_cpu_kernels.compiled import load_recv
 from mlx_ring.worker.platform import ring_waits
 from mlx_ring.worker.platform.ring_waits import share_cores
@@ -96,8 +95,8 @@ def test_mlx_receives_through_the_code() -> None:
 def test_without_the_kernels_mlx_stays_as_it_was(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(compiled, "find_binary", dict[object, None]().get)
-    monkeypatch.setattr(compiled, "why_without", {Target.installed(): "they are not built"}.get)
+    monkeypatch.setattr(build, "find_binary", dict[object, None]().get)
+    monkeypatch.setattr(build, "why_without", {build.Target.installed(): "they are not built"}.get)
     caplog.set_level("INFO")
     assert not ring_waits.wait_in_the_kernel()
     assert "a rank that waits for others keeps a core busy: they are not built" in caplog.text

@@ -22,7 +22,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -44,7 +44,7 @@ _COMPILER_BYTES = 1 << 30
 _UNUSED_S = 7 * 24 * 3600.0
 _ABANDONED_S = 3600.0
 """Ages from which binaries for something else, and folders of builds that were killed, are removed."""
-_TIME_LIMIT_S = 300
+_TIME_LIMIT_S, _LOOK_S = 300, 0.2
 # Name under which nanobind's libraries share their types, e.g. `nanobind_..._a1_v22`: a suffix `_stable` makes it another.
 _INTERNALS = re.compile(rb"nanobind_[a-z0-9_]+_v\d+(?:_stable)?(?=\0)")
 
@@ -206,10 +206,17 @@ def _compile_all(target: Target, compiler: str, flags: list[str], work: Path) ->
             for (source, own), path in zip(sources.items(), objects, strict=True)
         ]
         for future in compiled:
-            future.result()
+            _wait_for(future)
         link = ["-shared", "-s", *map(str, objects), f"-L{library}", "-lmlx", f"-Wl,-rpath,{library}"]
-        compilers.run([compiler, *link, "-o", str(linked)])
+        _wait_for(pool.submit(compilers.run, [compiler, *link, "-o", str(linked)]))
     return linked
+
+
+def _wait_for(future: Future[None]) -> None:
+    """Wait for a compiler, and look for signals now and then: one that comes just before a wait does not end it."""
+    while True:
+        with contextlib.suppress(TimeoutError):
+            return future.result(timeout=_LOOK_S)
 
 
 class _Compilers:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 
-from mlx_cpu_kernels.build import Target, find_binary, why_without
 from mlx_cpu_kernels.packages import Unavailable
 
 
@@ -31,10 +30,14 @@ def load_recv(wait_ns: int) -> int:
 
 def _library() -> ctypes.CDLL:
     """Load the binary, whose library `libmlx.so` the caller has loaded."""
-    target = Target.installed()
-    binary = find_binary(target)
+    from mlx_cpu_kernels import (
+        build,  # here, for `python -m` runs that module after it has imported the package
+    )
+
+    target = build.Target.installed()
+    binary = build.find_binary(target)
     if binary is None:
-        raise Unavailable(why_without(target))
+        raise Unavailable(build.why_without(target))
     try:
         return ctypes.CDLL(str(binary))
     except OSError as error:
