@@ -1,11 +1,13 @@
 """Compare products with quantized weights and quantized models: native kernels, MLX's own operations, and float32.
 
-    taskset -c 1 python bench/quantized.py [products] [layers] [attention] [model] [folder FOLDER] [--rounds 5]
+    taskset -c 1 python bench/quantized.py [TABLE ...] [--rounds 5]
 
 Each table measures its variants in turn, in one process, and prints medians. Run it pinned to a core.
 
 - `products`: 4096 x 4096 weights of 4 bits in groups of 64, with 1, 8 and 512 rows. Several matrices in turn keep the
   weights out of the cache. The share of memory's speed is that of a plain sum over as many bytes.
+- `fallback`: the same products on a machine without kernels: by MLX's own operation, with tiles of weights converted first,
+  and with the weights held as float32.
 - `layers`: what a layer of SmolLM2-135M computes beside products, for one token behind 128.
 - `attention`: over keys and values of 8 and 4 bits, with 24 heads and 8 KV heads of 128 numbers: one token, 4 sequences,
   and 128 tokens, behind 2048. Beside MLX's own operations, mlx-lm's function with the kernels' products.
@@ -32,7 +34,7 @@ import numpy as np
 from blas import QWEN3
 from mlx import nn
 
-from mlx_cpu_kernels import operations, speed_up
+from mlx_cpu_kernels import fallback, operations, speed_up
 
 SIDE = 4096
 COPIES = 8
@@ -97,6 +99,30 @@ def products(rounds: int) -> None:
             f"{rows:4d} {each * 1e3:12.3f} {nbytes / each / 1e9:8.1f} {rate / each:8.1f}   {over_own}"
             f" {taken['float32'] / 2 / each:15.2f}{share}"
         )
+
+
+def without_kernels(rounds: int) -> None:
+    weights = [mx.quantize(mx.random.normal((SIDE, SIDE)), group_size=64, bits=4) for _ in range(2)]
+    dense = [mx.random.normal((SIDE, SIDE)) for _ in range(2)]
+    mx.eval(weights, dense)
+    matrices, floats = cycle(weights), cycle(dense)
+    own = operations.stock("quantized_matmul")
+    print("\nwithout kernels: rows   own ms  converted ms  float32 ms  over MLX's: converted  float32")
+    with own_operations():
+        for rows in (1, 2, 3, 4, 8, 16, 64, 512):
+            x = mx.random.normal((rows, SIDE))
+            mx.eval(x)
+            variants: Variants = {
+                "converted": lambda x=x: mx.eval(fallback.multiply(own, x, *next(matrices))),
+                "float32": lambda x=x: mx.eval(x @ next(floats).T),
+                "own": lambda x=x: mx.eval(own(x, *next(matrices))),
+            }
+            taken = compare(variants, rounds if rows <= 16 else 1)
+            converted, plain, slow = (taken[name] for name in ("converted", "float32", "own"))
+            print(
+                f"{rows:21d} {slow * 1e3:8.2f} {converted * 1e3:13.2f} {plain * 1e3:11.2f}"
+                f" {slow / converted:22.1f} {slow / plain:8.1f}"
+            )
 
 
 def memory_speed(rounds: int) -> float:
@@ -230,7 +256,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("tables", nargs="*", default=["products", "layers", "attention", "model"])
+    parser.add_argument("tables", nargs="*", default=["products", "fallback", "layers", "attention", "model"])
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     mx.set_default_device(mx.Device(mx.cpu))
@@ -241,6 +267,8 @@ def main() -> None:
         match table:
             case "products":
                 products(options.rounds)
+            case "fallback":
+                without_kernels(options.rounds)
             case "layers":
                 layers(options.rounds)
             case "attention":
@@ -250,7 +278,9 @@ def main() -> None:
             case "folder":
                 folder(next(tables), options.rounds)
             case _:
-                parser.error(f"{table} is no table: products, layers, attention, model or folder FOLDER.")
+                parser.error(
+                    f"{table} is no table: products, fallback, layers, attention, model or folder FOLDER."
+                )
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ def made_up_profile(**changes: Any) -> MachineProfile:
         "worker_bytes": 0,
         "agent_bytes": 0,
         "blas": "OpenBLAS",
+        "kernels": "",
         "blas_threads": 3,
         "mlx": "0.32.4",
         "rates": RATES,

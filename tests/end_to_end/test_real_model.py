@@ -130,6 +130,33 @@ def test_tokens_over_a_quantized_kv_cache_are_those_of_mlx_lm(
     assert asyncio.run(run()).ties <= 1
 
 
+@pytest.mark.parametrize(
+    ("options", "held"),
+    [
+        (("--cpu-weights", "float32", "--stages", "2"), "float32"),
+        (("--blas", "openblas", "--cpu-weights", "quantized"), "quantized"),
+        (("--blas", "openblas"), "float32"),
+    ],
+    ids=["float32 as asked", "quantized without kernels", "float32 without kernels"],
+)
+def test_tokens_are_those_of_mlx_lm_in_each_form_of_the_weights(
+    folder: Path, expected: Expected, tmp_path: Path, options: Sequence[str], held: str
+) -> None:
+    """Serve with the memory of the plan, and read long prompts and single tokens."""
+    from tokenizers import Tokenizer  # its import takes a while
+
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    with serving(smollm2(), *options, folder=tmp_path) as server:
+        devices = server.status()["devices"]
+        assert {device["cpu_weights"] for device in devices} == {held}
+        assert {device["kernels"] is None for device in devices} == {"--blas" in options}
+        for prompt, tokens in zip(expected.prompts, expected.answers, strict=True):
+            body = {"prompt": list(prompt), "temperature": 0, "max_tokens": COUNT, "ignore_eos": True}
+            answer = server.http.post("/v1/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["choices"][0]["text"] == tokenizer.decode(tokens, skip_special_tokens=True)
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Generator[Server]:
     with serving(smollm2(), "--stages", "2", folder=tmp_path_factory.mktemp("serve")) as server:

@@ -107,15 +107,60 @@ def test_quantized_stages_equal_the_whole_model(tmp_path: Path, bits: int, tied:
     assert mx.array_equal(hidden, whole(tokens))
 
 
-def write_quantized_model(folder: Path, **changes: Any) -> Path:
-    """Write a model of 4 bits whose scales are bfloat16."""
-    config = {**QWEN3, **changes}
+@pytest.mark.parametrize("bits", [3, 4, 8])
+@pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied head"])
+def test_weights_held_as_float32_give_the_whole_quantized_model(
+    tmp_path: Path, bits: int, *, tied: bool
+) -> None:
+    folder = write_quantized_model(tmp_path / "model", bits=bits, tie_word_embeddings=tied)
+    whole: Any = load_model(folder)[0]
+    whole.set_dtype(mx.float32)
+    tokens, hidden = mx.array([[3, 1, 4, 1, 5]]), None
+    for start, end in ((0, 2), (2, 5)):
+        stage = load_plain(folder, start, end)
+        # A row of the embedding is looked up as it is stored.
+        quantized = {"model.embed_tokens"} if not (tied and end == 5) else set[str]()
+        assert quantized_paths(stage) == quantized
+        hidden = stage.forward(tokens, hidden, stage.make_layer_caches(), None)
+    assert hidden is not None
+    assert mx.allclose(hidden, whole(tokens), rtol=1e-4, atol=1e-5)
+
+
+def test_experts_are_held_as_float32_too(tmp_path: Path) -> None:
+    family = configuration("qwen3_moe")
+    folder = write_quantized_model(tmp_path / "model", base=family)
+    whole: Any = load_model(folder)[0]
+    whole.set_dtype(mx.float32)
+    stage = load_plain(folder, 0, family["num_hidden_layers"])
+    assert not any("switch_mlp" in path for path in quantized_paths(stage))
+    tokens = mx.array([[3, 1, 4, 1, 5] * 5])
+    logits = stage.forward(tokens, None, stage.make_layer_caches(), None)
+    assert mx.allclose(logits, whole(tokens), rtol=1e-4, atol=1e-5)
+
+
+def load_plain(folder: Path, start: int, end: int) -> StageModel:
+    model = read_model_folder(folder)
+    return load_stage(model, LayerRange(start, end), "float32", lambda _d, _t: None, dequantized=True)
+
+
+def quantized_paths(stage: StageModel) -> set[str]:
+    flat: Any = tree_flatten(stage.model.parameters(), destination={})
+    return {name.removesuffix(".scales") for name in flat if name.endswith(".scales")}
+
+
+def write_quantized_model(
+    folder: Path, *, bits: int = 4, base: dict[str, Any] = QWEN3, **changes: Any
+) -> Path:
+    """Write a model of few bits whose scales are bfloat16."""
+    config = {**base, **changes}
     write_random_model(folder, config)
     model: Any = load_model(folder)[0]
-    nn.quantize(model, group_size=32, bits=4)
+    nn.quantize(model, group_size=32, bits=bits)
     model.set_dtype(mx.bfloat16)
     save(folder, model)
-    (folder / "config.json").write_text(json.dumps({**config, "quantization": {"group_size": 32, "bits": 4}}))
+    (folder / "config.json").write_text(
+        json.dumps({**config, "quantization": {"group_size": 32, "bits": bits}})
+    )
     return folder
 
 

@@ -34,6 +34,7 @@ _FREE = (
     "group_from",
     "group_environment",
     "rdma",
+    "cpu_weights",
     "next_ranks",
     "first_ranks",
 )

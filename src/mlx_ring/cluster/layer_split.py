@@ -119,6 +119,7 @@ def shaping_settings(settings: Settings) -> str:
         settings.replicas,
         settings.nodes,
         settings.max_model_len,
+        settings.cpu_weights,
         rank_shares(settings),
         # With `latency`, the number of sequences does not affect the cut.
         settings.max_num_seqs if settings.optimize_for == "throughput" else None,

@@ -8,6 +8,8 @@ from typing import Literal, NamedTuple, get_args
 FinishReason = Literal["stop", "length", "abort", "error"]
 DType = Literal["float32", "bfloat16", "float16"]
 DTYPES: tuple[DType, ...] = get_args(DType)
+CpuWeights = Literal["auto", "quantized", "float32"]
+"""Form in which CPUs hold quantized weights."""
 PoolingKind = Literal["last", "mean", "cls"]
 """Hidden states that make a text's vector: the last token's, all tokens' mean, or the first token's."""
 

@@ -101,6 +101,11 @@ class WorkerInfo:
     memory_left_bytes: int = 0
     """Free memory of the device, for all workers on it."""
     blas: str = ""
+    """Description of what computes products on a CPU."""
+    kernels: str = ""
+    """Instruction set of the native kernels that compute quantized weights; empty without them."""
+    cpu_weights: str = ""
+    """Form of quantized weights on a CPU: `quantized` or `float32`; empty on a GPU, and for other models."""
     sends: LinkUse | None = None
     """Traffic to the next stage; None if there is none, or nothing is known."""
     group: GroupUse | None = None

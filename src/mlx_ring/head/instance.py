@@ -294,16 +294,15 @@ class Instance:
         Ranks that stay are loaded already.
         """
         placement, weights, workers = self._epoch.placement, Counter[str](), Counter[str]()
-        whole = memory_for_weights(self._served.folder, self._settings.dtype)
+        settings = self._settings
+        whole = memory_for_weights(self._served.folder, settings.dtype, settings.cpu_weights)
         for number, stage in enumerate(placement.ranks):
-            planned = None if placement.plan is None else placement.plan.stages[number].ranks
+            planned = placement.forecast.memory_of_ranks(number) if placement.forecast else None
             for rank, placed in enumerate(stage):
                 if RankId(number, rank) in (self._epoch.prepared or ()):
                     continue
                 part = placed.share / sum(other.share for other in stage) / len(placement.ranks)
-                weights[placed.site.node] += (
-                    int(whole * part) if planned is None else planned[rank].weight_bytes
-                )
+                weights[placed.site.node] += planned[rank].weight_bytes if planned else int(whole * part)
                 workers[placed.site.node] += 1
         return {node: Reservation(nbytes, workers[node]) for node, nbytes in weights.items()}
 

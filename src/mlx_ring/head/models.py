@@ -34,6 +34,7 @@ from mlx_ring.head.served_model import ServedModel, memory_for_weights, prepare_
 from mlx_ring.head.status import ClusterView, hung_backend_statuses, instance_status, node_statuses
 from mlx_ring.host.child import ChildProcess
 from mlx_ring.host.machine import node_name
+from mlx_ring.host.machine_profile import MachineProfile
 from mlx_ring.models.model_source import must_be_fetched
 from mlx_ring.rpc.hello import hello_versions, make_hello
 from mlx_ring.settings.config import Settings
@@ -129,6 +130,14 @@ class Catalog:
     @property
     def links(self) -> Sequence[LinkInfo]:
         return () if self._machines is None else self._machines.links
+
+    def own_profile(self) -> MachineProfile | None:
+        """Return the profile of the head's machine, if it has been measured."""
+        if self._machines is None:
+            return None
+        view = self._machines.cluster_view()
+        own = view.membership.members.get(view.own)
+        return None if own is None else own.profile
 
     def cluster(self) -> ClusterParts:
         """Return every node, and every instance with the state of its stages."""
@@ -366,4 +375,5 @@ def _forget(tasks: dict[str, asyncio.Task[None]], name: str, done: asyncio.Task[
 
 def _weights(hosted: HostedModel) -> int:
     """Return the bytes of weights of one replica."""
-    return memory_for_weights(hosted.served.folder, hosted.settings.dtype)
+    settings = hosted.settings
+    return memory_for_weights(hosted.served.folder, settings.dtype, settings.cpu_weights)

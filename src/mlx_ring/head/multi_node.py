@@ -31,11 +31,11 @@ from mlx_ring.head.placing import (
     Others,
     Placement,
     cluster_sites,
-    node_profiles,
     offered,
     place_on_cluster,
     plan_replicas,
 )
+from mlx_ring.head.plan_requests import node_profiles
 from mlx_ring.head.served_model import ServedModel
 from mlx_ring.head.status import ClusterView
 from mlx_ring.head.step_down import StepDown
@@ -211,11 +211,11 @@ class Cluster:
         except BaseException:
             await close_sites(sites)
             raise
-        found, taken = self._surveys.found, self._others(order, remains).taken
+        nodes = node_profiles(order.settings, control, membership, self._others(order, remains).taken)
         return Room(
-            ClusterProfile(tuple(node_profiles(control, membership, taken)), self._surveys.profiles(sites)),
+            ClusterProfile(tuple(nodes), self._surveys.profiles(sites)),
             frozenset(self._steady(membership).members),
-            [with_throughput(site, found) for site in sites],
+            [with_throughput(site, self._surveys.found) for site in sites],
             self._basis(order, remains),
         )
 

@@ -17,14 +17,8 @@ from mlx_ring.cluster.relinking import prepare, unless_left, with_their_groups
 from mlx_ring.core.errors import NotReady, PlanError, RingError
 from mlx_ring.core.types import RankId
 from mlx_ring.head.link_survey import broken_links
-from mlx_ring.head.placing import (
-    Order,
-    Placement,
-    forecast_of,
-    plan_given_ranks,
-    replica_request,
-)
-from mlx_ring.head.rank_placements import RankPlacement, Stage, assign_all, with_routes
+from mlx_ring.head.placing import Order, Placement, plan_given_ranks, replica_request
+from mlx_ring.head.rank_placements import RankPlacement, Stage, assign_all, forecast_of, with_routes
 from mlx_ring.planner.plan import Plan
 from mlx_ring.planner.profiles import ClusterProfile
 from mlx_ring.rpc.backends import is_collective
@@ -192,8 +186,10 @@ def place_again(
     if not options:
         raise problem
     best = _best(order, options)
-    expected = forecast_of(replica_request(order), order.served, room.cluster, before.ranges, best.ranks)
-    return Placement(before.ranges, best.ranks, best.plan, expected, before.group_settings), best.lost
+    ranks, expected = forecast_of(
+        *(replica_request(order), order.settings, order.served, room.cluster, before.ranges), best.ranks
+    )
+    return Placement(before.ranges, ranks, best.plan, expected, before.group_settings), best.lost
 
 
 def _choices(

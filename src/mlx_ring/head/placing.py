@@ -8,22 +8,28 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-import psutil
-
 from mlx_ring.cluster.adoption import Adoptable
 from mlx_ring.cluster.agent_link import AgentLink, Source, WeightsPeer
 from mlx_ring.cluster.deployment import Site, address_of
 from mlx_ring.cluster.layer_split import Cut, balanced_split, even_split
 from mlx_ring.cluster.link_survey import link_remarks
 from mlx_ring.cluster.membership import Member, Membership
-from mlx_ring.core.errors import ModelUnsupported, PlanError
+from mlx_ring.core.errors import PlanError
 from mlx_ring.core.types import LayerRange
 from mlx_ring.engine.kv_budget import KEPT_TOKENS
 from mlx_ring.head.link_survey import LinkSurveys, broken_links, with_throughput
-from mlx_ring.head.plan_requests import plan_request_for, proportional_stages
-from mlx_ring.head.rank_placements import Stage, place_as_planned, place_ranks, share_stages, with_routes
+from mlx_ring.head.plan_requests import cpu_weights_of, node_profiles, plan_request_for, proportional_stages
+from mlx_ring.head.rank_placements import (
+    Stage,
+    forecast_of,
+    place_as_planned,
+    place_ranks,
+    share_stages,
+    with_routes,
+)
 from mlx_ring.head.served_model import ServedModel, widens_half_precision
 from mlx_ring.host.machine_profile import MachineProfile
+from mlx_ring.host.process import usable_memory
 from mlx_ring.models.model_folder import ModelFolder
 from mlx_ring.models.tensor_shares import read_tensor_sizes, share_out
 from mlx_ring.models.weights_manifest import WeightsManifest
@@ -121,11 +127,19 @@ def place_single_node(
     ranges = cut_layers(served.folder, settings)
     shares = rank_shares(settings)
     ranks = place_ranks((site,) * (len(ranges) * len(shares)), [shares] * len(ranges))
+    reserve = 1.0 - settings.memory_utilization
     if profile is None:
-        return Placement(ranges, ranks, None)
-    node = measured_node(profile, site.node, reserve_share=1.0 - settings.memory_utilization)
-    forecast = forecast_of(_plan_request(settings, served), served, ClusterProfile((node,)), ranges, ranks)
-    return Placement(ranges, ranks, None, forecast)
+        memory = site.memory_limit_bytes or usable_memory().total_bytes
+        weights = cpu_weights_of(settings) if widens_half_precision(settings.dtype) else "quantized"
+        node = NodeProfile(site.node, memory, 1.0, 1.0, reserve, widens=True, cpu_weights=weights)
+    else:
+        node = measured_node(profile, site.node, reserve_share=reserve, cpu_weights=cpu_weights_of(settings))
+    # Other models and replicas have as much of its memory.
+    instances = (1 + len(settings.more_models)) * (settings.replicas or 1)
+    node = replace(node, memory_bytes=node.memory_bytes // instances)
+    request = _plan_request(settings, served)
+    ranks, forecast = forecast_of(request, settings, served, ClusterProfile((node,)), ranges, ranks)
+    return Placement(ranges, ranks, None, None if profile is None else forecast)
 
 
 def place_as_loaded(
@@ -141,29 +155,13 @@ def place_as_loaded(
 
     `sites` holds the sites of its workers, in order of stage and rank.
     """
-    cluster = ClusterProfile(tuple(node_profiles(control, membership, {})), links)
-    ranks = place_ranks(sites, found.cut.shares)
-    expected = forecast_of(replica_request(order), order.served, cluster, found.cut.ranges, ranks)
+    cluster = ClusterProfile(tuple(node_profiles(order.settings, control, membership, {})), links)
+    ranks, expected = forecast_of(
+        *(replica_request(order), order.settings, order.served, cluster, found.cut.ranges),
+        place_ranks(sites, found.cut.shares),
+    )
     plan = plan_of_cut(order, others, control, membership, found, links)
     return Placement(found.cut.ranges, ranks, plan, expected)
-
-
-def forecast_of(
-    request: PlanRequest,
-    served: ServedModel,
-    cluster: ClusterProfile,
-    ranges: Sequence[LayerRange],
-    ranks: Sequence[Stage],
-) -> Forecast | None:
-    """Predict these stages; return None if the sizes of the model's layers are unknown."""
-    by_name = {node.name: node for node in cluster.nodes}
-    try:
-        model = profile_folder(served.folder, served.names[0])
-    except ModelUnsupported:
-        return None
-    stages = [(by_name[stage[0].site.node], layers) for stage, layers in zip(ranks, ranges, strict=True)]
-    shares = [[(by_name[placed.site.node], placed.share) for placed in stage] for stage in ranks]
-    return Forecast(model, request.demand, cluster, stages, shares)
 
 
 async def place_on_cluster(
@@ -184,7 +182,7 @@ async def place_on_cluster(
     """
     found, links = await surveys.take_all(membership, sites)
     links |= broken_links(avoided)
-    nodes = node_profiles(control, membership, others.taken)
+    nodes = node_profiles(order.settings, control, membership, others.taken)
     allowed = [node for node in nodes if order.only is None or node.name in order.only]
     # If siblings use every node, instances share nodes.
     apart = [node for node in allowed or nodes if node.name not in others.siblings]
@@ -196,9 +194,8 @@ async def place_on_cluster(
     plan = replace(plan, remarks=(*plan.remarks, *link_remarks([stage.node for stage in plan.stages], links)))
     ranks = with_routes(place_as_planned(plan, by_node), order.settings.link)
     ranges = tuple(stage.layers for stage in plan.stages)
-    expected = forecast_of(
-        replica_request(order), order.served, replace(cluster, nodes=tuple(nodes)), ranges, ranks
-    )
+    whole = replace(cluster, nodes=tuple(nodes))
+    ranks, expected = forecast_of(replica_request(order), order.settings, order.served, whole, ranges, ranks)
     return Placement(ranges, ranks, plan, expected)
 
 
@@ -231,8 +228,8 @@ def _place_shared(order: Order, cluster: ClusterProfile, sites: Mapping[str, Sit
         except PlanError as error:
             problem = problem or error
             continue
-        forecast = forecast_of(replica_request(order), served, cluster, cut.ranges, ranks)
-        return Placement(cut.ranges, ranks, plan, forecast)
+        placed, forecast = forecast_of(replica_request(order), settings, served, cluster, cut.ranges, ranks)
+        return Placement(cut.ranges, placed, plan, forecast)
     raise problem or PlanError("There is no machine to plan for.")
 
 
@@ -287,7 +284,7 @@ def plan_replicas(
         PlanError: The machines cannot hold that many.
     """
     nodes, request = plan_request_for(
-        settings, _plan_request(settings, served), node_profiles(control, membership, taken)
+        settings, _plan_request(settings, served), node_profiles(settings, control, membership, taken)
     )
     return place_replicas(
         profile_folder(served.folder, served.names[0]),
@@ -306,7 +303,7 @@ def plan_of_cut(
     links: Mapping[frozenset[str], LinkProfile],
 ) -> Plan | None:
     """Return the plan of stages that are already loaded; None if they do not fit the current request."""
-    by_name = {node.name: node for node in node_profiles(control, membership, others.taken)}
+    by_name = {node.name: node for node in node_profiles(order.settings, control, membership, others.taken)}
     if any(len(stage) > 1 for stage in found.nodes):
         cluster = ClusterProfile(tuple(by_name.values()), links)
         try:
@@ -372,32 +369,6 @@ def _weights_peers(member: Member, others: Sequence[Member], head_port: int) -> 
             if other is not member
         ),
     )
-
-
-def node_profiles(control: Control, membership: Membership, taken: Mapping[str, int]) -> list[NodeProfile]:
-    """Return the members' profiles, the head's own first, without memory that is promised to others."""
-    members = sorted(
-        membership.members.values(), key=lambda member: (member.node != control.node, member.node)
-    )
-    head_bytes = psutil.Process().memory_info().rss
-    # The current membership may have newer profiles than the one that is planned for.
-    latest = [control.membership.members.get(member.node, member) for member in members]
-    return [
-        _node_profile(member, taken.get(member.node, 0), head_bytes if member.node == control.node else 0)
-        for member in latest
-    ]
-
-
-def _node_profile(member: Member, taken: int, head_bytes: int) -> NodeProfile:
-    profile = measured_node(
-        member.profile,
-        member.node,
-        reserve_share=1.0 - member.memory_utilization,
-        # The memory of other plans already includes the agent and the head.
-        beside_bytes=0 if taken else max(member.agent_bytes, member.profile.agent_bytes) + head_bytes,
-    )
-    left = profile.memory_bytes - int(taken / member.memory_utilization)
-    return replace(profile, memory_bytes=max(0, left))
 
 
 def _plan_request(settings: Settings, served: ServedModel) -> PlanRequest:

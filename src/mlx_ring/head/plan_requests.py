@@ -1,18 +1,26 @@
-"""Requests for a plan, made from the settings for the present machines. Pure."""
+"""Requests for a plan and profiles of the present machines, made from the settings."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
 
+import psutil
+
+from mlx_ring.cluster.membership import Member, Membership
 from mlx_ring.core.errors import PlanError
-from mlx_ring.core.types import LayerRange
+from mlx_ring.core.types import CpuWeights, LayerRange
+from mlx_ring.planner.measured import measured_node
 from mlx_ring.planner.profiles import NodeProfile
 from mlx_ring.planner.request import PlanRequest
 from mlx_ring.planner.strategies import proportional_counts
 from mlx_ring.settings.config import Settings
+
+if TYPE_CHECKING:
+    from mlx_ring.cluster.control import Control
 
 log = logging.getLogger(__name__)
 
@@ -81,3 +89,43 @@ def proportional_stages(layers: int, stages: int, proportions: Sequence[str]) ->
         )
     counts = proportional_counts(layers, [float(share) for share in proportions])
     return tuple(LayerRange(start, end) for start, end in pairwise(accumulate(counts, initial=0)))
+
+
+def cpu_weights_of(settings: Settings) -> CpuWeights:
+    """Return the form of quantized weights on CPUs; a limit of the memory for models leaves no choice of larger ones."""
+    is_limited = settings.cpu_weights == "auto" and settings.model_memory is not None
+    return "quantized" if is_limited else settings.cpu_weights
+
+
+def node_profiles(
+    settings: Settings, control: Control, membership: Membership, taken: Mapping[str, int]
+) -> list[NodeProfile]:
+    """Return the members' profiles, the head's own first, without memory that is promised to others."""
+    members = sorted(
+        membership.members.values(), key=lambda member: (member.node != control.node, member.node)
+    )
+    head_bytes = psutil.Process().memory_info().rss
+    # The current membership may have newer profiles than the one that is planned for.
+    latest = [control.membership.members.get(member.node, member) for member in members]
+    return [
+        _node_profile(
+            member,
+            taken.get(member.node, 0),
+            head_bytes if member.node == control.node else 0,
+            cpu_weights_of(settings),
+        )
+        for member in latest
+    ]
+
+
+def _node_profile(member: Member, taken: int, head_bytes: int, cpu_weights: CpuWeights) -> NodeProfile:
+    profile = measured_node(
+        member.profile,
+        member.node,
+        reserve_share=1.0 - member.memory_utilization,
+        # The memory of other plans already includes the agent and the head.
+        beside_bytes=0 if taken else max(member.agent_bytes, member.profile.agent_bytes) + head_bytes,
+        cpu_weights=cpu_weights,
+    )
+    left = profile.memory_bytes - int(taken / member.memory_utilization)
+    return replace(profile, memory_bytes=max(0, left))

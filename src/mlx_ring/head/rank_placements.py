@@ -13,10 +13,15 @@ from itertools import combinations
 
 from mlx_ring.cluster.deployment import GroupRoute, Site, group_routes, route_between
 from mlx_ring.cluster.layer_split import Cut, make_assignments, shaping_settings
-from mlx_ring.core.errors import PlanError
+from mlx_ring.core.errors import ModelUnsupported, PlanError
+from mlx_ring.core.types import CpuWeights, LayerRange
 from mlx_ring.head.served_model import ServedModel
 from mlx_ring.models.tensor_shares import read_tensor_sizes, share_out
+from mlx_ring.planner.forecast import Forecast, StageRanks, settle_weights
+from mlx_ring.planner.model_sizes import profile_folder
 from mlx_ring.planner.plan import Plan
+from mlx_ring.planner.profiles import ClusterProfile
+from mlx_ring.planner.request import PlanRequest
 from mlx_ring.rpc.backends import AUTO, is_collective, joined_ranks
 from mlx_ring.rpc.link_profile import ETHERNET, UNREACHABLE, LinkProfile
 from mlx_ring.rpc.protos import worker_pb2
@@ -35,6 +40,8 @@ class RankPlacement:
     """Share of every layer of its stage, relative to the other ranks."""
     route: GroupRoute = field(default_factory=GroupRoute)
     """Route from the previous rank of its MLX group."""
+    cpu_weights: CpuWeights = "quantized"
+    """Form of quantized weights if its worker computes on a CPU; `auto` is float32 where no native kernels run."""
 
 
 Stage = tuple[RankPlacement, ...]
@@ -52,6 +59,48 @@ def place_as_planned(plan: Plan, sites: Mapping[str, Site]) -> tuple[Stage, ...]
     return tuple(
         tuple(RankPlacement(sites[rank.node], rank.share) for rank in stage.ranks) for stage in plan.stages
     )
+
+
+def with_weights(
+    ranks: Sequence[Stage], settled: Sequence[StageRanks], asked: CpuWeights
+) -> tuple[Stage, ...]:
+    """Add the form of each rank's quantized weights, as settled for its machine.
+
+    Where the setting leaves the choice, float32 are loaded only if the worker finds no native kernels.
+    """
+    return tuple(
+        tuple(
+            replace(placed, cpu_weights=asked if node.cpu_weights == "float32" else "quantized")
+            for placed, (node, _) in zip(stage, nodes, strict=True)
+        )
+        for stage, (_, nodes) in zip(ranks, settled, strict=True)
+    )
+
+
+def forecast_of(
+    request: PlanRequest,
+    settings: Settings,
+    served: ServedModel,
+    cluster: ClusterProfile,
+    ranges: Sequence[LayerRange],
+    ranks: tuple[Stage, ...],
+) -> tuple[tuple[Stage, ...], Forecast | None]:
+    """Predict these stages, with the form of each rank's weights; None if the sizes of the model's layers are unknown.
+
+    Raises:
+        PlanError, ModelUnsupported: the layers cannot be shared as asked.
+    """
+    _check_shares(served, [tuple(placed.share for placed in stage) for stage in ranks])
+    by_name = {node.name: node for node in cluster.nodes}
+    try:
+        model = profile_folder(served.folder, served.names[0])
+    except ModelUnsupported:
+        return ranks, None
+    shares = [[(by_name[placed.site.node], placed.share) for placed in stage] for stage in ranks]
+    settled = settle_weights(model, request.demand, cluster, list(zip(ranges, shares, strict=True)))
+    stages = [(nodes[0][0], layers) for layers, nodes in settled]
+    forecast = Forecast(model, request.demand, cluster, stages, [nodes for _, nodes in settled])
+    return with_weights(ranks, settled, settings.cpu_weights), forecast
 
 
 def spread_evenly(sites: Sequence[Site], ranks: int) -> tuple[Site, ...]:
@@ -91,8 +140,7 @@ def assign(
     Raises:
         PlanError, ModelUnsupported: the layers cannot be shared as asked.
     """
-    for shares in {shares for shares in cut.shares if len(shares) > 1}:
-        share_out(read_tensor_sizes(served.folder), shares)
+    _check_shares(served, cut.shares)
     return make_assignments(
         cut,
         instance=instance,
@@ -109,6 +157,12 @@ def assign(
     )
 
 
+def _check_shares(served: ServedModel, stages: Iterable[tuple[float, ...]]) -> None:
+    """Raise `PlanError` or `ModelUnsupported` if layers cannot be shared like this."""
+    for shares in {shares for shares in stages if len(shares) > 1}:
+        share_out(read_tensor_sizes(served.folder), shares)
+
+
 def assign_all(
     settings: Settings, served: ServedModel, instance: str, epoch: int, cut: Cut, ranks: Sequence[Stage]
 ) -> Sequence[worker_pb2.StageAssignment]:
@@ -118,6 +172,8 @@ def assign_all(
         PlanError, ModelUnsupported: the layers cannot be shared as asked.
     """
     assignments = assign(settings, served, instance, epoch, cut)
+    for assignment in assignments:
+        assignment.cpu_weights = ranks[assignment.stage][assignment.rank].cpu_weights
     set_routes(assignments, ranks)
     if (machines := named_machines(settings)) is not None:
         set_rdma(assignments, ranks, machines)

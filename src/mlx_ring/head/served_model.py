@@ -13,8 +13,10 @@ from typing import Any
 from mlx_ring.core.engine_stats import Policy
 from mlx_ring.core.environment import quieten_transformers
 from mlx_ring.core.errors import ConfigError, ModelCorrupt
+from mlx_ring.core.types import CpuWeights
 from mlx_ring.engine.sequence import Limits
 from mlx_ring.models.architectures import require_cuttable
+from mlx_ring.models.layer_tensors import dequantized_bytes
 from mlx_ring.models.lean_imports import import_bare, import_tokenizers
 from mlx_ring.models.model_folder import ModelFolder, check_memory, has_tokenizer
 from mlx_ring.models.model_source import LocalModel, find_model, hold_folder
@@ -61,7 +63,7 @@ def prepare_model(settings: Settings, *, insists: bool = True) -> ServedModel:
         log.info("%s is not served exactly as its file has it: %s", local.name, folder.rounding)
     require_cuttable(folder, settings.stages)
     if settings.nodes == 1:
-        check_memory(local.name, memory_for_weights(folder, settings.dtype))
+        check_memory(local.name, memory_for_weights(folder, settings.dtype, settings.cpu_weights))
     context = _context_length(folder, settings.max_model_len, insists=insists)
     tokenizer = _load_tokenizer(folder)
     eos = folder.eos_token_ids | frozenset(int(token) for token in tokenizer.eos_token_ids)
@@ -113,13 +115,15 @@ def policy_of(settings: Settings) -> Policy:
     return Policy(**given, prefix_cache=settings.prefix_cache == "on")
 
 
-def memory_for_weights(folder: ModelFolder, dtype: str) -> int:
-    """Return the bytes of the loaded weights.
+def memory_for_weights(folder: ModelFolder, dtype: str, cpu_weights: CpuWeights = "auto") -> int:
+    """Return the bytes of the loaded weights, at least.
 
-    On a CPU, half precision becomes float32 unless set otherwise.
+    On a CPU, half precision becomes float32 unless set otherwise, and quantized weights do if asked for.
     """
     widens = widens_half_precision(dtype)
-    return sum(entry.loaded_bytes(widened=widens) for entry in folder.tensors)
+    dequantizes = widens and cpu_weights == "float32" and not _has_gpu()
+    sizes = dequantized_bytes(folder) if dequantizes else dict[str, int]()
+    return sum(sizes.get(entry.name, entry.loaded_bytes(widened=widens)) for entry in folder.tensors)
 
 
 def widens_half_precision(dtype: str) -> bool:

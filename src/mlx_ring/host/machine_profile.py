@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from mlx_ring.core.errors import ProtocolError
 
-PROFILE_VERSION = 3
+PROFILE_VERSION = 4
 """Version of the measurements: machines with profiles of another version are measured again."""
 
 _STEADY_SPREAD = 0.25
@@ -76,6 +76,8 @@ class MachineProfile(_Frozen):
     agent_bytes: Bytes
     """Bytes that an agent holds."""
     blas: str
+    kernels: str
+    """Instruction set of the native kernels that multiplied quantized weights; empty without them."""
     blas_threads: int
     mlx: str
     rates: Annotated[tuple[WeightRate, ...], Field(min_length=1, strict=False)]

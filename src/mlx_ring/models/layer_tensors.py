@@ -5,6 +5,7 @@ A missing tensor would be read as zeros, so every stage gets the tensors whose n
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import cast
 from mlx_ring.core.errors import PlanError
 from mlx_ring.core.types import LayerRange
 from mlx_ring.models.architectures import find_architecture
+from mlx_ring.models.gguf import QUANTIZED
 from mlx_ring.models.model_folder import ModelFolder, TensorEntry
 
 _IN_LAYER = re.compile(
@@ -30,6 +32,7 @@ _UNTOLD = frozenset({"talkie"})
 talkie's layers get the embedded tokens beside the activations, and its head is no module of its own.
 """
 _SMALL_BYTES = 1 << 16
+_USUAL_GROUP, _FLOAT_BYTES = 64, 4
 
 Inside = Mapping[str, Sequence[tuple[int, str, TensorEntry]]]
 """Tensors by the path before a layer's number: the number, the path after it, and the tensor."""
@@ -80,6 +83,32 @@ def path_of_layers(inside: Inside, num_layers: int) -> str | None:
         if every <= {number for number, _, _ in found}
     }
     return max(sizes, key=lambda path: sizes[path], default=None)
+
+
+def dequantized_bytes(folder: ModelFolder) -> Mapping[str, int]:
+    """Return the bytes that quantized tensors have as float32, by name; those of scales count, of their weights none."""
+    sizes: dict[str, int] = {}
+    names = {entry.name for entry in folder.tensors}
+    for entry in folder.tensors:
+        module, _, kind = entry.name.rpartition(".")
+        if entry.dtype in QUANTIZED:
+            sizes[entry.name] = _FLOAT_BYTES * math.prod(entry.shape)
+        elif kind == "scales" and f"{module}.weight" in names:
+            sizes[entry.name] = _FLOAT_BYTES * _group_size(folder, module) * math.prod(entry.shape)
+            sizes[f"{module}.weight"] = sizes[f"{module}.biases"] = 0
+    return sizes
+
+
+def _group_size(folder: ModelFolder, module: str) -> int:
+    """Return the number of weights with a common scale: the module's own, or the model's."""
+    quantization = folder.quantization or {}
+    own: object = quantization.get(module)
+    for source in (own, quantization):
+        if isinstance(source, Mapping):
+            size = cast("Mapping[str, object]", source).get("group_size")
+            if type(size) is int and size > 0:
+                return size
+    return _USUAL_GROUP
 
 
 def names_head(name: str) -> bool:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 
-from mlx_ring.models.layer_tensors import group_by_layers, names_head, path_of_layers
+from mlx_ring.models.layer_tensors import dequantized_bytes, group_by_layers, names_head, path_of_layers
 from mlx_ring.models.model_folder import ModelFolder, TensorEntry
 
 _EXPERT = re.compile(r"(?:^|\.)(?:experts|switch_mlp|switch_glu)\.")
@@ -31,27 +31,29 @@ class DecodeBytes:
     """Bytes of the output head, or of the embedding if it is tied. The lookup of a token's embedding is negligible."""
 
 
-def decode_bytes(folder: ModelFolder, *, widened: bool) -> DecodeBytes | None:
+def decode_bytes(folder: ModelFolder, *, widened: bool, dequantized: bool = False) -> DecodeBytes | None:
     """Return the bytes that a step reads; None if the tensors' names do not contain their layers.
 
     Args:
         folder: what its safetensors headers say.
         widened: whether half precision becomes float32 when it is loaded.
+        dequantized: whether quantized weights do.
     """
     inside, outside = group_by_layers(folder.tensors)
     path = path_of_layers(inside, folder.num_layers)
     if path is None:
         return None
-    share = _active_share(folder)
+    share, size = _active_share(folder), _sizer(folder, widened=widened, dequantized=dequantized)
     layers = [Fraction(0)] * folder.num_layers
     for number, rest, entry in inside[path]:
         if number < folder.num_layers:
-            layers[number] += entry.loaded_bytes(widened=widened) * (share if _EXPERT.search(rest) else 1)
-    return DecodeBytes(tuple(map(int, layers)), _head_bytes(outside, folder.vocab_size, widened=widened))
+            layers[number] += size(entry) * (share if _EXPERT.search(rest) else 1)
+    return DecodeBytes(tuple(map(int, layers)), _head_bytes(outside, folder.vocab_size, size))
 
 
-def layer_bytes(folder: ModelFolder, *, widened: bool) -> tuple[int, ...] | None:
+def layer_bytes(folder: ModelFolder, *, widened: bool, dequantized: bool = False) -> tuple[int, ...] | None:
     """Return the bytes of each layer with all experts; None if the tensors' names do not contain their layers."""
+    size = _sizer(folder, widened=widened, dequantized=dequantized)
     inside, _ = group_by_layers(folder.tensors)
     path = path_of_layers(inside, folder.num_layers)
     if path is None:
@@ -59,8 +61,17 @@ def layer_bytes(folder: ModelFolder, *, widened: bool) -> tuple[int, ...] | None
     sizes = [0] * folder.num_layers
     for number, _, entry in inside[path]:
         if number < folder.num_layers:
-            sizes[number] += entry.loaded_bytes(widened=widened)
+            sizes[number] += size(entry)
     return tuple(sizes)
+
+
+_Size = Callable[[TensorEntry], int]
+"""Function that returns the bytes of a loaded tensor."""
+
+
+def _sizer(folder: ModelFolder, *, widened: bool, dequantized: bool) -> _Size:
+    sizes = dequantized_bytes(folder) if dequantized else dict[str, int]()
+    return lambda entry: sizes.get(entry.name, entry.loaded_bytes(widened=widened))
 
 
 def _active_share(folder: ModelFolder) -> Fraction:
@@ -75,13 +86,13 @@ def _number(folder: ModelFolder, names: Iterable[str]) -> int | None:
     return next((value for name in names if type(value := folder.entry(name)) is int), None)
 
 
-def _head_bytes(outside: Iterable[TensorEntry], vocab_size: int, *, widened: bool) -> int:
+def _head_bytes(outside: Iterable[TensorEntry], vocab_size: int, size_of: _Size) -> int:
     """Return the bytes of the output head or of a tied embedding: the largest tensor with a row for each token."""
     heads: Counter[str] = Counter()
     tied: Counter[str] = Counter()
     for entry in outside:
         module = entry.name.rpartition(".")[0]
-        size = entry.loaded_bytes(widened=widened)
+        size = size_of(entry)
         if names_head(entry.name):
             heads[module] += size
         elif entry.shape[:1] == (vocab_size,) and _LOOKED_UP not in entry.name:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from mlx_ring.core.types import LayerRange
+from mlx_ring.core.types import CpuWeights, LayerRange
 from mlx_ring.planner.cpu_quota import lone_stream
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile
 from mlx_ring.planner.rank_costs import RankCosts
@@ -140,6 +140,57 @@ class Forecast:
     def node(self, stage: int) -> NodeProfile:
         """Return the node of its rank 0."""
         return self._stages[stage][0]
+
+
+StageRanks = tuple[LayerRange, Sequence[tuple[NodeProfile, float]]]
+"""Layers of a stage, and the node and share of each of its ranks."""
+
+
+def settle_weights(
+    model: ModelProfile, demand: Demand, cluster: ClusterProfile, stages: Sequence[StageRanks]
+) -> list[StageRanks]:
+    """Choose a form of quantized weights for each rank on a machine that has the choice.
+
+    It is float32 for as many ranks as fit on their machine together, the first of the pipeline first.
+    """
+    settled: list[list[tuple[NodeProfile, float]]] = [
+        [(_holding(node, "quantized"), share) for node, share in ranks] for _, ranks in stages
+    ]
+    if model.dequantized is None or all(
+        ranks == list(before) for ranks, (_, before) in zip(settled, stages, strict=True)
+    ):
+        return [(layers, ranks) for (layers, _), ranks in zip(stages, settled, strict=True)]
+
+    def memory(stage: int) -> list[int]:
+        layers, ranks = stages[stage][0], settled[stage]
+        pipeline = Forecast(model, demand, cluster, [(ranks[0][0], layers)], [ranks])
+        return [rank.total_bytes for rank in pipeline.memory_of_ranks(0)]
+
+    taken = [memory(stage) for stage in range(len(stages))]
+    for stage, (_, ranks) in enumerate(stages):
+        for rank, (node, share) in enumerate(ranks):
+            if node.cpu_weights != "auto":
+                continue
+            smaller, settled[stage][rank] = (
+                settled[stage][rank],
+                (replace(node, cpu_weights="float32"), share),
+            )
+            more = memory(stage)
+            on_node = sum(
+                held
+                for place, (_, others) in enumerate(stages)
+                for (other, _), held in zip(others, more if place == stage else taken[place], strict=True)
+                if other.name == node.name
+            )
+            if on_node <= node.usable_bytes:
+                taken[stage] = more
+            else:
+                settled[stage][rank] = smaller
+    return [(layers, ranks) for (layers, _), ranks in zip(stages, settled, strict=True)]
+
+
+def _holding(node: NodeProfile, weights: CpuWeights) -> NodeProfile:
+    return replace(node, cpu_weights=weights) if node.cpu_weights == "auto" else node
 
 
 def _promised(costs: RankCosts, layers: LayerRange) -> PromisedMemory:

@@ -7,22 +7,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mlx_ring.core.errors import PlanError
-from mlx_ring.core.types import LayerRange
+from mlx_ring.planner.forecast import StageRanks, settle_weights
 from mlx_ring.planner.group_pipeline import GroupPipeline, GroupStage
 from mlx_ring.planner.plan import Plan
-from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile
+from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
 from mlx_ring.planner.request import PlanRequest
 from mlx_ring.planner.tensor_groups import SharedModel, given_group
 from mlx_ring.planner.tensor_plans import plan_of
 from mlx_ring.planner.tensor_search import SharedPipeline
 from mlx_ring.rpc.link_profile import UNREACHABLE
 
-GivenStage = tuple[LayerRange, Sequence[tuple[NodeProfile, float]]]
-"""Layers of a stage, and the node and share of each rank."""
-
 
 def plan_given(
-    model: ModelProfile, cluster: ClusterProfile, request: PlanRequest, stages: Sequence[GivenStage], how: str
+    model: ModelProfile, cluster: ClusterProfile, request: PlanRequest, stages: Sequence[StageRanks], how: str
 ) -> Plan:
     """Return the plan of given stages.
 
@@ -37,6 +34,7 @@ def plan_given(
         PlanError: the stages need more memory than a machine has, or neighbours do not reach each other.
     """
     _check_reach(cluster, stages)
+    stages = settle_weights(model, request.demand, cluster, stages)
     shared = SharedModel(model, request.demand, model.shared)
     groups = [GroupStage(given_group(shared, cluster, ranks), layers) for layers, ranks in stages]
     pipeline = GroupPipeline(cluster, groups)
@@ -49,7 +47,7 @@ def plan_given(
     return replace(plan, stages=given, remarks=())
 
 
-def _check_reach(cluster: ClusterProfile, stages: Sequence[GivenStage]) -> None:
+def _check_reach(cluster: ClusterProfile, stages: Sequence[StageRanks]) -> None:
     following = [*stages[1:], *stages[:1]]
     for (_, senders), (_, receivers) in zip(stages, following, strict=True):
         sender, _ = senders[0]

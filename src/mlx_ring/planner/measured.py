@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mlx_ring.core.types import CpuWeights
 from mlx_ring.host.machine_profile import MachineProfile
 from mlx_ring.planner.cpu_quota import CpuQuota
 from mlx_ring.planner.profiles import NodeProfile
@@ -14,6 +15,7 @@ def measured_node(
     reserve_share: float = 0.1,
     memory_cap: int | None = None,
     beside_bytes: int | None = None,
+    cpu_weights: CpuWeights = "quantized",
 ) -> NodeProfile:
     """Return the planner's profile of a measured machine.
 
@@ -23,11 +25,18 @@ def measured_node(
         reserve_share: share of its memory that stays free for other programs.
         memory_cap: bytes that plans may use, if less than the machine has.
         beside_bytes: memory of mlx-ring's other processes there; an agent's by default.
+        cpu_weights: the setting of that name; with `auto`, native kernels compute quantized weights where they run.
     """
     plain = next(
         (rate for rate in profile.rates if rate.weights == (profile.computes_in or "bfloat16")),
         profile.rates[0],
     )
+    if (
+        profile.device != "cpu"
+        or profile.computes_in != "float32"
+        or (cpu_weights == "auto" and profile.kernels)
+    ):
+        cpu_weights = "quantized"
     beside = profile.agent_bytes if beside_bytes is None else beside_bytes
     return NodeProfile(
         name=name,
@@ -38,6 +47,7 @@ def measured_node(
         rates=profile.rates,
         costs=profile.costs,
         widens=profile.computes_in == "float32",
+        cpu_weights=cpu_weights,
         # A GPU has memory of its own, or an advised part of it, where no process lies.
         process_bytes=profile.worker_bytes + beside if profile.device == "cpu" else 0,
         cpu_quota=_cpu_quota(profile),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, TypedDict, cast
 
 from mlx_ring.core.errors import ModelCorrupt, ModelUnsupported
 from mlx_ring.core.types import DTYPES
@@ -62,18 +62,36 @@ def profile_folder(folder: ModelFolder, name: str, weights: WeightFormat | None 
     """
     kind = weights or _format_of(folder)
     has_files = bool(folder.tensors) and weights is None
-    stored, wide = (
-        _with_headers(profile_config(folder, name, one), folder, widened=widened)
+    forms = [(kind, _AS_STORED), (kind.widened(), _WIDENED)]
+    if kind.is_quantized:
+        forms.append((WeightFormat(_FLOAT, plain="float32"), _DEQUANTIZED))
+    stored, wide, *others = (
+        _with_headers(profile_config(folder, name, one), folder, loading)
         if has_files
         else profile_config(folder, name, one)
-        for one, widened in ((kind, False), (kind.widened(), True))
+        for one, loading in forms
     )
-    return replace(stored, widened=None if wide == stored else wide)
+    return replace(
+        stored,
+        widened=None if wide == stored else wide,
+        # Rows of an embedding are looked up as they are stored.
+        dequantized=replace(others[0], embedding_bytes=wide.embedding_bytes) if others else None,
+    )
 
 
-def _with_headers(by_config: ModelProfile, folder: ModelFolder, *, widened: bool) -> ModelProfile:
+class _Loading(TypedDict):
+    widened: bool
+    dequantized: bool
+
+
+_AS_STORED: _Loading = {"widened": False, "dequantized": False}
+_WIDENED: _Loading = {"widened": True, "dequantized": False}
+_DEQUANTIZED: _Loading = {"widened": True, "dequantized": True}
+
+
+def _with_headers(by_config: ModelProfile, folder: ModelFolder, loading: _Loading) -> ModelProfile:
     """Return the profile with the real sizes of tensors, if their names contain their layers."""
-    read, whole = decode_bytes(folder, widened=widened), layer_bytes(folder, widened=widened)
+    read, whole = decode_bytes(folder, **loading), layer_bytes(folder, **loading)
     if read is None or whole is None:
         return by_config
     layers = tuple(
@@ -81,7 +99,7 @@ def _with_headers(by_config: ModelProfile, folder: ModelFolder, *, widened: bool
         for layer, size, once in zip(by_config.layers, whole, read.layers, strict=True)
     )
     embedding = sum(
-        entry.loaded_bytes(widened=widened)
+        entry.loaded_bytes(widened=loading["widened"])
         for entry in folder.tensors
         if "embed" in entry.name and "layers." not in entry.name and "position" not in entry.name
     )
@@ -113,6 +131,9 @@ def profile_config(folder: ModelFolder, name: str, weights: WeightFormat) -> Mod
         context_tokens=folder.context_length,
         weights=weights.name,
         number_bytes=weights.plain_bits // 8,
+        widest=max(
+            hidden, heads * (_number(folder, "head_dim") or hidden // heads), _intermediate(folder, hidden)
+        ),
         shared=_shared(folder, weights),
     )
 
@@ -133,7 +154,7 @@ def _layer(folder: ModelFolder, index: int, hidden: int, heads: int, weights: We
     width = _number(folder, "head_dim") or hidden // heads
     kv_heads = _number(folder, *KV_HEAD_NAMES) or heads
     attention = hidden * width * (heads + 2 * kv_heads) + heads * width * hidden
-    dense = 3 * hidden * (_number(folder, "intermediate_size", "n_inner") or 4 * hidden)
+    dense = 3 * hidden * _intermediate(folder, hidden)
     held = read = dense
     router = 0
     if (experts := _experts(folder, index, hidden)) is not None:
@@ -157,6 +178,10 @@ def _layer(folder: ModelFolder, index: int, hidden: int, heads: int, weights: We
         attention_bytes=int(attention * weights.nbytes),
         whole_bytes=int(router * weights.nbytes) + 2 * hidden * plain_bytes,
     )
+
+
+def _intermediate(folder: ModelFolder, hidden: int) -> int:
+    return _number(folder, "intermediate_size", "n_inner") or 4 * hidden
 
 
 def _experts(folder: ModelFolder, index: int, hidden: int) -> tuple[int, int, int] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from mlx_ring.core.types import CpuWeights
 from mlx_ring.host.machine_profile import StepCosts, WeightRate
 from mlx_ring.models.tensor_shares import TensorSizes
 from mlx_ring.planner.cpu_quota import CpuQuota
@@ -50,16 +51,29 @@ class ModelProfile:
     """Kind of the weights, as named by `WeightRate`."""
     number_bytes: int = 2
     """Size of one number between stages, and in an unquantized KV cache."""
+    widest: int = 0
+    """Largest number of inputs of a product; 0 if unknown."""
     widened: ModelProfile | None = None
     """Sizes after half precision was loaded as float32; None if they do not change."""
+    dequantized: ModelProfile | None = None
+    """Sizes with quantized weights as float32, except an embedding that is no head; None if none are quantized."""
     shared: TensorSizes | None = None
     """Parts of a layer that ranks can share; None if its layers cannot be split."""
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of all weights."""
-        once = self.embedding_bytes if self.is_tied else self.embedding_bytes + self.head_bytes
-        return once + sum(layer.weight_bytes for layer in self.layers)
+        return self.ends_bytes(is_first=True, is_last=True) + sum(layer.weight_bytes for layer in self.layers)
+
+    @property
+    def is_quantized(self) -> bool:
+        return _quantized_bits(self.weights) is not None
+
+    def ends_bytes(self, *, is_first: bool, is_last: bool) -> int:
+        """Return the bytes of embedding and head on a stage; one with both keeps a tied table once."""
+        if is_first and is_last and self.is_tied:
+            return max(self.embedding_bytes, self.head_bytes)
+        return self.embedding_bytes * is_first + self.head_bytes * is_last
 
 
 UNMEASURED = StepCosts(step_s=0.3e-3, layer_s=0.0, draw_s=0.0, logit_s=0.0, attention_s=0.0)
@@ -84,6 +98,8 @@ class NodeProfile:
     costs: StepCosts = UNMEASURED
     widens: bool = False
     """True if it loads half precision as float32, as on a CPU."""
+    cpu_weights: CpuWeights = "quantized"
+    """Form of quantized weights; `auto` is float32 where they fit into its memory."""
     process_bytes: int = 0
     """Memory that the processes of mlx-ring hold before any weights."""
     cpu_quota: CpuQuota | None = None

@@ -117,8 +117,9 @@ class RankCosts:
     def _ends_bytes(self, first: int, end: int) -> int:
         """Return the bytes of embedding and head; a stage with both keeps a tied table once, whole."""
         is_first, is_last = first == 0, end == len(self._layers.index)
-        own_head = is_last and not (is_first and self._model.is_tied)
-        return self._model.embedding_bytes * is_first + self._head_bytes * own_head
+        if is_first and is_last and self._model.is_tied:
+            return self._model.ends_bytes(is_first=True, is_last=True)
+        return self._model.embedding_bytes * is_first + self._head_bytes * is_last
 
     def memory_table(self, ends: NDArray[np.intp]) -> Table:
         """Return `memory_bytes` of every stage between two of the ends."""
@@ -127,7 +128,8 @@ class RankCosts:
         held[0] += self._model.embedding_bytes
         held[:, -1] += self._head_bytes + 4 * self._demand.sequences * self._model.vocabulary
         if self._model.is_tied:
-            held[0, -1] -= self._head_bytes
+            held[0, -1] += self._ends_bytes(0, len(self._layers.index))
+            held[0, -1] -= self._model.embedding_bytes + self._head_bytes
         return held
 
 

@@ -14,6 +14,7 @@ from typing import Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from mlx_cpu_kernels.scratch import scratch_bytes
 from mlx_ring.host.machine_profile import WeightRate
 from mlx_ring.planner.profiles import LayerProfile, ModelProfile, NodeProfile
 from mlx_ring.planner.request import Demand
@@ -53,35 +54,64 @@ class LayerKinds:
         return np.array(values, dtype=np.float64)[self.index]
 
 
+class LoadedForms:
+    """Forms in which machines hold a model's weights."""
+
+    def __init__(self, model: ModelProfile) -> None:
+        self._stored = LayerKinds(model)
+        self._widened = self._stored if model.widened is None else LayerKinds(model.widened)
+        self._dequantized = None if model.dequantized is None else LayerKinds(model.dequantized)
+
+    def on(self, node: NodeProfile) -> tuple[LayerKinds, ...]:
+        """Return the forms that a machine may hold, the preferred one first and the smallest last."""
+        stored = self._widened if node.widens else self._stored
+        if self._dequantized is None or node.cpu_weights == "quantized":
+            return (stored,)
+        return (self._dequantized,) if node.cpu_weights == "float32" else (self._dequantized, stored)
+
+
 class StageTables:
     """Sums over layers, so that the costs of a stage are differences."""
 
     def __init__(self, model: ModelProfile, demand: Demand) -> None:
         self.model = model
         self.demand = demand
-        self._memory: dict[bool, Table] = {}
-        self._stored = LayerKinds(model)
-        self._widened = self._stored if model.widened is None else LayerKinds(model.widened)
+        self._memory: dict[LayerKinds, Table] = {}
+        self._forms = LoadedForms(model)
 
     def model_on(self, node: NodeProfile) -> ModelProfile:
-        """Return the model as the machine loads it."""
-        return self._kinds_on(node).model
+        """Return the model as the machine loads it at least."""
+        return self._forms.on(node)[-1].model
 
-    def _kinds_on(self, node: NodeProfile) -> LayerKinds:
-        return self._widened if node.widens else self._stored
+    def _memory_of(self, form: LayerKinds, node: NodeProfile) -> Table:
+        if form not in self._memory:
+            self._memory[form] = _held_bytes(form, self.demand)
+        return self._memory[form] + node.process_bytes
 
     def memory(self, node: NodeProfile) -> Table:
         """Return the bytes of every possible stage, including working memory and the processes of mlx-ring."""
-        if node.widens not in self._memory:
-            self._memory[node.widens] = _held_bytes(self._kinds_on(node), self.demand)
-        return self._memory[node.widens] + node.process_bytes
+        *preferred, smallest = self._forms.on(node)
+        held = self._memory_of(smallest, node)
+        for form in preferred:
+            larger = self._memory_of(form, node)
+            held = np.where(larger <= node.usable_bytes, larger, held)
+        return held
+
+    def _form(self, node: NodeProfile, first: int, end: int) -> LayerKinds:
+        """Return the form of a stage's weights: the preferred one that fits, or the smallest."""
+        *preferred, smallest = self._forms.on(node)
+        fitting = (form for form in preferred if self._memory_of(form, node)[first, end] <= node.usable_bytes)
+        return next(fitting, smallest)
 
     def seconds(self, node: NodeProfile, rows: int, context_tokens: int) -> Times[Table]:
         """Return the seconds of a decode step of `rows` sequences; infinite where memory does not suffice."""
-        sums = self._seconds_before(node, rows, context_tokens)
-        table = sums[None, :] - sums[:, None] + node.costs.step_s
+        *preferred, smallest = self._forms.on(node)
+        table = self._seconds_of(smallest, node, rows, context_tokens)
+        for form in preferred:
+            fits = self._memory_of(form, node) <= node.usable_bytes
+            table = np.where(fits, self._seconds_of(form, node, rows, context_tokens), table)
         fits = self.memory(node) <= node.usable_bytes
-        fits &= np.arange(len(sums))[:, None] < np.arange(len(sums))[None, :]
+        fits &= np.arange(len(table))[:, None] < np.arange(len(table))[None, :]
         times = times_on(node, table)
         unhindered = np.where(fits, times.unhindered, np.inf)
         return Times(
@@ -92,29 +122,28 @@ class StageTables:
         self, node: NodeProfile, first: int, end: int, rows: int, context_tokens: int
     ) -> Times[float]:
         """Return the seconds of a step of one stage, regardless of memory."""
-        sums = self._seconds_before(node, rows, context_tokens)
+        sums = self._seconds_before(self._form(node, first, end), node, rows, context_tokens)
         times = times_on(node, sums[end : end + 1] - sums[first] + node.costs.step_s)
         return Times(float(times.unhindered[0]), float(times.steady[0]))
 
     def weight_bytes(self, node: NodeProfile, first: int, end: int) -> int:
         """Return the weight bytes of a stage, including embedding and head if it has them."""
-        model = self.model_on(node)
-        is_first, is_last = first == 0, end == len(model.layers)
+        model = self._form(node, first, end).model
         held = sum(layer.weight_bytes for layer in model.layers[first:end])
-        return (
-            held
-            + model.embedding_bytes * is_first
-            + model.head_bytes * (is_last and not (is_first and model.is_tied))
-        )
+        return held + model.ends_bytes(is_first=first == 0, is_last=end == len(model.layers))
 
     def kv_bytes(self, node: NodeProfile, first: int, end: int) -> int:
         """Return the KV bytes of a stage, for the promised load."""
         model = self.model_on(node)
         return int(sum(held_kv_bytes(layer, model, self.demand) for layer in model.layers[first:end]))
 
-    def _seconds_before(self, node: NodeProfile, rows: int, context_tokens: int) -> Table:
+    def _seconds_of(self, form: LayerKinds, node: NodeProfile, rows: int, context_tokens: int) -> Table:
+        sums = self._seconds_before(form, node, rows, context_tokens)
+        return sums[None, :] - sums[:, None] + node.costs.step_s
+
+    def _seconds_before(self, layers: LayerKinds, node: NodeProfile, rows: int, context_tokens: int) -> Table:
         """Return the computing seconds of all layers before each; the output head counts to the last layer."""
-        layers, model = self._kinds_on(node), self.model_on(node)
+        model = layers.model
         rate = node.rate(model.weights)
         each = layers.by_layer(
             [
@@ -128,7 +157,7 @@ class StageTables:
 
     def prefill_seconds(self, node: NodeProfile, first: int, end: int, tokens: int) -> float:
         """Return the seconds of a stage's prefill."""
-        model = self.model_on(node)
+        model = self._form(node, first, end).model
         flops = sum(layer.flops_per_token for layer in model.layers[first:end]) * tokens
         scores = prefill_scores(model, end - first, tokens)
         computing = flops / node.rate(model.weights).flops + scores / node.flops
@@ -190,13 +219,14 @@ def _held_bytes(layers: LayerKinds, demand: Demand) -> Table:
     model, bytes_before = layers.model, _bytes_before(layers, demand)
     held = bytes_before[None, :] - bytes_before[:, None]
     if model.is_tied:
-        held[0, -1] -= model.head_bytes
+        held[0, -1] -= min(model.embedding_bytes, model.head_bytes)
     return held + working_bytes(model)
 
 
 def working_bytes(model: ModelProfile) -> int:
-    """Return the bytes of a chunk's activations."""
-    return _FLOAT_BYTES * CHUNK_TOKENS * model.hidden_size * _NUMBERS_PER_TOKEN
+    """Return the bytes of a chunk's activations, and of what products with quantized weights keep for themselves."""
+    activations = _FLOAT_BYTES * CHUNK_TOKENS * model.hidden_size * _NUMBERS_PER_TOKEN
+    return activations + (scratch_bytes(model.widest, CHUNK_TOKENS) if model.is_quantized else 0)
 
 
 def held_kv_bytes(layer: LayerProfile, model: ModelProfile, demand: Demand) -> float:

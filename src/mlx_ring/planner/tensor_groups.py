@@ -17,7 +17,7 @@ from mlx_ring.models.tensor_shares import TensorSizes, nearest_proportions, shar
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile
 from mlx_ring.planner.rank_costs import Fractions, RankCosts, Ring
 from mlx_ring.planner.request import Demand
-from mlx_ring.planner.stage_costs import CHUNK_TOKENS, LayerKinds, Table, Times, times_on
+from mlx_ring.planner.stage_costs import CHUNK_TOKENS, LayerKinds, LoadedForms, Table, Times, times_on
 
 _SUMS_PER_LAYER = 2
 _TOKEN_BYTES = 4
@@ -38,13 +38,13 @@ class SharedModel:
         self.model = model
         self.demand = demand
         self.sizes = sizes
-        self._stored = LayerKinds(model)
-        self._widened = self._stored if model.widened is None else LayerKinds(model.widened)
+        self._forms = LoadedForms(model)
         self._ends_of: dict[NodeProfile, tuple[RankCosts, RankCosts]] = {}
         self._largest: dict[tuple[NodeProfile, bytes], Table] = {}
 
     def on(self, node: NodeProfile) -> LayerKinds:
-        return self._widened if node.widens else self._stored
+        """Return the model as a machine holds it; one with a choice holds the smaller form, until shares are settled."""
+        return self._forms.on(node)[-1]
 
     @property
     def context_tokens(self) -> int:

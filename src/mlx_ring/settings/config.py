@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 from pydantic_settings import SettingsConfigDict
 
+from mlx_ring.core.types import CpuWeights
 from mlx_ring.rpc.backends import BackendSetting, Link
 from mlx_ring.settings.fields import (
     SIZE_TAKES,
@@ -373,7 +374,7 @@ class Settings(CheckedSettings):
     )
     log_dir: Path = setting(Path("logs"), "Folder for one log file per process.", _LOGS, metavar="DIR")
     log_stderr: Switch = setting(
-        "on", "Write log lines to stderr as well as to files.", _LOGS, metavar="MODE"
+        "on", "Write log lines to stderr too, not only to files.", _LOGS, metavar="MODE"
     )
     access_log: Switch = setting(
         "on",
@@ -405,6 +406,11 @@ class Settings(CheckedSettings):
     blas: Blas = setting(
         "auto",
         "On a CPU: OpenBLAS and native kernels (auto), OpenBLAS (openblas), or MLX's code (off).",
+        _PROCESS,
+    )
+    cpu_weights: CpuWeights = setting(
+        "auto",
+        "Quantized weights on CPUs: as they are, as float32 (faster without native kernels), or whichever suits (auto).",
         _PROCESS,
     )
     blas_threads: Annotated[int, Field(ge=0, le=1024)] = setting(
@@ -442,9 +448,3 @@ OTHER_NAMES = dict(other_names(Settings.model_fields))
 """Field of `Settings` by each other name that a file may use: vLLM's flags, and names of earlier versions."""
 OLD_NAMES = {old: name for name, field in Settings.model_fields.items() for old in flag_of(field).old}
 """Field of `Settings` by its name in earlier versions."""
-
-
-def field_of_key(key: str) -> str:
-    """Return the field that a file's key names, with dashes or underscores; an unknown key as it is."""
-    name = key.replace("-", "_")
-    return OTHER_NAMES.get(name, name)

@@ -21,13 +21,19 @@ from mlx_ring.core.errors import ConfigError
 from mlx_ring.settings.config import (
     ENVIRONMENT_PREFIX,
     OLD_NAMES,
+    OTHER_NAMES,
     Settings,
-    field_of_key,
     flag_name,
 )
 from mlx_ring.settings.fields import flag_of
 from mlx_ring.settings.old_names import is_old, of_today
 from mlx_ring.settings.strategies import STRATEGIES
+
+
+def field_of_key(key: str) -> str:
+    """Return the field that a file's key names, with dashes or underscores; an unknown key as it is."""
+    name = key.replace("-", "_")
+    return OTHER_NAMES.get(name, name)
 
 
 def allowed_values(field: FieldInfo) -> str:

@@ -15,6 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from types import FrameType
 
+from mlx_cpu_kernels import SpeedReport
 from mlx_ring.core.logs import configure_logging, keep_early_records, write_to_stderr
 from mlx_ring.host.child import READY_LINE, SPARE_FLAG, read_lifeline, watch_lifeline
 from mlx_ring.host.process import dump_stacks_on_signal
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     set_scheduling = prefer_latency if options.in_group else prefer_throughput
     set_scheduling()
-    blas = _import_libraries(options.blas, options.blas_threads)
+    products = _import_libraries(options.blas, options.blas_threads)
 
     from mlx_ring.worker.group import GroupPort, group_capabilities
     from mlx_ring.worker.neighbours import PeerAccess
@@ -67,7 +68,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             GroupPort(options.group_host),
             group_capabilities(options.in_group),
         )
-    worker = WorkerServer(WorkerIdentity(options.node, options.stage, options.rank, blas), access)
+    worker = WorkerServer(
+        WorkerIdentity(options.node, options.stage, options.rank, str(products), products.kernels), access
+    )
 
     def stop(_number: int, _frame: FrameType | None) -> None:
         worker.stop()
@@ -92,8 +95,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 @cache
-def _import_libraries(blas: str, blas_threads: int) -> str:
-    """Import what every worker needs; return the description of what computes products."""
+def _import_libraries(blas: str, blas_threads: int) -> SpeedReport:
+    """Import what every worker needs; return what computes products."""
     keep_freed_memory()
     with importing():
         import_mlx_lm()

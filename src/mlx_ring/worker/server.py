@@ -48,6 +48,7 @@ class WorkerIdentity:
     stage: int
     rank: int
     blas: str
+    kernels: str = ""
 
 
 class _StepStream:
@@ -88,16 +89,8 @@ class WorkerServer:
         self._sends: Callable[[], worker_pb2.LinkUse | None] = lambda: None
 
     def handler(self) -> grpc.GenericRpcHandler:
-        return service_handler(
-            WORKER_SERVICE,
-            (
-                (LOAD, self.load),
-                (STEPS, self.steps),
-                (LINK, self.link),
-                (RELINK, self.relink),
-                (STATUS, self.status),
-            ),
-        )
+        calls = (LOAD, self.load), (STEPS, self.steps), (LINK, self.link), (RELINK, self.relink)
+        return service_handler(WORKER_SERVICE, (*calls, (STATUS, self.status)))
 
     def compute(self) -> None:
         """Run jobs in the calling thread until `stop`."""
@@ -428,6 +421,8 @@ class WorkerServer:
             device=device_name(),
             dtype=self._dtype,
             blas=self._identity.blas,
+            kernels=self._identity.kernels,
+            cpu_weights=self._built.cpu_weights if self._built else "",
             last_step=runner.last_step if runner else 0,
             sequences=runner.num_sequences if runner else 0,
             pid=os.getpid(),

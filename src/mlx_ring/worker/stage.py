@@ -12,9 +12,11 @@ from typing import assert_never
 
 import mlx.core as mx
 
+from mlx_cpu_kernels.operations import are_installed
 from mlx_ring.core.errors import ProtocolError, RingError
 from mlx_ring.core.types import DTYPES, DType, LayerRange
 from mlx_ring.models.architectures import require_cuttable
+from mlx_ring.models.layer_tensors import dequantized_bytes, tensors_of_stage
 from mlx_ring.models.model_folder import ModelFolder, read_model_folder
 from mlx_ring.models.tensor_shares import TensorShare, part_of_kv, read_tensor_sizes, share_out
 from mlx_ring.rpc.backends import direct_link, joined_ranks
@@ -27,6 +29,7 @@ from mlx_ring.worker.collective import over_collectives
 from mlx_ring.worker.grammars import GrammarCompiler
 from mlx_ring.worker.group import GroupPort, join_group, join_stages
 from mlx_ring.worker.kv import STEP_BYTES, KVStore
+from mlx_ring.worker.platform.device import free_memory
 from mlx_ring.worker.replies import StageLinks
 from mlx_ring.worker.runner import StageRunner
 from mlx_ring.worker.shard import StageModel
@@ -56,6 +59,8 @@ class BuiltStage:
     runner: StageRunner
     dtype: DType
     """Type in which it computes."""
+    cpu_weights: str
+    """Form of quantized weights on a CPU: `quantized` or `float32`; empty on a GPU, and for other models."""
     kv: worker_pb2.KvTraits
     sends: Sends
     grammars: GrammarCompiler
@@ -84,6 +89,37 @@ def parse_dtype(name: str) -> DType:
         if name == dtype:
             return dtype
     raise ProtocolError(f"The plan requests dtype {name!r}; supported are {', '.join(DTYPES)}.")
+
+
+def choose_weights(
+    assignment: worker_pb2.StageAssignment, folder: ModelFolder, layers: LayerRange, dtype: DType
+) -> str:
+    """Return the form in which this CPU holds the quantized weights of its layers, and log why.
+
+    It is `quantized` or `float32`; empty on a GPU, in half precision, and for models without quantized weights.
+    """
+    sizes = dequantized_bytes(folder)
+    if not sizes or dtype != "float32" or mx.default_device() != mx.Device(mx.cpu):
+        return ""
+    asked = assignment.cpu_weights
+    if asked != "float32" and are_installed():
+        return "quantized"
+    held = tensors_of_stage(folder, layers)
+    nbytes = sum(sizes.get(entry.name, entry.loaded_bytes(widened=True)) for entry in held)
+    nbytes = (
+        nbytes * assignment.shares[assignment.rank] / sum(assignment.shares) if assignment.shares else nbytes
+    )
+    size = f"{nbytes / 1e9:.2f} GB"
+    if asked == "float32" or (asked == "auto" and nbytes <= free_memory()):
+        why = "as asked" if asked == "float32" else "because no native kernels run here"
+        log.info("quantized weights are held as float32, %s in all, %s", size, why)
+        return "float32"
+    log.warning(
+        "Quantized weights are multiplied without native kernels, so a token takes many times as long. As float32 they "
+        "would take %s, which is more than the memory left, or not wanted (--cpu-weights).",
+        size,
+    )
+    return "quantized"
 
 
 def build_stage(
@@ -136,7 +172,8 @@ def build_stage(
     stages = join_stages(assignment, group_port)
     shares = () if group is None else share_out(read_tensor_sizes(folder), assignment.shares)
     divide = None if group is None else partial(_divide, shares, group)
-    model = load_stage(folder, layers, dtype, progress, divide)
+    cpu_weights = choose_weights(assignment, folder, layers, dtype)
+    model = load_stage(folder, layers, dtype, progress, divide, dequantized=cpu_weights == "float32")
     log.info("loaded layers %s of %s in %s in %.2f s", layers, folder.path, dtype, time.monotonic() - started)
     architecture = require_cuttable(folder, assignment.stages)
     kv = KVStore(
@@ -166,7 +203,9 @@ def build_stage(
             raise
         return OpenedLinks(links, partial(_sends, assignment, packer))
 
-    return BuiltStage(runner, dtype, kv.traits(), partial(_sends, assignment, packer), grammars, open_links)
+    return BuiltStage(
+        runner, dtype, cpu_weights, kv.traits(), partial(_sends, assignment, packer), grammars, open_links
+    )
 
 
 def _packer(assignment: worker_pb2.StageAssignment) -> Packer | None:

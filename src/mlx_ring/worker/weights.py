@@ -22,8 +22,12 @@ from typing import Any, cast
 
 import mlx.core as mx
 from mlx import nn
-from mlx.utils import tree_flatten  # pyright: ignore[reportUnknownVariableType] - its tree is any
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear
+from mlx.utils import (  # its trees are any
+    tree_flatten,  # pyright: ignore[reportUnknownVariableType]
+    tree_unflatten,  # pyright: ignore[reportUnknownVariableType]
+)
+from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.utils import (
     _get_classes,  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType] - the one way to a class
     load_model,  # pyright: ignore[reportUnknownVariableType] - configurations are bare dicts
@@ -37,7 +41,7 @@ from mlx_ring.models.layer_tensors import names_head
 from mlx_ring.models.model_folder import ModelFolder
 from mlx_ring.models.stage_folder import require_layers
 from mlx_ring.worker.gguf_weights import GgufWeights, ScalesOverflow
-from mlx_ring.worker.head_tap import override
+from mlx_ring.worker.head_tap import find_heads, override
 from mlx_ring.worker.shard import StageModel
 
 _INNER = "model"
@@ -104,10 +108,13 @@ def load_stage(
     dtype: DType,
     progress: Progress,
     divide: Callable[[StageModel], None] | None = None,
+    *,
+    dequantized: bool = False,
 ) -> StageModel:
     """Load layers `[start, end)` in `dtype`.
 
     Args:
+        dequantized: load quantized weights as float32, except embeddings that are no head.
         divide: keeps one rank's part of the stage's weights, before any of them is read.
 
     Raises:
@@ -117,9 +124,10 @@ def load_stage(
     require_layers(folder.path, layers)
     gguf = GgufWeights(folder) if folder.is_gguf else None
     try:
-        return _load(folder, gguf, layers, dtype, progress, divide)
+        return _load(folder, gguf, layers, dtype, progress, divide, dequantized=dequantized)
     except ScalesOverflow:
-        return _load(folder, GgufWeights(folder, widened=True), layers, dtype, progress, divide)
+        gguf = GgufWeights(folder, widened=True)
+        return _load(folder, gguf, layers, dtype, progress, divide, dequantized=dequantized)
 
 
 def _load(
@@ -129,8 +137,12 @@ def _load(
     dtype: DType,
     progress: Progress,
     divide: Callable[[StageModel], None] | None,
+    *,
+    dequantized: bool,
 ) -> StageModel:
     model = _build(folder, gguf)
+    if dequantized:
+        dequantize(model, folder, layers)
     stage = StageModel(model, layers, _DTYPES[dtype], folder.vocab_size, folder.hidden_size)
     if stage.num_layers != folder.num_layers:
         raise ModelCorrupt(
@@ -175,6 +187,56 @@ def _build_of_gguf(folder: ModelFolder, arrays: _Weights) -> nn.Module:
     )[0]
     model.load_weights(list(used.items()), strict=True)
     return model
+
+
+_PLAIN: Mapping[type[nn.Module], type[nn.Module]] = {
+    nn.QuantizedLinear: nn.Linear,
+    nn.QuantizedEmbedding: nn.Embedding,
+    QuantizedSwitchLinear: SwitchLinear,
+    QuantizedMultiLinear: MultiLinear,
+}
+"""Layers with quantized weights, and those that compute the same with plain ones."""
+_WITH_BIAS = (nn.Linear, SwitchLinear)
+
+
+def quantized_modules(model: nn.Module, folder: ModelFolder, layers: LayerRange) -> dict[str, nn.Module]:
+    """Return the modules whose quantized weights a stage multiplies by, with their paths.
+
+    The embedding counts on a last stage whose head it is. Others look up some rows.
+    """
+    modules = cast("list[tuple[str, nn.Module]]", model.named_modules())
+    tied = layers.end == folder.num_layers and not find_heads(model, folder.vocab_size)
+
+    def multiplies(module: nn.Module) -> bool:
+        shape = cast("tuple[int, ...]", (module.num_embeddings, module.dims))
+        return tied and shape == (folder.vocab_size, folder.hidden_size)
+
+    return {
+        path: module
+        for path, module in modules
+        if type(module) in _PLAIN
+        and module.get("global_scale") is None
+        and (not isinstance(module, nn.QuantizedEmbedding) or multiplies(module))
+    }
+
+
+def dequantize(model: nn.Module, folder: ModelFolder, layers: LayerRange) -> None:
+    """Replace a stage's quantized modules by plain ones with float32 weights, lazily: equal to the quantized ones."""
+    replaced: list[tuple[str, nn.Module]] = []
+    for path, module in quantized_modules(model, folder, layers).items():
+        packed, kind = cast("Any", module), _PLAIN[type(module)]
+        scales, biases = cast("mx.array", packed.scales), cast("mx.array | None", packed.get("biases"))
+        if biases is not None:  # of affine groups; other scales are integers
+            scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
+        weight = mx.dequantize(
+            packed.weight, scales, biases, packed.group_size, packed.bits, packed.mode, dtype=mx.float32
+        )
+        plain = kind(*reversed(weight.shape), **({"bias": "bias" in module} if kind in _WITH_BIAS else {}))
+        plain["weight"] = weight
+        if "bias" in module:
+            plain["bias"] = packed.bias
+        replaced.append((path, plain))
+    model.update_modules(tree_unflatten(replaced))
 
 
 def _cast_parameters(stage: StageModel) -> dict[str, mx.array]:

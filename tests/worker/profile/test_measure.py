@@ -9,6 +9,7 @@ import sys
 import mlx.core as mx
 import pytest
 
+from mlx_cpu_kernels import SpeedReport
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.host.machine_profile import MachineProfile
 from mlx_ring.worker.platform.device import free_memory
@@ -23,7 +24,7 @@ KINDS = ["float32", "bfloat16", "float16", "8-bit", "4-bit"]
 
 @pytest.fixture(scope="module")
 def profile() -> MachineProfile:
-    return measure(Bounds(seconds=0.1, memory_share=0.05), blas="as it is", blas_threads=1)
+    return measure(Bounds(seconds=0.1, memory_share=0.05), products=SpeedReport("as it is"), blas_threads=1)
 
 
 def test_every_kind_of_weights_has_rates(profile: MachineProfile) -> None:
@@ -58,14 +59,14 @@ def test_measuring_stays_within_its_share_of_memory() -> None:
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     left = free_memory()
-    measure(Bounds(seconds=0.0, memory_share=0.02), blas="", blas_threads=1)
+    measure(Bounds(seconds=0.0, memory_share=0.02), products=SpeedReport(""), blas_threads=1)
     assert mx.get_peak_memory() - before < max(0.02 * left, 300e6)
 
 
 def test_too_little_memory_is_reported_with_the_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure_module, "free_memory", lambda: 100_000_000)
     with pytest.raises(ConfigError, match="100 MB of memory are left, of which measuring may take 25%"):
-        measure(Bounds(), blas="", blas_threads=1)
+        measure(Bounds(), products=SpeedReport(""), blas_threads=1)
 
 
 @pytest.mark.parametrize("bits", [0, 4, 8])

@@ -8,6 +8,6 @@ Where a part does not apply, MLX stays as it is, and the description says why. E
 `mlx_cpu_kernels.blas.install_fast_blas` and `mlx_cpu_kernels.operations.install`.
 """
 
-from mlx_cpu_kernels.speed_up import speed_up
+from mlx_cpu_kernels.speed_up import SpeedReport, speed_up
 
-__all__ = ["speed_up"]
+__all__ = ["SpeedReport", "speed_up"]

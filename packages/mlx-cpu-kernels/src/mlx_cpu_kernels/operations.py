@@ -13,13 +13,14 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
 
-from mlx_cpu_kernels import decoder_layers
+from mlx_cpu_kernels import decoder_layers, fallback
 from mlx_cpu_kernels.build import NAME, Target, find_binary, why_without
 from mlx_cpu_kernels.packages import Unavailable
 from mlx_cpu_kernels.selfcheck import Operation, check
@@ -46,7 +47,13 @@ class KernelReport:
     """The instruction set, or why MLX's own operations stay; empty where these are fast: on GPUs and Macs."""
 
 
+_FALLBACK: dict[str, Operation] = {
+    "quantized_matmul": fallback.multiply,
+    "gather_qmm": fallback.gather,
+}
 _stock: dict[str, Operation] = {}
+_without_kernels: set[str] = set()
+"""Names of the operations in `_stock` that the fall-back replaces."""
 _lock = threading.Lock()
 
 
@@ -56,8 +63,10 @@ def install(threads: int = 1) -> KernelReport:
     Where they were not built for the installed MLX, or compute something else than MLX, its own stay. Safe to repeat.
     mlx-lm, where it is used, is imported before.
     """
-    if sys.platform != "linux" or mx.default_device() != mx.Device(mx.cpu):
+    if mx.default_device() != mx.Device(mx.cpu):
         return KernelReport(active=False, detail="")
+    if sys.platform != "linux":
+        return KernelReport(active=False, detail="the native kernels are for Linux")
     with _lock:
         try:
             kernels = _load()
@@ -69,9 +78,26 @@ def install(threads: int = 1) -> KernelReport:
         for name, module in _OPERATIONS.items():
             _stock.setdefault(name, getattr(module, name))
             setattr(module, name, getattr(kernels, name))
+        _without_kernels.clear()
         _install_model_functions(kernels)
         decoder_layers.install(kernels)
         return KernelReport(active=True, detail=kernels.instruction_set())
+
+
+def install_fallback() -> bool:
+    """Convert quantized weights for products of several rows, without the kernels. Safe to repeat.
+
+    Return false on a GPU, where MLX's own operations are fast.
+    """
+    if mx.default_device() != mx.Device(mx.cpu):
+        return False
+    with _lock:
+        for name, operation in _FALLBACK.items():
+            if name not in _stock:
+                own = _stock[name] = getattr(mx, name)
+                _without_kernels.add(name)
+                setattr(mx, name, partial(operation, own))
+    return True
 
 
 def uninstall() -> None:
@@ -84,11 +110,12 @@ def uninstall() -> None:
                 setattr(_OPERATIONS[name], name, operation)
         _stock.clear()
         decoder_layers.uninstall()
+        _without_kernels.clear()
 
 
 def are_installed() -> bool:
     """Return true while MLX has the kernels' operations."""
-    return bool(_stock)
+    return bool(_stock.keys() - _without_kernels)
 
 
 def stock(name: str) -> Operation:

@@ -1,25 +1,49 @@
-"""Both parts in one call."""
+"""All parts in one call."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from mlx_cpu_kernels.blas import install_fast_blas
 
 
-def speed_up(threads: int = 1, *, kernels: bool = True) -> str:
-    """Let MLX compute on this process's CPU as fast as it can here. Return a description of what computes. Safe to repeat.
+@dataclass(frozen=True, slots=True)
+class SpeedReport:
+    """Means by which this process computes on a CPU. Its text describes them."""
+
+    blas: str
+    """Library that multiplies, and why, if it is not OpenBLAS."""
+    kernels: str = ""
+    """Instruction set of the native kernels; empty without them."""
+    problem: str = ""
+    """Reason why quantized weights are multiplied without native kernels; empty where they are not, or on a GPU."""
+
+    def __str__(self) -> str:
+        if self.kernels:
+            return f"{self.blas}; native kernels ({self.kernels})"
+        return (
+            f"{self.blas}; MLX's operations on quantized weights ({self.problem})"
+            if self.problem
+            else self.blas
+        )
+
+
+def speed_up(threads: int = 1, *, kernels: bool = True) -> SpeedReport:
+    """Let MLX compute on this process's CPU as fast as it can here. Safe to repeat.
+
+    Without native kernels, products of several rows with quantized weights convert these first.
 
     Args:
         threads: the number of threads of each product.
         kernels: use the native kernels for quantized weights and layers, if they were built for the installed MLX.
     """
-    blas = install_fast_blas(threads)
-    parts = [blas.library if blas.active else f"{blas.library} ({blas.detail})"]
-    if kernels:
-        from mlx_cpu_kernels.operations import install  # it imports MLX
+    installed = install_fast_blas(threads)
+    blas = installed.library if installed.active else f"{installed.library} ({installed.detail})"
+    from mlx_cpu_kernels.operations import KernelReport, install, install_fallback  # it imports MLX
 
-        report = install(threads)
-        if report.active:
-            parts.append(f"native kernels ({report.detail})")
-        elif report.detail:
-            parts.append(f"MLX's own operations on quantized weights ({report.detail})")
-    return "; ".join(parts)
+    report = (
+        install(threads) if kernels else KernelReport(active=False, detail="native kernels are switched off")
+    )
+    if report.active:
+        return SpeedReport(blas, kernels=report.detail)
+    return SpeedReport(blas, problem=report.detail if install_fallback() else "")

@@ -128,6 +128,10 @@ class DeviceStatus(JsonObject, WorkerMemory):
     device: str
     dtype: str
     blas: str
+    kernels: str | None
+    """Instruction set of native kernels for quantized weights; null without them."""
+    cpu_weights: str | None
+    """Form of quantized weights on a CPU: quantized or float32. Null on a GPU, and for models without them."""
     alive: bool
     phase: str
     waits: WaitStatus | None
@@ -318,6 +322,8 @@ def _device(worker: WorkerInfo, instance: InstanceInfo, model: ModelService) -> 
         "device": worker.device,
         "dtype": worker.dtype,
         "blas": worker.blas,
+        "kernels": worker.kernels or None,
+        "cpu_weights": worker.cpu_weights or None,
         "alive": worker.alive,
         "phase": worker.phase,
         "waits": _waits(worker.waits),

@@ -20,7 +20,7 @@ class LoadRequest(_message.Message):
     def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., model_path: _Optional[str] = ..., assignment: _Optional[_Union[StageAssignment, _Mapping]] = ...) -> None: ...
 
 class StageAssignment(_message.Message):
-    __slots__ = ("instance", "epoch", "stage", "stages", "rank", "tp_size", "first_layer", "end_layer", "dtype", "next_address", "first_address", "plan_digest", "model_digest", "kv_bits", "max_model_len", "next_node", "first_node", "link_compression", "next_bytes_per_s", "previous_node", "shares", "group", "next_ranks", "first_ranks", "link", "group_host", "group_from", "backend", "backend_why", "group_environment", "rdma")
+    __slots__ = ("instance", "epoch", "stage", "stages", "rank", "tp_size", "first_layer", "end_layer", "dtype", "next_address", "first_address", "plan_digest", "model_digest", "kv_bits", "max_model_len", "next_node", "first_node", "link_compression", "next_bytes_per_s", "previous_node", "shares", "group", "next_ranks", "first_ranks", "link", "group_host", "group_from", "cpu_weights", "backend", "backend_why", "group_environment", "rdma")
     class GroupEnvironmentEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -55,6 +55,7 @@ class StageAssignment(_message.Message):
     LINK_FIELD_NUMBER: _ClassVar[int]
     GROUP_HOST_FIELD_NUMBER: _ClassVar[int]
     GROUP_FROM_FIELD_NUMBER: _ClassVar[int]
+    CPU_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     BACKEND_FIELD_NUMBER: _ClassVar[int]
     BACKEND_WHY_FIELD_NUMBER: _ClassVar[int]
     GROUP_ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
@@ -86,11 +87,12 @@ class StageAssignment(_message.Message):
     link: str
     group_host: str
     group_from: str
+    cpu_weights: str
     backend: str
     backend_why: str
     group_environment: _containers.ScalarMap[str, str]
     rdma: str
-    def __init__(self, instance: _Optional[str] = ..., epoch: _Optional[int] = ..., stage: _Optional[int] = ..., stages: _Optional[int] = ..., rank: _Optional[int] = ..., tp_size: _Optional[int] = ..., first_layer: _Optional[int] = ..., end_layer: _Optional[int] = ..., dtype: _Optional[str] = ..., next_address: _Optional[str] = ..., first_address: _Optional[str] = ..., plan_digest: _Optional[str] = ..., model_digest: _Optional[str] = ..., kv_bits: _Optional[int] = ..., max_model_len: _Optional[int] = ..., next_node: _Optional[str] = ..., first_node: _Optional[str] = ..., link_compression: _Optional[str] = ..., next_bytes_per_s: _Optional[float] = ..., previous_node: _Optional[str] = ..., shares: _Optional[_Iterable[float]] = ..., group: _Optional[_Iterable[str]] = ..., next_ranks: _Optional[_Iterable[_Union[RankEnd, _Mapping]]] = ..., first_ranks: _Optional[_Iterable[_Union[RankEnd, _Mapping]]] = ..., link: _Optional[str] = ..., group_host: _Optional[str] = ..., group_from: _Optional[str] = ..., backend: _Optional[str] = ..., backend_why: _Optional[str] = ..., group_environment: _Optional[_Mapping[str, str]] = ..., rdma: _Optional[str] = ...) -> None: ...
+    def __init__(self, instance: _Optional[str] = ..., epoch: _Optional[int] = ..., stage: _Optional[int] = ..., stages: _Optional[int] = ..., rank: _Optional[int] = ..., tp_size: _Optional[int] = ..., first_layer: _Optional[int] = ..., end_layer: _Optional[int] = ..., dtype: _Optional[str] = ..., next_address: _Optional[str] = ..., first_address: _Optional[str] = ..., plan_digest: _Optional[str] = ..., model_digest: _Optional[str] = ..., kv_bits: _Optional[int] = ..., max_model_len: _Optional[int] = ..., next_node: _Optional[str] = ..., first_node: _Optional[str] = ..., link_compression: _Optional[str] = ..., next_bytes_per_s: _Optional[float] = ..., previous_node: _Optional[str] = ..., shares: _Optional[_Iterable[float]] = ..., group: _Optional[_Iterable[str]] = ..., next_ranks: _Optional[_Iterable[_Union[RankEnd, _Mapping]]] = ..., first_ranks: _Optional[_Iterable[_Union[RankEnd, _Mapping]]] = ..., link: _Optional[str] = ..., group_host: _Optional[str] = ..., group_from: _Optional[str] = ..., cpu_weights: _Optional[str] = ..., backend: _Optional[str] = ..., backend_why: _Optional[str] = ..., group_environment: _Optional[_Mapping[str, str]] = ..., rdma: _Optional[str] = ...) -> None: ...
 
 class GroupMeans(_message.Message):
     __slots__ = ("backends", "gpu", "rdma_devices")
@@ -297,7 +299,7 @@ class StatusRequest(_message.Message):
     def __init__(self, revoked: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("hello", "phase", "rss_bytes", "weight_bytes", "kv_bytes", "device_memory_bytes", "peak_memory_bytes", "device", "dtype", "blas", "last_step", "sequences", "pid", "kv", "memory_left_bytes", "memory_bytes", "port", "sends", "group_port", "group_host", "means", "group", "waits")
+    __slots__ = ("hello", "phase", "rss_bytes", "weight_bytes", "kv_bytes", "device_memory_bytes", "peak_memory_bytes", "device", "dtype", "blas", "last_step", "sequences", "pid", "kv", "memory_left_bytes", "memory_bytes", "port", "sends", "group_port", "group_host", "kernels", "cpu_weights", "means", "group", "waits")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     RSS_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -318,6 +320,8 @@ class WorkerStatus(_message.Message):
     SENDS_FIELD_NUMBER: _ClassVar[int]
     GROUP_PORT_FIELD_NUMBER: _ClassVar[int]
     GROUP_HOST_FIELD_NUMBER: _ClassVar[int]
+    KERNELS_FIELD_NUMBER: _ClassVar[int]
+    CPU_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     MEANS_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     WAITS_FIELD_NUMBER: _ClassVar[int]
@@ -341,10 +345,12 @@ class WorkerStatus(_message.Message):
     sends: LinkUse
     group_port: int
     group_host: str
+    kernels: str
+    cpu_weights: str
     means: GroupMeans
     group: GroupUse
     waits: Wait
-    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., phase: _Optional[str] = ..., rss_bytes: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., device_memory_bytes: _Optional[int] = ..., peak_memory_bytes: _Optional[int] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., blas: _Optional[str] = ..., last_step: _Optional[int] = ..., sequences: _Optional[int] = ..., pid: _Optional[int] = ..., kv: _Optional[_Union[KvTraits, _Mapping]] = ..., memory_left_bytes: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., port: _Optional[int] = ..., sends: _Optional[_Union[LinkUse, _Mapping]] = ..., group_port: _Optional[int] = ..., group_host: _Optional[str] = ..., means: _Optional[_Union[GroupMeans, _Mapping]] = ..., group: _Optional[_Union[GroupUse, _Mapping]] = ..., waits: _Optional[_Union[Wait, _Mapping]] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., phase: _Optional[str] = ..., rss_bytes: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., device_memory_bytes: _Optional[int] = ..., peak_memory_bytes: _Optional[int] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., blas: _Optional[str] = ..., last_step: _Optional[int] = ..., sequences: _Optional[int] = ..., pid: _Optional[int] = ..., kv: _Optional[_Union[KvTraits, _Mapping]] = ..., memory_left_bytes: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., port: _Optional[int] = ..., sends: _Optional[_Union[LinkUse, _Mapping]] = ..., group_port: _Optional[int] = ..., group_host: _Optional[str] = ..., kernels: _Optional[str] = ..., cpu_weights: _Optional[str] = ..., means: _Optional[_Union[GroupMeans, _Mapping]] = ..., group: _Optional[_Union[GroupUse, _Mapping]] = ..., waits: _Optional[_Union[Wait, _Mapping]] = ...) -> None: ...
 
 class Wait(_message.Message):
     __slots__ = ("kind", "backend", "peer", "seconds")

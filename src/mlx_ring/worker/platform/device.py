@@ -12,7 +12,7 @@ import sys
 
 import mlx.core as mx
 
-from mlx_cpu_kernels import speed_up
+from mlx_cpu_kernels import SpeedReport, speed_up
 from mlx_ring.host.machine import machine_identity
 from mlx_ring.host.process import usable_memory
 
@@ -22,15 +22,15 @@ def device_name() -> str:
     return mx.default_device().type.name
 
 
-def choose_products(mode: str, threads: int) -> str:
-    """Choose by `--blas`, for products of `threads` threads each. Return a description. It imports MLX.
+def choose_products(mode: str, threads: int) -> SpeedReport:
+    """Choose by `--blas`, for products of `threads` threads each. Return what was chosen. It imports MLX.
 
     - `auto`: OpenBLAS, and native kernels for quantized weights;
     - `openblas`: OpenBLAS alone;
     - `off`: what MLX brings along.
     """
     if mode == "off":
-        return "MLX's own (OpenBLAS is switched off by --blas off)"
+        return SpeedReport("MLX's own (OpenBLAS is switched off by --blas off)")
     return speed_up(threads, kernels=mode == "auto")
 
 

@@ -25,11 +25,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from mlx_ring.worker.platform.device import choose_products  # MLX must load after mlx-lm
     from mlx_ring.worker.profile.measure import Bounds, measure
 
-    blas = choose_products(options.blas, options.blas_threads)
+    products = choose_products(options.blas, options.blas_threads)
 
     try:
         bounds = Bounds(options.seconds, options.memory_share)
-        profile = measure(bounds, blas=blas, blas_threads=options.blas_threads)
+        profile = measure(bounds, products=products, blas_threads=options.blas_threads)
     except (RingError, RuntimeError) as error:
         print(error, file=sys.stderr)  # noqa: T201 - the parent reads the last line as the reason
         return 1

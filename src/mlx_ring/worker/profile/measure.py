@@ -10,6 +10,7 @@ from itertools import cycle, islice
 import mlx.core as mx
 import psutil
 
+from mlx_cpu_kernels import SpeedReport
 from mlx_ring.core.environment import package_version
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.host.machine_profile import PROFILE_VERSION, MachineProfile, StepCosts, WeightRate
@@ -157,11 +158,11 @@ class Bounds:
     """Share of the free memory."""
 
 
-def measure(bounds: Bounds, *, blas: str, blas_threads: int) -> MachineProfile:
+def measure(bounds: Bounds, *, products: SpeedReport, blas_threads: int) -> MachineProfile:
     """Return the profile of this device.
 
     Args:
-        blas: description of the BLAS that computes, with its threads.
+        products: description of what computes products, with `blas_threads` threads.
 
     Raises:
         ConfigError: too little memory is left to measure with.
@@ -196,7 +197,8 @@ def measure(bounds: Bounds, *, blas: str, blas_threads: int) -> MachineProfile:
         cpu_period_s=quota.period_s if quota else None,
         worker_bytes=worker_bytes,
         agent_bytes=0,
-        blas=blas,
+        blas=str(products),
+        kernels=products.kernels,
         blas_threads=blas_threads,
         mlx=package_version("mlx"),
         rates=tuple(_rate(kind.name, wide.get(kind.name), narrow[kind.name], found) for kind in kinds),

@@ -144,6 +144,10 @@ export interface DeviceStatus {
   device: string;
   dtype: string;
   blas: string;
+  /** Instruction set of native kernels for quantized weights; null without them. */
+  kernels: string | null;
+  /** Form of quantized weights on a CPU: quantized or float32. Null on a GPU, and for models without them. */
+  cpu_weights: string | null;
   alive: boolean;
   phase: string;
   /** Null if no step was under way at the worker's last report. */

@@ -1,0 +1,113 @@
+"""Products without native kernels: equal to MLX's own within rounding, and given back."""
+
+# pyright: reportUnknownMemberType=false, reportArgumentType=false
+# MLX's stubs take an unpacked list for any later parameter.
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlx_cpu_kernels import fallback, operations, speed_up
+from mlx_cpu_kernels.scratch import TILE_BYTES, scratch_bytes
+
+TYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+bits = st.sampled_from([2, 3, 4, 5, 6, 8])
+group_sizes = st.sampled_from([32, 64, 128])
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu() -> Iterator[None]:
+    """Compute on the CPU with MLX's own operations, and give them back."""
+    before = mx.default_device()
+    mx.set_default_device(mx.Device(mx.cpu))
+    operations.uninstall()
+    yield
+    operations.uninstall()
+    mx.set_default_device(before)
+
+
+def numbers(seed: int, *shape: int) -> mx.array:
+    return mx.array(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
+
+
+def assert_close(ours: mx.array, theirs: mx.array, tolerance: float = 1e-5) -> None:
+    assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+    found, expected = (np.array(array.astype(mx.float32)) for array in (ours, theirs))
+    assert np.abs(found - expected).max() <= tolerance * np.abs(expected).max()
+
+
+@given(bits, group_sizes, st.sampled_from(sorted(TYPES)), st.integers(1, 3))
+@settings(max_examples=40, deadline=None)
+def test_converted_weights_are_those_that_mlx_dequantizes(
+    bits: int, group_size: int, type_name: str, groups: int
+) -> None:
+    weights = numbers(bits, 2, 5, group_size * groups).astype(TYPES[type_name])
+    w, scales, biases = mx.quantize(weights, group_size=group_size, bits=bits)
+    wide = scales.astype(mx.float32), biases.astype(mx.float32)
+    theirs = mx.dequantize(w, *wide, group_size=group_size, bits=bits)
+    assert mx.array_equal(fallback.to_float32(w, scales, biases, group_size, bits), theirs)
+
+
+@given(st.data(), bits, group_sizes, st.sampled_from(sorted(TYPES)), st.sampled_from(sorted(TYPES)))
+@settings(max_examples=60, deadline=None)
+def test_a_product_is_mlx_s_own(
+    data: st.DataObject, bits: int, group_size: int, x_type: str, scales_type: str
+) -> None:
+    transpose, rows = data.draw(st.booleans()), data.draw(st.integers(1, 12))
+    others, batch = data.draw(st.sampled_from([32, 96, 2080])), data.draw(st.sampled_from([(), (2,), (2, 3)]))
+    columns = group_size * data.draw(st.integers(1, 3))
+    matrices = batch if data.draw(st.booleans()) else ()
+    options: dict[str, Any] = {"bits": bits, "group_size": group_size, "transpose": transpose}
+    weights = numbers(1, *matrices, others, columns).astype(TYPES[scales_type])
+    packed = mx.quantize(weights, bits=bits, group_size=group_size)
+    x = numbers(2, *batch, rows, columns if transpose else others).astype(TYPES[x_type])
+    ours = fallback.multiply(mx.quantized_matmul, x, *packed, **options)
+    wide = (part.astype(mx.float32) for part in packed[1:])
+    theirs = mx.quantized_matmul(x.astype(mx.float32), packed[0], *wide, **options)
+    dtype = mx.quantized_matmul(x, *packed, **options).dtype
+    # MLX's own sums half types in half precision.
+    assert_close(ours, theirs.astype(dtype), 1e-5 if dtype == mx.float32 else 0.1)
+
+
+@pytest.mark.parametrize("tile", [1 << 10, 1 << 18])
+@pytest.mark.parametrize("bits", [3, 4, 8])
+def test_experts_products_are_mlx_s_own(monkeypatch: pytest.MonkeyPatch, tile: int, bits: int) -> None:
+    monkeypatch.setattr(fallback, "_TILE_WEIGHTS", tile)
+    packed = mx.quantize(numbers(1, 4, 40, 64), group_size=32, bits=bits)
+    chosen = mx.sort(mx.array(np.random.default_rng(0).integers(0, 4, 30), mx.uint32))
+    x, options = numbers(2, 30, 1, 64), {"rhs_indices": chosen, "group_size": 32, "bits": bits}
+    ours = fallback.gather(mx.gather_qmm, x, *packed, **options, sorted_indices=True)
+    assert_close(ours, mx.gather_qmm(x, *packed, **options, sorted_indices=True))
+    few = {**options, "rhs_indices": chosen[:2]}
+    assert_close(fallback.gather(mx.gather_qmm, x[:2], *packed, **few), mx.gather_qmm(x[:2], *packed, **few))
+
+
+def test_it_is_in_mlx_s_place_until_kernels_are_or_it_is_given_back() -> None:
+    own = mx.quantized_matmul
+    assert operations.install_fallback()
+    assert operations.install_fallback()
+    assert mx.quantized_matmul is not own
+    assert operations.stock("quantized_matmul") is own
+    assert not operations.are_installed()
+    report = operations.install()
+    assert operations.are_installed() == report.active
+    operations.uninstall()
+    assert mx.quantized_matmul is own
+
+
+def test_the_report_says_why_there_are_no_kernels() -> None:
+    report = speed_up(kernels=False)
+    assert not report.kernels
+    assert "switched off" in str(report)
+
+
+def test_scratch_counts_the_rows_of_x_or_the_tiles() -> None:
+    assert scratch_bytes(576, 512) == TILE_BYTES
+    assert scratch_bytes(65536, 512) == 4 * 256 * 272 * 512
+    assert scratch_bytes(65536, 10**6) == 4 * 256 * 272 * 768
