@@ -5,6 +5,7 @@ It also names a well-known model that would fit the machine.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import shlex
@@ -34,10 +35,6 @@ class KnownModel:
     active_share: float = 1.0
     """Share of the weights that a token reads: less than 1 in a Mixture of Experts."""
 
-    def tokens_per_s(self, bytes_per_s: float) -> float:
-        """Return the tokens a second of one stream on a machine that reads weights at this rate."""
-        return bytes_per_s / (self.weight_bytes * self.active_share)
-
 
 _BY_SIZE = (
     KnownModel("mlx-community/Qwen3-0.6B-4bit", 336_000_000),
@@ -54,47 +51,90 @@ _PLEASANT_TOKENS_PER_S = 5.0
 """About as fast as people read. A slower model is not recommended."""
 _SLOW_BYTES_PER_S = 0.6e9
 """Rate of 4-bit weights in MLX's own operations on a CPU."""
-_NATIVE = "native kernels"
-_PROBE_BYTES = 64 << 20
+_FLOAT_RATIO = 32 / 4.5
+"""Size of float32 weights over that of 4 bits in groups of 64, with scales and biases of 16 bits."""
+_LEAST_PROBE_BYTES, _MOST_PROBE_BYTES = 64 << 20, 1 << 30
+_OVER_CACHE = 4
+"""Size of the memory whose reading is measured, over that of the last cache."""
 
 
-def largest_fitting(free_bytes: int, bytes_per_s: float | None = None) -> KnownModel | None:
+@dataclass(frozen=True, slots=True)
+class CpuSpeed:
+    """Weights that a CPU reads while it computes one token, in bytes a second."""
+
+    quantized: float
+    """Rate of 4-bit weights."""
+    plain: float = 0.0
+    """Rate of float32 weights, if it holds quantized ones so where they fit; else 0."""
+
+    def tokens_per_s(self, model: KnownModel, room_bytes: int) -> float:
+        """Return the tokens a second of one stream, with this memory for weights."""
+        has_room = model.weight_bytes * _FLOAT_RATIO <= room_bytes
+        rate = max(self.quantized, self.plain / _FLOAT_RATIO) if has_room else self.quantized
+        return rate / (model.weight_bytes * model.active_share)
+
+
+def largest_fitting(free_bytes: int, speed: CpuSpeed | None = None) -> KnownModel | None:
     """Return the largest known model that fits and answers at a pleasant speed.
 
     Its weights take at most two thirds of the free memory beyond a reserve. If none is fast enough, it is the smallest.
 
     Args:
         free_bytes: the machine's free memory.
-        bytes_per_s: the rate at which it reads weights; unlimited by default.
+        speed: the CPU's; unlimited by default.
     """
-    room = (free_bytes - _RESERVE_BYTES) * 2 // 3
+    room = room_for_weights(free_bytes)
     fitting = [model for model in _BY_SIZE if model.weight_bytes <= room]
     fast = [
         model
         for model in fitting
-        if bytes_per_s is None or model.tokens_per_s(bytes_per_s) >= _PLEASANT_TOKENS_PER_S
+        if speed is None or speed.tokens_per_s(model, room) >= _PLEASANT_TOKENS_PER_S
     ]
     return fast[-1] if fast else fitting[0] if fitting else None
 
 
-def cpu_bytes_per_s(products: str) -> float:
-    """Return the rate at which this CPU reads 4-bit weights: memory's, if it computes with native kernels.
+def room_for_weights(free_bytes: int) -> int:
+    """Return the memory for a model's weights."""
+    return (free_bytes - _RESERVE_BYTES) * 2 // 3
+
+
+def cpu_speed(worker: WorkerInfo, profile: MachineProfile | None) -> CpuSpeed:
+    """Return this CPU's speed: as its profile measured it, or after memory's rate and what computes.
 
     Args:
-        products: the worker's description of what computes its products.
+        worker: computes here.
+        profile: this machine's, if it has been measured.
     """
-    if _NATIVE not in products:
-        return _SLOW_BYTES_PER_S
-    written = b"\1" * _PROBE_BYTES
+    measured = {} if profile is None else {rate.weights: rate.bandwidth for rate in profile.rates}
+    if profile is not None and bool(profile.kernels) == bool(worker.kernels) and "4-bit" in measured:
+        return CpuSpeed(measured["4-bit"], 0.0 if worker.kernels else measured.get("float32", 0.0))
+    memory = memory_bytes_per_s()
+    return CpuSpeed(memory) if worker.kernels else CpuSpeed(_SLOW_BYTES_PER_S, memory)
+
+
+def memory_bytes_per_s() -> float:
+    """Return the rate at which a core reads memory that no cache holds."""
+    size = min(max(_LEAST_PROBE_BYTES, _OVER_CACHE * last_cache_bytes()), _MOST_PROBE_BYTES)
+    written = b"\1" * min(size, max(_LEAST_PROBE_BYTES, usable_memory().available_bytes // 8))
     begin = time.perf_counter()
     written.find(b"\0")
-    return _PROBE_BYTES / (time.perf_counter() - begin)
+    return len(written) / (time.perf_counter() - begin)
+
+
+def last_cache_bytes(root: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
+    """Return the size of the largest cache of a core; 0 if the system does not tell."""
+    sizes = [0]
+    for file in root.glob("index*/size"):
+        with contextlib.suppress(OSError, ValueError):
+            sizes.append(int(file.read_text().strip().removesuffix("K")) << 10)
+    return max(sizes)
 
 
 if TYPE_CHECKING:
     from mlx_ring.core.worker_status import WorkerInfo
     from mlx_ring.head.head import StartReport
     from mlx_ring.head.placing import Placement
+    from mlx_ring.host.machine_profile import MachineProfile
 
 log = logging.getLogger(__name__)
 
@@ -189,23 +229,33 @@ def ready_text(running: StartReport) -> str:
         f"{_megabytes(worker.memory['weight_bytes'])} of weights, {_megabytes(worker.memory['rss_bytes'])} of memory"
         for worker in instance.workers
     ]
-    products = sorted({worker.blas for worker in instance.workers if worker.device == "cpu" and worker.blas})
-    lines += [f"  computed by {each}" for each in products]
+    products = sorted({products_of(worker) for worker in instance.workers if worker.device == "cpu"})
+    lines += [f"  computed by {each}" for each in products if each]
     if not running.is_first:
         return "\n".join([*lines, ""])
     lines += ["", *sample_commands(running.url, running.certificate, asks_for_key=running.asks_for_key)]
     if running.served.local.kind == "built-in":
-        lines += _recommendation(instance.workers[0])
+        lines += _recommendation(instance.workers[0], running.profile)
     return "\n".join([*lines, "Press Ctrl-C to stop it.", ""])
 
 
-def _recommendation(worker: WorkerInfo) -> list[str]:
+def products_of(worker: WorkerInfo) -> str:
+    """Return what computes a worker's products, and what quantized weights cost without native kernels."""
+    if worker.kernels or not worker.cpu_weights:
+        return worker.blas
+    if worker.cpu_weights == "float32":
+        return f"{worker.blas}; they are held as float32, which takes more memory"
+    return f"{worker.blas}; a token takes many times as long"
+
+
+def _recommendation(worker: WorkerInfo, profile: MachineProfile | None) -> list[str]:
     """Return the lines that name a real model for this machine; none if its memory is too small for all."""
-    rate = cpu_bytes_per_s(worker.blas) if worker.device == "cpu" else None
-    fitting = largest_fitting(usable_memory().available_bytes, rate)
+    cpu = cpu_speed(worker, profile) if worker.device == "cpu" else None
+    free = usable_memory().available_bytes
+    fitting = largest_fitting(free, cpu)
     if fitting is None:
         return []
-    speed = "" if rate is None else f", about {fitting.tokens_per_s(rate):.2g} tokens/s"
+    speed = "" if cpu is None else f", about {cpu.tokens_per_s(fitting, room_for_weights(free)):.2g} tokens/s"
     return [
         "The built-in models are tiny. A real model that fits this machine:",
         f"  {program()} serve {fitting.hub_id}    # fetches {fitting.weight_bytes / 1e9:.1f} GB{speed}",

@@ -42,6 +42,7 @@ from mlx_ring.head.uvicorn_connection import ConnectionLimits
 from mlx_ring.host.addresses import HeadAddress, local_url
 from mlx_ring.host.head_announcement import HeadAnnouncement
 from mlx_ring.host.machine import make_run_folder, node_name, raise_descriptor_limit
+from mlx_ring.host.machine_profile import MachineProfile
 from mlx_ring.models.model_digests import manifest_beside
 from mlx_ring.models.weights_manifest import WeightsManifest
 from mlx_ring.settings.config import Settings, state_folder
@@ -110,6 +111,8 @@ class StartReport:
     asks_for_key: bool = False
     certificate: Path | None = None
     """Certificate for HTTPS; None for HTTP."""
+    profile: MachineProfile | None = None
+    """Profile of the head's machine, if it has been measured."""
 
 
 class Audience(Watcher, Protocol):
@@ -207,9 +210,9 @@ class Head:
         url = local_url(host, port, "http" if self._tls is None else "https")
         settings = self._settings
         asks_for_key = bool(settings.api_key or settings.api_key_file)
-        self._audience.serving(
-            StartReport(url, served, instance, load_s, is_first, asks_for_key, settings.ssl_certfile)
-        )
+        security = asks_for_key, settings.ssl_certfile
+        profile = self._catalog.own_profile()
+        self._audience.serving(StartReport(url, served, instance, load_s, is_first, *security, profile))
 
     async def _machines(self, cleanup: contextlib.AsyncExitStack) -> Machines:
         """Return the head's own machine, or open the cluster's ports and return its machines."""

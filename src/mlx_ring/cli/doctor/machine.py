@@ -26,7 +26,7 @@ _MLX_S, _ASK_S = 120.0, 10.0
 _TRY_MLX = (
     "import mlx.core as mx, mlx_cpu_kernels, mlx_lm; "
     "print(mx.default_device().type.name, int(mx.sum(mx.ones((8, 8)) @ mx.ones((8, 8))).item())); "
-    "print(mlx_cpu_kernels.speed_up())"
+    "products = mlx_cpu_kernels.speed_up(); print(products); print(products.kernels)"
 )
 _MLX_SAYS = "512"
 
@@ -57,7 +57,8 @@ def check_mlx() -> Iterator[Finding]:
     if done.returncode == 0 and result == _MLX_SAYS:
         yield Finding("ok", "MLX", f"computes on the {device.upper()}")
         if device == "cpu" and sys.platform == "linux":
-            yield judge_products(products.strip())
+            description, _, kernels = products.strip("\n").partition("\n")
+            yield judge_products(description, kernels=kernels)
         return
     last = next(
         (line for line in reversed(done.stderr.splitlines()) if line.strip()), f"exit {done.returncode}"
@@ -65,13 +66,16 @@ def check_mlx() -> Iterator[Finding]:
     yield Finding("broken", "MLX", last.strip(), _MEND_MLX)
 
 
-def judge_products(products: str) -> Finding:
-    """Judge the description of what computes products on this CPU."""
-    if "native kernels" in products:
+_WITHOUT_KERNELS = (
+    "Models with quantized weights are slow here, or take about seven times the memory (--cpu-weights)."
+)
+
+
+def judge_products(products: str, *, kernels: str) -> Finding:
+    """Judge what computes products on this CPU, with its description. `kernels` is empty without native kernels."""
+    if kernels:
         return Finding("ok", "products", products)
-    return Finding(
-        "warning", "products", products, f"Models with quantized weights are slow here. {advice()}"
-    )
+    return Finding("warning", "products", products, f"{_WITHOUT_KERNELS} {advice()}")
 
 
 _MEND_MLX = (
