@@ -135,6 +135,23 @@ def test_no_load_waits_for_a_spare_that_is_made_when_the_node_is_idle(tmp_path: 
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("mode", ["auto", "off"])
+def test_a_process_for_a_worker_that_is_about_to_come_is_made_at_once_whatever_the_setting(
+    mode: SpareMode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subject, "_MOST_SHARE", 0.0)
+
+    async def run() -> None:
+        async with node_with_spare(tmp_path, mode) as node:
+            node.spare.make_at_once(node.like)
+            await run_tasks_until(lambda: node.spare.is_ready)
+            (child,) = node.started
+            worker = await node.take()
+            assert worker is child
+
+    asyncio.run(run())
+
+
 def test_a_spare_stays_when_a_load_that_does_not_take_it_follows_the_last_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

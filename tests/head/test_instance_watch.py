@@ -130,6 +130,14 @@ class FakeAgent:
         self.reports: asyncio.Queue[agent_pb2.AgentEvent | RingError] = asyncio.Queue()
         self.waits: list[bool] = []
         self.is_silent = False
+        self.suspicions: list[bool] = []
+        """True for each silence, False for its end."""
+
+    def on_suspect(self) -> None:
+        self.suspicions.append(True)
+
+    def on_answer(self) -> None:
+        self.suspicions.append(False)
 
     async def close(self) -> None:
         pass
@@ -249,8 +257,11 @@ def test_a_silent_agent_of_the_only_machine_is_not_asked_again(monkeypatch: pyte
         async with watching.watch.watching(hello_pb2.Hello()):
             await watching.report()
             watching.pass_time(3.0)
+            await watching.report()
+            watching.pass_time(3.0)
             assert not watching.agent.is_silent
             watching.pass_time(1.0)
+            assert watching.agent.suspicions == [True, False, True]
         (loss,) = watching.losses
         assert str(loss) == "The agent of n2 has sent nothing for 3.5 s."
         assert watching.agent.is_silent

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.eventually import run_tasks_until
 
 from mlx_ring.core.errors import WorkerStuck
 from mlx_ring.head import single_node as subject
@@ -19,9 +21,11 @@ class FakeAgent:
 
     exit_reason = ""
 
-    def __init__(self) -> None:
+    def __init__(self, *, with_spare: bool = False) -> None:
         self.hangs = False
         self.is_stopped = False
+        self.with_spare = with_spare
+        self.link = SimpleNamespace(on_suspect=bool, on_answer=bool)
 
     async def answers(self) -> bool:
         return not self.hangs
@@ -30,18 +34,25 @@ class FakeAgent:
         self.is_stopped = True
 
 
-@pytest.mark.parametrize(("fails", "hangs", "agents"), [(1, 1, 2), (1, 0, 1), (0, 1, 1)])
-def test_only_an_agent_that_hangs_after_a_failure_is_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: int, hangs: int, agents: int
-) -> None:
-    started: list[FakeAgent] = []
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[FakeAgent]:
+    """Return the agents that are started."""
+    agents: list[FakeAgent] = []
 
     class Starts:
         @classmethod
-        async def start(cls, *_: object, **_options: object) -> FakeAgent:
-            started.append(FakeAgent())
-            return started[-1]
+        async def start(cls, *_: object, with_spare: bool = False, **_options: object) -> FakeAgent:
+            agents.append(FakeAgent(with_spare=with_spare))
+            return agents[-1]
 
+    monkeypatch.setattr(subject, "LocalAgent", Starts)
+    return agents
+
+
+@pytest.mark.parametrize(("fails", "hangs", "agents"), [(1, 1, 2), (1, 0, 1), (0, 1, 1)])
+def test_only_an_agent_that_hangs_after_a_failure_is_replaced(
+    tmp_path: Path, started: list[FakeAgent], fails: int, hangs: int, agents: int
+) -> None:
     async def run() -> None:
         machines: Any = SingleNode(Settings(), tmp_path, 1)
         agent = await machines._alive()
@@ -50,6 +61,32 @@ def test_only_an_agent_that_hangs_after_a_failure_is_replaced(
             machines.record_failure(WorkerStuck("The agent has sent nothing."), 0.0)
         assert await machines._alive() is started[-1]
 
-    monkeypatch.setattr(subject, "LocalAgent", Starts)
     asyncio.run(run())
     assert [agent.is_stopped for agent in started] == [True] * (agents - 1) + [False]
+
+
+def test_another_agent_starts_while_the_present_one_is_suspect_and_replaces_it_if_it_is_lost(
+    tmp_path: Path, started: list[FakeAgent]
+) -> None:
+    async def run() -> None:
+        machines: Any = SingleNode(Settings(), tmp_path, 1)
+        first: Any = await machines._alive()
+        first.link.on_suspect()
+        first.link.on_suspect()
+        await run_tasks_until(lambda: len(started) == 2)
+        first.link.on_answer()
+        await run_tasks_until(lambda: started[1].is_stopped)
+        assert await machines._alive() is first
+        first.link.on_suspect()
+        await run_tasks_until(lambda: len(started) == 3)
+        first.hangs = True
+        machines.record_failure(WorkerStuck("The agent has sent nothing."), 0.0)
+        assert await machines._alive() is started[2]
+        assert first.is_stopped
+        started[2].link.on_suspect()
+        await run_tasks_until(lambda: len(started) == 4)
+        await machines.stop()
+
+    asyncio.run(run())
+    assert [agent.with_spare for agent in started] == [False, True, True, True]
+    assert all(agent.is_stopped for agent in started)

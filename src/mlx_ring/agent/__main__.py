@@ -52,6 +52,8 @@ async def _serve(options: argparse.Namespace) -> None:
             spare=options.spare_worker,
         )
     )
+    if options.with_spare:
+        supervisor.expect_worker()
     service = AgentService(options.node, supervisor, options.load_timeout)
     end = service.stop_requested
     loop = asyncio.get_running_loop()
@@ -89,6 +91,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--lent", type=Path, help="folder where processes of other ranks listen, which start their workers"
     )
     parser.add_argument("--spare-worker", choices=("auto", "on", "off"), default="off")
+    parser.add_argument(
+        "--with-spare", action="store_true", help="start a process at once for the first worker"
+    )
     parser.add_argument("--load-timeout", type=float, default=600.0, help="seconds")
     return parser.parse_args(arguments)
 

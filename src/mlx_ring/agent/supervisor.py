@@ -134,9 +134,8 @@ class Worker:
     @property
     def computes(self) -> bool:
         """True if it answered just now that it waits for its device, or computes a step with the other ranks of its stage."""
-        waits = "" if self.status is None else self.status.waits.kind
-        is_step = waits == "device" or (waits == "collective" and self.assignment.tp_size > 1)
-        return is_step and not self.unresponsive.seconds
+        waits = "" if self.status is None or self.unresponsive.seconds else self.status.waits.kind
+        return waits == "device" or (waits == "collective" and self.assignment.tp_size > 1)
 
     @property
     def grace_s(self) -> float:
@@ -273,6 +272,10 @@ class Supervisor:
             blas_threads=options.blas_threads,
         )
 
+    def expect_worker(self) -> None:
+        """Start a process for the first worker, which saves the time of its start once the worker is known."""
+        self.spare.make_at_once(Inherited(_environment(self._options), is_joined=False))
+
     async def _start_spare(self, inherited: Inherited, on_line: Callable[[str], str]) -> ChildProcess:
         options = self._options
         return await ChildProcess.start(
@@ -383,9 +386,11 @@ class Supervisor:
         return worker.question
 
     async def _read_status(self, worker: Worker) -> None:
-        call = STATUS.aio_unary_unary(worker.channel)
+        question = worker_pb2.StatusRequest(revoked=self.revoked)
         try:
-            worker.status = await call(self._question(), timeout=_LONGEST_QUESTION_S)
+            worker.status = await STATUS.aio_unary_unary(worker.channel)(
+                question, timeout=_LONGEST_QUESTION_S
+            )
         except grpc.RpcError:
             worker.unresponsive.unanswered()
             return
@@ -412,7 +417,7 @@ class Supervisor:
             WorkerStuck: it hangs.
         """
         call = STATUS.aio_unary_unary(worker.channel)
-        up = asyncio.ensure_future(call(self._question(), wait_for_ready=True))
+        up = asyncio.ensure_future(call(worker_pb2.StatusRequest(revoked=self.revoked), wait_for_ready=True))
         end = asyncio.ensure_future(worker.child.wait())
         hung = asyncio.ensure_future(self.until_hung(worker))
         try:
@@ -427,9 +432,6 @@ class Supervisor:
             up.cancel()
             end.cancel()
             hung.cancel()
-
-    def _question(self) -> worker_pb2.StatusRequest:
-        return worker_pb2.StatusRequest(revoked=self.revoked)
 
     def _notify(self) -> None:
         for changed in self._watchers:

@@ -139,6 +139,10 @@ class SpareWorker:
         elif self._ending and self._task is not None:
             self._task.cancel()
 
+    def make_at_once(self, like: Inherited) -> None:
+        """Make a spare for a worker that is about to come, whatever the setting."""
+        self._replace_task(self._make(like, at_once=True))
+
     def end_soon(self) -> None:
         """End the spare unless the node gets a worker soon."""
         if self._mode != "off":
@@ -165,10 +169,11 @@ class SpareWorker:
         if child is not None:
             await child.stop(_GRACE_S, asks_where=False)
 
-    async def _make(self, like: Inherited) -> None:
-        await self._wait_until_idle()
-        if not self._allows(SPARE_BYTES):
-            return
+    async def _make(self, like: Inherited, *, at_once: bool = False) -> None:
+        if not at_once:
+            await self._wait_until_idle()
+            if not self._allows(SPARE_BYTES):
+                return
         ready = asyncio.Event()
 
         def on_line(line: str) -> str:
@@ -185,7 +190,7 @@ class SpareWorker:
         finally:
             end.cancel()
             waiting.cancel()
-        if self._child is not child or not ready.is_set():
+        if self._child is not child or not ready.is_set() or at_once:
             return
         if not self._allows(nbytes := _memory_of(child.pid)):
             self._mode, self._child = "off", None

@@ -57,6 +57,10 @@ class AgentLink:
         self._name = name
         self.is_silent = False
         """True if the agent was lost because it sent nothing for too long."""
+        self.on_suspect: Callable[[], object] = bool
+        """Callback for its silence, after which it may be lost."""
+        self.on_answer: Callable[[], object] = bool
+        """Callback for the end of that silence."""
 
     async def start(
         self, hello: hello_pb2.Hello, assignments: Assignments
@@ -247,6 +251,7 @@ class LocalAgent:
         node: str,
         run_dir: Path,
         blas_threads: int,
+        with_spare: bool = False,
     ) -> LocalAgent:
         """Start the process.
 
@@ -255,6 +260,7 @@ class LocalAgent:
             node: The node's ID.
             run_dir: A private empty folder; the agent listens on `agent.sock` in it and removes it at the end.
             blas_threads: The number of BLAS threads of each worker.
+            with_spare: True if it starts a process at once for its first worker.
         """
         launch = read_launch()
         child = await ChildProcess.start(
@@ -271,6 +277,7 @@ class LocalAgent:
                     settings.spare_worker,
                 ),
                 *(["--lent", str(launch.meeting_place)] if launch is not None else []),
+                *(["--with-spare"] if with_spare and launch is None else []),
             ],
             name="agent",
             rank=None,

@@ -235,6 +235,9 @@ class InstanceWatch:
         for node, silence in self._unreported.items():
             if silence.look() >= _FIRST_REPORT_S and not self._gone[node].is_set():
                 self._lose_silent(node, _FIRST_REPORT_S)
+        if not self._is_cluster and bool(suspect_nodes) != bool(self._suspect_nodes):
+            for site in self._placement.nodes:
+                (site.link.on_suspect if suspect_nodes else site.link.on_answer)()
         self._suspect_nodes = frozenset(suspect_nodes)
         self._suspect(suspicions)
 

@@ -41,6 +41,9 @@ class SingleNode:
         self._run_dir = run_dir
         self._workers = workers
         self._agent: LocalAgent | None = None
+        self._replacement: asyncio.Task[LocalAgent] | None = None
+        """Start of another agent, while the present one is so silent that it may be lost."""
+        self._dropping: set[asyncio.Task[None]] = set()
         self._profile: MachineProfile | None = None
         self._since_s = time.time()
         self._serial = count()
@@ -110,17 +113,41 @@ class SingleNode:
     async def _alive(self) -> LocalAgent:
         async with self._starting:
             if self._agent is None or self._agent.exit_reason or await self._hangs(self._agent):
-                await self.stop()
-                run_dir = self._run_dir / f"a{next(self._serial)}"
-                run_dir.mkdir()
-                await build_kernels(self._settings.blas)
-                self._agent = await LocalAgent.start(
-                    self._settings,
-                    node=node_name(),
-                    run_dir=run_dir,
-                    blas_threads=self._settings.blas_threads or share_cores(self._workers),
-                )
+                replacement, self._replacement = self._replacement, None
+                await self._stop_agent()
+                self._agent = None if replacement is None else await replacement
+                if self._agent is None or self._agent.exit_reason:
+                    await build_kernels(self._settings.blas)
+                    self._agent = await self._start()
+            else:
+                self._drop_replacement()
             return self._agent
+
+    async def _start(self, *, with_spare: bool = False) -> LocalAgent:
+        run_dir = self._run_dir / f"a{next(self._serial)}"
+        run_dir.mkdir()
+        agent = await LocalAgent.start(
+            self._settings,
+            node=node_name(),
+            run_dir=run_dir,
+            blas_threads=self._settings.blas_threads or share_cores(self._workers),
+            with_spare=with_spare,
+        )
+        agent.link.on_suspect, agent.link.on_answer = self._begin_replacement, self._drop_replacement
+        return agent
+
+    def _begin_replacement(self) -> None:
+        """Start another agent beside a silent one, because processes take seconds to start."""
+        if self._replacement is None:
+            self._replacement = asyncio.create_task(self._start(with_spare=True), name="another agent")
+
+    def _drop_replacement(self) -> None:
+        """End the other agent, because the silent one has answered."""
+        replacement, self._replacement = self._replacement, None
+        if replacement is not None:
+            dropping = asyncio.create_task(_end(replacement), name="end of another agent")
+            self._dropping.add(dropping)
+            dropping.add_done_callback(self._dropping.discard)
 
     async def _hangs(self, agent: LocalAgent) -> bool:
         """Return True if the agent no longer answers after a failure."""
@@ -131,6 +158,10 @@ class SingleNode:
 
     async def stop(self) -> None:
         """End the agent, with every worker."""
+        self._drop_replacement()
+        await asyncio.gather(self._stop_agent(), *self._dropping)
+
+    async def _stop_agent(self) -> None:
         if self._agent is not None:
             await self._agent.stop()
 
@@ -176,3 +207,8 @@ class SingleNode:
             versions=hello_versions(make_hello()),
         )
         return ClusterView(node_name(), Membership().apply(Joined(itself)), hung=hung)
+
+
+async def _end(starting: asyncio.Task[LocalAgent]) -> None:
+    with contextlib.suppress(OSError):
+        await (await starting).stop()
