@@ -30,6 +30,8 @@ namespace {
 constexpr int kByteRows = 4;
 constexpr int kByteColumns = 4;
 constexpr int64_t kMostByteRows = 24;
+// Bytes between the weights that are multiplied and those that are fetched: more than four rows of a small model have.
+constexpr int64_t kPrefetchBytes = 8192;
 // Products of a value and a weight that are worth another thread: some microseconds.
 constexpr int64_t kProductsAThread = 100'000;
 // The largest integer whose digits fit: 127 * 65536 + 127 * 256 + 127, less what rounding may add. As two digits it is
@@ -188,16 +190,21 @@ inline void multiply_block(const typename V::Int (&weights)[rows][Block<V, bits>
   });
 }
 
+// How many rows ahead weights and scales are prefetched. Memory answers later than four short rows are multiplied.
+inline int64_t rows_ahead(const Quantized& w) {
+  return kByteRows * larger(1, kPrefetchBytes / larger(1, kByteRows * w.row_words * int64_t{sizeof(uint32_t)}));
+}
+
 // Begins the sums of kByteRows rows from n on with their biases, and joins the rows' scales with those of x: what is
 // left is one multiplication a lane and block. Compiled for each type of the scales, so that no row asks for it again.
 template <class V, int bits, Type type, int m>
 [[gnu::flatten]] void begin_rows(const ByteRows<V, bits>& x, const Quantized& w, int64_t n, int64_t first,
                                  typename V::Float (&sums)[kByteRows][m], float* scales) {
-  const int64_t groups = w.columns / w.group_size, padded = x.groups();
+  const int64_t groups = w.columns / w.group_size, padded = x.groups(), ahead = rows_ahead(w) * w.row_groups;
   unroll<kByteRows>([&]<int r>() { unroll<m>([&]<int j>() { sums[r][j] = V::zero(); }); });
   auto add_groups = [&](int64_t g, auto&& load) {
     unroll<kByteRows>([&]<int r>() {
-      const int64_t from = (n + r) * w.row_groups + g, next = from + kByteRows * w.row_groups;
+      const int64_t from = (n + r) * w.row_groups + g, next = from + ahead;
       auto scale = load(w.scales, from), bias = load(w.biases, from);
       __builtin_prefetch(at(w.scales, type, next));
       __builtin_prefetch(at(w.biases, type, next));
@@ -237,7 +244,7 @@ class ByteTile {
     }
     const uint32_t* words[rows];
     for (int r = 0; r < rows; r++) words[r] = w.weights + (n + r) * w.row_words;
-    const int64_t blocks = w.columns / B::kColumns, next_rows = rows * w.row_words;
+    const int64_t blocks = w.columns / B::kColumns, next_rows = rows_ahead(w) * w.row_words;
     for (int64_t b = 0; b < blocks; b++) {
       add_block<m>(b, first, sums, [&](int r, auto& weights) {
         const uint32_t* from = words[r] + b * B::kWords;
