@@ -146,17 +146,18 @@ def test_several_matrices_are_broadcast_as_by_mlx(shape: tuple[int, ...], transp
     assert_close(ours, exact(theirs), mx.float32)
 
 
-@given(bits, group_sizes, types, st.integers(1, 9), st.integers(1, 4))
+@given(bits, group_sizes, types, st.integers(1, 9), st.integers(1, 4), st.booleans())
 @settings(max_examples=30, deadline=None)
 def test_experts_compute_their_own_rows(
-    bits: int, group_size: int, type_name: str, tokens: int, chosen: int
+    bits: int, group_size: int, type_name: str, tokens: int, chosen: int, transpose: bool
 ) -> None:
     options: dict[str, Any] = {"bits": bits, "group_size": group_size}
     experts = mx.quantize(numbers(5, 6, 40, group_size * 2), **options)
     dense = exact(own("dequantize", *experts, **options))
-    x = numbers(6, tokens, 1, 1, group_size * 2).astype(TYPES[type_name])
+    x = numbers(6, tokens, 1, 1, group_size * 2 if transpose else 40).astype(TYPES[type_name])
     indices = mx.array(np.random.default_rng(tokens).integers(0, 6, (tokens, chosen)))
-    ours = mx.gather_qmm(x, *experts, rhs_indices=indices, **options)
+    ours = mx.gather_qmm(x, *experts, rhs_indices=indices, transpose=transpose, **options)
+    dense = dense if transpose else dense.swapaxes(1, 2)
     expected = np.einsum("tk,tcnk->tcn", exact(x)[:, 0, 0], dense[np.array(indices)])[:, :, None]
     assert_close(ours, expected, mx.float32)
 
@@ -195,6 +196,10 @@ def test_scales_and_biases_may_lie_differently() -> None:
 def test_products_without_depth_are_zero() -> None:
     empty = (mx.zeros((8, 0), mx.uint32), mx.zeros((8, 0)), mx.zeros((8, 0)))
     assert mx.array_equal(mx.quantized_matmul(mx.zeros((3, 0)), *empty), mx.zeros((3, 8)))
+    experts, chosen = [part[None] for part in empty], mx.array([0, 0])
+    assert mx.array_equal(
+        mx.gather_qmm(mx.zeros((2, 1, 0)), *experts, rhs_indices=chosen), mx.zeros((2, 1, 8))
+    )
 
 
 FUNCTIONS: dict[str, tuple[Callable[[mx.array], mx.array], Callable[[int], mx.array]]] = {
@@ -263,6 +268,50 @@ def test_rows_are_normalized(
     expected = exact(x) / np.sqrt((exact(x) ** 2).mean(-1, keepdims=True) + 1e-5)
     expected = expected * (exact(weight) if weight is not None else 1)
     assert_close(mx.fast.rms_norm(x, weight, 1e-5), expected, mx.float32)
+
+
+@given(st.integers(1, 40), st.integers(1, 600), st.sampled_from(LAYOUTS), types, *[st.booleans()] * 2)
+@settings(max_examples=60, deadline=None)
+def test_layers_are_normalized(
+    rows: int,
+    size: int,
+    layout: Callable[[int, int], mx.array],
+    type_name: str,
+    is_weighted: bool,
+    has_bias: bool,
+) -> None:
+    dtype = TYPES[type_name]
+    x = (layout(rows, size) * 3 + 1).astype(dtype)
+    weight, bias = (numbers(seed, size).astype(dtype) for seed in (3, 4))
+    given = (weight if is_weighted else None, bias if has_bias else None)
+    around = exact(x) - exact(x).mean(-1, keepdims=True)
+    expected = around / np.sqrt((around**2).mean(-1, keepdims=True) + 1e-3)
+    expected = expected * (exact(weight) if is_weighted else 1) + (exact(bias) if has_bias else 0)
+    assert_close(mx.fast.layer_norm(x, *given, 1e-3), expected, dtype)
+
+
+@pytest.mark.parametrize("name", ["gelu_approx", "gelu_fast_approx"])
+@pytest.mark.parametrize("shape", [(1, 7), (3, 1536), (2, 5, 33), (0, 4)])
+def test_activations_equal_mlxs(name: str, shape: tuple[int, ...]) -> None:
+    from mlx import nn
+
+    operations.install()
+    x = numbers(3, *shape) * 4
+    ours: Operation = getattr(nn, name)
+    stock = operations.stock(name)
+    assert ours is not stock
+    module: Any = nn.GELU("tanh" if name == "gelu_approx" else "fast")
+    assert mx.array_equal(module(x), ours(x))
+    assert_close(ours(x), exact(stock(x)), mx.float32)
+
+    def loss(activate: Operation) -> Callable[[mx.array], mx.array]:
+        return lambda x: activate(x).sum()
+
+    assert_close(mx.grad(loss(ours))(x), exact(mx.grad(loss(stock))(x)), mx.float32)
+    half = x.astype(mx.float16)
+    assert mx.array_equal(ours(half), stock(half))
+    operations.uninstall()
+    assert getattr(nn, name) is stock
 
 
 @given(st.data(), st.integers(1, 3), st.integers(1, 5), st.integers(1, 9), st.booleans())

@@ -27,13 +27,19 @@ from mlx_cpu_kernels.selfcheck import Operation, check
 
 _OPERATIONS: dict[str, ModuleType] = {
     **dict.fromkeys(("quantized_matmul", "gather_qmm", "dequantize"), mx),
-    **dict.fromkeys(("rms_norm", "rope", "scaled_dot_product_attention"), mx.fast),
+    **dict.fromkeys(("rms_norm", "layer_norm", "rope", "scaled_dot_product_attention"), mx.fast),
 }
 """Names of the operations, with the module that has MLX's own."""
 _ACTIVATION = "swiglu"
 _QUANTIZED_ATTENTION = "quantized_scaled_dot_product_attention"
-_MODEL_FUNCTIONS = {_ACTIVATION: "mlx_lm.models.activations", _QUANTIZED_ATTENTION: "mlx_lm.models.base"}
-"""mlx-lm's functions that are replaced, with their modules. Models import them by name."""
+_UNARY = ("gelu_approx", "gelu_fast_approx")
+_MODEL_FUNCTIONS = {
+    **dict.fromkeys(_UNARY, "mlx.nn.layers.activations"),
+    _ACTIVATION: "mlx_lm.models.activations",
+    _QUANTIZED_ATTENTION: "mlx_lm.models.base",
+}
+"""Functions of mlx.nn and mlx-lm that are replaced, with their modules. Others import them by name."""
+_PACKAGES = ("mlx.nn", "mlx_lm")
 _SCALAR = "scalar"
 """Name of the kernels for any processor, which are a reference and slow."""
 
@@ -124,12 +130,11 @@ def stock(name: str) -> Operation:
 
 
 def _install_model_functions(kernels: ModuleType) -> None:
-    """Replace mlx-lm's functions, for models that are imported already or later, where mlx-lm is in use."""
-    if "mlx_lm" not in sys.modules:
-        return
-    for name, make in ((_ACTIVATION, _activation), (_QUANTIZED_ATTENTION, _quantized_attention)):
-        own: Operation = getattr(importlib.import_module(_MODEL_FUNCTIONS[name]), name)
-        _replace_in_models(name, make(getattr(kernels, name), _stock.setdefault(name, own)))
+    """Replace functions of the packages that are in use, for models that are imported already or later."""
+    for name, module in _MODEL_FUNCTIONS.items():
+        if any(module.startswith(package) and package in sys.modules for package in _PACKAGES):
+            own: Operation = getattr(importlib.import_module(module), name)
+            _replace_in_models(name, _MAKERS[name](getattr(kernels, name), _stock.setdefault(name, own)))
 
 
 def _activation(swiglu: Operation, stock: Operation) -> Operation:
@@ -147,11 +152,26 @@ def _quantized_attention(attend: Callable[..., mx.array | None], stock: Operatio
     return attend_or_stock
 
 
+def _unary(activate: Operation, stock: Operation) -> Operation:
+    def activate_or_stock(x: mx.array) -> mx.array:
+        return activate(x) if x.dtype == mx.float32 else stock(x)
+
+    return activate_or_stock
+
+
+_MAKERS: dict[str, Callable[[Callable[..., Any], Operation], Operation]] = {
+    **dict.fromkeys(_UNARY, _unary),
+    _ACTIVATION: _activation,
+    _QUANTIZED_ATTENTION: _quantized_attention,
+}
+"""Makers of the functions that take the places of others, from the kernels' and their own."""
+
+
 def _replace_in_models(function: str, operation: Operation) -> None:
-    """Put `operation` where mlx-lm's modules have named theirs."""
+    """Put `operation` where modules have named theirs."""
     present = getattr(sys.modules.get(_MODEL_FUNCTIONS[function]), function, None)
     for name, module in list(sys.modules.items()):
-        if name.startswith("mlx_lm.models.") and getattr(module, function, None) is present:
+        if name.startswith(_PACKAGES) and getattr(module, function, None) is present:
             setattr(module, function, operation)
 
 

@@ -31,7 +31,7 @@ def check(kernels: ModuleType, stock: Callable[[str], Operation]) -> None:
     """Compare each operation with MLX's own, which `stock` returns by name. Raises `Unavailable` if one differs."""
     with mx.stream(mx.Device(mx.cpu)):
         samples = [*_products(), *_large_products(), *_layers()]
-        references = {"swiglu": _swiglu, _QUANTIZED_ATTENTION: _attention_of_dequantized(stock)}
+        references = {**_FUNCTIONS, _QUANTIZED_ATTENTION: _attention_of_dequantized(stock)}
         differences: list[mx.array] = []
         for name, arguments, options in samples:
             ours = getattr(kernels, name)(*arguments, **options)
@@ -68,6 +68,22 @@ def _swiglu(gate: mx.array, x: mx.array) -> mx.array:
     return gate * mx.sigmoid(gate) * x
 
 
+def _gelu(x: mx.array) -> mx.array:
+    return x * (1 + mx.tanh(0.7978845608 * (x + 0.044715 * x * x * x))) / 2
+
+
+def _gelu_by_sigmoid(x: mx.array) -> mx.array:
+    return x * mx.sigmoid(1.702 * x)
+
+
+_FUNCTIONS: dict[str, Operation] = {
+    "swiglu": _swiglu,
+    "gelu_approx": _gelu,
+    "gelu_fast_approx": _gelu_by_sigmoid,
+}
+"""Functions that mx does not have, by its operations."""
+
+
 def _attention_of_dequantized(stock: Callable[[str], Operation]) -> Operation:
     def attend(
         queries: mx.array, *kv: tuple[mx.array, ...], scale: float, mask: str, **quantization: int
@@ -92,6 +108,7 @@ def _products() -> Iterator[Sample]:
             yield "quantized_matmul", (_numbers(2, 50), *matrix), {**options, "transpose": False}
             chosen = {"rhs_indices": mx.array([[0, 2], [1, 2]], mx.uint32)}
             yield "gather_qmm", (_numbers(2, 1, 1, columns), *matrices), {**options, **chosen}
+            yield "gather_qmm", (_numbers(2, 1, 1, 50), *matrices), {**options, **chosen, "transpose": False}
             if dtype != mx.float32:
                 yield "quantized_matmul", (_numbers(2, columns).astype(dtype), *matrix), options
 
@@ -111,7 +128,12 @@ def _layers() -> Iterator[Sample]:
         for traditional in (False, True):
             options = {"traditional": traditional, "base": 1e4, "scale": 1.0, "offset": 900}
             yield "rope", (_numbers(1, 2, 3, 40).astype(dtype), 32), options
+        weight, bias = (_numbers(size).astype(dtype) + offset for size, offset in ((41, 0), (41, 1)))
+        yield "layer_norm", (_numbers(130, 41).astype(dtype) + 0.5, weight, bias, 1e-5), {}
     yield "rms_norm", (_numbers(3, 40), None, 1e-5), {}
+    yield "layer_norm", (_numbers(3, 40), None, None, 1e-5), {}
+    for name in ("gelu_approx", "gelu_fast_approx"):
+        yield name, (_numbers(40, 1025) * 9,), {}
     given = {"base": None, "freqs": mx.exp(mx.arange(16) * 0.1), "offset": mx.array([3, 70])}
     yield "rope", (_numbers(2, 4, 65, 40), 32), {"traditional": False, "scale": 1.0, **given}
     for shape in ((3, 41), (40, 1024)):

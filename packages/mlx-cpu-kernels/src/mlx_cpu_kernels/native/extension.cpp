@@ -37,6 +37,8 @@ NB_MODULE(_kernels, module) {
              "bits"_a = nb::none(), "mode"_a = "affine", "global_scale"_a = nb::none(), "dtype"_a = nb::none(),
              nb::kw_only(), "stream"_a = nb::none());
   module.def("rms_norm", &make_rms_norm, "x"_a, "weight"_a.none(), "eps"_a, nb::kw_only(), "stream"_a = nb::none());
+  module.def("layer_norm", &make_layer_norm, "x"_a, "weight"_a.none(), "bias"_a.none(), "eps"_a, nb::kw_only(),
+             "stream"_a = nb::none());
   module.def("rope", &make_rotated, "a"_a, "dims"_a, nb::kw_only(), "traditional"_a, "base"_a.none(), "scale"_a, "offset"_a,
              "freqs"_a = nb::none(), "stream"_a = nb::none());
   module.def("scaled_dot_product_attention", &make_attention, "q"_a, "k"_a, "v"_a, nb::kw_only(), "scale"_a,
@@ -44,6 +46,8 @@ NB_MODULE(_kernels, module) {
   module.def("quantized_scaled_dot_product_attention", &make_quantized_attention, "queries"_a, "q_keys"_a, "q_values"_a,
              "scale"_a, "mask"_a.none(), "group_size"_a = 64, "bits"_a = 8);
   module.def("swiglu", &make_swiglu, "gate"_a, "x"_a, "silu(gate) * x");
+  module.def("gelu_approx", [](const mx::array& x) { return make_gelu(x, true); }, "x"_a);
+  module.def("gelu_fast_approx", [](const mx::array& x) { return make_gelu(x, false); }, "x"_a);
   module.def("heads", &make_heads, "x"_a, "norm"_a.none(), "linears"_a, "heads"_a, "head_norms"_a, "rotation"_a.none(),
              "offset"_a);
   module.def("gated", &make_gated, "x"_a, "norm"_a.none(), "gate"_a, "up"_a);

@@ -61,29 +61,93 @@ class Norm : public CpuPrimitive {
   float epsilon_;
 };
 
-class Swiglu : public CpuPrimitive {
+// x (..., size), then weight and bias (size), or neither.
+class LayerNormalization : public CpuPrimitive {
  public:
-  using CpuPrimitive::CpuPrimitive;
+  LayerNormalization(mx::Stream stream, float epsilon, bool has_weight, bool has_bias)
+      : CpuPrimitive(stream), epsilon_(epsilon), has_weight_(has_weight), has_bias_(has_bias) {}
+
+  void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
+    auto& y = outputs[0];
+    allocate(y);
+    if (y.size() == 0) return;
+    auto& encoder = mx::cpu::get_command_encoder(stream());
+    const auto x = dense(inputs[0], encoder);
+    const int64_t size = x.shape(-1);
+    LayerNorm norm{
+        .rows = static_cast<int64_t>(x.size()) / size, .columns = size, .x = {x.data<void>(), type_of(x.dtype()), size},
+        .weight = nullptr, .bias = nullptr, .weight_type = type_of(inputs.back().dtype()), .epsilon = epsilon_,
+        .y = y.data<void>(), .y_stride = size,
+    };
+    if (has_weight_) norm.weight = dense(inputs[1], encoder).data<void>();
+    if (has_bias_) norm.bias = dense(inputs.back(), encoder).data<void>();
+    encoder.dispatch([norm] { layer_norm(norm, threads()); });
+  }
+
+  std::vector<mx::array> stock(const std::vector<mx::array>& inputs) override {
+    return {mx::fast::layer_norm(inputs[0], has_weight_ ? std::optional(inputs[1]) : std::nullopt,
+                                 has_bias_ ? std::optional(inputs.back()) : std::nullopt, epsilon_, stream())};
+  }
+
+  const char* name() const override { return "CpuLayerNorm"; }
+  bool is_equivalent(const mx::Primitive& other) const override {
+    const auto& same = static_cast<const LayerNormalization&>(other);
+    return epsilon_ == same.epsilon_ && has_weight_ == same.has_weight_ && has_bias_ == same.has_bias_;
+  }
+  std::vector<mx::Shape> output_shapes(const std::vector<mx::array>& inputs) override { return {inputs[0].shape()}; }
+
+ private:
+  float epsilon_;
+  bool has_weight_, has_bias_;
+};
+
+mx::array activated(Activation activation, const mx::array& x, const mx::Stream& stream) {
+  const auto number = [&](float value) { return mx::array(value, x.dtype()); };
+  switch (activation) {
+    case Activation::gelu_tanh: {
+      const auto cube = mx::multiply(mx::multiply(mx::square(x, stream), x, stream), number(0.044715f), stream);
+      const auto inner = mx::multiply(mx::add(x, cube, stream), number(0.7978845608f), stream);
+      const auto share = mx::multiply(mx::add(mx::tanh(inner, stream), number(1), stream), number(0.5f), stream);
+      return mx::multiply(x, share, stream);
+    }
+    case Activation::gelu_sigmoid:
+      return mx::multiply(x, mx::sigmoid(mx::multiply(x, number(1.702f), stream), stream), stream);
+    default:
+      return mx::multiply(x, mx::sigmoid(x, stream), stream);
+  }
+}
+
+// activation(x), or activation(x) * y of two inputs.
+class GatedActivation : public CpuPrimitive {
+ public:
+  GatedActivation(mx::Stream stream, Activation activation) : CpuPrimitive(stream), activation_(activation) {}
 
   void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
     auto& y = outputs[0];
     allocate(y);
     auto& encoder = mx::cpu::get_command_encoder(stream());
-    const auto gate = dense(inputs[0], encoder), up = dense(inputs[1], encoder);
+    const auto gate = dense(inputs[0], encoder);
+    const void* up = inputs.size() > 1 ? dense(inputs[1], encoder).data<void>() : nullptr;
     const int64_t size = y.shape(-1), rows = size ? static_cast<int64_t>(y.size()) / size : 0;
-    encoder.dispatch([=, gate = Matrix{gate.data<void>(), type_of(gate.dtype()), size}, up = up.data<void>(),
+    encoder.dispatch([=, activation = activation_, gate = Matrix{gate.data<void>(), type_of(gate.dtype()), size},
                       y = y.data<void>()] {
-      gated_activation(Activation::silu, gate, up, size, rows, size, y, size, threads());
+      gated_activation(activation, gate, up, size, rows, size, y, size, threads());
     });
   }
 
   std::vector<mx::array> stock(const std::vector<mx::array>& inputs) override {
-    return {inputs[0] * mx::sigmoid(inputs[0], stream()) * inputs[1]};
+    const auto result = activated(activation_, inputs[0], stream());
+    return {inputs.size() > 1 ? mx::multiply(result, inputs[1], stream()) : result};
   }
 
-  const char* name() const override { return "CpuSwiglu"; }
-  bool is_equivalent(const mx::Primitive&) const override { return true; }
+  const char* name() const override { return "CpuGatedActivation"; }
+  bool is_equivalent(const mx::Primitive& other) const override {
+    return activation_ == static_cast<const GatedActivation&>(other).activation_;
+  }
   std::vector<mx::Shape> output_shapes(const std::vector<mx::array>& inputs) override { return {inputs[0].shape()}; }
+
+ private:
+  Activation activation_;
 };
 
 struct RotationOptions {
@@ -352,12 +416,37 @@ std::optional<mx::array> make_quantized_attention(
   return attend(std::move(inputs), length, width, scale, mode != nullptr, given, {}, Quantization{bits, group_size}, stream);
 }
 
+mx::array make_layer_norm(const mx::array& x, const std::optional<mx::array>& weight, const std::optional<mx::array>& bias,
+                          float epsilon, mx::StreamOrDevice where) {
+  const auto stream = mx::to_stream(where);
+  const auto is_known = [&](const std::optional<mx::array>& one) {
+    return !one || (is_float(one->dtype()) && mx::result_type(x, *one) == x.dtype() && one->ndim() == 1 &&
+                    one->shape(0) == x.shape(-1) && (!weight || one->dtype() == weight->dtype()));
+  };
+  if (!is_on_cpu(stream) || !is_float(x.dtype()) || x.ndim() == 0 || !is_known(weight) || !is_known(bias)) {
+    return mx::fast::layer_norm(x, weight, bias, epsilon, stream);
+  }
+  std::vector<mx::array> inputs{x};
+  for (const auto& one : {weight, bias}) {
+    if (one) inputs.push_back(*one);
+  }
+  auto norm = std::make_shared<LayerNormalization>(stream, epsilon, weight.has_value(), bias.has_value());
+  return mx::array(x.shape(), x.dtype(), std::move(norm), std::move(inputs));
+}
+
 mx::array make_swiglu(const mx::array& gate, const mx::array& up) {
   const auto stream = mx::to_stream({});
   if (!is_on_cpu(stream) || !is_float(gate.dtype()) || up.dtype() != gate.dtype() || gate.shape() != up.shape() || gate.ndim() == 0) {
     return gate * mx::sigmoid(gate, stream) * up;
   }
-  return mx::array(gate.shape(), gate.dtype(), std::make_shared<Swiglu>(stream), {gate, up});
+  return mx::array(gate.shape(), gate.dtype(), std::make_shared<GatedActivation>(stream, Activation::silu), {gate, up});
+}
+
+mx::array make_gelu(const mx::array& x, bool by_tanh) {
+  const auto stream = mx::to_stream({});
+  const auto activation = by_tanh ? Activation::gelu_tanh : Activation::gelu_sigmoid;
+  if (!is_on_cpu(stream) || !is_float(x.dtype()) || x.ndim() == 0) return activated(activation, x, stream);
+  return mx::array(x.shape(), x.dtype(), std::make_shared<GatedActivation>(stream, activation), {x});
 }
 
 }  // namespace mlx_cpu_kernels

@@ -15,6 +15,10 @@ namespace mx = mlx::core;
 // mx::fast::rms_norm
 mx::array make_rms_norm(const mx::array& x, const std::optional<mx::array>& weight, float epsilon, mx::StreamOrDevice stream);
 
+// mx::fast::layer_norm
+mx::array make_layer_norm(const mx::array& x, const std::optional<mx::array>& weight, const std::optional<mx::array>& bias,
+                          float epsilon, mx::StreamOrDevice stream);
+
 // mx::fast::rope
 mx::array make_rotated(
     const mx::array& x, int dims, bool traditional, std::optional<float> base, float scale,
@@ -37,5 +41,8 @@ mx::array frequencies_of(float base, int pairs, const mx::Stream& stream);
 
 // silu(gate) * up, as mlx_lm.models.activations.swiglu
 mx::array make_swiglu(const mx::array& gate, const mx::array& up);
+
+// mlx.nn.gelu_approx, or mlx.nn.gelu_fast_approx
+mx::array make_gelu(const mx::array& x, bool by_tanh);
 
 }  // namespace mlx_cpu_kernels

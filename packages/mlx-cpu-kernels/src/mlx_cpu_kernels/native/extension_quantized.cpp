@@ -199,22 +199,29 @@ class QuantizedProduct : public CpuPrimitive {
   bool transpose_;
 };
 
-// Products of a Mixture of Experts: each row of x (..., 1, K) times the matrix that its index names, of weights (E, N, K).
+// Products of a Mixture of Experts: each row of x (..., 1, K) times the matrix that its index names, of weights (E, N, K),
+// or (E, K, N) where not transposed.
 // The indices' shape is that of the result without its last two axes; x is broadcast to it.
 class GatheredProduct : public CpuPrimitive {
  public:
-  GatheredProduct(mx::Stream stream, Quantization quantization) : CpuPrimitive(stream), quantization_(quantization) {}
+  GatheredProduct(mx::Stream stream, Quantization quantization, bool transpose)
+      : CpuPrimitive(stream), quantization_(quantization), transpose_(transpose) {}
 
   void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
     auto& y = outputs[0];
     y.set_data(mx::allocator::malloc(y.nbytes()));
     if (y.size() == 0) return;
     auto& encoder = mx::cpu::get_command_encoder(stream());
+    if (inputs[0].shape(-1) == 0) {  // sums of nothing
+      encoder.dispatch([y = y.data<char>(), size = y.nbytes()] { std::memset(y, 0, size); });
+      return;
+    }
     const auto dense = quantized_inputs(inputs, 4, 1, encoder);
     const auto& x = dense[0];
     const auto& indices = inputs[4];
     const Matrices matrices(dense[1], dense[2], dense[3], quantization_);
     const Experts experts{matrices[0], dense[1].strides(0), dense[2].strides(0)};
+    const auto multiply = transpose_ ? gather_multiply_transposed : gather_multiply;
     encoder.dispatch([=, x = x.data<void>(), y = y.data<void>(), type = type_of(y.dtype()), columns = y.shape(-1),
                       rows = indices.size(), indices = indices.data<uint32_t>(), count = dense[1].shape(0),
                       x_offsets = Offsets(x.shape(), x.strides(), x.ndim() - 2),
@@ -225,30 +232,32 @@ class GatheredProduct : public CpuPrimitive {
         if (expert >= count) throw std::out_of_range("gather_qmm: no matrix has the index " + std::to_string(expert));
         pairs[row] = {x_offsets[row], expert, static_cast<int64_t>(row)};  // with a stride of 1, an offset is a row
       }
-      gather_multiply_transposed(x, type, 1, pairs.data(), rows, experts, y, columns, threads());
+      multiply(x, type, 1, pairs.data(), rows, experts, y, columns, threads());
     });
   }
 
   std::vector<mx::array> stock(const std::vector<mx::array>& inputs) override {
-    return {mx::gather_qmm(inputs[0], inputs[1], inputs[2], inputs[3], std::nullopt, inputs[4], true,
+    return {mx::gather_qmm(inputs[0], inputs[1], inputs[2], inputs[3], std::nullopt, inputs[4], transpose_,
                           quantization_.group_size, quantization_.bits, "affine", std::nullopt, false, stream())};
   }
 
   std::vector<mx::Shape> output_shapes(const std::vector<mx::array>& inputs) override {
     auto shape = inputs[4].shape();
     shape.push_back(1);
-    shape.push_back(inputs[1].shape(-2));
+    shape.push_back(transpose_ ? inputs[1].shape(-2) : inputs[2].shape(-1) * quantization_.group_size);
     return {shape};
   }
 
   const char* name() const override { return "GatheredProduct"; }
 
   bool is_equivalent(const mx::Primitive& other) const override {
-    return quantization_ == static_cast<const GatheredProduct&>(other).quantization_;
+    const auto& same = static_cast<const GatheredProduct&>(other);
+    return quantization_ == same.quantization_ && transpose_ == same.transpose_;
   }
 
  private:
   Quantization quantization_;
+  bool transpose_;
 };
 
 // The numbers of quantized weights (..., K).
@@ -339,10 +348,11 @@ mx::array make_gathered_product(
     const std::optional<mx::array>& global_scale, bool sorted_indices, mx::StreamOrDevice stream_or_device) {
   const auto stream = mx::to_stream(stream_or_device);
   const auto quantization = applicable(stream, weights, scales, biases, group_size, bits, mode);
-  const bool is_plain = quantization && transpose && !lhs_indices && rhs_indices && !global_scale &&
+  const int columns = quantization ? scales.shape(-1) * quantization->group_size : 0;
+  const bool is_plain = quantization && !lhs_indices && rhs_indices && !global_scale &&
                         is_float(x.dtype()) && weights.ndim() == 3 && x.ndim() >= 2 && x.shape(-2) == 1 &&
                         mx::issubdtype(rhs_indices->dtype(), mx::integer) &&
-                        x.shape(-1) == scales.shape(-1) * quantization->group_size;
+                        x.shape(-1) == (transpose ? columns : weights.shape(-2));
   if (!is_plain) {
     return mx::gather_qmm(x, weights, scales, biases, lhs_indices, rhs_indices, transpose, group_size, bits, mode,
                           global_scale, sorted_indices, stream);
@@ -352,8 +362,8 @@ mx::array make_gathered_product(
   const auto indices = mx::broadcast_to(mx::astype(*rhs_indices, mx::uint32, stream), leading, stream);
   auto shape = leading;
   shape.push_back(1);
-  shape.push_back(weights.shape(-2));
-  return mx::array(std::move(shape), type, std::make_shared<GatheredProduct>(stream, *quantization),
+  shape.push_back(transpose ? weights.shape(-2) : columns);
+  return mx::array(std::move(shape), type, std::make_shared<GatheredProduct>(stream, *quantization, transpose),
                    {broadcast_leading(mx::astype(x, type, stream), leading, stream), weights, scales, *biases, indices});
 }
 
