@@ -51,12 +51,19 @@ class Remains:
     """Process ids of the ranks, as far as they are known."""
     may_return: bool = False
     """True if all lost ranks are only silent: they may answer again before others replace them."""
-    leaves_others: bool = False
-    """True if other workers of the instance run where its ranks are left, which end once these are linked."""
+    is_whole_again: bool = False
+    """True if the lost ranks answered again, so that none is lost; those that were to replace them may still run."""
+
+    @property
+    def leaves_others(self) -> bool:
+        """True if other workers of the instance run where its ranks are left. They end once these are linked."""
+        return self.may_return or self.is_whole_again
 
     def as_whole(self) -> Remains:
         """Return what is left once the lost ranks answer again."""
-        return replace(self, lost=frozenset(), silent_nodes=frozenset(), may_return=False, leaves_others=True)
+        return replace(
+            self, lost=frozenset(), silent_nodes=frozenset(), may_return=False, is_whole_again=True
+        )
 
     def is_same(self, other: Remains) -> bool:
         """Report whether the same ranks of the same epoch are left."""
@@ -424,11 +431,10 @@ async def _prepare_left(
     if not staying:
         raise NotReady(f"No worker of {remains.instance} is left.")
     in_use = {sites[place].node for place in staying}
-    leaves_others = remains.may_return or remains.leaves_others
     cleared = [
         site
         for site in remains.placement.nodes
-        if site.node not in in_use | remains.silent_nodes and not leaves_others
+        if site.node not in in_use | remains.silent_nodes and not remains.leaves_others
     ]
     earlier = make_hello(instance=remains.instance, epoch=remains.epoch, fencing_id=hello.fencing_id)
     wait_until_left = None if presence is None else presence.wait_until_left
@@ -436,7 +442,7 @@ async def _prepare_left(
     clearing = asyncio.gather(*(unless_left(node, stop, wait_until_left) for node, stop in stops))
     pids = {place: pid for place, pid in remains.pids.items() if place in staying}
     prepared = await prepare(
-        sites, assignments, staying, hello, wait_until_left, pids, leaves_others=leaves_others
+        sites, assignments, staying, hello, wait_until_left, pids, leaves_others=remains.leaves_others
     )
     await clearing
     return prepared

@@ -317,7 +317,7 @@ class Replica:
             log.warning("%s is loaded as a whole: %s", self._served.names[0], error)
             return None
         superseded = epoch.superseded
-        if remains.may_return or remains.leaves_others:
+        if remains.leaves_others:
             superseded = superseded.with_epoch(epoch.workers)
         else:
             await leave_workers(epoch, patched)
