@@ -24,6 +24,8 @@ from mlx_ring.cluster.lifecycle.wheels import Wanted
 from mlx_ring.core.errors import ConfigError
 
 _OWN = "mlx-ring"
+_VENDORED = "vendored"
+"""Folder of the program that has the kernels where they are no distribution of their own. They are sent as one."""
 _FETCHERS = ("uv",)
 """Packages that are not sent: they are large and useless without internet access."""
 _EXTRAS = ("otel",)
@@ -134,7 +136,8 @@ def archived_files(packages: Path | None = None) -> Iterator[tuple[str, Path]]:
     """Yield each file's name in the archive and its local path."""
     for package in (Path(next(iter(mlx_ring.__path__))), SOURCES.parent):
         for name, path in _files_in(package):
-            yield str(PurePosixPath(package.name, name)), path
+            if name.parts[0] != _VENDORED:
+                yield str(PurePosixPath(package.name, name)), path
     yield from _kernels()
     for found in needed_distributions() if packages is None else [distribution(_OWN)]:
         yield from _files_of(found, only_metadata=canonicalize_name(found.name) == _OWN)
