@@ -112,7 +112,7 @@ def test_a_wheel_with_a_binary_is_tagged_and_needs_no_compiler(wheel: Path, tmp_
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernels are for Linux")
 def test_either_distribution_can_be_uninstalled(environment: Path, wheel: Path) -> None:
-    """Both bring the same package: the kernels' own distribution comes first, and what stays is whole.
+    """Find the kernels' own distribution first, and what stays whole: both bring the same package.
 
     It is the last test, and leaves an environment without mlx-ring.
     """

@@ -109,5 +109,6 @@ def test_the_report_says_why_there_are_no_kernels() -> None:
 
 def test_scratch_counts_the_rows_of_x_or_the_tiles() -> None:
     assert scratch_bytes(576, 512) == TILE_BYTES
-    assert scratch_bytes(65536, 512) == 4 * 256 * 272 * 512
-    assert scratch_bytes(65536, 10**6) == 4 * 256 * 272 * 768
+    assert scratch_bytes(65536, 512) == TILE_BYTES
+    assert scratch_bytes(1 << 20, 512) == 4 * 4096 * 272 * 96
+    assert scratch_bytes(1 << 20, 10) == max(TILE_BYTES, 4 * 4096 * 272 * 10)

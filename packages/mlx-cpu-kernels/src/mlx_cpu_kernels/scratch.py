@@ -2,12 +2,15 @@
 
 TILE_BYTES = 64 << 20
 """Memory of the tiles of a product without native kernels, about: several are under way at once."""
-_BLOCK, _STRIDE, _MOST_ROWS = 256, 272, 768
-"""Depth of the blocks in which `native/panel_product.h` keeps x, numbers from row to row, and rows at once."""
+_BLOCK, _STRIDE = 256, 272
+"""Depth of the blocks in which `native/panel_product.h` keeps x, and numbers from row to row."""
+_LEAST_ROWS, _MOST_ROWS, _MOST_BYTES = 96, 768, 16 << 20
+"""Rows that it keeps at once: so many that they take this memory, within bounds."""
 _FLOAT_BYTES = 4
 
 
 def scratch_bytes(inputs: int, rows: int) -> int:
     """Return the bytes that products of `rows` rows with up to `inputs` inputs keep, with native kernels or without."""
-    blocks = -(-inputs // _BLOCK)
-    return max(TILE_BYTES, _FLOAT_BYTES * blocks * _STRIDE * min(rows, _MOST_ROWS))
+    row = _FLOAT_BYTES * _STRIDE * max(1, -(-inputs // _BLOCK))
+    kept = max(_LEAST_ROWS, min(_MOST_ROWS, _MOST_BYTES // row))
+    return max(TILE_BYTES, row * min(rows, kept))

@@ -38,7 +38,7 @@ def speed_up(threads: int = 1, *, kernels: bool = True) -> SpeedReport:
         kernels: use the native kernels for quantized weights and layers, if they were built for the installed MLX.
     """
     installed = install_fast_blas(threads)
-    blas = installed.library if installed.active else f"{installed.library} ({installed.detail})"
+    blas = f"{installed.library} ({installed.detail})" if installed.detail else installed.library
     from mlx_cpu_kernels.operations import KernelReport, install, install_fallback  # it imports MLX
 
     report = (
