@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
+import weakref
 from pathlib import Path
 from typing import Any, cast
 
@@ -147,7 +148,8 @@ def test_k_quants_are_served_with_their_rows_in_order(tmp_path: Path) -> None:
     assert "8% of the weights are Q6_K (half of the groups" in folder.rounding
 
 
-def test_scales_whose_multiple_is_beyond_float16_become_float32(tmp_path: Path) -> None:
+def write_large_scale(tmp_path: Path) -> tuple[ModelFolder, Any]:
+    """Write a file in which -8 times one scale is beyond float16. Return its folder, and the matrix's blocks."""
     folder = write_random_model(tmp_path / "model", K_MODEL, spread=0.1, norm=1.0)
     target = tmp_path / "model.gguf"
     read = read_gguf(write_gguf_of(folder, target))
@@ -161,10 +163,28 @@ def test_scales_whose_multiple_is_beyond_float16_become_float32(tmp_path: Path) 
     blocks.reshape(-1, 18)[5, :2] = np.frombuffer(np.float16(60000).tobytes(), np.uint8)
     tensors["blk.0.ffn_up.weight"] = Stored(NUMBERS["Q4_0"], (256, 256), blocks.tobytes())
     target.write_bytes(gguf_bytes({**metadata_of(K_MODEL), **TOKENIZER}, tensors))
-    layer = cast("Any", load(folder_of(target)).model).model.layers[0].mlp.up_proj
+    return folder_of(target), blocks
+
+
+def test_scales_whose_multiple_is_beyond_float16_become_float32(tmp_path: Path) -> None:
+    folder, blocks = write_large_scale(tmp_path)
+    layer = cast("Any", load(folder).model).model.layers[0].mlp.up_proj
     found = mx.dequantize(layer.weight, layer.scales, layer.biases, group_size=32, bits=4)
     expected = mx.array(by_definition(QUANTIZED["Q4_0"], blocks)).reshape(256, 256)
     assert mx.allclose(found, expected, rtol=1e-6, atol=0).item()
+
+
+def test_a_load_that_scales_interrupt_leaves_no_memory_to_the_next(tmp_path: Path) -> None:
+    folder, _ = write_large_scale(tmp_path)
+    loads: list[weakref.ref[StageModel]] = []
+    earlier: list[StageModel | None] = []
+
+    def divide(stage: StageModel) -> None:
+        earlier.extend(load() for load in loads)
+        loads.append(weakref.ref(stage))
+
+    load_stage(folder, LayerRange(0, folder.num_layers), "float32", lambda _d, _t: None, divide)
+    assert earlier == [None]
 
 
 @pytest.mark.parametrize(("dtype", "widened"), [("float32", True), ("float16", False)])

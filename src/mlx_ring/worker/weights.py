@@ -13,10 +13,11 @@ Tensors of GGUF files are converted, one module at a time (`gguf_weights.py`).
 
 from __future__ import annotations
 
+import gc
 import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any, cast
 
@@ -122,24 +123,27 @@ def load_stage(
         ModelCorrupt: the weights do not match the configuration, or are of other layers only.
     """
     require_layers(folder.path, layers)
-    gguf = GgufWeights(folder) if folder.is_gguf else None
-    try:
-        return _load(folder, gguf, layers, dtype, progress, divide, dequantized=dequantized)
-    except ScalesOverflow:
-        gguf = GgufWeights(folder, widened=True)
-        return _load(folder, gguf, layers, dtype, progress, divide, dequantized=dequantized)
+    load = partial(_load, folder, layers, dtype, progress, divide, dequantized=dequantized)
+    with suppress(
+        ScalesOverflow
+    ):  # its traceback holds the arrays that were read, so it ends before the next load
+        return load(widened=False)
+    gc.collect()
+    mx.clear_cache()
+    return load(widened=True)
 
 
 def _load(
     folder: ModelFolder,
-    gguf: GgufWeights | None,
     layers: LayerRange,
     dtype: DType,
     progress: Progress,
     divide: Callable[[StageModel], None] | None,
     *,
     dequantized: bool,
+    widened: bool,
 ) -> StageModel:
+    gguf = GgufWeights(folder, widened=widened) if folder.is_gguf else None
     model = _build(folder, gguf)
     if dequantized:
         dequantize(model, folder, layers)
