@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mlx_ring.cli.startup import sample_commands
+import pytest
+
+from mlx_ring.cli.startup import products_of, sample_commands
+from mlx_ring.core.types import LayerRange
+from mlx_ring.core.worker_status import WorkerInfo, WorkerMemory
 
 
 def test_example_commands_name_the_certificate_and_the_key_variable() -> None:
@@ -16,3 +20,29 @@ def test_example_commands_name_the_certificate_and_the_key_variable() -> None:
     assert "MLX_RING_API_KEY" in guarded[0]
     assert " --cacert '/etc/my server.pem' -H \"Authorization: Bearer $MLX_RING_API_KEY\" " in guarded[1]
     assert guarded[3].endswith(" chat --url https://127.0.0.1:8200 --cacert '/etc/my server.pem'")
+
+
+@pytest.mark.parametrize(
+    ("kernels", "weights", "expected"),
+    [
+        ("AVX2", "quantized", "OpenBLAS"),
+        ("", "", "OpenBLAS"),
+        ("", "float32", "OpenBLAS; quantized weights take seven times the memory, as float32"),
+        ("", "quantized", "OpenBLAS; quantized weights take many times as long for a token"),
+    ],
+)
+def test_one_line_says_what_quantized_weights_cost_without_kernels(
+    kernels: str, weights: str, expected: str
+) -> None:
+    names = ("weight_bytes", "device_memory_bytes", "peak_memory_bytes", "rss_bytes", "kv_bytes")
+    memory: WorkerMemory = dict.fromkeys(names, 0)  # pyright: ignore[reportAssignmentType]
+    worker = WorkerInfo(
+        *(0, 0, LayerRange(0, 2), "here", 1, "cpu", "float32"),
+        alive=True,
+        phase="ready",
+        memory=memory,
+        blas="OpenBLAS",
+        kernels=kernels,
+        cpu_weights=weights,
+    )
+    assert products_of(worker) == expected

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from mlx_cpu_kernels import fallback, operations, speed_up
 from mlx_cpu_kernels.scratch import TILE_BYTES, scratch_bytes
@@ -36,10 +37,13 @@ def numbers(seed: int, *shape: int) -> mx.array:
     return mx.array(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
 
 
+def exact(array: mx.array) -> NDArray[np.float64]:
+    return np.array(array.astype(mx.float32)).astype(np.float64)
+
+
 def assert_close(ours: mx.array, theirs: mx.array, tolerance: float = 1e-5) -> None:
     assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
-    found, expected = (np.array(array.astype(mx.float32)) for array in (ours, theirs))
-    assert np.abs(found - expected).max() <= tolerance * np.abs(expected).max()
+    assert np.abs(exact(ours) - exact(theirs)).max() <= tolerance * np.abs(exact(theirs)).max()
 
 
 @given(bits, group_sizes, st.sampled_from(sorted(TYPES)), st.integers(1, 3))

@@ -244,8 +244,8 @@ def products_of(worker: WorkerInfo) -> str:
     if worker.kernels or not worker.cpu_weights:
         return worker.blas
     if worker.cpu_weights == "float32":
-        return f"{worker.blas}; they are held as float32, which takes more memory"
-    return f"{worker.blas}; a token takes many times as long"
+        return f"{worker.blas}; quantized weights take seven times the memory, as float32"
+    return f"{worker.blas}; quantized weights take many times as long for a token"
 
 
 def _recommendation(worker: WorkerInfo, profile: MachineProfile | None) -> list[str]:

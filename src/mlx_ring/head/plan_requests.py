@@ -92,9 +92,12 @@ def proportional_stages(layers: int, stages: int, proportions: Sequence[str]) ->
 
 
 def cpu_weights_of(settings: Settings) -> CpuWeights:
-    """Return the form of quantized weights on CPUs; a limit of the memory for models leaves no choice of larger ones."""
-    is_limited = settings.cpu_weights == "auto" and settings.model_memory is not None
-    return "quantized" if is_limited else settings.cpu_weights
+    """Return the form of quantized weights on CPUs.
+
+    A limit of the memory for models leaves no choice of larger ones, and MLX's own BLAS gains little with them.
+    """
+    is_limited = settings.model_memory is not None or settings.blas == "off"
+    return "quantized" if is_limited and settings.cpu_weights == "auto" else settings.cpu_weights
 
 
 def node_profiles(

@@ -21,11 +21,7 @@ class SpeedReport:
     def __str__(self) -> str:
         if self.kernels:
             return f"{self.blas}; native kernels ({self.kernels})"
-        return (
-            f"{self.blas}; MLX's operations on quantized weights ({self.problem})"
-            if self.problem
-            else self.blas
-        )
+        return f"{self.blas}, without native kernels ({self.problem})" if self.problem else self.blas
 
 
 def speed_up(threads: int = 1, *, kernels: bool = True) -> SpeedReport:
