@@ -237,6 +237,15 @@ def _has_ended(pid: int) -> bool:
         ({"cpu.max": "200000 100000", "memory.max": "3000", "memory.current": "1000"}, 2, 2000),
         ({"unit/cpu.max": "150000 100000", "unit/memory.max": "max", "memory.max": "7000"}, 1, 7000),
         ({"cpu.max": "max 100000", "memory.max": "max"}, 64, 8 << 30),
+        (
+            {
+                "memory.max": "9000",
+                "memory.current": "8000",
+                "memory.stat": "inactive_file 5000\nactive_file 1000",
+            },
+            64,
+            7000,
+        ),
         ({"cpu/cpu.cfs_quota_us": "400000", "cpu/cpu.cfs_period_us": "100000"}, 4, 8 << 30),
         ({"cpu/cpu.cfs_quota_us": "-1", "memory/memory.limit_in_bytes": "5000"}, 64, 5000),
     ],

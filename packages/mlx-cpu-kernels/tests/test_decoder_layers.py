@@ -8,6 +8,7 @@ import importlib
 import io
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import mlx.core as mx
@@ -209,3 +210,63 @@ def test_gradients_are_those_of_mlx() -> None:
     ours = mx.grad(loss)(x)
     operations.uninstall()
     assert mx.allclose(ours, mx.grad(loss)(x), rtol=1e-3, atol=1e-3).item()
+
+
+@pytest.mark.parametrize("kind", ["Attention", "MLP"])
+def test_classes_that_are_changed_after_the_installation_keep_their_calls(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+    changed = getattr(importlib.import_module("mlx_lm.models.llama"), kind)
+    own = changed.__call__
+
+    def recorded(self: Any, *arguments: Any, **options: Any) -> Any:
+        calls.append(self)
+        return own(self, *arguments, **options)
+
+    monkeypatch.setattr(changed, "__call__", recorded)
+    mx.eval(make_model("llama")(mx.arange(3)[None]))
+    assert len(calls) == SIZES["num_hidden_layers"]
+
+
+def test_classes_whose_call_is_no_function_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    changed = importlib.import_module("mlx_lm.models.llama").MLP
+    model = make_model("llama")
+    expected = steps(model)
+    decoder_layers.uninstall()
+    monkeypatch.setattr(changed, "__call__", property(lambda self: partial(_multiply, self)))
+    decoder_layers.install(operations._load())
+    assert all(mx.array_equal(*pair).item() for pair in zip(steps(model), expected, strict=True))
+
+
+def _multiply(mlp: Any, x: mx.array) -> mx.array:
+    swiglu = importlib.import_module("mlx_lm.models.activations").swiglu
+    return mlp.down_proj(swiglu(mlp.gate_proj(x), mlp.up_proj(x)))
+
+
+def _rotate(rope: Any, x: mx.array, offset: Any = 0) -> mx.array:
+    return rope(x, offset=offset)
+
+
+def test_rotations_may_be_any_callable() -> None:
+    model = make_model("llama")
+    expected = steps(model)
+    for layer in model.layers:
+        rope = layer.self_attn.pop("rope")
+        layer.self_attn.rope = partial(_rotate, rope)
+    assert all(mx.array_equal(*pair).item() for pair in zip(steps(model), expected, strict=True))
+
+
+def test_a_layer_is_compiled_for_any_number_of_tokens() -> None:
+    model = make_model("llama")
+    mx.eval(model.parameters())
+    layer = mx.compile(model.layers[0].__call__, shapeless=True)
+    for tokens in (3, 5):
+        x = mx.random.normal((1, tokens, SIZES["hidden_size"]))
+        assert mx.allclose(layer(x), model.layers[0](x), rtol=1e-5, atol=1e-5).item()
+
+
+def test_products_of_nothing_are_left_to_mlx() -> None:
+    kernels: Any = operations._load()
+    nothing = mx.zeros((8, 0), mx.uint32), mx.zeros((8, 0)), mx.zeros((8, 0)), None, 32, 4
+    assert kernels.gated(mx.zeros((1, 2, 0)), None, nothing, nothing) is None

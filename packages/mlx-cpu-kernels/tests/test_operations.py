@@ -579,6 +579,11 @@ WRONG: dict[str, tuple[str, Callable[[tuple[Any, ...], dict[str, Any]], bool]]] 
     "sinks": ("scaled_dot_product_attention", lambda _, options: "sinks" in options),
     "attention in half types": ("scaled_dot_product_attention", lambda given, _: _is_half(given[0])),
     "activations": ("swiglu", lambda _, __: True),
+    "products by heads": ("heads", lambda _, __: True),
+    "norms of heads": ("heads", lambda given, _: bool(given[4])),
+    "gated products": ("gated", lambda _, __: True),
+    "products with a residual": ("added", lambda _, __: True),
+    "residuals of half types": ("added", lambda given, _: _is_half(given[0])),
 }
 """Kinds of arguments, each with the operation and a test of its arguments."""
 
@@ -595,9 +600,12 @@ def test_kernels_that_compute_something_else_are_not_installed(
         def __getattr__(self, attribute: str) -> Any:
             return compute if attribute == name else getattr(right, attribute)
 
-    def compute(*arguments: Any, **options: Any) -> mx.array:
+    def compute(*arguments: Any, **options: Any) -> Any:
         result = getattr(right, name)(*arguments, **options)
-        return (result * 1.02).astype(result.dtype) if is_meant(arguments, options) else result
+        if not is_meant(arguments, options):
+            return result
+        wrong = [(each * 1.02).astype(each.dtype) for each in (result if name == "heads" else [result])]
+        return wrong if name == "heads" else wrong[0]
 
     monkeypatch.setattr(operations, "_load", Wrong)
     stock = mx.quantized_matmul

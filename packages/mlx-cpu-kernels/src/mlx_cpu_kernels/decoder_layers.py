@@ -10,7 +10,8 @@ built of five operations beside its cache:
 5. the last product with the residual.
 
 Layers are recognized by their code: a class is replaced if each instruction of its `__call__` is that of a function
-below. So another release of mlx-lm, a model of another build, or a layer that somebody changed keeps its own.
+below. So another release of mlx-lm, a model of another build, or a layer that somebody changed keeps its own. Attention
+and gated layers may also be changed later.
 Within such a layer, too, whatever is not as expected is computed by the modules themselves.
 """
 
@@ -33,10 +34,10 @@ _MODELS = "mlx_lm.models"
 Call = Callable[..., Any]
 _own: dict[type[nn.Module], Call] = {}
 """Replaced `__call__` of classes of layers."""
-_attentions: dict[type[nn.Module], bool] = {}
-"""Known classes of attention, and whether they normalize heads."""
-_gated: set[type[nn.Module]] = set()
-"""Known classes of gated layers."""
+_attentions: dict[type[nn.Module], tuple[Call, bool]] = {}
+"""Known classes of attention with their `__call__`, and whether they normalize heads."""
+_gated: dict[type[nn.Module], Call] = {}
+"""Known classes of gated layers, with their `__call__`."""
 
 
 def install(kernels: ModuleType) -> None:
@@ -44,13 +45,15 @@ def install(kernels: ModuleType) -> None:
     if "mlx_lm" not in sys.modules or _own:
         return
     for kind in _classes():
-        code = kind.__call__.__code__
+        code = getattr(kind.__call__, "__code__", None)
+        if code is None:  # a callable that is no function
+            continue
         if _is_same(code, _layer):
             _own[kind] = kind.__call__
         elif _is_same(code, _attention) or _is_same(code, _normalized_attention):
-            _attentions[kind] = _is_same(code, _normalized_attention)
+            _attentions[kind] = kind.__call__, _is_same(code, _normalized_attention)
         elif _is_same(code, _gated_layer):
-            _gated.add(kind)
+            _gated[kind] = kind.__call__
     for kind, own in _own.items():
         kind.__call__ = _make_call(kernels, own)
 
@@ -95,14 +98,15 @@ def _make_call(kernels: ModuleType, own: Call) -> Call:
 
 def _attend(kernels: Any, attention: Any, norm: Any, x: mx.array, mask: Any, cache: Any) -> mx.array:
     """Return x + attention(norm(x))."""
-    has_norms = _attentions.get(cast("type[nn.Module]", type(attention)))
+    kind = cast("type[nn.Module]", type(attention))
+    call, has_norms = _attentions.get(kind, (None, False))
     norms = [norm, *(attention[name] for name in ("q_norm", "k_norm") if has_norms)]
-    is_known = has_norms is not None and all(type(each) is nn.RMSNorm for each in norms)
+    is_known = call is kind.__call__ and all(type(each) is nn.RMSNorm for each in norms)
     linears = [_linear(attention[name]) for name in ("q_proj", "k_proj", "v_proj") if is_known]
     if not linears or None in linears:
         return x + attention(norm(x), mask, cache)
     first_norm, *head_norms = ((each["weight"], each.eps) for each in norms)
-    rotation = _rotation(attention["rope"])
+    rotation = _rotation(attention.rope)
     offset = 0 if cache is None else cache.offset
     heads = kernels.heads(
         x,
@@ -117,7 +121,7 @@ def _attend(kernels: Any, attention: Any, norm: Any, x: mx.array, mask: Any, cac
         return x + attention(norm(x), mask, cache)
     queries, keys, values = heads
     if rotation is None:
-        queries, keys = (attention["rope"](array, offset=offset) for array in (queries, keys))
+        queries, keys = (attention.rope(array, offset=offset) for array in (queries, keys))
     if cache is not None:
         keys, values = cache.update_and_fetch(keys, values)
     attend = sys.modules[type(attention).__module__].scaled_dot_product_attention
@@ -127,9 +131,9 @@ def _attend(kernels: Any, attention: Any, norm: Any, x: mx.array, mask: Any, cac
 
 def _combine(kernels: Any, mlp: Any, norm: Any, x: mx.array) -> mx.array:
     """Return x + mlp(norm(x))."""
-    gate, up = (
-        (_linear(mlp[name]) for name in ("gate_proj", "up_proj")) if type(mlp) in _gated else (None, None)
-    )
+    kind = cast("type[nn.Module]", type(mlp))
+    is_known = kind in _gated and _gated[kind] is kind.__call__
+    gate, up = (_linear(mlp[name]) for name in ("gate_proj", "up_proj")) if is_known else (None, None)
     if gate is None or up is None or type(norm) is not nn.RMSNorm:
         return x + mlp(norm(x))
     gated = kernels.gated(x, (norm["weight"], norm.eps), gate, up)

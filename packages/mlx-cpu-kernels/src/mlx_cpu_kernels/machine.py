@@ -36,7 +36,7 @@ def free_memory(root: Path = ROOT) -> int:
         limit = _first(folder / "memory.max") or _first(folder / "memory.limit_in_bytes")
         used = _first(folder / "memory.current") or _first(folder / "memory.usage_in_bytes")
         if limit > 0:
-            free = min(free, max(0, limit - used))
+            free = min(free, max(0, limit - max(0, used - _pages_of_files(folder))))
     return free
 
 
@@ -55,6 +55,16 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
         mounted = root / _GROUPS / (controller if controllers else "")
         own = mounted / path.lstrip("/")
         yield from (folder for folder in (own, *own.parents) if folder.is_relative_to(mounted))
+
+
+def _pages_of_files(folder: Path) -> int:
+    """Return the bytes of cached files in a group, which count as free."""
+    lines: list[str] = []
+    with contextlib.suppress(OSError):
+        lines = (folder / "memory.stat").read_text("utf-8").splitlines()
+    entries = dict(line.split(" ", 1) for line in lines if " " in line)
+    prefix = "total_" if "total_inactive_file" in entries else ""
+    return sum(int(entries.get(f"{prefix}{kind}_file", "0")) for kind in ("inactive", "active"))
 
 
 def _numbers(file: Path) -> tuple[float, float] | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -30,11 +30,15 @@ _QUANTIZED_ATTENTION = "quantized_scaled_dot_product_attention"
 def check(kernels: ModuleType, stock: Callable[[str], Operation]) -> None:
     """Compare each operation with MLX's own, which `stock` returns by name. Raises `Unavailable` if one differs."""
     with mx.stream(mx.Device(mx.cpu)):
-        samples = [*_products(), *_large_products(), *_layers()]
-        references = {**_FUNCTIONS, _QUANTIZED_ATTENTION: _attention_of_dequantized(stock)}
+        samples = [*_products(), *_large_products(), *_layers(), *_fused()]
+        references = {
+            **_FUNCTIONS,
+            _QUANTIZED_ATTENTION: _attention_of_dequantized(stock),
+            **_fused_references(stock),
+        }
         differences: list[mx.array] = []
         for name, arguments, options in samples:
-            ours = getattr(kernels, name)(*arguments, **options)
+            ours = _joined(getattr(kernels, name)(*arguments, **options))
             own = references[name] if name in references else stock(name)
             theirs = own(
                 *arguments, **options
@@ -48,7 +52,16 @@ def check(kernels: ModuleType, stock: Callable[[str], Operation]) -> None:
             raise Unavailable(f"the self-check found a wrong result of {name} with {_shown(options)}")
 
 
+def _joined(result: mx.array | Sequence[mx.array] | None) -> mx.array:
+    """Return the arrays of a result side by side. Raises `Unavailable` where the kernels do not apply, but should."""
+    if result is None:
+        raise Unavailable("the self-check found an operation that does not apply to its arguments")
+    return result if isinstance(result, mx.array) else mx.concatenate([each.reshape(-1) for each in result])
+
+
 def _wide(argument: Any) -> Any:
+    if isinstance(argument, (tuple, list)):
+        return [_wide(each) for each in cast("Sequence[Any]", argument)]
     if isinstance(argument, mx.array) and argument.dtype in _TOLERANCES:
         return argument.astype(mx.float32)
     return argument
@@ -92,6 +105,69 @@ def _attention_of_dequantized(stock: Callable[[str], Operation]) -> Operation:
         return stock("scaled_dot_product_attention")(queries, keys, values, scale=scale, mask=mask)
 
     return attend
+
+
+def _fused_references(stock: Callable[[str], Operation]) -> dict[str, Operation]:
+    """Return what parts of a decoder layer compute, in MLX's own operations."""
+
+    def product(x: mx.array, linear: Sequence[Any]) -> mx.array:
+        *matrix, addend, group_size, bits = linear
+        result = stock("quantized_matmul")(x, *matrix, group_size=group_size, bits=bits)
+        return result if addend is None else result + addend
+
+    def heads(*given: Any) -> mx.array:
+        x, norm, linears, counts, head_norms, rotation, offset = given
+        dims, traditional, base, scale, frequencies = rotation
+        options = {"traditional": traditional, "base": base, "scale": scale, "freqs": frequencies}
+        x = stock("rms_norm")(x, *norm)
+        results: list[mx.array] = []
+        for i, (linear, count) in enumerate(zip(linears, counts, strict=True)):
+            each = product(x, linear).reshape(*x.shape[:2], count, -1)
+            if i < len(head_norms):
+                each = stock("rms_norm")(each, *head_norms[i])
+            each = each.transpose(0, 2, 1, 3)
+            results.append(
+                each if i == len(counts) - 1 else stock("rope")(each, dims, **options, offset=offset)
+            )
+        return _joined(results)
+
+    def gated(x: mx.array, norm: Sequence[Any], *linears: Sequence[Any]) -> mx.array:
+        gate, up = (product(stock("rms_norm")(x, *norm), linear) for linear in linears)
+        return _swiglu(gate, up)
+
+    def added(x: mx.array, linear: Sequence[Any], residual: mx.array) -> mx.array:
+        return residual + product(x.transpose(0, 2, 1, 3).reshape(*residual.shape[:2], -1), linear)
+
+    return {"heads": heads, "gated": gated, "added": added}
+
+
+def _fused() -> Iterator[Sample]:
+    """Yield parts of decoder layers: with and without addends and norms of heads, both rotations, one row and several."""
+    size, counts = 96, [4, 2, 2]
+    for dtype, (batch, tokens), is_rich in (
+        (mx.float32, (1, 1), True),
+        (mx.float32, (2, 9), False),
+        (mx.float16, (2, 1), True),
+    ):
+
+        def linear(
+            rows: int, columns: int, dtype: mx.Dtype = dtype, *, is_rich: bool = is_rich
+        ) -> tuple[Any, ...]:
+            quantization: dict[str, Any] = {"group_size": 32, "bits": 4}
+            addend = _numbers(rows).astype(dtype) if is_rich else None
+            return *_matrices(rows, columns, dtype=dtype, **quantization), addend, 32, 4
+
+        x = _numbers(batch, tokens, size).astype(dtype)
+        norm = (_numbers(size).astype(dtype) + 2, 1e-5)
+        head_norms = [(_numbers(32).astype(dtype) + 2, 1e-6)] * (2 if is_rich else 0)
+        rotation = (
+            (32, False, None, 1.0, mx.exp(mx.arange(16) * 0.1)) if is_rich else (24, True, 1e4, 1.0, None)
+        )
+        offset = mx.array([700 + 3 * row for row in range(batch)]) if is_rich else 41
+        linears = [linear(32 * count, size) for count in counts]
+        yield "heads", (x, norm, linears, counts, head_norms, rotation, offset), {}
+        yield "gated", (x, norm, linear(160, size), linear(160, size)), {}
+        yield "added", (_numbers(batch, 4, tokens, 32).astype(dtype), linear(size, 128), x), {}
 
 
 def _products() -> Iterator[Sample]:

@@ -93,7 +93,9 @@ def _run(binary: Path, *, is_of_here: bool) -> tuple[Verdict, bool]:
 def _recall(binary: Path) -> Verdict | None:
     identity = _identity(binary)
     for mark in _marks(binary):
-        with contextlib.suppress(OSError, ValueError, TypeError):
+        with contextlib.suppress(
+            OSError, ValueError, TypeError, KeyError, AttributeError
+        ):  # or of another version
             kept = cast("dict[str, Any]", json.loads(mark.read_text("utf-8")))
             if kept.pop("binary") == identity and kept.pop("libc") is not None:
                 return Verdict(**kept)

@@ -70,14 +70,16 @@ class FusedProducts : public CpuPrimitive {
     finish(std::move(task), Arrays(inputs.begin() + next, inputs.end()), outputs, encoder);
   }
 
+  // By separate operations, whose derivatives are MLX's own.
   Arrays stock(const Arrays& inputs) override {
     size_t next = 1;
     auto x = flat(inputs[0]);
-    if (epsilon_) x = mx::fast::rms_norm(x, inputs[next++], *epsilon_, stream());
+    if (epsilon_) x = make_rms_norm(x, inputs[next++], *epsilon_, stream());
     Arrays products;
     for (const auto& [quantization, has_addend] : linears_) {
-      products.push_back(mx::quantized_matmul(x, inputs[next], inputs[next + 1], inputs[next + 2], true,
-                                              quantization.group_size, quantization.bits, "affine", stream()));
+      products.push_back(make_product(x, inputs[next], inputs[next + 1], inputs[next + 2], true,
+                                      static_cast<int>(quantization.group_size), static_cast<int>(quantization.bits),
+                                      "affine", stream()));
       next += 3;
       if (has_addend) products.back() = mx::add(products.back(), inputs[next++], stream());
     }
@@ -127,6 +129,13 @@ class FusedProducts : public CpuPrimitive {
   virtual void finish(Task task, const Arrays& others, Arrays& outputs, mx::cpu::CommandEncoder& encoder) const = 0;
   virtual Arrays stock_end(Arrays products, const Arrays& others) = 0;
 
+  // The rows of linear layer `index`'s weights.
+  int rows_of_weights(const Arrays& inputs, size_t index) const {
+    size_t next = epsilon_ ? 2 : 1;
+    for (size_t i = 0; i < index; ++i) next += linears_[i].has_addend ? 4 : 3;
+    return inputs[next].shape(0);
+  }
+
  private:
   int64_t columns(const Arrays& inputs) const {
     return static_cast<int64_t>(inputs[epsilon_ ? 3 : 2].shape(-1)) * linears_[0].quantization.group_size;
@@ -155,6 +164,15 @@ class HeadProducts : public FusedProducts {
 
   int output_count() const override { return static_cast<int>(options_.heads.size()); }
   const char* name() const override { return "CpuHeadProducts"; }
+  std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
+    const auto& x = inputs[0];
+    std::vector<mx::Shape> shapes;
+    for (size_t i = 0; i < options_.heads.size(); ++i) {
+      const int heads = options_.heads[i];
+      shapes.push_back({x.shape(0), heads, x.shape(1), rows_of_weights(inputs, i) / heads});
+    }
+    return shapes;
+  }
 
  protected:
   // A token's heads lie side by side, as the product writes them.
@@ -245,6 +263,11 @@ class GatedProducts : public FusedProducts {
   using FusedProducts::FusedProducts;
 
   const char* name() const override { return "CpuGatedProducts"; }
+  std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
+    auto shape = inputs[0].shape();
+    shape.back() = rows_of_weights(inputs, 0);
+    return {shape};
+  }
 
  protected:
   void finish(Task task, const Arrays&, Arrays& outputs, mx::cpu::CommandEncoder& encoder) const override {
@@ -273,6 +296,7 @@ class AddedProduct : public FusedProducts {
   using FusedProducts::FusedProducts;
 
   const char* name() const override { return "CpuAddedProduct"; }
+  std::vector<mx::Shape> output_shapes(const Arrays& inputs) override { return {inputs.back().shape()}; }
 
  protected:
   mx::array rows_of(const mx::array& x, mx::cpu::CommandEncoder& encoder) const override {
@@ -327,7 +351,7 @@ bool is_norm_of(const NormLayer& norm, int64_t columns, mx::Dtype type) {
 
 std::optional<Inputs> gather(const mx::Stream& stream, const mx::array& x, int64_t columns,
                              const std::optional<NormLayer>& norm, const std::vector<LinearLayer>& linears) {
-  if (!is_on_cpu(stream) || !is_float(x.dtype()) || (norm && !is_norm_of(*norm, columns, x.dtype()))) return std::nullopt;
+  if (!is_on_cpu(stream) || columns == 0 || !is_float(x.dtype()) || (norm && !is_norm_of(*norm, columns, x.dtype()))) return std::nullopt;
   Inputs inputs{.arrays = {x}};
   inputs.arrays.reserve(4 * linears.size() + 6);
   if (norm) {
