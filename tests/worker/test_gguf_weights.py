@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import re
 import sys
 import weakref
 from pathlib import Path
@@ -15,8 +16,18 @@ import pytest
 from mlx.utils import tree_flatten  # pyright: ignore[reportUnknownVariableType] - its tree is any
 from mlx_lm.utils import load_model  # pyright: ignore[reportUnknownVariableType] - configurations are bare dicts
 from tests.eventually import eventually
+from tests.models.gguf.encoding import Floats, encode_k
 from tests.models.gguf.test_blocks import NUMBERS, by_definition, random_blocks
-from tests.models.gguf.writing import TOKENIZER, Stored, gguf_bytes, metadata_of, write_gguf_of
+from tests.models.gguf.writing import (
+    F32,
+    TOKENIZER,
+    Stored,
+    gguf_bytes,
+    metadata_of,
+    write_gguf_of,
+    write_with,
+)
+from tests.smollm2 import smollm2
 from tests.worker.random_models import QWEN3, write_random_model
 from tests.worker.tensor.models import write_family
 from tests.worker.test_sparse_folders import write_sparse_copy
@@ -24,6 +35,7 @@ from tests.worker.test_sparse_folders import write_sparse_copy
 from mlx_ring.core.errors import ModelCorrupt
 from mlx_ring.core.types import DType, LayerRange
 from mlx_ring.models.gguf import QUANTIZED, read_gguf, read_range
+from mlx_ring.models.gguf.blocks import to_groups
 from mlx_ring.models.model_folder import ModelFolder, read_model_folder
 from mlx_ring.models.model_source import find_model
 from mlx_ring.models.stage_folder import write_stage_folder
@@ -301,9 +313,9 @@ def test_a_tensor_of_another_size_than_the_metadata_says_is_refused(tmp_path: Pa
 
 
 def test_heads_of_an_odd_size_whose_rows_would_be_paired_are_refused(tmp_path: Path) -> None:
-    config = SMALL | {"model_type": "llama"} | FAMILIES["llama"]
+    config: dict[str, Any] = {**SMALL, "model_type": "llama", **FAMILIES["llama"]}
     folder = write_random_model(tmp_path / "model", config)
-    size = config["hidden_size"] // config["num_attention_heads"]
+    size = int(config["hidden_size"]) // int(config["num_attention_heads"])
     metadata: dict[str, int] = {
         "llama.attention.head_count": config["num_attention_heads"] * size,
         "llama.attention.head_count_kv": config["num_key_value_heads"] * size,
@@ -314,3 +326,50 @@ def test_heads_of_an_odd_size_whose_rows_would_be_paired_are_refused(tmp_path: P
     file = write_gguf_of(folder, tmp_path / "model.gguf", metadata)
     with pytest.raises(ModelCorrupt, match=r"rows, which are not \d+ heads of pairs"):
         load(folder_of(file))
+
+
+DOWN = re.compile(r"blk\.(?:0|5|9|14|19|24|29)\.ffn_down\.weight")
+"""Some of the matrices of SmolLM2 whose rows are whole blocks of 256."""
+PROMPT = mx.array([[504, 3575, 282, 4649, 314, 7042]])
+
+
+@pytest.fixture(scope="module")
+def down_weights() -> dict[str, Floats]:
+    """Return the weights of a real model, by their names in its file."""
+    file = read_gguf(smollm2())
+    found: dict[str, Floats] = {}
+    for name, tensor in file.tensors.items():
+        if DOWN.fullmatch(name):
+            data = np.frombuffer(read_range(file.path, tensor.offset, tensor.nbytes), np.uint8)
+            integers, scales, biases = to_groups(tensor.kind, data)
+            found[name] = (
+                (integers * scales[:, None] + biases[:, None]).astype(np.float64).reshape(tensor.shape)
+            )
+    return found
+
+
+def real_logits(file: Path) -> mx.array:
+    return cast("mx.array", cast("Any", load(folder_of(file)).model)(PROMPT))[0].astype(mx.float32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "allowed"), [("Q4_K", 2e-5), ("Q5_K", 2e-5), ("Q6_K", 1.5e-2)])
+def test_a_real_models_k_quants_are_served_as_they_are_defined(
+    tmp_path: Path, down_weights: dict[str, Floats], kind: str, allowed: float
+) -> None:
+    """Encode some of SmolLM2's matrices; compare its logits with those of the same weights in float32."""
+    quantized: dict[str, Stored] = {}
+    exact: dict[str, Stored] = {}
+    for name, weights in down_weights.items():
+        blocks, meant = encode_k(kind, weights)
+        quantized[name] = Stored(NUMBERS[kind], weights.shape, blocks.tobytes())
+        exact[name] = Stored(F32, weights.shape, meant.astype("<f4").tobytes())
+        if name.startswith("blk.0."):
+            np.testing.assert_allclose(by_definition(QUANTIZED[kind], blocks[:20]), meant[:20].reshape(-1))
+            assert np.abs(meant.reshape(weights.shape) - weights).max() < 0.1 * np.abs(weights).max()
+    expected = real_logits(write_with(smollm2(), tmp_path / "exact.gguf", exact))
+    found = real_logits(write_with(smollm2(), tmp_path / "quantized.gguf", quantized))
+    largest = cast("float", mx.max(mx.abs(expected)).item())
+    error = cast("float", mx.max(mx.abs(found - expected)).item())
+    assert error <= allowed * largest
+    assert mx.array_equal(mx.argmax(found, axis=1), mx.argmax(expected, axis=1))

@@ -1,5 +1,7 @@
 """GGUF files for tests: any header, and models of mlx-lm's folders as llama.cpp's converter writes them."""
 
+# pyright: reportPrivateUsage=false
+# A file is copied with all its values.
 from __future__ import annotations
 
 import struct
@@ -12,6 +14,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from mlx_ring.models.gguf import TYPES, GgufFile, read_gguf
 from mlx_ring.models.model_folder import read_model_folder
 
 F32, F16, BF16, Q4_1, Q5_1 = 0, 1, 30, 3, 7
@@ -78,6 +81,27 @@ def gguf_bytes(
         header += struct.pack("<IQ", tensor.kind, len(body) if tensor.offset is None else tensor.offset)
         body += tensor.data
     return header + b"\0" * (-len(header) % alignment) + body
+
+
+def write_with(source: Path, target: Path, replaced: Mapping[str, Stored]) -> Path:
+    """Write a file with the metadata and tensors of another, some of which are replaced."""
+    file = read_gguf(source)
+    data = source.read_bytes()
+    numbers = {kind.name: number for number, kind in TYPES.items()}
+    stored = {
+        name: Stored(numbers[old.kind.name], old.shape, data[old.offset : old.offset + old.nbytes])
+        for name, old in file.tensors.items()
+    }
+    metadata = {
+        key: cast("Value", file.values(key) if file.is_array(key) else _single(file, key))
+        for key in file._spans
+    }
+    target.write_bytes(gguf_bytes(metadata, stored | dict(replaced)))
+    return target
+
+
+def _single(file: GgufFile, key: str) -> Value:
+    return cast("Value", file._decode(key, file._spans[key]))
 
 
 _COMMON = {
