@@ -53,6 +53,15 @@ def test_a_configuration_gives_the_published_size(tmp_path: Path) -> None:
     assert profile_of(QWEN3_14B, tmp_path, 4).weight_bytes == pytest.approx(8.31e9, rel=0.01)
 
 
+def test_scales_stay_as_stored_where_native_kernels_run(tmp_path: Path) -> None:
+    stored = profile_of(QWEN3_14B, tmp_path, 4)
+    kept, widened = (form.layers[0].weight_bytes for form in (stored.with_scales, stored.widened))
+    assert kept == stored.layers[0].weight_bytes
+    # 4 bits, and a scale and a bias for 64 weights, each of 16 or 32 bits.
+    assert widened / kept == pytest.approx(5 / 4.5)
+    assert stored.with_scales.number_bytes == 4
+
+
 def test_a_token_reads_some_of_the_experts(tmp_path: Path) -> None:
     """Expect 30.5 billion parameters, of which a token reads 3.3, embedding included."""
     profile = profile_of(QWEN3_30B_A3B, tmp_path)

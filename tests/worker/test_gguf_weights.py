@@ -31,6 +31,7 @@ from tests.smollm2 import smollm2
 from tests.worker.random_models import QWEN3, write_random_model
 from tests.worker.tensor.models import write_family
 from tests.worker.test_sparse_folders import write_sparse_copy
+from tests.worker.test_weights import assert_planned_as_loaded
 
 from mlx_ring.core.errors import ModelCorrupt
 from mlx_ring.core.types import DType, LayerRange
@@ -211,6 +212,24 @@ def test_the_memory_that_is_planned_is_the_memory_that_is_taken(
     planned = sum(entry.loaded_bytes(widened=widened) for entry in model.tensors)
     # Float32 in the file is planned as it is, and becomes half precision.
     assert totals[-1] == planned - (0 if widened else plain // 2)
+
+
+@pytest.mark.parametrize("kernels", [True, False], ids=["native kernels", "no kernels"])
+def test_plans_count_the_bytes_that_blocks_of_32_weights_take(tmp_path: Path, *, kernels: bool) -> None:
+    folder = write_family(tmp_path / "model", "llama", 4, mlp_bias=False)
+    target = write_gguf_of(folder, tmp_path / "model.gguf")
+    tensors: dict[str, Stored] = {}
+    for name, tensor in read_gguf(target).tensors.items():
+        kind, data = tensor.kind.name, read_range(target, tensor.offset, tensor.nbytes)
+        if kind == "Q4_1":
+            rows, columns = tensor.shape
+            kind, data = "Q4_0", random_blocks(QUANTIZED["Q4_0"], rows=rows, columns=columns).tobytes()
+        tensors[name] = Stored(NUMBERS[kind], tensor.shape, data)
+    metadata = {**metadata_of(read_model_folder(folder).config), **TOKENIZER}
+    target.write_bytes(gguf_bytes(metadata, tensors))
+    found = folder_of(target)
+    assert "Q4_0" in {entry.dtype for entry in found.tensors}
+    assert_planned_as_loaded(found, kernels=kernels)
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])

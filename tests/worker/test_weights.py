@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -15,13 +17,18 @@ from mlx import nn
 from mlx.utils import tree_flatten  # pyright: ignore[reportUnknownVariableType] - its tree is any
 from mlx_lm.utils import load_model  # pyright: ignore[reportUnknownVariableType] - configurations are bare dicts
 from tests.conformance.families import configuration
+from tests.profiles import made_up_profile
 from tests.worker.random_models import QWEN3, write_random_model
 from tests.worker.stages import CUTS, PROMPT, Pipeline, Want, chunk, open_sequence, want
 
 from mlx_cpu_kernels import operations
 from mlx_ring.core.errors import ModelCorrupt
 from mlx_ring.core.types import LayerRange
-from mlx_ring.models.model_folder import read_model_folder
+from mlx_ring.models.model_folder import ModelFolder, read_model_folder
+from mlx_ring.planner.measured import measured_node
+from mlx_ring.planner.model_sizes import profile_folder
+from mlx_ring.planner.request import Demand
+from mlx_ring.planner.stage_costs import StageTables
 from mlx_ring.worker.shard import StageModel
 from mlx_ring.worker.tensors import from_message
 from mlx_ring.worker.weights import load_stage
@@ -149,19 +156,59 @@ def quantized_paths(stage: StageModel) -> set[str]:
 
 
 def write_quantized_model(
-    folder: Path, *, bits: int = 4, base: dict[str, Any] = QWEN3, **changes: Any
+    folder: Path, *, bits: int = 4, group: int = 32, base: dict[str, Any] = QWEN3, **changes: Any
 ) -> Path:
     """Write a model of few bits whose scales are bfloat16."""
     config = {**base, **changes}
     write_random_model(folder, config)
     model: Any = load_model(folder)[0]
-    nn.quantize(model, group_size=32, bits=bits)
+    nn.quantize(model, group_size=group, bits=bits)
     model.set_dtype(mx.bfloat16)
     save(folder, model)
     (folder / "config.json").write_text(
-        json.dumps({**config, "quantization": {"group_size": 32, "bits": bits}})
+        json.dumps({**config, "quantization": {"group_size": group, "bits": bits}})
     )
     return folder
+
+
+@contextmanager
+def native_kernels(*, wanted: bool) -> Generator[None]:
+    """Compute with native kernels meanwhile if they are wanted; skip the test if they are not built."""
+    if wanted and not operations.install().active:
+        pytest.skip("the native kernels are not built")
+    try:
+        yield
+    finally:
+        operations.uninstall()
+
+
+def assert_planned_as_loaded(folder: ModelFolder, *, kernels: bool) -> None:
+    """Compare the bytes that a plan counts for all layers on such a CPU with those of the loaded arrays."""
+    totals: list[int] = []
+    with native_kernels(wanted=kernels):
+        layers = LayerRange(0, folder.num_layers)
+        load_stage(folder, layers, "float32", lambda _done, total: totals.append(total))
+    assert totals[-1] == sum(
+        entry.loaded_bytes(widened=True, keeps_scales=kernels) for entry in folder.tensors
+    )
+    node = measured_node(made_up_profile(kernels="AVX2" if kernels else ""), "box")
+    planned = StageTables(profile_folder(folder, "model"), Demand(1, 1)).weight_bytes(
+        node, 0, folder.num_layers
+    )
+    last_norm = 4 * folder.hidden_size  # counts to no layer
+    assert planned == totals[-1] - last_norm
+
+
+@pytest.mark.parametrize("kernels", [True, False], ids=["native kernels", "no kernels"])
+@pytest.mark.parametrize("group", [32, 64])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_plans_count_the_bytes_that_quantized_weights_take(
+    tmp_path: Path, group: int, *, tied: bool, kernels: bool
+) -> None:
+    written = write_quantized_model(
+        tmp_path / "model", group=group, tie_word_embeddings=tied, num_attention_heads=8
+    )
+    assert_planned_as_loaded(read_model_folder(written), kernels=kernels)
 
 
 def scale_types(stage: StageModel) -> set[mx.Dtype]:
@@ -184,9 +231,7 @@ def test_scales_stay_as_stored_with_native_kernels(tmp_path: Path, *, tied: bool
         return load_stage(folder, LayerRange(0, folder.num_layers), "float32", lambda _d, _t: None)
 
     widened = load()
-    if not operations.install().active:
-        pytest.skip("the native kernels are not built")
-    try:
+    with native_kernels(wanted=True):
         stored = load()
         assert scale_types(stored) == {mx.bfloat16}
         logits, expected = (
@@ -194,8 +239,6 @@ def test_scales_stay_as_stored_with_native_kernels(tmp_path: Path, *, tied: bool
         )
         assert logits.dtype == mx.float32
         assert mx.array_equal(logits, expected).item()
-    finally:
-        operations.uninstall()
 
 
 def test_weights_that_a_model_keeps_in_float32_stay_float32(tmp_path: Path) -> None:

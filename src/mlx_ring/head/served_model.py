@@ -63,7 +63,10 @@ def prepare_model(settings: Settings, *, insists: bool = True) -> ServedModel:
         log.info("%s is not served exactly as its file has it: %s", local.name, folder.rounding)
     require_cuttable(folder, settings.stages)
     if settings.nodes == 1:
-        check_memory(local.name, memory_for_weights(folder, settings.dtype, settings.cpu_weights))
+        needed = memory_for_weights(
+            folder, settings.dtype, settings.cpu_weights, kernels=settings.blas == "auto"
+        )
+        check_memory(local.name, needed)
     context = _context_length(folder, settings.max_model_len, insists=insists)
     tokenizer = _load_tokenizer(folder)
     eos = folder.eos_token_ids | frozenset(int(token) for token in tokenizer.eos_token_ids)
@@ -115,15 +118,21 @@ def policy_of(settings: Settings) -> Policy:
     return Policy(**given, prefix_cache=settings.prefix_cache == "on")
 
 
-def memory_for_weights(folder: ModelFolder, dtype: str, cpu_weights: CpuWeights = "auto") -> int:
+def memory_for_weights(
+    folder: ModelFolder, dtype: str, cpu_weights: CpuWeights = "auto", *, kernels: bool = False
+) -> int:
     """Return the bytes of the loaded weights, at least.
 
-    On a CPU, half precision becomes float32 unless set otherwise, and quantized weights do if asked for.
+    On a CPU, half precision becomes float32 unless set otherwise, and quantized weights do if asked for. With `kernels`,
+    scales of quantized weights stay as they are stored.
     """
     widens = widens_half_precision(dtype)
     dequantizes = widens and cpu_weights == "float32" and not _has_gpu()
     sizes = dequantized_bytes(folder) if dequantizes else dict[str, int]()
-    return sum(sizes.get(entry.name, entry.loaded_bytes(widened=widens)) for entry in folder.tensors)
+    return sum(
+        sizes.get(entry.name, entry.loaded_bytes(widened=widens, keeps_scales=kernels))
+        for entry in folder.tensors
+    )
 
 
 def widens_half_precision(dtype: str) -> bool:

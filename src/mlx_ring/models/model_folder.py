@@ -44,6 +44,7 @@ _BITS = {
 }
 """Bits of the types in safetensors files; there may be others."""
 _HALF_PRECISION = ("BF16", "F16")
+_SCALES = (".scales", ".biases")
 _FLOAT_BYTES, _HALF_BYTES = 4, 2
 SMALL_FILES = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja")
 """Patterns of a folder's files beside its weights: configuration, tokenizer, templates."""
@@ -62,11 +63,19 @@ class TensorEntry:
     offset: int
     nbytes: int
 
-    def loaded_bytes(self, *, widened: bool) -> int:
-        """Return the bytes in memory, with `widened` if half precision becomes float32 when it is loaded."""
+    def loaded_bytes(self, *, widened: bool, keeps_scales: bool = False) -> int:
+        """Return the bytes in memory.
+
+        Args:
+            widened: whether half precision becomes float32 when it is loaded.
+            keeps_scales: whether scales and biases of quantized weights do not, as native kernels take them. Those of
+                K-quants are float32 then, because products of two numbers of float16 are no such number.
+        """
         if (kind := QUANTIZED.get(self.dtype)) is not None:
-            return kind.loaded_bytes(math.prod(self.shape), _FLOAT_BYTES if widened else _HALF_BYTES)
-        return self.nbytes * (2 if widened and self.dtype in _HALF_PRECISION else 1)
+            is_half = not widened or (keeps_scales and kind.has_half_scales)
+            return kind.loaded_bytes(math.prod(self.shape), _HALF_BYTES if is_half else _FLOAT_BYTES)
+        is_kept = keeps_scales and self.name.endswith(_SCALES)
+        return self.nbytes * (2 if widened and not is_kept and self.dtype in _HALF_PRECISION else 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,19 +31,23 @@ class DecodeBytes:
     """Bytes of the output head, or of the embedding if it is tied. The lookup of a token's embedding is negligible."""
 
 
-def decode_bytes(folder: ModelFolder, *, widened: bool, dequantized: bool = False) -> DecodeBytes | None:
+def decode_bytes(
+    folder: ModelFolder, *, widened: bool, keeps_scales: bool = False, dequantized: bool = False
+) -> DecodeBytes | None:
     """Return the bytes that a step reads; None if the tensors' names do not contain their layers.
 
     Args:
         folder: what its safetensors headers say.
         widened: whether half precision becomes float32 when it is loaded.
+        keeps_scales: whether scales of quantized weights do not.
         dequantized: whether quantized weights do.
     """
     inside, outside = group_by_layers(folder.tensors)
     path = path_of_layers(inside, folder.num_layers)
     if path is None:
         return None
-    share, size = _active_share(folder), _sizer(folder, widened=widened, dequantized=dequantized)
+    share = _active_share(folder)
+    size = _sizer(folder, widened=widened, keeps_scales=keeps_scales, dequantized=dequantized)
     layers = [Fraction(0)] * folder.num_layers
     for number, rest, entry in inside[path]:
         if number < folder.num_layers:
@@ -51,9 +55,11 @@ def decode_bytes(folder: ModelFolder, *, widened: bool, dequantized: bool = Fals
     return DecodeBytes(tuple(map(int, layers)), _head_bytes(outside, folder.vocab_size, size))
 
 
-def layer_bytes(folder: ModelFolder, *, widened: bool, dequantized: bool = False) -> tuple[int, ...] | None:
+def layer_bytes(
+    folder: ModelFolder, *, widened: bool, keeps_scales: bool = False, dequantized: bool = False
+) -> tuple[int, ...] | None:
     """Return the bytes of each layer with all experts; None if the tensors' names do not contain their layers."""
-    size = _sizer(folder, widened=widened, dequantized=dequantized)
+    size = _sizer(folder, widened=widened, keeps_scales=keeps_scales, dequantized=dequantized)
     inside, _ = group_by_layers(folder.tensors)
     path = path_of_layers(inside, folder.num_layers)
     if path is None:
@@ -69,9 +75,13 @@ _Size = Callable[[TensorEntry], int]
 """Function that returns the bytes of a loaded tensor."""
 
 
-def _sizer(folder: ModelFolder, *, widened: bool, dequantized: bool) -> _Size:
+def _sizer(folder: ModelFolder, *, widened: bool, keeps_scales: bool, dequantized: bool) -> _Size:
     sizes = dequantized_bytes(folder) if dequantized else dict[str, int]()
-    return lambda entry: sizes.get(entry.name, entry.loaded_bytes(widened=widened))
+
+    def size(entry: TensorEntry) -> int:
+        return sizes.get(entry.name, entry.loaded_bytes(widened=widened, keeps_scales=keeps_scales))
+
+    return size
 
 
 def _active_share(folder: ModelFolder) -> Fraction:

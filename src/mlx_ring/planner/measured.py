@@ -47,6 +47,7 @@ def measured_node(
         rates=profile.rates,
         costs=profile.costs,
         widens=profile.computes_in == "float32",
+        keeps_scales=bool(profile.kernels),
         cpu_weights=cpu_weights,
         # A GPU has memory of its own, or an advised part of it, where no process lies.
         process_bytes=profile.worker_bytes + beside if profile.device == "cpu" else 0,

@@ -30,7 +30,9 @@ class WeightFormat:
     bits: int
     group: int = _GROUP
     plain: str = "bfloat16"
-    """Dtype of unquantized numbers: scales, biases, activations, keys and values."""
+    """Dtype of unquantized numbers: activations, keys and values."""
+    scales: str = ""
+    """Dtype of scales and biases of quantized weights, if they have another than unquantized numbers."""
 
     @property
     def is_quantized(self) -> bool:
@@ -38,20 +40,26 @@ class WeightFormat:
 
     @property
     def plain_bits(self) -> int:
-        return _FLOAT if self.plain == "float32" else _HALF
+        return _bits_of(self.plain)
 
     @property
     def nbytes(self) -> float:
-        return (self.bits + (2 * self.plain_bits / self.group if self.is_quantized else 0)) / 8
+        scales = 2 * _bits_of(self.scales or self.plain) / self.group if self.is_quantized else 0
+        return (self.bits + scales) / 8
 
     @property
     def name(self) -> str:
         """Name of the format in measured rates."""
         return f"{self.bits}-bit" if self.is_quantized else self.plain
 
-    def widened(self) -> WeightFormat:
-        """Return the format with float32 instead of half precision."""
-        return replace(self, plain="float32", bits=self.bits if self.is_quantized else _FLOAT)
+    def widened(self, *, keeps_scales: bool = False) -> WeightFormat:
+        """Return the format with float32 instead of half precision, except scales if those are kept."""
+        scales = self.scales or self.plain if keeps_scales else ""
+        return replace(self, plain="float32", scales=scales, bits=self.bits if self.is_quantized else _FLOAT)
+
+
+def _bits_of(dtype: str) -> int:
+    return _FLOAT if dtype == "float32" else _HALF
 
 
 def profile_folder(folder: ModelFolder, name: str, weights: WeightFormat | None = None) -> ModelProfile:
@@ -64,29 +72,35 @@ def profile_folder(folder: ModelFolder, name: str, weights: WeightFormat | None 
     has_files = bool(folder.tensors) and weights is None
     forms = [(kind, _AS_STORED), (kind.widened(), _WIDENED)]
     if kind.is_quantized:
-        forms.append((WeightFormat(_FLOAT, plain="float32"), _DEQUANTIZED))
+        forms += [
+            (kind.widened(keeps_scales=True), _WITH_SCALES),
+            (WeightFormat(_FLOAT, plain="float32"), _DEQUANTIZED),
+        ]
     stored, wide, *others = (
         _with_headers(profile_config(folder, name, one), folder, loading)
         if has_files
         else profile_config(folder, name, one)
         for one, loading in forms
     )
-    return replace(
-        stored,
-        widened=None if wide == stored else wide,
-        # Rows of an embedding are looked up as they are stored.
-        dequantized=replace(others[0], embedding_bytes=wide.embedding_bytes) if others else None,
-    )
+    stored = replace(stored, widened=None if wide == stored else wide)
+    if not others:
+        return stored
+    with_scales, plain = others
+    # Rows of an embedding are looked up as they are stored.
+    plain = replace(plain, embedding_bytes=wide.embedding_bytes)
+    return replace(stored, with_scales=with_scales, dequantized=plain)
 
 
 class _Loading(TypedDict):
     widened: bool
+    keeps_scales: bool
     dequantized: bool
 
 
-_AS_STORED: _Loading = {"widened": False, "dequantized": False}
-_WIDENED: _Loading = {"widened": True, "dequantized": False}
-_DEQUANTIZED: _Loading = {"widened": True, "dequantized": True}
+_AS_STORED: _Loading = {"widened": False, "keeps_scales": False, "dequantized": False}
+_WIDENED: _Loading = {"widened": True, "keeps_scales": False, "dequantized": False}
+_WITH_SCALES: _Loading = {"widened": True, "keeps_scales": True, "dequantized": False}
+_DEQUANTIZED: _Loading = {"widened": True, "keeps_scales": False, "dequantized": True}
 
 
 def _with_headers(by_config: ModelProfile, folder: ModelFolder, loading: _Loading) -> ModelProfile:
@@ -99,7 +113,7 @@ def _with_headers(by_config: ModelProfile, folder: ModelFolder, loading: _Loadin
         for layer, size, once in zip(by_config.layers, whole, read.layers, strict=True)
     )
     embedding = sum(
-        entry.loaded_bytes(widened=loading["widened"])
+        entry.loaded_bytes(widened=loading["widened"], keeps_scales=loading["keeps_scales"])
         for entry in folder.tensors
         if "embed" in entry.name and "layers." not in entry.name and "position" not in entry.name
     )

@@ -55,6 +55,8 @@ class ModelProfile:
     """Largest number of inputs of a product; 0 if unknown."""
     widened: ModelProfile | None = None
     """Sizes after half precision was loaded as float32; None if they do not change."""
+    with_scales: ModelProfile | None = None
+    """Sizes like `widened`, but with scales of quantized weights as they are stored; None if none are quantized."""
     dequantized: ModelProfile | None = None
     """Sizes with quantized weights as float32, except an embedding that is no head; None if none are quantized."""
     shared: TensorSizes | None = None
@@ -98,6 +100,8 @@ class NodeProfile:
     costs: StepCosts = UNMEASURED
     widens: bool = False
     """True if it loads half precision as float32, as on a CPU."""
+    keeps_scales: bool = False
+    """True if it does not widen scales of quantized weights, because native kernels take them as they are stored."""
     cpu_weights: CpuWeights = "quantized"
     """Form of quantized weights; `auto` is float32 where they fit into its memory."""
     process_bytes: int = 0

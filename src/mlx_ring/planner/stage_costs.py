@@ -60,11 +60,13 @@ class LoadedForms:
     def __init__(self, model: ModelProfile) -> None:
         self._stored = LayerKinds(model)
         self._widened = self._stored if model.widened is None else LayerKinds(model.widened)
+        self._with_scales = self._widened if model.with_scales is None else LayerKinds(model.with_scales)
         self._dequantized = None if model.dequantized is None else LayerKinds(model.dequantized)
 
     def on(self, node: NodeProfile) -> tuple[LayerKinds, ...]:
         """Return the forms that a machine may hold, the preferred one first and the smallest last."""
-        stored = self._widened if node.widens else self._stored
+        widened = self._with_scales if node.keeps_scales else self._widened
+        stored = widened if node.widens else self._stored
         if self._dequantized is None or node.cpu_weights == "quantized":
             return (stored,)
         return (self._dequantized,) if node.cpu_weights == "float32" else (self._dequantized, stored)
