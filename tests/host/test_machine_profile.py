@@ -9,7 +9,7 @@ import pytest
 from tests.profiles import RATES, made_up_profile
 
 from mlx_ring.core.errors import ProtocolError
-from mlx_ring.host.machine_profile import MachineProfile
+from mlx_ring.host.machine_profile import PROFILE_VERSION, MachineProfile
 
 
 def test_a_profile_survives_json() -> None:
@@ -20,7 +20,7 @@ def test_a_profile_survives_json() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 0}, "of version 0; this version reads 3"),
+        ({"version": 0}, f"of version 0; this version reads {PROFILE_VERSION}"),
         ({"rates": []}, "at rates"),
         ({"memory_bytes": -1}, "at memory_bytes"),
         ({"seconds": "NaN"}, "at seconds"),

@@ -5,11 +5,17 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import ModuleType
+from typing import Any
 
 import mlx.core as mx
 import pytest
 
-from mlx_cpu_kernels import SpeedReport
+from mlx_cpu_kernels import SpeedReport, operations
+from mlx_cpu_kernels.packages import Unavailable
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.host.machine_profile import MachineProfile
 from mlx_ring.worker.platform.device import free_memory
@@ -82,6 +88,46 @@ def test_small_stage_continues_beyond_its_longest_sequence(monkeypatch: pytest.M
     monkeypatch.setattr("mlx_ring.worker.profile.steps._LONGEST", 16)
     stage = SmallStage(2, mx.float32, CLOCK)
     assert all(stage.seconds() > 0 for _ in range(5))
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """Compute with native kernels, which are this module, meanwhile; skip the test if they are not built."""
+    try:
+        module = operations._load()  # pyright: ignore[reportPrivateUsage]
+    except Unavailable:
+        pytest.skip("the native kernels are not built")
+    monkeypatch.setattr(operations, "_load", lambda: module)
+    assert operations.install().active
+    try:
+        yield module
+    finally:
+        operations.uninstall()
+
+
+def test_steps_are_measured_with_the_layers_that_native_kernels_fuse(
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fused: Counter[str] = Counter()
+
+    def count(name: str, own: Callable[..., Any], *arguments: Any) -> Any:
+        result = own(*arguments)
+        fused[name] += result is not None
+        return result
+
+    for name in ("heads", "gated", "added"):
+        monkeypatch.setattr(kernels, name, partial(count, name, getattr(kernels, name)))
+    SmallStage(2, mx.float32, CLOCK).seconds()
+    assert fused["heads"] == fused["gated"] > 0
+    assert fused["added"] == 2 * fused["heads"]
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("bits", [4, 8])
+def test_native_kernels_are_measured_with_scales_as_models_store_them(bits: int) -> None:
+    products = Products(WeightKind("any", mx.float32, bits), 128, 1, CLOCK)
+    assert products.nbytes == 128 * 128 * bits // 8 + 2 * 2 * 128 * 128 // 64
+    assert products.compute() > 0
 
 
 def test_drawing_and_attending_take_time() -> None:

@@ -11,6 +11,7 @@ import mlx.core as mx
 import psutil
 
 from mlx_cpu_kernels import SpeedReport
+from mlx_cpu_kernels.operations import are_installed
 from mlx_ring.core.environment import package_version
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.host.machine_profile import PROFILE_VERSION, MachineProfile, StepCosts, WeightRate
@@ -121,6 +122,8 @@ def _make_weights(kind: WeightKind, width: int, set_bytes: int) -> tuple[Multipl
     """
     matrix = mx.full((width, width), 1 / width, kind.dtype)
     parts = [matrix] if not kind.bits else list(mx.quantize(matrix, GROUP, kind.bits))
+    if kind.bits and are_installed():  # which take scales as models store them
+        parts[1:] = [part.astype(mx.bfloat16) for part in parts[1:]]
     nbytes = sum(part.nbytes for part in parts)
     weights = [_copies(parts) for _ in range(max(2, set_bytes // nbytes))]
     mx.eval(weights)

@@ -6,8 +6,10 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import mlx.core as mx
+from mlx import nn
 from mlx_lm.models import qwen3
 
+from mlx_cpu_kernels.operations import are_installed
 from mlx_ring.core.types import LayerRange
 from mlx_ring.rpc.links import Inbox
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
@@ -38,6 +40,7 @@ _SMALL: dict[str, Any] = {
     "rope_theta": 10000.0,
     "tie_word_embeddings": True,
 }
+_GROUP = 32
 _LONGEST = 4096
 
 
@@ -49,6 +52,9 @@ class SmallStage:
         arguments = cast("Any", qwen3.ModelArgs).from_dict(_SMALL | {"num_hidden_layers": layers})
         model = cast("Any", qwen3.Model)(arguments)
         model.set_dtype(dtype)
+        if are_installed():
+            # Layers of quantized weights, which native kernels are for, have fewer operations with them.
+            nn.quantize(model, group_size=_GROUP, bits=4)
         model.eval()
         mx.eval(model.parameters())
         stage = StageModel(model, LayerRange(0, layers), dtype, _SMALL["vocab_size"], _SMALL["hidden_size"])
