@@ -7,6 +7,8 @@ Then come the times until the client is notified, and until the next token of it
 from its end if it passes by itself. Such a fault has no parts: the answer continues in place. The row "all workers
 killed" is a reload of the whole model.
 
+Each machine is idle before, until it has a spare worker.
+
 The last columns are of the workers that the fault spared: how many were replaced, and the megabytes that the others read
 from files. `--large` takes a model of a gigabyte with random weights. With `--resume off`, the stream ends with an error.
 Its time is then that of the first token of a new request.
@@ -25,6 +27,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
@@ -38,6 +41,7 @@ from tests.faults.injection import FAULTS, Rank, ServedCluster
 from tests.processes import give_profile
 
 _MACHINES = 3
+_SPARES = ("--spare-worker", "on")
 _BODY = {"prompt": [5, 6, 7], "max_tokens": 400, "ignore_eos": True, "temperature": 0, "stream": True}
 _FAULT_AFTER = 20
 """Number of events before the fault."""
@@ -159,10 +163,13 @@ def _row(fault: str, measured: Sequence[Measured]) -> str:
 
 def measure(cluster: LanCluster, fault: Fault, flags: Sequence[str]) -> Measured:
     """Interrupt a stream once, on a server of its own."""
+    before = _spares(cluster)
     server = cluster.serve(_MACHINES, *flags, joining=cluster.machines[1:])
     served = ServedCluster(server, Path(), cluster.http, cluster.head.threads, cluster)
     try:
         victim = next(rank for rank in served.wait_until_ready() if served.can_lose(rank))
+        if _SPARES in pairwise(flags):  # made while the machines are idle
+            eventually(lambda: _spares(cluster), lambda now: now == [count + 1 for count in before])
         return cluster.head.threads.submit(_interrupt, served, victim, fault).result()
     finally:
         for machine in cluster.machines:
@@ -172,6 +179,12 @@ def measure(cluster: LanCluster, fault: Fault, flags: Sequence[str]) -> Measured
             for process in machine.processes:
                 process.kill()
             (machine.state / "authority" / "losses.json").unlink(missing_ok=True)
+
+
+def _spares(cluster: LanCluster) -> list[int]:
+    """Return the number of spare workers that each machine has announced."""
+    logs = [(machine.folder / "logs").glob("*.log") for machine in cluster.machines]
+    return [sum(file.read_text().count("a spare worker waits") for file in files) for files in logs]
 
 
 def _interrupt(served: ServedCluster, victim: Rank, fault: Fault) -> Measured:
