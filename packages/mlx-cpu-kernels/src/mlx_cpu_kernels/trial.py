@@ -48,7 +48,16 @@ def cache_folder() -> Path | None:
 
 
 def verdict_on(binary: Path) -> Verdict:
-    """Return the verdict on a binary, from a trial if this host has not tried it. Raises OSError without a file."""
+    """Return the verdict on a binary, from a trial if this host has not tried it. Raises OSError without a file.
+
+    A process tries a binary once, also where the verdict cannot be kept or another trial may end differently.
+    """
+    return verdict_of_process(binary, *_identity(binary))
+
+
+@cache
+def verdict_of_process(binary: Path, _size: int, _mtime_ns: int) -> Verdict:
+    """Return the kept verdict, or else that of a trial."""
     return _recall(binary) or try_out(binary)
 
 
