@@ -117,7 +117,7 @@ def row_streams(bench: Bench) -> list[Ratio]:
     of_simulation: list[float] = []
     with _one_and_two(bench) as (one, two):
         for number in range(bench.rounds + 1):
-            jobs = jobs_of(number, requests, 16, tokens, FLOAT.vocabulary)
+            jobs = jobs_of(number, requests, 16, tokens, tensor_rows.LARGE.vocabulary)
             single, double = (_steady_speed(load(server, jobs, 8)) for server in (one, two))
             means = decode_means_us(two)
             limit = sum(means) / max(means)
@@ -152,7 +152,7 @@ def row_prompt(bench: Bench) -> list[Ratio]:
     ratios: list[float] = []
     with _one_and_two(bench, make(DEEP)) as (one, two):
         for number in range(bench.rounds):
-            jobs = jobs_of(number, 1, length, 1, FLOAT.vocabulary)
+            jobs = jobs_of(number, 1, length, 1, DEEP.vocabulary)
             single, double = (ttft(load(server, jobs, 1)[0]) for server in (one, two))
             note_round(number, {"one s": single, "two": double})
             ratios.append(single / double)
@@ -165,7 +165,7 @@ def row_stream(bench: Bench) -> list[Ratio]:
     ratios: list[float] = []
     with _one_and_two(bench) as (one, two):
         for number in range(bench.rounds + 1):
-            jobs = jobs_of(number, 1, 16, tokens, FLOAT.vocabulary)
+            jobs = jobs_of(number, 1, 16, tokens, tensor_rows.LARGE.vocabulary)
             single, double = (decode_speed(load(server, jobs, 1)[0]) for server in (one, two))
             note_round(number, {"one tok/s": single, "two": double})
             ratios.append(double / single)
@@ -259,7 +259,7 @@ def row_latency(bench: Bench) -> list[Ratio]:
 @contextmanager
 def _one_and_two(bench: Bench, model: Path | None = None) -> Generator[list[Any]]:
     """Serve the same model on one stage and on two; quantized by default."""
-    folder = model or quantized()
+    folder = model or quantized(tensor_rows.LARGE)
     pin_self(bench.shared)
     with running(
         *(
@@ -272,7 +272,7 @@ def _one_and_two(bench: Bench, model: Path | None = None) -> Generator[list[Any]
         yield servers
 
 
-def quantized(shape: Shape = FLOAT, bits: int = 4) -> Path:
+def quantized(shape: Shape, bits: int = 4) -> Path:
     """Return the random model with quantized weights, group size 64, and everything else in float32."""
     folder = CACHE / f"{make(shape).name}-{bits}bit"
     if not (folder / "config.json").is_file():

@@ -1,8 +1,8 @@
 """Rows of `engine.py` for tensor parallelism: decode, prefill, and a comparison with mlx_lm.server under `mlx.launch`.
 
-They use 4-bit weights and float32 activations, which are compute-bound: two cores that share memory bandwidth are still
-twice as fast. The output head, with 32,768 tokens, is a fifth of the model. A worker that waits in an all-reduce keeps its
-core busy. In all configurations, the head shares the first worker's core.
+They use a model of 872 M parameters of 4 bits, so that products take most of a step. The output head, with 32,768 tokens,
+is a thirteenth of it. A worker that waits in an all-reduce keeps its core busy. In all configurations, the head shares the
+first worker's core.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from measuring import Bench, Ratio, decode_speed, jobs_of, load, note_round, run
 from random_model import Shape
 from servers import LaunchedServer, RingServer, Server, pin_self
 
-TENSOR = Shape(layers=8, hidden=1024, vocabulary=32768, dtype="float32")
+LARGE = Shape(layers=16, hidden=2048, intermediate=6144, vocabulary=32768, dtype="float32")
+"""Model whose products take most of a step, also with native kernels."""
 _PLAIN = ("--prefix-cache", "off", "--num-speculative-tokens", "0")
 _PROMPT = 512
 _LAUNCH_PROMPT = 64
@@ -31,9 +32,9 @@ def rows(quantized: Callable[[Shape], Any]) -> dict[str, Callable[[Bench], list[
         tokens = 32 if bench.quick else 96
         decode: list[float] = []
         prefill: list[float] = []
-        with _one_and_two(bench, quantized(TENSOR)) as (one, two):
+        with _one_and_two(bench, quantized(LARGE)) as (one, two):
             for number in range(bench.rounds + 1):
-                (job,) = jobs_of(number, 1, _PROMPT, tokens, TENSOR.vocabulary)
+                (job,) = jobs_of(number, 1, _PROMPT, tokens, LARGE.vocabulary)
                 single, double = (load(server, [job], 1)[0] for server in (one, two))
                 note_round(
                     number,
@@ -53,7 +54,7 @@ def rows(quantized: Callable[[Shape], Any]) -> dict[str, Callable[[Bench], list[
 
     def row_launch(bench: Bench) -> list[Ratio]:
         """Compare two ranks with two of mlx_lm.server under `mlx.launch`: one stream."""
-        model, tokens = quantized(TENSOR), 32 if bench.quick else 96
+        model, tokens = quantized(LARGE), 32 if bench.quick else 96
         decode: list[float] = []
         prefill: list[float] = []
         pin_self(bench.shared)
@@ -64,7 +65,7 @@ def rows(quantized: Callable[[Shape], Any]) -> dict[str, Callable[[Bench], list[
             for number in range(bench.rounds + 1):
                 job_for_us, job_for_them = (
                     jobs_of(number, 1, _LAUNCH_PROMPT, tokens, vocabulary)[0]
-                    for vocabulary in (TENSOR.vocabulary, None)
+                    for vocabulary in (LARGE.vocabulary, None)
                 )
                 with paused(theirs):
                     own = load(ours, [job_for_us], 1)[0]

@@ -347,7 +347,7 @@ def test_heads_of_an_odd_size_whose_rows_would_be_paired_are_refused(tmp_path: P
         load(folder_of(file))
 
 
-DOWN = re.compile(r"blk\.(?:0|5|9|14|19|24|29)\.ffn_down\.weight")
+DOWN = re.compile(r"blk\.(?:0|14)\.ffn_down\.weight")
 """Some of the matrices of SmolLM2 whose rows are whole blocks of 256."""
 PROMPT = mx.array([[504, 3575, 282, 4649, 314, 7042]])
 

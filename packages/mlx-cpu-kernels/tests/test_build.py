@@ -11,6 +11,7 @@ import sys
 import sysconfig
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -206,9 +207,13 @@ def test_binaries_that_nothing_uses_are_removed_and_what_killed_builds_left(tmp_
 @pytest.mark.processes
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_an_interrupted_build_ends_its_compilers_and_leaves_nothing(
-    tmp_path: Path, number: signal.Signals
+    tmp_path: Path, number: signal.Signals, request: pytest.FixtureRequest
 ) -> None:
     """Interrupt it when a compiler has started another program, as g++ does."""
+    # A program of a shell that ignores this signal, such as nohup's, would ignore it too.
+    request.addfinalizer(
+        partial(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, signal.default_int_handler))
+    )
     pids, compiler, into = tmp_path / "pids", tmp_path / "compiler", tmp_path / "binaries"
     compiler.write_text(f"#!/bin/sh\nsleep 600 &\necho $! >> {pids}\nwait\n")
     compiler.chmod(0o700)
