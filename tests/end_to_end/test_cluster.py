@@ -280,12 +280,12 @@ def test_other_machines_serve_while_an_agent_is_stopped(
         assert completion(server) == single_machine_text
     finally:
         other.resume()
-    back = eventually(server.status, lambda status: len(stages_by_node(status)) == 2)
+    eventually(server.status, lambda status: len(stages_by_node(status)) == 2)
     own.suspend()
-    ready_after(server, back)
-    assert not own.is_running()
+    # Another loss may load the model again before: the busy machine's node may be silent, too.
+    eventually(own.is_running, lambda runs: not runs)
     assert completion(server) == single_machine_text
-    (replacing,) = head_members(cluster.folder)
+    (replacing,) = eventually(lambda: head_members(cluster.folder))
     replacing.suspend()
     assert server.stop() == 0
     assert not replacing.is_running()

@@ -154,8 +154,8 @@ async def _session(
 async def _messages(
     head: HeadAddress, who: Registration, leaving: asyncio.Event
 ) -> AsyncIterator[cluster_pb2.AttendRequest]:
-    """Yield a message at each beat, until the node leaves."""
-    first = cluster_pb2.AttendRequest(
+    """Yield a message at each beat, and a last one once the node leaves: a call may also end because it breaks."""
+    message = cluster_pb2.AttendRequest(
         hello=make_hello(node=who.node),
         machine=node_name(),
         port=who.port,
@@ -164,14 +164,15 @@ async def _messages(
         memory_utilization=who.memory_utilization,
         links_port=who.links_port,
     )
-    first.MergeFrom(_now(who))
-    yield first
-    while not leaving.is_set():
+    message.MergeFrom(_now(who))
+    yield message
+    while not message.leaves:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_BEAT_S):
                 await leaving.wait()
-        if not leaving.is_set():
-            yield _now(who)
+        message = _now(who)
+        message.leaves = leaving.is_set()
+        yield message
 
 
 def _now(who: Registration) -> cluster_pb2.AttendRequest:

@@ -220,6 +220,9 @@ class Control:
                 async for said in saying:
                     if said is not None:
                         silence.end()
+                        if said.leaves:
+                            reason, is_final = "it left the cluster", True
+                            break
                         await self._happens(
                             Reported(
                                 member.node,
@@ -231,7 +234,6 @@ class Control:
                             )
                         )
                     yield cluster_pb2.AttendReply(revoked=self._members.revoked_serials())
-            reason, is_final = "it left the cluster", True
         except ProtocolError as error:
             reason, is_final = str(error), True
         except TimeoutError:

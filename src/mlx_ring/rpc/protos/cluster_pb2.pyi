@@ -9,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class AttendRequest(_message.Message):
-    __slots__ = ("hello", "machine", "port", "head_host", "profile", "memory_utilization", "memory_free_bytes", "links_port", "agent_bytes", "trusted", "trusted_problem")
+    __slots__ = ("hello", "machine", "port", "head_host", "profile", "memory_utilization", "memory_free_bytes", "links_port", "agent_bytes", "trusted", "trusted_problem", "leaves")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     MACHINE_FIELD_NUMBER: _ClassVar[int]
     PORT_FIELD_NUMBER: _ClassVar[int]
@@ -21,6 +21,7 @@ class AttendRequest(_message.Message):
     AGENT_BYTES_FIELD_NUMBER: _ClassVar[int]
     TRUSTED_FIELD_NUMBER: _ClassVar[int]
     TRUSTED_PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    LEAVES_FIELD_NUMBER: _ClassVar[int]
     hello: _hello_pb2.Hello
     machine: str
     port: int
@@ -32,7 +33,8 @@ class AttendRequest(_message.Message):
     agent_bytes: int
     trusted: _containers.RepeatedCompositeFieldContainer[TrustedInterface]
     trusted_problem: str
-    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., machine: _Optional[str] = ..., port: _Optional[int] = ..., head_host: _Optional[str] = ..., profile: _Optional[str] = ..., memory_utilization: _Optional[float] = ..., memory_free_bytes: _Optional[int] = ..., links_port: _Optional[int] = ..., agent_bytes: _Optional[int] = ..., trusted: _Optional[_Iterable[_Union[TrustedInterface, _Mapping]]] = ..., trusted_problem: _Optional[str] = ...) -> None: ...
+    leaves: bool
+    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., machine: _Optional[str] = ..., port: _Optional[int] = ..., head_host: _Optional[str] = ..., profile: _Optional[str] = ..., memory_utilization: _Optional[float] = ..., memory_free_bytes: _Optional[int] = ..., links_port: _Optional[int] = ..., agent_bytes: _Optional[int] = ..., trusted: _Optional[_Iterable[_Union[TrustedInterface, _Mapping]]] = ..., trusted_problem: _Optional[str] = ..., leaves: _Optional[bool] = ...) -> None: ...
 
 class TrustedInterface(_message.Message):
     __slots__ = ("name", "address", "network")
