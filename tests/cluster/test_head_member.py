@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import re
 import subprocess
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.eventually import run_tasks_until
 
 from mlx_ring.cluster import head_member as subject
 from mlx_ring.cluster.head_member import OwnAgent, stale_trust
-from mlx_ring.cluster.membership import FormerMember, Membership
+from mlx_ring.cluster.membership import Event, FormerMember, Left, Membership
 from mlx_ring.host.addresses import HeadAddress
 from mlx_ring.host.trusted_interfaces import trusted_interfaces
 from mlx_ring.settings.config import Settings
@@ -47,24 +50,32 @@ class Absent:
 
     def __init__(self) -> None:
         self.membership = Membership()
+        self._watchers: list[Callable[[Event], None]] = []
 
     def lose(self) -> None:
         member: Any = SimpleNamespace(node=self.node)
         # The clock may have been set back since the agent was started.
         former = FormerMember(member, "it sent nothing for 3 s", 0.0)
         self.membership = Membership({}, {self.node: former})
+        for watcher in self._watchers:
+            watcher(Left(self.node, 1, former.reason))
+
+    @contextmanager
+    def watching(self, watcher: Callable[[Event], None]) -> Generator[None]:
+        self._watchers.append(watcher)
+        yield
 
     async def wait_for(self, _nodes: int, including: str) -> Membership:
         raise TimeoutError(including)
 
     async def wait_until_absent(self, _node: str) -> None:
-        await asyncio.get_running_loop().create_future()
+        if not self.membership.former:
+            await asyncio.get_running_loop().create_future()
 
 
-@pytest.mark.parametrize(("is_lost", "alive"), [(1, [False, True]), (0, [True])])
-def test_only_an_agent_that_was_connected_and_does_not_return_is_replaced(
-    monkeypatch: pytest.MonkeyPatch, is_lost: int, alive: list[bool]
-) -> None:
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Return the agents that were started, which do nothing."""
     started: list[subprocess.Popen[bytes]] = []
 
     def ensure(*_: object) -> subprocess.Popen[bytes] | None:
@@ -73,6 +84,17 @@ def test_only_an_agent_that_was_connected_and_does_not_return_is_replaced(
         started.append(subprocess.Popen(["sleep", "600"]))
         return started[-1]
 
+    monkeypatch.setattr(subject, "ensure_head_member", ensure)
+    yield started
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(("is_lost", "alive"), [(1, [False, True]), (0, [True])])
+def test_only_an_agent_that_was_connected_and_does_not_return_is_replaced(
+    started: list[subprocess.Popen[bytes]], is_lost: int, alive: list[bool]
+) -> None:
     async def run() -> list[bool]:
         control: Any = Absent()
         agent = OwnAgent(Settings(), control, HeadAddress("127.0.0.1", 50051))
@@ -84,9 +106,35 @@ def test_only_an_agent_that_was_connected_and_does_not_return_is_replaced(
         await agent.end()
         return were
 
-    monkeypatch.setattr(subject, "ensure_head_member", ensure)
     assert asyncio.run(run()) == alive
     assert all(process.poll() is not None for process in started)
+
+
+@pytest.mark.parametrize("is_awaited", [False, True])
+def test_an_agent_that_goes_silent_is_replaced_also_where_no_model_misses_it(
+    started: list[subprocess.Popen[bytes]], *, is_awaited: bool
+) -> None:
+    asked = asyncio.Event()
+
+    def awaited() -> bool:
+        asked.set()
+        return is_awaited
+
+    async def run() -> None:
+        control: Any = Absent()
+        agent = OwnAgent(Settings(), control, HeadAddress("127.0.0.1", 50051))
+        await agent.ensure()
+        keeping = asyncio.create_task(agent.keep(awaited))
+        await asyncio.sleep(0)
+        control.lose()
+        await asyncio.wait((asyncio.create_task(asked.wait()), keeping), return_when="FIRST_COMPLETED")
+        if not is_awaited:
+            await run_tasks_until(lambda: len(started) == 2)
+        keeping.cancel()
+        await agent.end()
+
+    asyncio.run(run())
+    assert len(started) == (1 if is_awaited else 2)
 
 
 def test_an_agent_that_two_models_miss_is_replaced_once_and_not_after_the_end() -> None:

@@ -101,6 +101,13 @@ def test_mlx_lm_is_loaded_without_the_unused_modules(tmp_path: Path) -> None:
     assert output_of(tmp_path, code + output) == ["True"]
 
 
+def test_native_kernels_import_no_more_of_mlx_lm(tmp_path: Path) -> None:
+    code = "import sys; from mlx_ring.models.lean_imports import import_mlx_lm as load; load(); "
+    use = "from mlx_cpu_kernels import speed_up as use; use(); "
+    output = "print(*sorted(n for n in ('huggingface_hub', 'transformers') if n in sys.modules), sys.modules['mlx_lm.utils'].load_model.__name__)"
+    assert output_of(tmp_path, code + use + output) == ["load_model"]
+
+
 def test_transformers_offers_the_tokenizer_modules_without_its_init(tmp_path: Path) -> None:
     code = (
         "import sys; from mlx_ring.models import lean_imports; lean_imports._import_bare(); "

@@ -74,9 +74,10 @@ def test_a_product_is_mlx_s_own(
     ours = fallback.multiply(mx.quantized_matmul, x, *packed, **options)
     wide = (part.astype(mx.float32) for part in packed[1:])
     theirs = mx.quantized_matmul(x.astype(mx.float32), packed[0], *wide, **options)
-    dtype = mx.quantized_matmul(x, *packed, **options).dtype
-    # MLX's own sums half types in half precision.
-    assert_close(ours, theirs.astype(dtype), 1e-5 if dtype == mx.float32 else 0.1)
+    own = mx.quantized_matmul(x, *packed, **options)
+    # MLX's own sums half types in half precision: the longer the sum, the farther off.
+    off = np.abs(exact(own) - exact(theirs)).max() / np.abs(exact(theirs)).max()
+    assert_close(ours, theirs.astype(own.dtype), 1e-5 if own.dtype == mx.float32 else 0.01 + off)
 
 
 @pytest.mark.parametrize("tile", [1 << 10, 1 << 18])

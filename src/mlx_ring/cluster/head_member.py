@@ -8,11 +8,11 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from mlx_ring.cluster.control import Control
-from mlx_ring.cluster.membership import FormerMember
+from mlx_ring.cluster.membership import Event, FormerMember, Left
 from mlx_ring.core.cluster_folders import AGENT_LOCK, node_folder
 from mlx_ring.core.environment import environment_with_grpc_logs, inherited_environment
 from mlx_ring.host.addresses import HeadAddress
@@ -63,6 +63,21 @@ class OwnAgent:
     async def _replace(self) -> None:
         await self._control.wait_until_absent(self._control.node)
         await self.ensure()
+
+    async def keep(self, is_awaited: Callable[[], bool]) -> None:
+        """Replace the agent whenever it no longer answers, forever, except while `is_awaited`."""
+        left = asyncio.Event()
+
+        def on_event(event: Event) -> None:
+            if isinstance(event, Left) and event.node == self._control.node:
+                left.set()
+
+        with self._control.watching(on_event):
+            while True:
+                await left.wait()
+                left.clear()
+                if self._is_absent and not await self.attends(_RETURNS_WITHIN_S) and not is_awaited():
+                    self.replace_soon()
 
     async def ensure(self) -> None:
         """Start the agent unless one runs."""

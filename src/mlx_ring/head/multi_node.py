@@ -87,7 +87,7 @@ class Cluster:
         self._planning = asyncio.Lock()
         """Lock for planning, because two plans must not count on the same memory."""
         self._live = LiveInstances()
-        self._tending: asyncio.Task[None] | None = None
+        self._tending: Sequence[asyncio.Task[None]] = ()
         self._own_agent = OwnAgent(settings, control, address)
         self._surveys = LinkSurveys(control.node, control.wait_for_reports)
         self._left = LeftWorkers(settings, declared, control, address.port, self._live, self._surveys)
@@ -138,8 +138,12 @@ class Cluster:
         """Wait for this many nodes, this one included; start its own agent if none runs."""
         self._awaited = nodes
         control = self._control
-        if self._tending is None:
-            self._tending = asyncio.create_task(self._left.tend_joining_nodes(), name="nodes that come")
+        if not self._tending:
+            keeping = self._own_agent.keep(partial(self._live.awaits, control.node))
+            self._tending = (
+                asyncio.create_task(self._left.tend_joining_nodes(), name="nodes that come"),
+                asyncio.create_task(keeping, name="own agent that goes"),
+            )
         await self._own_agent.ensure()
         await control.settle()
         # After the first instance, other machines do without this one's agent.
@@ -398,9 +402,10 @@ class Cluster:
 
     async def stop(self) -> None:
         """End this machine's agent; agents of other machines stay, without workers."""
-        if self._tending is not None:
-            self._tending.cancel()
-            await asyncio.wait((self._tending,))
+        for task in self._tending:
+            task.cancel()
+        if self._tending:
+            await asyncio.wait(self._tending)
         membership = self._control.membership
         if self._control.node in membership.members:
             sites = cluster_sites(self._control, membership, self._address.port)

@@ -95,6 +95,10 @@ class LiveInstances:
         self._live[instance] = replace(live, may_return=frozenset())
         return live.may_return
 
+    def awaits(self, node: str) -> bool:
+        """Report whether a node's silent workers may still come back to an instance."""
+        return any(node in live.may_return for live in self._live.values())
+
     def others(self, model: str, besides: str = "") -> Others:
         """Return the nodes of a model's instances and the memory of all instances, except for one."""
         taken = Counter[str]()

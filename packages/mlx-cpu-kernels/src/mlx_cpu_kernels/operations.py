@@ -168,10 +168,13 @@ _MAKERS: dict[str, Callable[[Callable[..., Any], Operation], Operation]] = {
 
 
 def _replace_in_models(function: str, operation: Operation) -> None:
-    """Put `operation` where modules have named theirs."""
+    """Put `operation` where modules have named theirs.
+
+    Their dictionaries are searched, because asking a module for a name may import others.
+    """
     present = getattr(sys.modules.get(_MODEL_FUNCTIONS[function]), function, None)
     for name, module in list(sys.modules.items()):
-        if name.startswith(_PACKAGES) and getattr(module, function, None) is present:
+        if name.startswith(_PACKAGES) and vars(module).get(function, operation) is present:
             setattr(module, function, operation)
 
 
