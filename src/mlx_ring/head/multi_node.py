@@ -22,6 +22,7 @@ from mlx_ring.cluster.relinking import wait_for_answers
 from mlx_ring.core.cluster_folders import authority_folder
 from mlx_ring.core.errors import LinkLost, PlanError, RingError
 from mlx_ring.head.instance import Epoch
+from mlx_ring.head.instance_watch import end_tasks
 from mlx_ring.head.left_workers import LeftWorkers
 from mlx_ring.head.link_survey import LinkSurveys, broken_links, link_info, with_throughput
 from mlx_ring.head.nodes import Declared, LiveInstances, NodeListener, new_instance
@@ -140,10 +141,7 @@ class Cluster:
         control = self._control
         if not self._tending:
             keeping = self._own_agent.keep(partial(self._live.awaits, control.node))
-            self._tending = (
-                asyncio.create_task(self._left.tend_joining_nodes(), name="nodes that come"),
-                asyncio.create_task(keeping, name="own agent that goes"),
-            )
+            self._tending = [asyncio.create_task(each) for each in (self._left.tend_joining_nodes(), keeping)]
         await self._own_agent.ensure()
         await control.settle()
         # After the first instance, other machines do without this one's agent.
@@ -402,10 +400,7 @@ class Cluster:
 
     async def stop(self) -> None:
         """End this machine's agent; agents of other machines stay, without workers."""
-        for task in self._tending:
-            task.cancel()
-        if self._tending:
-            await asyncio.wait(self._tending)
+        await end_tasks(*self._tending)
         membership = self._control.membership
         if self._control.node in membership.members:
             sites = cluster_sites(self._control, membership, self._address.port)
