@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib
 import io
 from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -14,7 +15,7 @@ from typing import Any, cast
 import mlx.core as mx
 import pytest
 from mlx import nn
-from mlx.utils import tree_map
+from mlx.utils import tree_flatten, tree_map
 
 from mlx_cpu_kernels import decoder_layers, operations
 
@@ -49,6 +50,14 @@ BUILDS: dict[str, tuple[str, dict[str, Any]]] = {
     "neighbours are pairs": ("llama", {"rope_traditional": True}),
     "llama 3's frequencies": ("llama", {"rope_scaling": LLAMA3}),
     "yarn, which the module computes": ("llama", {"rope_scaling": YARN}),
+    "linear": ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 4}}),
+    "dynamic": ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 4}}),
+    "a base that is an integer": ("llama", {"rope_theta": 10000}),
+    "layers without positions": ("smollm3", {"no_rope_layer_interval": 2}),
+    "sliding windows": (
+        "llama",
+        {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5},
+    ),
     "qwen2": ("qwen2", {}),
     "qwen3, whose heads are normalized": ("qwen3", {"head_dim": 32}),
     "experts": (
@@ -90,21 +99,33 @@ def _random(array: mx.array) -> mx.array:
     return mx.random.normal(array.shape) * 0.2
 
 
-def make_model(family: str, dtype: mx.Dtype = mx.float32, **changes: Any) -> Any:
+def _in_four_bits(model: nn.Module) -> None:
+    nn.quantize(model, group_size=32, bits=4)
+
+
+def make_model(
+    family: str,
+    dtype: mx.Dtype = mx.float32,
+    quantize: Callable[[nn.Module], None] | None = None,
+    **changes: Any,
+) -> Any:
     module = importlib.import_module(f"mlx_lm.models.{family}")
     mx.random.seed(1)
-    model = cast("nn.Module", module.Model(module.ModelArgs(model_type=family, **SIZES, **changes)))
+    model = cast("nn.Module", module.Model(module.ModelArgs(model_type=family, **(SIZES | changes))))
     model.update(tree_map(_random, model.parameters()))
-    nn.quantize(model, group_size=32, bits=4)
+    (quantize or _in_four_bits)(model)
     model.set_dtype(dtype)
     return model
 
 
-def steps(model: Any) -> list[mx.array]:
+def caches() -> Any:
+    return importlib.import_module("mlx_lm.models.cache")
+
+
+def steps(model: Any, make_cache: Callable[[Any], list[Any]] | None = None) -> list[mx.array]:
     """Return logits without a cache, of two chunks of a prompt, and of two tokens."""
-    make_cache = importlib.import_module("mlx_lm.models.cache").make_prompt_cache
     tokens = mx.arange(2 * 12).reshape(2, 12) * 7 % SIZES["vocab_size"]
-    cache = make_cache(model)
+    cache = (make_cache or caches().make_prompt_cache)(model)
     parts = (tokens[:, :7], tokens[:, 7:10], tokens[:, 10:11], tokens[:, 11:])
     return [model(tokens), *(model(part, cache=cache) for part in parts)]
 
@@ -123,6 +144,102 @@ def test_logits_are_those_of_the_separate_operations(build: str, dtype: mx.Dtype
         else:  # mlx-lm rounds within a gate, too
             most = cast("float", mx.max(mx.abs(theirs)).item())
             assert mx.allclose(ours, theirs, rtol=0, atol=0.02 * most).item()
+
+
+def _left_padded(model: Any) -> list[Any]:
+    return [caches().BatchKVCache([0, 3]) for _ in model.layers]
+
+
+def _quantized(model: Any) -> list[Any]:
+    return [caches().QuantizedKVCache(group_size=32, bits=8) for _ in model.layers]
+
+
+@pytest.mark.parametrize("make_cache", [_left_padded, _quantized])
+def test_logits_are_those_of_the_separate_operations_with_any_cache(
+    make_cache: Callable[[Any], list[Any]],
+) -> None:
+    model = make_model("qwen3", head_dim=32)
+    fused = steps(model, make_cache)
+    with own_layers():
+        assert all(mx.array_equal(*pair).item() for pair in zip(fused, steps(model, make_cache), strict=True))
+
+
+def _with_mixed_bits(model: nn.Module) -> None:
+    bits = {"v_proj": 8, "up_proj": 3, "down_proj": 6}
+
+    def choose(path: str, module: nn.Module) -> bool | dict[str, int]:
+        chosen = bits.get(path.rpartition(".")[2], 4)
+        return hasattr(module, "to_quantized") and {"group_size": 32, "bits": chosen}
+
+    nn.quantize(model, class_predicate=choose)
+
+
+def _in_mxfp4(model: nn.Module) -> None:
+    nn.quantize(model, group_size=32, bits=4, mode="mxfp4")
+
+
+def _with_lora(model: Any) -> None:
+    _in_four_bits(model)
+    tuner: Any = importlib.import_module("mlx_lm.tuner.utils")
+    tuner.linear_to_lora_layers(model, 1, {"rank": 4, "scale": 2.0, "dropout": 0.0})
+    for _path, module in model.named_modules():
+        if "lora_b" in module:
+            module.lora_b = _random(module.lora_b)  # which begins as zeros
+
+
+@pytest.mark.parametrize("quantize", [_with_mixed_bits, _in_mxfp4, _with_lora])
+def test_logits_are_those_of_the_separate_operations_with_any_weights(
+    quantize: Callable[[nn.Module], None],
+) -> None:
+    model = make_model("llama", quantize=quantize)
+    fused = steps(model)
+    with own_layers():
+        assert all(mx.array_equal(*pair).item() for pair in zip(fused, steps(model), strict=True))
+
+
+def _compiled(layer: Callable[[mx.array], mx.array], x: mx.array) -> mx.array:
+    return mx.compile(layer)(x)
+
+
+def _checkpointed(layer: Callable[[mx.array], mx.array], x: mx.array) -> mx.array:
+    def loss(x: mx.array) -> mx.array:
+        return mx.sum(mx.checkpoint(layer)(x) ** 2)
+
+    return mx.grad(loss)(x)
+
+
+def _beside_a_row_of_nan(layer: Callable[[mx.array], mx.array], x: mx.array) -> mx.array:
+    nan = mx.where(mx.arange(x.shape[1])[:, None] == 3, mx.nan, x)
+    return layer(mx.concatenate([nan, x]))
+
+
+@pytest.mark.parametrize("use", [_compiled, _checkpointed, _beside_a_row_of_nan])
+def test_a_layer_is_used_like_one_of_separate_operations(
+    use: Callable[[Callable[[mx.array], mx.array], mx.array], mx.array],
+) -> None:
+    layer = partial(make_model("llama").layers[0].__call__, mask="causal")
+    x = mx.sin(mx.arange(5 * 64)).reshape(1, 5, 64)
+    ours = use(layer, x)
+    with own_layers():
+        theirs = use(layer, x)
+    assert mx.array_equal(ours, theirs, equal_nan=True).item()
+    assert not mx.all(mx.isnan(ours)).item()
+
+
+def test_threads_compute_on_streams_of_their_own() -> None:
+    model = make_model("llama")
+    expected = steps(model)
+    mx.eval(expected)
+
+    def compute(_thread: int) -> bool:
+        with mx.stream(mx.new_stream(mx.Device(mx.cpu))):
+            repeated = [steps(model) for _ in range(4)]
+            return all(
+                mx.array_equal(*pair).item() for each in repeated for pair in zip(each, expected, strict=True)
+            )
+
+    with ThreadPoolExecutor(3) as threads:
+        assert all(threads.map(compute, range(3)))
 
 
 @pytest.mark.parametrize("build", ["llama", "qwen3, whose heads are normalized"])
@@ -210,6 +327,32 @@ def test_gradients_are_those_of_mlx() -> None:
     ours = mx.grad(loss)(x)
     operations.uninstall()
     assert mx.allclose(ours, mx.grad(loss)(x), rtol=1e-3, atol=1e-3).item()
+
+
+def test_a_model_is_trained_with_the_gradients_of_mlx() -> None:
+    training: Any = nn
+    model = make_model("llama", quantize=_with_lora)
+    tokens = mx.arange(2 * 12).reshape(2, 12) * 7 % SIZES["vocab_size"]
+
+    def loss(model: Any) -> mx.array:
+        return training.losses.cross_entropy(model(tokens[:, :-1]), tokens[:, 1:], reduction="mean")
+
+    def step() -> tuple[mx.array, dict[str, mx.array]]:
+        value, gradients = training.value_and_grad(model, loss)(model)
+        flat: Any = tree_flatten(gradients, destination={})
+        mx.eval(value, flat)
+        return value, flat
+
+    value, ours = step()
+    operations.uninstall()
+    expected, theirs = step()
+    assert mx.allclose(value, expected, rtol=1e-5).item()
+    assert ours.keys() == theirs.keys()
+    assert {path.rpartition(".")[2] for path in ours} == {"weight", "lora_a", "lora_b"}  # norms and adapters
+    for path, gradient in theirs.items():
+        most = cast("float", mx.max(mx.abs(gradient)).item())
+        assert most > 0, path
+        assert mx.allclose(ours[path], gradient, rtol=0, atol=1e-4 * most).item(), path
 
 
 @pytest.mark.parametrize("kind", ["Attention", "MLP"])
