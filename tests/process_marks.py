@@ -89,7 +89,9 @@ def _names_starter(named: FunctionType | type, module: str | None) -> bool:
     if not _may_follow(value, module):
         return False
     if isinstance(value, type):
-        return any(_starts(member, module) for member in vars(value).values())
+        # A look at pydantic's validators would build them.
+        members = [each for name, each in vars(value).items() if not name.startswith("__pydantic_")]
+        return any(_starts(member, module) for member in members)
     if not isinstance(value, FunctionType):
         return False
     inside = None if value.__module__.startswith("tests.") else value.__module__

@@ -5,13 +5,19 @@ A dialect sends values as JSON: whole, one per line, or as server-sent events.
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Annotated, Any, Generic, TypeVar
 
 from fastapi import APIRouter
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 from starlette.types import Scope
 from typing_extensions import TypedDict, TypeForm
 
@@ -34,6 +40,43 @@ def event(value: Mapping[str, object], name: str | None = None) -> bytes:
 def named_event(value: Mapping[str, object]) -> bytes:
     """Encode a server-sent event with its type as its name."""
     return event(value, str(value["type"]))
+
+
+class DescribedModel(BaseModel):
+    """Base of models whose fields are described by their docstrings.
+
+    A class is built when it is first used, and its docstrings are read when `/openapi.json` is. Pydantic's
+    `use_attribute_docstrings` reads the sources of all models on import, which takes a seventh of a head's start.
+    """
+
+    model_config = ConfigDict(defer_build=True)
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler, /
+    ) -> JsonSchemaValue:
+        """Return the model's JSON schema, in which each field has its docstring as description."""
+        schema = handler(core_schema)
+        properties: dict[str, Any] = handler.resolve_ref_schema(schema).get("properties", {})
+        bases = [each for each in reversed(cls.__mro__) if issubclass(each, DescribedModel)]
+        docstrings = dict(found for base in bases for found in _docstrings_of_fields(base))
+        for name, declared in cls.model_fields.items():
+            if name in docstrings and declared.description is None:
+                properties[declared.alias or name]["description"] = docstrings[name]
+        return schema
+
+
+def _docstrings_of_fields(model: type) -> Iterator[tuple[str, str]]:
+    """Yield the names and docstrings of the fields that a class declares itself."""
+    source = ast.parse(textwrap.dedent(inspect.getsource(model)))
+    statements = [part for each in source.body if isinstance(each, ast.ClassDef) for part in each.body]
+    for statement, after in pairwise(statements):
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            match after:
+                case ast.Expr(value=ast.Constant(value=str() as docstring)):
+                    yield statement.target.id, inspect.cleandoc(docstring)
+                case _:
+                    pass
 
 
 class ErrorNumbers(TypedDict, total=False):

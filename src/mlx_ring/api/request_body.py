@@ -15,12 +15,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
+from pydantic import ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError
 from pydantic_core.core_schema import no_info_plain_validator_function
 from starlette.requests import Request
 
+from mlx_ring.api.dialect import DescribedModel
 from mlx_ring.core.errors import BodyTooLarge, BodyTooSlow, RequestError
 
 T = TypeVar("T")
@@ -181,12 +182,10 @@ def _failing_fast(schema: CoreSchema) -> CoreSchema:
     return schema
 
 
-class Body(BaseModel):
+class Body(DescribedModel):
     """Base of every request body: JSON types without conversion, and no unknown fields."""
 
-    model_config = ConfigDict(
-        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
+
+from mlx_ring.api.dialect import DescribedModel
 
 NodeState = Literal["attending", "gone", "quarantined"]
 InstanceState = Literal["loading", "ready", "unavailable"]
@@ -12,10 +14,8 @@ RecoveryPhase = Literal["planning", "loading", "replaying"]
 Bytes = Annotated[int, Field(ge=0)]
 
 
-class _Status(BaseModel):
-    model_config = ConfigDict(
-        frozen=True, use_attribute_docstrings=True, json_schema_serialization_defaults_required=True
-    )
+class _Status(DescribedModel):
+    model_config = ConfigDict(frozen=True, json_schema_serialization_defaults_required=True)
 
 
 # ---- nodes
@@ -294,7 +294,7 @@ class HungBackendStatus(_Status):
 class ClusterParts(_Status):
     """Nodes and instances of the cluster."""
 
-    nodes: list[NodeStatus] = []
+    nodes: list[NodeStatus] = Field(default=[])
     """Machines that are connected, excluded, or were lost since the head started."""
-    instances: list[InstanceStatus] = []
-    hung_backends: list[HungBackendStatus] = []
+    instances: list[InstanceStatus] = Field(default=[])
+    hung_backends: list[HungBackendStatus] = Field(default=[])
