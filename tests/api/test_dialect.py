@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fastapi.routing import APIRoute
 from tests.api.twins import TwinCatalog, TwinService
 from tests.faults import dialects as disturbed
 
@@ -17,6 +16,7 @@ from mlx_ring import api
 from mlx_ring.api.app import DIALECTS
 from mlx_ring.api.context import ApiContext
 from mlx_ring.api.dialect import Dialect
+from mlx_ring.api.openapi import ApiRoute
 from mlx_ring.api.settings import ApiSettings
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +37,7 @@ def defined_dialects() -> Iterator[Dialect[Any, Any]]:
 def paths(dialect: Dialect[Any, Any]) -> set[str]:
     context = ApiContext(TwinCatalog(TwinService()), ApiSettings())
     routers = [routes(context) for routes in dialect.routes]
-    return {route.path for router in routers for route in router.routes if isinstance(route, APIRoute)}
+    return {route.path for router in routers for route in router.routes if isinstance(route, ApiRoute)}
 
 
 def test_every_defined_dialect_is_registered() -> None:

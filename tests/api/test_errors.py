@@ -7,16 +7,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
-from fastapi import FastAPI
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
-from starlette.testclient import TestClient
 from tests.api.clients import Api
 from tests.api.twins import CONTEXT
 from tests.examples import examples
 
 from mlx_ring.api.app import DIALECTS
-from mlx_ring.api.errors import install_error_handlers
 from mlx_ring.api.settings import ApiSettings
 from mlx_ring.core.errors import NotReady, Overloaded, PlanError, RingError, WorkerLost
 
@@ -105,19 +102,6 @@ def test_errors_have_retry_headers(
         assert (answer.headers.get("retry-after"), answer.headers.get("x-should-retry")) == retry
         error_type = ERROR_TYPES[path](answer.json())
         assert error_type == kind or path != ANTHROPIC
-
-
-def test_invalid_query_parameter_is_400_in_the_dialect() -> None:
-    app = FastAPI()
-    install_error_handlers(app, DIALECTS)
-
-    async def counted(count: int) -> int:
-        return count
-
-    app.add_api_route("/api/counted", counted)
-    answer = TestClient(app).get("/api/counted?count=many")
-    assert (answer.status_code, ollama_error_type(answer.json())) == (400, "")
-    assert "'count'" in answer.json()["error"]
 
 
 def test_body_over_the_limit_is_413_in_anthropics_format() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
-
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from mlx_ring.api.anthropic.dialect import ANTHROPIC
 from mlx_ring.api.context import ApiContext
@@ -35,12 +33,9 @@ def build_app(
     settings: ApiSettings,
     tracing: Tracing | None = None,
     admission: Admission | None = None,
-) -> FastAPI:
+) -> Starlette:
     """Build the HTTP side of the served models; once `admission` is closed, new requests are refused."""
     admission = admission or Admission()
-    app = FastAPI(
-        title="mlx-ring", version=version("mlx-ring"), docs_url=None, redoc_url=None, redirect_slashes=False
-    )
     context = ApiContext(catalog, settings, admission)
     http = HttpMeter()
     routers = [
@@ -48,10 +43,10 @@ def build_app(
         *(module.routes(context) for module in _OPERATIONS),
         *(metrics.routes(context, http), page.routes()),
     ]
-    for router in routers:
-        app.include_router(router)
+    app = Starlette(routes=[route for router in routers for route in router.routes])
+    app.router.redirect_slashes = False
     app.state.keep_alive_s = settings.keep_alive_s
-    describe_api(app, routers, settings, DIALECTS)
+    describe_api(app, settings, DIALECTS)
     install_error_handlers(app, DIALECTS)
     app.add_middleware(
         BodyMemoryMiddleware, settings=settings, memory=RequestBodyMemory(settings.max_bodies_bytes)

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Annotated, Any, Generic, TypeVar
 
-from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
+from starlette.routing import Router
 from starlette.types import Scope
 from typing_extensions import TypedDict, TypeForm
 
@@ -114,7 +114,7 @@ class Dialect(Generic[ContextT, ErrorT]):
     name: str
     prefixes: tuple[str, ...]
     """Paths of the dialect. All paths below them belong to it too."""
-    routes: tuple[Callable[[ContextT], APIRouter], ...]
+    routes: tuple[Callable[[ContextT], Router], ...]
     """Functions that make its routers, in the order in which paths are matched."""
     error_body: Callable[[ErrorInfo, str], ErrorT]
     """Function that writes an error. Its second argument is the request's id."""

@@ -10,9 +10,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Scope
 
@@ -139,7 +139,7 @@ def log_failure(error: Exception, request_id: str) -> None:
         log.warning("request %s failed: %s", request_id, error)
 
 
-def install_error_handlers(app: FastAPI, dialects: Dialects) -> None:
+def install_error_handlers(app: Starlette, dialects: Dialects) -> None:
     """Register the dialects. Answer every error and every unknown path in the dialect of the path."""
     app.state.dialects = dialects
 
@@ -154,15 +154,8 @@ def install_error_handlers(app: FastAPI, dialects: Dialects) -> None:
             _body(_http_error_info(request, error), request.scope), error.status_code, error.headers
         )
 
-    def on_wrong_parameter(request: Request, error: Exception) -> Response:
-        """Answer with 400, because clients do not know FastAPI's 422."""
-        if not isinstance(error, RequestValidationError):
-            raise error
-        return error_response(_wrong_parameter(error), request.scope)
-
     app.add_exception_handler(RingError, on_ring_error)
     app.add_exception_handler(HTTPException, on_http_error)
-    app.add_exception_handler(RequestValidationError, on_wrong_parameter)
 
 
 def _http_error_info(request: Request, error: HTTPException) -> ErrorInfo:
@@ -175,12 +168,6 @@ def _http_error_info(request: Request, error: HTTPException) -> ErrorInfo:
         message = f"{path} does not take {request.method}; GET / lists the endpoints and their methods."
         return ErrorInfo(status, message, INVALID, "method_not_allowed")
     return ErrorInfo(status, str(error.detail), INVALID)
-
-
-def _wrong_parameter(error: RequestValidationError) -> RequestError:
-    detail = error.errors()[0]
-    name = str(detail["loc"][-1])
-    return RequestError(f"'{name}' is invalid: {detail['msg']}.", param=name)
 
 
 def _reply_to(error: Exception) -> _Reply:

@@ -6,16 +6,17 @@ So the type checker holds the document to the code.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any, Generic, Literal
 
-from fastapi import APIRouter, FastAPI
-from fastapi.routing import APIRoute
 from pydantic import ConfigDict, TypeAdapter, with_config
+from pydantic_core import to_jsonable_python
+from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route, Router
 from typing_extensions import TypedDict, TypeForm
 
 from mlx_ring.api.dialect import Dialects
@@ -34,7 +35,6 @@ from mlx_ring.api.streaming import (
 Json = dict[str, Any]
 
 _REF = "#/components/schemas/{model}"
-_KEY = "documentation"
 _JSON = "application/json"
 _ANY_STATUSES = (400, 403, 431, 500, 503)
 _POST_STATUSES = (404, 408, 413, 429)
@@ -98,8 +98,27 @@ class RouteDoc(Generic[AnswerT, EventT]):
     """Types of the data of an event stream's events, by the event's name."""
 
 
+class ApiRoute(Route):
+    """Route of one method, with its documentation unless it is hidden."""
+
+    def __init__(
+        self,
+        path: str,
+        endpoint: Callable[[Request], Awaitable[Response]],
+        method: Literal["GET", "POST", "DELETE"] = "GET",
+        doc: RouteDoc[Any, Any] | None = None,
+        schema: type[Body] | None = None,
+    ) -> None:
+        """Create a route. `schema` is the type of its body."""
+        super().__init__(path, endpoint, methods=[method])
+        self.methods = {method}  # without the HEAD of Starlette, because the guard answers it
+        self.method = method
+        self.doc = doc
+        self.schema = schema
+
+
 def documented_post(
-    router: APIRouter,
+    router: Router,
     path: str,
     endpoint: Callable[[Request], Awaitable[AnswerT | JsonAnswer[AnswerT] | JsonStream[EventT]]],
     schema: type[Body],
@@ -108,34 +127,22 @@ def documented_post(
     """Add a POST route that reads a body of this schema. An event stream starts early, with comments if necessary."""
     respond = json_endpoint(endpoint)
     in_time = start_in_time(respond) if EVENT_STREAM in doc.streams else respond
-    _add(router, path, in_time, "POST", doc, schema)
+    router.routes.append(ApiRoute(path, in_time, "POST", doc, schema))
 
 
 def documented_get(
-    router: APIRouter,
+    router: Router,
     path: str,
-    endpoint: Callable[..., Awaitable[AnswerT | Response]],
+    endpoint: Callable[[Request], Awaitable[AnswerT | JsonAnswer[AnswerT] | Response]],
     doc: RouteDoc[AnswerT, EventT],
 ) -> None:
     """Add a GET route. A returned value that is not a response is written as JSON."""
-    _add(router, path, endpoint, "GET", doc, None)
 
+    async def respond(request: Request) -> Response:
+        answer = await endpoint(request)
+        return answer if isinstance(answer, Response) else JSONResponse(to_jsonable_python(answer))
 
-def _add(
-    router: APIRouter,
-    path: str,
-    endpoint: Callable[..., Any],
-    method: Literal["GET", "POST"],
-    doc: RouteDoc[Any, Any],
-    schema: type[Body] | None,
-) -> None:
-    router.add_api_route(
-        path,
-        endpoint,
-        methods=[method],
-        response_model=None,
-        openapi_extra={_KEY: (doc, schema)},
-    )
+    router.routes.append(ApiRoute(path, respond, doc=doc))
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,22 +157,21 @@ class _Operation:
     """Type of the dialect's error bodies."""
 
 
-def describe_api(
-    app: FastAPI, routers: Sequence[APIRouter], settings: ApiSettings, dialects: Dialects
-) -> None:
-    """Make `/openapi.json` describe every documented route of the routers, and `/` list it."""
+def describe_api(app: Starlette, settings: ApiSettings, dialects: Dialects) -> None:
+    """Add `/openapi.json`, which describes every documented route of the application, and make `/` list it."""
     made: list[Json] = []
-    app.state.endpoints = _summaries(_operations(routers, dialects))
+    operations = list(_operations(app.routes, dialects))
+    app.state.endpoints = _summaries(operations)
 
-    def openapi() -> Json:
+    async def openapi(_: Request) -> Response:
         if not made:
-            made.append(_document(list(_operations(routers, dialects)), settings, dialects))
-        return made[0]
+            made.append(_document(operations, settings, dialects))
+        return JSONResponse(made[0])
 
-    app.openapi = openapi
+    app.routes.append(ApiRoute("/openapi.json", openapi))
 
 
-def list_endpoints(app: FastAPI) -> dict[str, str]:
+def list_endpoints(app: Starlette) -> dict[str, str]:
     """Return the summary of each route by its method and path."""
     return app.state.endpoints | {"GET /openapi.json": "Describe this API in OpenAPI's format"}
 
@@ -180,20 +186,18 @@ def _summaries(operations: Iterable[_Operation]) -> dict[str, str]:
     return summaries
 
 
-def _operations(routers: Sequence[APIRouter], dialects: Dialects) -> Iterable[_Operation]:
-    """Return the operations of all routes that are not hidden. A route without documentation is a programming error."""
-    for route in (route for router in routers for route in router.routes):
-        if isinstance(route, APIRoute) and route.include_in_schema:
-            doc, schema = (route.openapi_extra or {})[_KEY]
-            for method in sorted(route.methods or ()):
-                yield _Operation(
-                    route.path_format,
-                    method.lower(),
-                    doc,
-                    schema,
-                    tuple(route.param_convertors),
-                    dialects.of(route.path_format).error_schema,
-                )
+def _operations(routes: Iterable[BaseRoute], dialects: Dialects) -> Iterator[_Operation]:
+    """Yield the operations of all routes that are not hidden."""
+    for route in routes:
+        if isinstance(route, ApiRoute) and route.doc is not None:
+            yield _Operation(
+                route.path_format,
+                route.method.lower(),
+                route.doc,
+                route.schema,
+                tuple(route.param_convertors),
+                dialects.of(route.path_format).error_schema,
+            )
 
 
 def _listed(names: Sequence[str]) -> str:

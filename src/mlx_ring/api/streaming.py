@@ -170,10 +170,18 @@ AnswerT = TypeVar("AnswerT")
 class JsonAnswer(JSONResponse, Generic[AnswerT]):
     """JSON answer of a type. Its first list may be encoded before the rest, for example because it is long."""
 
-    def __init__(self, answer: AnswerT, *, first_list: bytes = b"", media_type: str | None = None) -> None:
-        """Create an answer. `items` fill its first list if that is empty."""
+    def __init__(
+        self,
+        answer: AnswerT,
+        *,
+        first_list: bytes = b"",
+        media_type: str | None = None,
+        status: int = 200,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """Create an answer. `first_list` fills its first list if that is empty."""
         self._first_list = first_list
-        super().__init__(answer, media_type=media_type)
+        super().__init__(answer, status, headers, media_type)
 
     def render(self, content: object) -> bytes:
         return fill_list(super().render(content), self._first_list)

@@ -96,7 +96,7 @@ class OtlpTraces:
         """Open a span; return None if its trace is not recorded."""
         span = self._tracer_at(place).start_span(
             name,
-            # A context that FastAPI or another library made current does not count.
+            # A context that another library made current does not count.
             _CONTEXT.extract({"traceparent": parent, "tracestate": state}, context=Context()),
             _KINDS[kind],
             dict(attributes),

@@ -73,14 +73,14 @@ def gguf_bytes(
 ) -> bytes:
     header = b"GGUF" + struct.pack("<IQQ", version, len(tensors), len(metadata))
     header += b"".join(text(key) + encode(value) for key, value in metadata.items())
-    body = b""
+    body = bytearray()
     for name, tensor in tensors.items():
         body += b"\0" * (-len(body) % alignment)
         header += text(name) + struct.pack("<I", len(tensor.shape))
         header += struct.pack(f"<{len(tensor.shape)}Q", *reversed(tensor.shape))
         header += struct.pack("<IQ", tensor.kind, len(body) if tensor.offset is None else tensor.offset)
         body += tensor.data
-    return header + b"\0" * (-len(header) % alignment) + body
+    return b"".join((header, b"\0" * (-len(header) % alignment), body))
 
 
 def write_with(source: Path, target: Path, replaced: Mapping[str, Stored]) -> Path:

@@ -6,7 +6,8 @@ import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from fastapi import APIRouter, Request
+from starlette.requests import Request
+from starlette.routing import Router
 
 from mlx_ring.api.anthropic.request import CountTokensRequest, MessagesRequest, conversation_of
 from mlx_ring.api.anthropic.schemas import (
@@ -32,8 +33,8 @@ from mlx_ring.core.types import SamplingParams
 MESSAGES_PATH = "/v1/messages"
 
 
-def routes(context: ApiContext) -> APIRouter:
-    router = APIRouter()
+def routes(context: ApiContext) -> Router:
+    router = Router()
 
     async def messages(request: Request) -> AnthropicMessage | JsonStream[MessageEvent]:
         fields = await context.read(request, MessagesRequest)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from importlib import resources
 
-from fastapi import APIRouter
+from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Router
 
 from mlx_ring.api.context import ApiContext
-from mlx_ring.api.openapi import RouteDoc, documented_get
+from mlx_ring.api.openapi import ApiRoute, RouteDoc, documented_get
 
 _HEADERS = {
     "content-security-policy": (
@@ -31,21 +32,21 @@ _DOC: RouteDoc[Response] = RouteDoc(
 )
 
 
-def routes(_: ApiContext) -> APIRouter:
-    router = APIRouter()
+def routes(_: ApiContext) -> Router:
+    router = Router()
     for path, (name, media_type) in _FILES.items():
         page = _endpoint(resources.files("mlx_ring.api.docs").joinpath(name).read_bytes(), media_type)
         if path == "/docs":
             documented_get(router, path, page, _DOC)
         else:
-            router.add_api_route(path, page, methods=["GET"], include_in_schema=False)
+            router.routes.append(ApiRoute(path, page))
     return router
 
 
-def _endpoint(content: bytes, media_type: str) -> Callable[[], Awaitable[Response]]:
-    """Return an endpoint without parameters, because a query could set them."""
+def _endpoint(content: bytes, media_type: str) -> Callable[[Request], Awaitable[Response]]:
+    """Return an endpoint that answers with a file."""
 
-    async def page() -> Response:
+    async def page(_: Request) -> Response:
         return Response(content, media_type=media_type, headers=_HEADERS)
 
     return page

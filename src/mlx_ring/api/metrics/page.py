@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import version
 from itertools import chain
 
-from fastapi import APIRouter, Request
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
+from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Router
 
 from mlx_ring.api.context import ApiContext
 from mlx_ring.api.metrics.machines import (
@@ -87,8 +88,8 @@ async def encode_families(families: Iterable[Metric], encode: Callable[[Collecto
     return b"".join([*parts, _END if is_open_metrics else b""])
 
 
-def routes(context: ApiContext, http: HttpMeter) -> APIRouter:
-    router = APIRouter()
+def routes(context: ApiContext, http: HttpMeter) -> Router:
+    router = Router()
     collector = MetricsCollector(context.catalog, http)
     process = CollectorRegistry()
     ProcessCollector(registry=process)

@@ -6,8 +6,9 @@ import secrets
 from collections.abc import Sequence
 from typing import Annotated
 
-from fastapi import APIRouter, Request
 from pydantic import Discriminator, Field, Tag
+from starlette.requests import Request
+from starlette.routing import Router
 
 from mlx_ring.api.context import ApiContext
 from mlx_ring.api.embeddings import Embedding, Text, embed, floats, require_embeddings, written
@@ -51,8 +52,8 @@ class EmbeddingsRequest(Body):
     keep_alive: KeepAlive | None = None
 
 
-def routes(context: ApiContext) -> APIRouter:
-    router = APIRouter()
+def routes(context: ApiContext) -> Router:
+    router = Router()
 
     async def embed_texts(request: Request) -> JsonAnswer[OllamaEmbeddings]:
         watch = Stopwatch()

@@ -7,8 +7,9 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import cast
 
-from fastapi import APIRouter, Request
+from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Router
 
 from mlx_ring.api.context import ApiContext, workers_of_model
 from mlx_ring.api.ollama import schemas
@@ -25,7 +26,7 @@ from mlx_ring.api.ollama.schemas import (
     OllamaVersion,
 )
 from mlx_ring.api.openai.models import capabilities
-from mlx_ring.api.openapi import documented_get, documented_post
+from mlx_ring.api.openapi import ApiRoute, documented_get, documented_post
 from mlx_ring.api.request_body import Body
 from mlx_ring.api.service import ModelService
 from mlx_ring.api.streaming import JsonAnswer
@@ -56,13 +57,13 @@ class PulledModel(NamedModel):
     """Setting of a connection to a registry. Accepted without effect, because nothing is downloaded."""
 
 
-def routes(context: ApiContext) -> APIRouter:
-    router = APIRouter()
+def routes(context: ApiContext) -> Router:
+    router = Router()
 
-    async def tags() -> OllamaModels:
+    async def tags(_: Request) -> OllamaModels:
         return {"models": [_listed(model) for model in context.catalog.models]}
 
-    async def running() -> OllamaRunningModels:
+    async def running(_: Request) -> OllamaRunningModels:
         loaded = [model for model in context.catalog.models if model.state == "ready"]
         return {"models": [_loaded(model) for model in loaded]}
 
@@ -70,7 +71,7 @@ def routes(context: ApiContext) -> APIRouter:
         fields = await context.read(request, ShownModel)
         return _shown(context, find_model(context, fields.model or fields.name))
 
-    async def api_version() -> OllamaVersion:
+    async def api_version(_: Request) -> OllamaVersion:
         return {"version": _API_VERSION, "mlx_ring": version("mlx-ring")}
 
     async def pull(request: Request) -> JsonAnswer[OllamaStatus]:
@@ -103,7 +104,7 @@ def routes(context: ApiContext) -> APIRouter:
         ("/api/blobs/{digest}", "POST"),
         ("/api/blobs/{digest}", "GET"),
     ):
-        router.add_api_route(path, refuse, methods=[method], include_in_schema=False)
+        router.routes.append(ApiRoute(path, refuse, method))
     return router
 
 

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated
 
-from fastapi import APIRouter, Request
 from pydantic import Field
+from starlette.requests import Request
+from starlette.routing import Router
 
 from mlx_ring.api.chat.answer import answer_chat, stream_chat
 from mlx_ring.api.chat.grammars import answer_grammar
@@ -73,8 +74,8 @@ class ChatRequest(CommonFields):
     tools: list[OfferedTool] | None = None
 
 
-def routes(context: ApiContext) -> APIRouter:
-    router = APIRouter()
+def routes(context: ApiContext) -> Router:
+    router = Router()
 
     async def chat(request: Request) -> OllamaChat | JsonStream[OllamaChat]:
         watch = Stopwatch()
@@ -150,7 +151,7 @@ class GenerateFields(CommonFields):
     images: Images = None
 
 
-def _add_generate(router: APIRouter, context: ApiContext) -> None:
+def _add_generate(router: Router, context: ApiContext) -> None:
     async def generate(request: Request) -> OllamaGenerated | JsonStream[OllamaGenerated]:
         watch = Stopwatch()
         fields = await context.read(request, GenerateFields)

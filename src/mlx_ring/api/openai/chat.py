@@ -7,8 +7,9 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Request
 from pydantic import ConfigDict, Field
+from starlette.requests import Request
+from starlette.routing import Router
 
 from mlx_ring.api.chat.answer import AnswerUpdate, Call, ChatAnswer, answer_chat, stream_chat
 from mlx_ring.api.chat.model_format import ChatFormat
@@ -77,8 +78,8 @@ class ChatRequest(AnswerFields):
     function_call: _Replaced = None
 
 
-def routes(context: ApiContext) -> APIRouter:
-    router = APIRouter()
+def routes(context: ApiContext) -> Router:
+    router = Router()
 
     async def chat_completions(
         request: Request,

@@ -10,8 +10,9 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Annotated, cast
 
-from fastapi import APIRouter, Request
 from pydantic import ConfigDict, Discriminator, Field, Tag
+from starlette.requests import Request
+from starlette.routing import Router
 
 from mlx_ring.api.context import ApiContext
 from mlx_ring.api.generation import Answer, ChoiceDelta, Generation, costs
@@ -88,8 +89,8 @@ class CompletionRequest(AnswerFields):
     suffix: Annotated[None, Unsupported("text can only be added at the end; leave it out.", ("",))] = None
 
 
-def routes(context: ApiContext) -> APIRouter:
-    router = APIRouter()
+def routes(context: ApiContext) -> Router:
+    router = Router()
 
     async def completions(
         request: Request,

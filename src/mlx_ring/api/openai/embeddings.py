@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import numpy as np
-from fastapi import APIRouter, Request
 from numpy.typing import NDArray
 from pydantic import Field
+from starlette.requests import Request
+from starlette.routing import Router
 
 from mlx_ring.api.context import ApiContext
 from mlx_ring.api.dialect import json_bytes
@@ -36,8 +37,8 @@ class EmbeddingRequest(Body):
     """Number of a vector's first elements to keep; they are normalized to length 1 again."""
 
 
-def routes(context: ApiContext) -> APIRouter:
-    router = APIRouter()
+def routes(context: ApiContext) -> Router:
+    router = Router()
 
     async def embeddings(request: Request) -> JsonAnswer[schemas.EmbeddingList]:
         fields = await context.read(request, EmbeddingRequest)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
-from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.routing import Router
 
 from mlx_ring.api.context import ApiContext
 from mlx_ring.api.openai import schemas
@@ -34,10 +35,10 @@ def efforts(context: ApiContext, model: ModelService) -> list[str]:
     return []
 
 
-def routes(context: ApiContext) -> APIRouter:
-    router = APIRouter()
+def routes(context: ApiContext) -> Router:
+    router = Router()
 
-    async def list_models() -> schemas.ModelList:
+    async def list_models(_: Request) -> schemas.ModelList:
         ids = [model.model_id for model in context.catalog.models]
         return {
             "object": "list",
@@ -47,8 +48,8 @@ def routes(context: ApiContext) -> APIRouter:
             "last_id": ids[-1] if ids else None,
         }
 
-    async def retrieve_model(model: str) -> schemas.Model:
-        return describe(context, context.model(model))
+    async def retrieve_model(request: Request) -> schemas.Model:
+        return describe(context, context.model(request.path_params["model"]))
 
     for prefix in ("/v1", ""):
         documented_get(router, f"{prefix}/models", list_models, schemas.MODELS)

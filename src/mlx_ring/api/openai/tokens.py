@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Request
 from pydantic import ConfigDict, Field
+from starlette.requests import Request
+from starlette.routing import Router
 
 from mlx_ring.api.chat.prepare import encode_conversation
 from mlx_ring.api.chat.request import Conversation
@@ -51,8 +52,8 @@ class DetokenizeRequest(Body):
     tokens: list[TokenId]
 
 
-def routes(context: ApiContext) -> APIRouter:
-    router = APIRouter()
+def routes(context: ApiContext) -> Router:
+    router = Router()
 
     async def tokenize(request: Request) -> schemas.Tokenized:
         fields = await context.read(request, TokenizeRequest)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NotRequired
 
-from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.routing import Router
 
 from mlx_ring.api.context import ApiContext, workers_of
 from mlx_ring.api.openapi import JsonObject, RouteDoc, documented_get
@@ -74,10 +75,10 @@ class CacheStatistics(JsonObject):
     workers: list[CacheWorker]
 
 
-def routes(context: ApiContext) -> APIRouter:
-    router = APIRouter()
+def routes(context: ApiContext) -> Router:
+    router = Router()
 
-    async def cache_stats() -> CacheStatistics:
+    async def cache_stats(_: Request) -> CacheStatistics:
         return cache_statistics(context)
 
     documented_get(

@@ -8,8 +8,9 @@ from itertools import pairwise
 from statistics import mean
 from typing import Annotated, Literal, NotRequired
 
-from fastapi import APIRouter
 from pydantic import SkipValidation
+from starlette.requests import Request
+from starlette.routing import Router
 from typing_extensions import TypedDict
 
 from mlx_ring.api.context import ApiContext, workers_of
@@ -186,10 +187,10 @@ class ClusterStatus(ClusterParts):
     """Both directions between every two nodes."""
 
 
-def routes(context: ApiContext) -> APIRouter:
-    router = APIRouter()
+def routes(context: ApiContext) -> Router:
+    router = Router()
 
-    async def status() -> ClusterStatus:
+    async def status(_: Request) -> ClusterStatus:
         return cluster_status(context)
 
     documented_get(

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Annotated, Literal, NotRequired, cast
 
-from fastapi import APIRouter, Request
 from pydantic import GetPydanticSchema
+from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Router
 
 from mlx_ring.api.context import ApiContext
 from mlx_ring.api.errors import error_body
@@ -117,8 +118,8 @@ _DOC: RouteDoc[Response] = RouteDoc(
 )
 
 
-def routes(context: ApiContext) -> APIRouter:
-    router = APIRouter()
+def routes(context: ApiContext) -> Router:
+    router = Router()
     feed = EventFeed(SnapshotReader(context).read, recent_lines)
 
     async def cluster_events(request: Request) -> Response:

@@ -10,13 +10,16 @@ from collections import Counter
 from importlib.metadata import version
 from typing import Literal, NotRequired
 
-from fastapi import APIRouter, Request, Response
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Router
 
 from mlx_ring.api.context import ApiContext, workers_of_model
 from mlx_ring.api.errors import error_response
 from mlx_ring.api.openapi import JsonObject, RouteDoc, documented_get, list_endpoints
 from mlx_ring.api.page.routes import page_response, wants_page
 from mlx_ring.api.service import ModelService, State
+from mlx_ring.api.streaming import JsonAnswer
 from mlx_ring.core.errors import Draining, NotReady, RingError
 from mlx_ring.core.worker_status import WorkerInfo
 
@@ -140,15 +143,14 @@ class ModelInfo(JsonObject):
     metadata: dict[str, object]
 
 
-def routes(context: ApiContext) -> APIRouter:
-    router = APIRouter()
+def routes(context: ApiContext) -> Router:
+    router = Router()
 
-    async def health(response: Response) -> Health:
+    async def health(_: Request) -> JsonAnswer[Health]:
         error = _serving_error(context)
-        response.status_code = 200 if error is None else _UNAVAILABLE
-        return _health(context, error)
+        return JsonAnswer(_health(context, error), status=200 if error is None else _UNAVAILABLE)
 
-    async def live() -> Alive:
+    async def live(_: Request) -> Alive:
         """Answer as long as the process runs."""
         return {"status": "alive", "uptime_s": _uptime_s(context.default.created)}
 
@@ -261,14 +263,13 @@ def _uptime_s(created: int) -> int:
     return max(0, int(time.time()) - created)
 
 
-def _add_service(router: APIRouter, context: ApiContext) -> None:
-    async def root(request: Request, response: Response) -> ServiceInfo | Response:
+def _add_service(router: Router, context: ApiContext) -> None:
+    async def root(request: Request) -> JsonAnswer[ServiceInfo] | Response:
         """Answer browsers, which prefer HTML, with the page."""
         if wants_page(request.headers.get("accept")):
             return page_response(request, wants_key=bool(context.settings.api_keys))
-        response.headers["vary"] = "accept"
         service = context.default
-        return {
+        described: ServiceInfo = {
             "service": "mlx-ring",
             "version": version("mlx-ring"),
             "model": service.model_id,
@@ -276,8 +277,10 @@ def _add_service(router: APIRouter, context: ApiContext) -> None:
             "status": "ready" if service.error is None else "unavailable",
             "endpoints": list_endpoints(request.app),
         }
+        return JsonAnswer(described, headers={"vary": "accept"})
 
-    async def model_info(model: str | None = None) -> ModelInfo:
+    async def model_info(request: Request) -> ModelInfo:
+        model = request.query_params.get("model")
         service = context.default if model is None else context.model(model)
         workers = workers_of_model(service)
         return {

@@ -6,8 +6,9 @@ import ipaddress
 import secrets
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Request
 from pydantic import Field
+from starlette.requests import Request
+from starlette.routing import Router
 
 from mlx_ring.api.context import ApiContext
 from mlx_ring.api.generation import costs
@@ -35,8 +36,8 @@ class UnloadRequest(Body):
     """Unload the model even while it answers requests, which then end with an error."""
 
 
-def routes(context: ApiContext) -> APIRouter:
-    router = APIRouter()
+def routes(context: ApiContext) -> Router:
+    router = Router()
 
     async def load(request: Request) -> Model:
         check_manager(request, context.settings)
@@ -109,7 +110,7 @@ class Generated(Costs):
     finish_reason: Literal["stop", "length"] | None
 
 
-def _add_generate(router: APIRouter, context: ApiContext) -> None:
+def _add_generate(router: Router, context: ApiContext) -> None:
     async def generate(request: Request) -> Generated:
         fields = await context.read(request, GenerateFields)
         service = context.model(fields.model)

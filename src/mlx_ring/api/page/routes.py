@@ -14,9 +14,12 @@ from functools import cache
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 
-from fastapi import APIRouter, Request
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Router
+
+from mlx_ring.api.openapi import ApiRoute
 
 _TYPES: Mapping[str, str] = {
     ".html": "text/html; charset=utf-8",
@@ -85,12 +88,12 @@ _SAFE = {
 """Headers that allow only this server's scripts, styles and connections, no inline code, and no frames around the page."""
 
 
-def routes() -> APIRouter:
-    router = APIRouter(include_in_schema=False)
+def routes() -> Router:
+    router = Router()
 
-    async def file(digest: str, path: str) -> Response:
-        page = load_page()
-        found = page.files.get(path) if digest == page.digest else None
+    async def file(request: Request) -> Response:
+        page, wanted = load_page(), request.path_params
+        found = page.files.get(wanted["path"]) if wanted["digest"] == page.digest else None
         if found is None:
             raise HTTPException(_NOT_FOUND)
         return Response(found.data, media_type=found.kind, headers=_SAFE | {"cache-control": _KEPT})
@@ -101,8 +104,7 @@ def routes() -> APIRouter:
         image = page.files["favicon.svg"]
         return _tagged(request, page.digest, Response(image.data, media_type=image.kind, headers=_SAFE))
 
-    router.add_api_route("/page/{digest}/{path:path}", file, methods=["GET"], include_in_schema=False)
-    router.add_api_route("/favicon.ico", icon, methods=["GET"], include_in_schema=False)
+    router.routes.extend((ApiRoute("/page/{digest}/{path:path}", file), ApiRoute("/favicon.ico", icon)))
     return router
 
 

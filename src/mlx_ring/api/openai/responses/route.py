@@ -7,7 +7,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-from fastapi import APIRouter, Request
+from starlette.requests import Request
+from starlette.routing import Router
 
 from mlx_ring.api.chat.answer import AnswerUpdate, ChatAnswer, answer_chat, stream_chat
 from mlx_ring.api.chat.parts import ContentText
@@ -46,8 +47,8 @@ from mlx_ring.api.streaming import EVENT_STREAM, KEEP_ALIVE, RESUMING, JsonStrea
 from mlx_ring.core.types import SamplingParams
 
 
-def routes(context: ApiContext) -> APIRouter:
-    router = APIRouter()
+def routes(context: ApiContext) -> Router:
+    router = Router()
 
     async def responses(request: Request) -> ResponseMade | JsonStream[ResponseEvent]:
         fields = await context.read(request, ResponsesRequest)
