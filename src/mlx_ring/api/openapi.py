@@ -105,7 +105,7 @@ class ApiRoute(Route):
         self,
         path: str,
         endpoint: Callable[[Request], Awaitable[Response]],
-        method: Literal["GET", "POST", "DELETE"] = "GET",
+        method: str = "GET",
         doc: RouteDoc[Any, Any] | None = None,
         schema: type[Body] | None = None,
     ) -> None:
