@@ -20,6 +20,7 @@ from tests.processes import Server, run_cli, serving
 
 from mlx_ring.head.served_model import memory_for_weights
 from mlx_ring.models.model_source import find_model
+from mlx_ring.settings.config import Settings
 
 REQUEST = {"prompt": "The quick brown fox", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
 
@@ -129,7 +130,7 @@ def test_least_recently_used_model_is_unloaded_within_a_memory_budget(tmp_path: 
     demo = find_model("demo").folder
     copy = tmp_path / "copy"
     shutil.copytree(demo.path, copy)
-    budget = memory_for_weights(demo, "auto") * 3 // 2
+    budget = memory_for_weights(demo, Settings()) * 3 // 2
     with serving("demo", str(copy), "--model-memory", str(budget), folder=tmp_path) as server:
         wait_for_state(server, "copy", "unloaded")
         request = {"prompt": "Hello", "max_tokens": 8}

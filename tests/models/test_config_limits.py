@@ -26,6 +26,7 @@ from mlx_ring.models.config_limits import (
 )
 from mlx_ring.models.model_folder import read_model_config, read_model_folder
 from mlx_ring.planner.model_sizes import profile_folder
+from mlx_ring.settings.config import Settings
 
 HOSTILE: list[object] = [
     0,
@@ -66,7 +67,7 @@ def use(folder: Path) -> None:
     model = read_model_folder(folder)
     require_cuttable(model, 2)
     describe_model(model)
-    memory_for_weights(model, "auto")
+    memory_for_weights(model, Settings())
     profile_folder(model, "model")
     profile_folder(read_model_config(folder / "config.json"), "model")
     assert 0 < model.context_length < 1 << 31

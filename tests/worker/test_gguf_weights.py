@@ -8,7 +8,7 @@ import re
 import sys
 import weakref
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import mlx.core as mx
 import numpy as np
@@ -215,7 +215,10 @@ def test_the_memory_that_is_planned_is_the_memory_that_is_taken(
 
 
 @pytest.mark.parametrize("kernels", [True, False], ids=["native kernels", "no kernels"])
-def test_plans_count_the_bytes_that_blocks_of_32_weights_take(tmp_path: Path, *, kernels: bool) -> None:
+@pytest.mark.parametrize("cpu_weights", ["quantized", "float32"])
+def test_plans_count_the_bytes_that_blocks_of_32_weights_take(
+    tmp_path: Path, cpu_weights: Literal["quantized", "float32"], *, kernels: bool
+) -> None:
     folder = write_family(tmp_path / "model", "llama", 4, mlp_bias=False)
     target = write_gguf_of(folder, tmp_path / "model.gguf")
     tensors: dict[str, Stored] = {}
@@ -229,7 +232,7 @@ def test_plans_count_the_bytes_that_blocks_of_32_weights_take(tmp_path: Path, *,
     target.write_bytes(gguf_bytes(metadata, tensors))
     found = folder_of(target)
     assert "Q4_0" in {entry.dtype for entry in found.tensors}
-    assert_planned_as_loaded(found, kernels=kernels)
+    assert_planned_as_loaded(found, kernels=kernels, cpu_weights=cpu_weights)
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])

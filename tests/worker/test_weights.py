@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import mlx.core as mx
 import pytest
@@ -24,11 +25,13 @@ from tests.worker.stages import CUTS, PROMPT, Pipeline, Want, chunk, open_sequen
 from mlx_cpu_kernels import operations
 from mlx_ring.core.errors import ModelCorrupt
 from mlx_ring.core.types import LayerRange
+from mlx_ring.head.served_model import memory_for_weights
 from mlx_ring.models.model_folder import ModelFolder, read_model_folder
 from mlx_ring.planner.measured import measured_node
 from mlx_ring.planner.model_sizes import profile_folder
 from mlx_ring.planner.request import Demand
 from mlx_ring.planner.stage_costs import StageTables
+from mlx_ring.settings.config import Settings
 from mlx_ring.worker.shard import StageModel
 from mlx_ring.worker.tensors import from_message
 from mlx_ring.worker.weights import load_stage
@@ -182,33 +185,76 @@ def native_kernels(*, wanted: bool) -> Generator[None]:
         operations.uninstall()
 
 
-def assert_planned_as_loaded(folder: ModelFolder, *, kernels: bool) -> None:
-    """Compare the bytes that a plan counts for all layers on such a CPU with those of the loaded arrays."""
-    totals: list[int] = []
+def assert_planned_as_loaded(
+    folder: ModelFolder, *, kernels: bool, cpu_weights: Literal["quantized", "float32"] = "quantized"
+) -> None:
+    """Compare the bytes that a plan counts for all layers on such a CPU with those that MLX holds after loading, and meanwhile."""
+    layers, plain = LayerRange(0, folder.num_layers), cpu_weights == "float32"
     with native_kernels(wanted=kernels):
-        layers = LayerRange(0, folder.num_layers)
-        load_stage(folder, layers, "float32", lambda _done, total: totals.append(total))
-    assert totals[-1] == sum(
-        entry.loaded_bytes(widened=True, keeps_scales=kernels) for entry in folder.tensors
-    )
-    node = measured_node(made_up_profile(kernels="AVX2" if kernels else ""), "box")
+        gc.collect()
+        cache = mx.set_cache_limit(0)  # whose buffers may be larger than arrays that take them
+        mx.clear_cache()
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        stage = load_stage(folder, layers, "float32", lambda _d, _t: None, dequantized=plain)
+        gc.collect()
+        held, peak = mx.get_active_memory() - before, mx.get_peak_memory() - before
+        mx.set_cache_limit(cache)
+    assert stage.num_layers == folder.num_layers
+    assert peak <= 1.05 * held
+    settings = Settings(dtype="float32", cpu_weights=cpu_weights, blas="auto" if kernels else "openblas")
+    assert held <= memory_for_weights(folder, settings) <= 1.02 * held
+    node = measured_node(made_up_profile(kernels="AVX2" if kernels else ""), "box", cpu_weights=cpu_weights)
     planned = StageTables(profile_folder(folder, "model"), Demand(1, 1)).weight_bytes(
         node, 0, folder.num_layers
     )
     last_norm = 4 * folder.hidden_size  # counts to no layer
-    assert planned == totals[-1] - last_norm
+    assert held <= planned + last_norm <= 1.02 * held
+
+
+_LATENT = {
+    **configuration("deepseek_v3"),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim"), 32),
+    "tie_word_embeddings": False,
+}
+"""Attention over latent keys and values, whose products have a matrix for each head."""
 
 
 @pytest.mark.parametrize("kernels", [True, False], ids=["native kernels", "no kernels"])
-@pytest.mark.parametrize("group", [32, 64])
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("cpu_weights", ["quantized", "float32"])
+@pytest.mark.parametrize(
+    "build",
+    [
+        {"tie_word_embeddings": True, "num_attention_heads": 8},
+        {"group": 64, "num_attention_heads": 8},
+        {"bits": 8},
+        {"base": _LATENT},
+    ],
+    ids=["tied", "group 64", "8 bits", "latent attention"],
+)
 def test_plans_count_the_bytes_that_quantized_weights_take(
-    tmp_path: Path, group: int, *, tied: bool, kernels: bool
+    tmp_path: Path,
+    build: dict[str, Any],
+    cpu_weights: Literal["quantized", "float32"],
+    *,
+    kernels: bool,
 ) -> None:
-    written = write_quantized_model(
-        tmp_path / "model", group=group, tie_word_embeddings=tied, num_attention_heads=8
-    )
-    assert_planned_as_loaded(read_model_folder(written), kernels=kernels)
+    written = write_quantized_model(tmp_path / "model", **build)
+    assert_planned_as_loaded(read_model_folder(written), kernels=kernels, cpu_weights=cpu_weights)
+
+
+@pytest.mark.parametrize("transpose", [True, False])
+def test_latent_attention_takes_scales_as_stored(tmp_path: Path, *, transpose: bool) -> None:
+    folder = read_model_folder(write_quantized_model(tmp_path / "model", base=_LATENT))
+    with native_kernels(wanted=True):
+        stage: Any = load_stage(folder, LayerRange(0, 1), "float32", lambda _d, _t: None)
+        heads = stage.model.model.layers[0].self_attn.embed_q
+        assert heads.scales.dtype == mx.bfloat16
+        x = mx.sin(mx.arange(4 * 3 * 32)).reshape(1, 4, 3, 32)
+        ours = heads(x, transpose=transpose)
+    assert ours.dtype == mx.float32
+    heads.set_dtype(mx.float32)
+    assert mx.allclose(ours, heads(x, transpose=transpose), rtol=1e-5, atol=1e-5).item()
 
 
 def scale_types(stage: StageModel) -> set[mx.Dtype]:

@@ -294,8 +294,7 @@ class Instance:
         Ranks that stay are loaded already.
         """
         placement, weights, workers = self._epoch.placement, Counter[str](), Counter[str]()
-        settings = self._settings
-        whole = memory_for_weights(self._served.folder, settings.dtype, settings.cpu_weights)
+        whole = memory_for_weights(self._served.folder, self._settings)
         for number, stage in enumerate(placement.ranks):
             planned = placement.forecast.memory_of_ranks(number) if placement.forecast else None
             for rank, placed in enumerate(stage):

@@ -375,5 +375,4 @@ def _forget(tasks: dict[str, asyncio.Task[None]], name: str, done: asyncio.Task[
 
 def _weights(hosted: HostedModel) -> int:
     """Return the bytes of weights of one replica."""
-    settings = hosted.settings
-    return memory_for_weights(hosted.served.folder, settings.dtype, settings.cpu_weights)
+    return memory_for_weights(hosted.served.folder, hosted.settings)

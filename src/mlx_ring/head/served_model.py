@@ -13,7 +13,6 @@ from typing import Any
 from mlx_ring.core.engine_stats import Policy
 from mlx_ring.core.environment import quieten_transformers
 from mlx_ring.core.errors import ConfigError, ModelCorrupt
-from mlx_ring.core.types import CpuWeights
 from mlx_ring.engine.sequence import Limits
 from mlx_ring.models.architectures import require_cuttable
 from mlx_ring.models.layer_tensors import dequantized_bytes
@@ -63,10 +62,7 @@ def prepare_model(settings: Settings, *, insists: bool = True) -> ServedModel:
         log.info("%s is not served exactly as its file has it: %s", local.name, folder.rounding)
     require_cuttable(folder, settings.stages)
     if settings.nodes == 1:
-        needed = memory_for_weights(
-            folder, settings.dtype, settings.cpu_weights, kernels=settings.blas == "auto"
-        )
-        check_memory(local.name, needed)
+        check_memory(local.name, memory_for_weights(folder, settings))
     context = _context_length(folder, settings.max_model_len, insists=insists)
     tokenizer = _load_tokenizer(folder)
     eos = folder.eos_token_ids | frozenset(int(token) for token in tokenizer.eos_token_ids)
@@ -118,19 +114,18 @@ def policy_of(settings: Settings) -> Policy:
     return Policy(**given, prefix_cache=settings.prefix_cache == "on")
 
 
-def memory_for_weights(
-    folder: ModelFolder, dtype: str, cpu_weights: CpuWeights = "auto", *, kernels: bool = False
-) -> int:
+def memory_for_weights(folder: ModelFolder, settings: Settings) -> int:
     """Return the bytes of the loaded weights, at least.
 
-    On a CPU, half precision becomes float32 unless set otherwise, and quantized weights do if asked for. With `kernels`,
-    scales of quantized weights stay as they are stored.
+    On a CPU, half precision becomes float32 unless set otherwise, and quantized weights do if asked for. Scales of
+    quantized weights stay as they are stored where native kernels may run.
     """
-    widens = widens_half_precision(dtype)
-    dequantizes = widens and cpu_weights == "float32" and not _has_gpu()
+    widens = widens_half_precision(settings.dtype)
+    dequantizes = widens and settings.cpu_weights == "float32" and not _has_gpu()
     sizes = dequantized_bytes(folder) if dequantizes else dict[str, int]()
+    keeps_scales = settings.blas == "auto"
     return sum(
-        sizes.get(entry.name, entry.loaded_bytes(widened=widens, keeps_scales=kernels))
+        sizes.get(entry.name, entry.loaded_bytes(widened=widens, keeps_scales=keeps_scales))
         for entry in folder.tensors
     )
 

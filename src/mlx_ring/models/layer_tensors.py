@@ -86,17 +86,33 @@ def path_of_layers(inside: Inside, num_layers: int) -> str | None:
 
 
 def dequantized_bytes(folder: ModelFolder) -> Mapping[str, int]:
-    """Return the bytes that quantized tensors have as float32, by name; those of scales count, of their weights none."""
+    """Return the bytes that quantized tensors have as float32, by name; those of scales count, of their weights none.
+
+    An embedding that is no head stays quantized.
+    """
     sizes: dict[str, int] = {}
     names = {entry.name for entry in folder.tensors}
+    looked_up = _looked_up(folder)
     for entry in folder.tensors:
         module, _, kind = entry.name.rpartition(".")
+        if module in looked_up:
+            continue
         if entry.dtype in QUANTIZED:
             sizes[entry.name] = _FLOAT_BYTES * math.prod(entry.shape)
         elif kind == "scales" and f"{module}.weight" in names:
             sizes[entry.name] = _FLOAT_BYTES * _group_size(folder, module) * math.prod(entry.shape)
             sizes[f"{module}.weight"] = sizes[f"{module}.biases"] = 0
     return sizes
+
+
+def _looked_up(folder: ModelFolder) -> set[str]:
+    """Return the paths of embeddings of which a step reads some rows."""
+    _, outside = group_by_layers(folder.tensors)
+    by_token = [entry for entry in outside if entry.shape[:1] == (folder.vocab_size,)]
+    heads = {entry for entry in by_token if names_head(entry.name)}
+    if _may_be_tied(folder, heads):
+        return set()
+    return {entry.name.rpartition(".")[0] for entry in by_token if entry not in heads}
 
 
 def _group_size(folder: ModelFolder, module: str) -> int:

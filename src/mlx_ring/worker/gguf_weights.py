@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -77,7 +78,7 @@ class GgufWeights:
             self._write(_LENGTH.pack(len(header)) + header, -self._begin)
             os.ftruncate(self._file, self._begin + end)
             self.arrays = cast("dict[str, mx.array]", mx.load(path, format="safetensors"))
-            """Arrays, each of which can be evaluated while its module is `readable`."""
+            """Arrays, each of which can be evaluated while its module is `readable`, which is once."""
         finally:
             os.ftruncate(self._file, 0)
             with suppress(OSError):
@@ -85,7 +86,7 @@ class GgufWeights:
 
     @contextmanager
     def readable(self, module: str) -> Generator[None]:
-        """Convert a module's tensors; its arrays, and no others, can be evaluated meanwhile.
+        """Convert a module's tensors; its arrays, and no others, can be evaluated meanwhile. They are forgotten then.
 
         Raises:
             ModelCorrupt: the file can no longer be read, or there is no room for the converted tensors.
@@ -103,6 +104,8 @@ class GgufWeights:
             yield
         finally:
             os.ftruncate(self._file, 0)
+            for part in chain.from_iterable(parts for _, parts in self._modules[module]):
+                self.arrays.pop(part.name, None)
 
     def _convert(self, entry: TensorEntry, parts: list[_Part]) -> None:
         """Write a tensor's arrays. Some rows are converted at a time, of heads whose rows are interleaved whole heads."""

@@ -99,7 +99,7 @@ _DTYPES: dict[DType, mx.Dtype] = {
     "float16": mx.float16,
 }
 _CLEAR_EVERY_BYTES = 64 << 20
-_QUANTIZED = (nn.QuantizedLinear, nn.QuantizedEmbedding, QuantizedSwitchLinear)
+_QUANTIZED = (nn.QuantizedLinear, nn.QuantizedEmbedding, QuantizedSwitchLinear, QuantizedMultiLinear)
 """Layers that compute by the operations of native kernels alone."""
 
 
@@ -175,7 +175,7 @@ def _build(folder: ModelFolder, gguf: GgufWeights | None) -> nn.Module:
 
 def _build_of_gguf(folder: ModelFolder, arrays: _Weights) -> nn.Module:
     """Build the model with these arrays; mlx-lm finds no files of weights in the folder."""
-    used: dict[str, mx.array] = {}
+    used = dict(arrays)
 
     def give(model: nn.Module, _weights: _Weights) -> _Weights:
         expected = cast("dict[str, mx.array]", tree_flatten(model.parameters(), destination={}))
@@ -183,13 +183,13 @@ def _build_of_gguf(folder: ModelFolder, arrays: _Weights) -> nn.Module:
             wanted = expected[entry.name].shape if entry.name in expected else entry.shape
             if wanted != entry.shape:
                 raise ValueError(f"{entry.name} has the sizes {entry.shape} instead of {wanted}")
-        used.update(arrays)
         return used
 
     model = load_model(
         folder.path, lazy=True, strict=False, get_model_classes=partial(_changed_classes, give)
     )[0]
     model.load_weights(list(used.items()), strict=True)
+    used.clear()  # or the model's class would hold all arrays, beside those that are made of them
     return model
 
 
