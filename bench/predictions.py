@@ -159,7 +159,7 @@ def print_profile(when: str, profile: MachineProfile) -> None:
     costs = profile.costs
     print(
         f"profile {when}: {listed}; {1e9 * rates['float32'].row_s:.0f} ns per row; step {1e3 * costs.step_s:.2f} ms, "
-        f"layer {1e3 * costs.layer_s:.2f} ms, draw {1e3 * costs.draw_s:.2f} ms; load {psutil.getloadavg()[0]:.1f}",
+        f"layer {1e3 * costs.layer_s:.2f} ms ({1e3 * costs.quantized_layer_s:.2f} ms quantized), draw {1e3 * costs.draw_s:.2f} ms; load {psutil.getloadavg()[0]:.1f}",
         flush=True,
     )
 

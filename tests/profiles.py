@@ -6,7 +6,9 @@ from typing import Any
 
 from mlx_ring.host.machine_profile import PROFILE_VERSION, MachineProfile, StepCosts, WeightRate
 
-COSTS = StepCosts(step_s=0.5e-3, layer_s=0.3e-3, draw_s=0.7e-3, logit_s=1e-9, attention_s=5e-10)
+COSTS = StepCosts(
+    step_s=0.5e-3, layer_s=0.3e-3, quantized_layer_s=0.1e-3, draw_s=0.7e-3, logit_s=1e-9, attention_s=5e-10
+)
 RATES = (
     WeightRate(weights="float32", bandwidth=20e9, row_s=1e-7, spread=0.02, flops=90e9),
     WeightRate(weights="bfloat16", bandwidth=2e9, row_s=0.0, spread=0.02, flops=5e9),

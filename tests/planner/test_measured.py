@@ -79,9 +79,16 @@ def test_the_time_of_a_step_is_the_sum_of_its_parts() -> None:
     model = quantized(model_of(10, layer_bytes=70_000_000, kv_bytes=0), "4-bit")
     drawing = COSTS.draw_s + model.vocabulary * COSTS.logit_s
     # With these sizes a layer has as many operations as bytes, so at a single row the bytes take longer.
-    expected = 10 * (70e6 / 0.7e9 + COSTS.layer_s) + COSTS.step_s + drawing
+    expected = 10 * (70e6 / 0.7e9 + COSTS.quantized_layer_s) + COSTS.step_s + drawing
     head = 2 * model.vocabulary * model.hidden_size / RATES[-1].flops
     assert seconds(model) == pytest.approx(expected + head)
+
+
+def test_layers_of_float_weights_have_a_cost_of_their_own() -> None:
+    model = quantized(model_of(10, kv_bytes=0), "float32")
+    slower = made_up_profile(costs=COSTS.model_copy(update={"layer_s": COSTS.layer_s + 1e-3}))
+    found = StageTables(model, ONE_SEQUENCE).seconds(measured_node(slower, "slower"), 1, 0).steady[0, -1]
+    assert float(found) - seconds(model) == pytest.approx(10 * 1e-3)
 
 
 def test_a_cost_per_row_of_weights_counts_if_it_was_measured() -> None:

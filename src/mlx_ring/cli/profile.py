@@ -71,7 +71,8 @@ def _show(found: MachineProfile) -> None:
     console.print(_rates(found))
     costs = found.costs
     console.print(
-        f"\nbesides, a step takes {1e3 * costs.step_s:.2f} ms, a layer {1e3 * costs.layer_s:.2f} ms, "
+        f"\nbesides, a step takes {1e3 * costs.step_s:.2f} ms, a layer {1e3 * costs.layer_s:.2f} ms "
+        f"({1e3 * costs.quantized_layer_s:.2f} ms with quantized weights), "
         f"drawing tokens {1e3 * costs.draw_s:.2f} ms; "
         f"1,000 tokens of context {1e9 * costs.attention_s:.2f} ms for each 1,000 numbers of a layer's queries"
     )

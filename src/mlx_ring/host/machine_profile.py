@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from mlx_ring.core.errors import ProtocolError
 
-PROFILE_VERSION = 5
+PROFILE_VERSION = 6
 """Version of the measurements: machines with profiles of another version are measured again."""
 
 _STEADY_SPREAD = 0.25
@@ -43,10 +43,9 @@ class StepCosts(_Frozen):
     step_s: Cost
     """Seconds for each step."""
     layer_s: Cost
-    """Seconds for each layer of a usual decoder: starting its operations, not computing them.
-
-    Its weights are quantized where native kernels run, which compute such a layer in fewer operations.
-    """
+    """Seconds for each layer of a usual decoder with float weights: starting its operations, not computing them."""
+    quantized_layer_s: Cost
+    """The same with quantized weights, which native kernels compute in fewer operations."""
     draw_s: Cost
     """Seconds for drawing tokens, once a step ..."""
     logit_s: Cost

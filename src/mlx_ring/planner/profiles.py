@@ -78,7 +78,9 @@ class ModelProfile:
         return self.embedding_bytes * is_first + self.head_bytes * is_last
 
 
-UNMEASURED = StepCosts(step_s=0.3e-3, layer_s=0.0, draw_s=0.0, logit_s=0.0, attention_s=0.0)
+UNMEASURED = StepCosts(
+    step_s=0.3e-3, layer_s=0.0, quantized_layer_s=0.0, draw_s=0.0, logit_s=0.0, attention_s=0.0
+)
 """Costs of a machine known by its data sheet only: Python, launches and frames."""
 
 

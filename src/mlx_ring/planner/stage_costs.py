@@ -190,7 +190,8 @@ def layer_seconds(
         read / rate.bandwidth + matrix_rows * rate.row_s, layer.flops_per_token * rows / rate.flops
     )
     look_back = _look_back_seconds(layer, node, model, demand, context_tokens)
-    return products + rows * look_back + node.costs.layer_s
+    layer_s = node.costs.quantized_layer_s if model.is_quantized else node.costs.layer_s
+    return products + rows * look_back + layer_s
 
 
 def _look_back_seconds(

@@ -118,8 +118,33 @@ def test_steps_are_measured_with_the_layers_that_native_kernels_fuse(
     for name in ("heads", "gated", "added"):
         monkeypatch.setattr(kernels, name, partial(count, name, getattr(kernels, name)))
     SmallStage(2, mx.float32, CLOCK).seconds()
+    assert not fused["heads"]
+    SmallStage(2, mx.float32, CLOCK, quantized=True).seconds()
     assert fused["heads"] == fused["gated"] > 0
     assert fused["added"] == 2 * fused["heads"]
+
+
+class _MadeUpStage:
+    def __init__(self, layers: int, _dtype: object, _stopwatch: object, *, quantized: bool) -> None:
+        self._seconds = 0.5 + layers * (0.01 if quantized else 0.03)
+
+    def seconds(self) -> float:
+        return self._seconds
+
+
+def _measured_layers() -> tuple[float, float]:
+    found = measure(Bounds(seconds=0.0, memory_share=0.05), products=SpeedReport(""), blas_threads=1).costs
+    assert found.step_s == pytest.approx(0.5)
+    return found.layer_s, found.quantized_layer_s
+
+
+def test_layers_of_quantized_weights_are_measured_apart_where_native_kernels_run(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.setattr(measure_module, "SmallStage", _MadeUpStage)
+    assert _measured_layers() == pytest.approx((0.03, 0.03))
+    request.getfixturevalue("kernels")
+    assert _measured_layers() == pytest.approx((0.03, 0.01))
 
 
 @pytest.mark.usefixtures("kernels")

@@ -150,6 +150,8 @@ _SLOW_SET_BYTES = 32 << 20
 """... and of kinds with which a CPU is slow, where computing takes the time."""
 _LEAST_BYTES = 128 << 20
 _SETS = 6
+_PLAIN, _QUANTIZED = "plain", "quantized"
+"""Kinds of layers that a step may have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,9 +257,13 @@ def _product_turns(wide: Mapping[str, Products], narrow: Mapping[str, Products])
 
 
 def _step_turns(dtype: mx.Dtype, watch: Stopwatch) -> dict[str, Measurement]:
-    return {
-        "few layers": SmallStage(FEW_LAYERS, dtype, watch).seconds,
-        "many layers": SmallStage(MANY_LAYERS, dtype, watch).seconds,
+    turns: dict[str, Measurement] = {}
+    # Layers of quantized weights have fewer operations with native kernels, and as many as others without.
+    for kind in (_PLAIN, _QUANTIZED) if are_installed() else (_PLAIN,):
+        for layers in (FEW_LAYERS, MANY_LAYERS):
+            stage = SmallStage(layers, dtype, watch, quantized=kind == _QUANTIZED)
+            turns[f"{layers} {kind} layers"] = stage.seconds
+    return turns | {
         "few words": drawing(FEW_WORDS, watch),
         "many words": drawing(MANY_WORDS, watch),
         "attention": attending(dtype, watch),
@@ -281,18 +287,23 @@ def _rate(name: str, wide: Products | None, narrow: Products, found: Mapping[str
     return WeightRate(weights=name, bandwidth=bandwidth, row_s=row_s, spread=many.spread, flops=flops)
 
 
+def _layer_seconds(kind: str, found: Mapping[str, Measured]) -> float:
+    few, many = (found[f"{layers} {kind} layers"].median for layers in (FEW_LAYERS, MANY_LAYERS))
+    return max(0.0, (many - few) / (MANY_LAYERS - FEW_LAYERS))
+
+
 def _costs(found: Mapping[str, Measured]) -> StepCosts:
     """Derive step costs.
 
     Differences give the cost of one layer and of one token of the vocabulary; the rest is a step's own.
     """
-    few, many = found["few layers"].median, found["many layers"].median
-    layer = max(0.0, (many - few) / (MANY_LAYERS - FEW_LAYERS))
+    layer = _layer_seconds(_PLAIN, found)
     some, all_ = found["few words"].median, found["many words"].median
     logit = max(0.0, (all_ - some) / (MANY_WORDS - FEW_WORDS))
     return StepCosts(
-        step_s=max(0.0, few - FEW_LAYERS * layer),
+        step_s=max(0.0, found[f"{FEW_LAYERS} {_PLAIN} layers"].median - FEW_LAYERS * layer),
         layer_s=layer,
+        quantized_layer_s=_layer_seconds(_QUANTIZED, found) if are_installed() else layer,
         draw_s=max(0.0, some - FEW_WORDS * logit),
         logit_s=logit,
         attention_s=found["attention"].median,

@@ -9,7 +9,6 @@ import mlx.core as mx
 from mlx import nn
 from mlx_lm.models import qwen3
 
-from mlx_cpu_kernels.operations import are_installed
 from mlx_ring.core.types import LayerRange
 from mlx_ring.rpc.links import Inbox
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
@@ -47,13 +46,14 @@ _LONGEST = 4096
 class SmallStage:
     """Whole model of some layers, driven as the head drives a stage: each step comes before the last is answered."""
 
-    def __init__(self, layers: int, dtype: mx.Dtype, stopwatch: Stopwatch) -> None:
+    def __init__(
+        self, layers: int, dtype: mx.Dtype, stopwatch: Stopwatch, *, quantized: bool = False
+    ) -> None:
         self._stopwatch = stopwatch
         arguments = cast("Any", qwen3.ModelArgs).from_dict(_SMALL | {"num_hidden_layers": layers})
         model = cast("Any", qwen3.Model)(arguments)
         model.set_dtype(dtype)
-        if are_installed():
-            # Layers of quantized weights, which native kernels are for, have fewer operations with them.
+        if quantized:
             nn.quantize(model, group_size=_GROUP, bits=4)
         model.eval()
         mx.eval(model.parameters())
