@@ -13,6 +13,8 @@ from mlx_ring.worker.kv import KVStore
 from mlx_ring.worker.kv.bank import Bank
 from mlx_ring.worker.kv.grouping import GROWS_AHEAD
 
+pytestmark = pytest.mark.usefixtures("writing")
+
 LAYERS = 6
 
 

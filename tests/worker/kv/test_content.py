@@ -13,6 +13,8 @@ from tests.worker.kv.small_models import small_model, tokens
 from mlx_ring.core.errors import StepFailed
 from mlx_ring.worker.kv import KVStore
 
+pytestmark = pytest.mark.usefixtures("writing")
+
 WHOLE = (0, HEADS)
 
 

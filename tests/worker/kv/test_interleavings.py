@@ -16,6 +16,8 @@ from mlx_ring.core.errors import StepFailed
 from mlx_ring.worker.kv import Batch, KVStore
 from mlx_ring.worker.kv.grouping import STEP_BYTES
 
+pytestmark = pytest.mark.usefixtures("writing")
+
 WINDOW = 12
 SLACK = 8
 WINDOWS = (None, WINDOW, None)

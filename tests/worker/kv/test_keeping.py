@@ -11,6 +11,8 @@ from tests.worker.kv.small_models import RECURRENT, SLIDING, VOCABULARY, small_m
 
 from mlx_ring.rpc.protos import worker_pb2
 
+pytestmark = pytest.mark.usefixtures("writing")
+
 KEPT_AS = 1 << 49
 
 

@@ -12,6 +12,8 @@ from tests.worker.kv.passes import feed, to_list
 from mlx_ring.core.errors import StepFailed
 from mlx_ring.worker.kv import Batch, KVStore
 
+pytestmark = pytest.mark.usefixtures("writing")
+
 
 def store_of(lengths: Mapping[int, int]) -> KVStore:
     """Return a store with sequences of those lengths, whose tokens are 1, 2, 3, ..."""

@@ -15,6 +15,8 @@ from tests.worker.kv.small_models import CONFIGURATIONS, small_model
 from mlx_ring.core.errors import ProtocolError, StepFailed
 from mlx_ring.worker.kv import KVStore
 
+pytestmark = pytest.mark.usefixtures("writing")
+
 TOKEN_BYTES = 2 * HEADS * WIDTH * 4
 
 

@@ -13,6 +13,8 @@ from tests.worker.kv.passes import HEADS, WIDTH, feed, to_list
 from mlx_ring.core.errors import ProtocolError, RingError, StepFailed
 from mlx_ring.worker.kv import Batch, KVStore
 
+pytestmark = pytest.mark.usefixtures("writing")
+
 TOKEN_BYTES = 2 * HEADS * WIDTH * 4
 
 

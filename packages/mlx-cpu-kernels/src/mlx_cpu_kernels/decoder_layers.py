@@ -1,13 +1,14 @@
 """Decoder layers of mlx-lm's models in few operations.
 
 A token of a small model takes longer for operations' own costs than for its weights. So a layer of quantized weights is
-built of five operations beside its cache:
+built of four operations beside its cache:
 
 1. a norm with queries, keys and values, rotated,
 2. attention,
 3. the output product with the residual,
-4. a norm with the gated products,
-5. the last product with the residual.
+4. a norm with the gated products, the last product and the residual.
+
+Where each row has one token, and the cache is a `PlaneCache`, the first three and the cache are one operation.
 
 Layers are recognized by their code: a class is replaced if each instruction of its `__call__` is that of a function
 below. So another release of mlx-lm, a model of another build, or a layer that somebody changed keeps its own. Attention
@@ -22,7 +23,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from types import CodeType, ModuleType
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import mlx.core as mx
 from mlx import nn
@@ -32,6 +33,31 @@ _FAMILIES = ("llama", "mimo", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_
 _MODELS = "mlx_lm.models"
 
 Call = Callable[..., Any]
+
+
+class PlaneCache(Protocol):
+    """Cache of a layer that lets the kernels append to its arrays in place."""
+
+    offset: int | mx.array
+    """Position of the next token: one for all rows, or `(batch,)`."""
+
+    def places(self, mask: Any) -> tuple[mx.array, mx.array, int, list[int]] | None:
+        """Return planes of keys and values, `(slots, heads, capacity, size)`, with the places of one more token a row.
+
+        The places are the slot of the first row, behind which the others follow, and the index of each row's token. A
+        plane holds the keys or values of one sequence in each slot, in any type. Nothing else reads it from that index
+        on: it is changed in place. Return None where a row sees anything else than its slot up to its token, as by
+        `mask`, or where there is no room.
+        """
+        ...
+
+    def replace_planes(self, keys: mx.array, values: mx.array) -> None:
+        """Take the planes with one more token a row."""
+        ...
+
+
+_kernels: list[ModuleType] = []
+"""The kernels in use, or none."""
 _own: dict[type[nn.Module], Call] = {}
 """Replaced `__call__` of classes of layers."""
 _attentions: dict[type[nn.Module], tuple[Call, bool]] = {}
@@ -42,6 +68,7 @@ _gated: dict[type[nn.Module], Call] = {}
 
 def install(kernels: ModuleType) -> None:
     """Replace the layers of mlx-lm's models, if mlx-lm is in use. Safe to repeat."""
+    _kernels[:] = [kernels]
     if "mlx_lm" not in sys.modules or _own:
         return
     for kind in _classes():
@@ -60,10 +87,19 @@ def install(kernels: ModuleType) -> None:
 
 def uninstall() -> None:
     """Give the classes their own `__call__` back."""
+    _kernels.clear()
     for kind, own in _own.items():
         kind.__call__ = own
     for known in (_own, _attentions, _gated):
         known.clear()
+
+
+def append(plane: mx.array, rows: mx.array, slot: int, begin: int) -> mx.array | None:
+    """Write `rows` (slots, heads, tokens, size) into a plane in place, from a slot and an index in it on.
+
+    Return the plane to use from then on; None without kernels. Raises ValueError where the rows do not fit.
+    """
+    return _kernels[0].append(plane, rows, slot, begin) if _kernels else None
 
 
 def _classes() -> Iterator[Any]:
@@ -108,15 +144,15 @@ def _attend(kernels: Any, attention: Any, norm: Any, x: mx.array, mask: Any, cac
     first_norm, *head_norms = ((each["weight"], each.eps) for each in norms)
     rotation = _rotation(attention.rope)
     offset = 0 if cache is None else cache.offset
-    heads = kernels.heads(
-        x,
-        first_norm,
-        linears,
-        [attention.n_heads, attention.n_kv_heads, attention.n_kv_heads],
-        head_norms,
-        rotation,
-        offset if rotation is not None else 0,
+    arguments = (
+        *(x, first_norm, linears, [attention.n_heads, attention.n_kv_heads, attention.n_kv_heads]),
+        *(head_norms, rotation, offset if rotation is not None else 0),
     )
+    if rotation is not None and x.shape[1] == 1 and hasattr(cache, "places"):
+        attended = _attend_token(kernels, arguments, attention, mask, cache)
+        if attended is not None:
+            return attended
+    heads = kernels.heads(*arguments)
     if heads is None:
         return x + attention(norm(x), mask, cache)
     queries, keys, values = heads
@@ -129,15 +165,32 @@ def _attend(kernels: Any, attention: Any, norm: Any, x: mx.array, mask: Any, cac
     return _added(kernels, output, attention["o_proj"], x)
 
 
+def _attend_token(
+    kernels: Any, arguments: tuple[Any, ...], attention: Any, mask: Any, cache: Any
+) -> mx.array | None:
+    """Return what `_attend` does, of one token a row; None where it takes more operations."""
+    output, places = _linear(attention["o_proj"]), cache.places(mask)
+    if output is None or places is None:
+        return None
+    result = kernels.attended_token(*arguments, output, attention.scale, places)
+    if result is None:
+        return None
+    attended, keys, values = result
+    cache.replace_planes(keys, values)
+    return attended
+
+
 def _combine(kernels: Any, mlp: Any, norm: Any, x: mx.array) -> mx.array:
     """Return x + mlp(norm(x))."""
     kind = cast("type[nn.Module]", type(mlp))
     is_known = kind in _gated and _gated[kind] is kind.__call__
-    gate, up = (_linear(mlp[name]) for name in ("gate_proj", "up_proj")) if is_known else (None, None)
-    if gate is None or up is None or type(norm) is not nn.RMSNorm:
+    if not is_known or type(norm) is not nn.RMSNorm:
         return x + mlp(norm(x))
-    gated = kernels.gated(x, (norm["weight"], norm.eps), gate, up)
-    return x + mlp(norm(x)) if gated is None else _added(kernels, gated, mlp["down_proj"], x)
+    linears = [_linear(mlp[name]) for name in ("gate_proj", "up_proj", "down_proj")]
+    if None in linears:
+        return x + mlp(norm(x))
+    combined = kernels.gated_layer(x, (norm["weight"], norm.eps), *linears)
+    return x + mlp(norm(x)) if combined is None else combined
 
 
 def _added(kernels: Any, inner: mx.array, linear: nn.Module, x: mx.array) -> mx.array:

@@ -24,6 +24,8 @@ Sample = tuple[str, tuple[Any, ...], dict[str, Any]]
 _TOLERANCES = {mx.float32: 1e-4, mx.float16: 2e-3, mx.bfloat16: 1.6e-2}
 """Largest difference from MLX's own result in float32, as a part of its largest value: in half types two units."""
 _TRIAL_THREADS = 3
+_IN_PLACE = {"append", "attended_token"}
+"""Operations that change arguments."""
 _QUANTIZED_ATTENTION = "quantized_scaled_dot_product_attention"
 
 
@@ -38,7 +40,8 @@ def check(kernels: ModuleType, stock: Callable[[str], Operation]) -> None:
         }
         differences: list[mx.array] = []
         for name, arguments, options in samples:
-            ours = _joined(getattr(kernels, name)(*arguments, **options))
+            given = map(_separate, arguments) if name in _IN_PLACE else arguments
+            ours = _joined(getattr(kernels, name)(*given, **options))
             own = references[name] if name in references else stock(name)
             theirs = own(
                 *arguments, **options
@@ -57,6 +60,14 @@ def _joined(result: mx.array | Sequence[mx.array] | None) -> mx.array:
     if result is None:
         raise Unavailable("the self-check found an operation that does not apply to its arguments")
     return result if isinstance(result, mx.array) else mx.concatenate([each.reshape(-1) for each in result])
+
+
+def _separate(argument: Any) -> Any:
+    """Return copies of arrays, which an operation may change."""
+    if isinstance(argument, (tuple, list)):
+        copies = [_separate(each) for each in cast("Sequence[Any]", argument)]
+        return copies if isinstance(argument, list) else tuple(copies)
+    return argument + 0 if isinstance(argument, mx.array) else argument
 
 
 def _wide(argument: Any) -> Any:
@@ -115,7 +126,7 @@ def _fused_references(stock: Callable[[str], Operation]) -> dict[str, Operation]
         result = stock("quantized_matmul")(x, *matrix, group_size=group_size, bits=bits)
         return result if addend is None else result + addend
 
-    def heads(*given: Any) -> mx.array:
+    def heads(*given: Any) -> list[mx.array]:
         x, norm, linears, counts, head_norms, rotation, offset = given
         dims, traditional, base, scale, frequencies = rotation
         options = {"traditional": traditional, "base": base, "scale": scale, "freqs": frequencies}
@@ -129,16 +140,52 @@ def _fused_references(stock: Callable[[str], Operation]) -> dict[str, Operation]
             results.append(
                 each if i == len(counts) - 1 else stock("rope")(each, dims, **options, offset=offset)
             )
-        return _joined(results)
+        return results
 
-    def gated(x: mx.array, norm: Sequence[Any], *linears: Sequence[Any]) -> mx.array:
-        gate, up = (product(stock("rms_norm")(x, *norm), linear) for linear in linears)
-        return _swiglu(gate, up)
+    def attended_token(*given: Any) -> mx.array:
+        *of_heads, output, scale, (keys, values, slot, begins) = given
+        x = of_heads[0]
+        queries, *new = heads(*of_heads)
+        planes = [
+            _written(plane, rows, slot, begins) for plane, rows in zip((keys, values), new, strict=True)
+        ]
+        attended = [
+            stock("scaled_dot_product_attention")(
+                queries[row : row + 1],
+                *(plane[slot + row : slot + row + 1, :, : begin + 1] for plane in planes),
+                scale=scale,
+            )
+            for row, begin in enumerate(begins)
+        ]
+        flat = mx.concatenate(attended).transpose(0, 2, 1, 3).reshape(*x.shape[:2], -1)
+        return _joined([x + product(flat, output), *planes])
+
+    def gated_layer(x: mx.array, norm: Sequence[Any], *linears: Sequence[Any]) -> mx.array:
+        gate, up = (product(stock("rms_norm")(x, *norm), linear) for linear in linears[:2])
+        return x + product(_swiglu(gate, up), linears[2])
 
     def added(x: mx.array, linear: Sequence[Any], residual: mx.array) -> mx.array:
         return residual + product(x.transpose(0, 2, 1, 3).reshape(*residual.shape[:2], -1), linear)
 
-    return {"heads": heads, "gated": gated, "added": added}
+    return {
+        "heads": lambda *given: _joined(heads(*given)),
+        "attended_token": attended_token,
+        "gated_layer": gated_layer,
+        "added": added,
+        "append": _appended,
+    }
+
+
+def _appended(plane: mx.array, rows: mx.array, slot: int, begin: int) -> mx.array:
+    return _written(plane, rows, slot, [begin] * rows.shape[0])
+
+
+def _written(plane: mx.array, rows: mx.array, slot: int, begins: Sequence[int]) -> mx.array:
+    """Return a copy of a plane with each row from its position on."""
+    plane = plane + 0
+    for row, begin in enumerate(begins):
+        plane[slot + row, :, begin : begin + rows.shape[2]] = rows[row]
+    return plane
 
 
 def _fused() -> Iterator[Sample]:
@@ -165,8 +212,13 @@ def _fused() -> Iterator[Sample]:
         )
         offset = mx.array([700 + 3 * row for row in range(batch)]) if is_rich else 41
         linears = [linear(32 * count, size) for count in counts]
-        yield "heads", (x, norm, linears, counts, head_norms, rotation, offset), {}
-        yield "gated", (x, norm, linear(160, size), linear(160, size)), {}
+        of_heads = x, norm, linears, counts, head_norms, rotation, offset
+        yield "heads", of_heads, {}
+        if tokens == 1:
+            planes = (_numbers(3, 2, 200, 32).astype(dtype) + i for i in range(2))
+            places = *planes, 1, [150, 3][:batch]
+            yield "attended_token", (*of_heads, linear(size, 128), 0.2, places), {}
+        yield "gated_layer", (x, norm, linear(160, size), linear(160, size), linear(size, 160)), {}
         yield "added", (_numbers(batch, 4, tokens, 32).astype(dtype), linear(size, 128), x), {}
 
 
@@ -235,6 +287,7 @@ def _attentions() -> Iterator[Sample]:
             {"scale": 0.125},
         )
 
+    yield "append", (_numbers(3, 2, 9, 40), _numbers(2, 4, 2, 40).transpose(0, 2, 1, 3), 1, 3), {}
     for bits in (4, 8):
         quantization: dict[str, Any] = {"group_size": 32, "bits": bits}
         kv = [_matrices(2, 2, 150, 64, **quantization) for _ in range(2)]

@@ -171,6 +171,9 @@ void test_attention(uint64_t seed) {
   int64_t mask_strides[] = {shared ? 0 : heads * queries * keys, shared ? 0 : queries * keys, keys, 1};
   for (int i = 0; i < 4; i++) a.mask_strides[i] = mask_strides[i];
   if (pick(random, 0, 3) == 0) a.sinks = sinks.data();
+  std::vector<int64_t> lengths;
+  for (int64_t i = 0; i < batches; i++) lengths.push_back(pick(random, 1, keys));
+  if (a.mask == Attention::Mask::none && pick(random, 0, 1)) a.lengths = lengths.data();
   if (quantized) {
     auto set = [&](RandomMatrix& words, Heads& strides, int64_t* group_strides, const Quantized** to) {
       const Quantized& one = words.quantized;

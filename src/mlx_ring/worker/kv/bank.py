@@ -18,8 +18,22 @@ from functools import partial
 
 import mlx.core as mx
 
+from mlx_cpu_kernels.decoder_layers import append
 from mlx_ring.worker.kv.grouping import BLOCK, GROWS_AHEAD, STEPS, Growth, blocks
 from mlx_ring.worker.kv.layers import Layout, RowPart, RowStates
+
+
+def write(plane: mx.array, rows: mx.array, slot: int, begin: int) -> mx.array:
+    """Write `(slots, heads, tokens, width)` into a plane, from a slot and an index in it on.
+
+    Return the plane to use from then on. The native kernels change it in place, whatever else has it: a slot is read
+    only up to its row's length.
+    """
+    written = append(plane, rows, slot, begin)
+    if written is not None:
+        return written
+    plane[slot : slot + rows.shape[0], :, begin : begin + rows.shape[2]] = rows
+    return plane
 
 
 class BankMemory:
@@ -286,12 +300,12 @@ class Bank:
             if not source.planes[part.index] or not held:
                 continue
             planes = self.memory.ensure(part)
-            for plane, other in zip(planes, source.planes[part.index], strict=True):
+            for position, (plane, other) in enumerate(zip(planes, source.planes[part.index], strict=True)):
                 content = other[origin : origin + 1, :, :held]
                 if content.shape == plane.shape:
                     # MLX would let the plane share the other's memory, and then copy it at its next change.
                     content = content + mx.zeros((), content.dtype)
-                plane[slot : slot + 1, :, :held] = content
+                planes[position] = write(plane, content, slot, 0)
             mx.eval(planes)
 
     def _clear(self, slot: int, row: Row) -> None:
@@ -301,9 +315,12 @@ class Bank:
             return
         for part in self._layout.row_parts:
             held = row.held(part.window)
-            for plane in self.planes[part.index]:
-                plane[slot : slot + 1, :, held:] = mx.zeros((), plane.dtype)
-            mx.eval(self.planes[part.index])
+            planes = self.planes[part.index]
+            for position, plane in enumerate(planes):
+                _, heads, capacity, width = plane.shape
+                nothing = mx.zeros((1, heads, capacity - held, width), plane.dtype)
+                planes[position] = write(plane, nothing, slot, held)
+            mx.eval(planes)
 
     def replace(self, row: Row, successor: Row) -> None:
         """Give a row's slot, with its content, to another row."""

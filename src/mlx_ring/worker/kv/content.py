@@ -41,7 +41,8 @@ def read_row(row: Row, layer: Layer, heads: Range, tokens: Range) -> tuple[mx.ar
         for plane in planes:
             _check_heads(heads, plane.shape[1])
             begin, end = tokens[0] - base, tokens[1] - base
-            arrays.append(mx.contiguous(plane[row.slot, heads[0] : heads[1], begin:end]))
+            # A sum, because MLX may let a dense slice share the plane's memory, which later rows overwrite.
+            arrays.append(plane[row.slot, heads[0] : heads[1], begin:end] + mx.zeros((), plane.dtype))
     mx.eval(arrays)
     return tuple(arrays)
 

@@ -17,7 +17,7 @@ from mlx_lm.models import base as mlx_lm_base
 from mlx_lm.models import cache as mlx_lm_cache
 
 from mlx_ring.core.errors import StepFailed
-from mlx_ring.worker.kv.bank import Bank, Row
+from mlx_ring.worker.kv.bank import Bank, Row, write
 from mlx_ring.worker.kv.layers import Layout, RowPart
 
 Mask = mx.array | Literal["causal"] | None
@@ -59,6 +59,10 @@ class IndexSpan:
             self._masks[window] = mask
         return self._masks[window]
 
+    def is_own(self, mask: Mask) -> bool:
+        """Report whether a mask is the one by which each row sees its own tokens, all of them."""
+        return isinstance(mask, mx.array) and mask is self._masks.get(None)
+
 
 class BatchRows:
     """Rows side by side in one bank that take part in one forward pass."""
@@ -92,9 +96,9 @@ class BatchRows:
         first, last = self.slots
         whole = len(span.runs) == 1 and self.counts[0] == self.width
         for begin, count, low, high in span.runs:
-            for plane, new in zip(planes, encoded, strict=True):
+            for position, new in enumerate(encoded):
                 rows = new if whole else new[low:high, :, :count]
-                plane[first + low : first + high, :, begin : begin + count] = rows
+                planes[position] = write(planes[position], rows, first + low, begin)
         return [plane[first:last, :, span.low : span.high] for plane in planes]
 
     def _append_apart(
@@ -119,8 +123,9 @@ class BatchRows:
         mx.eval(list(self.tails.values()))
         (row,) = self.rows
         for index, tail in self.tails.items():
-            for plane, content in zip(self.bank.planes[index], tail, strict=True):
-                plane[row.slot : row.slot + 1, :, : content.shape[2]] = content
+            planes = self.bank.planes[index]
+            for position, content in enumerate(tail):
+                planes[position] = write(planes[position], content, row.slot, 0)
             window = cast("int", self._layout.row_parts[index].window)
             row.bases[window] = self._starts[0] + self.counts[0] - tail[0].shape[2]
         self.tails.clear()
@@ -153,6 +158,23 @@ class RowCache:
         if half == 1:
             return stored[0], stored[1]
         return tuple(stored[:half]), tuple(stored[half:])
+
+    def places(self, mask: Mask) -> tuple[mx.array, mx.array, int, list[int]] | None:
+        """Return planes, first slot and each row's index for one more token a row, as `PlaneCache` has it."""
+        rows, span, window = self._rows, self._span, self._part.window
+        planes = rows.bank.planes[self._part.index]
+        if window is not None or self._part.bits is not None or not planes or rows.width != 1:
+            return None
+        if span.high > rows.bank.memory.capacity(None) or not (
+            mask is None if span.uniform else span.is_own(mask)
+        ):
+            return None
+        return planes[0], planes[1], rows.slots[0], span.begins
+
+    def replace_planes(self, keys: mx.array, values: mx.array) -> None:
+        """Take the planes with one more token a row."""
+        self._rows.bank.planes[self._part.index][:] = keys, values
+        self.offset = self.offset + 1
 
     def make_mask(
         self,

@@ -3,7 +3,8 @@
 // is scaled.
 //
 // Both products are tiles of panels. A block of keys becomes panels [head_size][keys] and a block of values panels
-// [keys][value_size]: quantized ones by the same panels as any quantized matrix.
+// [keys][value_size]: quantized ones by the same panels as any quantized matrix. A few rows, as in decode, read keys and
+// values where they are.
 #pragma once
 
 #include "fused_rows.h"
@@ -14,6 +15,8 @@ namespace {
 
 constexpr int64_t kKeys = kDepth;    // keys of a block
 constexpr int64_t kQueryRows = 384;  // rows of a unit of work, which prepares the blocks for itself
+constexpr int64_t kMostDirectRows = 8;  // that read keys and values where they are
+constexpr int kDirectTile = 3;          // of these, whose sums are in registers together
 constexpr float kHidden = -3.4e38f;  // a score that is not seen; not infinity: nothing seen gives the mean, as in MLX
 
 // Rows of any type as panels [row][columns], zeros beyond the columns.
@@ -59,7 +62,8 @@ template <class V>
 class QueryBlock {
  public:
   QueryBlock(const Attention& a, int64_t batch, int64_t kv_head, int64_t first, int64_t rows)
-      : a_(a), batch_(batch), kv_head_(kv_head), first_(first), rows_(rows), group_(a.heads / a.kv_heads) {
+      : a_(a), batch_(batch), kv_head_(kv_head), first_(first), rows_(rows), group_(a.heads / a.kv_heads),
+        keys_(a.lengths ? a.lengths[batch] : a.keys) {
     width_ = round_up(a.value_size, kWidth<V>);
     depth_ = round_up(a.head_size, 4);  // a tile of one row takes four steps at once
     queries_ = scratch<float>(Slot::x, rows * kXStride);
@@ -72,9 +76,19 @@ class QueryBlock {
   }
 
   void attend() {
+    if (is_direct()) {
+      switch (a_.type) {
+        case Type::float32:
+          return attend_directly<Type::float32>();
+        case Type::float16:
+          return attend_directly<Type::float16>();
+        default:
+          return attend_directly<Type::bfloat16>();
+      }
+    }
     for (int64_t r = 0; r < rows_; r++) begin_row(r);
-    for (int64_t key = 0; key < a_.keys; key += kKeys) {
-      int64_t count = smaller(kKeys, a_.keys - key);
+    for (int64_t key = 0; key < keys_; key += kKeys) {
+      int64_t count = smaller(kKeys, keys_ - key);
       if (!sees(rows_ - 1, key)) break;
       prepare_keys(key, count);
       prepare_values(key, count);
@@ -92,9 +106,72 @@ class QueryBlock {
   int64_t query(int64_t r) const { return (first_ + r) / group_; }
   // The number of keys that a row sees: those before.
   int64_t limit(int64_t r) const {
-    return a_.mask == Attention::Mask::causal ? a_.keys - a_.queries + query(r) + 1 : a_.keys;
+    return a_.mask == Attention::Mask::causal ? keys_ - a_.queries + query(r) + 1 : keys_;
   }
   bool sees(int64_t r, int64_t key) const { return key < limit(r) || key == 0; }
+
+  // Whether there are too few rows to share what panels cost.
+  bool is_direct() const {
+    bool is_whole = a_.head_size % V::kLanes == 0 && a_.value_size % V::kLanes == 0;
+    return rows_ <= smaller(kMostDirectRows, V::kTileRows) && is_whole && !a_.k_quantized && !a_.v_quantized;
+  }
+
+  // Reads keys and values where they are.
+  template <Type type>
+  [[gnu::flatten]] void attend_directly() {
+    for (int64_t r = 0; r < rows_; r++) begin_row(r);
+    for (int64_t key = 0; key < keys_; key += kKeys) {
+      int64_t count = smaller(kKeys, keys_ - key);
+      if (!sees(rows_ - 1, key)) break;
+      for (int64_t k = 0; k < count; k += 4) score_four<type>(key, k, count);
+      for (int64_t r = 0; r < rows_; r++) weigh(r, key, count, scores_ + r * kXStride);
+      int64_t r = 0;
+      for (; r + kDirectTile <= rows_; r += kDirectTile) add_values<type, kDirectTile>(r, key, count);
+      for (; r < rows_; r++) add_values<type, 1>(r, key, count);
+    }
+    for (int64_t r = 0; r < rows_; r++) end_row(r);
+  }
+
+  // The scores of four keys, of which those beyond the block repeat its last.
+  template <Type type>
+  void score_four(int64_t key, int64_t k, int64_t count) {
+    const void* keys[4];
+    for (int i = 0; i < 4; i++) keys[i] = head_row(a_.k, type, batch_, kv_head_, key + smaller(k + i, count - 1));
+    for (int64_t r = 0; r < rows_; r++) {
+      const float* q = queries_ + r * kXStride;
+      typename V::Float sums[4] = {V::zero(), V::zero(), V::zero(), V::zero()};
+      for (int64_t c = 0; c < a_.head_size; c += V::kLanes) {
+        auto of_query = V::load(q + c);
+        unroll<4>([&]<int i>() { sums[i] = V::multiply_add(of_query, V::load_values(keys[i], type, c), sums[i]); });
+      }
+      V::store_sums(scores_ + r * kXStride + k, sums[0], sums[1], sums[2], sums[3]);
+    }
+  }
+
+  // Adds the weighted values of a block to a few rows, four vectors at once as long as there are as many.
+  template <Type type, int rows>
+  void add_values(int64_t r, int64_t key, int64_t count) {
+    int64_t c = 0;
+    for (; c + 4 * V::kLanes <= a_.value_size; c += 4 * V::kLanes) add_columns<type, rows, 4>(r, c, key, count);
+    for (; c < a_.value_size; c += V::kLanes) add_columns<type, rows, 1>(r, c, key, count);
+  }
+
+  template <Type type, int rows, int vectors>
+  void add_columns(int64_t r, int64_t c, int64_t key, int64_t count) {
+    typename V::Float sums[rows][vectors];
+    auto place = [&](int i, int v) { return sums_ + (r + i) * width_ + c + v * V::kLanes; };
+    unroll<rows>([&]<int i>() { unroll<vectors>([&]<int v>() { sums[i][v] = V::load(place(i, v)); }); });
+    for (int64_t k = 0; k < count; k++) {
+      const void* from = head_row(a_.v, type, batch_, kv_head_, key + k);
+      typename V::Float values[vectors];
+      unroll<vectors>([&]<int v>() { values[v] = V::load_values(from, type, c + v * V::kLanes); });
+      unroll<rows>([&]<int i>() {
+        auto weight = V::broadcast(scores_[(r + i) * kXStride + k]);
+        unroll<vectors>([&]<int v>() { sums[i][v] = V::multiply_add(weight, values[v], sums[i][v]); });
+      });
+    }
+    unroll<rows>([&]<int i>() { unroll<vectors>([&]<int v>() { V::store(place(i, v), sums[i][v]); }); });
+  }
 
   void begin_row(int64_t r) {
     const void* q = head_row(a_.q, a_.type, batch_, head(r), query(r));
@@ -213,7 +290,7 @@ class QueryBlock {
   }
 
   const Attention& a_;
-  int64_t batch_, kv_head_, first_, rows_, group_, width_, depth_;
+  int64_t batch_, kv_head_, first_, rows_, group_, keys_, width_, depth_;
   float *queries_, *sums_, *largest_, *totals_, *scores_, *key_panels_, *value_panels_;
 };
 

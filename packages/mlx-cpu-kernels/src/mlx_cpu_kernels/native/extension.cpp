@@ -12,6 +12,7 @@
 #include <string>
 
 #include "extension.h"
+#include "extension_cached.h"
 #include "extension_fused.h"
 #include "extension_layers.h"
 #include "extension_quantized.h"
@@ -50,8 +51,11 @@ NB_MODULE(_kernels, module) {
   module.def("gelu_fast_approx", [](const mx::array& x) { return make_gelu(x, false); }, "x"_a);
   module.def("heads", &make_heads, "x"_a, "norm"_a.none(), "linears"_a, "heads"_a, "head_norms"_a, "rotation"_a.none(),
              "offset"_a);
-  module.def("gated", &make_gated, "x"_a, "norm"_a.none(), "gate"_a, "up"_a);
+  module.def("gated_layer", &make_gated_layer, "x"_a, "norm"_a.none(), "gate"_a, "up"_a, "down"_a);
   module.def("added", &make_added, "x"_a, "linear"_a, "residual"_a);
+  module.def("append", &make_appended, "plane"_a, "rows"_a, "slot"_a, "begin"_a);
+  module.def("attended_token", &make_attended_token, "x"_a, "norm"_a.none(), "linears"_a, "heads"_a, "head_norms"_a,
+             "rotation"_a.none(), "offset"_a, "output"_a, "scale"_a, "places"_a);
   module.def("set_threads", [](int count) {
     threads().set_threads(count);
     return threads().count();

@@ -31,9 +31,9 @@ std::optional<std::vector<mx::array>> make_heads(
     const std::vector<int>& heads, const std::vector<NormLayer>& head_norms, const std::optional<Rotation>& rotation,
     const std::variant<int, mx::array>& offset);
 
-// silu(gate(x)) * up(x), of x (..., K), which is normalized before.
-std::optional<mx::array> make_gated(const mx::array& x, const std::optional<NormLayer>& norm, const LinearLayer& gate,
-                                    const LinearLayer& up);
+// x + down(silu(gate(y)) * up(y)), of x (..., K), where y is x normalized.
+std::optional<mx::array> make_gated_layer(const mx::array& x, const std::optional<NormLayer>& norm,
+                                          const LinearLayer& gate, const LinearLayer& up, const LinearLayer& down);
 
 // residual + linear(x), of x (..., K). Heads (batch, heads, tokens, size) are taken side by side as K.
 std::optional<mx::array> make_added(const mx::array& x, const LinearLayer& linear, const mx::array& residual);

@@ -103,6 +103,7 @@ struct Attention {
   const Quantized* k_quantized = nullptr;
   const Quantized* v_quantized = nullptr;
   int64_t k_group_strides[2] = {0, 0}, v_group_strides[2] = {0, 0};
+  const int64_t* lengths = nullptr;  // each batch's number of keys, where they differ: at most `keys`, without a mask
 };
 // False where head_size or value_size is above 256, or mask's values do not lie side by side; then nothing is computed.
 bool attention(const Attention& attention, Threads& threads);

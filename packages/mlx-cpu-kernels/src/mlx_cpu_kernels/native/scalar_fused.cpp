@@ -109,9 +109,10 @@ void attend(const Attention& a, int64_t batch, int64_t head, int64_t query) {
     if (!quantized) return load_value(head_row(x, a.type, batch, kv_head, key), a.type, d);
     return scalar_value(quantized_head(*quantized, x, group_strides, batch, kv_head), key, d);
   };
-  std::vector<double> scores(a.keys);
+  int64_t keys = a.lengths ? a.lengths[batch] : a.keys;
+  std::vector<double> scores(keys);
   double largest = a.sinks ? a.sinks[head] : -INFINITY;
-  for (int64_t key = 0; key < a.keys; key++) {
+  for (int64_t key = 0; key < keys; key++) {
     double score = 0;
     const void* q = head_row(a.q, a.type, batch, head, query);
     for (int64_t d = 0; d < a.head_size; d++)
@@ -119,7 +120,7 @@ void attend(const Attention& a, int64_t batch, int64_t head, int64_t query) {
     score *= a.scale;
     int64_t at_mask =
         batch * a.mask_strides[0] + head * a.mask_strides[1] + query * a.mask_strides[2] + key * a.mask_strides[3];
-    bool hidden = (a.mask == Attention::Mask::causal && key > a.keys - a.queries + query) ||
+    bool hidden = (a.mask == Attention::Mask::causal && key > keys - a.queries + query) ||
                   (a.mask == Attention::Mask::boolean && !static_cast<const uint8_t*>(a.mask_values)[at_mask]);
     // The lowest value rather than infinity: a row of which nothing is seen becomes the mean, as in MLX.
     if (hidden) score = std::numeric_limits<float>::lowest();
@@ -131,7 +132,7 @@ void attend(const Attention& a, int64_t batch, int64_t head, int64_t query) {
   for (auto& score : scores) sum += score = std::exp(score - largest);
   for (int64_t d = 0; d < a.value_size; d++) {
     double value = 0;
-    for (int64_t key = 0; key < a.keys; key++)
+    for (int64_t key = 0; key < keys; key++)
       value += scores[key] * element(a.v_quantized, a.v, a.v_group_strides, key, d);
     store_value(head_row(a.y, a.type, batch, head, query), a.type, d, float(value / sum));
   }
