@@ -14,7 +14,8 @@ from tests.once import once
 from tests.other_python import other_python
 
 from mlx_cpu_kernels.blas import install_fast_blas
-from mlx_ring.core.environment import quieten_grpc
+from mlx_ring.core.environment import quieten_grpc, quieten_transformers
+from mlx_ring.models.lean_imports import import_bare, import_tokenizers
 
 collect_ignore = [] if other_python() else ["end_to_end/test_cluster_other_python.py"]
 """Files that this machine cannot run. The run's first lines name them."""
@@ -24,6 +25,10 @@ quieten_grpc()
 install_fast_blas()
 """Matrix products of the tests and of mlx-lm need not wait for the reference BLAS."""
 register_profiles()
+quieten_transformers()
+import_bare("mlx_lm")
+import_tokenizers()
+"""Every process of a run imports every test file. As in a head, the rest of these libraries is imported on use."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -7,17 +7,19 @@ import json
 import socket
 import ssl
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import httpx
 import uvicorn
+from starlette.routing import BaseRoute
 from tests.api.twins import TwinCatalog, TwinService
 
 from mlx_ring.api.app import build_app
 from mlx_ring.api.middleware.guard import Admission
+from mlx_ring.api.openapi import ApiRoute
 from mlx_ring.api.settings import ApiSettings
 from mlx_ring.head.http_connections import HttpConfig
 from mlx_ring.head.uvicorn_connection import ConnectionLimits
@@ -38,6 +40,10 @@ class Api:
         self.catalog = TwinCatalog(self.service, *others)
         self.admission = Admission()
         self._app = build_app(self.catalog, settings or ApiSettings(), admission=self.admission)
+
+    @property
+    def routes(self) -> Sequence[BaseRoute]:
+        return self._app.routes
 
     def get(self, path: str, **headers: str) -> httpx.Response:
         return self.request("GET", path, headers=headers)
@@ -65,6 +71,14 @@ class Api:
 def openapi_document() -> dict[str, Any]:
     """Return the document at `/openapi.json`, built once in a process because that takes a second."""
     return Api().get("/openapi.json").json()
+
+
+def documented_operations() -> list[tuple[str, str]]:
+    """Return the path and method of each route that is not hidden, in the document's order."""
+    routes = [route for route in Api().routes if isinstance(route, ApiRoute)]
+    operations = [(route.path_format, route.method.lower()) for route in routes if route.doc is not None]
+    paths = list(dict.fromkeys(path for path, _ in operations))
+    return sorted(operations, key=lambda operation: paths.index(operation[0]))
 
 
 def error_of(response: httpx.Response) -> dict[str, Any]:

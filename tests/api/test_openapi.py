@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
-from tests.api.clients import Api, openapi_document
+from tests.api.clients import Api, documented_operations, openapi_document
 from tests.api.twins import MarkingTokenizer, TwinService
 
 from mlx_ring.api.settings import ApiSettings
 
 API = Api()
-DOCUMENT = openapi_document()
-OPERATIONS = [(path, method) for path, methods in DOCUMENT["paths"].items() for method in methods]
+OPERATIONS = documented_operations()
 ENDLESS = "/cluster/events"
 UNTRIED = {"/models/load": "loads a model of its own"}
 """Routes whose example cannot be sent, each with the reason."""
 
 
 def responses(path: str, method: str) -> dict[str, Any]:
-    return DOCUMENT["paths"][path][method]["responses"]
+    return openapi_document()["paths"][path][method]["responses"]
 
 
 def without_other_fields(document: dict[str, Any]) -> dict[str, Any]:
@@ -34,12 +34,19 @@ def without_other_fields(document: dict[str, Any]) -> dict[str, Any]:
     return {"components": {"schemas": closed}}
 
 
-CLOSED = without_other_fields(DOCUMENT)
+@cache
+def closed_document() -> dict[str, Any]:
+    return without_other_fields(openapi_document())
 
 
 def check(value: object, schema: dict[str, Any]) -> None:
     """Check a value against a schema of the document. It has no field that the schema does not list."""
-    Draft202012Validator({**schema, **CLOSED}).validate(value)
+    Draft202012Validator({**schema, **closed_document()}).validate(value)
+
+
+def test_the_document_has_every_route_that_is_not_hidden() -> None:
+    paths = openapi_document()["paths"]
+    assert [(path, method) for path, methods in paths.items() for method in methods] == OPERATIONS
 
 
 @pytest.mark.parametrize(("path", "method"), OPERATIONS)
@@ -47,7 +54,10 @@ def test_response_matches_the_documented_schema(path: str, method: str) -> None:
     if path in (ENDLESS, "/models/load", "/models/unload"):
         return
     body = (
-        DOCUMENT["paths"][path][method].get("requestBody", {}).get("content", {}).get("application/json", {})
+        openapi_document()["paths"][path][method]
+        .get("requestBody", {})
+        .get("content", {})
+        .get("application/json", {})
     )
     target = path.replace("{model}", "org/twin")
     answer = API.get(target) if method == "get" else API.post(target, body["example"])
@@ -65,7 +75,9 @@ def test_response_matches_the_documented_schema(path: str, method: str) -> None:
 )
 def test_streams_and_refusals_match_the_documented_schemas(path: str, method: str) -> None:
     documented = responses(path, method)
-    example = DOCUMENT["paths"][path][method]["requestBody"]["content"]["application/json"].get("example", {})
+    example = openapi_document()["paths"][path][method]["requestBody"]["content"]["application/json"].get(
+        "example", {}
+    )
     refused = API.post(path, {"no_such_field": 1})
     assert str(refused.status_code) in documented
     error = json.loads(
@@ -117,7 +129,9 @@ def test_reasoning_calls_and_logprobs_match_the_documented_schemas(
     path: str, says: str, *, stream: bool
 ) -> None:
     api = Api(TwinService(tokenizer=MarkingTokenizer(), says=says))
-    example = DOCUMENT["paths"][path]["post"]["requestBody"]["content"]["application/json"]["example"]
+    example = openapi_document()["paths"][path]["post"]["requestBody"]["content"]["application/json"][
+        "example"
+    ]
     answer = api.post(path, example | {"stream": stream} | RICH[path])
     assert answer.status_code == 200, answer.text
     content = responses(path, "post")["200"]["content"]
@@ -144,23 +158,25 @@ def test_every_operation_lists_its_possible_statuses() -> None:
             assert is_open == (path.startswith(("/health", "/docs"))), path
             assert ("401" in documented) != is_open
             assert method != "post" or {"404", "408", "413", "429"} <= documented
-    assert "security" not in DOCUMENT
+    assert "security" not in openapi_document()
     assert not any("401" in responses(*operation) for operation in OPERATIONS)
 
 
 def test_fields_without_effect_are_in_every_request_schema() -> None:
     for path, method in OPERATIONS:
         if method == "post":
-            schema = DOCUMENT["paths"][path][method]["requestBody"]["content"]["application/json"]["schema"]
-            fields = DOCUMENT["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
+            schema = openapi_document()["paths"][path][method]["requestBody"]["content"]["application/json"][
+                "schema"
+            ]
+            fields = openapi_document()["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
             assert {"user", "metadata", "store"} <= set(fields["properties"])
             assert fields["additionalProperties"] is False
 
 
 def test_every_schema_reference_resolves() -> None:
-    text = json.dumps(DOCUMENT)
+    text = json.dumps(openapi_document())
     names = {part.partition('"')[0] for part in text.split('"#/components/schemas/')[1:]}
-    assert names <= set(DOCUMENT["components"]["schemas"])
+    assert names <= set(openapi_document()["components"]["schemas"])
     assert "#/$defs/" not in text
 
 

@@ -22,7 +22,6 @@ from mlx_ring.api.openai.embeddings import EmbeddingRequest
 from mlx_ring.api.openai.responses.request import ResponsesRequest
 from mlx_ring.api.request_body import Body
 
-DOCUMENT = openapi_document()
 VALUES: list[Any] = [None, True, -1, "a", [], ["a"], {"a": 1}]
 PARAMETERS: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "string"}}}
 FUNCTION: dict[str, Any] = {"name": "f", "description": "d", "parameters": PARAMETERS, "strict": True}
@@ -124,12 +123,14 @@ CROSS_CHECKED = frozenset({"logit_bias", "stream", "logprobs", "stream_options",
 
 
 def schema_of(path: str) -> dict[str, Any]:
-    media = DOCUMENT["paths"][path]["post"]["requestBody"]["content"]["application/json"]
-    return {**media["schema"], "components": DOCUMENT["components"]}
+    media = openapi_document()["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+    return {**media["schema"], "components": openapi_document()["components"]}
 
 
 def properties_of(path: str) -> list[str]:
-    return list(DOCUMENT["components"]["schemas"][schema_of(path)["$ref"].rpartition("/")[2]]["properties"])
+    return list(
+        openapi_document()["components"]["schemas"][schema_of(path)["$ref"].rpartition("/")[2]]["properties"]
+    )
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -195,7 +196,9 @@ def test_validation_accepts_exactly_what_the_schema_allows(path: str) -> None:
     ],
 )
 def test_conflicting_fields_are_refused_with_a_reason(path: str, fields: dict[str, Any]) -> None:
-    example = DOCUMENT["paths"][path]["post"]["requestBody"]["content"]["application/json"]["example"]
+    example = openapi_document()["paths"][path]["post"]["requestBody"]["content"]["application/json"][
+        "example"
+    ]
     documented = jsonschema.Draft202012Validator(schema_of(path))
     assert documented.is_valid(example)
     assert not documented.is_valid(example | fields)

@@ -13,8 +13,8 @@ from corpus import Corpus
 from evaluate import ask, report
 from hypothesis import given
 from hypothesis import strategies as st
-from mlx_lm import load
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import load
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 import mlx_ring

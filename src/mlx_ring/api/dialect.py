@@ -9,8 +9,9 @@ import ast
 import inspect
 import json
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import pairwise
 from typing import Annotated, Any, Generic, TypeVar
 
@@ -66,17 +67,20 @@ class DescribedModel(BaseModel):
         return schema
 
 
-def _docstrings_of_fields(model: type) -> Iterator[tuple[str, str]]:
-    """Yield the names and docstrings of the fields that a class declares itself."""
+@cache
+def _docstrings_of_fields(model: type) -> Sequence[tuple[str, str]]:
+    """Return the names and docstrings of the fields that a class declares itself."""
     source = ast.parse(textwrap.dedent(inspect.getsource(model)))
     statements = [part for each in source.body if isinstance(each, ast.ClassDef) for part in each.body]
+    found: list[tuple[str, str]] = []
     for statement, after in pairwise(statements):
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
             match after:
                 case ast.Expr(value=ast.Constant(value=str() as docstring)):
-                    yield statement.target.id, inspect.cleandoc(docstring)
+                    found.append((statement.target.id, inspect.cleandoc(docstring)))
                 case _:
                     pass
+    return found
 
 
 class ErrorNumbers(TypedDict, total=False):
