@@ -146,6 +146,26 @@ def test_several_matrices_are_broadcast_as_by_mlx(shape: tuple[int, ...], transp
     assert_close(ours, exact(theirs), mx.float32)
 
 
+def _times_matrices(x: mx.array, indices: mx.array | None) -> mx.array:
+    parts = mx.quantize(numbers(3, 4, 40, 64), bits=4, group_size=32)
+    if indices is None:
+        return mx.quantized_matmul(x, *parts, bits=4, group_size=32)
+    return mx.gather_qmm(x, *parts, rhs_indices=indices, bits=4, group_size=32)
+
+
+@pytest.mark.parametrize("indices", [None, mx.array([[1, 3, 0, 2]]), mx.array([[[2]]])])
+@pytest.mark.parametrize("leading", [(1, 4), (2, 1), (1,)])
+def test_products_with_several_matrices_are_compiled_for_any_shape(
+    leading: tuple[int, ...], indices: mx.array | None
+) -> None:
+    """Compile once for all numbers of entries, heads and rows, though x, matrices and indices are broadcast."""
+    multiply = mx.compile(lambda x: _times_matrices(x, indices), shapeless=True)
+    rows = 5 if indices is None else 1
+    for entries in (3, 5, 1):
+        x = numbers(entries, entries, *leading, rows, 64)
+        assert mx.array_equal(multiply(x), _times_matrices(x, indices)).item()
+
+
 @given(bits, group_sizes, types, st.integers(1, 9), st.integers(1, 4), st.booleans())
 @settings(max_examples=30, deadline=None)
 def test_experts_compute_their_own_rows(

@@ -79,12 +79,31 @@ bool has_even_rows(const mx::array& x, int64_t& stride) {
   return true;
 }
 
-// Weights, scales and biases of one matrix of `weights`, the `index`th of its leading axes.
+mx::Shape leading_axes(const mx::array& array) { return {array.shape().begin(), array.shape().end() - 2}; }
+
+// Strides of the first `axes` axes of an array, as those of `leading`, to which it is broadcast.
+mx::Strides spread(const mx::array& array, int axes, const mx::Shape& leading) {
+  mx::Strides strides(leading.size(), 0);
+  for (int axis = 0, at = static_cast<int>(leading.size()) - axes; axis < axes; ++axis, ++at) {
+    if (array.shape(axis) != 1) strides[at] = array.strides(axis);
+  }
+  return strides;
+}
+
+Offsets leading_offsets(const mx::array& array, const mx::Shape& leading) {
+  return {leading, spread(array, array.ndim() - 2, leading), static_cast<int>(leading.size())};
+}
+
+// Weights, scales and biases of one matrix of `weights`, the `index`th of the axes to which theirs are broadcast.
 class Matrices {
  public:
+  Matrices(const mx::array& weights, const mx::array& scales, const mx::array& biases, const Quantization& quantization,
+           const mx::Shape& leading)
+      : first_(first_matrix(weights, scales, biases, quantization)), weights_(leading_offsets(weights, leading)),
+        scales_(leading_offsets(scales, leading)), biases_(leading_offsets(biases, leading)), size_(scales.itemsize()) {}
+
   Matrices(const mx::array& weights, const mx::array& scales, const mx::array& biases, const Quantization& quantization)
-      : first_(first_matrix(weights, scales, biases, quantization)), weights_(leading(weights)), scales_(leading(scales)),
-        biases_(leading(biases)), size_(scales.itemsize()) {}
+      : Matrices(weights, scales, biases, quantization, leading_axes(weights)) {}
 
   Quantized operator[](int64_t index) const {
     Quantized matrix = first_;
@@ -95,8 +114,6 @@ class Matrices {
   }
 
  private:
-  static Offsets leading(const mx::array& array) { return {array.shape(), array.strides(), array.ndim() - 2}; }
-
   Quantized first_;
   Offsets weights_, scales_, biases_;
   int64_t size_;
@@ -120,11 +137,11 @@ class QuantizedProduct : public CpuPrimitive {
       encoder.dispatch([y = y.data<char>(), size = y.nbytes()] { std::memset(y, 0, size); });
       return;
     }
-    const Matrices matrices(weights, dense[2], dense[3], quantization_);
     const int64_t columns = y.shape(-1), type_size = y.itemsize();
     const auto type = type_of(y.dtype());
     int64_t stride = 0;
     if (weights.ndim() == 2 && has_even_rows(x, stride)) {
+      const Matrices matrices(weights, dense[2], dense[3], quantization_);
       encoder.dispatch([=, transpose = transpose_, x = x.data<void>(), y = y.data<void>(),
                         rows = static_cast<int64_t>(y.size()) / columns] {
         compute(transpose, x, type, stride, rows, matrices[0], y, columns);
@@ -132,19 +149,20 @@ class QuantizedProduct : public CpuPrimitive {
       return;
     }
     // One product for each combination of the leading axes. Axes that share a matrix are joined to its rows.
-    const bool has_matrices = weights.ndim() > 2;
-    int axes = x.ndim() - 2;
+    const auto leading = leading_axes(y);
+    const Matrices matrices(weights, dense[2], dense[3], quantization_, leading);
+    const auto x_strides = spread(x, x.ndim() - 2, leading);
+    int axes = static_cast<int>(leading.size());
     int64_t rows = x.shape(-2);
-    stride = x.shape(-2) == 1 && axes > 0 ? x.strides(axes - 1) : x.strides(-2);
-    while (axes > 0 && is_shared(dense, axes - 1, has_matrices) &&
-           (x.shape(axes - 1) == 1 || x.strides(axes - 1) == rows * stride)) {
-      rows *= x.shape(--axes);
+    stride = x.shape(-2) == 1 && axes > 0 ? x_strides[axes - 1] : x.strides(-2);
+    while (axes > 0 && is_shared(dense, leading, axes - 1) &&
+           (leading[axes - 1] == 1 || x_strides[axes - 1] == rows * stride)) {
+      rows *= leading[--axes];
     }
     if (x.shape(-2) == 1 && rows == 1) stride = x.shape(-1);
+    const int64_t count = static_cast<int64_t>(y.size()) / (rows * columns);
     encoder.dispatch([=, transpose = transpose_, x = x.data<char>(), y = y.data<char>(),
-                      count = static_cast<int64_t>(y.size()) / (rows * columns),
-                      x_offsets = Offsets(x.shape(), x.strides(), axes),
-                      matrix_step = has_matrices ? matrix_step(x, axes) : 0] {
+                      x_offsets = Offsets(leading, x_strides, axes), matrix_step = matrix_step(leading, axes)] {
       for (int64_t index = 0; index < count; ++index) {
         compute(transpose, x + x_offsets[index] * type_size, type, stride, rows, matrices[index * matrix_step],
                  y + index * rows * columns * type_size, columns);
@@ -165,8 +183,13 @@ class QuantizedProduct : public CpuPrimitive {
   }
 
   std::vector<mx::Shape> output_shapes(const std::vector<mx::array>& inputs) override {
-    auto shape = inputs[0].shape();
-    shape.back() = transpose_ ? inputs[1].shape(-2) : inputs[2].shape(-1) * quantization_.group_size;
+    const auto &x = inputs[0], &weights = inputs[1];
+    auto shape = x.shape();
+    if (weights.ndim() > 2) {
+      shape = mx::broadcast_shapes(leading_axes(x), leading_axes(weights));
+      shape.insert(shape.end(), {x.shape(-2), 0});
+    }
+    shape.back() = transpose_ ? weights.shape(-2) : inputs[2].shape(-1) * quantization_.group_size;
     return {shape};
   }
 
@@ -180,18 +203,18 @@ class QuantizedProduct : public CpuPrimitive {
   }
 
  private:
-  static bool is_shared(const std::vector<mx::array>& inputs, int axis, bool has_matrices) {
-    if (!has_matrices) return true;
+  static bool is_shared(const std::vector<mx::array>& inputs, const mx::Shape& leading, int axis) {
     for (int input = 1; input < 4; ++input) {
-      if (inputs[input].shape(axis) != 1 && inputs[input].strides(axis) != 0) return false;
+      const auto strides = spread(inputs[input], inputs[input].ndim() - 2, leading);
+      if (leading[axis] != 1 && strides[axis] != 0) return false;
     }
     return true;
   }
 
   // Number of matrices from one combination of the first `axes` axes to the next.
-  static int64_t matrix_step(const mx::array& x, int axes) {
+  static int64_t matrix_step(const mx::Shape& leading, int axes) {
     int64_t step = 1;
-    for (int axis = axes; axis < static_cast<int>(x.ndim()) - 2; ++axis) step *= x.shape(axis);
+    for (size_t axis = axes; axis < leading.size(); ++axis) step *= leading[axis];
     return step;
   }
 
@@ -201,7 +224,7 @@ class QuantizedProduct : public CpuPrimitive {
 
 // Products of a Mixture of Experts: each row of x (..., 1, K) times the matrix that its index names, of weights (E, N, K),
 // or (E, K, N) where not transposed.
-// The indices' shape is that of the result without its last two axes; x is broadcast to it.
+// The result without its last two axes has the shape to which indices and x are broadcast.
 class GatheredProduct : public CpuPrimitive {
  public:
   GatheredProduct(mx::Stream stream, Quantization quantization, bool transpose)
@@ -220,12 +243,13 @@ class GatheredProduct : public CpuPrimitive {
     const auto& x = dense[0];
     const auto& indices = inputs[4];
     const Matrices matrices(dense[1], dense[2], dense[3], quantization_);
+    const auto leading = leading_axes(y);
     const Experts experts{matrices[0], dense[1].strides(0), dense[2].strides(0)};
     const auto multiply = transpose_ ? gather_multiply_transposed : gather_multiply;
     encoder.dispatch([=, x = x.data<void>(), y = y.data<void>(), type = type_of(y.dtype()), columns = y.shape(-1),
-                      rows = indices.size(), indices = indices.data<uint32_t>(), count = dense[1].shape(0),
-                      x_offsets = Offsets(x.shape(), x.strides(), x.ndim() - 2),
-                      at = Offsets(indices.shape(), indices.strides(), indices.ndim())] {
+                      rows = y.size() / y.shape(-1), indices = indices.data<uint32_t>(), count = dense[1].shape(0),
+                      x_offsets = leading_offsets(x, leading),
+                      at = Offsets(leading, spread(indices, indices.ndim(), leading), static_cast<int>(leading.size()))] {
       std::vector<GatherPair> pairs(rows);
       for (size_t row = 0; row < rows; ++row) {
         const auto expert = static_cast<int64_t>(indices[at[row]]);
@@ -242,7 +266,7 @@ class GatheredProduct : public CpuPrimitive {
   }
 
   std::vector<mx::Shape> output_shapes(const std::vector<mx::array>& inputs) override {
-    auto shape = inputs[4].shape();
+    auto shape = mx::broadcast_shapes(leading_axes(inputs[0]), inputs[4].shape());
     shape.push_back(1);
     shape.push_back(transpose_ ? inputs[1].shape(-2) : inputs[2].shape(-1) * quantization_.group_size);
     return {shape};
@@ -306,15 +330,6 @@ class Dequantization : public CpuPrimitive {
   mx::Dtype type_;
 };
 
-mx::array broadcast_leading(const mx::array& array, const mx::Shape& leading, const mx::Stream& stream) {
-  auto shape = leading;
-  shape.push_back(array.shape(-2));
-  shape.push_back(array.shape(-1));
-  return shape == array.shape() ? array : mx::broadcast_to(array, shape, stream);
-}
-
-mx::Shape leading_axes(const mx::array& array) { return {array.shape().begin(), array.shape().end() - 2}; }
-
 }  // namespace
 
 mx::array make_product(
@@ -331,13 +346,8 @@ mx::array make_product(
   }
   const auto type = mx::result_type(x, scales);
   std::vector<mx::array> inputs{mx::astype(x, type, stream), weights, scales, *biases};
-  if (weights.ndim() > 2) {
-    const auto leading = mx::broadcast_shapes(leading_axes(x), leading_axes(weights));
-    for (auto& input : inputs) input = broadcast_leading(input, leading, stream);
-  }
-  auto shape = inputs[0].shape();
-  shape.back() = transpose ? weights.shape(-2) : columns;
   auto product = std::make_shared<QuantizedProduct>(stream, *quantization, transpose);
+  auto shape = product->output_shapes(inputs)[0];
   return mx::array(std::move(shape), type, std::move(product), std::move(inputs));
 }
 
@@ -358,13 +368,11 @@ mx::array make_gathered_product(
                           global_scale, sorted_indices, stream);
   }
   const auto type = mx::result_type(x, scales);
-  const auto leading = mx::broadcast_shapes(leading_axes(x), rhs_indices->shape());
-  const auto indices = mx::broadcast_to(mx::astype(*rhs_indices, mx::uint32, stream), leading, stream);
-  auto shape = leading;
-  shape.push_back(1);
-  shape.push_back(transpose ? weights.shape(-2) : columns);
-  return mx::array(std::move(shape), type, std::make_shared<GatheredProduct>(stream, *quantization, transpose),
-                   {broadcast_leading(mx::astype(x, type, stream), leading, stream), weights, scales, *biases, indices});
+  std::vector<mx::array> inputs{mx::astype(x, type, stream), weights, scales, *biases,
+                                mx::astype(*rhs_indices, mx::uint32, stream)};
+  auto product = std::make_shared<GatheredProduct>(stream, *quantization, transpose);
+  auto shape = product->output_shapes(inputs)[0];
+  return mx::array(std::move(shape), type, std::move(product), std::move(inputs));
 }
 
 mx::array make_dequantized(
