@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Generator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,11 @@ import psutil
 import pytest
 from tests.eventually import eventually
 from tests.faults.comparison import Judge
-from tests.faults.dialects import DIALECTS, EMBEDDINGS, ask
+from tests.faults.dialects import DIALECTS, EMBEDDINGS, Question, ask
 from tests.faults.disturbances import PLACES, SCORED, TOGETHER, Cover, Disturber, Ledger, question_of
 from tests.faults.injection import (
     CUT_AT,
+    Rank,
     Served,
     Stopped,
     held_input,
@@ -31,18 +34,75 @@ _DRAWN_AGAIN = 2
 """Known tokens of an answer that are computed again if all stages keep its KV, to draw the last one again."""
 
 
+@dataclass(frozen=True, slots=True)
+class Disturbed:
+    """A server whose workers are lost, one after the other, in the middle of answers."""
+
+    served: Served
+    logs: Path
+
+    def answer(self, question: Question) -> str:
+        url, completions = self.served.server.url, DIALECTS["completions"]
+        (choice,) = ask(self.served.http, url, completions, question, streams=True).choices
+        return choice.text
+
+    def stop_within_answer(self, question: Question, worker: Rank) -> tuple[Stopped, Future[str]]:
+        """Ask, and wait until a worker stops in the middle of the answer. It continues when `Stopped` is closed."""
+        stopped = Stopped(self.served.hook, worker.pid)
+        stopped.set(len(question.prompt), len(question.prompt) + CUT_AT)
+        reading = self.served.threads.submit(self.answer, question)
+        stopped.wait()
+        return stopped, reading
+
+    def tokens(self, way: str) -> float:
+        """Return the tokens of resumed answers whose KV was kept, or replayed."""
+        return self.served.metric(rf'resumed_tokens_total{{[^}}]*way="{way}"[^}}]*}}')
+
+    def log(self, process: str) -> str:
+        return (self.logs / f"{process}.log").read_text()
+
+    def troubles(self) -> float:
+        """Return the number of failed steps, and of resumed answers that differed."""
+        metric = self.served.metric
+        return metric("resume_disagreements_total") + metric("steps_failed_total")
+
+
+@contextlib.contextmanager
+def disturbing(model: Path, folder: Path, *flags: str) -> Generator[Disturbed]:
+    logs = ("--log-dir", str(folder / "logs"))
+    with stopping_at_steps() as hook, serving_stages(model, folder, hook, *logs, *flags) as served:
+        yield Disturbed(served, folder / "logs")
+
+
+@pytest.fixture(scope="module")
+def two_stages(dense_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Generator[Disturbed]:
+    folder = tmp_path_factory.mktemp("two-stages")
+    with disturbing(dense_model, folder, "--max-num-seqs", str(PLACES)) as disturbed:
+        yield disturbed
+
+
+@pytest.fixture(scope="module")
+def three_stages(dense_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Generator[Disturbed]:
+    folder = tmp_path_factory.mktemp("three-stages")
+    with disturbing(dense_model, folder, "--stages", "3") as disturbed:
+        yield disturbed
+
+
+@pytest.fixture(scope="module")
+def groups(dense_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Generator[Disturbed]:
+    """Serve in two stages of two ranks each."""
+    with disturbing(dense_model, tmp_path_factory.mktemp("groups"), "--tp", "2") as disturbed:
+        yield disturbed
+
+
 @pytest.mark.timeout(600)
 def test_answers_of_every_dialect_continue_after_the_loss_of_a_worker_at_any_moment(
-    dense_model: Path, tmp_path: Path
+    dense_model: Path, two_stages: Disturbed
 ) -> None:
     ledger = Ledger()
-    with (
-        stopping_at_steps() as hook,
-        serving_stages(dense_model, tmp_path, hook, "--max-num-seqs", str(PLACES)) as running,
-    ):
-        disturber = Disturber(running, "dense", Judge(dense_model), Cover(), ledger)
-        for moments in (TOGETHER, TOGETHER, SCORED, SCORED):
-            disturber.disturb("worker killed", moments)
+    disturber = Disturber(two_stages.served, "dense", Judge(dense_model), Cover(), ledger)
+    for moments in (TOGETHER, TOGETHER, SCORED, SCORED):
+        disturber.disturb("worker killed", moments)
     assert ledger.wrong() == []
     assert all(run.was_hit and run.was_resumed for run in ledger.runs if run.moment != "drafts")
     assert {run.dialect for run in ledger.runs} == {*DIALECTS, *EMBEDDINGS}
@@ -76,197 +136,129 @@ def test_a_worker_that_is_killed_while_another_loads_is_replaced_like_the_first(
         assert not psutil.pid_exists(int(started[1])), "no agent ends before a worker that it stops"
 
 
-@pytest.mark.parametrize(("stages", "victims"), [(3, (1, 0, 2)), (2, (0,))])
+@pytest.mark.processes
+@pytest.mark.parametrize(("fixture", "victims"), [("three_stages", (1, 0, 2)), ("two_stages", (0,))])
 @pytest.mark.timeout(200)
 def test_stages_behind_a_lost_one_keep_the_kv_of_its_answers(
-    stages: int, victims: Sequence[int], dense_model: Path, tmp_path: Path
+    fixture: str, victims: Sequence[int], request: pytest.FixtureRequest
 ) -> None:
     question = replace(question_of("stop"), prompt="abcdefgh" * 50, max_tokens=40)
-    flags = ("--stages", str(stages))
-
-    with stopping_at_steps() as hook, serving_stages(dense_model, tmp_path, hook, *flags) as running:
-
-        def answer() -> str:
-            (choice,) = ask(
-                running.http, running.server.url, DIALECTS["completions"], question, streams=True
-            ).choices
-            return choice.text
-
-        def tokens(way: str) -> float:
-            return running.metric(rf'resumed_tokens_total{{[^}}]*way="{way}"[^}}]*}}')
-
-        expected = answer()
-        for number in victims:
-            kept, replayed = tokens("kept"), tokens("replayed")
-            ranks = running.wait_until_ready()
-            stopped = Stopped(hook, ranks[number].pid)
-            stopped.set(len(question.prompt), len(question.prompt) + CUT_AT)
-            reading = running.threads.submit(answer)
-            stopped.wait()
-            ranks[number].process.kill()
-            stopped.close()
-            assert reading.result() == expected
-            known = tokens("kept") - kept + tokens("replayed") - replayed
-            assert known > len(question.prompt)
-            if number == stages - 1:
-                assert tokens("kept") == kept, "no stage is behind the last one"
-            else:
-                assert tokens("kept") - kept >= known - 4
-        assert running.metric("resume_disagreements_total") == 0
-        assert running.metric("steps_failed_total") == 0
-
-
-@pytest.mark.timeout(300)
-def test_all_workers_stay_if_a_lost_one_answers_before_another_is_linked(
-    dense_model: Path, tmp_path: Path
-) -> None:
-    question = replace(question_of("stop"), prompt="abcdefgh" * 50, max_tokens=40)
-
-    flags = ("--stages", "3", "--log-dir", str(tmp_path / "logs"))
-
-    with stopping_at_steps() as hook, serving_stages(dense_model, tmp_path, hook, *flags) as running:
-
-        def answer() -> str:
-            (choice,) = ask(
-                running.http, running.server.url, DIALECTS["completions"], question, streams=True
-            ).choices
-            return choice.text
-
-        def tokens(way: str) -> float:
-            return running.metric(rf'resumed_tokens_total{{[^}}]*way="{way}"[^}}]*}}')
-
-        def phase() -> str:
-            (instance,) = running.status()["instances"]
-            return instance["recovery"]["phase"]
-
-        expected = answer()
-        ranks = running.wait_until_ready()
-        for number in (1, 0, 2):
-            kept, replayed = tokens("kept"), tokens("replayed")
-            stopped = Stopped(hook, ranks[number].pid)
-            stopped.set(len(question.prompt), len(question.prompt) + CUT_AT)
-            with held_loads(hook) as wait_for_load:
-                reading = running.threads.submit(answer)
-                stopped.wait()
-                ranks[number].process.send_signal(signal.SIGSTOP)
-                stopped.close()
-                wait_for_load()
-                assert phase() == "loading"
-                ranks[number].process.send_signal(signal.SIGCONT)
-                assert reading.result() == expected, "it continues although the other worker never loads"
-            assert running.wait_until_ready() == ranks
-            assert tokens("kept") - kept >= len(question.prompt)
-            assert tokens("replayed") - replayed <= _DRAWN_AGAIN
-        log = (tmp_path / "logs" / "agent.log").read_text()
-        started = {int(pid) for pid in re.findall(r"started worker-\d-0 .*, pid (\d+)", log)}
-        assert len(started) == 6
-        eventually(lambda: {pid for pid in started if psutil.pid_exists(pid)} == {rank.pid for rank in ranks})
-        assert running.metric("resume_disagreements_total") == 0
-        assert running.metric("steps_failed_total") == 0
-
-
-@pytest.mark.timeout(300)
-def test_a_group_stays_around_a_lost_stage_and_its_answers_continue(
-    dense_model: Path, tmp_path: Path
-) -> None:
-    question = replace(question_of("stop"), prompt="abcdefgh" * 20, max_tokens=30)
-
-    with stopping_at_steps() as hook, serving_stages(dense_model, tmp_path, hook, "--tp", "2") as running:
-
-        def answer() -> str:
-            (choice,) = ask(
-                running.http, running.server.url, DIALECTS["completions"], question, streams=True
-            ).choices
-            return choice.text
-
-        expected = answer()
-        for stage in (1, 0):
-            before = running.wait_until_ready()
-            victim = next(rank for rank in before if (rank.stage, rank.rank) == (stage, 1))
-            stopped = Stopped(hook, victim.pid)
-            stopped.set(len(question.prompt), len(question.prompt) + CUT_AT)
-            reading = running.threads.submit(answer)
-            stopped.wait()
-            victim.process.kill()
-            stopped.close()
-            assert reading.result() == expected
-            after = running.wait_until_ready()
-            assert [rank for rank in after if rank.stage != stage] == [
-                rank for rank in before if rank.stage != stage
-            ]
-            assert not {rank.pid for rank in after if rank.stage == stage} & {rank.pid for rank in before}
-        assert running.metric("resume_disagreements_total") == 0
-        assert running.metric("steps_failed_total") == 0
-
-
-@pytest.mark.timeout(300)
-def test_a_group_stays_although_one_rank_has_begun_a_step_and_the_other_has_not(
-    dense_model: Path, tmp_path: Path
-) -> None:
-    question = replace(question_of("stop"), prompt="abcdefgh" * 20, max_tokens=30)
-    logs = tmp_path / "logs"
-
-    with (
-        stopping_at_steps() as hook,
-        serving_stages(dense_model, tmp_path, hook, "--tp", "2", "--log-dir", str(logs)) as running,
-    ):
-
-        def answer() -> str:
-            (choice,) = ask(
-                running.http, running.server.url, DIALECTS["completions"], question, streams=True
-            ).choices
-            return choice.text
-
-        expected = answer()
-        before = running.wait_until_ready()
-        late = next(rank for rank in before if (rank.stage, rank.rank) == (0, 1))
-        stopped = Stopped(hook, late.pid)
-        stopped.set(len(question.prompt), len(question.prompt) + CUT_AT)
-        reading = running.threads.submit(answer)
-        stopped.wait()
-        wait_in_collective(running, 0)
-        next(rank for rank in before if rank.stage == 1).process.kill()
-        eventually(lambda: "halted after step" in (logs / "worker-0-1.log").read_text())
+    disturbed: Disturbed = request.getfixturevalue(fixture)
+    served, tokens = disturbed.served, disturbed.tokens
+    troubles = disturbed.troubles()  # noised scores of earlier answers may have tied
+    expected = disturbed.answer(question)
+    for number in victims:
+        ranks = served.wait_until_ready()
+        kept, replayed = tokens("kept"), tokens("replayed")
+        stopped, reading = disturbed.stop_within_answer(question, ranks[number])
+        ranks[number].process.kill()
         stopped.close()
         assert reading.result() == expected
-        after = running.wait_until_ready()
-        assert [rank for rank in after if not rank.stage] == [rank for rank in before if not rank.stage]
-        assert running.metric("resume_disagreements_total") == 0
+        known = tokens("kept") - kept + tokens("replayed") - replayed
+        assert known > len(question.prompt)
+        if number == len(ranks) - 1:
+            assert tokens("kept") == kept, "no stage is behind the last one"
+        else:
+            assert tokens("kept") - kept >= known - 4
+    assert disturbed.troubles() == troubles
 
 
 @pytest.mark.timeout(300)
-def test_a_group_stays_although_input_has_reached_only_one_rank(dense_model: Path, tmp_path: Path) -> None:
-    question = replace(question_of("stop"), prompt="abcdefgh" * 20, max_tokens=30)
-    logs = tmp_path / "logs"
+def test_all_workers_stay_if_a_lost_one_answers_before_another_is_linked(three_stages: Disturbed) -> None:
+    question = replace(question_of("stop"), prompt="abcdefgh" * 50, max_tokens=40)
+    served, tokens = three_stages.served, three_stages.tokens
 
-    with (
-        stopping_at_steps() as hook,
-        serving_stages(dense_model, tmp_path, hook, "--tp", "2", "--log-dir", str(logs)) as running,
-    ):
+    def phase() -> str:
+        (instance,) = served.status()["instances"]
+        return instance["recovery"]["phase"]
 
-        def answer() -> str:
-            (choice,) = ask(
-                running.http, running.server.url, DIALECTS["completions"], question, streams=True
-            ).choices
-            return choice.text
+    def started() -> set[int]:
+        return {
+            int(pid) for pid in re.findall(r"started worker-\d-0 .*, pid (\d+)", three_stages.log("agent"))
+        }
 
-        expected = answer()
-        before = running.wait_until_ready()
-        late = next(rank for rank in before if (rank.stage, rank.rank) == (1, 1))
-        stopped = Stopped(hook, late.pid)
-        stopped.set(len(question.prompt), len(question.prompt) + CUT_AT)
-        reading = running.threads.submit(answer)
-        stopped.wait()
-        with held_input(hook, late.pid) as wait_for_input:
+    expected = three_stages.answer(question)
+    ranks = served.wait_until_ready()
+    before = started()
+    for number in (1, 0, 2):
+        kept, replayed = tokens("kept"), tokens("replayed")
+        with held_loads(served.hook) as wait_for_load:
+            stopped, reading = three_stages.stop_within_answer(question, ranks[number])
+            ranks[number].process.send_signal(signal.SIGSTOP)
             stopped.close()
-            wait_for_input()
-            wait_in_collective(running, 1)
-            next(rank for rank in before if not rank.stage).process.kill()
-            eventually(lambda: "halted after step" in (logs / "worker-1-1.log").read_text())
+            wait_for_load()
+            assert phase() == "loading"
+            ranks[number].process.send_signal(signal.SIGCONT)
+            assert reading.result() == expected, "it continues although the other worker never loads"
+        assert served.wait_until_ready() == ranks
+        assert tokens("kept") - kept >= len(question.prompt)
+        assert tokens("replayed") - replayed <= _DRAWN_AGAIN
+    assert len(started() - before) == 3
+    eventually(lambda: {pid for pid in started() if psutil.pid_exists(pid)} == {rank.pid for rank in ranks})
+    assert three_stages.troubles() == 0
+
+
+GROUPED = replace(question_of("stop"), prompt="abcdefgh" * 20, max_tokens=30)
+"""Question to servers of two ranks per stage."""
+
+
+@pytest.mark.timeout(300)
+def test_a_group_stays_around_a_lost_stage_and_its_answers_continue(groups: Disturbed) -> None:
+    expected = groups.answer(GROUPED)
+    for stage in (1, 0):
+        before = groups.served.wait_until_ready()
+        victim = next(rank for rank in before if (rank.stage, rank.rank) == (stage, 1))
+        stopped, reading = groups.stop_within_answer(GROUPED, victim)
+        victim.process.kill()
+        stopped.close()
         assert reading.result() == expected
-        after = running.wait_until_ready()
-        assert [rank for rank in after if rank.stage] == [rank for rank in before if rank.stage]
-        assert running.metric("resume_disagreements_total") == 0
+        after = groups.served.wait_until_ready()
+        assert of_stage(after, 1 - stage) == of_stage(before, 1 - stage)
+        assert not {rank.pid for rank in of_stage(after, stage)} & {rank.pid for rank in before}
+    assert groups.troubles() == 0
+
+
+@pytest.mark.timeout(300)
+def test_a_group_stays_although_one_rank_has_begun_a_step_and_the_other_has_not(groups: Disturbed) -> None:
+    expected = groups.answer(GROUPED)
+    before = groups.served.wait_until_ready()
+    halts = halts_of(groups, "worker-0-1")
+    late = next(rank for rank in before if (rank.stage, rank.rank) == (0, 1))
+    stopped, reading = groups.stop_within_answer(GROUPED, late)
+    wait_in_collective(groups.served, 0)
+    of_stage(before, 1)[0].process.kill()
+    eventually(lambda: halts_of(groups, "worker-0-1") > halts)
+    stopped.close()
+    assert reading.result() == expected
+    assert of_stage(groups.served.wait_until_ready(), 0) == of_stage(before, 0)
+    assert groups.troubles() == 0
+
+
+@pytest.mark.timeout(300)
+def test_a_group_stays_although_input_has_reached_only_one_rank(groups: Disturbed) -> None:
+    expected = groups.answer(GROUPED)
+    before = groups.served.wait_until_ready()
+    halts = halts_of(groups, "worker-1-1")
+    late = next(rank for rank in before if (rank.stage, rank.rank) == (1, 1))
+    stopped, reading = groups.stop_within_answer(GROUPED, late)
+    with held_input(groups.served.hook, late.pid) as wait_for_input:
+        stopped.close()
+        wait_for_input()
+        wait_in_collective(groups.served, 1)
+        of_stage(before, 0)[0].process.kill()
+        eventually(lambda: halts_of(groups, "worker-1-1") > halts)
+    assert reading.result() == expected
+    assert of_stage(groups.served.wait_until_ready(), 1) == of_stage(before, 1)
+    assert groups.troubles() == 0
+
+
+def of_stage(ranks: Sequence[Rank], stage: int) -> list[Rank]:
+    return [rank for rank in ranks if rank.stage == stage]
+
+
+def halts_of(disturbed: Disturbed, worker: str) -> int:
+    """Return how often a worker has halted after a step."""
+    return disturbed.log(worker).count("halted after step")
 
 
 def wait_in_collective(running: Served, stage: int) -> None:
