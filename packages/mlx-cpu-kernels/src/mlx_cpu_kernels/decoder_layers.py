@@ -8,7 +8,7 @@ built of four operations beside its cache:
 3. the output product with the residual,
 4. a norm with the gated products, the last product and the residual.
 
-Where each row has one token, and the cache is a `PlaneCache`, the first three and the cache are one operation.
+Where each row has one token, and the cache is a `PlaneCache`, the whole layer and its cache are one operation.
 
 Layers are recognized by their code: a class is replaced if each instruction of its `__call__` is that of a function
 below. So another release of mlx-lm, a model of another build, or a layer that somebody changed keeps its own. Attention
@@ -126,21 +126,26 @@ def _make_call(kernels: ModuleType, own: Call) -> Call:
     def call(layer: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         if not _own:
             return own(layer, x, mask, cache)
-        hidden = _attend(kernels, layer["self_attn"], layer["input_layernorm"], x, mask, cache)
-        return _combine(kernels, layer["mlp"], layer["post_attention_layernorm"], hidden)
+        attention, norm = layer["self_attn"], layer["input_layernorm"]
+        mlp, second_norm = layer["mlp"], layer["post_attention_layernorm"]
+        gated = _gated_parts(mlp, second_norm)
+        hidden, is_whole = _attend(kernels, attention, norm, x, mask, cache, gated)
+        return hidden if is_whole else _combine(kernels, mlp, second_norm, hidden, gated)
 
     return call
 
 
-def _attend(kernels: Any, attention: Any, norm: Any, x: mx.array, mask: Any, cache: Any) -> mx.array:
-    """Return x + attention(norm(x))."""
+def _attend(
+    kernels: Any, attention: Any, norm: Any, x: mx.array, mask: Any, cache: Any, gated: tuple[Any, ...] | None
+) -> tuple[mx.array, bool]:
+    """Return x + attention(norm(x)), or what the gated layer makes of it, and whether it is that."""
     kind = cast("type[nn.Module]", type(attention))
     call, has_norms = _attentions.get(kind, (None, False))
     norms = [norm, *(attention[name] for name in ("q_norm", "k_norm") if has_norms)]
     is_known = call is kind.__call__ and all(type(each) is nn.RMSNorm for each in norms)
     linears = [_linear(attention[name]) for name in ("q_proj", "k_proj", "v_proj") if is_known]
     if not linears or None in linears:
-        return x + attention(norm(x), mask, cache)
+        return x + attention(norm(x), mask, cache), False
     first_norm, *head_norms = ((each["weight"], each.eps) for each in norms)
     rotation = _rotation(attention.rope)
     offset = 0 if cache is None else cache.offset
@@ -149,12 +154,12 @@ def _attend(kernels: Any, attention: Any, norm: Any, x: mx.array, mask: Any, cac
         *(head_norms, rotation, offset if rotation is not None else 0),
     )
     if rotation is not None and x.shape[1] == 1 and hasattr(cache, "places"):
-        attended = _attend_token(kernels, arguments, attention, mask, cache)
+        attended = _attend_token(kernels, arguments, attention, mask, cache, gated)
         if attended is not None:
-            return attended
+            return attended, gated is not None
     heads = kernels.heads(*arguments)
     if heads is None:
-        return x + attention(norm(x), mask, cache)
+        return x + attention(norm(x), mask, cache), False
     queries, keys, values = heads
     if rotation is None:
         queries, keys = (attention.rope(array, offset=offset) for array in (queries, keys))
@@ -162,17 +167,22 @@ def _attend(kernels: Any, attention: Any, norm: Any, x: mx.array, mask: Any, cac
         keys, values = cache.update_and_fetch(keys, values)
     attend = sys.modules[type(attention).__module__].scaled_dot_product_attention
     output = attend(queries, keys, values, cache=cache, scale=attention.scale, mask=mask)
-    return _added(kernels, output, attention["o_proj"], x)
+    return _added(kernels, output, attention["o_proj"], x), False
 
 
 def _attend_token(
-    kernels: Any, arguments: tuple[Any, ...], attention: Any, mask: Any, cache: Any
+    kernels: Any,
+    arguments: tuple[Any, ...],
+    attention: Any,
+    mask: Any,
+    cache: Any,
+    gated: tuple[Any, ...] | None,
 ) -> mx.array | None:
-    """Return what `_attend` does, of one token a row; None where it takes more operations."""
+    """Return x + attention(norm(x)) of one token a row, with the gated layer if it is given; None where it takes more."""
     output, places = _linear(attention["o_proj"]), cache.places(mask)
     if output is None or places is None:
         return None
-    result = kernels.attended_token(*arguments, output, attention.scale, places)
+    result = kernels.attended_token(*arguments, output, attention.scale, places, gated)
     if result is None:
         return None
     attended, keys, values = result
@@ -180,16 +190,18 @@ def _attend_token(
     return attended
 
 
-def _combine(kernels: Any, mlp: Any, norm: Any, x: mx.array) -> mx.array:
-    """Return x + mlp(norm(x))."""
+def _gated_parts(mlp: Any, norm: Any) -> tuple[Any, ...] | None:
+    """Return norm, gate, up and down as the kernels take them; None if the modules have to compute them."""
     kind = cast("type[nn.Module]", type(mlp))
-    is_known = kind in _gated and _gated[kind] is kind.__call__
-    if not is_known or type(norm) is not nn.RMSNorm:
-        return x + mlp(norm(x))
+    if kind not in _gated or _gated[kind] is not kind.__call__ or type(norm) is not nn.RMSNorm:
+        return None
     linears = [_linear(mlp[name]) for name in ("gate_proj", "up_proj", "down_proj")]
-    if None in linears:
-        return x + mlp(norm(x))
-    combined = kernels.gated_layer(x, (norm["weight"], norm.eps), *linears)
+    return None if None in linears else ((norm["weight"], norm.eps), *linears)
+
+
+def _combine(kernels: Any, mlp: Any, norm: Any, x: mx.array, gated: tuple[Any, ...] | None) -> mx.array:
+    """Return x + mlp(norm(x))."""
+    combined = None if gated is None else kernels.gated_layer(x, *gated)
     return x + mlp(norm(x)) if combined is None else combined
 
 

@@ -143,7 +143,7 @@ def _fused_references(stock: Callable[[str], Operation]) -> dict[str, Operation]
         return results
 
     def attended_token(*given: Any) -> mx.array:
-        *of_heads, output, scale, (keys, values, slot, begins) = given
+        *of_heads, output, scale, (keys, values, slot, begins), gated = given
         x = of_heads[0]
         queries, *new = heads(*of_heads)
         planes = [
@@ -158,7 +158,8 @@ def _fused_references(stock: Callable[[str], Operation]) -> dict[str, Operation]
             for row, begin in enumerate(begins)
         ]
         flat = mx.concatenate(attended).transpose(0, 2, 1, 3).reshape(*x.shape[:2], -1)
-        return _joined([x + product(flat, output), *planes])
+        hidden = x + product(flat, output)
+        return _joined([hidden if gated is None else gated_layer(hidden, *gated), *planes])
 
     def gated_layer(x: mx.array, norm: Sequence[Any], *linears: Sequence[Any]) -> mx.array:
         gate, up = (product(stock("rms_norm")(x, *norm), linear) for linear in linears[:2])
@@ -213,12 +214,14 @@ def _fused() -> Iterator[Sample]:
         offset = mx.array([700 + 3 * row for row in range(batch)]) if is_rich else 41
         linears = [linear(32 * count, size) for count in counts]
         of_heads = x, norm, linears, counts, head_norms, rotation, offset
+        gated = norm, linear(160, size), linear(160, size), linear(size, 160)
         yield "heads", of_heads, {}
         if tokens == 1:
             planes = (_numbers(3, 2, 200, 32).astype(dtype) + i for i in range(2))
             places = *planes, 1, [150, 3][:batch]
-            yield "attended_token", (*of_heads, linear(size, 128), 0.2, places), {}
-        yield "gated_layer", (x, norm, linear(160, size), linear(160, size), linear(size, 160)), {}
+            for after in (None, gated):
+                yield "attended_token", (*of_heads, linear(size, 128), 0.2, places, after), {}
+        yield "gated_layer", (x, *gated), {}
         yield "added", (_numbers(batch, 4, tokens, 32).astype(dtype), linear(size, 128), x), {}
 
 

@@ -55,7 +55,7 @@ NB_MODULE(_kernels, module) {
   module.def("added", &make_added, "x"_a, "linear"_a, "residual"_a);
   module.def("append", &make_appended, "plane"_a, "rows"_a, "slot"_a, "begin"_a);
   module.def("attended_token", &make_attended_token, "x"_a, "norm"_a.none(), "linears"_a, "heads"_a, "head_norms"_a,
-             "rotation"_a.none(), "offset"_a, "output"_a, "scale"_a, "places"_a);
+             "rotation"_a.none(), "offset"_a, "output"_a, "scale"_a, "places"_a, "gated"_a.none());
   module.def("set_threads", [](int count) {
     threads().set_threads(count);
     return threads().count();

@@ -86,19 +86,26 @@ class Append : public CpuPrimitive {
   int slot_, begin_;
 };
 
-// Further inputs: those of the heads, the parts of the output layer, the residual, and the planes of keys and values.
+// A norm and a gated layer: gate, up and down.
+struct GatedOptions {
+  std::optional<float> epsilon;
+  std::vector<Linear> linears;
+};
+
+// Further inputs: those of the heads, the parts of the output layer, x again, those of a gated layer that may follow, and the
+// planes of keys and values.
 class AttendedToken : public FusedProducts {
  public:
   AttendedToken(mx::Stream stream, std::optional<float> epsilon, std::vector<Linear> linears, HeadOptions options,
-                Linear output, float scale, int slot, std::vector<int> begins)
-      : FusedProducts(stream, epsilon, std::move(linears)), options_(std::move(options)), output_(output), scale_(scale),
-        slot_(slot), begins_(std::move(begins)) {}
+                Linear output, std::optional<GatedOptions> gated, float scale, int slot, std::vector<int> begins)
+      : FusedProducts(stream, epsilon, std::move(linears)), options_(std::move(options)), output_(output),
+        gated_(std::move(gated)), scale_(scale), slot_(slot), begins_(std::move(begins)) {}
 
   int output_count() const override { return 3; }
   const char* name() const override { return "CpuAttendedToken"; }
   std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
     const size_t last = inputs.size() - 1;
-    return {inputs[last - 2].shape(), inputs[last - 1].shape(), inputs[last].shape()};
+    return {inputs[0].shape(), inputs[last - 1].shape(), inputs[last].shape()};
   }
 
  protected:
@@ -113,12 +120,20 @@ class AttendedToken : public FusedProducts {
     size_t next = options_.inputs();
     ProductTask output{.rows = task.rows, .columns = 0, .type = task.type};
     output.add(output_, others, next, encoder);
-    const auto residual = dense(others[next], encoder);
+    const auto x = dense(others[next++], encoder);
+    std::optional<GatedTask> gated;
+    if (gated_) {
+      ProductTask gate_and_up{.rows = task.rows, .columns = task.columns, .type = task.type}, down = gate_and_up;
+      gate_and_up.add(gated_->epsilon, {gated_->linears[0], gated_->linears[1]}, others, next, encoder);
+      down.add(gated_->linears[2], others, next, encoder);
+      down.columns = gate_and_up.products[0].w.rows;
+      gated = {std::move(gate_and_up), std::move(down)};
+    }
     HeadTask heads(std::move(task), outputs[0].shape(0), options_, others, encoder);
     output.columns = heads.size(2) * heads.heads[0];
-    encoder.dispatch([heads = std::move(heads), output = std::move(output), keys = Plane(outputs[1]),
-                      values = Plane(outputs[2]), residual = residual.data<void>(), y = outputs[0].data<void>(),
-                      scale = scale_, slot = slot_, begins = begins_]() mutable {
+    encoder.dispatch([heads = std::move(heads), output = std::move(output), gated = std::move(gated),
+                      keys = Plane(outputs[1]), values = Plane(outputs[2]), x = x.data<void>(),
+                      y = outputs[0].data<void>(), scale = scale_, slot = slot_, begins = begins_]() mutable {
       const int64_t rows = heads.batch, item = size_of(output.type);
       const Buffer q(rows * heads.width(0) * item), k(rows * heads.width(1) * item), v(rows * heads.width(2) * item);
       void* const results[] = {q.data(), k.data(), v.data()};
@@ -144,7 +159,10 @@ class AttendedToken : public FusedProducts {
       };
       if (!mlx_cpu_kernels::attention(attention, threads())) throw std::logic_error("attention of an unexpected layout");
       output.x = attended.data();
-      output.multiply_and_add(residual, y);
+      if (!gated) return output.multiply_and_add(x, y);
+      const Buffer hidden(rows * heads.products.columns * item);
+      output.multiply_and_add(x, hidden.data());
+      gated->compute(hidden.data(), y);
     });
   }
 
@@ -168,12 +186,22 @@ class AttendedToken : public FusedProducts {
     const auto flat = mx::reshape(mx::transpose(attended, {0, 2, 1, 3}, stream()), {attended.shape(0), 1, -1}, stream());
     size_t next = options_.inputs();
     const auto result = stock_product(output_, flat, others, next);
-    return {mx::add(others[next], result, stream()), keys, values};
+    const auto hidden = mx::add(others[next++], result, stream());
+    return {gated_ ? stock_gated(hidden, others, next) : hidden, keys, values};
   }
 
  private:
+  mx::array stock_gated(const mx::array& hidden, const Arrays& inputs, size_t next) {
+    const auto x = gated_->epsilon ? make_rms_norm(hidden, inputs[next++], *gated_->epsilon, stream()) : hidden;
+    const auto gate = stock_product(gated_->linears[0], x, inputs, next);
+    const auto up = stock_product(gated_->linears[1], x, inputs, next);
+    const auto inner = gate * mx::sigmoid(gate, stream()) * up;
+    return mx::add(hidden, stock_product(gated_->linears[2], inner, inputs, next), stream());
+  }
+
   HeadOptions options_;
   Linear output_;
+  std::optional<GatedOptions> gated_;
   float scale_;
   int slot_;
   std::vector<int> begins_;
@@ -205,27 +233,45 @@ mx::array make_appended(const mx::array& plane, const mx::array& rows, int slot,
 std::optional<std::vector<mx::array>> make_attended_token(
     const mx::array& x, const std::optional<NormLayer>& norm, const std::vector<LinearLayer>& linears,
     const std::vector<int>& heads, const std::vector<NormLayer>& head_norms, const std::optional<Rotation>& rotation,
-    const std::variant<int, mx::array>& offset, const LinearLayer& output, float scale, const Places& places) {
+    const std::variant<int, mx::array>& offset, const LinearLayer& output, float scale, const Places& places,
+    const std::optional<Gated>& gated) {
   const auto stream = mx::to_stream({});
   const auto& [keys, values, slot, begins] = places;
   if (x.ndim() != 3 || x.shape(1) != 1 || begins.empty() || x.shape(0) != static_cast<int>(begins.size())) {
     return std::nullopt;
   }
-  auto inputs = gather(stream, x, x.shape(-1), norm, linears);
+  const int columns = x.shape(2);
+  auto inputs = gather(stream, x, columns, norm, linears);
   if (!inputs) return std::nullopt;
   auto options = add_heads(stream, linears, heads, head_norms, rotation, offset, inputs->arrays);
   if (!options || heads[1] != heads[2] || heads[0] % heads[1]) return std::nullopt;
   const auto size = [&](int i) { return std::get<0>(linears[i]).shape(0) / heads[i]; };
   if (size(0) != size(1) || !takes(keys, heads[1], size(1), x.dtype(), slot, begins) ||
-      !takes(values, heads[2], size(2), x.dtype(), slot, begins) || std::get<0>(output).shape(0) != x.shape(-1) ||
+      !takes(values, heads[2], size(2), x.dtype(), slot, begins) || std::get<0>(output).shape(0) != columns ||
       !inputs->add(stream, output, int64_t{heads[0]} * size(2), x.dtype())) {
     return std::nullopt;
   }
-  const auto last = inputs->linears.back();
-  inputs->linears.pop_back();
-  inputs->arrays.insert(inputs->arrays.end(), {x, keys, values});
+  inputs->arrays.push_back(x);
+  std::optional<GatedOptions> gated_options;
+  if (gated) {
+    const auto& [gated_norm, gate, up, down] = *gated;
+    const int width = std::get<0>(gate).shape(0);
+    if (width == 0 || std::get<0>(up).shape(0) != width || std::get<0>(down).shape(0) != columns ||
+        !is_norm_of(gated_norm, columns, x.dtype())) {
+      return std::nullopt;
+    }
+    inputs->arrays.push_back(std::get<0>(gated_norm));
+    if (!inputs->add(stream, gate, columns, x.dtype()) || !inputs->add(stream, up, columns, x.dtype()) ||
+        !inputs->add(stream, down, width, x.dtype())) {
+      return std::nullopt;
+    }
+    gated_options = {std::get<1>(gated_norm), {inputs->linears.begin() + 4, inputs->linears.end()}};
+  }
+  const auto last = inputs->linears[3];
+  inputs->linears.resize(3);
+  inputs->arrays.insert(inputs->arrays.end(), {keys, values});
   auto attended = std::make_shared<AttendedToken>(stream, inputs->epsilon, std::move(inputs->linears), std::move(*options),
-                                                  last, scale, slot, begins);
+                                                  last, std::move(gated_options), scale, slot, begins);
   return mx::array::make_arrays({x.shape(), keys.shape(), values.shape()}, {3, x.dtype()}, attended,
                                 std::move(inputs->arrays));
 }

@@ -21,11 +21,16 @@ mx::array make_appended(const mx::array& plane, const mx::array& rows, int slot,
 // Planes of keys and values, the first slot, and the position of each row's token.
 using Places = std::tuple<mx::array, mx::array, int, std::vector<int>>;
 
+// The norm of a gated layer, and its linear layers: gate, up and down.
+using Gated = std::tuple<NormLayer, LinearLayer, LinearLayer, LinearLayer>;
+
 // x + output(attention(norm(x))), of one token a row, x (batch, 1, K), and the planes with its keys and values. A row sees
-// its slot up to its token. Further arguments are those of make_heads. Nothing where the kernels do not apply.
+// its slot up to its token. A gated layer may follow, as of make_gated_layer. Further arguments are those of make_heads.
+// Nothing where the kernels do not apply.
 std::optional<std::vector<mx::array>> make_attended_token(
     const mx::array& x, const std::optional<NormLayer>& norm, const std::vector<LinearLayer>& linears,
     const std::vector<int>& heads, const std::vector<NormLayer>& head_norms, const std::optional<Rotation>& rotation,
-    const std::variant<int, mx::array>& offset, const LinearLayer& output, float scale, const Places& places);
+    const std::variant<int, mx::array>& offset, const LinearLayer& output, float scale, const Places& places,
+    const std::optional<Gated>& gated);
 
 }  // namespace mlx_cpu_kernels

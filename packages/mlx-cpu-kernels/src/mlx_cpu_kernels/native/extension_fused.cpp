@@ -56,7 +56,7 @@ class HeadProducts : public FusedProducts {
   HeadOptions options_;
 };
 
-// Linear layers: gate and up. Further inputs: the parts of the layer down, and the residual.
+// Linear layers: gate and up. Further inputs: the parts of the layer down, and x again.
 class GatedLayer : public FusedProducts {
  public:
   GatedLayer(mx::Stream stream, std::optional<float> epsilon, std::vector<Linear> linears, Linear down)
@@ -70,19 +70,8 @@ class GatedLayer : public FusedProducts {
     ProductTask down{.rows = task.rows, .columns = task.products[0].w.rows, .type = task.type};
     size_t next = 0;
     down.add(down_, others, next, encoder);
-    const auto residual = dense(others[next], encoder);
-    encoder.dispatch([task = std::move(task), down = std::move(down), residual = residual.data<void>(),
-                      y = outputs[0].data<void>()]() mutable {
-      const int64_t width = down.columns;
-      const Buffer gate(task.rows * width * size_of(task.type)), up(task.rows * width * size_of(task.type));
-      task.products[0].y = gate.data();
-      task.products[1].y = up.data();
-      for (auto& product : task.products) product.y_stride = width;
-      task.multiply();
-      gated_activation(Activation::silu, {gate.data(), task.type, width}, up.data(), width, task.rows, width, up.data(),
-                       width, threads());
-      down.x = up.data();
-      down.multiply_and_add(residual, y);
+    encoder.dispatch([x = task.x, gated = GatedTask{std::move(task), std::move(down)}, y = outputs[0].data<void>()]() mutable {
+      gated.compute(x, y);
     });
   }
 

@@ -60,6 +60,17 @@ struct ProductTask {
     addends.push_back(linear.has_addend ? dense(inputs[next++], encoder).data<void>() : nullptr);
   }
 
+  // Takes the norm's weight and linear layers from the inputs that begin at `next`.
+  void add(std::optional<float> norm_epsilon, const std::vector<Linear>& linears, const Arrays& inputs, size_t& next,
+           mx::cpu::CommandEncoder& encoder) {
+    epsilon = norm_epsilon;
+    if (epsilon) {
+      norm_type = type_of(inputs[next].dtype());
+      norm = dense(inputs[next++], encoder).data<void>();
+    }
+    for (const auto& linear : linears) add(linear, inputs, next, encoder);
+  }
+
   // Computes the products, when x and the results have their places.
   void multiply() const {
     if (!epsilon) return multiply_all(x);
@@ -88,6 +99,25 @@ struct ProductTask {
   }
 };
 
+// x + down(silu(gate(y)) * up(y)), where y is x normalized.
+struct GatedTask {
+  ProductTask gate_and_up, down;
+
+  void compute(const void* x, void* y) {
+    const int64_t rows = gate_and_up.rows, width = down.columns, bytes = rows * width * size_of(down.type);
+    const Buffer gate(bytes), up(bytes);
+    gate_and_up.x = x;
+    gate_and_up.products[0].y = gate.data();
+    gate_and_up.products[1].y = up.data();
+    for (auto& product : gate_and_up.products) product.y_stride = width;
+    gate_and_up.multiply();
+    gated_activation(Activation::silu, {gate.data(), down.type, width}, up.data(), width, rows, width, up.data(), width,
+                     threads());
+    down.x = up.data();
+    down.multiply_and_add(x, y);
+  }
+};
+
 // Products of one x (..., K). The inputs are x, the norm's weight where there is an epsilon, then weights, scales, biases
 // and addend of each linear layer, and whatever a derived operation needs.
 class FusedProducts : public CpuPrimitive {
@@ -103,12 +133,7 @@ class FusedProducts : public CpuPrimitive {
     ProductTask task{.rows = static_cast<int64_t>(x.size()) / columns(inputs), .columns = columns(inputs),
                      .type = type_of(x.dtype()), .x = x.data<void>()};
     size_t next = 1;
-    if (epsilon_) {
-      task.epsilon = epsilon_;
-      task.norm_type = type_of(inputs[next].dtype());
-      task.norm = dense(inputs[next++], encoder).data<void>();
-    }
-    for (const auto& linear : linears_) task.add(linear, inputs, next, encoder);
+    task.add(epsilon_, linears_, inputs, next, encoder);
     finish(std::move(task), Arrays(inputs.begin() + next, inputs.end()), outputs, encoder);
   }
 
