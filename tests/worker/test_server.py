@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import queue
 import socket
@@ -21,15 +20,14 @@ from tests.machines import node_credentials
 
 from mlx_ring.agent import loading
 from mlx_ring.cluster.security.authority import Authority
-from mlx_ring.core.errors import LinkLost, NotReady, RingError, StepFailed
+from mlx_ring.core.errors import LinkLost, StepFailed
 from mlx_ring.rpc.frames import Frame
 from mlx_ring.rpc.hello import make_hello
-from mlx_ring.rpc.links import OPENING_LIMIT_S, GrpcLink, Inbox, LinkKey, Opening, WireTensor
-from mlx_ring.rpc.protos import hello_pb2, step_pb2, worker_pb2
+from mlx_ring.rpc.links import OPENING_LIMIT_S, GrpcLink, Inbox, LinkKey, Opening
+from mlx_ring.rpc.protos import hello_pb2, worker_pb2
 from mlx_ring.rpc.tls.peers import Peer, node_name
 from mlx_ring.worker import neighbours
 from mlx_ring.worker import server as subject
-from mlx_ring.worker import step as step_module
 from mlx_ring.worker.compute_thread import Waits
 from mlx_ring.worker.neighbours import PeerAccess
 from mlx_ring.worker.replies import StageLinks
@@ -39,7 +37,7 @@ from mlx_ring.worker.stage import OpenedLinks
 NEXT = LinkKey("demo-1", 1, 1)
 
 
-class _LocalCall:
+class LocalCall:
     """Call over a Unix socket."""
 
     def peer(self) -> str:
@@ -83,7 +81,7 @@ def test_status_reports_every_field_of_its_message() -> None:
 
 def open_link(server: WorkerServer, *frames: Frame, context: object = None) -> worker_pb2.FrameAccepted:
     """Open a link, close it, and return the first answer."""
-    (first,) = server.link(iter(frames), cast("Any", context or _LocalCall()))
+    (first,) = server.link(iter(frames), cast("Any", context or LocalCall()))
     return first
 
 
@@ -169,7 +167,7 @@ def test_calls_of_a_removed_machine_end_once() -> None:
     assert ended == ["calls"]
 
 
-class _EndedCall(_LocalCall):
+class _EndedCall(LocalCall):
     """Call that notes its end."""
 
     def __init__(self) -> None:
@@ -187,7 +185,7 @@ def test_a_new_sender_replaces_the_one_before_whose_messages_and_end_no_longer_c
     def first_sender() -> Iterator[Frame]:
         yield frames[0]
         # While this call waits for a frame, another worker links as the stage before.
-        calls.append(next(server.link(iter(frames[:1]), cast("Any", _LocalCall()))))
+        calls.append(next(server.link(iter(frames[:1]), cast("Any", LocalCall()))))
         yield frames[1]
 
     assert [answer.HasField("hello") for answer in server.link(first_sender(), cast("Any", lost))] == [True]
@@ -201,7 +199,7 @@ def _tombstone(key: LinkKey) -> Frame:
     return Frame(worker_pb2.FrameHeader(tombstone=stone))
 
 
-class _WaitingCall(_LocalCall):
+class _WaitingCall(LocalCall):
     """Call that is asked several times whether it still waits; then something happens."""
 
     def __init__(self, happens: Callable[[], object], *, stays: bool) -> None:
@@ -268,14 +266,14 @@ def test_an_empty_worker_is_not_linked_with_others() -> None:
     server, _ = assign_stage(1)
     assignment = worker_pb2.StageAssignment(instance="demo-1", epoch=2, stage=1, stages=3)
     request = worker_pb2.RelinkRequest(hello=make_hello(), assignment=assignment)
-    assert server.relink(request, cast("Any", _LocalCall())).failure.kind == "NotReady"
+    assert server.relink(request, cast("Any", LocalCall())).failure.kind == "NotReady"
 
 
 def relink(server: WorkerServer, fencing_id: int) -> str:
     """Ask for other neighbours as a head with this number, and return the kind of the failure."""
     assignment = worker_pb2.StageAssignment(instance="demo-1", epoch=2, stage=1, stages=3)
     request = worker_pb2.RelinkRequest(hello=make_hello(fencing_id=fencing_id), assignment=assignment)
-    return server.relink(request, cast("Any", _LocalCall())).failure.kind
+    return server.relink(request, cast("Any", LocalCall())).failure.kind
 
 
 def test_an_older_head_cannot_link_a_worker_with_others() -> None:
@@ -309,7 +307,7 @@ def test_a_neighbour_that_has_died_keeps_no_worker_from_being_prepared_again() -
     def relinked(epoch: int, *, commit: bool) -> str:
         assignment = worker_pb2.StageAssignment(instance="demo-1", epoch=epoch, stage=1, stages=3)
         request = worker_pb2.RelinkRequest(hello=make_hello(), assignment=assignment, commit=commit)
-        return server.relink(request, cast("Any", _LocalCall())).failure.kind
+        return server.relink(request, cast("Any", LocalCall())).failure.kind
 
     def run_job() -> None:
         server._jobs.get()()
@@ -351,14 +349,14 @@ def test_a_neighbour_that_cannot_be_reached_is_named_before_the_agent_gives_up(
             return GrpcLink(address, hello, node=to.next_node, opening=opening)
 
         server._built = cast("Any", SimpleNamespace(open_links=open_links))
-        failure = server.relink(request, cast("Any", _LocalCall())).failure
+        failure = server.relink(request, cast("Any", LocalCall())).failure
     assert (failure.kind, [*failure.ends]) == ("LinkLost", ["here", "mini-2"])
 
 
 def greet_steps(server: WorkerServer, fencing_id: int) -> worker_pb2.StepsReply:
     """Open a stream of steps as a head with this number, and return the first answer."""
     hello = worker_pb2.StepsRequest(hello=make_hello(instance="demo-1", epoch=1, fencing_id=fencing_id))
-    return next(server.steps(iter([hello]), cast("Any", _LocalCall())))
+    return next(server.steps(iter([hello]), cast("Any", LocalCall())))
 
 
 class _RecordingWorker(WorkerServer):
@@ -382,7 +380,7 @@ def test_steps_of_an_older_head_are_not_taken_even_for_a_moment() -> None:
         SimpleNamespace(last_step=7, kv_bytes=0, num_sequences=0, reset=list[object], waits=Waits()),
     )
     assert not greet_steps(server, 2).HasField("failure")
-    assert server.status(worker_pb2.StatusRequest(), cast("Any", _LocalCall())).hello.fencing_id == 2
+    assert server.status(worker_pb2.StatusRequest(), cast("Any", LocalCall())).hello.fencing_id == 2
     refused = greet_steps(server, 1).failure
     assert (refused.kind, refused.message) == ("StaleMessage", "the head is head 1; head 2 has taken over.")
     assert len(server.taken) == 1
@@ -414,138 +412,3 @@ def test_a_worker_joins_its_group_only_after_it_has_reported_so(monkeypatch: pyt
         server.compute()
         loading.result(60)
     assert at_join == ["group"]
-
-
-class _Rank:
-    """Rank of a group at stage 1 that can be halted, and records the steps that it computes."""
-
-    def __init__(self) -> None:
-        self.server, self.inbox = assign_stage(1)
-        self.computed: list[int] = []
-        self.server._runner = cast(
-            "Any",
-            SimpleNamespace(
-                last_step=0, reset=list[object], take=self._take, finish=list[object], spoiled=None
-            ),
-        )
-        self.server._built = cast("Any", SimpleNamespace())
-        assert not greet_steps(self.server, 1).HasField("failure")
-        self.run_job()
-        assert self.server._stream is not None
-        self.stream = self.server._stream
-
-    def _take(self, step: step_pb2.Step, _arrived_us: int, begin: Callable[[int], None]) -> list[object]:
-        with contextlib.suppress(RingError):
-            self.inbox.recv(LinkKey("demo-1", 1, step.step))
-            begin(step.step)
-            self.computed.append(step.step)
-        return []
-
-    def run_job(self) -> None:
-        self.server._jobs.get()()
-
-    def receive(self, step: int) -> None:
-        """Receive the input of a step."""
-        self.inbox.put(LinkKey("demo-1", 1, step), WireTensor("float32", (0,), b""))
-
-    def execute(self, step: int) -> None:
-        self.server.execute(self.stream, step_pb2.Step(step=step), 0)
-
-    def relinked(self, *, halt: bool, until_step: int = 0) -> worker_pb2.RelinkReply:
-        assignment = worker_pb2.StageAssignment(instance="demo-1", epoch=2, stage=1, stages=3)
-        request = worker_pb2.RelinkRequest(
-            hello=make_hello(fencing_id=1), assignment=assignment, halt=halt, until_step=until_step
-        )
-        return self.server.relink(request, cast("Any", _LocalCall()))
-
-    def prepared(self, until_step: int) -> str:
-        """Prepare it for other neighbours, and return the failure."""
-        return self.relinked(halt=False, until_step=until_step).failure.message
-
-
-def test_a_halted_worker_executes_only_the_steps_that_another_rank_has_begun() -> None:
-    rank = _Rank()
-    for step in range(4, 8):
-        rank.receive(step)
-    rank.execute(4)
-    assert rank.relinked(halt=True).begun_step == 4
-    rank.execute(5)
-    with ThreadPoolExecutor(1) as threads:
-        preparing = threads.submit(rank.prepared, 5)
-        # A step that came before the request is still in the queue.
-        job = rank.server._jobs.get()
-        rank.execute(6)
-        job()
-        assert preparing.result() == ""
-        assert rank.relinked(halt=True).begun_step == 5
-        preparing = threads.submit(rank.prepared, 6)
-        rank.run_job()
-        assert preparing.result() == ""
-    assert rank.computed == [4, 5, 6]
-
-
-@pytest.mark.parametrize("is_held", [False, True])
-def test_a_halted_rank_waits_for_input_that_another_rank_has_had(
-    monkeypatch: pytest.MonkeyPatch, *, is_held: bool
-) -> None:
-    monkeypatch.setattr(step_module, "_INPUT_WAIT_S", 60.0)
-    rank, released = _Rank(), threading.Event()
-    release = rank.server._halt.release
-
-    def note(step: int) -> None:
-        released.set()
-        release(step)
-
-    monkeypatch.setattr(rank.server._halt, "release", note)
-    with ThreadPoolExecutor(2) as threads:
-        computing = None if is_held else threads.submit(rank.execute, 4)
-        assert rank.relinked(halt=True).begun_step == 0
-        if is_held:
-            rank.execute(4)
-        preparing = threads.submit(rank.prepared, 4)
-        released.wait()
-        rank.receive(4)
-        if computing is not None:
-            computing.result()
-        rank.run_job()
-        assert preparing.result() == ""
-    assert rank.computed == [4]
-
-
-def test_a_rank_is_lost_if_input_that_another_rank_has_had_does_not_come(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(step_module, "_INPUT_WAIT_S", 0.01)
-    rank = _Rank()
-    with ThreadPoolExecutor(2) as threads:
-        computing = threads.submit(rank.execute, 4)
-        rank.relinked(halt=True)
-        preparing = threads.submit(rank.prepared, 4)
-        computing.result()
-        rank.run_job()
-        assert preparing.result() == "The input of step 4, which other ranks have begun, did not arrive."
-    assert rank.computed == []
-
-
-def test_a_rank_begins_no_step_after_it_was_halted_that_no_other_has_begun() -> None:
-    rank = _Rank()
-    with ThreadPoolExecutor(2) as threads:
-        computing = threads.submit(rank.execute, 4)
-        assert rank.relinked(halt=True).begun_step == 0
-        rank.receive(4)
-        preparing = threads.submit(rank.prepared, 0)
-        computing.result()
-        rank.run_job()
-        assert preparing.result() == ""
-    assert rank.computed == []
-
-
-def test_a_halted_rank_that_has_input_ends_its_wait_with_its_worker() -> None:
-    rank = _Rank()
-    rank.relinked(halt=True)
-    rank.receive(4)
-    with ThreadPoolExecutor(1) as threads:
-        waiting = threads.submit(rank.server._halt.begin, 4)
-        rank.server.stop()
-        with pytest.raises(NotReady):
-            waiting.result()
