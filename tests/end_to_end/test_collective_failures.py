@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,20 +12,25 @@ from tests.interrupted import complete, interrupt
 from tests.processes import run_cli, serving
 
 
-def check_recovery(folder: Path, link: str, victim: str, fault: signal.Signals, *flags: str) -> None:
-    """Stop or end a worker in the middle of an answer, which must continue."""
+def check_recoveries(
+    folder: Path, link: str, victims: Sequence[int], fault: signal.Signals, *flags: str
+) -> None:
+    """Stop or end the worker of each of these stages in the middle of an answer, which must continue."""
     with serving("demo-moe", "--stages", "2", "--link", link, *flags, folder=folder) as server:
-        worker = server.child("mlx_ring.worker", "--stage", victim)
         expected = complete(server.http)
-        assert interrupt(server.http, lambda: worker.send_signal(fault)).text == expected
-        assert complete(server.http) == expected
+        for stage in victims:
+            server.wait_for_health(200)
+            (pid,) = (each["pid"] for each in server.status()["devices"] if each["stage"] == stage)
+            answer = interrupt(server.http, lambda pid=pid: os.kill(pid, fault))
+            assert answer.text == expected
+            assert complete(server.http) == expected
         assert server.stop() == 0
         assert server.all_ended()
 
 
-@pytest.mark.parametrize(("link", "victim"), [("ring", "0"), ("ring", "1"), ("allreduce", "1")])
-def test_answer_continues_after_a_worker_is_killed(link: str, victim: str, tmp_path: Path) -> None:
-    check_recovery(tmp_path, link, victim, signal.SIGKILL)
+@pytest.mark.parametrize(("link", "victims"), [("ring", (0, 1)), ("allreduce", (1,))])
+def test_answers_continue_after_a_worker_is_killed(link: str, victims: Sequence[int], tmp_path: Path) -> None:
+    check_recoveries(tmp_path, link, victims, signal.SIGKILL)
 
 
 def test_backend_that_the_machine_lacks_is_refused_with_one_sentence(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from tests.end_to_end.equality import Agreement, compare
 from tests.end_to_end.instance import generate, request, running_agent, running_engine, start_workers
 from tests.end_to_end.reference import WholeModel
-from tests.end_to_end.test_collective_failures import check_recovery
+from tests.end_to_end.test_collective_failures import check_recoveries
 
 from mlx_ring.core.engine_stats import Policy
 from mlx_ring.core.errors import NotReady
@@ -118,4 +118,4 @@ def test_workers_in_a_collective_accept_one_head_only(folder: Path, tmp_path: Pa
 @pytest.mark.alone
 def test_answer_continues_after_a_worker_is_stopped(tmp_path: Path) -> None:
     # On a busy machine any step could take longer than this deadline.
-    check_recovery(tmp_path, "ring", "0", signal.SIGSTOP, "--step-deadline-s", "3")
+    check_recoveries(tmp_path, "ring", (0,), signal.SIGSTOP, "--step-deadline-s", "3")
