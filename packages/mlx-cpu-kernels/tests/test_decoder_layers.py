@@ -201,6 +201,20 @@ def test_logits_are_those_of_the_separate_operations_with_any_weights(
         assert all(mx.array_equal(*pair).item() for pair in zip(fused, steps(model), strict=True))
 
 
+@pytest.mark.parametrize("has_biases", [True, False], ids=["biases", "no biases"])
+def test_layers_that_mlx_lm_shares_between_ranks_are_few_operations(*, has_biases: bool) -> None:
+    model = make_model("llama", attention_bias=has_biases, mlp_bias=has_biases)
+    model.shard(mx.distributed.init())
+    model.train()
+    separate = steps(model)
+    model.eval()
+    assert type(model.layers[0].mlp.down_proj) is nn.QuantizedShardedToAllLinear
+    dot = io.StringIO()
+    mx.export_to_dot(dot, model.layers[0](mx.zeros((1, 1, 64))))
+    assert all(name in dot.getvalue() for name in ("CpuHeadProducts", "CpuGatedLayer"))
+    assert all(mx.array_equal(*pair).item() for pair in zip(steps(model), separate, strict=True))
+
+
 def _compiled(layer: Callable[[mx.array], mx.array], x: mx.array) -> mx.array:
     return mx.compile(layer)(x)
 

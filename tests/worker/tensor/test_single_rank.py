@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,9 @@ from mlx_lm.utils import load_model  # pyright: ignore[reportUnknownVariableType
 from tests.conformance.families import configuration
 from tests.worker.random_models import write_random_model
 from tests.worker.tensor.models import FAMILIES, write_family
+from tests.worker.test_weights import native_kernels
 
+from mlx_cpu_kernels import decoder_layers
 from mlx_ring.core.errors import ModelUnsupported, PlanError
 from mlx_ring.core.types import LayerRange, MemberRange
 from mlx_ring.models.model_folder import read_model_folder
@@ -107,6 +110,19 @@ def test_only_the_wanted_positions_reach_a_part_of_the_head(
     of_each_row = forward(stage, mx.array([[0, 4], [2, 3]]))
     expected = mx.stack([every[0, mx.array([0, 4])], every[1, mx.array([2, 3])]])
     assert mx.allclose(of_each_row, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_native_kernels_compute_a_part_of_a_layer_in_few_operations(tmp_path: Path, family: str) -> None:
+    path, group = write_family(tmp_path / "model", family, 4), SingleRankGroup()
+    with native_kernels(wanted=True):
+        stage = load_part(path, 0, 2, group)
+        logits, dot = forward(stage), io.StringIO()
+        mx.export_to_dot(dot, forward(stage))
+        assert group.sums == 8
+        assert dot.getvalue().count("CpuHeadProducts") == dot.getvalue().count("CpuGatedLayer") > 0
+        decoder_layers.uninstall()
+        assert mx.array_equal(logits, forward(stage)).item()
 
 
 def test_last_of_several_stages_keeps_only_its_part_of_a_tied_embedding(tmp_path: Path) -> None:

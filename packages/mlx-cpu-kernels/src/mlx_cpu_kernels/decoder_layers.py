@@ -33,6 +33,7 @@ _FAMILIES = ("llama", "mimo", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_
 _MODELS = "mlx_lm.models"
 
 Call = Callable[..., Any]
+_Sum = Callable[[mx.array], mx.array]
 
 
 class PlaneCache(Protocol):
@@ -128,9 +129,10 @@ def _make_call(kernels: ModuleType, own: Call) -> Call:
             return own(layer, x, mask, cache)
         attention, norm = layer["self_attn"], layer["input_layernorm"]
         mlp, second_norm = layer["mlp"], layer["post_attention_layernorm"]
-        gated = _gated_parts(mlp, second_norm)
-        hidden, is_whole = _attend(kernels, attention, norm, x, mask, cache, gated)
-        return hidden if is_whole else _combine(kernels, mlp, second_norm, hidden, gated)
+        gated, sums = _gated_parts(mlp, second_norm)
+        whole = gated if sums is None else None
+        hidden, is_whole = _attend(kernels, attention, norm, x, mask, cache, whole)
+        return hidden if is_whole else _combine(kernels, mlp, second_norm, hidden, gated, sums)
 
     return call
 
@@ -190,19 +192,28 @@ def _attend_token(
     return attended
 
 
-def _gated_parts(mlp: Any, norm: Any) -> tuple[Any, ...] | None:
-    """Return norm, gate, up and down as the kernels take them; None if the modules have to compute them."""
+def _gated_parts(mlp: Any, norm: Any) -> tuple[tuple[Any, ...] | None, _Sum | None]:
+    """Return norm, gate, up and down as the kernels take them; None if the modules have to compute them.
+
+    Also return what sums the result over ranks; None where there are none.
+    """
     kind = cast("type[nn.Module]", type(mlp))
     if kind not in _gated or _gated[kind] is not kind.__call__ or type(norm) is not nn.RMSNorm:
-        return None
-    linears = [_linear(mlp[name]) for name in ("gate_proj", "up_proj", "down_proj")]
-    return None if None in linears else ((norm["weight"], norm.eps), *linears)
+        return None, None
+    sums = _sum_of(mlp["down_proj"])
+    down = _linear(mlp["down_proj"]) if sums is None else _parts(mlp["down_proj"])
+    linears = [*(_linear(mlp[name]) for name in ("gate_proj", "up_proj")), down]
+    return (None, None) if None in linears else (((norm["weight"], norm.eps), *linears), sums)
 
 
-def _combine(kernels: Any, mlp: Any, norm: Any, x: mx.array, gated: tuple[Any, ...] | None) -> mx.array:
+def _combine(
+    kernels: Any, mlp: Any, norm: Any, x: mx.array, gated: tuple[Any, ...] | None, sums: _Sum | None
+) -> mx.array:
     """Return x + mlp(norm(x))."""
-    combined = None if gated is None else kernels.gated_layer(x, *gated)
-    return x + mlp(norm(x)) if combined is None else combined
+    combined = None if gated is None else kernels.gated_layer(x, *gated, sums is None)
+    if combined is None:
+        return x + mlp(norm(x))
+    return combined if sums is None else x + sums(combined)
 
 
 def _added(kernels: Any, inner: mx.array, linear: nn.Module, x: mx.array) -> mx.array:
@@ -218,13 +229,36 @@ def _added(kernels: Any, inner: mx.array, linear: nn.Module, x: mx.array) -> mx.
 
 def _linear(module: nn.Module) -> tuple[Any, ...] | None:
     """Return the parts of a quantized layer as the kernels take them."""
-    if type(module) is not nn.QuantizedLinear or module.mode != "affine":
+    # A part of the rows adds up gradients of the input, and otherwise computes the same.
+    is_part = type(module) is nn.QuantizedAllToShardedLinear and not module.training
+    if not (is_part or type(module) is nn.QuantizedLinear):
         return None
-    parts = cast("Any", module)
-    return (
-        *(parts["weight"], parts["scales"], parts["biases"]),
-        *(parts.get("bias"), parts.group_size, parts.bits),
-    )
+    return _parts(module, cast("Any", module).get("bias"))
+
+
+def _parts(module: Any, bias: mx.array | None = None) -> tuple[Any, ...] | None:
+    """Return the parts with this bias."""
+    if module.mode != "affine":
+        return None
+    return module["weight"], module["scales"], module["biases"], bias, module.group_size, module.bits
+
+
+def _sum_of(module: Any) -> _Sum | None:
+    """Return the sum of a layer's products over the ranks of a group, with its bias; None for a layer without ranks.
+
+    A subclass of `nn.QuantizedLinear` may have such a sum as its method `sum_of`.
+    """
+    kind = cast("type[nn.Module]", type(module))
+    if kind.__bases__ == (nn.QuantizedLinear,) and "sum_of" in vars(kind):
+        return module.sum_of
+    if kind is not nn.QuantizedShardedToAllLinear:
+        return None
+
+    def sum_of(product: mx.array) -> mx.array:
+        total = mx.distributed.all_sum(product, group=module.group)
+        return total + module["bias"] if "bias" in module else total
+
+    return sum_of
 
 
 def _rotation(rope: Any) -> tuple[Any, ...] | None:

@@ -51,7 +51,8 @@ NB_MODULE(_kernels, module) {
   module.def("gelu_fast_approx", [](const mx::array& x) { return make_gelu(x, false); }, "x"_a);
   module.def("heads", &make_heads, "x"_a, "norm"_a.none(), "linears"_a, "heads"_a, "head_norms"_a, "rotation"_a.none(),
              "offset"_a);
-  module.def("gated_layer", &make_gated_layer, "x"_a, "norm"_a.none(), "gate"_a, "up"_a, "down"_a);
+  module.def("gated_layer", &make_gated_layer, "x"_a, "norm"_a.none(), "gate"_a, "up"_a, "down"_a,
+             "has_residual"_a = true);
   module.def("added", &make_added, "x"_a, "linear"_a, "residual"_a);
   module.def("append", &make_appended, "plane"_a, "rows"_a, "slot"_a, "begin"_a);
   module.def("attended_token", &make_attended_token, "x"_a, "norm"_a.none(), "linears"_a, "heads"_a, "head_norms"_a,

@@ -59,19 +59,20 @@ class HeadProducts : public FusedProducts {
 // Linear layers: gate and up. Further inputs: the parts of the layer down, and x again.
 class GatedLayer : public FusedProducts {
  public:
-  GatedLayer(mx::Stream stream, std::optional<float> epsilon, std::vector<Linear> linears, Linear down)
-      : FusedProducts(stream, epsilon, std::move(linears)), down_(down) {}
+  GatedLayer(mx::Stream stream, std::optional<float> epsilon, std::vector<Linear> linears, Linear down, bool has_residual)
+      : FusedProducts(stream, epsilon, std::move(linears)), down_(down), has_residual_(has_residual) {}
 
   const char* name() const override { return "CpuGatedLayer"; }
-  std::vector<mx::Shape> output_shapes(const Arrays& inputs) override { return {inputs.back().shape()}; }
+  std::vector<mx::Shape> output_shapes(const Arrays& inputs) override { return {inputs[0].shape()}; }
 
  protected:
   void finish(ProductTask task, const Arrays& others, Arrays& outputs, mx::cpu::CommandEncoder& encoder) const override {
     ProductTask down{.rows = task.rows, .columns = task.products[0].w.rows, .type = task.type};
     size_t next = 0;
     down.add(down_, others, next, encoder);
-    encoder.dispatch([x = task.x, gated = GatedTask{std::move(task), std::move(down)}, y = outputs[0].data<void>()]() mutable {
-      gated.compute(x, y);
+    encoder.dispatch([x = task.x, gated = GatedTask{std::move(task), std::move(down)}, y = outputs[0].data<void>(),
+                      has_residual = has_residual_]() mutable {
+      gated.compute(x, y, has_residual);
     });
   }
 
@@ -79,11 +80,12 @@ class GatedLayer : public FusedProducts {
     const auto& gate = products[0];
     size_t next = 0;
     const auto result = stock_product(down_, gate * mx::sigmoid(gate, stream()) * products[1], others, next);
-    return {mx::add(others[next], result, stream())};
+    return {has_residual_ ? mx::add(others[next], result, stream()) : result};
   }
 
  private:
   Linear down_;
+  bool has_residual_;
 };
 
 // Further input: the residual, of the result's shape.
@@ -194,7 +196,8 @@ std::optional<std::vector<mx::array>> make_heads(
 }
 
 std::optional<mx::array> make_gated_layer(const mx::array& x, const std::optional<NormLayer>& norm,
-                                          const LinearLayer& gate, const LinearLayer& up, const LinearLayer& down) {
+                                          const LinearLayer& gate, const LinearLayer& up, const LinearLayer& down,
+                                          bool has_residual) {
   const auto stream = mx::to_stream({});
   const int width = std::get<0>(gate).shape(0);
   if (x.ndim() < 1 || width == 0 || std::get<0>(up).shape(0) != width || std::get<0>(down).shape(0) != x.shape(-1)) {
@@ -204,9 +207,9 @@ std::optional<mx::array> make_gated_layer(const mx::array& x, const std::optiona
   if (!inputs || !inputs->add(stream, down, width, x.dtype())) return std::nullopt;
   const auto last = inputs->linears.back();
   inputs->linears.pop_back();
-  inputs->arrays.push_back(x);
+  if (has_residual) inputs->arrays.push_back(x);
   return mx::array(x.shape(), x.dtype(),
-                   std::make_shared<GatedLayer>(stream, inputs->epsilon, std::move(inputs->linears), last),
+                   std::make_shared<GatedLayer>(stream, inputs->epsilon, std::move(inputs->linears), last, has_residual),
                    std::move(inputs->arrays));
 }
 

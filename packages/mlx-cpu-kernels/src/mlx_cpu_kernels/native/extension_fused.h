@@ -31,9 +31,10 @@ std::optional<std::vector<mx::array>> make_heads(
     const std::vector<int>& heads, const std::vector<NormLayer>& head_norms, const std::optional<Rotation>& rotation,
     const std::variant<int, mx::array>& offset);
 
-// x + down(silu(gate(y)) * up(y)), of x (..., K), where y is x normalized.
+// x + down(silu(gate(y)) * up(y)), of x (..., K), where y is x normalized; without the residual, no x is added.
 std::optional<mx::array> make_gated_layer(const mx::array& x, const std::optional<NormLayer>& norm,
-                                          const LinearLayer& gate, const LinearLayer& up, const LinearLayer& down);
+                                          const LinearLayer& gate, const LinearLayer& up, const LinearLayer& down,
+                                          bool has_residual);
 
 // residual + linear(x), of x (..., K). Heads (batch, heads, tokens, size) are taken side by side as K.
 std::optional<mx::array> make_added(const mx::array& x, const LinearLayer& linear, const mx::array& residual);

@@ -80,13 +80,13 @@ struct ProductTask {
     multiply_all(normalized.data());
   }
 
-  // Computes residual + the only product, all of rows side by side.
+  // Computes residual + the only product, all of rows side by side. Without a residual, it is the product alone.
   void multiply_and_add(const void* residual, void* y) {
     auto& product = products[0];
     product.y = y;
     product.y_stride = product.w.rows;
     multiply();
-    add_rows({residual, type, product.w.rows}, rows, product.w.rows, y, product.w.rows, threads());
+    if (residual) add_rows({residual, type, product.w.rows}, rows, product.w.rows, y, product.w.rows, threads());
   }
 
  private:
@@ -103,7 +103,7 @@ struct ProductTask {
 struct GatedTask {
   ProductTask gate_and_up, down;
 
-  void compute(const void* x, void* y) {
+  void compute(const void* x, void* y, bool has_residual = true) {
     const int64_t rows = gate_and_up.rows, width = down.columns, bytes = rows * width * size_of(down.type);
     const Buffer gate(bytes), up(bytes);
     gate_and_up.x = x;
@@ -114,7 +114,7 @@ struct GatedTask {
     gated_activation(Activation::silu, {gate.data(), down.type, width}, up.data(), width, rows, width, up.data(), width,
                      threads());
     down.x = up.data();
-    down.multiply_and_add(x, y);
+    down.multiply_and_add(has_residual ? x : nullptr, y);
   }
 };
 
