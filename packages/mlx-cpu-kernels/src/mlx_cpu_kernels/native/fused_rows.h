@@ -75,13 +75,16 @@ template <class V>
   auto sums = V::zero(), squares = V::zero();
   each_vector<V>(n.columns, [&](int64_t, auto load, auto) { sums = V::add(sums, load(x, type)); });
   const float mean = V::sum(sums) / float(n.columns);
-  each_vector<V>(n.columns, [&](int64_t, auto load, auto) {
-    auto value = V::add(load(x, type), V::broadcast(-mean));
+  float minus_means[V::kLanes];
+  V::store(minus_means, V::broadcast(-mean));
+  each_vector<V>(n.columns, [&](int64_t i, auto load, auto) {
+    const int64_t left = n.columns - i;  // the lanes beyond the end stay zeros
+    auto minus_mean = left >= V::kLanes ? V::load(minus_means)
+                                        : V::load_some_values(minus_means, Type::float32, 0, left);
+    auto value = V::add(load(x, type), minus_mean);
     squares = V::multiply_add(value, value, squares);
   });
-  // The lanes beyond the end were counted as zeros, that is by the square of the mean.
-  float beyond = float(round_up(n.columns, V::kLanes) - n.columns) * mean * mean;
-  auto factor = V::broadcast(1 / std::sqrt((V::sum(squares) - beyond) / float(n.columns) + n.epsilon));
+  auto factor = V::broadcast(1 / std::sqrt(V::sum(squares) / float(n.columns) + n.epsilon));
   void* y = at(n.y, type, row * n.y_stride);
   each_vector<V>(n.columns, [&](int64_t, auto load, auto store) {
     auto value = V::multiply(V::add(load(x, type), V::broadcast(-mean)), factor);
