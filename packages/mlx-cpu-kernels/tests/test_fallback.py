@@ -10,14 +10,13 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from comparison import MODES, TYPES, exact, numbers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from mlx_cpu_kernels import fallback, operations, speed_up
 from mlx_cpu_kernels.scratch import TILE_BYTES, scratch_bytes
 
-TYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 bits = st.sampled_from([2, 3, 4, 5, 6, 8])
 group_sizes = st.sampled_from([32, 64, 128])
 
@@ -31,14 +30,6 @@ def on_the_cpu() -> Iterator[None]:
     yield
     operations.uninstall()
     mx.set_default_device(before)
-
-
-def numbers(seed: int, *shape: int) -> mx.array:
-    return mx.array(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
-
-
-def exact(array: mx.array) -> NDArray[np.float64]:
-    return np.array(array.astype(mx.float32)).astype(np.float64)
 
 
 def assert_close(ours: mx.array, theirs: mx.array, tolerance: float = 1e-5) -> None:
@@ -56,6 +47,46 @@ def test_converted_weights_are_those_that_mlx_dequantizes(
     wide = scales.astype(mx.float32), biases.astype(mx.float32)
     theirs = mx.dequantize(w, *wide, group_size=group_size, bits=bits)
     assert mx.array_equal(fallback.to_float32(w, scales, biases, group_size, bits), theirs)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_byte_is_the_number_that_it_is_for_mlx(mode: str) -> None:
+    every = mx.arange(256, dtype=mx.uint32).astype(mx.uint8)
+    weights = mx.broadcast_to(every, (256, 256)).view(mx.uint32)
+    bits = 8 if mode == "mxfp8" else 4
+    scales = mx.broadcast_to(every[:, None], (256, 256 * 8 // bits // MODES[mode]))
+    ours = fallback.to_float32(weights, scales, None, MODES[mode], bits, mode)
+    assert mx.array_equal(ours, mx.dequantize(weights, scales, mode=mode, dtype=mx.float32), equal_nan=True)
+
+
+@given(st.sampled_from(sorted(MODES)), st.sampled_from(sorted(TYPES)), st.integers(1, 30), st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_products_of_other_modes_are_mlx_s_own(mode: str, x_type: str, rows: int, transpose: bool) -> None:
+    packed = mx.quantize(numbers(1, 2080, 96), mode=mode)
+    if x_type != "float32":
+        rows += 12  # MLX's own, which computes fewer, sums half types in half precision
+    x = numbers(2, rows, 96 if transpose else 2080).astype(TYPES[x_type])
+    options: dict[str, Any] = {"mode": mode, "transpose": transpose}
+    ours = fallback.multiply(mx.quantized_matmul, x, *packed, **options)
+    exact_one = mx.quantized_matmul(x.astype(mx.float32), *packed, **options)
+    assert ours.dtype == x.dtype
+    assert_close(ours, exact_one.astype(x.dtype), 1e-5 if x_type == "float32" else 0.01)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_experts_of_other_modes_are_mlx_s_own(mode: str) -> None:
+    packed = mx.quantize(numbers(1, 4, 40, 64), mode=mode)
+    chosen = mx.sort(mx.array(np.random.default_rng(0).integers(0, 4, 60), mx.uint32))
+    x, options = numbers(2, 60, 1, 64), {"rhs_indices": chosen, "mode": mode}
+    ours = fallback.gather(mx.gather_qmm, x, *packed, **options, sorted_indices=True)
+    assert_close(ours, mx.gather_qmm(x, *packed, **options, sorted_indices=True))
+
+
+def test_wrong_arguments_get_mlx_s_own_error() -> None:
+    packed, x = mx.quantize(numbers(1, 40, 64)), numbers(2, 20, 64)
+    for options in ({"mode": "mxfp4"}, {"mode": "fp4"}, {"bits": 7}):
+        with pytest.raises(ValueError, match=r"mode|Scale type|bits"):
+            fallback.multiply(mx.quantized_matmul, x, *packed, **options)
 
 
 @given(st.data(), bits, group_sizes, st.sampled_from(sorted(TYPES)), st.sampled_from(sorted(TYPES)))

@@ -226,22 +226,31 @@ def _fused() -> Iterator[Sample]:
 
 
 def _products() -> Iterator[Sample]:
-    """Yield products that use each kernel: every number of bits and type, one row and several, blocks that end early."""
+    """Yield products that use each kernel: every number of bits, mode and type, blocks that end early."""
     for bits in (2, 3, 4, 5, 6, 8):
         for group_size, dtype in ((32, mx.float32), (64, mx.float16), (128, mx.bfloat16)):
             options: dict[str, Any] = {"bits": bits, "group_size": group_size}
-            columns = 3 * group_size
-            matrices = _matrices(3, 50, columns, dtype=dtype, **options)
-            matrix = tuple(part[0] for part in matrices)
-            yield "dequantize", matrix, options
-            for rows in (1, 3, 18):
-                yield "quantized_matmul", (_numbers(rows, columns), *matrix), options
-            yield "quantized_matmul", (_numbers(2, 50), *matrix), {**options, "transpose": False}
-            chosen = {"rhs_indices": mx.array([[0, 2], [1, 2]], mx.uint32)}
-            yield "gather_qmm", (_numbers(2, 1, 1, columns), *matrices), {**options, **chosen}
-            yield "gather_qmm", (_numbers(2, 1, 1, 50), *matrices), {**options, **chosen, "transpose": False}
-            if dtype != mx.float32:
-                yield "quantized_matmul", (_numbers(2, columns).astype(dtype), *matrix), options
+            matrices = _matrices(3, 50, 3 * group_size, dtype=dtype, **options)
+            yield from _products_with(matrices, 3 * group_size, dtype, options)
+    for mode, dtype in (("mxfp4", mx.bfloat16), ("nvfp4", mx.float16), ("mxfp8", mx.bfloat16)):
+        yield from _products_with(_matrices_of_mode(mode, 3, 50, 96), 96, dtype, {"mode": mode})
+
+
+def _products_with(
+    matrices: tuple[mx.array, ...], columns: int, dtype: mx.Dtype, options: dict[str, Any]
+) -> Iterator[Sample]:
+    """Yield products with three matrices of 50 rows: with one row of x and several, transposed and not."""
+    matrix = tuple(part[0] for part in matrices)
+    yield "dequantize", matrix, options
+    for rows in (1, 3, 18):
+        yield "quantized_matmul", (_numbers(rows, columns), *matrix), options
+    straight = {**options, "transpose": False}
+    yield "quantized_matmul", (_numbers(2, 50), *matrix), straight
+    chosen = {"rhs_indices": mx.array([[0, 2], [1, 2]], mx.uint32)}
+    yield "gather_qmm", (_numbers(2, 1, 1, columns), *matrices), {**options, **chosen}
+    yield "gather_qmm", (_numbers(2, 1, 1, 50), *matrices), {**straight, **chosen}
+    if dtype != mx.float32:
+        yield "quantized_matmul", (_numbers(2, columns).astype(dtype), *matrix), options
 
 
 def _large_products() -> Iterator[Sample]:
@@ -302,10 +311,31 @@ def _attentions() -> Iterator[Sample]:
 def _matrices(*shape: int, bits: int, group_size: int, dtype: mx.Dtype = mx.float32) -> tuple[mx.array, ...]:
     """Return weights, scales and biases of any kind: `mx.quantize` would take longer than all products."""
     *leading, columns = shape
-    words, groups = (*leading, columns * bits // 32), (*leading, columns // group_size)
-    weights = (mx.arange(math.prod(words), dtype=mx.uint32) * 2654435761).astype(mx.uint32).reshape(words)
+    groups = (*leading, columns // group_size)
+    weights = _words(*leading, columns * bits // 32)
     scales = (_numbers(*groups) / (1 << bits)).astype(dtype)
     return weights, scales, (scales * -(1 << bits - 1)).astype(dtype)
+
+
+def _matrices_of_mode(mode: str, *shape: int) -> tuple[mx.array, mx.array]:
+    """Return weights and scales that are bytes, of sizes around a hundredth."""
+    *leading, columns = shape
+    bits, group_size = _FORMATS[mode]
+    weights = _words(*leading, columns * bits // 32)
+    groups = (*leading, columns // group_size)
+    scales = mx.arange(math.prod(groups)).reshape(groups) % 7
+    scales = scales + (118 if mode != "nvfp4" else 5)
+    if mode == "mxfp8":
+        weights = weights & 0xFEFEFEFE  # a byte of ones is no number
+    return weights, scales.astype(mx.uint8)
+
+
+_FORMATS = {"mxfp4": (4, 32), "nvfp4": (4, 16), "mxfp8": (8, 32)}
+"""Bits and group of the modes that have no choice."""
+
+
+def _words(*shape: int) -> mx.array:
+    return (mx.arange(math.prod(shape), dtype=mx.uint32) * 2654435761).astype(mx.uint32).reshape(shape)
 
 
 def _numbers(*shape: int) -> mx.array:

@@ -58,14 +58,20 @@ struct Shape {
   int64_t n, k;
   int bits, group_size;
   Type type, x_type;
+  Mode mode = Mode::affine;
 };
 
+Shape shape_of(Mode mode, int64_t n, int64_t k) {
+  auto [bits, group_size, type] = fixed_format(mode);
+  return {n, k, bits, group_size, type, Type::float32, mode};
+}
+
 void bench(const Shape& shape, const std::vector<int64_t>& rows_list, Sgemm sgemm) {
-  auto [n, k, bits, group_size, type, x_type] = shape;
+  auto [n, k, bits, group_size, type, x_type, mode] = shape;
   Random random(1);
-  double bytes = double(n) * k * bits / 8 + 2.0 * n * k / group_size * size_of(type);
+  double bytes = double(n) * k * bits / 8 + (mode == Mode::affine ? 2.0 : 1.0) * n * k / group_size * size_of(type);
   int copies = int(std::min(64.0, 96e6 / bytes) + 1);
-  RandomMatrix w(random, n, k, bits, group_size, type, 0, 0, copies);
+  RandomMatrix w(random, n, k, bits, group_size, type, 0, 0, copies, mode);
   Threads one(1);
   for (int64_t rows : rows_list) {
     Values x(random, x_type, rows * k), y(x_type, rows * n);
@@ -73,7 +79,7 @@ void bench(const Shape& shape, const std::vector<int64_t>& rows_list, Sgemm sgem
       Quantized q = w.quantized;
       q.weights += i % copies * n * q.row_words;
       q.scales = at(q.scales, type, i % copies * n * q.row_groups);
-      q.biases = at(q.biases, type, i % copies * n * q.row_groups);
+      if (q.biases) q.biases = at(q.biases, type, i % copies * n * q.row_groups);
       multiply_transposed(x.data(), x_type, k, rows, q, y.data(), n, one);
     });
     std::printf("%6ld x %-5ld %d bits, groups of %3d, scales %d, x %d, %4ld rows: %9.1f us %6.1f GB/s %6.1f GFLOP/s",
@@ -105,6 +111,9 @@ int main(int count, char** arguments) {
   bench({4096, 4096, 4, 64, f32, f32}, {1, 2, 3, 4, 6, 8, 12, 16, 32, 128, 512}, sgemm);
   bench({4096, 4096, 4, 64, bf16, bf16}, {1, 8, 512}, sgemm);
   for (int bits : {2, 3, 5, 6, 8}) bench({4096, 4096, bits, 64, f32, f32}, {1, 2, 3, 4, 8, 128}, nullptr);
+  for (Mode mode : {Mode::mxfp4, Mode::nvfp4, Mode::mxfp8})
+    bench(shape_of(mode, 4096, 4096), {1, 2, 4, 8, 16, 128}, nullptr);
+  bench(shape_of(Mode::mxfp4, 2880, 2880), {1, 4, 32}, nullptr);
   for (auto [n, k] : {std::pair{576, 576}, {192, 576}, {1536, 576}, {576, 1536}, {49152, 576}})
     bench({n, k, 4, 32, f16, f32}, n > 9999 ? std::vector<int64_t>{1, 8} : std::vector<int64_t>{1, 8, 128}, nullptr);
   bench({49152, 576, 8, 64, f16, f32}, {1, 8}, nullptr);

@@ -24,6 +24,11 @@ struct Values {
   Values(Type type, int64_t count) : type(type), bytes(count * size_of(type)) {}
 
   Values(Random& random, Type type, int64_t count, float scale = 1) : Values(type, count) {
+    if (is_byte(type)) {  // scales: powers of two around 2^-6, or any sign and size below 1.5
+      for (auto& byte : bytes)
+        byte = char(type == Type::e8m0 ? pick(random, 118, 124) : pick(random, 0, 60) + 128 * pick(random, 0, 1));
+      return;
+    }
     std::normal_distribution<float> normal(0, scale);
     for (int64_t i = 0; i < count; i++) store_value(bytes.data(), type, i, normal(random));
   }
@@ -32,28 +37,43 @@ struct Values {
   void* data() { return bytes.data(); }
 };
 
+// Bits, group and type of scales of a mode that has no choice.
+struct FixedFormat {
+  int bits, group_size;
+  Type type;
+};
+inline FixedFormat fixed_format(Mode mode) {
+  if (mode == Mode::nvfp4) return {4, 16, Type::e4m3};
+  return {mode == Mode::mxfp8 ? 8 : 4, 32, Type::e8m0};
+}
+
 struct RandomMatrix {
   std::vector<uint32_t> words;
   Values scales, biases;
   Quantized quantized;
 
-  // `word_gap` and `group_gap` lie between rows; `count` matrices follow one another.
+  // `word_gap` and `group_gap` lie between rows; `count` matrices follow one another. Bits, group and type are the
+  // mode's.
   RandomMatrix(Random& random, int64_t rows, int64_t columns, int bits, int group_size, Type type, int64_t word_gap = 0,
-               int64_t group_gap = 0, int64_t count = 1)
+               int64_t group_gap = 0, int64_t count = 1, Mode mode = Mode::affine)
       : words(count * rows * (columns * bits / 32 + word_gap) - word_gap),
         scales(random, type, count * rows * (columns / group_size + group_gap) - group_gap, 0.02f),
-        biases(random, type, count * rows * (columns / group_size + group_gap) - group_gap, 0.1f) {
+        biases(random, mode == Mode::affine ? type : Type::float32,
+               mode == Mode::affine ? count * rows * (columns / group_size + group_gap) - group_gap : 0, 0.1f) {
     for (auto& word : words) word = uint32_t(random());
+    if (mode == Mode::mxfp8)  // the largest number of a byte is none
+      for (auto& word : words) word &= ~0x01010101u;
     quantized = {words.data(),
                  scales.data(),
-                 biases.data(),
+                 mode == Mode::affine ? biases.data() : nullptr,
                  type,
                  bits,
                  group_size,
                  rows,
                  columns,
                  columns * bits / 32 + word_gap,
-                 columns / group_size + group_gap};
+                 columns / group_size + group_gap,
+                 mode};
   }
 };
 

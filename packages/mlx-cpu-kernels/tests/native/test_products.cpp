@@ -1,5 +1,6 @@
 // Compares the products of every instruction set with the scalar reference, over random shapes, bits, groups, strides,
 // numbers of rows and types.
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -14,21 +15,31 @@ namespace {
 constexpr int kBits[] = {2, 3, 4, 5, 6, 8};
 constexpr int kGroups[] = {32, 64, 128};
 
+constexpr Mode kModes[] = {Mode::affine, Mode::affine, Mode::affine, Mode::mxfp4, Mode::nvfp4, Mode::mxfp8};
+
 struct Case {
   Random random;
+  Mode mode;
   int bits, group_size, threads;
   Type type, x_type;
   int64_t rows, n, k, word_gap, group_gap, x_gap, y_gap;
 
   explicit Case(uint64_t seed) : random(seed) {
+    mode = kModes[pick(random, 0, 5)];
     bits = kBits[pick(random, 0, 5)];
     group_size = kGroups[pick(random, 0, 2)];
     type = kTypes[pick(random, 0, 2)];
+    if (mode != Mode::affine) {
+      auto fixed = fixed_format(mode);
+      bits = fixed.bits;
+      group_size = fixed.group_size;
+      type = fixed.type;
+    }
     x_type = kTypes[pick(random, 0, 2)];
     threads = pick(random, 0, 3) ? 1 : int(pick(random, 2, 3));
     rows = pick(random, 0, 4) ? pick(random, 1, 17) : pick(random, 18, 80);
     n = pick(random, 1, 200);
-    k = group_size * pick(random, 1, 1100 / group_size);
+    k = std::max(group_size, 32) * pick(random, 1, 1100 / std::max(group_size, 32));
     word_gap = pick(random, 0, 1) * pick(random, 0, 5);
     group_gap = pick(random, 0, 1) * pick(random, 0, 5);
     x_gap = pick(random, 0, 1) * pick(random, 0, 9);
@@ -37,7 +48,8 @@ struct Case {
 
   std::string text() const {
     char text[200];
-    std::snprintf(text, sizeof text, "%d bits, groups of %d, scales %d, x %d, %ld rows, n %ld, k %ld, %d threads", bits,
+    std::snprintf(text, sizeof text,
+                  "mode %d, %d bits, groups of %d, scales %d, x %d, %ld rows, n %ld, k %ld, %d threads", int(mode), bits,
                   group_size, int(type), int(x_type), long(rows), long(n), long(k), threads);
     return text;
   }
@@ -66,11 +78,11 @@ void compare(const Case& c, const char* what, int64_t y_values, double tolerance
   }
 }
 
-// Sums are compared with those in float64: what remains is the rounding of float32 over k terms.
+// The reference adds up in float64: this allows for the rounding of float32 over k terms.
 constexpr double kProductTolerance = 4e-6;
 
 void test_transposed(Case c) {
-  RandomMatrix w(c.random, c.n, c.k, c.bits, c.group_size, c.type, c.word_gap, c.group_gap);
+  RandomMatrix w(c.random, c.n, c.k, c.bits, c.group_size, c.type, c.word_gap, c.group_gap, 1, c.mode);
   int64_t x_stride = c.k + c.x_gap, y_stride = c.n + c.y_gap;
   Values x(c.random, c.x_type, c.rows * x_stride - c.x_gap);
   compare(c, "multiply_transposed", c.rows * y_stride - c.y_gap, kProductTolerance, [&](void* y, Threads& threads) {
@@ -78,14 +90,16 @@ void test_transposed(Case c) {
   });
 }
 
-// Several matrices at once, of one format and of others.
+// Multiplies one x with several matrices at once: three of one format, and one of another.
 void test_several(Case c) {
   std::vector<RandomMatrix> matrices;
   int64_t columns = 0;
   for (int i = 0; i < 4; i++) {
-    int bits = i < 3 ? c.bits : 8;
     int64_t rows = pick(c.random, 1, 150);
-    matrices.emplace_back(c.random, rows, c.k, bits, c.group_size, c.type, c.word_gap, c.group_gap);
+    if (i < 3)
+      matrices.emplace_back(c.random, rows, c.k, c.bits, c.group_size, c.type, c.word_gap, c.group_gap, 1, c.mode);
+    else
+      matrices.emplace_back(c.random, rows, c.k, 8, 32, Type::float16, c.word_gap, c.group_gap);
     columns += rows;
   }
   Values x(c.random, c.x_type, c.rows * c.k);
@@ -102,7 +116,7 @@ void test_several(Case c) {
 
 void test_straight(Case c) {
   std::swap(c.n, c.k);
-  RandomMatrix w(c.random, c.k, c.n, c.bits, c.group_size, c.type, c.word_gap, c.group_gap);
+  RandomMatrix w(c.random, c.k, c.n, c.bits, c.group_size, c.type, c.word_gap, c.group_gap, 1, c.mode);
   int64_t x_stride = c.k + c.x_gap, y_stride = c.n + c.y_gap;
   Values x(c.random, c.x_type, c.rows * x_stride - c.x_gap);
   compare(c, "multiply", c.rows * y_stride - c.y_gap, kProductTolerance, [&](void* y, Threads& threads) {
@@ -114,7 +128,7 @@ void test_gather(Case c, bool transposed) {
   if (!transposed) std::swap(c.n, c.k);
   constexpr int64_t kExperts = 5;
   RandomMatrix w(c.random, transposed ? c.n : c.k, transposed ? c.k : c.n, c.bits, c.group_size, c.type, 0, 0,
-                 kExperts);
+                 kExperts, c.mode);
   Values x(c.random, c.x_type, c.rows * c.k);
   std::vector<GatherPair> pairs;
   for (int64_t i = 0; i < 2 * c.rows; i++)
@@ -127,16 +141,16 @@ void test_gather(Case c, bool transposed) {
 }
 
 void test_dequantize(Case c) {
-  RandomMatrix w(c.random, c.n, c.k, c.bits, c.group_size, c.type, c.word_gap, c.group_gap);
+  RandomMatrix w(c.random, c.n, c.k, c.bits, c.group_size, c.type, c.word_gap, c.group_gap, 1, c.mode);
   int64_t begin = pick(c.random, 0, c.n - 1), end = pick(c.random, begin, c.n);
   // One rounding instead of two: the fused multiplication and addition differs from the reference's.
   compare(c, "dequantize", (end - begin) * c.k, 2e-7,
           [&](void* out, Threads& threads) { dequantize(w.quantized, begin, end, out, c.x_type, threads); });
 }
 
-// What is not finite in x must not be lost on the way.
+// Checks that NaN in a row of x makes all of its products NaN, and none of another row's.
 void test_not_finite(Case c) {
-  RandomMatrix w(c.random, c.n, c.k, c.bits, c.group_size, c.type);
+  RandomMatrix w(c.random, c.n, c.k, c.bits, c.group_size, c.type, 0, 0, 1, c.mode);
   Values x(c.random, c.x_type, c.rows * c.k);
   store_value(x.data(), c.x_type, pick(c.random, 0, c.k - 1), NAN);
   for (InstructionSet set : kVectorSets) {

@@ -1,4 +1,4 @@
-// The pool covers each loop exactly once, whatever its length, its number of threads and who else uses it.
+// Checks that the pool covers each loop exactly once, for any length and number of threads, beside other callers.
 #include <atomic>
 #include <chrono>
 #include <cstdio>
@@ -64,7 +64,7 @@ void test_two_callers() {
   expect(failures == 0, "loops of two callers are not covered once");
 }
 
-// An exception of any thread's piece comes back from the loop, once, and the pool goes on.
+// Throws in the piece of each thread: the loop throws that exception to its caller, and the pool stays usable.
 void test_exceptions() {
   Threads threads(3);
   for (int64_t where : {0, 40, 80, 99}) {
@@ -88,7 +88,7 @@ void test_exceptions() {
   expect(has_thrown, "an exception of all pieces is not thrown");
 }
 
-// The number of threads changes while another thread has loops: each is covered once all the same.
+// Changes the number of threads while another thread runs loops, each of which is still covered once.
 void test_change_during_loops() {
   Threads threads(2);
   std::atomic<bool> is_done = false;
@@ -103,7 +103,7 @@ void test_change_during_loops() {
   expect(wrong == 0, "a loop is not covered once while the number of threads changes");
 }
 
-// Workers that have gone to sleep are woken: the pause is far longer than they spin.
+// Pauses for far longer than idle workers spin, so that the next loop must wake them from sleep.
 void test_pause() {
   Threads threads(3);
   for (int i = 0; i < 5; i++) {

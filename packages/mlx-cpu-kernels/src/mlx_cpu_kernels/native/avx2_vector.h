@@ -55,6 +55,9 @@ struct Avx2 {
   static void store_words(void* to, Int value) { _mm256_storeu_si256(static_cast<Int*>(to), value); }
   static Int zero_words() { return _mm256_setzero_si256(); }
   static Int add_words(Int a, Int b) { return _mm256_add_epi32(a, b); }
+  static Int subtract_words(Int a, Int b) { return _mm256_sub_epi32(a, b); }
+  static Int and_words(Int a, Int b) { return _mm256_and_si256(a, b); }
+  static Int or_words(Int a, Int b) { return _mm256_or_si256(a, b); }
   static Int broadcast_word(uint32_t value) { return _mm256_set1_epi32(int(value)); }
   template <int n>
   static Int shift_left(Int a) {
@@ -66,6 +69,12 @@ struct Avx2 {
   }
   static Int load_some_words(const void* from, int64_t count) {
     return _mm256_maskload_epi32(static_cast<const int*>(from), first(count));
+  }
+  static Int load_bytes(const void* from) { return load_some_bytes(from, kLanes); }
+  static Int load_some_bytes(const void* from, int64_t count) {
+    int64_t bytes = 0;
+    std::memcpy(&bytes, from, count);
+    return _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(bytes));
   }
 
   static Float load_values(const void* from, Type type, int64_t i) {
@@ -94,6 +103,7 @@ struct Avx2 {
   static Int round_to_words(Float a) { return _mm256_cvtps_epi32(a); }
   static Float float_of_words(Int a) { return _mm256_cvtepi32_ps(a); }
   static Int words_of_float(Float a) { return _mm256_castps_si256(a); }
+  static Float float_of_bits(Int a) { return _mm256_castsi256_ps(a); }
   static void store_low_bytes(int8_t* to, Int a) {
     const Int low_bytes = _mm256_set1_epi32(0x0c080400);
     Int packed = _mm256_shuffle_epi8(a, low_bytes);
@@ -102,14 +112,31 @@ struct Avx2 {
   }
 
   template <int bits, int shift>
-  static Float field(Int words, Int next) {
+  static Int field(Int words, Int next) {
     Int moved = words;
     if constexpr (shift + bits > 32) {
       moved = _mm256_or_si256(_mm256_srli_epi32(words, shift), _mm256_slli_epi32(next, 32 - shift));
     } else if constexpr (shift > 0) {
       moved = _mm256_srli_epi32(words, shift);
     }
-    return value_of_low_bits<bits>(moved);
+    return moved;
+  }
+
+  template <int bits>
+  static Float value_of_low_bits(Int words) {
+    if constexpr (bits <= 3) {  // looked up: the permutation ignores the bits above
+      constexpr int m = (1 << bits) - 1;
+      const Float values = _mm256_setr_ps(0, 1, 2 & m, 3 & m, 4 & m, 5 & m, 6 & m, 7 & m);
+      return _mm256_permutevar8x32_ps(values, words);
+    } else {
+      return _mm256_cvtepi32_ps(_mm256_and_si256(words, _mm256_set1_epi32((1 << bits) - 1)));
+    }
+  }
+
+  static Float e2m1_of_low_bits(Int words) {
+    Float magnitude = _mm256_permutevar8x32_ps(_mm256_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6), words);
+    Float sign = _mm256_and_ps(_mm256_castsi256_ps(_mm256_slli_epi32(words, 28)), _mm256_set1_ps(-0.f));
+    return _mm256_or_ps(magnitude, sign);
   }
 
   template <int bits, class F>
@@ -124,7 +151,7 @@ struct Avx2 {
         Int next = _mm256_permutevar8x32_epi32(words, _mm256_add_epi32(index, _mm256_set1_epi32(1)));
         moved = _mm256_or_si256(moved, _mm256_sllv_epi32(next, _mm256_sub_epi32(_mm256_set1_epi32(32), shift)));
       }
-      f(i, value_of_low_bits<bits>(moved));
+      f(i, moved);
     }
   }
 
@@ -147,6 +174,17 @@ struct Avx2 {
       out[2] = _mm256_and_si256(_mm256_srli_epi32(words, 4), mask);
       out[3] = _mm256_and_si256(_mm256_srli_epi32(words, 6), mask);
     }
+  }
+
+  static constexpr int kE2m1Offset = 12;
+
+  template <class Vectors>
+  static void unpack_e2m1(Int words, Vectors& out) {
+    const __m128i twice = _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
+    const Int values = _mm256_broadcastsi128_si256(twice);
+    unpack_bytes<4>(words, out);
+    out[0] = _mm256_shuffle_epi8(values, out[0]);
+    out[1] = _mm256_shuffle_epi8(values, out[1]);
   }
 
   // ---- 16 bits --------------------------------------------------------------------------------------------------
@@ -248,17 +286,6 @@ struct Avx2 {
     rounded = _mm256_blendv_epi8(rounded, _mm256_or_si256(bits, _mm256_set1_epi32(0x400000)), nan);
     Int high = _mm256_srli_epi32(rounded, 16);
     return _mm256_castsi256_si128(_mm256_permute4x64_epi64(_mm256_packus_epi32(high, high), 0x08));
-  }
-
-  template <int bits>
-  static Float value_of_low_bits(Int words) {
-    if constexpr (bits <= 3) {  // looked up: the permutation ignores the bits above
-      constexpr int m = (1 << bits) - 1;
-      const Float values = _mm256_setr_ps(0, 1, 2 & m, 3 & m, 4 & m, 5 & m, 6 & m, 7 & m);
-      return _mm256_permutevar8x32_ps(values, words);
-    } else {
-      return _mm256_cvtepi32_ps(_mm256_and_si256(words, _mm256_set1_epi32((1 << bits) - 1)));
-    }
   }
 };
 

@@ -49,6 +49,9 @@ struct Avx512 {
   static void store_words(void* to, Int value) { _mm512_storeu_si512(to, value); }
   static Int zero_words() { return _mm512_setzero_si512(); }
   static Int add_words(Int a, Int b) { return _mm512_add_epi32(a, b); }
+  static Int subtract_words(Int a, Int b) { return _mm512_sub_epi32(a, b); }
+  static Int and_words(Int a, Int b) { return _mm512_and_si512(a, b); }
+  static Int or_words(Int a, Int b) { return _mm512_or_si512(a, b); }
   static Int broadcast_word(uint32_t value) { return _mm512_set1_epi32(int(value)); }
   template <int n>
   static Int shift_left(Int a) {
@@ -61,6 +64,14 @@ struct Avx512 {
 
   // The first `count` < kLanes words, then zeros; reads nothing beyond them.
   static Int load_some_words(const void* from, int64_t count) { return _mm512_maskz_loadu_epi32(first(count), from); }
+
+  // kLanes bytes, each as a word; and the first `count` < kLanes of them, then zeros.
+  static Int load_bytes(const void* from) {
+    return _mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(from)));
+  }
+  static Int load_some_bytes(const void* from, int64_t count) {
+    return _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(first(count), from));
+  }
 
   // Values [i, i + kLanes) of an array of any type, as float32.
   static Float load_values(const void* from, Type type, int64_t i) {
@@ -85,21 +96,45 @@ struct Avx512 {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(a));
   }
 
-  // The `bits` bits from bit `shift` on of each lane, as float32; those beyond bit 31 come from `next`.
-  // Up to 5 bits the value is looked up: the permutation itself ignores the bits above, and needs no conversion.
+  // Each lane, moved down so that the `bits` bits from bit `shift` on are its lowest. Those beyond bit 31 come from
+  // `next`.
   template <int bits, int shift>
-  static Float field(Int words, Int next) {
+  static Int field(Int words, Int next) {
     Int moved = words;
     if constexpr (shift + bits > 32) {
       moved = _mm512_or_si512(_mm512_srli_epi32(words, shift), _mm512_slli_epi32(next, 32 - shift));
     } else if constexpr (shift > 0) {
       moved = _mm512_srli_epi32(words, shift);
     }
-    return value_of_low_bits<bits>(moved);
+    return moved;
   }
 
-  // Calls f(i, vector) for the two vectors of 32 values that begin at a whole word, in their order: each lane fetches
-  // its word, and the next where values cross words, and shifts it as far as it needs.
+  // The integer in the lowest bits of each lane. Up to 5 bits it is looked up: the permutation itself ignores the bits
+  // above, and needs no conversion.
+  template <int bits>
+  static Float value_of_low_bits(Int words) {
+    if constexpr (bits <= 4) {
+      constexpr int m = (1 << bits) - 1;
+      const Float values = _mm512_setr_ps(0, 1, 2 & m, 3 & m, 4 & m, 5 & m, 6 & m, 7 & m, 8 & m, 9 & m, 10 & m, 11 & m,
+                                          12 & m, 13 & m, 14 & m, 15 & m);
+      return _mm512_permutexvar_ps(words, values);
+    } else if constexpr (bits == 5) {
+      const Float low = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+      const Float high = _mm512_setr_ps(16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31);
+      return _mm512_permutex2var_ps(low, words, high);
+    } else {
+      return _mm512_cvtepi32_ps(_mm512_and_si512(words, _mm512_set1_epi32((1 << bits) - 1)));
+    }
+  }
+
+  // The e2m1 in the lowest four bits of each lane.
+  static Float e2m1_of_low_bits(Int words) {
+    const Float values = _mm512_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.f, -0.5f, -1, -1.5f, -2, -3, -4, -6);
+    return _mm512_permutexvar_ps(words, values);
+  }
+
+  // Calls f(i, vector) for the two vectors of 32 values that begin at a whole word, in their order and in the lowest
+  // bits: each lane fetches its word, and the next where values cross words, and shifts it as far as it needs.
   template <int bits, class F>
   static void unpack_in_order(const uint32_t* from, F&& f) {
     const Int lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -112,7 +147,7 @@ struct Avx512 {
         Int next = _mm512_permutexvar_epi32(_mm512_add_epi32(index, _mm512_set1_epi32(1)), words);
         moved = _mm512_or_si512(moved, _mm512_sllv_epi32(next, _mm512_sub_epi32(_mm512_set1_epi32(32), shift)));
       }
-      f(i, value_of_low_bits<bits>(moved));
+      f(i, moved);
     }
   }
 
@@ -147,6 +182,18 @@ struct Avx512 {
       Int moved = _mm512_multishift_epi64_epi8(_mm512_set1_epi64(shifts_of_eight(bits)), spread);
       out[0] = _mm512_and_si512(moved, _mm512_set1_epi8((1 << bits) - 1));
     }
+  }
+
+  // e2m1 as bytes: twice the values are integers, and this is added to each, since weights have no sign here.
+  static constexpr int kE2m1Offset = 12;
+
+  // Vector i has value i of every byte. The permutation ignores the two highest bits of a byte, and its table repeats
+  // itself for the two below.
+  template <class Vectors>
+  static void unpack_e2m1(Int words, Vectors& out) {
+    const Int values = _mm512_broadcast_i32x4(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
+    out[0] = _mm512_permutexvar_epi8(words, values);
+    out[1] = _mm512_permutexvar_epi8(_mm512_srli_epi32(words, 4), values);
   }
 
   // Lane i takes value index[i] of the `count` <= 8 at `from`. Reads no more than needed: what was just stored by two
@@ -187,6 +234,7 @@ struct Avx512 {
     }
   }
   static Int words_of_float(Float a) { return _mm512_castps_si512(a); }
+  static Float float_of_bits(Int a) { return _mm512_castsi512_ps(a); }
 
  private:
   static __mmask16 first(int64_t count) { return __mmask16((1u << count) - 1); }
@@ -213,22 +261,6 @@ struct Avx512 {
     __mmask16 nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
     rounded = _mm512_mask_or_epi32(rounded, nan, bits, _mm512_set1_epi32(0x400000));
     return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
-  }
-
-  template <int bits>
-  static Float value_of_low_bits(Int words) {
-    if constexpr (bits <= 4) {
-      constexpr int m = (1 << bits) - 1;
-      const Float values = _mm512_setr_ps(0, 1, 2 & m, 3 & m, 4 & m, 5 & m, 6 & m, 7 & m, 8 & m, 9 & m, 10 & m, 11 & m,
-                                          12 & m, 13 & m, 14 & m, 15 & m);
-      return _mm512_permutexvar_ps(words, values);
-    } else if constexpr (bits == 5) {
-      const Float low = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-      const Float high = _mm512_setr_ps(16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31);
-      return _mm512_permutex2var_ps(low, words, high);
-    } else {
-      return _mm512_cvtepi32_ps(_mm512_and_si512(words, _mm512_set1_epi32((1 << bits) - 1)));
-    }
   }
 
   static Int eight_values_a_lane(int bits) {  // byte b of the 64-bit lane i is byte i * bits + b of the stream

@@ -8,6 +8,9 @@
 //
 //   y[n] = sum over groups g of scale[n, g] * xscale[g] * (sum of q * x) + bias[n, g] * (sum of x)
 //
+// Twice an e2m1 is an integer as well, which is looked up. Where weights have no sign, an offset is added to each, and
+// its products, the same for all rows of the matrix, are subtracted from the sums of integers.
+//
 // A block is what one vector of packed weights holds: with 2, 4 or 8 bits, value i of every byte becomes vector i, so
 // that vector i has the columns i, i + values, i + 2 * values ...; x is put into the same order. With 3, 5 and 6 bits a
 // block has as many values as a vector has bytes, in order. Each lane of 32 bits covers neighbouring columns.
@@ -60,18 +63,62 @@ struct Block {
   }
 };
 
+// Sums of the products of a block's integers, for several rows of the matrix and one of x, each lane its own: of the
+// first digits, and of the last ones where both do not fit into 32 bits. A vector of x is loaded once for all rows, and
+// their sums do not wait for one another.
+template <class V, int bits, int rows>
+inline void sum_block(const typename V::Int (&weights)[rows][Block<V, bits>::kKept],
+                      const typename Block<V, bits>::Digit* x, typename V::Int (&sums)[rows],
+                      typename V::Int (&last)[rows]) {
+  using B = Block<V, bits>;
+  unroll<rows>([&]<int r>() { sums[r] = last[r] = V::zero_words(); });
+  auto digits = [&](int v, int plane) { return V::load_words(x + (v * B::kPlanes + plane) * B::kDigits); };
+  if constexpr (B::kIsWide) {
+    unroll<B::kVectors>([&]<int v>() {
+      auto high = digits(v, 0), low = digits(v, 1);
+      unroll<rows>([&]<int r>() {
+        auto w = V::template value_of_halves<bits, B::kTogether, v % B::kTogether>(weights[r][v / B::kTogether]);
+        sums[r] = V::multiply_add_halves(sums[r], w, high);
+        last[r] = V::multiply_add_halves(last[r], w, low);
+      });
+    });
+  } else {
+    auto add_plane = [&]<int plane>(auto& to) {
+      unroll<B::kVectors>([&]<int v>() {
+        auto plane_digits = digits(v, plane);
+        unroll<rows>([&]<int r>() { to[r] = V::multiply_add_bytes(to[r], weights[r][v], plane_digits); });
+      });
+    };
+    add_plane.template operator()<0>(sums);
+    unroll<rows>([&]<int r>() { sums[r] = V::template shift_left<8>(sums[r]); });
+    add_plane.template operator()<1>(sums);
+    if constexpr (bits < 8) {
+      unroll<rows>([&]<int r>() { sums[r] = V::template shift_left<8>(sums[r]); });
+      add_plane.template operator()<2>(sums);
+    } else {
+      add_plane.template operator()<2>(last);
+    }
+  }
+}
+
+// What a weight of the format has been raised by.
+template <class V, Format format>
+constexpr int kOffset = format.is_e2m1() ? V::kE2m1Offset : 0;
+
 // x as digits, in the order of the packed weights: [row][block][vector][plane][digit], with a scale and a sum a group.
-template <class V, int bits>
+template <class V, Format format>
 class ByteRows {
  public:
-  using B = Block<V, bits>;
+  using B = Block<V, format.bits>;
   using Digit = typename B::Digit;
 
   ByteRows(const Rows& x, int64_t columns, int group_size)
       : blocks_(round_up(columns, B::kColumns) / B::kColumns), groups_(round_up(columns / group_size, V::kLanes)) {
     planes_ = scratch<Digit>(Slot::x, x.count * row_size());
     scales_ = scratch<float>(Slot::x_scales, x.count * groups_);
-    sums_ = scratch<float>(Slot::x_sums, x.count * groups_);
+    if constexpr (format.is_affine()) sums_ = scratch<float>(Slot::x_sums, x.count * groups_);
+    if constexpr (kOffset<V, format> != 0)
+      offsets_ = scratch<uint32_t>(Slot::x_offsets, x.count * blocks_ * V::kLanes);
     for (int64_t row = 0; row < x.count; row++) convert(x.row(row), x.type, columns, group_size, row);
   }
 
@@ -80,6 +127,10 @@ class ByteRows {
   const Digit* block(int64_t row, int64_t block) const { return planes_ + row * row_size() + block * kBlockSize; }
   const float* scales(int64_t row) const { return scales_ + row * groups_; }
   const float* sums(int64_t row) const { return sums_ + row * groups_; }
+  // What the weights' offset adds to the sums of a block.
+  typename V::Int offsets(int64_t row, int64_t block) const {
+    return V::load_words(offsets_ + (row * blocks_ + block) * V::kLanes);
+  }
 
  private:
   static constexpr int64_t kBlockSize = B::kVectors * B::kPlanes * B::kDigits;
@@ -92,14 +143,27 @@ class ByteRows {
     for (int p = 1; p < B::kPlanes; p++) digits[p] = digits[p - 1] + padded;
     for (int64_t g = 0; g < groups_; g++) {
       bool inside = g * group_size < columns;
-      scales_[row * groups_ + g] = inside ? convert_group(x, type, g * group_size, group_size, digits) : 0;
-      sums_[row * groups_ + g] = inside ? sum_group(x, type, g * group_size, group_size) : 0;
+      float scale = inside ? convert_group(x, type, g * group_size, group_size, digits) : 0;
+      float sum = inside ? sum_group(x, type, g * group_size, group_size) : 0;
+      if constexpr (format.is_affine())
+        sums_[row * groups_ + g] = sum;
+      else
+        scale += 0 * sum;  // the digits of what is not finite are, and there is no bias that meets the sum
+      scales_[row * groups_ + g] = scale;
     }
     for (int64_t c = columns; c < padded; c++)
       for (int p = 0; p < B::kPlanes; p++) digits[p][c] = 0;
     for (int64_t b = 0; b < blocks_; b++)
       for (int p = 0; p < B::kPlanes; p++)
         arrange(digits[p] + b * B::kColumns, planes_ + row * row_size() + b * kBlockSize + p * B::kDigits);
+    if constexpr (kOffset<V, format> != 0) {
+      typename V::Int weights[1][B::kKept], sums[1], none[1];
+      for (auto& vector : weights[0]) vector = V::broadcast_word(kOffset<V, format> * 0x01010101);
+      for (int64_t b = 0; b < blocks_; b++) {
+        sum_block<V, format.bits, 1>(weights, block(row, b), sums, none);
+        V::store_words(offsets_ + (row * blocks_ + b) * V::kLanes, sums[0]);
+      }
+    }
   }
 
   static float sum_group(const void* x, Type type, int64_t first, int64_t count) {
@@ -131,7 +195,7 @@ class ByteRows {
         V::store_low_bytes(digits[2] + first + i, low);
       }
     }
-    return largest / kLargest;
+    return largest / (format.is_e2m1() ? 2 * kLargest : kLargest);
   }
 
   static void arrange(const Digit* in_order, Digit* block) {
@@ -142,48 +206,26 @@ class ByteRows {
   int64_t blocks_, groups_;
   Digit* planes_;
   float *scales_, *sums_;
+  uint32_t* offsets_;
 };
 
-// The products of the integers of a block, for several rows of the matrix and one of x, each lane its own sum. A vector
-// of x is loaded once for all rows, and their sums do not wait for one another.
-template <class V, int bits, int rows>
-inline void multiply_block(const typename V::Int (&weights)[rows][Block<V, bits>::kKept],
-                           const typename Block<V, bits>::Digit* x, typename V::Float (&products)[rows]) {
-  using B = Block<V, bits>;
+// The products of a block for several rows of the matrix and one of x, as float32.
+template <class V, Format format, int rows>
+inline void multiply_block(const typename V::Int (&weights)[rows][Block<V, format.bits>::kKept],
+                           const ByteRows<V, format>& x, int64_t row, int64_t block,
+                           typename V::Float (&products)[rows]) {
+  constexpr bool kIsWide = Block<V, format.bits>::kIsWide;
   typename V::Int sums[rows], last[rows];
-  unroll<rows>([&]<int r>() { sums[r] = last[r] = V::zero_words(); });
-  auto digits = [&](int v, int plane) { return V::load_words(x + (v * B::kPlanes + plane) * B::kDigits); };
-  if constexpr (B::kIsWide) {
-    unroll<B::kVectors>([&]<int v>() {
-      auto high = digits(v, 0), low = digits(v, 1);
-      unroll<rows>([&]<int r>() {
-        auto w = V::template value_of_halves<bits, B::kTogether, v % B::kTogether>(weights[r][v / B::kTogether]);
-        sums[r] = V::multiply_add_halves(sums[r], w, high);
-        last[r] = V::multiply_add_halves(last[r], w, low);
-      });
-    });
-  } else {
-    auto add_plane = [&]<int plane>(auto& to) {
-      unroll<B::kVectors>([&]<int v>() {
-        auto plane_digits = digits(v, plane);
-        unroll<rows>([&]<int r>() { to[r] = V::multiply_add_bytes(to[r], weights[r][v], plane_digits); });
-      });
-    };
-    add_plane.template operator()<0>(sums);
-    unroll<rows>([&]<int r>() { sums[r] = V::template shift_left<8>(sums[r]); });
-    add_plane.template operator()<1>(sums);
-    if constexpr (bits < 8) {
-      unroll<rows>([&]<int r>() { sums[r] = V::template shift_left<8>(sums[r]); });
-      add_plane.template operator()<2>(sums);
-    } else {
-      add_plane.template operator()<2>(last);
-    }
+  sum_block<V, format.bits, rows>(weights, x.block(row, block), sums, last);
+  if constexpr (kOffset<V, format> != 0) {
+    auto offsets = x.offsets(row, block);
+    unroll<rows>([&]<int r>() { sums[r] = V::subtract_words(sums[r], offsets); });
   }
-  constexpr int kShift = B::kIsWide ? 12 : 8;
+  constexpr int kShift = kIsWide ? 12 : 8;
   unroll<rows>([&]<int r>() {
-    if constexpr (bits == 8)  // products of 8 bits leave no room for the last digit in 32 bits
+    if constexpr (format.bits == 8)  // products of 8 bits leave no room for the last digit in 32 bits
       products[r] = V::multiply_add(V::float_of_words(sums[r]), V::broadcast(1 << kShift), V::float_of_words(last[r]));
-    else if constexpr (B::kIsWide)
+    else if constexpr (kIsWide)
       products[r] = V::float_of_words(V::add_words(V::template shift_left<kShift>(sums[r]), last[r]));
     else
       products[r] = V::float_of_words(sums[r]);
@@ -197,35 +239,40 @@ inline int64_t rows_ahead(const Quantized& w) {
 
 // Begins the sums of kByteRows rows from n on with their biases, and joins the rows' scales with those of x: what is
 // left is one multiplication a lane and block. Compiled for each type of the scales, so that no row asks for it again.
-template <class V, int bits, Type type, int m>
-[[gnu::flatten]] void begin_rows(const ByteRows<V, bits>& x, const Quantized& w, int64_t n, int64_t first,
+template <class V, Format format, Type type, int m>
+[[gnu::flatten]] void begin_rows(const ByteRows<V, format>& x, const Quantized& w, int64_t n, int64_t first,
                                  typename V::Float (&sums)[kByteRows][m], float* scales) {
   const int64_t groups = w.columns / w.group_size, padded = x.groups(), ahead = rows_ahead(w) * w.row_groups;
   unroll<kByteRows>([&]<int r>() { unroll<m>([&]<int j>() { sums[r][j] = V::zero(); }); });
   auto add_groups = [&](int64_t g, auto&& load) {
     unroll<kByteRows>([&]<int r>() {
       const int64_t from = (n + r) * w.row_groups + g, next = from + ahead;
-      auto scale = load(w.scales, from), bias = load(w.biases, from);
+      auto scale = load(w.scales, from);
       __builtin_prefetch(at(w.scales, type, next));
-      __builtin_prefetch(at(w.biases, type, next));
       unroll<m>([&]<int j>() {
         V::store(scales + (r * m + j) * padded + g, V::multiply(scale, V::load(x.scales(first + j) + g)));
-        sums[r][j] = V::multiply_add(bias, V::load(x.sums(first + j) + g), sums[r][j]);
       });
+      if constexpr (format.is_affine()) {
+        auto bias = load(w.biases, from);
+        __builtin_prefetch(at(w.biases, type, next));
+        unroll<m>([&]<int j>() {
+          sums[r][j] = V::multiply_add(bias, V::load(x.sums(first + j) + g), sums[r][j]);
+        });
+      }
     });
   };
   int64_t g = 0;
   for (; g + V::kLanes <= groups; g += V::kLanes)
-    add_groups(g, [](const void* values, int64_t i) { return V::load_values(values, type, i); });
+    add_groups(g, [](const void* values, int64_t i) { return load_scales<V>(values, type, i); });
   if (g < groups)
-    add_groups(g, [&](const void* values, int64_t i) { return V::load_some_values(values, type, i, groups - g); });
+    add_groups(g, [&](const void* values, int64_t i) { return load_some_scales<V>(values, type, i, groups - g); });
 }
 
 // Multiplies kByteRows rows of the matrix with a few rows of x.
-template <class V, int bits>
+template <class V, Format format>
 class ByteTile {
  public:
-  ByteTile(const ByteRows<V, bits>& x, int group_size)
+  ByteTile(const ByteRows<V, format>& x, int group_size)
       : x_(x), padded_groups_(x.groups()), group_shift_(__builtin_ctz(unsigned(group_size))) {
     uint32_t groups[V::kLanes];
     for (int i = 0; i < V::kLanes; i++) groups[i] = uint32_t(i * B::kColumnsOfLane / group_size);
@@ -253,7 +300,7 @@ class ByteTile {
       });
     }
     if (blocks < x_.blocks()) {
-      int64_t left = (w.columns - blocks * B::kColumns) * bits / 32;
+      int64_t left = (w.columns - blocks * B::kColumns) * format.bits / 32;
       add_block<m>(blocks, first, sums,
                    [&](int r, auto& weights) { unpack(words[r] + blocks * B::kWords, left, weights); });
     }
@@ -261,25 +308,34 @@ class ByteTile {
   }
 
  private:
-  using B = Block<V, bits>;
+  using B = Block<V, format.bits>;
   static constexpr int rows = kByteRows;
+  static constexpr int kLeastGroup = kChunk / format.groups_of_chunk();
 
   template <int m>
   void begin(const Quantized& w, int64_t n, int64_t first, typename V::Float (&sums)[rows][m]) const {
-    auto of_type = w.type == Type::float32   ? begin_rows<V, bits, Type::float32, m>
-                   : w.type == Type::float16 ? begin_rows<V, bits, Type::float16, m>
-                                             : begin_rows<V, bits, Type::bfloat16, m>;
-    of_type(x_, w, n, first, sums, scales_);
+    if constexpr (format.is_affine()) {
+      auto of_type = w.type == Type::float32   ? begin_rows<V, format, Type::float32, m>
+                     : w.type == Type::float16 ? begin_rows<V, format, Type::float16, m>
+                                               : begin_rows<V, format, Type::bfloat16, m>;
+      of_type(x_, w, n, first, sums, scales_);
+    } else {
+      constexpr Type kType = format.mode == Mode::nvfp4 ? Type::e4m3 : Type::e8m0;
+      begin_rows<V, format, kType, m>(x_, w, n, first, sums, scales_);
+    }
   }
 
   // The first `count` words of a block as weights, then zeros.
   static void unpack(const uint32_t* from, int64_t count, typename V::Int (&weights)[B::kKept]) {
     if constexpr (B::kIsWide) {
-      V::template load_halves<bits, B::kTogether>(from, count, weights);
-    } else if constexpr (B::kWords == V::kLanes) {
-      V::template unpack_bytes<bits>(count == V::kLanes ? V::load_words(from) : V::load_some_words(from, count), weights);
+      V::template load_halves<format.bits, B::kTogether>(from, count, weights);
     } else {
-      V::template unpack_bytes<bits>(V::load_some_words(from, count), weights);
+      bool is_whole = B::kWords == V::kLanes && count == V::kLanes;
+      auto words = is_whole ? V::load_words(from) : V::load_some_words(from, count);
+      if constexpr (format.is_e2m1())
+        V::unpack_e2m1(words, weights);
+      else
+        V::template unpack_bytes<format.bits>(words, weights);
     }
   }
 
@@ -290,15 +346,15 @@ class ByteTile {
     const float* scales = scales_ + (b * B::kColumns >> group_shift_);
     unroll<m>([&]<int j>() {
       typename V::Float products[rows];
-      multiply_block<V, bits, rows>(weights, x_.block(first + j, b), products);
+      multiply_block<V, format, rows>(weights, x_, first + j, b, products);
       unroll<rows>([&]<int r>() {
-        auto scale = V::template choose<B::kColumns / kChunk>(scales + (r * m + j) * padded_groups_, lane_groups_);
+        auto scale = V::template choose<B::kColumns / kLeastGroup>(scales + (r * m + j) * padded_groups_, lane_groups_);
         sums[r][j] = V::multiply_add(products[r], scale, sums[r][j]);
       });
     });
   }
 
-  const ByteRows<V, bits>& x_;
+  const ByteRows<V, format>& x_;
   const int64_t padded_groups_;
   const int group_shift_;
   typename V::Int lane_groups_;  // the group of each lane, counted from the block's first
@@ -309,8 +365,8 @@ class ByteTile {
 constexpr int64_t kPiece = 64;
 
 // The columns [first, last) of y: at most a piece.
-template <class V, int bits>
-void multiply_piece(ByteTile<V, bits>& tile, int64_t x_rows, const RowsProduct& product, int64_t first, int64_t last) {
+template <class V, Format format>
+void multiply_piece(ByteTile<V, format>& tile, int64_t x_rows, const RowsProduct& product, int64_t first, int64_t last) {
   constexpr int64_t kStride = kPiece + kByteRows;
   const int64_t tiles = (x_rows + kByteColumns - 1) / kByteColumns;
   float results[kMostByteRows * kStride];
@@ -330,21 +386,22 @@ void multiply_piece(ByteTile<V, bits>& tile, int64_t x_rows, const RowsProduct& 
 }
 
 // Products of one format. The pieces of all matrices are one loop, in which the threads take equal shares.
-template <class V, int bits>
+template <class V, Format format>
 void multiply_by_bytes(const Rows& x, const RowsProduct* products, int count, Threads& threads) {
-  const Quantized& format = products[0].w;
-  ByteRows<V, bits> bytes(x, format.columns, format.group_size);
+  const int64_t columns = products[0].w.columns;
+  const int group_size = products[0].w.group_size;
+  ByteRows<V, format> bytes(x, columns, group_size);
   auto pieces_of = [](const RowsProduct& product) { return (product.w.rows + kPiece - 1) / kPiece; };
   int64_t pieces = 0;
   for (int i = 0; i < count; i++) pieces += pieces_of(products[i]);
-  int64_t grain = larger(1, kProductsAThread / (kPiece * format.columns * x.count));
+  int64_t grain = larger(1, kProductsAThread / (kPiece * columns * x.count));
   threads.parallel_for(pieces, grain, [&](int64_t begin, int64_t end) {
-    ByteTile<V, bits> tile(bytes, format.group_size);
+    ByteTile<V, format> tile(bytes, group_size);
     int64_t before = 0;  // pieces of the matrices before
     for (int i = 0; i < count; before += pieces_of(products[i]), i++) {
       int64_t last = smaller(end - before, pieces_of(products[i]));
       for (int64_t piece = larger(begin - before, 0); piece < last; piece++)
-        multiply_piece<V, bits>(tile, x.count, products[i], piece * kPiece,
+        multiply_piece<V, format>(tile, x.count, products[i], piece * kPiece,
                                 smaller(piece * kPiece + kPiece, products[i].w.rows));
     }
   });
@@ -355,13 +412,13 @@ void multiply_by_bytes(const Rows& x, const RowsProduct* products, int count, Th
 template <class V>
 bool pays_by_bytes(const Rows& x, const Quantized& w) {
   int64_t most = smaller(V::most_byte_rows(w.bits), larger(w.columns / 64, 4));
-  return x.count <= smaller(most, kMostByteRows) && w.rows >= kByteRows;
+  return x.count <= smaller(most, kMostByteRows) && w.rows >= kByteRows && w.mode != Mode::mxfp8;
 }
 
 template <class V>
 void multiply_by_bytes(const Rows& x, const RowsProduct* products, int count, Threads& threads) {
-  with_bits(products[0].w.bits, [&]<int bits>() {
-    if constexpr (V::most_byte_rows(bits) > 0) multiply_by_bytes<V, bits>(x, products, count, threads);
+  with_format(products[0].w, [&]<Format format>() {
+    if constexpr (format.mode != Mode::mxfp8) multiply_by_bytes<V, format>(x, products, count, threads);
   });
 }
 

@@ -70,7 +70,7 @@ void gather(Multiply multiply, const Rows& x, const GatherPair* pairs, int64_t c
     Quantized w = experts.first;
     w.weights += expert * experts.words;
     w.scales = at(w.scales, w.type, expert * experts.groups);
-    w.biases = at(w.biases, w.type, expert * experts.groups);
+    if (w.biases) w.biases = at(w.biases, w.type, expert * experts.groups);
     multiply({x.values, x.type, x.stride, end - begin, &x_rows[begin]}, w,
              {y.values, y.type, y.stride, end - begin, &y_rows[begin]}, threads);
   }

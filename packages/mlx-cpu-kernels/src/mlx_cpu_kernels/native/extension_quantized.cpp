@@ -1,4 +1,4 @@
-// Operations on quantized weights.
+// Primitives of products with quantized weights and of dequantization, and the functions that build them.
 
 #include "extension_quantized.h"
 
@@ -16,10 +16,55 @@
 namespace mlx_cpu_kernels {
 namespace {
 
-bool is_supported(const Quantization& quantization) {
-  const auto [bits, size] = quantization;
+// What MLX calls the modes, and their bits and groups where none are given.
+struct NamedMode {
+  const char* name;
+  Quantization defaults;
+};
+constexpr NamedMode kModes[] = {
+    {"affine", {4, 64, Mode::affine}},
+    {"mxfp4", {4, 32, Mode::mxfp4}},
+    {"nvfp4", {4, 16, Mode::nvfp4}},
+    {"mxfp8", {8, 32, Mode::mxfp8}},
+};
+
+const NamedMode* find_mode(const std::string& name) {
+  const auto found = std::find_if(std::begin(kModes), std::end(kModes), [&](auto& mode) { return name == mode.name; });
+  return found == std::end(kModes) ? nullptr : found;
+}
+
+std::string name_of(Mode mode) {
+  return std::find_if(std::begin(kModes), std::end(kModes), [&](auto& each) { return each.defaults.mode == mode; })->name;
+}
+
+bool is_supported(const Quantization& quantization, const Quantization& defaults) {
+  if (quantization.mode != Mode::affine) return quantization == defaults;
+  const auto [bits, size, mode] = quantization;
   return (bits == 2 || bits == 3 || bits == 4 || bits == 5 || bits == 6 || bits == 8) &&
          (size == 32 || size == 64 || size == 128);
+}
+
+bool have_types(const mx::array& scales, const std::optional<mx::array>& biases, Mode mode) {
+  if (mode != Mode::affine) return scales.dtype() == mx::uint8 && !biases;
+  return biases && is_float(scales.dtype()) && scales.dtype() == biases->dtype() && scales.shape() == biases->shape();
+}
+
+// The product's type: in the affine mode, the scales' takes part.
+mx::Dtype product_type(const mx::array& x, const mx::array& scales, const Quantization& quantization) {
+  return quantization.mode == Mode::affine ? mx::result_type(x, scales) : x.dtype();
+}
+
+std::vector<mx::array> inputs_of(const mx::array& weights, const mx::array& scales,
+                                 const std::optional<mx::array>& biases) {
+  std::vector<mx::array> inputs{weights, scales};
+  if (biases) inputs.push_back(*biases);
+  return inputs;
+}
+
+// The biases among inputs of which the first part is the `first`th, as MLX's own operations take them.
+std::optional<mx::array> biases_of(const std::vector<mx::array>& inputs, size_t first,
+                                   const Quantization& quantization) {
+  return quantization.parts() == 3 ? std::optional(inputs[first + 2]) : std::nullopt;
 }
 
 }  // namespace
@@ -27,13 +72,16 @@ bool is_supported(const Quantization& quantization) {
 std::optional<Quantization> applicable(
     const mx::Stream& stream, const mx::array& weights, const mx::array& scales, const std::optional<mx::array>& biases,
     std::optional<int> group_size, std::optional<int> bits, const std::string& mode) {
-  const Quantization quantization{bits.value_or(4), group_size.value_or(64)};
-  const bool applies = mode == "affine" && is_on_cpu(stream) && biases &&
-                       is_supported(quantization) && weights.dtype() == mx::uint32 && is_float(scales.dtype()) &&
-                       scales.dtype() == biases->dtype() && weights.ndim() >= 2 && scales.ndim() == weights.ndim() &&
-                       scales.shape() == biases->shape() &&
+  const auto* named = find_mode(mode);
+  if (!named) return std::nullopt;
+  const auto& defaults = named->defaults;
+  const Quantization quantization{bits.value_or(defaults.bits), group_size.value_or(defaults.group_size), defaults.mode};
+  const bool applies = is_on_cpu(stream) && is_supported(quantization, defaults) &&
+                       have_types(scales, biases, quantization.mode) && weights.dtype() == mx::uint32 &&
+                       weights.ndim() >= 2 && scales.ndim() == weights.ndim() &&
                        std::equal(weights.shape().begin(), weights.shape().end() - 1, scales.shape().begin()) &&
-                       int64_t{weights.shape(-1)} * 32 == int64_t{scales.shape(-1)} * quantization.group_size * quantization.bits;
+                       int64_t{weights.shape(-1)} * 32 == int64_t{scales.shape(-1)} * quantization.group_size * quantization.bits &&
+                       int64_t{scales.shape(-1)} * quantization.group_size % 32 == 0;
   return applies ? std::optional(quantization) : std::nullopt;
 }
 
@@ -41,6 +89,7 @@ std::vector<mx::array> quantized_inputs(const std::vector<mx::array>& inputs, si
                                         mx::cpu::CommandEncoder& encoder) {
   std::vector<mx::array> rows;
   for (size_t input = 0; input < count; ++input) rows.push_back(with_dense_rows(inputs[input], encoder));
+  if (count < first + 3) return rows;
   auto &scales = rows[first + 1], &biases = rows[first + 2];
   if (scales.strides() != biases.strides()) {
     scales = dense(scales, encoder);
@@ -49,13 +98,15 @@ std::vector<mx::array> quantized_inputs(const std::vector<mx::array>& inputs, si
   return rows;
 }
 
-Quantized first_matrix(const mx::array& weights, const mx::array& scales, const mx::array& biases,
+Quantized first_matrix(const mx::array& weights, const mx::array& scales, const std::optional<mx::array>& biases,
                        const Quantization& quantization) {
+  const Type byte = quantization.mode == Mode::nvfp4 ? Type::e4m3 : Type::e8m0;
   return {
-      .weights = weights.data<uint32_t>(), .scales = scales.data<char>(), .biases = biases.data<char>(),
-      .type = type_of(scales.dtype()), .bits = quantization.bits, .group_size = quantization.group_size,
+      .weights = weights.data<uint32_t>(), .scales = scales.data<char>(),
+      .biases = biases ? biases->data<char>() : nullptr,
+      .type = scales.dtype() == mx::uint8 ? byte : type_of(scales.dtype()), .bits = quantization.bits, .group_size = quantization.group_size,
       .rows = weights.shape(-2), .columns = static_cast<int64_t>(scales.shape(-1)) * quantization.group_size,
-      .row_words = weights.strides(-2), .row_groups = scales.strides(-2),
+      .row_words = weights.strides(-2), .row_groups = scales.strides(-2), .mode = quantization.mode,
   };
 }
 
@@ -94,22 +145,23 @@ Offsets leading_offsets(const mx::array& array, const mx::Shape& leading) {
   return {leading, spread(array, array.ndim() - 2, leading), static_cast<int>(leading.size())};
 }
 
-// Weights, scales and biases of one matrix of `weights`, the `index`th of the axes to which theirs are broadcast.
+// Weights, scales and biases of one matrix, the `index`th of the axes to which theirs are broadcast. They are the inputs
+// from the `first`th on.
 class Matrices {
  public:
-  Matrices(const mx::array& weights, const mx::array& scales, const mx::array& biases, const Quantization& quantization,
-           const mx::Shape& leading)
-      : first_(first_matrix(weights, scales, biases, quantization)), weights_(leading_offsets(weights, leading)),
-        scales_(leading_offsets(scales, leading)), biases_(leading_offsets(biases, leading)), size_(scales.itemsize()) {}
+  Matrices(const std::vector<mx::array>& inputs, size_t first, const Quantization& quantization, const mx::Shape& leading)
+      : first_(first_matrix(inputs[first], inputs[first + 1], biases_of(inputs, first, quantization), quantization)),
+        weights_(leading_offsets(inputs[first], leading)), scales_(leading_offsets(inputs[first + 1], leading)),
+        biases_(leading_offsets(inputs[first + quantization.parts() - 1], leading)), size_(inputs[first + 1].itemsize()) {}
 
-  Matrices(const mx::array& weights, const mx::array& scales, const mx::array& biases, const Quantization& quantization)
-      : Matrices(weights, scales, biases, quantization, leading_axes(weights)) {}
+  Matrices(const std::vector<mx::array>& inputs, size_t first, const Quantization& quantization)
+      : Matrices(inputs, first, quantization, leading_axes(inputs[first])) {}
 
   Quantized operator[](int64_t index) const {
     Quantized matrix = first_;
     matrix.weights += weights_[index];
     matrix.scales = static_cast<const char*>(matrix.scales) + scales_[index] * size_;
-    matrix.biases = static_cast<const char*>(matrix.biases) + biases_[index] * size_;
+    if (matrix.biases) matrix.biases = static_cast<const char*>(matrix.biases) + biases_[index] * size_;
     return matrix;
   }
 
@@ -130,7 +182,7 @@ class QuantizedProduct : public CpuPrimitive {
     y.set_data(mx::allocator::malloc(y.nbytes()));
     if (y.size() == 0) return;
     auto& encoder = mx::cpu::get_command_encoder(stream());
-    const auto dense = quantized_inputs(inputs, 4, 1, encoder);
+    const auto dense = quantized_inputs(inputs, 1 + quantization_.parts(), 1, encoder);
     const auto& x = dense[0];
     const auto& weights = dense[1];
     if (x.shape(-1) == 0) {  // sums of nothing
@@ -141,7 +193,7 @@ class QuantizedProduct : public CpuPrimitive {
     const auto type = type_of(y.dtype());
     int64_t stride = 0;
     if (weights.ndim() == 2 && has_even_rows(x, stride)) {
-      const Matrices matrices(weights, dense[2], dense[3], quantization_);
+      const Matrices matrices(dense, 1, quantization_);
       encoder.dispatch([=, transpose = transpose_, x = x.data<void>(), y = y.data<void>(),
                         rows = static_cast<int64_t>(y.size()) / columns] {
         compute(transpose, x, type, stride, rows, matrices[0], y, columns);
@@ -150,7 +202,7 @@ class QuantizedProduct : public CpuPrimitive {
     }
     // One product for each combination of the leading axes. Axes that share a matrix are joined to its rows.
     const auto leading = leading_axes(y);
-    const Matrices matrices(weights, dense[2], dense[3], quantization_, leading);
+    const Matrices matrices(dense, 1, quantization_, leading);
     const auto x_strides = spread(x, x.ndim() - 2, leading);
     int axes = static_cast<int>(leading.size());
     int64_t rows = x.shape(-2);
@@ -171,8 +223,8 @@ class QuantizedProduct : public CpuPrimitive {
   }
 
   std::vector<mx::array> stock(const std::vector<mx::array>& inputs) override {
-    return {mx::quantized_matmul(inputs[0], inputs[1], inputs[2], inputs[3], transpose_, quantization_.group_size,
-                                quantization_.bits, "affine", stream())};
+    return {mx::quantized_matmul(inputs[0], inputs[1], inputs[2], biases_of(inputs, 1, quantization_), transpose_,
+                                quantization_.group_size, quantization_.bits, name_of(quantization_.mode), stream())};
   }
 
   const char* name() const override { return "QuantizedProduct"; }
@@ -204,11 +256,9 @@ class QuantizedProduct : public CpuPrimitive {
 
  private:
   static bool is_shared(const std::vector<mx::array>& inputs, const mx::Shape& leading, int axis) {
-    for (int input = 1; input < 4; ++input) {
-      const auto strides = spread(inputs[input], inputs[input].ndim() - 2, leading);
-      if (leading[axis] != 1 && strides[axis] != 0) return false;
-    }
-    return true;
+    return std::all_of(inputs.begin() + 1, inputs.end(), [&](auto& input) {
+      return leading[axis] == 1 || spread(input, input.ndim() - 2, leading)[axis] == 0;
+    });
   }
 
   // Number of matrices from one combination of the first `axes` axes to the next.
@@ -239,10 +289,10 @@ class GatheredProduct : public CpuPrimitive {
       encoder.dispatch([y = y.data<char>(), size = y.nbytes()] { std::memset(y, 0, size); });
       return;
     }
-    const auto dense = quantized_inputs(inputs, 4, 1, encoder);
+    const auto dense = quantized_inputs(inputs, 1 + quantization_.parts(), 1, encoder);
     const auto& x = dense[0];
-    const auto& indices = inputs[4];
-    const Matrices matrices(dense[1], dense[2], dense[3], quantization_);
+    const auto& indices = inputs.back();
+    const Matrices matrices(dense, 1, quantization_);
     const auto leading = leading_axes(y);
     const Experts experts{matrices[0], dense[1].strides(0), dense[2].strides(0)};
     const auto multiply = transpose_ ? gather_multiply_transposed : gather_multiply;
@@ -261,12 +311,13 @@ class GatheredProduct : public CpuPrimitive {
   }
 
   std::vector<mx::array> stock(const std::vector<mx::array>& inputs) override {
-    return {mx::gather_qmm(inputs[0], inputs[1], inputs[2], inputs[3], std::nullopt, inputs[4], transpose_,
-                          quantization_.group_size, quantization_.bits, "affine", std::nullopt, false, stream())};
+    return {mx::gather_qmm(inputs[0], inputs[1], inputs[2], biases_of(inputs, 1, quantization_), std::nullopt,
+                          inputs.back(), transpose_, quantization_.group_size, quantization_.bits,
+                          name_of(quantization_.mode), std::nullopt, false, stream())};
   }
 
   std::vector<mx::Shape> output_shapes(const std::vector<mx::array>& inputs) override {
-    auto shape = mx::broadcast_shapes(leading_axes(inputs[0]), inputs[4].shape());
+    auto shape = mx::broadcast_shapes(leading_axes(inputs[0]), inputs.back().shape());
     shape.push_back(1);
     shape.push_back(transpose_ ? inputs[1].shape(-2) : inputs[2].shape(-1) * quantization_.group_size);
     return {shape};
@@ -295,8 +346,8 @@ class Dequantization : public CpuPrimitive {
     y.set_data(mx::allocator::malloc(y.nbytes()));
     if (y.size() == 0) return;
     auto& encoder = mx::cpu::get_command_encoder(stream());
-    const auto dense = quantized_inputs(inputs, 3, 0, encoder);
-    const Matrices matrices(dense[0], dense[1], dense[2], quantization_);
+    const auto dense = quantized_inputs(inputs, quantization_.parts(), 0, encoder);
+    const Matrices matrices(dense, 0, quantization_);
     const int64_t size = static_cast<int64_t>(y.shape(-2)) * y.shape(-1);
     encoder.dispatch([=, count = static_cast<int64_t>(y.size()) / size, type = type_of(y.dtype()),
                       bytes = size * static_cast<int64_t>(y.itemsize()), y = y.data<char>()] {
@@ -308,8 +359,8 @@ class Dequantization : public CpuPrimitive {
   }
 
   std::vector<mx::array> stock(const std::vector<mx::array>& inputs) override {
-    return {mx::dequantize(inputs[0], inputs[1], inputs[2], quantization_.group_size, quantization_.bits, "affine",
-                          std::nullopt, type_, stream())};
+    return {mx::dequantize(inputs[0], inputs[1], biases_of(inputs, 0, quantization_), quantization_.group_size,
+                          quantization_.bits, name_of(quantization_.mode), std::nullopt, type_, stream())};
   }
 
   std::vector<mx::Shape> output_shapes(const std::vector<mx::array>& inputs) override {
@@ -344,8 +395,9 @@ mx::array make_product(
   if (x.shape(-1) != (transpose ? columns : weights.shape(-2))) {  // MLX's own error
     return mx::quantized_matmul(x, weights, scales, biases, transpose, group_size, bits, mode, stream);
   }
-  const auto type = mx::result_type(x, scales);
-  std::vector<mx::array> inputs{mx::astype(x, type, stream), weights, scales, *biases};
+  const auto type = product_type(x, scales, *quantization);
+  auto inputs = inputs_of(weights, scales, biases);
+  inputs.insert(inputs.begin(), mx::astype(x, type, stream));
   auto product = std::make_shared<QuantizedProduct>(stream, *quantization, transpose);
   auto shape = product->output_shapes(inputs)[0];
   return mx::array(std::move(shape), type, std::move(product), std::move(inputs));
@@ -367,9 +419,10 @@ mx::array make_gathered_product(
     return mx::gather_qmm(x, weights, scales, biases, lhs_indices, rhs_indices, transpose, group_size, bits, mode,
                           global_scale, sorted_indices, stream);
   }
-  const auto type = mx::result_type(x, scales);
-  std::vector<mx::array> inputs{mx::astype(x, type, stream), weights, scales, *biases,
-                                mx::astype(*rhs_indices, mx::uint32, stream)};
+  const auto type = product_type(x, scales, *quantization);
+  auto inputs = inputs_of(weights, scales, biases);
+  inputs.insert(inputs.begin(), mx::astype(x, type, stream));
+  inputs.push_back(mx::astype(*rhs_indices, mx::uint32, stream));
   auto product = std::make_shared<GatheredProduct>(stream, *quantization, transpose);
   auto shape = product->output_shapes(inputs)[0];
   return mx::array(std::move(shape), type, std::move(product), std::move(inputs));
@@ -381,14 +434,14 @@ mx::array make_dequantized(
     const std::optional<mx::array>& global_scale, std::optional<mx::Dtype> dtype, mx::StreamOrDevice stream_or_device) {
   const auto stream = mx::to_stream(stream_or_device);
   const auto quantization = applicable(stream, weights, scales, biases, group_size, bits, mode);
-  const auto type = dtype.value_or(scales.dtype());
+  const auto type = dtype.value_or(mode == "affine" ? scales.dtype() : mx::bfloat16);
   if (!quantization || global_scale || !is_float(type)) {
     return mx::dequantize(weights, scales, biases, group_size, bits, mode, global_scale, dtype, stream);
   }
   auto shape = weights.shape();
   shape.back() = scales.shape(-1) * quantization->group_size;
   return mx::array(std::move(shape), type, std::make_shared<Dequantization>(stream, *quantization, type),
-                   {weights, scales, *biases});
+                   inputs_of(weights, scales, biases));
 }
 
 }  // namespace mlx_cpu_kernels

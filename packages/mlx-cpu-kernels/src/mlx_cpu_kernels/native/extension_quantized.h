@@ -13,21 +13,26 @@ namespace mlx_cpu_kernels {
 struct Quantization {
   int bits;
   int group_size;
+  Mode mode = Mode::affine;
   bool operator==(const Quantization&) const = default;
+
+  // Number of arrays: weights, scales and, in the affine mode, biases.
+  int parts() const { return mode == Mode::affine ? 3 : 2; }
 };
 
-// How weights are quantized if the kernels apply on `stream`. MLX's defaults are groups of 64 and 4 bits.
+// How weights are quantized if the kernels apply on `stream`. MLX's defaults are those of the mode: groups of 64 and
+// 4 bits in the affine one.
 std::optional<Quantization> applicable(
     const mx::Stream& stream, const mx::array& weights, const mx::array& scales, const std::optional<mx::array>& biases,
     std::optional<int> group_size, std::optional<int> bits, const std::string& mode);
 
-// Inputs with dense rows, of which those from `first` on are weights, scales and biases. Scales and biases lie alike in
-// memory.
+// Inputs with dense rows, of which those from `first` on are weights, scales and biases, if any. Scales and biases lie
+// alike in memory.
 std::vector<mx::array> quantized_inputs(const std::vector<mx::array>& inputs, size_t count, size_t first,
                                         mx::cpu::CommandEncoder& encoder);
 
-// The first matrix of weights, scales and biases of further leading axes.
-Quantized first_matrix(const mx::array& weights, const mx::array& scales, const mx::array& biases,
+// The first matrix of weights, scales and, in the affine mode, biases of further leading axes.
+Quantized first_matrix(const mx::array& weights, const mx::array& scales, const std::optional<mx::array>& biases,
                        const Quantization& quantization);
 
 // mx::quantized_matmul

@@ -1,4 +1,5 @@
-// float16 and bfloat16 of single values: for the scalar reference, and for the few values that no vector covers.
+// float16, bfloat16 and scales of a byte as single values: for the scalar reference, and for the few values that no
+// vector covers.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +9,9 @@
 
 namespace mlx_cpu_kernels {
 
-static inline int64_t size_of(Type type) { return type == Type::float32 ? 4 : 2; }
+static inline bool is_byte(Type type) { return type == Type::e8m0 || type == Type::e4m3; }
+
+static inline int64_t size_of(Type type) { return type == Type::float32 ? 4 : is_byte(type) ? 1 : 2; }
 
 // Internal linkage: each instruction set's file has a copy of its own, and the linker cannot put one that was compiled
 // for a later processor in place of another.
@@ -52,8 +55,21 @@ inline uint16_t float16_of_float(float value) {  // to the nearest, ties to even
   return uint16_t(sign | (magnitude - 0x38000000u + 0xfff + (magnitude >> 13 & 1)) >> 13);
 }
 
+inline float float_of_e8m0(uint8_t byte) { return float_of_bits(byte ? uint32_t{byte} << 23 : 0x00400000u); }
+
+inline float float_of_e4m3(uint8_t byte) {
+  uint32_t magnitude = byte & 0x7f, sign = uint32_t{byte} << 24 & 0x80000000u;
+  if (magnitude == 0x7f) return float_of_bits(sign | 0x7fc00000u);
+  // Shifted into place, the exponent is 120 too small; the multiplication corrects it, for subnormal values too.
+  return float_of_bits(sign | bits_of_float(float_of_bits(magnitude << 20) * float_of_bits(0x7b800000u)));
+}
+
 inline float load_value(const void* values, Type type, int64_t i) {
   if (type == Type::float32) return static_cast<const float*>(values)[i];
+  if (is_byte(type)) {
+    uint8_t byte = static_cast<const uint8_t*>(values)[i];
+    return type == Type::e8m0 ? float_of_e8m0(byte) : float_of_e4m3(byte);
+  }
   uint16_t half = static_cast<const uint16_t*>(values)[i];
   return type == Type::float16 ? float_of_float16(half) : float_of_bfloat16(half);
 }

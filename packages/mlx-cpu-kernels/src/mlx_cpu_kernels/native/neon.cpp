@@ -1,4 +1,4 @@
-// The kernels by NEON.
+// Compiles the kernels for NEON, which every aarch64 has: no flag and no question to the processor is needed.
 #include "neon_vector.h"
 #include "products.h"
 

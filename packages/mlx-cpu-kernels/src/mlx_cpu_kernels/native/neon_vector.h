@@ -47,6 +47,9 @@ struct Neon {
   static void store_words(void* to, Int value) { vst1q_s32(static_cast<int32_t*>(to), value); }
   static Int zero_words() { return vdupq_n_s32(0); }
   static Int add_words(Int a, Int b) { return vaddq_s32(a, b); }
+  static Int subtract_words(Int a, Int b) { return vsubq_s32(a, b); }
+  static Int and_words(Int a, Int b) { return vandq_s32(a, b); }
+  static Int or_words(Int a, Int b) { return vorrq_s32(a, b); }
   static Int broadcast_word(uint32_t value) { return vdupq_n_s32(int32_t(value)); }
   template <int n>
   static Int shift_left(Int a) {
@@ -60,6 +63,12 @@ struct Neon {
     int32_t words[kLanes] = {};
     std::memcpy(words, from, count < kLanes ? count * sizeof *words : sizeof words);
     return vld1q_s32(words);
+  }
+  static Int load_bytes(const void* from) { return load_some_bytes(from, kLanes); }
+  static Int load_some_bytes(const void* from, int64_t count) {
+    uint64_t bytes = 0;
+    std::memcpy(&bytes, from, count);
+    return vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(bytes)))));
   }
 
   static Float load_values(const void* from, Type type, int64_t i) {
@@ -84,6 +93,7 @@ struct Neon {
   static Int round_to_words(Float a) { return vcvtnq_s32_f32(a); }
   static Float float_of_words(Int a) { return vcvtq_f32_s32(a); }
   static Int words_of_float(Float a) { return vreinterpretq_s32_f32(a); }
+  static Float float_of_bits(Int a) { return vreinterpretq_f32_s32(a); }
   static void store_low_bytes(int8_t* to, Int a) {
     int16x4_t halves = vmovn_s32(a);
     int8x8_t bytes = vmovn_s16(vcombine_s16(halves, halves));
@@ -92,11 +102,24 @@ struct Neon {
   }
 
   template <int bits, int shift>
-  static Float field(Int words, Int next) {
+  static Int field(Int words, Int next) {
     uint32x4_t moved = vreinterpretq_u32_s32(words);
     if constexpr (shift > 0) moved = vshrq_n_u32(moved, shift);
     if constexpr (shift + bits > 32) moved = vorrq_u32(moved, vshlq_n_u32(vreinterpretq_u32_s32(next), 32 - shift));
-    return vcvtq_f32_u32(vandq_u32(moved, vdupq_n_u32((1u << bits) - 1)));
+    return vreinterpretq_s32_u32(moved);
+  }
+
+  template <int bits>
+  static Float value_of_low_bits(Int words) {
+    return vcvtq_f32_s32(vandq_s32(words, vdupq_n_s32((1 << bits) - 1)));
+  }
+
+  // In place as float32, the exponent is 126 too small; the multiplication corrects it, for 0.5 too.
+  static Float e2m1_of_low_bits(Int words) {
+    Int magnitude = vshlq_n_s32(vandq_s32(words, vdupq_n_s32(7)), 22);
+    Int sign = vshlq_n_s32(vandq_s32(words, vdupq_n_s32(8)), 28);
+    Int value = vreinterpretq_s32_f32(vmulq_n_f32(vreinterpretq_f32_s32(magnitude), 0x1p126f));
+    return vreinterpretq_f32_s32(vorrq_s32(value, sign));
   }
 
   // Each lane fetches the four bytes from its first one on, and shifts them by less than a byte: a value spans at most
@@ -109,8 +132,7 @@ struct Neon {
     const uint8x16x2_t table = {vld1q_u8(bytes), vld1q_u8(bytes + 16)};
     for (int i = 0; i < 8; i++) {
       uint32x4_t fetched = vreinterpretq_u32_u8(vqtbl2q_u8(table, vld1q_u8(fetch.index[i])));
-      uint32x4_t moved = vshlq_u32(fetched, vld1q_s32(fetch.shift[i]));
-      f(i, vcvtq_f32_u32(vandq_u32(moved, vdupq_n_u32((1u << bits) - 1))));
+      f(i, vreinterpretq_s32_u32(vshlq_u32(fetched, vld1q_s32(fetch.shift[i]))));
     }
   }
 
@@ -134,6 +156,17 @@ struct Neon {
       out[2] = vreinterpretq_s32_u8(vandq_u8(vshrq_n_u8(bytes, 4), mask));
       out[3] = vreinterpretq_s32_u8(vshrq_n_u8(bytes, 6));
     }
+  }
+
+  static constexpr int kE2m1Offset = 0;  // weights have a sign
+
+  template <class Vectors>
+  static void unpack_e2m1(Int words, Vectors& out) {
+    static constexpr int8_t kTwice[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+    const int8x16_t values = vld1q_s8(kTwice);
+    unpack_bytes<4>(words, out);
+    out[0] = vreinterpretq_s32_s8(vqtbl1q_s8(values, vreinterpretq_u8_s32(out[0])));
+    out[1] = vreinterpretq_s32_s8(vqtbl1q_s8(values, vreinterpretq_u8_s32(out[1])));
   }
 
   // ---- 16 bits: see avx2_vector.h -------------------------------------------------------------------------------

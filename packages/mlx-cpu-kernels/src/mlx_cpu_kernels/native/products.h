@@ -11,7 +11,7 @@ namespace mlx_cpu_kernels {
 namespace {
 
 inline bool same_format(const Quantized& a, const Quantized& b) {
-  return a.bits == b.bits && a.group_size == b.group_size && a.columns == b.columns;
+  return a.mode == b.mode && a.bits == b.bits && a.group_size == b.group_size && a.columns == b.columns;
 }
 
 template <class V>

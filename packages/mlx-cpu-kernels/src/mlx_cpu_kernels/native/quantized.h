@@ -1,9 +1,10 @@
-// Products with affine quantized matrices, without MLX and without Python.
+// Products with quantized matrices, without MLX and without Python.
 //
 // A quantized matrix is stored as MLX stores it. A row is a stream of bits: value c occupies the bits
 // [c * bits, (c + 1) * bits) of the row's words, the lowest bit first. (MLX describes 3, 5 and 6 bits as groups of
-// bytes; on a little-endian machine this is the same stream.) Each `group_size` neighbours of a row share a scale and
-// a bias: value = scale * q + bias.
+// bytes; on a little-endian machine this is the same stream.) Each `group_size` neighbours of a row share a scale and,
+// in the affine mode, a bias: value = scale * q + bias. There q is an integer. In the other modes it is a number with
+// a sign, an exponent and a mantissa: e2m1 is one of 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, e4m3 reaches 448.
 #pragma once
 
 #include <cstdint>
@@ -12,19 +13,29 @@
 
 namespace mlx_cpu_kernels {
 
-enum class Type { float32, float16, bfloat16 };
+// Scales may also be bytes: e8m0 is a power of two, 2^(byte - 127), and e4m3 is as above.
+enum class Type { float32, float16, bfloat16, e8m0, e4m3 };
+
+// What q is, and how the scales of all but the affine mode are stored.
+enum class Mode {
+  affine,  // integers of 2, 3, 4, 5, 6 or 8 bits in groups of 32, 64 or 128
+  mxfp4,   // e2m1 in groups of 32, scales e8m0
+  nvfp4,   // e2m1 in groups of 16, scales e4m3; an even number of groups
+  mxfp8,   // e4m3 in groups of 32, scales e8m0
+};
 
 struct Quantized {
   const uint32_t* weights;
   const void* scales;
-  const void* biases;
-  Type type;       // of scales and biases
-  int bits;        // 2, 3, 4, 5, 6 or 8
-  int group_size;  // 32, 64 or 128, along the columns
+  const void* biases;  // in the affine mode alone
+  Type type;           // of scales and biases
+  int bits;
+  int group_size;  // along the columns
   int64_t rows;
   int64_t columns;     // a multiple of group_size
   int64_t row_words;   // from a row's first word to the next row's
   int64_t row_groups;  // from a row's first scale (and bias) to the next row's
+  Mode mode = Mode::affine;
 };
 
 // One product of a Mixture-of-Experts layer: row x_row of x times matrix `expert`, into row y_row of y.

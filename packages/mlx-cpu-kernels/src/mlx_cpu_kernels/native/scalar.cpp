@@ -17,9 +17,12 @@ uint32_t quantized_value(const uint32_t* row, int bits, int64_t column) {
 }  // namespace
 
 float scalar_value(const Quantized& w, int64_t row, int64_t column) {
+  constexpr float kE2m1[] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
   int64_t group = row * w.row_groups + column / w.group_size;
-  return load_value(w.scales, w.type, group) * float(quantized_value(w.weights + row * w.row_words, w.bits, column)) +
-         load_value(w.biases, w.type, group);
+  float scale = load_value(w.scales, w.type, group);
+  uint32_t q = quantized_value(w.weights + row * w.row_words, w.bits, column);
+  if (w.mode == Mode::affine) return scale * float(q) + load_value(w.biases, w.type, group);
+  return scale * (w.mode == Mode::mxfp8 ? float_of_e4m3(uint8_t(q)) : kE2m1[q]);
 }
 
 namespace {

@@ -1,4 +1,4 @@
-// The pieces of the scalar reference.
+// The scalar reference: scalar.cpp has its products, scalar_fused.cpp what is here beside scalar_value.
 #pragma once
 
 #include "kernels.h"

@@ -1,4 +1,4 @@
-// The reference of the operations between the products.
+// The scalar reference of norms, activations, rotary embedding and attention: plain loops in float64.
 #include <cmath>
 #include <limits>
 #include <vector>
