@@ -6,7 +6,9 @@ Each table measures its variants in turn, in one process, and prints medians. Ru
 
 - `products`: 4096 x 4096 weights of 4 bits in groups of 64, with 1, 8 and 512 rows. Several matrices in turn keep the
   weights out of the cache. The share of memory's speed is that of a plain sum over as many bytes.
-- `fallback`: the same products on a machine without kernels: by MLX's own operation, with tiles of weights converted first,
+- `modes`: products with weights of the modes mxfp4, nvfp4 and mxfp8, beside those of 4 bits. Then the experts of a
+  gpt-oss-20b layer in mxfp4: 32 of 2880 x 2880, four a token.
+- `fallback`: the products on a machine without kernels: by MLX's own operation, with tiles of weights converted first,
   and with the weights held as float32.
 - `layers`: what a layer of SmolLM2-135M computes beside products, for one token behind 128.
 - `attention`: over keys and values of 8 and 4 bits, with 24 heads and 8 KV heads of 128 numbers: one token, 4 sequences,
@@ -99,6 +101,60 @@ def products(rounds: int) -> None:
             f"{rows:4d} {each * 1e3:12.3f} {nbytes / each / 1e9:8.1f} {rate / each:8.1f}   {over_own}"
             f" {taken['float32'] / 2 / each:15.2f}{share}"
         )
+
+
+def modes(rounds: int) -> None:
+    print("\nweights        rows   kernels ms  G weights/s   MLX's own ms   over MLX's")
+    options: dict[str, dict[str, Any]] = {
+        "affine, 4 bits": {"group_size": 64, "bits": 4},
+        **{mode: {"mode": mode} for mode in ("mxfp4", "nvfp4", "mxfp8")},
+    }
+    own = operations.stock("quantized_matmul")
+    matrices = {
+        name: [mx.quantize(mx.random.normal((SIDE, SIDE)), **given) for _ in range(4)]
+        for name, given in options.items()
+    }
+    mx.eval(matrices)
+    for rows in (1, 8):
+        x = mx.random.normal((rows, SIDE))
+        mx.eval(x)
+        variants: Variants = {}
+        for name, given in options.items():
+            both = {"kernels": mx.quantized_matmul, "own": own}
+            for variant, multiply in both.items():
+                variants[f"{name} {variant}"] = partial(_multiply_all, multiply, x, matrices[name], given)
+        taken = compare(variants, rounds)
+        for name in options:
+            kernels, slow = taken[f"{name} kernels"] / 4, taken[f"{name} own"] / 4
+            _print_mode(name, rows, kernels, slow, SIDE**2)
+    experts = mx.quantize(mx.random.normal((32, 2880, 2880)), mode="mxfp4")
+    for tokens in (1, 128):
+        x = mx.random.normal((tokens, 1, 1, 2880))
+        chosen = mx.random.randint(0, 32, (tokens, 4))
+        mx.eval(experts, x, chosen)
+
+        def gather(multiply: Callable[..., mx.array], x: mx.array = x, chosen: mx.array = chosen) -> None:
+            mx.eval(multiply(x, *experts, rhs_indices=chosen, mode="mxfp4"))
+
+        variants = {"kernels": partial(gather, mx.gather_qmm)}
+        taken = compare(variants, rounds)
+        slow = compare(
+            {"own": partial(gather, operations.stock("gather_qmm"))}, rounds if tokens == 1 else 1
+        )["own"]
+        _print_mode("mxfp4 experts", tokens, taken["kernels"], slow, 4 * 2880**2)
+
+
+def _multiply_all(
+    multiply: Callable[..., mx.array], x: mx.array, matrices: list[Any], given: dict[str, Any]
+) -> None:
+    mx.eval([multiply(x, *matrix, **given) for matrix in matrices])
+
+
+def _print_mode(name: str, rows: int, kernels: float, slow: float, weights: int) -> None:
+    print(
+        f"{name:14} {rows:4d} {kernels * 1e3:12.3f} {weights / kernels / 1e9:12.1f} {slow * 1e3:14.2f}"
+        f" {slow / kernels:12.1f}"
+    )
 
 
 def without_kernels(rounds: int) -> None:
@@ -256,7 +312,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("tables", nargs="*", default=["products", "fallback", "layers", "attention", "model"])
+    parser.add_argument(
+        "tables", nargs="*", default=["products", "modes", "fallback", "layers", "attention", "model"]
+    )
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     mx.set_default_device(mx.Device(mx.cpu))
@@ -267,6 +325,8 @@ def main() -> None:
         match table:
             case "products":
                 products(options.rounds)
+            case "modes":
+                modes(options.rounds)
             case "fallback":
                 without_kernels(options.rounds)
             case "layers":
@@ -279,7 +339,7 @@ def main() -> None:
                 folder(next(tables), options.rounds)
             case _:
                 parser.error(
-                    f"{table} is no table: products, fallback, layers, attention, model or folder FOLDER."
+                    f"{table} is no table: products, modes, fallback, layers, attention, model or folder FOLDER."
                 )
 
 
