@@ -12,8 +12,9 @@ from types import SimpleNamespace
 from typing import cast
 
 import grpc
+import psutil
 import pytest
-from tests.eventually import run_tasks_until
+from tests.eventually import eventually, run_tasks_until
 
 from mlx_ring.agent import supervisor as subject
 from mlx_ring.agent.supervisor import Supervisor, Worker, WorkerOptions
@@ -141,6 +142,7 @@ def test_a_late_answer_of_a_worker_counts_and_is_reported(
 
     with subprocess.Popen(["sleep", "600"]) as process:
         try:
+            eventually(psutil.Process(process.pid).status, lambda status: status == psutil.STATUS_SLEEPING)
             asyncio.run(run(process.pid))
         finally:
             process.kill()

@@ -66,6 +66,7 @@ class Absent:
         yield
 
     async def wait_for(self, _nodes: int, including: str) -> Membership:
+        await asyncio.sleep(0)
         raise TimeoutError(including)
 
     async def wait_until_absent(self, _node: str) -> None:
@@ -110,31 +111,42 @@ def test_only_an_agent_that_was_connected_and_does_not_return_is_replaced(
     assert all(process.poll() is not None for process in started)
 
 
-@pytest.mark.parametrize("is_awaited", [False, True])
-def test_an_agent_that_goes_silent_is_replaced_also_where_no_model_misses_it(
-    started: list[subprocess.Popen[bytes]], *, is_awaited: bool
+def test_an_agent_that_goes_silent_is_replaced_when_no_model_awaits_it(
+    started: list[subprocess.Popen[bytes]],
 ) -> None:
-    asked = asyncio.Event()
-
-    def awaited() -> bool:
-        asked.set()
-        return is_awaited
+    answers = [True, True, False]
 
     async def run() -> None:
         control: Any = Absent()
         agent = OwnAgent(Settings(), control, HeadAddress("127.0.0.1", 50051))
         await agent.ensure()
-        keeping = asyncio.create_task(agent.keep(awaited))
+        keeping = asyncio.create_task(agent.keep(lambda: answers.pop(0)))
         await asyncio.sleep(0)
         control.lose()
-        await asyncio.wait((asyncio.create_task(asked.wait()), keeping), return_when="FIRST_COMPLETED")
-        if not is_awaited:
-            await run_tasks_until(lambda: len(started) == 2)
+        await run_tasks_until(lambda: len(started) == 2)
         keeping.cancel()
         await agent.end()
 
     asyncio.run(run())
-    assert len(started) == (1 if is_awaited else 2)
+    assert not answers
+
+
+def test_an_agent_that_has_just_started_is_the_only_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start_without_lock(*_: object) -> subprocess.Popen[bytes]:
+        started.append(subprocess.Popen(["sleep", "600"]))
+        return started[-1]
+
+    async def run() -> None:
+        control: Any = Absent()
+        agent = OwnAgent(Settings(), control, HeadAddress("127.0.0.1", 50051))
+        await asyncio.gather(agent.ensure(), agent.ensure())
+        await agent.end()
+
+    monkeypatch.setattr(subject, "ensure_head_member", start_without_lock)
+    asyncio.run(run())
+    assert [process.poll() is None for process in started] == [False]
 
 
 def test_an_agent_that_two_models_miss_is_replaced_once_and_not_after_the_end() -> None:

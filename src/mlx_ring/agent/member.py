@@ -118,6 +118,8 @@ async def stay_registered(
         except RingError as error:
             log.warning("the head at %s cannot be reached, asking again in %g s: %s", head, pause_s, error)
         _raise_cancellation()
+        if leaving.is_set():
+            return
         await asyncio.sleep(pause_s)
         pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
 

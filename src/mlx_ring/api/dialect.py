@@ -69,8 +69,11 @@ class DescribedModel(BaseModel):
 
 @cache
 def _docstrings_of_fields(model: type) -> Sequence[tuple[str, str]]:
-    """Return the names and docstrings of the fields that a class declares itself."""
-    source = ast.parse(textwrap.dedent(inspect.getsource(model)))
+    """Return the names and docstrings of the fields that a class declares itself; none where its source is missing."""
+    try:
+        source = ast.parse(textwrap.dedent(inspect.getsource(model)))
+    except OSError:
+        return ()
     statements = [part for each in source.body if isinstance(each, ast.ClassDef) for part in each.body]
     found: list[tuple[str, str]] = []
     for statement, after in pairwise(statements):

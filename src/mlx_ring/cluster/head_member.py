@@ -76,8 +76,10 @@ class OwnAgent:
             while True:
                 await left.wait()
                 left.clear()
-                if self._is_absent and not await self.attends(_RETURNS_WITHIN_S) and not is_awaited():
-                    self.replace_soon()
+                while self._is_absent and not await self.attends(_RETURNS_WITHIN_S):
+                    if not is_awaited():
+                        self.replace_soon()
+                        break
 
     async def ensure(self) -> None:
         """Start the agent unless one runs."""
@@ -88,6 +90,8 @@ class OwnAgent:
         if self._is_absent and not await self.attends(_RETURNS_WITHIN_S):
             log.warning("the agent of this machine does not answer: replacing it")
             await self._kill()
+        if self._process is not None and self._process.poll() is None:
+            return  # one that has just started may not hold the lock yet
         host = "127.0.0.1" if self._address.is_every else self._address.host
         started = ensure_head_member(
             self._settings,

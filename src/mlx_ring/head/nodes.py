@@ -96,8 +96,8 @@ class LiveInstances:
         return live.may_return
 
     def awaits(self, node: str) -> bool:
-        """Report whether a node's silent workers may still come back to an instance."""
-        return any(node in live.may_return for live in self._live.values())
+        """Report whether an instance has workers on a node, or silent ones there may still come back."""
+        return any(node in live.nodes | live.may_return for live in self._live.values())
 
     def others(self, model: str, besides: str = "") -> Others:
         """Return the nodes of a model's instances and the memory of all instances, except for one."""

@@ -174,7 +174,7 @@ def _replace_in_models(function: str, operation: Operation) -> None:
     """
     present = getattr(sys.modules.get(_MODEL_FUNCTIONS[function]), function, None)
     for name, module in list(sys.modules.items()):
-        if name.startswith(_PACKAGES) and vars(module).get(function, operation) is present:
+        if name.startswith(_PACKAGES) and present is not None and vars(module).get(function) is present:
             setattr(module, function, operation)
 
 

@@ -29,7 +29,7 @@ def write(plane: mx.array, rows: mx.array, slot: int, begin: int) -> mx.array:
     Return the plane to use from then on. The native kernels change it in place, whatever else has it: a slot is read
     only up to its row's length.
     """
-    written = append(plane, rows, slot, begin)
+    written = append(plane, rows.astype(plane.dtype), slot, begin)
     if written is not None:
         return written
     plane[slot : slot + rows.shape[0], :, begin : begin + rows.shape[2]] = rows
@@ -320,7 +320,7 @@ class Bank:
                 _, heads, capacity, width = plane.shape
                 nothing = mx.zeros((1, heads, capacity - held, width), plane.dtype)
                 planes[position] = write(plane, nothing, slot, held)
-            mx.eval(planes)
+                mx.eval(planes[position])  # one by one, because the zeros take as much memory as the slot
 
     def replace(self, row: Row, successor: Row) -> None:
         """Give a row's slot, with its content, to another row."""
