@@ -269,8 +269,17 @@ def _cut(served: Served, victim: Rank) -> None:
 
 
 def _kill_agent(served: Served, victim: Rank) -> None:
+    """Kill an agent, and wait for the end of its worker, which could otherwise finish its step before."""
     processes = _machine(served, victim).processes
     next(process for process in processes if "join" in process.cmdline()).kill()
+    eventually(partial(_has_ended, victim.process))
+
+
+def _has_ended(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def _kill_machine(served: Served, victim: Rank) -> None:
