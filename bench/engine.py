@@ -23,6 +23,7 @@ import psutil
 from machine import cores
 from measuring import Bench, Ratio
 from rows import FLOAT, ROWS
+from tensor_rows import LARGE
 
 
 def main() -> None:
@@ -51,7 +52,8 @@ def main() -> None:
 
 def _print(ratios: Sequence[Ratio], bench: Bench) -> None:
     print(
-        f"\n{FLOAT.parameters / 1e6:.0f} M random parameters, {bench.rounds} rounds, cores {list(bench.cores)}, "
+        f"\nRandom weights: {FLOAT.parameters / 1e6:.0f} M in float32; for stages and ranks {LARGE.parameters / 1e6:.0f} M "
+        f"in 4 bits. {bench.rounds} rounds, cores {list(bench.cores)}, "
         f"load {psutil.getloadavg()[0]:.1f}; medians (all rounds)"
     )
     for ratio in ratios:
