@@ -178,7 +178,7 @@ def measure(cluster: LanCluster, fault: Fault, flags: Sequence[str]) -> Measured
         for machine in cluster.machines:
             for process in machine.processes:
                 process.kill()
-            (machine.state / "authority" / "losses.json").unlink(missing_ok=True)
+            (machine.state / "cluster" / "losses.json").unlink(missing_ok=True)
 
 
 def _spares(cluster: LanCluster) -> list[int]:
