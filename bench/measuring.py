@@ -22,7 +22,7 @@ _TIMEOUT_S = 1200.0
 
 @dataclass
 class Ratio:
-    """Line of the table."""
+    """Line of the table; one without bounds is a limit to compare others with."""
 
     row: str
     what: str
@@ -99,6 +99,19 @@ def summary_of(records: Sequence[Record]) -> Summary:
 def decode_speed(record: Record) -> float:
     """Return the tokens per second after the first token."""
     return (record.output_tokens - 1) / (record.arrivals_s[-1] - record.arrivals_s[0])
+
+
+def steady_speed(records: Sequence[Record]) -> float:
+    """Return the output tokens per second while all streams ran: from the last first token to the first end."""
+    begin = max(record.arrivals_s[0] for record in records)
+    end = min(record.arrivals_s[-1] for record in records)
+    tokens = sum(
+        sum(begin < arrival <= end for arrival in record.arrivals_s)
+        * record.output_tokens
+        / len(record.arrivals_s)
+        for record in records
+    )
+    return tokens / (end - begin)
 
 
 def jobs_of(number: int, requests: int, prompt: int, output: int, vocabulary: int | None) -> list[Job]:

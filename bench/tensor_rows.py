@@ -12,7 +12,8 @@ from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from measuring import Bench, Ratio, decode_speed, jobs_of, load, note_round, running, ttft
+from measuring import Bench, Ratio, decode_speed, jobs_of, load, note_round, running, steady_speed, ttft
+from product_limits import limit_of_ranks
 from random_model import Shape
 from servers import LaunchedServer, RingServer, Server, pin_self
 
@@ -20,6 +21,7 @@ LARGE = Shape(layers=16, hidden=2048, intermediate=6144, vocabulary=32768, dtype
 """Model whose products take most of a step, also with native kernels."""
 _PLAIN = ("--prefix-cache", "off", "--num-speculative-tokens", "0")
 _PROMPT = 512
+_STREAMS = 8
 _LAUNCH_PROMPT = 64
 """Shorter prompt, because mlx_lm.server takes three minutes for 512 tokens of this model."""
 
@@ -28,27 +30,37 @@ def rows(quantized: Callable[[Shape], Any]) -> dict[str, Callable[[Bench], list[
     """Return the rows by name; `quantized` creates the model."""
 
     def row_tensor(bench: Bench) -> list[Ratio]:
-        """Compare two ranks with one: one stream, and a prompt of 512 tokens."""
-        tokens = 32 if bench.quick else 96
+        """Compare two ranks with one: eight streams, one stream, and a prompt of 512 tokens."""
+        tokens = 16 if bench.quick else 48
+        alone, together = (limit_of_ranks(LARGE, rows, bench.cores) for rows in (1, _STREAMS))
+        batch: list[float] = []
         decode: list[float] = []
         prefill: list[float] = []
         with _one_and_two(bench, quantized(LARGE)) as (one, two):
             for number in range(bench.rounds + 1):
-                (job,) = jobs_of(number, 1, _PROMPT, tokens, LARGE.vocabulary)
+                jobs = jobs_of(1000 + number, _STREAMS, 16, tokens, LARGE.vocabulary)
+                (job,) = jobs_of(number, 1, _PROMPT, 2 * tokens, LARGE.vocabulary)
+                many, many_of_two = (steady_speed(load(server, jobs, _STREAMS)) for server in (one, two))
                 single, double = (load(server, [job], 1)[0] for server in (one, two))
                 note_round(
                     number,
                     {
-                        "one tok/s": decode_speed(single),
-                        "two": decode_speed(double),
+                        f"{_STREAMS} streams, one tok/s": many,
+                        "two": many_of_two,
+                        "one stream, one tok/s": decode_speed(single),
+                        "of two": decode_speed(double),
                         "one s": ttft(single),
                         "two s": ttft(double),
                     },
                 )
+                batch.append(many_of_two / many)
                 decode.append(decode_speed(double) / decode_speed(single))
                 prefill.append(ttft(single) / ttft(double))
         return [
-            Ratio("tensor", "one stream, decode of two ranks over one", decode[1:], at_least=1.6),
+            Ratio("tensor", f"{_STREAMS} streams, decode of two ranks over one", batch[1:], at_least=1.6),
+            Ratio("tensor", "  the products alone, on these cores", [together]),
+            Ratio("tensor", "one stream, decode of two ranks over one", decode[1:], at_least=1.0),
+            Ratio("tensor", "  the products alone, on these cores", [alone]),
             Ratio("tensor", f"{_PROMPT}-token prompt, TTFT of one rank over two", prefill[1:], at_least=1.7),
         ]
 
