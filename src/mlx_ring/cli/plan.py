@@ -21,11 +21,12 @@ from mlx_ring.planner.cluster_file import (
     load_content,
     read_cluster,
 )
-from mlx_ring.planner.model_sizes import WeightFormat, profile_folder
+from mlx_ring.planner.model_sizes import profile_folder
 from mlx_ring.planner.plan import Plan
 from mlx_ring.planner.profiles import ClusterProfile
 from mlx_ring.planner.replicas import place_replicas
 from mlx_ring.planner.request import OBJECTIVES, Demand, Objective, PlanRequest
+from mlx_ring.planner.weight_format import WeightFormat
 from mlx_ring.settings.devices_file import DevicesFile, lists_devices, read_devices
 from mlx_ring.settings.strategies import STRATEGIES, Strategy, current_strategy, strategy_help
 

@@ -10,14 +10,10 @@ from fractions import Fraction
 
 from mlx_ring.models.layer_tensors import dequantized_bytes, group_by_layers, names_head, path_of_layers
 from mlx_ring.models.model_folder import ModelFolder, TensorEntry
+from mlx_ring.planner.layer_parts import ACTIVE_COUNTS, EXPERT_COUNTS, number
 
 _EXPERT = re.compile(r"(?:^|\.)(?:experts|switch_mlp|switch_glu)\.")
 """Names of expert weights, of which a token uses some; every token uses `shared_experts`."""
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_EXPERTS_A_TOKEN = (
-    *("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "top_k_experts"),
-    *("moe_topk", "moe_top_k", "moe_k"),
-)
 _LOOKED_UP = "per_layer"
 """Names of Gemma's further embeddings, which are no output head."""
 
@@ -49,9 +45,9 @@ def decode_bytes(
     share = _active_share(folder)
     size = _sizer(folder, widened=widened, keeps_scales=keeps_scales, dequantized=dequantized)
     layers = [Fraction(0)] * folder.num_layers
-    for number, rest, entry in inside[path]:
-        if number < folder.num_layers:
-            layers[number] += size(entry) * (share if _EXPERT.search(rest) else 1)
+    for place, rest, entry in inside[path]:
+        if place < folder.num_layers:
+            layers[place] += size(entry) * (share if _EXPERT.search(rest) else 1)
     return DecodeBytes(tuple(map(int, layers)), _head_bytes(outside, folder.vocab_size, size))
 
 
@@ -65,9 +61,9 @@ def layer_bytes(
     if path is None:
         return None
     sizes = [0] * folder.num_layers
-    for number, _, entry in inside[path]:
-        if number < folder.num_layers:
-            sizes[number] += size(entry)
+    for place, _, entry in inside[path]:
+        if place < folder.num_layers:
+            sizes[place] += size(entry)
     return tuple(sizes)
 
 
@@ -86,14 +82,10 @@ def _sizer(folder: ModelFolder, *, widened: bool, keeps_scales: bool, dequantize
 
 def _active_share(folder: ModelFolder) -> Fraction:
     """Return the share of experts that one token uses; 1 if the configuration does not state it."""
-    experts, active = _number(folder, _EXPERTS), _number(folder, _EXPERTS_A_TOKEN)
+    experts, active = number(folder, *EXPERT_COUNTS), number(folder, *ACTIVE_COUNTS)
     if experts is None or active is None or not 0 < active < experts:
         return Fraction(1)
     return Fraction(active, experts)
-
-
-def _number(folder: ModelFolder, names: Iterable[str]) -> int | None:
-    return next((value for name in names if type(value := folder.entry(name)) is int), None)
 
 
 def _head_bytes(outside: Iterable[TensorEntry], vocab_size: int, size_of: _Size) -> int:

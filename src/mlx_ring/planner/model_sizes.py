@@ -6,60 +6,28 @@ experts. Where headers are there, they say what each layer takes, whatever its b
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, TypedDict, cast
+from collections import Counter
+from dataclasses import replace
+from typing import TypedDict
 
 from mlx_ring.core.errors import ModelCorrupt, ModelUnsupported
-from mlx_ring.core.types import DTYPES
-from mlx_ring.models.config_limits import HEAD_NAMES, KV_HEAD_NAMES
+from mlx_ring.models.config_limits import HEAD_NAMES
 from mlx_ring.models.model_folder import ModelFolder
 from mlx_ring.models.tensor_shares import TensorSizes, read_tensor_sizes
 from mlx_ring.planner.decode_bytes import decode_bytes, layer_bytes
+from mlx_ring.planner.layer_parts import (
+    Role,
+    experts_of,
+    layer_matrices,
+    layer_nbytes,
+    look_back,
+    number,
+    small_numbers,
+)
 from mlx_ring.planner.profiles import LayerProfile, ModelProfile
+from mlx_ring.planner.weight_format import WeightFormat, WeightFormats, read_formats
 
-_GROUP = 64
-_HALF, _FLOAT = 16, 32
-"""Bits of a number, by dtype."""
-
-
-@dataclass(frozen=True, slots=True)
-class WeightFormat:
-    """Number format of weights."""
-
-    bits: int
-    group: int = _GROUP
-    plain: str = "bfloat16"
-    """Dtype of unquantized numbers: activations, keys and values."""
-    scales: str = ""
-    """Dtype of scales and biases of quantized weights, if they have another than unquantized numbers."""
-
-    @property
-    def is_quantized(self) -> bool:
-        return self.bits < _HALF
-
-    @property
-    def plain_bits(self) -> int:
-        return _bits_of(self.plain)
-
-    @property
-    def nbytes(self) -> float:
-        scales = 2 * _bits_of(self.scales or self.plain) / self.group if self.is_quantized else 0
-        return (self.bits + scales) / 8
-
-    @property
-    def name(self) -> str:
-        """Name of the format in measured rates."""
-        return f"{self.bits}-bit" if self.is_quantized else self.plain
-
-    def widened(self, *, keeps_scales: bool = False) -> WeightFormat:
-        """Return the format with float32 instead of half precision, except scales if those are kept."""
-        scales = self.scales or self.plain if keeps_scales else ""
-        return replace(self, plain="float32", scales=scales, bits=self.bits if self.is_quantized else _FLOAT)
-
-
-def _bits_of(dtype: str) -> int:
-    return _FLOAT if dtype == "float32" else _HALF
+_FLOAT = 32
 
 
 def profile_folder(folder: ModelFolder, name: str, weights: WeightFormat | None = None) -> ModelProfile:
@@ -68,13 +36,13 @@ def profile_folder(folder: ModelFolder, name: str, weights: WeightFormat | None 
     Raises:
         ModelUnsupported: neither tells the sizes of its layers.
     """
-    kind = weights or _format_of(folder)
+    formats = read_formats(folder) if weights is None else WeightFormats(weights)
     has_files = bool(folder.tensors) and weights is None
-    forms = [(kind, _AS_STORED), (kind.widened(), _WIDENED)]
-    if kind.is_quantized:
+    forms = [(formats, _AS_STORED), (formats.widened(), _WIDENED)]
+    if formats.usual.is_quantized:
         forms += [
-            (kind.widened(keeps_scales=True), _WITH_SCALES),
-            (WeightFormat(_FLOAT, plain="float32"), _DEQUANTIZED),
+            (formats.widened(keeps_scales=True), _WITH_SCALES),
+            (WeightFormats(WeightFormat(_FLOAT, plain="float32")), _DEQUANTIZED),
         ]
     stored, wide, *others = (
         _with_headers(profile_config(folder, name, one), folder, loading)
@@ -123,31 +91,33 @@ def _with_headers(by_config: ModelProfile, folder: ModelFolder, loading: _Loadin
     )
 
 
-def profile_config(folder: ModelFolder, name: str, weights: WeightFormat) -> ModelProfile:
+def profile_config(folder: ModelFolder, name: str, formats: WeightFormats) -> ModelProfile:
     """Return the profile from a configuration alone."""
     hidden, vocabulary, count = folder.hidden_size, folder.vocab_size, folder.num_layers
-    heads = _number(folder, *HEAD_NAMES)
+    heads = number(folder, *HEAD_NAMES)
     if heads is None:
         raise ModelUnsupported(
             f"{name} does not give its number of attention heads (num_attention_heads), so its sizes are unknown."
         )
-    layers = tuple(_layer(folder, index, hidden, heads, weights) for index in range(count))
-    tied = folder.entry("tie_word_embeddings")
-    table = int(vocabulary * hidden * weights.nbytes)
+    weights = formats.usual
+    layers = tuple(_layer(folder, index, formats) for index in range(count))
+    embedding, head = (
+        int(vocabulary * hidden * formats.of(table, hidden).nbytes)
+        for table in ("model.embed_tokens", "lm_head")
+    )
+    is_tied = bool(folder.entry("tie_word_embeddings"))
     return ModelProfile(
         name=name,
         layers=layers,
-        embedding_bytes=table,
-        head_bytes=table,
-        is_tied=bool(tied),
+        embedding_bytes=embedding,
+        head_bytes=embedding if is_tied else head,
+        is_tied=is_tied,
         hidden_size=hidden,
         vocabulary=vocabulary,
         context_tokens=folder.context_length,
         weights=weights.name,
         number_bytes=weights.plain_bits // 8,
-        widest=max(
-            hidden, heads * (_number(folder, "head_dim") or hidden // heads), _intermediate(folder, hidden)
-        ),
+        widest=max(matrix.inputs for index in (0, count - 1) for matrix in layer_matrices(folder, index)),
         shared=_shared(folder, weights),
     )
 
@@ -164,85 +134,30 @@ def _shared(folder: ModelFolder, weights: WeightFormat) -> TensorSizes | None:
     )
 
 
-def _layer(folder: ModelFolder, index: int, hidden: int, heads: int, weights: WeightFormat) -> LayerProfile:
-    width = _number(folder, "head_dim") or hidden // heads
-    kv_heads = _number(folder, *KV_HEAD_NAMES) or heads
-    attention = hidden * width * (heads + 2 * kv_heads) + heads * width * hidden
-    dense = 3 * hidden * _intermediate(folder, hidden)
-    held = read = dense
-    router = 0
-    if (experts := _experts(folder, index, hidden)) is not None:
-        held, read, router = experts
-    window = _window(folder, index)
-    kv = 2 * kv_heads * width
-    queries = heads * width
-    if (latent := _number(folder, "kv_lora_rank")) is not None:
-        kv = latent + (_number(folder, "qk_rope_head_dim") or 0)
-        queries = heads * kv
-    kv *= weights.plain_bits // 8
+def _layer(folder: ModelFolder, index: int, formats: WeightFormats) -> LayerProfile:
+    weights = formats.usual
+    sizes = layer_nbytes(folder, index, formats)
+    counts: Counter[Role] = Counter()
+    for matrix in layer_matrices(folder, index):
+        counts[matrix.role] += matrix.weights
+    experts = experts_of(folder, index)
+    share = experts[1] / experts[0] if experts else 0.0
     plain_bytes = weights.plain_bits // 8
+    small = small_numbers(folder, index) * plain_bytes
+    back = look_back(folder, index)
+    kv = back.kept_per_token * plain_bytes
+    held = sum(sizes.values()) + small
+    active = sum(counts.values()) - counts["experts"] * (1 - share)
     return LayerProfile(
-        weight_bytes=int((attention + held) * weights.nbytes),
-        read_bytes=int((attention + read) * weights.nbytes),
-        flops_per_token=2 * (attention + read),
-        kv_bytes_per_token=0 if window is not None else kv,
-        kv_bytes_per_sequence=0 if window is None else kv * window,
-        query_width=queries,
-        window=window,
-        attention_bytes=int(attention * weights.nbytes),
-        whole_bytes=int(router * weights.nbytes) + 2 * hidden * plain_bytes,
+        weight_bytes=int(held),
+        read_bytes=int(held - sizes["experts"] * (1 - share)) if experts else int(held),
+        flops_per_token=2 * int(active),
+        kv_bytes_per_token=0 if back.window is not None else kv,
+        kv_bytes_per_sequence=back.state_bytes + (0 if back.window is None else kv * back.window),
+        query_width=back.query_width,
+        score_width=back.score_width,
+        window=back.selected if back.window is None else back.window,
+        expert_share=share,
+        attention_bytes=int(sizes["attention"]),
+        whole_bytes=int(sizes["router"]) + small,
     )
-
-
-def _intermediate(folder: ModelFolder, hidden: int) -> int:
-    return _number(folder, "intermediate_size", "n_inner") or 4 * hidden
-
-
-def _experts(folder: ModelFolder, index: int, hidden: int) -> tuple[int, int, int] | None:
-    """Return the weights of all experts, of those that one token uses, and of the router; None for a dense layer."""
-    count = _number(folder, "num_experts", "num_local_experts", "n_routed_experts")
-    active = _number(folder, "num_experts_per_tok", "num_experts_per_token", "experts_per_token")
-    if count is None or active is None or index < (_number(folder, "first_k_dense_replace") or 0):
-        return None
-    dense = folder.entry("mlp_only_layers")
-    if isinstance(dense, list) and index in dense:
-        return None
-    every = _number(folder, "decoder_sparse_step") or 1
-    if (index + 1) % every:
-        return None
-    size = 3 * hidden * (_number(folder, "moe_intermediate_size", "intermediate_size") or hidden)
-    shared = _number(folder, "shared_expert_intermediate_size")
-    beside = 3 * hidden * shared if shared else (_number(folder, "n_shared_experts") or 0) * size
-    router = hidden * count
-    return count * size + beside + router, active * size + beside + router, router
-
-
-def _window(folder: ModelFolder, index: int) -> int | None:
-    """Return the attention window of a layer; None if it is unlimited."""
-    window = _number(folder, "sliding_window")
-    kinds = folder.entry("layer_types")
-    if window is None or folder.entry("use_sliding_window") is False:
-        return None
-    if isinstance(kinds, list):
-        return window if cast("list[object]", kinds)[index] == "sliding_attention" else None
-    pattern = _number(folder, "sliding_window_pattern")
-    if pattern is not None:
-        return None if (index + 1) % pattern == 0 else window
-    return window
-
-
-def _format_of(folder: ModelFolder) -> WeightFormat:
-    quantization: Mapping[str, Any] = folder.quantization or {}
-    bits, group = quantization.get("bits"), quantization.get("group_size")
-    said = folder.entry("torch_dtype") or folder.entry("dtype")
-    plain = said if said in DTYPES else "bfloat16"
-    if type(bits) is int and type(group) is int:
-        return WeightFormat(bits, group, plain)
-    return WeightFormat(_FLOAT if plain == "float32" else _HALF, plain=plain)
-
-
-def _number(folder: ModelFolder, *names: str) -> int | None:
-    for name in names:
-        if type(value := folder.entry(name)) is int:
-            return value
-    return None

@@ -25,12 +25,29 @@ class LayerProfile:
     """KV bytes that do not depend on the length: a recurrent state, or the full window of a sliding layer."""
     query_width: int = 0
     """Numbers in the queries of one token, which are compared with each token before it; 0 if unknown."""
+    score_width: int = 0
+    """Numbers in the queries and weighted values of one token of a prompt, all heads together; 0 if unknown."""
     window: int | None = None
     """Maximum number of tokens that attention reads back."""
+    expert_share: float = 0.0
+    """Share of the experts that one token uses; 0 if unknown, or without experts."""
     attention_bytes: int = 0
     """Weights of attention, which ranks share by heads."""
     whole_bytes: int = 0
     """Weights that every rank holds whole: norms and the router of experts."""
+
+    @property
+    def has_experts(self) -> bool:
+        return self.read_bytes < self.weight_bytes
+
+    def read_by(self, rows: int) -> float:
+        """Return the bytes of weights that a step of `rows` tokens reads.
+
+        All tokens share attention, norms and shared experts. Of `E` experts, with `k` for each token, they use
+        `E (1 - (1 - k/E)^rows)` on average, if each token's are as good as drawn.
+        """
+        share = self.expert_share or self.read_bytes / max(1, self.weight_bytes)
+        return self.weight_bytes - (self.weight_bytes - self.read_bytes) * (1 - share) ** (rows - 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,260 @@
+"""Matrices of a model's layers and what attention reads back, from a configuration alone. Pure.
+
+Decoders of the usual builds: attention with grouped keys, with latent keys (MLA, with or without an indexer), or a gated
+delta rule; MLPs, experts, or both. Matrices have the names that mlx-lm gives them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, cast
+
+from mlx_ring.models.config_limits import HEAD_NAMES, KV_HEAD_NAMES
+from mlx_ring.models.model_folder import ModelFolder
+from mlx_ring.planner.weight_format import WeightFormats
+
+Role = Literal["attention", "mlp", "experts", "router"]
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+ACTIVE_COUNTS = (
+    *("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "top_k_experts"),
+    *("moe_topk", "moe_top_k", "moe_k"),
+)
+_WITHOUT_GATE = ("gpt2", "gpt_neox", "gpt_bigcode", "gptj", "phi", "starcoder2", "nemotron", "falcon", "opt")
+"""Models whose MLPs have two matrices."""
+_FLOAT_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """One matrix of a layer, or `count` equal ones."""
+
+    name: str
+    role: Role
+    outputs: int
+    inputs: int
+    count: int = 1
+
+    @property
+    def weights(self) -> int:
+        return self.count * self.outputs * self.inputs
+
+
+@dataclass(frozen=True, slots=True)
+class LookBack:
+    """Numbers that attention keeps and reads for the tokens before, of one layer."""
+
+    kept_per_token: int = 0
+    """Numbers of keys and values of one token."""
+    query_width: int = 0
+    """Numbers in the queries of one token while decoding, as they are compared with each kept token."""
+    score_width: int = 0
+    """Numbers in the queries and in the weighted values of one token of a prompt, all heads together."""
+    window: int | None = None
+    """Most tokens that are kept; None: all."""
+    selected: int | None = None
+    """Most tokens that attention reads after an indexer has chosen them; None: all that are kept."""
+    state_bytes: int = 0
+    """Bytes of a recurrent state, whatever the length."""
+
+
+def number(folder: ModelFolder, *names: str) -> int | None:
+    """Return the first whole number among entries of the configuration."""
+    for name in names:
+        if type(value := folder.entry(name)) is int:
+            return value
+    return None
+
+
+def experts_of(folder: ModelFolder, index: int) -> tuple[int, int] | None:
+    """Return the number of experts of a layer and of those that one token uses; None for a layer without."""
+    count, active = number(folder, *EXPERT_COUNTS), number(folder, *ACTIVE_COUNTS)
+    if not count or active is None or folder.entry("enable_moe_block") is False:
+        return None
+    if index < (number(folder, "first_k_dense_replace") or 0):
+        return None
+    dense = folder.entry("mlp_only_layers")
+    if isinstance(dense, list) and index in dense:
+        return None
+    every = number(folder, "decoder_sparse_step", "moe_layer_freq") or 1
+    return None if (index + 1) % every else (count, active)
+
+
+def layer_matrices(folder: ModelFolder, index: int) -> Sequence[Matrix]:
+    """Return the matrices of a layer."""
+    return (*_attention(folder, index), *_feed_forward(folder, index))
+
+
+def small_numbers(folder: ModelFolder, index: int) -> int:
+    """Return the number of weights outside matrices: norms, biases and convolutions, approximately."""
+    biases = sum(
+        matrix.count * matrix.outputs
+        for matrix in layer_matrices(folder, index)
+        if folder.model_type == "gpt_oss"
+        or (folder.model_type.startswith("qwen2") and matrix.name.endswith(("q_proj", "k_proj", "v_proj")))
+    )
+    return 2 * folder.hidden_size + biases
+
+
+def look_back(folder: ModelFolder, index: int) -> LookBack:
+    """Return what a layer keeps and reads of the tokens before."""
+    if _is_recurrent(folder, index):
+        key_heads, value_heads, key, value = _delta_sizes(folder)
+        convolved = (2 * key_heads * key + value_heads * value) * 3 * 2
+        return LookBack(state_bytes=value_heads * key * value * _FLOAT_BYTES + convolved)
+    heads, kv_heads, width = _head_sizes(folder, index)
+    if (latent := number(folder, "kv_lora_rank")) is not None:
+        rope = number(folder, "qk_rope_head_dim") or 0
+        keys = (number(folder, "qk_nope_head_dim") or width) + rope
+        values = number(folder, "v_head_dim") or width
+        kept = latent + rope + (number(folder, "index_head_dim") or 0)
+        return LookBack(
+            kept,
+            heads * (latent + rope),
+            heads * (keys + values),
+            window_of(folder, index),
+            number(folder, "index_topk"),
+        )
+    if number(folder, "o_groups") is not None:
+        # Keys are kept for groups of tokens; most layers have one for four tokens.
+        return LookBack(width // 4, heads * width // 4, heads * width // 2)
+    window = window_of(folder, index)
+    return LookBack(2 * kv_heads * width, heads * width, 2 * heads * width, window)
+
+
+def window_of(folder: ModelFolder, index: int) -> int | None:
+    """Return the attention window of a layer; None if it is unlimited."""
+    window = number(folder, "sliding_window")
+    kinds = folder.entry("layer_types")
+    if window is None or folder.entry("use_sliding_window") is False:
+        return None
+    if isinstance(kinds, list):
+        return window if cast("list[object]", kinds)[index] == "sliding_attention" else None
+    pattern = number(folder, "sliding_window_pattern", "_sliding_window_pattern")
+    if pattern is not None:
+        return None if (index + 1) % pattern == 0 else window
+    if folder.model_type == "gpt_oss":
+        return window if index % 2 == 0 else None
+    return window
+
+
+def layer_nbytes(folder: ModelFolder, index: int, formats: WeightFormats) -> dict[Role, float]:
+    """Return the bytes of a layer's matrices by role, in their formats."""
+    found: dict[Role, float] = {"attention": 0.0, "mlp": 0.0, "experts": 0.0, "router": 0.0}
+    for matrix in layer_matrices(folder, index):
+        found[matrix.role] += matrix.weights * formats.of(matrix.name, matrix.inputs).nbytes
+    return found
+
+
+def _is_recurrent(folder: ModelFolder, index: int) -> bool:
+    if number(folder, "linear_num_value_heads") is None:
+        return False
+    kinds = folder.entry("layer_types")
+    if isinstance(kinds, list):
+        return cast("list[object]", kinds)[index] == "linear_attention"
+    return (index + 1) % (number(folder, "full_attention_interval") or 4) != 0
+
+
+def _delta_sizes(folder: ModelFolder) -> tuple[int, int, int, int]:
+    """Return the numbers of heads of keys and values, and their widths."""
+    found = [number(folder, f"linear_{name}") or 0 for name in ("num_key_heads", "num_value_heads")]
+    widths = [number(folder, f"linear_{name}_head_dim") or 0 for name in ("key", "value")]
+    return found[0], found[1], widths[0], widths[1]
+
+
+def _head_sizes(folder: ModelFolder, index: int) -> tuple[int, int, int]:
+    """Return the numbers of heads of queries and of keys, and the width of a head."""
+    heads = number(folder, *HEAD_NAMES) or 1
+    width = number(folder, "head_dim") or folder.hidden_size // heads
+    kv_heads = number(folder, *KV_HEAD_NAMES) or heads
+    if window_of(folder, index) is None and (wide := number(folder, "global_head_dim")) is not None:
+        return heads, number(folder, "num_global_key_value_heads") or kv_heads, wide
+    return heads, kv_heads, width
+
+
+def _attention(folder: ModelFolder, index: int) -> Iterator[Matrix]:
+    hidden = folder.hidden_size
+    if _is_recurrent(folder, index):
+        key_heads, value_heads, key, value = _delta_sizes(folder)
+        at = f"model.layers.{index}.linear_attn"
+        keys, values = key_heads * key, value_heads * value
+        yield Matrix(f"{at}.in_proj_qkvz", "attention", 2 * (keys + values), hidden)
+        yield Matrix(f"{at}.in_proj_ba", "attention", 2 * value_heads, hidden)
+        yield Matrix(f"{at}.out_proj", "attention", hidden, values)
+        return
+    at = f"model.layers.{index}.self_attn"
+    if number(folder, "kv_lora_rank") is not None:
+        yield from _latent_attention(folder, at)
+        return
+    heads, kv_heads, width = _head_sizes(folder, index)
+    if (groups := number(folder, "o_groups")) is not None:
+        yield from _grouped_attention(folder, at, groups)
+        return
+    gated = (
+        folder.model_type.startswith(("qwen3_next", "qwen3_5")) or folder.entry("attn_output_gate") is True
+    )
+    yield Matrix(f"{at}.q_proj", "attention", heads * width * (2 if gated else 1), hidden)
+    yield Matrix(f"{at}.k_proj", "attention", kv_heads * width, hidden)
+    shares_keys = folder.entry("attention_k_eq_v") is True and window_of(folder, index) is None
+    if not shares_keys:
+        yield Matrix(f"{at}.v_proj", "attention", kv_heads * width, hidden)
+    yield Matrix(f"{at}.o_proj", "attention", hidden, heads * width)
+
+
+def _latent_attention(folder: ModelFolder, at: str) -> Iterator[Matrix]:
+    hidden = folder.hidden_size
+    heads = number(folder, *HEAD_NAMES) or 1
+    latent, rank = number(folder, "kv_lora_rank") or 0, number(folder, "q_lora_rank")
+    rope, nope = number(folder, "qk_rope_head_dim") or 0, number(folder, "qk_nope_head_dim") or 0
+    values = number(folder, "v_head_dim") or nope
+    if rank is None:
+        yield Matrix(f"{at}.q_proj", "attention", heads * (nope + rope), hidden)
+    else:
+        yield Matrix(f"{at}.q_a_proj", "attention", rank, hidden)
+        yield Matrix(f"{at}.q_b_proj", "attention", heads * (nope + rope), rank)
+    yield Matrix(f"{at}.kv_a_proj_with_mqa", "attention", latent + rope, hidden)
+    yield Matrix(f"{at}.embed_q", "attention", heads * latent, nope)
+    yield Matrix(f"{at}.unembed_out", "attention", heads * values, latent)
+    yield Matrix(f"{at}.o_proj", "attention", hidden, heads * values)
+    if (indexers := number(folder, "index_n_heads")) is not None and rank is not None:
+        width = number(folder, "index_head_dim") or 0
+        yield Matrix(f"{at}.indexer.wq_b", "attention", indexers * width, rank)
+        yield Matrix(f"{at}.indexer.wk", "attention", width, hidden)
+        yield Matrix(f"{at}.indexer.weights_proj", "attention", indexers, hidden)
+
+
+def _grouped_attention(folder: ModelFolder, at: str, groups: int) -> Iterator[Matrix]:
+    """Yield DeepSeek-V4's matrices: one key for all heads, and an output of low rank by groups of heads."""
+    hidden = folder.hidden_size
+    heads, _, width = _head_sizes(folder, 0)
+    rank, low = number(folder, "q_lora_rank") or hidden, number(folder, "o_lora_rank") or hidden
+    yield Matrix(f"{at}.wq_a", "attention", rank, hidden)
+    yield Matrix(f"{at}.wq_b", "attention", heads * width, rank)
+    yield Matrix(f"{at}.wkv", "attention", width, hidden)
+    yield Matrix(f"{at}.wo_a", "attention", groups * low, heads * width // groups)
+    yield Matrix(f"{at}.wo_b", "attention", hidden, groups * low)
+
+
+def _feed_forward(folder: ModelFolder, index: int) -> Iterator[Matrix]:
+    hidden, at = folder.hidden_size, f"model.layers.{index}.mlp"
+    experts = experts_of(folder, index)
+    if experts is None or folder.entry("enable_moe_block") is True:
+        yield from _mlp(folder, at, "mlp", number(folder, "intermediate_size", "n_inner") or 4 * hidden)
+    if experts is None:
+        return
+    size = number(folder, "moe_intermediate_size", "expert_intermediate_size", "intermediate_size") or hidden
+    yield from _mlp(folder, f"{at}.switch_mlp", "experts", size, experts[0])
+    shared = number(folder, "shared_expert_intermediate_size")
+    if shared is None:
+        shared = (number(folder, "n_shared_experts") or 0) * size
+    if shared:
+        yield from _mlp(folder, f"{at}.shared_experts", "mlp", shared)
+    yield Matrix(f"{at}.gate", "router", experts[0], hidden)
+
+
+def _mlp(folder: ModelFolder, at: str, role: Role, size: int, count: int = 1) -> Iterator[Matrix]:
+    hidden = folder.hidden_size
+    if folder.model_type not in _WITHOUT_GATE:
+        yield Matrix(f"{at}.gate_proj", role, size, hidden, count)
+    yield Matrix(f"{at}.up_proj", role, size, hidden, count)
+    yield Matrix(f"{at}.down_proj", role, hidden, size, count)
