@@ -54,6 +54,7 @@ def sentence_of(done: subprocess.CompletedProcess[str]) -> str:
         (["serve", "--stages", "-1"], "--stages is -1; it must be a whole number from 1 to 1024."),
         (["serve", "--config", "none.yaml"], "The settings file none.yaml does not exist."),
         (["serve", "--nope"], "No such option: --nope"),
+        (["serve", "--stage", "2"], "No such option: --stage (Possible options: --stages, "),
         (["serve", "demo", "b", "--more-models", "c"], "--more-models is c, and b was given too"),
         (["serve", "--no-prefix-cache", "--prefix-cache", "on"], "--prefix-cache is on, but another flag"),
     ],

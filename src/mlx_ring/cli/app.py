@@ -108,7 +108,8 @@ def run() -> int:
     except typer.Abort:
         return INTERRUPTED
     except typer.TyperException as error:
-        _complain(f"{str(error).rstrip('.')}. `mlx-ring --help` lists the commands.")
+        message = error.format_message()
+        _complain(f"{message}{'' if message.endswith(('.', '?')) else '.'} `mlx-ring --help` lists the commands.")
         return WRONG_INPUT
     except RingError as error:
         _complain(str(error))
