@@ -131,6 +131,38 @@ def test_an_agent_that_goes_silent_is_replaced_when_no_model_awaits_it(
     assert not answers
 
 
+@pytest.mark.parametrize(("code", "expected"), [("1", 2), ("0", 1)])
+def test_an_agent_that_crashed_is_started_again_but_not_one_that_was_asked_to_end(
+    started: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch, code: str, expected: int
+) -> None:
+    asked: list[bool] = []
+
+    async def attends(_self: OwnAgent, _timeout_s: float) -> bool:
+        await asyncio.sleep(0)
+        return False
+
+    async def run() -> None:
+        control: Any = Absent()
+        agent = OwnAgent(Settings(), control, HeadAddress("127.0.0.1", 50051))
+        await agent.ensure()
+        started[0].kill()
+        started[0].wait()
+        started[0].returncode = int(code)
+        keeping = asyncio.create_task(agent.keep(lambda: bool(asked.append(True))))
+        await asyncio.sleep(0)
+        control.lose()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        await run_tasks_until(lambda: len(started) == expected)
+        keeping.cancel()
+        await agent.end()
+
+    monkeypatch.setattr(OwnAgent, "attends", attends)
+    asyncio.run(run())
+    assert len(asked) == expected - 1
+    assert len(started) == expected
+
+
 def test_an_agent_that_has_just_started_is_the_only_one(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[subprocess.Popen[bytes]] = []
 

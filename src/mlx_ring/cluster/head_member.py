@@ -30,7 +30,7 @@ _END_WAIT_S = 5.0
 
 
 class OwnAgent:
-    """Agent of the head's own machine. If this head started it and it hangs, another one replaces it."""
+    """Agent of the head's own machine. If this head started it and it hangs or crashes, another one replaces it."""
 
     def __init__(self, settings: Settings, control: Control, address: HeadAddress) -> None:
         """Start without an agent; `address` is the head's for members."""
@@ -55,6 +55,11 @@ class OwnAgent:
         was = self._control.membership.former.get(self._control.node)
         return runs and was is not None and was is not self._left_before
 
+    @property
+    def _has_crashed(self) -> bool:
+        """True if an agent that this head started has ended, but not by itself or because it was asked to."""
+        return self._process is not None and self._process.poll() not in (None, 0)
+
     def replace_soon(self) -> None:
         """Replace the agent, which does not answer, once it counts as disconnected."""
         if self._replacing is None or self._replacing.done():
@@ -65,7 +70,7 @@ class OwnAgent:
         await self.ensure()
 
     async def keep(self, is_awaited: Callable[[], bool]) -> None:
-        """Replace the agent whenever it no longer answers, forever, except while `is_awaited`."""
+        """Replace the agent whenever it no longer answers or has crashed, forever, except while `is_awaited`."""
         left = asyncio.Event()
 
         def on_event(event: Event) -> None:
@@ -76,7 +81,7 @@ class OwnAgent:
             while True:
                 await left.wait()
                 left.clear()
-                while self._is_absent and not await self.attends(_RETURNS_WITHIN_S):
+                while (self._has_crashed or self._is_absent) and not await self.attends(_RETURNS_WITHIN_S):
                     if not is_awaited():
                         self.replace_soon()
                         break

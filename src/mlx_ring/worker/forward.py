@@ -117,7 +117,7 @@ def evaluate(passes: Sequence[Pass], *others: mx.array) -> None:
 def end_mark(passes: Sequence[Pass]) -> mx.array:
     """Return a small array that is ready when the passes are, for a step whose values are not requested.
 
-    It holds none of the KV, which MLX would otherwise copy for the next step.
+    It holds none of the KV, which MLX would otherwise copy for the next step where no native kernels write it.
     """
     last = passes[-1]
     arrays = last.batch.arrays or [last.values]

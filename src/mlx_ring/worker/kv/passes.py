@@ -55,7 +55,8 @@ class Batch:
     def forget(self) -> None:
         """Drop the remembered planes.
 
-        Call it before the pass is evaluated, because MLX would copy them for each write.
+        Call it before the pass is evaluated. Without native kernels, MLX would copy them for each write; with them, the
+        writes of the pass change them in place.
         """
         self.planes_before = None
 
