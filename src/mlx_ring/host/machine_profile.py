@@ -52,6 +52,8 @@ class StepCosts(_Frozen):
     """... and for each row and token of the vocabulary."""
     attention_s: Cost
     """Seconds for each token attended to, and each number of the queries."""
+    experts_s: Cost = 0.0
+    """Further seconds for each layer with experts: choosing them, and gathering their results."""
 
 
 class MachineProfile(_Frozen):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from mlx_ring.core.types import CpuWeights, LayerRange
 from mlx_ring.planner.cpu_quota import lone_stream
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile
 from mlx_ring.planner.rank_costs import RankCosts
 from mlx_ring.planner.request import Demand
-from mlx_ring.planner.stage_costs import StageTables, Times
+from mlx_ring.planner.stage_costs import TOKEN_BYTES, StageTables, Times
 from mlx_ring.planner.tensor_groups import SharedModel, given_group
 
 
@@ -76,12 +77,9 @@ class Forecast:
         if (group := self._groups[stage]) is not None:
             chunk_s = group.chunk_seconds(layers.start, layers.end, tokens, context_tokens)
             return max(chunk_s, self._times(stage, 1, context_tokens).steady)
-        before, after = (
-            self._tables.prefill_seconds(node, layers.start, layers.end, length)
-            for length in (context_tokens, context_tokens + tokens)
-        )
+        computing_s = self._tables.prefill_seconds(node, layers.start, layers.end, tokens, context_tokens)
         step_s = node.costs.step_s / (node.cpu_quota.share if node.cpu_quota else 1.0)
-        return max(after - before + step_s, self._times(stage, 1, context_tokens).steady)
+        return max(computing_s + step_s, self._times(stage, 1, context_tokens).steady)
 
     def token_s(self, context_tokens: int) -> float:
         """Return the seconds from token to token of a single stream, all stages and hops included."""
@@ -105,12 +103,17 @@ class Forecast:
         """Return the seconds of all hops; rank 0 of a stage sends to every rank of the next."""
         if len(self) == 1:
             return 0.0
-        stages = range(len(self))
-        return sum(self._hop_s(one, other) for one, other in zip(stages, [*stages[1:], 0], strict=True))
+        forward = sum(
+            self._hop_s(one, other, self._row_bytes(one)) for one, other in pairwise(range(len(self)))
+        )
+        return forward + self._hop_s(len(self) - 1, 0, TOKEN_BYTES)
 
-    def _hop_s(self, one: int, other: int) -> float:
+    def _row_bytes(self, stage: int) -> int:
+        return self._model.hidden_size * self._tables.model_on(self._nodes(stage)[0]).number_bytes
+
+    def _hop_s(self, one: int, other: int, row_bytes: int) -> float:
         sender, receivers = self._nodes(one)[0], self._nodes(other)
-        nbytes = self._model.hidden_size * self._tables.model_on(sender).number_bytes * len(receivers)
+        nbytes = row_bytes * len(receivers)
         return max(self._cluster.link(sender.name, node.name).seconds(nbytes) for node in receivers)
 
     def memory(self, stage: int) -> PromisedMemory:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from mlx_ring.core.types import LayerRange
 from mlx_ring.planner.cpu_quota import lone_stream
 from mlx_ring.planner.plan import Prediction
 from mlx_ring.planner.profiles import ClusterProfile
-from mlx_ring.planner.stage_costs import CHUNK_TOKENS, Times
+from mlx_ring.planner.stage_costs import CHUNK_TOKENS, TOKEN_BYTES, Times
 from mlx_ring.planner.tensor_groups import RankGroup
 
 
@@ -37,15 +38,33 @@ class GroupPipeline:
         groups = [stage.group for stage in self.stages]
         if len(groups) == 1:
             return 0.0
-        return sum(
-            self._hop_s(one, other, rows) for one, other in zip(groups, [*groups[1:], groups[0]], strict=True)
+        forward = sum(
+            self._hop_s(one, other, self._nbytes(one, other, rows)) for one, other in pairwise(groups)
         )
+        back_bytes = rows * TOKEN_BYTES * len(groups[0].members)
+        return forward + self._hop_s(groups[-1], groups[0], back_bytes)
 
-    def _hop_s(self, one: RankGroup, other: RankGroup, rows: int) -> float:
+    def _nbytes(self, one: RankGroup, other: RankGroup, rows: int) -> int:
+        model = one.shared.on(one.members[0].node).model
+        return rows * model.hidden_size * model.number_bytes * len(other.members)
+
+    def _hop_s(self, one: RankGroup, other: RankGroup, nbytes: int) -> float:
         sender = one.members[0].node
-        model = one.shared.on(sender).model
-        nbytes = rows * model.hidden_size * model.number_bytes * len(other.members)
         return max(self._cluster.link(sender.name, node.name).seconds(nbytes) for node in other.nodes)
+
+    def _busiest_link_s(self, rows: int) -> float:
+        """Return the seconds for which a step of `rows` rows keeps the busiest link from the next step."""
+        groups = [stage.group for stage in self.stages]
+        return max(
+            (
+                self._nbytes(one, other, rows)
+                / min(
+                    self._cluster.link(one.members[0].node.name, node.name).bandwidth for node in other.nodes
+                )
+                for one, other in pairwise(groups)
+            ),
+            default=0.0,
+        )
 
     def lone_stream(self, context_tokens: int) -> tuple[list[float], float]:
         """Return the seconds of each stage, and the seconds from token to token, for a single stream."""
@@ -63,7 +82,8 @@ class GroupPipeline:
         rows = -(-sequences // groups)
         times = [stage.seconds(rows, shared.context_tokens) for stage in self.stages]
         once = sum(each.unhindered for each in times) + self.around_s(rows)
-        return sequences / max(groups * max(each.steady for each in times), once)
+        slowest_s = max(*(each.steady for each in times), self._busiest_link_s(rows))
+        return sequences / max(groups * slowest_s, once)
 
     def first_token_s(self, tokens: int) -> float:
         """Return the seconds to the first token of a prompt."""
@@ -72,9 +92,10 @@ class GroupPipeline:
             stage.group.prefill_seconds(stage.layers.start, stage.layers.end, tokens) / chunks
             for stage in self.stages
         ]
-        around = self.around_s(min(tokens, CHUNK_TOKENS))
+        rows = min(tokens, CHUNK_TOKENS)
+        around, slowest_s = self.around_s(rows), max(*times, self._busiest_link_s(rows))
         context = self.stages[0].group.shared.context_tokens
-        return sum(times) + (chunks - 1) * max(times) + around + self.lone_stream(context)[1]
+        return sum(times) + (chunks - 1) * slowest_s + around + self.lone_stream(context)[1]
 
     def prediction(self, prompt_tokens: int) -> Prediction:
         """Return the prediction for a plan."""

@@ -129,6 +129,8 @@ class NodeProfile:
     """Quota of the computing threads, if they have less than all of the time. Rates and costs refer to time within the quota."""
     trusted: bool = False
     """True if its owner named an interface for collectives, which are neither encrypted nor authenticated."""
+    experts_pace: float = 1.0
+    """Speed of products of many rows with experts, relative to other products."""
     workers_at_once: int = 1
     """Number of workers that can compute at the same time without slowing each other down."""
 

@@ -5,7 +5,7 @@ the shares that can really be made. Norms, routers, the embedding, activations a
 
 It also has the times of collectives over machines, and the order of the machines in their ring.
 
-MLX's ring sums in `2 (K - 1)` rounds, in each of which every rank sends one part of `K` to the next. Gathering takes
+MLX's backend jaccl sums in one round over a mesh of cables. Its ring sums in `2 (K - 1)` rounds, in each of which every rank sends one part of `K` to the next. Gathering takes
 `K - 1` rounds of a rank's whole part. All send at once, so that the slowest link of the ring makes the pace.
 """
 
@@ -27,7 +27,7 @@ from mlx_ring.planner.stage_costs import (
     head_seconds,
     held_kv_bytes,
     layer_seconds,
-    prefill_scores,
+    prefill_layers,
     working_bytes,
 )
 from mlx_ring.rpc.link_profile import LinkProfile
@@ -90,14 +90,10 @@ class RankCosts:
         each[-1] += self.node.costs.draw_s + rows * model.vocabulary * self.node.costs.logit_s
         return before(each)
 
-    def prefill_s(self, first: int, end: int, tokens: int) -> float:
+    def prefill_s(self, first: int, end: int, tokens: int, context: int = 0) -> float:
         """Return the seconds of a stage's prefill, without the exchange between ranks."""
-        rate = self.node.rate(self._model.weights)
-        each = self._layers.by_layer([layer.flops_per_token for layer in self._kinds])
-        flops = float(each[first:end].sum()) * tokens
-        scores = prefill_scores(self._model, end - first, tokens) * self._part.heads
-        computing = flops / rate.flops + scores / self.node.flops
-        return computing / (self.node.cpu_quota.share if self.node.cpu_quota else 1.0)
+        computing = prefill_layers(self._layers, self._kinds, self.node, tokens, context)[first:end].sum()
+        return float(computing) / (self.node.cpu_quota.share if self.node.cpu_quota else 1.0)
 
     def weight_bytes(self, first: int, end: int) -> int:
         """Return the bytes of weights, including embedding and part of the head if the stage has them."""
@@ -150,6 +146,7 @@ def _share_of(layer: LayerProfile, part: Fractions) -> LayerProfile:
         kv_bytes_per_token=round(layer.kv_bytes_per_token * part.heads),
         kv_bytes_per_sequence=round(layer.kv_bytes_per_sequence * part.heads),
         query_width=round(layer.query_width * part.heads),
+        score_width=round(layer.score_width * part.heads),
     )
 
 
@@ -165,11 +162,19 @@ class Ring:
     def sum_s(self, nbytes: float) -> float:
         """Return the seconds of a sum over all ranks."""
         ranks = len(self.nodes)
+        if self.is_mesh:
+            # Every rank sends all of it to every other, at once over cables of their own.
+            return self._round_s(nbytes)
         return 2 * (ranks - 1) * self._round_s(nbytes / ranks)
 
     def gather_s(self, nbytes: float) -> float:
         """Return the seconds until every rank has every part, the longest of which has `nbytes`."""
-        return (len(self.nodes) - 1) * self._round_s(nbytes)
+        return self._round_s(nbytes) if self.is_mesh else (len(self.nodes) - 1) * self._round_s(nbytes)
+
+    @property
+    def is_mesh(self) -> bool:
+        """True if all ranks reach each other directly, as with MLX's backend jaccl."""
+        return bool(self.links) and all(link.is_mesh for link in self.links)
 
     def _round_s(self, nbytes: float) -> float:
         return max(link.collective_seconds(nbytes) for link in self.links)

@@ -124,16 +124,19 @@ class _Circle:
         return self.search.trace(self.members, self.last, self.start)
 
 
-def _circles(tables: Sequence[Table], hops: Table, most: int, *, adds: bool) -> Iterator[_Circle]:
-    """Yield the best circles of up to `most` machines by set, last machine and, if hops differ, first machine."""
-    apart = not _all_alike(hops)
+def _circles(
+    tables: Sequence[Table], hops: Table, most: int, *, adds: bool, back: Table | None = None
+) -> Iterator[_Circle]:
+    """Yield the best circles of up to `most` machines by set, last machine and, if hops back differ, first machine."""
+    back = hops if back is None else back
+    apart = not _all_alike(back)
     search = _Search(tables, hops, adds=adds, starts_apart=apart)
     for stages in range(1, most + 1):
         for members, last, start, cost in search.partitions(stages):
-            # Without a fixed first machine, all hops between different machines cost the same.
-            back = float(hops[last, start if apart else (last + 1) % len(hops)]) if stages > 1 else 0.0
-            if np.isfinite(cost + back):
-                yield _Circle(search, members, last, start, cost + back)
+            # Without a fixed first machine, all hops back between different machines cost the same.
+            back_s = float(back[last, start if apart else (last + 1) % len(back)]) if stages > 1 else 0.0
+            if np.isfinite(cost + back_s):
+                yield _Circle(search, members, last, start, cost + back_s)
 
 
 def quickest_partition(
@@ -143,6 +146,7 @@ def quickest_partition(
     *,
     stages: int | None = None,
     least: float = 0.0,
+    back: Table | None = None,
 ) -> Partition | None:
     """Return the partition with the shortest round of one token, including the hop from the last machine to the first.
 
@@ -153,8 +157,9 @@ def quickest_partition(
             within a thousandth. None uses the stages' own seconds.
         stages: number of machines; None chooses the best.
         least: known lower bound of the cost.
+        back: seconds from machine to machine on the way back to the first; None if hops are the same there.
     """
-    partition = _quickest(tables, hops, stages)
+    partition = _quickest(tables, hops, stages, back)
     if partition is None or paces is None or all(map(np.array_equal, tables, paces)):
         return partition
     best = _paced(partition, paces)
@@ -163,7 +168,7 @@ def quickest_partition(
     bound = low * (1 + _CLOSE / 2)
     while best.cost > low * (1 + _CLOSE):
         allowed = [np.where(pace <= bound, table, np.inf) for table, pace in zip(tables, paces, strict=True)]
-        found = _quickest(allowed, hops, stages)
+        found = _quickest(allowed, hops, stages, back)
         if found is not None and (paced := _paced(found, paces)).cost < best.cost:
             best = paced
         if found is None or found.cost > bound:
@@ -178,11 +183,13 @@ def _paced(partition: Partition, paces: Sequence[Table]) -> Partition:
     return Partition(partition.pieces, max(partition.cost, slowest))
 
 
-def _quickest(tables: Sequence[Table], hops: Table, stages: int | None) -> Partition | None:
+def _quickest(
+    tables: Sequence[Table], hops: Table, stages: int | None, back: Table | None
+) -> Partition | None:
     nodes = range(len(tables))
     best: tuple[float, tuple[MachineLayers, ...]] = (np.inf, ())
     with_node = [np.inf] * len(tables)
-    for circle in _circles(tables, hops, stages or len(tables), adds=True):
+    for circle in _circles(tables, hops, stages or len(tables), adds=True, back=back):
         if stages is not None and circle.members.bit_count() != stages:
             continue
         for node in nodes:

@@ -20,6 +20,8 @@ from mlx_ring.planner.profiles import LayerProfile, ModelProfile, NodeProfile
 from mlx_ring.planner.request import Demand
 
 CHUNK_TOKENS = 512
+TOKEN_BYTES = 4
+"""Bytes of a drawn token, as the last stage sends it back to the first."""
 _NUMBERS_PER_TOKEN = 16
 """Peak numbers of a layer's activations for one token of a chunk, as a multiple of the hidden size."""
 _FLOAT_BYTES = 4
@@ -157,13 +159,13 @@ class StageTables:
         each[-1] += node.costs.draw_s + rows * model.vocabulary * node.costs.logit_s
         return before(each)
 
-    def prefill_seconds(self, node: NodeProfile, first: int, end: int, tokens: int) -> float:
-        """Return the seconds of a stage's prefill."""
-        model = self._form(node, first, end).model
-        flops = sum(layer.flops_per_token for layer in model.layers[first:end]) * tokens
-        scores = prefill_scores(model, end - first, tokens)
-        computing = flops / node.rate(model.weights).flops + scores / node.flops
-        return computing / (node.cpu_quota.share if node.cpu_quota else 1.0)
+    def prefill_seconds(
+        self, node: NodeProfile, first: int, end: int, tokens: int, context: int = 0
+    ) -> float:
+        """Return the seconds of a stage's prefill of `tokens` tokens after `context` others."""
+        form = self._form(node, first, end)
+        computing = prefill_layers(form, form.kinds, node, tokens, context)[first:end].sum()
+        return float(computing) / (node.cpu_quota.share if node.cpu_quota else 1.0)
 
 
 def times_on(node: NodeProfile, computing: Table) -> Times[Table]:
@@ -183,7 +185,7 @@ def layer_seconds(
     context_tokens: int,
 ) -> float:
     """Return the seconds of one layer in a step; `rate` is the node's rate for the model."""
-    read = min(layer.weight_bytes, layer.read_bytes * rows)
+    read = layer.read_by(rows)
     # Nearly all of a layer's matrices have rows as long as the activations.
     matrix_rows = layer.flops_per_token / 2 / model.hidden_size * read / max(1, layer.read_bytes)
     products = max(
@@ -191,19 +193,26 @@ def layer_seconds(
     )
     look_back = _look_back_seconds(layer, node, model, demand, context_tokens)
     layer_s = node.costs.quantized_layer_s if model.is_quantized else node.costs.layer_s
-    return products + rows * look_back + layer_s
+    return products + rows * look_back + layer_s + layer.has_experts * node.costs.experts_s
 
 
 def _look_back_seconds(
     layer: LayerProfile, node: NodeProfile, model: ModelProfile, demand: Demand, context_tokens: int
 ) -> float:
     """Return the seconds of one row's attention: reading its KV or computing with it, whichever takes longer."""
-    kv_bytes = layer.kv_bytes_per_token * context_tokens * demand.kv_factor(model.number_bytes)
     seen = context_tokens if layer.window is None else min(context_tokens, layer.window)
+    kv_bytes = layer.kv_bytes_per_token * seen * demand.kv_factor(model.number_bytes)
     return max(
-        (kv_bytes + layer.kv_bytes_per_sequence) / node.bandwidth,
+        (kv_bytes + _kept_bytes(layer, context_tokens)) / node.bandwidth,
         seen * layer.query_width * node.costs.attention_s,
     )
+
+
+def _kept_bytes(layer: LayerProfile, context_tokens: int) -> float:
+    """Return the bytes that attention reads of what does not grow with the length: a window counts as far as it is full."""
+    if layer.window is None or layer.kv_bytes_per_token:
+        return layer.kv_bytes_per_sequence
+    return layer.kv_bytes_per_sequence * min(1.0, context_tokens / max(1, layer.window))
 
 
 def head_seconds(nbytes: int, vocabulary: float, hidden_size: int, rate: WeightRate, rows: int) -> float:
@@ -213,9 +222,46 @@ def head_seconds(nbytes: int, vocabulary: float, hidden_size: int, rate: WeightR
     )
 
 
-def prefill_scores(model: ModelProfile, layers: int, tokens: int) -> int:
-    """Return the operations of attention in a prefill: every token reads all tokens before it."""
-    return layers * 2 * tokens * tokens * model.hidden_size
+def prefill_layers(
+    form: LayerKinds, layers: Sequence[LayerProfile], node: NodeProfile, tokens: int, context: int = 0
+) -> Table:
+    """Return the computing seconds of each layer in a prefill.
+
+    Each chunk reads the weights that its tokens use, or multiplies with them, whichever takes longer. Every token also
+    looks at those before it.
+
+    Args:
+        form: the model's layers, as the machine holds them.
+        layers: each kind of them, or a rank's share of it.
+        node: the machine.
+        tokens: length of the prompt.
+        context: number of tokens before it.
+    """
+    rate = node.rate(form.model.weights)
+    whole, rest = divmod(tokens, CHUNK_TOKENS)
+    chunks = [(CHUNK_TOKENS, whole), (rest, 1)]
+
+    def seconds(layer: LayerProfile) -> float:
+        pace = rate.flops * (node.experts_pace if layer.has_experts else 1.0)
+        products = sum(
+            count * max(layer.read_by(size) / rate.bandwidth, layer.flops_per_token * size / pace)
+            for size, count in chunks
+            if size and count
+        )
+        scores = _scores(layer, form.model, context + tokens) - _scores(layer, form.model, context)
+        return products + scores / node.flops
+
+    return form.by_layer([seconds(layer) for layer in layers])
+
+
+def _scores(layer: LayerProfile, model: ModelProfile, tokens: int) -> float:
+    """Return the operations of attention in a prefill: scores and weighted values, for each pair of tokens."""
+    if layer.score_width:
+        width = layer.score_width
+    else:
+        width = 2 * (layer.query_width or model.hidden_size) if layer.kv_bytes_per_token else 0
+    seen = tokens if layer.window is None else min(tokens, layer.window)
+    return 2 * width * (seen * tokens - seen * seen / 2)
 
 
 def _held_bytes(layers: LayerKinds, demand: Demand) -> Table:

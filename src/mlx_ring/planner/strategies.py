@@ -65,7 +65,7 @@ def fastest(times: Timetable, request: PlanRequest) -> Partition | None:
             f"{nodes} machines were given; plans by `auto` are exact for {MOST_NODES} at most. "
             "Use the strategy balanced, or fewer machines."
         )
-    quickest = quickest_partition(times.tables(1), times.hops(1), times.steady_tables(1))
+    quickest = quickest_partition(times.tables(1), times.hops(1), times.steady_tables(1), back=times.back(1))
     if request.objective == "latency" or quickest is None:
         return quickest
     best = replace(quickest, with_node=())
@@ -102,7 +102,9 @@ def _quickest_with(times: Timetable, stages: int, least_s: float) -> Partition |
     sequences = times.demand.sequences
     rows, groups = -(-sequences // stages), min(stages, sequences)
     paces = [groups * table for table in times.steady_tables(rows)]
-    return quickest_partition(times.tables(rows), times.hops(rows), paces, stages=stages, least=least_s)
+    return quickest_partition(
+        times.tables(rows), times.hops(rows), paces, stages=stages, least=least_s, back=times.back(rows)
+    )
 
 
 def balanced(times: Timetable, _request: PlanRequest) -> Partition | None:

@@ -17,10 +17,17 @@ from mlx_ring.models.tensor_shares import TensorSizes, nearest_proportions, shar
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile
 from mlx_ring.planner.rank_costs import Fractions, RankCosts, Ring
 from mlx_ring.planner.request import Demand
-from mlx_ring.planner.stage_costs import CHUNK_TOKENS, LayerKinds, LoadedForms, Table, Times, times_on
+from mlx_ring.planner.stage_costs import (
+    CHUNK_TOKENS,
+    TOKEN_BYTES,
+    LayerKinds,
+    LoadedForms,
+    Table,
+    Times,
+    times_on,
+)
 
 _SUMS_PER_LAYER = 2
-_TOKEN_BYTES = 4
 _PARTS = 256
 """Number of parts in which shares are counted, so that they add up to exactly 1."""
 _BISECTIONS, _TRIES = 30, 8
@@ -120,7 +127,7 @@ class RankGroup:
         model = self.shared.model
         layer = _SUMS_PER_LAYER * self.ring.sum_s(rows * model.hidden_size * self.number_bytes)
         logits = rows * model.vocabulary * self._longest_head * self.number_bytes
-        return layer, self.ring.gather_s(logits) + self.ring.sum_s(_TOKEN_BYTES * rows)
+        return layer, self.ring.gather_s(logits) + self.ring.sum_s(TOKEN_BYTES * rows)
 
     def times(self, rows: int, context_tokens: int, ends: Ends, *, any_shares: bool = False) -> Times[Table]:
         """Return the seconds of a step of every stage between two of the ends.
@@ -172,8 +179,7 @@ class RankGroup:
     def chunk_seconds(self, first: int, end: int, tokens: int, context_tokens: int) -> float:
         """Return the seconds of a prefill step with `tokens` tokens after a context."""
         computing = max(
-            member.costs.prefill_s(first, end, context_tokens + tokens)
-            - member.costs.prefill_s(first, end, context_tokens)
+            member.costs.prefill_s(first, end, tokens, context_tokens)
             + member.node.costs.step_s / (member.node.cpu_quota.share if member.node.cpu_quota else 1.0)
             for member in self.members
         )

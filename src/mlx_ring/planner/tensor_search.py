@@ -21,7 +21,7 @@ from mlx_ring.planner.plan import Prediction
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
 from mlx_ring.planner.rank_costs import Rings
 from mlx_ring.planner.request import PlanRequest
-from mlx_ring.planner.stage_costs import Table
+from mlx_ring.planner.stage_costs import TOKEN_BYTES, Table
 from mlx_ring.planner.tensor_groups import (
     Ends,
     RankGroup,
@@ -183,17 +183,17 @@ class SharedLayers:
             _seconds(self._quick(members), self._rows(2), ends, adds=adds, any_shares=True)
             for members in candidates
         ]
-        hops = self._hops(candidates)
-        back = self._hops([(place,) for place in self._places])
+        model = self._shared.model
+        hops = self._hops(candidates, model.hidden_size * model.number_bytes)
+        back = self._hops([(place,) for place in self._places], TOKEN_BYTES)
         if not adds:
             hops, back = (np.where(np.isfinite(table), 0.0, np.inf) for table in (hops, back))
         bits = [sum(1 << place for place in members) for members in candidates]
         return GroupSearch(bits, tables, hops, back, adds=adds)
 
-    def _hops(self, candidates: Sequence[tuple[int, ...]]) -> Table:
+    def _hops(self, candidates: Sequence[tuple[int, ...]], row_bytes: int) -> Table:
         """Return the seconds from each machine to the ranks of each candidate."""
-        rows, model = self._rows(2), self._shared.model
-        nbytes = rows * model.hidden_size * model.number_bytes
+        nbytes = self._rows(2) * row_bytes
         nodes, link = self._cluster.nodes, self._cluster.link
 
         def hop_s(one: int, members: tuple[int, ...]) -> float:

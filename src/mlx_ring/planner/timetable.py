@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
 from mlx_ring.planner.cpu_quota import lone_stream
 from mlx_ring.planner.plan import Prediction
-from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
+from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile
 from mlx_ring.planner.request import Demand
 from mlx_ring.planner.search import MachineLayers
-from mlx_ring.planner.stage_costs import CHUNK_TOKENS, StageTables, Table, Times
+from mlx_ring.planner.stage_costs import CHUNK_TOKENS, TOKEN_BYTES, StageTables, Table, Times
 
 
 class Timetable:
@@ -41,13 +42,14 @@ class Timetable:
     def tokens_per_s(self, pieces: Sequence[MachineLayers]) -> float:
         """Return the throughput of all sequences, in as many decode groups as there are stages.
 
-        A cycle lasts as long as the slowest stage takes for all groups, or one group takes for a whole round.
+        A cycle lasts as long as the slowest stage or link takes for all groups, or one group takes for a whole round.
         """
         sequences, stages = self.demand.sequences, len(pieces)
         groups = min(stages, sequences)
         rows = -(-sequences // groups)
         round_s = sum(_of(self.tables(rows), pieces)) + self._round_trip_s(pieces, rows)
-        return sequences / max(groups * max(_of(self.steady_tables(rows), pieces)), round_s)
+        slowest_s = max(*_of(self.steady_tables(rows), pieces), self._busiest_link_s(pieces, rows))
+        return sequences / max(groups * slowest_s, round_s)
 
     def _first_token_s(self, pieces: Sequence[MachineLayers], prompt_tokens: int) -> float:
         chunks = -(-prompt_tokens // CHUNK_TOKENS)
@@ -56,18 +58,35 @@ class Timetable:
             self.costs.prefill_seconds(nodes[piece.node], piece.first, piece.end, prompt_tokens) / chunks
             for piece in pieces
         ]
-        hops = self._round_trip_s(pieces, min(prompt_tokens, CHUNK_TOKENS))
-        return sum(times) + (chunks - 1) * max(times) + hops + self.lone_stream(pieces)[1]
+        rows = min(prompt_tokens, CHUNK_TOKENS)
+        slowest_s = max(*times, self._busiest_link_s(pieces, rows))
+        hops = self._round_trip_s(pieces, rows)
+        return sum(times) + (chunks - 1) * slowest_s + hops + self.lone_stream(pieces)[1]
 
     def _round_trip_s(self, pieces: Sequence[MachineLayers], rows: int) -> float:
         """Return the seconds of all hops of a pipeline, the hop back to the first stage included."""
-        hops = self.hops(rows)
         places = [piece.node for piece in pieces]
         if len(places) == 1:
             return 0.0
-        return sum(
-            float(hops[one, other]) for one, other in zip(places, [*places[1:], places[0]], strict=True)
+        hops = self.hops(rows)
+        forward = sum(float(hops[one, other]) for one, other in pairwise(places))
+        return forward + float(self.back(rows)[places[-1], places[0]])
+
+    def _busiest_link_s(self, pieces: Sequence[MachineLayers], rows: int) -> float:
+        """Return the seconds for which a step of `rows` rows keeps the busiest link from the next step."""
+        nodes = self.cluster.nodes
+        return max(
+            (
+                rows
+                * self._row_bytes(nodes[one.node])
+                / self.cluster.link(nodes[one.node].name, nodes[other.node].name).bandwidth
+                for one, other in pairwise(pieces)
+            ),
+            default=0.0,
         )
+
+    def _row_bytes(self, node: NodeProfile) -> int:
+        return self.model.hidden_size * self.costs.model_on(node).number_bytes
 
     def tables(self, rows: int) -> list[Table]:
         """Return for each machine the seconds of every possible stage, if the machine was idle before.
@@ -90,9 +109,14 @@ class Timetable:
 
     def hops(self, rows: int) -> Table:
         """Return the seconds from machine to machine, with the activations of `rows` rows."""
-        nodes = self.cluster.nodes
-        each = [rows * self.model.hidden_size * self.costs.model_on(node).number_bytes for node in nodes]
-        names = [node.name for node in nodes]
+        return self._messages([rows * self._row_bytes(node) for node in self.cluster.nodes])
+
+    def back(self, rows: int) -> Table:
+        """Return the seconds from machine to machine, with the drawn tokens of `rows` rows."""
+        return self._messages([rows * TOKEN_BYTES] * len(self.cluster.nodes))
+
+    def _messages(self, each: Sequence[int]) -> Table:
+        names = [node.name for node in self.cluster.nodes]
         return np.array(
             [
                 [self.cluster.link(one, other).seconds(nbytes) for other in names]

@@ -18,6 +18,8 @@ class LinkProfile:
     """True if collectives may run here, which are neither encrypted nor authenticated."""
     collective: LinkProfile | None = None
     """Measured link between the trusted interfaces, if collectives use another link than activations."""
+    is_mesh: bool = False
+    """True if sums go directly between all pairs of machines (MLX's backend jaccl), not around a ring."""
 
     def seconds(self, nbytes: float) -> float:
         """Return the seconds of a message, one way."""
@@ -27,6 +29,8 @@ class LinkProfile:
         """Return the seconds of one part of a collective, one way, over a plain connection between threads."""
         if self.collective is not None:
             return self.collective.collective_seconds(nbytes)
+        if self.is_mesh:
+            return self.round_trip_s / 2 + nbytes / self.bandwidth
         wire_s = max(0.0, self.round_trip_s - self.frames_s) / 2
         return wire_s + _COLLECTIVE_HOP_S + nbytes / self.bandwidth
 

@@ -1,0 +1,96 @@
+"""Costs of stages: weights that tokens share, experts, look-back, hops, links and sums."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from tests.planner.clusters import cluster_of, model_of, node_of
+
+from mlx_ring.planner.profiles import LayerProfile, ModelProfile
+from mlx_ring.planner.rank_costs import Ring
+from mlx_ring.planner.request import Demand
+from mlx_ring.planner.search import MachineLayers
+from mlx_ring.planner.stage_costs import StageTables
+from mlx_ring.planner.timetable import Timetable
+from mlx_ring.rpc.link_profile import LinkProfile
+
+DEMAND = Demand(1024, 1)
+FAST = node_of("fast", 1000, gb_s=100, tflops=10_000)
+"""Machine whose products take no time beside reading."""
+
+
+def of_layer(layer: LayerProfile, layers: int = 1) -> ModelProfile:
+    return replace(model_of(layers), layers=(layer,) * layers)
+
+
+EXPERTS = LayerProfile(
+    weight_bytes=1_100_000_000,
+    read_bytes=100_000_000 + 1_000_000_000 * 4 // 64,
+    flops_per_token=1,
+    expert_share=4 / 64,
+)
+"""Attention and a shared expert of 100 MB, and 64 experts of 1 GB together, four for each token."""
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8, 32])
+def test_rows_read_shared_weights_once_and_distinct_experts(rows: int) -> None:
+    one = StageTables(of_layer(EXPERTS), DEMAND).stage_seconds(FAST, 0, 1, rows, 0).steady
+    distinct = 1 - (1 - 4 / 64) ** rows
+    assert one - FAST.costs.step_s == pytest.approx((0.1 + distinct) / 100, rel=1e-3)
+
+
+def test_each_chunk_of_a_prompt_reads_the_experts_that_it_uses() -> None:
+    tables = StageTables(of_layer(EXPERTS), DEMAND)
+    assert tables.prefill_seconds(FAST, 0, 1, 4 * 512) == pytest.approx(4 * 1.1 / 100, rel=1e-3)
+    assert tables.prefill_seconds(FAST, 0, 1, 1) == pytest.approx(0.1625 / 100, rel=1e-3)
+
+
+def test_scores_of_a_prompt_take_heads_by_width_and_end_at_the_window() -> None:
+    """Expect two operations for each number of keys and of values, and each token before."""
+    slow = node_of("slow", 1000, gb_s=1e9, tflops=1)
+    full = LayerProfile(1, 1, 0, kv_bytes_per_token=1, query_width=64 * 128, score_width=2 * 64 * 128)
+    seconds = [
+        StageTables(of_layer(layer), DEMAND).prefill_seconds(slow, 0, 1, 8192)
+        for layer in (full, replace(full, window=128))
+    ]
+    assert seconds[0] == pytest.approx(2 * 2 * 64 * 128 * 8192**2 / 2 / 1e12, rel=1e-3)
+    assert seconds[1] == pytest.approx(2 * 2 * 64 * 128 * 8192 * 128 / 1e12, rel=0.01)
+
+
+def test_a_window_is_read_as_far_as_it_is_full() -> None:
+    layer = LayerProfile(1, 1, 1, kv_bytes_per_sequence=1_000_000_000, window=1000)
+    tables = StageTables(of_layer(layer), DEMAND)
+    short, full, long = (
+        tables.stage_seconds(FAST, 0, 1, 1, context).steady - FAST.costs.step_s
+        for context in (100, 1000, 5000)
+    )
+    assert (short, long) == (pytest.approx(full / 10, rel=1e-3), pytest.approx(full))
+
+
+def test_the_hop_back_carries_a_token() -> None:
+    link = LinkProfile(round_trip_s=1e-3, bandwidth=1e6)
+    cluster = cluster_of(node_of("a"), node_of("b"), link=link)
+    times = Timetable(model_of(4), cluster, DEMAND)
+    pieces = [MachineLayers(0, 0, 2), MachineLayers(1, 2, 4)]
+    stages, token_s = times.lone_stream(pieces)
+    assert token_s - sum(stages) == pytest.approx(1e-3 + (2 * 1024 + 4) / 1e6, rel=1e-3)
+    assert times.back(1)[1, 0] == pytest.approx(0.5e-3 + 4e-6)
+
+
+def test_a_slow_link_limits_the_throughput() -> None:
+    """Expect a row's activations of 2 KB over 1 MB/s: 488 rows a second."""
+    cluster = cluster_of(
+        node_of("a", gb_s=1e6), node_of("b", gb_s=1e6), link=LinkProfile(round_trip_s=1e-6, bandwidth=1e6)
+    )
+    pieces = [MachineLayers(0, 0, 2), MachineLayers(1, 2, 4)]
+    assert Timetable(model_of(4), cluster, Demand(128, 64)).tokens_per_s(pieces) == pytest.approx(
+        1e6 / 2048, rel=0.05
+    )
+
+
+def test_sums_over_a_mesh_take_one_round() -> None:
+    mesh = LinkProfile(round_trip_s=60e-6, bandwidth=6e9, is_mesh=True)
+    four = Ring((0, 1, 2, 3), (mesh,))
+    assert four.sum_s(8192) == pytest.approx(30e-6 + 8192 / 6e9)
+    assert Ring((0, 1, 2, 3), (replace(mesh, is_mesh=False),)).sum_s(8192) > 5 * four.sum_s(8192)
