@@ -109,7 +109,9 @@ def run() -> int:
         return INTERRUPTED
     except typer.TyperException as error:
         message = error.format_message()
-        _complain(f"{message}{'' if message.endswith(('.', '?')) else '.'} `mlx-ring --help` lists the commands.")
+        _complain(
+            f"{message}{'' if message.endswith(('.', '?')) else '.'} `mlx-ring --help` lists the commands."
+        )
         return WRONG_INPUT
     except RingError as error:
         _complain(str(error))
