@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import importlib
 import io
+import math
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, cast
 
 import mlx.core as mx
@@ -138,3 +140,30 @@ def assert_operations(layer: Any, cache: Any, names: list[str]) -> None:
     assert all(name in graph for name in names)
     assert "QuantizedProduct" not in graph
     assert graph.count('shape="rectangle"') <= len(names) + 1
+
+
+@cache
+def _offsets(begins: tuple[int, ...]) -> mx.array:
+    return mx.array(begins, mx.int32)
+
+
+class Planes:
+    """A cache of planes, of which each row has its own slot and length."""
+
+    def __init__(self, begins: list[int], slots: int, capacity: int, size: int) -> None:
+        """Make planes that hold numbers up to the rows' lengths; row i has slot i + 1."""
+        self.begins = begins
+        shape = slots, SIZES["num_key_value_heads"], capacity, size
+        self.planes = [mx.sin(mx.arange(math.prod(shape)) * (0.3 + i)).reshape(shape) for i in range(2)]
+        mx.eval(self.planes)
+
+    @property
+    def offset(self) -> mx.array:
+        return _offsets(tuple(self.begins))
+
+    def places(self, mask: Any) -> tuple[mx.array, mx.array, int, list[int]] | None:
+        return None if mask is not None else (self.planes[0], self.planes[1], 1, self.begins)
+
+    def replace_planes(self, keys: mx.array, values: mx.array) -> None:
+        self.planes = [keys, values]
+        self.begins = [begin + 1 for begin in self.begins]

@@ -5,38 +5,15 @@
 from __future__ import annotations
 
 import importlib
-import math
 from typing import Any, cast
 
 import mlx.core as mx
 import pytest
-from decoder_models import BUILDS, MODULES_ROTATE, SIZES, assert_operations, make_model, own_layers
+from decoder_models import BUILDS, MODULES_ROTATE, SIZES, Planes, assert_operations, make_model, own_layers
 
 from mlx_cpu_kernels import decoder_layers, operations
 
 pytestmark = pytest.mark.usefixtures("installed")
-
-
-class Planes:
-    """A cache of planes, of which each row has its own slot and length."""
-
-    def __init__(self, begins: list[int], slots: int, capacity: int, size: int) -> None:
-        """Make planes that hold numbers up to the rows' lengths; row i has slot i + 1."""
-        self.begins = begins
-        shape = slots, SIZES["num_key_value_heads"], capacity, size
-        self.planes = [mx.sin(mx.arange(math.prod(shape)) * (0.3 + i)).reshape(shape) for i in range(2)]
-        mx.eval(self.planes)
-
-    @property
-    def offset(self) -> mx.array:
-        return mx.array(self.begins, mx.int32)
-
-    def places(self, mask: Any) -> tuple[mx.array, mx.array, int, list[int]] | None:
-        return None if mask is not None else (self.planes[0], self.planes[1], 1, self.begins)
-
-    def replace_planes(self, keys: mx.array, values: mx.array) -> None:
-        self.planes = [keys, values]
-        self.begins = [begin + 1 for begin in self.begins]
 
 
 def attended(layer: Any, x: mx.array, cache: Planes) -> mx.array:

@@ -8,9 +8,11 @@ built of four operations beside its cache:
 3. the output product with the residual,
 4. a norm with the gated products, the last product and the residual.
 
-Where each row has one token, and the cache is a `PlaneCache`, the whole layer and its cache are one operation.
+Where each row has one token, and the cache is a `PlaneCache`, the whole layer and its cache are one operation. From the
+next token on it is prepared, so that its weights are no inputs of the operation. Neighbours that a known model calls are then
+one operation together, as long as their modules hold what they held.
 
-Layers are recognized by their code: a class is replaced if each instruction of its `__call__` is that of a function
+Layers and models are recognized by their code: a class is replaced if each instruction of its `__call__` is that of a function
 below. So another release of mlx-lm, a model of another build, or a layer that somebody changed keeps its own. Attention
 and gated layers may also be changed later.
 Within such a layer, too, whatever is not as expected is computed by the modules themselves.
@@ -21,19 +23,26 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator
-from types import CodeType, ModuleType
-from typing import Any, Protocol, cast
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from types import ModuleType
+from typing import Any, NamedTuple, Protocol, cast
 
 import mlx.core as mx
 from mlx import nn
 
+from mlx_cpu_kernels import known_calls
+from mlx_cpu_kernels.known_calls import Call, is_same
+
 _FAMILIES = ("llama", "mimo", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss")
 """mlx-lm's modules to look into; other modules' layers stay as they are."""
 _MODELS = "mlx_lm.models"
+_MOST_TOGETHER = 10
+"""Layers of one operation: each of its results has a list of all others."""
 
-Call = Callable[..., Any]
 _Sum = Callable[[mx.array], mx.array]
+_Step = tuple[Any, Any, Any]
+"""A layer with its mask and its cache."""
 
 
 class PlaneCache(Protocol):
@@ -57,10 +66,23 @@ class PlaneCache(Protocol):
         ...
 
 
+class _Prepared(NamedTuple):
+    layer: Any
+    """The kernels' object, which holds the weights."""
+    attention: type[nn.Module]
+    gated: type[nn.Module]
+    owner: weakref.ref[Any]
+    """The module, at whose end this is forgotten."""
+
+
 _kernels: list[ModuleType] = []
 """The kernels in use, or none."""
 _own: dict[type[nn.Module], Call] = {}
-"""Replaced `__call__` of classes of layers."""
+"""Replaced `__call__` of classes of layers and models."""
+_layers: dict[type[nn.Module], Call] = {}
+"""Classes of layers, with the `__call__` that replaces their own."""
+_prepared: dict[int, _Prepared] = {}
+"""Prepared layers by the id of the layer."""
 _attentions: dict[type[nn.Module], tuple[Call, bool]] = {}
 """Known classes of attention with their `__call__`, and whether they normalize heads."""
 _gated: dict[type[nn.Module], Call] = {}
@@ -72,18 +94,21 @@ def install(kernels: ModuleType) -> None:
     _kernels[:] = [kernels]
     if "mlx_lm" not in sys.modules or _own:
         return
+    models: list[tuple[Any, Call, known_calls.Masks, Call]] = []
     for kind in _classes():
-        code = getattr(kind.__call__, "__code__", None)
-        if code is None:  # a callable that is no function
-            continue
-        if _is_same(code, _layer):
-            _own[kind] = kind.__call__
-        elif _is_same(code, _attention) or _is_same(code, _normalized_attention):
-            _attentions[kind] = kind.__call__, _is_same(code, _normalized_attention)
-        elif _is_same(code, _gated_layer):
-            _gated[kind] = kind.__call__
+        own = kind.__call__
+        if is_same(own, known_calls.layer):
+            _own[kind] = own
+        elif is_same(own, known_calls.attention) or is_same(own, known_calls.normalized_attention):
+            _attentions[kind] = own, is_same(own, known_calls.normalized_attention)
+        elif is_same(own, known_calls.gated_layer):
+            _gated[kind] = own
+        models += [(kind, own, *ways) for known, ways in known_calls.MODELS.items() if is_same(own, known)]
     for kind, own in _own.items():
-        kind.__call__ = _make_call(kernels, own)
+        _layers[kind] = kind.__call__ = _make_call(kernels, own)
+    for kind, own, masks, call in models:
+        _own[kind] = own
+        kind.__call__ = _make_model_call(kernels, kind.__module__, own, masks, call)
 
 
 def uninstall() -> None:
@@ -91,7 +116,7 @@ def uninstall() -> None:
     _kernels.clear()
     for kind, own in _own.items():
         kind.__call__ = own
-    for known in (_own, _attentions, _gated):
+    for known in (_own, _layers, _attentions, _gated, _prepared):
         known.clear()
 
 
@@ -115,30 +140,34 @@ def _classes() -> Iterator[Any]:
                 yield value
 
 
-def _is_same(code: CodeType, known: Call) -> bool:
-    return _instructions(code) == _instructions(known.__code__)
-
-
-def _instructions(code: CodeType) -> tuple[object, ...]:
-    return code.co_code, code.co_names, code.co_consts, code.co_argcount, code.co_nlocals
-
-
 def _make_call(kernels: ModuleType, own: Call) -> Call:
     def call(layer: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         if not _own:
             return own(layer, x, mask, cache)
+        if id(layer) in _prepared and _is_token(x):
+            return _Together(kernels, separate).run(x, [(layer, mask, cache)], are_own=True)
+        return separate(layer, x, mask, cache)
+
+    def separate(layer: Any, x: mx.array, mask: Any, cache: Any) -> mx.array:
         attention, norm = layer["self_attn"], layer["input_layernorm"]
         mlp, second_norm = layer["mlp"], layer["post_attention_layernorm"]
         gated, sums = _gated_parts(mlp, second_norm)
         whole = gated if sums is None else None
-        hidden, is_whole = _attend(kernels, attention, norm, x, mask, cache, whole)
+        hidden, is_whole = _attend(kernels, attention, norm, x, mask, cache, whole, layer)
         return hidden if is_whole else _combine(kernels, mlp, second_norm, hidden, gated, sums)
 
     return call
 
 
 def _attend(
-    kernels: Any, attention: Any, norm: Any, x: mx.array, mask: Any, cache: Any, gated: tuple[Any, ...] | None
+    kernels: Any,
+    attention: Any,
+    norm: Any,
+    x: mx.array,
+    mask: Any,
+    cache: Any,
+    gated: tuple[Any, ...] | None,
+    layer: Any,
 ) -> tuple[mx.array, bool]:
     """Return x + attention(norm(x)), or what the gated layer makes of it, and whether it is that."""
     kind = cast("type[nn.Module]", type(attention))
@@ -158,6 +187,8 @@ def _attend(
     if rotation is not None and x.shape[1] == 1 and hasattr(cache, "places"):
         attended = _attend_token(kernels, arguments, attention, mask, cache, gated)
         if attended is not None:
+            if gated is not None:
+                _prepare(kernels, layer, arguments, gated)
             return attended, gated is not None
     heads = kernels.heads(*arguments)
     if heads is None:
@@ -190,6 +221,126 @@ def _attend_token(
     attended, keys, values = result
     cache.replace_planes(keys, values)
     return attended
+
+
+def _prepare(kernels: Any, layer: Any, arguments: tuple[Any, ...], gated: tuple[Any, ...]) -> None:
+    """Prepare a layer for the tokens that follow, if its weights are at hand."""
+    attention, mlp = layer["self_attn"], layer["mlp"]
+    parts: list[Any] = [*layer.values(), *attention.values(), *vars(attention).values(), *mlp.values()]
+    modules = [part for part in parts if isinstance(part, nn.Module)]
+    x, *of_heads, _offset = arguments
+    output = _linear(attention["o_proj"])
+    prepared = kernels.prepare_layer(layer, modules, x, *of_heads, output, attention.scale, gated)
+    if prepared is not None:
+        key = id(layer)
+        owner = weakref.ref(layer, lambda _: _prepared.pop(key, None))
+        _prepared[key] = _Prepared(prepared, type(attention), type(mlp), owner)
+
+
+def _find_prepared(kernels: Any, layer: Any) -> Any:
+    """Return what was prepared of a layer, if its modules and their classes are what they were."""
+    found = _prepared.get(id(layer))
+    if found is None:
+        return None
+    are_known = (
+        _attentions[found.attention][0] is found.attention.__call__
+        and _gated[found.gated] is found.gated.__call__
+    )
+    if are_known and kernels.holds(found.layer, layer):
+        return found.layer
+    del _prepared[id(layer)]
+    return None
+
+
+def _is_token(x: mx.array) -> bool:
+    return x.ndim == 3 and x.shape[1] == 1  # noqa: PLR2004 - batch, tokens, numbers
+
+
+class _Together:
+    """Prepared layers, neighbours with planes of their own, that become one operation."""
+
+    def __init__(self, kernels: Any, call: Call) -> None:
+        """Compute them by `call`, with layer, x, mask and cache, where the kernels do not apply."""
+        self._kernels = kernels
+        self._call = call
+        self._steps: list[_Step] = []
+        self._layers: list[Any] = []
+        self._planes: list[mx.array] = []
+        self._slot, self._begins = 0, list[int]()
+        self._offset: int | mx.array = 0
+
+    def run(self, x: mx.array, steps: Iterable[_Step], *, are_own: bool = False) -> mx.array:
+        """Return x, one token a row, after layers, of which some may be prepared.
+
+        With `are_own`, the layers are known to be called by what replaces their own call.
+        """
+        for step in steps:
+            if not self._has_room_for(step[2]):
+                x = self._finish(x)
+            found = self._find(step, are_own=are_own)
+            places = None if found is None else step[2].places(step[1])
+            if places is None:
+                layer, mask, cache = step
+                x = self._call(layer, self._finish(x), mask, cache)
+                continue
+            if self._steps and not self._is_beside(places, step[2].offset):
+                x = self._finish(x)
+            self._steps.append(step)
+            self._layers.append(found)
+            keys, values, self._slot, self._begins = places
+            self._planes += keys, values
+            self._offset = step[2].offset
+        return self._finish(x)
+
+    def _has_room_for(self, cache: Any) -> bool:
+        return len(self._steps) < _MOST_TOGETHER and all(cache is not other for _, _, other in self._steps)
+
+    def _find(self, step: _Step, *, are_own: bool) -> Any:
+        """Return a prepared layer, if its cache may have planes, and no other call is in the place of its own."""
+        layer, _, cache = step
+        kind = cast("type[nn.Module]", type(layer))
+        is_own = are_own or _layers.get(kind) is kind.__call__
+        return _find_prepared(self._kernels, layer) if is_own and hasattr(cache, "places") else None
+
+    def _is_beside(self, places: tuple[mx.array, mx.array, int, list[int]], offset: int | mx.array) -> bool:
+        """Report whether a layer's tokens have the same places as those of the layers before."""
+        is_same = offset is self._offset or (
+            isinstance(offset, int) and isinstance(self._offset, int) and offset == self._offset
+        )
+        return is_same and places[2] == self._slot and places[3] == self._begins
+
+    def _finish(self, x: mx.array) -> mx.array:
+        """Return x after the layers that wait."""
+        if not self._steps:
+            return x
+        where = self._slot, self._begins, self._offset
+        result = self._kernels.attended_layers(x, self._layers, self._planes, *where)
+        if result is None:
+            for layer, mask, cache in self._steps:
+                x = self._call(layer, x, mask, cache)
+        else:
+            x, planes = result[0], result[1:]
+            for i, (_, _, cache) in enumerate(self._steps):
+                cache.replace_planes(planes[2 * i], planes[2 * i + 1])
+        self._steps, self._layers, self._planes = [], [], []
+        return x
+
+
+def _make_model_call(kernels: Any, name: str, own: Call, masks: known_calls.Masks, call: Call) -> Call:
+    """Return the call of a model of the module `name`, whose layers are called by `call`."""
+
+    def run(
+        model: Any, inputs: mx.array, cache: Any = None, input_embeddings: mx.array | None = None
+    ) -> mx.array:
+        if cache is None or not _prepared:
+            return own(model, inputs, cache, input_embeddings)
+        x = model.embed_tokens(inputs) if input_embeddings is None else input_embeddings
+        if not _is_token(x):
+            return own(model, inputs, cache, input_embeddings)
+        found = masks(model, x, cache, sys.modules[name].create_attention_mask)
+        return model.norm(_Together(kernels, call).run(x, zip(model.layers, found, cache, strict=False)))
+
+    return run
 
 
 def _gated_parts(mlp: Any, norm: Any) -> tuple[tuple[Any, ...] | None, _Sum | None]:
@@ -268,55 +419,3 @@ def _rotation(rope: Any) -> tuple[Any, ...] | None:
     if type(rope) is getattr(sys.modules.get(f"{_MODELS}.rope_utils"), "Llama3RoPE", None):
         return rope.dims, rope.traditional, None, 1.0, rope["_freqs"]
     return None
-
-
-# Functions of mlx-lm's layers, word by word but for the names and types of variables. Their code is compared, not run.
-scaled_dot_product_attention = swiglu = cast("Call", None)
-
-
-def _layer(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> Any:
-    added = self.self_attn(self.input_layernorm(x), mask, cache)
-    hidden = x + added
-    added = self.mlp(self.post_attention_layernorm(hidden))
-    out = hidden + added
-    return out  # noqa: RET504 - as there
-
-
-def _attention(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> Any:
-    batch, tokens, _size = x.shape
-    queries, keys, values = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-    queries = queries.reshape(batch, tokens, self.n_heads, -1).transpose(0, 2, 1, 3)
-    keys = keys.reshape(batch, tokens, self.n_kv_heads, -1).transpose(0, 2, 1, 3)
-    values = values.reshape(batch, tokens, self.n_kv_heads, -1).transpose(0, 2, 1, 3)
-    if cache is not None:
-        queries = self.rope(queries, offset=cache.offset)
-        keys = self.rope(keys, offset=cache.offset)
-        keys, values = cache.update_and_fetch(keys, values)
-    else:
-        queries = self.rope(queries)
-        keys = self.rope(keys)
-    output = scaled_dot_product_attention(queries, keys, values, cache=cache, scale=self.scale, mask=mask)
-    output = output.transpose(0, 2, 1, 3).reshape(batch, tokens, -1)
-    return self.o_proj(output)
-
-
-def _normalized_attention(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> Any:
-    batch, tokens, _size = x.shape
-    queries, keys, values = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-    queries = self.q_norm(queries.reshape(batch, tokens, self.n_heads, -1)).transpose(0, 2, 1, 3)
-    keys = self.k_norm(keys.reshape(batch, tokens, self.n_kv_heads, -1)).transpose(0, 2, 1, 3)
-    values = values.reshape(batch, tokens, self.n_kv_heads, -1).transpose(0, 2, 1, 3)
-    if cache is not None:
-        queries = self.rope(queries, offset=cache.offset)
-        keys = self.rope(keys, offset=cache.offset)
-        keys, values = cache.update_and_fetch(keys, values)
-    else:
-        queries = self.rope(queries)
-        keys = self.rope(keys)
-    output = scaled_dot_product_attention(queries, keys, values, cache=cache, scale=self.scale, mask=mask)
-    output = output.transpose(0, 2, 1, 3).reshape(batch, tokens, -1)
-    return self.o_proj(output)
-
-
-def _gated_layer(self: Any, x: mx.array) -> Any:
-    return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))

@@ -9,7 +9,10 @@
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
+#include <memory>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "extension.h"
 #include "extension_cached.h"
@@ -22,6 +25,79 @@
 namespace nb = nanobind;
 using namespace nb::literals;
 using namespace mlx_cpu_kernels;
+
+namespace {
+
+// A prepared layer, and what the modules that it was made of held then. Python has it in a capsule: a module that is loaded
+// again must not define a class again.
+class Prepared {
+ public:
+  Prepared(std::shared_ptr<const PreparedLayer> layer, nb::handle first, const nb::list& modules) : layer_(std::move(layer)) {
+    items_.push_back({{}, items_of(first)});
+    add_attributes(first);
+    for (nb::handle module : modules) {
+      items_.push_back({nb::borrow(module), items_of(module)});
+      add_attributes(module);
+      kinds_.emplace_back(nb::borrow(module), nb::borrow(module.type()));
+    }
+  }
+
+  const std::shared_ptr<const PreparedLayer>& layer() const { return layer_; }
+
+  // Whether the modules still hold the same, each array with the same content, when the first is given again.
+  bool holds(nb::handle first) const {
+    for (const auto& [owner, items] : items_) {
+      if (!are_same(owner.is_valid() ? nb::handle(owner) : first, items)) return false;
+    }
+    for (const auto& [module, kind] : kinds_) {
+      if (module.type().ptr() != kind.ptr()) return false;
+    }
+    return true;
+  }
+
+ private:
+  struct Item {
+    nb::object key, value;
+    std::optional<std::uintptr_t> array;  // the id of an array
+  };
+  struct Items {
+    nb::object owner;  // none for the first module, which is not kept alive
+    std::vector<Item> items;
+  };
+
+  static std::vector<Item> items_of(nb::handle dict) {
+    std::vector<Item> items;
+    PyObject *key, *value;
+    for (Py_ssize_t place = 0; PyDict_Next(dict.ptr(), &place, &key, &value);) {
+      const nb::handle held(value);
+      items.push_back({nb::borrow(key), nb::borrow(held), std::nullopt});
+      if (nb::isinstance<mx::array>(held)) items.back().array = nb::inst_ptr<mx::array>(held)->id();
+    }
+    return items;
+  }
+
+  static bool are_same(nb::handle dict, const std::vector<Item>& items) {
+    if (PyDict_Size(dict.ptr()) != static_cast<Py_ssize_t>(items.size())) return false;
+    PyObject *key, *value;
+    auto item = items.begin();
+    for (Py_ssize_t place = 0; PyDict_Next(dict.ptr(), &place, &key, &value); ++item) {
+      if (item->key.ptr() != key || item->value.ptr() != value) return false;
+      if (item->array && nb::inst_ptr<mx::array>(value)->id() != *item->array) return false;
+    }
+    return true;
+  }
+
+  void add_attributes(nb::handle module) {
+    const nb::object attributes = nb::getattr(module, "__dict__");
+    items_.push_back({attributes, items_of(attributes)});
+  }
+
+  std::shared_ptr<const PreparedLayer> layer_;
+  std::vector<Items> items_;
+  std::vector<std::pair<nb::object, nb::object>> kinds_;
+};
+
+}  // namespace
 
 NB_MODULE(_kernels, module) {
   module.doc() = "MLX's operations, computed by native kernels on a CPU.";
@@ -55,8 +131,38 @@ NB_MODULE(_kernels, module) {
              "has_residual"_a = true);
   module.def("added", &make_added, "x"_a, "linear"_a, "residual"_a);
   module.def("append", &make_appended, "plane"_a, "rows"_a, "slot"_a, "begin"_a);
-  module.def("attended_token", &make_attended_token, "x"_a, "norm"_a.none(), "linears"_a, "heads"_a, "head_norms"_a,
-             "rotation"_a.none(), "offset"_a, "output"_a, "scale"_a, "places"_a, "gated"_a.none());
+  module.def("attended_token",
+             [](const mx::array& x, const std::optional<NormLayer>& norm, const std::vector<LinearLayer>& linears,
+                const std::vector<int>& heads, const std::vector<NormLayer>& head_norms,
+                const std::optional<Rotation>& rotation, const std::variant<int, mx::array>& offset,
+                const LinearLayer& output, float scale, const Places& places, const std::optional<Gated>& gated) {
+               return make_attended_token(x, {norm, linears, heads, head_norms, rotation, output, scale, gated}, offset, places);
+             },
+             "x"_a, "norm"_a.none(), "linears"_a, "heads"_a, "head_norms"_a, "rotation"_a.none(), "offset"_a, "output"_a,
+             "scale"_a, "places"_a, "gated"_a.none());
+  module.def("prepare_layer",
+             [](nb::handle first, const nb::list& modules, const mx::array& x, const std::optional<NormLayer>& norm,
+                const std::vector<LinearLayer>& linears, const std::vector<int>& heads,
+                const std::vector<NormLayer>& head_norms, const std::optional<Rotation>& rotation,
+                const LinearLayer& output, float scale, const Gated& gated) -> std::optional<nb::capsule> {
+               auto layer = prepare_layer(x, {norm, linears, heads, head_norms, rotation, output, scale, gated});
+               if (!layer) return std::nullopt;
+               return nb::capsule(new Prepared(std::move(layer), first, modules),
+                                  [](void* prepared) noexcept { delete static_cast<Prepared*>(prepared); });
+             },
+             "layer"_a, "modules"_a, "x"_a, "norm"_a.none(), "linears"_a, "heads"_a, "head_norms"_a, "rotation"_a.none(),
+             "output"_a, "scale"_a, "gated"_a);
+  module.def("holds", [](const nb::capsule& prepared, nb::handle layer) {
+    return static_cast<const Prepared*>(prepared.data())->holds(layer);
+  }, "prepared"_a, "layer"_a);
+  module.def("attended_layers",
+             [](const mx::array& x, const std::vector<nb::capsule>& prepared, const std::vector<mx::array>& planes,
+                int slot, const std::vector<int>& begins, const std::variant<int, mx::array>& offset) {
+               std::vector<std::shared_ptr<const PreparedLayer>> layers;
+               for (const auto& each : prepared) layers.push_back(static_cast<const Prepared*>(each.data())->layer());
+               return make_attended_layers(x, std::move(layers), planes, slot, begins, offset);
+             },
+             "x"_a, "layers"_a, "planes"_a, "slot"_a, "begins"_a, "offset"_a);
   module.def("set_threads", [](int count) {
     threads().set_threads(count);
     return threads().count();

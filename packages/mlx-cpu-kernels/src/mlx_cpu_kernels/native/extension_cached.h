@@ -5,6 +5,7 @@
 // MLX would copy a plane whenever an operation that reads it has not ended, which in decode is always.
 #pragma once
 
+#include <memory>
 #include <optional>
 #include <tuple>
 #include <variant>
@@ -24,13 +25,33 @@ using Places = std::tuple<mx::array, mx::array, int, std::vector<int>>;
 // The norm of a gated layer, and its linear layers: gate, up and down.
 using Gated = std::tuple<NormLayer, LinearLayer, LinearLayer, LinearLayer>;
 
+// The arguments of make_heads for one token, the output layer, the scale of attention, and a gated layer that may follow.
+struct TokenLayer {
+  std::optional<NormLayer> norm;
+  std::vector<LinearLayer> linears;
+  std::vector<int> heads;
+  std::vector<NormLayer> head_norms;
+  std::optional<Rotation> rotation;
+  LinearLayer output;
+  float scale;
+  std::optional<Gated> gated;
+};
+
 // x + output(attention(norm(x))), of one token a row, x (batch, 1, K), and the planes with its keys and values. A row sees
-// its slot up to its token. A gated layer may follow, as of make_gated_layer. Further arguments are those of make_heads.
-// Nothing where the kernels do not apply.
-std::optional<std::vector<mx::array>> make_attended_token(
-    const mx::array& x, const std::optional<NormLayer>& norm, const std::vector<LinearLayer>& linears,
-    const std::vector<int>& heads, const std::vector<NormLayer>& head_norms, const std::optional<Rotation>& rotation,
-    const std::variant<int, mx::array>& offset, const LinearLayer& output, float scale, const Places& places,
-    const std::optional<Gated>& gated);
+// its slot up to its token. A gated layer may follow, as of make_gated_layer. Nothing where the kernels do not apply.
+std::optional<std::vector<mx::array>> make_attended_token(const mx::array& x, const TokenLayer& layer,
+                                                          const std::variant<int, mx::array>& offset, const Places& places);
+
+// A layer with a gated layer, whose arrays are checked and held: no operation has to take them as its inputs.
+class PreparedLayer;
+
+// The layer for any x of this type. Nothing where the kernels do not apply, or an array is not evaluated or not dense.
+std::shared_ptr<const PreparedLayer> prepare_layer(const mx::array& x, const TokenLayer& layer);
+
+// What layers compute of x one after another, and their planes: keys and values of the first, then of the next. All have
+// the same slots, begins and offset. Nothing where the kernels do not apply, or gradients may be taken.
+std::optional<std::vector<mx::array>> make_attended_layers(
+    const mx::array& x, std::vector<std::shared_ptr<const PreparedLayer>> layers, const std::vector<mx::array>& planes,
+    int slot, const std::vector<int>& begins, const std::variant<int, mx::array>& offset);
 
 }  // namespace mlx_cpu_kernels

@@ -140,10 +140,7 @@ bool add_rotation(const Rotation& rotation, const std::variant<int, mx::array>& 
   if (frequencies && (frequencies->dtype() != mx::float32 || frequencies->ndim() != 1 || frequencies->shape(0) != dims / 2)) {
     return false;
   }
-  if (offsets && (offsets->dtype() != mx::int32 ||
-                  !(offsets->size() == 1 || (offsets->ndim() == 1 && offsets->shape(0) == batch)))) {
-    return false;
-  }
+  if (offsets && !are_offsets(*offsets, batch)) return false;
   options.dims = dims;
   options.is_traditional = is_traditional;
   options.base = base;

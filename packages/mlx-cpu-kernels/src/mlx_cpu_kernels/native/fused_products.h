@@ -1,6 +1,7 @@
 // Products of linear layers with one x, and what comes before and after them in one operation.
 #pragma once
 
+#include <array>
 #include <cstdlib>
 #include <memory>
 #include <new>
@@ -36,6 +37,24 @@ class Buffer {
   std::unique_ptr<void, Free> memory_;
 };
 
+// At most N values, in place: what holds them is copied at once.
+template <class T, size_t N>
+class Few {
+ public:
+  void push_back(const T& value) { values_.at(count_++) = value; }
+  size_t size() const { return count_; }
+  T* data() { return values_.data(); }
+  const T* data() const { return values_.data(); }
+  T* begin() { return data(); }
+  T* end() { return data() + count_; }
+  T& operator[](size_t i) { return values_[i]; }
+  const T& operator[](size_t i) const { return values_[i]; }
+
+ private:
+  std::array<T, N> values_{};
+  size_t count_ = 0;
+};
+
 struct Linear {
   Quantization quantization;
   bool has_addend;
@@ -49,8 +68,8 @@ struct ProductTask {
   std::optional<float> epsilon = std::nullopt;
   Type norm_type = Type::float32;
   const void* norm = nullptr;
-  std::vector<Product> products = {};
-  std::vector<const void*> addends = {};
+  Few<Product, 3> products = {};
+  Few<const void*, 3> addends = {};
 
   // Takes weights, scales, biases and addend from the inputs that begin at `next`, which then is behind them.
   void add(const Linear& linear, const Arrays& inputs, size_t& next, mx::cpu::CommandEncoder& encoder) {
@@ -208,8 +227,8 @@ struct HeadTask {
 
   ProductTask products;
   int64_t batch;
-  std::vector<int> heads;
-  std::vector<Norm> norms = {};
+  std::array<int, 3> heads;
+  Few<Norm, 2> norms = {};
   std::optional<int> dims = std::nullopt;
   bool is_traditional = false, is_inverse = false;
   const float* frequencies = nullptr;
@@ -220,7 +239,7 @@ struct HeadTask {
 
   HeadTask(ProductTask task, int64_t batch, const HeadOptions& options, const Arrays& inputs,
            mx::cpu::CommandEncoder& encoder)
-      : products(std::move(task)), batch(batch), heads(options.heads), dims(options.dims),
+      : products(task), batch(batch), heads{options.heads[0], options.heads[1], options.heads[2]}, dims(options.dims),
         is_traditional(options.is_traditional), is_inverse(!options.base), scale(options.scale), offset(options.offset) {
     const size_t count = options.epsilons.size();
     for (size_t i = 0; i < count; ++i)
@@ -329,6 +348,11 @@ inline std::optional<Inputs> gather(const mx::Stream& stream, const mx::array& x
     if (!inputs.add(stream, layer, columns, x.dtype())) return std::nullopt;
   }
   return inputs;
+}
+
+// Whether an array gives the offsets of a batch's rows.
+inline bool are_offsets(const mx::array& offsets, int batch) {
+  return offsets.dtype() == mx::int32 && (offsets.size() == 1 || (offsets.ndim() == 1 && offsets.shape(0) == batch));
 }
 
 // What is done to heads, whose inputs are added. Nothing if it is none of the kernels'.
