@@ -42,6 +42,22 @@ def test_processes_start_without_libraries_that_they_may_never_need(
     assert done.stdout.strip() == "[]"
 
 
+def test_a_worker_starts_without_numpy() -> None:
+    """NumPy takes a fifth of a worker's start, and is needed with grammars, GGUF files and slow CPUs alone."""
+    program = """
+import sys
+from mlx_ring.models.lean_imports import import_mlx_lm
+import_mlx_lm()
+import mlx_ring.worker.server
+from mlx_lm.models import llama, qwen3
+print([name for name in ("numpy", "llguidance", "transformers") if name in sys.modules])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=clean_environment(), check=True, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
 def test_garbage_is_collected_again_after_imports() -> None:
     with importing():
         assert not gc.isenabled()

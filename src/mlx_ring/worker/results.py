@@ -10,7 +10,7 @@ import mlx.core as mx
 from mlx_ring.core.errors import RingError
 from mlx_ring.rpc.protos import step_pb2
 from mlx_ring.worker.forward import Pass
-from mlx_ring.worker.grammars import Drawing, StepMasks, make_masks
+from mlx_ring.worker.grammars import Drawing, StepMasks
 from mlx_ring.worker.inputs import RowInput, StepInput, Want, offsets_of
 from mlx_ring.worker.sampler import LazyLogprobs, LazySample, prompt_logprobs
 from mlx_ring.worker.sequences import LazyToken
@@ -170,16 +170,16 @@ def grammar_masks(step: StepInput, vocabulary: int, failed: dict[int, RingError]
 
     Rows whose grammar fails are added to `failed`, and their draws are ignored.
     """
-    masks = make_masks(
-        [
-            Drawing(
-                row.row.sequence, row.state.grammar, row.state.tokens, [*map(row.position, row.wants.draws)]
-            )
-            for row in step.rows
-            if row.state.grammar is not None and row.wants.draws
-        ],
-        vocabulary,
-    )
+    drawing = [
+        Drawing(row.row.sequence, row.state.grammar, row.state.tokens, [*map(row.position, row.wants.draws)])
+        for row in step.rows
+        if row.state.grammar is not None and row.wants.draws
+    ]
+    if not drawing:
+        return StepMasks()
+    from mlx_ring.worker.grammars.masks import make_masks  # imported with NumPy when the grammar was compiled
+
+    masks = make_masks(drawing, vocabulary)
     failed.update(masks.failed)
     return masks
 

@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import mlx.core as mx
 from mlx import nn
@@ -41,9 +41,11 @@ from mlx_ring.models.architectures import find_architecture
 from mlx_ring.models.layer_tensors import names_head
 from mlx_ring.models.model_folder import ModelFolder
 from mlx_ring.models.stage_folder import require_layers
-from mlx_ring.worker.gguf_weights import GgufWeights, ScalesOverflow
 from mlx_ring.worker.head_tap import find_heads, override
 from mlx_ring.worker.shard import StageModel
+
+if TYPE_CHECKING:
+    from mlx_ring.worker.gguf_weights import GgufWeights
 
 _INNER = "model"
 
@@ -124,13 +126,19 @@ def load_stage(
     """
     require_layers(folder.path, layers)
     load = partial(_load, folder, layers, dtype, progress, divide, dequantized=dequantized)
-    with suppress(
-        ScalesOverflow
-    ):  # its traceback holds the arrays that were read, so it ends before the next load
-        return load(widened=False)
+    if not folder.is_gguf:
+        return load(None)
+    from mlx_ring.worker.gguf_weights import (
+        GgufWeights,
+        ScalesOverflow,
+    )  # with NumPy, which is slow to import
+
+    # The traceback holds the arrays that were read, so it ends before the next load.
+    with suppress(ScalesOverflow):
+        return load(GgufWeights(folder))
     gc.collect()
     mx.clear_cache()
-    return load(widened=True)
+    return load(GgufWeights(folder, widened=True))
 
 
 def _load(
@@ -139,11 +147,10 @@ def _load(
     dtype: DType,
     progress: Progress,
     divide: Callable[[StageModel], None] | None,
+    gguf: GgufWeights | None,
     *,
     dequantized: bool,
-    widened: bool,
 ) -> StageModel:
-    gguf = GgufWeights(folder, widened=widened) if folder.is_gguf else None
     model = _build(folder, gguf)
     if dequantized:
         dequantize(model, folder, layers)

@@ -6,9 +6,8 @@ A matcher's state follows from the tokens of its sequence alone. So replays, for
 need no extra state: each one moves its matcher to the position where it draws, and back.
 """
 
-from mlx_ring.worker.grammars.answer import AnswerGrammar, grammar_error
+from mlx_ring.worker.grammars.answer import Allowed, AnswerGrammar, Drawing, StepMasks, grammar_error
 from mlx_ring.worker.grammars.compiler import GrammarCompiler
-from mlx_ring.worker.grammars.masks import Allowed, Drawing, StepMasks, make_masks
 
 __all__ = [
     "Allowed",
@@ -17,5 +16,4 @@ __all__ = [
     "GrammarCompiler",
     "StepMasks",
     "grammar_error",
-    "make_masks",
 ]

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from mlx_ring.core.errors import RequestError, RingError, ServingError
 from mlx_ring.models.grammars import in_one_line
 
 if TYPE_CHECKING:
+    import numpy as np
     from llguidance import LLMatcher
+    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,3 +149,35 @@ class AnswerGrammar:
             raise RequestError(
                 f"The schema can no longer be enforced: {in_one_line(self.matcher.get_error())}"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """Row that draws under a grammar."""
+
+    sequence: int
+    grammar: AnswerGrammar
+    tokens: Sequence[int]
+    """Tokens of the sequence, those of this row among them."""
+    positions: Sequence[int]
+    """Indices of the tokens that are drawn, ascending."""
+
+
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """Tokens that one position may draw."""
+
+    tokens: NDArray[np.bool_]
+    """(vocabulary,) true for allowed tokens."""
+    must_end: bool
+    """True if the answer can only end here."""
+
+
+@dataclass(slots=True)
+class StepMasks:
+    """Masks for all rows of a step."""
+
+    allowed: dict[tuple[int, int], Allowed] = field(default_factory=dict[tuple[int, int], Allowed])
+    """Allowed tokens by sequence and position, for all that draw under a grammar."""
+    failed: dict[int, RingError] = field(default_factory=dict[int, RingError])
+    """Errors of grammars that failed, by sequence."""

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
 from mlx_ring.core.errors import ModelCorrupt, ProtocolError, RequestError
@@ -180,6 +181,8 @@ class GrammarCompiler:
 
     def _compile(self, kind: str, text: str) -> Compiled:
         from llguidance import LLMatcher  # as for the tokenizer
+
+        import_module("mlx_ring.worker.grammars.masks")  # with NumPy, for which no step may wait
 
         tokenizer = self._read_tokenizer()
         matcher = LLMatcher(tokenizer, to_llguidance(kind, text), log_level=0, limits=grammar_limits())

@@ -13,15 +13,16 @@ from __future__ import annotations
 import platform
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import mlx.core as mx
-import numpy as np
-from numpy.typing import NDArray
 
 from mlx_cpu_kernels.operations import are_installed
 
-_Numbers = NDArray[Any]
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    _Numbers = NDArray[Any]
 
 WORTH_IT = 4096
 """Number of scores of one head from which evaluating at once pays."""
@@ -120,6 +121,8 @@ def _blocks(rows_of_token: int, kv_heads: int, count: int, length: int) -> tuple
 
 def _read_mask(mask: mx.array, batch: int, kv_heads: int, repeats: int) -> _Numbers:
     """Return `(batch, KV heads or 1, repeats or 1, tokens, keys)`: booleans, or numbers to add."""
+    import numpy as np  # slow to import, and most workers have kernels
+
     mx.eval(mask)
     numbers = _numbers(mask)
     numbers = numbers.reshape((1,) * (4 - numbers.ndim) + numbers.shape)
@@ -137,16 +140,22 @@ def _part_of(shown: _Numbers | None, heads: slice, begin: int, end: int) -> _Num
 
 def _triangle(count: int) -> _Numbers:
     """Return the mask for the last keys, which are the block's own: `(1, 1, 1, count, count)`."""
+    import numpy as np
+
     return np.tril(np.ones((count, count), np.bool_))[None, None, None]
 
 
 def _numbers(array: mx.array) -> _Numbers:
     """Return an evaluated array's own memory."""
+    import numpy as np
+
     return cast("_Numbers", np.asarray(array))
 
 
 def _exponentials(scores: _Numbers, shown: _Numbers | None) -> _Numbers:
     """Replace scores `(batch, KV heads, repeats, tokens, keys)` by their exponentials; return the sums over keys."""
+    import numpy as np
+
     if shown is not None:
         masked = scores[..., scores.shape[-1] - shown.shape[-1] :]
         if shown.dtype == np.bool_:

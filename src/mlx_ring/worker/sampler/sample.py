@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
 import mlx.core as mx
-import numpy as np
 
 from mlx_ring.worker.sampler import draw
 
@@ -69,6 +68,8 @@ def bar(logits: mx.array, rows: Sequence[SamplerRow], first: int = 0) -> mx.arra
 
     Masks are bytes: unpacking the bits of 152k logits in MLX takes a CPU twice as long as all of this.
     """
+    import numpy as np  # slow to import, and only grammars need it
+
     width = logits.shape[1]
     allowed = np.zeros((len(rows), width), np.bool_)
     for index, row in enumerate(rows):
