@@ -65,6 +65,13 @@ def test_a_probe_measures_round_trip_and_bandwidth_within_its_bounds(channel: gr
     assert found.nbytes <= SHORT.most_bytes
 
 
+def test_a_probe_of_a_fast_link_ends_before_its_bounds(channel: grpc.Channel) -> None:
+    patient = ProbeBounds(round_trips_s=3600.0, throughput_s=3600.0, answer_s=60.0, largest_bytes=64 << 10)
+    found = probe_link(channel, make_hello(), "other", patient)
+    assert 100 < found.frames < 500, "a hundred round trips, and few large frames"
+    assert found.bandwidth > 0
+
+
 def test_a_link_can_be_probed_again(channel: grpc.Channel) -> None:
     first, second = (probe_link(channel, make_hello(), "other", SHORT) for _ in range(2))
     assert first.frames

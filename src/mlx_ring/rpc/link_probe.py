@@ -51,10 +51,12 @@ _LARGE_BYTES, _LARGEST_BYTES = 16 << 10, 64 << 20
 _GROWTH = 4
 _LONG_S = 0.05
 """Duration of a large frame: long beside the round trip, which is subtracted."""
-_AT_LEAST, _FEWEST = 10, 3
-"""Numbers of round trips: the usual number, and the least if they take long."""
+_AT_LEAST, _FEWEST, _ENOUGH = 10, 3, 100
+"""Numbers of round trips: the usual number, the least if they take long, and the most, which a fast link ends with."""
 _LONGEST = 4
 """Factor by which `_AT_LEAST` round trips may exceed their time."""
+_LARGEST_FRAMES = 2
+"""Frames of the largest size. Only a fast link gets so far, and more of them would only occupy both machines."""
 _MOST_FRAMES = 2000
 _MOST_BYTES = 1 << 30
 _RESPONDER_S = 30.0
@@ -161,7 +163,7 @@ class _Probe:
         payload = bytes(SMALL_BYTES)
         self._seconds(payload)
         started, trips = time.perf_counter(), list[float]()
-        while self.frames < _MOST_FRAMES // 2:
+        while len(trips) < _ENOUGH:
             trips.append(self._seconds(payload))
             taken, limit_s = time.perf_counter() - started, self._bounds.round_trips_s
             if len(trips) >= _FEWEST and taken > (limit_s if len(trips) >= _AT_LEAST else _LONGEST * limit_s):
@@ -171,9 +173,10 @@ class _Probe:
     def bandwidth(self, round_trip_s: float) -> float:
         """Measure the throughput of large frames: as large as takes a while, then some of those, and the best of them."""
         until = time.perf_counter() + self._bounds.throughput_s
-        size, best = _LARGE_BYTES, 0.0
-        while self._may_send(size, best, until):
+        size, best, largest = _LARGE_BYTES, 0.0, 0
+        while largest < _LARGEST_FRAMES and self._may_send(size, best, until):
             taken = self._seconds(bytes(size))
+            largest += size >= self._bounds.largest_bytes
             # A frame's first bytes travel as long as a small frame.
             best = max(best, size / max(taken - round_trip_s, taken / 10))
             if taken < _LONG_S:
