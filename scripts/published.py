@@ -6,21 +6,30 @@ held-out one, `published_model_bytes.tsv`, and `published_configs.yaml`.
 
 from __future__ import annotations
 
+import argparse
 import csv
+import math
 import re
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from mlx_ring.core.types import LayerRange
 from mlx_ring.models.model_folder import ModelFolder
+from mlx_ring.planner.catalogue import Fitted, chip_profile, chips, named_links
+from mlx_ring.planner.group_pipeline import GroupPipeline, GroupStage
 from mlx_ring.planner.layer_parts import layer_matrices
 from mlx_ring.planner.model_sizes import profile_folder
-from mlx_ring.planner.profiles import ModelProfile
+from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile
+from mlx_ring.planner.request import Demand
+from mlx_ring.planner.tensor_groups import SharedModel, alone, given_group
+from mlx_ring.planner.weight_format import WeightFormat
+from mlx_ring.rpc.link_profile import ETHERNET
 
 DATA = Path(__file__).parents[1] / "tests" / "planner"
 Row = Mapping[str, str]
@@ -51,7 +60,8 @@ def configs() -> Mapping[str, Mapping[str, Any]]:
 def config_of(model: str) -> dict[str, Any] | None:
     """Return the configuration of a model or of a conversion of it; None if it is not among them."""
     name = model.rpartition("/")[2].lower()
-    found = max((known for known in configs() if known.lower() in name), key=len, default=None)
+    named = (known for known in configs() if re.search(rf"{re.escape(known.lower())}(?![\w.])", name))
+    found = max(named, key=len, default=None)
     return None if found is None else dict(configs()[found])
 
 
@@ -124,3 +134,264 @@ def resized(model: ModelProfile, nbytes: float) -> ModelProfile:
         with_scales=None,
         dequantized=None,
     )
+
+
+# ---- predictions of rows of golden_speeds.tsv
+
+_BITS = (
+    ("iq2", 2.4, 2),
+    ("iq1", 1.8, 2),
+    ("q2", 2.6, 2),
+    ("q3", 3.9, 3),
+    ("q4_0", 4.5, 4),
+    ("q4", 4.85, 4),
+    ("q5", 5.7, 5),
+    ("q6", 6.6, 6),
+    ("q8", 8.5, 8),
+    ("fp8", 8.0, 8),
+    ("int4", 4.16, 4),
+    ("awq", 4.16, 4),
+    ("gptq", 4.16, 4),
+)
+"""Kinds of GGUF and others by a part of their name: bits of a weight with its scales, and bits of the numbers alone."""
+_GROUP = 64
+_LEAST_ROWS, _LEAST_PUBLISHERS = 6, 3
+_AS_FAST = 1.03
+_FLASH_ATTENTION = "2024-10"
+"""Until then, measurements with llama.cpp were made without flash attention, which slows it behind a context."""
+_SHORT_PROMPT, _SHORT_ANSWER = 256, 128
+_CORES = {
+    "m1-max": 32,
+    "m1-ultra": 64,
+    "m2-ultra": 76,
+    "m2-max": 38,
+    "m3-max": 40,
+    "m3-pro": 18,
+    "m3-ultra": 80,
+    "m4-pro": 20,
+    "m4-max": 40,
+    "m5-pro": 20,
+    "m5-max": 40,
+}
+"""GPU cores where a row has none: those of the larger bin."""
+
+
+def golden_model(row: Row) -> ModelProfile | None:
+    """Return the model of a row, with its published bytes where they are; None if its sizes are not known."""
+    config = config_of(row["model"])
+    form = row["format"].lower()
+    if config is None or form == "-":
+        return None
+    plain = folder_of(config)
+    served = _as_served(config, form, row["engine"])
+    kind = None if served is not None else _kind(form)
+    model = profile_folder(plain if served is None else folder_of(served), row["model"], kind)
+    size = row["model_gb"]
+    return (
+        model
+        if size == "-" or abs(float(size) * 1e9 / model.weight_bytes - 1) > 0.3
+        else resized(model, float(size) * 1e9)
+    )
+
+
+def _as_served(config: Mapping[str, Any], form: str, engine: str) -> dict[str, Any] | None:
+    """Return the configuration with MLX's formats, or with experts apart; None for a format of all weights."""
+    if "mxfp4" in form and config["model_type"] == "gpt_oss":
+        rest = False if "f16" in form or engine == "vLLM" else _Q8
+        return {**config, "quantization": _MXFP4 | _beside_experts(config, value=rest)}
+    if "experts" in form:
+        experts = _MXFP4 if "mxfp4" in form else {"group_size": 64, "bits": 2}
+        return {**config, "quantization": experts | _beside_experts(config, value=_Q8)}
+    if form.startswith(("4-bit", "6-bit", "8-bit", "mxfp8", "bf16", "f16", "dq4")):
+        return with_format(config, "4-bit" if form.startswith("dq4") else form)
+    return None
+
+
+def _kind(form: str) -> WeightFormat | None:
+    for part, bits, numbers in _BITS:
+        if part in form:
+            # Scales so large that a weight has the bits of the kind.
+            return WeightFormat(numbers, _GROUP, scale_bits=round(_GROUP * (bits - numbers)))
+    return None
+
+
+def golden_nodes(row: Row, fitted: Fitted | None = None) -> list[NodeProfile] | None:
+    """Return the machines of a row, with its engine's factors; None if one is not in the catalogue."""
+    engine = engine_of(row)
+    found: list[NodeProfile] = []
+    for machine in row["machine"].split("+"):
+        cores = row["gpu_cores"] if row["gpu_cores"] != "-" else str(_CORES.get(machine, ""))
+        names = (machine, f"{machine}-{cores}", f"{machine}-sxm")
+        chip = next((chips()[name] for name in names if name in chips()), None)
+        if chip is None:
+            return None
+        if row["backend"] in ("cuda", "metal", "vulkan", "rocm", "cpu") and chip.generation == "strix":
+            chip = replace(chip, backend="vulkan")
+        found.append(chip_profile(chip, 128, f"{machine}-{len(found)}", engine=engine, fitted=fitted))
+    count = int(row["nodes"])
+    return [replace(found[place % len(found)], name=f"node-{place}") for place in range(count)]
+
+
+def engine_of(row: Row) -> str:
+    """Return the engine under whose name its factors are fitted."""
+    engine = row["engine"].split(" (")[0]
+    if engine == "llama.cpp" and row["date"] < _FLASH_ATTENTION:
+        return "llama.cpp-2024"
+    same = {
+        "llama.cpp server": "llama.cpp",
+        "mlx-lm server": "mlx-lm",
+        "mlx": "mlx-lm",
+        "mlx distributed": "mlx-lm",
+    }
+    return same.get(engine, "mlx-swift" if engine.startswith("mlx-swift") else engine)
+
+
+def predict(row: Row, fitted: Fitted | None = None) -> float | None:
+    """Return the predicted value of a row, in its unit; None if its model or machine is not known."""
+    model, nodes = _golden_model(tuple(sorted(row.items()))), golden_nodes(row, fitted)
+    if (
+        model is None
+        or nodes is None
+        or row["measure"] not in ("decode", "throughput", "prefill", "first_token")
+    ):
+        return None
+    prompt, answer = _number(row["prompt"], _SHORT_PROMPT), _number(row["answer"], _SHORT_ANSWER)
+    if row["measure"] in ("prefill", "first_token"):
+        context, streams = _number(row["context"], 0), 1
+    else:
+        context, streams = _number(row["context"], prompt) + answer // 2, int(row["streams"])
+    demand = Demand(2 * max(context, 1), streams)
+    pipeline = _pipeline(row, model, nodes, demand)
+    stage = pipeline.stages[0]
+    if row["measure"] == "prefill":
+        if len(pipeline.stages) == 1:
+            layers = stage.layers
+            step_s = max(node.costs.step_s for node in nodes)
+            return prompt / (stage.group.prefill_seconds(layers.start, layers.end, prompt, context) + step_s)
+        return prompt / pipeline.first_token_s(prompt)
+    if row["measure"] == "first_token":
+        return pipeline.first_token_s(prompt)
+    return pipeline.tokens_per_s() if streams > 1 else 1 / pipeline.lone_stream(context)[1]
+
+
+def _pipeline(row: Row, model: ModelProfile, nodes: Sequence[NodeProfile], demand: Demand) -> GroupPipeline:
+    name = row["link"].split(" ")[0]
+    if name in ("-", "tcp", "rdma", "tb4-rdma"):
+        name = {"tcp": "tb5", "rdma": "100gbe-rdma", "tb4-rdma": "tb5-rdma"}.get(
+            name, "200gbe-rdma" if row["machine"] == "dgx-spark" else "2.5gbe"
+        )
+    link = named_links().get(name, ETHERNET)
+    cluster = ClusterProfile(tuple(nodes), usual_link=link)
+    shared, layers = SharedModel(model, demand, None), len(model.layers)
+    if len(nodes) == 1 or row["split"] != "pipeline":
+        group = (
+            alone(shared, nodes[0])
+            if len(nodes) == 1
+            else given_group(shared, cluster, [(node, 1 / len(nodes)) for node in nodes])
+        )
+        return GroupPipeline(cluster, [GroupStage(group, LayerRange(0, layers))])
+    cuts = [layers * place // len(nodes) for place in range(len(nodes) + 1)]
+    return GroupPipeline(
+        cluster,
+        [
+            GroupStage(alone(shared, node), LayerRange(first, end))
+            for node, first, end in zip(nodes, cuts, cuts[1:], strict=False)
+        ],
+    )
+
+
+@cache
+def _golden_model(row: tuple[tuple[str, str], ...]) -> ModelProfile | None:
+    return golden_model(dict(row))
+
+
+def _number(text: str, unknown: int) -> int:
+    return unknown if text == "-" else int(float(text))
+
+
+# ---- figures
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """How far predictions of a group of rows are off, as factors of at least 1."""
+
+    rows: int
+    publishers: int
+    mean: float
+    """Of the factors' logarithms."""
+    worst: float
+    lines: tuple[str, ...]
+    """Published, predicted, ratio and description of each row."""
+
+    @property
+    def is_proved(self) -> bool:
+        """True if enough rows of enough publishers stand behind it."""
+        return self.rows >= _LEAST_ROWS and self.publishers >= _LEAST_PUBLISHERS
+
+
+def figures(group: str, *, fitted: bool) -> Figures:
+    """Return the figures of a group's rows on one machine, in one of the halves."""
+    rows = [
+        row
+        for row in rows_of("golden_speeds.tsv")
+        if is_fitted(row) is fitted and group in row["groups"].split("+") and row["nodes"] == "1"
+    ]
+    found = [(row, predicted) for row in rows if (predicted := predict(row)) is not None]
+    factors = [abs(math.log(predicted / float(row["value"]))) for row, predicted in found]
+    return Figures(
+        len(found),
+        len({row["publisher"] for row, _ in found}),
+        math.exp(sum(factors) / len(factors)),
+        math.exp(max(factors)),
+        tuple(_line(row, predicted) for row, predicted in found),
+    )
+
+
+def _line(row: Row, predicted: float) -> str:
+    names = ("publisher", "machine", "model", "format", "engine", "nodes", "link", "measure")
+    said = " ".join(row[name] for name in names)
+    ratio = predicted / float(row["value"])
+    where = f"c{row['context']} p{row['prompt']} s{row['streams']}"
+    return f"{row['value']:>9} {predicted:9.1f} {ratio:5.2f}  {said} {where}"
+
+
+def orders(*, fitted: bool) -> dict[str, bool]:
+    """Return for each series on several numbers of nodes whether predictions have the published order.
+
+    Of speeds that are published as equal to within 3 %, either may be predicted as the higher one.
+    """
+    series: dict[str, list[tuple[float, float, str]]] = {}
+    for row in rows_of("golden_speeds.tsv"):
+        if row["series"] != "-" and "nodes" in row["groups"].split("+") and is_fitted(row) is fitted:
+            predicted = predict(row)
+            if predicted is not None:
+                series.setdefault(row["series"], []).append((float(row["value"]), predicted, row["nodes"]))
+    return {
+        name: all(
+            predicted >= other
+            for value, predicted, _ in found
+            for less, other, _ in found
+            if value > less * _AS_FAST
+        )
+        for name, found in series.items()
+        if len({nodes for _, _, nodes in found}) > 1
+    }
+
+
+def main() -> None:
+    """Print published and predicted speeds of the fitted half, or of the held-out one."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--held-out", action="store_true", help="print the half to which nothing was fitted")
+    fitted = not parser.parse_args().held_out
+    for group in ("decode", "prefill", "moe-streams", "depth"):
+        found = figures(group, fitted=fitted)
+        print(f"{group}: {found.rows} rows, mean factor {found.mean:.3f}, worst {found.worst:.2f}", end="")
+        print("" if found.is_proved else ", unproved")
+        print(*found.lines, sep="\n")
+    for series, is_right in orders(fitted=fitted).items():
+        print("right order" if is_right else "WRONG order", series, sep="  ")
+
+
+if __name__ == "__main__":
+    main()

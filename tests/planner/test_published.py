@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from scripts.published import is_fitted, profile_of, rows_of
+from scripts.published import figures, is_fitted, orders, profile_of, rows_of
 
 _NOT_IN_THE_NAME = (
     *("DeepSeek-V3.2-8bit", "GLM-5-8bit-MXFP8", "GLM-5.1-DQ4plus-q8", "Kimi-K2.6-mlx-DQ3", "DeepSeek-V4-Pro"),
@@ -79,3 +79,22 @@ def test_the_rest_of_published_bytes_is_the_encoder_of_pictures(name: str, form:
     planned = profile_of(name, form)
     assert planned is not None
     assert (published - planned.weight_bytes) / 1e9 == pytest.approx(0.91, abs=0.03)
+
+
+# ---- predicted speeds beside published ones; `python -m scripts.published` prints each row
+
+
+@pytest.mark.parametrize(
+    ("group", "mean", "worst"),
+    [("decode", 1.13, 1.42), ("prefill", 1.16, 1.85), ("moe-streams", 1.23, 1.85), ("depth", 1.12, 1.42)],
+)
+def test_predictions_of_the_fitted_half_are_as_near_as_the_fit(group: str, mean: float, worst: float) -> None:
+    found = figures(group, fitted=True)
+    assert found.mean <= mean
+    assert found.worst <= worst
+
+
+def test_more_nodes_are_faster_where_they_are_published_to_be() -> None:
+    """Expect the order of all series but prefill by ds4, where two and four DGX Sparks are slower than one."""
+    wrong = {series for series, is_right in orders(fitted=True).items() if not is_right}
+    assert wrong <= {"spark-ds4-4096-prefill", "spark-ds4-8192-prefill"}

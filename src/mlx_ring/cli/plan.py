@@ -14,10 +14,9 @@ from rich.table import Table
 from mlx_ring.cli.flags import with_settings
 from mlx_ring.core.errors import ConfigError, PlanError
 from mlx_ring.models.model_source import describe_model
+from mlx_ring.planner.catalogue import chips, known_machines, known_profile
 from mlx_ring.planner.cluster_file import (
     cluster_of,
-    known_machines,
-    known_profile,
     load_content,
     read_cluster,
 )
@@ -172,7 +171,9 @@ def _list_machines() -> None:
     table.add_column("GB/s", justify="right")
     table.add_column("teraflops", justify="right")
     for known in known_machines().values():
-        table.add_row(known.name, ", ".join(map(str, known.gb)), f"{known.gb_s:,.0f}", f"{known.tflops:.1f}")
+        for name, sizes in known.bins.items():
+            chip = chips()[name]
+            table.add_row(known.name, ", ".join(map(str, sizes)), f"{chip.gb_s:,.0f}", f"{chip.tflops:.1f}")
     console = Console(soft_wrap=True)
     console.print(table)
     console.print(

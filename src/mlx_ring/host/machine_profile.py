@@ -54,6 +54,10 @@ class StepCosts(_Frozen):
     """Seconds for each token attended to, and each number of the queries."""
     experts_s: Cost = 0.0
     """Further seconds for each layer with experts: choosing them, and gathering their results."""
+    states_s: Cost = 0.0
+    """Further seconds for each layer with a recurrent state."""
+    row_s: Cost = 0.0
+    """Further seconds for each row of a layer after the first, beside attention and products."""
 
 
 class MachineProfile(_Frozen):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import cache
-from importlib.resources import files
+from dataclasses import replace
 from typing import Any, cast
 
 import yaml
 
 from mlx_ring.core.errors import ConfigError
+from mlx_ring.planner.catalogue import chip_of_bin, chip_profile, chips, known_profile, named_links
 from mlx_ring.planner.profiles import ClusterProfile, NodeProfile
 from mlx_ring.rpc.link_profile import ETHERNET, LinkProfile
 from mlx_ring.settings.devices_file import (
@@ -22,65 +21,11 @@ from mlx_ring.settings.devices_file import (
     read_share,
 )
 
-_SMALL_MAC_GB = 36
-_MAC_RESERVE = 0.05
-_MAC_SHARES = (0.67, 0.75)
-"""Share of a Mac's memory that Metal recommends for its working set: up to 36 GB, and above."""
-_CORE_BANDWIDTH, _CORE_FLOPS = 12e9, 0.42e12
-"""Approximate memory bandwidth and float32 operations per second of one M-series GPU core."""
 _MACHINE_NUMBERS = frozenset({"memory_gb", "bandwidth_gb_s", "tflops"})
-_MACHINE_FIELDS = _MACHINE_NUMBERS | SHARE_FIELDS | {"name", "machine", "reserve", "trusted_interface"}
-_LINK_FIELDS = frozenset({"between", "round_trip_ms", "gbit_s", "trusted"})
-
-
-@dataclass(frozen=True, slots=True)
-class KnownMachine:
-    """Machine that the package knows."""
-
-    name: str
-    gb: tuple[int, ...]
-    gb_s: float
-    tflops: float
-
-
-@cache
-def known_machines() -> Mapping[str, KnownMachine]:
-    """Return the machines of `machines.yaml` by name."""
-    text = files("mlx_ring.planner").joinpath("machines.yaml").read_text("utf-8")
-    return {
-        name: KnownMachine(name, tuple(entry["gb"]), float(entry["gb_s"]), float(entry["tflops"]))
-        for name, entry in cast("dict[str, dict[str, Any]]", yaml.safe_load(text)).items()
-    }
-
-
-def known_profile(text: str, name: str | None = None) -> NodeProfile:
-    """Return the profile of a known machine such as `m4-mac-mini-16`: model, then gigabytes if it is sold with several.
-
-    Raises:
-        ConfigError: it is not known.
-    """
-    machines = known_machines()
-    model, _, last = text.rpartition("-")
-    wanted = machines.get(text)
-    gigabytes = wanted.gb[0] if wanted is not None else 0
-    if wanted is None and last.isdigit():
-        wanted, gigabytes = machines.get(model), int(last)
-    if wanted is None or gigabytes not in wanted.gb:
-        close = [f"{machine.name}-{size}" for machine in machines.values() for size in machine.gb]
-        alike = [known for known in close if wanted is None or known.startswith(wanted.name)]
-        raise ConfigError(f"The machine {text} is unknown; known machines are {', '.join(alike)}.")
-    share = _mac_share(gigabytes)
-    return NodeProfile(
-        name=name or text,
-        memory_bytes=int(gigabytes * share * 2**30),
-        bandwidth=wanted.gb_s * 1e9,
-        flops=wanted.tflops * 1e12,
-        reserve_share=_MAC_RESERVE,
-    )
-
-
-def _mac_share(gigabytes: float) -> float:
-    return _MAC_SHARES[gigabytes > _SMALL_MAC_GB]
+_MACHINE_FIELDS = (
+    _MACHINE_NUMBERS | SHARE_FIELDS | {"name", "machine", "reserve", "trusted_interface", "wired_limit_gb"}
+)
+_LINK_FIELDS = frozenset({"between", "round_trip_ms", "gbit_s", "trusted", "link"})
 
 
 def load_content(text: str, where: str) -> object:
@@ -116,26 +61,28 @@ def read_cluster(text: str, where: str) -> ClusterProfile:
 
 
 def estimated_cluster(file: DevicesFile, where: str) -> ClusterProfile:
-    """Return a cluster with the stated memory, and speeds estimated from the number of GPU cores.
+    """Return a cluster with the stated memory, and speeds of the chip that is named or has as many GPU cores.
 
     Raises:
-        ConfigError: a machine's memory or cores are not given.
+        ConfigError: a machine's memory or cores are not given, or no chip has them.
     """
     return ClusterProfile(tuple(_estimated(device, where) for device in file.devices))
 
 
 def _estimated(device: Device, where: str) -> NodeProfile:
-    if device.memory_gb is None or device.gpu_cores is None:
+    if device.memory_gb is None or (device.gpu_cores is None and not device.chip):
         raise ConfigError(
             f"{where}: {device.name} needs `capabilities` with memory_gb and gpu_cores, because it is planned for without a profile."
         )
-    return NodeProfile(
-        name=device.name,
-        memory_bytes=int(device.memory_gb * _mac_share(device.memory_gb) * 2**30),
-        bandwidth=_CORE_BANDWIDTH * device.gpu_cores,
-        flops=_CORE_FLOPS * device.gpu_cores,
-        reserve_share=_MAC_RESERVE if device.memory_utilization is None else 1 - device.memory_utilization,
-    )
+    chip = chips().get(device.chip) if device.chip else chip_of_bin(device.memory_gb, device.gpu_cores or 0)
+    if chip is None:
+        raise ConfigError(
+            f"{where}: {device.name} needs `capabilities` with chip, one of {', '.join(chips())}, because no known Mac has {device.gpu_cores} GPU cores."
+        )
+    node = chip_profile(chip, device.memory_gb, device.name, wired_gb=device.wired_limit_gb)
+    if device.memory_utilization is None:
+        return node
+    return replace(node, reserve_share=1 - device.memory_utilization)
 
 
 def cluster_of(
@@ -194,7 +141,8 @@ def _has_trusted(fields: Mapping[str, Any], name: str, where: str) -> bool:
 
 def _known_machine(fields: Mapping[str, Any], where: str) -> NodeProfile:
     name = fields.get("name")
-    node = known_profile(str(fields["machine"]), None if name is None else str(name))
+    wired = _positive(fields, "wired_limit_gb", where) if "wired_limit_gb" in fields else None
+    node = known_profile(str(fields["machine"]), None if name is None else str(name), wired_gb=wired)
     if beside := sorted(set(fields) & _MACHINE_NUMBERS):
         raise ConfigError(
             f"{where}: {node.name} has {beside[0]} beside `machine`, which sets it too: give one of them."
@@ -227,17 +175,30 @@ def _read_reserve(fields: Mapping[str, Any], name: str, where: str) -> float | N
 
 
 def _read_link(entry: Any, where: str) -> LinkProfile:
+    if isinstance(entry, str):
+        return _named_link(entry, where)
     if not isinstance(entry, dict) or not set(cast("dict[str, Any]", entry)) <= _LINK_FIELDS:
         raise ConfigError(f"{where}: a link is {entry!r}; it must have round_trip_ms and gbit_s.")
     fields = cast("dict[str, Any]", entry)
     trusted = fields.get("trusted", False)
     if not isinstance(trusted, bool):
         raise ConfigError(f"{where}: trusted of a link is {trusted!r}; it must be true or false.")
+    if "link" in fields:
+        return replace(_named_link(fields["link"], where), trusted=trusted)
     return LinkProfile(
         _positive(fields, "round_trip_ms", where) / 1e3,
         _positive(fields, "gbit_s", where) * 1e9 / 8,
         trusted=trusted,
     )
+
+
+def _named_link(name: object, where: str) -> LinkProfile:
+    found = named_links().get(str(name))
+    if found is None:
+        raise ConfigError(
+            f"{where}: a link is {name!r}; it must be one of {', '.join(named_links())}, or have round_trip_ms and gbit_s."
+        )
+    return found
 
 
 def _positive(fields: Mapping[str, Any], name: str, where: str) -> float:

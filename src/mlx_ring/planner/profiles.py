@@ -40,6 +40,11 @@ class LayerProfile:
     def has_experts(self) -> bool:
         return self.read_bytes < self.weight_bytes
 
+    @property
+    def has_state(self) -> bool:
+        """True if it keeps a recurrent state in place of keys and values."""
+        return self.kv_bytes_per_sequence > 0 and not self.kv_bytes_per_token and self.window is None
+
     def read_by(self, rows: int) -> float:
         """Return the bytes of weights that a step of `rows` tokens reads.
 
@@ -131,6 +136,8 @@ class NodeProfile:
     """True if its owner named an interface for collectives, which are neither encrypted nor authenticated."""
     experts_pace: float = 1.0
     """Speed of products of many rows with experts, relative to other products."""
+    chunk_tokens: int = 512
+    """Tokens of a prompt that its engine computes at once."""
     workers_at_once: int = 1
     """Number of workers that can compute at the same time without slowing each other down."""
 

@@ -192,8 +192,15 @@ def layer_seconds(
         read / rate.bandwidth + matrix_rows * rate.row_s, layer.flops_per_token * rows / rate.flops
     )
     look_back = _look_back_seconds(layer, node, model, demand, context_tokens)
-    layer_s = node.costs.quantized_layer_s if model.is_quantized else node.costs.layer_s
-    return products + rows * look_back + layer_s + layer.has_experts * node.costs.experts_s
+    started_s = _started_s(layer, node, is_quantized=model.is_quantized)
+    return products + rows * look_back + started_s + (rows - 1) * node.costs.row_s
+
+
+def _started_s(layer: LayerProfile, node: NodeProfile, *, is_quantized: bool) -> float:
+    """Return the seconds of a layer in a step beside its products and attention."""
+    costs = node.costs
+    layer_s = costs.quantized_layer_s if is_quantized else costs.layer_s
+    return layer_s + layer.has_experts * costs.experts_s + layer.has_state * costs.states_s
 
 
 def _look_back_seconds(
@@ -238,8 +245,8 @@ def prefill_layers(
         context: number of tokens before it.
     """
     rate = node.rate(form.model.weights)
-    whole, rest = divmod(tokens, CHUNK_TOKENS)
-    chunks = [(CHUNK_TOKENS, whole), (rest, 1)]
+    whole, rest = divmod(tokens, node.chunk_tokens)
+    chunks = [(node.chunk_tokens, whole), (rest, bool(rest))]
 
     def seconds(layer: LayerProfile) -> float:
         pace = rate.flops * (node.experts_pace if layer.has_experts else 1.0)
@@ -249,7 +256,8 @@ def prefill_layers(
             if size and count
         )
         scores = _scores(layer, form.model, context + tokens) - _scores(layer, form.model, context)
-        return products + scores / node.flops
+        started_s = _started_s(layer, node, is_quantized=form.model.is_quantized)
+        return products + scores / node.flops + (whole + bool(rest)) * started_s
 
     return form.by_layer([seconds(layer) for layer in layers])
 

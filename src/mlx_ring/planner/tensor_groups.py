@@ -169,9 +169,9 @@ class RankGroup:
             max(float(times.steady[0, 1]) for times in each) + exchanged,
         )
 
-    def prefill_seconds(self, first: int, end: int, tokens: int) -> float:
-        """Return the seconds of a stage's prefill in chunks."""
-        computing = max(member.costs.prefill_s(first, end, tokens) for member in self.members)
+    def prefill_seconds(self, first: int, end: int, tokens: int, context_tokens: int = 0) -> float:
+        """Return the seconds of a stage's prefill in chunks, after a context."""
+        computing = max(member.costs.prefill_s(first, end, tokens, context_tokens) for member in self.members)
         whole, rest = divmod(tokens, CHUNK_TOKENS)
         exchanged = whole * self.exchange_s(CHUNK_TOKENS)[0] + bool(rest) * self.exchange_s(rest)[0]
         return computing + (end - first) * exchanged

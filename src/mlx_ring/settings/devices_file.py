@@ -29,7 +29,7 @@ _DEVICE_FIELDS = SHARE_FIELDS | {
     *("device_id", "hostname", "port", "role", "capabilities", "ssh", "address", "program", "state_dir"),
     "trusted_interface",
 }
-_CAPABILITIES = SHARE_FIELDS | {"memory_gb", "gpu_cores"}
+_CAPABILITIES = SHARE_FIELDS | {"memory_gb", "gpu_cores", "chip", "wired_limit_gb"}
 _SHARDING_FIELDS = frozenset({"strategy", "custom_proportions"})
 _MODEL_FIELDS = frozenset({"name", "provider"})
 _MOST_PORT, _MOST_NODES = 65534, 8
@@ -52,6 +52,10 @@ class Device:
     memory_utilization: float | None = None
     """Share of the memory that plans may fill; None for the default."""
     gpu_cores: int | None = None
+    chip: str = ""
+    """Chip and GPU bin, as `m4-max-40`; if empty, the one with the memory and GPU cores."""
+    wired_limit_gb: float | None = None
+    """Memory that the machine grants its GPU, if its owner has set that."""
     trusted_interface: str = ""
     """Interface for collectives to other machines; if empty, that of `serve`."""
     program: str = ""
@@ -164,6 +168,8 @@ def _read_device(entry: object, where: str) -> Device:
         memory_gb=_positive(capabilities, "memory_gb", where),
         memory_utilization=read_share(name, where, fields, capabilities),
         gpu_cores=None if cores is None else int(cores),
+        chip=_text(capabilities, "chip", where),
+        wired_limit_gb=_positive(capabilities, "wired_limit_gb", where),
         program=_text(fields, "program", where),
         state_dir=_text(fields, "state_dir", where),
     )

@@ -1,0 +1,248 @@
+"""Fit the catalogue's efficiencies and overheads to the fitted half of the published speeds, and write them into it.
+
+    .venv/bin/python -m scripts.fit_catalogue [--write]
+
+Only rows of the fitted half are read. Each number moves from where it starts as far as the rows ask for: the sum of
+squared logarithms of predicted over published, bounded for outliers (Huber), plus the squared distance of each number's
+logarithm from its start in units of how far it may be off. Machines without rows so keep what their kind has in common.
+Engines' factors are relative to llama.cpp, which has 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import yaml
+from numpy.typing import NDArray
+from scripts.published import Row, engine_of, golden_nodes, is_fitted, predict, rows_of
+
+CATALOGUE = Path(__file__).parents[1] / "src" / "mlx_ring" / "planner" / "catalogue.yaml"
+_MARK = "# --- fitted ---\n"
+Key = tuple[str, ...]
+Numbers = NDArray[np.float64]
+_NOISE, _BEND = 0.12, 1.5
+"""Usual error of a row, and the number of them from which an outlier counts less."""
+_STEP, _ROUNDS, _TRIES, _ENOUGH = 0.05, 14, 6, 0.01
+_START: dict[str, Any] = {
+    "generations": {
+        **{
+            name: {"read": 0.8, "matrix": 0.6}
+            for name in ("m1", "m2", "m3", "m4", "m5", "spark", "strix", "cpu")
+        },
+        **{name: {"read": 0.8, "matrix": 0.4} for name in ("ampere", "ada", "blackwell", "hopper")},
+    },
+    "tiers": {"usual": {"read": 1.0, "layer": 1.0}, "ultra": {"read": 0.85, "layer": 1.0}},
+    "backends": {
+        name: {
+            "layer_us": 50.0,
+            "experts_us": 60.0,
+            "step_us": 300.0,
+            "states_us": 20.0,
+            "row_us": 3.0,
+            "unpack": 1.0,
+            "attention": 0.2,
+            "scores": 0.3,
+            "experts_pace": 0.5,
+            "read": {16: 1.0, 8: 0.95, 4: 0.85},
+            "matrix": {16: 1.0, 8: 0.95, 4: 0.95},
+        }
+        for name in ("metal", "cuda", "vulkan", "cpu")
+    },
+}
+_SPREADS = {
+    "read": 0.15,
+    "matrix": 0.35,
+    "layer": 0.3,
+    "decode": 0.15,
+    "prefill": 0.3,
+    "16": 0.05,
+    "8": 0.1,
+    "4": 0.15,
+}
+_CHUNKS = {
+    "mlx-lm": 2048,
+    "exo": 2048,
+    "Rapid-MLX": 2048,
+    "oMLX": 2048,
+    "vllm-mlx": 2048,
+    "mlx-swift": 512,
+    "ds4": 4096,
+    "vLLM": 8192,
+}
+"""Tokens that engines compute at once, by their documentation; llama.cpp's micro-batches have 512."""
+_FREE = 0.7
+"""How far other numbers may be off."""
+_FIXED = {
+    *(("tiers", "usual", name) for name in ("read", "layer")),
+    *(("engines", "llama.cpp", name) for name in ("decode", "prefill", "attention")),
+}
+
+
+def leaves(tree: Mapping[Any, Any], path: Key = ()) -> Iterator[Key]:
+    """Yield the paths of all numbers."""
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from leaves(cast("dict[Any, Any]", value), (*path, str(name)))
+        else:
+            yield (*path, str(name))
+
+
+def get(tree: Any, key: Key) -> float:
+    """Return the number at a path."""
+    for name in key:
+        tree = tree[int(name)] if name.isdigit() else tree[name]
+    return float(tree)
+
+
+def put(tree: Any, key: Key, value: float) -> None:
+    """Set the number at a path."""
+    for name in key[:-1]:
+        tree = tree[int(name)] if name.isdigit() else tree[name]
+    last = key[-1]
+    tree[int(last) if last.isdigit() else last] = value
+
+
+def touches(row: Row, key: Key) -> bool:
+    """Return True if a number can change the prediction of a row."""
+    kind, name = key[0], key[1]
+    if kind == "engines":
+        return engine_of(row) == name
+    machine = row["machine"]
+    if kind == "tiers":
+        return ("ultra" in machine) == (name == "ultra")
+    if kind == "generations":
+        known = {"dgx-spark": "spark", "strix-halo": "strix", "rtx-3090": "ampere", "rtx-4090": "ada"}
+        known |= {"rtx-5090": "blackwell", "h100": "hopper", "h200": "hopper"}
+        return any(
+            part.startswith(name) or known.get(part, "-") == name or known.get(part[:4]) == name
+            for part in machine.split("+")
+        )
+    backend = "vulkan" if machine == "strix-halo" else row["backend"]
+    return backend == name
+
+
+class Fit:
+    """Damped least squares (Levenberg and Marquardt) over the numbers' logarithms."""
+
+    def __init__(self, rows: Sequence[Row], start: dict[str, Any]) -> None:
+        self._rows = rows
+        self.numbers = copy.deepcopy(start)
+        self._keys = [
+            key
+            for key in leaves(start)
+            if key not in _FIXED and key[-1] != "chunk" and any(touches(row, key) for row in rows)
+        ]
+        self._origin = np.array([math.log(get(start, key)) for key in self._keys])
+        self._spreads = np.array([_SPREADS.get(key[-1], _FREE) for key in self._keys])
+        alike = Counter(_kind(row) for row in rows)
+        self._weights = np.array([alike[_kind(row)] ** -0.5 for row in rows])
+
+    def run(self) -> None:
+        """Fit the numbers."""
+        values, damping = self._origin.copy(), 1e-3
+        errors = self._errors(values)
+        for turn in range(_ROUNDS):
+            left, right = self._equations(values, errors)
+            before, step = self._cost(values, errors), np.zeros(len(values))
+            for _ in range(_TRIES):
+                step = np.linalg.solve(left + damping * np.diag(np.diag(left)), right).clip(-0.7, 0.7)
+                found = self._errors(values + step)
+                if self._cost(values + step, found) <= before:
+                    values, errors, damping = values + step, found, damping / 5
+                    break
+                damping = max(1e-2, damping * 8)
+            print(f"round {turn}: mean factor {math.exp(np.abs(errors).mean()):.3f}", flush=True)
+            if np.abs(step).max() < _ENOUGH:
+                break
+        self._set(values)
+
+    def _set(self, values: Numbers) -> None:
+        for key, value in zip(self._keys, values.tolist(), strict=True):
+            put(self.numbers, key, math.exp(value))
+
+    def _errors(self, values: Numbers) -> Numbers:
+        self._set(values)
+        return np.array([_error(row, self.numbers) for row in self._rows])
+
+    def _equations(self, values: Numbers, errors: Numbers) -> tuple[Numbers, Numbers]:
+        self._set(values)
+        slopes = np.zeros((len(self._rows), len(self._keys)))
+        for column, key in enumerate(self._keys):
+            put(self.numbers, key, math.exp(values[column] + _STEP))
+            for place, row in enumerate(self._rows):
+                if touches(row, key):
+                    slopes[place, column] = (_error(row, self.numbers) - errors[place]) / _STEP
+            put(self.numbers, key, math.exp(values[column]))
+        bent = np.minimum(1.0, _BEND / np.maximum(np.abs(errors) / _NOISE, 1e-9))
+        each = self._weights * bent / _NOISE**2
+        left = slopes.T @ (each[:, None] * slopes) + np.diag(self._spreads**-2)
+        return left, -slopes.T @ (each * errors) - (values - self._origin) / self._spreads**2
+
+    def _cost(self, values: Numbers, errors: Numbers) -> float:
+        sizes = np.abs(errors) / _NOISE
+        bent = np.where(sizes <= _BEND, sizes**2 / 2, _BEND * (sizes - _BEND / 2))
+        moved = ((values - self._origin) / self._spreads) ** 2
+        return float((self._weights * bent).sum() + moved.sum() / 2)
+
+
+def _kind(row: Row) -> tuple[str, ...]:
+    return row["publisher"], row["machine"], row["model"], row["measure"]
+
+
+def _error(row: Row, numbers: dict[str, Any]) -> float:
+    error = math.log((predict(row, numbers) or math.inf) / float(row["value"]))
+    return -error if row["measure"] == "first_token" else error
+
+
+def rounded(tree: Any) -> Any:
+    """Return the numbers with three digits."""
+    if isinstance(tree, dict):
+        return {name: rounded(value) for name, value in cast("dict[Any, Any]", tree).items()}
+    return tree if isinstance(tree, int) else float(f"{tree:.3g}")
+
+
+def main() -> None:
+    """Fit, print, and write with `--write`."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--write", action="store_true", help="write the numbers into the catalogue")
+    write = parser.parse_args().write
+    rows = [row for row in rows_of("golden_speeds.tsv") if is_fitted(row) and predict_able(row)]
+    # Clusters are not fitted: their machines, engines and links together show whether the model holds.
+    alone = [row for row in rows if row["nodes"] == "1"]
+    start = copy.deepcopy(_START)
+    names = sorted({engine_of(row) for row in rows_of("golden_speeds.tsv")} - {"-"})
+    start["engines"] = {
+        name: {"decode": 1.0, "prefill": 1.0, "attention": 1.0, "chunk": _CHUNKS.get(name, 512)}
+        for name in names
+    }
+    fit = Fit(alone, start)
+    fit.run()
+    numbers = rounded(fit.numbers)
+    text = yaml.safe_dump({"fitted": numbers}, sort_keys=False, default_flow_style=None, width=200)
+    if write:
+        before, mark, _ = CATALOGUE.read_text("utf-8").partition(_MARK)
+        CATALOGUE.write_text(before + mark + text, "utf-8")
+    print(text)
+    for row in rows:
+        found = predict(row, numbers) or 0
+        print(
+            f"{found / float(row['value']):5.2f} {row['groups']:14} {row['machine']:12} {row['model']} {row['format']} "
+            f"{row['engine']} x{row['nodes']} {row['split']} {row['link']} c{row['context']} p{row['prompt']} "
+            f"s{row['streams']} {row['measure']} {row['value']} {found:.1f}"
+        )
+
+
+def predict_able(row: Row) -> bool:
+    """Return True if the planner knows the row's model and machine."""
+    return golden_nodes(row) is not None and predict(row) is not None
+
+
+if __name__ == "__main__":
+    main()

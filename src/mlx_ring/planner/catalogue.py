@@ -1,0 +1,218 @@
+"""Machines, links and engines that are known without a measurement: `catalogue.yaml`, as the planner's profiles."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any, cast
+
+import yaml
+
+from mlx_ring.core.errors import ConfigError
+from mlx_ring.host.machine_profile import StepCosts, WeightRate
+from mlx_ring.planner.profiles import NodeProfile
+from mlx_ring.rpc.link_profile import LinkProfile
+
+Fitted = Mapping[str, Mapping[str, Mapping[str, Any]]]
+OWN_ENGINE = "mlx-ring"
+"""Engine of predictions: its factors are those of mlx-lm, whose layers it computes, with its own chunks of a prompt."""
+_HALF, _CHUNK = 16, 512
+_KINDS = {16: "bfloat16", 8: "8-bit", 4: "4-bit"}
+_ATTENTION_OPERATIONS = 4
+"""Operations for each number of a query and each token before it: a score and a weighted value."""
+_MOST_OF_NOMINAL = 0.98
+
+
+@dataclass(frozen=True, slots=True)
+class Chip:
+    """Processor in one of its GPU bins."""
+
+    name: str
+    backend: str
+    """Backend of its engine: "metal", "cuda", "vulkan" or "cpu"."""
+    generation: str
+    gb_s: float
+    """Nominal bandwidth of its memory."""
+    tflops: float
+    """Nominal speed of matrices in half precision."""
+    plain_tflops: float | None = None
+    """The same without tensor cores or neural accelerators, where it has them."""
+    tier: str = "usual"
+    gpu_cores: int | None = None
+    shared_memory: bool = False
+    """True if processor and GPU share the memory, as on every Mac too."""
+
+
+@dataclass(frozen=True, slots=True)
+class KnownMachine:
+    """Machine as it is sold."""
+
+    name: str
+    bins: Mapping[str, tuple[int, ...]]
+    """Gigabytes of memory that it is sold with, by chip."""
+
+    @property
+    def gb(self) -> tuple[int, ...]:
+        return tuple(size for sizes in self.bins.values() for size in sizes)
+
+    def chip_with(self, gigabytes: int) -> Chip | None:
+        """Return the chip with which this memory is sold."""
+        return next((chips()[name] for name, sizes in self.bins.items() if gigabytes in sizes), None)
+
+
+@cache
+def _catalogue() -> Mapping[str, Any]:
+    return yaml.safe_load(files("mlx_ring.planner").joinpath("catalogue.yaml").read_text("utf-8"))
+
+
+@cache
+def chips() -> Mapping[str, Chip]:
+    """Return all chips by name, as `m4-max-40`."""
+    entries = cast("dict[str, dict[str, Any]]", _catalogue()["chips"])
+    return {name: Chip(name, **entry) for name, entry in entries.items()}
+
+
+@cache
+def known_machines() -> Mapping[str, KnownMachine]:
+    """Return the machines by name."""
+    entries = cast("dict[str, dict[str, list[int]]]", _catalogue()["machines"])
+    return {
+        name: KnownMachine(name, {chip: tuple(sizes) for chip, sizes in bins.items()})
+        for name, bins in entries.items()
+    }
+
+
+@cache
+def named_links() -> Mapping[str, LinkProfile]:
+    """Return the links by name, as `tb5-rdma`."""
+    entries = cast("dict[str, dict[str, Any]]", _catalogue()["links"])
+    return {
+        name: LinkProfile(
+            entry["round_trip_ms"] / 1e3, entry["gbit_s"] * 1e9 / 8, is_mesh=bool(entry.get("mesh"))
+        )
+        for name, entry in entries.items()
+    }
+
+
+def fitted_numbers() -> Fitted:
+    """Return the numbers that were fitted to published speeds."""
+    return _catalogue()["fitted"]
+
+
+def known_profile(text: str, name: str | None = None, *, wired_gb: float | None = None) -> NodeProfile:
+    """Return the profile of a known machine or chip, such as `m4-mac-mini-16` or `m3-ultra-60-256`.
+
+    The gigabytes may be left out where a machine is sold with one size only, or to mean the smallest one.
+
+    Args:
+        text: a machine's or a chip's name, and gigabytes of memory.
+        name: name of the node; that of the machine by default.
+        wired_gb: gigabytes that the GPU may use, as set on the machine (`iogpu.wired_limit_mb`).
+
+    Raises:
+        ConfigError: it is not known.
+    """
+    model, _, last = text.rpartition("-")
+    machine, gigabytes = known_machines().get(text), 0
+    if machine is not None:
+        gigabytes = machine.gb[0]
+    elif last.isdigit():
+        machine, gigabytes = known_machines().get(model), int(last)
+    chip = machine.chip_with(gigabytes) if machine is not None else chips().get(model)
+    if chip is None:
+        close = [f"{each.name}-{size}" for each in known_machines().values() for size in each.gb]
+        alike = [known for known in close if machine is None or known.startswith(f"{machine.name}-")]
+        raise ConfigError(f"The machine {text} is unknown; known machines are {', '.join(alike)}.")
+    return chip_profile(chip, gigabytes, name or text, wired_gb=wired_gb)
+
+
+def chip_of_bin(gigabytes: float, gpu_cores: int) -> Chip | None:
+    """Return the Mac's chip with this memory and number of GPU cores; of several, the one with the slowest memory.
+
+    Predictions then hold on each of them. None if no Mac has as many cores.
+    """
+    alike = [chip for chip in chips().values() if chip.backend == "metal" and chip.gpu_cores == gpu_cores]
+    sold = [
+        chip
+        for chip in alike
+        if any(gigabytes in machine.bins.get(chip.name, ()) for machine in known_machines().values())
+    ]
+    return min(sold or alike, key=lambda chip: chip.gb_s, default=None)
+
+
+def chip_profile(
+    chip: Chip,
+    gigabytes: float,
+    name: str,
+    *,
+    wired_gb: float | None = None,
+    engine: str = OWN_ENGINE,
+    fitted: Fitted | None = None,
+) -> NodeProfile:
+    """Return the profile of a chip with an amount of memory.
+
+    Args:
+        chip: processor and GPU bin.
+        gigabytes: memory, as sold.
+        name: name of the node.
+        wired_gb: gigabytes that the GPU may use, where that is set on the machine.
+        engine: engine whose factors count.
+        fitted: numbers to use instead of the catalogue's.
+    """
+    numbers = fitted or fitted_numbers()
+    generation, tier = numbers["generations"][chip.generation], numbers["tiers"][chip.tier]
+    backend = numbers["backends"][chip.backend]
+    factors = numbers["engines"].get(engine, {})
+    if engine == OWN_ENGINE:
+        factors = {**numbers["engines"].get("mlx-lm", {}), "chunk": _CHUNK}
+    decode, prefill = float(factors.get("decode", 1.0)), float(factors.get("prefill", 1.0))
+    attention = float(factors.get("attention", 1.0))
+    nominal, operations = chip.gb_s * 1e9, chip.tflops * 1e12
+    plain = (chip.plain_tflops or chip.tflops) * 1e12
+    matrix = operations * generation["matrix"] / prefill
+
+    def rate(bits: int) -> WeightRate:
+        share = min(_MOST_OF_NOMINAL, generation["read"] * tier["read"] * backend["read"][bits])
+        # Quantized weights are unpacked while they are read.
+        unpacked_s = 0.0 if bits == _HALF else 8 / bits * backend["unpack"] / plain
+        return WeightRate(
+            weights=_KINDS[bits],
+            bandwidth=1 / (1 / (nominal * share) + unpacked_s) / decode,
+            row_s=0.0,
+            spread=0.0,
+            flops=matrix * backend["matrix"][bits],
+        )
+
+    layer_s = backend["layer_us"] * tier["layer"] * decode / 1e6
+    rates = tuple(rate(bits) for bits in _KINDS)
+    memory = cast("dict[str, float]", _catalogue()["memory"])
+    is_mac = chip.backend == "metal"
+    usable = wired_gb or gigabytes * _granted_share(gigabytes, memory) if is_mac else gigabytes
+    reserve = memory["reserve"] if is_mac else memory["other_reserve"]
+    return NodeProfile(
+        name=name,
+        memory_bytes=int(usable * 2**30),
+        bandwidth=rates[0].bandwidth / attention,
+        flops=operations * backend["scores"] / prefill,
+        reserve_share=max(reserve, memory["headroom_gb"] / usable) if wired_gb else reserve,
+        rates=rates,
+        costs=StepCosts(
+            step_s=backend["step_us"] * decode / 1e6,
+            layer_s=layer_s,
+            quantized_layer_s=layer_s,
+            draw_s=0.0,
+            logit_s=0.0,
+            attention_s=_ATTENTION_OPERATIONS * decode * attention / (plain * backend["attention"]),
+            row_s=backend["row_us"] * decode / 1e6,
+            states_s=backend["states_us"] * tier["layer"] * decode / 1e6,
+            experts_s=backend["experts_us"] * tier["layer"] * decode / 1e6,
+        ),
+        experts_pace=backend["experts_pace"],
+        chunk_tokens=int(factors.get("chunk", _CHUNK)),
+    )
+
+
+def _granted_share(gigabytes: float, memory: Mapping[str, float]) -> float:
+    return memory["small_share"] if gigabytes <= memory["small_gb"] else memory["share"]
