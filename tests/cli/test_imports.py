@@ -29,6 +29,7 @@ def test_command_modules_do_not_import_grpc(module: str) -> None:
         ("mlx_ring.head.head", ("huggingface_hub", "transformers", "mlx", "cryptography", "zeroconf")),
         ("mlx_ring.agent.__main__", ("numpy", "cryptography", "pydantic", "mlx")),
         ("mlx_ring.agent.member", ("numpy", "mlx")),
+        ("mlx_ring.cli.join", ("numpy", "rich", "zeroconf", "cryptography")),
     ],
 )
 def test_processes_start_without_libraries_that_they_may_never_need(

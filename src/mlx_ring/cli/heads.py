@@ -8,9 +8,6 @@ from collections.abc import Sequence
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.host.head_announcement import LISTEN_S, FoundHead
@@ -48,6 +45,10 @@ def heads(
 
 def show_heads(found: Sequence[FoundHead]) -> None:
     """Print a table with one address per line. Its texts come from the network, so markup is escaped."""
+    from rich.console import Console  # a machine that joins by an address prints no table
+    from rich.markup import escape
+    from rich.table import Table
+
     table = Table("cluster", "machine", "mlx-ring", "authority", "address", box=None, pad_edge=False)
     for head in found:
         announced = head.announcement

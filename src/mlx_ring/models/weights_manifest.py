@@ -159,11 +159,10 @@ def is_digest(text: str) -> bool:
 
 def pack_indexes(indexes: Iterable[int], count: int) -> bytes:
     """Encode the present pieces of `count`, a bit for each."""
-    import numpy as np  # an agent that fetches nothing starts without it
-
-    bits = np.zeros(count, np.bool_)
-    bits[list(indexes)] = True
-    return np.packbits(bits, bitorder="little").tobytes()
+    bits = bytearray((count + 7) // 8)
+    for index in indexes:
+        bits[index >> 3] |= 1 << (index & 7)
+    return bytes(bits)
 
 
 def unpack_indexes(data: bytes, count: int) -> frozenset[int]:
@@ -172,10 +171,7 @@ def unpack_indexes(data: bytes, count: int) -> frozenset[int]:
         raise ProtocolError(
             f"{len(data)} bytes say which of {count} pieces there are; it takes {-(-count // 8)}."
         )
-    import numpy as np
-
-    bits = np.unpackbits(np.frombuffer(data, np.uint8), count=count, bitorder="little")
-    return frozenset(map(int, np.flatnonzero(bits)))
+    return frozenset(index for index in range(count) if data[index >> 3] >> (index & 7) & 1)
 
 
 def _piece(row: Any) -> Piece:
