@@ -363,6 +363,7 @@ class ByteTile {
 
 // Results of a piece of the matrix, which are kept in float32 until they are stored in the type of y.
 constexpr int64_t kPiece = 64;
+constexpr int64_t kShare = 16;  // rows that one thread computes: a cache line of float32 results
 
 // The columns [first, last) of y: at most a piece.
 template <class V, Format format>
@@ -385,24 +386,24 @@ void multiply_piece(ByteTile<V, format>& tile, int64_t x_rows, const RowsProduct
     store_row<V>(results + j * kStride + kByteRows, last - first, product.y.row(j), product.y.type, first);
 }
 
-// Products of one format. The pieces of all matrices are one loop, in which the threads take equal shares.
+// Products of one format. The rows of all matrices are one loop, in which the threads take equal shares: a share may end
+// within a piece.
 template <class V, Format format>
 void multiply_by_bytes(const Rows& x, const RowsProduct* products, int count, Threads& threads) {
   const int64_t columns = products[0].w.columns;
   const int group_size = products[0].w.group_size;
   ByteRows<V, format> bytes(x, columns, group_size);
-  auto pieces_of = [](const RowsProduct& product) { return (product.w.rows + kPiece - 1) / kPiece; };
-  int64_t pieces = 0;
-  for (int i = 0; i < count; i++) pieces += pieces_of(products[i]);
-  int64_t grain = larger(1, kProductsAThread / (kPiece * columns * x.count));
-  threads.parallel_for(pieces, grain, [&](int64_t begin, int64_t end) {
+  auto shares_of = [](const RowsProduct& product) { return (product.w.rows + kShare - 1) / kShare; };
+  int64_t shares = 0;
+  for (int i = 0; i < count; i++) shares += shares_of(products[i]);
+  int64_t grain = larger(1, kProductsAThread / (kShare * columns * x.count));
+  threads.parallel_for(shares, grain, [&](int64_t begin, int64_t end) {
     ByteTile<V, format> tile(bytes, group_size);
-    int64_t before = 0;  // pieces of the matrices before
-    for (int i = 0; i < count; before += pieces_of(products[i]), i++) {
-      int64_t last = smaller(end - before, pieces_of(products[i]));
-      for (int64_t piece = larger(begin - before, 0); piece < last; piece++)
-        multiply_piece<V, format>(tile, x.count, products[i], piece * kPiece,
-                                smaller(piece * kPiece + kPiece, products[i].w.rows));
+    int64_t before = 0;  // shares of the matrices before
+    for (int i = 0; i < count; before += shares_of(products[i]), i++) {
+      int64_t last = smaller((end - before) * kShare, products[i].w.rows);
+      for (int64_t row = larger(begin - before, 0) * kShare; row < last; row += kPiece)
+        multiply_piece<V, format>(tile, x.count, products[i], row, smaller(row + kPiece, last));
     }
   });
 }
