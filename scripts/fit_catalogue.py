@@ -2,9 +2,9 @@
 
     .venv/bin/python -m scripts.fit_catalogue [--write]
 
-Only rows of the fitted half are read. Each number moves from where it starts as far as the rows ask for: the sum of
-squared logarithms of predicted over published, bounded for outliers (Huber), plus the squared distance of each number's
-logarithm from its start in units of how far it may be off. Machines without rows so keep what their kind has in common.
+Only rows of the fitted half are read, and of those only the ones on one machine. Squared logarithms of predicted over
+published are added, bounded for outliers (Huber). Each number's squared distance from its start is added to them, in units
+of the distance that is usual for it. The numbers with the least sum are taken. Machines without rows so keep what their kind has in common.
 Engines' factors are relative to llama.cpp, which has 1.
 """
 

@@ -319,7 +319,7 @@ class Figures:
     rows: int
     publishers: int
     mean: float
-    """Of the factors' logarithms."""
+    """Mean of the factors' logarithms."""
     worst: float
     lines: tuple[str, ...]
     """Published, predicted, ratio and description of each row."""

@@ -67,7 +67,7 @@ def test_a_mac_is_the_same_by_its_name_its_chip_and_its_cores() -> None:
     assert all(replace(node, name=named.name) == named for node in nodes)
 
 
-def test_cores_and_memory_tell_the_bin() -> None:
+def test_cores_and_memory_give_the_bin() -> None:
     assert known_profile("m4-max-mac-studio-36").bandwidth < 410e9
     assert chip_of_bin(96, 30) == chips()["m3-max-30"]
     assert chip_of_bin(128, 40) == chips()["m3-max-40"], "the slowest of those that are sold with it"

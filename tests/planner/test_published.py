@@ -7,6 +7,8 @@ from collections import Counter
 import pytest
 from scripts.published import figures, is_fitted, orders, profile_of, rows_of
 
+from mlx_ring.planner.catalogue import accuracy
+
 _NOT_IN_THE_NAME = (
     *("DeepSeek-V3.2-8bit", "GLM-5-8bit-MXFP8", "GLM-5.1-DQ4plus-q8", "Kimi-K2.6-mlx-DQ3", "DeepSeek-V4-Pro"),
     *("Qwen3-Coder-Next", "Qwen3-Next-80B", "gpt-oss-120b"),
@@ -82,6 +84,30 @@ def test_the_rest_of_published_bytes_is_the_encoder_of_pictures(name: str, form:
 
 
 # ---- predicted speeds beside published ones; `python -m scripts.published` prints each row
+
+
+@pytest.mark.parametrize(
+    ("group", "mean", "worst"),
+    [("decode", 1.18, 1.61), ("prefill", 1.43, 9.6), ("moe-streams", 1.19, 1.78), ("depth", 1.20, 1.63)],
+)
+def test_predictions_of_the_held_out_half_are_as_near_as_they_were_when_the_fit_was_frozen(
+    group: str, mean: float, worst: float
+) -> None:
+    found = figures(group, fitted=False)
+    assert found.is_proved
+    assert found.mean <= mean
+    assert found.worst <= worst
+
+
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+def test_plans_state_how_far_they_are_off(kind: str) -> None:
+    assert accuracy(kind) == pytest.approx(figures(kind, fitted=False).mean, abs=0.01)
+
+
+def test_the_order_of_nodes_is_right_in_the_held_out_half() -> None:
+    found = orders(fitted=False)
+    assert len(found) >= 10
+    assert all(found.values()), found
 
 
 @pytest.mark.parametrize(

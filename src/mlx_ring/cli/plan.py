@@ -14,7 +14,7 @@ from rich.table import Table
 from mlx_ring.cli.flags import with_settings
 from mlx_ring.core.errors import ConfigError, PlanError
 from mlx_ring.models.model_source import describe_model
-from mlx_ring.planner.catalogue import chips, known_machines, known_profile
+from mlx_ring.planner.catalogue import accuracy, chips, known_machines, known_profile
 from mlx_ring.planner.cluster_file import (
     cluster_of,
     load_content,
@@ -120,6 +120,7 @@ def plan(
         print(json.dumps(plans[0] if len(plans) == 1 else {"replicas": plans}, indent=1))
         return
     show_plans(made)
+    print(_expectation(made))
     if described.folder.rounding:
         print(f"{described.folder.rounding}.")
 
@@ -221,6 +222,18 @@ def show_plan(made: Plan) -> None:
     )
     for remark in made.remarks:
         console.print(remark, highlight=False)
+
+
+def _expectation(made: Sequence[Plan]) -> str:
+    """Return what to expect of machines that were not measured, as ranges."""
+    decode, prefill = accuracy("decode"), accuracy("prefill")
+    slowest = max(made, key=lambda each: each.prediction.token_s).prediction
+    speed, first_s = 1 / slowest.token_s, slowest.first_token_s
+    return (
+        f"Not measured: expect {speed / decode:.3g} to {speed * decode:.3g} tokens/s for one stream and "
+        f"{first_s / prefill:.2g} to {first_s * prefill:.2g} s to the first token. Predictions are off by factors of "
+        f"{decode:.2f} and {prefill:.2f} on average, where others have published measurements."
+    )
 
 
 def _size(nbytes: float) -> str:

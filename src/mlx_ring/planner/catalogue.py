@@ -101,6 +101,11 @@ def fitted_numbers() -> Fitted:
     return _catalogue()["fitted"]
 
 
+def accuracy(kind: str) -> float:
+    """Return the mean factor by which predictions of "decode" or "prefill" are off for machines that were not measured."""
+    return float(_catalogue()["accuracy"][kind])
+
+
 def known_profile(text: str, name: str | None = None, *, wired_gb: float | None = None) -> NodeProfile:
     """Return the profile of a known machine or chip, such as `m4-mac-mini-16` or `m3-ultra-60-256`.
 
