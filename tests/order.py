@@ -9,7 +9,7 @@ other tests have found by then what they compare with, and only short ones are l
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,23 @@ def remember(config: pytest.Config, seconds: Mapping[str, float]) -> None:
     if cache:
         longer = {file: took for file, took in seconds.items() if took > 0.7 * before.get(file, 0.0)}
         cache.set(_CACHED, before | longer)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Let each process of a run begin with other files, and find those compiled with which others have begun.
+
+    In a fresh clone, each of them would otherwise compile all files, at the same time. The items are sorted afterwards.
+    """
+    report = yield
+    given: dict[str, Any] | None = getattr(collector.config, "workerinput", None)
+    if given is not None and isinstance(collector, pytest.Session | pytest.Directory):
+        number, count = int(given["workerid"].removeprefix("gw")), given["workercount"]
+        first = len(report.result) * number // count
+        report.result = [*report.result[first:], *report.result[:first]]
+    return report
 
 
 def _guess_s(item: pytest.Item) -> float:
