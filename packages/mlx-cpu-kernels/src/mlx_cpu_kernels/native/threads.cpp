@@ -30,12 +30,14 @@ struct Threads::Pool {
     Call call = nullptr;
     void* body = nullptr;
     int64_t n = 0;
-    int64_t piece = 0;  // length of a thread's range
+    int64_t piece = 0;  // length of a range
   };
+  // The round, and how many of its ranges nobody has taken, in the lowest bits.
+  static constexpr uint64_t kRanges = uint64_t{1} << 16;
 
   explicit Pool(int workers) {
     try {
-      for (int i = 1; i <= workers; i++) threads.emplace_back([this, i] { work(i); });
+      for (int i = 1; i <= workers; i++) threads.emplace_back([this] { work(); });
     } catch (...) {  // as where the system allows no more threads
       end();
       throw;
@@ -50,16 +52,28 @@ struct Threads::Pool {
     for (auto& thread : threads) thread.join();
   }
 
-  void publish() {
+  // Begins a round of `ranges`, which threads then take.
+  void publish(uint64_t ranges = 0) {
     std::lock_guard lock(mutex);  // a worker that is about to sleep either sees the new round or is woken
-    round.fetch_add(1, std::memory_order_release);
+    open.store((open.load(std::memory_order_relaxed) / kRanges + 1) * kRanges + ranges, std::memory_order_release);
     wake.notify_all();
   }
 
-  void run_piece(int i) {
+  // Takes ranges of a round while there are any, so that nobody waits for a thread that the system does not run. The loop
+  // is the round's until the last range that was taken is finished.
+  void run_ranges(uint64_t round) {
+    uint64_t now = open.load(std::memory_order_acquire);
+    while (now / kRanges == round && now % kRanges != 0) {
+      if (!open.compare_exchange_weak(now, now - 1, std::memory_order_acq_rel, std::memory_order_acquire)) continue;
+      run_range(static_cast<int64_t>(now % kRanges) - 1);
+      unfinished.fetch_sub(1, std::memory_order_acq_rel);
+      now = open.load(std::memory_order_acquire);
+    }
+  }
+
+  void run_range(int64_t i) {
     int64_t begin = i * loop.piece;
     int64_t end = begin + loop.piece < loop.n ? begin + loop.piece : loop.n;
-    if (begin >= end) return;
     try {
       loop.call(loop.body, begin, end);
     } catch (...) {
@@ -67,30 +81,31 @@ struct Threads::Pool {
     }
   }
 
+  uint64_t round() const { return open.load(std::memory_order_acquire) / kRanges; }
+
   uint64_t wait_for_round_after(uint64_t seen) {
     for (int i = 0; i < kSpins; i++) {
-      if (uint64_t now = round.load(std::memory_order_acquire); now != seen) return now;
+      if (uint64_t now = round(); now != seen) return now;
       relax();
     }
     std::unique_lock lock(mutex);
-    wake.wait(lock, [&] { return round.load(std::memory_order_acquire) != seen; });
-    return round.load(std::memory_order_acquire);
+    wake.wait(lock, [&] { return round() != seen; });
+    return round();
   }
 
-  void work(int i) {
+  void work() {
     uint64_t seen = 0;
     while (true) {
       seen = wait_for_round_after(seen);
       if (stopping) return;
-      run_piece(i);
-      unfinished.fetch_sub(1, std::memory_order_acq_rel);
+      run_ranges(seen);
     }
   }
 
   std::mutex mutex;
   std::condition_variable wake;
-  std::atomic<uint64_t> round{0};
-  std::atomic<int> unfinished{0};
+  std::atomic<uint64_t> open{0};
+  std::atomic<int64_t> unfinished{0};  // ranges of the round
   std::atomic<bool> stopping{false};
   Loop loop;
   std::atomic<bool> has_failed{false};
@@ -146,11 +161,12 @@ void Threads::run(int64_t n, int64_t grain, Call call, void* body) {
   int64_t threads = static_cast<int64_t>(pool.threads.size()) + 1;
   int64_t grains = (n + grain - 1) / grain;
   int64_t piece = (grains + threads - 1) / threads * grain;
+  int64_t ranges = (n + piece - 1) / piece;
   pool.loop = {call, body, n, piece};
-  pool.unfinished.store(static_cast<int>(threads - 1), std::memory_order_relaxed);
-  pool.publish();
-  pool.run_piece(0);
-  // Workers have equal shares: the wait is short unless the machine is busy, where yielding lets them run.
+  pool.unfinished.store(ranges, std::memory_order_relaxed);
+  pool.publish(static_cast<uint64_t>(ranges));
+  pool.run_ranges(pool.round());
+  // The last ranges are as long as this thread's: the wait is short unless the machine is busy, where yielding lets them run.
   for (int i = 0; pool.unfinished.load(std::memory_order_acquire) != 0; i++) {
     if (i < kSpins)
       relax();

@@ -22,7 +22,7 @@ class Threads {
   // one.
   void set_threads(int count);
 
-  // Calls f(begin, end) for ranges that cover [0, n), at most one range a thread, each a multiple of `grain` long
+  // Calls f(begin, end) for ranges that cover [0, n), at most as many as threads, each a multiple of `grain` long
   // except the last. Returns when all calls have, and throws the first exception that one has thrown. A loop within a
   // loop, or a loop while another thread uses the pool, runs in the caller's thread alone.
   template <class F>
