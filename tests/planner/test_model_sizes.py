@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from mlx_ring.core.errors import ModelCorrupt
 from mlx_ring.models.model_folder import read_model_config
 from mlx_ring.models.model_source import builtin_names, describe_model
 from mlx_ring.planner.model_sizes import profile_folder
@@ -139,3 +140,9 @@ def test_latent_attention_has_its_own_weights_and_look_back(tmp_path: Path) -> N
     assert layer.attention_bytes == pytest.approx(2 * 187.1e6, rel=1e-3)
     assert layer.kv_bytes_per_token == 2 * (512 + 64)
     assert (layer.query_width, layer.score_width) == (128 * 576, 128 * (192 + 128))
+
+
+@pytest.mark.parametrize("entry", ["o_groups", "linear_num_value_heads", "q_lora_rank", "index_n_heads"])
+def test_a_wrong_size_is_refused(entry: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelCorrupt, match=entry):
+        profile_of({**QWEN3_14B, entry: -1}, tmp_path)

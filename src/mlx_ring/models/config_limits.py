@@ -34,6 +34,13 @@ _LIMITS: Mapping[str, tuple[int, int]] = {
     ),
     **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "experts_per_token"), (0, 1 << 16)),
     **dict.fromkeys(("first_k_dense_replace", "decoder_sparse_step"), (0, 10_000)),
+    **dict.fromkeys(("moe_layer_freq", "full_attention_interval", "_sliding_window_pattern"), (0, 10_000)),
+    **dict.fromkeys(("top_k_experts", "moe_topk", "moe_top_k", "moe_k", "moe_num_experts"), (0, 1 << 16)),
+    **dict.fromkeys(("o_groups", "index_n_heads", "num_global_key_value_heads"), (0, 1 << 16)),
+    **dict.fromkeys(("global_head_dim", "index_head_dim", "qk_nope_head_dim", "v_head_dim"), (0, 1 << 16)),
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), (0, 1 << 16)),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), (0, 1 << 16)),
+    **dict.fromkeys(("q_lora_rank", "o_lora_rank", "expert_intermediate_size", "index_topk"), (0, 1 << 24)),
     **dict.fromkeys(("sliding_window",), (0, (1 << 31) - 1)),
     **dict.fromkeys(("sliding_window_pattern",), (1, 10_000)),
 }

@@ -115,7 +115,7 @@ def look_back(folder: ModelFolder, index: int) -> LookBack:
             window_of(folder, index),
             number(folder, "index_topk"),
         )
-    if number(folder, "o_groups") is not None:
+    if number(folder, "o_groups"):
         # Keys are kept for groups of tokens; most layers have one for four tokens.
         return LookBack(width // 4, heads * width // 4, heads * width // 2)
     window = window_of(folder, index)
@@ -125,17 +125,23 @@ def look_back(folder: ModelFolder, index: int) -> LookBack:
 def window_of(folder: ModelFolder, index: int) -> int | None:
     """Return the attention window of a layer; None if it is unlimited."""
     window = number(folder, "sliding_window")
-    kinds = folder.entry("layer_types")
+    kind = _kind_of(folder, index)
     if window is None or folder.entry("use_sliding_window") is False:
         return None
-    if isinstance(kinds, list):
-        return window if cast("list[object]", kinds)[index] == "sliding_attention" else None
+    if kind is not None:
+        return window if kind == "sliding_attention" else None
     pattern = number(folder, "sliding_window_pattern", "_sliding_window_pattern")
     if pattern is not None:
         return None if (index + 1) % pattern == 0 else window
     if folder.model_type == "gpt_oss":
         return window if index % 2 == 0 else None
     return window
+
+
+def _kind_of(folder: ModelFolder, index: int) -> object:
+    """Return the kind of a layer's attention in `layer_types`; None without that."""
+    kinds = folder.entry("layer_types")
+    return cast("list[object]", kinds)[index] if isinstance(kinds, list) else None
 
 
 def layer_nbytes(folder: ModelFolder, index: int, formats: WeightFormats) -> dict[Role, float]:
@@ -149,9 +155,9 @@ def layer_nbytes(folder: ModelFolder, index: int, formats: WeightFormats) -> dic
 def _is_recurrent(folder: ModelFolder, index: int) -> bool:
     if number(folder, "linear_num_value_heads") is None:
         return False
-    kinds = folder.entry("layer_types")
-    if isinstance(kinds, list):
-        return cast("list[object]", kinds)[index] == "linear_attention"
+    kind = _kind_of(folder, index)
+    if kind is not None:
+        return kind == "linear_attention"
     return (index + 1) % (number(folder, "full_attention_interval") or 4) != 0
 
 
@@ -187,7 +193,7 @@ def _attention(folder: ModelFolder, index: int) -> Iterator[Matrix]:
         yield from _latent_attention(folder, at)
         return
     heads, kv_heads, width = _head_sizes(folder, index)
-    if (groups := number(folder, "o_groups")) is not None:
+    if groups := number(folder, "o_groups"):
         yield from _grouped_attention(folder, at, groups)
         return
     gated = (
