@@ -1,4 +1,4 @@
-"""What two cores of this machine can gain over one, by a model's products alone, without a server around them.
+"""Gain of two cores of this machine over one, by a model's products alone, without a server around them.
 
 The weights are of 4 bits, and of several layers, so that no cache holds them. Each process has its own core.
 """
