@@ -4,9 +4,9 @@
 BIN := .venv/bin
 ARGS ?=
 # Tests run in several processes. All tests of a file run in the same one, so that they share fixtures.
-# Most tests wait for other processes, so seven keep two cores busy. More would fill a laptop's memory with servers.
+# Most tests wait for other processes, so eight keep two cores busy. More would fill a laptop's memory with servers.
 BY_FILE := --dist loadfile --no-loadscope-reorder
-SIDE_BY_SIDE := -n 7 $(BY_FILE)
+SIDE_BY_SIDE := -n 8 $(BY_FILE)
 # Tests that start no processes. tests/process_marks.py marks the others.
 WITHOUT_PROCESSES := not conformance and not faults and not processes
 # Tests of which `make test` runs only some cases.

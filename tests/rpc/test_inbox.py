@@ -1,4 +1,4 @@
-"""What waits in an inbox, and what ends a wait."""
+"""Waiting in an inbox, and the ends of waits."""
 
 from __future__ import annotations
 
