@@ -74,6 +74,7 @@ def _base() -> Any:
     return base
 
 
+@pytest.mark.slow
 @given(
     *(st.data(), st.integers(1, 3), st.sampled_from([(1, 1), (4, 4), (6, 2), (9, 3), (16, 1)])),
     *(st.sampled_from([4, 8]), st.sampled_from([(32, 64), (64, 128), (32, 96), (128, 256)])),
