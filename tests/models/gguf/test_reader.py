@@ -111,6 +111,25 @@ def test_a_value_of_any_size_is_not_read(tmp_path: Path) -> None:
         tracemalloc.stop()
 
 
+@pytest.mark.parametrize(
+    "arrays",
+    [[(4, 10**12)], [(7, 10**12)], [(4, 1 << 22), (0, 1 << 22), (6, 1)]],
+    ids=["numbers", "booleans", "several"],
+)
+def test_arrays_longer_than_any_model_has_are_refused_though_the_file_holds_them(
+    tmp_path: Path, arrays: list[tuple[int, int]]
+) -> None:
+    """Give arrays that a sparse file has room for, but nobody's memory."""
+    with (tmp_path / "a.gguf").open("wb") as stream:
+        stream.write(head(0, len(arrays)))
+        for number, (kind, count) in enumerate(arrays):
+            stream.write(text(f"k{number}") + struct.pack("<IIQ", 9, kind, count))
+            stream.seek(count * (1 if kind in {0, 7} else 4), os.SEEK_CUR)
+        stream.truncate(stream.tell() + 64)
+    with pytest.raises(ModelCorrupt, match=r"gives 'k\d' \d+ values; 8388608 are the most of a file\. Fetch"):
+        read_gguf(tmp_path / "a.gguf")
+
+
 def test_a_file_that_shrinks_while_it_is_read_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -318,10 +318,9 @@ class _Header:
         least = {_STRING: _LENGTH.size, _ARRAY: _ARRAY_HEAD.size}.get(kind, least)
         if count * least > self._size - self._at:
             raise self._wrong(f"gives {shown(key)} {count} values, more than its {self._size} bytes can hold")
-        if kind in (_STRING, _ARRAY):
-            self._values_left -= count
-            if self._values_left < 0:
-                raise self._wrong(f"has more than {_MOST_VALUES} texts and arrays as values")
+        self._values_left -= count
+        if self._values_left < 0:
+            raise self._wrong(f"gives {shown(key)} {count} values; {_MOST_VALUES} are the most of a file")
         if kind == _STRING:
             self._skip_texts(count, key)
         elif kind in _SCALARS:
