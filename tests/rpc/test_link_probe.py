@@ -66,9 +66,11 @@ def test_a_probe_measures_round_trip_and_bandwidth_within_its_bounds(channel: gr
 
 
 def test_a_probe_of_a_fast_link_ends_before_its_bounds(channel: grpc.Channel) -> None:
-    patient = ProbeBounds(round_trips_s=3600.0, throughput_s=3600.0, answer_s=60.0, largest_bytes=64 << 10)
+    """Expect a hundred round trips and 128 MB in frames of the largest size, however small the server wants them."""
+    patient = ProbeBounds(round_trips_s=3600.0, throughput_s=3600.0, answer_s=60.0, largest_bytes=1 << 20)
     found = probe_link(channel, make_hello(), "other", patient)
-    assert 100 < found.frames < 500, "a hundred round trips, and few large frames"
+    assert 100 + 128 < found.frames < 100 + 128 + 20
+    assert 128 << 20 < found.nbytes < 140 << 20
     assert found.bandwidth > 0
 
 

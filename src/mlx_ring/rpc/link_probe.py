@@ -55,8 +55,8 @@ _AT_LEAST, _FEWEST, _ENOUGH = 10, 3, 100
 """Numbers of round trips: the usual number, the least if they take long, and the most, which a fast link ends with."""
 _LONGEST = 4
 """Factor by which `_AT_LEAST` round trips may exceed their time."""
-_LARGEST_FRAMES = 2
-"""Frames of the largest size. Only a fast link gets so far, and more of them would only occupy both machines."""
+_LARGEST_ENOUGH = 2 * _LARGEST_BYTES
+"""Bytes in frames of the largest size. Only a fast link gets so far, and more of them would only occupy both machines."""
 _MOST_FRAMES = 2000
 _MOST_BYTES = 1 << 30
 _RESPONDER_S = 30.0
@@ -174,9 +174,9 @@ class _Probe:
         """Measure the throughput of large frames: as large as takes a while, then some of those, and the best of them."""
         until = time.perf_counter() + self._bounds.throughput_s
         size, best, largest = _LARGE_BYTES, 0.0, 0
-        while largest < _LARGEST_FRAMES and self._may_send(size, best, until):
+        while largest < _LARGEST_ENOUGH and self._may_send(size, best, until):
             taken = self._seconds(bytes(size))
-            largest += size >= self._bounds.largest_bytes
+            largest += size if size >= self._bounds.largest_bytes else 0
             # A frame's first bytes travel as long as a small frame.
             best = max(best, size / max(taken - round_trip_s, taken / 10))
             if taken < _LONG_S:
