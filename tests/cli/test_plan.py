@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,18 @@ def test_a_plan_names_machines_layers_and_reasons(tmp_path: Path) -> None:
     assert "m4-mac-mini-16#1" in done.stdout
     assert "tokens/s for one stream" in done.stdout
     assert "alone would be faster for a single stream" in done.stdout
+
+
+def test_a_plan_states_ranges_without_exponents(tmp_path: Path) -> None:
+    """Ask for a small model on a fast machine: more than a thousand tokens a second."""
+    done = run_in_process("plan", "demo", "--machine", "nvidia-h200", folder=tmp_path)
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("Not measured: "))
+    found = re.match(
+        r"Not measured: expect ([\d,]+) to ([\d,]+) tokens/s .* and ([\d.]+) to ([\d.]+) s to", line
+    )
+    assert found
+    speeds = [int(figure.replace(",", "")) for figure in found.groups()[:2]]
+    assert 1000 < speeds[0] < speeds[1]
 
 
 def test_a_plan_as_json_has_every_layer_once(tmp_path: Path) -> None:

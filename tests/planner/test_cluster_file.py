@@ -122,6 +122,12 @@ def test_a_file_sets_trusted_links_and_interfaces() -> None:
         ("machines: []", "a list `machines`"),
         ("- a", "host 0 is 'a'; it must have fields"),
         ("machines: [m9-mac-mini-16]", "m9-mac-mini-16 is unknown"),
+        ("machines: [m4-mac-mini-²]", "m4-mac-mini-² is unknown"),
+        ("machines: [{machine: m4-mac-mini-16, wired_limit_gb: 24}]", "is 24, but it has 16 GB"),
+        (
+            "devices: [{hostname: a, role: coordinator, capabilities: {memory_gb: 64, chip: m9-max}}]",
+            "because m9-max is none of them",
+        ),
         ("machines: [m4-mac-mini-17]", "known machines are m4-mac-mini-16, m4-mac-mini-24"),
         ("machines: [3]", "a machine is 3"),
         ("machines: [{name: a, memory: 3}]", "no field memory;"),

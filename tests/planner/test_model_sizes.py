@@ -102,6 +102,11 @@ def test_headers_and_configuration_agree(name: str) -> None:
         ({"mode": "mxfp8", "group_size": 32, "bits": 8}, 8.25),
         ({"group_size": 32, "bits": 6}, 7.0),
         ({"quant_method": "unheard-of"}, 16.0),
+        ({"quant_method": "fp8", "modules_to_not_convert": "lm_head"}, 8.0),
+        ({"quant_method": "fp8", "ignore": 7}, 8.0),
+        ({"mode": ["affine"], "group_size": 32, "bits": 6}, 7.0),
+        ({"quant_method": "compressed-tensors", "config_groups": ["all"]}, 16.0),
+        ({"quant_method": "compressed-tensors", "config_groups": {"all": {"weights": "int4"}}}, 16.0),
     ],
 )
 def test_each_quantization_has_its_size(quantization: dict[str, Any], bits: float, tmp_path: Path) -> None:

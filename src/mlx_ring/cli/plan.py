@@ -230,10 +230,15 @@ def _expectation(made: Sequence[Plan]) -> str:
     slowest = max(made, key=lambda each: each.prediction.token_s).prediction
     speed, first_s = 1 / slowest.token_s, slowest.first_token_s
     return (
-        f"Not measured: expect {speed / decode:.3g} to {speed * decode:.3g} tokens/s for one stream and "
-        f"{first_s / prefill:.2g} to {first_s * prefill:.2g} s to the first token. Predictions are off by factors of "
-        f"{decode:.2f} and {prefill:.2f} on average, where others have published measurements."
+        f"Not measured: expect {_figure(speed / decode, 3)} to {_figure(speed * decode, 3)} tokens/s for one stream and "
+        f"{_figure(first_s / prefill, 2)} to {_figure(first_s * prefill, 2)} s to the first token. "
+        f"Predictions are off by factors of {decode:.2f} and {prefill:.2f} on average, where others have published measurements."
     )
+
+
+def _figure(value: float, digits: int) -> str:
+    """Write a number with so many digits that count."""
+    return f"{float(f'{value:.{digits}g}'):,.10g}"
 
 
 def _size(nbytes: float) -> str:

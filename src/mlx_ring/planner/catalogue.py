@@ -109,7 +109,7 @@ def accuracy(kind: str) -> float:
 def known_profile(text: str, name: str | None = None, *, wired_gb: float | None = None) -> NodeProfile:
     """Return the profile of a known machine or chip, such as `m4-mac-mini-16` or `m3-ultra-60-256`.
 
-    The gigabytes may be left out where a machine is sold with one size only, or to mean the smallest one.
+    Without gigabytes it is the machine as the catalogue lists it first.
 
     Args:
         text: a machine's or a chip's name, and gigabytes of memory.
@@ -123,7 +123,7 @@ def known_profile(text: str, name: str | None = None, *, wired_gb: float | None 
     machine, gigabytes = known_machines().get(text), 0
     if machine is not None:
         gigabytes = machine.gb[0]
-    elif last.isdigit():
+    elif last.isdecimal():
         machine, gigabytes = known_machines().get(model), int(last)
     chip = machine.chip_with(gigabytes) if machine is not None else chips().get(model)
     if chip is None:
@@ -165,7 +165,12 @@ def chip_profile(
         wired_gb: gigabytes that the GPU may use, where that is set on the machine.
         engine: engine whose factors count.
         fitted: numbers to use instead of the catalogue's.
+
+    Raises:
+        ConfigError: the GPU may use more than the machine has.
     """
+    if wired_gb and wired_gb > gigabytes:
+        raise ConfigError(f"wired_limit_gb of {name} is {wired_gb:g}, but it has {gigabytes:g} GB of memory.")
     numbers = fitted or fitted_numbers()
     generation, tier = numbers["generations"][chip.generation], numbers["tiers"][chip.tier]
     backend = numbers["backends"][chip.backend]

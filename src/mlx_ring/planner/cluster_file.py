@@ -76,8 +76,13 @@ def _estimated(device: Device, where: str) -> NodeProfile:
         )
     chip = chips().get(device.chip) if device.chip else chip_of_bin(device.memory_gb, device.gpu_cores or 0)
     if chip is None:
+        unknown = (
+            f"{device.chip} is none of them"
+            if device.chip
+            else f"no known Mac has {device.gpu_cores} GPU cores"
+        )
         raise ConfigError(
-            f"{where}: {device.name} needs `capabilities` with chip, one of {', '.join(chips())}, because no known Mac has {device.gpu_cores} GPU cores."
+            f"{where}: {device.name} needs `capabilities` with chip, one of {', '.join(chips())}, because {unknown}."
         )
     node = chip_profile(chip, device.memory_gb, device.name, wired_gb=device.wired_limit_gb)
     if device.memory_utilization is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -127,7 +127,8 @@ def read_formats(folder: ModelFolder) -> WeightFormats:
         if value is False or isinstance(value, dict)
     }
     kept = next((given[key] for key in _KEPT if given.get(key)), ())
-    parts = [str(part).removeprefix("re:").strip(".*$") for part in cast("Sequence[object]", kept)]
+    named_parts = cast("list[object]", kept if isinstance(kept, list) else [kept])
+    parts = [part.removeprefix("re:").strip(".*$") for part in named_parts if isinstance(part, str)]
     if given.get("quant_method") in ("gptq", "awq", "bitsandbytes", "compressed-tensors", "fp8"):
         parts += ["embed_tokens", "lm_head"]
     return WeightFormats(usual, named, tuple(part for part in parts if part))
@@ -143,9 +144,9 @@ def common_name(name: str) -> str:
 
 def _usual(given: Mapping[str, Any], plain: str) -> WeightFormat | None:
     """Return the format of most matrices; None if nothing says that they are quantized."""
-    mode, method = given.get("mode"), str(given.get("quant_method") or "")
+    mode, method = str(given.get("mode") or ""), str(given.get("quant_method") or "")
     if mode in _SCALES or method in _SCALES:
-        bits, group, scale = _SCALES[str(mode if mode in _SCALES else method)]
+        bits, group, scale = _SCALES[mode if mode in _SCALES else method]
         return WeightFormat(bits, _whole(given.get("group_size")) or group, plain, scale_bits=scale)
     if method == "fp8":
         return WeightFormat(_EIGHT, _FP8_BLOCK * _FP8_BLOCK, plain, scale_bits=_FLOAT)
@@ -168,9 +169,8 @@ def _usual(given: Mapping[str, Any], plain: str) -> WeightFormat | None:
 def _grouped(given: Mapping[str, Any], plain: str) -> WeightFormat | None:
     if str(given.get("quant_algo") or "").upper() == "NVFP4":
         return WeightFormat(_FOUR, 16, plain, scale_bits=_EIGHT)
-    groups = cast("dict[str, dict[str, dict[str, object]]]", given.get("config_groups") or {})
-    for entry in groups.values():
-        weights = entry.get("weights") or {}
+    for entry in _object(given.get("config_groups")).values():
+        weights = _object(_object(entry).get("weights"))
         bits = _whole(weights.get("num_bits"))
         if bits is None:
             continue
@@ -183,6 +183,10 @@ def _grouped(given: Mapping[str, Any], plain: str) -> WeightFormat | None:
             scale_bits=_EIGHT if is_nvfp4 else _HALF if group else _FLOAT,
         )
     return None
+
+
+def _object(value: object) -> Mapping[str, object]:
+    return cast("dict[str, object]", value) if isinstance(value, dict) else {}
 
 
 def _whole(value: object) -> int | None:
