@@ -275,6 +275,20 @@ def test_group_is_notified_at_the_end_of_every_step(
     assert group.ended == 3
 
 
+@pytest.mark.parametrize(("count", "is_computed"), [(1, True), (2, False)])
+def test_ranks_compute_all_sums_of_single_tokens_whose_values_nobody_wants(
+    folder: Path, *, count: int, is_computed: bool
+) -> None:
+    # Prepared layers compute the sums behind the last KV with it; a rank that has none would leave them out.
+    (runner,) = make_stages(folder, CUTS[1], group=CountingGroup())
+    steps = Steps()
+    runner.run(steps.make(chunk(1, 0, PROMPT[:4]), operations=[open_sequence(1)]), 0)
+    assert not list(runner.take(steps.make(chunk(1, 4, PROMPT[4 : 4 + count])), 0))
+    work = runner._pending  # pyright: ignore[reportPrivateUsage]
+    assert work is not None
+    assert any(array is work.passes[0].values for array in work.outputs) is is_computed
+
+
 class HungTransport(InProcessTransport):
     """Collective that hangs until it is released."""
 

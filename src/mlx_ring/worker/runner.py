@@ -299,8 +299,7 @@ class StageRunner:
             if row.row.sequence in masks.failed and self._grammars is not None:
                 self._grammars.forget(row.state.opened)
 
-    @staticmethod
-    def _outputs(work: StepWork) -> list[mx.array]:
+    def _outputs(self, work: StepWork) -> list[mx.array]:
         if work.activations is not None:
             return [work.activations]
         outputs = list(work.draws.arrays) if work.draws is not None else []
@@ -308,6 +307,9 @@ class StageRunner:
             outputs += [end_mark([item]) for item in work.passes if not any(item.offsets)]
         if work.has_lookups or work.waits_to_draw:
             outputs += [item.values for item in work.passes if any(item.offsets)]
+        if self._group is not None:
+            # Some ranks may compute a token's last sums together with its KV: then all compute them.
+            outputs += [item.values for item in work.passes if set(item.batch.counts) == {1}]
         return outputs or [end_mark(work.passes)]
 
     def _mark_lost(self, work: StepWork, error: Exception) -> None:

@@ -4,6 +4,7 @@ It runs every case of the file, because a process makes a group only once. Rank 
 `NAME.safetensors`. Each rank writes the bytes that its part of the weights takes to `NAME.RANK.json`.
 """
 
+# pyright: reportPrivateUsage=false
 from __future__ import annotations
 
 import gc
@@ -14,6 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
+from mlx_cpu_kernels import decoder_layers, operations
 from mlx_ring.models.lean_imports import import_mlx_lm
 
 import_mlx_lm()
@@ -88,6 +90,20 @@ def _run_split(case: dict[str, Any], group: Group, report: Callable[[Any], None]
         together = {f"logits{number}": head.logits(own), f"best{number}": head.best(own)}
         mx.eval(together)
         arrays |= together
+    return arrays
+
+
+def _run_native(case: dict[str, Any], group: Group, report: Callable[[Any], None]) -> Arrays:
+    """Compute with the native kernels, whose prepared layers take the sums themselves; "mixed": on the first rank only."""
+    if not operations.install().active:
+        return {}
+    if case["kind"] == "layer by layer" or (case["kind"] == "mixed" and group.rank):
+        decoder_layers.uninstall()
+    try:
+        arrays = _run_split(case, group, lambda _: None)
+        report({"prepared": len(decoder_layers._prepared)})
+    finally:
+        operations.uninstall()
     return arrays
 
 
@@ -178,6 +194,8 @@ def main() -> None:
 
         if case["kind"] == "group":
             arrays = _run_group(group)
+        elif case["kind"] in {"native", "mixed", "layer by layer"}:
+            arrays = _run_native(case, group, report)
         elif case["kind"] == "shard":
             arrays = _run_shard(case, joined)
         else:

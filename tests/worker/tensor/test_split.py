@@ -78,6 +78,11 @@ FOUR_CASES = [
     Case("qwen3_moe", (1, 1, 1, 1), 4),
     Case("phi3", (1, 1, 1, 1), 8),
 ]
+NATIVE = [
+    Case(family, UNEQUAL[family], 4, kind=kind)
+    for family in ("llama", "qwen3")
+    for kind in ("native", "mixed", "layer by layer")
+]
 GROUP = Case(kind="group")
 
 
@@ -115,10 +120,14 @@ class RankResults:
         path = self.folder / str(size) / f"{case.name}.safetensors"
         return cast("dict[str, mx.array]", mx.load(str(path)))
 
-    def bytes(self, case: Case, size: int) -> list[int]:
-        """Return the bytes of memory that each rank's part of the weights took."""
+    def has(self, case: Case, size: int) -> bool:
+        """Report whether the ranks could run the case."""
+        return (self.folder / str(size) / f"{case.name}.safetensors").exists()
+
+    def reports(self, case: Case, size: int, entry: str) -> list[int]:
+        """Return what each rank reported: `bytes` of memory that its part of the weights took, or `prepared` layers."""
         ranks = self.folder / str(size)
-        return [json.loads((ranks / f"{case.name}.{rank}.json").read_text())["bytes"] for rank in range(size)]
+        return [json.loads((ranks / f"{case.name}.{rank}.json").read_text())[entry] for rank in range(size)]
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +136,7 @@ def results(shared: Path) -> RankResults:
     results = RankResults(shared / "tensor")
 
     def run() -> None:
-        results.run([*UNEQUAL_CASES, *EQUAL_CASES, *MORE_CASES, *LOADED, *SHARDED, GROUP], 2)
+        results.run([*UNEQUAL_CASES, *EQUAL_CASES, *MORE_CASES, *LOADED, *SHARDED, *NATIVE, GROUP], 2)
         results.run([*FOUR_CASES, GROUP], 4)
 
     once(results.folder, run)
@@ -241,6 +250,23 @@ def test_drawing_from_parts_of_the_logits_gives_the_tokens_of_all_logits(
     assert alone[4] != 299
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_prepared_layers_take_their_sums_themselves(
+    results: RankResults, whole: Callable[[Case], list[list[mx.array]]], family: str
+) -> None:
+    native, mixed, separate = (case for case in NATIVE if case.family == family)
+    if not results.has(native, 2):
+        pytest.skip("the native kernels are not built")
+    prepared = [results.reports(case, 2, "prepared") for case in (native, mixed, separate)]
+    assert prepared == [[2, 2], [2, 0], [0, 0]]
+    expected = results.arrays(separate, 2)
+    for case in (native, mixed):
+        found = results.arrays(case, 2)
+        assert_logits(found, whole(case))
+        for number in range(len(STEPS)):
+            assert relative_difference(found[f"logits{number}"], expected[f"logits{number}"]) <= 1e-5
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_unused_results_of_a_step_are_not_computed_by_the_next(results: RankResults, size: int) -> None:
     assert cast("int", results.arrays(GROUP, size)["bytes of the next step"].item()) < 1 << 20
@@ -271,5 +297,5 @@ def test_rank_holds_its_share_and_undivided_tensors(results: RankResults, case: 
     folder = read_model_folder(results.model(case))
     shares = share_out(read_tensor_sizes(folder), case.proportions)
     tied = bool(folder.config["tie_word_embeddings"])
-    for measured, share in zip(results.bytes(case, 2), shares, strict=True):
+    for measured, share in zip(results.reports(case, 2, "bytes"), shares, strict=True):
         assert measured == pytest.approx(expected_bytes(folder, share, tied=tied), rel=0.05)

@@ -24,7 +24,7 @@ import importlib
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -40,7 +40,6 @@ _MODELS = "mlx_lm.models"
 _MOST_TOGETHER = 10
 """Layers of one operation: each of its results has a list of all others."""
 
-_Sum = Callable[[mx.array], mx.array]
 _Step = tuple[Any, Any, Any]
 """A layer with its mask and its cache."""
 
@@ -66,9 +65,45 @@ class PlaneCache(Protocol):
         ...
 
 
+class Ranks(Protocol):
+    """Group whose ranks sum up parts of products, in one order on all of them."""
+
+    @property
+    def joined(self) -> mx.distributed.Group: ...
+
+    def all_sum(self, array: mx.array) -> mx.array: ...
+
+    def in_turn(self, array: mx.array) -> mx.array:
+        """Return the array as computed after all sums so far."""
+        ...
+
+    def follow(self, array: mx.array) -> None:
+        """Take an array that is computed by sums of its own, which are in turn."""
+        ...
+
+
+class _InOrderOfData(NamedTuple):
+    """Ranks of mlx-lm's own split, whose layers' sums depend on each other."""
+
+    joined: mx.distributed.Group
+
+    def all_sum(self, array: mx.array) -> mx.array:
+        return mx.distributed.all_sum(array, group=self.joined)
+
+    def in_turn(self, array: mx.array) -> mx.array:
+        return array
+
+    def follow(self, array: mx.array) -> None: ...
+
+
+_Sum = tuple[Ranks, mx.array | None]
+"""Ranks that sum up a layer's products, with what is added once."""
+
+
 class _Prepared(NamedTuple):
     layer: Any
     """The kernels' object, which holds the weights."""
+    ranks: Ranks | None
     attention: type[nn.Module]
     gated: type[nn.Module]
     owner: weakref.ref[Any]
@@ -152,8 +187,7 @@ def _make_call(kernels: ModuleType, own: Call) -> Call:
         attention, norm = layer["self_attn"], layer["input_layernorm"]
         mlp, second_norm = layer["mlp"], layer["post_attention_layernorm"]
         gated, sums = _gated_parts(mlp, second_norm)
-        whole = gated if sums is None else None
-        hidden, is_whole = _attend(kernels, attention, norm, x, mask, cache, whole, layer)
+        hidden, is_whole = _attend(kernels, attention, norm, x, mask, cache, gated, sums, layer)
         return hidden if is_whole else _combine(kernels, mlp, second_norm, hidden, gated, sums)
 
     return call
@@ -167,6 +201,7 @@ def _attend(
     mask: Any,
     cache: Any,
     gated: tuple[Any, ...] | None,
+    sums: _Sum | None,
     layer: Any,
 ) -> tuple[mx.array, bool]:
     """Return x + attention(norm(x)), or what the gated layer makes of it, and whether it is that."""
@@ -185,11 +220,12 @@ def _attend(
         *(head_norms, rotation, offset if rotation is not None else 0),
     )
     if rotation is not None and x.shape[1] == 1 and hasattr(cache, "places"):
-        attended = _attend_token(kernels, arguments, attention, mask, cache, gated)
+        whole = gated if sums is None else None
+        attended = _attend_token(kernels, arguments, attention, mask, cache, whole)
+        if gated is not None and (attended is not None or sums is not None):
+            _prepare(kernels, layer, arguments, gated, sums)
         if attended is not None:
-            if gated is not None:
-                _prepare(kernels, layer, arguments, gated)
-            return attended, gated is not None
+            return attended, whole is not None
     heads = kernels.heads(*arguments)
     if heads is None:
         return x + attention(norm(x), mask, cache), False
@@ -223,21 +259,31 @@ def _attend_token(
     return attended
 
 
-def _prepare(kernels: Any, layer: Any, arguments: tuple[Any, ...], gated: tuple[Any, ...]) -> None:
+def _prepare(
+    kernels: Any, layer: Any, arguments: tuple[Any, ...], gated: tuple[Any, ...], sums: _Sum | None
+) -> None:
     """Prepare a layer for the tokens that follow, if its weights are at hand."""
     attention, mlp = layer["self_attn"], layer["mlp"]
     parts: list[Any] = [*layer.values(), *attention.values(), *vars(attention).values(), *mlp.values()]
     modules = [part for part in parts if isinstance(part, nn.Module)]
     x, *of_heads, _offset = arguments
-    output = _linear(attention["o_proj"])
-    prepared = kernels.prepare_layer(layer, modules, x, *of_heads, output, attention.scale, gated)
+    output, ranks = _linear(attention["o_proj"]), None
+    if sums is not None:
+        ranks, late = sums
+        of_output = _sum_of(attention["o_proj"])
+        if of_output is None or of_output[0] != ranks:
+            return
+        output = _parts(attention["o_proj"], of_output[1])
+        gated = (*gated[:-1], _parts(mlp["down_proj"], late))
+    joined = None if ranks is None else ranks.joined
+    prepared = kernels.prepare_layer(layer, modules, x, *of_heads, output, attention.scale, gated, joined)
     if prepared is not None:
         key = id(layer)
         owner = weakref.ref(layer, lambda _: _prepared.pop(key, None))
-        _prepared[key] = _Prepared(prepared, type(attention), type(mlp), owner)
+        _prepared[key] = _Prepared(prepared, ranks, type(attention), type(mlp), owner)
 
 
-def _find_prepared(kernels: Any, layer: Any) -> Any:
+def _find_prepared(kernels: Any, layer: Any) -> _Prepared | None:
     """Return what was prepared of a layer, if its modules and their classes are what they were."""
     found = _prepared.get(id(layer))
     if found is None:
@@ -247,7 +293,7 @@ def _find_prepared(kernels: Any, layer: Any) -> Any:
         and _gated[found.gated] is found.gated.__call__
     )
     if are_known and kernels.holds(found.layer, layer):
-        return found.layer
+        return found
     del _prepared[id(layer)]
     return None
 
@@ -266,6 +312,7 @@ class _Together:
         self._steps: list[_Step] = []
         self._layers: list[Any] = []
         self._planes: list[mx.array] = []
+        self._ranks: Ranks | None = None
         self._slot, self._begins = 0, list[int]()
         self._offset: int | mx.array = 0
 
@@ -279,14 +326,15 @@ class _Together:
                 x = self._finish(x)
             found = self._find(step, are_own=are_own)
             places = None if found is None else step[2].places(step[1])
-            if places is None:
+            if found is None or places is None:
                 layer, mask, cache = step
                 x = self._call(layer, self._finish(x), mask, cache)
                 continue
-            if self._steps and not self._is_beside(places, step[2].offset):
+            if self._steps and not (found.ranks == self._ranks and self._is_beside(places, step[2].offset)):
                 x = self._finish(x)
             self._steps.append(step)
-            self._layers.append(found)
+            self._layers.append(found.layer)
+            self._ranks = found.ranks
             keys, values, self._slot, self._begins = places
             self._planes += keys, values
             self._offset = step[2].offset
@@ -295,7 +343,7 @@ class _Together:
     def _has_room_for(self, cache: Any) -> bool:
         return len(self._steps) < _MOST_TOGETHER and all(cache is not other for _, _, other in self._steps)
 
-    def _find(self, step: _Step, *, are_own: bool) -> Any:
+    def _find(self, step: _Step, *, are_own: bool) -> _Prepared | None:
         """Return a prepared layer, if its cache may have planes, and no other call is in the place of its own."""
         layer, _, cache = step
         kind = cast("type[nn.Module]", type(layer))
@@ -314,12 +362,16 @@ class _Together:
         if not self._steps:
             return x
         where = self._slot, self._begins, self._offset
-        result = self._kernels.attended_layers(x, self._layers, self._planes, *where)
+        ranks = self._ranks
+        first = x if ranks is None else ranks.in_turn(x)
+        result = self._kernels.attended_layers(first, self._layers, self._planes, *where)
         if result is None:
             for layer, mask, cache in self._steps:
                 x = self._call(layer, x, mask, cache)
         else:
             x, planes = result[0], result[1:]
+            if ranks is not None:
+                ranks.follow(x)
             for i, (_, _, cache) in enumerate(self._steps):
                 cache.replace_planes(planes[2 * i], planes[2 * i + 1])
         self._steps, self._layers, self._planes = [], [], []
@@ -364,7 +416,11 @@ def _combine(
     combined = None if gated is None else kernels.gated_layer(x, *gated, sums is None)
     if combined is None:
         return x + mlp(norm(x))
-    return combined if sums is None else x + sums(combined)
+    if sums is None:
+        return combined
+    ranks, bias = sums
+    total = ranks.all_sum(combined)
+    return x + (total if bias is None else total + bias)
 
 
 def _added(kernels: Any, inner: mx.array, linear: nn.Module, x: mx.array) -> mx.array:
@@ -395,21 +451,16 @@ def _parts(module: Any, bias: mx.array | None = None) -> tuple[Any, ...] | None:
 
 
 def _sum_of(module: Any) -> _Sum | None:
-    """Return the sum of a layer's products over the ranks of a group, with its bias; None for a layer without ranks.
+    """Return what sums up a layer's products; None for a layer without ranks.
 
-    A subclass of `nn.QuantizedLinear` may have such a sum as its method `sum_of`.
+    A subclass of `nn.QuantizedLinear` may have a method `sums` that returns it.
     """
     kind = cast("type[nn.Module]", type(module))
-    if kind.__bases__ == (nn.QuantizedLinear,) and "sum_of" in vars(kind):
-        return module.sum_of
+    if kind.__bases__ == (nn.QuantizedLinear,) and "sums" in vars(kind):
+        return module.sums()
     if kind is not nn.QuantizedShardedToAllLinear:
         return None
-
-    def sum_of(product: mx.array) -> mx.array:
-        total = mx.distributed.all_sum(product, group=module.group)
-        return total + module["bias"] if "bias" in module else total
-
-    return sum_of
+    return _InOrderOfData(module.group), module.get("bias")
 
 
 def _rotation(rope: Any) -> tuple[Any, ...] | None:

@@ -18,7 +18,7 @@ class Group:
     """Place of this process among ranks that MLX has joined."""
 
     def __init__(self, joined: mx.distributed.Group) -> None:
-        self._joined = joined
+        self.joined = joined
         self.rank = joined.rank()
         self.size = joined.size()
         self._last: mx.array | None = None
@@ -26,7 +26,7 @@ class Group:
 
     def all_sum(self, array: mx.array) -> mx.array:
         """Return the sum of all ranks' arrays, with the same bits on each."""
-        self._last = mx.distributed.all_sum(self._in_turn(array), group=self._joined)
+        self._last = mx.distributed.all_sum(self.in_turn(array), group=self.joined)
         return self._last
 
     def end_step(self) -> None:
@@ -37,7 +37,12 @@ class Group:
         """
         self._last = None
 
-    def _in_turn(self, array: mx.array) -> mx.array:
+    def follow(self, array: mx.array) -> None:
+        """Take an array that is computed by sums of its own, after those so far."""
+        self._last = array
+
+    def in_turn(self, array: mx.array) -> mx.array:
+        """Return the array as computed after all collectives so far."""
         return array if self._last is None else cast("mx.array", mx.depends(array, self._last))
 
     def all_gather(self, array: mx.array, widths: Sequence[int]) -> mx.array:
@@ -55,7 +60,7 @@ class Group:
 
     def stack(self, array: mx.array) -> mx.array:
         """Return (ranks, ...): all ranks' arrays, which have one shape."""
-        self._last = mx.distributed.all_gather(self._in_turn(array[None]), group=self._joined)
+        self._last = mx.distributed.all_gather(self.in_turn(array[None]), group=self.joined)
         return self._last
 
     def from_first(self, array: mx.array) -> mx.array:

@@ -272,16 +272,16 @@ def _sum(module: nn.Module, group: Group) -> None:
     if "bias" in module:
         module[_LATE_BIAS] = module.pop("bias")
 
-    def sum_of(self: nn.Module, part: mx.array) -> mx.array:
-        total = group.all_sum(part)
-        return total + cast("mx.array", self[_LATE_BIAS]) if _LATE_BIAS in self else total
+    def sums(self: nn.Module) -> tuple[Group, mx.array | None]:
+        return group, _parameter(self, _LATE_BIAS)
 
     def make(run: Callable[..., mx.array]) -> Callable[..., mx.array]:
         def call(self: nn.Module, *arguments: Any) -> mx.array:
-            return sum_of(self, run(self, *arguments))
+            total = group.all_sum(run(self, *arguments))
+            return total + cast("mx.array", self[_LATE_BIAS]) if _LATE_BIAS in self else total
 
         return call
 
     override(module, "__call__", make)
-    # With it, native kernels compute the part in one operation with what precedes it.
-    cast("Any", type(module)).sum_of = sum_of
+    # With it, native kernels compute parts and sums of several layers in one operation.
+    cast("Any", type(module)).sums = sums

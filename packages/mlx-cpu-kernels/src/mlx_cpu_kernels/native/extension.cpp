@@ -144,14 +144,15 @@ NB_MODULE(_kernels, module) {
              [](nb::handle first, const nb::list& modules, const mx::array& x, const std::optional<NormLayer>& norm,
                 const std::vector<LinearLayer>& linears, const std::vector<int>& heads,
                 const std::vector<NormLayer>& head_norms, const std::optional<Rotation>& rotation,
-                const LinearLayer& output, float scale, const Gated& gated) -> std::optional<nb::capsule> {
-               auto layer = prepare_layer(x, {norm, linears, heads, head_norms, rotation, output, scale, gated});
+                const LinearLayer& output, float scale, const Gated& gated,
+                const std::optional<Ranks>& ranks) -> std::optional<nb::capsule> {
+               auto layer = prepare_layer(x, {norm, linears, heads, head_norms, rotation, output, scale, gated}, ranks);
                if (!layer) return std::nullopt;
                return nb::capsule(new Prepared(std::move(layer), first, modules),
                                   [](void* prepared) noexcept { delete static_cast<Prepared*>(prepared); });
              },
              "layer"_a, "modules"_a, "x"_a, "norm"_a.none(), "linears"_a, "heads"_a, "head_norms"_a, "rotation"_a.none(),
-             "output"_a, "scale"_a, "gated"_a);
+             "output"_a, "scale"_a, "gated"_a, "ranks"_a = nb::none());
   module.def("holds", [](const nb::capsule& prepared, nb::handle layer) {
     return static_cast<const Prepared*>(prepared.data())->holds(layer);
   }, "prepared"_a, "layer"_a);

@@ -1,12 +1,14 @@
 #include "extension_cached.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <memory>
 #include <stdexcept>
 #include <utility>
 
 #include "fused_products.h"
+#include "mlx/distributed/distributed_impl.h"
 
 namespace mlx_cpu_kernels {
 namespace {
@@ -106,6 +108,15 @@ struct TokenTask {
 
   // Appends to the planes of row i's slot, from `slot` on, at begins[i]. With a gated layer, y may be x.
   void compute(const void* x, void* y, const Plane& keys, const Plane& values, int slot, const std::vector<int>& begins) {
+    if (!gated) return attend(x, x, y, keys, values, slot, begins);
+    const Buffer hidden(heads.batch * heads.products.columns * size_of(output.type));
+    attend(x, x, hidden.data(), keys, values, slot, begins);
+    gated->compute(hidden.data(), y);
+  }
+
+  // Computes residual + output(attention(norm(x))), without a residual the product alone.
+  void attend(const void* x, const void* residual, void* y, const Plane& keys, const Plane& values, int slot,
+              const std::vector<int>& begins) {
     const int64_t rows = heads.batch, item = size_of(output.type);
     const Buffer q(rows * heads.width(0) * item), k(rows * heads.width(1) * item), v(rows * heads.width(2) * item);
     void* const results[] = {q.data(), k.data(), v.data()};
@@ -132,10 +143,7 @@ struct TokenTask {
     };
     if (!mlx_cpu_kernels::attention(attention, threads())) throw std::logic_error("attention of an unexpected layout");
     output.x = attended.data();
-    if (!gated) return output.multiply_and_add(x, y);
-    const Buffer hidden(rows * heads.products.columns * item);
-    output.multiply_and_add(x, hidden.data());
-    gated->compute(hidden.data(), y);
+    output.multiply_and_add(residual, y);
   }
 };
 
@@ -290,10 +298,16 @@ std::optional<TokenInputs> gather_token(const mx::Stream& stream, const mx::arra
 
 class PreparedLayer {
  public:
-  PreparedLayer(mx::Dtype type, int columns, Arrays held, const TokenTask& task)
-      : type_(type), columns_(columns), held_(std::move(held)), task_(task) {}
+  PreparedLayer(mx::Dtype type, int columns, Arrays held, const TokenTask& task, std::optional<Ranks> ranks)
+      : type_(type), columns_(columns), held_(std::move(held)), task_(task), ranks_(std::move(ranks)) {
+    if (ranks_) late_ = {std::exchange(task_.output.addends[0], nullptr), std::exchange(task_.gated->down.addends[0], nullptr)};
+  }
 
   const TokenTask& task() const { return task_; }
+  // The ranks that sum up the products behind attention and of the gated layer, of which the task has parts.
+  const std::optional<Ranks>& ranks() const { return ranks_; }
+  // What is added to the sum of ranks (columns), after attention and after the gated layer; null where nothing is.
+  const std::array<const void*, 2>& late() const { return late_; }
   // Whether the layer is for such x and planes.
   bool applies(const mx::array& x, const mx::array& keys, const mx::array& values, int slot,
                const std::vector<int>& begins) const {
@@ -308,6 +322,8 @@ class PreparedLayer {
   int columns_;
   Arrays held_;  // whose memory the task reads
   TokenTask task_;
+  std::optional<Ranks> ranks_;
+  std::array<const void*, 2> late_{};
 };
 
 namespace {
@@ -336,18 +352,13 @@ class AttendedLayers : public mx::Primitive {
       offsets = given.data<int32_t>();
       stride = given.size() > 1 ? 1 : 0;
     }
-    encoder.dispatch([layers = layers_, planes = std::move(planes), x = dense(inputs[0], encoder).data<void>(),
-                      y = outputs[0].data<void>(), slot = slot_, begins = begins_, offset = offset_.value_or(0), offsets,
-                      stride] {
+    const Step step{std::move(planes), slot_, begins_, offset_.value_or(0), offsets, stride};
+    const auto x = dense(inputs[0], encoder);
+    if (layers_[0]->ranks()) return sum_up(step, x, outputs[0], encoder);
+    encoder.dispatch([layers = layers_, step, x = x.data<void>(), y = outputs[0].data<void>()] {
       const void* from = x;
-      for (size_t i = 0; i < layers.size(); ++i, from = y) {
-        auto task = layers[i]->task();
-        task.set_rows(static_cast<int64_t>(begins.size()));
-        task.heads.offset = offset;
-        task.heads.offsets = offsets;
-        task.heads.offset_stride = stride;
-        task.compute(from, y, planes[2 * i], planes[2 * i + 1], slot, begins);
-      }
+      for (size_t i = 0; i < layers.size(); ++i, from = y)
+        step.task_of(*layers[i]).compute(from, y, step.planes[2 * i], step.planes[2 * i + 1], step.slot, step.begins);
     });
   }
 
@@ -361,6 +372,59 @@ class AttendedLayers : public mx::Primitive {
   }
 
  private:
+  // Where the rows are in all planes.
+  struct Step {
+    std::vector<Plane> planes;
+    int slot;
+    std::vector<int> begins;
+    int32_t offset;
+    const int32_t* offsets;  // null where one is given
+    int64_t stride;
+
+    TokenTask task_of(const PreparedLayer& layer) const {
+      auto task = layer.task();
+      task.set_rows(static_cast<int64_t>(begins.size()));
+      task.heads.offset = offset;
+      task.heads.offsets = offsets;
+      task.heads.offset_stride = stride;
+      return task;
+    }
+  };
+
+  // Computes this rank's parts into `middle` and `y`, which the group sums up in place after each.
+  void sum_up(const Step& step, const mx::array& x, mx::array& y, mx::cpu::CommandEncoder& encoder) {
+    mx::array middle(y.shape(), y.dtype(), nullptr, {});
+    middle.set_data(mx::allocator::malloc(middle.nbytes()));
+    encoder.add_temporary(middle);
+    const auto shared = std::make_shared<const Step>(step);
+    const void* from = x.data<void>();
+    for (size_t i = 0; i < layers_.size(); ++i, from = y.data<void>()) {
+      encoder.dispatch([layer = layers_[i], shared, i, from, to = middle.data<void>()] {
+        const auto& [planes, slot, begins, offset, offsets, stride] = *shared;
+        shared->task_of(*layer).attend(from, nullptr, to, planes[2 * i], planes[2 * i + 1], slot, begins);
+      });
+      const auto& group = layers_[i]->ranks()->raw_group();
+      group->all_sum(middle, middle, stream());
+      encoder.dispatch([layer = layers_[i], shared, from, hidden = middle.data<void>(), to = y.data<void>()] {
+        auto task = shared->task_of(*layer);
+        add_to_sum(task, layer->late()[0], from, hidden);
+        task.gated->compute(hidden, to, false);
+      });
+      group->all_sum(y, y, stream());
+      encoder.dispatch([layer = layers_[i], shared, hidden = middle.data<void>(), to = y.data<void>()] {
+        add_to_sum(shared->task_of(*layer), layer->late()[1], hidden, to);
+      });
+    }
+  }
+
+  // Adds to a sum of ranks what belongs to it once, and the residual.
+  static void add_to_sum(const TokenTask& task, const void* late, const void* residual, void* sum) {
+    const int64_t rows = task.heads.batch, columns = task.heads.products.columns;
+    const Type type = task.output.type;
+    if (late) add_rows({late, type, 0}, rows, columns, sum, columns, threads());
+    add_rows({residual, type, columns}, rows, columns, sum, columns, threads());
+  }
+
   PreparedLayers layers_;
   int slot_;
   std::vector<int> begins_;
@@ -388,9 +452,12 @@ std::optional<std::vector<mx::array>> make_attended_token(const mx::array& x, co
                                 std::move(products.arrays));
 }
 
-std::shared_ptr<const PreparedLayer> prepare_layer(const mx::array& x, const TokenLayer& layer) {
+std::shared_ptr<const PreparedLayer> prepare_layer(const mx::array& x, const TokenLayer& layer, std::optional<Ranks> ranks) {
   const auto stream = mx::to_stream({});
   if (!layer.gated || !layer.rotation) return nullptr;
+  if (ranks && ranks->size() == 1) ranks = std::nullopt;
+  // Sums are computed in turn with the layers' parts, on one stream.
+  if (ranks && ranks->raw_group()->communication_stream({}) != stream) return nullptr;
   const auto inputs = gather_token(stream, x, layer, 0);
   if (!inputs) return nullptr;
   const auto& [products, options] = *inputs;
@@ -405,7 +472,8 @@ std::shared_ptr<const PreparedLayer> prepare_layer(const mx::array& x, const Tok
   size_t next = 1;
   task.add(products.epsilon, products.linears, products.arrays, next, encoder);
   const Arrays others(products.arrays.begin() + next, products.arrays.end());
-  return std::make_shared<PreparedLayer>(x.dtype(), x.shape(2), std::move(held), options.task(task, others, encoder));
+  return std::make_shared<PreparedLayer>(x.dtype(), x.shape(2), std::move(held), options.task(task, others, encoder),
+                                         std::move(ranks));
 }
 
 std::optional<std::vector<mx::array>> make_attended_layers(
@@ -416,9 +484,14 @@ std::optional<std::vector<mx::array>> make_attended_layers(
       x.shape(0) != static_cast<int>(begins.size()) || planes.size() != 2 * layers.size()) {
     return std::nullopt;
   }
+  const auto group_of = [](const auto& layer) {
+    return layer->ranks() ? layer->ranks()->raw_group() : nullptr;
+  };
   for (size_t i = 0; i < layers.size(); ++i) {
-    if (!layers[i]->applies(x, planes[2 * i], planes[2 * i + 1], slot, begins)) return std::nullopt;
+    const bool is_beside = group_of(layers[i]) == group_of(layers[0]);
+    if (!is_beside || !layers[i]->applies(x, planes[2 * i], planes[2 * i + 1], slot, begins)) return std::nullopt;
   }
+  if (const auto group = group_of(layers[0]); group && group->communication_stream({}) != stream) return std::nullopt;
   Arrays inputs{x};
   std::vector<mx::Shape> shapes{x.shape()};
   for (const auto& plane : planes) {
