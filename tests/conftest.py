@@ -10,12 +10,12 @@ import pytest
 from hypothesis import settings
 from tests import alone, order, process_marks
 from tests.examples import register_profiles
-from tests.once import once
+from tests.once import once, use_folder
 from tests.other_python import other_python
 
 from mlx_cpu_kernels.blas import install_fast_blas
 from mlx_ring.core.environment import quieten_grpc, quieten_transformers
-from mlx_ring.models.lean_imports import import_bare, import_tokenizers
+from mlx_ring.core.lean_imports import import_bare, import_tokenizers
 
 collect_ignore = [] if other_python() else ["end_to_end/test_cluster_other_python.py"]
 """Files that this machine cannot run. The run's first lines name them."""
@@ -98,11 +98,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line(f"{count} skipped, which --fail-on-skip does not allow.", red=True)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="session", autouse=True)
 def shared(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
     """Return a folder that all processes of a run share, for `once`."""
     own = tmp_path_factory.getbasetemp()
-    return own if worker_id == "master" else own.parent
+    folder = own if worker_id == "master" else own.parent
+    use_folder(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,18 @@ from typing import Any
 
 from mlx_ring.host.private_files import locked
 
+_run: list[Path] = []
+
+
+def use_folder(folder: Path) -> None:
+    """Set the folder that all processes of this run share."""
+    _run[:] = [folder]
+
+
+def folder_of_run() -> Path:
+    """Return the folder that all processes of this run share."""
+    return _run[0]
+
 
 def once(folder: Path, make: Callable[[], object]) -> Any:
     """Return the result of `make`, read from JSON. Files that it wrote into the folder are there too."""

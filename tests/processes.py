@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import logging
 import re
@@ -22,6 +21,7 @@ from unittest.mock import patch
 import httpx
 import psutil
 from tests.eventually import eventually
+from tests.once import folder_of_run, once
 
 from mlx_ring.agent.profiling import PROFILE_FILE
 from mlx_ring.core.environment import inherited_environment, quieten_grpc
@@ -137,19 +137,19 @@ def clean_environment() -> dict[str, str]:
     return others | {_SPARE_WORKER: "off"}
 
 
-@functools.cache
-def _measure(within: tuple[str, ...]) -> bytes:
-    """Measure this machine with `mlx-ring profile`, and return the file that it writes."""
+def _measure(within: tuple[str, ...]) -> str:
+    """Measure this machine with `mlx-ring profile`, and return the text of the file that it writes."""
     with tempfile.TemporaryDirectory() as folder:
         done = run_cli("profile", "--state-dir", folder, folder=Path(folder), within=within)
         assert done.returncode == 0, done.stderr
-        return (Path(folder) / PROFILE_FILE).read_bytes()
+        return (Path(folder) / PROFILE_FILE).read_text()
 
 
 def give_profile(state: Path, *, within: tuple[str, ...] = ()) -> None:
-    """Write this machine's profile into a state folder. It is measured once in a process, by the command `within`."""
+    """Write this machine's profile into a state folder. It is measured once in a run, by the command `within`."""
     state.mkdir(mode=0o700, parents=True, exist_ok=True)
-    (state / PROFILE_FILE).write_bytes(_measure(within))
+    measured = once(folder_of_run() / "-".join(["profile", *within]), lambda: _measure(within))
+    (state / PROFILE_FILE).write_text(measured)
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ import pytest
 from tests.processes import clean_environment
 
 from mlx_ring.cli.app import COMMANDS
-from mlx_ring.models.lean_imports import importing
+from mlx_ring.core.lean_imports import importing
 
 MODULES = sorted({place.partition(":")[0] for place in COMMANDS.values()})
 
@@ -47,7 +47,7 @@ def test_a_worker_starts_without_numpy() -> None:
     """NumPy takes a fifth of a worker's start, and is needed with grammars, GGUF files and slow CPUs alone."""
     program = """
 import sys
-from mlx_ring.models.lean_imports import import_mlx_lm
+from mlx_ring.core.lean_imports import import_mlx_lm
 import_mlx_lm()
 import mlx_ring.worker.server
 from mlx_lm.models import llama, qwen3

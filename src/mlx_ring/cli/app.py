@@ -13,8 +13,8 @@ from typer.main import get_command, get_group
 
 from mlx_ring.cli import INTERRUPTED
 from mlx_ring.core.errors import ConfigError, ModelError, PlanError, RingError, TrustError
+from mlx_ring.core.lean_imports import importing
 from mlx_ring.core.logs import keep_early_records
-from mlx_ring.models.lean_imports import importing
 
 WRONG_INPUT = 2
 """Exit code for errors that the user can correct; 1 stands for all others."""

@@ -10,7 +10,7 @@ from mlx_ring.cli import INTERRUPTED
 def main() -> None:
     """Run the command line and exit with its code."""
     try:
-        from mlx_ring.models.lean_imports import importing
+        from mlx_ring.core.lean_imports import importing
 
         with importing():
             from mlx_ring.cli.app import run  # its imports are slow

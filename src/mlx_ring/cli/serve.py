@@ -19,12 +19,12 @@ import typer
 from mlx_ring.cli.flags import ALL_SETTINGS, with_settings
 from mlx_ring.core.environment import enable_grpc_logs
 from mlx_ring.core.errors import ConfigError
+from mlx_ring.core.lean_imports import importing
 from mlx_ring.core.logs import configure_logging
 from mlx_ring.core.trace_export import check_exporter
 from mlx_ring.host.addresses import local_url
 from mlx_ring.host.machine import listen, node_name
 from mlx_ring.host.running import recorded
-from mlx_ring.models.lean_imports import importing
 from mlx_ring.settings.config import Settings, state_folder
 from mlx_ring.settings.launched import Launch, read_launch
 from mlx_ring.settings.named_group import with_named_group

@@ -13,10 +13,10 @@ from typing import Any
 from mlx_ring.core.engine_stats import Policy
 from mlx_ring.core.environment import quieten_transformers
 from mlx_ring.core.errors import ConfigError, ModelCorrupt
+from mlx_ring.core.lean_imports import import_bare, import_tokenizers
 from mlx_ring.engine.sequence import Limits
 from mlx_ring.models.architectures import require_cuttable
 from mlx_ring.models.layer_tensors import dequantized_bytes
-from mlx_ring.models.lean_imports import import_bare, import_tokenizers
 from mlx_ring.models.model_folder import ModelFolder, check_memory, has_tokenizer
 from mlx_ring.models.model_source import LocalModel, find_model, hold_folder
 from mlx_ring.settings.config import Settings

@@ -16,10 +16,10 @@ from pathlib import Path
 from types import FrameType
 
 from mlx_cpu_kernels import SpeedReport
+from mlx_ring.core.lean_imports import import_mlx_lm, importing
 from mlx_ring.core.logs import configure_logging, keep_early_records, write_to_stderr
 from mlx_ring.host.child import READY_LINE, SPARE_FLAG, read_lifeline, watch_lifeline
 from mlx_ring.host.process import dump_stacks_on_signal
-from mlx_ring.models.lean_imports import import_mlx_lm, importing
 from mlx_ring.rpc.channels import add_secure_port, make_server
 from mlx_ring.rpc.methods import LOAD, RELINK, STATUS, STEPS
 from mlx_ring.rpc.tls.credentials import load_credentials, serve_from_folder

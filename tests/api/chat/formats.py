@@ -12,7 +12,7 @@ from mlx_ring.api.chat.parts import AnswerPart
 from mlx_ring.api.chat.reader import AnswerReader, ReadingRules, join_parts
 from mlx_ring.api.chat.request import Tool
 from mlx_ring.api.chat.tool_calls import CallRules
-from mlx_ring.models.lean_imports import import_bare
+from mlx_ring.core.lean_imports import import_bare
 
 WEATHER = Tool(
     "get_weather",

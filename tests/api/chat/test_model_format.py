@@ -9,8 +9,8 @@ from tests.api.twins import ByteTokenizer, MarkingTokenizer
 from tests.engine.small_tokenizers import TOOL, byte_fallback, byte_level
 
 from mlx_ring.api.chat.model_format import ChatFormat, ChatFormats, Marks, prompts_end, read_format
+from mlx_ring.core.lean_imports import import_bare
 from mlx_ring.engine.streams import Detokenizer, Vocabulary
-from mlx_ring.models.lean_imports import import_bare
 from mlx_ring.models.model_source import find_model
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from mlx_cpu_kernels import decoder_layers, operations
-from mlx_ring.models.lean_imports import import_mlx_lm
+from mlx_ring.core.lean_imports import import_mlx_lm
 
 import_mlx_lm()
 

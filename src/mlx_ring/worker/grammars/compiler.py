@@ -21,8 +21,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
 from mlx_ring.core.errors import ModelCorrupt, ProtocolError, RequestError
+from mlx_ring.core.lean_imports import import_tokenizers
 from mlx_ring.models.grammars import deep_thread, grammar_limits, in_one_line, to_llguidance
-from mlx_ring.models.lean_imports import import_tokenizers
 from mlx_ring.models.model_folder import ModelFolder
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
 from mlx_ring.worker.grammars.answer import AnswerGrammar, Compiled

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mlx_ring.core.errors import RingError
+from mlx_ring.core.lean_imports import import_mlx_lm
 from mlx_ring.host.child import watch_lifeline
-from mlx_ring.models.lean_imports import import_mlx_lm
 from mlx_ring.worker.compute_thread import prefer_throughput
 
 

@@ -15,9 +15,9 @@ from packaging.version import Version
 from tests.processes import clean_environment
 from tokenizers import Tokenizer
 
-from mlx_ring.models.lean_imports import UNUSED
+from mlx_ring.core.lean_imports import UNUSED
 
-BARE = "import sys; from mlx_ring.models.lean_imports import import_bare; import_bare('heavy'); "
+BARE = "import sys; from mlx_ring.core.lean_imports import import_bare; import_bare('heavy'); "
 
 
 @pytest.fixture
@@ -62,13 +62,16 @@ def test_an_attribute_that_the_package_lacks_is_missing(folder: Path) -> None:
 
 def test_an_imported_or_missing_package_is_left_as_it_is(folder: Path) -> None:
     assert output_of(folder, "import heavy; " + BARE + "print(heavy.three)") == ["init", "3"]
-    code = (
-        "from mlx_ring.models.lean_imports import import_bare; import_bare('no_such_package'); import sys; "
-    )
+    code = "from mlx_ring.core.lean_imports import import_bare; import_bare('no_such_package'); import sys; "
     assert output_of(folder, code + "print('no_such_package' in sys.modules)") == ["False"]
 
 
-VERSIONS = {"mlx-lm": ("0.32.2", "0.33"), "transformers": ("5.0", "6"), "tokenizers": ("0.20", "1")}
+VERSIONS = {
+    "mlx-lm": ("0.32.2", "0.33"),
+    "transformers": ("5.0", "6"),
+    "tokenizers": ("0.20", "1"),
+    "protobuf": ("7.35", "8"),
+}
 """Ranges of versions with a known structure, excluding the second."""
 
 
@@ -96,13 +99,13 @@ def test_mlx_lm_imports_only_names_that_the_stand_ins_provide() -> None:
 
 
 def test_mlx_lm_is_loaded_without_the_unused_modules(tmp_path: Path) -> None:
-    code = "import sys; from mlx_ring.models.lean_imports import import_mlx_lm as load; load(); import mlx_lm.utils as u; "
+    code = "import sys; from mlx_ring.core.lean_imports import import_mlx_lm as load; load(); import mlx_lm.utils as u; "
     output = "print(*sorted(n for n in ('huggingface_hub', 'mlx_lm.tokenizer_utils') if n in sys.modules), callable(u.load_model))"
     assert output_of(tmp_path, code + output) == ["True"]
 
 
 def test_native_kernels_import_no_more_of_mlx_lm(tmp_path: Path) -> None:
-    code = "import sys; from mlx_ring.models.lean_imports import import_mlx_lm as load; load(); "
+    code = "import sys; from mlx_ring.core.lean_imports import import_mlx_lm as load; load(); "
     use = "from mlx_cpu_kernels import speed_up as use; use(); "
     output = "print(*sorted(n for n in ('huggingface_hub', 'transformers') if n in sys.modules), sys.modules['mlx_lm.utils'].load_model.__name__)"
     assert output_of(tmp_path, code + use + output) == ["load_model"]
@@ -110,7 +113,7 @@ def test_native_kernels_import_no_more_of_mlx_lm(tmp_path: Path) -> None:
 
 def test_transformers_offers_the_tokenizer_modules_without_its_init(tmp_path: Path) -> None:
     code = (
-        "import sys; from mlx_ring.models import lean_imports; lean_imports._import_bare(); "
+        "import sys; from mlx_ring.core import lean_imports; lean_imports._import_bare(); "
         "import transformers; print(transformers.AutoTokenizer.__module__, transformers.PreTrainedTokenizerFast.__module__, "
         "type(sys.modules['transformers']).__name__)"
     )
@@ -123,7 +126,7 @@ def test_transformers_offers_the_tokenizer_modules_without_its_init(tmp_path: Pa
 
 IMPORT_TOKENIZERS = """
 import sys
-from mlx_ring.models import lean_imports
+from mlx_ring.core import lean_imports
 lean_imports.import_tokenizers()
 from transformers import AutoTokenizer
 def load():
@@ -186,7 +189,7 @@ print(load().encode('Hi'), is_whole())
     assert tokenizer_output(code, tiny_model) == f"{ids(tiny_model)} True"
 
 
-IMPORT_MLX_LM = "import sys; from mlx_ring.models.lean_imports import import_mlx_lm; import_mlx_lm(); "
+IMPORT_MLX_LM = "import sys; from mlx_ring.core.lean_imports import import_mlx_lm; import_mlx_lm(); "
 
 
 def worker_output(code: str) -> list[str]:
@@ -210,3 +213,35 @@ def test_a_worker_starts_without_tokenizers_and_the_hubs_client() -> None:
 def test_modules_that_were_left_out_are_imported_on_use() -> None:
     code = "import mlx_lm; from mlx_lm.tokenizer_utils import TokenizerWrapper as T; print(T.__name__, callable(mlx_lm.load))"
     assert worker_output(code) == ["TokenizerWrapper", "True"]
+
+
+def test_protobuf_uses_nothing_of_its_messages_in_python_where_it_has_them_in_c(tmp_path: Path) -> None:
+    code = "import sys, copy; from mlx_ring.rpc.protos import worker_pb2 as protos; "
+    use = "m = protos.LoadProgress(bytes_loaded=7); n = copy.deepcopy(m); n.ParseFromString(m.SerializeToString()); "
+    output = "print(n == m, str(m).strip(), 'google.protobuf.internal.python_message' in sys.modules)"
+    assert output_of(tmp_path, code + use + output) == ["True", "bytes_loaded:", "7", "False"]
+
+
+def test_protobuf_uses_its_messages_in_python_where_it_has_no_others(tmp_path: Path) -> None:
+    choose = "import os; os.environ['PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION'] = 'python'; "
+    code = "from mlx_ring.rpc.protos import worker_pb2 as protos; m = protos.LoadProgress(bytes_loaded=7); "
+    output = "print(type(m).__mro__[1].__name__, protos.LoadProgress.FromString(m.SerializeToString()) == m)"
+    assert output_of(tmp_path, choose + code + output) == ["Message", "True"]
+
+
+def test_protobuf_names_its_messages_in_python_where_they_are_used_or_not_at_all() -> None:
+    spec = find_spec("google.protobuf")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    folder = Path(spec.submodule_search_locations[0])
+    source = (folder / "descriptor_pool.py").read_text() + (folder / "internal" / "builder.py").read_text()
+    used = {
+        node.attr
+        for node in ast.walk(ast.parse(source.replace("from __future__", "from future")))
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "python_message"
+    }
+    assert used <= {"_AttachFieldHelpers"}, (
+        "a method of the pool in Python, which is not made beside messages in C"
+    )

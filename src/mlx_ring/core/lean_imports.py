@@ -1,4 +1,4 @@
-"""Imports that leave out unneeded parts of mlx-lm and transformers, by replacing entries of `sys.modules`.
+"""Imports that leave out unneeded parts of mlx-lm, transformers and protobuf, by replacing entries of `sys.modules`.
 
 They stay because they save much of a process's start. Medians of 5 runs in fresh processes with warm file caches, in
 CPU seconds (Python 3.11, Linux x86-64, mlx-lm 0.32.2, transformers 5.23.0, tokenizers 0.23.3):
@@ -8,8 +8,10 @@ CPU seconds (Python 3.11, Linux x86-64, mlx-lm 0.32.2, transformers 5.23.0, toke
 - Head, `import_bare("mlx_lm")` and `import_tokenizers` before mlx-lm's `tokenizer_utils`: 0.43 s instead of 1.01 s.
   Either one alone saves at most 0.22 s. transformers reads some 3,300 of its files, twice, to list its models; with
   cold file caches this takes longer still.
+- Every process, `import_protobuf` before the generated messages: 0.07 s instead of 0.10 s for these, and as much less
+  of a worker's 0.5 s, on a machine that was half as fast (protobuf 7.36.2).
 
-Parts that are left out are imported when something needs them. `tests/models/test_lean_imports.py` checks that the
+Parts that are left out are imported when something needs them. `tests/core/test_lean_imports.py` checks that the
 installed versions still have the structure that these functions replace.
 """
 
@@ -18,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterable, Mapping
 from functools import partial
 from importlib import import_module
 from importlib.metadata import version
@@ -102,20 +104,35 @@ UNUSED = {"mlx_lm.tokenizer_utils": ("TokenizerWrapper", "load"), "huggingface_h
 """Names that `mlx_lm.utils` takes from them: to load a tokenizer beside the model, and to fetch a model."""
 
 
+_PYTHON_MESSAGES = "google.protobuf.internal.python_message"
+
+
 def import_mlx_lm() -> None:
     """Import mlx-lm's model loading. Call it first, in a process that does nothing else."""
     import_bare("mlx_lm")
-    with _left_out():
+    with _left_out(UNUSED):
         import_module("mlx_lm.utils")
 
 
+def import_protobuf() -> None:
+    """Import protobuf without its messages in Python, which it never calls where it has them in C.
+
+    Call it before the first generated module is imported.
+    """
+    from google.protobuf.internal import api_implementation
+
+    if api_implementation.Type() != "python":
+        with _left_out({_PYTHON_MESSAGES: ()}):
+            import_module("google.protobuf.internal.builder")
+
+
 @contextlib.contextmanager
-def _left_out() -> Generator[None]:
-    """Put stand-ins for the unused modules into `sys.modules`, and remove them afterwards."""
-    missing = [name for name in UNUSED if name not in sys.modules]
+def _left_out(unused: Mapping[str, Iterable[str]]) -> Generator[None]:
+    """Put stand-ins for unused modules, with these names, into `sys.modules`, and remove them afterwards."""
+    missing = [name for name in unused if name not in sys.modules]
     for name in missing:
         stand_in = ModuleType(name)
-        stand_in.__dict__.update(dict.fromkeys(UNUSED[name], object))
+        stand_in.__dict__.update(dict.fromkeys(unused[name], object))
         sys.modules[name] = stand_in
     try:
         yield
