@@ -1,11 +1,22 @@
-// Checks that the pool covers each loop exactly once, for any length and number of threads, beside other callers.
+// Checks that the pool covers each loop exactly once, for any length and number of threads, beside other callers, and
+// while some of its threads do not run.
 #include <atomic>
 #include <chrono>
 #include <cstdio>
+#include <future>
 #include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
+
+#ifdef __linux__
+#include <signal.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <set>
+#endif
 
 #include "threads.h"
 
@@ -112,6 +123,43 @@ void test_pause() {
   }
 }
 
+#ifdef __linux__
+std::atomic<int> held = 0;
+std::atomic<bool> is_released = false;
+
+void hold(int) {
+  held++;
+  while (!is_released) usleep(1000);
+}
+
+std::set<int> own_threads() {
+  std::set<int> ids;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/task"))
+    ids.insert(std::stoi(entry.path().filename()));
+  return ids;
+}
+
+// Holds all threads of the pool, as a busy system does: loops are covered without them, and with them later.
+void test_threads_that_do_not_run() {
+  const auto before = own_threads();
+  Threads threads(3);
+  signal(SIGUSR1, hold);
+  for (int id : own_threads())
+    if (!before.count(id)) syscall(SYS_tgkill, getpid(), id, SIGUSR1);
+  while (held < 2) std::this_thread::yield();
+  auto loops = std::async(std::launch::async, [&] {
+    for (int i = 0; i < 100; i++)
+      if (!covers_once(threads, 1000, 1)) return false;
+    return true;
+  });
+  const bool has_ended = loops.wait_for(std::chrono::seconds(60)) == std::future_status::ready;
+  is_released = true;
+  expect(has_ended, "a loop waits for threads that do not run");
+  expect(loops.get(), "a loop without threads that do not run is not covered once");
+  expect(covers_once(threads, 1000, 1), "a loop with threads that run again is not covered once");
+}
+#endif
+
 }  // namespace
 
 int main() {
@@ -121,6 +169,9 @@ int main() {
   test_exceptions();
   test_change_during_loops();
   test_pause();
+#ifdef __linux__
+  test_threads_that_do_not_run();
+#endif
   std::printf("threads: %d failures\n", failures);
   return failures ? 1 : 0;
 }
