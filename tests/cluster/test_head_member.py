@@ -52,13 +52,13 @@ class Absent:
         self.membership = Membership()
         self._watchers: list[Callable[[Event], None]] = []
 
-    def lose(self) -> None:
+    def lose(self, *, is_final: bool = False) -> None:
         member: Any = SimpleNamespace(node=self.node)
         # The clock may have been set back since the agent was started.
         former = FormerMember(member, "it sent nothing for 3 s", 0.0)
         self.membership = Membership({}, {self.node: former})
         for watcher in self._watchers:
-            watcher(Left(self.node, 1, former.reason))
+            watcher(Left(self.node, 1, former.reason, is_final=is_final))
 
     @contextmanager
     def watching(self, watcher: Callable[[Event], None]) -> Generator[None]:
@@ -161,6 +161,34 @@ def test_an_agent_that_crashed_is_started_again_but_not_one_that_was_asked_to_en
     asyncio.run(run())
     assert len(asked) == expected - 1
     assert len(started) == expected
+
+
+def test_an_agent_that_says_that_it_leaves_is_not_replaced_while_it_ends_its_workers(
+    started: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+
+    async def attends(_self: OwnAgent, _timeout_s: float) -> bool:
+        await asyncio.sleep(0)
+        return False
+
+    async def run() -> None:
+        control: Any = Absent()
+        agent = OwnAgent(Settings(), control, HeadAddress("127.0.0.1", 50051))
+        await agent.ensure()
+        keeping = asyncio.create_task(agent.keep(lambda: bool(asked.append(True))))
+        await asyncio.sleep(0)
+        control.lose(is_final=True)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert started[0].poll() is None
+        keeping.cancel()
+        await agent.end()
+
+    monkeypatch.setattr(OwnAgent, "attends", attends)
+    asyncio.run(run())
+    assert not asked
+    assert len(started) == 1
 
 
 def test_an_agent_that_has_just_started_is_the_only_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,11 +70,14 @@ class OwnAgent:
         await self.ensure()
 
     async def keep(self, is_awaited: Callable[[], bool]) -> None:
-        """Replace the agent whenever it no longer answers or has crashed, forever, except while `is_awaited`."""
+        """Replace the agent whenever it no longer answers or has crashed, forever, except while `is_awaited`.
+
+        One that was asked to end says so before it ends its workers, and is not replaced.
+        """
         left = asyncio.Event()
 
         def on_event(event: Event) -> None:
-            if isinstance(event, Left) and event.node == self._control.node:
+            if isinstance(event, Left) and event.node == self._control.node and not event.is_final:
                 left.set()
 
         with self._control.watching(on_event):
