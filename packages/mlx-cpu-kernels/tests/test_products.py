@@ -198,6 +198,21 @@ def test_numbers_that_are_not_finite_do_not_get_lost(mode: str, value: float) ->
     assert mx.all(mx.isfinite(ours[::2])).item()
 
 
+@pytest.mark.parametrize("rows", [1, 3, 40])
+@pytest.mark.parametrize(("mode", "scale"), [("mxfp4", 255), ("mxfp8", 255), ("nvfp4", 127)])
+def test_the_scale_that_is_no_number_makes_its_own_column_none(mode: str, scale: int, rows: int) -> None:
+    # By their definitions E8M0's 255 and E4M3's 127 are NaN. MLX reads 255 as infinity: where all products of the group
+    # have one sign it gives that, here it may be NaN.
+    weights, scales, *_ = mx.quantize(numbers(1, 40, 256), mode=mode)
+    scales[7, 2] = scale
+    x = numbers(2, rows, 256)
+    ours = mx.quantized_matmul(x, weights, scales, mode=mode)
+    theirs = own("quantized_matmul", x, weights, scales, mode=mode)
+    assert mx.isfinite(ours).tolist() == mx.isfinite(theirs).tolist()
+    others = mx.arange(40) != 7
+    assert_close(mx.where(others, ours, 0), mx.where(others, theirs, 0), mx.float32)
+
+
 def test_embeddings_and_layers_of_other_modes_are_computed() -> None:
     """Call modules of mlx.nn, as models do."""
     from mlx import nn
