@@ -91,6 +91,12 @@ def test_layers_of_float_weights_have_a_cost_of_their_own() -> None:
     assert float(found) - seconds(model) == pytest.approx(10 * 1e-3)
 
 
+def test_layers_whose_scales_are_bytes_take_as_many_operations_as_those_of_float_weights() -> None:
+    model = quantized(model_of(10, kv_bytes=0), "4-bit")
+    longer = seconds(replace(model, has_byte_scales=True)) - seconds(model)
+    assert longer == pytest.approx(10 * (COSTS.layer_s - COSTS.quantized_layer_s))
+
+
 def test_a_cost_per_row_of_weights_counts_if_it_was_measured() -> None:
     model = quantized(model_of(1, layer_bytes=40_960_000, kv_bytes=0, head_bytes=131_072_000), "float32")
     node = measured_node(made_up_profile(rates=(RATES[0].model_copy(update={"row_s": 0.0}),)), "no-row-cost")

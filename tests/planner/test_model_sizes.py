@@ -91,6 +91,22 @@ def test_headers_and_configuration_agree(name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("entry", "has_byte_scales"),
+    [
+        ({"quantization": {"bits": 4, "group_size": 32, "mode": "mxfp4"}}, True),
+        ({"quantization": {"bits": 4, "group_size": 16, "mode": "nvfp4"}}, True),
+        ({"quantization": {"bits": 8, "group_size": 32, "mode": "mxfp8"}}, True),
+        ({"quantization": {"bits": 4, "group_size": 64}}, False),
+        ({}, False),
+    ],
+)
+def test_scales_of_a_byte_are_those_of_their_modes(
+    entry: dict[str, Any], *, has_byte_scales: bool, tmp_path: Path
+) -> None:
+    assert profile_of({**QWEN3_14B, **entry}, tmp_path).has_byte_scales is has_byte_scales
+
+
+@pytest.mark.parametrize(
     ("quantization", "bits"),
     [
         ({"quant_method": "fp8", "weight_block_size": [128, 128]}, 8.0),

@@ -116,6 +116,7 @@ def profile_config(folder: ModelFolder, name: str, formats: WeightFormats) -> Mo
         vocabulary=vocabulary,
         context_tokens=folder.context_length,
         weights=weights.name,
+        has_byte_scales=weights.has_byte_scales,
         number_bytes=weights.plain_bits // 8,
         widest=max(matrix.inputs for index in (0, count - 1) for matrix in layer_matrices(folder, index)),
         shared=_shared(folder, weights),

@@ -71,6 +71,8 @@ class ModelProfile:
     """Maximum context of the model."""
     weights: str = "bfloat16"
     """Kind of the weights, as named by `WeightRate`."""
+    has_byte_scales: bool = False
+    """True if the weights are quantized with a scale of 8 bits for each group: kernels take such layers by single operations."""
     number_bytes: int = 2
     """Size of one number between stages, and in an unquantized KV cache."""
     widest: int = 0

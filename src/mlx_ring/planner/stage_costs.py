@@ -192,14 +192,15 @@ def layer_seconds(
         read / rate.bandwidth + matrix_rows * rate.row_s, layer.flops_per_token * rows / rate.flops
     )
     look_back = _look_back_seconds(layer, node, model, demand, context_tokens)
-    started_s = _started_s(layer, node, is_quantized=model.is_quantized)
+    started_s = _started_s(layer, node, model)
     return products + rows * look_back + started_s + (rows - 1) * node.costs.row_s
 
 
-def _started_s(layer: LayerProfile, node: NodeProfile, *, is_quantized: bool) -> float:
+def _started_s(layer: LayerProfile, node: NodeProfile, model: ModelProfile) -> float:
     """Return the seconds of a layer in a step beside its products and attention."""
     costs = node.costs
-    layer_s = costs.quantized_layer_s if is_quantized else costs.layer_s
+    has_few_operations = model.is_quantized and not model.has_byte_scales
+    layer_s = costs.quantized_layer_s if has_few_operations else costs.layer_s
     return layer_s + layer.has_experts * costs.experts_s + layer.has_state * costs.states_s
 
 
@@ -256,7 +257,7 @@ def prefill_layers(
             if size and count
         )
         scores = _scores(layer, form.model, context + tokens) - _scores(layer, form.model, context)
-        started_s = _started_s(layer, node, is_quantized=form.model.is_quantized)
+        started_s = _started_s(layer, node, form.model)
         return products + scores / node.flops + (whole + bool(rest)) * started_s
 
     return form.by_layer([seconds(layer) for layer in layers])

@@ -54,6 +54,11 @@ class WeightFormat:
         return self.bits < _HALF
 
     @property
+    def has_byte_scales(self) -> bool:
+        """True if a group has a scale of 8 bits and no bias, as of mxfp4, nvfp4 and mxfp8."""
+        return self.is_quantized and self.scale_bits == _EIGHT
+
+    @property
     def plain_bits(self) -> int:
         return _bits_of(self.plain)
 
