@@ -21,6 +21,8 @@ _LAYERS = 8
 _STEPS = 7
 _GROUP_SIZE = 64
 _BITS = 4
+_WAIT_S = 300.0
+"""Time for the weights of all processes, after which one has failed."""
 
 
 def limit_of_ranks(shape: Shape, rows: int, cores: Sequence[int]) -> float:
@@ -60,7 +62,7 @@ def _seconds(layers: Sequence[Sequence[tuple[int, int]]], rows: int, cores: Sequ
     """Return the median seconds of a step on all cores at once, until the last has finished."""
     context = multiprocessing.get_context("spawn")
     with context.Manager() as manager:
-        results, barrier = manager.Queue(), manager.Barrier(len(cores))
+        results, barrier = manager.Queue(), manager.Barrier(len(cores), timeout=_WAIT_S)
         processes = [
             context.Process(target=_measure, args=(core, layers, rows, barrier, results)) for core in cores
         ]

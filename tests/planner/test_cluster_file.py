@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from scripts.published import rows_of
 
 from mlx_ring.core.errors import ConfigError
-from mlx_ring.planner.catalogue import chip_of_bin, chips, known_machines, known_profile
+from mlx_ring.planner.catalogue import chip_of_bin, chips, known_machines, known_profile, named_links
 from mlx_ring.planner.cluster_file import read_cluster
 
 CLUSTER = """
@@ -90,6 +91,11 @@ def test_links_are_known_by_name(name: str) -> None:
     link = read_cluster(text, "cluster.yaml").link("a", "b")
     assert 0 < link.seconds(8192) < 0.02
     assert link.is_mesh is (name == "tb5-rdma")
+
+
+def test_the_guide_names_every_link() -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "planning.md").read_text("utf-8")
+    assert {name for name in named_links() if f"`{name}`" not in guide} == set()
 
 
 def test_every_published_machine_is_in_the_catalogue() -> None:

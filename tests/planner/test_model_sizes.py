@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,30 @@ def test_a_token_reads_some_of_the_experts(tmp_path: Path) -> None:
     assert profile.weight_bytes == pytest.approx(2 * 30.5e9, rel=0.01)
     active = sum(layer.read_bytes for layer in profile.layers) + profile.head_bytes + profile.embedding_bytes
     assert active == pytest.approx(2 * 3.35e9, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("said", "places"),
+    [
+        ({}, range(48)),
+        ({"moe_layer_freq": 2}, range(0, 48, 2)),
+        ({"decoder_sparse_step": 2}, range(1, 48, 2)),
+        ({"first_k_dense_replace": 3}, range(3, 48)),
+        ({"mlp_only_layers": [0, 5]}, [1, 2, 3, 4, *range(6, 48)]),
+        ({"moe_layer_freq": [0] + 47 * [1]}, range(1, 48)),
+        ({"mlp_layer_types": 2 * ["dense"] + 46 * ["sparse"]}, range(2, 48)),
+    ],
+)
+def test_the_layers_with_experts_are_those_that_the_model_says(
+    said: dict[str, Any], places: Sequence[int], tmp_path: Path
+) -> None:
+    layers = profile_of(QWEN3_30B_A3B | said, tmp_path).layers
+    assert [index for index, layer in enumerate(layers) if layer.has_experts] == list(places)
+
+
+def test_a_token_uses_no_more_experts_than_there_are(tmp_path: Path) -> None:
+    layer = profile_of(QWEN3_30B_A3B | {"num_experts_per_tok": 500}, tmp_path).layers[0]
+    assert layer.read_by(1) == layer.read_by(4) == layer.weight_bytes
 
 
 def test_sliding_layers_cache_one_window(tmp_path: Path) -> None:

@@ -71,13 +71,23 @@ def experts_of(folder: ModelFolder, index: int) -> tuple[int, int] | None:
     count, active = number(folder, *EXPERT_COUNTS), number(folder, *ACTIVE_COUNTS)
     if not count or active is None or folder.entry("enable_moe_block") is False:
         return None
-    if index < (number(folder, "first_k_dense_replace") or 0):
-        return None
-    dense = folder.entry("mlp_only_layers")
-    if isinstance(dense, list) and index in dense:
-        return None
-    every = number(folder, "decoder_sparse_step", "moe_layer_freq") or 1
-    return None if (index + 1) % every else (count, active)
+    return (count, min(active, count)) if _has_experts(folder, index) else None
+
+
+def _has_experts(folder: ModelFolder, index: int) -> bool:
+    """Report whether a layer of a model with experts has some, by any of the entries that say so."""
+    dense, kinds, every = (
+        folder.entry(name) for name in ("mlp_only_layers", "mlp_layer_types", "moe_layer_freq")
+    )
+    for flags in (kinds, every):
+        if isinstance(flags, list) and index < len(listed := cast("list[object]", flags)):
+            return listed[index] not in (0, "dense")
+    if index < (number(folder, "first_k_dense_replace") or 0) or (isinstance(dense, list) and index in dense):
+        return False
+    # Qwen's models count from one, DeepSeek's from zero.
+    if index % (number(folder, "moe_layer_freq") or 1):
+        return False
+    return (index + 1) % (number(folder, "decoder_sparse_step") or 1) == 0
 
 
 def layer_matrices(folder: ModelFolder, index: int) -> Sequence[Matrix]:
