@@ -179,10 +179,13 @@ def test_transformers_of_another_structure_is_imported_as_a_whole(tiny_model: Pa
     code = """
 for name in [name for name in sys.modules if name.startswith("transformers")]:
     del sys.modules[name]
+import importlib.metadata
+version = importlib.metadata.version
 def fail(name):
     raise ImportError(name)
-lean_imports.version = fail
+importlib.metadata.version = fail
 lean_imports.import_tokenizers()
+importlib.metadata.version = version
 from transformers import AutoTokenizer
 print(load().encode('Hi'), is_whole())
 """
@@ -204,9 +207,11 @@ def worker_output(code: str) -> list[str]:
     return done.stdout.split()
 
 
-def test_a_worker_starts_without_tokenizers_and_the_hubs_client() -> None:
+def test_a_worker_starts_without_libraries_that_it_does_not_need() -> None:
     unused = {"transformers", "tokenizers", "huggingface_hub", "httpx", "mlx_lm.tokenizer_utils"}
-    code = f"import mlx_ring.worker.server; print(*sorted({unused!r} & set(sys.modules)))"
+    unused |= {"importlib.metadata", "email.message", "google.protobuf.text_format"}
+    versions = "from mlx_ring.rpc.hello import make_hello; make_hello()"
+    code = f"{versions}; import mlx_ring.worker.server; print(*sorted({unused!r} & set(sys.modules)))"
     assert worker_output(code) == []
 
 

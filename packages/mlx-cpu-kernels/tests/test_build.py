@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import re
@@ -18,7 +19,7 @@ import pytest
 
 from mlx_cpu_kernels import build, machine, packages, trial
 from mlx_cpu_kernels.build import Target, advice, find_binary, why_without
-from mlx_cpu_kernels.packages import Unavailable
+from mlx_cpu_kernels.packages import Unavailable, version_of
 
 # pyright: reportPrivateUsage=false
 # Parts are tested alone, or replaced.
@@ -356,3 +357,27 @@ def test_the_command_prints_the_binary_or_one_sentence(tmp_path: Path) -> None:
             command, env={**os.environ, **environment}, capture_output=True, text=True, check=True
         )
         assert done.stdout == f"{found}\n"
+
+
+@pytest.mark.parametrize("distribution", ["mlx", "mlx-lm", "nanobind", "PyYAML", "pyyaml"])
+def test_the_version_of_a_distribution_is_that_of_its_metadata(distribution: str) -> None:
+    assert version_of(distribution) == importlib.metadata.version(distribution)
+
+
+def test_of_two_folders_of_metadata_the_one_is_read_that_python_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    for version in ("1.2", "1.3"):
+        folder = tmp_path / f"one_or_two-{version}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.4\nName: one-or-two\nVersion: {version}\n")
+    found = importlib.metadata.version("one-or-two")
+    assert version_of("one-or-two") == found
+    for folder in tmp_path.glob(f"*-{found}.dist-info"):
+        folder.rename(tmp_path / "one_or_two-1.4.dist-info")
+        next(each for each in tmp_path.iterdir() if each.name != "one_or_two-1.4.dist-info").rename(
+            tmp_path / "gone"
+        )
+    assert version_of("one-or-two") == "1.4"
+    assert version_of("none-of-these") == ""

@@ -11,7 +11,6 @@ import os
 import sys
 from collections.abc import Mapping
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from mlx_ring.core.errors import ConfigError
@@ -111,7 +110,6 @@ def worker_environment(blas_threads: int) -> dict[str, str]:
 @cache
 def package_version(name: str) -> str:
     """Return the installed version of a package, "absent" if there is none."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "absent"
+    from mlx_cpu_kernels.packages import version_of  # imports code that greetings alone do not need
+
+    return version_of(name) or "absent"

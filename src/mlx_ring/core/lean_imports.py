@@ -23,7 +23,6 @@ import sys
 from collections.abc import Generator, Iterable, Mapping
 from functools import partial
 from importlib import import_module
-from importlib.metadata import version
 from importlib.util import find_spec, module_from_spec
 from types import ModuleType
 
@@ -89,6 +88,8 @@ def import_tokenizers() -> None:
 
 
 def _import_bare() -> None:
+    from importlib.metadata import version  # no worker needs it
+
     import_bare("transformers")
     import_bare("transformers.models")
     package = sys.modules["transformers"]
