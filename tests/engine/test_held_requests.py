@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from tests.engine.engines import PLAIN, make_request
+from tests.engine.engines import LIMITS, PLAIN, make_request
 from tests.engine.successions import Succession, lose_and_load, run_to
 
 from mlx_ring.core.errors import DeadlineExceeded, NotReady, Overloaded, RequestError
@@ -190,5 +190,43 @@ def test_a_pause_counts_neither_as_time_between_tokens_nor_as_time_of_decoding()
         assert timings is not None
         assert timings.decode_s == 0.0
         assert succession.meter.between_tokens_s.total == 0.0
+
+    asyncio.run(run())
+
+
+def test_interrupted_requests_that_end_before_they_continue_are_counted_as_given_up() -> None:
+    """Fail one request that another replica took over, one that it has continued, and one that was never interrupted."""
+
+    async def run() -> None:
+        first, second = Succession(), Succession()
+        first.load()
+        engine = second.load()
+        streams = first.submit(*(make_request(length, max_tokens=20) for length in (3, 5)))
+        run_to(first, streams[1], 2)
+        first.lose()
+        lives = first.held.take()
+        engine.take_over(lives[1:])
+        streams[1].take()
+        run_to(second, streams[1], 1)
+        engine.take_over(lives[:1])
+        engine.submit(make_request(7, max_tokens=20))
+        engine.fail(NotReady("The model is unloaded."))
+        assert second.meter.failed == {"NotReady": 3}
+        assert second.meter.given_up == {"NotReady": 1}
+
+    asyncio.run(run())
+
+
+def test_requests_that_are_given_up_are_counted_by_their_error() -> None:
+    async def run() -> None:
+        succession = Succession()
+        succession.load()
+        gone, *_ = succession.submit(*(make_request(length, max_tokens=20) for length in (3, 5, 50)))
+        succession.lose()
+        await gone.aclose()
+        succession.load(limits=replace(LIMITS, context_length=20))
+        succession.lose()
+        succession.held.fail(NotReady("The model is unloaded."))
+        assert succession.meter.given_up == {"ContextExceeded": 1, "NotReady": 1}
 
     asyncio.run(run())

@@ -7,7 +7,7 @@ import math
 from dataclasses import replace
 
 from tests.engine.engines import LIMITS, PLAIN, kv_of, make_request
-from tests.engine.successions import LOSS, Succession, run_to, tokens_of
+from tests.engine.successions import LOSS, Succession, lose_and_load, run_to, tokens_of
 
 from mlx_ring.core.engine_stats import BLOCK
 from mlx_ring.core.errors import GroupStuck, NodeLost, RepeatedLoss, WorkerLost
@@ -239,6 +239,44 @@ def test_a_loss_of_a_machine_that_is_judged_late_clears_the_requests_again() -> 
             assert not each.judge(NodeLost("Node b was lost."))
         while engine.stats().scheduler.running < 2:
             first.proceed(0)
+
+    asyncio.run(run())
+
+
+def test_the_loss_of_a_machine_does_not_move_the_length_that_clears_a_request() -> None:
+    """Lose a worker, then a machine after one more token, then a worker after another one."""
+
+    async def run() -> int:
+        succession = Succession()
+        succession.load()
+        (stream,) = succession.submit(make_request(max_tokens=20))
+        for loss in (killer(0), NodeLost("Node b was lost."), killer(1)):
+            run_to(succession, stream, 1)
+            succession.lose(loss)
+            succession.judge(loss)
+            succession.load()
+        (live,) = lose_and_load(succession)
+        return live.losses - 1  # The last loss is not judged.
+
+    assert asyncio.run(run()) == 1
+
+
+def test_a_loss_that_is_judged_late_clears_a_request_of_no_later_one() -> None:
+    """Lose a machine, and the replica that took over after progress; judge the machine's loss at the end."""
+
+    async def run() -> None:
+        first, second = Succession(), Succession()
+        first.load()
+        engine = second.load()
+        (stream,) = first.submit(make_request(max_tokens=20))
+        await_in_progress(first, 1)
+        first.lose()
+        engine.take_over(first.held.take())
+        run_to(second, stream, 4)
+        second.lose(killer(0))
+        assert not second.judge(killer(0))
+        assert not first.judge(NodeLost("Node b was lost."))
+        assert [live.losses for live in second.held.take()] == [1]
 
     asyncio.run(run())
 

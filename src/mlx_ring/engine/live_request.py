@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from mlx_ring.core.engine_stats import EndedRequest, Meter, OpenRequest, RequestState
 from mlx_ring.core.errors import DeadlineExceeded, GroupStuck, RepeatedLoss, RingError
@@ -42,6 +42,16 @@ class Home(Protocol):
     def fail_request(self, live: LiveRequest, error: RingError) -> None:
         """End a request with an error."""
         ...
+
+
+class CountedLoss(NamedTuple):
+    """Loss of workers, of which a request may be the cause."""
+
+    unanswered: Mapping[RankId, int]
+    """Ranks that had not answered all of its steps."""
+    known: int
+    """Number of its known tokens."""
+    ran_alone: bool
 
 
 class LiveRequest:
@@ -78,12 +88,8 @@ class LiveRequest:
 
         For a rank that had not compiled its grammar, the step is 0.
         """
-        self.losses = 0
-        """Times in a row that workers were lost while it was in progress. Progress after a loss ends the row."""
-        self.lost_at = 0
-        """Number of known tokens at the last such loss."""
-        self.has_run_alone = False
-        """True if it ran alone at one of these losses."""
+        self._counted: list[CountedLoss] = []
+        """Losses in a row of workers while it was in progress. Progress after a loss ends the row."""
         self.stalled_since: float | None = None
         """Time of the first loss since its last token; None if it has a new one, or never ran."""
         self._is_interrupted = False
@@ -108,7 +114,7 @@ class LiveRequest:
         Args:
             now: time of the loss.
             unanswered: ranks that had not answered all of its steps, each with the first of these; empty if it was not
-                in progress.
+                in progress. The object itself names the loss.
             left: the KV that the instance leaves of the request.
         """
         self.interrupted_at, self.unanswered, self._is_interrupted = now, unanswered, True
@@ -116,27 +122,40 @@ class LiveRequest:
         if self.stalled_since is None or not self.sequence.admitted_at:
             self.stalled_since = now
         if unanswered:
-            self._count_loss(self.sequence.length)
+            self._count_loss(unanswered)
         self.on_resumed = None
         self.stream.pause()
 
-    def _count_loss(self, known: int) -> None:
-        if known >= self.lost_at + PROGRESS_TOKENS:
-            self.losses, self.has_run_alone = 0, False
-        self.losses += 1
-        self.lost_at = known
-        self.has_run_alone |= self.sequence.runs_alone
+    def _count_loss(self, unanswered: Mapping[RankId, int]) -> None:
+        if self._counted and self.sequence.length >= self._cleared_at:
+            self._counted.clear()
+        self._counted.append(CountedLoss(unanswered, self.sequence.length, self.sequence.runs_alone))
 
-    def forgive_loss(self) -> None:
-        """Do not count a loss in progress that had another cause."""
-        self.losses = max(0, self.losses - 1)
+    def forgive_loss(self, unanswered: Mapping[RankId, int]) -> None:
+        """Do not count a loss in progress that had another cause. Others, before or after it, count as before."""
+        self._counted = [loss for loss in self._counted if loss.unanswered is not unanswered]
         if not self.is_suspect:
             self.sequence.alone_until = 0
 
     @property
+    def losses(self) -> int:
+        """Times in a row that workers were lost while it was in progress."""
+        return len(self._counted)
+
+    @property
+    def has_run_alone(self) -> bool:
+        """True if it ran alone at one of these losses."""
+        return any(loss.ran_alone for loss in self._counted)
+
+    @property
+    def _cleared_at(self) -> int:
+        """Number of known tokens that ends the row of losses."""
+        return PROGRESS_TOKENS + max((loss.known for loss in self._counted), default=0)
+
+    @property
     def is_suspect(self) -> bool:
         """True if it has to run alone, because it was in progress at several losses without progress between them."""
-        return self.losses >= LOSSES_TO_RUN_ALONE and self.sequence.length < self.lost_at + PROGRESS_TOKENS
+        return self.losses >= LOSSES_TO_RUN_ALONE and self.sequence.length < self._cleared_at
 
     def continue_on(self, sequence_id: int, limits: Limits, now: float, meter: Meter) -> None:
         """Make a sequence for another engine. Raises what `continue_sequence` raises."""
@@ -145,7 +164,7 @@ class LiveRequest:
             meter.record_resumed(now - self.interrupted_at)
         self.interrupted_at = self.left = None
         if self.is_suspect:
-            self.sequence.alone_until = self.lost_at + PROGRESS_TOKENS
+            self.sequence.alone_until = self._cleared_at
         if not self._is_interrupted:
             self.stream.resume(continues=False)
 
@@ -204,7 +223,7 @@ class LiveRequest:
             self.stream.fail(error)
         ended = self._as_ended(reason, error, now)
         meter.record_end(ended)
-        if self.interrupted_at is not None and error is not None:
+        if self._is_interrupted and error is not None:
             meter.given_up[type(error).__name__] += 1
         if self._span is not None and self._tracer is not None:
             self._tracer.end(self._span, ended)
@@ -326,7 +345,7 @@ def judge(in_progress: InProgress, loss: RingError, lost: Mapping[RankId, float]
             continue
         may_be_cause = any(rank in lost and step <= lost[rank] for rank, step in unanswered.items())
         if not (counts and may_be_cause):
-            live.forgive_loss()
+            live.forgive_loss(unanswered)
             continue
         is_repeated |= live.losses >= LOSSES_TO_RUN_ALONE
         if live.losses >= LOSSES_TO_GIVE_UP and live.has_run_alone:
