@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import zlib
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
+
+import pytest
 
 from mlx_ring.core.engine_stats import BLOCK, Policy
 from mlx_ring.core.generation import Delta, GenerateRequest, RequestStream
@@ -13,8 +17,10 @@ from mlx_ring.core.types import SamplingParams
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.engine.sequence import Limits
+from mlx_ring.engine.step_times import ChunkSizer
 from mlx_ring.engine.streams import Vocabulary
-from mlx_ring.engine.twin import KV_BYTES_PER_TOKEN, NextToken, TwinExecutor, hash_token
+from mlx_ring.engine.twin import KV_BYTES_PER_TOKEN, Draw, NextToken, TwinExecutor, hash_token
+from mlx_ring.rpc.protos import step_pb2
 
 EOS = 0
 BYTES = Vocabulary(lambda tokens: bytes(tokens).decode("utf-8", "replace"), frozenset(), 256)
@@ -29,6 +35,50 @@ def scripted(answer: bytes, prompt: int = 3) -> NextToken:
         return answer[place] if place < len(answer) else EOS
 
     return next_token
+
+
+@contextmanager
+def drafting_at_no_cost() -> Generator[None]:
+    """Let drafts cost nothing. Otherwise answers of twins rarely get one, because no step is timed."""
+
+    def cost(_sizer: ChunkSizer, _draft_tokens: int) -> float:
+        return 1.0
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ChunkSizer, "verifying_cost", cost)
+        yield
+
+
+_PERIOD = 3
+
+
+def draw_by_parameters(opened: step_pb2.Open, history: Sequence[int]) -> step_pb2.TokenLogprobs:
+    """Draw from a model that mostly repeats its last tokens, under every parameter of a sequence, below 97.
+
+    As a worker's, the token is a function of the history, of where the prompt ends, of the seed and of the position.
+    """
+    sampling, answer = opened.sampling, history[opened.prompt_length :]
+    likely = history[-_PERIOD:][0] % 97
+    other = zlib.crc32(",".join(map(str, history)).encode()) % 97
+    found = {EOS: 0.5, other: 1.0, (likely + 1) % 97: 1.5, likely: 2.0}
+    for token, bias in sampling.logit_bias.items():
+        found[token] = found.get(token, 0.0) + bias
+    for token, score in found.items():
+        noise = zlib.crc32(f"{opened.seed}/{len(history)}/{token}".encode()) / 2**32
+        repeated = score / (sampling.repetition_penalty or 1.0) if token in history else score
+        penalty = sampling.presence_penalty * (token in answer) + sampling.frequency_penalty * answer.count(
+            token
+        )
+        found[token] = repeated - penalty + 2 * sampling.temperature * noise
+    barred = opened.eos if len(answer) < sampling.min_tokens else ()
+    best = sorted((-score, token) for token, score in found.items() if token not in barred)
+    top = best[: sampling.top_logprobs] if sampling.logprobs else []
+    return step_pb2.TokenLogprobs(
+        token=best[0][1],
+        logprob=best[0][0] if sampling.logprobs else 0.0,
+        top_tokens=[token for _, token in top],
+        top_logprobs=[logprob for logprob, _ in top],
+    )
 
 
 def make_request(
@@ -74,11 +124,17 @@ async def collect(stream: RequestStream) -> Answer:
         return Answer(tuple([delta async for delta in stream]))
 
 
-def answer_of(twin_answer: NextToken, request: GenerateRequest, tp_sizes: tuple[int, ...] = (1, 1)) -> Answer:
+def answer_of(
+    twin_answer: NextToken | None,
+    request: GenerateRequest,
+    tp_sizes: tuple[int, ...] = (1, 1),
+    *,
+    draw: Draw | None = None,
+) -> Answer:
     """Return the answer of an engine of its own; check that its ranks hold no sequence afterwards."""
 
     async def run() -> Answer:
-        twin = TwinExecutor(tp_sizes, next_token=twin_answer)
+        twin = TwinExecutor(tp_sizes, next_token=twin_answer, draw=draw)
         engine = make_engine(twin)
         answer = await collect(engine.submit(request))
         await twin.idle()

@@ -9,7 +9,7 @@ from itertools import count
 
 from tests.engine.engines import BYTES, LIMITS, PLAIN
 
-from mlx_ring.core.engine_stats import Meter, Policy
+from mlx_ring.core.engine_stats import Meter, Policy, StepTotals
 from mlx_ring.core.errors import RingError, WorkerLost
 from mlx_ring.core.generation import Delta, GenerateRequest, RequestStream
 from mlx_ring.core.types import RankId
@@ -20,7 +20,7 @@ from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.engine.live_request import InProgress, LiveRequest, judge
 from mlx_ring.engine.resumption import FIRST_KEPT, KeptKv, LeftKv, kept_message
 from mlx_ring.engine.sequence import Limits
-from mlx_ring.engine.twin import NextToken, Reach, TwinExecutor, anywhere, hash_token
+from mlx_ring.engine.twin import Draw, NextToken, Reach, TwinExecutor, anywhere, hash_token
 
 LOSS = WorkerLost("Worker 0 of stage 1 died.")
 Kept = dict[LiveRequest, KeptKv]
@@ -34,13 +34,14 @@ class Succession:
         next_token: NextToken | None = None,
         policy: Policy = PLAIN,
         *,
+        draw: Draw | None = None,
         kv: RankKv | None = None,
         reach: Reach = anywhere,
         within_s: float = 300.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start without an instance."""
-        self._next_token = next_token or hash_token(256)
+        self._next_token, self._draw = next_token or hash_token(256), draw
         self._policy, self.kv = policy, kv
         self.meter = Meter()
         self.held = HeldRequests(BYTES, LIMITS, policy, within_s=within_s, meter=self.meter, clock=clock)
@@ -56,6 +57,8 @@ class Succession:
         self._reach = reach
         self.steps_failed = 0
         """Answers of ranks that report a failure."""
+        self._ended = list[StepTotals]()
+        """Totals of lost engines."""
         self._epoch = 0
         self._compiled = set[tuple[RankId, int]]()
         """Grammars that ranks of the instance have compiled, by id."""
@@ -68,6 +71,7 @@ class Succession:
         twin = TwinExecutor(
             tp_sizes,
             next_token=self._next_token,
+            draw=self._draw,
             reach=self._reach,
             automatic=False,
             makes_grammars=False,
@@ -113,9 +117,15 @@ class Succession:
         """Lose the instance."""
         if self.engine is not None:
             self.engine.lose(error)
+            self._ended.append(self.engine.totals())
         if self.twin is not None:
             self._lost_ranks = self.twin.ranks
         self.before, self.twin, self.engine = self.twin, None, None
+
+    @property
+    def totals(self) -> Sequence[StepTotals]:
+        """Totals of all engines."""
+        return self._ended if self.engine is None else [*self._ended, self.engine.totals()]
 
     def drift(self, choices: Iterable[int]) -> None:
         """Let ranks of the lost instance execute steps that it had sent."""

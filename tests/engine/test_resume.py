@@ -6,11 +6,22 @@ import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from random import Random
+from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.engine.engines import LIMITS, PLAIN, answer_of, make_request, scripted
+from tests.engine.engines import (
+    LIMITS,
+    PLAIN,
+    Answer,
+    answer_of,
+    drafting_at_no_cost,
+    draw_by_parameters,
+    make_request,
+    scripted,
+)
 from tests.engine.successions import (
     LOSS,
     Succession,
@@ -21,12 +32,12 @@ from tests.engine.successions import (
 )
 from tests.examples import examples
 
+from mlx_ring.api.openai.sampling import with_derived_seed
 from mlx_ring.core.engine_stats import Policy
 from mlx_ring.core.errors import ContextExceeded, RepeatedLoss, WorkerLost
 from mlx_ring.core.generation import Delta, GenerateRequest, RequestStream
-from mlx_ring.core.types import Grammar, RankId
+from mlx_ring.core.types import Grammar, PoolingKind, RankId
 from mlx_ring.engine.kv_budget import RankKv
-from mlx_ring.engine.twin import NextToken, hash_token
 
 SMALL_KV = RankKv(limit_bytes=8 * 3 * 256, bytes_per_token=8, bytes_per_sequence=0)
 """KV memory for three sequences."""
@@ -44,22 +55,35 @@ class Wanted:
     answers: int = 1
 
     @property
-    def is_poison(self) -> bool:
-        """True if it kills each rank that begins to compute it."""
-        return self.request.prompt_tokens[0] == POISON
+    def requests(self) -> list[GenerateRequest]:
+        """One request for each answer, with a seed of its own."""
+        sampling = self.request.sampling
+        choices = (with_derived_seed(sampling, choice) for choice in range(self.answers))
+        return [replace(self.request, sampling=choice) for choice in choices]
 
 
-MODEL, POISON = hash_token(97), 100
-"""A model, and a token that none of its answers has."""
+POISON = 100
+"""Token that no answer has."""
 
 
-def make_wanted(request: GenerateRequest, stop_at: int | None, answers: int, kind: str) -> Wanted:
-    """Make a request of a kind. With `stop_at`, its stop string stands at that place of the answer."""
+def is_poison(request: GenerateRequest) -> bool:
+    """Return True if a request kills each rank that begins to compute it."""
+    return request.prompt_tokens[0] == POISON
+
+
+def undisturbed(request: GenerateRequest) -> Answer:
+    return answer_of(None, request, draw=draw_by_parameters)
+
+
+def make_wanted(
+    request: GenerateRequest, stop_at: int | None, answers: int, kind: str, pooling: PoolingKind
+) -> Wanted:
+    """Make a request of a kind. With `stop_at`, its stop string stands at that place of the first answer."""
     if kind == "pooled":
-        return Wanted(replace(request, sampling=replace(request.sampling, max_tokens=0), pooling="mean"))
+        return Wanted(replace(request, sampling=replace(request.sampling, max_tokens=0), pooling=pooling))
     if kind == "poison":
         return Wanted(replace(request, prompt_tokens=(POISON, *request.prompt_tokens)))
-    text = "" if stop_at is None else answer_of(MODEL, request).text[stop_at or 0 : (stop_at or 0) + 4]
+    text = "" if stop_at is None else undisturbed(request).text[stop_at : stop_at + 4]
     grammar = Grammar("regex", ".*") if kind == "grammar" else None
     sampling = replace(request.sampling, stop=(text,) if text else (), grammar=grammar)
     return Wanted(replace(request, sampling=sampling), answers)
@@ -71,13 +95,21 @@ wanted_requests = st.builds(
         make_request,
         st.integers(1, 40),
         prompt_logprobs=st.sampled_from([None, None, 0]),
-        max_tokens=st.integers(1, 20),
+        max_tokens=st.integers(1, 24),
         logprobs=st.booleans(),
+        top_logprobs=st.sampled_from([0, 2]),
         min_tokens=st.integers(0, 2),
+        temperature=st.sampled_from([0.0, 0.0, 1.0]),
+        seed=st.integers(0, 9),
+        repetition_penalty=st.sampled_from([1.0, 1.0, 1.5]),
+        presence_penalty=st.sampled_from([0.0, 0.0, 0.7]),
+        frequency_penalty=st.sampled_from([0.0, 0.0, 0.3]),
+        logit_bias=st.sampled_from([(), (), ((7, 1.8),)]),
     ),
     stop_at=st.sampled_from([None, None, 0, 3, 9]),
-    answers=st.sampled_from([1, 1, 2]),
+    answers=st.sampled_from([1, 1, 2, 3]),
     kind=st.sampled_from(["plain", "plain", "grammar", "pooled", "poison"]),
+    pooling=st.sampled_from(get_args(PoolingKind)),
 )
 
 
@@ -85,8 +117,8 @@ class Disturbed:
     """Requests to a model that is lost and loaded again; some kill workers, and some clients leave in a pause."""
 
     def __init__(self, policy: Policy, kv: RankKv | None) -> None:
-        self.succession = Succession(MODEL, policy, kv=kv)
-        self.wanted: list[Wanted] = []
+        self.succession = Succession(None, policy, draw=draw_by_parameters, kv=kv)
+        self.wanted: list[GenerateRequest] = []
         """The request of each stream."""
         self.streams: list[RequestStream] = []
         self.deltas: list[list[Delta]] = []
@@ -95,8 +127,8 @@ class Disturbed:
         self.kills = 0
 
     def submit(self, wanted: Wanted) -> None:
-        self.wanted += [wanted] * wanted.answers
-        self.streams += self.succession.submit(*[wanted.request] * wanted.answers)
+        self.wanted += wanted.requests
+        self.streams += self.succession.submit(*wanted.requests)
         self.deltas += [[] for _ in range(wanted.answers)]
 
     def lose(self, loss: WorkerLost = LOSS, lost: Mapping[RankId, float] | None = None) -> None:
@@ -153,25 +185,26 @@ class Disturbed:
     def check(self) -> None:
         """Check that every answer is the one of an engine that was never lost, and that nothing is left."""
         check_nothing_is_left(self.succession)
-        poisons = sum(wanted.is_poison for wanted in self.wanted)
-        assert self.kills <= 3 * poisons
-        for number, (wanted, stream) in enumerate(zip(self.wanted, self.streams, strict=True)):
-            if wanted.is_poison and number not in self.left:
+        assert self.kills <= 3 * sum(map(is_poison, self.wanted))
+        assert not sum(totals.resume_disagreements for totals in self.succession.totals)
+        for number, (request, stream) in enumerate(zip(self.wanted, self.streams, strict=True)):
+            if is_poison(request) and number not in self.left:
                 assert isinstance(stream.error, RepeatedLoss)
             elif number not in self.left:
                 assert stream.error is None
-                check(wanted.request, self.deltas[number], MODEL)
+                check(request, self.deltas[number])
 
 
 @examples(0.6)
 @given(
     wanted=st.lists(wanted_requests, min_size=1, max_size=5),
-    choices=st.lists(st.integers(0, 999), max_size=250),
+    random=st.randoms(use_true_random=False),
+    moves=st.sampled_from([20, 100, 300]),
     drafts=st.sampled_from([0, 4]),
     kv=st.sampled_from([None, SMALL_KV]),
 )
 def test_a_loss_at_any_step_changes_no_answer(
-    wanted: list[Wanted], choices: list[int], drafts: int, kv: RankKv | None
+    wanted: list[Wanted], random: Random, moves: int, drafts: int, kv: RankKv | None
 ) -> None:
     """Lose instances at random steps, also during a replay and with requests in the queue."""
 
@@ -180,7 +213,8 @@ def test_a_loss_at_any_step_changes_no_answer(
         succession = disturbed.succession
         succession.load()
         waiting = iter(wanted)
-        for choice in choices:
+        for _ in range(moves):
+            choice = random.randrange(1000)
             if choice % 23 == 0:
                 disturbed.lose()
             elif choice % 23 == 1 and succession.engine is None:
@@ -197,20 +231,22 @@ def test_a_loss_at_any_step_changes_no_answer(
         disturbed.finish()
         return disturbed
 
-    asyncio.run(run()).check()
+    with drafting_at_no_cost():
+        disturbed = asyncio.run(run())
+    disturbed.check()
 
 
-def check(request: GenerateRequest, deltas: Sequence[Delta], model: NextToken) -> None:
+def check(request: GenerateRequest, deltas: Sequence[Delta]) -> None:
     """Compare an answer with the one of an engine that was never lost."""
-    expected = answer_of(model, request)
+    expected = undisturbed(request)
     assert tokens_of(deltas) == expected.token_ids
     assert text_of(deltas) == expected.text
     last = deltas[-1]
     assert (last.finish_reason, last.stop_match) == (expected.last.finish_reason, expected.last.stop_match)
     assert last.pooled == expected.last.pooled
     assert [delta.completion_tokens for delta in deltas][-1] == expected.last.completion_tokens
-    logprobs = [token.token for delta in deltas for token in delta.logprobs]
-    assert logprobs == (expected.token_ids if request.sampling.logprobs else [])
+    logprobs, others = ([each for delta in of for each in delta.logprobs] for of in (deltas, expected.deltas))
+    assert logprobs == others
     scored = [delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs is not None]
     assert scored == [delta.prompt_logprobs for delta in expected.deltas if delta.prompt_logprobs is not None]
 

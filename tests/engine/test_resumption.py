@@ -13,7 +13,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.engine.engines import PLAIN, answer_of, kv_of, make_request
+from tests.engine.engines import (
+    PLAIN,
+    answer_of,
+    drafting_at_no_cost,
+    draw_by_parameters,
+    kv_of,
+    make_request,
+)
 from tests.engine.successions import Succession, check_nothing_is_left, run_to, tokens_of
 from tests.examples import examples
 
@@ -51,7 +58,7 @@ class Course:
     def __init__(self, random: Random, kind: str, policy: Policy, stages: int) -> None:
         self.random = random
         self.kv, reach = KINDS[kind]
-        self.succession = Succession(MODEL, policy, kv=self.kv, reach=reach)
+        self.succession = Succession(None, policy, draw=draw_by_parameters, kv=self.kv, reach=reach)
         self.succession.load((1,) * stages)
         self.stages = stages
         self.wanted: list[GenerateRequest] = []
@@ -106,6 +113,7 @@ class Course:
         while self.proceed():
             pass
         assert not self.succession.steps_failed
+        assert not sum(totals.resume_disagreements for totals in self.succession.totals)
         assert not len(self.succession.held)
         check_nothing_is_left(self.succession)
 
@@ -122,7 +130,13 @@ def random_request(random: Random) -> GenerateRequest:
         prompt_logprobs=random.choice([None, None, None, 0]),
         max_tokens=random.choice([1, 10, 20, 24, 24]),
         logprobs=random.random() < 0.5,
+        top_logprobs=random.choice([0, 2]),
         min_tokens=random.randint(0, 2),
+        temperature=random.choice([0.0, 0.0, 1.0]),
+        seed=random.randrange(9),
+        repetition_penalty=random.choice([1.0, 1.0, 1.5]),
+        presence_penalty=random.choice([0.0, 0.0, 0.7]),
+        frequency_penalty=random.choice([0.0, 0.0, 0.3]),
     )
     first = random.randrange(3)
     return replace(request, prompt_tokens=(first, *request.prompt_tokens[1:]))
@@ -158,13 +172,17 @@ def test_patches_after_losses_at_any_step_change_no_answer(
         course.finish()
         return course
 
-    asyncio.run(run()).check_answers()
+    with drafting_at_no_cost():
+        course = asyncio.run(run())
+    course.check_answers()
 
 
 def check(request: GenerateRequest, deltas: Sequence[Delta]) -> None:
     """Compare an answer with the one of an engine that was never lost."""
-    expected = answer_of(MODEL, request)
+    expected = answer_of(None, request, draw=draw_by_parameters)
     assert tokens_of(deltas) == expected.token_ids
+    logprobs, others = ([each for delta in of for each in delta.logprobs] for of in (deltas, expected.deltas))
+    assert logprobs == others
     assert deltas[-1].finish_reason == expected.last.finish_reason
     scored = [delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs is not None]
     assert scored == [delta.prompt_logprobs for delta in expected.deltas if delta.prompt_logprobs is not None]

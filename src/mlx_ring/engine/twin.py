@@ -29,6 +29,8 @@ from mlx_ring.rpc.protos.step_pb2 import Want
 
 NextToken = Callable[[Sequence[int]], int]
 """The token that follows a history of tokens."""
+Draw = Callable[[step_pb2.Open, Sequence[int]], step_pb2.TokenLogprobs]
+"""The token that follows a history of tokens under the parameters of a sequence, with its log-probability."""
 FaultInjector = Callable[[step_pb2.Step, int], step_pb2.Failure | None]
 """Failure of a stage, given by its number, in a step, or None. All ranks of the stage fail together."""
 
@@ -165,6 +167,7 @@ class TwinExecutor:
     """Executor with in-process ranks; `tp_sizes` gives the number of ranks of each stage.
 
     With `pads`, every running sequence uses as much KV memory as the longest.
+    `draw` takes the place of `next_token`, for a model whose tokens also depend on sampling parameters.
     Without `makes_grammars`, a test reports when a grammar is ready.
     """
 
@@ -173,6 +176,7 @@ class TwinExecutor:
         tp_sizes: Sequence[int] = (1,),
         *,
         next_token: NextToken | None = None,
+        draw: Draw | None = None,
         inject_fault: FaultInjector | None = None,
         reach: Reach = anywhere,
         pads: bool = False,
@@ -186,6 +190,7 @@ class TwinExecutor:
         }
         self._last = RankId(len(tp_sizes) - 1, 0)
         self._next_token = next_token or hash_token(256)
+        self._draw = draw or self._sample
         self._inject_fault = inject_fault
         self._automatic = automatic
         self._makes_grammars = makes_grammars
@@ -398,7 +403,7 @@ class TwinExecutor:
     def _verified(self, row: step_pb2.Row, held: _Held) -> Iterator[step_pb2.TokenLogprobs]:
         """Yield the sampled tokens up to the first that differs from its draft token."""
         for length in range(len(held.tokens) - len(row.draft), len(held.tokens) + 1):
-            sampled = self._sample(held, held.tokens[:length])
+            sampled = self._draw(held.opened, held.tokens[:length])
             self._sampled[row.sequence][length] = sampled.token
             yield sampled
             if length < len(held.tokens) and held.tokens[length] != sampled.token:
@@ -415,10 +420,10 @@ class TwinExecutor:
         total = np.array(states, "<f4").sum(axis=0)
         return tensor_pb2.Tensor(dtype="float32", shape=total.shape, data=total.tobytes())
 
-    def _sample(self, held: _Held, history: Sequence[int]) -> step_pb2.TokenLogprobs:
+    def _sample(self, opened: step_pb2.Open, history: Sequence[int]) -> step_pb2.TokenLogprobs:
         token = self._next_token(history)
-        sampling, answer = held.opened.sampling, len(history) - held.opened.prompt_length
-        while answer < sampling.min_tokens and token in held.opened.eos:
+        sampling, answer = opened.sampling, len(history) - opened.prompt_length
+        while answer < sampling.min_tokens and token in opened.eos:
             token += 1
         top = sampling.top_logprobs if sampling.logprobs else 0
         return step_pb2.TokenLogprobs(
