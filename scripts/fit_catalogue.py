@@ -4,7 +4,9 @@
 
 Only rows of the fitted half are read, and of those only the ones on one machine. Squared logarithms of predicted over
 published are added, bounded for outliers (Huber). Each number's squared distance from its start is added to them, in units
-of the distance that is usual for it. The numbers with the least sum are taken. Machines without rows so keep what their kind has in common.
+of the distance that is usual for it. The numbers with the least sum are taken. This is done twice: the second time,
+generations start from the mean of those with the same backend, and engines from that of their family, as found the first
+time. What no row shows so stays at that mean.
 Engines' factors are relative to llama.cpp, which has 1.
 """
 
@@ -23,6 +25,8 @@ import yaml
 from numpy.typing import NDArray
 from scripts.published import Row, engine_of, golden_nodes, is_fitted, predict, rows_of
 
+from mlx_ring.planner.catalogue import chips
+
 CATALOGUE = Path(__file__).parents[1] / "src" / "mlx_ring" / "planner" / "catalogue.yaml"
 _MARK = "# --- fitted ---\n"
 Key = tuple[str, ...]
@@ -37,6 +41,9 @@ _START: dict[str, Any] = {
             for name in ("m1", "m2", "m3", "m4", "m5", "spark", "strix", "cpu")
         },
         **{name: {"read": 0.8, "matrix": 0.4} for name in ("ampere", "ada", "blackwell", "hopper")},
+        # Without accelerators, M5 has the units of M4: 0.65 of 18.4 out of 60 teraflops.
+        "m5": {"read": 0.8, "matrix": 0.6, "older": 0.2},
+        "hopper": {"read": 0.8, "matrix": 0.59, "older": 0.25},
     },
     "tiers": {"usual": {"read": 1.0, "layer": 1.0}, "ultra": {"read": 0.85, "layer": 1.0}},
     "backends": {
@@ -49,7 +56,9 @@ _START: dict[str, Any] = {
             "unpack": 1.0,
             "attention": 0.2,
             "scores": 0.3,
-            "experts_pace": 0.5,
+            "experts_pace": 0.7,
+            "experts_rows": 32.0,
+            "activations": 100.0,
             "read": {16: 1.0, 8: 0.95, 4: 0.85},
             "matrix": {16: 1.0, 8: 0.95, 4: 0.95},
         }
@@ -59,6 +68,7 @@ _START: dict[str, Any] = {
 _SPREADS = {
     "read": 0.15,
     "matrix": 0.35,
+    "older": 0.2,
     "layer": 0.3,
     "decode": 0.15,
     "prefill": 0.3,
@@ -74,11 +84,22 @@ _CHUNKS = {
     "vllm-mlx": 2048,
     "mlx-swift": 512,
     "ds4": 4096,
+    "ds4-tensors": 4096,
     "vLLM": 8192,
 }
 """Tokens that engines compute at once, by their documentation; llama.cpp's micro-batches have 512."""
 _FREE = 0.7
 """How far other numbers may be off."""
+_FAMILIES = (
+    ("mlx-lm", "exo", "Rapid-MLX", "oMLX", "vllm-mlx", "mlx-swift"),
+    ("ds4", "ds4-tensors"),
+    ("vLLM", "TensorRT-LLM", "pegainfer"),
+)
+"""Engines that compute with the same products."""
+_MEASURED = {("generations", "hopper", "matrix")}
+"""Generations' numbers that start from what was measured of products alone."""
+_SEEN = 0.05
+"""Part of a number's change that a prediction must follow for its row to show the number."""
 _FIXED = {
     *(("tiers", "usual", name) for name in ("read", "layer")),
     *(("engines", "llama.cpp", name) for name in ("decode", "prefill", "attention")),
@@ -143,6 +164,8 @@ class Fit:
         self._spreads = np.array([_SPREADS.get(key[-1], _FREE) for key in self._keys])
         alike = Counter(_kind(row) for row in rows)
         self._weights = np.array([alike[_kind(row)] ** -0.5 for row in rows])
+        self.seen: set[Key] = set()
+        """Numbers that rows show."""
 
     def run(self) -> None:
         """Fit the numbers."""
@@ -181,6 +204,8 @@ class Fit:
                     slopes[place, column] = (_error(row, self.numbers) - errors[place]) / _STEP
             put(self.numbers, key, math.exp(values[column]))
         bent = np.minimum(1.0, _BEND / np.maximum(np.abs(errors) / _NOISE, 1e-9))
+        most = np.abs(slopes).max(axis=0, initial=0.0)
+        self.seen = {key for key, slope in zip(self._keys, most.tolist(), strict=True) if slope > _SEEN}
         each = self._weights * bent / _NOISE**2
         left = slopes.T @ (each[:, None] * slopes) + np.diag(self._spreads**-2)
         return left, -slopes.T @ (each * errors) - (values - self._origin) / self._spreads**2
@@ -199,6 +224,30 @@ def _kind(row: Row) -> tuple[str, ...]:
 def _error(row: Row, numbers: dict[str, Any]) -> float:
     error = math.log((predict(row, numbers) or math.inf) / float(row["value"]))
     return -error if row["measure"] == "first_token" else error
+
+
+def with_means(fit: Fit, numbers: Mapping[str, Any], *, of_all: bool) -> dict[str, Any]:
+    """Return numbers in which generations and engines have the mean of those of their kind that rows show.
+
+    Args:
+        fit: a fit that has run.
+        numbers: those to change.
+        of_all: True for each of them; False for those that no row shows.
+    """
+    found = copy.deepcopy(dict(numbers))
+    backends: dict[str, set[str]] = {}
+    for chip in chips().values():
+        backends.setdefault(chip.backend, set()).add(chip.generation)
+    kinds = [("generations", names, ("read", "matrix")) for names in backends.values()]
+    kinds += [("engines", set(names), ("decode", "prefill", "attention")) for names in _FAMILIES]
+    for kind, names, wanted in kinds:
+        for number in wanted:
+            keys = [(kind, name, number) for name in sorted(names) if name in numbers[kind]]
+            shown = [math.log(get(fit.numbers, key)) for key in keys if key in fit.seen - _MEASURED]
+            for key in keys if shown else ():
+                if key not in _MEASURED and (of_all or key not in fit.seen):
+                    put(found, key, math.exp(sum(shown) / len(shown)))
+    return found
 
 
 def rounded(tree: Any) -> Any:
@@ -222,9 +271,11 @@ def main() -> None:
         name: {"decode": 1.0, "prefill": 1.0, "attention": 1.0, "chunk": _CHUNKS.get(name, 512)}
         for name in names
     }
-    fit = Fit(alone, start)
+    first = Fit(alone, start)
+    first.run()
+    fit = Fit(alone, with_means(first, start, of_all=True))
     fit.run()
-    numbers = rounded(fit.numbers)
+    numbers = rounded(with_means(fit, fit.numbers, of_all=False))
     text = yaml.safe_dump({"fitted": numbers}, sort_keys=False, default_flow_style=None, width=200)
     if write:
         before, mark, _ = CATALOGUE.read_text("utf-8").partition(_MARK)

@@ -234,7 +234,9 @@ def golden_nodes(row: Row, fitted: Fitted | None = None) -> list[NodeProfile] | 
 
 def engine_of(row: Row) -> str:
     """Return the engine under whose name its factors are fitted."""
-    engine = row["engine"].split(" (")[0]
+    engine, _, build = row["engine"].partition(" (")
+    if engine == "ds4" and "tensors" in build:
+        return "ds4-tensors"
     if engine == "llama.cpp" and row["date"] < _FLASH_ATTENTION:
         return "llama.cpp-2024"
     same = {
@@ -247,12 +249,13 @@ def engine_of(row: Row) -> str:
 
 
 def predict(row: Row, fitted: Fitted | None = None) -> float | None:
-    """Return the predicted value of a row, in its unit; None if its model or machine is not known."""
+    """Return the predicted value of a row, in its unit; None if its model, machine or length of prompt is not known."""
     model, nodes = _golden_model(tuple(sorted(row.items()))), golden_nodes(row, fitted)
     if (
         model is None
         or nodes is None
         or row["measure"] not in ("decode", "throughput", "prefill", "first_token")
+        or (row["measure"] in ("prefill", "first_token") and row["prompt"] == "-")
     ):
         return None
     prompt, answer = _number(row["prompt"], _SHORT_PROMPT), _number(row["answer"], _SHORT_ANSWER)

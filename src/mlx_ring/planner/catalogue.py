@@ -18,7 +18,7 @@ from mlx_ring.rpc.link_profile import LinkProfile
 Fitted = Mapping[str, Mapping[str, Mapping[str, Any]]]
 OWN_ENGINE = "mlx-ring"
 """Engine of predictions: its factors are those of mlx-lm, whose layers it computes, with its own chunks of a prompt."""
-_HALF, _CHUNK = 16, 512
+_HALF, _EIGHT, _CHUNK = 16, 8, 512
 _KINDS = {16: "bfloat16", 8: "8-bit", 4: "4-bit"}
 _ATTENTION_OPERATIONS = 4
 """Operations for each number of a query and each token before it: a score and a weighted value."""
@@ -181,7 +181,11 @@ def chip_profile(
     attention = float(factors.get("attention", 1.0))
     nominal, operations = chip.gb_s * 1e9, chip.tflops * 1e12
     plain = (chip.plain_tflops or chip.tflops) * 1e12
-    matrix = operations * generation["matrix"] / prefill
+    instructions = _catalogue()["instructions"]
+    is_older = engine in instructions["older"].get(chip.generation, ())
+    matrix = operations * generation["older" if is_older else "matrix"] / prefill
+    eight = instructions["eight_bits"]
+    in_eight_bits = engine in eight["engines"] and chip.generation in eight["generations"]
 
     def rate(bits: int) -> WeightRate:
         share = min(_MOST_OF_NOMINAL, generation["read"] * tier["read"] * backend["read"][bits])
@@ -192,7 +196,9 @@ def chip_profile(
             bandwidth=1 / (1 / (nominal * share) + unpacked_s) / decode,
             row_s=0.0,
             spread=0.0,
-            flops=matrix * backend["matrix"][bits],
+            flops=matrix
+            * backend["matrix"][bits]
+            * (eight["gain"] if in_eight_bits and bits == _EIGHT else 1.0),
         )
 
     layer_s = backend["layer_us"] * tier["layer"] * decode / 1e6
@@ -220,6 +226,8 @@ def chip_profile(
             experts_s=backend["experts_us"] * tier["layer"] * decode / 1e6,
         ),
         experts_pace=backend["experts_pace"],
+        experts_rows=backend["experts_rows"],
+        activation_s=backend["activations"] * prefill / nominal,
         chunk_tokens=int(factors.get("chunk", _CHUNK)),
     )
 

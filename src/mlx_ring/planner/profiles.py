@@ -137,7 +137,11 @@ class NodeProfile:
     trusted: bool = False
     """True if its owner named an interface for collectives, which are neither encrypted nor authenticated."""
     experts_pace: float = 1.0
-    """Speed of products of many rows with experts, relative to other products."""
+    """Speed of products with experts that have very many rows each, relative to other products."""
+    experts_rows: float = 0.0
+    """Rows of an expert at which its products have half of that speed, because small ones leave units idle."""
+    activation_s: float = 0.0
+    """Seconds that a layer takes beside products, for each token of a prompt and number of the hidden size."""
     chunk_tokens: int = 512
     """Tokens of a prompt that its engine computes at once."""
     workers_at_once: int = 1
@@ -147,6 +151,13 @@ class NodeProfile:
     def usable_bytes(self) -> int:
         """Memory that plans may use."""
         return int(self.memory_bytes * (1 - self.reserve_share))
+
+    def pace(self, layer: LayerProfile, rows: int) -> float:
+        """Return the speed of a layer's products in a prompt's chunk of this many rows, relative to large products."""
+        if not layer.has_experts:
+            return 1.0
+        each = rows * layer.expert_share
+        return self.experts_pace * (each / (each + self.experts_rows) if each else 1.0)
 
     def rate(self, weights: str) -> WeightRate:
         """Return the rate for a kind of weights; for unmeasured quantized ones that of the nearest number of bits."""

@@ -250,15 +250,19 @@ def prefill_layers(
     chunks = [(node.chunk_tokens, whole), (rest, bool(rest))]
 
     def seconds(layer: LayerProfile) -> float:
-        pace = rate.flops * (node.experts_pace if layer.has_experts else 1.0)
         products = sum(
-            count * max(layer.read_by(size) / rate.bandwidth, layer.flops_per_token * size / pace)
+            count
+            * max(
+                layer.read_by(size) / rate.bandwidth,
+                layer.flops_per_token * size / (rate.flops * node.pace(layer, size)),
+            )
             for size, count in chunks
             if size and count
         )
         scores = _scores(layer, form.model, context + tokens) - _scores(layer, form.model, context)
         started_s = _started_s(layer, node, form.model)
-        return products + scores / node.flops + (whole + bool(rest)) * started_s
+        activations = tokens * form.model.hidden_size * node.activation_s
+        return products + activations + scores / node.flops + (whole + bool(rest)) * started_s
 
     return form.by_layer([seconds(layer) for layer in layers])
 
