@@ -160,6 +160,7 @@ _AS_FAST = 1.03
 _FLASH_ATTENTION = "2024-10"
 """Until then, measurements with llama.cpp were made without flash attention, which slows it behind a context."""
 _SHORT_PROMPT, _SHORT_ANSWER = 256, 128
+_HOT = "slowed by heat"
 _CORES = {
     "m1-max": 32,
     "m1-ultra": 64,
@@ -249,13 +250,14 @@ def engine_of(row: Row) -> str:
 
 
 def predict(row: Row, fitted: Fitted | None = None) -> float | None:
-    """Return the predicted value of a row, in its unit; None if its model, machine or length of prompt is not known."""
+    """Return the predicted value of a row, in its unit; None if the header says that it is not predicted."""
     model, nodes = _golden_model(tuple(sorted(row.items()))), golden_nodes(row, fitted)
     if (
         model is None
         or nodes is None
         or row["measure"] not in ("decode", "throughput", "prefill", "first_token")
         or (row["measure"] in ("prefill", "first_token") and row["prompt"] == "-")
+        or row["note"].startswith(_HOT)
     ):
         return None
     prompt, answer = _number(row["prompt"], _SHORT_PROMPT), _number(row["answer"], _SHORT_ANSWER)

@@ -54,6 +54,8 @@ class LookBack:
     """Most tokens that are kept; None: all."""
     selected: int | None = None
     """Most tokens that attention reads after an indexer has chosen them; None: all that are kept."""
+    index_width: int = 0
+    """Numbers in the indexer's queries of one token, as they are compared with every kept token."""
     state_bytes: int = 0
     """Bytes of a recurrent state, whatever the length."""
 
@@ -113,6 +115,8 @@ def look_back(folder: ModelFolder, index: int) -> LookBack:
         convolved = (2 * key_heads * key + value_heads * value) * 3 * 2
         return LookBack(state_bytes=value_heads * key * value * _FLOAT_BYTES + convolved)
     heads, kv_heads, width = _head_sizes(folder, index)
+    chosen, indexed = number(folder, "index_topk"), number(folder, "index_n_heads") or 0
+    indexed *= number(folder, "index_head_dim") or 0
     if (latent := number(folder, "kv_lora_rank")) is not None:
         rope = number(folder, "qk_rope_head_dim") or 0
         keys = (number(folder, "qk_nope_head_dim") or width) + rope
@@ -123,11 +127,13 @@ def look_back(folder: ModelFolder, index: int) -> LookBack:
             heads * (latent + rope),
             heads * (keys + values),
             window_of(folder, index),
-            number(folder, "index_topk"),
+            chosen,
+            indexed,
         )
     if number(folder, "o_groups"):
-        # Keys are kept for groups of tokens; most layers have one for four tokens.
-        return LookBack(width // 4, heads * width // 4, heads * width // 2)
+        # Keys are kept for groups of tokens, and chosen as groups; most layers have one for four tokens.
+        selected = None if chosen is None else 4 * chosen
+        return LookBack(width // 4, heads * width // 4, heads * width // 2, None, selected, indexed // 4)
     window = window_of(folder, index)
     return LookBack(2 * kv_heads * width, heads * width, 2 * heads * width, window)
 

@@ -157,6 +157,7 @@ def _layer(folder: ModelFolder, index: int, formats: WeightFormats) -> LayerProf
         kv_bytes_per_sequence=back.state_bytes + (0 if back.window is None else kv * back.window),
         query_width=back.query_width,
         score_width=back.score_width,
+        index_width=back.index_width,
         window=back.selected if back.window is None else back.window,
         expert_share=share,
         attention_bytes=int(sizes["attention"]),

@@ -27,6 +27,8 @@ class LayerProfile:
     """Numbers in the queries of one token, which are compared with each token before it; 0 if unknown."""
     score_width: int = 0
     """Numbers in the queries and weighted values of one token of a prompt, all heads together; 0 if unknown."""
+    index_width: int = 0
+    """Numbers in the queries of an indexer, which are compared with every token before; 0 without one."""
     window: int | None = None
     """Maximum number of tokens that attention reads back."""
     expert_share: float = 0.0

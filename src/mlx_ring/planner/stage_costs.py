@@ -212,7 +212,7 @@ def _look_back_seconds(
     kv_bytes = layer.kv_bytes_per_token * seen * demand.kv_factor(model.number_bytes)
     return max(
         (kv_bytes + _kept_bytes(layer, context_tokens)) / node.bandwidth,
-        seen * layer.query_width * node.costs.attention_s,
+        (seen * layer.query_width + context_tokens * layer.index_width) * node.costs.attention_s,
     )
 
 
@@ -268,13 +268,13 @@ def prefill_layers(
 
 
 def _scores(layer: LayerProfile, model: ModelProfile, tokens: int) -> float:
-    """Return the operations of attention in a prefill: scores and weighted values, for each pair of tokens."""
+    """Return the operations of attention in a prefill: scores, weighted values and an indexer's scores, for pairs of tokens."""
     if layer.score_width:
         width = layer.score_width
     else:
         width = 2 * (layer.query_width or model.hidden_size) if layer.kv_bytes_per_token else 0
     seen = tokens if layer.window is None else min(tokens, layer.window)
-    return 2 * width * (seen * tokens - seen * seen / 2)
+    return 2 * width * (seen * tokens - seen * seen / 2) + layer.index_width * tokens**2
 
 
 def _held_bytes(layers: LayerKinds, demand: Demand) -> Table:
