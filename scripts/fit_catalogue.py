@@ -4,9 +4,9 @@
 
 Only rows of the fitted half are read, and of those only the ones on one machine. Squared logarithms of predicted over
 published are added, bounded for outliers (Huber). Each number's squared distance from its start is added to them, in units
-of the distance that is usual for it. The numbers with the least sum are taken. This is done twice: the second time,
-generations start from the mean of those with the same backend, and engines from that of their family, as found the first
-time. What no row shows so stays at that mean.
+of the distance that is usual for it. The numbers with the least sum are taken. This is done twice. The second time,
+generations start from the mean of those with the same backend, and engines from that of their family. Numbers that no row
+shows stay there.
 Engines' factors are relative to llama.cpp, which has 1.
 """
 

@@ -58,6 +58,34 @@ def test_scores_of_a_prompt_take_heads_by_width_and_end_at_the_window() -> None:
     assert seconds[1] == pytest.approx(2 * 2 * 64 * 128 * 8192 * 128 / 1e12, rel=0.01)
 
 
+def test_an_indexer_compares_every_token_while_attention_reads_those_that_it_chose() -> None:
+    slow = node_of("slow", 1000, gb_s=1e9, tflops=1)
+    full = LayerProfile(1, 1, 0, kv_bytes_per_token=1, query_width=8192, score_width=16384)
+    chosen = replace(full, window=2048, index_width=2048)
+    tables = StageTables(of_layer(chosen), DEMAND)
+    behind = tables.prefill_seconds(slow, 0, 1, 512, 65_536)
+    assert behind == pytest.approx((2 * 16384 * 2048 + 2 * 2048 * 65_792) * 512 / 1e12, rel=0.01)
+    assert behind < StageTables(of_layer(full), DEMAND).prefill_seconds(slow, 0, 1, 512, 65_536) / 5
+
+
+def test_experts_with_few_rows_of_a_prompt_leave_units_idle() -> None:
+    """Expect half of the pace at as many rows of an expert as `experts_rows` says: 512 rows, 4 of 64 experts each."""
+    experts = replace(EXPERTS, flops_per_token=10**9)
+    ideal = replace(node_of("ideal", 1000, gb_s=1e9, tflops=1), experts_pace=0.5)
+    real = replace(ideal, experts_rows=32.0)
+    tables = StageTables(of_layer(experts), DEMAND)
+    assert tables.prefill_seconds(ideal, 0, 1, 512) == pytest.approx(512e9 / 0.5e12, rel=0.01)
+    assert tables.prefill_seconds(real, 0, 1, 512) == pytest.approx(512e9 / 0.25e12, rel=0.01)
+
+
+def test_activations_of_a_prompt_take_time_in_each_layer() -> None:
+    node = replace(FAST, activation_s=1e-9)
+    layer = LayerProfile(1, 1, 0)
+    model = of_layer(layer, 3)
+    seconds = [StageTables(model, DEMAND).prefill_seconds(each, 0, 3, 100) for each in (node, FAST)]
+    assert seconds[0] - seconds[1] == pytest.approx(3 * 100 * model.hidden_size * 1e-9)
+
+
 def test_a_window_is_read_as_far_as_it_is_full() -> None:
     layer = LayerProfile(1, 1, 1, kv_bytes_per_sequence=1_000_000_000, window=1000)
     tables = StageTables(of_layer(layer), DEMAND)
