@@ -13,7 +13,8 @@ from tests.eventually import run_tasks_until
 
 from mlx_ring.core.engine_stats import Meter
 from mlx_ring.core.errors import NotReady, PlanError, RingError, WorkerLost, WorkerStuck
-from mlx_ring.core.types import RankId
+from mlx_ring.core.generation import GenerateRequest
+from mlx_ring.core.types import RankId, SamplingParams
 from mlx_ring.head import replica as subject
 from mlx_ring.head.instance import Epoch
 from mlx_ring.head.model import HostedModel
@@ -360,3 +361,27 @@ def test_a_model_continues_if_one_replica_is_lost_while_it_loads_and_another_one
 
     asyncio.run(run())
     assert (lost.others_serve, served) == ([True], ["ready"])
+
+
+@pytest.mark.parametrize("resume", ["on", "off"])
+def test_new_requests_wait_for_a_lost_model_only_if_answers_are_resumed(resume: str) -> None:
+    settings = Settings.model_validate({"model": "demo", "resume": resume})
+    hosted = HostedModel(settings, prepare_model(settings), list[object]().append, lambda: 0)
+    replica = FakeReplica(serves=True)
+
+    def ready(*_: object) -> None:
+        """Do nothing."""
+
+    async def run() -> None:
+        await hosted.run(cast("Any", [replica]), ready)
+        replica.service.error = WorkerLost("The worker of stage 0 was killed.")
+        request = GenerateRequest("r", (5, 6, 7), SamplingParams())
+        if resume == "off":
+            with pytest.raises(NotReady):
+                hosted.engine.submit_all(request)
+        else:
+            hosted.engine.submit_all(request)
+        assert len(hosted.held_requests) == (resume == "on")
+        await hosted.stop("It is unloaded.")
+
+    asyncio.run(run())
