@@ -31,7 +31,7 @@ _ON_TWO_CORES_S = {
     "faults/test_recoveries.py": 190.0,
     "end_to_end/test_models_and_replicas.py": 155.0,
     "end_to_end/test_equality_of_ranks.py": 150.0,
-    "head/test_head.py": 150.0,
+    "head/test_head.py": 110.0,
     "end_to_end/test_lan_limits.py": 120.0,
     "end_to_end/test_scheduling_caches.py": 110.0,
     "end_to_end/test_cluster_other_python.py": 105.0,

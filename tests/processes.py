@@ -182,8 +182,12 @@ class Server:
         return eventually(health, lambda answer: answer.status_code == code and text in answer.text)
 
     def child(self, module: str, *arguments: str) -> psutil.Process:
-        """Return the child that runs a module with these arguments."""
-        return next(child for child in self.children if _is(child, module, arguments))
+        """Return the child that now runs a module with these arguments."""
+        return next(child for child in self.present_children() if _is(child, module, arguments))
+
+    def present_children(self) -> list[psutil.Process]:
+        """Return agent and workers as they are now, also those that have replaced lost ones."""
+        return psutil.Process(self.process.pid).children(recursive=True)
 
     def stop(self) -> int:
         """Send Ctrl-C, and return the exit code."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,48 +34,12 @@ def ask(server: Server) -> httpx.Response:
     return server.http.post("/v1/chat/completions", json=body)
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Results of a run that served two stages, answered, and was ended by Ctrl-C."""
-
-    folder: Path
-    processes: int
-    answer: int
-    exit_code: int
-    all_ended: bool
-    sockets_left: list[Path]
-
-
 @pytest.fixture(scope="module")
-def run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def two_stages(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Generator[Server]:
+    """Run a server of two stages, whose workers and agent tests end. Each leaves others in their place."""
     folder = tmp_path_factory.mktemp("run")
     with serving(tiny_model, "--stages", "2", "--run-dir", str(folder / "r"), folder=folder) as server:
-        answer = ask(server).status_code
-        code = server.stop()
-        all_ended = server.all_ended()
-        return Run(folder, len(server.children), answer, code, all_ended, list((folder / "r").iterdir()))
-
-
-def test_two_stages_run_as_an_agent_and_two_workers(run: Run) -> None:
-    assert (run.processes, run.answer) == (3, 200)
-
-
-def test_ctrl_c_ends_every_process_and_leaves_no_socket(run: Run) -> None:
-    assert run.exit_code == 0
-    assert run.all_ended
-    assert run.sockets_left == []
-
-
-def test_every_log_line_has_node_process_rank_and_epoch(run: Run) -> None:
-    logs = sorted(path.name for path in (run.folder / "logs").iterdir())
-    assert logs == ["agent.log", "head.log", "worker-0-0.log", "worker-1-0.log"]
-    lines = [line for name in logs for line in (run.folder / "logs" / name).read_text().splitlines()]
-    lines += [line for line in (run.folder / "stderr.txt").read_text().splitlines() if line]
-    assert any("mlx_ring.api.middleware.access_log" in line for line in lines)
-    untagged = [
-        line for line in lines if not all(f" {key}=" in line for key in ("node", "process", "rank", "epoch"))
-    ]
-    assert untagged == []
+        yield server
 
 
 def test_workers_are_ready_once_every_node_has_reported_each_as_ready() -> None:
@@ -151,44 +116,79 @@ def test_agent_and_workers_end_with_a_killed_head(tiny_model: Path, tmp_path: Pa
         assert server.all_ended()
 
 
-def test_workers_end_with_a_killed_agent_and_all_are_restarted(tiny_model: Path, tmp_path: Path) -> None:
-    with serving(tiny_model, "--stages", "2", folder=tmp_path) as server:
-        agent = server.child("mlx_ring.agent")
-        agent.kill()
-        assert server.all_ended()
-        eventually(server.status, lambda status: status["epoch"] != 1)
-        server.wait_for_health(200)
-        assert ask(server).status_code == 200
-        children = psutil.Process(server.process.pid).children(recursive=True)
-        assert server.stop() == 0
-        assert not psutil.wait_procs(children, timeout=30)[1]
-
-
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
 def test_an_answer_continues_when_a_worker_ends_or_hangs_which_is_named_and_replaced(
-    fault: signal.Signals, tiny_model: Path, tmp_path: Path
+    fault: signal.Signals, tiny_model: Path, two_stages: Server
 ) -> None:
-    with serving(tiny_model, "--stages", "2", folder=tmp_path) as server:
-        worker, other = (server.child("mlx_ring.worker", "--stage", stage) for stage in ("1", "0"))
-        expected = complete(server.http)
-        read_bytes = other.io_counters().read_chars
-        answer = interrupt(server.http, lambda: worker.send_signal(fault))
-        assert answer.text == expected
-        assert ": resuming" in answer.comments
-        assert complete(server.http) == expected
-        children = psutil.Process(server.process.pid).children(recursive=True)
-        pids = {process.pid for process in children}
-        assert worker.pid not in pids
-        assert other.pid in pids, "the worker that was not lost stays"
-        weights = (tiny_model / "model.safetensors").stat().st_size
-        assert other.io_counters().read_chars - read_bytes < weights / 2, "it loaded nothing again"
-        assert server.stop() == 0
-        assert server.all_ended()
-        assert not psutil.wait_procs(children, timeout=30)[1]
-    log = (tmp_path / "logs" / "head.log").read_text()
+    server = two_stages
+    worker, other = (server.child("mlx_ring.worker", "--stage", stage) for stage in ("1", "0"))
+    expected = complete(server.http)
+    read_bytes = other.io_counters().read_chars
+    answer = interrupt(server.http, lambda: worker.send_signal(fault))
+    assert answer.text == expected
+    assert ": resuming" in answer.comments
+    assert complete(server.http) == expected
+    pids = {process.pid for process in server.present_children()}
+    assert worker.pid not in pids
+    assert other.pid in pids, "the worker that was not lost stays"
+    weights = (tiny_model / "model.safetensors").stat().st_size
+    assert other.io_counters().read_chars - read_bytes < weights / 2, "it loaded nothing again"
     reason = "ended by signal 9 (SIGKILL)" if fault == signal.SIGKILL else "it is stuck"
-    assert f"(pid {worker.pid})" in log
-    assert reason in log
+    log = (server.folder / "logs" / "head.log").read_text().splitlines()
+    assert any(f"(pid {worker.pid})" in line and reason in line for line in log)
+
+
+def test_workers_end_with_a_killed_agent_and_all_are_restarted(two_stages: Server) -> None:
+    server, before, lost = two_stages, two_stages.status(), two_stages.present_children()
+    server.child("mlx_ring.agent").kill()
+    assert not psutil.wait_procs(lost, timeout=30)[1]
+    eventually(server.status, lambda status: status["epoch"] != before["epoch"])
+    server.wait_for_health(200)
+    assert ask(server).status_code == 200
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Results of the server of two stages, which answered, lost processes, and was ended by Ctrl-C."""
+
+    folder: Path
+    processes: int
+    answer: int
+    exit_code: int
+    all_ended: bool
+    sockets_left: list[Path]
+
+
+@pytest.fixture(scope="module")
+def run(two_stages: Server) -> Run:
+    """End the server. Its other tests come before those of its end."""
+    server, folder = two_stages, two_stages.folder
+    answer, children = ask(server).status_code, server.present_children()
+    code = server.stop()
+    _, left = psutil.wait_procs(children, timeout=30)
+    return Run(folder, len(children), answer, code, not left, list((folder / "r").iterdir()))
+
+
+def test_two_stages_run_as_an_agent_and_two_workers(run: Run) -> None:
+    assert (run.processes, run.answer) == (3, 200)
+
+
+def test_ctrl_c_ends_every_process_and_leaves_no_socket(run: Run) -> None:
+    assert run.exit_code == 0
+    assert run.all_ended
+    assert run.sockets_left == []
+
+
+def test_every_log_line_has_node_process_rank_and_epoch(run: Run) -> None:
+    logs = sorted(path.name for path in (run.folder / "logs").iterdir())
+    assert logs == ["agent.log", "head.log", "worker-0-0.log", "worker-1-0.log"]
+    lines = [line for name in logs for line in (run.folder / "logs" / name).read_text().splitlines()]
+    lines += [line for line in (run.folder / "stderr.txt").read_text().splitlines() if line]
+    assert any("mlx_ring.api.middleware.access_log" in line for line in lines)
+    untagged = [
+        line for line in lines if not all(f" {key}=" in line for key in ("node", "process", "rank", "epoch"))
+    ]
+    assert untagged == []
 
 
 def test_losses_in_a_recovery_are_recoveries_of_their_own(tiny_model: Path, tmp_path: Path) -> None:
@@ -274,19 +274,17 @@ def test_a_worker_that_answers_but_does_not_compute_is_replaced(tiny_model: Path
     assert "has not answered for" not in log, "its heartbeats continued"
 
 
-def test_a_spare_worker_waits_for_a_loss_and_ends_with_the_server(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_spare_worker_waits_for_a_loss_and_ends_with_a_server_that_is_terminated(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     with serving(tiny_model, "--spare-worker", "on", folder=tmp_path) as server:
         first = server.child("mlx_ring.worker")
         found = eventually(lambda: workers_of(server), lambda workers: len(workers) == 2)
         (spare,) = (worker for worker in found if worker != first)
         assert "--spare" in spare.cmdline()
         assert ask(server).status_code == 200
-        assert server.stop() == 0
-        assert not psutil.wait_procs([spare], timeout=30)[1]
-
-
-def test_a_terminated_head_exits_with_success(tiny_model: Path, tmp_path: Path) -> None:
-    with serving(tiny_model, folder=tmp_path) as server:
+        children = server.present_children()
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(60) == 0
-        assert server.all_ended()
+        assert spare in children
+        assert not psutil.wait_procs(children, timeout=30)[1]

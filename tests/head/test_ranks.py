@@ -28,28 +28,15 @@ def ask(server: Server) -> httpx.Response:
     return server.http.post("/v1/completions", json=body)
 
 
-@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
-def test_an_answer_continues_when_a_rank_ends_or_hangs_and_its_group_is_replaced(
-    fault: signal.Signals, tmp_path: Path
-) -> None:
-    with serving("demo", "--tp", "2", folder=tmp_path) as server:
-        before = ranks_of(server)
-        expected = complete(server.http)
-        answer = interrupt(server.http, lambda: before[1].send_signal(fault))
-        assert answer.text == expected
-        assert ": resuming" in answer.comments
-        assert complete(server.http) == expected
-        assert not psutil.wait_procs(before, timeout=30)[1], "both ranks have ended"
-        assert server.stop() == 0
-        assert server.all_ended()
-
-
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Generator[Server]:
     """Serve two ranks with unequal shares, after a first answer."""
     with serving("demo", "--tp-shares", "3,1", folder=tmp_path_factory.mktemp("ranks")) as server:
         assert ask(server).status_code == 200
         yield server
+        children = server.present_children()
+        assert server.stop() == 0
+        assert not psutil.wait_procs(children, timeout=30)[1]
 
 
 def test_status_reports_every_rank(two_ranks: Server) -> None:
@@ -74,6 +61,19 @@ def test_idle_ranks_do_not_compute(two_ranks: Server) -> None:
     ranks = ranks_of(two_ranks)
     # A rank that waits in a collective loops, and has computed at every look.
     eventually(lambda: busy_looks(ranks), lambda busy: busy < _LOOKS / 3)
+
+
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_answer_continues_when_a_rank_ends_or_hangs_and_its_group_is_replaced(
+    fault: signal.Signals, two_ranks: Server
+) -> None:
+    before = ranks_of(two_ranks)
+    expected = complete(two_ranks.http)
+    answer = interrupt(two_ranks.http, lambda: before[1].send_signal(fault))
+    assert answer.text == expected
+    assert ": resuming" in answer.comments
+    assert complete(two_ranks.http) == expected
+    assert not psutil.wait_procs(before, timeout=30)[1], "both ranks have ended"
 
 
 def test_impossible_shares_are_refused_with_the_nearest_possible_ones(tmp_path: Path) -> None:
