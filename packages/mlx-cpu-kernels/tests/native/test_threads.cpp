@@ -3,6 +3,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdio>
+#include <cstdlib>
 #include <future>
 #include <stdexcept>
 #include <string>
@@ -12,6 +13,7 @@
 #ifdef __linux__
 #include <signal.h>
 #include <sys/syscall.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <filesystem>
@@ -158,11 +160,41 @@ void test_threads_that_do_not_run() {
   expect(loops.get(), "a loop without threads that do not run is not covered once");
   expect(covers_once(threads, 1000, 1), "a loop with threads that run again is not covered once");
 }
+
+std::atomic<int> loops = 0;
+
+void wait_for_loops(int count) {
+  for (const int until = loops + count; loops < until;) std::this_thread::yield();
+}
+
+// Ends processes while another thread computes, as a stream of MLX does until all is destroyed that came after it.
+void test_end_of_the_process() {
+  for (int i = 0; i < 20; i++) {
+    const pid_t child = fork();
+    if (child == 0) {
+      alarm(60);
+      std::atexit([] { wait_for_loops(100); });
+      mlx_cpu_kernels::threads().set_threads(3);
+      std::thread([] {
+        for (;; loops++)
+          mlx_cpu_kernels::threads().parallel_for(30, 1, [](int64_t, int64_t) { std::this_thread::yield(); });
+      }).detach();
+      wait_for_loops(10);
+      std::exit(0);
+    }
+    int status = -1;
+    waitpid(child, &status, 0);
+    expect(status == 0, "a process that ends while a loop runs does not end well");
+  }
+}
 #endif
 
 }  // namespace
 
 int main() {
+#ifdef __linux__
+  test_end_of_the_process();  // first: a child has only the thread that forks
+#endif
   test_lengths();
   test_loop_within_a_loop();
   test_two_callers();

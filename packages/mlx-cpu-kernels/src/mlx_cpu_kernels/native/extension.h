@@ -22,12 +22,6 @@ namespace mlx_cpu_kernels {
 
 namespace mx = mlx::core;
 
-// Threads of all operations. MLX evaluates one operation at a time on each of its streams.
-inline Threads& threads() {
-  static Threads pool;
-  return pool;
-}
-
 inline bool is_float(mx::Dtype type) {
   return type == mx::float32 || type == mx::float16 || type == mx::bfloat16;
 }
