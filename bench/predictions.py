@@ -27,11 +27,10 @@ from servers import RingServer, blas_environment, pin_self
 
 from mlx_ring.host.machine_profile import MachineProfile
 from mlx_ring.models.model_folder import read_model_folder
-from mlx_ring.planner.measured import measured_node
 from mlx_ring.planner.model_sizes import profile_folder
 from mlx_ring.planner.place import place
 from mlx_ring.planner.plan import Plan
-from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
+from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, measured_node
 from mlx_ring.planner.request import Demand, PlanRequest
 from mlx_ring.rpc.link_profile import LOCAL
 

@@ -98,6 +98,33 @@ def test_without_machines_the_known_ones_are_listed(tmp_path: Path) -> None:
         (["demo", "--cluster", "none.yaml"], "--cluster is none.yaml, which cannot be read"),
         (["demo", "--machine", "pc"], "The machine pc is unknown"),
         (["./nowhere", *MINIS], "There is no model './nowhere'"),
+        (["lama-70b", *MINIS], "There is no model 'lama-70b'"),
+        (["9000B", *MINIS], "9000B has 9000 billion parameters; give a number from 0.5 to 2000."),
+        ([*MINIS], "No model is given"),
+        (["--plot", *MINIS], "No model is given"),
+        (
+            ["8B", *MINIS, "--add", "m3-ultr-512"],
+            "m3-ultr-512 is unknown; the nearest known ones are m3-ultra-512",
+        ),
+        (
+            ["8B", *MINIS, "--add", "m3-ultra-500"],
+            "m3-ultra-500 is unknown; it is known with 96, 256, 512 GB",
+        ),
+        (
+            ["8B", *MINIS, "--add", "m4-16", "--link", "tb9"],
+            "The link tb9 is unknown; known links are tb5, tb5-rdma",
+        ),
+        (["8B", "--cluster", "c.yaml", "--users-at", "8k"], "--cluster is c.yaml, which cannot be read"),
+        (
+            ["8B", *MINIS, "--users-at", "many"],
+            "--users-at is many; it must be a number of tokens, as 8192 or 32k.",
+        ),
+        (["8B", *MINIS, "--kv-bits", "16,5"], "--kv-bits is 5; it must be one of 4, 8, 16."),
+        (["8B", *MINIS, "--users-at", "8k", "--replicas", "2"], "--replicas is 2, which a what-if question"),
+        (["8B", "--what-fits", *MINIS], "--what-fits lists popular models; leave 8B out."),
+        (["8B", "--url", "http://127.0.0.1:9", *MINIS], "machines are given too; leave one of them out."),
+        (["8B", "--add", "m4-16", "--url", "http://127.0.0.1:9"], "No head answers at http://127.0.0.1:9"),
+        (["405B", *MINIS, "--plot-file", "x.svg"], "There is nothing to plot into x.svg"),
     ],
 )
 def test_invalid_input_is_reported_in_one_sentence(arguments: list[str], said: str, tmp_path: Path) -> None:
@@ -129,3 +156,78 @@ def test_a_plan_applies_the_memory_share_of_a_device(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     whole, half = (stage["usable_bytes"] for stage in json.loads(done.stdout)["stages"])
     assert half / whole == pytest.approx(0.5 / 0.95)
+
+
+# ---- what-if questions
+
+
+def test_a_machine_that_is_added_is_compared_with_the_cluster_as_it_is(tmp_path: Path) -> None:
+    options = (
+        "plan",
+        "llama-70b",
+        "--machine",
+        "m4-mac-mini-16",
+        "--add",
+        "m3-ultra-512",
+        "--link",
+        "tb5-rdma",
+    )
+    done = run_in_process(*options, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "llama-70b is taken as Llama-3.3-70B in 4-bit" in done.stdout
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert next(line for line in lines if line[:1] == ["now"])[1:4] == ["does", "not", "fit"]
+    before, after = json.loads(run_in_process(*options, "--json", folder=tmp_path).stdout)["outcomes"]
+    assert (before["fits"], after["fits"]) == (False, True)
+    assert after["label"] == "with m3-ultra-512 over tb5-rdma"
+    assert after["users"] > 100
+    assert after["tokens_per_s_range"][0] < after["tokens_per_s"] < after["tokens_per_s_range"][1]
+
+
+def test_a_file_of_machines_can_be_added_to(tmp_path: Path) -> None:
+    (tmp_path / "cluster.yaml").write_text("machines: [m3-ultra-512]\nusual_link: tb5\n")
+    options = ("plan", "8B-8bit", "--cluster", "cluster.yaml", "--add", "m3-ultra-512", "--json")
+    done = run_in_process(*options, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    before, after = json.loads(done.stdout)["outcomes"]
+    assert after["tokens_per_s"] >= before["tokens_per_s"]
+    assert after["users"] > 1.5 * before["users"]
+
+
+def test_popular_models_are_listed_with_what_fits(tmp_path: Path) -> None:
+    done = run_in_process("plan", "--what-fits", "--machine", "m4-pro-48", "--json", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    fits = {one["label"]: one["fits"] for one in json.loads(done.stdout)["outcomes"]}
+    assert len(fits) > 30
+    assert fits["Qwen3-30B-A3B 8-bit"]
+    assert not fits["Llama-3.3-70B 4-bit"]
+
+
+def test_bits_of_the_kv_cache_are_compared_by_users(tmp_path: Path) -> None:
+    options = ("plan", "70B-4bit", "--machine", "m3-ultra-96", "--users-at", "32k", "--kv-bits", "16,8,4")
+    done = run_in_process(*options, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "a context of 32,768 tokens" in done.stdout
+    outcomes = json.loads(run_in_process(*options, "--json", folder=tmp_path).stdout)["outcomes"]
+    assert [one["kv_bits"] for one in outcomes] == [16, 8, 4]
+    users = [one["users"] for one in outcomes]
+    assert users[1] > 1.6 * users[0]
+    assert users[2] > 1.6 * users[1]
+
+
+def test_speeds_are_plotted_over_context_and_users(tmp_path: Path) -> None:
+    options = ("plan", "demo", "--machine", "m4-mac-mini-16", "--plot", "--plot-file", "speeds.svg")
+    done = run_in_process(*options, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "tokens/s of one user over the context" in done.stdout
+    assert any(line.split()[0] == "2" and "####" in line for line in done.stdout.splitlines() if line.strip())
+    picture = (tmp_path / "speeds.svg").read_text("utf-8")
+    assert picture.startswith("<svg ")
+    assert picture.count("<polyline ") == 2
+
+
+def test_a_short_name_can_be_planned_as_usual(tmp_path: Path) -> None:
+    done = run_in_process("plan", "qwen3-30b-a3b-4bit", "--machine", "m3-ultra-512", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "Qwen3-30B-A3B 4-bit, 1 x 8192 tokens" in done.stdout
+    assert "mlx-community/Qwen3-30B-A3B-4bit" in done.stdout

@@ -134,7 +134,7 @@ def test_a_file_sets_trusted_links_and_interfaces() -> None:
             "devices: [{hostname: a, role: coordinator, capabilities: {memory_gb: 64, chip: m9-max}}]",
             "because m9-max is none of them",
         ),
-        ("machines: [m4-mac-mini-17]", "known machines are m4-mac-mini-16, m4-mac-mini-24"),
+        ("machines: [m4-mac-mini-17]", "m4-mac-mini-17 is unknown; it is known with 16, 24, 32 GB"),
         ("machines: [3]", "a machine is 3"),
         ("machines: [{name: a, memory: 3}]", "no field memory;"),
         ("machines: [{memory_gb: 3}]", "no `name`"),

@@ -11,9 +11,8 @@ from tests.profiles import RATES, made_up_profile
 from mlx_cpu_kernels.scratch import scratch_bytes
 from mlx_ring.core.types import CpuWeights, LayerRange
 from mlx_ring.planner.forecast import Forecast, settle_weights
-from mlx_ring.planner.measured import measured_node
 from mlx_ring.planner.place import place
-from mlx_ring.planner.profiles import ModelProfile, NodeProfile
+from mlx_ring.planner.profiles import ModelProfile, NodeProfile, measured_node
 from mlx_ring.planner.request import Demand, PlanRequest
 from mlx_ring.planner.stage_costs import CHUNK_TOKENS, StageTables, working_bytes
 

@@ -8,9 +8,8 @@ import pytest
 from tests.planner.clusters import model_of, node_of
 from tests.profiles import COSTS, RATES, made_up_profile
 
-from mlx_ring.planner.measured import measured_node
 from mlx_ring.planner.place import place
-from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
+from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, measured_node
 from mlx_ring.planner.request import Demand, PlanRequest
 from mlx_ring.planner.stage_costs import StageTables
 from mlx_ring.rpc.link_profile import LinkProfile

@@ -27,8 +27,8 @@ from mlx_ring.core.errors import ModelCorrupt
 from mlx_ring.core.types import LayerRange
 from mlx_ring.head.served_model import memory_for_weights
 from mlx_ring.models.model_folder import ModelFolder, read_model_folder
-from mlx_ring.planner.measured import measured_node
 from mlx_ring.planner.model_sizes import profile_folder
+from mlx_ring.planner.profiles import measured_node
 from mlx_ring.planner.request import Demand
 from mlx_ring.planner.stage_costs import StageTables
 from mlx_ring.settings.config import Settings

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, TypeVar, cast
 
@@ -11,9 +12,18 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from mlx_ring.cli.cacert import CACERT
 from mlx_ring.cli.flags import with_settings
+from mlx_ring.cli.what_if import (
+    DEFAULT_URL,
+    Asked,
+    ask_head,
+    ask_planner,
+    find_described,
+    read_tokens,
+    show_answer,
+)
 from mlx_ring.core.errors import ConfigError, PlanError
-from mlx_ring.models.model_source import describe_model
 from mlx_ring.planner.catalogue import accuracy, chips, known_machines, known_profile
 from mlx_ring.planner.cluster_file import (
     cluster_of,
@@ -26,12 +36,14 @@ from mlx_ring.planner.profiles import ClusterProfile
 from mlx_ring.planner.replicas import place_replicas
 from mlx_ring.planner.request import OBJECTIVES, Demand, Objective, PlanRequest
 from mlx_ring.planner.weight_format import WeightFormat
+from mlx_ring.planner.what_if import Question, link_named
 from mlx_ring.settings.devices_file import DevicesFile, lists_devices, read_devices
 from mlx_ring.settings.strategies import STRATEGIES, Strategy, current_strategy, strategy_help
 
 _BITS = (2, 3, 4, 5, 6, 8, 16, 32)
 _KV_BITS = (4, 8, 16)
 _CONTEXT = 8192
+_WHAT_IF = "What if"
 _GB = 10**9
 Value = TypeVar("Value", int, str)
 
@@ -40,8 +52,11 @@ Value = TypeVar("Value", int, str)
 def plan(
     flags: Mapping[str, object],
     model: Annotated[
-        str, typer.Argument(help="Built-in name, folder, GGUF file, config.json or Hugging Face id.")
-    ],
+        str | None,
+        typer.Argument(
+            help="Built-in name, folder, GGUF file, config.json, Hugging Face id, or a short name as llama-70b or 70B-4bit."
+        ),
+    ] = None,
     cluster: Annotated[
         Path | None, typer.Option(metavar="FILE", help="YAML or JSON file of machines and links.")
     ] = None,
@@ -77,42 +92,118 @@ def plan(
             metavar="N", help="Instances; by default one, or the best number with --optimize-for throughput."
         ),
     ] = None,
-    kv_bits: Annotated[int, typer.Option(metavar="4|8|16", help="Bits of the KV cache.")] = 16,
+    kv_bits: Annotated[
+        str, typer.Option(metavar="4|8|16", help="Bits of the KV cache; 16,8,4 compares them.")
+    ] = "16",
     quantization: Annotated[
         int | None, typer.Option(metavar="BITS", help="Bits of the weights; as stored by default.")
     ] = None,
+    add: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Compare with one more machine, such as m3-ultra-512. Repeat it for several.",
+            rich_help_panel=_WHAT_IF,
+        ),
+    ] = None,
+    link: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Link of added machines to all others, such as tb5-rdma; with --machine, between all.",
+            rich_help_panel=_WHAT_IF,
+        ),
+    ] = None,
+    users_at: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TOKENS",
+            help="How many users with this context, such as 32k, fit at the same time, and their speed.",
+            rich_help_panel=_WHAT_IF,
+        ),
+    ] = None,
+    what_fits: Annotated[
+        bool, typer.Option("--what-fits", help="List popular models.", rich_help_panel=_WHAT_IF)
+    ] = False,
+    plot: Annotated[
+        bool, typer.Option("--plot", help="Plot tokens/s over context and users.", rich_help_panel=_WHAT_IF)
+    ] = False,
+    plot_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.svg", help="Write the plot as a picture.", rich_help_panel=_WHAT_IF),
+    ] = None,
+    url: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Head of the running cluster to ask, if no machines are given; {DEFAULT_URL} by default.",
+            rich_help_panel=_WHAT_IF,
+        ),
+    ] = None,
+    cacert: Annotated[Path | None, CACERT] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Show the layers that each machine would get, why, and the predicted speed.
 
-    Without --cluster and --machine, list the known machines.
+    Without --cluster and --machine, list the known machines. The options of a what-if question ask the running cluster then.
     """
-    if cluster is None and not machine:
+    kinds = [_one_of("--kv-bits", bits, _KV_BITS) for bits in _whole_numbers("--kv-bits", kv_bits)]
+    is_given = cluster is not None or bool(machine)
+    weights = None if quantization is None else WeightFormat(_one_of("--quantization", quantization, _BITS))
+    asks = bool(add or users_at or what_fits or plot or plot_file or url or len(kinds) > 1)
+    if not is_given and not asks:
         _list_machines()
         return
-    described = describe_model(model)
-    weights = None if quantization is None else WeightFormat(_one_of("--quantization", quantization, _BITS))
-    profile = profile_folder(described.folder, described.name, weights)
-    demand = Demand(
-        context_tokens=_at_least_one(
-            "--context", min(_CONTEXT, profile.context_tokens) if context is None else context
-        ),
-        sequences=_at_least_one("--sequences", sequences),
-        kv_bits=_one_of("--kv-bits", kv_bits, _KV_BITS),
-    )
-    machines, listed = _cluster(cluster, machine)
-    wanted = current_strategy(strategy or listed.strategy or "auto")
+    machines, listed = _machines(cluster, machine, link) if is_given else (None, DevicesFile(()))
     request = PlanRequest(
-        demand,
-        strategy=cast("Strategy", _one_of("--strategy", wanted, tuple(STRATEGIES))),
+        Demand(_CONTEXT, 1, kinds[0]),
+        strategy=_strategy(strategy or listed.strategy or "auto"),
         objective=cast(
             "Objective", _one_of("--optimize-for", str(flags["optimize_for"] or OBJECTIVES[0]), OBJECTIVES)
         ),
         proportions=_numbers("--proportions", proportions) or listed.proportions,
         counts=tuple(map(int, _numbers("--layers", layers))),
     )
-    if wanted == "custom" and not request.proportions and not request.counts:
-        raise PlanError("The strategy custom needs --proportions, as 0.7,0.3, or --layers, as 20,8.")
+    _check_custom(request)
+    if asks:
+        _refuse("planner", {"--sequences": None if sequences == 1 else sequences, "--replicas": replicas})
+        if machines is None:
+            optimized = flags["optimize_for"]
+            _refuse(
+                "head", {"--strategy": strategy, "--quantization": quantization, "--optimize-for": optimized}
+            )
+        elif url is not None:
+            raise ConfigError(f"--url is {url}, but machines are given too; leave one of them out.")
+        if link and not add and not machine:
+            raise ConfigError(f"--link is {link}, but no machine is added; give --add or --machine.")
+        length = users_at or ("" if context is None else str(context))
+        question = Question(
+            tuple(add or ()),
+            link if add else None,
+            read_tokens("--users-at" if users_at else "--context", length) if length else None,
+            tuple(kinds),
+            with_curves=plot or plot_file is not None,
+            request=request,
+        )
+        asked = Asked(model, question, weights, what_fits=what_fits)
+        answer = (
+            ask_head(url or DEFAULT_URL, asked, cacert) if machines is None else ask_planner(machines, asked)
+        )
+        show_answer(answer, as_json=as_json, plot=plot, plot_file=plot_file)
+        return
+    if model is None or machines is None:
+        raise ConfigError(
+            "No model is given; name one, such as `mlx-ring plan llama-70b --machine m3-ultra-512`."
+        )
+    described = find_described(model)
+    profile = profile_folder(described.folder, described.name, weights)
+    demand = Demand(
+        context_tokens=_at_least_one(
+            "--context", min(_CONTEXT, profile.context_tokens) if context is None else context
+        ),
+        sequences=_at_least_one("--sequences", sequences),
+        kv_bits=kinds[0],
+    )
+    request = replace(request, demand=demand)
     count = None if replicas is None else _at_least_one("--replicas", replicas)
     made = place_replicas(profile, machines, request, count)
     if as_json:
@@ -121,11 +212,35 @@ def plan(
         return
     show_plans(made)
     print(_expectation(made))
-    if described.folder.rounding:
-        print(f"{described.folder.rounding}.")
+    for remark in described.remarks:
+        print(remark)
 
 
-def _cluster(file: Path | None, machines: list[str] | None) -> tuple[ClusterProfile, DevicesFile]:
+def _strategy(name: str) -> Strategy:
+    return cast("Strategy", _one_of("--strategy", current_strategy(name), tuple(STRATEGIES)))
+
+
+def _check_custom(request: PlanRequest) -> None:
+    if request.strategy == "custom" and not request.proportions and not request.counts:
+        raise PlanError("The strategy custom needs --proportions, as 0.7,0.3, or --layers, as 20,8.")
+
+
+def _refuse(whom: str, given: Mapping[str, object]) -> None:
+    """Refuse flags that a what-if question does not take.
+
+    Raises:
+        ConfigError: one of them is given.
+    """
+    for flag, value in given.items():
+        if value is not None:
+            raise ConfigError(
+                f"{flag} is {value}, which a what-if question to the {whom} does not take; leave it out."
+            )
+
+
+def _machines(
+    file: Path | None, machines: list[str] | None, link: str | None
+) -> tuple[ClusterProfile, DevicesFile]:
     """Return the machines, and what a file of devices says about the split."""
     if file is not None and machines:
         raise ConfigError("--cluster and --machine were both given; the file names the machines.")
@@ -136,7 +251,8 @@ def _cluster(file: Path | None, machines: list[str] | None) -> tuple[ClusterProf
             known_profile(name, f"{name}#{names[: place + 1].count(name)}" if name in twice else None)
             for place, name in enumerate(names)
         ]
-        return cluster_of(tuple(profiles)), DevicesFile(())
+        named = cluster_of(tuple(profiles))
+        return replace(named, usual_link=link_named(link) or named.usual_link), DevicesFile(())
     try:
         text = file.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -156,6 +272,11 @@ def _at_least_one(flag: str, value: int) -> int:
     if value < 1:
         raise ConfigError(f"{flag} is {value}; it must be 1 or more.")
     return value
+
+
+def _whole_numbers(flag: str, text: str) -> tuple[int, ...]:
+    numbers = _numbers(flag, text)
+    return tuple(dict.fromkeys(int(one) if one == int(one) else 0 for one in numbers))
 
 
 def _numbers(flag: str, text: str | None) -> tuple[float, ...]:

@@ -13,8 +13,7 @@ import psutil
 from mlx_ring.cluster.membership import Member, Membership
 from mlx_ring.core.errors import PlanError
 from mlx_ring.core.types import CpuWeights, LayerRange
-from mlx_ring.planner.measured import measured_node
-from mlx_ring.planner.profiles import NodeProfile
+from mlx_ring.planner.profiles import NodeProfile, measured_node
 from mlx_ring.planner.request import PlanRequest
 from mlx_ring.planner.strategies import proportional_counts
 from mlx_ring.settings.config import Settings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -23,6 +24,7 @@ _KINDS = {16: "bfloat16", 8: "8-bit", 4: "4-bit"}
 _ATTENTION_OPERATIONS = 4
 """Operations for each number of a query and each token before it: a score and a weighted value."""
 _MOST_OF_NOMINAL = 0.98
+_NEAREST = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,30 +109,61 @@ def accuracy(kind: str) -> float:
 
 
 def known_profile(text: str, name: str | None = None, *, wired_gb: float | None = None) -> NodeProfile:
-    """Return the profile of a known machine or chip, such as `m4-mac-mini-16` or `m3-ultra-60-256`.
+    """Return the profile of a known machine or chip, such as `m4-mac-mini-16`, `m3-ultra-512` or `m3-ultra-60-256`.
 
     Without gigabytes it is the machine as the catalogue lists it first.
 
     Args:
-        text: a machine's or a chip's name, and gigabytes of memory.
+        text: a machine's or a chip's name, with or without its GPU cores, and gigabytes of memory.
         name: name of the node; that of the machine by default.
         wired_gb: gigabytes that the GPU may use, as set on the machine (`iogpu.wired_limit_mb`).
 
     Raises:
         ConfigError: it is not known.
     """
-    model, _, last = text.rpartition("-")
-    machine, gigabytes = known_machines().get(text), 0
-    if machine is not None:
-        gigabytes = machine.gb[0]
-    elif last.isdecimal():
-        machine, gigabytes = known_machines().get(model), int(last)
-    chip = machine.chip_with(gigabytes) if machine is not None else chips().get(model)
+    chip, gigabytes = _sold(text)
     if chip is None:
-        close = [f"{each.name}-{size}" for each in known_machines().values() for size in each.gb]
-        alike = [known for known in close if machine is None or known.startswith(f"{machine.name}-")]
-        raise ConfigError(f"The machine {text} is unknown; known machines are {', '.join(alike)}.")
+        raise ConfigError(f"The machine {text} is unknown; {_nearest(text)}.")
     return chip_profile(chip, gigabytes, name or text, wired_gb=wired_gb)
+
+
+def _sold(text: str) -> tuple[Chip | None, int]:
+    """Return the chip and the gigabytes of a machine, a chip in one of its bins, or a chip's family as `m3-ultra`."""
+    machines = _of_family(text)
+    if machines:
+        gigabytes = machines[0].gb[0]
+        return machines[0].chip_with(gigabytes), gigabytes
+    model, _, last = text.rpartition("-")
+    if not last.isdecimal():
+        return None, 0
+    sold = (machine.chip_with(int(last)) for machine in _of_family(model))
+    return next(filter(None, sold), chips().get(model)), int(last)
+
+
+def _of_family(name: str) -> list[KnownMachine]:
+    """Return the machines with this name, or with a chip of this family."""
+    return [machine for machine in known_machines().values() if name in (machine.name, *_families(machine))]
+
+
+def _families(machine: KnownMachine) -> list[str]:
+    """Return the names of a machine's chips without their GPU cores: `m3-ultra` of `m3-ultra-80`."""
+    return [name.removesuffix(f"-{chips()[name].gpu_cores}") for name in machine.bins]
+
+
+def _nearest(text: str) -> str:
+    """Return the known names that are most like an unknown one."""
+    if same := _of_family(text.rpartition("-")[0]):
+        sizes = sorted({size for machine in same for size in machine.gb})
+        return f"it is known with {', '.join(map(str, sizes))} GB"
+    names = [f"{each.name}-{size}" for each in known_machines().values() for size in each.gb]
+    names += [
+        f"{family}-{size}"
+        for each in known_machines().values()
+        for family in _families(each)
+        for size in each.gb
+    ]
+    near = difflib.get_close_matches(text, list(dict.fromkeys(names)), n=_NEAREST, cutoff=0.5)
+    return f"the nearest known ones are {', '.join(near)}" if near else "`mlx-ring plan` lists the known ones"
 
 
 def chip_of_bin(gigabytes: float, gpu_cores: int) -> Chip | None:

@@ -1,0 +1,273 @@
+"""Command line of what-if questions: to the planner, or to a running head. Answers as a table, a plot or JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from xml.sax.saxutils import escape
+
+from rich.console import Console
+from rich.table import Table
+
+from mlx_ring.cli.cacert import distrust, trust
+from mlx_ring.core.errors import ConfigError
+from mlx_ring.models.model_folder import ModelFolder
+from mlx_ring.models.model_source import builtin_names, describe_model
+from mlx_ring.planner.known_models import find_known_model, popular_models
+from mlx_ring.planner.profiles import ClusterProfile
+from mlx_ring.planner.weight_format import WeightFormat
+from mlx_ring.planner.what_if import MOST_USERS, Answer, Curves, Point, Question, sizes_of, what_if
+from mlx_ring.settings.settings_sources import load_settings
+
+DEFAULT_URL = "http://127.0.0.1:8100"
+_ASK_S = 60.0
+_TOKENS = re.compile(r"(\d+(?:\.\d+)?)([km]?)", re.IGNORECASE)
+_UNITS = {"": 1, "k": 1024, "m": 1024**2}
+_KILO = 1024
+_BAR = 50
+_FEW_ROWS, _LARGE, _TABLE_WIDTH = 4, 1000, 240
+_REFUSED = 400
+
+
+@dataclass(frozen=True, slots=True)
+class DescribedModel:
+    """A model whose sizes can be computed."""
+
+    name: str
+    folder: ModelFolder
+    remarks: tuple[str, ...]
+    """Sentences on how its name or its sizes are to be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A what-if question as a person asks it."""
+
+    model: str | None
+    """Name of the model; None for the head's own, or with `what_fits`."""
+    question: Question
+    weights: WeightFormat | None
+    """Format of the weights instead of the stored one."""
+    what_fits: bool
+    """True to list popular models."""
+
+    def __post_init__(self) -> None:
+        if self.model is not None and self.what_fits:
+            raise ConfigError(f"--what-fits lists popular models; leave {self.model} out.")
+
+
+def find_described(text: str) -> DescribedModel:
+    """Return the model of a built-in name, folder, file, hub id, short name or number of parameters.
+
+    Raises:
+        ModelNotFound: there is none.
+    """
+    if text in builtin_names() or "/" in text or Path(text).exists():
+        found = describe_model(text)
+        remarks = (f"{found.folder.rounding}.",) if found.folder.rounding else ()
+        return DescribedModel(found.name, found.folder, remarks)
+    known = find_known_model(text)
+    return DescribedModel(known.name, known.folder, (known.remark,))
+
+
+def read_tokens(flag: str, text: str) -> int:
+    """Return a number of tokens, as `32k` or `8192`; 1k is 1,024.
+
+    Raises:
+        ConfigError: it is no such number, or 0.
+    """
+    found = _TOKENS.fullmatch(text.strip())
+    tokens = int(float(found[1]) * _UNITS[found[2].lower()]) if found else 0
+    if tokens < 1:
+        raise ConfigError(f"{flag} is {text}; it must be a number of tokens, as 8192 or 32k.")
+    return tokens
+
+
+def ask_planner(machines: ClusterProfile, asked: Asked) -> tuple[Answer, tuple[str, ...]]:
+    """Return the answer for these machines, and sentences on the model.
+
+    Raises:
+        ConfigError: the question is not valid.
+        ModelNotFound: there is no such model.
+    """
+    if asked.what_fits:
+        popular = ((known.name, sizes_of(known.folder, known.name, machines)) for known in popular_models())
+        return what_if(popular, machines, asked.question), ()
+    if asked.model is None:
+        raise ConfigError(
+            "No model is given; name one, such as llama-70b, or list popular ones with --what-fits."
+        )
+    described = find_described(asked.model)
+    sizes = sizes_of(described.folder, described.name, machines, asked.weights)
+    return what_if([(described.name, sizes)], machines, asked.question), described.remarks
+
+
+def ask_head(url: str, asked: Asked, cacert: Path | None) -> tuple[Answer, tuple[str, ...]]:
+    """Return the answer of a running head for its machines.
+
+    Raises:
+        ConfigError: it does not answer, or refuses the question.
+    """
+    import httpx  # slow to import, and files do without it
+    from pydantic import TypeAdapter
+
+    settings = load_settings({})
+    headers = {"authorization": f"Bearer {settings.api_key[0]}"} if settings.api_key else {}
+    question = asked.question
+    body: dict[str, Any] = {
+        "model": asked.model,
+        "add": question.added,
+        "link": question.link,
+        "context_tokens": question.context_tokens,
+        "kv_bits": question.kv_bits,
+        "curves": question.with_curves,
+        "what_fits": asked.what_fits,
+    }
+    try:
+        answer = httpx.post(
+            f"{url.rstrip('/')}/cluster/what-if",
+            json={name: value for name, value in body.items() if value is not None},
+            headers=headers,
+            timeout=_ASK_S,
+            trust_env=False,
+            verify=trust(cacert, settings.ssl_certfile),
+        )
+        if answer.status_code >= _REFUSED:
+            raise ConfigError(f"The head at {url} refuses: {answer.json()['error']['message']}")
+        return TypeAdapter(Answer).validate_python(answer.json()), ()
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            distrust(error, url)
+            or f"No head answers at {url} ({error}): give --url, or machines with --cluster or --machine."
+        ) from error
+
+
+def show_answer(
+    found: tuple[Answer, Sequence[str]], *, as_json: bool, plot: bool, plot_file: Path | None
+) -> None:
+    """Print an answer as a table or as JSON, and plot it if that is asked for.
+
+    Raises:
+        ConfigError: the picture cannot be written.
+    """
+    answer, remarks = found
+    if plot_file is not None:
+        _write_plot(plot_file, answer.curves)
+    if as_json:
+        print(json.dumps(asdict(answer), indent=1))
+        return
+    for remark in remarks:
+        print(remark)
+    _show(answer)
+    if plot and answer.curves is not None:
+        for line in _plot(answer.curves):
+            print(line)
+
+
+# ---- the table
+
+
+def _show(answer: Answer) -> None:
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    table = Table("", box=None, pad_edge=False)
+    for title in ("tokens/s", "first token, s", "users", "tokens/s, all", "memory"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("layers", no_wrap=True)
+    for one in answer.outcomes:
+        memory = f"{one.memory_bytes / 1e9:.1f} GB"
+        if one.fits:
+            users = f"{one.users}+" if one.users >= MOST_USERS else str(one.users)
+            speeds = (_range(one.tokens_per_s_range), _range(one.first_token_s_range), users)
+            table.add_row(one.label, *speeds, f"{one.users_tokens_per_s:.3g}", memory, ", ".join(one.stages))
+        else:
+            table.add_row(one.label, "does not fit", "", "", "", memory, "")
+    Console(width=_TABLE_WIDTH, soft_wrap=True, highlight=False, markup=False).print(table)
+    if len(answer.outcomes) <= _FEW_ROWS:
+        for one in answer.outcomes:
+            if not one.fits:
+                console.print(one.why)
+        for left in answer.outcomes[-1].left_out:
+            console.print(f"Without layers: {left}.")
+    contexts = " or ".join(
+        f"{tokens:,}" for tokens in sorted({one.context_tokens for one in answer.outcomes})
+    )
+    console.print(
+        f"\nEach user has a context of {contexts} tokens; the first token is that of a prompt as long. `users` is the number "
+        "that fits into the memory at the same time. Ranges are those of machines that were not measured."
+    )
+
+
+def _range(pair: tuple[float, float]) -> str:
+    low, high = (f"{value:,.0f}" if value >= _LARGE else f"{value:.3g}" for value in pair)
+    return f"{low} - {high}"
+
+
+# ---- the plot
+
+
+def _tokens(count: int) -> str:
+    return f"{count // _KILO}k" if count % _KILO == 0 else f"{count:,}"
+
+
+def _parts(curves: Curves) -> Iterator[tuple[str, Sequence[Point], Callable[[int], str]]]:
+    yield f"tokens/s of one user over the context, {curves.label}", curves.by_context, _tokens
+    yield f"tokens/s of all users over their number, {curves.label}", curves.by_users, str
+
+
+def _plot(curves: Curves) -> Iterator[str]:
+    """Yield the lines of bars in plain characters."""
+    for title, points, name in _parts(curves):
+        yield f"\n{title}"
+        most = max((point.tokens_per_s for point in points), default=1.0)
+        for point in points:
+            bar = "#" * max(1, round(_BAR * point.tokens_per_s / most))
+            yield f"{name(point.at):>6} {bar:<{_BAR}} {point.tokens_per_s:.3g}"
+
+
+_WIDTH, _HEIGHT, _LEFT, _TOP = 640, 220, 56, 32
+
+
+def _write_plot(path: Path, curves: Curves | None) -> None:
+    """Write both curves as an SVG picture.
+
+    Raises:
+        ConfigError: nothing fits, or the file cannot be written.
+    """
+    if curves is None:
+        raise ConfigError(f"There is nothing to plot into {path}, because the model does not fit.")
+    body = "".join(
+        f'<g transform="translate(0 {number * _HEIGHT})">{"".join(_drawn(*part))}</g>'
+        for number, part in enumerate(_parts(curves))
+    )
+    text = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {2 * _HEIGHT}" '
+        f'font-family="sans-serif" font-size="12"><rect width="100%" height="100%" fill="white"/>{body}</svg>\n'
+    )
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--plot-file is {path}, which cannot be written: {error.strerror}.") from error
+
+
+def _drawn(title: str, points: Sequence[Point], name: Callable[[int], str]) -> Iterator[str]:
+    """Yield the elements of one diagram: equal steps across, tokens/s from 0 upwards."""
+    bottom, right = _HEIGHT - 32, _WIDTH - 24
+    most = max((point.tokens_per_s for point in points), default=1.0)
+    step = (right - _LEFT) / max(1, len(points) - 1)
+    at = [
+        (_LEFT + place * step, bottom - (bottom - _TOP) * point.tokens_per_s / most)
+        for place, point in enumerate(points)
+    ]
+    yield f'<text x="{_LEFT}" y="18">{escape(title)}</text>'
+    yield f'<path d="M{_LEFT} {_TOP}V{bottom}H{right}" fill="none" stroke="gray"/>'
+    yield f'<polyline points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in at)}" fill="none" stroke="#2563eb" stroke-width="2"/>'
+    for (x, y), point in zip(at, points, strict=True):
+        yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="#2563eb"><title>{point.tokens_per_s:.3g}</title></circle>'
+        yield f'<text x="{x:.1f}" y="{bottom + 18}" text-anchor="middle">{name(point.at)}</text>'
+    for share in (0.0, 0.5, 1.0):
+        y = bottom - (bottom - _TOP) * share
+        yield f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{most * share:.3g}</text>'
