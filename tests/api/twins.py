@@ -22,6 +22,10 @@ from mlx_ring.engine.sequence import Limits
 from mlx_ring.engine.streams import Vocabulary
 from mlx_ring.engine.twin import TwinExecutor
 from mlx_ring.models.pooling import Pooling
+from mlx_ring.planner.catalogue import known_profile
+from mlx_ring.planner.known_models import find_known_model
+from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
+from mlx_ring.planner.what_if import sizes_of
 
 BOS, EOS, ANSWER = 256, 257, 258
 VOCAB_SIZE = 320
@@ -275,6 +279,12 @@ class TwinCatalog:
 
     def cluster(self) -> ClusterParts:
         return ClusterParts()
+
+    def machines(self) -> ClusterProfile:
+        return ClusterProfile((known_profile("m4-mac-mini-16"),))
+
+    def sizes(self, model: ModelService, machines: ClusterProfile) -> ModelProfile:
+        return sizes_of(find_known_model("8b-4bit").folder, model.model_id, machines)
 
     async def ready(self, model: ModelService) -> None:
         if self.refusal is not None:

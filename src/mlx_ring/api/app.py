@@ -17,7 +17,7 @@ from mlx_ring.api.middleware.tracing import TracingMiddleware
 from mlx_ring.api.ollama.dialect import OLLAMA
 from mlx_ring.api.openai.dialect import OPENAI
 from mlx_ring.api.openapi import describe_api
-from mlx_ring.api.ops import cache, cluster, events, health, models
+from mlx_ring.api.ops import cache, cluster, events, health, models, what_if
 from mlx_ring.api.page import routes as page
 from mlx_ring.api.service import ModelCatalog
 from mlx_ring.api.settings import ApiSettings
@@ -25,7 +25,7 @@ from mlx_ring.core.traces import Tracing
 
 DIALECTS = Dialects(OPENAI, ANTHROPIC, OLLAMA)
 """Supported APIs; a path that no other API claims is OpenAI's."""
-_OPERATIONS = (models, health, cluster, cache, events, docs)
+_OPERATIONS = (models, health, cluster, what_if, cache, events, docs)
 
 
 def build_app(

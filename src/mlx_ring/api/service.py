@@ -13,6 +13,7 @@ from mlx_ring.core.generation import GenerateRequest, RequestStream
 from mlx_ring.core.types import Sampling
 from mlx_ring.core.worker_status import WorkerInfo
 from mlx_ring.models.pooling import Pooling
+from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
 
 
 class AddedToken(Protocol):
@@ -269,6 +270,14 @@ class ModelCatalog(Protocol):
 
     def cluster(self) -> ClusterParts:
         """Return every node, and every instance with its stages."""
+        ...
+
+    def machines(self) -> ClusterProfile:
+        """Return the profiles of the connected machines and of the links between them, for planning."""
+        ...
+
+    def sizes(self, model: ModelService, machines: ClusterProfile) -> ModelProfile:
+        """Return a model's profile, for planning on these machines."""
         ...
 
     async def ready(self, model: ModelService) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from mlx_ring.cli.cacert import CACERT, distrust, trust
+from mlx_ring.cli.heads import CACERT, distrust, trust
 from mlx_ring.settings.settings_sources import load_settings
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from mlx_ring.cli.cacert import CACERT, distrust, trust
+from mlx_ring.cli.heads import CACERT, distrust, trust
 from mlx_ring.cli.on_host import app as on_host_app
 from mlx_ring.cli.status_tables import show_status
 from mlx_ring.core.cluster_folders import packages_folder

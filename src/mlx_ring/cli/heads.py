@@ -1,10 +1,12 @@
-"""`mlx-ring heads`: list the heads that announce themselves on this LAN."""
+"""`mlx-ring heads`, which lists the heads on this LAN, and certificates that commands accept from a head over HTTPS."""
 
 from __future__ import annotations
 
 import json
+import ssl
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,6 +14,11 @@ import typer
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.host.head_announcement import LISTEN_S, FoundHead
 
+CACERT = typer.Option(
+    "--cacert",
+    metavar="FILE",
+    help="PEM file of the authority or certificate of an https:// server; the system's authorities by default.",
+)
 _LONGEST_S = 300.0
 _TABLE_WIDTH = 300
 NONE_FOUND = """No head was found on this LAN. Check that
@@ -60,3 +67,38 @@ def show_heads(found: Sequence[FoundHead]) -> None:
             table.add_row("", "", "", "", escape(address))
     # Wide enough for the longest record, because a truncated address is useless.
     Console(width=_TABLE_WIDTH, soft_wrap=True, highlight=False).print(table)
+
+
+# ---- certificates
+
+
+def trust(given: Path | None, own: Path | None = None) -> ssl.SSLContext:
+    """Return a context that trusts the system's authorities, a file, and `own`, the certificate in this machine's settings.
+
+    Raises:
+        ConfigError: a file cannot be read, or holds no certificate.
+    """
+    context = ssl.create_default_context()
+    # The file may hold only the server's own certificate.
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    for flag, path in (("--cacert", given), ("ssl-certfile", own)):
+        if path is not None:
+            try:
+                context.load_verify_locations(path)
+            except OSError as error:
+                reason = (
+                    error.strerror if not isinstance(error, ssl.SSLError) else "no certificate in PEM form"
+                )
+                raise ConfigError(f"{flag} is {path}, which cannot be used: {reason}.") from error
+    return context
+
+
+def distrust(error: Exception, url: str) -> str | None:
+    """Return a sentence about an untrusted certificate; None for any other error."""
+    _, found, why = str(error).partition("CERTIFICATE_VERIFY_FAILED] certificate verify failed: ")
+    if not found:
+        return None
+    return (
+        f"The certificate of {url} is not trusted here: {why.partition(' (_ssl')[0]}. "
+        "Give the file of its authority, or of the certificate itself, with --cacert FILE."
+    )

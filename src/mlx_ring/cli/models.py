@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Column, Table
 
-from mlx_ring.cli.cacert import CACERT, distrust, trust
+from mlx_ring.cli.heads import CACERT, distrust, trust
 from mlx_ring.core.errors import ConfigError, NotReady, PlanError, RequestError
 from mlx_ring.core.types import LayerRange
 from mlx_ring.models.model_folder import ModelFolder

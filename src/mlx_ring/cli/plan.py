@@ -12,8 +12,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from mlx_ring.cli.cacert import CACERT
 from mlx_ring.cli.flags import with_settings
+from mlx_ring.cli.heads import CACERT
 from mlx_ring.cli.what_if import (
     DEFAULT_URL,
     Asked,

@@ -13,7 +13,7 @@ from xml.sax.saxutils import escape
 from rich.console import Console
 from rich.table import Table
 
-from mlx_ring.cli.cacert import distrust, trust
+from mlx_ring.cli.heads import distrust, trust
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.models.model_folder import ModelFolder
 from mlx_ring.models.model_source import builtin_names, describe_model

@@ -29,6 +29,7 @@ from mlx_ring.head.instance_view import LOADING
 from mlx_ring.head.kv_memory import KvShares
 from mlx_ring.head.model import JUST_NOW_S, HostedModel, Ready
 from mlx_ring.head.nodes import Declared, Machines
+from mlx_ring.head.plan_requests import measured_cluster
 from mlx_ring.head.replica import Replica, Watcher
 from mlx_ring.head.served_model import ServedModel, memory_for_weights, prepare_model
 from mlx_ring.head.status import ClusterView, hung_backend_statuses, instance_status, node_statuses
@@ -36,6 +37,8 @@ from mlx_ring.host.child import ChildProcess
 from mlx_ring.host.machine import node_name
 from mlx_ring.host.machine_profile import MachineProfile
 from mlx_ring.models.model_source import must_be_fetched
+from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
+from mlx_ring.planner.what_if import sizes_of
 from mlx_ring.rpc.hello import hello_versions, make_hello
 from mlx_ring.settings.config import Settings
 
@@ -138,6 +141,20 @@ class Catalog:
         view = self._machines.cluster_view()
         own = view.membership.members.get(view.own)
         return None if own is None else own.profile
+
+    def machines(self) -> ClusterProfile:
+        """Return the profiles of the connected machines, the head's first, and of the links between them.
+
+        Machines have their readable names where no two have the same.
+        """
+        if self._machines is None:
+            return ClusterProfile(())
+        return measured_cluster(self._settings, self._machines.cluster_view(), self.links)
+
+    def sizes(self, model: ModelService, machines: ClusterProfile) -> ModelProfile:
+        """Return a model's profile, for planning on these machines."""
+        served = self._own(model).served
+        return sizes_of(served.folder, served.names[0], machines)
 
     def cluster(self) -> ClusterParts:
         """Return every node, and every instance with the state of its stages."""

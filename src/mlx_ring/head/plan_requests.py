@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 import psutil
 
+from mlx_ring.api.service import LinkInfo
 from mlx_ring.cluster.membership import Member, Membership
 from mlx_ring.core.errors import PlanError
 from mlx_ring.core.types import CpuWeights, LayerRange
-from mlx_ring.planner.profiles import NodeProfile, measured_node
+from mlx_ring.head.status import ClusterView
+from mlx_ring.planner.profiles import ClusterProfile, NodeProfile, measured_node
 from mlx_ring.planner.request import PlanRequest
 from mlx_ring.planner.strategies import proportional_counts
+from mlx_ring.rpc.link_profile import FRAMES_S, UNREACHABLE, LinkProfile
 from mlx_ring.settings.config import Settings
 
 if TYPE_CHECKING:
@@ -118,6 +121,39 @@ def node_profiles(
         )
         for member in latest
     ]
+
+
+def measured_cluster(settings: Settings, view: ClusterView, links: Iterable[LinkInfo]) -> ClusterProfile:
+    """Return the connected machines, the head's first, and the links between them, the worse of both directions.
+
+    Machines have their readable names where no two have the same. Memory that plans promise counts as free.
+    """
+    members = sorted(
+        view.membership.members.values(), key=lambda member: (member.node != view.own, member.node)
+    )
+    machines = [member.machine for member in members]
+    names = {
+        member.node: member.machine if machines.count(member.machine) == 1 else member.node
+        for member in members
+    }
+    trusting = {names[member.node] for member in members if member.trusted}
+    nodes = [_node_profile(member, 0, 0, cpu_weights_of(settings)) for member in members]
+    between: dict[frozenset[str], LinkProfile] = {}
+    for link in links:
+        if link.source not in names or link.target not in names:
+            continue
+        pair = frozenset((names[link.source], names[link.target]))
+        one = UNREACHABLE if link.problem else LinkProfile(link.round_trip_s, link.bytes_per_s, FRAMES_S)
+        other = between.get(pair, one)
+        between[pair] = LinkProfile(
+            max(one.round_trip_s, other.round_trip_s),
+            min(one.bandwidth, other.bandwidth),
+            min(one.frames_s, other.frames_s),
+        )
+    return ClusterProfile(
+        tuple(replace(node, name=names[node.name], trusted=names[node.name] in trusting) for node in nodes),
+        between,
+    )
 
 
 def _node_profile(member: Member, taken: int, head_bytes: int, cpu_weights: CpuWeights) -> NodeProfile:

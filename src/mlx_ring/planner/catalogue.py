@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -150,19 +150,30 @@ def _families(machine: KnownMachine) -> list[str]:
     return [name.removesuffix(f"-{chips()[name].gpu_cores}") for name in machine.bins]
 
 
+def machine_names() -> list[str]:
+    """Return machines by the family of their chip and their gigabytes, as `m3-ultra-512`."""
+    names = {
+        f"{family}-{size}"
+        for machine in known_machines().values()
+        for family, sizes in zip(_families(machine), machine.bins.values(), strict=True)
+        for size in sizes
+    }
+    order = list(chips())
+    return sorted(names, key=lambda name: (_chip_place(order, name), int(name.rpartition("-")[2])))
+
+
+def _chip_place(order: Sequence[str], name: str) -> int:
+    family = name.rpartition("-")[0]
+    return next(place for place, chip in enumerate(order) if chip == family or chip.startswith(f"{family}-"))
+
+
 def _nearest(text: str) -> str:
     """Return the known names that are most like an unknown one."""
     if same := _of_family(text.rpartition("-")[0]):
         sizes = sorted({size for machine in same for size in machine.gb})
         return f"it is known with {', '.join(map(str, sizes))} GB"
-    names = [f"{each.name}-{size}" for each in known_machines().values() for size in each.gb]
-    names += [
-        f"{family}-{size}"
-        for each in known_machines().values()
-        for family in _families(each)
-        for size in each.gb
-    ]
-    near = difflib.get_close_matches(text, list(dict.fromkeys(names)), n=_NEAREST, cutoff=0.5)
+    sold = [f"{each.name}-{size}" for each in known_machines().values() for size in each.gb]
+    near = difflib.get_close_matches(text, [*machine_names(), *sold], n=_NEAREST, cutoff=0.5)
     return f"the nearest known ones are {', '.join(near)}" if near else "`mlx-ring plan` lists the known ones"
 
 

@@ -19,7 +19,7 @@ import typer
 
 from mlx_ring.cli import INTERRUPTED
 from mlx_ring.cli.bench.workload import Range, Workload
-from mlx_ring.cli.cacert import CACERT, trust
+from mlx_ring.cli.heads import CACERT, trust
 from mlx_ring.core.errors import ConfigError
 
 _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?", re.ASCII)

@@ -1,0 +1,114 @@
+"""`/cluster/what-if`: predictions for the running cluster with other machines, links, contexts or models."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Annotated, Literal
+
+from pydantic import Field
+from starlette.requests import Request
+from starlette.routing import Router
+
+from mlx_ring.api.context import ApiContext
+from mlx_ring.api.openapi import JsonObject, RouteDoc, documented_get, documented_post
+from mlx_ring.api.request_body import Body
+from mlx_ring.core.errors import ConfigError, RequestError
+from mlx_ring.planner.catalogue import machine_names, named_links
+from mlx_ring.planner.known_models import find_known_model, popular_models
+from mlx_ring.planner.profiles import ClusterProfile
+from mlx_ring.planner.what_if import MOST_ADDED, Answer, NamedModel, Question, sizes_of, what_if
+
+_FULL_PRECISION: tuple[Literal[16]] = (16,)
+
+
+class WhatIfChoices(JsonObject):
+    """Names that a question may use."""
+
+    machines: list[str]
+    """Machines that can be added."""
+    links: list[str]
+    models: list[str]
+    """Popular models; others have short names too."""
+
+
+class WhatIfRequest(Body):
+    """Question about the running cluster with other machines, links, contexts or models."""
+
+    model: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+    """Served model, or a short name such as `llama-70b`; the default model if it is missing."""
+    what_fits: bool = False
+    """Answer for popular models instead."""
+    add: Annotated[
+        list[Annotated[str, Field(min_length=1, max_length=100)]], Field(max_length=MOST_ADDED)
+    ] = Field(default_factory=list)
+    """Machines to add, such as `m3-ultra-512`."""
+    link: Annotated[str, Field(max_length=100)] | None = None
+    """Link of these machines to all others, such as `tb5-rdma`."""
+    context_tokens: Annotated[int, Field(ge=1, le=10**8)] | None = None
+    """Context of each user."""
+    kv_bits: Annotated[list[Literal[4, 8, 16]], Field(min_length=1, max_length=3)] = Field(
+        default_factory=lambda: list(_FULL_PRECISION)
+    )
+    """Bits of the KV cache; several are compared."""
+    curves: bool = False
+    """Predict the speed over the context and over users, too."""
+
+
+def routes(context: ApiContext) -> Router:
+    router = Router()
+    one_at_a_time = asyncio.Lock()
+
+    async def choices(_: Request) -> WhatIfChoices:
+        return {
+            "machines": machine_names(),
+            "links": list(named_links()),
+            "models": [known.name for known in popular_models()],
+        }
+
+    async def ask(request: Request) -> Answer:
+        fields = await context.read(request, WhatIfRequest)
+        async with one_at_a_time:
+            return await asyncio.to_thread(_answer, context, fields)
+
+    documented_get(
+        router,
+        "/cluster/what-if",
+        choices,
+        RouteDoc("List the machines, links and models that a what-if question may name", WhatIfChoices),
+    )
+    documented_post(
+        router,
+        "/cluster/what-if",
+        ask,
+        WhatIfRequest,
+        RouteDoc("Predict speeds and room for users with other machines, links, contexts or models", Answer),
+    )
+    return router
+
+
+def _answer(context: ApiContext, fields: WhatIfRequest) -> Answer:
+    machines = context.catalog.machines()
+    question = Question(
+        added=tuple(fields.add),
+        link=fields.link,
+        context_tokens=fields.context_tokens,
+        kv_bits=tuple(dict.fromkeys(fields.kv_bits)),
+        with_curves=fields.curves,
+    )
+    try:
+        return what_if(_models(context, fields, machines), machines, question)
+    except ConfigError as error:
+        raise RequestError(str(error), param="add") from error
+
+
+def _models(context: ApiContext, fields: WhatIfRequest, machines: ClusterProfile) -> Iterable[NamedModel]:
+    """Return the models of a question with their labels: popular ones, a served one, or one by a short name."""
+    if fields.what_fits:
+        return ((known.name, sizes_of(known.folder, known.name, machines)) for known in popular_models())
+    served = [model for model in context.catalog.models if fields.model in (model.model_id, *model.aliases)]
+    if fields.model is None or served:
+        model = served[0] if served else context.default
+        return [(model.model_id, context.catalog.sizes(model, machines))]
+    known = find_known_model(fields.model)
+    return [(known.name, sizes_of(known.folder, known.name, machines))]
