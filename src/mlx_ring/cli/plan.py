@@ -43,7 +43,7 @@ from mlx_ring.settings.strategies import STRATEGIES, Strategy, current_strategy,
 _BITS = (2, 3, 4, 5, 6, 8, 16, 32)
 _KV_BITS = (4, 8, 16)
 _CONTEXT = 8192
-_WHAT_IF = "What if"
+_WHAT_IF = "Comparisons"
 _GB = 10**9
 Value = TypeVar("Value", int, str)
 

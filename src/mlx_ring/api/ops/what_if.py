@@ -7,13 +7,15 @@ from collections.abc import Iterable
 from typing import Annotated, Literal
 
 from pydantic import Field
+from pydantic_core import to_jsonable_python
 from starlette.requests import Request
 from starlette.routing import Router
 
 from mlx_ring.api.context import ApiContext
 from mlx_ring.api.openapi import JsonObject, RouteDoc, documented_get, documented_post
 from mlx_ring.api.request_body import Body
-from mlx_ring.core.errors import ConfigError, RequestError
+from mlx_ring.api.streaming import JsonAnswer
+from mlx_ring.core.errors import ConfigError, NotReady, RequestError
 from mlx_ring.planner.catalogue import machine_names, named_links
 from mlx_ring.planner.known_models import find_known_model, popular_models
 from mlx_ring.planner.profiles import ClusterProfile
@@ -66,10 +68,11 @@ def routes(context: ApiContext) -> Router:
             "models": [known.name for known in popular_models()],
         }
 
-    async def ask(request: Request) -> Answer:
+    async def ask(request: Request) -> JsonAnswer[Answer]:
         fields = await context.read(request, WhatIfRequest)
         async with one_at_a_time:
-            return await asyncio.to_thread(_answer, context, fields)
+            answer = await asyncio.to_thread(_answer, context, fields)
+        return JsonAnswer(to_jsonable_python(answer))
 
     documented_get(
         router,
@@ -82,13 +85,19 @@ def routes(context: ApiContext) -> Router:
         "/cluster/what-if",
         ask,
         WhatIfRequest,
-        RouteDoc("Predict speeds and room for users with other machines, links, contexts or models", Answer),
+        RouteDoc(
+            "Predict speeds and room for users with other machines, links, contexts or models",
+            Answer,
+            example={"add": ["m3-ultra-512"], "link": "tb5-rdma", "context_tokens": 4096},
+        ),
     )
     return router
 
 
 def _answer(context: ApiContext, fields: WhatIfRequest) -> Answer:
     machines = context.catalog.machines()
+    if not machines.nodes:
+        raise NotReady("No machine of the cluster is measured yet; ask again when a model is loaded.")
     question = Question(
         added=tuple(fields.add),
         link=fields.link,

@@ -14,6 +14,7 @@ import { Logs } from "./logs.js";
 import { Machines } from "./machines.js";
 import { Pipeline } from "./pipeline.js";
 import { Requests } from "./requests.js";
+import { WhatIf } from "./what-if.js";
 
 /**
  * Render the cluster view.
@@ -42,6 +43,7 @@ export function Cluster({ now: { state, points, lines }, status, theme }) {
     )}
     <${Charts} points=${points} instances=${cluster.instances} theme=${theme} />
     <${Machines} cluster=${cluster} names=${names} />
+    <${WhatIf} />
     <div class="halves">
       <${Requests} requests=${requests} cache=${cache} showsModel=${hasSeveralModels} />
       <${Cache} cache=${cache} />
