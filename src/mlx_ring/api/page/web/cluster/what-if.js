@@ -31,6 +31,8 @@ export function WhatIf() {
   }
   /** @param {keyof typeof EMPTY} name */
   const field = (name) => onValue((value) => setFields({ ...fields, [name]: value }));
+  const onToggle = (/** @type {Event & { currentTarget: HTMLDetailsElement }} */ event) =>
+    setOpen(event.currentTarget.open);
   const onSubmit = async (/** @type {SubmitEvent} */ event) => {
     event.preventDefault();
     setBusy(true);
@@ -45,7 +47,7 @@ export function WhatIf() {
     }
   };
   return html`<section class="panel what-if" aria-label="What if">
-    <details onToggle=${(/** @type {Event & { currentTarget: HTMLDetailsElement }} */ event) => setOpen(event.currentTarget.open)}>
+    <details onToggle=${onToggle}>
       <summary><h2>What if</h2><span class="muted">another machine, link, context or model</span></summary>
       <form onSubmit=${onSubmit}>
         <label>Add a machine
@@ -99,7 +101,7 @@ async function ask(method, body) {
  * Return the request's fields; empty texts are left out.
  * @param {typeof EMPTY} fields
  */
-export function questionOf({ machine, link, model, context }) {
+function questionOf({ machine, link, model, context }) {
   return {
     ...(machine && { add: [machine] }),
     ...(machine && link && { link }),
@@ -125,7 +127,9 @@ function Outcomes({ outcomes }) {
         <tbody>${outcomes.map((one) => html`<${Row} key=${one.label} outcome=${one} />`)}</tbody>
       </table>
     </div>
-    ${outcomes.filter(({ fits }) => !fits).map(({ label, why }) => html`<p key=${label} class="muted">${label}: ${why}</p>`)}
+    ${outcomes
+      .filter(({ fits }) => !fits)
+      .map(({ label, why }) => html`<p key=${label} class="muted">${label}: ${why}</p>`)}
     <p class="muted">
       Each user has a context of ${context.toLocaleString("en")} tokens. The first token is that of a prompt as long.
     </p>`;
@@ -148,11 +152,11 @@ function Row({ outcome: one }) {
     <td class="right">${figures(one.users, 5)}</td>
     <td class="right">${figures(one.users_tokens_per_s)}</td>
     <td class="right">${bytes(one.memory_bytes)}</td>
-    <td>${one.stages.join(", ")}</td>
+    <td>${one.stages?.join(", ")}</td>
   </tr>`;
 }
 
-/** @param {number[]} pair */
-function range([low, high]) {
+/** @param {[number, number]} [pair] */
+function range([low, high] = [0, 0]) {
   return `${figures(low)} – ${figures(high)}`;
 }
