@@ -97,7 +97,9 @@ def routes(context: ApiContext) -> Router:
 def _answer(context: ApiContext, fields: WhatIfRequest) -> Answer:
     machines = context.catalog.machines()
     if not machines.nodes:
-        raise NotReady("No machine of the cluster is measured yet; ask again when a model is loaded.")
+        raise NotReady(
+            "No machine of the cluster is measured: run `mlx-ring profile` on the head's machine, and start the server again."
+        )
     question = Question(
         added=tuple(fields.add),
         link=fields.link,
