@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,13 @@ def use_folder(folder: Path) -> None:
 
 
 def folder_of_run() -> Path:
-    """Return the folder that all processes of this run share."""
-    return _run[0]
+    """Return the folder that all processes of this run share. A program that sets none has one until it ends."""
+    return _run[0] if _run else Path(_folder_of_program().name)
+
+
+@cache
+def _folder_of_program() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="mlx-ring-once-")
 
 
 def once(folder: Path, make: Callable[[], object]) -> Any:
