@@ -59,6 +59,20 @@ print([name for name in ("numpy", "llguidance", "transformers") if name in sys.m
     assert done.stdout.strip() == "[]"
 
 
+def test_numpy_is_there_before_the_first_frame_is_packed() -> None:
+    program = """
+import sys
+from mlx_ring.rpc.frames import Packer
+before = "numpy" in sys.modules
+Packer(1e9)
+print(before, "numpy" in sys.modules)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=clean_environment(), check=True, capture_output=True, text=True
+    )
+    assert done.stdout.split() == ["False", "True"]
+
+
 def test_garbage_is_collected_again_after_imports() -> None:
     with importing():
         assert not gc.isenabled()

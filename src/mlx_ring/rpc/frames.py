@@ -18,6 +18,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import zstandard
@@ -211,6 +212,10 @@ class Packer:
     _frames: int = 0
     _tensor_bytes: int = 0
     _sent_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        # The import takes longer than a step, so no step waits for it.
+        import_module("numpy")
 
     def packed(self, frame: Frame) -> Frame:
         """Return the frame to send: packed, or the same."""

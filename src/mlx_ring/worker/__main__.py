@@ -28,8 +28,8 @@ from mlx_ring.worker.compute_thread import prefer_latency, prefer_throughput
 from mlx_ring.worker.platform.device import choose_products, keep_freed_memory
 
 _END_WITHIN_S = 1.0
-_IMPORTED_LATER = ("grpc._channel", "grpc._server", "mlx_lm.models.rope_utils")
-"""Modules that gRPC and most models import at their first use."""
+_IMPORTED_LATER = ("grpc._channel", "grpc._server", "mlx_lm.models.rope_utils", "numpy")
+"""Modules that gRPC, most models, and links between machines import at their first use."""
 _HEAD_ONLY = (STEPS.path, STATUS.path)
 """Calls that only the head may make. Nodes send activations to each other, but not these."""
 _LOCAL_ONLY = (LOAD.path, RELINK.path)
