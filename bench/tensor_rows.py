@@ -21,7 +21,9 @@ LARGE = Shape(layers=16, hidden=2048, intermediate=6144, vocabulary=32768, dtype
 """Model whose products take most of a step, also with native kernels."""
 _PLAIN = ("--prefix-cache", "off", "--num-speculative-tokens", "0")
 _PROMPT = 512
-_STREAMS = 8
+_STREAMS, _MANY_STREAMS = 8, 32
+"""The second makes products take most of a step: sums, Python and the head take the same time for any number of rows."""
+_MANY_FLAGS = ("--max-num-seqs", str(_MANY_STREAMS))
 _LAUNCH_PROMPT = 64
 """Shorter prompt, because mlx_lm.server takes three minutes for 512 tokens of this model."""
 
@@ -30,21 +32,30 @@ def rows(quantized: Callable[[Shape], Any]) -> dict[str, Callable[[Bench], list[
     """Return the rows by name; `quantized` creates the model."""
 
     def row_tensor(bench: Bench) -> list[Ratio]:
-        """Compare two ranks with one: eight streams, one stream, and a prompt of 512 tokens."""
+        """Compare two ranks with one: 32 and 8 streams, one stream, and a prompt of 512 tokens."""
         tokens = 16 if bench.quick else 48
-        alone, together = (limit_of_ranks(LARGE, rows, bench.cores) for rows in (1, _STREAMS))
+        alone, together, most = (
+            limit_of_ranks(LARGE, rows, bench.cores) for rows in (1, _STREAMS, _MANY_STREAMS)
+        )
+        crowd: list[float] = []
         batch: list[float] = []
         decode: list[float] = []
         prefill: list[float] = []
         with _one_and_two(bench, quantized(LARGE)) as (one, two):
             for number in range(bench.rounds + 1):
+                everyone = jobs_of(2000 + number, _MANY_STREAMS, 16, tokens, LARGE.vocabulary)
                 jobs = jobs_of(1000 + number, _STREAMS, 16, tokens, LARGE.vocabulary)
                 (job,) = jobs_of(number, 1, _PROMPT, 2 * tokens, LARGE.vocabulary)
+                most_of_one, most_of_two = (
+                    steady_speed(load(server, everyone, _MANY_STREAMS)) for server in (one, two)
+                )
                 many, many_of_two = (steady_speed(load(server, jobs, _STREAMS)) for server in (one, two))
                 single, double = (load(server, [job], 1)[0] for server in (one, two))
                 note_round(
                     number,
                     {
+                        f"{_MANY_STREAMS} streams, one tok/s": most_of_one,
+                        "by two": most_of_two,
                         f"{_STREAMS} streams, one tok/s": many,
                         "two": many_of_two,
                         "one stream, one tok/s": decode_speed(single),
@@ -53,10 +64,18 @@ def rows(quantized: Callable[[Shape], Any]) -> dict[str, Callable[[Bench], list[
                         "two s": ttft(double),
                     },
                 )
+                crowd.append(most_of_two / most_of_one)
                 batch.append(many_of_two / many)
                 decode.append(decode_speed(double) / decode_speed(single))
                 prefill.append(ttft(single) / ttft(double))
         return [
+            Ratio(
+                "tensor", f"{_MANY_STREAMS} streams, decode of two ranks over one", crowd[1:], at_least=1.6
+            ),
+            Ratio("tensor", "  the products alone, on these cores", [most]),
+            Ratio(
+                "tensor", "  of the products' own gain", [ratio / most for ratio in crowd[1:]], at_least=0.92
+            ),
             Ratio("tensor", f"{_STREAMS} streams, decode of two ranks over one", batch[1:], at_least=1.6),
             Ratio("tensor", "  the products alone, on these cores", [together]),
             Ratio("tensor", "one stream, decode of two ranks over one", decode[1:], at_least=1.0),
@@ -107,7 +126,7 @@ def _one_and_two(bench: Bench, model: Any) -> Generator[list[Any]]:
     with running(
         *(
             lambda ranks=ranks: RingServer(
-                model, *_PLAIN, ranks=ranks, cores=bench.cores, head_core=bench.shared
+                model, *_PLAIN, *_MANY_FLAGS, ranks=ranks, cores=bench.cores, head_core=bench.shared
             )
             for ranks in (1, 2)
         )
