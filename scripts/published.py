@@ -32,6 +32,7 @@ DATA = Path(__file__).parents[1] / "tests" / "planner"
 Row = Mapping[str, str]
 
 
+@cache
 def rows_of(name: str) -> Sequence[Row]:
     """Return the rows of a table by its columns' names."""
     lines = (DATA / name).read_text(encoding="utf-8").splitlines()
@@ -124,15 +125,17 @@ _CORES = {
 
 def golden_model(row: Row) -> ModelProfile | None:
     """Return the model of a row, with its published bytes where they are; None if its sizes are not known."""
-    config = config_of(row["model"])
-    form = row["format"].lower()
+    return _golden_model(row["model"], row["format"].lower(), row["engine"], row["model_gb"])
+
+
+@cache
+def _golden_model(name: str, form: str, engine: str, size: str) -> ModelProfile | None:
+    config = config_of(name)
     if config is None or form == "-":
         return None
-    plain = folder_of(config)
-    served = _as_served(config, form, row["engine"])
+    served = _as_served(config, form, engine)
     kind = None if served is not None else _kind(form)
-    model = profile_folder(plain if served is None else folder_of(served), row["model"], kind)
-    size = row["model_gb"]
+    model = profile_folder(folder_of(config if served is None else served), name, kind)
     return (
         model
         if size == "-" or abs(float(size) * 1e9 / model.weight_bytes - 1) > 0.3
@@ -196,7 +199,7 @@ def engine_of(row: Row) -> str:
 
 def predict(row: Row, fitted: Fitted | None = None) -> float | None:
     """Return the predicted value of a row, in its unit; None if the header says that it is not predicted."""
-    model, nodes = _golden_model(tuple(sorted(row.items()))), golden_nodes(row, fitted)
+    model, nodes = golden_model(row), golden_nodes(row, fitted)
     if (
         model is None
         or nodes is None
@@ -250,11 +253,6 @@ def _pipeline(row: Row, model: ModelProfile, nodes: Sequence[NodeProfile], deman
     )
 
 
-@cache
-def _golden_model(row: tuple[tuple[str, str], ...]) -> ModelProfile | None:
-    return golden_model(dict(row))
-
-
 def _number(text: str, unknown: int) -> int:
     return unknown if text == "-" else int(float(text))
 
@@ -280,6 +278,7 @@ class Figures:
         return self.rows >= _LEAST_ROWS and self.publishers >= _LEAST_PUBLISHERS
 
 
+@cache
 def figures(group: str, *, fitted: bool) -> Figures:
     """Return the figures of a group's rows on one machine, in one of the halves."""
     rows = [
