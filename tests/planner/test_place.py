@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import combinations
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 from hypothesis import given, reject
 from hypothesis import strategies as st
 from tests.examples import examples
 from tests.planner.clusters import NODES, cluster_of, model_of, node_of
+from tests.planner.test_search import every_partition, orders
 
 from mlx_ring.core.errors import PlanError
 from mlx_ring.planner.place import place
@@ -16,6 +20,7 @@ from mlx_ring.planner.plan import Plan
 from mlx_ring.planner.profiles import NodeProfile
 from mlx_ring.planner.request import Demand, PlanRequest
 from mlx_ring.planner.strategies import METHODS
+from mlx_ring.planner.timetable import Timetable
 from mlx_ring.rpc.link_profile import LinkProfile
 from mlx_ring.settings.strategies import STRATEGIES, Strategy
 
@@ -79,7 +84,65 @@ def test_auto_leaves_out_a_machine_that_would_slow_it_down() -> None:
     assert [stage.node for stage in plan.stages] == ["fast"]
     (left,) = plan.left_out
     assert left.node == "slow"
-    assert "instead of" in left.why
+    assert left.why == "no plan with it answers a request sooner"
+
+
+@given(NODES, st.integers(1, 6), st.sampled_from([1, 600, 2048, 16_384]), st.sampled_from([1, 16, 256]))
+@examples(1)
+def test_auto_answers_a_request_soonest_of_all_pipelines(
+    nodes: list[NodeProfile], layers: int, prompt: int, answer: int
+) -> None:
+    model = model_of(layers, layer_bytes=400_000_000, head_bytes=100_000_000)
+    request = plan_request(prompt_tokens=prompt, answer_tokens=answer)
+    # Each pair has a link of its own.
+    pairs = list(combinations([node.name for node in nodes], 2))
+    links = {
+        frozenset(pair): LinkProfile(1e-4 * (1 + place % 3), 1e8 * (1 + 7 * (place % 2)))
+        for place, pair in enumerate(pairs)
+    }
+    cluster = replace(cluster_of(*nodes), links=links)
+    times = Timetable(model, cluster, request.demand)
+    fitting = times.tables(1)
+    soonest = min(
+        (
+            times.request_s(pieces, request)
+            for pieces in every_partition(fitting, orders(len(nodes), range(1, len(nodes) + 1)))
+            if all(np.isfinite(fitting[piece.node][piece.first, piece.end]) for piece in pieces)
+        ),
+        default=np.inf,
+    )
+    if np.isinf(soonest):
+        with pytest.raises(PlanError):
+            place(model, cluster, request)
+        return
+    assert place(model, cluster, request).prediction.request_s <= 1.001 * soonest
+
+
+@pytest.mark.parametrize("prompt", [1024, 32_000])
+def test_auto_is_no_slower_than_equal_layers_over_equal_machines(prompt: int) -> None:
+    model, cluster = model_of(80), cluster_of(*map(node_of, "ab"), link=LinkProfile(50e-6, 5e9))
+    auto, uniform = (
+        place(model, cluster, plan_request(prompt_tokens=prompt, strategy=strategy)).prediction
+        for strategy in ("auto", "uniform")
+    )
+    assert auto.request_s <= 1.001 * uniform.request_s
+
+
+def test_a_long_prompt_uses_machines_that_an_answer_would_leave_out() -> None:
+    cluster = cluster_of(*map(node_of, "ab"), link=LinkProfile(1e-3, 5e9))
+    answer = plan_request(prompt_tokens=512, answer_tokens=1000)
+    assert place(model_of(28), cluster, answer).kind == "single"
+    prompt = plan_request(prompt_tokens=16_384, objective="first-token")
+    assert place(model_of(28), cluster, prompt).kind == "pipeline"
+
+
+def test_sixty_four_machines_are_planned_and_a_slow_one_is_left_out() -> None:
+    nodes = [node_of(f"node-{place}", 3) for place in range(63)]
+    cluster = cluster_of(*nodes, node_of("slow", 3, gb_s=2), link=LinkProfile(50e-6, 5e9))
+    plan = place(model_of(128), cluster, plan_request(prompt_tokens=8192))
+    assert sum(counts(plan)) == 128
+    assert "slow" in {left.node for left in plan.left_out}
+    assert all(stage.memory_bytes <= stage.usable_bytes for stage in plan.stages)
 
 
 def test_auto_for_throughput_uses_every_machine_that_helps() -> None:

@@ -31,6 +31,9 @@ from mlx_ring.rpc.link_profile import UNREACHABLE, LinkProfile
 FAST, SLOW = LinkProfile(20e-6, 5e9), LinkProfile(0.5e-3, 1.1e8)
 SMALL = Demand(context_tokens=1024, sequences=1)
 PAIR = (node_of("a"), node_of("b"))
+SHORT = PlanRequest(SMALL, prompt_tokens=1)
+ONE_CHUNK = PlanRequest(SMALL, prompt_tokens=512)
+"""A prompt that cannot be computed by several stages at once."""
 
 
 def plan_request(**options: Any) -> PlanRequest:
@@ -48,29 +51,29 @@ def test_a_large_dense_model_is_shared_over_fast_links_and_not_over_slow_ones() 
     assert together.kind == "tensor"
     assert [(rank.node, rank.share) for rank in together.stages[0].ranks] == [("a", 0.5), ("b", 0.5)]
     assert together.remarks[0].startswith("a+b compute every layer together: ")
-    apart = place(model, trusting(*PAIR, link=SLOW), plan_request())
+    apart = place(model, trusting(*PAIR, link=SLOW), ONE_CHUNK)
     assert apart.kind == "single"
     assert apart.prediction.token_s > 1.5 * together.prediction.token_s
     assert apart.remarks[-1].startswith("If a+b computed every layer together, it would be ")
 
 
 def test_without_a_trusted_interface_nothing_is_shared_and_the_plan_says_so() -> None:
-    plan = place(shared_model(40), cluster_of(*PAIR, link=FAST), plan_request())
+    plan = place(shared_model(40), cluster_of(*PAIR, link=FAST), ONE_CHUNK)
     assert plan.kind == "single"
     assert plan.remarks[-1].endswith("no interface between these machines is trusted.")
-    slow = place(shared_model(40), cluster_of(*PAIR, link=SLOW), plan_request())
+    slow = place(shared_model(40), cluster_of(*PAIR, link=SLOW), ONE_CHUNK)
     assert not any("trusted" in remark for remark in slow.remarks)
 
 
 def test_a_model_that_cannot_be_split_is_not_shared_and_the_plan_says_so() -> None:
     model = replace(shared_model(40), shared=None)
-    plan = place(model, trusting(*PAIR, link=FAST), plan_request())
+    plan = place(model, trusting(*PAIR, link=FAST), ONE_CHUNK)
     assert plan.kind == "single"
     assert plan.remarks[-1].endswith("but the model's layers cannot be split.")
 
 
 def test_sharing_that_cannot_be_served_is_not_planned_and_the_plan_says_so() -> None:
-    plan = place(shared_model(40), trusting(*PAIR, link=FAST), plan_request(allows_tensor=False))
+    plan = place(shared_model(40), trusting(*PAIR, link=FAST), replace(ONE_CHUNK, allows_tensor=False))
     assert plan.kind == "single"
     assert "uses the only MLX group of a process" in plan.remarks[-1]
 
@@ -210,7 +213,7 @@ def answer_cost(
         if group is None or not group.fits(first, end):
             return float("inf")
         stages.append(GroupStage(group, LayerRange(first, end)))
-    return cost(PlanRequest(shared.demand), GroupPipeline(cluster, stages).prediction(1))
+    return cost(SHORT, GroupPipeline(cluster, stages).prediction(SHORT))
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -270,7 +273,7 @@ def test_a_pipeline_without_sharing_is_predicted_like_a_plan() -> None:
         GroupStage(alone(shared, node), stage.layers)
         for node, stage in zip(cluster.nodes, plan.stages, strict=True)
     ]
-    prediction = GroupPipeline(cluster, stages).prediction(request.prompt_tokens)
+    prediction = GroupPipeline(cluster, stages).prediction(request)
     assert prediction.token_s == pytest.approx(plan.prediction.token_s)
     assert prediction.tokens_per_s == pytest.approx(plan.prediction.tokens_per_s)
     assert prediction.first_token_s == pytest.approx(plan.prediction.first_token_s)

@@ -86,6 +86,12 @@ def plan(
         ),
     ] = None,
     sequences: Annotated[int, typer.Option(metavar="N", help="Concurrent sequences.")] = 1,
+    prompt: Annotated[
+        int, typer.Option(metavar="TOKENS", help="Prompt of the request whose time is minimized.")
+    ] = 1024,
+    answer: Annotated[
+        int, typer.Option(metavar="TOKENS", help="Answer of the request whose time is minimized.")
+    ] = 256,
     replicas: Annotated[
         int | None,
         typer.Option(
@@ -162,6 +168,8 @@ def plan(
         ),
         proportions=_numbers("--proportions", proportions) or listed.proportions,
         counts=tuple(map(int, _numbers("--layers", layers))),
+        prompt_tokens=_at_least_one("--prompt", prompt),
+        answer_tokens=_at_least_one("--answer", answer),
     )
     _check_custom(request)
     if asks:
@@ -185,10 +193,10 @@ def plan(
             request=request,
         )
         asked = Asked(model, question, weights, what_fits=what_fits)
-        answer = (
+        found = (
             ask_head(url or DEFAULT_URL, asked, cacert) if machines is None else ask_planner(machines, asked)
         )
-        show_answer(answer, as_json=as_json, plot=plot, plot_file=plot_file)
+        show_answer(found, as_json=as_json, plot=plot, plot_file=plot_file)
         return
     if model is None or machines is None:
         raise ConfigError(
@@ -338,7 +346,8 @@ def show_plan(made: Plan) -> None:
     console.print(
         f"\n{made.model}, {made.sequences} x {made.context_tokens} tokens, strategy {made.strategy}: "
         f"{1 / prediction.token_s:.1f} tokens/s for one stream, {prediction.tokens_per_s:.1f} for {made.sequences}; "
-        f"{prediction.first_token_s:.2f} s to the first token of a prompt of {prediction.prompt_tokens}.",
+        f"{prediction.first_token_s:.2f} s to the first token of a prompt of {prediction.prompt_tokens}, "
+        f"{prediction.request_s:.2f} s with an answer of {prediction.answer_tokens}.",
         highlight=False,
     )
     for remark in made.remarks:

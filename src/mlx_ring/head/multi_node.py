@@ -118,7 +118,7 @@ class Cluster:
                 missing = (declared.settings.replicas or len(left)) - len(left)
                 return [*loaded, *[None] * missing]
             if declared.settings.replicas == 1 or (
-                declared.settings.replicas is None and declared.settings.optimize_for == "latency"
+                declared.settings.replicas is None and declared.settings.optimize_for != "throughput"
             ):
                 return [None]
             _, links = await self._surveys.take_all(membership, sites)

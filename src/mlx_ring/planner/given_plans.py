@@ -38,7 +38,7 @@ def plan_given(
     shared = SharedModel(model, request.demand, model.shared)
     groups = [GroupStage(given_group(shared, cluster, ranks), layers) for layers, ranks in stages]
     pipeline = GroupPipeline(cluster, groups)
-    prediction = pipeline.prediction(request.prompt_tokens)
+    prediction = pipeline.prediction(request)
     stage_s = tuple(pipeline.lone_stream(shared.context_tokens)[0])
     plan = plan_of(model, cluster, request, SharedPipeline(tuple(groups), stage_s, prediction, 0.0), "")
     _check_memory(plan)

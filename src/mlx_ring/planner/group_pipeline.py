@@ -10,6 +10,7 @@ from mlx_ring.core.types import LayerRange
 from mlx_ring.planner.cpu_quota import lone_stream
 from mlx_ring.planner.plan import Prediction
 from mlx_ring.planner.profiles import ClusterProfile
+from mlx_ring.planner.request import PlanRequest
 from mlx_ring.planner.stage_costs import CHUNK_TOKENS, TOKEN_BYTES, Times
 from mlx_ring.planner.tensor_groups import RankGroup
 
@@ -97,12 +98,15 @@ class GroupPipeline:
         context = self.stages[0].group.shared.context_tokens
         return sum(times) + (chunks - 1) * slowest_s + around + self.lone_stream(context)[1]
 
-    def prediction(self, prompt_tokens: int) -> Prediction:
+    def prediction(self, request: PlanRequest) -> Prediction:
         """Return the prediction for a plan."""
         context = self.stages[0].group.shared.context_tokens
+        token_s, first_token_s = self.lone_stream(context)[1], self.first_token_s(request.prompt_tokens)
         return Prediction(
-            token_s=self.lone_stream(context)[1],
+            token_s=token_s,
             tokens_per_s=self.tokens_per_s(),
-            first_token_s=self.first_token_s(prompt_tokens),
-            prompt_tokens=prompt_tokens,
+            first_token_s=first_token_s,
+            prompt_tokens=request.prompt_tokens,
+            request_s=first_token_s + request.answer_tokens * token_s,
+            answer_tokens=request.answer_tokens,
         )

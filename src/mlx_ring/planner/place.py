@@ -21,13 +21,11 @@ from mlx_ring.rpc.link_profile import UNREACHABLE
 
 _SHORTEST_CONTEXT = 256
 _KV_BITS = (8, 4)
-_SAME_TIME = 1e-3
-"""Relative difference below which two times are reported as the same."""
 
 
 def explain_plan(times: Timetable, request: PlanRequest, partition: Partition) -> Plan:
     """Return the plan of a pipeline, with its prediction and reasons."""
-    prediction = times.prediction(partition.pieces, request.prompt_tokens)
+    prediction = times.prediction(partition.pieces, request)
     stages_s, _ = times.lone_stream(partition.pieces)
     return Plan(
         model=times.model.name,
@@ -40,7 +38,7 @@ def explain_plan(times: Timetable, request: PlanRequest, partition: Partition) -
             _stage(times, request, piece, token_s)
             for piece, token_s in zip(partition.pieces, stages_s, strict=True)
         ),
-        left_out=_left_out(times, request, partition, prediction),
+        left_out=_left_out(times, request, partition),
         prediction=prediction,
         remarks=_remarks(times, partition, prediction),
     )
@@ -77,27 +75,22 @@ def _why(times: Timetable, request: PlanRequest, piece: MachineLayers) -> str:
     return f"{piece.end - piece.first} of {layers} layers: {reason}"
 
 
-def _left_out(
-    times: Timetable, request: PlanRequest, partition: Partition, prediction: Prediction
-) -> tuple[LeftOut, ...]:
+def _left_out(times: Timetable, request: PlanRequest, partition: Partition) -> tuple[LeftOut, ...]:
     used = {piece.node for piece in partition.pieces}
     left_out: list[LeftOut] = []
     for place, node in enumerate(times.cluster.nodes):
         if place in used:
             continue
-        with_it = partition.with_node[place] if partition.with_node else np.inf
         if other := _out_of_reach(times.cluster, node, used):
             why = f"it and {other} do not reach each other"
         elif not np.isfinite(times.tables(1)[place]).any():
             why = "too little memory for a single layer"
         elif request.objective == "throughput":
             why = "no plan with it has a higher throughput"
-        elif not np.isfinite(with_it):
-            why = "no plan with it is faster"
-        elif with_it > prediction.token_s * (1 + _SAME_TIME):
-            why = f"with it a token takes {1e3 * with_it:.1f} ms instead of {1e3 * prediction.token_s:.1f}"
+        elif request.objective == "first-token":
+            why = "no plan with it has an earlier first token"
         else:
-            why = "with it a token takes as long"
+            why = "no plan with it answers a request sooner"
         left_out.append(LeftOut(node.name, why))
     return tuple(left_out)
 

@@ -65,6 +65,9 @@ class Prediction:
     first_token_s: float
     """Seconds to the first token of a prompt of `prompt_tokens`."""
     prompt_tokens: int
+    request_s: float
+    """Seconds of a whole request: the first token, and an answer of `answer_tokens`."""
+    answer_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

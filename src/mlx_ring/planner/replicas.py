@@ -15,8 +15,8 @@ from mlx_ring.planner.place import place
 from mlx_ring.planner.plan import Plan
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
 from mlx_ring.planner.request import PlanRequest
-from mlx_ring.planner.search import steadiest_costs
-from mlx_ring.planner.tensor_plans import MOST_NODES, best_of_both
+from mlx_ring.planner.search import MOST_NODES, steadiest_costs
+from mlx_ring.planner.tensor_plans import best_of_both
 from mlx_ring.planner.timetable import Timetable
 
 _WORTH = 1.02

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from mlx_ring.settings.strategies import Strategy
 
-Objective = Literal["latency", "throughput"]
+Objective = Literal["latency", "throughput", "first-token"]
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 
 _FULL_PRECISION_BITS, _SCALE_AND_BIAS_NUMBERS = 16, 2
@@ -47,4 +47,11 @@ class PlanRequest:
     allows_tensor: bool = True
     """True if machines may compute layers together where the link between them is trusted."""
     prompt_tokens: int = 1024
-    """Length of the prompt for which the time to the first token is predicted."""
+    """Length of a request's prompt."""
+    answer_tokens: int = 256
+    """Length of a request's answer."""
+
+    @property
+    def minimized_tokens(self) -> int:
+        """Number of answer tokens whose time `auto` minimizes after the first."""
+        return 0 if self.objective == "first-token" else self.answer_tokens

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import numpy as np
 
 from mlx_ring.planner.stage_costs import Table
 
+MOST_NODES = 8
+"""Number of machines up to which searches are exact."""
 _CLOSE = 1e-3
 _AT_ONCE = 8
 """Number of rows that are joined with a table at once, so that the result fits into the processor's cache."""
@@ -208,6 +210,104 @@ def steadiest_costs(tables: Sequence[Table], hops: Table, most: int) -> dict[int
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class RequestTables:
+    """Parts of a request's time, in seconds: sums + `more_chunks` times the slowest pace of a stage or link."""
+
+    sums: list[Table]
+    hops: Table
+    back: Table
+    paces: list[Table]
+    link_paces: Table
+    more_chunks: int
+
+    def quickest(self, slowest_s: float = np.inf) -> Partition | None:
+        """Return the partition with the least sum, whose stages and links all keep the pace `slowest_s`."""
+        allowed = [
+            np.where(pace <= slowest_s, table, np.inf)
+            for table, pace in zip(self.sums, self.paces, strict=True)
+        ]
+        hops = np.where(self.link_paces <= slowest_s, self.hops, np.inf)
+        if len(allowed) > MOST_NODES:
+            return _chain(allowed, hops, self.back)
+        return _quickest(allowed, hops, None, self.back)
+
+    def slowest_s(self, pieces: Sequence[MachineLayers]) -> float:
+        """Return the slowest pace of a pipeline's stages and links."""
+        stages = [float(self.paces[piece.node][piece.first, piece.end]) for piece in pieces]
+        links = [float(self.link_paces[one.node, other.node]) for one, other in pairwise(pieces)]
+        return max(stages + links)
+
+
+def quickest_request(tables: RequestTables) -> Partition | None:
+    """Return the partition that answers a request soonest, within a thousandth for up to `MOST_NODES` machines.
+
+    Branch and bound over the slowest pace: pipelines with a pace within `(low, high]` take at least the least sum for `high`,
+    and `more_chunks` times `low`.
+    """
+    loosest = tables.quickest()
+    if loosest is None or not tables.more_chunks:
+        return loosest
+    best: Partition | None = None
+    intervals = [(0.0, np.inf, loosest)]
+    while intervals:
+        low, high, found = intervals.pop()
+        slowest_s = tables.slowest_s(found.pieces)
+        cost = found.cost + tables.more_chunks * slowest_s
+        if best is None or cost < best.cost:
+            best = Partition(found.pieces, cost)
+        # Between the pace of what was found and `high`, nothing is better.
+        high = min(high, slowest_s)
+        while found.cost + tables.more_chunks * low < best.cost * (1 - _CLOSE) and low < high * (1 - _CLOSE):
+            middle = (low + high) / 2
+            quicker = tables.quickest(middle)
+            if quicker is not None:
+                intervals.append((low, middle, quicker))
+            low = middle
+    return best
+
+
+def _chain(tables: Sequence[Table], hops: Table, back: Table) -> Partition | None:
+    """Return the quickest partition over some of many machines, ordered by speed; machines may be left out."""
+    order = sorted(range(len(tables)), key=lambda node: _layer_s(tables[node]))
+    count = len(tables[0])
+    costs = np.full((len(order), count), np.inf)
+    before, firsts = np.full((len(order), count), -1), np.zeros((len(order), count), np.intp)
+    for place, node in enumerate(order):
+        costs[place] = tables[node][0]
+        if not place:
+            continue
+        arriving = costs[:place] + hops[order[:place], node][:, None]
+        reached, last = arriving.min(axis=0), arriving.argmin(axis=0)
+        joined = reached[:, None] + tables[node]
+        joined_first = joined.argmin(axis=0)
+        joined_s = joined.min(axis=0)
+        better = joined_s < costs[place]
+        costs[place] = np.where(better, joined_s, costs[place])
+        firsts[place] = np.where(better, joined_first, 0)
+        before[place] = np.where(better, last[joined_first], -1)
+    best: Partition | None = None
+    for place in range(len(order)):
+        if not np.isfinite(costs[place, -1]):
+            continue
+        pieces, at, end = list[MachineLayers](), place, count - 1
+        while at >= 0:
+            first = int(firsts[at, end])
+            pieces.append(MachineLayers(order[at], first, end))
+            at, end = int(before[at, end]), first
+        pieces.reverse()
+        home_s = float(back[pieces[-1].node, pieces[0].node]) if len(pieces) > 1 else 0.0
+        cost = float(costs[place, -1]) + home_s
+        if np.isfinite(cost) and (best is None or cost < best.cost):
+            best = Partition(tuple(pieces), cost)
+    return best
+
+
+def _layer_s(table: Table) -> float:
+    """Return the seconds of the fastest single layer; infinite if none fits."""
+    return float(np.diagonal(table, 1).min())
+
+
 def has_partition(tables: Sequence[Table], hops: Table) -> bool:
     """Return True if there is any partition."""
     free, walls = [np.where(np.isfinite(table), 0.0, np.inf) for table in tables], _walls(hops)
@@ -215,6 +315,8 @@ def has_partition(tables: Sequence[Table], hops: Table) -> bool:
         return False
     if np.isfinite(walls).all() and in_order(free) is not None:
         return True
+    if len(free) > MOST_NODES:
+        return _chain(free, walls, walls) is not None
     return any(True for _ in _circles(free, walls, len(free), adds=True))
 
 

@@ -167,6 +167,19 @@ class StageTables:
         computing = prefill_layers(form, form.kinds, node, tokens, context)[first:end].sum()
         return float(computing) / (node.cpu_quota.share if node.cpu_quota else 1.0)
 
+    def prefill_table(self, node: NodeProfile, tokens: int) -> Table:
+        """Return the seconds of every possible stage's prefill of `tokens` tokens, regardless of memory."""
+        *preferred, smallest = self._forms.on(node)
+
+        def table(form: LayerKinds) -> Table:
+            sums = before(prefill_layers(form, form.kinds, node, tokens, 0))
+            return (sums[None, :] - sums[:, None]) / (node.cpu_quota.share if node.cpu_quota else 1.0)
+
+        seconds = table(smallest)
+        for form in preferred:
+            seconds = np.where(self._memory_of(form, node) <= node.usable_bytes, table(form), seconds)
+        return seconds
+
 
 def times_on(node: NodeProfile, computing: Table) -> Times[Table]:
     """Return the wall-clock times of computations on a machine."""

@@ -15,15 +15,17 @@ import numpy as np
 from mlx_ring.core.errors import PlanError
 from mlx_ring.planner.request import PlanRequest
 from mlx_ring.planner.search import (
+    MOST_NODES,
     MachineLayers,
     Partition,
     has_partition,
     in_order,
     quickest_partition,
+    quickest_request,
     steadiest_costs,
 )
 from mlx_ring.planner.stage_costs import StageTables
-from mlx_ring.planner.tensor_plans import MOST_NODES, TensorSearch
+from mlx_ring.planner.tensor_plans import TensorSearch
 from mlx_ring.planner.tensor_search import SharedLayers
 from mlx_ring.planner.timetable import Timetable
 from mlx_ring.settings.strategies import Strategy
@@ -59,15 +61,12 @@ class TensorMethod:
 
 def fastest(times: Timetable, request: PlanRequest) -> Partition | None:
     """Return the best choice of machines, order and layers for the objective."""
-    nodes = len(times.cluster.nodes)
-    if nodes > MOST_NODES:
-        raise PlanError(
-            f"{nodes} machines were given; plans by `auto` are exact for {MOST_NODES} at most. "
-            "Use the strategy balanced, or fewer machines."
-        )
+    many = len(times.cluster.nodes) > MOST_NODES
+    if request.objective != "throughput" or many:
+        return _soonest(times, request)
     quickest = quickest_partition(times.tables(1), times.hops(1), times.steady_tables(1), back=times.back(1))
-    if request.objective == "latency" or quickest is None:
-        return quickest
+    if quickest is None:
+        return None
     best = replace(quickest, with_node=())
     for bound, stages in sorted(_throughput_bounds(times), reverse=True):
         if bound <= times.tokens_per_s(best.pieces):
@@ -76,6 +75,17 @@ def fastest(times: Timetable, request: PlanRequest) -> Partition | None:
         if partition is not None and times.tokens_per_s(partition.pieces) > times.tokens_per_s(best.pieces):
             best = partition
     return best
+
+
+def _soonest(times: Timetable, request: PlanRequest) -> Partition | None:
+    """Return the pipeline that answers a request soonest."""
+    found = [quickest_request(times.request_tables(request))]
+    if len(times.cluster.nodes) <= MOST_NODES and any(node.cpu_quota for node in times.cluster.nodes):
+        # A quota may set the pace of tokens too.
+        steady = times.steady_tables(1)
+        found.append(quickest_partition(times.tables(1), times.hops(1), steady, back=times.back(1)))
+    possible = [Partition(each.pieces, times.request_s(each.pieces, request)) for each in found if each]
+    return min(possible, key=lambda each: each.cost, default=None)
 
 
 def _throughput_bounds(times: Timetable) -> Iterator[tuple[float, int]]:

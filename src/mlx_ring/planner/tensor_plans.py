@@ -13,10 +13,9 @@ from mlx_ring.planner.group_pipeline import GroupStage
 from mlx_ring.planner.plan import LeftOut, Plan, Prediction, RankPlan, StagePlan
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
 from mlx_ring.planner.request import PlanRequest
+from mlx_ring.planner.search import MOST_NODES
 from mlx_ring.planner.tensor_groups import GroupRank
 from mlx_ring.planner.tensor_search import SharedLayers, SharedPipeline, cost
-
-MOST_NODES = 8
 
 
 class TensorSearch(Protocol):
@@ -41,14 +40,14 @@ def best_of_both(
 
     Args:
         model: sizes of the model.
-        cluster: machines and links, eight machines at most.
+        cluster: machines and links; above eight machines only the pipeline is considered.
         request: promised load and objective.
         apart: best pipeline without tensor parallelism; None if there is none.
 
     Returns:
         The better plan; None if neither is possible.
     """
-    if len(cluster.nodes) == 1:
+    if len(cluster.nodes) == 1 or len(cluster.nodes) > MOST_NODES:
         return apart
     search = SharedLayers(model, cluster, request)
     if not request.allows_tensor or not search.is_possible:
@@ -185,7 +184,7 @@ def plan_of(
     why = (
         "no plan with it has a higher throughput"
         if request.objective == "throughput"
-        else "no plan with it is faster"
+        else "no plan with it answers a request sooner"
     )
     demand, used = request.demand, set(pipeline.nodes)
     return Plan(

@@ -31,7 +31,6 @@ from mlx_ring.planner.tensor_groups import (
     quick_group,
 )
 
-_ANSWER_TOKENS = 256
 _LOOKED_AT = 6
 """Number of orders of groups that are predicted in full."""
 _FEW_LAYERS = 12
@@ -61,7 +60,9 @@ def cost(request: PlanRequest, prediction: Prediction) -> float:
     """
     if request.objective == "throughput":
         return 1 / prediction.tokens_per_s
-    return prediction.first_token_s + _ANSWER_TOKENS * prediction.token_s
+    if request.objective == "first-token":
+        return prediction.first_token_s
+    return prediction.request_s
 
 
 class SharedLayers:
@@ -132,7 +133,7 @@ class SharedLayers:
             for candidate, (first, end) in zip(order.candidates, pairwise(ends), strict=True)
         ]
         prompt_s = GroupPipeline(self._cluster, stages).first_token_s(self._request.prompt_tokens)
-        return prompt_s + _ANSWER_TOKENS * order.cost
+        return prompt_s + self._request.minimized_tokens * order.cost
 
     # ---- one group
 
@@ -154,14 +155,14 @@ class SharedLayers:
 
     def _predicted(self, stages: Sequence[GroupStage]) -> SharedPipeline:
         pipeline = GroupPipeline(self._cluster, stages)
-        prediction = pipeline.prediction(self._request.prompt_tokens)
+        prediction = pipeline.prediction(self._request)
         each = tuple(pipeline.lone_stream(self._shared.context_tokens)[0])
         return SharedPipeline(tuple(stages), each, prediction, cost(self._request, prediction))
 
     def _rows(self, stages: int) -> int:
         """Return the rows of a step, for a number of stages."""
         sequences = self._request.demand.sequences
-        return 1 if self._request.objective == "latency" else -(-sequences // min(stages, sequences))
+        return 1 if self._request.objective != "throughput" else -(-sequences // min(stages, sequences))
 
     # ---- pipelines of groups
 
@@ -178,7 +179,7 @@ class SharedLayers:
         return group.stage_seconds(0, self._layers, self._rows(2), self._shared.context_tokens).steady
 
     def _search(self, candidates: Sequence[tuple[int, ...]]) -> GroupSearch:
-        ends, adds = block_ends(self._layers), self._request.objective == "latency"
+        ends, adds = block_ends(self._layers), self._request.objective != "throughput"
         tables = [
             _seconds(self._quick(members), self._rows(2), ends, adds=adds, any_shares=True)
             for members in candidates
@@ -223,7 +224,7 @@ class SharedLayers:
 
     def _cut(self, members: Sequence[tuple[int, ...]]) -> SharedPipeline | None:
         """Return the pipeline after alternating between layers and shares for these groups in this order."""
-        ends, adds = np.arange(self._layers + 1), self._request.objective == "latency"
+        ends, adds = np.arange(self._layers + 1), self._request.objective != "throughput"
         rows = self._rows(len(members))
         choices, found = [self._quick(each) for each in members], list[SharedPipeline]()
         for any_shares in _CUTS:

@@ -10,8 +10,8 @@ import numpy as np
 from mlx_ring.planner.cpu_quota import lone_stream
 from mlx_ring.planner.plan import Prediction
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile
-from mlx_ring.planner.request import Demand
-from mlx_ring.planner.search import MachineLayers
+from mlx_ring.planner.request import Demand, PlanRequest
+from mlx_ring.planner.search import MachineLayers, RequestTables
 from mlx_ring.planner.stage_costs import CHUNK_TOKENS, TOKEN_BYTES, StageTables, Table, Times
 
 
@@ -25,13 +25,42 @@ class Timetable:
         self.costs = StageTables(model, demand)
         self._by_rows: dict[int, list[Times[Table]]] = {}
 
-    def prediction(self, pieces: Sequence[MachineLayers], prompt_tokens: int) -> Prediction:
+    def prediction(self, pieces: Sequence[MachineLayers], request: PlanRequest) -> Prediction:
         """Return the predicted times of a pipeline."""
+        token_s = self.lone_stream(pieces)[1]
+        first_token_s = self._first_token_s(pieces, request.prompt_tokens)
         return Prediction(
-            token_s=self.lone_stream(pieces)[1],
+            token_s=token_s,
             tokens_per_s=self.tokens_per_s(pieces),
-            first_token_s=self._first_token_s(pieces, prompt_tokens),
-            prompt_tokens=prompt_tokens,
+            first_token_s=first_token_s,
+            prompt_tokens=request.prompt_tokens,
+            request_s=first_token_s + request.answer_tokens * token_s,
+            answer_tokens=request.answer_tokens,
+        )
+
+    def request_s(self, pieces: Sequence[MachineLayers], request: PlanRequest) -> float:
+        """Return the seconds that `auto` minimizes: of a whole request, or to its first token."""
+        token_s = self.lone_stream(pieces)[1]
+        return self._first_token_s(pieces, request.prompt_tokens) + request.minimized_tokens * token_s
+
+    def request_tables(self, request: PlanRequest) -> RequestTables:
+        """Return the parts of a request's time: a sum over stages and hops, and the pace of a prompt's chunks."""
+        chunks, tokens = -(-request.prompt_tokens // CHUNK_TOKENS), 1 + request.minimized_tokens
+        rows = min(request.prompt_tokens, CHUNK_TOKENS)
+        nodes = self.cluster.nodes
+        paces = [self.costs.prefill_table(node, request.prompt_tokens) / chunks for node in nodes]
+        names = [node.name for node in nodes]
+        links = [
+            [rows * self._row_bytes(node) / self.cluster.link(node.name, other).bandwidth for other in names]
+            for node in nodes
+        ]
+        return RequestTables(
+            sums=[pace + tokens * table for pace, table in zip(paces, self.tables(1), strict=True)],
+            hops=self.hops(rows) + tokens * self.hops(1),
+            back=self.back(rows) + tokens * self.back(1),
+            paces=paces,
+            link_paces=np.array(links),
+            more_chunks=chunks - 1,
         )
 
     def lone_stream(self, pieces: Sequence[MachineLayers]) -> tuple[list[float], float]:

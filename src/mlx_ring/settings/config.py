@@ -131,9 +131,9 @@ class Settings(CheckedSettings):
         metavar="NAME",
         basic=True,
     )
-    optimize_for: Literal["latency", "throughput"] = setting(
+    optimize_for: Literal["latency", "throughput", "first-token"] = setting(
         "latency",
-        "Objective of the planner: the speed of one stream, or the total of many.",
+        "Objective of the planner: the time of one request, the total speed of many, or the time to the first token.",
         _PLACEMENT,
         metavar="NAME",
         basic=True,
