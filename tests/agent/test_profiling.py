@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from tests.profiles import made_up_profile
 
 from mlx_ring.agent import profiling as profile_store
 from mlx_ring.agent.profiling import (
+    MOST_MEASUREMENTS,
     PROFILE_FILE,
     ProfileKey,
     ProfileOptions,
@@ -101,7 +103,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[ProfileOptions]:
 
 
 def recall(folder: Path, options: ProfileOptions = OPTIONS, *, again: bool = False) -> MachineProfile:
-    return asyncio.run(recall_or_measure(ProfileStore(folder), options, again=again))
+    return asyncio.run(recall_or_measure(ProfileStore(folder), options, again=again, accepts_noise=False))
 
 
 def test_a_machine_is_measured_once(tmp_path: Path, measured: list[ProfileOptions]) -> None:
@@ -161,6 +163,70 @@ def test_the_folder_holds_only_the_profile(tmp_path: Path, measured: list[Profil
     recall(tmp_path, again=True)
     assert [path.name for path in tmp_path.iterdir()] == [PROFILE_FILE]
     assert len(measured) == 2
+
+
+def with_spread(spread: float) -> MachineProfile:
+    profile = made_up_profile()
+    rates = tuple(rate.model_copy(update={"spread": spread}) for rate in profile.rates)
+    return profile.model_copy(update={"rates": rates})
+
+
+def measure_with(monkeypatch: pytest.MonkeyPatch, spreads: list[float]) -> None:
+    """Let the next measurements have these spreads; a negative one fails."""
+
+    async def measure(_options: ProfileOptions) -> MachineProfile:
+        if (spread := spreads.pop(0)) < 0:
+            raise WorkerLost("Measuring this machine failed: it ended by signal 9")
+        return with_spread(spread)
+
+    monkeypatch.setattr(profile_store, "measure_machine", measure)
+
+
+def test_a_noisy_profile_is_measured_again_until_it_is_steady(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    spreads = [0.6, 0.1, 0.0]
+    measure_with(monkeypatch, spreads)
+    with caplog.at_level(logging.INFO):
+        assert [recall(tmp_path).spread for _ in range(3)] == [0.6, 0.1, 0.1]
+    assert spreads == [0.0]
+    assert "its rates varied by +- 30 %; now by +- 5 %" in caplog.text
+
+
+def test_a_machine_that_stays_noisy_keeps_the_steadiest_of_a_few_measurements(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spreads = [0.6, 0.5, 0.9, 0.0]
+    measure_with(monkeypatch, spreads)
+    assert [recall(tmp_path).spread for _ in range(MOST_MEASUREMENTS + 1)] == [0.6, 0.5, 0.5, 0.5]
+    assert spreads == [0.0]
+
+
+def test_a_noisy_profile_stays_in_use_if_measuring_again_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure_with(monkeypatch, [0.6, -1.0, -1.0])
+    assert [recall(tmp_path).spread for _ in range(4)] == [0.6] * 4
+
+
+@pytest.mark.parametrize("count", [None, "many"])
+def test_a_noisy_profile_without_a_count_of_measurements_is_measured_again(
+    count: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure_with(monkeypatch, [0.6, 0.1])
+    recall(tmp_path)
+    kept: dict[str, Any] = json.loads((tmp_path / PROFILE_FILE).read_text())
+    del kept["measurements"]
+    (tmp_path / PROFILE_FILE).write_text(
+        json.dumps(kept if count is None else {**kept, "measurements": count})
+    )
+    assert recall(tmp_path).spread == 0.1
+
+
+def test_a_noisy_profile_is_shown_as_it_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measure_with(monkeypatch, [0.6, 0.1])
+    store = ProfileStore(tmp_path)
+    assert [asyncio.run(recall_or_measure(store, OPTIONS)).spread for _ in range(2)] == [0.6, 0.6]
 
 
 def test_a_failed_measurement_keeps_the_stored_profile(

@@ -307,7 +307,9 @@ async def serve_as_member(options: MemberOptions) -> None:
 
     credentials()
     profile = await recall_or_measure(
-        ProfileStore(options.state), ProfileOptions(blas=options.blas, blas_threads=options.blas_threads)
+        ProfileStore(options.state),
+        ProfileOptions(blas=options.blas, blas_threads=options.blas_threads),
+        accepts_noise=False,
     )
     if options.memory_limit_bytes is not None:
         profile = profile.limited_to(options.memory_limit_bytes)

@@ -22,7 +22,7 @@ import psutil
 from mlx_cpu_kernels.build import Target, advice, check_tools, find_binary
 from mlx_cpu_kernels.packages import Unavailable
 from mlx_ring.core.environment import package_version, worker_environment
-from mlx_ring.core.errors import ProtocolError, WorkerLost, WorkerStuck
+from mlx_ring.core.errors import ProtocolError, RingError, WorkerLost, WorkerStuck
 from mlx_ring.host.child import ChildProcess
 from mlx_ring.host.machine import machine_identity
 from mlx_ring.host.machine_profile import PROFILE_VERSION, MachineProfile
@@ -169,6 +169,8 @@ async def _run_to_its_end(options: ProfileOptions, output: Path, module: str) ->
 
 
 PROFILE_FILE = "profile.json"
+MOST_MEASUREMENTS = 3
+"""Measurements of a machine after which a noisy profile is kept, because its noise does not pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,11 +224,7 @@ class ProfileStore:
 
     def load(self, key: ProfileKey) -> MachineProfile | None:
         """Return the profile kept under the key; None if there is none that can be read."""
-        try:
-            kept: Any = json.loads(self._file.read_text("utf-8"))
-        except (OSError, ValueError):
-            return None
-        if not isinstance(kept, dict) or cast("dict[str, Any]", kept).get("key") != key.as_json():
+        if (kept := self._read(key)) is None:
             return None
         try:
             return MachineProfile.from_json(json.dumps(kept.get("profile")))
@@ -234,9 +232,33 @@ class ProfileStore:
             log.warning("%s is measured again: %s", self._file, error)
             return None
 
-    def save(self, key: ProfileKey, profile: MachineProfile) -> None:
-        """Replace the kept profile. A folder that cannot be written to is logged, and is no error."""
-        kept = {"key": key.as_json(), "profile": profile.model_dump(mode="json")}
+    def measurements(self, key: ProfileKey) -> int:
+        """Return the number of measurements of which the kept profile is the steadiest; 0 without one."""
+        kept = self._read(key)
+        count = 0 if kept is None else kept.get("measurements", 1)
+        return count if isinstance(count, int) else 1
+
+    def _read(self, key: ProfileKey) -> dict[str, Any] | None:
+        """Return the content of the file; None if it cannot be read or has another key."""
+        try:
+            kept: Any = json.loads(self._file.read_text("utf-8"))
+        except (OSError, ValueError):
+            return None
+        if not isinstance(kept, dict):
+            return None
+        content = cast("dict[str, Any]", kept)
+        return content if content.get("key") == key.as_json() else None
+
+    def save(self, key: ProfileKey, profile: MachineProfile, measurements: int = 1) -> None:
+        """Replace the kept profile, the steadiest of some measurements.
+
+        A folder that cannot be written to is logged, and is no error.
+        """
+        kept = {
+            "key": key.as_json(),
+            "measurements": measurements,
+            "profile": profile.model_dump(mode="json"),
+        }
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             _replace(self._file, json.dumps(kept, indent=1))
@@ -250,9 +272,16 @@ def recall(store: ProfileStore, options: ProfileOptions) -> MachineProfile | Non
 
 
 async def recall_or_measure(
-    store: ProfileStore, options: ProfileOptions, *, again: bool = False
+    store: ProfileStore, options: ProfileOptions, *, again: bool = False, accepts_noise: bool = True
 ) -> MachineProfile:
     """Return the kept profile if it is still valid, or measure and keep a new one.
+
+    Args:
+        store: the kept profile.
+        options: options of the measurement.
+        again: measures in any case.
+        accepts_noise: if False, a noisy profile is measured again by each call, until there are `MOST_MEASUREMENTS`.
+            The steadiest is kept.
 
     Raises:
         RingError: the machine could not be measured.
@@ -260,11 +289,31 @@ async def recall_or_measure(
     await build_kernels(options.blas)
     key = ProfileKey.of_here(options)
     kept = None if again else store.load(key)
-    if kept is not None:
+    if kept is None:
+        profile = await measure_machine(options)
+        store.save(key, profile)
+        return profile
+    measurements = store.measurements(key)
+    if accepts_noise or kept.is_steady or measurements >= MOST_MEASUREMENTS:
         return kept
-    profile = await measure_machine(options)
-    store.save(key, profile)
+    profile = await _steadier(kept, options)
+    store.save(key, profile, measurements + 1)
     return profile
+
+
+async def _steadier(kept: MachineProfile, options: ProfileOptions) -> MachineProfile:
+    """Measure again, and return the steadier profile. The kept one is used if the measurement fails."""
+    try:
+        profile = await measure_machine(options)
+    except RingError as error:
+        log.warning("the noisy profile of this machine stays in use: %s", error)
+        return kept
+    log.info(
+        "measured this machine again, because its rates varied by +- %.0f %%; now by +- %.0f %%",
+        50 * kept.spread,
+        50 * profile.spread,
+    )
+    return min(profile, kept, key=lambda each: each.spread)
 
 
 def _replace(file: Path, text: str) -> None:

@@ -96,7 +96,12 @@ class MachineProfile(_Frozen):
     @property
     def is_steady(self) -> bool:
         """True if repetitions took equally long, so that no other program used the machine."""
-        return max(rate.spread for rate in self.rates) <= _STEADY_SPREAD
+        return self.spread <= _STEADY_SPREAD
+
+    @property
+    def spread(self) -> float:
+        """Largest relative spread of its rates."""
+        return max(rate.spread for rate in self.rates)
 
     def limited_to(self, nbytes: int) -> MachineProfile:
         """Return the same machine with no more memory than this, as its owner grants."""
