@@ -18,6 +18,8 @@ from mlx_ring.planner.stage_costs import Table
 MOST_NODES = 8
 """Number of machines up to which searches are exact."""
 _CLOSE = 1e-3
+_LESS_CLOSE = 1e-2
+_FEW_NODES = 5
 _AT_ONCE = 8
 """Number of rows that are joined with a table at once, so that the result fits into the processor's cache."""
 
@@ -240,7 +242,9 @@ class RequestTables:
 
 
 def quickest_request(tables: RequestTables) -> Partition | None:
-    """Return the partition that answers a request soonest, within a thousandth for up to `MOST_NODES` machines.
+    """Return the partition that answers a request soonest.
+
+    It is within a thousandth of the best for up to five machines, and within a hundredth for up to `MOST_NODES`.
 
     Branch and bound over the slowest pace: pipelines with a pace within `(low, high]` take at least the least sum for `high`,
     and `more_chunks` times `low`.
@@ -248,6 +252,7 @@ def quickest_request(tables: RequestTables) -> Partition | None:
     loosest = tables.quickest()
     if loosest is None or not tables.more_chunks:
         return loosest
+    close = _CLOSE if len(tables.sums) <= _FEW_NODES else _LESS_CLOSE
     best: Partition | None = None
     intervals = [(0.0, np.inf, loosest)]
     while intervals:
@@ -258,7 +263,7 @@ def quickest_request(tables: RequestTables) -> Partition | None:
             best = Partition(found.pieces, cost)
         # Between the pace of what was found and `high`, nothing is better.
         high = min(high, slowest_s)
-        while found.cost + tables.more_chunks * low < best.cost * (1 - _CLOSE) and low < high * (1 - _CLOSE):
+        while found.cost + tables.more_chunks * low < best.cost * (1 - close) and low < high * (1 - close):
             middle = (low + high) / 2
             quicker = tables.quickest(middle)
             if quicker is not None:
