@@ -12,9 +12,19 @@ from mlx_ring.planner.cluster_file import cluster_of
 from mlx_ring.planner.known_models import find_known_model, popular_models
 from mlx_ring.planner.model_sizes import profile_folder
 from mlx_ring.planner.place import place
+from mlx_ring.planner.plan import Plan
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
 from mlx_ring.planner.request import Demand, PlanRequest
-from mlx_ring.planner.what_if import MOST_ADDED, Question, room_for, sizes_of, what_if, with_machines
+from mlx_ring.planner.what_if import (
+    MOST_ADDED,
+    MOST_USERS,
+    Question,
+    room_for,
+    sizes_of,
+    what_if,
+    with_machines,
+)
+from mlx_ring.settings.strategies import Strategy
 
 
 def cluster(*names: str) -> ClusterProfile:
@@ -60,6 +70,32 @@ def test_a_name_that_means_nothing_brings_up_the_nearest() -> None:
         find_known_model("9000b")
 
 
+@pytest.mark.parametrize("billions", [0.5, 3, 13, 27, 70, 405])
+def test_a_dense_model_can_be_shared_by_two_four_and_eight_ranks(billions: float) -> None:
+    known = find_known_model(f"{billions:g}b-4bit")
+    shared = profile_folder(known.folder, known.name).shared
+    assert shared is not None
+    config = known.folder.config
+    assert config["num_attention_heads"] % config["num_key_value_heads"] == 0
+    assert config["num_key_value_heads"] == 8
+    assert config["hidden_size"] == config["num_attention_heads"] * config["head_dim"]
+
+
+def test_a_models_context_is_the_published_one_or_said_to_be_assumed() -> None:
+    assert find_known_model("llama-2-7b").folder.context_length == 4096
+    assert find_known_model("qwen3-8b").folder.context_length == 40960
+    assert "assumed" not in find_known_model("deepseek-v3.2").remark
+    assert "is assumed to be 32,768 tokens" in find_known_model("glm-5.2").remark
+
+
+@pytest.mark.parametrize(
+    "text", ["70B-0bit", "70B-1bit", "70B-7bit", "70B-16bit", "llama-70b-4bit-gs7", "8b-q9"]
+)
+def test_an_unknown_format_is_refused(text: str) -> None:
+    with pytest.raises(ModelNotFound, match=r"The format .* is unknown; give 2, 3, 4, 5, 6 or 8 bits"):
+        find_known_model(text)
+
+
 def test_popular_models_have_sizes_and_a_published_conversion() -> None:
     found = list(popular_models())
     assert len({known.name for known in found}) == len(found) > 30
@@ -97,14 +133,54 @@ def test_added_machines_have_names_of_their_own_and_the_link_to_all() -> None:
 # ---- users
 
 
-@pytest.mark.parametrize("names", [["m4-pro-48"], ["m4-pro-48", "m4-16"], ["m4-24", "m4-16", "m4-pro-48"]])
-def test_no_more_users_fit_than_are_counted(names: list[str]) -> None:
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["m4-pro-48"],
+        ["m4-pro-48", "m4-16"],
+        ["m4-24", "m4-16", "m4-pro-48"],
+        ["m4-16", "m4-24", "m4-pro-48", "m4-pro-24", "m4-32"],
+    ],
+)
+@pytest.mark.parametrize("strategy", ["auto", "uniform"])
+def test_as_many_users_are_counted_as_the_strategy_can_place(names: list[str], strategy: Strategy) -> None:
     machines = cluster(*names)
-    model, demand = sizes("14b-4bit", machines), Demand(8192, 1)
-    users = room_for(model, machines, demand)
-    place(model, machines, PlanRequest(replace(demand, sequences=users)))
+    model = sizes("14b-4bit", machines)
+    request = PlanRequest(Demand(8192, 1), strategy=strategy, objective="throughput")
+    users = room_for(model, machines, request)
+    place(model, machines, replace(request, demand=Demand(8192, users)))
     with pytest.raises(PlanError):
-        place(model, machines, PlanRequest(replace(demand, sequences=users + 1 + users // 16)))
+        place(model, machines, replace(request, demand=Demand(8192, users + 1)))
+
+
+def test_users_are_counted_up_to_a_limit() -> None:
+    machines = cluster("m3-ultra-512")
+    request = PlanRequest(Demand(256, 1), objective="throughput")
+    assert room_for(sizes("qwen3-0.6b", machines), machines, request) == MOST_USERS
+
+
+def test_a_model_with_states_fits_as_often_as_a_plan_holds_them() -> None:
+    machines = cluster("m4-pro-48")
+    model = sizes("qwen3.5-9b", machines)
+    request = PlanRequest(Demand(1024, 1, kv_bits=4), objective="throughput")
+    users = room_for(model, machines, request)
+    place(model, machines, replace(request, demand=Demand(1024, users, 4)))
+    if users < MOST_USERS:
+        with pytest.raises(PlanError):
+            place(model, machines, replace(request, demand=Demand(1024, users + 1, 4)))
+
+
+def test_an_answer_survives_users_for_whom_no_plan_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def place_one(model: ModelProfile, machines: ClusterProfile, request: PlanRequest) -> Plan:
+        if request.demand.sequences > 1:
+            raise PlanError("There is no plan.")
+        return place(model, machines, request)
+
+    monkeypatch.setattr("mlx_ring.planner.what_if.place", place_one)
+    machines = cluster("m4-pro-48")
+    (found,) = what_if([("8b", sizes("8b", machines))], machines, Question()).outcomes
+    assert found.fits
+    assert found.users_tokens_per_s == 0
 
 
 def test_cases_are_planned_like_a_plan_and_those_that_do_not_fit_say_why() -> None:

@@ -22,7 +22,8 @@ MXFP4: Mapping[str, Any] = {"group_size": 32, "bits": 4, "mode": "mxfp4"}
 _MXFP8: Mapping[str, Any] = {"group_size": 32, "bits": 8, "mode": "mxfp8"}
 Q8: Mapping[str, Any] = {"group_size": 64, "bits": 8}
 _QUANTIZED = re.compile(r"(\d)-?bits?(?:-gs(\d+))?", re.IGNORECASE)
-_FORM = re.compile(r"-(\d-?bit(?:-gs\d+)?|mxfp[48](?:-q8)?|bf16|fp16|f16|q[2-8])$")
+_FORM = re.compile(r"-(\d+-?bits?(?:-gs\d+)?|mxfp\d+(?:-q8)?|bf16|fp16|f16|q\d+)$")
+_KNOWN_FORM = re.compile(r"[234568]-bit(-gs(32|64|128))?|MXFP[48]|MXFP4-Q8|bf16|fp16|f16")
 _PARAMETERS = re.compile(r"(\d+(?:\.\d+)?)b")
 _USUAL_FORM = "4-bit"
 _USUAL_CONTEXT = 32768
@@ -31,6 +32,8 @@ _HEAD, _KV_HEADS, _VOCABULARY, _WIDTH = 128, 8, 128256, 3.5
 """Shape of Llama 3: numbers of a head, KV heads, vocabulary, and the feed-forward layers' width relative to the model's."""
 _HIDDEN = ((1.2, 2048), (3.2, 3072), (8.0, 4096), (70.6, 8192), (405.9, 16384))
 """Width of Llama's models by billions of parameters."""
+_WIDTH_STEPS = 16
+"""Parts of the model's width to which that of the feed-forward layers is rounded, so that ranks can share them."""
 _LEAST_BILLIONS, _MOST_BILLIONS = 0.5, 2000.0
 _NEAREST = 3
 
@@ -80,7 +83,7 @@ def find_known_model(text: str) -> KnownModel:
     or 4 bits.
 
     Raises:
-        ModelNotFound: no model has these parts.
+        ModelNotFound: no model has these parts, or the format is unknown.
     """
     said = re.sub(r"[\s_/]+", "-", text.strip().lower())
     found = _FORM.search(said)
@@ -99,8 +102,14 @@ def find_known_model(text: str) -> KnownModel:
 def _form(said: str) -> str:
     """Return a format as the file names it."""
     if said.startswith("q"):
-        return f"{said[1:]}-bit"
-    return said.upper() if said.startswith("mxfp") else re.sub(r"^(\d)-?bit", r"\1-bit", said)
+        form = f"{said[1:]}-bit"
+    else:
+        form = said.upper() if said.startswith("mxfp") else re.sub(r"^(\d+)-?bits?", r"\1-bit", said)
+    if not _KNOWN_FORM.fullmatch(form):
+        raise ModelNotFound(
+            f"The format {said} is unknown; give 2, 3, 4, 5, 6 or 8 bits as in 70B-4bit, or bf16, fp16, mxfp4 or mxfp8."
+        )
+    return form
 
 
 def _parts(name: str) -> frozenset[str]:
@@ -119,10 +128,12 @@ def _unknown(text: str, stem: str) -> str:
 
 def _known_model(name: str, form: str, text: str) -> KnownModel:
     entry = _popular().get(name, {})
-    context = {"max_position_embeddings": entry.get("context", _USUAL_CONTEXT)}
+    length = entry.get("context") or _known()["contexts"].get(name)
+    assumed = "" if length else f" Its longest context is assumed to be {_USUAL_CONTEXT:,} tokens."
+    context = {"max_position_embeddings": length or _USUAL_CONTEXT}
     published = f" ({entry[form]})" if form in entry else ""
     folder = folder_of(with_format({**context, **configs()[name]}, form))
-    return KnownModel(f"{name} {form}", folder, f"{text} is taken as {name} in {form}{published}.")
+    return KnownModel(f"{name} {form}", folder, f"{text} is taken as {name} in {form}{published}.{assumed}")
 
 
 def _dense(billions: float, form: str, text: str) -> KnownModel:
@@ -138,13 +149,14 @@ def _dense(billions: float, form: str, text: str) -> KnownModel:
     each = attention + 3 * _WIDTH * hidden * hidden
     rest = max(billions * _BILLION - tables, each)
     layers = max(1, round(rest / each))
-    width = max(64, round((rest / layers - attention) / (3 * hidden) / 64) * 64)
+    step = hidden // _WIDTH_STEPS
+    width = max(step, round((rest / layers - attention) / (3 * hidden) / step) * step)
     config: dict[str, Any] = {
         "model_type": "llama",
         "hidden_size": hidden,
         "num_hidden_layers": layers,
         "num_attention_heads": hidden // _HEAD,
-        "num_key_value_heads": min(_KV_HEADS, hidden // _HEAD),
+        "num_key_value_heads": _KV_HEADS,
         "head_dim": _HEAD,
         "intermediate_size": width,
         "vocab_size": _VOCABULARY,
@@ -159,13 +171,14 @@ def _dense(billions: float, form: str, text: str) -> KnownModel:
 
 
 def _hidden(billions: float) -> int:
-    """Return a width between those of Llama's models, in whole pairs of heads."""
+    """Return a width between those of Llama's models, whose heads can be shared by as many ranks as there are KV heads."""
     (less, narrow), (more, wide) = next(
         ((one, other) for one, other in pairwise(_HIDDEN) if billions <= other[0]),
         _HIDDEN[-2:],
     )
     share = (billions**0.5 - less**0.5) / (more**0.5 - less**0.5)
-    return max(512, round((narrow + share * (wide - narrow)) / 256) * 256)
+    step = _KV_HEADS * _HEAD
+    return max(step, round((narrow + share * (wide - narrow)) / step) * step)
 
 
 # ---- formats by name

@@ -17,6 +17,10 @@ from mlx_ring.planner.place import place
 from mlx_ring.planner.plan import Plan
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
 from mlx_ring.planner.request import Demand, PlanRequest
+from mlx_ring.planner.stage_costs import held_kv_bytes
+from mlx_ring.planner.strategies import METHODS, PipelineMethod
+from mlx_ring.planner.tensor_search import SharedLayers
+from mlx_ring.planner.timetable import Timetable
 from mlx_ring.planner.weight_format import WeightFormat, read_formats
 from mlx_ring.rpc.link_profile import LinkProfile
 
@@ -25,10 +29,6 @@ MOST_USERS = 4096
 """Users beyond which room is not counted further."""
 MOST_ADDED = 16
 """Machines that one question may add."""
-_FINE = 32
-"""Number of users up to which room is exact; beyond, it is to one part in as many."""
-_FEW_MACHINES = 3
-"""Number of machines up to which every number of users is also tried by the strategy auto."""
 _SHORTEST = 1024
 
 
@@ -55,7 +55,7 @@ class Outcome:
     users: int = 0
     """Number of users whose whole context fits into the memory at the same time, at most `MOST_USERS`."""
     users_tokens_per_s: float = 0.0
-    """Speed of all these users together."""
+    """Speed of all these users together; 0 if no plan for them is found."""
     stages: tuple[str, ...] = ()
     """Machines of each stage, and its layers."""
     left_out: tuple[str, ...] = ()
@@ -210,12 +210,12 @@ def _outcome(
     try:
         plan = place(model, cluster, request)
     except PlanError as error:
-        least = model.weight_bytes + int(_sequence_bytes(model, demand))
+        least = model.weight_bytes + int(sum(held_kv_bytes(layer, model, demand) for layer in model.layers))
         return Outcome(
             label, fits=False, why=str(error), context_tokens=context, kv_bits=kv_bits, memory_bytes=least
         )
     predicted = plan.prediction
-    users = room_for(model, cluster, demand)
+    users = room_for(model, cluster, _for_users(request, 1))
     return Outcome(
         label,
         fits=True,
@@ -244,53 +244,49 @@ def _stages(plan: Plan) -> Iterator[str]:
         yield f"{'+'.join(rank.node for rank in stage.ranks)} {stage.layers.start}-{stage.layers.end - 1}"
 
 
-def room_for(model: ModelProfile, cluster: ClusterProfile, demand: Demand) -> int:
-    """Return how many sequences of the demand's context fit into the memory at the same time.
-
-    At least one fits. The layers are shared by memory, and on few machines also in every other way. The result is exact
-    up to 32, and at most 3 % too small beyond.
-    """
-    per_sequence = _sequence_bytes(model, demand)
+def room_for(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest) -> int:
+    """Return how many sequences of the request's context its strategy can place at the same time; at least one fits."""
+    demand = replace(request.demand, sequences=1)
+    per_sequence = sum(held_kv_bytes(layer, model, demand) for layer in model.layers)
     free = sum(node.usable_bytes for node in cluster.nodes) - model.weight_bytes
     good, bad = 1, min(MOST_USERS, max(1, int(free / max(per_sequence, 1.0)))) + 1
-    while bad - good > max(1, good // _FINE):
+    while bad - good > 1:
         middle = (good + bad) // 2
-        if _fits(model, cluster, replace(demand, sequences=middle)):
+        if _fits(model, cluster, replace(request, demand=replace(demand, sequences=middle))):
             good = middle
         else:
             bad = middle
     return good
 
 
-def _sequence_bytes(model: ModelProfile, demand: Demand) -> float:
-    """Return the bytes of a sequence's KV cache with the whole context."""
-    numbers = sum(
-        layer.kv_bytes_per_token * demand.context_tokens + layer.kv_bytes_per_sequence
-        for layer in model.layers
-    )
-    return numbers * demand.kv_factor(model.number_bytes)
-
-
-def _fits(model: ModelProfile, cluster: ClusterProfile, demand: Demand) -> bool:
-    by_memory = PlanRequest(demand, strategy="memory", allows_tensor=False)
-    requests = [by_memory, PlanRequest(demand)] if 1 < len(cluster.nodes) <= _FEW_MACHINES else [by_memory]
-    for request in requests:
-        try:
+def _fits(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest) -> bool:
+    """Return True if `place` makes a plan; the search for the best one is left out where memory alone decides."""
+    try:
+        method = METHODS[request.strategy]
+        if isinstance(method, PipelineMethod) and method.fits(
+            Timetable(model, cluster, request.demand), request
+        ):
+            return True
+        may_share = not isinstance(method, PipelineMethod) or (
+            method.chooses_nodes and SharedLayers(model, cluster, request).is_possible
+        )
+        if may_share:
             place(model, cluster, request)
-        except PlanError:
-            continue
-        return True
-    return False
+    except PlanError:
+        return False
+    return may_share
 
 
 def _throughput(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest, users: int) -> float:
-    """Return the tokens per second of several users together."""
-    many = replace(request, demand=replace(request.demand, sequences=users), objective="throughput")
+    """Return the tokens per second of several users together; 0 if no plan for them is found."""
     try:
-        return place(model, cluster, many).prediction.tokens_per_s
+        return place(model, cluster, _for_users(request, users)).prediction.tokens_per_s
     except PlanError:
-        # The memory holds them only where layers are shared by memory.
-        return place(model, cluster, replace(many, strategy="memory")).prediction.tokens_per_s
+        return 0.0
+
+
+def _for_users(request: PlanRequest, users: int) -> PlanRequest:
+    return replace(request, demand=replace(request.demand, sequences=users), objective="throughput")
 
 
 def _curves(outcome: Outcome, model: ModelProfile, cluster: ClusterProfile, question: Question) -> Curves:
