@@ -124,7 +124,21 @@ def test_without_machines_the_known_ones_are_listed(tmp_path: Path) -> None:
         (["8B", "--what-fits", *MINIS], "--what-fits lists popular models; leave 8B out."),
         (["8B", "--url", "http://127.0.0.1:9", *MINIS], "machines are given too; leave one of them out."),
         (["8B", "--add", "m4-16", "--url", "http://127.0.0.1:9"], "No head answers at http://127.0.0.1:9"),
-        (["405B", *MINIS, "--plot-file", "x.svg"], "There is nothing to plot into x.svg"),
+        (["8B", *MINIS, "--kv-bits", "nan"], "--kv-bits is nan; it must be whole numbers"),
+        (["8B", *MINIS, "--kv-bits", "inf"], "--kv-bits is inf; it must be whole numbers"),
+        (
+            ["demo", *MINIS, "--strategy", "custom", "--layers", "nan,1"],
+            "--layers is nan,1; it must be whole numbers",
+        ),
+        (["x" * 300, *MINIS], "There is no model 'xxx"),
+        (["demo", "--cluster", "c.yaml", "--link", "tb5"], "--link is tb5, but no machine is added"),
+        (["8B", *MINIS, "--users-at", "8k", "--context", "4096"], "--context is 4096 and --users-at is 8k"),
+        (["--what-fits", *MINIS, "--quantization", "4"], "--quantization is 4, which a what-if question"),
+        (["8B", *MINIS, "--cacert", "c.pem"], "--cacert is c.pem, but no head is asked"),
+        (
+            ["8B", "--add", "m4-16", "--layers", "1,2"],
+            "--layers is 1,2, which a what-if question to the head",
+        ),
     ],
 )
 def test_invalid_input_is_reported_in_one_sentence(arguments: list[str], said: str, tmp_path: Path) -> None:
@@ -202,6 +216,22 @@ def test_popular_models_are_listed_with_what_fits(tmp_path: Path) -> None:
     assert len(fits) > 30
     assert fits["Qwen3-30B-A3B 8-bit"]
     assert not fits["Llama-3.3-70B 4-bit"]
+
+
+def test_a_list_of_models_says_why_one_does_not_fit(tmp_path: Path) -> None:
+    options = ("plan", "--what-fits", "--machine", "m4-pro-48", "--context", "100000")
+    done = run_in_process(*options, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "supports 32768 at most" in done.stdout
+    assert "GB are missing" in done.stdout
+
+
+def test_a_plot_of_nothing_leaves_the_reasons_in_sight(tmp_path: Path) -> None:
+    options = ("plan", "405B", "--machine", "m4-mac-mini-16", "--plot-file", "x.svg")
+    done = run_in_process(*options, folder=tmp_path)
+    assert done.returncode != 0
+    assert "GB are missing" in done.stdout
+    assert "There is nothing to plot into x.svg" in done.stderr
 
 
 def test_bits_of_the_kv_cache_are_compared_by_users(tmp_path: Path) -> None:

@@ -210,3 +210,12 @@ def test_a_context_longer_than_the_models_is_an_answer_not_an_error() -> None:
     ).outcomes
     assert not found.fits
     assert "supports 32768 at most" in found.why
+
+
+def test_a_question_that_is_stopped_has_the_cases_so_far() -> None:
+    machines = cluster("m4-pro-48")
+    calls = iter([False, True])
+    answer = what_if(
+        [("8b", sizes("8b", machines))], machines, Question(kv_bits=(16, 8, 4)), lambda: next(calls)
+    )
+    assert [one.kv_bits for one in answer.outcomes] == [16]

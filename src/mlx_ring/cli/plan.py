@@ -152,10 +152,13 @@ def plan(
 
     Without --cluster and --machine, list the known machines. The options of a what-if question ask the running cluster then.
     """
-    kinds = [_one_of("--kv-bits", bits, _KV_BITS) for bits in _whole_numbers("--kv-bits", kv_bits)]
+    kinds = [
+        _one_of("--kv-bits", bits, _KV_BITS) for bits in dict.fromkeys(_whole_numbers("--kv-bits", kv_bits))
+    ]
     is_given = cluster is not None or bool(machine)
     weights = None if quantization is None else WeightFormat(_one_of("--quantization", quantization, _BITS))
     asks = bool(add or users_at or what_fits or plot or plot_file or url or len(kinds) > 1)
+    _check_uses(link, cacert, adds=bool(add or machine), is_given=is_given)
     if not is_given and not asks:
         _list_machines()
         return
@@ -167,7 +170,7 @@ def plan(
             "Objective", _one_of("--optimize-for", str(flags["optimize_for"] or OBJECTIVES[0]), OBJECTIVES)
         ),
         proportions=_numbers("--proportions", proportions) or listed.proportions,
-        counts=tuple(map(int, _numbers("--layers", layers))),
+        counts=_whole_numbers("--layers", layers),
         prompt_tokens=_at_least_one("--prompt", prompt),
         answer_tokens=_at_least_one("--answer", answer),
     )
@@ -177,17 +180,23 @@ def plan(
         if machines is None:
             optimized = flags["optimize_for"]
             _refuse(
-                "head", {"--strategy": strategy, "--quantization": quantization, "--optimize-for": optimized}
+                "head",
+                {
+                    "--strategy": strategy,
+                    "--quantization": quantization,
+                    "--optimize-for": optimized,
+                    "--proportions": proportions,
+                    "--layers": layers,
+                },
             )
         elif url is not None:
             raise ConfigError(f"--url is {url}, but machines are given too; leave one of them out.")
-        if link and not add and not machine:
-            raise ConfigError(f"--link is {link}, but no machine is added; give --add or --machine.")
-        length = users_at or ("" if context is None else str(context))
+        if what_fits:
+            _refuse("planner about popular models", {"--quantization": quantization})
         question = Question(
             tuple(add or ()),
             link if add else None,
-            read_tokens("--users-at" if users_at else "--context", length) if length else None,
+            _asked_context(users_at, context),
             tuple(kinds),
             with_curves=plot or plot_file is not None,
             request=request,
@@ -226,6 +235,22 @@ def plan(
 
 def _strategy(name: str) -> Strategy:
     return cast("Strategy", _one_of("--strategy", current_strategy(name), tuple(STRATEGIES)))
+
+
+def _check_uses(link: str | None, cacert: Path | None, *, adds: bool, is_given: bool) -> None:
+    """Raise `ConfigError` for a link without an added machine, or a certificate without a head."""
+    if link and not adds:
+        raise ConfigError(f"--link is {link}, but no machine is added; give --add or --machine.")
+    if is_given and cacert is not None:
+        raise ConfigError(f"--cacert is {cacert}, but no head is asked; leave it out.")
+
+
+def _asked_context(users_at: str | None, context: int | None) -> int | None:
+    if users_at and context is not None:
+        raise ConfigError(f"--context is {context} and --users-at is {users_at}; give one of them.")
+    if users_at:
+        return read_tokens("--users-at", users_at)
+    return None if context is None else read_tokens("--context", str(context))
 
 
 def _check_custom(request: PlanRequest) -> None:
@@ -282,9 +307,11 @@ def _at_least_one(flag: str, value: int) -> int:
     return value
 
 
-def _whole_numbers(flag: str, text: str) -> tuple[int, ...]:
+def _whole_numbers(flag: str, text: str | None) -> tuple[int, ...]:
     numbers = _numbers(flag, text)
-    return tuple(dict.fromkeys(int(one) if one == int(one) else 0 for one in numbers))
+    if not all(one.is_integer() for one in numbers):
+        raise ConfigError(f"{flag} is {text}; it must be whole numbers separated by commas.")
+    return tuple(map(int, numbers))
 
 
 def _numbers(flag: str, text: str | None) -> tuple[float, ...]:

@@ -66,12 +66,19 @@ def find_described(text: str) -> DescribedModel:
     Raises:
         ModelNotFound: there is none.
     """
-    if text in builtin_names() or "/" in text or Path(text).exists():
+    if text in builtin_names() or "/" in text or _exists(text):
         found = describe_model(text)
         remarks = (f"{found.folder.rounding}.",) if found.folder.rounding else ()
         return DescribedModel(found.name, found.folder, remarks)
     known = find_known_model(text)
     return DescribedModel(known.name, known.folder, (known.remark,))
+
+
+def _exists(text: str) -> bool:
+    try:
+        return Path(text).exists()
+    except OSError:  # the name is too long for a file
+        return False
 
 
 def read_tokens(flag: str, text: str) -> int:
@@ -155,17 +162,17 @@ def show_answer(
         ConfigError: the picture cannot be written.
     """
     answer, remarks = found
-    if plot_file is not None:
-        _write_plot(plot_file, answer.curves)
     if as_json:
         print(json.dumps(asdict(answer), indent=1))
-        return
-    for remark in remarks:
-        print(remark)
-    _show(answer)
-    if plot and answer.curves is not None:
-        for line in _plot(answer.curves):
-            print(line)
+    else:
+        for remark in remarks:
+            print(remark)
+        _show(answer)
+        if plot and answer.curves is not None:
+            for line in _plot(answer.curves):
+                print(line)
+    if plot_file is not None:
+        _write_plot(plot_file, answer.curves)
 
 
 # ---- the table
@@ -184,7 +191,9 @@ def _show(answer: Answer) -> None:
             speeds = (_range(one.tokens_per_s_range), _range(one.first_token_s_range), users)
             table.add_row(one.label, *speeds, f"{one.users_tokens_per_s:.3g}", memory, ", ".join(one.stages))
         else:
-            table.add_row(one.label, "does not fit", "", "", "", memory, "")
+            # Where rows are many, the first sentence says why.
+            why = one.why.partition(". ")[0].rstrip(".") if len(answer.outcomes) > _FEW_ROWS else ""
+            table.add_row(one.label, "does not fit", "", "", "", memory, why)
     Console(width=_TABLE_WIDTH, soft_wrap=True, highlight=False, markup=False).print(table)
     if len(answer.outcomes) <= _FEW_ROWS:
         for one in answer.outcomes:

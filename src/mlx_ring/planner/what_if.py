@@ -5,7 +5,7 @@ Each case is planned by `place`, like the plan that would be loaded. So an answe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
@@ -111,8 +111,13 @@ NamedModel = tuple[str, ModelProfile]
 """A model with its label."""
 
 
-def what_if(models: Iterable[NamedModel], cluster: ClusterProfile, question: Question) -> Answer:
-    """Answer a question for one or several models.
+def what_if(
+    models: Iterable[NamedModel],
+    cluster: ClusterProfile,
+    question: Question,
+    is_stopped: Callable[[], bool] = lambda: False,
+) -> Answer:
+    """Answer a question for one or several models; once `is_stopped` is true, only with the cases so far.
 
     Raises:
         ConfigError: a machine or a link is unknown, or the context is not positive.
@@ -124,6 +129,8 @@ def what_if(models: Iterable[NamedModel], cluster: ClusterProfile, question: Que
     for model_label, model in named:
         for cluster_label, machines in clusters:
             for bits in question.kv_bits:
+                if is_stopped():
+                    return Answer(tuple(outcomes), None)
                 parts = [
                     model_label if len(named) > 1 else "",
                     cluster_label if len(clusters) > 1 else "",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -14,12 +15,12 @@ from starlette.routing import Router
 from mlx_ring.api.context import ApiContext
 from mlx_ring.api.openapi import JsonObject, RouteDoc, documented_get, documented_post
 from mlx_ring.api.request_body import Body
-from mlx_ring.api.streaming import JsonAnswer
+from mlx_ring.api.streaming import JsonAnswer, while_connected
 from mlx_ring.core.errors import ConfigError, NotReady, RequestError
 from mlx_ring.planner.catalogue import machine_names, named_links
 from mlx_ring.planner.known_models import find_known_model, popular_models
 from mlx_ring.planner.profiles import ClusterProfile
-from mlx_ring.planner.what_if import MOST_ADDED, Answer, NamedModel, Question, sizes_of, what_if
+from mlx_ring.planner.what_if import MOST_ADDED, Answer, NamedModel, Question, link_named, sizes_of, what_if
 
 _FULL_PRECISION: tuple[Literal[16]] = (16,)
 
@@ -63,15 +64,23 @@ def routes(context: ApiContext) -> Router:
 
     async def choices(_: Request) -> WhatIfChoices:
         return {
-            "machines": machine_names(),
+            "machines": await asyncio.to_thread(machine_names),
             "links": list(named_links()),
-            "models": [known.name for known in popular_models()],
+            "models": await asyncio.to_thread(_popular_names),
         }
+
+    async def answer_in_turn(fields: WhatIfRequest) -> Answer:
+        async with one_at_a_time:
+            is_done = threading.Event()
+            try:
+                return await asyncio.to_thread(_answer, context, fields, is_done.is_set)
+            finally:
+                # If the client has left, the thread stops after the present case.
+                is_done.set()
 
     async def ask(request: Request) -> JsonAnswer[Answer]:
         fields = await context.read(request, WhatIfRequest)
-        async with one_at_a_time:
-            answer = await asyncio.to_thread(_answer, context, fields)
+        answer = await while_connected(request.receive, answer_in_turn(fields))
         return JsonAnswer(to_jsonable_python(answer))
 
     documented_get(
@@ -94,7 +103,24 @@ def routes(context: ApiContext) -> Router:
     return router
 
 
-def _answer(context: ApiContext, fields: WhatIfRequest) -> Answer:
+def _popular_names() -> list[str]:
+    return [known.name for known in popular_models()]
+
+
+def _check(fields: WhatIfRequest) -> None:
+    """Raise `RequestError` for fields that contradict each other, or an unknown link."""
+    if fields.link is not None and not fields.add:
+        raise RequestError(f"link is {fields.link}, but no machine is added; give one in add.", param="link")
+    if fields.model is not None and fields.what_fits:
+        raise RequestError(f"what_fits lists popular models; leave {fields.model} out.", param="model")
+    try:
+        link_named(fields.link)
+    except ConfigError as error:
+        raise RequestError(str(error), param="link") from error
+
+
+def _answer(context: ApiContext, fields: WhatIfRequest, is_stopped: Callable[[], bool]) -> Answer:
+    _check(fields)
     machines = context.catalog.machines()
     if not machines.nodes:
         raise NotReady(
@@ -108,7 +134,7 @@ def _answer(context: ApiContext, fields: WhatIfRequest) -> Answer:
         with_curves=fields.curves,
     )
     try:
-        return what_if(_models(context, fields, machines), machines, question)
+        return what_if(_models(context, fields, machines), machines, question, is_stopped)
     except ConfigError as error:
         raise RequestError(str(error), param="add") from error
 
