@@ -100,6 +100,7 @@ def imports() -> tuple[tuple[str, str], ...]:
     )
 
 
+@pytest.mark.slow
 def test_every_import_is_declared() -> None:
     declared = names(project()["dependencies"])
     extras = cast("dict[str, list[str]]", project()["optional-dependencies"])

@@ -46,6 +46,7 @@ def is_too_new(node: ast.AST) -> bool:
             return False
 
 
+@pytest.mark.slow
 def test_no_pattern_has_a_possessive_group() -> None:
     found = [
         (str(path), pattern)
@@ -56,6 +57,7 @@ def test_no_pattern_has_a_possessive_group() -> None:
     assert found == []
 
 
+@pytest.mark.slow
 def test_no_call_passes_an_argument_of_a_later_python() -> None:
     assert [(str(path), ast.unparse(node)) for path, node in sources() if is_too_new(node)] == []
 

@@ -105,7 +105,9 @@ def test_chunks_of_a_long_prompt_overlap(stages: int) -> None:
     assert result.sequences[1].first_token_s <= 1.2 * alone_s / stages
 
 
-@pytest.mark.parametrize("ratio", [1.3, 1.7, 2.5, 4.0])
+@pytest.mark.parametrize(
+    "ratio", [1.3, *(pytest.param(ratio, marks=pytest.mark.slow) for ratio in (1.7, 2.5, 4.0))]
+)
 @pytest.mark.parametrize("stages", [1, 2])
 def test_a_long_prompt_keeps_the_itl_ratio_of_running_streams(stages: int, ratio: float) -> None:
     bench = Bench(stages, replace(PLAIN, max_itl_ratio=ratio))

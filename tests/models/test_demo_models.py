@@ -159,6 +159,7 @@ def test_only_the_reasoning_after_the_last_question_is_kept() -> None:
     assert "<think>\nnew\n</think>\n\nd<|im_end|>" in text
 
 
+@pytest.mark.slow
 @each_model
 def test_far_positions_give_finite_logits(name: str) -> None:
     model, _ = loaded(name)

@@ -55,6 +55,7 @@ def test_a_series_is_in_one_half() -> None:
     assert all(len(found) == 1 for found in halves.values())
 
 
+@pytest.mark.slow
 def test_planned_bytes_are_those_of_the_files() -> None:
     """Expect 1 % at most, without any file, for each conversion whose format is known."""
     ratios: dict[str, float] = {}
@@ -86,6 +87,7 @@ def test_the_rest_of_published_bytes_is_the_encoder_of_pictures(name: str, form:
 # ---- predicted speeds beside published ones; `python -m scripts.published` prints each row
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("group", "mean", "worst"),
     [("decode", 1.20, 1.90), ("prefill", 1.30, 3.61), ("moe-streams", 1.23, 1.85), ("depth", 1.25, 1.95)],
@@ -134,6 +136,7 @@ def test_the_order_of_nodes_is_right_in_the_held_out_half() -> None:
     assert all(found.values()), found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("group", "mean", "worst"),
     [("decode", 1.10, 1.38), ("prefill", 1.12, 1.60), ("moe-streams", 1.21, 1.88), ("depth", 1.09, 1.21)],

@@ -77,6 +77,7 @@ def test_there_are_at_least_200_questions_and_no_duplicates(corpus: Corpus) -> N
     assert {question.topic for question in questions} == set(corpus.topics)
 
 
+@pytest.mark.slow
 def test_no_question_occurs_in_training(corpus: Corpus, conversations: list[Conversation]) -> None:
     seen = training_turns(conversations)
     questions = [question.case for question in corpus.questions(per_topic=60)]

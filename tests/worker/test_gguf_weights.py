@@ -100,7 +100,7 @@ def test_logits_are_those_of_the_folder_the_file_was_made_of(tmp_path: Path, fam
         assert mx.array_equal(logits(stage.model), logits(load_model(folder)[0])).item()
 
 
-@pytest.mark.parametrize("bits", [4, 5])
+@pytest.mark.parametrize("bits", [4, pytest.param(5, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", ["llama", "phi3", "qwen3_moe"])
 def test_quantized_weights_are_those_of_the_file_exactly(tmp_path: Path, family: str, bits: int) -> None:
     folder = write_family(tmp_path / "model", family, bits, mlp_bias=False, mlp_only_layers=[])

@@ -102,7 +102,7 @@ def middle_and_last(folder: ModelFolder) -> list[LayerRange]:
 
 @pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied head"])
 @pytest.mark.parametrize("config", [QWEN3, QWEN3_MOE], ids=["dense", "experts"])
-@pytest.mark.parametrize("bits", [0, 4])
+@pytest.mark.parametrize("bits", [0, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_cut_of_a_random_model_has_all_its_tensors(
     tmp_path: Path,
     config: dict[str, Any],
@@ -149,6 +149,7 @@ def test_every_family_needs_only_its_stages_tensors(tmp_path: Path, family: str)
     check_family(family, tmp_path)
 
 
+@pytest.mark.slow
 def test_no_family_has_parameters_among_tensors_never_computed() -> None:
     for family in exact_families():
         config = with_entries(configuration(family), dict(known_architectures()[family].only_if))

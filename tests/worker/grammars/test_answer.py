@@ -98,6 +98,7 @@ def generate(
     return answers
 
 
+@pytest.mark.slow
 def test_constrained_answers_match_in_a_batch_with_an_unconstrained_one(folder: Path) -> None:
     pipeline = Pipeline(folder, CUTS[1])
     noisy: dict[str, Any] = {"temperature": 1.0}

@@ -25,7 +25,15 @@ def tolerance(family: str) -> float:
     return ROUNDING if family in SLIDING else 0.0
 
 
-@pytest.fixture(params=sorted(CONFIGURATIONS))
+QUICK = {"deepseek_v32", "qwen3", "qwen3_next"}
+"""Families that also the quick tests try: compressed, plain and recurrent KV."""
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in sorted(CONFIGURATIONS)
+    ]
+)
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -137,6 +137,7 @@ def _measured_layers() -> tuple[float, float]:
     return found.layer_s, found.quantized_layer_s
 
 
+@pytest.mark.slow
 def test_layers_of_quantized_weights_are_measured_apart_where_native_kernels_run(
     monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:

@@ -104,6 +104,7 @@ def test_large_vocabularies_take_enough_candidates_for_the_exact_token(
         assert tokens[index] == drawn(logits[index : index + 1], each)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sampling",
     [
