@@ -32,6 +32,8 @@ def problems(draw: st.DrawFn) -> tuple[list[Table], Table]:
         table[numbers.random(table.shape) < draw(st.sampled_from([0.0, 0.3, 0.7]))] = np.inf
         table[np.tril_indices(layers + 1)] = np.inf
         tables.append(table)
+    if draw(st.booleans()):
+        tables = [tables[draw(st.integers(0, place))] for place in range(nodes)]
     hops = (
         np.full((nodes, nodes), 3.0)
         if draw(st.booleans())

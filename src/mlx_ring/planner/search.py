@@ -2,21 +2,25 @@
 
 It is dynamic programming over sets of machines (Held and Karp's algorithm, with the layers as a second axis). The best partition
 of the layers before `b` over a set of machines, ending on one of them, is the best over that machine's first layer `a`.
-Eight machines and 128 layers take some tenths of a second.
+Eight machines and 128 layers take some tenths of a second. Machines that are alike can be exchanged, so of those only the
+first ones are tried: their number counts, not which they are. So 64 alike machines have 64 sets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations, pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 
 from mlx_ring.planner.stage_costs import Table
 
 MOST_NODES = 8
-"""Number of machines up to which searches are exact."""
+"""Number of machines up to which searches are exact, whatever the machines are."""
+_MOST_SETS = 1 << MOST_NODES
+"""Number of sets of machines up to which searches are exact, counted without those that differ by alike machines only."""
 _CLOSE = 1e-3
 _LESS_CLOSE = 1e-2
 _FEW_NODES = 5
@@ -46,8 +50,16 @@ class Partition:
 class _Search:
     """Costs of partitions, as the sum of all costs and hops, or as the greatest cost."""
 
-    def __init__(self, tables: Sequence[Table], hops: Table, *, adds: bool, starts_apart: bool) -> None:
+    def __init__(
+        self, tables: Sequence[Table], hops: Table, kinds: Kinds, *, adds: bool, starts_apart: bool
+    ) -> None:
         """Prepare the search; `starts_apart` distinguishes partitions by their first machine, because hops back differ."""
+        self._sets = sets_by_size(kinds)
+        self._earlier = [0] * len(tables)
+        """Bit of the machine before each machine among those that are alike; 0 for the first."""
+        for kind in kinds:
+            for one, other in pairwise(kind):
+                self._earlier[other] = 1 << one
         self._nodes = range(len(tables))
         # By end and first layer, so that the least over first layers is looked for in neighbouring numbers.
         self._tables = [np.ascontiguousarray(table.T) for table in tables]
@@ -66,19 +78,24 @@ class _Search:
         """
         for last in self._nodes:
             self._extend(stages, last)
-        for members in _sets(self._nodes, stages):
+        for members in self._sets[stages]:
             for last, costs in self._best[members].items():
                 for start in np.flatnonzero(np.isfinite(costs[:, -1])):
                     yield members, last, int(start), float(costs[start, -1])
 
     def _extend(self, stages: int, last: int) -> None:
         """Extend the partitions over one machine fewer by this last machine."""
+        earlier = self._earlier[last]
         if stages == 1:
+            if earlier:
+                return
             costs = np.full((self._starts, len(self._tables[last])), np.inf)
             costs[last if self._starts > 1 else 0] = self._tables[last][:, 0]
             self._best[1 << last] = {last: costs}
             return
-        sets = [bits for bits in _sets(self._nodes, stages - 1) if not bits >> last & 1]
+        sets = [bits for bits in self._sets[stages - 1] if not bits >> last & 1 and bits & earlier == earlier]
+        if not sets:
+            return
         reached = np.stack([self._arriving(before, last).min(axis=0) for before in sets])
         for before, costs in zip(sets, self._joined(reached, last), strict=True):
             self._best.setdefault(before | 1 << last, {})[last] = costs
@@ -109,9 +126,58 @@ class _Search:
         return (MachineLayers(last, 0, end), *reversed(pieces))
 
 
-def _sets(nodes: Sequence[int], size: int) -> list[int]:
-    """Return all sets of `size` machines, as bits."""
-    return [sum(1 << node for node in members) for members in combinations(nodes, size)]
+Kinds = Sequence[Sequence[int]]
+"""Machines by their places, in lists of those that are alike."""
+
+
+def kinds_of(keys: Sequence[Hashable], *between: Table) -> Kinds:
+    """Return the lists of machines that are alike: two of them can be exchanged without changing any cost.
+
+    Args:
+        keys: what makes a machine different, by machine.
+        between: costs from machine to machine.
+    """
+    kinds: dict[Hashable, list[list[int]]] = {}
+    for place, key in enumerate(keys):
+        lists = kinds.setdefault(key, [])
+        same = next((kind for kind in lists if all(_is_alike(kind[0], place, one) for one in between)), None)
+        if same is None:
+            lists.append([place])
+        else:
+            same.append(place)
+    return sorted(kind for lists in kinds.values() for kind in lists)
+
+
+def _is_alike(one: int, other: int, costs: Table) -> bool:
+    """Return True if the costs stay when the two machines are exchanged."""
+    others = np.ones(len(costs), bool)
+    others[[one, other]] = False
+    return bool(
+        costs[one, other] == costs[other, one]
+        and np.array_equal(costs[one, others], costs[other, others])
+        and np.array_equal(costs[others, one], costs[others, other])
+    )
+
+
+def sets_by_size(kinds: Kinds) -> list[list[int]]:
+    """Return all sets of machines by their number, as bits; of machines that are alike, only the first ones."""
+    found: list[list[int]] = [[0]]
+    for kind in kinds:
+        first_ones = [0, *accumulate(1 << place for place in kind)]
+        longer: list[list[int]] = [[] for _ in range(len(found) + len(kind))]
+        for size, sets in enumerate(found):
+            for more, bits in enumerate(first_ones):
+                longer[size + more] += [members | bits for members in sets]
+        found = longer
+    return found
+
+
+def _has_few_sets(kinds: Kinds) -> bool:
+    return math.prod(len(kind) + 1 for kind in kinds) <= _MOST_SETS
+
+
+def _by_tables(tables: Sequence[Table], *between: Table) -> Kinds:
+    return kinds_of([table.tobytes() for table in tables], *between)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,12 +195,11 @@ class _Circle:
 
 
 def _circles(
-    tables: Sequence[Table], hops: Table, most: int, *, adds: bool, back: Table | None = None
+    tables: Sequence[Table], hops: Table, back: Table, kinds: Kinds, most: int, *, adds: bool
 ) -> Iterator[_Circle]:
     """Yield the best circles of up to `most` machines by set, last machine and, if hops back differ, first machine."""
-    back = hops if back is None else back
     apart = not _all_alike(back)
-    search = _Search(tables, hops, adds=adds, starts_apart=apart)
+    search = _Search(tables, hops, kinds, adds=adds, starts_apart=apart)
     for stages in range(1, most + 1):
         for members, last, start, cost in search.partitions(stages):
             # Without a fixed first machine, all hops back between different machines cost the same.
@@ -163,7 +228,12 @@ def quickest_partition(
         least: known lower bound of the cost.
         back: seconds from machine to machine on the way back to the first; None if hops are the same there.
     """
-    partition = _quickest(tables, hops, stages, back)
+    back = hops if back is None else back
+    pace_of = tables if paces is None else paces
+    kinds = kinds_of(
+        [(one.tobytes(), pace.tobytes()) for one, pace in zip(tables, pace_of, strict=True)], hops, back
+    )
+    partition = _quickest(tables, hops, back, kinds, stages)
     if partition is None or paces is None or all(map(np.array_equal, tables, paces)):
         return partition
     best = _paced(partition, paces)
@@ -172,7 +242,7 @@ def quickest_partition(
     bound = low * (1 + _CLOSE / 2)
     while best.cost > low * (1 + _CLOSE):
         allowed = [np.where(pace <= bound, table, np.inf) for table, pace in zip(tables, paces, strict=True)]
-        found = _quickest(allowed, hops, stages, back)
+        found = _quickest(allowed, hops, back, kinds, stages)
         if found is not None and (paced := _paced(found, paces)).cost < best.cost:
             best = paced
         if found is None or found.cost > bound:
@@ -188,12 +258,13 @@ def _paced(partition: Partition, paces: Sequence[Table]) -> Partition:
 
 
 def _quickest(
-    tables: Sequence[Table], hops: Table, stages: int | None, back: Table | None
+    tables: Sequence[Table], hops: Table, back: Table, kinds: Kinds, stages: int | None = None
 ) -> Partition | None:
     nodes = range(len(tables))
     best: tuple[float, tuple[MachineLayers, ...]] = (np.inf, ())
     with_node = [np.inf] * len(tables)
-    for circle in _circles(tables, hops, stages or len(tables), adds=True, back=back):
+    most = stages or min(len(tables), len(tables[0]) - 1)
+    for circle in _circles(tables, hops, back, kinds, most, adds=True):
         if stages is not None and circle.members.bit_count() != stages:
             continue
         for node in nodes:
@@ -201,15 +272,28 @@ def _quickest(
                 with_node[node] = min(with_node[node], circle.cost)
         if circle.cost < best[0]:
             best = (circle.cost, circle.pieces())
+    for kind in kinds:
+        # A plan with one of them is as good with any other.
+        for node in kind:
+            with_node[node] = with_node[kind[0]]
     return Partition(best[1], best[0], tuple(with_node)) if best[1] else None
 
 
 def steadiest_costs(tables: Sequence[Table], hops: Table, most: int) -> dict[int, float]:
-    """Return the slowest stage of the best split by set of up to `most` machines, as bits."""
+    """Return the slowest stage of the best split by set of up to `most` machines, as bits; for `MOST_NODES` at most."""
+    walls = _walls(hops)
+    kinds = _by_tables(tables, walls)
     found: dict[int, float] = {}
-    for circle in _circles(tables, _walls(hops), most, adds=False):
+    for circle in _circles(tables, walls, walls, kinds, most, adds=False):
         found[circle.members] = min(circle.cost, found.get(circle.members, np.inf))
-    return found
+    every = (members for sets in sets_by_size([[place] for place in range(len(tables))]) for members in sets)
+    return {members: found[first] for members in every if (first := _first_ones(members, kinds)) in found}
+
+
+def _first_ones(members: int, kinds: Kinds) -> int:
+    """Return the set with as many machines of each kind, the first ones."""
+    counts = (sum(members >> place & 1 for place in kind) for kind in kinds)
+    return sum(1 << place for kind, count in zip(kinds, counts, strict=True) for place in kind[:count])
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,16 +307,21 @@ class RequestTables:
     link_paces: Table
     more_chunks: int
 
-    def quickest(self, slowest_s: float = np.inf) -> Partition | None:
+    def kinds(self) -> Kinds:
+        """Return the machines, in lists of those that are alike."""
+        keys = [(one.tobytes(), pace.tobytes()) for one, pace in zip(self.sums, self.paces, strict=True)]
+        return kinds_of(keys, self.hops, self.back, self.link_paces)
+
+    def quickest(self, kinds: Kinds, slowest_s: float = np.inf) -> Partition | None:
         """Return the partition with the least sum, whose stages and links all keep the pace `slowest_s`."""
         allowed = [
             np.where(pace <= slowest_s, table, np.inf)
             for table, pace in zip(self.sums, self.paces, strict=True)
         ]
         hops = np.where(self.link_paces <= slowest_s, self.hops, np.inf)
-        if len(allowed) > MOST_NODES:
+        if not _has_few_sets(kinds):
             return _chain(allowed, hops, self.back)
-        return _quickest(allowed, hops, None, self.back)
+        return _quickest(allowed, hops, self.back, kinds)
 
     def slowest_s(self, pieces: Sequence[MachineLayers]) -> float:
         """Return the slowest pace of a pipeline's stages and links."""
@@ -249,7 +338,8 @@ def quickest_request(tables: RequestTables) -> Partition | None:
     Branch and bound over the slowest pace: pipelines with a pace within `(low, high]` take at least the least sum for `high`,
     and `more_chunks` times `low`.
     """
-    loosest = tables.quickest()
+    kinds = tables.kinds()
+    loosest = tables.quickest(kinds)
     if loosest is None or not tables.more_chunks:
         return loosest
     close = _CLOSE if len(tables.sums) <= _FEW_NODES else _LESS_CLOSE
@@ -265,7 +355,7 @@ def quickest_request(tables: RequestTables) -> Partition | None:
         high = min(high, slowest_s)
         while found.cost + tables.more_chunks * low < best.cost * (1 - close) and low < high * (1 - close):
             middle = (low + high) / 2
-            quicker = tables.quickest(middle)
+            quicker = tables.quickest(kinds, middle)
             if quicker is not None:
                 intervals.append((low, middle, quicker))
             low = middle
@@ -320,9 +410,10 @@ def has_partition(tables: Sequence[Table], hops: Table) -> bool:
         return False
     if np.isfinite(walls).all() and in_order(free) is not None:
         return True
-    if len(free) > MOST_NODES:
+    kinds = _by_tables(free, walls)
+    if not _has_few_sets(kinds):
         return _chain(free, walls, walls) is not None
-    return any(True for _ in _circles(free, walls, len(free), adds=True))
+    return any(True for _ in _circles(free, walls, walls, kinds, min(len(free), len(free[0]) - 1), adds=True))
 
 
 def _longest(table: Table) -> int:

@@ -8,7 +8,7 @@ full. For a single stream the best plan answers soonest, prompt included; otherw
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 from typing import cast
 
@@ -21,6 +21,7 @@ from mlx_ring.planner.plan import Prediction
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
 from mlx_ring.planner.rank_costs import Rings
 from mlx_ring.planner.request import PlanRequest
+from mlx_ring.planner.search import kinds_of, sets_by_size
 from mlx_ring.planner.stage_costs import TOKEN_BYTES, Table
 from mlx_ring.planner.tensor_groups import (
     Ends,
@@ -91,7 +92,7 @@ class SharedLayers:
 
     def tensor(self, *, of_all: bool = False) -> SharedPipeline | None:
         """Return the best single group; with `of_all` that of the whole cluster."""
-        sets = [tuple(self._places)] if of_all else self._sets(2)
+        sets = [tuple(self._places)] if of_all else self._unlike_sets()
         groups = (self._whole(members) for members in sets)
         pipelines = [
             self._predicted([GroupStage(group, LayerRange(0, self._layers))]) for group in groups if group
@@ -141,6 +142,28 @@ class SharedLayers:
         most = min(len(self._places), self._shared.most_ranks)
         for size in range(least, most + 1):
             yield from combinations(self._places, size)
+
+    def _unlike_sets(self) -> Iterator[tuple[int, ...]]:
+        """Yield the sets of several machines, without those that differ by alike machines only."""
+        nodes, link = self._cluster.nodes, self._cluster.link
+        numbers: dict[object, int] = {}
+        links = np.array(
+            [
+                [
+                    numbers.setdefault(
+                        (link(one.name, other.name), self._cluster.trusts(one, other)), len(numbers)
+                    )
+                    for other in nodes
+                ]
+                for one in nodes
+            ],
+            float,
+        )
+        kinds = kinds_of([replace(node, name="") for node in nodes], links)
+        for size, sets in enumerate(sets_by_size(kinds)):
+            if 1 < size <= self._shared.most_ranks:
+                for bits in sets:
+                    yield tuple(place for place in self._places if bits >> place & 1)
 
     def _whole(self, members: Sequence[int]) -> RankGroup | None:
         if not 1 < len(members) <= self._shared.most_ranks:
