@@ -82,3 +82,38 @@ def test_no_pair_of_single_machines_has_a_higher_throughput(nodes: list[NodeProf
             continue
         # The bound by the slowest stage ignores hops, so a pipeline can be a little below it.
         assert total >= 0.9 * sum(plan.prediction.tokens_per_s for plan in singles)
+
+
+def test_of_many_machines_alike_ones_become_replicas_of_the_same_size() -> None:
+    model = model_of(28)
+    one = place(model, cluster_of(node_of("big", 64)), THROUGHPUT).stages[0]
+    for memory, size in ((64.0, 1), (0.7 * one.memory_bytes / 1e9, 2)):
+        cluster = cluster_of(*(node_of(f"n{number}", memory) for number in range(100)))
+        request = PlanRequest(Demand(context_tokens=1024, sequences=400), objective="throughput")
+        plans = place_replicas(model, cluster, request, None)
+        names = [name for each in nodes_of(plans) for name in each]
+        assert len(names) == len(set(names)) == 100
+        assert [len(each) for each in nodes_of(plans)] == [size] * (100 // size)
+        assert sum(plan.sequences for plan in plans) >= 400
+
+
+def test_a_number_of_replicas_of_many_machines_is_kept_or_refused() -> None:
+    model = model_of(28)
+    cluster = cluster_of(*(node_of(f"n{number}") for number in range(12)))
+    assert len(place_replicas(model, cluster, THROUGHPUT, 3)) == 3
+    half = 0.6 * model.weight_bytes / 1e9
+    small = cluster_of(*(node_of(f"n{number}", half) for number in range(12)))
+    with pytest.raises(PlanError, match="12 machines cannot hold 9 replicas"):
+        place_replicas(model, small, THROUGHPUT, 9)
+
+
+def test_of_many_unequal_machines_small_ones_join_and_useless_ones_are_left_out() -> None:
+    model = model_of(28)
+    whole = place(model, cluster_of(node_of("big", 64)), THROUGHPUT).stages[0].memory_bytes / 1e9
+    sizes = [64.0] * 5 + [0.7 * whole] * 6 + [0.001]
+    cluster = cluster_of(*(node_of(f"n{number}", memory) for number, memory in enumerate(sizes)))
+    plans = place_replicas(model, cluster, THROUGHPUT, None)
+    used = {name for each in nodes_of(plans) for name in each}
+    assert "n11" not in used
+    assert used >= {f"n{number}" for number in range(5)}
+    assert all(stage.memory_bytes <= stage.usable_bytes for plan in plans for stage in plan.stages)

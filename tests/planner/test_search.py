@@ -16,7 +16,9 @@ from mlx_ring.planner.search import (
     Partition,
     has_partition,
     in_order,
+    kinds_of,
     quickest_partition,
+    sets_by_size,
     steadiest_costs,
 )
 from mlx_ring.planner.stage_costs import Table
@@ -156,3 +158,12 @@ def test_in_order_uses_every_machine_with_the_best_cut(problem: tuple[list[Table
     assert has_cost(partition, min(costs.values(), default=np.inf))
     if partition is not None:
         assert costs[partition.pieces] == pytest.approx(partition.cost)
+
+
+def test_machines_are_alike_if_exchanging_them_changes_no_cost() -> None:
+    hops = np.array([[0.0, 1, 1, 2], [1, 0, 1, 2], [1, 1, 0, 2], [2, 2, 2, 0]])
+    assert kinds_of("aaaa", hops) == [[0, 1, 2], [3]]
+    assert kinds_of("abaa", hops) == [[0, 2], [1], [3]]
+    hops[0, 2] = 3
+    assert kinds_of("aaaa", hops) == [[0], [1], [2], [3]]
+    assert [len(sets) for sets in sets_by_size([[0, 1, 2], [3]])] == [1, 2, 2, 2, 1]
