@@ -11,7 +11,7 @@ SIDE_BY_SIDE := -n 8 $(BY_FILE)
 WITHOUT_PROCESSES := not conformance and not faults and not processes
 # Tests of which `make test` runs only some cases.
 THOROUGH := $(patsubst %,tests/end_to_end/test_%.py,equality equality_of_ranks scheduling scheduling_caches scheduling_of_ranks grammars)
-FAST := --hypothesis-profile fast -n 4 $(BY_FILE)
+FAST := --hypothesis-profile fast -n 3 $(BY_FILE)
 # Tests start hundreds of processes. Without bytecode files, each would compile all its imports again.
 unexport PYTHONDONTWRITEBYTECODE
 

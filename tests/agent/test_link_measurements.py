@@ -89,6 +89,7 @@ def test_a_slow_link_is_measured_as_slow(authority: Authority, tmp_path: Path) -
     assert asyncio.run(run()) < 1_000_000
 
 
+@pytest.mark.slow
 def test_a_link_without_an_answer_is_an_error_and_not_stored(authority: Authority, tmp_path: Path) -> None:
     async def run() -> None:
         with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -101,6 +102,7 @@ def test_a_link_without_an_answer_is_an_error_and_not_stored(authority: Authorit
     assert not (tmp_path / LINKS_FILE).exists()
 
 
+@pytest.mark.slow
 def test_an_answer_of_another_node_is_an_error(authority: Authority, tmp_path: Path) -> None:
     async def run() -> None:
         async with linked_node(authority, "mini-1", tmp_path) as one:

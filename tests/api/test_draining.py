@@ -40,6 +40,7 @@ def test_health_reports_draining_and_status_routes_still_answer(draining: Api) -
         assert (answer.status_code, answer.headers["connection"]) == (200, "close")
 
 
+@pytest.mark.slow
 def test_open_stream_is_finished() -> None:
     admission = Admission()
     with serving(TwinService(context=10**9), admission=admission) as url:
@@ -54,6 +55,7 @@ def test_open_stream_is_finished() -> None:
         eventually(lambda: admission.open == 0)
 
 
+@pytest.mark.slow
 def test_open_requests_get_an_error_when_the_server_stops() -> None:
     admission = Admission()
     with ThreadPoolExecutor(1) as clients:

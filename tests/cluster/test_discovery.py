@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import uuid
 from collections.abc import Generator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
@@ -22,14 +23,14 @@ from tests.processes import MLX_RING
 
 from mlx_ring.agent.discovery import find_heads
 from mlx_ring.cluster.discovery import announcing
-from mlx_ring.host.head_announcement import HeadAnnouncement
+from mlx_ring.host.head_announcement import FoundHead, HeadAnnouncement
 from mlx_ring.host.interfaces import LanAddress
 
 LOOPBACK = (LanAddress("lo", 1, "127.0.0.1", "wired"),)
 ANNOUNCE = """
 import asyncio, sys
 from mlx_ring.cluster.discovery import announcing
-from mlx_ring.host.head_announcement import HeadAnnouncement
+from mlx_ring.host.head_announcement import FoundHead, HeadAnnouncement
 
 async def announce():
     async with announcing(HeadAnnouncement("home", sys.argv[1], "0.1.0", "0123456789abcdef"), 50051, look_every_s=0.1):
@@ -74,25 +75,32 @@ def without(settings: Sequence[str], changed: AbstractSet[str]) -> list[str]:
     return [line for line in settings if not changed & set(re.split(r"[^\w-]+", line))]
 
 
+def found_on_loopback(cluster: str, seconds: float) -> list[FoundHead]:
+    """Return the announced heads of `cluster`. Others on this machine may be of other runs."""
+    return [one for one in find_heads(seconds, lambda: LOOPBACK) if one.announcement.cluster == cluster]
+
+
+@pytest.mark.slow
 def test_a_head_is_found_with_its_announcement_until_it_ends() -> None:
     async def act() -> None:
-        head = HeadAnnouncement("home", "mini-7f3a", "0.1.0", "0123456789abcdef")
+        head = HeadAnnouncement(f"home-{uuid.uuid4().hex}", "mini-7f3a", "0.1.0", "0123456789abcdef")
         async with announcing(head, 6000, lambda: LOOPBACK):
-            (found,) = await asyncio.to_thread(find_heads, 3.0, lambda: LOOPBACK)
+            (found,) = await asyncio.to_thread(found_on_loopback, head.cluster, 3.0)
         assert (found.announcement, found.port) == (head, 6000)
-        assert await asyncio.to_thread(find_heads, 0.5, lambda: LOOPBACK) == []
+        assert await asyncio.to_thread(found_on_loopback, head.cluster, 0.5) == []
 
     asyncio.run(act())
 
 
+@pytest.mark.slow
 def test_two_heads_on_one_machine_are_distinguished() -> None:
     async def act() -> list[int]:
-        head = HeadAnnouncement("home", "mini-7f3a", "0.1.0", "")
+        head = HeadAnnouncement(f"home-{uuid.uuid4().hex}", "mini-7f3a", "0.1.0", "")
         async with (
             announcing(head, 50051, lambda: LOOPBACK),
             announcing(head, 6000, lambda: LOOPBACK),
         ):
-            found = await asyncio.to_thread(find_heads, 3.0, lambda: LOOPBACK)
+            found = await asyncio.to_thread(found_on_loopback, head.cluster, 3.0)
         return [one.port for one in found]
 
     assert asyncio.run(act()) == [6000, 50051]

@@ -164,6 +164,7 @@ def test_an_old_measurement_is_repeated(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_broken_link_is_reported_and_the_others_are_measured(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

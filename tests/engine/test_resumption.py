@@ -142,6 +142,7 @@ def random_request(random: Random) -> GenerateRequest:
     return replace(request, prompt_tokens=(first, *request.prompt_tokens[1:]))
 
 
+@pytest.mark.slow
 @examples(2.0)
 @given(
     random=st.randoms(use_true_random=False),

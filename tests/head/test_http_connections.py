@@ -120,6 +120,7 @@ def test_connection_serves_consecutive_requests_and_ends_when_idle() -> None:
         assert read_to_end(connection) == b""
 
 
+@pytest.mark.slow
 def test_answer_that_is_not_read_is_aborted_and_others_are_served() -> None:
     service = TwinService(context=10**9)
     body = json.dumps(ENDLESS).encode()

@@ -74,6 +74,7 @@ def test_a_link_whose_greeting_is_not_answered_can_be_given_up() -> None:
         server.stop(None).wait()
 
 
+@pytest.mark.slow
 def test_a_refused_link_leaves_neither_a_channel_nor_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     waits, closed, sent = threading.Event(), threading.Event(), threading.Event()
 
@@ -185,6 +186,7 @@ def _relayed(inbox: Inbox, lost: list[RingError]) -> Generator[tuple[GrpcLink, R
         server.stop(None).wait()
 
 
+@pytest.mark.slow
 def test_pings_of_an_idle_link_are_permitted(inbox: Inbox, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channels, "_PING_EVERY_MS", 100)
     lost: list[RingError] = []
@@ -206,6 +208,7 @@ def test_a_link_whose_pings_are_not_answered_breaks(inbox: Inbox, monkeypatch: p
         eventually(lambda: lost)
 
 
+@pytest.mark.slow
 def test_an_idle_stream_of_the_head_is_pinged_and_no_number_of_pings_ends_it() -> None:
     settings = dict(channels._server_options(1 << 20))  # pyright: ignore[reportPrivateUsage] - gRPC reads them
     assert settings["grpc.http2.max_ping_strikes"] == 0

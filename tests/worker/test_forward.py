@@ -59,6 +59,7 @@ def evaluated_scores(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return computed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", sorted(CUTS))
 @pytest.mark.parametrize("sampling", SAMPLINGS[:3], ids=str)
 def test_passes_evaluated_while_built_give_the_tokens_of_lazy_passes(

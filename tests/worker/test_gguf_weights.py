@@ -214,6 +214,7 @@ def test_the_memory_that_is_planned_is_the_memory_that_is_taken(
     assert totals[-1] == planned - (0 if widened else plain // 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", [True, False], ids=["native kernels", "no kernels"])
 @pytest.mark.parametrize("cpu_weights", ["quantized", "float32"])
 def test_plans_count_the_bytes_that_blocks_of_32_weights_take(

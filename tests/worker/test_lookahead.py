@@ -212,6 +212,7 @@ SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6)
 """Seeds of schedules; the quick tests try the first."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("submits_ahead", [False, True])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_sequences_in_any_schedule_give_the_tokens_they_give_alone(

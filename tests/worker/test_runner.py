@@ -129,6 +129,7 @@ def test_draft_tokens_are_accepted_up_to_the_first_wrong_one(pipeline: Pipeline,
     assert after[1].tokens[0].token == expected[4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sampling",
     [

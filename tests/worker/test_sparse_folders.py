@@ -138,6 +138,7 @@ def exact_families() -> list[str]:
     return [name for name, outcome in known_architectures().items() if outcome.exact]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [name for name in SAMPLE if name in exact_families()])
 def test_sampled_family_needs_only_its_stages_tensors(tmp_path: Path, family: str) -> None:
     check_family(family, tmp_path)

@@ -27,6 +27,7 @@ def attended(layer: Any, x: mx.array, cache: Planes) -> mx.array:
     return mx.concatenate(rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", sorted(BUILDS.keys() - MODULES_ROTATE))
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16], ids=["float32", "float16"])
 def test_tokens_of_planes_are_those_of_caches_of_their_own(build: str, dtype: mx.Dtype) -> None:

@@ -59,6 +59,7 @@ def test_every_byte_is_the_number_that_it_is_for_mlx(mode: str) -> None:
     assert mx.array_equal(ours, mx.dequantize(weights, scales, mode=mode, dtype=mx.float32), equal_nan=True)
 
 
+@pytest.mark.slow
 @given(st.sampled_from(sorted(MODES)), st.sampled_from(sorted(TYPES)), st.integers(1, 30), st.booleans())
 @settings(max_examples=40, deadline=None)
 def test_products_of_other_modes_are_mlx_s_own(mode: str, x_type: str, rows: int, transpose: bool) -> None:
@@ -89,6 +90,7 @@ def test_wrong_arguments_get_mlx_s_own_error() -> None:
             fallback.multiply(mx.quantized_matmul, x, *packed, **options)
 
 
+@pytest.mark.slow
 @given(st.data(), bits, group_sizes, st.sampled_from(sorted(TYPES)), st.sampled_from(sorted(TYPES)))
 @settings(max_examples=60, deadline=None)
 def test_a_product_is_mlx_s_own(

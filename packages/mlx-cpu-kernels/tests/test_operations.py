@@ -100,6 +100,7 @@ WRONG: dict[str, tuple[str, Callable[[tuple[Any, ...], dict[str, Any]], bool]]] 
 """Kinds of arguments, each with the operation and a test of its arguments."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", WRONG)
 def test_kernels_that_compute_something_else_are_not_installed(
     kind: str, monkeypatch: pytest.MonkeyPatch

@@ -75,6 +75,7 @@ def _row_cache(cache: Planes, row: int) -> Any:
     return own
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "build",
     sorted(BUILDS.keys() - MODULES_ROTATE - {"experts", "sliding windows", "layers without positions"}),

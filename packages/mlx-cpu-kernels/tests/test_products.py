@@ -34,6 +34,7 @@ from mlx_cpu_kernels.selfcheck import Operation
 pytestmark = [needs_kernels, pytest.mark.usefixtures("installed")]
 
 
+@pytest.mark.slow
 @given(st.data(), formats, types, types)
 @settings(max_examples=100, deadline=None)
 def test_a_product_is_that_of_the_dequantized_weights(

@@ -171,6 +171,7 @@ def test_the_long_error_of_a_node_is_shortened(tmp_path: Path) -> None:
     asyncio.run(act())
 
 
+@pytest.mark.slow
 def test_two_nodes_share_a_fetch(tmp_path: Path) -> None:
     manifest = write_pieces(tmp_path / "model", [4 * MB] * 64)
 

@@ -30,6 +30,7 @@ from mlx_ring.rpc.protos import weights_pb2
 MB = 1 << 20
 
 
+@pytest.mark.slow
 def test_other_nodes_continue_within_the_tensor_when_one_is_lost(tmp_path: Path) -> None:
     manifest = write_pieces(tmp_path / "model", [48 * MB, 3 * MB, 48 * MB])
 
@@ -57,6 +58,7 @@ def test_other_nodes_continue_within_the_tensor_when_one_is_lost(tmp_path: Path)
     asyncio.run(act())
 
 
+@pytest.mark.slow
 def test_without_any_node_left_the_error_names_missing_pieces_and_the_rest_is_stored(tmp_path: Path) -> None:
     manifest = write_pieces(tmp_path / "model", [4 * MB] * 40)
 
@@ -89,6 +91,7 @@ def test_without_any_node_left_the_error_names_missing_pieces_and_the_rest_is_st
     asyncio.run(act())
 
 
+@pytest.mark.slow
 def test_a_fetch_continues_with_a_restarted_node(tmp_path: Path) -> None:
     manifest = write_pieces(tmp_path / "model", [4 * MB] * 20)
 

@@ -44,6 +44,7 @@ def fetch_from_bad_and_good(manifest: WeightsManifest, folder: Path) -> None:
     asyncio.run(act())
 
 
+@pytest.mark.slow
 def test_wrong_bytes_are_refused_and_fetched_from_another_node(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -54,6 +55,7 @@ def test_wrong_bytes_are_refused_and_fetched_from_another_node(
     assert "good sends this node no more" not in warnings_of(caplog)
 
 
+@pytest.mark.slow
 def test_the_wrong_node_is_found_among_several_that_sent_a_tensor(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -76,6 +76,7 @@ def rendered(tokenizer: Any, source: str, monkeypatch: pytest.MonkeyPatch) -> st
     return text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "source",
     [

@@ -56,6 +56,7 @@ def test_state_has_cluster_cache_and_requests_but_no_prompt() -> None:
         assert secret not in json.dumps(state)
 
 
+@pytest.mark.slow
 def test_change_has_the_rates_of_each_stage() -> None:
     service = TwinService(context=10**9)
     with (

@@ -133,6 +133,7 @@ def test_a_third_party_server_gets_prompts_of_the_requested_length(
     assert results["server"]["cache_before"] is None
 
 
+@pytest.mark.slow
 def test_a_request_that_the_probe_sees_rejected_is_exit_code_2(bench: Callable[..., Done]) -> None:
     third_party = ThirdPartyServer()
     with serving_third_party(third_party) as url:
@@ -155,6 +156,7 @@ def test_a_server_that_fails_under_load_is_exit_code_1(bench: Callable[..., Done
     assert "4 x HTTP 503: Worker 1 of stage 0 died [exit 9]." in done.out
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_the_load_and_not_the_report(bench: Callable[..., Done], tmp_path: Path) -> None:
     report = tmp_path / "run.json"
     # The probe sends two small requests.

@@ -124,6 +124,7 @@ def test_a_stream_without_a_final_newline_is_complete() -> None:
     assert only(load(ThirdPartyServer(fault="no newline"), jobs_of(1))).error is None
 
 
+@pytest.mark.slow
 def test_a_stalled_stream_times_out() -> None:
     record = only(load(ThirdPartyServer(fault="hang"), jobs_of(1), timeout_s=0.3))
     assert (record.error, len(record.arrivals_s)) == ("timeout", 1)
@@ -158,6 +159,7 @@ def test_an_open_loop_sends_however_many_are_in_flight() -> None:
     assert server.max_in_flight == 12
 
 
+@pytest.mark.slow
 def test_a_stopped_load_keeps_its_records() -> None:
     server = ThirdPartyServer(fault="hang")
 

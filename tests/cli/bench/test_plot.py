@@ -36,6 +36,7 @@ def test_throughput_over_time_adds_up_to_the_tokens(arrivals: list[float], token
     assert sum(rates) * 0.7 == pytest.approx(tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("records", [ANSWERS, ANSWERS[:1], [Record(0, 0.0, error="timeout")], []])
 def test_a_plot_has_the_format_of_its_file_name(records: list[Record], tmp_path: Path) -> None:
     summary = summarise(records, 2.0 if records else 0.0)

@@ -60,6 +60,7 @@ def test_sliding_row_prefills_bit_for_bit(family: str) -> None:
         assert difference(run.step({1: chunk})[1], run.alone([chunk], caches)) == 0.0
 
 
+@pytest.mark.slow
 def test_rows_of_all_lengths_step_together_as_each_does_alone(family: str) -> None:
     run = ModelRun(small_model(family))
     run.open(*range(5))
@@ -73,6 +74,7 @@ def test_rows_of_all_lengths_step_together_as_each_does_alone(family: str) -> No
             assert difference(logits[row], run.alone([chunk], caches[row])) <= ROUNDING
 
 
+@pytest.mark.slow
 def test_rows_join_and_leave_between_steps(family: str) -> None:
     run = ModelRun(small_model(family))
     caches: dict[int, Any] = {}

@@ -132,6 +132,7 @@ def test_traits_include_recurrent_states_once_a_sequence_was_freed() -> None:
     assert (store.traits().recurrent, store.traits().bytes_per_sequence) == (True, 20)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 @pytest.mark.parametrize("take", [False, True])
 def test_fork_of_a_retained_sequence_gives_the_same_logits_as_alone(name: str, *, take: bool) -> None:

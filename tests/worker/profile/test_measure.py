@@ -60,6 +60,7 @@ def test_profile_survives_the_json_round_trip(profile: MachineProfile) -> None:
     assert MachineProfile.from_json(profile.model_dump_json()) == profile
 
 
+@pytest.mark.slow
 def test_measuring_stays_within_its_share_of_memory() -> None:
     mx.clear_cache()
     before = mx.get_active_memory()

@@ -49,6 +49,7 @@ def test_tokens_equal_the_references(rows: list[SamplerRow], seed: int) -> None:
             assert tokens[index] == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DRAWN)
 def test_each_parameter_has_values_that_change_a_token(name: str) -> None:
     logits = mx.full((128, VOCABULARY), -10.0)
