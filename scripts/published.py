@@ -19,9 +19,9 @@ from typing import Any
 
 from mlx_ring.core.types import LayerRange
 from mlx_ring.planner.catalogue import Fitted, chip_profile, chips, named_links
-from mlx_ring.planner.group_pipeline import GroupPipeline, GroupStage
 from mlx_ring.planner.known_models import MXFP4, Q8, beside_experts, configs, folder_of, with_format
 from mlx_ring.planner.model_sizes import profile_folder
+from mlx_ring.planner.pipeline import GroupStage, Pipeline
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile
 from mlx_ring.planner.request import Demand
 from mlx_ring.planner.tensor_groups import SharedModel, alone, given_group
@@ -218,16 +218,15 @@ def predict(row: Row, fitted: Fitted | None = None) -> float | None:
     stage = pipeline.stages[0]
     if row["measure"] == "prefill":
         if len(pipeline.stages) == 1:
-            layers = stage.layers
             step_s = max(node.costs.step_s for node in nodes)
-            return prompt / (stage.group.prefill_seconds(layers.start, layers.end, prompt, context) + step_s)
+            return prompt / (stage.prefill_seconds(prompt, context) + step_s)
         return prompt / pipeline.first_token_s(prompt)
     if row["measure"] == "first_token":
         return pipeline.first_token_s(prompt)
     return pipeline.tokens_per_s() if streams > 1 else 1 / pipeline.lone_stream(context)[1]
 
 
-def _pipeline(row: Row, model: ModelProfile, nodes: Sequence[NodeProfile], demand: Demand) -> GroupPipeline:
+def _pipeline(row: Row, model: ModelProfile, nodes: Sequence[NodeProfile], demand: Demand) -> Pipeline:
     name = row["link"].split(" ")[0]
     if name in ("-", "tcp", "rdma", "tb4-rdma"):
         name = {"tcp": "tb5", "rdma": "100gbe-rdma", "tb4-rdma": "tb5-rdma"}.get(
@@ -242,14 +241,15 @@ def _pipeline(row: Row, model: ModelProfile, nodes: Sequence[NodeProfile], deman
             if len(nodes) == 1
             else given_group(shared, cluster, [(node, 1 / len(nodes)) for node in nodes])
         )
-        return GroupPipeline(cluster, [GroupStage(group, LayerRange(0, layers))])
+        return Pipeline(cluster, [GroupStage(group, LayerRange(0, layers))], demand)
     cuts = [layers * place // len(nodes) for place in range(len(nodes) + 1)]
-    return GroupPipeline(
+    return Pipeline(
         cluster,
         [
             GroupStage(alone(shared, node), LayerRange(first, end))
             for node, first, end in zip(nodes, cuts, cuts[1:], strict=False)
         ],
+        demand,
     )
 
 

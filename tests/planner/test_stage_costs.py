@@ -101,7 +101,7 @@ def test_the_hop_back_carries_a_token() -> None:
     cluster = cluster_of(node_of("a"), node_of("b"), link=link)
     times = Timetable(model_of(4), cluster, DEMAND)
     pieces = [MachineLayers(0, 0, 2), MachineLayers(1, 2, 4)]
-    stages, token_s = times.lone_stream(pieces)
+    stages, token_s = times.pipeline(pieces).lone_stream()
     assert token_s - sum(stages) == pytest.approx(1e-3 + (2 * 1024 + 4) / 1e6, rel=1e-3)
     assert times.back(1)[1, 0] == pytest.approx(0.5e-3 + 4e-6)
 
@@ -112,7 +112,7 @@ def test_a_slow_link_limits_the_throughput() -> None:
         node_of("a", gb_s=1e6), node_of("b", gb_s=1e6), link=LinkProfile(round_trip_s=1e-6, bandwidth=1e6)
     )
     pieces = [MachineLayers(0, 0, 2), MachineLayers(1, 2, 4)]
-    assert Timetable(model_of(4), cluster, Demand(128, 64)).tokens_per_s(pieces) == pytest.approx(
+    assert Timetable(model_of(4), cluster, Demand(128, 64)).pipeline(pieces).tokens_per_s() == pytest.approx(
         1e6 / 2048, rel=0.05
     )
 

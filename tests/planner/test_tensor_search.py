@@ -16,7 +16,7 @@ from tests.planner.clusters import NODES, cluster_of, model_of, node_of, shared_
 from mlx_ring.core.errors import PlanError
 from mlx_ring.core.types import LayerRange
 from mlx_ring.models.tensor_shares import share_out
-from mlx_ring.planner.group_pipeline import GroupPipeline, GroupStage
+from mlx_ring.planner.pipeline import GroupStage, Pipeline
 from mlx_ring.planner.place import place
 from mlx_ring.planner.plan import Plan
 from mlx_ring.planner.profiles import ClusterProfile, NodeProfile
@@ -25,7 +25,7 @@ from mlx_ring.planner.replicas import place_replicas
 from mlx_ring.planner.request import Demand, PlanRequest
 from mlx_ring.planner.stage_costs import StageTables
 from mlx_ring.planner.tensor_groups import SharedModel, alone, fitting_group, group_of
-from mlx_ring.planner.tensor_search import SharedLayers, cost
+from mlx_ring.planner.tensor_search import SharedLayers
 from mlx_ring.rpc.link_profile import UNREACHABLE, LinkProfile
 
 FAST, SLOW = LinkProfile(20e-6, 5e9), LinkProfile(0.5e-3, 1.1e8)
@@ -42,7 +42,7 @@ def plan_request(**options: Any) -> PlanRequest:
 
 
 def cost_of(plan: Plan, request: PlanRequest) -> float:
-    return cost(request, plan.prediction)
+    return plan.prediction.minimized_s(request.objective)
 
 
 def test_a_large_dense_model_is_shared_over_fast_links_and_not_over_slow_ones() -> None:
@@ -213,7 +213,7 @@ def answer_cost(
         if group is None or not group.fits(first, end):
             return float("inf")
         stages.append(GroupStage(group, LayerRange(first, end)))
-    return cost(SHORT, GroupPipeline(cluster, stages).prediction(SHORT))
+    return Pipeline(cluster, stages, SHORT.demand).prediction(SHORT).request_s
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -273,7 +273,7 @@ def test_a_pipeline_without_sharing_is_predicted_like_a_plan() -> None:
         GroupStage(alone(shared, node), stage.layers)
         for node, stage in zip(cluster.nodes, plan.stages, strict=True)
     ]
-    prediction = GroupPipeline(cluster, stages).prediction(request)
+    prediction = Pipeline(cluster, stages, request.demand).prediction(request)
     assert prediction.token_s == pytest.approx(plan.prediction.token_s)
     assert prediction.tokens_per_s == pytest.approx(plan.prediction.tokens_per_s)
     assert prediction.first_token_s == pytest.approx(plan.prediction.first_token_s)

@@ -243,7 +243,7 @@ def _only_predicted(forecast: Forecast | None, stage: int) -> list[StepStatus]:
     """Predict a decode step of one row after half of the promised context, as plans do."""
     if forecast is None:
         return []
-    context = forecast.demand.context_tokens // 2
+    context = forecast.demand.mean_context_tokens
     nothing = AlikeSteps(1, 1, 0, context, 0.0, 0.0, 0.0, 0.0)
     return [_step(nothing, forecast.decode_s(stage, 1, context))]
 
@@ -251,7 +251,7 @@ def _only_predicted(forecast: Forecast | None, stage: int) -> list[StepStatus]:
 def _stream(forecast: Forecast | None, pace: StreamPace | None) -> StreamStatus | None:
     if forecast is None and pace is None:
         return None
-    context = 0 if forecast is None else forecast.demand.context_tokens // 2
+    context = 0 if forecast is None else forecast.demand.mean_context_tokens
     if pace is not None:
         context = pace.context_tokens
     return StreamStatus(

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from mlx_ring.core.types import CpuWeights, LayerRange
-from mlx_ring.planner.cpu_quota import lone_stream
+from mlx_ring.planner.pipeline import GroupStage, MachineStage, Pipeline
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile
 from mlx_ring.planner.rank_costs import RankCosts
 from mlx_ring.planner.request import Demand
-from mlx_ring.planner.stage_costs import TOKEN_BYTES, StageTables, Times
+from mlx_ring.planner.stage_costs import StageTables, Times
 from mlx_ring.planner.tensor_groups import SharedModel, given_group
 
 
@@ -51,13 +50,19 @@ class Forecast:
             ranks: of each stage, where some have several: node and share of every rank, in their order.
         """
         self.demand = demand
-        self._model = model
-        self._cluster = cluster
         self._stages = tuple(stages)
         self._tables = StageTables(model, demand)
         shared = SharedModel(model, demand, model.shared)
         each = ranks or [[(node, 1.0)] for node, _ in stages]
         self._groups = [given_group(shared, cluster, one) if len(one) > 1 else None for one in each]
+        self._pipeline = Pipeline(
+            cluster,
+            [
+                MachineStage(self._tables, node, layers) if group is None else GroupStage(group, layers)
+                for (node, layers), group in zip(self._stages, self._groups, strict=True)
+            ],
+            demand,
+        )
 
     def __len__(self) -> int:
         return len(self._stages)
@@ -69,7 +74,7 @@ class Forecast:
             node.cpu_quota is None for stage in range(len(self)) for node in self._nodes(stage)
         ):
             return self._times(stage, rows, context_tokens).steady
-        return self._lone_stream(context_tokens)[0][stage]
+        return self._pipeline.lone_stream(context_tokens)[0][stage]
 
     def chunk_s(self, stage: int, tokens: int, context_tokens: int) -> float:
         """Return the seconds of a prefill step: the larger of computing and of reading the weights once."""
@@ -83,38 +88,10 @@ class Forecast:
 
     def token_s(self, context_tokens: int) -> float:
         """Return the seconds from token to token of a single stream, all stages and hops included."""
-        return self._lone_stream(context_tokens)[1]
-
-    def _lone_stream(self, context_tokens: int) -> tuple[list[float], float]:
-        times = [self._times(stage, 1, context_tokens) for stage in range(len(self))]
-        unhindered, steady = [each.unhindered for each in times], [each.steady for each in times]
-        machines = [
-            "+".join(dict.fromkeys(node.name for node in self._nodes(stage))) for stage in range(len(self))
-        ]
-        return lone_stream(unhindered, steady, self._around_s(), machines)
+        return self._pipeline.token_s(1, context_tokens)
 
     def _times(self, stage: int, rows: int, context_tokens: int) -> Times[float]:
-        node, layers = self._stages[stage]
-        if (group := self._groups[stage]) is not None:
-            return group.stage_seconds(layers.start, layers.end, rows, context_tokens)
-        return self._tables.stage_seconds(node, layers.start, layers.end, rows, context_tokens)
-
-    def _around_s(self) -> float:
-        """Return the seconds of all hops; rank 0 of a stage sends to every rank of the next."""
-        if len(self) == 1:
-            return 0.0
-        forward = sum(
-            self._hop_s(one, other, self._row_bytes(one)) for one, other in pairwise(range(len(self)))
-        )
-        return forward + self._hop_s(len(self) - 1, 0, TOKEN_BYTES)
-
-    def _row_bytes(self, stage: int) -> int:
-        return self._model.hidden_size * self._tables.model_on(self._nodes(stage)[0]).number_bytes
-
-    def _hop_s(self, one: int, other: int, row_bytes: int) -> float:
-        sender, receivers = self._nodes(one)[0], self._nodes(other)
-        nbytes = row_bytes * len(receivers)
-        return max(self._cluster.link(sender.name, node.name).seconds(nbytes) for node in receivers)
+        return self._pipeline.stages[stage].seconds(rows, context_tokens)
 
     def memory(self, stage: int) -> PromisedMemory:
         """Return the memory of a stage, as the sum of its ranks."""

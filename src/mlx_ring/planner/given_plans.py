@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from mlx_ring.core.errors import PlanError
 from mlx_ring.planner.forecast import StageRanks, settle_weights
-from mlx_ring.planner.group_pipeline import GroupPipeline, GroupStage
+from mlx_ring.planner.pipeline import GroupStage, Pipeline
 from mlx_ring.planner.plan import Plan
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
 from mlx_ring.planner.request import PlanRequest
@@ -37,7 +37,7 @@ def plan_given(
     stages = settle_weights(model, request.demand, cluster, stages)
     shared = SharedModel(model, request.demand, model.shared)
     groups = [GroupStage(given_group(shared, cluster, ranks), layers) for layers, ranks in stages]
-    pipeline = GroupPipeline(cluster, groups)
+    pipeline = Pipeline(cluster, groups, request.demand)
     prediction = pipeline.prediction(request)
     stage_s = tuple(pipeline.lone_stream(shared.context_tokens)[0])
     plan = plan_of(model, cluster, request, SharedPipeline(tuple(groups), stage_s, prediction, 0.0), "")

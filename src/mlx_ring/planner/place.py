@@ -25,8 +25,9 @@ _KV_BITS = (8, 4)
 
 def explain_plan(times: Timetable, request: PlanRequest, partition: Partition) -> Plan:
     """Return the plan of a pipeline, with its prediction and reasons."""
-    prediction = times.prediction(partition.pieces, request)
-    stages_s, _ = times.lone_stream(partition.pieces)
+    pipeline = times.pipeline(partition.pieces)
+    prediction = pipeline.prediction(request)
+    stages_s, _ = pipeline.lone_stream()
     return Plan(
         model=times.model.name,
         strategy=request.strategy,

@@ -59,15 +59,23 @@ class Prediction:
     """Times predicted by counting bytes, operations and hops; a running server comes close to them."""
 
     token_s: float
-    """Seconds from one token of a single stream to the next."""
+    """Seconds from one token of a stream to the next, with `users` streams."""
     tokens_per_s: float
     """Throughput of all promised sequences together."""
     first_token_s: float
-    """Seconds to the first token of a prompt of `prompt_tokens`."""
+    """Seconds to the first token of a prompt of `prompt_tokens`: of the last user's, if several arrive at once."""
     prompt_tokens: int
     request_s: float
     """Seconds of a whole request: the first token, and an answer of `answer_tokens`."""
     answer_tokens: int
+    users: int = 1
+    """Number of such requests at once."""
+
+    def minimized_s(self, objective: Objective) -> float:
+        """Return the seconds that an objective minimizes; less is better."""
+        if objective == "throughput":
+            return 1 / self.tokens_per_s
+        return self.first_token_s if objective == "first-token" else self.request_s
 
 
 @dataclass(frozen=True, slots=True)

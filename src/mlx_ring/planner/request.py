@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from mlx_ring.settings.strategies import Strategy
 
-Objective = Literal["latency", "throughput", "first-token"]
+Objective = Literal["latency", "throughput", "first-token", "memory"]
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 
 _FULL_PRECISION_BITS, _SCALE_AND_BIAS_NUMBERS = 16, 2
@@ -21,6 +21,13 @@ class Demand:
     context_tokens: int
     sequences: int
     kv_bits: int = 16
+    typical_tokens: int | None = None
+    """Mean context of decoded tokens; None for half of `context_tokens`."""
+
+    @property
+    def mean_context_tokens(self) -> int:
+        """Context of a decoded token on average, for which steps are predicted."""
+        return self.context_tokens // 2 if self.typical_tokens is None else self.typical_tokens
 
     def kv_factor(self, number_bytes: int = 2) -> float:
         """Return the size of the KV cache relative to an unquantized one.
@@ -50,6 +57,8 @@ class PlanRequest:
     """Length of a request's prompt."""
     answer_tokens: int = 256
     """Length of a request's answer."""
+    users: int = 1
+    """Number of such requests at once."""
 
     @property
     def minimized_tokens(self) -> int:

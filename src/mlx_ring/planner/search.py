@@ -298,14 +298,15 @@ def _first_ones(members: int, kinds: Kinds) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RequestTables:
-    """Parts of a request's time, in seconds: sums + `more_chunks` times the slowest pace of a stage or link."""
+    """Parts of a request's time, in seconds: a sum over stages and hops, and the slowest pace of a stage or link."""
 
     sums: list[Table]
     hops: Table
     back: Table
     paces: list[Table]
     link_paces: Table
-    more_chunks: int
+    stages: int | None = None
+    """Number of stages; None for any."""
 
     def kinds(self) -> Kinds:
         """Return the machines, in lists of those that are alike."""
@@ -321,7 +322,7 @@ class RequestTables:
         hops = np.where(self.link_paces <= slowest_s, self.hops, np.inf)
         if not _has_few_sets(kinds):
             return _chain(allowed, hops, self.back)
-        return _quickest(allowed, hops, self.back, kinds)
+        return _quickest(allowed, hops, self.back, kinds, self.stages)
 
     def slowest_s(self, pieces: Sequence[MachineLayers]) -> float:
         """Return the slowest pace of a pipeline's stages and links."""
@@ -336,11 +337,11 @@ def quickest_request(tables: RequestTables) -> Partition | None:
     It is within a thousandth of the best for up to five machines, and within a hundredth for up to `MOST_NODES`.
 
     Branch and bound over the slowest pace: pipelines with a pace within `(low, high]` take at least the least sum for `high`,
-    and `more_chunks` times `low`.
+    and `low`.
     """
     kinds = tables.kinds()
     loosest = tables.quickest(kinds)
-    if loosest is None or not tables.more_chunks:
+    if loosest is None or not any(pace.any() for pace in tables.paces):
         return loosest
     close = _CLOSE if len(tables.sums) <= _FEW_NODES else _LESS_CLOSE
     best: Partition | None = None
@@ -348,12 +349,12 @@ def quickest_request(tables: RequestTables) -> Partition | None:
     while intervals:
         low, high, found = intervals.pop()
         slowest_s = tables.slowest_s(found.pieces)
-        cost = found.cost + tables.more_chunks * slowest_s
+        cost = found.cost + slowest_s
         if best is None or cost < best.cost:
             best = Partition(found.pieces, cost)
         # Between the pace of what was found and `high`, nothing is better.
         high = min(high, slowest_s)
-        while found.cost + tables.more_chunks * low < best.cost * (1 - close) and low < high * (1 - close):
+        while found.cost + low < best.cost * (1 - close) and low < high * (1 - close):
             middle = (low + high) / 2
             quicker = tables.quickest(kinds, middle)
             if quicker is not None:

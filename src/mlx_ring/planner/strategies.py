@@ -69,10 +69,13 @@ def fastest(times: Timetable, request: PlanRequest) -> Partition | None:
         return None
     best = replace(quickest, with_node=())
     for bound, stages in sorted(_throughput_bounds(times), reverse=True):
-        if bound <= times.tokens_per_s(best.pieces):
+        if bound <= times.pipeline(best.pieces).tokens_per_s():
             break
         partition = _quickest_with(times, stages, times.demand.sequences / bound)
-        if partition is not None and times.tokens_per_s(partition.pieces) > times.tokens_per_s(best.pieces):
+        if (
+            partition is not None
+            and times.pipeline(partition.pieces).tokens_per_s() > times.pipeline(best.pieces).tokens_per_s()
+        ):
             best = partition
     return best
 

@@ -56,7 +56,7 @@ class SharedModel:
     @property
     def context_tokens(self) -> int:
         """Mean context of a stream."""
-        return self.demand.context_tokens // 2
+        return self.demand.mean_context_tokens
 
     @property
     def most_ranks(self) -> int:

@@ -9,13 +9,13 @@ from typing import Protocol
 
 from mlx_ring.core.errors import PlanError
 from mlx_ring.models.tensor_shares import splittable
-from mlx_ring.planner.group_pipeline import GroupStage
+from mlx_ring.planner.pipeline import GroupStage
 from mlx_ring.planner.plan import LeftOut, Plan, Prediction, RankPlan, StagePlan
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
 from mlx_ring.planner.request import PlanRequest
 from mlx_ring.planner.search import MOST_NODES
 from mlx_ring.planner.tensor_groups import GroupRank
-from mlx_ring.planner.tensor_search import SharedLayers, SharedPipeline, cost
+from mlx_ring.planner.tensor_search import SharedLayers, SharedPipeline
 
 
 class TensorSearch(Protocol):
@@ -56,7 +56,7 @@ def best_of_both(
     best = min(found, key=lambda pipeline: pipeline.cost, default=None)
     if best is None:
         return apart
-    if apart is None or best.cost < cost(request, apart.prediction):
+    if apart is None or best.cost < apart.prediction.minimized_s(request.objective):
         reason = _reason(best, request, None if apart is None else apart.prediction)
         return plan_of(model, cluster, request, best, reason)
     times = _times(best.prediction, request)
@@ -139,7 +139,7 @@ def _why_none(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest
 def _left_undone(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest, apart: Plan) -> str:
     """Return what tensor parallelism would gain and why it is not used; empty if it would gain nothing."""
     pipeline = SharedLayers(model, cluster, request, trusting=True).tensor()
-    if pipeline is None or pipeline.cost >= cost(request, apart.prediction):
+    if pipeline is None or pipeline.cost >= apart.prediction.minimized_s(request.objective):
         return ""
     why = _UNSPLIT if model.shared is None else _UNTRUSTED
     if model.shared is not None and SharedLayers(model, cluster, request).is_possible:

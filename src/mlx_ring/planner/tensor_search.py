@@ -15,8 +15,8 @@ from typing import cast
 import numpy as np
 
 from mlx_ring.core.types import LayerRange
-from mlx_ring.planner.group_pipeline import GroupPipeline, GroupStage
 from mlx_ring.planner.group_search import GroupOrder, GroupSearch, block_ends, cut
+from mlx_ring.planner.pipeline import GroupStage, Pipeline
 from mlx_ring.planner.plan import Prediction
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
 from mlx_ring.planner.rank_costs import Rings
@@ -52,18 +52,6 @@ class SharedPipeline:
     @property
     def nodes(self) -> tuple[str, ...]:
         return tuple(node.name for stage in self.stages for node in stage.group.nodes)
-
-
-def cost(request: PlanRequest, prediction: Prediction) -> float:
-    """Return the cost by which plans are compared; less is better.
-
-    It is the time of a prompt and its answer for one stream, or the time per token of all sequences.
-    """
-    if request.objective == "throughput":
-        return 1 / prediction.tokens_per_s
-    if request.objective == "first-token":
-        return prediction.first_token_s
-    return prediction.request_s
 
 
 class SharedLayers:
@@ -133,7 +121,9 @@ class SharedLayers:
             GroupStage(self._quick(candidates[candidate])[0], LayerRange(first, end))
             for candidate, (first, end) in zip(order.candidates, pairwise(ends), strict=True)
         ]
-        prompt_s = GroupPipeline(self._cluster, stages).first_token_s(self._request.prompt_tokens)
+        prompt_s = Pipeline(self._cluster, stages, self._request.demand).first_token_s(
+            self._request.prompt_tokens
+        )
         return prompt_s + self._request.minimized_tokens * order.cost
 
     # ---- one group
@@ -177,10 +167,12 @@ class SharedLayers:
         return fitting_group(self._shared, nodes, ring, 0, self._layers, self._rows(1))
 
     def _predicted(self, stages: Sequence[GroupStage]) -> SharedPipeline:
-        pipeline = GroupPipeline(self._cluster, stages)
+        pipeline = Pipeline(self._cluster, stages, self._request.demand)
         prediction = pipeline.prediction(self._request)
         each = tuple(pipeline.lone_stream(self._shared.context_tokens)[0])
-        return SharedPipeline(tuple(stages), each, prediction, cost(self._request, prediction))
+        return SharedPipeline(
+            tuple(stages), each, prediction, prediction.minimized_s(self._request.objective)
+        )
 
     def _rows(self, stages: int) -> int:
         """Return the rows of a step, for a number of stages."""

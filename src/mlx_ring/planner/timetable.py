@@ -1,22 +1,37 @@
-"""Predicted times of a pipeline over the machines of a cluster. Pure."""
+"""Tables of seconds by machine, first layer and end, from which pipelines are searched. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from dataclasses import dataclass
 
 import numpy as np
 
-from mlx_ring.planner.cpu_quota import lone_stream
-from mlx_ring.planner.plan import Prediction
+from mlx_ring.core.types import LayerRange
+from mlx_ring.planner.pipeline import MachineStage, Pipeline
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile
 from mlx_ring.planner.request import Demand, PlanRequest
 from mlx_ring.planner.search import MachineLayers, RequestTables
 from mlx_ring.planner.stage_costs import CHUNK_TOKENS, TOKEN_BYTES, StageTables, Table, Times
 
 
+@dataclass(frozen=True, slots=True)
+class Users:
+    """Decode steps of several streams at once."""
+
+    groups: int
+    """Number of decode groups, which the stages compute in turn."""
+    rows: int
+    """Number of rows in each."""
+    round_weight: float = 1.0
+    """Weight of a whole round in the time of a token; the rest is that of the slowest stage for all groups."""
+
+
+_LONE = Users(1, 1)
+
+
 class Timetable:
-    """Predicted seconds of stages and hops, computed once for each number of rows."""
+    """Seconds of every possible stage and hop, computed once for each number of rows."""
 
     def __init__(self, model: ModelProfile, cluster: ClusterProfile, demand: Demand) -> None:
         self.model = model
@@ -25,93 +40,50 @@ class Timetable:
         self.costs = StageTables(model, demand)
         self._by_rows: dict[int, list[Times[Table]]] = {}
 
-    def prediction(self, pieces: Sequence[MachineLayers], request: PlanRequest) -> Prediction:
-        """Return the predicted times of a pipeline."""
-        token_s = self.lone_stream(pieces)[1]
-        first_token_s = self._first_token_s(pieces, request.prompt_tokens)
-        return Prediction(
-            token_s=token_s,
-            tokens_per_s=self.tokens_per_s(pieces),
-            first_token_s=first_token_s,
-            prompt_tokens=request.prompt_tokens,
-            request_s=first_token_s + request.answer_tokens * token_s,
-            answer_tokens=request.answer_tokens,
-        )
+    def pipeline(self, pieces: Sequence[MachineLayers]) -> Pipeline:
+        """Return the pipeline of these stages, for its predicted times."""
+        nodes = self.cluster.nodes
+        stages = [
+            _TableStage(self.costs, nodes[piece.node], LayerRange(piece.first, piece.end), self, piece)
+            for piece in pieces
+        ]
+        return Pipeline(self.cluster, stages, self.demand)
 
     def request_s(self, pieces: Sequence[MachineLayers], request: PlanRequest) -> float:
         """Return the seconds that `auto` minimizes: of a whole request, or to its first token."""
-        token_s = self.lone_stream(pieces)[1]
-        return self._first_token_s(pieces, request.prompt_tokens) + request.minimized_tokens * token_s
+        return self.pipeline(pieces).prediction(request).minimized_s(request.objective)
 
-    def request_tables(self, request: PlanRequest) -> RequestTables:
-        """Return the parts of a request's time: a sum over stages and hops, and the pace of a prompt's chunks."""
+    def request_tables(self, request: PlanRequest, users: Users = _LONE) -> RequestTables:
+        """Return the parts of a request's time: a sum over stages and hops, and the slowest pace of stages and links.
+
+        With several users, a token takes a whole round, or the time of the slowest stage for all groups, whichever is longer.
+        Any weighted mean of the two is a lower bound.
+        """
         chunks, tokens = -(-request.prompt_tokens // CHUNK_TOKENS), 1 + request.minimized_tokens
-        rows = min(request.prompt_tokens, CHUNK_TOKENS)
-        nodes = self.cluster.nodes
-        paces = [self.costs.prefill_table(node, request.prompt_tokens) / chunks for node in nodes]
-        names = [node.name for node in nodes]
-        links = [
-            [rows * self._row_bytes(node) / self.cluster.link(node.name, other).bandwidth for other in names]
-            for node in nodes
+        later, rows = request.users * chunks - 1, min(request.prompt_tokens, CHUNK_TOKENS)
+        in_rounds, in_paces = tokens * users.round_weight, tokens * (1 - users.round_weight) * users.groups
+        chunk_s = [
+            self.costs.prefill_table(node, request.prompt_tokens) / chunks for node in self.cluster.nodes
         ]
+        decode, steady = self.tables(users.rows), self.steady_tables(users.rows)
         return RequestTables(
-            sums=[pace + tokens * table for pace, table in zip(paces, self.tables(1), strict=True)],
-            hops=self.hops(rows) + tokens * self.hops(1),
-            back=self.back(rows) + tokens * self.back(1),
-            paces=paces,
-            link_paces=np.array(links),
-            more_chunks=chunks - 1,
+            sums=[chunk + _scaled(in_rounds, table) for chunk, table in zip(chunk_s, decode, strict=True)],
+            hops=self.hops(rows) + _scaled(in_rounds, self.hops(users.rows)),
+            back=self.back(rows) + _scaled(in_rounds, self.back(users.rows)),
+            paces=[
+                later * one + _scaled(in_paces, other) for one, other in zip(chunk_s, steady, strict=True)
+            ],
+            link_paces=(later * rows + in_paces * users.rows) * self._row_seconds(),
         )
 
-    def lone_stream(self, pieces: Sequence[MachineLayers]) -> tuple[list[float], float]:
-        """Return the seconds of each stage, and the seconds from token to token, for a single stream."""
-        unhindered, steady = (_of(tables, pieces) for tables in (self.tables(1), self.steady_tables(1)))
-        return lone_stream(unhindered, steady, self._round_trip_s(pieces, 1))
-
-    def tokens_per_s(self, pieces: Sequence[MachineLayers]) -> float:
-        """Return the throughput of all sequences, in as many decode groups as there are stages.
-
-        A cycle lasts as long as the slowest stage or link takes for all groups, or one group takes for a whole round.
-        """
-        sequences, stages = self.demand.sequences, len(pieces)
-        groups = min(stages, sequences)
-        rows = -(-sequences // groups)
-        round_s = sum(_of(self.tables(rows), pieces)) + self._round_trip_s(pieces, rows)
-        slowest_s = max(*_of(self.steady_tables(rows), pieces), self._busiest_link_s(pieces, rows))
-        return sequences / max(groups * slowest_s, round_s)
-
-    def _first_token_s(self, pieces: Sequence[MachineLayers], prompt_tokens: int) -> float:
-        chunks = -(-prompt_tokens // CHUNK_TOKENS)
-        nodes = self.cluster.nodes
-        times = [
-            self.costs.prefill_seconds(nodes[piece.node], piece.first, piece.end, prompt_tokens) / chunks
-            for piece in pieces
-        ]
-        rows = min(prompt_tokens, CHUNK_TOKENS)
-        slowest_s = max(*times, self._busiest_link_s(pieces, rows))
-        hops = self._round_trip_s(pieces, rows)
-        return sum(times) + (chunks - 1) * slowest_s + hops + self.lone_stream(pieces)[1]
-
-    def _round_trip_s(self, pieces: Sequence[MachineLayers], rows: int) -> float:
-        """Return the seconds of all hops of a pipeline, the hop back to the first stage included."""
-        places = [piece.node for piece in pieces]
-        if len(places) == 1:
-            return 0.0
-        hops = self.hops(rows)
-        forward = sum(float(hops[one, other]) for one, other in pairwise(places))
-        return forward + float(self.back(rows)[places[-1], places[0]])
-
-    def _busiest_link_s(self, pieces: Sequence[MachineLayers], rows: int) -> float:
-        """Return the seconds for which a step of `rows` rows keeps the busiest link from the next step."""
-        nodes = self.cluster.nodes
-        return max(
-            (
-                rows
-                * self._row_bytes(nodes[one.node])
-                / self.cluster.link(nodes[one.node].name, nodes[other.node].name).bandwidth
-                for one, other in pairwise(pieces)
-            ),
-            default=0.0,
+    def _row_seconds(self) -> Table:
+        """Return the seconds for which one row's activations keep a link busy."""
+        names = [node.name for node in self.cluster.nodes]
+        return np.array(
+            [
+                [self._row_bytes(node) / self.cluster.link(node.name, other).bandwidth for other in names]
+                for node in self.cluster.nodes
+            ]
         )
 
     def _row_bytes(self, node: NodeProfile) -> int:
@@ -131,8 +103,7 @@ class Timetable:
 
     def _times(self, rows: int) -> list[Times[Table]]:
         if rows not in self._by_rows:
-            # The mean context of a stream is half of the longest.
-            context = self.demand.context_tokens // 2
+            context = self.demand.mean_context_tokens
             self._by_rows[rows] = [self.costs.seconds(node, rows, context) for node in self.cluster.nodes]
         return self._by_rows[rows]
 
@@ -154,5 +125,22 @@ class Timetable:
         )
 
 
-def _of(tables: Sequence[Table], pieces: Sequence[MachineLayers]) -> list[float]:
-    return [float(tables[piece.node][piece.first, piece.end]) for piece in pieces]
+def _scaled(factor: float, seconds: Table) -> Table:
+    """Return `factor * seconds`; what is infinite stays so."""
+    return np.multiply(factor, seconds, out=np.full(seconds.shape, np.inf), where=np.isfinite(seconds))
+
+
+@dataclass(frozen=True, slots=True)
+class _TableStage(MachineStage):
+    """Stage of one machine, whose decode times are looked up."""
+
+    times: Timetable
+    piece: MachineLayers
+
+    def seconds(self, rows: int, context_tokens: int) -> Times[float]:
+        """Return the seconds of a decode step."""
+        if context_tokens != self.times.demand.mean_context_tokens:
+            return MachineStage.seconds(self, rows, context_tokens)
+        place = (self.piece.first, self.piece.end)
+        unhindered, steady = self.times.tables(rows), self.times.steady_tables(rows)
+        return Times(float(unhindered[self.piece.node][place]), float(steady[self.piece.node][place]))
