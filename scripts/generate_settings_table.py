@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from mlx_ring.settings.config import ENVIRONMENT_PREFIX, Settings, flag_name
+from mlx_ring.settings.config import ENVIRONMENT_PREFIX, Settings
+from mlx_ring.settings.fields import flag_name
 from mlx_ring.settings.settings_sources import allowed_values
 from mlx_ring.settings.strategies import STRATEGIES
 

@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from mlx_ring.cli.flags import ALL_SETTINGS, with_settings
 from mlx_ring.core.errors import ConfigError
-from mlx_ring.settings.config import Settings, flag_name
-from mlx_ring.settings.fields import flag_of
+from mlx_ring.settings.config import Settings
+from mlx_ring.settings.fields import flag_name, flag_of
 
 
 def values(*arguments: str) -> dict[str, object]:

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from tests.processes import run_cli, run_in_process
 
-from mlx_ring.settings.config import Settings, flag_name
-from mlx_ring.settings.fields import flag_of
+from mlx_ring.settings.config import Settings
+from mlx_ring.settings.fields import flag_name, flag_of
 
 COMMANDS = [
     "serve",

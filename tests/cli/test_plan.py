@@ -33,6 +33,17 @@ def test_a_plan_states_ranges_without_exponents(tmp_path: Path) -> None:
     assert 1000 < speeds[0] < speeds[1]
 
 
+def test_a_plan_for_several_users_promises_each_a_sequence(tmp_path: Path) -> None:
+    options = ("--machine", "m4-mac-mini-16", "--users", "4", "--prompt", "600", "--answer", "100")
+    done = run_in_process("plan", "demo", *options, folder=tmp_path)
+    assert "tokens/s for each of 4 users, " in done.stdout
+    assert "first token of a prompt of 600, " in done.stdout
+    plan = json.loads(run_in_process("plan", "demo", *options, "--json", folder=tmp_path).stdout)
+    assert (plan["sequences"], plan["prediction"]["users"]) == (4, 4)
+    more = run_in_process("plan", "demo", *options, "--sequences", "9", "--json", folder=tmp_path)
+    assert json.loads(more.stdout)["sequences"] == 9
+
+
 def test_a_plan_as_json_has_every_layer_once(tmp_path: Path) -> None:
     (tmp_path / "cluster.yaml").write_text(
         "machines:\n"
@@ -93,6 +104,10 @@ def test_without_machines_the_known_ones_are_listed(tmp_path: Path) -> None:
         (["demo", *MINIS, "--strategy", "custom"], "needs --proportions, as 0.7,0.3, or --layers"),
         (["demo", *MINIS, "--strategy", "custom", "--layers", "a,b"], "--layers is a,b; it must be numbers"),
         (["demo", *MINIS, "--kv-bits", "3"], "--kv-bits is 3; it must be one of 4, 8, 16."),
+        (["demo", *MINIS, "--users", "0"], "--users is 0; it must be 1 or more."),
+        (["demo", *MINIS, "--prompt", "long"], "--prompt is long; it must be a whole number."),
+        (["demo", *MINIS, "--users", "4", "--sequences", "2"], "--sequences is 2 and --users is 4; give"),
+        (["8B", *MINIS, "--users-at", "8k", "--users", "2"], "--users is 2, which a what-if question"),
         (["demo", *MINIS, "--sequences", "0"], "--sequences is 0; it must be 1 or more."),
         (["demo", *MINIS, "--cluster", "c.yaml"], "--cluster and --machine were both given"),
         (["demo", "--cluster", "none.yaml"], "--cluster is none.yaml, which cannot be read"),

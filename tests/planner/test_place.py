@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations
 from typing import Any, get_args
@@ -18,7 +19,7 @@ from mlx_ring.core.errors import PlanError
 from mlx_ring.planner.place import place
 from mlx_ring.planner.plan import Plan
 from mlx_ring.planner.profiles import NodeProfile
-from mlx_ring.planner.request import Demand, PlanRequest
+from mlx_ring.planner.request import Demand, Objective, PlanRequest
 from mlx_ring.planner.strategies import METHODS
 from mlx_ring.planner.timetable import Timetable
 from mlx_ring.rpc.link_profile import LinkProfile
@@ -34,6 +35,14 @@ def counts(plan: Plan) -> list[int]:
 def plan_request(**options: Any) -> PlanRequest:
     given_options: dict[str, Any] = {"demand": SMALL, **options}
     return PlanRequest(**given_options)
+
+
+def costs_of_all(times: Timetable, request: PlanRequest) -> Iterator[float]:
+    """Yield what the objective counts, of every pipeline that fits."""
+    fitting, nodes = times.tables(1), len(times.cluster.nodes)
+    for pieces in every_partition(fitting, orders(nodes, range(1, nodes + 1))):
+        if all(np.isfinite(fitting[piece.node][piece.first, piece.end]) for piece in pieces):
+            yield times.request_s(pieces, request)
 
 
 def test_every_strategy_has_a_help_line_and_a_method() -> None:
@@ -102,20 +111,74 @@ def test_auto_answers_a_request_soonest_of_all_pipelines(
     }
     cluster = replace(cluster_of(*nodes), links=links)
     times = Timetable(model, cluster, request.demand)
-    fitting = times.tables(1)
-    soonest = min(
-        (
-            times.request_s(pieces, request)
-            for pieces in every_partition(fitting, orders(len(nodes), range(1, len(nodes) + 1)))
-            if all(np.isfinite(fitting[piece.node][piece.first, piece.end]) for piece in pieces)
-        ),
-        default=np.inf,
-    )
+    soonest = min(costs_of_all(times, request), default=np.inf)
     if np.isinf(soonest):
         with pytest.raises(PlanError):
             place(model, cluster, request)
         return
     assert place(model, cluster, request).prediction.request_s <= 1.001 * soonest
+
+
+@given(
+    NODES.filter(lambda nodes: len(nodes) <= 4),
+    st.integers(1, 6),
+    st.sampled_from([1, 600, 2048, 16_384]),
+    st.sampled_from([1, 16, 1024]),
+    st.sampled_from([2, 3, 4, 16, 64]),
+    st.sampled_from(["latency", "first-token", "throughput"]),
+)
+@examples(0.5)
+def test_auto_answers_several_users_soonest_of_all_pipelines(
+    nodes: list[NodeProfile], layers: int, prompt: int, answer: int, users: int, objective: Objective
+) -> None:
+    model = model_of(layers, layer_bytes=400_000_000, head_bytes=100_000_000)
+    request = plan_request(
+        demand=Demand(1024, users),
+        objective=objective,
+        prompt_tokens=prompt,
+        answer_tokens=answer,
+        users=users,
+    )
+    cluster = cluster_of(*nodes)
+    best = min(costs_of_all(Timetable(model, cluster, request.demand), request), default=np.inf)
+    if np.isinf(best):
+        reject()
+    assert place(model, cluster, request).prediction.minimized_s(objective) <= 1.01 * best
+
+
+def test_the_last_of_several_users_waits_for_the_prompts_of_all() -> None:
+    model, cluster = model_of(28), cluster_of(node_of("a"))
+    one, four = (
+        place(model, cluster, plan_request(demand=Demand(1024, users), users=users)).prediction
+        for users in (1, 4)
+    )
+    assert four.first_token_s - four.token_s == pytest.approx(4 * (one.first_token_s - one.token_s))
+    assert four.request_s == pytest.approx(four.first_token_s + four.answer_tokens * four.token_s)
+    assert one.token_s < four.token_s < 4 * one.token_s
+
+
+@given(NODES, st.integers(1, 6))
+@examples(0.5)
+def test_memory_leaves_the_fullest_machine_as_empty_as_any_pipeline(
+    nodes: list[NodeProfile], layers: int
+) -> None:
+    model = model_of(layers, layer_bytes=400_000_000, head_bytes=100_000_000)
+    request, cluster = plan_request(objective="memory"), cluster_of(*nodes)
+    times = Timetable(model, cluster, request.demand)
+    filled = [times.costs.memory(node) / node.usable_bytes for node in nodes]
+    emptiest = min(
+        (
+            max(float(filled[piece.node][piece.first, piece.end]) for piece in pieces)
+            for pieces in every_partition(filled, orders(len(nodes), range(1, len(nodes) + 1)))
+        ),
+        default=np.inf,
+    )
+    if emptiest > 1:
+        reject()
+    plan = place(model, cluster, request)
+    fullest = max(stage.memory_bytes / stage.usable_bytes for stage in plan.stages)
+    assert fullest <= emptiest + 0.011
+    assert plan.remarks == (f"The fullest machine is {fullest:.0%} full.",)
 
 
 @pytest.mark.parametrize("prompt", [1024, 32_000])

@@ -13,7 +13,8 @@ import mlx_ring
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.rpc.backends import LINKS, LinkKind
 from mlx_ring.settings import rank_settings
-from mlx_ring.settings.config import Settings, flag_name, state_folder
+from mlx_ring.settings.config import Settings, state_folder
+from mlx_ring.settings.fields import flag_name
 from mlx_ring.settings.rank_settings import check_link, check_ranks
 from mlx_ring.settings.settings_sources import allowed_values, api_keys, bodies_mb, load_settings
 

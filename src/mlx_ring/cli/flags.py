@@ -9,8 +9,8 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from mlx_ring.core.errors import ConfigError
-from mlx_ring.settings.config import Settings, flag_name
-from mlx_ring.settings.fields import Flag, flag_of
+from mlx_ring.settings.config import Settings
+from mlx_ring.settings.fields import Flag, flag_name, flag_of
 from mlx_ring.settings.settings_sources import allowed_values, has_choices, log_old_name
 
 ALL_SETTINGS = tuple(name for name in Settings.model_fields if name != "model")

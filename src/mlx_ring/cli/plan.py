@@ -37,7 +37,9 @@ from mlx_ring.planner.replicas import place_replicas
 from mlx_ring.planner.request import OBJECTIVES, Demand, Objective, PlanRequest
 from mlx_ring.planner.weight_format import WeightFormat
 from mlx_ring.planner.what_if import Question, link_named
+from mlx_ring.settings.config import Settings
 from mlx_ring.settings.devices_file import DevicesFile, lists_devices, read_devices
+from mlx_ring.settings.fields import flag_of
 from mlx_ring.settings.strategies import STRATEGIES, Strategy, current_strategy, strategy_help
 
 _BITS = (2, 3, 4, 5, 6, 8, 16, 32)
@@ -48,7 +50,7 @@ _GB = 10**9
 Value = TypeVar("Value", int, str)
 
 
-@with_settings(("optimize_for",))
+@with_settings(("optimize_for", "expected_prompt", "expected_answer", "expected_users"))
 def plan(
     flags: Mapping[str, object],
     model: Annotated[
@@ -85,13 +87,9 @@ def plan(
             help=f"Context of each sequence; by default {_CONTEXT}, or the model's limit if that is less.",
         ),
     ] = None,
-    sequences: Annotated[int, typer.Option(metavar="N", help="Concurrent sequences.")] = 1,
-    prompt: Annotated[
-        int, typer.Option(metavar="TOKENS", help="Prompt of the request whose time is minimized.")
-    ] = 1024,
-    answer: Annotated[
-        int, typer.Option(metavar="TOKENS", help="Answer of the request whose time is minimized.")
-    ] = 256,
+    sequences: Annotated[
+        int | None, typer.Option(metavar="N", help="Sequences that fit at once; by default as many as users.")
+    ] = None,
     replicas: Annotated[
         int | None,
         typer.Option(
@@ -163,20 +161,24 @@ def plan(
         _list_machines()
         return
     machines, listed = _machines(cluster, machine, link) if is_given else (None, DevicesFile(()))
+    users = _whole_number(flags, "expected_users")
     request = PlanRequest(
-        Demand(_CONTEXT, 1, kinds[0]),
+        Demand(_CONTEXT, users, kinds[0]),
         strategy=_strategy(strategy or listed.strategy or "auto"),
         objective=cast(
             "Objective", _one_of("--optimize-for", str(flags["optimize_for"] or OBJECTIVES[0]), OBJECTIVES)
         ),
         proportions=_numbers("--proportions", proportions) or listed.proportions,
         counts=_whole_numbers("--layers", layers),
-        prompt_tokens=_at_least_one("--prompt", prompt),
-        answer_tokens=_at_least_one("--answer", answer),
+        prompt_tokens=_whole_number(flags, "expected_prompt"),
+        answer_tokens=_whole_number(flags, "expected_answer"),
+        users=users,
     )
     _check_custom(request)
     if asks:
-        _refuse("planner", {"--sequences": None if sequences == 1 else sequences, "--replicas": replicas})
+        _refuse(
+            "planner", {"--users": flags["expected_users"], "--sequences": sequences, "--replicas": replicas}
+        )
         if machines is None:
             optimized = flags["optimize_for"]
             _refuse(
@@ -217,8 +219,9 @@ def plan(
         context_tokens=_at_least_one(
             "--context", min(_CONTEXT, profile.context_tokens) if context is None else context
         ),
-        sequences=_at_least_one("--sequences", sequences),
+        sequences=_sequences(sequences, users),
         kv_bits=kinds[0],
+        typical_tokens=_typical_tokens(flags, request),
     )
     request = replace(request, demand=demand)
     count = None if replicas is None else _at_least_one("--replicas", replicas)
@@ -251,6 +254,33 @@ def _asked_context(users_at: str | None, context: int | None) -> int | None:
     if users_at:
         return read_tokens("--users-at", users_at)
     return None if context is None else read_tokens("--context", str(context))
+
+
+def _whole_number(flags: Mapping[str, object], name: str) -> int:
+    """Return the number of tokens or users that a flag gives, or the setting's default."""
+    field = Settings.model_fields[name]
+    (flag,) = flag_of(field).aliases
+    given = flags[name]
+    if given is None:
+        return int(field.default)
+    try:
+        return _at_least_one(flag, int(str(given)))
+    except ValueError:
+        raise ConfigError(f"{flag} is {given}; it must be a whole number.") from None
+
+
+def _sequences(given: int | None, users: int) -> int:
+    """Return the number of sequences whose memory is promised: at least one for each user."""
+    if given is not None and _at_least_one("--sequences", given) < users:
+        raise ConfigError(f"--sequences is {given} and --users is {users}; give as many sequences as users.")
+    return users if given is None else given
+
+
+def _typical_tokens(flags: Mapping[str, object], request: PlanRequest) -> int | None:
+    """Return the mean context of a given request's answer; None if no lengths are given."""
+    if flags["expected_prompt"] is None and flags["expected_answer"] is None:
+        return None
+    return request.prompt_tokens + request.answer_tokens // 2
 
 
 def _check_custom(request: PlanRequest) -> None:
@@ -372,7 +402,7 @@ def show_plan(made: Plan) -> None:
     prediction = made.prediction
     console.print(
         f"\n{made.model}, {made.sequences} x {made.context_tokens} tokens, strategy {made.strategy}: "
-        f"{1 / prediction.token_s:.1f} tokens/s for one stream, {prediction.tokens_per_s:.1f} for {made.sequences}; "
+        f"{1 / prediction.token_s:.1f} tokens/s {_whose(prediction.users)}, {prediction.tokens_per_s:.1f} for {made.sequences}; "
         f"{prediction.first_token_s:.2f} s to the first token of a prompt of {prediction.prompt_tokens}, "
         f"{prediction.request_s:.2f} s with an answer of {prediction.answer_tokens}.",
         highlight=False,
@@ -381,13 +411,17 @@ def show_plan(made: Plan) -> None:
         console.print(remark, highlight=False)
 
 
+def _whose(users: int) -> str:
+    return "for one stream" if users == 1 else f"for each of {users} users"
+
+
 def _expectation(made: Sequence[Plan]) -> str:
     """Return what to expect of machines that were not measured, as ranges."""
     decode, prefill = accuracy("decode"), accuracy("prefill")
     slowest = max(made, key=lambda each: each.prediction.token_s).prediction
     speed, first_s = 1 / slowest.token_s, slowest.first_token_s
     return (
-        f"Not measured: expect {_figure(speed / decode, 3)} to {_figure(speed * decode, 3)} tokens/s for one stream and "
+        f"Not measured: expect {_figure(speed / decode, 3)} to {_figure(speed * decode, 3)} tokens/s {_whose(slowest.users)} and "
         f"{_figure(first_s / prefill, 2)} to {_figure(first_s * prefill, 2)} s to the first token. "
         f"Predictions are off by factors of {decode:.2f} and {prefill:.2f} on average, where others have published measurements."
     )

@@ -116,6 +116,7 @@ def shaping_settings(settings: Settings) -> str:
         settings.strategy,
         settings.proportions,
         settings.optimize_for,
+        (settings.expected_prompt, settings.expected_answer, settings.expected_users),
         settings.replicas,
         settings.nodes,
         settings.max_model_len,

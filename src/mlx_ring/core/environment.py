@@ -50,6 +50,15 @@ def library_variable(name: str) -> str:
     return os.environ.get(name, "")
 
 
+def data_folder() -> Path:
+    """Return mlx-ring's folder in this user's data, for what outlives a run."""
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Application Support" / "mlx-ring"
+    given = Path(os.environ.get("XDG_DATA_HOME", ""))
+    # The XDG standard says to ignore a relative path.
+    return (given if given.is_absolute() else Path.home() / ".local" / "share") / "mlx-ring"
+
+
 def cache_folder() -> Path:
     """Return the folder of files of this user that can be made again.
 

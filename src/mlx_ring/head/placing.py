@@ -375,15 +375,19 @@ def _plan_request(settings: Settings, served: ServedModel) -> PlanRequest:
 
     It promises a long context to one stream, or a shorter one to all sequences for throughput.
     """
-    promised, sequences = KEPT_TOKENS, 1
+    sequences = users = settings.expected_users
+    promised = max(_PROMISED_TOKENS_EACH, KEPT_TOKENS // users)
     if settings.optimize_for == "throughput":
-        promised, sequences = _PROMISED_TOKENS_EACH, settings.max_num_seqs
+        promised, sequences = _PROMISED_TOKENS_EACH, max(users, settings.max_num_seqs)
     context = settings.max_model_len or min(promised, served.folder.context_length)
     demand = Demand(context, sequences, 16 if settings.kv_bits == "off" else int(settings.kv_bits))
     return PlanRequest(
         demand,
         strategy=settings.strategy,
         objective=settings.optimize_for,
+        prompt_tokens=settings.expected_prompt,
+        answer_tokens=settings.expected_answer,
+        users=users,
         allows_tensor=not is_collective(settings.link),
     )
 

@@ -148,6 +148,15 @@ class Pipeline:
         """
         if streams == 1:
             return self.lone_stream(context_tokens)[1]
+        return max(self._round_and_cycle_s(streams, context_tokens))
+
+    def waits_for_rounds(self, streams: int) -> bool:
+        """Return True if a token takes a whole round, because no stage or link is busy all the time."""
+        round_s, cycle_s = self._round_and_cycle_s(streams, None)
+        return round_s >= cycle_s
+
+    def _round_and_cycle_s(self, streams: int, context_tokens: int | None) -> tuple[float, float]:
+        """Return the seconds of one group's round, and of the slowest machine or link for all groups."""
         groups = min(len(self.stages), streams)
         rows = -(-streams // groups)
         times = self._times(rows, context_tokens)
@@ -155,7 +164,7 @@ class Pipeline:
         steady: dict[str, float] = defaultdict(float)
         for machine, each in zip(self._machines, times, strict=True):
             steady[machine] += each.steady
-        return max(groups * max(*steady.values(), self._busiest_link_s(rows)), round_s)
+        return round_s, groups * max(*steady.values(), self._busiest_link_s(rows))
 
     def tokens_per_s(self) -> float:
         """Return the throughput of all promised sequences."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from mlx_ring.core.errors import PlanError
 from mlx_ring.core.types import LayerRange
-from mlx_ring.planner.plan import LeftOut, Plan, Prediction, RankPlan, StagePlan
+from mlx_ring.planner.plan import WHY_LEFT_OUT, LeftOut, Plan, Prediction, RankPlan, StagePlan
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile
 from mlx_ring.planner.request import PlanRequest
 from mlx_ring.planner.search import MachineLayers, Partition
@@ -41,7 +41,7 @@ def explain_plan(times: Timetable, request: PlanRequest, partition: Partition) -
         ),
         left_out=_left_out(times, request, partition),
         prediction=prediction,
-        remarks=_remarks(times, partition, prediction),
+        remarks=_remarks(times, request, partition, prediction),
     )
 
 
@@ -86,12 +86,8 @@ def _left_out(times: Timetable, request: PlanRequest, partition: Partition) -> t
             why = f"it and {other} do not reach each other"
         elif not np.isfinite(times.tables(1)[place]).any():
             why = "too little memory for a single layer"
-        elif request.objective == "throughput":
-            why = "no plan with it has a higher throughput"
-        elif request.objective == "first-token":
-            why = "no plan with it has an earlier first token"
         else:
-            why = "no plan with it answers a request sooner"
+            why = WHY_LEFT_OUT[request.objective]
         left_out.append(LeftOut(node.name, why))
     return tuple(left_out)
 
@@ -102,13 +98,26 @@ def _out_of_reach(cluster: ClusterProfile, node: NodeProfile, used: Collection[i
     return next((name for name in names if cluster.link(node.name, name) == UNREACHABLE), "")
 
 
-def _remarks(times: Timetable, partition: Partition, prediction: Prediction) -> tuple[str, ...]:
+def _fullest(times: Timetable, partition: Partition) -> float:
+    """Return the used share of the memory of the machine with the largest share."""
     nodes = times.cluster.nodes
+    return max(
+        times.costs.memory(nodes[piece.node])[piece.first, piece.end] / nodes[piece.node].usable_bytes
+        for piece in partition.pieces
+    )
+
+
+def _remarks(
+    times: Timetable, request: PlanRequest, partition: Partition, prediction: Prediction
+) -> tuple[str, ...]:
+    nodes = times.cluster.nodes
+    if request.objective == "memory":
+        return (f"The fullest machine is {_fullest(times, partition):.0%} full.",)
     if len(partition.pieces) == 1:
         return ("One machine alone is fastest.",) if len(nodes) > 1 else ()
     alone_s = [float(table[0, -1]) for table in times.steady_tables(1)]
     best = min(range(len(alone_s)), key=lambda place: alone_s[place])
-    if alone_s[best] < prediction.token_s:
+    if request.users == 1 and alone_s[best] < prediction.token_s:
         return (
             (
                 f"{nodes[best].name} alone would be faster for a single stream: "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -44,6 +45,15 @@ class StagePlan:
     def is_shared(self) -> bool:
         """True if several ranks compute each layer."""
         return len(self.ranks) > 1
+
+
+WHY_LEFT_OUT: Mapping[Objective, str] = {
+    "latency": "no plan with it answers a request sooner",
+    "first-token": "no plan with it has an earlier first token",
+    "throughput": "no plan with it has a higher throughput",
+    "memory": "with it the fullest machine would be as full",
+}
+"""Reason for which a machine that could have layers gets none, by objective."""
 
 
 @dataclass(frozen=True, slots=True)

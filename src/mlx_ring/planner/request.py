@@ -61,6 +61,11 @@ class PlanRequest:
     """Number of such requests at once."""
 
     @property
+    def streams(self) -> int:
+        """Number of streams at once for which times are minimized."""
+        return self.demand.sequences if self.objective == "throughput" else self.users
+
+    @property
     def minimized_tokens(self) -> int:
         """Number of answer tokens whose time `auto` minimizes after the first."""
         return 0 if self.objective == "first-token" else self.answer_tokens

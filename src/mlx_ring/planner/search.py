@@ -21,9 +21,8 @@ MOST_NODES = 8
 """Number of machines up to which searches are exact, whatever the machines are."""
 _MOST_SETS = 1 << MOST_NODES
 """Number of sets of machines up to which searches are exact, counted without those that differ by alike machines only."""
-_CLOSE = 1e-3
-_LESS_CLOSE = 1e-2
-_FEW_NODES = 5
+FEW_NODES, _CLOSE, _LESS_CLOSE = 5, 1e-3, 1e-2
+"""Number of machines up to which searches are within a thousandth of the best; above it, within a hundredth."""
 _AT_ONCE = 8
 """Number of rows that are joined with a table at once, so that the result fits into the processor's cache."""
 
@@ -343,7 +342,7 @@ def quickest_request(tables: RequestTables) -> Partition | None:
     loosest = tables.quickest(kinds)
     if loosest is None or not any(pace.any() for pace in tables.paces):
         return loosest
-    close = _CLOSE if len(tables.sums) <= _FEW_NODES else _LESS_CLOSE
+    close = _CLOSE if len(tables.sums) <= FEW_NODES else _LESS_CLOSE
     best: Partition | None = None
     intervals = [(0.0, np.inf, loosest)]
     while intervals:

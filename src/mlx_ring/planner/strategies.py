@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, groupby, islice, pairwise, permutations
 
 import numpy as np
 
 from mlx_ring.core.errors import PlanError
 from mlx_ring.planner.request import PlanRequest
 from mlx_ring.planner.search import (
+    FEW_NODES,
     MOST_NODES,
     MachineLayers,
     Partition,
@@ -24,16 +25,23 @@ from mlx_ring.planner.search import (
     quickest_request,
     steadiest_costs,
 )
-from mlx_ring.planner.stage_costs import StageTables
+from mlx_ring.planner.stage_costs import StageTables, Table
 from mlx_ring.planner.tensor_plans import TensorSearch
 from mlx_ring.planner.tensor_search import SharedLayers
-from mlx_ring.planner.timetable import Timetable
+from mlx_ring.planner.timetable import Timetable, Users
 from mlx_ring.settings.strategies import Strategy
 
 Split = Callable[[Timetable, PlanRequest], Partition | None]
 """Function that chooses machines and layers; None if they do not fit into the memory."""
 Reason = Callable[[Timetable, int], str]
 """Function that says why a machine, given by its place, got its layers."""
+
+_MOST_CHANGES = 10_000
+"""Number of stages of the changed pipelines that are tried to improve one."""
+_NO_BETTER, _IMPROVED = 0.999, 4
+"""Part of the best time that a lower bound may reach, and the number of pipelines for several users that are improved."""
+_FULLER = 0.01
+"""Share of a machine's memory that does not matter when the fullest machine is to be least full."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +69,8 @@ class TensorMethod:
 
 def fastest(times: Timetable, request: PlanRequest) -> Partition | None:
     """Return the best choice of machines, order and layers for the objective."""
+    if request.objective == "memory":
+        return _emptiest(times, request)
     many = len(times.cluster.nodes) > MOST_NODES
     if request.objective != "throughput" or many:
         return _soonest(times, request)
@@ -81,14 +91,139 @@ def fastest(times: Timetable, request: PlanRequest) -> Partition | None:
 
 
 def _soonest(times: Timetable, request: PlanRequest) -> Partition | None:
-    """Return the pipeline that answers a request soonest."""
-    found = [quickest_request(times.request_tables(request))]
+    """Return the pipeline that answers all users' requests soonest."""
+    if request.users == 1:
+        found: list[Partition | None] = [quickest_request(times.request_tables(request))]
+    else:
+        found = [*_by_stages(times, request)]
     if len(times.cluster.nodes) <= MOST_NODES and any(node.cpu_quota for node in times.cluster.nodes):
         # A quota may set the pace of tokens too.
         steady = times.steady_tables(1)
         found.append(quickest_partition(times.tables(1), times.hops(1), steady, back=times.back(1)))
     possible = [Partition(each.pieces, times.request_s(each.pieces, request)) for each in found if each]
+    if request.users > 1:
+        soonest = sorted({each.pieces: each for each in possible}.values(), key=lambda each: each.cost)
+        possible = [_improved(times, request, each) for each in soonest[:_IMPROVED]]
     return min(possible, key=lambda each: each.cost, default=None)
+
+
+def _by_stages(times: Timetable, request: PlanRequest) -> Iterator[Partition]:
+    """Yield for each number of stages pipelines that answer several users soon.
+
+    A token takes a round, or the slowest stage's time for all decode groups, whichever is longer. A weighted mean of the two
+    bounds the time from below. So the weight is moved to the side that is longer, until nothing better can be found.
+    """
+    best_s = np.inf
+    most = min(len(times.cluster.nodes), len(times.model.layers))
+    numbers, weights = _stages_and_weights(most)
+    for stages in numbers:
+        groups = min(stages, request.users)
+        rows, low, high = -(-request.users // groups), 0.0, 1.0
+        for weight in weights:
+            middle = (low + high) / 2 if weight is None else weight
+            tables = times.request_tables(request, Users(groups, rows, middle))
+            found = quickest_request(replace(tables, stages=stages if most <= MOST_NODES else None))
+            if found is None:
+                break
+            yield found
+            best_s = min(best_s, times.request_s(found.pieces, request))
+            in_rounds = times.pipeline(found.pieces).waits_for_rounds(request.users)
+            if found.cost >= best_s * _NO_BETTER or in_rounds == (middle == 1.0):
+                break
+            low, high = (middle, high) if in_rounds else (low, middle)
+
+
+def _stages_and_weights(most: int) -> tuple[Sequence[int], Sequence[float | None]]:
+    """Return the numbers of stages, and the first weights, for which pipelines are searched; None is between two others."""
+    if most <= FEW_NODES:
+        return range(1, most + 1), (1.0, 0.0, None, None)
+    if most <= MOST_NODES:
+        return sorted({1, 2, 4, most}), (1.0, 0.0)
+    return (most,), (0.5,)
+
+
+def _improved(times: Timetable, request: PlanRequest, start: Partition) -> Partition:
+    """Return the pipeline after small changes, while one of them answers sooner."""
+    best, left = start, _MOST_CHANGES // len(start.pieces)
+    while left > 0:
+        tried = [
+            Partition(pieces, times.request_s(pieces, request))
+            for pieces in islice(_changed(best.pieces, len(times.cluster.nodes)), left)
+            if _is_possible(times, pieces)
+        ]
+        left -= len(tried)
+        better = min(tried, key=lambda each: each.cost, default=best)
+        if better.cost >= best.cost:
+            break
+        best = better
+    return best
+
+
+def _changed(pieces: Sequence[MachineLayers], nodes: int) -> Iterator[tuple[MachineLayers, ...]]:
+    """Yield pipelines with a layer moved to a neighbour, a machine dropped or exchanged, or a stage elsewhere."""
+    used, counts = [piece.node for piece in pieces], [piece.end - piece.first for piece in pieces]
+    places = range(len(used))
+    for one, other in [*pairwise(places), *((other, one) for one, other in pairwise(places))]:
+        if counts[one] > 1:
+            moved = list(counts)
+            moved[one], moved[other] = moved[one] - 1, moved[other] + 1
+            yield _in_pieces(used, moved)
+        # All of its layers go to the neighbour.
+        moved = list(counts)
+        moved[other] += moved[one]
+        yield _in_pieces(used[:one] + used[one + 1 :], moved[:one] + moved[one + 1 :])
+    unused = sorted(set(range(nodes)) - set(used))
+    for place in places:
+        for node in unused:
+            yield _in_pieces([*used[:place], node, *used[place + 1 :]], counts)
+    for one, other in permutations(places, 2):
+        order = [place for place in places if place != one]
+        order.insert(other, one)
+        yield _in_pieces([used[place] for place in order], [counts[place] for place in order])
+        if one < other:
+            swapped = list(used)
+            swapped[one], swapped[other] = used[other], used[one]
+            yield _in_pieces(swapped, counts)
+
+
+def _in_pieces(nodes: Sequence[int], counts: Sequence[int]) -> tuple[MachineLayers, ...]:
+    """Return the stages of these machines, with so many layers each."""
+    ends = accumulate(counts, initial=0)
+    return tuple(
+        MachineLayers(node, first, end) for node, (first, end) in zip(nodes, pairwise(ends), strict=True)
+    )
+
+
+def _is_possible(times: Timetable, pieces: Sequence[MachineLayers]) -> bool:
+    """Return True if every stage fits into its machine's memory, and machines reach the next."""
+    tables = times.tables(1)
+    held = all(np.isfinite(tables[piece.node][piece.first, piece.end]) for piece in pieces)
+    return held and bool(np.isfinite(times.pipeline(pieces).around_s(1)))
+
+
+def _emptiest(times: Timetable, request: PlanRequest) -> Partition | None:
+    """Return the pipeline whose fullest machine is least full, to within a hundredth; of such, the one that answers soonest."""
+    nodes = times.cluster.nodes
+    filled = [times.costs.memory(node) / max(1, node.usable_bytes) for node in nodes]
+    reach = times.hops(1)
+
+    def tables(level: float) -> list[Table]:
+        return [
+            np.where(part <= level, table, np.inf)
+            for part, table in zip(filled, times.tables(1), strict=True)
+        ]
+
+    low, high = 0.0, 1.0
+    if not has_partition(tables(high), reach):
+        return None
+    while high - low > _FULLER:
+        middle = (low + high) / 2
+        low, high = (low, middle) if has_partition(tables(middle), reach) else (middle, high)
+    request_tables = times.request_tables(request)
+    sums = [
+        np.where(part <= high, table, np.inf) for part, table in zip(filled, request_tables.sums, strict=True)
+    ]
+    return quickest_request(replace(request_tables, sums=sums))
 
 
 def _throughput_bounds(times: Timetable) -> Iterator[tuple[float, int]]:
@@ -166,8 +301,7 @@ def _check_layers(times: Timetable) -> None:
 
 def _partition_of(times: Timetable, counts: Sequence[int]) -> Partition | None:
     tables = times.tables(1)
-    ends = [0, *accumulate(counts)]
-    pieces = tuple(MachineLayers(node, first, end) for node, (first, end) in enumerate(pairwise(ends)))
+    pieces = _in_pieces(range(len(counts)), counts)
     cost = sum(float(tables[piece.node][piece.first, piece.end]) for piece in pieces)
     return Partition(pieces, cost) if np.isfinite(cost) else None
 

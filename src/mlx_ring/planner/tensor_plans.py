@@ -10,7 +10,7 @@ from typing import Protocol
 from mlx_ring.core.errors import PlanError
 from mlx_ring.models.tensor_shares import splittable
 from mlx_ring.planner.pipeline import GroupStage
-from mlx_ring.planner.plan import LeftOut, Plan, Prediction, RankPlan, StagePlan
+from mlx_ring.planner.plan import WHY_LEFT_OUT, LeftOut, Plan, Prediction, RankPlan, StagePlan
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
 from mlx_ring.planner.request import PlanRequest
 from mlx_ring.planner.search import MOST_NODES
@@ -48,6 +48,9 @@ def best_of_both(
         The better plan; None if neither is possible.
     """
     if len(cluster.nodes) == 1 or len(cluster.nodes) > MOST_NODES:
+        return apart
+    if request.objective == "memory" and apart is not None:
+        # Ranks that share layers hold norms, embeddings and activations each.
         return apart
     search = SharedLayers(model, cluster, request)
     if not request.allows_tensor or not search.is_possible:
@@ -181,11 +184,6 @@ def plan_of(
     model: ModelProfile, cluster: ClusterProfile, request: PlanRequest, pipeline: SharedPipeline, reason: str
 ) -> Plan:
     """Return the plan of a pipeline that was found."""
-    why = (
-        "no plan with it has a higher throughput"
-        if request.objective == "throughput"
-        else "no plan with it answers a request sooner"
-    )
     demand, used = request.demand, set(pipeline.nodes)
     return Plan(
         model=model.name,
@@ -198,7 +196,11 @@ def plan_of(
             _stage(stage, model, token_s)
             for stage, token_s in zip(pipeline.stages, pipeline.stage_s, strict=True)
         ),
-        left_out=tuple(LeftOut(node.name, why) for node in cluster.nodes if node.name not in used),
+        left_out=tuple(
+            LeftOut(node.name, WHY_LEFT_OUT[request.objective])
+            for node in cluster.nodes
+            if node.name not in used
+        ),
         prediction=pipeline.prediction,
         remarks=(reason,),
     )

@@ -176,8 +176,8 @@ class SharedLayers:
 
     def _rows(self, stages: int) -> int:
         """Return the rows of a step, for a number of stages."""
-        sequences = self._request.demand.sequences
-        return 1 if self._request.objective != "throughput" else -(-sequences // min(stages, sequences))
+        streams = self._request.streams
+        return -(-streams // min(stages, streams))
 
     # ---- pipelines of groups
 

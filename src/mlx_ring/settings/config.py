@@ -5,14 +5,13 @@ Apart from these two modules, only `core/environment.py` reads the environment.
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 from pydantic_settings import SettingsConfigDict
 
+from mlx_ring.core.environment import data_folder
 from mlx_ring.core.types import CpuWeights
 from mlx_ring.rpc.backends import BackendSetting, Link
 from mlx_ring.settings.fields import (
@@ -30,6 +29,7 @@ from mlx_ring.settings.fields import (
     SocketFolder,
     Switch,
     Text,
+    Tokens,
     flag_of,
     other_names,
     read_strategy,
@@ -131,14 +131,23 @@ class Settings(CheckedSettings):
         metavar="NAME",
         basic=True,
     )
-    optimize_for: Literal["latency", "throughput", "first-token"] = setting(
+    optimize_for: Literal["latency", "throughput", "first-token", "memory"] = setting(
         "latency",
-        "Objective of the planner: the time of one request, the total speed of many, or the time to the first token.",
+        "Objective of the planner: the time of a request, the total speed of many, the time to the first token, "
+        "or room on the fullest machine.",
         _PLACEMENT,
         metavar="NAME",
         basic=True,
         old=("aim",),
     )
+    expected_prompt: Tokens = setting(
+        1024,
+        "Length of a usual prompt, for which the planner minimizes the time.",
+        _PLACEMENT,
+        aliases=("--prompt",),
+    )
+    expected_answer: Tokens = setting(256, "Length of a usual answer.", _PLACEMENT, aliases=("--answer",))
+    expected_users: Tokens = setting(1, "Usual number of requests at once.", _PLACEMENT, aliases=("--users",))
     proportions: Shares = setting(
         (),
         "With --strategy custom: shares of the layers by machine, this one first, or by node as in "
@@ -430,18 +439,7 @@ class Settings(CheckedSettings):
 
 def state_folder(settings: Settings) -> Path:
     """Return the folder for state that outlives a run: `--state-dir`, or one in the user's data folder."""
-    if settings.state_dir is not None:
-        return settings.state_dir
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Application Support" / "mlx-ring"
-    given = os.environ.get("XDG_DATA_HOME", "")
-    # The XDG standard says to ignore a relative path.
-    return (Path(given) if Path(given).is_absolute() else Path.home() / ".local" / "share") / "mlx-ring"
-
-
-def flag_name(field: str) -> str:
-    """Return the flag of a field of `Settings`."""
-    return "--" + field.replace("_", "-")
+    return settings.state_dir or data_folder()
 
 
 OTHER_NAMES = dict(other_names(Settings.model_fields))

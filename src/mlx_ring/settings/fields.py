@@ -71,6 +71,11 @@ def setting(
     )
 
 
+def flag_name(field: str) -> str:
+    """Return the flag of a field of `Settings`."""
+    return "--" + field.replace("_", "-")
+
+
 def flag_of(field: FieldInfo) -> Flag:
     """Return the presentation that `setting` gave a field."""
     return cast("dict[str, Flag]", field.json_schema_extra)["flag"]
@@ -157,6 +162,7 @@ AutoOnOrOff = Annotated[Literal["auto", "on", "off"], BeforeValidator(_yaml_swit
 KvBits = Annotated[Literal["off", "8", "4"], BeforeValidator(_bits)]
 HttpAddress = Annotated[str, AfterValidator(_http_address)]
 SocketFolder = Annotated[Path | None, AfterValidator(_short_enough)]
+Tokens = Annotated[int, Field(ge=1, le=1 << 20)]
 SIZE_TAKES = "a size of 1MiB or more, such as 2GiB, 500MB or a number of bytes"
 
 

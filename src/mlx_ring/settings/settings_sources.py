@@ -23,9 +23,8 @@ from mlx_ring.settings.config import (
     OLD_NAMES,
     OTHER_NAMES,
     Settings,
-    flag_name,
 )
-from mlx_ring.settings.fields import flag_of
+from mlx_ring.settings.fields import flag_name, flag_of
 from mlx_ring.settings.old_names import is_old, of_today
 from mlx_ring.settings.strategies import STRATEGIES
 

@@ -18,8 +18,9 @@ import psutil
 from mlx_ring.core.cluster_folders import logs_folder
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.host.addresses import HeadAddress, bracketed
-from mlx_ring.settings.config import Settings, flag_name
+from mlx_ring.settings.config import Settings
 from mlx_ring.settings.devices_file import Device, DevicesFile
+from mlx_ring.settings.fields import flag_name
 from mlx_ring.settings.settings_sources import check_values, field_of_key
 
 _FROM_THE_FILE = {
