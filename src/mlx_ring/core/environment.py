@@ -51,7 +51,7 @@ def library_variable(name: str) -> str:
 
 
 def data_folder() -> Path:
-    """Return mlx-ring's folder in this user's data, for what outlives a run."""
+    """Return mlx-ring's folder in this user's data, for files that outlive a run."""
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Application Support" / "mlx-ring"
     given = Path(os.environ.get("XDG_DATA_HOME", ""))
