@@ -39,6 +39,16 @@ def test_kv_is_charged_in_whole_blocks() -> None:
     assert not kv.fits(3 * BLOCK + 1, 1)
 
 
+def test_held_memory_needs_no_search_unless_a_rank_is_over_its_limit() -> None:
+    kv = budget(3)
+    kv.charge(1, BLOCK + 1)
+    assert kv.holds(2 * BLOCK, 1)
+    assert not kv.holds(2 * BLOCK + 1, 1)
+    assert not kv.holds(1, 2)
+    kv.charge(2, 2 * BLOCK)
+    assert not kv.holds(2 * BLOCK, 1)
+
+
 def test_released_kv_is_free_once_its_step_is_answered() -> None:
     kv = budget(2)
     kv.charge(1, 2 * BLOCK)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from random import Random
@@ -16,6 +16,8 @@ from tests.examples import examples
 from mlx_ring.core.engine_stats import Policy
 from mlx_ring.core.errors import ProtocolError, StepFailed
 from mlx_ring.core.types import RankId, SamplingParams
+from mlx_ring.engine.kv_manager import KvManager
+from mlx_ring.engine.sequence import Sequence as Running
 from mlx_ring.engine.twin import Reach
 from mlx_ring.rpc.failures import error_to_failure
 from mlx_ring.rpc.protos import step_pb2
@@ -432,3 +434,32 @@ def test_a_cached_prefix_that_a_rank_lost_is_dropped() -> None:
     done = step_pb2.StepDone(instance="demo", epoch=1, step=number, failure=failure)
     pipeline.scheduler.on_answer(done, pipeline.now)
     assert pipeline.scheduler.cache_stats().entries == 0
+
+
+@pytest.mark.parametrize("tp_sizes", [(1,), (1, 1)])
+def test_a_step_looks_at_few_of_the_prompts_in_line(
+    tp_sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = 0
+    reuse = KvManager.reuse
+
+    def counting(kv: KvManager, sequence: Running, running: Mapping[int, Running]) -> int:
+        nonlocal looks
+        looks += 1
+        return reuse(kv, sequence, running)
+
+    monkeypatch.setattr(KvManager, "reuse", counting)
+
+    def looks_a_step(prompts: int) -> float:
+        nonlocal looks
+        pipeline = Pipeline(tp_sizes, replace(PLAIN, max_num_seqs=prompts, prefix_cache=True))
+        for number in range(prompts):
+            # Most prompts are longer than a chunk.
+            pipeline.add(20 if number % 50 else 3, SamplingParams(max_tokens=1))
+        sent, looks = len(pipeline.twin.sent), 0
+        pipeline.run_out()
+        for sequence in pipeline.sequences.values():
+            assert sequence.output == pipeline.alone(sequence)
+        return looks / (len(pipeline.twin.sent) - sent)
+
+    assert looks_a_step(240) <= 1.25 * looks_a_step(120)

@@ -94,6 +94,12 @@ class KvBudget:
             for rank in self._ranks.values()
         )
 
+    def holds(self, tokens: int, sequence: int) -> bool:
+        """Return True if a sequence has the memory of `tokens` already, and no rank's account is over its limit."""
+        return self._blocks.get(sequence) == kv_blocks(tokens) and all(
+            self._used(rank) <= rank.limit_bytes for rank in self._ranks.values()
+        )
+
     def fits_as_held(self, tokens: int, kept: int = 0, kept_from: int = 0) -> bool:
         """Return True if a new sequence fits beside the memory that the ranks report, padding included.
 

@@ -205,7 +205,7 @@ class KvManager:
         """Return the number of a prompt's tokens that the cache could supply now."""
         if not self._enabled:
             return 0
-        match = self._cache.find(tokens, _extents(running)).match
+        match = self._cache.find(tokens, _Extents(running)).match
         return 0 if match is None else match.length
 
     def _find(self, sequence: Sequence, running: Mapping[int, Sequence]) -> Found:
@@ -214,7 +214,7 @@ class KvManager:
         # Where caches forget positions, what others computed meanwhile counts too, and not only recorded entries.
         now = (self._cache.version, sequence.length)
         if sequence.found is None or sequence.found[:2] != now or self._cache.forgets:
-            extents = _extents(running, besides=sequence.id)
+            extents = _Extents(running, besides=sequence.id)
             # A resumed sequence has one more known token, which is drawn again after those to prefill.
             sequence.found = (*now, self._cache.find(tuple(sequence.tokens[: sequence.fill_to]), extents))
         return sequence.found[2]
@@ -297,6 +297,8 @@ class KvManager:
 
     def grow(self, sequence: Sequence, tokens: int) -> bool:
         """Reserve `tokens` for a running sequence, evicting cached KV; return False if there is no room."""
+        if self.budget.holds(tokens, sequence.id):
+            return True
         if not self._make_room(tokens, sequence.id) or not self.budget.fits(tokens, sequence.id):
             return False
         self.budget.charge(sequence.id, tokens)
@@ -423,10 +425,21 @@ class KvManager:
         )
 
 
-def _extents(running: Mapping[int, Sequence], *, besides: int | None = None) -> dict[int, Extent]:
-    """Return the KV extents of running sequences, except `besides`."""
-    return {
-        sequence.id: Extent(sequence.scheduled, sequence.reached)
-        for sequence in running.values()
-        if sequence.id != besides
-    }
+class _Extents(Mapping[int, Extent]):
+    """KV extents of running sequences, except `besides`. A look-up needs few of them, so none is kept."""
+
+    def __init__(self, running: Mapping[int, Sequence], *, besides: int | None = None) -> None:
+        self._running = running
+        self._besides = besides
+
+    def __getitem__(self, sequence: int) -> Extent:
+        if sequence == self._besides:
+            raise KeyError(sequence)
+        found = self._running[sequence]
+        return Extent(found.scheduled, found.reached)
+
+    def __iter__(self) -> Iterator[int]:
+        return (sequence for sequence in self._running if sequence != self._besides)
+
+    def __len__(self) -> int:
+        return len(self._running) - (self._besides in self._running)

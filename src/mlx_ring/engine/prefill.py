@@ -6,7 +6,8 @@ speed before any of them decodes. Beside running sequences, chunks are as small 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain, islice
 
 from mlx_ring.core.engine_stats import Policy
 from mlx_ring.engine.decode import MicroBatches
@@ -16,6 +17,9 @@ from mlx_ring.engine.rows import prefill_row
 from mlx_ring.engine.sequence import Sequence
 from mlx_ring.engine.step_times import ChunkSizer
 from mlx_ring.rpc.protos import step_pb2
+
+_AHEAD = 32
+"""Number of prompts that a step looks at in vain, so that its cost does not grow with the line."""
 
 
 class PrefillQueue:
@@ -37,23 +41,37 @@ class PrefillQueue:
 
     def add(self, sequence: Sequence) -> None:
         """Add a prompt; a preempted one gets its place by arrival."""
+        is_last = not self._line or next(reversed(self._line)) < sequence.id
         self._line[sequence.id] = sequence
-        self._line = dict(sorted(self._line.items()))
+        if not is_last:
+            self._line = dict(sorted(self._line.items()))
 
     def remove(self, sequence: int) -> None:
         self._line.pop(sequence, None)
 
-    def next_in_turn(self, left: Callable[[Sequence], int], most: int) -> list[Sequence]:
-        """Return the prompts that may go into the next chunk; the first of them must."""
+    def next_in_turn(self, left: Callable[[Sequence], int], most: int) -> Iterable[Sequence]:
+        """Return the prompts that may go into the next chunk; the first of them must. Later ones are looked up when needed."""
+
+        def is_short(sequence: Sequence) -> bool:
+            return left(sequence) <= most and not sequence.replays
+
         first = next(iter(self._line.values()))
-        short = [
-            sequence for sequence in self._line.values() if left(sequence) <= most and not sequence.replays
-        ]
-        if short and (short[0] is first or self._long == first.id):
-            self._long = None
-            return short
+        if self._long == first.id or is_short(first):
+            short = self._passing(is_short)
+            if (one := next(short, None)) is not None:
+                self._long = None
+                return chain((one,), short)
         self._long = first.id
-        return [first]
+        return (first,)
+
+    def _passing(self, is_short: Callable[[Sequence], bool]) -> Iterator[Sequence]:
+        """Yield the short prompts in order, until too many others lie between them."""
+        passed = 0
+        for sequence in self._line.values():
+            if is_short(sequence):
+                yield sequence
+            elif (passed := passed + 1) == _AHEAD:
+                return
 
 
 _PROMPTS_TOGETHER = 4
@@ -92,9 +110,9 @@ class Prefilling(PrefillQueue):
         """Return the rows of the next step, counted as sent; empty if nothing may be sent now."""
         if not self or not self._may_go():
             return []
-        remaining = max(map(self._left, self))
-        prompt = max(sequence.scheduled - sequence.reused + self._left(sequence) for sequence in self)
         beside_decode = self._has_to_spare()
+        # Beside decode only the saved time counts.
+        remaining, prompt = (0, 0) if beside_decode else self._lengths()
         size = self._sizer.chunk(remaining, prompt, beside_decode=beside_decode)
         if not size:
             return []
@@ -125,6 +143,13 @@ class Prefilling(PrefillQueue):
             sequence.feed(len(row.tokens.ids))
         return chunks
 
+    def _lengths(self) -> tuple[int, int]:
+        """Return the most tokens that one of the next prompts has left, and the most that one had to compute."""
+        left = [(sequence, self._left(sequence)) for sequence in islice(self, _AHEAD)]
+        return max(tokens for _, tokens in left), max(
+            sequence.scheduled - sequence.reused + tokens for sequence, tokens in left
+        )
+
     def _left(self, sequence: Sequence) -> int:
         """Return the number of tokens that are still to be computed."""
         return sequence.fill_to - self._kv.reuse(sequence, self._running)
@@ -133,7 +158,16 @@ class Prefilling(PrefillQueue):
         """Return True if prompts that arrived together are almost read: then decode waits, and starts for all at once."""
         if not self or self._has_to_spare():
             return False
-        return sum(map(self._left, self)) <= _PROMPTS_TOGETHER * self._policy.prefill_chunk
+        return self._left_within(_PROMPTS_TOGETHER * self._policy.prefill_chunk)
+
+    def _left_within(self, most: int) -> bool:
+        """Return True if all prompts together have at most so many tokens left; no more of them are looked up than needed."""
+        total = 0
+        for sequence in self:
+            total += self._left(sequence)
+            if total > most:
+                return False
+        return True
 
     def _has_to_spare(self) -> bool:
         """Return True if a sequence that did not arrive with the prompts is decoding, so that its tokens must not wait long.
@@ -156,14 +190,18 @@ class Prefilling(PrefillQueue):
 
         Short prompts that fill no step wait until a stage is free: others may arrive and be read with them.
         """
-        chunk = self._policy.prefill_chunk
-        left = list(map(self._left, self))
-        is_full = max(left) > chunk or sum(left) >= _PROMPTS_TOGETHER * chunk
-        has_begun = any(sequence.scheduled for sequence in self)
-        can_wait = not is_full and not has_begun and not self._has_to_spare()
-        if self._in_flight.prefills > self._stages - can_wait:
+        most = self._stages
+        if self._in_flight.prefills > most or (self._in_flight.prefills == most and self._can_wait()):
             return False
         return self.is_almost_read() or all(
             batch.last_step > self.last_step or not batch.is_active(self._policy.steps_ahead)
             for batch in self._batches
         )
+
+    def _can_wait(self) -> bool:
+        """Return True if the prompts fill no step together, none has begun, and none delays a running sequence."""
+        chunk = self._policy.prefill_chunk
+        if not self._left_within(_PROMPTS_TOGETHER * chunk - 1):
+            return False
+        is_new = all(not sequence.scheduled and self._left(sequence) <= chunk for sequence in self)
+        return is_new and not self._has_to_spare()
