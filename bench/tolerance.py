@@ -41,6 +41,7 @@ import mlx.core as mx
 import numpy as np
 from mlx import nn
 from mlx_lm.models.switch_layers import SwitchLinear
+from tests.engine.twin import TwinExecutor
 from tests.worker.random_models import QWEN3_MOE, write_random_model
 from tests.worker.stages import make_stages
 from tokenizers import Tokenizer
@@ -52,7 +53,6 @@ from mlx_ring.core.types import DType, RankId, SamplingParams, TokenLogprob
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.sequence import Limits
 from mlx_ring.engine.streams import Vocabulary
-from mlx_ring.engine.twin import TwinExecutor
 from mlx_ring.models.model_folder import read_model_folder
 from mlx_ring.worker.platform import attention
 from mlx_ring.worker.platform.device import keep_freed_memory

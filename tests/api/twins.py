@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from tests.engine.twin import TwinExecutor
+
 from mlx_ring.api.chat.model_format import ParseCalls
 from mlx_ring.api.ops.status import ClusterParts
 from mlx_ring.api.service import InstanceInfo, LinkInfo, ModelService, State
@@ -20,7 +22,6 @@ from mlx_ring.engine.held_requests import HeldRequests
 from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.engine.sequence import Limits
 from mlx_ring.engine.streams import Vocabulary
-from mlx_ring.engine.twin import TwinExecutor
 from mlx_ring.models.pooling import Pooling
 from mlx_ring.planner.catalogue import known_profile
 from mlx_ring.planner.known_models import find_known_model

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+from tests.engine.twin import KV_BYTES_PER_TOKEN, Draw, NextToken, TwinExecutor, hash_token
 
 from mlx_ring.core.engine_stats import BLOCK, Policy
 from mlx_ring.core.generation import Delta, GenerateRequest, RequestStream
@@ -19,7 +20,6 @@ from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.engine.sequence import Limits
 from mlx_ring.engine.step_times import ChunkSizer
 from mlx_ring.engine.streams import Vocabulary
-from mlx_ring.engine.twin import KV_BYTES_PER_TOKEN, Draw, NextToken, TwinExecutor, hash_token
 from mlx_ring.rpc.protos import step_pb2
 
 EOS = 0

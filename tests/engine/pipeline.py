@@ -7,14 +7,7 @@ from collections.abc import Mapping
 from random import Random
 from typing import Any
 
-from mlx_ring.core.engine_stats import BLOCK, Policy
-from mlx_ring.core.errors import RingError
-from mlx_ring.core.generation import GenerateRequest
-from mlx_ring.core.types import RankId, SamplingParams
-from mlx_ring.engine.kv_budget import RankKv
-from mlx_ring.engine.scheduler import Scheduler
-from mlx_ring.engine.sequence import Advance, Limits, Sequence, make_sequence
-from mlx_ring.engine.twin import (
+from tests.engine.twin import (
     KV_BYTES_PER_TOKEN,
     FaultInjector,
     NextToken,
@@ -23,6 +16,14 @@ from mlx_ring.engine.twin import (
     anywhere,
     hash_token,
 )
+
+from mlx_ring.core.engine_stats import BLOCK, Policy
+from mlx_ring.core.errors import RingError
+from mlx_ring.core.generation import GenerateRequest
+from mlx_ring.core.types import RankId, SamplingParams
+from mlx_ring.engine.kv_budget import RankKv
+from mlx_ring.engine.scheduler import Scheduler
+from mlx_ring.engine.sequence import Advance, Limits, Sequence, make_sequence
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
 
 VOCABULARY = 50

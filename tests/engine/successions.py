@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
 
 from tests.engine.engines import BYTES, LIMITS, PLAIN
+from tests.engine.twin import Draw, NextToken, Reach, TwinExecutor, anywhere, hash_token
 
 from mlx_ring.core.engine_stats import Meter, Policy, StepTotals
 from mlx_ring.core.errors import RingError, WorkerLost
@@ -20,7 +21,6 @@ from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.engine.live_request import InProgress, LiveRequest, judge
 from mlx_ring.engine.resumption import FIRST_KEPT, KeptKv, LeftKv, kept_message
 from mlx_ring.engine.sequence import Limits
-from mlx_ring.engine.twin import Draw, NextToken, Reach, TwinExecutor, anywhere, hash_token
 
 LOSS = WorkerLost("Worker 0 of stage 1 died.")
 Kept = dict[LiveRequest, KeptKv]

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.engine.engines import PLAIN, make_engine, make_request
+from tests.engine.twin import TwinExecutor
 
 from mlx_ring.core.errors import Overloaded, RequestError
 from mlx_ring.core.generation import GenerateRequest, RequestStream
@@ -17,7 +18,6 @@ from mlx_ring.core.traces import CLIENT
 from mlx_ring.core.types import SamplingParams
 from mlx_ring.engine.admission import QueuePlace, Router, choose_to_shed
 from mlx_ring.engine.engine import Engine
-from mlx_ring.engine.twin import TwinExecutor
 
 NAMES = "abc"
 

@@ -22,6 +22,7 @@ from tests.engine.engines import (
     run_all,
     scripted,
 )
+from tests.engine.twin import TwinExecutor, hash_token
 from tests.examples import examples
 
 from mlx_ring.core.engine_stats import Policy
@@ -34,7 +35,6 @@ from mlx_ring.core.generation import Delta, GenerateRequest
 from mlx_ring.core.types import RankId, SamplingParams, TokenLogprob
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.live_request import LiveRequest
-from mlx_ring.engine.twin import TwinExecutor, hash_token
 
 
 def test_each_token_is_streamed_and_the_last_delta_has_the_finish_reason() -> None:

@@ -23,6 +23,7 @@ from tests.engine.engines import (
     run_all,
     scripted,
 )
+from tests.engine.twin import FaultInjector, TwinExecutor
 from tests.eventually import run_tasks_until
 from tests.examples import examples
 
@@ -39,7 +40,6 @@ from mlx_ring.core.generation import GenerateRequest
 from mlx_ring.core.types import FinishReason, RankId, SamplingParams
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.live_request import LiveRequest
-from mlx_ring.engine.twin import FaultInjector, TwinExecutor
 from mlx_ring.rpc.failures import error_to_failure
 from mlx_ring.rpc.protos import step_pb2
 

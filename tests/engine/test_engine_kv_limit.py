@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from tests.engine.twin import TwinExecutor
 from tests.eventually import run_tasks_until
 
 from mlx_ring.core.engine_stats import BLOCK, Policy
@@ -15,7 +16,6 @@ from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.engine.sequence import Limits
 from mlx_ring.engine.streams import Vocabulary
-from mlx_ring.engine.twin import TwinExecutor
 
 TOKEN = 10
 """Bytes of KV per token."""

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
+from tests.engine.twin import TwinExecutor
 
 from mlx_ring.core.errors import RingError
 from mlx_ring.core.types import RankId
 from mlx_ring.engine import executor as subject
 from mlx_ring.engine.executor import Executor, GrpcExecutor, RankAddress, sampling_ranks
-from mlx_ring.engine.twin import TwinExecutor
 from mlx_ring.rpc.channels import keep_alive, open_aio_channel
 from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.protos import step_pb2, worker_pb2

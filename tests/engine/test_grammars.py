@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 from tests.engine.engines import PLAIN, collect, make_engine, make_request, scripted
+from tests.engine.twin import TwinExecutor
 
 from mlx_ring.core.engine_stats import Policy
 from mlx_ring.core.errors import ModelCorrupt, Overloaded, RequestError
@@ -15,7 +16,6 @@ from mlx_ring.core.generation import RequestStream
 from mlx_ring.core.types import Grammar, RankId
 from mlx_ring.engine import engine as engine_module
 from mlx_ring.engine.engine import Engine
-from mlx_ring.engine.twin import TwinExecutor
 from mlx_ring.rpc.failures import error_to_failure
 
 DIGITS = Grammar("regex", "[0-9]*", param="response_format")

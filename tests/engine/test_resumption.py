@@ -22,12 +22,12 @@ from tests.engine.engines import (
     make_request,
 )
 from tests.engine.successions import Succession, check_nothing_is_left, run_to, tokens_of
+from tests.engine.twin import Reach, anywhere, hash_token
 from tests.examples import examples
 
 from mlx_ring.core.engine_stats import Policy
 from mlx_ring.core.generation import Delta, GenerateRequest, RequestStream
 from mlx_ring.engine.kv_budget import RankKv
-from mlx_ring.engine.twin import Reach, anywhere, hash_token
 
 MODEL = hash_token(97)
 SLACK, WINDOW = 4, 24

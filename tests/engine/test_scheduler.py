@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.engine.pipeline import EOS, PLAIN, Pipeline, budget, is_prefill
+from tests.engine.twin import Reach
 from tests.examples import examples
 
 from mlx_ring.core.engine_stats import Policy
@@ -18,7 +19,6 @@ from mlx_ring.core.errors import ProtocolError, StepFailed
 from mlx_ring.core.types import RankId, SamplingParams
 from mlx_ring.engine.kv_manager import KvManager
 from mlx_ring.engine.sequence import Sequence as Running
-from mlx_ring.engine.twin import Reach
 from mlx_ring.rpc.failures import error_to_failure
 from mlx_ring.rpc.protos import step_pb2
 

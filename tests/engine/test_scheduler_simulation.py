@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from tests.examples import examples
 from tests.planner.costs import LinearCost, MeasuredCost
 from tests.planner.prediction import predict_throughput
-from tests.planner.simulation import Outcome, Simulation, Times
 
 from mlx_ring.core.engine_stats import BLOCK, Policy
 from mlx_ring.core.generation import GenerateRequest
@@ -20,6 +19,7 @@ from mlx_ring.core.types import RankId, SamplingParams
 from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.engine.scheduler import Scheduler
 from mlx_ring.engine.sequence import Limits, Sequence, make_sequence
+from mlx_ring.engine.simulation import Outcome, Simulation, Times
 from mlx_ring.rpc.protos import step_pb2
 
 LIMITS = Limits(context_length=1 << 20, vocab_size=1000, eos=frozenset())

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tests.examples import examples
 from tests.planner.closed_loop import ClosedLoop, Load
 from tests.planner.costs import is_prefill
-from tests.planner.simulation import Simulation, Times
 
+from mlx_ring.engine.simulation import Simulation, Times
 from mlx_ring.rpc.protos import step_pb2
 
 

@@ -9,7 +9,7 @@ from tests.planner.clusters import cluster_of, model_of, node_of
 
 from mlx_ring.core.errors import PlanError
 from mlx_ring.core.types import LayerRange
-from mlx_ring.planner.given_plans import plan_given
+from mlx_ring.planner.place import plan_given
 from mlx_ring.planner.plan import Plan
 from mlx_ring.planner.request import Demand, PlanRequest
 from mlx_ring.rpc.link_profile import UNREACHABLE

@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 import logging
 import os
+import shutil
+import signal
 import socket
 import ssl
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -31,6 +33,7 @@ from mlx_ring.settings.named_group import with_named_group
 from mlx_ring.settings.rank_settings import check_link, check_ranks
 from mlx_ring.settings.settings_sources import load_settings
 
+_LOOK_S = 0.1
 _CONFIG = typer.Option(metavar="FILE", help="YAML or JSON file of settings; keys are the flags' names.")
 _NO_JOIN_LINES = typer.Option(
     "--no-join-lines", hidden=True, help="Create no join token, because the caller enrols the other machines."
@@ -61,9 +64,7 @@ def serve(
     _check(settings)
     launch = read_launch()
     if launch is not None and launch.rank:
-        from mlx_ring.cli.launched import lend_to_first  # slow to import, and rarely needed
-
-        lend_to_first(settings, launch)
+        _lend_to_first(settings, launch)
         return
     tls = _tls(settings)
     listener = listen(settings.host, settings.port)
@@ -102,9 +103,7 @@ def _leading(launch: Launch | None) -> contextlib.AbstractContextManager[None]:
     """Keep the processes that mlx.launch started beside this one for as long as this one."""
     if launch is None:
         return contextlib.nullcontext()
-    from mlx_ring.cli.launched import serving_as_first  # as above
-
-    return serving_as_first(launch)
+    return _serving_as_first(launch)
 
 
 def _check(settings: Settings) -> None:
@@ -153,3 +152,61 @@ def _model_settings(models: Sequence[str], more: object) -> dict[str, object]:
         )
     named: dict[str, object] = {"model": first}
     return named | ({"more_models": ",".join(others)} if others else {})
+
+
+# ---- under mlx.launch: rank 0 serves; the other processes start and keep its workers
+
+
+@contextlib.contextmanager
+def _serving_as_first(launch: Launch) -> Generator[None]:
+    """Keep the processes of the other ranks running: each holds a connection that ends with this process."""
+    place = launch.meeting_place
+    try:
+        with socket.socket(socket.AF_UNIX) as held:
+            held.bind(str(place / "head.sock"))
+            held.listen(launch.size)
+            yield
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _lend_to_first(settings: Settings, launch: Launch) -> None:
+    """Be the parent of this rank's worker until the server ends or SIGTERM arrives."""
+    configure_logging(
+        process=f"rank-{launch.rank}",
+        node=node_name(),
+        rank=launch.rank,
+        level=settings.log_level,
+        log_dir=settings.log_dir,
+        to_stderr=settings.log_stderr == "on",
+        log_format=settings.log_format,
+    )
+    # Ctrl-C in the terminal reaches all processes, and the server ends its workers itself.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    asyncio.run(_lend(launch))
+
+
+async def _lend(launch: Launch) -> None:
+    from mlx_ring.agent.lending import lend, lent_at  # slow to import, and rarely needed
+
+    end = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, end.set)
+    place = launch.meeting_place
+    lending = asyncio.create_task(lend(lent_at(place, launch.rank), end), name="lending")
+    watching = asyncio.create_task(_until_the_server_ends(str(place / "head.sock")), name="head")
+    await asyncio.wait((lending, watching), return_when=asyncio.FIRST_COMPLETED)
+    end.set()
+    watching.cancel()
+    await lending
+
+
+async def _until_the_server_ends(address: str) -> None:
+    """Wait for the end of the server, or of the launcher before the server listens."""
+    parent = os.getppid()
+    while os.getppid() == parent:
+        with contextlib.suppress(OSError):
+            reader, _ = await asyncio.open_unix_connection(address)
+            with contextlib.suppress(ConnectionError):
+                await reader.read()
+            return
+        await asyncio.sleep(_LOOK_S)

@@ -19,6 +19,7 @@ from tests.api.clients import error_of, serving
 from tests.api.test_streaming import ENDLESS, open_requests
 from tests.api.twins import TwinService
 from tests.engine.engines import PLAIN, collect, make_engine, make_request
+from tests.engine.twin import TwinExecutor, hash_token
 from tests.eventually import eventually
 
 from mlx_ring.api.ops.events import MOST_WATCHERS, Counters, EventFeed, json_patch, rates_between
@@ -27,7 +28,6 @@ from mlx_ring.core.engine_stats import COUNTS, RankTotals, StepTotals
 from mlx_ring.core.errors import Overloaded
 from mlx_ring.core.logs import LogLine
 from mlx_ring.core.types import RankId
-from mlx_ring.engine.twin import TwinExecutor, hash_token
 
 
 def first_state(lines: Any) -> dict[str, Any]:

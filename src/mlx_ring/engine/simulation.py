@@ -14,8 +14,7 @@ from itertools import count, pairwise
 from math import ceil, inf
 from typing import Generic, Protocol, TypeVar
 
-from tests.planner.costs import tokens_fed
-
+from mlx_ring.engine.rows import tokens_fed
 from mlx_ring.rpc.protos import step_pb2
 from mlx_ring.rpc.protos.step_pb2 import Want
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.examples import examples
 from tests.planner.closed_loop import ClosedLoop, Load
-from tests.planner.simulation import Outcome, Simulation, StepMaker, Times, Work
 
+from mlx_ring.engine.simulation import Outcome, Simulation, StepMaker, Times, Work
 from mlx_ring.rpc.protos import step_pb2
 from mlx_ring.rpc.protos.step_pb2 import Want
 
