@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations
@@ -19,10 +20,10 @@ from mlx_ring.models.tensor_shares import share_out
 from mlx_ring.planner.pipeline import GroupStage, Pipeline
 from mlx_ring.planner.place import place
 from mlx_ring.planner.plan import Plan
-from mlx_ring.planner.profiles import ClusterProfile, NodeProfile
+from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile
 from mlx_ring.planner.rank_costs import Rings
 from mlx_ring.planner.replicas import place_replicas
-from mlx_ring.planner.request import Demand, PlanRequest
+from mlx_ring.planner.request import OBJECTIVES, Demand, PlanRequest
 from mlx_ring.planner.stage_costs import StageTables
 from mlx_ring.planner.tensor_groups import SharedModel, alone, fitting_group, group_of
 from mlx_ring.planner.tensor_search import SharedLayers
@@ -196,11 +197,16 @@ def divisions(places: tuple[int, ...]) -> Iterator[list[tuple[int, ...]]]:
                 yield [first, *others]
 
 
-def answer_cost(
-    shared: SharedModel, cluster: ClusterProfile, division: list[tuple[int, ...]], ends: tuple[int, ...]
+def plan_cost(
+    shared: SharedModel,
+    cluster: ClusterProfile,
+    request: PlanRequest,
+    division: list[tuple[int, ...]],
+    ends: tuple[int, ...],
 ) -> float:
-    """Return the seconds of an answer with these stages, or infinity."""
+    """Return what the objective counts with these stages, or infinity."""
     rings, stages = Rings(cluster, 8192), list[GroupStage]()
+    rows = -(-request.streams // min(len(division), request.streams))
     for members, first, end in zip(division, ends, ends[1:], strict=False):
         nodes = [cluster.nodes[place] for place in members]
         ring = rings.among(members)
@@ -209,34 +215,78 @@ def answer_cost(
         elif ring is None:
             return float("inf")
         else:
-            group = fitting_group(shared, [cluster.nodes[place] for place in ring.nodes], ring, first, end)
+            group = fitting_group(
+                shared, [cluster.nodes[place] for place in ring.nodes], ring, first, end, rows
+            )
         if group is None or not group.fits(first, end):
             return float("inf")
         stages.append(GroupStage(group, LayerRange(first, end)))
-    return Pipeline(cluster, stages, SHORT.demand).prediction(SHORT).request_s
+    return Pipeline(cluster, stages, request.demand).minimized_s(request)
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_tiny_clusters_get_the_best_of_all_divisions(seed: int) -> None:
-    """Compare with every division, order and cut of three machines and four layers."""
-    model, layers = shared_model(4), 4
-    speeds = [(60, 200, 90), (100, 100, 100), (50, 400, 400), (300, 80, 120), (90, 90, 500), (200, 210, 20)]
-    room = [(4, 4, 4), (0.7, 0.7, 0.7), (0.6, 0.6, 4), (0.5, 0.6, 0.9), (2, 0.7, 0.5), (0.6, 0.7, 4)]
+def random_problem(seed: int) -> tuple[ModelProfile, ClusterProfile, PlanRequest]:
+    """Return a small model, up to four machines of which some are trusted, and any request."""
+    numbers = random.Random(seed)
+    smallest, largest = numbers.choice([(1.2, 6), (0.6, 1.5), (3, 9)])
     nodes = [
-        node_of(name, memory, gb_s=speed)
-        for name, speed, memory in zip("abc", speeds[seed], room[seed], strict=True)
+        replace(
+            node_of(
+                f"n{place}",
+                numbers.uniform(smallest, largest),
+                gb_s=numbers.uniform(20, 800),
+                tflops=numbers.uniform(0.5, 30),
+            ),
+            trusted=numbers.random() < 0.85,
+        )
+        for place in range(numbers.randint(2, 4))
     ]
-    link = [LinkProfile(20e-6, 5e9), LinkProfile(0.1e-3, 1e9), LinkProfile(1e-3, 1e8)][seed % 3]
-    cluster = trusting(*nodes, link=link)
-    shared = SharedModel(model, SMALL, model.shared)
+    slowest = numbers.choice([5e9, 1e9, 1e8])
+    links = {
+        frozenset(pair): LinkProfile(numbers.choice([15e-6, 5e-5, 3e-4]), slowest * numbers.choice([1, 8]))
+        for pair in combinations([node.name for node in nodes], 2)
+    }
+    model = shared_model(
+        numbers.randint(2, 5),
+        layer_bytes=numbers.choice([200, 400]) * 10**6,
+        kv_heads=numbers.choice([2, 4, 8]),
+    )
+    users = numbers.choice([1, 1, 1, 4, 16])
+    request = PlanRequest(
+        Demand(1024, users),
+        objective=numbers.choice(OBJECTIVES[:3]),
+        prompt_tokens=numbers.choice([1, 512, 1024, 8192]),
+        answer_tokens=numbers.choice([1, 64, 256]),
+        users=users,
+    )
+    return model, replace(cluster_of(*nodes), links=links), request
+
+
+@given(st.integers(0, 10**6))
+@examples(0.5)
+def test_small_clusters_get_the_best_of_all_divisions(seed: int) -> None:
+    """Compare with every division into stages, every order and every cut."""
+    model, cluster, request = random_problem(seed)
+    shared, layers = SharedModel(model, request.demand, model.shared), len(model.layers)
     best = min(
-        answer_cost(shared, cluster, division, (0, *inner, layers))
-        for division in divisions((0, 1, 2))
-        if division
+        plan_cost(shared, cluster, request, division, (0, *inner, layers))
+        for division in divisions(tuple(range(len(cluster.nodes))))
+        if 0 < len(division) <= layers
         for inner in combinations(range(1, layers), len(division) - 1)
     )
-    request = plan_request(prompt_tokens=1)
-    assert cost_of(place(model, cluster, request), request) <= best * 1.01
+    if best == float("inf"):
+        with pytest.raises(PlanError):
+            place(model, cluster, request)
+    else:
+        assert cost_of(place(model, cluster, request), request) <= best * 1.01
+
+
+def test_eight_alike_machines_are_paired() -> None:
+    nodes = [node_of(f"n{place}", 64, gb_s=400, tflops=20) for place in range(8)]
+    cluster = trusting(*nodes, link=LinkProfile(50e-6, 5e9))
+    plan = place(shared_model(80, layer_bytes=400_000_000), cluster, plan_request(prompt_tokens=4096))
+    assert plan.kind == "hybrid"
+    assert {len(stage.ranks) for stage in plan.stages} == {2}
+    assert {len(stage.layers) for stage in plan.stages} == {20}
 
 
 def test_hybrid_finds_the_two_pairs_with_a_fast_link() -> None:

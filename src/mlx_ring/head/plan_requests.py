@@ -16,8 +16,7 @@ from mlx_ring.core.errors import PlanError
 from mlx_ring.core.types import CpuWeights, LayerRange
 from mlx_ring.head.status import ClusterView
 from mlx_ring.planner.profiles import ClusterProfile, NodeProfile, measured_node
-from mlx_ring.planner.request import PlanRequest
-from mlx_ring.planner.strategies import proportional_counts
+from mlx_ring.planner.request import PlanRequest, proportional_counts
 from mlx_ring.rpc.link_profile import FRAMES_S, UNREACHABLE, LinkProfile
 from mlx_ring.settings.config import Settings
 

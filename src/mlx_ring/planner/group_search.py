@@ -4,12 +4,17 @@ Dynamic programming over sets of machines, as in `search`, where a stage may be 
 layers before `b` over a set, and ends on a group with a certain machine as rank 0. The best one is the best over that
 group and its first layer.
 All groups of eight machines make some 6,000 steps, so layers are taken in blocks. The chosen order is then split exactly.
+
+The search knows no shares that depend on a stage's memory, and adds a prompt's time up roughly. So what it finds is improved
+by small changes: `Changes`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import pairwise, permutations
 
 import numpy as np
 
@@ -17,6 +22,8 @@ from mlx_ring.planner.stage_costs import Table
 from mlx_ring.planner.tensor_groups import Ends
 
 _BLOCKS = 32
+_MOST_CHANGES = 6000
+"""Number of changed pipelines that are tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,3 +159,156 @@ def cut(tables: Sequence[Table], *, adds: bool) -> list[tuple[int, int]] | None:
         found.append((first, end))
         end = first
     return found[::-1]
+
+
+SizedGroups = tuple[tuple[tuple[int, ...], int], ...]
+"""Machines and number of layers of each stage, in the pipeline's order."""
+
+
+class Changes:
+    """Search from given pipelines by small changes.
+
+    The cheapest pipeline that was found is changed next, until several in a row lead to nothing better.
+    """
+
+    def __init__(
+        self,
+        starts: Iterable[SizedGroups],
+        cost_of: Callable[[SizedGroups, float], float],
+        kind_of: Mapping[int, int],
+        *,
+        of_all: bool,
+        patience: int,
+    ) -> None:
+        """Prepare the search.
+
+        Args:
+            starts: pipelines to begin with.
+            cost_of: function that returns a pipeline's cost, given the least one so far.
+            kind_of: number for each machine, the same for those that are alike.
+            of_all: True for pipelines of all machines only.
+            patience: number of pipelines that are changed without finding a better one.
+        """
+        self._cost_of = cost_of
+        self._kind_of = kind_of
+        self._of_all = of_all
+        self._patience = patience
+        self._known: set[Hashable] = set()
+        self._unchanged: list[tuple[float, SizedGroups]] = []
+        self.least = float("inf")
+        """Least cost of all pipelines that were found."""
+        self._best: tuple[float, SizedGroups] = (float("inf"), ())
+        self._add(starts)
+
+    @property
+    def best(self) -> SizedGroups:
+        """Cheapest pipeline of two or more stages with a group of several machines; empty if there is none."""
+        return self._best[1]
+
+    def search(self, enough: float = 0.0) -> None:
+        """Change pipelines, until one costs less than `enough`."""
+        left = self._patience
+        while self._unchanged and left > 0 and len(self._known) < _MOST_CHANGES and self.least >= enough:
+            before = self.least
+            self._add(changed(heappop(self._unchanged)[1], len(self._kind_of)))
+            left = self._patience if self.least < before else left - 1
+
+    def _add(self, pipelines: Iterable[SizedGroups]) -> None:
+        for stages in pipelines:
+            # Which of several alike machines a stage has makes no difference.
+            key = tuple((tuple(sorted(self._kind_of[node] for node in one)), count) for one, count in stages)
+            if key in self._known or (
+                self._of_all and sum(len(one) for one, _ in stages) < len(self._kind_of)
+            ):
+                continue
+            self._known.add(key)
+            cost = self._cost_of(stages, self.least)
+            heappush(self._unchanged, (cost, stages))
+            self.least = min(self.least, cost)
+            if cost < self._best[0] and len(stages) > 1 and any(len(one) > 1 for one, _ in stages):
+                self._best = cost, stages
+
+
+def changed(stages: SizedGroups, machines: int) -> Iterator[SizedGroups]:
+    """Yield the pipelines that differ by one small change: a few layers, one machine, or the place of one stage."""
+    yield from _with_moved_layers(stages)
+    yield from _with_joined_stages(stages)
+    yield from _with_moved_machines(stages, machines)
+    yield from _with_exchanged_machines(stages, machines)
+    for one, other in permutations(range(len(stages)), 2):
+        yield _inserted(_without(stages, one), other, stages[one])
+        if one < other:
+            swapped = list(stages)
+            # The groups change places, and the layers stay.
+            swapped[one] = stages[other][0], stages[one][1]
+            swapped[other] = stages[one][0], stages[other][1]
+            yield tuple(swapped)
+
+
+def _without(stages: SizedGroups, place: int) -> SizedGroups:
+    return stages[:place] + stages[place + 1 :]
+
+
+def _inserted(stages: SizedGroups, place: int, stage: tuple[tuple[int, ...], int]) -> SizedGroups:
+    return (*stages[:place], stage, *stages[place:])
+
+
+def _replaced(stages: SizedGroups, place: int, members: Sequence[int], layers: int) -> SizedGroups:
+    return (*stages[:place], (tuple(sorted(members)), layers), *stages[place + 1 :])
+
+
+def _with_moved_layers(stages: SizedGroups) -> Iterator[SizedGroups]:
+    neighbours = list(pairwise(range(len(stages))))
+    for one, other in [*neighbours, *((other, one) for one, other in neighbours)]:
+        (members, layers), (others, more) = stages[one], stages[other]
+        step = 1
+        while step < layers:
+            moved = _replaced(stages, one, members, layers - step)
+            yield _replaced(moved, other, others, more + step)
+            step *= 2
+        # The neighbour gets all of them.
+        yield _without(_replaced(stages, other, others, more + layers), one)
+
+
+def _with_joined_stages(stages: SizedGroups) -> Iterator[SizedGroups]:
+    for one, other in permutations(range(len(stages)), 2):
+        (members, layers), (others, more) = stages[one], stages[other]
+        yield _without(_replaced(stages, other, members + others, layers + more), one)
+
+
+def _with_moved_machines(stages: SizedGroups, machines: int) -> Iterator[SizedGroups]:
+    """Yield the pipelines with one machine in another stage, in one of its own, or out."""
+    home = {node: place for place, (members, _) in enumerate(stages) for node in members}
+    for node in range(machines):
+        place = home.get(node)
+        if place is None:
+            rest = stages
+        else:
+            members, layers = stages[place]
+            if len(members) == 1:
+                continue
+            rest = _replaced(stages, place, [each for each in members if each != node], layers)
+            yield rest
+        for other, (others, more) in enumerate(rest):
+            if other != place:
+                yield _replaced(rest, other, (*others, node), more)
+            if more > 1:
+                shorter = _replaced(rest, other, others, more - more // 2)
+                yield _inserted(shorter, other, ((node,), more // 2))
+                yield _inserted(shorter, other + 1, ((node,), more // 2))
+
+
+def _with_exchanged_machines(stages: SizedGroups, machines: int) -> Iterator[SizedGroups]:
+    home = {node: place for place, (members, _) in enumerate(stages) for node in members}
+    for one, other in permutations(range(machines), 2):
+        here, there = home.get(one), home.get(other)
+        if here is None or here == there or (there is not None and one > other):
+            continue
+        members, layers = stages[here]
+        exchanged = _replaced(stages, here, [other if node == one else node for node in members], layers)
+        if there is not None:
+            members, layers = stages[there]
+            exchanged = _replaced(
+                exchanged, there, [one if node == other else node for node in members], layers
+            )
+        yield exchanged

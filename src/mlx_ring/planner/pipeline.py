@@ -104,6 +104,7 @@ class Pipeline:
         self.stages = tuple(stages)
         self._cluster = cluster
         self._demand = demand
+        self._token_s: dict[tuple[int, int | None], float] = {}
         self._machines = ["+".join(dict.fromkeys(node.name for node in stage.nodes)) for stage in stages]
 
     # ---- hops
@@ -146,9 +147,13 @@ class Pipeline:
 
         A cycle lasts as long as the slowest machine or link takes for all groups, or one group takes for a whole round.
         """
-        if streams == 1:
-            return self.lone_stream(context_tokens)[1]
-        return max(self._round_and_cycle_s(streams, context_tokens))
+        key = streams, context_tokens
+        if key not in self._token_s:
+            if streams == 1:
+                self._token_s[key] = self.lone_stream(context_tokens)[1]
+            else:
+                self._token_s[key] = max(self._round_and_cycle_s(streams, context_tokens))
+        return self._token_s[key]
 
     def waits_for_rounds(self, streams: int) -> bool:
         """Return True if a token takes a whole round, because no stage or link is busy all the time."""
@@ -184,6 +189,13 @@ class Pipeline:
         slowest_s = max(*times, self._busiest_link_s(rows))
         later_s = (users * chunks - 1) * slowest_s
         return sum(times) + later_s + self.around_s(rows) + self.token_s(users)
+
+    def minimized_s(self, request: PlanRequest) -> float:
+        """Return the seconds that the request's objective minimizes, as `Prediction.minimized_s` does; less is better."""
+        if request.objective == "throughput":
+            return 1 / self.tokens_per_s()
+        first_token_s = self.first_token_s(request.prompt_tokens, request.users)
+        return first_token_s + request.minimized_tokens * self.token_s(request.users)
 
     def prediction(self, request: PlanRequest) -> Prediction:
         """Return the prediction for a plan."""

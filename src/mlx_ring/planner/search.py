@@ -335,30 +335,18 @@ def quickest_request(tables: RequestTables) -> Partition | None:
 
     It is within a thousandth of the best for up to five machines, and within a hundredth for up to `MOST_NODES`.
 
-    Branch and bound over the slowest pace: pipelines with a pace within `(low, high]` take at least the least sum for `high`,
-    and `low`.
+    The bound of the slowest pace falls. The least sum rises with it, so a better pipeline must keep a pace below what the
+    best time leaves beside that sum.
     """
     kinds = tables.kinds()
-    loosest = tables.quickest(kinds)
-    if loosest is None or not any(pace.any() for pace in tables.paces):
-        return loosest
     close = _CLOSE if len(tables.sums) <= FEW_NODES else _LESS_CLOSE
     best: Partition | None = None
-    intervals = [(0.0, np.inf, loosest)]
-    while intervals:
-        low, high, found = intervals.pop()
+    bound = np.inf
+    while bound > 0 and (found := tables.quickest(kinds, bound)) is not None:
         slowest_s = tables.slowest_s(found.pieces)
-        cost = found.cost + slowest_s
-        if best is None or cost < best.cost:
-            best = Partition(found.pieces, cost)
-        # Between the pace of what was found and `high`, nothing is better.
-        high = min(high, slowest_s)
-        while found.cost + low < best.cost * (1 - close) and low < high * (1 - close):
-            middle = (low + high) / 2
-            quicker = tables.quickest(kinds, middle)
-            if quicker is not None:
-                intervals.append((low, middle, quicker))
-            low = middle
+        if best is None or found.cost + slowest_s < best.cost:
+            best = Partition(found.pieces, found.cost + slowest_s)
+        bound = min(float(np.nextafter(slowest_s, 0.0)), best.cost * (1 - close) - found.cost)
     return best
 
 

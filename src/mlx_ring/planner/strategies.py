@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from itertools import accumulate, groupby, islice, pairwise, permutations
 
 import numpy as np
 
 from mlx_ring.core.errors import PlanError
-from mlx_ring.planner.request import PlanRequest
+from mlx_ring.planner.request import PlanRequest, given_counts, proportional_counts
 from mlx_ring.planner.search import (
     FEW_NODES,
     MOST_NODES,
@@ -348,43 +347,3 @@ METHODS: Mapping[Strategy, PipelineMethod | TensorMethod] = {
     "hybrid": TensorMethod(SharedLayers.hybrid),
 }
 """Method of every strategy that `settings/strategies.py` names."""
-
-
-def proportional_counts(layers: int, shares: Sequence[float]) -> tuple[int, ...]:
-    """Return numbers of layers in proportion to `shares`, each at least one, by largest remainder.
-
-    Raises:
-        PlanError: a share is not positive, or there are more shares than layers.
-    """
-    for share in shares:
-        if not 0 < share < float("inf"):
-            raise PlanError(f"A share of {share} was given; every share must be more than 0.")
-    if not 1 <= len(shares) <= layers:
-        raise PlanError(
-            f"{len(shares)} shares were given, but the model has {layers} layers: each machine needs a layer."
-        )
-    exact = [Fraction(share) for share in shares]
-    total = sum(exact)
-    wanted = [share * layers / total for share in exact]
-    counts = [max(1, int(count)) for count in wanted]
-    while sum(counts) != layers:
-        step = 1 if sum(counts) < layers else -1
-        candidates = [place for place, count in enumerate(counts) if count + step >= 1]
-        # The earlier of two with the same remainder gets the layer.
-        place = max(candidates, key=lambda place: (step * (wanted[place] - counts[place]), -step * place))
-        counts[place] += step
-    return tuple(counts)
-
-
-def given_counts(layers: int, counts: Sequence[int]) -> tuple[int, ...]:
-    """Return the given numbers of layers.
-
-    Raises:
-        PlanError: they do not add up to the model's layers, or one is less than one.
-    """
-    if sum(counts) != layers or min(counts, default=0) < 1:
-        raise PlanError(
-            f"The layers given are {', '.join(map(str, counts))}, which is {sum(counts)} of {layers}: "
-            "each machine needs one or more, and the sum must be all layers."
-        )
-    return tuple(counts)

@@ -114,6 +114,8 @@ class RankGroup:
         self.ring = ring
         self._longest_head = longest_head
         self._layers = len(shared.model.layers)
+        self._stage_s: dict[tuple[int, int, int, int], Times[float]] = {}
+        self._prefill_s: dict[tuple[int, int, int, int], float] = {}
         self.number_bytes = max(shared.on(member.node).model.number_bytes for member in members)
 
     @property
@@ -160,6 +162,12 @@ class RankGroup:
 
     def stage_seconds(self, first: int, end: int, rows: int, context_tokens: int) -> Times[float]:
         """Return the seconds of a step of one stage, regardless of memory."""
+        key = first, end, rows, context_tokens
+        if key not in self._stage_s:
+            self._stage_s[key] = self._step_seconds(*key)
+        return self._stage_s[key]
+
+    def _step_seconds(self, first: int, end: int, rows: int, context_tokens: int) -> Times[float]:
         layer_s, last_s = self.exchange_s(rows)
         exchanged = (end - first) * layer_s + last_s * (end == self._layers)
         ends = np.array([first, end])
@@ -171,6 +179,12 @@ class RankGroup:
 
     def prefill_seconds(self, first: int, end: int, tokens: int, context_tokens: int = 0) -> float:
         """Return the seconds of a stage's prefill in chunks, after a context."""
+        key = first, end, tokens, context_tokens
+        if key not in self._prefill_s:
+            self._prefill_s[key] = self._chunks_seconds(*key)
+        return self._prefill_s[key]
+
+    def _chunks_seconds(self, first: int, end: int, tokens: int, context_tokens: int) -> float:
         computing = max(member.costs.prefill_s(first, end, tokens, context_tokens) for member in self.members)
         whole, rest = divmod(tokens, CHUNK_TOKENS)
         exchanged = whole * self.exchange_s(CHUNK_TOKENS)[0] + bool(rest) * self.exchange_s(rest)[0]

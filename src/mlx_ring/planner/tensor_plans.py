@@ -55,7 +55,11 @@ def best_of_both(
     search = SharedLayers(model, cluster, request)
     if not request.allows_tensor or not search.is_possible:
         return None if apart is None else _with_remark(apart, _left_undone(model, cluster, request, apart))
-    found = [pipeline for pipeline in (search.tensor(), search.hybrid()) if pipeline is not None]
+    tensor = search.tensor()
+    near = [] if tensor is None else [[(tensor.nodes, len(model.layers))]]
+    if apart is not None:
+        near.append([((stage.node,), len(stage.layers)) for stage in apart.stages])
+    found = [pipeline for pipeline in (tensor, search.hybrid(near=near)) if pipeline is not None]
     best = min(found, key=lambda pipeline: pipeline.cost, default=None)
     if best is None:
         return apart

@@ -7,7 +7,8 @@ full. For a single stream the best plan answers soonest, prompt included; otherw
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 from typing import cast
@@ -15,13 +16,13 @@ from typing import cast
 import numpy as np
 
 from mlx_ring.core.types import LayerRange
-from mlx_ring.planner.group_search import GroupOrder, GroupSearch, block_ends, cut
+from mlx_ring.planner.group_search import Changes, GroupOrder, GroupSearch, SizedGroups, block_ends, cut
 from mlx_ring.planner.pipeline import GroupStage, Pipeline
 from mlx_ring.planner.plan import Prediction
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
 from mlx_ring.planner.rank_costs import Rings
-from mlx_ring.planner.request import PlanRequest
-from mlx_ring.planner.search import kinds_of, sets_by_size
+from mlx_ring.planner.request import PlanRequest, proportional_counts
+from mlx_ring.planner.search import FEW_NODES, Kinds, kinds_of, sets_by_size
 from mlx_ring.planner.stage_costs import TOKEN_BYTES, Table
 from mlx_ring.planner.tensor_groups import (
     Ends,
@@ -34,6 +35,12 @@ from mlx_ring.planner.tensor_groups import (
 
 _LOOKED_AT = 6
 """Number of orders of groups that are predicted in full."""
+_PATIENCE, _LESS_PATIENCE = 20, 4
+"""Number of pipelines that are changed in a row without finding a better one; less for many machines."""
+_FAR = 1.1
+"""Multiple of the least cost from which a rough cost is exact enough."""
+_MISSING = 1e12
+"""Cost of what does not fit, beside the missing bytes: more than any seconds."""
 _FEW_LAYERS = 12
 _CUTS = (True, False)
 """Passes of the split: with any shares that memory allows, then with the shares that were found."""
@@ -70,6 +77,10 @@ class SharedLayers:
         self._trusting = trusting
         self._layers = len(model.layers)
         self._made: dict[tuple[int, ...], list[RankGroup]] = {}
+        self._stages: dict[tuple[tuple[int, ...], int, int, int], GroupStage | None] = {}
+        self._place_of = {node.name: place for place, node in enumerate(cluster.nodes)}
+        self._kinds = self._find_kinds()
+        self._kind_of = {place: number for number, kind in enumerate(self._kinds) for place in kind}
 
     @property
     def is_possible(self) -> bool:
@@ -87,16 +98,54 @@ class SharedLayers:
         ]
         return min(pipelines, key=lambda pipeline: pipeline.cost, default=None)
 
-    def hybrid(self, *, of_all: bool = False) -> SharedPipeline | None:
-        """Return the best pipeline with a group as a stage; with `of_all` over the whole cluster."""
+    def hybrid(
+        self, *, of_all: bool = False, near: Sequence[Sequence[tuple[Sequence[str], int]]] = ()
+    ) -> SharedPipeline | None:
+        """Return the best pipeline with a group as a stage.
+
+        Args:
+            of_all: True to use the whole cluster.
+            near: other plans, by machines and number of layers of each stage; better ones may be a few changes away.
+        """
         if len(self._places) < 2 or self._layers < 2:  # noqa: PLR2004 - stages
             return None
+        found = [] if self._is_alike else self._by_orders(of_all=of_all)
+        starts = [*map(self._by_names, near), *(self._sized(pipeline.stages) for pipeline in found)]
+        changes = self._changes([*starts, *self._even_divisions()], of_all=of_all)
+        changes.search()
+        made = self._stages_of(changes.best)
+        return min(
+            [*found, *([self._predicted(made)] if made else [])], key=lambda one: one.cost, default=None
+        )
+
+    def fits(self) -> bool:
+        """Return True if the memory suffices for some plan."""
+        if not self._is_enough_for_all():
+            return False
+        if any(self._whole(members) for members in sorted(self._unlike_sets(), key=len, reverse=True)):
+            return True
+        changes = self._changes([*self._even_divisions()], of_all=False)
+        changes.search(enough=_MISSING)
+        return changes.least < _MISSING
+
+    def _is_enough_for_all(self) -> bool:
+        """Return True if all machines together have the memory of the whole model, beside what each process needs."""
+        nodes = self._cluster.nodes
+        whole = [self._shared.bounds(node)[1] for node in nodes]
+        own = [costs.memory_bytes(1, 1) for costs in whole]
+        room = sum(max(0, node.usable_bytes - each) for node, each in zip(nodes, own, strict=True))
+        return self._layers < 2 or room >= min(  # noqa: PLR2004 - a layer between others
+            costs.memory_bytes(0, self._layers) - each for costs, each in zip(whole, own, strict=True)
+        )
+
+    def _by_orders(self, *, of_all: bool) -> list[SharedPipeline]:
+        """Return pipelines of the best orders of groups."""
         found: list[SharedPipeline] = []
         # A stage over all machines may not pay off, and few layers allow few splits.
         even_so = of_all or self._layers <= _FEW_LAYERS
         candidates = [one for one in self._sets(1) if len(one) == 1 or self._is_worth(one, even_so=even_so)]
         if all(len(members) == 1 for members in candidates):
-            return None
+            return []
         orders = self._search(candidates).orders(of_all=of_all)
         for order in sorted(orders, key=lambda order: self._weight(order, candidates)):
             groups = [candidates[candidate] for candidate in order.candidates]
@@ -107,7 +156,88 @@ class SharedLayers:
                 found.append(made)
             if len(found) == _LOOKED_AT:
                 break
-        return min(found, key=lambda pipeline: pipeline.cost, default=None)
+        return found
+
+    # ---- small changes
+
+    @property
+    def _is_alike(self) -> bool:
+        """True if so many machines are alike that even divisions lead to the best of them."""
+        unlike = math.prod(len(kind) + 1 for kind in self._kinds)
+        return len(self._places) > FEW_NODES and unlike <= 1 << len(self._places) // 2
+
+    def _even_divisions(self) -> Iterator[SizedGroups]:
+        """Yield for each number of stages the one with as many machines in each, and layers by their memory."""
+        places = [place for kind in self._kinds for place in kind]
+        for stages in range(1, min(len(places), self._layers) + 1):
+            ends = [len(places) * stage // stages for stage in range(stages + 1)]
+            groups = [tuple(sorted(places[first:end])) for first, end in pairwise(ends)]
+            room = [sum(max(1, self._cluster.nodes[place].usable_bytes) for place in one) for one in groups]
+            yield tuple(zip(groups, proportional_counts(self._layers, room), strict=True))
+
+    def _changes(self, starts: Iterable[SizedGroups], *, of_all: bool) -> Changes:
+        patience = _PATIENCE if len(self._places) <= FEW_NODES else _LESS_PATIENCE
+        return Changes(starts, self._cost_of, self._kind_of, of_all=of_all, patience=patience)
+
+    def _sized(self, stages: Sequence[GroupStage]) -> SizedGroups:
+        return self._by_names([([node.name for node in stage.nodes], len(stage.layers)) for stage in stages])
+
+    def _by_names(self, stages: Sequence[tuple[Sequence[str], int]]) -> SizedGroups:
+        return tuple(
+            (tuple(sorted(self._place_of[name] for name in names)), layers) for names, layers in stages
+        )
+
+    def _cost_of(self, stages: SizedGroups, least: float) -> float:
+        """Return the cost of a pipeline: roughly if it is far from the least one, and the missing memory if it does not fit."""
+        if least < _MISSING:
+            rough = self._rough_cost_of(stages)
+            if rough > _FAR * least:
+                return rough
+        made = self._stages_of(stages)
+        if not made:
+            return _MISSING + self._missing_bytes(stages)
+        return Pipeline(self._cluster, made, self._request.demand).minimized_s(self._request)
+
+    def _rough_cost_of(self, stages: SizedGroups) -> float:
+        """Return the cost with shares by speed, as if memory had no limit."""
+        made, first = list[GroupStage](), 0
+        for members, layers in stages:
+            groups = self._quick(members) if len(members) <= self._shared.most_ranks else []
+            if not groups:
+                return np.inf
+            made.append(GroupStage(groups[0], LayerRange(first, first + layers)))
+            first += layers
+        return Pipeline(self._cluster, made, self._request.demand).minimized_s(self._request)
+
+    def _missing_bytes(self, stages: SizedGroups) -> int:
+        """Return about how much memory is missing."""
+        nodes, missing, first = self._cluster.nodes, 0, 0
+        for members, layers in stages:
+            each = [nodes[place] for place in members]
+            whole = self._shared.bounds(each[0])[1].memory_bytes(first, first + layers)
+            missing += max(0, whole - sum(node.usable_bytes for node in each))
+            first += layers
+        return missing
+
+    def _stages_of(self, stages: SizedGroups) -> list[GroupStage]:
+        """Return the stages with the best shares; none if one has too little memory."""
+        if not stages:
+            return []
+        rows, first, made = self._rows(len(stages)), 0, list[GroupStage]()
+        for members, layers in stages:
+            key = members, first, first + layers, rows
+            if key not in self._stages:
+                self._stages[key] = self._stage_of(*key)
+            if (stage := self._stages[key]) is None:
+                return []
+            made.append(stage)
+            first += layers
+        return made
+
+    def _stage_of(self, members: tuple[int, ...], first: int, end: int, rows: int) -> GroupStage | None:
+        if len(members) > self._shared.most_ranks or not (groups := self._quick(members)):
+            return None
+        return self._fitted(groups, first, end, rows)
 
     def _weight(self, order: GroupOrder, candidates: Sequence[tuple[int, ...]]) -> float:
         """Return the cost by which orders are sorted: that of plans, with the shares and the split of the search.
@@ -133,8 +263,8 @@ class SharedLayers:
         for size in range(least, most + 1):
             yield from combinations(self._places, size)
 
-    def _unlike_sets(self) -> Iterator[tuple[int, ...]]:
-        """Yield the sets of several machines, without those that differ by alike machines only."""
+    def _find_kinds(self) -> Kinds:
+        """Return the machines, in lists of those that are alike."""
         nodes, link = self._cluster.nodes, self._cluster.link
         numbers: dict[object, int] = {}
         links = np.array(
@@ -149,8 +279,11 @@ class SharedLayers:
             ],
             float,
         )
-        kinds = kinds_of([replace(node, name="") for node in nodes], links)
-        for size, sets in enumerate(sets_by_size(kinds)):
+        return kinds_of([replace(node, name="") for node in nodes], links)
+
+    def _unlike_sets(self) -> Iterator[tuple[int, ...]]:
+        """Yield the sets of several machines, without those that differ by alike machines only."""
+        for size, sets in enumerate(sets_by_size(self._kinds)):
             if 1 < size <= self._shared.most_ranks:
                 for bits in sets:
                     yield tuple(place for place in self._places if bits >> place & 1)
@@ -158,7 +291,8 @@ class SharedLayers:
     def _whole(self, members: Sequence[int]) -> RankGroup | None:
         if not 1 < len(members) <= self._shared.most_ranks:
             return None
-        if (quick := self._quick(tuple(members))) and quick[0].fits(0, self._layers):
+        quick = self._quick(tuple(members))
+        if quick and self._rows(1) == self._rows(2) and quick[0].fits(0, self._layers):
             return quick[0]
         ring = self._rings.among(members)
         if ring is None:

@@ -51,7 +51,7 @@ class Timetable:
 
     def request_s(self, pieces: Sequence[MachineLayers], request: PlanRequest) -> float:
         """Return the seconds that `auto` minimizes: of a whole request, or to its first token."""
-        return self.pipeline(pieces).prediction(request).minimized_s(request.objective)
+        return self.pipeline(pieces).minimized_s(request)
 
     def request_tables(self, request: PlanRequest, users: Users = _LONE) -> RequestTables:
         """Return the parts of a request's time: a sum over stages and hops, and the slowest pace of stages and links.

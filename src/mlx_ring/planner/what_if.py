@@ -274,14 +274,13 @@ def _fits(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest) ->
             Timetable(model, cluster, request.demand), request
         ):
             return True
-        may_share = not isinstance(method, PipelineMethod) or (
-            method.chooses_nodes and SharedLayers(model, cluster, request).is_possible
-        )
-        if may_share:
-            place(model, cluster, request)
+        if isinstance(method, PipelineMethod):
+            search = SharedLayers(model, cluster, request)
+            return method.chooses_nodes and search.is_possible and search.fits()
+        place(model, cluster, request)
     except PlanError:
         return False
-    return may_share
+    return True
 
 
 def _throughput(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest, users: int) -> float:
