@@ -289,6 +289,18 @@ def test_eight_alike_machines_are_paired() -> None:
     assert {len(stage.layers) for stage in plan.stages} == {20}
 
 
+def test_many_alike_machines_share_layers_and_some_are_left_out() -> None:
+    nodes = [node_of(f"n{place}", 64, gb_s=400, tflops=20) for place in range(16)]
+    cluster = trusting(*nodes, link=LinkProfile(50e-6, 5e9))
+    plan = place(shared_model(80, layer_bytes=400_000_000), cluster, plan_request(prompt_tokens=512))
+    assert plan.kind in ("tensor", "hybrid")
+    assert len({len(stage.ranks) for stage in plan.stages}) == 1
+    assert plan.left_out
+    unlike = [node_of(f"n{place}", 64 + place, gb_s=400, tflops=20) for place in range(16)]
+    with pytest.raises(PlanError, match=r"16 machines were given; .* planned for 8 at most, or for 64 of few"):
+        place(shared_model(80), trusting(*unlike, link=FAST), plan_request(strategy="hybrid"))
+
+
 def test_hybrid_finds_the_two_pairs_with_a_fast_link() -> None:
     nodes = [node_of(name, 4) for name in "abcd"]
     links = {frozenset("ac"): replace(FAST, trusted=True), frozenset("bd"): replace(FAST, trusted=True)}

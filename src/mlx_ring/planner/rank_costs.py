@@ -201,6 +201,13 @@ class Rings:
 
     def among(self, members: Sequence[int]) -> Ring | None:
         """Return the ring with the fastest slowest hop; None if there is none. `members` are sorted."""
+        among = self._seconds[np.ix_(members, members)][~np.eye(len(members), dtype=bool)]
+        if among.size and np.all(among == among[0]):
+            # Every order is as fast.
+            if not np.isfinite(among[0]):
+                return None
+            around = zip(members, [*members[1:], members[0]], strict=True)
+            return Ring(tuple(members), tuple({self._link(one, other) for one, other in around}))
         bits = sum(1 << node for node in members)
         closed = np.maximum(self._slowest_hops(bits), self._seconds[:, members[0]])
         last = int(closed.argmin())

@@ -26,6 +26,8 @@ class TensorSearch(Protocol):
         ...
 
 
+_MOST_ALIKE = 64
+"""Number of machines up to which sharing layers is considered, if many of them are alike."""
 _UNSPLIT, _UNTRUSTED, _UNSERVED = (
     "the model's layers cannot be split",
     "tensor parallelism is neither encrypted nor authenticated, and no interface between these machines is trusted",
@@ -40,19 +42,20 @@ def best_of_both(
 
     Args:
         model: sizes of the model.
-        cluster: machines and links; above eight machines only the pipeline is considered.
+        cluster: machines and links; of more than eight machines that are not alike only the pipeline is considered.
         request: promised load and objective.
         apart: best pipeline without tensor parallelism; None if there is none.
 
     Returns:
         The better plan; None if neither is possible.
     """
-    if len(cluster.nodes) == 1 or len(cluster.nodes) > MOST_NODES:
-        return apart
-    if request.objective == "memory" and apart is not None:
-        # Ranks that share layers hold norms, embeddings and activations each.
+    # Ranks that share layers hold norms, embeddings and activations each.
+    is_emptiest = request.objective == "memory" and apart is not None
+    if is_emptiest or len(cluster.nodes) == 1 or len(cluster.nodes) > _MOST_ALIKE:
         return apart
     search = SharedLayers(model, cluster, request)
+    if not search.is_searchable:
+        return apart
     if not request.allows_tensor or not search.is_possible:
         return None if apart is None else _with_remark(apart, _left_undone(model, cluster, request, apart))
     tensor = search.tensor()
@@ -101,8 +104,9 @@ def _problem(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest)
             f"{name} shares layers among machines, but there is one; use `serve --tp N` to share them among its workers.",
         ),
         (
-            len(nodes) > MOST_NODES,
-            f"{len(nodes)} machines were given; the strategy {request.strategy} is planned for {MOST_NODES} at most.",
+            len(nodes) > _MOST_ALIKE
+            or (len(nodes) > MOST_NODES and not SharedLayers(model, cluster, request).is_searchable),
+            f"{len(nodes)} machines were given; {name} is planned for {MOST_NODES} at most, or for {_MOST_ALIKE} of few kinds.",
         ),
         (not request.allows_tensor, f"{name} cannot be served: {_UNSERVED}. Choose another strategy."),
         (

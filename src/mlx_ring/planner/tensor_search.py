@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, pairwise
+from itertools import accumulate, combinations, pairwise
 from typing import cast
 
 import numpy as np
@@ -22,7 +22,7 @@ from mlx_ring.planner.plan import Prediction
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
 from mlx_ring.planner.rank_costs import Rings
 from mlx_ring.planner.request import PlanRequest, proportional_counts
-from mlx_ring.planner.search import FEW_NODES, Kinds, kinds_of, sets_by_size
+from mlx_ring.planner.search import FEW_NODES, MOST_NODES, Kinds, kinds_of, sets_by_size
 from mlx_ring.planner.stage_costs import TOKEN_BYTES, Table
 from mlx_ring.planner.tensor_groups import (
     Ends,
@@ -36,7 +36,7 @@ from mlx_ring.planner.tensor_groups import (
 _LOOKED_AT = 6
 """Number of orders of groups that are predicted in full."""
 _PATIENCE, _LESS_PATIENCE = 20, 4
-"""Number of pipelines that are changed in a row without finding a better one; less for many machines."""
+"""Number of pipelines that are changed in a row without finding a better one; less for many machines, none above eight."""
 _FAR = 1.1
 """Multiple of the least cost from which a rough cost is exact enough."""
 _MISSING = 1e12
@@ -161,22 +161,33 @@ class SharedLayers:
     # ---- small changes
 
     @property
+    def is_searchable(self) -> bool:
+        """True if the machines are few, or so many alike that even divisions lead to the best of them."""
+        return len(self._places) <= MOST_NODES or self._is_alike
+
+    @property
     def _is_alike(self) -> bool:
-        """True if so many machines are alike that even divisions lead to the best of them."""
         unlike = math.prod(len(kind) + 1 for kind in self._kinds)
-        return len(self._places) > FEW_NODES and unlike <= 1 << len(self._places) // 2
+        return len(self._places) > FEW_NODES and unlike <= min(1 << len(self._places) // 2, 1 << MOST_NODES)
 
     def _even_divisions(self) -> Iterator[SizedGroups]:
-        """Yield for each number of stages the one with as many machines in each, and layers by their memory."""
+        """Yield stages of equally many machines, for each number of stages and machines, and those of all machines."""
         places = [place for kind in self._kinds for place in kind]
-        for stages in range(1, min(len(places), self._layers) + 1):
-            ends = [len(places) * stage // stages for stage in range(stages + 1)]
-            groups = [tuple(sorted(places[first:end])) for first, end in pairwise(ends)]
-            room = [sum(max(1, self._cluster.nodes[place].usable_bytes) for place in one) for one in groups]
-            yield tuple(zip(groups, proportional_counts(self._layers, room), strict=True))
+        numbers = range(1, len(places) + 1)
+        sizes = [[size] * stages for size in numbers for stages in numbers if size * stages < len(places)]
+        sizes += [_evenly(len(places), stages) for stages in numbers]
+        for each in sizes:
+            if len(each) <= self._layers and max(each) <= self._shared.most_ranks:
+                ends = accumulate(each, initial=0)
+                groups = [tuple(sorted(places[first:end])) for first, end in pairwise(ends)]
+                room = [
+                    sum(max(1, self._cluster.nodes[place].usable_bytes) for place in one) for one in groups
+                ]
+                yield tuple(zip(groups, proportional_counts(self._layers, room), strict=True))
 
     def _changes(self, starts: Iterable[SizedGroups], *, of_all: bool) -> Changes:
-        patience = _PATIENCE if len(self._places) <= FEW_NODES else _LESS_PATIENCE
+        places = len(self._places)
+        patience = _PATIENCE if places <= FEW_NODES else _LESS_PATIENCE if places <= MOST_NODES else 0
         return Changes(starts, self._cost_of, self._kind_of, of_all=of_all, patience=patience)
 
     def _sized(self, stages: Sequence[GroupStage]) -> SizedGroups:
@@ -402,6 +413,11 @@ class SharedLayers:
             return GroupStage(some, LayerRange(first, end)) if some.fits(first, end) else None
         group = fitting_group(self._shared, some.nodes, some.ring, first, end, rows)
         return None if group is None else GroupStage(group, LayerRange(first, end))
+
+
+def _evenly(number: int, parts: int) -> list[int]:
+    """Return the sizes of parts that differ by one at most."""
+    return [number * (part + 1) // parts - number * part // parts for part in range(parts)]
 
 
 def _seconds(groups: Sequence[RankGroup], rows: int, ends: Ends, *, adds: bool, any_shares: bool) -> Table:
