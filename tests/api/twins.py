@@ -25,7 +25,9 @@ from mlx_ring.engine.streams import Vocabulary
 from mlx_ring.models.pooling import Pooling
 from mlx_ring.planner.catalogue import known_profile
 from mlx_ring.planner.known_models import find_known_model
+from mlx_ring.planner.place import LoadedStages, RunningCluster
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
+from mlx_ring.planner.request import Demand, PlanRequest
 from mlx_ring.planner.what_if import sizes_of
 
 BOS, EOS, ANSWER = 256, 257, 258
@@ -277,12 +279,18 @@ class TwinCatalog:
         self.links: Sequence[LinkInfo] = ()
         self.refusal: RingError | None = None
         """Reason why no model can be loaded."""
+        self.is_measured = True
+        self.request = PlanRequest(Demand(8192, 1))
+        self.loaded: tuple[LoadedStages, ...] = ()
+        """Stages of which what-if questions know."""
 
     def cluster(self) -> ClusterParts:
         return ClusterParts()
 
-    def machines(self) -> ClusterProfile:
-        return ClusterProfile((known_profile("m4-mac-mini-16"),))
+    def running(self, model: ModelService | None) -> RunningCluster:
+        nodes = (known_profile("m4-mac-mini-16"),) if self.is_measured else ()
+        loaded = self.loaded if model is not None else ()
+        return RunningCluster(ClusterProfile(nodes), self.request, loaded)
 
     def sizes(self, model: ModelService, machines: ClusterProfile) -> ModelProfile:
         return sizes_of(find_known_model("8b-4bit").folder, model.model_id, machines)

@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
+from tests.api.clients import serving
+from tests.api.twins import TwinService
 from tests.cli.test_main import complaint
 from tests.processes import run_in_process
 
@@ -149,6 +151,14 @@ def test_without_machines_the_known_ones_are_listed(tmp_path: Path) -> None:
         (["demo", "--cluster", "c.yaml", "--link", "tb5"], "--link is tb5, but no machine is added"),
         (["8B", *MINIS, "--users-at", "8k", "--context", "4096"], "--context is 4096 and --users-at is 8k"),
         (["--what-fits", *MINIS, "--quantization", "4"], "--quantization is 4, which a what-if question"),
+        (
+            ["8B", *MINIS, "--add", "m4-16", "--prompt", "4000", "--context", "4096"],
+            "A prompt of 4000 tokens and an answer of 256 need a context of 4256, which is longer than 4096;",
+        ),
+        (
+            ["8B", *MINIS, "--answer", "4000", "--context", "4096"],
+            "A prompt of 1024 tokens and an answer of 4000 need",
+        ),
         (["8B", *MINIS, "--cacert", "c.pem"], "--cacert is c.pem, but no head is asked"),
         (
             ["8B", "--add", "m4-16", "--layers", "1,2"],
@@ -211,6 +221,57 @@ def test_a_machine_that_is_added_is_compared_with_the_cluster_as_it_is(tmp_path:
     assert after["label"] == "with m3-ultra-512 over tb5-rdma"
     assert after["users"] > 100
     assert after["tokens_per_s_range"][0] < after["tokens_per_s"] < after["tokens_per_s_range"][1]
+
+
+def test_what_if_questions_minimize_the_request_that_is_asked_for(tmp_path: Path) -> None:
+    asked = ("--prompt", "2000", "--answer", "100", "--optimize-for", "first-token")
+    options = ("plan", "llama-70b", "--machine", "m3-ultra-512", "--machine", "m4-max-128", *asked)
+    done = run_in_process(*options, "--users-at", "8k", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "request, s" in done.stdout
+    assert "a prompt of 2,000 tokens and an answer of 100" in done.stdout
+    (found,) = json.loads(run_in_process(*options, "--users-at", "8k", "--json", folder=tmp_path).stdout)[
+        "outcomes"
+    ]
+    plan = json.loads(run_in_process(*options, "--json", folder=tmp_path).stdout)["prediction"]
+    assert (found["first_token_s"], found["request_s"]) == (plan["first_token_s"], plan["request_s"])
+
+
+def test_a_longer_request_has_a_longer_context_by_default(tmp_path: Path) -> None:
+    options = ("plan", "llama-70b", "--machine", "m3-ultra-512", "--prompt", "20000", "--json")
+    assert json.loads(run_in_process(*options, folder=tmp_path).stdout)["context_tokens"] == 20256
+
+
+def test_a_running_head_is_asked_for_all_that_is_given(tmp_path: Path) -> None:
+    service = TwinService()
+    with serving(service) as url:
+        given = ("--url", url, "--prompt", "500", "--answer", "40", "--optimize-for", "first-token")
+        options = (
+            "plan",
+            "--add",
+            "m3-ultra-512",
+            "--link",
+            "tb5",
+            "--kv-bits",
+            "8",
+            "--context",
+            "4096",
+            *given,
+        )
+        done = run_in_process(*options, folder=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith("org/twin\n")
+        found = json.loads(run_in_process(*options, "--json", folder=tmp_path).stdout)["outcomes"]
+        assert [one["label"] for one in found] == ["now", "with m3-ultra-512 over tb5"]
+        for one in found:
+            lengths = (one["prompt_tokens"], one["answer_tokens"], one["context_tokens"], one["kv_bits"])
+            assert lengths == (500, 40, 4096, 8)
+        refused = complaint(
+            "plan", "--url", url, "--add", "m4-16", "--context", "100", "--prompt", "200", folder=tmp_path
+        )
+        assert f"The head at {url} refuses: A prompt of 200 tokens" in refused
+        refused = complaint("plan", "lama", "--url", url, folder=tmp_path)
+        assert f"The head at {url} refuses: There is no model 'lama'" in refused
 
 
 def test_a_file_of_machines_can_be_added_to(tmp_path: Path) -> None:
@@ -277,3 +338,28 @@ def test_a_short_name_can_be_planned_as_usual(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "Qwen3-30B-A3B 4-bit, 1 x 8192 tokens" in done.stdout
     assert "mlx-community/Qwen3-30B-A3B-4bit" in done.stdout
+
+
+# ---- examples of the documentation
+
+
+EXAMPLES = re.findall(
+    r"^```console\n\$ mlx-ring (plan .*)\n((?:.*\n)*?)```$",
+    (Path(__file__).parents[2] / "docs" / "planning.md").read_text("utf-8"),
+    re.MULTILINE,
+)
+
+
+@pytest.mark.parametrize(("command", "shown"), EXAMPLES, ids=[command for command, _ in EXAMPLES])
+def test_commands_print_what_the_documentation_shows(command: str, shown: str, tmp_path: Path) -> None:
+    """Expect each shown line in order, up to `...` where a line or several are left out."""
+    done = run_in_process(*command.split(), folder=tmp_path, environment={"COLUMNS": "200"})
+    assert done.returncode == 0, done.stderr
+    printed = iter(line.rstrip() for line in done.stdout.splitlines())
+    for line in filter(None, shown.splitlines()):
+        start, left, _ = line.partition("...")
+        assert any(found == line or (left and found.startswith(start)) for found in printed), line
+
+
+def test_the_documentation_has_examples_of_plans() -> None:
+    assert len(EXAMPLES) >= 2

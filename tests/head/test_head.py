@@ -97,6 +97,10 @@ def test_a_single_machine_predicts_from_its_stored_profile(tiny_model: Path, tmp
         assert ask(server).status_code == 200
         status = server.status()
         (node,), (instance,) = status["nodes"], status["instances"]
+        (now,) = server.http.post("/cluster/what-if", json={}).json()["outcomes"]
+        assert now["model"] == server.http.get("/v1/models").json()["data"][0]["id"]
+        assert now["stages"] == [f"{node['name']} 0-{instance['layers'] - 1}"]
+        assert (now["is_measured"], now["left_out"]) == (True, [])
         assert (node["is_head"], node["stages"]) == (True, [f"{instance['name']}/0"])
         assert node["memory"]["promised_bytes"] == instance["stages"][0]["memory"]["promised"]["total_bytes"]
         (decode,), (prefill,) = instance["stages"][0]["times"].values()

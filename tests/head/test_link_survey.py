@@ -18,6 +18,7 @@ from mlx_ring.cluster.quarantine import Quarantine
 from mlx_ring.core.errors import NodeLost
 from mlx_ring.head.link_survey import LinkSurveys, link_info, with_throughput
 from mlx_ring.host.trusted_interfaces import TrustedInterface
+from mlx_ring.rpc.link_profile import UNREACHABLE
 
 CABLE, LAN = 4e9, 1e8
 
@@ -115,3 +116,16 @@ def test_node_fetches_weights_from_no_node_that_it_does_not_reach() -> None:
     linked = with_throughput(own, found)
     assert [peer.node for peer in linked.source.peers] == ["", "n2"]
     assert linked.bytes_per_s == {"n2": LAN}
+
+
+def test_links_of_members_are_usable_as_plans_use_them() -> None:
+    sites = [site(1, Agent()), site(2, Agent()), site(3, Agent(), trusts=False)]
+    surveys = LinkSurveys("n1", reports)
+    there = members(sites)
+    asyncio.run(surveys.take_all(there, sites))
+    connected: Any = {
+        one.node: SimpleNamespace(node=one.node, trusted=one.trusted, trusted_problem="") for one in sites[:2]
+    }
+    found = surveys.usable(Membership(connected), ())
+    assert found == {ends: link for ends, link in surveys.profiles(sites).items() if "n3" not in ends}
+    assert surveys.usable(Membership(connected), [("n1", "n2")])[frozenset(("n1", "n2"))] == UNREACHABLE

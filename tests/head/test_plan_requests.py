@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import pytest
+from tests.profiles import made_up_profile
 
+from mlx_ring.cluster.membership import Member, Membership
 from mlx_ring.core.errors import PlanError
 from mlx_ring.core.types import LayerRange
-from mlx_ring.head.plan_requests import plan_request_for, proportional_stages
+from mlx_ring.head.plan_requests import measured_cluster, plan_request_for, proportional_stages
+from mlx_ring.head.status import ClusterView
 from mlx_ring.planner.profiles import NodeProfile
 from mlx_ring.planner.request import Demand, PlanRequest
+from mlx_ring.rpc.link_profile import LinkProfile
 from mlx_ring.settings.config import Settings
 from mlx_ring.settings.settings_sources import load_settings
 
@@ -71,3 +75,41 @@ def test_stages_of_one_machine_follow_the_proportions() -> None:
     assert proportional_stages(28, 2, ("0.7", "0.3")) == (LayerRange(0, 20), LayerRange(20, 28))
     with pytest.raises(PlanError, match="a share for each of the 3 stages"):
         proportional_stages(28, 3, ("0.7", "0.3"))
+
+
+# ---- the machines of a what-if question
+
+
+def member(node: str, machine: str) -> Member:
+    profile = made_up_profile(worker_bytes=10**9)
+    return Member(
+        node, machine, host="", port=0, head_host="", profile=profile, memory_utilization=0.75, session=1
+    )
+
+
+def view_of(*members: Member) -> ClusterView:
+    return ClusterView("n2", Membership({each.node: each for each in members}))
+
+
+def test_a_measured_cluster_has_readable_names_and_the_head_first() -> None:
+    view = view_of(member("n1", "mini"), member("n2", "studio"), member("n3", "mini"))
+    fast, slow = LinkProfile(1e-4, 1e9, trusted=True), LinkProfile(1e-3, 1e8)
+    links: dict[frozenset[str], LinkProfile] = {
+        frozenset(("n1", "n2")): fast,
+        frozenset(("n1", "n3")): slow,
+        frozenset(("n1", "gone")): slow,
+    }
+    found = measured_cluster(load_settings({}), view, links, {})
+    assert [node.name for node in found.nodes] == ["studio", "n1", "n3"]
+    assert found.links == {frozenset(("n1", "studio")): fast, frozenset(("n1", "n3")): slow}
+    assert found.trusts(found.nodes[0], found.nodes[1])
+    assert not found.trusts(found.nodes[1], found.nodes[2])
+    assert all(node.is_measured for node in found.nodes)
+
+
+def test_a_measured_cluster_counts_the_head_and_what_other_models_promise() -> None:
+    view = view_of(member("n1", "mini"), member("n2", "studio"))
+    own, other = measured_cluster(load_settings({}), view, {}, {}).nodes
+    assert own.process_bytes > other.process_bytes == 10**9, "the head's own process"
+    _, beside = measured_cluster(load_settings({}), view, {}, {"n1": 3 * 10**9}).nodes
+    assert other.usable_bytes - beside.usable_bytes == pytest.approx(3 * 10**9, abs=2)

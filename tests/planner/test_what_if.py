@@ -5,20 +5,30 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from tests.profiles import made_up_profile
 
 from mlx_ring.core.errors import ConfigError, ModelNotFound, PlanError
-from mlx_ring.planner.catalogue import known_profile
+from mlx_ring.core.types import LayerRange
+from mlx_ring.planner.catalogue import (
+    accuracy,
+    chips,
+    known_machines,
+    known_profile,
+    machine_names,
+    named_links,
+)
 from mlx_ring.planner.cluster_file import cluster_of
 from mlx_ring.planner.known_models import find_known_model, popular_models
 from mlx_ring.planner.model_sizes import profile_folder
-from mlx_ring.planner.place import place
+from mlx_ring.planner.place import LoadedStages, place
 from mlx_ring.planner.plan import Plan
-from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
-from mlx_ring.planner.request import Demand, PlanRequest
+from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, measured_node
+from mlx_ring.planner.request import Demand, Objective, PlanRequest
 from mlx_ring.planner.what_if import (
     MOST_ADDED,
     MOST_USERS,
     Question,
+    request_within,
     room_for,
     sizes_of,
     what_if,
@@ -121,6 +131,26 @@ def test_a_chip_family_names_a_machine(text: str, same: str) -> None:
     assert known_profile(text, "x") == known_profile(same, "x")
 
 
+def test_names_of_machines_are_known_once_each_in_the_order_of_chips() -> None:
+    names = machine_names()
+    assert len(set(names)) == len(names)
+    assert (
+        names.index("m1-8") < names.index("m3-ultra-96") < names.index("m3-ultra-512") < names.index("m4-16")
+    )
+    sold = {
+        (chip, size)
+        for each in known_machines().values()
+        for chip, sizes in each.bins.items()
+        for size in sizes
+    }
+    assert len(names) <= len(sold)
+    for name in names:
+        known_profile(name)
+    families = {name.rpartition("-")[0] for name in names}
+    assert all(chip in families or chip.rpartition("-")[0] in families for chip, _ in sold)
+    assert {chip for chip, _ in sold} <= chips().keys()
+
+
 def test_added_machines_have_names_of_their_own_and_the_link_to_all() -> None:
     machines = with_machines(cluster("m4-16"), ["m4-16", "m4-16"], "tb5-rdma")
     assert [node.name for node in machines.nodes] == ["m4-16", "m4-16#2", "m4-16#3"]
@@ -187,11 +217,84 @@ def test_cases_are_planned_like_a_plan_and_those_that_do_not_fit_say_why() -> No
     machines = cluster("m4-16")
     models = [(name, sizes(name, machines)) for name in ("8b-4bit", "70b-4bit")]
     small, large = what_if(models, machines, Question(context_tokens=4096)).outcomes
-    plan = place(models[0][1], machines, PlanRequest(Demand(4096, 1), prompt_tokens=4096))
-    assert small.tokens_per_s == pytest.approx(1 / plan.prediction.token_s)
-    assert small.first_token_s == plan.prediction.first_token_s
+    predicted = place(models[0][1], machines, PlanRequest(Demand(4096, 1))).prediction
+    assert small.tokens_per_s == pytest.approx(1 / predicted.token_s)
+    assert (small.first_token_s, small.request_s) == (predicted.first_token_s, predicted.request_s)
+    assert (small.model, small.prompt_tokens, small.answer_tokens) == ("8b-4bit", 1024, 256)
     assert (large.fits, large.users, large.stages) == (False, 0, ())
     assert "GB are missing" in large.why
+
+
+@pytest.mark.parametrize("objective", ["latency", "first-token"])
+def test_cases_minimize_the_request_that_is_asked_for(objective: Objective) -> None:
+    machines = replace(cluster("m3-ultra-512", "m4-max-128"), usual_link=named_links()["tb5"])
+    model = sizes("llama-70b", machines)
+    asked = PlanRequest(
+        Demand(8192, 1, typical_tokens=32_064), "auto", objective, prompt_tokens=32_000, answer_tokens=128
+    )
+    (found,) = what_if([("70b", model)], machines, Question(request=asked)).outcomes
+    plan = place(model, machines, replace(asked, demand=replace(asked.demand, context_tokens=32_128)))
+    assert found.context_tokens == 32_128, "room for the request"
+    assert found.request_s == plan.prediction.request_s
+    assert found.request_s_range[0] < found.request_s < found.request_s_range[1]
+
+
+def test_given_lengths_must_have_room_and_usual_ones_are_shortened() -> None:
+    given = PlanRequest(Demand(8192, 1, typical_tokens=4128), prompt_tokens=4000, answer_tokens=256)
+    with pytest.raises(
+        ConfigError,
+        match="4000 tokens and an answer of 256 need a context of 4256, which is longer than 4096",
+    ):
+        request_within(given, 8192, 4096)
+    assert request_within(given, 8192, 4256).prompt_tokens == 4000
+    usual = request_within(PlanRequest(Demand(8192, 1)), 8192, 500)
+    assert (usual.prompt_tokens, usual.answer_tokens) == (400, 100)
+
+
+# ---- a running cluster
+
+
+def measured(*names: str) -> ClusterProfile:
+    profile = made_up_profile(cpu_share=None, memory_bytes=64 * 10**9)
+    return ClusterProfile(tuple(measured_node(profile, name) for name in names))
+
+
+def test_now_is_the_loaded_plan_and_not_the_one_that_would_be_made() -> None:
+    machines = measured("a", "b", "c")
+    model = sizes("8b-4bit", machines)
+    loaded: LoadedStages = (
+        (LayerRange(0, 4), (("b", 1.0),)),
+        (LayerRange(4, 32), (("a", 1.0),)),
+    )
+    now, added = what_if([("8b", model)], machines, Question(("m3-ultra-512",), loaded=(loaded,))).outcomes
+    assert now.stages == ("b 0-3", "a 4-31")
+    assert now.left_out == ("c: the loaded plan does not use it",)
+    assert added.stages != now.stages
+    alone = place(model, measured("a"), PlanRequest(Demand(8192, 1))).prediction
+    assert now.tokens_per_s < 1 / alone.token_s, "two hops more"
+
+
+def test_instances_on_one_machine_share_its_memory() -> None:
+    machines = measured("a")
+    model = sizes("8b-4bit", machines)
+    stages: LoadedStages = ((LayerRange(0, 32), (("a", 1.0),)),)
+    one, two = (
+        what_if([("8b", model)], machines, Question(loaded=(stages,) * number)).outcomes[0]
+        for number in (1, 2)
+    )
+    assert one.users > two.users > 1
+    assert two.stages == ("a 0-31",) * 2
+    assert two.tokens_per_s == pytest.approx(one.tokens_per_s)
+
+
+def test_ranges_of_measured_machines_have_their_own_accuracy() -> None:
+    machines = measured("a")
+    found, mixed = what_if(
+        [("8b", sizes("8b-4bit", machines))], machines, Question(("m3-ultra-512",))
+    ).outcomes
+    assert (found.is_measured, mixed.is_measured) == (True, False)
+    for one, factor in ((found, accuracy("measured")), (mixed, accuracy("decode"))):
+        assert one.tokens_per_s_range[1] / one.tokens_per_s == pytest.approx(factor)
 
 
 def test_curves_fall_with_context_and_end_at_the_room_for_users() -> None:

@@ -13,6 +13,7 @@ from mlx_ring.core.generation import GenerateRequest, RequestStream
 from mlx_ring.core.types import Sampling
 from mlx_ring.core.worker_status import WorkerInfo
 from mlx_ring.models.pooling import Pooling
+from mlx_ring.planner.place import RunningCluster
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
 
 
@@ -272,8 +273,11 @@ class ModelCatalog(Protocol):
         """Return every node, and every instance with its stages."""
         ...
 
-    def machines(self) -> ClusterProfile:
-        """Return the profiles of the connected machines and of the links between them, for planning."""
+    def running(self, model: ModelService | None) -> RunningCluster:
+        """Return the connected machines, how the head plans for them, and the loaded stages of a model.
+
+        Memory of other models counts as free, unless the model is loaded beside them. None stands for another model.
+        """
         ...
 
     def sizes(self, model: ModelService, machines: ClusterProfile) -> ModelProfile:

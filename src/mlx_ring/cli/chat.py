@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from mlx_ring.cli.heads import CACERT, distrust, trust
+from mlx_ring.cli.heads import CACERT, DEFAULT_URL, distrust, trust
 from mlx_ring.settings.settings_sources import load_settings
 
 if TYPE_CHECKING:
@@ -332,7 +332,7 @@ def _chunks(response: httpx.Response) -> Generator[dict[str, Any]]:
 
 
 def chat(
-    url: Annotated[str, typer.Option(help="Address of the server.")] = "http://127.0.0.1:8100",
+    url: Annotated[str, typer.Option(help="Address of the server.")] = DEFAULT_URL,
     model: Annotated[str | None, typer.Option(help="Model to ask; the first one served by default.")] = None,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     api_key: Annotated[

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from mlx_ring.cli.heads import CACERT, distrust, trust
+from mlx_ring.cli.heads import CACERT, DEFAULT_URL, ask_head
 from mlx_ring.cli.on_host import app as on_host_app
 from mlx_ring.cli.status_tables import show_status
 from mlx_ring.core.cluster_folders import packages_folder
@@ -32,7 +32,6 @@ app = typer.Typer(help="Start, stop and watch the machines of a file over ssh.",
 app.add_typer(on_host_app, name="on-host", hidden=True)
 
 _QUESTION = "What is the capital of France?"
-_DEFAULT_URL = "http://127.0.0.1:8100"
 _ASK_S = 30.0
 _MOST_LINES = 1_000_000
 CONFIG = typer.Option(
@@ -97,7 +96,7 @@ def restart(
 def status(
     config: Annotated[Path | None, CONFIG] = None,
     url: Annotated[
-        str | None, typer.Option(help=f"Address of the head, without a file; {_DEFAULT_URL} by default.")
+        str | None, typer.Option(help=f"Address of the head, without a file; {DEFAULT_URL} by default.")
     ] = None,
     api_key: Annotated[
         str | None,
@@ -117,7 +116,14 @@ def status(
             "--config and --api-key were both given; leave --api-key out, because `serve`'s api-key-file in the file gives the keys."
         )
     if config is None:
-        state = _ask_url(url or _DEFAULT_URL, api_key, cacert)
+        state = ask_head(
+            url or DEFAULT_URL,
+            "/cluster/status",
+            api_key=api_key,
+            cacert=cacert,
+            timeout_s=_ASK_S,
+            hint="give --url, or -c with the machines' file",
+        )
         failed = False
     else:
         state, failed = _ask_machines(_read(config), quietly=as_json)
@@ -266,28 +272,6 @@ def _store(file: DevicesFile, folders: Sequence[Path], config: Path) -> WheelSto
             f"{config}: wheels is {file.wheels}, which is no folder on this machine: give a folder with wheels."
         )
     return WheelStore(kept, given)
-
-
-def _ask_url(url: str, api_key: str | None, cacert: Path | None) -> Any:
-    import httpx  # slow to import, and `on-host` does without it
-
-    settings = load_settings({"api_key": api_key})
-    headers = {"authorization": f"Bearer {settings.api_key[0]}"} if settings.api_key else {}
-    try:
-        answer = httpx.get(
-            f"{url.rstrip('/')}/cluster/status",
-            headers=headers,
-            timeout=_ASK_S,
-            trust_env=False,
-            verify=trust(cacert, settings.ssl_certfile),
-        )
-        answer.raise_for_status()
-        return answer.json()
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-        raise ConfigError(
-            distrust(error, url)
-            or f"No head answers at {url} ({error}): give --url, or -c with the machines' file."
-        ) from error
 
 
 def _ask_machines(file: DevicesFile, *, quietly: bool) -> tuple[Any, bool]:

@@ -1,19 +1,21 @@
-"""`mlx-ring heads`, which lists the heads on this LAN, and certificates that commands accept from a head over HTTPS."""
+"""`mlx-ring heads`, which lists the heads on this LAN, and requests of other commands to a head over HTTP or HTTPS."""
 
 from __future__ import annotations
 
 import json
 import ssl
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from mlx_ring.core.errors import ConfigError
+from mlx_ring.core.errors import ConfigError, RequestError
 from mlx_ring.host.head_announcement import LISTEN_S, FoundHead
+from mlx_ring.settings.settings_sources import load_settings
 
+DEFAULT_URL = "http://127.0.0.1:8100"
 CACERT = typer.Option(
     "--cacert",
     metavar="FILE",
@@ -69,7 +71,54 @@ def show_heads(found: Sequence[FoundHead]) -> None:
     Console(width=_TABLE_WIDTH, soft_wrap=True, highlight=False).print(table)
 
 
-# ---- certificates
+# ---- requests to a head
+
+
+def ask_head(
+    url: str,
+    path: str,
+    body: Mapping[str, object] | None = None,
+    *,
+    api_key: str | None = None,
+    cacert: Path | None = None,
+    timeout_s: float = 60.0,
+    hint: str = "give --url",
+) -> Any:
+    """Return the JSON answer of a running head to GET, or with a body to POST.
+
+    Args:
+        url: address of the head.
+        path: path of the route.
+        body: fields to send as JSON.
+        api_key: key of the server; that of the settings by default.
+        cacert: file of a certificate to trust.
+        timeout_s: time to wait for the answer.
+        hint: what to do if no head answers.
+
+    Raises:
+        ConfigError: no head answers there.
+        RequestError: it refuses the request.
+    """
+    import httpx  # slow to import, and most commands do without it
+
+    settings = load_settings({"api_key": api_key})
+    headers = {"authorization": f"Bearer {settings.api_key[0]}"} if settings.api_key else {}
+    try:
+        answer = httpx.request(
+            "GET" if body is None else "POST",
+            f"{url.rstrip('/')}{path}",
+            json=body,
+            headers=headers,
+            timeout=timeout_s,
+            trust_env=False,
+            verify=trust(cacert, settings.ssl_certfile),
+        )
+        reply: Any = answer.json()
+        if answer.is_error:
+            raise RequestError(f"The head at {url} refuses: {reply['error']['message']}")
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(distrust(error, url) or f"No head answers at {url} ({error}): {hint}.") from error
+    return reply
 
 
 def trust(given: Path | None, own: Path | None = None) -> ssl.SSLContext:

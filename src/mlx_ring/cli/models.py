@@ -7,7 +7,7 @@ import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated
 
 import typer
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Column, Table
 
-from mlx_ring.cli.heads import CACERT, distrust, trust
-from mlx_ring.core.errors import ConfigError, NotReady, PlanError, RequestError
+from mlx_ring.cli.heads import CACERT, DEFAULT_URL, ask_head
+from mlx_ring.core.errors import ConfigError, PlanError
 from mlx_ring.core.types import LayerRange
 from mlx_ring.models.model_folder import ModelFolder
 from mlx_ring.models.model_source import find_model, list_local_models
@@ -36,7 +36,7 @@ def load(
             help="Built-in name, folder or GGUF file on the server, or Hugging Face id, as for `serve`."
         ),
     ],
-    url: Annotated[str, _URL] = "http://127.0.0.1:8100",
+    url: Annotated[str, _URL] = DEFAULT_URL,
     api_key: Annotated[str | None, _KEY] = None,
     cacert: Annotated[Path | None, CACERT] = None,
 ) -> None:
@@ -47,7 +47,7 @@ def load(
 
 def unload(
     model: Annotated[str, typer.Argument(help="Name, as the server lists it.")],
-    url: Annotated[str, _URL] = "http://127.0.0.1:8100",
+    url: Annotated[str, _URL] = DEFAULT_URL,
     api_key: Annotated[str | None, _KEY] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Unload even a busy model; its requests end with an error.")
@@ -62,25 +62,7 @@ def unload(
 def _post(
     url: str, path: str, body: dict[str, object], api_key: str | None, cacert: Path | None
 ) -> dict[str, object]:
-    import httpx  # slow to import
-
-    settings = load_settings({"api_key": api_key})
-    headers = {"Authorization": f"Bearer {settings.api_key[0]}"} if settings.api_key else {}
-    try:
-        answer = httpx.post(
-            f"{url.rstrip('/')}{path}",
-            json=body,
-            headers=headers,
-            timeout=_ANSWER_WAIT_S,
-            trust_env=False,
-            verify=trust(cacert, settings.ssl_certfile),
-        )
-        reply = cast("dict[str, Any]", answer.json())
-        if answer.is_error:
-            raise RequestError(str(reply["error"]["message"]))
-        return {"id": reply["id"]}
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
-        raise NotReady(distrust(error, url) or f"No mlx-ring server answers at {url}: {error}.") from error
+    return ask_head(url, path, body, api_key=api_key, cacert=cacert, timeout_s=_ANSWER_WAIT_S)
 
 
 app = typer.Typer(help="List, load, unload and split models.", no_args_is_help=True)

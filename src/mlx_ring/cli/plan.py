@@ -13,12 +13,12 @@ from rich.console import Console
 from rich.table import Table
 
 from mlx_ring.cli.flags import with_settings
-from mlx_ring.cli.heads import CACERT
+from mlx_ring.cli.heads import CACERT, DEFAULT_URL
 from mlx_ring.cli.what_if import (
-    DEFAULT_URL,
     Asked,
-    ask_head,
     ask_planner,
+    ask_running,
+    fields_for_head,
     find_described,
     read_tokens,
     show_answer,
@@ -36,7 +36,7 @@ from mlx_ring.planner.profiles import ClusterProfile
 from mlx_ring.planner.replicas import place_replicas
 from mlx_ring.planner.request import OBJECTIVES, Demand, Objective, PlanRequest
 from mlx_ring.planner.weight_format import WeightFormat
-from mlx_ring.planner.what_if import Question, link_named
+from mlx_ring.planner.what_if import USUAL_CONTEXT, Question, link_named, request_within
 from mlx_ring.settings.config import Settings
 from mlx_ring.settings.devices_file import DevicesFile, lists_devices, read_devices
 from mlx_ring.settings.fields import flag_of
@@ -44,7 +44,6 @@ from mlx_ring.settings.strategies import STRATEGIES, Strategy, current_strategy,
 
 _BITS = (2, 3, 4, 5, 6, 8, 16, 32)
 _KV_BITS = (4, 8, 16)
-_CONTEXT = 8192
 _WHAT_IF = "Comparisons"
 _GB = 10**9
 Value = TypeVar("Value", int, str)
@@ -84,7 +83,7 @@ def plan(
         int | None,
         typer.Option(
             metavar="TOKENS",
-            help=f"Context of each sequence; by default {_CONTEXT}, or the model's limit if that is less.",
+            help=f"Context of each sequence; by default {USUAL_CONTEXT}, or the model's limit if that is less.",
         ),
     ] = None,
     sequences: Annotated[
@@ -97,8 +96,12 @@ def plan(
         ),
     ] = None,
     kv_bits: Annotated[
-        str, typer.Option(metavar="4|8|16", help="Bits of the KV cache; 16,8,4 compares them.")
-    ] = "16",
+        str | None,
+        typer.Option(
+            metavar="4|8|16",
+            help="Bits of the KV cache; 16,8,4 compares them. By default 16, or those of the running head.",
+        ),
+    ] = None,
     quantization: Annotated[
         int | None, typer.Option(metavar="BITS", help="Bits of the weights; as stored by default.")
     ] = None,
@@ -151,7 +154,8 @@ def plan(
     Without --cluster and --machine, list the known machines. The options of a what-if question ask the running cluster then.
     """
     kinds = [
-        _one_of("--kv-bits", bits, _KV_BITS) for bits in dict.fromkeys(_whole_numbers("--kv-bits", kv_bits))
+        _one_of("--kv-bits", bits, _KV_BITS)
+        for bits in dict.fromkeys(_whole_numbers("--kv-bits", kv_bits or "16"))
     ]
     is_given = cluster is not None or bool(machine)
     weights = None if quantization is None else WeightFormat(_one_of("--quantization", quantization, _BITS))
@@ -162,16 +166,17 @@ def plan(
         return
     machines, listed = _machines(cluster, machine, link) if is_given else (None, DevicesFile(()))
     users = _whole_number(flags, "expected_users")
+    prompt, answer, typical = _lengths(flags, fills_context=what_fits)
     request = PlanRequest(
-        Demand(_CONTEXT, users, kinds[0]),
+        Demand(USUAL_CONTEXT, users, kinds[0], typical),
         strategy=_strategy(strategy or listed.strategy or "auto"),
         objective=cast(
             "Objective", _one_of("--optimize-for", str(flags["optimize_for"] or OBJECTIVES[0]), OBJECTIVES)
         ),
         proportions=_numbers("--proportions", proportions) or listed.proportions,
         counts=_whole_numbers("--layers", layers),
-        prompt_tokens=_whole_number(flags, "expected_prompt"),
-        answer_tokens=_whole_number(flags, "expected_answer"),
+        prompt_tokens=prompt,
+        answer_tokens=answer,
         users=users,
     )
     _check_custom(request)
@@ -180,13 +185,11 @@ def plan(
             "planner", {"--users": flags["expected_users"], "--sequences": sequences, "--replicas": replicas}
         )
         if machines is None:
-            optimized = flags["optimize_for"]
             _refuse(
                 "head",
                 {
                     "--strategy": strategy,
                     "--quantization": quantization,
-                    "--optimize-for": optimized,
                     "--proportions": proportions,
                     "--layers": layers,
                 },
@@ -204,9 +207,11 @@ def plan(
             request=request,
         )
         asked = Asked(model, question, weights, what_fits=what_fits)
-        found = (
-            ask_head(url or DEFAULT_URL, asked, cacert) if machines is None else ask_planner(machines, asked)
-        )
+        if machines is None:
+            given = fields_for_head(flags, request, kinds if kv_bits else None)
+            found = ask_running(url or DEFAULT_URL, asked, given, cacert)
+        else:
+            found = ask_planner(machines, asked)
         show_answer(found, as_json=as_json, plot=plot, plot_file=plot_file)
         return
     if model is None or machines is None:
@@ -215,15 +220,11 @@ def plan(
         )
     described = find_described(model)
     profile = profile_folder(described.folder, described.name, weights)
-    demand = Demand(
-        context_tokens=_at_least_one(
-            "--context", min(_CONTEXT, profile.context_tokens) if context is None else context
-        ),
-        sequences=_sequences(sequences, users),
-        kv_bits=kinds[0],
-        typical_tokens=_typical_tokens(flags, request),
+    one = request_within(
+        request, profile.context_tokens, None if context is None else _at_least_one("--context", context)
     )
-    request = replace(request, demand=demand)
+    demand = replace(one.demand, sequences=_sequences(sequences, users))
+    request = replace(one, demand=demand, users=users)
     count = None if replicas is None else _at_least_one("--replicas", replicas)
     made = place_replicas(profile, machines, request, count)
     if as_json:
@@ -276,11 +277,17 @@ def _sequences(given: int | None, users: int) -> int:
     return users if given is None else given
 
 
-def _typical_tokens(flags: Mapping[str, object], request: PlanRequest) -> int | None:
-    """Return the mean context of a given request's answer; None if no lengths are given."""
+def _lengths(flags: Mapping[str, object], *, fills_context: bool) -> tuple[int, int, int | None]:
+    """Return the request's prompt and answer, and the mean context of its answer; None if no lengths are given.
+
+    A prompt that fills the usual context takes the place of the default one.
+    """
+    prompt, answer = (_whole_number(flags, name) for name in ("expected_prompt", "expected_answer"))
+    if fills_context and flags["expected_prompt"] is None:
+        prompt = max(1, USUAL_CONTEXT - answer)
     if flags["expected_prompt"] is None and flags["expected_answer"] is None:
-        return None
-    return request.prompt_tokens + request.answer_tokens // 2
+        return prompt, answer, None
+    return prompt, answer, prompt + answer // 2
 
 
 def _check_custom(request: PlanRequest) -> None:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Self
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from mlx_ring.cli.heads import DEFAULT_URL
 from mlx_ring.cli.plan import show_plan
 from mlx_ring.host.addresses import HeadAddress
 from mlx_ring.host.interfaces import join_lines, lan_addresses
@@ -138,7 +139,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_DEFAULT_URL = "http://127.0.0.1:8100"
 SAMPLE_QUESTION = "What is the capital of France?"
 
 
@@ -267,7 +267,7 @@ def sample_commands(url: str, certificate: Path | None, *, asks_for_key: bool) -
     body = json.dumps({"messages": [{"role": "user", "content": SAMPLE_QUESTION}]})
     key = ' -H "Authorization: Bearer $MLX_RING_API_KEY"' if asks_for_key else ""
     trust = "" if certificate is None else f" --cacert {shlex.quote(str(certificate.absolute()))}"
-    place = "" if url == _DEFAULT_URL else f" --url {url}"
+    place = "" if url == DEFAULT_URL else f" --url {url}"
     return [
         "Ask it, with one of its keys in MLX_RING_API_KEY:" if asks_for_key else "Ask it:",
         f"  curl {url}/v1/chat/completions{trust}{key} -H 'Content-Type: application/json' -d '{body}'",

@@ -4,33 +4,29 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 from xml.sax.saxutils import escape
 
 from rich.console import Console
 from rich.table import Table
 
-from mlx_ring.cli.heads import distrust, trust
-from mlx_ring.core.errors import ConfigError
+from mlx_ring.cli.heads import ask_head
+from mlx_ring.core.errors import ConfigError, RequestError
 from mlx_ring.models.model_folder import ModelFolder
 from mlx_ring.models.model_source import builtin_names, describe_model
 from mlx_ring.planner.known_models import find_known_model, popular_models
 from mlx_ring.planner.profiles import ClusterProfile
+from mlx_ring.planner.request import PlanRequest
 from mlx_ring.planner.weight_format import WeightFormat
-from mlx_ring.planner.what_if import MOST_USERS, Answer, Curves, Point, Question, sizes_of, what_if
-from mlx_ring.settings.settings_sources import load_settings
+from mlx_ring.planner.what_if import MOST_USERS, Answer, Curves, Outcome, Point, Question, sizes_of, what_if
 
-DEFAULT_URL = "http://127.0.0.1:8100"
-_ASK_S = 60.0
 _TOKENS = re.compile(r"(\d+(?:\.\d+)?)([km]?)", re.IGNORECASE)
 _UNITS = {"": 1, "k": 1024, "m": 1024**2}
 _KILO = 1024
 _BAR = 50
 _FEW_ROWS, _LARGE, _TABLE_WIDTH = 4, 1000, 240
-_REFUSED = 400
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,44 +109,58 @@ def ask_planner(machines: ClusterProfile, asked: Asked) -> tuple[Answer, tuple[s
     return what_if([(described.name, sizes)], machines, asked.question), described.remarks
 
 
-def ask_head(url: str, asked: Asked, cacert: Path | None) -> tuple[Answer, tuple[str, ...]]:
+def ask_running(
+    url: str, asked: Asked, given: Mapping[str, object], cacert: Path | None
+) -> tuple[Answer, tuple[str, ...]]:
     """Return the answer of a running head for its machines.
 
-    Raises:
-        ConfigError: it does not answer, or refuses the question.
-    """
-    import httpx  # slow to import, and files do without it
-    from pydantic import TypeAdapter
+    Args:
+        url: address of the head.
+        asked: the question.
+        given: fields of the request that override how the head plans; None for its own.
+        cacert: file of a certificate to trust.
 
-    settings = load_settings({})
-    headers = {"authorization": f"Bearer {settings.api_key[0]}"} if settings.api_key else {}
+    Raises:
+        ConfigError: it does not answer, or not as this version does, or it refuses the question.
+    """
+    from pydantic import TypeAdapter, ValidationError  # slow to import, and files do without it
+
     question = asked.question
-    body: dict[str, Any] = {
+    body = {
         "model": asked.model,
         "add": question.added,
         "link": question.link,
         "context_tokens": question.context_tokens,
-        "kv_bits": question.kv_bits,
         "curves": question.with_curves,
         "what_fits": asked.what_fits,
+        **given,
     }
     try:
-        answer = httpx.post(
-            f"{url.rstrip('/')}/cluster/what-if",
-            json={name: value for name, value in body.items() if value is not None},
-            headers=headers,
-            timeout=_ASK_S,
-            trust_env=False,
-            verify=trust(cacert, settings.ssl_certfile),
+        answer = ask_head(
+            url,
+            "/cluster/what-if",
+            {name: value for name, value in body.items() if value is not None},
+            cacert=cacert,
+            hint="give --url, or machines with --cluster or --machine",
         )
-        if answer.status_code >= _REFUSED:
-            raise ConfigError(f"The head at {url} refuses: {answer.json()['error']['message']}")
-        return TypeAdapter(Answer).validate_python(answer.json()), ()
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            distrust(error, url)
-            or f"No head answers at {url} ({error}): give --url, or machines with --cluster or --machine."
-        ) from error
+        return TypeAdapter(Answer).validate_python(answer), ()
+    except RequestError as error:
+        # The flags of this command are wrong.
+        raise ConfigError(str(error)) from error
+    except ValidationError as error:
+        raise ConfigError(f"The head at {url} has another version: its answer cannot be read.") from error
+
+
+def fields_for_head(
+    flags: Mapping[str, object], request: PlanRequest, kv_bits: Sequence[int] | None
+) -> Mapping[str, object]:
+    """Return the fields of a question to a head that override how it plans; None for those that are not given."""
+    return {
+        "kv_bits": kv_bits,
+        "prompt_tokens": None if flags["expected_prompt"] is None else request.prompt_tokens,
+        "answer_tokens": None if flags["expected_answer"] is None else request.answer_tokens,
+        "optimize_for": flags["optimize_for"],
+    }
 
 
 def show_answer(
@@ -181,33 +191,56 @@ def show_answer(
 def _show(answer: Answer) -> None:
     console = Console(soft_wrap=True, highlight=False, markup=False)
     table = Table("", box=None, pad_edge=False)
-    for title in ("tokens/s", "first token, s", "users", "tokens/s, all", "memory"):
+    for title in ("tokens/s", "first token, s", "request, s", "users", "tokens/s, all", "memory"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("layers", no_wrap=True)
-    for one in answer.outcomes:
+    outcomes = answer.outcomes
+    for one in outcomes:
         memory = f"{one.memory_bytes / 1e9:.1f} GB"
         if one.fits:
             users = f"{one.users}+" if one.users >= MOST_USERS else str(one.users)
-            speeds = (_range(one.tokens_per_s_range), _range(one.first_token_s_range), users)
-            table.add_row(one.label, *speeds, f"{one.users_tokens_per_s:.3g}", memory, ", ".join(one.stages))
+            times = map(_range, (one.tokens_per_s_range, one.first_token_s_range, one.request_s_range))
+            table.add_row(
+                one.label, *times, users, f"{one.users_tokens_per_s:.3g}", memory, ", ".join(one.stages)
+            )
         else:
             # Where rows are many, the first sentence says why.
-            why = one.why.partition(". ")[0].rstrip(".") if len(answer.outcomes) > _FEW_ROWS else ""
-            table.add_row(one.label, "does not fit", "", "", "", memory, why)
+            why = one.why.partition(". ")[0].rstrip(".") if len(outcomes) > _FEW_ROWS else ""
+            table.add_row(one.label, "does not fit", "", "", "", "", memory, why)
+    models = {one.model for one in outcomes}
+    if len(models) == 1 and not models & {one.label for one in outcomes}:
+        console.print(f"{models.pop()}\n")
     Console(width=_TABLE_WIDTH, soft_wrap=True, highlight=False, markup=False).print(table)
-    if len(answer.outcomes) <= _FEW_ROWS:
-        for one in answer.outcomes:
+    if len(outcomes) <= _FEW_ROWS:
+        for one in outcomes:
             if not one.fits:
                 console.print(one.why)
-        for left in answer.outcomes[-1].left_out:
+        for left in outcomes[-1].left_out:
             console.print(f"Without layers: {left}.")
-    contexts = " or ".join(
-        f"{tokens:,}" for tokens in sorted({one.context_tokens for one in answer.outcomes})
+    contexts = _either(one.context_tokens for one in outcomes)
+    prompts, answers = (
+        _either(each)
+        for each in zip(*((one.prompt_tokens, one.answer_tokens) for one in outcomes), strict=True)
     )
     console.print(
-        f"\nEach user has a context of {contexts} tokens; the first token is that of a prompt as long. `users` is the number "
-        "that fits into the memory at the same time. Ranges are those of machines that were not measured."
+        f"\nA request has a prompt of {prompts} tokens and an answer of {answers}. Each user has a context of {contexts} "
+        f"tokens; `users` is the number that fits into the memory at the same time. {_whose_ranges(outcomes)}"
     )
+
+
+def _either(counts: Iterable[int]) -> str:
+    return " or ".join(f"{count:,}" for count in sorted(set(counts)))
+
+
+def _whose_ranges(outcomes: Iterable[Outcome]) -> str:
+    """Return a sentence on the machines whose predictions are off by as much as the ranges."""
+    match {one.is_measured for one in outcomes if one.fits}:
+        case kinds if len(kinds) > 1:
+            return "Ranges depend on whether the machines of a row were measured."
+        case kinds if True in kinds:
+            return "Ranges are those of measured machines."
+        case _:
+            return "Ranges are those of machines that were not measured."
 
 
 def _range(pair: tuple[float, float]) -> str:

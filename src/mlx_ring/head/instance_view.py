@@ -221,6 +221,11 @@ class InstanceService:
         return NotReady(LOADING) if self._engine is None else self._engine.error
 
     @property
+    def placement(self) -> Placement | None:
+        """Placement of its stages; None before it was planned."""
+        return self._placement
+
+    @property
     def info(self) -> InstanceInfo:
         """Plan of the instance, and its workers as reported last."""
         workers = sorted(

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Container, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from mlx_ring.api.service import LinkInfo
-from mlx_ring.cluster.deployment import Site, address_of, route_between
-from mlx_ring.cluster.link_survey import FoundLink, LinkEnd, LinkSurvey, link_profiles
+from mlx_ring.cluster.deployment import Site, Trusting, address_of, route_between
+from mlx_ring.cluster.link_survey import FoundLink, LinkEnd, LinkSurvey, as_they_are, link_profiles
 from mlx_ring.cluster.membership import Membership
-from mlx_ring.cluster.quarantine import Quarantine
+from mlx_ring.cluster.quarantine import Pair, Quarantine, pair
 from mlx_ring.head.rank_placements import with_trust
 from mlx_ring.rpc.link_profile import UNREACHABLE, LinkProfile
 
@@ -34,6 +34,15 @@ class LinkSurveys:
     def found(self) -> tuple[FoundLink, ...]:
         """Known links for activations."""
         return self._usual.found
+
+    def links(self, membership: Membership, avoided: Mapping[Pair, Quarantine]) -> tuple[LinkInfo, ...]:
+        """Return the known links for activations as the API shows them; plans leave `avoided` ones out."""
+        found = as_they_are(self.found, membership.members)
+        return tuple(link_info(link, avoided.get(pair(link.source, link.target))) for link in found)
+
+    def usable(self, membership: Membership, avoided: Iterable[Pair]) -> dict[frozenset[str], LinkProfile]:
+        """Return the profiles of known links between members, for planning; nothing passes `avoided` ones."""
+        return self.profiles([*membership.members.values()]) | broken_links(avoided)
 
     def distrust(self, nodes: Sequence[str]) -> None:
         """Measure the links between two nodes again before they are used, because a connection was lost there."""
@@ -64,8 +73,8 @@ class LinkSurveys:
         if self._usual.has_distrusted:
             await self.take_all(membership, sites)
 
-    def profiles(self, sites: Sequence[Site]) -> dict[frozenset[str], LinkProfile]:
-        """Return the profiles of known links between these sites, for planning."""
+    def profiles(self, sites: Sequence[Trusting]) -> dict[frozenset[str], LinkProfile]:
+        """Return the profiles of known links between these nodes, for planning."""
         nodes = {site.node for site in sites}
         usual, trusted = (
             link_profiles(link for link in survey.found if {link.source, link.target} <= nodes)

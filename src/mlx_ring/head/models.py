@@ -9,7 +9,9 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from mlx_ring.api.ops.status import ClusterParts
 from mlx_ring.api.service import LinkInfo, ModelService
@@ -29,7 +31,8 @@ from mlx_ring.head.instance_view import LOADING
 from mlx_ring.head.kv_memory import KvShares
 from mlx_ring.head.model import JUST_NOW_S, HostedModel, Ready
 from mlx_ring.head.nodes import Declared, Machines
-from mlx_ring.head.plan_requests import measured_cluster
+from mlx_ring.head.placing import plan_request
+from mlx_ring.head.plan_requests import measured_cluster, readable_names
 from mlx_ring.head.replica import Replica, Watcher
 from mlx_ring.head.served_model import ServedModel, memory_for_weights, prepare_model
 from mlx_ring.head.status import ClusterView, hung_backend_statuses, instance_status, node_statuses
@@ -37,6 +40,7 @@ from mlx_ring.host.child import ChildProcess
 from mlx_ring.host.machine import node_name
 from mlx_ring.host.machine_profile import MachineProfile
 from mlx_ring.models.model_source import must_be_fetched
+from mlx_ring.planner.place import LoadedStages, RunningCluster
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
 from mlx_ring.planner.what_if import sizes_of
 from mlx_ring.rpc.hello import hello_versions, make_hello
@@ -142,14 +146,28 @@ class Catalog:
         own = view.membership.members.get(view.own)
         return None if own is None else own.profile
 
-    def machines(self) -> ClusterProfile:
-        """Return the profiles of the connected machines, the head's first, and of the links between them.
+    def running(self, model: ModelService | None) -> RunningCluster:
+        """Return the connected machines, the head's first, how it plans for them, and the loaded stages of a model.
 
-        Machines have their readable names where no two have the same.
+        Other models are unloaded for one that is not loaded, so their memory counts as free for it.
         """
+        hosted = self._hosted[0] if model is None else self._own(model)
+        request = plan_request(hosted.settings, hosted.served)
+        if request.strategy == "custom":
+            # Shares are for the machines of the first plan.
+            request = replace(request, strategy="auto")
         if self._machines is None:
-            return ClusterProfile(())
-        return measured_cluster(self._settings, self._machines.cluster_view(), self.links)
+            return RunningCluster(ClusterProfile(()), request)
+        view = self._machines.cluster_view()
+        loaded = () if model is None else _loaded_stages(hosted, readable_names(view))
+        others = [other for other in self._hosted if other is not hosted] if loaded else []
+        machines = measured_cluster(
+            hosted.settings, view, self._machines.link_profiles, _promised_bytes(others)
+        )
+        connected = {node.name for node in machines.nodes}
+        if any(name not in connected for stages in loaded for _, ranks in stages for name, _ in ranks):
+            loaded = ()
+        return RunningCluster(machines, request, loaded)
 
     def sizes(self, model: ModelService, machines: ClusterProfile) -> ModelProfile:
         """Return a model's profile, for planning on these machines."""
@@ -393,3 +411,32 @@ def _forget(tasks: dict[str, asyncio.Task[None]], name: str, done: asyncio.Task[
 def _weights(hosted: HostedModel) -> int:
     """Return the bytes of weights of one replica."""
     return memory_for_weights(hosted.served.folder, hosted.settings)
+
+
+def _loaded_stages(hosted: HostedModel, names: Mapping[str, str]) -> tuple[LoadedStages, ...]:
+    """Return the stages of each instance that serves, with the readable names of machines."""
+    return tuple(
+        tuple(
+            (
+                layers,
+                tuple((names.get(placed.site.node, placed.site.node), placed.share) for placed in ranks),
+            )
+            for layers, ranks in zip(placement.ranges, placement.ranks, strict=True)
+        )
+        for service in hosted.instances
+        if service.error is None and (placement := service.placement) is not None
+    )
+
+
+def _promised_bytes(models: Iterable[HostedModel]) -> Mapping[str, int]:
+    """Return the bytes that the plans of loaded models count on, by node."""
+    promised = Counter[str]()
+    for hosted in models:
+        for service in hosted.instances:
+            view = service.view(hosted.model_id)
+            if view is None or view.forecast is None:
+                continue
+            for stage, nodes in enumerate(view.nodes):
+                for node, rank in zip(nodes, view.forecast.memory_of_ranks(stage), strict=True):
+                    promised[node] += rank.total_bytes
+    return promised

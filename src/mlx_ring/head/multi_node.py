@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Container, Generator, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Container, Generator, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -15,16 +15,15 @@ from mlx_ring.cluster.agent_link import STOP_WAIT_S
 from mlx_ring.cluster.control import Control
 from mlx_ring.cluster.deployment import Site, Started, close_sites
 from mlx_ring.cluster.head_member import OwnAgent, stale_trust
-from mlx_ring.cluster.link_survey import as_they_are
 from mlx_ring.cluster.membership import Event, Joined, Left, Membership, Reported
-from mlx_ring.cluster.quarantine import Pair, QuarantineList, pair
+from mlx_ring.cluster.quarantine import Pair, QuarantineList
 from mlx_ring.cluster.relinking import wait_for_answers
 from mlx_ring.core.cluster_folders import authority_folder
 from mlx_ring.core.errors import LinkLost, PlanError, RingError
 from mlx_ring.head.instance import Epoch
 from mlx_ring.head.instance_watch import end_tasks
 from mlx_ring.head.left_workers import LeftWorkers
-from mlx_ring.head.link_survey import LinkSurveys, broken_links, link_info, with_throughput
+from mlx_ring.head.link_survey import LinkSurveys, broken_links, with_throughput
 from mlx_ring.head.nodes import Declared, LiveInstances, NodeListener, new_instance
 from mlx_ring.head.patching import PatchPlan, Remains, Room, patch_ranks, plan_patch, wait_until_whole
 from mlx_ring.head.placing import (
@@ -44,6 +43,7 @@ from mlx_ring.host.addresses import HeadAddress
 from mlx_ring.models.weights_manifest import WeightsManifest
 from mlx_ring.planner.profiles import ClusterProfile
 from mlx_ring.rpc.hello import make_hello
+from mlx_ring.rpc.link_profile import LinkProfile
 from mlx_ring.rpc.protos import hello_pb2
 from mlx_ring.settings.config import Settings, state_folder
 
@@ -98,14 +98,15 @@ class Cluster:
 
     @property
     def links(self) -> Sequence[LinkInfo]:
-        avoided = self._quarantine.links()
-        found = as_they_are(self._surveys.found, self._control.membership.members)
-        return tuple(link_info(link, avoided.get(pair(link.source, link.target))) for link in found)
+        return self._surveys.links(self._control.membership, self._quarantine.links())
+
+    @property
+    def link_profiles(self) -> Mapping[frozenset[str], LinkProfile]:
+        return self._surveys.usable(self._control.membership, self._quarantine.links())
 
     @property
     def missing(self) -> int:
-        others = self._control.membership.members.keys() - {self._control.node}
-        return max(0, self._awaited - 1 - len(others))
+        return max(0, self._awaited - 1 - len(self._control.membership.members.keys() - {self._control.node}))
 
     async def candidate_nodes(self, declared: Declared, nodes: int) -> Sequence[frozenset[str] | None]:
         membership = await self._attending(nodes)
@@ -301,9 +302,8 @@ class Cluster:
         )
 
     async def _place(self, order: Order, membership: Membership, sites: Sequence[Site]) -> Placement:
-        return await self._avoiding(
-            partial(self._place_without, order, membership, sites, self._others(order))
-        )
+        place = partial(self._place_without, order, membership, sites, self._others(order))
+        return await self._avoiding(place)
 
     async def _avoiding(self, plan: Callable[[Iterable[Pair]], Awaitable[Planned]]) -> Planned:
         """Plan without links that were lost repeatedly if possible, else with all."""

@@ -17,6 +17,7 @@ from mlx_ring.head.patching import PatchPlan, Presence, Remains
 from mlx_ring.head.placing import Order, Others, Placement
 from mlx_ring.head.served_model import ServedModel
 from mlx_ring.head.status import ClusterView
+from mlx_ring.rpc.link_profile import LinkProfile
 from mlx_ring.settings.config import Settings
 
 
@@ -176,6 +177,11 @@ class Machines(Presence, Protocol):
     @property
     def links(self) -> Sequence[LinkInfo]:
         """Known links between the machines."""
+        ...
+
+    @property
+    def link_profiles(self) -> Mapping[frozenset[str], LinkProfile]:
+        """Links with which the next plan is made, by the IDs of their ends. Nothing passes those that plans avoid."""
         ...
 
     @property

@@ -135,7 +135,7 @@ def place_single_node(
     # Other models and replicas have as much of its memory.
     instances = (1 + len(settings.more_models)) * (settings.replicas or 1)
     node = replace(node, memory_bytes=node.memory_bytes // instances)
-    request = _plan_request(settings, served)
+    request = plan_request(settings, served)
     ranks, forecast = forecast_of(request, settings, served, ClusterProfile((node,)), ranges, ranks)
     return Placement(ranges, ranks, None, None if profile is None else forecast)
 
@@ -282,7 +282,7 @@ def plan_replicas(
         PlanError: The machines cannot hold that many.
     """
     nodes, request = plan_request_for(
-        settings, _plan_request(settings, served), node_profiles(settings, control, membership, taken)
+        settings, plan_request(settings, served), node_profiles(settings, control, membership, taken)
     )
     return place_replicas(
         profile_folder(served.folder, served.names[0]),
@@ -369,7 +369,7 @@ def _weights_peers(member: Member, others: Sequence[Member], head_port: int) -> 
     )
 
 
-def _plan_request(settings: Settings, served: ServedModel) -> PlanRequest:
+def plan_request(settings: Settings, served: ServedModel) -> PlanRequest:
     """Return the request for a plan.
 
     It promises a long context to one stream, or a shorter one to all sequences for throughput.
@@ -393,7 +393,7 @@ def _plan_request(settings: Settings, served: ServedModel) -> PlanRequest:
 
 def replica_request(order: Order) -> PlanRequest:
     """Return one replica's share of the request."""
-    request = _plan_request(order.settings, order.served)
+    request = plan_request(order.settings, order.served)
     share = -(-request.demand.sequences // order.replicas)
     tensor = request.allows_tensor and not order.pipeline_only
     return replace(request, demand=replace(request.demand, sequences=share), allows_tensor=tensor)

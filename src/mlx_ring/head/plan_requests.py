@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 import psutil
 
-from mlx_ring.api.service import LinkInfo
 from mlx_ring.cluster.membership import Member, Membership
 from mlx_ring.core.errors import PlanError
 from mlx_ring.core.types import CpuWeights, LayerRange
 from mlx_ring.head.status import ClusterView
 from mlx_ring.planner.profiles import ClusterProfile, NodeProfile, measured_node
 from mlx_ring.planner.request import PlanRequest, proportional_counts
-from mlx_ring.rpc.link_profile import FRAMES_S, UNREACHABLE, LinkProfile
+from mlx_ring.rpc.link_profile import LinkProfile
 from mlx_ring.settings.config import Settings
 
 if TYPE_CHECKING:
@@ -122,37 +122,51 @@ def node_profiles(
     ]
 
 
-def measured_cluster(settings: Settings, view: ClusterView, links: Iterable[LinkInfo]) -> ClusterProfile:
-    """Return the connected machines, the head's first, and the links between them, the worse of both directions.
+def measured_cluster(
+    settings: Settings,
+    view: ClusterView,
+    links: Mapping[frozenset[str], LinkProfile],
+    taken: Mapping[str, int],
+) -> ClusterProfile:
+    """Return the connected machines, the head's first, and the links between them, as plans see them.
 
-    Machines have their readable names where no two have the same. Memory that plans promise counts as free.
+    Machines have their readable names.
+
+    Args:
+        settings: settings of the head.
+        view: its machines.
+        links: known links, by the IDs of their ends.
+        taken: bytes of memory that other models have promised, by node.
     """
     members = sorted(
         view.membership.members.values(), key=lambda member: (member.node != view.own, member.node)
     )
-    machines = [member.machine for member in members]
-    names = {
-        member.node: member.machine if machines.count(member.machine) == 1 else member.node
-        for member in members
-    }
-    trusting = {names[member.node] for member in members if member.trusted}
-    nodes = [_node_profile(member, 0, 0, cpu_weights_of(settings)) for member in members]
-    between: dict[frozenset[str], LinkProfile] = {}
-    for link in links:
-        if link.source not in names or link.target not in names:
-            continue
-        pair = frozenset((names[link.source], names[link.target]))
-        one = UNREACHABLE if link.problem else LinkProfile(link.round_trip_s, link.bytes_per_s, FRAMES_S)
-        other = between.get(pair, one)
-        between[pair] = LinkProfile(
-            max(one.round_trip_s, other.round_trip_s),
-            min(one.bandwidth, other.bandwidth),
-            min(one.frames_s, other.frames_s),
+    head_bytes = psutil.Process().memory_info().rss
+    names = readable_names(view)
+    nodes = [
+        _node_profile(
+            member,
+            taken.get(member.node, 0),
+            head_bytes if member.node == view.own else 0,
+            cpu_weights_of(settings),
         )
+        for member in members
+    ]
     return ClusterProfile(
-        tuple(replace(node, name=names[node.name], trusted=names[node.name] in trusting) for node in nodes),
-        between,
+        tuple(replace(node, name=names[node.name]) for node in nodes),
+        {
+            frozenset(names[node] for node in ends): link
+            for ends, link in links.items()
+            if ends <= names.keys()
+        },
     )
+
+
+def readable_names(view: ClusterView) -> Mapping[str, str]:
+    """Return the name of each connected node: its machine's if no other has the same, else its ID."""
+    members = view.membership.members.values()
+    counts = Counter(member.machine for member in members)
+    return {member.node: member.machine if counts[member.machine] == 1 else member.node for member in members}
 
 
 def _node_profile(member: Member, taken: int, head_bytes: int, cpu_weights: CpuWeights) -> NodeProfile:

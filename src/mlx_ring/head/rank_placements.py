@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 
-from mlx_ring.cluster.deployment import GroupRoute, Site, group_routes, route_between
+from mlx_ring.cluster.deployment import GroupRoute, Site, Trusting, group_routes, route_between
 from mlx_ring.cluster.layer_split import Cut, make_assignments, shaping_settings
 from mlx_ring.core.errors import ModelUnsupported, PlanError
 from mlx_ring.core.types import CpuWeights, LayerRange
@@ -256,7 +256,7 @@ def _choices(sites: Sequence[Site], number: int) -> list[Sequence[Site]]:
 
 def with_trust(
     links: Mapping[frozenset[str], LinkProfile],
-    sites: Sequence[Site],
+    sites: Sequence[Trusting],
     measured: Mapping[frozenset[str], LinkProfile] | None = None,
 ) -> dict[frozenset[str], LinkProfile]:
     """Mark the links that collectives may use: both ends trust an interface in one network.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from mlx_ring.host.machine import node_name, share_cores
 from mlx_ring.host.machine_profile import MachineProfile
 from mlx_ring.host.process import usable_memory
 from mlx_ring.rpc.hello import hello_versions, make_hello
+from mlx_ring.rpc.link_profile import LinkProfile
 from mlx_ring.settings.config import Settings, state_folder
 
 
@@ -53,6 +54,7 @@ class SingleNode:
         self._step_down = StepDown()
         self.links: Sequence[LinkInfo] = ()
         """Always empty, because there is one machine."""
+        self.link_profiles: Mapping[frozenset[str], LinkProfile] = {}
         self.missing = 0
 
     async def candidate_nodes(self, declared: Declared, nodes: int) -> Sequence[frozenset[str] | None]:

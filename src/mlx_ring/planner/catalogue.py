@@ -104,7 +104,12 @@ def fitted_numbers() -> Fitted:
 
 
 def accuracy(kind: str) -> float:
-    """Return the mean factor by which predictions of "decode" or "prefill" are off for machines that were not measured."""
+    """Return the factor by which predictions may be off.
+
+    Args:
+        kind: "decode" or "prefill" for the mean factor of machines that were not measured; "measured" for the bound that
+            `bench/predictions.py` sets for machines that were.
+    """
     return float(_catalogue()["accuracy"][kind])
 
 

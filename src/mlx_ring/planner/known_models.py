@@ -35,6 +35,9 @@ _HIDDEN = ((1.2, 2048), (3.2, 3072), (8.0, 4096), (70.6, 8192), (405.9, 16384))
 _WIDTH_STEPS = 16
 """Parts of the model's width to which that of the feed-forward layers is rounded, so that ranks can share them."""
 _LEAST_BILLIONS, _MOST_BILLIONS = 0.5, 2000.0
+_TRIED = (
+    "folder, GGUF file, hub id such as Qwen/Qwen3-0.6B, short name or number of parameters such as 70B-4bit"
+)
 _NEAREST = 3
 
 
@@ -74,13 +77,17 @@ def _forms(entry: Mapping[str, Any]) -> list[str]:
     return [form for form in entry if form != "context"]
 
 
-def find_known_model(text: str) -> KnownModel:
+def find_known_model(text: str, tried: str = _TRIED) -> KnownModel:
     """Return the model that a short name or a number of parameters means.
 
     The short name has parts of the model's name, and perhaps a format: `qwen3-30b-a3b-4bit`, `llama-70b`. Of several models
     with these parts, popular ones come first, then those with fewer other parts, then the last in the file. A number of
     parameters, as `70B-4bit`, means a dense model of Llama's shape. Without a format, it is the first published one,
     or 4 bits.
+
+    Args:
+        text: the name.
+        tried: what else the caller takes it for, for the error.
 
     Raises:
         ModelNotFound: no model has these parts, or the format is unknown.
@@ -93,7 +100,7 @@ def find_known_model(text: str) -> KnownModel:
     parts = _parts(stem)
     alike = [name for name in configs() if parts and parts <= _parts(name)]
     if not alike:
-        raise ModelNotFound(_unknown(text, stem))
+        raise ModelNotFound(_unknown(text, stem, tried))
     popular, last = _popular(), list(configs())
     name = min(alike, key=lambda name: (name not in popular, len(_parts(name)), -last.index(name)))
     return _known_model(name, form or _forms(popular.get(name, {_USUAL_FORM: ""}))[0], text)
@@ -116,14 +123,11 @@ def _parts(name: str) -> frozenset[str]:
     return frozenset(part for part in name.lower().split("-") if part)
 
 
-def _unknown(text: str, stem: str) -> str:
+def _unknown(text: str, stem: str, tried: str) -> str:
     names = {name.lower(): name for name in [*configs(), *_popular()]}
     close = difflib.get_close_matches(stem, names, n=_NEAREST, cutoff=0.4)
     nearest = f" The nearest are {', '.join(names[name] for name in close)}." if close else ""
-    return (
-        f"There is no model {text!r}: it is no folder, GGUF file, hub id such as Qwen/Qwen3-0.6B, short name or number of "
-        f"parameters such as 70B-4bit.{nearest}"
-    )
+    return f"There is no model {text!r}: it is no {tried}.{nearest}"
 
 
 def _known_model(name: str, form: str, text: str) -> KnownModel:

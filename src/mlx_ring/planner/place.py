@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -256,6 +256,59 @@ def _check_hops(cluster: ClusterProfile, request: PlanRequest, pieces: Sequence[
 
 
 # ---- given stages
+
+
+LoadedStages = tuple[tuple[LayerRange, tuple[tuple[str, float], ...]], ...]
+"""Stages of a loaded instance, in the pipeline's order: its layers, and the machine and share of each rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunningCluster:
+    """Machines of a head, and what it does with them."""
+
+    machines: ClusterProfile
+    """Connected machines, with the memory that a model may use; none if none is measured."""
+    request: PlanRequest
+    """Strategy, objective, usual request and bits of the KV cache with which it plans."""
+    replicas: tuple[LoadedStages, ...] = ()
+    """Stages of each loaded instance of the model; none if it is not loaded."""
+
+
+def plan_loaded(
+    model: ModelProfile, cluster: ClusterProfile, request: PlanRequest, replicas: Sequence[LoadedStages]
+) -> list[Plan]:
+    """Return the plan of each loaded instance, with its part of the sequences.
+
+    Instances on one machine have equal parts of its memory.
+
+    Raises:
+        PlanError: the stages need more memory than a machine has, or the model has no context as long.
+    """
+    context = request.demand.context_tokens
+    if context > model.context_tokens:
+        raise PlanError(
+            f"A context of {context} tokens was requested; {model.name} supports {model.context_tokens} at most."
+        )
+    instances = Counter(
+        name for stages in replicas for name in {name for _, ranks in stages for name, _ in ranks}
+    )
+    nodes = {
+        node.name: replace(node, memory_bytes=node.memory_bytes // max(1, instances[node.name]))
+        for node in cluster.nodes
+    }
+    shared = replace(cluster, nodes=tuple(nodes.values()))
+    part = -(-request.demand.sequences // len(replicas))
+    each = replace(request, demand=replace(request.demand, sequences=part))
+    return [
+        plan_given(
+            model,
+            shared,
+            each,
+            [(layers, [(nodes[name], share) for name, share in ranks]) for layers, ranks in stages],
+            "as they are loaded",
+        )
+        for stages in replicas
+    ]
 
 
 def plan_given(

@@ -146,6 +146,8 @@ class NodeProfile:
     """Seconds that a layer takes beside products, for each token of a prompt and number of the hidden size."""
     chunk_tokens: int = 512
     """Tokens of a prompt that its engine computes at once."""
+    is_measured: bool = False
+    """True if its rates and costs were measured on it."""
     workers_at_once: int = 1
     """Number of workers that can compute at the same time without slowing each other down."""
 
@@ -257,6 +259,7 @@ def measured_node(
         # A GPU has memory of its own, or an advised part of it, where no process lies.
         process_bytes=profile.worker_bytes + beside if profile.device == "cpu" else 0,
         cpu_quota=_cpu_quota(profile),
+        is_measured=True,
         workers_at_once=max(1, profile.cores // profile.blas_threads) if profile.device == "cpu" else 1,
     )
 

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from tests.api.clients import Api, refusal
+
+from mlx_ring.core.errors import NotReady
+from mlx_ring.core.types import LayerRange
+from mlx_ring.planner.request import OBJECTIVES, Demand, PlanRequest
 
 
 def test_a_machine_that_is_added_is_compared_with_the_cluster_as_it_is() -> None:
@@ -26,6 +32,64 @@ def test_the_model_may_be_served_or_a_short_name_or_any_popular_one() -> None:
     assert labels(model="twin") == ["org/twin"]
     assert labels(model="llama-70b") == ["Llama-3.3-70B 4-bit"]
     assert len(labels(what_fits=True)) > 30
+
+
+def test_the_request_and_the_objective_are_the_heads_own_unless_they_are_given() -> None:
+    api = Api()
+    api.catalog.request = replace(api.catalog.request, prompt_tokens=3000, answer_tokens=50)
+    (own,) = api.post("/cluster/what-if", {}).json()["outcomes"]
+    assert (own["model"], own["prompt_tokens"], own["answer_tokens"]) == ("org/twin", 3000, 50)
+    body = {"prompt_tokens": 500, "answer_tokens": 400, "optimize_for": "first-token"}
+    (given,) = api.post("/cluster/what-if", body).json()["outcomes"]
+    assert (given["prompt_tokens"], given["answer_tokens"]) == (500, 400)
+    assert given["first_token_s"] < own["first_token_s"]
+    assert given["request_s"] > given["first_token_s"] + 300 / given["tokens_per_s"]
+    assert given["request_s_range"][0] < given["request_s"] < given["request_s_range"][1]
+
+
+def test_popular_models_are_compared_by_a_prompt_that_fills_the_usual_context() -> None:
+    outcomes = Api().post("/cluster/what-if", {"what_fits": True}).json()["outcomes"]
+    assert {(one["prompt_tokens"], one["context_tokens"]) for one in outcomes} == {(7936, 8192)}
+
+
+def test_now_is_what_the_head_has_loaded_with_its_own_bits() -> None:
+    api = Api()
+    api.catalog.request = PlanRequest(Demand(8192, 1, kv_bits=4))
+    halves = (
+        (LayerRange(0, 20), (("m4-mac-mini-16", 1.0),)),
+        (LayerRange(20, 32), (("m4-mac-mini-16", 1.0),)),
+    )
+    api.catalog.loaded = (halves,)
+    (now,) = api.post("/cluster/what-if", {}).json()["outcomes"]
+    assert (now["kv_bits"], now["stages"]) == (4, ["m4-mac-mini-16 0-19", "m4-mac-mini-16 20-31"])
+    (other,) = api.post("/cluster/what-if", {"model": "8b-4bit", "kv_bits": [16]}).json()["outcomes"]
+    assert (other["kv_bits"], other["stages"]) == (16, ["m4-mac-mini-16 0-31"]), "a model that is not served"
+
+
+def test_a_cluster_without_measurements_is_no_reason_to_try_again() -> None:
+    api = Api()
+    api.catalog.is_measured = False
+    reply = api.post("/cluster/what-if", {})
+    assert "No machine of the cluster is measured" in refusal(reply, 409)[1]
+    assert "retry-after" not in reply.headers
+    api.service.error = NotReady("The model is being loaded; ask again in a moment.")
+    reply = api.post("/cluster/what-if", {})
+    assert "being loaded" in refusal(reply, 503)[1]
+    assert reply.headers["retry-after"]
+
+
+def test_a_head_does_not_claim_to_look_for_hub_ids() -> None:
+    _, message = refusal(Api().post("/cluster/what-if", {"model": "Qwen/Qwen3-0.6B"}), 404)
+    assert "hub id" not in message
+    assert "it is no served model, short name or number of parameters" in message
+
+
+def test_choices_are_names_that_a_question_may_use() -> None:
+    choices = Api().get("/cluster/what-if").json()
+    assert choices["objectives"] == list(OBJECTIVES)
+    assert "tb5-rdma" in choices["links"]
+    body = {"add": choices["machines"][:1], "model": choices["models"][0], "link": choices["links"][0]}
+    assert Api().post("/cluster/what-if", body).status_code == 200
 
 
 def test_bits_are_compared_and_curves_are_drawn_only_when_asked_for() -> None:
@@ -56,6 +120,14 @@ def test_bits_are_compared_and_curves_are_drawn_only_when_asked_for() -> None:
         ({"add": ["m4-16"] * 17}, 400, "add", "16"),
         ({"kv_bits": [5]}, 400, "kv_bits[0]", "4, 8 or 16"),
         ({"context_tokens": 0}, 400, "context_tokens", "1"),
+        ({"prompt_tokens": 0}, 400, "prompt_tokens", "1"),
+        ({"optimize_for": "speed"}, 400, "optimize_for", "latency"),
+        (
+            {"prompt_tokens": 4000, "context_tokens": 4096},
+            400,
+            "context_tokens",
+            "A prompt of 4000 tokens and an answer of 256 need a context of 4256, which is longer than 4096;",
+        ),
         ({"model": "lama"}, 404, None, "There is no model 'lama'"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -15,14 +16,27 @@ from starlette.routing import Router
 from mlx_ring.api.context import ApiContext
 from mlx_ring.api.openapi import JsonObject, RouteDoc, documented_get, documented_post
 from mlx_ring.api.request_body import Body
+from mlx_ring.api.service import ModelService
 from mlx_ring.api.streaming import JsonAnswer, while_connected
-from mlx_ring.core.errors import ConfigError, NotReady, RequestError
+from mlx_ring.core.errors import ConfigError, Conflict, NotReady, RequestError
 from mlx_ring.planner.catalogue import machine_names, named_links
 from mlx_ring.planner.known_models import find_known_model, popular_models
 from mlx_ring.planner.profiles import ClusterProfile
-from mlx_ring.planner.what_if import MOST_ADDED, Answer, NamedModel, Question, link_named, sizes_of, what_if
+from mlx_ring.planner.request import OBJECTIVES, Objective, PlanRequest
+from mlx_ring.planner.what_if import (
+    MOST_ADDED,
+    USUAL_CONTEXT,
+    Answer,
+    NamedModel,
+    Question,
+    link_named,
+    sizes_of,
+    what_if,
+    with_machines,
+)
 
-_FULL_PRECISION: tuple[Literal[16]] = (16,)
+Tokens = Annotated[int, Field(ge=1, le=10**8)]
+_NAMED = "served model, short name or number of parameters such as 70B-4bit"
 
 
 class WhatIfChoices(JsonObject):
@@ -33,6 +47,8 @@ class WhatIfChoices(JsonObject):
     links: list[str]
     models: list[str]
     """Popular models; others have short names too."""
+    objectives: list[Objective]
+    """Objectives of the plans."""
 
 
 class WhatIfRequest(Body):
@@ -48,12 +64,16 @@ class WhatIfRequest(Body):
     """Machines to add, such as `m3-ultra-512`."""
     link: Annotated[str, Field(max_length=100)] | None = None
     """Link of these machines to all others, such as `tb5-rdma`."""
-    context_tokens: Annotated[int, Field(ge=1, le=10**8)] | None = None
+    context_tokens: Tokens | None = None
     """Context of each user."""
-    kv_bits: Annotated[list[Literal[4, 8, 16]], Field(min_length=1, max_length=3)] = Field(
-        default_factory=lambda: list(_FULL_PRECISION)
-    )
-    """Bits of the KV cache; several are compared."""
+    prompt_tokens: Tokens | None = None
+    """Prompt of the request whose time is minimized; the head's usual one if it is missing."""
+    answer_tokens: Tokens | None = None
+    """Answer of this request."""
+    optimize_for: Objective | None = None
+    """Objective of the plans; the head's own if it is missing."""
+    kv_bits: Annotated[list[Literal[4, 8, 16]], Field(min_length=1, max_length=3)] | None = None
+    """Bits of the KV cache; several are compared. The head's own if they are missing."""
     curves: bool = False
     """Predict the speed over the context and over users, too."""
 
@@ -67,6 +87,7 @@ def routes(context: ApiContext) -> Router:
             "machines": await asyncio.to_thread(machine_names),
             "links": list(named_links()),
             "models": await asyncio.to_thread(_popular_names),
+            "objectives": list(OBJECTIVES),
         }
 
     async def answer_in_turn(fields: WhatIfRequest) -> Answer:
@@ -121,31 +142,72 @@ def _check(fields: WhatIfRequest) -> None:
 
 def _answer(context: ApiContext, fields: WhatIfRequest, is_stopped: Callable[[], bool]) -> Answer:
     _check(fields)
-    machines = context.catalog.machines()
-    if not machines.nodes:
-        raise NotReady(
-            "No machine of the cluster is measured: run `mlx-ring profile` on the head's machine, and start the server again."
-        )
+    served = _served(context, fields)
+    running = context.catalog.running(served)
+    if not running.machines.nodes:
+        raise _unmeasured(context.default)
+    try:
+        with_machines(running.machines, fields.add, fields.link)
+    except ConfigError as error:
+        raise RequestError(str(error), param="add") from error
     question = Question(
         added=tuple(fields.add),
         link=fields.link,
         context_tokens=fields.context_tokens,
-        kv_bits=tuple(dict.fromkeys(fields.kv_bits)),
+        kv_bits=tuple(dict.fromkeys(fields.kv_bits or (running.request.demand.kv_bits,))),
         with_curves=fields.curves,
+        request=_request(running.request, fields),
+        loaded=running.replicas,
     )
     try:
-        return what_if(_models(context, fields, machines), machines, question, is_stopped)
+        return what_if(
+            _models(context, fields, served, running.machines), running.machines, question, is_stopped
+        )
     except ConfigError as error:
-        raise RequestError(str(error), param="add") from error
+        raise RequestError(str(error), param="context_tokens") from error
 
 
-def _models(context: ApiContext, fields: WhatIfRequest, machines: ClusterProfile) -> Iterable[NamedModel]:
-    """Return the models of a question with their labels: popular ones, a served one, or one by a short name."""
+def _unmeasured(first: ModelService) -> NotReady | Conflict:
+    """Return the error while no machine is measured: a retry helps only if one is about to be."""
+    if isinstance(first.error, NotReady):
+        return first.error
+    return Conflict(
+        "No machine of the cluster is measured: run `mlx-ring profile` on the head's machine, and start the server again."
+    )
+
+
+def _request(own: PlanRequest, fields: WhatIfRequest) -> PlanRequest:
+    """Return the head's request for a plan, with the fields that the question gives."""
+    answer = fields.answer_tokens or own.answer_tokens
+    usual = max(1, USUAL_CONTEXT - answer) if fields.what_fits else own.prompt_tokens
+    prompt = fields.prompt_tokens or usual
+    is_given = fields.prompt_tokens is not None or fields.answer_tokens is not None
+    return replace(
+        own,
+        objective=fields.optimize_for or own.objective,
+        prompt_tokens=prompt,
+        answer_tokens=answer,
+        demand=replace(own.demand, typical_tokens=prompt + answer // 2 if is_given else None),
+    )
+
+
+def _served(context: ApiContext, fields: WhatIfRequest) -> ModelService | None:
+    """Return the served model of a question; None if it is about others."""
     if fields.what_fits:
+        return None
+    if fields.model is None:
+        return context.default
+    named = (model for model in context.catalog.models if fields.model in (model.model_id, *model.aliases))
+    return next(named, None)
+
+
+def _models(
+    context: ApiContext, fields: WhatIfRequest, served: ModelService | None, machines: ClusterProfile
+) -> Iterable[NamedModel]:
+    """Return the models of a question with their labels: popular ones, a served one, or one by a short name."""
+    if served is not None:
+        return [(served.model_id, context.catalog.sizes(served, machines))]
+    if fields.model is None:
         return ((known.name, sizes_of(known.folder, known.name, machines)) for known in popular_models())
-    served = [model for model in context.catalog.models if fields.model in (model.model_id, *model.aliases)]
-    if fields.model is None or served:
-        model = served[0] if served else context.default
-        return [(model.model_id, context.catalog.sizes(model, machines))]
-    known = find_known_model(fields.model)
+    known = find_known_model(fields.model, _NAMED)
     return [(known.name, sizes_of(known.folder, known.name, machines))]

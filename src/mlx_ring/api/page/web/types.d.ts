@@ -366,15 +366,21 @@ export interface OpenAiErrorFields {
 /** Predictions for one model on one cluster. */
 export interface Outcome {
   label: string;
+  model: string;
   fits: boolean;
   why: string;
   context_tokens: number;
   kv_bits: number;
+  prompt_tokens: number;
+  answer_tokens: number;
   memory_bytes?: number;
   tokens_per_s?: number;
   tokens_per_s_range?: [number, number];
   first_token_s?: number;
   first_token_s_range?: [number, number];
+  request_s?: number;
+  request_s_range?: [number, number];
+  is_measured?: boolean;
   users?: number;
   users_tokens_per_s?: number;
   stages?: string[];
@@ -716,4 +722,6 @@ export interface WhatIfChoices {
   links: string[];
   /** Popular models; others have short names too. */
   models: string[];
+  /** Objectives of the plans. */
+  objectives: ("latency" | "throughput" | "first-token" | "memory")[];
 }

@@ -8,9 +8,16 @@ import { bytes, figures } from "../format.js";
 import { html, useEffect, useState } from "../vendor/preact.js";
 
 /** Texts of the form's fields. */
-const EMPTY = { machine: "", link: "", model: "", context: "" };
-const FEWEST_CONTEXT = 1024;
+const EMPTY = { machine: "", link: "", model: "", context: "", prompt: "", answer: "", objective: "" };
+const FEWEST_CONTEXT = 256;
 const MOST_CONTEXT = 1048576;
+const LENGTHS = /** @type {const} */ ([
+  { name: "context", label: "Context of each user", least: FEWEST_CONTEXT, usual: "8192" },
+  { name: "prompt", label: "Prompt", least: 1, usual: "as the server's" },
+  { name: "answer", label: "Answer", least: 1, usual: "as the server's" },
+]);
+/** Number of rows up to which machines without layers are named. */
+const FEW_ROWS = 4;
 
 /** Render the panel of what-if questions. */
 export function WhatIf() {
@@ -58,7 +65,7 @@ export function WhatIf() {
         </label>
         <label>Link to the others
           <select value=${fields.link} onChange=${field("link")} disabled=${!fields.machine}>
-            <option value="">usual</option>
+            <option value="">1 Gbit/s Ethernet</option>
             ${choices?.links.map((name) => html`<option key=${name} value=${name}>${name}</option>`)}
           </select>
         </label>
@@ -68,17 +75,25 @@ export function WhatIf() {
             ${choices?.models.map((name) => html`<option key=${name} value=${name}>${name}</option>`)}
           </select>
         </label>
-        <label>Context of each user
-          <input
-            type="number"
-            min=${FEWEST_CONTEXT}
-            max=${MOST_CONTEXT}
-            step="1"
-            placeholder="8192"
-            value=${fields.context}
-            onInput=${field("context")}
-          />
+        <label>Optimize for
+          <select value=${fields.objective} onChange=${field("objective")}>
+            <option value="">as the server does</option>
+            ${choices?.objectives.map((name) => html`<option key=${name} value=${name}>${name}</option>`)}
+          </select>
         </label>
+        ${LENGTHS.map(
+          ({ name, label, least, usual }) => html`<label key=${name}>${label}
+            <input
+              type="number"
+              min=${least}
+              max=${MOST_CONTEXT}
+              step="1"
+              placeholder=${usual}
+              value=${fields[name]}
+              onInput=${field(name)}
+            />
+          </label>`,
+        )}
         <button class="primary" disabled=${isBusy}>${isBusy ? "Planning" : "Compare"}</button>
       </form>
       ${problem && html`<${Notice} tone="bad">${problem}</${Notice}>`}
@@ -101,24 +116,32 @@ async function ask(method, body) {
  * Return the request's fields; empty texts are left out.
  * @param {typeof EMPTY} fields
  */
-function questionOf({ machine, link, model, context }) {
+export function questionOf({ machine, link, model, context, prompt, answer, objective }) {
   return {
     ...(machine && { add: [machine] }),
     ...(machine && link && { link }),
     ...(model && { model }),
     ...(context && { context_tokens: Number(context) }),
+    ...(prompt && { prompt_tokens: Number(prompt) }),
+    ...(answer && { answer_tokens: Number(answer) }),
+    ...(objective && { optimize_for: objective }),
   };
 }
 
-/** @param {{ outcomes: Outcome[] }} props */
-function Outcomes({ outcomes }) {
-  const context = outcomes[0]?.context_tokens ?? 0;
-  return html`<div class="scroll" tabindex="0">
+/**
+ * Render the rows of an answer, and what they hold for.
+ * @param {{ outcomes: Outcome[] }} props
+ */
+export function Outcomes({ outcomes }) {
+  const { context_tokens: context = 0, prompt_tokens: prompt = 0, answer_tokens: answer = 0 } = outcomes[0] ?? {};
+  const left = outcomes.length > FEW_ROWS ? [] : (outcomes.at(-1)?.left_out ?? []);
+  return html`<p class="muted">${[...new Set(outcomes.map(({ model }) => model))].join(", ")}</p>
+    <div class="scroll" tabindex="0">
       <table>
         <thead>
           <tr>
             <th></th>
-            ${["tokens/s", "first token, s", "users", "tokens/s, all", "memory"].map(
+            ${["tokens/s", "first token, s", "request, s", "users", "tokens/s, all", "memory"].map(
               (name) => html`<th key=${name} class="right">${name}</th>`,
             )}
             <th>layers</th>
@@ -130,17 +153,22 @@ function Outcomes({ outcomes }) {
     ${outcomes
       .filter(({ fits }) => !fits)
       .map(({ label, why }) => html`<p key=${label} class="muted">${label}: ${why}</p>`)}
+    ${left.map((why) => html`<p key=${why} class="muted">Without layers: ${why}.</p>`)}
     <p class="muted">
-      Each user has a context of ${context.toLocaleString("en")} tokens. The first token is that of a prompt as long.
+      A request has a prompt of ${prompt.toLocaleString("en")} tokens and an answer of${" "}
+      ${answer.toLocaleString("en")}. Each user has a context of ${context.toLocaleString("en")} tokens.
     </p>`;
 }
 
-/** @param {{ outcome: Outcome }} props */
-function Row({ outcome: one }) {
+/**
+ * Render one row.
+ * @param {{ outcome: Outcome }} props
+ */
+export function Row({ outcome: one }) {
   if (!one.fits) {
     return html`<tr>
       <td>${one.label}</td>
-      <td colspan="4" class="state bad">does not fit</td>
+      <td colspan="5" class="state bad">does not fit</td>
       <td class="right">${bytes(one.memory_bytes)}</td>
       <td></td>
     </tr>`;
@@ -149,6 +177,7 @@ function Row({ outcome: one }) {
     <td>${one.label}</td>
     <td class="right">${range(one.tokens_per_s_range)}</td>
     <td class="right">${range(one.first_token_s_range)}</td>
+    <td class="right">${range(one.request_s_range)}</td>
     <td class="right">${figures(one.users, 5)}</td>
     <td class="right">${figures(one.users_tokens_per_s)}</td>
     <td class="right">${bytes(one.memory_bytes)}</td>
