@@ -296,3 +296,30 @@ def test_stopped_answer_shows_no_token_rate_that_was_not_measured(
         page.get_by_role("button", name="Stop").click()
         expect(answer).to_contain_text("first token after")
         expect(answer).not_to_contain_text("tokens/s")
+
+
+def test_what_if_panel_compares_an_added_machine_for_the_asked_request(
+    browser: Browser, twin_url: str
+) -> None:
+    with open_page(browser, twin_url, view="cluster") as (page, events):
+        panel = page.get_by_role("region", name="What if")
+        panel.get_by_role("heading", name="What if").click()
+        expect(panel.get_by_label("Link to the others")).to_have_text(re.compile("^1 Gbit/s Ethernet"))
+        panel.get_by_label("Add a machine").select_option("m3-ultra-512")
+        panel.get_by_label("Link to the others").select_option("tb5")
+        panel.get_by_label("Optimize for").select_option("first-token")
+        panel.get_by_label("Prompt").fill("500")
+        panel.get_by_label("Answer").fill("40")
+        panel.get_by_role("button", name="Compare").click()
+        rows = panel.get_by_role("row")
+        expect(rows).to_have_count(3)
+        expect(rows.nth(0)).to_contain_text("request, s")
+        expect(rows.nth(1)).to_contain_text("now")
+        expect(rows.nth(2)).to_contain_text("with m3-ultra-512 over tb5")
+        expect(panel).to_contain_text("org/twin")
+        expect(panel).to_contain_text("Without layers: m4-mac-mini-16: no plan with it")
+        expect(panel).to_contain_text("a prompt of 500 tokens and an answer of 40.")
+        panel.get_by_label("Context of each user").fill("300")
+        panel.get_by_role("button", name="Compare").click()
+        expect(panel.get_by_role("alert")).to_contain_text("an answer of 40 need a context of 540")
+        assert [each for each in events.problems if "400" not in each] == []

@@ -297,7 +297,9 @@ def test_many_alike_machines_share_layers_and_some_are_left_out() -> None:
     assert len({len(stage.ranks) for stage in plan.stages}) == 1
     assert plan.left_out
     unlike = [node_of(f"n{place}", 64 + place, gb_s=400, tflops=20) for place in range(16)]
-    with pytest.raises(PlanError, match=r"16 machines were given; .* planned for 8 at most, or for 64 of few"):
+    with pytest.raises(
+        PlanError, match=r"16 machines were given; .* planned for 8 at most, or for 64 of few"
+    ):
         place(shared_model(80), trusting(*unlike, link=FAST), plan_request(strategy="hybrid"))
 
 
