@@ -302,8 +302,8 @@ def test_what_if_panel_compares_an_added_machine_for_the_asked_request(
     browser: Browser, twin_url: str
 ) -> None:
     with open_page(browser, twin_url, view="cluster") as (page, events):
-        panel = page.get_by_role("region", name="What if")
-        panel.get_by_role("heading", name="What if").click()
+        panel = page.locator("section.what-if")
+        panel.locator("summary").click()
         expect(panel.get_by_label("Link to the others")).to_have_text(re.compile("^1 Gbit/s Ethernet"))
         panel.get_by_label("Add a machine").select_option("m3-ultra-512")
         panel.get_by_label("Link to the others").select_option("tb5")
