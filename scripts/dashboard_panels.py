@@ -343,6 +343,11 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 ),
             ),
             Panel(
+                "Steps: measured over predicted time",
+                "short",
+                ((value("step_time_ratio", ""), "{{node}} {{kind}}"),),
+            ),
+            Panel(
                 "Links: round trip",
                 "s",
                 ((value("link_round_trip_seconds", ""), "{{source}} to {{target}}"),),

@@ -61,7 +61,7 @@ STATUS: dict[str, Any] = {
                     "times": {
                         "decode": [
                             {"rows": 4, "predicted_ms": 99.0, "measured_ms": 98.0},
-                            {"rows": 1, "predicted_ms": 50.0, "measured_ms": 54.8},
+                            {"rows": 1, "predicted_ms": 50.0, "corrected_ms": 55.1, "measured_ms": 54.8},
                         ]
                     },
                 }
@@ -96,7 +96,7 @@ def test_predictions_and_promises_stand_beside_measured_values() -> None:
     assert "mini-1 the head's 10.9 2.5 2.4 - 10.0.0.1" in lines
     assert f"mini-2 {lost['state']}, it was cut off - - - -" in lines
     assert "demo-1 (epoch 3) is ready; one stream: 20.0 tokens/s predicted, 18.2 tokens/s measured" in lines
-    assert "0 mini-1 0-7 ready 2,500 2,400 50.0 54.8" in lines
+    assert "0 mini-1 0-7 ready 2,500 2,400 50.0 55.1 54.8" in lines
     assert "mini-1 mini-2 0.31 9.60 off: it would take longer" in lines
     assert "mini-2 mini-1 - - nothing answers" in lines
 
@@ -111,6 +111,6 @@ def test_unknown_values_are_dashes_and_loading_shows_its_progress() -> None:
     stage["times"]["decode"] = []
     lines = table_lines(status)
     assert "demo-1 (epoch 3) is ready" in lines
-    assert "0 mini-1 0-7 weights 25% - - - -" in lines
+    assert "0 mini-1 0-7 weights 25% - - - - -" in lines
     stage["alive"] = False
-    assert "0 mini-1 0-7 dead - - - -" in table_lines(status)
+    assert "0 mini-1 0-7 dead - - - - -" in table_lines(status)

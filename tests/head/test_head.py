@@ -18,12 +18,13 @@ from tests.eventually import eventually
 from tests.frozen_thread import frozen_thread
 from tests.interrupted import BODY, complete, interrupt
 from tests.processes import Server, serving
-from tests.profiles import made_up_profile
+from tests.profiles import COSTS, RATES, made_up_profile
 
 from mlx_ring.agent.profiling import ProfileKey, ProfileOptions, ProfileStore
 from mlx_ring.core.types import RankId
 from mlx_ring.head.instance_watch import Watched
 from mlx_ring.host.machine import share_cores
+from mlx_ring.host.machine_profile import StepCosts
 from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
 
 ENDLESS = {"prompt": "x", "max_tokens": 10**9, "ignore_eos": True, "stream": True}
@@ -112,6 +113,32 @@ def test_a_single_machine_predicts_from_its_stored_profile(tiny_model: Path, tmp
         assert instance["stream"]["tokens"] > 1
         assert instance["stream"]["measured_tokens_per_s"] > 0
         assert instance["stream"]["predicted_tokens_per_s"] > 0
+
+
+def test_the_next_plan_counts_how_long_steps_took(tiny_model: Path, tmp_path: Path) -> None:
+    """Serve twice with the profile of a machine that is faster than any."""
+    options = ProfileOptions(blas_threads=share_cores(1))
+    rates = tuple(rate.model_copy(update={"bandwidth": 1e15, "row_s": 0.0, "flops": 1e18}) for rate in RATES)
+    costs = StepCosts(**dict.fromkeys(COSTS.model_dump(), 1e-9))
+    ProfileStore(tmp_path / "state").save(
+        ProfileKey.of_here(options), made_up_profile(rates=rates, costs=costs)
+    )
+
+    def serve_once(*flags: str) -> tuple[dict[str, Any], float]:
+        with serving(tiny_model, "--state-dir", str(tmp_path / "state"), *flags, folder=tmp_path) as server:
+            body = {"prompt": "x", "max_tokens": 60, "ignore_eos": True}
+            assert server.http.post("/v1/completions", json=body).status_code == 200
+            status = server.status()
+            server.stop()
+        (node,), (instance,) = status["nodes"], status["instances"]
+        return node["step_time_ratios"], instance["stream"]["predicted_tokens_per_s"]
+
+    first, predicted = serve_once()
+    second, corrected = serve_once()
+    assert (first["decode"], second["decode"]) == (1.0, 2.0)
+    assert corrected < 0.7 * predicted
+    third, uncorrected = serve_once("--learn-speeds", "off")
+    assert (third["decode"], uncorrected) == (1.0, pytest.approx(predicted, rel=0.05))
 
 
 def test_agent_and_workers_end_with_a_killed_head(tiny_model: Path, tmp_path: Path) -> None:

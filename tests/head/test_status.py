@@ -102,7 +102,7 @@ def membership_of(*nodes: str) -> Membership:
 
 
 def test_status_of_a_stage_has_promised_and_used_memory() -> None:
-    status = instance_status(view())
+    status = instance_status(view(), {})
     first = status.stages[0]
     promised, used = first.memory.promised, first.memory.used
     assert promised is not None
@@ -123,7 +123,7 @@ def test_measured_steps_have_the_prediction_for_the_same_steps() -> None:
         )
     window.record(timing(9, 70_000, rank=RankId(1, 0), tokens=256, is_decode=False, context_tokens=512))
     known = view(times=window.read())
-    status = instance_status(known)
+    status = instance_status(known, {})
     assert known.forecast is not None
     (decode,), (chunk,) = status.stages[1].times.decode, status.stages[1].times.prefill
     assert (decode.rows, decode.steps, decode.measured_ms) == (1, 5, 4.0)
@@ -135,7 +135,7 @@ def test_measured_steps_have_the_prediction_for_the_same_steps() -> None:
 
 
 def test_without_measurements_there_is_only_the_prediction() -> None:
-    status = instance_status(view())
+    status = instance_status(view(), {})
     (decode,) = status.stages[0].times.decode
     assert (decode.steps, decode.measured_ms, decode.context_tokens) == (0, None, 2048)
     assert decode.predicted_ms is not None
@@ -146,7 +146,7 @@ def test_without_measurements_there_is_only_the_prediction() -> None:
 def test_without_a_profile_there_are_only_measurements() -> None:
     window = StepWindow()
     window.record(timing(1, 4_000))
-    status = instance_status(view(plan=None, forecast=None, times=window.read()))
+    status = instance_status(view(plan=None, forecast=None, times=window.read()), {})
     assert status.promise is None
     assert status.stages[0].memory.promised is None
     assert (status.stages[0].times.decode[0].measured_ms, status.stages[0].times.decode[0].predicted_ms) == (
@@ -160,16 +160,16 @@ def test_loading_stage_reports_bytes_and_an_adopted_worker_is_ready() -> None:
     progress = LoadingProgress()
     report = worker_pb2.LoadProgress(phase="weights", bytes_loaded=3, bytes_total=8)
     progress.record(agent_pb2.StageProgress(stage=1, progress=report))
-    first, second = instance_status(view(workers=(), loading=progress, state="loading")).stages
+    first, second = instance_status(view(workers=(), loading=progress, state="loading"), {}).stages
     assert (first.loading.phase, first.memory.used, first.pid) == ("starting", None, None)
     assert (second.loading.bytes_loaded, second.loading.bytes_to_load) == (3, 8)
-    adopted = instance_status(view()).stages[0].loading
+    adopted = instance_status(view(), {}).stages[0].loading
     assert (adopted.phase, adopted.bytes_loaded) == ("ready", 10)
 
 
 def test_nodes_list_their_stages_and_memory_and_the_heads_node_comes_first() -> None:
     cluster_view = ClusterView("b", membership_of("a", "b", "c"))
-    first, second, third = node_statuses(cluster_view, [view()], VERSIONS)
+    first, second, third = node_statuses(cluster_view, [view()], VERSIONS, {})
     assert [node.id for node in (first, second, third)] == ["b", "a", "c"]
     assert (first.is_head, first.stages, second.stages, third.stages) == (
         True,
@@ -195,19 +195,19 @@ def test_nodes_list_their_stages_and_memory_and_the_heads_node_comes_first() -> 
 def test_lost_and_quarantined_nodes_have_a_reason_and_a_returned_node_appears_once() -> None:
     membership = membership_of("a", "b").apply(Left("b", 1, "it was cut off", 2000.0))
     quarantines = {"a": Quarantine("It was lost 4 times.", 3000.0)}
-    quarantined, lost = node_statuses(ClusterView("a", membership, quarantines), [view()], VERSIONS)
+    quarantined, lost = node_statuses(ClusterView("a", membership, quarantines), [view()], VERSIONS, {})
     assert (quarantined.state, quarantined.reason, quarantined.quarantined_until) == (
         "quarantined",
         "It was lost 4 times.",
         3000,
     )
     assert (lost.state, lost.reason, lost.since, lost.memory) == ("gone", "it was cut off", 2000, None)
-    nodes = node_statuses(ClusterView("a", membership.apply(Joined(member("b", 9)))), [view()], VERSIONS)
+    nodes = node_statuses(ClusterView("a", membership.apply(Joined(member("b", 9)))), [view()], VERSIONS, {})
     assert [(node.id, node.state) for node in nodes] == [("a", "attending"), ("b", "attending")]
 
 
 def test_a_single_machine_without_a_profile_is_a_node() -> None:
-    (node,) = node_statuses(ClusterView("a"), [view(nodes=(("a",), ("a",)))], VERSIONS)
+    (node,) = node_statuses(ClusterView("a"), [view(nodes=(("a",), ("a",)))], VERSIONS, {})
     assert (node.id, node.is_head, node.memory, node.profile) == ("a", True, None, None)
     assert (node.stages, node.versions) == (["twin-1/0", "twin-1/1"], VERSIONS)
 

@@ -56,7 +56,7 @@ def _headline(instance: Json) -> str:
 
 def _stages(stages: Sequence[Json]) -> Table:
     table = Table("stage", "machine", "layers", "is", box=None, pad_edge=False)
-    for title in ("MB promised", "used", "ms a token predicted", "measured"):
+    for title in ("MB promised", "used", "ms a token predicted", "corrected", "measured"):
         table.add_column(title, justify="right")
     for stage in stages:
         first, end = stage["layers"]
@@ -70,6 +70,7 @@ def _stages(stages: Sequence[Json]) -> Table:
             _megabytes(promised and promised["total_bytes"]),
             _megabytes(used and used["resident_bytes"]),
             _milliseconds(single and single["predicted_ms"]),
+            _milliseconds(single and single.get("corrected_ms")),
             _milliseconds(single and single["measured_ms"]),
         )
     return table

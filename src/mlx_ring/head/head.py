@@ -180,6 +180,7 @@ class Head:
                 cleanup.push_async_callback(end_http, server, serving)
                 machines = await self._machines(cleanup)
                 cleanup.push_async_callback(self._catalog.end)
+                cleanup.push_async_callback(end_tasks, asyncio.create_task(self._catalog.keep_learning()))
                 work = asyncio.create_task(self._keep_serving(machines))
                 cleanup.push_async_callback(end_tasks, work)
                 await _first_of(end.requested.wait(), serving, work)

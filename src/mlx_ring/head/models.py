@@ -6,7 +6,6 @@ Each fetch runs in its own process, so that the head can end at any moment.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections import Counter
@@ -15,13 +14,9 @@ from dataclasses import replace
 
 from mlx_ring.api.ops.status import ClusterParts
 from mlx_ring.api.service import LinkInfo, ModelService
-from mlx_ring.core import errors
-from mlx_ring.core.environment import inherited_environment
 from mlx_ring.core.errors import (
     Conflict,
     ContextKept,
-    ModelError,
-    ModelNotFound,
     NotReady,
     PlanError,
     RingError,
@@ -35,59 +30,27 @@ from mlx_ring.head.placing import plan_request
 from mlx_ring.head.plan_requests import measured_cluster, readable_names
 from mlx_ring.head.replica import Replica, Watcher
 from mlx_ring.head.served_model import ServedModel, memory_for_weights, prepare_model
-from mlx_ring.head.status import ClusterView, hung_backend_statuses, instance_status, node_statuses
-from mlx_ring.host.child import ChildProcess
+from mlx_ring.head.status import (
+    ClusterView,
+    InstanceView,
+    hung_backend_statuses,
+    instance_status,
+    node_statuses,
+)
+from mlx_ring.head.step_speeds import StepSpeeds
 from mlx_ring.host.machine import node_name
 from mlx_ring.host.machine_profile import MachineProfile
+from mlx_ring.models.fetching import fetch_beside
 from mlx_ring.models.model_source import must_be_fetched
 from mlx_ring.planner.place import LoadedStages, RunningCluster
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
 from mlx_ring.planner.what_if import sizes_of
 from mlx_ring.rpc.hello import hello_versions, make_hello
-from mlx_ring.settings.config import Settings
-
-_QUIET = {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-
-
-async def fetch_beside(name: str, *, must_fit: bool) -> None:
-    """Fetch a model from the hub into the cache; cancelling stops it at once and keeps what arrived.
-
-    Raises:
-        ModelError, PlanError: as `find_model` does.
-    """
-    lines: list[str] = []
-
-    def record_line(line: str) -> str:
-        lines.append(line)
-        return ""
-
-    child = await ChildProcess.start(
-        "mlx_ring.models.fetching",
-        [f"--name={name}", *(["--must-fit"] if must_fit else [])],
-        name=f"fetching {name}",
-        rank=None,
-        environment=inherited_environment(_QUIET),
-        word=record_line,
-    )
-    try:
-        reason = await child.wait()
-    finally:
-        await child.stop(asks_where=False)
-    if reason != "exit code 0":
-        raise _read(lines, f"{name} could not be fetched: {reason}.")
-
-
-def _read(lines: Sequence[str], otherwise: str) -> RingError:
-    """Return the error that ended the process; without one, `otherwise`."""
-    try:
-        last: dict[str, str] = json.loads(lines[-1])
-        kind, said = getattr(errors, last["kind"]), last["said"]
-        return kind(said) if issubclass(kind, ModelError | PlanError) else ModelNotFound(said)
-    except (IndexError, ValueError, TypeError, KeyError, AttributeError):
-        return ModelNotFound(otherwise)
-
+from mlx_ring.settings.config import Settings, state_folder
 
 log = logging.getLogger(__name__)
+
+_LEARN_EVERY_S = 30.0
 
 
 class Catalog:
@@ -113,6 +76,7 @@ class Catalog:
         self._settings = settings
         self._tracing = tracing
         self._watcher, self._ready = watcher, ready
+        self._speeds = StepSpeeds(state_folder(settings), learns=settings.learn_speeds == "on")
         self._shares = KvShares(settings.kv_cache_memory)
         self._machines: Machines | None = None
         self._has_served = self._has_ended = False
@@ -174,19 +138,29 @@ class Catalog:
         served = self._own(model).served
         return sizes_of(served.folder, served.names[0], machines)
 
+    def _views(self) -> tuple[ClusterView, list[InstanceView]]:
+        cluster_view = ClusterView(node_name()) if self._machines is None else self._machines.cluster_view()
+        views = (service.view(hosted.model_id) for hosted in self._hosted for service in hosted.instances)
+        return cluster_view, [view for view in views if view is not None]
+
+    async def keep_learning(self) -> None:
+        """Learn from time to time how long the machines' steps take."""
+        while True:
+            await asyncio.sleep(_LEARN_EVERY_S)
+            await self._learn()
+
+    async def _learn(self) -> None:
+        cluster_view, views = self._views()
+        await asyncio.to_thread(self._speeds.learn, views, [*cluster_view.membership.members.values()])
+
     def cluster(self) -> ClusterParts:
         """Return every node, and every instance with the state of its stages."""
-        cluster_view = ClusterView(node_name()) if self._machines is None else self._machines.cluster_view()
-        views = [
-            view
-            for hosted in self._hosted
-            for service in hosted.instances
-            if (view := service.view(hosted.model_id)) is not None
-        ]
-        nodes = node_statuses(cluster_view, views, dict(hello_versions(make_hello())))
+        cluster_view, views = self._views()
+        ratios = self._speeds.by_node(cluster_view.membership.members.values())
+        nodes = node_statuses(cluster_view, views, dict(hello_versions(make_hello())), ratios)
         return ClusterParts(
             nodes=nodes,
-            instances=[instance_status(view) for view in views],
+            instances=[instance_status(view, ratios) for view in views],
             hung_backends=hung_backend_statuses(cluster_view),
         )
 
@@ -287,6 +261,7 @@ class Catalog:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._learn()
         await asyncio.gather(*(hosted.stop("The server is shutting down.") for hosted in self._hosted))
 
     @property

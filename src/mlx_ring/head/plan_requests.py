@@ -15,10 +15,11 @@ from mlx_ring.cluster.membership import Member, Membership
 from mlx_ring.core.errors import PlanError
 from mlx_ring.core.types import CpuWeights, LayerRange
 from mlx_ring.head.status import ClusterView
+from mlx_ring.head.step_speeds import StepSpeeds
 from mlx_ring.planner.profiles import ClusterProfile, NodeProfile, measured_node
 from mlx_ring.planner.request import PlanRequest, proportional_counts
 from mlx_ring.rpc.link_profile import LinkProfile
-from mlx_ring.settings.config import Settings
+from mlx_ring.settings.config import Settings, state_folder
 
 if TYPE_CHECKING:
     from mlx_ring.cluster.control import Control
@@ -108,6 +109,7 @@ def node_profiles(
     members = sorted(
         membership.members.values(), key=lambda member: (member.node != control.node, member.node)
     )
+    speeds = StepSpeeds(state_folder(settings), learns=settings.learn_speeds == "on")
     head_bytes = psutil.Process().memory_info().rss
     # The current membership may have newer profiles than the one that is planned for.
     latest = [control.membership.members.get(member.node, member) for member in members]
@@ -117,6 +119,7 @@ def node_profiles(
             taken.get(member.node, 0),
             head_bytes if member.node == control.node else 0,
             cpu_weights_of(settings),
+            speeds,
         )
         for member in latest
     ]
@@ -143,12 +146,14 @@ def measured_cluster(
     )
     head_bytes = psutil.Process().memory_info().rss
     names = readable_names(view)
+    speeds = StepSpeeds(state_folder(settings), learns=settings.learn_speeds == "on")
     nodes = [
         _node_profile(
             member,
             taken.get(member.node, 0),
             head_bytes if member.node == view.own else 0,
             cpu_weights_of(settings),
+            speeds,
         )
         for member in members
     ]
@@ -169,7 +174,9 @@ def readable_names(view: ClusterView) -> Mapping[str, str]:
     return {member.node: member.machine if counts[member.machine] == 1 else member.node for member in members}
 
 
-def _node_profile(member: Member, taken: int, head_bytes: int, cpu_weights: CpuWeights) -> NodeProfile:
+def _node_profile(
+    member: Member, taken: int, head_bytes: int, cpu_weights: CpuWeights, speeds: StepSpeeds
+) -> NodeProfile:
     profile = measured_node(
         member.profile,
         member.node,
@@ -179,4 +186,4 @@ def _node_profile(member: Member, taken: int, head_bytes: int, cpu_weights: CpuW
         cpu_weights=cpu_weights,
     )
     left = profile.memory_bytes - int(taken / member.memory_utilization)
-    return replace(profile, memory_bytes=max(0, left))
+    return replace(profile, memory_bytes=max(0, left), ratios=speeds.of(member.node, member.profile))

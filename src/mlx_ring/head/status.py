@@ -6,7 +6,7 @@ Nodes come from the membership; instances come from plans, workers and measured 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 
 from mlx_ring.api.ops.status import (
     GroupStatus,
@@ -26,8 +26,7 @@ from mlx_ring.api.ops.status import (
     RecoveryStatus,
     StageMemory,
     StageStatus,
-    StageTimesStatus,
-    StepStatus,
+    StepTimeRatios,
     StreamStatus,
     UsedMemory,
 )
@@ -35,10 +34,12 @@ from mlx_ring.cluster.membership import FormerMember, Member, Membership
 from mlx_ring.cluster.quarantine import HungBackend, Quarantine
 from mlx_ring.core.types import LayerRange, RankId
 from mlx_ring.core.worker_status import WorkerInfo
-from mlx_ring.engine.step_times import AlikeSteps, StageTimes, StepTimes, StreamPace
+from mlx_ring.engine.step_times import StepTimes, StreamPace
+from mlx_ring.head.step_speeds import stage_times
 from mlx_ring.host.machine_profile import MachineProfile
 from mlx_ring.planner.forecast import Forecast
 from mlx_ring.planner.plan import Plan
+from mlx_ring.planner.profiles import StepRatios
 from mlx_ring.rpc.protos import agent_pb2
 
 
@@ -122,8 +123,8 @@ class InstanceView:
 # ---- instances
 
 
-def instance_status(view: InstanceView) -> InstanceStatus:
-    """Return the status of an instance for `/cluster/status`."""
+def instance_status(view: InstanceView, ratios: Mapping[str, StepRatios]) -> InstanceStatus:
+    """Return the status of an instance for `/cluster/status`; `ratios` are those of the nodes' steps."""
     return InstanceStatus(
         name=view.name,
         model=view.model,
@@ -132,7 +133,7 @@ def instance_status(view: InstanceView) -> InstanceStatus:
         reason=view.reason,
         recovery=view.recovery,
         layers=view.layers,
-        stages=[_stage(view, stage) for stage in range(len(view.ranges))],
+        stages=[_stage(view, stage, ratios) for stage in range(len(view.ranges))],
         stream=_stream(view.forecast, view.times.stream),
         promise=_promise(view.plan, view.forecast),
         left_out=[
@@ -142,7 +143,7 @@ def instance_status(view: InstanceView) -> InstanceStatus:
     )
 
 
-def _stage(view: InstanceView, stage: int) -> StageStatus:
+def _stage(view: InstanceView, stage: int, ratios: Mapping[str, StepRatios]) -> StageStatus:
     rank = RankId(stage, 0)
     worker = next((worker for worker in view.workers if (worker.stage, worker.rank) == rank), None)
     layers = view.ranges[stage]
@@ -172,7 +173,7 @@ def _stage(view: InstanceView, stage: int) -> StageStatus:
         group=GroupStatus(backend=worker.group.backend, why=worker.group.why)
         if worker and worker.group
         else None,
-        times=_times(view.forecast, stage, view.times),
+        times=stage_times(view.forecast, stage, view.times, ratios),
     )
 
 
@@ -207,45 +208,6 @@ def _promised(forecast: Forecast | None, rank: RankId) -> PromisedMemory | None:
 
 def _used(worker: WorkerInfo) -> UsedMemory:
     return UsedMemory.model_validate(worker.memory)
-
-
-def _times(forecast: Forecast | None, stage: int, times: StepTimes) -> StageTimesStatus:
-    measured = next((each for each in times.stages if each.stage == stage), StageTimes(stage, (), ()))
-    decode = [_step(steps, _decode_s(forecast, stage, steps)) for steps in measured.decode]
-    return StageTimesStatus(
-        decode=decode or _only_predicted(forecast, stage),
-        prefill=[_step(steps, _chunk_s(forecast, stage, steps)) for steps in measured.chunks],
-    )
-
-
-def _decode_s(forecast: Forecast | None, stage: int, steps: AlikeSteps) -> float | None:
-    return None if forecast is None else forecast.decode_s(stage, steps.rows, steps.context_tokens)
-
-
-def _chunk_s(forecast: Forecast | None, stage: int, steps: AlikeSteps) -> float | None:
-    return None if forecast is None else forecast.chunk_s(stage, steps.tokens, steps.context_tokens)
-
-
-def _step(steps: AlikeSteps, predicted_s: float | None) -> StepStatus:
-    return StepStatus(
-        rows=steps.rows,
-        tokens=steps.tokens,
-        context_tokens=steps.context_tokens,
-        steps=steps.steps,
-        measured_ms=steps.compute_us / 1e3 if steps.steps else None,
-        predicted_ms=None if predicted_s is None else 1e3 * predicted_s,
-        link_wait_ms=steps.link_wait_us / 1e3,
-        link_send_ms=steps.link_send_us / 1e3,
-    )
-
-
-def _only_predicted(forecast: Forecast | None, stage: int) -> list[StepStatus]:
-    """Predict a decode step of one row after half of the promised context, as plans do."""
-    if forecast is None:
-        return []
-    context = forecast.demand.mean_context_tokens
-    nothing = AlikeSteps(1, 1, 0, context, 0.0, 0.0, 0.0, 0.0)
-    return [_step(nothing, forecast.decode_s(stage, 1, context))]
 
 
 def _stream(forecast: Forecast | None, pace: StreamPace | None) -> StreamStatus | None:
@@ -295,7 +257,10 @@ def hung_backend_statuses(cluster_view: ClusterView) -> list[HungBackendStatus]:
 
 
 def node_statuses(
-    cluster_view: ClusterView, instances: Sequence[InstanceView], versions: Mapping[str, str]
+    cluster_view: ClusterView,
+    instances: Sequence[InstanceView],
+    versions: Mapping[str, str],
+    ratios: Mapping[str, StepRatios],
 ) -> list[NodeStatus]:
     """Return the status of all present and former nodes, the head's own first.
 
@@ -305,12 +270,19 @@ def node_statuses(
         cluster_view: State of the head's machines.
         instances: All instances.
         versions: Versions of this machine's packages, used if it is not a member.
+        ratios: Measured over predicted times of the nodes' steps.
     """
     membership = cluster_view.membership
     statuses = [_attending(cluster_view, member, instances) for member in membership.members.values()]
     statuses += [_former(cluster_view, node, was, instances) for node, was in membership.former.items()]
     if cluster_view.own not in {node.id for node in statuses}:
         statuses.append(_alone(cluster_view.own, instances, versions))
+    statuses = [
+        node.model_copy(
+            update={"step_time_ratios": StepTimeRatios(**asdict(ratios.get(node.id, StepRatios())))}
+        )
+        for node in statuses
+    ]
     return sorted(statuses, key=lambda node: (not node.is_head, node.state == "gone", node.id))
 
 

@@ -1,7 +1,7 @@
 """Fetch a model in a separate process, which can be ended at any moment. Within one nothing ends the hub's client.
 
-Complete files stay in the hub's cache, and the next fetch continues from there. The last line of output
-says why there is no model, for `head/models.py`.
+Complete files stay in the hub's cache, and the next fetch continues from there. The last line of its output says why there
+is no model.
 """
 
 from __future__ import annotations
@@ -12,9 +12,54 @@ import os
 import sys
 from collections.abc import Sequence
 
-from mlx_ring.core.errors import RingError
-from mlx_ring.host.child import watch_lifeline
+from mlx_ring.core import errors
+from mlx_ring.core.environment import inherited_environment
+from mlx_ring.core.errors import ModelError, ModelNotFound, PlanError, RingError
+from mlx_ring.host.child import ChildProcess, watch_lifeline
 from mlx_ring.models.model_source import find_model
+
+_QUIET = {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+
+
+async def fetch_beside(name: str, *, must_fit: bool) -> None:
+    """Fetch a model from the hub into the cache; cancelling stops it at once and keeps what arrived.
+
+    Raises:
+        ModelError, PlanError: as `find_model` does.
+    """
+    lines: list[str] = []
+
+    def record_line(line: str) -> str:
+        lines.append(line)
+        return ""
+
+    child = await ChildProcess.start(
+        "mlx_ring.models.fetching",
+        [f"--name={name}", *(["--must-fit"] if must_fit else [])],
+        name=f"fetching {name}",
+        rank=None,
+        environment=inherited_environment(_QUIET),
+        word=record_line,
+    )
+    try:
+        reason = await child.wait()
+    finally:
+        await child.stop(asks_where=False)
+    if reason != "exit code 0":
+        raise _read(lines, f"{name} could not be fetched: {reason}.")
+
+
+def _read(lines: Sequence[str], otherwise: str) -> RingError:
+    """Return the error that ended the process; without one, `otherwise`."""
+    try:
+        last: dict[str, str] = json.loads(lines[-1])
+        kind, said = getattr(errors, last["kind"]), last["said"]
+        return kind(said) if issubclass(kind, ModelError | PlanError) else ModelNotFound(said)
+    except (IndexError, ValueError, TypeError, KeyError, AttributeError):
+        return ModelNotFound(otherwise)
+
+
+# ---- in the process
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

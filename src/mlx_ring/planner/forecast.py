@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mlx_ring.core.types import CpuWeights, LayerRange
 from mlx_ring.planner.pipeline import GroupStage, MachineStage, Pipeline
-from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile
+from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile, StepRatios
 from mlx_ring.planner.rank_costs import RankCosts
 from mlx_ring.planner.request import Demand
 from mlx_ring.planner.stage_costs import StageTables, Times
@@ -50,6 +50,7 @@ class Forecast:
             ranks: of each stage, where some have several: node and share of every rank, in their order.
         """
         self.demand = demand
+        self._model, self._cluster, self._ranks = model, cluster, ranks
         self._stages = tuple(stages)
         self._tables = StageTables(model, demand)
         shared = SharedModel(model, demand, model.shared)
@@ -62,6 +63,20 @@ class Forecast:
                 for (node, layers), group in zip(self._stages, self._groups, strict=True)
             ],
             demand,
+        )
+
+    def corrected(self, ratios: Mapping[str, StepRatios]) -> Forecast:
+        """Return the predictions with these ratios by node; 1 for all others."""
+
+        def with_ratios(node: NodeProfile) -> NodeProfile:
+            return replace(node, ratios=ratios.get(node.name, StepRatios()))
+
+        return Forecast(
+            self._model,
+            self.demand,
+            self._cluster,
+            [(with_ratios(node), layers) for node, layers in self._stages],
+            [[(with_ratios(node), share) for node, share in ranks] for ranks in self._ranks],
         )
 
     def __len__(self) -> int:

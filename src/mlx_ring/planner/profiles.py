@@ -13,6 +13,14 @@ from mlx_ring.rpc.link_profile import ETHERNET, LOCAL, UNREACHABLE, LinkProfile
 
 
 @dataclass(frozen=True, slots=True)
+class StepRatios:
+    """Measured over predicted time of a machine's steps, by their kind."""
+
+    decode: float = 1.0
+    prefill: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class LayerProfile:
     """Sizes of one layer."""
 
@@ -150,6 +158,8 @@ class NodeProfile:
     """True if its rates and costs were measured on it."""
     workers_at_once: int = 1
     """Number of workers that can compute at the same time without slowing each other down."""
+    ratios: StepRatios = StepRatios()
+    """Measured times of its steps over what all of the above predicts."""
 
     @property
     def usable_bytes(self) -> int:

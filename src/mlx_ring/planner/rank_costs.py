@@ -27,6 +27,7 @@ from mlx_ring.planner.stage_costs import (
     head_seconds,
     held_kv_bytes,
     layer_seconds,
+    prefill_factor,
     prefill_layers,
     working_bytes,
 )
@@ -93,7 +94,7 @@ class RankCosts:
     def prefill_s(self, first: int, end: int, tokens: int, context: int = 0) -> float:
         """Return the seconds of a stage's prefill, without the exchange between ranks."""
         computing = prefill_layers(self._layers, self._kinds, self.node, tokens, context)[first:end].sum()
-        return float(computing) / (self.node.cpu_quota.share if self.node.cpu_quota else 1.0)
+        return float(computing) * prefill_factor(self.node)
 
     def weight_bytes(self, first: int, end: int) -> int:
         """Return the bytes of weights, including embedding and part of the head if the stage has them."""

@@ -165,7 +165,7 @@ class StageTables:
         """Return the seconds of a stage's prefill of `tokens` tokens after `context` others."""
         form = self._form(node, first, end)
         computing = prefill_layers(form, form.kinds, node, tokens, context)[first:end].sum()
-        return float(computing) / (node.cpu_quota.share if node.cpu_quota else 1.0)
+        return float(computing) * prefill_factor(node)
 
     def prefill_table(self, node: NodeProfile, tokens: int) -> Table:
         """Return the seconds of every possible stage's prefill of `tokens` tokens, regardless of memory."""
@@ -173,7 +173,7 @@ class StageTables:
 
         def table(form: LayerKinds) -> Table:
             sums = before(prefill_layers(form, form.kinds, node, tokens, 0))
-            return (sums[None, :] - sums[:, None]) / (node.cpu_quota.share if node.cpu_quota else 1.0)
+            return (sums[None, :] - sums[:, None]) * prefill_factor(node)
 
         seconds = table(smallest)
         for form in preferred:
@@ -181,8 +181,14 @@ class StageTables:
         return seconds
 
 
+def prefill_factor(node: NodeProfile) -> float:
+    """Return the wall-clock time of a prompt's computation over its computing time."""
+    return node.ratios.prefill / (node.cpu_quota.share if node.cpu_quota else 1.0)
+
+
 def times_on(node: NodeProfile, computing: Table) -> Times[Table]:
-    """Return the wall-clock times of computations on a machine."""
+    """Return the wall-clock times of computations in decode steps on a machine."""
+    computing = computing * node.ratios.decode
     if node.cpu_quota is None:
         return Times(computing, computing)
     return Times(node.cpu_quota.clock_s(computing), node.cpu_quota.steady_s(computing))

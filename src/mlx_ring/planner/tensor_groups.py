@@ -289,7 +289,7 @@ def _seconds(
     found: list[tuple[float, float]] = []
     for node in nodes:
         none, whole = (costs.seconds_before(rows, shared.context_tokens) for costs in shared.bounds(node))
-        grant = node.cpu_quota.share if node.cpu_quota else 1.0
+        grant = (node.cpu_quota.share if node.cpu_quota else 1.0) / node.ratios.decode
         fixed = float(none[end] - none[first])
         found.append((fixed / grant, max(1e-12, float(whole[end] - whole[first]) - fixed) / grant))
     return np.array([one for one, _ in found]), np.array([other for _, other in found])

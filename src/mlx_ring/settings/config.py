@@ -425,6 +425,7 @@ class Settings(CheckedSettings):
     blas_threads: Annotated[int, Field(ge=0, le=1024)] = setting(
         0, "Threads of each worker's products; 0 shares the cores among the stages.", _PROCESS
     )
+    learn_speeds: Switch = setting("on", "Correct predictions by measured steps.", _PLACEMENT, metavar="MODE")
     spare_worker: AutoOnOrOff = setting(
         "auto",
         "Keep a spare worker process on each machine, so that a lost one is replaced sooner: on, off, or auto: "

@@ -149,6 +149,15 @@ def node_families(nodes: Sequence[NodeStatus], workers: Workers) -> Iterator[Met
         ("node", "state"),
         [sample for node in nodes for sample in one_of(get_args(NodeState), node.state, (node.id,))],
     )
+    ratios = {
+        (node.id, kind): ratio for node in nodes for kind, ratio in node.step_time_ratios.model_dump().items()
+    }
+    yield gauge(
+        "step_time_ratio",
+        "Measured over predicted time of a node's steps, by their kind; 1 before enough steps.",
+        ("node", "kind"),
+        [*ratios.items()],
+    )
     here = [worker for _, worker in workers]
     limits = {worker.node: worker.memory_bytes for worker in here if worker.memory_bytes}
     free = {worker.node: worker.memory_left_bytes for worker in here if worker.memory_bytes}

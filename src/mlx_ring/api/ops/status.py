@@ -64,6 +64,13 @@ class NodeMemory(_Status):
     """Free memory in the machine's last report; null before the first one."""
 
 
+class StepTimeRatios(_Status):
+    """Measured over predicted time of a node's steps, between 0.5 and 2; 1 before enough steps."""
+
+    decode: float = 1.0
+    prefill: float = 1.0
+
+
 class NodeStatus(_Status):
     """A machine of the cluster."""
 
@@ -87,6 +94,7 @@ class NodeStatus(_Status):
     memory: NodeMemory | None
     """Null without a profile of the node."""
     profile: ProfileStatus | None
+    step_time_ratios: StepTimeRatios = StepTimeRatios()
     trusted: list[str]
     """Interfaces, with addresses, on which the owner allows MLX's collectives; or the reason why one is missing."""
     versions: dict[str, str]
@@ -155,7 +163,9 @@ class StepStatus(_Status):
     measured_ms: float | None
     """Time from the last input's arrival to the answer; null before the first measurement."""
     predicted_ms: float | None
-    """Null without a profile."""
+    """By the machine's profile; null without one."""
+    corrected_ms: float | None
+    """The prediction with the node's `step_time_ratios`, as the next plan counts; null without a profile."""
     link_wait_ms: float
     """Time spent waiting for the previous stage; not part of `measured_ms`."""
     link_send_ms: float

@@ -340,6 +340,7 @@ export interface NodeStatus {
   /** Null without a profile of the node. */
   memory: NodeMemory | null;
   profile: ProfileStatus | null;
+  step_time_ratios: StepTimeRatios;
   /** Interfaces, with addresses, on which the owner allows MLX's collectives; or the reason why one is missing. */
   trusted: string[];
   /** Versions of packages, by name. */
@@ -658,12 +659,20 @@ export interface StepStatus {
   steps: number;
   /** Time from the last input's arrival to the answer; null before the first measurement. */
   measured_ms: number | null;
-  /** Null without a profile. */
+  /** By the machine's profile; null without one. */
   predicted_ms: number | null;
+  /** The prediction with the node's `step_time_ratios`, as the next plan counts; null without a profile. */
+  corrected_ms: number | null;
   /** Time spent waiting for the previous stage; not part of `measured_ms`. */
   link_wait_ms: number;
   /** Time spent sending to the next stage; not part of `measured_ms`. */
   link_send_ms: number;
+}
+
+/** Measured over predicted time of a node's steps, between 0.5 and 2; 1 before enough steps. */
+export interface StepTimeRatios {
+  decode: number;
+  prefill: number;
 }
 
 /** Speed of a single stream without speculative decoding. */

@@ -70,6 +70,6 @@ export function StageTime({ shares, steps }) {
 /** @param {{ step: StepStatus | undefined }} props */
 function StepTime({ step }) {
   if (!step || step.measured_ms === null) return null;
-  const predicted = step.predicted_ms ? `, predicted ${duration(step.predicted_ms / 1000)}` : "";
+  const predicted = step.corrected_ms ? `, predicted ${duration(step.corrected_ms / 1000)}` : "";
   return html`<span>${duration(step.measured_ms / 1000)} per step${predicted}</span>`;
 }

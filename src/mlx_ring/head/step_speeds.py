@@ -1,0 +1,222 @@
+"""Measured and predicted times of steps: what the status shows, and the ratios that plans learn from them.
+
+A machine's profile is measured with synthetic layers. The steps of a served model show how far it is off on that machine.
+Plans multiply by that ratio. It is always that of the measured times to the profile's own prediction, without any ratio, so
+it cannot add up. Decode steps and prompts have one each.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import zlib
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Literal, Protocol, cast
+
+from pydantic import TypeAdapter, ValidationError
+from typing_extensions import TypedDict
+
+from mlx_ring.api.ops.status import StageTimesStatus, StepStatus
+from mlx_ring.cluster.membership import Member
+from mlx_ring.core.errors import ConfigError
+from mlx_ring.engine.step_times import AlikeSteps, StageTimes, StepTimes
+from mlx_ring.host.machine_profile import MachineProfile
+from mlx_ring.host.private_files import read_private, write_private
+from mlx_ring.planner.forecast import Forecast
+from mlx_ring.planner.profiles import StepRatios
+
+Kind = Literal["decode", "prefill"]
+log = logging.getLogger(__name__)
+
+_FILE = "step-time-ratios.json"
+_LEAST_STEPS: Mapping[Kind, int] = {"decode": 32, "prefill": 4}
+"""Number of measured steps from which their median counts."""
+_LEAST, _MOST = 0.5, 2.0
+"""Bounds of a ratio. A machine that is farther off was measured under other conditions."""
+_CHANGE = 0.05
+"""Relative change of a ratio that is kept, so that plans do not differ by noise."""
+
+
+class _Kept(TypedDict):
+    profile: int
+    """Checksum of the profile that the ratios refer to."""
+    decode: float
+    prefill: float
+
+
+_FILE_FORM = TypeAdapter(dict[str, _Kept])
+
+
+class MeasuredInstance(Protocol):
+    """Instance whose steps are measured."""
+
+    @property
+    def nodes(self) -> Sequence[Sequence[str]]:
+        """Nodes of each stage's ranks."""
+        ...
+
+    @property
+    def forecast(self) -> Forecast | None:
+        """Predictions; None without a profile."""
+        ...
+
+    @property
+    def times(self) -> StepTimes:
+        """Times of the last steps."""
+        ...
+
+
+class StepSpeeds:
+    """Ratios of measured to predicted times, by node; kept in the state folder."""
+
+    def __init__(self, folder: Path, *, learns: bool) -> None:
+        """Read the ratios of earlier runs, unless none are to be used."""
+        self._path = folder / _FILE
+        self._learns = learns
+        self._kept = self._read() if learns else {}
+
+    def of(self, node: str, profile: MachineProfile) -> StepRatios:
+        """Return a node's ratios for this profile; 1 for another one."""
+        kept = self._kept.get(node)
+        if kept is None or kept["profile"] != _checksum(profile):
+            return StepRatios()
+        return StepRatios(kept["decode"], kept["prefill"])
+
+    def by_node(self, members: Iterable[Member]) -> dict[str, StepRatios]:
+        """Return the ratios of all nodes."""
+        return {member.node: self.of(member.node, member.profile) for member in members}
+
+    def learn(self, views: Iterable[MeasuredInstance], members: Iterable[Member]) -> None:
+        """Learn from the last steps of all instances, and write what has changed."""
+        if not self._learns:
+            return
+        steps: dict[tuple[str, Kind], list[tuple[float, int]]] = defaultdict(list)
+        for view in views:
+            for node, kind, ratio, count in _measured(view):
+                steps[node, kind].append((ratio, count))
+        profiles = {member.node: member.profile for member in members}
+        changed = [
+            self._note(node, kind, _median(found), profiles[node])
+            for (node, kind), found in steps.items()
+            if node in profiles and sum(count for _, count in found) >= _LEAST_STEPS[kind]
+        ]
+        if any(changed):
+            self._write()
+
+    def _note(self, node: str, kind: Kind, ratio: float, profile: MachineProfile) -> bool:
+        """Keep a ratio; return False if it is about the same as before."""
+        before = self.of(node, profile)
+        bounded = min(max(ratio, _LEAST), _MOST)
+        if abs(bounded / asdict(before)[kind] - 1) < _CHANGE:
+            return False
+        changes: Mapping[str, float] = {kind: bounded}
+        after = replace(before, **changes)
+        self._kept[node] = _Kept(profile=_checksum(profile), decode=after.decode, prefill=after.prefill)
+        log.info(
+            "steps of %s on %s take %.2f of the predicted time, which the next plan counts",
+            kind,
+            node,
+            bounded,
+        )
+        return True
+
+    def _read(self) -> dict[str, _Kept]:
+        try:
+            content = read_private(self._path)
+            return {} if content is None else _FILE_FORM.validate_json(content, strict=True)
+        except (ConfigError, OSError, ValidationError) as error:
+            log.warning(
+                "%s is not used, and will be written again: %s", self._path, str(error).splitlines()[0]
+            )
+            return {}
+
+    def _write(self) -> None:
+        try:
+            write_private(self._path, json.dumps(self._kept, indent=1).encode())
+        except (ConfigError, OSError) as error:
+            log.warning("measured speeds are not kept: %s", error)
+
+
+def _checksum(profile: MachineProfile) -> int:
+    measured = profile.model_dump_json(
+        include={"version", "mlx", "kernels", "blas", "blas_threads", "rates", "costs"}
+    )
+    return zlib.crc32(measured.encode())
+
+
+def _measured(view: MeasuredInstance) -> Iterator[tuple[str, Kind, float, int]]:
+    """Yield node, kind, ratio and number of alike steps, for stages of one rank that have their machine's whole speed."""
+    if view.forecast is None:
+        return
+    profile = view.forecast.corrected({})
+    nodes = [node for stage in view.nodes for node in stage]
+    for times in view.times.stages:
+        node = profile.node(times.stage)
+        crowded = nodes.count(node.name) > node.workers_at_once
+        if len(view.nodes[times.stage]) > 1 or crowded or node.cpu_quota is not None:
+            continue
+        for kind, alike in (("decode", times.decode), ("prefill", times.chunks)):
+            for steps in alike:
+                predicted_s = _predicted_s(profile, times.stage, steps, cast("Kind", kind))
+                yield node.name, cast("Kind", kind), steps.compute_us / 1e6 / predicted_s, steps.steps
+
+
+def _median(found: list[tuple[float, int]]) -> float:
+    """Return the median of ratios, each with a number of steps."""
+    ordered = sorted(found)
+    half = sum(count for _, count in ordered) / 2
+    reached = accumulate(count for _, count in ordered)
+    return next(ratio for (ratio, _), so_far in zip(ordered, reached, strict=True) if so_far >= half)
+
+
+# ---- the status
+
+
+def stage_times(
+    forecast: Forecast | None, stage: int, times: StepTimes, ratios: Mapping[str, StepRatios]
+) -> StageTimesStatus:
+    """Return the measured, predicted and corrected times of a stage's steps."""
+    found = next((each for each in times.stages if each.stage == stage), StageTimes(stage, (), ()))
+    decode = found.decode or (() if forecast is None else (_half_way(forecast),))
+    both = None if forecast is None else (forecast.corrected({}), forecast.corrected(ratios))
+    return StageTimesStatus(
+        decode=[_step(both, stage, steps, "decode") for steps in decode],
+        prefill=[_step(both, stage, steps, "prefill") for steps in found.chunks],
+    )
+
+
+def _half_way(forecast: Forecast) -> AlikeSteps:
+    """Return a decode step that was not measured, of one row after half of the promised context, as plans predict."""
+    return AlikeSteps(1, 1, 0, forecast.demand.mean_context_tokens, 0.0, 0.0, 0.0, 0.0)
+
+
+def _predicted_s(forecast: Forecast, stage: int, steps: AlikeSteps, kind: Kind) -> float:
+    if kind == "decode":
+        return forecast.decode_s(stage, steps.rows, steps.context_tokens)
+    return forecast.chunk_s(stage, steps.tokens, steps.context_tokens)
+
+
+def _step(
+    forecasts: tuple[Forecast, Forecast] | None, stage: int, steps: AlikeSteps, kind: Kind
+) -> StepStatus:
+    """Return the status of alike steps, with the profile's prediction and the corrected one."""
+    predicted, corrected = (
+        (None, None)
+        if forecasts is None
+        else (1e3 * _predicted_s(each, stage, steps, kind) for each in forecasts)
+    )
+    return StepStatus(
+        rows=steps.rows,
+        tokens=steps.tokens,
+        context_tokens=steps.context_tokens,
+        steps=steps.steps,
+        measured_ms=steps.compute_us / 1e3 if steps.steps else None,
+        predicted_ms=predicted,
+        corrected_ms=corrected,
+        link_wait_ms=steps.link_wait_us / 1e3,
+        link_send_ms=steps.link_send_us / 1e3,
+    )

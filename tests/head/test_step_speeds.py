@@ -1,0 +1,133 @@
+"""Ratios of measured to predicted step times: learned, bounded, kept, and counted by plans."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+from tests.head.test_status import NODES, RANGES, member
+from tests.planner.clusters import cluster_of, model_of, node_of
+from tests.profiles import made_up_profile
+
+from mlx_ring.core.types import LayerRange
+from mlx_ring.engine.step_times import AlikeSteps, StageTimes, StepTimes
+from mlx_ring.head.step_speeds import StepSpeeds, stage_times
+from mlx_ring.planner.cpu_quota import CpuQuota
+from mlx_ring.planner.forecast import Forecast
+from mlx_ring.planner.place import place
+from mlx_ring.planner.profiles import StepRatios
+from mlx_ring.planner.request import Demand, PlanRequest
+
+DEMAND = Demand(context_tokens=4096, sequences=1)
+MEMBERS = [member("a"), member("b")]
+PLAIN = Forecast(model_of(28), DEMAND, cluster_of(*NODES), list(zip(NODES, RANGES, strict=True)))
+
+
+@dataclass
+class Instance:
+    """Instance whose steps took these multiples of the prediction by the profile."""
+
+    decode: Sequence[float] = ()
+    prefill: Sequence[float] = ()
+    steps: int = 40
+    forecast: Forecast | None = PLAIN
+    nodes: Sequence[Sequence[str]] = field(default_factory=lambda: (("a",), ("b",)))
+
+    @property
+    def times(self) -> StepTimes:
+        """Steps of stage 0."""
+        decode = [
+            alike(1, ratio * PLAIN.decode_s(0, 1, 100 + place), 100 + place, self.steps)
+            for place, ratio in enumerate(self.decode)
+        ]
+        chunks = [alike(256, ratio * PLAIN.chunk_s(0, 256, 0), 0, self.steps) for ratio in self.prefill]
+        return StepTimes((StageTimes(0, tuple(decode), tuple(chunks)),))
+
+
+def alike(tokens: int, seconds: float, context: int, steps: int) -> AlikeSteps:
+    return AlikeSteps(1, tokens, steps, context, 1e6 * seconds, 0.0, 0.0, 0.0)
+
+
+def learned(folder: Path, *instances: Instance) -> StepRatios:
+    speeds = StepSpeeds(folder, learns=True)
+    speeds.learn(instances, MEMBERS)
+    return speeds.of("a", made_up_profile())
+
+
+def test_the_median_ratio_of_each_kind_of_step_is_learned_and_read_again(tmp_path: Path) -> None:
+    found = learned(tmp_path, Instance(decode=[1.3, 1.2, 40.0], prefill=[0.8]))
+    assert (found.decode, found.prefill) == (pytest.approx(1.3), pytest.approx(0.8))
+    again = StepSpeeds(tmp_path, learns=True)
+    assert again.by_node(MEMBERS) == {"a": found, "b": StepRatios()}
+    assert StepSpeeds(tmp_path, learns=False).by_node(MEMBERS) == {"a": StepRatios(), "b": StepRatios()}
+
+
+def test_a_ratio_is_bounded(tmp_path: Path) -> None:
+    assert learned(tmp_path, Instance(decode=[90.0], prefill=[0.001])) == StepRatios(2.0, 0.5)
+
+
+def test_few_steps_and_small_changes_are_not_learned(tmp_path: Path) -> None:
+    assert learned(tmp_path, Instance(decode=[1.5], prefill=[1.5], steps=3)) == StepRatios()
+    assert learned(tmp_path, Instance(decode=[1.04])) == StepRatios()
+    assert not list(tmp_path.iterdir())
+
+
+def test_ratios_of_a_corrected_instance_do_not_add_up(tmp_path: Path) -> None:
+    first = learned(tmp_path, Instance(decode=[1.5]))
+    again = learned(tmp_path, Instance(decode=[1.5], forecast=PLAIN.corrected({"a": first})))
+    assert first == again
+    assert first.decode == pytest.approx(1.5)
+
+
+def test_nothing_is_learned_where_a_machine_s_speed_is_shared_or_limited(tmp_path: Path) -> None:
+    limited = replace(NODES[0], cpu_quota=CpuQuota(0.5, 0.1))
+    under_quota = Forecast(
+        model_of(28), DEMAND, cluster_of(limited, NODES[1]), [(limited, RANGES[0]), (NODES[1], RANGES[1])]
+    )
+    for instance in (
+        Instance(decode=[1.5], forecast=None),
+        Instance(decode=[1.5], forecast=under_quota),
+        Instance(decode=[1.5], nodes=(("a", "b"), ("b",))),
+        Instance(decode=[1.5], nodes=(("a",), ("a",))),
+    ):
+        assert learned(tmp_path, instance) == StepRatios()
+
+
+def test_another_profile_begins_anew(tmp_path: Path) -> None:
+    learned(tmp_path, Instance(decode=[1.5]))
+    profile = made_up_profile()
+    faster = profile.model_copy(
+        update={"rates": tuple(rate.model_copy(update={"bandwidth": 1e12}) for rate in profile.rates)}
+    )
+    assert StepSpeeds(tmp_path, learns=True).of("a", faster) == StepRatios()
+
+
+@pytest.mark.parametrize("content", ["", "[1]", '{"a": {"decode": "fast"}}'])
+def test_a_damaged_file_is_named_and_written_again(
+    content: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "step-time-ratios.json").write_text(content)
+    assert learned(tmp_path, Instance(decode=[1.5])).decode == pytest.approx(1.5)
+    assert "step-time-ratios.json is not used, and will be written again" in caplog.messages[0]
+    assert StepSpeeds(tmp_path, learns=True).of("a", made_up_profile()).decode == pytest.approx(1.5)
+
+
+def test_the_status_has_measured_predicted_and_corrected_times() -> None:
+    ratios = {"a": StepRatios(decode=1.5, prefill=0.5)}
+    shown = stage_times(PLAIN.corrected(ratios), 0, Instance(decode=[1.4], prefill=[0.6]).times, ratios)
+    for (step,), measured, corrected in ((shown.decode, 1.4, 1.5), (shown.prefill, 0.6, 0.5)):
+        assert step.predicted_ms is not None
+        assert step.measured_ms == pytest.approx(measured * step.predicted_ms)
+        assert step.corrected_ms == pytest.approx(corrected * step.predicted_ms, rel=0.02)
+
+
+def test_a_slower_machine_than_its_profile_says_gets_fewer_layers() -> None:
+    fast, slow = node_of("a"), replace(node_of("b"), ratios=StepRatios(decode=2.0, prefill=2.0))
+    request = PlanRequest(DEMAND, strategy="balanced")
+    plan = place(model_of(30), cluster_of(fast, slow), request)
+    assert [stage.layers for stage in plan.stages] == [LayerRange(0, 20), LayerRange(20, 30)]
+    alone = [place(model_of(30), cluster_of(node), PlanRequest(DEMAND)).prediction for node in (fast, slow)]
+    assert alone[1].token_s == pytest.approx(2 * alone[0].token_s)
+    assert alone[1].request_s == pytest.approx(2 * alone[0].request_s)
