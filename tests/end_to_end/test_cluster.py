@@ -150,6 +150,7 @@ def test_late_node_is_shown_used_by_the_next_plan_and_removable(
     server, state = cluster.server, ("--state-dir", str(cluster.state))
     before = server.status()
     check_status(before)
+    check_what_if(server)
     token = run_cli("token", "create", *state, folder=cluster.folder).stdout.strip()
     with joining_head(cluster.port, token, cluster.folder / "node-late"):
         joined = eventually(server.status, lambda status: len(status["nodes"]) == 3)
@@ -198,6 +199,18 @@ def check_status(status: dict[str, Any]) -> None:
         assert node["profile"]["rates"]
         assert set(node["versions"]) == {"mlx-ring", "mlx", "mlx-lm"}
     assert [node["is_head"] for node in status["nodes"]] == [True, False]
+
+
+def check_what_if(server: Server) -> None:
+    """Check that questions start from the loaded plan, and plan other models as the head would."""
+    (instance,) = server.status()["instances"]
+    (now, added) = server.http.post("/cluster/what-if", json={"add": ["m3-ultra-512"]}).json()["outcomes"]
+    layers = [f"{start}-{end - 1}" for start, end in (stage["layers"] for stage in instance["stages"])]
+    assert [stage.rpartition(" ")[2] for stage in now["stages"]] == layers
+    assert (now["model"], now["is_measured"], now["left_out"]) == (instance["model"], True, [])
+    assert len(added["stages"]) == 3, "the head's strategy is uniform"
+    (other,) = server.http.post("/cluster/what-if", json={"model": "0.5b-4bit"}).json()["outcomes"]
+    assert len(other["stages"]) == 2
 
 
 def test_node_with_repeated_losses_is_quarantined_until_readmitted(cluster: TwoMachines) -> None:

@@ -17,8 +17,11 @@ from tests.end_to_end.loopback_cluster import running_cluster
 from tests.eventually import eventually
 from tests.machines import free_pair_of_ports
 from tests.processes import Server, run_cli, serving
+from tests.profiles import made_up_profile
 
+from mlx_ring.agent.profiling import ProfileKey, ProfileOptions, ProfileStore
 from mlx_ring.head.served_model import memory_for_weights
+from mlx_ring.host.machine import share_cores
 from mlx_ring.models.model_source import find_model
 from mlx_ring.settings.config import Settings
 
@@ -57,8 +60,11 @@ def server(
     tiny_model: Path, second_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Generator[Server]:
     """Serve two replicas of each of two models."""
-    flags = (str(second_model), "--replicas", "2")
-    with serving(tiny_model, *flags, folder=tmp_path_factory.mktemp("several")) as server:
+    folder = tmp_path_factory.mktemp("several")
+    options = ProfileOptions(blas_threads=share_cores(4))
+    ProfileStore(folder / "state").save(ProfileKey.of_here(options), made_up_profile())
+    flags = (str(second_model), "--replicas", "2", "--state-dir", str(folder / "state"))
+    with serving(tiny_model, *flags, folder=folder) as server:
         wait_for_state(server, "second", "ready")
         yield server
 
@@ -71,6 +77,14 @@ def test_all_replicas_of_both_models_give_the_same_answer(server: Server, tiny_m
     assert len(instances(server)) == 4
     answers = {text(server, name, seed=seed) for name in (tiny_model.name, "second") for seed in range(3)}
     assert len(answers) == 1
+
+
+def test_a_what_if_question_shows_all_replicas_of_the_model(server: Server) -> None:
+    (now,) = server.http.post("/cluster/what-if", json={"model": "second"}).json()["outcomes"]
+    assert now["model"] == "second"
+    assert len(now["stages"]) == 2
+    assert len(set(now["stages"])) == 1, "both replicas have all layers, on the same machine"
+    assert now["users"] > 1
 
 
 def test_concurrent_requests_are_spread_over_the_replicas(server: Server, tiny_model: Path) -> None:
