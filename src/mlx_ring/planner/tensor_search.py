@@ -41,6 +41,8 @@ _FAR = 1.1
 """Multiple of the least cost from which a rough cost is exact enough."""
 _MISSING = 1e12
 """Cost of what does not fit, beside the missing bytes: more than any seconds."""
+_NEARLY = 0.03
+"""Share of the memory that may be missing after even divisions, so that small changes may help."""
 _FEW_LAYERS = 12
 _CUTS = (True, False)
 """Passes of the split: with any shares that memory allows, then with the shares that were found."""
@@ -124,8 +126,12 @@ class SharedLayers:
             return False
         if any(self._whole(members) for members in sorted(self._unlike_sets(), key=len, reverse=True)):
             return True
-        changes = self._changes([*self._even_divisions()], of_all=False)
-        changes.search(enough=_MISSING)
+        changes = Changes(
+            self._even_divisions(), self._cost_of, self._kind_of, of_all=False, patience=_LESS_PATIENCE
+        )
+        usable = sum(node.usable_bytes for node in self._cluster.nodes)
+        if changes.least < _MISSING + _NEARLY * usable:
+            changes.search(enough=_MISSING)
         return changes.least < _MISSING
 
     def _is_enough_for_all(self) -> bool:
