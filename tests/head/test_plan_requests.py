@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from tests.profiles import made_up_profile
 
@@ -91,7 +93,7 @@ def view_of(*members: Member) -> ClusterView:
     return ClusterView("n2", Membership({each.node: each for each in members}))
 
 
-def test_a_measured_cluster_has_readable_names_and_the_head_first() -> None:
+def test_a_measured_cluster_has_readable_names_and_the_head_first(tmp_path: Path) -> None:
     view = view_of(member("n1", "mini"), member("n2", "studio"), member("n3", "mini"))
     fast, slow = LinkProfile(1e-4, 1e9, trusted=True), LinkProfile(1e-3, 1e8)
     links: dict[frozenset[str], LinkProfile] = {
@@ -99,7 +101,7 @@ def test_a_measured_cluster_has_readable_names_and_the_head_first() -> None:
         frozenset(("n1", "n3")): slow,
         frozenset(("n1", "gone")): slow,
     }
-    found = measured_cluster(load_settings({}), view, links, {})
+    found = measured_cluster(load_settings({"state_dir": str(tmp_path)}), view, links, {})
     assert [node.name for node in found.nodes] == ["studio", "n1", "n3"]
     assert found.links == {frozenset(("n1", "studio")): fast, frozenset(("n1", "n3")): slow}
     assert found.trusts(found.nodes[0], found.nodes[1])
@@ -107,9 +109,10 @@ def test_a_measured_cluster_has_readable_names_and_the_head_first() -> None:
     assert all(node.is_measured for node in found.nodes)
 
 
-def test_a_measured_cluster_counts_the_head_and_what_other_models_promise() -> None:
+def test_a_measured_cluster_counts_the_head_and_what_other_models_promise(tmp_path: Path) -> None:
+    settings = load_settings({"state_dir": str(tmp_path)})
     view = view_of(member("n1", "mini"), member("n2", "studio"))
-    own, other = measured_cluster(load_settings({}), view, {}, {}).nodes
+    own, other = measured_cluster(settings, view, {}, {}).nodes
     assert own.process_bytes > other.process_bytes == 10**9, "the head's own process"
-    _, beside = measured_cluster(load_settings({}), view, {}, {"n1": 3 * 10**9}).nodes
+    _, beside = measured_cluster(settings, view, {}, {"n1": 3 * 10**9}).nodes
     assert other.usable_bytes - beside.usable_bytes == pytest.approx(3 * 10**9, abs=2)
