@@ -261,8 +261,7 @@ def random_problem(seed: int) -> tuple[ModelProfile, ClusterProfile, PlanRequest
     return model, replace(cluster_of(*nodes), links=links), request
 
 
-@given(st.integers(0, 10**6))
-@examples(0.5)
+@pytest.mark.parametrize("seed", [*range(24), 940, 1829, 2141])
 def test_small_clusters_get_the_best_of_all_divisions(seed: int) -> None:
     """Compare with every division into stages, every order and every cut."""
     model, cluster, request = random_problem(seed)

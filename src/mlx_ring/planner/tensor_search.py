@@ -37,7 +37,7 @@ _LOOKED_AT = 6
 """Number of orders of groups that are predicted in full."""
 _PATIENCE, _LESS_PATIENCE = 20, 4
 """Number of pipelines that are changed in a row without finding a better one; less for many machines, none above eight."""
-_FAR = 1.1
+_FAR = 2.0
 """Multiple of the least cost from which a rough cost is exact enough."""
 _MISSING = 1e12
 """Cost of what does not fit, beside the missing bytes: more than any seconds."""
