@@ -13,7 +13,7 @@ import pytest
 from tests.end_to_end.lan_cluster import LanCluster, Machine, make_cluster
 from tests.end_to_end.reference import WholeModel
 from tests.eventually import eventually
-from tests.faults.injection import held_loads, stopping_at_steps
+from tests.faults.injection import CUT_AT, Stopped, held_loads, stopping_at_steps
 from tests.interrupted import BODY, Interrupted, interrupt
 from tests.namespaces import skip_without_namespaces
 from tests.processes import Server, give_profile
@@ -80,19 +80,40 @@ def losses(cluster: LanCluster, server: Server) -> dict[str, float]:
     return {line.split('error="')[1].split('"')[0]: float(line.split()[-1]) for line in lines}
 
 
+def first_worker(cluster: LanCluster, server: Server) -> int:
+    """Return the process id of the first stage's worker."""
+    (instance,) = cluster.get(server, "/cluster/status")["instances"]
+    return instance["stages"][0]["ranks"][0]["pid"]
+
+
 def interrupted(
-    cluster: LanCluster, server: Server, whole: WholeModel, fault: Callable[[], object]
+    cluster: LanCluster,
+    server: Server,
+    hook: Path,
+    fault: Callable[[], object],
+    then: Callable[[], object] = lambda: None,
 ) -> Interrupted:
-    """Interrupt an answer, and check that it continues with the same tokens, and that requests are answered."""
+    """Cause a fault while a worker waits in the middle of an answer, let it continue, and call `then`.
+
+    Check that the answer continues with the same tokens, and that requests are answered.
+    """
+    stopped = Stopped(hook, first_worker(cluster, server))
+    stopped.set(len(PROMPT), len(PROMPT) + CUT_AT)
+
+    def disturb() -> None:
+        stopped.wait()
+        fault()
+        stopped.close()
+        then()
 
     def stream() -> Interrupted:
         body = {**BODY, "prompt": PROMPT, "max_tokens": TOKENS, "logprobs": 0}
         with httpx.Client(base_url=server.url, timeout=120) as client:
-            return interrupt(client, fault, body)
+            return interrupt(client, disturb, body)
 
     answer = cluster.head.threads.submit(stream).result()
     assert len(answer.names) == TOKENS
-    assert whole.strays(PROMPT, [cluster.names[name] for name in answer.names]) == []
+    assert WholeModel(cluster.model).strays(PROMPT, [cluster.names[name] for name in answer.names]) == []
     for _ in range(3):
         assert len(cluster.tokens(server, {"prompt": PROMPT, "max_tokens": 1})) == 1
     return answer
@@ -108,11 +129,9 @@ def check_blame(cluster: LanCluster, server: Server) -> None:
     assert len(counted["links"]) == losses(cluster, server)["LinkLost"]
 
 
-def test_an_answer_continues_when_a_link_is_reset(cluster: LanCluster, server: Server, model: Path) -> None:
+def test_an_answer_continues_when_a_link_is_reset(cluster: LanCluster, server: Server, hook: Path) -> None:
     machines, before = serving_machines(cluster, server), workers(cluster)
-    interrupted(
-        cluster, server, WholeModel(model), lambda: machines[2].host.reset_connections(machines[1].host)
-    )
+    interrupted(cluster, server, hook, lambda: machines[2].host.reset_connections(machines[1].host))
     assert serving_machines(cluster, server) == machines
     assert workers(cluster) == before, "they stay, and connect again"
     assert losses(cluster, server)["LinkLost"] == 1
@@ -120,10 +139,10 @@ def test_an_answer_continues_when_a_link_is_reset(cluster: LanCluster, server: S
 
 
 def test_an_answer_continues_around_two_machines_between_which_packets_are_dropped(
-    cluster: LanCluster, server: Server, model: Path
+    cluster: LanCluster, server: Server, hook: Path
 ) -> None:
     (first, second, third), before = serving_machines(cluster, server), workers(cluster)
-    answer = interrupted(cluster, server, WholeModel(model), lambda: second.host.lose(third.host))
+    answer = interrupted(cluster, server, hook, lambda: second.host.lose(third.host))
     assert answer.comments
     after = serving_machines(cluster, server)
     assert after[0] == first
@@ -142,18 +161,17 @@ def test_an_answer_continues_around_two_machines_between_which_packets_are_dropp
 
 
 def test_all_workers_stay_if_a_machine_is_back_before_others_have_loaded_its_stage(
-    cluster: LanCluster, server: Server, model: Path, hook: Path
+    cluster: LanCluster, server: Server, hook: Path
 ) -> None:
     machines, before = serving_machines(cluster, server), workers(cluster)
     lost = next(machine for machine in machines if machine != cluster.head)
     with held_loads(hook) as wait_for_load:
 
-        def cut_until_it_is_lost() -> None:
-            lost.host.cut()
+        def mend_once_it_is_lost() -> None:
             wait_for_load()
             lost.host.mend()
 
-        answer = interrupted(cluster, server, WholeModel(model), cut_until_it_is_lost)
+        answer = interrupted(cluster, server, hook, lost.host.cut, mend_once_it_is_lost)
     assert answer.comments
     assert losses(cluster, server)["NodeLost"] == 1
     assert serving_machines(cluster, server) == machines

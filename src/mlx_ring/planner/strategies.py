@@ -38,7 +38,7 @@ Reason = Callable[[Timetable, int], str]
 _MOST_CHANGES = 10_000
 """Number of stages of the changed pipelines that are tried to improve one."""
 _NO_BETTER, _IMPROVED = 0.999, 4
-"""Part of the best time that a lower bound may reach, and the number of pipelines for several users that are improved."""
+"""Part of the best time that a lower bound may reach, and the number of pipelines that are improved."""
 _FULLER = 0.01
 """Share of a machine's memory that does not matter when the fullest machine is to be least full."""
 
@@ -91,16 +91,17 @@ def fastest(times: Timetable, request: PlanRequest) -> Partition | None:
 
 def _soonest(times: Timetable, request: PlanRequest) -> Partition | None:
     """Return the pipeline that answers all users' requests soonest."""
+    many = len(times.cluster.nodes) > MOST_NODES
     if request.users == 1:
         found: list[Partition | None] = [quickest_request(times.request_tables(request))]
     else:
         found = [*_by_stages(times, request)]
-    if len(times.cluster.nodes) <= MOST_NODES and any(node.cpu_quota for node in times.cluster.nodes):
+    if not many and any(node.cpu_quota for node in times.cluster.nodes):
         # A quota may set the pace of tokens too.
         steady = times.steady_tables(1)
         found.append(quickest_partition(times.tables(1), times.hops(1), steady, back=times.back(1)))
     possible = [Partition(each.pieces, times.request_s(each.pieces, request)) for each in found if each]
-    if request.users > 1:
+    if request.users > 1 or not many:
         soonest = sorted({each.pieces: each for each in possible}.values(), key=lambda each: each.cost)
         possible = [_improved(times, request, each) for each in soonest[:_IMPROVED]]
     return min(possible, key=lambda each: each.cost, default=None)
