@@ -163,7 +163,10 @@ def test_every_dialect_has_a_full_body() -> None:
     assert {DIALECTS.of(path).name for path in FULL_BODIES} == {dialect.name for dialect in DIALECTS}
 
 
-@pytest.mark.parametrize("path", FULL_BODIES)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=[pytest.mark.slow] * (path == "/v1/chat/completions")) for path in FULL_BODIES],
+)
 def test_validation_accepts_exactly_what_the_schema_allows(path: str) -> None:
     schema, full_body = FULL_BODIES[path]
     documented = jsonschema.Draft202012Validator(schema_of(path))

@@ -108,7 +108,7 @@ def test_chunks_of_a_long_prompt_overlap(stages: int) -> None:
 @pytest.mark.parametrize(
     "ratio", [1.3, *(pytest.param(ratio, marks=pytest.mark.slow) for ratio in (1.7, 2.5, 4.0))]
 )
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_long_prompt_keeps_the_itl_ratio_of_running_streams(stages: int, ratio: float) -> None:
     bench = Bench(stages, replace(PLAIN, max_itl_ratio=ratio))
     arrivals = [(0.0, bench.request(8, 3000)) for _ in range(4)]

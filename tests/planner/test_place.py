@@ -18,7 +18,7 @@ from tests.planner.test_search import every_partition, orders
 from mlx_ring.core.errors import PlanError
 from mlx_ring.planner.place import place
 from mlx_ring.planner.plan import Plan
-from mlx_ring.planner.profiles import NodeProfile
+from mlx_ring.planner.profiles import ClusterProfile, NodeProfile
 from mlx_ring.planner.request import Demand, Objective, PlanRequest
 from mlx_ring.planner.strategies import METHODS
 from mlx_ring.planner.timetable import Timetable
@@ -43,6 +43,16 @@ def costs_of_all(times: Timetable, request: PlanRequest) -> Iterator[float]:
     for pieces in every_partition(fitting, orders(nodes, range(1, nodes + 1))):
         if all(np.isfinite(fitting[piece.node][piece.first, piece.end]) for piece in pieces):
             yield times.request_s(pieces, request)
+
+
+def with_unlike_links(nodes: list[NodeProfile]) -> ClusterProfile:
+    """Return a cluster in which each pair of machines has a link of its own."""
+    pairs = combinations([node.name for node in nodes], 2)
+    links = {
+        frozenset(pair): LinkProfile(1e-4 * (1 + place % 3), 1e8 * (1 + 7 * (place % 2)))
+        for place, pair in enumerate(pairs)
+    }
+    return replace(cluster_of(*nodes), links=links)
 
 
 def test_every_strategy_has_a_help_line_and_a_method() -> None:
@@ -103,13 +113,7 @@ def test_auto_answers_a_request_soonest_of_all_pipelines(
 ) -> None:
     model = model_of(layers, layer_bytes=400_000_000, head_bytes=100_000_000)
     request = plan_request(prompt_tokens=prompt, answer_tokens=answer)
-    # Each pair has a link of its own.
-    pairs = list(combinations([node.name for node in nodes], 2))
-    links = {
-        frozenset(pair): LinkProfile(1e-4 * (1 + place % 3), 1e8 * (1 + 7 * (place % 2)))
-        for place, pair in enumerate(pairs)
-    }
-    cluster = replace(cluster_of(*nodes), links=links)
+    cluster = with_unlike_links(nodes)
     times = Timetable(model, cluster, request.demand)
     soonest = min(costs_of_all(times, request), default=np.inf)
     if np.isinf(soonest):
@@ -139,11 +143,31 @@ def test_auto_answers_several_users_soonest_of_all_pipelines(
         answer_tokens=answer,
         users=users,
     )
-    cluster = cluster_of(*nodes)
+    cluster = with_unlike_links(nodes)
     best = min(costs_of_all(Timetable(model, cluster, request.demand), request), default=np.inf)
     if np.isinf(best):
         reject()
-    assert place(model, cluster, request).prediction.minimized_s(objective) <= 1.01 * best
+    assert place(model, cluster, request).prediction.minimized_s(objective) <= 1.001 * best
+
+
+def test_a_layer_is_moved_between_stages_that_are_no_neighbours() -> None:
+    nodes = [
+        node_of(f"node-{place}", gigabytes, gb_s=gb_s, tflops=tflops)
+        for place, (gigabytes, gb_s, tflops) in enumerate(
+            [(12.8, 584, 24.7), (11.4, 248, 12.9), (11.2, 210, 12.8), (2.53, 107, 14.3)]
+        )
+    ]
+    links = {
+        frozenset({f"node-{one}", f"node-{other}"}): LinkProfile(round_trip_s, bandwidth)
+        for one, other, round_trip_s, bandwidth in [
+            *((0, 1, 1e-4, 1e8), (0, 2, 1e-4, 1e9), (0, 3, 3e-4, 1e8)),
+            *((1, 2, 15e-6, 1e8), (1, 3, 3e-4, 1e8), (2, 3, 3e-4, 5e9)),
+        ]
+    }
+    model, cluster = model_of(9), replace(cluster_of(*nodes), links=links)
+    request = plan_request(demand=Demand(1024, 4), prompt_tokens=16_384, answer_tokens=16, users=4)
+    soonest = min(costs_of_all(Timetable(model, cluster, request.demand), request))
+    assert place(model, cluster, request).prediction.request_s <= 1.001 * soonest
 
 
 def test_the_last_of_several_users_waits_for_the_prompts_of_all() -> None:
@@ -198,6 +222,7 @@ def test_a_long_prompt_uses_machines_that_an_answer_would_leave_out() -> None:
     assert place(model_of(28), cluster, prompt).kind == "pipeline"
 
 
+@pytest.mark.slow
 def test_sixty_four_machines_are_planned_and_a_slow_one_is_left_out() -> None:
     nodes = [node_of(f"node-{place}", 3) for place in range(63)]
     cluster = cluster_of(*nodes, node_of("slow", 3, gb_s=2), link=LinkProfile(50e-6, 5e9))

@@ -16,6 +16,8 @@ import pytest
 from cases import HELD_PHRASINGS_PER_TOPIC, Case, Message
 from corpus import MIXES, Conversation, Corpus
 
+pytestmark = pytest.mark.slow
+
 CONVERSATIONS = 8_000
 LONGEST_CASE = 4
 FOLDER = Path(__file__).parents[2] / "scripts" / "demo_models"

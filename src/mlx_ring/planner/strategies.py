@@ -160,18 +160,20 @@ def _improved(times: Timetable, request: PlanRequest, start: Partition) -> Parti
 
 
 def _changed(pieces: Sequence[MachineLayers], nodes: int) -> Iterator[tuple[MachineLayers, ...]]:
-    """Yield pipelines with a layer moved to a neighbour, a machine dropped or exchanged, or a stage elsewhere."""
+    """Yield pipelines with a layer moved, a machine dropped or exchanged, or a stage elsewhere."""
     used, counts = [piece.node for piece in pieces], [piece.end - piece.first for piece in pieces]
     places = range(len(used))
-    for one, other in [*pairwise(places), *((other, one) for one, other in pairwise(places))]:
+    # Layers go to a neighbour first, because in a long pipeline not every change is tried.
+    for one, other in sorted(permutations(places, 2), key=lambda pair: abs(pair[0] - pair[1])):
+        moved = list(counts)
         if counts[one] > 1:
-            moved = list(counts)
             moved[one], moved[other] = moved[one] - 1, moved[other] + 1
             yield _in_pieces(used, moved)
-        # All of its layers go to the neighbour.
-        moved = list(counts)
-        moved[other] += moved[one]
-        yield _in_pieces(used[:one] + used[one + 1 :], moved[:one] + moved[one + 1 :])
+        if abs(one - other) == 1:
+            # All of its layers go to the neighbour.
+            moved = list(counts)
+            moved[other] += moved[one]
+            yield _in_pieces(used[:one] + used[one + 1 :], moved[:one] + moved[one + 1 :])
     unused = sorted(set(range(nodes)) - set(used))
     for place in places:
         for node in unused:
