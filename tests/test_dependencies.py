@@ -32,8 +32,16 @@ UNIMPORTED = {
 """Packages that may be declared without an import of them, each with the reason."""
 
 
+ELSEWHERE = ("tests/clients/programs", "packages/mlx-cpu-kernels/src")
+"""Folders of programs with an environment of their own, and of sources."""
+
+
+def pyproject(table: str) -> dict[str, object]:
+    return cast("dict[str, object]", tomllib.loads((ROOT / "pyproject.toml").read_text())[table])
+
+
 def project() -> dict[str, object]:
-    return cast("dict[str, object]", tomllib.loads((ROOT / "pyproject.toml").read_text())["project"])
+    return pyproject("project")
 
 
 def names(requirements: object) -> set[str]:
@@ -109,6 +117,28 @@ def test_every_import_is_declared() -> None:
         allowed = declared.union(*(names(extras[extra]) for extra, files in EXTRAS.items() if file in files))
         if not owners(module) & allowed:
             missing.append(f"{file} imports {module} of {' or '.join(owners(module)) or 'no package'}")
+    assert not missing, "\n".join(missing)
+
+
+@pytest.mark.slow
+def test_every_import_of_tests_benches_and_scripts_is_declared() -> None:
+    groups = pyproject("dependency-groups").values()
+    declared = names(project()["dependencies"]).union(*map(names, groups))
+    extras = cast("dict[str, list[str]]", project()["optional-dependencies"])
+    declared = declared.union(*map(names, extras.values()))
+    files = [
+        file
+        for folder in ("tests", "bench", "scripts", "packages")
+        for file in sorted((ROOT / folder).rglob("*.py"))
+        if not file.is_relative_to(ROOT / ELSEWHERE[0]) and not file.is_relative_to(ROOT / ELSEWHERE[1])
+    ]
+    missing = [
+        f"{file.relative_to(ROOT)} imports {module} of {' or '.join(owners(module))}"
+        for file in files
+        for module in imported_modules(file)
+        # Modules without an owner are those of these folders, or of packages that no test needs.
+        if owners(module) and not owners(module) & declared
+    ]
     assert not missing, "\n".join(missing)
 
 
