@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations
@@ -18,7 +19,7 @@ from tests.planner.test_search import every_partition, orders
 from mlx_ring.core.errors import PlanError
 from mlx_ring.planner.place import place
 from mlx_ring.planner.plan import Plan
-from mlx_ring.planner.profiles import ClusterProfile, NodeProfile
+from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile
 from mlx_ring.planner.request import Demand, Objective, PlanRequest
 from mlx_ring.planner.strategies import METHODS
 from mlx_ring.planner.timetable import Timetable
@@ -150,24 +151,51 @@ def test_auto_answers_several_users_soonest_of_all_pipelines(
     assert place(model, cluster, request).prediction.minimized_s(objective) <= 1.001 * best
 
 
-def test_a_layer_is_moved_between_stages_that_are_no_neighbours() -> None:
+def random_problem(seed: int) -> tuple[ModelProfile, ClusterProfile, PlanRequest]:
+    """Return a small model, up to five machines and any request."""
+    numbers = random.Random(seed)
+    count = numbers.randint(1, 5)
     nodes = [
-        node_of(f"node-{place}", gigabytes, gb_s=gb_s, tflops=tflops)
-        for place, (gigabytes, gb_s, tflops) in enumerate(
-            [(12.8, 584, 24.7), (11.4, 248, 12.9), (11.2, 210, 12.8), (2.53, 107, 14.3)]
+        node_of(
+            f"n{place}",
+            numbers.choice([numbers.uniform(0.8, 3), numbers.uniform(2, 16)]),
+            gb_s=numbers.uniform(20, 800),
+            tflops=numbers.uniform(0.5, 30),
         )
+        for place in range(count)
     ]
+    model = model_of(
+        numbers.randint(1, 7 if count > 4 else 9),
+        layer_bytes=numbers.choice([100, 400]) * 10**6,
+        head_bytes=numbers.choice([0, 100_000_000]),
+    )
     links = {
-        frozenset({f"node-{one}", f"node-{other}"}): LinkProfile(round_trip_s, bandwidth)
-        for one, other, round_trip_s, bandwidth in [
-            *((0, 1, 1e-4, 1e8), (0, 2, 1e-4, 1e9), (0, 3, 3e-4, 1e8)),
-            *((1, 2, 15e-6, 1e8), (1, 3, 3e-4, 1e8), (2, 3, 3e-4, 5e9)),
-        ]
+        frozenset(pair): LinkProfile(
+            numbers.choice([15e-6, 1e-4, 3e-4, 2e-3]), numbers.choice([1e8, 1e9, 5e9])
+        )
+        for pair in combinations([node.name for node in nodes], 2)
     }
-    model, cluster = model_of(9), replace(cluster_of(*nodes), links=links)
-    request = plan_request(demand=Demand(1024, 4), prompt_tokens=16_384, answer_tokens=16, users=4)
-    soonest = min(costs_of_all(Timetable(model, cluster, request.demand), request))
-    assert place(model, cluster, request).prediction.request_s <= 1.001 * soonest
+    users = numbers.choice([1, 1, 1, 2, 3, 4, 16, 64])
+    request = plan_request(
+        demand=Demand(1024, users),
+        objective=numbers.choice(["latency", "first-token", "throughput"]),
+        prompt_tokens=numbers.choice([1, 64, 600, 2048, 16_384]),
+        answer_tokens=numbers.choice([1, 16, 256, 1024]),
+        users=users,
+    )
+    return model, replace(cluster_of(*nodes), links=links), request
+
+
+@pytest.mark.parametrize("seed", [*range(8), 50312, 90460, 90882, 91340])
+def test_small_clusters_get_the_best_of_all_pipelines(seed: int) -> None:
+    model, cluster, request = random_problem(seed)
+    best = min(costs_of_all(Timetable(model, cluster, request.demand), request), default=np.inf)
+    if np.isinf(best):
+        with pytest.raises(PlanError):
+            place(model, cluster, request)
+    else:
+        found = place(model, cluster, request).prediction.minimized_s(request.objective)
+        assert found <= 1.001 * best
 
 
 def test_the_last_of_several_users_waits_for_the_prompts_of_all() -> None:

@@ -160,7 +160,7 @@ def _improved(times: Timetable, request: PlanRequest, start: Partition) -> Parti
 
 
 def _changed(pieces: Sequence[MachineLayers], nodes: int) -> Iterator[tuple[MachineLayers, ...]]:
-    """Yield pipelines with a layer moved, a machine dropped or exchanged, or a stage elsewhere."""
+    """Yield pipelines with a layer moved, a machine dropped or exchanged, or stages in another order."""
     used, counts = [piece.node for piece in pieces], [piece.end - piece.first for piece in pieces]
     places = range(len(used))
     # Layers go to a neighbour first, because in a long pipeline not every change is tried.
@@ -186,6 +186,9 @@ def _changed(pieces: Sequence[MachineLayers], nodes: int) -> Iterator[tuple[Mach
             swapped = list(used)
             swapped[one], swapped[other] = used[other], used[one]
             yield _in_pieces(swapped, counts)
+            # The order of some stages is reversed.
+            order = [*places[:one], *places[one : other + 1][::-1], *places[other + 1 :]]
+            yield _in_pieces([used[place] for place in order], [counts[place] for place in order])
 
 
 def _in_pieces(nodes: Sequence[int], counts: Sequence[int]) -> tuple[MachineLayers, ...]:
