@@ -320,6 +320,15 @@ def test_more_machines_of_other_kinds_make_no_plan_slower(others: list[NodeProfi
     assert {left.node for left in many.left_out} >= {other.name for other in others}
 
 
+def test_a_shared_plan_says_that_a_machine_is_too_small_for_a_layer() -> None:
+    nodes = [node_of("a", 64, gb_s=400), node_of("b", 64, gb_s=400), node_of("tiny", 0.01)]
+    plan = place(shared_model(32), trusting(*nodes, link=FAST), plan_request())
+    assert plan.kind == "tensor"
+    assert [(left.node, left.why) for left in plan.left_out] == [
+        ("tiny", "too little memory for a single layer")
+    ]
+
+
 def test_hybrid_finds_the_two_pairs_with_a_fast_link() -> None:
     nodes = [node_of(name, 4) for name in "abcd"]
     links = {frozenset("ac"): replace(FAST, trusted=True), frozenset("bd"): replace(FAST, trusted=True)}
