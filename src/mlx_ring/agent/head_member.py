@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = _parse(arguments)
     quieten_grpc()
     enable_grpc_logs()
-    # gRPC reads how much to say when it comes in, which it does with these.
+    # gRPC reads its log level on import, and these modules import it.
     from mlx_ring.agent.member import MemberOptions, serve_as_member
     from mlx_ring.host.trusted_interfaces import Trust
     from mlx_ring.rpc.tls.handshakes import log_refused_handshakes

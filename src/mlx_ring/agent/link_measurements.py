@@ -32,8 +32,8 @@ from mlx_ring.rpc.hello import check_hello, make_hello
 from mlx_ring.rpc.link_probe import LinkMeasure, LinkResponder, ProbeBounds, probe_link
 from mlx_ring.rpc.methods import AGENT_SERVICE, MEASURE_LINK, service_handler
 from mlx_ring.rpc.protos import agent_pb2
+from mlx_ring.rpc.tls.caller_checks import PeerGuard
 from mlx_ring.rpc.tls.credentials import ChannelTrust
-from mlx_ring.rpc.tls.guard import PeerGuard
 from mlx_ring.rpc.tls.peers import node_name
 
 log = logging.getLogger(__name__)

@@ -53,8 +53,8 @@ from mlx_ring.rpc.failures import channel_error, failure_to_error
 from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.methods import AGENT_SERVICE, ATTEND
 from mlx_ring.rpc.protos import cluster_pb2
+from mlx_ring.rpc.tls.caller_checks import AioPeerGuard, PeerGuard
 from mlx_ring.rpc.tls.credentials import Credentials, load_credentials, serve_from_folder
-from mlx_ring.rpc.tls.guard import AioPeerGuard, PeerGuard
 from mlx_ring.rpc.tls.handshakes import handshake_error
 from mlx_ring.rpc.tls.peers import HEAD_NAME, Revoked
 

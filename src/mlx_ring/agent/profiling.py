@@ -263,7 +263,7 @@ class ProfileStore:
             self._file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             _replace(self._file, json.dumps(kept, indent=1))
         except OSError as error:
-            log.warning("The profile is not kept, for %s cannot be written: %s", self._file, error.strerror)
+            log.warning("Cannot keep the profile: %s cannot be written: %s", self._file, error.strerror)
 
 
 def recall(store: ProfileStore, options: ProfileOptions) -> MachineProfile | None:

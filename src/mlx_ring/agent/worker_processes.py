@@ -211,7 +211,7 @@ def _can_run(pid: int) -> bool:
 
 
 def _memory_of(pid: int) -> int:
-    """Return the bytes that would be free without the process, where the system tells; else all that it has."""
+    """Return the bytes that would be free without the process, if the system reports them; else all that it has."""
     try:
         process = psutil.Process(pid)
         try:

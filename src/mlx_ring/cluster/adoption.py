@@ -112,7 +112,7 @@ class _Heads(BaseModel):
 
 
 def next_head(folder: Path, events: Sequence[agent_pb2.AgentEvent]) -> int:
-    """Return the number of a new head, above those of all earlier ones, by which workers tell which head is newer.
+    """Return the number of a new head, above those of all earlier ones, by which workers know the newer head.
 
     It follows the number in the cluster's folder, and the numbers that workers report in case that the file was lost.
     No clock is involved, because clocks are set back.

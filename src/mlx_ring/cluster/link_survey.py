@@ -143,10 +143,10 @@ class LinkSurvey:
         """Create an empty survey.
 
         Args:
-            node: The head's own node.
-            clock: The clock in Unix seconds.
+            node: the head's own node.
+            clock: the clock in Unix seconds.
             keeps_problems: True to keep failed measurements instead of repeating them.
-            wait_for_reports: Waits until these nodes have reported their memory. A measurement takes some messages of
+            wait_for_reports: waits until these nodes have reported their memory. A measurement takes some messages of
                 up to 64 MB, so reports of that time are too high for plans.
         """
         self._node = node

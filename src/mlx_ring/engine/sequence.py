@@ -37,7 +37,7 @@ class Limits:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """State of a request: its tokens, and how many of them are computed. Only the scheduler and `grammars.py` change it."""
+    """State of a request: its tokens, and how many of them are computed. Only the scheduler and `Grammars` change it."""
 
     id: int
     request: GenerateRequest

@@ -228,8 +228,8 @@ class Head:
             cleanup.push_async_callback(single_node.stop)
             return single_node
         # A single machine starts without them.
+        from mlx_ring.cluster.announcement import announcing
         from mlx_ring.cluster.control import open_control
-        from mlx_ring.cluster.discovery import announcing
         from mlx_ring.head.multi_node import Cluster
 
         address = HeadAddress(settings.cluster_host.strip("[]"), settings.cluster_port)

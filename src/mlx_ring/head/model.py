@@ -70,10 +70,10 @@ class HostedModel:
         """Start unloaded.
 
         Args:
-            settings: Settings of this model.
-            served: The model.
-            on_crash: Callback for unexpected errors.
-            missing: Function that returns the number of machines still to join.
+            settings: settings of this model.
+            served: the model.
+            on_crash: callback for unexpected errors.
+            missing: function that returns the number of machines still to join.
             tracing: destination of traces.
         """
         self._on_crash = on_crash

@@ -13,9 +13,9 @@ from typing import TypeVar
 from mlx_ring.api.service import LinkInfo
 from mlx_ring.cluster.agent_link import STOP_WAIT_S
 from mlx_ring.cluster.control import Control
-from mlx_ring.cluster.deployment import Site, Started, close_sites
-from mlx_ring.cluster.head_member import OwnAgent, stale_trust
-from mlx_ring.cluster.membership import Event, Joined, Left, Membership, Reported
+from mlx_ring.cluster.deployment import Site, StartedWorkers, close_sites
+from mlx_ring.cluster.membership import Event, Joined, Membership, Reported, SessionEnded
+from mlx_ring.cluster.own_agent import OwnAgent, stale_trust
 from mlx_ring.cluster.quarantine import Pair, QuarantineList
 from mlx_ring.cluster.relinking import wait_for_answers
 from mlx_ring.core.cluster_folders import authority_folder
@@ -23,7 +23,7 @@ from mlx_ring.core.errors import LinkLost, PlanError, RingError
 from mlx_ring.head.instance import Epoch
 from mlx_ring.head.instance_watch import end_tasks
 from mlx_ring.head.left_workers import LeftWorkers
-from mlx_ring.head.link_survey import LinkSurveys, broken_links, with_throughput
+from mlx_ring.head.measured_links import LinkSurveys, broken_links, with_throughput
 from mlx_ring.head.nodes import Declared, LiveInstances, NodeListener, new_instance
 from mlx_ring.head.patching import PatchPlan, Remains, Room, patch_ranks, plan_patch, wait_until_whole
 from mlx_ring.head.placing import (
@@ -294,7 +294,7 @@ class Cluster:
         self._replace_own_agent(silent)
 
     def _epoch(
-        self, instance: str, number: int, placement: Placement, *, prepared: Started | None = None
+        self, instance: str, number: int, placement: Placement, *, prepared: StartedWorkers | None = None
     ) -> Epoch:
         control, head = self._control, self._left.head_number
         return Epoch(
@@ -420,7 +420,7 @@ class Cluster:
                     listener.on_node_message(member.node)
                 case Reported(node):
                     listener.on_node_message(node)
-                case Left(node, _, reason, is_final=is_final):
+                case SessionEnded(node, _, reason, is_final=is_final):
                     listener.on_node_left(node, reason, is_final=is_final)
 
         try:

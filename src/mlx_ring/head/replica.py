@@ -234,7 +234,7 @@ class Replica:
         """Run an instance, and return its loss. A patch that is lost before it serves may be patched again.
 
         Raises:
-            RingError: It was lost before it served, and must be loaded as a whole.
+            RingError: it was lost before it served, and must be loaded as a whole.
         """
 
         def serves(load_s: float) -> None:

@@ -83,7 +83,7 @@ class Closable(Connected, Protocol):
 _AnyConnected = TypeVar("_AnyConnected", bound=Connected)
 
 
-def choose_to_shed(newcomer: Connected, others: Iterable[_AnyConnected]) -> _AnyConnected | None:
+def choose_connection_to_shed(newcomer: Connected, others: Iterable[_AnyConnected]) -> _AnyConnected | None:
     """Choose the connection that closes for a newcomer; None if the newcomer itself must be refused."""
     others = tuple(others)
     counts = Counter(each.peer for each in (newcomer, *others))
@@ -101,7 +101,7 @@ def make_room(newcomer: Closable, connections: Iterable[object], limits: Connect
     others = [each for each in opened if not each.transport.is_closing()]
     if len(others) < limits.connections:
         return True
-    chosen = choose_to_shed(newcomer, others)
+    chosen = choose_connection_to_shed(newcomer, others)
     if chosen is not None:
         chosen.shed()
     return chosen is not None

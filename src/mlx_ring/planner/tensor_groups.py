@@ -1,7 +1,7 @@
 """Groups of machines that compute layers together: times of a stage, and the best shares. Pure.
 
 Each layer is over when the slowest rank is, and after two sums over all of them. The last stage also gathers every rank's
-part of the logits, and rank 0 tells the others its tokens.
+part of the logits, and rank 0 sends the others its tokens.
 """
 
 from __future__ import annotations

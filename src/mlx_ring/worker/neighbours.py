@@ -210,7 +210,8 @@ def _check_caller(context: grpc.ServicerContext, greeted_as: str, expected: str)
         raise PeerRefused(f"{caller} greeted as {greeted_as}.")
     if caller != expected:
         raise PeerRefused(
-            f"{caller or 'This machine'} linked as the stage before, which is on {expected or 'this machine'}."
+            f"{caller or 'This machine'} opened a link for the previous stage, but that stage runs on "
+            f"{expected or 'this machine'}."
         )
 
 

@@ -37,7 +37,7 @@ from mlx_ring.worker.stage import BuiltStage, OpenedLinks, build_stage
 from mlx_ring.worker.step import Halt, monotonic_us
 
 log = logging.getLogger(__name__)
-_Progress = queue.SimpleQueue[worker_pb2.LoadProgress | None]
+_ProgressQueue = queue.SimpleQueue[worker_pb2.LoadProgress | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ class WorkerServer:
         except RingError as error:
             yield worker_pb2.LoadProgress(failure=error_to_failure(error))
             return
-        progress = _Progress()
+        progress = _ProgressQueue()
         sent = threading.Event()
         self._jobs.put(lambda: self._build(request, inbox, progress, sent))
         for message in iter(progress.get, None):
@@ -162,7 +162,7 @@ class WorkerServer:
         return self._neighbours.assign(assignment)
 
     def _build(
-        self, request: worker_pb2.LoadRequest, inbox: Inbox, progress: _Progress, sent: threading.Event
+        self, request: worker_pb2.LoadRequest, inbox: Inbox, progress: _ProgressQueue, sent: threading.Event
     ) -> None:
         """Build the stage and report the result. Runs on the compute thread."""
 

@@ -163,7 +163,7 @@ def packages_for(python: Python, wanted: Wanted, store: WheelStore) -> Path:
     """Return a folder with the content of `site-packages` for the target, fetched unless it is in the cache.
 
     Raises:
-        HostFailed: A package without a wheel for that system, or an index out of reach, with the reason and the remedy.
+        HostFailed: a package without a wheel for that system, or an index out of reach, with the reason and the remedy.
     """
     platform = wheel_platform(python)
     make_private_folder(store.folder)

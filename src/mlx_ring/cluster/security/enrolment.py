@@ -58,9 +58,9 @@ class TryLimit:
         """Set the limits.
 
         Args:
-            burst: The number of tries at once.
-            per_second: The rate at which tries are refilled.
-            addresses: The number of addresses to remember; beyond that, the least recently seen one is dropped.
+            burst: the number of tries at once.
+            per_second: the rate at which tries are refilled.
+            addresses: the number of addresses to remember; beyond that, the least recently seen one is dropped.
         """
         self._burst, self._per_second, self._addresses = burst, per_second, addresses
         self._buckets: dict[str, _Bucket] = {}

@@ -27,7 +27,7 @@ def to_groups(kind: BlockType, data: Bytes) -> Groups:
     """Return the groups of consecutive blocks, in order.
 
     Args:
-        kind: A quantized type.
+        kind: a quantized type.
         data: (bytes,) whole blocks.
     """
     return _READERS[kind.name](data.reshape(-1, kind.nbytes))

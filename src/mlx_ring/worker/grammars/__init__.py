@@ -6,7 +6,7 @@ A matcher's state follows from the tokens of its sequence alone. So replays, for
 need no extra state: each one moves its matcher to the position where it draws, and back.
 """
 
-from mlx_ring.worker.grammars.answer import Allowed, AnswerGrammar, Drawing, StepMasks, grammar_error
+from mlx_ring.worker.grammars.answer_state import Allowed, AnswerGrammar, Drawing, StepMasks, grammar_error
 from mlx_ring.worker.grammars.compiler import GrammarCompiler
 
 __all__ = [

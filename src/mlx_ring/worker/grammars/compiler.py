@@ -25,7 +25,7 @@ from mlx_ring.core.lean_imports import import_tokenizers
 from mlx_ring.models.grammars import deep_thread, grammar_limits, in_one_line, to_llguidance
 from mlx_ring.models.model_folder import ModelFolder
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
-from mlx_ring.worker.grammars.answer import AnswerGrammar, Compiled
+from mlx_ring.worker.grammars.answer_state import AnswerGrammar, Compiled
 
 KEPT_BYTES = 256 << 20
 _LEAST_BYTES = 1 << 20

@@ -1,4 +1,5 @@
-// cblas_sgemm in front of OpenBLAS's, for products of few rows. blas/dispatch.py points libmlx.so's calls at it.
+// cblas_sgemm in front of OpenBLAS's, for products of few rows. blas/install.py points libmlx.so's calls at it, in the
+// entries that blas/slots.py finds.
 //
 // OpenBLAS packs both operands of every product. When A has one row, as in decode, packing reads and writes the weights
 // before they are used once, at a third of memory speed; cblas_sgemv reads them in place. With 2 to 8 rows OpenBLAS has

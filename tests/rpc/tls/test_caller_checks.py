@@ -27,8 +27,8 @@ from mlx_ring.rpc.channels import (
 )
 from mlx_ring.rpc.methods import AGENT_SERVICE, STEPS, STOP, WATCH, WORKER_SERVICE, service_handler
 from mlx_ring.rpc.protos import agent_pb2, worker_pb2
+from mlx_ring.rpc.tls.caller_checks import AioPeerGuard, PeerGuard
 from mlx_ring.rpc.tls.credentials import Credentials
-from mlx_ring.rpc.tls.guard import AioPeerGuard, PeerGuard
 from mlx_ring.rpc.tls.handshakes import handshake_error
 from mlx_ring.rpc.tls.peers import HEAD_NAME, Revoked, node_name, peer_of_certificate
 

@@ -47,7 +47,7 @@ class KVStore:
         self.dtype = dtype
         self._layout: Layout = read_layout(prototypes, kv_bits, slack)
         self._rows: dict[int, Row] = {}
-        self._growth = Growth(lambda: self._banks.aimed_bytes, step_bytes)
+        self._growth = Growth(lambda: self._banks.target_bytes, step_bytes)
         self._banks = Banks(self._layout, self._growth)
         self._assembly = Assembly(self._layout, self._banks, ragged=ragged)
         self._state_bytes = 0

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from mlx_ring.cluster.control import Control
-from mlx_ring.cluster.membership import Event, FormerMember, Left
+from mlx_ring.cluster.membership import Event, FormerMember, SessionEnded
 from mlx_ring.core.cluster_folders import AGENT_LOCK, node_folder
 from mlx_ring.core.environment import environment_with_grpc_logs, inherited_environment
 from mlx_ring.host.addresses import HeadAddress
@@ -77,7 +77,7 @@ class OwnAgent:
         left = asyncio.Event()
 
         def on_event(event: Event) -> None:
-            if isinstance(event, Left) and event.node == self._control.node and not event.is_final:
+            if isinstance(event, SessionEnded) and event.node == self._control.node and not event.is_final:
                 left.set()
 
         with self._control.watching(on_event):

@@ -237,7 +237,9 @@ _RECOVERY = (
     "`rdma_ctl enable` and restart. Both machines need it."
 )
 _PORTS = "Connect the machines by a Thunderbolt 5 cable, at Thunderbolt 5 ports; of a Mac Studio's not at the one next to Ethernet."
-_NEXT = "`mlx.distributed_config --backend jaccl` writes a hostfile that tells which device leads where."
+_NEXT = (
+    "`mlx.distributed_config --backend jaccl` writes a hostfile that names the device for each connection."
+)
 
 
 def check_rdma() -> Iterator[Finding]:
