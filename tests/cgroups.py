@@ -1,7 +1,7 @@
 """Control groups, which limit the memory and the CPU time of processes.
 
 They are of version 2 or 1, as this machine has them, below the group that the tests run in. A watcher removes them with
-the processes left in them, also when the tests are killed: it waits for the end of a pipe whose other end the tests hold.
+the processes left in them, also when the tests are killed. It waits for the end of a pipe whose other end the tests hold.
 """
 
 from __future__ import annotations

@@ -203,11 +203,11 @@ def test_workers_that_stay_are_asked_while_others_end(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = asyncio.Event()
-    gone = SimpleNamespace(exit_reason="ended by signal 9 (SIGKILL)", pid=2)
+    ended = SimpleNamespace(exit_reason="ended by signal 9 (SIGKILL)", pid=2)
     lost = Worker(
         worker_pb2.StageAssignment(rank=0),
         Path("v.sock"),
-        cast("ChildProcess", gone),
+        cast("ChildProcess", ended),
         cast("grpc.aio.Channel", None),
     )
 

@@ -1,6 +1,6 @@
 """Recoveries of a replica: what they measure and report, and what ends them."""
 
-# A model is composed without its files, and lives are read from the line of requests.
+# A model is composed without its files, and lives are read from the queue.
 # pyright: reportPrivateUsage=false
 
 from __future__ import annotations

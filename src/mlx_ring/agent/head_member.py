@@ -1,7 +1,7 @@
 """`python -m mlx_ring.agent.head_member`: the agent of the head's own machine in a cluster.
 
-It is a member like any other, started by `mlx-ring serve --nodes N` and not its child: when the head is
-killed it stays, with its workers, and the next head takes them over.
+It is a member like any other. `mlx-ring serve --nodes N` starts it, but not as its child. When the head is killed it
+stays, with its workers, and the next head takes them over.
 """
 
 from __future__ import annotations

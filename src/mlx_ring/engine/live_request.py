@@ -1,8 +1,8 @@
 """A request from its submission until its end, whichever engine works on it.
 
 An engine lasts as long as its instance. A request outlives it: its stream, its text, its times and its known tokens
-stay here, and the next engine continues them. Its owner, `home`, is the engine that works on it, or the line of those
-that wait for one.
+stay here, and the next engine continues them. Its owner, `home`, is the engine that works on it, or the queue for
+the next engine.
 """
 
 from __future__ import annotations

@@ -176,7 +176,7 @@ class HostedModel:
         )
 
     def _engines(self) -> Sequence[Routed]:
-        """Return the engines that serve; while all are loaded again, the line of requests that wait for one."""
+        """Return the engines that serve; while all are loaded again, the queue for the next one."""
         serving = [each.engine for each in self._serving()]
         return serving or ([self._held] if self.keeps_requests else [])
 

@@ -1,7 +1,7 @@
 """One client's HTTP connection: the only place that subclasses uvicorn's protocol.
 
-uvicorn waits without limit for a client that stalls: while it sends the head of a request, while it should read an
-answer, or after it vanished. uvicorn has no setting or hook for these cases, so its `H11Protocol` is subclassed.
+uvicorn waits without limit for a client that stalls. It may stall while it sends the head of a request, while it
+should read an answer, or after it vanished. uvicorn has no setting or hook for these cases, so its `H11Protocol` is subclassed.
 Therefore `pyproject.toml` admits only the minor version of uvicorn that is tested, and
 `tests/head/test_uvicorn_connection.py` checks everything of uvicorn that the subclass relies on:
 

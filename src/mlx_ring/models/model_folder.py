@@ -1,6 +1,6 @@
 """Files of a model's folder: configuration and headers of safetensors or GGUF files, no weights, no MLX.
 
-All mistakes in a folder are found here, before any process starts: files that are missing, truncated or
+All mistakes in a folder are found here, before any process starts. They are files that are missing, truncated or
 contradict each other, and folders that need their own code to be run, which is never done.
 """
 

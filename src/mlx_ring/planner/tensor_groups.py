@@ -330,7 +330,7 @@ def _in_parts(shares: Table) -> list[float]:
 
 
 def crowded(node: NodeProfile, ranks: int) -> NodeProfile:
-    """Return the machine as one of several ranks on it finds it: they share its speed if they are more than it can run at once."""
+    """Return the machine as one of several ranks on it finds it. Ranks share its speed if it cannot run all at once."""
     slower = ranks / min(ranks, node.workers_at_once)
     if slower <= 1:
         return node

@@ -1,7 +1,7 @@
 """Assignment of caches to a stage's layers, found by a dry run of the model.
 
 The dry run computes nothing. It shows which cache each layer gets, which argument carries the activations, and what
-layers pass to later ones besides: everything that decides where a model can be cut.
+layers pass to later ones besides. All this decides where a model can be cut.
 
 mlx-lm gives a model one list of caches, which models index as they like: one for each layer, two for each layer, none
 for layers without state. A model also makes its masks from some layer's cache, which may belong to another stage.

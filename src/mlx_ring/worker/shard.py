@@ -1,6 +1,6 @@
 """Stage of any mlx-lm model, without our own forward code for any architecture.
 
-The model's own forward runs. Its list of layers keeps its length: layers of other stages become pass-throughs, the
+The model's own forward runs. Its list of layers keeps its length. Layers of other stages become pass-throughs, the
 first owned layer receives the activations, and the last one returns them. MLX is lazy, so embedding, norm and head are
 computed only if their results are needed.
 """
@@ -186,7 +186,7 @@ class StageModel:
             output: on the last stage: logits, those of this rank's tokens only, or the input of the model's head.
 
         Returns:
-            (batch, n, hidden) activations; on the last stage (batch, p, vocabulary) logits,
+            (batch, n, hidden) activations. The last stage returns (batch, p, vocabulary) logits,
             (batch, p, own tokens of the vocabulary) of them, or (batch, p, hidden).
         """
         passage = self._passage

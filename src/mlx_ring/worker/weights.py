@@ -1,7 +1,7 @@
 """Loading of a stage's share of a model's weights, and no more.
 
 mlx-lm builds the whole model around lazy arrays. Nothing is read until an array is evaluated, and only the stage's own
-are. They are evaluated one by one, those of the largest modules first: casting needs the old and the new copy of one
+are. They are evaluated one by one, those of the largest modules first. So casting needs the old and the new copy of one
 array at a time, while little else is held.
 
 Embedding models are saved as checkpoints of the transformer alone. Their tensors are named `layers.0...` where mlx-lm's

@@ -191,7 +191,7 @@ def check_fast_links(addresses: Sequence[LanAddress], root: Path = ROOT) -> Find
 
 _ETHERNET_WILL_DO = "Gigabit Ethernet suffices for a stage on each machine; faster cables shorten the time to the first token."
 _CABLE = (
-    "Two machines with a Thunderbolt cable between them are a fast network: on Linux load thunderbolt-net, "
+    "Two machines with a Thunderbolt cable between them are a fast network. On Linux load thunderbolt-net; "
     "on a Mac turn the Thunderbolt Bridge on in the network settings."
 )
 

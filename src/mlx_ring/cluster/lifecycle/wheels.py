@@ -289,7 +289,7 @@ def why_not(said: str, python: Python) -> str:
         )
     if match := _NO_VERSION.search(text):
         return (
-            f"{match[1]} {match[2]}, which is installed here, is not in the package index: install a version that is in the "
+            f"{match[1]} {match[2]}, which is installed here, is not in the package index. Install a version that is in the "
             "index, or give a folder with its wheel as `wheels` in the file"
         )
     last = _last_cause(said)

@@ -1,7 +1,7 @@
 """Check of the caller at every call: server interceptors, for threads and for an event loop.
 
-TLS itself refuses strangers. The guard refuses machines that TLS admits: removed ones, nodes that call methods of the
-head alone, and others that call methods of this machine alone. Over a Unix socket it checks nothing.
+TLS itself refuses strangers. The guard also refuses removed machines, nodes that call methods of the head alone,
+and others that call methods of this machine alone. Over a Unix socket it checks nothing.
 """
 
 from __future__ import annotations
