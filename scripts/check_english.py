@@ -8,6 +8,7 @@ It reports, by file and line:
 - long: a sentence of more than 25 words, or with two semicolons, in a docstring, a comment, a document or a message
 - spelling: a word of `IN_IZE` that is spelled with -ise
 - name: a class, function, parameter, field, constant, local or file named after a word of `BANNED_NAMES`
+- log: a log line that begins with a small letter
 - wide: a line of more than 120 characters in a Markdown document, outside tables and code
 
 Text in backticks and code blocks is code and does not count. A string counts when it holds a space; the demo models' corpus
@@ -145,7 +146,7 @@ BANNED_FILES: Mapping[str, str] = {
 }
 """Names of files and folders, each with what to write."""
 
-KINDS = ("opener", "word", "clause", "long", "spelling", "name", "wide")
+KINDS = ("opener", "word", "clause", "long", "spelling", "name", "log", "wide")
 """Kinds of findings that must not be."""
 OPENERS = frozenset({"What", "Whether", "Who", "Of"})
 NO_VERBS = frozenset({
@@ -160,6 +161,8 @@ NO_VERBS = frozenset({
 _VERBS_IN_S = frozenset({"Bias", "Canvas", "Focus"})
 _VERBS_IN_ED = frozenset({"Feed", "Embed", "Proceed", "Need", "Seed", "Shed", "Speed", "Spread"})
 _VERBS_IN_ING = frozenset({"Bring", "Ping", "Ring", "String"})
+_LEVELS = frozenset({"debug", "info", "warning", "error", "exception", "critical"})
+_NAMES_IN_LOWER_CASE = ("mlx", "gRPC", "uvicorn", "ssh", "libmlx")
 _CLAUSE = re.compile(r"(?:^|(?<=[.!;:])\s+|\n\s*\n)(?:What|Whatever|Who|Whoever)\s[^.?!]*(?=[.!]|$)")
 _CODE = re.compile(r"```.*?```|``[^`]*``|`[^`]*`|https?://\S+", re.DOTALL)
 _BANNED = [
@@ -261,6 +264,7 @@ def check_python(path: str, source: str) -> Iterator[Finding]:
                 path, piece if is_message else replace(piece, has_sentences=piece.is_docstring)
             )
     yield from _check_openers(path, tree)
+    yield from _check_logs(path, tree)
     for line, name in _names(tree):
         yield from _check_name(path, line, name)
 
@@ -321,6 +325,20 @@ def _check_openers(path: str, tree: ast.Module) -> Iterator[Finding]:
                     "opener",
                     f"“{' '.join(text.split()[:2])}” is no verb in the imperative",
                 )
+
+
+def _check_logs(path: str, tree: ast.Module) -> Iterator[Finding]:
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(
+                func=ast.Attribute(value=ast.Name(id="log" | "_log"), attr=level),
+                args=[ast.Constant(value=str(text)), *_],
+            ) if level in _LEVELS and text[:1].islower() and not text.startswith(_NAMES_IN_LOWER_CASE):
+                yield Finding(
+                    path, node.lineno, "log", f"“{' '.join(text.split()[:4])} …” begins with a small letter"
+                )
+            case _:
+                pass
 
 
 def _string_of(statement: ast.stmt) -> str:

@@ -121,7 +121,7 @@ def test_a_worker_that_is_killed_while_another_loads_is_replaced_like_the_first(
         os.kill(pids[1], signal.SIGKILL)
         log = logs / "agent.log"
         started = eventually(
-            lambda: re.findall(r"started worker-1-0 .*, pid (\d+)", log.read_text()),
+            lambda: re.findall(r"Started worker-1-0 .*, pid (\d+)", log.read_text()),
             lambda seen: len(seen) == 2,
         )
         # The new worker never loads, so only the second loss can end its load in time.
@@ -174,7 +174,7 @@ def test_all_workers_stay_if_a_lost_one_answers_before_another_is_linked(three_s
 
     def started() -> set[int]:
         return {
-            int(pid) for pid in re.findall(r"started worker-\d-0 .*, pid (\d+)", three_stages.log("agent"))
+            int(pid) for pid in re.findall(r"Started worker-\d-0 .*, pid (\d+)", three_stages.log("agent"))
         }
 
     expected = three_stages.answer(question)
@@ -258,7 +258,7 @@ def of_stage(ranks: Sequence[Rank], stage: int) -> list[Rank]:
 
 def halts_of(disturbed: Disturbed, worker: str) -> int:
     """Return how often a worker has halted after a step."""
-    return disturbed.log(worker).count("halted after step")
+    return disturbed.log(worker).count("Halted after step")
 
 
 def wait_in_collective(running: Served, stage: int) -> None:

@@ -199,7 +199,7 @@ class LinkService:
             measure = await asyncio.to_thread(self._probe, request.node, request.address)
             self._store.save(key, measure)
         log.info(
-            "the link to %s at %s: %.2f ms there and back, %.1f MB/s",
+            "The link to %s at %s: %.2f ms there and back, %.1f MB/s",
             request.node,
             request.address,
             1e3 * measure.round_trip_s,

@@ -202,7 +202,7 @@ class StartupMessages:
         if not self._tasks:
             self._stop_bars()
         if self._is_over:
-            log.info("serving %s (loaded in %.1f s)", running.instance.name, running.load_s)
+            log.info("Serving %s (loaded in %.1f s)", running.instance.name, running.load_s)
         else:
             print(ready_text(running), flush=True)
         self._has_served = True

@@ -125,7 +125,7 @@ def next_head(folder: Path, events: Sequence[agent_pb2.AgentEvent]) -> int:
             content.newest = max(content.newest, newest) + 1
             return content.newest
     except (ConfigError, OSError) as error:
-        log.warning("the number of this head is not stored: %s", error)
+        log.warning("The number of this head is not stored: %s", error)
         return newest + 1
 
 

@@ -204,7 +204,7 @@ class Control:
             peer = peer_of_call(context)
             member = self._member(await _first(requests), peer, host)
         except RingError as error:
-            log.warning("refused %s: %s", host, error)
+            log.warning("Refused %s: %s", host, error)
             yield cluster_pb2.AttendReply(failure=error_to_failure(error))
             return
         reason, revocations, is_final = "its connection was lost", asyncio.Event(), False

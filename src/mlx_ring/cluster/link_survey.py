@@ -232,7 +232,7 @@ class LinkSurvey:
                 # A node that is busy for a moment does not mean a broken link.
                 said = await self._ask(source, target, address)
         except RingError as error:
-            log.warning("the link from %s to %s could not be measured: %s", source.node, target.node, error)
+            log.warning("The link from %s to %s could not be measured: %s", source.node, target.node, error)
             return FoundLink(source.node, target.node, unix_time_s=self._clock(), problem=str(error))
         if not said.age_s and self._lost_s_ago(source, target) >= _FRESH_LOSS_S:
             self._measured |= {source.node, target.node}

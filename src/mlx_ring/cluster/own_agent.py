@@ -96,7 +96,7 @@ class OwnAgent:
 
     async def _ensure(self) -> None:
         if self._is_absent and not await self.attends(_RETURNS_WITHIN_S):
-            log.warning("the agent of this machine does not answer: replacing it")
+            log.warning("The agent of this machine does not answer: replacing it")
             await self._kill()
         if self._process is not None and self._process.poll() is None:
             return  # one that has just started may not hold the lock yet
@@ -130,7 +130,7 @@ class OwnAgent:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 await asyncio.to_thread(self._process.wait, _END_WAIT_S)
         if self._process.poll() is None:
-            log.warning("the agent of this machine does not end: killing it")
+            log.warning("The agent of this machine does not end: killing it")
             await self._kill()
 
     async def _kill(self) -> None:

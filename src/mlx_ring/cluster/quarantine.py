@@ -221,7 +221,7 @@ class QuarantineList:
         reason = f"{self._path}: {error.strerror}" if isinstance(error, OSError) else str(error)
         if reason != self._logged:
             self._logged = reason
-            log.warning("losses are not counted, and no node is put into quarantine: %s", reason)
+            log.warning("Losses are not counted, and no node is put into quarantine: %s", reason)
 
 
 HANGS = 2

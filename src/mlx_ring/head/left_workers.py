@@ -151,7 +151,7 @@ class LeftWorkers:
         self, found: Adoptable, order: Order, membership: Membership, sites: Sequence[Site], number: int
     ) -> Epoch:
         by_node = {site.node: site for site in sites}
-        log.info("adopting the loaded workers of %s", found.instance)
+        log.info("Adopting the loaded workers of %s", found.instance)
         places = [
             WorkerPlace(state.stage, state.rank, "", state.address)
             if by_node[node].is_local

@@ -313,7 +313,7 @@ class Cluster:
         except PlanError as error:
             if not avoided:
                 raise
-            log.warning("using links that were lost repeatedly, because without them: %s", error)
+            log.warning("Using links that were lost repeatedly, because without them: %s", error)
             return await plan(())
 
     async def _is_possible(
@@ -357,7 +357,7 @@ class Cluster:
         except PlanError as error:
             if steady is membership:
                 raise
-            log.warning("using quarantined nodes, because without them: %s", error)
+            log.warning("Using quarantined nodes, because without them: %s", error)
             return await plan(membership)
 
     def _steady(self, membership: Membership) -> Membership:
@@ -373,7 +373,7 @@ class Cluster:
             avoided = self._quarantine.note_link(error.ends, str(error), begun_s)
             if avoided is not None:
                 log.error(
-                    "plans avoid the link between %s until %s. %s",
+                    "Plans avoid the link between %s until %s. %s",
                     " and ".join(error.ends),
                     time.strftime("%H:%M", time.localtime(avoided.until_s)),
                     avoided.reason,

@@ -350,7 +350,7 @@ class EarlyPlan:
         try:
             return await planning
         except RingError as error:
-            log.info("nothing was planned for the loss of a part of %s: %s", remains.instance, error)
+            log.info("Nothing was planned for the loss of a part of %s: %s", remains.instance, error)
             return None
 
 

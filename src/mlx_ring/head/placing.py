@@ -209,7 +209,7 @@ def _plan_in_reach(order: Order, cluster: ClusterProfile) -> Plan:
         if len(smaller.nodes) == len(cluster.nodes):
             raise
         left = [node.name for node in cluster.nodes if node not in smaller.nodes]
-        log.warning("planning without %s, because otherwise: %s", " and ".join(left), error)
+        log.warning("Planning without %s, because otherwise: %s", " and ".join(left), error)
         return _plan(order, smaller)
 
 

@@ -44,7 +44,7 @@ def plan_request_for(
     if shares is not None:
         return _by_name(shares, request, nodes)
     if len(nodes) != settings.nodes:
-        log.warning("proportions were given for %d machines, but %d are present", settings.nodes, len(nodes))
+        log.warning("Proportions were given for %d machines, but %d are present", settings.nodes, len(nodes))
         return tuple(nodes), replace(request, strategy="auto")
     return tuple(nodes), replace(request, proportions=tuple(map(float, settings.proportions)))
 

@@ -114,7 +114,7 @@ class StepDown:
             try:
                 placement = await _placed(lower, place)
             except PlanError as error:
-                log.warning("using MLX's backend %s, because without it: %s", ", ".join(barred), error)
+                log.warning("Using MLX's backend %s, because without it: %s", ", ".join(barred), error)
                 break
             order = lower
         return placement
@@ -189,15 +189,15 @@ def _next_order(order: Order, placement: Placement, barred: AbstractSet[str]) ->
         changes["backend"] = _RING
         if settings.link in BACKENDS:
             changes["link"] = _RING
-        log.info("using MLX's backend ring for %s instead of %s", order.served.names[0], ", ".join(barred))
+        log.info("Using MLX's backend ring for %s instead of %s", order.served.names[0], ", ".join(barred))
         return replace(order, settings=settings.model_copy(update=changes))
     changes["backend"] = AUTO
     if is_collective(settings.link):
         changes["link"] = "grpc"
-        log.info("linking the stages of %s by gRPC instead of %s", order.served.names[0], settings.link)
+        log.info("Linking the stages of %s by gRPC instead of %s", order.served.names[0], settings.link)
         return replace(order, settings=settings.model_copy(update=changes))
     ranks = len(rank_shares(settings))
-    log.info("splitting %s into stages, without tensor parallelism", order.served.names[0])
+    log.info("Splitting %s into stages, without tensor parallelism", order.served.names[0])
     stages = 1 if settings.nodes > 1 else min(settings.stages * ranks, order.served.folder.num_layers)
     changes |= {"tp": 1, "tp_shares": (), "stages": stages, "strategy": "auto", "proportions": ()}
     return replace(order, settings=settings.model_copy(update=changes), pipeline_only=True)

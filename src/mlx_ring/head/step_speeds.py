@@ -117,7 +117,7 @@ class StepSpeeds:
         after = replace(before, **changes)
         self._kept[node] = _Kept(profile=_checksum(profile), decode=after.decode, prefill=after.prefill)
         log.info(
-            "steps of %s on %s take %.2f of the predicted time, which the next plan counts",
+            "Steps of %s on %s take %.2f of the predicted time, which the next plan counts",
             kind,
             node,
             bounded,
@@ -138,7 +138,7 @@ class StepSpeeds:
         try:
             write_private(self._path, json.dumps(self._kept, indent=1).encode())
         except (ConfigError, OSError) as error:
-            log.warning("measured speeds are not kept: %s", error)
+            log.warning("Measured speeds are not kept: %s", error)
 
 
 def _checksum(profile: MachineProfile) -> int:

@@ -241,7 +241,7 @@ class ClientConnection(H11Protocol):
             (self.transport.close if unread else self.transport.abort)()
             return
         log.info(
-            "closing a connection of %s, which has the most, to make room for another client", self.client
+            "Closing a connection of %s, which has the most, to make room for another client", self.client
         )
         cycle.disconnected = True
         cycle.message_event.set()

@@ -186,10 +186,10 @@ class WorkerServer:
             self._sends, self._grammars = built.sends, built.grammars
             self._phase = "ready"
             report(worker_pb2.LoadProgress(ready=True, phase="ready", bytes_loaded=self._weight_bytes))
-            log.info("ready: BLAS %s, dtype %s, device %s", self._identity.blas, self._dtype, device_name())
+            log.info("Ready: BLAS %s, dtype %s, device %s", self._identity.blas, self._dtype, device_name())
         except Exception as error:
             self._phase = "failed"
-            log.exception("loading failed")
+            log.exception("Loading failed")
             progress.put(worker_pb2.LoadProgress(failure=error_to_failure(error)))
         finally:
             progress.put(None)
@@ -259,7 +259,7 @@ class WorkerServer:
                     case _:
                         self._jobs.put(partial(self.execute, stream, request.step, monotonic_us()))
         except grpc.RpcError:
-            log.info("the head's step stream ended")
+            log.info("The head's step stream ended")
         finally:
             stream.answers.put(None)
 
@@ -296,7 +296,7 @@ class WorkerServer:
     def _answer(self, answers: Iterator[step_pb2.StepDone]) -> None:
         for done in answers:
             if done.HasField("failure"):
-                log.error("step %d failed: %s", done.step, done.failure.message)
+                log.error("Step %d failed: %s", done.step, done.failure.message)
             if self._runner is not None and self._runner.spoiled:
                 end_process(self._runner.spoiled)
             # A head that has taken over since did not ask for these answers.
@@ -399,7 +399,7 @@ class WorkerServer:
         self._sends = opened.sends
         self._neighbours.advance(assignment.epoch)
         set_log_epoch(assignment.epoch)
-        log.info("linked with the neighbours of epoch %d", assignment.epoch)
+        log.info("Linked with the neighbours of epoch %d", assignment.epoch)
 
     # Status
 

@@ -76,7 +76,7 @@ def test_a_revoked_certificate_is_refused_from_its_next_call_and_others_are_not(
     assert isinstance(mapped, PeerRefused)
     assert "lost-1" in str(mapped)
     (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert line.startswith("refused a call of /mlx_ring.Agent/Stop from 127.0.0.1:")
+    assert line.startswith("Refused a call of /mlx_ring.Agent/Stop from 127.0.0.1:")
     assert "lost-1" in line
 
 

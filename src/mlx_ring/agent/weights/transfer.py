@@ -240,7 +240,7 @@ class Transfer:
             await self._drop(names.pop(), _wrong(piece))
         else:
             log.warning(
-                "received wrong bytes of %s from %s: requesting all of it from one of them",
+                "Received wrong bytes of %s from %s: requesting all of it from one of them",
                 piece,
                 sorted(names),
             )

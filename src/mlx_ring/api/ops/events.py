@@ -209,7 +209,7 @@ class EventFeed:
             try:
                 self._update()
             except Exception:
-                log.exception("cannot read the state for the event stream this time")
+                log.exception("Cannot read the state for the event stream this time")
 
     def _update(self) -> None:
         state = self._read()

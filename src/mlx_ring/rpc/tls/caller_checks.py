@@ -78,7 +78,7 @@ class _Rules:
             if not reason and method.startswith(self._local_only):
                 reason = f"{peer} called {method}, which only this machine's agent may."
         if reason:
-            log.warning("refused a call of %s from %s: %s", method, caller.address, reason)
+            log.warning("Refused a call of %s from %s: %s", method, caller.address, reason)
         return reason
 
 

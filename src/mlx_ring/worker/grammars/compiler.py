@@ -202,7 +202,7 @@ class GrammarCompiler:
                 self._tokenizer = read_tokenizer(self._folder)
             except ModelCorrupt as error:
                 self._tokenizer = error
-            log.info("read the tokenizer for grammars in %.2f s", time.monotonic() - started)
+            log.info("Read the tokenizer for grammars in %.2f s", time.monotonic() - started)
         if isinstance(self._tokenizer, ModelCorrupt):
             raise ModelCorrupt(str(self._tokenizer))
         return self._tokenizer

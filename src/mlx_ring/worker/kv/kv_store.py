@@ -129,7 +129,7 @@ class KVStore:
             row = self._sound(sequence)
             self.trim(sequence, length)
         except RingError as error:
-            log.warning("the KV of sequence %d is not kept: %s", sequence, error)
+            log.warning("The KV of sequence %d is not kept: %s", sequence, error)
             return False
         return length > 0 and not row.retained
 

@@ -59,6 +59,6 @@ def wait_in_the_kernel() -> list[Slot]:
         for slot in slots:
             slot.write(recv)
     except (Unavailable, OSError) as reason:  # OSError: a /proc that is not mounted
-        log.info("a rank that waits for others keeps a core busy: %s", reason)
+        log.info("A rank that waits for others keeps a core busy: %s", reason)
         return []
     return slots
