@@ -29,11 +29,11 @@ from mlx_ring.host.private_files import read_private, write_private
 from mlx_ring.planner.forecast import Forecast
 from mlx_ring.planner.profiles import StepRatios
 
-Kind = Literal["decode", "prefill"]
+StepKind = Literal["decode", "prefill"]
 log = logging.getLogger(__name__)
 
 _FILE = "step-time-ratios.json"
-_LEAST_STEPS: Mapping[Kind, int] = {"decode": 32, "prefill": 4}
+_LEAST_STEPS: Mapping[StepKind, int] = {"decode": 32, "prefill": 4}
 """Number of measured steps from which their median counts."""
 _LEAST, _MOST = 0.5, 2.0
 """Bounds of a ratio. A machine that is farther off was measured under other conditions."""
@@ -94,7 +94,7 @@ class StepSpeeds:
         """Learn from the last steps of all instances, and write what has changed."""
         if not self._learns:
             return
-        steps: dict[tuple[str, Kind], list[tuple[float, int]]] = defaultdict(list)
+        steps: dict[tuple[str, StepKind], list[tuple[float, int]]] = defaultdict(list)
         for view in views:
             for node, kind, ratio, count in _measured(view):
                 steps[node, kind].append((ratio, count))
@@ -107,7 +107,7 @@ class StepSpeeds:
         if any(changed):
             self._write()
 
-    def _note(self, node: str, kind: Kind, ratio: float, profile: MachineProfile) -> bool:
+    def _note(self, node: str, kind: StepKind, ratio: float, profile: MachineProfile) -> bool:
         """Keep a ratio; return False if it is about the same as before."""
         before = self.of(node, profile)
         bounded = min(max(ratio, _LEAST), _MOST)
@@ -117,7 +117,7 @@ class StepSpeeds:
         after = replace(before, **changes)
         self._kept[node] = _Kept(profile=_checksum(profile), decode=after.decode, prefill=after.prefill)
         log.info(
-            "steps of %s on %s take %.2f of the predicted time, which the next plan counts",
+            "Steps of %s on %s take %.2f of the predicted time, which the next plan counts",
             kind,
             node,
             bounded,
@@ -138,7 +138,7 @@ class StepSpeeds:
         try:
             write_private(self._path, json.dumps(self._kept, indent=1).encode())
         except (ConfigError, OSError) as error:
-            log.warning("measured speeds are not kept: %s", error)
+            log.warning("Measured speeds are not kept: %s", error)
 
 
 def _checksum(profile: MachineProfile) -> int:
@@ -148,7 +148,7 @@ def _checksum(profile: MachineProfile) -> int:
     return zlib.crc32(measured.encode())
 
 
-def _measured(view: MeasuredInstance) -> Iterator[tuple[str, Kind, float, int]]:
+def _measured(view: MeasuredInstance) -> Iterator[tuple[str, StepKind, float, int]]:
     """Yield node, kind, ratio and number of alike steps, for stages of one rank that have their machine's whole speed."""
     if view.forecast is None:
         return
@@ -161,8 +161,8 @@ def _measured(view: MeasuredInstance) -> Iterator[tuple[str, Kind, float, int]]:
             continue
         for kind, alike in (("decode", times.decode), ("prefill", times.chunks)):
             for steps in alike:
-                predicted_s = _predicted_s(profile, times.stage, steps, cast("Kind", kind))
-                yield node.name, cast("Kind", kind), steps.compute_us / 1e6 / predicted_s, steps.steps
+                predicted_s = _predicted_s(profile, times.stage, steps, cast("StepKind", kind))
+                yield node.name, cast("StepKind", kind), steps.compute_us / 1e6 / predicted_s, steps.steps
 
 
 def _median(found: list[tuple[float, int]]) -> float:
@@ -194,14 +194,14 @@ def _half_way(forecast: Forecast) -> AlikeSteps:
     return AlikeSteps(1, 1, 0, forecast.demand.mean_context_tokens, 0.0, 0.0, 0.0, 0.0)
 
 
-def _predicted_s(forecast: Forecast, stage: int, steps: AlikeSteps, kind: Kind) -> float:
+def _predicted_s(forecast: Forecast, stage: int, steps: AlikeSteps, kind: StepKind) -> float:
     if kind == "decode":
         return forecast.decode_s(stage, steps.rows, steps.context_tokens)
     return forecast.chunk_s(stage, steps.tokens, steps.context_tokens)
 
 
 def _step(
-    forecasts: tuple[Forecast, Forecast] | None, stage: int, steps: AlikeSteps, kind: Kind
+    forecasts: tuple[Forecast, Forecast] | None, stage: int, steps: AlikeSteps, kind: StepKind
 ) -> StepStatus:
     """Return the status of alike steps, with the profile's prediction and the corrected one."""
     predicted, corrected = (
