@@ -1,7 +1,4 @@
-"""Settings: one field for each, with its type, bounds, default, help and flag. `settings_sources.py` reads the sources.
-
-Apart from these two modules, only `core/environment.py` reads the environment.
-"""
+"""Settings: one field for each, with its type, bounds, default, help and flag. `settings_sources.py` reads the sources."""
 
 from __future__ import annotations
 
