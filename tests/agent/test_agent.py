@@ -15,8 +15,8 @@ from pathlib import Path
 import grpc
 import psutil
 import pytest
+from tests.default_settings import agent_settings
 from tests.eventually import eventually
-from tests.process_settings import agent_settings
 
 from mlx_ring.cluster.layer_split import Cut, even_split, make_assignments
 from mlx_ring.core.environment import inherited_environment

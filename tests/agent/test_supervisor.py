@@ -14,8 +14,8 @@ from typing import cast
 import grpc
 import psutil
 import pytest
+from tests.default_settings import agent_settings
 from tests.eventually import eventually, run_tasks_until
-from tests.process_settings import agent_settings
 
 from mlx_ring.agent import supervisor as subject
 from mlx_ring.agent.supervisor import Supervisor, Worker, WorkerOptions

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from tests.process_settings import agent_settings
+from tests.default_settings import agent_settings, make_policy
 
 from mlx_ring.cluster.agent_link import AgentLink, Source
 from mlx_ring.cluster.layer_split import even_split
@@ -151,7 +151,7 @@ async def running_engine(
             )
             addresses = {rank: address for rank, (address, _) in workers.items()}
             kv = await _kv_of(addresses, kv_blocks or _ROOMY)
-        policy = policy or Policy(max_num_seqs=max_num_seqs)
+        policy = policy or make_policy(max_num_seqs=max_num_seqs)
         engine = Engine(executor, NO_TEXT, limits, instance="test", epoch=1, policy=policy, kv=kv)
         watching = asyncio.create_task(_watch(engine, [agent.pid, *pids]), name="watch")
         try:
