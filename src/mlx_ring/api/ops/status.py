@@ -141,7 +141,7 @@ _USED: dict[str, Any] = {
 
 
 class UsedMemory(create_model("UsedMemory", __base__=_Status, **_USED)):
-    """Memory in the report of a stage's worker, in bytes: the fields of `WorkerMemory`."""
+    """Memory in the report of a stage's worker, in bytes."""
 
 
 class StageMemory(_Status):
