@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import get_type_hints
 
 import pytest
 
+import mlx_ring
 from mlx_ring.settings.config import Settings
 from mlx_ring.settings.process_settings import (
     AgentSettings,
@@ -39,6 +41,13 @@ def read(kind: type[WorkerSettings], arguments: Sequence[str]) -> WorkerSettings
 @pytest.mark.parametrize("name", names_of(MemberSettings))
 def test_a_field_has_the_name_and_the_type_of_a_setting(name: str) -> None:
     assert get_type_hints(MemberSettings)[name] == get_type_hints(Settings)[name]
+
+
+@pytest.mark.parametrize("name", names_of(MemberSettings))
+def test_agents_or_workers_read_each_field(name: str) -> None:
+    package = Path(mlx_ring.__file__).parent
+    sources = [path for room in ("agent", "worker") for path in (package / room).rglob("*.py")]
+    assert any(re.search(rf"settings\.{name}\b", path.read_text("utf-8")) for path in sources)
 
 
 @pytest.mark.parametrize("settings", [MEMBER, select_settings(MemberSettings, Settings())])
