@@ -43,8 +43,6 @@ class Chip:
     """The same without tensor cores or neural accelerators, where it has them."""
     tier: str = "usual"
     gpu_cores: int | None = None
-    shared_memory: bool = False
-    """True if processor and GPU share the memory, as on every Mac too."""
 
 
 @dataclass(frozen=True, slots=True)
