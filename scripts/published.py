@@ -106,6 +106,8 @@ _AS_FAST = 1.03
 _FLASH_ATTENTION = "2024-10"
 """Until then, measurements with llama.cpp were made without flash attention, which slows it behind a context."""
 _SHORT_PROMPT, _SHORT_ANSWER = 256, 128
+_PROMPTS_ALONE = ("llama.cpp", "llama.cpp-2024", "llama.cpp-rocm", "ds4", "ds4-tensors", "ollama")
+"""Engines that time a prompt without drawing a token. Others measure until the first token."""
 _HOT = "slowed by heat"
 _MICRO_BATCH = re.compile(r"micro-batches of (\d+)")
 """Tokens of a prompt that an engine computed at once, where a row's note says so."""
@@ -194,6 +196,8 @@ def engine_of(row: Row) -> str:
         return "ds4-tensors"
     if engine == "llama.cpp" and row["date"] < _FLASH_ATTENTION:
         return "llama.cpp-2024"
+    if engine.startswith("llama.cpp") and row["backend"] == "rocm":
+        return "llama.cpp-rocm"
     same = {
         "llama.cpp server": "llama.cpp",
         "mlx-lm server": "mlx-lm",
@@ -224,7 +228,9 @@ def predict(row: Row, fitted: Fitted | None = None) -> float | None:
     stage = pipeline.stages[0]
     if row["measure"] == "prefill":
         if len(pipeline.stages) == 1:
-            step_s = max(node.costs.step_s for node in nodes)
+            step_s = max(node.costs.step_s + node.prompt_s for node in nodes)
+            if engine_of(row) not in _PROMPTS_ALONE:
+                step_s = pipeline.lone_stream(prompt)[1] + nodes[0].prompt_s
             return prompt / (stage.prefill_seconds(prompt, context) + step_s)
         return prompt / pipeline.first_token_s(prompt)
     if row["measure"] == "first_token":
