@@ -40,6 +40,8 @@ _NOISE, _BEND = 0.15, 1.5
 _STEP, _ROUNDS, _TRIES, _ENOUGH = 0.05, 12, 6, 0.02
 _HALF_TILES = {"metal": 16.0, "cuda": 64.0, "vulkan": 16.0, "cpu": 4.0}
 """Rows of half a tile of the kernels that multiply experts: of each expert's last tile, half is empty on average."""
+_VECTORS = {"metal": 0.25, "cuda": 2.0, "vulkan": 0.25, "cpu": 0.25}
+"""Share of plain arithmetic's speed for each further row of a step. CUDA's kernels take up to eight rows at once."""
 _START: dict[str, Any] = {
     "generations": {
         **{
@@ -68,7 +70,7 @@ _START: dict[str, Any] = {
             "experts_pace": 0.8,
             "experts_rows": _HALF_TILES[name],
             "activations": 100.0,
-            "vector": 0.25,
+            "vector": _VECTORS[name],
             "scans": 60.0,
             "narrow": 300.0,
             "read": {16: 1.0, 8: 0.95, 4: 0.85},

@@ -260,7 +260,7 @@ def chip_profile(
     return NodeProfile(
         name=name,
         memory_bytes=int(usable * 2**30),
-        bandwidth=rates[0].bandwidth / attention,
+        bandwidth=min(_MOST_OF_NOMINAL * nominal, rates[0].bandwidth / attention),
         flops=matrix * backend["scores"] / attention,
         reserve_share=max(reserve, memory["headroom_gb"] / usable) if wired_gb else reserve,
         rates=rates,
