@@ -9,8 +9,8 @@ generations start from the mean of those with the same backend, and engines from
 shows stay there.
 Engines' factors are relative to llama.cpp, which has 1.
 
-Alternatives are compared by cross-validation inside the fitted half, never by the held-out one: the publishers' machines
-are dealt to so many parts, and each part is predicted by a fit to the others.
+Alternatives are compared by cross-validation inside the fitted half, never by the held-out one. The publishers' machines
+are dealt to so many parts. Each part is predicted by a fit to the others.
 """
 
 from __future__ import annotations
