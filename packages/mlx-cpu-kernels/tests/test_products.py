@@ -190,7 +190,9 @@ def test_every_byte_is_the_number_that_it_is_for_mlx(mode: str) -> None:
 
 @pytest.mark.parametrize("rows", [1, 3, 40])
 @pytest.mark.parametrize("exponent", [-124, -110, 110, 121])
-@pytest.mark.parametrize("options", [{"bits": 2}, {"bits": 4}, {"bits": 8}, {"mode": "mxfp4"}, {"mode": "mxfp8"}])
+@pytest.mark.parametrize(
+    "options", [{"bits": 2}, {"bits": 4}, {"bits": 8}, {"mode": "mxfp4"}, {"mode": "mxfp8"}]
+)
 def test_products_of_tiny_and_of_huge_numbers_are_as_exact(
     options: dict[str, Any], exponent: int, rows: int
 ) -> None:
