@@ -107,7 +107,7 @@ def test_every_instruction_set_equals_the_scalar_reference(native_build: Path, t
 def test_the_sanitizers_find_nothing_in_the_extension(native_build: Path) -> None:
     """Run the package's own tests with a binary that AddressSanitizer and UndefinedBehaviorSanitizer watch.
 
-    What Python and MLX leave in memory at their end is none of it.
+    Python and MLX leave memory at their end, so leaks are not looked for.
     """
     names = ("libasan.so", "libubsan.so", "libstdc++.so.6")
     found = [

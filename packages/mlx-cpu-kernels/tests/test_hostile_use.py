@@ -126,5 +126,5 @@ def test_threads_that_compute_at_once_get_the_same() -> None:
     operations.install(threads=2)
     expected = _computed_often(x, weights)[0]
     with ThreadPoolExecutor(4) as pool:
-        for results in pool.map(lambda _: _computed_often(x, weights), range(4)):
+        for results in pool.map(_computed_often, [x] * 4, [weights] * 4):
             assert all(mx.array_equal(each, expected).item() for each in results)

@@ -150,7 +150,8 @@ def _update(layer: Any) -> None:
 
 
 def _load(layer: Any) -> None:
-    layer.load_weights([(name, _other(array)) for name, array in tree_flatten(layer.parameters())])
+    weights = cast("list[tuple[str, mx.array]]", tree_flatten(layer.parameters()))
+    layer.load_weights([(name, _other(array)) for name, array in weights])
 
 
 def _other(array: mx.array) -> mx.array:

@@ -307,8 +307,8 @@ def _prepare(
     prepared = kernels.prepare_layer(layer, modules, x, *of_heads, output, attention.scale, gated, joined)
     if prepared is not None:
         key = id(layer)
-        owners = (layer, *modules)
-        held = (each for owner in owners for each in (*owner.values(), *vars(owner).values()))
+        owners = cast("list[Any]", [layer, *modules])
+        held = [each for owner in owners for each in (*owner.values(), *vars(owner).values())]
         arrays = [each for each in held if isinstance(each, mx.array)]
         ends = tuple(weakref.ref(each, lambda _: _prepared.pop(key, None)) for each in (*owners, *arrays))
         _prepared[key] = _Prepared(prepared, ranks, type(attention), type(mlp), ends)
