@@ -292,7 +292,7 @@ def _prepare(
 ) -> None:
     """Prepare a layer for the tokens that follow, if its weights are at hand."""
     attention, mlp = layer["self_attn"], layer["mlp"]
-    parts: list[Any] = [*layer.values(), *attention.values(), *vars(attention).values(), *mlp.values()]
+    parts = [*layer.values(), *_values(attention), *mlp.values()]
     modules = [part for part in parts if isinstance(part, nn.Module)]
     x, *of_heads, _offset = arguments
     output, ranks = _linear(attention["o_proj"]), None
@@ -307,11 +307,15 @@ def _prepare(
     prepared = kernels.prepare_layer(layer, modules, x, *of_heads, output, attention.scale, gated, joined)
     if prepared is not None:
         key = id(layer)
-        owners = cast("list[Any]", [layer, *modules])
-        held = [each for owner in owners for each in (*owner.values(), *vars(owner).values())]
-        arrays = [each for each in held if isinstance(each, mx.array)]
+        owners = (layer, *modules)
+        arrays = [each for owner in owners for each in _values(owner) if isinstance(each, mx.array)]
         ends = tuple(weakref.ref(each, lambda _: _prepared.pop(key, None)) for each in (*owners, *arrays))
         _prepared[key] = _Prepared(prepared, ranks, type(attention), type(mlp), ends)
+
+
+def _values(module: Any) -> list[Any]:
+    """Return what a module holds, and its attributes."""
+    return [*module.values(), *vars(module).values()]
 
 
 def _find_prepared(kernels: Any, layer: Any) -> _Prepared | None:
