@@ -12,9 +12,16 @@ from pathlib import Path
 
 import pytest
 
+from mlx_cpu_kernels.build import Target, extension_flags
+
 ROOT = Path(__file__).parents[2]
 KERNELS = ROOT / "packages/mlx-cpu-kernels"
 pytestmark = [pytest.mark.conformance, pytest.mark.timeout(900)]
+SANITIZED = (
+    *("products", "layers", "attention", "prepared_layers", "decoder_layers", "decoder_caches"),
+    *("changed_layers", "hostile_use"),
+)
+"""Tests of the kernels' package that use the extension."""
 MULTIPLY = "import mlx_cpu_kernels; print(mlx_cpu_kernels.speed_up())"
 
 
@@ -77,11 +84,62 @@ def test_kernels_are_compiled_on_request_and_used(environment: Path) -> None:
     assert "; native kernels (" in run(environment, "python", "-c", MULTIPLY)
 
 
+@pytest.fixture(scope="module")
+def native_build(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("native")
+
+
+def make_kernels(build: Path, target: str, **variables: str) -> None:
+    given = [f"{name}={value}" for name, value in {"BUILD": build, **variables}.items()]
+    subprocess.run(
+        ["make", "-j2", "-C", str(KERNELS / "src/mlx_cpu_kernels/native"), *given, target], check=True
+    )
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernels are for Linux")
 @pytest.mark.parametrize("target", ["test", "sanitized"])
-def test_every_instruction_set_equals_the_scalar_reference(tmp_path: Path, target: str) -> None:
-    native = KERNELS / "src/mlx_cpu_kernels/native"
-    subprocess.run(["make", "-j2", "-C", str(native), f"BUILD={tmp_path}", target], check=True)
+def test_every_instruction_set_equals_the_scalar_reference(native_build: Path, target: str) -> None:
+    make_kernels(native_build, target)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernels are for Linux")
+@pytest.mark.timeout(2400)
+def test_the_sanitizers_find_nothing_in_the_extension(native_build: Path) -> None:
+    """Run the package's own tests with a binary that AddressSanitizer and UndefinedBehaviorSanitizer watch.
+
+    Python and MLX leave memory at their end, so leaks are not looked for.
+    """
+    names = ("libasan.so", "libubsan.so", "libstdc++.so.6")
+    found = [
+        subprocess.check_output(["g++", f"-print-file-name={name}"], text=True).strip() for name in names
+    ]
+    if not all(Path(library).is_absolute() for library in found):
+        pytest.skip(f"g++ has no {', '.join(names)}")
+    target = Target.installed()
+    make_kernels(
+        native_build,
+        "sanitized_extension",
+        EXTENSION_FLAGS=" ".join(extension_flags(target)),
+        MLX=str(target.mlx.folder),
+        NANOBIND=str(target.nanobind.folder),
+    )
+    variables = {
+        "TESTED_KERNELS": str(native_build / "sanitized/_kernels.so"),
+        "LD_PRELOAD": ":".join(found),
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "PYTHONMALLOC": "malloc",
+    }
+    tests = [str(KERNELS / f"tests/test_{name}.py") for name in SANITIZED]
+    command = [
+        "env",
+        *(f"{name}={value}" for name, value in variables.items()),
+        sys.executable,
+        "-m",
+        "pytest",
+    ]
+    command += ["-q", "-n", "2", "-m", "not slow", *tests]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_neon_equals_the_scalar_reference_on_an_emulated_processor(tmp_path: Path) -> None:

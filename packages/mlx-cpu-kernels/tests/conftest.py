@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
 
 from mlx_cpu_kernels import operations
+from mlx_cpu_kernels.build import Target
+
+
+def _given_binary(_target: Target) -> Path:
+    return Path(os.environ[BINARY])
+
+
+BINARY = "TESTED_KERNELS"
+"""Variable with the path of a binary to test instead of the one that is found."""
+if BINARY in os.environ:
+    setattr(operations, "find_binary", _given_binary)  # noqa: B010 - it has it from build.py
 
 
 @pytest.fixture

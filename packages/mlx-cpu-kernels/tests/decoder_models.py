@@ -167,3 +167,12 @@ class Planes:
     def replace_planes(self, keys: mx.array, values: mx.array) -> None:
         self.planes = [keys, values]
         self.begins = [begin + 1 for begin in self.begins]
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Generator[mx.array]:
+        """Append as mlx-lm's layers do; all rows have one length."""
+        begin, rows = self.begins[0], len(self.begins)
+        end = begin + keys.shape[2]
+        self.begins = [end] * rows
+        for plane, new in zip(self.planes, (keys, values), strict=True):
+            plane[1 : rows + 1, :, begin:end] = new
+        return (plane[1 : rows + 1, :, :end] + 0 for plane in self.planes)

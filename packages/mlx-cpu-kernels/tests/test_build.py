@@ -180,7 +180,7 @@ def test_what_was_compiled_here_and_does_not_work_is_compiled_again_on_request_a
     compiled: list[int] = []
     monkeypatch.setattr(build, "_compile_all", compile_all)
     monkeypatch.setattr(build, "_check_internals", dict[object, None]().get)
-    monkeypatch.setattr(build, "_flags", {target: list[str]()}.get)
+    monkeypatch.setattr(build, "extension_flags", {target: list[str]()}.get)
     monkeypatch.setenv("CXX", "true")
     put(folders[0] / target.key, CRASHES)  # as another host has made it
     with pytest.raises(Unavailable, match=r"compiled, but not usable here: .*GLIBC_2\.99"):

@@ -8,13 +8,15 @@ import gc
 import importlib
 import io
 import math
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable
 from typing import Any, cast
 
 import mlx.core as mx
 import pytest
-from decoder_models import BUILDS, MODULES_ROTATE, SIZES, Planes, make_model, own_layers
+from decoder_models import BUILDS, MODULES_ROTATE, SIZES, Planes, make_model, own_layers, random_like
 from mlx import nn
+from mlx.utils import tree_flatten, tree_map
 
 from mlx_cpu_kernels import decoder_layers
 
@@ -126,22 +128,8 @@ def test_neighbours_are_one_operation_and_other_caches_are_their_own() -> None:
     with own_layers():
         cache = _planes(model, [0, 0])
         cache[2] = importlib.import_module("mlx_lm.models.cache").KVCache()
-        theirs = _tokens(model, [_Both(each) if isinstance(each, Planes) else each for each in cache])
+        theirs = _tokens(model, cache)
     assert all(_is_close(*pair, 1e-5) for pair in zip(ours, theirs, strict=True))
-
-
-class _Both:
-    """Both rows of planes, at one position, as mlx-lm's layers take them."""
-
-    def __init__(self, cache: Planes) -> None:
-        self.offset = cache.begins[0]
-        self._planes = cache.planes
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Iterator[mx.array]:
-        self.offset += 1
-        for plane, new in zip(self._planes, (keys, values), strict=True):
-            plane[1:3, :, self.offset - 1 : self.offset] = new
-        return (plane[1:3, :, : self.offset] + 0 for plane in self._planes)
 
 
 def _replace_scales(layer: Any) -> None:
@@ -150,6 +138,24 @@ def _replace_scales(layer: Any) -> None:
 
 def _change_scales(layer: Any) -> None:
     layer.self_attn.v_proj.scales[:3] = 0.25
+
+
+def _multiply_scales(layer: Any) -> None:
+    scales = layer.mlp.up_proj.scales
+    scales *= 1.5
+
+
+def _update(layer: Any) -> None:
+    layer.update(tree_map(_other, layer.parameters()))
+
+
+def _load(layer: Any) -> None:
+    weights = cast("list[tuple[str, mx.array]]", tree_flatten(layer.parameters()))
+    layer.load_weights([(name, _other(array)) for name, array in weights])
+
+
+def _other(array: mx.array) -> mx.array:
+    return array ^ 0x11111111 if array.dtype == mx.uint32 else array * 1.5
 
 
 def _change_scale(layer: Any) -> None:
@@ -191,6 +197,9 @@ def _double(_module: Any, x: mx.array, *_others: Any, **_named: Any) -> mx.array
     [
         _replace_scales,
         _change_scales,
+        _multiply_scales,
+        _update,
+        _load,
         _change_scale,
         _change_epsilon,
         _add_bias,
@@ -212,6 +221,45 @@ def test_what_is_changed_after_it_was_prepared_computes_as_it_does(change: Calla
     assert not _is_close(before, expected, 1e-3)  # evaluated after the change, with what it was built of
 
 
+def test_adapters_that_come_and_change_and_go_are_computed() -> None:
+    tuner: Any = importlib.import_module("mlx_lm.tuner.utils")
+    model = _prepared()
+
+    def assert_is_computed() -> mx.array:
+        (ours,) = _tokens(model, _planes(model, [3, 3]), 1)
+        with own_layers():
+            (expected,) = _one_by_one(model, _planes(model, [3, 3]), 1)
+        assert _is_close(ours, expected, 1e-5)
+        for _ in range(2):  # layers are prepared again
+            mx.eval(_tokens(model, _planes(model, [3, 3]), 1))
+        return ours
+
+    without = assert_is_computed()
+    tuner.linear_to_lora_layers(model, 2, {"rank": 4, "scale": 20.0, "dropout": 0.0})
+    adapters = [module for _, module in model.named_modules() if "lora_b" in module]
+    for adapter in adapters:
+        adapter.lora_b = random_like(adapter.lora_b)
+    first = assert_is_computed()
+    for adapter in adapters:
+        adapter.lora_b = adapter.lora_b * 3
+    second = assert_is_computed()
+    tuner.remove_lora_layers(model)
+    assert _is_close(assert_is_computed(), without, 1e-6)
+    assert not any(_is_close(*pair, 1e-3) for pair in ((first, without), (second, without), (first, second)))
+
+
+def test_weights_that_a_model_no_longer_has_take_no_memory() -> None:
+    model = _prepared(intermediate_size=2048)
+    mx.eval(model.parameters())
+    mx.clear_cache()
+    gc.collect()
+    old, before = weakref.ref(model.layers[1].mlp.up_proj.weight), mx.get_active_memory()
+    model.update(tree_map(_other, model.parameters()))
+    mx.eval(model.parameters())
+    assert old() is None
+    assert mx.get_active_memory() < before + model.layers[1].mlp.up_proj.weight.nbytes
+
+
 def test_a_class_that_is_changed_after_its_layers_were_prepared_keeps_its_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -221,6 +269,42 @@ def test_a_class_that_is_changed_after_its_layers_were_prepared_keeps_its_call(
     with own_layers():
         (expected,) = _one_by_one(model, _planes(model, [3, 3]), 1)
     assert _is_close(ours, expected, 1e-5)
+
+
+@pytest.mark.parametrize("name", ["QuantizedLinear", "RMSNorm", "RoPE"])
+def test_classes_of_mlx_that_are_changed_later_keep_their_calls(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, kind = _prepared(), getattr(nn, name)
+    own = kind.__call__
+
+    def call(module: Any, x: mx.array, **named: Any) -> mx.array:
+        return own(module, x, **named) * 1.5
+
+    monkeypatch.setattr(kind, "__call__", call)
+    _assert_equal_to_separate(model)
+
+
+@pytest.mark.parametrize("name", ["swiglu", "scaled_dot_product_attention"])
+def test_functions_that_are_changed_later_are_called(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    llama = importlib.import_module("mlx_lm.models.llama")
+    model, own = _prepared(), getattr(llama, name)
+
+    def call(*arguments: Any, **named: Any) -> mx.array:
+        return own(*arguments, **named) * 1.5
+
+    monkeypatch.setattr(llama, name, call)
+    _assert_equal_to_separate(model)
+
+
+def _assert_equal_to_separate(model: Any) -> None:
+    (ours,) = _tokens(model, _planes(model, [3, 3]), 1)
+    without = model.model(mx.array([[7, 8, 9]]))
+    with own_layers():
+        (expected,) = _one_by_one(model, _planes(model, [3, 3]), 1)
+        theirs = model.model(mx.array([[7, 8, 9]]))
+    assert _is_close(ours, expected, 1e-5)
+    assert mx.array_equal(without, theirs).item()
 
 
 def test_prepared_layers_have_the_gradients_of_mlx() -> None:

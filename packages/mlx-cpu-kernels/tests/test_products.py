@@ -188,6 +188,32 @@ def test_every_byte_is_the_number_that_it_is_for_mlx(mode: str) -> None:
     assert mx.array_equal(ours, theirs, equal_nan=True)
 
 
+@pytest.mark.parametrize("rows", [1, 3, 40])
+@pytest.mark.parametrize("exponent", [-124, -110, 110, 121])
+@pytest.mark.parametrize(
+    "options", [{"bits": 2}, {"bits": 4}, {"bits": 8}, {"mode": "mxfp4"}, {"mode": "mxfp8"}]
+)
+def test_products_of_tiny_and_of_huge_numbers_are_as_exact(
+    options: dict[str, Any], exponent: int, rows: int
+) -> None:
+    weights = mx.quantize(numbers(1, 40, 256), **options)
+    x = numbers(2, rows, 256) * 2.0**exponent
+    ours = mx.quantized_matmul(x, *weights, **options)
+    assert_close(ours, exact(x) @ dense_of(weights, options).T, mx.float32)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 40])
+@pytest.mark.parametrize("options", [{"bits": 3}, {"bits": 4}, {"bits": 8}, {"mode": "nvfp4"}])
+def test_an_infinite_number_is_multiplied_as_by_mlx(options: dict[str, Any], rows: int) -> None:
+    weights = mx.quantize(numbers(1, 40, 256), **options)
+    x = numbers(2, rows, 256)
+    x[rows - 1, 77] = float("inf")
+    ours = mx.quantized_matmul(x, *weights, **options)
+    theirs = own("quantized_matmul", x, *weights, **options)
+    assert mx.array_equal(ours[-1], theirs[-1], equal_nan=True)
+    assert_close(ours[:-1], exact(theirs[:-1]), mx.float32)
+
+
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 @pytest.mark.parametrize("mode", MODES)
 def test_numbers_that_are_not_finite_do_not_get_lost(mode: str, value: float) -> None:

@@ -112,7 +112,7 @@ def why_without(target: Target) -> str:
 def check_tools(target: Target) -> None:
     """Check for a compiler and headers. Raises `Unavailable` with the first that is missing."""
     _find_compiler()
-    _flags(target)
+    extension_flags(target)
 
 
 def advice() -> str:
@@ -169,7 +169,7 @@ def build(target: Target, folder: Path | None = None) -> Path:
     KeyboardInterrupt, ends the compilers and leaves nothing behind.
     Raises `Unavailable`, with the compiler's first error, or with what a trial of the binary found.
     """
-    compiler, flags = _find_compiler(), _flags(target)
+    compiler, flags = _find_compiler(), extension_flags(target)
     home = None
     if folder is None:
         home = _writable_folder()
@@ -308,7 +308,8 @@ def _find_compiler() -> str:
     raise Unavailable(f"no C++ compiler was found ({', '.join(COMPILERS)})")
 
 
-def _flags(target: Target) -> list[str]:
+def extension_flags(target: Target) -> list[str]:
+    """Return the compiler's flags for the extension's sources. Raises `Unavailable` without the headers that they need."""
     python = Path(sysconfig.get_paths()["include"])
     if not (python / "Python.h").is_file():
         raise Unavailable(f"Python's headers are missing: {python / 'Python.h'}")

@@ -106,8 +106,8 @@ class _Prepared(NamedTuple):
     ranks: Ranks | None
     attention: type[nn.Module]
     gated: type[nn.Module]
-    owner: weakref.ref[Any]
-    """The module, at whose end this is forgotten."""
+    parts: tuple[weakref.ref[Any], ...]
+    """The modules and their arrays. When one of them ends, this is forgotten: old weights take no memory."""
 
 
 _kernels: list[ModuleType] = []
@@ -122,12 +122,24 @@ _attentions: dict[type[nn.Module], tuple[Call, bool]] = {}
 """Known classes of attention with their `__call__`, and whether they normalize heads."""
 _gated: dict[type[nn.Module], Call] = {}
 """Known classes of gated layers, with their `__call__`."""
+_CALLS: list[tuple[Any, str, object]] = [
+    (kind, "__call__", kind.__call__)
+    for kind in (
+        *(nn.QuantizedLinear, nn.QuantizedAllToShardedLinear, nn.QuantizedShardedToAllLinear),
+        *(nn.RMSNorm, nn.RoPE),
+    )
+]
+_inner: list[tuple[Any, str, object]] = []
+"""Functions that layers would call: classes and modules, with names in them and what these name."""
 
 
 def install(kernels: ModuleType) -> None:
     """Replace the layers of mlx-lm's models, if mlx-lm is in use. Safe to repeat."""
     _kernels[:] = [kernels]
-    if "mlx_lm" not in sys.modules or _own:
+    if "mlx_lm" not in sys.modules:
+        return
+    if _own:
+        _inner[:] = _inner_functions()
         return
     models: list[tuple[Any, Call, known_calls.Masks, Call]] = []
     for kind in _classes():
@@ -141,6 +153,7 @@ def install(kernels: ModuleType) -> None:
         models += [(kind, own, *ways) for known, ways in known_calls.MODELS.items() if is_same(own, known)]
     for kind, own in _own.items():
         _layers[kind] = kind.__call__ = _make_call(kernels, own)
+    _inner[:] = _inner_functions()
     for kind, own, masks, call in models:
         _own[kind] = own
         kind.__call__ = _make_model_call(kernels, kind.__module__, own, masks, call)
@@ -151,7 +164,7 @@ def uninstall() -> None:
     _kernels.clear()
     for kind, own in _own.items():
         kind.__call__ = own
-    for known in (_own, _layers, _attentions, _gated, _prepared):
+    for known in (_own, _layers, _attentions, _gated, _prepared, _inner):
         known.clear()
 
 
@@ -175,9 +188,24 @@ def _classes() -> Iterator[Any]:
                 yield value
 
 
+def _inner_functions() -> list[tuple[Any, str, object]]:
+    """Return the functions that the operations of a layer take the place of, beside those of attention and gated layers."""
+    found = list(_CALLS)
+    for name, home in (("swiglu", "activations"), ("scaled_dot_product_attention", "base")):
+        known = getattr(sys.modules.get(f"{_MODELS}.{home}"), name, None)
+        modules = (sys.modules.get(f"{_MODELS}.{family}") for family in _FAMILIES)
+        found += [(module, name, known) for module in modules if hasattr(module, name)]
+    return found
+
+
+def _are_as_known() -> bool:
+    """Report whether nobody has put others in the place of the functions that layers would call."""
+    return all(getattr(place, name) is known for place, name, known in _inner)
+
+
 def _make_call(kernels: ModuleType, own: Call) -> Call:
     def call(layer: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-        if not _own:
+        if not (_own and _are_as_known()):
             return own(layer, x, mask, cache)
         if id(layer) in _prepared and _is_token(x):
             return _Together(kernels, separate).run(x, [(layer, mask, cache)], are_own=True)
@@ -264,7 +292,7 @@ def _prepare(
 ) -> None:
     """Prepare a layer for the tokens that follow, if its weights are at hand."""
     attention, mlp = layer["self_attn"], layer["mlp"]
-    parts: list[Any] = [*layer.values(), *attention.values(), *vars(attention).values(), *mlp.values()]
+    parts = [*layer.values(), *_values(attention), *mlp.values()]
     modules = [part for part in parts if isinstance(part, nn.Module)]
     x, *of_heads, _offset = arguments
     output, ranks = _linear(attention["o_proj"]), None
@@ -279,8 +307,15 @@ def _prepare(
     prepared = kernels.prepare_layer(layer, modules, x, *of_heads, output, attention.scale, gated, joined)
     if prepared is not None:
         key = id(layer)
-        owner = weakref.ref(layer, lambda _: _prepared.pop(key, None))
-        _prepared[key] = _Prepared(prepared, ranks, type(attention), type(mlp), owner)
+        owners = (layer, *modules)
+        arrays = [each for owner in owners for each in _values(owner) if isinstance(each, mx.array)]
+        ends = tuple(weakref.ref(each, lambda _: _prepared.pop(key, None)) for each in (*owners, *arrays))
+        _prepared[key] = _Prepared(prepared, ranks, type(attention), type(mlp), ends)
+
+
+def _values(module: Any) -> list[Any]:
+    """Return what a module holds, and its attributes."""
+    return [*module.values(), *vars(module).values()]
 
 
 def _find_prepared(kernels: Any, layer: Any) -> _Prepared | None:
@@ -292,7 +327,7 @@ def _find_prepared(kernels: Any, layer: Any) -> _Prepared | None:
         _attentions[found.attention][0] is found.attention.__call__
         and _gated[found.gated] is found.gated.__call__
     )
-    if are_known and kernels.holds(found.layer, layer):
+    if are_known and kernels.holds(found.layer):
         return found
     del _prepared[id(layer)]
     return None
@@ -384,7 +419,7 @@ def _make_model_call(kernels: Any, name: str, own: Call, masks: known_calls.Mask
     def run(
         model: Any, inputs: mx.array, cache: Any = None, input_embeddings: mx.array | None = None
     ) -> mx.array:
-        if cache is None or not _prepared:
+        if cache is None or not (_prepared and _are_as_known()):
             return own(model, inputs, cache, input_embeddings)
         x = model.embed_tokens(inputs) if input_embeddings is None else input_embeddings
         if not _is_token(x):

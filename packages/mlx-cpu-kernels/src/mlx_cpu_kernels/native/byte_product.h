@@ -39,6 +39,8 @@ constexpr int64_t kProductsAThread = 100'000;
 // The largest integer whose digits fit: 127 * 65536 + 127 * 256 + 127, less what rounding may add. As two digits it is
 // 2040 * 4096, so that four products with 6 bits are less than 2^31.
 constexpr float kLargest = 8355000.f;
+// Sizes of a row's largest number between which the digits' scales, their sums and inverses stay within float32.
+constexpr float kTiny = 0x1p-60f, kHuge = 0x1p90f;
 
 template <class V, int bits>
 struct Block {
@@ -177,7 +179,7 @@ class ByteRows {
     for (int64_t i = 0; i < count; i += V::kLanes)
       most = V::maximum(most, V::absolute(V::load_values(x, type, first + i)));
     float largest = V::largest(most);
-    if (largest < 1e-30f) largest = 0;  // its inverse would not be finite
+    if (largest < kTiny * 0x1p-40f) largest = 0;  // its inverse would not be finite, and the row has far larger numbers
     auto inverse = V::broadcast(largest > 0 ? kLargest / largest : 0);
     const auto half = V::broadcast_word(B::kIsWide ? 2048 : 128);
     for (int64_t i = 0; i < count; i += V::kLanes) {
@@ -405,6 +407,19 @@ void multiply_by_bytes(const Rows& x, const RowsProduct* products, int count, Th
         multiply_piece<V, format>(tile, x.count, products[i], row, smaller(row + kPiece, last));
     }
   });
+}
+
+// Whether the digits hold each row of x. A row of tiny or of huge numbers does not fit; NaN does, its sums keep it.
+template <class V>
+bool fits_bytes(const Rows& x, int64_t columns) {
+  for (int64_t row = 0; row < x.count; row++) {
+    auto most = V::zero();
+    for (int64_t i = 0; i < columns; i += V::kLanes)
+      most = V::maximum(most, V::absolute(V::load_values(x.row(row), x.type, i)));
+    const float largest = V::largest(most);
+    if ((largest > 0 && largest < kTiny) || largest > kHuge) return false;
+  }
+  return true;
 }
 
 // Whether the product goes by bytes: where there are so few rows that dequantized panels are slower. A row of

@@ -9,6 +9,7 @@
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <memory>
 #include <string>
 #include <utility>
@@ -30,24 +31,27 @@ namespace {
 
 // A prepared layer, and what the modules that it was made of held then. Python has it in a capsule: a module that is loaded
 // again must not define a class again.
+//
+// Modules and their arrays are not kept alive, so that weights which a model no longer has do not stay in memory. Whoever
+// has the capsule gives it up when one of them ends, before another object takes its address.
 class Prepared {
  public:
   Prepared(std::shared_ptr<const PreparedLayer> layer, nb::handle first, const nb::list& modules) : layer_(std::move(layer)) {
-    items_.push_back({{}, items_of(first)});
-    add_attributes(first);
+    std::vector<PyObject*> known;
+    for (nb::handle module : modules) known.push_back(module.ptr());
+    add(first, known);
     for (nb::handle module : modules) {
-      items_.push_back({nb::borrow(module), items_of(module)});
-      add_attributes(module);
-      kinds_.emplace_back(nb::borrow(module), nb::borrow(module.type()));
+      add(module, known);
+      kinds_.emplace_back(module, nb::borrow(module.type()));
     }
   }
 
   const std::shared_ptr<const PreparedLayer>& layer() const { return layer_; }
 
-  // Whether the modules still hold the same, each array with the same content, when the first is given again.
-  bool holds(nb::handle first) const {
-    for (const auto& [owner, items] : items_) {
-      if (!are_same(owner.is_valid() ? nb::handle(owner) : first, items)) return false;
+  // Whether the modules still hold the same, each array with the same content.
+  bool holds() const {
+    for (const auto& [owner, attributes, items] : items_) {
+      if (!are_same(attributes.is_valid() ? nb::handle(attributes) : owner, items)) return false;
     }
     for (const auto& [module, kind] : kinds_) {
       if (module.type().ptr() != kind.ptr()) return false;
@@ -57,21 +61,35 @@ class Prepared {
 
  private:
   struct Item {
-    nb::object key, value;
+    nb::object key;
+    nb::handle value;
+    nb::object kept;                      // the value, unless it is a module or an array
     std::optional<std::uintptr_t> array;  // the id of an array
   };
   struct Items {
-    nb::object owner;  // none for the first module, which is not kept alive
+    nb::handle owner;       // a module
+    nb::object attributes;  // its attributes, if they are meant
     std::vector<Item> items;
   };
 
-  static std::vector<Item> items_of(nb::handle dict) {
+  void add(nb::handle module, const std::vector<PyObject*>& modules) {
+    items_.push_back({module, {}, items_of(module, modules)});
+    nb::object attributes = nb::getattr(module, "__dict__");
+    auto items = items_of(attributes, modules);
+    items_.push_back({module, std::move(attributes), std::move(items)});
+  }
+
+  static std::vector<Item> items_of(nb::handle dict, const std::vector<PyObject*>& modules) {
     std::vector<Item> items;
     PyObject *key, *value;
     for (Py_ssize_t place = 0; PyDict_Next(dict.ptr(), &place, &key, &value);) {
-      const nb::handle held(value);
-      items.push_back({nb::borrow(key), nb::borrow(held), std::nullopt});
-      if (nb::isinstance<mx::array>(held)) items.back().array = nb::inst_ptr<mx::array>(held)->id();
+      Item item{nb::borrow(key), value, {}, std::nullopt};
+      if (nb::isinstance<mx::array>(item.value)) {
+        item.array = nb::inst_ptr<mx::array>(item.value)->id();
+      } else if (std::find(modules.begin(), modules.end(), value) == modules.end()) {
+        item.kept = nb::borrow(value);
+      }
+      items.push_back(std::move(item));
     }
     return items;
   }
@@ -87,14 +105,9 @@ class Prepared {
     return true;
   }
 
-  void add_attributes(nb::handle module) {
-    const nb::object attributes = nb::getattr(module, "__dict__");
-    items_.push_back({attributes, items_of(attributes)});
-  }
-
   std::shared_ptr<const PreparedLayer> layer_;
   std::vector<Items> items_;
-  std::vector<std::pair<nb::object, nb::object>> kinds_;
+  std::vector<std::pair<nb::handle, nb::object>> kinds_;
 };
 
 }  // namespace
@@ -153,9 +166,9 @@ NB_MODULE(_kernels, module) {
              },
              "layer"_a, "modules"_a, "x"_a, "norm"_a.none(), "linears"_a, "heads"_a, "head_norms"_a, "rotation"_a.none(),
              "output"_a, "scale"_a, "gated"_a, "ranks"_a = nb::none());
-  module.def("holds", [](const nb::capsule& prepared, nb::handle layer) {
-    return static_cast<const Prepared*>(prepared.data())->holds(layer);
-  }, "prepared"_a, "layer"_a);
+  module.def("holds", [](const nb::capsule& prepared) {
+    return static_cast<const Prepared*>(prepared.data())->holds();
+  }, "prepared"_a);
   module.def("attended_layers",
              [](const mx::array& x, const std::vector<nb::capsule>& prepared, const std::vector<mx::array>& planes,
                 int slot, const std::vector<int>& begins, const std::variant<int, mx::array>& offset) {

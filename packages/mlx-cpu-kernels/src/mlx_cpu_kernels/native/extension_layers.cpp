@@ -318,6 +318,9 @@ mx::array attend(
   return mx::array(std::move(shape), type, std::move(attention), std::move(inputs));
 }
 
+// Whether each query sees a key. MLX gives the others the mean of all values.
+bool see_keys(bool is_causal, int queries, int keys) { return keys > 0 && (!is_causal || queries <= keys); }
+
 // Whether a mask is one for all heads of each entry, in which mlx-lm's function and MLX's own broadcast alike.
 bool is_mask_of_queries(const mx::array& mask, const mx::array& queries) {
   const bool is_known = mask.dtype() == mx::bool_ || (is_float(mask.dtype()) && mx::result_type(mask, queries) == queries.dtype());
@@ -384,7 +387,7 @@ mx::array make_attention(
                        (!mode || *mode == "causal") && (!given || ((given->dtype() == mx::bool_ || given->dtype() == queries.dtype()) && given->ndim() <= 4)) &&
                        keys.shape(0) == queries.shape(0) && values.shape(0) == queries.shape(0) &&
                        keys.shape(1) == values.shape(1) && keys.shape(1) > 0 && queries.shape(1) % keys.shape(1) == 0 &&
-                       keys.shape(2) == values.shape(2) && keys.shape(2) > 0 && keys.shape(3) == queries.shape(3) && queries.shape(3) <= kMostHeadSize && values.shape(3) <= kMostHeadSize &&
+                       keys.shape(2) == values.shape(2) && see_keys(mode != nullptr, queries.shape(2), keys.shape(2)) && keys.shape(3) == queries.shape(3) && queries.shape(3) <= kMostHeadSize && values.shape(3) <= kMostHeadSize &&
                        (!sinks || (sinks->dtype() == mx::float32 && sinks->ndim() == 1 && sinks->shape(0) == queries.shape(1)));
   if (!applies) {
     return mx::fast::scaled_dot_product_attention(
@@ -406,7 +409,7 @@ std::optional<mx::array> make_quantized_attention(
   };
   if (!is_float(queries.dtype()) || queries.ndim() != 4 || !is_known(keys) || !is_known(values)) return std::nullopt;
   const int heads = queries.shape(1), kv_heads = keys[0].shape(1), length = keys[0].shape(2);
-  const bool applies = kv_heads > 0 && heads % kv_heads == 0 && values[0].shape(1) == kv_heads && length > 0 &&
+  const bool applies = kv_heads > 0 && heads % kv_heads == 0 && values[0].shape(1) == kv_heads && see_keys(mode != nullptr, queries.shape(2), length) &&
                        values[0].shape(2) == length && keys[1].shape(3) * group_size == queries.shape(3) &&
                        (!mode || *mode == "causal") && (!given || is_mask_of_queries(*given, queries));
   if (!applies) return std::nullopt;
