@@ -16,7 +16,7 @@ from mlx_ring.core.types import RankId, SamplingParams
 from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.engine.scheduler import Scheduler
 from mlx_ring.engine.sequence import Advance, Limits, make_sequence
-from mlx_ring.engine.simulation_counts import SimulatedRequest, Span
+from mlx_ring.engine.simulated_load import SimulatedRequest, Span
 from mlx_ring.rpc.protos import step_pb2
 
 LIMITS = Limits(context_length=1 << 20, vocab_size=1000, eos=frozenset())

@@ -164,7 +164,7 @@ def plan(
     if not is_given and not asks:
         _list_machines()
         return
-    machines, listed = _machines(cluster, machine, link) if is_given else (None, DevicesFile(()))
+    machines, listed = given_machines(cluster, machine, link) if is_given else (None, DevicesFile(()))
     users = _whole_number(flags, "expected_users")
     prompt, answer, typical = _lengths(flags, fills_context=what_fits)
     request = PlanRequest(
@@ -308,7 +308,7 @@ def _refuse(whom: str, given: Mapping[str, object]) -> None:
             )
 
 
-def _machines(
+def given_machines(
     file: Path | None, machines: list[str] | None, link: str | None
 ) -> tuple[ClusterProfile, DevicesFile]:
     """Return the machines, and what a file of devices says about the split."""

@@ -8,7 +8,7 @@ and the account of KV memory are the engine's own. Speculative decoding is off.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from typing import Protocol
 
@@ -17,7 +17,7 @@ from mlx_ring.core.types import RankId
 from mlx_ring.engine.decode import MicroBatch, MicroBatches
 from mlx_ring.engine.kv_budget import KvBudget, RankKv
 from mlx_ring.engine.prefill import Prefilling
-from mlx_ring.engine.simulation_counts import Cohort, Gap, Outcome, Sent, SimulatedRequest, Span, Stream
+from mlx_ring.engine.simulated_load import Cohort, Gap, Outcome, Sent, SimulatedRequest, Span, Stream
 from mlx_ring.engine.step_times import ChunkSizer
 
 _MICRO = 1e6
@@ -58,6 +58,7 @@ class Simulation:
         *,
         kv: Mapping[RankId, RankKv] | None = None,
         most_waiting: int | None = None,
+        is_over: Callable[[Outcome], bool] = lambda _: False,
     ) -> None:
         """Prepare the run.
 
@@ -67,11 +68,13 @@ class Simulation:
             policy: the scheduler's settings; without speculative decoding.
             kv: KV memory of each rank; None for no limit.
             most_waiting: number of waiting requests beyond which the run ends; None for no limit.
+            is_over: called at each arrival; the run ends if it returns True.
         """
         self._costs = costs
         self._stages = stages
         self._policy = policy
         self._most_waiting = inf if most_waiting is None else most_waiting
+        self._is_over = is_over
         self._waiting: dict[int, Stream] = {}
         self._running: dict[int, Stream] = {}
         self._budget = KvBudget(kv)
@@ -112,19 +115,21 @@ class Simulation:
         measured, place, now = len(requests) - skipped, 0, 0.0
         while True:
             if place < len(requests) and (not self._events or requests[place].at_s <= self._events[0][0]):
-                self._note_waiting(requests[place].at_s - now, now)
+                if self._waiting:
+                    self._note_waiting(requests[place].at_s - now, now)
                 now, place = requests[place].at_s, place + 1
+                if len(self._waiting) > self._most_waiting or self._is_over(self._outcome):
+                    self._outcome.is_overrun = True
+                    break
                 self._add(place, requests[place - 1])
                 self._schedule(now)
             elif self._events:
                 at, _, stage, sent = heapq.heappop(self._events)
-                self._note_waiting(at - now, now)
+                if self._waiting:
+                    self._note_waiting(at - now, now)
                 now = at
                 self._on_answer(sent, stage, now)
             else:
-                break
-            if len(self._waiting) > self._most_waiting:
-                self._outcome.is_overrun = True
                 break
             if not drains and place == len(requests) and len(self._outcome.first_token_s) == measured:
                 break
@@ -133,7 +138,7 @@ class Simulation:
         return self._outcome
 
     def _note_waiting(self, seconds: float, now: float) -> None:
-        if self._waiting and now >= self._outcome.begin_s:
+        if now >= self._outcome.begin_s:
             if len(self._running) < self._policy.max_num_seqs:
                 self._outcome.waits_for_memory_s += seconds
             else:
@@ -148,8 +153,9 @@ class Simulation:
     def _schedule(self, now: float) -> None:
         while self._send_rows(now):
             pass
-        self._admit(now)
-        while self._send_chunks(now):
+        if self._waiting:
+            self._admit(now)
+        while self._prefilling and self._send_chunks(now):
             while self._send_rows(now):
                 pass
         if self._frees and self._completed == self.sent:
@@ -232,6 +238,13 @@ class Simulation:
 
     def _send_rows(self, now: float) -> bool:
         """Send the next decode step; return False if none may go out."""
+        if len(self._running) == 1:
+            # A lone stream takes all turns.
+            (stream,) = self._running.values()
+            cohort = stream.cohort
+            if cohort is None or len(cohort.in_flight) >= self._policy.steps_ahead:
+                return False
+            return self._send_step_of(cohort, now)
         if self._prefilling.is_almost_read():
             return False
         turns = self._batches.in_turn(self._policy.steps_ahead)
@@ -244,9 +257,10 @@ class Simulation:
         total = counted + len(rows)
         if not total:
             return False
-        known = [row.in_flight[-1].sampled_at for row in rows if row.in_flight]
-        if counted and in_flight:
-            known.append(in_flight[-1].sampled_at)
+        known = in_flight[-1].sampled_at if counted and in_flight else 0.0
+        for row in rows:
+            if row.in_flight:
+                known = max(known, row.in_flight[-1].sampled_at)
         back_s = self._costs.back_s(total) if known and self._stages > 1 else 0.0
         context = (cohort.context + sum(row.scheduled for row in rows)) / total
         sent = Sent(self.sent + 1, total, cohort, number, counted)
@@ -264,7 +278,7 @@ class Simulation:
                 cohort.count_in(row, needs_blocks=self._is_limited)
         cohort.count_out_until(cohort.ends, number)
         seconds = [self._costs.decode_s(stage, total, context) for stage in range(self._stages)]
-        ready = max([now + self._head_s, *(at + back_s for at in known)])
+        ready = max(now + self._head_s, known + back_s)
         self._send(sent, now, ready, seconds, self._outcome.decode_s)
         return True
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
-from itertools import permutations
+from itertools import pairwise, permutations
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from mlx_ring.planner.plan import Plan
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
 from mlx_ring.planner.request import PlanRequest
 from mlx_ring.planner.search import MOST_NODES, Kinds, kinds_of, steadiest_costs
+from mlx_ring.planner.stage_costs import held_kv_bytes
 from mlx_ring.planner.tensor_plans import best_of_both
 from mlx_ring.planner.timetable import Timetable
 
@@ -64,6 +65,76 @@ def place_replicas(
     if count is None and _is_better_shared(model, cluster, request, plans):
         return (place(model, cluster, request),)
     return plans
+
+
+_FEW_NODES = 64
+"""Number of machines up to which several plans for a load are compared."""
+_PLANNED_STREAMS = 64
+"""Streams of each machine for which plans for a load are made, where memory allows."""
+
+
+def place_for_load(
+    model: ModelProfile, cluster: ClusterProfile, request: PlanRequest
+) -> Iterator[tuple[Plan, ...]]:
+    """Yield different plans: for the throughput of many streams, and for the latency of one.
+
+    Args:
+        model: sizes of the model.
+        cluster: machines and links.
+        request: one sequence of the longest request; more of them are promised where memory allows.
+
+    Raises:
+        PlanError: the model does not fit.
+    """
+    yielded: tuple[Plan, ...] = ()
+    for streams in _streams(model, cluster, request):
+        demand = replace(request.demand, sequences=streams)
+        try:
+            yielded = place_replicas(
+                model, cluster, replace(request, objective="throughput", demand=demand), None
+            )
+        except PlanError:
+            continue
+        yield yielded
+        if len(cluster.nodes) > _FEW_NODES:
+            return
+        break
+    quickest = place(model, cluster, request)
+    if len(yielded) != 1 or _divided(yielded[0]) != _divided(quickest):
+        yield (quickest,)
+
+
+def _divided(plan: Plan) -> list[object]:
+    return [(stage.layers, [(rank.node, rank.share) for rank in stage.ranks]) for stage in plan.stages]
+
+
+def _streams(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest) -> list[int]:
+    """Return numbers of streams for which to try to plan: those of about half of the free memory, then fewer."""
+    each = sum(held_kv_bytes(layer, model, request.demand) for layer in model.layers)
+    usable = sum(node.usable_bytes for node in cluster.nodes)
+    free = usable - max(1, int(usable / (1.2 * model.weight_bytes))) * model.weight_bytes
+    nodes = len(cluster.nodes)
+    most = min(_PLANNED_STREAMS * nodes, max(nodes, int(free / 2 / max(1.0, each))))
+    return sorted({most, max(nodes, most // 8), nodes}, reverse=True)
+
+
+def alike_plans(cluster: ClusterProfile, plans: Sequence[Plan]) -> list[list[Plan]]:
+    """Return the plans in lists of those with the same layers on alike machines and links."""
+    nodes = {node.name: replace(node, name="") for node in cluster.nodes}
+    kinds: list[tuple[object, list[Plan]]] = []
+    for plan in plans:
+        ranks = [rank for stage in plan.stages for rank in stage.ranks]
+        likeness = (
+            [(stage.layers, len(stage.ranks)) for stage in plan.stages],
+            [(nodes[rank.node], rank.share) for rank in ranks],
+            [cluster.link(one.node, other.node) for one, other in pairwise(ranks)],
+        )
+        same = next((members for kind, members in kinds if kind == likeness), None)
+        if same is None:
+            kinds.append((likeness, [plan]))
+        else:
+            same.append(plan)
+    return [members for _, members in kinds]
 
 
 def _whole(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest, count: int | None) -> Plan:
