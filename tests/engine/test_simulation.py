@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from random import Random
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.engine.step_simulation import Simulation as StepSimulation
 from tests.engine.step_simulation import Times
+from tests.examples import examples
 from tests.planner.costs import LinearCost
 
-from mlx_ring.core.engine_stats import Policy
+from mlx_ring.core.engine_stats import BLOCK, Policy
 from mlx_ring.core.generation import GenerateRequest
 from mlx_ring.core.types import RankId, SamplingParams
 from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.engine.scheduler import Scheduler
 from mlx_ring.engine.sequence import Advance, Limits, make_sequence
-from mlx_ring.engine.simulated_load import SimulatedRequest, Span
+from mlx_ring.engine.simulated_load import Outcome, SimulatedRequest, Span, percentile
+from mlx_ring.engine.simulation import Simulation
 from mlx_ring.rpc.protos import step_pb2
 
 LIMITS = Limits(context_length=1 << 20, vocab_size=1000, eos=frozenset())
@@ -45,9 +51,11 @@ class Costs:
         )
 
     def hop_s(self, stage: int, tokens: int) -> tuple[float, float]:
+        del stage, tokens
         return self.hop, 0.0
 
     def back_s(self, rows: int) -> float:
+        del rows
         return self.hop
 
     def head_s(self) -> float:
@@ -84,4 +92,134 @@ def by_steps(
 
 
 def gaps_of(times: dict[int, list[float]]) -> list[float]:
-    return sorted(b - a for each in times.values() for a, b in zip(each, each[1:], strict=False))
+    return sorted(b - a for each in times.values() for a, b in pairwise(each))
+
+
+COST = st.builds(
+    LinearCost,
+    st.floats(0.001, 0.03),
+    st.floats(1e-5, 1e-3),
+    st.sampled_from([0.0, 1e-7]),
+    st.sampled_from([0.0, 1e-4]),
+)
+COSTS = st.builds(
+    Costs,
+    st.lists(COST, min_size=1, max_size=3).map(tuple),
+    st.sampled_from([0.0, 0.001, 0.005]),
+    st.sampled_from([0.0005, 0.002]),
+)
+REQUESTS = st.lists(
+    st.tuples(st.sampled_from([0.0, 0.01, 0.2, 1.0]), st.integers(1, 700), st.integers(1, 60)),
+    min_size=1,
+    max_size=16,
+)
+"""Time since the request before, and lengths of prompt and answer."""
+
+
+def in_order(made: list[tuple[float, int, int]]) -> list[SimulatedRequest]:
+    return [
+        SimulatedRequest(sum(gap for gap, _, _ in made[: number + 1]), prompt, answer)
+        for number, (_, prompt, answer) in enumerate(made)
+    ]
+
+
+POLICIES = st.builds(
+    Policy,
+    max_num_seqs=st.sampled_from([2, 5, 16]),
+    max_itl_ratio=st.sampled_from([1.3, 2.5]),
+    steps_ahead=st.sampled_from([1, 2]),
+    prefill_chunk=st.sampled_from([64, 512]),
+    prefix_cache=st.sampled_from([False]),
+    num_speculative_tokens=st.just(0),
+)
+
+
+@pytest.mark.slow
+@given(COSTS, POLICIES, REQUESTS)
+@examples(0.6)
+def test_every_token_comes_when_the_scheduler_gives_it(
+    costs: Costs, policy: Policy, made: list[tuple[float, int, int]]
+) -> None:
+    requests = in_order(made)
+    times, _ = by_steps(costs, policy, requests, None)
+    outcome = Simulation(costs, len(costs.linear), policy).run(requests)
+    firsts = sorted(times[number][0] - each.at_s for number, each in enumerate(requests, 1))
+    assert sorted(outcome.first_token_s) == pytest.approx(firsts, abs=1e-9)
+    assert all_gaps(outcome) == pytest.approx(gaps_of(times), abs=1e-9)
+    assert outcome.tokens == sum(each.answer_tokens for each in requests)
+
+
+@pytest.mark.slow
+@given(COSTS, POLICIES, REQUESTS, st.integers(4, 12))
+@examples(0.6)
+def test_with_little_memory_times_are_within_three_per_cent(
+    costs: Costs, policy: Policy, made: list[tuple[float, int, int]], blocks: int
+) -> None:
+    """Allow for the order in which streams of one step take memory: another one may be preempted."""
+    requests = in_order(made)
+    kv = {RankId(stage, 0): RankKv(blocks * BLOCK, 1) for stage in range(len(costs.linear))}
+    times, _ = by_steps(costs, policy, requests, kv)
+    outcome = Simulation(costs, len(costs.linear), policy, kv=kv).run(requests)
+    last = max(each[-1] for each in times.values())
+    assert outcome.elapsed_s == pytest.approx(last, rel=0.03, abs=0.1)
+    assert outcome.tokens == sum(each.answer_tokens for each in requests)
+    firsts = [(times[number][0] - each.at_s, 1) for number, each in enumerate(requests, 1)]
+    assert outcome.first_token_within(95) == pytest.approx(percentile(firsts, 95), rel=0.03, abs=0.1)
+
+
+def all_gaps(outcome: Outcome) -> list[float]:
+    return sorted(gap.gap_s for gap in outcome.gaps for _ in range(gap.streams))
+
+
+ONE = Costs((LinearCost(0.01, 0.0002),), 0.0, 0.0005)
+POLICY = Policy(prefix_cache=False, num_speculative_tokens=0)
+
+
+def test_cached_tokens_shorten_only_the_prefill() -> None:
+    whole, cached = (
+        Simulation(ONE, 1, POLICY).run([SimulatedRequest(0.0, 1024, 32, supplied)]) for supplied in (0, 768)
+    )
+    assert cached.first_token_s[0] < 0.5 * whole.first_token_s[0]
+    assert all_gaps(cached) == pytest.approx(all_gaps(whole))
+
+
+def test_memory_for_one_request_serves_them_one_after_the_other() -> None:
+    kv = {RankId(0, 0): RankKv(2 * BLOCK, 1)}
+    requests = [SimulatedRequest(0.0, 300, 20) for _ in range(3)]
+    outcome = Simulation(ONE, 1, POLICY, kv=kv).run(requests)
+    each_s = outcome.request_s[0]
+    assert outcome.request_s == pytest.approx([each_s, 2 * each_s, 3 * each_s], rel=0.05)
+    assert outcome.waits_for_memory_s > each_s > outcome.waits_for_place_s
+
+
+def test_a_run_ends_when_too_many_requests_wait() -> None:
+    requests = [SimulatedRequest(0.001 * number, 512, 64) for number in range(200)]
+    outcome = Simulation(ONE, 1, POLICY, most_waiting=20).run(requests)
+    assert outcome.is_overrun
+    assert outcome.first_token_within(95) == float("inf")
+
+
+def test_only_the_requests_after_the_skipped_ones_are_measured() -> None:
+    requests = [SimulatedRequest(float(number), 64, 8) for number in range(10)]
+    outcome = Simulation(ONE, 1, POLICY).run(requests, skipped=4, drains=False)
+    assert len(outcome.first_token_s) == 6
+    assert (outcome.begin_s, outcome.end_s) == (4.0, 9.0)
+
+
+def test_a_busy_link_delays_the_steps_behind_it() -> None:
+    @dataclass(frozen=True)
+    class Linked(Costs):
+        def hop_s(self, stage: int, tokens: int) -> tuple[float, float]:
+            del stage, tokens
+            return 0.05, 0.04
+
+    costs = Linked((LinearCost(0.001, 0.0), LinearCost(0.001, 0.0)), 0.0, 0.0)
+    outcome = Simulation(costs, 2, POLICY).run([SimulatedRequest(0.0, 8, 50) for _ in range(8)])
+    assert outcome.link_s[0] / outcome.span_s > 0.7
+    assert outcome.decode_s[0] / outcome.span_s < 0.1
+
+
+def test_a_percentile_counts_each_value_as_often_as_it_came() -> None:
+    values = [(0.3, 1), (0.1, 90), (0.2, 9)]
+    assert [percentile(values, percent) for percent in (50, 90, 91, 99, 100)] == [0.1, 0.1, 0.2, 0.2, 0.3]
+    assert percentile([], 95) == 0.0

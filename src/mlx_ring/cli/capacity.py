@@ -33,7 +33,7 @@ from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
 from mlx_ring.planner.request import Demand, PlanRequest
 from mlx_ring.planner.weight_format import WeightFormat
 from mlx_ring.planner.what_if import sizes_of, with_machines
-from mlx_ring.settings.config import Settings
+from mlx_ring.settings.settings_sources import load_settings
 
 _SHORT_LIST = ("m4-pro-64", "m4-max-128", "m3-ultra-256", "nvidia-dgx-spark")
 """Machines that `--what-to-add` compares."""
@@ -249,15 +249,14 @@ def _impossible(found: Capacity, level: ServiceLevel) -> str:
 
 def _policy(flags: Mapping[str, object]) -> tuple[Policy, int | None]:
     """Return the scheduler's settings, and the number of running requests if it is given."""
-    given = {name: value for name, value in flags.items() if value is not None}
-    settings = Settings(**cast("dict[str, Any]", given))
+    settings = load_settings(flags)
     policy = Policy(
         max_num_seqs=settings.max_num_seqs,
         prefill_chunk=settings.prefill_chunk,
         max_itl_ratio=settings.max_itl_ratio,
         num_speculative_tokens=0,
     )
-    return policy, settings.max_num_seqs if "max_num_seqs" in given else None
+    return policy, None if flags["max_num_seqs"] is None else settings.max_num_seqs
 
 
 def _one_of(flag: str, value: Any, allowed: Sequence[Any]) -> Any:

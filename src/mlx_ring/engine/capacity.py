@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from mlx_ring.core.engine_stats import Policy
 from mlx_ring.core.types import RankId
@@ -24,9 +25,9 @@ from mlx_ring.planner.request import PlanRequest
 
 MOST_RUNNING = 256
 """Most requests that run at the same time in a replica, if no number is given."""
-_FEW, _MANY, _LONE = 120, 1000, 10
+_FEW, _MANY, _LONE = 100, 600, 10
 """Numbers of measured requests of a run, at least and at most, and of requests that run one after the other."""
-_STEPS = 12_000
+_STEPS = 6_000
 """Number of decode steps at which a run has enough requests."""
 _CLOSE = 1.05
 """Factor between the rates at which the level holds and does not, from which the search ends."""
@@ -35,6 +36,7 @@ _FIRST_TRY = 0.5
 """Part of the rate without any waiting at which the search begins."""
 _COARSE, _ROUGHLY = 50, 1.35
 """Number of measured requests of first runs, and the factor between rates from which longer runs follow."""
+_YEAR_S = 365.25 * 86_400
 _APART = 4
 """Time between lone requests, as a multiple of what one takes."""
 _QUEUED_SHARE = 0.05
@@ -131,21 +133,14 @@ class Search:
 
     def alone(self) -> Outcome:
         """Return what is measured of requests that come one after the other."""
-        each_s = self._request_s(1)
-        return self._simulation(None, lambda _: False).run(
-            self.load.requests(_LONE, 1 / (_APART * each_s * self.load.burst))
-        )
+        apart_s = _APART * self._request_s(1)
+        requests = self.load.requests(_LONE, 1.0)
+        spread = [request._replace(at_s=number * apart_s) for number, request in enumerate(requests)]
+        return self._simulation(None, lambda _: False).run(spread)
 
     def _simulation(self, queued: int | None, is_over: Callable[[Outcome], bool]) -> Simulation:
-        replicas = self.replicas
-        return Simulation(
-            replicas.costs,
-            replicas.stages,
-            self.policy,
-            kv=replicas.kv,
-            most_waiting=queued,
-            is_over=is_over,
-        )
+        costs, stages, kv = self.replicas.costs, self.replicas.stages, self.replicas.kv
+        return Simulation(costs, stages, self.policy, kv=kv, most_waiting=queued, is_over=is_over)
 
     def _request_s(self, rows: int) -> float:
         """Return the seconds that a request takes of all stages and links, in steps of so many rows."""
@@ -281,9 +276,8 @@ class Capacity:
     """Most requests that run at the same time, of the kind of replica with the most."""
     replicas: int = 0
     stages: tuple[str, ...] = ()
-    """Machines and layers of each stage, of one replica of each kind."""
+    """Machines and layers of each stage, and use of the machines, of one replica of each kind."""
     uses: tuple[Use, ...] = ()
-    """Use of the machines of one replica of each kind."""
     watts: float | None = None
     """None if the power of a used machine is not known."""
     price: float | None = None
@@ -326,67 +320,59 @@ def _request(question: Question) -> PlanRequest:
 
 def _measured(label: str, kinds: Sequence[Replicas], question: Question) -> Capacity:
     load, level = question.load, question.level
-    searches: list[Search] = []
-    for kind in kinds:
-        search = Search(kind, load, level, question.policy)
-        searches.append(replace(search, policy=fitting_policy(search, question.max_num_seqs)))
+    first = (Search(kind, load, level, question.policy) for kind in kinds)
+    searches = [replace(each, policy=fitting_policy(each, question.max_num_seqs)) for each in first]
     if question.rate is None:
         found = [search.highest() for search in searches]
     else:
-        speeds = [search.replicas.plan.prediction.tokens_per_s for search in searches]
-        all_speeds = sum(
-            speed * search.replicas.count for speed, search in zip(speeds, searches, strict=True)
-        )
-        found = [
-            search.at(question.rate * speed / all_speeds)
-            for speed, search in zip(speeds, searches, strict=True)
-        ]
+        found = _at_rate(searches, question.rate)
     rates = [each.rate * search.replicas.count for each, search in zip(found, searches, strict=True)]
     outcomes = [each.outcome for each in found]
     total = sum(rates)
     request_s = sum(
         rate * _mean(outcome.request_s) for rate, outcome in zip(rates, outcomes, strict=True)
     ) / (total or 1.0)
-    first = max(outcome.first_token_within(level.percent) for outcome in outcomes)
-    between = max(outcome.between_tokens_within(level.percent) for outcome in outcomes)
-    tokens_per_s = total * load.mean_answer
+    tokens_per_s, given = total * load.mean_answer, question.rate is not None
     watts, price = _upkeep(searches, outcomes, question)
-    dollars_per_s = (
-        None
-        if price is None or (watts is None and question.kwh_price)
-        else price / (question.years * _YEAR_S) + (watts or 0.0) / 1000 / 3600 * question.kwh_price
-    )
+    paid = None if price is None else _paid_per_s(price, watts, question)
     worst = max(
         zip(found, searches, strict=True),
         key=lambda pair: (not pair[0].rate, pair[0].rate * pair[1].replicas.count),
     )
-    holds = total > 0 if question.rate is None else all(map(level.holds, outcomes))
     return Capacity(
         label=label,
-        holds=holds,
-        why=_why(*worst),
+        holds=all(map(level.holds, outcomes)) if given else total > 0,
+        why=_why(*worst, is_given=given),
         requests_per_s=total,
         users=total * (question.thinking_s + request_s),
         tokens_per_s=tokens_per_s,
-        first_token_s=first,
-        between_tokens_s=between,
+        first_token_s=max(outcome.first_token_within(level.percent) for outcome in outcomes),
+        between_tokens_s=max(outcome.between_tokens_within(level.percent) for outcome in outcomes),
         request_s=request_s,
         max_num_seqs=max(search.policy.max_num_seqs for search in searches),
         replicas=sum(search.replicas.count for search in searches),
         stages=tuple(text for search in searches for text in _stage_texts(search.replicas)),
-        uses=tuple(
-            use
-            for search, outcome in zip(searches, outcomes, strict=True)
-            for use in _uses(search.replicas.names[0], outcome)
-        ),
+        uses=tuple(chain.from_iterable(map(_first_uses, searches, outcomes))),
         watts=watts,
         price=price,
         tokens_per_joule=tokens_per_s / watts if watts else None,
-        tokens_per_price=tokens_per_s / dollars_per_s if dollars_per_s else None,
+        tokens_per_price=tokens_per_s / paid if paid else None,
     )
 
 
-_YEAR_S = 365.25 * 86_400
+def _at_rate(searches: Sequence[Search], rate: float) -> list[Found]:
+    """Return what is measured at a rate, of which each replica gets its share by its predicted throughput."""
+    speeds = [search.replicas.plan.prediction.tokens_per_s for search in searches]
+    each = zip(searches, speeds, strict=True)
+    total = sum(speed * search.replicas.count for search, speed in each)
+    return [search.at(rate * speed / total) for search, speed in zip(searches, speeds, strict=True)]
+
+
+def _paid_per_s(price: float, watts: float | None, question: Question) -> float | None:
+    """Return the price of a second: machines over their years, and energy; None if its amount is not known."""
+    if watts is None and question.kwh_price:
+        return None
+    return price / (question.years * _YEAR_S) + (watts or 0.0) / 3.6e6 * question.kwh_price
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -397,6 +383,10 @@ def _stage_texts(replicas: Replicas) -> Iterator[str]:
     times = f"{replicas.count} x " if replicas.count > 1 else ""
     for stage, names in zip(replicas.plan.stages, replicas.names[0], strict=True):
         yield f"{times}{'+'.join(names)} {stage.layers.start}-{stage.layers.end - 1}"
+
+
+def _first_uses(search: Search, outcome: Outcome) -> Iterator[Use]:
+    return _uses(search.replicas.names[0], outcome)
 
 
 def _uses(names: Sequence[Sequence[str]], outcome: Outcome) -> Iterator[Use]:
@@ -427,16 +417,19 @@ def _sum(values: Sequence[float | None]) -> float | None:
     return sum(known) if len(known) == len(values) else None
 
 
-def _why(found: Found, search: Search) -> str:
-    """Return what limits the rate, in a sentence."""
-    outcome, level = found.outcome, search.level
-    kind = "" if found.beyond is None else level.broken(found.beyond)
+def _why(found: Found, search: Search, *, is_given: bool) -> str:
+    """Return what limits the rate, or what happens at a given one, in a sentence."""
+    busiest = _busiest(search, found.outcome)
+    if is_given:
+        return f"At this rate {busiest}."
+    if not found.rate:
+        return "Even one request at a time is too slow."
     begin = {
         "first token": "Beyond it the first token comes too late",
         "between tokens": "Beyond it tokens come too late after each other",
         "": "Beyond it requests queue up",
-    }[kind]
-    return f"{begin}: {_busiest(search, outcome)}."
+    }[search.level.broken(found.beyond) if found.beyond else ""]
+    return f"{begin}: {busiest}."
 
 
 def _busiest(search: Search, outcome: Outcome) -> str:

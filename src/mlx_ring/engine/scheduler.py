@@ -198,8 +198,7 @@ class Scheduler:
         """Make the next decode step, unless prompts are about to be complete: then all of them decode at once."""
         if self._prefilling.is_almost_read():
             return None
-        chosen = self._decoding.next_rows(self._make_room)
-        if chosen is None:
+        if (chosen := self._decoding.next_rows(self._make_room)) is None:
             return None
         batch, rows = chosen
         step = self._make_step([sequence for sequence, _ in rows], [row for _, row in rows], batch, now)

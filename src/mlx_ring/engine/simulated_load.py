@@ -225,7 +225,7 @@ class Outcome:
 
     def busy(self, stage: int) -> float:
         """Return the share of the span in which a stage computed."""
-        return (self.prefill_s[stage] + self.decode_s[stage]) / self.span_s
+        return min(1.0, (self.prefill_s[stage] + self.decode_s[stage]) / self.span_s)
 
 
 def percentile(values: Iterable[tuple[float, int]], percent: float) -> float:

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from mlx_ring.core.types import LayerRange
-from mlx_ring.planner.cpu_quota import lone_stream
 from mlx_ring.planner.plan import Prediction
-from mlx_ring.planner.profiles import ClusterProfile, NodeProfile
+from mlx_ring.planner.profiles import ClusterProfile, NodeProfile, lone_stream
 from mlx_ring.planner.request import Demand, PlanRequest
 from mlx_ring.planner.stage_costs import CHUNK_TOKENS, TOKEN_BYTES, StageTables, Times
 from mlx_ring.planner.tensor_groups import RankGroup

@@ -86,22 +86,33 @@ def place_for_load(
     Raises:
         PlanError: the model does not fit.
     """
-    yielded: tuple[Plan, ...] = ()
+    nodes, seen = len(cluster.nodes), list[object]()
+    # The number of replicas that is best by bounds, and the largest one.
+    for count in (None, *(range(nodes, 1, -1) if nodes <= MOST_NODES else ())):
+        plans = _for_most_streams(model, cluster, request, count)
+        if plans and (divided := [_divided(plan) for plan in plans]) not in seen:
+            seen.append(divided)
+            yield plans
+        if plans and (count or nodes > _FEW_NODES):
+            break
+    if nodes > _FEW_NODES and seen:
+        return
+    quickest = place(model, cluster, request)
+    if [_divided(quickest)] not in seen:
+        yield (quickest,)
+
+
+def _for_most_streams(
+    model: ModelProfile, cluster: ClusterProfile, request: PlanRequest, count: int | None
+) -> tuple[Plan, ...]:
+    """Return plans for the throughput of as many streams as memory allows; none if the replicas do not fit."""
     for streams in _streams(model, cluster, request):
-        demand = replace(request.demand, sequences=streams)
+        each = replace(request, objective="throughput", demand=replace(request.demand, sequences=streams))
         try:
-            yielded = place_replicas(
-                model, cluster, replace(request, objective="throughput", demand=demand), None
-            )
+            return place_replicas(model, cluster, each, count)
         except PlanError:
             continue
-        yield yielded
-        if len(cluster.nodes) > _FEW_NODES:
-            return
-        break
-    quickest = place(model, cluster, request)
-    if len(yielded) != 1 or _divided(yielded[0]) != _divided(quickest):
-        yield (quickest,)
+    return ()
 
 
 def _divided(plan: Plan) -> list[object]:
