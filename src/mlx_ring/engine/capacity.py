@@ -36,9 +36,8 @@ _FIRST_TRY = 0.5
 """Part of the rate without any waiting at which the search begins."""
 _COARSE, _ROUGHLY = 50, 1.35
 """Number of measured requests of first runs, and the factor between rates from which longer runs follow."""
-_YEAR_S = 365.25 * 86_400
-_APART = 4
-"""Time between lone requests, as a multiple of what one takes."""
+_YEAR_S, _APART = 365.25 * 86_400, 4
+"""Seconds of a year, and the time between lone requests, as a multiple of what one takes."""
 _QUEUED_SHARE = 0.05
 """Share of a run's requests that may wait: beyond it, the queue grows."""
 _FEW_QUEUED = 16
