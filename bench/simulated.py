@@ -9,13 +9,13 @@ from pathlib import Path
 from tests.default_settings import make_policy
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.engine.step_simulation import Simulation, Times
 from tests.planner.costs import MeasuredCost, StageCosts
 
 from mlx_ring.core.generation import GenerateRequest
 from mlx_ring.core.types import RankId, SamplingParams
 from mlx_ring.engine.scheduler import Scheduler
 from mlx_ring.engine.sequence import Limits, make_sequence
-from mlx_ring.engine.simulation import Simulation, Times
 
 _LIMITS = Limits(context_length=1 << 20, vocab_size=1000, eos=frozenset())
 _WARM, _STEPS = 10, 100

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-
-from mlx_ring.engine.simulation import Bubble, Outcome, SequenceTimes, StageUse, Work
+from tests.engine.step_simulation import Bubble, Outcome, SequenceTimes, StageUse, Work
 
 STAGE = StageUse((Work(1, 0.0, 1.0), Work(2, 1.0, 2.0), Work(3, 4.0, 5.0), Work(4, 6.0, 8.0)))
 

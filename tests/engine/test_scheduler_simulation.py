@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.default_settings import make_policy
+from tests.engine.step_simulation import Outcome, Simulation, Times
 from tests.examples import examples
 from tests.planner.costs import LinearCost, MeasuredCost
 from tests.planner.prediction import predict_throughput
@@ -20,7 +21,6 @@ from mlx_ring.core.types import RankId, SamplingParams
 from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.engine.scheduler import Scheduler
 from mlx_ring.engine.sequence import Limits, Sequence, make_sequence
-from mlx_ring.engine.simulation import Outcome, Simulation, Times
 from mlx_ring.rpc.protos import step_pb2
 
 LIMITS = Limits(context_length=1 << 20, vocab_size=1000, eos=frozenset())

@@ -1,267 +1,226 @@
-"""The simulated pipeline, compared with values counted by hand and with the limits of any pipeline."""
+"""Simulation with counted rows, beside the engine's scheduler step by step, and what it measures."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.default_settings import make_policy
+from tests.engine.step_simulation import Simulation as StepSimulation
+from tests.engine.step_simulation import Times
 from tests.examples import examples
-from tests.planner.closed_loop import ClosedLoop, Load
+from tests.planner.costs import LinearCost
 
-from mlx_ring.engine.simulation import Outcome, Simulation, StepMaker, Times, Work
+from mlx_ring.core.engine_stats import BLOCK, Policy
+from mlx_ring.core.generation import GenerateRequest
+from mlx_ring.core.types import RankId, SamplingParams
+from mlx_ring.engine.kv_budget import RankKv
+from mlx_ring.engine.scheduler import Scheduler
+from mlx_ring.engine.sequence import Advance, Limits, make_sequence
+from mlx_ring.engine.simulated_load import Outcome, SimulatedRequest, Span, percentile
+from mlx_ring.engine.simulation import Simulation
 from mlx_ring.rpc.protos import step_pb2
-from mlx_ring.rpc.protos.step_pb2 import Want
 
-TOKEN = Want(where=Want.LAST, what=Want.TOKEN)
-STAGES = st.lists(st.floats(0.01, 1.0), min_size=1, max_size=4)
-LOADS = st.builds(
-    Load,
-    prompt_chunks=st.integers(0, 4),
-    chunk_tokens=st.integers(1, 9),
-    answer_tokens=st.integers(1, 9) | st.none(),
+LIMITS = Limits(context_length=1 << 20, vocab_size=1000, eos=frozenset())
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The same linear costs on every stage, with constant hops."""
+
+    linear: tuple[LinearCost, ...]
+    hop: float
+    head: float
+
+    def decode_s(self, stage: int, rows: int, context_tokens: float) -> float:
+        cost = self.linear[stage]
+        each = cost.per_row_s + cost.per_token_s + cost.per_context_s * context_tokens
+        return cost.per_step_s + rows * each
+
+    def chunk_s(self, stage: int, spans: Sequence[Span]) -> float:
+        cost = self.linear[stage]
+        return cost.per_step_s + sum(
+            cost.per_row_s
+            + cost.per_token_s * tokens
+            + cost.per_context_s * (tokens * start + tokens * (tokens - 1) / 2)
+            for start, tokens in spans
+        )
+
+    def hop_s(self, stage: int, tokens: int) -> tuple[float, float]:
+        del stage, tokens
+        return self.hop, 0.0
+
+    def back_s(self, rows: int) -> float:
+        del rows
+        return self.hop
+
+    def head_s(self) -> float:
+        return self.head
+
+
+def by_steps(
+    costs: Costs, policy: Policy, requests: Sequence[SimulatedRequest], kv: dict[RankId, RankKv] | None
+) -> tuple[dict[int, list[float]], int]:
+    """Return the times of each request's tokens on the engine's own scheduler, and its preemptions."""
+    stages = len(costs.linear)
+    ranks = [RankId(stage, 0) for stage in range(stages)]
+    scheduler = Scheduler(ranks, instance="demo", epoch=1, policy=policy, kv=kv)
+
+    def stage_s(stage: int, step: step_pb2.Step) -> float:
+        return costs.linear[stage](step)
+
+    def arrival(number: int, request: SimulatedRequest) -> Callable[[float], None]:
+        tokens = tuple(Random(number).randrange(1000) for _ in range(request.prompt_tokens))
+        made = GenerateRequest(str(number), tokens, SamplingParams(max_tokens=request.answer_tokens))
+
+        def arrive(now: float) -> None:
+            scheduler.add(make_sequence(number, made, LIMITS, now))
+
+        return arrive
+
+    def taken(advances: list[Advance]) -> list[tuple[int, int]]:
+        return [(advance.sequence.id, len(advance.tokens)) for advance in advances]
+
+    simulation = StepSimulation(scheduler, Times(stage_s, costs.hop, costs.head), stages, taken=taken)
+    outcome = simulation.run([(request.at_s, arrival(n, request)) for n, request in enumerate(requests, 1)])
+    times = {number: list(each.tokens_s) for number, each in outcome.sequences.items()}
+    return times, scheduler.stats().num_preemptions
+
+
+def gaps_of(times: dict[int, list[float]]) -> list[float]:
+    return sorted(b - a for each in times.values() for a, b in pairwise(each))
+
+
+COST = st.builds(
+    LinearCost,
+    st.floats(0.001, 0.03),
+    st.floats(1e-5, 1e-3),
+    st.sampled_from([0.0, 1e-7]),
+    st.sampled_from([0.0, 1e-4]),
 )
-MANY = examples(0.6)
+COSTS = st.builds(
+    Costs,
+    st.lists(COST, min_size=1, max_size=3).map(tuple),
+    st.sampled_from([0.0, 0.001, 0.005]),
+    st.sampled_from([0.0005, 0.002]),
+)
+REQUESTS = st.lists(
+    st.tuples(st.sampled_from([0.0, 0.01, 0.2, 1.0]), st.integers(1, 700), st.integers(1, 60)),
+    min_size=1,
+    max_size=16,
+)
+"""Time since the request before, and lengths of prompt and answer."""
 
 
-class Script:
-    """Step maker that sends all its steps at once, or each after the last stage's answer to the previous one."""
-
-    def __init__(self, steps: Sequence[step_pb2.Step], stages: int, *, one_by_one: bool = False) -> None:
-        self._remaining = list(steps)
-        self._last = stages - 1
-        self._one_by_one = one_by_one
-        self._free = True
-        self.answered: list[tuple[float, step_pb2.StepDone]] = []
-
-    def schedule(self, now: float) -> list[step_pb2.Step]:
-        del now
-        if not self._free:
-            return []
-        steps, self._remaining = (
-            (self._remaining[:1], self._remaining[1:])
-            if self._one_by_one
-            else (self._remaining, list[step_pb2.Step]())
-        )
-        self._free = not self._one_by_one
-        return steps
-
-    def on_answer(self, done: step_pb2.StepDone, now: float) -> None:
-        self._free |= done.stage == self._last
-        self.answered.append((now, done))
-
-
-def chunks(count: int) -> list[step_pb2.Step]:
-    """Return the chunks of one prompt, of which the last samples."""
+def in_order(made: list[tuple[float, int, int]]) -> list[SimulatedRequest]:
     return [
-        step_pb2.Step(
-            step=number,
-            rows=[
-                step_pb2.Row(
-                    sequence=1,
-                    start=number - 1,
-                    tokens=step_pb2.Tokens(ids=[1]),
-                    wants=[TOKEN] if number == count else [],
-                )
-            ],
-        )
-        for number in range(1, count + 1)
+        SimulatedRequest(sum(gap for gap, _, _ in made[: number + 1]), prompt, answer)
+        for number, (_, prompt, answer) in enumerate(made)
     ]
 
 
-def decodes(count: int) -> list[step_pb2.Step]:
-    """Return decode steps of one sequence, each on the previous token."""
-    return [
-        step_pb2.Step(
-            step=number, rows=[step_pb2.Row(sequence=1, start=number, previous=True, wants=[TOKEN])]
-        )
-        for number in range(1, count + 1)
-    ]
-
-
-def every_step(*stage_s: float) -> Callable[[int, step_pb2.Step], float]:
-    return lambda stage, step: stage_s[stage] if step.rows else 0.0
-
-
-def run(
-    maker: StepMaker[None],
-    stage_s: Sequence[float],
-    *,
-    until_s: float = float("inf"),
-    **times: float,
-) -> Outcome:
-    simulation = Simulation(maker, Times(every_step(*stage_s), **times), len(stage_s))
-    return simulation.run([(0.0, lambda _now: None)], until_s=until_s)
-
-
-# ---- by example
-
-
-def test_one_stream_on_one_stage_gives_a_token_per_step() -> None:
-    outcome = run(Script(decodes(4), 1), [2.0])
-    assert outcome.sequences[1].tokens_s == (2.0, 4.0, 6.0, 8.0)
-    assert outcome.stages[0].work == tuple(Work(n, 2.0 * (n - 1), 2.0 * n) for n in (1, 2, 3, 4))
-    assert (outcome.elapsed_s, outcome.steps, outcome.most_in_flight) == (8.0, 4, 4)
-
-
-@pytest.mark.parametrize(("count", "stages"), [(1, 1), (1, 3), (5, 2), (7, 4)])
-def test_chunks_of_one_prompt_overlap_across_stages(count: int, stages: int) -> None:
-    outcome = run(Script(chunks(count), stages), [1.0] * stages)
-    assert outcome.sequences[1].tokens_s == (count + stages - 1,)
-
-
-def test_chunks_sent_one_by_one_do_not_overlap() -> None:
-    outcome = run(Script(chunks(5), 3, one_by_one=True), [1.0] * 3)
-    assert outcome.sequences[1].first_token_s == 15.0
-    assert [stage.utilization(0.0, 15.0) for stage in outcome.stages] == [pytest.approx(1 / 3)] * 3
-    assert [bubble.length_s for bubble in outcome.stages[1].bubbles()] == [2.0] * 4
-
-
-def test_the_first_stage_waits_for_tokens_and_later_ones_for_activations() -> None:
-    outcome = run(Script(decodes(2), 2), [1.0, 2.0], hop_s=0.25)
-    assert outcome.stages[0].work == (Work(1, 0.0, 1.0), Work(2, 3.5, 4.5))
-    assert outcome.stages[1].work == (Work(1, 1.25, 3.25), Work(2, 4.75, 6.75))
-
-
-def test_tokens_of_a_single_stage_make_no_hop() -> None:
-    assert run(Script(decodes(3), 1), [1.0], hop_s=9.0).sequences[1].end_s == 3.0
-
-
-def test_waiting_for_the_head_costs_a_round_trip() -> None:
-    waits = run(Script(decodes(3), 1, one_by_one=True), [1.0], head_s=0.5)
-    assert waits.sequences[1].tokens_s == (2.0, 4.0, 6.0)
-    ahead = run(Script(decodes(3), 1), [1.0], head_s=0.5)
-    assert ahead.sequences[1].tokens_s == (2.0, 3.0, 4.0)
-
-
-def test_the_head_handles_one_event_at_a_time() -> None:
-    maker = Script(chunks(3), 1)
-    run(maker, [1.0], head_event_s=1.5)
-    # The first step starts at 1.5; answers reach the head at 2.5, 3.5 and 4.5.
-    assert [at for at, _ in maker.answered] == [4.0, 5.5, 7.0]
-
-
-def test_every_stage_answers_every_step_with_its_compute_time() -> None:
-    maker = Script(chunks(2), 2)
-    run(maker, [1.0, 3.0], head_s=0.5)
-    answers = [(at, done.step, done.stage, done.timings.compute_us) for at, done in maker.answered]
-    assert answers == [(2.0, 1, 0, 1e6), (3.0, 2, 0, 1e6), (5.0, 1, 1, 3e6), (8.0, 2, 1, 3e6)]
-    assert [len(done.results) for _, done in maker.answered] == [0, 0, 1, 1]
-    assert maker.answered[-1][1].timings.started_us == 4_500_000
-
-
-def test_operations_without_rows_wait_for_no_activations_and_make_no_bubble() -> None:
-    step = step_pb2.Step(step=1, operations=[step_pb2.CacheOperation(reset=step_pb2.Reset())])
-    maker = Script([step], 2)
-    outcome = run(maker, [1.0, 1.0], hop_s=9.0, head_s=0.5)
-    assert [at for at, _ in maker.answered] == [1.0, 1.0]
-    assert outcome.most_in_flight == 0
-    assert not any(stage.work for stage in outcome.stages)
-
-
-@pytest.mark.parametrize(("draft", "tokens"), [([], 1), ([6, 7, 8], 4), ([6, 9, 8], 2), ([9], 1)])
-def test_draft_tokens_are_accepted_up_to_the_first_difference(draft: list[int], tokens: int) -> None:
-    row = step_pb2.Row(
-        sequence=1, start=5, token=5, draft=draft, wants=[Want(where=Want.ALL, what=Want.TOKEN)]
-    )
-    maker = Script([step_pb2.Step(step=1, rows=[row])], 1)
-    simulation = Simulation(maker, Times(every_step(1.0)), 1, sample=lambda _sequence, position: position)
-    outcome = simulation.run([(0.0, lambda _now: None)])
-    (result,) = maker.answered[0][1].results
-    assert [token.token for token in result.tokens] == [6, 7, 8, 9][:tokens]
-    assert outcome.sequences[1].tokens_s == (1.0,) * tokens
-
-
-def test_a_step_maker_can_choose_which_tokens_count() -> None:
-    simulation = Simulation(
-        Script(decodes(3), 1), Times(every_step(1.0)), 1, taken=lambda _answer: [(7, 2), (8, 0)]
-    )
-    outcome = simulation.run([(0.0, lambda _now: None)])
-    assert {number: times.tokens_s for number, times in outcome.sequences.items()} == {
-        7: (1.0, 1.0, 2.0, 2.0, 3.0, 3.0)
-    }
-
-
-def test_arrivals_occur_in_order_and_get_the_time() -> None:
-    seen: list[tuple[str, float]] = []
-    simulation = Simulation(Script([], 1), Times(every_step(1.0)), 1)
-    simulation.run(
-        [
-            (2.0, lambda now: seen.append(("late", now))),
-            (1.0, lambda now: seen.append(("early", now))),
-            (2.0, lambda now: seen.append(("later", now))),
-            (9.0, lambda now: seen.append(("never", now))),
-        ],
-        until_s=8.0,
-    )
-    assert seen == [("early", 1.0), ("late", 2.0), ("later", 2.0)]
-
-
-# ---- by property
-
-
-class RecordingMaker:
-    """Step maker that records the steps it sends and their answers."""
-
-    def __init__(self, maker: ClosedLoop) -> None:
-        self._maker = maker
-        self.sent_s: dict[int, float] = {}
-        self.answered: list[tuple[float, step_pb2.StepDone]] = []
-
-    def schedule(self, now: float) -> list[step_pb2.Step]:
-        steps = self._maker.schedule(now)
-        self.sent_s.update({step.step: now for step in steps})
-        return steps
-
-    def on_answer(self, done: step_pb2.StepDone, now: float) -> None:
-        self.answered.append((now, done))
-        self._maker.on_answer(done, now)
-
-
-@given(
-    STAGES,
-    st.lists(st.integers(1, 3), min_size=1, max_size=5),
-    st.integers(1, 3),
-    LOADS,
-    st.floats(0, 0.2),
-    st.floats(0, 0.2),
-    st.sampled_from([0.0, 0.03]),
+POLICIES = st.builds(
+    Policy,
+    max_num_seqs=st.sampled_from([2, 5, 16]),
+    max_itl_ratio=st.sampled_from([1.3, 2.5]),
+    steps_ahead=st.sampled_from([1, 2]),
+    prefill_chunk=st.sampled_from([64, 512]),
+    prefix_cache=st.sampled_from([False]),
+    num_speculative_tokens=st.just(0),
 )
-@MANY
-def test_no_stage_overlaps_steps_or_starts_one_early(
-    stage_s: list[float],
-    groups: list[int],
-    steps_ahead: int,
-    load: Load,
-    hop_s: float,
-    head_s: float,
-    head_event_s: float,
+
+
+@pytest.mark.slow
+@given(COSTS, POLICIES, REQUESTS)
+@examples(0.6)
+def test_every_token_comes_when_the_scheduler_gives_it(
+    costs: Costs, policy: Policy, made: list[tuple[float, int, int]]
 ) -> None:
-    maker = RecordingMaker(ClosedLoop(len(stage_s), groups, steps_ahead=steps_ahead, load=load))
-    outcome = run(maker, stage_s, until_s=15.0, hop_s=hop_s, head_s=head_s, head_event_s=head_event_s)
-    assert outcome.most_in_flight <= len(groups) * steps_ahead + len(stage_s) + 1
-    ends: dict[tuple[int, int], float] = {}
-    for number, stage in enumerate(outcome.stages):
-        assert stage.busy_s(0.0, outcome.elapsed_s) <= outcome.elapsed_s * (1 + 1e-9)
-        assert [one.step for one in stage.work] == sorted(one.step for one in stage.work)
-        for one, following in zip(stage.work, stage.work[1:], strict=False):
-            assert one.end_s <= following.begin_s
-        for one in stage.work:
-            assert one.begin_s >= maker.sent_s[one.step] + head_s
-            assert not number or one.begin_s >= ends[one.step, number - 1] + hop_s
-            ends[one.step, number] = one.end_s
-    for now, done in maker.answered:
-        assert now >= ends[done.step, done.stage] + head_s + head_event_s - 1e-9
-    tokens = sum(len(times.tokens_s) for times in outcome.sequences.values())
-    assert tokens == sum(len(result.tokens) for _, done in maker.answered for result in done.results)
+    requests = in_order(made)
+    times, _ = by_steps(costs, policy, requests, None)
+    outcome = Simulation(costs, len(costs.linear), policy).run(requests)
+    firsts = sorted(times[number][0] - each.at_s for number, each in enumerate(requests, 1))
+    assert sorted(outcome.first_token_s) == pytest.approx(firsts, abs=1e-9)
+    assert all_gaps(outcome) == pytest.approx(gaps_of(times), abs=1e-9)
+    assert outcome.tokens == sum(each.answer_tokens for each in requests)
 
 
-@given(STAGES, st.lists(st.integers(1, 3), min_size=1, max_size=4), LOADS)
-@MANY
-def test_runs_are_deterministic(stage_s: list[float], groups: list[int], load: Load) -> None:
-    def once() -> Outcome:
-        loop = ClosedLoop(len(stage_s), groups, load=load)
-        return run(loop, stage_s, until_s=10.0, hop_s=0.01, head_s=0.01, head_event_s=0.001)
+@pytest.mark.slow
+@given(COSTS, POLICIES, REQUESTS, st.integers(4, 12))
+@examples(0.6)
+def test_with_little_memory_times_are_within_three_per_cent(
+    costs: Costs, policy: Policy, made: list[tuple[float, int, int]], blocks: int
+) -> None:
+    """Allow for the order in which streams of one step take memory: another one may be preempted."""
+    requests = in_order(made)
+    kv = {RankId(stage, 0): RankKv(blocks * BLOCK, 1) for stage in range(len(costs.linear))}
+    times, _ = by_steps(costs, policy, requests, kv)
+    outcome = Simulation(costs, len(costs.linear), policy, kv=kv).run(requests)
+    last = max(each[-1] for each in times.values())
+    assert outcome.elapsed_s == pytest.approx(last, rel=0.03, abs=0.1)
+    assert outcome.tokens == sum(each.answer_tokens for each in requests)
+    firsts = [(times[number][0] - each.at_s, 1) for number, each in enumerate(requests, 1)]
+    assert outcome.first_token_within(95) == pytest.approx(percentile(firsts, 95), rel=0.03, abs=0.1)
 
-    assert once() == once()
+
+def all_gaps(outcome: Outcome) -> list[float]:
+    return sorted(gap.gap_s for gap in outcome.gaps for _ in range(gap.streams))
+
+
+ONE = Costs((LinearCost(0.01, 0.0002),), 0.0, 0.0005)
+POLICY = make_policy(prefix_cache=False, num_speculative_tokens=0)
+
+
+def test_cached_tokens_shorten_only_the_prefill() -> None:
+    whole, cached = (
+        Simulation(ONE, 1, POLICY).run([SimulatedRequest(0.0, 1024, 32, supplied)]) for supplied in (0, 768)
+    )
+    assert cached.first_token_s[0] < 0.5 * whole.first_token_s[0]
+    assert all_gaps(cached) == pytest.approx(all_gaps(whole))
+
+
+def test_memory_for_one_request_serves_them_one_after_the_other() -> None:
+    kv = {RankId(0, 0): RankKv(2 * BLOCK, 1)}
+    requests = [SimulatedRequest(0.0, 300, 20) for _ in range(3)]
+    outcome = Simulation(ONE, 1, POLICY, kv=kv).run(requests)
+    each_s = outcome.request_s[0]
+    assert outcome.request_s == pytest.approx([each_s, 2 * each_s, 3 * each_s], rel=0.05)
+    assert outcome.waits_for_memory_s > each_s > outcome.waits_for_place_s
+
+
+def test_a_run_ends_when_too_many_requests_wait() -> None:
+    requests = [SimulatedRequest(0.001 * number, 512, 64) for number in range(200)]
+    outcome = Simulation(ONE, 1, POLICY, most_waiting=20).run(requests)
+    assert outcome.is_overrun
+    assert outcome.first_token_within(95) == float("inf")
+
+
+def test_only_the_requests_after_the_skipped_ones_are_measured() -> None:
+    requests = [SimulatedRequest(float(number), 64, 8) for number in range(10)]
+    outcome = Simulation(ONE, 1, POLICY).run(requests, skipped=4, drains=False)
+    assert len(outcome.first_token_s) == 6
+    assert (outcome.begin_s, outcome.end_s) == (4.0, 9.0)
+
+
+def test_a_busy_link_delays_the_steps_behind_it() -> None:
+    @dataclass(frozen=True)
+    class Linked(Costs):
+        def hop_s(self, stage: int, tokens: int) -> tuple[float, float]:
+            del stage, tokens
+            return 0.05, 0.04
+
+    costs = Linked((LinearCost(0.001, 0.0), LinearCost(0.001, 0.0)), 0.0, 0.0)
+    outcome = Simulation(costs, 2, POLICY).run([SimulatedRequest(0.0, 8, 50) for _ in range(8)])
+    assert outcome.link_s[0] / outcome.span_s > 0.7
+    assert outcome.decode_s[0] / outcome.span_s < 0.1
+
+
+def test_a_percentile_counts_each_value_as_often_as_it_came() -> None:
+    values = [(0.3, 1), (0.1, 90), (0.2, 9)]
+    assert [percentile(values, percent) for percent in (50, 90, 91, 99, 100)] == [0.1, 0.1, 0.2, 0.2, 0.3]
+    assert percentile([], 95) == 0.0

@@ -14,10 +14,9 @@ from tests.profiles import made_up_profile
 from mlx_ring.core.types import LayerRange
 from mlx_ring.engine.step_times import AlikeSteps, StageTimes, StepTimes
 from mlx_ring.head.step_speeds import StepSpeeds, stage_times
-from mlx_ring.planner.cpu_quota import CpuQuota
 from mlx_ring.planner.forecast import Forecast
 from mlx_ring.planner.place import place
-from mlx_ring.planner.profiles import StepRatios
+from mlx_ring.planner.profiles import CpuQuota, StepRatios
 from mlx_ring.planner.request import Demand, PlanRequest
 
 DEMAND = Demand(context_tokens=4096, sequences=1)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tests.engine.step_simulation import Simulation, Times
 from tests.planner.closed_loop import ClosedLoop, Load
 from tests.planner.costs import MeasuredCost, StageCosts
-
-from mlx_ring.engine.simulation import Simulation, Times
 
 _WARM_ROUNDS, _ROUNDS = 5, 40
 _WARM_ANSWERS, _ANSWERS = 1, 6

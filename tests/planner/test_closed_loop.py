@@ -6,11 +6,11 @@ from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.engine.step_simulation import Simulation, Times
 from tests.examples import examples
 from tests.planner.closed_loop import ClosedLoop, Load
 from tests.planner.costs import is_prefill
 
-from mlx_ring.engine.simulation import Simulation, Times
 from mlx_ring.rpc.protos import step_pb2
 
 

@@ -10,7 +10,7 @@ from scripts.published import rows_of
 
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.planner.catalogue import chip_of_bin, chips, known_machines, known_profile, named_links
-from mlx_ring.planner.cluster_file import read_cluster
+from mlx_ring.planner.cluster_file import Upkeep, read_cluster, read_upkeep
 
 CLUSTER = """
 machines:
@@ -181,3 +181,32 @@ def test_an_invalid_file_is_refused_with_the_reason(text: str, sentence: str) ->
     with pytest.raises(ConfigError) as caught:
         read_cluster(text, "cluster.yaml")
     assert sentence in str(caught.value)
+
+
+def test_power_and_prices_are_read_by_machine() -> None:
+    text = (
+        "machines: [m4-max-128, {name: a, machine: m4-mac-mini-16, watts: 40, idle_watts: 4, price: 700}, "
+        "{name: b, machine: m4-mac-mini-16}]"
+    )
+    assert read_upkeep(text, "file") == {"a": Upkeep(40.0, 4.0, 700.0)}
+    assert len(read_cluster(text, "file").nodes) == 3
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ("watts: -1", "watts is -1; it must be a number above 0"),
+        ("watts: 5, idle_watts: 9", "idle_watts of a is 9; give it `watts`, which must be as much or more"),
+        ("idle_watts: 9", "give it `watts`"),
+        ("price: free", "price is 'free'; it must be a number above 0"),
+    ],
+)
+def test_a_wrong_power_or_price_is_refused(fields: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        read_cluster(f"machines: [{{name: a, machine: m4-mac-mini-16, {fields}}}]", "file")
+
+
+def test_power_grows_with_use() -> None:
+    assert [Upkeep(100.0, 20.0).power_watts(busy) for busy in (0.0, 0.5, 1.0)] == [20.0, 60.0, 100.0]
+    assert Upkeep(100.0).power_watts(0.1) == 100.0
+    assert Upkeep(price=5.0).power_watts(0.5) is None

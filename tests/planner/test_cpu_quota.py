@@ -10,10 +10,9 @@ from tests.planner.clusters import cluster_of, model_of, node_of
 from tests.profiles import made_up_profile
 
 from mlx_ring.core.types import LayerRange
-from mlx_ring.planner.cpu_quota import CpuQuota, lone_stream
 from mlx_ring.planner.forecast import Forecast
 from mlx_ring.planner.place import place
-from mlx_ring.planner.profiles import NodeProfile, measured_node
+from mlx_ring.planner.profiles import CpuQuota, NodeProfile, lone_stream, measured_node
 from mlx_ring.planner.request import Demand, PlanRequest
 
 QUOTAS = st.builds(CpuQuota, st.floats(0.05, 0.95), st.sampled_from([0.01, 0.1]))

@@ -11,7 +11,7 @@ from tests.examples import examples
 from tests.planner.clusters import cluster_of, model_of, node_of, shared_model
 
 from mlx_ring.core.types import LayerRange
-from mlx_ring.planner.forecast import Forecast
+from mlx_ring.planner.forecast import Forecast, StepTable, forecast_plan
 from mlx_ring.planner.place import place
 from mlx_ring.planner.request import Demand, PlanRequest
 from mlx_ring.rpc.link_profile import LOCAL, LinkProfile
@@ -112,3 +112,31 @@ def test_a_hop_to_several_ranks_sends_the_activations_to_each() -> None:
         for forecast in (single, both)
     ]
     assert hops[1] - hops[0] == pytest.approx(4096 * 2 / 1e6)
+
+
+def test_a_table_of_steps_is_near_the_forecast() -> None:
+    model, cluster = model_of(12), cluster_of(node_of("a"), node_of("b"))
+    demand = Demand(4096, 8)
+    plan = place(model, cluster, PlanRequest(demand, strategy="uniform"))
+    forecast, rooms = forecast_plan(model, cluster, demand, plan)
+    table = StepTable(forecast, 0.001)
+    for stage in range(2):
+        for rows, context in ((1, 100), (3, 700), (8, 3000)):
+            assert table.decode_s(stage, rows, context) == pytest.approx(
+                forecast.decode_s(stage, rows, context), rel=0.01
+            )
+        for start, tokens in ((0, 2), (0, 500), (900, 61), (2000, 512)):
+            assert table.chunk_s(stage, [(start, tokens)]) == pytest.approx(
+                forecast.chunk_s(stage, tokens, start), rel=0.03
+            )
+    assert table.head_s() == 0.001
+    assert [[room.bytes_per_token for room in ranks] for ranks in rooms] == [[6 * 4096]] * 2
+    for ranks, node in zip(rooms, cluster.nodes, strict=True):
+        assert 0 < ranks[0].limit_bytes < node.usable_bytes - 6 * 100_000_000
+
+
+def test_a_step_of_several_prompts_compares_fewer_tokens_than_one_long_prompt() -> None:
+    model, cluster = model_of(4), cluster_of(node_of("a"))
+    plan = place(model, cluster, PlanRequest(Demand(4096, 1)))
+    table = StepTable(forecast_plan(model, cluster, Demand(4096, 1), plan)[0], 0.0)
+    assert table.chunk_s(0, [(0, 256)] * 4) < table.chunk_s(0, [(0, 1024)])

@@ -24,6 +24,7 @@ COMMANDS = {
     "stop": "mlx_ring.cli.stop:stop",
     "chat": "mlx_ring.cli.chat:chat",
     "plan": "mlx_ring.cli.plan:plan",
+    "capacity": "mlx_ring.cli.capacity:capacity",
     "profile": "mlx_ring.cli.profile:profile",
     "bench": "mlx_ring.cli.bench.command:bench",
     "heads": "mlx_ring.cli.heads:heads",

@@ -161,7 +161,7 @@ def plan(
     if not is_given and not asks:
         list_machines()
         return
-    machines, listed = _machines(cluster, machine, link) if is_given else (None, DevicesFile(()))
+    machines, listed = given_machines(cluster, machine, link) if is_given else (None, DevicesFile(()))
     request = given.request(listed, fills_context=what_fits)
     if asks:
         _ask(given, what_if, request, machines, as_json=as_json)
@@ -394,7 +394,7 @@ def _refuse(whom: str, given: Mapping[str, object]) -> None:
             )
 
 
-def _machines(
+def given_machines(
     file: Path | None, machines: list[str] | None, link: str | None
 ) -> tuple[ClusterProfile, DevicesFile]:
     """Return the machines, and what a file of devices says about the split."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
 
 from mlx_ring.core.engine_stats import Policy
 from mlx_ring.engine.kv_manager import KvManager
@@ -20,11 +21,27 @@ from mlx_ring.rpc.protos import step_pb2
 Rows = list[tuple[Sequence, step_pb2.Row]]
 
 
+class Decoded(Protocol):
+    """A sequence that decodes, or a count of its tokens in a simulation."""
+
+    @property
+    def id(self) -> int:
+        """Number of the sequence; newer ones have larger numbers."""
+        ...
+
+    def can_step(self, steps_ahead: int) -> bool:
+        """Return True if a decode row can be sent."""
+        ...
+
+
+Member = TypeVar("Member", bound=Decoded)
+
+
 @dataclass(slots=True, eq=False)
-class MicroBatch:
+class MicroBatch(Generic[Member]):
     """Sequences that decode in the same steps."""
 
-    members: dict[int, Sequence] = field(default_factory=dict[int, Sequence])
+    members: dict[int, Member] = field(default_factory=dict[int, Member])
     in_flight: int = 0
     """Number of decode steps that the last stage has not answered."""
     last_step: int = 0
@@ -35,13 +52,13 @@ class MicroBatch:
         return self.in_flight > 0 or any(member.can_step(steps_ahead) for member in self.members.values())
 
 
-class MicroBatches:
+class MicroBatches(Generic[Member]):
     """As many micro-batches as stages. Their sizes differ by one at most."""
 
     def __init__(self, count: int) -> None:
-        self._batches = [MicroBatch() for _ in range(count)]
-        self._batch_of: dict[int, MicroBatch] = {}
-        self._still: dict[int, Sequence] = {}
+        self._batches = [MicroBatch[Member]() for _ in range(count)]
+        self._batch_of: dict[int, MicroBatch[Member]] = {}
+        self._still: dict[int, Member] = {}
         """Sequences that wait with their KV while another one runs alone."""
         self.is_held_still = False
         """True from `hold_still` until `release`, also if no sequence is left that waits."""
@@ -52,17 +69,28 @@ class MicroBatches:
     def __contains__(self, sequence: int) -> bool:
         return sequence in self._batch_of
 
-    def __iter__(self) -> Iterator[MicroBatch]:
+    def __iter__(self) -> Iterator[MicroBatch[Member]]:
         """Iterate over those with members, the one that has waited longest first."""
         return iter(
             sorted((batch for batch in self._batches if batch.members), key=lambda batch: batch.last_step)
         )
 
-    def add(self, sequence: Sequence) -> None:
-        """Add a sequence to the smallest micro-batch."""
+    def in_turn(self, steps_ahead: int) -> Iterator[MicroBatch[Member]]:
+        """Yield the micro-batches that may send a step, the one that has waited longest first.
+
+        They take turns: two consecutive steps of one micro-batch would leave all stages but one idle.
+        """
+        active = [batch for batch in self if batch.is_active(steps_ahead)]
+        for place, batch in enumerate(active):
+            if batch.in_flight < steps_ahead and not (batch.in_flight and place):
+                yield batch
+
+    def add(self, sequence: Member) -> MicroBatch[Member]:
+        """Add a sequence to the smallest micro-batch, and return that one."""
         batch = min(self._batches, key=lambda batch: len(batch.members))
         batch.members[sequence.id] = sequence
         self._batch_of[sequence.id] = batch
+        return batch
 
     def hold_still(self) -> None:
         """Send no rows of the present sequences until `release`; answers to earlier rows are taken."""
@@ -78,21 +106,26 @@ class MicroBatches:
         for sequence in held.values():
             self.add(sequence)
 
-    def remove(self, sequence: int) -> None:
-        """Remove a sequence, and move the newest one of the largest micro-batch if sizes then differ too much."""
+    def remove(self, sequence: int) -> tuple[Member, MicroBatch[Member]] | None:
+        """Remove a sequence, and move the newest one of the largest micro-batch if sizes then differ too much.
+
+        Return the one that moved, and its new micro-batch.
+        """
         self._still.pop(sequence, None)
         batch = self._batch_of.pop(sequence, None)
         if batch is None:
-            return
+            return None
         del batch.members[sequence]
         largest = max(self._batches, key=lambda batch: len(batch.members))
-        if len(largest.members) > len(batch.members) + 1:
-            moved = max(largest.members)
-            batch.members[moved] = largest.members.pop(moved)
-            self._batch_of[moved] = batch
+        if len(largest.members) <= len(batch.members) + 1:
+            return None
+        number = max(largest.members)
+        moved = batch.members[number] = largest.members.pop(number)
+        self._batch_of[number] = batch
+        return moved, batch
 
 
-class Decoding(MicroBatches):
+class Decoding(MicroBatches[Sequence]):
     """The running sequences that decode, and the rows of their steps."""
 
     def __init__(self, policy: Policy, stages: int, *, sizer: ChunkSizer, kv: KvManager) -> None:
@@ -105,19 +138,15 @@ class Decoding(MicroBatches):
         self.draft_tokens = 0
         self.accepted_tokens = 0
 
-    def next_rows(self, make_room: Callable[[Sequence, int], bool]) -> tuple[MicroBatch, Rows] | None:
+    def next_rows(
+        self, make_room: Callable[[Sequence, int], bool]
+    ) -> tuple[MicroBatch[Sequence], Rows] | None:
         """Return the rows of the micro-batch that has waited longest, counted as sent; None if no step may go out.
-
-        Micro-batches take turns: two consecutive steps of one micro-batch would leave all stages but one idle.
 
         Args:
             make_room: reserves KV for a number of tokens of a sequence; it may preempt sequences, including this one.
         """
-        steps_ahead = self._policy.steps_ahead
-        active = [batch for batch in self if batch.is_active(steps_ahead)]
-        for place, batch in enumerate(active):
-            if batch.in_flight >= steps_ahead or (batch.in_flight and place):
-                continue
+        for batch in self.in_turn(self._policy.steps_ahead):
             rows = self._rows(batch, make_room)
             if rows:
                 for sequence, row in rows:
@@ -125,7 +154,7 @@ class Decoding(MicroBatches):
                 return batch, rows
         return None
 
-    def _rows(self, batch: MicroBatch, make_room: Callable[[Sequence, int], bool]) -> Rows:
+    def _rows(self, batch: MicroBatch[Sequence], make_room: Callable[[Sequence, int], bool]) -> Rows:
         ready = [member for member in batch.members.values() if member.can_step(self._policy.steps_ahead)]
         step = DraftedStep(len(ready), self._sizer.verifying_cost)
         rows = [

@@ -28,7 +28,7 @@ class SentStep:
     """Sequences in the order of the step's rows."""
     generations: tuple[int, ...]
     """Generations of the sequences when the step was sent."""
-    batch: MicroBatch | None
+    batch: MicroBatch[Sequence] | None
     """Micro-batch of a decode step; None for prefill and for operations alone."""
     sent_at: float
     size: StepSize
@@ -86,7 +86,11 @@ class StepsInFlight:
         """Number of prefill steps that some rank has not answered."""
 
     def send(
-        self, step: step_pb2.Step, sequences: Iterable[Sequence], batch: MicroBatch | None, now: float
+        self,
+        step: step_pb2.Step,
+        sequences: Iterable[Sequence],
+        batch: MicroBatch[Sequence] | None,
+        now: float,
     ) -> SentStep:
         sequences = tuple(sequences)
         generations = tuple(sequence.generation for sequence in sequences)

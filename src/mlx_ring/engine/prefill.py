@@ -8,38 +8,126 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, islice
+from typing import Generic, Protocol, TypeVar
 
 from mlx_ring.core.engine_stats import Policy
 from mlx_ring.engine.decode import MicroBatches
-from mlx_ring.engine.in_flight import StepsInFlight
-from mlx_ring.engine.kv_manager import KvManager
-from mlx_ring.engine.rows import prefill_row
-from mlx_ring.engine.sequence import Sequence
 from mlx_ring.engine.step_times import ChunkSizer
-from mlx_ring.rpc.protos import step_pb2
 
 _AHEAD = 32
 """Number of prompts that a step looks at in vain, so that its cost does not grow with the queue."""
 
 
-class PrefillQueue:
+class Prompt(Protocol):
+    """A sequence whose prompt is computed, or a count of its tokens in a simulation."""
+
+    @property
+    def id(self) -> int:
+        """Number of the sequence, in order of arrival."""
+        ...
+
+    @property
+    def fill_to(self) -> int:
+        """Number of tokens to compute."""
+        ...
+
+    @property
+    def scheduled(self) -> int:
+        """KV length after the last step that was sent."""
+        ...
+
+    @property
+    def reused(self) -> int:
+        """KV length that the prefix cache supplied."""
+        ...
+
+    @property
+    def replays(self) -> int:
+        """Number of its failed steps without progress."""
+        ...
+
+    @property
+    def is_resumed(self) -> bool:
+        """True if another engine began the request."""
+        ...
+
+    @property
+    def is_catching_up(self) -> bool:
+        """True while only some stages compute its tokens."""
+        ...
+
+    @property
+    def admitted_at(self) -> float:
+        """Time of its last admission."""
+        ...
+
+    @property
+    def first_token_at(self) -> float | None:
+        """Time of its first token."""
+        ...
+
+    def can_step(self, steps_ahead: int) -> bool:
+        """Return True if a decode row can be sent."""
+        ...
+
+    def chunk_end(self, most: int) -> int:
+        """Return the length after a chunk of at most `most` tokens."""
+        ...
+
+    def feed(self, tokens: int) -> None:
+        """Count tokens that are sent with a step."""
+        ...
+
+
+P = TypeVar("P", bound=Prompt)
+P_contra = TypeVar("P_contra", bound=Prompt, contravariant=True)
+Chunk = TypeVar("Chunk")
+
+
+class PromptKv(Protocol[P_contra]):
+    """KV cache from the point of view of prompts."""
+
+    def reuse(self, sequence: P_contra, running: Mapping[int, P_contra], /) -> int:
+        """Return the number of tokens that need no prefill if the sequence begins now."""
+        ...
+
+    def begin(self, sequence: P_contra, running: Mapping[int, P_contra], /) -> None:
+        """Open an admitted sequence."""
+        ...
+
+
+class SentSteps(Protocol):
+    """Counts of the steps that were sent."""
+
+    @property
+    def sent(self) -> int:
+        """Number of the last step."""
+        ...
+
+    @property
+    def prefills(self) -> int:
+        """Number of prefill steps that some rank has not answered."""
+        ...
+
+
+class PrefillQueue(Generic[P]):
     """Prompts in order of arrival, except that every second chunk beside a long first prompt is for short ones.
 
     A prompt whose step failed is retried alone, so that it cannot make others fail.
     """
 
     def __init__(self) -> None:
-        self._line: dict[int, Sequence] = {}
+        self._line: dict[int, P] = {}
         self._long: int | None = None
         """Long prompt that had the last turn."""
 
     def __len__(self) -> int:
         return len(self._line)
 
-    def __iter__(self) -> Iterator[Sequence]:
+    def __iter__(self) -> Iterator[P]:
         return iter(self._line.values())
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: P) -> None:
         """Add a prompt; a preempted one gets its place by arrival."""
         is_last = not self._line or next(reversed(self._line)) < sequence.id
         self._line[sequence.id] = sequence
@@ -49,10 +137,10 @@ class PrefillQueue:
     def remove(self, sequence: int) -> None:
         self._line.pop(sequence, None)
 
-    def next_in_turn(self, left: Callable[[Sequence], int], most: int) -> Iterable[Sequence]:
+    def next_in_turn(self, left: Callable[[P], int], most: int) -> Iterable[P]:
         """Return the prompts that may go into the next chunk; the first of them must. Later ones are looked up when needed."""
 
-        def is_short(sequence: Sequence) -> bool:
+        def is_short(sequence: P) -> bool:
             return left(sequence) <= most and not sequence.replays
 
         first = next(iter(self._line.values()))
@@ -64,7 +152,7 @@ class PrefillQueue:
         self._long = first.id
         return (first,)
 
-    def _passing(self, is_short: Callable[[Sequence], bool]) -> Iterator[Sequence]:
+    def _passing(self, is_short: Callable[[P], bool]) -> Iterator[P]:
         """Yield the short prompts in order, until too many others lie between them."""
         passed = 0
         for sequence in self._line.values():
@@ -81,7 +169,7 @@ _BURST_S = 0.25
 """Longest time between requests that count as having arrived together."""
 
 
-class Prefilling(PrefillQueue):
+class Prefilling(PrefillQueue[P], Generic[P, Chunk]):
     """Prompts in prefill, and their steps."""
 
     def __init__(
@@ -89,13 +177,16 @@ class Prefilling(PrefillQueue):
         policy: Policy,
         stages: int,
         *,
-        batches: MicroBatches,
-        in_flight: StepsInFlight,
+        batches: MicroBatches[P],
+        in_flight: SentSteps,
         sizer: ChunkSizer,
-        kv: KvManager,
-        running: Mapping[int, Sequence],
+        kv: PromptKv[P],
+        running: Mapping[int, P],
+        make_chunk: Callable[[P, int], Chunk],
     ) -> None:
+        """Prepare the queue; `make_chunk` makes a step's part from a sequence and the length after it."""
         super().__init__()
+        self._make_chunk = make_chunk
         self._policy = policy
         self._stages = stages
         self._batches = batches
@@ -106,8 +197,8 @@ class Prefilling(PrefillQueue):
         self.last_step = 0
         """Number of the last prefill step."""
 
-    def next_chunks(self) -> list[tuple[Sequence, step_pb2.Row]]:
-        """Return the rows of the next step, counted as sent; empty if nothing may be sent now."""
+    def next_chunks(self) -> list[tuple[P, Chunk]]:
+        """Return the chunks of the next step, counted as sent; empty if nothing may be sent now."""
         if not self or not self._may_go():
             return []
         beside_decode = self._has_to_spare()
@@ -116,17 +207,19 @@ class Prefilling(PrefillQueue):
         size = self._sizer.chunk(remaining, prompt, beside_decode=beside_decode)
         if not size:
             return []
-        chunks = self._fill(size, size if beside_decode else _PROMPTS_TOGETHER * size)
-        tokens = sum(len(row.tokens.ids) for _, row in chunks)
+        chunks, tokens = self._fill(size, size if beside_decode else _PROMPTS_TOGETHER * size)
         self._sizer.sent(self._in_flight.sent + 1, tokens, beside_decode=beside_decode)
         return chunks
 
-    def _fill(self, size: int, room: int) -> list[tuple[Sequence, step_pb2.Row]]:
-        """Fill a step with the first prompt's chunk of `size`, and with prompts after it that fit as a whole."""
-        chunks: list[tuple[Sequence, step_pb2.Row]] = []
-        catches_up = False
+    def _fill(self, size: int, room: int) -> tuple[list[tuple[P, Chunk]], int]:
+        """Fill a step with the first prompt's chunk of `size`, and with prompts after it that fit as a whole.
+
+        Return the chunks and the number of their tokens.
+        """
+        chunks: list[tuple[P, Chunk]] = []
+        catches_up, left = False, room
         for sequence in self.next_in_turn(self._left, self._policy.prefill_chunk):
-            most = min(size, room)
+            most = min(size, left)
             if chunks and self._left(sequence) > most:
                 break
             # Only an opened sequence knows the KV that was kept of it. A step has one reach, so it may wait for the next one.
@@ -134,14 +227,12 @@ class Prefilling(PrefillQueue):
             if chunks and sequence.is_catching_up != catches_up:
                 break
             catches_up = sequence.is_catching_up
-            end = min(sequence.scheduled + most, sequence.kept if catches_up else sequence.fill_to)
-            if sequence.scheduled < sequence.cut_at < end:
-                end = sequence.cut_at
-            row = prefill_row(sequence, end)
-            chunks.append((sequence, row))
-            room -= len(row.tokens.ids)
-            sequence.feed(len(row.tokens.ids))
-        return chunks
+            end = sequence.chunk_end(most)
+            tokens = end - sequence.scheduled
+            chunks.append((sequence, self._make_chunk(sequence, end)))
+            left -= tokens
+            sequence.feed(tokens)
+        return chunks, room - left
 
     def _lengths(self) -> tuple[int, int]:
         """Return the most tokens that one of the next prompts has left, and the most that one had to compute."""
@@ -150,7 +241,7 @@ class Prefilling(PrefillQueue):
             sequence.scheduled - sequence.reused + tokens for sequence, tokens in left
         )
 
-    def _left(self, sequence: Sequence) -> int:
+    def _left(self, sequence: P) -> int:
         """Return the number of tokens that are still to be computed."""
         return sequence.fill_to - self._kv.reuse(sequence, self._running)
 

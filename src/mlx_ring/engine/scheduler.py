@@ -23,7 +23,7 @@ from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.engine.kv_manager import KvManager
 from mlx_ring.engine.prefill import Prefilling
 from mlx_ring.engine.resumption import KeptKv, LeftKv, Resumptions
-from mlx_ring.engine.rows import end_stage, read_result, samples_token
+from mlx_ring.engine.rows import end_stage, prefill_row, read_result, samples_token
 from mlx_ring.engine.sequence import Advance, Sequence
 from mlx_ring.engine.step_times import ChunkSizer, Predict, StepDeadlines, StepTimes, Unanswered
 from mlx_ring.rpc.failures import failure_to_error
@@ -63,6 +63,7 @@ class Scheduler:
             sizer=self._sizer,
             kv=self._kv,
             running=self._running,
+            make_chunk=prefill_row,
         )
         self._steps_failed = self._preemptions = 0
         self._resumptions = Resumptions()
@@ -197,8 +198,7 @@ class Scheduler:
         """Make the next decode step, unless prompts are about to be complete: then all of them decode at once."""
         if self._prefilling.is_almost_read():
             return None
-        chosen = self._decoding.next_rows(self._make_room)
-        if chosen is None:
+        if (chosen := self._decoding.next_rows(self._make_room)) is None:
             return None
         batch, rows = chosen
         step = self._make_step([sequence for sequence, _ in rows], [row for _, row in rows], batch, now)
@@ -296,7 +296,11 @@ class Scheduler:
                 self._decoding.add(sequence)
 
     def _make_step(
-        self, sequences: list[Sequence], rows: list[step_pb2.Row], batch: MicroBatch | None, now: float
+        self,
+        sequences: list[Sequence],
+        rows: list[step_pb2.Row],
+        batch: MicroBatch[Sequence] | None,
+        now: float,
     ) -> step_pb2.Step:
         number = self._in_flight.sent + 1
         step = step_pb2.Step(

@@ -186,6 +186,11 @@ class Sequence:
         """Return True if a decode row can be sent, which would sample a token of the answer."""
         return self.unanswered < steps_ahead and not self.verifying and self.scheduled + 1 < self.max_length
 
+    def chunk_end(self, most: int) -> int:
+        """Return the KV length after a chunk of at most `most` tokens; a chunk ends where a snapshot is kept."""
+        end = min(self.scheduled + most, self.kept if self.is_catching_up else self.fill_to)
+        return self.cut_at if self.scheduled < self.cut_at < end else end
+
     def admit(self, now: float) -> None:
         """Record an admission."""
         self.admitted_at = now

@@ -78,14 +78,22 @@ class ChunkSizer:
         if not timing.tokens:
             return
         if is_prefill:
-            self._token_us[stage].add(timing.compute_us / timing.tokens)
-            self._settle(timing)
-            return
-        self._any_decode_us[stage].add(timing.compute_us)
-        if timing.tokens == timing.rows:
-            self._decode_us[stage].add(timing.compute_us)
+            self.record_chunk(stage, timing.step, timing.tokens, timing.compute_us)
+        else:
+            self.record_decode(stage, timing.rows, timing.tokens, timing.compute_us)
+
+    def record_chunk(self, stage: int, step: int, tokens: int, compute_us: float) -> None:
+        """Learn from a prefill step of some tokens on a stage."""
+        self._token_us[stage].add(compute_us / tokens)
+        self._settle(stage, step, compute_us)
+
+    def record_decode(self, stage: int, rows: int, tokens: int, compute_us: float) -> None:
+        """Learn from a decode step on a stage; rows with drafts have several tokens."""
+        self._any_decode_us[stage].add(compute_us)
+        if tokens == rows:
+            self._decode_us[stage].add(compute_us)
         elif (plain := self._decode_us[stage].value) is not None:
-            self._draft_us[stage].add(max(0.0, timing.compute_us - plain) / (timing.tokens - timing.rows))
+            self._draft_us[stage].add(max(0.0, compute_us - plain) / (tokens - rows))
         if stage == 0:
             self._earn()
 
@@ -149,12 +157,12 @@ class ChunkSizer:
             self._credit_us -= cost_us
             self._charged[step] = cost_us
 
-    def _settle(self, timing: StepTiming) -> None:
+    def _settle(self, stage: int, step: int, compute_us: float) -> None:
         """Correct the charge of a chunk to its measured time."""
         slowest = max(range(self._stages), key=lambda stage: self._token_us[stage].value or 0.0)
-        if timing.rank.stage == slowest and (charged := self._charged.pop(timing.step, None)) is not None:
-            self._credit_us += charged - timing.compute_us
-        while self._charged and next(iter(self._charged)) < timing.step:
+        if stage == slowest and (charged := self._charged.pop(step, None)) is not None:
+            self._credit_us += charged - compute_us
+        while self._charged and next(iter(self._charged)) < step:
             del self._charged[next(iter(self._charged))]
 
     def verifying_cost(self, draft_tokens: int) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import yaml
@@ -22,10 +22,32 @@ from mlx_ring.settings.devices_file import (
 )
 
 _MACHINE_NUMBERS = frozenset({"memory_gb", "bandwidth_gb_s", "tflops"})
+_UPKEEP_FIELDS = ("watts", "idle_watts", "price")
 _MACHINE_FIELDS = (
-    _MACHINE_NUMBERS | SHARE_FIELDS | {"name", "machine", "reserve", "trusted_interface", "wired_limit_gb"}
+    _MACHINE_NUMBERS
+    | SHARE_FIELDS
+    | {"name", "machine", "reserve", "trusted_interface", "wired_limit_gb", *_UPKEEP_FIELDS}
 )
 _LINK_FIELDS = frozenset({"between", "round_trip_ms", "gbit_s", "trusted", "link"})
+
+
+@dataclass(frozen=True, slots=True)
+class Upkeep:
+    """Power and price of a machine, as far as they are known."""
+
+    watts: float | None = None
+    """Power under full load."""
+    idle_watts: float | None = None
+    """Power without load; as under load if it is not known."""
+    price: float | None = None
+    """Price of the machine, in any currency."""
+
+    def power_watts(self, busy: float) -> float | None:
+        """Return the mean power of a machine that is busy for a share of the time."""
+        if self.watts is None:
+            return None
+        idle = self.watts if self.idle_watts is None else self.idle_watts
+        return idle + (self.watts - idle) * busy
 
 
 def load_content(text: str, where: str) -> object:
@@ -58,6 +80,32 @@ def read_cluster(text: str, where: str) -> ClusterProfile:
     entries = cast("dict[str, Any]", content)
     nodes = tuple(_read_machine(entry, where) for entry in cast("list[Any]", entries["machines"]))
     return cluster_of(nodes, links=entries.get("links") or [], usual=entries.get("usual_link"), where=where)
+
+
+def read_upkeep(text: str, where: str) -> dict[str, Upkeep]:
+    """Return the power and price of the machines of a cluster file that have some, by name.
+
+    Raises:
+        ConfigError: a value is not a number above 0, or a machine needs more power without load than under load.
+    """
+    content = load_content(text, where)
+    listed = cast("dict[str, Any]", content).get("machines") if isinstance(content, dict) else None
+    found: dict[str, Upkeep] = {}
+    for entry in cast("list[Any]", listed or []):
+        if isinstance(entry, dict):
+            fields = cast("dict[str, Any]", entry)
+            found[str(fields.get("name", fields.get("machine")))] = _machine_upkeep(fields, where)
+    return {name: upkeep for name, upkeep in found.items() if upkeep != Upkeep()}
+
+
+def _machine_upkeep(fields: Mapping[str, Any], where: str) -> Upkeep:
+    values = {name: _positive(fields, name, where) for name in _UPKEEP_FIELDS if name in fields}
+    upkeep, name = Upkeep(**values), fields.get("name", fields.get("machine"))
+    if upkeep.idle_watts is not None and upkeep.idle_watts > (upkeep.watts or 0.0):
+        raise ConfigError(
+            f"{where}: idle_watts of {name} is {upkeep.idle_watts:g}; give it `watts`, which must be as much or more."
+        )
+    return upkeep
 
 
 def estimated_cluster(file: DevicesFile, where: str) -> ClusterProfile:
@@ -129,6 +177,7 @@ def _read_machine(entry: Any, where: str) -> NodeProfile:
             f"{where}: a machine has no field {unknown[0]}; fields are {', '.join(sorted(_MACHINE_FIELDS))}."
         )
     node = _known_machine(fields, where) if "machine" in fields else _described_machine(fields, where)
+    _machine_upkeep(fields, where)
     node = replace(node, trusted=_has_trusted(fields, node.name, where))
     reserve = _read_reserve(fields, node.name, where)
     return node if reserve is None else replace(node, reserve_share=reserve)

@@ -1,12 +1,15 @@
-"""Predicted step times and memory of a loaded pipeline. Pure."""
+"""Predicted step times and memory of a loaded pipeline, and a table of its steps for simulations. Pure."""
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from mlx_ring.core.types import CpuWeights, LayerRange
 from mlx_ring.planner.pipeline import GroupStage, MachineStage, Pipeline
+from mlx_ring.planner.plan import Plan
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile, StepRatios
 from mlx_ring.planner.rank_costs import RankCosts
 from mlx_ring.planner.request import Demand
@@ -56,7 +59,7 @@ class Forecast:
         shared = SharedModel(model, demand, model.shared)
         each = ranks or [[(node, 1.0)] for node, _ in stages]
         self._groups = [given_group(shared, cluster, one) if len(one) > 1 else None for one in each]
-        self._pipeline = Pipeline(
+        self.pipeline = Pipeline(
             cluster,
             [
                 MachineStage(self._tables, node, layers) if group is None else GroupStage(group, layers)
@@ -89,7 +92,7 @@ class Forecast:
             node.cpu_quota is None for stage in range(len(self)) for node in self._nodes(stage)
         ):
             return self._times(stage, rows, context_tokens).steady
-        return self._pipeline.lone_stream(context_tokens)[0][stage]
+        return self.pipeline.lone_stream(context_tokens)[0][stage]
 
     def chunk_s(self, stage: int, tokens: int, context_tokens: int) -> float:
         """Return the seconds of a prefill step: the larger of computing and of reading the weights once."""
@@ -103,10 +106,10 @@ class Forecast:
 
     def token_s(self, context_tokens: int) -> float:
         """Return the seconds from token to token of a single stream, all stages and hops included."""
-        return self._pipeline.token_s(1, context_tokens)
+        return self.pipeline.token_s(1, context_tokens)
 
     def _times(self, stage: int, rows: int, context_tokens: int) -> Times[float]:
-        return self._pipeline.stages[stage].seconds(rows, context_tokens)
+        return self.pipeline.stages[stage].seconds(rows, context_tokens)
 
     def memory(self, stage: int) -> PromisedMemory:
         """Return the memory of a stage, as the sum of its ranks."""
@@ -135,6 +138,89 @@ class Forecast:
     def node(self, stage: int) -> NodeProfile:
         """Return the node of its rank 0."""
         return self._stages[stage][0]
+
+
+_KNOT_TOKENS, _EXACT = 512, 32
+"""First context between which steps are interpolated, and the tokens of a chunk up to which each number is computed."""
+
+
+class StepTable:
+    """Times of the steps of a pipeline for any rows, context and chunk, interpolated between computed ones.
+
+    Steps of few rows are computed for each number. Contexts are computed at powers of two, and chunks at eight lengths in
+    each octave. Between them, times are nearly straight lines.
+    """
+
+    def __init__(self, forecast: Forecast, head_s: float) -> None:
+        """Prepare the table; `head_s` are the seconds from the head to a stage, and from there back."""
+        self._forecast = forecast
+        self._head_s = head_s
+        self._decode: dict[tuple[int, int, int], float] = {}
+        self._chunks: dict[tuple[int, int, int], float] = {}
+        self._hops: dict[tuple[int, int], tuple[float, float]] = {}
+        self._back: dict[int, float] = {}
+
+    def decode_s(self, stage: int, rows: int, context_tokens: float) -> float:
+        """Return the seconds of a decode step on a stage, by its rows and their mean context."""
+        low, high = _knots(context_tokens)
+        begin, end = self._decode_at(stage, rows, low), self._decode_at(stage, rows, high)
+        return begin + (end - begin) * (context_tokens - low) / (high - low)
+
+    def _decode_at(self, stage: int, rows: int, context: int) -> float:
+        key = stage, rows, context
+        if key not in self._decode:
+            self._decode[key] = self._forecast.decode_s(*key)
+        return self._decode[key]
+
+    def chunk_s(self, stage: int, spans: Sequence[tuple[int, int]]) -> float:
+        """Return the seconds of a prefill step on a stage, by the tokens before each part of a prompt and its own."""
+        tokens = sum(part for _, part in spans)
+        # The context at which one chunk compares as many pairs of tokens.
+        pairs = sum(part * (start + part / 2) for start, part in spans)
+        context = pairs / tokens - tokens / 2
+        low, high = _knots(max(0.0, context))
+        begin, end = self._chunk_between(stage, tokens, low), self._chunk_between(stage, tokens, high)
+        return begin + (end - begin) * (context - low) / (high - low)
+
+    def _chunk_between(self, stage: int, tokens: int, context: int) -> float:
+        width = max(1, 1 << max(0, tokens.bit_length() - 4)) if tokens > _EXACT else 1
+        low = tokens // width * width
+        begin = self._chunk_at(stage, low, context)
+        if low == tokens:
+            return begin
+        return begin + (self._chunk_at(stage, low + width, context) - begin) * (tokens - low) / width
+
+    def _chunk_at(self, stage: int, tokens: int, context: int) -> float:
+        key = stage, tokens, context
+        if key not in self._chunks:
+            self._chunks[key] = self._forecast.chunk_s(*key)
+        return self._chunks[key]
+
+    def hop_s(self, stage: int, tokens: int) -> tuple[float, float]:
+        """Return the seconds until a step's activations have arrived behind a stage, and for which they occupy the link."""
+        key = stage, tokens
+        if key not in self._hops:
+            pipeline = self._forecast.pipeline
+            self._hops[key] = pipeline.forward_s(stage, tokens), pipeline.occupied_s(stage, tokens)
+        return self._hops[key]
+
+    def back_s(self, rows: int) -> float:
+        """Return the seconds from the last stage to the first, with drawn tokens."""
+        if rows not in self._back:
+            self._back[rows] = self._forecast.pipeline.back_s(rows)
+        return self._back[rows]
+
+    def head_s(self) -> float:
+        """Return the seconds from the head to a stage, and from there back."""
+        return self._head_s
+
+
+def _knots(context_tokens: float) -> tuple[int, int]:
+    """Return the computed contexts around one."""
+    if context_tokens < _KNOT_TOKENS:
+        return 0, _KNOT_TOKENS
+    low = 1 << int(context_tokens).bit_length() - 1
+    return low, 2 * low
 
 
 StageRanks = tuple[LayerRange, Sequence[tuple[NodeProfile, float]]]
@@ -191,3 +277,58 @@ def _holding(node: NodeProfile, weights: CpuWeights) -> NodeProfile:
 def _promised(costs: RankCosts, layers: LayerRange) -> PromisedMemory:
     weights, kv = (count(layers.start, layers.end) for count in (costs.weight_bytes, costs.kv_bytes))
     return PromisedMemory(weights, kv, max(0, costs.memory_bytes(layers.start, layers.end) - weights - kv))
+
+
+class KvRoom(NamedTuple):
+    """KV memory of a rank."""
+
+    limit_bytes: int
+    bytes_per_token: int
+    bytes_per_sequence: int
+
+
+_ROOM_TOKENS = 1024
+"""Tokens by which two forecasts differ, for the KV memory of one."""
+
+
+def forecast_plan(
+    model: ModelProfile, cluster: ClusterProfile, demand: Demand, plan: Plan
+) -> tuple[Forecast, list[list[KvRoom]]]:
+    """Return the predictions for a plan, and the KV memory of each rank of each stage.
+
+    The KV cache may take what weights and working memory leave of a machine's usable memory.
+    """
+    nodes = {node.name: node for node in cluster.nodes}
+    stages = settle_weights(
+        model,
+        demand,
+        cluster,
+        [(stage.layers, [(nodes[rank.node], rank.share) for rank in stage.ranks]) for stage in plan.stages],
+    )
+
+    def forecast(context: int) -> Forecast:
+        one = replace(demand, context_tokens=context, sequences=1)
+        firsts = [(ranks[0][0], layers) for layers, ranks in stages]
+        return Forecast(model, one, cluster, firsts, [ranks for _, ranks in stages])
+
+    less, more = forecast(1), forecast(1 + _ROOM_TOKENS)
+    held, names = defaultdict[str, int](int), Counter[str]()
+    for stage, (_, ranks) in enumerate(stages):
+        for (node, _), memory in zip(ranks, less.memory_of_ranks(stage), strict=True):
+            held[node.name] += memory.total_bytes - memory.kv_bytes
+            names[node.name] += 1
+
+    def room(node: NodeProfile, short: PromisedMemory, long: PromisedMemory) -> KvRoom:
+        each = -(-(long.kv_bytes - short.kv_bytes) // _ROOM_TOKENS)
+        left = (node.usable_bytes - held[node.name]) // names[node.name]
+        return KvRoom(max(0, left), each, max(0, short.kv_bytes - each))
+
+    return forecast(demand.context_tokens), [
+        [
+            room(node, short, long)
+            for (node, _), short, long in zip(
+                ranks, less.memory_of_ranks(stage), more.memory_of_ranks(stage), strict=True
+            )
+        ]
+        for stage, (_, ranks) in enumerate(stages)
+    ]

@@ -8,13 +8,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Protocol
 
 from mlx_ring.core.types import LayerRange
-from mlx_ring.planner.cpu_quota import lone_stream
 from mlx_ring.planner.plan import Prediction
-from mlx_ring.planner.profiles import ClusterProfile, NodeProfile
+from mlx_ring.planner.profiles import ClusterProfile, NodeProfile, lone_stream
 from mlx_ring.planner.request import Demand, PlanRequest
 from mlx_ring.planner.stage_costs import CHUNK_TOKENS, TOKEN_BYTES, StageTables, Times
 from mlx_ring.planner.tensor_groups import RankGroup
@@ -113,8 +111,8 @@ class Pipeline:
         """Return the seconds of all hops; rank 0 of a stage sends to every rank of the next."""
         if len(self.stages) == 1:
             return 0.0
-        forward = sum(self._hop_s(one, other, rows * one.row_bytes) for one, other in pairwise(self.stages))
-        return forward + self._hop_s(self.stages[-1], self.stages[0], rows * TOKEN_BYTES)
+        forward = sum(self.forward_s(stage, rows) for stage in range(len(self.stages) - 1))
+        return forward + self.back_s(rows)
 
     def _hop_s(self, one: Stage, other: Stage, nbytes: int) -> float:
         sender = one.nodes[0]
@@ -123,16 +121,22 @@ class Pipeline:
 
     def _busiest_link_s(self, rows: int) -> float:
         """Return the seconds for which a step of `rows` rows keeps the busiest link from the next step."""
-        return max(
-            (
-                rows
-                * one.row_bytes
-                * len(other.nodes)
-                / min(self._cluster.link(one.nodes[0].name, node.name).bandwidth for node in other.nodes)
-                for one, other in pairwise(self.stages)
-            ),
-            default=0.0,
-        )
+        return max((self.occupied_s(stage, rows) for stage in range(len(self.stages) - 1)), default=0.0)
+
+    def occupied_s(self, stage: int, rows: int) -> float:
+        """Return the seconds for which a step of `rows` rows keeps the link behind a stage from the next step."""
+        one, other = self.stages[stage : stage + 2]
+        slowest = min(self._cluster.link(one.nodes[0].name, node.name).bandwidth for node in other.nodes)
+        return rows * one.row_bytes * len(other.nodes) / slowest
+
+    def forward_s(self, stage: int, rows: int) -> float:
+        """Return the seconds until the activations of `rows` rows have arrived behind a stage."""
+        one, other = self.stages[stage : stage + 2]
+        return self._hop_s(one, other, rows * one.row_bytes)
+
+    def back_s(self, rows: int) -> float:
+        """Return the seconds until the first stage has the drawn tokens of `rows` rows."""
+        return self._hop_s(self.stages[-1], self.stages[0], rows * TOKEN_BYTES)
 
     # ---- decode
 

@@ -68,6 +68,10 @@ class PlanRequest:
         """Number of streams at once for which times are minimized."""
         return self.demand.sequences if self.objective == "throughput" else self.users
 
+    def share(self, replicas: int) -> int:
+        """Return the number of sequences for each of several replicas."""
+        return -(-self.demand.sequences // replicas)
+
     @property
     def minimized_tokens(self) -> int:
         """Number of answer tokens whose time `auto` minimizes after the first."""

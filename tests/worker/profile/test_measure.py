@@ -21,8 +21,7 @@ from mlx_ring.host.machine_profile import MachineProfile
 from mlx_ring.worker.platform.device import free_memory
 from mlx_ring.worker.profile import measure as measure_module
 from mlx_ring.worker.profile.measure import Bounds, Products, WeightKind, measure
-from mlx_ring.worker.profile.rounds import stopwatch
-from mlx_ring.worker.profile.steps import SmallStage, attending, drawing
+from mlx_ring.worker.profile.steps import SmallStage, attending, drawing, stopwatch
 
 CLOCK = stopwatch(1, None)
 BLAS = ("--blas", "auto", "--blas-threads", "1")

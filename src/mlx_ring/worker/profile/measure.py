@@ -17,15 +17,19 @@ from mlx_ring.core.errors import ConfigError
 from mlx_ring.host.machine_profile import PROFILE_VERSION, MachineProfile, StepCosts, WeightRate
 from mlx_ring.host.process import cpu_quota, usable_cores
 from mlx_ring.worker.platform.device import device_description, device_memory, device_name, free_memory
-from mlx_ring.worker.profile.rounds import Measured, Measurement, Stopwatch, in_turns, stopwatch
 from mlx_ring.worker.profile.steps import (
     FEW_LAYERS,
     FEW_WORDS,
     MANY_LAYERS,
     MANY_WORDS,
+    Measured,
+    Measurement,
     SmallStage,
+    Stopwatch,
     attending,
     drawing,
+    in_turns,
+    stopwatch,
 )
 
 GROUP = 64

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mlx_ring.worker.profile.rounds import LEAST_ROUNDS, Measured, in_turns, stopwatch
+from mlx_ring.worker.profile.steps import LEAST_ROUNDS, Measured, in_turns, stopwatch
 
 
 def test_all_measurements_are_made_equally_often() -> None:
@@ -44,7 +44,7 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the clocks, so that wall time runs four times as fast as the process's time."""
     wall, process = itertools.count(0.0, 4.0), itertools.count(0.0, 1.0)
     both = SimpleNamespace(perf_counter=lambda: next(wall), process_time=lambda: next(process))
-    monkeypatch.setattr("mlx_ring.worker.profile.rounds.time", both)
+    monkeypatch.setattr("mlx_ring.worker.profile.steps.time", both)
 
 
 @pytest.mark.usefixtures("clocks")

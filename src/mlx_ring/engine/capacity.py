@@ -1,0 +1,450 @@
+"""Capacity of a cluster: the highest rate of requests at which a service level holds. Pure and deterministic.
+
+Each kind of replica is simulated with its share of the requests. The same requests arrive at every rate, only sooner or
+later, so that rates are compared on the same load.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+
+from mlx_ring.core.engine_stats import Policy
+from mlx_ring.core.types import RankId
+from mlx_ring.engine.kv_budget import RankKv, sequence_bytes
+from mlx_ring.engine.simulated_load import Load, Outcome, ServiceLevel, Span
+from mlx_ring.engine.simulation import Simulation
+from mlx_ring.planner.cluster_file import Upkeep
+from mlx_ring.planner.forecast import StepTable, forecast_plan
+from mlx_ring.planner.plan import Plan
+from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
+from mlx_ring.planner.replicas import alike_plans, place_for_load
+from mlx_ring.planner.request import PlanRequest
+
+MOST_RUNNING = 256
+"""Most requests that run at the same time in a replica, if no number is given."""
+_FEW, _MANY, _LONE = 100, 600, 10
+"""Numbers of measured requests of a run, at least and at most, and of requests that run one after the other."""
+_STEPS = 6_000
+"""Number of decode steps at which a run has enough requests."""
+_CLOSE = 1.05
+"""Factor between the rates at which the level holds and does not, from which the search ends."""
+_MOST_RUNS = 14
+_FIRST_TRY = 0.5
+"""Part of the rate without any waiting at which the search begins."""
+_COARSE, _ROUGHLY = 50, 1.35
+"""Number of measured requests of first runs, and the factor between rates from which longer runs follow."""
+_YEAR_S, _APART = 365.25 * 86_400, 4
+"""Seconds of a year, and the time between lone requests, as a multiple of what one takes."""
+_QUEUED_SHARE = 0.05
+"""Share of a run's requests that may wait: beyond it, the queue grows."""
+_FEW_QUEUED = 16
+_BUSY, _WAITING = 0.8, 0.1
+"""Share of the time from which a stage or link is the limit, and below it, from which waiting is."""
+
+# ---- replicas
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """Replicas of the same kind."""
+
+    plan: Plan
+    costs: StepTable
+    kv: Mapping[RankId, RankKv]
+    names: tuple[tuple[tuple[str, ...], ...], ...]
+    """Machines of each stage, for each replica."""
+
+    @property
+    def stages(self) -> int:
+        return len(self.plan.stages)
+
+    @property
+    def count(self) -> int:
+        return len(self.names)
+
+    def room(self, tokens: int) -> int:
+        """Return the number of requests of `tokens` tokens whose KV fits at the same time."""
+        return min(
+            (rank.limit_bytes // max(1, sequence_bytes(rank, tokens)) for rank in self.kv.values()),
+            default=MOST_RUNNING,
+        )
+
+
+def replicas_of(
+    model: ModelProfile, cluster: ClusterProfile, request: PlanRequest, plans: Sequence[Plan]
+) -> list[Replicas]:
+    """Return the replicas of these plans by kind: with the same layers on alike machines and links."""
+    return [_replicas(model, cluster, request, members) for members in alike_plans(cluster, plans)]
+
+
+def _replicas(
+    model: ModelProfile, cluster: ClusterProfile, request: PlanRequest, plans: Sequence[Plan]
+) -> Replicas:
+    forecast, rooms = forecast_plan(model, cluster, request.demand, plans[0])
+    kv = {
+        RankId(stage, place): RankKv(*room)
+        for stage, ranks in enumerate(rooms)
+        for place, room in enumerate(ranks)
+    }
+    head = cluster.nodes[0].name
+    machines = [rank.node for stage in plans[0].stages for rank in stage.ranks]
+    head_s = max(cluster.link(head, name).round_trip_s / 2 for name in machines)
+    names = tuple(tuple(tuple(rank.node for rank in stage.ranks) for stage in plan.stages) for plan in plans)
+    return Replicas(plans[0], StepTable(forecast, head_s), kv, names)
+
+
+# ---- the highest rate
+
+
+@dataclass(frozen=True)
+class Found:
+    """Highest rate of one replica at which the level holds."""
+
+    rate: float
+    """Requests per second; 0 if it does not hold for requests one after the other."""
+    outcome: Outcome
+    """Run at that rate."""
+    beyond: Outcome | None
+    """Run at a little higher rate, at which the level does not hold."""
+    policy: Policy
+
+
+@dataclass(frozen=True)
+class Search:
+    """Runs of one kind of replica."""
+
+    replicas: Replicas
+    load: Load
+    level: ServiceLevel
+    policy: Policy
+
+    def run(self, rate: float, measured: int) -> Outcome:
+        """Return what is measured at a rate, in requests per second, of so many requests after others."""
+        skipped = measured // 4 + min(self.policy.max_num_seqs, measured)
+        count = measured + skipped
+        queued = max(_FEW_QUEUED, 2 * self.load.burst, int(_QUEUED_SHARE * count))
+        return self._simulation(queued, self.level.is_lost(measured, self.load.mean_answer)).run(
+            self.load.requests(count, rate), skipped=skipped, drains=False
+        )
+
+    def alone(self) -> Outcome:
+        """Return what is measured of requests that come one after the other."""
+        apart_s = _APART * self._request_s(1)
+        requests = self.load.requests(_LONE, 1.0)
+        spread = [request._replace(at_s=number * apart_s) for number, request in enumerate(requests)]
+        return self._simulation(None, lambda _: False).run(spread)
+
+    def _simulation(self, queued: int | None, is_over: Callable[[Outcome], bool]) -> Simulation:
+        costs, stages, kv = self.replicas.costs, self.replicas.stages, self.replicas.kv
+        return Simulation(costs, stages, self.policy, kv=kv, most_waiting=queued, is_over=is_over)
+
+    def _request_s(self, rows: int) -> float:
+        """Return the seconds that a request takes of all stages and links, in steps of so many rows."""
+        return sum(self._occupied_s(rows))
+
+    def _occupied_s(self, rows: int) -> Iterator[float]:
+        """Yield the seconds that a request takes of each stage and link, in steps of so many rows."""
+        costs, load = self.replicas.costs, self.load
+        answer, prompt = load.mean_answer, load.mean_prompt
+        cached = int(prompt * load.prefix_hits)
+        computed = max(1, int(prompt) - cached)
+        for stage in range(self.replicas.stages):
+            decode_s = costs.decode_s(stage, rows, prompt + answer / 2) / rows
+            yield answer * decode_s + costs.chunk_s(stage, [Span(cached, computed)])
+            if stage < self.replicas.stages - 1:
+                yield costs.hop_s(stage, int(computed + answer))[1]
+
+    def at(self, rate: float) -> Found:
+        """Return what is measured at a rate."""
+        outcome = self.run(rate, self._count(rate))
+        return Found(rate, outcome, outcome, self.policy)
+
+    def _count(self, rate: float) -> int:
+        """Return the number of requests to measure at about a rate."""
+        streams = min(float(self.policy.max_num_seqs), rate * self._request_s(1))
+        return round(min(_MANY, max(_FEW, _STEPS * streams / self.load.mean_answer)))
+
+    def highest(self) -> Found:
+        """Return the highest rate at which the level holds, to within 5 %."""
+        policy, replicas = self.policy, self.replicas
+        alone = self.alone()
+        if self.level.broken(alone):
+            return Found(0.0, alone, alone, policy)
+        rows = max(1, policy.max_num_seqs // replicas.stages)
+        most = 1 / max(self._occupied_s(rows))
+        found = self._bracketed(Found(0.0, alone, None, policy), _FIRST_TRY * most, _COARSE, _ROUGHLY)
+        fine = self._count(most)
+        return self._bracketed(replace(found, rate=0.0, beyond=None), found.rate or most / 100, fine, _CLOSE)
+
+    def _bracketed(self, found: Found, rate: float, measured: int, close: float) -> Found:
+        """Return the highest rate between `found` and one that is too high, to within a factor, beginning at `rate`."""
+        low, high = found.rate, 0.0
+        for _ in range(_MOST_RUNS):
+            outcome = self.run(rate, measured)
+            if self.level.holds(outcome):
+                low, found = rate, replace(found, rate=rate, outcome=outcome)
+            else:
+                high, found = rate, replace(found, beyond=outcome)
+            if low and high and high < low * close:
+                break
+            if low and high:
+                rate = math.sqrt(low * high)
+            else:
+                rate = rate * (1 + 2 * (close - 1)) if low else rate / (1 + 3 * (close - 1))
+        return found
+
+
+def fitting_policy(search: Search, most_running: int | None) -> Policy:
+    """Return the policy with a number of running requests: the given one, or as many as keep the time between tokens."""
+    if most_running is not None:
+        return replace(search.policy, max_num_seqs=most_running)
+    replicas, load, limit_s = search.replicas, search.load, search.level.between_tokens_s
+    context = load.mean_prompt + load.mean_answer / 2
+    most = max(1, min(MOST_RUNNING, replicas.room(round(load.mean_prompt + load.mean_answer))))
+
+    def keeps(rows: int) -> bool:
+        stages = range(replicas.stages)
+        each = [replicas.costs.decode_s(stage, rows, context) for stage in stages]
+        hops = [sum(replicas.costs.hop_s(stage, rows)) for stage in stages[:-1]]
+        round_s = sum(each) + sum(hops)
+        return limit_s is None or max(round_s, replicas.stages * max(each)) <= limit_s
+
+    rows = max((rows for rows in range(1, most // replicas.stages + 1) if keeps(rows)), default=1)
+    return replace(search.policy, max_num_seqs=min(most, rows * replicas.stages))
+
+
+# ---- cases
+
+
+@dataclass(frozen=True)
+class Question:
+    """Load, service level and costs of a cluster."""
+
+    load: Load
+    level: ServiceLevel
+    request: PlanRequest
+    """Bits of the KV cache, and context; the rest follows from the load."""
+    policy: Policy
+    max_num_seqs: int | None = None
+    """Most requests that run at the same time in a replica; None for as many as the level allows."""
+    rate: float | None = None
+    """Requests per second at which to measure; None for the highest rate."""
+    thinking_s: float = 60.0
+    """Seconds from an answer to its user's next request."""
+    upkeep: Mapping[str, Upkeep] = field(default_factory=dict[str, Upkeep])
+    """Power and price of machines by name."""
+    years: float = 3.0
+    """Years over which prices are spread."""
+    kwh_price: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """Use of a machine."""
+
+    machine: str
+    busy: float
+    """Share of the time in which it computes."""
+    prefill: float
+    """Share of the time in which it computes prompts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Capacity of a cluster, or what a given rate of requests gets."""
+
+    label: str
+    holds: bool
+    """True if the level holds."""
+    why: str
+    """Reason why it does not hold, or what limits the rate."""
+    requests_per_s: float = 0.0
+    users: float = 0.0
+    """Users who wait for an answer or think."""
+    tokens_per_s: float = 0.0
+    """Tokens of answers."""
+    first_token_s: float = 0.0
+    """Percentile of the level."""
+    between_tokens_s: float = 0.0
+    request_s: float = 0.0
+    """Mean time of a request."""
+    max_num_seqs: int = 0
+    """Most requests that run at the same time, of the kind of replica with the most."""
+    replicas: int = 0
+    stages: tuple[str, ...] = ()
+    """Machines and layers of each stage, and use of the machines, of one replica of each kind."""
+    uses: tuple[Use, ...] = ()
+    watts: float | None = None
+    """None if the power of a used machine is not known."""
+    price: float | None = None
+    """Price of all used machines; None if one is not known."""
+    tokens_per_joule: float | None = None
+    tokens_per_price: float | None = None
+    """Tokens for one unit of the currency: machines over their years, and energy."""
+
+
+def measure_capacity(
+    label: str, model: ModelProfile, cluster: ClusterProfile, question: Question
+) -> Capacity:
+    """Return the capacity of a cluster with the best of several plans.
+
+    Raises:
+        PlanError: the model does not fit.
+    """
+    request = _request(question)
+    found = [
+        _measured(label, replicas_of(model, cluster, request, plans), question)
+        for plans in place_for_load(model, cluster, request)
+    ]
+    return max(found, key=lambda each: (each.holds, each.requests_per_s, -each.first_token_s))
+
+
+def _request(question: Question) -> PlanRequest:
+    """Return the request for plans of a load."""
+    load, (prompt, answer) = question.load, question.load.longest
+    typical = int(load.mean_prompt + load.mean_answer / 2)
+    demand = replace(
+        question.request.demand, context_tokens=prompt + answer, sequences=1, typical_tokens=typical
+    )
+    return replace(
+        question.request,
+        demand=demand,
+        prompt_tokens=max(1, int(load.mean_prompt)),
+        answer_tokens=max(1, int(load.mean_answer)),
+    )
+
+
+def _measured(label: str, kinds: Sequence[Replicas], question: Question) -> Capacity:
+    load, level = question.load, question.level
+    first = (Search(kind, load, level, question.policy) for kind in kinds)
+    searches = [replace(each, policy=fitting_policy(each, question.max_num_seqs)) for each in first]
+    if question.rate is None:
+        found = [search.highest() for search in searches]
+    else:
+        found = _at_rate(searches, question.rate)
+    rates = [each.rate * search.replicas.count for each, search in zip(found, searches, strict=True)]
+    outcomes = [each.outcome for each in found]
+    total = sum(rates)
+    request_s = sum(
+        rate * _mean(outcome.request_s) for rate, outcome in zip(rates, outcomes, strict=True)
+    ) / (total or 1.0)
+    tokens_per_s, given = total * load.mean_answer, question.rate is not None
+    watts, price = _upkeep(searches, outcomes, question)
+    paid = None if price is None else _paid_per_s(price, watts, question)
+    worst = max(
+        zip(found, searches, strict=True),
+        key=lambda pair: (not pair[0].rate, pair[0].rate * pair[1].replicas.count),
+    )
+    return Capacity(
+        label=label,
+        holds=all(map(level.holds, outcomes)) if given else total > 0,
+        why=_why(*worst, is_given=given),
+        requests_per_s=total,
+        users=total * (question.thinking_s + request_s),
+        tokens_per_s=tokens_per_s,
+        first_token_s=max(outcome.first_token_within(level.percent) for outcome in outcomes),
+        between_tokens_s=max(outcome.between_tokens_within(level.percent) for outcome in outcomes),
+        request_s=request_s,
+        max_num_seqs=max(search.policy.max_num_seqs for search in searches),
+        replicas=sum(search.replicas.count for search in searches),
+        stages=tuple(text for search in searches for text in _stage_texts(search.replicas)),
+        uses=tuple(chain.from_iterable(map(_first_uses, searches, outcomes))),
+        watts=watts,
+        price=price,
+        tokens_per_joule=tokens_per_s / watts if watts else None,
+        tokens_per_price=tokens_per_s / paid if paid else None,
+    )
+
+
+def _at_rate(searches: Sequence[Search], rate: float) -> list[Found]:
+    """Return what is measured at a rate, of which each replica gets its share by its predicted throughput."""
+    speeds = [search.replicas.plan.prediction.tokens_per_s for search in searches]
+    each = zip(searches, speeds, strict=True)
+    total = sum(speed * search.replicas.count for search, speed in each)
+    return [search.at(rate * speed / total) for search, speed in zip(searches, speeds, strict=True)]
+
+
+def _paid_per_s(price: float, watts: float | None, question: Question) -> float | None:
+    """Return the price of a second: machines over their years, and energy; None if its amount is not known."""
+    if watts is None and question.kwh_price:
+        return None
+    return price / (question.years * _YEAR_S) + (watts or 0.0) / 3.6e6 * question.kwh_price
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def _stage_texts(replicas: Replicas) -> Iterator[str]:
+    times = f"{replicas.count} x " if replicas.count > 1 else ""
+    for stage, names in zip(replicas.plan.stages, replicas.names[0], strict=True):
+        yield f"{times}{'+'.join(names)} {stage.layers.start}-{stage.layers.end - 1}"
+
+
+def _first_uses(search: Search, outcome: Outcome) -> Iterator[Use]:
+    return _uses(search.replicas.names[0], outcome)
+
+
+def _uses(names: Sequence[Sequence[str]], outcome: Outcome) -> Iterator[Use]:
+    for stage, machines in enumerate(names):
+        for machine in machines:
+            yield Use(machine, outcome.busy(stage), outcome.prefill_s[stage] / outcome.span_s)
+
+
+def _upkeep(
+    searches: Sequence[Search], outcomes: Sequence[Outcome], question: Question
+) -> tuple[float | None, float | None]:
+    """Return the power and the price of all machines with layers; None for what is not known of one."""
+    watts: list[float | None] = []
+    prices: list[float | None] = []
+    for search, outcome in zip(searches, outcomes, strict=True):
+        for names in search.replicas.names:
+            for use in _uses(names, outcome):
+                upkeep = question.upkeep.get(use.machine) or question.upkeep.get(
+                    use.machine.partition("#")[0], Upkeep()
+                )
+                watts.append(upkeep.power_watts(use.busy))
+                prices.append(upkeep.price)
+    return _sum(watts), _sum(prices)
+
+
+def _sum(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if len(known) == len(values) else None
+
+
+def _why(found: Found, search: Search, *, is_given: bool) -> str:
+    """Return what limits the rate, or what happens at a given one, in a sentence."""
+    busiest = _busiest(search, found.outcome)
+    if is_given:
+        return f"At this rate {busiest}."
+    if not found.rate:
+        return "Even one request at a time is too slow."
+    begin = {
+        "first token": "Beyond it the first token comes too late",
+        "between tokens": "Beyond it tokens come too late after each other",
+        "": "Beyond it requests queue up",
+    }[search.level.broken(found.beyond) if found.beyond else ""]
+    return f"{begin}: {busiest}."
+
+
+def _busiest(search: Search, outcome: Outcome) -> str:
+    """Return what is in use most, or what requests wait for."""
+    names = ["+".join(each) for each in search.replicas.names[0]]
+    stage = max(range(len(names)), key=outcome.busy)
+    link = max(range(len(names)), key=lambda place: outcome.link_s[place])
+    busy, linked = outcome.busy(stage), outcome.link_s[link] / outcome.span_s
+    if (
+        max(outcome.waits_for_memory_s, outcome.waits_for_place_s) > _WAITING * outcome.span_s
+        and max(busy, linked) < _BUSY
+    ):
+        if outcome.waits_for_memory_s > outcome.waits_for_place_s:
+            return "requests wait for KV memory"
+        return f"{search.policy.max_num_seqs} requests run at the same time, and others wait (--max-num-seqs)"
+    if linked > busy:
+        return f"the link behind {names[link]} is busy {linked:.0%} of the time"
+    prompts = outcome.prefill_s[stage] / max(1e-9, outcome.prefill_s[stage] + outcome.decode_s[stage])
+    return f"{names[stage]} computes {busy:.0%} of the time, {prompts:.0%} of that prompts"

@@ -1,0 +1,184 @@
+"""Capacity of clusters: the highest rate at which a service level holds, and what follows from it."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from tests.default_settings import make_policy
+from tests.planner.clusters import cluster_of, model_of, node_of
+
+from mlx_ring.core.errors import ConfigError, PlanError
+from mlx_ring.engine.capacity import Capacity, Question, measure_capacity
+from mlx_ring.engine.simulated_load import (
+    Arrivals,
+    Lengths,
+    Load,
+    Recorded,
+    ServiceLevel,
+    read_recorded,
+)
+from mlx_ring.planner.cluster_file import Upkeep
+from mlx_ring.planner.profiles import ClusterProfile
+from mlx_ring.planner.request import Demand, PlanRequest
+
+SMALL = Load(Lengths(64, 64), Lengths(16, 16))
+MODEL = model_of(8)
+ONE = cluster_of(node_of("a"))
+
+
+def measured(
+    cluster: ClusterProfile = ONE,
+    *,
+    load: Load = SMALL,
+    level: ServiceLevel | None = None,
+    rate: float | None = None,
+    kwh_price: float = 0.0,
+    upkeep: dict[str, Upkeep] | None = None,
+) -> Capacity:
+    question = Question(
+        load,
+        ServiceLevel(1.0, 0.2) if level is None else level,
+        PlanRequest(Demand(80, 1)),
+        make_policy(num_speculative_tokens=0),
+        max_num_seqs=8,
+        rate=rate,
+        kwh_price=kwh_price,
+        upkeep=upkeep or {},
+    )
+    return measure_capacity("now", MODEL, cluster, question)
+
+
+@pytest.fixture(scope="module")
+def alone() -> Capacity:
+    return measured()
+
+
+@pytest.mark.slow
+def test_the_level_holds_at_the_capacity_and_not_far_beyond(alone: Capacity) -> None:
+    assert alone.holds
+    assert alone.first_token_s <= 1.0
+    assert alone.between_tokens_s <= 0.2
+    assert not measured(rate=1.3 * alone.requests_per_s).holds
+    assert measured(rate=0.8 * alone.requests_per_s).holds
+
+
+@pytest.mark.slow
+def test_two_machines_that_do_not_need_each_other_serve_twice_as_many(alone: Capacity) -> None:
+    both = measured(cluster_of(node_of("a"), node_of("b")))
+    assert both.replicas == 2
+    assert both.requests_per_s == pytest.approx(2 * alone.requests_per_s, rel=0.06)
+
+
+@pytest.mark.slow
+def test_users_follow_from_the_rate_and_the_time_of_a_request(alone: Capacity) -> None:
+    assert alone.users == pytest.approx(alone.requests_per_s * (60 + alone.request_s))
+    assert alone.tokens_per_s == pytest.approx(16 * alone.requests_per_s)
+
+
+@pytest.mark.slow
+def test_a_stricter_level_is_kept_at_lower_rates_only(alone: Capacity) -> None:
+    strict = measured(level=ServiceLevel(0.25, 0.2))
+    assert 0 < strict.requests_per_s < alone.requests_per_s
+
+
+def test_a_level_that_one_request_misses_is_never_kept() -> None:
+    found = measured(level=ServiceLevel(0.001, None))
+    assert not found.holds
+    assert found.requests_per_s == 0
+    assert found.why == "Even one request at a time is too slow."
+
+
+@pytest.mark.slow
+def test_cached_prefixes_let_more_requests_in(alone: Capacity) -> None:
+    cached = measured(load=Load(Lengths(64, 64), Lengths(16, 16), prefix_hits=0.9))
+    assert cached.requests_per_s > 1.05 * alone.requests_per_s
+
+
+def test_energy_and_prices_follow_from_the_use() -> None:
+    found = measured(rate=1.0, kwh_price=0.3, upkeep={"a": Upkeep(watts=100, idle_watts=20, price=3000)})
+    (use,) = found.uses
+    assert found.watts == pytest.approx(20 + 80 * use.busy)
+    assert found.tokens_per_joule == pytest.approx(16 / (found.watts or 0))
+    per_s = 3000 / (3 * 365.25 * 86_400) + (found.watts or 0) / 3.6e6 * 0.3
+    assert found.tokens_per_price == pytest.approx(16 / per_s)
+
+
+def test_costs_of_a_machine_without_figures_are_unknown() -> None:
+    cluster = cluster_of(node_of("a"), node_of("b"))
+    found = measured(cluster, rate=1.0, upkeep={"a": Upkeep(watts=100, price=3000)})
+    assert (found.watts, found.price, found.tokens_per_joule, found.tokens_per_price) == (None,) * 4
+
+
+def test_a_model_that_does_not_fit_is_a_plan_error() -> None:
+    with pytest.raises(PlanError, match="GB are missing"):
+        measured(cluster_of(node_of("a", 0.2)))
+
+
+@pytest.mark.slow
+def test_alike_replicas_are_measured_once_for_all() -> None:
+    hundreds = cluster_of(*(node_of(f"node-{number}") for number in range(200)))
+    found = measured(hundreds)
+    assert found.replicas == 200
+    assert found.requests_per_s == pytest.approx(200 * measured().requests_per_s, rel=0.06)
+    assert found.stages == ("200 x node-0 0-7",)
+
+
+# ---- load
+
+
+@pytest.mark.parametrize("arrivals", ["poisson", "even", "burst"])
+def test_requests_arrive_at_the_given_rate(arrivals: Arrivals) -> None:
+    load = Load(Lengths(10, 20), Lengths(1, 5), arrivals, burst=4)
+    requests = load.requests(4000, 5.0)
+    assert requests[-1].at_s == pytest.approx(800, rel=0.1)
+    assert all(later.at_s >= sooner.at_s for sooner, later in pairwise(requests))
+    assert {request.prompt_tokens for request in requests} == set(range(10, 21))
+
+
+def test_the_same_requests_arrive_sooner_at_a_higher_rate() -> None:
+    slow, fast = (Load(Lengths(5, 900), Lengths(1, 90)).requests(50, rate) for rate in (1.0, 4.0))
+    assert [request.at_s for request in slow] == pytest.approx([4 * request.at_s for request in fast])
+    assert [request[1:] for request in slow] == [request[1:] for request in fast]
+
+
+def test_a_prompt_is_never_cached_whole() -> None:
+    requests = Load(Lengths(1, 8), Lengths(1, 1), prefix_hits=0.99).requests(200, 1.0)
+    assert all(request.cached_tokens < request.prompt_tokens for request in requests)
+
+
+def test_recorded_requests_repeat_with_their_distances() -> None:
+    recorded = (Recorded(10, 1, 0.0), Recorded(20, 2, 1.0), Recorded(30, 3, 4.0))
+    load = Load(Lengths(1, 1), Lengths(1, 1), recorded=recorded)
+    requests = load.requests(6, 1.0)
+    assert [request.prompt_tokens for request in requests] == [10, 20, 30, 10, 20, 30]
+    gaps = [later.at_s - sooner.at_s for sooner, later in pairwise(requests)]
+    assert gaps == pytest.approx([0.5, 1.5, 1.0, 0.5, 1.5])
+    assert load.longest == (30, 3)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "prompt,answer,at\n10,5,0\n20,6,1.5\n",
+        '{"prompt":10,"answer":5,"at":0}\n{"prompt":20,"answer":6,"at":1.5}',
+    ],
+)
+def test_requests_are_read_from_csv_and_json_lines(text: str) -> None:
+    assert read_recorded(text, "requests") == (Recorded(10, 5, 0.0), Recorded(20, 6, 1.5))
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("", "has no requests"),
+        ("prompt,answers\n1,2", "request 1: it must have a prompt and an answer"),
+        ("prompt,answer\n1,2\nx,3", "request 2: it must have"),
+        ("prompt,answer\n0,2", "must be 1 token or more"),
+        ("prompt,answer,at\n1,2,5\n1,2,3", "in order of arrival"),
+        ('{"prompt": 1, "answer": 2}\nnonsense', "request 2: it must have"),
+    ],
+)
+def test_a_wrong_file_of_requests_gets_a_sentence(text: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        read_recorded(text, "requests")
