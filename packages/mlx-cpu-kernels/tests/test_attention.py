@@ -12,8 +12,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from comparison import assert_close, exact, needs_kernels, numbers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_examples import examples
 
 from mlx_cpu_kernels import operations
 from mlx_cpu_kernels.selfcheck import Operation
@@ -37,7 +38,7 @@ def _masks(batch: int, heads: int, tokens: int, length: int) -> dict[str, mx.arr
 @given(
     st.data(), st.integers(1, 3), st.sampled_from([(1, 1), (4, 4), (6, 2), (9, 3), (16, 1)]), st.booleans()
 )
-@settings(max_examples=100, deadline=None)
+@examples(2)
 def test_attention_equals_mlxs(
     data: st.DataObject,
     batch: int,
@@ -79,7 +80,7 @@ def _base() -> Any:
     *(st.data(), st.integers(1, 3), st.sampled_from([(1, 1), (4, 4), (6, 2), (9, 3), (16, 1)])),
     *(st.sampled_from([4, 8]), st.sampled_from([(32, 64), (64, 128), (32, 96), (128, 256)])),
 )
-@settings(max_examples=100, deadline=None)
+@examples(2)
 def test_attention_over_quantized_keys_and_values_equals_mlx_lms(
     data: st.DataObject, batch: int, heads_of: tuple[int, int], bits: int, sizes: tuple[int, int]
 ) -> None:

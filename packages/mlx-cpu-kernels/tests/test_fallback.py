@@ -11,8 +11,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from comparison import MODES, TYPES, exact, numbers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_examples import examples
 
 from mlx_cpu_kernels import fallback, operations, speed_up
 from mlx_cpu_kernels.scratch import TILE_BYTES, scratch_bytes
@@ -38,7 +39,7 @@ def assert_close(ours: mx.array, theirs: mx.array, tolerance: float = 1e-5) -> N
 
 
 @given(bits, group_sizes, st.sampled_from(sorted(TYPES)), st.integers(1, 3))
-@settings(max_examples=40, deadline=None)
+@examples(0.8)
 def test_converted_weights_are_those_that_mlx_dequantizes(
     bits: int, group_size: int, type_name: str, groups: int
 ) -> None:
@@ -61,7 +62,7 @@ def test_every_byte_is_the_number_that_it_is_for_mlx(mode: str) -> None:
 
 @pytest.mark.slow
 @given(st.sampled_from(sorted(MODES)), st.sampled_from(sorted(TYPES)), st.integers(1, 30), st.booleans())
-@settings(max_examples=40, deadline=None)
+@examples(0.8)
 def test_products_of_other_modes_are_mlx_s_own(mode: str, x_type: str, rows: int, transpose: bool) -> None:
     packed = mx.quantize(numbers(1, 2080, 96), mode=mode)
     if x_type != "float32":
@@ -92,7 +93,7 @@ def test_wrong_arguments_get_mlx_s_own_error() -> None:
 
 @pytest.mark.slow
 @given(st.data(), bits, group_sizes, st.sampled_from(sorted(TYPES)), st.sampled_from(sorted(TYPES)))
-@settings(max_examples=60, deadline=None)
+@examples(1.2)
 def test_a_product_is_mlx_s_own(
     data: st.DataObject, bits: int, group_size: int, x_type: str, scales_type: str
 ) -> None:

@@ -11,8 +11,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from comparison import LAYOUTS, TYPES, assert_close, exact, needs_kernels, numbers, types
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_examples import examples
 
 from mlx_cpu_kernels import operations
 from mlx_cpu_kernels.selfcheck import Operation
@@ -21,7 +22,7 @@ pytestmark = [needs_kernels, pytest.mark.usefixtures("installed")]
 
 
 @given(st.integers(1, 40), st.integers(1, 600), st.booleans(), st.sampled_from(LAYOUTS))
-@settings(max_examples=40, deadline=None)
+@examples(0.8)
 def test_rows_are_normalized(
     rows: int,
     size: int,
@@ -35,7 +36,7 @@ def test_rows_are_normalized(
 
 
 @given(st.integers(1, 40), st.integers(1, 600), st.sampled_from(LAYOUTS), types, *[st.booleans()] * 2)
-@settings(max_examples=60, deadline=None)
+@examples(1.2)
 def test_layers_are_normalized(
     rows: int,
     size: int,
@@ -89,7 +90,7 @@ def test_activations_equal_mlxs(name: str, shape: tuple[int, ...]) -> None:
 
 
 @given(st.data(), st.integers(1, 3), st.integers(1, 5), st.integers(1, 9), st.booleans())
-@settings(max_examples=60, deadline=None)
+@examples(1.2)
 def test_heads_are_rotated(
     data: st.DataObject, batch: int, heads: int, tokens: int, traditional: bool
 ) -> None:

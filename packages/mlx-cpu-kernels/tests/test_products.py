@@ -25,8 +25,9 @@ from comparison import (
     types,
     unit_of,
 )
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_examples import examples
 
 from mlx_cpu_kernels import operations
 from mlx_cpu_kernels.selfcheck import Operation
@@ -36,7 +37,7 @@ pytestmark = [needs_kernels, pytest.mark.usefixtures("installed")]
 
 @pytest.mark.slow
 @given(st.data(), formats, types, types)
-@settings(max_examples=100, deadline=None)
+@examples(2)
 def test_a_product_is_that_of_the_dequantized_weights(
     data: st.DataObject, options: dict[str, Any], type_name: str, scales_name: str
 ) -> None:
@@ -99,7 +100,7 @@ def test_products_with_several_matrices_are_compiled_for_any_shape(
 
 
 @given(formats, types, st.integers(1, 9), st.integers(1, 4), st.booleans())
-@settings(max_examples=60, deadline=None)
+@examples(1.2)
 def test_experts_compute_their_own_rows(
     options: dict[str, Any], type_name: str, tokens: int, chosen: int, transpose: bool
 ) -> None:
@@ -162,7 +163,7 @@ def test_an_expert_that_is_not_there_is_refused() -> None:
 
 
 @given(formats, types, st.booleans())
-@settings(max_examples=40, deadline=None)
+@examples(0.8)
 def test_dequantized_weights_equal_mlxs(options: dict[str, Any], type_name: str, is_sliced: bool) -> None:
     dtype = TYPES[type_name]
     parts = mx.quantize(numbers(7, 3, 33, unit_of(options) * 3).astype(dtype), **options)

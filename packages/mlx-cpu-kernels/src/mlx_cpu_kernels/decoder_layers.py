@@ -33,10 +33,10 @@ from mlx import nn
 
 from mlx_cpu_kernels import known_calls
 from mlx_cpu_kernels.known_calls import Call, is_same
+from mlx_cpu_kernels.layer_arguments import MODELS, Ranks, Sum, linear_of, parts_of, rotation_of, sum_of
 
 _FAMILIES = ("llama", "mimo", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss")
 """mlx-lm's modules to look into; other modules' layers stay as they are."""
-_MODELS = "mlx_lm.models"
 _MOST_TOGETHER = 10
 """Layers of one operation: each of its results has a list of all others."""
 
@@ -63,41 +63,6 @@ class PlaneCache(Protocol):
     def replace_planes(self, keys: mx.array, values: mx.array) -> None:
         """Take the planes with one more token a row."""
         ...
-
-
-class Ranks(Protocol):
-    """Group whose ranks sum up parts of products, in one order on all of them."""
-
-    @property
-    def joined(self) -> mx.distributed.Group: ...
-
-    def all_sum(self, array: mx.array) -> mx.array: ...
-
-    def in_turn(self, array: mx.array) -> mx.array:
-        """Return the array as computed after all sums so far."""
-        ...
-
-    def follow(self, array: mx.array) -> None:
-        """Take an array that is computed by sums of its own, which are in turn."""
-        ...
-
-
-class _InOrderOfData(NamedTuple):
-    """Ranks of mlx-lm's own split, whose layers' sums depend on each other."""
-
-    joined: mx.distributed.Group
-
-    def all_sum(self, array: mx.array) -> mx.array:
-        return mx.distributed.all_sum(array, group=self.joined)
-
-    def in_turn(self, array: mx.array) -> mx.array:
-        return array
-
-    def follow(self, array: mx.array) -> None: ...
-
-
-_Sum = tuple[Ranks, mx.array | None]
-"""Ranks that sum up a layer's products, with what is added once."""
 
 
 class _Prepared(NamedTuple):
@@ -180,7 +145,7 @@ def _classes() -> Iterator[Any]:
     """Yield the modules' classes that define a call of their own."""
     for name in _FAMILIES:
         try:
-            module = importlib.import_module(f"{_MODELS}.{name}")
+            module = importlib.import_module(f"{MODELS}.{name}")
         except ImportError:  # a release without it
             continue
         for value in vars(module).values():
@@ -192,8 +157,8 @@ def _inner_functions() -> list[tuple[Any, str, object]]:
     """Return the functions that the operations of a layer take the place of, beside those of attention and gated layers."""
     found = list(_CALLS)
     for name, home in (("swiglu", "activations"), ("scaled_dot_product_attention", "base")):
-        known = getattr(sys.modules.get(f"{_MODELS}.{home}"), name, None)
-        modules = (sys.modules.get(f"{_MODELS}.{family}") for family in _FAMILIES)
+        known = getattr(sys.modules.get(f"{MODELS}.{home}"), name, None)
+        modules = (sys.modules.get(f"{MODELS}.{family}") for family in _FAMILIES)
         found += [(module, name, known) for module in modules if hasattr(module, name)]
     return found
 
@@ -229,7 +194,7 @@ def _attend(
     mask: Any,
     cache: Any,
     gated: tuple[Any, ...] | None,
-    sums: _Sum | None,
+    sums: Sum | None,
     layer: Any,
 ) -> tuple[mx.array, bool]:
     """Return x + attention(norm(x)), or what the gated layer makes of it, and whether it is that."""
@@ -237,11 +202,11 @@ def _attend(
     call, has_norms = _attentions.get(kind, (None, False))
     norms = [norm, *(attention[name] for name in ("q_norm", "k_norm") if has_norms)]
     is_known = call is kind.__call__ and all(type(each) is nn.RMSNorm for each in norms)
-    linears = [_linear(attention[name]) for name in ("q_proj", "k_proj", "v_proj") if is_known]
+    linears = [linear_of(attention[name]) for name in ("q_proj", "k_proj", "v_proj") if is_known]
     if not linears or None in linears:
         return x + attention(norm(x), mask, cache), False
     first_norm, *head_norms = ((each["weight"], each.eps) for each in norms)
-    rotation = _rotation(attention.rope)
+    rotation = rotation_of(attention.rope)
     offset = 0 if cache is None else cache.offset
     arguments = (
         *(x, first_norm, linears, [attention.n_heads, attention.n_kv_heads, attention.n_kv_heads]),
@@ -276,7 +241,7 @@ def _attend_token(
     gated: tuple[Any, ...] | None,
 ) -> mx.array | None:
     """Return x + attention(norm(x)) of one token a row, with the gated layer if it is given; None where it takes more."""
-    output, places = _linear(attention["o_proj"]), cache.places(mask)
+    output, places = linear_of(attention["o_proj"]), cache.places(mask)
     if output is None or places is None:
         return None
     result = kernels.attended_token(*arguments, output, attention.scale, places, gated)
@@ -288,21 +253,21 @@ def _attend_token(
 
 
 def _prepare(
-    kernels: Any, layer: Any, arguments: tuple[Any, ...], gated: tuple[Any, ...], sums: _Sum | None
+    kernels: Any, layer: Any, arguments: tuple[Any, ...], gated: tuple[Any, ...], sums: Sum | None
 ) -> None:
     """Prepare a layer for the tokens that follow, if its weights are at hand."""
     attention, mlp = layer["self_attn"], layer["mlp"]
     parts = [*layer.values(), *_values(attention), *mlp.values()]
     modules = [part for part in parts if isinstance(part, nn.Module)]
     x, *of_heads, _offset = arguments
-    output, ranks = _linear(attention["o_proj"]), None
+    output, ranks = linear_of(attention["o_proj"]), None
     if sums is not None:
         ranks, late = sums
-        of_output = _sum_of(attention["o_proj"])
+        of_output = sum_of(attention["o_proj"])
         if of_output is None or of_output[0] != ranks:
             return
-        output = _parts(attention["o_proj"], of_output[1])
-        gated = (*gated[:-1], _parts(mlp["down_proj"], late))
+        output = parts_of(attention["o_proj"], of_output[1])
+        gated = (*gated[:-1], parts_of(mlp["down_proj"], late))
     joined = None if ranks is None else ranks.joined
     prepared = kernels.prepare_layer(layer, modules, x, *of_heads, output, attention.scale, gated, joined)
     if prepared is not None:
@@ -430,7 +395,7 @@ def _make_model_call(kernels: Any, name: str, own: Call, masks: known_calls.Mask
     return run
 
 
-def _gated_parts(mlp: Any, norm: Any) -> tuple[tuple[Any, ...] | None, _Sum | None]:
+def _gated_parts(mlp: Any, norm: Any) -> tuple[tuple[Any, ...] | None, Sum | None]:
     """Return norm, gate, up and down as the kernels take them; None if the modules have to compute them.
 
     Also return what sums the result over ranks; None where there are none.
@@ -438,14 +403,14 @@ def _gated_parts(mlp: Any, norm: Any) -> tuple[tuple[Any, ...] | None, _Sum | No
     kind = cast("type[nn.Module]", type(mlp))
     if kind not in _gated or _gated[kind] is not kind.__call__ or type(norm) is not nn.RMSNorm:
         return None, None
-    sums = _sum_of(mlp["down_proj"])
-    down = _linear(mlp["down_proj"]) if sums is None else _parts(mlp["down_proj"])
-    linears = [*(_linear(mlp[name]) for name in ("gate_proj", "up_proj")), down]
+    sums = sum_of(mlp["down_proj"])
+    down = linear_of(mlp["down_proj"]) if sums is None else parts_of(mlp["down_proj"])
+    linears = [*(linear_of(mlp[name]) for name in ("gate_proj", "up_proj")), down]
     return (None, None) if None in linears else (((norm["weight"], norm.eps), *linears), sums)
 
 
 def _combine(
-    kernels: Any, mlp: Any, norm: Any, x: mx.array, gated: tuple[Any, ...] | None, sums: _Sum | None
+    kernels: Any, mlp: Any, norm: Any, x: mx.array, gated: tuple[Any, ...] | None, sums: Sum | None
 ) -> mx.array:
     """Return x + mlp(norm(x))."""
     combined = None if gated is None else kernels.gated_layer(x, *gated, sums is None)
@@ -460,48 +425,10 @@ def _combine(
 
 def _added(kernels: Any, inner: mx.array, linear: nn.Module, x: mx.array) -> mx.array:
     """Return x + linear(inner)."""
-    parts = _linear(linear)
+    parts = linear_of(linear)
     result = None if parts is None else kernels.added(inner, parts, x)
     if result is not None:
         return result
     if inner.ndim > x.ndim:  # heads
         inner = inner.transpose(0, 2, 1, 3).reshape(*x.shape[:2], -1)
     return x + cast("Call", linear)(inner)
-
-
-def _linear(module: nn.Module) -> tuple[Any, ...] | None:
-    """Return the parts of a quantized layer as the kernels take them."""
-    # A part of the rows adds up gradients of the input, and otherwise computes the same.
-    is_part = type(module) is nn.QuantizedAllToShardedLinear and not module.training
-    if not (is_part or type(module) is nn.QuantizedLinear):
-        return None
-    return _parts(module, cast("Any", module).get("bias"))
-
-
-def _parts(module: Any, bias: mx.array | None = None) -> tuple[Any, ...] | None:
-    """Return the parts with this bias."""
-    if module.mode != "affine":
-        return None
-    return module["weight"], module["scales"], module["biases"], bias, module.group_size, module.bits
-
-
-def _sum_of(module: Any) -> _Sum | None:
-    """Return what sums up a layer's products; None for a layer without ranks.
-
-    A subclass of `nn.QuantizedLinear` may have a method `sums` that returns it.
-    """
-    kind = cast("type[nn.Module]", type(module))
-    if kind.__bases__ == (nn.QuantizedLinear,) and "sums" in vars(kind):
-        return module.sums()
-    if kind is not nn.QuantizedShardedToAllLinear:
-        return None
-    return _InOrderOfData(module.group), module.get("bias")
-
-
-def _rotation(rope: Any) -> tuple[Any, ...] | None:
-    """Return the options of a rotation as the kernels take them; None if the module has to compute it."""
-    if type(rope) is nn.RoPE:
-        return rope.dims, rope.traditional, rope.base, rope.scale, None
-    if type(rope) is getattr(sys.modules.get(f"{_MODELS}.rope_utils"), "Llama3RoPE", None):
-        return rope.dims, rope.traditional, None, 1.0, rope["_freqs"]
-    return None

@@ -32,8 +32,8 @@ namespace {
 // A prepared layer, and what the modules that it was made of held then. Python has it in a capsule: a module that is loaded
 // again must not define a class again.
 //
-// Modules and their arrays are not kept alive, so that weights which a model no longer has do not stay in memory. Whoever
-// has the capsule gives it up when one of them ends, before another object takes its address.
+// Modules and their arrays are not kept alive, so that weights which a model no longer has do not stay in memory. The
+// capsule is given up when one of them ends, before another object takes its address.
 class Prepared {
  public:
   Prepared(std::shared_ptr<const PreparedLayer> layer, nb::handle first, const nb::list& modules) : layer_(std::move(layer)) {
