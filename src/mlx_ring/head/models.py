@@ -37,7 +37,7 @@ from mlx_ring.head.status import (
     instance_status,
     node_statuses,
 )
-from mlx_ring.head.step_speeds import StepSpeeds
+from mlx_ring.head.step_speeds import step_speeds
 from mlx_ring.host.machine import node_name
 from mlx_ring.host.machine_profile import MachineProfile
 from mlx_ring.models.fetching import fetch_beside
@@ -46,7 +46,7 @@ from mlx_ring.planner.place import LoadedStages, RunningCluster
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
 from mlx_ring.planner.what_if import sizes_of
 from mlx_ring.rpc.hello import hello_versions, make_hello
-from mlx_ring.settings.config import Settings, state_folder
+from mlx_ring.settings.config import Settings
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class Catalog:
         self._settings = settings
         self._tracing = tracing
         self._watcher, self._ready = watcher, ready
-        self._speeds = StepSpeeds(state_folder(settings), learns=settings.learn_speeds == "on")
+        self._speeds = step_speeds(settings)
         self._shares = KvShares(settings.kv_cache_memory)
         self._machines: Machines | None = None
         self._has_served = self._has_ended = False
