@@ -88,7 +88,7 @@ def test_a_plan_for_throughput_shows_a_table_for_each_replica(tmp_path: Path) ->
     done = run_in_process("plan", "demo", *options, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "Replica 2 of 2" in done.stdout
-    assert "for all 2 replicas together" in done.stdout
+    assert "sequences over 2 replicas together" in done.stdout
     done = run_in_process("plan", "demo", *options, "--replicas", "1", "--json", folder=tmp_path)
     assert json.loads(done.stdout)["sequences"] == 8
 

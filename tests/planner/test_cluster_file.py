@@ -109,6 +109,18 @@ def test_every_published_machine_is_in_the_catalogue() -> None:
             )
 
 
+@pytest.mark.parametrize(
+    "links",
+    ["usual_link: tb5-rdma", "links: [{between: [a, b], link: tb5-rdma}]", "usual_link: {link: tb5-rdma}"],
+)
+def test_named_links_for_collectives_are_trusted_unless_the_file_says_otherwise(links: str) -> None:
+    machines = "machines: [{name: a, machine: m4-mac-mini-16}, {name: b, machine: m4-mac-mini-16}]\n"
+    assert read_cluster(machines + links, "cluster.yaml").link("a", "b").trusted
+    if " link: " in links or "{link: " in links:
+        untrusted = links.replace("tb5-rdma", "tb5-rdma, trusted: false")
+        assert not read_cluster(machines + untrusted, "cluster.yaml").link("a", "b").trusted
+
+
 def test_a_file_sets_trusted_links_and_interfaces() -> None:
     machine = "{name: %s, memory_gb: 8, bandwidth_gb_s: 100, tflops: 4%s}"
     interface, numbers = ", trusted_interface: en5", "round_trip_ms: 1, gbit_s: 1"

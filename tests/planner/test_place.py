@@ -232,6 +232,37 @@ def test_memory_leaves_the_fullest_machine_as_empty_as_any_pipeline(
     assert plan.remarks == (f"The fullest machine is {fullest(plan):.0%} full.",)
 
 
+def unlike_nodes(numbers: random.Random) -> list[NodeProfile]:
+    """Return eleven machines, each of its own kind."""
+    return [
+        node_of(
+            f"n{place}", numbers.uniform(2, 16), gb_s=numbers.uniform(50, 800), tflops=numbers.uniform(1, 30)
+        )
+        for place in range(11)
+    ]
+
+
+@pytest.mark.parametrize("objective", get_args(Objective))
+@pytest.mark.parametrize("seed", range(4))
+def test_many_unlike_machines_are_planned_no_worse_than_the_fastest_of_them_or_in_order(
+    seed: int, objective: Objective
+) -> None:
+    nodes = unlike_nodes(random.Random(seed))
+    model, cluster = model_of(32, layer_bytes=60_000_000), with_unlike_links(nodes)
+    request = plan_request(objective=objective, demand=Demand(1024, 8), prompt_tokens=2048)
+    plan = place(model, cluster, request)
+    fastest = sorted(nodes, key=lambda node: -node.bandwidth)[:4]
+    others = [
+        place(model, replace(cluster, nodes=tuple(fastest)), request),
+        place(model, cluster, replace(request, strategy="balanced")),
+    ]
+    if objective == "memory":
+        assert fullest(plan) <= min(map(fullest, others)) + 0.01
+    else:
+        seconds = [each.prediction.minimized_s(objective) for each in others]
+        assert plan.prediction.minimized_s(objective) <= 1.001 * min(seconds)
+
+
 @pytest.mark.parametrize("prompt", [1024, 32_000])
 def test_auto_is_no_slower_than_equal_layers_over_equal_machines(prompt: int) -> None:
     model, cluster = model_of(80), cluster_of(*map(node_of, "ab"), link=LinkProfile(50e-6, 5e9))

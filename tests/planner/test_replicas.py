@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -14,8 +15,9 @@ from mlx_ring.core.errors import PlanError
 from mlx_ring.planner.place import place
 from mlx_ring.planner.plan import Plan
 from mlx_ring.planner.profiles import NodeProfile
-from mlx_ring.planner.replicas import place_replicas
+from mlx_ring.planner.replicas import place_replicas, total_tokens_per_s
 from mlx_ring.planner.request import Demand, PlanRequest
+from mlx_ring.rpc.link_profile import LinkProfile
 
 THROUGHPUT = PlanRequest(Demand(context_tokens=1024, sequences=16), objective="throughput")
 
@@ -28,6 +30,40 @@ def test_for_throughput_every_machine_that_holds_the_model_gets_a_replica() -> N
     plans = place_replicas(model_of(28), cluster_of(*map(node_of, "abc")), THROUGHPUT, None)
     assert nodes_of(plans) == [{"a"}, {"b"}, {"c"}]
     assert all(plan.sequences == 6 for plan in plans), "sixteen divided by three"
+
+
+@pytest.mark.parametrize("sequences", [4, 16, 64])
+@pytest.mark.parametrize("machines", [2, 3, 4])
+def test_over_slow_links_no_other_number_of_replicas_is_faster(machines: int, sequences: int) -> None:
+    cluster = cluster_of(
+        *(node_of(f"n{place}", 64, gb_s=400, tflops=20) for place in range(machines)),
+        link=LinkProfile(5e-3, 4e7),
+    )
+    model, request = model_of(28), replace(THROUGHPUT, demand=Demand(1024, sequences))
+
+    def throughput(count: int | None) -> float:
+        return total_tokens_per_s(place_replicas(model, cluster, request, count), sequences)
+
+    # One more replica must be worth 2 %.
+    assert 1.02 * throughput(None) >= max(throughput(count) for count in range(1, machines + 1))
+
+
+def test_machines_like_others_are_named_in_their_own_replica() -> None:
+    cluster = cluster_of(*(node_of(f"n{place}", 2) for place in range(12)), link=LinkProfile(1e-4, 1e9))
+    plans = place_replicas(model_of(28), cluster, replace(THROUGHPUT, demand=Demand(1024, 6)), None)
+    assert len(plans) > 1
+    names = [name for each in nodes_of(plans) for name in each]
+    assert len(names) == len(set(names))
+    assert set(names) <= {node.name for node in cluster.nodes}
+    assert "\N{SYMBOL FOR NULL}" not in repr(plans)
+
+
+def test_too_many_replicas_of_many_machines_are_refused_with_the_number_that_fits() -> None:
+    cluster = cluster_of(*(node_of(f"n{place}", 2) for place in range(12)))
+    with pytest.raises(
+        PlanError, match=r"12 machines cannot hold 12 replicas of made-up, but they can hold \d"
+    ):
+        place_replicas(model_of(28), cluster, THROUGHPUT, 12)
 
 
 def test_for_latency_there_is_one_replica() -> None:

@@ -302,6 +302,33 @@ def test_many_alike_machines_share_layers_and_some_are_left_out() -> None:
         place(shared_model(80), trusting(*unlike, link=FAST), plan_request(strategy="hybrid"))
 
 
+@pytest.mark.parametrize(
+    "others",
+    [
+        pytest.param([node_of("small", 1, gb_s=30)], id="one of another kind"),
+        pytest.param(
+            [node_of(f"small{place}", 1 + place / 10, gb_s=30) for place in range(9)], id="nine kinds"
+        ),
+    ],
+)
+def test_more_machines_of_other_kinds_make_no_plan_slower(others: list[NodeProfile]) -> None:
+    model, alike = shared_model(32), [node_of(f"n{place}", 8, gb_s=400) for place in range(8)]
+    few = place(model, trusting(*alike, link=FAST), plan_request())
+    many = place(model, trusting(*alike, *others, link=FAST), plan_request())
+    assert few.stages[0].is_shared
+    assert many.prediction.request_s <= few.prediction.request_s
+    assert {left.node for left in many.left_out} >= {other.name for other in others}
+
+
+def test_a_shared_plan_says_that_a_machine_is_too_small_for_a_layer() -> None:
+    nodes = [node_of("a", 64, gb_s=400), node_of("b", 64, gb_s=400), node_of("tiny", 0.01)]
+    plan = place(shared_model(32), trusting(*nodes, link=FAST), plan_request())
+    assert plan.kind == "tensor"
+    assert [(left.node, left.why) for left in plan.left_out] == [
+        ("tiny", "too little memory for a single layer")
+    ]
+
+
 def test_hybrid_finds_the_two_pairs_with_a_fast_link() -> None:
     nodes = [node_of(name, 4) for name in "abcd"]
     links = {frozenset("ac"): replace(FAST, trusted=True), frozenset("bd"): replace(FAST, trusted=True)}

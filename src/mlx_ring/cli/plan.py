@@ -33,7 +33,7 @@ from mlx_ring.planner.cluster_file import (
 from mlx_ring.planner.model_sizes import profile_folder
 from mlx_ring.planner.plan import Plan
 from mlx_ring.planner.profiles import ClusterProfile
-from mlx_ring.planner.replicas import place_replicas
+from mlx_ring.planner.replicas import place_replicas, total_tokens_per_s
 from mlx_ring.planner.request import OBJECTIVES, Demand, Objective, PlanRequest
 from mlx_ring.planner.weight_format import WeightFormat
 from mlx_ring.planner.what_if import USUAL_CONTEXT, Question, link_named, request_within
@@ -231,7 +231,7 @@ def plan(
         plans = [each.as_json() for each in made]
         print(json.dumps(plans[0] if len(plans) == 1 else {"replicas": plans}, indent=1))
         return
-    show_plans(made)
+    show_plans(made, request.demand.sequences)
     print(_expectation(made))
     for remark in described.remarks:
         print(remark)
@@ -377,15 +377,15 @@ def _list_machines() -> None:
     )
 
 
-def show_plans(made: Sequence[Plan]) -> None:
-    """Print one table for each replica, and their total speed."""
+def show_plans(made: Sequence[Plan], sequences: int) -> None:
+    """Print one table for each replica, and their total speed with so many sequences."""
     for number, each in enumerate(made, start=1):
         if len(made) > 1:
             print(f"{chr(10) * (number > 1)}Replica {number} of {len(made)}:")
         show_plan(each)
     if len(made) > 1:
-        together = sum(each.prediction.tokens_per_s for each in made)
-        print(f"\n{together:.1f} tokens/s for all {len(made)} replicas together.")
+        together = total_tokens_per_s(made, sequences)
+        print(f"\n{together:.1f} tokens/s for {sequences} sequences over {len(made)} replicas together.")
 
 
 def show_plan(made: Plan) -> None:

@@ -88,11 +88,14 @@ def known_machines() -> Mapping[str, KnownMachine]:
 
 @cache
 def named_links() -> Mapping[str, LinkProfile]:
-    """Return the links by name, as `tb5-rdma`."""
+    """Return the links by name, such as `tb5-rdma`. One that only collectives use counts as trusted."""
     entries = cast("dict[str, dict[str, Any]]", _catalogue()["links"])
     return {
         name: LinkProfile(
-            entry["round_trip_ms"] / 1e3, entry["gbit_s"] * 1e9 / 8, is_mesh=bool(entry.get("mesh"))
+            entry["round_trip_ms"] / 1e3,
+            entry["gbit_s"] * 1e9 / 8,
+            trusted=bool(entry.get("mesh")),
+            is_mesh=bool(entry.get("mesh")),
         )
         for name, entry in entries.items()
     }

@@ -185,11 +185,12 @@ def _read_link(entry: Any, where: str) -> LinkProfile:
     if not isinstance(entry, dict) or not set(cast("dict[str, Any]", entry)) <= _LINK_FIELDS:
         raise ConfigError(f"{where}: a link is {entry!r}; it must have round_trip_ms and gbit_s.")
     fields = cast("dict[str, Any]", entry)
-    trusted = fields.get("trusted", False)
+    named = _named_link(fields["link"], where) if "link" in fields else None
+    trusted = fields.get("trusted", named is not None and named.trusted)
     if not isinstance(trusted, bool):
         raise ConfigError(f"{where}: trusted of a link is {trusted!r}; it must be true or false.")
-    if "link" in fields:
-        return replace(_named_link(fields["link"], where), trusted=trusted)
+    if named is not None:
+        return replace(named, trusted=trusted)
     return LinkProfile(
         _positive(fields, "round_trip_ms", where) / 1e3,
         _positive(fields, "gbit_s", where) * 1e9 / 8,

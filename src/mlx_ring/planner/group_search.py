@@ -14,10 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import pairwise, permutations
+from itertools import accumulate, pairwise, permutations
 
 import numpy as np
 
+from mlx_ring.planner.request import proportional_counts
 from mlx_ring.planner.stage_costs import Table
 from mlx_ring.planner.tensor_groups import Ends
 
@@ -163,6 +164,33 @@ def cut(tables: Sequence[Table], *, adds: bool) -> list[tuple[int, int]] | None:
 
 SizedGroups = tuple[tuple[tuple[int, ...], int], ...]
 """Machines and number of layers of each stage, in the pipeline's order."""
+
+
+def even_divisions(
+    places: Sequence[int], room: Sequence[int], layers: int, most_ranks: int
+) -> Iterator[SizedGroups]:
+    """Yield stages of equally many machines, for each number of stages and machines, and those of all machines.
+
+    Args:
+        places: machines in the order in which they are divided.
+        room: memory of each machine, by which stages get layers.
+        layers: number of layers of the model.
+        most_ranks: number of machines that a stage may have.
+    """
+    numbers = range(1, len(places) + 1)
+    sizes = [[size] * stages for size in numbers for stages in numbers if size * stages < len(places)]
+    sizes += [_evenly(len(places), stages) for stages in numbers]
+    for each in sizes:
+        if len(each) <= layers and max(each) <= most_ranks:
+            ends = accumulate(each, initial=0)
+            groups = [tuple(sorted(places[first:end])) for first, end in pairwise(ends)]
+            rooms = [sum(room[place] for place in one) for one in groups]
+            yield tuple(zip(groups, proportional_counts(layers, rooms), strict=True))
+
+
+def _evenly(number: int, parts: int) -> list[int]:
+    """Return the sizes of parts that differ by one at most."""
+    return [number * (part + 1) // parts - number * part // parts for part in range(parts)]
 
 
 class Changes:

@@ -31,8 +31,8 @@ _SHORTEST_CONTEXT = 256
 _KV_BITS = (8, 4)
 
 
-def explain_plan(times: Timetable, request: PlanRequest, partition: Partition) -> Plan:
-    """Return the plan of a pipeline, with its prediction and reasons."""
+def _explained(times: Timetable, request: PlanRequest, partition: Partition) -> Plan:
+    """Return the plan of a pipeline, with its prediction and reasons but those of machines that are left out."""
     pipeline = times.pipeline(partition.pieces)
     prediction = pipeline.prediction(request)
     stages_s, _ = pipeline.lone_stream()
@@ -47,7 +47,7 @@ def explain_plan(times: Timetable, request: PlanRequest, partition: Partition) -
             _stage(times, request, piece, token_s)
             for piece, token_s in zip(partition.pieces, stages_s, strict=True)
         ),
-        left_out=_left_out(times, request, partition),
+        left_out=(),
         prediction=prediction,
         remarks=_remarks(times, request, partition, prediction),
     )
@@ -84,11 +84,11 @@ def _why(times: Timetable, request: PlanRequest, piece: MachineLayers) -> str:
     return f"{piece.end - piece.first} of {layers} layers: {reason}"
 
 
-def _left_out(times: Timetable, request: PlanRequest, partition: Partition) -> tuple[LeftOut, ...]:
-    used = {piece.node for piece in partition.pieces}
+def _left_out(times: Timetable, request: PlanRequest, used: Collection[str]) -> tuple[LeftOut, ...]:
+    """Return the machines without layers, beside those that are used."""
     left_out: list[LeftOut] = []
     for place, node in enumerate(times.cluster.nodes):
-        if place in used:
+        if node.name in used:
             continue
         if other := _out_of_reach(times.cluster, node, used):
             why = f"it and {other} do not reach each other"
@@ -100,9 +100,9 @@ def _left_out(times: Timetable, request: PlanRequest, partition: Partition) -> t
     return tuple(left_out)
 
 
-def _out_of_reach(cluster: ClusterProfile, node: NodeProfile, used: Collection[int]) -> str:
+def _out_of_reach(cluster: ClusterProfile, node: NodeProfile, used: Collection[str]) -> str:
     """Return the name of a machine of the plan that this one does not reach, or an empty string."""
-    names = [cluster.nodes[place].name for place in sorted(used)]
+    names = [each.name for each in cluster.nodes if each.name in used]
     return next((name for name in names if cluster.link(node.name, name) == UNREACHABLE), "")
 
 
@@ -200,7 +200,7 @@ def _fits(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest) ->
 
 def _largest(low: int, high: int, fits: Callable[[int], bool]) -> int:
     """Return the largest multiple of `low` below `high` that fits; 0 if none does."""
-    if not fits(low):
+    if low >= high or not fits(low):
         return 0
     good, bad = 1, -(-high // low)
     while bad - good > 1:
@@ -226,12 +226,13 @@ def place(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest) ->
     partition = method.split(times, request)
     if partition is not None:
         _check_hops(cluster, request, partition.pieces)
-    plan = None if partition is None else explain_plan(times, request, partition)
+    plan = None if partition is None else _explained(times, request, partition)
     if method.chooses_nodes:
         plan = best_of_both(model, cluster, request, plan)
     if plan is None:
         raise PlanError(explain_shortage(model, cluster, request))
-    return plan
+    used = {rank.node for stage in plan.stages for rank in stage.ranks}
+    return replace(plan, left_out=_left_out(times, request, used))
 
 
 def _check(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest) -> None:

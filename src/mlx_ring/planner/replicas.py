@@ -1,7 +1,8 @@
 """Number of replicas of a model, and their machines: `place_replicas(model, cluster, request, count)`. Pure.
 
 Every replica answers its part of the promised sequences. The throughput of a set of machines as one pipeline is bounded by its
-slowest stage. Over those bounds the best division into replicas is found exactly, by examining all sets.
+slowest stage. Over those bounds the best division into each number of replicas is found exactly, by examining all sets. The
+numbers are compared by predicted throughput.
 
 More than eight machines are divided by kind: alike machines join in replicas of equal size, and the rest in mixed ones. The
 sizes are improved kind by kind.
@@ -9,7 +10,7 @@ sizes are improved kind by kind.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import permutations
 
@@ -17,10 +18,10 @@ import numpy as np
 
 from mlx_ring.core.errors import PlanError
 from mlx_ring.planner.place import place
-from mlx_ring.planner.plan import Plan
+from mlx_ring.planner.plan import LeftOut, Plan
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
 from mlx_ring.planner.request import PlanRequest
-from mlx_ring.planner.search import MOST_NODES, Kinds, kinds_of, steadiest_costs
+from mlx_ring.planner.search import MOST_NODES, Kinds, any_partition, kinds_of, steadiest_costs
 from mlx_ring.planner.tensor_plans import best_of_both
 from mlx_ring.planner.timetable import Timetable
 
@@ -48,22 +49,43 @@ def place_replicas(
     if len(cluster.nodes) > MOST_NODES:
         return _ManyMachines(model, cluster, request).plans(count)
     most = min(len(cluster.nodes), max(1, request.demand.sequences))
-    divisions = {
-        number: _best_division(model, cluster, request, number)
-        for number in ([count] if count else range(1, most + 1))
-    }
-    best: tuple[float, tuple[int, ...]] = (0.0, ())
-    for speed, sets in divisions.values():
-        if sets and speed > best[0] * (_WORTH if best[1] else 0.0):
-            best = (speed, sets)
-    if not best[1]:
+    plans = _best_few(model, cluster, request, [count] if count else range(1, most + 1))
+    if not plans:
         # Only tensor parallelism fits.
         return (_whole(model, cluster, request, count),)
-    each = replace(request, demand=replace(request.demand, sequences=_share(request, len(best[1]))))
-    plans = tuple(place(model, _among(cluster, members), each) for members in best[1])
     if count is None and _is_better_shared(model, cluster, request, plans):
         return (place(model, cluster, request),)
     return plans
+
+
+def total_tokens_per_s(plans: Sequence[Plan], sequences: int) -> float:
+    """Return the throughput of replicas for so many sequences, of which each replica has its part, rounded up."""
+    promised = sum(plan.sequences for plan in plans)
+    return sum(plan.prediction.tokens_per_s for plan in plans) * min(1.0, sequences / promised)
+
+
+def _best_few(
+    model: ModelProfile, cluster: ClusterProfile, request: PlanRequest, numbers: Iterable[int]
+) -> tuple[Plan, ...]:
+    """Return the plans of the number of replicas with the highest throughput; none if memory does not suffice.
+
+    One more replica must be worth it. Numbers whose bound is below a throughput that was found are not planned.
+    """
+    sequences = request.demand.sequences
+    divisions = [(number, *_best_division(model, cluster, request, number)) for number in numbers]
+    made: dict[int, tuple[Plan, ...]] = {}
+    highest = 0.0
+    for number, bound, sets in sorted(divisions, key=lambda each: -each[1]):
+        if not sets or bound <= highest:
+            continue
+        each = replace(request, demand=replace(request.demand, sequences=_share(request, number)))
+        made[number] = tuple(place(model, _among(cluster, members), each) for members in sets)
+        highest = max(highest, total_tokens_per_s(made[number], sequences))
+    best: tuple[Plan, ...] = ()
+    for _, plans in sorted(made.items()):
+        if not best or total_tokens_per_s(plans, sequences) > _WORTH * total_tokens_per_s(best, sequences):
+            best = plans
+    return best
 
 
 def _whole(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest, count: int | None) -> Plan:
@@ -75,9 +97,13 @@ def _whole(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest, c
     whole = place(model, cluster, request)
     if count is None:
         return whole
-    raise PlanError(
-        f"{len(cluster.nodes)} machines cannot hold {count} replicas of {model.name}; one over "
-        f"{len(whole.stages)} of them fits. Ask for fewer, for a shorter context or for fewer sequences."
+    raise PlanError(_too_many(model, cluster, count, 1))
+
+
+def _too_many(model: ModelProfile, cluster: ClusterProfile, count: int, fitting: int) -> str:
+    return (
+        f"{len(cluster.nodes)} machines cannot hold {count} replicas of {model.name}, but they can hold {fitting}. "
+        "Ask for fewer, for a shorter context or for fewer sequences."
     )
 
 
@@ -100,7 +126,7 @@ def _is_better_shared(
     if not request.allows_tensor:
         return False
     shared = best_of_both(model, cluster, request, None)
-    together = sum(plan.prediction.tokens_per_s for plan in plans)
+    together = total_tokens_per_s(plans, request.demand.sequences)
     return shared is not None and shared.prediction.tokens_per_s > together
 
 
@@ -112,7 +138,7 @@ def _share(request: PlanRequest, replicas: int) -> int:
 def _best_division(
     model: ModelProfile, cluster: ClusterProfile, request: PlanRequest, replicas: int
 ) -> tuple[float, tuple[int, ...]]:
-    """Return the total throughput, and the machines of each replica as bits; no machines if memory does not suffice."""
+    """Return a bound of the total throughput, and the machines of each replica as bits; no machines without enough memory."""
     speeds = _speeds(model, cluster, request, replicas)
     everyone = (1 << len(cluster.nodes)) - 1
     best: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {(0, 0): (0.0, ())}
@@ -131,8 +157,9 @@ def _best_division(
                 subset = (subset - 1) & rest
     found = [partition for (number, _), partition in best.items() if number == replicas]
     speed, sets = max(found, key=lambda partition: partition[0], default=(0.0, ()))
+    used = request.demand.sequences / (replicas * _share(request, replicas))
     # The replica with the first machine comes first.
-    return speed, tuple(sorted(sets, key=lambda members: members & -members))
+    return used * speed, tuple(sorted(sets, key=lambda members: members & -members))
 
 
 def _speeds(
@@ -191,7 +218,10 @@ class _ManyMachines:
         self._request = request
         self._kinds = _kinds(cluster)
         self._kind_of = {place: number for number, kind in enumerate(self._kinds) for place in kind}
-        self._speeds: dict[tuple[tuple[int, ...], int], float] = {}
+        self._plans: dict[tuple[tuple[int, ...], int], Plan | None] = {}
+        """Plan of machines, by kinds, with a share of the sequences; it names them by their order."""
+        self._pipelines: dict[tuple[tuple[int, ...], int], bool] = {}
+        """True for machines, by kinds, that hold a replica as a pipeline with a share of the sequences."""
 
     def plans(self, count: int | None) -> tuple[Plan, ...]:
         """Return a plan for each replica; None chooses their number by the throughput of all.
@@ -203,13 +233,19 @@ class _ManyMachines:
         if not best:
             return (_whole(self._model, self._cluster, self._request, count),)
         share = _share(self._request, len(best))
-        return tuple(self._place(members, share) for members in sorted(best))
+        plans = (self._named(members, share) for members in sorted(best))
+        return tuple(plan for plan in plans if plan is not None)
 
     def _by_count(self, count: int) -> Division:
+        """Return a division into this many replicas; an empty one if no machine or group holds one.
+
+        Raises:
+            PlanError: fewer replicas fit.
+        """
         size = min(MOST_NODES, len(self._cluster.nodes) // count)
         found = self._division([size] * len(self._kinds), _share(self._request, count))
-        if len(found) < count:
-            return []
+        if found and len(found) < count:
+            raise PlanError(_too_many(self._model, self._cluster, count, len(found)))
         share = _share(self._request, count)
         return sorted(found, key=lambda members: -self._speed(members, share))[:count]
 
@@ -231,9 +267,9 @@ class _ManyMachines:
 
     def _improved(self, division: Division) -> Division:
         """Return the division after moves of one machine, and joined or dropped replicas, while the throughput rises."""
-        most = len(self._speeds) + _MOST_TRIES
+        most = len(self._plans) + _MOST_TRIES
         best = self._throughput(division), division
-        while len(self._speeds) < most:
+        while len(self._plans) < most:
             tried = ((self._throughput(each), each) for each in self._moved(best[1]))
             better = next((one for one in tried if one[0] > best[0] * _BETTER), None)
             if better is None:
@@ -300,7 +336,7 @@ class _ManyMachines:
         rest: list[int] = []
         for kind, size in zip(self._kinds, sizes, strict=True):
             for group in _in_parts(kind, size):
-                if len(group) == size and self._speed(group, share):
+                if len(group) == size and self._holds(group, share):
                     found.append(group)
                 else:
                     rest += group
@@ -308,35 +344,93 @@ class _ManyMachines:
         joined: tuple[int, ...] = ()
         for one in sorted(rest, key=lambda one: -nodes[one].usable_bytes):
             joined = (*joined, one)
-            if len(joined) >= min(sizes) and self._speed(joined, share):
+            if len(joined) >= min(sizes) and self._holds(joined, share):
                 found.append(joined)
                 joined = ()
             elif len(joined) == MOST_NODES:
                 joined = joined[1:]
-        return [*found, joined] if joined and self._speed(joined, share) else found
+        return [*found, joined] if joined and self._holds(joined, share) else found
+
+    def _holds(self, members: tuple[int, ...], share: int) -> bool:
+        """Return True if these machines have the memory for a replica."""
+        key = self._key(members), share
+        if key in self._plans or not self._holds_stages(key, members, share):
+            return self._plan(members, share) is not None
+        return True
+
+    def _holds_stages(self, key: tuple[tuple[int, ...], int], members: tuple[int, ...], share: int) -> bool:
+        """Return True if they have it as a pipeline of single machines, which is found out much faster than a plan."""
+        if key not in self._pipelines:
+            nodes = [self._cluster.nodes[place] for place in members]
+            possible = None
+            if sum(node.usable_bytes for node in nodes) >= self._model.weight_bytes:
+                demand = replace(self._request.demand, sequences=share)
+                times = Timetable(self._model, replace(self._cluster, nodes=tuple(nodes)), demand)
+                possible = any_partition(times.tables(1), times.hops(1))
+            self._pipelines[key] = possible is not None
+        return self._pipelines[key]
 
     def _speed(self, members: tuple[int, ...], share: int) -> float:
         """Return the throughput of these machines as a replica, in tokens per second; 0 if it does not fit."""
+        plan = self._plan(members, share)
+        return 0.0 if plan is None else plan.prediction.tokens_per_s
+
+    def _plan(self, members: tuple[int, ...], share: int) -> Plan | None:
+        """Return the plan of machines like these; None if their memory does not suffice."""
         key = self._key(members), share
-        if key not in self._speeds:
-            self._speeds[key] = self._made_speed(members, share)
-        return self._speeds[key]
+        if key not in self._plans:
+            self._plans[key] = self._place(self._by_kind(members), share)
+        return self._plans[key]
 
-    def _made_speed(self, members: tuple[int, ...], share: int) -> float:
-        usable = sum(self._cluster.nodes[place].usable_bytes for place in members)
-        if usable < self._model.weight_bytes:
-            return 0.0
-        try:
-            return self._place(members, share).prediction.tokens_per_s
-        except PlanError:
-            return 0.0
+    def _by_kind(self, members: tuple[int, ...]) -> list[int]:
+        return sorted(members, key=lambda place: (self._kind_of[place], place))
 
-    def _place(self, members: tuple[int, ...], share: int) -> Plan:
-        nodes = tuple(self._cluster.nodes[place] for place in members)
-        names = {node.name for node in nodes}
-        links = {pair: link for pair, link in self._cluster.links.items() if pair <= names}
+    def _place(self, members: Sequence[int], share: int) -> Plan | None:
+        nodes = [self._cluster.nodes[place] for place in members]
+        if sum(node.usable_bytes for node in nodes) < self._model.weight_bytes:
+            return None
+        names = {node.name: _stand_in(place) for place, node in enumerate(nodes)}
+        links = {
+            frozenset(names[name] for name in pair): link
+            for pair, link in self._cluster.links.items()
+            if pair <= names.keys()
+        }
+        renamed = tuple(replace(node, name=names[node.name]) for node in nodes)
         each = replace(self._request, demand=replace(self._request.demand, sequences=share))
-        return place(self._model, replace(self._cluster, nodes=nodes, links=links), each)
+        try:
+            return place(self._model, replace(self._cluster, nodes=renamed, links=links), each)
+        except PlanError:
+            return None
+
+    def _named(self, members: tuple[int, ...], share: int) -> Plan | None:
+        """Return the plan of exactly these machines."""
+        names = [self._cluster.nodes[place].name for place in self._by_kind(members)]
+        plan = self._plan(members, share)
+
+        def named(text: str) -> str:
+            for number, name in enumerate(names):
+                text = text.replace(_stand_in(number), name)
+            return text
+
+        return plan and replace(
+            plan,
+            stages=tuple(
+                replace(
+                    stage,
+                    node=named(stage.node),
+                    why=named(stage.why),
+                    ranks=tuple(replace(rank, node=named(rank.node)) for rank in stage.ranks),
+                )
+                for stage in plan.stages
+            ),
+            left_out=tuple(LeftOut(named(left.node), named(left.why)) for left in plan.left_out),
+            remarks=tuple(map(named, plan.remarks)),
+        )
+
+
+def _stand_in(place: int) -> str:
+    """Return the name of a machine in a plan that is made once for all machines like it."""
+    return f"\N{SYMBOL FOR NULL}{place}\N{SYMBOL FOR NULL}"
 
 
 def _kinds(cluster: ClusterProfile) -> Kinds:

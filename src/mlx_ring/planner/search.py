@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -42,8 +42,6 @@ class Partition:
 
     pieces: tuple[MachineLayers, ...]
     cost: float
-    with_node: tuple[float, ...] = ()
-    """Cost of the best partition with each machine, infinite if there is none; empty if unknown."""
 
 
 class _Search:
@@ -251,7 +249,7 @@ def quickest_partition(
 
 
 def _paced(partition: Partition, paces: Sequence[Table]) -> Partition:
-    """Return the partition with the cost of its slowest pace, and without the costs of other partitions."""
+    """Return the partition with the cost of its slowest pace, if that is higher."""
     slowest = max(float(paces[piece.node][piece.first, piece.end]) for piece in partition.pieces)
     return Partition(partition.pieces, max(partition.cost, slowest))
 
@@ -259,23 +257,11 @@ def _paced(partition: Partition, paces: Sequence[Table]) -> Partition:
 def _quickest(
     tables: Sequence[Table], hops: Table, back: Table, kinds: Kinds, stages: int | None = None
 ) -> Partition | None:
-    nodes = range(len(tables))
-    best: tuple[float, tuple[MachineLayers, ...]] = (np.inf, ())
-    with_node = [np.inf] * len(tables)
     most = stages or min(len(tables), len(tables[0]) - 1)
-    for circle in _circles(tables, hops, back, kinds, most, adds=True):
-        if stages is not None and circle.members.bit_count() != stages:
-            continue
-        for node in nodes:
-            if circle.members >> node & 1:
-                with_node[node] = min(with_node[node], circle.cost)
-        if circle.cost < best[0]:
-            best = (circle.cost, circle.pieces())
-    for kind in kinds:
-        # A plan with one of them is as good with any other.
-        for node in kind:
-            with_node[node] = with_node[kind[0]]
-    return Partition(best[1], best[0], tuple(with_node)) if best[1] else None
+    circles = _circles(tables, hops, back, kinds, most, adds=True)
+    possible = (circle for circle in circles if stages is None or circle.members.bit_count() == stages)
+    best = min(possible, key=lambda circle: circle.cost, default=None)
+    return None if best is None else Partition(best.pieces(), best.cost)
 
 
 def steadiest_costs(tables: Sequence[Table], hops: Table, most: int) -> dict[int, float]:
@@ -312,6 +298,26 @@ class RequestTables:
         keys = [(one.tobytes(), pace.tobytes()) for one, pace in zip(self.sums, self.paces, strict=True)]
         return kinds_of(keys, self.hops, self.back, self.link_paces)
 
+    @property
+    def is_exact(self) -> bool:
+        """True if all sets of machines are searched."""
+        return _has_few_sets(self.kinds())
+
+    def fastest(self, number: int) -> list[int]:
+        """Return the places of the machines that compute a layer soonest."""
+        return sorted(range(len(self.sums)), key=lambda place: _layer_s(self.sums[place]))[:number]
+
+    def among(self, places: Sequence[int]) -> RequestTables:
+        """Return the tables of some of the machines."""
+        between = np.ix_(places, places)
+        return RequestTables(
+            [self.sums[place] for place in places],
+            self.hops[between],
+            self.back[between],
+            [self.paces[place] for place in places],
+            self.link_paces[between],
+        )
+
     def quickest(self, kinds: Kinds, slowest_s: float = np.inf) -> Partition | None:
         """Return the partition with the least sum, whose stages and links all keep the pace `slowest_s`."""
         allowed = [
@@ -330,14 +336,18 @@ class RequestTables:
         return max(stages + links)
 
 
-def quickest_request(tables: RequestTables) -> Partition | None:
-    """Return the partition that answers a request soonest.
+def quickest_request(tables: RequestTables, *, among: Sequence[int] = ()) -> Partition | None:
+    """Return the partition that answers a request soonest, over all machines or `among` some.
 
     It is within a thousandth of the best for up to five machines, and within a hundredth for up to `MOST_NODES`.
 
     The bound of the slowest pace falls. The least sum rises with it, so a better pipeline must keep a pace below what the
     best time leaves beside that sum.
     """
+    if among:
+        found = quickest_request(tables.among(among))
+        pieces = () if found is None else (replace(piece, node=among[piece.node]) for piece in found.pieces)
+        return found and Partition(tuple(pieces), found.cost)
     kinds = tables.kinds()
     close = _CLOSE if len(tables.sums) <= FEW_NODES else _LESS_CLOSE
     best: Partition | None = None
@@ -391,17 +401,19 @@ def _layer_s(table: Table) -> float:
     return float(np.diagonal(table, 1).min())
 
 
-def has_partition(tables: Sequence[Table], hops: Table) -> bool:
-    """Return True if there is any partition."""
+def any_partition(tables: Sequence[Table], hops: Table) -> Partition | None:
+    """Return any partition; None if there is none, or if none is found over many unlike machines."""
     free, walls = [np.where(np.isfinite(table), 0.0, np.inf) for table in tables], _walls(hops)
     if sum(map(_longest, free)) < len(free[0]) - 1:
-        return False
-    if np.isfinite(walls).all() and in_order(free) is not None:
-        return True
+        return None
+    if np.isfinite(walls).all() and (partition := in_order(free)) is not None:
+        return partition
     kinds = _by_tables(free, walls)
     if not _has_few_sets(kinds):
-        return _chain(free, walls, walls) is not None
-    return any(True for _ in _circles(free, walls, walls, kinds, min(len(free), len(free[0]) - 1), adds=True))
+        return _chain(free, walls, walls)
+    most = min(len(free), len(free[0]) - 1)
+    circle = next(_circles(free, walls, walls, kinds, most, adds=True), None)
+    return None if circle is None else Partition(circle.pieces(), circle.cost)
 
 
 def _longest(table: Table) -> int:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, groupby, islice, pairwise, permutations
+from functools import cache
+from itertools import accumulate, chain, groupby, islice, pairwise, permutations
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from mlx_ring.planner.search import (
     MOST_NODES,
     MachineLayers,
     Partition,
-    has_partition,
+    any_partition,
     in_order,
     quickest_partition,
     quickest_request,
@@ -37,8 +38,9 @@ Reason = Callable[[Timetable, int], str]
 
 _MOST_CHANGES = 10_000
 """Number of stages of the changed pipelines that are tried to improve one."""
-_NO_BETTER, _IMPROVED = 0.999, 4
-"""Part of the best time that a lower bound may reach, and the number of pipelines that are improved."""
+_NO_BETTER, _IMPROVED, _FASTEST = 0.999, 4, 6
+"""Part of the best time that a lower bound may reach, the number of pipelines that are improved, and the number of the
+fastest of many machines among which the best pipeline is searched."""
 _FULLER = 0.01
 """Share of a machine's memory that does not matter when the fullest machine is to be least full."""
 
@@ -55,7 +57,7 @@ class PipelineMethod:
     def fits(self, times: Timetable, request: PlanRequest) -> bool:
         """Return True if there is a split."""
         if self.chooses_nodes:
-            return has_partition(times.tables(1), times.hops(1))
+            return any_partition(times.tables(1), times.hops(1)) is not None
         return self.split(times, request) is not None
 
 
@@ -73,10 +75,9 @@ def fastest(times: Timetable, request: PlanRequest) -> Partition | None:
     many = len(times.cluster.nodes) > MOST_NODES
     if request.objective != "throughput" or many:
         return _soonest(times, request)
-    quickest = quickest_partition(times.tables(1), times.hops(1), times.steady_tables(1), back=times.back(1))
-    if quickest is None:
+    best = quickest_partition(times.tables(1), times.hops(1), times.steady_tables(1), back=times.back(1))
+    if best is None:
         return None
-    best = replace(quickest, with_node=())
     for bound, stages in sorted(_throughput_bounds(times), reverse=True):
         if bound <= times.pipeline(best.pieces).tokens_per_s():
             break
@@ -90,21 +91,24 @@ def fastest(times: Timetable, request: PlanRequest) -> Partition | None:
 
 
 def _soonest(times: Timetable, request: PlanRequest) -> Partition | None:
-    """Return the pipeline that answers all users' requests soonest."""
+    """Return the pipeline that answers all users' requests soonest, or that has the highest throughput of many machines."""
     many = len(times.cluster.nodes) > MOST_NODES
-    if request.users == 1:
-        found: list[Partition | None] = [quickest_request(times.request_tables(request))]
-    else:
-        found = [*_by_stages(times, request)]
+    tables = times.request_tables(request)
+    found: list[Partition | None] = (
+        [quickest_request(tables)] if request.users == 1 else [*_by_stages(times, request)]
+    )
+    if many and not tables.is_exact:
+        found += [quickest_request(tables, among=tables.fastest(_FASTEST)), in_order(tables.paces)]
     if not many and any(node.cpu_quota for node in times.cluster.nodes):
         # A quota may set the pace of tokens too.
         steady = times.steady_tables(1)
         found.append(quickest_partition(times.tables(1), times.hops(1), steady, back=times.back(1)))
-    possible = [Partition(each.pieces, times.request_s(each.pieces, request)) for each in found if each]
-    if request.users > 1 or not many:
-        soonest = sorted({each.pieces: each for each in possible}.values(), key=lambda each: each.cost)
-        possible = [_improved(times, request, each) for each in soonest[:_IMPROVED]]
-    return min(possible, key=lambda each: each.cost, default=None)
+    possible = {each.pieces for each in found if each is not None and _is_possible(times, each.pieces)}
+    soonest = sorted(
+        (Partition(pieces, times.request_s(pieces, request)) for pieces in possible), key=lambda one: one.cost
+    )
+    improved = (_improved(times, request, each) for each in soonest[:_IMPROVED])
+    return min(improved, key=lambda each: each.cost, default=None)
 
 
 def _by_stages(times: Timetable, request: PlanRequest) -> Iterator[Partition]:
@@ -145,10 +149,27 @@ def _stages_and_weights(most: int) -> tuple[Sequence[int], Sequence[float | None
 def _improved(times: Timetable, request: PlanRequest, start: Partition) -> Partition:
     """Return the pipeline after small changes, while one of them answers sooner."""
     best, left = start, _MOST_CHANGES // len(start.pieces)
+    nodes = len(times.cluster.nodes)
+
+    @cache
+    def paces(stages: int) -> list[Table]:
+        groups = min(stages, request.streams)
+        return times.request_tables(request, Users(groups, -(-request.streams // groups), 0.0)).paces
+
+    def evenly(used: Sequence[int]) -> Iterator[tuple[MachineLayers, ...]]:
+        """Yield the cut by which all stages take equally long."""
+        if cut := in_order([paces(len(used))[node] for node in used]):
+            yield tuple(replace(piece, node=used[piece.node]) for piece in cut.pieces)
+
     while left > 0:
+        used = [piece.node for piece in best.pieces]
+        changed = chain(
+            _changed(best.pieces, nodes),
+            chain.from_iterable(map(evenly, [used, *_with_other_machines(used, nodes)])),
+        )
         tried = [
             Partition(pieces, times.request_s(pieces, request))
-            for pieces in islice(_changed(best.pieces, len(times.cluster.nodes)), left)
+            for pieces in islice(changed, left)
             if _is_possible(times, pieces)
         ]
         left -= len(tried)
@@ -191,6 +212,19 @@ def _changed(pieces: Sequence[MachineLayers], nodes: int) -> Iterator[tuple[Mach
             yield _in_pieces([used[place] for place in order], [counts[place] for place in order])
 
 
+def _with_other_machines(used: list[int], nodes: int) -> Iterator[list[int]]:
+    """Yield the machines with one left out, exchanged for an unused one, or added."""
+    unused = sorted(set(range(nodes)) - set(used))
+    for place in range(len(used) + 1):
+        rest = used[place + 1 :]
+        if place < len(used) and len(used) > 1:
+            yield used[:place] + rest
+        for node in unused:
+            yield [*used[:place], node, *used[place:]]
+            if place < len(used):
+                yield [*used[:place], node, *rest]
+
+
 def _in_pieces(nodes: Sequence[int], counts: Sequence[int]) -> tuple[MachineLayers, ...]:
     """Return the stages of these machines, with so many layers each."""
     ends = accumulate(counts, initial=0)
@@ -219,16 +253,19 @@ def _emptiest(times: Timetable, request: PlanRequest) -> Partition | None:
         ]
 
     low, high = 0.0, 1.0
-    if not has_partition(tables(high), reach):
-        return None
-    while high - low > _FULLER:
+    emptiest = any_partition(tables(high), reach)
+    while emptiest is not None and high - low > _FULLER:
         middle = (low + high) / 2
-        low, high = (low, middle) if has_partition(tables(middle), reach) else (middle, high)
+        if (found := any_partition(tables(middle), reach)) is None:
+            low = middle
+        else:
+            emptiest, high = found, middle
     request_tables = times.request_tables(request)
     sums = [
         np.where(part <= high, table, np.inf) for part, table in zip(filled, request_tables.sums, strict=True)
     ]
-    return quickest_request(replace(request_tables, sums=sums))
+    # Over many unlike machines, not every pipeline is searched.
+    return quickest_request(replace(request_tables, sums=sums)) or emptiest
 
 
 def _throughput_bounds(times: Timetable) -> Iterator[tuple[float, int]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -351,3 +352,23 @@ def crowded(node: NodeProfile, ranks: int) -> NodeProfile:
         ),
         costs=costs.model_copy(update={name: value * slower for name, value in costs.model_dump().items()}),
     )
+
+
+def stage_seconds(
+    groups: Sequence[RankGroup], rows: int, ends: Ends, *, adds: bool, any_shares: bool
+) -> Table:
+    """Return the seconds of a stage with the best shares of some groups of the same machines, by its ends.
+
+    With `any_shares`, other shares are estimated where memory allows none of these.
+    """
+
+    def table(group: RankGroup, *, any_shares: bool = False) -> Table:
+        times = group.times(rows, group.shared.context_tokens, ends, any_shares=any_shares)
+        return times.unhindered if adds else times.steady
+
+    best = np.min([table(group) for group in groups], axis=0)
+    if not any_shares or len(groups) == 1:
+        return best
+    # Between those by speed and those by memory.
+    others = np.max([table(group, any_shares=True) for group in groups], axis=0)
+    return cast("Table", np.where(np.isfinite(best), best, others))

@@ -42,7 +42,8 @@ def best_of_both(
 
     Args:
         model: sizes of the model.
-        cluster: machines and links; of more than eight machines that are not alike only the pipeline is considered.
+        cluster: machines and links. Of more than eight machines of many kinds, the fastest ones and some kinds may share
+            layers.
         request: promised load and objective.
         apart: best pipeline without tensor parallelism; None if there is none.
 
@@ -54,16 +55,17 @@ def best_of_both(
     if is_emptiest or len(cluster.nodes) == 1 or len(cluster.nodes) > _MOST_ALIKE:
         return apart
     search = SharedLayers(model, cluster, request)
-    if not search.is_searchable:
-        return apart
     if not request.allows_tensor or not search.is_possible:
-        return None if apart is None else _with_remark(apart, _left_undone(model, cluster, request, apart))
-    tensor = search.tensor()
-    near = [] if tensor is None else [[(tensor.nodes, len(model.layers))]]
-    if apart is not None:
-        near.append([((stage.node,), len(stage.layers)) for stage in apart.stages])
-    found = [pipeline for pipeline in (tensor, search.hybrid(near=near)) if pipeline is not None]
-    best = min(found, key=lambda pipeline: pipeline.cost, default=None)
+        if apart is None or not search.is_searchable:
+            return apart
+        return _with_remark(apart, _left_undone(model, cluster, request, apart))
+    if search.is_searchable:
+        searches = [search]
+    else:
+        parts = [[cluster.nodes[place] for place in part] for part in search.parts()]
+        searches = [SharedLayers(model, replace(cluster, nodes=tuple(nodes)), request) for nodes in parts]
+    found = [_best_shared(each, apart) for each in searches if each.is_searchable and each.is_possible]
+    best = min((one for one in found if one is not None), key=lambda one: one.cost, default=None)
     if best is None:
         return apart
     if apart is None or best.cost < apart.prediction.minimized_s(request.objective):
@@ -71,6 +73,16 @@ def best_of_both(
         return plan_of(model, cluster, request, best, reason)
     times = _times(best.prediction, request)
     return _with_remark(apart, f"If {_groups(best)} computed {_what(best)} together, it would be {times}.")
+
+
+def _best_shared(search: SharedLayers, apart: Plan | None) -> SharedPipeline | None:
+    """Return the best plan in which machines share layers; `apart`, if it has no other machines, may lead to it."""
+    tensor = search.tensor()
+    near = [] if tensor is None else [[(tensor.nodes, tensor.layers)]]
+    if apart is not None and all(search.has(stage.node) for stage in apart.stages):
+        near.append([((stage.node,), len(stage.layers)) for stage in apart.stages])
+    found = [pipeline for pipeline in (tensor, search.hybrid(near=near)) if pipeline is not None]
+    return min(found, key=lambda pipeline: pipeline.cost, default=None)
 
 
 def place_tensor(

@@ -10,31 +10,40 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, combinations, pairwise
-from typing import cast
+from itertools import combinations, pairwise
 
 import numpy as np
 
 from mlx_ring.core.types import LayerRange
-from mlx_ring.planner.group_search import Changes, GroupOrder, GroupSearch, SizedGroups, block_ends, cut
+from mlx_ring.planner.group_search import (
+    Changes,
+    GroupOrder,
+    GroupSearch,
+    SizedGroups,
+    block_ends,
+    cut,
+    even_divisions,
+)
 from mlx_ring.planner.pipeline import GroupStage, Pipeline
 from mlx_ring.planner.plan import Prediction
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
 from mlx_ring.planner.rank_costs import Rings
-from mlx_ring.planner.request import PlanRequest, proportional_counts
+from mlx_ring.planner.request import PlanRequest
 from mlx_ring.planner.search import FEW_NODES, MOST_NODES, Kinds, kinds_of, sets_by_size
 from mlx_ring.planner.stage_costs import TOKEN_BYTES, Table
 from mlx_ring.planner.tensor_groups import (
-    Ends,
     RankGroup,
     SharedModel,
     alone,
     fitting_group,
     quick_group,
+    stage_seconds,
 )
 
 _LOOKED_AT = 6
 """Number of orders of groups that are predicted in full."""
+_KINDS_ALONE = 3
+"""Number of kinds of machines that are searched alone where there are too many unlike machines to search all."""
 _PATIENCE, _LESS_PATIENCE = 20, 4
 """Number of pipelines that are changed in a row without finding a better one; less for many machines, none above eight."""
 _FAR = 2.0
@@ -61,6 +70,11 @@ class SharedPipeline:
     @property
     def nodes(self) -> tuple[str, ...]:
         return tuple(node.name for stage in self.stages for node in stage.group.nodes)
+
+    @property
+    def layers(self) -> int:
+        """Number of layers of all stages."""
+        return sum(len(stage.layers) for stage in self.stages)
 
 
 class SharedLayers:
@@ -91,6 +105,10 @@ class SharedLayers:
             self._rings.among(pair) is not None for pair in combinations(self._places, 2)
         )
 
+    def has(self, name: str) -> bool:
+        """Return True if the cluster has a machine of this name."""
+        return name in self._place_of
+
     def tensor(self, *, of_all: bool = False) -> SharedPipeline | None:
         """Return the best single group; with `of_all` that of the whole cluster."""
         sets = [tuple(self._places)] if of_all else self._unlike_sets()
@@ -112,6 +130,8 @@ class SharedLayers:
         if len(self._places) < 2 or self._layers < 2:  # noqa: PLR2004 - stages
             return None
         found = [] if self._is_alike else self._by_orders(of_all=of_all)
+        if not of_all and len(self._places) <= FEW_NODES:
+            found += self._by_orders(of_all=True)
         starts = [*map(self._by_names, near), *(self._sized(pipeline.stages) for pipeline in found)]
         changes = self._changes([*starts, *self._even_divisions()], of_all=of_all)
         changes.search()
@@ -173,23 +193,29 @@ class SharedLayers:
 
     @property
     def _is_alike(self) -> bool:
-        unlike = math.prod(len(kind) + 1 for kind in self._kinds)
-        return len(self._places) > FEW_NODES and unlike <= min(1 << len(self._places) // 2, 1 << MOST_NODES)
+        count, unlike = len(self._places), math.prod(len(kind) + 1 for kind in self._kinds)
+        most = 1 << (MOST_NODES if count > MOST_NODES else count // 2)
+        return count > FEW_NODES and unlike <= most
+
+    def parts(self) -> list[list[int]]:
+        """Return the places of machines to search instead of all: the fastest ones, and each of the fastest kinds.
+
+        Those without the memory for the model are left out.
+        """
+        nodes, whole = self._cluster.nodes, self._shared.model.weight_bytes
+
+        def speed(place: int) -> float:
+            return nodes[place].rate(self._shared.model.weights).bandwidth
+
+        kinds = sorted(self._kinds, key=lambda kind: -sum(map(speed, kind)))[:_KINDS_ALONE]
+        fastest = sorted(self._places, key=speed, reverse=True)[:MOST_NODES]
+        parts = [sorted(part) for part in (fastest, *kinds) if len(part) > 1]
+        return [part for part in parts if sum(nodes[place].usable_bytes for place in part) >= whole]
 
     def _even_divisions(self) -> Iterator[SizedGroups]:
-        """Yield stages of equally many machines, for each number of stages and machines, and those of all machines."""
         places = [place for kind in self._kinds for place in kind]
-        numbers = range(1, len(places) + 1)
-        sizes = [[size] * stages for size in numbers for stages in numbers if size * stages < len(places)]
-        sizes += [_evenly(len(places), stages) for stages in numbers]
-        for each in sizes:
-            if len(each) <= self._layers and max(each) <= self._shared.most_ranks:
-                ends = accumulate(each, initial=0)
-                groups = [tuple(sorted(places[first:end])) for first, end in pairwise(ends)]
-                room = [
-                    sum(max(1, self._cluster.nodes[place].usable_bytes) for place in one) for one in groups
-                ]
-                yield tuple(zip(groups, proportional_counts(self._layers, room), strict=True))
+        room = [max(1, node.usable_bytes) for node in self._cluster.nodes]
+        return even_divisions(places, room, self._layers, self._shared.most_ranks)
 
     def _changes(self, starts: Iterable[SizedGroups], *, of_all: bool) -> Changes:
         places = len(self._places)
@@ -347,7 +373,7 @@ class SharedLayers:
     def _search(self, candidates: Sequence[tuple[int, ...]]) -> GroupSearch:
         ends, adds = block_ends(self._layers), self._request.objective != "throughput"
         tables = [
-            _seconds(self._quick(members), self._rows(2), ends, adds=adds, any_shares=True)
+            stage_seconds(self._quick(members), self._rows(2), ends, adds=adds, any_shares=True)
             for members in candidates
         ]
         model = self._shared.model
@@ -394,7 +420,9 @@ class SharedLayers:
         rows = self._rows(len(members))
         choices, found = [self._quick(each) for each in members], list[SharedPipeline]()
         for any_shares in _CUTS:
-            tables = [_seconds(groups, rows, ends, adds=adds, any_shares=any_shares) for groups in choices]
+            tables = [
+                stage_seconds(groups, rows, ends, adds=adds, any_shares=any_shares) for groups in choices
+            ]
             made = self._all_fitted(choices, cut(tables, adds=adds) or [], rows)
             if not made:
                 continue
@@ -419,23 +447,3 @@ class SharedLayers:
             return GroupStage(some, LayerRange(first, end)) if some.fits(first, end) else None
         group = fitting_group(self._shared, some.nodes, some.ring, first, end, rows)
         return None if group is None else GroupStage(group, LayerRange(first, end))
-
-
-def _evenly(number: int, parts: int) -> list[int]:
-    """Return the sizes of parts that differ by one at most."""
-    return [number * (part + 1) // parts - number * part // parts for part in range(parts)]
-
-
-def _seconds(groups: Sequence[RankGroup], rows: int, ends: Ends, *, adds: bool, any_shares: bool) -> Table:
-    """Return the seconds of a stage with the best shares, by its ends; with `any_shares` an estimate for others."""
-
-    def table(group: RankGroup, *, any_shares: bool = False) -> Table:
-        times = group.times(rows, group.shared.context_tokens, ends, any_shares=any_shares)
-        return times.unhindered if adds else times.steady
-
-    best = np.min([table(group) for group in groups], axis=0)
-    if not any_shares or len(groups) == 1:
-        return best
-    # Between those by speed and those by memory.
-    others = np.max([table(group, any_shares=True) for group in groups], axis=0)
-    return cast("Table", np.where(np.isfinite(best), best, others))

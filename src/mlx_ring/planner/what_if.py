@@ -258,7 +258,7 @@ def with_machines(cluster: ClusterProfile, names: Sequence[str], link: str | Non
 
 
 def link_named(name: str | None) -> LinkProfile | None:
-    """Return a link of the catalogue; one for collectives only counts as trusted. None stays None.
+    """Return a link of the catalogue; None stays None.
 
     Raises:
         ConfigError: it is unknown.
@@ -268,7 +268,7 @@ def link_named(name: str | None) -> LinkProfile | None:
     found = named_links().get(name)
     if found is None:
         raise ConfigError(f"The link {name} is unknown; known links are {', '.join(named_links())}.")
-    return replace(found, trusted=found.is_mesh)
+    return found
 
 
 def _numbered(text: str) -> Iterator[str]:
