@@ -27,6 +27,7 @@ from mlx_ring.core.errors import ConfigError, PlanError
 from mlx_ring.planner.catalogue import accuracy, chips, known_machines, known_profile
 from mlx_ring.planner.cluster_file import (
     cluster_of,
+    link_named,
     load_content,
     read_cluster,
 )
@@ -34,9 +35,9 @@ from mlx_ring.planner.model_sizes import profile_folder
 from mlx_ring.planner.plan import Plan
 from mlx_ring.planner.profiles import ClusterProfile
 from mlx_ring.planner.replicas import place_replicas, total_tokens_per_s
-from mlx_ring.planner.request import OBJECTIVES, Demand, Objective, PlanRequest
+from mlx_ring.planner.request import OBJECTIVES, USUAL_CONTEXT, Demand, Objective, PlanRequest, request_within
 from mlx_ring.planner.weight_format import WeightFormat
-from mlx_ring.planner.what_if import USUAL_CONTEXT, Question, link_named, request_within
+from mlx_ring.planner.what_if import Question
 from mlx_ring.settings.config import Settings
 from mlx_ring.settings.devices_file import DevicesFile, lists_devices, read_devices
 from mlx_ring.settings.fields import flag_of

@@ -42,9 +42,9 @@ from mlx_ring.host.machine import node_name
 from mlx_ring.host.machine_profile import MachineProfile
 from mlx_ring.models.fetching import fetch_beside
 from mlx_ring.models.model_source import must_be_fetched
+from mlx_ring.planner.model_sizes import sizes_of
 from mlx_ring.planner.place import LoadedStages, RunningCluster
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
-from mlx_ring.planner.what_if import sizes_of
 from mlx_ring.rpc.hello import hello_versions, make_hello
 from mlx_ring.settings.config import Settings
 

@@ -16,6 +16,8 @@ from mlx_ring.host.machine_profile import StepCosts, WeightRate
 from mlx_ring.planner.profiles import NodeProfile
 from mlx_ring.rpc.link_profile import LinkProfile
 
+FAST_LOADER: type[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""Safe loader of YAML, in C where it is there."""
 Fitted = Mapping[str, Mapping[str, Mapping[str, Any]]]
 OWN_ENGINE = "mlx-ring"
 """Engine of predictions: its factors are those of mlx-lm, whose layers it computes, with its own chunks of a prompt."""
@@ -66,7 +68,7 @@ class KnownMachine:
 
 @cache
 def _catalogue() -> Mapping[str, Any]:
-    return yaml.safe_load(files("mlx_ring.planner").joinpath("catalogue.yaml").read_text("utf-8"))
+    return yaml.load(files("mlx_ring.planner").joinpath("catalogue.yaml").read_text("utf-8"), FAST_LOADER)  # noqa: S506 - it is a safe loader
 
 
 @cache

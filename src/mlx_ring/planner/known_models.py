@@ -16,6 +16,7 @@ import yaml
 
 from mlx_ring.core.errors import ModelNotFound
 from mlx_ring.models.model_folder import ModelFolder
+from mlx_ring.planner.catalogue import FAST_LOADER
 from mlx_ring.planner.layer_parts import layer_matrices
 
 MXFP4: Mapping[str, Any] = {"group_size": 32, "bits": 4, "mode": "mxfp4"}
@@ -54,7 +55,7 @@ class KnownModel:
 
 @cache
 def _known() -> Mapping[str, Any]:
-    return yaml.safe_load(files("mlx_ring.planner").joinpath("known_models.yaml").read_text("utf-8"))
+    return yaml.load(files("mlx_ring.planner").joinpath("known_models.yaml").read_text("utf-8"), FAST_LOADER)  # noqa: S506 - it is a safe loader
 
 
 def configs() -> Mapping[str, Mapping[str, Any]]:

@@ -14,17 +14,18 @@ from mlx_ring.core.errors import ModelCorrupt, ModelUnsupported
 from mlx_ring.models.config_limits import HEAD_NAMES
 from mlx_ring.models.model_folder import ModelFolder
 from mlx_ring.models.tensor_shares import TensorSizes, read_tensor_sizes
-from mlx_ring.planner.decode_bytes import decode_bytes, layer_bytes
 from mlx_ring.planner.layer_parts import (
     Role,
+    decode_bytes,
     experts_of,
+    layer_bytes,
     layer_matrices,
     layer_nbytes,
     look_back,
     number,
     small_numbers,
 )
-from mlx_ring.planner.profiles import LayerProfile, ModelProfile
+from mlx_ring.planner.profiles import ClusterProfile, LayerProfile, ModelProfile
 from mlx_ring.planner.weight_format import WeightFormat, WeightFormats, read_formats
 
 _FLOAT = 32
@@ -57,6 +58,15 @@ def profile_folder(folder: ModelFolder, name: str, weights: WeightFormat | None 
     # Rows of an embedding are looked up as they are stored.
     plain = replace(plain, embedding_bytes=wide.embedding_bytes)
     return replace(stored, with_scales=with_scales, dequantized=plain)
+
+
+def sizes_of(
+    folder: ModelFolder, name: str, cluster: ClusterProfile, weights: WeightFormat | None = None
+) -> ModelProfile:
+    """Return a model's profile: that of `profile_folder`, without the forms that no machine of the cluster loads."""
+    if weights is not None or folder.tensors or any(node.widens for node in cluster.nodes):
+        return profile_folder(folder, name, weights)
+    return profile_config(folder, name, read_formats(folder))
 
 
 class _Loading(TypedDict):
@@ -100,7 +110,9 @@ def profile_config(folder: ModelFolder, name: str, formats: WeightFormats) -> Mo
             f"{name} does not give its number of attention heads (num_attention_heads), so its sizes are unknown."
         )
     weights = formats.usual
-    layers = tuple(_layer(folder, index, formats) for index in range(count))
+    alike: dict[LayerProfile, LayerProfile] = {}
+    each = (_layer(folder, index, formats) for index in range(count))
+    layers = tuple(alike.setdefault(layer, layer) for layer in each)
     embedding, head = (
         int(vocabulary * hidden * formats.of(table, hidden).nbytes)
         for table in ("model.embed_tokens", "lm_head")
