@@ -7,9 +7,9 @@ from itertools import accumulate, pairwise
 
 from mlx_ring.cli.main import main
 from mlx_ring.core.types import LayerRange
-from mlx_ring.head import placing as arrangement
+from mlx_ring.head import placing
 
 counts = [int(count) for count in sys.argv.pop(1).split(",")]
 ranges = tuple(LayerRange(*ends) for ends in pairwise(accumulate(counts, initial=0)))
-arrangement.cut_layers = lambda _folder, _settings: ranges
+placing.cut_layers = lambda _folder, _settings: ranges
 main()

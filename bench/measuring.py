@@ -14,7 +14,7 @@ from servers import Server
 
 from mlx_ring.cli.bench.client import BenchClient, RequestOptions
 from mlx_ring.cli.bench.course import Run, run_load
-from mlx_ring.cli.bench.summary import Record, Summary, summarise
+from mlx_ring.cli.bench.summary import Record, Summary, summarize
 from mlx_ring.cli.bench.workload import Job, Range, Workload, make_jobs
 
 _TIMEOUT_S = 1200.0
@@ -93,7 +93,7 @@ def load(server: Server, jobs: Sequence[Job], concurrency: int | None, **options
 
 def summary_of(records: Sequence[Record]) -> Summary:
     begin = min(record.sent_s for record in records)
-    return summarise(records, max(record.ended_s for record in records) - begin)
+    return summarize(records, max(record.ended_s for record in records) - begin)
 
 
 def decode_speed(record: Record) -> float:

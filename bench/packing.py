@@ -2,8 +2,8 @@
 
     python bench/packing.py [--model demo] [--tokens 512]
 
-Prints for each dtype, for a decode step and a chunk: the compressed share, the speed of packing and unpacking, and the
-link throughput up to which compression is faster.
+For each dtype, a decode step and a chunk are measured. It prints the compressed share, the speeds of packing and
+unpacking, and the link throughput up to which compression is faster.
 """
 
 from __future__ import annotations

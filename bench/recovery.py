@@ -184,7 +184,7 @@ def measure(cluster: LanCluster, fault: Fault, flags: Sequence[str]) -> Measured
 def _spares(cluster: LanCluster) -> list[int]:
     """Return the number of spare workers that each machine has announced."""
     logs = [(machine.folder / "logs").glob("*.log") for machine in cluster.machines]
-    return [sum(file.read_text().count("a spare worker waits") for file in files) for files in logs]
+    return [sum(file.read_text().count("A spare worker waits") for file in files) for files in logs]
 
 
 def _interrupt(served: ServedCluster, victim: Rank, fault: Fault) -> Measured:

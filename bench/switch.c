@@ -134,7 +134,7 @@ static int64_t idle_ns(void) {
     return next < 0 ? -1 : later(0, next - now_ns());
 }
 
-static int heed_input(void) {
+static int read_input(void) {
     static char line[256];
     double delay_us, rate;
     int length = read(STDIN_FILENO, line, sizeof line - 1);
@@ -166,7 +166,7 @@ int main(int words, char **word) {
         int64_t idle = idle_ns();
         struct timespec patience = {idle / 1000000000, idle % 1000000000};
         if (ppoll(waits, count + 1, idle < 0 ? NULL : &patience, NULL) <= 0) continue;
-        if (waits[0].revents && !heed_input()) return 0;
+        if (waits[0].revents && !read_input()) return 0;
         for (int source = 0; source < count; source++)
             if (waits[source + 1].revents & POLLIN) receive(source);
     }

@@ -5,7 +5,7 @@
     python bench/tolerance.py --quick                # few answers, to check that it runs
 
 The first ranks of an engine are a twin that gives the tokens of undisturbed answers, and is lost at a position. Real
-stages in this process then continue all answers, as workers do: they compute prompt and delivered tokens in chunks, where the
+stages in this process then continue all answers, as workers do. They compute prompt and delivered tokens in chunks. The
 undisturbed run computed one token at a time, so sums are rounded in another order. They have the same layers as in
 the undisturbed run, or those of three stages instead of two. Half of the answers are greedy, and half are drawn.
 

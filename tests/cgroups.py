@@ -1,7 +1,7 @@
 """Control groups, which limit the memory and the CPU time of processes.
 
 They are of version 2 or 1, as this machine has them, below the group that the tests run in. A watcher removes them with
-the processes left in them, also when the tests are killed: it waits for the end of a pipe whose other end the tests hold.
+the processes left in them, also when the tests are killed. It waits for the end of a pipe whose other end the tests hold.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ true
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ControlGroup:
     """A group: a folder for each controller, or one for all."""
 
     folders: tuple[Path, ...]
@@ -52,7 +52,7 @@ def skip_without_groups() -> None:
 
 
 @contextlib.contextmanager
-def limited(memory_bytes: int, cores: float, period_us: int = _PERIOD_US) -> Generator[Group]:
+def limited(memory_bytes: int, cores: float, period_us: int = _PERIOD_US) -> Generator[ControlGroup]:
     """Make a group with limits on memory and on cores, whose time is granted anew in each period."""
     name = f"ring{os.getpid():x}{secrets.token_hex(2)}"
     limits = _limits(memory_bytes, cores, period_us)
@@ -62,7 +62,7 @@ def limited(memory_bytes: int, cores: float, period_us: int = _PERIOD_US) -> Gen
             folder.mkdir()
             for entry, value in entries.items():
                 (folder / entry).write_text(value)
-        yield Group(folders)
+        yield ControlGroup(folders)
 
 
 def mount_command() -> str:

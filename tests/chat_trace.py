@@ -7,7 +7,7 @@ The idle periods are longer than a recording. Code at module level (imports) doe
 up.
 
 A recording has two chats, one after the other. The head and its workers take messages in order, so that the first chat's
-KV is freed before the second one's answer ends: freeing it belongs to a request.
+KV is freed before the second one's answer ends. Freeing it belongs to a request.
 """
 
 from __future__ import annotations

@@ -24,9 +24,9 @@ from mlx_ring.host.addresses import HeadAddress
 from mlx_ring.rpc.channels import add_secure_port, make_aio_server
 from mlx_ring.rpc.methods import AGENT_SERVICE, STOP, service_handler
 from mlx_ring.rpc.protos import agent_pb2
+from mlx_ring.rpc.tls.caller_checks import AioPeerGuard
 from mlx_ring.rpc.tls.certificates import key_to_pem, make_key, make_signing_request
 from mlx_ring.rpc.tls.credentials import Credentials
-from mlx_ring.rpc.tls.guard import AioPeerGuard
 from mlx_ring.rpc.tls.peers import Revoked, node_name
 
 NOW = datetime.now(UTC)

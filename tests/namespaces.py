@@ -2,7 +2,7 @@
 
 Switch and cables lie in a namespace too, so that nothing appears or changes in the machine's own. Names hold this
 process's id and a random part, so that several runs can work side by side. A watcher removes the namespaces with the
-processes left in them, also when the tests are killed: it waits for the end of a pipe whose other end the tests hold.
+processes left in them, also when the tests are killed. It waits for the end of a pipe whose other end the tests hold.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Files come by the seconds that they took last time, longest first, so that no long file is left for the end. A file
 that was never measured has the seconds of a machine with two cores, or a guess from its tests that start processes.
-Files of tests that run alone come last:
-other tests have found by then what they compare with, and only short ones are left to wait for.
+Files of tests that run alone come last.
+Other tests have found by then what they compare with, and only short ones are left to wait for.
 """
 
 from __future__ import annotations

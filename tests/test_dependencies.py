@@ -45,7 +45,7 @@ def project() -> dict[str, object]:
 
 
 def names(requirements: object) -> set[str]:
-    """Return the normalised package names of a list of requirements."""
+    """Return the normalized package names of a list of requirements."""
     return {normal(re.split(r"[\[<>=!~; ]", each, maxsplit=1)[0]) for each in cast("list[str]", requirements)}
 
 

@@ -40,7 +40,9 @@ class BinaryHook(BuildHookInterface):
         target = Target.installed()
         if target.mlx.version != _mlx():
             raise RuntimeError(f"MLX {target.mlx.version} is installed, not {_mlx()}.")
-        self._folder = tempfile.TemporaryDirectory()  # until this object is gone: the wheel is written later
+        self._folder = (
+            tempfile.TemporaryDirectory()
+        )  # as long as this object, because the wheel is written later
         binary = build(target, Path(self._folder.name))
         build_data["force_include"][str(binary)] = f"{PACKAGE}/binaries/{target.key}/{binary.name}"
         tag = next(iter(sys_tags()))

@@ -35,15 +35,15 @@ def without_reasoning(text: str) -> str:
     return text.rpartition("</think>")[2].strip()
 
 
-def normalised(text: str) -> str:
+def normalized(text: str) -> str:
     """Convert to lower case with single spaces, so that only words count."""
     return " ".join(text.lower().split())
 
 
 def holds(text: str, words: str) -> bool:
     """Return true if `text` contains `words` as whole words."""
-    pattern = r"(?<!\w)" + re.escape(normalised(words)) + r"(?!\w)"
-    return re.search(pattern, normalised(text)) is not None
+    pattern = r"(?<!\w)" + re.escape(normalized(words)) + r"(?!\w)"
+    return re.search(pattern, normalized(text)) is not None
 
 
 def is_right(case: Case, answer: str) -> bool:

@@ -51,8 +51,8 @@ def _favourite_builder(ask_earlier: AskEarlier) -> Callable[[Fact, str, Random],
     def build(fact: Fact, phrasing: str, rng: Random) -> Case:
         kind, value = fact.values["kind"], fact.values["value"]
         given = user(rng.choice(phrasings.FAVOURITE_GIVEN).format(kind=kind, value=value))
-        heard = assistant(f"I will remember that your favourite {kind} is {value}.")
-        turns = _with_chatter((given, heard), ask_earlier, rng)
+        confirmed = assistant(f"I will remember that your favourite {kind} is {value}.")
+        turns = _with_chatter((given, confirmed), ask_earlier, rng)
         wrong = frozenset(facts.FAVOURITES[kind]) - {value}
         answer = assistant(f"Your favourite {kind} is {value}.")
         reasoning = f"The user said that the favourite {kind} is {value}."

@@ -16,7 +16,7 @@ from mlx_ring.cluster.security.authority import Authority
 from mlx_ring.rpc.channels import add_secure_port, make_aio_server
 from mlx_ring.rpc.link_probe import ProbeBounds
 from mlx_ring.rpc.methods import AGENT_SERVICE
-from mlx_ring.rpc.tls.guard import AioPeerGuard, PeerGuard
+from mlx_ring.rpc.tls.caller_checks import AioPeerGuard, PeerGuard
 from mlx_ring.rpc.tls.peers import Revoked
 
 SHORT = ProbeBounds(round_trips_s=0.02, throughput_s=0.05, most_bytes=16 << 20, answer_s=2.0)

@@ -335,7 +335,7 @@ def test_a_spare_worker_takes_the_place_of_a_lost_one(tiny_model: Path, tmp_path
         assert (await agent.load(load_request(tiny_model)))[-1].progress.ready
         before = {worker.pid: inherited_by(worker) for worker in agent.workers()}
         log = tmp_path / "logs" / "agent.log"
-        await asyncio.to_thread(eventually, log.read_text, lambda text: "a spare worker waits" in text)
+        await asyncio.to_thread(eventually, log.read_text, lambda text: "A spare worker waits" in text)
         (spare,) = (worker for worker in agent.workers() if worker.pid not in before)
         os.kill(first[1].pid, signal.SIGKILL)
         stay, _ = (request := load_request(tiny_model, epoch=2)).assignments
@@ -349,7 +349,7 @@ def test_a_spare_worker_takes_the_place_of_a_lost_one(tiny_model: Path, tmp_path
         assert await agent.relink(make_hello(), stay, commit=True) == ""
         assert inherited_by(spare) == before[first[0].pid]
         logged = (tmp_path / "logs" / "worker-1-0.log").read_text()
-        assert logged.count(": ready: BLAS ") == 2
+        assert logged.count(": Ready: BLAS ") == 2
         event = await anext(aiter(agent.watch()))
         assert [worker.pid for worker in event.workers] == [first[0].pid, spare.pid]
         await asyncio.to_thread(eventually, agent.workers, lambda workers: len(workers) == 3)

@@ -73,7 +73,7 @@ def request_for(node: str, token: str, named: str = "") -> enrol_pb2.EnrolReques
 def refusals(caplog: pytest.LogCaptureFixture) -> list[str]:
     """Return the head's log lines about refused requests. Each has the peer's address."""
     lines = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert all(line.startswith("refused to enrol 127.0.0.1:") for line in lines)
+    assert all(line.startswith("Refused to enrol 127.0.0.1:") for line in lines)
     return lines
 
 
@@ -366,7 +366,7 @@ def test_a_removed_node_is_refused_and_cannot_renew_while_another_is_served(
     with_head(tmp_path, act)
     lines = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(lines) == 2
-    assert all(line.startswith("refused a call of ") for line in lines)
+    assert all(line.startswith("Refused a call of ") for line in lines)
 
 
 def test_an_expired_certificate_is_refused_by_tls(tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def test_only_a_worker_that_computes_gets_more_time_to_end_its_step(
     assert (len(answered), stopped) == ((1, []) if computes else (0, [{1}]))
 
 
-class Group:
+class StubGroup:
     """Two ranks on one machine, of which the first answers late or never. Both compute a step together."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +174,7 @@ class Group:
 def test_a_rank_is_lost_though_it_computes_with_another_that_has_answered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    group = Group(monkeypatch)
+    group = StubGroup(monkeypatch)
     assert group.relink(halt=False) == {1: 8}
     assert group.stopped == [1]
 
@@ -182,7 +182,7 @@ def test_a_rank_is_lost_though_it_computes_with_another_that_has_answered(
 def test_a_rank_is_lost_at_once_if_another_one_cannot_execute_a_step_that_it_has_begun(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    group = Group(monkeypatch)
+    group = StubGroup(monkeypatch)
     group.failure = "The input of step 7 did not arrive."
     monkeypatch.setattr(loading, "_SETTLE_WAIT_S", 3600.0)
     assert group.relink(halt=False) == {}
@@ -190,10 +190,10 @@ def test_a_rank_is_lost_at_once_if_another_one_cannot_execute_a_step_that_it_has
 
 
 def test_only_a_silent_rank_is_lost_before_it_is_halted(monkeypatch: pytest.MonkeyPatch) -> None:
-    group = Group(monkeypatch)
+    group = StubGroup(monkeypatch)
     group.is_silent = True
     assert group.relink(halt=True) == {1: 8}
-    starved = Group(monkeypatch)
+    starved = StubGroup(monkeypatch)
     starved.answers_after = 50
     assert starved.relink(halt=True) == {0: 7, 1: 8}
     assert (group.stopped, starved.stopped) == ([], [])
@@ -203,11 +203,11 @@ def test_workers_that_stay_are_asked_while_others_end(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = asyncio.Event()
-    gone = SimpleNamespace(exit_reason="ended by signal 9 (SIGKILL)", pid=2)
+    ended = SimpleNamespace(exit_reason="ended by signal 9 (SIGKILL)", pid=2)
     lost = Worker(
         worker_pb2.StageAssignment(rank=0),
         Path("v.sock"),
-        cast("ChildProcess", gone),
+        cast("ChildProcess", ended),
         cast("grpc.aio.Channel", None),
     )
 

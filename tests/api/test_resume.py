@@ -34,7 +34,7 @@ PAUSES = {
     "/api/chat": '"message":{"role":"assistant","content":""},"done":false}\n',
     "/api/generate": '"response":"","done":false}\n',
 }
-"""Text that tells a client of an API that its answer is paused; else a comment does."""
+"""Text that informs a client of an API that its answer is paused; else a comment does."""
 
 
 def answer(path: str, *, stream: bool, is_lost: bool) -> httpx.Response:
@@ -59,7 +59,7 @@ def answer(path: str, *, stream: bool, is_lost: bool) -> httpx.Response:
                 service.executor.deliver(rank)
         service.executor.lose(WorkerLost("Worker 0 of stage 1 was ended by signal 9."))
         assert [request.state for request in held.requests()] == ["paused"]
-        # The other tasks tell the client before there is another instance.
+        # The other tasks inform the client before there is another instance.
         for _ in range(100):
             await asyncio.sleep(0)
         service.engine = TwinService().engine

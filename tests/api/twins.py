@@ -25,10 +25,10 @@ from mlx_ring.engine.streams import Vocabulary
 from mlx_ring.models.pooling import Pooling
 from mlx_ring.planner.catalogue import known_profile
 from mlx_ring.planner.known_models import find_known_model
+from mlx_ring.planner.model_sizes import sizes_of
 from mlx_ring.planner.place import LoadedStages, RunningCluster
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
 from mlx_ring.planner.request import Demand, PlanRequest
-from mlx_ring.planner.model_sizes import sizes_of
 
 BOS, EOS, ANSWER = 256, 257, 258
 VOCAB_SIZE = 320

@@ -134,7 +134,7 @@ def test_without_machines_the_known_ones_are_listed(tmp_path: Path) -> None:
         (["8B", "--cluster", "c.yaml", "--users-at", "8k"], "--cluster is c.yaml, which cannot be read"),
         (
             ["8B", *MINIS, "--users-at", "many"],
-            "--users-at is many; it must be a number of tokens, as 8192 or 32k.",
+            "--users-at is many; it must be a number of tokens, such as 8192 or 32k.",
         ),
         (["8B", *MINIS, "--kv-bits", "16,5"], "--kv-bits is 5; it must be one of 4, 8, 16."),
         (["8B", *MINIS, "--users-at", "8k", "--replicas", "2"], "--replicas is 2, which a what-if question"),

@@ -12,15 +12,14 @@ PAGE = ROOT / "docs" / "clients.md"
 _INTRODUCTION = """\
 # Clients
 
-Set your client's address, key and model. `URL` is the address that `serve` prints, such as `http://127.0.0.1:8100`. `KEY` is one of
-`--api-key`, or any text if the server requires none. `MODEL` is an id from `GET /v1/models`. OpenAI clients use `URL/v1`; Anthropic and
-Ollama clients use `URL`.
+Set your client's address, key and model. `URL` is the address that `serve` prints, such as `http://127.0.0.1:8100`.
+`KEY` is one of `--api-key`, or any text if the server requires none. `MODEL` is an id from `GET /v1/models`. OpenAI
+clients use `URL/v1`; Anthropic and Ollama clients use `URL`.
 
-`make clients` generates this page. It runs each client, in the given version and in its own environment,
-against the demo model on two stages. The server requires an API key, and the model id contains a slash. The page is written if
-all checks pass. *Errors*: a wrong key, an
-unknown model, or a field out of bounds raises the client's own exception for it. After each client, the server must become
-idle: cancelled requests must not run on.
+`make clients` generates this page. It runs each client, in the given version and in its own environment, against
+the demo model on two stages. The server requires an API key, and the model id contains a slash. The page is written
+if all checks pass. *Errors*: a wrong key, an unknown model, or a field out of bounds raises the client's own
+exception for it. After each client, the server must become idle: cancelled requests must not run on.
 
 | client | version | how | tried |
 | --- | --- | --- | --- |
@@ -34,8 +33,8 @@ These tests of `llm-comply` fail on purpose:
 - Images are rejected by name (400), because only text models are supported.
 - A request without `model` is answered by the served model; the suite expects 400.
 
-If one of them passes, the run fails, so that this list stays accurate. The suite skips three more tests, which are for models with
-certain names.
+If one of them passes, the run fails, so that this list stays accurate. The suite skips three more tests, which are
+for models with certain names.
 """
 
 

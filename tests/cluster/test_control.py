@@ -20,7 +20,7 @@ from mlx_ring.agent.enrolment import join
 from mlx_ring.agent.member import Registration, Revoke, stay_registered
 from mlx_ring.cluster import control as subject
 from mlx_ring.cluster.control import Control, open_control
-from mlx_ring.cluster.membership import Event, Joined, Left, Membership, Reported
+from mlx_ring.cluster.membership import Event, Joined, Membership, Reported, SessionEnded
 from mlx_ring.cluster.security.members import Members
 from mlx_ring.core.cluster_folders import authority_folder
 from mlx_ring.core.errors import PeerRefused
@@ -231,7 +231,7 @@ def test_only_a_node_that_says_so_has_left_for_good(
                 (leaving.set if end == "leave" else task.cancel)()
                 await until(control, 0)
                 await asyncio.wait((task,))
-        return [(event.reason, event.is_final) for event in events if isinstance(event, Left)]
+        return [(event.reason, event.is_final) for event in events if isinstance(event, SessionEnded)]
 
     assert asyncio.run(run()) == [expected]
 

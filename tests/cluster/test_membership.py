@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.profiles import made_up_profile
 
-from mlx_ring.cluster.membership import Event, Joined, Left, Member, Membership, Reported
+from mlx_ring.cluster.membership import Event, Joined, Member, Membership, Reported, SessionEnded
 
 
 def member(node: str, session: int) -> Member:
@@ -31,18 +31,18 @@ def after(*events: Event) -> Membership:
 
 def test_a_node_is_a_member_until_it_leaves_with_a_reason() -> None:
     assert set(after(Joined(member("a", 1)), Joined(member("b", 2))).members) == {"a", "b"}
-    membership = after(Joined(member("a", 1)), Left("a", 1, "it was cut off"))
+    membership = after(Joined(member("a", 1)), SessionEnded("a", 1, "it was cut off"))
     assert not membership.members
     assert {node: former.reason for node, former in membership.former.items()} == {"a": "it was cut off"}
 
 
 def test_a_reconnected_node_replaces_its_session() -> None:
     membership = after(
-        Joined(member("a", 1)), Joined(member("a", 2)), Left("a", 1, "the old call ended late")
+        Joined(member("a", 1)), Joined(member("a", 2)), SessionEnded("a", 1, "the old call ended late")
     )
     assert membership.members["a"].session == 2
     assert not membership.former
-    again = after(Joined(member("a", 1)), Left("a", 1, "it was cut off"), Joined(member("a", 2)))
+    again = after(Joined(member("a", 1)), SessionEnded("a", 1, "it was cut off"), Joined(member("a", 2)))
     assert not again.former
 
 
@@ -68,6 +68,6 @@ def test_each_node_is_either_a_member_or_a_former_one(events: list[tuple[str, st
         elif kind == "report":
             membership = membership.apply(Reported(node, number, number))
         else:
-            membership = membership.apply(Left(node, number, "it left"))
+            membership = membership.apply(SessionEnded(node, number, "it left"))
         assert not set(membership.members) & set(membership.former)
         assert all(name == current.node for name, current in membership.members.items())

@@ -155,7 +155,7 @@ def test_an_unusable_file_is_logged_once_and_causes_no_quarantine(
     assert [quarantine.note("mini", "its worker died", 0.0) for _ in range(LOSSES)] == [None] * LOSSES
     assert 1 <= len(caplog.messages) <= 2
     assert all(
-        message.startswith("losses are not counted, and no node is put into quarantine")
+        message.startswith("Losses are not counted, and no node is put into quarantine")
         for message in caplog.messages
     )
     assert "join again" not in caplog.text

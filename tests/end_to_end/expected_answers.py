@@ -26,7 +26,7 @@ THOROUGH, USUAL = (50, 128), (16, 32)
 """Numbers of prompts and of tokens of each answer, with `--thorough` and without."""
 GENERATED = 4
 """Number of prompts whose answers mlx-lm generates. One worker gives the other answers, and mlx-lm confirms that each of
-their tokens is the likeliest: one pass over an answer instead of one for each of its tokens."""
+their tokens is the likeliest. That takes one pass over an answer instead of one for each of its tokens."""
 GREEDY = SamplingParams()
 SEEDED = SamplingParams(temperature=0.8, top_p=0.95, seed=1234)
 RANDOM_MODELS = {"random-qwen3": QWEN3, "random-qwen3-moe": QWEN3_MOE}

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import httpx
 import psutil
-from tests.cgroups import Group, limited, mount_command
+from tests.cgroups import ControlGroup, limited, mount_command
 from tests.namespaces import Host, lan
 from tests.processes import Server, serving
 from tests.processes import joining as join_cluster
@@ -50,7 +50,7 @@ class Machine:
 
     host: Host
     folder: Path
-    group: Group | None
+    group: ControlGroup | None
     threads: ThreadPoolExecutor
     """Threads inside the host."""
     on_processor: tuple[str, ...] = ()

@@ -185,7 +185,7 @@ async def _compare(engine: Engine, model: ReferenceModel, case: Case) -> Agreeme
 def _continued(case: Case, before: tuple[int, ...]) -> SamplingParams:
     # A penalty counts tokens of the answer. An answer that is continued as a prompt has none.
     assert len(before) == len(case.prompt) or not case.sampling.presence_penalty, (
-        "a tie among penalised tokens"
+        "a tie among penalized tokens"
     )
     return case.sampling
 

@@ -214,11 +214,11 @@ def test_strangers_and_malformed_input_are_refused_and_logged_while_a_stream_con
     for port in ports:
         log = port.machine.log(port.process)
         assert "Traceback" not in log
-        assert "refused a connection: it spoke plain HTTP" in log
-        assert "refused a connection: it did not speak TLS" in log
+        assert "Refused a connection: it spoke plain HTTP" in log
+        assert "Refused a connection: it did not speak TLS" in log
         if not port.for_strangers:
-            assert "refused a connection: it showed no certificate" in log
-            assert "refused a connection: its certificate belongs to another cluster" in log
+            assert "Refused a connection: it showed no certificate" in log
+            assert "Refused a connection: its certificate belongs to another cluster" in log
 
 
 def join_as_member(running: Running) -> Credentials:

@@ -109,7 +109,7 @@ def test_connection_without_a_certificate_is_refused(two_machines: Cluster) -> N
             assert b"grpc-status" not in read_until_closed(connection)
     assert two_machines.is_unharmed()
     logs = two_machines.logs()
-    assert all("refused a connection: it showed no certificate" in logs[name] for name in ("head", "agent"))
+    assert all("Refused a connection: it showed no certificate" in logs[name] for name in ("head", "agent"))
 
 
 def test_noise_of_a_member_ends_its_connection(two_machines: Cluster) -> None:
@@ -125,9 +125,9 @@ def test_call_with_noise_as_its_message_is_ended_alone(two_machines: Cluster) ->
         assert b"grpc-status" in two_machines.call(port, message(noise(1000)))
     assert two_machines.is_unharmed()
     logs = two_machines.logs()
-    assert "refused a link from 127.0.0.1" in logs["worker-0-0"]
-    assert "refused a call of /mlx_ring.Worker/Steps" in logs["worker-0-0"]
-    assert "ended a probe from 127.0.0.1" in logs["agent"]
+    assert "Refused a link from 127.0.0.1" in logs["worker-0-0"]
+    assert "Refused a call of /mlx_ring.Worker/Steps" in logs["worker-0-0"]
+    assert "Ended a probe from 127.0.0.1" in logs["agent"]
     assert "cannot be parsed" in logs["head"]
 
 

@@ -165,7 +165,7 @@ def test_cluster_view_shows_stages_and_reports_a_lost_worker(browser: Browser, s
         expect(page.get_by_role("img", name=re.compile("free of"))).to_be_visible()
         expect(page.get_by_role("region", name="Requests")).to_contain_text("No requests")
         expect(page.get_by_role("region", name="Cache")).to_contain_text("KV cache")
-        expect(page.get_by_role("log")).to_contain_text("started worker-1-0")
+        expect(page.get_by_role("log")).to_contain_text("Started worker-1-0")
         assert page.locator(".chart canvas").count() == 2
         assert events.problems == []
         epoch = page.get_by_text(re.compile(", epoch 1,"))

@@ -152,7 +152,7 @@ class Succession:
         return self.load((1,) * len(self.before.ranks), kept=kept)
 
     def submit(self, *requests: GenerateRequest) -> list[RequestStream]:
-        """Submit requests to the instance, or to the line of those that wait for one."""
+        """Submit requests to the instance, or to the queue for the next one."""
         return (self.held if self.engine is None else self.engine).submit_all(*requests)
 
     def proceed(self, choice: int) -> bool:

@@ -16,7 +16,7 @@ from mlx_ring.core.errors import Overloaded, RequestError
 from mlx_ring.core.generation import GenerateRequest, RequestStream
 from mlx_ring.core.traces import CLIENT
 from mlx_ring.core.types import SamplingParams
-from mlx_ring.engine.admission import QueuePlace, Router, choose_to_shed
+from mlx_ring.engine.admission import QueuePlace, Router, choose_places_to_shed
 from mlx_ring.engine.engine import Engine
 
 NAMES = "abc"
@@ -28,7 +28,7 @@ def test_only_waiting_requests_of_clients_with_more_are_shed(
 ) -> None:
     needs = data.draw(st.integers(-2, wants))
     queue = [QueuePlace(number, client, may_be_shed) for number, (client, may_be_shed) in enumerate(places)]
-    shed = choose_to_shed(queue, "a", wants=wants, needs=needs)
+    shed = choose_places_to_shed(queue, "a", wants=wants, needs=needs)
     counts = {name: sum(each.client == name for each in queue) for name in NAMES}
     if shed is None:
         own = counts["a"] + wants

@@ -16,10 +16,10 @@ def test_a_client_that_leaves_during_the_pause_is_not_replayed() -> None:
     async def run() -> None:
         succession = Succession()
         succession.load()
-        gone, stays = succession.submit(make_request(max_tokens=20), make_request(5, max_tokens=20))
+        ended, stays = succession.submit(make_request(max_tokens=20), make_request(5, max_tokens=20))
         run_to(succession, stays, 4)
         succession.lose()
-        await gone.aclose()
+        await ended.aclose()
         succession.load()
         succession.finish()
         assert succession.twin is not None
@@ -221,9 +221,9 @@ def test_requests_that_are_given_up_are_counted_by_their_error() -> None:
     async def run() -> None:
         succession = Succession()
         succession.load()
-        gone, *_ = succession.submit(*(make_request(length, max_tokens=20) for length in (3, 5, 50)))
+        ended, *_ = succession.submit(*(make_request(length, max_tokens=20) for length in (3, 5, 50)))
         succession.lose()
-        await gone.aclose()
+        await ended.aclose()
         succession.load(limits=replace(LIMITS, context_length=20))
         succession.lose()
         succession.held.fail(NotReady("The model is unloaded."))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mlx_ring.core.engine_stats import BLOCK
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.core.types import RankId
-from mlx_ring.engine.kv_budget import Allowance, KvBudget, Place, RankKv, fitting_context, share_out
+from mlx_ring.engine.kv_budget import Allowance, KvBudget, NodeRank, RankKv, fitting_context, share_out
 from mlx_ring.engine.kv_budget import rank_limits as shared_limits
 from mlx_ring.rpc.protos import worker_pb2
 
@@ -102,7 +102,7 @@ def status(memory: int, left: int, per_token: int = 1000) -> worker_pb2.WorkerSt
 
 
 def rank_limits(
-    workers: Mapping[Place, worker_pb2.WorkerStatus], given_bytes: int | None
+    workers: Mapping[NodeRank, worker_pb2.WorkerStatus], given_bytes: int | None
 ) -> dict[RankId, RankKv]:
     """Return the limits of a single instance."""
     return shared_limits({"one": workers}, given_bytes, {})["one"]

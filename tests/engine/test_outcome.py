@@ -12,7 +12,7 @@ STAGE = StageUse((Work(1, 0.0, 1.0), Work(2, 1.0, 2.0), Work(3, 4.0, 5.0), Work(
 def test_a_stage_is_busy_while_it_computes_a_step() -> None:
     assert STAGE.busy_s() == 5.0
     assert STAGE.busy_s(1.5, 6.5) == 2.0
-    assert STAGE.utilisation(0.0, 8.0) == pytest.approx(5 / 8)
+    assert STAGE.utilization(0.0, 8.0) == pytest.approx(5 / 8)
 
 
 def test_a_bubble_lies_between_two_steps() -> None:

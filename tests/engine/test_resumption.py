@@ -353,12 +353,12 @@ def test_what_needs_every_position_or_cannot_be_cut_is_computed_as_a_whole(
 def test_kept_kv_of_a_client_that_leaves_is_freed() -> None:
     async def run() -> None:
         succession = succession_of(2)
-        gone, stays = succession.submit(long_request(30), long_request(40, 9))
+        ended, stays = succession.submit(long_request(30), long_request(40, 9))
         run_to(succession, stays, 4)
         succession.lose()
         kept = succession.choose_kept(1)
         assert len(kept) == 2
-        await gone.aclose()
+        await ended.aclose()
         succession.patch(kept)
         succession.finish()
         check_nothing_is_left(succession)

@@ -114,7 +114,7 @@ def test_chunks_of_one_prompt_overlap_across_stages(count: int, stages: int) -> 
 def test_chunks_sent_one_by_one_do_not_overlap() -> None:
     outcome = run(Script(chunks(5), 3, one_by_one=True), [1.0] * 3)
     assert outcome.sequences[1].first_token_s == 15.0
-    assert [stage.utilisation(0.0, 15.0) for stage in outcome.stages] == [pytest.approx(1 / 3)] * 3
+    assert [stage.utilization(0.0, 15.0) for stage in outcome.stages] == [pytest.approx(1 / 3)] * 3
     assert [bubble.length_s for bubble in outcome.stages[1].bubbles()] == [2.0] * 4
 
 

@@ -39,7 +39,7 @@ PLACES = 8
 STOP_FROM, STOP_TOKENS = 8, 56
 """First token and number of tokens that match the stop string."""
 _LENGTHS = dict(zip(MOMENTS, (24, 27, 30, 33, 42, 36, 150, 39, 153, 156), strict=True))
-"""Lengths of prompts, by which a worker's sequences are recognised. Templates add a length that is no multiple of three."""
+"""Lengths of prompts, by which a worker's sequences are recognized. Templates add a length that is no multiple of three."""
 _SCHEMA: Mapping[str, object] = {
     "type": "object",
     "properties": {"text": {"type": "string", "minLength": 40, "maxLength": 60}},

@@ -1,4 +1,4 @@
-"""Tiny random models of five kinds whose every token is one ASCII character, so that a text tells its tokens."""
+"""Tiny random models of five kinds whose every token is one ASCII character, so that a text shows its tokens."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class Disturbed:
     def log(self, process: str) -> str:
         return (self.logs / f"{process}.log").read_text()
 
-    def troubles(self) -> float:
+    def problems(self) -> float:
         """Return the number of failed steps, and of resumed answers that differed."""
         metric = self.served.metric
         return metric("resume_disagreements_total") + metric("steps_failed_total")
@@ -121,7 +121,7 @@ def test_a_worker_that_is_killed_while_another_loads_is_replaced_like_the_first(
         os.kill(pids[1], signal.SIGKILL)
         log = logs / "agent.log"
         started = eventually(
-            lambda: re.findall(r"started worker-1-0 .*, pid (\d+)", log.read_text()),
+            lambda: re.findall(r"Started worker-1-0 .*, pid (\d+)", log.read_text()),
             lambda seen: len(seen) == 2,
         )
         # The new worker never loads, so only the second loss can end its load in time.
@@ -145,7 +145,7 @@ def test_stages_behind_a_lost_one_keep_the_kv_of_its_answers(
     question = replace(question_of("stop"), prompt="abcdefgh" * 50, max_tokens=40)
     disturbed: Disturbed = request.getfixturevalue(fixture)
     served, tokens = disturbed.served, disturbed.tokens
-    troubles = disturbed.troubles()  # noised scores of earlier answers may have tied
+    problems = disturbed.problems()  # noised scores of earlier answers may have tied
     expected = disturbed.answer(question)
     for number in victims:
         ranks = served.wait_until_ready()
@@ -160,7 +160,7 @@ def test_stages_behind_a_lost_one_keep_the_kv_of_its_answers(
             assert tokens("kept") == kept, "no stage is behind the last one"
         else:
             assert tokens("kept") - kept >= known - 4
-    assert disturbed.troubles() == troubles
+    assert disturbed.problems() == problems
 
 
 @pytest.mark.timeout(300)
@@ -174,7 +174,7 @@ def test_all_workers_stay_if_a_lost_one_answers_before_another_is_linked(three_s
 
     def started() -> set[int]:
         return {
-            int(pid) for pid in re.findall(r"started worker-\d-0 .*, pid (\d+)", three_stages.log("agent"))
+            int(pid) for pid in re.findall(r"Started worker-\d-0 .*, pid (\d+)", three_stages.log("agent"))
         }
 
     expected = three_stages.answer(question)
@@ -195,7 +195,7 @@ def test_all_workers_stay_if_a_lost_one_answers_before_another_is_linked(three_s
         assert tokens("replayed") - replayed <= _DRAWN_AGAIN
     assert len(started() - before) == 3
     eventually(lambda: {pid for pid in started() if psutil.pid_exists(pid)} == {rank.pid for rank in ranks})
-    assert three_stages.troubles() == 0
+    assert three_stages.problems() == 0
 
 
 GROUPED = replace(question_of("stop"), prompt="abcdefgh" * 20, max_tokens=30)
@@ -215,7 +215,7 @@ def test_a_group_stays_around_a_lost_stage_and_its_answers_continue(groups: Dist
         after = groups.served.wait_until_ready()
         assert of_stage(after, 1 - stage) == of_stage(before, 1 - stage)
         assert not {rank.pid for rank in of_stage(after, stage)} & {rank.pid for rank in before}
-    assert groups.troubles() == 0
+    assert groups.problems() == 0
 
 
 @pytest.mark.timeout(300)
@@ -231,7 +231,7 @@ def test_a_group_stays_although_one_rank_has_begun_a_step_and_the_other_has_not(
     stopped.close()
     assert reading.result() == expected
     assert of_stage(groups.served.wait_until_ready(), 0) == of_stage(before, 0)
-    assert groups.troubles() == 0
+    assert groups.problems() == 0
 
 
 @pytest.mark.timeout(300)
@@ -249,7 +249,7 @@ def test_a_group_stays_although_input_has_reached_only_one_rank(groups: Disturbe
         eventually(lambda: halts_of(groups, "worker-1-1") > halts)
     assert reading.result() == expected
     assert of_stage(groups.served.wait_until_ready(), 1) == of_stage(before, 1)
-    assert groups.troubles() == 0
+    assert groups.problems() == 0
 
 
 def of_stage(ranks: Sequence[Rank], stage: int) -> list[Rank]:
@@ -258,7 +258,7 @@ def of_stage(ranks: Sequence[Rank], stage: int) -> list[Rank]:
 
 def halts_of(disturbed: Disturbed, worker: str) -> int:
     """Return how often a worker has halted after a step."""
-    return disturbed.log(worker).count("halted after step")
+    return disturbed.log(worker).count("Halted after step")
 
 
 def wait_in_collective(running: Served, stage: int) -> None:

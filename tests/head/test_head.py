@@ -240,7 +240,7 @@ def test_losses_in_a_recovery_are_recoveries_of_their_own(tiny_model: Path, tmp_
         assert losses_of(server) == 3
         assert server.stop() == 0
     log = (tmp_path / "logs" / "head.log").read_text()
-    assert log.count("recovered tiny in ") == 1
+    assert log.count("Recovered tiny in ") == 1
     assert "; 1 request resumed" in log
 
 

@@ -257,7 +257,7 @@ def test_barred_backend_is_used_if_nothing_else_fits(caplog: pytest.LogCaptureFi
     head.hang("ring")
     head.impossible = "grpc"
     assert head.plan() == ("ring", "auto", 2, 1)
-    assert "using MLX's backend ring, because without it: No room." in caplog.text
+    assert "Using MLX's backend ring, because without it: No room." in caplog.text
 
 
 def test_a_group_is_replaced_with_the_ring_instead_of_a_barred_backend() -> None:

@@ -14,7 +14,7 @@ from tests.eventually import run_tasks_until
 from mlx_ring.cluster.agent_link import AgentLink, Source
 from mlx_ring.cluster.deployment import Site, WorkerPlace
 from mlx_ring.cluster.layer_split import even_split
-from mlx_ring.cluster.relinking import Loaded
+from mlx_ring.cluster.relinking import LoadedRanks
 from mlx_ring.core.engine_stats import Meter
 from mlx_ring.core.errors import ProtocolError, RingError, WorkerLost, WorkerStuck
 from mlx_ring.core.types import RankId
@@ -136,9 +136,9 @@ class Run:
 
         monkeypatch.setattr(subject, "deploy", load)
 
-        async def load_lost(*_: object) -> Loaded:
+        async def load_lost(*_: object) -> LoadedRanks:
             await self.loading
-            return Loaded(prepared | {NEW: (agent_pb2.StartedWorker(pid=6), sites[1])}, {})
+            return LoadedRanks(prepared | {NEW: (agent_pb2.StartedWorker(pid=6), sites[1])}, {})
 
         async def open_links(*_: object) -> list[WorkerPlace]:
             self.is_linking = True

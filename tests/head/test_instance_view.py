@@ -1,6 +1,6 @@
 """Recoveries of a replica: what they measure and report, and what ends them."""
 
-# A model is composed without its files, and lives are read from the line of requests.
+# A model is composed without its files, and lives are read from the queue.
 # pyright: reportPrivateUsage=false
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def test_a_recovery_is_measured_reported_and_logged_once(caplog: pytest.LogCaptu
     ]
     assert measured(meter) == {"detect": 0.125, "plan": 0.5, "load": 2.0, "replay": 1.5, "first_token": 1.0}
     assert [record.message for record in caplog.records] == 2 * [
-        "recovered demo in 2.06 s: detect 0.06 s, plan 0.25 s, load 1.00 s, replay 0.75 s; 2 requests resumed"
+        "Recovered demo in 2.06 s: detect 0.06 s, plan 0.25 s, load 1.00 s, replay 0.75 s; 2 requests resumed"
     ]
 
 

@@ -9,13 +9,13 @@ import pytest
 
 from mlx_ring.core.errors import ConfigError, ContextKept, PlanError
 from mlx_ring.core.types import RankId
-from mlx_ring.engine.kv_budget import KEPT_TOKENS, Allowance, Place, RankKv
+from mlx_ring.engine.kv_budget import KEPT_TOKENS, Allowance, NodeRank, RankKv
 from mlx_ring.head.kv_memory import KvKeeper, KvShares, KvUser, Reservation, no_room
 from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
 
 GIB = 1 << 30
 FIRST = RankId(0, 0)
-HERE: Place = ("here", FIRST)
+HERE: NodeRank = ("here", FIRST)
 NO_RESERVE = {"here": Allowance(0.0), "there": Allowance(0.0)}
 """Allowances without a share kept free. One GiB is always kept free."""
 
@@ -37,7 +37,7 @@ def user(name: str, context: int = 4096, *, insisted: bool = False) -> KvUser:
 def join(
     shares: KvShares,
     instance: str | KvUser,
-    workers: dict[Place, worker_pb2.WorkerStatus],
+    workers: dict[NodeRank, worker_pb2.WorkerStatus],
     allowances: dict[str, Allowance],
 ) -> Mapping[RankId, RankKv]:
     return shares.join(user(instance) if isinstance(instance, str) else instance, workers, allowances)[0]

@@ -291,9 +291,9 @@ def test_plans_avoid_a_link_that_broke_twice_unless_nothing_else_fits(
         bar(cluster)
         asyncio.run(cluster._place(order, cluster._control.membership, []))
     assert planned == [[], [("n1", "n2")], *([] if is_possible else [[]])]
-    assert "plans avoid the link between n2 and n1 until" in caplog.text
+    assert "Plans avoid the link between n2 and n1 until" in caplog.text
     assert (
-        "using links that were lost repeatedly, because without them: No room." in caplog.text
+        "Using links that were lost repeatedly, because without them: No room." in caplog.text
     ) != is_possible
 
 

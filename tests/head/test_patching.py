@@ -14,7 +14,7 @@ from tests.eventually import run_tasks_until
 from tests.planner.clusters import cluster_of, node_of
 
 from mlx_ring.cluster.agent_link import AgentLink, Source
-from mlx_ring.cluster.deployment import Site, Started
+from mlx_ring.cluster.deployment import Site, StartedWorkers
 from mlx_ring.cluster.layer_split import even_split
 from mlx_ring.core.errors import NotReady, PlanError, RingError
 from mlx_ring.core.types import RankId
@@ -105,10 +105,10 @@ def remains_of(order: Order, agents: Sequence[_Agent], lost: Sequence[int], node
     return Remains("one", 1, placement, frozenset(map(place, lost)), frozenset())
 
 
-def patched(order: Order, remains: Remains, room: Room) -> tuple[Placement, Started]:
+def patched(order: Order, remains: Remains, room: Room) -> tuple[Placement, StartedWorkers]:
     """Plan a patch, and prepare the ranks that are left."""
 
-    async def patch() -> tuple[Placement, Started]:
+    async def patch() -> tuple[Placement, StartedWorkers]:
         plan = await plan_patch(order, remains, room)
         return await patch_ranks(order, remains, 2, plan, make_hello())
 
@@ -264,7 +264,7 @@ def test_a_node_that_leaves_while_others_are_prepared_gets_no_rank(lost: int, mo
     agents = [first, _Agent(), leaving]
     remains = remains_of(order, agents, [lost])
 
-    async def patch() -> tuple[Placement, Started]:
+    async def patch() -> tuple[Placement, StartedWorkers]:
         room = room_on(dict(zip("abc", agents, strict=True)))
         plan = await plan_patch(order, remains, room)
         assert nodes_of(plan.placement) == "abc"

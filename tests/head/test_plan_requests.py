@@ -51,7 +51,7 @@ def test_named_shares_hold_for_the_remaining_machines() -> None:
 def test_unnamed_shares_do_not_hold_for_the_remaining_machines(caplog: pytest.LogCaptureFixture) -> None:
     _, request = plan_request_for(custom("0.7,0.3", 2), CUSTOM, nodes("a-1"))
     assert request.strategy == "auto"
-    assert "proportions were given for 2 machines, but 1 are present" in caplog.text
+    assert "Proportions were given for 2 machines, but 1 are present" in caplog.text
 
 
 def test_an_additional_machine_gets_no_part_of_named_shares(caplog: pytest.LogCaptureFixture) -> None:

@@ -45,4 +45,4 @@ def test_request_that_is_not_finished_in_time_ends_with_an_error(tiny_model: Pat
         server.process.send_signal(signal.SIGINT)
         assert '"error"' in list(long)[-1]
         assert server.process.wait(60) == 0
-    assert "ending 1 unfinished requests" in (tmp_path / "logs" / "head.log").read_text()
+    assert "Ending 1 unfinished requests" in (tmp_path / "logs" / "head.log").read_text()

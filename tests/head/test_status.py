@@ -9,7 +9,7 @@ from tests.engine.timings import timing
 from tests.planner.clusters import cluster_of, model_of, node_of
 from tests.profiles import made_up_profile
 
-from mlx_ring.cluster.membership import Joined, Left, Member, Membership
+from mlx_ring.cluster.membership import Joined, Member, Membership, SessionEnded
 from mlx_ring.cluster.quarantine import Quarantine
 from mlx_ring.core.types import LayerRange, RankId
 from mlx_ring.core.worker_status import MEMORY, REPORTED, WorkerInfo
@@ -17,8 +17,8 @@ from mlx_ring.engine.step_times import StepTimes, StepWindow
 from mlx_ring.head.status import (
     ClusterView,
     InstanceView,
-    Loaded,
     LoadingProgress,
+    RankProgress,
     instance_status,
     node_statuses,
 )
@@ -193,7 +193,7 @@ def test_nodes_list_their_stages_and_memory_and_the_heads_node_comes_first() -> 
 
 
 def test_lost_and_quarantined_nodes_have_a_reason_and_a_returned_node_appears_once() -> None:
-    membership = membership_of("a", "b").apply(Left("b", 1, "it was cut off", 2000.0))
+    membership = membership_of("a", "b").apply(SessionEnded("b", 1, "it was cut off", 2000.0))
     quarantines = {"a": Quarantine("It was lost 4 times.", 3000.0)}
     quarantined, lost = node_statuses(ClusterView("a", membership, quarantines), [view()], VERSIONS, {})
     assert (quarantined.state, quarantined.reason, quarantined.quarantined_until) == (
@@ -219,13 +219,13 @@ def record(progress: LoadingProgress, stage: int, **report: object) -> None:
 
 def test_progress_of_fetching_and_of_loading_are_separate_and_both_are_kept() -> None:
     progress = LoadingProgress()
-    assert progress.of(RankId(0, 0)) == Loaded()
+    assert progress.of(RankId(0, 0)) == RankProgress()
     record(progress, 1, phase="fetch", bytes_loaded=5, bytes_total=10)
-    assert progress.of(RankId(1, 0)) == Loaded("fetch", bytes_fetched=5, bytes_to_fetch=10)
+    assert progress.of(RankId(1, 0)) == RankProgress("fetch", bytes_fetched=5, bytes_to_fetch=10)
     record(progress, 1, phase="fetch", bytes_loaded=10, bytes_total=10)
     record(progress, 1, phase="weights", bytes_loaded=3, bytes_total=8)
-    assert progress.of(RankId(1, 0)) == Loaded("weights", 10, 10, 3, 8)
+    assert progress.of(RankId(1, 0)) == RankProgress("weights", 10, 10, 3, 8)
     record(progress, 1, phase="warm-up")
     record(progress, 1, phase="ready", ready=True, bytes_loaded=8)
-    assert progress.of(RankId(1, 0)) == Loaded("ready", 10, 10, 8, 8)
-    assert progress.of(RankId(0, 0)) == Loaded()
+    assert progress.of(RankId(1, 0)) == RankProgress("ready", 10, 10, 8, 8)
+    assert progress.of(RankId(0, 0)) == RankProgress()

@@ -17,7 +17,7 @@ from uvicorn.protocols.http.flow_control import CLOSE_HEADER
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from uvicorn.server import Server, ServerState
 
-from mlx_ring.head.uvicorn_connection import ClientConnection, ConnectionLimits, choose_to_shed
+from mlx_ring.head.uvicorn_connection import ClientConnection, ConnectionLimits, choose_connection_to_shed
 
 OVERRIDDEN = {
     "connection_made": ("self", "transport"),
@@ -87,7 +87,7 @@ def test_a_server_calls_its_protocol_with_the_arguments_that_are_accepted() -> N
 
 @dataclass(eq=False)
 class Connection:
-    """A connection as `choose_to_shed` sees it."""
+    """A connection as `choose_connection_to_shed` sees it."""
 
     peer: str
     since_s: float = 0.0
@@ -102,8 +102,8 @@ def test_the_longest_idle_connection_of_the_address_with_most_is_shed_first() ->
         Connection("b", quiet_since_s=2.0),
         Connection("c"),
     ]
-    assert choose_to_shed(Connection("c"), others) is others[2]
-    assert choose_to_shed(Connection("c"), [others[0], *others[3:]]) is others[0]
+    assert choose_connection_to_shed(Connection("c"), others) is others[2]
+    assert choose_connection_to_shed(Connection("c"), [others[0], *others[3:]]) is others[0]
 
 
 def test_of_busy_connections_the_newest_without_an_answer_is_shed() -> None:
@@ -113,12 +113,12 @@ def test_of_busy_connections_the_newest_without_an_answer_is_shed() -> None:
         Connection("b", 3.0),
         Connection("b", 4.0, has_answered=True),
     ]
-    assert choose_to_shed(Connection("a"), others) is others[2]
+    assert choose_connection_to_shed(Connection("a"), others) is others[2]
 
 
 def test_no_connection_is_shed_for_a_client_with_as_many() -> None:
     others = [Connection("a"), Connection("a"), Connection("b"), Connection("b")]
-    assert choose_to_shed(Connection("a"), others) is None
-    assert choose_to_shed(Connection("b"), others) is None
-    assert choose_to_shed(Connection("c"), others) is others[0]
-    assert choose_to_shed(Connection("a"), []) is None
+    assert choose_connection_to_shed(Connection("a"), others) is None
+    assert choose_connection_to_shed(Connection("b"), others) is None
+    assert choose_connection_to_shed(Connection("c"), others) is others[0]
+    assert choose_connection_to_shed(Connection("a"), []) is None

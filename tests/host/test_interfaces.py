@@ -8,7 +8,7 @@ import pytest
 
 from mlx_ring.host.addresses import HeadAddress, parse_head_address
 from mlx_ring.host.interfaces import (
-    Kind,
+    InterfaceKind,
     LanAddress,
     choose_addresses,
     join_lines,
@@ -44,7 +44,7 @@ Ethernet Address: N/A
 """
 
 
-def chosen(kinds: dict[str, Kind], **addresses: list[str]) -> list[str]:
+def chosen(kinds: dict[str, InterfaceKind], **addresses: list[str]) -> list[str]:
     indexes = {name: number for number, name in enumerate(addresses, start=1)}
     found = choose_addresses(addresses, indexes, lambda name: kinds.get(name, "network"))
     return [f"{one.interface} {one.address}" for one in found]
@@ -63,7 +63,7 @@ def test_loopback_and_bridges_of_containers_and_virtual_machines_are_left_out(in
 
 
 def test_wired_precedes_wireless_and_link_local_is_last_without_its_scope() -> None:
-    kinds: dict[str, Kind] = {"en1": "wireless", "en0": "wired", "bridge0": "thunderbolt"}
+    kinds: dict[str, InterfaceKind] = {"en1": "wireless", "en0": "wired", "bridge0": "thunderbolt"}
     found = chosen(
         kinds,
         en1=["192.168.1.8"],
@@ -128,7 +128,7 @@ def test_a_head_with_one_listen_address_is_joined_there() -> None:
     ],
 )
 def test_linux_reports_the_kind_of_an_interface(
-    name: str, files: dict[str, str], expected: Kind, tmp_path: Path
+    name: str, files: dict[str, str], expected: InterfaceKind, tmp_path: Path
 ) -> None:
     for file, text in files.items():
         path = tmp_path / "sys" / "class" / "net" / name / file

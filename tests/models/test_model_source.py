@@ -14,7 +14,7 @@ from tests.core.fake_hub import COMMIT, find_elsewhere, running_hub
 from tests.models.gguf.writing import write_gguf_of
 from tests.profiles import made_up_profile
 
-from mlx_ring.cli.startup import CpuSpeed, KnownModel, cpu_speed, largest_fitting, last_cache_bytes
+from mlx_ring.cli.startup import CpuSpeed, SuggestedModel, cpu_speed, largest_fitting, last_cache_bytes
 from mlx_ring.core.environment import inherited_environment
 from mlx_ring.core.errors import ConfigError, ModelNotFound, PlanError
 from mlx_ring.core.types import LayerRange
@@ -199,7 +199,7 @@ def test_a_machine_is_rated_by_its_profile_if_that_was_measured_with_the_same_pr
 
 def test_float32_weights_count_where_they_fit() -> None:
     cpu = CpuSpeed(0.6e9, 14.2e9)
-    model = KnownModel("any", 10**9)
+    model = SuggestedModel("any", 10**9)
     assert cpu.tokens_per_s(model, 10**10) == pytest.approx(14.2e9 * 4.5 / 32 / 1e9)
     assert cpu.tokens_per_s(model, 7 * 10**9) == pytest.approx(0.6)
 

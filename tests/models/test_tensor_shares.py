@@ -60,7 +60,7 @@ def test_shares_are_complete_in_order_and_within_a_pack_of_the_proportions(
     try:
         shares = share_out(sizes, proportions)
     except PlanError:
-        assume(False)  # noqa: FBT003 - tells hypothesis to skip an example
+        assume(False)  # noqa: FBT003 - makes hypothesis skip an example
         return
     heads, rows, experts, vocabulary = sizes.divisibles
     for kind, extents in (

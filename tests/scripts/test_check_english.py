@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import textwrap
+from pathlib import Path
 
 import pytest
-from scripts.check_english import check_other, check_python
+from scripts.check_english import check_file, check_other, check_python, files_of
+
+from scripts import check_english
 
 
 def _found(source: str) -> list[tuple[int, str, str]]:
@@ -31,7 +34,7 @@ def test_nouns_may_describe_values_and_properties() -> None:
         """Number of requests."""
 
         class Queue:
-            """A line of requests."""
+            """A queue of requests."""
 
             @property
             def length(self):
@@ -68,7 +71,7 @@ def test_names_are_checked_by_their_words() -> None:
 
 
 def test_a_page_is_checked_in_strings_and_comments() -> None:
-    source = 'const told = "told";\n// It is gone.\nconst text = `it makes way`;\n'
+    source = 'const kept = "told";\n// It is gone.\nconst text = `it makes way`;\n'
     assert [finding.line for finding in check_other("page.js", source)] == [2, 3]
 
 
@@ -98,3 +101,131 @@ def test_columns_code_and_strings_with_several_lines_have_no_sentences() -> None
         f'"""Hold files.\n\nname    {LONG}\n| {LONG} |\n"""\nTEXT = "a\\n{LONG}"\nCSP = "a b; c d; e f"\n'
     )
     assert _found(listing) == []
+
+
+def test_a_colon_does_not_end_a_sentence() -> None:
+    half = " ".join(["word"] * 13)
+    assert [kind for _, kind, _ in _found(f"# {half}: {half}\n")] == ["long"]
+    assert [finding.line for finding in check_other("page.md", f"Word.\n\n{half}:\n{half}\n")] == [3]
+
+
+def test_a_list_of_short_items_behind_a_colon_does_not_count() -> None:
+    items = ", ".join(["one item of short text"] * 5)
+    assert _found(f"# It holds lists: {items}, and one more.\n") == []
+    assert [kind for _, kind, _ in _found(f"# It holds lists, {items}, and one more.\n")] == ["long"]
+    assert [kind for _, kind, _ in _found(f"# {LONG}: one, two, three\n")] == ["long"]
+
+
+def test_entries_of_arguments_are_sentences_of_their_own() -> None:
+    half = " ".join(["word"] * 15)
+    source = f'''
+        def f(first, second):
+            """Do it.
+
+            Args:
+                first: {half}
+                second: {half}
+            """
+    '''
+    assert _found(source) == []
+
+
+@pytest.mark.parametrize("name", ["kernel.cpp", "kernel.h", "program.c"])
+def test_comments_and_names_of_c_are_checked(name: str) -> None:
+    source = f"// It goes\n// on here.\nint read_input();  // it is gone\n/* It was told. */\nint heed_input();\n// {LONG}\n"
+    found = [(finding.line, finding.kind) for finding in sorted(check_other(name, source))]
+    assert found == [(1, "word"), (3, "word"), (4, "word"), (5, "name"), (6, "long")]
+
+
+def test_comments_of_styles_are_checked() -> None:
+    source = f"/* It is\n   gone. */\n.gone {{ content: 'gone now'; }}\n/* {LONG} */\n"
+    assert [(finding.line, finding.kind) for finding in check_other("page.css", source)] == [
+        (2, "word"),
+        (4, "long"),
+    ]
+
+
+@pytest.mark.parametrize("name", ["page.js", "program.mjs", "types.ts"])
+def test_declarations_of_javascript_are_checked_and_keys_are_not(name: str) -> None:
+    source = "const tellings = { gone: 1 };\nfunction heed() {}\n"
+    assert [finding.what for finding in check_other(name, source)] == [
+        "tellings -> messages",
+        "heed -> record, on",
+    ]
+
+
+def test_comments_of_scripts_are_checked_by_paragraph() -> None:
+    half = " ".join(["word"] * 14)
+    source = f"#!/bin/sh\n# {half}\n# {half}\nrun # it is gone\necho '#told'\n"
+    assert [(finding.line, finding.kind) for finding in check_other("run", source)] == [
+        (2, "long"),
+        (4, "word"),
+    ]
+
+
+def test_scripts_without_a_suffix_are_found(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("#!/usr/bin/env bash\n")
+    (tmp_path / "Makefile").write_text("all:\n")
+    (tmp_path / "notes").write_text("It is gone.\n")
+    assert [path.name for path in files_of([""], tmp_path)] == ["Makefile", "run"]
+
+
+def test_the_reason_behind_noqa_is_checked() -> None:
+    assert [line for line, _, _ in _found("\nx = 1  # noqa: E501 - it was told\ny = 2  # noqa: E501\n")] == [
+        2
+    ]
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "_UNTOLD = 1",
+        "gone = 1",
+        "a, gone = 1, 2",
+        "self.gone = 1",
+        "for troubles in []: pass",
+        "import os as heed",
+        "x = [handovers for handovers in []]",
+        "x = (told := 1)",
+        "def f(front, wishes): pass",
+    ],
+)
+def test_constants_locals_and_plurals_are_checked(statement: str) -> None:
+    assert [kind for _, kind, _ in _found(f"{statement}\n")] == ["name"]
+
+
+def test_read_names_are_reported_only_where_they_are_defined() -> None:
+    assert _found("import errors\nprint(errors.gone)\n") == []
+
+
+def test_words_in_ise_are_reported_in_prose_and_names() -> None:
+    source = "# It normalises the optimisation.\nPENALISED = 1\n# Otherwise raise a promise.\nnoise = 1\n"
+    assert [(line, kind) for line, kind, _ in _found(source)] == [
+        (1, "spelling"),
+        (1, "spelling"),
+        (2, "spelling"),
+    ]
+
+
+def test_a_log_line_begins_with_a_capital() -> None:
+    source = 'log.info("step %d failed", 1)\\nlog.info("Step %d", 1)\\nlog.info("mlx-lm is old")\\nprint("no log line")\\n'
+    assert [(line, kind) for line, kind, _ in _found(source)] == [(1, "log")]
+
+
+WIDE = "word " * 25
+
+
+def test_wide_lines_of_documents_are_reported_outside_tables_and_code() -> None:
+    prose = f"Word. Word.\n\n{'It is. ' * 20}\n\n| {'a | ' * 60}\n\n```\n{WIDE * 2}\n```\n\n- <{'x' * 130}>\n"
+    assert [(finding.line, finding.kind) for finding in check_other("page.md", prose)] == [(3, "wide")]
+
+
+def test_a_document_leaves_the_unrevised_ones_as_soon_as_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check_english, "UNREVISED", frozenset({"page.md"}))
+    page = tmp_path / "page.md"
+    page.write_text(f"{'It is. ' * 20}\n\nIt is gone.\n")
+    assert [finding.kind for finding in check_file(page, tmp_path)] == ["word"]
+    page.write_text("It is.\n")
+    assert [finding.kind for finding in check_file(page, tmp_path)] == ["wide"]

@@ -28,7 +28,7 @@ KEPT = 1 << 49
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "seeded": {"temperature": 1.0, "logprobs": True},
-    "penalised": {"temperature": 1.0, "repetition_penalty": 1.4, "frequency_penalty": 0.7},
+    "penalized": {"temperature": 1.0, "repetition_penalty": 1.4, "frequency_penalty": 0.7},
 }
 
 

@@ -152,7 +152,10 @@ def test_no_remote_node_may_link_if_the_previous_stage_is_local(tmp_path: Path) 
     server, _ = assign_stage(1)
     frame = greeting(instance="demo-1", stage=0, node="mini-1")
     refused = open_link(server, frame, context=_RemoteCall(Authority.open(tmp_path), "mini-1"))
-    assert refused.failure.message == "mini-1 linked as the stage before, which is on this machine."
+    assert (
+        refused.failure.message
+        == "mini-1 opened a link for the previous stage, but that stage runs on this machine."
+    )
 
 
 def test_calls_of_a_removed_machine_end_once() -> None:

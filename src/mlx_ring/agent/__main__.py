@@ -68,7 +68,7 @@ async def _serve(options: argparse.Namespace) -> None:
     # The reply to a Stop still has to leave: workers first, then the server.
     await supervisor.stop()
     await server.stop(grace=0.5)
-    log.info("ended")
+    log.info("Ended")
 
 
 def _set_from_thread(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:

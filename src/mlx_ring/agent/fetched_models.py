@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 
-from mlx_ring.agent.weights.peers import PeerChannel
+from mlx_ring.agent.weights.peer_channels import PeerChannel
 from mlx_ring.agent.weights.stages import fetch_stages
 from mlx_ring.agent.weights.store import WeightStore
 from mlx_ring.core.types import LayerRange

@@ -1,7 +1,7 @@
 """`python -m mlx_ring.agent.head_member`: the agent of the head's own machine in a cluster.
 
-It is a member like any other, started by `mlx-ring serve --nodes N` and not its child: when the head is
-killed it stays, with its workers, and the next head takes them over.
+It is a member like any other. `mlx-ring serve --nodes N` starts it, but not as its child. When the head is killed it
+stays, with its workers, and the next head takes them over.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = _parse(arguments)
     quieten_grpc()
     enable_grpc_logs()
-    # gRPC reads how much to say when it comes in, which it does with these.
+    # gRPC reads its log level on import, and these modules import it.
     from mlx_ring.agent.member import MemberOptions, serve_as_member
     from mlx_ring.host.trusted_interfaces import Trust
     from mlx_ring.rpc.tls.handshakes import log_refused_handshakes

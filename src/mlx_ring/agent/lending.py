@@ -66,7 +66,7 @@ async def _run_one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
         rank=wanted["rank"],
         environment=worker_environment(wanted["blas_threads"]),
     )
-    log.info("lent to the agent: %s, pid %d", child.name, child.pid)
+    log.info("Lent to the agent: %s, pid %d", child.name, child.pid)
     orders: asyncio.Task[None] | None = None
     try:
         await _send(writer, pid=child.pid)

@@ -32,8 +32,8 @@ from mlx_ring.rpc.hello import check_hello, make_hello
 from mlx_ring.rpc.link_probe import LinkMeasure, LinkResponder, ProbeBounds, probe_link
 from mlx_ring.rpc.methods import AGENT_SERVICE, MEASURE_LINK, service_handler
 from mlx_ring.rpc.protos import agent_pb2
+from mlx_ring.rpc.tls.caller_checks import PeerGuard
 from mlx_ring.rpc.tls.credentials import ChannelTrust
-from mlx_ring.rpc.tls.guard import PeerGuard
 from mlx_ring.rpc.tls.peers import node_name
 
 log = logging.getLogger(__name__)
@@ -199,7 +199,7 @@ class LinkService:
             measure = await asyncio.to_thread(self._probe, request.node, request.address)
             self._store.save(key, measure)
         log.info(
-            "the link to %s at %s: %.2f ms there and back, %.1f MB/s",
+            "The link to %s at %s: %.2f ms there and back, %.1f MB/s",
             request.node,
             request.address,
             1e3 * measure.round_trip_s,

@@ -53,8 +53,8 @@ from mlx_ring.rpc.failures import channel_error, failure_to_error
 from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.methods import AGENT_SERVICE, ATTEND
 from mlx_ring.rpc.protos import cluster_pb2
+from mlx_ring.rpc.tls.caller_checks import AioPeerGuard, PeerGuard
 from mlx_ring.rpc.tls.credentials import Credentials, load_credentials, serve_from_folder
-from mlx_ring.rpc.tls.guard import AioPeerGuard, PeerGuard
 from mlx_ring.rpc.tls.handshakes import handshake_error
 from mlx_ring.rpc.tls.peers import HEAD_NAME, Revoked
 
@@ -112,11 +112,11 @@ async def stay_registered(
                 revoke(revoked)
             if leaving.is_set():
                 return
-            log.warning("the head at %s ended; asking again", head)
+            log.warning("The head at %s ended; asking again", head)
         except (PeerRefused, VersionMismatch):
             raise
         except RingError as error:
-            log.warning("the head at %s cannot be reached, asking again in %g s: %s", head, pause_s, error)
+            log.warning("The head at %s cannot be reached, asking again in %g s: %s", head, pause_s, error)
         _raise_cancellation()
         if leaving.is_set():
             return
@@ -143,7 +143,7 @@ async def _session(
             if reply.HasField("failure"):
                 raise failure_to_error(reply.failure)
             if reply.HasField("hello"):
-                log.info("connected to the head at %s as %s", head, who.node)
+                log.info("Connected to the head at %s as %s", head, who.node)
             yield tuple(reply.revoked)
     except TimeoutError:
         log.warning("%s has sent nothing for %g s", peer, _SILENCE_S)
@@ -229,7 +229,7 @@ async def end_orphaned_workers(
         joined = [worker for worker in supervisor.workers if joined_ranks(worker.assignment)]
         for instance in await _busy_instances(joined, look_s):
             log.error(
-                "received nothing from the head for %.0f s while ranks of %s wait for others: ending them",
+                "Received nothing from the head for %.0f s while ranks of %s wait for others: ending them",
                 time.monotonic() - received_s(),
                 instance,
             )
@@ -361,7 +361,7 @@ async def serve_as_member(options: MemberOptions) -> None:
         responder.stop(None)
         await server.stop(grace=0.5)
         os.close(lock)
-        log.info("ended")
+        log.info("Ended")
 
 
 async def _renew_in_time(head: HeadAddress, folder: Path) -> None:
@@ -369,9 +369,9 @@ async def _renew_in_time(head: HeadAddress, folder: Path) -> None:
     while True:
         try:
             if await asyncio.to_thread(renew_if_due, head, folder):
-                log.info("the certificate was renewed")
+                log.info("The certificate was renewed")
         except RingError as error:
-            log.warning("the certificate expires soon and could not be renewed: %s", error)
+            log.warning("The certificate expires soon and could not be renewed: %s", error)
         await asyncio.sleep(_RENEWAL_S)
 
 

@@ -70,7 +70,7 @@ async def build_kernels(blas: str) -> None:
     except Unavailable as reason:
         _warn(f"{reason}.")
         return
-    log.info("compiling native kernels for quantized weights, once; this takes up to a minute")
+    log.info("Compiling native kernels for quantized weights, once; this takes up to a minute")
     child = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "mlx_cpu_kernels.build"),
         stdin=asyncio.subprocess.DEVNULL,
@@ -263,7 +263,7 @@ class ProfileStore:
             self._file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             _replace(self._file, json.dumps(kept, indent=1))
         except OSError as error:
-            log.warning("The profile is not kept, for %s cannot be written: %s", self._file, error.strerror)
+            log.warning("Cannot keep the profile: %s cannot be written: %s", self._file, error.strerror)
 
 
 def recall(store: ProfileStore, options: ProfileOptions) -> MachineProfile | None:
@@ -306,10 +306,10 @@ async def _steadier(kept: MachineProfile, options: ProfileOptions) -> MachinePro
     try:
         profile = await measure_machine(options)
     except RingError as error:
-        log.warning("the noisy profile of this machine stays in use: %s", error)
+        log.warning("The noisy profile of this machine stays in use: %s", error)
         return kept
     log.info(
-        "measured this machine again, because its rates varied by +- %.0f %%; now by +- %.0f %%",
+        "Measured this machine again, because its rates varied by +- %.0f %%; now by +- %.0f %%",
         50 * kept.spread,
         50 * profile.spread,
     )

@@ -282,7 +282,7 @@ class AgentService:
             try:
                 self._check_head(request.hello, self._workers_of(request.instance))
             except RingError as error:
-                log.warning("ended no worker of %s: %s", request.instance, error)
+                log.warning("Ended no worker of %s: %s", request.instance, error)
                 return agent_pb2.StopReply()
         stopped = await self._supervisor.stop(request.instance, request.pids, up_to=request.hello.epoch)
         if self._fetched is not None:

@@ -235,7 +235,7 @@ class Supervisor:
         task = asyncio.create_task(self._report_end(worker), name=f"watch {child.name}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        log.info("started %s for %s, pid %d", child.name, assignment.instance, child.pid)
+        log.info("Started %s for %s, pid %d", child.name, assignment.instance, child.pid)
         self._notify()
         return worker
 
@@ -343,7 +343,7 @@ class Supervisor:
     async def _stop(self, leaving: Collection[Worker], *, is_all: bool) -> int:
         self._workers = [worker for worker in self._workers if worker not in leaving]
         for worker in leaving:
-            log.info("stopping %s, pid %d", worker.child.name, worker.child.pid)
+            log.info("Stopping %s, pid %d", worker.child.name, worker.child.pid)
         await asyncio.gather(*(worker.stop() for worker in leaving))
         left = {worker.instance for worker in self._workers}
         if is_all:

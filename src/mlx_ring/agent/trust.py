@@ -50,7 +50,7 @@ def check_hosts(assignments: Iterable[worker_pb2.StageAssignment], trust: Trust)
                 f"{problem}".strip()
             )
         log.warning(
-            "collectives of %s go over %s in the clear: they are neither encrypted nor authenticated",
+            "Collectives of %s go over %s in the clear: they are neither encrypted nor authenticated",
             assignment.instance,
             by_address[host],
         )

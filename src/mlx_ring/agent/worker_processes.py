@@ -194,10 +194,10 @@ class SpareWorker:
             return
         if not self._allows(nbytes := _memory_of(child.pid)):
             self._mode, self._child = "off", None
-            log.info("no spare worker is kept: it takes %.0f MB", nbytes / 1e6)
+            log.info("No spare worker is kept: it takes %.0f MB", nbytes / 1e6)
             await child.stop(_GRACE_S, asks_where=False)
             return
-        log.info("a spare worker waits, pid %d", child.pid)
+        log.info("A spare worker waits, pid %d", child.pid)
 
     def _allows(self, nbytes: int) -> bool:
         return self._mode == "on" or nbytes <= _MOST_SHARE * usable_memory().total_bytes
@@ -211,7 +211,7 @@ def _can_run(pid: int) -> bool:
 
 
 def _memory_of(pid: int) -> int:
-    """Return the bytes that would be free without the process, where the system tells; else all that it has."""
+    """Return the bytes that would be free without the process, if the system reports them; else all that it has."""
     try:
         process = psutil.Process(pid)
         try:

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from starlette.requests import Request
 
-from mlx_ring.api.chat.grammars import GrammarChecks
+from mlx_ring.api.chat.answer_grammars import GrammarChecks
 from mlx_ring.api.chat.model_format import ChatFormats
 from mlx_ring.api.middleware.access_log import note_model
 from mlx_ring.api.middleware.guard import Admission
@@ -48,8 +48,8 @@ class ApiContext:
         """Return the model of that name; without a name, the only one.
 
         Raises:
-            UnknownModel: No model has that name.
-            RequestError: The request names no model, and there are several.
+            UnknownModel: no model has that name.
+            RequestError: the request names no model, and there are several.
         """
         models = self.catalog.models
         if name is None and len(models) > 1:
@@ -71,7 +71,7 @@ class ApiContext:
         """Return the engine of a model. Load the model first if necessary.
 
         Raises:
-            RingError: The model cannot answer now. After a loss of workers it is loaded again automatically.
+            RingError: the model cannot answer now. After a loss of workers it is loaded again automatically.
         """
         if model.keeps_requests:
             return model.engine

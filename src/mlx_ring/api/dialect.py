@@ -5,19 +5,12 @@ A dialect sends values as JSON: whole, one per line, or as server-sent events.
 
 from __future__ import annotations
 
-import ast
-import inspect
 import json
-import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
-from itertools import pairwise
 from typing import Annotated, Any, Generic, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler
-from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema
+from pydantic import Field
 from starlette.routing import Router
 from starlette.types import Scope
 from typing_extensions import TypedDict, TypeForm
@@ -41,49 +34,6 @@ def event(value: Mapping[str, object], name: str | None = None) -> bytes:
 def named_event(value: Mapping[str, object]) -> bytes:
     """Encode a server-sent event with its type as its name."""
     return event(value, str(value["type"]))
-
-
-class DescribedModel(BaseModel):
-    """Base of models whose fields are described by their docstrings.
-
-    A class is built when it is first used, and its docstrings are read when `/openapi.json` is. Pydantic's
-    `use_attribute_docstrings` reads the sources of all models on import, which takes a seventh of a head's start.
-    """
-
-    model_config = ConfigDict(defer_build=True)
-
-    @classmethod
-    def __get_pydantic_json_schema__(
-        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler, /
-    ) -> JsonSchemaValue:
-        """Return the model's JSON schema, in which each field has its docstring as description."""
-        schema = handler(core_schema)
-        properties: dict[str, Any] = handler.resolve_ref_schema(schema).get("properties", {})
-        bases = [each for each in reversed(cls.__mro__) if issubclass(each, DescribedModel)]
-        docstrings = dict(found for base in bases for found in _docstrings_of_fields(base))
-        for name, declared in cls.model_fields.items():
-            if name in docstrings and declared.description is None:
-                properties[declared.alias or name]["description"] = docstrings[name]
-        return schema
-
-
-@cache
-def _docstrings_of_fields(model: type) -> Sequence[tuple[str, str]]:
-    """Return the names and docstrings of the fields that a class declares itself; none where its source is missing."""
-    try:
-        source = ast.parse(textwrap.dedent(inspect.getsource(model)))
-    except OSError:
-        return ()
-    statements = [part for each in source.body if isinstance(each, ast.ClassDef) for part in each.body]
-    found: list[tuple[str, str]] = []
-    for statement, after in pairwise(statements):
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            match after:
-                case ast.Expr(value=ast.Constant(value=str() as docstring)):
-                    found.append((statement.target.id, inspect.cleandoc(docstring)))
-                case _:
-                    pass
-    return found
 
 
 class ErrorNumbers(TypedDict, total=False):

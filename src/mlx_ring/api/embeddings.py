@@ -43,7 +43,7 @@ def require_embeddings(service: ModelService, dimensions: int | None) -> None:
     """Check that the model can make vectors of that many numbers.
 
     Raises:
-        RequestError: The model cannot.
+        RequestError: the model cannot.
     """
     if service.pooling.refusal:
         raise RequestError(service.pooling.refusal, param="model")
@@ -68,7 +68,7 @@ async def embed(
         dimensions: number of a vector's first elements to keep; None for all.
 
     Raises:
-        RingError: A vector could not be computed.
+        RingError: a vector could not be computed.
     """
     work = _Work(engine, service.pooling, request_id, dimensions, deque(enumerate(texts)))
     try:
@@ -154,7 +154,7 @@ def finish_vector(pooled: Sequence[float], dimensions: int | None, *, normalize:
     Models of Matryoshka embeddings have the most important numbers first. With other models a cut loses more.
 
     Raises:
-        ServingError: The vector has values that are no numbers.
+        ServingError: the vector has values that are no numbers.
     """
     vector = np.array(pooled[:dimensions])
     if not np.isfinite(vector).all():

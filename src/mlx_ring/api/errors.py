@@ -134,9 +134,9 @@ _TRANSPORT = {
 def log_failure(error: Exception, request_id: str) -> None:
     """Log a failure of the server. Errors of clients are not logged."""
     if not isinstance(error, RingError):
-        log.error("request %s failed", request_id, exc_info=error)
+        log.error("Request %s failed", request_id, exc_info=error)
     elif _reply_to(error).status >= _SERVER_ERROR:
-        log.warning("request %s failed: %s", request_id, error)
+        log.warning("Request %s failed: %s", request_id, error)
 
 
 def install_error_handlers(app: Starlette, dialects: Dialects) -> None:

@@ -109,7 +109,7 @@ class Generation:
         An empty batch means that nothing came for `quiet_s` seconds, or that the answers have to wait (`silence`).
 
         Raises:
-            RingError: A sequence failed. All pieces before the failure are yielded first.
+            RingError: a sequence failed. All pieces before the failure are yielded first.
         """
         open_answers = len(self.answers)
         while open_answers:

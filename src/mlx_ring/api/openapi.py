@@ -6,13 +6,19 @@ So the type checker holds the document to the code.
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.metadata import version
+from itertools import pairwise
 from typing import Any, Generic, Literal
 
-from pydantic import ConfigDict, TypeAdapter, with_config
-from pydantic_core import to_jsonable_python
+from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, TypeAdapter, with_config
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, to_jsonable_python
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -20,7 +26,6 @@ from starlette.routing import BaseRoute, Route, Router
 from typing_extensions import TypedDict, TypeForm
 
 from mlx_ring.api.dialect import Dialects
-from mlx_ring.api.request_body import WITHOUT_EFFECT, Body
 from mlx_ring.api.settings import ApiSettings
 from mlx_ring.api.streaming import (
     EVENT_STREAM,
@@ -32,7 +37,7 @@ from mlx_ring.api.streaming import (
     start_in_time,
 )
 
-Json = dict[str, Any]
+DocumentPart = dict[str, Any]
 
 _REF = "#/components/schemas/{model}"
 _JSON = "application/json"
@@ -51,13 +56,13 @@ _REASONS = {
     500: "The server failed on this request.",
     503: "The model cannot answer now, or the server is shutting down. Retry after the seconds in `retry-after`.",
 }
-_REQUEST_ID: Json = {
+_REQUEST_ID: DocumentPart = {
     "x-request-id": {"description": "Id of the request in the server's log.", "schema": {"type": "string"}}
 }
-_RETRY: Json = {
+_RETRY: DocumentPart = {
     "retry-after": {"description": "Seconds to wait before the next try.", "schema": {"type": "string"}}
 }
-_EVENT: Json = {
+_EVENT: DocumentPart = {
     "type": "object",
     "properties": {"event": {"type": "string"}, "data": {"type": "string", "contentMediaType": _JSON}},
     "required": ["data"],
@@ -66,6 +71,51 @@ _EVENT: Json = {
 _MAY_RETRY = (429, 503)
 _UNAUTHENTICATED, _UNAVAILABLE = 401, 503
 _SUCCESS = "The request succeeded."
+WITHOUT_EFFECT = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "verbosity"})
+"""Fields that clients send and that do not affect the answer. `prompt_cache_...` are further ones."""
+
+
+class DescribedModel(BaseModel):
+    """Base of models whose fields are described by their docstrings.
+
+    A class is built when it is first used, and its docstrings are read when `/openapi.json` is. Pydantic's
+    `use_attribute_docstrings` reads the sources of all models on import, which takes a seventh of a head's start.
+    """
+
+    model_config = ConfigDict(defer_build=True)
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler, /
+    ) -> JsonSchemaValue:
+        """Return the model's JSON schema, in which each field has its docstring as description."""
+        schema = handler(core_schema)
+        properties: dict[str, Any] = handler.resolve_ref_schema(schema).get("properties", {})
+        bases = [each for each in reversed(cls.__mro__) if issubclass(each, DescribedModel)]
+        docstrings = dict(found for base in bases for found in _docstrings_of_fields(base))
+        for name, declared in cls.model_fields.items():
+            if name in docstrings and declared.description is None:
+                properties[declared.alias or name]["description"] = docstrings[name]
+        return schema
+
+
+@cache
+def _docstrings_of_fields(model: type) -> Sequence[tuple[str, str]]:
+    """Return the names and docstrings of the fields that a class declares itself; none where its source is missing."""
+    try:
+        source = ast.parse(textwrap.dedent(inspect.getsource(model)))
+    except OSError:
+        return ()
+    statements = [part for each in source.body if isinstance(each, ast.ClassDef) for part in each.body]
+    found: list[tuple[str, str]] = []
+    for statement, after in pairwise(statements):
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            match after:
+                case ast.Expr(value=ast.Constant(value=str() as docstring)):
+                    found.append((statement.target.id, inspect.cleandoc(docstring)))
+                case _:
+                    pass
+    return found
 
 
 @with_config(ConfigDict(use_attribute_docstrings=True))
@@ -83,7 +133,7 @@ class RouteDoc(Generic[AnswerT, EventT]):
     """Type of the JSON answer; None where the answer is never JSON."""
     streams: Mapping[str, TypeForm[EventT] | None] = field(default_factory=dict[str, Any])
     """Other media types of the answer, each with the type of one event or line."""
-    example: Json | None = None
+    example: DocumentPart | None = None
     """Example of a body that the server answers with 200 for any model."""
     query: Mapping[str, str] = field(default_factory=dict[str, str])
     """Optional query parameters and their descriptions."""
@@ -107,7 +157,7 @@ class ApiRoute(Route):
         endpoint: Callable[[Request], Awaitable[Response]],
         method: str = "GET",
         doc: RouteDoc[Any, Any] | None = None,
-        schema: type[Body] | None = None,
+        schema: type[DescribedModel] | None = None,
     ) -> None:
         """Create a route. `schema` is the type of its body."""
         super().__init__(path, endpoint, methods=[method])
@@ -121,7 +171,7 @@ def documented_post(
     router: Router,
     path: str,
     endpoint: Callable[[Request], Awaitable[AnswerT | JsonAnswer[AnswerT] | JsonStream[EventT]]],
-    schema: type[Body],
+    schema: type[DescribedModel],
     doc: RouteDoc[AnswerT, EventT],
 ) -> None:
     """Add a POST route that reads a body of this schema. An event stream starts early, with comments if necessary."""
@@ -150,7 +200,7 @@ class _Operation:
     path: str
     method: str
     doc: RouteDoc[Any, Any]
-    schema: type[Body] | None
+    schema: type[DescribedModel] | None
     parameters: Sequence[str]
     """Parameters in the path."""
     error: TypeForm[Any]
@@ -159,7 +209,7 @@ class _Operation:
 
 def describe_api(app: Starlette, settings: ApiSettings, dialects: Dialects) -> None:
     """Add `/openapi.json`, which describes every documented route of the application, and make `/` list it."""
-    made: list[Json] = []
+    made: list[DocumentPart] = []
     operations = list(_operations(app.routes, dialects))
     app.state.endpoints = _summaries(operations)
 
@@ -205,12 +255,12 @@ def _listed(names: Sequence[str]) -> str:
     return " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else names[0]
 
 
-def _document(operations: Sequence[_Operation], settings: ApiSettings, dialects: Dialects) -> Json:
+def _document(operations: Sequence[_Operation], settings: ApiSettings, dialects: Dialects) -> DocumentPart:
     refs, definitions = _schemas(operations)
-    paths: dict[str, Json] = {}
+    paths: dict[str, DocumentPart] = {}
     for operation in operations:
         paths.setdefault(operation.path, {})[operation.method] = _described(operation, refs, settings)
-    document: Json = {
+    document: DocumentPart = {
         "openapi": "3.1.0",
         "info": {
             "title": "mlx-ring",
@@ -230,10 +280,10 @@ def _document(operations: Sequence[_Operation], settings: ApiSettings, dialects:
     return document
 
 
-Refs = Mapping[object, Json]
+Refs = Mapping[object, DocumentPart]
 
 
-def _schemas(operations: Iterable[_Operation]) -> tuple[Refs, Json]:
+def _schemas(operations: Iterable[_Operation]) -> tuple[Refs, DocumentPart]:
     """Return a reference to every type's schema, and the schemas. Pydantic renames types of the same name."""
     bodies = dict.fromkeys(each.schema for each in operations if each.schema is not None)
     answers = dict.fromkeys(
@@ -252,14 +302,14 @@ def _schemas(operations: Iterable[_Operation]) -> tuple[Refs, Json]:
     adapters.extend((each, "validation", TypeAdapter(each)) for each in bodies)
     adapters.extend((each, "serialization", TypeAdapter(each)) for each in answers)
     schemas, whole = TypeAdapter.json_schemas(adapters, ref_template=_REF)
-    definitions: Json = whole["$defs"]
+    definitions: DocumentPart = whole["$defs"]
     refs = {kind: dict(ref) for (kind, _), ref in schemas.items()}
     for body in bodies:
         _add_fields_without_effect(definitions[refs[body]["$ref"].rpartition("/")[2]])
     return refs, definitions
 
 
-def _add_fields_without_effect(schema: Json) -> None:
+def _add_fields_without_effect(schema: DocumentPart) -> None:
     """Add the fields that the server accepts and drops before it validates a body."""
     note = "Accepted, without effect on the answer."
     properties = schema.setdefault("properties", {})
@@ -268,10 +318,10 @@ def _add_fields_without_effect(schema: Json) -> None:
     schema["patternProperties"] = {"^prompt_cache_": {"description": note}}
 
 
-def _described(operation: _Operation, refs: Refs, settings: ApiSettings) -> Json:
+def _described(operation: _Operation, refs: Refs, settings: ApiSettings) -> DocumentPart:
     doc = operation.doc
     named = "".join(part.capitalize() for part in operation.path.replace("{", "/").split("/") if part)
-    described: Json = {
+    described: DocumentPart = {
         "operationId": f"{operation.method}{named.replace('}', '')}",
         "summary": doc.summary,
         **({"description": doc.description} if doc.description else {}),
@@ -282,7 +332,7 @@ def _described(operation: _Operation, refs: Refs, settings: ApiSettings) -> Json
     if parameters:
         described["parameters"] = parameters
     if operation.schema is not None:
-        content: Json = {"schema": refs[operation.schema]}
+        content: DocumentPart = {"schema": refs[operation.schema]}
         if doc.example is not None:
             content["example"] = doc.example
         described["requestBody"] = {"required": True, "content": {_JSON: content}}
@@ -291,25 +341,25 @@ def _described(operation: _Operation, refs: Refs, settings: ApiSettings) -> Json
     return described
 
 
-def _in_path(name: str) -> Json:
+def _in_path(name: str) -> DocumentPart:
     return {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
 
 
-def _in_query(parameter: tuple[str, str]) -> Json:
+def _in_query(parameter: tuple[str, str]) -> DocumentPart:
     name, meaning = parameter
     return {"name": name, "in": "query", "description": meaning, "schema": {"type": "string"}}
 
 
-def _responses(operation: _Operation, refs: Refs, settings: ApiSettings) -> Json:
+def _responses(operation: _Operation, refs: Refs, settings: ApiSettings) -> DocumentPart:
     doc, model = operation.doc, operation.error
-    content: Json = {} if doc.answer is None else {_JSON: {"schema": refs[doc.answer]}}
+    content: DocumentPart = {} if doc.answer is None else {_JSON: {"schema": refs[doc.answer]}}
     for media_type, each in doc.streams.items():
         content[media_type] = {"schema": _EVENT if media_type == EVENT_STREAM else {"type": "string"}}
         if each is not None:
             content[media_type]["x-each"] = refs[each]
         if doc.events and media_type == EVENT_STREAM:
             content[media_type]["x-events"] = {name: refs[kind] for name, kind in doc.events.items()}
-    responses: Json = {"200": {"description": _SUCCESS, "headers": _REQUEST_ID, "content": content}}
+    responses: DocumentPart = {"200": {"description": _SUCCESS, "headers": _REQUEST_ID, "content": content}}
     for status in sorted(_statuses(operation, settings)):
         responses[str(status)] = {
             "description": _REASONS[status],
@@ -319,7 +369,7 @@ def _responses(operation: _Operation, refs: Refs, settings: ApiSettings) -> Json
     return responses
 
 
-def _or_error(status: int, doc: RouteDoc[Any, Any], refs: Refs, error: Json) -> Json:
+def _or_error(status: int, doc: RouteDoc[Any, Any], refs: Refs, error: DocumentPart) -> DocumentPart:
     if status == _UNAVAILABLE and doc.unwell is not None:
         return {"anyOf": [refs[doc.unwell], error]}
     return error

@@ -216,7 +216,7 @@ class PromptEncoder:
         An empty prompt is the start of a text: the model's BOS token, or without one the EOS token, which separates texts.
 
         Raises:
-            ContextExceeded: The prompt's length alone shows that it exceeds the model's context. `param` names its field.
+            ContextExceeded: the prompt's length alone shows that it exceeds the model's context. `param` names its field.
         """
         await self._check(model, text, param)
         return await self._run(model.tokenizer, len(text), lambda: _encode(model.tokenizer, text))
@@ -227,7 +227,7 @@ class PromptEncoder:
         """Encode a whole text, with the special tokens that the model requires before and after it.
 
         Raises:
-            ContextExceeded: As in `encode`. If `param` is None, a text may have any length.
+            ContextExceeded: as in `encode`. If `param` is None, a text may have any length.
         """
         if param is not None:
             await self._check(model, text, param)
@@ -242,7 +242,7 @@ class PromptEncoder:
         """Encode a text as the tokenizer does. Nothing replaces an empty text.
 
         Raises:
-            ContextExceeded: As in `encode`.
+            ContextExceeded: as in `encode`.
         """
         await self._check(model, text, "prompt")
         encode = partial(model.tokenizer.encode, text, add_special_tokens=add_special_tokens)
@@ -277,8 +277,8 @@ class PromptEncoder:
         `calls_have_one_text` is explained in `with_reasoning`.
 
         Raises:
-            RequestError: There is no template, it refuses these messages, or an argument is not allowed.
-            ContextExceeded: As in `encode`.
+            RequestError: there is no template, it refuses these messages, or an argument is not allowed.
+            ContextExceeded: as in `encode`.
         """
         tokenizer = model.tokenizer
         for name in conversation.template_kwargs:

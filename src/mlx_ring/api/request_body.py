@@ -21,7 +21,7 @@ from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError
 from pydantic_core.core_schema import no_info_plain_validator_function
 from starlette.requests import Request
 
-from mlx_ring.api.dialect import DescribedModel
+from mlx_ring.api.openapi import WITHOUT_EFFECT, DescribedModel
 from mlx_ring.core.errors import BodyTooLarge, BodyTooSlow, RequestError
 
 T = TypeVar("T")
@@ -162,8 +162,6 @@ A client that is still sending when the connection closes would see a broken pip
 """
 _SLOWEST = 1024
 """Smallest rate of a body, in bytes per second."""
-WITHOUT_EFFECT = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "verbosity"})
-"""Fields that clients send and that do not affect the answer. `prompt_cache_...` are further ones."""
 _INSIDE = frozenset({str, list, dict})
 """Types whose values may contain wrong values."""
 
@@ -238,9 +236,9 @@ async def read_body(request: Request, schema: type[BodyT], max_bytes: int, timeo
         timeout_s: longest silence of the client.
 
     Raises:
-        BodyTooLarge: The body is longer than `max_bytes`.
-        BodyTooSlow: The client was silent for too long.
-        RequestError: The body is compressed, is not JSON, or does not match the schema. The error names the field.
+        BodyTooLarge: the body is longer than `max_bytes`.
+        BodyTooSlow: the client was silent for too long.
+        RequestError: the body is compressed, is not JSON, or does not match the schema. The error names the field.
     """
     _check_headers(request, max_bytes)
     data = await _read_bytes(request, max_bytes, timeout_s)

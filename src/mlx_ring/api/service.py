@@ -96,8 +96,8 @@ class Answering(Protocol):
         """Submit requests together.
 
         Raises:
-            RequestError: The model cannot accept a value.
-            ServingError: The model cannot answer.
+            RequestError: the model cannot accept a value.
+            ServingError: the model cannot answer.
         """
         ...
 
@@ -290,7 +290,7 @@ class ModelCatalog(Protocol):
         A model that is starting or recovering is not awaited.
 
         Raises:
-            RingError: The model cannot answer.
+            RingError: the model cannot answer.
         """
         ...
 
@@ -298,7 +298,7 @@ class ModelCatalog(Protocol):
         """Load a model by its name, and serve it from now on.
 
         Raises:
-            RingError: The model cannot be loaded.
+            RingError: the model cannot be loaded.
         """
         ...
 
@@ -310,6 +310,6 @@ class ModelCatalog(Protocol):
             force: Unload it even while it answers requests, which then end with an error.
 
         Raises:
-            RequestError: The model answers requests, and `force` is False.
+            RequestError: the model answers requests, and `force` is False.
         """
         ...

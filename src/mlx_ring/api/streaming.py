@@ -28,7 +28,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     The request's body must have been read: the next message of `receive` is the disconnect.
 
     Raises:
-        ClientDisconnect: The client disconnected first.
+        ClientDisconnect: the client disconnected first.
     """
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_wait_for_disconnect(receive))

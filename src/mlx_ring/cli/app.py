@@ -32,7 +32,7 @@ COMMANDS = {
     "token": "mlx_ring.cli.node:token_app",
     "node": "mlx_ring.cli.node:node_app",
     "cluster": "mlx_ring.cli.cluster:app",
-    "service": "mlx_ring.cli.service:app",
+    "service": "mlx_ring.cli.os_service:app",
 }
 """Place of each command: a function, or a `Typer` with commands of its own. Help lists them in this order."""
 _STYLE: dict[str, Any] = {
@@ -74,7 +74,8 @@ app = typer.Typer(
     cls=_Commands,
     no_args_is_help=True,
     help=(
-        "Serve large language models from one or several machines, behind an OpenAI-compatible API.\n\n"
+        "A distributed inference server for large language models on MLX, compatible with the OpenAI, Anthropic and "
+        "Ollama APIs.\n\n"
         "Start with [bold]mlx-ring serve[/bold], which serves a small built-in model on port 8100. "
         "Then run [bold]mlx-ring chat[/bold] in another terminal."
     ),

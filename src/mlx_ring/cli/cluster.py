@@ -166,19 +166,19 @@ def logs(
     for _, found in verbs.log_commands(_read(config)):
         words = (*found.program, *ON_HOST, "logs", "--state-dir", found.installation.state, *flags)
         tail = subprocess.Popen(
-            command_on(found.place, words),
+            command_on(found.machine, words),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
         )
-        tails.append((found.place, tail))
-    _print_labelled([(place.name, tail) for place, tail in tails])
+        tails.append((found.machine, tail))
+    _print_labelled([(machine.name, tail) for machine, tail in tails])
     failures: list[str] = []
-    for place, tail in tails:
+    for machine, tail in tails:
         try:
-            check_exit(place, tail.wait(), tail.stderr.read() if tail.stderr else "")
+            check_exit(machine, tail.wait(), tail.stderr.read() if tail.stderr else "")
         except HostFailed as error:
             failures.append(str(error))
     if failures:
@@ -295,7 +295,7 @@ def _show_machines(standings: Sequence[Standing]) -> None:
     for standing in standings:
         runs = ", ".join(f"{found.kind} (process {found.pid})" for found in standing.running)
         table.add_row(
-            standing.place.name, standing.node, "unknown" if standing.failure else runs or "nothing"
+            standing.machine.name, standing.node, "unknown" if standing.failure else runs or "nothing"
         )
     _console().print(table)
     print()

@@ -56,7 +56,7 @@ def plan(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="Built-in name, folder, GGUF file, config.json, Hugging Face id, or a short name as llama-70b or 70B-4bit."
+            help="Built-in name, folder, GGUF file, config.json, Hugging Face id, or a short name such as llama-70b or 70B-4bit."
         ),
     ] = None,
     cluster: Annotated[
@@ -436,7 +436,7 @@ def _expectation(made: Sequence[Plan]) -> str:
 
 
 def _figure(value: float, digits: int) -> str:
-    """Write a number with so many digits that count."""
+    """Write a number with the given number of significant digits."""
     return f"{float(f'{value:.{digits}g}'):,.10g}"
 
 

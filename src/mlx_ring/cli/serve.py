@@ -131,11 +131,11 @@ def _run(settings: Settings, listener: socket.socket, tls: ssl.SSLContext | None
     served = prepare_models(settings)
     # The API's libraries take a second to import: report mistakes before.
     with importing():
-        from mlx_ring.cli.startup import Telling
+        from mlx_ring.cli.startup import StartupMessages
         from mlx_ring.head.head import Head
 
     async def run() -> None:
-        with Telling(invites=invites, lasting=settings.log_stderr == "on") as audience:
+        with StartupMessages(invites=invites, lasting=settings.log_stderr == "on") as audience:
             await Head(settings, served, listener, audience, tls).run()
 
     asyncio.run(run())

@@ -28,7 +28,7 @@ from mlx_ring.rpc.protos import agent_pb2
 
 
 @dataclass(frozen=True, slots=True)
-class KnownModel:
+class SuggestedModel:
     """A model on the hub. `weight_bytes` as its safetensors files have them."""
 
     hub_id: str
@@ -38,13 +38,13 @@ class KnownModel:
 
 
 _BY_SIZE = (
-    KnownModel("mlx-community/Qwen3-0.6B-4bit", 336_000_000),
-    KnownModel("mlx-community/Qwen3-1.7B-4bit", 968_000_000),
-    KnownModel("mlx-community/Qwen3-4B-4bit", 2_263_000_000),
-    KnownModel("mlx-community/Qwen3-8B-4bit", 4_609_000_000),
-    KnownModel("mlx-community/Qwen3-14B-4bit", 8_308_000_000),
-    KnownModel("mlx-community/Qwen3-30B-A3B-4bit", 17_180_000_000, 0.11),
-    KnownModel("mlx-community/Qwen3-235B-A22B-4bit", 132_260_000_000, 0.094),
+    SuggestedModel("mlx-community/Qwen3-0.6B-4bit", 336_000_000),
+    SuggestedModel("mlx-community/Qwen3-1.7B-4bit", 968_000_000),
+    SuggestedModel("mlx-community/Qwen3-4B-4bit", 2_263_000_000),
+    SuggestedModel("mlx-community/Qwen3-8B-4bit", 4_609_000_000),
+    SuggestedModel("mlx-community/Qwen3-14B-4bit", 8_308_000_000),
+    SuggestedModel("mlx-community/Qwen3-30B-A3B-4bit", 17_180_000_000, 0.11),
+    SuggestedModel("mlx-community/Qwen3-235B-A22B-4bit", 132_260_000_000, 0.094),
 )
 _RESERVE_BYTES = 2_000_000_000
 """Memory for the KV cache, computation and other programs."""
@@ -68,14 +68,14 @@ class CpuSpeed:
     plain: float = 0.0
     """Rate of float32 weights, if it holds quantized ones so where they fit; else 0."""
 
-    def tokens_per_s(self, model: KnownModel, room_bytes: int) -> float:
+    def tokens_per_s(self, model: SuggestedModel, room_bytes: int) -> float:
         """Return the tokens a second of one stream, with this memory for weights."""
         has_room = model.weight_bytes * _FLOAT_RATIO <= room_bytes
         rate = max(self.quantized, self.plain / _FLOAT_RATIO) if has_room else self.quantized
         return rate / (model.weight_bytes * model.active_share)
 
 
-def largest_fitting(free_bytes: int, speed: CpuSpeed | None = None) -> KnownModel | None:
+def largest_fitting(free_bytes: int, speed: CpuSpeed | None = None) -> SuggestedModel | None:
     """Return the largest known model that fits and answers at a pleasant speed.
 
     Its weights take at most two thirds of the free memory beyond a reserve. If none is fast enough, it is the smallest.
@@ -123,7 +123,7 @@ def memory_bytes_per_s() -> float:
 
 
 def last_cache_bytes(root: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
-    """Return the size of the largest cache of a core; 0 if the system does not tell."""
+    """Return the size of the largest cache of a core; 0 if the system does not report it."""
     sizes = [0]
     for file in root.glob("index*/size"):
         with contextlib.suppress(OSError, ValueError):
@@ -142,7 +142,7 @@ log = logging.getLogger(__name__)
 SAMPLE_QUESTION = "What is the capital of France?"
 
 
-class Telling:
+class StartupMessages:
     """Messages of a starting head, with progress bars for weights on a terminal."""
 
     def __init__(self, *, invites: bool = True, lasting: bool = True) -> None:
@@ -202,7 +202,7 @@ class Telling:
         if not self._tasks:
             self._stop_bars()
         if self._is_over:
-            log.info("serving %s (loaded in %.1f s)", running.instance.name, running.load_s)
+            log.info("Serving %s (loaded in %.1f s)", running.instance.name, running.load_s)
         else:
             print(ready_text(running), flush=True)
         self._has_served = True
@@ -217,7 +217,7 @@ class Telling:
 
 
 def ready_text(running: StartReport) -> str:
-    """Return the text that tells how to use a model that is now served."""
+    """Return the text on how to use a model that is now served."""
     instance = running.instance
     lines = [
         "",

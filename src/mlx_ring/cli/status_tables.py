@@ -8,10 +8,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-Json = Mapping[str, Any]
+StatusPart = Mapping[str, Any]
 
 
-def show_status(status: Json, console: Console) -> None:
+def show_status(status: StatusPart, console: Console) -> None:
     """Print the models, the machines, the stages of each instance, and the links."""
     for model in status["models"]:
         reason = f": {model['reason']}" if model["reason"] else ""
@@ -26,13 +26,13 @@ def show_status(status: Json, console: Console) -> None:
         console.print(_links(status["links"]))
 
 
-def _nodes(nodes: Sequence[Json]) -> Table:
+def _nodes(nodes: Sequence[StatusPart]) -> Table:
     table = Table("machine", "is", box=None, pad_edge=False)
     for title in ("GB usable", "promised", "used", "free"):
         table.add_column(title, justify="right")
     table.add_column("address")
     for node in nodes:
-        memory: Json = node["memory"] or {}
+        memory: StatusPart = node["memory"] or {}
         sizes = (memory.get(f"{name}_bytes") for name in ("usable", "promised", "used", "free"))
         state = "the head's" if node["is_head"] and node["state"] == "attending" else node["state"]
         reason = f", {node['reason']}" if node["reason"] else ""
@@ -40,7 +40,7 @@ def _nodes(nodes: Sequence[Json]) -> Table:
     return table
 
 
-def _headline(instance: Json) -> str:
+def _headline(instance: StatusPart) -> str:
     """Return an instance's name, state, and speed of one stream: predicted and measured."""
     headline = f"{instance['name']} (epoch {instance['epoch']}) is {instance['state']}"
     stream = instance["stream"]
@@ -54,7 +54,7 @@ def _headline(instance: Json) -> str:
     return f"{headline}; one stream: {', '.join(speeds)}" if speeds else headline
 
 
-def _stages(stages: Sequence[Json]) -> Table:
+def _stages(stages: Sequence[StatusPart]) -> Table:
     table = Table("stage", "machine", "layers", "is", box=None, pad_edge=False)
     for title in ("MB promised", "used", "ms a token predicted", "corrected", "measured"):
         table.add_column(title, justify="right")
@@ -76,7 +76,7 @@ def _stages(stages: Sequence[Json]) -> Table:
     return table
 
 
-def _progress(stage: Json) -> str:
+def _progress(stage: StatusPart) -> str:
     if stage["alive"] is False:
         return "dead"
     loading = stage["loading"]
@@ -86,7 +86,7 @@ def _progress(stage: Json) -> str:
     return str(loading["phase"])
 
 
-def _links(links: Sequence[Json]) -> Table:
+def _links(links: Sequence[StatusPart]) -> Table:
     table = Table("from", "to", box=None, pad_edge=False)
     for title in ("ms there and back", "Gbit/s"):
         table.add_column(title, justify="right")

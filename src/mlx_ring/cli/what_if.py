@@ -30,7 +30,7 @@ _FEW_ROWS, _LARGE, _TABLE_WIDTH = 4, 1000, 240
 
 
 @dataclass(frozen=True, slots=True)
-class DescribedModel:
+class SizedModel:
     """A model whose sizes can be computed."""
 
     name: str
@@ -56,7 +56,7 @@ class Asked:
             raise ConfigError(f"--what-fits lists popular models; leave {self.model} out.")
 
 
-def find_described(text: str) -> DescribedModel:
+def find_described(text: str) -> SizedModel:
     """Return the model of a built-in name, folder, file, hub id, short name or number of parameters.
 
     Raises:
@@ -65,9 +65,9 @@ def find_described(text: str) -> DescribedModel:
     if text in builtin_names() or "/" in text or _exists(text):
         found = describe_model(text)
         remarks = (f"{found.folder.rounding}.",) if found.folder.rounding else ()
-        return DescribedModel(found.name, found.folder, remarks)
+        return SizedModel(found.name, found.folder, remarks)
     known = find_known_model(text)
-    return DescribedModel(known.name, known.folder, (known.remark,))
+    return SizedModel(known.name, known.folder, (known.remark,))
 
 
 def _exists(text: str) -> bool:
@@ -78,7 +78,7 @@ def _exists(text: str) -> bool:
 
 
 def read_tokens(flag: str, text: str) -> int:
-    """Return a number of tokens, as `32k` or `8192`; 1k is 1,024.
+    """Return a number of tokens, such as `32k` or `8192`; 1k is 1,024.
 
     Raises:
         ConfigError: it is no such number, or 0.
@@ -86,7 +86,7 @@ def read_tokens(flag: str, text: str) -> int:
     found = _TOKENS.fullmatch(text.strip())
     tokens = int(float(found[1]) * _UNITS[found[2].lower()]) if found else 0
     if tokens < 1:
-        raise ConfigError(f"{flag} is {text}; it must be a number of tokens, as 8192 or 32k.")
+        raise ConfigError(f"{flag} is {text}; it must be a number of tokens, such as 8192 or 32k.")
     return tokens
 
 

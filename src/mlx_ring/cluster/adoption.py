@@ -112,7 +112,7 @@ class _Heads(BaseModel):
 
 
 def next_head(folder: Path, events: Sequence[agent_pb2.AgentEvent]) -> int:
-    """Return the number of a new head, above those of all earlier ones, by which workers tell which head is newer.
+    """Return the number of a new head, above those of all earlier ones, by which workers know the newer head.
 
     It follows the number in the cluster's folder, and the numbers that workers report in case that the file was lost.
     No clock is involved, because clocks are set back.
@@ -125,7 +125,7 @@ def next_head(folder: Path, events: Sequence[agent_pb2.AgentEvent]) -> int:
             content.newest = max(content.newest, newest) + 1
             return content.newest
     except (ConfigError, OSError) as error:
-        log.warning("the number of this head is not stored: %s", error)
+        log.warning("The number of this head is not stored: %s", error)
         return newest + 1
 
 

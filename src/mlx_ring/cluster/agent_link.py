@@ -68,7 +68,7 @@ class AgentLink:
         """Start a worker for each assignment.
 
         Raises:
-            RingError: The agent's failure, after which none of these workers is left.
+            RingError: the agent's failure, after which none of these workers is left.
         """
         request = agent_pb2.StartRequest(hello=hello, assignments=assignments)
         try:
@@ -91,7 +91,7 @@ class AgentLink:
         """Load the started workers from the folder or the peers of `source`; with `only_fetch`, only fetch the weights.
 
         Raises:
-            RingError: A worker's failure, after which none of these workers is left.
+            RingError: a worker's failure, after which none of these workers is left.
         """
         request = agent_pb2.LoadStagesRequest(
             hello=hello,
@@ -127,17 +127,17 @@ class AgentLink:
         """Prepare loaded workers for other neighbours, or with `commit` link them; return those that answered.
 
         Args:
-            hello: The head's greeting.
-            assignments: The workers' assignments of the next epoch.
+            hello: the head's greeting.
+            assignments: the workers' assignments of the next epoch.
             commit: False for the first phase.
-            kept: The KV that they keep, with `commit`.
-            pids: Their process ids; without any, the places decide.
+            kept: the KV that they keep, with `commit`.
+            pids: their process ids; without any, the places decide.
             leaves_others: True if the first phase does not end the other workers of the instance.
             halt: True if they only begin no further step, before the first phase.
-            until_steps: The last step that a rank of the same group has begun, for each assignment.
+            until_steps: the last step that a rank of the same group has begun, for each assignment.
 
         Raises:
-            RingError: The agent's failure, or with `commit` a worker's.
+            RingError: the agent's failure, or with `commit` a worker's.
         """
         request = agent_pb2.RelinkWorkersRequest(
             hello=hello,
@@ -165,7 +165,7 @@ class AgentLink:
         With `waits`, an agent that cannot be reached may still be starting.
 
         Raises:
-            WorkerLost: The end of the agent.
+            WorkerLost: the end of the agent.
         """
         request = agent_pb2.WatchRequest(hello=hello, heartbeat_s=HEARTBEAT_S)
         try:
@@ -209,7 +209,7 @@ class AgentLink:
         """Let the agent measure the link to another node, unless it did so in the last `max_age_s` seconds.
 
         Raises:
-            RingError: A node out of reach, or an agent that does not answer.
+            RingError: a node out of reach, or an agent that does not answer.
         """
         request = agent_pb2.MeasureLinkRequest(hello=hello, node=node, address=address, max_age_s=max_age_s)
         try:
@@ -256,10 +256,10 @@ class LocalAgent:
         """Start the process.
 
         Args:
-            settings: The head's settings.
-            node: The node's ID.
-            run_dir: A private empty folder; the agent listens on `agent.sock` in it and removes it at the end.
-            blas_threads: The number of BLAS threads of each worker.
+            settings: the head's settings.
+            node: the node's ID.
+            run_dir: a private empty folder; the agent listens on `agent.sock` in it and removes it at the end.
+            blas_threads: the number of BLAS threads of each worker.
             with_spare: True if it starts a process at once for its first worker.
         """
         launch = read_launch()

@@ -19,10 +19,10 @@ from mlx_ring.cluster.membership import (
     SILENCE_S,
     Event,
     Joined,
-    Left,
     Member,
     Membership,
     Reported,
+    SessionEnded,
 )
 from mlx_ring.cluster.security.authority import Authority
 from mlx_ring.cluster.security.enrolment import EnrolmentService, admit_own_machine, start_enrolment_server
@@ -39,8 +39,8 @@ from mlx_ring.rpc.hello import check_hello, hello_versions, make_hello
 from mlx_ring.rpc.link_probe import LinkResponder
 from mlx_ring.rpc.methods import ATTEND, CLUSTER_SERVICE, service_handler
 from mlx_ring.rpc.protos import cluster_pb2
+from mlx_ring.rpc.tls.caller_checks import AioPeerGuard
 from mlx_ring.rpc.tls.credentials import Credentials
-from mlx_ring.rpc.tls.guard import AioPeerGuard
 from mlx_ring.rpc.tls.identity import open_identity
 from mlx_ring.rpc.tls.peers import Peer, host_of_call, peer_of_call
 
@@ -204,7 +204,7 @@ class Control:
             peer = peer_of_call(context)
             member = self._member(await _first(requests), peer, host)
         except RingError as error:
-            log.warning("refused %s: %s", host, error)
+            log.warning("Refused %s: %s", host, error)
             yield cluster_pb2.AttendReply(failure=error_to_failure(error))
             return
         reason, revocations, is_final = "its connection was lost", asyncio.Event(), False
@@ -247,7 +247,7 @@ class Control:
                 self._returning.setdefault(member.node, silence)
             log.warning("%s (%s) is disconnected: %s", member.node, member.machine, reason)
             await asyncio.shield(
-                self._happens(Left(member.node, member.session, reason, time.time(), is_final))
+                self._happens(SessionEnded(member.node, member.session, reason, time.time(), is_final))
             )
 
     def _member(self, first: cluster_pb2.AttendRequest, peer: Peer, host: str) -> Member:
@@ -315,7 +315,7 @@ async def _said(
     """Yield a node's messages until it ends its call, and None whenever certificates were revoked.
 
     Raises:
-        TimeoutError: A node that was silent for too long.
+        TimeoutError: a node that was silent for too long.
     """
     requests = limit_silence(requests, SILENCE_S)
     saying, revoking = asyncio.ensure_future(_next(requests)), asyncio.ensure_future(revocations.wait())
@@ -346,12 +346,12 @@ async def open_control(
     """Listen for nodes, and admit this machine's own node.
 
     Args:
-        state: The state folder; the first start creates the cluster's authority in it.
-        address: The address to listen on; the enrolment port is the next one.
+        state: the state folder; the first start creates the cluster's authority in it.
+        address: the address to listen on; the enrolment port is the next one.
         handlers: Handlers of other RPCs of nodes.
 
     Raises:
-        AddressInUse: A port that another process uses.
+        AddressInUse: a port that another process uses.
     """
     authority = Authority.open(authority_folder(state))
     tokens, members = TokenStore(authority_folder(state)), Members(authority_folder(state))

@@ -39,11 +39,11 @@ def settle_backend(
     """Choose the backend of a rank's group, and write it and the reason into the assignment.
 
     Args:
-        assignment: The assignment of one rank of the group; all ranks get the same backend.
-        ranks: The ranks with their nodes, in the order of the group; none without a group.
+        assignment: the assignment of one rank of the group; all ranks get the same backend.
+        ranks: the ranks with their nodes, in the order of the group; none without a group.
 
     Raises:
-        ConfigError: A requested backend that cannot join them.
+        ConfigError: a requested backend that cannot join them.
     """
     if not ranks:
         return
@@ -114,13 +114,13 @@ async def deploy(
     """Start and load an instance.
 
     Args:
-        sites: The site of each assignment, in the same order.
-        assignments: The assignments of one instance, in order of stage and rank.
-        hello: The head's greeting.
-        report: The callback for each worker's loading progress.
+        sites: the site of each assignment, in the same order.
+        assignments: the assignments of one instance, in order of stage and rank.
+        hello: the head's greeting.
+        report: the callback for each worker's loading progress.
 
     Raises:
-        RingError: A node's failure, after which the caller stops the instance.
+        RingError: a node's failure, after which the caller stops the instance.
     """
     by_site = {
         site.node: (site, [one for place, one in zip(sites, assignments, strict=True) if place is site])
@@ -147,7 +147,7 @@ async def load_all(
     before.
 
     Raises:
-        RingError: A node's failure, after which none of its started workers is left there.
+        RingError: a node's failure, after which none of its started workers is left there.
     """
     loads = [(site, assignments) for site, assignments in wanted if assignments]
     if _waits_for_others(loads):
@@ -159,17 +159,17 @@ async def load_all(
     await together(load_on(site, assignments, hello, report) for site, assignments in loads)
 
 
-Started = dict[RankId, tuple[agent_pb2.StartedWorker, Site]]
+StartedWorkers = dict[RankId, tuple[agent_pb2.StartedWorker, Site]]
 """Workers and their sites."""
 
 
 async def start_on(
     site: Site, assignments: Sequence[worker_pb2.StageAssignment], hello: hello_pb2.Hello
-) -> Started:
+) -> StartedWorkers:
     """Start workers on a site.
 
     Raises:
-        RingError: The node's failure, after which none of these workers is left.
+        RingError: the node's failure, after which none of these workers is left.
     """
     with blaming(site):
         workers = await site.link.start(hello, assignments)
@@ -195,7 +195,7 @@ async def load_on(
     """Load the workers that were started on a site, or only fetch their weights.
 
     Raises:
-        RingError: The node's failure, after which no worker of the instance is left there.
+        RingError: the node's failure, after which no worker of the instance is left there.
     """
     with blaming(site):
         try:
@@ -227,7 +227,7 @@ async def together(work: Iterable[Awaitable[Result]]) -> list[Result]:
 
 
 def fill_in(
-    assignment: worker_pb2.StageAssignment, site: Site, workers: Started
+    assignment: worker_pb2.StageAssignment, site: Site, workers: StartedWorkers
 ) -> worker_pb2.StageAssignment:
     """Return the assignment with the addresses of the next stage and of the first stage."""
     filled = worker_pb2.StageAssignment()
@@ -245,11 +245,13 @@ def fill_in(
     return filled
 
 
-def fill_in_group(assignment: worker_pb2.StageAssignment, workers: Started) -> worker_pb2.StageAssignment:
+def fill_in_group(
+    assignment: worker_pb2.StageAssignment, workers: StartedWorkers
+) -> worker_pb2.StageAssignment:
     """Write the addresses and the backend of its group into an assignment, and return it.
 
     Raises:
-        ConfigError: A requested backend that cannot join them.
+        ConfigError: a requested backend that cannot join them.
     """
     joined = [workers[RankId(*place)] for place in joined_ranks(assignment)]
     if not assignment.group:
@@ -258,7 +260,7 @@ def fill_in_group(assignment: worker_pb2.StageAssignment, workers: Started) -> w
     return assignment
 
 
-def _other_ranks(site: Site, stage: int, workers: Started) -> Iterator[worker_pb2.RankEnd]:
+def _other_ranks(site: Site, stage: int, workers: StartedWorkers) -> Iterator[worker_pb2.RankEnd]:
     """Yield a stage's ranks after rank 0."""
     for rank in itertools.count(1):
         if RankId(stage, rank) not in workers:
@@ -321,11 +323,11 @@ def group_routes(nodes: Sequence[Trusting], requirement: str) -> tuple[GroupRout
     """Return the route to each rank of a group.
 
     Args:
-        nodes: The nodes by rank.
-        requirement: The option or stage that requires the group, for messages.
+        nodes: the nodes by rank.
+        requirement: the option or stage that requires the group, for messages.
 
     Raises:
-        PlanError: Two nodes without a common trusted network.
+        PlanError: two nodes without a common trusted network.
     """
     return tuple(_route(nodes[rank - 1], node, requirement) for rank, node in enumerate(nodes))
 

@@ -34,7 +34,7 @@ def even_split(num_layers: int, stages: int) -> tuple[LayerRange, ...]:
     The longer ones are in the middle, because the first stage also embeds, and the last one also computes logits and samples.
 
     Raises:
-        PlanError: More stages than layers.
+        PlanError: more stages than layers.
     """
     if not 1 <= stages <= num_layers:
         raise PlanError(
@@ -61,12 +61,12 @@ def balanced_split(layer_bytes: Sequence[int], head_bytes: int, stages: int) -> 
     Of such cuts, return the most even one (least sum of squares), and of those the nearest to the even split.
 
     Args:
-        layer_bytes: The bytes of each layer that a step reads.
-        head_bytes: The bytes that a step reads on the last stage besides.
-        stages: The number of stages; each gets at least one layer.
+        layer_bytes: the bytes of each layer that a step reads.
+        head_bytes: the bytes that a step reads on the last stage besides.
+        stages: the number of stages; each gets at least one layer.
 
     Raises:
-        PlanError: More stages than layers.
+        PlanError: more stages than layers.
     """
     even = [layers.end for layers in even_split(len(layer_bytes), stages)]
     weights = [*layer_bytes[:-1], layer_bytes[-1] + head_bytes]
@@ -148,18 +148,18 @@ def make_assignments(
     Addresses are filled in once the workers run.
 
     Args:
-        cut: The layers and shares.
-        instance: The instance's ID.
-        epoch: The instance's epoch.
-        dtype: The type of activations.
-        model_digest: The digest of the model.
-        max_model_len: The most tokens of a sequence.
-        kv_bits: The bits of a quantized KV cache; 0 for none.
-        link_compression: The setting of that name.
-        link: The setting of that name.
-        backend: The requested backend of collectives; empty for the best one.
-        group: The addresses on which the workers of an MLX group must listen, if requested.
-        shaping: The settings that shape the cut, from `shaping_settings`.
+        cut: the layers and shares.
+        instance: the instance's ID.
+        epoch: the instance's epoch.
+        dtype: the type of activations.
+        model_digest: the digest of the model.
+        max_model_len: the most tokens of a sequence.
+        kv_bits: the bits of a quantized KV cache; 0 for none.
+        link_compression: the setting of that name.
+        link: the setting of that name.
+        backend: the requested backend of collectives; empty for the best one.
+        group: the addresses on which the workers of an MLX group must listen, if requested.
+        shaping: the settings that shape the cut, from `shaping_settings`.
     """
     digest = plan_digest(cut, dtype, model_digest, kv_bits, shaping)
     return tuple(

@@ -143,10 +143,10 @@ class LinkSurvey:
         """Create an empty survey.
 
         Args:
-            node: The head's own node.
-            clock: The clock in Unix seconds.
+            node: the head's own node.
+            clock: the clock in Unix seconds.
             keeps_problems: True to keep failed measurements instead of repeating them.
-            wait_for_reports: Waits until these nodes have reported their memory. A measurement takes some messages of
+            wait_for_reports: waits until these nodes have reported their memory. A measurement takes some messages of
                 up to 64 MB, so reports of that time are too high for plans.
         """
         self._node = node
@@ -232,7 +232,7 @@ class LinkSurvey:
                 # A node that is busy for a moment does not mean a broken link.
                 said = await self._ask(source, target, address)
         except RingError as error:
-            log.warning("the link from %s to %s could not be measured: %s", source.node, target.node, error)
+            log.warning("The link from %s to %s could not be measured: %s", source.node, target.node, error)
             return FoundLink(source.node, target.node, unix_time_s=self._clock(), problem=str(error))
         if not said.age_s and self._lost_s_ago(source, target) >= _FRESH_LOSS_S:
             self._measured |= {source.node, target.node}

@@ -80,7 +80,7 @@ class Reported:
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class SessionEnded:
     """A session has ended."""
 
     node: str
@@ -92,7 +92,7 @@ class Left:
     """True if the node has left or was removed; otherwise it may be back in a moment."""
 
 
-Event = Joined | Reported | Left
+Event = Joined | Reported | SessionEnded
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ class Membership:
                     trusted_problem=event.trusted_problem,
                 )
                 return replace(self, members={**self.members, node: reported})
-            case Left(node, session, reason, at_s):
+            case SessionEnded(node, session, reason, at_s):
                 if not self.has_session(node, session):
                     return self
                 left = {other: member for other, member in self.members.items() if other != node}

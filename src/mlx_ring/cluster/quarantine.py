@@ -124,7 +124,7 @@ log = logging.getLogger(__name__)
 _FILE = "losses.json"
 
 
-class _Content(BaseModel):
+class _QuarantineFile(BaseModel):
     losses: tuple[Loss, ...] = ()
     links: tuple[LostLink, ...] = ()
 
@@ -137,7 +137,9 @@ class QuarantineList:
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
         self._path = folder / _FILE
-        self._file = StateFile(self._path, _Content, "remove it, and what nodes have lost is forgotten")
+        self._file = StateFile(
+            self._path, _QuarantineFile, "remove it, and what nodes have lost is forgotten"
+        )
         self._clock = clock
         self._logged = ""
 
@@ -145,9 +147,9 @@ class QuarantineList:
         """Record the loss of an instance because of the node; return the quarantine if the node is in one now.
 
         Args:
-            node: The node.
-            reason: The reason of the loss.
-            begun_s: The time at which the instance began to load, since the Unix epoch.
+            node: the node.
+            reason: the reason of the loss.
+            begun_s: the time at which the instance began to load, since the Unix epoch.
         """
         now_s = self._clock()
         try:
@@ -162,9 +164,9 @@ class QuarantineList:
         """Record the loss of an instance because the link between two nodes broke; return its quarantine, if it is in one now.
 
         Args:
-            nodes: The nodes at its ends.
-            reason: The reason of the loss.
-            begun_s: The time at which the instance began to load, since the Unix epoch.
+            nodes: the nodes at its ends.
+            reason: the reason of the loss.
+            begun_s: the time at which the instance began to load, since the Unix epoch.
         """
         pair, now_s = pair_of(nodes), self._clock()
         if pair is None:
@@ -188,18 +190,18 @@ class QuarantineList:
         now_s = self._clock()
         return avoided_links(still_counting(self._read().links, now_s), now_s)
 
-    def _read(self) -> _Content:
+    def _read(self) -> _QuarantineFile:
         try:
             return self._file.read()
         except (ConfigError, OSError) as error:
             self._log_once(error)
-            return _Content()
+            return _QuarantineFile()
 
     def readmit(self, node: str) -> None:
         """Forget the node's losses, and those of its links.
 
         Raises:
-            ConfigError: A node that is not in quarantine and of which no link is avoided, or a file that cannot be used.
+            ConfigError: a node that is not in quarantine and of which no link is avoided, or a file that cannot be used.
         """
         now_s = self._clock()
         with self._file.change() as content:
@@ -219,7 +221,7 @@ class QuarantineList:
         reason = f"{self._path}: {error.strerror}" if isinstance(error, OSError) else str(error)
         if reason != self._logged:
             self._logged = reason
-            log.warning("losses are not counted, and no node is put into quarantine: %s", reason)
+            log.warning("Losses are not counted, and no node is put into quarantine: %s", reason)
 
 
 HANGS = 2

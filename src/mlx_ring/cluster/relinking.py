@@ -21,7 +21,7 @@ from mlx_ring.cluster.adoption import present_epoch
 from mlx_ring.cluster.agent_link import STOP_WAIT_S, Report
 from mlx_ring.cluster.deployment import (
     Site,
-    Started,
+    StartedWorkers,
     WorkerPlace,
     blaming,
     fill_in,
@@ -67,16 +67,16 @@ async def prepare(
     pids: Mapping[RankId, int] | None = None,
     *,
     leaves_others: bool = False,
-) -> Started:
+) -> StartedWorkers:
     """Prepare the ranks that stay, and end every other worker of the instance on their nodes.
 
     Args:
-        sites: The site of every rank; new ranks may be on other sites than before.
-        assignments: The assignments of all ranks, of the next epoch.
-        staying: The ranks that stay.
-        hello: The head's greeting.
-        wait_until_left: Returns when a node has left the cluster; its workers do not answer then. None: no node leaves.
-        pids: The process ids of the ranks that stay, as far as they are known.
+        sites: the site of every rank; new ranks may be on other sites than before.
+        assignments: the assignments of all ranks, of the next epoch.
+        staying: the ranks that stay.
+        hello: the head's greeting.
+        wait_until_left: returns when a node has left the cluster; its workers do not answer then. None: no node leaves.
+        pids: the process ids of the ranks that stay, as far as they are known.
         leaves_others: True to end no other worker.
 
     Returns:
@@ -87,7 +87,7 @@ async def prepare(
 
     async def ask(
         site: Site, own: Assignments, until: Mapping[RankId, int] | None, *, again: bool = False
-    ) -> Started:
+    ) -> StartedWorkers:
         """Halt workers of a node, or prepare them, perhaps again; return those that answered."""
         own_pids = [known[_place(one)] for one in own if _place(one) in known]
         relinking = asyncio.ensure_future(
@@ -123,24 +123,24 @@ class _Groups:
 
     def __init__(
         self,
-        ask: Callable[[Site, Assignments], Coroutine[None, None, Started]],
-        ask_again: Callable[[Site, worker_pb2.StageAssignment], Coroutine[None, None, Started]],
+        ask: Callable[[Site, Assignments], Coroutine[None, None, StartedWorkers]],
+        ask_again: Callable[[Site, worker_pb2.StageAssignment], Coroutine[None, None, StartedWorkers]],
     ) -> None:
         """Start without requests.
 
         Args:
-            ask: Prepares ranks on one site, and returns those that answered.
-            ask_again: Prepares one rank again, and leaves all others as they are.
+            ask: prepares ranks on one site, and returns those that answered.
+            ask_again: prepares one rank again, and leaves all others as they are.
         """
         self._ask, self._ask_again = ask, ask_again
-        self._asked: list[tuple[Assignments, asyncio.Task[Started]]] = []
+        self._asked: list[tuple[Assignments, asyncio.Task[StartedWorkers]]] = []
 
-    async def ask_all(self, on_sites: Iterable[tuple[Site, Assignments]]) -> Started:
+    async def ask_all(self, on_sites: Iterable[tuple[Site, Assignments]]) -> StartedWorkers:
         """Prepare all ranks; return those that answered."""
         self._asked = [(own, asyncio.create_task(self._ask_on(site, own))) for site, own in on_sites]
         return _of_all(await asyncio.gather(*(task for _, task in self._asked)))
 
-    async def _ask_on(self, site: Site, own: Assignments) -> Started:
+    async def _ask_on(self, site: Site, own: Assignments) -> StartedWorkers:
         answering = asyncio.ensure_future(self._ask(site, own))
         waits = [asyncio.ensure_future(self._until_lost(site, one, own)) for one in own if joined_ranks(one)]
         try:
@@ -186,10 +186,10 @@ class _Groups:
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedRanks:
     """All ranks of a patched instance before their links are opened."""
 
-    workers: Started
+    workers: StartedWorkers
     assignments: Mapping[RankId, worker_pb2.StageAssignment]
     """With addresses."""
 
@@ -197,21 +197,21 @@ class Loaded:
 async def load_lost(
     sites: Mapping[RankId, Site],
     assignments: Assignments,
-    prepared: Started,
+    prepared: StartedWorkers,
     hello: hello_pb2.Hello,
     report: Report,
-) -> Loaded:
+) -> LoadedRanks:
     """Start and load the lost ranks; the prepared ones are left as they are.
 
     Args:
-        sites: The site of every rank.
-        assignments: The assignments of all ranks, of the next epoch.
-        prepared: The ranks that stay.
-        hello: The head's greeting.
-        report: The callback for each worker's loading progress.
+        sites: the site of every rank.
+        assignments: the assignments of all ranks, of the next epoch.
+        prepared: the ranks that stay.
+        hello: the head's greeting.
+        report: the callback for each worker's loading progress.
 
     Raises:
-        RingError: A node's failure. Workers may be left, for the caller to stop.
+        RingError: a node's failure. Workers may be left, for the caller to stop.
     """
     new = [one for one in assignments if _place(one) not in prepared]
     on = {
@@ -220,7 +220,10 @@ async def load_lost(
     }
     by_node = {site.node: site for site in sites.values()}
     started = await together(start_on(by_node[node], own, hello) for node, own in on.items() if own)
-    workers: Started = {**prepared, **{place: one for of_site in started for place, one in of_site.items()}}
+    workers: StartedWorkers = {
+        **prepared,
+        **{place: one for of_site in started for place, one in of_site.items()},
+    }
     filled: dict[RankId, worker_pb2.StageAssignment] = {}
     for one in assignments:
         site = sites[_place(one)]
@@ -230,22 +233,25 @@ async def load_lost(
     await load_all(
         ((by_node[node], [filled[_place(one)] for one in own]) for node, own in on.items()), hello, report
     )
-    return Loaded(workers, filled)
+    return LoadedRanks(workers, filled)
 
 
 async def link(
-    loaded: Loaded, prepared: Started, hello: hello_pb2.Hello, kept: worker_pb2.KeptKv | None = None
+    loaded: LoadedRanks,
+    prepared: StartedWorkers,
+    hello: hello_pb2.Hello,
+    kept: worker_pb2.KeptKv | None = None,
 ) -> list[WorkerPlace]:
     """Link the prepared ranks with all others. They enter the new epoch.
 
     Args:
-        loaded: All ranks.
-        prepared: The ranks that stayed.
-        hello: The head's greeting.
-        kept: The KV that they keep; none by default.
+        loaded: all ranks.
+        prepared: the ranks that stayed.
+        hello: the head's greeting.
+        kept: the KV that they keep; none by default.
 
     Raises:
-        RingError: A node's failure. Workers may be left, for the caller to stop.
+        RingError: a node's failure. Workers may be left, for the caller to stop.
     """
     on = {place: site for place, (_, site) in prepared.items()}
     await together(
@@ -265,10 +271,10 @@ async def wait_for_answers(site: Site, pids: AbstractSet[int], epoch: int, hello
     """Wait until silent workers on a node answer again; for ever if one of them has ended or entered a later epoch.
 
     Args:
-        site: The node.
-        pids: The process ids of the workers.
-        epoch: Their epoch.
-        hello: The head's greeting.
+        site: the node.
+        pids: the process ids of the workers.
+        epoch: their epoch.
+        hello: the head's greeting.
     """
     while True:
         with suppress(RingError):
@@ -367,7 +373,7 @@ async def _answered(
     site: Site,
     relinking: asyncio.Future[Sequence[agent_pb2.StartedWorker]],
     wait_until_left: WaitUntilLeft | None,
-) -> Started:
+) -> StartedWorkers:
     """Return the workers on a site that could be prepared."""
     try:
         await unless_left(site.node, relinking, wait_until_left)
@@ -413,7 +419,7 @@ def _on_sites(sites: Mapping[RankId, Site], of: Assignments) -> list[tuple[Site,
     ]
 
 
-def _of_all(found: Iterable[Started]) -> Started:
+def _of_all(found: Iterable[StartedWorkers]) -> StartedWorkers:
     return {place: worker for of_site in found for place, worker in of_site.items()}
 
 

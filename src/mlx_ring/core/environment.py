@@ -16,7 +16,7 @@ from pathlib import Path
 from mlx_ring.core.errors import ConfigError
 
 _OUR_GRPC_LEVEL = "info"
-"""Level in lower case, which gRPC accepts and users do not write, so that it is recognised as ours."""
+"""Level in lower case, which gRPC accepts and users do not write, so that it is recognized as ours."""
 
 
 def quieten_grpc() -> None:

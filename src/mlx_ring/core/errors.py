@@ -11,7 +11,7 @@
     ├── PlanError                  the model cannot be placed as requested
     │   └── ContextKept            another model keeps the memory for its required context
     ├── HostFailed                 a machine of a cluster file cannot be reached, or fails at an operation
-    ├── TrustError                 machines that must not, or cannot, talk with each other
+    ├── TrustError                 machines that must not, or cannot, connect to each other
     │   ├── TokenRefused           a join token is mistyped, unknown, expired, used up, revoked, or of another cluster
     │   └── PeerRefused            either side refused a certificate or a node
     ├── RequestError               a client's request; `param` names the field

@@ -93,7 +93,7 @@ class Delta:
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     """Log-probability of each prompt token, on the first delta, if requested; the first token has none."""
     pooled: tuple[float, ...] | None = None
-    """The prompt's vector, on the last delta, if requested: as pooled, not normalised."""
+    """The prompt's vector, on the last delta, if requested: as pooled, not normalized."""
     timings: RequestTimings | None = None
     """Set on the last delta."""
     pieces: tuple[str, ...] = ()
@@ -125,7 +125,7 @@ class RequestStream(AsyncIterator[Delta]):
         """True if the answer continued after a loss."""
 
     def pause(self) -> None:
-        """Record that the request waits for another engine, and tell the reader."""
+        """Record that the request waits for another engine, and inform the reader."""
         self.is_paused = True
         self._listener()
 

@@ -8,8 +8,8 @@ CPU seconds (Python 3.11, Linux x86-64, mlx-lm 0.32.2, transformers 5.23.0, toke
 - Head, `import_bare("mlx_lm")` and `import_tokenizers` before mlx-lm's `tokenizer_utils`: 0.43 s instead of 1.01 s.
   Either one alone saves at most 0.22 s. transformers reads some 3,300 of its files, twice, to list its models; with
   cold file caches this takes longer still.
-- Every process, `import_protobuf` before the generated messages: 0.07 s instead of 0.10 s for these, and as much less
-  of a worker's 0.5 s, on a machine that was half as fast (protobuf 7.36.2).
+- Every process, `import_protobuf` before the generated messages: 0.07 s instead of 0.10 s for these. A worker's 0.5 s
+  shrink by as much. The machine was half as fast (protobuf 7.36.2).
 
 Parts that are left out are imported when something needs them. `tests/core/test_lean_imports.py` checks that the
 installed versions still have the structure that these functions replace.

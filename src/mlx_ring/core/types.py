@@ -1,10 +1,13 @@
-"""Values that several processes speak of. All are frozen; units are in the names."""
+"""Values that several processes share. All are frozen; units are in the names."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Literal, NamedTuple, get_args
 
+ByteProgress = Callable[[int, int], None]
+"""Function that receives (bytes done, bytes in all)."""
 FinishReason = Literal["stop", "length", "abort", "error"]
 DType = Literal["float32", "bfloat16", "float16"]
 DTYPES: tuple[DType, ...] = get_args(DType)

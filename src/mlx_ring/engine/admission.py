@@ -82,7 +82,9 @@ class QueuePlace:
     """True if the request waits and nothing was computed for it yet."""
 
 
-def choose_to_shed(held: Iterable[QueuePlace], client: str, *, wants: int, needs: int) -> list[int] | None:
+def choose_places_to_shed(
+    held: Iterable[QueuePlace], client: str, *, wants: int, needs: int
+) -> list[int] | None:
     """Choose the newest waiting sequences of the clients that have most.
 
     Args:

@@ -282,7 +282,7 @@ class Engine:
         finish_reason = live.sequence.finish_reason
         try:
             reading = live.read(advance.tokens, finish_reason)
-        except Exception as error:  # noqa: BLE001 - a tokenizer's own trouble is one request's, not everyone's
+        except Exception as error:  # noqa: BLE001 - a tokenizer's error ends one request, not all
             _log.exception("Request %s: its tokens cannot be read", live.sequence.request.request_id)
             self._end_with_error(live, ServingError(f"The answer's tokens cannot be read: {error!r}."))
             return

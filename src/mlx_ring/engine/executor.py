@@ -208,7 +208,7 @@ class GrpcExecutor:
         except grpc.RpcError as error:
             self._fail(_stream_error(error, stream.peer).blamed_on(stream.node))
         except Exception as error:
-            log.exception("an answer of %s could not be processed", stream.peer)
+            log.exception("An answer of %s could not be processed", stream.peer)
             self._fail(ServingError(f"An answer of {stream.peer} could not be processed: {error!r}."))
 
     def _deliver(self, place: RankId, reply: object) -> None:

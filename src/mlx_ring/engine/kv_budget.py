@@ -216,14 +216,14 @@ class Allowance:
     """Number of workers that are about to be loaded; each will have a share."""
 
 
-Place = tuple[str, RankId]
+NodeRank = tuple[str, RankId]
 """A node and a rank on it."""
 Floors = Mapping[str, Mapping[RankId, int]]
 """Bytes that the ranks of each named instance keep."""
 
 
 def rank_limits(
-    instances: Mapping[str, Mapping[Place, worker_pb2.WorkerStatus]],
+    instances: Mapping[str, Mapping[NodeRank, worker_pb2.WorkerStatus]],
     given_bytes: int | None,
     allowances: Mapping[str, Allowance],
     floors: Floors = MappingProxyType({}),
@@ -254,7 +254,7 @@ def rank_limits(
 
 
 def kv_rooms(
-    instances: Mapping[str, Mapping[Place, worker_pb2.WorkerStatus]], allowances: Mapping[str, Allowance]
+    instances: Mapping[str, Mapping[NodeRank, worker_pb2.WorkerStatus]], allowances: Mapping[str, Allowance]
 ) -> dict[str, int]:
     """Return the bytes of KV that all workers of each node may hold together."""
     by_node: dict[str, list[worker_pb2.WorkerStatus]] = {}

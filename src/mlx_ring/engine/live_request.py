@@ -1,8 +1,8 @@
 """A request from its submission until its end, whichever engine works on it.
 
 An engine lasts as long as its instance. A request outlives it: its stream, its text, its times and its known tokens
-stay here, and the next engine continues them. Its owner, `home`, is the engine that works on it, or the line of those
-that wait for one.
+stay here, and the next engine continues them. Its owner, `home`, is the engine that works on it, or the queue for
+the next engine.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mlx_ring.core.errors import DeadlineExceeded, GroupStuck, RepeatedLoss, Rin
 from mlx_ring.core.generation import Delta, RequestStream, RequestTimings
 from mlx_ring.core.traces import CLIENT, Span
 from mlx_ring.core.types import FinishReason, RankId, TokenLogprob
-from mlx_ring.engine.admission import QueuePlace, choose_to_shed
+from mlx_ring.engine.admission import QueuePlace, choose_places_to_shed
 from mlx_ring.engine.request_traces import RequestTracer
 from mlx_ring.engine.resumption import LeftKv
 from mlx_ring.engine.sequence import Limits, Sequence, continue_sequence
@@ -107,7 +107,7 @@ class LiveRequest:
         sequence.traceparent = "" if self._span is None else self._span.traceparent
 
     def interrupt(self, now: float, unanswered: Mapping[RankId, int], left: LeftKv | None = None) -> None:
-        """Record the loss of the instance, and tell the reader.
+        """Record the loss of the instance, and inform the reader.
 
         A loss in progress counts until `judge` knows its reason, because another replica may take over before.
 
@@ -313,7 +313,7 @@ def choose_requests_to_shed(
         needs: number of these that have no free place.
     """
     held = (QueuePlace(key, live.client, live.sequence.opened_at is None) for key, live in lives.items())
-    shed = choose_to_shed(held, CLIENT.get(), wants=wants, needs=needs)
+    shed = choose_places_to_shed(held, CLIENT.get(), wants=wants, needs=needs)
     return None if shed is None else [lives[key] for key in shed]
 
 
@@ -328,7 +328,7 @@ def judge(in_progress: InProgress, loss: RingError, lost: Mapping[RankId, float]
     alone after the second time. It ends with an error after the third, if it ran alone at one of them.
 
     Hung groups count as well, because a rank that hangs alone in a shared pass looks like one. They are blamed on their
-    backend all the same: a network that drops packets hangs with the same requests, too.
+    backend anyway: a network that drops packets hangs with the same requests, too.
 
     Args:
         in_progress: requests that were in progress at the loss, wherever they are now.

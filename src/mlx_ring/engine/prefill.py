@@ -19,7 +19,7 @@ from mlx_ring.engine.step_times import ChunkSizer
 from mlx_ring.rpc.protos import step_pb2
 
 _AHEAD = 32
-"""Number of prompts that a step looks at in vain, so that its cost does not grow with the line."""
+"""Number of prompts that a step looks at in vain, so that its cost does not grow with the queue."""
 
 
 class PrefillQueue:

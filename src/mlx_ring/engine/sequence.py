@@ -37,7 +37,7 @@ class Limits:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """State of a request: its tokens, and how many of them are computed. Only the scheduler and `grammars.py` change it."""
+    """State of a request: its tokens, and how many of them are computed. Only the scheduler and `Grammars` change it."""
 
     id: int
     request: GenerateRequest
@@ -270,8 +270,8 @@ def continue_sequence(before: Sequence, sequence_id: int, limits: Limits) -> Seq
     """Make the sequence with which another engine continues a request.
 
     The known tokens are prefilled up to the last one, which is then drawn again and compared. Nothing else of the
-    earlier sequence holds for another engine: neither grammar ids nor lookups in its cache, and of its KV only
-    what some stages keep.
+    earlier sequence holds for another engine, neither grammar ids nor lookups in its cache. Of its KV, some stages
+    may keep a part.
 
     Args:
         before: the request's sequence in an engine that was lost, or in none so far.

@@ -58,7 +58,7 @@ class StageUse:
         """Return the busy seconds within a span of time."""
         return sum(max(0.0, min(one.end_s, end_s) - max(one.begin_s, begin_s)) for one in self.work)
 
-    def utilisation(self, begin_s: float, end_s: float) -> float:
+    def utilization(self, begin_s: float, end_s: float) -> float:
         """Return the busy share of a span of time."""
         return self.busy_s(begin_s, end_s) / (end_s - begin_s)
 

@@ -1,8 +1,8 @@
 """Measured times of steps, and two results of them: deadlines and the size of prefill chunks. Pure.
 
-A step's time depends on its content, so only comparable steps are grouped: decode steps by their rows, one token for
-each, and chunks of a single prompt by their tokens. Not counted are steps with drafts, because a row then has several
-tokens, chunks of several prompts, and steps that failed.
+A step's time depends on its content, so only comparable steps are grouped. Decode steps are grouped by their rows,
+one token for each, and chunks of a single prompt by their tokens. Not counted are failed steps, chunks of several
+prompts, and steps with drafts, because a row then has several tokens.
 
 A deadline detects a rank that will never answer, not a slow one. So it is many times the predicted or measured time of
 the step, whichever is longer. It is never shorter than the time in which a machine recovers from a short load.

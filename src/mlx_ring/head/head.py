@@ -185,7 +185,7 @@ class Head:
                 cleanup.push_async_callback(end_tasks, work)
                 await _first_of(end.requested.wait(), serving, work)
                 await self._drain(end, serving, work)
-                log.info("stopping")
+                log.info("Stopping")
 
     async def _drain(self, end: EndSignals, *running: asyncio.Task[None]) -> None:
         """Refuse new requests and finish open ones, until the timeout or a second signal."""
@@ -194,12 +194,12 @@ class Head:
         left, within_s = self._admission.open, self._settings.shutdown_timeout_s
         if not left or not within_s:
             return
-        log.info("finishing %d requests within %g s; a second signal ends them at once", left, within_s)
+        log.info("Finishing %d requests within %g s; a second signal ends them at once", left, within_s)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
                 await _first_of(self._admission.drained(), end.insisted.wait(), *running)
         if self._admission.open:
-            log.warning("ending %d unfinished requests", self._admission.open)
+            log.warning("Ending %d unfinished requests", self._admission.open)
 
     async def _keep_serving(self, machines: Machines) -> None:
         await self._catalog.begin(machines)
@@ -228,8 +228,8 @@ class Head:
             cleanup.push_async_callback(single_node.stop)
             return single_node
         # A single machine starts without them.
+        from mlx_ring.cluster.announcement import announcing
         from mlx_ring.cluster.control import open_control
-        from mlx_ring.cluster.discovery import announcing
         from mlx_ring.head.multi_node import Cluster
 
         address = HeadAddress(settings.cluster_host.strip("[]"), settings.cluster_port)
@@ -250,7 +250,7 @@ class Head:
     async def _offered_manifest(self, served: ServedModel) -> WeightsManifest:
         """Make a model's manifest by reading it once, and offer the model to other nodes."""
         folder = served.folder
-        log.info("reading %s for the checksums with which other machines verify their downloads", folder.path)
+        log.info("Reading %s for the checksums with which other machines verify their downloads", folder.path)
         manifest = await manifest_beside(folder, manifests_folder(state_folder(self._settings)))
         self._weights.offer(folder.path, manifest)
         return manifest

@@ -124,7 +124,7 @@ class Handshake(asyncio.Protocol):
                 ssl_handshake_timeout=self._limits.handshake_s,
             )
         except OSError as error:
-            log.debug("the TLS handshake with %s failed: %s", self.peer, error)
+            log.debug("The TLS handshake with %s failed: %s", self.peer, error)
             return
         finally:
             self._connections.discard(self)

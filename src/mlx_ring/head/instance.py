@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from mlx_ring.cluster.agent_link import Report
-from mlx_ring.cluster.deployment import Started, WorkerPlace, deploy
+from mlx_ring.cluster.deployment import StartedWorkers, WorkerPlace, deploy
 from mlx_ring.cluster.relinking import EpochWorkers, Superseded, link, load_lost, unless_returned
 from mlx_ring.core.engine_stats import Meter
 from mlx_ring.core.errors import GroupStuck, LinkLost, NotReady, RingError, WorkerLost, WorkerStuck
@@ -25,7 +25,7 @@ from mlx_ring.core.traces import Tracing
 from mlx_ring.core.types import RankId
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.executor import GrpcExecutor, RankAddress
-from mlx_ring.engine.kv_budget import Allowance, Place
+from mlx_ring.engine.kv_budget import Allowance, NodeRank
 from mlx_ring.engine.live_request import Hold, LiveRequest
 from mlx_ring.engine.request_traces import RequestTracer
 from mlx_ring.engine.resumption import KeptKv, kept_message
@@ -70,7 +70,7 @@ class Epoch:
     """Credentials of the head for other machines."""
     loaded: tuple[WorkerPlace, ...] = ()
     """Its workers, if an earlier head loaded them."""
-    prepared: Started | None = None
+    prepared: StartedWorkers | None = None
     """Its ranks that stay from the epoch before; None if all are to be loaded."""
     head: int = 1
     """Number of this head, which is higher than those of earlier ones."""
@@ -127,7 +127,7 @@ class Instance:
             staying={place: worker.pid for place, (worker, _) in (epoch.prepared or {}).items()},
         )
         self._has_served = False
-        self._loaded: Started = epoch.prepared or {}
+        self._loaded: StartedWorkers = epoch.prepared or {}
         """Ranks that are loaded: those that stay, and all once the others are."""
         self.is_dropped = False
         """True if it was dropped before its ranks were linked, because the lost ones of the epoch before answer again."""
@@ -352,7 +352,7 @@ class Instance:
             await asyncio.wait((working,))
 
     def _make_engine(
-        self, executor: GrpcExecutor, workers: Mapping[Place, worker_pb2.WorkerStatus]
+        self, executor: GrpcExecutor, workers: Mapping[NodeRank, worker_pb2.WorkerStatus]
     ) -> Engine:
         """Make the engine, with the KV memory that the workers report."""
         instance = self._epoch.instance

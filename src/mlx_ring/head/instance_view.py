@@ -139,7 +139,7 @@ class Recoveries:
         self._meter.record_recovery(self._parts)
         parts = [part for part in ("detect", "plan", "load", "replay") if part in self._parts]
         log.info(
-            "recovered %s in %.2f s: %s; %d %s resumed",
+            "Recovered %s in %.2f s: %s; %d %s resumed",
             self._model,
             sum(self._parts[part] for part in parts),
             ", ".join(f"{part} {self._parts[part]:.2f} s" for part in parts),

@@ -19,7 +19,7 @@ from mlx_ring.cluster.relinking import ANSWERS_S
 from mlx_ring.core.errors import LinkLost, NodeLost, RingError, WorkerLost, WorkerStuck
 from mlx_ring.core.types import RankId
 from mlx_ring.engine.engine import Engine
-from mlx_ring.engine.kv_budget import Place
+from mlx_ring.engine.kv_budget import NodeRank
 from mlx_ring.engine.step_times import Unanswered
 from mlx_ring.head.placing import Placement
 from mlx_ring.head.step_down import blame_late, blame_reset, ranks_of_reset
@@ -66,9 +66,9 @@ class Watched:
     def __init__(self, instance: str, nodes: int) -> None:
         self._instance = instance
         self._nodes = nodes
-        self._by_node: dict[str, dict[Place, worker_pb2.WorkerStatus]] = {}
+        self._by_node: dict[str, dict[NodeRank, worker_pb2.WorkerStatus]] = {}
 
-    def record(self, event: agent_pb2.AgentEvent) -> dict[Place, worker_pb2.WorkerStatus] | None:
+    def record(self, event: agent_pb2.AgentEvent) -> dict[NodeRank, worker_pb2.WorkerStatus] | None:
         """Record an event; return the status of all workers, or None until every node is ready."""
         node = event.hello.node
         ours = [state for state in event.workers if state.instance == self._instance]
@@ -132,9 +132,9 @@ class InstanceWatch:
         """Time of each rank's last answer to a step."""
         self._suspicion = ""
         self._suspect_nodes = frozenset[str]()
-        self._gone = {site.node: asyncio.Event() for site in placement.nodes}
+        self._lost_nodes = {site.node: asyncio.Event() for site in placement.nodes}
         """Events of nodes that no longer answer the head."""
-        self.first_report: asyncio.Future[dict[Place, worker_pb2.WorkerStatus]] = (
+        self.first_report: asyncio.Future[dict[NodeRank, worker_pb2.WorkerStatus]] = (
             asyncio.get_running_loop().create_future()
         )
         """Status of all workers, once every node has reported that they are ready."""
@@ -150,7 +150,7 @@ class InstanceWatch:
     @property
     def silent_nodes(self) -> frozenset[str]:
         """Nodes that no longer answer the head."""
-        return frozenset(node for node, gone in self._gone.items() if gone.is_set())
+        return frozenset(node for node, lost in self._lost_nodes.items() if lost.is_set())
 
     @property
     def pids(self) -> Mapping[RankId, int]:
@@ -185,11 +185,11 @@ class InstanceWatch:
 
     async def wait_unless_silent(self, node: str, work: Awaitable[None]) -> None:
         """Wait for work of a node, but no longer once it does not answer."""
-        gone, task = asyncio.create_task(self._gone[node].wait()), asyncio.ensure_future(work)
+        lost, task = asyncio.create_task(self._lost_nodes[node].wait()), asyncio.ensure_future(work)
         try:
-            await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((task, lost), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            gone.cancel()
+            lost.cancel()
 
     # ---- nodes
 
@@ -203,7 +203,7 @@ class InstanceWatch:
 
         Otherwise its silence decides: a node that missed the head's messages connects again.
         """
-        if node not in self._gone:
+        if node not in self._lost_nodes:
             return
         if is_final:
             self._lose_node(node, reason)
@@ -211,7 +211,7 @@ class InstanceWatch:
             self._silences.setdefault(node, Silence())
 
     def _lose_node(self, node: str, reason: str) -> None:
-        self._gone[node].set()
+        self._lost_nodes[node].set()
         stages = map(str, sorted({rank.stage for rank, on in self._nodes.items() if on == node}))
         error = NodeLost(f"Node {node}, which has stage {' and '.join(stages)}, was lost: {reason}.")
         self._lose_instance(error.blamed_on(node))
@@ -230,10 +230,10 @@ class InstanceWatch:
             if seconds >= SUSPECT_S:
                 suspect_nodes.add(node)
                 suspicions.append(f"{node} has sent nothing for {seconds:.1f} s")
-            if seconds >= SILENCE_S and not self._gone[node].is_set():
+            if seconds >= SILENCE_S and not self._lost_nodes[node].is_set():
                 self._lose_silent(node, SILENCE_S)
         for node, silence in self._unreported.items():
-            if silence.look() >= _FIRST_REPORT_S and not self._gone[node].is_set():
+            if silence.look() >= _FIRST_REPORT_S and not self._lost_nodes[node].is_set():
                 self._lose_silent(node, _FIRST_REPORT_S)
         if not self._is_cluster and bool(suspect_nodes) != bool(self._suspect_nodes):
             for site in self._placement.nodes:
@@ -245,7 +245,7 @@ class InstanceWatch:
         if self._is_cluster:
             self._lose_node(node, f"it sent nothing for {seconds:g} s")
         else:
-            self._gone[node].set()
+            self._lost_nodes[node].set()
             for site in self._placement.nodes:
                 site.link.is_silent = True
             error = WorkerStuck(f"The agent of {node} has sent nothing for {seconds:g} s.")
@@ -292,7 +292,7 @@ class InstanceWatch:
             async for event in self._reports(site):
                 self._record(event, site)
         except RingError as error:
-            self._gone[site.node].set()
+            self._lost_nodes[site.node].set()
             if self._is_cluster and isinstance(error, WorkerLost):
                 error = NodeLost(str(error))
             self._lose_instance(error.blamed_on(site.node))

@@ -18,7 +18,7 @@ from mlx_ring.engine.kv_budget import (
     Allowance,
     Floors,
     KvBudget,
-    Place,
+    NodeRank,
     RankKv,
     fitting_context,
     floor_of,
@@ -104,7 +104,7 @@ _LOOKED_AGAIN_S = 2.5
 @dataclass(slots=True)
 class _Share:
     user: KvUser
-    workers: dict[Place, worker_pb2.WorkerStatus]
+    workers: dict[NodeRank, worker_pb2.WorkerStatus]
     kept_tokens: int = 0
     floor: Mapping[RankId, int] | None = None
     """Bytes that each rank keeps for one sequence of `kept_tokens`."""
@@ -151,7 +151,7 @@ class KvShares:
     def join(
         self,
         user: KvUser,
-        workers: Mapping[Place, worker_pb2.WorkerStatus],
+        workers: Mapping[NodeRank, worker_pb2.WorkerStatus],
         allowances: Mapping[str, Allowance],
     ) -> tuple[Mapping[RankId, RankKv], int]:
         """Give a loaded instance its share; return its limits and the context that fits.
@@ -254,7 +254,7 @@ class KvShares:
             for node in nodes
         }
 
-    def _reported(self) -> dict[str, dict[Place, worker_pb2.WorkerStatus]]:
+    def _reported(self) -> dict[str, dict[NodeRank, worker_pb2.WorkerStatus]]:
         return {instance: share.workers for instance, share in self._shares.items()}
 
     def _keepers(self, node: str) -> list[KvKeeper]:
@@ -298,5 +298,5 @@ def _on_node(node: str, share: _Share) -> int:
     return sum(floor[rank] for rank in _ranks(node, share.workers) if rank in floor)
 
 
-def _ranks(node: str, places: Iterable[Place]) -> list[RankId]:
+def _ranks(node: str, places: Iterable[NodeRank]) -> list[RankId]:
     return [rank for at, rank in places if at == node]

@@ -18,7 +18,7 @@ from mlx_ring.cluster.membership import Event, Joined, Membership
 from mlx_ring.core.cluster_folders import authority_folder
 from mlx_ring.core.errors import RingError
 from mlx_ring.head.instance import Epoch
-from mlx_ring.head.link_survey import LinkSurveys
+from mlx_ring.head.measured_links import LinkSurveys
 from mlx_ring.head.nodes import Declared, LiveInstances
 from mlx_ring.head.placing import Order, cluster_sites, place_as_loaded
 from mlx_ring.head.rank_placements import assign
@@ -151,7 +151,7 @@ class LeftWorkers:
         self, found: Adoptable, order: Order, membership: Membership, sites: Sequence[Site], number: int
     ) -> Epoch:
         by_node = {site.node: site for site in sites}
-        log.info("adopting the loaded workers of %s", found.instance)
+        log.info("Adopting the loaded workers of %s", found.instance)
         places = [
             WorkerPlace(state.stage, state.rank, "", state.address)
             if by_node[node].is_local

@@ -70,10 +70,10 @@ class HostedModel:
         """Start unloaded.
 
         Args:
-            settings: Settings of this model.
-            served: The model.
-            on_crash: Callback for unexpected errors.
-            missing: Function that returns the number of machines still to join.
+            settings: settings of this model.
+            served: the model.
+            on_crash: callback for unexpected errors.
+            missing: function that returns the number of machines still to join.
             tracing: destination of traces.
         """
         self._on_crash = on_crash
@@ -176,7 +176,7 @@ class HostedModel:
         )
 
     def _engines(self) -> Sequence[Routed]:
-        """Return the engines that serve; while all are loaded again, the line of requests that wait for one."""
+        """Return the engines that serve; while all are loaded again, the queue for the next one."""
         serving = [each.engine for each in self._serving()]
         return serving or ([self._held] if self.keeps_requests else [])
 

@@ -195,7 +195,7 @@ class Catalog:
                     'or unload it with "force": true, which ends them.'
                 )
             await hosted.stop(f"{hosted.model_id} was unloaded.")
-        log.info("unloaded %s", hosted.model_id)
+        log.info("Unloaded %s", hosted.model_id)
 
     def _own(self, model: ModelService) -> HostedModel:
         return next(each for each in self._hosted if each is model)
@@ -307,7 +307,7 @@ class Catalog:
                 except PlanError as error:
                     if not may_evict or not await self._evict_for(hosted):
                         raise
-                    log.info("trying %s again, which did not fit before: %s", hosted.model_id, error)
+                    log.info("Trying %s again, which did not fit before: %s", hosted.model_id, error)
                 else:
                     return
 
@@ -367,7 +367,7 @@ class Catalog:
         oldest = min(idle, key=lambda other: other.last_requested, default=None)
         if oldest is None:
             return False
-        log.info("unloading %s, the least recently used model, for %s", oldest.model_id, hosted.model_id)
+        log.info("Unloading %s, the least recently used model, for %s", oldest.model_id, hosted.model_id)
         await oldest.stop(f"{oldest.model_id} was unloaded for another model.")
         return True
 

@@ -13,9 +13,9 @@ from typing import TypeVar
 from mlx_ring.api.service import LinkInfo
 from mlx_ring.cluster.agent_link import STOP_WAIT_S
 from mlx_ring.cluster.control import Control
-from mlx_ring.cluster.deployment import Site, Started, close_sites
-from mlx_ring.cluster.head_member import OwnAgent, stale_trust
-from mlx_ring.cluster.membership import Event, Joined, Left, Membership, Reported
+from mlx_ring.cluster.deployment import Site, StartedWorkers, close_sites
+from mlx_ring.cluster.membership import Event, Joined, Membership, Reported, SessionEnded
+from mlx_ring.cluster.own_agent import OwnAgent, stale_trust
 from mlx_ring.cluster.quarantine import Pair, QuarantineList
 from mlx_ring.cluster.relinking import wait_for_answers
 from mlx_ring.core.cluster_folders import authority_folder
@@ -23,7 +23,7 @@ from mlx_ring.core.errors import LinkLost, PlanError, RingError
 from mlx_ring.head.instance import Epoch
 from mlx_ring.head.instance_watch import end_tasks
 from mlx_ring.head.left_workers import LeftWorkers
-from mlx_ring.head.link_survey import LinkSurveys, broken_links, with_throughput
+from mlx_ring.head.measured_links import LinkSurveys, broken_links, with_throughput
 from mlx_ring.head.nodes import Declared, LiveInstances, NodeListener, new_instance
 from mlx_ring.head.patching import PatchPlan, Remains, Room, patch_ranks, plan_patch, wait_until_whole
 from mlx_ring.head.placing import (
@@ -294,7 +294,7 @@ class Cluster:
         self._replace_own_agent(silent)
 
     def _epoch(
-        self, instance: str, number: int, placement: Placement, *, prepared: Started | None = None
+        self, instance: str, number: int, placement: Placement, *, prepared: StartedWorkers | None = None
     ) -> Epoch:
         control, head = self._control, self._left.head_number
         return Epoch(
@@ -313,7 +313,7 @@ class Cluster:
         except PlanError as error:
             if not avoided:
                 raise
-            log.warning("using links that were lost repeatedly, because without them: %s", error)
+            log.warning("Using links that were lost repeatedly, because without them: %s", error)
             return await plan(())
 
     async def _is_possible(
@@ -357,7 +357,7 @@ class Cluster:
         except PlanError as error:
             if steady is membership:
                 raise
-            log.warning("using quarantined nodes, because without them: %s", error)
+            log.warning("Using quarantined nodes, because without them: %s", error)
             return await plan(membership)
 
     def _steady(self, membership: Membership) -> Membership:
@@ -373,7 +373,7 @@ class Cluster:
             avoided = self._quarantine.note_link(error.ends, str(error), begun_s)
             if avoided is not None:
                 log.error(
-                    "plans avoid the link between %s until %s. %s",
+                    "Plans avoid the link between %s until %s. %s",
                     " and ".join(error.ends),
                     time.strftime("%H:%M", time.localtime(avoided.until_s)),
                     avoided.reason,
@@ -420,7 +420,7 @@ class Cluster:
                     listener.on_node_message(member.node)
                 case Reported(node):
                     listener.on_node_message(node)
-                case Left(node, _, reason, is_final=is_final):
+                case SessionEnded(node, _, reason, is_final=is_final):
                     listener.on_node_left(node, reason, is_final=is_final)
 
         try:

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Protocol
 
-from mlx_ring.cluster.deployment import Site, Started, close_sites
+from mlx_ring.cluster.deployment import Site, StartedWorkers, close_sites
 from mlx_ring.cluster.layer_split import Cut
 from mlx_ring.cluster.relinking import prepare, unless_left, with_their_groups
 from mlx_ring.core.errors import NotReady, PlanError, RingError
 from mlx_ring.core.types import RankId
-from mlx_ring.head.link_survey import broken_links
+from mlx_ring.head.measured_links import broken_links
 from mlx_ring.head.placing import Order, Placement, plan_given_ranks, replica_request
 from mlx_ring.head.rank_placements import RankPlacement, Stage, assign_all, forecast_of, with_routes
 from mlx_ring.planner.plan import Plan
@@ -161,7 +161,7 @@ def place_again(
         The placement, and all ranks that it replaces.
 
     Raises:
-        PlanError: No node has room for them, or the placement was dropped meanwhile.
+        PlanError: no node has room for them, or the placement was dropped meanwhile.
     """
     before = remains.placement
     homes = {place: site.node for place, site in sites_of(before).items()}
@@ -170,8 +170,8 @@ def place_again(
         for node in room.cluster.nodes
         if node.name in room.steady and (order.only is None or node.name in order.only)
     ]
-    gone = sorted({homes[place] for place in lost if homes[place] not in room.steady})
-    problem = PlanError(f"{' and '.join(gone)} left, and no other machine may have the model's layers.")
+    left = sorted({homes[place] for place in lost if homes[place] not in room.steady})
+    problem = PlanError(f"{' and '.join(left)} left, and no other machine may have the model's layers.")
     sites, options = {site.node: site for site in room.sites}, list[_Option]()
     for _, (replaced, now) in zip(
         range(_MOST_CHOICES), _choices(before, homes, lost, present, room.cluster), strict=False
@@ -286,7 +286,7 @@ async def plan_patch(order: Order, remains: Remains, room: Room) -> PatchPlan:
     """Place the lost ranks of an instance.
 
     Raises:
-        PlanError: No node has room for them.
+        PlanError: no node has room for them.
     """
     there = {site.node for site in room.sites}
     lost = remains.lost | {
@@ -350,7 +350,7 @@ class EarlyPlan:
         try:
             return await planning
         except RingError as error:
-            log.info("nothing was planned for the loss of a part of %s: %s", remains.instance, error)
+            log.info("Nothing was planned for the loss of a part of %s: %s", remains.instance, error)
             return None
 
 
@@ -371,24 +371,24 @@ async def patch_ranks(
     plan: PatchPlan | None,
     hello: hello_pb2.Hello,
     presence: Presence | None = None,
-) -> tuple[Placement, Started]:
+) -> tuple[Placement, StartedWorkers]:
     """Prepare the ranks that are left for those that replace the lost ones. Place again those that do not answer.
 
     Nodes that leave meanwhile get no rank.
 
     Args:
-        order: The order of the next epoch.
-        remains: The ranks of the lost instance.
-        number: The number of the next epoch.
-        plan: The placement of the lost ranks; None on a single machine.
-        hello: The head's greeting.
-        presence: The presence of the nodes; None on a single machine.
+        order: the order of the next epoch.
+        remains: the ranks of the lost instance.
+        number: the number of the next epoch.
+        plan: the placement of the lost ranks; None on a single machine.
+        hello: the head's greeting.
+        presence: the presence of the nodes; None on a single machine.
 
     Returns:
         The placement, and the ranks that stay.
 
     Raises:
-        RingError: No rank can stay, or the lost ones have no place.
+        RingError: no rank can stay, or the lost ones have no place.
     """
     lost = remains.lost
     # Each round finds more lost ranks or nodes.
@@ -424,7 +424,7 @@ async def _prepare_left(
     assignments: Sequence[worker_pb2.StageAssignment],
     hello: hello_pb2.Hello,
     presence: Presence | None,
-) -> Started:
+) -> StartedWorkers:
     """Prepare the ranks that are left. Nodes without any end their workers, if they answer."""
     sites = sites_of(placement)
     staying = remains.places - lost

@@ -17,7 +17,7 @@ from mlx_ring.cluster.membership import Member, Membership
 from mlx_ring.core.errors import PlanError
 from mlx_ring.core.types import LayerRange
 from mlx_ring.engine.kv_budget import KEPT_TOKENS
-from mlx_ring.head.link_survey import LinkSurveys, broken_links, with_throughput
+from mlx_ring.head.measured_links import LinkSurveys, broken_links, with_throughput
 from mlx_ring.head.plan_requests import cpu_weights_of, node_profiles, plan_request_for, proportional_stages
 from mlx_ring.head.rank_placements import (
     Stage,
@@ -178,7 +178,7 @@ async def place_on_cluster(
     Links in `avoided`, given by their ends, count as broken.
 
     Raises:
-        PlanError: The machines cannot hold the model as promised.
+        PlanError: the machines cannot hold the model as promised.
     """
     found, links = await surveys.take_all(membership, sites)
     links |= broken_links(avoided)
@@ -208,7 +208,7 @@ def _plan_in_reach(order: Order, cluster: ClusterProfile) -> Plan:
         if len(smaller.nodes) == len(cluster.nodes):
             raise
         left = [node.name for node in cluster.nodes if node not in smaller.nodes]
-        log.warning("planning without %s, because otherwise: %s", " and ".join(left), error)
+        log.warning("Planning without %s, because otherwise: %s", " and ".join(left), error)
         return _plan(order, smaller)
 
 
@@ -239,7 +239,7 @@ def plan_given_ranks(
     """Plan ranks whose nodes are already chosen.
 
     Raises:
-        PlanError: A node has no room for its ranks.
+        PlanError: a node has no room for its ranks.
     """
     by_name = {node.name: node for node in cluster.nodes}
     stages = [
@@ -281,7 +281,7 @@ def plan_replicas(
     """Plan the requested number of replicas, or the number with the highest throughput.
 
     Raises:
-        PlanError: The machines cannot hold that many.
+        PlanError: the machines cannot hold that many.
     """
     nodes, request = plan_request_for(
         settings, plan_request(settings, served), node_profiles(settings, control, membership, taken)
@@ -326,9 +326,9 @@ def cluster_sites(control: Control, membership: Membership, head_port: int, *, p
     Other machines fetch the model from the head and from each other.
 
     Args:
-        control: The head's control of the cluster.
-        membership: The present members.
-        head_port: Port on which other machines reach the head.
+        control: the head's control of the cluster.
+        membership: the present members.
+        head_port: port on which other machines reach the head.
         path: Path of the model on the head's machine, if one is to be loaded.
     """
     members = list(membership.members.values())

@@ -36,7 +36,7 @@ def plan_request_for(
     Shares without names cannot apply, and the plan uses the strategy `auto`.
 
     Raises:
-        PlanError: The proportions do not match these machines.
+        PlanError: the proportions do not match these machines.
     """
     if settings.strategy != "custom":
         return tuple(nodes), request
@@ -44,7 +44,7 @@ def plan_request_for(
     if shares is not None:
         return _by_name(shares, request, nodes)
     if len(nodes) != settings.nodes:
-        log.warning("proportions were given for %d machines, but %d are present", settings.nodes, len(nodes))
+        log.warning("Proportions were given for %d machines, but %d are present", settings.nodes, len(nodes))
         return tuple(nodes), replace(request, strategy="auto")
     return tuple(nodes), replace(request, proportions=tuple(map(float, settings.proportions)))
 
@@ -53,7 +53,7 @@ def named_shares(proportions: Sequence[str]) -> dict[str, float] | None:
     """Return the shares by node; None if they have no names and apply in order.
 
     Raises:
-        PlanError: Only some shares name a node, or two name the same node.
+        PlanError: only some shares name a node, or two name the same node.
     """
     pairs = [text.rpartition("=") for text in proportions]
     names = [name for name, _, _ in pairs]
@@ -82,7 +82,7 @@ def proportional_stages(layers: int, stages: int, proportions: Sequence[str]) ->
     """Cut the layers into the stages of one machine by its proportions.
 
     Raises:
-        PlanError: The proportions are more or fewer than the stages, or name nodes.
+        PlanError: the proportions are more or fewer than the stages, or name nodes.
     """
     if len(proportions) != stages or named_shares(proportions) is not None:
         raise PlanError(

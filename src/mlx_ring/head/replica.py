@@ -167,7 +167,7 @@ class Replica:
             except RingError as error:
                 self._meter.count_loss(error)
                 if is_adopted and not self._retries:
-                    log.warning("the workers of an earlier head cannot be adopted: %s", error)
+                    log.warning("The workers of an earlier head cannot be adopted: %s", error)
                     continue
                 steps_down = isinstance(error, GroupStuck) and may_step_down(self._settings)
                 if isinstance(error, WorkerLost | WorkerStuck) and not self._retries:
@@ -180,7 +180,7 @@ class Replica:
             limit_s = self._recoveries.pause_s
             longest_s = max(pause_s, limit_s)
             log.warning(
-                "loading %s again%s", self._served.names[0], f" in {longest_s:g} s" if longest_s else ""
+                "Loading %s again%s", self._served.names[0], f" in {longest_s:g} s" if longest_s else ""
             )
             await asyncio.sleep(limit_s)
             await self._machines.wait_for_node(longest_s - limit_s)
@@ -234,7 +234,7 @@ class Replica:
         """Run an instance, and return its loss. A patch that is lost before it serves may be patched again.
 
         Raises:
-            RingError: It was lost before it served, and must be loaded as a whole.
+            RingError: it was lost before it served, and must be loaded as a whole.
         """
 
         def serves(load_s: float) -> None:
@@ -305,7 +305,7 @@ class Replica:
         try:
             patched = await unless_returned(returning, self._place_again(order, remains, early))
             if patched is None:
-                log.warning("the lost workers of %s answer again: all of them stay", epoch.instance)
+                log.warning("The lost workers of %s answer again: all of them stay", epoch.instance)
                 remains, returning = remains.as_whole(), None
                 patched = await self._place_again(order, remains, early)
         except BaseException as error:
@@ -323,7 +323,7 @@ class Replica:
             await leave_workers(epoch, patched)
         staying = (patched.prepared or {}).keys()
         log.warning(
-            "patching %s: %d of %d workers stay", self._served.names[0], len(staying), len(remains.places)
+            "Patching %s: %d of %d workers stay", self._served.names[0], len(staying), len(remains.places)
         )
         behind = 1 + max((place.stage for place in remains.places - staying), default=-1)
         kept = dict(self._choose_kept(behind))

@@ -58,7 +58,7 @@ _FETCH = "fetch"
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class RankProgress:
     """Loading progress of one rank, in bytes. A total of 0 is not known yet."""
 
     phase: str = "starting"
@@ -75,12 +75,12 @@ class LoadingProgress:
     """Loading progress of all ranks of an instance."""
 
     def __init__(self) -> None:
-        self._ranks: dict[RankId, Loaded] = {}
+        self._ranks: dict[RankId, RankProgress] = {}
 
     def record(self, progress: agent_pb2.StageProgress) -> None:
         """Record a report of a rank's loading."""
         rank, report = RankId(progress.stage, progress.rank), progress.progress
-        before = self._ranks.get(rank, Loaded())
+        before = self._ranks.get(rank, RankProgress())
         if report.phase == _FETCH:
             self._ranks[rank] = replace(
                 before, phase=_FETCH, bytes_fetched=report.bytes_loaded, bytes_to_fetch=report.bytes_total
@@ -93,9 +93,9 @@ class LoadingProgress:
             bytes_to_load=max(before.bytes_to_load, report.bytes_total),
         )
 
-    def of(self, rank: RankId) -> Loaded:
+    def of(self, rank: RankId) -> RankProgress:
         """Return the progress of a rank; its phase is `group` while it joins its MLX group."""
-        return self._ranks.get(rank, Loaded())
+        return self._ranks.get(rank, RankProgress())
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,10 +267,10 @@ def node_statuses(
     The head's own machine is included even if it is not a member.
 
     Args:
-        cluster_view: State of the head's machines.
-        instances: All instances.
-        versions: Versions of this machine's packages, used if it is not a member.
-        ratios: Measured over predicted times of the nodes' steps.
+        cluster_view: state of the head's machines.
+        instances: all instances.
+        versions: versions of this machine's packages, used if it is not a member.
+        ratios: measured over predicted times of the nodes' steps.
     """
     membership = cluster_view.membership
     statuses = [_attending(cluster_view, member, instances) for member in membership.members.values()]

@@ -26,11 +26,11 @@ log = logging.getLogger(__name__)
 
 _RING = "ring"
 
-Group = Sequence[RankId]
+RankGroup = Sequence[RankId]
 """Ranks that MLX joins, in the order of the group."""
 
 
-def groups_of(placement: Placement) -> Sequence[Group]:
+def groups_of(placement: Placement) -> Sequence[RankGroup]:
     """Return the groups of an instance: the ranks of each shared stage, or all stages that a collective links.
 
     An instance that a head adopts has no collectives between its stages.
@@ -51,12 +51,12 @@ def node_of(place: RankId, placement: Placement) -> str:
     return placement.ranks[place.stage][place.rank].site.node
 
 
-def nodes_of(group: Group, placement: Placement) -> list[str]:
+def nodes_of(group: RankGroup, placement: Placement) -> list[str]:
     """Return the node of each rank of a group."""
     return [node_of(place, placement) for place in group]
 
 
-Place = Callable[[Order], Awaitable[Placement]]
+PlaceOrder = Callable[[Order], Awaitable[Placement]]
 """Function that places an instance; it raises `PlanError` if there is no room."""
 
 
@@ -73,7 +73,7 @@ class StepDown:
         self._hung = HungBackends()
         self._clock = clock
         self._kept: set[float] = set()
-        """Ends of the times for which a barred backend is used all the same, each logged once."""
+        """Ends of the bars under which a backend is used anyway, each logged once."""
 
     def states(self) -> Sequence[HungBackend]:
         """Return the record of each backend that hung."""
@@ -96,10 +96,10 @@ class StepDown:
                 WINDOW_S / 60,
             )
 
-    async def place(self, order: Order, place: Place) -> Placement:
+    async def place(self, order: Order, place: PlaceOrder) -> Placement:
         """Place an instance without barred backends.
 
-        If nothing else can be planned, the barred ones are used all the same.
+        If nothing else can be planned, the barred ones are used anyway.
 
         Raises:
             PlanError: there is no room for it.
@@ -114,7 +114,7 @@ class StepDown:
             try:
                 placement = await _placed(lower, place)
             except PlanError as error:
-                log.warning("using MLX's backend %s, because without it: %s", ", ".join(barred), error)
+                log.warning("Using MLX's backend %s, because without it: %s", ", ".join(barred), error)
                 break
             order = lower
         return placement
@@ -145,7 +145,7 @@ class StepDown:
         return barred if asked == AUTO else barred & {asked}
 
     def _warn_of(self, settings: Settings, barred: AbstractSet[str]) -> None:
-        """Log once for each time for which a backend is barred that it is used all the same."""
+        """Log once per bar that a barred backend is used anyway."""
         for state in self.states():
             if state.backend in barred and state.until_s is not None and state.until_s not in self._kept:
                 self._kept.add(state.until_s)
@@ -161,7 +161,7 @@ class StepDown:
                 )
 
 
-async def _placed(order: Order, place: Place) -> Placement:
+async def _placed(order: Order, place: PlaceOrder) -> Placement:
     """Place the order, with its link and backend."""
     return replace(await place(order), group_settings=order.group_settings)
 
@@ -189,15 +189,15 @@ def _next_order(order: Order, placement: Placement, barred: AbstractSet[str]) ->
         changes["backend"] = _RING
         if settings.link in BACKENDS:
             changes["link"] = _RING
-        log.info("using MLX's backend ring for %s instead of %s", order.served.names[0], ", ".join(barred))
+        log.info("Using MLX's backend ring for %s instead of %s", order.served.names[0], ", ".join(barred))
         return replace(order, settings=settings.model_copy(update=changes))
     changes["backend"] = AUTO
     if is_collective(settings.link):
         changes["link"] = "grpc"
-        log.info("linking the stages of %s by gRPC instead of %s", order.served.names[0], settings.link)
+        log.info("Linking the stages of %s by gRPC instead of %s", order.served.names[0], settings.link)
         return replace(order, settings=settings.model_copy(update=changes))
     ranks = len(rank_shares(settings))
-    log.info("splitting %s into stages, without tensor parallelism", order.served.names[0])
+    log.info("Splitting %s into stages, without tensor parallelism", order.served.names[0])
     stages = 1 if settings.nodes > 1 else min(settings.stages * ranks, order.served.folder.num_layers)
     changes |= {"tp": 1, "tp_shares": (), "stages": stages, "strategy": "auto", "proportions": ()}
     return replace(order, settings=settings.model_copy(update=changes), pipeline_only=True)
@@ -247,7 +247,7 @@ def blame_late(owed: Unanswered, placement: Placement, states: States) -> RingEr
     return hung.of_group(backend, nodes_of(group, placement))
 
 
-def ranks_of_reset(loss: LinkLost, placement: Placement) -> Group:
+def ranks_of_reset(loss: LinkLost, placement: Placement) -> RankGroup:
     """Return the ranks of the group in which a connection broke; those of all groups if the worker is unknown."""
     groups = groups_of(placement)
     named = [group for group in groups if loss.place in group]
@@ -261,7 +261,7 @@ def blame_reset(loss: LinkLost, placement: Placement, states: States) -> RingErr
     return GroupStuck(str(loss)).of_group(backend, nodes_of(places, placement)) if places else loss
 
 
-def _absent(owed: Unanswered, group: Group, states: States) -> RankId | None:
+def _absent(owed: Unanswered, group: RankGroup, states: States) -> RankId | None:
     """Return a rank that the others of its stage wait for, because it has not begun to compute the step."""
     for place in group:
         status = states[place].status

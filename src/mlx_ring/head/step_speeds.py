@@ -31,11 +31,11 @@ from mlx_ring.planner.forecast import Forecast
 from mlx_ring.planner.profiles import StepRatios
 from mlx_ring.settings.config import Settings, state_folder
 
-Kind = Literal["decode", "prefill"]
+StepKind = Literal["decode", "prefill"]
 log = logging.getLogger(__name__)
 
 _FILE = "step-time-ratios.json"
-_LEAST_STEPS: Mapping[Kind, int] = {"decode": 32, "prefill": 4}
+_LEAST_STEPS: Mapping[StepKind, int] = {"decode": 32, "prefill": 4}
 """Number of measured steps from which their median counts."""
 _LEAST_CHUNK, _LEAST_PROMPT = 64, 1024
 """Tokens of a prompt's chunk, and of all chunks together, from which they count: the rest of a cached prompt says little."""
@@ -100,7 +100,7 @@ class StepSpeeds:
             return
         instances = list(views)
         workers = Counter(node for view in instances for stage in view.nodes for node in stage)
-        found: dict[tuple[str, Kind], list[_Measured]] = defaultdict(list)
+        found: dict[tuple[str, StepKind], list[_Measured]] = defaultdict(list)
         for view in instances:
             for node, kind, measured in _measured(view, workers):
                 found[node, kind].append(measured)
@@ -113,7 +113,7 @@ class StepSpeeds:
         if any(changed):
             self._write()
 
-    def _note(self, node: str, kind: Kind, ratio: float, profile: MachineProfile) -> bool:
+    def _note(self, node: str, kind: StepKind, ratio: float, profile: MachineProfile) -> bool:
         """Keep a ratio; return False if it is about the same as before."""
         before = self.of(node, profile)
         bounded = min(max(ratio, _LEAST), _MOST)
@@ -123,7 +123,7 @@ class StepSpeeds:
         after = replace(before, **changes)
         self._kept[node] = _Kept(profile=_checksum(profile), decode=after.decode, prefill=after.prefill)
         log.info(
-            "steps of %s on %s take %.2f of the predicted time, which the next plan counts",
+            "Steps of %s on %s take %.2f of the predicted time, which the next plan counts",
             kind,
             node,
             bounded,
@@ -144,7 +144,7 @@ class StepSpeeds:
         try:
             write_private(self._path, json.dumps(self._kept, indent=1).encode())
         except (ConfigError, OSError) as error:
-            log.warning("measured speeds are not kept: %s", error)
+            log.warning("Measured speeds are not kept: %s", error)
 
 
 @cache
@@ -177,7 +177,9 @@ class _Measured:
     """Tokens of each step."""
 
 
-def _measured(view: MeasuredInstance, workers: Mapping[str, int]) -> Iterator[tuple[str, Kind, _Measured]]:
+def _measured(
+    view: MeasuredInstance, workers: Mapping[str, int]
+) -> Iterator[tuple[str, StepKind, _Measured]]:
     """Yield node, kind and alike steps, for stages of one rank that have their machine's whole speed.
 
     Args:
@@ -195,12 +197,16 @@ def _measured(view: MeasuredInstance, workers: Mapping[str, int]) -> Iterator[tu
         chunks = [alike for alike in times.chunks if alike.tokens >= _LEAST_CHUNK]
         for kind, alike in (("decode", times.decode), ("prefill", chunks)):
             for steps in alike:
-                predicted_s = _predicted_s(profile, times.stage, steps, cast("Kind", kind))
+                predicted_s = _predicted_s(profile, times.stage, steps, cast("StepKind", kind))
                 ratio = steps.compute_us / 1e6 / predicted_s
-                yield node.name, cast("Kind", kind), _Measured(ratio, predicted_s, steps.steps, steps.tokens)
+                yield (
+                    node.name,
+                    cast("StepKind", kind),
+                    _Measured(ratio, predicted_s, steps.steps, steps.tokens),
+                )
 
 
-def _are_enough(kind: Kind, measured: Iterable[_Measured]) -> bool:
+def _are_enough(kind: StepKind, measured: Iterable[_Measured]) -> bool:
     steps, tokens = (
         sum(each) for each in zip(*((one.steps, one.steps * one.tokens) for one in measured), strict=True)
     )
@@ -236,14 +242,14 @@ def _half_way(forecast: Forecast) -> AlikeSteps:
     return AlikeSteps(1, 1, 0, forecast.demand.mean_context_tokens, 0.0, 0.0, 0.0, 0.0)
 
 
-def _predicted_s(forecast: Forecast, stage: int, steps: AlikeSteps, kind: Kind) -> float:
+def _predicted_s(forecast: Forecast, stage: int, steps: AlikeSteps, kind: StepKind) -> float:
     if kind == "decode":
         return forecast.decode_s(stage, steps.rows, steps.context_tokens)
     return forecast.chunk_s(stage, steps.tokens, steps.context_tokens)
 
 
 def _step(
-    forecasts: tuple[Forecast, Forecast] | None, stage: int, steps: AlikeSteps, kind: Kind
+    forecasts: tuple[Forecast, Forecast] | None, stage: int, steps: AlikeSteps, kind: StepKind
 ) -> StepStatus:
     """Return the status of alike steps, with the profile's prediction and the corrected one."""
     predicted, corrected = (

@@ -1,7 +1,7 @@
 """One client's HTTP connection: the only place that subclasses uvicorn's protocol.
 
-uvicorn waits without limit for a client that stalls: while it sends the head of a request, while it should read an
-answer, or after it vanished. uvicorn has no setting or hook for these cases, so its `H11Protocol` is subclassed.
+uvicorn waits without limit for a client that stalls. It may stall while it sends the head of a request, while it
+should read an answer, or after it vanished. uvicorn has no setting or hook for these cases, so its `H11Protocol` is subclassed.
 Therefore `pyproject.toml` admits only the minor version of uvicorn that is tested, and
 `tests/head/test_uvicorn_connection.py` checks everything of uvicorn that the subclass relies on:
 
@@ -83,7 +83,7 @@ class Closable(Connected, Protocol):
 _AnyConnected = TypeVar("_AnyConnected", bound=Connected)
 
 
-def choose_to_shed(newcomer: Connected, others: Iterable[_AnyConnected]) -> _AnyConnected | None:
+def choose_connection_to_shed(newcomer: Connected, others: Iterable[_AnyConnected]) -> _AnyConnected | None:
     """Choose the connection that closes for a newcomer; None if the newcomer itself must be refused."""
     others = tuple(others)
     counts = Counter(each.peer for each in (newcomer, *others))
@@ -101,7 +101,7 @@ def make_room(newcomer: Closable, connections: Iterable[object], limits: Connect
     others = [each for each in opened if not each.transport.is_closing()]
     if len(others) < limits.connections:
         return True
-    chosen = choose_to_shed(newcomer, others)
+    chosen = choose_connection_to_shed(newcomer, others)
     if chosen is not None:
         chosen.shed()
     return chosen is not None
@@ -241,7 +241,7 @@ class ClientConnection(H11Protocol):
             (self.transport.close if unread else self.transport.abort)()
             return
         log.info(
-            "closing a connection of %s, which has the most, to make room for another client", self.client
+            "Closing a connection of %s, which has the most, to make room for another client", self.client
         )
         cycle.disconnected = True
         cycle.message_event.set()

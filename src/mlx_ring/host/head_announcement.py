@@ -41,7 +41,7 @@ class HeadAnnouncement:
     def instance(self, port: int) -> str:
         """Return the name of the service: one label of a DNS name, and so without dots.
 
-        It has the port if that is not the default: two heads on one machine cannot notice that they
+        It has the port if that is not the default. Two heads on one machine cannot notice that they
         have the same name, because answers to one may reach the other's socket.
         """
         where = "" if port == CLUSTER_PORT else f" port {port}"

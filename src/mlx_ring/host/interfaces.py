@@ -21,8 +21,8 @@ import psutil
 
 from mlx_ring.host.addresses import HeadAddress
 
-Kind = Literal["thunderbolt", "infiniband", "wired", "wireless", "network", "tunnel"]
-_ORDER: tuple[Kind, ...] = ("wired", "network", "wireless", "thunderbolt", "infiniband", "tunnel")
+InterfaceKind = Literal["thunderbolt", "infiniband", "wired", "wireless", "network", "tunnel"]
+_ORDER: tuple[InterfaceKind, ...] = ("wired", "network", "wireless", "thunderbolt", "infiniband", "tunnel")
 """Order of join lines: first the kinds that most machines of a user share."""
 _NOT_FOR_US = re.compile(
     # Linux: containers and virtual machines.
@@ -35,7 +35,7 @@ _WITHOUT_HARDWARE_ADDRESS, _INFINIBAND = "65534", "32"
 """ARP's numbers for kinds of hardware, in `/sys/class/net/*/type`."""
 _ASK_S = 5.0
 
-KindOf = Callable[[str], Kind]
+KindOf = Callable[[str], InterfaceKind]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class LanAddress:
     """Number that the operating system gives the interface."""
     address: str
     """IPv4 or IPv6 address, without a scope."""
-    kind: Kind
+    kind: InterfaceKind
 
     @property
     def is_ipv6(self) -> bool:
@@ -120,7 +120,7 @@ def _kinds() -> KindOf:
     return lambda name: ports.get(name, "tunnel" if name.startswith("utun") else "network")
 
 
-def linux_kind(name: str, root: Path = Path("/")) -> Kind:
+def linux_kind(name: str, root: Path = Path("/")) -> InterfaceKind:
     """Return the kind of an interface from `/sys`; `root` is that of the file system."""
     folder = root / "sys" / "class" / "net" / name
     hardware = _read(folder / "type")
@@ -135,13 +135,13 @@ def linux_kind(name: str, root: Path = Path("/")) -> Kind:
     return "wired" if (folder / "device").exists() else "network"
 
 
-def mac_kinds(text: str) -> dict[str, Kind]:
+def mac_kinds(text: str) -> dict[str, InterfaceKind]:
     """Return the interfaces' kinds from the output of `networksetup -listallhardwareports`."""
     ports = re.findall(r"^Hardware Port: (.+)\nDevice: (\S+)$", text, re.MULTILINE)
     return {device: _mac_kind(port) for port, device in ports}
 
 
-def _mac_kind(port: str) -> Kind:
+def _mac_kind(port: str) -> InterfaceKind:
     if port.startswith("Thunderbolt") and "Ethernet" not in port:
         return "thunderbolt"
     if port.startswith("Wi-Fi"):

@@ -23,7 +23,7 @@ from mlx_ring.host.private_files import read_private, try_lock, write_private
 
 log = logging.getLogger(__name__)
 
-Kind = Literal["head", "agent"]
+ProcessKind = Literal["head", "agent"]
 _OURS = ("mlx_ring", "mlx-ring")
 _CLOCK_S = 2.0
 """Tolerance for a process's start if only the clock shows it."""
@@ -38,7 +38,7 @@ _LOOK_S = 0.05
 class Running:
     """Running process of ours."""
 
-    kind: Kind
+    kind: ProcessKind
     pid: int
     started_s: float
     """Start according to the operating system, which differs for a later process of the same number."""
@@ -58,7 +58,7 @@ _OWNER = "owner.json"
 """File in such a folder that names the process that made it, which holds the file's lock."""
 
 
-def _own(kind: Kind, url: str = "", ending_s: float = 0.0) -> Running:
+def _own(kind: ProcessKind, url: str = "", ending_s: float = 0.0) -> Running:
     """Return the record of this process."""
     own = psutil.Process()
     digest, mark = arguments_digest(sys.argv[1:]), start_mark(own.pid)
@@ -66,7 +66,7 @@ def _own(kind: Kind, url: str = "", ending_s: float = 0.0) -> Running:
 
 
 @contextlib.contextmanager
-def recorded(state: Path, kind: Kind, url: str = "", ending_s: float = 0.0) -> Generator[None]:
+def recorded(state: Path, kind: ProcessKind, url: str = "", ending_s: float = 0.0) -> Generator[None]:
     """Record this process as running with this state folder meanwhile. Delete the records of ended ones."""
     record = _own(kind, url, ending_s)
     path = _path(state, record)

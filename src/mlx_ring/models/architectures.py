@@ -76,8 +76,8 @@ def find_architecture(model_type: str, classes: Sequence[str] = ()) -> Architect
     """Return the result for a model type; None for one that was not examined.
 
     Args:
-        model_type: The model type in the configuration.
-        classes: The configuration's `architectures`.
+        model_type: the model type in the configuration.
+        classes: the configuration's `architectures`.
     """
     return known_architectures().get(module_of(model_type, classes))
 
@@ -92,7 +92,7 @@ def require_cuttable(folder: ModelFolder, stages: int) -> Architecture:
     """Return the result for the folder's architecture.
 
     Raises:
-        ModelUnsupported: An architecture that was not tested, or cannot run on that many stages.
+        ModelUnsupported: an architecture that was not tested, or cannot run on that many stages.
     """
     found = find_architecture(folder.model_type, folder.classes)
     if found is None:

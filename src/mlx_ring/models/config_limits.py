@@ -58,7 +58,7 @@ def check_config(file: Path, config: Mapping[str, Any]) -> None:
     """Check the sizes of a configuration, and of the language model's part of it.
 
     Raises:
-        ModelCorrupt: A size is no whole number, or beyond its limits. The error names the file, the size and its value.
+        ModelCorrupt: a size is no whole number, or beyond its limits. The error names the file, the size and its value.
     """
     for part in (config, config.get("text_config"), config.get("llm_config")):
         if not isinstance(part, Mapping):

@@ -42,7 +42,7 @@ class GrammarTrials:
         Waits for the answer; only one thread at a time may call it.
 
         Raises:
-            ServingError: A trial process that cannot be started or has failed.
+            ServingError: a trial process that cannot be started or has failed.
         """
         process = self._running()
         if answer := _ask(process, [grammar.kind, grammar.text]):

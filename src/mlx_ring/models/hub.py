@@ -57,7 +57,7 @@ def check_disk(name: str, needed_bytes: int, folder: Path) -> None:
     """Refuse to fetch a model that would fill the disk of the folder.
 
     Raises:
-        PlanError: Too little free space there.
+        PlanError: too little free space there.
     """
     while not folder.exists():
         folder = folder.parent
@@ -124,7 +124,7 @@ def fetch_config(name: str) -> ModelFolder:
     """Fetch a model's configuration, without weights.
 
     Raises:
-        ModelNotFound: A model that the hub does not have, or a hub out of reach.
+        ModelNotFound: a model that the hub does not have, or a hub out of reach.
     """
     return read_model_config(Path(_in_time(name, lambda: hf_hub_download(name, "config.json"))))
 
@@ -137,8 +137,8 @@ def fetch(name: str, *, must_fit: bool = False) -> ModelFolder:
         must_fit: whether this machine alone must hold the weights; checked before anything is fetched.
 
     Raises:
-        ModelNotFound: A model that the hub does not have, or a hub out of reach.
-        PlanError: Weights that do not fit the disk, or with `must_fit` the memory.
+        ModelNotFound: a model that the hub does not have, or a hub out of reach.
+        PlanError: weights that do not fit the disk, or with `must_fit` the memory.
     """
     sizes = _in_time(name, lambda: _file_sizes(name))
     weight_bytes = sum(size for file, size in sizes.items() if file.endswith(".safetensors"))

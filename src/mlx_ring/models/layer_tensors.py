@@ -26,7 +26,7 @@ NEVER_COMPUTED = re.compile(
     r"(?:^|\.)(?:vision|visual|audio|mtp|multi_modal_projector|mm_projector|embed_vision|embed_audio)(?:[._]|$)"
 )
 """Encoders of images and sound, and layers that predict further tokens: mlx-lm leaves them out of every model."""
-_UNTOLD = frozenset({"talkie"})
+_NEEDS_ALL_TENSORS = frozenset({"talkie"})
 """Families whose every stage gets all tensors outside the layers.
 
 talkie's layers get the embedded tokens beside the activations, and its head is no module of its own.
@@ -45,7 +45,7 @@ def tensors_of_stage(folder: ModelFolder, layers: LayerRange) -> tuple[TensorEnt
     the first stage. The output head is on the last, or the embedding if that may be the head.
 
     Raises:
-        PlanError: Layers that the model does not have.
+        PlanError: layers that the model does not have.
     """
     if not 0 <= layers.start < layers.end <= folder.num_layers:
         raise PlanError(
@@ -136,7 +136,7 @@ def _unwanted_outside(
     folder: ModelFolder, outside: Iterable[TensorEntry], layers: LayerRange
 ) -> set[TensorEntry]:
     never = {entry for entry in outside if NEVER_COMPUTED.search(entry.name)}
-    if folder.model_type in _UNTOLD:
+    if folder.model_type in _NEEDS_ALL_TENSORS:
         return never
     large = [entry for entry in outside if entry not in never and _may_be_large(folder, entry)]
     by_token = [entry for entry in large if entry.shape[:1] == (folder.vocab_size,)]

@@ -15,17 +15,16 @@ from pathlib import Path
 from typing import BinaryIO
 
 from mlx_ring.core.errors import ModelCorrupt, ProtocolError
+from mlx_ring.core.types import ByteProgress
 from mlx_ring.host.private_files import read_private, write_private
 from mlx_ring.models.model_folder import ModelFolder
 from mlx_ring.models.stage_folder import require_whole, small_files
 from mlx_ring.models.weights_manifest import Piece, WeightsManifest, decode_manifest, make_manifest
 
-Progress = Callable[[int, int], None]
-"""Function that receives (bytes done, bytes in all)."""
 _READ_BYTES = 4 << 20
 
 
-def manifest_of_folder(folder: ModelFolder, cache: Path, progress: Progress) -> WeightsManifest:
+def manifest_of_folder(folder: ModelFolder, cache: Path, progress: ByteProgress) -> WeightsManifest:
     """Return the manifest, which is kept in `cache`. The first call blocks while it reads: call it in a thread.
 
     Raises:
@@ -48,7 +47,7 @@ def manifest_of_folder(folder: ModelFolder, cache: Path, progress: Progress) -> 
     return manifest
 
 
-class _Left(Exception):
+class _Cancelled(Exception):
     """The caller no longer waits for the manifest."""
 
 
@@ -58,13 +57,13 @@ async def manifest_beside(folder: ModelFolder, cache: Path) -> WeightsManifest:
     Cancelling ends the reading, which takes minutes for a large model.
 
     Raises:
-        ModelCorrupt: The same errors as in `manifest_of_folder`.
+        ModelCorrupt: the same errors as in `manifest_of_folder`.
     """
     left = threading.Event()
 
     def go_on(_done: int, _total: int) -> None:
         if left.is_set():
-            raise _Left
+            raise _Cancelled
 
     try:
         return await asyncio.to_thread(manifest_of_folder, folder, cache, go_on)
@@ -118,7 +117,7 @@ def _spans(folder: ModelFolder, sizes: dict[str, int]) -> Iterator[_Span]:
         yield entry.name, entry.file, entry.offset, entry.nbytes
 
 
-def _hash(folder: Path, spans: list[_Span], progress: Progress) -> Iterator[Piece]:
+def _hash(folder: Path, spans: list[_Span], progress: ByteProgress) -> Iterator[Piece]:
     """Hash file by file, each from start to end."""
     total, done = sum(nbytes for *_, nbytes in spans), 0
     progress(done, total)

@@ -1,6 +1,6 @@
 """Files of a model's folder: configuration and headers of safetensors or GGUF files, no weights, no MLX.
 
-All mistakes in a folder are found here, before any process starts: files that are missing, truncated or
+All mistakes in a folder are found here, before any process starts. They are files that are missing, truncated or
 contradict each other, and folders that need their own code to be run, which is never done.
 """
 
@@ -29,7 +29,7 @@ from mlx_ring.models.config_limits import (
     check_config,
 )
 from mlx_ring.models.gguf import QUANTIZED, ROUNDED, SUFFIX, GgufFile, read_gguf
-from mlx_ring.models.gguf.config import config_of, named_tensors
+from mlx_ring.models.gguf.model_config import config_of, named_tensors
 
 _HEADER_LENGTH = struct.Struct("<Q")
 _LONGEST_HEADER = 100 << 20
@@ -263,7 +263,7 @@ def check_memory(name: str, needed_bytes: int) -> None:
     """Refuse a model that this machine could only serve by swapping.
 
     Raises:
-        PlanError: Weights larger than the memory.
+        PlanError: weights larger than the memory.
     """
     total = usable_memory().total_bytes
     if needed_bytes > total:

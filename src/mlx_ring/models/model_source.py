@@ -23,7 +23,7 @@ from typing import Literal
 from mlx_ring.core.environment import cache_folder, package_version
 from mlx_ring.core.errors import ConfigError, ModelCorrupt, ModelError, ModelNotFound, ModelUnsafe
 from mlx_ring.models.gguf import MAGIC, SUFFIX, read_gguf, read_range
-from mlx_ring.models.gguf.config import small_files_of
+from mlx_ring.models.gguf.model_config import small_files_of
 from mlx_ring.models.model_folder import (
     ModelFolder,
     read_gguf_model,
@@ -36,7 +36,7 @@ _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _LONGEST_STEM = 100
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
-Kind = Literal["built-in", "folder", "file", "hub"]
+SourceKind = Literal["built-in", "folder", "file", "hub"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class LocalModel:
     """Model that can be served without fetching anything."""
 
     name: str
-    kind: Kind
+    kind: SourceKind
     folder: ModelFolder
 
 
@@ -175,12 +175,12 @@ def _folder_of_gguf(file: Path) -> Path:
     """Return the folder of a GGUF file, which is made if it is missing or the file has changed.
 
     Args:
-        file: The file, or any part of one that was split.
+        file: the file, or any part of one that was split.
 
     Raises:
-        ModelNotFound: A part of the file is missing.
+        ModelNotFound: a part of the file is missing.
         ModelCorrupt, ModelUnsupported: It cannot be served.
-        ConfigError: The cache cannot be written.
+        ConfigError: the cache cannot be written.
     """
     parts = _parts(file)
     root = _gguf_folders()

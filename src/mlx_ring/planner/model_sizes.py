@@ -35,7 +35,7 @@ def profile_folder(folder: ModelFolder, name: str, weights: WeightFormat | None 
     """Return the profile of a model from its stored files, or from its configuration alone.
 
     Raises:
-        ModelUnsupported: neither tells the sizes of its layers.
+        ModelUnsupported: neither gives the sizes of its layers.
     """
     formats = read_formats(folder) if weights is None else WeightFormats(weights)
     has_files = bool(folder.tensors) and weights is None

@@ -226,7 +226,7 @@ def _with_other_machines(used: list[int], nodes: int) -> Iterator[list[int]]:
 
 
 def _in_pieces(nodes: Sequence[int], counts: Sequence[int]) -> tuple[MachineLayers, ...]:
-    """Return the stages of these machines, with so many layers each."""
+    """Return the stages of these machines, with the given number of layers each."""
     ends = accumulate(counts, initial=0)
     return tuple(
         MachineLayers(node, first, end) for node, (first, end) in zip(nodes, pairwise(ends), strict=True)
@@ -241,7 +241,7 @@ def _is_possible(times: Timetable, pieces: Sequence[MachineLayers]) -> bool:
 
 
 def _emptiest(times: Timetable, request: PlanRequest) -> Partition | None:
-    """Return the pipeline whose fullest machine is least full, to within a hundredth; of such, the one that answers soonest."""
+    """Return the pipeline with the lowest peak memory share, within 1 %; ties go to the fastest."""
     nodes = times.cluster.nodes
     filled = [times.costs.memory(node) / max(1, node.usable_bytes) for node in nodes]
     reach = times.hops(1)

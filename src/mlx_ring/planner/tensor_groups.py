@@ -1,7 +1,7 @@
 """Groups of machines that compute layers together: times of a stage, and the best shares. Pure.
 
 Each layer is over when the slowest rank is, and after two sums over all of them. The last stage also gathers every rank's
-part of the logits, and rank 0 tells the others its tokens.
+part of the logits, and rank 0 sends the others its tokens.
 """
 
 from __future__ import annotations
@@ -331,7 +331,7 @@ def _in_parts(shares: Table) -> list[float]:
 
 
 def crowded(node: NodeProfile, ranks: int) -> NodeProfile:
-    """Return the machine as one of several ranks on it finds it: they share its speed if they are more than it can run at once."""
+    """Return the machine as one of several ranks on it finds it. Ranks share its speed if it cannot run all at once."""
     slower = ranks / min(ranks, node.workers_at_once)
     if slower <= 1:
         return node

@@ -155,7 +155,7 @@ def _why_none(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest
     return (
         f"{model.name} with {request.demand.sequences} x {request.demand.context_tokens} tokens does not fit into the "
         f"{usable / 1e9:.1f} GB of the {len(nodes)} machines by the strategy {request.strategy}, because each rank holds all norms, "
-        "embeddings and working memory: shorten the context, or let the strategy auto choose."
+        "embeddings and working memory. Shorten the context, or let the strategy auto choose."
     )
 
 

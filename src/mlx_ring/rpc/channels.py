@@ -191,7 +191,7 @@ def _in_a_line(record: logging.LogRecord) -> bool:
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, DecodeError | ProtocolError):
         record.msg, record.args, record.exc_info = (
-            "refused a message that cannot be decoded: %s",
+            "Refused a message that cannot be decoded: %s",
             (error,),
             None,
         )

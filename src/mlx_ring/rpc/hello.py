@@ -1,6 +1,6 @@
 """First message on every channel: the sender's identity, and proof that both sides use the same versions.
 
-A head tells its versions and its clock to anyone, so that a machine that cannot join can say why.
+A head reports its versions and its clock to anyone, so that a machine that cannot join can say why.
 """
 
 from __future__ import annotations

@@ -321,4 +321,4 @@ async def _until(until: float, frames: AsyncIterator[Frame]) -> AsyncIterator[Fr
 
 
 def _log_end(answer: worker_pb2.FrameAccepted, context: CallContext) -> None:
-    log.warning("ended a probe from %s: %s", address_of_call(context), answer.failure.message)
+    log.warning("Ended a probe from %s: %s", address_of_call(context), answer.failure.message)

@@ -1,6 +1,6 @@
 """Methods of gRPC, each with its types in one line, for clients and servers, sync and asyncio.
 
-Message classes serialise themselves. Frames (`rpc/frames.py`) carry an array's
+Message classes serialize themselves. Frames (`rpc/frames.py`) carry an array's
 bytes behind a small header, so that activations are copied once on each side.
 """
 
@@ -31,7 +31,7 @@ WEIGHTS_SERVICE = "mlx_ring.Weights"
 
 @dataclass(frozen=True, slots=True)
 class Method(Generic[Request, Response]):
-    """One method: its path, its arity, and the serialisation of both directions."""
+    """One method: its path, its arity, and the serialization of both directions."""
 
     service: str
     name: str
@@ -102,7 +102,7 @@ STEPS = _method(WORKER_SERVICE, "Steps", "stream_stream", worker_pb2.StepsReques
 STEPS_RAW: Method[bytes, worker_pb2.StepsReply] = Method(
     STEPS.service, STEPS.name, STEPS.arity, bytes, bytes, STEPS.encode_response, STEPS.decode_response
 )
-"""`STEPS` for a client that sends the same serialised `StepsRequest` to several ranks."""
+"""`STEPS` for a client that sends the same serialized `StepsRequest` to several ranks."""
 LINK: Method[Frame, worker_pb2.FrameAccepted] = Method(
     WORKER_SERVICE,
     "Link",

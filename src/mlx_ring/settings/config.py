@@ -428,8 +428,8 @@ class Settings(CheckedSettings):
     learn_speeds: Switch = setting("on", "Correct predictions by measured steps.", _PLACEMENT, metavar="MODE")
     spare_worker: AutoOnOrOff = setting(
         "auto",
-        "Keep a spare worker process on each machine, so that a lost one is replaced sooner: on, off, or auto: "
-        "where it takes at most 1 percent of the memory.",
+        "Keep a spare worker process on each machine, so that a lost one is replaced sooner (on, off); auto keeps one if it "
+        "takes at most 1 percent of the memory.",
         _PROCESS,
         metavar="MODE",
     )

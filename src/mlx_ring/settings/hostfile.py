@@ -57,7 +57,7 @@ class Hostfile:
     variables: Mapping[str, str] = field(default_factory=dict[str, str])
     """Environment variables for every rank."""
     rdma: Matrix | None = None
-    """None where no host tells its devices."""
+    """None if no host names its devices."""
 
 
 def is_hostfile(content: object) -> bool:

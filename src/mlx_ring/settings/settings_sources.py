@@ -86,7 +86,7 @@ _CONFIG_VARIABLE = "config"
 
 
 @dataclass(frozen=True, slots=True)
-class _Given:
+class _SourcedValue:
     """A value and a description of where it was given."""
 
     value: object
@@ -112,13 +112,15 @@ def load_settings(
     named = environment.pop(_CONFIG_VARIABLE, None) or local.pop(_CONFIG_VARIABLE, None)
     local.pop(_CONFIG_VARIABLE, None)
     path = config if config is not None else Path(named).expanduser() if named else None
-    given: dict[str, _Given] = {}
+    given: dict[str, _SourcedValue] = {}
     if path is not None:
         given |= _from_file(path)
     given |= _from_old_names(old, dotenv, {*local, *environment})
     given |= _from_variables(local, f" in {dotenv}")
     given |= _from_variables(environment, "")
-    given |= {name: _Given(value, flag_name(name)) for name, value in flags.items() if value is not None}
+    given |= {
+        name: _SourcedValue(value, flag_name(name)) for name, value in flags.items() if value is not None
+    }
     return _check(given)
 
 
@@ -137,7 +139,7 @@ def check_values(values: Mapping[str, str], where: str) -> None:
     Raises:
         ConfigError: a value is invalid; the message names the setting, the value and what is allowed.
     """
-    _check({name: _Given(value, f"{flag_name(name)[2:]}{where}") for name, value in values.items()})
+    _check({name: _SourcedValue(value, f"{flag_name(name)[2:]}{where}") for name, value in values.items()})
 
 
 def names_in_environment() -> tuple[str, ...]:
@@ -173,8 +175,8 @@ def _variables(source: EnvSettingsSource) -> dict[str, str]:
     }
 
 
-def _from_variables(variables: Mapping[str, str], where: str) -> dict[str, _Given]:
-    given: dict[str, _Given] = {}
+def _from_variables(variables: Mapping[str, str], where: str) -> dict[str, _SourcedValue]:
+    given: dict[str, _SourcedValue] = {}
     for name, value in variables.items():
         variable = ENVIRONMENT_PREFIX + name.upper()
         field = OLD_NAMES.get(name, name)
@@ -184,7 +186,7 @@ def _from_variables(variables: Mapping[str, str], where: str) -> dict[str, _Give
             log_old_name(f"{variable}{where}", ENVIRONMENT_PREFIX + field.upper())
             if field in variables:
                 continue
-        given[field] = _Given(value, f"{variable}{where}")
+        given[field] = _SourcedValue(value, f"{variable}{where}")
     return given
 
 
@@ -193,10 +195,10 @@ def _old_names(source: EnvSettingsSource) -> dict[str, str]:
     return {name.upper(): value for name, value in source.env_vars.items() if is_old(name.upper()) and value}
 
 
-def _from_old_names(old: Mapping[str, str], path: Path, given_today: set[str]) -> dict[str, _Given]:
+def _from_old_names(old: Mapping[str, str], path: Path, given_today: set[str]) -> dict[str, _SourcedValue]:
     """Read settings under the names of prototypes, with a log line for each. Today's names take precedence."""
     found = of_today(old, str(path))
-    given: dict[str, _Given] = {}
+    given: dict[str, _SourcedValue] = {}
     for name, value in old.items():
         renamed = found.get(name)
         if renamed is None:
@@ -204,12 +206,12 @@ def _from_old_names(old: Mapping[str, str], path: Path, given_today: set[str]) -
         elif renamed.setting not in given_today:
             variable = f"{ENVIRONMENT_PREFIX}{renamed.setting.upper()}"
             log.warning("%s in %s is read as %s=%s.", name, path, variable, renamed.value)
-            given[renamed.setting] = _Given(renamed.value, f"{name} in {path}")
+            given[renamed.setting] = _SourcedValue(renamed.value, f"{name} in {path}")
     return given
 
 
-def _from_file(path: Path) -> dict[str, _Given]:
-    given: dict[str, _Given] = {}
+def _from_file(path: Path) -> dict[str, _SourcedValue]:
+    given: dict[str, _SourcedValue] = {}
     for key, value in _read_file(path).items():
         name = field_of_key(str(key))
         if name not in Settings.model_fields:
@@ -219,7 +221,7 @@ def _from_file(path: Path) -> dict[str, _Given]:
         if str(key).replace("-", "_") in OLD_NAMES:
             log_old_name(f"{key} in {path}", flag_name(name)[2:])
         if value is not None:
-            given[name] = _Given(value, f"{str(key)!r} in {path}")
+            given[name] = _SourcedValue(value, f"{str(key)!r} in {path}")
     return given
 
 
@@ -251,7 +253,7 @@ def _suggest(name: str, prefix: str) -> str:
     return f"; did you mean {prefix + close[0].upper() if prefix else close[0].replace('_', '-')}?"
 
 
-def _check(given: Mapping[str, _Given]) -> Settings:
+def _check(given: Mapping[str, _SourcedValue]) -> Settings:
     values: dict[str, Any] = {name: item.value for name, item in given.items()}
     try:
         settings = Settings(**values)
@@ -306,7 +308,7 @@ def _check_bodies(settings: Settings) -> None:
         )
 
 
-def _sentences(error: ValidationError, given: Mapping[str, _Given]) -> Iterator[str]:
+def _sentences(error: ValidationError, given: Mapping[str, _SourcedValue]) -> Iterator[str]:
     """Yield one message for each invalid setting."""
     for name in dict.fromkeys(str(problem["loc"][0]) for problem in error.errors()):
         field, item = Settings.model_fields[name], given[name]

@@ -22,8 +22,8 @@ from mlx_ring.host.child import READY_LINE, SPARE_FLAG, read_lifeline, watch_lif
 from mlx_ring.host.process import dump_stacks_on_signal
 from mlx_ring.rpc.channels import add_secure_port, make_server
 from mlx_ring.rpc.methods import LOAD, RELINK, STATUS, STEPS
+from mlx_ring.rpc.tls.caller_checks import PeerGuard
 from mlx_ring.rpc.tls.credentials import load_credentials, serve_from_folder
-from mlx_ring.rpc.tls.guard import PeerGuard
 from mlx_ring.worker.compute_thread import prefer_latency, prefer_throughput
 from mlx_ring.worker.platform.device import choose_products, keep_freed_memory
 

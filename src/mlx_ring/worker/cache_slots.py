@@ -1,7 +1,7 @@
 """Assignment of caches to a stage's layers, found by a dry run of the model.
 
 The dry run computes nothing. It shows which cache each layer gets, which argument carries the activations, and what
-layers pass to later ones besides: everything that decides where a model can be cut.
+layers pass to later ones besides. All this decides where a model can be cut.
 
 mlx-lm gives a model one list of caches, which models index as they like: one for each layer, two for each layer, none
 for layers without state. A model also makes its masks from some layer's cache, which may belong to another stage.
@@ -24,7 +24,7 @@ from mlx_lm.models.cache import CacheList
 from mlx_ring.core.errors import ModelUnsupported
 from mlx_ring.core.types import LayerRange
 
-Place = int | str
+ArgumentKey = int | str
 """Index or name of an argument."""
 
 
@@ -36,7 +36,7 @@ class LayerCalls:
     """Slots of the caches with which each layer is called."""
     extras: list[int]
     """Number of values that each layer returns after the activations."""
-    place: Place = 0
+    place: ArgumentKey = 0
     """Argument of a layer that carries the activations."""
     reads: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])
     """Pairs (earlier, later): the later layer gets a value that the earlier one returned after the activations."""
@@ -126,14 +126,16 @@ class _Watched:
         return getattr(self._original, name)
 
 
-def take(place: Place, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
+def take(place: ArgumentKey, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
     """Return the argument that carries the activations. By index, it is the first one if there are only named ones."""
     if isinstance(place, str):
         return named[place]
     return arguments[place] if arguments else next(iter(named.values()))
 
 
-def _find_place(handed_on: Any, arguments: tuple[Any, ...], named: dict[str, Any], otherwise: Place) -> Place:
+def _find_place(
+    handed_on: Any, arguments: tuple[Any, ...], named: dict[str, Any], otherwise: ArgumentKey
+) -> ArgumentKey:
     """Find the argument that carries the activations of the layer before."""
     if handed_on is not None:
         for place, value in (*enumerate(arguments), *named.items()):
@@ -158,7 +160,7 @@ def _flatten(values: Sequence[Any]) -> Iterator[Any]:
             yield from _flatten(cast("Sequence[Any]", value))
 
 
-Kind = tuple[Any, ...]
+CacheKind = tuple[Any, ...]
 
 
 class _Phantom:
@@ -198,7 +200,7 @@ class CacheSlots:
         self._prototypes = prototypes
         self._owned = tuple(owned)
         self._make = make
-        first_of_kind: dict[Kind, int] = {}
+        first_of_kind: dict[CacheKind, int] = {}
         for place, slot in enumerate(self._owned):
             first_of_kind.setdefault(_kind(prototypes[slot]), place)
         places = {slot: place for place, slot in enumerate(self._owned)}
@@ -245,7 +247,7 @@ def find_cache_slots(calls: LayerCalls, layers: LayerRange, make: Callable[[], l
     return CacheSlots(prototypes, owned, make, set(range(len(prototypes))) - set(users))
 
 
-def _kind(cache: Any) -> Kind:
+def _kind(cache: Any) -> CacheKind:
     """Return the cache's kind. Caches of one kind make the same masks."""
     if isinstance(cache, CacheList):
         return (CacheList, *(_kind(part) for part in cast("Sequence[Any]", cache.caches)))

@@ -131,7 +131,7 @@ def end_process(error: Exception) -> NoReturn:
 
     Other ranks may wait for this one in a collective, or may have continued without it.
     """
-    log.error("this worker ends because its group is unusable: %s", error)
+    log.error("This worker ends because its group is unusable: %s", error)
     time.sleep(_PAUSE_S)
     logging.shutdown()
     os._exit(1)
@@ -144,7 +144,7 @@ def complete(done: Future[None], work: Callable[[], None]) -> None:
     except RingError as error:
         done.set_exception(error)
     except Exception as error:
-        log.exception("a job failed")
+        log.exception("A job failed")
         done.set_exception(ServingError(f"{type(error).__name__}: {error}"))
     else:
         done.set_result(None)

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from mlx_ring.core.errors import ModelCorrupt
 from mlx_ring.models.gguf import GROUP, QUANTIZED, read_range
 from mlx_ring.models.gguf.blocks import Bytes, Floats, pack, to_groups
-from mlx_ring.models.gguf.config import layout_of
+from mlx_ring.models.gguf.model_config import layout_of
 from mlx_ring.models.model_folder import ModelFolder, TensorEntry
 
 _LENGTH = struct.Struct("<Q")
@@ -38,7 +38,7 @@ _CONVERTED_WEIGHTS = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _ConvertedArray:
     """One of the arrays that a tensor becomes. `offset` and `nbytes` are bytes, behind the scratch file's header."""
 
     name: str
@@ -61,7 +61,7 @@ class GgufWeights:
 
     def __init__(self, folder: ModelFolder, *, widened: bool = False) -> None:
         self._folder = folder
-        self._modules: defaultdict[str, list[tuple[TensorEntry, list[_Part]]]] = defaultdict(list)
+        self._modules: defaultdict[str, list[tuple[TensorEntry, list[_ConvertedArray]]]] = defaultdict(list)
         described, end = dict[str, Any](), 0
         for entry in folder.tensors:
             parts = list(_parts_of(folder, entry, end, widened=widened))
@@ -107,7 +107,7 @@ class GgufWeights:
             for part in chain.from_iterable(parts for _, parts in self._modules[module]):
                 self.arrays.pop(part.name, None)
 
-    def _convert(self, entry: TensorEntry, parts: list[_Part]) -> None:
+    def _convert(self, entry: TensorEntry, parts: list[_ConvertedArray]) -> None:
         """Write a tensor's arrays. Some rows are converted at a time, of heads whose rows are interleaved whole heads."""
         rows = math.prod(entry.shape[: max(len(entry.shape) - 1, 1)])
         row_bytes, row_weights = entry.nbytes // rows, math.prod(entry.shape) // rows
@@ -151,13 +151,15 @@ def _scratch_file() -> tuple[int, str]:
     return tempfile.mkstemp(suffix=".safetensors")
 
 
-def _parts_of(folder: ModelFolder, entry: TensorEntry, offset: int, *, widened: bool) -> Iterator[_Part]:
+def _parts_of(
+    folder: ModelFolder, entry: TensorEntry, offset: int, *, widened: bool
+) -> Iterator[_ConvertedArray]:
     """Yield the arrays that a tensor becomes, one behind the other from `offset` on."""
     kind = QUANTIZED.get(entry.dtype)
     if kind is None:
         is_shifted = layout_of(folder.config, entry.name).offset != 0
         dtype, nbytes = ("F32", 4 * math.prod(entry.shape)) if is_shifted else (entry.dtype, entry.nbytes)
-        yield _Part(entry.name, dtype, entry.shape, offset, nbytes)
+        yield _ConvertedArray(entry.name, dtype, entry.shape, offset, nbytes)
         return
     *others, columns = entry.shape
     words, groups = columns * kind.bits // 32, columns // GROUP
@@ -168,7 +170,7 @@ def _parts_of(folder: ModelFolder, entry: TensorEntry, offset: int, *, widened: 
         ("biases", scales, groups),
     ):
         nbytes = itemsize * math.prod(others) * size
-        yield _Part(f"{_module(entry.name)}.{name}", dtype, (*others, size), offset, nbytes)
+        yield _ConvertedArray(f"{_module(entry.name)}.{name}", dtype, (*others, size), offset, nbytes)
         offset += nbytes
 
 

@@ -203,7 +203,7 @@ def _join(assignment: worker_pb2.StageAssignment, port: GroupPort | None) -> mx.
         )
     if backend == "ring":
         check_neighbour(assignment.group[place], assignment.group_from)
-    log.info("rank %d of %d of %s, joined in %.2f s", place, len(places), backend, time.monotonic() - started)
+    log.info("Rank %d of %d of %s, joined in %.2f s", place, len(places), backend, time.monotonic() - started)
     return group
 
 

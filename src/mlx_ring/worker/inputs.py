@@ -151,12 +151,12 @@ class StepInputs:
     """Reader of steps' inputs."""
 
     def __init__(
-        self, model: StageModel, inbox: Inbox, sequences: SequenceTable, handover: TokenFeedback
+        self, model: StageModel, inbox: Inbox, sequences: SequenceTable, token_feedback: TokenFeedback
     ) -> None:
         self._model = model
         self._inbox = inbox
         self._sequences = sequences
-        self._token_feedback = handover
+        self._token_feedback = token_feedback
 
     def is_ready(self, step: step_pb2.Step, patience_s: float) -> bool:
         """Report whether all inputs of the step have come, are being drawn, or come within `patience_s`."""
@@ -175,7 +175,7 @@ class StepInputs:
         if state.drawing is None:
             return state.sampled is not None
         # Penalties need the token itself. So does a row that had to draw again last time.
-        return not (state.sampling.penalises or state.redrawn)
+        return not (state.sampling.penalizes or state.redrawn)
 
     def receive(self, step: step_pb2.Step, deadline: float | None) -> WireTensor | None:
         """Wait for the step's input from other stages: activations, or tokens for rows with `previous`.

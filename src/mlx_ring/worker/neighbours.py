@@ -133,7 +133,7 @@ class Neighbours:
             record = self.loss_recorder()
             sender = self._admit(theirs, context)
         except RingError as error:
-            log.warning("refused a link from %s: %s", address, error)
+            log.warning("Refused a link from %s: %s", address, error)
             yield worker_pb2.FrameAccepted(failure=error_to_failure(error))
             return
         yield worker_pb2.FrameAccepted(hello=self._hello())
@@ -141,7 +141,7 @@ class Neighbours:
             deliver_frames(frames, sender)
             loss: RingError = link_lost(theirs, self._hello(), "the sender closed it")
         except ProtocolError as error:
-            log.warning("ended the link from stage %d on %s: %s", theirs.stage, theirs.node, error)
+            log.warning("Ended the link from stage %d on %s: %s", theirs.stage, theirs.node, error)
             loss = error
         except grpc.RpcError:
             loss = link_lost(theirs, self._hello(), "the connection ended")
@@ -210,7 +210,8 @@ def _check_caller(context: grpc.ServicerContext, greeted_as: str, expected: str)
         raise PeerRefused(f"{caller} greeted as {greeted_as}.")
     if caller != expected:
         raise PeerRefused(
-            f"{caller or 'This machine'} linked as the stage before, which is on {expected or 'this machine'}."
+            f"{caller or 'This machine'} opened a link for the previous stage, but that stage runs on "
+            f"{expected or 'this machine'}."
         )
 
 

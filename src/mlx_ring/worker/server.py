@@ -37,7 +37,7 @@ from mlx_ring.worker.stage import BuiltStage, OpenedLinks, build_stage
 from mlx_ring.worker.step import Halt, monotonic_us
 
 log = logging.getLogger(__name__)
-_Progress = queue.SimpleQueue[worker_pb2.LoadProgress | None]
+_ProgressQueue = queue.SimpleQueue[worker_pb2.LoadProgress | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ class WorkerServer:
         except RingError as error:
             yield worker_pb2.LoadProgress(failure=error_to_failure(error))
             return
-        progress = _Progress()
+        progress = _ProgressQueue()
         sent = threading.Event()
         self._jobs.put(lambda: self._build(request, inbox, progress, sent))
         for message in iter(progress.get, None):
@@ -162,7 +162,7 @@ class WorkerServer:
         return self._neighbours.assign(assignment)
 
     def _build(
-        self, request: worker_pb2.LoadRequest, inbox: Inbox, progress: _Progress, sent: threading.Event
+        self, request: worker_pb2.LoadRequest, inbox: Inbox, progress: _ProgressQueue, sent: threading.Event
     ) -> None:
         """Build the stage and report the result. Runs on the compute thread."""
 
@@ -186,10 +186,10 @@ class WorkerServer:
             self._sends, self._grammars = built.sends, built.grammars
             self._phase = "ready"
             report(worker_pb2.LoadProgress(ready=True, phase="ready", bytes_loaded=self._weight_bytes))
-            log.info("ready: BLAS %s, dtype %s, device %s", self._identity.blas, self._dtype, device_name())
+            log.info("Ready: BLAS %s, dtype %s, device %s", self._identity.blas, self._dtype, device_name())
         except Exception as error:
             self._phase = "failed"
-            log.exception("loading failed")
+            log.exception("Loading failed")
             progress.put(worker_pb2.LoadProgress(failure=error_to_failure(error)))
         finally:
             progress.put(None)
@@ -259,7 +259,7 @@ class WorkerServer:
                     case _:
                         self._jobs.put(partial(self.execute, stream, request.step, monotonic_us()))
         except grpc.RpcError:
-            log.info("the head's step stream ended")
+            log.info("The head's step stream ended")
         finally:
             stream.answers.put(None)
 
@@ -296,7 +296,7 @@ class WorkerServer:
     def _answer(self, answers: Iterator[step_pb2.StepDone]) -> None:
         for done in answers:
             if done.HasField("failure"):
-                log.error("step %d failed: %s", done.step, done.failure.message)
+                log.error("Step %d failed: %s", done.step, done.failure.message)
             if self._runner is not None and self._runner.spoiled:
                 end_process(self._runner.spoiled)
             # A head that has taken over since did not ask for these answers.
@@ -399,7 +399,7 @@ class WorkerServer:
         self._sends = opened.sends
         self._neighbours.advance(assignment.epoch)
         set_log_epoch(assignment.epoch)
-        log.info("linked with the neighbours of epoch %d", assignment.epoch)
+        log.info("Linked with the neighbours of epoch %d", assignment.epoch)
 
     # Status
 

@@ -1,6 +1,6 @@
 """Stage of any mlx-lm model, without our own forward code for any architecture.
 
-The model's own forward runs. Its list of layers keeps its length: layers of other stages become pass-throughs, the
+The model's own forward runs. Its list of layers keeps its length. Layers of other stages become pass-throughs, the
 first owned layer receives the activations, and the last one returns them. MLX is lazy, so embedding, norm and head are
 computed only if their results are needed.
 """
@@ -17,7 +17,14 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_ring.core.errors import ModelUnsupported
 from mlx_ring.core.types import LayerRange
-from mlx_ring.worker.cache_slots import CacheSlots, LayerCalls, Place, find_cache_slots, take, watch_layers
+from mlx_ring.worker.cache_slots import (
+    ArgumentKey,
+    CacheSlots,
+    LayerCalls,
+    find_cache_slots,
+    take,
+    watch_layers,
+)
 from mlx_ring.worker.head_tap import HeadTap, find_heads, override
 from mlx_ring.worker.tensor import SplitHead
 
@@ -31,7 +38,7 @@ class _PassThrough:
     It is no module, so the original's weights are in no module's parameters.
     """
 
-    def __init__(self, original: nn.Module, place: Place, extras: int) -> None:
+    def __init__(self, original: nn.Module, place: ArgumentKey, extras: int) -> None:
         self._original = original
         self._place = place
         self._extras = (None,) * extras
@@ -47,7 +54,7 @@ class _PassThrough:
 class _Passage:
     """Activations that enter and leave the stage's layers in one forward pass."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: ArgumentKey) -> None:
         self.place = place
         self.hidden: mx.array | None = None
         self.entered = False
@@ -179,7 +186,7 @@ class StageModel:
             output: on the last stage: logits, those of this rank's tokens only, or the input of the model's head.
 
         Returns:
-            (batch, n, hidden) activations; on the last stage (batch, p, vocabulary) logits,
+            (batch, n, hidden) activations. The last stage returns (batch, p, vocabulary) logits,
             (batch, p, own tokens of the vocabulary) of them, or (batch, p, hidden).
         """
         passage = self._passage

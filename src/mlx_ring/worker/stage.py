@@ -112,7 +112,7 @@ def choose_weights(
     size = f"{nbytes / 1e9:.2f} GB"
     if asked == "float32" or (asked == "auto" and nbytes <= free_memory()):
         why = "as asked" if asked == "float32" else "because no native kernels run here"
-        log.info("quantized weights are held as float32, %s in all, %s", size, why)
+        log.info("Quantized weights are held as float32, %s in all, %s", size, why)
         return "float32"
     log.warning(
         "Quantized weights are multiplied without native kernels, so a token takes many times as long. As float32 they "
@@ -174,7 +174,7 @@ def build_stage(
     divide = None if group is None else partial(_divide, shares, group)
     cpu_weights = choose_weights(assignment, folder, layers, dtype)
     model = load_stage(folder, layers, dtype, progress, divide, dequantized=cpu_weights == "float32")
-    log.info("loaded layers %s of %s in %s in %.2f s", layers, folder.path, dtype, time.monotonic() - started)
+    log.info("Loaded layers %s of %s in %s in %.2f s", layers, folder.path, dtype, time.monotonic() - started)
     architecture = require_cuttable(folder, assignment.stages)
     kv = KVStore(
         model.make_layer_caches(),

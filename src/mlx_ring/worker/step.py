@@ -183,7 +183,7 @@ class Halt:
         with self._changed:
             if self._held is None:
                 self._held = []
-                log.info("halted after step %d", self._begun)
+                log.info("Halted after step %d", self._begun)
             self._until, self._is_settled = None, False
             return self._begun
 

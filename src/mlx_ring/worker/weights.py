@@ -1,7 +1,7 @@
 """Loading of a stage's share of a model's weights, and no more.
 
 mlx-lm builds the whole model around lazy arrays. Nothing is read until an array is evaluated, and only the stage's own
-are. They are evaluated one by one, those of the largest modules first: casting needs the old and the new copy of one
+are. They are evaluated one by one, those of the largest modules first. So casting needs the old and the new copy of one
 array at a time, while little else is held.
 
 Embedding models are saved as checkpoints of the transformer alone. Their tensors are named `layers.0...` where mlx-lm's
@@ -36,7 +36,7 @@ from mlx_lm.utils import (
 
 from mlx_cpu_kernels.operations import are_installed
 from mlx_ring.core.errors import ModelCorrupt, ModelUnsupported
-from mlx_ring.core.types import DType, LayerRange
+from mlx_ring.core.types import ByteProgress, DType, LayerRange
 from mlx_ring.models.architectures import find_architecture
 from mlx_ring.models.layer_tensors import names_head
 from mlx_ring.models.model_folder import ModelFolder
@@ -92,9 +92,6 @@ def _whole_name(name: str) -> str:
     return name if names_head(name) else f"{_INNER}.{name}"
 
 
-Progress = Callable[[int, int], None]
-"""(bytes held, bytes in all)"""
-
 _DTYPES: dict[DType, mx.Dtype] = {
     "float32": mx.float32,
     "bfloat16": mx.bfloat16,
@@ -109,7 +106,7 @@ def load_stage(
     folder: ModelFolder,
     layers: LayerRange,
     dtype: DType,
-    progress: Progress,
+    progress: ByteProgress,
     divide: Callable[[StageModel], None] | None = None,
     *,
     dequantized: bool = False,
@@ -145,7 +142,7 @@ def _load(
     folder: ModelFolder,
     layers: LayerRange,
     dtype: DType,
-    progress: Progress,
+    progress: ByteProgress,
     divide: Callable[[StageModel], None] | None,
     gguf: GgufWeights | None,
     *,
@@ -297,7 +294,7 @@ def _anything(_path: str) -> bool:
     return True
 
 
-def _read(arrays: Mapping[str, mx.array], progress: Progress, gguf: GgufWeights | None) -> None:
+def _read(arrays: Mapping[str, mx.array], progress: ByteProgress, gguf: GgufWeights | None) -> None:
     """Evaluate the stage's own arrays."""
     total = sum(array.nbytes for array in arrays.values())
     held = since_clear = 0

@@ -13,7 +13,7 @@ import grpc
 import numpy as np
 import pytest
 
-from mlx_ring.agent.weights.peers import FetchLimits, PeerChannel
+from mlx_ring.agent.weights.peer_channels import FetchLimits, PeerChannel
 from mlx_ring.agent.weights.serving import WeightsService
 from mlx_ring.agent.weights.stages import fetch
 from mlx_ring.agent.weights.store import StoredModel, WeightStore
@@ -60,7 +60,7 @@ def write_pieces(folder: Path, sizes: list[int], seed: int = 0) -> WeightsManife
     return make_manifest({"model.safetensors": len(data)}, pieces)
 
 
-class TamperingFront(WeightsService):
+class TamperingService(WeightsService):
     """A server of weights that passes each part through `tamper`."""
 
     tamper: Tamper | None = None
@@ -96,7 +96,7 @@ class Node:
     peer: PeerChannel
     address: str
     server: grpc.aio.Server
-    front: TamperingFront
+    service: TamperingService
 
 
 @contextlib.asynccontextmanager
@@ -109,18 +109,18 @@ async def node(
     tamper: Tamper | None = None,
 ) -> AsyncGenerator[Node]:
     """Run a node on loopback, with a model in a folder, or with a store."""
-    front = TamperingFront(name, store)
-    front.tamper = tamper
+    service = TamperingService(name, store)
+    service.tamper = tamper
     if manifest is not None and folder is not None:
-        front.offer(folder, manifest)
+        service.offer(folder, manifest)
     server = make_aio_server()
-    server.add_generic_rpc_handlers((front.handler(),))
+    server.add_generic_rpc_handlers((service.handler(),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     address = f"127.0.0.1:{port}"
     async with open_aio_channel(address, max_message_bytes=WEIGHTS_MESSAGE_BYTES) as channel:
         try:
-            yield Node(PeerChannel(name, channel), address, server, front)
+            yield Node(PeerChannel(name, channel), address, server, service)
         finally:
             await server.stop(None)
 
@@ -161,7 +161,7 @@ FETCH_PROGRAM = """
 import asyncio, sys
 from pathlib import Path
 from mlx_ring.agent.weights.stages import fetch, fetch_manifest
-from mlx_ring.agent.weights.peers import PeerChannel
+from mlx_ring.agent.weights.peer_channels import PeerChannel
 from mlx_ring.agent.weights.store import WeightStore
 from mlx_ring.rpc.channels import open_aio_channel
 

@@ -20,7 +20,7 @@ from tests.agent.weights.nodes import (
     write_pieces,
 )
 
-from mlx_ring.agent.weights.peers import FetchLimits
+from mlx_ring.agent.weights.peer_channels import FetchLimits
 from mlx_ring.agent.weights.stages import fetch
 from mlx_ring.agent.weights.store import PART_BYTES, WeightStore
 from mlx_ring.core.errors import WeightsMissing
@@ -75,7 +75,7 @@ def test_without_any_node_left_the_error_names_missing_pieces_and_the_rest_is_st
                 yield part
 
             ending: list[asyncio.Task[None]] = []
-            weak.front.tamper = die
+            weak.service.tamper = die
             with pytest.raises(
                 WeightsMissing, match=r"pieces of model .* are missing .*tensor tensor\.\d+"
             ) as raised:
@@ -99,7 +99,7 @@ def test_a_fetch_continues_with_a_restarted_node(tmp_path: Path) -> None:
         given = 0
         async with node("big", manifest, tmp_path / "model") as big:
             again = make_aio_server()
-            again.add_generic_rpc_handlers((big.front.handler(),))
+            again.add_generic_rpc_handlers((big.service.handler(),))
 
             async def restart() -> None:
                 await big.server.stop(None)
@@ -114,7 +114,7 @@ def test_a_fetch_continues_with_a_restarted_node(tmp_path: Path) -> None:
                 yield part
 
             restarting: list[asyncio.Task[None]] = []
-            big.front.tamper = restart_once
+            big.service.tamper = restart_once
             model = WeightStore(tmp_path / "store").create(manifest)
             patient = FetchLimits(tries=100, pause_s=0.05, longest_pause_s=0.5)
             got = await fetch(model, all_pieces(manifest), [big.peer], "mini", ignore_progress, patient)
@@ -168,7 +168,7 @@ def test_a_fetch_continues_within_a_tensor_after_its_process_was_killed(tmp_path
                 pass
             process.kill()
             assert await process.wait() == -9
-            big.front.tamper = None
+            big.service.tamper = None
             model = WeightStore(tmp_path / "store").create(manifest)
             got = await fetch_all(model, big)
         assert is_like(model, tmp_path / "model")

@@ -171,7 +171,7 @@ def test_requests_outside_the_model_are_refused_with_one_sentence(
             answer = await request(big, manifest, file, *ranges)
             assert sentence in answer.failure.message
             assert answer.data == b""
-            big.front.withdraw(manifest.digest)
+            big.service.withdraw(manifest.digest)
             answer = await request(big, manifest, "model.safetensors", (0, 1))
             assert "big has no model" in answer.failure.message
 
@@ -197,8 +197,8 @@ def test_a_manifest_of_another_model_is_refused(tmp_path: Path) -> None:
 
     async def act() -> None:
         async with node("bad") as bad, node("empty") as empty:
-            bad.front.offer(tmp_path / "other", other)
-            bad.front.served_model = other.digest
+            bad.service.offer(tmp_path / "other", other)
+            bad.service.served_model = other.digest
             with pytest.raises(WeightsMissing, match=r"instead of .* empty has no model"):
                 await fetch_manifest(manifest.digest, [bad.peer, empty.peer], "mini")
 

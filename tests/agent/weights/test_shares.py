@@ -7,18 +7,18 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_ring.agent.weights.shares import RUN_BYTES, Board, Part, join_ranges, rest_of
+from mlx_ring.agent.weights.shares import RUN_BYTES, Board, PiecePart, join_ranges, rest_of
 from mlx_ring.models.weights_manifest import WeightsManifest
 
 MB = 1 << 20
 EMPTY = WeightsManifest({}, ())
 
 
-def parts(*sizes: int, file: str = "a") -> list[Part]:
+def parts(*sizes: int, file: str = "a") -> list[PiecePart]:
     """Return consecutive parts, each a piece."""
     starts = [sum(sizes[:number]) for number in range(len(sizes))]
     return [
-        Part(number, 0, file, start, start + size)
+        PiecePart(number, 0, file, start, start + size)
         for number, (start, size) in enumerate(zip(starts, sizes, strict=True))
     ]
 
@@ -46,19 +46,19 @@ def test_a_peer_gets_only_what_it_has() -> None:
 
 
 def test_a_piece_that_must_come_from_one_peer_is_a_run_of_its_own() -> None:
-    alone = Part(1, -1, "a", 5, 10, alone=True)
-    board = Board(EMPTY, [parts(5)[0], alone, Part(2, 0, "a", 10, 15)], {"mini": frozenset({0, 1, 2})})
+    alone = PiecePart(1, -1, "a", 5, 10, alone=True)
+    board = Board(EMPTY, [parts(5)[0], alone, PiecePart(2, 0, "a", 10, 15)], {"mini": frozenset({0, 1, 2})})
     assert [[part.piece for part in board.take("mini")] for _ in range(3)] == [[0], [1], [2]]
 
 
 def test_adjacent_parts_are_one_range() -> None:
-    assert list(join_ranges([*parts(3, 4), Part(9, 0, "a", 20, 30)])) == [(0, 7), (20, 30)]
+    assert list(join_ranges([*parts(3, 4), PiecePart(9, 0, "a", 20, 30)])) == [(0, 7), (20, 30)]
     assert list(join_ranges([])) == []
 
 
 def test_the_rest_of_a_run_starts_where_it_was_interrupted() -> None:
     assert [(part.start, part.end) for part in rest_of(parts(4, 4, 4), 6)] == [(6, 8), (8, 12)]
-    alone = Part(0, -1, "a", 0, 4, alone=True)
+    alone = PiecePart(0, -1, "a", 0, 4, alone=True)
     assert rest_of([alone], 3) == [alone]
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mlx_ring.cli.bench.command import check_matplotlib
 from mlx_ring.cli.bench.plot import cumulative, draw_plot, throughput
-from mlx_ring.cli.bench.summary import Record, summarise
+from mlx_ring.cli.bench.summary import Record, summarize
 from mlx_ring.core.errors import ConfigError
 
 ANSWERS = [
@@ -39,7 +39,7 @@ def test_throughput_over_time_adds_up_to_the_tokens(arrivals: list[float], token
 @pytest.mark.slow
 @pytest.mark.parametrize("records", [ANSWERS, ANSWERS[:1], [Record(0, 0.0, error="timeout")], []])
 def test_a_plot_has_the_format_of_its_file_name(records: list[Record], tmp_path: Path) -> None:
-    summary = summarise(records, 2.0 if records else 0.0)
+    summary = summarize(records, 2.0 if records else 0.0)
     draw_plot(tmp_path / "run.svg", "m <$1$>: 6 requests", records, summary)
     draw_plot(tmp_path / "run.PNG", "m", records, summary)
     assert (tmp_path / "run.PNG").read_bytes().startswith(b"\x89PNG")
@@ -50,7 +50,7 @@ def test_a_plot_names_its_axes_and_units(tmp_path: Path, monkeypatch: pytest.Mon
     import matplotlib as mpl  # needed here alone
 
     monkeypatch.setitem(mpl.rcParams, "svg.fonttype", "none")
-    draw_plot(tmp_path / "run.svg", "m: 6 requests", ANSWERS, summarise(ANSWERS, 2.0))
+    draw_plot(tmp_path / "run.svg", "m: 6 requests", ANSWERS, summarize(ANSWERS, 2.0))
     text = (tmp_path / "run.svg").read_text()
     for words in ("m: 6 requests", "Time to first token", "Between tokens", "Throughput"):
         assert words in text

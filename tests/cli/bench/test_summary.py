@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_ring.cli.bench.summary import STOPPED, Percentiles, Record, percentile, summarise
+from mlx_ring.cli.bench.summary import STOPPED, Percentiles, Record, percentile, summarize
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=40), st.floats(0, 100))
@@ -87,7 +87,7 @@ def test_a_summary_counts_answers_and_errors_separately() -> None:
         record(error="HTTP 429: full"),
         record(1.0, error=STOPPED),
     ]
-    summary = summarise(records, 4.0)
+    summary = summarize(records, 4.0)
     assert (summary.requests, summary.completed, summary.stopped, summary.shorter) == (6, 2, 1, 1)
     assert summary.errors == {"stream ended early": 2, "HTTP 429": 1}
     assert (summary.prompt_tokens, summary.cached_tokens, summary.output_tokens) == (20, 4, 8)
@@ -104,7 +104,7 @@ def test_a_summary_counts_answers_and_errors_separately() -> None:
 
 def test_a_run_without_answers_has_no_latencies() -> None:
     for records in ([], [record(error="timeout")]):
-        summary = summarise(records, 0.0)
+        summary = summarize(records, 0.0)
         assert (summary.completed, summary.output_tokens_per_s, summary.tokens_per_event) == (0, 0, None)
         assert (summary.ttft, summary.inter_token, summary.end_to_end) == (None, None, None)
         assert summary.request_tokens_per_s is None

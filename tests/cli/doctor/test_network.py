@@ -29,7 +29,7 @@ from mlx_ring.cluster.control import open_control
 from mlx_ring.cluster.security.members import Members
 from mlx_ring.core.cluster_folders import authority_folder
 from mlx_ring.host.addresses import HeadAddress
-from mlx_ring.host.interfaces import Kind, LanAddress
+from mlx_ring.host.interfaces import InterfaceKind, LanAddress
 from mlx_ring.rpc.link_probe import LinkMeasure
 
 HOLD = """
@@ -92,7 +92,7 @@ def test_an_unreachable_machine_is_not_reported_as_refusing() -> None:
 @pytest.mark.parametrize(
     ("kinds", "level"), [([], "warning"), (["wireless"], "warning"), (["wired", "tunnel"], "ok")]
 )
-def test_a_machine_without_a_wired_address_gets_a_warning(kinds: list[Kind], level: str) -> None:
+def test_a_machine_without_a_wired_address_gets_a_warning(kinds: list[InterfaceKind], level: str) -> None:
     assert check_lan([LanAddress("x", 1, "10.0.0.1", kind) for kind in kinds]).level == level
 
 

@@ -107,7 +107,7 @@ check("errors", async () => {
 check("cancelling a stream", async () => {
   const stream = await chat(conversation, { stream: true, max_tokens: 20_000, ignore_eos: true });
   for await (const _ of stream) break;
-  expect(stream.controller.signal.aborted, "a stream that goes on");
+  expect(stream.controller.signal.aborted, "a stream that continues");
   equal((await chat(conversation)).choices[0].message.content, ANSWER);
 });
 

@@ -11,13 +11,13 @@ from mlx_ring.cli.join import join
 from mlx_ring.cli.serve import serve
 from mlx_ring.cluster.lifecycle.arguments import (
     FOR_AGENTS,
-    Place,
+    Machine,
     SshTarget,
     agent_arguments,
     head_arguments,
     head_host,
+    machine_of,
     own_addresses,
-    place_of,
     resolve,
     target_of,
 )
@@ -166,7 +166,7 @@ def names(name: str) -> set[str]:
     ],
 )
 def test_the_local_machine_is_recognized_by_its_addresses(host: str, address: str, where: str) -> None:
-    assert place_of(Device("a", host, address=address), SshTarget(host), OWN, names).is_here == (
+    assert machine_of(Device("a", host, address=address), SshTarget(host), OWN, names).is_here == (
         where == "here"
     )
 
@@ -184,7 +184,7 @@ def test_the_local_machine_is_recognized_by_its_addresses(host: str, address: st
 def test_loopback_behind_another_port_or_a_jump_host_is_not_local(line: str, where: str) -> None:
     target = target_of(f"host box\nhostname 127.0.0.1\n{line}\n")
     assert target.host == "127.0.0.1"
-    assert place_of(Device("box", "box"), target, OWN, names).is_here == (where == "here")
+    assert machine_of(Device("box", "box"), target, OWN, names).is_here == (where == "here")
 
 
 def test_own_addresses_contain_loopback() -> None:
@@ -194,11 +194,11 @@ def test_own_addresses_contain_loopback() -> None:
 
 
 def test_others_reach_the_coordinator_by_its_tensor_address_or_name() -> None:
-    other = Place(Device("b", "b"), "127.0.0.1", is_here=False)
-    assert head_host(Place(Device("a", "a", address="10.0.0.1"), "a", is_here=True), other) == "10.0.0.1"
-    assert head_host(Place(Device("a", "me@a"), "a", is_here=False), other) == "a"
+    other = Machine(Device("b", "b"), "127.0.0.1", is_here=False)
+    assert head_host(Machine(Device("a", "a", address="10.0.0.1"), "a", is_here=True), other) == "10.0.0.1"
+    assert head_host(Machine(Device("a", "me@a"), "a", is_here=False), other) == "a"
 
 
 def test_this_machine_is_reached_by_its_address_on_the_route() -> None:
-    here = Place(Device("a", "localhost"), "localhost", is_here=True)
-    assert head_host(here, Place(Device("b", "b"), "127.0.0.1", is_here=False)) == "127.0.0.1"
+    here = Machine(Device("a", "localhost"), "localhost", is_here=True)
+    assert head_host(here, Machine(Device("b", "b"), "127.0.0.1", is_here=False)) == "127.0.0.1"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_ring.cluster.lifecycle.arguments import Place
+from mlx_ring.cluster.lifecycle.arguments import Machine
 from mlx_ring.cluster.lifecycle.installation import FoundPrograms
 from mlx_ring.cluster.lifecycle.programs import find_pythons, make_ready
 from mlx_ring.cluster.lifecycle.systems import Python
@@ -33,18 +33,18 @@ ALPINE = Python("/usr/bin/python3", "linux", "riscv64", "3.12", "musl", (0, 0))
 def test_a_machine_without_a_usable_python_is_refused_with_advice(
     device: Device, pythons: list[Python], said: str, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:  # fmt: skip
-    def find(_place: Place, *, identity: bool) -> FoundPrograms:
+    def find(_machine: Machine, *, identity: bool) -> FoundPrograms:
         assert identity
         return FoundPrograms(())
 
-    def find_interpreters(_place: Place) -> list[Python]:
+    def find_interpreters(_machine: Machine) -> list[Python]:
         return pythons
 
     monkeypatch.setattr("mlx_ring.cluster.lifecycle.programs.find_program", find)
     monkeypatch.setattr("mlx_ring.cluster.lifecycle.programs.find_pythons", find_interpreters)
     store = WheelStore(tmp_path_factory.getbasetemp() / "packages")
     with pytest.raises(HostFailed, match=said):
-        make_ready(Place(device, "mini", is_here=False), store=store, report=lambda _line: None)
+        make_ready(Machine(device, "mini", is_here=False), store=store, report=lambda _line: None)
 
 
 @pytest.mark.processes
@@ -59,7 +59,7 @@ def test_interpreters_are_found_in_usual_places_and_broken_ones_skipped(
         home / ".local/share/uv/python/other/bin/python3.13", "echo linux riscv64 3.13 musl 0.0"
     )
     write_interpreter(home / ".pyenv/versions/3.11.7/bin/python3.11", "echo broken; exit 1")
-    found = find_pythons(Place(Device("here", "localhost"), "localhost", is_here=True))
+    found = find_pythons(Machine(Device("here", "localhost"), "localhost", is_here=True))
     assert [(python.path, python.version) for python in found if python.machine == "riscv64"] == [
         (str(managed), "3.13"),
         (str(good), "3.12"),

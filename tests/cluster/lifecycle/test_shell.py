@@ -6,13 +6,13 @@ import sys
 
 import pytest
 
-from mlx_ring.cluster.lifecycle.arguments import Place
+from mlx_ring.cluster.lifecycle.arguments import Machine
 from mlx_ring.cluster.lifecycle.shell import check_exit, command_on, on_all, own_output, run_on, send_to
 from mlx_ring.core.errors import HostFailed, HostUnreached
 from mlx_ring.settings.devices_file import Device
 
-HERE = Place(Device("here", "localhost"), "localhost", is_here=True)
-MINI = Place(Device("mini", "me@mini"), "mini", is_here=False)
+HERE = Machine(Device("here", "localhost"), "localhost", is_here=True)
+MINI = Machine(Device("mini", "me@mini"), "mini", is_here=False)
 
 
 def test_ssh_gets_one_line_with_every_argument_quoted() -> None:
@@ -57,15 +57,15 @@ def test_invalid_utf_8_raises_no_error() -> None:
 def test_every_failed_machine_is_reported_after_the_others_are_done() -> None:
     done: list[str] = []
 
-    def work(place: Place) -> str:
-        if place.name != "b":
-            raise HostFailed(f"{place.name} failed.")
-        done.append(place.name)
-        return place.name
+    def work(machine: Machine) -> str:
+        if machine.name != "b":
+            raise HostFailed(f"{machine.name} failed.")
+        done.append(machine.name)
+        return machine.name
 
-    places = [Place(Device(name, name), name, is_here=True) for name in "abc"]
+    machines = [Machine(Device(name, name), name, is_here=True) for name in "abc"]
     with pytest.raises(HostFailed, match=r"^a failed\.\nc failed\.$"):
-        on_all(places, work)
+        on_all(machines, work)
     assert done == ["b"]
     assert on_all([], work) == []
 

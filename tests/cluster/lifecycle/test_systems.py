@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from mlx_ring.cluster.lifecycle.systems import (
-    TELL_PYTHON,
+    PYTHON_INFO,
     Python,
     best_python,
     lowest_release,
@@ -32,7 +32,7 @@ MINI = python_of("darwin arm64 3.13 macos 15.3.1")
 
 
 def test_an_interpreter_describes_itself_and_other_output_is_ignored() -> None:
-    done = subprocess.run([sys.executable, "-c", TELL_PYTHON], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", PYTHON_INFO], capture_output=True, text=True, check=True)
     here = read_python(sys.executable, done.stdout)
     assert here is not None
     assert (here.system, here.version) == (sys.platform, f"{sys.version_info.major}.{sys.version_info.minor}")

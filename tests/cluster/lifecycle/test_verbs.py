@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mlx_ring.cluster.lifecycle import verbs
-from mlx_ring.cluster.lifecycle.arguments import Place
+from mlx_ring.cluster.lifecycle.arguments import Machine
 from mlx_ring.cluster.lifecycle.installation import Installation
 from mlx_ring.cluster.lifecycle.programs import ReadyMachine
 from mlx_ring.cluster.lifecycle.wheels import WheelStore
@@ -30,41 +30,41 @@ class Machines:
         self._failing = {key: list(errors) for key, errors in failing.items()}
         self.running: tuple[Running, ...] = (Running("agent", 2, 1.0, "other"),)
         monkeypatch.setattr(verbs, "_AGAIN_S", 0.0)
-        for name in ("find_places", "make_ready", "find_program", "any_program", "run_on"):
+        for name in ("find_machines", "make_ready", "find_program", "any_program", "run_on"):
             monkeypatch.setattr(verbs, name, getattr(self, name))
         machines = self
 
         def on_host(ready: ReadyMachine, verb: str, *_words: str, **_more: object) -> str:
-            return machines.on_host(ready.place, verb)
+            return machines.on_host(ready.machine, verb)
 
         monkeypatch.setattr(ReadyMachine, "on_host", on_host)
 
-    def find_places(self, devices: Sequence[Device]) -> list[Place]:
-        return [Place(one, one.name, is_here=False) for one in devices]
+    def find_machines(self, devices: Sequence[Device]) -> list[Machine]:
+        return [Machine(one, one.name, is_here=False) for one in devices]
 
-    def make_ready(self, place: Place, store: WheelStore, report: Callable[[str], None]) -> ReadyMachine:
+    def make_ready(self, machine: Machine, store: WheelStore, report: Callable[[str], None]) -> ReadyMachine:
         del store, report
-        return ReadyMachine(place, ("mlx-ring",), Installation({}, "/s", place.name, self.running))
+        return ReadyMachine(machine, ("mlx-ring",), Installation({}, "/s", machine.name, self.running))
 
-    def find_program(self, place: Place) -> str:
-        return self.on_host(place, "about")
+    def find_program(self, machine: Machine) -> str:
+        return self.on_host(machine, "about")
 
-    def any_program(self, place: Place, found: str) -> ReadyMachine:
+    def any_program(self, machine: Machine, found: str) -> ReadyMachine:
         del found
-        return self.make_ready(place, STORE, print)
+        return self.make_ready(machine, STORE, print)
 
-    def run_on(self, place: Place, words: Sequence[str]) -> str:
-        return f"token of {place.name} by {words[0]}"
+    def run_on(self, machine: Machine, words: Sequence[str]) -> str:
+        return f"token of {machine.name} by {words[0]}"
 
-    def on_host(self, place: Place, verb: str) -> str:
-        self.commands.append((place.name, verb))
-        failures = self._failing.get((place.name, verb), [])
+    def on_host(self, machine: Machine, verb: str) -> str:
+        self.commands.append((machine.name, verb))
+        failures = self._failing.get((machine.name, verb), [])
         if failures and (failure := failures.pop(0)) is not None:
             raise failure
         return {"run": "7\n", "wait-until-ready": "http://a\n", "ask": "{}", "model": "demo\n"}.get(verb, "")
 
 
-def start() -> verbs.Started:
+def start() -> verbs.StartedCluster:
     return verbs.start(FILE, "demo", report=lambda _: None, store=STORE, timeout_s=60.0)
 
 

@@ -1,4 +1,4 @@
-"""Stop a worker at a chosen step, on request. Processes also tell how many asyncio tasks they have.
+"""Stop a worker at a chosen step, on request. Processes also report how many asyncio tasks they have.
 
 Python imports a module of this name when it starts. It works with this folder in `PYTHONPATH` and a folder in
 `STOP_AT_STEPS_IN`. Then a process and each of its children listen there on a Unix socket named after the process id.

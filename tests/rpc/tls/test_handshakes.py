@@ -101,9 +101,9 @@ def test_a_server_logs_each_refused_connection_with_the_reason(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("PEER_DID_NOT_RETURN_A_CERTIFICATE: x", "refused a connection: it showed no certificate"),
-        ("WRONG_VERSION_NUMBER: x", "refused a connection: it did not speak TLS"),
-        ("SOMETHING_NEW", "refused a connection: SOMETHING_NEW"),
+        ("PEER_DID_NOT_RETURN_A_CERTIFICATE: x", "Refused a connection: it showed no certificate"),
+        ("WRONG_VERSION_NUMBER: x", "Refused a connection: it did not speak TLS"),
+        ("SOMETHING_NEW", "Refused a connection: SOMETHING_NEW"),
     ],
 )
 def test_a_handshake_error_of_grpc_becomes_a_sentence(text: str, message: str) -> None:
@@ -118,7 +118,7 @@ def test_other_lines_report_no_refused_handshake() -> None:
 
 def test_grpc_log_lines_are_left_out_of_a_workers_log() -> None:
     line = "I1121 13:17:08.055926 4454 ssl_transport_security.cc:2563] Handshake failed with error HTTP_REQUEST: x"
-    assert loggable_line(line) == "refused a connection: it spoke plain HTTP"
+    assert loggable_line(line) == "Refused a connection: it spoke plain HTTP"
     assert loggable_line("I1121 13:17:08.055926 4454 server.cc:1] started") == ""
     assert loggable_line("Fatal Python error: Aborted") == "Fatal Python error: Aborted"
 

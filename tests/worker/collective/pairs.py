@@ -70,7 +70,7 @@ def _end(rank: int, kind: str, variables: dict[str, str], address: str, orders: 
     import mlx.core as mx  # the test's own process does not need it
 
     from mlx_ring.worker.collective.link_ends import CollectiveReceiver, CollectiveSender
-    from mlx_ring.worker.collective.messages import Form
+    from mlx_ring.worker.collective.step_messages import Form
     from mlx_ring.worker.collective.transports import transport_between
     from mlx_ring.worker.group import group_capabilities
 

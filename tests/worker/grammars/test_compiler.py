@@ -19,7 +19,7 @@ from mlx_ring.models.grammars import to_llguidance
 from mlx_ring.models.model_folder import read_model_folder
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
 from mlx_ring.worker.grammars import GrammarCompiler, compiler
-from mlx_ring.worker.grammars.answer import Compiled
+from mlx_ring.worker.grammars.answer_state import Compiled
 from mlx_ring.worker.grammars.compiler import KeptGrammars, key_of
 
 REGEX = step_pb2.Grammar(kind="regex", text="^(ab|cd){3}$")

@@ -7,7 +7,7 @@ import itertools
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import KVCache
-from tests.worker.kv.test_store import TOKEN_BYTES, append, content
+from tests.worker.kv.test_kv_store import TOKEN_BYTES, append, content
 
 from mlx_ring.worker.kv import KVStore
 from mlx_ring.worker.kv.bank import Bank

@@ -99,7 +99,7 @@ def test_without_the_kernels_mlx_stays_as_it_was(
     monkeypatch.setattr(build, "why_without", {build.Target.installed(): "they are not built"}.get)
     caplog.set_level("INFO")
     assert not ring_waits.wait_in_the_kernel()
-    assert "a rank that waits for others keeps a core busy: they are not built" in caplog.text
+    assert "A rank that waits for others keeps a core busy: they are not built" in caplog.text
 
 
 @pytest.mark.parametrize(

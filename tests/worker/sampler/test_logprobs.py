@@ -48,7 +48,7 @@ def test_log_probabilities_of_a_prompt_in_chunks_equal_those_at_once(logits: mx.
     assert prompt_logprobs(logits, targets, 3) == token_logprobs(logits, targets, 3)
 
 
-def test_half_precision_logits_are_normalised_in_float32(logits: mx.array) -> None:
+def test_half_precision_logits_are_normalized_in_float32(logits: mx.array) -> None:
     half = logits[:4].astype(mx.bfloat16)
     assert token_logprobs(half, [1, 2, 3, 4], 2) == token_logprobs(half.astype(mx.float32), [1, 2, 3, 4], 2)
 

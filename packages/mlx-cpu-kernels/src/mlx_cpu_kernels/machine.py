@@ -28,7 +28,7 @@ def usable_cores(root: Path = ROOT) -> int:
 
 
 def free_memory(root: Path = ROOT) -> int:
-    """Return the bytes of memory that are free; 0 where the system does not tell."""
+    """Return the bytes of memory that are free; 0 if the system does not report it."""
     free = 0
     with contextlib.suppress(OSError), (root / "proc/meminfo").open(encoding="utf-8") as lines:
         free = next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), 0)

@@ -1,5 +1,5 @@
-// Checks that the pool covers each loop exactly once, for any length and number of threads, beside other callers, and
-// while some of its threads do not run.
+// Checks that the pool covers each loop exactly once, for any length and number of threads. Other callers use it
+// meanwhile, and some of its threads do not run.
 #include <atomic>
 #include <chrono>
 #include <cstdio>

@@ -1,7 +1,6 @@
 """Ranks of Open MPI without `mpirun`: the agent starts the workers itself.
 
-A rank learns its place, and what the others tell of themselves, from a PMIx server, to which the environment leads it.
-`mpirun` is one, and more: it starts the ranks itself, and listens for other daemons on every network, to which it is
-obliged. Here a small process of ours serves PMIx with the same library, on loopback, and the agent starts the ranks as it starts
-every worker.
+A rank gets its place and the other ranks' data from a PMIx server, whose address is in the environment. `mpirun` is one.
+It also starts the ranks itself, and must listen for other daemons on every network. Here a small process serves PMIx with the
+same library, on loopback, and the agent starts the ranks as it starts every worker.
 """

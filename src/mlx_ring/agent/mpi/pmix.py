@@ -26,7 +26,7 @@ _MODULE_BYTES = 4096
 """More than the table of a server's functions takes; all may be missing, for ranks on one machine need none."""
 
 
-class _Content(ctypes.Union):
+class _PmixUnion(ctypes.Union):
     _fields_ = [
         ("number", ctypes.c_uint64),
         ("text", ctypes.c_char_p),
@@ -36,7 +36,7 @@ class _Content(ctypes.Union):
 
 
 class _Value(ctypes.Structure):
-    _fields_ = [("type", ctypes.c_uint16), ("content", _Content)]
+    _fields_ = [("type", ctypes.c_uint16), ("content", _PmixUnion)]
 
 
 class _Info(ctypes.Structure):

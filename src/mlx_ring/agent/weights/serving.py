@@ -94,7 +94,7 @@ class WeightsService:
             async for part in _read_ranges(source.folder / request.file, request):
                 yield part
         except RingError as error:
-            log.warning("did not give weights of %s: %s", request.model[:16], error)
+            log.warning("Did not give weights of %s: %s", request.model[:16], error)
             yield weights_pb2.FetchPart(failure=error_to_failure(error))
 
     async def _source(self, hello: hello_pb2.Hello, model: str) -> _Source:

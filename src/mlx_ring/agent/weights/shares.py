@@ -16,7 +16,7 @@ _RUN_PARTS = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PiecePart:
     """Bytes `[start, end)` of a file, which belong to one piece.
 
     `number` counts the piece's parts. With `alone`, the whole piece must come from one peer,
@@ -40,15 +40,15 @@ class Board:
     """Wanted parts that are not being fetched yet, in the order of the files, and the pieces of each peer."""
 
     manifest: WeightsManifest
-    waiting: list[Part]
+    waiting: list[PiecePart]
     peers: dict[str, frozenset[int]] = field(default_factory=dict[str, frozenset[int]])
     in_progress: int = 0
     """Number of parts that are being fetched."""
 
-    def take(self, peer: str) -> list[Part]:
+    def take(self, peer: str) -> list[PiecePart]:
         """Return parts of one file for a peer to fetch now, in order; none if it has nothing that is wanted."""
         has = self.peers.get(peer, frozenset())
-        run: list[Part] = []
+        run: list[PiecePart] = []
         for part in self.waiting:
             if part.piece not in has:
                 continue
@@ -62,7 +62,7 @@ class Board:
         self.in_progress += len(run)
         return run
 
-    def _fits(self, run: list[Part], part: Part) -> bool:
+    def _fits(self, run: list[PiecePart], part: PiecePart) -> bool:
         return (
             not part.alone
             and len(run) < _RUN_PARTS
@@ -74,13 +74,13 @@ class Board:
         """Record a finished part."""
         self.in_progress -= 1
 
-    def return_unfinished(self, parts: Iterable[Part]) -> None:
+    def return_unfinished(self, parts: Iterable[PiecePart]) -> None:
         """Return parts that a peer did not finish to the wanted ones."""
         returned = list(parts)
         self.in_progress -= len(returned)
         self.add(returned)
 
-    def add(self, parts: Iterable[Part]) -> None:
+    def add(self, parts: Iterable[PiecePart]) -> None:
         """Add wanted parts."""
         self.waiting = sorted([*self.waiting, *parts], key=lambda part: (part.file, part.start))
 
@@ -98,7 +98,7 @@ class Board:
         return peer in self.peers and self.in_progress > 0
 
 
-def join_ranges(parts: Iterable[Part]) -> Iterator[tuple[int, int]]:
+def join_ranges(parts: Iterable[PiecePart]) -> Iterator[tuple[int, int]]:
     """Return the ranges of parts, with adjacent ones joined."""
     begin = end = -1
     for part in parts:
@@ -111,9 +111,9 @@ def join_ranges(parts: Iterable[Part]) -> Iterator[tuple[int, int]]:
         yield begin, end
 
 
-def rest_of(parts: Iterable[Part], reached: int) -> list[Part]:
+def rest_of(parts: Iterable[PiecePart], reached: int) -> list[PiecePart]:
     """Return the rest of a run after `reached` bytes; a piece that must come from one peer counts as a whole."""
-    rest: list[Part] = []
+    rest: list[PiecePart] = []
     for part in parts:
         if reached < part.nbytes:
             rest.append(part if part.alone else replace(part, start=part.start + max(reached, 0)))

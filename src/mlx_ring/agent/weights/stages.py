@@ -17,11 +17,11 @@ from pathlib import Path
 
 import grpc
 
-from mlx_ring.agent.weights.peers import FetchLimits, PeerChannel, Progress, broken, short
+from mlx_ring.agent.weights.peer_channels import FetchLimits, PeerChannel, broken, short
 from mlx_ring.agent.weights.store import StoredModel, WeightStore, missing_bytes
 from mlx_ring.agent.weights.transfer import Fetched, Transfer
 from mlx_ring.core.errors import ProtocolError, RingError, WeightsMissing
-from mlx_ring.core.types import LayerRange
+from mlx_ring.core.types import ByteProgress, LayerRange
 from mlx_ring.models.layer_tensors import tensors_of_stage
 from mlx_ring.models.model_folder import read_model_folder
 from mlx_ring.models.weights_manifest import MAX_MANIFEST_BYTES, WeightsManifest, decode_manifest
@@ -63,7 +63,7 @@ async def fetch(
     wanted: Iterable[int],
     peers: Sequence[PeerChannel],
     node: str,
-    progress: Progress,
+    progress: ByteProgress,
     patience: FetchLimits = _PATIENCE,
 ) -> Fetched:
     """Fetch and check the wanted pieces. Pieces that are there are not fetched again.
@@ -120,7 +120,7 @@ async def fetch_stages(
     stages: Sequence[LayerRange],
     peers: Sequence[PeerChannel],
     node: str,
-    progress: Progress,
+    progress: ByteProgress,
     hold: ExitStack,
     patience: FetchLimits | None = None,
 ) -> Path:
@@ -154,7 +154,7 @@ async def _fetch(
     wanted: Iterable[int],
     peers: Sequence[PeerChannel],
     node: str,
-    progress: Progress,
+    progress: ByteProgress,
     patience: FetchLimits,
 ) -> None:
     pieces = frozenset(wanted)

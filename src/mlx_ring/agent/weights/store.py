@@ -248,7 +248,7 @@ class WeightStore:
         if descriptor is None:
             return False
         try:
-            log.info("removing the stored weights in %s to make room", model.entry)
+            log.info("Removing the stored weights in %s to make room", model.entry)
             _remove(model.entry)
         finally:
             os.close(descriptor)

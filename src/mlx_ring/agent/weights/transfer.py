@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from mlx_ring.agent.weights.peers import FetchLimits, PeerChannel, Progress, broken, is_final, short
-from mlx_ring.agent.weights.shares import Board, Part, join_ranges, rest_of
+from mlx_ring.agent.weights.peer_channels import FetchLimits, PeerChannel, broken, is_final, short
+from mlx_ring.agent.weights.shares import Board, PiecePart, join_ranges, rest_of
 from mlx_ring.agent.weights.store import StoredModel, parts_of
 from mlx_ring.core.errors import ModelNotFound, ProtocolError, RingError, WeightsMissing
+from mlx_ring.core.types import ByteProgress
 from mlx_ring.models.weights_manifest import Piece, unpack_indexes
 from mlx_ring.rpc.failures import failure_to_error
 from mlx_ring.rpc.hello import make_hello
@@ -39,7 +40,12 @@ class Transfer:
     """One run of `fetch`."""
 
     def __init__(
-        self, model: StoredModel, wanted: frozenset[int], node: str, progress: Progress, patience: FetchLimits
+        self,
+        model: StoredModel,
+        wanted: frozenset[int],
+        node: str,
+        progress: ByteProgress,
+        patience: FetchLimits,
     ) -> None:
         self._model = model
         self._wanted = wanted
@@ -50,8 +56,8 @@ class Transfer:
         self._changed = asyncio.Condition()
         self._left = set(wanted - model.have)
         self._parts_left: dict[int, int] = {}
-        self._given: defaultdict[int, list[_Given]] = defaultdict(list)
-        self._suspects: dict[int, list[tuple[_Given, str]]] = {}
+        self._given: defaultdict[int, list[_FetchedBytes]] = defaultdict(list)
+        self._suspects: dict[int, list[tuple[_FetchedBytes, str]]] = {}
         self._fruitless: Counter[str] = Counter()
         self._reasons: dict[str, str] = {}
         self._total = model.manifest.nbytes(wanted)
@@ -77,7 +83,7 @@ class Transfer:
         for index in sorted(self._left):
             piece, there = self._model.manifest.pieces[index], self._model.parts(index)
             parts = [
-                Part(index, number, piece.file, start, end)
+                PiecePart(index, number, piece.file, start, end)
                 for number, (start, end) in enumerate(parts_of(piece))
                 if number not in there
             ]
@@ -119,7 +125,7 @@ class Transfer:
                 pause_s = self._patience.pause_s * 2 ** (tries - 1)
                 await asyncio.sleep(min(pause_s, self._patience.longest_pause_s))
 
-    async def _fetch_run(self, peer: PeerChannel, run: deque[Part]) -> None:
+    async def _fetch_run(self, peer: PeerChannel, run: deque[PiecePart]) -> None:
         """Fetch a run; return unfinished parts to the board in any case."""
         reached = 0
         try:
@@ -141,7 +147,7 @@ class Transfer:
         finally:
             await self._return_unfinished(peer.name, run, reached)
 
-    async def _receive(self, peer: PeerChannel, run: list[Part]) -> AsyncGenerator[tuple[int, bytes]]:
+    async def _receive(self, peer: PeerChannel, run: list[PiecePart]) -> AsyncGenerator[tuple[int, bytes]]:
         """Yield offsets and bytes as they arrive, each checked against the request."""
         ranges = list(join_ranges(run))
         call = FETCH.aio_unary_stream(peer.channel)(
@@ -174,9 +180,9 @@ class Transfer:
         self._done += nbytes
         self._report_progress(self._done, self._total)
 
-    async def _finish_parts(self, peer: str, run: deque[Part], reached: int) -> int:
+    async def _finish_parts(self, peer: str, run: deque[PiecePart], reached: int) -> int:
         """Remove the received parts from a run; return how many bytes of the next one have arrived."""
-        done: list[Part] = []
+        done: list[PiecePart] = []
         while run and reached >= run[0].nbytes:
             done.append(run.popleft())
             reached -= done[-1].nbytes
@@ -187,12 +193,12 @@ class Transfer:
             await self._wake()
         return reached
 
-    async def _note(self, peer: str, done: Iterable[Part]) -> None:
+    async def _note(self, peer: str, done: Iterable[PiecePart]) -> None:
         """Record received parts; check the pieces that they complete."""
         parts: list[tuple[int, int]] = []
         whole: list[int] = []
         for part in done:
-            self._given[part.piece].append(_Given(part.start, part.end, peer))
+            self._given[part.piece].append(_FetchedBytes(part.start, part.end, peer))
             self._parts_left[part.piece] -= 1
             if self._parts_left[part.piece]:
                 parts.append((part.piece, part.number))
@@ -202,13 +208,13 @@ class Transfer:
             await asyncio.to_thread(self._model.note_parts, parts)
         await self._end_pieces(whole)
 
-    async def _return_unfinished(self, peer: str, run: deque[Part], reached: int) -> None:
+    async def _return_unfinished(self, peer: str, run: deque[PiecePart], reached: int) -> None:
         if run and reached:
             part = run[0]
             if part.alone:
                 self._done -= reached
             else:
-                self._given[part.piece].append(_Given(part.start, part.start + reached, peer))
+                self._given[part.piece].append(_FetchedBytes(part.start, part.start + reached, peer))
         self._board.return_unfinished(rest_of(run, reached))
         await self._wake()
 
@@ -225,7 +231,7 @@ class Transfer:
                 self._left.discard(index)
                 await self._blame(index)
 
-    async def _want_again(self, index: int, given: Sequence[_Given]) -> None:
+    async def _want_again(self, index: int, given: Sequence[_FetchedBytes]) -> None:
         """Handle a wrong piece: drop its only peer, or fetch it whole from one of several to find the wrong one."""
         piece = self._model.manifest.pieces[index]
         await asyncio.to_thread(self._model.forget, [index])
@@ -234,14 +240,14 @@ class Transfer:
             await self._drop(names.pop(), _wrong(piece))
         else:
             log.warning(
-                "received wrong bytes of %s from %s: requesting all of it from one of them",
+                "Received wrong bytes of %s from %s: requesting all of it from one of them",
                 piece,
                 sorted(names),
             )
             self._suspects[index] = [(part, await self._digest(index, part)) for part in given]
         self._done -= piece.nbytes
         self._parts_left[index] = 1
-        self._board.add([Part(index, -1, piece.file, piece.offset, piece.end, alone=True)])
+        self._board.add([PiecePart(index, -1, piece.file, piece.offset, piece.end, alone=True)])
         await self._wake()
 
     async def _blame(self, index: int) -> None:
@@ -250,7 +256,7 @@ class Transfer:
             if digest != await self._digest(index, part):
                 await self._drop(part.peer, _wrong(self._model.manifest.pieces[index]))
 
-    async def _digest(self, index: int, part: _Given) -> str:
+    async def _digest(self, index: int, part: _FetchedBytes) -> str:
         file = self._model.manifest.pieces[index].file
         return await asyncio.to_thread(self._model.digest_of, file, part.start, part.end)
 
@@ -283,7 +289,7 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True)
-class _Given:
+class _FetchedBytes:
     """Bytes `[start, end)` of a file that came from a peer."""
 
     start: int

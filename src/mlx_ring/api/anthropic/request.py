@@ -246,7 +246,7 @@ def conversation_of(fields: PromptFields, format_: ChatFormat) -> Conversation:
         format_: format of the model's answers.
 
     Raises:
-        RequestError: Fields contradict each other. The error names one of them.
+        RequestError: fields contradict each other. The error names one of them.
     """
     messages = [*_system(fields), *_template_messages(fields.messages)]
     _clear_thinking(messages, fields)

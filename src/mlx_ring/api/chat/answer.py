@@ -100,7 +100,7 @@ class ChatGeneration:
         An empty batch means that nothing came for `quiet_s` seconds, or that the answers have to wait (`silence`).
 
         Raises:
-            RingError: An answer failed. All updates before the failure are yielded first.
+            RingError: an answer failed. All updates before the failure are yielded first.
         """
         async with aclosing(self._generation.batches(quiet_s)) as batches:
             async for batch in batches:

@@ -72,7 +72,7 @@ def write_call(grammar: LarkGrammar, tool: Tool, quote: str) -> str:
     """Write one call without its outer marks.
 
     Raises:
-        RequestError: The tool is strict, and its schema cannot be enforced in this format.
+        RequestError: the tool is strict, and its schema cannot be enforced in this format.
     """
     try:
         arguments = _Values(grammar, tool, quote).of({"type": "object", **(tool.parameters or NOTHING)})

@@ -139,7 +139,7 @@ def properties_of(tool: Tool) -> Mapping[str, Schema]:
     """Return the properties of a tool whose arguments are written one by one.
 
     Raises:
-        RequestError: The tool is strict, and its schema restricts more than each single argument.
+        RequestError: the tool is strict, and its schema restricts more than each single argument.
     """
     schema = tool.parameters or NOTHING
     others = sorted(schema.keys() - _PLAIN_KEYS)

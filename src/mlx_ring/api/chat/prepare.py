@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from mlx_ring.api.chat.grammars import answer_grammar
+from mlx_ring.api.chat.answer_grammars import answer_grammar
 from mlx_ring.api.chat.model_format import ChatFormat, Marks, prompts_end
 from mlx_ring.api.chat.reader import ReadingRules
 from mlx_ring.api.chat.request import Conversation
@@ -59,7 +59,7 @@ async def prepare_chat(
             otherwise such a call becomes text of the answer.
 
     Raises:
-        RequestError: The model's template refuses the conversation, or does not support a part of it.
+        RequestError: the model's template refuses the conversation, or does not support a part of it.
     """
     format_ = context.formats[service.tokenizer]
     prompt = await encode_conversation(context, service, conversation)
@@ -94,7 +94,7 @@ async def encode_conversation(
     """Return the prompt of the model; without `add_generation_prompt` it does not start an answer.
 
     Raises:
-        RequestError: The model's template refuses the conversation.
+        RequestError: the model's template refuses the conversation.
     """
     format_ = context.formats[service.tokenizer]
     _check_tools(format_, conversation)
@@ -115,7 +115,7 @@ def with_effort(
     """Return the client's template arguments and those for the reasoning effort.
 
     Raises:
-        RequestError: Both set the same thing, or the template does not support it.
+        RequestError: both set the same thing, or the template does not support it.
     """
     arguments = {} if effort is None else effort_arguments(format_, effort, param=param)
     for name in arguments:
@@ -133,7 +133,7 @@ def effort_arguments(format_: ChatFormat, effort: str, *, param: str) -> dict[st
     A template that has only a switch treats all efforts but `none` the same.
 
     Raises:
-        RequestError: The template has no such setting.
+        RequestError: the template has no such setting.
     """
     if format_.knows("reasoning_effort"):
         return {"reasoning_effort": effort}

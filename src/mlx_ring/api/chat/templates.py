@@ -44,7 +44,7 @@ def tokenizer_beneath(tokenizer: Tokenizer) -> Any:
     return getattr(tokenizer, "_tokenizer", None)
 
 
-_TEMPLATE_TROUBLE = (
+_TEMPLATE_ERRORS = (
     TemplateError,
     MemoryError,
     TypeError,
@@ -83,7 +83,7 @@ def render(
                 add_generation_prompt=add_generation_prompt and not conversation.continues,
                 **template_arguments(conversation),
             )
-    except _TEMPLATE_TROUBLE as error:
+    except _TEMPLATE_ERRORS as error:
         raise RequestError(
             f"The model's chat template rejects these messages: {error}",
             param=conversation.messages_param,

@@ -45,7 +45,7 @@ def write_calls(
     """Return the text that opens the calls, and the rule of the calls after it.
 
     Raises:
-        RequestError: The format has no grammar, or a tool's schema cannot be enforced in it.
+        RequestError: the format has no grammar, or a tool's schema cannot be enforced in it.
     """
     spell = _SPELLINGS.get(marks.parser)
     if spell is None:

@@ -159,7 +159,7 @@ BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 _METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"})
 LEFT = 499
 """Status of a request whose client left before the answer's status, as in nginx."""
-SERVER_TROUBLE = 500
+SERVER_ERROR = 500
 
 Key = tuple[str, str, str]
 """Method, route and status."""
@@ -207,7 +207,7 @@ class HttpMetricsMiddleware:
         try:
             await self._app(scope, receive, send_observed)
         except Exception:
-            status = SERVER_TROUBLE if status == LEFT else status
+            status = SERVER_ERROR if status == LEFT else status
             raise
         finally:
             self._meter.in_progress -= 1

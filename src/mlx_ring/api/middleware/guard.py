@@ -54,7 +54,7 @@ class Admission:
         """Count a request as open within the context.
 
         Raises:
-            Draining: The server accepts no new requests.
+            Draining: the server accepts no new requests.
         """
         if method in _READING:
             yield
@@ -82,7 +82,7 @@ class Admission:
 
 
 _LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
-_EVERY_ADDRESS = frozenset({"0.0.0.0", "::", ""})  # noqa: S104 - recognised here, bound elsewhere
+_EVERY_ADDRESS = frozenset({"0.0.0.0", "::", ""})  # noqa: S104 - recognized here, bound elsewhere
 _SANE_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 """Client's id of a request that is safe in a log."""
 _OPEN = ("/health", "/docs", "/page", "/favicon.ico")

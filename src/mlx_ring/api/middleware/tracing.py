@@ -5,7 +5,7 @@ from __future__ import annotations
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mlx_ring.api.middleware.access_log import LEFT, SERVER_TROUBLE, route_of
+from mlx_ring.api.middleware.access_log import LEFT, SERVER_ERROR, route_of
 from mlx_ring.core.traces import TRACEPARENT, Span, Tracing
 
 
@@ -33,7 +33,7 @@ class TracingMiddleware:
         try:
             await self._app(scope, receive, send_recorded)
         except Exception:
-            status = SERVER_TROUBLE if status == LEFT else status
+            status = SERVER_ERROR if status == LEFT else status
             raise
         finally:
             TRACEPARENT.reset(token)
@@ -62,4 +62,4 @@ def _close(span: Span, scope: Scope, status: int) -> None:
         },
         name=f"POST {route}",
     )
-    span.end(error=str(status) if status >= SERVER_TROUBLE else "")
+    span.end(error=str(status) if status >= SERVER_ERROR else "")

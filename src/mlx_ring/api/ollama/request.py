@@ -88,7 +88,7 @@ def read_think(format_: ChatFormat, think: Think | None) -> dict[str, object]:
     """Return the template arguments for `think`; none if the template decides.
 
     Raises:
-        RequestError: The model has no reasoning, or no such reasoning effort.
+        RequestError: the model has no reasoning, or no such reasoning effort.
     """
     if think is None:
         return {}
@@ -146,7 +146,7 @@ def find_model(context: ApiContext, name: str | None) -> ModelService:
     """Return the model of a name. The tag that Ollama adds to names is optional.
 
     Raises:
-        UnknownModel: No model has this name.
+        UnknownModel: no model has this name.
     """
     try:
         return context.model(name)
@@ -264,7 +264,7 @@ def read_sampling(
     """Return the engine's parameters. A parameter that the request omits gets the model's default.
 
     Raises:
-        RequestError: The context exceeds the model's, or a field lacks another one that it needs.
+        RequestError: the context exceeds the model's, or a field lacks another one that it needs.
     """
     given = fields.options or Options()
     if fields.top_logprobs is not None and not fields.logprobs:

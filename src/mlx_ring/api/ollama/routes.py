@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.routing import Router
 
 from mlx_ring.api.chat.answer import answer_chat, stream_chat
-from mlx_ring.api.chat.grammars import answer_grammar
+from mlx_ring.api.chat.answer_grammars import answer_grammar
 from mlx_ring.api.chat.model_format import ChatFormat
 from mlx_ring.api.chat.prepare import PreparedChat, prepare_chat
 from mlx_ring.api.chat.reader import ReadingRules

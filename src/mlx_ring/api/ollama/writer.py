@@ -68,7 +68,7 @@ class LineWriter(Generic[PieceT]):
         self._make_piece = make_piece
         self._texts = texts
         self._sent_calls = 0
-        # Ollama's streams have no comments: a line without text tells proxies and clients that the answer continues.
+        # Ollama's streams have no comments: a line without text shows proxies and clients that the answer continues.
         self.stream_format = StreamFormat(LINES, json_line, resuming=lambda: json_line(self._piece()))
 
     def opening(self, answers: Sequence[ChatAnswer]) -> Iterable[PieceT]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mlx_ring.api.context import ApiContext
 from mlx_ring.api.dialect import Dialect, ErrorInfo, ErrorNumbers, event
-from mlx_ring.api.openai import chat, completions, embeddings, models, tokens
+from mlx_ring.api.openai import chat, completions, embeddings, models, tokenize
 from mlx_ring.api.openai.responses import route as responses
 from mlx_ring.api.openapi import JsonObject
 
@@ -42,7 +42,7 @@ OPENAI: Dialect[ApiContext, OpenAiError] = Dialect(
         completions.routes,
         responses.routes,
         embeddings.routes,
-        tokens.routes,
+        tokenize.routes,
         models.routes,
     ),
     error_body=_error_body,

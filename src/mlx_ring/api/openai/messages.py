@@ -251,7 +251,7 @@ def read_tool_use(
     """Return the tools and the tool choice.
 
     Raises:
-        RequestError: Two tools have the same name, or the choice names no tool.
+        RequestError: two tools have the same name, or the choice names no tool.
     """
     read = [
         Tool(given.name, given.description, given.parameters, bool(given.strict))
@@ -285,7 +285,7 @@ def choose(
     """Return the tools with the tool choice. `names` are the callable tools; None: all.
 
     Raises:
-        RequestError: The choice names an unknown tool, or there is no tool to call.
+        RequestError: the choice names an unknown tool, or there is no tool to call.
     """
     known = {tool.name for tool in use.tools}
     for name in names or ():

@@ -22,6 +22,7 @@ from starlette.responses import Response
 from starlette.routing import Router
 
 from mlx_ring.api.context import ApiContext
+from mlx_ring.api.dialect import Json
 from mlx_ring.api.errors import error_body
 from mlx_ring.api.openapi import JsonObject, RouteDoc, documented_get
 from mlx_ring.api.ops.cache import CacheStatistics, cache_statistics
@@ -31,8 +32,6 @@ from mlx_ring.api.streaming import EVENT_STREAM, StreamedAnswer
 from mlx_ring.core.engine_stats import OpenRequest, RankTotals, RequestState, StepTotals
 from mlx_ring.core.errors import Overloaded
 from mlx_ring.core.logs import LogLine, recent_lines
-
-Json = dict[str, object]
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +52,7 @@ class StageShares(JsonObject):
     compute: float
     link: float
     under_way: float
-    """Share of steps that have not ended: only their end tells how they spent it."""
+    """Share of steps that have not ended: only their end reports how they spent it."""
 
 
 class Rates(JsonObject):
@@ -154,10 +153,10 @@ class EventFeed:
         """Create a feed without watchers.
 
         Args:
-            read: Returns the present state as plain JSON.
-            lines: Returns the log's lines after the one with a number.
-            every_s: Time between two reads.
-            most: Largest number of watchers.
+            read: returns the present state as plain JSON.
+            lines: returns the log's lines after the one with a number.
+            every_s: time between two reads.
+            most: largest number of watchers.
         """
         self._read, self._lines = read, lines
         self._every_s, self._most = every_s, most
@@ -174,7 +173,7 @@ class EventFeed:
         """Yield the events of a new watcher.
 
         Raises:
-            Overloaded: There are too many watchers.
+            Overloaded: there are too many watchers.
         """
         if self._watchers >= self._most:
             raise Overloaded(
@@ -210,7 +209,7 @@ class EventFeed:
             try:
                 self._update()
             except Exception:
-                log.exception("cannot read the state for the event stream this time")
+                log.exception("Cannot read the state for the event stream this time")
 
     def _update(self) -> None:
         state = self._read()

@@ -76,7 +76,7 @@ def check_manager(request: Request, settings: ApiSettings) -> None:
     Clients on other machines need an API key, because a model may be any folder, or fill the disk.
 
     Raises:
-        Refused: The server has no API keys, and the client is on another machine.
+        Refused: the server has no API keys, and the client is on another machine.
     """
     host = "" if request.client is None else request.client.host
     if not settings.api_keys and not _is_loopback(host):

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
-from mlx_ring.api.dialect import DescribedModel
+from mlx_ring.api.openapi import DescribedModel
 
 NodeState = Literal["attending", "gone", "quarantined"]
 InstanceState = Literal["loading", "ready", "unavailable"]

@@ -78,7 +78,7 @@ def _has_output(choice: dict[str, Any]) -> bool:
 Endpoint = Literal["completions", "chat"]
 
 _CONNECT_S = 10.0
-_UNAUTHORISED = (401, 403)
+_UNAUTHORIZED = (401, 403)
 _SHOWN = 200
 _CUT = "stream ended early"
 _ONE_EACH = Words()
@@ -269,7 +269,7 @@ def _note(record: Record, data: str, now: float) -> bool:
 def _served_models(response: httpx.Response, url: str) -> dict[str, dict[str, Any]]:
     """Return the served models by id."""
     if not response.is_success:
-        hint = " Give --api-key." if response.status_code in _UNAUTHORISED else ""
+        hint = " Give --api-key." if response.status_code in _UNAUTHORIZED else ""
         said = error_message(response.text)
         raise ConfigError(f"{url}/v1/models answers {response.status_code}: {said}{hint}")
     try:

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from mlx_ring.cli.bench.client import BenchClient, RequestOptions, Target, probe
 from mlx_ring.cli.bench.plot import draw_plot
-from mlx_ring.cli.bench.summary import STOPPED, Record, as_json, print_summary, summarise
+from mlx_ring.cli.bench.summary import STOPPED, Record, as_json, print_summary, summarize
 from mlx_ring.cli.bench.workload import Job, Workload, make_jobs
 from mlx_ring.core.errors import ConfigError
 
@@ -49,13 +49,13 @@ async def run_load(
     """Send every job.
 
     Args:
-        client: The client that sends.
-        target: The server and model.
-        jobs: The requests.
-        options: The options of all requests.
-        concurrency: The maximum number of concurrent requests; None sends each request at its arrival time.
-        run: The results, filled as answers arrive, so that a stopped load can report them.
-        on_answer: A callback for the end of each request.
+        client: the client that sends.
+        target: the server and model.
+        jobs: the requests.
+        options: the options of all requests.
+        concurrency: the maximum number of concurrent requests; None sends each request at its arrival time.
+        run: the results, filled as answers arrive, so that a stopped load can report them.
+        on_answer: a callback for the end of each request.
     """
     started = time.perf_counter()
     waiting = iter(jobs)
@@ -117,7 +117,7 @@ async def run_bench(
     with _progress(run, workload.requests, shown=outputs.progress) as look:
         interrupted = await _until_interrupted(_load(client, target, workload, options, run), look)
     after = await _state(client)
-    summary = summarise(run.records, run.duration_s)
+    summary = summarize(run.records, run.duration_s)
     print_summary(Console(soft_wrap=True), summary, run.records, notes)
     report = as_json(
         asdict(workload) | asdict(options) | {"model": target.model, "warmup": warmup},

@@ -157,7 +157,7 @@ class Summary:
         return asdict(self)
 
 
-def summarise(records: Iterable[Record], duration_s: float) -> Summary:
+def summarize(records: Iterable[Record], duration_s: float) -> Summary:
     """Return the summary of a run of that duration."""
     records = list(records)
     completed = [record for record in records if record.error is None]

@@ -116,10 +116,10 @@ def make_jobs(
     """Yield the requests of a workload. Prompts are token ids, or words if the vocabulary is unknown.
 
     Args:
-        workload: The workload.
-        vocabulary: The number of token ids; None if unknown.
-        first: The number of the first request; other numbers give other prompts with the same shared prefix.
-        words: The tokens per word, for prompts of words.
+        workload: the workload.
+        vocabulary: the number of token ids; None if unknown.
+        first: the number of the first request; other numbers give other prompts with the same shared prefix.
+        words: the tokens per word, for prompts of words.
     """
     shared = workload.shared_prefix if vocabulary is not None else words.part(workload.shared_prefix)
     beginning = draw(f"{workload.seed} shared", shared, vocabulary)

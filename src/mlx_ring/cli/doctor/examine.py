@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from mlx_ring.cli.doctor import Finding
-from mlx_ring.cli.doctor.head import check_head, check_own_certificate
-from mlx_ring.cli.doctor.machine import (
+from mlx_ring.cli.doctor.head_checks import check_head, check_own_certificate
+from mlx_ring.cli.doctor.machine_checks import (
     check_address_space,
     check_descriptors,
     check_disk,

@@ -55,13 +55,13 @@ def head_arguments(file: DevicesFile, model: str, state: str, ids: Mapping[str, 
     """Return the arguments of `serve` on the coordinator.
 
     Args:
-        file: The devices file.
-        model: The model to serve.
-        state: The coordinator's state folder.
-        ids: Node IDs by device name.
+        file: the devices file.
+        model: the model to serve.
+        state: the coordinator's state folder.
+        ids: node IDs by device name.
 
     Raises:
-        ConfigError: An unknown or invalid setting under `serve`, or one that another key of the file sets.
+        ConfigError: an unknown or invalid setting under `serve`, or one that another key of the file sets.
     """
     device, several = file.coordinator, len(file.devices) > 1
     words = ["serve", model]
@@ -81,7 +81,7 @@ def agent_arguments(file: DevicesFile, device: Device, head: HeadAddress, state:
     """Return the arguments of `join` on another machine, shared settings included.
 
     Raises:
-        ConfigError: The same errors as in `head_arguments`.
+        ConfigError: the same errors as in `head_arguments`.
     """
     listen = ("--listen", bracketed(device.address)) if device.address else ()
     shared = {name: value for name, value in _more_settings(file).items() if name in FOR_AGENTS}
@@ -167,7 +167,7 @@ Resolve = Callable[[str], Collection[str]]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Machine:
     """A machine of the file, as seen from the local one."""
 
     device: Device
@@ -190,19 +190,19 @@ class SshTarget:
     """True if ssh connects to the usual port, without a jump host or proxy."""
 
 
-def find_places(devices: Sequence[Device]) -> list[Place]:
+def find_machines(devices: Sequence[Device]) -> list[Machine]:
     """Return the machines, the local one recognized by the addresses of its interfaces."""
     own = own_addresses()
-    return [place_of(device, ssh_target(device.ssh), own, resolve) for device in devices]
+    return [machine_of(device, ssh_target(device.ssh), own, resolve) for device in devices]
 
 
-def place_of(device: Device, target: SshTarget, own: Collection[str], resolve: Resolve) -> Place:
+def machine_of(device: Device, target: SshTarget, own: Collection[str], resolve: Resolve) -> Machine:
     """Return one machine, with `is_here` set if it has a local or a loopback address.
 
     With another port or a jump host, a loopback address leads to a tunnel or a virtual machine instead.
     """
     names = [device.address, *([target.host] if target.is_direct else [])]
-    return Place(device, target.host, any(_is_here(name, own, resolve) for name in names if name))
+    return Machine(device, target.host, any(_is_here(name, own, resolve) for name in names if name))
 
 
 def _is_here(name: str, own: Collection[str], resolve: Resolve) -> bool:
@@ -256,14 +256,14 @@ def target_of(configuration: str) -> SshTarget:
     return SshTarget(options.get("hostname", ""), options.get("port", "22") == "22" and proxies == {"none"})
 
 
-def head_host(coordinator: Place, other: Place) -> str:
+def head_host(coordinator: Machine, other: Machine) -> str:
     """Return the address at which `other` reaches the coordinator's ports."""
     if coordinator.device.address:
         return coordinator.device.address
     return _source_address_for(other) if coordinator.is_here else coordinator.host
 
 
-def _source_address_for(other: Place) -> str:
+def _source_address_for(other: Machine) -> str:
     """Return the local address on the route to `other`.
 
     A datagram socket only looks up the route, so nothing is sent.

@@ -67,7 +67,7 @@ def run_detached(state: Path, arguments: Sequence[str], timeout_s: float) -> int
     It leads its own session and shares no open file with this one, so it survives the end of ssh.
 
     Raises:
-        ConfigError: An early end of the process, with its last output.
+        ConfigError: an early end of the process, with its last output.
     """
     leave_program()
     out = out_file(state, arguments[0])
@@ -109,7 +109,7 @@ def wait_for_port(state: Path, pid: int, port: int, timeout_s: float) -> None:
     It does not connect, because a head would count that as a client that it must refuse.
 
     Raises:
-        ConfigError: The end of the process, or of the time.
+        ConfigError: the end of the process, or of the time.
     """
 
     def listens() -> bool:
@@ -126,7 +126,7 @@ def wait_until_ready(state: Path, pid: int, timeout_s: float) -> bool:
     """Wait until that head answers requests; return False if the time ends before.
 
     Raises:
-        ConfigError: The end of the process, with its last output.
+        ConfigError: the end of the process, with its last output.
     """
     import httpx  # most commands send no request
 
@@ -146,7 +146,7 @@ def ask_head(state: Path, method: str, path: str, body: str, keys: Sequence[str]
     """Send a request to this machine's head and return its answer; of several heads, use the newest.
 
     Raises:
-        HostFailed: No running head, or an error as its answer.
+        HostFailed: no running head, or an error as its answer.
     """
     import httpx
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlx_ring.cluster.lifecycle.arguments import Place
+from mlx_ring.cluster.lifecycle.arguments import Machine
 from mlx_ring.cluster.lifecycle.installation import (
     OWN_PROGRAM,
     FoundPrograms,
@@ -19,7 +19,7 @@ from mlx_ring.cluster.lifecycle.installation import (
 )
 from mlx_ring.cluster.lifecycle.shell import run_on, send_to
 from mlx_ring.cluster.lifecycle.shipping import lowest_here, python_here, wanted_here, write_archive
-from mlx_ring.cluster.lifecycle.systems import PYTHONS, TELL_PYTHON, Python, best_python, read_pythons
+from mlx_ring.cluster.lifecycle.systems import PYTHON_INFO, PYTHONS, Python, best_python, read_pythons
 from mlx_ring.cluster.lifecycle.wheels import WheelStore, packages_for
 from mlx_ring.core.errors import HostFailed
 
@@ -80,7 +80,7 @@ mv "$env.new" "$env"
 class ReadyMachine:
     """A machine with a program that accepts commands."""
 
-    place: Place
+    machine: Machine
     program: tuple[str, ...]
     installation: Installation
 
@@ -88,50 +88,50 @@ class ReadyMachine:
         """Run a command with the program there and return its output."""
         state = ("--state-dir", self.installation.state)
         return run_on(
-            self.place,
+            self.machine,
             (*self.program, *ON_HOST, words[0], *state, *words[1:]),
             stdin=stdin,
             timeout_s=timeout_s,
         )
 
 
-def find_program(place: Place, *, identity: bool = False) -> FoundPrograms:
+def find_program(machine: Machine, *, identity: bool = False) -> FoundPrograms:
     """Return the programs on a machine; with `identity`, create the machine's ID if it has none.
 
     Raises:
-        HostFailed: A machine out of reach.
+        HostFailed: a machine out of reach.
     """
     flag = "--identity" if identity else ""
-    if place.is_here:
-        state = ("--state-dir", place.device.state_dir) if place.device.state_dir else ()
-        said = run_on(place, (*OWN_PROGRAM, *ON_HOST, "about", *state, *((flag,) if flag else ())))
+    if machine.is_here:
+        state = ("--state-dir", machine.device.state_dir) if machine.device.state_dir else ()
+        said = run_on(machine, (*OWN_PROGRAM, *ON_HOST, "about", *state, *((flag,) if flag else ())))
         return read_found([f"program\there\t{said.strip()}"])
     versions = json.dumps(own_versions())
-    script = ("sh", "-c", _PROBE, "sh", place.device.program, place.device.state_dir, flag, versions)
-    return read_found(run_on(place, script).splitlines())
+    script = ("sh", "-c", _PROBE, "sh", machine.device.program, machine.device.state_dir, flag, versions)
+    return read_found(run_on(machine, script).splitlines())
 
 
-def find_pythons(place: Place) -> list[Python]:
+def find_pythons(machine: Machine) -> list[Python]:
     """Return the interpreters there that a program can be sent for.
 
     Each one is run, which takes seconds if there are many.
 
     Raises:
-        HostFailed: A machine out of reach.
+        HostFailed: a machine out of reach.
     """
-    script = ("sh", "-c", _FIND_PYTHONS, "sh", " ".join(PYTHONS), sys.base_prefix, TELL_PYTHON)
-    return read_pythons(run_on(place, script).splitlines())
+    script = ("sh", "-c", _FIND_PYTHONS, "sh", " ".join(PYTHONS), sys.base_prefix, PYTHON_INFO)
+    return read_pythons(run_on(machine, script).splitlines())
 
 
-def ready(place: Place, found: FoundPrograms, versions: Mapping[str, str]) -> ReadyMachine | None:
+def ready(machine: Machine, found: FoundPrograms, versions: Mapping[str, str]) -> ReadyMachine | None:
     """Return the machine with a program of these versions, or None if it has none."""
     program = found.like(versions)
     if program is None or program.installation is None:
         return None
-    return ReadyMachine(place, OWN_PROGRAM if place.is_here else (program.path,), program.installation)
+    return ReadyMachine(machine, OWN_PROGRAM if machine.is_here else (program.path,), program.installation)
 
 
-def any_program(place: Place, found: FoundPrograms) -> ReadyMachine | None:
+def any_program(machine: Machine, found: FoundPrograms) -> ReadyMachine | None:
     """Return the machine with a program of the local versions, or else with any that accepts commands.
 
     Another version can end what runs too.
@@ -141,72 +141,74 @@ def any_program(place: Place, found: FoundPrograms) -> ReadyMachine | None:
     )
     if program is None or program.installation is None:
         return None
-    return ReadyMachine(place, OWN_PROGRAM if place.is_here else (program.path,), program.installation)
+    return ReadyMachine(machine, OWN_PROGRAM if machine.is_here else (program.path,), program.installation)
 
 
-def make_ready(place: Place, *, store: WheelStore, report: Callable[[str], None]) -> ReadyMachine:
+def make_ready(machine: Machine, *, store: WheelStore, report: Callable[[str], None]) -> ReadyMachine:
     """Return the machine with a program of the local versions, sent over ssh if it is missing.
 
     Args:
-        place: The machine.
-        store: The packages for other systems.
-        report: The callback that reports progress.
+        machine: the machine.
+        store: the packages for other systems.
+        report: the callback that reports progress.
 
     Raises:
-        HostFailed: A machine out of reach, or one that cannot run these versions, with the reason and the remedy.
+        HostFailed: a machine out of reach, or one that cannot run these versions, with the reason and the remedy.
     """
-    if place.is_here and place.device.program:
-        report(f"{place.name}: `program` has no effect, because this command runs on that machine.")
-    versions, found = own_versions(), find_program(place, identity=True)
-    known = ready(place, found, versions)
+    if machine.is_here and machine.device.program:
+        report(f"{machine.name}: `program` has no effect, because this command runs on that machine.")
+    versions, found = own_versions(), find_program(machine, identity=True)
+    known = ready(machine, found, versions)
     if known is not None:
         return known
-    python = _python_to_send_for(place, found, versions)
-    packages = _packages(place, python, store, report)
-    running = any_program(place, found)
+    python = _python_to_send_for(machine, found, versions)
+    packages = _packages(machine, python, store, report)
+    running = any_program(machine, found)
     if running is not None:
         running.on_host("stop")
     report(
-        f"{place.name}: {different(found, versions)}; sending mlx-ring {versions['mlx-ring']} and its dependencies"
+        f"{machine.name}: {different(found, versions)}; sending mlx-ring {versions['mlx-ring']} and its dependencies"
     )
     send_to(
-        place,
+        machine,
         ("sh", "-c", _INSTALL, "sh", python.path, python.version),
         lambda stream: write_archive(stream, packages),
     )
-    known = ready(place, find_program(place, identity=True), versions)
+    known = ready(machine, find_program(machine, identity=True), versions)
     if known is None:
         raise HostFailed(
-            f"{place.name}: the program that was sent does not run there: "
+            f"{machine.name}: the program that was sent does not run there: "
             "run `~/.local/share/mlx-ring/env/bin/mlx-ring --version` there to see why."
         )
     return known
 
 
-def _packages(place: Place, python: Python, store: WheelStore, report: Callable[[str], None]) -> Path | None:
+def _packages(
+    machine: Machine, python: Python, store: WheelStore, report: Callable[[str], None]
+) -> Path | None:
     """Return the folder of packages to send; None if the local ones run there too."""
     here = python_here()
     if here is not None and python.can_load(here, lowest_here(here)):
         return None
-    report(f"{place.name}: fetching packages for {python}")
+    report(f"{machine.name}: fetching packages for {python}")
     try:
         return packages_for(python, wanted_here(), store)
     except HostFailed as error:
-        raise HostFailed(f"{place.name}: {error}.") from error
+        raise HostFailed(f"{machine.name}: {error}.") from error
 
 
-def _python_to_send_for(place: Place, found: FoundPrograms, versions: Mapping[str, str]) -> Python:
+def _python_to_send_for(machine: Machine, found: FoundPrograms, versions: Mapping[str, str]) -> Python:
     """Return the interpreter to send the program for: binaries need their own system and Python version."""
-    if place.device.program:
+    if machine.device.program:
         by_hand = ", ".join(f"{name} {version}" for name, version in versions.items())
         raise HostFailed(
-            f"{place.name}: {different(found, versions)}, but this machine has {by_hand}: install these versions there."
+            f"{machine.name}: {different(found, versions)}, but this machine has {by_hand}: install these versions there."
         )
     here = python_here()
-    python = best_python(find_pythons(place), here, (0, 0) if here is None else lowest_here(here))
+    python = best_python(find_pythons(machine), here, (0, 0) if here is None else lowest_here(here))
     if python is None:
         raise HostFailed(
-            f"{place.name}: {different(found, versions)}, and no Python from {PYTHONS[-1]} to {PYTHONS[0]} was found there: "
+            f"{machine.name}: {different(found, versions)}, and no Python from {PYTHONS[-1]} to {PYTHONS[0]} was found there: "
             "install one with the system's package manager or `uv python install`; everything else is sent from here."
         )
     return python

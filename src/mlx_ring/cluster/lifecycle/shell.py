@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import IO, TypeVar
 
-from mlx_ring.cluster.lifecycle.arguments import Place
+from mlx_ring.cluster.lifecycle.arguments import Machine
 from mlx_ring.core.errors import HostFailed, HostUnreached
 
 CONNECT_S = 10
@@ -25,30 +25,32 @@ _BEGINS = "mlx-ring-begins-here"
 Result = TypeVar("Result")
 
 
-def command_on(place: Place, words: Sequence[str]) -> list[str]:
+def command_on(machine: Machine, words: Sequence[str]) -> list[str]:
     """Return the command line that runs a command there.
 
     ssh passes one line to the user's shell, so each argument is quoted.
     """
-    return list(words) if place.is_here else [*_SSH, "--", place.device.ssh, shlex.join(words)]
+    return list(words) if machine.is_here else [*_SSH, "--", machine.device.ssh, shlex.join(words)]
 
 
-def run_on(place: Place, words: Sequence[str], *, stdin: str = "", timeout_s: float | None = _STEP_S) -> str:
+def run_on(
+    machine: Machine, words: Sequence[str], *, stdin: str = "", timeout_s: float | None = _STEP_S
+) -> str:
     """Run a command on a machine and return its output.
 
     Args:
-        place: The machine.
-        words: The command.
-        stdin: The standard input; secrets are passed this way, because other users can see arguments.
-        timeout_s: The time limit.
+        machine: the machine.
+        words: the command.
+        stdin: the standard input; secrets are passed this way, because other users can see arguments.
+        timeout_s: the time limit.
 
     Raises:
-        HostFailed: A machine out of reach, or a failed command, with its last output.
+        HostFailed: a machine out of reach, or a failed command, with its last output.
     """
-    *start, command = command_on(place, words)
+    *start, command = command_on(machine, words)
     try:
         done = subprocess.run(
-            [*start, command if place.is_here else f"echo {_BEGINS}; {command}"],
+            [*start, command if machine.is_here else f"echo {_BEGINS}; {command}"],
             input=stdin,
             capture_output=True,
             encoding="utf-8",
@@ -57,12 +59,12 @@ def run_on(place: Place, words: Sequence[str], *, stdin: str = "", timeout_s: fl
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        raise HostUnreached(f"{place.name} did not answer within {timeout_s:g} s.") from error
+        raise HostUnreached(f"{machine.name} did not answer within {timeout_s:g} s.") from error
     except OSError as error:
         raise HostFailed(
-            f"{place.name}: cannot run {command_on(place, words)[0]} ({error.strerror})."
+            f"{machine.name}: cannot run {command_on(machine, words)[0]} ({error.strerror})."
         ) from error
-    check_exit(place, done.returncode, done.stderr)
+    check_exit(machine, done.returncode, done.stderr)
     return own_output(done.stdout)
 
 
@@ -72,14 +74,14 @@ def own_output(said: str) -> str:
     return after if mark else before
 
 
-def send_to(place: Place, words: Sequence[str], write: Callable[[IO[bytes]], None]) -> None:
+def send_to(machine: Machine, words: Sequence[str], write: Callable[[IO[bytes]], None]) -> None:
     """Run a command there with the output of `write` as its input.
 
     Raises:
-        HostFailed: The same errors as in `run_on`.
+        HostFailed: the same errors as in `run_on`.
     """
     with subprocess.Popen(
-        command_on(place, words), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        command_on(machine, words), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
     ) as process:
         broken = False
         assert process.stdin is not None  # noqa: S101 - `stdin` is a pipe
@@ -91,33 +93,33 @@ def send_to(place: Place, words: Sequence[str], write: Callable[[IO[bytes]], Non
             broken = True
         said = process.stderr.read().decode(errors="replace")
         code = process.wait()
-    check_exit(place, code or int(broken), said)
+    check_exit(machine, code or int(broken), said)
 
 
-def check_exit(place: Place, code: int, said: str) -> None:
+def check_exit(machine: Machine, code: int, said: str) -> None:
     """Raise an error with the last line of output if a command has failed."""
     if code == 0:
         return
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     last = (lines[-1] if lines else f"it ended with code {code}").removeprefix("mlx-ring: ").rstrip(".")
-    if code == _SSH_FAILED and not place.is_here:
+    if code == _SSH_FAILED and not machine.is_here:
         raise HostUnreached(
-            f"{place.name} cannot be reached by `ssh {place.device.ssh}`: {last}. "
+            f"{machine.name} cannot be reached by `ssh {machine.device.ssh}`: {last}. "
             "Make that command work without a prompt."
         )
-    raise HostFailed(f"{place.name}: {last}.")
+    raise HostFailed(f"{machine.name}: {last}.")
 
 
-def on_all(places: Sequence[Place], work: Callable[[Place], Result]) -> list[Result]:
+def on_all(machines: Sequence[Machine], work: Callable[[Machine], Result]) -> list[Result]:
     """Do the work for all machines in parallel, and wait for all.
 
     Raises:
-        HostFailed: A sentence for each machine that failed, or the original error of a single one.
+        HostFailed: a sentence for each machine that failed, or the original error of a single one.
     """
-    if not places:
+    if not machines:
         return []
-    with ThreadPoolExecutor(max_workers=len(places)) as pool:
-        futures = [pool.submit(work, place) for place in places]
+    with ThreadPoolExecutor(max_workers=len(machines)) as pool:
+        futures = [pool.submit(work, machine) for machine in machines]
     failures = [error for future in futures if (error := future.exception()) is not None]
     for error in failures:
         if not isinstance(error, HostFailed):

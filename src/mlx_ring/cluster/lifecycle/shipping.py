@@ -19,7 +19,7 @@ import mlx_ring
 from mlx_cpu_kernels.build import BINARIES, SOURCES, Target, find_binary
 from mlx_cpu_kernels.packages import Unavailable
 from mlx_ring.cluster.lifecycle.installation import PACKAGES
-from mlx_ring.cluster.lifecycle.systems import TELL_PYTHON, Python, Release, lowest_release, read_python
+from mlx_ring.cluster.lifecycle.systems import PYTHON_INFO, Python, Release, lowest_release, read_python
 from mlx_ring.cluster.lifecycle.wheels import Wanted
 from mlx_ring.core.errors import ConfigError
 
@@ -37,7 +37,7 @@ _NO_PACKAGES = ("bin", ".lock")
 @functools.cache
 def python_here() -> Python | None:
     """Return the running interpreter; None if it is an unsupported kind."""
-    done = subprocess.run([sys.executable, "-c", TELL_PYTHON], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", PYTHON_INFO], capture_output=True, text=True, check=False)
     return read_python(sys.executable, done.stdout)
 
 
@@ -113,11 +113,11 @@ def write_archive(stream: IO[bytes], packages: Path | None = None) -> None:
     """Write a tar archive with the content of `site-packages`.
 
     Args:
-        stream: The stream to write to.
-        packages: The folder of packages to send with the program; by default, the installed ones.
+        stream: the stream to write to.
+        packages: the folder of packages to send with the program; by default, the installed ones.
 
     Raises:
-        ConfigError: A dependency whose metadata do not list its files.
+        ConfigError: a dependency whose metadata do not list its files.
     """
     with tarfile.open(fileobj=stream, mode="w|") as archive:
         for name, path in archived_files(packages):

@@ -14,7 +14,7 @@ Release = tuple[int, int]
 PYTHONS = ("3.14", "3.13", "3.12", "3.11")
 """Minor versions for which all dependencies have wheels, newest first."""
 
-TELL_PYTHON = """
+PYTHON_INFO = """
 import os, platform, struct, sys, sysconfig
 def library():
     if sys.platform == "darwin":
@@ -67,8 +67,8 @@ class Python:
         """Return True if packages installed for another interpreter can be copied to this one.
 
         Args:
-            made_for: The other interpreter.
-            lowest: The lowest release of the library that its binaries need.
+            made_for: the other interpreter.
+            lowest: the lowest release of the library that its binaries need.
         """
         same = ("system", "machine", "version", "library")
         return all(getattr(self, name) == getattr(made_for, name) for name in same) and (
@@ -77,7 +77,7 @@ class Python:
 
 
 def read_python(path: str, output: str) -> Python | None:
-    """Parse the output of `TELL_PYTHON`; return None for other text."""
+    """Parse the output of `PYTHON_INFO`; return None for other text."""
     words = output.split()
     if len(words) != 5:  # noqa: PLR2004 - system, machine, version, library, its release
         return None
@@ -86,14 +86,14 @@ def read_python(path: str, output: str) -> Python | None:
 
 
 def read_pythons(lines: Iterable[str]) -> list[Python]:
-    """Parse a machine's interpreters, one a line: `python`, a path and the output of `TELL_PYTHON`, with tabs between."""
+    """Parse a machine's interpreters, one a line: `python`, a path and the output of `PYTHON_INFO`, with tabs between."""
     rows = [line.split("\t", 2) for line in lines if line.startswith("python\t") and line.count("\t") >= 2]  # noqa: PLR2004 - see the docstring
     found = (read_python(path, output) for _, path, output in rows)
     return [python for python in found if python is not None]
 
 
 def best_python(pythons: Sequence[Python], here: Python | None, lowest: Release) -> Python | None:
-    """Return one that can load a copy, or else one of the local version, or else the newest."""
+    """Return the interpreter that can load a copy; otherwise one of the local version, or the newest."""
 
     def rank(python: Python) -> tuple[bool, bool, bool, int]:
         can_load = here is not None and python.can_load(here, lowest)
@@ -112,7 +112,7 @@ def lowest_release(tags: Iterable[str]) -> Release | None:
     It is None if the tags do not say, for example for a wheel that was built locally.
 
     Args:
-        tags: The tags of one wheel, such as `cp312-cp312-manylinux_2_28_x86_64`; any of them may apply.
+        tags: the tags of one wheel, such as `cp312-cp312-manylinux_2_28_x86_64`; any of them may apply.
     """
     found: list[Release] = []
     for tag in tags:
@@ -128,7 +128,7 @@ def wheel_platform(python: Python) -> str:
     """Return uv's name of the platform whose wheels run there.
 
     Raises:
-        HostFailed: A platform without a name in uv, so without wheels.
+        HostFailed: a platform without a name in uv, so without wheels.
     """
     machine = _MACHINES.get(python.machine.lower(), python.machine)
     if python.system == "darwin":

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from mlx_ring.cluster.lifecycle.arguments import (
-    Place,
+    Machine,
     agent_arguments,
-    find_places,
+    find_machines,
     head_arguments,
     head_host,
 )
@@ -21,7 +21,7 @@ from mlx_ring.cluster.lifecycle.shell import on_all, run_on
 from mlx_ring.cluster.lifecycle.wheels import WheelStore
 from mlx_ring.core.errors import HostFailed, HostUnreached
 from mlx_ring.host.addresses import HeadAddress
-from mlx_ring.host.running import Kind, Running, arguments_digest
+from mlx_ring.host.running import ProcessKind, Running, arguments_digest
 from mlx_ring.settings.devices_file import DevicesFile
 
 _TOKEN_LIFE = "1h"  # noqa: S105 - a lifetime, not a secret
@@ -34,7 +34,7 @@ Report = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
+class StartedCluster:
     """A cluster that serves."""
 
     url: str
@@ -47,7 +47,7 @@ class Started:
 class Standing:
     """State of one machine."""
 
-    place: Place
+    machine: Machine
     node: str
     running: tuple[Running, ...]
     failure: str = ""
@@ -61,27 +61,29 @@ def start(
     timeout_s: float,
     store: WheelStore,
     folders: Sequence[Path] = (),
-) -> Started:
+) -> StartedCluster:
     """Start the cluster as the file says, unless it already runs so; otherwise stop what runs first.
 
     Args:
-        file: The machines.
-        model: The model to serve; a folder is on the coordinator, relative to the home folder there.
-        report: The callback that reports progress.
-        timeout_s: The time limit for loading.
-        store: The packages for machines of other systems.
-        folders: More folders that may hold the model if the coordinator is this machine.
+        file: the machines.
+        model: the model to serve; a folder is on the coordinator, relative to the home folder there.
+        report: the callback that reports progress.
+        timeout_s: the time limit for loading.
+        store: the packages for machines of other systems.
+        folders: more folders that may hold the model if the coordinator is this machine.
 
     Raises:
-        HostFailed: A machine out of reach, or a failed start, after which nothing is left running.
+        HostFailed: a machine out of reach, or a failed start, after which nothing is left running.
     """
     # Report errors in the file before any machine is touched.
     head_arguments(file, model, "", {device.name: device.name for device in file.devices})
-    readies = on_all(find_places(file.devices), lambda place: make_ready(place, store=store, report=report))
+    readies = on_all(
+        find_machines(file.devices), lambda machine: make_ready(machine, store=store, report=report)
+    )
     run = _Run(file, _on_coordinator(readies, model, folders), readies)
     if run.is_as_configured():
         report("Everything runs already, as the file says.")
-        return Started(run.wait(timeout_s), was_running=True, status=run.status())
+        return StartedCluster(run.wait(timeout_s), was_running=True, status=run.status())
     _end(readies, report)
     try:
         run.start(report, timeout_s)
@@ -94,33 +96,35 @@ def start(
             report(f"Not everything was stopped: {error}")
         raise
     # It serves by now, so a failed status request must not end it.
-    return Started(url, was_running=False, status=run.status())
+    return StartedCluster(url, was_running=False, status=run.status())
 
 
 def stop(file: DevicesFile, *, report: Report) -> None:
     """Stop the head, then all agents; leave machines where nothing runs as they are.
 
     Raises:
-        HostFailed: A sentence for each machine out of reach, after the others were stopped.
+        HostFailed: a sentence for each machine out of reach, after the others were stopped.
     """
-    _head_first(find_places(file.devices), lambda place: _stop(place, report))
+    _head_first(find_machines(file.devices), lambda machine: _stop(machine, report))
 
 
 def standings(file: DevicesFile) -> list[Standing]:
     """Return the state of each machine; a machine out of reach is no error here."""
-    return on_all(find_places(file.devices), _standing)
+    return on_all(find_machines(file.devices), _standing)
 
 
 def ask(file: DevicesFile, method: str, path: str, body: object = None) -> Any:
     """Send the head a request on its own machine, because its HTTP port may be closed to others.
 
     Raises:
-        HostFailed: A head out of reach, or an error as its answer.
+        HostFailed: a head out of reach, or an error as its answer.
     """
-    place = _coordinators(find_places(file.devices))[0]
-    found = any_program(place, find_program(place))
+    machine = _coordinators(find_machines(file.devices))[0]
+    found = any_program(machine, find_program(machine))
     if found is None:
-        raise HostFailed(f"{place.name}: mlx-ring is not installed there; `mlx-ring cluster start` sends it.")
+        raise HostFailed(
+            f"{machine.name}: mlx-ring is not installed there; `mlx-ring cluster start` sends it."
+        )
     return _ask(found, file, method, path, body)
 
 
@@ -128,16 +132,16 @@ def log_commands(file: DevicesFile) -> list[tuple[str, ReadyMachine]]:
     """Return each machine's name and the program that prints its logs.
 
     Raises:
-        HostFailed: A machine out of reach, or without mlx-ring.
+        HostFailed: a machine out of reach, or without mlx-ring.
     """
 
-    def find(place: Place) -> tuple[str, ReadyMachine]:
-        found = any_program(place, find_program(place))
+    def find(machine: Machine) -> tuple[str, ReadyMachine]:
+        found = any_program(machine, find_program(machine))
         if found is None:
-            raise HostFailed(f"{place.name}: mlx-ring is not installed there.")
-        return place.name, found
+            raise HostFailed(f"{machine.name}: mlx-ring is not installed there.")
+        return machine.name, found
 
-    return on_all(find_places(file.devices), find)
+    return on_all(find_machines(file.devices), find)
 
 
 class _Run:
@@ -145,9 +149,9 @@ class _Run:
 
     def __init__(self, file: DevicesFile, model: str, readies: Sequence[ReadyMachine]) -> None:
         self._file = file
-        self._head = next(found for found in readies if found.place.device.is_coordinator)
+        self._head = next(found for found in readies if found.machine.device.is_coordinator)
         self._others = [found for found in readies if found is not self._head]
-        ids = {found.place.name: found.installation.node for found in readies}
+        ids = {found.machine.name: found.installation.node for found in readies}
         self._head_words = head_arguments(file, model, self._head.installation.state, ids)
         self._pid = next(_like(self._head.installation.running, "head", self._head_words), 0)
 
@@ -161,7 +165,7 @@ class _Run:
 
     def start(self, report: Report, timeout_s: float) -> None:
         """Start the head, then the agents."""
-        report(f"{self._head.place.name}: starting the head")
+        report(f"{self._head.machine.name}: starting the head")
         limit = ("--timeout", f"{timeout_s:g}")
         self._pid = int(
             self._head.on_host("run", *limit, "--", *self._head_words, timeout_s=timeout_s + _SLICE_S)
@@ -173,8 +177,8 @@ class _Run:
         self._head.on_host(*words, timeout_s=timeout_s + _SLICE_S)
         token = self._token()
         on_all(
-            [other.place for other in self._others],
-            lambda place: self._join(self._other(place), token, report),
+            [other.machine for other in self._others],
+            lambda machine: self._join(self._other(machine), token, report),
         )
 
     def wait(self, timeout_s: float) -> str:
@@ -185,7 +189,7 @@ class _Run:
             self._check_agents()
             if time.monotonic() > end:
                 raise HostFailed(
-                    f"{self._head.place.name}: the model does not answer after {timeout_s:g} s: "
+                    f"{self._head.machine.name}: the model does not answer after {timeout_s:g} s: "
                     "see `mlx-ring cluster logs`, or give a longer --timeout."
                 )
         return url
@@ -203,45 +207,49 @@ class _Run:
         """Return the head's status of the cluster."""
         return _ask(self._head, self._file, "GET", "/cluster/status")
 
-    def _other(self, place: Place) -> ReadyMachine:
-        return next(other for other in self._others if other.place is place)
+    def _other(self, machine: Machine) -> ReadyMachine:
+        return next(other for other in self._others if other.machine is machine)
 
     def _token(self) -> str:
         state = ("--state-dir", self._head.installation.state)
         uses = ("--uses", str(len(self._others)), "--expires", _TOKEN_LIFE, "--name", "cluster start")
-        return run_on(self._head.place, (*self._head.program, "token", "create", *uses, *state)).strip()
+        return run_on(self._head.machine, (*self._head.program, "token", "create", *uses, *state)).strip()
 
     def _join(self, other: ReadyMachine, token: str, report: Report) -> None:
-        report(f"{other.place.name}: joining")
+        report(f"{other.machine.name}: joining")
         other.on_host("enrol", str(self._address(other)), stdin=token)
         other.on_host("run", "--", *self._agent_words(other))
 
     def _address(self, other: ReadyMachine) -> HeadAddress:
-        return HeadAddress(head_host(self._head.place, other.place), self._file.coordinator.port)
+        return HeadAddress(head_host(self._head.machine, other.machine), self._file.coordinator.port)
 
     def _agent_words(self, other: ReadyMachine) -> list[str]:
-        return agent_arguments(self._file, other.place.device, self._address(other), other.installation.state)
+        return agent_arguments(
+            self._file, other.machine.device, self._address(other), other.installation.state
+        )
 
     def _check_agents(self) -> None:
         """Raise an error if an agent has ended; ignore machines that are out of reach just now."""
-        for standing in on_all([other.place for other in self._others], _standing):
+        for standing in on_all([other.machine for other in self._others], _standing):
             if not standing.failure and not any(found.kind == "agent" for found in standing.running):
-                raise HostFailed(f"{standing.place.name}: the agent has ended: see `mlx-ring cluster logs`.")
+                raise HostFailed(
+                    f"{standing.machine.name}: the agent has ended: see `mlx-ring cluster logs`."
+                )
 
 
-def _runs(running: Sequence[Running], kind: Kind, words: Sequence[str]) -> bool:
+def _runs(running: Sequence[Running], kind: ProcessKind, words: Sequence[str]) -> bool:
     return any(_like(running, kind, words))
 
 
-def _like(running: Sequence[Running], kind: Kind, words: Sequence[str]) -> Iterator[int]:
+def _like(running: Sequence[Running], kind: ProcessKind, words: Sequence[str]) -> Iterator[int]:
     """Return the IDs of processes that were started with these arguments."""
     digest = arguments_digest(words)
     return (found.pid for found in running if found.kind == kind and found.arguments == digest)
 
 
 def _on_coordinator(readies: Sequence[ReadyMachine], model: str, folders: Sequence[Path]) -> str:
-    head = next(found for found in readies if found.place.device.is_coordinator)
-    words = ("--", model, *(map(str, folders) if head.place.is_here else ()))
+    head = next(found for found in readies if found.machine.device.is_coordinator)
+    words = ("--", model, *(map(str, folders) if head.machine.is_here else ()))
     return head.on_host("model", *words).removesuffix("\n")
 
 
@@ -252,19 +260,24 @@ def _ask(found: ReadyMachine, file: DevicesFile, method: str, path: str, body: o
     return json.loads(found.on_host(*words, stdin=text, timeout_s=_ANSWER_S))
 
 
-def _coordinators(places: Sequence[Place]) -> list[Place]:
-    return [place for place in places if place.device.is_coordinator]
+def _coordinators(machines: Sequence[Machine]) -> list[Machine]:
+    return [machine for machine in machines if machine.device.is_coordinator]
 
 
 def _end(readies: Sequence[ReadyMachine], report: Report) -> None:
-    by_name = {found.place.name: found for found in readies}
-    _head_first([found.place for found in readies], lambda place: _stop_with(by_name[place.name], report))
+    by_name = {found.machine.name: found for found in readies}
+    _head_first(
+        [found.machine for found in readies], lambda machine: _stop_with(by_name[machine.name], report)
+    )
 
 
-def _head_first(places: Sequence[Place], work: Callable[[Place], None]) -> None:
+def _head_first(machines: Sequence[Machine], work: Callable[[Machine], None]) -> None:
     """Do the work for the head first, which unloads the model everywhere, then for all others despite failures."""
     failures: list[str] = []
-    for group in (_coordinators(places), [place for place in places if not place.device.is_coordinator]):
+    for group in (
+        _coordinators(machines),
+        [machine for machine in machines if not machine.device.is_coordinator],
+    ):
         try:
             on_all(group, work)
         except HostFailed as error:
@@ -273,10 +286,10 @@ def _head_first(places: Sequence[Place], work: Callable[[Place], None]) -> None:
         raise HostFailed("\n".join(failures))
 
 
-def _stop(place: Place, report: Report) -> None:
-    found = any_program(place, find_program(place))
+def _stop(machine: Machine, report: Report) -> None:
+    found = any_program(machine, find_program(machine))
     if found is None:
-        report(f"{place.name}: mlx-ring is not installed there.")
+        report(f"{machine.name}: mlx-ring is not installed there.")
         return
     _stop_with(found, report)
 
@@ -284,14 +297,14 @@ def _stop(place: Place, report: Report) -> None:
 def _stop_with(found: ReadyMachine, report: Report) -> None:
     ending_s = max((running.ending_s for running in found.installation.running), default=0.0)
     for line in found.on_host("stop", timeout_s=_STOP_S + ending_s).splitlines():
-        report(f"{found.place.name}: {line}")
+        report(f"{found.machine.name}: {line}")
 
 
-def _standing(place: Place) -> Standing:
+def _standing(machine: Machine) -> Standing:
     try:
-        found = any_program(place, find_program(place))
+        found = any_program(machine, find_program(machine))
     except HostFailed as error:
-        return Standing(place, "", (), str(error))
+        return Standing(machine, "", (), str(error))
     if found is None:
-        return Standing(place, "", (), f"{place.name}: mlx-ring is not installed there.")
-    return Standing(place, found.installation.node, found.installation.running)
+        return Standing(machine, "", (), f"{machine.name}: mlx-ring is not installed there.")
+    return Standing(machine, found.installation.node, found.installation.running)

@@ -163,7 +163,7 @@ def packages_for(python: Python, wanted: Wanted, store: WheelStore) -> Path:
     """Return a folder with the content of `site-packages` for the target, fetched unless it is in the cache.
 
     Raises:
-        HostFailed: A package without a wheel for that system, or an index out of reach, with the reason and the remedy.
+        HostFailed: a package without a wheel for that system, or an index out of reach, with the reason and the remedy.
     """
     platform = wheel_platform(python)
     make_private_folder(store.folder)
@@ -289,7 +289,7 @@ def why_not(said: str, python: Python) -> str:
         )
     if match := _NO_VERSION.search(text):
         return (
-            f"{match[1]} {match[2]}, which is installed here, is not in the package index: install a version that is in the "
+            f"{match[1]} {match[2]}, which is installed here, is not in the package index. Install a version that is in the "
             "index, or give a folder with its wheel as `wheels` in the file"
         )
     last = _last_cause(said)

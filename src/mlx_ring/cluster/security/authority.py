@@ -49,7 +49,7 @@ class Authority:
         """Open the CA in this folder, or create it if there is none.
 
         Raises:
-            ConfigError: Files that cannot be read or do not match.
+            ConfigError: files that cannot be read or do not match.
         """
         with locked(folder):
             certificate, key = read_private(folder / _CERTIFICATE_FILE), read_private(folder / _KEY_FILE)
@@ -67,8 +67,8 @@ class Authority:
         """Check a node's signing request and return a certificate for it.
 
         Raises:
-            PeerRefused: A request that is not the node's own: see `check_signing_request`.
-            ConfigError: An invalid node ID.
+            PeerRefused: a request that is not the node's own: see `check_signing_request`.
+            ConfigError: an invalid node ID.
         """
         name = node_name(node)
         return self._issue(check_signing_request(signing_request, name), name, now or datetime.now(UTC))

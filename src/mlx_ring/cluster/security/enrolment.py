@@ -58,9 +58,9 @@ class TryLimit:
         """Set the limits.
 
         Args:
-            burst: The number of tries at once.
-            per_second: The rate at which tries are refilled.
-            addresses: The number of addresses to remember; beyond that, the least recently seen one is dropped.
+            burst: the number of tries at once.
+            per_second: the rate at which tries are refilled.
+            addresses: the number of addresses to remember; beyond that, the least recently seen one is dropped.
         """
         self._burst, self._per_second, self._addresses = burst, per_second, addresses
         self._buckets: dict[str, _Bucket] = {}
@@ -164,7 +164,7 @@ class EnrolmentService:
     def _renew(self, request: enrol_pb2.RenewRequest, node: str) -> x509.Certificate:
         certificate = self._authority.sign(request.signing_request, node)
         self._members.renew(certificate)
-        log.info("renewed the certificate of %s", node)
+        log.info("Renewed the certificate of %s", node)
         return certificate
 
     async def _apart(
@@ -180,7 +180,7 @@ class EnrolmentService:
 
 
 def _refuse(context: Context, error: RingError) -> enrol_pb2.EnrolReply:
-    log.warning("refused to enrol %s: %s", address_of_call(context), error)
+    log.warning("Refused to enrol %s: %s", address_of_call(context), error)
     return enrol_pb2.EnrolReply(failure=error_to_failure(error))
 
 

@@ -33,7 +33,7 @@ class KnownNode(BaseModel):
     certificates: list[Certificate] = []
 
 
-class _Content(BaseModel):
+class _MembersFile(BaseModel):
     members: dict[str, KnownNode] = {}
     revoked: list[Certificate] = []
 
@@ -42,7 +42,7 @@ class Members:
     """The members of a cluster, in its folder; another process may remove one at any time."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
-        self._file = StateFile(folder / _FILE, _Content)
+        self._file = StateFile(folder / _FILE, _MembersFile)
         self._clock = clock
 
     def list(self) -> Mapping[str, KnownNode]:
@@ -53,7 +53,7 @@ class Members:
         """Record a certificate before it is issued, of a new node or a known one.
 
         Raises:
-            PeerRefused: A node ID that belongs to another key.
+            PeerRefused: a node ID that belongs to another key.
         """
         peer = peer_of_certificate(certificate)
         with self._file.change() as content:
@@ -66,7 +66,7 @@ class Members:
         """Record another certificate of a node before it is issued.
 
         Raises:
-            PeerRefused: A node that is no longer a member, or has another key.
+            PeerRefused: a node that is no longer a member, or has another key.
         """
         peer = peer_of_certificate(certificate)
         with self._file.change() as content:
@@ -88,7 +88,7 @@ class Members:
         """Remove a node and revoke all its certificates.
 
         Raises:
-            ConfigError: An unknown node.
+            ConfigError: an unknown node.
         """
         with self._file.change() as content:
             member = content.members.pop(node, None)

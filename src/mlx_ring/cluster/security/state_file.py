@@ -13,26 +13,26 @@ from pydantic import BaseModel, ValidationError
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.host.private_files import locked, read_private, write_private
 
-Content = TypeVar("Content", bound=BaseModel)
+ContentT = TypeVar("ContentT", bound=BaseModel)
 
 _ADVICE = "restore it from a backup, or remove it and have every machine join again"
 
 
-class StateFile(Generic[Content]):
+class StateFile(Generic[ContentT]):
     """A JSON file whose reads are always current and whose changes are locked and atomic."""
 
-    def __init__(self, path: Path, kind: type[Content], advice: str = _ADVICE) -> None:
+    def __init__(self, path: Path, kind: type[ContentT], advice: str = _ADVICE) -> None:
         """Open the file of this kind; `advice` says what to do if it cannot be parsed."""
         self._path = path
         self._kind = kind
         self._advice = advice
-        self._seen: tuple[tuple[int, int, int] | None, Content] | None = None
+        self._seen: tuple[tuple[int, int, int] | None, ContentT] | None = None
 
-    def read(self) -> Content:
+    def read(self) -> ContentT:
         """Return the current content, read-only; parse the file again only after a change.
 
         Raises:
-            ConfigError: A file that cannot be parsed.
+            ConfigError: a file that cannot be parsed.
         """
         mark = _mark(self._path)
         if self._seen is None or self._seen[0] != mark:
@@ -40,14 +40,14 @@ class StateFile(Generic[Content]):
         return self._seen[1]
 
     @contextmanager
-    def change(self) -> Generator[Content]:
+    def change(self) -> Generator[ContentT]:
         """Yield the content to change, and write it at the end unless an error occurs."""
         with locked(self._path.parent):
             content = self._parse()
             yield content
             write_private(self._path, content.model_dump_json(indent=1).encode())
 
-    def _parse(self) -> Content:
+    def _parse(self) -> ContentT:
         text = read_private(self._path)
         if text is None:
             return self._kind()

@@ -49,7 +49,7 @@ class TokenRecord(BaseModel):
         return "used up" if self.uses_left == 0 else "valid"
 
 
-class _Content(BaseModel):
+class _TokensFile(BaseModel):
     tokens: list[TokenRecord] = []
 
 
@@ -57,7 +57,7 @@ class TokenStore:
     """The tokens of a cluster, in its folder."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
-        self._file = StateFile(folder / _FILE, _Content)
+        self._file = StateFile(folder / _FILE, _TokensFile)
         self._clock = clock
 
     def create(
@@ -93,7 +93,7 @@ class TokenStore:
         """Revoke the token of this ID or name.
 
         Raises:
-            ConfigError: No such token, or several of that name.
+            ConfigError: no such token, or several of that name.
         """
         with self._file.change() as content:
             found = [record for record in content.tokens if wanted and wanted in (record.id, record.name)]
@@ -107,7 +107,7 @@ class TokenStore:
         """Use a token once.
 
         Raises:
-            TokenRefused: The reason; without the right secret, it reveals nothing about the token.
+            TokenRefused: the reason; without the right secret, it reveals nothing about the token.
         """
         if len(nonce) != NONCE_BYTES:
             raise TokenRefused(

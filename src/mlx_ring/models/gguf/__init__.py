@@ -63,7 +63,7 @@ class BlockType:
         return self.is_quantized and self.weights == GROUP
 
     def loaded_bytes(self, weights: int, scale_bytes: int) -> int:
-        """Return the bytes in memory of a quantized tensor, with scales of so many bytes."""
+        """Return the bytes in memory of a quantized tensor, with scales of the given number of bytes."""
         return weights * self.bits // 8 + 2 * scale_bytes * (weights // GROUP)
 
 
@@ -144,7 +144,7 @@ class GgufFile:
         """Return a single value of the metadata, or None if it is not there.
 
         Raises:
-            ModelCorrupt: It has another type.
+            ModelCorrupt: it has another type.
         """
         span = self._spans.get(key)
         if span is None:
@@ -162,8 +162,8 @@ class GgufFile:
         """Return an array of the metadata, or None if it is not there.
 
         Raises:
-            ModelCorrupt: It is no array, or has more than `most` values.
-            ModelUnsupported: Its values are arrays.
+            ModelCorrupt: it is no array, or has more than `most` values.
+            ModelUnsupported: its values are arrays.
         """
         span = self._spans.get(key)
         if span is None:
@@ -213,8 +213,8 @@ def read_gguf(path: Path) -> GgufFile:
     """Read and check the header of a file.
 
     Raises:
-        ModelCorrupt: It is truncated, no GGUF file, or contradicts itself.
-        ModelUnsupported: Its version, its byte order or the type of a tensor is not supported.
+        ModelCorrupt: it is truncated, no GGUF file, or contradicts itself.
+        ModelUnsupported: its version, its byte order or the type of a tensor is not supported.
     """
     try:
         with path.open("rb", buffering=0) as stream:
@@ -430,7 +430,7 @@ class _Header:
         return value
 
     def _left(self, nbytes: int, what: str) -> int:
-        """Return `nbytes` if the file has so many more."""
+        """Return `nbytes` if the file has that many more."""
         if nbytes > self._size - self._at:
             raise self._wrong(f"ends before the {what}: it is truncated")
         return nbytes

@@ -3,7 +3,7 @@
 A group's weight is `scale * q + bias` with an unsigned integer q. Blocks of all types but Q6_K are such groups: their
 scales and biases are exact in float32. Workers compute in float32 on CPUs; in half precision they are rounded, as any
 scale is. Q6_K has a scale for every 16 weights, and MLX none below 32. Two of its blocks become one group of 8 bits, in
-steps of a quarter of the larger scale: weights of the larger scale stay exact, the others are rounded to such a step.
+steps of a quarter of the larger scale. Weights of the larger scale stay exact, the others are rounded to such a step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def to_groups(kind: BlockType, data: Bytes) -> Groups:
     """Return the groups of consecutive blocks, in order.
 
     Args:
-        kind: A quantized type.
+        kind: a quantized type.
         data: (bytes,) whole blocks.
     """
     return _READERS[kind.name](data.reshape(-1, kind.nbytes))

@@ -78,8 +78,8 @@ def make_tokenizer(file: GgufFile) -> GgufTokenizer:
     """Make the tokenizer of a file.
 
     Raises:
-        ModelUnsupported: It is of another kind, or cuts text in an unknown way.
-        ModelCorrupt: Parts of it are missing or contradict each other.
+        ModelUnsupported: it is of another kind, or cuts text in an unknown way.
+        ModelCorrupt: parts of it are missing or contradict each other.
     """
     return _Maker(file).make()
 

@@ -120,7 +120,7 @@ def serve_from_folder(folder: Path) -> grpc.ServerCredentials:
                 return None
             configuration = _configuration(folder)
         except ConfigError as error:
-            log.warning("the renewed certificate cannot be used, so the previous one stays in use: %s", error)
+            log.warning("The renewed certificate cannot be used, so the previous one stays in use: %s", error)
             return None
         shown = found
         return configuration

@@ -73,7 +73,7 @@ def refused_handshake(line: str) -> str:
     if found is None:
         return ""
     reason = _reason(found[1]) or found[1]
-    return f"refused a connection: {reason}"
+    return f"Refused a connection: {reason}"
 
 
 def loggable_line(line: str) -> str:

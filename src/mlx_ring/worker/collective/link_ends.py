@@ -16,7 +16,7 @@ from collections.abc import Callable
 from mlx_ring.core.errors import LinkLost, WorkerLost
 from mlx_ring.rpc.links import Inbox, LinkKey, LinkSender, WireTensor
 from mlx_ring.rpc.protos import step_pb2
-from mlx_ring.worker.collective.messages import Form, MessageSlot, slot_of
+from mlx_ring.worker.collective.step_messages import Form, MessageSlot, slot_of
 from mlx_ring.worker.collective.transports import Transport
 from mlx_ring.worker.compute_thread import end_process, group_failure
 

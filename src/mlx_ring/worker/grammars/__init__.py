@@ -3,10 +3,10 @@
 Grammars are compiled in a separate thread before a step names them.
 
 A matcher's state follows from the tokens of its sequence alone. So replays, forks, drafts and ranks that share a stage
-need no extra state: each one moves its matcher to the position where it draws, and back.
+need no extra state. Each one moves its matcher to the position where it draws, and back.
 """
 
-from mlx_ring.worker.grammars.answer import Allowed, AnswerGrammar, Drawing, StepMasks, grammar_error
+from mlx_ring.worker.grammars.answer_state import Allowed, AnswerGrammar, Drawing, StepMasks, grammar_error
 from mlx_ring.worker.grammars.compiler import GrammarCompiler
 
 __all__ = [

@@ -25,7 +25,7 @@ from mlx_ring.core.lean_imports import import_tokenizers
 from mlx_ring.models.grammars import deep_thread, grammar_limits, in_one_line, to_llguidance
 from mlx_ring.models.model_folder import ModelFolder
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
-from mlx_ring.worker.grammars.answer import AnswerGrammar, Compiled
+from mlx_ring.worker.grammars.answer_state import AnswerGrammar, Compiled
 
 KEPT_BYTES = 256 << 20
 _LEAST_BYTES = 1 << 20
@@ -202,7 +202,7 @@ class GrammarCompiler:
                 self._tokenizer = read_tokenizer(self._folder)
             except ModelCorrupt as error:
                 self._tokenizer = error
-            log.info("read the tokenizer for grammars in %.2f s", time.monotonic() - started)
+            log.info("Read the tokenizer for grammars in %.2f s", time.monotonic() - started)
         if isinstance(self._tokenizer, ModelCorrupt):
             raise ModelCorrupt(str(self._tokenizer))
         return self._tokenizer

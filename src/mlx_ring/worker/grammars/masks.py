@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_ring.core.errors import RequestError, RingError
-from mlx_ring.worker.grammars.answer import Allowed, AnswerGrammar, Drawing, StepMasks
+from mlx_ring.worker.grammars.answer_state import Allowed, AnswerGrammar, Drawing, StepMasks
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor

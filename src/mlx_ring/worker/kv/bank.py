@@ -46,27 +46,27 @@ class BankMemory:
         self.nbytes = 0
         self.slots = 0
         self._capacities: dict[int | None, int] = {}
-        self._aimed_slots = 0
-        self._aimed: dict[int | None, int] = {}
+        self._target_slots = 0
+        self._targets: dict[int | None, int] = {}
         self.is_changing = False
         """True if some arrays do not have the target size."""
 
     @property
-    def aimed_slots(self) -> int:
-        return self._aimed_slots
+    def target_slots(self) -> int:
+        return self._target_slots
 
     def capacity(self, window: int | None) -> int:
         """Return the number of tokens for which every slot has room, in the layers with this window."""
         return self._capacities.get(window, 0)
 
-    def aimed_capacity(self, window: int | None) -> int:
-        return self._aimed.get(window, 0)
+    def target_capacity(self, window: int | None) -> int:
+        return self._targets.get(window, 0)
 
     def ensure(self, part: RowPart) -> list[mx.array]:
         """Return the part's arrays; make them when its first keys and values come."""
         planes = self.planes[part.index]
         if not planes and part.planes:
-            slots, capacity = self._aimed_slots, self._aimed[part.window]
+            slots, capacity = self._target_slots, self._targets[part.window]
             planes = [
                 mx.zeros((slots, plane.heads, capacity, plane.width), plane.dtype) for plane in part.planes
             ]
@@ -74,14 +74,14 @@ class BankMemory:
             self._take_stock()
         return planes
 
-    def aim_slots(self, slots: int) -> None:
+    def set_target_slots(self, slots: int) -> None:
         """Set the target number of rows."""
-        self._aimed_slots = slots
+        self._target_slots = slots
         self.continue_resizing()
 
-    def aim_capacity(self, window: int | None, capacity: int) -> None:
+    def set_target_capacity(self, window: int | None, capacity: int) -> None:
         """Set the target number of tokens in every slot."""
-        self._aimed[window] = capacity
+        self._targets[window] = capacity
         self.continue_resizing()
 
     def reserve(self, window: int | None, need: int, limit: int, count: int = 1) -> None:
@@ -90,8 +90,8 @@ class BankMemory:
         `count` of them are this step's; the next steps may need as many each.
         """
         target = self._target(window, need, limit)
-        if target > self.aimed_capacity(window):
-            self.aim_capacity(window, target)
+        if target > self.target_capacity(window):
+            self.set_target_capacity(window, target)
         if need > self.capacity(window):
             for planes, position, part in self._behind():
                 if part.window == window:
@@ -102,23 +102,23 @@ class BankMemory:
 
     def _target(self, window: int | None, need: int, limit: int) -> int:
         """Return the target capacity."""
-        aimed = self.aimed_capacity(window)
-        if need <= aimed and (aimed >= limit or need + GROWS_AHEAD <= aimed):
-            return aimed
-        return self._growth.capacity(aimed, need, limit, lambda capacity: self.more_bytes(window, capacity))
+        current = self.target_capacity(window)
+        if need <= current and (current >= limit or need + GROWS_AHEAD <= current):
+            return current
+        return self._growth.capacity(current, need, limit, lambda capacity: self.more_bytes(window, capacity))
 
     def more_bytes(self, window: int | None, capacity: int) -> int:
         """Return the bytes that another capacity would add to the target size."""
-        return self._bytes(self._aimed_slots, {**self._aimed, window: capacity}) - self.aimed_bytes
+        return self._bytes(self._target_slots, {**self._targets, window: capacity}) - self.target_bytes
 
     def more_bytes_for_slots(self, slots: int) -> int:
         """Return the bytes that another number of slots would add to the target size."""
-        return self._bytes(slots, self._aimed) - self.aimed_bytes
+        return self._bytes(slots, self._targets) - self.target_bytes
 
     @property
-    def aimed_bytes(self) -> int:
+    def target_bytes(self) -> int:
         """Bytes of the arrays at the target size."""
-        return self._bytes(self._aimed_slots, self._aimed)
+        return self._bytes(self._target_slots, self._targets)
 
     def _bytes(self, slots: int, capacities: Mapping[int | None, int]) -> int:
         """Return the bytes of the parts that have arrays."""
@@ -137,7 +137,9 @@ class BankMemory:
 
     def grows(self, window: int | None, need: int, limit: int) -> bool:
         """Report whether `reserve` would copy."""
-        return need > self.capacity(window) or self._target(window, need, limit) > self.aimed_capacity(window)
+        return need > self.capacity(window) or self._target(window, need, limit) > self.target_capacity(
+            window
+        )
 
     def continue_resizing(self) -> None:
         """Resize some arrays to the target."""
@@ -155,26 +157,26 @@ class BankMemory:
     def drop(self) -> None:
         """Free the memory."""
         self.planes = [[] for _ in self._layout.row_parts]
-        self._aimed_slots = 0
+        self._target_slots = 0
         self._take_stock()
 
     def _behind(self) -> Iterator[tuple[list[mx.array], int, RowPart]]:
         for part in self._layout.row_parts:
             planes = self.planes[part.index]
             for position, plane in enumerate(planes):
-                if (plane.shape[0], plane.shape[2]) != (self._aimed_slots, self._aimed[part.window]):
+                if (plane.shape[0], plane.shape[2]) != (self._target_slots, self._targets[part.window]):
                     yield planes, position, part
 
     def _resize(self, planes: list[mx.array], position: int, part: RowPart) -> int:
         """Resize one array, so that no more than one is held twice. Return the new one's bytes."""
-        planes[position] = _resized(planes[position], 0, self._aimed_slots)
-        planes[position] = _resized(planes[position], 2, self._aimed[part.window])
+        planes[position] = _resized(planes[position], 0, self._target_slots)
+        planes[position] = _resized(planes[position], 2, self._targets[part.window])
         mx.eval(planes[position])
         return planes[position].nbytes
 
     def _take_stock(self) -> None:
         """Set the usable size to what all arrays have."""
-        self.slots, self._capacities = self._aimed_slots, dict(self._aimed)
+        self.slots, self._capacities = self._target_slots, dict(self._targets)
         self.is_changing = False
         self.nbytes = sum(plane.nbytes for planes in self.planes for plane in planes)
         for planes, position, part in self._behind():
@@ -233,7 +235,7 @@ class Bank:
         self._layout = layout
         self._growth = growth
         self.memory = BankMemory(layout, growth)
-        self.memory.aim_slots(slots)
+        self.memory.set_target_slots(slots)
         self.rows: list[Row] = []
         self._used = 0
         """First slot that was never written to."""
@@ -259,16 +261,18 @@ class Bank:
         continue elsewhere.
         """
         memory, slots = self.memory, len(self.rows) + len(rows)
-        if slots > memory.aimed_slots:
-            memory.aim_slots(self._growth.slots(memory.aimed_slots, slots, memory.more_bytes_for_slots))
+        if slots > memory.target_slots:
+            memory.set_target_slots(
+                self._growth.slots(memory.target_slots, slots, memory.more_bytes_for_slots)
+            )
         needs = {
             window: min(limit, max(row.held(window) for row in rows) + 1) for window, limit in limits.items()
         }
         for window, need in needs.items():
-            aimed = memory.aimed_capacity(window)
-            if need > aimed:
+            current = memory.target_capacity(window)
+            if need > current:
                 more = partial(memory.more_bytes, window)
-                memory.aim_capacity(window, self._growth.capacity(aimed, need, limits[window], more))
+                memory.set_target_capacity(window, self._growth.capacity(current, need, limits[window], more))
         return slots <= memory.slots and all(
             need <= memory.capacity(window) for window, need in needs.items()
         )
@@ -338,8 +342,8 @@ class Bank:
         if not self.rows:
             self.drop()
             return
-        if len(self.rows) <= self.memory.aimed_slots // 2:
-            self.memory.aim_slots(len(self.rows))
+        if len(self.rows) <= self.memory.target_slots // 2:
+            self.memory.set_target_slots(len(self.rows))
             if not self.memory.is_changing:
                 self._used = len(self.rows)
         self.tighten()
@@ -347,8 +351,8 @@ class Bank:
     def tighten(self) -> None:
         """Free most of the slots' room if they are four times as long as any row."""
         longest = max(max(row.length, *row.written.values(), 0) for row in self.rows)
-        if self.memory.aimed_capacity(None) > 4 * (longest + BLOCK):
-            self.memory.aim_capacity(None, blocks(longest + 1))
+        if self.memory.target_capacity(None) > 4 * (longest + BLOCK):
+            self.memory.set_target_capacity(None, blocks(longest + 1))
 
     def drop(self) -> None:
         """Free the memory."""

@@ -92,14 +92,14 @@ class ObjectPart:
         return twin
 
 
-Part = RowPart | ObjectPart
+CachePart = RowPart | ObjectPart
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
     """Cache of one owned layer: one part, or several if the model keeps a list of caches."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[CachePart, ...]
     nested: bool
 
     def assemble(self, caches: Sequence[Any]) -> Any:
@@ -167,7 +167,7 @@ def _children(prototype: Any) -> tuple[Any, ...]:
     return tuple(prototype.caches) if type(prototype) is _CacheList else (prototype,)
 
 
-def _part(prototype: Any, layout: Layout, kv_bits: int | None) -> Part:
+def _part(prototype: Any, layout: Layout, kv_bits: int | None) -> CachePart:
     kind = cast("type[object]", type(prototype))
     if kind is _KVCache:
         part = RowPart(len(layout.row_parts), None, kv_bits)

@@ -22,9 +22,9 @@ class Banks:
         return sum(bank.memory.nbytes for bank in self._banks)
 
     @property
-    def aimed_bytes(self) -> int:
+    def target_bytes(self) -> int:
         """Bytes of all banks at their target sizes."""
-        return sum(bank.memory.aimed_bytes for bank in self._banks)
+        return sum(bank.memory.target_bytes for bank in self._banks)
 
     def clear(self) -> None:
         """Free all memory."""

@@ -1,6 +1,6 @@
 """Attention on an x86 CPU without native kernels, with NumPy's exponential for long chunks.
 
-MLX's own takes 10.7 ns a number there (mlx 0.32.4, AVX-512: it is not vectorised, and calls the C library for every
+MLX's own takes 10.7 ns a number there (mlx 0.32.4, AVX-512: it is not vectorized, and calls the C library for every
 multiply-add), NumPy's takes 0.5 ns. A chunk of 512 tokens behind 4,000 spends three quarters of its
 attention on it. MLX has no lazy operation to replace it, so the scores are evaluated while the
 forward pass is built. Such a pass cannot be undone, and is not built ahead.

@@ -1,7 +1,7 @@
 """Waiting without a busy core for a neighbour of MLX's ring, where ranks share cores on Linux x86-64.
 
 A thread of MLX's ring reads its socket in a loop until data comes. With fewer than two cores for each rank it takes
-the core of the rank that it waits for: four ranks on two cores answer up to 2.5 times as fast if they wait in the
+the core of the rank that it waits for. Four ranks on two cores answer up to 2.5 times as fast if they wait in the
 kernel. With cores to spare the loop is faster, by the microseconds that the kernel needs to wake a thread, and stays.
 
 `libmlx.so` calls `recv` through a slot (`blas/slots.py`). The slot is pointed at compiled code (`native/waits.cpp`), which
@@ -59,6 +59,6 @@ def wait_in_the_kernel() -> list[Slot]:
         for slot in slots:
             slot.write(recv)
     except (Unavailable, OSError) as reason:  # OSError: a /proc that is not mounted
-        log.info("a rank that waits for others keeps a core busy: %s", reason)
+        log.info("A rank that waits for others keeps a core busy: %s", reason)
         return []
     return slots

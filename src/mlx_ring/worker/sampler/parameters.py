@@ -35,7 +35,7 @@ class Parameters(Sampling):
         return self.temperature < _GREEDY_BELOW
 
     @property
-    def penalises(self) -> bool:
+    def penalizes(self) -> bool:
         """True if the history changes the logits."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 

@@ -84,7 +84,7 @@ def bar(logits: mx.array, rows: Sequence[SamplerRow], first: int = 0) -> mx.arra
 def _changes(row: SamplerRow) -> bool:
     """Report whether the row's parameters can change its logits; most cannot."""
     sampling = row.sampling
-    return sampling.penalises or bool(sampling.logit_bias) or bool(sampling.min_tokens and row.eos)
+    return sampling.penalizes or bool(sampling.logit_bias) or bool(sampling.min_tokens and row.eos)
 
 
 def _collect(edits: _Edits, offset: int, ids: range, row: SamplerRow) -> None:
@@ -93,7 +93,7 @@ def _collect(edits: _Edits, offset: int, ids: range, row: SamplerRow) -> None:
     barred = row.eos if row.position - row.prompt_length < sampling.min_tokens else frozenset[int]()
     answer: Counter[int] = Counter()
     repeated: set[int] = set()
-    if sampling.penalises:
+    if sampling.penalizes:
         answer.update(row.tokens[row.prompt_length : row.position])
     if sampling.repetition_penalty != 1.0:
         repeated.update(row.tokens[: row.position])

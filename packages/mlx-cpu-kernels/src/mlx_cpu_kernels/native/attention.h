@@ -1,9 +1,9 @@
-// Attention by blocks of keys: the scores of a block, their exponentials and their part of the result follow one
-// another while all are in the caches. The largest score so far of each query is kept; when it grows, what was summed
-// is scaled.
+// Attention by blocks of keys. The scores of a block, their exponentials and their part of the result follow one
+// another while all are in the caches. The largest score so far of each query is kept. When it grows, the sums so far
+// are scaled.
 //
-// Both products are tiles of panels. A block of keys becomes panels [head_size][keys] and a block of values panels
-// [keys][value_size]: quantized ones by the same panels as any quantized matrix. A few rows, as in decode, read keys and
+// Both products are tiles of panels. A block of keys becomes panels [head_size][keys], and a block of values panels
+// [keys][value_size]. Quantized ones become the same panels as any quantized matrix. A few rows, as in decode, read keys and
 // values where they are.
 #pragma once
 
@@ -56,8 +56,8 @@ template <class V>
   }
 }
 
-// The queries that share one head of keys: row r is head r % group and position r / group, so that positions ascend and
-// what a block of keys hides from one tile, it hides from those before.
+// The queries that share one head of keys. Row r is head r % group and position r / group. So positions ascend, and a
+// block of keys that is hidden from one tile is hidden from those before.
 template <class V>
 class QueryBlock {
  public:

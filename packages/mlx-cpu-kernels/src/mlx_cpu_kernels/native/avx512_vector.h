@@ -12,8 +12,8 @@ struct Avx512 {
   using Float = __m512;
   using Int = __m512i;
   static constexpr int kLanes = 16;
-  // A tile of the product of panels: 12 rows of x times 2 vectors of columns take 24 of the 32 registers for sums,
-  // 2 for the panel's vectors and one for the value of x.
+  // A tile of the product of panels has 12 rows of x and 2 vectors of columns. It takes 24 of the 32 registers for
+  // sums, 2 for the panel's vectors and one for the value of x.
   static constexpr int kTileRows = 12;
   static constexpr int kPanelVectors = 2;
 
@@ -134,7 +134,7 @@ struct Avx512 {
   }
 
   // Calls f(i, vector) for the two vectors of 32 values that begin at a whole word, in their order and in the lowest
-  // bits: each lane fetches its word, and the next where values cross words, and shifts it as far as it needs.
+  // bits. Each lane fetches its word, and the next where values cross words, and shifts it as far as it needs.
   template <int bits, class F>
   static void unpack_in_order(const uint32_t* from, F&& f) {
     const Int lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);

@@ -1,7 +1,8 @@
-// cblas_sgemm in front of OpenBLAS's, for products of few rows. blas/dispatch.py points libmlx.so's calls at it.
+// cblas_sgemm in front of OpenBLAS's, for products of few rows. blas/install.py points libmlx.so's calls at it, in the
+// entries that blas/slots.py finds.
 //
 // OpenBLAS packs both operands of every product. When A has one row, as in decode, packing reads and writes the weights
-// before they are used once, at a third of memory speed; cblas_sgemv reads them in place. With 2 to 8 rows OpenBLAS has
+// before they are used once, at a third of memory speed. cblas_sgemv reads them in place. With 2 to 8 rows OpenBLAS has
 // kernels that do not pack, on AVX-512, but uses them only for small products. So a wide product is cut into blocks of
 // columns of that size. The bounds are those of kernel/x86_64/sgemm_small_kernel_permit_skylakex.c in OpenBLAS 0.3.34. If
 // they change, the blocks get slower, never wrong.

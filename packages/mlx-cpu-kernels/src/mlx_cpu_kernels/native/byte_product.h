@@ -1,23 +1,22 @@
 // Products of very few rows, by bytes: x becomes integers once, and the weights are never converted at all.
 //
 // Within a group, x is an integer of 24 bits times a scale: as fine as float32 is for the group's largest value. Such
-// an integer is three signed digits of a byte, x = (high * 256 + middle) * 256 + low, and each digit is multiplied by
-// the weights as they are packed, 64 products of bytes an instruction on AVX-512. The sums of digits are shifted
-// together as integers, without an error, and one conversion and one multiplication by both scales serve the products
-// of a lane.
+// an integer is three signed digits of a byte, x = (high * 256 + middle) * 256 + low. Each digit is multiplied by the
+// weights as they are packed, 64 products of bytes an instruction on AVX-512. The sums of digits are shifted together
+// as integers, without an error. One conversion and one multiplication by both scales serve the products of a lane.
 //
 //   y[n] = sum over groups g of scale[n, g] * xscale[g] * (sum of q * x) + bias[n, g] * (sum of x)
 //
-// Twice an e2m1 is an integer as well, which is looked up. Where weights have no sign, an offset is added to each, and
-// its products, the same for all rows of the matrix, are subtracted from the sums of integers.
+// Twice an e2m1 is an integer as well, which is looked up. Where weights have no sign, an offset is added to each.
+// Its products are the same for all rows of the matrix, and are subtracted from the sums of integers.
 //
-// A block is what one vector of packed weights holds: with 2, 4 or 8 bits, value i of every byte becomes vector i, so
-// that vector i has the columns i, i + values, i + 2 * values ...; x is put into the same order. With 3, 5 and 6 bits a
+// A block is the content of one vector of packed weights. With 2, 4 or 8 bits, value i of every byte becomes vector i,
+// which so has the columns i, i + values, i + 2 * values ... x is put into the same order. With 3, 5 and 6 bits a
 // block has as many values as a vector has bytes, in order. Each lane of 32 bits covers neighbouring columns.
 //
-// Instruction sets that multiply bytes in pairs only, into 16 bits, or that have no fast way from 3, 5 and 6 bits to
-// bytes, take two digits of 12 bits, x = high * 4096 + low, and weights of 16 bits: each half of a lane of 32 bits fetches
-// the bytes that hold two neighbours (four of 3 bits), and value i of every half becomes vector i.
+// Some instruction sets multiply bytes in pairs only, into 16 bits, or have no fast way from 3, 5 and 6 bits to bytes.
+// They take two digits of 12 bits, x = high * 4096 + low, and weights of 16 bits. Each half of a lane of 32 bits fetches
+// the bytes that hold two neighbours (four of 3 bits). Value i of every half becomes vector i.
 #pragma once
 
 #include <type_traits>
@@ -63,8 +62,8 @@ struct Block {
   }
 };
 
-// Sums of the products of a block's integers, for several rows of the matrix and one of x, each lane its own: of the
-// first digits, and of the last ones where both do not fit into 32 bits. A vector of x is loaded once for all rows, and
+// Sums of the products of a block's integers, for several rows of the matrix and one of x, each lane its own. They are
+// those of the first digits, and of the last ones where both do not fit into 32 bits. A vector of x is loaded once for all rows, and
 // their sums do not wait for one another.
 template <class V, int bits, int rows>
 inline void sum_block(const typename V::Int (&weights)[rows][Block<V, bits>::kKept],
@@ -101,7 +100,7 @@ inline void sum_block(const typename V::Int (&weights)[rows][Block<V, bits>::kKe
   }
 }
 
-// What a weight of the format has been raised by.
+// Number by which each weight of the format has been raised.
 template <class V, Format format>
 constexpr int kOffset = format.is_e2m1() ? V::kE2m1Offset : 0;
 
@@ -127,7 +126,7 @@ class ByteRows {
   const Digit* block(int64_t row, int64_t block) const { return planes_ + row * row_size() + block * kBlockSize; }
   const float* scales(int64_t row) const { return scales_ + row * groups_; }
   const float* sums(int64_t row) const { return sums_ + row * groups_; }
-  // What the weights' offset adds to the sums of a block.
+  // Numbers that the weights' offset adds to the sums of a block.
   typename V::Int offsets(int64_t row, int64_t block) const {
     return V::load_words(offsets_ + (row * blocks_ + block) * V::kLanes);
   }
@@ -237,8 +236,8 @@ inline int64_t rows_ahead(const Quantized& w) {
   return kByteRows * larger(1, kPrefetchBytes / larger(1, kByteRows * w.row_words * int64_t{sizeof(uint32_t)}));
 }
 
-// Begins the sums of kByteRows rows from n on with their biases, and joins the rows' scales with those of x: what is
-// left is one multiplication a lane and block. Compiled for each type of the scales, so that no row asks for it again.
+// Begins the sums of kByteRows rows from n on with their biases, and joins the rows' scales with those of x. Then
+// only one multiplication a lane and block is left. Compiled for each type of the scales, so that no row asks for it again.
 template <class V, Format format, Type type, int m>
 [[gnu::flatten]] void begin_rows(const ByteRows<V, format>& x, const Quantized& w, int64_t n, int64_t first,
                                  typename V::Float (&sums)[kByteRows][m], float* scales) {
@@ -372,7 +371,7 @@ void multiply_piece(ByteTile<V, format>& tile, int64_t x_rows, const RowsProduct
   const int64_t tiles = (x_rows + kByteColumns - 1) / kByteColumns;
   float results[kMostByteRows * kStride];
   for (int64_t n = first; n < last; n += kByteRows) {
-    // At the end of the matrix the last rows are taken again. What comes before `first` falls into the margin.
+    // At the end of the matrix the last rows are taken again. Results before `first` go into the margin.
     int64_t from = smaller(n, product.w.rows - kByteRows);
     for (int64_t t = 0; t < tiles; t++) {  // of equal height: five rows are 3 and 2
       int64_t row = x_rows * t / tiles, height = x_rows * (t + 1) / tiles - row;
@@ -408,8 +407,8 @@ void multiply_by_bytes(const Rows& x, const RowsProduct* products, int count, Th
   });
 }
 
-// Whether the product goes by bytes: where there are so few rows that dequantized panels are slower. What each row of
-// the matrix costs beside its products counts for more where it is short.
+// Whether the product goes by bytes: where there are so few rows that dequantized panels are slower. A row of
+// the matrix also costs time beside its products, which counts for more where it is short.
 template <class V>
 bool pays_by_bytes(const Rows& x, const Quantized& w) {
   int64_t most = smaller(V::most_byte_rows(w.bits), larger(w.columns / 64, 4));

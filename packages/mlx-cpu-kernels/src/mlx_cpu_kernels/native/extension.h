@@ -1,4 +1,4 @@
-// What the operations of the extension share: threads, primitives, and views of MLX's arrays.
+// Code that the operations of the extension share: threads, primitives, and views of MLX's arrays.
 #pragma once
 
 #include <algorithm>

@@ -147,15 +147,15 @@ struct TokenTask {
   }
 };
 
-// What is computed with the arrays of a layer.
+// Computation with the arrays of a layer.
 struct TokenOptions {
   HeadOptions heads;
   Linear output;
   std::optional<GatedOptions> gated;
   float scale;
 
-  // The layer's task, whose `products` of heads are given. `others` are the inputs behind those of the products: those of
-  // the heads, the parts of the output layer, x again, and those of a gated layer that may follow.
+  // The layer's task, whose `products` of heads are given. `others` are the inputs behind those of the products. They
+  // belong to the heads, the output layer (its parts, and x again), and a gated layer that may follow.
   TokenTask task(const ProductTask& products, const Arrays& others, mx::cpu::CommandEncoder& encoder) const {
     size_t next = heads.inputs();
     ProductTask result{.rows = products.rows, .columns = 0, .type = products.type};
@@ -306,7 +306,7 @@ class PreparedLayer {
   const TokenTask& task() const { return task_; }
   // The ranks that sum up the products behind attention and of the gated layer, of which the task has parts.
   const std::optional<Ranks>& ranks() const { return ranks_; }
-  // What is added to the sum of ranks (columns), after attention and after the gated layer; null where nothing is.
+  // Addends (columns) of the sum of ranks, after attention and after the gated layer; null where nothing is added.
   const std::array<const void*, 2>& late() const { return late_; }
   // Whether the layer is for such x and planes.
   bool applies(const mx::array& x, const mx::array& keys, const mx::array& values, int slot,

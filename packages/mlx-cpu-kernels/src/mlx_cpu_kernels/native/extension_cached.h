@@ -49,12 +49,12 @@ class PreparedLayer;
 // A group whose ranks each have some heads and hidden units of a layer.
 using Ranks = mx::distributed::Group;
 
-// The layer for any x of this type. With ranks, the output layer and the last of the gated layer are parts, whose sums over
-// the ranks the layer takes; their addends are added to the sums. Nothing where the kernels do not apply, or an array is not
+// The layer for any x of this type. With ranks, the output layer and the last of the gated layer are parts. The layer
+// sums them over the ranks, and adds their addends to the sums. Nothing where the kernels do not apply, or an array is not
 // evaluated or not dense.
 std::shared_ptr<const PreparedLayer> prepare_layer(const mx::array& x, const TokenLayer& layer, std::optional<Ranks> ranks);
 
-// What layers compute of x one after another, and their planes: keys and values of the first, then of the next. All have
+// Results of layers that compute x one after another, and their planes: keys and values of the first, then of the next. All have
 // the same slots, begins, offset and ranks. Nothing where the kernels do not apply, or gradients may be taken.
 std::optional<std::vector<mx::array>> make_attended_layers(
     const mx::array& x, std::vector<std::shared_ptr<const PreparedLayer>> layers, const std::vector<mx::array>& planes,

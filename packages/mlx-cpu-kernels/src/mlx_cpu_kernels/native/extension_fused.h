@@ -1,4 +1,4 @@
-// Products of a transformer's layer together with what comes before and after them, each in one operation: decode of a
+// Products of a transformer's layer together with the steps before and after them, each in one operation. Decode of a
 // small model takes longer for an operation's own costs than for its weights.
 #pragma once
 

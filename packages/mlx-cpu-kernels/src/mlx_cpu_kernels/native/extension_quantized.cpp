@@ -16,7 +16,7 @@
 namespace mlx_cpu_kernels {
 namespace {
 
-// What MLX calls the modes, and their bits and groups where none are given.
+// MLX's names of the modes, and their bits and groups where none are given.
 struct NamedMode {
   const char* name;
   Quantization defaults;
@@ -272,8 +272,8 @@ class QuantizedProduct : public CpuPrimitive {
   bool transpose_;
 };
 
-// Products of a Mixture of Experts: each row of x (..., 1, K) times the matrix that its index names, of weights (E, N, K),
-// or (E, K, N) where not transposed.
+// Products of a Mixture of Experts: each row of x (..., 1, K) times the matrix that its index names. The weights are
+// (E, N, K), or (E, K, N) where not transposed.
 // The result without its last two axes has the shape to which indices and x are broadcast.
 class GatheredProduct : public CpuPrimitive {
  public:

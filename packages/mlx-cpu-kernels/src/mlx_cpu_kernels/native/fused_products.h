@@ -137,8 +137,8 @@ struct GatedTask {
   }
 };
 
-// Products of one x (..., K). The inputs are x, the norm's weight where there is an epsilon, then weights, scales, biases
-// and addend of each linear layer, and whatever a derived operation needs.
+// Products of one x (..., K). The inputs are x, then the norm's weight where there is an epsilon. Weights, scales, biases
+// and addend of each linear layer follow, and then the further inputs of a derived operation.
 class FusedProducts : public CpuPrimitive {
  public:
   FusedProducts(mx::Stream stream, std::optional<float> epsilon, std::vector<Linear> linears)
@@ -355,7 +355,7 @@ inline bool are_offsets(const mx::array& offsets, int batch) {
   return offsets.dtype() == mx::int32 && (offsets.size() == 1 || (offsets.ndim() == 1 && offsets.shape(0) == batch));
 }
 
-// What is done to heads, whose inputs are added. Nothing if it is none of the kernels'.
+// Operations on heads, whose inputs are added. Nothing if it is none of the kernels'.
 std::optional<HeadOptions> add_heads(
     const mx::Stream& stream, const std::vector<LinearLayer>& linears, const std::vector<int>& heads,
     const std::vector<NormLayer>& head_norms, const std::optional<Rotation>& rotation,

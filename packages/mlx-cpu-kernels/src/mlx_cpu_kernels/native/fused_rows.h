@@ -9,7 +9,7 @@
 namespace mlx_cpu_kernels {
 namespace {
 
-// Calls f(i, load, store) for each vector of a row: load(values, type) and store(values, type, vector) take its lanes,
+// Calls f(i, load, store) for each vector of a row. load(values, type) and store(values, type, vector) take its lanes:
 // fewer than a vector at the end, and zeros beyond.
 template <class V, class F>
 inline void each_vector(int64_t count, F&& f) {

@@ -13,7 +13,7 @@ static inline bool is_byte(Type type) { return type == Type::e8m0 || type == Typ
 
 static inline int64_t size_of(Type type) { return type == Type::float32 ? 4 : is_byte(type) ? 1 : 2; }
 
-// Internal linkage: each instruction set's file has a copy of its own, and the linker cannot put one that was compiled
+// Internal linkage gives each instruction set's file a copy of its own. So the linker cannot put one that was compiled
 // for a later processor in place of another.
 namespace {
 

@@ -1,4 +1,4 @@
-// What each instruction set provides. One file an instruction set defines its table; dispatch.cpp picks one.
+// Functions that each instruction set provides. One file an instruction set defines its table; dispatch.cpp picks one.
 #pragma once
 
 #include "fused.h"
@@ -7,7 +7,7 @@
 
 namespace mlx_cpu_kernels {
 
-// Rows of a matrix that need not lie in order: row i is row index[i] of the whole, or row i where there is no index.
+// Rows of a matrix that need not lie in order. Row i is row index[i] of the whole, or row i where there is no index.
 template <class Pointer>
 struct RowsOf {
   Pointer values;

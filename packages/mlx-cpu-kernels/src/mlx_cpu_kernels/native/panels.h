@@ -176,8 +176,8 @@ class TransposedPanels {
     }
   }
 
-  // Asks for the words that the next call of fill reads in the same vector (the same rows further on, or the next rows)
-  // and for the next rows' scales and biases of this depth. A processor follows a few streams of its own accord, not
+  // Prefetches the words that the next call of fill reads in the same vector: the same rows further on, or the next
+  // rows. It also prefetches the next rows' scales and biases of this depth. A processor follows a few streams of its own accord, not
   // the short pieces of 32 rows.
   void prefetch_after(int64_t v, int64_t begin, int64_t depth) const {
     int64_t next = begin + depth < w_.columns ? begin + depth : 0;

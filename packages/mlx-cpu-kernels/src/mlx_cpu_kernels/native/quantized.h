@@ -1,10 +1,10 @@
 // Products with quantized matrices, without MLX and without Python.
 //
 // A quantized matrix is stored as MLX stores it. A row is a stream of bits: value c occupies the bits
-// [c * bits, (c + 1) * bits) of the row's words, the lowest bit first. (MLX describes 3, 5 and 6 bits as groups of
-// bytes; on a little-endian machine this is the same stream.) Each `group_size` neighbours of a row share a scale and,
+// [c * bits, (c + 1) * bits) of the row's words, the lowest bit first. MLX describes 3, 5 and 6 bits as groups of
+// bytes, which are the same stream on a little-endian machine. Each `group_size` neighbours of a row share a scale and,
 // in the affine mode, a bias: value = scale * q + bias. There q is an integer. In the other modes it is a number with
-// a sign, an exponent and a mantissa: e2m1 is one of 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, e4m3 reaches 448.
+// a sign, an exponent and a mantissa. e2m1 is one of 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, e4m3 reaches 448.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ namespace mlx_cpu_kernels {
 // Scales may also be bytes: e8m0 is a power of two, 2^(byte - 127), and e4m3 is as above.
 enum class Type { float32, float16, bfloat16, e8m0, e4m3 };
 
-// What q is, and how the scales of all but the affine mode are stored.
+// Meaning of q, and format of the scales of all but the affine mode.
 enum class Mode {
   affine,  // integers of 2, 3, 4, 5, 6 or 8 bits in groups of 32, 64 or 128
   mxfp4,   // e2m1 in groups of 32, scales e8m0
@@ -59,7 +59,7 @@ struct Experts {
 void multiply_transposed(const void* x, Type type, int64_t x_stride, int64_t rows, const Quantized& w, void* y,
                          int64_t y_stride, Threads& threads);
 
-// The same for several matrices that one x is multiplied with, such as those of queries, keys and values: x is
+// The same for several matrices that one x is multiplied with, such as those of queries, keys and values. x is
 // converted once, and the threads meet once.
 struct Product {
   Quantized w;

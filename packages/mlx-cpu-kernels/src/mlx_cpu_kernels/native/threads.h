@@ -49,8 +49,8 @@ class Threads {
   std::unique_ptr<Pool> pool_;
 };
 
-// Threads of all operations. MLX evaluates one operation at a time on each of its streams, which may compute until the
-// process has ended: so the pool is never destroyed.
+// Threads of all operations. MLX evaluates one operation at a time on each of its streams. They may compute until the
+// process has ended, so the pool is never destroyed.
 inline Threads& threads() {
   static Threads& pool = *new Threads;
   return pool;

@@ -63,9 +63,9 @@ class Refusal(Body):
         return self.refusal
 
 
-Part = Annotated[InputText | OutputText | Refusal, Field(discriminator="type")]
+ContentPart = Annotated[InputText | OutputText | Refusal, Field(discriminator="type")]
 ItemContent = Annotated[
-    Annotated[str, Tag("one")] | Annotated[list[Part], Tag("many")],
+    Annotated[str, Tag("one")] | Annotated[list[ContentPart], Tag("many")],
     Discriminator(
         one_or_many,
         custom_error_type="one_or_many",
@@ -351,7 +351,7 @@ def conversation_of(fields: ResponsesRequest, format_: ChatFormat) -> Conversati
         format_: format of the model's answers.
 
     Raises:
-        RequestError: Fields contradict each other, or the template does not know one. The error names a field.
+        RequestError: fields contradict each other, or the template does not know one. The error names a field.
     """
     return Conversation(
         messages=_messages(fields),

@@ -598,7 +598,7 @@ export interface StageShares {
   stage: number;
   compute: number;
   link: number;
-  /** Share of steps that have not ended: only their end tells how they spent it. */
+  /** Share of steps that have not ended: only their end reports how they spent it. */
   under_way: number;
 }
 

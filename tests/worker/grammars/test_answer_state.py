@@ -32,7 +32,7 @@ from mlx_ring.core.errors import ModelCorrupt
 from mlx_ring.models.model_folder import read_model_folder
 from mlx_ring.rpc.protos import step_pb2
 from mlx_ring.worker.grammars import AnswerGrammar, Drawing
-from mlx_ring.worker.grammars.answer import Compiled
+from mlx_ring.worker.grammars.answer_state import Compiled
 from mlx_ring.worker.grammars.masks import make_masks
 from mlx_ring.worker.sequences import SequenceTable
 

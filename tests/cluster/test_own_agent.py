@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from tests.eventually import run_tasks_until
 
-from mlx_ring.cluster import head_member as subject
-from mlx_ring.cluster.head_member import OwnAgent, stale_trust
-from mlx_ring.cluster.membership import Event, FormerMember, Left, Membership
+from mlx_ring.cluster import own_agent as subject
+from mlx_ring.cluster.membership import Event, FormerMember, Membership, SessionEnded
+from mlx_ring.cluster.own_agent import OwnAgent, stale_trust
 from mlx_ring.host.addresses import HeadAddress
 from mlx_ring.host.trusted_interfaces import trusted_interfaces
 from mlx_ring.settings.config import Settings
@@ -58,7 +58,7 @@ class Absent:
         former = FormerMember(member, "it sent nothing for 3 s", 0.0)
         self.membership = Membership({}, {self.node: former})
         for watcher in self._watchers:
-            watcher(Left(self.node, 1, former.reason, is_final=is_final))
+            watcher(SessionEnded(self.node, 1, former.reason, is_final=is_final))
 
     @contextmanager
     def watching(self, watcher: Callable[[Event], None]) -> Generator[None]:

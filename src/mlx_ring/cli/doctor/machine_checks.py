@@ -191,7 +191,7 @@ def check_fast_links(addresses: Sequence[LanAddress], root: Path = ROOT) -> Find
 
 _ETHERNET_WILL_DO = "Gigabit Ethernet suffices for a stage on each machine; faster cables shorten the time to the first token."
 _CABLE = (
-    "Two machines with a Thunderbolt cable between them are a fast network: on Linux load thunderbolt-net, "
+    "Two machines with a Thunderbolt cable between them are a fast network. On Linux load thunderbolt-net; "
     "on a Mac turn the Thunderbolt Bridge on in the network settings."
 )
 
@@ -237,7 +237,9 @@ _RECOVERY = (
     "`rdma_ctl enable` and restart. Both machines need it."
 )
 _PORTS = "Connect the machines by a Thunderbolt 5 cable, at Thunderbolt 5 ports; of a Mac Studio's not at the one next to Ethernet."
-_NEXT = "`mlx.distributed_config --backend jaccl` writes a hostfile that tells which device leads where."
+_NEXT = (
+    "`mlx.distributed_config --backend jaccl` writes a hostfile that names the device for each connection."
+)
 
 
 def check_rdma() -> Iterator[Finding]:

@@ -22,8 +22,8 @@ class LinkSurveys:
         """Prepare both surveys.
 
         Args:
-            node: The head's own node.
-            wait_for_reports: Waits until these nodes have reported their memory.
+            node: the head's own node.
+            wait_for_reports: waits until these nodes have reported their memory.
         """
         self._usual = LinkSurvey(node, wait_for_reports=wait_for_reports)
         # A node that listens on one address only does not answer on a cable.

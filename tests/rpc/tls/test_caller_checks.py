@@ -27,8 +27,8 @@ from mlx_ring.rpc.channels import (
 )
 from mlx_ring.rpc.methods import AGENT_SERVICE, STEPS, STOP, WATCH, WORKER_SERVICE, service_handler
 from mlx_ring.rpc.protos import agent_pb2, worker_pb2
+from mlx_ring.rpc.tls.caller_checks import AioPeerGuard, PeerGuard
 from mlx_ring.rpc.tls.credentials import Credentials
-from mlx_ring.rpc.tls.guard import AioPeerGuard, PeerGuard
 from mlx_ring.rpc.tls.handshakes import handshake_error
 from mlx_ring.rpc.tls.peers import HEAD_NAME, Revoked, node_name, peer_of_certificate
 
@@ -76,7 +76,7 @@ def test_a_revoked_certificate_is_refused_from_its_next_call_and_others_are_not(
     assert isinstance(mapped, PeerRefused)
     assert "lost-1" in str(mapped)
     (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert line.startswith("refused a call of /mlx_ring.Agent/Stop from 127.0.0.1:")
+    assert line.startswith("Refused a call of /mlx_ring.Agent/Stop from 127.0.0.1:")
     assert "lost-1" in line
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from mlx_cpu_kernels import build
 from mlx_cpu_kernels.trial import Verdict
-from mlx_ring.cli.doctor.machine import (
+from mlx_ring.cli.doctor.machine_checks import (
     GIB,
     check_disk,
     check_fast_links,

@@ -96,7 +96,7 @@ class _Announcer:
 
     def _complain(self, reason: str) -> None:
         if not self._complained:
-            log.info("this head is not announced on the LAN (%s): machines join it by its address", reason)
+            log.info("This head is not announced on the LAN (%s): machines join it by its address", reason)
         self._complained = True
 
 

@@ -1,6 +1,6 @@
 """View of a forward pass on rows of one bank, with mlx-lm's cache interface for each layer.
 
-A batch whose rows all start at the same position behaves bit for bit as mlx-lm's own cache: the offset is
+A batch whose rows all start at the same position behaves bit for bit as mlx-lm's own cache. The offset is
 an integer and the mask is mlx-lm's. Otherwise the offset is an array `(batch,)` and the mask is boolean,
 `(batch, 1, queries, keys)`. Padding is on the right: a padded query sees finite leftovers, and no query of a
 row sees beyond that row.

@@ -47,7 +47,7 @@ class KVStore:
         self.dtype = dtype
         self._layout: Layout = read_layout(prototypes, kv_bits, slack)
         self._rows: dict[int, Row] = {}
-        self._growth = Growth(lambda: self._banks.aimed_bytes, step_bytes)
+        self._growth = Growth(lambda: self._banks.target_bytes, step_bytes)
         self._banks = Banks(self._layout, self._growth)
         self._assembly = Assembly(self._layout, self._banks, ragged=ragged)
         self._state_bytes = 0
@@ -129,7 +129,7 @@ class KVStore:
             row = self._sound(sequence)
             self.trim(sequence, length)
         except RingError as error:
-            log.warning("the KV of sequence %d is not kept: %s", sequence, error)
+            log.warning("The KV of sequence %d is not kept: %s", sequence, error)
             return False
         return length > 0 and not row.retained
 

@@ -1,4 +1,4 @@
-"""Search by mDNS for the heads that announce themselves on the LAN (`cluster/discovery.py`)."""
+"""Search by mDNS for the heads that announce themselves on the LAN (`cluster/announcement.py`)."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def named_tensors(file: GgufFile, model_type: str) -> Iterator[tuple[str, GgufTe
     """Yield a file's tensors with mlx-lm's names.
 
     Raises:
-        ModelUnsupported: One of them is none of the architecture's.
+        ModelUnsupported: one of them is none of the architecture's.
     """
     known = {each.model_type: each for each in (*_ARCHITECTURES.values(), _MIXTRAL)}
     if model_type not in known:
@@ -157,7 +157,7 @@ def config_of(headers: Sequence[GgufFile]) -> dict[str, Any]:
     """Return the configuration without the tokenizer's entries.
 
     Args:
-        headers: The file's, or those of its parts in order.
+        headers: the file's, or those of its parts in order.
 
     Raises:
         ModelCorrupt, ModelUnsupported: The model cannot be served.
@@ -374,7 +374,7 @@ class _Metadata:
 
 
 def _shortest(value: float) -> float:
-    """Return the number with the fewest digits that float32 does not tell from this one."""
+    """Return the number with the fewest digits that rounds to the same float32."""
     forms = (float(f"{value:.{digits}g}") for digits in range(1, 10))
     return next((form for form in forms if c_float(form).value == c_float(value).value), value)
 

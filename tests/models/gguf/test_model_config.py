@@ -22,7 +22,7 @@ from tests.models.gguf.writing import (
 
 from mlx_ring.core.errors import ModelCorrupt, ModelError, ModelUnsupported
 from mlx_ring.models.gguf import read_gguf
-from mlx_ring.models.gguf.config import config_of, layout_of, small_files_of
+from mlx_ring.models.gguf.model_config import config_of, layout_of, small_files_of
 
 MODEL: dict[str, Any] = {
     "model_type": "llama",

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from mlx_ring.cluster.control import Control
-from mlx_ring.cluster.membership import Event, FormerMember, Left
+from mlx_ring.cluster.membership import Event, FormerMember, SessionEnded
 from mlx_ring.core.cluster_folders import AGENT_LOCK, node_folder
 from mlx_ring.core.environment import environment_with_grpc_logs, inherited_environment
 from mlx_ring.host.addresses import HeadAddress
@@ -77,7 +77,7 @@ class OwnAgent:
         left = asyncio.Event()
 
         def on_event(event: Event) -> None:
-            if isinstance(event, Left) and event.node == self._control.node and not event.is_final:
+            if isinstance(event, SessionEnded) and event.node == self._control.node and not event.is_final:
                 left.set()
 
         with self._control.watching(on_event):
@@ -96,7 +96,7 @@ class OwnAgent:
 
     async def _ensure(self) -> None:
         if self._is_absent and not await self.attends(_RETURNS_WITHIN_S):
-            log.warning("the agent of this machine does not answer: replacing it")
+            log.warning("The agent of this machine does not answer: replacing it")
             await self._kill()
         if self._process is not None and self._process.poll() is None:
             return  # one that has just started may not hold the lock yet
@@ -130,7 +130,7 @@ class OwnAgent:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 await asyncio.to_thread(self._process.wait, _END_WAIT_S)
         if self._process.poll() is None:
-            log.warning("the agent of this machine does not end: killing it")
+            log.warning("The agent of this machine does not end: killing it")
             await self._kill()
 
     async def _kill(self) -> None:

@@ -36,7 +36,7 @@ def answer_grammar(format: ChatFormat, conversation: Conversation, *, thinking_o
         thinking_open: True if the answer starts inside reasoning.
 
     Raises:
-        RequestError: The grammar cannot be enforced in this model's format.
+        RequestError: the grammar cannot be enforced in this model's format.
     """
     grammar = _grammar(format, conversation, thinking_open=thinking_open)
     return None if grammar is None else replace(grammar, param=_param(conversation))

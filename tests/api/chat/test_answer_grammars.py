@@ -30,7 +30,7 @@ from tests.api.chat.call_examples import (
 from tests.api.chat.formats import read, rules
 
 from mlx_ring.api.chat.answer import ChatAnswer
-from mlx_ring.api.chat.grammars import GrammarChecks, answer_grammar
+from mlx_ring.api.chat.answer_grammars import GrammarChecks, answer_grammar
 from mlx_ring.api.chat.model_format import CallMarks, ChatFormat, Marks, parse_tool_call
 from mlx_ring.api.chat.request import AnswerFormat, Conversation, Tool, ToolUse
 from mlx_ring.core.errors import RequestError

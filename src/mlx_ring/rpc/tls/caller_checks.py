@@ -1,7 +1,7 @@
 """Check of the caller at every call: server interceptors, for threads and for an event loop.
 
-TLS itself refuses strangers. The guard refuses machines that TLS admits: removed ones, nodes that call methods of the
-head alone, and others that call methods of this machine alone. Over a Unix socket it checks nothing.
+TLS itself refuses strangers. The guard also refuses removed machines, nodes that call methods of the head alone,
+and others that call methods of this machine alone. Over a Unix socket it checks nothing.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class _Rules:
             if not reason and method.startswith(self._local_only):
                 reason = f"{peer} called {method}, which only this machine's agent may."
         if reason:
-            log.warning("refused a call of %s from %s: %s", method, caller.address, reason)
+            log.warning("Refused a call of %s from %s: %s", method, caller.address, reason)
         return reason
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import grpc
@@ -12,8 +11,6 @@ from mlx_ring.core.errors import RingError, WorkerLost
 from mlx_ring.rpc.failures import channel_error
 from mlx_ring.rpc.tls.handshakes import handshake_error
 
-Progress = Callable[[int, int], None]
-"""Function that takes the bytes present and the bytes wanted in all."""
 _FINAL = (
     grpc.StatusCode.PERMISSION_DENIED,
     grpc.StatusCode.UNAUTHENTICATED,
