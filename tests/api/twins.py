@@ -283,6 +283,8 @@ class TwinCatalog:
         self.request = PlanRequest(Demand(8192, 1))
         self.loaded: tuple[LoadedStages, ...] = ()
         """Stages of which what-if questions know."""
+        self.count: int | None = None
+        """Number of replicas that it is set up for."""
 
     def cluster(self) -> ClusterParts:
         return ClusterParts()
@@ -290,7 +292,7 @@ class TwinCatalog:
     def running(self, model: ModelService | None) -> RunningCluster:
         nodes = (known_profile("m4-mac-mini-16"),) if self.is_measured else ()
         loaded = self.loaded if model is not None else ()
-        return RunningCluster(ClusterProfile(nodes), self.request, loaded)
+        return RunningCluster(ClusterProfile(nodes), self.request, loaded, self.count)
 
     def sizes(self, model: ModelService, machines: ClusterProfile) -> ModelProfile:
         return sizes_of(find_known_model("8b-4bit").folder, model.model_id, machines)

@@ -18,8 +18,10 @@ from mlx_ring.cli.what_if import (
     Asked,
     ask_planner,
     ask_running,
+    check_alone,
     fields_for_head,
     find_described,
+    plan_as_json,
     read_tokens,
     show_answer,
 )
@@ -81,7 +83,7 @@ def plan(
         str | None, typer.Option(metavar="N,M", help="Number of layers by machine, with --strategy custom.")
     ] = None,
     context: Annotated[
-        int | None,
+        str | None,
         typer.Option(
             metavar="TOKENS",
             help=f"Context of each sequence; by default {USUAL_CONTEXT}, or the model's limit if that is less.",
@@ -156,13 +158,29 @@ def plan(
     """
     kinds = [
         _one_of("--kv-bits", bits, _KV_BITS)
-        for bits in dict.fromkeys(_whole_numbers("--kv-bits", kv_bits or "16"))
+        for bits in dict.fromkeys(_whole_numbers("--kv-bits", "16" if kv_bits is None else kv_bits))
     ]
     is_given = cluster is not None or bool(machine)
     weights = None if quantization is None else WeightFormat(_one_of("--quantization", quantization, _BITS))
-    asks = bool(add or users_at or what_fits or plot or plot_file or url or len(kinds) > 1)
+    asks = bool(add or what_fits or plot or plot_file or url or len(kinds) > 1) or users_at is not None
     _check_uses(link, cacert, adds=bool(add or machine), is_given=is_given)
     if not is_given and not asks:
+        check_alone(
+            {
+                **{
+                    f"--{name.removeprefix('expected_').replace('_', '-')}": value
+                    for name, value in flags.items()
+                },
+                "--strategy": strategy,
+                "--proportions": proportions,
+                "--layers": layers,
+                "--context": context,
+                "--sequences": sequences,
+                "--replicas": replicas,
+                "--kv-bits": kv_bits,
+                "--quantization": quantization,
+            }
+        )
         _list_machines()
         return
     machines, listed = _machines(cluster, machine, link) if is_given else (None, DevicesFile(()))
@@ -180,11 +198,9 @@ def plan(
         answer_tokens=answer,
         users=users,
     )
-    _check_custom(request)
+    _check_custom(request, proportions, layers)
     if asks:
-        _refuse(
-            "planner", {"--users": flags["expected_users"], "--sequences": sequences, "--replicas": replicas}
-        )
+        _refuse("planner", {"--sequences": sequences, "--replicas": replicas})
         if machines is None:
             _refuse(
                 "head",
@@ -219,17 +235,15 @@ def plan(
         raise ConfigError(
             "No model is given; name one, such as `mlx-ring plan llama-70b --machine m3-ultra-512`."
         )
-    described = find_described(model)
+    described = find_described(model, weights)
     profile = profile_folder(described.folder, described.name, weights)
-    one = request_within(
-        request, profile.context_tokens, None if context is None else _at_least_one("--context", context)
-    )
+    one = request_within(request, profile.context_tokens, _asked_context(None, context))
     demand = replace(one.demand, sequences=_sequences(sequences, users))
     request = replace(one, demand=demand, users=users)
     count = None if replicas is None else _at_least_one("--replicas", replicas)
     made = place_replicas(profile, machines, request, count)
     if as_json:
-        plans = [each.as_json() for each in made]
+        plans = [plan_as_json(each) for each in made]
         print(json.dumps(plans[0] if len(plans) == 1 else {"replicas": plans}, indent=1))
         return
     show_plans(made, request.demand.sequences)
@@ -244,22 +258,22 @@ def _strategy(name: str) -> Strategy:
 
 def _check_uses(link: str | None, cacert: Path | None, *, adds: bool, is_given: bool) -> None:
     """Raise `ConfigError` for a link without an added machine, or a certificate without a head."""
-    if link and not adds:
+    if link is not None and not adds:
         raise ConfigError(f"--link is {link}, but no machine is added; give --add or --machine.")
     if is_given and cacert is not None:
         raise ConfigError(f"--cacert is {cacert}, but no head is asked; leave it out.")
 
 
-def _asked_context(users_at: str | None, context: int | None) -> int | None:
-    if users_at and context is not None:
+def _asked_context(users_at: str | None, context: str | None) -> int | None:
+    if users_at is not None and context is not None:
         raise ConfigError(f"--context is {context} and --users-at is {users_at}; give one of them.")
-    if users_at:
+    if users_at is not None:
         return read_tokens("--users-at", users_at)
-    return None if context is None else read_tokens("--context", str(context))
+    return None if context is None else read_tokens("--context", context)
 
 
 def _whole_number(flags: Mapping[str, object], name: str) -> int:
-    """Return the number of tokens or users that a flag gives, or the setting's default."""
+    """Return the number of users that a flag gives, or the setting's default."""
     field = Settings.model_fields[name]
     (flag,) = flag_of(field).aliases
     given = flags[name]
@@ -283,7 +297,10 @@ def _lengths(flags: Mapping[str, object], *, fills_context: bool) -> tuple[int, 
 
     A prompt that fills the usual context takes the place of the default one.
     """
-    prompt, answer = (_whole_number(flags, name) for name in ("expected_prompt", "expected_answer"))
+    prompt, answer = (
+        _whole_number(flags, name) if flags[name] is None else read_tokens(flag, str(flags[name]))
+        for flag, name in (("--prompt", "expected_prompt"), ("--answer", "expected_answer"))
+    )
     if fills_context and flags["expected_prompt"] is None:
         prompt = max(1, USUAL_CONTEXT - answer)
     if flags["expected_prompt"] is None and flags["expected_answer"] is None:
@@ -291,8 +308,14 @@ def _lengths(flags: Mapping[str, object], *, fills_context: bool) -> tuple[int, 
     return prompt, answer, prompt + answer // 2
 
 
-def _check_custom(request: PlanRequest) -> None:
-    if request.strategy == "custom" and not request.proportions and not request.counts:
+def _check_custom(request: PlanRequest, proportions: str | None, layers: str | None) -> None:
+    if request.strategy != "custom":
+        for flag, value in (("--proportions", proportions), ("--layers", layers)):
+            if value is not None:
+                raise ConfigError(
+                    f"{flag} is {value}, which only the strategy custom uses; give --strategy custom, or leave it out."
+                )
+    elif not request.proportions and not request.counts:
         raise PlanError("The strategy custom needs --proportions, as 0.7,0.3, or --layers, as 20,8.")
 
 
@@ -355,6 +378,8 @@ def _whole_numbers(flag: str, text: str | None) -> tuple[int, ...]:
 def _numbers(flag: str, text: str | None) -> tuple[float, ...]:
     if text is None:
         return ()
+    if not text.strip():
+        raise ConfigError(f"{flag} is empty; it must be numbers separated by commas.")
     try:
         return tuple(float(part) for part in text.strip("[] ").split(","))
     except ValueError:

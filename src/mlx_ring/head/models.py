@@ -121,7 +121,7 @@ class Catalog:
             # Shares are for the machines of the first plan.
             request = replace(request, strategy="auto")
         if self._machines is None:
-            return RunningCluster(ClusterProfile(()), request)
+            return RunningCluster(ClusterProfile(()), request, count=hosted.settings.replicas)
         view = self._machines.cluster_view()
         loaded = () if model is None else _loaded_stages(hosted, readable_names(view))
         others = [other for other in self._hosted if other is not hosted] if loaded else []
@@ -131,7 +131,7 @@ class Catalog:
         connected = {node.name for node in machines.nodes}
         if any(name not in connected for stages in loaded for _, ranks in stages for name, _ in ranks):
             loaded = ()
-        return RunningCluster(machines, request, loaded)
+        return RunningCluster(machines, request, loaded, hosted.settings.replicas)
 
     def sizes(self, model: ModelService, machines: ClusterProfile) -> ModelProfile:
         """Return a model's profile, for planning on these machines."""

@@ -131,6 +131,8 @@ def known_profile(text: str, name: str | None = None, *, wired_gb: float | None 
     Raises:
         ConfigError: it is not known.
     """
+    if not text.strip():
+        raise ConfigError("The name of a machine is empty; `mlx-ring plan` lists the known ones.")
     chip, gigabytes = _sold(text)
     if chip is None:
         raise ConfigError(f"The machine {text} is unknown; {_nearest(text)}.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -21,6 +22,7 @@ from mlx_ring.settings.devices_file import (
     read_share,
 )
 
+_EXPONENT = re.compile(r"\d+(\.\d*)?[eE][+-]?\d+")
 _MACHINE_NUMBERS = frozenset({"memory_gb", "bandwidth_gb_s", "tflops"})
 _MACHINE_FIELDS = (
     _MACHINE_NUMBERS | SHARE_FIELDS | {"name", "machine", "reserve", "trusted_interface", "wired_limit_gb"}
@@ -39,7 +41,10 @@ def load_content(text: str, where: str) -> object:
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{where} is neither YAML nor JSON: {error}.") from error
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+        place = f" in line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
+        said = problem or str(error).partition("\n")[0]
+        raise ConfigError(f"{where} is neither YAML nor JSON: {said}{place}.") from error
 
 
 def read_cluster(text: str, where: str) -> ClusterProfile:
@@ -211,6 +216,9 @@ def _named_link(name: object, where: str) -> LinkProfile:
 
 def _positive(fields: Mapping[str, Any], name: str, where: str) -> float:
     value = fields.get(name)
+    if isinstance(value, str) and _EXPONENT.fullmatch(value):
+        # YAML takes an exponent without a point for a text.
+        value = float(value)
     if type(value) not in (int, float) or not 0 < cast("float", value) < float("inf"):
         raise ConfigError(f"{where}: {name} is {value!r}; it must be a number above 0.")
     return float(cast("float", value))

@@ -78,7 +78,7 @@ def _forms(entry: Mapping[str, Any]) -> list[str]:
     return [form for form in entry if form != "context"]
 
 
-def find_known_model(text: str, tried: str = _TRIED) -> KnownModel:
+def find_known_model(text: str, tried: str = _TRIED, form: str = "") -> KnownModel:
     """Return the model that a short name or a number of parameters means.
 
     The short name has parts of the model's name, and perhaps a format: `qwen3-30b-a3b-4bit`, `llama-70b`. Of several models
@@ -89,13 +89,15 @@ def find_known_model(text: str, tried: str = _TRIED) -> KnownModel:
     Args:
         text: the name.
         tried: what else the caller takes it for, for the error.
+        form: format of the weights instead of that of the name.
 
     Raises:
         ModelNotFound: no model has these parts, or the format is unknown.
     """
     said = re.sub(r"[\s_/]+", "-", text.strip().lower())
     found = _FORM.search(said)
-    stem, form = (said[: found.start()], _form(found[1])) if found else (said, "")
+    stem, named = (said[: found.start()], _form(found[1])) if found else (said, "")
+    form = form or named
     if number := _PARAMETERS.fullmatch(stem):
         return _dense(float(number[1]), form or _USUAL_FORM, text)
     parts = _parts(stem)

@@ -113,5 +113,6 @@ class Plan:
     def as_json(self) -> dict[str, Any]:
         """Return the fields for `--json`."""
         # Programs read the objective as `aim`, its name in earlier versions.
+        # Programs read the objective under its former name.
         fields = {"aim" if name == "objective" else name: value for name, value in asdict(self).items()}
         return {**fields, "kind": self.kind}

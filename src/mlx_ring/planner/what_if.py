@@ -17,7 +17,7 @@ from mlx_ring.planner.catalogue import accuracy
 from mlx_ring.planner.cluster_file import with_machines
 from mlx_ring.planner.memory_fit import most_of, room_at_most, room_for
 from mlx_ring.planner.place import LoadedStages, plan_loaded
-from mlx_ring.planner.plan import WHY_LEFT_OUT, Plan
+from mlx_ring.planner.plan import WHY_LEFT_OUT, Plan, Prediction
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile
 from mlx_ring.planner.quick_plans import QuickSearch
 from mlx_ring.planner.replicas import place_replicas, total_tokens_per_s
@@ -322,21 +322,17 @@ def _outcome(
         plans = best.plans
     predicted = max((plan.prediction for plan in plans), key=lambda each: each.request_s)
     is_measured = all(node.is_measured for node in case.cluster.nodes if node.name in _nodes(plans))
-    decode, prefill = (_accuracy(kind, is_measured=is_measured) for kind in ("decode", "prefill"))
-    answer_s = predicted.request_s - predicted.first_token_s
+    ranges = ranges_of(predicted, is_measured=is_measured)
     found = replace(
         plain,
         fits=True,
         memory_bytes=sum(stage.memory_bytes for plan in plans for stage in plan.stages),
         tokens_per_s=1 / predicted.token_s,
-        tokens_per_s_range=_range(1 / predicted.token_s, decode),
+        tokens_per_s_range=ranges.tokens_per_s,
         first_token_s=predicted.first_token_s,
-        first_token_s_range=_range(predicted.first_token_s, prefill),
+        first_token_s_range=ranges.first_token_s,
         request_s=predicted.request_s,
-        request_s_range=(
-            predicted.first_token_s / prefill + answer_s / decode,
-            predicted.first_token_s * prefill + answer_s * decode,
-        ),
+        request_s_range=ranges.request_s,
         is_measured=is_measured,
         users=users,
         users_tokens_per_s=best.tokens_per_s,
@@ -347,13 +343,26 @@ def _outcome(
     return found, plans
 
 
-def _accuracy(kind: str, *, is_measured: bool) -> float:
-    """Return the factor by which predictions of a kind may be off."""
-    return accuracy("measured" if is_measured else kind)
+@dataclass(frozen=True, slots=True)
+class Ranges:
+    """Ranges in which measurements are to be expected: the prediction over and times the factor by which it may be off."""
+
+    tokens_per_s: tuple[float, float]
+    """Speed of one stream."""
+    first_token_s: tuple[float, float]
+    request_s: tuple[float, float]
 
 
-def _range(value: float, factor: float) -> tuple[float, float]:
-    return value / factor, value * factor
+def ranges_of(predicted: Prediction, *, is_measured: bool) -> Ranges:
+    """Return the ranges of a prediction for machines that were all measured, or were not."""
+    decode, prefill = (accuracy("measured" if is_measured else kind) for kind in ("decode", "prefill"))
+    speed, first_s = 1 / predicted.token_s, predicted.first_token_s
+    answer_s = predicted.request_s - first_s
+    return Ranges(
+        (speed / decode, speed * decode),
+        (first_s / prefill, first_s * prefill),
+        (first_s / prefill + answer_s / decode, first_s * prefill + answer_s * decode),
+    )
 
 
 def _stages(plans: Iterable[Plan]) -> Iterator[str]:
