@@ -75,7 +75,8 @@ class Row:
 def profile_machine(core: int | None) -> MachineProfile:
     """Profile this machine as a worker on the given core does."""
     pin_self(core)
-    command = [*blas_environment(), sys.executable, "-m", "mlx_ring.worker.profile", "--blas-threads", "1"]
+    command = [*blas_environment(), sys.executable, "-m", "mlx_ring.worker.profile"]
+    command += ["--blas", "auto", "--blas-threads", "1"]
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return MachineProfile.from_json(output)
 

@@ -6,10 +6,11 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from tests.default_settings import make_policy
+
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.planner.costs import MeasuredCost, StageCosts
 
-from mlx_ring.core.engine_stats import Policy
 from mlx_ring.core.generation import GenerateRequest
 from mlx_ring.core.types import RankId, SamplingParams
 from mlx_ring.engine.scheduler import Scheduler
@@ -26,7 +27,7 @@ def steady_throughput(stages: Sequence[MeasuredCost], *, streams: int, hop_us: f
     `hop_us` is the one-way delay between stages, and between the head and stages.
     """
     ranks = [RankId(stage, 0) for stage in range(len(stages))]
-    policy = Policy(prefix_cache=False, num_speculative_tokens=0, max_num_seqs=streams)
+    policy = make_policy(prefix_cache=False, num_speculative_tokens=0, max_num_seqs=streams)
     scheduler = Scheduler(ranks, instance="simulated", epoch=1, policy=policy)
     times = Times(StageCosts(stages), hop_us / 1e6, hop_us / 1e6)
     step_s = sum(stage.decode_us for stage in stages) / 1e6

@@ -32,6 +32,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tests.default_settings import make_policy
+
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from mlx_cpu_kernels import speed_up
 
@@ -46,7 +48,6 @@ from tests.worker.random_models import QWEN3_MOE, write_random_model
 from tests.worker.stages import make_stages
 from tokenizers import Tokenizer
 
-from mlx_ring.core.engine_stats import Policy
 from mlx_ring.core.errors import WorkerLost
 from mlx_ring.core.generation import GenerateRequest, RequestStream
 from mlx_ring.core.types import DType, RankId, SamplingParams, TokenLogprob
@@ -90,7 +91,7 @@ PRECISIONS: Sequence[tuple[DType, int | None]] = (
 SPLITS = {"same": 2, "other": 3}
 """Number of stages after the loss; before it there are as many as in `same`."""
 _TEXT = ROOT / "docs" / "architecture.md"
-_POLICY = Policy(prefix_cache=False, num_speculative_tokens=0)
+_POLICY = make_policy(prefix_cache=False, num_speculative_tokens=0)
 _TOP_K, _TOP = 256, 1000
 """Number of tokens that may be drawn, and of those whose log-probability is recorded, at each position.
 

@@ -106,15 +106,21 @@ _AS_FAST = 1.03
 _FLASH_ATTENTION = "2024-10"
 """Until then, measurements with llama.cpp were made without flash attention, which slows it behind a context."""
 _SHORT_PROMPT, _SHORT_ANSWER = 256, 128
+_PROMPTS_ALONE = ("llama.cpp", "llama.cpp-2024", "llama.cpp-rocm", "ds4", "ds4-tensors", "ollama")
+"""Engines that time a prompt without drawing a token. Others measure until the first token."""
 _HOT = "slowed by heat"
+_MICRO_BATCH = re.compile(r"micro-batches of (\d+)")
+"""Tokens of a prompt that an engine computed at once, where a row's note says so."""
 _CORES = {
     "m1-max": 32,
     "m1-ultra": 64,
     "m2-ultra": 76,
     "m2-max": 38,
+    "m2-pro": 19,
     "m3-max": 40,
     "m3-pro": 18,
     "m3-ultra": 80,
+    "m4": 10,
     "m4-pro": 20,
     "m4-max": 40,
     "m5-pro": 20,
@@ -151,7 +157,7 @@ def _as_served(config: Mapping[str, Any], form: str, engine: str) -> dict[str, A
     if "experts" in form:
         experts = MXFP4 if "mxfp4" in form else {"group_size": 64, "bits": 2}
         return {**config, "quantization": {**experts, **beside_experts(config, value=Q8)}}
-    if form.startswith(("4-bit", "6-bit", "8-bit", "mxfp8", "bf16", "f16", "dq4")):
+    if form.startswith(("3-bit", "4-bit", "6-bit", "8-bit", "mxfp8", "bf16", "f16", "dq4")):
         return with_format(config, "4-bit" if form.startswith("dq4") else form)
     return None
 
@@ -176,7 +182,9 @@ def golden_nodes(row: Row, fitted: Fitted | None = None) -> list[NodeProfile] | 
             return None
         if row["backend"] in ("cuda", "metal", "vulkan", "rocm", "cpu") and chip.generation == "strix":
             chip = replace(chip, backend="vulkan")
-        found.append(chip_profile(chip, 128, f"{machine}-{len(found)}", engine=engine, fitted=fitted))
+        node = chip_profile(chip, 128, f"{machine}-{len(found)}", engine=engine, fitted=fitted)
+        chunk = _MICRO_BATCH.search(row["note"])
+        found.append(replace(node, chunk_tokens=int(chunk[1])) if chunk else node)
     count = int(row["nodes"])
     return [replace(found[place % len(found)], name=f"node-{place}") for place in range(count)]
 
@@ -188,6 +196,8 @@ def engine_of(row: Row) -> str:
         return "ds4-tensors"
     if engine == "llama.cpp" and row["date"] < _FLASH_ATTENTION:
         return "llama.cpp-2024"
+    if engine.startswith("llama.cpp") and row["backend"] == "rocm":
+        return "llama.cpp-rocm"
     same = {
         "llama.cpp server": "llama.cpp",
         "mlx-lm server": "mlx-lm",
@@ -218,7 +228,9 @@ def predict(row: Row, fitted: Fitted | None = None) -> float | None:
     stage = pipeline.stages[0]
     if row["measure"] == "prefill":
         if len(pipeline.stages) == 1:
-            step_s = max(node.costs.step_s for node in nodes)
+            step_s = max(node.costs.step_s + node.prompt_s for node in nodes)
+            if engine_of(row) not in _PROMPTS_ALONE:
+                step_s = pipeline.lone_stream(prompt)[1] + nodes[0].prompt_s
             return prompt / (stage.prefill_seconds(prompt, context) + step_s)
         return prompt / pipeline.first_token_s(prompt)
     if row["measure"] == "first_token":

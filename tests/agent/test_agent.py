@@ -15,6 +15,7 @@ from pathlib import Path
 import grpc
 import psutil
 import pytest
+from tests.default_settings import agent_settings
 from tests.eventually import eventually
 
 from mlx_ring.cluster.layer_split import Cut, even_split, make_assignments
@@ -25,6 +26,7 @@ from mlx_ring.rpc.channels import open_aio_channel
 from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.methods import LOAD_STAGES, RELINK_WORKERS, START, STOP, WATCH
 from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
+from mlx_ring.settings.process_settings import as_arguments
 
 WAIT_S = 90.0
 
@@ -80,11 +82,14 @@ class Agent:
 
 
 @asynccontextmanager
-async def running_agent(folder: Path, *options: str) -> AsyncGenerator[Agent]:
+async def running_agent(folder: Path, **changes: object) -> AsyncGenerator[Agent]:
     run_dir = Path(tempfile.mkdtemp(prefix="ring-"))
     child = await ChildProcess.start(
         "mlx_ring.agent",
-        ["--run-dir", str(run_dir), "--node", "here", "--log-dir", str(folder / "logs"), *options],
+        [
+            *("--run-dir", str(run_dir), "--node", "here"),
+            *as_arguments(agent_settings(folder / "logs", **changes)),
+        ],
         name="agent",
         rank=None,
         environment=inherited_environment({}),
@@ -98,9 +103,9 @@ async def running_agent(folder: Path, *options: str) -> AsyncGenerator[Agent]:
         shutil.rmtree(run_dir, ignore_errors=True)
 
 
-def with_agent(folder: Path, use: Callable[[Agent], Awaitable[None]], *options: str) -> None:
+def with_agent(folder: Path, use: Callable[[Agent], Awaitable[None]], **changes: object) -> None:
     async def run() -> None:
-        async with asyncio.timeout(WAIT_S), running_agent(folder, *options) as agent:
+        async with asyncio.timeout(WAIT_S), running_agent(folder, **changes) as agent:
             await use(agent)
 
     asyncio.run(run())
@@ -357,7 +362,7 @@ def test_a_spare_worker_takes_the_place_of_a_lost_one(tiny_model: Path, tmp_path
         os.kill(agent.child.pid, signal.SIGKILL)
         assert all_ended(ours)
 
-    with_agent(tmp_path, use, "--spare-worker", "on")
+    with_agent(tmp_path, use, spare_worker="on")
 
 
 def test_an_agent_ends_its_workers_on_sigterm(tiny_model: Path, tmp_path: Path) -> None:

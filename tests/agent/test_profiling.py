@@ -27,7 +27,7 @@ from mlx_ring.agent.profiling import (
 from mlx_ring.core.errors import ProtocolError, RingError, WorkerLost, WorkerStuck
 from mlx_ring.host.machine_profile import MachineProfile
 
-QUICK = ProfileOptions(seconds=0.1, memory_share=0.05)
+QUICK = ProfileOptions("auto", 1, seconds=0.1, memory_share=0.05)
 WRITE_CODE = "import sys; out = sys.argv[sys.argv.index('--output') + 1]; open(out, 'w').write({!r})"
 
 
@@ -44,7 +44,7 @@ def measure(options: ProfileOptions = QUICK, module: str = "measuring") -> objec
 
 @pytest.mark.processes
 def test_the_machine_is_measured_with_the_threads_of_workers() -> None:
-    found = asyncio.run(measure_machine(ProfileOptions(blas_threads=2, seconds=0.1, memory_share=0.05)))
+    found = asyncio.run(measure_machine(ProfileOptions("auto", 2, seconds=0.1, memory_share=0.05)))
     assert found.blas_threads == 2
     assert found.memory_bytes > 0
     assert not left_behind("mlx_ring.worker.profile")
@@ -73,7 +73,7 @@ def test_a_failed_measurement_is_an_error_with_its_cause(
 def test_a_measurement_that_takes_too_long_is_ended(module: Path) -> None:
     module.write_text("import threading; threading.Event().wait()")
     with pytest.raises(WorkerStuck, match="took longer than 1 s and was stopped"):
-        measure(ProfileOptions(timeout_s=1.0))
+        measure(ProfileOptions("auto", 1, timeout_s=1.0))
     assert not left_behind("measuring")
 
 
@@ -85,7 +85,7 @@ def left_behind(module: str) -> list[int]:
     ]
 
 
-OPTIONS = ProfileOptions(blas_threads=2)
+OPTIONS = ProfileOptions("auto", 2)
 KEY = ProfileKey.of_here(OPTIONS)
 
 
@@ -123,7 +123,7 @@ def test_another_number_of_threads_has_its_own_profile(
     tmp_path: Path, measured: list[ProfileOptions]
 ) -> None:
     recall(tmp_path)
-    recall(tmp_path, ProfileOptions(blas_threads=1))
+    recall(tmp_path, ProfileOptions("auto", 1))
     assert len(measured) == 2
 
 

@@ -14,6 +14,7 @@ from typing import cast
 import grpc
 import psutil
 import pytest
+from tests.default_settings import agent_settings
 from tests.eventually import eventually, run_tasks_until
 
 from mlx_ring.agent import supervisor as subject
@@ -40,7 +41,7 @@ def test_workers_receive_refused_certificates_at_once(tmp_path: Path) -> None:
         server.add_generic_rpc_handlers((service_handler(WORKER_SERVICE, ((STATUS, status),)),))
         server.add_insecure_port(f"unix:{socket}")
         await server.start()
-        supervisor = Supervisor(WorkerOptions("here", tmp_path, tmp_path, "info", "off", 1))
+        supervisor = Supervisor(WorkerOptions("here", tmp_path, agent_settings(tmp_path, blas="off")))
         living = cast("ChildProcess", SimpleNamespace(exit_reason="", pid=os.getpid()))
         async with open_aio_channel(f"unix:{socket}") as channel:
             supervisor._workers.append(Worker(worker_pb2.StageAssignment(), socket, living, channel))  # pyright: ignore[reportPrivateUsage] - no process is needed for this
@@ -70,7 +71,7 @@ def test_a_cancelled_stop_still_ends_a_worker_that_ignores_sigterm(tmp_path: Pat
 
     async def run() -> str:
         (tmp_path / "stubborn_worker.py").write_text(IGNORES_SIGTERM)
-        supervisor = Supervisor(WorkerOptions("here", tmp_path, tmp_path, "info", "off", 1))
+        supervisor = Supervisor(WorkerOptions("here", tmp_path, agent_settings(tmp_path, blas="off")))
         up = asyncio.Event()
 
         def on_line(line: str) -> str:
@@ -115,7 +116,7 @@ async def supervised(
     server.add_generic_rpc_handlers((service_handler(WORKER_SERVICE, ((STATUS, status),)),))
     server.add_insecure_port(f"unix:{socket}")
     await server.start()
-    supervisor = Supervisor(WorkerOptions("here", tmp_path, tmp_path, "info", "off", 1))
+    supervisor = Supervisor(WorkerOptions("here", tmp_path, agent_settings(tmp_path, blas="off")))
     living = cast("ChildProcess", SimpleNamespace(exit_reason="", pid=pid))
     async with open_aio_channel(f"unix:{socket}") as channel:
         worker = Worker(worker_pb2.StageAssignment(), socket, living, channel)

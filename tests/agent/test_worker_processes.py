@@ -16,11 +16,12 @@ import pytest
 from tests.eventually import run_tasks_until
 
 from mlx_ring.agent import worker_processes as subject
-from mlx_ring.agent.worker_processes import Inherited, SpareMode, SpareWorker, own_gpu
+from mlx_ring.agent.worker_processes import Inherited, SpareWorker, own_gpu
 from mlx_ring.core.environment import inherited_environment
 from mlx_ring.host.child import ChildProcess
 from mlx_ring.host.process import UsableMemory
 from mlx_ring.rpc.protos.worker_pb2 import StageAssignment
+from mlx_ring.settings.process_settings import SpareMode
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import httpx
 import uvicorn
 from starlette.routing import BaseRoute
 from tests.api.twins import TwinCatalog, TwinService
+from tests.default_settings import make_api_settings
 
 from mlx_ring.api.app import build_app
 from mlx_ring.api.middleware.guard import Admission
@@ -39,7 +40,7 @@ class Api:
         self.service = TwinService() if service is None else service
         self.catalog = TwinCatalog(self.service, *others)
         self.admission = Admission()
-        self._app = build_app(self.catalog, settings or ApiSettings(), admission=self.admission)
+        self._app = build_app(self.catalog, settings or make_api_settings(), admission=self.admission)
 
     @property
     def routes(self) -> Sequence[BaseRoute]:
@@ -120,7 +121,7 @@ def serving(
 ) -> Generator[str]:
     """Run a real server on loopback, on a free port unless one is given, and yield its URL."""
     listener = socket.create_server(("127.0.0.1", port))
-    app = build_app(catalog or TwinCatalog(service), settings or ApiSettings(), admission=admission)
+    app = build_app(catalog or TwinCatalog(service), settings or make_api_settings(), admission=admission)
     server = uvicorn.Server(HttpConfig(app, limits or ConnectionLimits(), tls, end_s=1))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()

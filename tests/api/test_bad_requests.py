@@ -10,9 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from tests.api.clients import Api, error_of, refusal
+from tests.default_settings import make_api_settings
 from tests.examples import examples
-
-from mlx_ring.api.settings import ApiSettings
 
 USER = {"role": "user", "content": "Hello."}
 
@@ -177,7 +176,7 @@ def test_json_is_read_with_any_content_type(api: Api, content_type: str) -> None
 
 
 def test_body_over_the_limit_is_413() -> None:
-    api = Api(settings=ApiSettings(max_body_bytes=1000))
+    api = Api(settings=make_api_settings(max_body_bytes=1000))
     _, message = refusal(api.chat(content="x" * 1000), 413)
     assert "1000 bytes" in message
     assert api.chat().status_code == 200

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from tests.api.twins import TwinCatalog, TwinService
+from tests.default_settings import make_api_settings
 from tests.faults import dialects as disturbed
 
 from mlx_ring import api
@@ -17,7 +18,6 @@ from mlx_ring.api.app import DIALECTS
 from mlx_ring.api.context import ApiContext
 from mlx_ring.api.dialect import Dialect
 from mlx_ring.api.openapi import ApiRoute
-from mlx_ring.api.settings import ApiSettings
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,7 +35,7 @@ def defined_dialects() -> Iterator[Dialect[Any, Any]]:
 
 
 def paths(dialect: Dialect[Any, Any]) -> set[str]:
-    context = ApiContext(TwinCatalog(TwinService()), ApiSettings())
+    context = ApiContext(TwinCatalog(TwinService()), make_api_settings())
     routers = [routes(context) for routes in dialect.routes]
     return {route.path for router in routers for route in router.routes if isinstance(route, ApiRoute)}
 

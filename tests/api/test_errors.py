@@ -11,10 +11,10 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from tests.api.clients import Api
 from tests.api.twins import CONTEXT
+from tests.default_settings import make_api_settings
 from tests.examples import examples
 
 from mlx_ring.api.app import DIALECTS
-from mlx_ring.api.settings import ApiSettings
 from mlx_ring.core.errors import NotReady, Overloaded, PlanError, RingError, WorkerLost
 
 OPENAI, ANTHROPIC, OLLAMA = "/v1/responses", "/v1/messages", "/api/chat"
@@ -63,7 +63,7 @@ def test_every_dialect_has_an_example_here(examples_by_path: Mapping[str, object
 def test_authentication_origin_and_path_errors_use_the_dialect_of_the_path(
     path: str,
 ) -> None:
-    keyed = Api(settings=ApiSettings(api_keys=("key",)))
+    keyed = Api(settings=make_api_settings(api_keys=("key",)))
     refused = keyed.post(path, {})
     foreign = keyed.post(path, {}, origin="https://evil.example")
     unknown = keyed.request("DELETE", path, headers={"x-api-key": "key"})
@@ -105,7 +105,7 @@ def test_errors_have_retry_headers(
 
 
 def test_body_over_the_limit_is_413_in_anthropics_format() -> None:
-    large = Api(settings=ApiSettings(max_body_bytes=10)).post(ANTHROPIC, FIELDS[ANTHROPIC])
+    large = Api(settings=make_api_settings(max_body_bytes=10)).post(ANTHROPIC, FIELDS[ANTHROPIC])
     assert (large.status_code, anthropic_error_type(large.json())) == (413, "request_too_large")
 
 

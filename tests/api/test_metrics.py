@@ -13,11 +13,11 @@ from prometheus_client.openmetrics.parser import (
 from prometheus_client.parser import text_string_to_metric_families as read_text
 from tests.api.clients import Api, refusal
 from tests.api.twins import TwinService
+from tests.default_settings import make_api_settings
 
 from mlx_ring.api.metrics.machines import LinkCounts
 from mlx_ring.api.metrics.requests import Replica, step_families
 from mlx_ring.api.service import LinkInfo
-from mlx_ring.api.settings import ApiSettings
 from mlx_ring.core.engine_stats import COUNTS, Meter, OpenRequest, StepTotals
 from mlx_ring.core.errors import WorkerLost
 from mlx_ring.core.worker_status import LinkUse
@@ -121,7 +121,7 @@ def test_metrics_are_in_openmetrics_format_on_request(api: Api) -> None:
 
 
 def test_http_requests_are_counted_by_route_and_status_not_by_path() -> None:
-    api = Api(settings=ApiSettings(api_keys=("secret",)))
+    api = Api(settings=make_api_settings(api_keys=("secret",)))
     for name in ("one", "two"):
         api.get(f"/v1/models/{name}", authorization="Bearer secret")
         api.get(f"/nowhere/{name}", authorization="Bearer secret")

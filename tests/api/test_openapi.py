@@ -10,8 +10,7 @@ import pytest
 from jsonschema import Draft202012Validator
 from tests.api.clients import Api, documented_operations, openapi_document
 from tests.api.twins import MarkingTokenizer, TwinService
-
-from mlx_ring.api.settings import ApiSettings
+from tests.default_settings import make_api_settings
 
 API = Api()
 OPERATIONS = documented_operations()
@@ -147,7 +146,7 @@ def test_reasoning_calls_and_logprobs_match_the_documented_schemas(
 
 
 def test_every_operation_lists_its_possible_statuses() -> None:
-    keyed = Api(settings=ApiSettings(api_keys=("key",)))
+    keyed = Api(settings=make_api_settings(api_keys=("key",)))
     document = keyed.get("/openapi.json", authorization="Bearer key").json()
     assert document["security"] == [{"bearer": []}, {"key": []}]
     for path, methods in document["paths"].items():
@@ -188,7 +187,7 @@ def test_docs_page_ignores_the_query() -> None:
 
 
 def test_docs_page_needs_no_key_and_loads_nothing_external() -> None:
-    keyed = Api(settings=ApiSettings(api_keys=("key",)))
+    keyed = Api(settings=make_api_settings(api_keys=("key",)))
     page = keyed.get("/docs")
     assert page.status_code == 200
     assert "default-src 'none'" in page.headers["content-security-policy"]

@@ -9,11 +9,11 @@ from typing import Any
 import httpx
 import pytest
 from tests.api.twins import VOCAB_SIZE, ByteTokenizer, TwinCatalog, TwinService
+from tests.default_settings import make_api_settings, make_policy
 from tests.eventually import run_tasks_until
 
 from mlx_ring.api.app import DIALECTS, build_app
-from mlx_ring.api.settings import ApiSettings
-from mlx_ring.core.engine_stats import Meter, Policy
+from mlx_ring.core.engine_stats import Meter
 from mlx_ring.core.errors import WorkerLost
 from mlx_ring.engine.held_requests import HeldRequests
 from mlx_ring.engine.sequence import Limits
@@ -42,12 +42,12 @@ def answer(path: str, *, stream: bool, is_lost: bool) -> httpx.Response:
     held = HeldRequests(
         Vocabulary.of(ByteTokenizer()),
         Limits(4096, VOCAB_SIZE, frozenset()),
-        Policy(),
+        make_policy(),
         within_s=60.0,
         meter=Meter(),
     )
     service = TwinService(automatic=not is_lost, held=held)
-    app = build_app(TwinCatalog(service), ApiSettings())
+    app = build_app(TwinCatalog(service), make_api_settings())
 
     async def lose_and_replace() -> None:
         first = service.engine

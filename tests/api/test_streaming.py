@@ -13,11 +13,10 @@ import httpx
 import pytest
 from tests.api.clients import serving
 from tests.api.twins import ANSWER_TEXT, TwinCatalog, TwinService
+from tests.default_settings import make_api_settings, make_policy
 from tests.eventually import eventually
 
 from mlx_ring.api.service import ModelService
-from mlx_ring.api.settings import ApiSettings
-from mlx_ring.core.engine_stats import Policy
 from mlx_ring.core.errors import PlanError, WorkerLost
 
 CHAT = {"messages": [{"role": "user", "content": "Hello."}], "stream": True}
@@ -29,7 +28,7 @@ TIMEOUT_S = 20.0
 def stuck() -> Iterator[tuple[TwinService, str]]:
     """Yield a server whose workers never answer and which sends a keep-alive every few milliseconds."""
     service = TwinService(automatic=False)
-    with serving(service, ApiSettings(keep_alive_s=0.005)) as url:
+    with serving(service, make_api_settings(keep_alive_s=0.005)) as url:
         yield service, url
 
 
@@ -110,7 +109,7 @@ def test_error_in_mid_stream_is_the_last_event(stuck: tuple[TwinService, str]) -
 
 
 def test_request_timeout_is_408_and_frees_the_place() -> None:
-    service = TwinService(automatic=False, policy=Policy(request_timeout_s=0.05))
+    service = TwinService(automatic=False, policy=make_policy(request_timeout_s=0.05))
     with serving(service) as url:
         answer = httpx.post(f"{url}/v1/chat/completions", json=CHAT | {"stream": False}, timeout=TIMEOUT_S)
     assert (answer.status_code, answer.headers["x-should-retry"]) == (408, "false")
@@ -122,7 +121,7 @@ def test_request_timeout_is_408_and_frees_the_place() -> None:
 
 
 def test_request_timeout_is_the_last_event_of_a_stream() -> None:
-    service = TwinService(automatic=False, policy=Policy(request_timeout_s=0.05))
+    service = TwinService(automatic=False, policy=make_policy(request_timeout_s=0.05))
     with (
         serving(service) as url,
         httpx.stream("POST", f"{url}/v1/chat/completions", json=CHAT, timeout=TIMEOUT_S) as response,
@@ -134,7 +133,7 @@ def test_request_timeout_is_the_last_event_of_a_stream() -> None:
 
 
 def test_request_within_the_timeout_completes() -> None:
-    service = TwinService(policy=Policy(request_timeout_s=TIMEOUT_S))
+    service = TwinService(policy=make_policy(request_timeout_s=TIMEOUT_S))
     with serving(service) as url:
         answer = httpx.post(f"{url}/v1/chat/completions", json=CHAT | {"stream": False})
     assert answer.json()["choices"][0]["message"]["content"] == ANSWER_TEXT
@@ -142,7 +141,7 @@ def test_request_within_the_timeout_completes() -> None:
 
 
 def test_full_queue_is_429_with_a_retry_time_until_a_place_is_free() -> None:
-    service = TwinService(automatic=False, policy=Policy(max_num_seqs=1, max_queued_requests=1))
+    service = TwinService(automatic=False, policy=make_policy(max_num_seqs=1, max_queued_requests=1))
     with serving(service) as url, httpx.Client(base_url=url, timeout=TIMEOUT_S) as client:
         chat = partial(client.stream, "POST", "/v1/chat/completions", json=CHAT)
         with chat(), chat() as second:
@@ -178,12 +177,12 @@ def test_disconnect_in_mid_body_does_not_affect_other_requests(twin_url: str) ->
 
 
 def test_body_far_over_the_limit_gets_a_response() -> None:
-    with serving(TwinService(), ApiSettings(max_body_bytes=10_000)) as url:
+    with serving(TwinService(), make_api_settings(max_body_bytes=10_000)) as url:
         response = httpx.post(f"{url}/v1/completions", content=b"x" * 35_000)
     assert response.status_code == 413
 
 
-FREQUENT_KEEP_ALIVE = ApiSettings(keep_alive_s=0.01)
+FREQUENT_KEEP_ALIVE = make_api_settings(keep_alive_s=0.01)
 SHORT_CHAT = {"max_tokens": 40, "messages": CHAT["messages"], "stream": True}
 
 
@@ -250,5 +249,5 @@ def test_load_failure_is_the_last_event_or_the_status_before_any_event() -> None
             assert '"message":"There is no room."' in list(lines)[-1]
         whole = httpx.post(f"{url}/v1/chat/completions", json=SHORT_CHAT | {"stream": False}, timeout=20)
         assert whole.status_code == 503
-    with serving(service, ApiSettings(), catalog=catalog) as url:
+    with serving(service, make_api_settings(), catalog=catalog) as url:
         assert httpx.post(f"{url}/v1/chat/completions", json=SHORT_CHAT, timeout=20).status_code == 503

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from tests.default_settings import make_policy
 from tests.engine.twin import TwinExecutor
 
 from mlx_ring.api.chat.model_format import ParseCalls
@@ -192,7 +193,7 @@ class TwinService:
         automatic: bool = True,
         stages: int = 2,
         context: int = CONTEXT,
-        policy: Policy = Policy(),  # noqa: B008 - frozen
+        policy: Policy = make_policy(),  # noqa: B008 - frozen
         kv: RankKv | None = None,
         names: Sequence[str] = ("org/twin", "twin"),
         tokenizer: ByteTokenizer | None = None,

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from tests.processes import clean_environment, run_in_process
+from typer.main import get_command
+
+from mlx_ring.cli.app import COMMANDS, app
 
 RUN = """
 import sys
@@ -29,11 +35,23 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def all_commands(group: Any, name: str) -> Iterator[Any]:
+    command = group.get_command(typer.Context(group), name)
+    yield command
+    yield from getattr(command, "commands", {}).values()
+
+
 def test_a_command_imports_no_other_command() -> None:
     done = run("service", "show")
     assert done.returncode == 0, done.stderr
     imported = done.stderr.partition("imported: ")[2].split()
     assert {name.split(".")[2] for name in imported} == {"app", "service", "service_unit"}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_has_no_line_break_within_a_paragraph(name: str) -> None:
+    with_ends = [command.help or "" for command in all_commands(get_command(app), name)]
+    assert [text for text in with_ends if "\n" in text.replace("\n\n", "")] == []
 
 
 def test_a_misspelt_command_gets_a_suggestion(tmp_path: Path) -> None:

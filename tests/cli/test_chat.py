@@ -14,9 +14,9 @@ import pytest
 from rich.console import Console
 from tests.api.clients import serving
 from tests.api.twins import ANSWER_TEXT, MarkingTokenizer, TwinService
+from tests.default_settings import make_api_settings
 from tests.eventually import eventually
 
-from mlx_ring.api.settings import ApiSettings
 from mlx_ring.cli.chat import run_chat
 from mlx_ring.core.errors import WorkerLost
 
@@ -115,7 +115,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat() -> None:
             again_at = time.monotonic() + 5
             eventually(lambda again_at=again_at: not requests() or time.monotonic() > again_at)
 
-    with serving(service, ApiSettings(keep_alive_s=0.2)) as url:
+    with serving(service, make_api_settings(keep_alive_s=0.2)) as url:
         presser = threading.Thread(target=press)
         presser.start()
         code, screen = chat(url, "Hello.", KeyboardInterrupt, "/help")

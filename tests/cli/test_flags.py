@@ -8,10 +8,11 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from mlx_ring.cli.flags import ALL_SETTINGS, with_settings
+from mlx_ring.cli.flags import ALL_SETTINGS, setting_option, with_settings
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.settings.config import Settings
 from mlx_ring.settings.fields import flag_name, flag_of
+from mlx_ring.settings.settings_sources import allowed_values
 
 
 def values(*arguments: str) -> dict[str, object]:
@@ -35,6 +36,26 @@ def values(*arguments: str) -> dict[str, object]:
 @pytest.mark.parametrize("name", ALL_SETTINGS)
 def test_every_setting_has_a_flag_that_reaches_the_command(name: str) -> None:
     assert values(flag_name(name), "7") == {name: "7"}
+
+
+@pytest.mark.parametrize("name", ALL_SETTINGS)
+def test_only_a_number_has_n_for_its_value(name: str) -> None:
+    field = Settings.model_fields[name]
+    assert flag_of(field).metavar != "N" or allowed_values(field).startswith(("a whole number", "a number"))
+
+
+@pytest.mark.parametrize(
+    ("texts", "ends"),
+    [
+        ({}, "[default: auto]"),
+        ({"default": "the file's"}, "custom, tensor or hybrid) [default: the file's]"),
+        ({"help_text": "Name."}, "Name."),
+    ],
+)
+def test_a_command_says_its_own_default_of_a_setting(texts: dict[str, str], ends: str) -> None:
+    option = setting_option("strategy", **texts)  # pyright: ignore[reportArgumentType] - only texts
+    assert option.help.replace("\\[", "[").endswith(ends)
+    assert option.metavar == "NAME"
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,10 @@ def test_command_modules_do_not_import_grpc(module: str) -> None:
     [
         ("mlx_ring.head.head", ("huggingface_hub", "transformers", "mlx", "cryptography", "zeroconf")),
         ("mlx_ring.agent.__main__", ("numpy", "cryptography", "pydantic", "mlx")),
+        ("mlx_ring.agent.head_member", ("numpy", "cryptography", "pydantic", "mlx")),
         ("mlx_ring.agent.member", ("numpy", "mlx")),
+        ("mlx_ring.worker.__main__", ("numpy", "cryptography", "pydantic")),
+        ("mlx_ring.worker.profile.__main__", ("numpy", "cryptography", "pydantic", "mlx")),
         ("mlx_ring.cli.join", ("numpy", "rich", "zeroconf", "cryptography")),
     ],
 )

@@ -66,7 +66,7 @@ def test_a_saved_profile_is_shown_unless_again_is_given(measured: Measured, tmp_
     ("arguments", "said"),
     [
         (["--blas", "mkl"], "--blas is mkl; it must be auto, openblas or off."),
-        (["--blas-threads", "-1"], "--blas-threads is -1; it must be from 0 to 1024."),
+        (["--blas-threads", "-1"], "--blas-threads is -1; it must be a whole number from 0 to 1024."),
     ],
 )
 def test_invalid_input_is_reported_in_one_sentence(arguments: list[str], said: str, tmp_path: Path) -> None:

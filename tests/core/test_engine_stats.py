@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.default_settings import make_policy
 from tests.engine.engines import (
     BYTES,
     LIMITS,
@@ -21,7 +22,7 @@ from tests.engine.engines import (
 )
 from tests.engine.twin import TwinExecutor, hash_token
 
-from mlx_ring.core.engine_stats import COUNTS, Distribution, Meter, Policy, RankTotals, StepTotals
+from mlx_ring.core.engine_stats import COUNTS, Distribution, Meter, RankTotals, StepTotals
 from mlx_ring.core.errors import ContextExceeded, Overloaded, WorkerLost
 from mlx_ring.core.types import RankId
 from mlx_ring.engine.admission import Router
@@ -147,7 +148,7 @@ def test_rejected_requests_are_counted_by_error() -> None:
             LIMITS,
             instance="full",
             epoch=1,
-            policy=Policy(max_num_seqs=1, max_queued_requests=0),
+            policy=make_policy(max_num_seqs=1, max_queued_requests=0),
         )
         router = Router(lambda: [full])
         router.submit_all(make_request())

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
+from tests.default_settings import make_policy
 from tests.end_to_end.equality import TIE
 from tests.end_to_end.instance import running_engine
 from tests.end_to_end.random_schemas import Schema, random_schema
 from tests.end_to_end.reference import WholeModel
 from transformers import AutoTokenizer
 
-from mlx_ring.core.engine_stats import Policy
 from mlx_ring.core.errors import RequestError
 from mlx_ring.core.generation import GenerateRequest
 from mlx_ring.core.types import Grammar, SamplingParams
@@ -155,7 +155,7 @@ def compare_with_reference(
     """Compare greedy answers under schemas, beside one without, with the reference. Return the number of accepted draft tokens."""
 
     async def run() -> tuple[list[tuple[list[int], str]], int]:
-        policy = Policy(num_speculative_tokens=drafts)
+        policy = make_policy(num_speculative_tokens=drafts)
         async with running_engine(demo.folder, log_dir=logs, policy=policy, **options) as (engine, _):
             free = SamplingParams(max_tokens=60, ignore_eos=True)
             *answers, _ = await asyncio.gather(

@@ -12,6 +12,8 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from tests.default_settings import agent_settings, make_policy
+
 from mlx_ring.cluster.agent_link import AgentLink, Source
 from mlx_ring.cluster.layer_split import even_split
 from mlx_ring.core.engine_stats import BLOCK, Policy
@@ -32,6 +34,7 @@ from mlx_ring.rpc.channels import open_aio_channel
 from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.methods import STATUS
 from mlx_ring.rpc.protos import worker_pb2
+from mlx_ring.settings.process_settings import as_arguments
 
 _ROOMY = 4096
 _HANGS_S, _LOOK_S = 90.0, 1.0
@@ -79,7 +82,7 @@ def assignments(
 async def running_agent(log_dir: Path) -> AsyncGenerator[tuple[ChildProcess, str]]:
     """Run an agent process, and give its address. Its sockets' folder is short enough for any system."""
     run_dir = Path(tempfile.mkdtemp(prefix="ring-"))
-    arguments = ["--run-dir", str(run_dir), "--node", "test", "--log-dir", str(log_dir)]
+    arguments = ["--run-dir", str(run_dir), "--node", "test", *as_arguments(agent_settings(log_dir))]
     agent = await ChildProcess.start(
         "mlx_ring.agent", arguments, name="agent", rank=None, environment=inherited_environment({})
     )
@@ -148,7 +151,7 @@ async def running_engine(
             )
             addresses = {rank: address for rank, (address, _) in workers.items()}
             kv = await _kv_of(addresses, kv_blocks or _ROOMY)
-        policy = policy or Policy(max_num_seqs=max_num_seqs)
+        policy = policy or make_policy(max_num_seqs=max_num_seqs)
         engine = Engine(executor, NO_TEXT, limits, instance="test", epoch=1, policy=policy, kv=kv)
         watching = asyncio.create_task(_watch(engine, [agent.pid, *pids]), name="watch")
         try:

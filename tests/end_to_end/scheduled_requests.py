@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
+from tests.default_settings import make_policy
 from tests.end_to_end.equality import Agreement, compare
 from tests.end_to_end.instance import generate, request, running_engine
 from tests.end_to_end.reference import WholeModel
@@ -21,7 +22,6 @@ from tests.once import once
 from tests.worker.kv.small_models import CONFIGURATIONS
 from tests.worker.random_models import QWEN3, write_random_model
 
-from mlx_ring.core.engine_stats import Policy
 from mlx_ring.core.types import SamplingParams
 from mlx_ring.engine.engine import Engine
 from mlx_ring.models.model_folder import read_model_folder
@@ -30,7 +30,7 @@ from mlx_ring.worker.sampler.draw import gumbel, keys
 
 GREEDY = SamplingParams()
 SEEDED = SamplingParams(temperature=0.8, top_p=0.95, seed=77, presence_penalty=0.3)
-ALONE = Policy(max_num_seqs=1, steps_ahead=1, prefix_cache=False, num_speculative_tokens=0)
+ALONE = make_policy(max_num_seqs=1, steps_ahead=1, prefix_cache=False, num_speculative_tokens=0)
 _CLIENTS = 6
 _CONFIGURATIONS: dict[str, dict[str, Any] | None] = {
     "demo": None,
@@ -137,7 +137,7 @@ def check_concurrent_requests(
 ) -> None:
     """Run the requests at once, in any order, with caching, drafts, cancellations and too little memory."""
     numbers = random.Random(seed)
-    policy = Policy(
+    policy = make_policy(
         max_num_seqs=numbers.randint(3, _CLIENTS),
         prefill_chunk=numbers.choice([16, 48, 512]),
         steps_ahead=numbers.randint(2, 3),

@@ -8,12 +8,12 @@ import signal
 from pathlib import Path
 
 import pytest
+from tests.default_settings import make_policy
 from tests.end_to_end.equality import Agreement, compare
 from tests.end_to_end.instance import generate, request, running_agent, running_engine, start_workers
 from tests.end_to_end.reference import WholeModel
 from tests.end_to_end.test_collective_failures import check_recoveries
 
-from mlx_ring.core.engine_stats import Policy
 from mlx_ring.core.errors import NotReady
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.executor import GrpcExecutor, RankAddress
@@ -69,7 +69,7 @@ def test_tokens_of_two_stages_of_a_mixture_of_experts_are_those_of_mlx_lm(
         assert seen == answers[prompt][: len(seen)]
 
     async def run() -> None:
-        policy = Policy(max_num_seqs=5, prefill_chunk=16)
+        policy = make_policy(max_num_seqs=5, prefill_chunk=16)
         async with running_engine(folder, 2, tmp_path, policy=policy, link=link) as (engine, _):
             cancelling = asyncio.gather(*(cancelled(engine, prompt) for prompt in answers))
             agreements = await asyncio.gather(*(compared(engine, prompt) for prompt in answers))

@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 from mlx_lm.utils import load_model  # pyright: ignore[reportUnknownVariableType] - configurations are bare dicts
 from numpy.typing import NDArray
+from tests.default_settings import make_policy
 from tests.end_to_end.instance import running_engine
 from tests.worker.tensor.models import write_family
 
-from mlx_ring.core.engine_stats import Policy
 from mlx_ring.core.generation import GenerateRequest
 from mlx_ring.core.types import PoolingKind, SamplingParams
 from mlx_ring.engine.engine import Engine
 
-CHUNKED = Policy(max_num_seqs=4, prefill_chunk=32)
+CHUNKED = make_policy(max_num_seqs=4, prefill_chunk=32)
 KINDS: tuple[PoolingKind, ...] = get_args(PoolingKind)
 
 

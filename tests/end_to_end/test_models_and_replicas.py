@@ -61,7 +61,7 @@ def server(
 ) -> Generator[Server]:
     """Serve two replicas of each of two models."""
     folder = tmp_path_factory.mktemp("several")
-    options = ProfileOptions(blas_threads=share_cores(4))
+    options = ProfileOptions("auto", share_cores(4))
     ProfileStore(folder / "state").save(ProfileKey.of_here(options), made_up_profile())
     flags = (str(second_model), "--replicas", "2", "--state-dir", str(folder / "state"))
     with serving(tiny_model, *flags, folder=folder) as server:

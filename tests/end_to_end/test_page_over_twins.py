@@ -12,11 +12,10 @@ import pytest
 from playwright.sync_api import Browser, expect
 from tests.api.clients import serving
 from tests.api.twins import ANSWER_TEXT, TwinService
+from tests.default_settings import make_api_settings, make_policy
 from tests.end_to_end.page_windows import ask, open_page
 
 from mlx_ring.api.page.routes import load_page
-from mlx_ring.api.settings import ApiSettings
-from mlx_ring.core.engine_stats import Policy
 
 KEY = "a key, and no other"
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
@@ -41,7 +40,7 @@ def long_answers_url() -> Generator[str]:
 @pytest.fixture(scope="module")
 def key_url() -> Generator[str]:
     """Serve a twin that needs an API key, and yield its URL."""
-    with serving(TwinService(), ApiSettings(api_keys=(KEY,))) as url:
+    with serving(TwinService(), make_api_settings(api_keys=(KEY,))) as url:
         yield url
 
 
@@ -62,7 +61,7 @@ def test_answer_is_shown_as_it_streams_until_it_is_stopped(browser: Browser, lon
 
 
 def test_interrupted_answer_keeps_its_text_and_shows_the_reason(browser: Browser) -> None:
-    service = TwinService(context=CONTEXT, says=LONG_ANSWER, policy=Policy(request_timeout_s=1.0))
+    service = TwinService(context=CONTEXT, says=LONG_ANSWER, policy=make_policy(request_timeout_s=1.0))
     with serving(service) as url, open_page(browser, url) as (page, events):
         ask(page, "Tell me the alphabet.")
         answer = page.get_by_role("article", name="Answer")

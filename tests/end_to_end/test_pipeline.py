@@ -9,10 +9,11 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+from tests.default_settings import make_policy
 from tests.end_to_end.instance import generate, request, running_agent, running_engine, start_workers
 from tests.worker.random_models import QWEN3, write_random_model
 
-from mlx_ring.core.engine_stats import Policy, StepTiming
+from mlx_ring.core.engine_stats import StepTiming
 from mlx_ring.core.errors import ModelCorrupt, NotReady, PlanError, WorkerLost
 from mlx_ring.core.generation import RequestStream
 from mlx_ring.core.types import RankId
@@ -51,7 +52,7 @@ def test_two_sequences_keep_both_stages_computing_at_once(folder: Path, tmp_path
 
 def test_all_kv_memory_is_released_when_requests_end(folder: Path, tmp_path: Path) -> None:
     async def run() -> dict[RankId, int]:
-        policy = Policy(prefix_cache=False)
+        policy = make_policy(prefix_cache=False)
         async with running_engine(folder, 2, tmp_path, policy=policy) as (engine, _):
             await asyncio.gather(*(generate(engine, [first, 2, 3], 20) for first in range(1, 7)))
             await _wait_until_released(engine)

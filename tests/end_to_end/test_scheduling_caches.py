@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.default_settings import make_policy
 from tests.end_to_end.instance import generate, running_engine
 from tests.end_to_end.reference import WholeModel
 from tests.end_to_end.scheduled_requests import (
@@ -54,7 +55,7 @@ def test_preempted_sequences_get_the_same_tokens(tmp_path: Path) -> None:
     prompts = [tuple(numbers.randrange(2, 320) for _ in range(length)) for length in (230, 200, 170, 210)]
 
     async def run() -> list[list[int]]:
-        policy = Policy(num_speculative_tokens=0)
+        policy = make_policy(num_speculative_tokens=0)
         async with running_engine(folder, 2, tmp_path, policy=policy, kv_blocks=6) as (engine, _):
             answers = await asyncio.gather(*(generate(engine, prompt, 420) for prompt in prompts))
             assert engine.stats().scheduler.num_preemptions > 0
@@ -76,5 +77,5 @@ def test_quantized_kv_caches_give_the_same_tokens_batched_cached_and_split(tmp_p
             return await asyncio.gather(*(generate(engine, prompt, 40) for prompt in prompts))
 
     alone = asyncio.run(run(1, ALONE))
-    together = asyncio.run(run(2, replace(Policy(), prefill_chunk=32)))
+    together = asyncio.run(run(2, replace(make_policy(), prefill_chunk=32)))
     assert together == alone

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+from tests.default_settings import make_policy
 from tests.engine.twin import KV_BYTES_PER_TOKEN, Draw, NextToken, TwinExecutor, hash_token
 
 from mlx_ring.core.engine_stats import BLOCK, Policy
@@ -88,7 +89,7 @@ def make_request(
     return GenerateRequest("r", tokens, replace(SamplingParams(), **sampling), prompt_logprobs)
 
 
-PLAIN = Policy(prefix_cache=False, num_speculative_tokens=0)
+PLAIN = make_policy(prefix_cache=False, num_speculative_tokens=0)
 
 
 def kv_of(blocks: int, **traits: Any) -> RankKv:

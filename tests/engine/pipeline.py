@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from random import Random
 from typing import Any
 
+from tests.default_settings import make_policy
 from tests.engine.twin import (
     KV_BYTES_PER_TOKEN,
     FaultInjector,
@@ -30,7 +31,7 @@ VOCABULARY = 50
 EOS = 0
 CONTEXT = 64
 NEXT_TOKEN = hash_token(VOCABULARY)
-PLAIN = Policy(
+PLAIN = make_policy(
     max_num_seqs=8, prefill_chunk=4, num_speculative_tokens=0, prefix_cache=False, step_deadline_s=5.0
 )
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.default_settings import make_policy
 from tests.engine.engines import (
     BYTES,
     EOS,
@@ -25,7 +26,6 @@ from tests.engine.engines import (
 from tests.engine.twin import TwinExecutor, hash_token
 from tests.examples import examples
 
-from mlx_ring.core.engine_stats import Policy
 from mlx_ring.core.errors import (
     NodeLost,
     Overloaded,
@@ -96,7 +96,7 @@ def test_each_token_has_its_piece_of_the_text() -> None:
 def test_a_stopped_stream_finishes_as_stop_and_its_kv_is_retained() -> None:
     async def run() -> tuple[list[Delta], Engine, TwinExecutor]:
         twin = TwinExecutor((1,), next_token=scripted(b"x" * 20, prompt=30))
-        engine = make_engine(twin, Policy(num_speculative_tokens=0))
+        engine = make_engine(twin, make_policy(num_speculative_tokens=0))
         stream = engine.submit(make_request(30))
         await anext(stream)
         stream.stop()
@@ -265,7 +265,7 @@ def test_open_requests_are_waiting_reading_or_answering_until_they_end() -> None
     async def run() -> None:
         twin = TwinExecutor((1,), automatic=False)
         engine = make_engine(
-            twin, Policy(max_num_seqs=2, prefill_chunk=8, prefix_cache=False, num_speculative_tokens=0)
+            twin, make_policy(max_num_seqs=2, prefill_chunk=8, prefix_cache=False, num_speculative_tokens=0)
         )
         streams = [engine.submit(make_request(prompt, max_tokens=4)) for prompt in (3, 30, 5)]
         reported = engine.requests()
@@ -304,7 +304,13 @@ def test_a_lost_engine_sends_no_step_when_it_resumes() -> None:
         held: list[LiveRequest] = []
         twin = TwinExecutor((1, 1), next_token=scripted(b"abcd"))
         engine = Engine(
-            twin, BYTES, LIMITS, instance="demo", epoch=1, hold=lambda lives, _: held.extend(lives)
+            twin,
+            BYTES,
+            LIMITS,
+            instance="demo",
+            epoch=1,
+            policy=make_policy(),
+            hold=lambda lives, _: held.extend(lives),
         )
         engine.pause()
         engine.submit(make_request())

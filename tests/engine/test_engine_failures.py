@@ -11,6 +11,7 @@ from random import Random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.default_settings import make_policy
 from tests.engine.engines import (
     BYTES,
     LIMITS,
@@ -136,7 +137,13 @@ def test_a_step_over_a_broken_link_ends_the_instance_at_once() -> None:
 
         twin = TwinExecutor((1, 1), next_token=scripted(b"abcd"), inject_fault=inject_fault)
         engine = Engine(
-            twin, BYTES, LIMITS, instance="demo", epoch=1, hold=lambda lives, _: held.extend(lives)
+            twin,
+            BYTES,
+            LIMITS,
+            instance="demo",
+            epoch=1,
+            policy=make_policy(),
+            hold=lambda lives, _: held.extend(lives),
         )
         streams = [engine.submit(make_request()) for _ in range(2)]
         await run_tasks_until(lambda: engine.error is not None)
@@ -246,7 +253,9 @@ def test_a_tokenizer_error_ends_only_its_request() -> None:
             return scripted(b"a!" if history[0] == 65 else b"ab")(history)
 
         twin = TwinExecutor(next_token=next_token)
-        engine = Engine(twin, replace(BYTES, decode=decode), LIMITS, instance="demo", epoch=1)
+        engine = Engine(
+            twin, replace(BYTES, decode=decode), LIMITS, instance="demo", epoch=1, policy=make_policy()
+        )
         bad, good = make_request(), GenerateRequest("g", (70, 71, 72), SamplingParams())
         failed, answer = await asyncio.gather(
             collect(engine.submit(bad)), collect(engine.submit(good)), return_exceptions=True

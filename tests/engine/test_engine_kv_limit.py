@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from tests.default_settings import make_policy
 from tests.engine.twin import TwinExecutor
 from tests.eventually import run_tasks_until
 
@@ -29,7 +30,7 @@ def blocks(count: int) -> int:
 class LimitedEngine:
     """Engine over one rank with an initial limit of twelve blocks."""
 
-    def __init__(self, policy: Policy = Policy(num_speculative_tokens=0)) -> None:  # noqa: B008 - frozen
+    def __init__(self, policy: Policy = make_policy(num_speculative_tokens=0)) -> None:  # noqa: B008 - frozen
         self.twin = TwinExecutor([1])
         vocabulary = Vocabulary(lambda tokens: bytes(tokens).decode("latin-1"), frozenset(), 256)
         limits = Limits(context_length=8 * BLOCK, vocab_size=256, eos=frozenset({0}))

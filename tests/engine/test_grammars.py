@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
+from tests.default_settings import make_policy
 from tests.engine.engines import PLAIN, collect, make_engine, make_request, scripted
 from tests.engine.twin import TwinExecutor
 
@@ -192,7 +193,7 @@ def test_the_time_of_a_grammar_begins_when_those_before_it_are_compiled(
 def test_a_request_that_waits_for_its_grammar_takes_no_queue_place() -> None:
     async def run() -> None:
         engine, _ = waiting_engine(
-            Policy(prefix_cache=False, num_speculative_tokens=0, max_num_seqs=2, max_queued_requests=0)
+            make_policy(prefix_cache=False, num_speculative_tokens=0, max_num_seqs=2, max_queued_requests=0)
         )
         engine.submit(make_request(grammar=DIGITS))
         assert await text_of(engine.submit(make_request())) == "abc"

@@ -12,6 +12,7 @@ from typing import get_args
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.default_settings import make_policy
 from tests.engine.engines import (
     LIMITS,
     PLAIN,
@@ -209,7 +210,7 @@ def test_a_loss_at_any_step_changes_no_answer(
     """Lose instances at random steps, also during a replay and with requests in the queue."""
 
     async def run() -> Disturbed:
-        disturbed = Disturbed(Policy(max_num_seqs=3, prefill_chunk=8, num_speculative_tokens=drafts), kv)
+        disturbed = Disturbed(make_policy(max_num_seqs=3, prefill_chunk=8, num_speculative_tokens=drafts), kv)
         succession = disturbed.succession
         succession.load()
         waiting = iter(wanted)
@@ -390,7 +391,7 @@ def test_ranks_hold_nothing_after_interrupted_answers() -> None:
 @pytest.mark.parametrize("stages", [1, 2])
 def test_equal_answers_share_what_is_computed_again(stages: int) -> None:
     async def run() -> None:
-        succession = Succession(policy=Policy(num_speculative_tokens=0, prefill_chunk=4))
+        succession = Succession(policy=make_policy(num_speculative_tokens=0, prefill_chunk=4))
         succession.load()
         streams = succession.submit(make_request(40, max_tokens=20), make_request(40, max_tokens=20))
         run_to(succession, streams[1], 4)

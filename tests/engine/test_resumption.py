@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.default_settings import make_policy
 from tests.engine.engines import (
     PLAIN,
     answer_of,
@@ -160,7 +161,9 @@ def test_patches_after_losses_at_any_step_change_no_answer(
     caches: bool,  # noqa: FBT001 - drawn
     chunk: int,
 ) -> None:
-    policy = Policy(max_num_seqs=4, prefill_chunk=chunk, num_speculative_tokens=drafts, prefix_cache=caches)
+    policy = make_policy(
+        max_num_seqs=4, prefill_chunk=chunk, num_speculative_tokens=drafts, prefix_cache=caches
+    )
 
     async def run() -> Course:
         course = Course(random, kind, policy, stages)
@@ -419,7 +422,7 @@ def test_nothing_remembers_a_request_that_has_ended() -> None:
 
 def test_equal_prompts_are_computed_once_on_the_stages_that_kept_nothing() -> None:
     async def run() -> None:
-        succession = succession_of(3, Policy(num_speculative_tokens=0, prefill_chunk=8))
+        succession = succession_of(3, make_policy(num_speculative_tokens=0, prefill_chunk=8))
         pairs = resumed(succession, 2, long_request(40), long_request(40), tokens=6)
         succession.finish()
         first, last = (sum(count for _, count in rows_of(succession, stage)) for stage in (0, 2))

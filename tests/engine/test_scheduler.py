@@ -10,11 +10,11 @@ from random import Random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.default_settings import make_policy
 from tests.engine.pipeline import EOS, PLAIN, Pipeline, budget, is_prefill
 from tests.engine.twin import Reach
 from tests.examples import examples
 
-from mlx_ring.core.engine_stats import Policy
 from mlx_ring.core.errors import ProtocolError, StepFailed
 from mlx_ring.core.types import RankId, SamplingParams
 from mlx_ring.engine.kv_manager import KvManager
@@ -365,7 +365,7 @@ def test_the_oldest_unanswered_step_is_reported_with_rank_and_wait() -> None:
     )
 
 
-ALL_ON = Policy(prefill_chunk=5, num_speculative_tokens=4, step_deadline_s=5.0)
+ALL_ON = make_policy(prefill_chunk=5, num_speculative_tokens=4, step_deadline_s=5.0)
 SHARED = tuple(Random(0).randrange(1, 50) for _ in range(300))
 REACHES: dict[str, Reach] = {
     "plain": lambda _present, _reached, _length: True,

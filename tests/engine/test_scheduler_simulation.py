@@ -9,6 +9,7 @@ from random import Random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.default_settings import make_policy
 from tests.examples import examples
 from tests.planner.costs import LinearCost, MeasuredCost
 from tests.planner.prediction import predict_throughput
@@ -24,7 +25,7 @@ from mlx_ring.rpc.protos import step_pb2
 
 LIMITS = Limits(context_length=1 << 20, vocab_size=1000, eos=frozenset())
 DECODE_S, TOKEN_S = 0.02, 0.0005
-PLAIN = Policy(prefix_cache=False, num_speculative_tokens=0, max_num_seqs=64)
+PLAIN = make_policy(prefix_cache=False, num_speculative_tokens=0, max_num_seqs=64)
 
 
 class Bench:
@@ -157,7 +158,7 @@ REQUEST = st.tuples(st.floats(0, 2), st.integers(1, 900), st.integers(1, 60), st
 def test_no_request_starves(
     requests: list[tuple[float, int, int, float | None]], stages: int, places: int, data: st.DataObject
 ) -> None:
-    policy = Policy(
+    policy = make_policy(
         max_num_seqs=places,
         prefix_cache=data.draw(st.booleans()),
         num_speculative_tokens=data.draw(st.sampled_from([0, 4])),

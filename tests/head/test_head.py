@@ -92,7 +92,7 @@ def test_a_small_kv_budget_shortens_the_context_and_status_shows_both(
 
 
 def test_a_single_machine_predicts_from_its_stored_profile(tiny_model: Path, tmp_path: Path) -> None:
-    options = ProfileOptions(blas_threads=share_cores(1))
+    options = ProfileOptions("auto", share_cores(1))
     ProfileStore(tmp_path / "state").save(ProfileKey.of_here(options), made_up_profile())
     with serving(tiny_model, "--state-dir", str(tmp_path / "state"), folder=tmp_path) as server:
         assert ask(server).status_code == 200
@@ -117,7 +117,7 @@ def test_a_single_machine_predicts_from_its_stored_profile(tiny_model: Path, tmp
 
 def test_the_next_plan_counts_how_long_steps_took(tiny_model: Path, tmp_path: Path) -> None:
     """Serve twice with the profile of a machine that is faster than any."""
-    options = ProfileOptions(blas_threads=share_cores(1))
+    options = ProfileOptions("auto", share_cores(1))
     rates = tuple(rate.model_copy(update={"bandwidth": 1e15, "row_s": 0.0, "flops": 1e18}) for rate in RATES)
     costs = StepCosts(**dict.fromkeys(COSTS.model_dump(), 1e-9))
     ProfileStore(tmp_path / "state").save(

@@ -15,9 +15,9 @@ from tests.api.clients import serving
 from tests.api.test_streaming import ENDLESS, open_requests
 from tests.api.twins import TwinService
 from tests.certificates import write_certificate
+from tests.default_settings import make_api_settings
 from tests.eventually import eventually
 
-from mlx_ring.api.settings import ApiSettings
 from mlx_ring.head.uvicorn_connection import ConnectionLimits
 
 WAIT_S = 20.0
@@ -52,7 +52,7 @@ def status_and_code(answer: bytes) -> tuple[int, str]:
 @pytest.fixture(scope="module")
 def impatient() -> Iterator[str]:
     """Run a server with short time limits, and yield its URL."""
-    with serving(TwinService(), ApiSettings(client_timeout_s=0.3), limits=BRIEF) as url:
+    with serving(TwinService(), make_api_settings(client_timeout_s=0.3), limits=BRIEF) as url:
         yield url
 
 

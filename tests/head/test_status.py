@@ -9,6 +9,7 @@ from tests.engine.timings import timing
 from tests.planner.clusters import cluster_of, model_of, node_of
 from tests.profiles import made_up_profile
 
+from mlx_ring.api.ops.status import UsedMemory
 from mlx_ring.cluster.membership import Joined, Member, Membership, SessionEnded
 from mlx_ring.cluster.quarantine import Quarantine
 from mlx_ring.core.types import LayerRange, RankId
@@ -70,8 +71,25 @@ def worker(stage: int, node: str) -> WorkerInfo:
     )
 
 
-def test_a_worker_reports_every_field_that_is_copied_from_its_status() -> None:
-    assert set(worker_pb2.WorkerStatus.DESCRIPTOR.fields_by_name) >= REPORTED | MEMORY.keys()
+NOT_COPIED = {
+    **dict.fromkeys(("pid", "hello"), "the agent's report has them"),
+    **dict.fromkeys(("sends", "group", "waits"), "messages, which are converted"),
+    **dict.fromkeys(("kv", "means", "port", "group_port", "group_host"), "read when the worker is placed"),
+    **dict.fromkeys(("last_step", "sequences"), "read by the agent"),
+}
+"""Fields of a worker's report that are not copied to `WorkerInfo`, each with the reason."""
+
+
+def test_every_field_of_a_worker_s_report_is_copied_or_has_a_reason() -> None:
+    fields = set(worker_pb2.WorkerStatus.DESCRIPTOR.fields_by_name)
+    assert fields == REPORTED | MEMORY.keys() | NOT_COPIED.keys()
+    assert not (REPORTED | MEMORY.keys()) & NOT_COPIED.keys()
+
+
+def test_the_status_of_a_stage_has_every_number_of_a_worker_s_memory() -> None:
+    numbers: dict[str, int] = {name: place for place, name in enumerate(MEMORY)}
+    used = UsedMemory.model_validate(numbers)
+    assert sorted(used.model_dump().values()) == sorted(numbers.values())
 
 
 def view(**changes: object) -> InstanceView:
@@ -108,7 +126,13 @@ def test_status_of_a_stage_has_promised_and_used_memory() -> None:
     assert promised is not None
     assert used is not None
     assert promised.total_bytes == promised.weight_bytes + promised.kv_bytes + promised.working_bytes
-    assert (used.weight_bytes, used.kv_bytes, used.resident_bytes) == (10, 7, 50)
+    assert used.model_dump() == {
+        "weight_bytes": 10,
+        "kv_bytes": 7,
+        "device_bytes": 30,
+        "peak_bytes": 40,
+        "resident_bytes": 50,
+    }
     assert (first.node, first.layers, first.pid) == ("a", (0, 14), 100)
     assert first.why is not None
     assert status.promise is not None

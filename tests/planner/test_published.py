@@ -90,7 +90,7 @@ def test_the_rest_of_published_bytes_is_the_encoder_of_pictures(name: str, form:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("group", "mean", "worst"),
-    [("decode", 1.20, 1.90), ("prefill", 1.30, 3.61), ("moe-streams", 1.23, 1.85), ("depth", 1.25, 1.95)],
+    [("decode", 1.19, 2.00), ("prefill", 1.32, 3.24), ("moe-streams", 1.35, 2.13), ("depth", 1.22, 1.93)],
 )
 def test_predictions_of_the_held_out_half_are_as_near_as_they_were_when_the_fit_was_frozen(
     group: str, mean: float, worst: float
@@ -139,7 +139,7 @@ def test_the_order_of_nodes_is_right_in_the_held_out_half() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("group", "mean", "worst"),
-    [("decode", 1.10, 1.38), ("prefill", 1.12, 1.60), ("moe-streams", 1.21, 1.88), ("depth", 1.09, 1.21)],
+    [("decode", 1.12, 2.31), ("prefill", 1.14, 3.06), ("moe-streams", 1.23, 1.82), ("depth", 1.15, 2.65)],
 )
 def test_predictions_of_the_fitted_half_are_as_near_as_the_fit(group: str, mean: float, worst: float) -> None:
     found = figures(group, fitted=True)

@@ -78,6 +78,42 @@ def test_experts_with_few_rows_of_a_prompt_leave_units_idle() -> None:
     assert tables.prefill_seconds(real, 0, 1, 512) == pytest.approx(512e9 / 0.25e12, rel=0.01)
 
 
+def test_products_of_narrow_models_leave_units_idle() -> None:
+    """Expect half of the pace at the hidden size that `narrow` says."""
+    layer = LayerProfile(1, 1, 10**9)
+    model = of_layer(layer)
+    wide = node_of("wide", 1000, gb_s=1e9, tflops=1)
+    narrow = replace(wide, narrow=float(model.hidden_size))
+    seconds = [StageTables(model, DEMAND).prefill_seconds(each, 0, 1, 512) for each in (wide, narrow)]
+    assert seconds[1] == pytest.approx(2 * seconds[0])
+
+
+@pytest.mark.parametrize(("rows", "operations"), [(1, 0), (4, 0.06), (400, 4.16)])
+def test_further_rows_of_a_step_count_one_by_one_until_whole_tiles_are_faster(
+    rows: int, operations: float
+) -> None:
+    """Expect 20 ms for a further row in kernels for single rows, and 10 ms for each row of tiles, empty ones too."""
+    layer = LayerProfile(1_000_000_000, 1_000_000_000, 10**10)
+    node = replace(node_of("vectors", 1000, gb_s=100, tflops=1), vector_s=2e-12)
+    step, empty = (
+        StageTables(of_layer(each), DEMAND).stage_seconds(node, 0, 1, rows, 0).steady
+        for each in (layer, LayerProfile(1, 1, 0))
+    )
+    read_s = 0.01 if rows < 100 else 0.0
+    assert step - empty == pytest.approx(read_s + operations, rel=1e-3)
+
+
+def test_a_recurrent_state_takes_time_for_each_token_of_a_prompt() -> None:
+    node = replace(FAST, scan_s=1e-12)
+    for layer, scanned in (
+        (LayerProfile(1, 1, 0, kv_bytes_per_sequence=10**6), 1),
+        (LayerProfile(1, 1, 0), 0),
+    ):
+        tables = StageTables(of_layer(layer), DEMAND)
+        slower = tables.prefill_seconds(node, 0, 1, 100) - tables.prefill_seconds(FAST, 0, 1, 100)
+        assert slower == pytest.approx(scanned * 100 * 10**6 * 1e-12)
+
+
 def test_activations_of_a_prompt_take_time_in_each_layer() -> None:
     node = replace(FAST, activation_s=1e-9)
     layer = LayerProfile(1, 1, 0)

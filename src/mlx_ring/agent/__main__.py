@@ -16,6 +16,7 @@ from mlx_ring.core.logs import configure_logging
 from mlx_ring.host.child import watch_lifeline
 from mlx_ring.host.process import dump_stacks_on_signal
 from mlx_ring.rpc.channels import make_aio_server
+from mlx_ring.settings.process_settings import AgentSettings, add_argument
 
 log = logging.getLogger("mlx_ring.agent")
 
@@ -23,13 +24,14 @@ log = logging.getLogger("mlx_ring.agent")
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run until the head ends or asks to stop, or SIGTERM arrives; leave no worker and no socket behind."""
     options = _parse(arguments)
+    settings: AgentSettings = options.settings
     configure_logging(
         process="agent",
         node=options.node,
         rank=None,
-        level=options.log_level,
-        log_dir=options.log_dir,
-        log_format=options.log_format,
+        level=settings.log_level,
+        log_dir=settings.log_dir,
+        log_format=settings.log_format,
     )
     dump_stacks_on_signal()
     try:
@@ -39,22 +41,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 async def _serve(options: argparse.Namespace) -> None:
-    supervisor = Supervisor(
-        WorkerOptions(
-            node=options.node,
-            run_dir=options.run_dir,
-            log_dir=options.log_dir,
-            log_level=options.log_level,
-            log_format=options.log_format,
-            blas=options.blas,
-            blas_threads=options.blas_threads,
-            lent=options.lent,
-            spare=options.spare_worker,
-        )
-    )
+    settings: AgentSettings = options.settings
+    supervisor = Supervisor(WorkerOptions(options.node, options.run_dir, settings, lent=options.lent))
     if options.with_spare:
         supervisor.expect_worker()
-    service = AgentService(options.node, supervisor, options.load_timeout)
+    service = AgentService(options.node, supervisor, settings.model_load_timeout)
     end = service.stop_requested
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, end.set)
@@ -81,20 +72,14 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--run-dir", type=Path, required=True, help="private folder; agent.sock is made in it"
     )
     parser.add_argument("--node", required=True)
-    parser.add_argument("--log-dir", type=Path, required=True)
-    parser.add_argument("--log-level", default="info")
-    parser.add_argument("--log-format", choices=("text", "json"), default="text")
+    add_argument(parser, AgentSettings)
     parser.add_argument("--lifeline-fd", type=int, required=True)
-    parser.add_argument("--blas", choices=("auto", "openblas", "off"), default="auto")
-    parser.add_argument("--blas-threads", type=int, default=1)
     parser.add_argument(
         "--lent", type=Path, help="folder where processes of other ranks listen, which start their workers"
     )
-    parser.add_argument("--spare-worker", choices=("auto", "on", "off"), default="off")
     parser.add_argument(
         "--with-spare", action="store_true", help="start a process at once for the first worker"
     )
-    parser.add_argument("--load-timeout", type=float, default=600.0, help="seconds")
     return parser.parse_args(arguments)
 
 

@@ -31,15 +31,15 @@ from mlx_ring.agent.server import AgentService
 from mlx_ring.agent.supervisor import Supervisor, Worker, WorkerOptions
 from mlx_ring.agent.weights.serving import WeightsService
 from mlx_ring.agent.weights.store import WeightStore
-from mlx_ring.agent.worker_processes import SpareMode
 from mlx_ring.core.cluster_folders import AGENT_LOCK, node_folder, weights_folder
 from mlx_ring.core.errors import ConfigError, PeerRefused, RingError, VersionMismatch
-from mlx_ring.core.logs import LogFormat
-from mlx_ring.host.addresses import HeadAddress
-from mlx_ring.host.machine import node_name
+from mlx_ring.core.logs import configure_logging
+from mlx_ring.host.addresses import HeadAddress, bracketed
+from mlx_ring.host.machine import make_run_folder, node_name, raise_descriptor_limit
 from mlx_ring.host.machine_profile import MachineProfile
 from mlx_ring.host.private_files import try_lock
 from mlx_ring.host.process import usable_memory
+from mlx_ring.host.running import recorded
 from mlx_ring.host.trusted_interfaces import Trust
 from mlx_ring.rpc.backends import joined_ranks
 from mlx_ring.rpc.channels import (
@@ -55,8 +55,9 @@ from mlx_ring.rpc.methods import AGENT_SERVICE, ATTEND
 from mlx_ring.rpc.protos import cluster_pb2
 from mlx_ring.rpc.tls.caller_checks import AioPeerGuard, PeerGuard
 from mlx_ring.rpc.tls.credentials import Credentials, load_credentials, serve_from_folder
-from mlx_ring.rpc.tls.handshakes import handshake_error
+from mlx_ring.rpc.tls.handshakes import handshake_error, log_refused_handshakes
 from mlx_ring.rpc.tls.peers import HEAD_NAME, Revoked
+from mlx_ring.settings.process_settings import MemberSettings
 
 log = logging.getLogger(__name__)
 
@@ -266,23 +267,43 @@ class MemberOptions:
     """The state folder."""
     run_dir: Path
     """Private folder for sockets."""
-    log_dir: Path
-    log_level: str
-    blas: str
-    blas_threads: int
-    load_timeout_s: float
-    memory_utilization: float
-    log_format: LogFormat = "text"
+    settings: MemberSettings
     listen: str = "[::]"
     """Address to listen on for other machines."""
-    weights_limit_bytes: int | None = None
-    """Disk space for fetched models."""
-    memory_limit_bytes: int | None = None
-    """Maximum memory for plans, whatever was measured."""
-    trust: Trust = field(default_factory=Trust)
-    """Interfaces on which collectives may reach other machines."""
-    spare: SpareMode = "off"
-    """Rule by which a spare worker is kept."""
+
+
+def run_member(
+    head: HeadAddress,
+    node: str,
+    state: Path,
+    settings: MemberSettings,
+    *,
+    listen: str,
+    to_stderr: bool = True,
+) -> None:
+    """Start this process's log, and serve as `serve_as_member` does.
+
+    Args:
+        head: address of the head.
+        node: this node's ID.
+        state: the state folder.
+        settings: this machine's settings.
+        listen: address to listen on for other machines.
+        to_stderr: True to write log lines to stderr too.
+    """
+    configure_logging(
+        process="agent",
+        node=node,
+        rank=None,
+        level=settings.log_level,
+        log_dir=settings.log_dir,
+        to_stderr=to_stderr,
+        log_format=settings.log_format,
+    )
+    log_refused_handshakes()
+    raise_descriptor_limit(settings.file_descriptor_limit)
+    with recorded(state, "agent"), make_run_folder(settings.run_dir) as run_dir:
+        asyncio.run(serve_as_member(MemberOptions(head, node, state, run_dir, settings, bracketed(listen))))
 
 
 async def serve_as_member(options: MemberOptions) -> None:
@@ -292,7 +313,8 @@ async def serve_as_member(options: MemberOptions) -> None:
         ConfigError: this machine has no certificate, or an agent that runs already.
         PeerRefused: the head refuses this machine.
     """
-    folder = node_folder(options.state)
+    folder, settings = node_folder(options.state), options.settings
+    trust = Trust(settings.trusted_interface)
     lock = try_lock(folder / AGENT_LOCK)
     if lock is None:
         raise ConfigError(
@@ -306,18 +328,12 @@ async def serve_as_member(options: MemberOptions) -> None:
         return kept
 
     credentials()
-    profile = await recall_or_measure(
-        ProfileStore(options.state),
-        ProfileOptions(blas=options.blas, blas_threads=options.blas_threads),
-        accepts_noise=False,
-    )
-    if options.memory_limit_bytes is not None:
-        profile = profile.limited_to(options.memory_limit_bytes)
-    supervisor, revoked = _supervisor(options, folder), Revoked()
-    store = WeightStore(weights_folder(options.state), options.weights_limit_bytes)
+    profile = await _profile(options.state, settings)
+    supervisor, revoked = _supervisor(options, folder, trust), Revoked()
+    store = WeightStore(weights_folder(options.state), settings.weights_limit)
     fetched = FetchedModels(options.node, store, credentials)
     service = AgentService(
-        options.node, supervisor, options.load_timeout_s, ends_when_empty=False, fetched=fetched
+        options.node, supervisor, settings.model_load_timeout, ends_when_empty=False, fetched=fetched
     )
     guard = AioPeerGuard(revoked.refusal, head_only=(f"/{AGENT_SERVICE}/",))
     links = LinkService(options.node, credentials, LinkStore(folder))
@@ -343,7 +359,7 @@ async def serve_as_member(options: MemberOptions) -> None:
             guard.end_refused()
             probes_guard.end_refused()
 
-    who = Registration(options.node, port, profile, options.memory_utilization, links_port, options.trust)
+    who = Registration(options.node, port, profile, settings.memory_utilization, links_port, trust)
     attending = asyncio.create_task(
         stay_registered(options.head, credentials, who, revoke, service.stop_requested), name="attendance"
     )
@@ -364,6 +380,21 @@ async def serve_as_member(options: MemberOptions) -> None:
         log.info("Ended")
 
 
+async def _profile(state: Path, settings: MemberSettings) -> MachineProfile:
+    """Return this machine's profile, with the memory that plans may use."""
+    measured = ProfileOptions(settings.blas, settings.blas_threads)
+    profile = await recall_or_measure(ProfileStore(state), measured, accepts_noise=False)
+    return profile if settings.memory_limit is None else profile.limited_to(settings.memory_limit)
+
+
+def _supervisor(options: MemberOptions, credentials: Path, trust: Trust) -> Supervisor:
+    if problem := trust.now()[1]:
+        log.warning("%s It may come later.", problem)
+    return Supervisor(
+        WorkerOptions(options.node, options.run_dir, options.settings, credentials, options.listen, trust)
+    )
+
+
 async def _renew_in_time(head: HeadAddress, folder: Path) -> None:
     """Renew the certificate before it expires; check every hour, and retry an hour later if the head is unreachable."""
     while True:
@@ -373,26 +404,6 @@ async def _renew_in_time(head: HeadAddress, folder: Path) -> None:
         except RingError as error:
             log.warning("The certificate expires soon and could not be renewed: %s", error)
         await asyncio.sleep(_RENEWAL_S)
-
-
-def _supervisor(options: MemberOptions, credentials: Path) -> Supervisor:
-    if problem := options.trust.now()[1]:
-        log.warning("%s It may come later.", problem)
-    return Supervisor(
-        WorkerOptions(
-            node=options.node,
-            run_dir=options.run_dir,
-            log_dir=options.log_dir,
-            log_level=options.log_level,
-            log_format=options.log_format,
-            blas=options.blas,
-            blas_threads=options.blas_threads,
-            credentials=credentials,
-            listen=options.listen,
-            trust=options.trust,
-            spare=options.spare,
-        )
-    )
 
 
 async def _until_stop_or_done(work: asyncio.Task[None], asked: asyncio.Event) -> None:

@@ -27,6 +27,7 @@ from mlx_ring.host.child import ChildProcess
 from mlx_ring.host.machine import machine_identity
 from mlx_ring.host.machine_profile import PROFILE_VERSION, MachineProfile
 from mlx_ring.host.process import cpu_quota, usable_cores, usable_memory
+from mlx_ring.settings.process_settings import BlasMode
 
 log = logging.getLogger(__name__)
 
@@ -40,8 +41,8 @@ _tried: set[str] = set()
 class ProfileOptions:
     """Options of a measurement: the BLAS and the threads that workers will have."""
 
-    blas: str = "auto"
-    blas_threads: int = 1
+    blas: BlasMode
+    blas_threads: int
     seconds: float = 2.5
     """That measuring takes, about; starting takes some more."""
     memory_share: float = 0.25

@@ -15,10 +15,9 @@ import grpc
 
 from mlx_ring.agent.lending import LentChild, lent_at
 from mlx_ring.agent.mpi.places import give_places
-from mlx_ring.agent.worker_processes import Inherited, SpareMode, SpareWorker, own_gpu
+from mlx_ring.agent.worker_processes import Inherited, SpareWorker, own_gpu
 from mlx_ring.core.environment import environment_with_grpc_logs, worker_environment
 from mlx_ring.core.errors import WorkerLost, WorkerStuck
-from mlx_ring.core.logs import LogFormat
 from mlx_ring.host.child import GRACE_S, SPARE_FLAG, ChildProcess
 from mlx_ring.host.trusted_interfaces import Trust
 from mlx_ring.host.unresponsive_time import UnresponsiveTime
@@ -27,6 +26,7 @@ from mlx_ring.rpc.channels import open_aio_channel
 from mlx_ring.rpc.methods import STATUS
 from mlx_ring.rpc.protos import agent_pb2, worker_pb2
 from mlx_ring.rpc.tls.handshakes import loggable_line
+from mlx_ring.settings.process_settings import AgentSettings, WorkerSettings, as_arguments, select_settings
 
 log = logging.getLogger(__name__)
 
@@ -53,19 +53,13 @@ class WorkerOptions:
     node: str
     run_dir: Path
     """Private to this agent; holds the sockets."""
-    log_dir: Path
-    log_level: str
-    blas: str
-    blas_threads: int
-    log_format: LogFormat = "text"
+    settings: AgentSettings
     credentials: Path | None = None
     """The node's credentials, for workers that other machines reach; None if no other machine does."""
     listen: str = "[::]"
     """Address for other machines."""
     trust: Trust = field(default_factory=Trust)
     """Interfaces over which collectives may reach other machines."""
-    spare: SpareMode = "off"
-    """Rule by which a spare worker is kept."""
     lent: Path | None = None
     """Folder where processes listen that are parents of workers behind the first of a group; None: this one is."""
 
@@ -186,7 +180,7 @@ class Supervisor:
         self._serial = count()
         self._tasks: set[asyncio.Task[None]] = set()
         self._stops: set[asyncio.Task[int]] = set()
-        self.spare = SpareWorker(options.spare, self._start_spare, self._until_idle)
+        self.spare = SpareWorker(options.settings.spare_worker, self._start_spare, self._until_idle)
         self.revoked: tuple[str, ...] = ()
         """Serials of certificates that workers refuse; sent with each question."""
 
@@ -221,9 +215,7 @@ class Supervisor:
             [
                 *("--socket", str(socket), "--node", options.node),
                 *("--stage", str(assignment.stage), "--rank", str(assignment.rank)),
-                *("--log-dir", str(options.log_dir), "--log-level", options.log_level),
-                *("--log-format", options.log_format),
-                *("--blas", options.blas, "--blas-threads", str(options.blas_threads)),
+                *_settings_arguments(options),
                 *_reach_arguments(options),
                 *(["--in-group", requested_backend(assignment)] if joined_ranks(assignment) else []),
                 *(["--group-host", assignment.group_host] if assignment.group_host else []),
@@ -269,7 +261,7 @@ class Supervisor:
             arguments,
             name=name,
             rank=assignment.rank,
-            blas_threads=options.blas_threads,
+            blas_threads=options.settings.blas_threads,
         )
 
     def expect_worker(self) -> None:
@@ -281,7 +273,7 @@ class Supervisor:
         return await ChildProcess.start(
             WORKER_MODULE,
             [
-                *(SPARE_FLAG, "--blas", options.blas, "--blas-threads", str(options.blas_threads)),
+                *(SPARE_FLAG, *_settings_arguments(options)),
                 *(["--joined"] if inherited.is_joined else []),
             ],
             name="spare-worker",
@@ -440,8 +432,12 @@ class Supervisor:
 
 def _environment(options: WorkerOptions) -> dict[str, str]:
     """Return the environment of a worker; one that other machines reach reports the peers that it refuses."""
-    environment = worker_environment(options.blas_threads)
+    environment = worker_environment(options.settings.blas_threads)
     return environment if options.credentials is None else environment_with_grpc_logs(environment)
+
+
+def _settings_arguments(options: WorkerOptions) -> list[str]:
+    return as_arguments(select_settings(WorkerSettings, options.settings))
 
 
 def _reach_arguments(options: WorkerOptions) -> list[str]:

@@ -16,7 +16,6 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import psutil
 
@@ -24,6 +23,7 @@ from mlx_ring.core.environment import library_variable
 from mlx_ring.host.child import READY_LINE, ChildProcess
 from mlx_ring.host.process import usable_memory
 from mlx_ring.rpc.protos import worker_pb2
+from mlx_ring.settings.process_settings import SpareMode
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _DRIVER = Path("/proc/driver/nvidia/gpus")
@@ -51,7 +51,6 @@ def own_gpu(
 
 log = logging.getLogger(__name__)
 
-SpareMode = Literal["auto", "on", "off"]
 SPARE_BYTES = 50 << 20
 """Memory of a spare on Linux x86-64: 76 MB are resident, and 43 MB would be free without it beside other workers."""
 _MOST_SHARE = 0.01

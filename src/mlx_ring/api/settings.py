@@ -5,26 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ApiSettings:
-    """Settings of the HTTP server. The head fills them in from `Settings`."""
+    """Settings of the HTTP server. The head fills them in from `Settings`, which has their defaults."""
 
-    host: str = "127.0.0.1"
+    host: str
     """Address that the server listens on. Requests may name it in `Host` and `Origin`."""
-    allowed_hosts: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...]
     """Further names allowed in `Host`, without port; `*` allows all."""
-    allowed_origins: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...]
     """Further allowed origins: `https://app.example`, a bare host, `null`, or `*`."""
-    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    api_keys: tuple[str, ...] = field(repr=False)
     """Accepted API keys; without any, no authentication. Health checks need none."""
-    default_max_tokens: int | None = None
+    default_max_tokens: int | None
     """Limit of a chat answer whose request sets none; None: the end of the context."""
-    max_body_bytes: int = 16 * 2**20
-    max_bodies_bytes: int = 256 * 2**20
+    max_body_bytes: int
+    max_bodies_bytes: int
     """Limit of the bodies of all requests in progress together."""
-    client_timeout_s: float = 60.0
+    client_timeout_s: float
     """Longest pause of a client that sends its request."""
-    access_log: bool = True
+    access_log: bool
     """True if each request is logged."""
     keep_alive_s: float = 10.0
     """Silence after which a stream sends a comment, so that proxies keep the connection."""

@@ -66,7 +66,17 @@ def _load_command(name: str) -> Any:
         holder.add_typer(found, name=name)
     else:
         holder.command(name)(found)
-    return get_group(holder).commands[name]
+    command = get_group(holder).commands[name]
+    _unwrap_help(command)
+    return command
+
+
+def _unwrap_help(command: Any) -> None:
+    """Join the lines of each paragraph of the help. Typer does so in the first paragraph alone."""
+    paragraphs = (command.help or "").split("\n\n")
+    command.help = "\n\n".join(" ".join(each.split()) for each in paragraphs)
+    for each in getattr(command, "commands", {}).values():
+        _unwrap_help(each)
 
 
 app = typer.Typer(

@@ -58,8 +58,8 @@ def _options(names: tuple[str, ...]) -> list[inspect.Parameter]:
     for name in names:
         flag = flag_of(Settings.model_fields[name])
         hidden = hides and not flag.basic
-        made.append(_text(name, flag_name(name), *flag.aliases, option=_shown(name, hidden=hidden)))
-        made += [_text(_old(old), flag_name(old), option={"hidden": True}) for old in flag.old]
+        made.append(_text(name, setting_option(name, hidden=hidden)))
+        made += [_text(_old(old), typer.Option(flag_name(old), hidden=True)) for old in flag.old]
         if flag.switch_on or flag.switch_off:
             made.append(_switch(name, flag, hidden=hidden))
     if hides:
@@ -67,22 +67,36 @@ def _options(names: tuple[str, ...]) -> list[inspect.Parameter]:
     return made
 
 
-def _shown(name: str, *, hidden: bool) -> dict[str, Any]:
+def setting_option(
+    name: str, *, default: str = "", help_text: str = "", metavar: str = "", hidden: bool = False
+) -> Any:
+    """Return the option of a setting, for the annotation of a command's parameter.
+
+    Args:
+        name: field of `Settings`.
+        default: what the command does without the flag; the setting's default otherwise.
+        help_text: the whole help, for a command that takes other values than the setting.
+        metavar: placeholder of the value; the setting's otherwise.
+        hidden: True leaves it out of `--help`.
+    """
     field = Settings.model_fields[name]
     flag = flag_of(field)
     choices = f" ({allowed_values(field)})" if has_choices(field) else ""
-    default = "" if field.default in (None, ()) else f" [default: {field.default}]"
-    return {
-        "help": f"{field.description}{choices}{default}".replace("[", "\\["),
-        "metavar": flag.metavar,
-        "rich_help_panel": flag.group,
-        "hidden": hidden,
-    }
+    known = default or ("" if field.default in (None, ()) else str(field.default))
+    described = f"{field.description}{choices}{f' [default: {known}]' if known else ''}"
+    return typer.Option(
+        flag_name(name),
+        *flag.aliases,
+        help=(help_text or described).replace("[", "\\["),
+        metavar=metavar or flag.metavar,
+        rich_help_panel=flag.group,
+        hidden=hidden,
+        show_default=False,
+    )
 
 
-def _text(parameter: str, *flags: str, option: Mapping[str, Any]) -> inspect.Parameter:
-    annotation = Annotated[str | None, typer.Option(*flags, show_default=False, **option)]
-    return _parameter(parameter, annotation, None)
+def _text(parameter: str, option: Any) -> inspect.Parameter:
+    return _parameter(parameter, Annotated[str | None, option], None)
 
 
 def _switch(name: str, flag: Flag, *, hidden: bool) -> inspect.Parameter:

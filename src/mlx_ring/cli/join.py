@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import socket
 from pathlib import Path
@@ -15,26 +14,19 @@ from mlx_ring.cli.heads import NONE_FOUND, show_heads
 from mlx_ring.core.cluster_folders import node_folder
 from mlx_ring.core.environment import enable_grpc_logs, quieten_grpc
 from mlx_ring.core.errors import ConfigError
-from mlx_ring.core.logs import configure_logging
-from mlx_ring.host.addresses import HeadAddress, bracketed, parse_head_address
+from mlx_ring.host.addresses import HeadAddress, parse_head_address
 from mlx_ring.host.head_announcement import FoundHead
-from mlx_ring.host.machine import make_run_folder, raise_descriptor_limit, share_cores
+from mlx_ring.host.machine import share_cores
 from mlx_ring.host.private_files import read_private, write_private
-from mlx_ring.host.running import recorded
 from mlx_ring.settings.config import Settings, state_folder
+from mlx_ring.settings.process_settings import MemberSettings, names_of, select_settings
 from mlx_ring.settings.settings_sources import load_settings
 
 _HEAD_FILE = "head"
 _TRY_S = 2.0
 
 
-@with_settings(
-    (
-        *("state_dir", "memory_utilization", "memory_limit", "weights_limit", "trusted_interface"),
-        *("blas", "blas_threads", "log_level", "log_format", "log_dir", "run_dir"),
-        *("model_load_timeout", "file_descriptor_limit", "spare_worker"),
-    )
-)
+@with_settings(("state_dir", *names_of(MemberSettings)))
 def join(
     head: Annotated[
         str | None,
@@ -62,7 +54,7 @@ def join(
     settings = load_settings(flags)
     quieten_grpc()
     enable_grpc_logs()
-    # gRPC reads its log level when it is imported, which these do.
+    # gRPC reads its log level on import, and these modules import it.
     from mlx_ring.agent.enrolment import join as enrol
     from mlx_ring.rpc.tls.credentials import load_credentials
 
@@ -109,40 +101,14 @@ def _reachable(head: FoundHead) -> HeadAddress:
 
 
 def _serve(settings: Settings, state: Path, head: HeadAddress, listen: str) -> None:
-    from mlx_ring.agent.member import MemberOptions, serve_as_member
-    from mlx_ring.host.trusted_interfaces import Trust
-    from mlx_ring.rpc.tls.handshakes import log_refused_handshakes
+    from mlx_ring.agent.member import run_member
     from mlx_ring.rpc.tls.identity import open_identity
 
-    node = open_identity(node_folder(state)).node
-    configure_logging(
-        process="agent",
-        node=node,
-        rank=None,
-        level=settings.log_level,
-        log_dir=settings.log_dir,
+    run_member(
+        head,
+        open_identity(node_folder(state)).node,
+        state,
+        select_settings(MemberSettings, settings, blas_threads=settings.blas_threads or share_cores(1)),
+        listen=listen,
         to_stderr=settings.log_stderr == "on",
-        log_format=settings.log_format,
     )
-    log_refused_handshakes()
-    raise_descriptor_limit(settings.file_descriptor_limit)
-    with recorded(state, "agent"), make_run_folder(settings.run_dir) as run_dir:
-        options = MemberOptions(
-            head=head,
-            node=node,
-            state=state,
-            run_dir=run_dir,
-            log_dir=settings.log_dir,
-            log_level=settings.log_level,
-            log_format=settings.log_format,
-            blas=settings.blas,
-            blas_threads=settings.blas_threads or share_cores(1),
-            load_timeout_s=settings.model_load_timeout,
-            memory_utilization=settings.memory_utilization,
-            listen=bracketed(listen),
-            weights_limit_bytes=settings.weights_limit,
-            memory_limit_bytes=settings.memory_limit,
-            trust=Trust(settings.trusted_interface),
-            spare=settings.spare_worker,
-        )
-        asyncio.run(serve_as_member(options))

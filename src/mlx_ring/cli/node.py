@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from mlx_ring.cli.flags import setting_option
 from mlx_ring.core.cluster_folders import authority_folder
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.settings.config import state_folder
@@ -23,9 +24,7 @@ token_app = typer.Typer(
     help="Create, list and revoke join tokens, which let machines into the cluster.", no_args_is_help=True
 )
 
-STATE_DIR = typer.Option(
-    "--state-dir", metavar="DIR", help="State folder of the head, if it is not the default one."
-)
+STATE_DIR = setting_option("state_dir")
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _LONGEST_S = 365 * 86400
 _MOST_USES = 1024

@@ -9,13 +9,14 @@ from typing import Annotated
 
 import typer
 
+from mlx_ring.cli.flags import setting_option
 from mlx_ring.host.running import end_running, running_here
 from mlx_ring.settings.config import state_folder
 from mlx_ring.settings.settings_sources import api_keys, load_settings
 
 app = typer.Typer(no_args_is_help=True)
 
-_STATE = typer.Option("--state-dir", metavar="DIR")
+_STATE = setting_option("state_dir")
 _START_S = 600.0
 _NO_FOLDER = Path(os.devnull)
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, TypeVar, cast
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from mlx_ring.cli.flags import with_settings
+from mlx_ring.cli.flags import setting_option, with_settings
 from mlx_ring.cli.heads import CACERT, DEFAULT_URL
+from mlx_ring.cli.status_tables import expectation, list_machines, show_plans
 from mlx_ring.cli.what_if import (
     Asked,
     ask_planner,
@@ -22,11 +21,13 @@ from mlx_ring.cli.what_if import (
     fields_for_head,
     find_described,
     plan_as_json,
+    read_numbers,
     read_tokens,
+    read_whole_numbers,
     show_answer,
 )
 from mlx_ring.core.errors import ConfigError, PlanError
-from mlx_ring.planner.catalogue import accuracy, chips, known_machines, known_profile
+from mlx_ring.planner.catalogue import known_profile
 from mlx_ring.planner.cluster_file import (
     cluster_of,
     link_named,
@@ -34,21 +35,19 @@ from mlx_ring.planner.cluster_file import (
     read_cluster,
 )
 from mlx_ring.planner.model_sizes import profile_folder
-from mlx_ring.planner.plan import Plan
 from mlx_ring.planner.profiles import ClusterProfile
-from mlx_ring.planner.replicas import place_replicas, total_tokens_per_s
+from mlx_ring.planner.replicas import place_replicas
 from mlx_ring.planner.request import OBJECTIVES, USUAL_CONTEXT, Demand, Objective, PlanRequest, request_within
 from mlx_ring.planner.weight_format import WeightFormat
 from mlx_ring.planner.what_if import Question
 from mlx_ring.settings.config import Settings
 from mlx_ring.settings.devices_file import DevicesFile, lists_devices, read_devices
 from mlx_ring.settings.fields import flag_of
-from mlx_ring.settings.strategies import STRATEGIES, Strategy, current_strategy, strategy_help
+from mlx_ring.settings.strategies import STRATEGIES, Strategy, current_strategy
 
 _BITS = (2, 3, 4, 5, 6, 8, 16, 32)
 _KV_BITS = (4, 8, 16)
 _WHAT_IF = "Comparisons"
-_GB = 10**9
 Value = TypeVar("Value", int, str)
 
 
@@ -69,15 +68,11 @@ def plan(
         typer.Option(metavar="NAME", help="Known machine, such as m4-mac-mini-16. Repeat it for several."),
     ] = None,
     strategy: Annotated[
-        str | None,
-        typer.Option(
-            metavar="|".join(STRATEGIES),
-            help=f"How to split layers over machines; by default the file's strategy, or auto. {strategy_help()}.",
-        ),
+        str | None, setting_option("strategy", default="the file's strategy, or auto")
     ] = None,
     proportions: Annotated[
         str | None,
-        typer.Option(metavar="A,B", help="Shares of the layers by machine, with --strategy custom."),
+        setting_option("proportions", help_text="With --strategy custom: shares of the layers by machine."),
     ] = None,
     layers: Annotated[
         str | None, typer.Option(metavar="N,M", help="Number of layers by machine, with --strategy custom.")
@@ -92,17 +87,13 @@ def plan(
     sequences: Annotated[
         int | None, typer.Option(metavar="N", help="Sequences that fit at once; by default as many as users.")
     ] = None,
-    replicas: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", help="Instances; by default one, or the best number with --optimize-for throughput."
-        ),
-    ] = None,
+    replicas: Annotated[str | None, setting_option("replicas")] = None,
     kv_bits: Annotated[
         str | None,
-        typer.Option(
+        setting_option(
+            "kv_bits",
             metavar="4|8|16",
-            help="Bits of the KV cache; 16,8,4 compares them. By default 16, or those of the running head.",
+            help_text="Bits of the KV cache; 16,8,4 compares them. By default 16, or those of the running head.",
         ),
     ] = None,
     quantization: Annotated[
@@ -156,98 +147,195 @@ def plan(
 
     Without --cluster and --machine, list the known machines. The options of a what-if question ask the running cluster then.
     """
-    kinds = [
-        _one_of("--kv-bits", bits, _KV_BITS)
-        for bits in dict.fromkeys(_whole_numbers("--kv-bits", "16" if kv_bits is None else kv_bits))
-    ]
+    given = _Given(
+        flags=flags,
+        model=model,
+        strategy=strategy,
+        proportions=proportions,
+        layers=layers,
+        context=context,
+        sequences=sequences,
+        replicas=replicas,
+        kv_bits=kv_bits,
+        quantization=quantization,
+    )
+    what_if = _WhatIf(add, link, users_at, url, cacert, plot_file, what_fits=what_fits, plot=plot)
     is_given = cluster is not None or bool(machine)
-    weights = None if quantization is None else WeightFormat(_one_of("--quantization", quantization, _BITS))
-    asks = bool(add or what_fits or plot or plot_file or url or len(kinds) > 1) or users_at is not None
+    asks = what_if.is_asked or len(given.kinds) > 1
     _check_uses(link, cacert, adds=bool(add or machine), is_given=is_given)
     if not is_given and not asks:
-        check_alone(
-            {
-                **{
-                    f"--{name.removeprefix('expected_').replace('_', '-')}": value
-                    for name, value in flags.items()
-                },
-                "--strategy": strategy,
-                "--proportions": proportions,
-                "--layers": layers,
-                "--context": context,
-                "--sequences": sequences,
-                "--replicas": replicas,
-                "--kv-bits": kv_bits,
-                "--quantization": quantization,
-            }
-        )
-        _list_machines()
+        check_alone(given.plan_flags)
+        list_machines()
         return
     machines, listed = _machines(cluster, machine, link) if is_given else (None, DevicesFile(()))
-    users = _whole_number(flags, "expected_users")
-    prompt, answer, typical = _lengths(flags, fills_context=what_fits)
-    request = PlanRequest(
-        Demand(USUAL_CONTEXT, users, kinds[0], typical),
-        strategy=_strategy(strategy or listed.strategy or "auto"),
-        objective=cast(
-            "Objective", _one_of("--optimize-for", str(flags["optimize_for"] or OBJECTIVES[0]), OBJECTIVES)
-        ),
-        proportions=_numbers("--proportions", proportions) or listed.proportions,
-        counts=_whole_numbers("--layers", layers),
-        prompt_tokens=prompt,
-        answer_tokens=answer,
-        users=users,
-    )
-    _check_custom(request, proportions, layers)
+    request = given.request(listed, fills_context=what_fits)
     if asks:
-        _refuse("planner", {"--sequences": sequences, "--replicas": replicas})
-        if machines is None:
-            _refuse(
-                "head",
-                {
-                    "--strategy": strategy,
-                    "--quantization": quantization,
-                    "--proportions": proportions,
-                    "--layers": layers,
-                },
-            )
-        elif url is not None:
-            raise ConfigError(f"--url is {url}, but machines are given too; leave one of them out.")
-        if what_fits:
-            _refuse("planner about popular models", {"--quantization": quantization})
-        question = Question(
-            tuple(add or ()),
-            link if add else None,
-            _asked_context(users_at, context),
-            tuple(kinds),
-            with_curves=plot or plot_file is not None,
-            request=request,
+        _ask(given, what_if, request, machines, as_json=as_json)
+    else:
+        _show(given, request, machines, as_json=as_json)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Given:
+    """Flags that describe a plan, as they were typed."""
+
+    flags: Mapping[str, object]
+    model: str | None
+    strategy: str | None
+    proportions: str | None
+    layers: str | None
+    context: str | None
+    sequences: int | None
+    replicas: str | None
+    kv_bits: str | None
+    quantization: int | None
+
+    @property
+    def kinds(self) -> tuple[int, ...]:
+        """Bits of the KV cache, in the order given."""
+        numbers = dict.fromkeys(
+            read_wholeread_numbers("--kv-bits", "16" if self.kv_bits is None else self.kv_bits)
         )
-        asked = Asked(model, question, weights, what_fits=what_fits)
-        if machines is None:
-            given = fields_for_head(flags, request, kinds if kv_bits else None)
-            found = ask_running(url or DEFAULT_URL, asked, given, cacert)
-        else:
-            found = ask_planner(machines, asked)
-        show_answer(found, as_json=as_json, plot=plot, plot_file=plot_file)
-        return
-    if model is None or machines is None:
+        return tuple(_one_of("--kv-bits", bits, _KV_BITS) for bits in numbers)
+
+    @property
+    def weights(self) -> WeightFormat | None:
+        """Format of the weights; None: as they are stored."""
+        if self.quantization is None:
+            return None
+        return WeightFormat(_one_of("--quantization", self.quantization, _BITS))
+
+    @property
+    def plan_flags(self) -> Mapping[str, object]:
+        """Flags beside the model; None for those that are not given."""
+        settings = {
+            flag_of(Settings.model_fields[name]).aliases[0]: value for name, value in self.flags.items()
+        }
+        return {
+            **settings,
+            "--strategy": self.strategy,
+            "--proportions": self.proportions,
+            "--layers": self.layers,
+            "--context": self.context,
+            "--sequences": self.sequences,
+            "--replicas": self.replicas,
+            "--kv-bits": self.kv_bits,
+            "--quantization": self.quantization,
+        }
+
+    @property
+    def users(self) -> int:
+        return _whole_number(self.flags, "expected_users")
+
+    def request(self, listed: DevicesFile, *, fills_context: bool) -> PlanRequest:
+        """Return the request to the planner, for the usual context.
+
+        Args:
+            listed: what a file of devices says about the split.
+            fills_context: True if the default prompt fills the context.
+
+        Raises:
+            ConfigError: a value is invalid.
+            PlanError: the strategy is custom, without shares or numbers of layers.
+        """
+        prompt, answer, typical = _lengths(self.flags, fills_context=fills_context)
+        objective = str(self.flags["optimize_for"] or OBJECTIVES[0])
+        request = PlanRequest(
+            Demand(USUAL_CONTEXT, self.users, self.kinds[0], typical),
+            strategy=_strategy(self.strategy or listed.strategy or "auto"),
+            objective=cast("Objective", _one_of("--optimize-for", objective, OBJECTIVES)),
+            proportions=read_numbers("--proportions", self.proportions) or listed.proportions,
+            counts=read_wholeread_numbers("--layers", self.layers),
+            prompt_tokens=prompt,
+            answer_tokens=answer,
+            users=self.users,
+        )
+        _check_custom(request, {"--proportions": self.proportions, "--layers": self.layers})
+        return request
+
+
+@dataclass(frozen=True, slots=True)
+class _WhatIf:
+    """Flags of a what-if question, as they were typed."""
+
+    add: list[str] | None
+    link: str | None
+    users_at: str | None
+    url: str | None
+    cacert: Path | None
+    plot_file: Path | None
+    what_fits: bool
+    plot: bool
+
+    @property
+    def is_asked(self) -> bool:
+        is_given = (self.add, self.users_at, self.plot_file, self.url)
+        return self.what_fits or self.plot or any(value is not None for value in is_given)
+
+
+def _ask(
+    given: _Given, what_if: _WhatIf, request: PlanRequest, machines: ClusterProfile | None, *, as_json: bool
+) -> None:
+    """Ask the planner, or without machines the running head, and print the answer.
+
+    Raises:
+        ConfigError: a flag was given that the question does not take.
+    """
+    _refuse("planner", {"--sequences": given.sequences, "--replicas": given.replicas})
+    if machines is None:
+        _refuse(
+            "head",
+            {
+                "--strategy": given.strategy,
+                "--quantization": given.quantization,
+                "--proportions": given.proportions,
+                "--layers": given.layers,
+            },
+        )
+    elif what_if.url is not None:
+        raise ConfigError(f"--url is {what_if.url}, but machines are given too; leave one of them out.")
+    if what_if.what_fits:
+        _refuse("planner about popular models", {"--quantization": given.quantization})
+    question = Question(
+        tuple(what_if.add or ()),
+        what_if.link if what_if.add else None,
+        _asked_context(what_if.users_at, given.context),
+        given.kinds,
+        with_curves=what_if.plot or what_if.plot_file is not None,
+        request=request,
+    )
+    asked = Asked(given.model, question, given.weights, what_fits=what_if.what_fits)
+    if machines is None:
+        fields = fields_for_head(given.flags, request, given.kinds if given.kv_bits else None)
+        found = ask_running(what_if.url or DEFAULT_URL, asked, fields, what_if.cacert)
+    else:
+        found = ask_planner(machines, asked)
+    show_answer(found, as_json=as_json, plot=what_if.plot, plot_file=what_if.plot_file)
+
+
+def _show(given: _Given, request: PlanRequest, machines: ClusterProfile | None, *, as_json: bool) -> None:
+    """Plan, and print the plans.
+
+    Raises:
+        ConfigError: no model is given, or a value is invalid.
+        PlanError: there is no such plan.
+    """
+    if given.model is None or machines is None:
         raise ConfigError(
             "No model is given; name one, such as `mlx-ring plan llama-70b --machine m3-ultra-512`."
         )
-    described = find_described(model, weights)
-    profile = profile_folder(described.folder, described.name, weights)
-    one = request_within(request, profile.context_tokens, _asked_context(None, context))
-    demand = replace(one.demand, sequences=_sequences(sequences, users))
-    request = replace(one, demand=demand, users=users)
-    count = None if replicas is None else _at_least_one("--replicas", replicas)
-    made = place_replicas(profile, machines, request, count)
+    described = find_described(given.model, given.weights)
+    profile = profile_folder(described.folder, described.name, given.weights)
+    one = request_within(request, profile.context_tokens, _asked_context(None, given.context))
+    demand = replace(one.demand, sequences=_sequences(given.sequences, given.users))
+    count = None if given.replicas is None else _number("--replicas", given.replicas)
+    made = place_replicas(profile, machines, replace(one, demand=demand, users=given.users), count)
     if as_json:
         plans = [plan_as_json(each) for each in made]
         print(json.dumps(plans[0] if len(plans) == 1 else {"replicas": plans}, indent=1))
         return
-    show_plans(made, request.demand.sequences)
-    print(_expectation(made))
+    show_plans(made, demand.sequences)
+    print(expectation(made))
     for remark in described.remarks:
         print(remark)
 
@@ -273,14 +361,16 @@ def _asked_context(users_at: str | None, context: str | None) -> int | None:
 
 
 def _whole_number(flags: Mapping[str, object], name: str) -> int:
-    """Return the number of users that a flag gives, or the setting's default."""
+    """Return the number of tokens or users that a flag gives, or the setting's default."""
     field = Settings.model_fields[name]
     (flag,) = flag_of(field).aliases
     given = flags[name]
-    if given is None:
-        return int(field.default)
+    return int(field.default) if given is None else _number(flag, str(given))
+
+
+def _number(flag: str, given: str) -> int:
     try:
-        return _at_least_one(flag, int(str(given)))
+        return _at_least_one(flag, int(given))
     except ValueError:
         raise ConfigError(f"{flag} is {given}; it must be a whole number.") from None
 
@@ -308,9 +398,10 @@ def _lengths(flags: Mapping[str, object], *, fills_context: bool) -> tuple[int, 
     return prompt, answer, prompt + answer // 2
 
 
-def _check_custom(request: PlanRequest, proportions: str | None, layers: str | None) -> None:
+def _check_custom(request: PlanRequest, given: Mapping[str, object]) -> None:
+    """Check that the strategy custom has shares or numbers of layers, and no other one is given any."""
     if request.strategy != "custom":
-        for flag, value in (("--proportions", proportions), ("--layers", layers)):
+        for flag, value in given.items():
             if value is not None:
                 raise ConfigError(
                     f"{flag} is {value}, which only the strategy custom uses; give --strategy custom, or leave it out."
@@ -366,104 +457,3 @@ def _at_least_one(flag: str, value: int) -> int:
     if value < 1:
         raise ConfigError(f"{flag} is {value}; it must be 1 or more.")
     return value
-
-
-def _whole_numbers(flag: str, text: str | None) -> tuple[int, ...]:
-    numbers = _numbers(flag, text)
-    if not all(one.is_integer() for one in numbers):
-        raise ConfigError(f"{flag} is {text}; it must be whole numbers separated by commas.")
-    return tuple(map(int, numbers))
-
-
-def _numbers(flag: str, text: str | None) -> tuple[float, ...]:
-    if text is None:
-        return ()
-    if not text.strip():
-        raise ConfigError(f"{flag} is empty; it must be numbers separated by commas.")
-    try:
-        return tuple(float(part) for part in text.strip("[] ").split(","))
-    except ValueError:
-        raise ConfigError(f"{flag} is {text}; it must be numbers separated by commas.") from None
-
-
-def _list_machines() -> None:
-    table = Table("machine", "memory, GB", box=None, pad_edge=False)
-    table.add_column("GB/s", justify="right")
-    table.add_column("teraflops", justify="right")
-    for known in known_machines().values():
-        for name, sizes in known.bins.items():
-            chip = chips()[name]
-            table.add_row(known.name, ", ".join(map(str, sizes)), f"{chip.gb_s:,.0f}", f"{chip.tflops:.1f}")
-    console = Console(soft_wrap=True)
-    console.print(table)
-    console.print(
-        "\nName some: `mlx-ring plan MODEL --machine m4-mac-mini-16 --machine m2-max-mac-studio-64`, "
-        "or describe yours in a file for --cluster.",
-        highlight=False,
-    )
-
-
-def show_plans(made: Sequence[Plan], sequences: int) -> None:
-    """Print one table for each replica, and their total speed with so many sequences."""
-    for number, each in enumerate(made, start=1):
-        if len(made) > 1:
-            print(f"{chr(10) * (number > 1)}Replica {number} of {len(made)}:")
-        show_plan(each)
-    if len(made) > 1:
-        together = total_tokens_per_s(made, sequences)
-        print(f"\n{together:.1f} tokens/s for {sequences} sequences over {len(made)} replicas together.")
-
-
-def show_plan(made: Plan) -> None:
-    """Print a plan as a table, with its prediction."""
-    console = Console(soft_wrap=True)
-    are_shared = any(stage.is_shared for stage in made.stages)
-    table = Table("machine", "layers", box=None, pad_edge=False)
-    for title in (*["share"] * are_shared, "weights", "memory", "of", "ms a token"):
-        table.add_column(title, justify="right")
-    table.add_column("why")
-    for stage in made.stages:
-        for place, rank in enumerate(stage.ranks):
-            layers = f"{stage.layers.start}-{stage.layers.end - 1}"
-            # The stage's own values stand beside its first rank.
-            texts = (f"{1e3 * stage.token_s:.1f}", stage.why) if place == 0 else ("", "")
-            sizes = map(_size, (rank.weight_bytes, rank.memory_bytes, rank.usable_bytes))
-            table.add_row(rank.node, layers, *[f"{rank.share:.0%}"] * are_shared, *sizes, *texts)
-    console.print(table)
-    for left in made.left_out:
-        console.print(f"{left.node} gets no layers: {left.why}.", highlight=False)
-    prediction = made.prediction
-    console.print(
-        f"\n{made.model}, {made.sequences} x {made.context_tokens} tokens, strategy {made.strategy}: "
-        f"{1 / prediction.token_s:.1f} tokens/s {_whose(prediction.users)}, {prediction.tokens_per_s:.1f} for {made.sequences}; "
-        f"{prediction.first_token_s:.2f} s to the first token of a prompt of {prediction.prompt_tokens}, "
-        f"{prediction.request_s:.2f} s with an answer of {prediction.answer_tokens}.",
-        highlight=False,
-    )
-    for remark in made.remarks:
-        console.print(remark, highlight=False)
-
-
-def _whose(users: int) -> str:
-    return "for one stream" if users == 1 else f"for each of {users} users"
-
-
-def _expectation(made: Sequence[Plan]) -> str:
-    """Return what to expect of machines that were not measured, as ranges."""
-    decode, prefill = accuracy("decode"), accuracy("prefill")
-    slowest = max(made, key=lambda each: each.prediction.token_s).prediction
-    speed, first_s = 1 / slowest.token_s, slowest.first_token_s
-    return (
-        f"Not measured: expect {_figure(speed / decode, 3)} to {_figure(speed * decode, 3)} tokens/s {_whose(slowest.users)} and "
-        f"{_figure(first_s / prefill, 2)} to {_figure(first_s * prefill, 2)} s to the first token. "
-        f"Predictions are off by factors of {decode:.2f} and {prefill:.2f} on average, where others have published measurements."
-    )
-
-
-def _figure(value: float, digits: int) -> str:
-    """Write a number with the given number of significant digits."""
-    return f"{float(f'{value:.{digits}g}'):,.10g}"
-
-
-def _size(nbytes: float) -> str:
-    return f"{nbytes / 1e9:.1f} GB" if nbytes >= _GB else f"{nbytes / 1e6:.0f} MB"

@@ -9,25 +9,19 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from mlx_ring.core.errors import ConfigError
+from mlx_ring.cli.flags import with_settings
 from mlx_ring.host.machine import share_cores
 from mlx_ring.host.machine_profile import MachineProfile
 from mlx_ring.settings.config import state_folder
 from mlx_ring.settings.settings_sources import load_settings
 
-_MOST_THREADS = 1024
 
-
+@with_settings(("blas", "blas_threads", "state_dir"))
 def profile(
     as_json: Annotated[bool, typer.Option("--json", help="Print the profile as JSON.")] = False,
     again: Annotated[bool, typer.Option("--again", help="Measure again, even if a profile is kept.")] = False,
-    blas: Annotated[str, typer.Option(metavar="auto|openblas|off", help="As for `serve`.")] = "auto",
-    blas_threads: Annotated[
-        int, typer.Option(metavar="N", help="BLAS threads of the worker; 0 takes all cores but one.")
-    ] = 0,
-    state_dir: Annotated[
-        str | None, typer.Option(metavar="FOLDER", help="State folder, which keeps the profile.")
-    ] = None,
+    *,
+    flags: dict[str, object],
 ) -> None:
     """Measure this machine as a worker uses it: memory, bandwidth, matrix products, and the cost of a step.
 
@@ -40,12 +34,9 @@ def profile(
         recall_or_measure,
     )
 
-    if blas not in ("auto", "openblas", "off"):
-        raise ConfigError(f"--blas is {blas}; it must be auto, openblas or off.")
-    if not 0 <= blas_threads <= _MOST_THREADS:
-        raise ConfigError(f"--blas-threads is {blas_threads}; it must be from 0 to {_MOST_THREADS}.")
-    options = ProfileOptions(blas=blas, blas_threads=blas_threads or share_cores(1))
-    store = ProfileStore(state_folder(load_settings({"state_dir": state_dir})).expanduser().absolute())
+    settings = load_settings(flags)
+    options = ProfileOptions(settings.blas, settings.blas_threads or share_cores(1))
+    store = ProfileStore(state_folder(settings).expanduser().absolute())
     found = asyncio.run(recall_or_measure(store, options, again=again))
     if as_json:
         print(found.model_dump_json(indent=1))

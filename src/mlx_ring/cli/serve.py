@@ -28,7 +28,7 @@ from mlx_ring.host.addresses import local_url
 from mlx_ring.host.machine import listen, node_name
 from mlx_ring.host.running import recorded
 from mlx_ring.settings.config import Settings, state_folder
-from mlx_ring.settings.launched import Launch, read_launch
+from mlx_ring.settings.hostfile import Launch, read_launch
 from mlx_ring.settings.named_group import with_named_group
 from mlx_ring.settings.rank_settings import check_link, check_ranks
 from mlx_ring.settings.settings_sources import load_settings

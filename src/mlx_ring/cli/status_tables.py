@@ -1,4 +1,4 @@
-"""Tables of the answer of `/cluster/status`."""
+"""Tables of plans, of known machines, and of the answer of `/cluster/status`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+from mlx_ring.planner.catalogue import accuracy, chips, known_machines
+from mlx_ring.planner.plan import Plan
+from mlx_ring.planner.replicas import total_tokens_per_s
 
 StatusPart = Mapping[str, Any]
 
@@ -115,3 +119,92 @@ def _megabytes(count: int | None) -> str:
 
 def _milliseconds(count: float | None) -> str:
     return "-" if count is None else f"{count:.1f}"
+
+
+# ---- plans
+
+_GIGABYTE = 10**9
+
+
+def list_machines() -> None:
+    """Print the known machines."""
+    table = Table("machine", "memory, GB", box=None, pad_edge=False)
+    table.add_column("GB/s", justify="right")
+    table.add_column("teraflops", justify="right")
+    for known in known_machines().values():
+        for name, sizes in known.bins.items():
+            chip = chips()[name]
+            table.add_row(known.name, ", ".join(map(str, sizes)), f"{chip.gb_s:,.0f}", f"{chip.tflops:.1f}")
+    console = Console(soft_wrap=True)
+    console.print(table)
+    console.print(
+        "\nName some: `mlx-ring plan MODEL --machine m4-mac-mini-16 --machine m2-max-mac-studio-64`, "
+        "or describe yours in a file for --cluster.",
+        highlight=False,
+    )
+
+
+def show_plans(made: Sequence[Plan], sequences: int) -> None:
+    """Print one table for each replica, and their total speed with so many sequences."""
+    for number, each in enumerate(made, start=1):
+        if len(made) > 1:
+            print(f"{chr(10) * (number > 1)}Replica {number} of {len(made)}:")
+        show_plan(each)
+    if len(made) > 1:
+        together = total_tokens_per_s(made, sequences)
+        print(f"\n{together:.1f} tokens/s for {sequences} sequences over {len(made)} replicas together.")
+
+
+def show_plan(made: Plan) -> None:
+    """Print a plan as a table, with its prediction."""
+    console = Console(soft_wrap=True)
+    are_shared = any(stage.is_shared for stage in made.stages)
+    table = Table("machine", "layers", box=None, pad_edge=False)
+    for title in (*["share"] * are_shared, "weights", "memory", "of", "ms a token"):
+        table.add_column(title, justify="right")
+    table.add_column("why")
+    for stage in made.stages:
+        for place, rank in enumerate(stage.ranks):
+            layers = f"{stage.layers.start}-{stage.layers.end - 1}"
+            # The stage's own values stand beside its first rank.
+            texts = (f"{1e3 * stage.token_s:.1f}", stage.why) if place == 0 else ("", "")
+            sizes = map(_size, (rank.weight_bytes, rank.memory_bytes, rank.usable_bytes))
+            table.add_row(rank.node, layers, *[f"{rank.share:.0%}"] * are_shared, *sizes, *texts)
+    console.print(table)
+    for left in made.left_out:
+        console.print(f"{left.node} gets no layers: {left.why}.", highlight=False)
+    prediction = made.prediction
+    console.print(
+        f"\n{made.model}, {made.sequences} x {made.context_tokens} tokens, strategy {made.strategy}: "
+        f"{1 / prediction.token_s:.1f} tokens/s {_whose(prediction.users)}, {prediction.tokens_per_s:.1f} for {made.sequences}; "
+        f"{prediction.first_token_s:.2f} s to the first token of a prompt of {prediction.prompt_tokens}, "
+        f"{prediction.request_s:.2f} s with an answer of {prediction.answer_tokens}.",
+        highlight=False,
+    )
+    for remark in made.remarks:
+        console.print(remark, highlight=False)
+
+
+def _whose(users: int) -> str:
+    return "for one stream" if users == 1 else f"for each of {users} users"
+
+
+def expectation(made: Sequence[Plan]) -> str:
+    """Return what to expect of machines that were not measured, as ranges."""
+    decode, prefill = accuracy("decode"), accuracy("prefill")
+    slowest = max(made, key=lambda each: each.prediction.token_s).prediction
+    speed, first_s = 1 / slowest.token_s, slowest.first_token_s
+    return (
+        f"Not measured: expect {_figure(speed / decode, 3)} to {_figure(speed * decode, 3)} tokens/s {_whose(slowest.users)} and "
+        f"{_figure(first_s / prefill, 2)} to {_figure(first_s * prefill, 2)} s to the first token. "
+        f"Predictions are off by factors of {decode:.2f} and {prefill:.2f} on average, where others have published measurements."
+    )
+
+
+def _figure(value: float, digits: int) -> str:
+    """Write a number with the given number of significant digits."""
+    return f"{float(f'{value:.{digits}g}'):,.10g}"
+
+
+def _size(nbytes: float) -> str:
+    return f"{nbytes / 1e9:.1f} GB" if nbytes >= _GIGABYTE else f"{nbytes / 1e6:.0f} MB"

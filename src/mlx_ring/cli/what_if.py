@@ -100,6 +100,34 @@ def read_tokens(flag: str, text: str) -> int:
     return tokens
 
 
+def read_whole_numbers(flag: str, text: str | None) -> tuple[int, ...]:
+    """Return whole numbers, as `16,8`; none if nothing is given.
+
+    Raises:
+        ConfigError: one is no whole number.
+    """
+    numbers = read_numbers(flag, text)
+    if not all(one.is_integer() for one in numbers):
+        raise ConfigError(f"{flag} is {text}; it must be whole numbers separated by commas.")
+    return tuple(map(int, numbers))
+
+
+def read_numbers(flag: str, text: str | None) -> tuple[float, ...]:
+    """Return numbers, as `0.7,0.3`; none if nothing is given.
+
+    Raises:
+        ConfigError: one is no number.
+    """
+    if text is None:
+        return ()
+    if not text.strip():
+        raise ConfigError(f"{flag} is empty; it must be numbers separated by commas.")
+    try:
+        return tuple(float(part) for part in text.strip("[] ").split(","))
+    except ValueError:
+        raise ConfigError(f"{flag} is {text}; it must be numbers separated by commas.") from None
+
+
 def check_alone(given: Mapping[str, object]) -> None:
     """Check that no flag of a plan is given without machines.
 

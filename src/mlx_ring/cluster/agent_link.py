@@ -19,7 +19,8 @@ from mlx_ring.rpc.methods import LOAD_STAGES, MEASURE_LINK, RELINK_WORKERS, STAR
 from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
 from mlx_ring.rpc.tls.handshakes import handshake_error
 from mlx_ring.settings.config import Settings
-from mlx_ring.settings.launched import read_launch
+from mlx_ring.settings.hostfile import read_launch
+from mlx_ring.settings.process_settings import AgentSettings, as_arguments, select_settings
 
 HEARTBEAT_S = 0.5
 _RELINK_WAIT_S = 40.0
@@ -267,15 +268,7 @@ class LocalAgent:
             AGENT_MODULE,
             [
                 *("--run-dir", str(run_dir), "--node", node),
-                *("--log-dir", str(settings.log_dir), "--log-level", settings.log_level),
-                *("--log-format", settings.log_format),
-                *("--blas", settings.blas, "--blas-threads", str(blas_threads)),
-                *(
-                    "--load-timeout",
-                    str(settings.model_load_timeout),
-                    "--spare-worker",
-                    settings.spare_worker,
-                ),
+                *as_arguments(select_settings(AgentSettings, settings, blas_threads=blas_threads)),
                 *(["--lent", str(launch.meeting_place)] if launch is not None else []),
                 *(["--with-spare"] if with_spare and launch is None else []),
             ],

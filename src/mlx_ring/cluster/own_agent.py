@@ -20,6 +20,7 @@ from mlx_ring.host.machine import share_cores
 from mlx_ring.host.private_files import try_lock
 from mlx_ring.host.trusted_interfaces import FLAG, Trust, TrustedInterface
 from mlx_ring.settings.config import Settings, state_folder
+from mlx_ring.settings.process_settings import MemberSettings, as_arguments, select_settings
 
 log = logging.getLogger(__name__)
 
@@ -151,19 +152,16 @@ def ensure_head_member(
     if lock is None:
         return None
     os.close(lock)
-    run_dir = () if settings.run_dir is None else ("--run-dir", str(settings.run_dir))
-    limit = () if settings.memory_limit is None else ("--memory-limit", str(settings.memory_limit))
-    trusted = [word for name in settings.trusted_interface for word in ("--trusted-interface", name)]
-    disk = () if settings.weights_limit is None else ("--weights-limit", str(settings.weights_limit))
+    passed_on = select_settings(
+        MemberSettings,
+        settings,
+        log_dir=settings.log_dir.absolute(),
+        blas_threads=settings.blas_threads or share_cores(1),
+    )
     return subprocess.Popen(
         [
             *(sys.executable, "-m", _MODULE, "--head", head.cluster, "--node", node, "--state", str(state)),
-            *("--log-dir", str(settings.log_dir.absolute()), "--log-level", settings.log_level),
-            *("--log-format", settings.log_format),
-            *("--blas", settings.blas, "--blas-threads", str(settings.blas_threads or share_cores(1))),
-            *("--load-timeout", str(settings.model_load_timeout), "--spare-worker", settings.spare_worker),
-            *("--memory-utilization", str(settings.memory_utilization), *run_dir),
-            *("--listen", settings.cluster_host, *limit, *disk, *trusted),
+            *("--listen", settings.cluster_host, *as_arguments(passed_on)),
         ],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,

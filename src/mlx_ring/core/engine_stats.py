@@ -13,27 +13,27 @@ from mlx_ring.core.errors import RingError
 from mlx_ring.core.types import FinishReason, RankId
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """Configuration of a scheduler. Fields that a person sets have the names of their settings."""
+    """Configuration of a scheduler. Fields that a person sets have the names of their settings, which have defaults."""
 
-    max_num_seqs: int = 16
+    max_num_seqs: int
     """Most sequences that run at the same time."""
-    max_queued_requests: int = 256
+    max_queued_requests: int
     """Most requests in the queue; further ones are refused."""
-    prefill_chunk: int = 512
+    prefill_chunk: int
     """Most tokens of one prompt in one step."""
-    max_itl_ratio: float = 2.5
+    max_itl_ratio: float
     """Largest inter-token latency beside prefill, as a multiple of the latency without it."""
     steps_ahead: int = 2
     """Decode steps of one micro-batch that are in flight at once; 1 waits for every result."""
-    prefix_cache: bool = True
+    prefix_cache: bool
     """True if KV is kept after a sequence's end and reused."""
-    num_speculative_tokens: int = 8
+    num_speculative_tokens: int
     """Most tokens that prompt lookup proposes in one step; 0: no speculative decoding."""
-    step_deadline_s: float = 0.0
+    step_deadline_s: float
     """Shortest time after which a rank without an answer counts as stuck; 0: never."""
-    request_timeout_s: float | None = None
+    request_timeout_s: float | None
     """Longest time of a request, from its arrival; None: no limit."""
 
     @property

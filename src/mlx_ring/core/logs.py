@@ -29,6 +29,7 @@ from typing import Any, Literal
 
 from mlx_ring.core.traces import REQUEST_ID, TRACEPARENT
 
+LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 _WORKER = re.compile(r"worker-(\d+)-\d+")
 _TAGS = ("node", "process", "rank")

@@ -69,6 +69,8 @@ class Grammar:
 
 _ADVISED = {"advised": True}
 """Mark of a parameter that a model's makers may advise in their `generation_config.json`."""
+_PENALTY = {"penalty": True}
+"""Mark of a parameter by which earlier tokens change the logits, unless it has its default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +85,9 @@ class Sampling:
     top_k: int = field(default=0, metadata=_ADVISED)
     """0: off."""
     min_p: float = field(default=0.0, metadata=_ADVISED)
-    repetition_penalty: float = field(default=1.0, metadata=_ADVISED)
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    repetition_penalty: float = field(default=1.0, metadata=_ADVISED | _PENALTY)
+    presence_penalty: float = field(default=0.0, metadata=_PENALTY)
+    frequency_penalty: float = field(default=0.0, metadata=_PENALTY)
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Pairs of a token and what is added to its logit."""
     logprobs: bool = False
@@ -95,6 +97,8 @@ class Sampling:
 
 ADVISED_SAMPLING = tuple(each.name for each in fields(Sampling) if "advised" in each.metadata)
 """Names of the parameters that a model's makers may advise."""
+PENALTIES = tuple(each for each in fields(Sampling) if "penalty" in each.metadata)
+"""Fields by which earlier tokens change the logits."""
 DEFAULT_SAMPLING = Sampling(temperature=1.0)
 """Defaults of requests to a model whose makers advise nothing; OpenAI's."""
 

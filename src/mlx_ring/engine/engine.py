@@ -33,8 +33,6 @@ from mlx_ring.rpc.protos import step_pb2, worker_pb2
 
 _log = logging.getLogger(__name__)
 
-_POLICY = Policy()
-
 
 class Engine:
     """Engine of one instance, for one epoch. Everything runs in the event loop; nothing blocks."""
@@ -47,7 +45,7 @@ class Engine:
         *,
         instance: str,
         epoch: int,
-        policy: Policy = _POLICY,
+        policy: Policy,
         kv: Mapping[RankId, RankKv] | None = None,
         clock: Callable[[], float] = time.monotonic,
         predict: Predict | None = None,

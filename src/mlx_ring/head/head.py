@@ -71,26 +71,30 @@ def http_config(
     tracing: Tracing | None,
 ) -> HttpConfig:
     """Build the HTTP server's configuration from the settings."""
-    app = build_app(
-        catalog,
-        ApiSettings(
-            host=settings.host,
-            allowed_hosts=settings.allowed_hosts,
-            allowed_origins=settings.allowed_origins,
-            api_keys=api_keys(settings),
-            default_max_tokens=settings.default_max_tokens,
-            max_body_bytes=settings.max_request_mb << 20,
-            max_bodies_bytes=bodies_mb(settings) << 20,
-            client_timeout_s=settings.client_timeout_s,
-            access_log=settings.access_log == "on",
-        ),
-        tracing,
-        admission,
-    )
+    app = build_app(catalog, api_settings(settings), tracing, admission)
     limits = ConnectionLimits(
         settings.max_connections, settings.http_timeout_keep_alive, settings.client_timeout_s
     )
     return HttpConfig(app, limits, tls)
+
+
+def api_settings(settings: Settings) -> ApiSettings:
+    """Return the settings of the HTTP API.
+
+    Raises:
+        ConfigError: The file of API keys cannot be read.
+    """
+    return ApiSettings(
+        host=settings.host,
+        allowed_hosts=settings.allowed_hosts,
+        allowed_origins=settings.allowed_origins,
+        api_keys=api_keys(settings),
+        default_max_tokens=settings.default_max_tokens,
+        max_body_bytes=settings.max_request_mb << 20,
+        max_bodies_bytes=bodies_mb(settings) << 20,
+        client_timeout_s=settings.client_timeout_s,
+        access_log=settings.access_log == "on",
+    )
 
 
 log = logging.getLogger(__name__)

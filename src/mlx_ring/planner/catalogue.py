@@ -45,8 +45,6 @@ class Chip:
     """The same without tensor cores or neural accelerators, where it has them."""
     tier: str = "usual"
     gpu_cores: int | None = None
-    shared_memory: bool = False
-    """True if processor and GPU share the memory, as on every Mac too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +232,7 @@ def chip_profile(
     if engine == OWN_ENGINE:
         factors = {**numbers["engines"].get("mlx-lm", {}), "chunk": _CHUNK}
     decode, prefill = float(factors.get("decode", 1.0)), float(factors.get("prefill", 1.0))
-    attention = float(factors.get("attention", 1.0))
+    attention, overhead = float(factors.get("attention", 1.0)), float(factors.get("overhead", 1.0))
     nominal, operations = chip.gb_s * 1e9, chip.tflops * 1e12
     plain = (chip.plain_tflops or chip.tflops) * 1e12
     instructions = _catalogue()["instructions"]
@@ -257,7 +255,8 @@ def chip_profile(
             * (eight["gain"] if in_eight_bits and bits == _EIGHT else 1.0),
         )
 
-    layer_s = backend["layer_us"] * tier["layer"] * decode / 1e6
+    overhead *= decode * generation["layer"] / 1e6
+    layer_s = backend["layer_us"] * overhead
     rates = tuple(rate(bits) for bits in _KINDS)
     memory = cast("dict[str, float]", _catalogue()["memory"])
     is_mac = chip.backend == "metal"
@@ -266,24 +265,29 @@ def chip_profile(
     return NodeProfile(
         name=name,
         memory_bytes=int(usable * 2**30),
-        bandwidth=rates[0].bandwidth / attention,
-        flops=operations * backend["scores"] / prefill,
+        bandwidth=min(_MOST_OF_NOMINAL * nominal, rates[0].bandwidth / attention),
+        flops=matrix * backend["scores"] / attention,
         reserve_share=max(reserve, memory["headroom_gb"] / usable) if wired_gb else reserve,
         rates=rates,
         costs=StepCosts(
-            step_s=backend["step_us"] * decode / 1e6,
+            step_s=backend["step_us"] * overhead,
             layer_s=layer_s,
             quantized_layer_s=layer_s,
             draw_s=0.0,
             logit_s=0.0,
             attention_s=_ATTENTION_OPERATIONS * decode * attention / (plain * backend["attention"]),
             row_s=backend["row_us"] * decode / 1e6,
-            states_s=backend["states_us"] * tier["layer"] * decode / 1e6,
-            experts_s=backend["experts_us"] * tier["layer"] * decode / 1e6,
+            states_s=backend["states_us"] * overhead,
+            experts_s=backend["experts_us"] * overhead,
         ),
         experts_pace=backend["experts_pace"],
         experts_rows=backend["experts_rows"],
         activation_s=backend["activations"] * prefill / nominal,
+        vector_s=decode / (plain * backend["vector"]),
+        # CUDA's kernels update states of many tokens at once, in matrices; others do it in plain arithmetic.
+        scan_s=backend["scans"] * prefill / (operations if chip.backend == "cuda" else plain),
+        narrow=backend["narrow"],
+        prompt_s=float(factors.get("prompt_ms", 0.0)) / 1e3,
         chunk_tokens=int(factors.get("chunk", _CHUNK)),
     )
 

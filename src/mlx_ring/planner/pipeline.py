@@ -188,7 +188,8 @@ class Pipeline:
         times = [stage.prefill_seconds(prompt_tokens) / chunks for stage in self.stages]
         slowest_s = max(*times, self._busiest_link_s(rows))
         later_s = (users * chunks - 1) * slowest_s
-        return sum(times) + later_s + self.around_s(rows) + self.token_s(users)
+        prompt_s = users * self.stages[0].nodes[0].prompt_s
+        return prompt_s + sum(times) + later_s + self.around_s(rows) + self.token_s(users)
 
     def minimized_s(self, request: PlanRequest) -> float:
         """Return the seconds that the request's objective minimizes, as `Prediction.minimized_s` does; less is better."""

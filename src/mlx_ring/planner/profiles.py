@@ -152,6 +152,14 @@ class NodeProfile:
     """Rows of an expert at which its products have half of that speed, because small ones leave units idle."""
     activation_s: float = 0.0
     """Seconds that a layer takes beside products, for each token of a prompt and number of the hidden size."""
+    vector_s: float = 0.0
+    """Seconds of an operation for each row after the first of a step, in kernels for single rows; 0 if they share it."""
+    scan_s: float = 0.0
+    """Seconds of a recurrent state's update, for each token of a prompt and byte of the state."""
+    narrow: float = 0.0
+    """Hidden size at which a prompt's products have half of their speed, because small ones leave units idle."""
+    prompt_s: float = 0.0
+    """Seconds for each prompt beside its computation: template, tokens and the way to the engine."""
     chunk_tokens: int = 512
     """Tokens of a prompt that its engine computes at once."""
     is_measured: bool = False
@@ -166,12 +174,13 @@ class NodeProfile:
         """Memory that plans may use."""
         return int(self.memory_bytes * (1 - self.reserve_share))
 
-    def pace(self, layer: LayerProfile, rows: int) -> float:
+    def pace(self, layer: LayerProfile, rows: int, hidden_size: int) -> float:
         """Return the speed of a layer's products in a prompt's chunk of this many rows, relative to large products."""
+        wide = hidden_size / (hidden_size + self.narrow)
         if not layer.has_experts:
-            return 1.0
+            return wide
         each = rows * layer.expert_share
-        return self.experts_pace * (each / (each + self.experts_rows) if each else 1.0)
+        return wide * self.experts_pace * (each / (each + self.experts_rows) if each else 1.0)
 
     def rate(self, weights: str) -> WeightRate:
         """Return the rate for a kind of weights; for unmeasured quantized ones that of the nearest number of bits."""

@@ -25,6 +25,8 @@ TOKEN_BYTES = 4
 _NUMBERS_PER_TOKEN = 16
 """Peak numbers of a layer's activations for one token of a chunk, as a multiple of the hidden size."""
 _FLOAT_BYTES = 4
+_HALF_TILE = 16
+"""Rows that are empty on average in the last tile of a product."""
 
 Table = NDArray[np.float64]
 """`(layers + 1, layers + 1)`: by first layer and end; infinite where no stage can be."""
@@ -210,12 +212,26 @@ def layer_seconds(
     read = layer.read_by(rows)
     # Nearly all of a layer's matrices have rows as long as the activations.
     matrix_rows = layer.flops_per_token / 2 / model.hidden_size * read / max(1, layer.read_bytes)
-    products = max(
-        read / rate.bandwidth + matrix_rows * rate.row_s, layer.flops_per_token * rows / rate.flops
-    )
+    read_s = read / rate.bandwidth + matrix_rows * rate.row_s
+    products = max(read_s, _multiplied_s(layer, node, rate, model, rows, read_s))
     look_back = _look_back_seconds(layer, node, model, demand, context_tokens)
     started_s = _started_s(layer, node, model)
     return products + rows * look_back + started_s + (rows - 1) * node.costs.row_s
+
+
+def _multiplied_s(
+    layer: LayerProfile, node: NodeProfile, rate: WeightRate, model: ModelProfile, rows: int, read_s: float
+) -> float:
+    """Return the seconds of a layer's products with a step's rows, in whichever kernels are faster.
+
+    Kernels for single rows take each further row on its own. Those for many rows take whole tiles of them.
+    """
+    if rows == 1 or not node.vector_s:
+        return layer.flops_per_token * rows / rate.flops
+    one_by_one_s = read_s + (rows - 1) * layer.flops_per_token * node.vector_s
+    padded = rows if layer.has_experts else rows + _HALF_TILE
+    pace = node.pace(layer, rows, model.hidden_size)
+    return min(one_by_one_s, layer.flops_per_token * padded / (rate.flops * pace))
 
 
 def _started_s(layer: LayerProfile, node: NodeProfile, model: ModelProfile) -> float:
@@ -276,7 +292,7 @@ def prefill_layers(
             count
             * max(
                 layer.read_by(size) / rate.bandwidth,
-                layer.flops_per_token * size / (rate.flops * node.pace(layer, size)),
+                layer.flops_per_token * size / (rate.flops * node.pace(layer, size, form.model.hidden_size)),
             )
             for size, count in chunks
             if size and count
@@ -284,6 +300,7 @@ def prefill_layers(
         scores = _scores(layer, form.model, context + tokens) - _scores(layer, form.model, context)
         started_s = _started_s(layer, node, form.model)
         activations = tokens * form.model.hidden_size * node.activation_s
+        activations += tokens * layer.has_state * layer.kv_bytes_per_sequence * node.scan_s
         return products + activations + scores / node.flops + (whole + bool(rest)) * started_s
 
     return form.by_layer([seconds(layer) for layer in layers])

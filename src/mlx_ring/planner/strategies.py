@@ -39,8 +39,8 @@ Reason = Callable[[Timetable, int], str]
 _MOST_CHANGES = 10_000
 """Number of stages of the changed pipelines that are tried to improve one."""
 _NO_BETTER, _IMPROVED, _FASTEST = 0.999, 4, 6
-"""Part of the best time that a lower bound may reach, the number of pipelines that are improved, and the number of the
-fastest of many machines among which the best pipeline is searched."""
+"""Part of the best time that a lower bound may reach; pipelines that are improved; fastest machines of many that are
+searched by themselves."""
 _FULLER = 0.01
 """Share of a machine's memory that does not matter when the fullest machine is to be least full."""
 

@@ -1,7 +1,4 @@
-"""Settings: one field for each, with its type, bounds, default, help and flag. `settings_sources.py` reads the sources.
-
-Apart from these two modules, only `core/environment.py` reads the environment.
-"""
+"""Settings: one field for each, with its type, bounds, default, help and flag. `settings_sources.py` reads the sources."""
 
 from __future__ import annotations
 
@@ -12,11 +9,11 @@ from pydantic import BeforeValidator, Field
 from pydantic_settings import SettingsConfigDict
 
 from mlx_ring.core.environment import data_folder
+from mlx_ring.core.logs import LogFormat, LogLevel
 from mlx_ring.core.types import CpuWeights
 from mlx_ring.rpc.backends import BackendSetting, Link
 from mlx_ring.settings.fields import (
     SIZE_TAKES,
-    AutoOnOrOff,
     AutoOrOff,
     Blas,
     CheckedSettings,
@@ -27,6 +24,7 @@ from mlx_ring.settings.fields import (
     Shares,
     Size,
     SocketFolder,
+    Spare,
     Switch,
     Text,
     Tokens,
@@ -375,10 +373,8 @@ class Settings(CheckedSettings):
     ssl_keyfile_password: Annotated[str | None, Field(min_length=1)] = setting(
         None, "Password of an encrypted private key.", _SECURITY, metavar="PASSWORD", secret=True
     )
-    log_level: Literal["debug", "info", "warning", "error"] = setting(
-        "info", "Minimum level of log lines.", _LOGS, metavar="LEVEL", basic=True
-    )
-    log_format: Literal["text", "json"] = setting(
+    log_level: LogLevel = setting("info", "Minimum level of log lines.", _LOGS, metavar="LEVEL", basic=True)
+    log_format: LogFormat = setting(
         "text", "Format of log lines: text, or one JSON object per line.", _LOGS, metavar="FORMAT"
     )
     log_dir: Path = setting(Path("logs"), "Folder for one log file per process.", _LOGS, metavar="DIR")
@@ -416,17 +412,19 @@ class Settings(CheckedSettings):
         "auto",
         "On a CPU: OpenBLAS and native kernels (auto), OpenBLAS (openblas), or MLX's code (off).",
         _PROCESS,
+        metavar="NAME",
     )
     cpu_weights: CpuWeights = setting(
         "auto",
         "Quantized weights on CPUs: as they are, as float32 (faster without native kernels), or whichever suits (auto).",
         _PROCESS,
+        metavar="NAME",
     )
     blas_threads: Annotated[int, Field(ge=0, le=1024)] = setting(
         0, "Threads of each worker's products; 0 shares the cores among the stages.", _PROCESS
     )
     learn_speeds: Switch = setting("on", "Correct predictions by measured steps.", _PLACEMENT, metavar="MODE")
-    spare_worker: AutoOnOrOff = setting(
+    spare_worker: Spare = setting(
         "auto",
         "Keep a spare worker process on each machine, so that a lost one is replaced sooner (on, off); auto keeps one if it "
         "takes at most 1 percent of the memory.",

@@ -19,6 +19,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 
 from mlx_ring.host.machine import SOCKET_PATH_LIMIT
+from mlx_ring.settings.process_settings import BlasMode, SpareMode
 from mlx_ring.settings.strategies import current_strategy
 
 
@@ -157,8 +158,8 @@ Shares = Annotated[tuple[str, ...], BeforeValidator(_shares)]
 Size = Annotated[Annotated[int, Field(ge=1 << 20, le=1 << 50)] | None, BeforeValidator(_bytes)]
 Switch = Annotated[Literal["on", "off"], BeforeValidator(_yaml_switch)]
 AutoOrOff = Annotated[Literal["auto", "off"], BeforeValidator(_yaml_switch)]
-Blas = Annotated[Literal["auto", "openblas", "off"], BeforeValidator(_yaml_switch)]
-AutoOnOrOff = Annotated[Literal["auto", "on", "off"], BeforeValidator(_yaml_switch)]
+Blas = Annotated[BlasMode, BeforeValidator(_yaml_switch)]
+Spare = Annotated[SpareMode, BeforeValidator(_yaml_switch)]
 KvBits = Annotated[Literal["off", "8", "4"], BeforeValidator(_bits)]
 HttpAddress = Annotated[str, AfterValidator(_http_address)]
 SocketFolder = Annotated[Path | None, AfterValidator(_short_enough)]

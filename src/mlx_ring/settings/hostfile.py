@@ -1,4 +1,4 @@
-"""MLX's hostfiles, in each of their three forms. Pure.
+"""MLX's hostfiles, in each of their three forms, and the variables by which `mlx.launch` names one to its processes.
 
     [{"ssh": "127.0.0.1", "ips": ["192.168.5.2"], "rdma": [null, "rdma_en2"]}, ...]    for `mlx.launch`
     {"backend": "jaccl", "envs": ["MLX_METAL_FAST_SYNCH=1"], "hosts": [...]}           the same, with more
@@ -11,12 +11,17 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import os
 import re
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, cast
 
+import psutil
+
+from mlx_ring.core.environment import library_variable
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.rpc.backends import BACKENDS
 from mlx_ring.rpc.rdma import Matrix, read_matrix
@@ -175,3 +180,85 @@ def _is_ipv4(host: str) -> bool:
         return ipaddress.ip_address(host).version == 4  # noqa: PLR2004 - the version of IP
     except ValueError:
         return False
+
+
+_OWNER_ONLY = 0o700
+_OTHERS = 0o077
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One of the processes that were started together."""
+
+    rank: int
+    hosts: Hostfile
+
+    @property
+    def size(self) -> int:
+        return len(self.hosts.hosts)
+
+    @property
+    def meeting_place(self) -> Path:
+        """Private folder that all ranks know by their common parent process; it is created if it is missing.
+
+        Raises:
+            ConfigError: another user has created it.
+        """
+        parent = psutil.Process(os.getppid())
+        folder = (
+            Path(tempfile.gettempdir()) / f"mlx-ring-{os.getuid()}-{parent.pid}-{parent.create_time():.0f}"
+        )
+        folder.mkdir(mode=_OWNER_ONLY, exist_ok=True)
+        found = folder.lstat()
+        if found.st_uid != os.getuid() or found.st_mode & _OTHERS or folder.is_symlink():
+            raise ConfigError(
+                f"{folder} belongs to another user, or is open to others: remove it, and start again."
+            )
+        return folder
+
+
+def read_launch() -> Launch | None:
+    """Read this process's place from the environment; None if it was not launched, or alone.
+
+    Raises:
+        ConfigError: the ranks are on several machines, or the environment is not what `mlx.launch` makes.
+    """
+    rank, hostfile = library_variable("MLX_RANK"), library_variable("MLX_HOSTFILE")
+    if not rank:
+        return None
+    if library_variable("MLX_IBV_DEVICES"):
+        raise ConfigError(f"mlx.launch --backend jaccl starts a server on several machines. {_INSTEAD}")
+    if library_variable("MLX_WORLD_SIZE"):
+        return _launched(rank, _of_nccl())
+    if not hostfile or not Path(hostfile).is_file() or not Path(hostfile).stat().st_size:
+        return None
+    return _launched(rank, load_hostfile(Path(hostfile)))
+
+
+_INSTEAD = (
+    "mlx-ring starts its own processes, encrypts their traffic and requires certificates: use "
+    "`mlx-ring cluster start -c FILE --model MODEL`, which reads the same hostfile."
+)
+
+
+def _launched(rank: str, hosts: Hostfile) -> Launch | None:
+    if not rank.isdecimal() or int(rank) >= len(hosts.hosts):
+        raise ConfigError(
+            f"MLX_RANK is {rank}, and there are {len(hosts.hosts)} ranks: unset it, or start this with mlx.launch."
+        )
+    if elsewhere := [host.ssh for host in hosts.hosts if not host.is_here]:
+        raise ConfigError(
+            f"mlx.launch started ranks at {', '.join(elsewhere)}, not at 127.0.0.1 alone. {_INSTEAD}"
+        )
+    return Launch(int(rank), hosts) if len(hosts.hosts) > 1 else None
+
+
+def _of_nccl() -> Hostfile:
+    size, host, port = (library_variable(name) for name in ("MLX_WORLD_SIZE", "NCCL_HOST_IP", "NCCL_PORT"))
+    if not size.isdecimal() or not port.isdecimal() or not host:
+        raise ConfigError(
+            f"MLX_WORLD_SIZE is {size}, NCCL_HOST_IP {host or 'not set'} and NCCL_PORT {port or 'not set'}: unset "
+            "them, or start this with mlx.launch."
+        )
+    here = Host(host, (host,) if is_loopback(host) else (), (f"{host}:{port}",))
+    return Hostfile((here,) * int(size), "nccl")

@@ -6,8 +6,7 @@ from mlx_ring.core.environment import set_for_libraries
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.rpc.backends import AUTO, BACKENDS, is_collective
 from mlx_ring.settings.config import Settings
-from mlx_ring.settings.hostfile import RING_OF_JACCL, Hostfile, load_hostfile
-from mlx_ring.settings.launched import read_launch
+from mlx_ring.settings.hostfile import RING_OF_JACCL, Hostfile, load_hostfile, read_launch
 from mlx_ring.settings.rank_settings import may_share_by_plan, rank_shares
 
 

@@ -1,4 +1,7 @@
-"""Sources of settings, by priority: flags, `MLX_RING_*` variables, `.env`, a YAML or JSON file."""
+"""Sources of settings, by priority: flags, `MLX_RING_*` variables, `.env`, a YAML or JSON file.
+
+Apart from this module, only `core/environment.py` reads the environment.
+"""
 
 from __future__ import annotations
 

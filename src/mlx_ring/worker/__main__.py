@@ -24,6 +24,7 @@ from mlx_ring.rpc.channels import add_secure_port, make_server
 from mlx_ring.rpc.methods import LOAD, RELINK, STATUS, STEPS
 from mlx_ring.rpc.tls.caller_checks import PeerGuard
 from mlx_ring.rpc.tls.credentials import load_credentials, serve_from_folder
+from mlx_ring.settings.process_settings import WorkerSettings, add_argument
 from mlx_ring.worker.compute_thread import prefer_latency, prefer_throughput
 from mlx_ring.worker.platform.device import choose_products, keep_freed_memory
 
@@ -43,20 +44,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Start the server, then compute in this thread until the worker is stopped."""
     given = sys.argv[1:] if arguments is None else [*arguments]
     options = _parse(_wait_as_spare(given[1:]) if given[:1] == [SPARE_FLAG] else given)
+    settings: WorkerSettings = options.settings
     configure_logging(
         process=f"worker-{options.stage}-{options.rank}",
         node=options.node,
         rank=options.rank,
-        level=options.log_level,
-        log_dir=options.log_dir,
-        log_format=options.log_format,
+        level=settings.log_level,
+        log_dir=settings.log_dir,
+        log_format=settings.log_format,
     )
     dump_stacks_on_signal()
     watch_lifeline(options.lifeline_fd, lambda: os._exit(0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     set_scheduling = prefer_latency if options.in_group else prefer_throughput
     set_scheduling()
-    products = _import_libraries(options.blas, options.blas_threads)
+    products = _import_libraries(settings)
 
     from mlx_ring.worker.group import GroupPort, group_capabilities
     from mlx_ring.worker.neighbours import PeerAccess
@@ -95,13 +97,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 @cache
-def _import_libraries(blas: str, blas_threads: int) -> SpeedReport:
+def _import_libraries(settings: WorkerSettings) -> SpeedReport:
     """Import what every worker needs; return what computes products."""
     keep_freed_memory()
     with importing():
         import_mlx_lm()
         import_module("mlx_ring.worker.server")
-        return choose_products(blas, blas_threads)
+        return choose_products(settings.blas, settings.blas_threads)
 
 
 def _wait_as_spare(arguments: Sequence[str]) -> list[str]:
@@ -109,15 +111,14 @@ def _wait_as_spare(arguments: Sequence[str]) -> list[str]:
     parser = argparse.ArgumentParser(prog=f"mlx_ring.worker {SPARE_FLAG}")
     parser.add_argument("--lifeline-fd", type=int, required=True)
     parser.add_argument("--joined", action="store_true", help="MLX joins this rank with others")
-    parser.add_argument("--blas", required=True)
-    parser.add_argument("--blas-threads", type=int, required=True)
+    add_argument(parser, WorkerSettings)
     options = parser.parse_args(arguments)
     keep_early_records()
     dump_stacks_on_signal()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     set_scheduling = prefer_latency if options.joined else prefer_throughput
     set_scheduling()
-    _import_libraries(options.blas, options.blas_threads)
+    _import_libraries(options.settings)
     with importing():
         for part in _IMPORTED_LATER:
             with contextlib.suppress(ImportError):
@@ -143,9 +144,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--stage", type=int, required=True)
     parser.add_argument("--rank", type=int, required=True)
-    parser.add_argument("--log-dir", type=Path)
-    parser.add_argument("--log-level", default="info")
-    parser.add_argument("--log-format", choices=("text", "json"), default="text")
+    add_argument(parser, WorkerSettings)
     parser.add_argument("--lifeline-fd", type=int, required=True)
     parser.add_argument(
         "--in-group", metavar="BACKEND", help="backend by which MLX joins this rank with others, or `auto`"
@@ -155,8 +154,6 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         default="127.0.0.1",
         help="address on which this rank listens for the others of its group",
     )
-    parser.add_argument("--blas", choices=("auto", "openblas", "off"), default="auto")
-    parser.add_argument("--blas-threads", type=int, default=1)
     return parser.parse_args(arguments)
 
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.api.clients import serving
 from tests.api.twins import ANSWER_TEXT, MarkingTokenizer, TwinService
+from tests.default_settings import make_api_settings
 from tests.lazily import lazily
 
-from mlx_ring.api.settings import ApiSettings
 from mlx_ring.core.errors import NotReady, WorkerLost
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def client(request: pytest.FixtureRequest) -> Iterator[anthropic.Anthropic]:
     """Yield the SDK's client of a server with a key that serves the named service."""
     service: TwinService = request.getfixturevalue(request.param)
     with (
-        serving(service, ApiSettings(api_keys=("key",))) as url,
+        serving(service, make_api_settings(api_keys=("key",))) as url,
         anthropic.Anthropic(base_url=url, api_key="key", max_retries=0) as client,
     ):
         yield client
@@ -151,7 +151,7 @@ def test_errors_raise_the_sdk_exceptions(
 
 def test_error_in_mid_stream_is_raised_after_pings() -> None:
     service = TwinService(automatic=False)
-    with serving(service, ApiSettings(keep_alive_s=0.005)) as url, anthropic.Anthropic(base_url=url, auth_token="x") as client:  # noqa: S106 - no secret  # fmt: skip
+    with serving(service, make_api_settings(keep_alive_s=0.005)) as url, anthropic.Anthropic(base_url=url, auth_token="x") as client:  # noqa: S106 - no secret  # fmt: skip
         stream = client.messages.create(model="twin", max_tokens=9, messages=[USER], stream=True)
         assert next(iter(stream)).type == "message_start"
         service.executor.lose(WorkerLost("Worker 1 died."))

@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 from tests.api.chat.formats import WEATHER
 from tests.api.twins import ANSWER, ByteTokenizer, MarkingTokenizer, TwinCatalog, TwinService
+from tests.default_settings import make_api_settings
 
 from mlx_ring.api.chat.answer import ChatGeneration
 from mlx_ring.api.chat.prepare import PreparedChat, encode_conversation, prepare_chat
 from mlx_ring.api.chat.request import AnswerFormat, Conversation, ToolUse
 from mlx_ring.api.context import ApiContext
 from mlx_ring.api.generation import Generation
-from mlx_ring.api.settings import ApiSettings
 from mlx_ring.core.errors import ContextExceeded, RequestError
 from mlx_ring.core.types import SamplingParams
 
@@ -23,7 +23,7 @@ USER = {"role": "user", "content": "Hello."}
 
 def prepare(conversation: Conversation, service: TwinService | None = None) -> PreparedChat:
     service = service or TwinService(tokenizer=MarkingTokenizer())
-    context = ApiContext(TwinCatalog(service), ApiSettings())
+    context = ApiContext(TwinCatalog(service), make_api_settings())
     return asyncio.run(
         prepare_chat(context, service, conversation, [SamplingParams(stop=("x",))], request_id="r")
     )
@@ -118,7 +118,7 @@ def test_errors_name_the_fields_of_the_dialect() -> None:
 
 def test_prompt_is_counted_without_generation() -> None:
     service = TwinService(tokenizer=MarkingTokenizer())
-    context = ApiContext(TwinCatalog(service), ApiSettings())
+    context = ApiContext(TwinCatalog(service), make_api_settings())
     prompt = asyncio.run(encode_conversation(context, service, Conversation([USER])))
     assert len(prompt) == prepare(Conversation([USER])).prompt_tokens
     assert not service.executor.sent
@@ -126,7 +126,7 @@ def test_prompt_is_counted_without_generation() -> None:
 
 def test_concurrent_answers_are_parsed_independently() -> None:
     service = TwinService(tokenizer=MarkingTokenizer(), says="<think>Hm.</think>One. Two.")
-    context = ApiContext(TwinCatalog(service), ApiSettings())
+    context = ApiContext(TwinCatalog(service), make_api_settings())
     sampling = [SamplingParams(), SamplingParams(stop=(" ",)), SamplingParams(max_tokens=2)]
 
     async def run() -> ChatGeneration:

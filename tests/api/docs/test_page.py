@@ -5,13 +5,12 @@ from __future__ import annotations
 from tests.api.clients import serving
 from tests.api.twins import ANSWER_TEXT, TwinService
 from tests.browser import running_browser
-
-from mlx_ring.api.settings import ApiSettings
+from tests.default_settings import make_api_settings
 
 
 def test_user_enters_a_key_and_tries_a_route() -> None:
     with (
-        serving(TwinService(), ApiSettings(api_keys=("house-key",))) as url,
+        serving(TwinService(), make_api_settings(api_keys=("house-key",))) as url,
         running_browser() as browser,
     ):
         page = browser.new_page(viewport={"width": 400, "height": 800})

@@ -12,8 +12,7 @@ import pytest
 from tests.api.clients import Api, serving
 from tests.api.test_streaming import CHAT
 from tests.api.twins import TwinService
-
-from mlx_ring.api.settings import ApiSettings
+from tests.default_settings import make_api_settings
 
 LOGGER = "mlx_ring.api.middleware.access_log"
 Lines = Callable[[], list[logging.LogRecord]]
@@ -61,7 +60,7 @@ def test_draft_tokens_beyond_a_stop_string_are_not_logged(lines: Lines) -> None:
 
 
 def test_keys_prompts_and_queries_are_not_logged(lines: Lines) -> None:
-    api = Api(settings=ApiSettings(api_keys=("secret-key",)))
+    api = Api(settings=make_api_settings(api_keys=("secret-key",)))
     api.post("/v1/completions", {"prompt": "a private prompt"}, **{"x-api-key": "secret-key"})
     api.post("/v1/completions?key=secret-key", {}, authorization="Bearer secret-kez")
     assert [fields(line)["status"] for line in lines()] == [200, 401]
@@ -92,5 +91,5 @@ def test_disconnect_is_logged(lines: Lines) -> None:
 
 
 def test_access_log_can_be_switched_off(lines: Lines) -> None:
-    Api(settings=ApiSettings(access_log=False)).chat()
+    Api(settings=make_api_settings(access_log=False)).chat()
     assert not lines()

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.api.clients import Api, error_of
 from tests.api.twins import TwinCatalog, TwinService
+from tests.default_settings import make_api_settings
 
 from mlx_ring.api.app import build_app
 from mlx_ring.api.middleware.body_memory import RequestBodyMemory
-from mlx_ring.api.settings import ApiSettings
 
 KIB = 1024
 
@@ -50,7 +50,7 @@ async def wait_until_running(service: TwinService, count: int) -> None:
 
 
 def test_body_without_room_is_503_and_each_api_key_has_its_own_share() -> None:
-    settings = ApiSettings(max_bodies_bytes=100 * KIB, api_keys=("one", "two"))
+    settings = make_api_settings(max_bodies_bytes=100 * KIB, api_keys=("one", "two"))
     service = TwinService(automatic=False)
     app = build_app(TwinCatalog(service), settings)
 
@@ -83,14 +83,14 @@ def test_refused_body_is_read_to_its_end() -> None:
             sent += 1
             yield b"x" * KIB
 
-    api = Api(settings=ApiSettings(max_bodies_bytes=10 * KIB, max_body_bytes=8 * KIB))
+    api = Api(settings=make_api_settings(max_bodies_bytes=10 * KIB, max_body_bytes=8 * KIB))
     refused = api.request("POST", "/v1/completions", content=pieces())
     assert (refused.status_code, sent) == (503, 20)
 
 
 def test_unverified_key_gives_a_client_no_share_of_its_own() -> None:
     service = TwinService(automatic=False)
-    app = build_app(TwinCatalog(service), ApiSettings(max_bodies_bytes=100 * KIB))
+    app = build_app(TwinCatalog(service), make_api_settings(max_bodies_bytes=100 * KIB))
 
     async def run() -> None:
         running = asyncio.ensure_future(post(app, 40 * KIB, key="one"))

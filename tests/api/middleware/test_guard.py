@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import pytest
 from tests.api.clients import Api, error_of, refusal
-
-from mlx_ring.api.settings import ApiSettings
+from tests.default_settings import make_api_settings
 
 
 @pytest.mark.parametrize(
     "host", ["localhost", "localhost:1", "127.0.0.1:8100", "[::1]:8100", "LOCALHOST.", "192.168.5.1:8100"]
 )
 def test_local_names_and_the_bound_address_are_allowed_hosts(host: str) -> None:
-    assert Api(settings=ApiSettings(host="192.168.5.1")).get("/", host=host).status_code == 200
+    assert Api(settings=make_api_settings(host="192.168.5.1")).get("/", host=host).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -25,14 +24,14 @@ def test_foreign_host_is_refused(api: Api, host: str) -> None:
 
 @pytest.mark.parametrize("bound", ["0.0.0.0", "::"])  # noqa: S104 - an address that a user may bind to
 def test_wildcard_bind_allows_any_address_as_host_but_no_name(bound: str) -> None:
-    api = Api(settings=ApiSettings(host=bound))
+    api = Api(settings=make_api_settings(host=bound))
     assert api.get("/", host="10.1.2.3:8100").status_code == 200
     assert api.get("/", host="[fd00::7]:8100").status_code == 200
     refusal(api.get("/", host="evil.example"), 403)
 
 
 def test_listed_hosts_and_origins_are_allowed() -> None:
-    allowing = ApiSettings(allowed_hosts=("Studio.local",), allowed_origins=("https://app.example",))
+    allowing = make_api_settings(allowed_hosts=("Studio.local",), allowed_origins=("https://app.example",))
     api = Api(settings=allowing)
     assert api.get("/", host="studio.local:8100").status_code == 200
     response = api.get("/", origin="https://app.example")
@@ -41,19 +40,19 @@ def test_listed_hosts_and_origins_are_allowed() -> None:
 
 
 def test_star_allows_every_host_and_origin() -> None:
-    api = Api(settings=ApiSettings(allowed_hosts=("*",), allowed_origins=("*",)))
+    api = Api(settings=make_api_settings(allowed_hosts=("*",), allowed_origins=("*",)))
     assert api.get("/", host="any.example", origin="https://any.example").status_code == 200
 
 
 def test_wildcard_bind_allows_only_the_origin_that_equals_the_host() -> None:
-    api = Api(settings=ApiSettings(host="0.0.0.0"))  # noqa: S104 - an address that a user may bind to
+    api = Api(settings=make_api_settings(host="0.0.0.0"))  # noqa: S104 - an address that a user may bind to
     host = "192.168.1.5:8100"
     assert api.get("/", host=host, origin=f"http://{host}").status_code == 200
     refusal(api.get("/", host=host, origin="http://203.0.113.9:8100"), 403)
 
 
 def test_star_for_hosts_does_not_allow_foreign_origins() -> None:
-    api = Api(settings=ApiSettings(allowed_hosts=("*",)))
+    api = Api(settings=make_api_settings(allowed_hosts=("*",)))
     assert api.get("/", host="any.example", origin="https://any.example").status_code == 200
     refusal(api.get("/", host="any.example", origin="https://evil.example"), 403)
 
@@ -109,7 +108,7 @@ def test_head_is_answered_like_get(api: Api) -> None:
     assert api.request("HEAD", "/health", headers={"host": "evil.example"}).status_code == 403
 
 
-KEYED = ApiSettings(api_keys=("first-key", "schlüssel", "voilà"))
+KEYED = make_api_settings(api_keys=("first-key", "schlüssel", "voilà"))
 
 
 @pytest.mark.parametrize(

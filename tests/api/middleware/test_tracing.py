@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import httpx
 from tests.api.twins import TwinCatalog, TwinService
+from tests.default_settings import make_api_settings
 
 from mlx_ring.api.app import build_app
-from mlx_ring.api.settings import ApiSettings
 from mlx_ring.core.traces import Attributes
 
 
@@ -47,7 +47,7 @@ class RecordingTracer:
 
 def spans_of(method: str, path: str, key: str) -> list[RecordedSpan]:
     tracing = RecordingTracer()
-    settings = ApiSettings(api_keys=("secret",))
+    settings = make_api_settings(api_keys=("secret",))
     app = build_app(TwinCatalog(TwinService()), settings, tracing)
 
     async def call() -> None:

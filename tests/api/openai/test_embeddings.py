@@ -12,14 +12,14 @@ import pytest
 from numpy.typing import NDArray
 from tests.api.clients import Api, refusal
 from tests.api.twins import BOS, EOS, TwinService
+from tests.default_settings import make_policy
 
 from mlx_ring.api.embeddings import Embedding, written
-from mlx_ring.core.engine_stats import Policy
 from mlx_ring.core.types import PoolingKind
 
 
 def service_with(kind: PoolingKind, *, normalize: bool = False, **changes: bool) -> TwinService:
-    service = TwinService(policy=Policy(max_num_seqs=2, max_queued_requests=2, prefill_chunk=4))
+    service = TwinService(policy=make_policy(max_num_seqs=2, max_queued_requests=2, prefill_chunk=4))
     service.pooling = replace(service.pooling, kind=kind, normalize=normalize, **changes)
     return service
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 import pytest
 from pydantic import TypeAdapter
@@ -16,7 +17,9 @@ from mlx_ring.api.chat.parts import AnswerPart, CallArguments, CallOpening, Cont
 from mlx_ring.api.dialect import ErrorInfo
 from mlx_ring.api.openai.responses.request import ResponsesRequest, conversation_of, seal
 from mlx_ring.api.openai.responses.route import response_of
+from mlx_ring.api.openai.responses.schemas import ResponseMade
 from mlx_ring.api.openai.responses.writer import ResponseWriter, usage_of
+from mlx_ring.api.openai.sampling import sampling_params
 from mlx_ring.core.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -62,6 +65,26 @@ def validated(events: Events) -> Events:
     for event in events:
         event_adapter().validate_python(event)
     return events
+
+
+SAMPLED: dict[str, object] = {
+    "temperature": 0.25,
+    "top_p": 0.5,
+    "presence_penalty": 0.75,
+    "frequency_penalty": -0.5,
+    "top_logprobs": 3,
+}
+"""Request fields of sampling parameters that a response repeats."""
+
+
+def test_a_response_repeats_each_sampling_parameter_that_its_schema_or_the_sdk_names() -> None:
+    known = get_type_hints(ResponseMade).keys() | responses.Response.model_fields.keys()
+    names = known & {field.name for field in fields(SamplingParams)}
+    assert names == SAMPLED.keys()
+    request = ResponsesRequest.model_validate({"input": "Hello."} | SAMPLED)
+    sampling = sampling_params(request, TwinService(), max_tokens=None, top_logprobs=3)
+    response = response_of(request, sampling, id_="resp_1", model="twin", created_at=1)
+    assert {name: response[name] for name in names} == SAMPLED  # pyright: ignore[reportTypedDictNotRequiredAccess, reportGeneralTypeIssues] - by name
 
 
 def test_stream_sends_output_items_in_order() -> None:

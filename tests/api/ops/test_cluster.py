@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from mlx_ring.api.ops.cluster import link_statuses
+from dataclasses import fields
+from typing import get_type_hints
+
+from mlx_ring.api.ops.cluster import DeviceStatus, link_statuses
 from mlx_ring.api.service import InstanceInfo, LinkInfo
 from mlx_ring.core.types import LayerRange
 from mlx_ring.core.worker_status import LinkUse, WorkerInfo, WorkerMemory
@@ -15,6 +18,14 @@ NO_MEMORY: WorkerMemory = {
     "rss_bytes": 0,
     "kv_bytes": 0,
 }
+SHOWN_AS = {
+    "memory": set(NO_MEMORY),
+    "memory_bytes": {"device_limit_bytes"},
+    "memory_left_bytes": {"device_left_bytes"},
+}
+"""Fields of `WorkerInfo` that have other names in a device's status."""
+SHOWN_ELSEWHERE = {"sends", "group"}
+"""Those that `links` and the stages of `instances` show."""
 USE = LinkUse(compresses=True, why="8192 bytes become 6000", frames=3, tensor_bytes=24_576, sent_bytes=18_000)
 
 
@@ -29,6 +40,12 @@ def link(source: str, target: str, problem: str = "") -> LinkInfo:
 
 def instance(*workers: WorkerInfo) -> InstanceInfo:
     return InstanceInfo("demo", 1, 2, workers)
+
+
+def test_a_device_s_status_has_every_field_of_its_worker() -> None:
+    names = {each.name for each in fields(WorkerInfo)} - SHOWN_ELSEWHERE
+    shown = get_type_hints(DeviceStatus).keys()
+    assert {name for name in names if not SHOWN_AS.get(name, {name}) <= shown} == set()
 
 
 def test_link_has_its_measurements_and_their_age() -> None:

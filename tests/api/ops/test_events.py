@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from tests.api.clients import error_of, serving
 from tests.api.test_streaming import ENDLESS, open_requests
 from tests.api.twins import TwinService
+from tests.default_settings import make_api_settings
 from tests.engine.engines import PLAIN, collect, make_engine, make_request
 from tests.engine.twin import TwinExecutor, hash_token
 from tests.eventually import eventually
 
 from mlx_ring.api.ops.events import MOST_WATCHERS, Counters, EventFeed, json_patch, rates_between
-from mlx_ring.api.settings import ApiSettings
 from mlx_ring.core.engine_stats import COUNTS, RankTotals, StepTotals
 from mlx_ring.core.errors import Overloaded
 from mlx_ring.core.logs import LogLine
@@ -98,7 +98,7 @@ def test_feed_needs_a_key_and_does_not_delay_shutdown(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with (
-        serving(TwinService(), ApiSettings(api_keys=("key",))) as url,
+        serving(TwinService(), make_api_settings(api_keys=("key",))) as url,
         httpx.Client(headers={"x-api-key": "key"}) as client,
     ):
         assert httpx.get(f"{url}/cluster/events").status_code == 401

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from tests.api.clients import Api, error_of, refusal
 from tests.api.twins import TwinService
+from tests.default_settings import make_api_settings
 
-from mlx_ring.api.settings import ApiSettings
 from mlx_ring.core.errors import PlanError
 from mlx_ring.core.generation import GenerateRequest
 from mlx_ring.core.types import SamplingParams
@@ -113,7 +113,7 @@ def test_remote_client_needs_a_key_to_load_and_unload(path: str) -> None:
     assert reply.status_code == 403
     assert "192.168.1.9" in error_of(reply)["message"]
     assert stranger.chat().status_code == 200, "requests to a model need no key"
-    known = Api(None, ApiSettings(api_keys=("k",)), client="192.168.1.9")
+    known = Api(None, make_api_settings(api_keys=("k",)), client="192.168.1.9")
     assert known.post(path, {"model": "org/twin"}, authorization="Bearer k").status_code == 200
 
 

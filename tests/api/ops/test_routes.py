@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from tests.api.clients import Api, error_of, events, refusal
 from tests.api.twins import TwinService
+from tests.default_settings import make_policy
 
-from mlx_ring.core.engine_stats import Policy
 from mlx_ring.core.errors import NotReady, Overloaded, StepFailed, WorkerLost, WorkerStuck
 from mlx_ring.engine.kv_budget import RankKv
 
@@ -139,7 +139,7 @@ def test_cache_stats_show_the_kv_budget_of_each_worker() -> None:
 
 
 def test_disabled_prefix_cache_keeps_nothing() -> None:
-    api = Api(TwinService(policy=Policy(prefix_cache=False)))
+    api = Api(TwinService(policy=make_policy(prefix_cache=False)))
     for _ in range(2):
         assert api.chat().json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     stats = api.get("/cache/stats").json()

@@ -7,12 +7,12 @@ from importlib.resources import files
 
 import pytest
 from tests.api.clients import Api, refusal
+from tests.default_settings import make_api_settings
 
 from mlx_ring.api.page.routes import load_page
-from mlx_ring.api.settings import ApiSettings
 
 BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
-KEYED = ApiSettings(api_keys=("key",))
+KEYED = make_api_settings(api_keys=("key",))
 
 
 @pytest.mark.parametrize("accept", [BROWSER, "text/html", "application/json;q=0.5, text/html"])

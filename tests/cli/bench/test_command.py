@@ -19,13 +19,13 @@ import pytest
 from tests.api.clients import serving
 from tests.api.twins import TwinService
 from tests.cli.bench.third_party import ThirdPartyServer, serving_third_party
+from tests.default_settings import make_policy
 from tests.processes import run_cli
 from tests.processes import serving as serving_model
 
 from mlx_ring.cli import app
 from mlx_ring.cli.bench import command
 from mlx_ring.cli.bench.workload import Range, Workload
-from mlx_ring.core.engine_stats import Policy
 from mlx_ring.core.errors import WorkerLost
 
 ROOT = Path(__file__).parents[3]
@@ -56,7 +56,7 @@ def test_the_report_holds_the_settings_the_server_and_the_measurements(
     bench: Callable[..., Done], tmp_path: Path
 ) -> None:
     report, plot = tmp_path / "run.json", tmp_path / "run.svg"
-    with serving(TwinService(policy=Policy(max_itl_ratio=2.5))) as url:
+    with serving(TwinService(policy=make_policy(max_itl_ratio=2.5))) as url:
         done = bench(
             *("--url", f"{url}/v1/", "--requests", "6", "--concurrency", "3", "--seed", "5"),
             *("--prompt-tokens", "40-60", "--output-tokens", "8", "--shared-prefix", "32"),

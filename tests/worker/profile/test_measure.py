@@ -25,6 +25,7 @@ from mlx_ring.worker.profile.rounds import stopwatch
 from mlx_ring.worker.profile.steps import SmallStage, attending, drawing
 
 CLOCK = stopwatch(1, None)
+BLAS = ("--blas", "auto", "--blas-threads", "1")
 KINDS = ["float32", "bfloat16", "float16", "8-bit", "4-bit"]
 
 
@@ -163,7 +164,16 @@ def test_drawing_and_attending_take_time() -> None:
 
 def test_command_prints_one_profile() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "mlx_ring.worker.profile", "--seconds", "0.1", "--memory-share", "0.05"],
+        [
+            sys.executable,
+            "-m",
+            "mlx_ring.worker.profile",
+            *BLAS,
+            "--seconds",
+            "0.1",
+            "--memory-share",
+            "0.05",
+        ],
         capture_output=True,
         text=True,
         timeout=120,
@@ -176,7 +186,7 @@ def test_command_prints_one_profile() -> None:
 
 def test_failure_is_one_message_and_an_exit_code() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "mlx_ring.worker.profile", "--memory-share", "0"],
+        [sys.executable, "-m", "mlx_ring.worker.profile", *BLAS, "--memory-share", "0"],
         capture_output=True,
         text=True,
         timeout=120,

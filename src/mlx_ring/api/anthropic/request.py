@@ -12,7 +12,7 @@ from mlx_ring.api.chat.model_format import ChatFormat
 from mlx_ring.api.chat.request import AnswerFormat, Conversation, ToolUse, join_neighbours, template_call
 from mlx_ring.api.chat.request import Tool as ChatTool
 from mlx_ring.api.openai.messages import Parameters, check_names, choose
-from mlx_ring.api.openai.sampling import MOST_TOKENS, Count, SamplingFields, StopString, one_or_many
+from mlx_ring.api.openai.sampling import MOST_TOKENS, Count, SamplingFields, StopString, by_number
 from mlx_ring.api.request_body import MOST_MESSAGES, Body, Unsupported
 from mlx_ring.core.errors import RequestError
 
@@ -29,11 +29,7 @@ class TextBlock(Block):
 
 
 def _one_or(blocks: str) -> Discriminator:
-    return Discriminator(
-        one_or_many,
-        custom_error_type="one_or_many",
-        custom_error_message=f"Input should be a string or a list of {blocks}",
-    )
+    return by_number(f"Input should be a string or a list of {blocks}")
 
 
 Text = Annotated[

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Annotated
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field, Tag
 from starlette.requests import Request
 from starlette.routing import Router
 
@@ -15,7 +15,7 @@ from mlx_ring.api.embeddings import Embedding, Text, embed, floats, require_embe
 from mlx_ring.api.ollama.request import KeepAlive, Options, check_context, find_model
 from mlx_ring.api.ollama.schemas import EMBED, EMBEDDINGS, OllamaEmbedding, OllamaEmbeddings
 from mlx_ring.api.ollama.writer import Stopwatch
-from mlx_ring.api.openai.sampling import one_or_many
+from mlx_ring.api.openai.sampling import STRINGS
 from mlx_ring.api.openapi import documented_post
 from mlx_ring.api.request_body import Body
 from mlx_ring.api.service import ModelService
@@ -26,11 +26,7 @@ _MOST_TEXTS = 2048
 
 Texts = Annotated[
     Annotated[str, Tag("one")] | Annotated[list[str], Field(max_length=_MOST_TEXTS), Tag("many")],
-    Discriminator(
-        one_or_many,
-        custom_error_type="one_or_many",
-        custom_error_message="Input should be a string or a list of strings",
-    ),
+    STRINGS,
 ]
 
 

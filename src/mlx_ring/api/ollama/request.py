@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import AfterValidator, ConfigDict, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from mlx_ring.api.chat.model_format import ChatFormat
@@ -16,11 +16,12 @@ from mlx_ring.api.chat.request import AnswerFormat, Tool
 from mlx_ring.api.context import ApiContext
 from mlx_ring.api.openai.sampling import (
     MOST_TOKENS,
+    STRINGS,
     Count,
     DrawFields,
+    OneStop,
     SamplingFields,
     StopString,
-    one_or_many,
     sampling_params,
 )
 from mlx_ring.api.request_body import Body, Unsupported, needs
@@ -168,15 +169,7 @@ _ANY_SEED = -1
 OPTION_NAMES = {"repetition_penalty": "repeat_penalty"}
 """Sampling parameters whose names differ in Ollama."""
 
-Stops = Annotated[
-    Annotated[StopString, Tag("one")]
-    | Annotated[list[StopString], Field(max_length=_MOST_STOPS), Tag("many")],
-    Discriminator(
-        one_or_many,
-        custom_error_type="one_or_many",
-        custom_error_message="Input should be a string or a list of strings",
-    ),
-]
+Stops = Annotated[OneStop | Annotated[list[StopString], Field(max_length=_MOST_STOPS), Tag("many")], STRINGS]
 
 
 def _off(value: float) -> float:

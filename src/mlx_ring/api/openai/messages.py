@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Stri
 from pydantic_core import PydanticCustomError
 
 from mlx_ring.api.chat.request import Tool, ToolUse, arguments_of, template_call
-from mlx_ring.api.openai.sampling import one_or_many
+from mlx_ring.api.openai.sampling import by_number
 from mlx_ring.api.request_body import Body, show
 from mlx_ring.core.errors import RequestError
 
@@ -56,11 +56,7 @@ ContentPart = Annotated[
 ]
 MessageContent = Annotated[
     Annotated[str, Tag("one")] | Annotated[list[ContentPart], Field(min_length=1), Tag("many")],
-    Discriminator(
-        one_or_many,
-        custom_error_type="one_or_many",
-        custom_error_message="Input should be a string or a list of text parts",
-    ),
+    by_number("Input should be a string or a list of text parts"),
 ]
 
 

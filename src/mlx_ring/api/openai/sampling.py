@@ -6,11 +6,12 @@ import hashlib
 import secrets
 from dataclasses import fields as dataclass_fields
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import Discriminator, Field, StringConstraints, Tag
 
 from mlx_ring.api.chat.request import AnswerFormat
+from mlx_ring.api.openapi import JsonObject
 from mlx_ring.api.request_body import Body, Unsupported
 from mlx_ring.api.service import ModelService
 from mlx_ring.core.errors import RequestError
@@ -24,21 +25,20 @@ _HIGHEST_BIAS = 100.0
 _IDENTIFIER = "^(0|[1-9][0-9]*)$"
 
 
-def one_or_many(value: object) -> str | None:
+def _one_or_many(value: object) -> str | None:
     """Return the tag of a value in a string-or-list union."""
     return "one" if isinstance(value, str) else "many" if isinstance(value, list) else None
 
 
+def by_number(message: str) -> Discriminator:
+    """Return the choice between the types tagged `one`, of a string, and `many`, of a list; others get the message."""
+    return Discriminator(_one_or_many, custom_error_type="one_or_many", custom_error_message=message)
+
+
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=_LONGEST_STOP)]
-Stop = Annotated[
-    Annotated[StopString, Tag("one")]
-    | Annotated[list[StopString], Field(max_length=_MOST_STOPS), Tag("many")],
-    Discriminator(
-        one_or_many,
-        custom_error_type="one_or_many",
-        custom_error_message="Input should be a string or a list of strings",
-    ),
-]
+OneStop = Annotated[StopString, Tag("one")]
+STRINGS = by_number("Input should be a string or a list of strings")
+Stop = Annotated[OneStop | Annotated[list[StopString], Field(max_length=_MOST_STOPS), Tag("many")], STRINGS]
 MOST_TOKENS = 2**31 - 1
 """Largest number of tokens that a request may name. Any above the context means its end."""
 Count = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
@@ -92,6 +92,20 @@ class SamplingFields(DrawFields):
     stop: Stop | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0, le=MOST_TOKENS)] | None = None
+
+
+class EchoedSampling(JsonObject):
+    """Sampling parameters that OpenAI's Responses API repeats in its answer, with the values that apply."""
+
+    temperature: float
+    top_p: float
+    presence_penalty: float
+    frequency_penalty: float
+
+
+def echoed_sampling(sampling: Sampling) -> EchoedSampling:
+    """Return the parameters that an answer repeats."""
+    return cast("EchoedSampling", {name: getattr(sampling, name) for name in EchoedSampling.__annotations__})
 
 
 _NAMES = tuple(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, create_model
 
 from mlx_ring.api.openapi import DescribedModel
+from mlx_ring.core.worker_status import MEMORY
 
 NodeState = Literal["attending", "gone", "quarantined"]
 InstanceState = Literal["loading", "ready", "unavailable"]
@@ -127,17 +128,20 @@ class PromisedMemory(_Status):
     total_bytes: Bytes
 
 
-class UsedMemory(_Status):
-    """Memory in the report of a stage's worker, in bytes."""
+_KEPT_NAMES = {
+    "device_memory_bytes": "device_bytes",
+    "peak_memory_bytes": "peak_bytes",
+    "rss_bytes": "resident_bytes",
+}
+"""Names here of fields of `WorkerMemory`, where they differ. Clients know them."""
+_USED: dict[str, Any] = {
+    _KEPT_NAMES.get(name, name): (Bytes, Field(validation_alias=name, description=metric.help))
+    for name, metric in MEMORY.items()
+}
 
-    weight_bytes: Bytes
-    kv_bytes: Bytes
-    device_bytes: Bytes = Field(validation_alias="device_memory_bytes")
-    """Memory that MLX holds, weights and KV included."""
-    peak_bytes: Bytes = Field(validation_alias="peak_memory_bytes")
-    """Largest amount that MLX has held."""
-    resident_bytes: Bytes = Field(validation_alias="rss_bytes")
-    """Resident memory of the process."""
+
+class UsedMemory(create_model("UsedMemory", __base__=_Status, **_USED)):
+    """Memory in the report of a stage's worker, in bytes."""
 
 
 class StageMemory(_Status):

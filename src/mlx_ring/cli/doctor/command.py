@@ -11,12 +11,14 @@ from rich.console import Console
 from rich.text import Text
 
 from mlx_ring.cli.doctor import Finding, Level
+from mlx_ring.cli.flags import with_settings
 from mlx_ring.host.addresses import parse_head_address
 from mlx_ring.settings.settings_sources import load_settings
 
 _STYLES: dict[Level, str] = {"ok": "green", "note": "cyan", "warning": "yellow", "broken": "red"}
 
 
+@with_settings(("port", "state_dir"))
 def doctor(
     head: Annotated[
         str | None,
@@ -26,11 +28,9 @@ def doctor(
         list[str] | None,
         typer.Option(metavar="HOST[:PORT]", help="Other machine to reach. Repeat it for several."),
     ] = None,
-    port: Annotated[int | None, typer.Option(help="Port that a server on this machine would use.")] = None,
-    state_dir: Annotated[
-        str | None, typer.Option(metavar="DIR", help="State folder of this machine.")
-    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+    *,
+    flags: dict[str, object],
 ) -> None:
     """Check what keeps this machine from serving, alone or in a cluster.
 
@@ -38,7 +38,7 @@ def doctor(
     """
     from mlx_ring.cli.doctor.examine import examine  # imports gRPC, which is slow
 
-    settings = load_settings({"state_dir": state_dir, "port": port})
+    settings = load_settings(flags)
     asked = parse_head_address(head) if head is not None else None
     peers = [parse_head_address(text) for text in peer or ()]
     findings: list[Finding] = []

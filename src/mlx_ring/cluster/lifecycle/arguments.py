@@ -21,6 +21,7 @@ from mlx_ring.host.addresses import HeadAddress, bracketed
 from mlx_ring.settings.config import Settings
 from mlx_ring.settings.devices_file import Device, DevicesFile
 from mlx_ring.settings.fields import flag_name
+from mlx_ring.settings.process_settings import MemberSettings, names_of
 from mlx_ring.settings.settings_sources import check_values, field_of_key
 
 _FROM_THE_FILE = {
@@ -34,10 +35,8 @@ _FROM_THE_FILE = {
     "state_dir": "a device's `state_dir`",
     "log_dir": "a device's `state_dir`, with its folder `logs`,",
 }
-FOR_AGENTS = (
-    *("log_level", "log_format", "blas", "blas_threads", "weights_limit", "model_load_timeout"),
-    *("file_descriptor_limit", "run_dir", "trusted_interface", "spare_worker"),
-)
+_OF_EACH_DEVICE = ("log_dir", "memory_limit", "memory_utilization")
+FOR_AGENTS = tuple(name for name in names_of(MemberSettings) if name not in _OF_EACH_DEVICE)
 """Settings under `serve` that `join` accepts too, because they apply to every machine.
 
 The others concern the head alone, or reach the machines with the command to load a model.

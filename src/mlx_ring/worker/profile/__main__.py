@@ -7,10 +7,12 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 from mlx_ring.core.errors import RingError
 from mlx_ring.core.lean_imports import import_mlx_lm
 from mlx_ring.host.child import watch_lifeline
+from mlx_ring.settings.process_settings import BlasMode
 from mlx_ring.worker.compute_thread import prefer_throughput
 
 
@@ -46,8 +48,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, help="file for the profile; printed otherwise")
     parser.add_argument("--seconds", type=float, default=2.5, help="approximate time for measuring")
     parser.add_argument("--memory-share", type=float, default=0.25, help="share of the free memory to use")
-    parser.add_argument("--blas", choices=("auto", "openblas", "off"), default="auto")
-    parser.add_argument("--blas-threads", type=int, default=1)
+    parser.add_argument("--blas", choices=get_args(BlasMode), required=True)
+    parser.add_argument("--blas-threads", type=int, required=True)
     parser.add_argument("--lifeline-fd", type=int)
     return parser.parse_args(arguments)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from mlx_ring.core.errors import RequestError
-from mlx_ring.core.types import Sampling
+from mlx_ring.core.types import PENALTIES, Sampling
 from mlx_ring.rpc.sampling import decode_sampling
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Parameters(Sampling):
     @property
     def penalizes(self) -> bool:
         """True if the history changes the logits."""
-        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        return any(getattr(self, each.name) != each.default for each in PENALTIES)
 
     def check(self, vocabulary: int) -> None:
         """Check that the values can be applied to `vocabulary` logits. Raises RequestError, which names the field."""

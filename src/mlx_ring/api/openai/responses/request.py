@@ -28,7 +28,7 @@ from mlx_ring.api.openai.sampling import (
     Obfuscated,
     SamplingFields,
     TextFormat,
-    one_or_many,
+    by_number,
 )
 from mlx_ring.api.request_body import MOST_MESSAGES, Body, Unsupported, show
 
@@ -66,11 +66,7 @@ class Refusal(Body):
 ContentPart = Annotated[InputText | OutputText | Refusal, Field(discriminator="type")]
 ItemContent = Annotated[
     Annotated[str, Tag("one")] | Annotated[list[ContentPart], Tag("many")],
-    Discriminator(
-        one_or_many,
-        custom_error_type="one_or_many",
-        custom_error_message="Input should be a string or a list of text parts",
-    ),
+    by_number("Input should be a string or a list of text parts"),
 ]
 
 
@@ -299,11 +295,7 @@ class ResponsesRequest(SamplingFields):
     input: Annotated[
         Annotated[str, Tag("one")]
         | Annotated[list[AnyItem], Field(min_length=1, max_length=MOST_MESSAGES), Tag("many")],
-        Discriminator(
-            one_or_many,
-            custom_error_type="one_or_many",
-            custom_error_message="Input should be a string or a list of items",
-        ),
+        by_number("Input should be a string or a list of items"),
     ]
     instructions: str | None = None
     max_output_tokens: Count | None = None

@@ -38,7 +38,7 @@ from mlx_ring.api.openai.responses.schemas import (
     TextFormatConfig,
 )
 from mlx_ring.api.openai.responses.writer import End, ResponseWriter, usage_of
-from mlx_ring.api.openai.sampling import JsonObjectFormat, sampling_params
+from mlx_ring.api.openai.sampling import JsonObjectFormat, echoed_sampling, sampling_params
 from mlx_ring.api.openai.schemas import ScoredToken
 from mlx_ring.api.openai.token_text import TokenTexts
 from mlx_ring.api.openapi import documented_post
@@ -160,10 +160,7 @@ def response_of(
         "safety_identifier": fields.safety_identifier,
         "service_tier": "default",
         "store": False,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "presence_penalty": sampling.presence_penalty,
-        "frequency_penalty": sampling.frequency_penalty,
+        **echoed_sampling(sampling),
         "text": _text(fields),
         "tool_choice": _tool_choice(fields),
         "tools": [_tool(tool) for tool in fields.tools or ()],

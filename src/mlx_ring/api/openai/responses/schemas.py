@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from mlx_ring.api.openai.sampling import EchoedSampling
 from mlx_ring.api.openai.schemas import ScoredToken
 from mlx_ring.api.openapi import JsonObject, RouteDoc
 from mlx_ring.api.streaming import EVENT_STREAM
@@ -134,7 +135,7 @@ class ResponseTool(JsonObject):
     strict: bool
 
 
-class ResponseMade(JsonObject):
+class ResponseMade(EchoedSampling):
     """Response, with the parameters of its request."""
 
     id: str
@@ -161,10 +162,6 @@ class ResponseMade(JsonObject):
     safety_identifier: str | None
     service_tier: Literal["default"]
     store: Literal[False]
-    temperature: float
-    top_p: float
-    presence_penalty: float
-    frequency_penalty: float
     text: TextFormatConfig
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | ChosenTools
     tools: list[ResponseTool]

@@ -702,14 +702,16 @@ export interface Usage {
 
 /** Memory in the report of a stage's worker, in bytes. */
 export interface UsedMemory {
+  /** Weights that a worker holds. */
   weight_bytes: number;
-  kv_bytes: number;
-  /** Memory that MLX holds, weights and KV included. */
+  /** Memory that MLX holds on a worker, including weights and KV. */
   device_bytes: number;
-  /** Largest amount that MLX has held. */
+  /** The most that MLX has held on a worker. */
   peak_bytes: number;
-  /** Resident memory of the process. */
+  /** Resident memory of a worker's process. */
   resident_bytes: number;
+  /** Keys and values that a worker holds. */
+  kv_bytes: number;
 }
 
 /** Cause for which a worker waits. */
