@@ -194,7 +194,7 @@ class _Given:
     def kinds(self) -> tuple[int, ...]:
         """Bits of the KV cache, in the order given."""
         numbers = dict.fromkeys(
-            read_wholeread_numbers("--kv-bits", "16" if self.kv_bits is None else self.kv_bits)
+            read_whole_numbers("--kv-bits", "16" if self.kv_bits is None else self.kv_bits)
         )
         return tuple(_one_of("--kv-bits", bits, _KV_BITS) for bits in numbers)
 
@@ -211,17 +211,17 @@ class _Given:
         settings = {
             flag_of(Settings.model_fields[name]).aliases[0]: value for name, value in self.flags.items()
         }
-        return {
-            **settings,
-            "--strategy": self.strategy,
-            "--proportions": self.proportions,
-            "--layers": self.layers,
-            "--context": self.context,
-            "--sequences": self.sequences,
-            "--replicas": self.replicas,
-            "--kv-bits": self.kv_bits,
-            "--quantization": self.quantization,
-        }
+        own = (
+            "strategy",
+            "proportions",
+            "layers",
+            "context",
+            "sequences",
+            "replicas",
+            "kv_bits",
+            "quantization",
+        )
+        return settings | {f"--{name.replace('_', '-')}": getattr(self, name) for name in own}
 
     @property
     def users(self) -> int:
@@ -245,7 +245,7 @@ class _Given:
             strategy=_strategy(self.strategy or listed.strategy or "auto"),
             objective=cast("Objective", _one_of("--optimize-for", objective, OBJECTIVES)),
             proportions=read_numbers("--proportions", self.proportions) or listed.proportions,
-            counts=read_wholeread_numbers("--layers", self.layers),
+            counts=read_whole_numbers("--layers", self.layers),
             prompt_tokens=prompt,
             answer_tokens=answer,
             users=self.users,

@@ -18,11 +18,11 @@ from mlx_ring.models.model_source import builtin_names, describe_model
 from mlx_ring.planner.known_models import find_known_model, popular_models
 from mlx_ring.planner.memory_fit import MOST_USERS
 from mlx_ring.planner.model_sizes import sizes_of
-from mlx_ring.planner.plan import Plan
+from mlx_ring.planner.plan import Plan, ranges_of
 from mlx_ring.planner.profiles import ClusterProfile
 from mlx_ring.planner.request import PlanRequest
 from mlx_ring.planner.weight_format import WeightFormat
-from mlx_ring.planner.what_if import Answer, Curves, Outcome, Point, Question, ranges_of, what_if
+from mlx_ring.planner.what_if import Answer, Curves, Outcome, Point, Question, what_if
 
 _TOKENS = re.compile(r"(\d+(?:\.\d+)?)([km]?)", re.IGNORECASE)
 _UNITS = {"": 1, "k": 1024, "m": 1024**2}

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mlx_ring.core.types import LayerRange
+from mlx_ring.planner.catalogue import accuracy
 from mlx_ring.planner.request import Objective
 from mlx_ring.settings.strategies import Strategy
 
@@ -86,6 +87,28 @@ class Prediction:
         if objective == "throughput":
             return 1 / self.tokens_per_s
         return self.first_token_s if objective == "first-token" else self.request_s
+
+
+@dataclass(frozen=True, slots=True)
+class Ranges:
+    """Ranges in which measurements are to be expected: the prediction over and times the factor by which it may be off."""
+
+    tokens_per_s: tuple[float, float]
+    """Speed of one stream."""
+    first_token_s: tuple[float, float]
+    request_s: tuple[float, float]
+
+
+def ranges_of(predicted: Prediction, *, is_measured: bool) -> Ranges:
+    """Return the ranges of a prediction for machines that were all measured, or were not."""
+    decode, prefill = (accuracy("measured" if is_measured else kind) for kind in ("decode", "prefill"))
+    speed, first_s = 1 / predicted.token_s, predicted.first_token_s
+    answer_s = predicted.request_s - first_s
+    return Ranges(
+        (speed / decode, speed * decode),
+        (first_s / prefill, first_s * prefill),
+        (first_s / prefill + answer_s / decode, first_s * prefill + answer_s * decode),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 from mlx_ring.core.types import CpuWeights
 from mlx_ring.host.machine_profile import MachineProfile, StepCosts, WeightRate
@@ -194,6 +195,7 @@ class NodeProfile:
         return WeightRate(weights=weights, bandwidth=self.bandwidth, row_s=0.0, spread=0.0, flops=self.flops)
 
 
+@cache
 def _quantized_bits(weights: str) -> int | None:
     """Return the bits of a kind such as `4-bit`; None for other kinds."""
     number, _, rest = weights.partition("-")

@@ -27,7 +27,7 @@ from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
 from mlx_ring.planner.rank_costs import Ring, Rings
 from mlx_ring.planner.replicas import total_tokens_per_s
 from mlx_ring.planner.request import PlanRequest
-from mlx_ring.planner.search import FEW_NODES, MachineLayers, in_order
+from mlx_ring.planner.search import FEW_NODES, MachineLayers, RequestTables, in_order
 from mlx_ring.planner.stage_costs import CHUNK_TOKENS, StageTables, Table
 from mlx_ring.planner.tensor_groups import SharedModel, fitting_group, quick_group
 from mlx_ring.planner.tensor_plans import plan_of
@@ -41,7 +41,7 @@ _EXACT, _MOST_EXACT = 2, 8
 """Number of pipelines, and of pipelines with groups, that are predicted exactly, and of those that are divided for that."""
 _MOST_TRIED, _FEWER_TRIED = 160, 80
 """Number of pipelines that are estimated, with and without groups."""
-_MOST_IN_GROUP = 8
+_MOST_IN_GROUP, _FULLER = 8, 0.01
 _FEW, _WORTH = 8, 1.02
 """Numbers of replicas that are tried beside one for each machine; factor by which they must raise the throughput, as in `replicas`."""
 _SUM_BYTES = 8192
@@ -51,8 +51,10 @@ _SUM_BYTES = 8192
 class QuickSearch:
     """Quick search over the machines of a cluster, for any models. Rings of machines are found once."""
 
-    def __init__(self, cluster: ClusterProfile) -> None:
+    def __init__(self, cluster: ClusterProfile, *, is_brief: bool = False) -> None:
+        """Prepare the search; if it `is_brief`, for throughput without groups of many machines."""
         self.cluster = cluster
+        self.is_brief = is_brief
         self._rings = Rings(cluster, _SUM_BYTES)
         self._ring_of: dict[tuple[int, ...], Ring | None] = {}
 
@@ -175,12 +177,13 @@ class _Search:
         self._units: dict[tuple[tuple[int, ...], int], MeanLayer | None] = {}
         self._means = MeanLayers(self._times, self._shared, request)
         self._estimates: dict[Groups, _Estimate] = {}
+        self._request_tables: dict[Users, RequestTables] = {}
         self._may_share = (
             request.allows_tensor
             and model.shared is not None
             and request.objective != "memory"
-            # Stages of many machines compute the rows of many users at the same time.
-            and not (self._is_throughput and len(self._nodes) > FEW_NODES)
+            # Stages of single machines compute the rows of many users at the same time.
+            and not (search.is_brief and self._is_throughput and len(self._nodes) > FEW_NODES)
             and search.has_rings
         )
 
@@ -195,7 +198,7 @@ class _Search:
     def best(self, near: Sequence[Plan]) -> Plan | None:
         """Return the best plan that is found."""
         if self._request.objective == "memory":
-            return self._emptiest()
+            return self._emptiest() or next(self._any(), None)
         places = {node.name: place for place, node in enumerate(self._nodes)}
         starts = [
             tuple(tuple(sorted(places[rank.node] for rank in stage.ranks)) for stage in plan.stages)
@@ -331,8 +334,9 @@ class _Search:
         return self._shared_plan(groups)
 
     def _ordered(self, groups: Groups) -> list[tuple[int, ...]]:
-        """Return the stages in the order of the nearest next one, the head's machine first."""
-        hops, left = self._times.hops(1), sorted(groups)
+        """Return the stages in the order of the nearest next one, from the slowest: the last one also has the output head."""
+        hops = self._times.hops(1)
+        left = sorted(groups, key=lambda members: -self.singles[members[0]].decode_s)
         found = [left.pop(0)]
         while left:
             last = found[-1][0]
@@ -342,33 +346,29 @@ class _Search:
         return found
 
     def _apart(self, order: Sequence[int]) -> Plan | None:
-        request = self._request
-        times = Timetable(
-            self._model,
-            replace(self._cluster, nodes=tuple(self._nodes[place] for place in order)),
-            self._demand,
-        )
+        request, times = self._request, self._times
         stages = min(len(order), request.streams)
         rows = -(-request.streams // stages)
-        found: list[list[tuple[int, int]]] = []
         if self._is_throughput:
-            made = cut(times.steady_tables(rows), adds=False)
-            found += [made] if made else []
+            steady = times.steady_tables(rows)
+            found = [cut([steady[place] for place in order], adds=False)]
         else:
-            for weight in (1.0, 0.0) if request.users > 1 else (1.0,):
-                tables = times.request_tables(request, Users(stages, rows, weight))
-                made = divided(tables.sums, tables.paces)
-                found += [made] if made else []
-        pieces = [
-            tuple(MachineLayers(place, first, end) for place, (first, end) in enumerate(each))
+            weights = (1.0, 0.0) if request.users > 1 else (1.0,)
+            tables = [self._tables(Users(stages, rows, weight)).among(order) for weight in weights]
+            found = [divided(each.sums, each.paces) for each in tables]
+        pipelines = [
+            tuple(MachineLayers(place, first, end) for place, (first, end) in zip(order, each, strict=True))
             for each in found
+            if each
         ]
-        possible = [each for each in pieces if np.isfinite(times.pipeline(each).around_s(1))]
-        if not possible:
-            return None
-        best = min(possible, key=lambda each: times.pipeline(each).minimized_s(request))
-        whole = tuple(replace(piece, node=order[piece.node]) for piece in best)
-        return plan_of_pieces(self._times, request, whole)
+        possible = [each for each in pipelines if np.isfinite(times.pipeline(each).around_s(1))]
+        best = min(possible, key=lambda each: times.request_s(each, request), default=None)
+        return None if best is None else plan_of_pieces(times, request, best)
+
+    def _tables(self, users: Users) -> RequestTables:
+        if users not in self._request_tables:
+            self._request_tables[users] = self._times.request_tables(self._request, users)
+        return self._request_tables[users]
 
     def _shared_plan(self, groups: Groups) -> Plan | None:
         request, ends = self._request, np.arange(self._layers + 1)
@@ -415,5 +415,13 @@ class _Search:
         found = in_order([filled[place] for place in order])
         if found is None:
             return None
-        pieces = tuple(replace(piece, node=order[piece.node]) for piece in found.pieces)
+        level = found.cost + _FULLER
+        tables = self._tables(Users(1, 1))
+        allowed = [np.where(filled[place] <= level, tables.sums[place], np.inf) for place in order]
+        paces = [np.where(filled[place] <= level, tables.paces[place], np.inf) for place in order]
+        division = divided(allowed, paces) or []
+        pieces = [
+            MachineLayers(place, first, end)
+            for place, (first, end) in zip(order, division, strict=bool(division))
+        ]
         return plan_of_pieces(self._times, self._request, pieces)

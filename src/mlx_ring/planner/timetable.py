@@ -18,9 +18,9 @@ from mlx_ring.planner.search import MachineLayers, RequestTables
 from mlx_ring.planner.stage_costs import CHUNK_TOKENS, TOKEN_BYTES, StageTables, Table, Times
 from mlx_ring.planner.tensor_groups import SUMS_PER_LAYER, SharedModel
 
-_LOOSER = (1.0, 1.1, 1.25, 1.5, 2.0, 4.0, math.inf)
+_LOOSER = (1.0, 1.12, 1.3, 1.6, 2.2, math.inf)
 """Multiples of the shortest possible pace that are tried."""
-_BISECTIONS = 20
+_BISECTIONS = 14
 
 
 @dataclass(frozen=True, slots=True)

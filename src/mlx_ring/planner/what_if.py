@@ -13,11 +13,10 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations, takewhile
 
 from mlx_ring.core.errors import PlanError
-from mlx_ring.planner.catalogue import accuracy
 from mlx_ring.planner.cluster_file import with_machines
 from mlx_ring.planner.memory_fit import most_of, room_at_most, room_for
 from mlx_ring.planner.place import LoadedStages, plan_loaded
-from mlx_ring.planner.plan import WHY_LEFT_OUT, Plan, Prediction
+from mlx_ring.planner.plan import WHY_LEFT_OUT, Plan, ranges_of
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile
 from mlx_ring.planner.quick_plans import QuickSearch
 from mlx_ring.planner.replicas import place_replicas, total_tokens_per_s
@@ -29,6 +28,8 @@ _ROW_PLANS, _CURVE_PLANS = 5, 18
 """Number of plans for a row, and for the curves of a case."""
 _MOST_WORK, _LEAST_WORK = 150, 2
 """Work up to which the planner's own search is used, about a second; and the work of one machine, where both find the same."""
+_FEW_CASES, _MANY_TIMES = 8, 4
+"""Number of cases up to which the quick search looks farther; multiple of one user's speed that else is fast enough."""
 _QUICK = "These cases are many for the planner's own search. A quick search planned them, whose plans are 1 % slower on average."
 
 
@@ -135,11 +136,12 @@ NamedModel = tuple[str, ModelProfile]
 class _Planner:
     """Plans for a cluster and its number of replicas: by the planner itself, or by the quick search if they are many."""
 
-    def __init__(self, cluster: ClusterProfile, count: int | None, *, is_quick: bool) -> None:
+    def __init__(self, cluster: ClusterProfile, count: int | None, *, is_quick: bool, is_brief: bool) -> None:
         self.cluster = cluster
         self.is_quick = is_quick
-        self._count = count
-        self._search = QuickSearch(cluster) if is_quick else None
+        self.is_brief = is_brief
+        self.count = count
+        self._search = QuickSearch(cluster, is_brief=is_brief) if is_quick else None
 
     def plans(self, model: ModelProfile, request: PlanRequest, near: Sequence[Plan] = ()) -> Sequence[Plan]:
         """Return the plan of each replica; the quick search also tries plans that are `near`.
@@ -148,16 +150,13 @@ class _Planner:
             PlanError: there is none.
         """
         if self._search is None:
-            return place_replicas(model, self.cluster, request, self._count)
-        return self._search.replicas(model, request, self._count, near)
+            return place_replicas(model, self.cluster, request, self.count)
+        return self._search.replicas(model, request, self.count, near)
 
     def among(self, nodes: tuple[NodeProfile, ...]) -> _Planner:
         """Return the planner for some of the machines."""
-        return _Planner(replace(self.cluster, nodes=nodes), self._count, is_quick=self.is_quick)
-
-    def room(self, model: ModelProfile, request: PlanRequest) -> int:
-        """Return how many sequences fit at the same time; replicas have equal parts of them."""
-        return room_for(model, self.cluster, request, is_quick=self.is_quick)
+        part = replace(self.cluster, nodes=nodes)
+        return _Planner(part, self.count, is_quick=self.is_quick, is_brief=self.is_brief)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,8 +190,8 @@ class _Case:
 
     def room(self, request: PlanRequest) -> int:
         """Return how many users' sequences of the request's context have room at the same time; at least one has."""
-        if not self.loaded:
-            return self.planner.room(self.model, request)
+        if not self.loaded and self.planner.count in (None, 1):
+            return room_for(self.model, self.cluster, request, is_quick=self.planner.is_quick)
 
         def are_held(users: int) -> bool:
             return bool(self.tried(replace(request, demand=replace(request.demand, sequences=users))))
@@ -244,8 +243,10 @@ def what_if(
     rows = len(named) * len(question.kv_bits) * (_ROW_PLANS + _CURVE_PLANS * question.with_curves)
     work = rows * sum(_work(machines) for _, machines in clusters)
     is_quick = question.request.strategy == "auto" and work > _MOST_WORK
+    is_brief = is_quick and len(named) * len(question.kv_bits) * len(clusters) > _FEW_CASES
     planners = [
-        (label, _Planner(machines, question.count, is_quick=is_quick)) for label, machines in clusters
+        (label, _Planner(machines, question.count, is_quick=is_quick, is_brief=is_brief))
+        for label, machines in clusters
     ]
     outcomes: list[Outcome] = []
     fitting: tuple[Outcome, _Case, PlanRequest] | None = None
@@ -343,28 +344,6 @@ def _outcome(
     return found, plans
 
 
-@dataclass(frozen=True, slots=True)
-class Ranges:
-    """Ranges in which measurements are to be expected: the prediction over and times the factor by which it may be off."""
-
-    tokens_per_s: tuple[float, float]
-    """Speed of one stream."""
-    first_token_s: tuple[float, float]
-    request_s: tuple[float, float]
-
-
-def ranges_of(predicted: Prediction, *, is_measured: bool) -> Ranges:
-    """Return the ranges of a prediction for machines that were all measured, or were not."""
-    decode, prefill = (accuracy("measured" if is_measured else kind) for kind in ("decode", "prefill"))
-    speed, first_s = 1 / predicted.token_s, predicted.first_token_s
-    answer_s = predicted.request_s - first_s
-    return Ranges(
-        (speed / decode, speed * decode),
-        (first_s / prefill, first_s * prefill),
-        (first_s / prefill + answer_s / decode, first_s * prefill + answer_s * decode),
-    )
-
-
 def _stages(plans: Iterable[Plan]) -> Iterator[str]:
     for plan in plans:
         for stage in plan.stages:
@@ -396,12 +375,21 @@ def _fastest(case: _Case, request: PlanRequest, plans: Sequence[Plan], users: in
     Memory for the last few users may need machines that slow all others down. So the machines that fewer users need are
     also filled alone.
     """
-    best = _together(case, request, users)
-    fewer = _together(case, request, users // 2) if users > 1 else best
-    tried = [best, fewer]
-    for some in (plans, fewer.plans if fewer.tokens_per_s > best.tokens_per_s else ()):
+    tried = [_together(case, request, users)]
+    fewer = users // 2
+    while fewer and (len(tried) == 1 or tried[-1].tokens_per_s > tried[-2].tokens_per_s):
+        tried.append(_together(case, request, fewer))
+        fewer = 0 if case.planner.is_brief else fewer // 2
+    best = max(tried, key=lambda each: each.tokens_per_s)
+    if case.planner.is_brief and best.tokens_per_s > _MANY_TIMES / max(
+        plan.prediction.token_s for plan in plans
+    ):
+        return best
+    seen = list[set[str]]()
+    for some in (plans, best.plans if best.users < users else ()):
         part = case.among(some) if some else None
-        if part is not None and all(_nodes(some) != _nodes(each.plans) for each in tried[2:]):
+        if part is not None and _nodes(some) not in seen:
+            seen.append(_nodes(some))
             tried.append(_together(part, request, part.room(_for_users(request, 1)), some))
     return max(tried, key=lambda each: each.tokens_per_s)
 
