@@ -26,10 +26,10 @@ from mlx_ring.engine.streams import Vocabulary
 from mlx_ring.models.pooling import Pooling
 from mlx_ring.planner.catalogue import known_profile
 from mlx_ring.planner.known_models import find_known_model
+from mlx_ring.planner.model_sizes import sizes_of
 from mlx_ring.planner.place import LoadedStages, RunningCluster
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
 from mlx_ring.planner.request import Demand, PlanRequest
-from mlx_ring.planner.what_if import sizes_of
 
 BOS, EOS, ANSWER = 256, 257, 258
 VOCAB_SIZE = 320
@@ -284,6 +284,8 @@ class TwinCatalog:
         self.request = PlanRequest(Demand(8192, 1))
         self.loaded: tuple[LoadedStages, ...] = ()
         """Stages of which what-if questions know."""
+        self.count: int | None = None
+        """Number of replicas that it is set up for."""
 
     def cluster(self) -> ClusterParts:
         return ClusterParts()
@@ -291,7 +293,7 @@ class TwinCatalog:
     def running(self, model: ModelService | None) -> RunningCluster:
         nodes = (known_profile("m4-mac-mini-16"),) if self.is_measured else ()
         loaded = self.loaded if model is not None else ()
-        return RunningCluster(ClusterProfile(nodes), self.request, loaded)
+        return RunningCluster(ClusterProfile(nodes), self.request, loaded, self.count)
 
     def sizes(self, model: ModelService, machines: ClusterProfile) -> ModelProfile:
         return sizes_of(find_known_model("8b-4bit").folder, model.model_id, machines)

@@ -45,7 +45,7 @@ def test_a_command_imports_no_other_command() -> None:
     done = run("service", "show")
     assert done.returncode == 0, done.stderr
     imported = done.stderr.partition("imported: ")[2].split()
-    assert {name.split(".")[2] for name in imported} == {"app", "service", "service_unit"}
+    assert {name.split(".")[2] for name in imported} == {"app", "os_service"}
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_ring.cli.service_unit import (
+from mlx_ring.cli.os_service import (
     Scope,
     Service,
     check_service,

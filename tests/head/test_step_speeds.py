@@ -11,13 +11,17 @@ from tests.head.test_status import NODES, RANGES, member
 from tests.planner.clusters import cluster_of, model_of, node_of
 from tests.profiles import made_up_profile
 
+from mlx_ring.cluster.membership import Membership
 from mlx_ring.core.types import LayerRange
 from mlx_ring.engine.step_times import AlikeSteps, StageTimes, StepTimes
-from mlx_ring.head.step_speeds import StepSpeeds, stage_times
+from mlx_ring.head.plan_requests import measured_cluster
+from mlx_ring.head.status import ClusterView
+from mlx_ring.head.step_speeds import StepSpeeds, stage_times, step_speeds
 from mlx_ring.planner.forecast import Forecast
 from mlx_ring.planner.place import place
 from mlx_ring.planner.profiles import CpuQuota, StepRatios
 from mlx_ring.planner.request import Demand, PlanRequest
+from mlx_ring.settings.settings_sources import load_settings
 
 DEMAND = Demand(context_tokens=4096, sequences=1)
 MEMBERS = [member("a"), member("b")]
@@ -63,6 +67,45 @@ def test_the_median_ratio_of_each_kind_of_step_is_learned_and_read_again(tmp_pat
     assert StepSpeeds(tmp_path, learns=False).by_node(MEMBERS) == {"a": StepRatios(), "b": StepRatios()}
 
 
+def chunks_of(*sizes_ratios_and_numbers: tuple[int, float, int]) -> Instance:
+    """Return an instance with chunks: tokens, time over the prediction, and number."""
+
+    class WithChunks(Instance):
+        @property
+        def times(self) -> StepTimes:
+            found = [
+                alike(tokens, ratio * PLAIN.chunk_s(0, tokens, 0), 0, number)
+                for tokens, ratio, number in sizes_ratios_and_numbers
+            ]
+            return StepTimes((StageTimes(0, (), tuple(found)),))
+
+    return WithChunks()
+
+
+def test_the_last_tokens_of_cached_prompts_do_not_count(tmp_path: Path) -> None:
+    """Five cached prompts of which one token each was left, and one that was computed."""
+    assert learned(tmp_path, chunks_of((1, 0.5, 5), (47, 1.94, 1))) == StepRatios()
+    assert learned(tmp_path, chunks_of((1, 0.5, 50), (256, 1.2, 4))).prefill == pytest.approx(1.2)
+
+
+def test_a_prompt_counts_by_its_time_and_not_by_its_chunks(tmp_path: Path) -> None:
+    assert learned(tmp_path, chunks_of((64, 0.6, 9), (512, 1.3, 4))).prefill == pytest.approx(1.3)
+
+
+def test_few_tokens_of_prompts_are_not_learned(tmp_path: Path) -> None:
+    assert learned(tmp_path, chunks_of((128, 1.5, 7))) == StepRatios()
+    assert learned(tmp_path, chunks_of((128, 1.5, 8))).prefill == pytest.approx(1.5)
+
+
+def test_nothing_is_learned_while_other_instances_compute_on_the_machine(tmp_path: Path) -> None:
+    """Expect it of replicas on one machine, and of another model without predictions."""
+    assert learned(tmp_path, *(Instance(decode=[1.5], nodes=(("a",), ("b",))),) * 2) == StepRatios()
+    other = Instance(forecast=None, nodes=(("a",),))
+    assert learned(tmp_path, Instance(decode=[1.5]), other) == StepRatios()
+    elsewhere = Instance(forecast=None, nodes=(("b",),))
+    assert learned(tmp_path, Instance(decode=[1.5]), elsewhere).decode == pytest.approx(1.5)
+
+
 def test_a_ratio_is_bounded(tmp_path: Path) -> None:
     assert learned(tmp_path, Instance(decode=[90.0], prefill=[0.001])) == StepRatios(2.0, 0.5)
 
@@ -92,6 +135,17 @@ def test_nothing_is_learned_where_a_machine_s_speed_is_shared_or_limited(tmp_pat
         Instance(decode=[1.5], nodes=(("a",), ("a",))),
     ):
         assert learned(tmp_path, instance) == StepRatios()
+
+
+def test_all_plans_of_a_process_use_the_same_ratios(tmp_path: Path) -> None:
+    settings = load_settings({"state_dir": str(tmp_path)})
+    speeds = step_speeds(settings)
+    speeds.learn([Instance(decode=[1.5])], MEMBERS)
+    (tmp_path / "step-time-ratios.json").write_text("{}")
+    assert step_speeds(settings) is speeds, "the file is not read again"
+    view = ClusterView("a", Membership({each.node: each for each in MEMBERS}))
+    own, other = measured_cluster(settings, view, {}, {}).nodes
+    assert (own.ratios.decode, other.ratios) == (pytest.approx(1.5), StepRatios())
 
 
 def test_another_profile_begins_anew(tmp_path: Path) -> None:

@@ -17,23 +17,15 @@ from mlx_ring.planner.catalogue import (
     machine_names,
     named_links,
 )
-from mlx_ring.planner.cluster_file import cluster_of
+from mlx_ring.planner.cluster_file import MOST_ADDED, cluster_of, with_machines
 from mlx_ring.planner.known_models import find_known_model, popular_models
-from mlx_ring.planner.model_sizes import profile_folder
+from mlx_ring.planner.memory_fit import MOST_USERS, room_for
+from mlx_ring.planner.model_sizes import profile_folder, sizes_of
 from mlx_ring.planner.place import LoadedStages, place
 from mlx_ring.planner.plan import Plan
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, measured_node
-from mlx_ring.planner.request import Demand, Objective, PlanRequest
-from mlx_ring.planner.what_if import (
-    MOST_ADDED,
-    MOST_USERS,
-    Question,
-    request_within,
-    room_for,
-    sizes_of,
-    what_if,
-    with_machines,
-)
+from mlx_ring.planner.request import Demand, Objective, PlanRequest, request_within
+from mlx_ring.planner.what_if import Question, what_if
 from mlx_ring.settings.strategies import Strategy
 
 
@@ -201,12 +193,14 @@ def test_a_model_with_states_fits_as_often_as_a_plan_holds_them() -> None:
 
 
 def test_an_answer_survives_users_for_whom_no_plan_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def place_one(model: ModelProfile, machines: ClusterProfile, request: PlanRequest) -> Plan:
+    def place_one(
+        model: ModelProfile, machines: ClusterProfile, request: PlanRequest, _: int | None
+    ) -> tuple[Plan, ...]:
         if request.demand.sequences > 1:
             raise PlanError("There is no plan.")
-        return place(model, machines, request)
+        return (place(model, machines, request),)
 
-    monkeypatch.setattr("mlx_ring.planner.what_if.place", place_one)
+    monkeypatch.setattr("mlx_ring.planner.what_if.place_replicas", place_one)
     machines = cluster("m4-pro-48")
     (found,) = what_if([("8b", sizes("8b", machines))], machines, Question()).outcomes
     assert found.fits

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 
-from mlx_ring.agent.weights.peer_channels import PeerChannel
 from mlx_ring.agent.weights.stages import fetch_stages
 from mlx_ring.agent.weights.store import WeightStore
+from mlx_ring.agent.weights.transfer import PeerChannel
 from mlx_ring.core.types import LayerRange
 from mlx_ring.host.process import release_freed_memory
 from mlx_ring.rpc.channels import WEIGHTS_MESSAGE_BYTES, open_aio_channel

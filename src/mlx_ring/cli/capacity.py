@@ -14,8 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mlx_ring.cli.flags import with_settings
-from mlx_ring.cli.plan import given_machines
-from mlx_ring.cli.what_if import find_described
+from mlx_ring.cli.what_if import find_described, given_machines
 from mlx_ring.core.engine_stats import Policy
 from mlx_ring.core.errors import ConfigError, PlanError
 from mlx_ring.engine.capacity import Capacity, Question, measure_capacity
@@ -29,11 +28,11 @@ from mlx_ring.engine.simulated_load import (
     read_recorded,
 )
 from mlx_ring.head.served_model import policy_of
-from mlx_ring.planner.cluster_file import Upkeep, read_upkeep
+from mlx_ring.planner.cluster_file import Upkeep, read_upkeep, with_machines
+from mlx_ring.planner.model_sizes import sizes_of
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
 from mlx_ring.planner.request import Demand, PlanRequest
 from mlx_ring.planner.weight_format import WeightFormat
-from mlx_ring.planner.what_if import sizes_of, with_machines
 from mlx_ring.settings.settings_sources import load_settings
 
 _SHORT_LIST = ("m4-pro-64", "m4-max-128", "m3-ultra-256", "nvidia-dgx-spark")

@@ -17,26 +17,25 @@ from mlx_ring.cli.what_if import (
     Asked,
     ask_planner,
     ask_running,
+    check_alone,
     fields_for_head,
     find_described,
+    given_machines,
+    plan_as_json,
+    read_numbers,
     read_tokens,
+    read_whole_numbers,
     show_answer,
 )
 from mlx_ring.core.errors import ConfigError, PlanError
-from mlx_ring.planner.catalogue import known_profile
-from mlx_ring.planner.cluster_file import (
-    cluster_of,
-    load_content,
-    read_cluster,
-)
 from mlx_ring.planner.model_sizes import profile_folder
 from mlx_ring.planner.profiles import ClusterProfile
 from mlx_ring.planner.replicas import place_replicas
-from mlx_ring.planner.request import OBJECTIVES, Demand, Objective, PlanRequest
+from mlx_ring.planner.request import OBJECTIVES, USUAL_CONTEXT, Demand, Objective, PlanRequest, request_within
 from mlx_ring.planner.weight_format import WeightFormat
-from mlx_ring.planner.what_if import USUAL_CONTEXT, Question, link_named, request_within
+from mlx_ring.planner.what_if import Question
 from mlx_ring.settings.config import Settings
-from mlx_ring.settings.devices_file import DevicesFile, lists_devices, read_devices
+from mlx_ring.settings.devices_file import DevicesFile
 from mlx_ring.settings.fields import flag_of
 from mlx_ring.settings.strategies import STRATEGIES, Strategy, current_strategy
 
@@ -73,7 +72,7 @@ def plan(
         str | None, typer.Option(metavar="N,M", help="Number of layers by machine, with --strategy custom.")
     ] = None,
     context: Annotated[
-        int | None,
+        str | None,
         typer.Option(
             metavar="TOKENS",
             help=f"Context of each sequence; by default {USUAL_CONTEXT}, or the model's limit if that is less.",
@@ -159,6 +158,7 @@ def plan(
     asks = what_if.is_asked or len(given.kinds) > 1
     _check_uses(link, cacert, adds=bool(add or machine), is_given=is_given)
     if not is_given and not asks:
+        check_alone(given.plan_flags)
         list_machines()
         return
     machines, listed = given_machines(cluster, machine, link) if is_given else (None, DevicesFile(()))
@@ -178,7 +178,7 @@ class _Given:
     strategy: str | None
     proportions: str | None
     layers: str | None
-    context: int | None
+    context: str | None
     sequences: int | None
     replicas: str | None
     kv_bits: str | None
@@ -187,7 +187,9 @@ class _Given:
     @property
     def kinds(self) -> tuple[int, ...]:
         """Bits of the KV cache, in the order given."""
-        numbers = dict.fromkeys(_whole_numbers("--kv-bits", self.kv_bits or "16"))
+        numbers = dict.fromkeys(
+            read_whole_numbers("--kv-bits", "16" if self.kv_bits is None else self.kv_bits)
+        )
         return tuple(_one_of("--kv-bits", bits, _KV_BITS) for bits in numbers)
 
     @property
@@ -196,6 +198,24 @@ class _Given:
         if self.quantization is None:
             return None
         return WeightFormat(_one_of("--quantization", self.quantization, _BITS))
+
+    @property
+    def plan_flags(self) -> Mapping[str, object]:
+        """Flags beside the model; None for those that are not given."""
+        settings = {
+            flag_of(Settings.model_fields[name]).aliases[0]: value for name, value in self.flags.items()
+        }
+        own = (
+            "strategy",
+            "proportions",
+            "layers",
+            "context",
+            "sequences",
+            "replicas",
+            "kv_bits",
+            "quantization",
+        )
+        return settings | {f"--{name.replace('_', '-')}": getattr(self, name) for name in own}
 
     @property
     def users(self) -> int:
@@ -218,13 +238,13 @@ class _Given:
             Demand(USUAL_CONTEXT, self.users, self.kinds[0], typical),
             strategy=_strategy(self.strategy or listed.strategy or "auto"),
             objective=cast("Objective", _one_of("--optimize-for", objective, OBJECTIVES)),
-            proportions=_numbers("--proportions", self.proportions) or listed.proportions,
-            counts=_whole_numbers("--layers", self.layers),
+            proportions=read_numbers("--proportions", self.proportions) or listed.proportions,
+            counts=read_whole_numbers("--layers", self.layers),
             prompt_tokens=prompt,
             answer_tokens=answer,
             users=self.users,
         )
-        _check_custom(request)
+        _check_custom(request, {"--proportions": self.proportions, "--layers": self.layers})
         return request
 
 
@@ -243,7 +263,8 @@ class _WhatIf:
 
     @property
     def is_asked(self) -> bool:
-        return bool(self.add or self.users_at or self.what_fits or self.plot or self.plot_file or self.url)
+        is_given = (self.add, self.users_at, self.plot_file, self.url)
+        return self.what_fits or self.plot or any(value is not None for value in is_given)
 
 
 def _ask(
@@ -254,14 +275,7 @@ def _ask(
     Raises:
         ConfigError: a flag was given that the question does not take.
     """
-    _refuse(
-        "planner",
-        {
-            "--users": given.flags["expected_users"],
-            "--sequences": given.sequences,
-            "--replicas": given.replicas,
-        },
-    )
+    _refuse("planner", {"--sequences": given.sequences, "--replicas": given.replicas})
     if machines is None:
         _refuse(
             "head",
@@ -304,18 +318,17 @@ def _show(given: _Given, request: PlanRequest, machines: ClusterProfile | None, 
         raise ConfigError(
             "No model is given; name one, such as `mlx-ring plan llama-70b --machine m3-ultra-512`."
         )
-    described = find_described(given.model)
+    described = find_described(given.model, given.weights)
     profile = profile_folder(described.folder, described.name, given.weights)
-    context = None if given.context is None else _at_least_one("--context", given.context)
-    one = request_within(request, profile.context_tokens, context)
+    one = request_within(request, profile.context_tokens, _asked_context(None, given.context))
     demand = replace(one.demand, sequences=_sequences(given.sequences, given.users))
     count = None if given.replicas is None else _number("--replicas", given.replicas)
     made = place_replicas(profile, machines, replace(one, demand=demand, users=given.users), count)
     if as_json:
-        plans = [each.as_json() for each in made]
+        plans = [plan_as_json(each) for each in made]
         print(json.dumps(plans[0] if len(plans) == 1 else {"replicas": plans}, indent=1))
         return
-    show_plans(made, request.demand.sequences)
+    show_plans(made, demand.sequences)
     print(expectation(made))
     for remark in described.remarks:
         print(remark)
@@ -327,18 +340,18 @@ def _strategy(name: str) -> Strategy:
 
 def _check_uses(link: str | None, cacert: Path | None, *, adds: bool, is_given: bool) -> None:
     """Raise `ConfigError` for a link without an added machine, or a certificate without a head."""
-    if link and not adds:
+    if link is not None and not adds:
         raise ConfigError(f"--link is {link}, but no machine is added; give --add or --machine.")
     if is_given and cacert is not None:
         raise ConfigError(f"--cacert is {cacert}, but no head is asked; leave it out.")
 
 
-def _asked_context(users_at: str | None, context: int | None) -> int | None:
-    if users_at and context is not None:
+def _asked_context(users_at: str | None, context: str | None) -> int | None:
+    if users_at is not None and context is not None:
         raise ConfigError(f"--context is {context} and --users-at is {users_at}; give one of them.")
-    if users_at:
+    if users_at is not None:
         return read_tokens("--users-at", users_at)
-    return None if context is None else read_tokens("--context", str(context))
+    return None if context is None else read_tokens("--context", context)
 
 
 def _whole_number(flags: Mapping[str, object], name: str) -> int:
@@ -368,7 +381,10 @@ def _lengths(flags: Mapping[str, object], *, fills_context: bool) -> tuple[int, 
 
     A prompt that fills the usual context takes the place of the default one.
     """
-    prompt, answer = (_whole_number(flags, name) for name in ("expected_prompt", "expected_answer"))
+    prompt, answer = (
+        _whole_number(flags, name) if flags[name] is None else read_tokens(flag, str(flags[name]))
+        for flag, name in (("--prompt", "expected_prompt"), ("--answer", "expected_answer"))
+    )
     if fills_context and flags["expected_prompt"] is None:
         prompt = max(1, USUAL_CONTEXT - answer)
     if flags["expected_prompt"] is None and flags["expected_answer"] is None:
@@ -376,8 +392,15 @@ def _lengths(flags: Mapping[str, object], *, fills_context: bool) -> tuple[int, 
     return prompt, answer, prompt + answer // 2
 
 
-def _check_custom(request: PlanRequest) -> None:
-    if request.strategy == "custom" and not request.proportions and not request.counts:
+def _check_custom(request: PlanRequest, given: Mapping[str, object]) -> None:
+    """Check that the strategy custom has shares or numbers of layers, and no other one is given any."""
+    if request.strategy != "custom":
+        for flag, value in given.items():
+            if value is not None:
+                raise ConfigError(
+                    f"{flag} is {value}, which only the strategy custom uses; give --strategy custom, or leave it out."
+                )
+    elif not request.proportions and not request.counts:
         raise PlanError("The strategy custom needs --proportions, as 0.7,0.3, or --layers, as 20,8.")
 
 
@@ -394,30 +417,6 @@ def _refuse(whom: str, given: Mapping[str, object]) -> None:
             )
 
 
-def given_machines(
-    file: Path | None, machines: list[str] | None, link: str | None
-) -> tuple[ClusterProfile, DevicesFile]:
-    """Return the machines, and what a file of devices says about the split."""
-    if file is not None and machines:
-        raise ConfigError("--cluster and --machine were both given; the file names the machines.")
-    if file is None:
-        names = machines or []
-        twice = {name for name in names if names.count(name) > 1}
-        profiles = [
-            known_profile(name, f"{name}#{names[: place + 1].count(name)}" if name in twice else None)
-            for place, name in enumerate(names)
-        ]
-        named = cluster_of(tuple(profiles))
-        return replace(named, usual_link=link_named(link) or named.usual_link), DevicesFile(())
-    try:
-        text = file.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--cluster is {file}, which cannot be read: {error}.") from error
-    content = load_content(text, str(file))
-    listed = read_devices(content, str(file)) if lists_devices(content) else DevicesFile(())
-    return read_cluster(text, str(file)), listed
-
-
 def _one_of(flag: str, value: Value, allowed: tuple[Value, ...]) -> Value:
     if value not in allowed:
         raise ConfigError(f"{flag} is {value}; it must be one of {', '.join(map(str, allowed))}.")
@@ -428,19 +427,3 @@ def _at_least_one(flag: str, value: int) -> int:
     if value < 1:
         raise ConfigError(f"{flag} is {value}; it must be 1 or more.")
     return value
-
-
-def _whole_numbers(flag: str, text: str | None) -> tuple[int, ...]:
-    numbers = _numbers(flag, text)
-    if not all(one.is_integer() for one in numbers):
-        raise ConfigError(f"{flag} is {text}; it must be whole numbers separated by commas.")
-    return tuple(map(int, numbers))
-
-
-def _numbers(flag: str, text: str | None) -> tuple[float, ...]:
-    if text is None:
-        return ()
-    try:
-        return tuple(float(part) for part in text.strip("[] ").split(","))
-    except ValueError:
-        raise ConfigError(f"{flag} is {text}; it must be numbers separated by commas.") from None

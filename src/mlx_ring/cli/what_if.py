@@ -5,28 +5,34 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from xml.sax.saxutils import escape
 
 from rich.console import Console
-from rich.table import Table
 
 from mlx_ring.cli.heads import ask_head
 from mlx_ring.core.errors import ConfigError, RequestError
 from mlx_ring.models.model_folder import ModelFolder
 from mlx_ring.models.model_source import builtin_names, describe_model
+from mlx_ring.planner.catalogue import known_profile
+from mlx_ring.planner.cluster_file import cluster_of, link_named, load_content, read_cluster
 from mlx_ring.planner.known_models import find_known_model, popular_models
+from mlx_ring.planner.memory_fit import MOST_USERS
+from mlx_ring.planner.model_sizes import sizes_of
+from mlx_ring.planner.plan import Plan, ranges_of
 from mlx_ring.planner.profiles import ClusterProfile
 from mlx_ring.planner.request import PlanRequest
 from mlx_ring.planner.weight_format import WeightFormat
-from mlx_ring.planner.what_if import MOST_USERS, Answer, Curves, Outcome, Point, Question, sizes_of, what_if
+from mlx_ring.planner.what_if import Answer, Curves, Outcome, Point, Question, what_if
+from mlx_ring.settings.devices_file import DevicesFile, lists_devices, read_devices
 
 _TOKENS = re.compile(r"(\d+(?:\.\d+)?)([km]?)", re.IGNORECASE)
 _UNITS = {"": 1, "k": 1024, "m": 1024**2}
 _KILO = 1024
 _BAR = 50
-_FEW_ROWS, _LARGE, _TABLE_WIDTH = 4, 1000, 240
+_FEW_ROWS, _LARGE = 4, 1000
+_MISSING = re.compile(r"[\d.]+ GB are missing")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,17 +62,22 @@ class Asked:
             raise ConfigError(f"--what-fits lists popular models; leave {self.model} out.")
 
 
-def find_described(text: str) -> SizedModel:
+def find_described(text: str, weights: WeightFormat | None = None) -> SizedModel:
     """Return the model of a built-in name, folder, file, hub id, short name or number of parameters.
+
+    Args:
+        text: what names the model.
+        weights: format to assume for its weights; None for the stored one.
 
     Raises:
         ModelNotFound: there is none.
     """
     if text in builtin_names() or "/" in text or _exists(text):
         found = describe_model(text)
-        remarks = (f"{found.folder.rounding}.",) if found.folder.rounding else ()
-        return SizedModel(found.name, found.folder, remarks)
-    known = find_known_model(text)
+        assumed = f"The weights of {found.name} are taken in {weights.name}." if weights else ""
+        rounding = f"{found.folder.rounding}." if found.folder.rounding and not weights else ""
+        return SizedModel(found.name, found.folder, tuple(filter(None, (assumed, rounding))))
+    known = find_known_model(text, form="" if weights is None else weights.name)
     return SizedModel(known.name, known.folder, (known.remark,))
 
 
@@ -86,12 +97,62 @@ def read_tokens(flag: str, text: str) -> int:
     found = _TOKENS.fullmatch(text.strip())
     tokens = int(float(found[1]) * _UNITS[found[2].lower()]) if found else 0
     if tokens < 1:
-        raise ConfigError(f"{flag} is {text}; it must be a number of tokens, such as 8192 or 32k.")
+        raise ConfigError(
+            f"{flag} is {text.strip() or 'empty'}; it must be a number of tokens, such as 8192 or 32k."
+        )
     return tokens
 
 
-def ask_planner(machines: ClusterProfile, asked: Asked) -> tuple[Answer, tuple[str, ...]]:
-    """Return the answer for these machines, and sentences on the model.
+def read_whole_numbers(flag: str, text: str | None) -> tuple[int, ...]:
+    """Return whole numbers, as `16,8`; none if nothing is given.
+
+    Raises:
+        ConfigError: one is no whole number.
+    """
+    numbers = read_numbers(flag, text)
+    if not all(one.is_integer() for one in numbers):
+        raise ConfigError(f"{flag} is {text}; it must be whole numbers separated by commas.")
+    return tuple(map(int, numbers))
+
+
+def read_numbers(flag: str, text: str | None) -> tuple[float, ...]:
+    """Return numbers, as `0.7,0.3`; none if nothing is given.
+
+    Raises:
+        ConfigError: one is no number.
+    """
+    if text is None:
+        return ()
+    if not text.strip():
+        raise ConfigError(f"{flag} is empty; it must be numbers separated by commas.")
+    try:
+        return tuple(float(part) for part in text.strip("[] ").split(","))
+    except ValueError:
+        raise ConfigError(f"{flag} is {text}; it must be numbers separated by commas.") from None
+
+
+def check_alone(given: Mapping[str, object]) -> None:
+    """Check that no flag of a plan is given without machines.
+
+    Raises:
+        ConfigError: one is given.
+    """
+    for flag, value in given.items():
+        if value is not None:
+            raise ConfigError(
+                f"{flag} is {value}, but no machines are given; name some with --machine, describe them in a file for --cluster, "
+                "or ask a running head with --url."
+            )
+
+
+def plan_as_json(plan: Plan) -> Mapping[str, object]:
+    """Return the fields of a plan over machines that were not measured, with the ranges to expect."""
+    ranges = ranges_of(plan.prediction, is_measured=False)
+    return {**plan.as_json(), "ranges": asdict(ranges)}
+
+
+def ask_planner(machines: ClusterProfile, asked: Asked) -> Answer:
+    """Return the answer for these machines.
 
     Raises:
         ConfigError: the question is not valid.
@@ -99,19 +160,18 @@ def ask_planner(machines: ClusterProfile, asked: Asked) -> tuple[Answer, tuple[s
     """
     if asked.what_fits:
         popular = ((known.name, sizes_of(known.folder, known.name, machines)) for known in popular_models())
-        return what_if(popular, machines, asked.question), ()
+        return what_if(popular, machines, asked.question)
     if asked.model is None:
         raise ConfigError(
             "No model is given; name one, such as llama-70b, or list popular ones with --what-fits."
         )
-    described = find_described(asked.model)
+    described = find_described(asked.model, asked.weights)
     sizes = sizes_of(described.folder, described.name, machines, asked.weights)
-    return what_if([(described.name, sizes)], machines, asked.question), described.remarks
+    named = [(described.name, sizes)]
+    return what_if(named, machines, asked.question, remarks=described.remarks)
 
 
-def ask_running(
-    url: str, asked: Asked, given: Mapping[str, object], cacert: Path | None
-) -> tuple[Answer, tuple[str, ...]]:
+def ask_running(url: str, asked: Asked, given: Mapping[str, object], cacert: Path | None) -> Answer:
     """Return the answer of a running head for its machines.
 
     Args:
@@ -143,7 +203,7 @@ def ask_running(
             cacert=cacert,
             hint="give --url, or machines with --cluster or --machine",
         )
-        return TypeAdapter(Answer).validate_python(answer), ()
+        return TypeAdapter(Answer).validate_python(answer)
     except RequestError as error:
         # The flags of this command are wrong.
         raise ConfigError(str(error)) from error
@@ -159,23 +219,21 @@ def fields_for_head(
         "kv_bits": kv_bits,
         "prompt_tokens": None if flags["expected_prompt"] is None else request.prompt_tokens,
         "answer_tokens": None if flags["expected_answer"] is None else request.answer_tokens,
+        "users": None if flags["expected_users"] is None else request.users,
         "optimize_for": flags["optimize_for"],
     }
 
 
-def show_answer(
-    found: tuple[Answer, Sequence[str]], *, as_json: bool, plot: bool, plot_file: Path | None
-) -> None:
+def show_answer(answer: Answer, *, as_json: bool, plot: bool, plot_file: Path | None) -> None:
     """Print an answer as a table or as JSON, and plot it if that is asked for.
 
     Raises:
         ConfigError: the picture cannot be written.
     """
-    answer, remarks = found
     if as_json:
         print(json.dumps(asdict(answer), indent=1))
     else:
-        for remark in remarks:
+        for remark in answer.remarks:
             print(remark)
         _show(answer)
         if plot and answer.curves is not None:
@@ -190,41 +248,80 @@ def show_answer(
 
 def _show(answer: Answer) -> None:
     console = Console(soft_wrap=True, highlight=False, markup=False)
-    table = Table("", box=None, pad_edge=False)
-    for title in ("tokens/s", "first token, s", "request, s", "users", "tokens/s, all", "memory"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("layers", no_wrap=True)
     outcomes = answer.outcomes
-    for one in outcomes:
-        memory = f"{one.memory_bytes / 1e9:.1f} GB"
-        if one.fits:
-            users = f"{one.users}+" if one.users >= MOST_USERS else str(one.users)
-            times = map(_range, (one.tokens_per_s_range, one.first_token_s_range, one.request_s_range))
-            table.add_row(
-                one.label, *times, users, f"{one.users_tokens_per_s:.3g}", memory, ", ".join(one.stages)
-            )
-        else:
-            # Where rows are many, the first sentence says why.
-            why = one.why.partition(". ")[0].rstrip(".") if len(outcomes) > _FEW_ROWS else ""
-            table.add_row(one.label, "does not fit", "", "", "", "", memory, why)
     models = {one.model for one in outcomes}
     if len(models) == 1 and not models & {one.label for one in outcomes}:
         console.print(f"{models.pop()}\n")
-    Console(width=_TABLE_WIDTH, soft_wrap=True, highlight=False, markup=False).print(table)
+    for line in _table([_TITLES, *(_row(one, is_one_of_many=len(outcomes) > _FEW_ROWS) for one in outcomes)]):
+        console.print(line)
     if len(outcomes) <= _FEW_ROWS:
         for one in outcomes:
             if not one.fits:
                 console.print(one.why)
         for left in outcomes[-1].left_out:
             console.print(f"Without layers: {left}.")
+    console.print(f"\n{_request(outcomes)} {_whose_ranges(outcomes)}".rstrip())
+
+
+_TITLES = ("", "tokens/s", "first token, s", "request, s", "users", "tokens/s, all", "memory", "layers")
+
+
+def _row(one: Outcome, *, is_one_of_many: bool) -> tuple[str, ...]:
+    memory = f"{one.memory_bytes / 1e9:.1f} GB"
+    if not one.fits:
+        # Where rows are many, a few words say why.
+        return (
+            one.label,
+            "does not fit",
+            "",
+            "",
+            "",
+            "",
+            memory,
+            _shortly(one.why) if is_one_of_many else "",
+        )
+    users = f"{one.users}+" if one.users >= MOST_USERS else str(one.users)
+    times = map(_range, (one.tokens_per_s_range, one.first_token_s_range, one.request_s_range))
+    together = f"{one.users_tokens_per_s:.3g}"
+    if one.fastest_users != one.users:
+        together += f" with {one.fastest_users}"
+    return (one.label, *times, users, together, memory, ", ".join(one.stages))
+
+
+def _shortly(why: str) -> str:
+    """Return the missing memory of a reason, or else its first sentence."""
+    if found := _MISSING.search(why):
+        return f"{found[0]}"
+    return why.partition(". ")[0].rstrip(".")
+
+
+def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield the lines of a table as wide as its content: the first and last columns to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [
+            text.ljust(width) if place in (0, len(row) - 1) else text.rjust(width)
+            for place, (text, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield "  ".join(cells).rstrip()
+
+
+def _request(outcomes: Sequence[Outcome]) -> str:
+    """Return sentences on the request and the users of the rows."""
     contexts = _either(one.context_tokens for one in outcomes)
     prompts, answers = (
         _either(each)
         for each in zip(*((one.prompt_tokens, one.answer_tokens) for one in outcomes), strict=True)
     )
-    console.print(
-        f"\nA request has a prompt of {prompts} tokens and an answer of {answers}. Each user has a context of {contexts} "
-        f"tokens; `users` is the number that fits into the memory at the same time. {_whose_ranges(outcomes)}"
+    at_once = max(one.at_once for one in outcomes)
+    several = (
+        f" {at_once} users send one at once: `tokens/s` is for each, and the times are the last one's."
+        if at_once > 1
+        else ""
+    )
+    return (
+        f"A request has a prompt of {prompts} tokens and an answer of {answers}.{several} Each user has a context of {contexts} "
+        "tokens; `users` is the number that fits into the memory at the same time."
     )
 
 
@@ -237,6 +334,8 @@ def _whose_ranges(outcomes: Iterable[Outcome]) -> str:
     match {one.is_measured for one in outcomes if one.fits}:
         case kinds if len(kinds) > 1:
             return "Ranges depend on whether the machines of a row were measured."
+        case kinds if not kinds:
+            return ""
         case kinds if True in kinds:
             return "Ranges are those of measured machines."
         case _:
@@ -313,3 +412,30 @@ def _drawn(title: str, points: Sequence[Point], name: Callable[[int], str]) -> I
     for share in (0.0, 0.5, 1.0):
         y = bottom - (bottom - _TOP) * share
         yield f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{most * share:.3g}</text>'
+
+
+# ---- machines
+
+
+def given_machines(
+    file: Path | None, machines: list[str] | None, link: str | None
+) -> tuple[ClusterProfile, DevicesFile]:
+    """Return the machines, and what a file of devices says about the split."""
+    if file is not None and machines:
+        raise ConfigError("--cluster and --machine were both given; the file names the machines.")
+    if file is None:
+        names = machines or []
+        twice = {name for name in names if names.count(name) > 1}
+        profiles = [
+            known_profile(name, f"{name}#{names[: place + 1].count(name)}" if name in twice else None)
+            for place, name in enumerate(names)
+        ]
+        named = cluster_of(tuple(profiles))
+        return replace(named, usual_link=link_named(link) or named.usual_link), DevicesFile(())
+    try:
+        text = file.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--cluster is {file}, which cannot be read: {error}.") from error
+    content = load_content(text, str(file))
+    listed = read_devices(content, str(file)) if lists_devices(content) else DevicesFile(())
+    return read_cluster(text, str(file)), listed

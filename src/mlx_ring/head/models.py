@@ -37,16 +37,16 @@ from mlx_ring.head.status import (
     instance_status,
     node_statuses,
 )
-from mlx_ring.head.step_speeds import StepSpeeds
+from mlx_ring.head.step_speeds import step_speeds
 from mlx_ring.host.machine import node_name
 from mlx_ring.host.machine_profile import MachineProfile
 from mlx_ring.models.fetching import fetch_beside
 from mlx_ring.models.model_source import must_be_fetched
+from mlx_ring.planner.model_sizes import sizes_of
 from mlx_ring.planner.place import LoadedStages, RunningCluster
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
-from mlx_ring.planner.what_if import sizes_of
 from mlx_ring.rpc.hello import hello_versions, make_hello
-from mlx_ring.settings.config import Settings, state_folder
+from mlx_ring.settings.config import Settings
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class Catalog:
         self._settings = settings
         self._tracing = tracing
         self._watcher, self._ready = watcher, ready
-        self._speeds = StepSpeeds(state_folder(settings), learns=settings.learn_speeds == "on")
+        self._speeds = step_speeds(settings)
         self._shares = KvShares(settings.kv_cache_memory)
         self._machines: Machines | None = None
         self._has_served = self._has_ended = False
@@ -121,7 +121,7 @@ class Catalog:
             # Shares are for the machines of the first plan.
             request = replace(request, strategy="auto")
         if self._machines is None:
-            return RunningCluster(ClusterProfile(()), request)
+            return RunningCluster(ClusterProfile(()), request, count=hosted.settings.replicas)
         view = self._machines.cluster_view()
         loaded = () if model is None else _loaded_stages(hosted, readable_names(view))
         others = [other for other in self._hosted if other is not hosted] if loaded else []
@@ -131,7 +131,7 @@ class Catalog:
         connected = {node.name for node in machines.nodes}
         if any(name not in connected for stages in loaded for _, ranks in stages for name, _ in ranks):
             loaded = ()
-        return RunningCluster(machines, request, loaded)
+        return RunningCluster(machines, request, loaded, hosted.settings.replicas)
 
     def sizes(self, model: ModelService, machines: ClusterProfile) -> ModelProfile:
         """Return a model's profile, for planning on these machines."""

@@ -28,14 +28,15 @@ from mlx_ring.head.rank_placements import (
     with_routes,
 )
 from mlx_ring.head.served_model import ServedModel, widens_half_precision
-from mlx_ring.head.step_speeds import StepSpeeds
+from mlx_ring.head.step_speeds import step_speeds
 from mlx_ring.host.machine_profile import MachineProfile
 from mlx_ring.host.process import usable_memory
 from mlx_ring.models.model_folder import ModelFolder
 from mlx_ring.models.tensor_shares import read_tensor_sizes, share_out
 from mlx_ring.models.weights_manifest import WeightsManifest
 from mlx_ring.planner.forecast import Forecast
-from mlx_ring.planner.model_sizes import decode_bytes, profile_folder
+from mlx_ring.planner.layer_parts import decode_bytes
+from mlx_ring.planner.model_sizes import profile_folder
 from mlx_ring.planner.place import place, plan_given
 from mlx_ring.planner.plan import Plan
 from mlx_ring.planner.profiles import ClusterProfile, NodeProfile, measured_node
@@ -45,7 +46,7 @@ from mlx_ring.rpc.backends import is_collective
 from mlx_ring.rpc.channels import AGENT_MESSAGE_BYTES, keep_alive, open_aio_channel
 from mlx_ring.rpc.link_profile import LinkProfile
 from mlx_ring.rpc.tls.peers import node_name
-from mlx_ring.settings.config import Settings, state_folder
+from mlx_ring.settings.config import Settings
 from mlx_ring.settings.rank_settings import rank_shares, shared_stages
 
 if TYPE_CHECKING:
@@ -132,8 +133,7 @@ def place_single_node(
         node = NodeProfile(site.node, memory, 1.0, 1.0, reserve, widens=True, cpu_weights=weights)
     else:
         node = measured_node(profile, site.node, reserve_share=reserve, cpu_weights=cpu_weights_of(settings))
-        speeds = StepSpeeds(state_folder(settings), learns=settings.learn_speeds == "on")
-        node = replace(node, ratios=speeds.of(site.node, profile))
+        node = replace(node, ratios=step_speeds(settings).of(site.node, profile))
     # Other models and replicas have as much of its memory.
     instances = (1 + len(settings.more_models)) * (settings.replicas or 1)
     node = replace(node, memory_bytes=node.memory_bytes // instances)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
@@ -15,11 +15,11 @@ from mlx_ring.cluster.membership import Member, Membership
 from mlx_ring.core.errors import PlanError
 from mlx_ring.core.types import CpuWeights, LayerRange
 from mlx_ring.head.status import ClusterView
-from mlx_ring.head.step_speeds import StepSpeeds
+from mlx_ring.head.step_speeds import StepSpeeds, step_speeds
 from mlx_ring.planner.profiles import ClusterProfile, NodeProfile, measured_node
 from mlx_ring.planner.request import PlanRequest, proportional_counts
 from mlx_ring.rpc.link_profile import LinkProfile
-from mlx_ring.settings.config import Settings, state_folder
+from mlx_ring.settings.config import Settings
 
 if TYPE_CHECKING:
     from mlx_ring.cluster.control import Control
@@ -106,23 +106,10 @@ def node_profiles(
     settings: Settings, control: Control, membership: Membership, taken: Mapping[str, int]
 ) -> list[NodeProfile]:
     """Return the members' profiles, the head's own first, without memory that is promised to others."""
-    members = sorted(
-        membership.members.values(), key=lambda member: (member.node != control.node, member.node)
-    )
-    speeds = StepSpeeds(state_folder(settings), learns=settings.learn_speeds == "on")
-    head_bytes = psutil.Process().memory_info().rss
     # The current membership may have newer profiles than the one that is planned for.
-    latest = [control.membership.members.get(member.node, member) for member in members]
-    return [
-        _node_profile(
-            member,
-            taken.get(member.node, 0),
-            head_bytes if member.node == control.node else 0,
-            cpu_weights_of(settings),
-            speeds,
-        )
-        for member in latest
-    ]
+    latest = control.membership.members
+    members = [latest.get(member.node, member) for member in membership.members.values()]
+    return _node_profiles(settings, control.node, members, taken)
 
 
 def measured_cluster(
@@ -141,22 +128,8 @@ def measured_cluster(
         links: known links, by the IDs of their ends.
         taken: bytes of memory that other models have promised, by node.
     """
-    members = sorted(
-        view.membership.members.values(), key=lambda member: (member.node != view.own, member.node)
-    )
-    head_bytes = psutil.Process().memory_info().rss
     names = readable_names(view)
-    speeds = StepSpeeds(state_folder(settings), learns=settings.learn_speeds == "on")
-    nodes = [
-        _node_profile(
-            member,
-            taken.get(member.node, 0),
-            head_bytes if member.node == view.own else 0,
-            cpu_weights_of(settings),
-            speeds,
-        )
-        for member in members
-    ]
+    nodes = _node_profiles(settings, view.own, view.membership.members.values(), taken)
     return ClusterProfile(
         tuple(replace(node, name=names[node.name]) for node in nodes),
         {
@@ -172,6 +145,20 @@ def readable_names(view: ClusterView) -> Mapping[str, str]:
     members = view.membership.members.values()
     counts = Counter(member.machine for member in members)
     return {member.node: member.machine if counts[member.machine] == 1 else member.node for member in members}
+
+
+def _node_profiles(
+    settings: Settings, own: str, members: Iterable[Member], taken: Mapping[str, int]
+) -> list[NodeProfile]:
+    """Return the profiles of these members, the head's own first."""
+    speeds, weights = step_speeds(settings), cpu_weights_of(settings)
+    head_bytes = psutil.Process().memory_info().rss
+    return [
+        _node_profile(
+            member, taken.get(member.node, 0), head_bytes if member.node == own else 0, weights, speeds
+        )
+        for member in sorted(members, key=lambda member: (member.node != own, member.node))
+    ]
 
 
 def _node_profile(

@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import logging
 import zlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Literal, Protocol, cast
@@ -28,6 +29,7 @@ from mlx_ring.host.machine_profile import MachineProfile
 from mlx_ring.host.private_files import read_private, write_private
 from mlx_ring.planner.forecast import Forecast
 from mlx_ring.planner.profiles import StepRatios
+from mlx_ring.settings.config import Settings, state_folder
 
 StepKind = Literal["decode", "prefill"]
 log = logging.getLogger(__name__)
@@ -35,6 +37,8 @@ log = logging.getLogger(__name__)
 _FILE = "step-time-ratios.json"
 _LEAST_STEPS: Mapping[StepKind, int] = {"decode": 32, "prefill": 4}
 """Number of measured steps from which their median counts."""
+_LEAST_CHUNK, _LEAST_PROMPT = 64, 1024
+"""Tokens of a prompt's chunk, and of all chunks together, from which they count: the rest of a cached prompt says little."""
 _LEAST, _MOST = 0.5, 2.0
 """Bounds of a ratio. A machine that is farther off was measured under other conditions."""
 _CHANGE = 0.05
@@ -94,15 +98,17 @@ class StepSpeeds:
         """Learn from the last steps of all instances, and write what has changed."""
         if not self._learns:
             return
-        steps: dict[tuple[str, StepKind], list[tuple[float, int]]] = defaultdict(list)
-        for view in views:
-            for node, kind, ratio, count in _measured(view):
-                steps[node, kind].append((ratio, count))
+        instances = list(views)
+        workers = Counter(node for view in instances for stage in view.nodes for node in stage)
+        found: dict[tuple[str, StepKind], list[_Measured]] = defaultdict(list)
+        for view in instances:
+            for node, kind, measured in _measured(view, workers):
+                found[node, kind].append(measured)
         profiles = {member.node: member.profile for member in members}
         changed = [
-            self._note(node, kind, _median(found), profiles[node])
-            for (node, kind), found in steps.items()
-            if node in profiles and sum(count for _, count in found) >= _LEAST_STEPS[kind]
+            self._note(node, kind, _median(measured), profiles[node])
+            for (node, kind), measured in found.items()
+            if node in profiles and _are_enough(kind, measured)
         ]
         if any(changed):
             self._write()
@@ -141,6 +147,16 @@ class StepSpeeds:
             log.warning("Measured speeds are not kept: %s", error)
 
 
+@cache
+def _shared(folder: Path, *, learns: bool) -> StepSpeeds:
+    return StepSpeeds(folder, learns=learns)
+
+
+def step_speeds(settings: Settings) -> StepSpeeds:
+    """Return the ratios of the state folder of these settings, the same object for all plans of this process."""
+    return _shared(state_folder(settings), learns=settings.learn_speeds == "on")
+
+
 def _checksum(profile: MachineProfile) -> int:
     measured = profile.model_dump_json(
         include={"version", "mlx", "kernels", "blas", "blas_threads", "rates", "costs"}
@@ -148,28 +164,60 @@ def _checksum(profile: MachineProfile) -> int:
     return zlib.crc32(measured.encode())
 
 
-def _measured(view: MeasuredInstance) -> Iterator[tuple[str, StepKind, float, int]]:
-    """Yield node, kind, ratio and number of alike steps, for stages of one rank that have their machine's whole speed."""
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """Alike steps on one machine."""
+
+    ratio: float
+    """Measured over predicted time."""
+    predicted_s: float
+    """Predicted time of one step."""
+    steps: int
+    tokens: int
+    """Tokens of each step."""
+
+
+def _measured(
+    view: MeasuredInstance, workers: Mapping[str, int]
+) -> Iterator[tuple[str, StepKind, _Measured]]:
+    """Yield node, kind and alike steps, for stages of one rank that have their machine's whole speed.
+
+    Args:
+        view: the instance.
+        workers: number of workers by node, of all instances together.
+    """
     if view.forecast is None:
         return
     profile = view.forecast.corrected({})
-    nodes = [node for stage in view.nodes for node in stage]
     for times in view.times.stages:
         node = profile.node(times.stage)
-        crowded = nodes.count(node.name) > node.workers_at_once
+        crowded = workers[node.name] > node.workers_at_once
         if len(view.nodes[times.stage]) > 1 or crowded or node.cpu_quota is not None:
             continue
-        for kind, alike in (("decode", times.decode), ("prefill", times.chunks)):
+        chunks = [alike for alike in times.chunks if alike.tokens >= _LEAST_CHUNK]
+        for kind, alike in (("decode", times.decode), ("prefill", chunks)):
             for steps in alike:
                 predicted_s = _predicted_s(profile, times.stage, steps, cast("StepKind", kind))
-                yield node.name, cast("StepKind", kind), steps.compute_us / 1e6 / predicted_s, steps.steps
+                ratio = steps.compute_us / 1e6 / predicted_s
+                yield (
+                    node.name,
+                    cast("StepKind", kind),
+                    _Measured(ratio, predicted_s, steps.steps, steps.tokens),
+                )
 
 
-def _median(found: list[tuple[float, int]]) -> float:
-    """Return the median of ratios, each with a number of steps."""
-    ordered = sorted(found)
-    half = sum(count for _, count in ordered) / 2
-    reached = accumulate(count for _, count in ordered)
+def _are_enough(kind: StepKind, measured: Iterable[_Measured]) -> bool:
+    steps, tokens = (
+        sum(each) for each in zip(*((one.steps, one.steps * one.tokens) for one in measured), strict=True)
+    )
+    return steps >= _LEAST_STEPS[kind] and (kind == "decode" or tokens >= _LEAST_PROMPT)
+
+
+def _median(measured: Iterable[_Measured]) -> float:
+    """Return the median of ratios, by the predicted time of their steps."""
+    ordered = sorted((one.ratio, one.steps * one.predicted_s) for one in measured)
+    half = sum(seconds for _, seconds in ordered) / 2
+    reached = accumulate(seconds for _, seconds in ordered)
     return next(ratio for (ratio, _), so_far in zip(ordered, reached, strict=True) if so_far >= half)
 
 

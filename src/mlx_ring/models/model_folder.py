@@ -171,7 +171,7 @@ class ModelFolder:
         }
         return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]
 
-    @property
+    @cached_property
     def _text_config(self) -> Mapping[str, Any]:
         """The language model's part of a multimodal configuration."""
         nested = self.config.get("text_config") or self.config.get("llm_config")

@@ -16,6 +16,8 @@ from mlx_ring.host.machine_profile import StepCosts, WeightRate
 from mlx_ring.planner.profiles import NodeProfile
 from mlx_ring.rpc.link_profile import LinkProfile
 
+FAST_LOADER: type[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""Safe loader of YAML, in C where it is there."""
 Fitted = Mapping[str, Mapping[str, Mapping[str, Any]]]
 OWN_ENGINE = "mlx-ring"
 """Engine of predictions: its factors are those of mlx-lm, whose layers it computes, with its own chunks of a prompt."""
@@ -64,7 +66,7 @@ class KnownMachine:
 
 @cache
 def _catalogue() -> Mapping[str, Any]:
-    return yaml.safe_load(files("mlx_ring.planner").joinpath("catalogue.yaml").read_text("utf-8"))
+    return yaml.load(files("mlx_ring.planner").joinpath("catalogue.yaml").read_text("utf-8"), FAST_LOADER)  # noqa: S506 - it is a safe loader
 
 
 @cache
@@ -127,6 +129,8 @@ def known_profile(text: str, name: str | None = None, *, wired_gb: float | None 
     Raises:
         ConfigError: it is not known.
     """
+    if not text.strip():
+        raise ConfigError("The name of a machine is empty; `mlx-ring plan` lists the known ones.")
     chip, gigabytes = _sold(text)
     if chip is None:
         raise ConfigError(f"The machine {text} is unknown; {_nearest(text)}.")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -21,6 +22,7 @@ from mlx_ring.settings.devices_file import (
     read_share,
 )
 
+_EXPONENT = re.compile(r"\d+(\.\d*)?[eE][+-]?\d+")
 _MACHINE_NUMBERS = frozenset({"memory_gb", "bandwidth_gb_s", "tflops"})
 _UPKEEP_FIELDS = ("watts", "idle_watts", "price")
 _MACHINE_FIELDS = (
@@ -28,6 +30,8 @@ _MACHINE_FIELDS = (
     | SHARE_FIELDS
     | {"name", "machine", "reserve", "trusted_interface", "wired_limit_gb", *_UPKEEP_FIELDS}
 )
+MOST_ADDED = 16
+"""Machines that one question may add."""
 _LINK_FIELDS = frozenset({"between", "round_trip_ms", "gbit_s", "trusted", "link"})
 
 
@@ -59,7 +63,10 @@ def load_content(text: str, where: str) -> object:
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{where} is neither YAML nor JSON: {error}.") from error
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+        place = f" in line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
+        said = problem or str(error).partition("\n")[0]
+        raise ConfigError(f"{where} is neither YAML nor JSON: {said}{place}.") from error
 
 
 def read_cluster(text: str, where: str) -> ClusterProfile:
@@ -258,6 +265,50 @@ def _named_link(name: object, where: str) -> LinkProfile:
 
 def _positive(fields: Mapping[str, Any], name: str, where: str) -> float:
     value = fields.get(name)
+    if isinstance(value, str) and _EXPONENT.fullmatch(value):
+        # YAML takes an exponent without a point for a text.
+        value = float(value)
     if type(value) not in (int, float) or not 0 < cast("float", value) < float("inf"):
         raise ConfigError(f"{where}: {name} is {value!r}; it must be a number above 0.")
     return float(cast("float", value))
+
+
+# ---- machines to add
+
+
+def with_machines(cluster: ClusterProfile, names: Sequence[str], link: str | None) -> ClusterProfile:
+    """Return the cluster with more machines, each joined to all others by a named link.
+
+    Raises:
+        ConfigError: a machine or the link is unknown, or too many are added.
+    """
+    if len(names) > MOST_ADDED:
+        raise ConfigError(f"{len(names)} machines were added; add {MOST_ADDED} at most.")
+    given = link_named(link)
+    nodes, links = list(cluster.nodes), dict(cluster.links)
+    for text in names:
+        taken = {node.name for node in nodes}
+        name = next(each for each in _numbered(text) if each not in taken)
+        if given is not None:
+            links |= {frozenset((name, other)): given for other in taken}
+        nodes.append(known_profile(text, name))
+    return replace(cluster, nodes=tuple(nodes), links=links)
+
+
+def link_named(name: str | None) -> LinkProfile | None:
+    """Return a link of the catalogue. None stays None.
+
+    Raises:
+        ConfigError: it is unknown.
+    """
+    if name is None:
+        return None
+    found = named_links().get(name)
+    if found is None:
+        raise ConfigError(f"The link {name} is unknown; known links are {', '.join(named_links())}.")
+    return found
+
+
+def _numbered(text: str) -> Iterator[str]:
+    yield text
+    yield from (f"{text}#{number}" for number in range(2, 10_000))

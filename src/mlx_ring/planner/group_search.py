@@ -23,6 +23,8 @@ from mlx_ring.planner.stage_costs import Table
 from mlx_ring.planner.tensor_groups import Ends
 
 _BLOCKS = 32
+_BETWEEN = (0.0, 0.06, 0.13, 0.22, 0.35, 0.5, 0.7)
+"""Bounds of a division's pace that are tried, between the most even division and the one without a bound."""
 _MOST_CHANGES = 6000
 """Number of changed pipelines that are tried."""
 
@@ -160,6 +162,27 @@ def cut(tables: Sequence[Table], *, adds: bool) -> list[tuple[int, int]] | None:
         found.append((first, end))
         end = first
     return found[::-1]
+
+
+def divided(sums: Sequence[Table], paces: Sequence[Table]) -> list[tuple[int, int]] | None:
+    """Return the division with about the least sum and slowest pace together; None if none fits."""
+    evenly, freely = cut(paces, adds=False), cut(sums, adds=True)
+    if evenly is None or freely is None:
+        return None
+
+    def slowest_s(division: Sequence[tuple[int, int]]) -> float:
+        return max(float(pace[piece]) for pace, piece in zip(paces, division, strict=True))
+
+    def total_s(division: Sequence[tuple[int, int]]) -> float:
+        return sum(float(each[piece]) for each, piece in zip(sums, division, strict=True))
+
+    low, high = slowest_s(evenly), slowest_s(freely)
+    found = [evenly, freely]
+    for part in _BETWEEN if high > low else ():
+        bound = low * (high / low) ** part if low else high * part
+        allowed = [np.where(pace <= bound, each, np.inf) for each, pace in zip(sums, paces, strict=True)]
+        found.append(cut(allowed, adds=True) or evenly)
+    return min(found, key=lambda division: total_s(division) + slowest_s(division))
 
 
 SizedGroups = tuple[tuple[tuple[int, ...], int], ...]

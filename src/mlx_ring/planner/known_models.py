@@ -16,6 +16,7 @@ import yaml
 
 from mlx_ring.core.errors import ModelNotFound
 from mlx_ring.models.model_folder import ModelFolder
+from mlx_ring.planner.catalogue import FAST_LOADER
 from mlx_ring.planner.layer_parts import layer_matrices
 
 MXFP4: Mapping[str, Any] = {"group_size": 32, "bits": 4, "mode": "mxfp4"}
@@ -54,7 +55,7 @@ class KnownModel:
 
 @cache
 def _known() -> Mapping[str, Any]:
-    return yaml.safe_load(files("mlx_ring.planner").joinpath("known_models.yaml").read_text("utf-8"))
+    return yaml.load(files("mlx_ring.planner").joinpath("known_models.yaml").read_text("utf-8"), FAST_LOADER)  # noqa: S506 - it is a safe loader
 
 
 def configs() -> Mapping[str, Mapping[str, Any]]:
@@ -77,7 +78,7 @@ def _forms(entry: Mapping[str, Any]) -> list[str]:
     return [form for form in entry if form != "context"]
 
 
-def find_known_model(text: str, tried: str = _TRIED) -> KnownModel:
+def find_known_model(text: str, tried: str = _TRIED, form: str = "") -> KnownModel:
     """Return the model that a short name or a number of parameters means.
 
     The short name has parts of the model's name, and perhaps a format: `qwen3-30b-a3b-4bit`, `llama-70b`. Of several models
@@ -88,13 +89,15 @@ def find_known_model(text: str, tried: str = _TRIED) -> KnownModel:
     Args:
         text: the name.
         tried: what else the caller takes it for, for the error.
+        form: format of the weights instead of that of the name.
 
     Raises:
         ModelNotFound: no model has these parts, or the format is unknown.
     """
     said = re.sub(r"[\s_/]+", "-", text.strip().lower())
     found = _FORM.search(said)
-    stem, form = (said[: found.start()], _form(found[1])) if found else (said, "")
+    stem, named = (said[: found.start()], _form(found[1])) if found else (said, "")
+    form = form or named
     if number := _PARAMETERS.fullmatch(stem):
         return _dense(float(number[1]), form or _USUAL_FORM, text)
     parts = _parts(stem)

@@ -6,7 +6,7 @@ Pure, and total: a plan, or an error that says what is missing.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,21 +14,18 @@ import numpy as np
 from mlx_ring.core.errors import PlanError
 from mlx_ring.core.types import LayerRange
 from mlx_ring.planner.forecast import StageRanks, settle_weights
+from mlx_ring.planner.memory_fit import explain_shortage
 from mlx_ring.planner.pipeline import GroupStage, Pipeline
 from mlx_ring.planner.plan import WHY_LEFT_OUT, LeftOut, Plan, Prediction, RankPlan, StagePlan
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile
-from mlx_ring.planner.request import PlanRequest
+from mlx_ring.planner.request import USUAL_CONTEXT, PlanRequest
 from mlx_ring.planner.search import MachineLayers, Partition
-from mlx_ring.planner.stage_costs import StageTables
 from mlx_ring.planner.strategies import METHODS, PipelineMethod, TensorMethod
 from mlx_ring.planner.tensor_groups import SharedModel, given_group
 from mlx_ring.planner.tensor_plans import best_of_both, place_tensor, plan_of
 from mlx_ring.planner.tensor_search import SharedPipeline
 from mlx_ring.planner.timetable import Timetable
 from mlx_ring.rpc.link_profile import UNREACHABLE
-
-_SHORTEST_CONTEXT = 256
-_KV_BITS = (8, 4)
 
 
 def _explained(times: Timetable, request: PlanRequest, partition: Partition) -> Plan:
@@ -135,83 +132,6 @@ def _remarks(
     return ()
 
 
-# ---- what is missing
-
-
-def explain_shortage(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest) -> str:
-    """Return why no plan fits, and what would fit."""
-    if broken := _broken_links(model, cluster, request):
-        return broken
-    demand, usable = request.demand, sum(node.usable_bytes for node in cluster.nodes)
-    tables = StageTables(model, demand)
-    need = min(float(tables.memory(node)[0, -1]) for node in cluster.nodes)
-    several = "" if demand.sequences == 1 else "s"
-    asked = (
-        f"{model.name} with {demand.sequences} sequence{several} of {demand.context_tokens} tokens "
-        f"needs {need / 1e9:.1f} GB"
-    )
-    have = f"the {len(cluster.nodes)} machines have {usable / 1e9:.1f} GB for it"
-    if need > usable:
-        begin = f"{asked}, and {have}: {(need - usable) / 1e9:.1f} GB are missing."
-    else:
-        begin = (
-            f"{asked}, and {have}, but the strategy {request.strategy} does not divide it so that it fits."
-        )
-    return f"{begin} {_nearest_fit(model, cluster, request)}"
-
-
-def _broken_links(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest) -> str:
-    """Return the links without which there is no plan; empty if mending them would not help."""
-    broken = [sorted(pair) for pair, link in cluster.links.items() if link == UNREACHABLE]
-    if not broken or not _fits(model, replace(cluster, links={}), request):
-        return ""
-    pairs = ", ".join(f"{one} and {other}" for one, other in sorted(broken))
-    return f"{model.name} needs several machines, and these do not reach each other: {pairs}. Fix the network between them."
-
-
-def _nearest_fit(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest) -> str:
-    demand, found = request.demand, list[str]()
-
-    def fits(**changes: int) -> bool:
-        return _fits(model, cluster, replace(request, demand=replace(demand, **changes)))
-
-    for bits in _KV_BITS:
-        if bits < demand.kv_bits and fits(kv_bits=bits):
-            found.append(f"KV of {bits} bits")
-            break
-    context = _largest(_SHORTEST_CONTEXT, demand.context_tokens, lambda tokens: fits(context_tokens=tokens))
-    if context:
-        found.append(f"a context of {context} tokens")
-    sequences = _largest(1, demand.sequences, lambda number: fits(sequences=number))
-    if sequences:
-        found.append(f"{sequences} sequence{'s' * (sequences > 1)}")
-    if found:
-        return f"This fits: {', or '.join(found)}."
-    if fits(context_tokens=_SHORTEST_CONTEXT, sequences=1):
-        return f"One sequence of {_SHORTEST_CONTEXT} tokens fits."
-    return "Even one short sequence does not fit."
-
-
-def _fits(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest) -> bool:
-    method = METHODS[request.strategy]
-    times = Timetable(model, cluster, request.demand)
-    return isinstance(method, PipelineMethod) and method.fits(times, request)
-
-
-def _largest(low: int, high: int, fits: Callable[[int], bool]) -> int:
-    """Return the largest multiple of `low` below `high` that fits; 0 if none does."""
-    if low >= high or not fits(low):
-        return 0
-    good, bad = 1, -(-high // low)
-    while bad - good > 1:
-        middle = (good + bad) // 2
-        if fits(low * middle):
-            good = middle
-        else:
-            bad = middle
-    return good * low
-
-
 def place(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest) -> Plan:
     """Return the plan that the request's strategy makes.
 
@@ -231,6 +151,15 @@ def place(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest) ->
         plan = best_of_both(model, cluster, request, plan)
     if plan is None:
         raise PlanError(explain_shortage(model, cluster, request))
+    return _with_left_out(times, request, plan)
+
+
+def plan_of_pieces(times: Timetable, request: PlanRequest, pieces: Sequence[MachineLayers]) -> Plan:
+    """Return the plan of a pipeline whose stages were found elsewhere."""
+    return _with_left_out(times, request, _explained(times, request, Partition(tuple(pieces), 0.0)))
+
+
+def _with_left_out(times: Timetable, request: PlanRequest, plan: Plan) -> Plan:
     used = {rank.node for stage in plan.stages for rank in stage.ranks}
     return replace(plan, left_out=_left_out(times, request, used))
 
@@ -238,11 +167,21 @@ def place(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest) ->
 def _check(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest) -> None:
     if not cluster.nodes:
         raise PlanError("There is no machine to plan for; name one or more.")
-    if request.demand.context_tokens > model.context_tokens:
+    _check_context(model, request)
+
+
+def _check_context(model: ModelProfile, request: PlanRequest) -> None:
+    """Raise `PlanError` if the model has no context as long."""
+    context, most = request.demand.context_tokens, model.context_tokens
+    if context <= most:
+        return
+    needed = request.prompt_tokens + request.answer_tokens
+    if context == needed and needed > USUAL_CONTEXT:
         raise PlanError(
-            f"A context of {request.demand.context_tokens} tokens was requested; {model.name} supports "
-            f"{model.context_tokens} at most."
+            f"A prompt of {request.prompt_tokens} tokens and an answer of {request.answer_tokens} need a context of {needed}; "
+            f"{model.name} supports {most} at most."
         )
+    raise PlanError(f"A context of {context} tokens was requested; {model.name} supports {most} at most.")
 
 
 def _check_hops(cluster: ClusterProfile, request: PlanRequest, pieces: Sequence[MachineLayers]) -> None:
@@ -273,6 +212,8 @@ class RunningCluster:
     """Strategy, objective, usual request and bits of the KV cache with which it plans."""
     replicas: tuple[LoadedStages, ...] = ()
     """Stages of each loaded instance of the model; none if it is not loaded."""
+    count: int | None = None
+    """Number of replicas that it is set up for; None for one, or the best number for throughput."""
 
 
 def plan_loaded(
@@ -285,11 +226,7 @@ def plan_loaded(
     Raises:
         PlanError: the stages need more memory than a machine has, or the model has no context as long.
     """
-    context = request.demand.context_tokens
-    if context > model.context_tokens:
-        raise PlanError(
-            f"A context of {context} tokens was requested; {model.name} supports {model.context_tokens} at most."
-        )
+    _check_context(model, request)
     instances = Counter(
         name for stages in replicas for name in {name for _, ranks in stages for name, _ in ranks}
     )
@@ -298,8 +235,8 @@ def plan_loaded(
         for node in cluster.nodes
     }
     shared = replace(cluster, nodes=tuple(nodes.values()))
-    part = -(-request.demand.sequences // len(replicas))
-    each = replace(request, demand=replace(request.demand, sequences=part))
+    part, users = (-(-count // len(replicas)) for count in (request.demand.sequences, request.users))
+    each = replace(request, demand=replace(request.demand, sequences=part), users=users)
     return [
         plan_given(
             model,

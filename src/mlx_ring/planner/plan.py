@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mlx_ring.core.types import LayerRange
+from mlx_ring.planner.catalogue import accuracy
 from mlx_ring.planner.request import Objective
 from mlx_ring.settings.strategies import Strategy
 
@@ -89,6 +90,28 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True)
+class Ranges:
+    """Ranges in which measurements are to be expected: the prediction over and times the factor by which it may be off."""
+
+    tokens_per_s: tuple[float, float]
+    """Speed of one stream."""
+    first_token_s: tuple[float, float]
+    request_s: tuple[float, float]
+
+
+def ranges_of(predicted: Prediction, *, is_measured: bool) -> Ranges:
+    """Return the ranges of a prediction for machines that were all measured, or were not."""
+    decode, prefill = (accuracy("measured" if is_measured else kind) for kind in ("decode", "prefill"))
+    speed, first_s = 1 / predicted.token_s, predicted.first_token_s
+    answer_s = predicted.request_s - first_s
+    return Ranges(
+        (speed / decode, speed * decode),
+        (first_s / prefill, first_s * prefill),
+        (first_s / prefill + answer_s / decode, first_s * prefill + answer_s * decode),
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """Stages in the pipeline's order."""
 
@@ -113,5 +136,6 @@ class Plan:
     def as_json(self) -> dict[str, Any]:
         """Return the fields for `--json`."""
         # Programs read the objective as `aim`, its name in earlier versions.
+        # Programs read the objective under its former name.
         fields = {"aim" if name == "objective" else name: value for name, value in asdict(self).items()}
         return {**fields, "kind": self.kind}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -267,6 +268,7 @@ class NodeProfile:
         return WeightRate(weights=weights, bandwidth=self.bandwidth, row_s=0.0, spread=0.0, flops=self.flops)
 
 
+@cache
 def _quantized_bits(weights: str) -> int | None:
     """Return the bits of a kind such as `4-bit`; None for other kinds."""
     number, _, rest = weights.partition("-")

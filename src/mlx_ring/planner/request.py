@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal, get_args
 
-from mlx_ring.core.errors import PlanError
+from mlx_ring.core.errors import ConfigError, PlanError
 from mlx_ring.settings.strategies import Strategy
 
 Objective = Literal["latency", "throughput", "first-token", "memory"]
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 
+USUAL_CONTEXT = 8192
+"""Tokens of context of each sequence, if no number is given and the model's longest is not less."""
 _FULL_PRECISION_BITS, _SCALE_AND_BIAS_NUMBERS = 16, 2
 _QUANTIZED_GROUP = 64
 
@@ -116,3 +118,36 @@ def given_counts(layers: int, counts: Sequence[int]) -> tuple[int, ...]:
             "each machine needs one or more, and the sum must be all layers."
         )
     return tuple(counts)
+
+
+def request_within(request: PlanRequest, most_tokens: int, context_tokens: int | None) -> PlanRequest:
+    """Return the request with its context, in which prompt and answer have room, and a sequence for each user.
+
+    Without a context, it is 8,192 tokens, at most the model's, but at least what given lengths need. Lengths that are
+    not given are shortened to the context.
+
+    Args:
+        request: the request; its lengths are given if its demand has `typical_tokens`.
+        most_tokens: longest context of the model.
+        context_tokens: context that is asked for, if any.
+
+    Raises:
+        ConfigError: given lengths need a longer context than is asked for, or it is not positive.
+    """
+    are_given = request.demand.typical_tokens is not None
+    prompt, answer = request.prompt_tokens, request.answer_tokens
+    context = min(USUAL_CONTEXT, most_tokens) if context_tokens is None else context_tokens
+    if context_tokens is None and are_given:
+        context = max(context, prompt + answer)
+    if context < 1:
+        raise ConfigError(f"The context is {context} tokens; it must be 1 or more.")
+    if prompt + answer > context:
+        if are_given:
+            raise ConfigError(
+                f"A prompt of {prompt} tokens and an answer of {answer} need a context of {prompt + answer}, "
+                f"which is longer than {context}; give a longer context, or a shorter request."
+            )
+        answer = min(answer, max(1, context // 5))
+        prompt = max(1, context - answer)
+    demand = replace(request.demand, context_tokens=context, sequences=request.users)
+    return replace(request, demand=demand, prompt_tokens=prompt, answer_tokens=answer)

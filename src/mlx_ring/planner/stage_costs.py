@@ -49,9 +49,12 @@ class LayerKinds:
 
     def __init__(self, model: ModelProfile) -> None:
         self.model = model
-        places = {layer: place for place, layer in enumerate(dict.fromkeys(model.layers))}
+        # Most layers are the same object, whose fields need not be compared again.
+        objects = {id(layer): layer for layer in model.layers}
+        places = {layer: place for place, layer in enumerate(dict.fromkeys(objects.values()))}
+        place_of = {key: places[layer] for key, layer in objects.items()}
         self.kinds = tuple(places)
-        self.index: NDArray[np.intp] = np.array([places[layer] for layer in model.layers])
+        self.index: NDArray[np.intp] = np.array([place_of[id(layer)] for layer in model.layers])
 
     def by_layer(self, values: Sequence[float]) -> Table:
         """Return for every layer the value of its kind."""

@@ -28,7 +28,7 @@ from mlx_ring.planner.stage_costs import (
     times_on,
 )
 
-_SUMS_PER_LAYER = 2
+SUMS_PER_LAYER = 2
 _PARTS = 256
 """Number of parts in which shares are counted, so that they add up to exactly 1."""
 _BISECTIONS, _TRIES = 30, 8
@@ -128,7 +128,7 @@ class RankGroup:
         if len(self.members) == 1:
             return 0.0, 0.0
         model = self.shared.model
-        layer = _SUMS_PER_LAYER * self.ring.sum_s(rows * model.hidden_size * self.number_bytes)
+        layer = SUMS_PER_LAYER * self.ring.sum_s(rows * model.hidden_size * self.number_bytes)
         logits = rows * model.vocabulary * self._longest_head * self.number_bytes
         return layer, self.ring.gather_s(logits) + self.ring.sum_s(TOKEN_BYTES * rows)
 

@@ -26,7 +26,7 @@ class TensorSearch(Protocol):
         ...
 
 
-_MOST_ALIKE = 64
+MOST_ALIKE = 64
 """Number of machines up to which sharing layers is considered, if many of them are alike."""
 _UNSPLIT, _UNTRUSTED, _UNSERVED = (
     "the model's layers cannot be split",
@@ -52,7 +52,7 @@ def best_of_both(
     """
     # Ranks that share layers hold norms, embeddings and activations each.
     is_emptiest = request.objective == "memory" and apart is not None
-    if is_emptiest or len(cluster.nodes) == 1 or len(cluster.nodes) > _MOST_ALIKE:
+    if is_emptiest or len(cluster.nodes) == 1 or len(cluster.nodes) > MOST_ALIKE:
         return apart
     search = SharedLayers(model, cluster, request)
     if not request.allows_tensor or not search.is_possible:
@@ -116,9 +116,9 @@ def _problem(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest)
             f"{name} shares layers among machines, but there is one; use `serve --tp N` to share them among its workers.",
         ),
         (
-            len(nodes) > _MOST_ALIKE
+            len(nodes) > MOST_ALIKE
             or (len(nodes) > MOST_NODES and not SharedLayers(model, cluster, request).is_searchable),
-            f"{len(nodes)} machines were given; {name} is planned for {MOST_NODES} at most, or for {_MOST_ALIKE} of few kinds.",
+            f"{len(nodes)} machines were given; {name} is planned for {MOST_NODES} at most, or for {MOST_ALIKE} of few kinds.",
         ),
         (not request.allows_tensor, f"{name} cannot be served: {_UNSERVED}. Choose another strategy."),
         (

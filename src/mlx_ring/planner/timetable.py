@@ -1,18 +1,26 @@
-"""Tables of seconds by machine, first layer and end, from which pipelines are searched. Pure."""
+"""Tables of seconds by machine, first layer and end, from which pipelines are searched; and those of mean layers. Pure."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
 from mlx_ring.core.types import LayerRange
 from mlx_ring.planner.pipeline import MachineStage, Pipeline
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile
+from mlx_ring.planner.rank_costs import Ring
 from mlx_ring.planner.request import Demand, PlanRequest
 from mlx_ring.planner.search import MachineLayers, RequestTables
 from mlx_ring.planner.stage_costs import CHUNK_TOKENS, TOKEN_BYTES, StageTables, Table, Times
+from mlx_ring.planner.tensor_groups import SUMS_PER_LAYER, SharedModel
+
+_LOOSER = (1.0, 1.12, 1.3, 1.6, 2.2, math.inf)
+"""Multiples of the shortest possible pace that are tried."""
+_BISECTIONS = 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,3 +152,207 @@ class _TableStage(MachineStage):
         place = (self.piece.first, self.piece.end)
         unhindered, steady = self.times.tables(rows), self.times.steady_tables(rows)
         return Times(float(unhindered[self.piece.node][place]), float(steady[self.piece.node][place]))
+
+
+# ---- mean layers
+
+
+@dataclass(frozen=True, slots=True)
+class MeanLayer:
+    """Times of a mean layer on a machine, or on several that compute layers together."""
+
+    members: tuple[int, ...]
+    """Places of the machines in the cluster."""
+    decode_s: float
+    chunk_s: float
+    """Seconds of a prompt's chunk."""
+    step_s: float
+    """Seconds of a decode step beside its layers."""
+    room: float
+    """Number of layers that fit into the memory."""
+
+
+class MeanLayers:
+    """Times of a model's mean layer on the machines of a cluster, alone or in groups."""
+
+    def __init__(self, times: Timetable, shared: SharedModel, request: PlanRequest) -> None:
+        """Prepare them for a request; `shared` is the model as groups hold it."""
+        self._times = times
+        self._nodes = times.cluster.nodes
+        self._shared = shared
+        self._request = request
+        self._layers = len(times.model.layers)
+        self._chunks = -(-request.prompt_tokens // CHUNK_TOKENS)
+        self._parts: dict[tuple[int, int], _Parts] = {}
+        self._minimized = 1 + request.minimized_tokens
+        self._hop_of: dict[int, Table] = {}
+
+    def alone(self, place: int, rows: int) -> MeanLayer:
+        """Return the mean layer on one machine, in steps of `rows` rows."""
+        node, costs = self._nodes[place], self._times.costs
+        step = costs.stage_seconds(node, 0, self._layers, rows, self._times.demand.mean_context_tokens)
+        decode_s = step.steady if self._request.objective == "throughput" else step.unhindered
+        prompt_s = costs.prefill_seconds(node, 0, self._layers, self._request.prompt_tokens)
+        held = costs.memory(node)[0]
+        each = max(1.0, (held[-1] - held[1]) / max(1, self._layers - 1))
+        own_s = node.costs.step_s * node.ratios.decode
+        return MeanLayer(
+            (place,),
+            (decode_s - own_s) / self._layers,
+            prompt_s / self._chunks / self._layers,
+            own_s,
+            max(0.0, (node.usable_bytes - float(held[1])) // each + 1),
+        )
+
+    def together(self, members: tuple[int, ...], ring: Ring, rows: int) -> MeanLayer | None:
+        """Return the mean layer of ranks that take equally long, as if shares were divisible; None if they are too many."""
+        most = self._shared.most_ranks
+        if len(members) > most:
+            return None
+        parts = [self._parts_on(place, rows) for place in members]
+        level = (1 + sum(one.fixed_s / one.shared_s for one in parts)) / sum(
+            1 / one.shared_s for one in parts
+        )
+        wanted = [max(1 / most, (level - one.fixed_s) / one.shared_s) for one in parts]
+        shares = [share / sum(wanted) for share in wanted]
+        both = list(zip(parts, shares, strict=True))
+        step_s = max(one.fixed_s + share * one.shared_s for one, share in both)
+        prompt_s = max(one.fixed_prompt_s + share * one.shared_prompt_s for one, share in both)
+        model = self._times.model
+        row_bytes = model.hidden_size * model.number_bytes
+        chunk_rows = min(CHUNK_TOKENS, self._request.prompt_tokens)
+        logits = rows * model.vocabulary * max(shares) * model.number_bytes
+        step_s += ring.gather_s(logits) + ring.sum_s(TOKEN_BYTES * rows)
+        return MeanLayer(
+            members,
+            step_s / self._layers + SUMS_PER_LAYER * ring.sum_s(rows * row_bytes),
+            prompt_s / self._chunks / self._layers + SUMS_PER_LAYER * ring.sum_s(chunk_rows * row_bytes),
+            max(self._nodes[place].costs.step_s * self._nodes[place].ratios.decode for place in members),
+            self._room(members),
+        )
+
+    def _parts_on(self, place: int, rows: int) -> _Parts:
+        if (place, rows) not in self._parts:
+            node, context = self._nodes[place], self._times.demand.mean_context_tokens
+            ends = self._shared.bounds(node)
+            fixed_s, whole_s = (float(one.seconds_before(rows, context)[-1]) for one in ends)
+            least_s, prompt_s = (one.prefill_s(0, self._layers, self._request.prompt_tokens) for one in ends)
+            self._parts[place, rows] = _Parts(
+                fixed_s * node.ratios.decode,
+                max(1e-12, (whole_s - fixed_s) * node.ratios.decode),
+                least_s,
+                prompt_s - least_s,
+            )
+        return self._parts[place, rows]
+
+    def _room(self, members: Sequence[int]) -> float:
+        """Return the layers that fit into the memory of a group: a part of each in every rank, and the rest once."""
+        free = everywhere = once = 0.0
+        for place in members:
+            none, whole = self._shared.bounds(self._nodes[place])
+            least, one = none.memory_bytes(0, self._layers), none.memory_bytes(0, 1)
+            fixed = max(0.0, (least - one) / max(1, self._layers - 1))
+            free += max(0.0, self._nodes[place].usable_bytes - (least - fixed * self._layers))
+            everywhere += fixed
+            # Shared parts are about the same on every machine.
+            once = max(once, (whole.memory_bytes(0, self._layers) - least) / self._layers)
+        return free / max(1.0, everywhere + once)
+
+    def rows(self, stages: int) -> int:
+        """Return the rows of a decode step, for a number of stages."""
+        streams = self._request.streams
+        return -(-streams // min(stages, streams))
+
+    def estimate(self, units: Sequence[MeanLayer]) -> tuple[float, list[int]]:
+        """Return about the seconds that the request minimizes over these stages, and which of them have layers.
+
+        Several bounds of the pace are tried, as if layers were divisible. The fastest stages get as many as bound and memory
+        allow. For throughput, it is the time of a token of all streams. It is infinite if memory does not suffice.
+        """
+        if sum(min(unit.room, self._layers) for unit in units) < self._layers:
+            return math.inf, []
+        rows = self.rows(min(len(units), self._layers))
+        streams = min(len(units), self._request.streams)
+        later = self._request.users * self._chunks - 1
+        if self._request.objective == "throughput":
+            weights = [unit.decode_s for unit in units]
+            paces = weights
+        else:
+            weights = [unit.chunk_s + self._minimized * unit.decode_s for unit in units]
+            more = self._minimized * streams if streams > 1 else 0
+            paces = [later * unit.chunk_s + more * unit.decode_s for unit in units]
+        order = sorted(range(len(units)), key=weights.__getitem__)
+        shortest = self._shortest_pace(paces, [unit.room for unit in units])
+        best: tuple[float, list[int]] = (math.inf, [])
+        for looser in _LOOSER:
+            layers = self._filled(order, paces, units, shortest * looser)
+            used = [place for place, count in enumerate(layers) if count > 0]
+            if self.rows(len(used) or 1) != rows:
+                # Estimated with the rows of fewer stages.
+                continue
+            cost = self._cost([units[place] for place in used], [layers[place] for place in used], later)
+            if cost < best[0]:
+                best = cost, used
+        return best
+
+    def _shortest_pace(self, paces: Sequence[float], rooms: Sequence[float]) -> float:
+        """Return the pace at which all machines just compute all layers."""
+        low, high = 0.0, max(pace * self._layers for pace in paces)
+        for _ in range(_BISECTIONS):
+            middle = (low + high) / 2
+            some = sum(
+                min(room, middle / pace if pace else room) for pace, room in zip(paces, rooms, strict=True)
+            )
+            low, high = (middle, high) if some < self._layers else (low, middle)
+        return high
+
+    def _filled(
+        self, order: Sequence[int], paces: Sequence[float], units: Sequence[MeanLayer], pace_s: float
+    ) -> list[float]:
+        """Return the layers of each unit: the first ones get as many as memory and pace allow."""
+        left, layers = float(self._layers), [0.0] * len(units)
+        for place in order:
+            most = min(units[place].room, pace_s / paces[place] if paces[place] else math.inf)
+            layers[place] = min(left, most)
+            left -= layers[place]
+        return layers if left <= 1e-6 * self._layers else [0.0] * len(units)
+
+    def _cost(self, units: Sequence[MeanLayer], layers: Sequence[float], later: int) -> float:
+        """Return the time that the objective minimizes, or that of a token of all users."""
+        if not units:
+            return math.inf
+        streams = self._request.streams
+        stages = min(len(units), streams)
+        rows = -(-streams // stages)
+        each = [unit.step_s + unit.decode_s * count for unit, count in zip(units, layers, strict=True)]
+        around_s = self._around_s(units, rows)
+        token_s = sum(each) + around_s if streams == 1 else max(sum(each) + around_s, stages * max(each))
+        if self._request.objective == "throughput":
+            return token_s
+        chunks = [unit.chunk_s * count for unit, count in zip(units, layers, strict=True)]
+        rows = min(CHUNK_TOKENS, self._request.prompt_tokens)
+        return sum(chunks) + later * max(chunks) + self._around_s(units, rows) + self._minimized * token_s
+
+    def _around_s(self, units: Sequence[MeanLayer], rows: int) -> float:
+        if len(units) == 1:
+            return 0.0
+        hops = self._hops(rows)
+        return sum(
+            max(float(hops[one.members[0], place]) for place in other.members) * len(other.members)
+            for one, other in pairwise(units)
+        ) + float(self._hops(0)[units[-1].members[0], units[0].members[0]])
+
+    def _hops(self, rows: int) -> Table:
+        if rows not in self._hop_of:
+            self._hop_of[rows] = self._times.hops(rows) if rows else self._times.back(1)
+        return self._hop_of[rows]
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """Seconds of all layers on one rank: those of any share, and those in proportion to it."""
+
+    fixed_s: float
+    shared_s: float
+    fixed_prompt_s: float
+    shared_prompt_s: float

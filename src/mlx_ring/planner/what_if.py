@@ -1,35 +1,36 @@
 """Answers to what-if questions about a cluster: another machine or link, more context, fewer KV bits, other models. Pure.
 
-Each case is planned by `place`, like the plan that would be loaded. So an answer says what the planner would do.
+Each case is planned by `place_replicas`, like the plan that would be loaded. Questions with many cases over many unlike machines
+are planned by a quick search instead (`quick_plans`), which an answer says.
 """
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
+from itertools import combinations, takewhile
 
-from mlx_ring.core.errors import ConfigError, PlanError
-from mlx_ring.models.model_folder import ModelFolder
-from mlx_ring.planner.catalogue import accuracy, known_profile, named_links
-from mlx_ring.planner.model_sizes import profile_config, profile_folder
-from mlx_ring.planner.place import LoadedStages, place, plan_loaded
-from mlx_ring.planner.plan import Plan
-from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
-from mlx_ring.planner.request import Demand, PlanRequest
+from mlx_ring.core.errors import PlanError
+from mlx_ring.planner.cluster_file import with_machines
+from mlx_ring.planner.memory_fit import most_of, room_at_most, room_for
+from mlx_ring.planner.place import LoadedStages, plan_loaded
+from mlx_ring.planner.plan import WHY_LEFT_OUT, Plan, ranges_of
+from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile
+from mlx_ring.planner.quick_plans import QuickSearch
+from mlx_ring.planner.replicas import place_replicas, total_tokens_per_s
+from mlx_ring.planner.request import USUAL_CONTEXT, Demand, Objective, PlanRequest, request_within
 from mlx_ring.planner.stage_costs import held_kv_bytes
-from mlx_ring.planner.strategies import METHODS, PipelineMethod
-from mlx_ring.planner.tensor_search import SharedLayers
-from mlx_ring.planner.timetable import Timetable
-from mlx_ring.planner.weight_format import WeightFormat, read_formats
-from mlx_ring.rpc.link_profile import LinkProfile
 
-USUAL_CONTEXT = 8192
-MOST_USERS = 4096
-"""Users beyond which room is not counted further."""
-MOST_ADDED = 16
-"""Machines that one question may add."""
 _SHORTEST = 1024
+_ROW_PLANS, _CURVE_PLANS = 5, 18
+"""Number of plans for a row, and for the curves of a case."""
+_MOST_WORK, _LEAST_WORK = 150, 2
+"""Work up to which the planner's own search is used, about a second; and the work of one machine, where both find the same."""
+_FEW_CASES, _MANY_TIMES = 8, 4
+"""Number of cases up to which the quick search looks farther; multiple of one user's speed that else is fast enough."""
+_QUICK = "These cases are many for the planner's own search. A quick search planned them, whose plans are 1 % slower on average."
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,24 +51,28 @@ class Outcome:
     answer_tokens: int
     """Length of its answer."""
     memory_bytes: int = 0
-    """Weights and KV cache of one user, and if it fits, also working memory, all machines together."""
+    """Weights and KV cache of the plan's users, and if it fits, also working memory, all machines together."""
+    at_once: int = 1
+    """Number of requests that are sent at once; the three times below are those of each, or of the last one."""
     tokens_per_s: float = 0.0
-    """Speed of one user alone. This field and the following are 0 or empty if it does not fit."""
+    """Speed of one stream. This field and the following are 0 or empty if it does not fit."""
     tokens_per_s_range: tuple[float, float] = (0.0, 0.0)
     first_token_s: float = 0.0
-    """Seconds to the first token of one user alone."""
+    """Seconds to the first token."""
     first_token_s_range: tuple[float, float] = (0.0, 0.0)
     request_s: float = 0.0
-    """Seconds of the whole request of one user alone."""
+    """Seconds of the whole request."""
     request_s_range: tuple[float, float] = (0.0, 0.0)
     is_measured: bool = False
     """True if each machine with layers was measured; the ranges are then those of measured machines."""
     users: int = 0
     """Number of users whose whole context fits into the memory at the same time, at most `MOST_USERS`."""
     users_tokens_per_s: float = 0.0
-    """Speed of all these users together; 0 if no plan for them is found."""
+    """Highest speed of several of these users together; 0 if no plan for them is found."""
+    fastest_users: int = 0
+    """Number of users with this speed: fewer than all, if the memory of the last ones slows the others down."""
     stages: tuple[str, ...] = ()
-    """Machines of each stage, and its layers."""
+    """Machines of each stage, and its layers; of the plan for the users with the highest speed, if throughput counts."""
     left_out: tuple[str, ...] = ()
     """Machines without layers, each with the reason."""
 
@@ -99,6 +104,8 @@ class Answer:
     outcomes: tuple[Outcome, ...]
     curves: Curves | None
     """None unless they are asked for, or if nothing fits."""
+    remarks: tuple[str, ...] = ()
+    """Sentences on what the question's names mean, and on how its cases were planned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +121,10 @@ class Question:
     kv_bits: tuple[int, ...] = (16,)
     with_curves: bool = False
     request: PlanRequest = field(default_factory=lambda: PlanRequest(Demand(USUAL_CONTEXT, 1)))
-    """Strategy, objective and lengths of the request; context, bits and numbers of sequences and users are replaced.
+    """Strategy, objective, users and lengths of the request; context, bits and number of sequences are replaced.
     Its lengths are given if `typical_tokens` is."""
+    count: int | None = None
+    """Number of replicas; None for one, or the best number for throughput."""
     loaded: tuple[LoadedStages, ...] = ()
     """Instances that the cluster has loaded, of which "now" consists; without any, "now" is planned too."""
 
@@ -124,33 +133,86 @@ NamedModel = tuple[str, ModelProfile]
 """A model with its label."""
 
 
+class _Planner:
+    """Plans for a cluster and its number of replicas: by the planner itself, or by the quick search if they are many."""
+
+    def __init__(self, cluster: ClusterProfile, count: int | None, *, is_quick: bool, is_brief: bool) -> None:
+        self.cluster = cluster
+        self.is_quick = is_quick
+        self.is_brief = is_brief
+        self.count = count
+        self._search = QuickSearch(cluster, is_brief=is_brief) if is_quick else None
+
+    def plans(self, model: ModelProfile, request: PlanRequest, near: Sequence[Plan] = ()) -> Sequence[Plan]:
+        """Return the plan of each replica; the quick search also tries plans that are `near`.
+
+        Raises:
+            PlanError: there is none.
+        """
+        if self._search is None:
+            return place_replicas(model, self.cluster, request, self.count)
+        return self._search.replicas(model, request, self.count, near)
+
+    def among(self, nodes: tuple[NodeProfile, ...]) -> _Planner:
+        """Return the planner for some of the machines."""
+        part = replace(self.cluster, nodes=nodes)
+        return _Planner(part, self.count, is_quick=self.is_quick, is_brief=self.is_brief)
+
+
 @dataclass(frozen=True, slots=True)
 class _Case:
     """A model on a cluster."""
 
     model: ModelProfile
-    cluster: ClusterProfile
-    replicas: tuple[LoadedStages, ...] = ()
+    planner: _Planner
+    loaded: tuple[LoadedStages, ...] = ()
 
-    def plans(self, request: PlanRequest) -> Sequence[Plan]:
-        """Return the plan, or that of each loaded instance with its part of the sequences.
+    @property
+    def cluster(self) -> ClusterProfile:
+        return self.planner.cluster
+
+    def plans(self, request: PlanRequest, near: Sequence[Plan] = ()) -> Sequence[Plan]:
+        """Return the plan of each replica, or that of each loaded instance with its part of the sequences.
 
         Raises:
             PlanError: there is none, or the loaded stages do not fit.
         """
-        if not self.replicas:
-            return [place(self.model, self.cluster, request)]
-        return plan_loaded(self.model, self.cluster, request, self.replicas)
+        if self.loaded:
+            return plan_loaded(self.model, self.cluster, request, self.loaded)
+        return self.planner.plans(self.model, request, near)
 
-    def unused(self, plans: Sequence[Plan]) -> Iterator[str]:
-        """Yield the machines without layers, each with the reason."""
-        if not self.replicas:
-            yield from (f"{left.node}: {left.why}" for left in plans[0].left_out)
-            return
+    def tried(self, request: PlanRequest, near: Sequence[Plan] = ()) -> Sequence[Plan]:
+        """Return the plans, none if there are none."""
+        try:
+            return self.plans(request, near)
+        except PlanError:
+            return ()
+
+    def room(self, request: PlanRequest) -> int:
+        """Return how many users' sequences of the request's context have room at the same time; at least one has."""
+        if not self.loaded and self.planner.count in (None, 1):
+            return room_for(self.model, self.cluster, request, is_quick=self.planner.is_quick)
+
+        def are_held(users: int) -> bool:
+            return bool(self.tried(replace(request, demand=replace(request.demand, sequences=users))))
+
+        return most_of(are_held, room_at_most(self.model, self.cluster, request.demand))
+
+    def among(self, plans: Sequence[Plan]) -> _Case | None:
+        """Return the case with only the machines of these plans; None if these are all."""
         used = _nodes(plans)
+        nodes = tuple(node for node in self.cluster.nodes if node.name in used)
+        if self.loaded or len(nodes) == len(self.cluster.nodes):
+            return None
+        return replace(self, planner=self.planner.among(nodes))
+
+    def unused(self, plans: Sequence[Plan], objective: Objective) -> Iterator[str]:
+        """Yield the machines without layers, each with the reason."""
+        used, why = _nodes(plans), {left.node: left.why for plan in plans for left in plan.left_out}
+        usual = "the loaded plan does not use it" if self.loaded else WHY_LEFT_OUT[objective]
         for node in self.cluster.nodes:
             if node.name not in used:
-                yield f"{node.name}: the loaded plan does not use it"
+                yield f"{node.name}: {usual if self.loaded else why.get(node.name, usual)}"
 
 
 def _nodes(plans: Sequence[Plan]) -> set[str]:
@@ -162,132 +224,81 @@ def what_if(
     cluster: ClusterProfile,
     question: Question,
     is_stopped: Callable[[], bool] = lambda: False,
+    remarks: Sequence[str] = (),
 ) -> Answer:
     """Answer a question for one or several models; once `is_stopped` is true, only with the cases so far.
+
+    Args:
+        models: models with their labels.
+        cluster: machines and links; without machines, those that are added count alone.
+        question: cases to compare.
+        is_stopped: function that returns True once nobody waits for the answer.
+        remarks: sentences on the models.
 
     Raises:
         ConfigError: a machine or a link is unknown, the context is not positive, or it is too short for the request.
     """
+    named = list(models)
     clusters = list(_clusters(cluster, question))
+    rows = len(named) * len(question.kv_bits) * (_ROW_PLANS + _CURVE_PLANS * question.with_curves)
+    work = rows * sum(_work(machines) for _, machines in clusters)
+    is_quick = question.request.strategy == "auto" and work > _MOST_WORK
+    is_brief = is_quick and len(named) * len(question.kv_bits) * len(clusters) > _FEW_CASES
+    planners = [
+        (label, _Planner(machines, question.count, is_quick=is_quick, is_brief=is_brief))
+        for label, machines in clusters
+    ]
     outcomes: list[Outcome] = []
     fitting: tuple[Outcome, _Case, PlanRequest] | None = None
-    named = list(models)
+    remarks = (
+        *remarks,
+        *([_QUICK] if is_quick and any(_work(machines) > _LEAST_WORK for _, machines in clusters) else ()),
+    )
     for model_label, model in named:
         request = request_within(question.request, model.context_tokens, question.context_tokens)
-        for cluster_label, machines in clusters:
-            case = _Case(model, machines, question.loaded if machines is cluster else ())
-            for bits in question.kv_bits:
+        for bits in question.kv_bits:
+            asked, near = replace(request, demand=replace(request.demand, kv_bits=bits)), ()
+            for cluster_label, planner in planners:
                 if is_stopped():
-                    return Answer(tuple(outcomes), None)
+                    return Answer(tuple(outcomes), None, remarks)
                 parts = [
                     model_label if len(named) > 1 else "",
-                    cluster_label if len(clusters) > 1 else "",
+                    cluster_label if len(clusters) > 1 or not cluster.nodes else "",
                     f"{bits}-bit KV" if len(question.kv_bits) > 1 else "",
                 ]
                 label = ", ".join(filter(None, parts)) or model_label
-                asked = replace(request, demand=replace(request.demand, kv_bits=bits))
-                found = _outcome((label, model_label), case, asked)
+                case = _Case(model, planner, question.loaded if planner.cluster is cluster else ())
+                found, near = _outcome((label, model_label), case, asked, near)
                 outcomes.append(found)
                 if found.fits:
                     fitting = (found, case, asked)
     curves = _curves(*fitting) if fitting is not None and question.with_curves else None
-    return Answer(tuple(outcomes), curves)
+    return Answer(tuple(outcomes), curves, remarks)
 
 
-def request_within(request: PlanRequest, most_tokens: int, context_tokens: int | None) -> PlanRequest:
-    """Return the request of one user with its context, in which prompt and answer have room.
-
-    Without a context, it is 8,192 tokens, at most the model's, but at least what given lengths need. Lengths that are
-    not given are shortened to the context.
-
-    Args:
-        request: the request; its lengths are given if its demand has `typical_tokens`.
-        most_tokens: longest context of the model.
-        context_tokens: context that is asked for, if any.
-
-    Raises:
-        ConfigError: given lengths need a longer context than is asked for, or it is not positive.
-    """
-    are_given = request.demand.typical_tokens is not None
-    prompt, answer = request.prompt_tokens, request.answer_tokens
-    context = min(USUAL_CONTEXT, most_tokens) if context_tokens is None else context_tokens
-    if context_tokens is None and are_given:
-        context = max(context, prompt + answer)
-    if context < 1:
-        raise ConfigError(f"The context is {context} tokens; it must be 1 or more.")
-    if prompt + answer > context:
-        if are_given:
-            raise ConfigError(
-                f"A prompt of {prompt} tokens and an answer of {answer} need a context of {prompt + answer}, "
-                f"which is longer than {context}; give a longer context, or a shorter request."
-            )
-        answer = min(answer, max(1, context // 5))
-        prompt = max(1, context - answer)
-    demand = replace(request.demand, context_tokens=context, sequences=1)
-    return replace(request, demand=demand, prompt_tokens=prompt, answer_tokens=answer, users=1)
-
-
-def sizes_of(
-    folder: ModelFolder, name: str, cluster: ClusterProfile, weights: WeightFormat | None = None
-) -> ModelProfile:
-    """Return a model's profile: that of `profile_folder`, without the forms that no machine of the cluster loads."""
-    if weights is not None or folder.tensors or any(node.widens for node in cluster.nodes):
-        return profile_folder(folder, name, weights)
-    return profile_config(folder, name, read_formats(folder))
-
-
-def with_machines(cluster: ClusterProfile, names: Sequence[str], link: str | None) -> ClusterProfile:
-    """Return the cluster with more machines, each joined to all others by a named link.
-
-    A mesh of RDMA carries only collectives, so it counts as trusted.
-
-    Raises:
-        ConfigError: a machine or the link is unknown, or too many are added.
-    """
-    if len(names) > MOST_ADDED:
-        raise ConfigError(f"{len(names)} machines were added; add {MOST_ADDED} at most.")
-    given = link_named(link)
-    nodes, links = list(cluster.nodes), dict(cluster.links)
-    for text in names:
-        taken = {node.name for node in nodes}
-        name = next(each for each in _numbered(text) if each not in taken)
-        if given is not None:
-            links |= {frozenset((name, other)): given for other in taken}
-        nodes.append(known_profile(text, name))
-    return replace(cluster, nodes=tuple(nodes), links=links)
-
-
-def link_named(name: str | None) -> LinkProfile | None:
-    """Return a link of the catalogue; None stays None.
-
-    Raises:
-        ConfigError: it is unknown.
-    """
-    if name is None:
-        return None
-    found = named_links().get(name)
-    if found is None:
-        raise ConfigError(f"The link {name} is unknown; known links are {', '.join(named_links())}.")
-    return found
-
-
-def _numbered(text: str) -> Iterator[str]:
-    yield text
-    yield from (f"{text}#{number}" for number in range(2, 10_000))
+def _work(cluster: ClusterProfile) -> int:
+    """Return about how long a plan of the planner takes: the number of unlike sets of machines, twice if they may share layers."""
+    alike = Counter(replace(node, name="") for node in cluster.nodes)
+    sets = math.prod(number + 1 for number in alike.values())
+    pairs = combinations(cluster.nodes, 2)
+    return sets * (2 if any(cluster.trusts(one, other) for one, other in pairs) else 1)
 
 
 def _clusters(cluster: ClusterProfile, question: Question) -> Iterator[tuple[str, ClusterProfile]]:
-    yield "now", cluster
+    if cluster.nodes:
+        yield "now", cluster
     if question.added:
         over = f" over {question.link}" if question.link else ""
         yield (
-            f"with {' and '.join(question.added)}{over}",
+            f"{'with ' if cluster.nodes else ''}{' and '.join(question.added)}{over}",
             with_machines(cluster, question.added, question.link),
         )
 
 
-def _outcome(labels: tuple[str, str], case: _Case, request: PlanRequest) -> Outcome:
-    """Return the predictions of a case; `labels` are those of the case and of its model."""
+def _outcome(
+    labels: tuple[str, str], case: _Case, request: PlanRequest, near: Sequence[Plan]
+) -> tuple[Outcome, Sequence[Plan]]:
+    """Return the predictions of a case, and its plans; `labels` are those of the case and of its model."""
     model, demand = case.model, request.demand
     plain = Outcome(
         label=labels[0],
@@ -298,45 +309,39 @@ def _outcome(labels: tuple[str, str], case: _Case, request: PlanRequest) -> Outc
         kv_bits=demand.kv_bits,
         prompt_tokens=request.prompt_tokens,
         answer_tokens=request.answer_tokens,
+        at_once=request.users,
     )
     try:
-        plans = case.plans(request)
+        plans = case.plans(request, near)
     except PlanError as error:
         least = model.weight_bytes + int(sum(held_kv_bytes(layer, model, demand) for layer in model.layers))
-        return replace(plain, why=str(error), memory_bytes=least)
+        return replace(plain, why=str(error), memory_bytes=least), ()
+    users = max(request.users, case.room(_for_users(request, 1)))
+    best = _fastest(case, request, plans, users)
+    if request.objective == "throughput" and best.plans:
+        # One plan for all of them is what the objective asks for.
+        plans = best.plans
     predicted = max((plan.prediction for plan in plans), key=lambda each: each.request_s)
-    users = _room(case, _for_users(request, 1))
     is_measured = all(node.is_measured for node in case.cluster.nodes if node.name in _nodes(plans))
-    decode, prefill = (_accuracy(kind, is_measured=is_measured) for kind in ("decode", "prefill"))
-    answer_s = predicted.request_s - predicted.first_token_s
-    return replace(
+    ranges = ranges_of(predicted, is_measured=is_measured)
+    found = replace(
         plain,
         fits=True,
         memory_bytes=sum(stage.memory_bytes for plan in plans for stage in plan.stages),
         tokens_per_s=1 / predicted.token_s,
-        tokens_per_s_range=_range(1 / predicted.token_s, decode),
+        tokens_per_s_range=ranges.tokens_per_s,
         first_token_s=predicted.first_token_s,
-        first_token_s_range=_range(predicted.first_token_s, prefill),
+        first_token_s_range=ranges.first_token_s,
         request_s=predicted.request_s,
-        request_s_range=(
-            predicted.first_token_s / prefill + answer_s / decode,
-            predicted.first_token_s * prefill + answer_s * decode,
-        ),
+        request_s_range=ranges.request_s,
         is_measured=is_measured,
         users=users,
-        users_tokens_per_s=_throughput(case, request, users),
+        users_tokens_per_s=best.tokens_per_s,
+        fastest_users=best.users,
         stages=tuple(_stages(plans)),
-        left_out=tuple(case.unused(plans)),
+        left_out=tuple(case.unused(plans, request.objective)),
     )
-
-
-def _accuracy(kind: str, *, is_measured: bool) -> float:
-    """Return the factor by which predictions of a kind may be off."""
-    return accuracy("measured" if is_measured else kind)
-
-
-def _range(value: float, factor: float) -> tuple[float, float]:
-    return value / factor, value * factor
+    return found, plans
 
 
 def _stages(plans: Iterable[Plan]) -> Iterator[str]:
@@ -345,77 +350,52 @@ def _stages(plans: Iterable[Plan]) -> Iterator[str]:
             yield f"{'+'.join(rank.node for rank in stage.ranks)} {stage.layers.start}-{stage.layers.end - 1}"
 
 
-def _room(case: _Case, request: PlanRequest) -> int:
-    """Return how many users' sequences of the request's context have room in a case at the same time."""
-    if not case.replicas:
-        return room_for(case.model, case.cluster, request)
-
-    def fits(users: int) -> bool:
-        try:
-            case.plans(replace(request, demand=replace(request.demand, sequences=users)))
-        except PlanError:
-            return False
-        return True
-
-    return _most(fits, _room_at_most(case.model, case.cluster, request.demand))
+# ---- users
 
 
-def room_for(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest) -> int:
-    """Return how many sequences of the request's context its strategy can place at the same time; at least one fits."""
+@dataclass(frozen=True, slots=True)
+class _Together:
+    """Speed of several users together."""
 
-    def fits(sequences: int) -> bool:
-        demand = replace(request.demand, sequences=sequences)
-        return _fits(model, cluster, replace(request, demand=demand))
-
-    return _most(fits, _room_at_most(model, cluster, request.demand))
-
-
-def _room_at_most(model: ModelProfile, cluster: ClusterProfile, demand: Demand) -> int:
-    """Return the number of sequences that have room if the memory of all machines were one."""
-    per_sequence = sum(held_kv_bytes(layer, model, replace(demand, sequences=1)) for layer in model.layers)
-    free = sum(node.usable_bytes for node in cluster.nodes) - model.weight_bytes
-    return min(MOST_USERS, max(1, int(free / max(per_sequence, 1.0))))
+    users: int
+    plans: Sequence[Plan]
+    tokens_per_s: float
 
 
-def _most(fits: Callable[[int], bool], most: int) -> int:
-    """Return the largest number up to `most` that fits; 1 does."""
-    good, bad = 1, most + 1
-    while bad - good > 1:
-        middle = (good + bad) // 2
-        if fits(middle):
-            good = middle
-        else:
-            bad = middle
-    return good
+def _together(case: _Case, request: PlanRequest, users: int, near: Sequence[Plan] = ()) -> _Together:
+    """Return the speed of so many users together; 0 if no plan for them is found."""
+    plans = case.tried(_for_users(request, users), near)
+    speed = total_tokens_per_s(plans, users) if plans else 0.0
+    return _Together(users, plans, speed)
 
 
-def _fits(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest) -> bool:
-    """Return True if `place` makes a plan; the search for the best one is left out where memory alone decides."""
-    try:
-        method = METHODS[request.strategy]
-        if isinstance(method, PipelineMethod) and method.fits(
-            Timetable(model, cluster, request.demand), request
-        ):
-            return True
-        if isinstance(method, PipelineMethod):
-            search = SharedLayers(model, cluster, request)
-            return method.chooses_nodes and search.is_possible and search.fits()
-        place(model, cluster, request)
-    except PlanError:
-        return False
-    return True
+def _fastest(case: _Case, request: PlanRequest, plans: Sequence[Plan], users: int) -> _Together:
+    """Return the number of users with the highest speed together.
 
-
-def _throughput(case: _Case, request: PlanRequest, users: int) -> float:
-    """Return the tokens per second of several users together; 0 if no plan for them is found."""
-    try:
-        return sum(plan.prediction.tokens_per_s for plan in case.plans(_for_users(request, users)))
-    except PlanError:
-        return 0.0
+    Memory for the last few users may need machines that slow all others down. So the machines that fewer users need are
+    also filled alone.
+    """
+    tried = [_together(case, request, users)]
+    fewer = users // 2
+    while fewer and (len(tried) == 1 or tried[-1].tokens_per_s > tried[-2].tokens_per_s):
+        tried.append(_together(case, request, fewer))
+        fewer = 0 if case.planner.is_brief else fewer // 2
+    best = max(tried, key=lambda each: each.tokens_per_s)
+    if case.planner.is_brief and best.tokens_per_s > _MANY_TIMES / max(
+        plan.prediction.token_s for plan in plans
+    ):
+        return best
+    seen = list[set[str]]()
+    for some in (plans, best.plans if best.users < users else ()):
+        part = case.among(some) if some else None
+        if part is not None and _nodes(some) not in seen:
+            seen.append(_nodes(some))
+            tried.append(_together(part, request, part.room(_for_users(request, 1)), some))
+    return max(tried, key=lambda each: each.tokens_per_s)
 
 
 def _for_users(request: PlanRequest, users: int) -> PlanRequest:
-    return replace(request, demand=replace(request.demand, sequences=users), objective="throughput")
+    return replace(request, demand=replace(request.demand, sequences=users), objective="throughput", users=1)
 
 
 def _curves(outcome: Outcome, case: _Case, request: PlanRequest) -> Curves:
@@ -423,8 +403,14 @@ def _curves(outcome: Outcome, case: _Case, request: PlanRequest) -> Curves:
         outcome.label,
         tuple(_by_context(case, request)),
         tuple(
-            Point(users, _throughput(case, request, users))
-            for users in sorted({*takewhile(lambda one: one < outcome.users, _doubled(1)), outcome.users})
+            Point(users, _together(case, request, users).tokens_per_s)
+            for users in sorted(
+                {
+                    *takewhile(lambda one: one < outcome.users, _doubled(1)),
+                    outcome.users,
+                    outcome.fastest_users,
+                }
+            )
         ),
     )
 

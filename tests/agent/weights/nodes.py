@@ -13,11 +13,10 @@ import grpc
 import numpy as np
 import pytest
 
-from mlx_ring.agent.weights.peer_channels import FetchLimits, PeerChannel
 from mlx_ring.agent.weights.serving import WeightsService
 from mlx_ring.agent.weights.stages import fetch
 from mlx_ring.agent.weights.store import StoredModel, WeightStore
-from mlx_ring.agent.weights.transfer import Fetched
+from mlx_ring.agent.weights.transfer import Fetched, FetchLimits, PeerChannel
 from mlx_ring.models.model_digests import manifest_of_folder
 from mlx_ring.models.model_folder import read_model_folder
 from mlx_ring.models.weights_manifest import Piece, WeightsManifest, make_manifest
@@ -161,7 +160,7 @@ FETCH_PROGRAM = """
 import asyncio, sys
 from pathlib import Path
 from mlx_ring.agent.weights.stages import fetch, fetch_manifest
-from mlx_ring.agent.weights.peer_channels import PeerChannel
+from mlx_ring.agent.weights.transfer import PeerChannel
 from mlx_ring.agent.weights.store import WeightStore
 from mlx_ring.rpc.channels import open_aio_channel
 

@@ -20,9 +20,9 @@ from tests.agent.weights.nodes import (
     write_pieces,
 )
 
-from mlx_ring.agent.weights.peer_channels import FetchLimits
 from mlx_ring.agent.weights.stages import fetch
 from mlx_ring.agent.weights.store import PART_BYTES, WeightStore
+from mlx_ring.agent.weights.transfer import FetchLimits
 from mlx_ring.core.errors import WeightsMissing
 from mlx_ring.rpc.channels import make_aio_server
 from mlx_ring.rpc.protos import weights_pb2

@@ -10,10 +10,10 @@ from cryptography import x509
 from tests.agent.weights.nodes import all_pieces, ignore_progress, write_pieces
 from tests.machines import listening, node_credentials
 
-from mlx_ring.agent.weights.peer_channels import PeerChannel
 from mlx_ring.agent.weights.serving import WeightsService
 from mlx_ring.agent.weights.stages import fetch, fetch_manifest
 from mlx_ring.agent.weights.store import WeightStore
+from mlx_ring.agent.weights.transfer import PeerChannel
 from mlx_ring.cluster.security.authority import Authority
 from mlx_ring.core.errors import WeightsMissing
 from mlx_ring.rpc.channels import WEIGHTS_MESSAGE_BYTES, open_aio_channel

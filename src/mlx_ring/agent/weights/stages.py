@@ -17,9 +17,8 @@ from pathlib import Path
 
 import grpc
 
-from mlx_ring.agent.weights.peer_channels import FetchLimits, PeerChannel, broken, short
 from mlx_ring.agent.weights.store import StoredModel, WeightStore, missing_bytes
-from mlx_ring.agent.weights.transfer import Fetched, Transfer
+from mlx_ring.agent.weights.transfer import Fetched, FetchLimits, PeerChannel, Transfer, broken, short
 from mlx_ring.core.errors import ProtocolError, RingError, WeightsMissing
 from mlx_ring.core.types import ByteProgress, LayerRange
 from mlx_ring.models.layer_tensors import tensors_of_stage

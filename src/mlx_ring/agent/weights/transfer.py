@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import textwrap
 from collections import Counter, defaultdict, deque
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
@@ -11,18 +12,70 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from mlx_ring.agent.weights.peer_channels import FetchLimits, PeerChannel, broken, is_final, short
 from mlx_ring.agent.weights.shares import Board, PiecePart, join_ranges, rest_of
 from mlx_ring.agent.weights.store import StoredModel, parts_of
-from mlx_ring.core.errors import ModelNotFound, ProtocolError, RingError, WeightsMissing
+from mlx_ring.core.errors import ModelNotFound, ProtocolError, RingError, WeightsMissing, WorkerLost
 from mlx_ring.core.types import ByteProgress
 from mlx_ring.models.weights_manifest import Piece, unpack_indexes
-from mlx_ring.rpc.failures import failure_to_error
+from mlx_ring.rpc.failures import channel_error, failure_to_error
 from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.methods import FETCH, HAVE
 from mlx_ring.rpc.protos import weights_pb2
+from mlx_ring.rpc.tls.handshakes import handshake_error
 
 log = logging.getLogger(__name__)
+
+# ---- peers
+
+_FINAL = (
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.UNIMPLEMENTED,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PeerChannel:
+    """A node that may have weights. Its channel is the caller's to close; `WEIGHTS_MESSAGE_BYTES` is its limit."""
+
+    name: str
+    channel: grpc.aio.Channel
+
+
+@dataclass(frozen=True, slots=True)
+class FetchLimits:
+    """Limits of a fetch from peers."""
+
+    streams: int = 3
+    """Concurrent streams to each peer."""
+    silence_s: float = 20.0
+    """Seconds without a byte after which a stream counts as broken."""
+    tries: int = 8
+    """Consecutive broken streams without a byte in between, after which a peer counts as lost."""
+    pause_s: float = 0.25
+    """Pause after the first broken stream, doubled after each further one up to `longest_pause_s`."""
+    longest_pause_s: float = 4.0
+
+
+def broken(error: grpc.RpcError | TimeoutError, peer: str) -> RingError:
+    """Return the error that the end of a call means."""
+    if isinstance(error, TimeoutError):
+        return WorkerLost(f"{peer} stopped sending.")
+    return handshake_error(error, peer) or channel_error(error, peer)
+
+
+def is_final(error: grpc.RpcError | TimeoutError) -> bool:
+    """Return True if a retry would not help."""
+    return isinstance(error, grpc.aio.AioRpcError) and error.code() in _FINAL
+
+
+def short(reason: object) -> str:
+    """Shorten a peer's text, which may have any length."""
+    return textwrap.shorten(str(reason), 300, placeholder=" ...")
+
+
+# ---- the fetch
 
 
 @dataclass(slots=True)

@@ -20,20 +20,13 @@ from mlx_ring.api.service import ModelService
 from mlx_ring.api.streaming import JsonAnswer, while_connected
 from mlx_ring.core.errors import ConfigError, Conflict, NotReady, RequestError
 from mlx_ring.planner.catalogue import machine_names, named_links
+from mlx_ring.planner.cluster_file import MOST_ADDED, link_named, with_machines
 from mlx_ring.planner.known_models import find_known_model, popular_models
+from mlx_ring.planner.memory_fit import MOST_USERS
+from mlx_ring.planner.model_sizes import sizes_of
 from mlx_ring.planner.profiles import ClusterProfile
-from mlx_ring.planner.request import OBJECTIVES, Objective, PlanRequest
-from mlx_ring.planner.what_if import (
-    MOST_ADDED,
-    USUAL_CONTEXT,
-    Answer,
-    NamedModel,
-    Question,
-    link_named,
-    sizes_of,
-    what_if,
-    with_machines,
-)
+from mlx_ring.planner.request import OBJECTIVES, USUAL_CONTEXT, Objective, PlanRequest
+from mlx_ring.planner.what_if import Answer, NamedModel, Question, what_if
 
 Tokens = Annotated[int, Field(ge=1, le=10**8)]
 _NAMED = "served model, short name or number of parameters such as 70B-4bit"
@@ -70,6 +63,8 @@ class WhatIfRequest(Body):
     """Prompt of the request whose time is minimized; the head's usual one if it is missing."""
     answer_tokens: Tokens | None = None
     """Answer of this request."""
+    users: Annotated[int, Field(ge=1, le=MOST_USERS)] | None = None
+    """Number of such requests at once; the head's usual one if it is missing."""
     optimize_for: Objective | None = None
     """Objective of the plans; the head's own if it is missing."""
     kv_bits: Annotated[list[Literal[4, 8, 16]], Field(min_length=1, max_length=3)] | None = None
@@ -144,12 +139,15 @@ def _answer(context: ApiContext, fields: WhatIfRequest, is_stopped: Callable[[],
     _check(fields)
     served = _served(context, fields)
     running = context.catalog.running(served)
-    if not running.machines.nodes:
-        raise _unmeasured(context.default)
+    models, remarks = _models(context, fields, served, running.machines)
     try:
         with_machines(running.machines, fields.add, fields.link)
     except ConfigError as error:
         raise RequestError(str(error), param="add") from error
+    if not running.machines.nodes:
+        if not fields.add:
+            raise _unmeasured(context.default)
+        remarks = (*remarks, "No machine of the cluster is measured, so only the added ones count.")
     question = Question(
         added=tuple(fields.add),
         link=fields.link,
@@ -157,12 +155,11 @@ def _answer(context: ApiContext, fields: WhatIfRequest, is_stopped: Callable[[],
         kv_bits=tuple(dict.fromkeys(fields.kv_bits or (running.request.demand.kv_bits,))),
         with_curves=fields.curves,
         request=_request(running.request, fields),
+        count=running.count,
         loaded=running.replicas,
     )
     try:
-        return what_if(
-            _models(context, fields, served, running.machines), running.machines, question, is_stopped
-        )
+        return what_if(models, running.machines, question, is_stopped, remarks)
     except ConfigError as error:
         raise RequestError(str(error), param="context_tokens") from error
 
@@ -185,6 +182,7 @@ def _request(own: PlanRequest, fields: WhatIfRequest) -> PlanRequest:
     return replace(
         own,
         objective=fields.optimize_for or own.objective,
+        users=fields.users or own.users,
         prompt_tokens=prompt,
         answer_tokens=answer,
         demand=replace(own.demand, typical_tokens=prompt + answer // 2 if is_given else None),
@@ -203,11 +201,12 @@ def _served(context: ApiContext, fields: WhatIfRequest) -> ModelService | None:
 
 def _models(
     context: ApiContext, fields: WhatIfRequest, served: ModelService | None, machines: ClusterProfile
-) -> Iterable[NamedModel]:
-    """Return the models of a question with their labels: popular ones, a served one, or one by a short name."""
+) -> tuple[Iterable[NamedModel], tuple[str, ...]]:
+    """Return the models of a question with their labels, and how a name is read: popular ones, a served one, or a short name."""
     if served is not None:
-        return [(served.model_id, context.catalog.sizes(served, machines))]
+        return [(served.model_id, context.catalog.sizes(served, machines))], ()
     if fields.model is None:
-        return ((known.name, sizes_of(known.folder, known.name, machines)) for known in popular_models())
+        popular = popular_models()
+        return ((known.name, sizes_of(known.folder, known.name, machines)) for known in popular), ()
     known = find_known_model(fields.model, _NAMED)
-    return [(known.name, sizes_of(known.folder, known.name, machines))]
+    return [(known.name, sizes_of(known.folder, known.name, machines))], (known.remark,)
