@@ -20,8 +20,8 @@ from mlx_ring.core.types import LayerRange
 from mlx_ring.planner.group_search import cut, divided
 from mlx_ring.planner.memory_fit import explain_shortage, fits
 from mlx_ring.planner.pipeline import GroupStage, Pipeline
+from mlx_ring.planner.place import check_request, plan_of_pieces
 from mlx_ring.planner.place import place as place_exactly
-from mlx_ring.planner.place import plan_of_pieces
 from mlx_ring.planner.plan import Plan
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
 from mlx_ring.planner.rank_costs import Ring, Rings
@@ -76,6 +76,7 @@ class QuickSearch:
         Raises:
             PlanError: none is found.
         """
+        check_request(model, self.cluster, request)
         found = _Search(self, model, request).best(near)
         if found is None:
             raise PlanError(explain_shortage(model, self.cluster, request))
