@@ -324,14 +324,14 @@ def test_a_question_that_is_stopped_has_the_cases_so_far() -> None:
 
 
 def test_for_throughput_a_row_shows_the_replicas_that_the_planner_makes() -> None:
-    machines = cluster_of(tuple(known_profile("m4-pro-48", name) for name in "ab"))
-    model = sizes("8b-4bit", machines)
+    machines = cluster_of(tuple(known_profile("m4-16", name) for name in "ab"))
+    model = sizes("qwen3-0.6b", machines)
     asked = PlanRequest(Demand(8192, 1), objective="throughput")
     (found,) = what_if([("8b", model)], machines, Question(request=asked)).outcomes
     demand = replace(asked.demand, sequences=found.fastest_users)
     plans = place_replicas(model, machines, replace(asked, demand=demand), None)
     assert len(plans) == 2
-    assert sorted(found.stages) == ["a 0-31", "b 0-31"]
+    assert sorted(found.stages) == ["a 0-27", "b 0-27"]
     assert found.left_out == ()
     assert found.users_tokens_per_s == pytest.approx(total_tokens_per_s(plans, found.fastest_users))
 

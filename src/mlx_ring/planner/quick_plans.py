@@ -1,8 +1,8 @@
 """Quick search for plans, for questions that need many: it takes hundredths of a second where `place` takes a second. Pure.
 
-Layers count as alike and divisible. So the layers of machines or groups of machines follow from a bound of their pace: the
-fastest ones get as many as the bound and their memory allow. Pipelines, groups and replicas are compared by that, improved by
-small changes, and the best few are divided and predicted exactly.
+Layers count as alike and divisible. So a bound of the pace says how many a machine or a group gets: the fastest ones get as
+many as the bound and their memory allow. Pipelines and groups are compared by that, and improved by small changes. The best
+few are divided and predicted exactly.
 """
 
 from __future__ import annotations
