@@ -107,9 +107,15 @@ def test_without_machines_the_known_ones_are_listed(tmp_path: Path) -> None:
         (["demo", *MINIS, "--strategy", "custom", "--layers", "a,b"], "--layers is a,b; it must be numbers"),
         (["demo", *MINIS, "--kv-bits", "3"], "--kv-bits is 3; it must be one of 4, 8, 16."),
         (["demo", *MINIS, "--users", "0"], "--users is 0; it must be 1 or more."),
-        (["demo", *MINIS, "--prompt", "long"], "--prompt is long; it must be a whole number."),
+        (
+            ["demo", *MINIS, "--prompt", "long"],
+            "--prompt is long; it must be a number of tokens, such as 8192 or 32k.",
+        ),
         (["demo", *MINIS, "--users", "4", "--sequences", "2"], "--sequences is 2 and --users is 4; give"),
-        (["8B", *MINIS, "--users-at", "8k", "--users", "2"], "--users is 2, which a what-if question"),
+        (
+            ["8B", *MINIS, "--users-at", "8k", "--sequences", "2"],
+            "--sequences is 2, which a what-if question",
+        ),
         (["demo", *MINIS, "--sequences", "0"], "--sequences is 0; it must be 1 or more."),
         (["demo", *MINIS, "--cluster", "c.yaml"], "--cluster and --machine were both given"),
         (["demo", "--cluster", "none.yaml"], "--cluster is none.yaml, which cannot be read"),
@@ -159,6 +165,25 @@ def test_without_machines_the_known_ones_are_listed(tmp_path: Path) -> None:
             ["8B", *MINIS, "--answer", "4000", "--context", "4096"],
             "A prompt of 1024 tokens and an answer of 4000 need",
         ),
+        (["demo", *MINIS, "--layers", "3,5"], "--layers is 3,5, which only the strategy custom uses; give"),
+        (
+            ["demo", *MINIS, "--strategy", "uniform", "--proportions", "0.7,0.3"],
+            "--proportions is 0.7,0.3, which",
+        ),
+        (["demo", "--kv-bits", "8"], "--kv-bits is 8, but no machines are given; name some with --machine"),
+        (["--prompt", "100"], "--prompt is 100, but no machines are given"),
+        (["demo", "--strategy", "tensor"], "--strategy is tensor, but no machines are given"),
+        (["8B", *MINIS, "--users-at", ""], "--users-at is empty; it must be a number of tokens"),
+        (["8B", *MINIS, "--kv-bits", ""], "--kv-bits is empty; it must be numbers separated by commas"),
+        (["8B", *MINIS, "--add", ""], "The name of a machine is empty; `mlx-ring plan` lists"),
+        (
+            ["8B", *MINIS, "--context", "much"],
+            "--context is much; it must be a number of tokens, such as 8192 or 32k.",
+        ),
+        (
+            ["llama-70b", *MINIS, "--prompt", "100000000"],
+            "A prompt of 100000000 tokens and an answer of 256 need a context of 100000256; Llama-3.3-70B 4-bit supports",
+        ),
         (["8B", *MINIS, "--cacert", "c.pem"], "--cacert is c.pem, but no head is asked"),
         (
             ["8B", "--add", "m4-16", "--layers", "1,2"],
@@ -195,6 +220,59 @@ def test_a_plan_applies_the_memory_share_of_a_device(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     whole, half = (stage["usable_bytes"] for stage in json.loads(done.stdout)["stages"])
     assert half / whole == pytest.approx(0.5 / 0.95)
+
+
+def test_the_format_that_is_asked_for_is_in_the_models_name(tmp_path: Path) -> None:
+    options = ("plan", "llama-8b", "--machine", "m3-ultra-512", "--quantization", "8")
+    done = run_in_process(*options, folder=tmp_path)
+    assert "Llama-3.1-8B 8-bit, 1 x 8192" in done.stdout
+    assert "is taken as Llama-3.1-8B in 8-bit" in done.stdout
+    assert "4-bit" not in done.stdout
+    asked = run_in_process(*options, "--users-at", "4k", folder=tmp_path)
+    assert "4-bit" not in asked.stdout
+    assert "Llama-3.1-8B 8-bit" in asked.stdout
+    other = run_in_process("plan", "demo", *options[2:], folder=tmp_path)
+    assert "The weights of demo are taken in 8-bit." in other.stdout
+
+
+def test_lengths_may_have_units(tmp_path: Path) -> None:
+    options = ("--context", "16k", "--prompt", "8k", "--answer", "1k", "--json")
+    done = run_in_process("plan", "llama-8b", "--machine", "m3-ultra-512", *options, folder=tmp_path)
+    plan = json.loads(done.stdout)
+    assert plan["context_tokens"] == 16_384
+    assert (plan["prediction"]["prompt_tokens"], plan["prediction"]["answer_tokens"]) == (8192, 1024)
+
+
+def test_a_plan_as_json_has_the_ranges_to_expect(tmp_path: Path) -> None:
+    done = run_in_process("plan", "llama-8b", "--machine", "m3-ultra-512", "--json", folder=tmp_path)
+    plan = json.loads(done.stdout)
+    for name, value in (
+        ("tokens_per_s", 1 / plan["prediction"]["token_s"]),
+        ("first_token_s", plan["prediction"]["first_token_s"]),
+        ("request_s", plan["prediction"]["request_s"]),
+    ):
+        low, high = plan["ranges"][name]
+        assert low < value < high
+
+
+def test_a_machine_that_is_too_small_is_named_in_the_singular(tmp_path: Path) -> None:
+    said = complaint("plan", "405B", "--machine", "m4-mac-mini-16", folder=tmp_path)
+    assert "and m4-mac-mini-16 has 10.9 GB for it" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("machines: [a, {b: ]", "is neither YAML nor JSON: "),
+        ('{"machines": [}', " in line 1, column "),
+        ("machines: [\t- a\n", " in line "),
+    ],
+)
+def test_a_broken_file_is_reported_in_one_sentence(text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(text)
+    complained = complaint("plan", "demo", "--cluster", "c.yaml", folder=tmp_path)
+    assert said in complained
+    assert "\n" not in complained.strip()
 
 
 # ---- what-if questions
@@ -245,7 +323,18 @@ def test_a_longer_request_has_a_longer_context_by_default(tmp_path: Path) -> Non
 def test_a_running_head_is_asked_for_all_that_is_given(tmp_path: Path) -> None:
     service = TwinService()
     with serving(service) as url:
-        given = ("--url", url, "--prompt", "500", "--answer", "40", "--optimize-for", "first-token")
+        given = (
+            "--url",
+            url,
+            "--prompt",
+            "500",
+            "--answer",
+            "40",
+            "--optimize-for",
+            "first-token",
+            "--users",
+            "2",
+        )
         options = (
             "plan",
             "--add",
@@ -266,6 +355,9 @@ def test_a_running_head_is_asked_for_all_that_is_given(tmp_path: Path) -> None:
         for one in found:
             lengths = (one["prompt_tokens"], one["answer_tokens"], one["context_tokens"], one["kv_bits"])
             assert lengths == (500, 40, 4096, 8)
+            assert one["at_once"] == 2
+        named = run_in_process("plan", "llama-70b", "--url", url, folder=tmp_path)
+        assert named.stdout.startswith("llama-70b is taken as Llama-3.3-70B in 4-bit")
         refused = complaint(
             "plan", "--url", url, "--add", "m4-16", "--context", "100", "--prompt", "200", folder=tmp_path
         )
@@ -320,6 +412,41 @@ def test_bits_of_the_kv_cache_are_compared_by_users(tmp_path: Path) -> None:
     users = [one["users"] for one in outcomes]
     assert users[1] > 1.6 * users[0]
     assert users[2] > 1.6 * users[1]
+
+
+def test_a_table_is_as_wide_as_its_content(tmp_path: Path) -> None:
+    options = ("plan", "--what-fits", "--machine", "m4-pro-48", "--add", "m4-pro-48")
+    done = run_in_process(*options, folder=tmp_path)
+    lines = done.stdout.splitlines()
+    rows = [line for line in lines if ", with m4-pro-48" in line or ", now" in line]
+    assert len(rows) > 60
+    assert all(line == line.rstrip() for line in lines)
+    assert max(map(len, rows)) < 160
+    missing = [line for line in rows if "does not fit" in line]
+    assert missing
+    assert all(line.endswith(" GB are missing") for line in missing)
+
+
+def test_users_who_send_at_once_are_counted_in_a_question(tmp_path: Path) -> None:
+    options = ("plan", "llama-8b", "--machine", "m4-pro-48", "--users-at", "8k", "--users", "4")
+    done = run_in_process(*options, folder=tmp_path)
+    assert (
+        "4 users send one at once: `tokens/s` is for each, and the times are the last one's." in done.stdout
+    )
+    (several,) = json.loads(run_in_process(*options, "--json", folder=tmp_path).stdout)["outcomes"]
+    (alone,) = json.loads(run_in_process(*options[:-2], "--json", folder=tmp_path).stdout)["outcomes"]
+    assert (several["at_once"], alone["at_once"]) == (4, 1)
+    assert several["first_token_s"] > 3 * alone["first_token_s"]
+    plan = json.loads(
+        run_in_process(*options[:4], "--context", "8k", "--users", "4", "--json", folder=tmp_path).stdout
+    )
+    assert several["request_s"] == plan["prediction"]["request_s"]
+
+
+def test_a_case_that_does_not_fit_claims_no_ranges(tmp_path: Path) -> None:
+    done = run_in_process("plan", "405B", "--machine", "m4-16", "--users-at", "8k", folder=tmp_path)
+    assert "does not fit" in done.stdout
+    assert "Ranges" not in done.stdout
 
 
 def test_speeds_are_plotted_over_context_and_users(tmp_path: Path) -> None:

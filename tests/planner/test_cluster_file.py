@@ -10,7 +10,7 @@ from scripts.published import rows_of
 
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.planner.catalogue import chip_of_bin, chips, known_machines, known_profile, named_links
-from mlx_ring.planner.cluster_file import Upkeep, read_cluster, read_upkeep
+from mlx_ring.planner.cluster_file import Upkeep, load_content, read_cluster, read_upkeep
 
 CLUSTER = """
 machines:
@@ -210,3 +210,21 @@ def test_power_grows_with_use() -> None:
     assert [Upkeep(100.0, 20.0).power_watts(busy) for busy in (0.0, 0.5, 1.0)] == [20.0, 60.0, 100.0]
     assert Upkeep(100.0).power_watts(0.1) == 100.0
     assert Upkeep(price=5.0).power_watts(0.5) is None
+
+
+def test_numbers_may_have_exponents_without_a_point() -> None:
+    text = "machines: [{name: a, memory_gb: 8, bandwidth_gb_s: 1e2, tflops: 4E0}]"
+    (node,) = read_cluster(text, "c.yaml").nodes
+    assert (node.bandwidth, node.flops) == (1e11, 4e12)
+
+
+@pytest.mark.parametrize("value", ["'24'", "1e", "nan", ".inf", "1e999"])
+def test_texts_and_numbers_without_bound_are_no_sizes(value: str) -> None:
+    text = f"machines: [{{name: a, memory_gb: {value}, bandwidth_gb_s: 100, tflops: 4}}]"
+    with pytest.raises(ConfigError, match=r"memory_gb is .*; it must be a number above 0"):
+        read_cluster(text, "c.yaml")
+
+
+def test_content_that_is_no_yaml_is_reported_in_one_line() -> None:
+    with pytest.raises(ConfigError, match=r"^c\.yaml is neither YAML nor JSON: .* in line 1, column 15\.$"):
+        load_content("machines: [a, ", "c.yaml")

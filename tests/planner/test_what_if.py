@@ -24,7 +24,9 @@ from mlx_ring.planner.model_sizes import profile_folder, sizes_of
 from mlx_ring.planner.place import LoadedStages, place
 from mlx_ring.planner.plan import Plan
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, measured_node
-from mlx_ring.planner.request import Demand, Objective, PlanRequest, request_within
+from mlx_ring.planner.quick_plans import QuickSearch
+from mlx_ring.planner.replicas import place_replicas, total_tokens_per_s
+from mlx_ring.planner.request import OBJECTIVES, Demand, Objective, PlanRequest, request_within
 from mlx_ring.planner.what_if import Question, what_if
 from mlx_ring.settings.strategies import Strategy
 
@@ -316,3 +318,169 @@ def test_a_question_that_is_stopped_has_the_cases_so_far() -> None:
         [("8b", sizes("8b", machines))], machines, Question(kv_bits=(16, 8, 4)), lambda: next(calls)
     )
     assert [one.kv_bits for one in answer.outcomes] == [16]
+
+
+# ---- what the planner would do
+
+
+def test_for_throughput_a_row_shows_the_replicas_that_the_planner_makes() -> None:
+    machines = cluster_of(tuple(known_profile("m4-16", name) for name in "ab"))
+    model = sizes("qwen3-0.6b", machines)
+    asked = PlanRequest(Demand(8192, 1), objective="throughput")
+    (found,) = what_if([("8b", model)], machines, Question(request=asked)).outcomes
+    demand = replace(asked.demand, sequences=found.fastest_users)
+    plans = place_replicas(model, machines, replace(asked, demand=demand), None)
+    assert len(plans) == 2
+    assert sorted(found.stages) == ["a 0-27", "b 0-27"]
+    assert found.left_out == ()
+    assert found.users_tokens_per_s == pytest.approx(total_tokens_per_s(plans, found.fastest_users))
+
+
+def test_a_heads_number_of_replicas_holds_for_machines_that_are_added() -> None:
+    machines = measured("a")
+    model = sizes("8b-4bit", machines)
+    question = Question(("m4-pro-48",), count=2)
+    now, added = what_if([("8b", model)], machines, question).outcomes
+    assert not now.fits
+    assert "2 replicas" in now.why
+    assert added.stages == ("a 0-31", "m4-pro-48 0-31")
+
+
+def test_users_together_are_never_slower_than_the_machine_that_one_would_get() -> None:
+    """Add a fast machine to a slow one with much memory, whose last users would slow all others down."""
+    slow = replace(measured("a").nodes[0], memory_bytes=64 * 10**9, bandwidth=2e9, flops=5e10, rates=())
+    machines = ClusterProfile((slow,))
+    model = sizes("llama-70b", machines)
+    question = Question(("m3-ultra-512",), kv_bits=(16, 8, 4))
+    rows = what_if([("70b", model)], machines, question).outcomes
+    alone = what_if([("70b", model)], cluster("m3-ultra-512"), Question(kv_bits=(16, 8, 4))).outcomes
+    for row, best in zip(rows[1::2], alone, strict=True):
+        assert row.users > best.users
+        assert row.users_tokens_per_s > row.tokens_per_s
+        assert row.users_tokens_per_s >= 0.95 * best.users_tokens_per_s
+        assert row.fastest_users < row.users
+
+
+def test_without_machines_those_that_are_added_count_alone() -> None:
+    model = sizes("8b-4bit", cluster("m4-16"))
+    answer = what_if([("8b", model)], ClusterProfile(()), Question(("m4-pro-48",)), remarks=["It is so."])
+    (found,) = answer.outcomes
+    assert (found.label, found.stages) == ("m4-pro-48", ("m4-pro-48 0-31",))
+    assert answer.remarks == ("It is so.",)
+
+
+def test_a_request_of_several_users_is_planned_for_them() -> None:
+    machines = cluster("m4-pro-48")
+    model = sizes("8b-4bit", machines)
+    asked = PlanRequest(Demand(8192, 1), users=6)
+    (found,) = what_if([("8b", model)], machines, Question(request=asked)).outcomes
+    plan = place(model, machines, replace(asked, demand=Demand(8192, 6)))
+    assert (found.at_once, found.request_s) == (6, plan.prediction.request_s)
+    assert found.users >= 6
+    (many,) = what_if([("8b", model)], machines, Question(request=replace(asked, users=4000))).outcomes
+    assert not many.fits
+
+
+# ---- the quick search
+
+
+UNLIKE = (
+    "m4-pro-48",
+    "m4-max-128",
+    "m3-ultra-96",
+    "m4-16",
+    "m3-ultra-512",
+    "m2-ultra-192",
+    "m4-24",
+    "m1-max-64",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("link", ["tb5-rdma", "10gbe"])
+def test_the_quick_search_finds_about_as_good_plans(link: str, objective: Objective) -> None:
+    factors: list[float] = []
+    for number in (2, 3, 4):
+        machines = replace(cluster(*UNLIKE[:number]), usual_link=named_links()[link])
+        search = QuickSearch(machines)
+        for name in ("qwen3-0.6b", "llama-8b", "gpt-oss-120b", "llama-70b", "qwen3-235b-a22b-4bit"):
+            model = sizes(name, machines)
+            request = PlanRequest(
+                Demand(8192, 8 if objective == "throughput" else 1), objective=objective, prompt_tokens=4000
+            )
+            try:
+                best = place(model, machines, request)
+            except PlanError:
+                with pytest.raises(PlanError):
+                    search.plan(model, request)
+                continue
+            found = search.plan(model, request)
+            check_holds(found, model)
+            if objective == "memory":
+                factors.append(1 + fullest(found) - fullest(best))
+            else:
+                seconds = (one.prediction.minimized_s(objective) for one in (found, best))
+                factors.append(next(seconds) / next(seconds))
+    assert len(factors) > 8
+    assert max(factors) < 1.15
+    assert sum(factors) / len(factors) < 1.03
+
+
+def fullest(plan: Plan) -> float:
+    return max(rank.memory_bytes / rank.usable_bytes for stage in plan.stages for rank in stage.ranks)
+
+
+def check_holds(plan: Plan, model: ModelProfile) -> None:
+    """Check that a plan has all layers once, and no machine more than its memory."""
+    layers = [layer for stage in plan.stages for layer in range(stage.layers.start, stage.layers.end)]
+    assert layers == list(range(len(model.layers)))
+    assert fullest(plan) <= 1
+    nodes = [rank.node for stage in plan.stages for rank in stage.ranks]
+    assert len(set(nodes)) == len(nodes)
+    assert not set(nodes) & {left.node for left in plan.left_out}
+
+
+@pytest.mark.slow
+def test_many_cases_are_planned_by_the_quick_search_and_say_so() -> None:
+    machines = replace(cluster(*UNLIKE), usual_link=named_links()["tb5-rdma"])
+    models = [(known.name, sizes_of(known.folder, known.name, machines)) for known in popular_models()]
+    answer = what_if(models, machines, Question())
+    assert any("A quick search planned them" in remark for remark in answer.remarks)
+    assert all(one.fits for one in answer.outcomes)
+    assert all(one.users_tokens_per_s >= 0.95 * one.tokens_per_s for one in answer.outcomes)
+    few = what_if(models[:1], cluster("m4-pro-48"), Question())
+    assert few.remarks == ()
+
+
+def test_a_quick_search_asks_for_no_plan_of_the_planner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Expect it to leave out what takes seconds for each case."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("the planner was asked")
+
+    for name in ("quick_plans.place_exactly", "what_if.place_replicas"):
+        monkeypatch.setattr(f"mlx_ring.planner.{name}", refuse)
+    machines = replace(cluster(*UNLIKE), usual_link=named_links()["tb5-rdma"])
+    (found,) = what_if([("70b", sizes("llama-70b", machines))], machines, Question()).outcomes
+    assert found.fits
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_the_quick_search_makes_so_many_replicas(count: int) -> None:
+    machines = cluster("m4-pro-48", "m4-max-128", "m3-ultra-96")
+    model = sizes("llama-8b", machines)
+    request = PlanRequest(Demand(8192, 12), objective="throughput")
+    plans = QuickSearch(machines).replicas(model, request, count)
+    assert [plan.sequences for plan in plans] == [12 // count] * count
+    nodes = [rank.node for plan in plans for stage in plan.stages for rank in stage.ranks]
+    assert len(set(nodes)) == len(nodes)
+    with pytest.raises(PlanError, match="No 3 replicas of"):
+        QuickSearch(cluster("m4-pro-48")).replicas(model, request, 3)
+
+
+def test_users_are_counted_quickly_where_no_order_of_machines_holds_more() -> None:
+    machines = cluster("m4-24", "m4-16", "m4-pro-48")
+    request = PlanRequest(Demand(8192, 1), objective="throughput")
+    model = sizes("14b-4bit", machines)
+    assert room_for(model, machines, request, is_quick=True) == room_for(model, machines, request)

@@ -17,6 +17,7 @@ from mlx_ring.cli.what_if import (
     Asked,
     ask_planner,
     ask_running,
+    at_least_one,
     check_alone,
     fields_for_head,
     find_described,
@@ -163,6 +164,8 @@ def plan(
         return
     machines, listed = given_machines(cluster, machine, link) if is_given else (None, DevicesFile(()))
     request = given.request(listed, fills_context=what_fits)
+    if machines is not None:
+        _check_custom(request, {"--proportions": proportions, "--layers": layers})
     if asks:
         _ask(given, what_if, request, machines, as_json=as_json)
     else:
@@ -202,9 +205,8 @@ class _Given:
     @property
     def plan_flags(self) -> Mapping[str, object]:
         """Flags beside the model; None for those that are not given."""
-        settings = {
-            flag_of(Settings.model_fields[name]).aliases[0]: value for name, value in self.flags.items()
-        }
+        settings = {"--optimize-for": self.flags["optimize_for"], "--users": self.flags["expected_users"]}
+        settings |= {"--prompt": self.flags["expected_prompt"], "--answer": self.flags["expected_answer"]}
         own = (
             "strategy",
             "proportions",
@@ -230,13 +232,13 @@ class _Given:
 
         Raises:
             ConfigError: a value is invalid.
-            PlanError: the strategy is custom, without shares or numbers of layers.
         """
         prompt, answer, typical = _lengths(self.flags, fills_context=fills_context)
         objective = str(self.flags["optimize_for"] or OBJECTIVES[0])
-        request = PlanRequest(
+        strategy = current_strategy(self.strategy or listed.strategy or "auto")
+        return PlanRequest(
             Demand(USUAL_CONTEXT, self.users, self.kinds[0], typical),
-            strategy=_strategy(self.strategy or listed.strategy or "auto"),
+            strategy=cast("Strategy", _one_of("--strategy", strategy, tuple(STRATEGIES))),
             objective=cast("Objective", _one_of("--optimize-for", objective, OBJECTIVES)),
             proportions=read_numbers("--proportions", self.proportions) or listed.proportions,
             counts=read_whole_numbers("--layers", self.layers),
@@ -244,8 +246,6 @@ class _Given:
             answer_tokens=answer,
             users=self.users,
         )
-        _check_custom(request, {"--proportions": self.proportions, "--layers": self.layers})
-        return request
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,8 +300,8 @@ def _ask(
     )
     asked = Asked(given.model, question, given.weights, what_fits=what_if.what_fits)
     if machines is None:
-        fields = fields_for_head(given.flags, request, given.kinds if given.kv_bits else None)
-        found = ask_running(what_if.url or DEFAULT_URL, asked, fields, what_if.cacert)
+        for_head = fields_for_head(given.flags, request, given.kinds if given.kv_bits else None)
+        found = ask_running(what_if.url or DEFAULT_URL, asked, for_head, what_if.cacert)
     else:
         found = ask_planner(machines, asked)
     show_answer(found, as_json=as_json, plot=what_if.plot, plot_file=what_if.plot_file)
@@ -334,10 +334,6 @@ def _show(given: _Given, request: PlanRequest, machines: ClusterProfile | None, 
         print(remark)
 
 
-def _strategy(name: str) -> Strategy:
-    return cast("Strategy", _one_of("--strategy", current_strategy(name), tuple(STRATEGIES)))
-
-
 def _check_uses(link: str | None, cacert: Path | None, *, adds: bool, is_given: bool) -> None:
     """Raise `ConfigError` for a link without an added machine, or a certificate without a head."""
     if link is not None and not adds:
@@ -364,14 +360,14 @@ def _whole_number(flags: Mapping[str, object], name: str) -> int:
 
 def _number(flag: str, given: str) -> int:
     try:
-        return _at_least_one(flag, int(given))
+        return at_least_one(flag, int(given))
     except ValueError:
         raise ConfigError(f"{flag} is {given}; it must be a whole number.") from None
 
 
 def _sequences(given: int | None, users: int) -> int:
     """Return the number of sequences whose memory is promised: at least one for each user."""
-    if given is not None and _at_least_one("--sequences", given) < users:
+    if given is not None and at_least_one("--sequences", given) < users:
         raise ConfigError(f"--sequences is {given} and --users is {users}; give as many sequences as users.")
     return users if given is None else given
 
@@ -420,10 +416,4 @@ def _refuse(whom: str, given: Mapping[str, object]) -> None:
 def _one_of(flag: str, value: Value, allowed: tuple[Value, ...]) -> Value:
     if value not in allowed:
         raise ConfigError(f"{flag} is {value}; it must be one of {', '.join(map(str, allowed))}.")
-    return value
-
-
-def _at_least_one(flag: str, value: int) -> int:
-    if value < 1:
-        raise ConfigError(f"{flag} is {value}; it must be 1 or more.")
     return value

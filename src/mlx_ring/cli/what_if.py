@@ -32,7 +32,7 @@ _UNITS = {"": 1, "k": 1024, "m": 1024**2}
 _KILO = 1024
 _BAR = 50
 _FEW_ROWS, _LARGE = 4, 1000
-_MISSING = re.compile(r"[\d.]+ GB are missing")
+_SHORTLY = re.compile(r"[\d.]+ GB are missing|supports \d+ at most")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +101,17 @@ def read_tokens(flag: str, text: str) -> int:
             f"{flag} is {text.strip() or 'empty'}; it must be a number of tokens, such as 8192 or 32k."
         )
     return tokens
+
+
+def at_least_one(flag: str, value: int) -> int:
+    """Return a number that is 1 or more.
+
+    Raises:
+        ConfigError: it is less.
+    """
+    if value < 1:
+        raise ConfigError(f"{flag} is {value}; it must be 1 or more.")
+    return value
 
 
 def read_whole_numbers(flag: str, text: str | None) -> tuple[int, ...]:
@@ -289,10 +300,9 @@ def _row(one: Outcome, *, is_one_of_many: bool) -> tuple[str, ...]:
 
 
 def _shortly(why: str) -> str:
-    """Return the missing memory of a reason, or else its first sentence."""
-    if found := _MISSING.search(why):
-        return f"{found[0]}"
-    return why.partition(". ")[0].rstrip(".")
+    """Return what is missing of a reason, or else its first sentence."""
+    found = _SHORTLY.search(why)
+    return found[0] if found else why.partition(". ")[0].rstrip(".")
 
 
 def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
@@ -412,9 +422,6 @@ def _drawn(title: str, points: Sequence[Point], name: Callable[[int], str]) -> I
     for share in (0.0, 0.5, 1.0):
         y = bottom - (bottom - _TOP) * share
         yield f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{most * share:.3g}</text>'
-
-
-# ---- machines
 
 
 def given_machines(

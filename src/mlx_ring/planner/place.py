@@ -138,7 +138,7 @@ def place(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest) ->
     Raises:
         PlanError: the machines cannot hold the model as promised, or the request contradicts itself.
     """
-    _check(model, cluster, request)
+    check_request(model, cluster, request)
     method = METHODS[request.strategy]
     if isinstance(method, TensorMethod):
         return place_tensor(model, cluster, request, method.search)
@@ -164,7 +164,12 @@ def _with_left_out(times: Timetable, request: PlanRequest, plan: Plan) -> Plan:
     return replace(plan, left_out=_left_out(times, request, used))
 
 
-def _check(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest) -> None:
+def check_request(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest) -> None:
+    """Check that there is a machine, and that the model has a context as long.
+
+    Raises:
+        PlanError: one of them is missing.
+    """
     if not cluster.nodes:
         raise PlanError("There is no machine to plan for; name one or more.")
     _check_context(model, request)

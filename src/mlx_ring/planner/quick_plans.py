@@ -1,8 +1,8 @@
 """Quick search for plans, for questions that need many: it takes hundredths of a second where `place` takes a second. Pure.
 
-Layers count as alike and divisible. So the layers of machines or groups of machines follow from a bound of their pace. The
-fastest ones get as many as the bound and their memory allow. Pipelines, groups and replicas are compared by that, improved by
-small changes, and the best few are divided and predicted exactly.
+Layers count as alike and divisible. So a bound of the pace says how many a machine or a group gets. The fastest ones get
+as many as the bound and their memory allow. Pipelines and groups are compared by that, and improved by small changes. The best
+few are divided and predicted exactly.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from mlx_ring.core.types import LayerRange
 from mlx_ring.planner.group_search import cut, divided
 from mlx_ring.planner.memory_fit import explain_shortage, fits
 from mlx_ring.planner.pipeline import GroupStage, Pipeline
+from mlx_ring.planner.place import check_request, plan_of_pieces
 from mlx_ring.planner.place import place as place_exactly
-from mlx_ring.planner.place import plan_of_pieces
 from mlx_ring.planner.plan import Plan
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
 from mlx_ring.planner.rank_costs import Ring, Rings
@@ -76,6 +76,7 @@ class QuickSearch:
         Raises:
             PlanError: none is found.
         """
+        check_request(model, self.cluster, request)
         found = _Search(self, model, request).best(near)
         if found is None:
             raise PlanError(explain_shortage(model, self.cluster, request))

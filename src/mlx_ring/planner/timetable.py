@@ -254,7 +254,7 @@ class MeanLayers:
             fixed = max(0.0, (least - one) / max(1, self._layers - 1))
             free += max(0.0, self._nodes[place].usable_bytes - (least - fixed * self._layers))
             everywhere += fixed
-            # Shared parts are about the same on every machine.
+            # The shared bytes are about the same on every machine.
             once = max(once, (whole.memory_bytes(0, self._layers) - least) / self._layers)
         return free / max(1.0, everywhere + once)
 

@@ -78,6 +78,56 @@ def test_a_cluster_without_measurements_is_no_reason_to_try_again() -> None:
     assert reply.headers["retry-after"]
 
 
+def test_added_machines_are_planned_alone_while_none_is_measured() -> None:
+    api = Api()
+    api.catalog.is_measured = False
+    answer = api.post("/cluster/what-if", {"add": ["m3-ultra-512"], "what_fits": True}).json()
+    assert len(answer["outcomes"]) > 30
+    assert answer["outcomes"][0]["label"].endswith(", m3-ultra-512")
+    assert answer["remarks"][0] == "No machine of the cluster is measured, so only the added ones count."
+    (found,) = api.post("/cluster/what-if", {"add": ["m4-16"], "model": "8b-4bit"}).json()["outcomes"]
+    assert (found["label"], found["stages"]) == ("m4-16", ["m4-16 0-31"])
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "said"),
+    [
+        ({"model": "lama"}, 404, "There is no model 'lama'"),
+        ({"add": ["m3-ultr-512"]}, 400, "The machine m3-ultr-512 is unknown"),
+    ],
+)
+def test_names_are_checked_before_measurements(body: dict[str, object], status: int, said: str) -> None:
+    api = Api()
+    api.catalog.is_measured = False
+    assert said in refusal(api.post("/cluster/what-if", body), status)[1]
+
+
+def test_an_answer_says_how_a_name_is_read() -> None:
+    api = Api()
+    (remark,) = api.post("/cluster/what-if", {"model": "glm-5.2"}).json()["remarks"]
+    assert "glm-5.2 is taken as GLM-5.2" in remark
+    assert "assumed" in remark
+    assert api.post("/cluster/what-if", {}).json()["remarks"] == []
+
+
+def test_a_question_may_have_several_users_at_once() -> None:
+    api = Api()
+    (own,) = api.post("/cluster/what-if", {}).json()["outcomes"]
+    (several,) = api.post("/cluster/what-if", {"users": 3}).json()["outcomes"]
+    assert (own["at_once"], several["at_once"]) == (1, 3)
+    assert several["first_token_s"] > 2 * own["first_token_s"]
+    api.catalog.request = replace(api.catalog.request, users=3)
+    assert api.post("/cluster/what-if", {}).json()["outcomes"] == [several]
+
+
+def test_a_heads_replicas_count_for_machines_that_are_added() -> None:
+    api = Api()
+    api.catalog.count = 2
+    before, after = api.post("/cluster/what-if", {"add": ["m4-16"]}).json()["outcomes"]
+    assert not before["fits"]
+    assert after["stages"] == ["m4-mac-mini-16 0-31", "m4-16 0-31"]
+
+
 def test_a_head_does_not_claim_to_look_for_hub_ids() -> None:
     _, message = refusal(Api().post("/cluster/what-if", {"model": "Qwen/Qwen3-0.6B"}), 404)
     assert "hub id" not in message
@@ -120,6 +170,7 @@ def test_bits_are_compared_and_curves_are_drawn_only_when_asked_for() -> None:
         ({"add": ["m4-16"] * 17}, 400, "add", "16"),
         ({"kv_bits": [5]}, 400, "kv_bits[0]", "4, 8 or 16"),
         ({"context_tokens": 0}, 400, "context_tokens", "1"),
+        ({"users": 0}, 400, "users", "1"),
         ({"prompt_tokens": 0}, 400, "prompt_tokens", "1"),
         ({"optimize_for": "speed"}, 400, "optimize_for", "latency"),
         (

@@ -1,9 +1,20 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { Outcomes, questionOf, Row } from "../../../src/mlx_ring/api/page/web/cluster/what-if.js";
+import { Outcomes, Plot, Plots, questionOf, Row } from "../../../src/mlx_ring/api/page/web/cluster/what-if.js";
 import { toHtml } from "./support.js";
 
-const EMPTY = { machine: "", link: "", model: "", context: "", prompt: "", answer: "", objective: "" };
+const EMPTY = {
+  machine: "",
+  link: "",
+  model: "",
+  context: "",
+  prompt: "",
+  answer: "",
+  users: "",
+  objective: "",
+  bits: "",
+  plot: "",
+};
 /** @param {object} [more] @returns {any} */
 const outcome = (more = {}) => ({
   label: "now",
@@ -20,6 +31,8 @@ const outcome = (more = {}) => ({
   request_s_range: [11.5, 34.5],
   users: 7,
   users_tokens_per_s: 99,
+  fastest_users: 7,
+  at_once: 1,
   stages: ["mini 0-31"],
   left_out: ["box: too slow"],
   ...more,
@@ -38,6 +51,39 @@ test("a question has only the fields that were filled in", () => {
     answer_tokens: 40,
     optimize_for: "first-token",
   });
+});
+
+test("a question may list what fits, compare bits of the KV cache, and ask for curves and users", () => {
+  assert.deepEqual(questionOf({ ...EMPTY, model: "*", bits: "16,8,4", plot: "on", users: "3" }), {
+    what_fits: true,
+    users: 3,
+    kv_bits: [16, 8, 4],
+    curves: true,
+  });
+  assert.deepEqual(questionOf({ ...EMPTY, bits: "8" }), { kv_bits: [8] });
+});
+
+test("curves are drawn over context and users", () => {
+  const by = (/** @type {number[]} */ ...counts) => counts.map((at) => ({ at, tokens_per_s: 100 / at }));
+  const both = toHtml(Plots({ curves: { label: "now", by_context: by(1024), by_users: by(1, 2, 3) } }));
+  assert.match(both, /tokens\/s of one user over the context, now/);
+  assert.match(both, /tokens\/s of all users over their number, now/);
+  const text = toHtml(Plot({ title: "tokens/s", points: by(1024, 2048, 3000) }));
+  assert.match(text, /<polyline points="48\.0,16\.0 256\.0,/, "the first is the highest");
+  assert.equal(text.match(/<circle/g)?.length, 3);
+  assert.match(text, />2k</);
+  assert.match(text, />3000</);
+});
+
+test("users who are fastest together are counted where they are fewer than fit", () => {
+  assert.doesNotMatch(toHtml(Row({ outcome: outcome() })), / with /);
+  assert.match(toHtml(Row({ outcome: outcome({ fastest_users: 4 }) })), /99 with 4/);
+});
+
+test("several users at once are named, and many rows give their reasons in a few words", () => {
+  assert.match(toHtml(Outcomes({ outcomes: [outcome({ at_once: 3 })] })), /3 users send one at once\./);
+  const large = outcome({ fits: false, why: "1 GB is missing." });
+  assert.doesNotMatch(toHtml(Outcomes({ outcomes: Array(5).fill(large) })), /now: 1 GB/);
 });
 
 test("an answer names its model, its request and machines without layers", () => {

@@ -5,6 +5,7 @@
 export interface Answer {
   outcomes: Outcome[];
   curves: Curves | null;
+  remarks?: string[];
 }
 
 /** State of all KV caches. */
@@ -375,6 +376,7 @@ export interface Outcome {
   prompt_tokens: number;
   answer_tokens: number;
   memory_bytes?: number;
+  at_once?: number;
   tokens_per_s?: number;
   tokens_per_s_range?: [number, number];
   first_token_s?: number;
@@ -384,6 +386,7 @@ export interface Outcome {
   is_measured?: boolean;
   users?: number;
   users_tokens_per_s?: number;
+  fastest_users?: number;
   stages?: string[];
   left_out?: string[];
 }
