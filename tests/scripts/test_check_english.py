@@ -6,9 +6,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from scripts.check_english import check_file, check_other, check_python, files_of
-
-from scripts import check_english
+from scripts.check_english import check_other, check_python, files_of
 
 
 def _found(source: str) -> list[tuple[int, str, str]]:
@@ -218,14 +216,3 @@ WIDE = "word " * 25
 def test_wide_lines_of_documents_are_reported_outside_tables_and_code() -> None:
     prose = f"Word. Word.\n\n{'It is. ' * 20}\n\n| {'a | ' * 60}\n\n```\n{WIDE * 2}\n```\n\n- <{'x' * 130}>\n"
     assert [(finding.line, finding.kind) for finding in check_other("page.md", prose)] == [(3, "wide")]
-
-
-def test_a_document_leaves_the_unrevised_ones_as_soon_as_it_can(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(check_english, "UNREVISED", frozenset({"page.md"}))
-    page = tmp_path / "page.md"
-    page.write_text(f"{'It is. ' * 20}\n\nIt is gone.\n")
-    assert [finding.kind for finding in check_file(page, tmp_path)] == ["word"]
-    page.write_text("It is.\n")
-    assert [finding.kind for finding in check_file(page, tmp_path)] == ["wide"]
