@@ -206,7 +206,7 @@ def test_words_in_ise_are_reported_in_prose_and_names() -> None:
 
 
 def test_a_log_line_begins_with_a_capital() -> None:
-    source = 'log.info("step %d failed", 1)\\nlog.info("Step %d", 1)\\nlog.info("mlx-lm is old")\\nprint("no log line")\\n'
+    source = 'log.info("step %d failed", 1)\nlog.info("Step %d", 1)\nlog.info("mlx-lm is old")\nprint("no log line")\n'
     assert [(line, kind) for line, kind, _ in _found(source)] == [(1, "log")]
 
 
