@@ -192,7 +192,9 @@ export function Outcomes({ outcomes }) {
     ${left.map((why) => html`<p key=${why} class="muted">Without layers: ${why}.</p>`)}
     <p class="muted">
       A request has a prompt of ${prompt.toLocaleString("en")} tokens and an answer of${" "}
-      ${answer.toLocaleString("en")}. ${users > 1 ? `${users} users send one at once. ` : ""}Each user has a context of ${context.toLocaleString("en")} tokens.
+      ${answer.toLocaleString("en")}. ${users > 1 && `${users} users send one at once. `}
+      Each user has a context of${" "}
+      ${context.toLocaleString("en")} tokens.
     </p>`;
 }
 
@@ -216,7 +218,7 @@ export function Row({ outcome: one }) {
     <td class="right">${range(one.request_s_range)}</td>
     <td class="right">${figures(one.users, 5)}</td>
     <td class="right">
-      ${figures(one.users_tokens_per_s)}${one.fastest_users === one.users ? "" : ` with ${figures(one.fastest_users, 5)}`}
+      ${figures(one.users_tokens_per_s)}${one.fastest_users !== one.users && ` with ${figures(one.fastest_users, 5)}`}
     </td>
     <td class="right">${bytes(one.memory_bytes)}</td>
     <td>${one.stages?.join(", ")}</td>
