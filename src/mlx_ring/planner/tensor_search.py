@@ -130,8 +130,9 @@ class SharedLayers:
         if len(self._places) < 2 or self._layers < 2:  # noqa: PLR2004 - stages
             return None
         found = [] if self._is_alike else self._by_orders(of_all=of_all)
-        if not of_all and len(self._places) <= FEW_NODES:
-            found += self._by_orders(of_all=True)
+        if not of_all and 2 < len(self._places) <= FEW_NODES:  # noqa: PLR2004 - more than a pair
+            # Where memory is short, changes of all machines' pipelines lead elsewhere.
+            found += filter(None, [self.hybrid(of_all=True)])
         starts = [*map(self._by_names, near), *(self._sized(pipeline.stages) for pipeline in found)]
         changes = self._changes([*starts, *self._even_divisions()], of_all=of_all)
         changes.search()
