@@ -75,11 +75,11 @@ def test_a_server_logs_each_refused_connection_with_the_reason(tmp_path: Path) -
         _find_line(process.stderr, r"^somebody else's line$")
         with socket.create_connection(("127.0.0.1", port)) as plain:
             plain.sendall(b"GET / HTTP/1.1\r\n\r\n")
-            _find_line(process.stderr, "WARNING node=here .*refused a connection: it .*HTTP")
+            _find_line(process.stderr, "WARNING node=here .*Refused a connection: it .*HTTP")
         with open_channel(f"127.0.0.1:{port}", Anchor(authority.pem), HEAD_NAME) as channel:
             with pytest.raises(grpc.RpcError):
                 STOP.unary_unary(channel)(agent_pb2.StopRequest(), timeout=10)
-            _find_line(process.stderr, "WARNING node=here .*refused a connection: it showed no certificate")
+            _find_line(process.stderr, "WARNING node=here .*Refused a connection: it showed no certificate")
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         foreign.save(tmp_path / "stranger")
@@ -92,7 +92,7 @@ def test_a_server_logs_each_refused_connection_with_the_reason(tmp_path: Path) -
             # An alert, a reset or the end, whichever comes first.
             connection.recv(1)
         _find_line(
-            process.stderr, "WARNING node=here .*refused a connection: its certificate belongs to another"
+            process.stderr, "WARNING node=here .*Refused a connection: its certificate belongs to another"
         )
         process.stdin.close()
         process.wait(30)
