@@ -175,7 +175,7 @@ def test_messages_are_converted_for_the_chat_template(api: Api) -> None:
     messages = [
         {
             "role": "developer",
-            "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "kind."}],
+            "content": [{"type": "text", "text": "Be"}, {"type": "text", "text": "kind."}],
         },
         {"role": "user", "content": "2+2?", "name": "ann"},
         {
