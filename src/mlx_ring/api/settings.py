@@ -24,6 +24,8 @@ class ApiSettings:
     """Limit of the bodies of all requests in progress together."""
     client_timeout_s: float
     """Longest pause of a client that sends its request."""
+    open_schemas: bool
+    """True if objects of answers may have properties that their schema does not name, unless it forbids them."""
     access_log: bool
     """True if each request is logged."""
     keep_alive_s: float = 10.0

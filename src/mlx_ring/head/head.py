@@ -93,6 +93,7 @@ def api_settings(settings: Settings) -> ApiSettings:
         max_body_bytes=settings.max_request_mb << 20,
         max_bodies_bytes=bodies_mb(settings) << 20,
         client_timeout_s=settings.client_timeout_s,
+        open_schemas=settings.additional_properties == "on",
         access_log=settings.access_log == "on",
     )
 

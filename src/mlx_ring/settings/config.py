@@ -337,6 +337,13 @@ class Settings(CheckedSettings):
         metavar="SECONDS",
         aliases=("--shutdown-timeout",),
     )
+    additional_properties: Switch = setting(
+        "off",
+        "Let objects of answers have properties that their schema does not name; off: only if it allows them itself.",
+        _HTTP,
+        metavar="MODE",
+        switch_on=("--open-schemas",),
+    )
     api_key: Names = setting(
         (),
         "Accepted API keys; without any, no authentication.",

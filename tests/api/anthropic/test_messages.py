@@ -100,7 +100,7 @@ def test_message_equals_its_accumulated_events() -> None:
     reasoning, text, first, second = message.content
     assert reasoning.type == "thinking"
     assert (reasoning.thinking, bool(reasoning.signature)) == ("Let me see.", True)
-    assert text.to_dict() == {"type": "text", "text": "I'll add.", "citations": None}
+    assert text.to_dict() == {"type": "text", "text": "I'll add."}
     call = {"type": "tool_use", "name": "add", "caller": {"type": "direct"}}
     assert first.to_dict() == call | {"id": "toolu_1", "input": {"a": 1}}
     assert second.to_dict() == call | {"id": "toolu_2", "input": {}}

@@ -56,7 +56,7 @@ def schema_conversation(schema: Any, *tools: Tool, param: str = "response_format
 
 
 def grammar_of(example: CallExample, conversation: Conversation) -> Grammar | None:
-    return answer_grammar(example.format(), conversation, thinking_open=False)
+    return answer_grammar(example.format(), conversation, thinking_open=False, open_schemas=False)
 
 
 def accepts(grammar: Grammar | None, text: str, example: CallExample = JSON_TOOLS) -> bool:
@@ -116,10 +116,10 @@ def test_reasoning_may_precede_a_constrained_answer() -> None:
         (tools_conversation(WEATHER), JSON_TOOLS.whole(JSON_TOOLS.call)),
         (schema_conversation(SCHEMA), MINIMAL_ARGUMENTS),
     ):
-        is_open = answer_grammar(format_, conversation, thinking_open=True)
+        is_open = answer_grammar(format_, conversation, thinking_open=True, open_schemas=False)
         assert accepts(is_open, f"Rome, {{ I think.\n</think>\n\n{text}")
         assert not accepts(is_open, text)
-        free = answer_grammar(format_, conversation, thinking_open=False)
+        free = answer_grammar(format_, conversation, thinking_open=False, open_schemas=False)
         assert accepts(free, f"<think>\nRome\n</think>\n\n{text}")
         assert accepts(free, text)
 
@@ -136,10 +136,10 @@ def test_constrained_answer_has_no_reasoning_if_it_is_switched_off(
         (schema_conversation(SCHEMA), ARGUMENTS),
     ):
         without_reasoning = replace(conversation, template_kwargs=kwargs)
-        grammar = answer_grammar(format_, without_reasoning, thinking_open=False)
+        grammar = answer_grammar(format_, without_reasoning, thinking_open=False, open_schemas=False)
         assert accepts(grammar, text)
         assert not accepts(grammar, f"<think>\nRome\n</think>\n\n{text}")
-        still_open = answer_grammar(format_, without_reasoning, thinking_open=True)
+        still_open = answer_grammar(format_, without_reasoning, thinking_open=True, open_schemas=False)
         assert accepts(still_open, f"Rome\n</think>\n\n{text}")
 
 
@@ -150,15 +150,17 @@ def test_gpt_oss_reasons_calls_tools_and_answers_in_its_channels() -> None:
     example = replace(JSON_TOOLS, added=added)
     reasoning = "<|channel|>analysis<|message|>Rome.<|end|><|start|>assistant"
     call = f"<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{ARGUMENTS}"
-    required = answer_grammar(format_, tools_conversation(WEATHER), thinking_open=False)
+    required = answer_grammar(format_, tools_conversation(WEATHER), thinking_open=False, open_schemas=False)
     assert accepts(required, reasoning + call, example)
     assert accepts(required, call + "<|call|>", example)
     assert not accepts(required, call.replace("3", "15"), example)
     final = "<|channel|>final<|message|>"
     assert not accepts(required, f"{final}It is warm.", example)
-    automatic = answer_grammar(format_, tools_conversation(WEATHER, choice="auto"), thinking_open=False)
+    automatic = answer_grammar(
+        format_, tools_conversation(WEATHER, choice="auto"), thinking_open=False, open_schemas=False
+    )
     assert accepts(automatic, f"{reasoning}{final}It is warm.", example)
-    formatted = answer_grammar(format_, schema_conversation(SCHEMA), thinking_open=False)
+    formatted = answer_grammar(format_, schema_conversation(SCHEMA), thinking_open=False, open_schemas=False)
     assert accepts(formatted, reasoning + final + MINIMAL_ARGUMENTS, example)
     assert not accepts(formatted, f"{final}It is warm.", example)
 
@@ -174,7 +176,7 @@ def test_answer_is_json_of_its_schema_or_a_tool_call() -> None:
 
 def test_json_object_format_accepts_only_objects() -> None:
     conversation = tools_conversation(choice="auto", format=AnswerFormat("json_object"))
-    grammar = answer_grammar(ChatFormat(), conversation, thinking_open=False)
+    grammar = answer_grammar(ChatFormat(), conversation, thinking_open=False, open_schemas=False)
     assert accepts(grammar, '{"a": [1, {"b": null}]}')
     assert not accepts(grammar, "[1]")
 
@@ -210,7 +212,9 @@ def muse_format() -> ChatFormat:
 def test_muse_reasons_calls_tools_and_answers_in_its_messages() -> None:
     reasoning = " to=self<|message|>Rome.<|eom|><|start|>assistant"
     call = f" to=get_weather<|message|>{MUSE.whole(MUSE.call)}"
-    required = answer_grammar(muse_format(), tools_conversation(WEATHER, CLOCK), thinking_open=False)
+    required = answer_grammar(
+        muse_format(), tools_conversation(WEATHER, CLOCK), thinking_open=False, open_schemas=False
+    )
     assert accepts(required, reasoning + call, MUSE)
     assert accepts(
         required, f"{call}<|eom|><|start|>assistant to=clock<|message|>{MUSE.whole(MUSE.empty_call)}", MUSE
@@ -222,13 +226,19 @@ def test_muse_reasons_calls_tools_and_answers_in_its_messages() -> None:
         assert not accepts(required, call.replace(*wrong), MUSE)
     answer = " to=user<|message|>It is warm."
     assert not accepts(required, answer, MUSE)
-    alone = answer_grammar(muse_format(), tools_conversation(WEATHER, parallel=False), thinking_open=False)
+    alone = answer_grammar(
+        muse_format(), tools_conversation(WEATHER, parallel=False), thinking_open=False, open_schemas=False
+    )
     assert not accepts(alone, f"{call}<|eom|><|start|>assistant{call}", MUSE)
-    automatic = answer_grammar(muse_format(), tools_conversation(WEATHER, choice="auto"), thinking_open=False)
+    automatic = answer_grammar(
+        muse_format(), tools_conversation(WEATHER, choice="auto"), thinking_open=False, open_schemas=False
+    )
     assert accepts(automatic, reasoning + answer, MUSE)
     comment = " to=commentary<|message|>Let me see.<|eom|><|start|>assistant"
     assert accepts(automatic, reasoning + comment + call, MUSE)
-    formatted = answer_grammar(muse_format(), schema_conversation(SCHEMA), thinking_open=False)
+    formatted = answer_grammar(
+        muse_format(), schema_conversation(SCHEMA), thinking_open=False, open_schemas=False
+    )
     assert accepts(formatted, f"{reasoning} to=user<|message|>{MINIMAL_ARGUMENTS}", MUSE)
     assert not accepts(formatted, answer, MUSE)
 
@@ -237,7 +247,9 @@ def test_muse_strings_that_parse_as_json_must_be_quoted() -> None:
     def call(city: str) -> str:
         return f" to=get_weather<|message|>{MUSE.whole(MUSE.minimal_call.replace('Rome', city))}"
 
-    grammar = answer_grammar(muse_format(), tools_conversation(WEATHER), thinking_open=False)
+    grammar = answer_grammar(
+        muse_format(), tools_conversation(WEATHER), thinking_open=False, open_schemas=False
+    )
     for city in ("3", "-1.5e3", "true", "null", "[1]", '{"a": 1}', '"a" b'):
         assert not accepts(grammar, call(city), MUSE)
     closed = "3</atem:parameter>\n"
@@ -248,7 +260,12 @@ def test_muse_strings_that_parse_as_json_must_be_quoted() -> None:
 
 def test_muse_refuses_a_tool_named_like_a_recipient() -> None:
     with pytest.raises(RequestError, match="'user'"):
-        answer_grammar(muse_format(), tools_conversation(Tool("user", strict=True)), thinking_open=False)
+        answer_grammar(
+            muse_format(),
+            tools_conversation(Tool("user", strict=True)),
+            thinking_open=False,
+            open_schemas=False,
+        )
 
 
 RICH: dict[str, Any] = {
@@ -341,12 +358,14 @@ def test_unenforceable_gemma_schema_of_a_strict_tool_is_refused(schema: Any, exp
 def test_format_without_a_grammar_is_refused_by_name() -> None:
     marks = replace(JSON_TOOLS.marks(), parser="unknown_parser")
     with pytest.raises(RequestError, match="unknown_parser"):
-        answer_grammar(ChatFormat(calls=marks), tools_conversation(WEATHER), thinking_open=False)
+        answer_grammar(
+            ChatFormat(calls=marks), tools_conversation(WEATHER), thinking_open=False, open_schemas=False
+        )
 
 
 def refused(conversation: Conversation, format_: ChatFormat) -> RequestError:
     async def check() -> None:
-        grammar = answer_grammar(format_, conversation, thinking_open=False)
+        grammar = answer_grammar(format_, conversation, thinking_open=False, open_schemas=False)
         await GrammarChecks().check(grammar, conversation)
 
     with pytest.raises(RequestError) as raised:
@@ -398,12 +417,12 @@ def test_grammar_checks_keep_no_whole_grammar() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("depth", [150, 900])
-def test_deeply_nested_schema_is_refused(depth: int) -> None:
+@pytest.mark.parametrize(("depth", "problem"), [(150, "recursion"), (900, "nested too deeply")])
+def test_deeply_nested_schema_is_refused(depth: int, problem: str) -> None:
     schema: dict[str, Any] = {}
     for _ in range(depth):
         schema = {"type": "object", "properties": {"a": schema}}
-    assert "recursion" in str(refused(schema_conversation(schema), ChatFormat()))
+    assert problem in str(refused(schema_conversation(schema), ChatFormat()))
 
 
 def test_unenforceable_keyword_of_a_non_strict_tool_is_ignored() -> None:

@@ -13,7 +13,7 @@ from tests.api.chat.formats import QWEN, THINKING, TIME, TOOLS, read, rules, spl
 
 from mlx_ring.api.chat.model_format import ChatFormat
 from mlx_ring.api.chat.parts import CallArguments, CallOpening, ContentText, ReasoningText
-from mlx_ring.api.chat.reader import AnswerReader
+from mlx_ring.api.chat.reader import AnswerReader, join_parts
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 CALL_PARTS = [CallOpening(0, "c0", "get_weather"), CallArguments(0, '{"city": "Paris"}')]
@@ -119,9 +119,13 @@ def test_invalid_arguments_are_content_unless_already_emitted() -> None:
     assert content == ContentText("Well.")
 
 
-def test_truncated_tool_call_is_content_of_an_unstreamed_answer() -> None:
+@pytest.mark.parametrize("early", [False, True], ids=["whole", "early"])
+def test_tool_call_that_is_cut_off_in_its_arguments_is_a_call(*, early: bool) -> None:
     text = '<tool_call>{"name": "get_time", "arguments": {"city": "Pa'
-    assert read([text], rules()) == [ContentText(text)]
+    reader = AnswerReader(rules(early=early))
+    parts = join_parts([*reader.push(text), *reader.finish()])
+    assert parts == [CallOpening(0, "c0", "get_time"), CallArguments(0, '{"city": "Pa')]
+    assert (reader.calls, reader.ended) == (1, False)
 
 
 def test_stop_strings_apply_only_to_content() -> None:

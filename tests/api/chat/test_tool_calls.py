@@ -42,6 +42,8 @@ ANSWERS = {
     "qwen3_coder": "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis, France\n</parameter>\n"
     "<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>",
 }
+JSON_ARGUMENTS = ("json_tools", "kimi_k2", "mistral")
+"""Formats whose arguments are JSON, which are read before the call ends."""
 TWO = {
     "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
     '{"city": "Rome"}<|tool_call_end|><|tool_call_begin|>functions.get_time:1<|tool_call_argument_begin|>'
@@ -91,6 +93,18 @@ def test_truncated_tool_call_loses_no_text(parser: str, length: int) -> None:
     text = ANSWERS[parser][:length]
     answer = answer_of([text], parser)
     assert answer.calls or answer.content == text
+
+
+@given(parser=st.sampled_from(sorted(JSON_ARGUMENTS)), length=st.integers(1, 300))
+def test_truncated_tool_call_is_the_same_streamed_and_whole(parser: str, length: int) -> None:
+    text = ANSWERS[parser][:length]
+    whole, streamed = (answer_of([text], parser, early=early) for early in (False, True))
+    assert whole.content == streamed.content
+    assert [(call.name, call.arguments) for call in whole.calls] == [
+        (call.name, call.arguments) for call in streamed.calls
+    ]
+    if '"city"' in text:
+        assert [call.name for call in whole.calls] == ["get_weather"]
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["whole", "early"])

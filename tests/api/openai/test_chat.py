@@ -175,7 +175,7 @@ def test_messages_are_converted_for_the_chat_template(api: Api) -> None:
     messages = [
         {
             "role": "developer",
-            "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "kind."}],
+            "content": [{"type": "text", "text": "Be"}, {"type": "text", "text": "kind."}],
         },
         {"role": "user", "content": "2+2?", "name": "ann"},
         {
@@ -202,7 +202,7 @@ def test_messages_are_converted_for_the_chat_template(api: Api) -> None:
     ]
     reasoning = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), "adding")
     assert api.service.tokenizer.conversation == [
-        {"role": "system", "content": "Be kind."},
+        {"role": "system", "content": "Be\nkind."},
         {"role": "user", "content": "2+2?", "name": "ann"},
         {"role": "assistant", "content": "", "tool_calls": calls, **reasoning},
         {"role": "tool", "content": "4", "tool_call_id": "c1"},

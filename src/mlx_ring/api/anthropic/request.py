@@ -9,7 +9,14 @@ from pydantic import AfterValidator, Discriminator, Field, StringConstraints, Ta
 from pydantic_core import PydanticCustomError
 
 from mlx_ring.api.chat.model_format import ChatFormat
-from mlx_ring.api.chat.request import AnswerFormat, Conversation, ToolUse, join_neighbours, template_call
+from mlx_ring.api.chat.request import (
+    AnswerFormat,
+    Conversation,
+    ToolUse,
+    join_neighbours,
+    template_call,
+    text_of,
+)
 from mlx_ring.api.chat.request import Tool as ChatTool
 from mlx_ring.api.openai.messages import Parameters, check_names, choose
 from mlx_ring.api.openai.sampling import MOST_TOKENS, Count, SamplingFields, StopString, by_number
@@ -98,11 +105,6 @@ class SystemMessage(Body):
 
 
 Message = Annotated[UserMessage | AssistantMessage | SystemMessage, Field(discriminator="role")]
-
-
-def text_of(content: str | Sequence[TextBlock]) -> str:
-    """Return the text of the blocks, each as a paragraph."""
-    return content if isinstance(content, str) else "\n".join(block.text for block in content)
 
 
 _MOST_STOPS = 64
@@ -296,7 +298,7 @@ def _result(block: ToolResultBlock) -> Plain:
 def _assistant(blocks: Sequence[AssistantBlock]) -> Plain:
     plain: Plain = {
         "role": "assistant",
-        "content": "".join(block.text for block in blocks if isinstance(block, TextBlock)),
+        "content": text_of(block for block in blocks if isinstance(block, TextBlock)),
     }
     calls = [
         template_call(block.name, block.input, block.id)

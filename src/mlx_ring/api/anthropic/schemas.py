@@ -53,7 +53,6 @@ class MessageEnd(JsonObject):
 class TextBlock(JsonObject):
     type: Literal["text"]
     text: str
-    citations: None
 
 
 class ThinkingBlock(JsonObject):

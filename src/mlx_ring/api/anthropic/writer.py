@@ -117,7 +117,7 @@ class MessageWriter:
 
     def _add_text(self, text: str) -> Iterator[MessageEvent]:
         if self._open is None or self._open["type"] != "text":
-            yield from self._start({"type": "text", "text": "", "citations": None})
+            yield from self._start({"type": "text", "text": ""})
         self._text += text
         yield self._delta({"type": "text_delta", "text": text})
 

@@ -10,9 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from hashlib import blake2b
 
-from mlx_ring.api.chat.lark import ANY_TEXT, SPACE, LarkGrammar, either, options_of
+from mlx_ring.api.chat.lark import ANY_TEXT, SPACE, LarkGrammar, either
 from mlx_ring.api.chat.model_format import CallMarks, ChatFormat
 from mlx_ring.api.chat.request import AnswerFormat, Conversation, Tool, ToolUse
+from mlx_ring.api.chat.schemas import closed, options_of
 from mlx_ring.api.chat.tool_call_grammars import (
     write_calls,
     write_harmony_calls,
@@ -27,19 +28,41 @@ _KEPT = 256
 _OPTIONS = "x-guidance"
 
 
-def answer_grammar(format: ChatFormat, conversation: Conversation, *, thinking_open: bool) -> Grammar | None:  # noqa: A002 - the field's term
+def answer_grammar(
+    format: ChatFormat,  # noqa: A002 - the field's term
+    conversation: Conversation,
+    *,
+    thinking_open: bool,
+    open_schemas: bool,
+) -> Grammar | None:
     """Return the grammar of a conversation's next answer; None if any text is allowed.
 
     Args:
         format: format of the model's answers.
         conversation: the chat request.
         thinking_open: True if the answer starts inside reasoning.
+        open_schemas: True if objects may have properties that their schema does not name, unless it forbids them.
 
     Raises:
         RequestError: the grammar cannot be enforced in this model's format.
     """
+    if not open_schemas:
+        conversation = _with_closed_schemas(conversation)
     grammar = _grammar(format, conversation, thinking_open=thinking_open)
     return None if grammar is None else replace(grammar, param=_param(conversation))
+
+
+def _with_closed_schemas(conversation: Conversation) -> Conversation:
+    use, content = conversation.tool_use, conversation.format
+    tools = [
+        tool if tool.parameters is None else replace(tool, parameters=closed(tool.parameters, "tools"))
+        for tool in use.tools
+    ]
+    return replace(
+        conversation,
+        tool_use=replace(use, tools=tools),
+        format=replace(content, schema=closed(content.schema, content.param)),
+    )
 
 
 def _param(conversation: Conversation) -> str:

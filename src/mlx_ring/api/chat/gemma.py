@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from mlx_ring.api.chat.lark import NOTHING, LarkGrammar, Schema, either, options_of
+from mlx_ring.api.chat.lark import LarkGrammar, either
 from mlx_ring.api.chat.request import Tool
+from mlx_ring.api.chat.schemas import DEFINITIONS, NOTHING, Schema, options_of
 from mlx_ring.core.errors import RequestError
 
 QUOTE = '<|"|>'
 FUNCTION_GEMMA_QUOTE = "<escape>"
 
 _ParseCalls = Callable[[str, list[dict[str, object]]], object]
-_DEFINITIONS = ("$defs", "definitions")
 _NAME = re.compile(r"\w+", re.ASCII)
 _SAID = frozenset({"title", "description", "default", "examples", "$schema", "$id", "$comment", "deprecated"})
 """Keywords of a schema that do not restrict values."""
@@ -127,7 +127,7 @@ class _Values:
 
     def _reference(self, schema: Schema) -> str:
         """Write a reference as a rule. The rule gets its name first, because a definition may contain itself."""
-        self._require(schema, {"$ref", *_DEFINITIONS})
+        self._require(schema, {"$ref", *DEFINITIONS})
         place = str(schema["$ref"])
         if place not in self.known:
             found = self._find(place)
@@ -157,7 +157,7 @@ class _Values:
 
     def _one_of(self, schema: Schema, key: str) -> str:
         listed = schema[key]
-        self._require(schema, {key, *_DEFINITIONS})
+        self._require(schema, {key, *DEFINITIONS})
         options = cast("list[object]", listed) if isinstance(listed, list) else []
         if not options:
             return self._no_value()
@@ -203,7 +203,7 @@ class _Values:
 
     def _object(self, schema: Schema) -> str:
         """Write an object with its names in the order in which the model's template shows them."""
-        self._require(schema, {"type", "properties", "required", "additionalProperties", *_DEFINITIONS})
+        self._require(schema, {"type", "properties", "required", "additionalProperties", *DEFINITIONS})
         given, more = schema.get("properties"), schema.get("additionalProperties", True)
         properties: Schema = cast("Schema", given) if isinstance(given, Mapping) else {}
         if not properties and more is not False:

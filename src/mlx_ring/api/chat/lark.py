@@ -1,7 +1,4 @@
-"""Grammars in llguidance's dialect of Lark. Pure.
-
-Also the schemas of tools, for formats whose arguments are not JSON.
-"""
+"""Grammars in llguidance's dialect of Lark. Pure."""
 
 from __future__ import annotations
 
@@ -9,9 +6,7 @@ import json
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import cast
 
-from mlx_ring.api.chat.request import Tool
 from mlx_ring.core.errors import RequestError
 from mlx_ring.models.grammars import JSON_OPTIONS
 
@@ -110,74 +105,3 @@ def _without(text: str) -> str:
     """Return an expression of every text that does not contain this one."""
     literally = re.escape(text).replace("/", r"\/").replace("\\\n", r"\n")
     return f"~/(?s:.*){literally}(?s:.*)/"
-
-
-Schema = Mapping[str, object]
-
-NOTHING: Schema = {"type": "object", "properties": {}, "additionalProperties": False}
-"""Schema of a tool that takes no arguments."""
-STRING_KEYS = frozenset({"type", "enum", "const", "title", "description", "default", "examples", "$comment"})
-"""Keywords of a string's schema that lists its texts or allows any."""
-_LENIENT = {"lenient": True, "coerce_one_of": True}
-"""Options for tools that are not strict. Keywords that cannot be enforced are ignored."""
-_DEFINITIONS = ("$defs", "definitions")
-_PLAIN_KEYS = frozenset(
-    {
-        *("type", "properties", "required", "additionalProperties", *_DEFINITIONS),
-        *("title", "description", "$schema", "$id", "$comment", "default", "examples"),
-    }
-)
-"""Keywords of a schema whose arguments can be written one by one."""
-
-
-def options_of(tool: Tool) -> Mapping[str, object]:
-    """Return llguidance's options for JSON under a tool's schema."""
-    return {} if tool.strict else _LENIENT
-
-
-def properties_of(tool: Tool) -> Mapping[str, Schema]:
-    """Return the properties of a tool whose arguments are written one by one.
-
-    Raises:
-        RequestError: the tool is strict, and its schema restricts more than each single argument.
-    """
-    schema = tool.parameters or NOTHING
-    others = sorted(schema.keys() - _PLAIN_KEYS)
-    if others and tool.strict:
-        raise RequestError(
-            f"'{others[0]}' in the parameters of tool '{tool.name}' cannot be enforced in this model's format.",
-            param="tools",
-        )
-    properties = schema.get("properties", {})
-    if not isinstance(properties, Mapping):
-        raise RequestError(f"'properties' of tool '{tool.name}' is no object.", param="tools")
-    given = cast("Mapping[str, object]", properties)
-    missing = [name for name in required_of(tool) if name not in given]
-    if missing and tool.strict:
-        raise RequestError(f"Tool '{tool.name}' requires '{missing[0]}', which has no schema.", param="tools")
-    return {
-        name: cast("Schema", value) if isinstance(value, Mapping) else {} for name, value in given.items()
-    }
-
-
-def required_of(tool: Tool) -> list[str]:
-    """Return the names of the required arguments."""
-    required = (tool.parameters or NOTHING).get("required", [])
-    return [str(name) for name in cast("list[object]", required)] if isinstance(required, list) else []
-
-
-def alone_of(tool: Tool, schema: Schema) -> Schema:
-    """Return a property's schema with the definitions that it may refer to."""
-    given = tool.parameters or {}
-    return {**{key: given[key] for key in _DEFINITIONS if key in given}, **schema}
-
-
-def texts_of(schema: Schema) -> list[str] | None:
-    """Return the possible texts of a property if the schema lists them."""
-    if not schema.keys() <= STRING_KEYS:
-        return None
-    given = [schema["const"]] if "const" in schema else schema.get("enum")
-    if not isinstance(given, list) or not given:
-        return None
-    values = cast("list[object]", given)
-    return [str(value) for value in values] if all(isinstance(value, str) for value in values) else None

@@ -64,7 +64,9 @@ async def prepare_chat(
     format_ = context.formats[service.tokenizer]
     prompt = await encode_conversation(context, service, conversation)
     thinking_open = _opens_thinking(format_, conversation, prompts_end(service.tokenizer, prompt))
-    grammar = answer_grammar(format_, conversation, thinking_open=thinking_open)
+    grammar = answer_grammar(
+        format_, conversation, thinking_open=thinking_open, open_schemas=context.settings.open_schemas
+    )
     await context.grammars.check(grammar, conversation)
     calls = _call_rules(format_, conversation, early=early_arguments)
     shown = format_.shown_tokens(calls=calls is not None)

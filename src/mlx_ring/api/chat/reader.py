@@ -71,7 +71,7 @@ class AnswerReader:
     def finish(self) -> list[AnswerPart]:
         """Return the parts that were held back until the end of the text."""
         while self._calls is not None and not self.ended:
-            is_cut_off = self._calls.is_calling
+            is_cut_off = self._calls.is_cut_off
             self._read(self._take_calls(self._calls, self._calls.finish()))
             # A call that was cut off is the last, and did not end the answer.
             self.ended = self.ended and not is_cut_off

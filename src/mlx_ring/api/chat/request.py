@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, cast
+from typing import Literal, Protocol, cast
 
 from mlx_ring.api.request_body import parse_json
 from mlx_ring.core.errors import RequestError
@@ -80,6 +80,16 @@ class Conversation:
     messages_param: str = "messages"
     """Name of the field with the messages, for errors."""
     kwargs_param: str = "chat_template_kwargs"
+
+
+class _TextPart(Protocol):
+    @property
+    def text(self) -> str: ...
+
+
+def text_of(content: str | Iterable[_TextPart]) -> str:
+    """Return the text of a message. Parts are separate texts: each begins on a line of its own, as in vLLM."""
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
 _REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")

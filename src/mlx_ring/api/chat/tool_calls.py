@@ -164,7 +164,13 @@ class CallsReader:
         return self._reading(rest) if rest is not None else self._look_for_end()
 
     def finish(self) -> ReadCalls:
-        """End the answer without a mark that ends calls, because some formats have none."""
+        """End the answer without a mark that ends calls, because some formats have none.
+
+        A call that was cut off in its arguments is a call with the arguments so far, streamed or not.
+        """
+        if self.is_cut_off and self._call is not None and not self._call.is_out:
+            self._call.is_out = True
+            self._parts += [self._call.opening, CallArguments(self.calls, self._call.arguments)]
         return self._conclude("", "")
 
     @property
@@ -175,6 +181,11 @@ class CallsReader:
     def is_calling(self) -> bool:
         """True if a call's name is sent and the call has not ended."""
         return self._call is not None and self._call.is_out
+
+    @property
+    def is_cut_off(self) -> bool:
+        """True if a call's arguments have not ended, should the answer end here."""
+        return self._call is not None and (self._call.is_out or not self._call.json.is_broken)
 
     def _reading(self, rest: str | None, no_call: str = "") -> ReadCalls:
         parts, self._parts = self._parts, []

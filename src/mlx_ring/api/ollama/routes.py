@@ -194,7 +194,7 @@ async def _prepare_raw(
 ) -> PreparedChat:
     """Prepare an answer that consists of text only."""
     plain, asked = ChatFormat(), Conversation(messages=(), format=read_format(fields.format))
-    grammar = answer_grammar(plain, asked, thinking_open=False)
+    grammar = answer_grammar(plain, asked, thinking_open=False, open_schemas=context.settings.open_schemas)
     await context.grammars.check(grammar, asked)
     tokens = await context.prompts.encode(service, fields.prompt)
     request = GenerateRequest(f"{request_id}-0", tokens, replace(sampling, stop=(), grammar=grammar))

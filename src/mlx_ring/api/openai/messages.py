@@ -8,7 +8,7 @@ from typing import Annotated, Literal, cast
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, StringConstraints, Tag
 from pydantic_core import PydanticCustomError
 
-from mlx_ring.api.chat.request import Tool, ToolUse, arguments_of, template_call
+from mlx_ring.api.chat.request import Tool, ToolUse, arguments_of, template_call, text_of
 from mlx_ring.api.openai.sampling import by_number
 from mlx_ring.api.request_body import Body, show
 from mlx_ring.core.errors import RequestError
@@ -131,7 +131,7 @@ def _template_message(index: int, message: Message) -> dict[str, object]:
     if isinstance(message, AssistantMessage):
         return _assistant(index, message)
     role = {"developer": "system", "function": "tool"}.get(message.role, message.role)
-    plain: dict[str, object] = {"role": role, "content": _text(message.content)}
+    plain: dict[str, object] = {"role": role, "content": text_of(message.content)}
     if message.name is not None:
         plain["name"] = message.name
     if isinstance(message, ToolMessage):
@@ -140,7 +140,7 @@ def _template_message(index: int, message: Message) -> dict[str, object]:
 
 
 def _assistant(index: int, message: AssistantMessage) -> dict[str, object]:
-    content = message.refusal if message.content is None else _text(message.content)
+    content = message.refusal if message.content is None else text_of(message.content)
     functions: list[tuple[FunctionCall, str | None]] = [
         (call.function, call.id) for call in message.tool_calls or ()
     ]
@@ -161,10 +161,6 @@ def _assistant(index: int, message: AssistantMessage) -> dict[str, object]:
     if reasoning is not None:
         plain["reasoning_content"] = reasoning
     return plain
-
-
-def _text(content: str | Sequence[TextPart | RefusalPart]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 FunctionName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
