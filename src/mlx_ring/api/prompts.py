@@ -269,10 +269,9 @@ class PromptEncoder:
         model: ModelService,
         conversation: Conversation,
         *,
-        add_generation_prompt: bool = True,
         calls_have_one_text: bool = False,
     ) -> tuple[int, ...]:
-        """Encode the chat template's prompt for the next answer; without `add_generation_prompt` the messages alone.
+        """Encode the chat template's prompt of a conversation.
 
         `calls_have_one_text` is explained in `with_reasoning`.
 
@@ -298,11 +297,7 @@ class PromptEncoder:
         prompt = await self._run(
             tokenizer,
             _letters((conversation.messages, template_arguments(conversation))),
-            lambda: render(
-                tokenizer,
-                for_template(conversation, calls_have_one_text=calls_have_one_text),
-                add_generation_prompt=add_generation_prompt,
-            ),
+            lambda: render(tokenizer, for_template(conversation, calls_have_one_text=calls_have_one_text)),
         )
         if not isinstance(prompt, str):
             return prompt

@@ -71,7 +71,7 @@ def _to_json(value: object, indent: int | None = None, *, ensure_ascii: bool = F
 
 def rendered(tokenizer: Any, source: str, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(tokenizer._tokenizer, "chat_template", source)
-    text = render(tokenizer, Conversation(MESSAGES), add_generation_prompt=True)
+    text = render(tokenizer, Conversation(MESSAGES))
     assert isinstance(text, str)
     return text
 

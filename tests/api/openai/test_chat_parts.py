@@ -9,6 +9,8 @@ import pytest
 from tests.api.clients import Api, events, refusal
 from tests.api.twins import MarkingTokenizer, TwinService
 
+from mlx_ring.api.chat.answer import ChatAnswer
+from mlx_ring.api.openai.chat import ChatCompletionWriter
 from mlx_ring.api.openai.messages import check_names
 from mlx_ring.core.errors import RequestError
 from mlx_ring.rpc.failures import error_to_failure
@@ -70,6 +72,11 @@ def test_streamed_tool_call_sends_its_name_once_and_then_its_arguments() -> None
     assert json.loads("".join(call["function"]["arguments"] for call in calls)) == {"city": "Zürich"}
     assert deltas[-1] == {}
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_stream_of_an_answer_that_must_call_a_tool_begins_without_content() -> None:
+    [first] = ChatCompletionWriter("chatcmpl-1", "twin", None, must_call=True).opening([ChatAnswer()])
+    assert first["choices"][0]["delta"] == {"role": "assistant", "refusal": None}
 
 
 def test_all_tools_are_passed_to_the_template() -> None:

@@ -34,6 +34,34 @@ def test_messages_are_tokenized_as_the_prompt_of_a_chat(api: Api) -> None:
     assert alone["tokens"] == [BOS, *b"user: x\n"]
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"continue_final_message": True},
+        {"continue_final_message": True, "add_generation_prompt": False},
+        {"add_generation_prompt": False},
+    ],
+    ids=str,
+)
+def test_chat_has_the_same_prompt_as_its_tokens(api: Api, fields: dict[str, object]) -> None:
+    body = {"messages": [*MESSAGES, {"role": "assistant", "content": "It is"}], **fields}
+    tokens = api.post("/tokenize", body).json()["tokens"]
+    answer = api.post("/v1/chat/completions", {**body, "max_tokens": 1}).json()
+    assert answer["usage"]["prompt_tokens"] == len(tokens)
+
+
+def test_chat_neither_begins_nor_continues_both(api: Api) -> None:
+    body = {"messages": MESSAGES, "add_generation_prompt": True, "continue_final_message": True}
+    assert refusal(api.post("/v1/chat/completions", body))[0] == "add_generation_prompt"
+
+
+def test_input_of_a_response_is_counted_like_its_prompt(api: Api) -> None:
+    body = {"input": "x", "instructions": "Be kind."}
+    counted = api.post("/v1/responses/input_tokens", body).json()
+    answer = api.post("/v1/responses", {**body, "max_output_tokens": 1}).json()
+    assert counted == {"object": "response.input_tokens", "input_tokens": answer["usage"]["input_tokens"]}
+
+
 def test_empty_text_has_no_tokens(api: Api) -> None:
     assert api.post("/tokenize", {"prompt": "", "add_special_tokens": False}).json()["tokens"] == []
     assert api.post("/detokenize", {"tokens": list[int]()}).json() == {"prompt": ""}

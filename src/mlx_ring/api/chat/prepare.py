@@ -87,13 +87,9 @@ async def prepare_chat(
 
 
 async def encode_conversation(
-    context: ApiContext,
-    service: ModelService,
-    conversation: Conversation,
-    *,
-    add_generation_prompt: bool = True,
+    context: ApiContext, service: ModelService, conversation: Conversation
 ) -> tuple[int, ...]:
-    """Return the prompt of the model; without `add_generation_prompt` it does not start an answer.
+    """Return the prompt of the model.
 
     Raises:
         RequestError: the model's template refuses the conversation.
@@ -103,12 +99,7 @@ async def encode_conversation(
     _check_continues(conversation)
     _check_kwargs(format_, conversation)
     is_harmony = format_.calls is not None and format_.calls.parser == "harmony"
-    return await context.prompts.encode_chat(
-        service,
-        conversation,
-        add_generation_prompt=add_generation_prompt,
-        calls_have_one_text=is_harmony,
-    )
+    return await context.prompts.encode_chat(service, conversation, calls_have_one_text=is_harmony)
 
 
 def with_effort(

@@ -77,6 +77,8 @@ class Conversation:
     """Further arguments of the template, such as `enable_thinking`."""
     continues: bool = False
     """True if the last message is the start of the answer."""
+    adds_generation_prompt: bool = True
+    """True if the template writes the start of an answer after the last message. It does not where that continues."""
     messages_param: str = "messages"
     """Name of the field with the messages, for errors."""
     kwargs_param: str = "chat_template_kwargs"

@@ -71,16 +71,14 @@ def renderer(tokenizer: Tokenizer) -> Callable[..., list[int] | str]:
     return partial(cast("Callable[..., list[int] | str]", beneath.apply_chat_template), return_dict=False)
 
 
-def render(
-    tokenizer: Tokenizer, conversation: Conversation, *, add_generation_prompt: bool
-) -> str | tuple[int, ...]:
+def render(tokenizer: Tokenizer, conversation: Conversation) -> str | tuple[int, ...]:
     """Return the prompt's text, or its tokens if the tokenizer gives no text."""
     try:
         with spending:
             prompt = renderer(tokenizer)(
                 [dict(message) for message in conversation.messages],
                 tokenize=not _renders_text(tokenizer),
-                add_generation_prompt=add_generation_prompt and not conversation.continues,
+                add_generation_prompt=conversation.adds_generation_prompt and not conversation.continues,
                 **template_arguments(conversation),
             )
     except _TEMPLATE_ERRORS as error:

@@ -27,7 +27,14 @@ from mlx_ring.api.context import ApiContext
 from mlx_ring.api.dialect import event
 from mlx_ring.api.generation import costs
 from mlx_ring.api.openai import schemas
-from mlx_ring.api.openai.messages import FunctionTool, Message, ToolChoice, read_tool_use, template_messages
+from mlx_ring.api.openai.messages import (
+    AnswerStart,
+    FunctionTool,
+    Message,
+    ToolChoice,
+    read_tool_use,
+    template_messages,
+)
 from mlx_ring.api.openai.sampling import (
     AnswerFields,
     Count,
@@ -55,7 +62,7 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 _Replaced = Annotated[None, Unsupported("it is replaced by 'tools' and 'tool_choice'; send those.")]
 
 
-class ChatRequest(AnswerFields):
+class ChatRequest(AnswerFields, AnswerStart):
     model_config = ConfigDict(
         json_schema_extra={
             "dependentSchemas": needs("stream_options", of="stream") | needs("top_logprobs", of="logprobs")
@@ -87,6 +94,7 @@ def routes(context: ApiContext) -> Router:
         fields = await context.read(request, ChatRequest)
         service, settings = context.model(fields.model), context.settings
         check_stream_options(fields)
+        fields.check_start()
         max_tokens = _max_tokens(fields, settings.default_max_tokens)
         sampling = sampling_params(fields, service, max_tokens=max_tokens, top_logprobs=_top_logprobs(fields))
         format_ = context.formats[service.tokenizer]
@@ -106,6 +114,7 @@ def routes(context: ApiContext) -> Router:
             service.model_id,
             TokenTexts(service.tokenizer) if sampling.logprobs else None,
             usage_chunk=fields.wants_usage_chunk,
+            must_call=conversation.tool_use.choice == "required",
         )
         if fields.stream:
             return stream_chat(engine, chat, writer, keep_alive_s=settings.keep_alive_s)
@@ -121,8 +130,19 @@ class ChatCompletionWriter:
 
     stream_format = STREAM_FORMAT
 
-    def __init__(self, id_: str, model: str, texts: TokenTexts | None, *, usage_chunk: bool = False) -> None:
-        """Create a writer. Log-probabilities need `texts`."""
+    def __init__(
+        self,
+        id_: str,
+        model: str,
+        texts: TokenTexts | None,
+        *,
+        usage_chunk: bool = False,
+        must_call: bool = False,
+    ) -> None:
+        """Create a writer. Log-probabilities need `texts`. An answer that must call a tool has no content."""
+        self._opening: schemas.ChatDelta = {"role": "assistant", "refusal": None}
+        if not must_call:
+            self._opening["content"] = ""
         self._id = id_
         self._origin: schemas.ChatOrigin = {
             "created": int(time.time()),
@@ -152,7 +172,7 @@ class ChatCompletionWriter:
 
     def opening(self, answers: Sequence[ChatAnswer]) -> Iterator[schemas.ChatCompletionChunk]:
         for index in range(len(answers)):
-            yield self._chunk(index, {"role": "assistant", "content": "", "refusal": None})
+            yield self._chunk(index, self._opening)
 
     def update(
         self, updates: Sequence[AnswerUpdate], answers: Sequence[ChatAnswer]
@@ -257,6 +277,8 @@ def _conversation(fields: ChatRequest, format_: ChatFormat) -> Conversation:
         template_kwargs=with_effort(
             format_, fields.chat_template_kwargs, fields.reasoning_effort, param="reasoning_effort"
         ),
+        continues=bool(fields.continue_final_message),
+        adds_generation_prompt=fields.add_generation_prompt is not False,
     )
 
 

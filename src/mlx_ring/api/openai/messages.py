@@ -237,6 +237,24 @@ ToolChoice = Annotated[
 ]
 
 
+class AnswerStart(Body):
+    """Fields that say how a chat's answer starts."""
+
+    add_generation_prompt: bool | None = None
+    """With messages: add the start of an answer; true by default, unless the last message is continued."""
+    continue_final_message: bool | None = None
+    """With messages: the last one is the start of the answer."""
+
+    def check_start(self) -> None:
+        """Raise `RequestError` where an answer should both begin and be continued."""
+        if self.continue_final_message and self.add_generation_prompt:
+            raise RequestError(
+                "'add_generation_prompt' begins an answer, and 'continue_final_message' continues one; "
+                "leave out one of them.",
+                param="add_generation_prompt",
+            )
+
+
 def read_tool_use(
     tools: Sequence[FunctionTool] | None, choice: ToolChoice | None, *, parallel: bool | None
 ) -> ToolUse:

@@ -13,14 +13,20 @@ from mlx_ring.api.chat.request import Conversation
 from mlx_ring.api.context import ApiContext
 from mlx_ring.api.openai import schemas
 from mlx_ring.api.openai.completions import TokenId
-from mlx_ring.api.openai.messages import FunctionTool, Message, read_tool_use, template_messages
+from mlx_ring.api.openai.messages import (
+    AnswerStart,
+    FunctionTool,
+    Message,
+    read_tool_use,
+    template_messages,
+)
 from mlx_ring.api.openapi import documented_post
 from mlx_ring.api.request_body import MOST_MESSAGES, Body, convert
 from mlx_ring.api.service import ModelService
 from mlx_ring.core.errors import RequestError
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(AnswerStart):
     model_config = ConfigDict(
         json_schema_extra={
             "oneOf": [
@@ -36,10 +42,6 @@ class TokenizeRequest(Body):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)] | None = None
     add_special_tokens: bool | None = None
     """With `prompt`: add the model's special tokens before the text; true by default."""
-    add_generation_prompt: bool | None = None
-    """With `messages`: add the start of an answer; true by default."""
-    continue_final_message: bool | None = None
-    """With `messages`: the last one is the start of the answer."""
     tools: list[FunctionTool] | None = None
     """With `messages`."""
     chat_template_kwargs: dict[str, object] | None = None
@@ -111,11 +113,7 @@ def _check_kind(fields: TokenizeRequest) -> None:
         "tools": fields.tools,
         "chat_template_kwargs": fields.chat_template_kwargs,
     }
-    if fields.continue_final_message and fields.add_generation_prompt:
-        raise RequestError(
-            "'add_generation_prompt' begins an answer, and 'continue_final_message' continues one; leave out one of them.",
-            param="add_generation_prompt",
-        )
+    fields.check_start()
     if fields.prompt is None:
         if fields.add_special_tokens:
             raise RequestError(
@@ -140,7 +138,6 @@ async def _tokens(
         tool_use=read_tool_use(fields.tools, None, parallel=None),
         template_kwargs=fields.chat_template_kwargs or {},
         continues=bool(fields.continue_final_message),
+        adds_generation_prompt=fields.add_generation_prompt is not False,
     )
-    return await encode_conversation(
-        context, service, conversation, add_generation_prompt=fields.add_generation_prompt is not False
-    )
+    return await encode_conversation(context, service, conversation)

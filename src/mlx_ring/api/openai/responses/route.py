@@ -12,7 +12,7 @@ from starlette.routing import Router
 
 from mlx_ring.api.chat.answer import AnswerUpdate, ChatAnswer, answer_chat, stream_chat
 from mlx_ring.api.chat.parts import ContentText
-from mlx_ring.api.chat.prepare import prepare_chat
+from mlx_ring.api.chat.prepare import encode_conversation, prepare_chat
 from mlx_ring.api.context import ApiContext
 from mlx_ring.api.dialect import named_event
 from mlx_ring.api.errors import error_info
@@ -25,9 +25,11 @@ from mlx_ring.api.openai.responses.request import (
     conversation_of,
 )
 from mlx_ring.api.openai.responses.schemas import (
+    INPUT_TOKENS,
     RESPONSE,
     ChosenTool,
     ChosenTools,
+    CountedInput,
     PlainFormat,
     ReasoningConfig,
     ResponseEvent,
@@ -74,8 +76,17 @@ def routes(context: ApiContext) -> Router:
         [answer] = await answer_chat(request, engine, chat, lambda update: list(stream.add(update)))
         return writer.whole(_end(answer), _usage(answer))
 
+    async def input_tokens(request: Request) -> CountedInput:
+        fields = await context.read(request, ResponsesRequest)
+        service = context.model(fields.model)
+        format_ = context.formats[service.tokenizer]
+        conversation = await convert(request, lambda: conversation_of(fields, format_))
+        prompt = await encode_conversation(context, service, conversation)
+        return {"object": "response.input_tokens", "input_tokens": len(prompt)}
+
     for path in ("/v1/responses", "/responses"):
         documented_post(router, path, responses, ResponsesRequest, RESPONSE)
+        documented_post(router, f"{path}/input_tokens", input_tokens, ResponsesRequest, INPUT_TOKENS)
     return router
 
 

@@ -276,6 +276,18 @@ ResponseEvent = Annotated[
     Field(discriminator="type"),
 ]
 
+
+class CountedInput(JsonObject):
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
+INPUT_TOKENS = RouteDoc(
+    "Count the input tokens of a response, without an answer",
+    CountedInput,
+    example={"input": "What is the capital of France?"},
+    tag="OpenAI",
+)
 RESPONSE = RouteDoc(
     "Answer a chat in items, whole or streamed; nothing is stored",
     ResponseMade,
