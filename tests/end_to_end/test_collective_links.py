@@ -116,6 +116,7 @@ def test_workers_in_a_collective_accept_one_head_only(folder: Path, tmp_path: Pa
 
 
 @pytest.mark.alone
+@pytest.mark.faults
 def test_answer_continues_after_a_worker_is_stopped(tmp_path: Path) -> None:
     # On a busy machine any step could take longer than this deadline.
     check_recoveries(tmp_path, "ring", (0,), signal.SIGSTOP, "--step-deadline-s", "3")
