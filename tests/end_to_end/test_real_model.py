@@ -29,7 +29,7 @@ TEXTS = (
     "def fibonacci(n):\n    if n < 2:",
     "Once upon a time, there was a small",
 )
-COUNT = 12
+COUNT = 8
 """Tokens of an answer."""
 KEY_LEVEL = 0.1
 """Distance of two logits that one level of a quantized key may close."""
