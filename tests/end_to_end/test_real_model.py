@@ -112,13 +112,14 @@ def test_tokens_over_a_quantized_kv_cache_are_those_of_mlx_lm(
 
     A rounding may move a key to the next level, which is no tie.
     """
+    prompts = expected.prompts[:2]
 
     async def run() -> list[list[int]]:
         async with running_engine(folder, 2, tmp_path, kv_bits=bits) as (engine, _):
-            return await asyncio.gather(*(generate(engine, prompt, COUNT) for prompt in expected.prompts))
+            return await asyncio.gather(*(generate(engine, prompt, COUNT) for prompt in prompts))
 
     behind: list[float] = []
-    for prompt, tokens in zip(expected.prompts, asyncio.run(run()), strict=True):
+    for prompt, tokens in zip(prompts, asyncio.run(run()), strict=True):
         assert len(tokens) == COUNT
         behind += expected.whole.behind(prompt, tokens, bits)
     assert max(behind) <= KEY_LEVEL
