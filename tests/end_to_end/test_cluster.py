@@ -312,6 +312,7 @@ def nodes_of(folder: Path) -> list[psutil.Process]:
     ]
 
 
+@pytest.mark.faults
 def test_next_head_replaces_workers_whose_links_are_collectives(tmp_path: Path) -> None:
     trusted = ("--trusted-interface", "lo" if sys.platform == "linux" else "lo0")
     model, port, flags = (

@@ -187,6 +187,7 @@ def test_explicit_context_length_is_kept_and_refuses_another_model(
         assert server.all_ended()
 
 
+@pytest.mark.faults
 def test_replica_of_another_machine_answers_while_a_lost_one_is_restarted(
     tiny_model: Path, tmp_path: Path
 ) -> None:
