@@ -83,7 +83,7 @@ clients: .venv/.ready-dev ## test real clients, each in its own environment; wri
 	$(BIN)/pytest tests/clients -m conformance --write-table $(ARGS)
 
 faults: .venv/.ready-dev ## disturb answers by faults of real workers, machines and links (20 minutes at most)
-	$(BIN)/pytest -m faults tests/faults $(ARGS)
+	$(BIN)/pytest -m faults tests/faults tests/end_to_end $(ARGS)
 
 bench: .venv/.ready-dev ## compare with mlx-lm on this machine
 	$(BIN)/python bench/compare.py $(ARGS)

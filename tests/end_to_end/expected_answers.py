@@ -22,9 +22,9 @@ from mlx_ring.models.model_folder import read_model_folder
 from mlx_ring.models.model_source import find_model
 from mlx_ring.worker.sampler.draw import gumbel, keys
 
-THOROUGH, USUAL = (50, 128), (16, 32)
+THOROUGH, USUAL = (50, 128), (12, 24)
 """Numbers of prompts and of tokens of each answer, with `--thorough` and without."""
-GENERATED = 4
+GENERATED = 2
 """Number of prompts whose answers mlx-lm generates. One worker gives the other answers, and mlx-lm confirms that each of
 their tokens is the likeliest. That takes one pass over an answer instead of one for each of its tokens."""
 GREEDY = SamplingParams()

@@ -45,10 +45,13 @@ class WholeModel:
 
     def strays(self, prompt: Sequence[int], tokens: Sequence[int]) -> list[int]:
         """Return the positions of tokens after the prompt that are not the likeliest. Ties do not count."""
-        logits = self.every_logits([*prompt, *tokens])[len(prompt) - 1 : -1]
+        return [position for position, gap in enumerate(self.behind(prompt, tokens)) if gap > TIE]
+
+    def behind(self, prompt: Sequence[int], tokens: Sequence[int], kv_bits: int | None = None) -> list[float]:
+        """Return the distance of each token after the prompt from the likeliest one, in logits."""
+        logits = self.every_logits([*prompt, *tokens], kv_bits)[len(prompt) - 1 : -1]
         chosen = mx.take_along_axis(logits, mx.array(list(tokens))[:, None], axis=1)[:, 0]
-        short = cast("list[float]", (mx.max(logits, axis=1) - chosen).tolist())
-        return [position for position, gap in enumerate(short) if gap > TIE]
+        return cast("list[float]", (mx.max(logits, axis=1) - chosen).tolist())
 
     def gap(self, before: Sequence[int], first: int, second: int) -> float:
         """Return the distance between the logits of two tokens."""

@@ -28,7 +28,9 @@ def check_recoveries(
         assert server.all_ended()
 
 
-@pytest.mark.parametrize(("link", "victims"), [("ring", (0, 1)), ("allreduce", (1,))])
+@pytest.mark.parametrize(
+    ("link", "victims"), [("ring", (0, 1)), pytest.param("allreduce", (1,), marks=pytest.mark.faults)]
+)
 def test_answers_continue_after_a_worker_is_killed(link: str, victims: Sequence[int], tmp_path: Path) -> None:
     check_recoveries(tmp_path, link, victims, signal.SIGKILL)
 

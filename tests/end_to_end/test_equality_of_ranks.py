@@ -26,7 +26,7 @@ from tests.worker.tensor.models import write_family
 from mlx_ring.engine.engine import Engine
 
 pytestmark = pytest.mark.alone(loops=True)
-FEW, SHORT, SHORTEST = 10, 32, 12
+FEW, SHORT, SHORTEST = 8, 16, 8
 """Number of prompts, and of tokens of an answer by two ranks and by four. A rank that waits keeps a processor busy.
 With `--thorough`, answers of four ranks have as many tokens as those of two."""
 MODELS = ("demo", "demo-moe", *RANDOM_MODELS)

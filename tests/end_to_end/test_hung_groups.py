@@ -44,7 +44,7 @@ def text_of_disturbed(client: httpx.Client, host: Host, fault: str) -> str:
 @pytest.mark.parametrize(
     ("flags", "stages", "fault"),
     [
-        (("--stages", "2", "--link", "ring"), 2, "dropped"),
+        pytest.param(("--stages", "2", "--link", "ring"), 2, "dropped", marks=pytest.mark.faults),
         (("--stages", "2", "--link", "ring"), 2, "reset"),
         (("--tp", "2"), 2, "dropped"),
     ],

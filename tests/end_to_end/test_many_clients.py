@@ -156,6 +156,7 @@ def wait_until_idle(server: Server) -> dict[str, Any]:
 
 
 @pytest.mark.alone
+@pytest.mark.faults
 def test_misbehaving_clients_leak_nothing_and_leave_other_answers_unchanged(
     tiny_model: Path, tmp_path: Path
 ) -> None:

@@ -19,7 +19,7 @@ from tests.processes import run_cli, serving
 from mlx_ring.engine.engine import Engine
 from mlx_ring.models.model_source import find_model
 
-PROMPTS, TOKENS = 6, 40
+PROMPTS, TOKENS = 4, 16
 
 
 @dataclass(frozen=True)

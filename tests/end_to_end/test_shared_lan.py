@@ -127,7 +127,15 @@ def unplug_trusted_network(cluster: LanCluster) -> None:
     cluster.machines[1].host.cut("fast0")
 
 
-@pytest.mark.parametrize("fault", [kill_worker, stop_worker, unplug_machine, unplug_trusted_network])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        kill_worker,
+        pytest.param(stop_worker, marks=pytest.mark.faults),
+        pytest.param(unplug_machine, marks=pytest.mark.faults),
+        unplug_trusted_network,
+    ],
+)
 def test_an_answer_continues_when_a_rank_or_a_machine_is_lost(
     cluster: LanCluster, server: Server, whole: WholeModel, fault: Callable[[LanCluster], None]
 ) -> None:

@@ -101,13 +101,14 @@ def test_answers_of_every_dialect_continue_after_the_loss_of_a_worker_at_any_mom
 ) -> None:
     ledger = Ledger()
     disturber = Disturber(two_stages.served, "dense", Judge(dense_model), Cover(), ledger)
-    for moments in (TOGETHER, TOGETHER, SCORED, SCORED):
+    for moments in (TOGETHER, SCORED, SCORED):
         disturber.disturb("worker killed", moments)
     assert ledger.wrong() == []
     assert all(run.was_hit and run.was_resumed for run in ledger.runs if run.moment != "drafts")
     assert {run.dialect for run in ledger.runs} == {*DIALECTS, *EMBEDDINGS}
 
 
+@pytest.mark.faults
 @pytest.mark.timeout(300)
 def test_a_worker_that_is_killed_while_another_loads_is_replaced_like_the_first(
     dense_model: Path, tmp_path: Path
@@ -137,7 +138,10 @@ def test_a_worker_that_is_killed_while_another_loads_is_replaced_like_the_first(
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("fixture", "victims"), [("three_stages", (1, 0, 2)), ("two_stages", (0,))])
+@pytest.mark.parametrize(
+    ("fixture", "victims"),
+    [pytest.param("three_stages", (1, 0, 2), marks=pytest.mark.faults), ("two_stages", (0,))],
+)
 @pytest.mark.timeout(200)
 def test_stages_behind_a_lost_one_keep_the_kv_of_its_answers(
     fixture: str, victims: Sequence[int], request: pytest.FixtureRequest
@@ -163,6 +167,7 @@ def test_stages_behind_a_lost_one_keep_the_kv_of_its_answers(
     assert disturbed.problems() == problems
 
 
+@pytest.mark.faults
 @pytest.mark.timeout(300)
 def test_all_workers_stay_if_a_lost_one_answers_before_another_is_linked(three_stages: Disturbed) -> None:
     question = replace(question_of("stop"), prompt="abcdefgh" * 50, max_tokens=40)
@@ -202,6 +207,7 @@ GROUPED = replace(question_of("stop"), prompt="abcdefgh" * 20, max_tokens=30)
 """Question to servers of two ranks per stage."""
 
 
+@pytest.mark.faults
 @pytest.mark.timeout(300)
 def test_a_group_stays_around_a_lost_stage_and_its_answers_continue(groups: Disturbed) -> None:
     expected = groups.answer(GROUPED)
@@ -218,6 +224,7 @@ def test_a_group_stays_around_a_lost_stage_and_its_answers_continue(groups: Dist
     assert groups.problems() == 0
 
 
+@pytest.mark.faults
 @pytest.mark.timeout(300)
 def test_a_group_stays_although_one_rank_has_begun_a_step_and_the_other_has_not(groups: Disturbed) -> None:
     expected = groups.answer(GROUPED)
@@ -234,6 +241,7 @@ def test_a_group_stays_although_one_rank_has_begun_a_step_and_the_other_has_not(
     assert groups.problems() == 0
 
 
+@pytest.mark.faults
 @pytest.mark.timeout(300)
 def test_a_group_stays_although_input_has_reached_only_one_rank(groups: Disturbed) -> None:
     expected = groups.answer(GROUPED)
