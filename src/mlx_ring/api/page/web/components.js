@@ -112,10 +112,11 @@ export function Bar({ parts, total = 0, label }) {
 
 /**
  * Render what the colours of bars mean; `style` is a class.
- * @param {{ items: { name: string, style: string }[] }} props
+ * @param {{ items: { name: string, style: string }[], title?: string }} props
  */
-export function Legend({ items }) {
-  return html`<ul class="legend">
+export function Legend({ items, title }) {
+  return html`<ul class="legend" aria-label=${title ?? "Legend"}>
+    ${title && html`<li><b>${title}</b></li>`}
     ${items.map(({ name, style }) => html`<li key=${name}><i class=${style} aria-hidden="true"></i>${name}</li>`)}
   </ul>`;
 }

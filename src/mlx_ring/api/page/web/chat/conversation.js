@@ -9,7 +9,7 @@ const ID_BYTES = 8;
 /** @typedef {{ role: "tool", call: string, name: string, content: string }} ToolMessage */
 
 /**
- * The model's answer. `end` is a finish reason, "stopped", "error" or "unknown"; null while it streams.
+ * The model's answer. `end` is a finish reason, "stopped", "cut", "error" or "unknown"; null while it streams.
  * @typedef {Omit<Completion, "figures"> & {
  *   role: "assistant", figures: Partial<Figures>, problem: string | null, model?: string | null
  * }} AnswerMessage

@@ -12,6 +12,7 @@ import { html, useLayoutEffect, useRef, useState } from "../vendor/preact.js";
 const ENDS = {
   length: "The answer reached the token limit or the end of the context.",
   stopped: "Stopped.",
+  cut: "The connection broke before the answer was complete.",
   unknown: "The answer was incomplete when the page was closed, or another tab receives it.",
 };
 

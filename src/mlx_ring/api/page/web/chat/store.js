@@ -193,6 +193,8 @@ export class ChatStore {
       return { end: "error", problem: "The page could not read the answer." };
     }
     if (error.status === 401) this.#onKeyRequired(error.message);
+    // The notice of the connection tells why, and goes when the server is back.
+    if (error.code === "unreachable") return { end: "cut" };
     return { end: "error", problem: error.message };
   }
 

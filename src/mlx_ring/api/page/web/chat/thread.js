@@ -101,5 +101,6 @@ function useFollowing(conversation) {
  */
 function endText(message) {
   if (!message || !isAnswer(message) || message.problem || message.end === "unknown") return "";
+  if (message.end === "cut") return "The answer was cut off.";
   return message.end === "stopped" ? "The answer was stopped." : "The answer is complete.";
 }
