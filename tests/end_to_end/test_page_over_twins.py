@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import pytest
 from playwright.sync_api import Browser, expect
 from tests.api.clients import serving
-from tests.api.twins import ANSWER_TEXT, TwinService
+from tests.api.twins import ANSWER_TEXT, TwinCatalog, TwinService
 from tests.default_settings import make_api_settings, make_policy
 from tests.end_to_end.page_windows import ask, open_page
 
@@ -327,3 +327,40 @@ def test_what_if_panel_compares_an_added_machine_for_the_asked_request(
         panel.get_by_role("button", name="Compare").click()
         expect(panel.get_by_role("alert")).to_contain_text("an answer of 40 need a context of 540")
         assert [each for each in events.problems if "400" not in each] == []
+
+
+PULLED = [
+    {"status": "pulling manifest"},
+    {"status": "pulling a", "digest": "a", "total": 4_000_000, "completed": 1_000_000},
+]
+
+
+def test_models_are_unloaded_loaded_and_downloaded(browser: Browser) -> None:
+    catalog = TwinCatalog(TwinService(), TwinService(names=("other",)))
+    with (
+        serving(catalog.models[0], catalog=catalog) as url,
+        open_page(browser, url, view="models") as (page, events),
+    ):
+        other = page.get_by_role("article", name="other")
+        expect(other).to_contain_text("ready")
+        other.get_by_role("button", name="Unload other").click()
+        expect(other).to_contain_text("not loaded")
+        other.get_by_role("button", name="Predict").click()
+        expect(other).to_contain_text(re.compile(r"Predicted: [\d.]+ GB of memory, [\d.]+ to [\d.]+ tokens/s"))
+        other.get_by_role("button", name="Load other").click()
+        expect(other).to_contain_text("ready")
+        assert events.problems == []
+        add = page.get_by_role("region", name="Add a model")
+        name = add.get_by_label("Name")
+        name.fill("missing")
+        page.keyboard.press("Enter")
+        expect(add.get_by_role("alert")).to_contain_text("There is no model 'missing'.")
+        page.get_by_role("link", name="Chat").click()
+        page.get_by_role("link", name="Models").click()
+        add.get_by_role("button", name="Dismiss").click()
+        expect(add.get_by_role("alert")).to_have_count(0)
+        lines = "".join(json.dumps(line) + "\n" for line in [*PULLED, {"status": "success"}])
+        page.route("**/api/pull", lambda route: route.fulfill(content_type="application/x-ndjson", body=lines))
+        name.fill("org/new")
+        add.get_by_role("button", name="Download").click()
+        expect(add).to_contain_text("org/new is downloaded.")

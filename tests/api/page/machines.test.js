@@ -15,6 +15,8 @@ const cases = /** @type {[string, boolean, any[]][]} */ ([
     false,
     [worker({ layers: [5, 8] }), worker({ model: "other", layers: [0, 1] })],
   ],
+  ["Computes layers 0 to 7 of demo", false, [worker({ layers: [5, 8] }), worker()]],
+  ["Computes layers 0 to 4 and layer 7 of demo", false, [worker(), worker({ layers: [7, 8] })]],
   ["Computes a share of layers 0 to 4 of demo", false, [worker(), worker({ rank: 1 })]],
 ]);
 for (const [text, isHead, workers] of cases) {

@@ -122,6 +122,18 @@ export function Legend({ items, title }) {
 }
 
 /**
+ * Render names and their values.
+ * @param {{ rows: Children[][] }} props
+ */
+export function Facts({ rows }) {
+  const entry = (/** @type {Children[]} */ [name, value]) => [
+    html`<dt key=${`${name} name`}>${name}</dt>`,
+    html`<dd key=${name}>${value}</dd>`,
+  ];
+  return html`<dl>${rows.flatMap(entry)}</dl>`;
+}
+
+/**
  * Return the class that sets a stage's colour.
  * @param {number} stage
  */

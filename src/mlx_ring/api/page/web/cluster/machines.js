@@ -2,7 +2,7 @@
 
 /** @import { ClusterStatus, DeviceStatus, LinkStatus, NodeMemory, ProfileStatus, NodeStatus } from "../types.js" */
 
-import { Bar, Legend, stageFill } from "../components.js";
+import { Bar, Facts, Legend, stageFill } from "../components.js";
 import { bytes, counted, figures, rate } from "../format.js";
 import { html } from "../vendor/preact.js";
 
@@ -86,13 +86,29 @@ function describeHardware({ profile, memory }, workers) {
  * @param {DeviceStatus[]} workers
  */
 export function describeRole(node, workers) {
-  const parts = workers.map(({ model, layers: [start = 0, end = 0], rank }) => {
-    const range = end - start > 1 ? `layers ${start} to ${end - 1}` : `layer ${start}`;
-    const share = workers.some((other) => other.model === model && other.rank !== rank) ? "a share of " : "";
-    return `${share}${range} of ${model}`;
+  const models = [...new Set(workers.map(({ model }) => model))];
+  const parts = models.map((model) => {
+    const own = workers.filter((worker) => worker.model === model);
+    const share = own.some(({ rank }) => rank !== own[0]?.rank) ? "a share of " : "";
+    return `${share}${layerRanges(own).join(" and ")} of ${model}`;
   });
-  const computes = parts.length ? `computes ${[...new Set(parts)].join(", ")}` : "computes no layers";
+  const computes = parts.length ? `computes ${parts.join(", ")}` : "computes no layers";
   return node.is_head ? `Head: serves the API and ${computes}` : `${computes[0]?.toUpperCase()}${computes.slice(1)}`;
+}
+
+/**
+ * Return the ranges of layers of workers. Those that follow each other are one.
+ * @param {DeviceStatus[]} workers
+ */
+function layerRanges(workers) {
+  /** @type {number[][]} */
+  const ranges = [];
+  for (const [start = 0, end = 0] of workers.map(({ layers }) => layers).sort(([one = 0], [two = 0]) => one - two)) {
+    const last = ranges.at(-1);
+    if (last && start <= (last[1] ?? 0)) last[1] = Math.max(end, last[1] ?? 0);
+    else ranges.push([start, end]);
+  }
+  return ranges.map(([start = 0, end = 0]) => (end - start > 1 ? `layers ${start} to ${end - 1}` : `layer ${start}`));
 }
 
 /** @param {{ node: NodeStatus, workers: DeviceStatus[] }} props */
@@ -118,7 +134,7 @@ function MachineDetails({ node: { address, id, memory, profile, stages, versions
   ].filter(([, value]) => value);
   return html`<details>
     <summary>Details</summary>
-    <dl>${rows.map(([name, value]) => html`<dt key=${`${name} name`}>${name}</dt><dd key=${name}>${value}</dd>`)}</dl>
+    <${Facts} rows=${rows} />
   </details>`;
 }
 
