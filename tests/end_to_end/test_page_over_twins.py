@@ -364,3 +364,60 @@ def test_models_are_unloaded_loaded_and_downloaded(browser: Browser) -> None:
         name.fill("org/new")
         add.get_by_role("button", name="Download").click()
         expect(add).to_contain_text("org/new is downloaded.")
+
+
+def test_chat_is_named_searched_exported_deleted_and_restored(browser: Browser, twin_url: str) -> None:
+    with open_page(browser, twin_url) as (page, events):
+        for question in ("First question.", "Second question."):
+            page.get_by_role("button", name="New chat").click()
+            ask(page, question)
+            expect(page.get_by_role("button", name="Retry")).to_be_visible()
+        expect(page.get_by_role("img", name=re.compile(r"Context: \d+ of 4,096 tokens"))).to_be_visible()
+        page.get_by_role("button", name="Rename").click()
+        page.get_by_label("Name of this chat").fill("Greetings")
+        page.keyboard.press("Enter")
+        expect(page.get_by_role("heading", name="Greetings")).to_be_visible()
+        with page.expect_download() as saved:
+            page.get_by_role("button", name="Export as Markdown").click()
+        assert saved.value.suggested_filename == "greetings.md"
+        assert f"Second question.\n\n## Answer of org/twin\n\n{ANSWER_TEXT}" in saved.value.path().read_text()
+        with page.expect_download() as saved:
+            page.get_by_role("button", name="Export as JSON").click()
+        assert json.loads(saved.value.path().read_text())["title"] == "Greetings"
+        listed = page.get_by_label("Conversations").get_by_role("listitem")
+        page.get_by_label("Search chats").fill("FIRST")
+        expect(listed).to_have_text([re.compile("First question")])
+        page.get_by_label("Search chats").fill("")
+        listed.first.hover()
+        page.get_by_role("button", name="Delete Greetings").click()
+        expect(listed).to_have_count(1)
+        page.get_by_role("button", name="Undo").click()
+        expect(listed).to_have_text([re.compile("Greetings"), re.compile("First")])
+        page.reload()
+        expect(page.get_by_role("heading", name="Greetings")).to_be_visible()
+        assert events.problems == []
+
+
+def test_waiting_and_streaming_answers_show_their_progress(browser: Browser) -> None:
+    service = TwinService(context=CONTEXT, says=LONG_ANSWER)
+    with serving(service) as url, open_page(browser, url) as (page, events):
+        ask(page, "Tell me the alphabet.")
+        answer = page.get_by_role("article", name="Answer")
+        expect(answer).to_contain_text(re.compile(r"[\d.,]+ tokens/s, [\d,]+ tokens"))
+        page.get_by_role("button", name="Stop").click()
+        expect(answer).to_contain_text("Stopped.")
+        assert events.problems == []
+
+
+def test_stopped_server_causes_one_notice_until_it_is_back(browser: Browser) -> None:
+    with contextlib.ExitStack() as cleanup:
+        with serving(TwinService(context=CONTEXT, says=LONG_ANSWER)) as url:
+            page, _ = cleanup.enter_context(open_page(browser, url))
+            ask(page, "Tell me the alphabet.")
+            expect(page.get_by_role("article", name="Answer")).to_contain_text(ALPHABET)
+        expect(page.get_by_role("article", name="Answer").get_by_role("button", name="Retry")).to_be_visible()
+        expect(page.get_by_role("alert")).to_have_count(1)
+        cleanup.enter_context(serving(TwinService(), port=urlsplit(url).port or 0))
+        expect(page.locator(".notice")).to_have_count(0)
+        page.get_by_role("button", name="Retry", exact=True).click()
+        expect(page.get_by_role("article", name="Answer")).to_contain_text(ANSWER_TEXT)

@@ -33,6 +33,7 @@ function Page() {
     document.title = model ? `${model} · mlx-ring` : "mlx-ring";
   }, [model]);
   const status = describeStatus(now);
+  const requests = now.connection === "open" ? (now.state?.requests ?? []) : [];
   const isLocked = now.connection === "locked";
 
   return html`<a class="skip" href="#main" onClick=${focusMain}>Skip to content</a>
@@ -65,7 +66,11 @@ function Page() {
             ? html`<${Catalog} now=${now} models=${models} status=${status} jobs=${jobs} />`
             : null
         }
-        ${!isLocked && view === "chat" ? html`<${Chat} chats=${chats} models=${models} status=${status} />` : null}
+        ${
+          !isLocked && view === "chat"
+            ? html`<${Chat} chats=${chats} models=${models} status=${status} requests=${requests} />`
+            : null
+        }
       </${ErrorBoundary}>
     </main>`;
 }
