@@ -108,6 +108,7 @@ CONTRASTS = """() => {
     const inks = ["--ink", "--muted", "--accent", "--good", "--busy", "--bad"];
     const papers = ["--bg", "--surface", "--sunken", "--raised"];
     const pairs = inks.flatMap((ink) => papers.map((paper) => [ink, paper]));
+    pairs.push(...["keyword", "string", "number", "title", "attr"].map((kind) => [`--code-${kind}`, "--sunken"]));
     const stages = [0, 1, 2, 3, 4, 5, 6, 7].map((stage) => ["--surface", `--stage-${stage}`]);
     return [...pairs, ...stages].map(([ink, paper]) => [ratio(ink, paper), ink, paper]).sort((a, b) => a[0] - b[0])[0];
 }"""

@@ -212,6 +212,10 @@ def test_answers_are_rendered_as_markdown_and_never_as_html(browser: Browser, tw
         "# a" + " " * 20_000 + "b",
         "```" + " " * 50_000 + "`",
         "a | b\n-" + " " * 50_000 + "x",
+        "$a " * 20_000,
+        "\\[\n" * 5_000,
+        "$$\n" + "\\frac" * 50,
+        "$\\def\\a{\\a\\a}\\a$",
     ]
     with open_page(browser, twin_url) as (page, events):
         base = f"{twin_url}/page/{load_page().digest}/"
@@ -220,6 +224,35 @@ def test_answers_are_rendered_as_markdown_and_never_as_html(browser: Browser, tw
         fenced = page.evaluate(RENDER, [base, ["```js\n<b>1</b>\n```\nend"]])[0]
         assert "<code>&lt;b&gt;1&lt;/b&gt;</code>" in fenced
         assert len(page.evaluate(RENDER, [base, hostile])) == len(hostile)
+        assert events.problems == []
+
+
+RICH = r"""Code and a formula:
+
+```python
+def f(x):
+    return "<b>" + str(x)  # half
+```
+
+The energy is $E = mc^2$, and $\\notacommand{$ is none.
+
+$$
+\fcolorbox{red}{white}{$\int_0^1 x^2\,dx = \frac{1}{3}$}
+$$
+"""
+
+
+def test_code_is_highlighted_and_latex_becomes_mathml(browser: Browser) -> None:
+    with serving(TwinService(says=RICH)) as url, open_page(browser, url) as (page, events):
+        assert not any("katex" in request.url or "highlight" in request.url for request in events.requests)
+        ask(page, "Show me.")
+        answer = page.get_by_role("article", name="Answer")
+        expect(answer.locator("pre .keyword")).to_have_text(["def", "return"])
+        expect(answer.locator("pre .string")).to_have_text('"<b>"')
+        expect(answer.locator("math")).to_have_count(2)
+        expect(answer.locator("math mfrac")).to_have_count(1)
+        expect(answer.locator("pre b")).to_have_count(0)
+        assert events.to_other_servers(url) == []
         assert events.problems == []
 
 
