@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import pytest
 from playwright.sync_api import Browser, expect
 from tests.api.clients import serving
-from tests.api.twins import ANSWER_TEXT, TwinCatalog, TwinService
+from tests.api.twins import ANSWER_TEXT, JOIN_TOKEN, TwinCatalog, TwinService
 from tests.default_settings import make_api_settings, make_policy
 from tests.end_to_end.page_windows import ask, open_page
 
@@ -379,7 +379,9 @@ def test_models_are_unloaded_loaded_and_downloaded(browser: Browser) -> None:
         other.get_by_role("button", name="Unload other").click()
         expect(other).to_contain_text("not loaded")
         other.get_by_role("button", name="Predict").click()
-        expect(other).to_contain_text(re.compile(r"Predicted: [\d.]+ GB of memory, [\d.]+ to [\d.]+ tokens/s"))
+        expect(other).to_contain_text(
+            re.compile(r"Predicted: [\d.]+ GB of memory, [\d.]+ to [\d.]+ tokens/s")
+        )
         other.get_by_role("button", name="Load other").click()
         expect(other).to_contain_text("ready")
         assert events.problems == []
@@ -393,7 +395,9 @@ def test_models_are_unloaded_loaded_and_downloaded(browser: Browser) -> None:
         add.get_by_role("button", name="Dismiss").click()
         expect(add.get_by_role("alert")).to_have_count(0)
         lines = "".join(json.dumps(line) + "\n" for line in [*PULLED, {"status": "success"}])
-        page.route("**/api/pull", lambda route: route.fulfill(content_type="application/x-ndjson", body=lines))
+        page.route(
+            "**/api/pull", lambda route: route.fulfill(content_type="application/x-ndjson", body=lines)
+        )
         name.fill("org/new")
         add.get_by_role("button", name="Download").click()
         expect(add).to_contain_text("org/new is downloaded.")
@@ -454,3 +458,20 @@ def test_stopped_server_causes_one_notice_until_it_is_back(browser: Browser) -> 
         expect(page.locator(".notice")).to_have_count(0)
         page.get_by_role("button", name="Retry", exact=True).click()
         expect(page.get_by_role("article", name="Answer")).to_contain_text(ANSWER_TEXT)
+
+
+def test_machine_is_invited_by_a_command_and_its_code(browser: Browser, twin_url: str) -> None:
+    with open_page(browser, twin_url, view="cluster", width=390) as (page, events):
+        card = page.get_by_role("region", name="Add a machine")
+        assert not any(request.url.endswith("/cluster/invite") for request in events.requests)
+        card.get_by_role("button", name="Make a join command").click()
+        expect(card).to_contain_text(f"mlx-ring join 10.0.0.7:50051 --token {JOIN_TOKEN}")
+        picture = card.get_by_role("img", name="QR code of the command")
+        first = picture.locator("path").get_attribute("d")
+        card.get_by_role("radio", name="Show the code of command 2").check()
+        expect(picture.locator("path")).not_to_have_attribute("d", first or "")
+        card.get_by_role("button", name="Copy command 1").click()
+        expect(card.get_by_role("button", name="Copied")).to_be_visible()
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+        assert JOIN_TOKEN not in str(page.evaluate("JSON.stringify([localStorage, sessionStorage])"))
+        assert events.problems == []

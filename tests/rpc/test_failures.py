@@ -56,8 +56,7 @@ def test_an_unknown_kind_of_failure_is_a_serving_error() -> None:
     ("details", "meaning"),
     [
         (
-            "failed to connect to all addresses; last error: UNKNOWN: ipv4:10.0.0.7:50051: Failed to connect to remote host: "
-            "connect: Connection refused (111)",
+            "failed to connect to all addresses; last error: UNKNOWN: ipv4:10.0.0.7:50051: Connection refused (111)",
             "no process listens there",
         ),
         ("recvmsg:Connection reset by peer", "it closed the connection"),

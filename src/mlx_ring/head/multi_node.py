@@ -40,6 +40,7 @@ from mlx_ring.head.served_model import ServedModel
 from mlx_ring.head.status import ClusterView
 from mlx_ring.head.step_down import StepDown
 from mlx_ring.host.addresses import HeadAddress
+from mlx_ring.host.interfaces import join_lines, lan_addresses
 from mlx_ring.models.weights_manifest import WeightsManifest
 from mlx_ring.planner.profiles import ClusterProfile
 from mlx_ring.rpc.hello import make_hello
@@ -95,6 +96,11 @@ class Cluster:
         self._warned: set[str] = set()
         self._awaited = 0
         """Number of nodes to wait for, this one included; 0 without a wait."""
+
+    def join_commands(self, life_s: float) -> Sequence[str]:
+        """Make a token with which one machine can join, and return the commands for each address of the head."""
+        token = self._control.make_token(life_s=life_s, uses=1)
+        return join_lines(self._address, lan_addresses(), token)
 
     @property
     def links(self) -> Sequence[LinkInfo]:

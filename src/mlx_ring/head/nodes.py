@@ -204,6 +204,14 @@ class Machines(Presence, Protocol):
         """Return the state of the machines."""
         ...
 
+    def join_commands(self, life_s: float) -> Sequence[str]:
+        """Make a token with which one machine can join within this time, and return the commands for it.
+
+        Raises:
+            Conflict: other machines cannot join.
+        """
+        ...
+
 
 def new_instance(served: ServedModel) -> str:
     """Make a unique name of an instance."""

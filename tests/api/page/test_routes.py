@@ -50,7 +50,9 @@ def test_every_module_imports_existing_files() -> None:
     page = load_page()
     for path, file in page.files.items():
         folder = path.rpartition("/")[0]
-        for name in re.findall(r'^(?!\s*/?\*).*(?: from "|\bimport\(")(\.[^"]+)"', file.data.decode(), re.MULTILINE):
+        for name in re.findall(
+            r'^(?!\s*/?\*).*(?: from "|\bimport\(")(\.[^"]+)"', file.data.decode(), re.MULTILINE
+        ):
             parts: list[str] = []
             for step in f"{folder}/{name}".split("/"):
                 if step == "..":

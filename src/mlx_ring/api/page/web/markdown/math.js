@@ -88,10 +88,14 @@ function sourceElement(text) {
 }
 
 /**
- * Remove inline styles, which the page's security policy refuses. They are only frames and bold shadows.
+ * Remove inline styles, which the page's security policy refuses: they are only frames and bold shadows. Remove
+ * relative lengths such as +6pt too, because browsers read them as absolute ones and cut the formula off.
  * @param {MathTree} tree
  */
 function dropStyles(tree) {
-  if (tree.attributes) delete tree.attributes.style;
+  const { attributes = {} } = tree;
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name === "style" || value.startsWith("+")) delete attributes[name];
+  }
   for (const child of tree.children ?? []) dropStyles(child);
 }
