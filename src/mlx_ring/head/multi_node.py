@@ -24,7 +24,7 @@ from mlx_ring.head.instance import Epoch
 from mlx_ring.head.instance_watch import end_tasks
 from mlx_ring.head.left_workers import LeftWorkers
 from mlx_ring.head.measured_links import LinkSurveys, broken_links, with_throughput
-from mlx_ring.head.nodes import Declared, LiveInstances, NodeListener, new_instance
+from mlx_ring.head.nodes import Declared, LiveInstances, NodeListener, invite_one, new_instance
 from mlx_ring.head.patching import PatchPlan, Remains, Room, patch_ranks, plan_patch, wait_until_whole
 from mlx_ring.head.placing import (
     Order,
@@ -40,7 +40,6 @@ from mlx_ring.head.served_model import ServedModel
 from mlx_ring.head.status import ClusterView
 from mlx_ring.head.step_down import StepDown
 from mlx_ring.host.addresses import HeadAddress
-from mlx_ring.host.interfaces import join_lines, lan_addresses
 from mlx_ring.models.weights_manifest import WeightsManifest
 from mlx_ring.planner.profiles import ClusterProfile
 from mlx_ring.rpc.hello import make_hello
@@ -82,7 +81,8 @@ class Cluster:
         self._settings = settings
         self._declared = declared
         self._control = control
-        self._address = address
+        self._port = address.port
+        self.join_commands = partial(invite_one, control.make_token, address)
         self._offer = offer
         self._step_down = StepDown()
         self._quarantine = QuarantineList(authority_folder(state_folder(settings)))
@@ -96,11 +96,6 @@ class Cluster:
         self._warned: set[str] = set()
         self._awaited = 0
         """Number of nodes to wait for, this one included; 0 without a wait."""
-
-    def join_commands(self, life_s: float) -> Sequence[str]:
-        """Make a token with which one machine can join, and return the commands for each address of the head."""
-        token = self._control.make_token(life_s=life_s, uses=1)
-        return join_lines(self._address, lan_addresses(), token)
 
     @property
     def links(self) -> Sequence[LinkInfo]:
@@ -116,7 +111,7 @@ class Cluster:
 
     async def candidate_nodes(self, declared: Declared, nodes: int) -> Sequence[frozenset[str] | None]:
         membership = await self._attending(nodes)
-        sites = cluster_sites(self._control, membership, self._address.port)
+        sites = cluster_sites(self._control, membership, self._port)
         try:
             await self._left.look_once(sites)
             left = self._left.adoptable(declared.served, membership)
@@ -172,9 +167,7 @@ class Cluster:
 
     async def next_epoch(self, order: Order) -> Epoch:
         membership = await self._attending(order.nodes)
-        sites = cluster_sites(
-            self._control, membership, self._address.port, path=str(order.served.folder.path)
-        )
+        sites = cluster_sites(self._control, membership, self._port, path=str(order.served.folder.path))
         instance = ""
         try:
             await self._left.look_once(sites)
@@ -214,7 +207,7 @@ class Cluster:
         control = self._control
         await control.settle(remains.silent_nodes)
         membership = control.membership.without(remains.silent_nodes)
-        sites = cluster_sites(control, membership, self._address.port, path=str(order.served.folder.path))
+        sites = cluster_sites(control, membership, self._port, path=str(order.served.folder.path))
         try:
             await self._surveys.take_distrusted(membership, sites)
         except BaseException:
@@ -280,7 +273,7 @@ class Cluster:
         while True:
             await self._control.wait_until_present(site.node)
             membership = self._control.membership
-            sites = cluster_sites(self._control, membership, self._address.port)
+            sites = cluster_sites(self._control, membership, self._port)
             own = [each for each in sites if each.node == site.node]
             left = asyncio.create_task(self._control.wait_until_absent(site.node))
             answering = [asyncio.create_task(wait_for_answers(each, pids, epoch, hello)) for each in own]
@@ -409,7 +402,7 @@ class Cluster:
         await end_tasks(*self._tending)
         membership = self._control.membership
         if self._control.node in membership.members:
-            sites = cluster_sites(self._control, membership, self._address.port)
+            sites = cluster_sites(self._control, membership, self._port)
             ending = [asyncio.create_task(site.link.end(STOP_WAIT_S)) for site in sites if site.is_local]
             # It is disconnected when it has ended, or if it hangs.
             absent = asyncio.create_task(self._control.wait_until_absent(self._control.node))
