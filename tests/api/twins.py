@@ -36,6 +36,7 @@ VOCAB_SIZE = 320
 """Size beyond the tokenizer's own vocabulary, because models pad theirs."""
 CONTEXT = 4096
 SPECIAL = {BOS: "<bos>", EOS: "<eos>", ANSWER: "<answer>"}
+JOIN_TOKEN = "mlxring1abcdefgh"  # noqa: S105 - no real one
 ANSWER_TEXT = "Grüße: 日本, and 🙂 to you."
 """Text of the twin's answer to every chat."""
 
@@ -294,6 +295,10 @@ class TwinCatalog:
         nodes = (known_profile("m4-mac-mini-16"),) if self.is_measured else ()
         loaded = self.loaded if model is not None else ()
         return RunningCluster(ClusterProfile(nodes), self.request, loaded, self.count)
+
+    def join_commands(self, life_s: float) -> Sequence[str]:
+        del life_s
+        return [f"mlx-ring join {head}:50051 --token {JOIN_TOKEN}" for head in ("10.0.0.7", "[fd00::7]")]
 
     def sizes(self, model: ModelService, machines: ClusterProfile) -> ModelProfile:
         return sizes_of(find_known_model("8b-4bit").folder, model.model_id, machines)

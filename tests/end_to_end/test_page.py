@@ -88,7 +88,8 @@ def test_answer_continues_with_the_result_of_a_tool_call(browser: Browser, serve
         assert events.problems == []
 
 
-LENGTH = {"Chat": "innerHeight", "Cluster": "document.getElementById('page').offsetHeight"}
+WHOLE = "document.getElementById('page').offsetHeight"
+LENGTH = {"Chat": "innerHeight", "Models": WHOLE, "Cluster": WHOLE}
 """Height of a view that fits its window, in JavaScript."""
 UNLABELLED = """() => [...document.querySelectorAll("button, a, input, select, textarea")]
     .filter((each) => !(each.ariaLabel || each.textContent.trim() || each.labels?.[0]?.textContent.trim()))
@@ -108,6 +109,7 @@ CONTRASTS = """() => {
     const inks = ["--ink", "--muted", "--accent", "--good", "--busy", "--bad"];
     const papers = ["--bg", "--surface", "--sunken", "--raised"];
     const pairs = inks.flatMap((ink) => papers.map((paper) => [ink, paper]));
+    pairs.push(...["keyword", "string", "number", "title", "attr"].map((kind) => [`--code-${kind}`, "--sunken"]));
     const stages = [0, 1, 2, 3, 4, 5, 6, 7].map((stage) => ["--surface", `--stage-${stage}`]);
     return [...pairs, ...stages].map(([ink, paper]) => [ratio(ink, paper), ink, paper]).sort((a, b) => a[0] - b[0])[0];
 }"""
@@ -122,12 +124,14 @@ def test_every_view_fits_its_window_and_is_readable_and_labelled(
         ask(page, "Hello.\n" * 40)
         expect(page.get_by_role("article", name="Answer")).to_contain_text("tokens/s")
         page.get_by_role("button", name="Parameters").click()
-        for view in ("Chat", "Cluster"):
+        for view, length in LENGTH.items():
             page.get_by_role("link", name=view, exact=True).click()
+            if view == "Models":
+                expect(page.get_by_role("article", name="demo")).to_contain_text("of weights")
             if view == "Cluster":
                 expect(page.get_by_role("heading", name="Stage 1")).to_be_visible()
             assert page.evaluate("document.documentElement.scrollWidth") <= width
-            assert page.evaluate(f"document.documentElement.scrollHeight - {LENGTH[view]}") <= 0
+            assert page.evaluate(f"document.documentElement.scrollHeight - {length}") <= 0
             assert page.evaluate(UNLABELLED) == []
         ratio, ink, paper = page.evaluate(CONTRASTS)
         assert ratio >= 4.5, (ink, paper)
@@ -161,7 +165,10 @@ def test_cluster_view_shows_stages_and_reports_a_lost_worker(browser: Browser, s
             expect(card).to_contain_text("weights")
             expect(card.get_by_role("img", name=re.compile("Memory of .* KV cache limit"))).to_be_visible()
             expect(card.get_by_role("img", name=re.compile("In the last second: computing"))).to_be_visible()
-        expect(page.get_by_role("region", name="Machines")).to_contain_text("2 devices active on 1 machine")
+        machines = page.get_by_role("region", name="Machines")
+        expect(machines).to_contain_text("2 devices active on 1 machine")
+        expect(machines).to_contain_text("Head: serves the API and computes layers 0 to 7 of demo")
+        expect(machines.locator("dl")).not_to_be_visible()
         expect(page.get_by_role("img", name=re.compile("free of"))).to_be_visible()
         expect(page.get_by_role("region", name="Requests")).to_contain_text("No requests")
         expect(page.get_by_role("region", name="Cache")).to_contain_text("KV cache")

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import pytest
 from playwright.sync_api import Browser, expect
 from tests.api.clients import serving
-from tests.api.twins import ANSWER_TEXT, TwinService
+from tests.api.twins import ANSWER_TEXT, JOIN_TOKEN, TwinCatalog, TwinService
 from tests.default_settings import make_api_settings, make_policy
 from tests.end_to_end.page_windows import ask, open_page
 
@@ -212,6 +212,10 @@ def test_answers_are_rendered_as_markdown_and_never_as_html(browser: Browser, tw
         "# a" + " " * 20_000 + "b",
         "```" + " " * 50_000 + "`",
         "a | b\n-" + " " * 50_000 + "x",
+        "$a " * 20_000,
+        "\\[\n" * 5_000,
+        "$$\n" + "\\frac" * 50,
+        "$\\def\\a{\\a\\a}\\a$",
     ]
     with open_page(browser, twin_url) as (page, events):
         base = f"{twin_url}/page/{load_page().digest}/"
@@ -220,6 +224,35 @@ def test_answers_are_rendered_as_markdown_and_never_as_html(browser: Browser, tw
         fenced = page.evaluate(RENDER, [base, ["```js\n<b>1</b>\n```\nend"]])[0]
         assert "<code>&lt;b&gt;1&lt;/b&gt;</code>" in fenced
         assert len(page.evaluate(RENDER, [base, hostile])) == len(hostile)
+        assert events.problems == []
+
+
+RICH = r"""Code and a formula:
+
+```python
+def f(x):
+    return "<b>" + str(x)  # half
+```
+
+The energy is $E = mc^2$, and $\\notacommand{$ is none.
+
+$$
+\fcolorbox{red}{white}{$\int_0^1 x^2\,dx = \frac{1}{3}$}
+$$
+"""
+
+
+def test_code_is_highlighted_and_latex_becomes_mathml(browser: Browser) -> None:
+    with serving(TwinService(says=RICH)) as url, open_page(browser, url) as (page, events):
+        assert not any("katex" in request.url or "highlight" in request.url for request in events.requests)
+        ask(page, "Show me.")
+        answer = page.get_by_role("article", name="Answer")
+        expect(answer.locator("pre .keyword")).to_have_text(["def", "return"])
+        expect(answer.locator("pre .string")).to_have_text('"<b>"')
+        expect(answer.locator("math")).to_have_count(2)
+        expect(answer.locator("math mfrac")).to_have_count(1)
+        expect(answer.locator("pre b")).to_have_count(0)
+        assert events.to_other_servers(url) == []
         assert events.problems == []
 
 
@@ -327,3 +360,118 @@ def test_what_if_panel_compares_an_added_machine_for_the_asked_request(
         panel.get_by_role("button", name="Compare").click()
         expect(panel.get_by_role("alert")).to_contain_text("an answer of 40 need a context of 540")
         assert [each for each in events.problems if "400" not in each] == []
+
+
+PULLED = [
+    {"status": "pulling manifest"},
+    {"status": "pulling a", "digest": "a", "total": 4_000_000, "completed": 1_000_000},
+]
+
+
+def test_models_are_unloaded_loaded_and_downloaded(browser: Browser) -> None:
+    catalog = TwinCatalog(TwinService(), TwinService(names=("other",)))
+    with (
+        serving(catalog.models[0], catalog=catalog) as url,
+        open_page(browser, url, view="models") as (page, events),
+    ):
+        other = page.get_by_role("article", name="other")
+        expect(other).to_contain_text("ready")
+        other.get_by_role("button", name="Unload other").click()
+        expect(other).to_contain_text("not loaded")
+        other.get_by_role("button", name="Predict").click()
+        expect(other).to_contain_text(
+            re.compile(r"Predicted: [\d.]+ GB of memory, [\d.]+ to [\d.]+ tokens/s")
+        )
+        other.get_by_role("button", name="Load other").click()
+        expect(other).to_contain_text("ready")
+        assert events.problems == []
+        add = page.get_by_role("region", name="Add a model")
+        name = add.get_by_label("Name")
+        name.fill("missing")
+        page.keyboard.press("Enter")
+        expect(add.get_by_role("alert")).to_contain_text("There is no model 'missing'.")
+        page.get_by_role("link", name="Chat").click()
+        page.get_by_role("link", name="Models").click()
+        add.get_by_role("button", name="Dismiss").click()
+        expect(add.get_by_role("alert")).to_have_count(0)
+        lines = "".join(json.dumps(line) + "\n" for line in [*PULLED, {"status": "success"}])
+        page.route(
+            "**/api/pull", lambda route: route.fulfill(content_type="application/x-ndjson", body=lines)
+        )
+        name.fill("org/new")
+        add.get_by_role("button", name="Download").click()
+        expect(add).to_contain_text("org/new is downloaded.")
+
+
+def test_chat_is_named_searched_exported_deleted_and_restored(browser: Browser, twin_url: str) -> None:
+    with open_page(browser, twin_url) as (page, events):
+        for question in ("First question.", "Second question."):
+            page.get_by_role("button", name="New chat").click()
+            ask(page, question)
+            expect(page.get_by_role("button", name="Retry")).to_be_visible()
+        expect(page.get_by_role("img", name=re.compile(r"Context: \d+ of 4,096 tokens"))).to_be_visible()
+        page.get_by_role("button", name="Rename").click()
+        page.get_by_label("Name of this chat").fill("Greetings")
+        page.keyboard.press("Enter")
+        expect(page.get_by_role("heading", name="Greetings")).to_be_visible()
+        with page.expect_download() as saved:
+            page.get_by_role("button", name="Export as Markdown").click()
+        assert saved.value.suggested_filename == "greetings.md"
+        assert f"Second question.\n\n## Answer of org/twin\n\n{ANSWER_TEXT}" in saved.value.path().read_text()
+        with page.expect_download() as saved:
+            page.get_by_role("button", name="Export as JSON").click()
+        assert json.loads(saved.value.path().read_text())["title"] == "Greetings"
+        listed = page.get_by_label("Conversations").get_by_role("listitem")
+        page.get_by_label("Search chats").fill("FIRST")
+        expect(listed).to_have_text([re.compile("First question")])
+        page.get_by_label("Search chats").fill("")
+        listed.first.hover()
+        page.get_by_role("button", name="Delete Greetings").click()
+        expect(listed).to_have_count(1)
+        page.get_by_role("button", name="Undo").click()
+        expect(listed).to_have_text([re.compile("Greetings"), re.compile("First")])
+        page.reload()
+        expect(page.get_by_role("heading", name="Greetings")).to_be_visible()
+        assert events.problems == []
+
+
+def test_waiting_and_streaming_answers_show_their_progress(browser: Browser) -> None:
+    service = TwinService(context=CONTEXT, says=LONG_ANSWER)
+    with serving(service) as url, open_page(browser, url) as (page, events):
+        ask(page, "Tell me the alphabet.")
+        answer = page.get_by_role("article", name="Answer")
+        expect(answer).to_contain_text(re.compile(r"[\d.,]+ tokens/s, [\d,]+ tokens"))
+        page.get_by_role("button", name="Stop").click()
+        expect(answer).to_contain_text("Stopped.")
+        assert events.problems == []
+
+
+def test_stopped_server_causes_one_notice_until_it_is_back(browser: Browser) -> None:
+    with contextlib.ExitStack() as cleanup:
+        with serving(TwinService(context=CONTEXT, says=LONG_ANSWER)) as url:
+            page, _ = cleanup.enter_context(open_page(browser, url))
+            ask(page, "Tell me the alphabet.")
+            expect(page.get_by_role("article", name="Answer")).to_contain_text(ALPHABET)
+        expect(page.get_by_role("article", name="Answer").get_by_role("button", name="Retry")).to_be_visible()
+        expect(page.get_by_role("alert")).to_have_count(1)
+        cleanup.enter_context(serving(TwinService(), port=urlsplit(url).port or 0))
+        expect(page.locator(".notice")).to_have_count(0)
+        page.get_by_role("button", name="Retry", exact=True).click()
+        expect(page.get_by_role("article", name="Answer")).to_contain_text(ANSWER_TEXT)
+
+
+def test_machine_is_invited_by_a_command_and_its_code(browser: Browser, twin_url: str) -> None:
+    with open_page(browser, twin_url, view="cluster", width=390) as (page, events):
+        card = page.get_by_role("region", name="Add a machine")
+        assert not any(request.url.endswith("/cluster/invite") for request in events.requests)
+        card.get_by_role("button", name="Make a join command").click()
+        expect(card).to_contain_text(f"mlx-ring join 10.0.0.7:50051 --token {JOIN_TOKEN}")
+        picture = card.get_by_role("img", name="QR code of the command")
+        first = picture.locator("path").get_attribute("d")
+        card.get_by_role("radio", name="Show the code of command 2").check()
+        expect(picture.locator("path")).not_to_have_attribute("d", first or "")
+        card.get_by_role("button", name="Copy command 1").click()
+        expect(card.get_by_role("button", name="Copied")).to_be_visible()
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+        assert JOIN_TOKEN not in str(page.evaluate("JSON.stringify([localStorage, sessionStorage])"))
+        assert events.problems == []

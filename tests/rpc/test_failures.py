@@ -1,9 +1,10 @@
 from __future__ import annotations
 
+import grpc
 import pytest
 
 from mlx_ring.core import errors
-from mlx_ring.rpc.failures import error_to_failure, failure_to_error
+from mlx_ring.rpc.failures import channel_error, error_to_failure, failure_to_error
 from mlx_ring.rpc.protos import step_pb2
 
 
@@ -49,3 +50,29 @@ def test_an_error_with_more_than_a_message_becomes_a_request_error() -> None:
 def test_an_unknown_kind_of_failure_is_a_serving_error() -> None:
     back = failure_to_error(step_pb2.Failure(kind="FromTheFuture", message="hm"))
     assert type(back) is errors.ServingError
+
+
+@pytest.mark.parametrize(
+    ("details", "meaning"),
+    [
+        (
+            "failed to connect to all addresses; last error: UNKNOWN: ipv4:10.0.0.7:50051: Connection refused (111)",
+            "no process listens there",
+        ),
+        ("recvmsg:Connection reset by peer", "it closed the connection"),
+        ("keepalive watchdog timeout", "it does not answer"),
+        ("ipv4:10.0.0.7:50051: connect: No route to host (113)", "no network leads there"),
+    ],
+)
+def test_a_lost_peer_is_described_without_the_words_of_grpc(details: str, meaning: str) -> None:
+    nothing = grpc.aio.Metadata()
+    error = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, details)
+    text = str(channel_error(error, "mini-2"))
+    assert text.startswith(f"The connection to mini-2 broke: {meaning}")
+    assert "ipv4" not in text
+
+
+def test_a_cause_that_the_peer_itself_gave_is_kept() -> None:
+    nothing = grpc.aio.Metadata()
+    error = grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, nothing, nothing, "no timeout is set")
+    assert str(channel_error(error, "mini-2")) == "The connection to mini-2 broke: no timeout is set."

@@ -280,6 +280,14 @@ class ModelCatalog(Protocol):
         """
         ...
 
+    def join_commands(self, life_s: float) -> Sequence[str]:
+        """Make a token with which one machine can join within this time, and return the commands for it.
+
+        Raises:
+            Conflict: the head serves from its own machine alone.
+        """
+        ...
+
     def sizes(self, model: ModelService, machines: ClusterProfile) -> ModelProfile:
         """Return a model's profile, for planning on these machines."""
         ...

@@ -87,9 +87,9 @@ class Control:
         """Fingerprint of the cluster's CA."""
         return self._authority.fingerprint
 
-    def make_token(self, *, life_s: float) -> str:
-        """Create a token with which machines can join."""
-        return str(self._tokens.create(self._authority.fingerprint, name="serve", life_s=life_s))
+    def make_token(self, *, life_s: float, uses: int | None = None) -> str:
+        """Create a token with which machines can join, `uses` at most."""
+        return str(self._tokens.create(self._authority.fingerprint, name="serve", life_s=life_s, uses=uses))
 
     @contextlib.contextmanager
     def watching(self, watcher: Callable[[Event], None]) -> Generator[None]:

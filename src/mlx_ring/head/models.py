@@ -133,6 +133,12 @@ class Catalog:
             loaded = ()
         return RunningCluster(machines, request, loaded, hosted.settings.replicas)
 
+    def join_commands(self, life_s: float) -> Sequence[str]:
+        """Make a token with which one machine can join within this time, and return the commands for it."""
+        if self._machines is None:
+            raise NotReady("The server is starting. Try again in a moment.")
+        return self._machines.join_commands(life_s)
+
     def sizes(self, model: ModelService, machines: ClusterProfile) -> ModelProfile:
         """Return a model's profile, for planning on these machines."""
         served = self._own(model).served

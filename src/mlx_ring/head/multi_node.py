@@ -24,7 +24,7 @@ from mlx_ring.head.instance import Epoch
 from mlx_ring.head.instance_watch import end_tasks
 from mlx_ring.head.left_workers import LeftWorkers
 from mlx_ring.head.measured_links import LinkSurveys, broken_links, with_throughput
-from mlx_ring.head.nodes import Declared, LiveInstances, NodeListener, new_instance
+from mlx_ring.head.nodes import Declared, LiveInstances, NodeListener, invite_one, new_instance
 from mlx_ring.head.patching import PatchPlan, Remains, Room, patch_ranks, plan_patch, wait_until_whole
 from mlx_ring.head.placing import (
     Order,
@@ -81,7 +81,8 @@ class Cluster:
         self._settings = settings
         self._declared = declared
         self._control = control
-        self._address = address
+        self._port = address.port
+        self.join_commands = partial(invite_one, control.make_token, address)
         self._offer = offer
         self._step_down = StepDown()
         self._quarantine = QuarantineList(authority_folder(state_folder(settings)))
@@ -110,7 +111,7 @@ class Cluster:
 
     async def candidate_nodes(self, declared: Declared, nodes: int) -> Sequence[frozenset[str] | None]:
         membership = await self._attending(nodes)
-        sites = cluster_sites(self._control, membership, self._address.port)
+        sites = cluster_sites(self._control, membership, self._port)
         try:
             await self._left.look_once(sites)
             left = self._left.adoptable(declared.served, membership)
@@ -166,9 +167,7 @@ class Cluster:
 
     async def next_epoch(self, order: Order) -> Epoch:
         membership = await self._attending(order.nodes)
-        sites = cluster_sites(
-            self._control, membership, self._address.port, path=str(order.served.folder.path)
-        )
+        sites = cluster_sites(self._control, membership, self._port, path=str(order.served.folder.path))
         instance = ""
         try:
             await self._left.look_once(sites)
@@ -208,7 +207,7 @@ class Cluster:
         control = self._control
         await control.settle(remains.silent_nodes)
         membership = control.membership.without(remains.silent_nodes)
-        sites = cluster_sites(control, membership, self._address.port, path=str(order.served.folder.path))
+        sites = cluster_sites(control, membership, self._port, path=str(order.served.folder.path))
         try:
             await self._surveys.take_distrusted(membership, sites)
         except BaseException:
@@ -274,7 +273,7 @@ class Cluster:
         while True:
             await self._control.wait_until_present(site.node)
             membership = self._control.membership
-            sites = cluster_sites(self._control, membership, self._address.port)
+            sites = cluster_sites(self._control, membership, self._port)
             own = [each for each in sites if each.node == site.node]
             left = asyncio.create_task(self._control.wait_until_absent(site.node))
             answering = [asyncio.create_task(wait_for_answers(each, pids, epoch, hello)) for each in own]
@@ -403,7 +402,7 @@ class Cluster:
         await end_tasks(*self._tending)
         membership = self._control.membership
         if self._control.node in membership.members:
-            sites = cluster_sites(self._control, membership, self._address.port)
+            sites = cluster_sites(self._control, membership, self._port)
             ending = [asyncio.create_task(site.link.end(STOP_WAIT_S)) for site in sites if site.is_local]
             # It is disconnected when it has ended, or if it hangs.
             absent = asyncio.create_task(self._control.wait_until_absent(self._control.node))

@@ -17,6 +17,8 @@ from mlx_ring.head.patching import PatchPlan, Presence, Remains
 from mlx_ring.head.placing import Order, Others, Placement
 from mlx_ring.head.served_model import ServedModel
 from mlx_ring.head.status import ClusterView
+from mlx_ring.host.addresses import HeadAddress
+from mlx_ring.host.interfaces import join_lines, lan_addresses
 from mlx_ring.rpc.link_profile import LinkProfile
 from mlx_ring.settings.config import Settings
 
@@ -203,6 +205,25 @@ class Machines(Presence, Protocol):
     def cluster_view(self) -> ClusterView:
         """Return the state of the machines."""
         ...
+
+    def join_commands(self, life_s: float) -> Sequence[str]:
+        """Make a token with which one machine can join within this time, and return the commands for it.
+
+        Raises:
+            Conflict: other machines cannot join.
+        """
+        ...
+
+
+class MakeToken(Protocol):
+    """Maker of a token with which a number of machines can join within a time."""
+
+    def __call__(self, *, life_s: float, uses: int | None = None) -> str: ...
+
+
+def invite_one(make_token: MakeToken, address: HeadAddress, life_s: float) -> Sequence[str]:
+    """Make a token with which one machine can join, and return the commands for each address of the head."""
+    return join_lines(address, lan_addresses(), make_token(life_s=life_s, uses=1))
 
 
 def new_instance(served: ServedModel) -> str:

@@ -15,7 +15,7 @@ from mlx_ring.cluster.agent_link import LocalAgent, Source
 from mlx_ring.cluster.deployment import Site
 from mlx_ring.cluster.membership import Joined, Member, Membership
 from mlx_ring.cluster.relinking import wait_for_answers
-from mlx_ring.core.errors import NotReady, RingError
+from mlx_ring.core.errors import Conflict, NotReady, RingError
 from mlx_ring.head.instance import Epoch
 from mlx_ring.head.nodes import Declared, NodeListener, new_instance
 from mlx_ring.head.patching import PatchPlan, Remains, patch_ranks, wait_until_whole
@@ -190,6 +190,13 @@ class SingleNode:
         """Record a hung group, and check the agent before the next epoch."""
         self._step_down.record(error, begun_s)
         self._has_failed = True
+
+    def join_commands(self, life_s: float) -> Sequence[str]:
+        """Refuse, because the cluster's ports are closed."""
+        del life_s
+        raise Conflict(
+            "This server uses one machine alone. To add others, start it with `mlx-ring serve MODEL --nodes 2`."
+        )
 
     def cluster_view(self) -> ClusterView:
         hung = self._step_down.states()

@@ -44,7 +44,30 @@ def failure_to_error(failure: step_pb2.Failure) -> RingError:
     return error.between(*failure.ends) if isinstance(error, LinkLost) else error
 
 
+_CAUSES = (
+    ("connection refused", "no process listens there, so it has stopped or was killed"),
+    ("socket closed", "it closed the connection, so it has stopped or was killed"),
+    ("connection reset", "it closed the connection, so it has stopped or was killed"),
+    ("broken pipe", "it closed the connection, so it has stopped or was killed"),
+    ("recvmsg", "it closed the connection, so it has stopped or was killed"),
+    ("goaway", "it is shutting down"),
+    ("ping timeout", "it does not answer; it may sleep, or its network is down"),
+    ("keepalive", "it does not answer; it may sleep, or its network is down"),
+    ("timed out", "it does not answer; it may sleep, or its network is down"),
+    ("timeout", "it does not answer; it may sleep, or its network is down"),
+    ("no route to host", "no network leads there; check that both machines are in one"),
+    ("network is unreachable", "no network leads there; check that both machines are in one"),
+    ("host is down", "it does not answer; it may sleep, or its network is down"),
+)
+"""Parts of what gRPC's C library says of an unavailable peer, and what they mean. The first match counts."""
+
+
 def channel_error(error: grpc.RpcError, peer: str) -> WorkerLost:
-    """Return the error for a broken channel to `peer`."""
-    details = error.details() if isinstance(error, grpc.Call | grpc.aio.AioRpcError) else None
-    return WorkerLost(f"The connection to {peer} broke: {details or type(error).__name__}.")
+    """Return the error for a broken channel to `peer`. The error that was converted keeps gRPC's own text."""
+    details, code = None, None
+    if isinstance(error, grpc.Call | grpc.aio.AioRpcError):
+        details, code = error.details(), error.code()
+    cause = details or type(error).__name__
+    if code is grpc.StatusCode.UNAVAILABLE:
+        cause = next((meaning for part, meaning in _CAUSES if part in cause.lower()), cause)
+    return WorkerLost(f"The connection to {peer} broke: {cause}.")

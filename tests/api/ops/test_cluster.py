@@ -1,9 +1,13 @@
-"""Links in `/cluster/status`: their measurements, traffic and compression."""
+"""Links in `/cluster/status`: their measurements, traffic and compression; and who may invite machines."""
 
 from __future__ import annotations
 
 from dataclasses import fields
 from typing import get_type_hints
+
+from tests.api.clients import Api, refusal
+from tests.api.twins import JOIN_TOKEN
+from tests.default_settings import make_api_settings
 
 from mlx_ring.api.ops.cluster import DeviceStatus, link_statuses
 from mlx_ring.api.service import InstanceInfo, LinkInfo
@@ -71,6 +75,18 @@ def test_link_with_activations_reports_compression_and_its_reason() -> None:
     assert (there["carries_activations"], there["compresses"], there["why"]) == (True, True, USE.why)
     assert (there.get("frames"), there.get("tensor_bytes"), there.get("sent_bytes")) == (3, 24_576, 18_000)
     assert (back["carries_activations"], back["compresses"]) == (False, False)
+
+
+def test_only_this_machine_may_invite_another() -> None:
+    answer = Api().post("/cluster/invite", {})
+    assert answer.json()["commands"][0] == f"mlx-ring join 10.0.0.7:50051 --token {JOIN_TOKEN}"
+    keyed = make_api_settings(api_keys=("k",))
+    assert Api(settings=keyed).post("/cluster/invite", {}).status_code == 401
+    stranger = Api(None, keyed, client="192.168.1.9")
+    reply = stranger.post("/cluster/invite", {}, authorization="Bearer k")
+    _, message = refusal(reply, 403)
+    assert "192.168.1.9" in message
+    assert JOIN_TOKEN not in reply.text
 
 
 def test_link_without_a_report_of_its_worker_says_so() -> None:

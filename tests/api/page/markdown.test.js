@@ -42,6 +42,19 @@ const CASES = {
         "<tbody></tbody></table></div>",
     ],
   ],
+  formulas: [
+    ["a $x^2$ b", "<p>a <MathText>x^2</MathText> b</p>"],
+    ["\\(a*b*c\\)", "<p><MathText>a*b*c</MathText></p>"],
+    ["$$\na\n\n- b\n$$\nend", '<MathText isDisplay="true">a\n\n- b</MathText><p>end</p>'],
+    ["so\n\\[\nx\n\\]", '<p>so</p><MathText isDisplay="true">x</MathText>'],
+    ["a $$x$$ b", '<p>a <MathText isDisplay="true">x</MathText> b</p>'],
+    ["from $5 to $10", "<p>from $5 to $10</p>"],
+    ["$5 or US$", "<p>$5 or US$</p>"],
+    ["$5 = x$", "<p><MathText>5 = x</MathText></p>"],
+    ["\\$x$", "<p>$x$</p>"],
+    ["$$ open", "<p>$$ open</p>"],
+    ["`$x$`", "<p><code>$x$</code></p>"],
+  ],
   "code spans": [
     ["`a*b*`", "<p><code>a*b*</code></p>"],
     ["`` a`b ``", "<p><code>a`b</code></p>"],
@@ -154,9 +167,9 @@ describe("while an answer streams", () => {
   });
 
   test("an open fence is already code", () => {
-    assert.equal(toHtml(parseBlocks("```py")), '<CodeBlock language="py"></CodeBlock>');
-    assert.equal(toHtml(parseBlocks("```py\nx = *1*")), '<CodeBlock language="py">x = *1*</CodeBlock>');
-    assert.equal(toHtml(parseBlocks("```py\nx\n``")), '<CodeBlock language="py">x\n``</CodeBlock>');
+    assert.equal(toHtml(parseBlocks("```py")), '<CodeBlock language="py" isOpen="true"></CodeBlock>');
+    assert.equal(toHtml(parseBlocks("```py\nx = *1*")), '<CodeBlock language="py" isOpen="true">x = *1*</CodeBlock>');
+    assert.equal(toHtml(parseBlocks("```py\nx\n``")), '<CodeBlock language="py" isOpen="true">x\n``</CodeBlock>');
   });
 
   test("a table without rows is already a table", () => {

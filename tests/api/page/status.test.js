@@ -89,7 +89,11 @@ describe("notices", () => {
       { cluster: { nodes: [node({ state: "quarantined", quarantined_until: 1300, reason: "it failed 3 times" })] } },
       ["mini is quarantined for 5 minutes: it failed 3 times"],
     ],
-    [{ draining: true }, ["The server is shutting down. It finishes running requests and accepts no new ones."]],
+    [
+      { draining: true, cluster: { models: [model({ state: "unavailable" })], nodes: [node({ state: "gone" })] } },
+      ["The server is shutting down. It finishes running requests and accepts no new ones."],
+    ],
+    [{ connection: "lost", cluster: { models: [model({ state: "unavailable", reason: "Lost." })] } }, []],
   ]);
   for (const [options, texts] of cases) {
     test(texts[0] ?? "none", () => {

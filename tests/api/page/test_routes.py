@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 from importlib.resources import files
 
@@ -48,7 +50,9 @@ def test_every_module_imports_existing_files() -> None:
     page = load_page()
     for path, file in page.files.items():
         folder = path.rpartition("/")[0]
-        for name in re.findall(r'^(?!\s*/?\*).* from "(\.[^"]+)"', file.data.decode(), re.MULTILINE):
+        for name in re.findall(
+            r'^(?!\s*/?\*).*(?: from "|\bimport\(")(\.[^"]+)"', file.data.decode(), re.MULTILINE
+        ):
             parts: list[str] = []
             for step in f"{folder}/{name}".split("/"):
                 if step == "..":
@@ -62,6 +66,39 @@ def test_no_line_is_wider_than_120_columns() -> None:
     for path, file in load_page().files.items():
         if path.endswith((".js", ".css", ".html")) and not path.startswith("vendor/"):
             assert max(map(len, file.data.decode().splitlines())) <= 120, path
+
+
+LEGENDS = (
+    ("weights", "kv", "working", "room"),
+    ("compute", "link", "sunken"),
+    ("others", "sunken", "stage-0", "stage-1"),
+)
+"""Colours that appear side by side, by their custom properties."""
+MIN_DIFFERENCE = 20
+"""Smallest distance of two such colours in CIELAB. About 2 is just visible."""
+
+
+def lab_of(colour: str) -> tuple[float, float, float]:
+    """Return a colour in CIELAB, for the white point D65."""
+    channels = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    r, g, b = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels)
+    xyz = (
+        (0.4124 * r + 0.3576 * g + 0.1805 * b) / 0.9505,
+        0.2126 * r + 0.7152 * g + 0.0722 * b,
+        (0.0193 * r + 0.1192 * g + 0.9505 * b) / 1.089,
+    )
+    x, y, z = (c ** (1 / 3) if c > 0.008856 else 7.787 * c + 16 / 116 for c in xyz)
+    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
+
+
+def test_colours_of_a_legend_differ_visibly_in_both_themes() -> None:
+    css = load_page().files["styles/tokens.css"].data.decode()
+    light, dark = (dict(re.findall(r"--([\w-]+): (#\w{6});", block)) for block in css.split(":root[", 1))
+    for colours in (light, light | dark):
+        for legend in LEGENDS:
+            for one, two in itertools.combinations(legend, 2):
+                difference = math.dist(lab_of(colours[one]), lab_of(colours[two]))
+                assert difference >= MIN_DIFFERENCE, (one, two, difference)
 
 
 def test_unchanged_page_is_not_sent_again(api: Api) -> None:
@@ -108,5 +145,5 @@ def test_vendored_libraries_match_their_published_checksums() -> None:
 
     folder = files("mlx_ring.api.page") / "web" / "vendor"
     published = (folder / "README.txt").read_text()
-    for file in ("preact.js", "uPlot.iife.min.js", "uPlot.min.css"):
-        assert hashlib.sha256((folder / file).read_bytes()).hexdigest() in published, file
+    for file in (each for each in folder.iterdir() if each.name.endswith((".js", ".css"))):
+        assert hashlib.sha256(file.read_bytes()).hexdigest() in published, file.name

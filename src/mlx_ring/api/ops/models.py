@@ -79,14 +79,15 @@ def check_manager(request: Request, settings: ApiSettings) -> None:
         Refused: the server has no API keys, and the client is on another machine.
     """
     host = "" if request.client is None else request.client.host
-    if not settings.api_keys and not _is_loopback(host):
+    if not settings.api_keys and not is_loopback(host):
         raise Refused(
             f"Models are loaded and unloaded from another machine ({host}) only with an API key: "
             "start the server with --api-key."
         )
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Report whether an address is one of this machine's loopback interface."""
     try:
         return ipaddress.ip_address(host.partition("%")[0]).is_loopback
     except ValueError:

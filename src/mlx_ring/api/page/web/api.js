@@ -78,7 +78,21 @@ export async function request(path, { body, signal, accept = "application/json" 
  * @param {boolean} [withComments] whether comments are events too, named "comment"
  * @returns {AsyncGenerator<{ event: string, data: string }>}
  */
-export async function* readEvents(response, onBytes = () => {}, withComments = false) {
+export async function* readEvents(response, onBytes, withComments = false) {
+  for await (const block of readPieces(response, "\n\n", onBytes)) {
+    const event = parseEvent(block);
+    if (event && (withComments || event.event !== "comment")) yield event;
+  }
+}
+
+/**
+ * Read the pieces of a response that a separator ends.
+ * @param {Response} response
+ * @param {string} separator
+ * @param {() => void} [onBytes] called for every chunk
+ * @returns {AsyncGenerator<string>}
+ */
+async function* readPieces(response, separator, onBytes = () => {}) {
   if (!response.body) return;
   const reader = response.body.getReader();
   const decoder = new TextDecoder();
@@ -88,16 +102,22 @@ export async function* readEvents(response, onBytes = () => {}, withComments = f
       const { done, value } = await reportUnreachable(() => reader.read());
       if (done) return;
       onBytes();
-      const blocks = (rest + decoder.decode(value, { stream: true })).split("\n\n");
-      rest = blocks.pop() ?? "";
-      for (const block of blocks) {
-        const event = parseEvent(block);
-        if (event && (withComments || event.event !== "comment")) yield event;
-      }
+      const pieces = (rest + decoder.decode(value, { stream: true })).split(separator);
+      rest = pieces.pop() ?? "";
+      yield* pieces;
     }
   } finally {
     reader.cancel().catch(() => {});
   }
+}
+
+/**
+ * Read the lines of a response. Empty ones are left out.
+ * @param {Response} response
+ * @returns {AsyncGenerator<string>}
+ */
+export async function* readLines(response) {
+  for await (const line of readPieces(response, "\n")) if (line.trim()) yield line;
 }
 
 /** @param {string} block */
@@ -139,7 +159,8 @@ async function readError(response) {
   /** @type {{ message?: string, code?: string | null }} */
   let error = {};
   try {
-    error = (await response.json()).error ?? {};
+    const { error: given } = await response.json();
+    error = typeof given === "string" ? { message: given } : (given ?? {});
   } catch {
     // A proxy answered, not the server: the status is all there is.
   }

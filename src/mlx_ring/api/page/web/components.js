@@ -112,12 +112,25 @@ export function Bar({ parts, total = 0, label }) {
 
 /**
  * Render what the colours of bars mean; `style` is a class.
- * @param {{ items: { name: string, style: string }[] }} props
+ * @param {{ items: { name: string, style: string }[], title?: string }} props
  */
-export function Legend({ items }) {
-  return html`<ul class="legend">
+export function Legend({ items, title }) {
+  return html`<ul class="legend" aria-label=${title ?? "Legend"}>
+    ${title && html`<li><b>${title}</b></li>`}
     ${items.map(({ name, style }) => html`<li key=${name}><i class=${style} aria-hidden="true"></i>${name}</li>`)}
   </ul>`;
+}
+
+/**
+ * Render names and their values.
+ * @param {{ rows: Children[][] }} props
+ */
+export function Facts({ rows }) {
+  const entry = (/** @type {Children[]} */ [name, value]) => [
+    html`<dt key=${`${name} name`}>${name}</dt>`,
+    html`<dd key=${name}>${value}</dd>`,
+  ];
+  return html`<dl>${rows.flatMap(entry)}</dl>`;
 }
 
 /**

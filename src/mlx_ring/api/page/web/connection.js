@@ -20,8 +20,9 @@ export function ConnectionNotice({ live, now }) {
   if (!isLost) return null;
   const delayS = Math.max(0, Math.ceil(((now.retryAt ?? 0) - Date.now()) / 1000));
   const retry = html`<button type="button" onClick=${() => live.retry()}>Retry now</button>`;
+  const problem = now.state?.draining ? "The server was shut down." : now.problem;
   return html`<${Notice} tone="bad" action=${retry}>
-    ${now.problem} ${now.state ? "The values shown may be stale." : ""}
+    ${problem} ${now.state ? "The values shown may be stale." : ""}
     ${delayS ? ` Retrying in ${delayS} s.` : " Retrying now."}
   </${Notice}>`;
 }

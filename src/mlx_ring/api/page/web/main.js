@@ -3,6 +3,8 @@
 /** @typedef {import("preact").ComponentChildren} Children */
 
 import { apiKey } from "./api.js";
+import { Catalog } from "./catalog/catalog.js";
+import { ModelJobs } from "./catalog/model-jobs.js";
 import { Chat } from "./chat/chat.js";
 import { ChatStore } from "./chat/store.js";
 import { Cluster } from "./cluster/cluster.js";
@@ -14,9 +16,10 @@ import { describeStatus } from "./status.js";
 import { ThemeSwitch, useTheme } from "./theme-switch.js";
 import { html, render, useEffect, useErrorBoundary, useState } from "./vendor/preact.js";
 
-const VIEWS = { chat: "Chat", cluster: "Cluster" };
+const VIEWS = { chat: "Chat", models: "Models", cluster: "Cluster" };
 
 const live = new LiveCluster();
+const jobs = new ModelJobs();
 const chats = new ChatStore((problem) => live.lock(problem));
 
 function Page() {
@@ -30,6 +33,7 @@ function Page() {
     document.title = model ? `${model} · mlx-ring` : "mlx-ring";
   }, [model]);
   const status = describeStatus(now);
+  const requests = now.connection === "open" ? (now.state?.requests ?? []) : [];
   const isLocked = now.connection === "locked";
 
   return html`<a class="skip" href="#main" onClick=${focusMain}>Skip to content</a>
@@ -57,7 +61,16 @@ function Page() {
       ${isLocked ? html`<${KeyForm} live=${live} problem=${now.problem} />` : null}
       <${ErrorBoundary} key=${view}>
         ${!isLocked && view === "cluster" ? html`<${Cluster} now=${now} status=${status} theme=${theme} />` : null}
-        ${!isLocked && view === "chat" ? html`<${Chat} chats=${chats} models=${models} status=${status} />` : null}
+        ${
+          !isLocked && view === "models"
+            ? html`<${Catalog} now=${now} models=${models} status=${status} jobs=${jobs} />`
+            : null
+        }
+        ${
+          !isLocked && view === "chat"
+            ? html`<${Chat} chats=${chats} models=${models} status=${status} requests=${requests} />`
+            : null
+        }
       </${ErrorBoundary}>
     </main>`;
 }

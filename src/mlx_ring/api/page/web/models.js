@@ -7,8 +7,15 @@ import { ApiError, isAbort, request } from "./api.js";
 import { useEffect, useState } from "./vendor/preact.js";
 
 /**
- * Model in the chat's list. `note` says why it may answer late.
- * @typedef {{ id: string, efforts: string[], hasTools: boolean, note: string }} ChatModel
+ * Served model. `note` says why it may answer late, `contextTokens` is the limit of prompt and answer together.
+ * @typedef {object} ChatModel
+ * @property {string} id
+ * @property {string[]} aliases
+ * @property {string[]} efforts
+ * @property {string[]} capabilities
+ * @property {boolean} hasTools
+ * @property {number} contextTokens
+ * @property {string} note
  */
 
 /**
@@ -40,10 +47,13 @@ async function readModels(signal) {
     const response = await request("v1/models", { signal });
     /** @type {{ data: Model[] }} */
     const { data } = await response.json();
-    return data.map(({ id, reasoning_efforts: efforts = [], capabilities = [] }) => ({
+    return data.map(({ id, aliases = [], reasoning_efforts: efforts = [], capabilities = [], max_model_len }) => ({
       id,
+      aliases,
       efforts,
+      capabilities,
       hasTools: capabilities.includes("tools"),
+      contextTokens: max_model_len,
     }));
   } catch (error) {
     // The connection's notice already says that the server does not answer.

@@ -25,10 +25,10 @@ export function describeStatus({ connection, state }) {
     const label = isLost ? "no connection" : "connecting";
     return { tone: isLost ? "bad" : "busy", label, notices: [], placement: "" };
   }
-  const notices = findNotices(state);
   const placement = describePlacement(state.cluster);
-  if (isLost) return { tone: "bad", label: "connection lost", notices, placement };
-  return { ...describeCluster(state), notices, placement };
+  // The notices of a server that does not answer may be untrue by now: the one of the connection says so.
+  if (isLost) return { tone: "bad", label: "connection lost", notices: [], placement };
+  return { ...describeCluster(state), notices: findNotices(state), placement };
 }
 
 /**
@@ -52,14 +52,13 @@ function describeCluster({ cluster, draining }) {
  * @returns {StatusNotice[]}
  */
 function findNotices(state) {
-  /** @type {StatusNotice[]} */
-  const notices = [];
   if (state.draining) {
+    // Models and machines end with the server, which is no failure of theirs.
     const text = "The server is shutting down. It finishes running requests and accepts no new ones.";
-    notices.push({ tone: "busy", text });
+    return [{ tone: "busy", text }];
   }
   const ofModels = state.cluster.models.flatMap((model) => describeModel(model, state.cluster.instances));
-  return [...notices, ...ofModels, ...describeNodes(state)];
+  return [...ofModels, ...describeNodes(state)];
 }
 
 /**

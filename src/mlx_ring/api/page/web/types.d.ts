@@ -219,6 +219,13 @@ export interface InstanceStatus {
   remarks: string[];
 }
 
+/** Commands that join this cluster, each with another address of the head and the same token. */
+export interface JoinCommands {
+  commands: string[];
+  /** Life of the token, which one machine can use. */
+  expires_in_s: number;
+}
+
 /** Node without layers in the plan. */
 export interface LeftOutStatus {
   node: string;

@@ -1,5 +1,6 @@
 // The chat view: list of conversations, thread, composer.
 
+/** @import { RequestStatus } from "../types.js" */
 /** @import { ChatModel } from "../models.js" */
 /** @import { Status } from "../status.js" */
 /** @import { Parameters } from "./parameters.js" */
@@ -9,18 +10,21 @@ import { Notice } from "../components.js";
 import { readStored, writeStored } from "../storage.js";
 import { html, useEffect, useState } from "../vendor/preact.js";
 import { Composer } from "./composer.js";
+import { isAnswer } from "./conversation.js";
 import { History } from "./history.js";
 import { findProblem, readParameters, storeParameters } from "./parameters.js";
+import { ContextGauge, contextTokens, requestOf } from "./progress.js";
 import { Thread } from "./thread.js";
+import { TitleBar } from "./title-bar.js";
 import { Welcome } from "./welcome.js";
 
 const STORED_MODEL = "mlx-ring.model";
 
 /**
  * Render the chat view.
- * @param {{ chats: ChatStore, models: ChatModel[], status: Status }} props
+ * @param {{ chats: ChatStore, models: ChatModel[], status: Status, requests: RequestStatus[] }} props
  */
-export function Chat({ chats, models, status }) {
+export function Chat({ chats, models, status, requests }) {
   const [now, setNow] = useState(chats.now);
   const [parameters, setParameters] = useState(readParameters);
   const [chosen, setChosen] = useState(() => readStored(STORED_MODEL));
@@ -38,13 +42,21 @@ export function Chat({ chats, models, status }) {
   };
   const ask = (/** @type {string} */ text) => send(() => chats.ask(text, options));
   const isRunning = now.running.has(now.open.id);
+  const last = now.open.messages.at(-1);
+  const request = isRunning && last && isAnswer(last) ? requestOf(requests, last.id) : undefined;
 
   return html`<div class="chat">
     <${History} now=${now} chats=${chats} />
     <div class="conversation">
+      <${TitleBar}
+        key=${now.open.id}
+        conversation=${now.open}
+        rename=${(/** @type {string} */ name) => chats.rename(name)}
+      />
       <${Thread}
         conversation=${now.open}
         isRunning=${isRunning}
+        request=${request}
         showsModel=${models.length > 1}
         edit=${(/** @type {number} */ place, /** @type {string} */ text) =>
           send(() => chats.edit(place, text, options))}
@@ -85,6 +97,7 @@ export function Chat({ chats, models, status }) {
           chats.draft = text;
         }}
         focusKey=${now.open.id}
+        gauge=${html`<${ContextGauge} used=${contextTokens(now.open, request)} limit=${model?.contextTokens} />`}
       />
     </div>
   </div>`;

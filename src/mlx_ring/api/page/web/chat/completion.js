@@ -19,6 +19,7 @@ import { ApiError, readEvents, request } from "../api.js";
 /**
  * An answer as far as it has arrived.
  * @typedef {object} Completion
+ * @property {string} id the server's; empty before the first chunk
  * @property {string} content
  * @property {string} reasoning
  * @property {ToolCall[]} calls
@@ -39,7 +40,7 @@ export async function* streamCompletion(body, signal) {
   const streamed = { ...body, stream: true, stream_options: { include_usage: true } };
   const response = await request("v1/chat/completions", { body: streamed, signal, accept: "text/event-stream" });
   /** @type {Completion} */
-  let answer = { content: "", reasoning: "", calls: [], end: null, isPaused: false, figures: meter.figures() };
+  let answer = { id: "", content: "", reasoning: "", calls: [], end: null, isPaused: false, figures: meter.figures() };
   for await (const { event, data } of readEvents(response, undefined, true)) {
     if (event === "comment") {
       if (data === "resuming") yield { ...answer, isPaused: true };
@@ -54,7 +55,7 @@ export async function* streamCompletion(body, signal) {
       answer = extend(answer, delta, end);
     }
     meter.record(chunk);
-    answer = { ...answer, isPaused: false, figures: meter.figures() };
+    answer = { ...answer, id: chunk.id ?? answer.id, isPaused: false, figures: meter.figures() };
     yield answer;
   }
   throw new ApiError("The connection closed before the answer was complete.", { code: "unreachable" });

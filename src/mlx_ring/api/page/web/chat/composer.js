@@ -1,5 +1,6 @@
 // The field for a question, with the choice of model, reasoning and parameters.
 
+/** @typedef {import("preact").ComponentChildren} Children */
 /** @import { ChatModel } from "../models.js" */
 /** @import { Parameters } from "./parameters.js" */
 
@@ -26,6 +27,7 @@ const MAX_HEIGHT = 0.4;
  * @property {string} draft text that was not sent before the view changed
  * @property {(text: string) => void} setDraft
  * @property {string} focusKey the field takes the focus when it changes
+ * @property {Children} gauge
  */
 
 /**
@@ -49,6 +51,7 @@ export function Composer(props) {
         aria-controls="parameters"
         onClick=${() => setPanelOpen(!isPanelOpen)}
       >Parameters${summary ? html`<span class="muted">: ${summary}</span>` : null}</button>
+      ${props.gauge}
       ${!hasTouch && html`<span class="hint">Enter sends, Shift+Enter inserts a line break</span>`}
     </div>
   </div>`;

@@ -9,7 +9,7 @@ const ID_BYTES = 8;
 /** @typedef {{ role: "tool", call: string, name: string, content: string }} ToolMessage */
 
 /**
- * The model's answer. `end` is a finish reason, "stopped", "error" or "unknown"; null while it streams.
+ * The model's answer. `end` is a finish reason, "stopped", "cut", "error" or "unknown"; null while it streams.
  * @typedef {Omit<Completion, "figures"> & {
  *   role: "assistant", figures: Partial<Figures>, problem: string | null, model?: string | null
  * }} AnswerMessage
@@ -17,11 +17,15 @@ const ID_BYTES = 8;
 
 /** @typedef {UserMessage | ToolMessage | AnswerMessage} Message */
 
-/** @typedef {{ id: string, title: string, at: number, messages: Message[] }} Conversation */
+/**
+ * Conversation. `isNamed` is true once the person has named it.
+ * @typedef {{ id: string, title: string, at: number, messages: Message[], isNamed?: boolean }} Conversation
+ */
 
 /** @type {AnswerMessage} */
 export const EMPTY_ANSWER = {
   role: "assistant",
+  id: "",
   content: "",
   reasoning: "",
   calls: [],
@@ -65,6 +69,42 @@ export function withMessage(conversation, message) {
   return { ...conversation, title, at: Date.now(), messages: [...conversation.messages, message] };
 }
 
+/**
+ * Give a conversation another title. An empty one is that of its first question.
+ * @param {Conversation} conversation
+ * @param {string} title
+ * @returns {Conversation}
+ */
+export function withTitle(conversation, title) {
+  const name = titleOf(title);
+  const first = conversation.messages.find((message) => message.role === "user");
+  return { ...conversation, title: name || titleOf(first?.content ?? ""), isNamed: name !== "" };
+}
+
+/**
+ * Mark the answers that still stream as stopped.
+ * @param {Conversation} conversation
+ * @returns {Conversation}
+ */
+export function withAnswersStopped(conversation) {
+  /** @type {(message: Message) => Message} */
+  const stopped = (message) => (isAnswer(message) && message.end === null ? { ...message, end: "stopped" } : message);
+  return { ...conversation, messages: conversation.messages.map(stopped) };
+}
+
+/**
+ * Return the conversations that hold a text in their title or messages, in any case of letters.
+ * @param {Conversation[]} conversations
+ * @param {string} text
+ */
+export function searchConversations(conversations, text) {
+  const wanted = text.trim().toLocaleLowerCase();
+  const holds = (/** @type {string} */ one) => one.toLocaleLowerCase().includes(wanted);
+  return conversations.filter(
+    ({ title, messages }) => !wanted || holds(title) || messages.some(({ content }) => holds(content)),
+  );
+}
+
 /** @param {string} text */
 function titleOf(text) {
   const line = (text.trim().split("\n")[0] ?? "").trim();
@@ -100,7 +140,7 @@ export function withoutAnswer(conversation) {
  */
 export function withEdit(conversation, place, content) {
   const messages = conversation.messages.slice(0, place);
-  const title = place === 0 ? "" : conversation.title;
+  const title = place === 0 && !conversation.isNamed ? "" : conversation.title;
   return withMessage({ ...conversation, title, messages }, { role: "user", content });
 }
 

@@ -3,8 +3,12 @@
 /** @import { Conversation } from "./conversation.js" */
 /** @import { ChatState, ChatStore } from "./store.js" */
 
-import { onSingleClick } from "../components.js";
+import { onSingleClick, onValue } from "../components.js";
 import { html, useState } from "../vendor/preact.js";
+import { searchConversations } from "./conversation.js";
+
+/** Number of conversations from which they can be searched. */
+const FEW = 2;
 
 /**
  * Render the list of conversations. On a narrow screen it opens and closes.
@@ -13,7 +17,9 @@ import { html, useState } from "../vendor/preact.js";
 export function History({ now, chats }) {
   const [isOpen, setOpen] = useState(false);
   const [isConfirming, setConfirming] = useState(false);
+  const [search, setSearch] = useState("");
   const count = now.conversations.length;
+  const found = count < FEW ? now.conversations : searchConversations(now.conversations, search);
   const closeAfter = (/** @type {() => void} */ act) => () => {
     act();
     setOpen(false);
@@ -27,8 +33,23 @@ export function History({ now, chats }) {
       </button>
     </div>
     <div class="history">
+      ${
+        count >= FEW &&
+        html`<label>
+          <span class="visually-hidden">Search chats</span>
+          <input type="search" placeholder="Search chats" value=${search} onInput=${onValue(setSearch)} />
+        </label>`
+      }
+      ${
+        now.deleted &&
+        html`<p class="row undo" role="status">
+          <span class="grow">Deleted ${now.deleted.title || "Untitled"}</span>
+          <button type="button" onClick=${onSingleClick(closeAfter(() => chats.restore()))}>Undo</button>
+        </p>`
+      }
+      ${found.length < count && html`<p class="muted" role="status">${found.length} of ${count} chats</p>`}
       <ul>
-        ${now.conversations.map(
+        ${found.map(
           (conversation) => html`<${Entry}
             key=${conversation.id}
             conversation=${conversation}

@@ -1,17 +1,20 @@
 // One message of a conversation.
 
 /** @import { ToolCall } from "./completion.js" */
+/** @import { RequestStatus } from "../types.js" */
 /** @import { AnswerMessage, ToolMessage, UserMessage as Question } from "./conversation.js" */
 
 import { CopyButton, Notice, onValue } from "../components.js";
 import { counted, duration, figures } from "../format.js";
 import { Markdown } from "../markdown/markdown.js";
 import { html, useLayoutEffect, useRef, useState } from "../vendor/preact.js";
+import { AnswerProgress } from "./progress.js";
 
 /** @type {Record<string, string>} */
 const ENDS = {
   length: "The answer reached the token limit or the end of the context.",
   stopped: "Stopped.",
+  cut: "The connection broke before the answer was complete.",
   unknown: "The answer was incomplete when the page was closed, or another tab receives it.",
 };
 
@@ -75,6 +78,7 @@ function Editor({ text, done }) {
  * @typedef {object} AnswerProps
  * @property {AnswerMessage} message
  * @property {boolean} isRunning
+ * @property {RequestStatus | undefined} request the server's, while the answer streams
  * @property {boolean} showsModel
  * @property {(() => void) | null} retry null on all answers but the last
  * @property {ToolCall[]} openCalls calls without a result
@@ -85,11 +89,9 @@ function Editor({ text, done }) {
  * Render an answer.
  * @param {AnswerProps} props
  */
-export function Answer({ message, isRunning, showsModel, retry, openCalls, addResult }) {
+export function Answer({ message, isRunning, request, showsModel, retry, openCalls, addResult }) {
   const { content, reasoning, calls, problem, isPaused } = message;
   const isEmpty = !content && !reasoning && !calls.length;
-  const waits = isPaused ? "A machine was lost; the answer continues soon" : isEmpty && "Waiting for the first token";
-  const waiting = waits ? html`<span class="muted">${waits}</span>` : null;
   return html`<article class="message answer" aria-label="Answer" aria-busy=${isRunning}>
     ${reasoning && html`<${Reasoning} text=${reasoning} />`}
     ${content && html`<${Markdown} text=${content} />`}
@@ -98,7 +100,13 @@ export function Answer({ message, isRunning, showsModel, retry, openCalls, addRe
       const isOpen = !isRunning && openCalls.includes(call);
       return html`<${Call} key=${call.id} call=${call} addResult=${isOpen ? add : null} />`;
     })}
-    ${isRunning && html`<p class="caret">${waiting}<i aria-hidden="true"></i></p>`}
+    ${
+      isRunning &&
+      html`<p class="caret">
+        <${AnswerProgress} request=${request} isEmpty=${isEmpty} isPaused=${isPaused} />
+        <i aria-hidden="true"></i>
+      </p>`
+    }
     ${problem && html`<${Notice} tone="bad">${problem}</${Notice}>`}
     ${!isRunning && html`<${AnswerFooter} message=${message} showsModel=${showsModel} retry=${retry} />`}
   </article>`;

@@ -14,9 +14,11 @@ import {
   openCalls,
   requestMessages,
   withAnswer,
+  withAnswersStopped,
   withEdit,
   withMessage,
   withoutAnswer,
+  withTitle,
 } from "./conversation.js";
 import { requestFields } from "./parameters.js";
 
@@ -30,6 +32,7 @@ const RENDER_MS = 250;
  * @property {Conversation[]} conversations newest first
  * @property {Conversation} open the conversation on the screen
  * @property {Set<string>} running ids of conversations with an answer that streams
+ * @property {Conversation | null} deleted the last deleted conversation, which can be restored
  * @property {boolean} isStored false if the browser had no room for the last change
  */
 
@@ -52,7 +55,7 @@ export class ChatStore {
     this.#onKeyRequired = onKeyRequired;
     const conversations = readConversations();
     const open = conversations[0] ?? newConversation();
-    this.now = { conversations, open, running: new Set(), isStored: true };
+    this.now = { conversations, open, running: new Set(), deleted: null, isStored: true };
     // Closing the page cuts answers off: store what arrived. Nobody is there to read about the lost connection.
     window.addEventListener("pagehide", () => {
       if (this.#running.size) this.#store();
@@ -92,16 +95,36 @@ export class ChatStore {
    */
   delete(id) {
     this.stop(id);
+    const found = this.now.conversations.find((conversation) => conversation.id === id);
     const conversations = this.now.conversations.filter((conversation) => conversation.id !== id);
     const open = this.now.open.id === id ? (conversations[0] ?? newConversation()) : this.now.open;
-    this.#update({ conversations, open });
+    this.#update({ conversations, open, deleted: found ? withAnswersStopped(found) : null });
+    this.#store();
+  }
+
+  /** Restore the conversation that was deleted last, and open it. */
+  restore() {
+    const { deleted, conversations } = this.now;
+    if (!deleted) return;
+    this.#update({ conversations: sortNewestFirst([deleted, ...conversations]), open: deleted, deleted: null });
+    this.#store();
+  }
+
+  /**
+   * Name the open conversation. An empty title is that of its first question.
+   * @param {string} title
+   */
+  rename(title) {
+    const { open, conversations } = this.now;
+    const renamed = withTitle(open, title);
+    this.#update({ conversations: conversations.map((each) => (each.id === open.id ? renamed : each)), open: renamed });
     this.#store();
   }
 
   /** Delete all conversations. */
   deleteAll() {
     for (const id of this.#running.keys()) this.stop(id);
-    this.#update({ conversations: [], open: newConversation() });
+    this.#update({ conversations: [], open: newConversation(), deleted: null });
     this.#store();
   }
 
@@ -161,8 +184,9 @@ export class ChatStore {
     /** @type {AnswerMessage} */
     let answer = { ...EMPTY_ANSWER, model };
     const asked = withMessage(conversation, answer);
-    const render = throttle(() => this.#put(withAnswer(asked, answer)));
+    const render = throttle(() => this.#putAnswer(asked, answer));
     this.#put(asked);
+    this.#update({ deleted: null });
     this.#store();
     try {
       const messages = requestMessages(conversation, parameters.system);
@@ -177,7 +201,7 @@ export class ChatStore {
     render.cancel();
     if (this.#running.get(id) === abort) {
       this.#running.delete(id);
-      this.#put(withAnswer(asked, answer));
+      this.#putAnswer(asked, answer);
       this.#store();
     }
   }
@@ -193,6 +217,8 @@ export class ChatStore {
       return { end: "error", problem: "The page could not read the answer." };
     }
     if (error.status === 401) this.#onKeyRequired(error.message);
+    // The notice of the connection tells why, and goes when the server is back.
+    if (error.code === "unreachable") return { end: "cut" };
     return { end: "error", problem: error.message };
   }
 
@@ -206,6 +232,16 @@ export class ChatStore {
     if (others.length === this.now.conversations.length && !isOpen) return;
     const open = isOpen ? conversation : this.now.open;
     this.#update({ conversations: sortNewestFirst([conversation, ...others]), open });
+  }
+
+  /**
+   * Put an answer. The conversation may have been renamed since the question.
+   * @param {Conversation} asked
+   * @param {AnswerMessage} answer
+   */
+  #putAnswer(asked, answer) {
+    const { title, isNamed = false } = this.now.conversations.find(({ id }) => id === asked.id) ?? asked;
+    this.#put(withAnswer({ ...asked, title, isNamed }, answer));
   }
 
   /** Take what another tab stored. Answers that stream in this tab continue. */

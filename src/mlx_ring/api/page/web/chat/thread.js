@@ -2,6 +2,7 @@
 
 /** @typedef {import("preact").ComponentChildren} Children */
 /** @import { ToolCall } from "./completion.js" */
+/** @import { RequestStatus } from "../types.js" */
 /** @import { Conversation, Message } from "./conversation.js" */
 
 import { html, useEffect, useLayoutEffect, useRef, useState } from "../vendor/preact.js";
@@ -15,6 +16,7 @@ const NEAR_END_PX = 60;
  * @typedef {object} ThreadProps
  * @property {Conversation} conversation
  * @property {boolean} isRunning
+ * @property {RequestStatus | undefined} request the server's, of the answer that streams
  * @property {boolean} showsModel
  * @property {(place: number, text: string) => boolean} edit
  * @property {() => void} retry
@@ -26,7 +28,7 @@ const NEAR_END_PX = 60;
  * Render the messages. The thread follows new text while its end is visible.
  * @param {ThreadProps} props
  */
-export function Thread({ conversation, isRunning, showsModel, edit, retry, addResult, empty }) {
+export function Thread({ conversation, isRunning, request, showsModel, edit, retry, addResult, empty }) {
   const { scroller, isBehind, scrollToEnd, onScroll } = useFollowing(conversation);
   const { id, messages } = conversation;
   const calls = openCalls(conversation);
@@ -41,6 +43,7 @@ export function Thread({ conversation, isRunning, showsModel, edit, retry, addRe
             key=${key}
             message=${message}
             isRunning=${isRunning && isLast}
+            request=${isRunning && isLast ? request : undefined}
             showsModel=${showsModel}
             retry=${isLast && !isRunning ? retry : null}
             openCalls=${calls}
@@ -101,5 +104,6 @@ function useFollowing(conversation) {
  */
 function endText(message) {
   if (!message || !isAnswer(message) || message.problem || message.end === "unknown") return "";
+  if (message.end === "cut") return "The answer was cut off.";
   return message.end === "stopped" ? "The answer was stopped." : "The answer is complete.";
 }

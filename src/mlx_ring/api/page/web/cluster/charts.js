@@ -45,7 +45,7 @@ export function Charts({ points, instances, theme }) {
         data=${[times, totals("tokens_per_s"), totals("prompt_tokens_per_s")]}
         series=${[
           { label: "decode", color: "--accent", isFilled: true },
-          { label: "prefill", color: "--muted", scale: "right" },
+          { label: "prefill", color: "--link", scale: "right" },
         ]}
       />
     </section>

@@ -2,7 +2,7 @@
 
 /** @import { ClusterStatus, DeviceStatus, LinkStatus, NodeMemory, ProfileStatus, NodeStatus } from "../types.js" */
 
-import { Bar, Legend, stageFill } from "../components.js";
+import { Bar, Facts, Legend, stageFill } from "../components.js";
 import { bytes, counted, figures, rate } from "../format.js";
 import { html } from "../vendor/preact.js";
 
@@ -44,35 +44,103 @@ function countActive({ devices, nodes }) {
 
 /** @param {{ node: NodeStatus, cluster: ClusterStatus, name: string }} props */
 function Machine({ node, cluster, name }) {
-  const { memory, profile, reason, state } = node;
+  const { memory, reason, state } = node;
   const workers = state === "gone" ? [] : cluster.devices.filter((device) => device.node === node.id);
-  const hardware = profile && `${profile.device_name}, ${counted(profile.cores, "core")}`;
   return html`<article class=${`machine ${state}`}>
     <h3>
-      ${name} ${node.is_head && html`<span class="tag">head</span>`}
-      ${state !== "attending" && html` <span class="state bad">${STATES[state]}</span>`}
+      ${name} ${state !== "attending" && html`<span class="state bad">${STATES[state]}</span>`}
     </h3>
-    <p class="muted">${[node.address, hardware].filter(Boolean).join(", ") || "this machine"}</p>
+    <p>${describeHardware(node, workers)}</p>
+    <p>${describeRole(node, workers)}</p>
     ${reason && html`<p>${reason}</p>`}
     <${Memory} memory=${memory} workers=${workers} name=${name} />
-    <p class="figures">
-      ${workers.length === 0 && state === "attending" && html`<span class="muted">no layers</span>`}
-      ${workers.map(
-        (worker) => html`<span key=${`${worker.instance} ${worker.stage} ${worker.rank}`}>
-          <i class=${`swatch ${stageFill(worker.stage)}`} aria-hidden="true"></i>stage ${worker.stage}, ${" "}
-          ${bytes(memoryOf(worker))}${worker.alive ? "" : ", lost"}
-        </span>`,
-      )}
-    </p>
-    ${profile && profile.rates.length > 0 && html`<p class="muted">${describeRates(profile)}</p>`}
+    ${
+      workers.length > 0 &&
+      html`<p class="figures">
+        ${workers.map(
+          (worker) => html`<span key=${`${worker.instance} ${worker.stage} ${worker.rank}`}>
+            <i class=${`swatch ${stageFill(worker.stage)}`} aria-hidden="true"></i>stage ${worker.stage}, ${" "}
+            ${bytes(memoryOf(worker))}${worker.alive ? "" : ", lost"}
+          </span>`,
+        )}
+      </p>`
+    }
+    <${MachineDetails} node=${node} workers=${workers} />
   </article>`;
 }
 
-/** @param {ProfileStatus} profile */
-function describeRates({ rates }) {
-  return rates
-    .map(({ weights, bytes_per_s: read, flops }) => `${weights}: ${rate(read)}, ${figures(flops / 1e9)} GFLOP/s`)
-    .join("; ");
+/**
+ * Return a machine's chip and memory. Without a profile its workers say what they know.
+ * @param {NodeStatus} node
+ * @param {DeviceStatus[]} workers
+ */
+function describeHardware({ profile, memory }, workers) {
+  const { total } = knownMemory(memory, workers);
+  const chip = profile?.device_name ?? [...new Set(workers.map(({ device }) => device.toUpperCase()))].join(" and ");
+  return [chip, total > 0 && `${bytes(total)} of memory`].filter(Boolean).join(", ") || "Hardware not reported";
+}
+
+/**
+ * Return what a machine does.
+ * @param {NodeStatus} node
+ * @param {DeviceStatus[]} workers
+ */
+export function describeRole(node, workers) {
+  const models = [...new Set(workers.map(({ model }) => model))];
+  const parts = models.map((model) => {
+    const own = workers.filter((worker) => worker.model === model);
+    const share = own.some(({ rank }) => rank !== own[0]?.rank) ? "a share of " : "";
+    return `${share}${layerRanges(own).join(" and ")} of ${model}`;
+  });
+  const computes = parts.length ? `computes ${parts.join(", ")}` : "computes no layers";
+  return node.is_head ? `Head: serves the API and ${computes}` : `${computes[0]?.toUpperCase()}${computes.slice(1)}`;
+}
+
+/**
+ * Return the ranges of layers of workers. Those that follow each other are one.
+ * @param {DeviceStatus[]} workers
+ */
+function layerRanges(workers) {
+  /** @type {number[][]} */
+  const ranges = [];
+  for (const [start = 0, end = 0] of workers.map(({ layers }) => layers).sort(([one = 0], [two = 0]) => one - two)) {
+    const last = ranges.at(-1);
+    if (last && start <= (last[1] ?? 0)) last[1] = Math.max(end, last[1] ?? 0);
+    else ranges.push([start, end]);
+  }
+  return ranges.map(([start = 0, end = 0]) => (end - start > 1 ? `layers ${start} to ${end - 1}` : `layer ${start}`));
+}
+
+/** @param {{ node: NodeStatus, workers: DeviceStatus[] }} props */
+function MachineDetails({ node: { address, id, memory, profile, stages, versions }, workers }) {
+  const rows = [
+    ["id", id],
+    ["address", address ?? "this machine only"],
+    ["cores", profile && figures(profile.cores, 5)],
+    ...(profile?.rates ?? []).map(describeRate),
+    [
+      "computes with",
+      [...new Set(workers.map(({ blas, dtype }) => [dtype, blas].filter(Boolean).join(", ")))].join("; "),
+    ],
+    ["reserved", memory && `${bytes(memory.reserve_bytes)} for other programs`],
+    ["planned", memory?.promised_bytes ? `${bytes(memory.promised_bytes)} for all its stages` : null],
+    ["stages", stages.join(", ")],
+    [
+      "versions",
+      Object.entries(versions)
+        .map(([name, number]) => `${name} ${number}`)
+        .join(", "),
+    ],
+  ].filter(([, value]) => value);
+  return html`<details>
+    <summary>Details</summary>
+    <${Facts} rows=${rows} />
+  </details>`;
+}
+
+/** @param {ProfileStatus["rates"][number]} measured */
+function describeRate({ weights, bytes_per_s: read, flops }) {
+  return [weights, `${rate(read)} of weights, ${figures(flops / 1e9)} GFLOP/s`];
 }
 
 /**
@@ -100,10 +168,9 @@ function Memory({ memory, workers, name }) {
     { name: "other programs", value: others, style: "others", title: `other programs: ${bytes(others)}` },
     { name: "reserved", value: reserve, style: "reserve", title: `reserved for other programs: ${bytes(reserve)}` },
   ];
-  const planned = memory?.promised_bytes ? `, ${bytes(memory.promised_bytes)} planned` : "";
   const freeText = `${bytes(free)} free of ${bytes(total)}`;
   return html`<${Bar} parts=${parts} total=${total} label=${`Memory of ${name}: ${freeText}`} />
-    <p class="muted">${freeText}${planned}</p>`;
+    <p class="muted">${freeText}</p>`;
 }
 
 /**

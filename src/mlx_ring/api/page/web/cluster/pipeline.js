@@ -17,11 +17,13 @@ const PHASES = {
   "warm-up": "Warming up.",
 };
 
-const LEGEND = [
+const MEMORY_LEGEND = [
   { name: "weights", style: "weights" },
   { name: "KV cache", style: "kv" },
   { name: "other", style: "working" },
   { name: "KV cache limit", style: "room" },
+];
+const TIME_LEGEND = [
   { name: "computing", style: "compute" },
   { name: "waiting for other stages", style: "link" },
   { name: "unfinished step", style: "under-way" },
@@ -69,7 +71,8 @@ export function Pipeline({ instance, cluster, cache, pace, names }) {
         ];
       })}
     </div>
-    <${Legend} items=${LEGEND} />
+    <${Legend} title="Memory" items=${MEMORY_LEGEND} />
+    <${Legend} title="Last second" items=${TIME_LEGEND} />
     <${Remarks} instance=${instance} />
   </section>`;
 }

@@ -2,7 +2,8 @@
 
 import { h } from "../vendor/preact.js";
 import { CodeBlock } from "./code-block.js";
-import { parseSpans } from "./spans.js";
+import { findFormula } from "./math.js";
+import { formulaElement, parseSpans } from "./spans.js";
 
 /** @typedef {import("preact").VNode<any>} Element */
 /** @typedef {import("preact").ComponentChildren} Children */
@@ -20,6 +21,9 @@ const RULE = /^ {0,3}([-*_])(?:\s*\1){2,}\s*$/;
 const QUOTE = /^ {0,3}> ?/;
 const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])(\s+|$)/;
 const COLUMN_RULE = /^:?-+:?$/;
+const FORMULA = /^ {0,3}(?:\$\$|\\\[)/;
+/** Largest number of lines of a formula. */
+const MAX_FORMULA_LINES = 60;
 const ESCAPED_BAR = "\0";
 /** Levels between a heading in Markdown and on the page, which has headings of its own above. */
 const HEADING_OFFSET = 2;
@@ -62,6 +66,8 @@ function parseBlock(lines, place, depth) {
   const line = lineAt(lines, place);
   const fence = FENCE.exec(line);
   if (fence) return parseCode(lines, place, fence);
+  const formula = FORMULA.test(line) && parseFormula(lines, place);
+  if (formula) return formula;
   const heading = HEADING.exec(line);
   if (heading) return [headingElement(heading), place + 1];
   if (RULE.test(line)) return [h("hr", null), place + 1];
@@ -103,7 +109,25 @@ function parseCode(lines, place, [, indent = "", fence = "", info = ""]) {
     body.push(line.startsWith(indent) ? line.slice(indent.length) : line);
     next += 1;
   }
-  return [h(CodeBlock, { text: body.join("\n"), language }), next + 1];
+  const isOpen = next >= lines.length;
+  return [h(CodeBlock, { text: body.join("\n"), language, ...(isOpen && { isOpen }) }), next + 1];
+}
+
+/**
+ * Parse a formula of its own lines. Return null if its closing mark is missing, or text follows that.
+ * @param {string[]} lines
+ * @param {number} place
+ * @returns {Block | null}
+ */
+function parseFormula(lines, place) {
+  const text = lines
+    .slice(place, place + MAX_FORMULA_LINES)
+    .join("\n")
+    .trimStart();
+  const found = findFormula(text, 0);
+  if (!found || !/^[ \t]*(?:\n|$)/.test(text.slice(found.next))) return null;
+  const height = text.slice(0, found.next).split("\n").length;
+  return [formulaElement(found.source, true), place + height];
 }
 
 /**
@@ -272,7 +296,7 @@ function parseParagraph(lines, place) {
  * @param {string} line
  */
 function startsBlock(line) {
-  return FENCE.test(line) || HEADING.test(line) || RULE.test(line) || QUOTE.test(line) || ITEM.test(line);
+  return [FENCE, FORMULA, HEADING, RULE, QUOTE, ITEM].some((start) => start.test(line));
 }
 
 /**

@@ -1,6 +1,7 @@
 // Markdown within a line: emphasis, code, links.
 
 import { h } from "../vendor/preact.js";
+import { findFormula, MathText } from "./math.js";
 
 /** @typedef {import("preact").VNode<any>} Element */
 
@@ -13,7 +14,7 @@ const MAX_DEPTH = 8;
 /** Longest link in characters: no link is searched for beyond. */
 const MAX_LINK = 2048;
 const MAX_TICKS = 16;
-const ESCAPABLE = /[\\`*_{}[\]()#+\-.!|>~<]/;
+const ESCAPABLE = /[\\`*_{}[\]()#+\-.!|>~<$]/;
 const BARE_LINK = /^https?:\/\/[^\s<>"'`]*[^\s<>"'`.,;:!?)\]}*_]/;
 const SAFE_PROTOCOLS = ["http:", "https:", "mailto:"];
 
@@ -71,6 +72,9 @@ export function parseSpans(text, depth = 0) {
  */
 function parseSpan(text, place, depth, unclosed) {
   switch (text[place]) {
+    case "$":
+    case "\\":
+      return parseFormula(text, place);
     case "`":
       return parseCodeSpan(text, place);
     case "[":
@@ -88,6 +92,25 @@ function parseSpan(text, place, depth, unclosed) {
     default:
       return null;
   }
+}
+
+/**
+ * @param {string} text
+ * @param {number} place
+ * @returns {Span | null}
+ */
+function parseFormula(text, place) {
+  const found = findFormula(text, place);
+  return found && [formulaElement(found.source, found.isDisplay), found.next];
+}
+
+/**
+ * Return the element of a formula.
+ * @param {string} source
+ * @param {boolean} isDisplay
+ */
+export function formulaElement(source, isDisplay) {
+  return h(MathText, { text: source, ...(isDisplay && { isDisplay }) });
 }
 
 /**

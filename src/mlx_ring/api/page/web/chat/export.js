@@ -1,0 +1,103 @@
+// A conversation as a file: Markdown to read, JSON for programs.
+
+/** @import { Conversation, Message } from "./conversation.js" */
+
+import { isAnswer } from "./conversation.js";
+
+const MAX_NAME = 60;
+
+/**
+ * Return a conversation as Markdown.
+ * @param {Conversation} conversation
+ */
+export function toMarkdown({ title, messages }) {
+  return `${[`# ${title || "Untitled"}`, ...messages.map(messageToMarkdown)].join("\n\n")}\n`;
+}
+
+/** @param {Message} message */
+function messageToMarkdown(message) {
+  if (message.role === "user") return `## Question\n\n${message.content}`;
+  if (!isAnswer(message)) return `## Result of ${message.name}\n\n${fenced(message.content)}`;
+  const parts = [`## Answer${message.model ? ` of ${message.model}` : ""}`];
+  if (message.reasoning) parts.push(quoted(message.reasoning.trim()));
+  if (message.content) parts.push(message.content);
+  for (const call of message.calls) parts.push(`Call of \`${call.name}\`:`, fenced(call.arguments, "json"));
+  if (message.problem) parts.push(`*${message.problem}*`);
+  return parts.join("\n\n");
+}
+
+/** @param {string} text */
+function quoted(text) {
+  return text
+    .split("\n")
+    .map((line) => `> ${line}`.trimEnd())
+    .join("\n");
+}
+
+/**
+ * Put text between fences that are longer than any in it.
+ * @param {string} text
+ */
+function fenced(text, language = "") {
+  const longest = Math.max(2, ...Array.from(text.matchAll(/`+/g), ([ticks]) => ticks.length));
+  const fence = "`".repeat(longest + 1);
+  return `${fence}${language}\n${text}\n${fence}`;
+}
+
+/**
+ * Return a conversation as JSON. Its messages are in the OpenAI API's format, with the model and the counts beside.
+ * @param {Conversation} conversation
+ */
+export function toJson({ title, at, messages }) {
+  const content = { title, updated_at: new Date(at).toISOString(), messages: messages.map(messageToJson) };
+  return `${JSON.stringify(content, null, 2)}\n`;
+}
+
+/** @param {Message} message */
+function messageToJson(message) {
+  const { role, content } = message;
+  if (message.role === "tool") return { role, tool_call_id: message.call, name: message.name, content };
+  if (!isAnswer(message)) return { role, content };
+  const { reasoning, calls, end, model, figures } = message;
+  const toolCalls = calls.map(({ id, name, arguments: given }) => ({
+    id,
+    type: "function",
+    function: { name, arguments: given },
+  }));
+  return {
+    role,
+    content,
+    ...(reasoning && { reasoning_content: reasoning }),
+    ...(toolCalls.length && { tool_calls: toolCalls }),
+    finish_reason: end,
+    ...(model && { model }),
+    ...(figures.tokens && { usage: { prompt_tokens: figures.promptTokens, completion_tokens: figures.tokens } }),
+  };
+}
+
+/**
+ * Return a file's name for a title: its letters and digits, of any script.
+ * @param {string} title
+ * @param {string} suffix
+ */
+export function fileName(title, suffix) {
+  const name = title
+    .toLocaleLowerCase()
+    .replace(/[^\p{L}\p{N}]+/gu, "-")
+    .replace(/^-+|-+$/g, "");
+  return `${name.slice(0, MAX_NAME) || "chat"}.${suffix}`;
+}
+
+/**
+ * Save a text as a file in the browser's folder of downloads.
+ * @param {string} name
+ * @param {string} type
+ * @param {string} text
+ */
+export function saveFile(name, type, text) {
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(new Blob([text], { type }));
+  link.download = name;
+  link.click();
+  URL.revokeObjectURL(link.href);
+}
