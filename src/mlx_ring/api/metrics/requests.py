@@ -12,7 +12,7 @@ from prometheus_client.metrics_core import (
     Metric,
 )
 
-from mlx_ring.api.middleware.access_log import HttpMeter
+from mlx_ring.api.middleware.telemetry import HttpMeter
 from mlx_ring.api.service import ModelService, ServedInstance
 from mlx_ring.core.engine_stats import Distribution, EngineStats, Meter
 from mlx_ring.core.errors import (
