@@ -1,4 +1,4 @@
-"""Choice of the instance that answers."""
+"""A model: the choice of the instance that answers."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from mlx_ring.core.engine_stats import Load
 from mlx_ring.core.errors import NotReady, Overloaded
 from mlx_ring.core.generation import GenerateRequest, RequestStream
 from mlx_ring.core.types import SamplingParams
-from mlx_ring.engine.admission import SEQUENCE_TOKENS, Load, Router
+from mlx_ring.head.model import SEQUENCE_TOKENS, Router
 
 IDLE = Load(is_open=True, sequences=0, tokens_to_read=0, shared_tokens=0)
 
