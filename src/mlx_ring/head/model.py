@@ -67,9 +67,9 @@ class Routed(Protocol):
 class Router:
     """A router that gives each request to the engine with the lowest cost.
 
-    The cost is the number of tokens that an engine would compute before the request's first token: its waiting prompts,
-    the request's tokens after the cached prefix, and an amount for each running sequence. A conversation therefore returns
-    to the engine that holds its KV cache, unless that engine is too busy.
+    The cost is the number of tokens that an engine would compute before the request's first token. These are its waiting
+    prompts, the request's tokens after the cached prefix, and an amount for each running sequence. A conversation therefore
+    returns to the engine that holds its KV cache, unless that engine is too busy.
     """
 
     def __init__(self, engines: Callable[[], Sequence[Routed]]) -> None:
