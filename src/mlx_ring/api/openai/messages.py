@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Literal, cast
+from typing import Annotated, Literal, Protocol, cast
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, StringConstraints, Tag
 from pydantic_core import PydanticCustomError
@@ -131,7 +131,7 @@ def _template_message(index: int, message: Message) -> dict[str, object]:
     if isinstance(message, AssistantMessage):
         return _assistant(index, message)
     role = {"developer": "system", "function": "tool"}.get(message.role, message.role)
-    plain: dict[str, object] = {"role": role, "content": _text(message.content)}
+    plain: dict[str, object] = {"role": role, "content": text_of(message.content)}
     if message.name is not None:
         plain["name"] = message.name
     if isinstance(message, ToolMessage):
@@ -140,7 +140,7 @@ def _template_message(index: int, message: Message) -> dict[str, object]:
 
 
 def _assistant(index: int, message: AssistantMessage) -> dict[str, object]:
-    content = message.refusal if message.content is None else _text(message.content)
+    content = message.refusal if message.content is None else text_of(message.content)
     functions: list[tuple[FunctionCall, str | None]] = [
         (call.function, call.id) for call in message.tool_calls or ()
     ]
@@ -163,7 +163,15 @@ def _assistant(index: int, message: AssistantMessage) -> dict[str, object]:
     return plain
 
 
-def _text(content: str | Sequence[TextPart | RefusalPart]) -> str:
+class WithText(Protocol):
+    """A part of a message's content."""
+
+    @property
+    def text(self) -> str: ...
+
+
+def text_of(content: str | Sequence[WithText]) -> str:
+    """Return a message's content as one text."""
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 

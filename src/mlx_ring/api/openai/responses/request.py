@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Annotated, Literal, cast
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
@@ -21,7 +21,7 @@ from mlx_ring.api.chat.request import (
     join_neighbours,
     template_call,
 )
-from mlx_ring.api.openai.messages import FunctionName, Parameters, check_names, choose
+from mlx_ring.api.openai.messages import FunctionName, Parameters, check_names, choose, text_of
 from mlx_ring.api.openai.sampling import (
     Count,
     JsonObjectFormat,
@@ -110,7 +110,9 @@ class ReasoningItem(Item):
     @property
     def text(self) -> str:
         """Reasoning or its summary. Empty if another server sealed it."""
-        return _text(self.content or ()) or unseal(self.encrypted_content or "") or _text(self.summary or ())
+        return (
+            text_of(self.content or ()) or unseal(self.encrypted_content or "") or text_of(self.summary or ())
+        )
 
 
 _KINDS = ("message", "function_call", "function_call_output", "reasoning")
@@ -156,18 +158,20 @@ def template_messages(items: Iterable[AnyItem]) -> list[Plain]:
             messages.append(_with_reasoning({"role": "assistant", "content": ""}, reasoning))
         match item:
             case FunctionCallOutputItem():
-                messages.append({"role": "tool", "content": _text(item.output), "tool_call_id": item.call_id})
+                messages.append(
+                    {"role": "tool", "content": text_of(item.output), "tool_call_id": item.call_id}
+                )
             case FunctionCallItem():
                 turn = _turn(messages, reasoning)
                 calls = cast("list[Plain]", turn.setdefault("tool_calls", []))
                 calls.append(template_call(item.name, arguments_of(item.arguments), item.call_id))
             case MessageItem(role="assistant"):
                 messages.append(
-                    _with_reasoning({"role": "assistant", "content": _text(item.content)}, reasoning)
+                    _with_reasoning({"role": "assistant", "content": text_of(item.content)}, reasoning)
                 )
             case MessageItem():
                 role = "system" if item.role == "developer" else item.role
-                messages.append({"role": role, "content": _text(item.content)})
+                messages.append({"role": role, "content": text_of(item.content)})
     if pieces:
         messages.append(_with_reasoning({"role": "assistant", "content": ""}, "\n".join(pieces)))
     return messages
@@ -189,10 +193,6 @@ def _turn(messages: list[Plain], reasoning: str) -> Plain:
 
 def _with_reasoning(message: Plain, reasoning: str) -> Plain:
     return message | ({"reasoning_content": reasoning} if reasoning else {})
-
-
-def _text(content: str | Sequence[InputText | OutputText | Refusal]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 def seal(reasoning: str) -> str:
