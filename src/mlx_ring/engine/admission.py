@@ -92,7 +92,7 @@ class Grammars:
         if wanted is None:
             return Settled(())
         if prepared.HasField("failure"):
-            return self.fail(prepared.id, _error(wanted.grammar, prepared.failure))
+            return self.fail(prepared.id, _grammar_error(wanted.grammar, prepared.failure))
         wanted.owed_by.discard(rank)
         return Settled(() if wanted.owed_by else tuple(wanted.sequences.values()))
 
@@ -135,7 +135,7 @@ class Grammars:
             del self._shared[wanted.grammar]
 
 
-def _error(grammar: Grammar, failure: step_pb2.Failure) -> RingError:
+def _grammar_error(grammar: Grammar, failure: step_pb2.Failure) -> RingError:
     """Return the error with the name of the request's field."""
     error = failure_to_error(failure)
     if isinstance(error, RequestError):
