@@ -114,7 +114,7 @@ class OpenRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class EngineLoad:
     """Load of one instance, and what it has cached of some prompts."""
 
     is_open: bool

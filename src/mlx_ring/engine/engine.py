@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from itertools import count
 
-from mlx_ring.core.engine_stats import EngineStats, Load, Meter, OpenRequest, Policy, StepTotals
+from mlx_ring.core.engine_stats import EngineLoad, EngineStats, Meter, OpenRequest, Policy, StepTotals
 from mlx_ring.core.errors import LinkLost, NotReady, ProtocolError, RingError, ServingError, WorkerLost
 from mlx_ring.core.generation import GenerateRequest, RequestStream
 from mlx_ring.core.traces import CLIENT
@@ -407,10 +407,10 @@ class Engine:
             )
         self._executor.limit_kv(self._scheduler.kv_limits)
 
-    def load_for(self, prompts: Iterable[tuple[int, ...]]) -> Load:
+    def load_for(self, prompts: Iterable[tuple[int, ...]]) -> EngineLoad:
         """Return the instance's load, and the cost of prompts on it."""
         shared = max((self._scheduler.shared_tokens(prompt) for prompt in prompts), default=0)
-        return Load(
+        return EngineLoad(
             is_open=self._ended is None,
             sequences=self._scheduler.num_open,
             tokens_to_read=self._scheduler.tokens_to_read,

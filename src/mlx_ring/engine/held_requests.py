@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable
 
-from mlx_ring.core.engine_stats import Load, Meter, OpenRequest, Policy
+from mlx_ring.core.engine_stats import EngineLoad, Meter, OpenRequest, Policy
 from mlx_ring.core.errors import NotReady, RingError
 from mlx_ring.core.generation import GenerateRequest, RequestStream
 from mlx_ring.core.traces import CLIENT
@@ -122,9 +122,9 @@ class HeldRequests:
             self.fail_request(live, shed_error())
         return shed is not None
 
-    def load_for(self, prompts: Iterable[tuple[int, ...]]) -> Load:
+    def load_for(self, prompts: Iterable[tuple[int, ...]]) -> EngineLoad:
         del prompts
-        return Load(is_open=True, sequences=len(self._held), tokens_to_read=0, shared_tokens=0)
+        return EngineLoad(is_open=True, sequences=len(self._held), tokens_to_read=0, shared_tokens=0)
 
     # ---- from the requests
 

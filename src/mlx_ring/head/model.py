@@ -14,7 +14,7 @@ from itertools import cycle
 from typing import Any, Protocol
 
 from mlx_ring.api.service import InstanceInfo, State
-from mlx_ring.core.engine_stats import Load, Meter, OpenRequest
+from mlx_ring.core.engine_stats import EngineLoad, Meter, OpenRequest
 from mlx_ring.core.errors import NotReady, Overloaded, RingError
 from mlx_ring.core.generation import GenerateRequest, RequestStream
 from mlx_ring.core.traces import Tracing
@@ -57,7 +57,7 @@ SEQUENCE_TOKENS = 64
 class Routed(Protocol):
     """An engine that the router can choose."""
 
-    def load_for(self, prompts: Iterable[tuple[int, ...]]) -> Load: ...
+    def load_for(self, prompts: Iterable[tuple[int, ...]]) -> EngineLoad: ...
     def submit_all(self, *requests: GenerateRequest) -> list[RequestStream]: ...
     def make_room(self, *requests: GenerateRequest) -> bool:
         """Shed other clients' requests for these, if fairness allows it; return False if not."""
@@ -120,7 +120,7 @@ class Router:
         return [engine for load, engine in by_load if load.is_open]
 
 
-def _cost(load: Load, prompt_tokens: int) -> int:
+def _cost(load: EngineLoad, prompt_tokens: int) -> int:
     """Return the cost of a prompt's first token, in tokens to compute."""
     own = prompt_tokens - load.shared_tokens
     return load.tokens_to_read + own + SEQUENCE_TOKENS * load.sequences
