@@ -16,7 +16,7 @@ from tests.api.twins import TwinService
 from tests.default_settings import make_api_settings
 
 from mlx_ring.api.metrics.machines import LinkCounts
-from mlx_ring.api.metrics.requests import Replica, step_families
+from mlx_ring.api.metrics.requests import MeteredReplica, step_families
 from mlx_ring.api.service import LinkInfo
 from mlx_ring.core.engine_stats import COUNTS, Meter, OpenRequest, StepTotals
 from mlx_ring.core.errors import WorkerLost
@@ -89,7 +89,7 @@ def test_every_total_of_steps_is_in_a_metric_or_has_a_reason() -> None:
     totals = StepTotals({}, **{name: 1_000_003 + place for place, name in enumerate(COUNTS)})
     meter = Meter()
     with meter.attached(Counted(totals), {}):
-        families = list(step_families([Replica(("org/twin", "0"), meter, None, None)]))
+        families = list(step_families([MeteredReplica(("org/twin", "0"), meter, None, None)]))
     values = {sample.value for family in families for sample in family.samples}
     assert {name for name in COUNTS if getattr(totals, name) not in values} == NOT_MEASURED.keys()
 

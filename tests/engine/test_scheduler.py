@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.default_settings import make_policy
-from tests.engine.pipeline import EOS, PLAIN, Pipeline, budget, is_prefill
+from tests.engine.pipeline import EOS, PLAIN, Pipeline, budget
 from tests.engine.twin import Reach
 from tests.examples import examples
 
 from mlx_ring.core.errors import ProtocolError, StepFailed
-from mlx_ring.core.types import RankId, SamplingParams
-from mlx_ring.engine.kv_manager import KvManager
-from mlx_ring.engine.sequence import Sequence as Running
+from mlx_ring.core.types import SamplingParams
 from mlx_ring.rpc.failures import error_to_failure
 from mlx_ring.rpc.protos import step_pb2
 
 RANDOM = st.builds(Random, st.integers(0, 2**32))
+
+
 TP_SIZES = st.sampled_from([(1,), (2,), (1, 1), (1, 1, 1), (2, 2), (1, 2, 1), (1,) * 5])
+
+
 SAMPLING = st.builds(SamplingParams, max_tokens=st.integers(0, 12) | st.none(), ignore_eos=st.booleans())
+
+
 REQUESTS = st.lists(st.tuples(st.integers(1, 30), SAMPLING), min_size=1, max_size=9)
-CHUNK_2 = replace(PLAIN, prefill_chunk=2)
 
 
 @given(TP_SIZES, REQUESTS, st.integers(1, 9), st.integers(1, 10), RANDOM)
@@ -106,33 +108,6 @@ def test_a_failed_step_ends_only_the_sequences_it_names(
     pipeline.check_nothing_is_left()
 
 
-def test_chunks_of_one_prompt_are_pipelined_through_the_stages() -> None:
-    pipeline = Pipeline((1, 1, 1), PLAIN)
-    pipeline.add(40)
-    assert [len(step.rows[0].tokens.ids) for step in pipeline.twin.sent] == [4, 4, 4, 4]
-    assert [step.rows[0].start for step in pipeline.twin.sent] == [0, 4, 8, 12]
-
-
-def test_a_chunk_counts_as_in_flight_until_every_rank_has_answered() -> None:
-    pipeline = Pipeline((1, 2), PLAIN)
-    pipeline.add(40)
-    pipeline.run(0)
-    pipeline.run(1)
-    assert len(pipeline.twin.sent) == 3
-    pipeline.run(1, 1)
-    assert len(pipeline.twin.sent) == 4
-
-
-def test_short_prompts_that_arrive_during_a_chunk_share_the_next_step() -> None:
-    pipeline = Pipeline((1,), replace(PLAIN, prefill_chunk=32))
-    pipeline.add(8)
-    for _ in range(3):
-        pipeline.add(6)
-    assert [len(step.rows) for step in pipeline.twin.sent if is_prefill(step)] == [1]
-    pipeline.run(0)
-    assert [len(step.rows) for step in pipeline.twin.sent if is_prefill(step)] == [1, 3]
-
-
 @pytest.mark.parametrize("stages", [1, 2, 3, 5])
 def test_arrivals_and_cancellations_take_effect_within_four_tokens(stages: int) -> None:
     """Check that only steps sent before a change may lack it."""
@@ -161,83 +136,6 @@ def test_arrivals_and_cancellations_take_effect_within_four_tokens(stages: int) 
         )
     ]
     assert frees == [sent + 1]
-
-
-@pytest.mark.parametrize("late", [0, 7, 20])
-def test_micro_batches_alternate_whenever_they_begin(late: int) -> None:
-    pipeline, random = Pipeline((1, 1)), Random(0)
-    pipeline.add(3, SamplingParams(ignore_eos=True))
-    for _ in range(late):
-        pipeline.run_any(random)
-    pipeline.add(3, SamplingParams(ignore_eos=True))
-    pipeline.run_out(random)
-    decoded = [step.rows[0].sequence for step in pipeline.twin.sent if step.rows and not is_prefill(step)]
-    both = decoded[decoded.index(2) : len(decoded) - decoded[::-1].index(1)]
-    assert all(one != other for one, other in pairwise(both))
-    assert len(both) > 40
-
-
-def test_five_sequences_share_two_decode_steps_evenly() -> None:
-    pipeline = Pipeline((1, 1))
-    for _ in range(5):
-        pipeline.add(3, SamplingParams(ignore_eos=True, max_tokens=40))
-    random = Random(1)
-    for _ in range(120):
-        pipeline.run_any(random)
-    assert {len(step.rows) for step in pipeline.twin.sent[-10:]} == {2, 3}
-
-
-def test_one_stage_decodes_all_sequences_in_one_step() -> None:
-    pipeline = Pipeline((1,))
-    for _ in range(4):
-        pipeline.add(3, SamplingParams(ignore_eos=True))
-    for _ in range(12):
-        pipeline.run(0)
-    assert len(pipeline.twin.sent[-1].rows) == 4
-
-
-def test_decode_steps_alternate_with_the_chunks_of_a_long_prompt() -> None:
-    pipeline = Pipeline((1,), CHUNK_2)
-    short = pipeline.add(1, SamplingParams(ignore_eos=True))
-    pipeline.run(0)
-    pipeline.add(40)
-    for _ in range(20):
-        pipeline.run(0)
-    kinds = [is_prefill(step) for step in pipeline.twin.sent[2:20]]
-    assert kinds in ([True, False] * 9, [False, True] * 9)
-    assert len(short.output) > 8
-
-
-def read_beside_decode(pipeline: Pipeline, steps: int) -> list[int]:
-    """Run the next steps of one stage, and return the sequence of each chunk among them."""
-    sent = len(pipeline.twin.sent)
-    for _ in range(steps):
-        pipeline.run(0)
-    return [step.rows[0].sequence for step in pipeline.twin.sent[sent:] if is_prefill(step)]
-
-
-def test_every_second_chunk_beside_decode_is_for_short_prompts() -> None:
-    pipeline = Pipeline((1,), replace(PLAIN, prefill_chunk=16), context=700)
-    pipeline.add(1, SamplingParams(ignore_eos=True))
-    pipeline.run(0)
-    pipeline.run(0)
-    long, short = pipeline.add(400), pipeline.add(12)
-    turns = read_beside_decode(pipeline, 12)
-    assert turns.count(short.id) >= 2, "the short prompt is larger than a chunk beside decode"
-    assert all({one, other} == {long.id, short.id} for one, other in pairwise(turns[:4]))
-
-
-def test_a_mostly_cached_prompt_counts_as_short() -> None:
-    pipeline = Pipeline((1,), replace(PLAIN, prefill_chunk=16, prefix_cache=True), context=700)
-    pipeline.add(SHARED[:300])
-    pipeline.run_out()
-    pipeline.add(1, SamplingParams(ignore_eos=True, max_tokens=600))
-    pipeline.run(0)
-    pipeline.run(0)
-    pipeline.add(400)
-    again = pipeline.add((*SHARED[:300], 3, 4, 5))
-    assert again.id in read_beside_decode(pipeline, 6)
-    assert again.cached_tokens == 300
 
 
 def test_a_cancelled_sequence_returns_the_cached_prefix_that_it_took() -> None:
@@ -326,47 +224,12 @@ def test_cancelling_a_waiting_sequence_sends_no_step() -> None:
     assert len(pipeline.twin.sent) == sent
 
 
-def test_an_answer_of_another_epoch_or_instance_is_dropped() -> None:
-    pipeline = Pipeline((1,))
-    pipeline.add(3)
-    for stale in (
-        step_pb2.StepDone(instance="demo", epoch=0, step=1),
-        step_pb2.StepDone(instance="other", epoch=1, step=1),
-    ):
-        assert pipeline.scheduler.on_answer(stale, now=1.0) == []
-    assert pipeline.scheduler.stats().steps_completed == 0
-
-
-@pytest.mark.parametrize(
-    ("stage", "rank", "step"),
-    [(0, 0, 2), (0, 0, 9), (1, 0, 1), (0, 1, 1)],
-    ids=["skipped step", "unsent step", "unknown stage", "unknown rank"],
-)
-def test_an_answer_out_of_order_or_of_an_unknown_rank_is_refused(stage: int, rank: int, step: int) -> None:
-    pipeline = Pipeline((1,), CHUNK_2)
-    pipeline.add(6)
-    done = step_pb2.StepDone(instance="demo", epoch=1, stage=stage, rank=rank, step=step)
-    with pytest.raises(ProtocolError):
-        pipeline.scheduler.on_answer(done, now=1.0)
-
-
-def test_the_oldest_unanswered_step_is_reported_with_rank_and_wait() -> None:
-    pipeline = Pipeline((1, 1), CHUNK_2)
-    assert pipeline.scheduler.oldest_unanswered(9.0) is None
-    pipeline.add(6)
-    first = pipeline.scheduler.oldest_unanswered(4.0)
-    assert first is not None
-    assert (first.rank, first.step, first.waited_s, first.is_late) == (RankId(0, 0), 1, 4.0, False)
-    pipeline.run(0)
-    second = pipeline.scheduler.oldest_unanswered(26.0)
-    assert second is not None
-    assert (second.rank, second.step, second.waited_s, second.is_late) == (RankId(1, 0), 1, 25.0, True), (
-        "since the first stage has answered"
-    )
-
-
 ALL_ON = make_policy(prefill_chunk=5, num_speculative_tokens=4, step_deadline_s=5.0)
+
+
 SHARED = tuple(Random(0).randrange(1, 50) for _ in range(300))
+
+
 REACHES: dict[str, Reach] = {
     "plain": lambda _present, _reached, _length: True,
     "recurrent": lambda present, _reached, length: length == present,
@@ -434,32 +297,3 @@ def test_a_cached_prefix_that_a_rank_lost_is_dropped() -> None:
     done = step_pb2.StepDone(instance="demo", epoch=1, step=number, failure=failure)
     pipeline.scheduler.on_answer(done, pipeline.now)
     assert pipeline.scheduler.cache_stats().entries == 0
-
-
-@pytest.mark.parametrize("tp_sizes", [(1,), (1, 1)])
-def test_a_step_looks_at_few_of_the_prompts_in_line(
-    tp_sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looks = 0
-    reuse = KvManager.reuse
-
-    def counting(kv: KvManager, sequence: Running, running: Mapping[int, Running]) -> int:
-        nonlocal looks
-        looks += 1
-        return reuse(kv, sequence, running)
-
-    monkeypatch.setattr(KvManager, "reuse", counting)
-
-    def looks_a_step(prompts: int) -> float:
-        nonlocal looks
-        pipeline = Pipeline(tp_sizes, replace(PLAIN, max_num_seqs=prompts, prefix_cache=True))
-        for number in range(prompts):
-            # Most prompts are longer than a chunk.
-            pipeline.add(20 if number % 50 else 3, SamplingParams(max_tokens=1))
-        sent, looks = len(pipeline.twin.sent), 0
-        pipeline.run_out()
-        for sequence in pipeline.sequences.values():
-            assert sequence.output == pipeline.alone(sequence)
-        return looks / (len(pipeline.twin.sent) - sent)
-
-    assert looks_a_step(240) <= 1.25 * looks_a_step(120)

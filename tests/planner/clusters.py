@@ -1,4 +1,4 @@
-"""Synthetic models and machines for plans."""
+"""Synthetic models and machines for plans, and known ones."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from mlx_ring.models.tensor_shares import TensorSizes
+from mlx_ring.planner.catalogue import known_profile
+from mlx_ring.planner.cluster_file import cluster_of as catalogued
+from mlx_ring.planner.known_models import find_known_model
+from mlx_ring.planner.model_sizes import sizes_of
 from mlx_ring.planner.profiles import ClusterProfile, LayerProfile, ModelProfile, NodeProfile
 from mlx_ring.rpc.link_profile import LinkProfile
 
@@ -72,3 +76,27 @@ NODES = st.lists(
         for place, (gigabytes, gb_s, tflops) in enumerate(sizes)
     ]
 )
+
+
+def known_cluster(*names: str) -> ClusterProfile:
+    """Return machines that the catalogue knows."""
+    return catalogued(tuple(known_profile(name) for name in names))
+
+
+def known_sizes(name: str, machines: ClusterProfile) -> ModelProfile:
+    """Return a published model's sizes on these machines."""
+    known = find_known_model(name)
+    return sizes_of(known.folder, known.name, machines)
+
+
+UNLIKE = (
+    "m4-pro-48",
+    "m4-max-128",
+    "m3-ultra-96",
+    "m4-16",
+    "m3-ultra-512",
+    "m2-ultra-192",
+    "m4-24",
+    "m1-max-64",
+)
+"""Machines of the catalogue that differ much."""

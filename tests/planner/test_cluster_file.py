@@ -7,10 +7,18 @@ from pathlib import Path
 
 import pytest
 from scripts.published import rows_of
+from tests.planner.clusters import known_cluster
 
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.planner.catalogue import chip_of_bin, chips, known_machines, known_profile, named_links
-from mlx_ring.planner.cluster_file import Upkeep, load_content, read_cluster, read_upkeep
+from mlx_ring.planner.cluster_file import (
+    MOST_ADDED,
+    Upkeep,
+    load_content,
+    read_cluster,
+    read_upkeep,
+    with_machines,
+)
 
 CLUSTER = """
 machines:
@@ -228,3 +236,12 @@ def test_texts_and_numbers_without_bound_are_no_sizes(value: str) -> None:
 def test_content_that_is_no_yaml_is_reported_in_one_line() -> None:
     with pytest.raises(ConfigError, match=r"^c\.yaml is neither YAML nor JSON: .* in line 1, column 15\.$"):
         load_content("machines: [a, ", "c.yaml")
+
+
+def test_added_machines_have_names_of_their_own_and_the_link_to_all() -> None:
+    machines = with_machines(known_cluster("m4-16"), ["m4-16", "m4-16"], "tb5-rdma")
+    assert [node.name for node in machines.nodes] == ["m4-16", "m4-16#2", "m4-16#3"]
+    assert len(machines.links) == 3
+    assert all(link.is_mesh and link.trusted for link in machines.links.values())
+    with pytest.raises(ConfigError, match=f"add {MOST_ADDED} at most"):
+        with_machines(known_cluster("m4-16"), ["m4-16"] * (MOST_ADDED + 1), None)

@@ -5,17 +5,22 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tests.planner.clusters import cluster_of, node_of, shared_model, trusting
+from tests.planner.clusters import cluster_of, known_cluster, known_sizes, node_of, shared_model, trusting
 
 from mlx_ring.core.errors import PlanError
-from mlx_ring.planner.memory_fit import explain_shortage, fits, room_for
+from mlx_ring.planner.memory_fit import MOST_USERS, explain_shortage, fits, room_for
 from mlx_ring.planner.place import place
 from mlx_ring.planner.request import Demand, PlanRequest
 from mlx_ring.rpc.link_profile import LinkProfile
+from mlx_ring.settings.strategies import Strategy
 
 CABLE = LinkProfile(2e-5, 5e9)
+
+
 LARGE_LAYER = shared_model(1, layer_bytes=14 * 10**9)
 """Model whose only layer needs more memory than one machine has."""
+
+
 TWO = trusting(node_of("a", 10), node_of("b", 10), link=CABLE)
 
 
@@ -55,3 +60,47 @@ def test_room_for_sequences_is_what_plans_hold(trusted: bool) -> None:  # noqa: 
 def test_one_machine_is_named_in_the_singular() -> None:
     said = explain_shortage(LARGE_LAYER, cluster_of(node_of("a", 10)), PlanRequest(Demand(1024, 1)))
     assert "and a has 10.0 GB for it" in said
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["m4-pro-48"],
+        ["m4-pro-48", "m4-16"],
+        ["m4-24", "m4-16", "m4-pro-48"],
+        ["m4-16", "m4-24", "m4-pro-48", "m4-pro-24", "m4-32"],
+    ],
+)
+@pytest.mark.parametrize("strategy", ["auto", "uniform"])
+def test_as_many_users_are_counted_as_the_strategy_can_place(names: list[str], strategy: Strategy) -> None:
+    machines = known_cluster(*names)
+    model = known_sizes("14b-4bit", machines)
+    request = PlanRequest(Demand(8192, 1), strategy=strategy, objective="throughput")
+    users = room_for(model, machines, request)
+    place(model, machines, replace(request, demand=Demand(8192, users)))
+    with pytest.raises(PlanError):
+        place(model, machines, replace(request, demand=Demand(8192, users + 1)))
+
+
+def test_users_are_counted_up_to_a_limit() -> None:
+    machines = known_cluster("m3-ultra-512")
+    request = PlanRequest(Demand(256, 1), objective="throughput")
+    assert room_for(known_sizes("qwen3-0.6b", machines), machines, request) == MOST_USERS
+
+
+def test_a_model_with_states_fits_as_often_as_a_plan_holds_them() -> None:
+    machines = known_cluster("m4-pro-48")
+    model = known_sizes("qwen3.5-9b", machines)
+    request = PlanRequest(Demand(1024, 1, kv_bits=4), objective="throughput")
+    users = room_for(model, machines, request)
+    place(model, machines, replace(request, demand=Demand(1024, users, 4)))
+    if users < MOST_USERS:
+        with pytest.raises(PlanError):
+            place(model, machines, replace(request, demand=Demand(1024, users + 1, 4)))
+
+
+def test_users_are_counted_quickly_where_no_order_of_machines_holds_more() -> None:
+    machines = known_cluster("m4-24", "m4-16", "m4-pro-48")
+    request = PlanRequest(Demand(8192, 1), objective="throughput")
+    model = known_sizes("14b-4bit", machines)
+    assert room_for(model, machines, request, is_quick=True) == room_for(model, machines, request)

@@ -1,8 +1,9 @@
-"""Import path of the demo models' scripts, which import each other by their bare names."""
+"""Import path of scripts that import each other by their bare names."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "demo_models"))
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+sys.path[:0] = [str(SCRIPTS), str(SCRIPTS / "demo_models")]

@@ -51,14 +51,6 @@ def test_a_phrase_across_lines_of_a_docstring_is_reported() -> None:
     assert what.startswith("“make way”")
 
 
-def test_a_phrase_in_comments_and_formatted_strings_is_reported() -> None:
-    assert [line for line, _, _ in _found('# It was told\n# of it.\nerror = f"{1} is gone."\n')] == [1, 3]
-
-
-def test_code_and_single_words_do_not_count_as_prose() -> None:
-    assert _found('KEY = "told"\n"""Value of `told` and of ``gone``."""\n') == []
-
-
 def test_a_question_is_not_reported_as_a_clause() -> None:
     assert _found('TEXT = "What is new? Ask it."\n') == []
     assert [kind for _, kind, _ in _found('TEXT = "It runs. What waits is taken first."\n')] == ["clause"]
@@ -66,16 +58,6 @@ def test_a_question_is_not_reported_as_a_clause() -> None:
 
 def test_names_are_checked_by_their_words() -> None:
     assert [what for _, _, what in _found("class PlanWish:\n    toldness: int\n")] == ["PlanWish -> request"]
-
-
-def test_a_page_is_checked_in_strings_and_comments() -> None:
-    source = 'const kept = "told";\n// It is gone.\nconst text = `it makes way`;\n'
-    assert [finding.line for finding in check_other("page.js", source)] == [2, 3]
-
-
-def test_a_document_is_checked_outside_code() -> None:
-    source = "It goes on.\n\n```sh\nit goes on\n```\n\nIt `goes on`, and is gone.\n"
-    assert sorted(finding.line for finding in check_other("page.md", source)) == [1, 7]
 
 
 LONG = " ".join(["word"] * 26)
@@ -128,50 +110,11 @@ def test_entries_of_arguments_are_sentences_of_their_own() -> None:
     assert _found(source) == []
 
 
-@pytest.mark.parametrize("name", ["kernel.cpp", "kernel.h", "program.c"])
-def test_comments_and_names_of_c_are_checked(name: str) -> None:
-    source = f"// It goes\n// on here.\nint read_input();  // it is gone\n/* It was told. */\nint heed_input();\n// {LONG}\n"
-    found = [(finding.line, finding.kind) for finding in sorted(check_other(name, source))]
-    assert found == [(1, "word"), (3, "word"), (4, "word"), (5, "name"), (6, "long")]
-
-
-def test_comments_of_styles_are_checked() -> None:
-    source = f"/* It is\n   gone. */\n.gone {{ content: 'gone now'; }}\n/* {LONG} */\n"
-    assert [(finding.line, finding.kind) for finding in check_other("page.css", source)] == [
-        (2, "word"),
-        (4, "long"),
-    ]
-
-
-@pytest.mark.parametrize("name", ["page.js", "program.mjs", "types.ts"])
-def test_declarations_of_javascript_are_checked_and_keys_are_not(name: str) -> None:
-    source = "const tellings = { gone: 1 };\nfunction heed() {}\n"
-    assert [finding.what for finding in check_other(name, source)] == [
-        "tellings -> messages",
-        "heed -> record, on",
-    ]
-
-
-def test_comments_of_scripts_are_checked_by_paragraph() -> None:
-    half = " ".join(["word"] * 14)
-    source = f"#!/bin/sh\n# {half}\n# {half}\nrun # it is gone\necho '#told'\n"
-    assert [(finding.line, finding.kind) for finding in check_other("run", source)] == [
-        (2, "long"),
-        (4, "word"),
-    ]
-
-
 def test_scripts_without_a_suffix_are_found(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("#!/usr/bin/env bash\n")
     (tmp_path / "Makefile").write_text("all:\n")
     (tmp_path / "notes").write_text("It is gone.\n")
     assert [path.name for path in files_of([""], tmp_path)] == ["Makefile", "run"]
-
-
-def test_the_reason_behind_noqa_is_checked() -> None:
-    assert [line for line, _, _ in _found("\nx = 1  # noqa: E501 - it was told\ny = 2  # noqa: E501\n")] == [
-        2
-    ]
 
 
 @pytest.mark.parametrize(

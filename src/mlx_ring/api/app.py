@@ -10,10 +10,10 @@ from mlx_ring.api.dialect import Dialects
 from mlx_ring.api.docs import routes as docs
 from mlx_ring.api.errors import install_error_handlers
 from mlx_ring.api.metrics import page as metrics
-from mlx_ring.api.middleware.access_log import AccessLog, HttpMeter, HttpMetricsMiddleware
+from mlx_ring.api.middleware.access_log import AccessLog
 from mlx_ring.api.middleware.body_memory import BodyMemoryMiddleware, RequestBodyMemory
 from mlx_ring.api.middleware.guard import Admission, Guard
-from mlx_ring.api.middleware.tracing import TracingMiddleware
+from mlx_ring.api.middleware.telemetry import HttpMeter, HttpMetricsMiddleware, TracingMiddleware
 from mlx_ring.api.ollama.dialect import OLLAMA
 from mlx_ring.api.openai.dialect import OPENAI
 from mlx_ring.api.openapi import describe_api

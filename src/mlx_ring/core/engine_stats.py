@@ -114,6 +114,20 @@ class OpenRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """Load of one instance, and what it has cached of some prompts."""
+
+    is_open: bool
+    """True if it answers."""
+    sequences: int
+    """Number of sequences that run or wait there."""
+    tokens_to_read: int
+    """Number of their prompt tokens that are not yet computed."""
+    shared_tokens: int
+    """Tokens of the prompts that are cached there."""
+
+
+@dataclass(frozen=True, slots=True)
 class CacheStats:
     """Statistics of the prefix cache and of every rank's KV memory."""
 

@@ -14,14 +14,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from itertools import count
 
-from mlx_ring.core.engine_stats import EngineStats, Meter, OpenRequest, Policy, StepTotals
+from mlx_ring.core.engine_stats import EngineLoad, EngineStats, Meter, OpenRequest, Policy, StepTotals
 from mlx_ring.core.errors import LinkLost, NotReady, ProtocolError, RingError, ServingError, WorkerLost
 from mlx_ring.core.generation import GenerateRequest, RequestStream
+from mlx_ring.core.traces import CLIENT
 from mlx_ring.core.types import FinishReason, RankId, TokenLogprob
-from mlx_ring.engine.admission import GRAMMAR_WITHIN_S, Grammars, Load, Settled, check_places, shed_error
+from mlx_ring.engine.admission import GRAMMAR_WITHIN_S, Grammars, Settled
 from mlx_ring.engine.executor import Executor, sampling_ranks
 from mlx_ring.engine.kv_budget import RankKv
-from mlx_ring.engine.live_request import Hold, LiveRequest, choose_requests_to_shed
+from mlx_ring.engine.live_request import Hold, LiveRequest, check_places, choose_to_shed, shed_error
 from mlx_ring.engine.request_traces import RequestTracer
 from mlx_ring.engine.resumption import KeptKv
 from mlx_ring.engine.scheduler import Scheduler
@@ -204,7 +205,7 @@ class Engine:
         for request in requests:
             make_sequence(0, request, self._limits, self._clock())
         needs = len(requests) - self._scheduler.places
-        shed = choose_requests_to_shed(self._live, wants=len(requests), needs=needs)
+        shed = choose_to_shed(self._live.values(), CLIENT.get(), wants=len(requests), needs=needs)
         for live in shed or ():
             self._end_with_error(live, shed_error())
         return shed is not None
@@ -406,10 +407,10 @@ class Engine:
             )
         self._executor.limit_kv(self._scheduler.kv_limits)
 
-    def load_for(self, prompts: Iterable[tuple[int, ...]]) -> Load:
+    def load_for(self, prompts: Iterable[tuple[int, ...]]) -> EngineLoad:
         """Return the instance's load, and the cost of prompts on it."""
         shared = max((self._scheduler.shared_tokens(prompt) for prompt in prompts), default=0)
-        return Load(
+        return EngineLoad(
             is_open=self._ended is None,
             sequences=self._scheduler.num_open,
             tokens_to_read=self._scheduler.tokens_to_read,

@@ -10,12 +10,12 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable
 
-from mlx_ring.core.engine_stats import Meter, OpenRequest, Policy
+from mlx_ring.core.engine_stats import EngineLoad, Meter, OpenRequest, Policy
 from mlx_ring.core.errors import NotReady, RingError
 from mlx_ring.core.generation import GenerateRequest, RequestStream
+from mlx_ring.core.traces import CLIENT
 from mlx_ring.core.types import FinishReason
-from mlx_ring.engine.admission import Load, check_places, shed_error
-from mlx_ring.engine.live_request import LiveRequest, choose_requests_to_shed
+from mlx_ring.engine.live_request import LiveRequest, check_places, choose_to_shed, shed_error
 from mlx_ring.engine.request_traces import RequestTracer
 from mlx_ring.engine.sequence import Limits, make_sequence
 from mlx_ring.engine.streams import Reading, Vocabulary
@@ -117,15 +117,14 @@ class HeldRequests:
         for request in requests:
             make_sequence(0, request, self._limits, self._clock())
         needs = len(requests) + len(self._held) - self._policy.most_requests
-        numbered = dict(enumerate(self._held))
-        shed = choose_requests_to_shed(numbered, wants=len(requests), needs=needs)
+        shed = choose_to_shed(self._held, CLIENT.get(), wants=len(requests), needs=needs)
         for live in shed or ():
             self.fail_request(live, shed_error())
         return shed is not None
 
-    def load_for(self, prompts: Iterable[tuple[int, ...]]) -> Load:
+    def load_for(self, prompts: Iterable[tuple[int, ...]]) -> EngineLoad:
         del prompts
-        return Load(is_open=True, sequences=len(self._held), tokens_to_read=0, shared_tokens=0)
+        return EngineLoad(is_open=True, sequences=len(self._held), tokens_to_read=0, shared_tokens=0)
 
     # ---- from the requests
 

@@ -211,16 +211,16 @@ class Scheduler:
         while not (self._is_relieved() and self._kv.grow(sequence, tokens)):
             if self._kv.budget.being_freed:
                 return False
-            if self._preempt_youngest() is sequence:
+            if self._preempt_newest() is sequence:
                 return False
         return True
 
-    def _preempt_youngest(self) -> Sequence:
+    def _preempt_newest(self) -> Sequence:
         """Preempt the newest sequence that need not run alone, if there is one."""
-        youngest = max(self._running.values(), key=lambda each: (not each.runs_alone, each.id))
-        self._preempt(youngest)
+        newest = max(self._running.values(), key=lambda each: (not each.runs_alone, each.id))
+        self._preempt(newest)
         self._preemptions += 1
-        return youngest
+        return newest
 
     def _is_relieved(self) -> bool:
         """Return True if the ranks hold no more than their limits; a sequence that runs alone may always continue."""
@@ -268,7 +268,7 @@ class Scheduler:
         while len(self._running) >= self._most_running or not self._kv.admit(suspect, self._running):
             if not self._running or self._kv.budget.being_freed:
                 return
-            self._preempt_youngest()
+            self._preempt_newest()
         self._join(suspect, now)
 
     def _join(self, sequence: Sequence, now: float) -> None:

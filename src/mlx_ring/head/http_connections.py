@@ -1,32 +1,26 @@
-"""Configuration of the HTTP server: bounded connections, TLS handshakes, and bounded request headers."""
+"""Configuration of the HTTP server, and the TLS handshakes of its connections."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import ssl
-from collections.abc import Iterable
 from functools import partial
 from typing import Any, cast
 
 import uvicorn
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 from uvicorn.server import ServerState
 
 from mlx_ring.head.uvicorn_connection import (
-    HEADERS_TOO_LARGE,
-    LONG_HEADERS,
     ClientConnection,
     ConnectionLimits,
     make_room,
     peer_of,
-    refusing_app,
+    with_bounded_headers,
 )
 
 log = logging.getLogger(__name__)
-
-_MOST_HEADER_BYTES = 16 << 10
-"""Limit of the header bytes, the same that h11 applies to headers that arrive in parts."""
 
 
 class HttpConfig(uvicorn.Config):
@@ -44,7 +38,7 @@ class HttpConfig(uvicorn.Config):
             end_s: seconds that clients have to read the rest of their answers when the server ends.
         """
         super().__init__(
-            cast("Any", _with_bounded_headers(app)),
+            cast("Any", with_bounded_headers(app)),
             http=ClientConnection,
             ws="none",
             log_config=None,
@@ -151,15 +145,3 @@ class Handshake(asyncio.Protocol):
     def shutdown(self) -> None:
         """Close because the server ends."""
         self.transport.abort()
-
-
-def _with_bounded_headers(app: ASGIApp) -> ASGIApp:
-    """Refuse requests with long headers, because h11 limits only headers that arrive in parts."""
-    refuse = refusing_app(HEADERS_TOO_LARGE, LONG_HEADERS)
-
-    async def bound(scope: Scope, receive: Receive, send: Send) -> None:
-        headers = cast("Iterable[tuple[bytes, bytes]]", scope.get("headers", ()))
-        is_long = sum(len(name) + len(value) for name, value in headers) > _MOST_HEADER_BYTES
-        await (refuse if is_long else app)(scope, receive, send)
-
-    return bound

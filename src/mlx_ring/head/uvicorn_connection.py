@@ -115,8 +115,10 @@ def peer_of(transport: asyncio.BaseTransport) -> str:
 
 log = logging.getLogger(__name__)
 
-HEADERS_TOO_LARGE = 431
-LONG_HEADERS = "The request's headers are too large; the limit is 16 KiB."
+_HEADERS_TOO_LARGE = 431
+_MOST_HEADER_BYTES = 16 << 10
+"""Limit of the header bytes, the same that h11 applies to headers that arrive in parts."""
+_LONG_HEADERS = "The request's headers are too large; the limit is 16 KiB."
 _BAD_REQUEST, _LATE, _TOO_MANY = 400, 408, 503
 _FULL = "The server has reached its limit of connections; try again in a moment."
 _RETRY_AFTER_S = 5
@@ -162,7 +164,7 @@ class ClientConnection(H11Protocol):
         self.quiet_since_s = self.loop.time()
         self._expect_head()
         if not make_room(self, self.connections, self._limits):
-            self.app = cast("Any", refusing_app(_TOO_MANY, _FULL))
+            self.app = cast("Any", _refusing_app(_TOO_MANY, _FULL))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timers()
@@ -207,8 +209,8 @@ class ClientConnection(H11Protocol):
         error = sys.exception()
         hint = error.error_status_hint if isinstance(error, h11.RemoteProtocolError) else _BAD_REQUEST
         log.debug("%s sent a malformed HTTP request: %s", self.client, error)
-        if hint == HEADERS_TOO_LARGE:
-            self._refuse(HEADERS_TOO_LARGE, LONG_HEADERS)
+        if hint == _HEADERS_TOO_LARGE:
+            self._refuse(_HEADERS_TOO_LARGE, _LONG_HEADERS)
             return
         problem = _QUOTED.sub(_quoted, str(error or msg)).rstrip(".")
         self._refuse(_BAD_REQUEST, f"The HTTP request cannot be read: {problem}.")
@@ -322,7 +324,7 @@ class ClientConnection(H11Protocol):
         self.transport.close()
 
 
-def refusing_app(status: int, message: str) -> ASGIApp:
+def _refusing_app(status: int, message: str) -> ASGIApp:
     """Return an application that refuses every request."""
 
     async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
@@ -334,6 +336,18 @@ def refusing_app(status: int, message: str) -> ASGIApp:
         await JSONResponse(body, status, headers)(scope, receive, send)
 
     return refuse
+
+
+def with_bounded_headers(app: ASGIApp) -> ASGIApp:
+    """Refuse requests with long headers, because h11 limits only headers that arrive in parts."""
+    refuse = _refusing_app(_HEADERS_TOO_LARGE, _LONG_HEADERS)
+
+    async def bound(scope: Scope, receive: Receive, send: Send) -> None:
+        headers = cast("Iterable[tuple[bytes, bytes]]", scope.get("headers", ()))
+        is_long = sum(len(name) + len(value) for name, value in headers) > _MOST_HEADER_BYTES
+        await (refuse if is_long else app)(scope, receive, send)
+
+    return bound
 
 
 def _quoted(found: re.Match[str]) -> str:

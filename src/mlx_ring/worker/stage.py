@@ -19,7 +19,7 @@ from mlx_ring.models.architectures import require_cuttable
 from mlx_ring.models.layer_tensors import dequantized_bytes, tensors_of_stage
 from mlx_ring.models.model_folder import ModelFolder, read_model_folder
 from mlx_ring.models.tensor_shares import TensorShare, part_of_kv, read_tensor_sizes, share_out
-from mlx_ring.rpc.backends import direct_link, joined_ranks
+from mlx_ring.rpc.backends import DirectLink, direct_link, joined_ranks
 from mlx_ring.rpc.frames import Packer
 from mlx_ring.rpc.hello import check_hello
 from mlx_ring.rpc.links import FanOut, GrpcLink, Inbox, LinkLoss, LinkSender, Opening
@@ -147,18 +147,7 @@ def build_stage(
         RingError: the stage cannot be built as requested.
     """
     assignment = request.assignment
-    folder = read_model_folder(Path(request.model_path))
-    check_hello(
-        hello_pb2.Hello(
-            protocol=hello.protocol,
-            mlx_ring=hello.mlx_ring,
-            mlx=hello.mlx,
-            mlx_lm=hello.mlx_lm,
-            model_digest=folder.digest,
-        ),
-        request.hello,
-        f"the model folder {folder.path}",
-    )
+    folder = _read_folder(request, hello)
     dtype = resolve_dtype(assignment.dtype, folder)
     layers = LayerRange(assignment.first_layer, assignment.end_layer)
     started = time.monotonic()
@@ -183,8 +172,9 @@ def build_stage(
         ragged=architecture.batches,
         step_bytes=part_of_kv(shares, assignment.rank, STEP_BYTES) if shares else STEP_BYTES,
     )
-    packer = _packer(assignment)
-    links = _join_links(assignment, inbox, hello, model, trust, packer, loss_recorder)
+    neighbours = _Neighbours(model, inbox, trust, loss_recorder)
+    opened = neighbours.open_links(assignment, hello)
+    links = opened.links
     if stages is not None:
         links = over_collectives(links, assignment, model, stages)
     grammars = GrammarCompiler(folder)
@@ -192,20 +182,24 @@ def build_stage(
     report(worker_pb2.LoadProgress(phase="warm-up"))
     _warm_up(model, kv)
 
-    def open_links(
-        assignment: worker_pb2.StageAssignment, hello: hello_pb2.Hello, opening: Opening
-    ) -> OpenedLinks:
-        packer = _packer(assignment)
-        try:
-            links = _join_links(assignment, inbox, hello, model, trust, packer, loss_recorder, opening)
-        except RingError:
-            opening.give_up()
-            raise
-        return OpenedLinks(links, partial(_sends, assignment, packer))
+    return BuiltStage(runner, dtype, cpu_weights, kv.traits(), opened.sends, grammars, neighbours.open_links)
 
-    return BuiltStage(
-        runner, dtype, cpu_weights, kv.traits(), partial(_sends, assignment, packer), grammars, open_links
+
+def _read_folder(request: worker_pb2.LoadRequest, hello: hello_pb2.Hello) -> ModelFolder:
+    """Read the model, and check that it is the one that the head serves."""
+    folder = read_model_folder(Path(request.model_path))
+    check_hello(
+        hello_pb2.Hello(
+            protocol=hello.protocol,
+            mlx_ring=hello.mlx_ring,
+            mlx=hello.mlx,
+            mlx_lm=hello.mlx_lm,
+            model_digest=folder.digest,
+        ),
+        request.hello,
+        f"the model folder {folder.path}",
     )
+    return folder
 
 
 def _packer(assignment: worker_pb2.StageAssignment) -> Packer | None:
@@ -226,62 +220,98 @@ def _sends(assignment: worker_pb2.StageAssignment, packer: Packer | None) -> wor
     return worker_pb2.LinkUse(why="--link-compression is off" if is_off else "the link was not measured")
 
 
-def _join_links(
-    assignment: worker_pb2.StageAssignment,
-    inbox: Inbox,
-    hello: hello_pb2.Hello,
-    model: StageModel,
-    trust: Credentials | None,
-    packer: Packer | None,
-    loss_recorder: Callable[[], LinkLoss] | None,
-    opening: Opening | None = None,
-) -> StageLinks:
-    """Join the links. Only rank 0 sends, to every rank of the other stage."""
-    kind = direct_link(assignment)
+@dataclass(frozen=True, slots=True)
+class _Neighbours:
+    """Links to the neighbours of a stage, which are opened anew for each assignment."""
 
-    def links(
+    model: StageModel
+    inbox: Inbox
+    trust: Credentials | None
+    loss_recorder: Callable[[], LinkLoss] | None
+
+    def open_links(
+        self,
+        assignment: worker_pb2.StageAssignment,
+        hello: hello_pb2.Hello,
+        opening: Opening | None = None,
+    ) -> OpenedLinks:
+        """Open the links to the neighbours of an assignment. Only rank 0 sends, to every rank of the other stage.
+
+        Args:
+            assignment: the stage's assignment.
+            hello: this worker's greeting.
+            opening: the attempt, which is given up if a link cannot be opened.
+        """
+        packer = _packer(assignment)
+        try:
+            links = self._open(assignment, hello, packer, opening)
+        except RingError:
+            if opening is not None:
+                opening.give_up()
+            raise
+        return OpenedLinks(links, partial(_sends, assignment, packer))
+
+    def _open(
+        self,
+        ours: worker_pb2.StageAssignment,
+        hello: hello_pb2.Hello,
+        packer: Packer | None,
+        opening: Opening | None,
+    ) -> StageLinks:
+        if ours.rank:
+            return StageLinks(self.inbox)
+        opener = partial(self._open_one, direct_link(ours), hello, opening)
+        to_next = back = None
+        if not self.model.is_last:
+            speed = ours.next_bytes_per_s
+            to_next = _to_all(opener, ours.next_address, ours.next_node, ours.next_ranks, packer, speed)
+        elif not self.model.is_first:
+            back = _to_all(opener, ours.first_address, ours.first_node, ours.first_ranks)
+        return StageLinks(self.inbox, to_next, back)
+
+    def _open_one(
+        self,
+        kind: DirectLink,
+        hello: hello_pb2.Hello,
+        opening: Opening | None,
         address: str,
         node: str,
-        others: Iterable[worker_pb2.RankEnd],
-        packer: Packer | None = None,
-        bytes_per_s: float = 0.0,
+        packer: Packer | None,
+        bytes_per_s: float,
     ) -> LinkSender:
-        # A packer belongs to one thread, so each link has its own; status shows the first one's.
-        ends = [(address, node, packer)]
-        ends += [
-            (other.address, other.node, Packer(packer.bytes_per_s) if packer and other.node else None)
-            for other in others
-        ]
-        opened = [opened_link(address, node, packer, bytes_per_s) for address, node, packer in ends]
-        return opened[0] if len(opened) == 1 else FanOut(opened)
-
-    def opened_link(address: str, node: str, packer: Packer | None, bytes_per_s: float) -> LinkSender:
         match kind:
             case "grpc":
                 return GrpcLink(
                     address,
                     hello,
-                    trust=trust,
+                    trust=self.trust,
                     node=node,
                     packer=packer,
                     bytes_per_s=bytes_per_s,
-                    on_lost=None if loss_recorder is None else loss_recorder(),
+                    on_lost=None if self.loss_recorder is None else self.loss_recorder(),
                     opening=opening,
                 )
             case _:
                 assert_never(kind)
 
-    ours = assignment
-    if ours.rank:
-        return StageLinks(inbox)
-    to_next = (
-        None
-        if model.is_last
-        else links(ours.next_address, ours.next_node, ours.next_ranks, packer, ours.next_bytes_per_s)
-    )
-    goes_back = model.is_last and not model.is_first
-    back = links(ours.first_address, ours.first_node, ours.first_ranks) if goes_back else None
-    return StageLinks(inbox, to_next, back)
+
+def _to_all(
+    open_link: Callable[[str, str, Packer | None, float], LinkSender],
+    address: str,
+    node: str,
+    others: Iterable[worker_pb2.RankEnd],
+    packer: Packer | None = None,
+    bytes_per_s: float = 0.0,
+) -> LinkSender:
+    """Open a link to each rank of a stage: rank 0 at this address, and the others."""
+    # A packer belongs to one thread, so each link has its own; status shows the first one's.
+    ends = [(address, node, packer)]
+    ends += [
+        (other.address, other.node, Packer(packer.bytes_per_s) if packer and other.node else None)
+        for other in others
+    ]
+    opened = [open_link(address, node, packer, bytes_per_s) for address, node, packer in ends]
+    return opened[0] if len(opened) == 1 else FanOut(opened)
 
 
 def _divide(shares: Sequence[TensorShare], group: Group, stage: StageModel) -> None:

@@ -9,7 +9,16 @@ from typing import get_args
 from prometheus_client.metrics_core import Metric
 
 from mlx_ring.api.context import workers_of
-from mlx_ring.api.metrics.requests import MODEL, RANK, Labels, Replica, counter, gauge, one_of, with_zeros
+from mlx_ring.api.metrics.requests import (
+    MODEL,
+    RANK,
+    Labels,
+    MeteredReplica,
+    by_error,
+    counter,
+    gauge,
+    one_of,
+)
 from mlx_ring.api.ops.status import HungBackendStatus, NodeState, NodeStatus
 from mlx_ring.api.service import LinkInfo, ModelService, State
 from mlx_ring.core.errors import GroupStuck, LinkLost, NodeLost, WorkerLost, WorkerStuck
@@ -40,7 +49,7 @@ class LinkCounts:
         self._last[link] = (pid, now)
 
 
-def instance_families(replicas: Sequence[Replica], models: Sequence[ModelService]) -> Iterator[Metric]:
+def instance_families(replicas: Sequence[MeteredReplica], models: Sequence[ModelService]) -> Iterator[Metric]:
     """Yield the metrics of models and their instances."""
     yield gauge(
         "model_state",
@@ -74,18 +83,14 @@ def instance_families(replicas: Sequence[Replica], models: Sequence[ModelService
         "instance_losses",
         "Times that an instance was lost or could not be loaded, by the kind of error.",
         (*MODEL, "error"),
-        [
-            ((*each.labels, error), count)
-            for each in replicas
-            for error, count in with_zeros(each.meter.losses, _LOSSES).items()
-        ],
+        by_error(((each.labels, each.meter.losses) for each in replicas), _LOSSES),
     )
 
 
 Workers = Sequence[tuple[Labels, WorkerInfo]]
 
 
-def workers_now(replicas: Sequence[Replica]) -> Workers:
+def workers_now(replicas: Sequence[MeteredReplica]) -> Workers:
     """Return every worker with its labels."""
     return [
         ((*each.labels, str(worker.stage), str(worker.rank), worker.node), worker)
@@ -95,7 +100,9 @@ def workers_now(replicas: Sequence[Replica]) -> Workers:
     ]
 
 
-def worker_families(replicas: Sequence[Replica], workers: Workers, links: LinkCounts) -> Iterator[Metric]:
+def worker_families(
+    replicas: Sequence[MeteredReplica], workers: Workers, links: LinkCounts
+) -> Iterator[Metric]:
     """Yield the metrics of the workers' memory and links."""
     for field, metric in MEMORY.items():
         held = [(labels, worker.memory_by_name[field]) for labels, worker in workers]
@@ -134,7 +141,7 @@ def worker_families(replicas: Sequence[Replica], workers: Workers, links: LinkCo
         )
 
 
-def _node(workers: Workers, replica: Replica, place: RankId) -> str:
+def _node(workers: Workers, replica: MeteredReplica, place: RankId) -> str:
     for labels, worker in workers:
         if labels[:2] == replica.labels and (worker.stage, worker.rank) == place:
             return worker.node

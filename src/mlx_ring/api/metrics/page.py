@@ -27,7 +27,7 @@ from mlx_ring.api.metrics.machines import (
     workers_now,
 )
 from mlx_ring.api.metrics.requests import gauge, http_families, replicas_of, request_families, step_families
-from mlx_ring.api.middleware.access_log import HttpMeter
+from mlx_ring.api.middleware.telemetry import HttpMeter
 from mlx_ring.api.openapi import RouteDoc, documented_get
 from mlx_ring.api.service import ModelCatalog
 

@@ -12,7 +12,7 @@ from prometheus_client.metrics_core import (
     Metric,
 )
 
-from mlx_ring.api.middleware.access_log import HttpMeter
+from mlx_ring.api.middleware.telemetry import HttpMeter
 from mlx_ring.api.service import ModelService, ServedInstance
 from mlx_ring.core.engine_stats import Distribution, EngineStats, Meter
 from mlx_ring.core.errors import (
@@ -73,9 +73,17 @@ def _buckets(seen: Distribution) -> list[tuple[str, float]]:
     return buckets
 
 
-def with_zeros(counts: Mapping[str, int], usual: Sequence[type[RingError]]) -> Mapping[str, int]:
-    """Return counts by error, with 0 for the usual ones: Prometheus sees no growth in a series that starts with 1."""
-    return dict.fromkeys((error.__name__ for error in usual), 0) | dict(counts)
+def by_error(
+    counts: Iterable[tuple[Labels, Mapping[str, int]]], usual: Iterable[type[RingError]]
+) -> list[tuple[Labels, int]]:
+    """Return samples of counts by error, with 0 for the usual ones.
+
+    Prometheus sees no growth in a series that starts with 1.
+    """
+    zeros = dict.fromkeys((error.__name__ for error in usual), 0)
+    return [
+        ((*labels, error), count) for labels, own in counts for error, count in (zeros | dict(own)).items()
+    ]
 
 
 def one_of(names: Iterable[str], is_one: str, labels: Labels) -> Samples:
@@ -143,8 +151,8 @@ _RANK_TIMES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Replica:
-    """Replica of a model, loaded or not."""
+class MeteredReplica:
+    """Measurements of a replica of a model, loaded or not."""
 
     labels: Labels
     meter: Meter
@@ -153,15 +161,15 @@ class Replica:
     """Statistics of the engine; None while it does not serve."""
 
 
-def replicas_of(model: ModelService) -> Iterator[Replica]:
+def replicas_of(model: ModelService) -> Iterator[MeteredReplica]:
     instances = list(model.instances)
     for number, meter in enumerate(model.meters):
         instance = instances[number] if number < len(instances) else None
         stats = None if instance is None or instance.error is not None else instance.engine.stats()
-        yield Replica((model.model_id, str(number)), meter, instance, stats)
+        yield MeteredReplica((model.model_id, str(number)), meter, instance, stats)
 
 
-def request_families(replicas: Sequence[Replica], models: Sequence[ModelService]) -> Iterator[Metric]:
+def request_families(replicas: Sequence[MeteredReplica], models: Sequence[ModelService]) -> Iterator[Metric]:
     """Yield the metrics of requests."""
     running = [(each.labels, 0 if each.stats is None else each.stats.scheduler.running) for each in replicas]
     # Requests that wait for an instance belong to no replica, and count for the first one.
@@ -201,31 +209,19 @@ def request_families(replicas: Sequence[Replica], models: Sequence[ModelService]
         "request_failures",
         "Requests that ended with an error, by its kind.",
         (*MODEL, "error"),
-        [
-            ((*each.labels, error), count)
-            for each in replicas
-            for error, count in with_zeros(each.meter.failed, _FAILURES).items()
-        ],
+        by_error(((each.labels, each.meter.failed) for each in replicas), _FAILURES),
     )
     yield counter(
         "requests_given_up",
         "Interrupted requests that were not continued, by the kind of error.",
         (*MODEL, "why"),
-        [
-            ((*each.labels, error), count)
-            for each in replicas
-            for error, count in with_zeros(each.meter.given_up, _GIVEN_UP).items()
-        ],
+        by_error(((each.labels, each.meter.given_up) for each in replicas), _GIVEN_UP),
     )
     yield counter(
         "requests_rejected",
         "Requests that were refused on arrival, by the kind of error.",
         ("model_name", "error"),
-        [
-            ((model.model_id, error), count)
-            for model in models
-            for error, count in with_zeros(model.rejected, _REFUSALS).items()
-        ],
+        by_error((((model.model_id,), model.rejected) for model in models), _REFUSALS),
     )
     for name, field, help_text in _TIMES:
         yield histogram(
@@ -250,7 +246,7 @@ def _kv_usage(stats: EngineStats | None) -> float:
     return min(1.0, max(uses, default=0.0))
 
 
-def step_families(replicas: Sequence[Replica]) -> Iterator[Metric]:
+def step_families(replicas: Sequence[MeteredReplica]) -> Iterator[Metric]:
     """Yield the metrics of steps and of the ranks' time."""
     counts = [(each.labels, each.meter.counts()) for each in replicas]
     for name, field, help_text in _COUNTS:

@@ -1,4 +1,4 @@
-"""Choice of the instance that answers."""
+"""A model: the choice of the instance that answers."""
 
 from __future__ import annotations
 
@@ -7,24 +7,25 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from mlx_ring.core.engine_stats import EngineLoad
 from mlx_ring.core.errors import NotReady, Overloaded
 from mlx_ring.core.generation import GenerateRequest, RequestStream
 from mlx_ring.core.types import SamplingParams
-from mlx_ring.engine.admission import SEQUENCE_TOKENS, Load, Router
+from mlx_ring.head.model import SEQUENCE_TOKENS, Router
 
-IDLE = Load(is_open=True, sequences=0, tokens_to_read=0, shared_tokens=0)
+IDLE = EngineLoad(is_open=True, sequences=0, tokens_to_read=0, shared_tokens=0)
 
 
 @dataclass
 class Instance:
     """Instance that keeps the ids of its requests."""
 
-    load_now: Load = IDLE
+    load_now: EngineLoad = IDLE
     is_full: bool = False
     can_shed: bool = False
     request_ids: list[str] = field(default_factory=list[str])
 
-    def load_for(self, prompts: Iterable[tuple[int, ...]]) -> Load:
+    def load_for(self, prompts: Iterable[tuple[int, ...]]) -> EngineLoad:
         assert list(prompts)
         return self.load_now
 
@@ -44,11 +45,11 @@ def request(name: str, tokens: int = 1000) -> GenerateRequest:
     return GenerateRequest(name, tuple(range(tokens)), SamplingParams(seed=1))
 
 
-def load(sequences: int = 0, to_read: int = 0, shared: int = 0, *, is_open: bool = True) -> Load:
-    return Load(is_open=is_open, sequences=sequences, tokens_to_read=to_read, shared_tokens=shared)
+def load(sequences: int = 0, to_read: int = 0, shared: int = 0, *, is_open: bool = True) -> EngineLoad:
+    return EngineLoad(is_open=is_open, sequences=sequences, tokens_to_read=to_read, shared_tokens=shared)
 
 
-def chosen_place(*loads: Load) -> int:
+def chosen_place(*loads: EngineLoad) -> int:
     instances = [Instance(each) for each in loads]
     Router(lambda: instances).submit_all(request("a"))
     return next(place for place, instance in enumerate(instances) if instance.request_ids)

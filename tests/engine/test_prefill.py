@@ -1,0 +1,110 @@
+"""Chunks of prompts: their order, beside decode and over several stages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import pairwise
+from random import Random
+
+import pytest
+from tests.engine.pipeline import PLAIN, Pipeline, is_prefill
+
+from mlx_ring.core.types import SamplingParams
+from mlx_ring.engine.kv_manager import KvManager
+from mlx_ring.engine.sequence import Sequence as Running
+
+CHUNK_2 = replace(PLAIN, prefill_chunk=2)
+
+
+SHARED = tuple(Random(0).randrange(1, 50) for _ in range(300))
+
+
+def test_chunks_of_one_prompt_are_pipelined_through_the_stages() -> None:
+    pipeline = Pipeline((1, 1, 1), PLAIN)
+    pipeline.add(40)
+    assert [len(step.rows[0].tokens.ids) for step in pipeline.twin.sent] == [4, 4, 4, 4]
+    assert [step.rows[0].start for step in pipeline.twin.sent] == [0, 4, 8, 12]
+
+
+def test_short_prompts_that_arrive_during_a_chunk_share_the_next_step() -> None:
+    pipeline = Pipeline((1,), replace(PLAIN, prefill_chunk=32))
+    pipeline.add(8)
+    for _ in range(3):
+        pipeline.add(6)
+    assert [len(step.rows) for step in pipeline.twin.sent if is_prefill(step)] == [1]
+    pipeline.run(0)
+    assert [len(step.rows) for step in pipeline.twin.sent if is_prefill(step)] == [1, 3]
+
+
+def test_decode_steps_alternate_with_the_chunks_of_a_long_prompt() -> None:
+    pipeline = Pipeline((1,), CHUNK_2)
+    short = pipeline.add(1, SamplingParams(ignore_eos=True))
+    pipeline.run(0)
+    pipeline.add(40)
+    for _ in range(20):
+        pipeline.run(0)
+    kinds = [is_prefill(step) for step in pipeline.twin.sent[2:20]]
+    assert kinds in ([True, False] * 9, [False, True] * 9)
+    assert len(short.output) > 8
+
+
+def read_beside_decode(pipeline: Pipeline, steps: int) -> list[int]:
+    """Run the next steps of one stage, and return the sequence of each chunk among them."""
+    sent = len(pipeline.twin.sent)
+    for _ in range(steps):
+        pipeline.run(0)
+    return [step.rows[0].sequence for step in pipeline.twin.sent[sent:] if is_prefill(step)]
+
+
+def test_every_second_chunk_beside_decode_is_for_short_prompts() -> None:
+    pipeline = Pipeline((1,), replace(PLAIN, prefill_chunk=16), context=700)
+    pipeline.add(1, SamplingParams(ignore_eos=True))
+    pipeline.run(0)
+    pipeline.run(0)
+    long, short = pipeline.add(400), pipeline.add(12)
+    turns = read_beside_decode(pipeline, 12)
+    assert turns.count(short.id) >= 2, "the short prompt is larger than a chunk beside decode"
+    assert all({one, other} == {long.id, short.id} for one, other in pairwise(turns[:4]))
+
+
+def test_a_mostly_cached_prompt_counts_as_short() -> None:
+    pipeline = Pipeline((1,), replace(PLAIN, prefill_chunk=16, prefix_cache=True), context=700)
+    pipeline.add(SHARED[:300])
+    pipeline.run_out()
+    pipeline.add(1, SamplingParams(ignore_eos=True, max_tokens=600))
+    pipeline.run(0)
+    pipeline.run(0)
+    pipeline.add(400)
+    again = pipeline.add((*SHARED[:300], 3, 4, 5))
+    assert again.id in read_beside_decode(pipeline, 6)
+    assert again.cached_tokens == 300
+
+
+@pytest.mark.parametrize("tp_sizes", [(1,), (1, 1)])
+def test_a_step_looks_at_few_of_the_prompts_in_line(
+    tp_sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = 0
+    reuse = KvManager.reuse
+
+    def counting(kv: KvManager, sequence: Running, running: Mapping[int, Running]) -> int:
+        nonlocal looks
+        looks += 1
+        return reuse(kv, sequence, running)
+
+    monkeypatch.setattr(KvManager, "reuse", counting)
+
+    def looks_a_step(prompts: int) -> float:
+        nonlocal looks
+        pipeline = Pipeline(tp_sizes, replace(PLAIN, max_num_seqs=prompts, prefix_cache=True))
+        for number in range(prompts):
+            # Most prompts are longer than a chunk.
+            pipeline.add(20 if number % 50 else 3, SamplingParams(max_tokens=1))
+        sent, looks = len(pipeline.twin.sent), 0
+        pipeline.run_out()
+        for sequence in pipeline.sequences.values():
+            assert sequence.output == pipeline.alone(sequence)
+        return looks / (len(pipeline.twin.sent) - sent)
+
+    assert looks_a_step(240) <= 1.25 * looks_a_step(120)

@@ -1,0 +1,46 @@
+"""Machines by the family of their chip."""
+
+from __future__ import annotations
+
+import pytest
+
+from mlx_ring.planner.catalogue import (
+    chips,
+    known_machines,
+    known_profile,
+    machine_names,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "same"),
+    [
+        ("m3-ultra-512", "m3-ultra-mac-studio-512"),
+        ("m4-16", "m4-mac-mini-16"),
+        ("m4-max-36", "m4-max-macbook-pro-36"),
+        ("rtx-4090", "geforce-rtx-4090-24"),
+        ("m3-max", "m3-max-macbook-pro-48"),
+    ],
+)
+def test_a_chip_family_names_a_machine(text: str, same: str) -> None:
+    assert known_profile(text, "x") == known_profile(same, "x")
+
+
+def test_names_of_machines_are_known_once_each_in_the_order_of_chips() -> None:
+    names = machine_names()
+    assert len(set(names)) == len(names)
+    assert (
+        names.index("m1-8") < names.index("m3-ultra-96") < names.index("m3-ultra-512") < names.index("m4-16")
+    )
+    sold = {
+        (chip, size)
+        for each in known_machines().values()
+        for chip, sizes in each.bins.items()
+        for size in sizes
+    }
+    assert len(names) <= len(sold)
+    for name in names:
+        known_profile(name)
+    families = {name.rpartition("-")[0] for name in names}
+    assert all(chip in families or chip.rpartition("-")[0] in families for chip, _ in sold)
+    assert {chip for chip, _ in sold} <= chips().keys()
