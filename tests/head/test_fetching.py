@@ -62,8 +62,11 @@ def test_head_ends_during_a_fetch_and_a_later_fetch_completes_the_model(
                 assert not any(process.is_running() for process in children)
         finally:
             RELEASED.set()
+        StallingHub.ranges.clear()
         found = find_elsewhere("someone/tiny", endpoint, home)
         assert found.returncode == 0, found.stderr
+        half = (tiny_model / "model.safetensors").stat().st_size // 2
+        assert StallingHub.ranges == [half], "the second fetch continues where the first one ended"
         fetched = Path(found.stdout.strip())
         for file in (*fetched.iterdir(), fetched / "model.safetensors"):
             assert file.read_bytes() == (tiny_model / file.name).read_bytes()

@@ -1,4 +1,7 @@
-"""Loading of a plan into new workers, all at once, with the progress of each; linking of those that stay; and fetched models."""
+"""Loading of a plan into new workers, with the progress of each; links of those that stay; and fetched models.
+
+All workers of a plan load at once.
+"""
 
 from __future__ import annotations
 

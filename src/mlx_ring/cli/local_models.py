@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from mlx_ring.host.machine_profile import MachineProfile
     from mlx_ring.planner.what_if import Outcome
 
+_LARGE = 10
+"""Least number that is shown without decimals."""
 _FORCE = typer.Option("--force", help="Download it even if no machine here has the memory for it.")
 
 
@@ -54,8 +56,8 @@ def pull(
 ) -> None:
     """Download a model to this machine, or continue and check a download.
 
-    Sizes and SHA-256 are compared with the hub's. What LM Studio, ollama or another program with the hub's cache has
-    downloaded is used as it is, and not converted. Gated models need HF_TOKEN, a token from your account on the hub.
+    Sizes and SHA-256 are compared with the hub's. Models that LM Studio, ollama or
+    another program with the hub's cache has downloaded are used as they are, and not converted. Gated models need HF_TOKEN, a token from your account on the hub.
     """
     if must_be_fetched(model):
         found = fetch_here(model, memory_bytes=None if force else memory_here())
@@ -98,7 +100,7 @@ def fetch_here(model: str, *, must_fit: bool = False, memory_bytes: int | None =
         with _Bar(model) as bar:
             return find_model(model, must_fit=must_fit, memory_bytes=memory_bytes, report=bar.report)
     except KeyboardInterrupt:
-        print(f"\nStopped. What arrived is kept: `mlx-ring pull {model}` continues.", flush=True)
+        print(f"\nStopped. `mlx-ring pull {model}` continues the download.", flush=True)
         # Threads of the fetch would hold the process until their files are complete.
         os._exit(INTERRUPTED)
 
@@ -276,7 +278,7 @@ def _show_recommended(good: Sequence[Outcome], where: str) -> None:
 
 
 def _between(ends: tuple[float, float]) -> str:
-    return f"{ends[0]:.2g} to {ends[1]:.2g}"
+    return " to ".join(f"{end:.0f}" if end >= _LARGE else f"{end:.2g}" for end in ends)
 
 
 def _none_recommended(outcomes: Sequence[Outcome], where: str, least: float) -> str:

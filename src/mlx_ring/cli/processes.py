@@ -85,13 +85,13 @@ def _served_by(url: str, pid: int) -> Iterator[Mapping[str, Any]]:
             for stage in instance["stages"]
             for rank in stage["ranks"]
         ]
-        used = (rank["used"] or {} for rank in ranks)
+        used: list[Mapping[str, int]] = [rank["used"] for rank in ranks if rank["used"]]
         yield {
             "model": model["id"],
             "aliases": model.get("aliases", []),
             "state": model["state"],
             "machines": sorted({rank["node"] for rank in ranks}),
-            "memory_bytes": sum(each.get("weight_bytes", 0) + each.get("kv_bytes", 0) for each in used),
+            "memory_bytes": sum(each["weight_bytes"] + each["kv_bytes"] for each in used),
             "since": model["created"],
             "url": url,
             "pid": pid,
@@ -151,7 +151,7 @@ def run(
 
 @contextlib.contextmanager
 def _served(model: str, url: str, key: str | None, cacert: Path | None) -> Generator[tuple[str, str]]:
-    """Yield the address of a server of the model, and its name there. What is started for it ends with the context."""
+    """Yield the address of a server of the model, and its name there. A server or a load that it needs ends with the context."""
     from mlx_ring.models.model_source import full_name
 
     served = _names_at(url, key, cacert)

@@ -211,13 +211,9 @@ class Catalog:
         """Fetch a model that is not here, and list it as unloaded."""
         hub_id = await asyncio.to_thread(full_name, name)
         if await asyncio.to_thread(must_be_fetched, name):
-            memory = sum(node.memory_bytes for node in self.running(None).machines.nodes)
-            await self._fetches.fetch(
-                hub_id,
-                must_fit=self._settings.nodes == 1 and not memory and not force,
-                memory_bytes=memory if memory and not force else None,
-                report=report,
-            )
+            memory = None if force else sum(node.memory_bytes for node in self.running(None).machines.nodes)
+            must_fit = memory == 0 and self._settings.nodes == 1
+            await self._fetches.fetch(hub_id, must_fit=must_fit, memory_bytes=memory or None, report=report)
         try:
             await self._found(hub_id)
         except RingError as error:

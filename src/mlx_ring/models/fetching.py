@@ -1,6 +1,6 @@
 """Fetch a model in a separate process, which can be ended at any moment. Within one nothing ends the hub's client.
 
-What arrived stays in the hub's cache, and the next fetch continues from there. Each line of its output is the progress, or
+The bytes that arrived stay in the hub's cache, and the next fetch continues from there. Each line of its output is the progress, or
 the reason why there is no model.
 """
 

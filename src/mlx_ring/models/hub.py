@@ -186,8 +186,7 @@ def fetch(
     if memory_bytes is not None and weight_bytes > memory_bytes:
         raise PlanError(
             f"{name} needs {gigabytes(weight_bytes)} of memory for its weights, but the machines here have "
-            f"{gigabytes(memory_bytes)} together: choose a smaller model, join more machines, or download it all the same "
-            "with --force."
+            f"{gigabytes(memory_bytes)}. Choose a smaller model, or download it all the same with --force."
         )
     missing = [file for file in files if not isinstance(try_to_load_from_cache(name, file.name), str)]
     folder = _repository(name)

@@ -169,8 +169,8 @@ def _add_disk(router: Router, context: ApiContext) -> None:
             {"model": "qwen3:0.6b"},
             more_statuses=(409,),
             description=(
-                "What an earlier pull left is continued. Sizes and SHA-256 are compared with the hub's. "
-                "A pull ends when no client waits for it any more; what arrived stays."
+                "It continues an earlier pull. Sizes and SHA-256 are compared with the hub's. "
+                "A pull ends when no client waits for it any more, and the next one continues it."
             ),
         ),
     )
