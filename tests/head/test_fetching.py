@@ -65,8 +65,7 @@ def test_head_ends_during_a_fetch_and_a_later_fetch_completes_the_model(
         StallingHub.ranges.clear()
         found = find_elsewhere("someone/tiny", endpoint, home)
         assert found.returncode == 0, found.stderr
-        half = (tiny_model / "model.safetensors").stat().st_size // 2
-        assert StallingHub.ranges == [half], "the second fetch continues where the first one ended"
+        assert StallingHub.ranges == [256 << 10], "the second fetch continues after what the first one wrote"
         fetched = Path(found.stdout.strip())
         for file in (*fetched.iterdir(), fetched / "model.safetensors"):
             assert file.read_bytes() == (tiny_model / file.name).read_bytes()

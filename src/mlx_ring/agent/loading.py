@@ -1,4 +1,4 @@
-"""Loading of a plan into new workers, with the progress of each; links of those that stay; and fetched models.
+"""Loading of a plan into new workers, links of those that stay, and fetched models.
 
 All workers of a plan load at once.
 """

@@ -72,6 +72,8 @@ _ANSWER_WAIT_S = 8.0
 _DISK_RESERVE_BYTES = 1 << 30
 _AT_ONCE = 4
 """Weights files that are fetched at the same time."""
+_CHUNK_BYTES = 256 << 10
+"""Bytes that the hub's client gathers before it writes them: those that a killed fetch loses. The client's own are 10 MB."""
 _PART = ".mlx-ring.part"
 """End of the names of weights files that are not complete."""
 
@@ -173,6 +175,7 @@ def fetch(
         PlanError: weights that do not fit the disk, or the memory.
     """
     disable_progress_bars()
+    constants.DOWNLOAD_CHUNK_SIZE = _CHUNK_BYTES
     files = _in_time(name, lambda: _wanted_files(name))
     weights = [file for file in files if file.name.endswith(".safetensors")]
     weight_bytes = sum(file.size for file in weights)

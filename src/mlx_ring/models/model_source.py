@@ -282,8 +282,8 @@ def _unknown(name: str) -> str:
     close = difflib.get_close_matches(name, names, n=1) or close_short_names(name)
     meant = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
     return (
-        f"There is no model {name!r}: it is no folder, GGUF file, hub id such as Qwen/Qwen3-0.6B or short name such as "
-        f"qwen3:8b, and no built-in model ({', '.join(names)}).{meant}"
+        f"There is no model {name!r}. Give a folder, a GGUF file, a hub id such as Qwen/Qwen3-0.6B, a short name such as "
+        f"qwen3:8b, or a built-in model ({', '.join(names)}).{meant}"
     )
 
 
