@@ -1,7 +1,7 @@
 """Published speeds and sizes of models, as the planner's own profiles: for the fit of its catalogue and for tests.
 
 The data are in `tests/planner`: `golden_speeds.tsv`, whose header has the rule that splits it into a fitted half and a
-held-out one, and `published_model_bytes.tsv`. Configurations are those of `planner/known_models.yaml`.
+held-out one, and `published_model_bytes.tsv`. Configurations are those of `models/known_models.yaml`.
 """
 
 from __future__ import annotations

@@ -41,7 +41,6 @@ SMALL_FILES = {
     "api/ollama/dialect.py": "the dialect that app.py registers; each API has its own",
     "api/settings.py": "values that the whole API reads and head/ fills in",
     "cli/main.py": "the console script, which loads nothing before it can be interrupted",
-    "cli/stop.py": "one command; a command's file is loaded when it is typed",
     "rpc/sampling.py": "the one codec of sampling parameters",
 }
 """Files with under 40 lines, by path within the package, each with the reason."""

@@ -59,9 +59,12 @@ def test_response_matches_the_documented_schema(path: str, method: str) -> None:
         .get("application/json", {})
     )
     target = path.replace("{model}", "org/twin")
-    answer = API.get(target) if method == "get" else API.post(target, body["example"])
+    answer = API.get(target) if method == "get" else API.request(method, target, json=body["example"])
     assert answer.status_code == 200, answer.text
     content = responses(path, method)["200"]["content"]
+    if not content:
+        assert answer.content == b""
+        return
     media_type = answer.headers["content-type"].partition(";")[0]
     if media_type == "application/json":
         check(answer.json(), content[media_type]["schema"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ from mlx_ring.api.chat.model_format import ParseCalls
 from mlx_ring.api.ops.status import ClusterParts
 from mlx_ring.api.service import InstanceInfo, LinkInfo, ModelService, State
 from mlx_ring.core.engine_stats import Meter, OpenRequest, Policy
-from mlx_ring.core.errors import Conflict, ModelNotFound, RingError
+from mlx_ring.core.errors import Conflict, ModelNotFound, PlanError, RingError
 from mlx_ring.core.types import DEFAULT_SAMPLING, LayerRange
 from mlx_ring.core.worker_status import WorkerInfo
 from mlx_ring.engine.engine import Engine
@@ -23,6 +24,8 @@ from mlx_ring.engine.held_requests import HeldRequests
 from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.engine.sequence import Limits
 from mlx_ring.engine.streams import Vocabulary
+from mlx_ring.models.model_folder import PullProgress, Report
+from mlx_ring.models.model_source import LocalModel, find_model
 from mlx_ring.models.pooling import Pooling
 from mlx_ring.planner.catalogue import known_profile
 from mlx_ring.planner.known_models import find_known_model
@@ -279,6 +282,8 @@ class TwinCatalog:
     def __init__(self, *models: TwinService) -> None:
         self.models = models
         self.links: Sequence[LinkInfo] = ()
+        self.deleted: list[str] = []
+        """Models that were deleted."""
         self.refusal: RingError | None = None
         """Reason why no model can be loaded."""
         self.is_measured = True
@@ -315,6 +320,32 @@ class TwinCatalog:
                 await self.ready(model)
                 return model
         raise ModelNotFound(f"There is no model {name!r}.")
+
+    async def pull(self, name: str, *, force: bool, report: Report) -> str:
+        if name.startswith("nobody/"):
+            raise ModelNotFound(f"There is no model {name!r}.")
+        if name == "org/large" and not force:
+            raise PlanError("It needs more memory than the machines here have.")
+        for done in (0, 50, 100):
+            report(PullProgress("downloading", done, 100))
+            await asyncio.sleep(0)
+        report(PullProgress("verifying", 100, 100))
+        return name
+
+    @property
+    def pulls(self) -> Mapping[str, PullProgress]:
+        return {"org/other": PullProgress("downloading", 1, 2)}
+
+    async def delete(self, name: str) -> tuple[str, int]:
+        if any(name == model.model_id and model.is_loaded for model in self.models):
+            raise Conflict(f"{name} is served by this server: unload it first.")
+        if name.startswith("nobody/"):
+            raise ModelNotFound(f"{name} is not on this machine.")
+        self.deleted.append(name)
+        return name, 100
+
+    def local_models(self) -> Sequence[LocalModel]:
+        return [find_model("demo")]
 
     async def unload(self, model: ModelService, *, force: bool) -> None:
         for own in self.models:

@@ -1,7 +1,8 @@
-"""`mlx-ring models preshard` as a person types it."""
+"""`mlx-ring models preshard` and `recommend` as a person types them."""
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -134,3 +135,14 @@ def test_layer_ranges_with_gaps_or_overlaps_are_refused(text: str) -> None:
 
 def test_layer_ranges_exclude_their_ends() -> None:
     assert parse_layers("0-2, 2-5", 5) == (LayerRange(0, 2), LayerRange(2, 5))
+
+
+def test_only_models_at_a_pleasant_predicted_speed_are_recommended(tmp_path: Path) -> None:
+    fast = run_in_process("recommend", "--machine", "m4-mac-mini-16", "--json", folder=tmp_path)
+    found = json.loads(fast.stdout)
+    assert "qwen3:0.6b" in {each["name"] for each in found}
+    assert all(each["fits"] and each["tokens_per_s"] >= 5 for each in found)
+    slow = "machines: [{name: slow, memory_gb: 16, bandwidth_gb_s: 0.1, tflops: 0.01}]"
+    (tmp_path / "slow.yaml").write_text(slow)
+    none = run_in_process("models", "recommend", "--cluster", "slow.yaml", folder=tmp_path)
+    assert none.stdout.startswith("None: no listed model is predicted at 5 tokens/s or more on slow.")

@@ -12,6 +12,7 @@ from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
+from typing import ClassVar
 
 from mlx_ring.core.environment import inherited_environment
 
@@ -20,6 +21,9 @@ COMMIT = "a" * 40
 
 class FakeHub(BaseHTTPRequestHandler):
     """Hub with the repository `someone/tiny`; it records every requested path."""
+
+    ranges: ClassVar[list[int]] = []
+    """First bytes of the requests for parts of files, of all hubs."""
 
     def __init__(self, files: dict[str, bytes], requested: list[str], *arguments: object) -> None:
         self.files, self.requested = files, requested
@@ -35,7 +39,7 @@ class FakeHub(BaseHTTPRequestHandler):
         path = self.path.split("?", maxsplit=1)[0]
         self.requested.append(path)
         if path.startswith("/api/models/someone/tiny"):
-            siblings = [{"rfilename": name, "size": len(data)} for name, data in self.files.items()]
+            siblings = [self.sibling(name, data) for name, data in self.files.items()]
             tree = [
                 {"type": "file", "path": name, "size": len(data), "oid": "0"}
                 for name, data in self.files.items()
@@ -47,10 +51,23 @@ class FakeHub(BaseHTTPRequestHandler):
         else:
             self.send(404, b"{}", with_body=with_body, code="RepoNotFound")
 
+    def sibling(self, name: str, data: bytes) -> dict[str, object]:
+        """Return a file as the hub lists it; large ones have their SHA-256."""
+        listed: dict[str, object] = {"rfilename": name, "size": len(data)}
+        if name.endswith(".safetensors"):
+            sha256 = hashlib.sha256(data).hexdigest()
+            listed["lfs"] = {"size": len(data), "sha256": sha256, "pointerSize": 134}
+        return listed
+
     def send(self, status: int, data: bytes, *, with_body: bool, code: str = "") -> None:
+        etag, begin = hashlib.sha256(data).hexdigest(), 0
+        if with_body and self.headers["Range"]:
+            begin = int(self.headers["Range"].removeprefix("bytes=").rstrip("-"))
+            status, data = 206, data[begin:]
+            self.ranges.append(begin)
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
-        self.send_header("ETag", f'"{hashlib.sha256(data).hexdigest()}"')
+        self.send_header("ETag", f'"{etag}"')
         self.send_header("X-Repo-Commit", COMMIT)
         if code:
             self.send_header("X-Error-Code", code)
@@ -87,7 +104,7 @@ def find_elsewhere(name: str, endpoint: str, home: Path) -> subprocess.Completed
     code = "import sys; from mlx_ring.models.model_source import find_model; print(find_model(sys.argv[1]).folder.path)"
     return subprocess.run(
         [sys.executable, "-c", code, name],
-        env=inherited_environment({"HF_ENDPOINT": endpoint, "HF_HOME": str(home)}),
+        env=inherited_environment({"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HOME": str(home)}),
         capture_output=True,
         text=True,
         check=False,

@@ -62,8 +62,10 @@ def test_head_ends_during_a_fetch_and_a_later_fetch_completes_the_model(
                 assert not any(process.is_running() for process in children)
         finally:
             RELEASED.set()
+        StallingHub.ranges.clear()
         found = find_elsewhere("someone/tiny", endpoint, home)
         assert found.returncode == 0, found.stderr
+        assert StallingHub.ranges == [256 << 10], "the second fetch continues after what the first one wrote"
         fetched = Path(found.stdout.strip())
         for file in (*fetched.iterdir(), fetched / "model.safetensors"):
             assert file.read_bytes() == (tiny_model / file.name).read_bytes()

@@ -18,8 +18,7 @@ from tests.worker.random_models import QWEN3, write_random_model
 
 from mlx_ring.core.errors import ModelCorrupt, ProtocolError
 from mlx_ring.core.types import LayerRange
-from mlx_ring.models import model_digests
-from mlx_ring.models.model_digests import manifest_beside, manifest_of_folder
+from mlx_ring.models import weights_manifest
 from mlx_ring.models.model_folder import ModelFolder, read_model_folder
 from mlx_ring.models.stage_folder import mark_stage_folder
 from mlx_ring.models.weights_manifest import (
@@ -27,6 +26,8 @@ from mlx_ring.models.weights_manifest import (
     WeightsManifest,
     decode_manifest,
     make_manifest,
+    manifest_beside,
+    manifest_of_folder,
     pack_indexes,
     unpack_indexes,
 )
@@ -130,7 +131,7 @@ def test_reading_ends_when_its_caller_is_cancelled(
         released.set()
         return by_itself
 
-    monkeypatch.setattr(model_digests, "manifest_of_folder", read)
+    monkeypatch.setattr(weights_manifest, "manifest_of_folder", read)
     assert asyncio.run(cancel())
 
 

@@ -12,6 +12,8 @@ from mlx_ring.core.errors import RingError
 from mlx_ring.core.generation import GenerateRequest, RequestStream
 from mlx_ring.core.types import Sampling
 from mlx_ring.core.worker_status import WorkerInfo
+from mlx_ring.models.model_folder import PullProgress, Report
+from mlx_ring.models.model_source import LocalModel
 from mlx_ring.models.pooling import Pooling
 from mlx_ring.planner.place import RunningCluster
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
@@ -307,6 +309,43 @@ class ModelCatalog(Protocol):
 
         Raises:
             RingError: the model cannot be loaded.
+        """
+        ...
+
+    async def pull(self, name: str, *, force: bool, report: Report) -> str:
+        """Fetch a model to this machine if it is not here, and list it as unloaded if it can be served.
+
+        Args:
+            name: short name, or id of the hub.
+            force: True to fetch also a model whose weights exceed the memory of all machines.
+            report: receives the progress.
+
+        Returns:
+            Its name.
+
+        Raises:
+            RingError: it cannot be fetched.
+        """
+        ...
+
+    @property
+    def pulls(self) -> Mapping[str, PullProgress]:
+        """Last progress of each fetch, by the hub's id."""
+        ...
+
+    def local_models(self) -> Sequence[LocalModel]:
+        """Return the models that can be loaded without a fetch. Reads the disk."""
+        ...
+
+    async def delete(self, name: str) -> tuple[str, int]:
+        """Remove a model of the hub from the disk, and from the list.
+
+        Returns:
+            Its name, and the bytes that are free now.
+
+        Raises:
+            Conflict: it is loaded, or another process serves it.
+            RingError: it is not here, or not this program's.
         """
         ...
 

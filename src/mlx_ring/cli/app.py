@@ -18,24 +18,39 @@ from mlx_ring.core.logs import keep_early_records
 
 WRONG_INPUT = 2
 """Exit code for errors that the user can correct; 1 stands for all others."""
-COMMANDS = {
-    "serve": "mlx_ring.cli.serve:serve",
-    "join": "mlx_ring.cli.join:join",
-    "stop": "mlx_ring.cli.stop:stop",
-    "chat": "mlx_ring.cli.chat:chat",
-    "plan": "mlx_ring.cli.plan:plan",
-    "capacity": "mlx_ring.cli.capacity:capacity",
-    "profile": "mlx_ring.cli.profile:profile",
-    "bench": "mlx_ring.cli.bench.command:bench",
-    "heads": "mlx_ring.cli.heads:heads",
-    "doctor": "mlx_ring.cli.doctor.command:doctor",
-    "models": "mlx_ring.cli.models:app",
-    "token": "mlx_ring.cli.node:token_app",
-    "node": "mlx_ring.cli.node:node_app",
-    "cluster": "mlx_ring.cli.cluster:app",
-    "service": "mlx_ring.cli.os_service:app",
+_PANELS = {
+    "Models": {
+        "run": "mlx_ring.cli.processes:run",
+        "pull": "mlx_ring.cli.local_models:pull",
+        "list": "mlx_ring.cli.local_models:list_models",
+        "recommend": "mlx_ring.cli.local_models:recommend",
+        "rm": "mlx_ring.cli.local_models:rm",
+        "models": "mlx_ring.cli.models:app",
+    },
+    "Servers": {
+        "serve": "mlx_ring.cli.serve:serve",
+        "chat": "mlx_ring.cli.chat:chat",
+        "ps": "mlx_ring.cli.processes:ps",
+        "stop": "mlx_ring.cli.processes:stop",
+        "service": "mlx_ring.cli.os_service:app",
+    },
+    "Several machines": {
+        "join": "mlx_ring.cli.join:join",
+        "heads": "mlx_ring.cli.heads:heads",
+        "token": "mlx_ring.cli.node:token_app",
+        "node": "mlx_ring.cli.node:node_app",
+        "cluster": "mlx_ring.cli.cluster:app",
+    },
+    "Plans and measurements": {
+        "plan": "mlx_ring.cli.plan:plan",
+        "capacity": "mlx_ring.cli.capacity:capacity",
+        "profile": "mlx_ring.cli.profile:profile",
+        "bench": "mlx_ring.cli.bench.command:bench",
+        "doctor": "mlx_ring.cli.doctor.command:doctor",
+    },
 }
-"""Place of each command: a function, or a `Typer` with commands of its own. Help lists them in this order."""
+COMMANDS = {name: place for panel in _PANELS.values() for name, place in panel.items()}
+"""Place of each command: a function, or a `Typer` with commands of its own. Help lists them in this order, by panel."""
 _STYLE: dict[str, Any] = {
     "add_completion": False,
     "pretty_exceptions_enable": False,
@@ -63,10 +78,11 @@ def _load_command(name: str) -> Any:
     with importing():
         found = getattr(import_module(module), attribute)
     holder = typer.Typer(**_STYLE)
+    panel = next(title for title, commands in _PANELS.items() if name in commands)
     if isinstance(found, typer.Typer):
-        holder.add_typer(found, name=name)
+        holder.add_typer(found, name=name, rich_help_panel=panel)
     else:
-        holder.command(name)(found)
+        holder.command(name, rich_help_panel=panel)(found)
     command = get_group(holder).commands[name]
     _unwrap_help(command)
     return command
@@ -87,8 +103,8 @@ app = typer.Typer(
     help=(
         "A distributed inference server for large language models on MLX, compatible with the OpenAI, Anthropic and "
         "Ollama APIs.\n\n"
-        "Start with [bold]mlx-ring serve[/bold], which serves a small built-in model on port 8100. "
-        "Then run [bold]mlx-ring chat[/bold] in another terminal."
+        "Start with [bold]mlx-ring run demo[/bold], a chat with a small built-in model, or with [bold]mlx-ring serve[/bold], "
+        "which serves it on port 8100. [bold]mlx-ring recommend[/bold] names larger ones that run well here."
     ),
     **_STYLE,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import importlib
 import json
 import re
@@ -17,6 +18,8 @@ import typer
 from rich.console import Console
 
 from mlx_ring.cli.heads import CACERT, DEFAULT_URL, distrust, trust
+from mlx_ring.core.errors import ModelNotFound
+from mlx_ring.models.short_names import find_hub_id
 from mlx_ring.settings.settings_sources import load_settings
 
 if TYPE_CHECKING:
@@ -76,10 +79,17 @@ class ChatServer:
             served = _models(response)
         if wanted is None and served:
             return next(iter(served))
+        hub_id = _hub_id(wanted)
         for model, names in served.items():
-            if wanted in names:
+            if wanted in names or hub_id in names:
                 return model
-        raise ChatError(f"{self.url} does not serve '{wanted}'; it has {', '.join(served) or 'no model'}.")
+        close = difflib.get_close_matches(
+            wanted or "", {each for names in served.values() for each in names}, n=1
+        )
+        meant = f" Did you mean {close[0]!r}?" if close else ""
+        raise ChatError(
+            f"{self.url} does not serve '{wanted}'; it has {', '.join(served) or 'no model'}.{meant}"
+        )
 
     def stream(self, model: str, messages: list[dict[str, str]]) -> Generator[dict[str, Any]]:
         """Yield the chunks of an answer; closing the iterator stops it."""
@@ -305,6 +315,13 @@ def _check(response: httpx.Response) -> None:
     except (ValueError, KeyError, TypeError):
         message = f"{response.url} answered {response.status_code} {response.reason_phrase}."
     raise ChatError(message)
+
+
+def _hub_id(name: str | None) -> str | None:
+    """Return the hub's id that a short name means; None for any other name."""
+    with contextlib.suppress(ModelNotFound):
+        return None if name is None or "/" in name else find_hub_id(name)
+    return None
 
 
 def _models(response: httpx.Response) -> dict[str, set[str]]:

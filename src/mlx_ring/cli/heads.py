@@ -121,6 +121,17 @@ def ask_head(
     return reply
 
 
+def names_at(url: str, *, api_key: str | None = None, cacert: Path | None = None) -> dict[str, set[str]]:
+    """Return the models that a head serves: all names of each, by its id.
+
+    Raises:
+        ConfigError: no head answers there.
+        RequestError: it refuses.
+    """
+    served = ask_head(url, "/v1/models", api_key=api_key, cacert=cacert)["data"]
+    return {str(each["id"]): {each["id"], *each.get("aliases", ())} for each in served}
+
+
 def trust(given: Path | None, own: Path | None = None) -> ssl.SSLContext:
     """Return a context that trusts the system's authorities, a file, and `own`, the certificate in this machine's settings.
 

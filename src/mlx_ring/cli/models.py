@@ -1,4 +1,4 @@
-"""`mlx-ring models`: list local models, load and unload models of a running server, and write folders for single stages."""
+"""`mlx-ring models`: models on the disk (`local_models.py`), in a running server's memory, and folders for single stages."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import typer
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Column, Table
 
 from mlx_ring.cli.heads import CACERT, DEFAULT_URL, ask_head
+from mlx_ring.cli.local_models import list_models, pull, recommend, rm
 from mlx_ring.core.errors import ConfigError, PlanError
 from mlx_ring.core.types import LayerRange
 from mlx_ring.models.model_folder import ModelFolder
-from mlx_ring.models.model_source import find_model, list_local_models
+from mlx_ring.models.model_source import find_model
 from mlx_ring.models.stage_folder import require_absent, stage_bytes, write_stage_folder
 from mlx_ring.settings.settings_sources import load_settings
 
@@ -33,7 +33,7 @@ def load(
     model: Annotated[
         str,
         typer.Argument(
-            help="Built-in name, folder or GGUF file on the server, or Hugging Face id, as for `serve`."
+            help="Built-in name, folder or GGUF file on the server, short name or Hugging Face id, as for `serve`."
         ),
     ],
     url: Annotated[str, _URL] = DEFAULT_URL,
@@ -65,43 +65,20 @@ def _post(
     return ask_head(url, path, body, api_key=api_key, cacert=cacert, timeout_s=_ANSWER_WAIT_S)
 
 
-app = typer.Typer(help="List, load, unload and split models.", no_args_is_help=True)
+app = typer.Typer(help="Pull, list, recommend, remove, load, unload and split models.", no_args_is_help=True)
 
 
 @app.callback()
 def _models() -> None:  # pyright: ignore[reportUnusedFunction] - typer calls it, and needs it to make `list` a command
-    """List, load, unload and split models."""
+    """Pull, list, recommend, remove, load, unload and split models."""
 
 
-@app.command("list")
-def list_models() -> None:
-    """List the built-in models, those in the Hugging Face cache, and GGUF files that were served before."""
-    table = Table(Column("model", overflow="fold"), "from", "kind", box=None, pad_edge=False)
-    for title in ("size", "layers", "context"):
-        table.add_column(title, justify="right")
-    remarks: list[str] = []
-    for model in list_local_models():
-        folder = model.folder
-        if folder.rounding:
-            remarks.append(f"{model.name}: {folder.rounding}.")
-        table.add_row(
-            model.name,
-            model.kind,
-            folder.model_type,
-            f"{folder.weight_bytes / 1e6:,.0f} MB",
-            str(folder.num_layers),
-            f"{folder.context_length:,}",
-        )
-    console = Console(soft_wrap=True)
-    console.print(table)
-    for remark in remarks:
-        console.print(remark, highlight=False)
-    console.print(
-        "\nServe one with `mlx-ring serve MODEL`; a folder, a GGUF file or any hub id works too.",
-        highlight=False,
-    )
+app.command()(pull)
+app.command()(recommend)
+app.command()(rm)
 
 
+app.command("list")(list_models)
 app.command()(load)
 app.command()(unload)
 

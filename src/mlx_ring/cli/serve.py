@@ -27,6 +27,7 @@ from mlx_ring.core.trace_export import check_exporter
 from mlx_ring.host.addresses import local_url
 from mlx_ring.host.machine import listen, node_name
 from mlx_ring.host.running import recorded
+from mlx_ring.models.model_source import must_be_fetched
 from mlx_ring.settings.config import Settings, state_folder
 from mlx_ring.settings.hostfile import Launch, read_launch
 from mlx_ring.settings.named_group import with_named_group
@@ -128,6 +129,11 @@ def _url(listener: socket.socket, tls: ssl.SSLContext | None) -> str:
 def _run(settings: Settings, listener: socket.socket, tls: ssl.SSLContext | None, *, invites: bool) -> None:
     from mlx_ring.head.served_model import prepare_models  # before the slow imports below
 
+    for name in (settings.model, *settings.more_models):
+        if must_be_fetched(name):
+            from mlx_ring.cli.local_models import fetch_here  # imports what only downloads need
+
+            fetch_here(name, must_fit=settings.nodes == 1)
     served = prepare_models(settings)
     # The API's libraries take a second to import: report mistakes before.
     with importing():

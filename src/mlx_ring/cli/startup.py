@@ -48,7 +48,7 @@ _BY_SIZE = (
 )
 _RESERVE_BYTES = 2_000_000_000
 """Memory for the KV cache, computation and other programs."""
-_PLEASANT_TOKENS_PER_S = 5.0
+PLEASANT_TOKENS_PER_S = 5.0
 """About as fast as people read. A slower model is not recommended."""
 _SLOW_BYTES_PER_S = 0.6e9
 """Rate of 4-bit weights in MLX's own operations on a CPU."""
@@ -78,7 +78,7 @@ class CpuSpeed:
 def largest_fitting(free_bytes: int, speed: CpuSpeed | None = None) -> SuggestedModel | None:
     """Return the largest known model that fits and answers at a pleasant speed.
 
-    Its weights take at most two thirds of the free memory beyond a reserve. If none is fast enough, it is the smallest.
+    Its weights take at most two thirds of the free memory beyond a reserve. None if no model is fast enough.
 
     Args:
         free_bytes: the machine's free memory.
@@ -89,9 +89,9 @@ def largest_fitting(free_bytes: int, speed: CpuSpeed | None = None) -> Suggested
     fast = [
         model
         for model in fitting
-        if speed is None or speed.tokens_per_s(model, room) >= _PLEASANT_TOKENS_PER_S
+        if speed is None or speed.tokens_per_s(model, room) >= PLEASANT_TOKENS_PER_S
     ]
-    return fast[-1] if fast else fitting[0] if fitting else None
+    return fast[-1] if fast else None
 
 
 def room_for_weights(free_bytes: int) -> int:

@@ -43,8 +43,7 @@ from mlx_ring.host.addresses import HeadAddress, local_url
 from mlx_ring.host.head_announcement import HeadAnnouncement
 from mlx_ring.host.machine import make_run_folder, node_name, raise_descriptor_limit
 from mlx_ring.host.machine_profile import MachineProfile
-from mlx_ring.models.model_digests import manifest_beside
-from mlx_ring.models.weights_manifest import WeightsManifest
+from mlx_ring.models.weights_manifest import WeightsManifest, manifest_beside
 from mlx_ring.settings.config import Settings, state_folder
 from mlx_ring.settings.rank_settings import rank_shares
 from mlx_ring.settings.settings_sources import api_keys, bodies_mb

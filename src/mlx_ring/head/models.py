@@ -40,8 +40,17 @@ from mlx_ring.head.status import (
 from mlx_ring.head.step_speeds import step_speeds
 from mlx_ring.host.machine import node_name
 from mlx_ring.host.machine_profile import MachineProfile
-from mlx_ring.models.fetching import fetch_beside
-from mlx_ring.models.model_source import must_be_fetched
+from mlx_ring.models.fetching import Fetches
+from mlx_ring.models.model_folder import PullProgress, Report
+from mlx_ring.models.model_source import (
+    LocalModel,
+    full_name,
+    hold_folder,
+    list_local_models,
+    must_be_fetched,
+    release_folder,
+    remove_model,
+)
 from mlx_ring.planner.model_sizes import sizes_of
 from mlx_ring.planner.place import LoadedStages, RunningCluster
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
@@ -83,9 +92,7 @@ class Catalog:
         self._one_at_a_time = asyncio.Lock()
         self._loads: dict[str, asyncio.Task[None]] = {}
         """Loads in progress, by model."""
-        self._fetches: dict[str, asyncio.Task[None]] = {}
-        """Fetches in progress, by the hub's name."""
-        self._fetches_none = False
+        self._fetches = Fetches()
         self.crashed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Future that fails with an unexpected error."""
         self._hosted = [HostedModel(own, model, self._crash, self._missing, tracing) for own, model in served]
@@ -206,10 +213,53 @@ class Catalog:
     def _own(self, model: ModelService) -> HostedModel:
         return next(each for each in self._hosted if each is model)
 
+    async def pull(self, name: str, *, force: bool, report: Report) -> str:
+        """Fetch a model that is not here, and list it as unloaded."""
+        hub_id = await asyncio.to_thread(full_name, name)
+        if await asyncio.to_thread(must_be_fetched, name):
+            memory = None if force else sum(node.memory_bytes for node in self.running(None).machines.nodes)
+            must_fit = memory == 0 and self._settings.nodes == 1
+            await self._fetches.fetch(hub_id, must_fit=must_fit, memory_bytes=memory or None, report=report)
+        try:
+            await self._found(hub_id)
+        except RingError as error:
+            log.warning("%s is fetched, but cannot be served here: %s", hub_id, error)
+        return hub_id
+
+    @property
+    def pulls(self) -> Mapping[str, PullProgress]:
+        return self._fetches.progress
+
+    def local_models(self) -> Sequence[LocalModel]:
+        return list(list_local_models())
+
+    async def delete(self, name: str) -> tuple[str, int]:
+        """Remove a model from the disk that is not loaded, and from the list."""
+        hub_id = await asyncio.to_thread(full_name, name)
+        async with self._one_at_a_time:
+            named = [
+                each for each in self._hosted if hub_id in each.served.names or name in each.served.names
+            ]
+            if any(each.replicas or each is self._hosted[0] or each.is_awaited for each in named):
+                raise Conflict(
+                    f"{hub_id} is served by this server: unload it first, or stop the server if it began with this model."
+                )
+            for each in named:
+                release_folder(each.served.folder.path)
+            try:
+                removed = await asyncio.to_thread(remove_model, hub_id)
+            except RingError:
+                for each in named:
+                    hold_folder(each.served.folder.path)
+                raise
+            self._hosted = [each for each in self._hosted if each not in named]
+            return removed
+
     async def _found(self, name: str) -> HostedModel:
         """Add a model to the list; one with the same name must be the same model."""
         if await asyncio.to_thread(must_be_fetched, name):
-            await self._fetched(name)
+            hub_id = await asyncio.to_thread(full_name, name)
+            await self._fetches.fetch(hub_id, must_fit=self._settings.nodes == 1)
         own = self._settings.model_copy(update={"model": name, "served_model_name": ()})
         served = await asyncio.to_thread(prepare_model, own, insists=False)
         for each in self._hosted:
@@ -222,17 +272,6 @@ class Catalog:
         hosted = HostedModel(own, served, self._crash, self._missing, self._tracing)
         self._hosted.append(hosted)
         return hosted
-
-    async def _fetched(self, name: str) -> None:
-        """Wait for a fetch, which continues without the request."""
-        if self._fetches_none:
-            raise NotReady("The server is shutting down.")
-        task = self._fetches.get(name)
-        if task is None:
-            work = fetch_beside(name, must_fit=self._settings.nodes == 1)
-            task = self._fetches[name] = asyncio.create_task(work, name=f"fetch {name}")
-            task.add_done_callback(lambda done: _forget(self._fetches, name, done))
-        await self._unless_ended(task)
 
     # ---- loading
 
@@ -255,15 +294,12 @@ class Catalog:
 
     def stop_fetching(self) -> None:
         """Cancel all fetches; requests that wait for one fail."""
-        self._fetches_none = True
-        for task in self._fetches.values():
-            task.cancel()
+        self._fetches.stop()
 
     async def end(self) -> None:
         """End every load and every instance, and refuse new loads."""
         self._has_ended = True
-        self.stop_fetching()
-        tasks = [*self._loads.values(), *self._fetches.values()]
+        tasks = [*self._loads.values(), *self._fetches.stop()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -291,14 +327,10 @@ class Catalog:
             )
             self._loads[hosted.model_id] = task
             task.add_done_callback(lambda done: _forget(self._loads, hosted.model_id, done))
-        await self._unless_ended(task)
-
-    async def _unless_ended(self, task: asyncio.Task[None]) -> None:
-        """Wait for a task, and fail if the server ends."""
         try:
             await asyncio.shield(task)
         except asyncio.CancelledError:
-            if self._fetches_none and task.cancelled():
+            if self._has_ended and task.cancelled():
                 raise NotReady("The server is shutting down.") from None
             raise
 

@@ -19,6 +19,7 @@ from mlx_ring.models.architectures import require_cuttable
 from mlx_ring.models.layer_tensors import dequantized_bytes
 from mlx_ring.models.model_folder import ModelFolder, check_memory, has_tokenizer
 from mlx_ring.models.model_source import LocalModel, find_model, hold_folder
+from mlx_ring.models.short_names import short_names_of
 from mlx_ring.settings.config import Settings
 
 log = logging.getLogger(__name__)
@@ -67,7 +68,8 @@ def prepare_model(settings: Settings, *, insists: bool = True) -> ServedModel:
     tokenizer = _load_tokenizer(folder)
     eos = folder.eos_token_ids | frozenset(int(token) for token in tokenizer.eos_token_ids)
     limits = Limits(context, folder.vocab_size, eos)
-    return ServedModel(local, tokenizer, limits, settings.served_model_name or (local.name,))
+    names = settings.served_model_name or (local.name, *short_names_of(local.name))
+    return ServedModel(local, tokenizer, limits, names)
 
 
 def prepare_models(settings: Settings) -> list[tuple[Settings, ServedModel]]:

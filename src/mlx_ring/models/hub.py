@@ -3,27 +3,35 @@
 A model that is complete in the cache is used without the network. Otherwise only the necessary files are
 fetched: configuration, tokenizer, weights; never any Python code.
 
-Memory and disk are checked before anything is fetched or loaded.
+Memory and disk are checked before anything is fetched or loaded. Weights continue where an earlier fetch ended, also
+one that was killed: the hub's client alone would begin the file again. They are compared with the hub's SHA-256.
 """
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
+import io
 import re
 import shutil
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
+from urllib.parse import urlsplit
 
-import httpx
 from huggingface_hub import (
     HfApi,
     constants,
+    get_hf_file_metadata,  # pyright: ignore[reportUnknownVariableType] - its signature has a bare dict
     hf_hub_download,  # pyright: ignore[reportUnknownVariableType] - its signature has a bare dict
     scan_cache_dir,
     snapshot_download,  # pyright: ignore[reportUnknownVariableType] - its signature has a bare dict
     try_to_load_from_cache,
 )
+from huggingface_hub import hf_hub_url as url_of
 from huggingface_hub.errors import (
     CacheNotFound,
     GatedRepoError,
@@ -31,19 +39,30 @@ from huggingface_hub.errors import (
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
 )
-from huggingface_hub.utils import filter_repo_objects
+from huggingface_hub.file_download import (
+    http_get,  # pyright: ignore[reportUnknownVariableType] - its signature has a bare tqdm
+    repo_folder_name,
+)
+from huggingface_hub.utils import (
+    build_hf_headers,  # pyright: ignore[reportUnknownVariableType] - its signature has a bare dict
+    disable_progress_bars,
+    filter_repo_objects,
+)
 
-from mlx_ring.core.errors import ModelCorrupt, ModelNotFound, PlanError
+from mlx_ring.core.errors import ModelCorrupt, ModelNotFound, PlanError, RingError
 from mlx_ring.models.gguf import SUFFIX
 from mlx_ring.models.model_folder import (
     SMALL_FILES,
     ModelFolder,
+    PullProgress,
+    Report,
     check_memory,
     gigabytes,
     has_tokenizer,
     read_model_config,
     read_model_folder,
 )
+from mlx_ring.models.short_names import short_names_of
 
 _WANTED = ("model*.safetensors", *SMALL_FILES)
 _UNWANTED = ("*.py", "*/*")
@@ -51,6 +70,12 @@ _LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}")
 _ANSWER_WAIT_S = 8.0
 """Time for the hub's list of files: with the program's start, less than ten seconds in all."""
 _DISK_RESERVE_BYTES = 1 << 30
+_AT_ONCE = 4
+"""Weights files that are fetched at the same time."""
+_CHUNK_BYTES = 256 << 10
+"""Bytes that the hub's client gathers before it writes them: those that a killed fetch loses. The client's own are 10 MB."""
+_PART = ".mlx-ring.part"
+"""End of the names of weights files that are not complete."""
 
 
 def check_disk(name: str, needed_bytes: int, folder: Path) -> None:
@@ -129,44 +154,247 @@ def fetch_config(name: str) -> ModelFolder:
     return read_model_config(Path(_in_time(name, lambda: hf_hub_download(name, "config.json"))))
 
 
-def fetch(name: str, *, must_fit: bool = False) -> ModelFolder:
-    """Fetch everything that serving needs.
+def fetch(
+    name: str,
+    *,
+    must_fit: bool = False,
+    memory_bytes: int | None = None,
+    report: Report = lambda _: None,
+) -> ModelFolder:
+    """Fetch everything that serving needs, and compare it with the hub's sizes and SHA-256.
 
     Args:
         name: of the hub's repository.
         must_fit: whether this machine alone must hold the weights; checked before anything is fetched.
+        memory_bytes: memory of all machines that may share the weights, checked as well; None for any.
+        report: receives the progress, from threads of its own too.
 
     Raises:
         ModelNotFound: a model that the hub does not have, or a hub out of reach.
-        PlanError: weights that do not fit the disk, or with `must_fit` the memory.
+        ModelCorrupt: a file that arrived with another content.
+        PlanError: weights that do not fit the disk, or the memory.
     """
-    sizes = _in_time(name, lambda: _file_sizes(name))
-    weight_bytes = sum(size for file, size in sizes.items() if file.endswith(".safetensors"))
+    disable_progress_bars()
+    constants.DOWNLOAD_CHUNK_SIZE = _CHUNK_BYTES
+    files = _in_time(name, lambda: _wanted_files(name))
+    weights = [file for file in files if file.name.endswith(".safetensors")]
+    weight_bytes = sum(file.size for file in weights)
     if not weight_bytes:
         raise ModelNotFound(
             f"{name} has no model*.safetensors: choose a repository with safetensors weights, or fetch one of its GGUF "
             "files, if it has any, and serve that file."
         )
-    missing = sum(
-        size for file, size in sizes.items() if not isinstance(try_to_load_from_cache(name, file), str)
-    )
     if must_fit:
         check_memory(name, weight_bytes)
-    check_disk(name, missing, Path(constants.HF_HUB_CACHE).expanduser())
+    if memory_bytes is not None and weight_bytes > memory_bytes:
+        raise PlanError(
+            f"{name} needs {gigabytes(weight_bytes)} of memory for its weights, but the machines here have "
+            f"{gigabytes(memory_bytes)}. Choose a smaller model, or download it all the same with --force."
+        )
+    missing = [file for file in files if not isinstance(try_to_load_from_cache(name, file.name), str)]
+    folder = _repository(name)
+    kept = sum(_kept_bytes(folder / "blobs", file) for file in missing)
+    check_disk(name, sum(file.size for file in missing) - kept, folder)
+    meter = _Meter(sum(file.size for file in files), report)
+    meter.add(sum(file.size for file in files) - sum(file.size for file in missing))
     try:
-        return read_model_folder(_snapshot(name, offline=False))
-    except (httpx.HTTPError, OSError) as error:
+        _fetch_weights(name, [file for file in missing if file in weights], meter)
+        path = _snapshot(name, offline=False)
+        _check_sizes(name, path, files)
+    except RingError:
+        raise
+    except Exception as error:
+        # The client has its own errors, and those of its HTTP library.
         raise _unreachable(name, error) from error
+    report(PullProgress("done", meter.total, meter.total))
+    return read_model_folder(path)
 
 
-def _file_sizes(name: str) -> dict[str, int]:
-    """Return the bytes of every file of a hub repository that serving needs."""
+@dataclass(frozen=True, slots=True)
+class _HubFile:
+    """File of a repository on the hub."""
+
+    name: str
+    size: int
+    sha256: str | None
+    """SHA-256 of its content; None where the hub gives none."""
+
+
+class _Meter:
+    """Counter of bytes that have arrived, from several threads."""
+
+    def __init__(self, total: int, report: Report) -> None:
+        self.total = total
+        self._done = 0
+        self._report = report
+        self._lock = threading.Lock()
+
+    def add(self, count: int, status: Literal["downloading", "verifying"] = "downloading") -> None:
+        with self._lock:
+            self._done += count
+            self._report(PullProgress(status, self._done, self.total))
+
+
+class _Part(io.FileIO):
+    """Incomplete file whose growth is counted."""
+
+    def __init__(self, path: Path, meter: _Meter) -> None:
+        super().__init__(path, "a+")
+        self._meter = meter
+
+    def write(self, data: bytes, /) -> int:  # pyright: ignore[reportIncompatibleMethodOverride] - the client writes bytes alone
+        written = super().write(data)
+        self._meter.add(written)
+        return written
+
+    def truncate(self, size: int | None = None, /) -> int:
+        """Cut the file, as the client does if the hub sends it from its start."""
+        at = self.tell() if size is None else size
+        self._meter.add(at - self.seek(0, io.SEEK_END))
+        self.seek(at)
+        return super().truncate(at)
+
+
+def _fetch_weights(name: str, files: list[_HubFile], meter: _Meter) -> None:
+    """Fetch files into the cache's blobs, some at once. The hub's client then finds them there.
+
+    Raises:
+        ModelCorrupt: a file has another SHA-256 than the hub's.
+    """
+    blobs = _repository(name) / "blobs"
+    blobs.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(_AT_ONCE, "fetch") as threads:
+        begun = [threads.submit(_fetch_file, name, file, blobs, meter) for file in files]
+        for each in begun:
+            each.result()
+
+
+def _fetch_file(name: str, file: _HubFile, blobs: Path, meter: _Meter) -> None:
+    url, headers = url_of(name, file.name), build_hf_headers()
+    found = get_hf_file_metadata(url, headers=headers)
+    blob = blobs / (found.etag or "")
+    if (
+        found.etag is None
+        or found.size is None
+        or found.size > constants.MAX_HTTP_DOWNLOAD_SIZE
+        or blob.is_file()
+    ):
+        # The client itself fetches it: a file without a known name, or one that is too large for plain HTTP.
+        return
+    path = blobs / f"{found.etag}{_PART}"
+    with _Part(path, meter) as part:
+        # Another process may fetch the same file; this one then continues from what it leaves.
+        fcntl.flock(part, fcntl.LOCK_EX)
+        if blob.is_file():
+            return
+        begun = part.seek(0, io.SEEK_END)
+        meter.add(begun)
+        if urlsplit(found.location).netloc != urlsplit(url).netloc:
+            headers.pop("authorization", None)
+        http_get(found.location, part, resume_size=begun, headers=headers, expected_size=found.size)
+        if file.sha256 is not None:
+            meter.add(0, "verifying")
+            part.seek(0)
+            digest = hashlib.file_digest(part, "sha256").hexdigest()  # pyright: ignore[reportArgumentType] - a file
+            if digest != file.sha256:
+                path.unlink(missing_ok=True)
+                raise ModelCorrupt(
+                    f"{file.name} of {name} arrived with SHA-256 {digest[:16]}…, but the hub states {file.sha256[:16]}…: "
+                    "it is removed; pull the model again."
+                )
+        path.rename(blob)
+
+
+def _kept_bytes(blobs: Path, file: _HubFile) -> int:
+    """Return the bytes of a file that an earlier fetch has left."""
+    for path in (blobs / f"{file.sha256}", blobs / f"{file.sha256}{_PART}"):
+        if path.is_file():
+            return path.stat().st_size
+    return 0
+
+
+def _check_sizes(name: str, folder: Path, files: list[_HubFile]) -> None:
+    """Compare the sizes of a snapshot's files with the hub's. Raises `ModelCorrupt`, and removes a file that differs."""
+    for file in files:
+        path = folder / file.name
+        if (size := path.stat().st_size) != file.size:
+            path.resolve().unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
+            raise ModelCorrupt(
+                f"{file.name} of {name} has {size:,} bytes, but the hub states {file.size:,}: it is removed; pull the model "
+                "again."
+            )
+
+
+def verify(name: str, report: Report = lambda _: None) -> bool:
+    """Compare a complete model's files in the cache with the hub's sizes and SHA-256.
+
+    Returns:
+        False if the hub cannot be asked.
+
+    Raises:
+        ModelCorrupt: a file differs; it is removed, so that another fetch gets it again.
+    """
+    try:
+        files = _in_time(name, lambda: _wanted_files(name))
+    except ModelNotFound:
+        return False
+    folder = _snapshot(name, offline=True)
+    present = [file for file in files if (folder / file.name).is_file()]
+    _check_sizes(name, folder, present)
+    total = sum(file.size for file in present)
+    done = 0
+    for file in present:
+        path = folder / file.name
+        if file.sha256 is not None and _sha256(path) != file.sha256:
+            path.resolve().unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
+            raise ModelCorrupt(
+                f"{file.name} of {name} has another SHA-256 than the hub states: it is removed; pull the model again."
+            )
+        done += file.size
+        report(PullProgress("verifying", done, total))
+    return True
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def cached_repository(name: str) -> Path | None:
+    """Return the folder of a model in the cache, complete or not; None if there is none."""
+    folder = _repository(name)
+    return folder if folder.is_dir() else None
+
+
+def remove_repository(folder: Path) -> int:
+    """Remove a model's folder from the cache, and return the bytes that it took."""
+    size = sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir() or path.is_symlink())
+    shutil.rmtree(folder)
+    return size
+
+
+def _repository(name: str) -> Path:
+    cache = Path(constants.HF_HUB_CACHE).expanduser()
+    return cache / repo_folder_name(repo_id=name, repo_type="model")
+
+
+def _wanted_files(name: str) -> list[_HubFile]:
+    """Return the files of a hub repository that serving needs."""
     siblings = HfApi().model_info(name, files_metadata=True, timeout=_ANSWER_WAIT_S).siblings or []
-    wanted = filter_repo_objects(
-        (file.rfilename for file in siblings), allow_patterns=list(_WANTED), ignore_patterns=list(_UNWANTED)
+    wanted = set(
+        filter_repo_objects(
+            (file.rfilename for file in siblings),
+            allow_patterns=list(_WANTED),
+            ignore_patterns=list(_UNWANTED),
+        )
     )
-    sizes = {file.rfilename: file.size or 0 for file in siblings}
-    return {file: sizes[file] for file in wanted}
+    return [
+        _HubFile(file.rfilename, file.size or 0, None if file.lfs is None else file.lfs.sha256)
+        for file in siblings
+        if file.rfilename in wanted
+    ]
 
 
 def _in_time(name: str, ask: Callable[[], Found]) -> Found:
@@ -193,7 +421,13 @@ def _unreachable(name: str, error: Exception) -> ModelNotFound:
     """Return the error for a failure of the hub."""
     if isinstance(error, GatedRepoError):
         return ModelNotFound(
-            f"{name} is gated: accept its terms at {constants.ENDPOINT}/{name} and set HF_TOKEN to your token."
+            f"{name} is gated: accept its terms at {constants.ENDPOINT}/{name} and set HF_TOKEN to a token of yours from "
+            f"{constants.ENDPOINT}/settings/tokens."
+        )
+    if isinstance(error, RepositoryNotFoundError) and (short := short_names_of(name)):
+        return ModelNotFound(
+            f"The hub has {name} no more, for which {short[0]} stands: choose another model with `mlx-ring recommend`, or "
+            "give the id of another conversion."
         )
     if isinstance(error, RepositoryNotFoundError):
         return ModelNotFound(

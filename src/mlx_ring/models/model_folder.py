@@ -13,11 +13,11 @@ import math
 import stat
 import struct
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from mlx_ring.core.errors import ModelCorrupt, ModelNotFound, ModelUnsafe, PlanError
 from mlx_ring.host.process import usable_memory
@@ -257,6 +257,18 @@ def read_model_config(file: Path) -> ModelFolder:
 def has_tokenizer(folder: ModelFolder) -> bool:
     """Return True if the folder has a tokenizer, because without files transformers creates an empty one."""
     return any((folder.path / file).is_file() for file in _TOKENIZERS)
+
+
+@dataclass(frozen=True, slots=True)
+class PullProgress:
+    """State of a fetch of a model."""
+
+    status: Literal["downloading", "verifying", "done"]
+    done_bytes: int
+    total_bytes: int
+
+
+Report = Callable[[PullProgress], None]
 
 
 def check_memory(name: str, needed_bytes: int) -> None:

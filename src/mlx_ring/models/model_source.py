@@ -1,4 +1,4 @@
-"""Sources of a model's folder: the package, the disk, a GGUF file, or the hub (`hub.py`).
+"""Sources of a model's folder: the package, the disk, a GGUF file, the hub (`hub.py`), or another program's folder.
 
 A GGUF file gets a folder in the user's cache, once for each state of the file. It has the small files that a model's
 folder has, and a link to the GGUF file. Everything else works with that folder: workers read ranges of the file.
@@ -21,22 +21,38 @@ from pathlib import Path
 from typing import Literal
 
 from mlx_ring.core.environment import cache_folder, package_version
-from mlx_ring.core.errors import ConfigError, ModelCorrupt, ModelError, ModelNotFound, ModelUnsafe
+from mlx_ring.core.errors import (
+    ConfigError,
+    Conflict,
+    ModelCorrupt,
+    ModelError,
+    ModelNotFound,
+)
 from mlx_ring.models.gguf import MAGIC, SUFFIX, read_gguf, read_range
 from mlx_ring.models.gguf.model_config import small_files_of
 from mlx_ring.models.model_folder import (
     ModelFolder,
+    Report,
+    has_tokenizer,
     read_gguf_model,
     read_model_config,
     read_model_folder,
 )
+from mlx_ring.models.other_programs import (
+    lm_studio_files,
+    lm_studio_folder,
+    lm_studio_folders,
+    ollama_file,
+    ollama_models,
+)
+from mlx_ring.models.short_names import close_short_names, find_hub_id
 
 BUILTIN_FOLDER = Path(__file__).resolve().parent.parent / "builtin_models"
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _LONGEST_STEM = 100
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
-SourceKind = Literal["built-in", "folder", "file", "hub"]
+SourceKind = Literal["built-in", "folder", "file", "hub", "LM Studio", "ollama"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +72,7 @@ def builtin_names() -> list[str]:
 
 
 def list_local_models() -> Iterator[LocalModel]:
-    """List built-in models, the complete ones in the hub's cache, and GGUF files: there, and those served before.
+    """List built-in models, complete ones in the hub's cache and LM Studio's folders, ollama's, and GGUF files that were served.
 
     Folders that need to run code are left out, and those whose configuration gives no size, which are no language models.
     """
@@ -65,25 +81,43 @@ def list_local_models() -> Iterator[LocalModel]:
     from mlx_ring.models import hub  # importing its client takes a while
 
     for name in hub.cached_ids():
-        try:
-            folder = hub.complete_in_cache(name)
-            if folder is not None:
-                _ = folder.num_layers, folder.hidden_size, folder.vocab_size
-        except (ModelUnsafe, ModelCorrupt):
-            continue
-        if folder is not None:
-            yield LocalModel(name, "hub", folder)
-    for file in dict.fromkeys([*_linked_files(), *hub.cached_gguf_files()]):
         with contextlib.suppress(ModelError):
-            yield LocalModel(str(file), "file", read_gguf_model(_parts(file)))
+            if (folder := hub.complete_in_cache(name)) is not None:
+                yield LocalModel(name, "hub", _with_sizes(folder))
+    for name, path in lm_studio_folders():
+        with contextlib.suppress(ModelError, OSError):
+            if has_tokenizer(folder := read_model_folder(path)):
+                yield LocalModel(name, "LM Studio", _with_sizes(folder))
+    for name, file in ollama_models().items():
+        with contextlib.suppress(ModelError):
+            yield LocalModel(name, "ollama", read_gguf_model([file]))
+    blobs = set(ollama_models().values())
+    for file in dict.fromkeys([*_linked_files(), *hub.cached_gguf_files(), *lm_studio_files()]):
+        if file not in blobs:
+            with contextlib.suppress(ModelError):
+                yield LocalModel(str(file), "file", read_gguf_model(_parts(file)))
 
 
-def find_model(name: str, *, must_fit: bool = False) -> LocalModel:
+def _with_sizes(folder: ModelFolder) -> ModelFolder:
+    """Return the folder. Raises `ModelCorrupt` if its configuration gives no sizes."""
+    _ = folder.num_layers, folder.hidden_size, folder.vocab_size
+    return folder
+
+
+def find_model(
+    name: str,
+    *,
+    must_fit: bool = False,
+    memory_bytes: int | None = None,
+    report: Report = lambda _: None,
+) -> LocalModel:
     """Return the model's folder; fetch it from the hub if necessary.
 
     Args:
-        name: a built-in name, a folder or GGUF file, or a hub id, tried in this order.
+        name: a built-in name, a folder or GGUF file, a short name or a hub id, tried in this order.
         must_fit: whether to refuse a model that is too large for this machine's memory before fetching it.
+        memory_bytes: the same for the memory of several machines together; None for any.
+        report: receives the progress of a fetch.
 
     Raises:
         ModelNotFound: there is none of that name, or the hub cannot be reached.
@@ -97,26 +131,71 @@ def find_model(name: str, *, must_fit: bool = False) -> LocalModel:
         return LocalModel(_gguf_name(path), "file", read_model_folder(_folder_of_gguf(path.absolute())))
     if _is_there(path):
         return LocalModel(path.absolute().name, "folder", read_model_folder(path.absolute()))
-    if not _HUB_ID.fullmatch(name) or name.startswith("."):
-        raise ModelNotFound(_unknown(name))
+    found = _downloaded(name)
+    if found is not None:
+        return found
     from mlx_ring.models import hub
 
-    return LocalModel(name, "hub", hub.complete_in_cache(name) or hub.fetch(name, must_fit=must_fit))
+    hub_id = full_name(name)
+    fetched = hub.fetch(hub_id, must_fit=must_fit, memory_bytes=memory_bytes, report=report)
+    return LocalModel(hub_id, "hub", fetched)
+
+
+def full_name(name: str) -> str:
+    """Return the hub's id that a name means; a built-in name, a path and one of ollama's models stay as they are.
+
+    Raises:
+        ModelNotFound: no model has this name, or several have it.
+    """
+    if name in builtin_names() or _is_there(_path(name)) or _is_hub_id(name):
+        return name
+    hub_id = find_hub_id(name)
+    if hub_id is None:
+        if ollama_file(name) is not None:
+            return name
+        raise ModelNotFound(_unknown(name))
+    return hub_id
+
+
+def _is_hub_id(name: str) -> bool:
+    return _HUB_ID.fullmatch(name) is not None and not name.startswith(".")
+
+
+def _downloaded(name: str) -> LocalModel | None:
+    """Return a model of the hub that is complete in its cache or in LM Studio's folders, or one of ollama's; else None.
+
+    Raises:
+        ModelNotFound: several models have this name.
+        ModelUnsafe: it needs code of its own to be run.
+    """
+    from mlx_ring.models import hub
+
+    hub_id = full_name(name)
+    if _is_hub_id(hub_id):
+        if (folder := hub.complete_in_cache(hub_id)) is not None:
+            return LocalModel(hub_id, "hub", folder)
+        path = lm_studio_folder(hub_id)
+        with contextlib.suppress(ModelCorrupt, ModelNotFound, OSError):
+            if path is not None and has_tokenizer(folder := read_model_folder(path)):
+                return LocalModel(hub_id, "LM Studio", folder)
+    file = ollama_file(name)
+    if file is None:
+        return None
+    with contextlib.suppress(ModelError):
+        return LocalModel(name, "ollama", read_model_folder(_folder_of_gguf(file)))
+    return None
 
 
 def must_be_fetched(name: str) -> bool:
-    """Report whether the model is the hub's, and incomplete in the cache.
+    """Report whether the model is the hub's, and not complete on this machine.
 
     Raises:
+        ModelNotFound: no model has this name, or several have it.
         ModelUnsafe: it needs code of its own to be run.
     """
     if name in builtin_names() or _is_there(_path(name)):
         return False
-    if not _HUB_ID.fullmatch(name) or name.startswith("."):
-        return False
-    from mlx_ring.models import hub
-
-    return hub.complete_in_cache(name) is None
+    return _downloaded(name) is None
 
 
 def describe_model(name: str) -> LocalModel:
@@ -139,11 +218,48 @@ def describe_model(name: str) -> LocalModel:
             return LocalModel(
                 path.absolute().name, "folder", read_model_config(path.absolute() / "config.json")
             )
-    if name in builtin_names() or _is_there(path) or not _HUB_ID.fullmatch(name) or name.startswith("."):
+    if name in builtin_names() or _is_there(path):
         return find_model(name)
+    found = _downloaded(name)
+    if found is not None:
+        return found
     from mlx_ring.models import hub
 
-    return LocalModel(name, "hub", hub.complete_in_cache(name) or hub.fetch_config(name))
+    hub_id = full_name(name)
+    return LocalModel(hub_id, "hub", hub.fetch_config(hub_id))
+
+
+def remove_model(name: str) -> tuple[str, int]:
+    """Remove a model of the hub from this machine's cache, also a part of one.
+
+    Returns:
+        Its id, and the bytes that are free now.
+
+    Raises:
+        ConfigError: it is part of the package, a file or folder of the user's, or another program's.
+        Conflict: a process of mlx-ring serves it.
+        ModelNotFound: it is not on this machine.
+    """
+    from mlx_ring.models import hub
+
+    if name in builtin_names():
+        raise ConfigError(f"{name} is part of mlx-ring and takes no space: it cannot be removed.")
+    path = _path(name)
+    if _is_there(path):
+        raise ConfigError(f"{path.absolute()} is your own: remove it yourself if nothing needs it.")
+    hub_id = full_name(name)
+    repository = hub.cached_repository(hub_id)
+    if repository is None:
+        found = _downloaded(name)
+        if found is None:
+            raise ModelNotFound(f"{name} is not on this machine; `mlx-ring list` names the models that are.")
+        raise ConfigError(f"{name} belongs to {found.kind}: remove it there.")
+    if any(is_held(folder) for folder in repository.glob("snapshots/*")):
+        raise Conflict(
+            f"{hub_id} is served on this machine: `mlx-ring ps` shows where; stop that server with `mlx-ring stop`, "
+            "then remove it."
+        )
+    return hub_id, hub.remove_repository(repository)
 
 
 def _path(name: str) -> Path:
@@ -163,11 +279,11 @@ def _is_there(path: Path) -> bool:
 
 def _unknown(name: str) -> str:
     names = builtin_names()
-    close = difflib.get_close_matches(name, names, n=1)
-    meant = f" Did you mean {close[0]!r}?" if close else ""
+    close = difflib.get_close_matches(name, names, n=1) or close_short_names(name)
+    meant = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
     return (
-        f"There is no model {name!r}: it is no folder, no GGUF file, no hub id such as Qwen/Qwen3-0.6B, "
-        f"and none of the built-in models ({', '.join(names)}).{meant}"
+        f"There is no model {name!r}. Give a folder, a GGUF file, a hub id such as Qwen/Qwen3-0.6B, a short name such as "
+        f"qwen3:8b, or a built-in model ({', '.join(names)}).{meant}"
     )
 
 
@@ -270,8 +386,12 @@ def _identity(parts: Iterable[Path]) -> str:
 
 
 def hold_folder(folder: Path) -> None:
-    """Keep a GGUF file's folder as long as this process runs, also if the file is replaced or removed meanwhile."""
-    if folder.parent == _gguf_folders() and folder not in _held:
+    """Keep a folder of a GGUF file, or of the hub's cache, until `release_folder` or the end of this process.
+
+    A GGUF file may be replaced or removed meanwhile.
+    """
+    is_kept = folder.parent == _gguf_folders() or folder.parent.name == "snapshots"
+    if is_kept and folder not in _held:
         with contextlib.suppress(OSError):  # a file system without locks
             _held[folder] = descriptor = os.open(folder, os.O_RDONLY)
             fcntl.flock(descriptor, fcntl.LOCK_SH)
@@ -279,6 +399,27 @@ def hold_folder(folder: Path) -> None:
 
 _held: dict[Path, int] = {}
 """Open descriptors of folders that this process holds."""
+
+
+def release_folder(folder: Path) -> None:
+    """Hold a folder no longer."""
+    if folder in _held:
+        os.close(_held.pop(folder))
+
+
+def is_held(folder: Path) -> bool:
+    """Report whether a process holds a folder, this one included."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def _remove_unless_held(folder: Path) -> None:

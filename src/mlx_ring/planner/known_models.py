@@ -6,25 +6,19 @@ import difflib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
-from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from mlx_ring.core.errors import ModelNotFound
 from mlx_ring.models.model_folder import ModelFolder
-from mlx_ring.planner.catalogue import FAST_LOADER
+from mlx_ring.models.short_names import conversions_of, known_models, parts_of, split_format
 from mlx_ring.planner.layer_parts import layer_matrices
 
 MXFP4: Mapping[str, Any] = {"group_size": 32, "bits": 4, "mode": "mxfp4"}
 _MXFP8: Mapping[str, Any] = {"group_size": 32, "bits": 8, "mode": "mxfp8"}
 Q8: Mapping[str, Any] = {"group_size": 64, "bits": 8}
 _QUANTIZED = re.compile(r"(\d)-?bits?(?:-gs(\d+))?", re.IGNORECASE)
-_FORM = re.compile(r"-(\d+-?bits?(?:-gs\d+)?|mxfp\d+(?:-q8)?|bf16|fp16|f16|q\d+)$")
-_KNOWN_FORM = re.compile(r"[234568]-bit(-gs(32|64|128))?|MXFP[48]|MXFP4-Q8|bf16|fp16|f16")
 _PARAMETERS = re.compile(r"(\d+(?:\.\d+)?)b")
 _USUAL_FORM = "4-bit"
 _USUAL_CONTEXT = 32768
@@ -53,14 +47,9 @@ class KnownModel:
     """Sentence that says which model is meant."""
 
 
-@cache
-def _known() -> Mapping[str, Any]:
-    return yaml.load(files("mlx_ring.planner").joinpath("known_models.yaml").read_text("utf-8"), FAST_LOADER)  # noqa: S506 - it is a safe loader
-
-
 def configs() -> Mapping[str, Mapping[str, Any]]:
     """Return the configurations of published models by name, without formats of weights."""
-    return _known()["configs"]
+    return known_models()["configs"]
 
 
 def popular_models() -> Iterator[KnownModel]:
@@ -71,11 +60,11 @@ def popular_models() -> Iterator[KnownModel]:
 
 
 def _popular() -> Mapping[str, Mapping[str, Any]]:
-    return _known()["popular"]
+    return known_models()["popular"]
 
 
 def _forms(entry: Mapping[str, Any]) -> list[str]:
-    return [form for form in entry if form != "context"]
+    return list(conversions_of(entry))
 
 
 def find_known_model(text: str, tried: str = _TRIED, form: str = "") -> KnownModel:
@@ -94,36 +83,17 @@ def find_known_model(text: str, tried: str = _TRIED, form: str = "") -> KnownMod
     Raises:
         ModelNotFound: no model has these parts, or the format is unknown.
     """
-    said = re.sub(r"[\s_/]+", "-", text.strip().lower())
-    found = _FORM.search(said)
-    stem, named = (said[: found.start()], _form(found[1])) if found else (said, "")
+    stem, named = split_format(text)
     form = form or named
     if number := _PARAMETERS.fullmatch(stem):
         return _dense(float(number[1]), form or _USUAL_FORM, text)
-    parts = _parts(stem)
-    alike = [name for name in configs() if parts and parts <= _parts(name)]
+    parts = frozenset(parts_of(stem))
+    alike = [name for name in configs() if parts and parts <= frozenset(parts_of(name))]
     if not alike:
         raise ModelNotFound(_unknown(text, stem, tried))
     popular, last = _popular(), list(configs())
-    name = min(alike, key=lambda name: (name not in popular, len(_parts(name)), -last.index(name)))
+    name = min(alike, key=lambda name: (name not in popular, len(parts_of(name)), -last.index(name)))
     return _known_model(name, form or _forms(popular.get(name, {_USUAL_FORM: ""}))[0], text)
-
-
-def _form(said: str) -> str:
-    """Return a format as the file names it."""
-    if said.startswith("q"):
-        form = f"{said[1:]}-bit"
-    else:
-        form = said.upper() if said.startswith("mxfp") else re.sub(r"^(\d+)-?bits?", r"\1-bit", said)
-    if not _KNOWN_FORM.fullmatch(form):
-        raise ModelNotFound(
-            f"The format {said} is unknown; give 2, 3, 4, 5, 6 or 8 bits as in 70B-4bit, or bf16, fp16, mxfp4 or mxfp8."
-        )
-    return form
-
-
-def _parts(name: str) -> frozenset[str]:
-    return frozenset(part for part in name.lower().split("-") if part)
 
 
 def _unknown(text: str, stem: str, tried: str) -> str:
@@ -135,7 +105,7 @@ def _unknown(text: str, stem: str, tried: str) -> str:
 
 def _known_model(name: str, form: str, text: str) -> KnownModel:
     entry = _popular().get(name, {})
-    length = entry.get("context") or _known()["contexts"].get(name)
+    length = entry.get("context") or known_models()["contexts"].get(name)
     assumed = "" if length else f" Its longest context is assumed to be {_USUAL_CONTEXT:,} tokens."
     context = {"max_position_embeddings": length or _USUAL_CONTEXT}
     published = f" ({entry[form]})" if form in entry else ""

@@ -17,9 +17,8 @@ from mlx_ring.agent.weights.serving import WeightsService
 from mlx_ring.agent.weights.stages import fetch
 from mlx_ring.agent.weights.store import StoredModel, WeightStore
 from mlx_ring.agent.weights.transfer import Fetched, FetchLimits, PeerChannel
-from mlx_ring.models.model_digests import manifest_of_folder
 from mlx_ring.models.model_folder import read_model_folder
-from mlx_ring.models.weights_manifest import Piece, WeightsManifest, make_manifest
+from mlx_ring.models.weights_manifest import Piece, WeightsManifest, make_manifest, manifest_of_folder
 from mlx_ring.rpc.channels import WEIGHTS_MESSAGE_BYTES, make_aio_server, open_aio_channel
 from mlx_ring.rpc.methods import FETCH, HAVE, MANIFEST, WEIGHTS_SERVICE, service_handler
 from mlx_ring.rpc.protos import weights_pb2

@@ -64,19 +64,34 @@ def test_text_over_the_context_is_truncated_or_refused(api: Api) -> None:
     assert "5001 tokens" in refused.json()["error"]
 
 
-def test_pull_succeeds_for_a_served_model_and_fetches_no_other(client: Client) -> None:
-    assert client.pull("twin").status == "success"
-    with pytest.raises(ResponseError, match="models/load"):
-        client.pull("llama3.2")
+def test_a_pull_shows_its_progress_and_fails_in_one_sentence(client: Client) -> None:
+    assert client.pull("twin").status == "success", "a served model is here already"
+    lines = list(client.pull("org/other", stream=True))
+    assert [line.status for line in lines] == [
+        "pulling manifest",
+        *["pulling org/other"] * 3,
+        "verifying sha256 digest",
+        "success",
+    ]
+    assert [(line.completed, line.total) for line in lines[1:4]] == [(0, 100), (50, 100), (100, 100)]
+    assert client.pull("org/other").status == "success"
+    for streams in (True, False):
+        with pytest.raises(ResponseError, match="There is no model 'nobody/knows'"):
+            list(client.pull("nobody/knows", stream=streams))
+
+
+def test_a_model_that_is_not_loaded_is_deleted(client: Client) -> None:
+    assert client.delete("org/kept").status == "success"
+    with pytest.raises(ResponseError, match="is served by this server: unload it first"):
+        client.delete("org/twin")
 
 
 def test_requests_that_change_models_are_refused_with_a_reason(client: Client, api: Api) -> None:
     for call in (
-        lambda: client.delete("twin"),
         lambda: client.copy("twin", "other"),
         lambda: client.push("twin"),
     ):
-        with pytest.raises(ResponseError, match="models on disk, which is not supported"):
+        with pytest.raises(ResponseError, match="make models or send them elsewhere"):
             call()
     assert api.request("HEAD", "/api/blobs/sha256:ab12").status_code == 400
     assert set(api.get("/api/version").json()) == {"version", "mlx_ring"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from tests.api.clients import Api, error_of, refusal
 from tests.api.twins import TwinService
@@ -106,15 +108,44 @@ def test_status_and_cache_stats_list_every_model(api: Api) -> None:
     assert [worker["model"] for worker in workers] == ["org/twin"] * 2 + ["org/other"] * 2
 
 
-@pytest.mark.parametrize("path", ["/models/load", "/models/unload"])
-def test_remote_client_needs_a_key_to_load_and_unload(path: str) -> None:
+def test_a_pull_streams_its_progress_until_the_model_is_complete(api: Api) -> None:
+    streamed = api.post("/models/pull", {"model": "org/new", "stream": True})
+    assert streamed.headers["content-type"].startswith("text/event-stream")
+    events = [json.loads(line.removeprefix("data: ")) for line in streamed.text.splitlines() if line]
+    assert [(each["status"], each["done_bytes"]) for each in events] == [
+        *[("downloading", done) for done in (0, 50, 100)],
+        ("verifying", 100),
+        ("done", 100),
+    ]
+    assert api.post("/models/pull", {"model": "org/new"}).json() == events[-1]
+
+
+def test_a_pull_that_cannot_begin_is_refused_with_a_status(api: Api) -> None:
+    for fields, status in (({"model": "nobody/knows"}, 404), ({"model": "org/large"}, 503)):
+        assert api.post("/models/pull", fields | {"stream": True}).status_code == status
+    assert api.post("/models/pull", {"model": "org/large", "force": True}).status_code == 200
+
+
+def test_models_on_disk_are_listed_and_deleted_unless_they_are_loaded(api: Api) -> None:
+    listed = api.get("/cluster/models").json()
+    assert [model["name"] for model in listed["models"]] == ["demo"]
+    assert listed["pulls"][0]["model"] == "org/other"
+    assert api.post("/models/delete", {"model": "org/kept"}).json() == {
+        "model": "org/kept",
+        "freed_bytes": 100,
+    }
+    assert api.post("/models/delete", {"model": "org/twin"}).status_code == 409
+
+
+@pytest.mark.parametrize("path", ["/models/load", "/models/unload", "/models/pull", "/models/delete"])
+def test_remote_client_needs_a_key_to_manage_models(path: str) -> None:
     stranger = Api(client="192.168.1.9")
     reply = stranger.post(path, {"model": "twin"})
     assert reply.status_code == 403
     assert "192.168.1.9" in error_of(reply)["message"]
     assert stranger.chat().status_code == 200, "requests to a model need no key"
     known = Api(None, make_api_settings(api_keys=("k",)), client="192.168.1.9")
-    assert known.post(path, {"model": "org/twin"}, authorization="Bearer k").status_code == 200
+    assert known.post(path, {"model": "org/twin"}, authorization="Bearer k").status_code in (200, 409)
 
 
 def _request() -> GenerateRequest:

@@ -22,8 +22,7 @@ from pathlib import Path
 from mlx_ring.agent.weights.journal import Journal
 from mlx_ring.core.errors import ModelCorrupt, PlanError, ProtocolError
 from mlx_ring.host.private_files import locked, make_private_folder
-from mlx_ring.models.model_digests import hash_range
-from mlx_ring.models.weights_manifest import Piece, WeightsManifest, decode_manifest, is_digest
+from mlx_ring.models.weights_manifest import Piece, WeightsManifest, decode_manifest, hash_range, is_digest
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from mlx_ring.api.chat.tool_call_grammars import (
 )
 from mlx_ring.core.errors import RequestError
 from mlx_ring.core.types import Grammar
-from mlx_ring.models.grammar_trials import GrammarTrials
+from mlx_ring.models.grammars import GrammarTrials
 
 _WITHIN_S = 10.0
 _KEPT = 256

@@ -1,8 +1,8 @@
-"""`/api/tags`, `/api/ps`, `/api/show`, `/api/version`, and the refused routes that would change models on disk."""
+"""`/api/tags`, `/api/ps`, `/api/show`, `/api/version`, `/api/pull`, `/api/delete`, and the refused routes that make models."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
 from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import cast
@@ -13,7 +13,7 @@ from starlette.routing import Router
 
 from mlx_ring.api.context import ApiContext, workers_of_model
 from mlx_ring.api.ollama import schemas
-from mlx_ring.api.ollama.request import OPTION_NAMES, find_model
+from mlx_ring.api.ollama.request import LATEST, OPTION_NAMES, find_model
 from mlx_ring.api.ollama.schemas import (
     LINES,
     OllamaDetails,
@@ -25,13 +25,16 @@ from mlx_ring.api.ollama.schemas import (
     OllamaStatus,
     OllamaVersion,
 )
+from mlx_ring.api.ollama.writer import json_line
 from mlx_ring.api.openai.models import capabilities
 from mlx_ring.api.openapi import ApiRoute, documented_get, documented_post
+from mlx_ring.api.ops.models import Pulling, check_manager, pull_all, pulling
 from mlx_ring.api.request_body import Body
 from mlx_ring.api.service import ModelService
-from mlx_ring.api.streaming import JsonAnswer
-from mlx_ring.core.errors import RequestError, UnknownModel
+from mlx_ring.api.streaming import JsonAnswer, JsonStream, StreamFormat, while_connected
+from mlx_ring.core.errors import RequestError
 from mlx_ring.core.types import ADVISED_SAMPLING
+from mlx_ring.models.model_folder import PullProgress
 
 _API_VERSION = "0.12.11"
 """Version of Ollama that this API corresponds to. Clients check that it is new enough."""
@@ -52,9 +55,9 @@ class ShownModel(NamedModel):
 
 class PulledModel(NamedModel):
     stream: bool | None = None
-    """True to send the answer, a single line, as a stream of lines."""
+    """False to send the answer when the model is complete, without progress."""
     insecure: bool | None = None
-    """Setting of a connection to a registry. Accepted without effect, because nothing is downloaded."""
+    """Setting of a connection to a registry. Accepted without effect."""
 
 
 def routes(context: ApiContext) -> Router:
@@ -74,38 +77,80 @@ def routes(context: ApiContext) -> Router:
     async def api_version(_: Request) -> OllamaVersion:
         return {"version": _API_VERSION, "mlx_ring": version("mlx-ring")}
 
-    async def pull(request: Request) -> JsonAnswer[OllamaStatus]:
-        fields = await context.read(request, PulledModel)
-        name = fields.model or fields.name
-        try:
-            find_model(context, name)
-        except UnknownModel:
-            raise RequestError(
-                f"'{name}' is not served, and this API fetches no models: load it with POST /models/load, "
-                "or start `mlx-ring serve` with several models.",
-                param="model",
-            ) from None
-        media_type = None if fields.stream is False else LINES
-        return JsonAnswer({"status": "success"}, media_type=media_type)
-
     async def refuse(request: Request) -> Response:
-        raise RequestError(f"{request.url.path} would change the models on disk, which is not supported.")
+        raise RequestError(
+            f"{request.url.path} would make models or send them elsewhere, which is not supported."
+        )
 
     documented_get(router, "/api/tags", tags, schemas.TAGS)
     documented_get(router, "/api/ps", running, schemas.RUNNING)
     documented_get(router, "/api/version", api_version, schemas.VERSION)
     documented_post(router, "/api/show", show, ShownModel, schemas.SHOW)
-    documented_post(router, "/api/pull", pull, PulledModel, schemas.PULL)
+    _add_disk(router, context)
     for path, method in (
         ("/api/create", "POST"),
         ("/api/copy", "POST"),
         ("/api/push", "POST"),
-        ("/api/delete", "DELETE"),
         ("/api/blobs/{digest}", "POST"),
         ("/api/blobs/{digest}", "GET"),
     ):
         router.routes.append(ApiRoute(path, refuse, method))
     return router
+
+
+def _add_disk(router: Router, context: ApiContext) -> None:
+    async def pull(request: Request) -> JsonAnswer[OllamaStatus] | JsonStream[OllamaStatus]:
+        fields = await context.read(request, PulledModel)
+        name = _named(fields)
+        served = {each for model in context.catalog.models for each in (model.model_id, *model.aliases)}
+        if name in served or name.removesuffix(LATEST) in served:
+            form = None if fields.stream is False else LINES
+            return JsonAnswer[OllamaStatus]({"status": "success"}, media_type=form)
+        check_manager(request, context.settings)
+
+        async def lines(progress: AsyncGenerator[PullProgress]) -> AsyncGenerator[list[OllamaStatus]]:
+            yield [{"status": "pulling manifest"}]
+            async for each in progress:
+                yield [_pull_line(name, each)]
+
+        def begin() -> Pulling:
+            return pulling(context.catalog, name)
+
+        if fields.stream is False:
+            await while_connected(request.receive, pull_all(begin()))
+            return JsonAnswer({"status": "success"})
+        return JsonStream(begin, lines, StreamFormat(LINES, json_line))
+
+    async def delete(request: Request) -> Response:
+        check_manager(request, context.settings)
+        fields = await context.read(request, NamedModel)
+        await context.catalog.delete(_named(fields))
+        return Response()
+
+    documented_post(router, "/api/pull", pull, PulledModel, schemas.PULL)
+    router.routes.append(ApiRoute("/api/delete", delete, "DELETE", schemas.DELETE, NamedModel))
+
+
+def _named(fields: NamedModel) -> str:
+    name = fields.model or fields.name
+    if not name:
+        raise RequestError("'model' is missing; name a model, such as qwen3:8b.", param="model")
+    return name
+
+
+def _pull_line(name: str, progress: PullProgress) -> OllamaStatus:
+    match progress.status:
+        case "downloading":
+            return {
+                "status": f"pulling {name}",
+                "digest": name,
+                "total": progress.total_bytes,
+                "completed": progress.done_bytes,
+            }
+        case "verifying":
+            return {"status": "verifying sha256 digest"}
+        case "done":
+            return {"status": "success"}
 
 
 def _listed(model: ModelService) -> OllamaModel:

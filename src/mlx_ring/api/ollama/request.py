@@ -125,7 +125,7 @@ def _call(call: ToolCall) -> dict[str, object]:
     return {**named, "type": "function", "function": function}
 
 
-_LATEST = ":latest"
+LATEST = ":latest"
 _NO_TIME = re.compile(r"[-+]?0+(\.0*)?(ns|us|µs|ms|s|m|h)?")
 _DURATION = r"^[-+]?(0|(([0-9]+(\.[0-9]*)?|\.[0-9]+)(ns|us|µs|ms|s|m|h))+)$"
 
@@ -152,9 +152,9 @@ def find_model(context: ApiContext, name: str | None) -> ModelService:
     try:
         return context.model(name)
     except UnknownModel:
-        if name is None or not name.endswith(_LATEST):
+        if name is None or not name.endswith(LATEST):
             raise
-        return context.model(name.removesuffix(_LATEST))
+        return context.model(name.removesuffix(LATEST))
 
 
 def unloads_at_once(keep_alive: KeepAlive | None) -> bool:

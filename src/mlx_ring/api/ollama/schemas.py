@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NotRequired
+from typing import Any, Literal, NotRequired
 
 from mlx_ring.api.openai.schemas import ScoredToken
 from mlx_ring.api.openapi import JsonObject, RouteDoc
@@ -130,7 +130,14 @@ class OllamaVersion(JsonObject):
 
 
 class OllamaStatus(JsonObject):
-    status: Literal["success"]
+    status: str
+    """State of a pull; "success" at its end."""
+    digest: NotRequired[str]
+    """Name of the download."""
+    total: NotRequired[int]
+    """Bytes of all files."""
+    completed: NotRequired[int]
+    """Bytes that are here."""
 
 
 CHAT = RouteDoc(
@@ -166,9 +173,16 @@ RUNNING = RouteDoc("List the loaded models in Ollama's format", OllamaRunningMod
 SHOW = RouteDoc("Describe a model and its capabilities in Ollama's format", OllamaShown, example={}, tag=_TAG)
 VERSION = RouteDoc("Return the version of Ollama's API", OllamaVersion, tag=_TAG)
 PULL = RouteDoc(
-    "Check that a model is served; nothing is downloaded",
+    "Download a model in Ollama's format, with progress unless `stream` is false, and list it",
     OllamaStatus,
     {LINES: OllamaStatus},
-    example={},
+    {"model": "qwen3:0.6b"},
+    more_statuses=(409,),
+    tag=_TAG,
+)
+DELETE: RouteDoc[Any, Any] = RouteDoc(
+    "Remove a model that is not loaded from the disk, in Ollama's format",
+    example={"model": "qwen3:0.6b"},
+    more_statuses=(409,),
     tag=_TAG,
 )

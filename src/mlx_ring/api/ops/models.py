@@ -1,9 +1,12 @@
-"""`/models/load` and `/models/unload`, which manage memory, and `/generate`, which continues a prompt."""
+"""Models in memory (`/models/load`, `/models/unload`) and on disk (`/models/pull`, `/models/delete`); `/generate`."""
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import secrets
+from collections.abc import AsyncGenerator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -11,29 +14,83 @@ from starlette.requests import Request
 from starlette.routing import Router
 
 from mlx_ring.api.context import ApiContext
+from mlx_ring.api.dialect import event
 from mlx_ring.api.generation import costs
 from mlx_ring.api.openai.completions import Task, run_task
 from mlx_ring.api.openai.models import describe
 from mlx_ring.api.openai.sampling import Count, SamplingFields, finish_reason, sampling_params
 from mlx_ring.api.openai.schemas import Costs, Model
-from mlx_ring.api.openapi import RouteDoc, documented_post
+from mlx_ring.api.openapi import JsonObject, RouteDoc, documented_get, documented_post
 from mlx_ring.api.request_body import Body
+from mlx_ring.api.service import ModelCatalog
 from mlx_ring.api.settings import ApiSettings
-from mlx_ring.api.streaming import while_connected
+from mlx_ring.api.streaming import EVENT_STREAM, KEEP_ALIVE, JsonStream, StreamFormat, while_connected
 from mlx_ring.core.errors import Refused
+from mlx_ring.models.model_folder import PullProgress
+from mlx_ring.models.short_names import short_names_of
 
 Name = Annotated[str, Field(min_length=1, max_length=4096)]
 
 
 class LoadRequest(Body):
     model: Name
-    """Model to load, as `mlx-ring serve` accepts it: a built-in name, a folder or GGUF file on the head's machine, or a hub id."""
+    """Model to load, as `mlx-ring serve` accepts it: a built-in name, a folder or GGUF file on the head's machine, a short name such as
+    `qwen3:8b`, or a hub id."""
 
 
 class UnloadRequest(Body):
     model: Name
     force: bool = False
     """Unload the model even while it answers requests, which then end with an error."""
+
+
+class PullRequest(Body):
+    model: Name
+    """Model to download to the head's machine: a short name such as `qwen3:8b`, or a hub id."""
+    force: bool = False
+    """Download it even if its weights exceed the memory of all machines."""
+    stream: bool = False
+    """Send the progress as server-sent events. The answer otherwise comes when the model is complete."""
+
+
+class DeleteRequest(Body):
+    model: Name
+
+
+class PullStatus(JsonObject):
+    """State of a pull."""
+
+    model: str
+    """Id on the hub, or the name if it is none."""
+    status: Literal["downloading", "verifying", "done"]
+    done_bytes: int
+    """Bytes that are here, also from an earlier pull."""
+    total_bytes: int
+    """Bytes of all files; 0 if the model was complete before."""
+
+
+class DeletedModel(JsonObject):
+    model: str
+    freed_bytes: int
+
+
+class DiskModel(JsonObject):
+    """Model that can be loaded without a download."""
+
+    name: str
+    """Name for `/models/load`."""
+    short_names: list[str]
+    source: Literal["built-in", "folder", "file", "hub", "LM Studio", "ollama"]
+    model_type: str
+    weight_bytes: int
+    layers: int
+    context_tokens: int
+
+
+class DiskModels(JsonObject):
+    models: list[DiskModel]
+    pulls: list[PullStatus]
+    """Pulls in progress. A pull of the same model joins the one in progress."""
 
 
 def routes(context: ApiContext) -> Router:
@@ -66,12 +123,151 @@ def routes(context: ApiContext) -> Router:
         UnloadRequest,
         RouteDoc("Free a model's memory until the next request for it", Model, more_statuses=(409,)),
     )
+    _add_disk(router, context)
     _add_generate(router, context)
     return router
 
 
+def _add_disk(router: Router, context: ApiContext) -> None:
+    catalog = context.catalog
+
+    async def pull(request: Request) -> PullStatus | JsonStream[PullStatus]:
+        check_manager(request, context.settings)
+        fields = await context.read(request, PullRequest)
+        model = fields.model
+
+        async def events(progress: AsyncGenerator[PullProgress]) -> AsyncGenerator[list[PullStatus]]:
+            async for each in progress:
+                yield [_pull_status(model, each)]
+
+        def begin() -> Pulling:
+            return pulling(catalog, model, force=fields.force)
+
+        if fields.stream:
+            return JsonStream(begin, events, StreamFormat(EVENT_STREAM, event, KEEP_ALIVE))
+        return _pull_status(model, await while_connected(request.receive, pull_all(begin())))
+
+    async def delete(request: Request) -> DeletedModel:
+        check_manager(request, context.settings)
+        fields = await context.read(request, DeleteRequest)
+        model, freed_bytes = await catalog.delete(fields.model)
+        return {"model": model, "freed_bytes": freed_bytes}
+
+    async def on_disk(_: Request) -> DiskModels:
+        pulls = [_pull_status(name, progress) for name, progress in catalog.pulls.items()]
+        return {"models": await asyncio.to_thread(_disk_models, catalog), "pulls": pulls}
+
+    documented_post(
+        router,
+        "/models/pull",
+        pull,
+        PullRequest,
+        RouteDoc(
+            "Download a model to the head's machine, and list it as unloaded",
+            PullStatus,
+            {EVENT_STREAM: PullStatus},
+            {"model": "qwen3:0.6b"},
+            more_statuses=(409,),
+            description=(
+                "It continues an earlier pull. Sizes and SHA-256 are compared with the hub's. "
+                "A pull ends when no client waits for it any more, and the next one continues it."
+            ),
+        ),
+    )
+    documented_post(
+        router,
+        "/models/delete",
+        delete,
+        DeleteRequest,
+        RouteDoc(
+            "Remove a model that is not loaded from the head's disk",
+            DeletedModel,
+            example={"model": "qwen3:0.6b"},
+            more_statuses=(409,),
+        ),
+    )
+    documented_get(
+        router,
+        "/cluster/models",
+        on_disk,
+        RouteDoc("List the models on the head's disk, and the pulls in progress", DiskModels),
+    )
+
+
+def _disk_models(catalog: ModelCatalog) -> list[DiskModel]:
+    return [
+        {
+            "name": model.name,
+            "short_names": list(short_names_of(model.name)),
+            "source": model.kind,
+            "model_type": model.folder.model_type,
+            "weight_bytes": model.folder.weight_bytes,
+            "layers": model.folder.num_layers,
+            "context_tokens": model.folder.context_length,
+        }
+        for model in catalog.local_models()
+    ]
+
+
+def _pull_status(model: str, progress: PullProgress) -> PullStatus:
+    return {
+        "model": model,
+        "status": progress.status,
+        "done_bytes": progress.done_bytes,
+        "total_bytes": progress.total_bytes,
+    }
+
+
+async def pull_all(pull: Pulling) -> PullProgress:
+    """Wait for the end of a pull, and return its last progress."""
+    last = PullProgress("done", 0, 0)
+    async with pull as progress:
+        async for each in progress:
+            last = each
+    return last
+
+
+Pulling = AbstractAsyncContextManager[AsyncGenerator[PullProgress]]
+
+
+@asynccontextmanager
+async def pulling(
+    catalog: ModelCatalog, model: str, *, force: bool = False
+) -> AsyncGenerator[AsyncGenerator[PullProgress]]:
+    """Start a pull, or join one, and yield its progress, of which the last is "done". The pull is left with the context.
+
+    Raises:
+        RingError: the model cannot be fetched. Checks come before the context begins.
+    """
+    queue = asyncio.Queue[PullProgress | None]()
+    task = asyncio.ensure_future(catalog.pull(model, force=force, report=queue.put_nowait))
+    task.add_done_callback(lambda _: queue.put_nowait(None))
+    try:
+        first = await queue.get()
+        if first is None:
+            task.result()
+        yield _progress(task, queue, first)
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def _progress(
+    task: asyncio.Future[str], queue: asyncio.Queue[PullProgress | None], newest: PullProgress | None
+) -> AsyncGenerator[PullProgress]:
+    total_bytes = 0
+    while newest is not None:
+        total_bytes = newest.total_bytes
+        # The files are here before the model is listed.
+        if newest.status != "done":
+            yield newest
+        newest = await queue.get()
+    task.result()
+    yield PullProgress("done", total_bytes, total_bytes)
+
+
 def check_manager(request: Request, settings: ApiSettings) -> None:
-    """Check that the client may load and unload models.
+    """Check that the client may load, unload, pull and delete models.
 
     Clients on other machines need an API key, because a model may be any folder, or fill the disk.
 
@@ -81,7 +277,7 @@ def check_manager(request: Request, settings: ApiSettings) -> None:
     host = "" if request.client is None else request.client.host
     if not settings.api_keys and not is_loopback(host):
         raise Refused(
-            f"Models are loaded and unloaded from another machine ({host}) only with an API key: "
+            f"Models are managed from another machine ({host}) only with an API key: "
             "start the server with --api-key."
         )
 

@@ -14,8 +14,8 @@ import pytest
 
 from mlx_ring.core.errors import ServingError
 from mlx_ring.core.types import Grammar
-from mlx_ring.models import grammar_trials
-from mlx_ring.models.grammar_trials import GrammarTrials
+from mlx_ring.models import grammars
+from mlx_ring.models.grammars import GrammarTrials
 
 GOOD = Grammar("json_schema", '{"type": "integer"}')
 
@@ -44,7 +44,7 @@ def children() -> Callable[[], list[psutil.Process]]:
     """Return the processes for trials that started since the test began."""
 
     def now() -> list[psutil.Process]:
-        return [each for each in psutil.Process().children() if grammar_trials.__name__ in each.cmdline()]
+        return [each for each in psutil.Process().children() if grammars.__name__ in each.cmdline()]
 
     before = now()
     return lambda: [each for each in now() if each not in before]

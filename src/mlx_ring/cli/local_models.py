@@ -1,0 +1,321 @@
+"""Models on this machine's disk: `mlx-ring pull`, `list`, `rm`, and `recommend`, which names those that run well here."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Self
+
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.table import Column, Table
+
+from mlx_ring.cli import INTERRUPTED
+from mlx_ring.cli.heads import ask_head, names_at
+from mlx_ring.core.errors import ConfigError, RequestError
+from mlx_ring.host.process import usable_memory
+from mlx_ring.host.running import Running, running_here
+from mlx_ring.models.model_folder import PullProgress, gigabytes
+from mlx_ring.models.model_source import (
+    LocalModel,
+    find_model,
+    full_name,
+    list_local_models,
+    must_be_fetched,
+    remove_model,
+)
+from mlx_ring.models.short_names import published_models, short_names_of
+from mlx_ring.settings.config import state_folder
+from mlx_ring.settings.settings_sources import load_settings
+
+if TYPE_CHECKING:
+    from mlx_ring.host.machine_profile import MachineProfile
+    from mlx_ring.planner.what_if import Outcome
+
+_LARGE = 10
+"""Least number that is shown without decimals."""
+_FORCE = typer.Option("--force", help="Download it even if no machine here has the memory for it.")
+
+
+def pull(
+    model: Annotated[str, typer.Argument(help="Short name, such as qwen3:8b, or Hugging Face id.")],
+    force: Annotated[bool, _FORCE] = False,
+) -> None:
+    """Download a model to this machine, or continue and check a download.
+
+    Sizes and SHA-256 are compared with the hub's. Models that LM Studio, ollama or
+    another program with the hub's cache has downloaded are used as they are, and not converted. Gated models need HF_TOKEN, a token from your account on the hub.
+    """
+    if must_be_fetched(model):
+        found = fetch_here(model, memory_bytes=None if force else memory_here())
+        print(f"{found.name} is complete: {gigabytes(found.folder.weight_bytes)} in {found.folder.path}.")
+    else:
+        found = find_model(model)
+        print(
+            f"{found.name} is on this machine already ({found.kind}): {found.folder.path}.{_checked(found)}"
+        )
+    print(f"Chat with it: mlx-ring run {next(iter(short_names_of(found.name)), model)}")
+
+
+def _checked(found: LocalModel) -> str:
+    """Compare a model of the hub's cache with the hub, and return a sentence on the result."""
+    if found.kind != "hub":
+        return ""
+    from mlx_ring.models import hub
+
+    with _Bar(found.name) as bar:
+        is_checked = hub.verify(found.name, bar.report)
+    return (
+        " Its files have the hub's sizes and SHA-256."
+        if is_checked
+        else " The hub cannot be asked, so its files were not compared."
+    )
+
+
+def fetch_here(model: str, *, must_fit: bool = False, memory_bytes: int | None = None) -> LocalModel:
+    """Return a model of this machine. One that must be fetched shows its progress on a terminal.
+
+    Args:
+        model: any name of it.
+        must_fit: True to refuse one that this machine's memory cannot hold.
+        memory_bytes: memory of the machines that may share it; None for any.
+
+    Raises:
+        ModelError, PlanError: as `find_model` does.
+    """
+    try:
+        with _Bar(model) as bar:
+            return find_model(model, must_fit=must_fit, memory_bytes=memory_bytes, report=bar.report)
+    except KeyboardInterrupt:
+        print(f"\nStopped. `mlx-ring pull {model}` continues the download.", flush=True)
+        # Threads of the fetch would hold the process until their files are complete.
+        os._exit(INTERRUPTED)
+
+
+class _Bar:
+    """Progress bar of a fetch, on a terminal only."""
+
+    def __init__(self, model: str) -> None:
+        console = Console(stderr=True)
+        self._shown = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._model = model
+        self._task = self._shown.add_task(model, total=None, visible=False)
+
+    def __enter__(self) -> Self:
+        self._shown.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._shown.stop()
+
+    def report(self, progress: PullProgress) -> None:
+        """Move the bar."""
+        self._shown.update(
+            self._task,
+            description=f"{progress.status} {self._model}",
+            completed=progress.done_bytes,
+            total=progress.total_bytes,
+            visible=True,
+        )
+
+
+def memory_here() -> int:
+    """Return the memory of this machine, or of the cluster of a head that runs on it, if that is more. In bytes."""
+    clusters = [0]
+    for head in heads_here():
+        with contextlib.suppress(ConfigError, RequestError, LookupError, TypeError):
+            nodes = ask_head(head.url, "/cluster/status")["nodes"]
+            clusters.append(sum(node["memory"]["total_bytes"] for node in nodes if node["memory"]))
+    return max(usable_memory().total_bytes, *clusters)
+
+
+def heads_here() -> list[Running]:
+    """Return the heads that run on this machine with the same state folder."""
+    return [each for each in running_here(state_folder(load_settings({}))) if each.kind == "head"]
+
+
+def rm(
+    model: Annotated[str, typer.Argument(help="Name of a downloaded model, as `mlx-ring list` shows it.")],
+) -> None:
+    """Remove a downloaded model from this machine's disk. One that is served stays."""
+    hub_id = full_name(model)
+    for head in heads_here():
+        names: dict[str, set[str]] = {}
+        with contextlib.suppress(ConfigError, RequestError, LookupError, TypeError):
+            names = names_at(head.url)
+        if any(hub_id in each or model in each for each in names.values()):
+            freed = ask_head(head.url, "/models/delete", {"model": hub_id})["freed_bytes"]
+            break
+    else:
+        hub_id, freed = remove_model(model)
+    print(f"{hub_id} is removed, which frees {gigabytes(freed)}.")
+
+
+def recommend(
+    cluster: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="File that describes machines, as for `plan`.")
+    ] = None,
+    machine: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Known machine, such as m4-mac-mini-16. Repeat it for several."),
+    ] = None,
+    link: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Link between the machines, such as tb5-rdma.")
+    ] = None,
+    url: Annotated[
+        str | None, typer.Option(help="Head whose cluster counts; by default one on this machine.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List the models that run well here, by predicted speed: with 5 tokens/s or more.
+
+    "Here" is the cluster of a head that runs on this machine, or else this machine alone, which is measured if it was
+    not yet. The memory of other loaded models is free for a recommended one.
+    """
+    outcomes, where = _outcomes(cluster, machine, link, url)
+    from mlx_ring.cli.startup import PLEASANT_TOKENS_PER_S  # imports what only `serve` needs
+
+    good = sorted(
+        (each for each in outcomes if each.fits and each.tokens_per_s >= PLEASANT_TOKENS_PER_S),
+        key=lambda each: (-each.memory_bytes, each.model),
+    )
+    if as_json:
+        print(json.dumps([_recommended(each) for each in good], indent=1))
+    elif good:
+        _show_recommended(good, where)
+    else:
+        print(_none_recommended(outcomes, where, PLEASANT_TOKENS_PER_S))
+
+
+def _outcomes(
+    cluster: Path | None, machine: list[str] | None, link: str | None, url: str | None
+) -> tuple[Sequence[Outcome], str]:
+    """Return the predictions for popular models, and the machines that they are for."""
+    from mlx_ring.cli.what_if import Asked, ask_planner, ask_running, given_machines
+    from mlx_ring.planner.profiles import ClusterProfile, measured_node
+    from mlx_ring.planner.what_if import Question
+
+    asked = Asked(None, Question(), None, what_fits=True)
+    if cluster is not None or machine:
+        machines, _ = given_machines(cluster, machine, link)
+        return ask_planner(machines, asked).outcomes, " and ".join(each.name for each in machines.nodes)
+    for place in [url] if url is not None else [head.url for head in heads_here()]:
+        try:
+            return ask_running(place, asked, {}, None).outcomes, f"the cluster of {place}"
+        except ConfigError:
+            # A head that is loading its model has measured no machine yet.
+            if url is not None:
+                raise
+    node = measured_node(asyncio.run(_own_profile()), "this machine")
+    return ask_planner(ClusterProfile((node,)), asked).outcomes, "this machine"
+
+
+async def _own_profile() -> MachineProfile:
+    # It imports gRPC, which `serve` configures first.
+    from mlx_ring.agent.profiling import ProfileOptions, ProfileStore, recall_or_measure
+    from mlx_ring.host.machine import share_cores
+
+    settings = load_settings({})
+    options = ProfileOptions(settings.blas, settings.blas_threads or share_cores(1))
+    return await recall_or_measure(ProfileStore(state_folder(settings).expanduser().absolute()), options)
+
+
+def _names_of(label: str) -> tuple[str, str]:
+    """Return the short name and the hub's id of a popular model by its name and format."""
+    for each in published_models():
+        for form, hub_id in each.conversions.items():
+            if label == f"{each.name} {form}":
+                return next(iter(short_names_of(hub_id)), hub_id), hub_id
+    return label, label
+
+
+def _recommended(one: Outcome) -> dict[str, object]:
+    short, hub_id = _names_of(one.model)
+    return {"name": short, "hub_id": hub_id, **asdict(one)}
+
+
+def _show_recommended(good: Sequence[Outcome], where: str) -> None:
+    here = {model.name for model in list_local_models()}
+    table = Table(Column("model", overflow="fold"), box=None, pad_edge=False)
+    for title in ("tokens/s", "first token at 8k, s", "memory"):
+        table.add_column(title, justify="right")
+    table.add_column("on this disk")
+    for one in good:
+        short, hub_id = _names_of(one.model)
+        table.add_row(
+            short,
+            _between(one.tokens_per_s_range),
+            _between(one.first_token_s_range),
+            gigabytes(one.memory_bytes),
+            "yes" if hub_id in here else "",
+        )
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(f"Models that run well on {where}, the largest first:\n", markup=False)
+    console.print(table)
+    console.print(f"\nPredicted, for one user. Chat with one: mlx-ring run {_names_of(good[0].model)[0]}")
+
+
+def _between(ends: tuple[float, float]) -> str:
+    return " to ".join(f"{end:.0f}" if end >= _LARGE else f"{end:.2g}" for end in ends)
+
+
+def _none_recommended(outcomes: Sequence[Outcome], where: str, least: float) -> str:
+    fitting = [each for each in outcomes if each.fits]
+    if not fitting:
+        return f"None of the {len(outcomes)} listed models fits the memory of {where}."
+    fastest = max(fitting, key=lambda each: each.tokens_per_s)
+    return (
+        f"None: no listed model is predicted at {least:g} tokens/s or more on {where}. The fastest that fits is "
+        f"{_names_of(fastest.model)[0]}, with {fastest.tokens_per_s:.2g} tokens/s."
+    )
+
+
+def list_models() -> None:
+    """List the models on this machine: built-in ones, those of the Hugging Face cache, LM Studio and ollama, and GGUF files."""
+    table = Table(Column("model", overflow="fold"), "short name", "from", "kind", box=None, pad_edge=False)
+    for title in ("size", "layers", "context"):
+        table.add_column(title, justify="right")
+    remarks: list[str] = []
+    for model in list_local_models():
+        folder = model.folder
+        if folder.rounding:
+            remarks.append(f"{model.name}: {folder.rounding}.")
+        table.add_row(
+            model.name,
+            next(iter(short_names_of(model.name)), ""),
+            model.kind,
+            folder.model_type,
+            f"{folder.weight_bytes / 1e6:,.0f} MB",
+            str(folder.num_layers),
+            f"{folder.context_length:,}",
+        )
+    console = Console(soft_wrap=True)
+    console.print(table)
+    for remark in remarks:
+        console.print(remark, highlight=False)
+    console.print(
+        "\nServe one with `mlx-ring serve MODEL`; a folder, a GGUF file, a short name or any hub id works too.",
+        highlight=False,
+    )

@@ -1,0 +1,243 @@
+"""Servers of this machine: `mlx-ring ps` lists what they serve, `run` chats with one or starts it, and `stop` ends all."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from mlx_ring.cli.flags import with_settings
+from mlx_ring.cli.heads import CACERT, DEFAULT_URL, ask_head, names_at, trust
+from mlx_ring.core.environment import inherited_environment
+from mlx_ring.core.errors import ConfigError, RequestError
+from mlx_ring.host.child import watch_lifeline
+from mlx_ring.host.running import end_running, remove_abandoned, running_here
+from mlx_ring.settings.config import state_folder
+from mlx_ring.settings.settings_sources import load_settings
+
+_ADDRESS = "Serving "
+"""Start of the line in which `serve` prints its address."""
+_END_WAIT_S = 60.0
+
+
+@with_settings(("state_dir",))
+def stop(*, flags: dict[str, object]) -> None:
+    """End the head and the agent of this machine, their workers, and processes that a killed head left behind.
+
+    Processes with another state folder keep running. If nothing runs, the exit code is 0.
+    """
+    settings = load_settings(flags)
+    ended = end_running(state_folder(settings))
+    remove_abandoned(settings.run_dir or Path(tempfile.gettempdir()))
+    print("\n".join(ended) or "No mlx-ring process runs here.")
+
+
+# ---- what is served
+
+
+@with_settings(("state_dir",))
+def ps(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    *,
+    flags: dict[str, object],
+) -> None:
+    """List the models that servers of this machine serve: where, in how much memory, and since when.
+
+    Memory is that of weights and KV caches on all machines. An unloaded model is loaded by its next request.
+    """
+    heads = [each for each in running_here(state_folder(load_settings(flags))) if each.kind == "head"]
+    rows: list[Mapping[str, Any]] = []
+    silent: list[str] = []
+    for head in heads:
+        try:
+            rows += _served_by(head.url, head.pid)
+        except (ConfigError, RequestError) as error:
+            silent.append(f"The server at {head.url} (process {head.pid}) does not tell: {error}")
+    if as_json:
+        print(json.dumps(rows, indent=1))
+    elif rows:
+        _show(rows)
+    elif not silent:
+        print("Nothing is served by this machine. Start with: mlx-ring run MODEL")
+    for sentence in silent:
+        print(sentence, file=sys.stderr)
+
+
+def _served_by(url: str, pid: int) -> Iterator[Mapping[str, Any]]:
+    status, listed = ask_head(url, "/cluster/status"), ask_head(url, "/v1/models")["data"]
+    for model in listed:
+        ranks = [
+            rank
+            for instance in status["instances"]
+            if instance["model"] == model["id"]
+            for stage in instance["stages"]
+            for rank in stage["ranks"]
+        ]
+        used: list[Mapping[str, int]] = [rank["used"] for rank in ranks if rank["used"]]
+        yield {
+            "model": model["id"],
+            "aliases": model.get("aliases", []),
+            "state": model["state"],
+            "machines": sorted({rank["node"] for rank in ranks}),
+            "memory_bytes": sum(each["weight_bytes"] + each["kv_bytes"] for each in used),
+            "since": model["created"],
+            "url": url,
+            "pid": pid,
+        }
+
+
+def _show(rows: Sequence[Mapping[str, Any]]) -> None:
+    from rich.console import Console  # `stop` and `run` print no table
+    from rich.table import Column, Table
+
+    table = Table(Column("model", overflow="fold"), "is", "on", box=None, pad_edge=False)
+    table.add_column("memory", justify="right")
+    for title in ("since", "server", "process"):
+        table.add_column(title)
+    for row in rows:
+        table.add_row(
+            row["model"],
+            row["state"],
+            ", ".join(row["machines"]),
+            f"{row['memory_bytes'] / 1e9:.2f} GB" if row["machines"] else "",
+            datetime.fromtimestamp(row["since"]).astimezone().strftime("%Y-%m-%d %H:%M"),
+            row["url"],
+            str(row["pid"]),
+        )
+    Console(soft_wrap=True, highlight=False).print(table)
+
+
+# ---- a chat with a model, served for it if need be
+
+
+def run(
+    model: Annotated[
+        str, typer.Argument(help="Built-in name, folder, GGUF file, short name or Hugging Face id.")
+    ],
+    url: Annotated[str, typer.Option(help="Server to use if it runs.")] = DEFAULT_URL,
+    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(metavar="KEY", help="API key of the server; MLX_RING_API_KEY by default."),
+    ] = None,
+    cacert: Annotated[Path | None, CACERT] = None,
+) -> None:
+    """Chat with a model, and serve it for that if nothing serves it.
+
+    A running server loads the model; without one, a server is started here. When the chat ends, so does what was
+    started for it. A model that is not on this machine is downloaded first.
+    """
+    from mlx_ring.cli.chat import run_chat  # `ps` and `stop` need no chat
+
+    settings = load_settings({"api_key": api_key})
+    key = settings.api_key[0] if settings.api_key else None
+    trusted = trust(cacert, settings.ssl_certfile)
+    with _served(model, url, key, cacert) as (place, name):
+        code = run_chat(place, model=name, system=system, api_key=key, trusted=trusted)
+    raise typer.Exit(code)
+
+
+@contextlib.contextmanager
+def _served(model: str, url: str, key: str | None, cacert: Path | None) -> Generator[tuple[str, str]]:
+    """Yield the address of a server of the model, and its name there. A server or a load that it needs ends with the context."""
+    from mlx_ring.models.model_source import full_name
+
+    served = _names_at(url, key, cacert)
+    if served is None:
+        with _own_server(model, key) as place:
+            yield place, next(iter(names_at(place, api_key=key, cacert=cacert)))
+        return
+    wanted = {model, full_name(model)}
+    ready = next((name for name, names in served.items() if wanted & names), None)
+    if ready is not None:
+        yield url, ready
+        return
+    print(f"Loading {model} on the server at {url}.", flush=True)
+    loaded = ask_head(
+        url, "/models/load", {"model": model}, api_key=key, cacert=cacert, timeout_s=24 * 3600.0
+    )
+    try:
+        yield url, str(loaded["id"])
+    finally:
+        # Requests of others keep it loaded.
+        with contextlib.suppress(ConfigError, RequestError):
+            ask_head(url, "/models/unload", {"model": loaded["id"]}, api_key=key, cacert=cacert)
+
+
+def _names_at(url: str, key: str | None, cacert: Path | None) -> Mapping[str, set[str]] | None:
+    """Return the names at a server; None if none runs there."""
+    try:
+        return names_at(url, api_key=key, cacert=cacert)
+    except ConfigError:
+        if url != DEFAULT_URL:
+            raise
+        return None
+
+
+@contextlib.contextmanager
+def _own_server(model: str, key: str | None) -> Generator[str]:
+    """Serve a model in a process of its own, which ends with the context and with this process, and yield its address."""
+    from mlx_ring.cli.local_models import fetch_here  # imports what only downloads need
+
+    fetch_here(model, must_fit=True)
+    reading, writing = os.pipe()
+    child = subprocess.Popen(
+        [sys.executable, "-m", __name__, f"--lifeline-fd={reading}", "serve", model, "--port=0"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+        pass_fds=(reading,),
+        start_new_session=True,
+        env=inherited_environment({} if key is None else {"MLX_RING_API_KEY": key})
+        | {"MLX_RING_LOG_STDERR": "off"},
+    )
+    os.close(reading)
+    try:
+        yield _address(child)
+    finally:
+        child.terminate()
+        try:
+            child.wait(_END_WAIT_S)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+        os.close(writing)
+
+
+def _address(child: subprocess.Popen[str]) -> str:
+    """Wait until a server prints its address, and return that. Raises `typer.Exit` if it ends before, which it has explained."""
+    if child.stdout is None:
+        raise typer.Exit(1)
+    for line in child.stdout:
+        if line.startswith(_ADDRESS):
+            threading.Thread(target=child.stdout.read, name="output", daemon=True).start()
+            return line.partition(" at ")[2].partition(" (")[0].strip()
+    raise typer.Exit(child.wait() or 1)
+
+
+def main() -> None:
+    """Run a command that ends with its parent, for `run`."""
+    parser = argparse.ArgumentParser(prog="mlx_ring.cli.processes", description=__doc__)
+    parser.add_argument("--lifeline-fd", type=int, required=True, help="pipe that closes with the parent")
+    options, typed = parser.parse_known_args()
+    watch_lifeline(options.lifeline_fd, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    sys.argv = ["mlx-ring", *typed]
+    from mlx_ring.cli.main import main as run_command  # it sets the process up before it imports the command
+
+    run_command()
+
+
+if __name__ == "__main__":
+    main()
