@@ -22,7 +22,7 @@ from mlx_ring.api.chat.request import (
     template_call,
     text_of,
 )
-from mlx_ring.api.openai.messages import FunctionName, Parameters, check_names, choose, text_of
+from mlx_ring.api.openai.messages import FunctionName, Parameters, check_names, choose
 from mlx_ring.api.openai.sampling import (
     Count,
     JsonObjectFormat,
