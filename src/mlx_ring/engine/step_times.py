@@ -126,7 +126,9 @@ class ChunkTimes:
         found = size + (us - size_us) / slope if slope else math.inf
         if place < len(self._us):
             return int(found)
-        return max(size + 1, int(min(found, size * max(2.0, us / max(1.0, size_us)))))
+        is_known = self._tokens[0] <= _APART * size
+        least = size + 1 if is_known else size + 1 + size // 8
+        return max(least, int(min(found, size * max(2.0, us / max(1.0, size_us)))))
 
     def _line(self, place: int) -> tuple[int, float, float]:
         """Return a size, its time and that of each further token, between the measured size of this place and the one before."""
