@@ -1,19 +1,20 @@
-"""Times of steps: their summary, the deadlines from them, and the sizes of chunks."""
+"""Times of steps: their summary, and the sizes of chunks that follow from them."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from random import Random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.engine.timings import timing
+from tests.examples import examples
 
 from mlx_ring.core.engine_stats import StepTiming
 from mlx_ring.core.types import RankId
-from mlx_ring.engine.step_times import SMALLEST_CHUNK, ChunkSizer, StepDeadlines, StepSize, StepWindow
-
-ONE = StepSize(rows=1, tokens=1, context_tokens=0, is_decode=True)
-CHUNK = StepSize(rows=1, tokens=512, context_tokens=0, is_decode=False)
+from mlx_ring.engine.step_times import SMALLEST_CHUNK, ChunkSizer, ChunkTimes, StepWindow
 
 
 def window(*timings: StepTiming) -> StepWindow:
@@ -69,47 +70,6 @@ def test_time_per_token_needs_a_sequence_that_ran_alone() -> None:
     assert window(timing(1, 5, sequence=1)).read().stream is None
     assert window(timing(1, 5, rows=2, tokens=2), timing(2, 5, rows=2, tokens=2)).read().stream is None
     assert window().read().stream is None
-
-
-def test_without_a_minimum_no_step_has_a_deadline() -> None:
-    assert StepDeadlines(0.0, lambda _stage, _size: 9.0).of(0, ONE) == 0.0
-
-
-def test_the_first_step_of_a_kind_has_a_longer_deadline() -> None:
-    deadlines = StepDeadlines(30.0)
-    assert deadlines.of(0, ONE) == deadlines.of(0, CHUNK) == 120.0
-    deadlines.record(timing(1, 10_000))
-    assert deadlines.of(0, ONE) == 30.0
-    assert deadlines.of(0, CHUNK) == 120.0, "no chunk was measured yet"
-    assert deadlines.of(1, ONE) == 120.0, "the other stage has no measured step"
-
-
-def test_a_long_prediction_extends_the_deadline() -> None:
-    deadlines = StepDeadlines(30.0, lambda stage, size: 0.05 * size.tokens * (stage + 1))
-    assert deadlines.of(0, ONE) == 120.0
-    assert deadlines.of(1, CHUNK) == 20 * 51.2
-
-
-def test_a_measured_time_above_the_prediction_extends_the_deadline() -> None:
-    deadlines = StepDeadlines(30.0, lambda _stage, _size: 1.0)
-    deadlines.record(timing(1, 4_000_000, tokens=100, is_decode=False))
-    assert deadlines.of(0, CHUNK) == 20 * 512 * 0.04
-
-
-def test_steps_with_only_operations_have_a_deadline_too() -> None:
-    nothing = StepSize(rows=0, tokens=0, context_tokens=0, is_decode=False)
-    deadlines = StepDeadlines(30.0, lambda _stage, _size: 99.0)
-    assert deadlines.of(0, nothing) == 120.0
-    deadlines.record(timing(1, 10_000))
-    assert deadlines.of(0, nothing) == 30.0
-
-
-@given(st.lists(st.integers(1, 60_000_000), min_size=1, max_size=50))
-def test_a_step_ten_times_as_slow_as_the_last_one_is_never_late(times_us: list[int]) -> None:
-    deadlines = StepDeadlines(30.0)
-    for compute_us in times_us:
-        deadlines.record(timing(1, compute_us))
-    assert deadlines.of(0, ONE) > 10 * times_us[-1] / 1e6
 
 
 def step_timing(stage: int, *, rows: int, tokens: int, compute_us: int) -> StepTiming:
@@ -206,6 +166,129 @@ def test_unmeasured_chunks_beside_decode_have_the_smallest_size() -> None:
 def test_chunks_never_exceed_the_configured_size() -> None:
     assert make_sizer(decode_us=10_000, token_us=1).chunk(5000, 5000, beside_decode=True) == 512
     assert ChunkSizer(1, chunk=2, max_itl_ratio=2.0).chunk(5000, 5000, beside_decode=True) == 2
+
+
+# ---- chunks whose time is no multiple of their tokens
+
+
+Curve = Callable[[int], float]
+"""Microseconds of a chunk by its tokens."""
+
+
+def linear(fixed_us: float, token_us: float) -> Curve:
+    return lambda tokens: fixed_us + token_us * tokens
+
+
+def concave(fixed_us: float, most_us: float, tokens_of_most: float) -> Curve:
+    """Return the curve of a mixture of experts, of which few tokens already read many."""
+    return lambda tokens: fixed_us + most_us * (1 - math.exp(-tokens / tokens_of_most))
+
+
+def stepped(fixed_us: float, tile_us: float, tile: int) -> Curve:
+    return lambda tokens: fixed_us + tile_us * math.ceil(tokens / tile)
+
+
+SMOOTH = st.one_of(
+    st.builds(linear, st.floats(0, 30_000), st.floats(1, 1000)),
+    st.builds(concave, st.floats(1000, 30_000), st.floats(0, 30_000), st.floats(20, 1000)),
+)
+STEPPED = st.builds(stepped, st.floats(0, 10_000), st.floats(500, 20_000), st.sampled_from([16, 64, 128]))
+MOST = 512
+
+
+def largest(curve: Curve, us: float) -> int:
+    return max(tokens for tokens in range(1, MOST + 1) if curve(tokens) <= us)
+
+
+def chosen(times: ChunkTimes, curve: Curve, us: float, chunks: int) -> list[int]:
+    """Return the sizes that are chosen for a number of chunks within a time."""
+    sizes: list[int] = []
+    for _ in range(chunks):
+        sizes.append(max(1, min(MOST, times.most(us))))
+        times.record(sizes[-1], curve(sizes[-1]))
+    return sizes
+
+
+@given(SMOOTH | STEPPED, st.floats(1, 20))
+def test_no_size_takes_more_than_twice_the_given_time_if_double_takes_double(
+    curve: Curve, room: float
+) -> None:
+    times, us = ChunkTimes(), room * curve(SMALLEST_CHUNK)
+    times.record(SMALLEST_CHUNK, curve(SMALLEST_CHUNK))
+    sizes = chosen(times, curve, us, 200)
+    assert max(map(curve, sizes)) <= 2 * us * (1 + 1e-9)
+
+
+@given(SMOOTH, st.floats(1.05, 20), st.sampled_from([SMALLEST_CHUNK, 100, MOST]))
+def test_sizes_reach_the_largest_one_within_the_time(curve: Curve, room: float, first: int) -> None:
+    times, us = ChunkTimes(), room * curve(SMALLEST_CHUNK)
+    times.record(first, curve(first))
+    sizes = chosen(times, curve, us, 120)
+    assert min(sizes[80:]) >= 0.9 * largest(curve, us) - 1
+    assert max(curve(size - 1) for size in sizes[80:]) <= 1.15 * us
+
+
+@given(STEPPED, st.floats(1.05, 20))
+def test_sizes_on_steps_are_on_average_as_long_as_the_time_allows(curve: Curve, room: float) -> None:
+    times, us = ChunkTimes(), room * curve(SMALLEST_CHUNK)
+    times.record(SMALLEST_CHUNK, curve(SMALLEST_CHUNK))
+    sizes = chosen(times, curve, us, 200)[50:]
+    assert sum(sizes) / len(sizes) >= 0.6 * largest(curve, us)
+    assert sum(map(curve, sizes)) / len(sizes) <= 1.3 * us
+
+
+@given(SMOOTH, st.floats(1.5, 10), st.sampled_from([0.25, 0.5, 2.0, 4.0]))
+def test_sizes_follow_when_the_speed_changes(curve: Curve, room: float, slower: float) -> None:
+    times, us = ChunkTimes(), 4 * room * curve(SMALLEST_CHUNK)
+    times.record(SMALLEST_CHUNK, curve(SMALLEST_CHUNK))
+    chosen(times, curve, us, 100)
+
+    def changed(tokens: int) -> float:
+        return slower * curve(tokens)
+
+    sizes = chosen(times, changed, us, 150)[100:]
+    assert sum(map(changed, sizes)) / len(sizes) <= 1.1 * us
+    assert sum(sizes) / len(sizes) >= 0.7 * largest(changed, us) - 1
+
+
+@given(SMOOTH, st.floats(0.3, 20), st.sampled_from([0.05, 0.2]), st.integers(0, 9))
+@examples(0.6)
+def test_noisy_chunks_use_the_time_that_decode_leaves_and_no_more(
+    curve: Curve, room: float, noise: float, seed: int
+) -> None:
+    """Let every hundredth chunk take ten times as long, too."""
+    random, sizer = Random(seed), ChunkSizer(1, chunk=MOST, max_itl_ratio=2.5)
+    decode_us = room * curve(SMALLEST_CHUNK)
+    left_us, spent_us, tokens = 1.5 * 0.9 * decode_us, 0.0, 0
+    for step in range(500):
+        sizer.record_decode(0, 4, 4, decode_us)
+        if (size := sizer.chunk(9999, 9999, beside_decode=True)) and step >= 100:
+            tokens += size
+        if size:
+            sizer.sent(step, size, beside_decode=True)
+            outlier = 10 if random.random() < 0.01 else 1
+            measured_us = outlier * curve(size) * (1 + random.uniform(-noise, noise))
+            sizer.record_chunk(0, step, size, measured_us)
+            spent_us += measured_us
+    assert spent_us <= 500 * left_us + 10 * curve(MOST)
+    assert tokens / 400 >= 0.6 * (
+        largest(curve, left_us) if left_us >= curve(SMALLEST_CHUNK) else left_us / curve(1)
+    )
+
+
+def test_a_prompt_of_many_experts_beside_decode_is_read_in_large_chunks() -> None:
+    """Take the times of a model of 128 experts on a GPU: 18 ms for two tokens, 26 ms for 512."""
+    curve = concave(17_900, 8_200, 120)
+    times = ChunkTimes()
+    times.record(SMALLEST_CHUNK, curve(SMALLEST_CHUNK))
+    assert chosen(times, curve, 27_000, 12)[-1] == MOST
+
+
+def test_an_outlier_is_tried_again() -> None:
+    times = ChunkTimes()
+    for tokens, us in ((64, 10_000), (128, 900_000)):
+        times.record(tokens, us)
+    assert chosen(times, linear(5_000, 80), 20_000, 120)[-1] == pytest.approx(187, abs=1)
 
 
 def chunks_alone(stages: int, prompt: int) -> list[int]:

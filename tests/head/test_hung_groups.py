@@ -16,7 +16,7 @@ from mlx_ring.cluster.layer_split import even_split
 from mlx_ring.cluster.quarantine import REST_S
 from mlx_ring.core.errors import GroupStuck, LinkLost, PlanError, WorkerStuck
 from mlx_ring.core.types import RankId
-from mlx_ring.engine.step_times import Unanswered
+from mlx_ring.engine.in_flight import Unanswered
 from mlx_ring.head.placing import Order, Placement
 from mlx_ring.head.rank_placements import place_ranks
 from mlx_ring.head.served_model import ServedModel

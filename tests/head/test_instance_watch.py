@@ -18,7 +18,7 @@ from mlx_ring.core.engine_stats import Policy
 from mlx_ring.core.errors import NodeLost, RingError, WorkerLost, WorkerStuck
 from mlx_ring.core.types import RankId
 from mlx_ring.engine.engine import Engine
-from mlx_ring.engine.step_times import Unanswered
+from mlx_ring.engine.in_flight import Unanswered
 from mlx_ring.head import instance_watch as subject
 from mlx_ring.head.instance_watch import StuckWatch
 from mlx_ring.head.served_model import policy_of

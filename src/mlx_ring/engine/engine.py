@@ -21,13 +21,14 @@ from mlx_ring.core.traces import CLIENT
 from mlx_ring.core.types import FinishReason, RankId, TokenLogprob
 from mlx_ring.engine.admission import GRAMMAR_WITHIN_S, Grammars, Settled
 from mlx_ring.engine.executor import Executor, sampling_ranks
+from mlx_ring.engine.in_flight import Predict, Unanswered
 from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.engine.live_request import Hold, LiveRequest, check_places, choose_to_shed, shed_error
 from mlx_ring.engine.request_traces import RequestTracer
 from mlx_ring.engine.resumption import KeptKv
 from mlx_ring.engine.scheduler import Scheduler
 from mlx_ring.engine.sequence import Advance, Limits, make_sequence
-from mlx_ring.engine.step_times import Predict, StepTimes, Unanswered
+from mlx_ring.engine.step_times import StepTimes
 from mlx_ring.engine.streams import Reading, Vocabulary
 from mlx_ring.rpc.failures import failure_to_error
 from mlx_ring.rpc.protos import step_pb2, worker_pb2

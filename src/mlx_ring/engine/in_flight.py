@@ -1,9 +1,13 @@
-"""Steps in flight, and the progress of each rank. Pure."""
+"""Steps in flight, the progress of each rank, and the deadlines of their answers. Pure.
+
+A deadline detects a rank that will never answer, not a slow one. So it is many times the predicted or measured time of
+the step, whichever is longer. It is never shorter than the time in which a machine recovers from a short load.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from mlx_ring.core.engine_stats import RankTotals, StepTiming
@@ -12,11 +16,84 @@ from mlx_ring.core.types import RankId
 from mlx_ring.engine.decode import MicroBatch
 from mlx_ring.engine.rows import tokens_fed
 from mlx_ring.engine.sequence import Sequence
-from mlx_ring.engine.step_times import StepDeadlines, StepSize, StepWindow, Unanswered
+from mlx_ring.engine.step_times import StepWindow
 from mlx_ring.rpc.protos import step_pb2
 
 _RECENT_STEPS = 256
 _FIRST = RankId(0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Unanswered:
+    """Rank that all others wait for: in the first stage that owes an answer to the earliest step."""
+
+    rank: RankId
+    step: int
+    waited_s: float
+    """Time since the rank had all it needs for the step, or last reported."""
+    deadline_s: float
+    """Longest allowed time; 0: unlimited."""
+
+    @property
+    def is_late(self) -> bool:
+        return 0 < self.deadline_s < self.waited_s
+
+
+_TIMES = 20.0
+"""Deadline as a multiple of the expected time."""
+_WEIGHT = 0.25
+"""Weight of the newest measurement if it is below the mean; above it, it counts fully."""
+_UNTRIED = 4.0
+"""Multiple of the shortest deadline for a kind of step new to a stage: kernels are compiled, memory is allocated."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    """Content of a step that determines its time."""
+
+    rows: int
+    tokens: int
+    context_tokens: int
+    """Mean length of the context that a row attends to."""
+    is_decode: bool
+
+
+Predict = Callable[[int, StepSize], float]
+"""Function that predicts the seconds of computation of a stage, given by its number, for a step."""
+
+
+class StepDeadlines:
+    """Deadlines of steps, learned from their measured times."""
+
+    def __init__(self, least_s: float, predict: Predict | None = None) -> None:
+        """Start with `least_s` as the shortest deadline; with 0 nothing is ever late."""
+        self._least_s = least_s
+        self._predict = predict
+        self._seconds: dict[tuple[int, bool], float] = {}
+        """Seconds of a decode step, or of a token of a chunk, by stage and kind."""
+
+    def record(self, timing: StepTiming) -> None:
+        """Learn from one rank's answer."""
+        if not timing.tokens:
+            return
+        seconds = timing.compute_us / 1e6 / (1 if timing.is_decode else timing.tokens)
+        kind = timing.rank.stage, timing.is_decode
+        mean = self._seconds.get(kind, seconds)
+        self._seconds[kind] = max(seconds, mean + _WEIGHT * (seconds - mean))
+
+    def of(self, stage: int, size: StepSize) -> float:
+        """Return the deadline in seconds; 0 if there is none."""
+        if not self._least_s:
+            return 0.0
+        measured = self._measured_s(stage, size)
+        least = self._least_s * (_UNTRIED if measured is None else 1.0)
+        predicted = 0.0 if self._predict is None or not size.rows else self._predict(stage, size)
+        return max(least, _TIMES * max(predicted, measured or 0.0))
+
+    def _measured_s(self, stage: int, size: StepSize) -> float | None:
+        """Return the measured time; None without a comparable step. Operations alone count as a decode step."""
+        seconds = self._seconds.get((stage, size.is_decode or not size.rows))
+        return seconds if seconds is None or size.is_decode else seconds * max(1, size.tokens)
 
 
 @dataclass(slots=True)

@@ -18,14 +18,14 @@ from mlx_ring.core.errors import ProtocolError
 from mlx_ring.core.types import RankId, TokenLogprob
 from mlx_ring.engine.admission import Suspects
 from mlx_ring.engine.decode import Decoding, MicroBatch
-from mlx_ring.engine.in_flight import SentStep, StepsInFlight
+from mlx_ring.engine.in_flight import Predict, SentStep, StepDeadlines, StepsInFlight, Unanswered
 from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.engine.kv_manager import KvManager
 from mlx_ring.engine.prefill import Prefilling
 from mlx_ring.engine.resumption import KeptKv, LeftKv, Resumptions
 from mlx_ring.engine.rows import end_stage, prefill_row, read_result, samples_token
 from mlx_ring.engine.sequence import Advance, Sequence
-from mlx_ring.engine.step_times import ChunkSizer, Predict, StepDeadlines, StepTimes, Unanswered
+from mlx_ring.engine.step_times import ChunkSizer, StepTimes
 from mlx_ring.rpc.failures import failure_to_error
 from mlx_ring.rpc.protos import step_pb2
 

@@ -1,29 +1,30 @@
-"""Measured times of steps, and two results of them: deadlines and the size of prefill chunks. Pure.
+"""Measured times of steps, and the sizes of prefill chunks that follow from them. Pure.
 
 A step's time depends on its content, so only comparable steps are grouped. Decode steps are grouped by their rows,
 one token for each, and chunks of a single prompt by their tokens. Not counted are failed steps, chunks of several
 prompts, and steps with drafts, because a row then has several tokens.
 
-A deadline detects a rank that will never answer, not a slow one. So it is many times the predicted or measured time of
-the step, whichever is longer. It is never shorter than the time in which a machine recovers from a short load.
-
 A chunk delays every running sequence by its own time on the slowest stage. The time of a token without chunks is known
 from decode steps; the promised ratio leaves the rest to chunks. Unused time is saved for some steps, so that a short
 prompt is read in few chunks and a long one in small ones. A stream's tokens therefore keep the promised ratio on
 average, and exceed it only by the time that the saved steps left.
+
+How a chunk's time grows with its size differs. On a slow CPU it is proportional. Where few tokens already read most
+experts, hundreds of tokens take hardly longer than two. So sizes are measured as they occur, and larger ones are tried
+step by step.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
 from mlx_ring.core.engine_stats import StepTiming
-from mlx_ring.core.types import RankId
 
 SMALLEST_CHUNK = 2
 _SMALLEST_ALONE = 160
@@ -35,7 +36,8 @@ _STEPS_SAVED = 8
 """Number of decode steps whose unused time is saved at most."""
 _WEIGHT = 0.25
 """Weight of the newest measurement in a running mean."""
-_MARGIN = 0.9
+_MARGIN, _MARGIN_OF_SEVERAL = 0.9, 0.8
+"""Parts of the time left to chunks that are used, on one stage and on several: a chunk alone leaves gaps on later ones."""
 
 
 class RunningMean:
@@ -50,25 +52,141 @@ class RunningMean:
         self.value = value if self.value is None else self.value + _WEIGHT * (value - self.value)
 
 
+_CLASSES_PER_OCTAVE = 4
+"""Number of classes of chunk sizes from one size to its double."""
+_OF_A_CLASS, _REMEMBERED = 3, 64
+"""Number of chunks that are kept of each class; number of chunks after which a class without new ones is forgotten."""
+_CONTRADICTS = 1.25
+"""Factor by which a smaller chunk must be slower than a larger one, so that the older of them is forgotten."""
+
+
+_APART = 0.75
+"""Ratio of two sizes from which their times show the time of a token."""
+
+
+class ChunkTimes:
+    """Time of a stage's chunk by its size, and the largest size within a time.
+
+    The last chunks of each class of sizes are kept. The one with the middle time stands for the class, so an outlier has no
+    effect. Between these sizes, times are interpolated. Outside, they follow the line to the nearest size that is not too
+    close, or are proportional if there is none. Above the largest size, one of at most its double is tried, or as many
+    tokens as proportional time allows.
+
+    Let twice the tokens take at most twice as long. Then no chunk above the smallest measured size takes more than twice the
+    given time, unless the speed has changed.
+    """
+
+    def __init__(self) -> None:
+        self._recorded = 0
+        self._classes: dict[int, deque[tuple[float, int, int]]] = {}
+        """Time, tokens and number of the last chunks of each class."""
+        self._tokens: list[int] = []
+        """Measured sizes, one of each class."""
+        self._us: list[float] = []
+        """Their times; none is less than that of a smaller size."""
+
+    @property
+    def is_measured(self) -> bool:
+        """True after the first chunk."""
+        return bool(self._tokens)
+
+    def record(self, tokens: int, compute_us: float) -> None:
+        """Learn from a chunk."""
+        self._recorded += 1
+        place = int(_CLASSES_PER_OCTAVE * math.log2(tokens))
+        kept = self._classes.setdefault(place, deque(maxlen=_OF_A_CLASS))
+        kept.append((compute_us, tokens, self._recorded))
+        new_us = _middle(kept)[0]
+        sizes: list[tuple[int, float]] = []
+        for other, chunks in sorted(self._classes.items()):
+            us, size, _ = _middle(chunks)
+            slower, faster = (us, new_us) if other < place else (new_us, us)
+            contradicts = other != place and slower > _CONTRADICTS * faster
+            is_old = bool(sizes) and chunks[-1][2] <= self._recorded - _REMEMBERED
+            if contradicts or is_old:
+                del self._classes[other]
+            else:
+                sizes.append((size, us))
+        self._tokens = [size for size, _ in sizes]
+        self._us = _rising([us for _, us in sizes])
+
+    def us(self, tokens: int) -> float:
+        """Return the microseconds of a chunk; 0 before the first one."""
+        if not self._tokens:
+            return 0.0
+        size, us, slope = self._line(bisect_right(self._tokens, tokens))
+        return max(0.0, us + slope * (tokens - size))
+
+    def most(self, us: float) -> int:
+        """Return the largest size to try within a time; call it after the first chunk."""
+        place = bisect_right(self._us, us)
+        size, size_us, slope = self._line(place)
+        if place == 0 and not slope:
+            return 0
+        found = size + (us - size_us) / slope if slope else math.inf
+        if place < len(self._us):
+            return int(found)
+        is_known = self._tokens[0] <= _APART * size
+        least = size + 1 if is_known else size + 1 + size // 8
+        return max(least, int(min(found, size * max(2.0, us / max(1.0, size_us)))))
+
+    def _line(self, place: int) -> tuple[int, float, float]:
+        """Return a size, its time and that of each further token, between the measured size of this place and the one before."""
+        sizes, last = self._tokens, len(self._tokens) - 1
+        if place > last:
+            return (
+                sizes[last],
+                self._us[last],
+                self._slope(bisect_right(sizes, _APART * sizes[last]) - 1, last),
+            )
+        if place:
+            return sizes[place - 1], self._us[place - 1], self._slope(place - 1, place)
+        larger = bisect_left(sizes, sizes[0] / _APART)
+        return sizes[0], self._us[0], self._slope(0, larger) if larger <= last else self._slope(-1, 0)
+
+    def _slope(self, one: int, other: int) -> float:
+        """Return the time of a token between two measured sizes, the first of which may be -1 for an empty chunk."""
+        tokens, us = (self._tokens[one], self._us[one]) if one >= 0 else (0, 0.0)
+        return (self._us[other] - us) / (self._tokens[other] - tokens)
+
+
+def _middle(chunks: Iterable[tuple[float, int, int]]) -> tuple[float, int, int]:
+    """Return the chunk with the middle time, of two the faster one."""
+    in_order = sorted(chunks)
+    return in_order[(len(in_order) - 1) // 2]
+
+
+def _rising(values: Iterable[float]) -> list[float]:
+    """Return the values with the mean of neighbours wherever one is less than the one before."""
+    means: list[tuple[float, int]] = []
+    for value in values:
+        mean, count = value, 1
+        while means and means[-1][0] >= mean:
+            before, more = means.pop()
+            mean, count = (mean * count + before * more) / (count + more), count + more
+        means.append((mean, count))
+    return [mean for mean, count in means for _ in range(count)]
+
+
 class ChunkSizer:
     """Costs of steps, and the sizes of chunks that follow from them."""
 
     def __init__(self, stages: int, *, chunk: int, max_itl_ratio: float) -> None:
         self._stages = stages
         self._chunk = chunk
-        self._ratio = max_itl_ratio
+        self._left = (max_itl_ratio - 1.0) * (_MARGIN if stages == 1 else _MARGIN_OF_SEVERAL)
+        """Time that a decode step leaves to prompts, as a multiple of its own."""
         self._decode_us = [RunningMean() for _ in range(stages)]
         """Time of one decode step without drafts, by stage."""
         self._any_decode_us = [RunningMean() for _ in range(stages)]
         """Time of one decode step with or without drafts, by stage."""
-        self._token_us = [RunningMean() for _ in range(stages)]
-        """Time of one prefilled token, by stage."""
+        self._chunk_times = [ChunkTimes() for _ in range(stages)]
         self._credit_us = 0.0
         """Time saved for prompts; below 0, prompts took more than their share."""
         self._earned_us = 0.0
         """Time that the last decode step added."""
-        self._charged: dict[int, float] = {}
-        """Time charged for each step with chunks beside decode."""
+        self._charged: dict[int, tuple[int, float]] = {}
+        """Slowest stage of each step with chunks beside decode, and the time charged for it."""
         self._draft_us = [RunningMean() for _ in range(stages)]
         """Time that a draft token adds to a decode step, by stage."""
 
@@ -84,7 +202,7 @@ class ChunkSizer:
 
     def record_chunk(self, stage: int, step: int, tokens: int, compute_us: float) -> None:
         """Learn from a prefill step of some tokens on a stage."""
-        self._token_us[stage].add(compute_us / tokens)
+        self._chunk_times[stage].record(tokens, compute_us)
         self._settle(stage, step, compute_us)
 
     def record_decode(self, stage: int, rows: int, tokens: int, compute_us: float) -> None:
@@ -121,26 +239,28 @@ class ChunkSizer:
             plain.value or step.value or 0.0
             for plain, step in zip(self._decode_us, self._any_decode_us, strict=True)
         )
-        self._earned_us = (self._ratio - 1.0) * _MARGIN * slowest
+        self._earned_us = self._left * slowest
         self._credit_us = min(self._most_us, self._credit_us + self._earned_us)
 
     @property
     def _most_us(self) -> float:
-        """Most time that can be saved."""
-        return min(self._chunk * self._slowest_token_us, _STEPS_SAVED * self._earned_us)
+        """Most time that can be saved, at least that of the smallest chunk."""
+        return max(
+            self._chunk_us(SMALLEST_CHUNK), min(self._chunk_us(self._chunk), _STEPS_SAVED * self._earned_us)
+        )
 
-    @property
-    def _slowest_token_us(self) -> float:
-        return max(mean.value or 0.0 for mean in self._token_us)
+    def _chunk_us(self, tokens: int) -> float:
+        """Return the time of a chunk on the slowest stage."""
+        return max(times.us(tokens) for times in self._chunk_times)
 
     def _beside_decode(self) -> int:
         """Return the size of a chunk beside decode; 0 until more time is saved."""
-        token_us = self._slowest_token_us
-        if not token_us:
+        if not all(times.is_measured for times in self._chunk_times):
             return min(self._chunk, SMALLEST_CHUNK)
-        if self._credit_us < SMALLEST_CHUNK * token_us or self._is_saving:
+        if self._credit_us < self._chunk_us(SMALLEST_CHUNK) or self._is_saving:
             return 0
-        return min(self._chunk, int(self._credit_us / token_us))
+        most = min(times.most(self._credit_us) for times in self._chunk_times)
+        return min(self._chunk, max(SMALLEST_CHUNK, most))
 
     @property
     def _is_saving(self) -> bool:
@@ -148,22 +268,25 @@ class ChunkSizer:
 
         The time of several steps is then used for one larger chunk.
         """
-        return (self._ratio - 1.0) * _MARGIN < 1.0 and self._credit_us < self._most_us
+        is_short = self._left < 1.0 or self._earned_us < self._chunk_us(SMALLEST_CHUNK)
+        return is_short and self._credit_us < self._most_us
 
     def sent(self, step: int, tokens: int, *, beside_decode: bool) -> None:
         """Charge the prompt tokens of a step that is sent."""
         if beside_decode:
-            cost_us = tokens * self._slowest_token_us
-            self._credit_us -= cost_us
-            self._charged[step] = cost_us
+            costs_us = [times.us(tokens) for times in self._chunk_times]
+            slowest = max(range(self._stages), key=costs_us.__getitem__)
+            self._credit_us -= costs_us[slowest]
+            self._charged[step] = slowest, costs_us[slowest]
 
     def _settle(self, stage: int, step: int, compute_us: float) -> None:
-        """Correct the charge of a chunk to its measured time."""
-        slowest = max(range(self._stages), key=lambda stage: self._token_us[stage].value or 0.0)
-        if stage == slowest and (charged := self._charged.pop(step, None)) is not None:
-            self._credit_us += charged - compute_us
-        while self._charged and next(iter(self._charged)) < step:
-            del self._charged[next(iter(self._charged))]
+        """Correct the charge of a chunk to its measured time, and forget those of failed steps before it."""
+        for earlier in [
+            one for one, (slowest, _) in self._charged.items() if one <= step and slowest == stage
+        ]:
+            _, charged = self._charged.pop(earlier)
+            if earlier == step:
+                self._credit_us += charged - compute_us
 
     def verifying_cost(self, draft_tokens: int) -> float:
         """Return the relative cost of a decode step by its number of draft tokens, on the stage where it is highest.
@@ -307,76 +430,3 @@ def _pace(last_stage: Iterable[StepTiming]) -> StreamPace | None:
         tokens=len(pairs),
         context_tokens=int(median(after.context_tokens for _, after in pairs)),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Unanswered:
-    """Rank that all others wait for: in the first stage that owes an answer to the earliest step."""
-
-    rank: RankId
-    step: int
-    waited_s: float
-    """Time since the rank had all it needs for the step, or last reported."""
-    deadline_s: float
-    """Longest allowed time; 0: unlimited."""
-
-    @property
-    def is_late(self) -> bool:
-        return 0 < self.deadline_s < self.waited_s
-
-
-_TIMES = 20.0
-"""Deadline as a multiple of the expected time."""
-_UNTRIED = 4.0
-"""Multiple of the shortest deadline for a kind of step new to a stage: kernels are compiled, memory is allocated."""
-
-"""Weight of the newest measurement if it is below the mean; above it, it counts fully."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepSize:
-    """Content of a step that determines its time."""
-
-    rows: int
-    tokens: int
-    context_tokens: int
-    """Mean length of the context that a row attends to."""
-    is_decode: bool
-
-
-Predict = Callable[[int, StepSize], float]
-"""Function that predicts the seconds of computation of a stage, given by its number, for a step."""
-
-
-class StepDeadlines:
-    """Deadlines of steps, learned from their measured times."""
-
-    def __init__(self, least_s: float, predict: Predict | None = None) -> None:
-        """Start with `least_s` as the shortest deadline; with 0 nothing is ever late."""
-        self._least_s = least_s
-        self._predict = predict
-        self._seconds: dict[tuple[int, bool], float] = {}
-        """Seconds of a decode step, or of a token of a chunk, by stage and kind."""
-
-    def record(self, timing: StepTiming) -> None:
-        """Learn from one rank's answer."""
-        if not timing.tokens:
-            return
-        seconds = timing.compute_us / 1e6 / (1 if timing.is_decode else timing.tokens)
-        kind = timing.rank.stage, timing.is_decode
-        mean = self._seconds.get(kind, seconds)
-        self._seconds[kind] = max(seconds, mean + _WEIGHT * (seconds - mean))
-
-    def of(self, stage: int, size: StepSize) -> float:
-        """Return the deadline in seconds; 0 if there is none."""
-        if not self._least_s:
-            return 0.0
-        measured = self._measured_s(stage, size)
-        least = self._least_s * (_UNTRIED if measured is None else 1.0)
-        predicted = 0.0 if self._predict is None or not size.rows else self._predict(stage, size)
-        return max(least, _TIMES * max(predicted, measured or 0.0))
-
-    def _measured_s(self, stage: int, size: StepSize) -> float | None:
-        """Return the measured time; None without a comparable step. Operations alone count as a decode step."""
-        seconds = self._seconds.get((stage, size.is_decode or not size.rows))
-        return seconds if seconds is None or size.is_decode else seconds * max(1, size.tokens)

@@ -25,11 +25,11 @@ from mlx_ring.core.traces import Tracing
 from mlx_ring.core.types import RankId
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.executor import GrpcExecutor, RankAddress
+from mlx_ring.engine.in_flight import Predict, StepSize
 from mlx_ring.engine.kv_budget import Allowance, NodeRank
 from mlx_ring.engine.live_request import Hold, LiveRequest
 from mlx_ring.engine.request_traces import RequestTracer
 from mlx_ring.engine.resumption import KeptKv, kept_message
-from mlx_ring.engine.step_times import Predict, StepSize
 from mlx_ring.engine.streams import Vocabulary
 from mlx_ring.head.instance_view import InstanceService
 from mlx_ring.head.instance_watch import InstanceWatch, end_tasks

@@ -19,8 +19,8 @@ from mlx_ring.cluster.relinking import ANSWERS_S
 from mlx_ring.core.errors import LinkLost, NodeLost, RingError, WorkerLost, WorkerStuck
 from mlx_ring.core.types import RankId
 from mlx_ring.engine.engine import Engine
+from mlx_ring.engine.in_flight import Unanswered
 from mlx_ring.engine.kv_budget import NodeRank
-from mlx_ring.engine.step_times import Unanswered
 from mlx_ring.head.placing import Placement
 from mlx_ring.head.step_down import blame_late, blame_reset, ranks_of_reset
 from mlx_ring.rpc.channels import Silence

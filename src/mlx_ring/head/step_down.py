@@ -15,7 +15,7 @@ from dataclasses import replace
 from mlx_ring.cluster.quarantine import HANGS, WINDOW_S, Hang, HungBackend, HungBackends, pair_of
 from mlx_ring.core.errors import GroupStuck, LinkLost, PlanError, RingError, WorkerStuck
 from mlx_ring.core.types import RankId
-from mlx_ring.engine.step_times import Unanswered
+from mlx_ring.engine.in_flight import Unanswered
 from mlx_ring.head.placing import Order, Placement
 from mlx_ring.rpc.backends import AUTO, BACKENDS, is_collective
 from mlx_ring.rpc.protos import agent_pb2

@@ -12,7 +12,7 @@ from itertools import permutations
 import numpy as np
 
 from mlx_ring.core.errors import PlanError
-from mlx_ring.planner.place import place
+from mlx_ring.planner.place import place_if_it_fits
 from mlx_ring.planner.plan import LeftOut, Plan
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
 from mlx_ring.planner.request import PlanRequest
@@ -222,7 +222,7 @@ class ManyMachines:
         renamed = tuple(replace(node, name=names[node.name]) for node in nodes)
         each = replace(self._request, demand=replace(self._request.demand, sequences=share))
         try:
-            return place(self._model, replace(self._cluster, nodes=renamed, links=links), each)
+            return place_if_it_fits(self._model, replace(self._cluster, nodes=renamed, links=links), each)
         except PlanError:
             return None
 

@@ -138,6 +138,18 @@ def place(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest) ->
     Raises:
         PlanError: the machines cannot hold the model as promised, or the request contradicts itself.
     """
+    plan = place_if_it_fits(model, cluster, request)
+    if plan is None:
+        raise PlanError(explain_shortage(model, cluster, request))
+    return plan
+
+
+def place_if_it_fits(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest) -> Plan | None:
+    """Return the plan that `place` makes; None, without a search for the reason, if the memory does not suffice.
+
+    Raises:
+        PlanError: the request contradicts itself, or its strategy cannot be used with these machines.
+    """
     check_request(model, cluster, request)
     method = METHODS[request.strategy]
     if isinstance(method, TensorMethod):
@@ -149,9 +161,7 @@ def place(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest) ->
     plan = None if partition is None else _explained(times, request, partition)
     if method.chooses_nodes:
         plan = best_of_both(model, cluster, request, plan)
-    if plan is None:
-        raise PlanError(explain_shortage(model, cluster, request))
-    return _with_left_out(times, request, plan)
+    return None if plan is None else _with_left_out(times, request, plan)
 
 
 def plan_of_pieces(times: Timetable, request: PlanRequest, pieces: Sequence[MachineLayers]) -> Plan:

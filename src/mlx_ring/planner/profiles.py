@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -288,6 +288,16 @@ class ClusterProfile:
         if one == other:
             return LOCAL
         return self.links.get(frozenset((one, other)), self.usual_link)
+
+    @cached_property
+    def link_tables(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Seconds of an empty message, and bandwidth in bytes per second, from machine to machine."""
+        names = [node.name for node in self.nodes]
+        links = [[self.link(one, other) for other in names] for one in names]
+        return (
+            np.array([[link.round_trip_s / 2 for link in row] for row in links], float),
+            np.array([[link.bandwidth for link in row] for row in links], float),
+        )
 
     def in_reach(self, least: int) -> ClusterProfile:
         """Leave machines out until all others reach each other, but keep at least some number of them.

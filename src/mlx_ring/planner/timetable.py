@@ -20,7 +20,6 @@ from mlx_ring.planner.tensor_groups import SUMS_PER_LAYER, SharedModel
 
 _LOOSER = (1.0, 1.12, 1.3, 1.6, 2.2, math.inf)
 """Multiples of the shortest possible pace that are tried."""
-_BISECTIONS = 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +85,8 @@ class Timetable:
 
     def _row_seconds(self) -> Table:
         """Return the seconds for which one row's activations keep a link busy."""
-        names = [node.name for node in self.cluster.nodes]
-        return np.array(
-            [
-                [self._row_bytes(node) / self.cluster.link(node.name, other).bandwidth for other in names]
-                for node in self.cluster.nodes
-            ]
-        )
+        row_bytes = np.array([self._row_bytes(node) for node in self.cluster.nodes], float)
+        return row_bytes[:, None] / self.cluster.link_tables[1]
 
     def _row_bytes(self, node: NodeProfile) -> int:
         return self.model.hidden_size * self.costs.model_on(node).number_bytes
@@ -124,13 +118,8 @@ class Timetable:
         return self._messages([rows * TOKEN_BYTES] * len(self.cluster.nodes))
 
     def _messages(self, each: Sequence[int]) -> Table:
-        names = [node.name for node in self.cluster.nodes]
-        return np.array(
-            [
-                [self.cluster.link(one, other).seconds(nbytes) for other in names]
-                for one, nbytes in zip(names, each, strict=True)
-            ]
-        )
+        latency_s, bandwidth = self.cluster.link_tables
+        return latency_s + np.array(each, float)[:, None] / bandwidth
 
 
 def _scaled(factor: float, seconds: Table) -> Table:
@@ -297,14 +286,18 @@ class MeanLayers:
 
     def _shortest_pace(self, paces: Sequence[float], rooms: Sequence[float]) -> float:
         """Return the pace at which all machines just compute all layers."""
-        low, high = 0.0, max(pace * self._layers for pace in paces)
-        for _ in range(_BISECTIONS):
-            middle = (low + high) / 2
-            some = sum(
-                min(room, middle / pace if pace else room) for pace, room in zip(paces, rooms, strict=True)
-            )
-            low, high = (middle, high) if some < self._layers else (low, middle)
-        return high
+        # Machines are full one after the other, and the rest share the layers by their speed.
+        left, speed = float(self._layers), sum(1 / pace for pace in paces if pace)
+        left -= sum(room for pace, room in zip(paces, rooms, strict=True) if not pace)
+        for full_s, pace, room in sorted(
+            (pace * room, pace, room) for pace, room in zip(paces, rooms, strict=True) if pace
+        ):
+            if left <= full_s * speed:
+                break
+            left, speed = left - room, speed - 1 / pace
+        else:
+            return max((pace * room for pace, room in zip(paces, rooms, strict=True)), default=0.0)
+        return max(0.0, left / speed)
 
     def _filled(
         self, order: Sequence[int], paces: Sequence[float], units: Sequence[MeanLayer], pace_s: float
