@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from starlette.applications import Starlette
 
+from mlx_ring.api import docs
 from mlx_ring.api.anthropic.dialect import ANTHROPIC
 from mlx_ring.api.context import ApiContext
 from mlx_ring.api.dialect import Dialects
-from mlx_ring.api.docs import routes as docs
 from mlx_ring.api.errors import install_error_handlers
 from mlx_ring.api.metrics import page as metrics
 from mlx_ring.api.middleware.access_log import AccessLog

@@ -28,6 +28,7 @@ from mlx_ring.head.instance_view import LOADING, InstanceService
 from mlx_ring.head.replica import Replica
 from mlx_ring.head.served_model import ServedModel, describe_model, policy_of
 from mlx_ring.models.pooling import Pooling, read_pooling
+from mlx_ring.planner.place import LoadedStages
 from mlx_ring.settings.config import Settings
 
 _MOST = 1e9
@@ -296,6 +297,20 @@ class HostedModel:
     @property
     def instances(self) -> Sequence[InstanceService]:
         return [replica.service for replica in self.replicas]
+
+    def loaded_stages(self, names: Mapping[str, str]) -> tuple[LoadedStages, ...]:
+        """Return the stages of each instance that serves, with the readable names of machines."""
+        return tuple(
+            tuple(
+                (
+                    layers,
+                    tuple((names.get(placed.site.node, placed.site.node), placed.share) for placed in ranks),
+                )
+                for layers, ranks in zip(placement.ranges, placement.ranks, strict=True)
+            )
+            for service in self._serving()
+            if (placement := service.placement) is not None
+        )
 
     def _serving(self) -> list[InstanceService]:
         return [service for service in self.instances if service.error is None]

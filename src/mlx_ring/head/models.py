@@ -52,7 +52,7 @@ from mlx_ring.models.model_source import (
     remove_model,
 )
 from mlx_ring.planner.model_sizes import sizes_of
-from mlx_ring.planner.place import LoadedStages, RunningCluster
+from mlx_ring.planner.place import RunningCluster
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
 from mlx_ring.rpc.hello import hello_versions, make_hello
 from mlx_ring.settings.config import Settings
@@ -130,7 +130,7 @@ class Catalog:
         if self._machines is None:
             return RunningCluster(ClusterProfile(()), request, count=hosted.settings.replicas)
         view = self._machines.cluster_view()
-        loaded = () if model is None else _loaded_stages(hosted, readable_names(view))
+        loaded = () if model is None else hosted.loaded_stages(readable_names(view))
         others = [other for other in self._hosted if other is not hosted] if loaded else []
         machines = measured_cluster(
             hosted.settings, view, self._machines.link_profiles, _promised_bytes(others)
@@ -424,21 +424,6 @@ def _forget(tasks: dict[str, asyncio.Task[None]], name: str, done: asyncio.Task[
 def _weights(hosted: HostedModel) -> int:
     """Return the bytes of weights of one replica."""
     return memory_for_weights(hosted.served.folder, hosted.settings)
-
-
-def _loaded_stages(hosted: HostedModel, names: Mapping[str, str]) -> tuple[LoadedStages, ...]:
-    """Return the stages of each instance that serves, with the readable names of machines."""
-    return tuple(
-        tuple(
-            (
-                layers,
-                tuple((names.get(placed.site.node, placed.site.node), placed.share) for placed in ranks),
-            )
-            for layers, ranks in zip(placement.ranges, placement.ranks, strict=True)
-        )
-        for service in hosted.instances
-        if service.error is None and (placement := service.placement) is not None
-    )
 
 
 def _promised_bytes(models: Iterable[HostedModel]) -> Mapping[str, int]:

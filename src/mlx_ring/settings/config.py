@@ -410,10 +410,7 @@ class Settings(CheckedSettings):
         takes="a path of at most 63 bytes",
     )
     state_dir: Path | None = setting(
-        None,
-        "Folder for the cluster's keys, members and tokens; in the user's data folder by default.",
-        _PROCESS,
-        metavar="DIR",
+        None, "Folder for keys, members and tokens; by default in the user's data.", _PROCESS, metavar="DIR"
     )
     blas: Blas = setting(
         "auto",
@@ -433,8 +430,7 @@ class Settings(CheckedSettings):
     learn_speeds: Switch = setting("on", "Correct predictions by measured steps.", _PLACEMENT, metavar="MODE")
     spare_worker: Spare = setting(
         "auto",
-        "Keep a spare worker process on each machine, so that a lost one is replaced sooner (on, off); auto keeps one if it "
-        "takes at most 1 percent of the memory.",
+        "Keep a spare worker process on each machine; auto keeps one that takes at most 1 percent of memory.",
         _PROCESS,
         metavar="MODE",
     )

@@ -18,12 +18,13 @@ from mlx_ring.api.chat.schemas import closed
 from mlx_ring.core.errors import RequestError
 from mlx_ring.models.grammars import to_llguidance
 
+NO_REFERENCE: dict[str, Any] = {}
 NAMES = ("a", "b", "c")
 A = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 B = {"type": "object", "properties": {"b": {"type": "integer"}}, "required": ["b"]}
 
 
-def accepts(schema: Any, value: object) -> bool:
+def accepts(schema: Any, value: Any) -> bool:
     return jsonschema.Draft202012Validator(schema).is_valid(value)
 
 
@@ -57,7 +58,7 @@ def joined(*schemas: dict[str, Any]) -> dict[str, Any]:
 def with_parts(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     several = st.lists(inner | references, min_size=1, max_size=2)
     more = st.fixed_dictionaries({}, optional={"allOf": several, "anyOf": several, "oneOf": several})
-    return st.tuples(parts, more, st.just({}) | references).map(
+    return st.tuples(parts, more, st.just(NO_REFERENCE) | references).map(
         lambda given: {**given[0], **given[1], **given[2]}
     )
 

@@ -232,12 +232,9 @@ class _Closing:
         start, *steps = unquote(ref).split("/")
         found: object = self._root if start == "#" else None
         for step in (step.replace("~1", "/").replace("~0", "~") for step in steps):
-            if isinstance(found, Mapping):
-                found = cast("Schema", found).get(step)
-            elif isinstance(found, list) and step.isdecimal():
-                found = dict(enumerate(cast("list[object]", found))).get(int(step))
-            else:
-                return None
+            if isinstance(found, list):
+                found = {str(place): value for place, value in enumerate(cast("list[object]", found))}
+            found = cast("Schema", found).get(step) if isinstance(found, Mapping) else None
         return found
 
 
