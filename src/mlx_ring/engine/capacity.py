@@ -14,6 +14,7 @@ from itertools import chain
 from mlx_ring.core.engine_stats import Policy
 from mlx_ring.core.types import RankId
 from mlx_ring.engine.kv_budget import RankKv, sequence_bytes
+from mlx_ring.engine.prefill import PROMPTS_TOGETHER
 from mlx_ring.engine.simulated_load import Load, Outcome, ServiceLevel, Span
 from mlx_ring.engine.simulation import Simulation
 from mlx_ring.planner.cluster_file import Upkeep
@@ -29,13 +30,13 @@ _FEW, _MANY, _LONE = 100, 600, 10
 """Numbers of measured requests of a run, at least and at most, and of requests that run one after the other."""
 _STEPS = 6_000
 """Number of decode steps at which a run has enough requests."""
+_LATE_TIMES, _MOST_REQUESTS = 4, 2_000
+"""Duration of a run at least, as a multiple of the time to the first token that the level allows; its most requests."""
 _CLOSE = 1.05
 """Factor between the rates at which the level holds and does not, from which the search ends."""
 _MOST_RUNS = 14
-_FIRST_TRY = 0.5
-"""Part of the rate without any waiting at which the search begins."""
-_COARSE, _ROUGHLY = 50, 1.35
-"""Number of measured requests of first runs, and the factor between rates from which longer runs follow."""
+_FIRST_TRY, _FIRST_STEP = 0.6, 1.4
+"""Part of the rate without any waiting at which the search begins, and the factor to the next rate."""
 _YEAR_S, _APART = 365.25 * 86_400, 4
 """Seconds of a year, and the time between lone requests, as a multiple of what one takes."""
 _QUEUED_SHARE = 0.05
@@ -121,9 +122,10 @@ class Search:
     level: ServiceLevel
     policy: Policy
 
-    def run(self, rate: float, measured: int) -> Outcome:
-        """Return what is measured at a rate, in requests per second, of so many requests after others."""
-        skipped = measured // 4 + min(self.policy.max_num_seqs, measured)
+    def run(self, rate: float) -> Outcome:
+        """Return what is measured at a rate, in requests per second, after as many requests as fill the instance."""
+        measured = self._count(rate)
+        skipped = measured // 4 + math.ceil(2 * self._streams(rate))
         count = measured + skipped
         queued = max(_FEW_QUEUED, 2 * self.load.burst, int(_QUEUED_SHARE * count))
         return self._simulation(queued, self.level.is_lost(measured, self.load.mean_answer)).run(
@@ -143,57 +145,73 @@ class Search:
 
     def _request_s(self, rows: int) -> float:
         """Return the seconds that a request takes of all stages and links, in steps of so many rows."""
-        return sum(self._occupied_s(rows))
+        return sum(self._occupied_s(rows, 1))
 
-    def _occupied_s(self, rows: int) -> Iterator[float]:
-        """Yield the seconds that a request takes of each stage and link, in steps of so many rows."""
+    def _occupied_s(self, rows: int, prompts: int) -> Iterator[float]:
+        """Yield the seconds that a request takes of each stage and link, in steps of so many rows or prompts."""
         costs, load = self.replicas.costs, self.load
         answer, prompt = load.mean_answer, load.mean_prompt
         cached = int(prompt * load.prefix_hits)
         computed = max(1, int(prompt) - cached)
         for stage in range(self.replicas.stages):
             decode_s = costs.decode_s(stage, rows, prompt + answer / 2) / rows
-            yield answer * decode_s + costs.chunk_s(stage, [Span(cached, computed)])
+            yield answer * decode_s + costs.chunk_s(stage, [Span(cached, computed)] * prompts) / prompts
             if stage < self.replicas.stages - 1:
                 yield costs.hop_s(stage, int(computed + answer))[1]
 
+    @property
+    def most(self) -> float:
+        """Requests per second that the busiest stage or link can take, in steps as full as they may be."""
+        cached = int(self.load.mean_prompt * self.load.prefix_hits)
+        computed = max(1, int(self.load.mean_prompt) - cached)
+        prompts = max(1, PROMPTS_TOGETHER * self.policy.prefill_chunk // computed)
+        rows = max(1, -(-self.policy.max_num_seqs // self.replicas.stages))
+        fuller = {rows >> shift or 1 for shift in range(rows.bit_length())}
+        return 1 / min(max(self._occupied_s(count, prompts)) for count in fuller)
+
     def at(self, rate: float) -> Found:
         """Return what is measured at a rate."""
-        outcome = self.run(rate, self._count(rate))
+        outcome = self.run(rate)
         return Found(rate, outcome, outcome, self.policy)
+
+    def _streams(self, rate: float) -> float:
+        """Return about as many requests as run at the same time at a rate, none waiting."""
+        rows = max(1, self.policy.max_num_seqs // self.replicas.stages)
+        return min(float(self.policy.max_num_seqs), rate * self._request_s(rows) * rows)
 
     def _count(self, rate: float) -> int:
         """Return the number of requests to measure at about a rate."""
         streams = min(float(self.policy.max_num_seqs), rate * self._request_s(1))
-        return round(min(_MANY, max(_FEW, _STEPS * streams / self.load.mean_answer)))
+        few = min(_MANY, max(_FEW, _STEPS * streams / self.load.mean_answer))
+        return round(max(few, min(_MOST_REQUESTS, _LATE_TIMES * rate * (self.level.first_token_s or 0.0))))
 
-    def highest(self) -> Found:
-        """Return the highest rate at which the level holds, to within 5 %."""
-        policy, replicas = self.policy, self.replicas
+    def highest(self, first_try: float | None = None) -> Found:
+        """Return the highest rate at which the level holds, to within 5 %.
+
+        Args:
+            first_try: rate to begin at, as a part of `most`, if a similar search has ended there.
+        """
         alone = self.alone()
+        found = Found(0.0, alone, None, self.policy)
         if self.level.broken(alone):
-            return Found(0.0, alone, alone, policy)
-        rows = max(1, policy.max_num_seqs // replicas.stages)
-        most = 1 / max(self._occupied_s(rows))
-        found = self._bracketed(Found(0.0, alone, None, policy), _FIRST_TRY * most, _COARSE, _ROUGHLY)
-        fine = self._count(most)
-        return self._bracketed(replace(found, rate=0.0, beyond=None), found.rate or most / 100, fine, _CLOSE)
-
-    def _bracketed(self, found: Found, rate: float, measured: int, close: float) -> Found:
-        """Return the highest rate between `found` and one that is too high, to within a factor, beginning at `rate`."""
-        low, high = found.rate, 0.0
+            return replace(found, beyond=alone)
+        low, high = 0.0, self.most
+        rate = (first_try or _FIRST_TRY) * high
+        step = _FIRST_STEP if first_try is None else _CLOSE
         for _ in range(_MOST_RUNS):
-            outcome = self.run(rate, measured)
+            outcome = self.run(rate)
             if self.level.holds(outcome):
                 low, found = rate, replace(found, rate=rate, outcome=outcome)
             else:
                 high, found = rate, replace(found, beyond=outcome)
-            if low and high and high < low * close:
+            if low and high < low * _CLOSE:
                 break
-            if low and high:
-                rate = math.sqrt(low * high)
+            # Without a rate of each kind the steps grow; a middle one follows.
+            if low:
+                rate = math.sqrt(low * high) if found.beyond else min(low * step, math.sqrt(low * high))
             else:
-                rate = rate * (1 + 2 * (close - 1)) if low else rate / (1 + 3 * (close - 1))
+                rate = high / step
+            step *= step
         return found
 
 
