@@ -19,9 +19,10 @@ from mlx_ring.engine.simulated_load import Load, Outcome, ServiceLevel, Span
 from mlx_ring.engine.simulation import Simulation
 from mlx_ring.planner.cluster_file import Upkeep
 from mlx_ring.planner.forecast import StepTable, forecast_plan
+from mlx_ring.planner.place import LoadedStages, plan_loaded
 from mlx_ring.planner.plan import Plan
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
-from mlx_ring.planner.replicas import alike_plans, place_for_load
+from mlx_ring.planner.replicas import alike_plans, likeness, place_for_load
 from mlx_ring.planner.request import PlanRequest
 
 MOST_RUNNING = 256
@@ -35,10 +36,11 @@ _LATE_TIMES, _MOST_REQUESTS = 4, 2_000
 _CLOSE = 1.05
 """Factor between the rates at which the level holds and does not, from which the search ends."""
 _MOST_RUNS = 14
-_FIRST_TRY, _FIRST_STEP = 0.6, 1.4
-"""Part of the rate without any waiting at which the search begins, and the factor to the next rate."""
+_FIRST_TRY, _FIRST_STEP, _LARGEST_STEP = 0.6, 1.4, 4.0
+"""Part of the rate without any waiting at which the search begins, and the first and largest factor to a lower rate."""
 _YEAR_S, _APART = 365.25 * 86_400, 4
 """Seconds of a year, and the time between lone requests, as a multiple of what one takes."""
+_NO_PLAN = "No plan was found for these machines."
 _QUEUED_SHARE = 0.05
 """Share of a run's requests that may wait: beyond it, the queue grows."""
 _FEW_QUEUED = 16
@@ -57,6 +59,8 @@ class Replicas:
     kv: Mapping[RankId, RankKv]
     names: tuple[tuple[tuple[str, ...], ...], ...]
     """Machines of each stage, for each replica."""
+    kind: object
+    """What it has in common with replicas whose steps take as long."""
 
     @property
     def stages(self) -> int:
@@ -94,7 +98,8 @@ def _replicas(
     machines = [rank.node for stage in plans[0].stages for rank in stage.ranks]
     head_s = max(cluster.link(head, name).round_trip_s / 2 for name in machines)
     names = tuple(tuple(tuple(rank.node for rank in stage.ranks) for stage in plan.stages) for plan in plans)
-    return Replicas(plans[0], StepTable(forecast, head_s), kv, names)
+    kind = likeness(cluster, plans[0]), head_s
+    return Replicas(plans[0], StepTable(forecast, head_s), kv, names, kind)
 
 
 # ---- the highest rate
@@ -185,33 +190,32 @@ class Search:
         few = min(_MANY, max(_FEW, _STEPS * streams / self.load.mean_answer))
         return round(max(few, min(_MOST_REQUESTS, _LATE_TIMES * rate * (self.level.first_token_s or 0.0))))
 
-    def highest(self, first_try: float | None = None) -> Found:
-        """Return the highest rate at which the level holds, to within 5 %.
-
-        Args:
-            first_try: rate to begin at, as a part of `most`, if a similar search has ended there.
-        """
-        alone = self.alone()
-        found = Found(0.0, alone, None, self.policy)
-        if self.level.broken(alone):
-            return replace(found, beyond=alone)
-        low, high = 0.0, self.most
-        rate = (first_try or _FIRST_TRY) * high
-        step = _FIRST_STEP if first_try is None else _CLOSE
+    def highest(self, known: Found | None = None) -> Found:
+        """Return the highest rate at which the level holds, to within 5 %; `known` is a rate at which it does."""
+        low, high, step = 0.0, self.most, _FIRST_STEP
+        if known is None:
+            alone = self.alone()
+            found = Found(0.0, alone, None, self.policy)
+            if self.level.broken(alone):
+                return replace(found, beyond=alone)
+            rate = _FIRST_TRY * high
+        else:
+            found, low = known, known.rate
+            rate = math.sqrt(low * min(high, low * step))
         for _ in range(_MOST_RUNS):
+            if low and high < low * _CLOSE:
+                break
             outcome = self.run(rate)
             if self.level.holds(outcome):
                 low, found = rate, replace(found, rate=rate, outcome=outcome)
             else:
                 high, found = rate, replace(found, beyond=outcome)
-            if low and high < low * _CLOSE:
-                break
-            # Without a rate of each kind the steps grow; a middle one follows.
             if low:
-                rate = math.sqrt(low * high) if found.beyond else min(low * step, math.sqrt(low * high))
+                rate = math.sqrt(low * min(high, low * step * step))
             else:
+                # Ever larger steps down, until the level holds.
+                step = min(step * step, _LARGEST_STEP)
                 rate = high / step
-            step *= step
         return found
 
 
@@ -304,20 +308,73 @@ class Capacity:
     """Tokens for one unit of the currency: machines over their years, and energy."""
 
 
-def measure_capacity(
-    label: str, model: ModelProfile, cluster: ClusterProfile, question: Question
-) -> Capacity:
-    """Return the capacity of a cluster with the best of several plans.
+class CapacityMeter:
+    """Measurements of clusters with one model and question. Replicas of the same kind are searched once."""
 
-    Raises:
-        PlanError: the model does not fit.
-    """
-    request = _request(question)
-    found = [
-        _measured(label, replicas_of(model, cluster, request, plans), question)
-        for plans in place_for_load(model, cluster, request)
-    ]
-    return max(found, key=lambda each: (each.holds, each.requests_per_s, -each.first_token_s))
+    def __init__(self, model: ModelProfile, question: Question) -> None:
+        self._model, self._question = model, question
+        self._found: dict[object, Found] = {}
+
+    def measure(self, label: str, cluster: ClusterProfile, loaded: Sequence[LoadedStages] = ()) -> Capacity:
+        """Return the capacity of a cluster with the best of several plans, or with its loaded instances.
+
+        Raises:
+            PlanError: the model does not fit.
+        """
+        request = _request(self._question)
+        plans = [plan_loaded(self._model, cluster, request, loaded)] if loaded else None
+        cases = [
+            self._searches(cluster, request, made)
+            for made in plans or place_for_load(self._model, cluster, request)
+        ]
+        best = Capacity(label, holds=False, why=_NO_PLAN)
+        for searches in sorted(cases, key=_bound, reverse=True):
+            if not self._is_surely_less(searches, best):
+                found = _capacity(label, searches, self._results(searches), self._question)
+                best = max(found, best, key=_rank)
+        return best
+
+    def _is_surely_less(self, searches: Sequence[Search], best: Capacity) -> bool:
+        """Return True if plans cannot take as many requests, or the level does not hold at a little more of them."""
+        if not best.holds or self._question.rate is not None:
+            return False
+        if _bound(searches) <= best.requests_per_s:
+            return True
+        (search, *others) = searches
+        if others or search.replicas.kind in self._found:
+            return False
+        rate = _CLOSE * best.requests_per_s / search.replicas.count
+        outcome = search.run(rate)
+        if not self._question.level.holds(outcome):
+            return True
+        self._found[search.replicas.kind] = search.highest(Found(rate, outcome, None, search.policy))
+        return False
+
+    def _searches(self, cluster: ClusterProfile, request: PlanRequest, plans: Sequence[Plan]) -> list[Search]:
+        question = self._question
+        kinds = replicas_of(self._model, cluster, request, plans)
+        first = (Search(kind, question.load, question.level, question.policy) for kind in kinds)
+        return [replace(each, policy=fitting_policy(each, question.max_num_seqs)) for each in first]
+
+    def _results(self, searches: Sequence[Search]) -> list[Found]:
+        if self._question.rate is not None:
+            return _at_rate(searches, self._question.rate)
+        found: list[Found] = []
+        for search in searches:
+            kind = search.replicas.kind
+            if kind not in self._found:
+                self._found[kind] = search.highest()
+            found.append(self._found[kind])
+        return found
+
+
+def _bound(searches: Sequence[Search]) -> float:
+    """Return the requests per second that the busiest stages or links of all replicas can take."""
+    return sum(search.most * search.replicas.count for search in searches)
+
+
+def _rank(found: Capacity) -> tuple[bool, float, float]:
+    return found.holds, found.requests_per_s, -found.first_token_s if found.replicas else -math.inf
 
 
 def _request(question: Question) -> PlanRequest:
@@ -335,14 +392,8 @@ def _request(question: Question) -> PlanRequest:
     )
 
 
-def _measured(label: str, kinds: Sequence[Replicas], question: Question) -> Capacity:
+def _capacity(label: str, searches: Sequence[Search], found: Sequence[Found], question: Question) -> Capacity:
     load, level = question.load, question.level
-    first = (Search(kind, load, level, question.policy) for kind in kinds)
-    searches = [replace(each, policy=fitting_policy(each, question.max_num_seqs)) for each in first]
-    if question.rate is None:
-        found = [search.highest() for search in searches]
-    else:
-        found = _at_rate(searches, question.rate)
     rates = [each.rate * search.replicas.count for each, search in zip(found, searches, strict=True)]
     outcomes = [each.outcome for each in found]
     total = sum(rates)

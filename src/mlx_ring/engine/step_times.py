@@ -117,10 +117,9 @@ class ChunkSizer:
 
     def _earn(self) -> None:
         """Save the time that a decode step leaves to prompts, which is the same on every stage as on the slowest."""
-        slowest = max(
-            plain.value or step.value or 0.0
-            for plain, step in zip(self._decode_us, self._any_decode_us, strict=True)
-        )
+        slowest = 0.0
+        for plain, step in zip(self._decode_us, self._any_decode_us, strict=True):
+            slowest = max(slowest, plain.value or step.value or 0.0)
         self._earned_us = (self._ratio - 1.0) * _MARGIN * slowest
         self._credit_us = min(self._most_us, self._credit_us + self._earned_us)
 
@@ -131,7 +130,7 @@ class ChunkSizer:
 
     @property
     def _slowest_token_us(self) -> float:
-        return max(mean.value or 0.0 for mean in self._token_us)
+        return max([mean.value or 0.0 for mean in self._token_us])
 
     def _beside_decode(self) -> int:
         """Return the size of a chunk beside decode; 0 until more time is saved."""
