@@ -1,21 +1,31 @@
-"""Loading of a plan into new workers, all at once, with the progress of each; and linking of those that stay."""
+"""Loading of a plan into new workers, all at once, with the progress of each; linking of those that stay; fetched models."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import AsyncExitStack, ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
 
 from mlx_ring.agent.supervisor import GROUP_PHASE, SILENT_S, Supervisor, Worker
+from mlx_ring.agent.weights.stages import fetch_stages
+from mlx_ring.agent.weights.store import WeightStore
+from mlx_ring.agent.weights.transfer import PeerChannel
 from mlx_ring.core.errors import GroupStuck, RingError, ServingError, StaleMessage, WorkerLost, WorkerStuck
+from mlx_ring.core.types import LayerRange
+from mlx_ring.host.process import release_freed_memory
 from mlx_ring.rpc.backends import backend_of
+from mlx_ring.rpc.channels import WEIGHTS_MESSAGE_BYTES, open_aio_channel
 from mlx_ring.rpc.failures import channel_error, error_to_failure, failure_to_error
 from mlx_ring.rpc.methods import LOAD, RELINK
 from mlx_ring.rpc.protos import agent_pb2, step_pb2, worker_pb2
+from mlx_ring.rpc.tls.credentials import Credentials
+from mlx_ring.rpc.tls.peers import HEAD_NAME, node_name
 
 _END_WAIT_S = 2.0
 _GROUP_WAITS_S = {GROUP_PHASE: 30.0, "warm-up": 120.0}
@@ -348,3 +358,61 @@ def _load_request(
         filled.first_address = first[0]
         filled.first_ranks.extend(worker_pb2.RankEnd(address=address) for address in first[1:])
     return worker_pb2.LoadRequest(hello=request.hello, model_path=request.model_path, assignment=filled)
+
+
+# ---- fetched models
+
+
+class FetchedModels:
+    """Folders that workers load from, kept for as long as their instance runs."""
+
+    def __init__(self, node: str, store: WeightStore, credentials: Callable[[], Credentials]) -> None:
+        self._node = node
+        self._store = store
+        self._credentials = credentials
+        self._holds: dict[str, ExitStack] = {}
+        """By instance."""
+
+    async def fetch(
+        self, instance: str, request: agent_pb2.LoadStagesRequest, progress: Callable[[int, int], None]
+    ) -> Path:
+        """Have what the request's stages need here.
+
+        Raises:
+            WeightsMissing: no node has it.
+            RingError: it cannot be kept, or is no model.
+        """
+        credentials = self._credentials()
+        stages = [
+            LayerRange(assignment.first_layer, assignment.end_layer) for assignment in request.assignments
+        ]
+        hold = self._holds.setdefault(instance, ExitStack())
+        async with AsyncExitStack() as channels:
+            peers = [await channels.enter_async_context(_Asked(peer, credentials)) for peer in request.peers]
+            folder = await fetch_stages(
+                self._store, request.weights, stages, peers, self._node, progress, hold
+            )
+        release_freed_memory()
+        return folder
+
+    def release(self, running: Sequence[str]) -> None:
+        """Release the models of all instances but these."""
+        for instance in [instance for instance in self._holds if instance not in running]:
+            self._holds.pop(instance).close()
+
+
+class _Asked:
+    """A peer with a separate channel for the time of a fetch."""
+
+    def __init__(self, peer: agent_pb2.WeightsPeer, credentials: Credentials) -> None:
+        self._name = peer.node or "the head"
+        name = node_name(peer.node) if peer.node else HEAD_NAME
+        self._channel = open_aio_channel(
+            peer.address, credentials, name, max_message_bytes=WEIGHTS_MESSAGE_BYTES
+        )
+
+    async def __aenter__(self) -> PeerChannel:
+        return PeerChannel(self._name, self._channel)
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._channel.close()

@@ -24,8 +24,8 @@ import grpc
 import psutil
 
 from mlx_ring.agent.enrolment import renew_if_due
-from mlx_ring.agent.fetched_models import FetchedModels
 from mlx_ring.agent.link_measurements import LinkService, LinkStore, make_responder
+from mlx_ring.agent.loading import FetchedModels
 from mlx_ring.agent.profiling import ProfileOptions, ProfileStore, recall_or_measure
 from mlx_ring.agent.server import AgentService
 from mlx_ring.agent.supervisor import Supervisor, Worker, WorkerOptions

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 
 import grpc
 
-from mlx_ring.agent.fetched_models import FetchedModels
 from mlx_ring.agent.loading import (
+    FetchedModels,
     as_failure,
     check_epoch,
     failed_load,
