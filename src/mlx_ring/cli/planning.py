@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -29,6 +30,9 @@ COMPARISONS = "Comparisons"
 Value = TypeVar("Value", int, str)
 _TOKENS = re.compile(r"(\d+(?:\.\d+)?)([km]?)", re.IGNORECASE)
 _UNITS = {"": 1, "k": 1024, "m": 1024**2}
+
+_SECONDS = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|min|h)?")
+_TIME_UNITS = {"ms": 1e-3, None: 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
 # ---- flags
 
@@ -225,6 +229,77 @@ def read_numbers(flag: str, text: str | None) -> tuple[float, ...]:
         return tuple(float(part) for part in text.strip("[] ").split(","))
     except ValueError:
         raise ConfigError(f"{flag} is {text}; it must be numbers separated by commas.") from None
+
+
+def read_lengths(flag: str, text: str) -> tuple[int, int]:
+    """Return the least and the largest number of tokens of `1024` or `200-2000`.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    found = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", text)
+    low = int(found[1]) if found else 0
+    high = int(found[2]) if found and found[2] else low
+    if not 1 <= low <= high:
+        raise ConfigError(
+            f"{flag} is {text}; it must be a number of tokens, as 1024, or from fewer to more, as 200-2000."
+        )
+    return low, high
+
+
+def read_time_or_off(flag: str, text: str) -> float | None:
+    """Return the seconds of a time such as `2s`; None for `off`.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    return None if text.strip().lower() == "off" else read_seconds(flag, text)
+
+
+def read_seconds(flag: str, text: str, *, allows_zero: bool = False) -> float:
+    """Return the seconds of a time such as `2s` or `50ms`.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    found = _SECONDS.fullmatch(text.strip().lower())
+    seconds = float(found[1]) * _TIME_UNITS[found[2]] if found else -1.0
+    if seconds < 0 or (not seconds and not allows_zero):
+        raise ConfigError(f"{flag} is {text}; it must be a time above 0, as 2s or 50ms.")
+    return seconds
+
+
+def read_share(flag: str, text: str) -> float:
+    """Return a share such as `60%` or `0.6`.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    number = text.strip().removesuffix("%")
+    try:
+        share = float(number) / (100 if number != text.strip() else 1)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share < 1:
+        raise ConfigError(f"{flag} is {text}; it must be a share from 0 to less than all, as 60% or 0.6.")
+    return share
+
+
+def read_pair(flag: str, text: str, most: int) -> tuple[str, list[float]]:
+    """Return the name and the numbers of `NAME=NUMBER/NUMBER`, `most` of them at most.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    name, _, rest = text.partition("=")
+    try:
+        numbers = [float(part) for part in rest.split("/")]
+    except ValueError:
+        numbers = []
+    if not name or not 1 <= len(numbers) <= most or not all(0 < number < inf for number in numbers):
+        form = "NAME=BUSY or NAME=BUSY/IDLE, in watts" if most > 1 else "NAME=PRICE"
+        raise ConfigError(f"{flag} is {text}; it must be {form}, with numbers above 0.")
+    return name, numbers
 
 
 # ---- given machines

@@ -21,6 +21,12 @@ from mlx_ring.planner.replicas import place_for_load
 from mlx_ring.planner.request import PlanRequest
 
 _YEAR_S = 365.25 * 86_400
+_HEAD_REQUEST_S, _HEAD_TOKEN_S = 3e-3, 0.3e-3
+"""Seconds of one core that the head takes for a request, and for each streamed token of its answer: HTTP, scheduling,
+detokenizing. Measured as its CPU time per request of one token, and per token of 8 to 64 streams of the model demo, on
+an AMD EPYC. The head computes on one core, whatever the number of replicas."""
+_FULL = 0.999
+_HEAD = "The head computes all of the time: it handles no more requests, however many machines there are."
 _NO_PLAN = "No plan was found for these machines."
 _BUSY, _WAITING = 0.8, 0.1
 """Share of the time from which a stage or link is the limit, and below it, from which waiting is."""
@@ -82,6 +88,8 @@ class Capacity:
     """Mean time of a request."""
     max_num_seqs: int = 0
     """Most requests that run at the same time, of the kind of replica with the most."""
+    head_busy: float = 0.0
+    """Share of a core's time that the head computes; it has one core."""
     replicas: int = 0
     stages: tuple[str, ...] = ()
     """Machines and layers of each stage, and use of the machines, of one replica of each kind."""
@@ -117,7 +125,7 @@ class CapacityMeter:
         best = Capacity(label, holds=False, why=_NO_PLAN)
         for searches in sorted(cases, key=_bound, reverse=True):
             if not self._is_surely_less(searches, best):
-                found = _capacity(label, searches, self._results(searches), self._question)
+                found = _capacity(label, searches, self._within_head(searches), self._question)
                 best = max(found, best, key=_rank)
         return best
 
@@ -143,6 +151,20 @@ class CapacityMeter:
         first = (Search(kind, question.load, question.level, question.policy) for kind in kinds)
         return [replace(each, policy=fitting_policy(each, question.max_num_seqs)) for each in first]
 
+    def _within_head(self, searches: Sequence[Search]) -> list[Found]:
+        """Return what is found of each kind, at as many requests as the head can handle."""
+        found = self._results(searches)
+        if self._question.rate is not None:
+            return found
+        total = sum(each.rate * search.replicas.count for each, search in zip(found, searches, strict=True))
+        most = 1 / _head_s(self._question.load)
+        if total <= most:
+            return found
+        return [
+            search.at(each.rate * most / total) if each.rate else each
+            for each, search in zip(found, searches, strict=True)
+        ]
+
     def _results(self, searches: Sequence[Search]) -> list[Found]:
         if self._question.rate is not None:
             return _at_rate(searches, self._question.rate)
@@ -153,6 +175,11 @@ class CapacityMeter:
                 self._found[kind] = search.highest()
             found.append(self._found[kind])
         return found
+
+
+def _head_s(load: Load) -> float:
+    """Return the seconds that the head computes for a request."""
+    return _HEAD_REQUEST_S + load.mean_answer * _HEAD_TOKEN_S
 
 
 def _bound(searches: Sequence[Search]) -> float:
@@ -187,6 +214,7 @@ def _capacity(label: str, searches: Sequence[Search], found: Sequence[Found], qu
     request_s = sum(
         rate * _mean(outcome.request_s) for rate, outcome in zip(rates, outcomes, strict=True)
     ) / (total or 1.0)
+    head_busy = total * _head_s(load)
     tokens_per_s, given = total * load.mean_answer, question.rate is not None
     watts, price = _upkeep(searches, outcomes, question)
     paid = None if price is None else _paid_per_s(price, watts, question)
@@ -196,8 +224,8 @@ def _capacity(label: str, searches: Sequence[Search], found: Sequence[Found], qu
     )
     return Capacity(
         label=label,
-        holds=all(map(level.holds, outcomes)) if given else total > 0,
-        why=_why(*worst, is_given=given),
+        holds=all(map(level.holds, outcomes)) and head_busy <= 1 if given else total > 0,
+        why=_HEAD if head_busy > _FULL else _why(*worst, is_given=given),
         requests_per_s=total,
         users=total * (question.thinking_s + request_s),
         tokens_per_s=tokens_per_s,
@@ -205,6 +233,7 @@ def _capacity(label: str, searches: Sequence[Search], found: Sequence[Found], qu
         between_tokens_s=max(outcome.between_tokens_within(level.percent) for outcome in outcomes),
         request_s=request_s,
         max_num_seqs=max(search.policy.max_num_seqs for search in searches),
+        head_busy=head_busy,
         replicas=sum(search.replicas.count for search in searches),
         stages=tuple(text for search in searches for text in _stage_texts(search.replicas)),
         uses=tuple(chain.from_iterable(map(_first_uses, searches, outcomes))),
