@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.default_settings import make_policy
 from tests.examples import examples
@@ -158,7 +158,7 @@ def test_a_lone_request_takes_as_long_as_the_plan_predicts() -> None:
     first_token_s=st.floats(0.3, 4),
     between_s=st.floats(0.05, 0.5),
 )
-@settings(max_examples=examples(0.1), deadline=None)
+@examples(0.1)
 def test_stricter_levels_more_requests_and_fewer_machines_never_gain(
     prompt: int, answer: int, first_token_s: float, between_s: float
 ) -> None:

@@ -8,14 +8,12 @@ from dataclasses import asdict, replace
 from math import inf
 from pathlib import Path
 from typing import Annotated, cast
-from urllib.parse import urlencode
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from mlx_ring.cli.flags import with_settings
-from mlx_ring.cli.heads import DEFAULT_URL
 from mlx_ring.cli.planning import (
     BITS,
     COMPARISONS,
@@ -27,10 +25,9 @@ from mlx_ring.cli.planning import (
     MachineNames,
     ModelName,
     WeightBits,
-    ask_running_head,
     at_least_one,
     check_uses,
-    find_described,
+    given_basis,
     given_machines,
     one_of,
     read_lengths,
@@ -38,6 +35,7 @@ from mlx_ring.cli.planning import (
     read_seconds,
     read_share,
     read_time_or_off,
+    running_basis,
 )
 from mlx_ring.core.engine_stats import Policy
 from mlx_ring.core.errors import ConfigError, PlanError
@@ -53,10 +51,9 @@ from mlx_ring.engine.simulated_load import (
 )
 from mlx_ring.head.served_model import policy_of
 from mlx_ring.planner.cluster_file import Upkeep, read_upkeep, with_machines
-from mlx_ring.planner.model_sizes import sizes_of
-from mlx_ring.planner.place import PlanningBasis, RunningCluster
+from mlx_ring.planner.place import PlanningBasis
 from mlx_ring.planner.profiles import ClusterProfile
-from mlx_ring.planner.request import USUAL_CONTEXT, Demand, PlanRequest
+from mlx_ring.planner.request import Demand, PlanRequest
 from mlx_ring.planner.weight_format import WeightFormat
 from mlx_ring.settings.config import Settings
 from mlx_ring.settings.settings_sources import load_settings
@@ -197,9 +194,9 @@ def capacity(
             raise ConfigError(
                 "No model is given; name one, such as `mlx-ring capacity llama-8b --machine m4-max-128`."
             )
-        basis = _given_basis(model, given_machines(cluster, machine, link)[0], weights)
+        basis = given_basis(model, given_machines(cluster, machine, link)[0], weights)
     else:
-        basis = _running_basis(model, url, cacert, weights)
+        basis = running_basis(model, url, cacert, weights)
     machines, sizes = basis.machines, basis.model
     level = ServiceLevel(
         read_time_or_off("--first-token-within", first_token_within),
@@ -246,30 +243,6 @@ def capacity(
     for remark in basis.remarks:
         print(remark)
     _show(sizes.name, rows, question)
-
-
-def _given_basis(model: str, machines: ClusterProfile, weights: WeightFormat | None) -> PlanningBasis:
-    """Return what plans of a named model on these machines are made of."""
-    described = find_described(model, weights)
-    sizes = sizes_of(described.folder, described.name, machines, weights)
-    running = RunningCluster(machines, PlanRequest(Demand(USUAL_CONTEXT, 1)))
-    return PlanningBasis.of(running, sizes, described.remarks)
-
-
-def _running_basis(
-    model: str | None, url: str | None, cacert: Path | None, weights: WeightFormat | None
-) -> PlanningBasis:
-    """Return what plans of the running cluster are made of.
-
-    Raises:
-        ConfigError: the head does not answer, or refuses.
-    """
-    if weights is not None:
-        raise ConfigError(
-            f"--quantization is {weights.bits}, which a question to the head does not take; leave it out."
-        )
-    path = "/cluster/planning" + ("" if model is None else f"?{urlencode({'model': model})}")
-    return ask_running_head(url or DEFAULT_URL, path, None, PlanningBasis, cacert)
 
 
 def _check_load(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
+from urllib.parse import urlencode
 
 import typer
 
@@ -18,7 +19,10 @@ from mlx_ring.models.model_source import builtin_names, describe_model
 from mlx_ring.planner.catalogue import known_profile
 from mlx_ring.planner.cluster_file import cluster_of, link_named, load_content, read_cluster
 from mlx_ring.planner.known_models import find_known_model
+from mlx_ring.planner.model_sizes import sizes_of
+from mlx_ring.planner.place import PlanningBasis, RunningCluster
 from mlx_ring.planner.profiles import ClusterProfile
+from mlx_ring.planner.request import USUAL_CONTEXT, Demand, PlanRequest
 from mlx_ring.planner.weight_format import WeightFormat
 from mlx_ring.settings.devices_file import DevicesFile, lists_devices, read_devices
 
@@ -327,3 +331,27 @@ def given_machines(
     content = load_content(text, str(file))
     listed = read_devices(content, str(file)) if lists_devices(content) else DevicesFile(())
     return read_cluster(text, str(file)), listed
+
+
+def given_basis(model: str, machines: ClusterProfile, weights: WeightFormat | None) -> PlanningBasis:
+    """Return what plans of a named model on these machines are made of."""
+    described = find_described(model, weights)
+    sizes = sizes_of(described.folder, described.name, machines, weights)
+    running = RunningCluster(machines, PlanRequest(Demand(USUAL_CONTEXT, 1)))
+    return PlanningBasis.of(running, sizes, described.remarks)
+
+
+def running_basis(
+    model: str | None, url: str | None, cacert: Path | None, weights: WeightFormat | None
+) -> PlanningBasis:
+    """Return what plans of the running cluster are made of.
+
+    Raises:
+        ConfigError: the head does not answer, or refuses.
+    """
+    if weights is not None:
+        raise ConfigError(
+            f"--quantization is {weights.bits}, which a question to the head does not take; leave it out."
+        )
+    path = "/cluster/planning" + ("" if model is None else f"?{urlencode({'model': model})}")
+    return ask_running_head(url or DEFAULT_URL, path, None, PlanningBasis, cacert)
