@@ -1,4 +1,4 @@
-"""Loading of a plan into new workers, all at once, with the progress of each; linking of those that stay; fetched models."""
+"""Loading of a plan into new workers, all at once; linking of those that stay; models that an agent fetched."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from importlib import import_module
@@ -108,6 +108,8 @@ class Tracing(Protocol):
 
 # ---- export
 
+_EXPORTER = "mlx_ring.core.otlp_traces"
+
 
 def check_exporter(endpoint: str | None) -> None:
     """Check that traces can be exported, if an endpoint is set.
@@ -118,7 +120,7 @@ def check_exporter(endpoint: str | None) -> None:
     if endpoint is None:
         return
     try:
-        import_module("mlx_ring.core.otlp_traces")
+        import_module(_EXPORTER)
     except ImportError as error:
         raise ConfigError(
             f"--otlp-traces-endpoint is {endpoint}, and OpenTelemetry is not installed ({error}): "
@@ -135,7 +137,6 @@ def open_tracing(endpoint: str | None, node: str, version: str) -> Tracing | Non
     if endpoint is None:
         return None
     check_exporter(endpoint)
-    # OpenTelemetry may be missing.
-    from mlx_ring.core.otlp_traces import OtlpTraces
-
-    return OtlpTraces(endpoint, node, version)
+    # OpenTelemetry may be missing, so it is loaded by name.
+    exporter: Callable[[str, str, str], Tracing] = import_module(_EXPORTER).OtlpTraces
+    return exporter(endpoint, node, version)

@@ -53,7 +53,7 @@ class Replicas:
     names: tuple[tuple[tuple[str, ...], ...], ...]
     """Machines of each stage, for each replica."""
     kind: object
-    """What it has in common with replicas whose steps take as long."""
+    """Value that replicas have in common whose steps take as long."""
 
     @property
     def stages(self) -> int:

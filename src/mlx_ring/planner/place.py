@@ -227,7 +227,7 @@ class RunningCluster:
 
 @dataclass(frozen=True, slots=True)
 class PlanningBasis:
-    """What a head plans a model with, in values that JSON has."""
+    """Machines, model and settings with which a head plans, in values that JSON has."""
 
     model: ModelProfile
     remarks: tuple[str, ...]
