@@ -1,4 +1,4 @@
-"""Loading of a plan into new workers, all at once; linking of those that stay; models that an agent fetched."""
+"""Loading of a plan into new workers, linking of those that stay, and models that an agent fetched."""
 
 from __future__ import annotations
 
