@@ -119,6 +119,31 @@ def test_a_machine_is_measured_again_on_request(tmp_path: Path, measured: list[P
     assert len(measured) == 2
 
 
+def test_a_profile_made_without_native_kernels_is_measured_again_once_they_are_there(
+    tmp_path: Path, measured: list[ProfileOptions], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def build_nothing(_blas: str) -> None: ...
+
+    def none(_target: object) -> None:
+        return None
+
+    def binary(_target: object) -> Path:
+        return tmp_path / "kernels.so"
+
+    monkeypatch.setattr(profile_store, "build_kernels", build_nothing)
+    monkeypatch.setattr(profile_store, "find_binary", none)
+    recall(tmp_path)
+    recall(tmp_path)
+    assert len(measured) == 1
+    monkeypatch.setattr(profile_store, "find_binary", binary)
+    assert profile_store.recall(ProfileStore(tmp_path), OPTIONS) is None
+    assert recall(tmp_path).seconds == 2.0
+    unused = ProfileOptions("openblas", 2)
+    recall(tmp_path, unused)
+    monkeypatch.setattr(profile_store, "find_binary", none)
+    assert profile_store.recall(ProfileStore(tmp_path), unused) is not None, "kernels that are not used"
+
+
 def test_another_number_of_threads_has_its_own_profile(
     tmp_path: Path, measured: list[ProfileOptions]
 ) -> None:

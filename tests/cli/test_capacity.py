@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.api.clients import serving
+from tests.api.twins import TwinService
 from tests.cli.test_main import complaint
 from tests.processes import run_in_process
 
@@ -40,10 +42,60 @@ def test_added_machines_are_compared_with_their_gain(tmp_path: Path) -> None:
     assert more["tokens_per_joule"] > 0
 
 
+@pytest.mark.slow
+def test_the_short_list_is_compared_and_a_useless_machine_is_said_to_be_best_left_out(tmp_path: Path) -> None:
+    """Ask for a cluster whose model needs both machines, over a slow link and over a fast one."""
+    (tmp_path / "mine.yaml").write_text(
+        "machines:\n  - {name: one, machine: m4-max-64}\n  - {name: two, machine: m4-max-64}\n"
+        "links:\n  - {between: [one, two], link: tb5}\n"
+    )
+    level = ("--first-token-within", "60s", "--between-tokens-within", "1s", "--answer", "32")
+    options = ("llama-70b", "--cluster", "mine.yaml", *level, "--max-num-seqs", "4", "--what-to-add")
+    done = run_in_process("capacity", *options, "--link", "10gbe", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(run_in_process("capacity", *options, "--json", folder=tmp_path).stdout)["capacities"]
+    labels = ["now", "with m4-pro-64", "with m4-max-128", "with m3-ultra-256", "with nvidia-dgx-spark"]
+    assert [row["label"] for row in found] == labels
+    assert all(f"\n{label}" in done.stdout for label in labels)
+    now, *more = found
+    assert all(row["users"] >= now["users"] > 0 for row in more)
+    assert max(more, key=lambda row: row["users"])["label"] in ("with m3-ultra-256", "with nvidia-dgx-spark")
+
+
+def test_a_running_head_gives_its_machines_model_and_scheduler(tmp_path: Path) -> None:
+    with serving(TwinService()) as url:
+        options = ("--url", url, "--prompt", "64", "--answer", "4", "--rate", "0.1", "--json")
+        own = run_in_process("capacity", *options, folder=tmp_path)
+        named = run_in_process("capacity", "llama-1b", *options, "--max-num-seqs", "3", folder=tmp_path)
+        refused = complaint("capacity", "lama", *options, folder=tmp_path)
+    assert f"The head at {url} refuses: There is no model 'lama'" in refused
+    found = json.loads(own.stdout)
+    (now,) = found["capacities"]
+    assert found["model"] == "org/twin"
+    assert now["stages"] == ["m4-mac-mini-16 0-31"]
+    assert json.loads(named.stdout)["capacities"][0]["max_num_seqs"] == 3
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ((), "No machines are given; name some with --machine, or a file with --cluster."),
+        (("--url", "http://127.0.0.1:9"), "No head answers at http://127.0.0.1:9"),
+        ((*MACHINE, "--url", "http://127.0.0.1:9"), "machines are given too; leave one of them out."),
+        ((*MACHINE, "--cacert", "a.pem"), "--cacert is a.pem, but no head is asked; leave it out."),
+        (
+            ("--url", "http://127.0.0.1:9", "--quantization", "4"),
+            "--quantization is 4, which a question to the head",
+        ),
+        (("--url", "http://127.0.0.1:9", "--link", "tb5"), "--link is tb5, but no machine is added"),
+        ((*MACHINE, "--add", "m4-max-128", "--link", "tb9"), "The link tb9 is unknown; known links are"),
+        ((*MACHINE, "--kv-bits", "5"), "--kv-bits is 5; it must be one of 4, 8, 16."),
+        ((*MACHINE, "--burst", "4"), "--burst is 4, but --arrivals is poisson; give --arrivals burst."),
+        (
+            (*MACHINE, "--prompt", "9", "--requests", "x.csv"),
+            "--prompt is 9, but --requests gives the lengths",
+        ),
+        ((*MACHINE, "--watts", "m4-max=40"), "there is no machine m4-max; there are m4-mac-mini-16."),
+        ((*MACHINE, "--thinking-time", "-1s"), "--thinking-time is -1s; it must be a time"),
         ((*MACHINE, "--prompt", "0"), "--prompt is 0; it must be a number of tokens"),
         ((*MACHINE, "--answer", "9-3"), "--answer is 9-3; it must be a number of tokens"),
         ((*MACHINE, "--rate", "0"), "--rate is 0; it must be more than 0 requests per second."),
@@ -55,7 +107,10 @@ def test_added_machines_are_compared_with_their_gain(tmp_path: Path) -> None:
         ),
         ((*MACHINE, "--arrivals", "never"), "--arrivals is never; it must be one of poisson, even, burst."),
         ((*MACHINE, "--watts", "x"), "--watts is x; it must be NAME=BUSY or NAME=BUSY/IDLE"),
-        ((*MACHINE, "--watts", "x=5/9"), "--watts is x=5/9; the power without load must not be more"),
+        (
+            (*MACHINE, "--watts", "m4-mac-mini-16=5/9"),
+            "--watts is m4-mac-mini-16=5/9; the power without load must not be more",
+        ),
         ((*MACHINE, "--price", "x=-1"), "--price is x=-1; it must be NAME=PRICE, with numbers above 0."),
         ((*MACHINE, "--years", "0"), "--years is 0"),
         ((*MACHINE, "--requests", "missing.csv"), "--requests is missing.csv, which cannot be read"),

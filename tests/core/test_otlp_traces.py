@@ -9,8 +9,7 @@ from tests.otlp_collector import running_collector
 
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.core.otlp_traces import OtlpTraces
-from mlx_ring.core.trace_export import check_exporter
-from mlx_ring.core.traces import TracePlace
+from mlx_ring.core.traces import TracePlace, check_exporter
 from mlx_ring.settings.settings_sources import load_settings
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

@@ -5,11 +5,14 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.default_settings import make_policy
+from tests.examples import examples
 from tests.planner.clusters import cluster_of, model_of, node_of
 
 from mlx_ring.core.errors import ConfigError, PlanError
-from mlx_ring.engine.capacity import Capacity, Question, measure_capacity
+from mlx_ring.engine.capacity import Capacity, CapacityMeter, Question
 from mlx_ring.engine.simulated_load import (
     Arrivals,
     Lengths,
@@ -19,6 +22,7 @@ from mlx_ring.engine.simulated_load import (
     read_recorded,
 )
 from mlx_ring.planner.cluster_file import Upkeep
+from mlx_ring.planner.place import place
 from mlx_ring.planner.profiles import ClusterProfile
 from mlx_ring.planner.request import Demand, PlanRequest
 
@@ -46,7 +50,7 @@ def measured(
         kwh_price=kwh_price,
         upkeep=upkeep or {},
     )
-    return measure_capacity("now", MODEL, cluster, question)
+    return CapacityMeter(MODEL, question).measure("now", cluster)
 
 
 @pytest.fixture(scope="module")
@@ -116,12 +120,63 @@ def test_a_model_that_does_not_fit_is_a_plan_error() -> None:
 
 
 @pytest.mark.slow
-def test_alike_replicas_are_measured_once_for_all() -> None:
-    hundreds = cluster_of(*(node_of(f"node-{number}") for number in range(200)))
-    found = measured(hundreds)
-    assert found.replicas == 200
-    assert found.requests_per_s == pytest.approx(200 * measured().requests_per_s, rel=0.06)
-    assert found.stages == ("200 x node-0 0-7",)
+def test_alike_replicas_are_measured_once_and_the_head_limits_very_many() -> None:
+    one = measured()
+    few, hundreds = (
+        measured(cluster_of(*(node_of(f"node-{number}") for number in range(count)))) for count in (4, 400)
+    )
+    assert few.requests_per_s == pytest.approx(4 * one.requests_per_s)
+    assert few.stages == ("4 x node-0 0-7",)
+    assert hundreds.replicas == 400
+    assert one.requests_per_s < hundreds.requests_per_s < 400 * one.requests_per_s
+    assert hundreds.head_busy == pytest.approx(1)
+    assert hundreds.why.startswith("The head computes all of the time")
+
+
+def test_a_small_model_on_a_fast_machine_has_no_endless_capacity() -> None:
+    """Ask for a rate that a short run would hold, because its requests all start before the first is late."""
+    found = measured(load=Load(Lengths(8, 8), Lengths(4, 4)), level=ServiceLevel(5.0, None))
+    assert found.holds
+    assert 0 < found.uses[0].busy <= 1
+    assert found.tokens_per_s < 1e5
+
+
+def test_a_lone_request_takes_as_long_as_the_plan_predicts() -> None:
+    """Compare the times of requests that never meet with the plan's prediction of one."""
+    found = measured(rate=1e-3)
+    request = PlanRequest(Demand(80, 1, typical_tokens=72), prompt_tokens=64, answer_tokens=16)
+    predicted = place(MODEL, ONE, request).prediction
+    assert found.between_tokens_s == pytest.approx(predicted.token_s, rel=0.03)
+    # A plan counts one more step before the first token.
+    assert found.first_token_s + found.between_tokens_s == pytest.approx(predicted.first_token_s, rel=0.1)
+    assert found.users == pytest.approx(1e-3 * (60 + found.request_s))
+
+
+@pytest.mark.slow
+@given(
+    prompt=st.integers(8, 400),
+    answer=st.integers(2, 60),
+    first_token_s=st.floats(0.3, 4),
+    between_s=st.floats(0.05, 0.5),
+)
+@examples(0.1)
+def test_stricter_levels_more_requests_and_fewer_machines_never_gain(
+    prompt: int, answer: int, first_token_s: float, between_s: float
+) -> None:
+    load = Load(Lengths(prompt, prompt), Lengths(answer, answer))
+    level = ServiceLevel(first_token_s, between_s)
+    loose = measured(load=load, level=level)
+    strict = measured(load=load, level=ServiceLevel(first_token_s / 2, between_s))
+    # A search ends within 5 %.
+    assert strict.requests_per_s <= 1.05 * loose.requests_per_s
+    both = measured(cluster_of(node_of("a"), node_of("b")), load=load, level=level)
+    assert both.requests_per_s >= loose.requests_per_s / 1.05
+    if loose.holds:
+        less, more = (
+            measured(load=load, level=level, rate=part * loose.requests_per_s) for part in (0.3, 0.9)
+        )
+        assert less.uses[0].busy <= more.uses[0].busy + 0.02
+        assert less.first_token_s <= 1.05 * more.first_token_s
 
 
 # ---- load

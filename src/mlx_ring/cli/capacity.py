@@ -3,21 +3,43 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from math import inf
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, cast
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from mlx_ring.cli.flags import with_settings
-from mlx_ring.cli.what_if import find_described, given_machines
+from mlx_ring.cli.planning import (
+    BITS,
+    COMPARISONS,
+    KV_BITS,
+    ClusterFile,
+    HeadCertificate,
+    HeadUrl,
+    LinkName,
+    MachineNames,
+    ModelName,
+    WeightBits,
+    at_least_one,
+    check_uses,
+    given_basis,
+    given_machines,
+    one_of,
+    read_lengths,
+    read_pair,
+    read_seconds,
+    read_share,
+    read_time_or_off,
+    running_basis,
+)
 from mlx_ring.core.engine_stats import Policy
 from mlx_ring.core.errors import ConfigError, PlanError
-from mlx_ring.engine.capacity import Capacity, Question, measure_capacity
+from mlx_ring.engine.capacity import Capacity, CapacityMeter, Question
 from mlx_ring.engine.simulated_load import (
     ARRIVALS,
     Arrivals,
@@ -29,58 +51,65 @@ from mlx_ring.engine.simulated_load import (
 )
 from mlx_ring.head.served_model import policy_of
 from mlx_ring.planner.cluster_file import Upkeep, read_upkeep, with_machines
-from mlx_ring.planner.model_sizes import sizes_of
-from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
+from mlx_ring.planner.place import PlanningBasis
+from mlx_ring.planner.profiles import ClusterProfile
 from mlx_ring.planner.request import Demand, PlanRequest
 from mlx_ring.planner.weight_format import WeightFormat
+from mlx_ring.settings.config import Settings
 from mlx_ring.settings.settings_sources import load_settings
 
 _SHORT_LIST = ("m4-pro-64", "m4-max-128", "m3-ultra-256", "nvidia-dgx-spark")
 """Machines that `--what-to-add` compares."""
-_SECONDS = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|min|h)?")
-_UNITS = {"ms": 1e-3, None: 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
-_BITS, _KV_BITS = (2, 3, 4, 5, 6, 8, 16, 32), (4, 8, 16)
+_BURST = 8
+_SCHEDULING = ("max_num_seqs", "max_itl_ratio", "prefill_chunk")
 _LOAD, _LEVEL, _COST = "Load", "Service level", "Power and price"
 _LARGE, _TABLE_WIDTH = 1000, 240
 
 
-@with_settings(("max_num_seqs", "max_itl_ratio", "prefill_chunk"))
+@with_settings(_SCHEDULING)
 def capacity(
     flags: Mapping[str, object],
-    model: Annotated[
-        str, typer.Argument(help="Model, as for `mlx-ring plan`: a folder, or a short name as llama-70b.")
-    ],
-    cluster: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="YAML or JSON file of machines and links.")
-    ] = None,
-    machine: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="Known machine, such as m4-max-128. Repeat it for several."),
-    ] = None,
-    link: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME", help="Link of added machines, such as tb5; with --machine, between all."
-        ),
-    ] = None,
+    model: ModelName = None,
+    cluster: ClusterFile = None,
+    machine: MachineNames = None,
+    link: LinkName = None,
     add: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Compare with this machine added. Repeat it to compare several."),
+        typer.Option(
+            metavar="NAME",
+            help="Compare with this machine added. Repeat it to compare several, one at a time.",
+            rich_help_panel=COMPARISONS,
+        ),
     ] = None,
     what_to_add: Annotated[
-        bool, typer.Option("--what-to-add", help=f"Compare with each of {', '.join(_SHORT_LIST)} added.")
+        bool,
+        typer.Option(
+            "--what-to-add",
+            help=f"Compare with each of {', '.join(_SHORT_LIST)} added.",
+            rich_help_panel=COMPARISONS,
+        ),
     ] = False,
-    quantization: Annotated[
-        int | None, typer.Option(metavar="BITS", help="Bits of the weights; as stored by default.")
+    url: HeadUrl = None,
+    cacert: HeadCertificate = None,
+    quantization: WeightBits = None,
+    kv_bits: Annotated[
+        int | None,
+        typer.Option(
+            metavar="4|8|16", help="Bits of the KV cache. By default 16, or those of the running head."
+        ),
     ] = None,
-    kv_bits: Annotated[int, typer.Option(metavar="4|8|16", help="Bits of the KV cache.")] = 16,
     prompt: Annotated[
-        str,
-        typer.Option(metavar="TOKENS", help="Length of prompts: 1024, or 200-2000.", rich_help_panel=_LOAD),
-    ] = "1024",
+        str | None,
+        typer.Option(
+            metavar="TOKENS", help="Length of prompts: 1024 (default), or 200-2000.", rich_help_panel=_LOAD
+        ),
+    ] = None,
     answer: Annotated[
-        str, typer.Option(metavar="TOKENS", help="Length of answers: 256, or 50-500.", rich_help_panel=_LOAD)
-    ] = "256",
+        str | None,
+        typer.Option(
+            metavar="TOKENS", help="Length of answers: 256 (default), or 50-500.", rich_help_panel=_LOAD
+        ),
+    ] = None,
     requests: Annotated[
         Path | None,
         typer.Option(
@@ -92,7 +121,10 @@ def capacity(
     arrivals: Annotated[
         str, typer.Option(metavar="|".join(ARRIVALS), help="How requests arrive.", rich_help_panel=_LOAD)
     ] = "poisson",
-    burst: Annotated[int, typer.Option(metavar="N", help="Requests of a burst.", rich_help_panel=_LOAD)] = 8,
+    burst: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Requests of a burst; 8 by default.", rich_help_panel=_LOAD),
+    ] = None,
     prefix_hits: Annotated[
         str,
         typer.Option(
@@ -150,86 +182,123 @@ def capacity(
 
     The engine's scheduler is simulated over predicted times of the machines. Nothing is loaded.
     """
-    if cluster is None and not machine:
-        raise ConfigError("No machines are given; name some with --machine, or a file with --cluster.")
-    machines, _ = given_machines(cluster, machine, link)
-    if link and not (add or what_to_add or machine):
-        raise ConfigError(
-            f"--link is {link}, but no machine is added; give --add, --what-to-add or --machine."
-        )
-    if rate is not None and not 0 < rate < float("inf"):
-        raise ConfigError(f"--rate is {rate:g}; it must be more than 0 requests per second.")
-    if not 0 < percentile <= 100:  # noqa: PLR2004 - per cent
-        raise ConfigError(f"--percentile is {percentile:g}; it must be more than 0, and 100 at most.")
-    if years <= 0 or price_per_kwh < 0:
-        raise ConfigError(
-            f"--years is {years:g} and --price-per-kwh is {price_per_kwh:g}; neither may be negative, nor the years 0."
-        )
-    policy, max_num_seqs = _policy(flags)
-    described = find_described(model)
-    weights = None if quantization is None else WeightFormat(_one_of("--quantization", quantization, _BITS))
-    sizes = sizes_of(described.folder, described.name, machines, weights)
+    is_given = cluster is not None or bool(machine)
+    check_uses(link, url, cacert, adds=bool(add or what_to_add or machine), is_given=is_given)
+    _check_numbers(rate, percentile, years, price_per_kwh)
+    weights = None if quantization is None else WeightFormat(one_of("--quantization", quantization, BITS))
+    if kv_bits is not None:
+        one_of("--kv-bits", kv_bits, KV_BITS)
+    settings = load_settings(flags)
+    if is_given:
+        if model is None:
+            raise ConfigError(
+                "No model is given; name one, such as `mlx-ring capacity llama-8b --machine m4-max-128`."
+            )
+        basis = given_basis(model, given_machines(cluster, machine, link)[0], weights)
+    else:
+        basis = running_basis(model, url, cacert, weights)
+    machines, sizes = basis.machines, basis.model
     level = ServiceLevel(
-        _time_or_off("--first-token-within", first_token_within),
-        _time_or_off("--between-tokens-within", between_tokens_within),
+        read_time_or_off("--first-token-within", first_token_within),
+        read_time_or_off("--between-tokens-within", between_tokens_within),
         percentile,
     )
+    _check_load({"--prompt": prompt, "--answer": answer}, requests, burst, arrivals)
     load = Load(
-        _lengths("--prompt", prompt),
-        _lengths("--answer", answer),
-        cast("Arrivals", _one_of("--arrivals", arrivals, ARRIVALS)),
-        _at_least_one("--burst", burst) if arrivals == "burst" else 1,
-        _share("--prefix-hits", prefix_hits),
+        Lengths(*read_lengths("--prompt", prompt or "1024")),
+        Lengths(*read_lengths("--answer", answer or "256")),
+        cast("Arrivals", one_of("--arrivals", arrivals, ARRIVALS)),
+        (at_least_one("--burst", burst) if burst is not None else _BURST) if arrivals == "burst" else 1,
+        read_share("--prefix-hits", prefix_hits),
         () if requests is None else _recorded(requests),
         seed,
     )
     longest = sum(load.longest)
     if longest > sizes.context_tokens:
         raise ConfigError(
-            f"The longest prompt and answer have {longest:,} tokens together; {described.name} supports {sizes.context_tokens:,} at most."
+            f"The longest prompt and answer have {longest:,} tokens together; {sizes.name} supports {sizes.context_tokens:,} at most."
         )
+    bits = basis.request.demand.kv_bits if kv_bits is None else kv_bits
     question = Question(
         load,
         level,
-        PlanRequest(Demand(longest, 1, _one_of("--kv-bits", kv_bits, _KV_BITS))),
-        policy,
-        max_num_seqs,
+        PlanRequest(Demand(longest, 1, bits)),
+        _policy(flags, settings, basis.policy),
+        _most_running(flags, settings, basis.policy),
         rate,
-        _seconds("--thinking-time", thinking_time, allows_zero=True),
+        read_seconds("--thinking-time", thinking_time, allows_zero=True),
         _upkeep(cluster, watts, price),
         years,
         price_per_kwh,
     )
-    rows = list(_rows(sizes, machines, question, [*(add or ()), *(_SHORT_LIST if what_to_add else ())], link))
+    known = [node.name for node in machines.nodes] + [*(add or ()), *(_SHORT_LIST if what_to_add else ())]
+    _check_names("--watts", watts, known)
+    _check_names("--price", price, known)
+    names = dict.fromkeys([*(add or ()), *(_SHORT_LIST if what_to_add else ())])
+    clusters = {f"with {name}": with_machines(machines, (name,), link) for name in names}
+    rows = list(_rows(basis, clusters, question))
     if as_json:
-        print(json.dumps({"model": described.name, "capacities": [asdict(row) for row in rows]}, indent=1))
+        print(json.dumps({"model": sizes.name, "capacities": [asdict(row) for row in rows]}, indent=1))
         return
-    for remark in described.remarks:
+    for remark in basis.remarks:
         print(remark)
-    _show(described.name, rows, question)
+    _show(sizes.name, rows, question)
+
+
+def _check_load(
+    lengths: Mapping[str, str | None], requests: Path | None, burst: int | None, arrivals: str
+) -> None:
+    for flag, text in lengths.items():
+        if text is not None and requests is not None:
+            raise ConfigError(f"{flag} is {text}, but --requests gives the lengths; leave one of them out.")
+    if burst is not None and arrivals != "burst":
+        raise ConfigError(f"--burst is {burst}, but --arrivals is {arrivals}; give --arrivals burst.")
+
+
+def _check_names(flag: str, given: Sequence[str] | None, known: Sequence[str]) -> None:
+    for text in given or ():
+        name = text.partition("=")[0]
+        if name not in {*known, *(each.partition("#")[0] for each in known)}:
+            listed = ", ".join(dict.fromkeys(known))
+            raise ConfigError(f"{flag} is {text}, but there is no machine {name}; there are {listed}.")
+
+
+def _check_numbers(rate: float | None, percentile: float, years: float, price_per_kwh: float) -> None:
+    if rate is not None and not 0 < rate < inf:
+        raise ConfigError(f"--rate is {rate:g}; it must be more than 0 requests per second.")
+    if not 0 < percentile <= 100:  # noqa: PLR2004 - per cent
+        raise ConfigError(f"--percentile is {percentile:g}; it must be more than 0, and 100 at most.")
+    if not 0 < years < inf:
+        raise ConfigError(f"--years is {years:g}; it must be a number above 0.")
+    if not 0 <= price_per_kwh < inf:
+        raise ConfigError(f"--price-per-kwh is {price_per_kwh:g}; it must be 0 or more.")
 
 
 def _rows(
-    model: ModelProfile, machines: ClusterProfile, question: Question, added: Sequence[str], link: str | None
+    basis: PlanningBasis, clusters: Mapping[str, ClusterProfile], question: Question
 ) -> Iterator[Capacity]:
-    """Yield the capacity of the cluster, and of the cluster with each of the added machines.
+    """Yield the capacity of the cluster, and of the others.
 
     Raises:
-        ConfigError: the level is impossible, or a machine is unknown.
-        PlanError: the model fits none of the clusters.
+        ConfigError: the level is impossible for the only cluster.
+        PlanError: the model does not fit the only cluster.
     """
-    clusters = [("now", machines)]
-    clusters += [(f"with {name}", with_machines(machines, (name,), link)) for name in dict.fromkeys(added)]
-    for label, cluster in clusters:
+    meter = CapacityMeter(basis.model, question)
+    now: Capacity | None = None
+    for label, cluster in {"now": basis.machines, **clusters}.items():
         try:
-            found = measure_capacity(label, model, cluster, question)
+            found = meter.measure(label, cluster, () if now else basis.replicas)
         except PlanError as error:
-            if len(clusters) == 1:
+            if not clusters:
                 raise
-            yield Capacity(label, holds=False, why=f"The model does not fit: {error}")
-            continue
-        if question.rate is None and not found.holds and len(clusters) == 1:
+            found = Capacity(label, holds=False, why=f"The model does not fit: {error}")
+        if question.rate is None and not found.holds and not clusters:
             raise ConfigError(_impossible(found, question.level))
+        if now is not None and now.holds and found.requests_per_s < now.requests_per_s:
+            found = replace(
+                now, label=label, why="It is best left out: no plan with it serves more requests."
+            )
+        now = now or found
         yield found
 
 
@@ -247,57 +316,20 @@ def _impossible(found: Capacity, level: ServiceLevel) -> str:
 # ---- values of flags
 
 
-def _policy(flags: Mapping[str, object]) -> tuple[Policy, int | None]:
-    """Return the scheduler's settings, and the number of running requests if it is given."""
-    settings = load_settings(flags)
-    policy = replace(policy_of(settings), num_speculative_tokens=0)
-    return policy, None if flags["max_num_seqs"] is None else settings.max_num_seqs
+def _policy(flags: Mapping[str, object], settings: Settings, running: Policy | None) -> Policy:
+    """Return the scheduler's settings: the running head's where no flag gives others."""
+    given = policy_of(settings)
+    if running is not None:
+        kept = {name: getattr(running, name) for name in _SCHEDULING if flags[name] is None}
+        given = replace(running, **{name: getattr(given, name) for name in _SCHEDULING} | kept)
+    return replace(given, num_speculative_tokens=0)
 
 
-def _one_of(flag: str, value: Any, allowed: Sequence[Any]) -> Any:
-    if value not in allowed:
-        raise ConfigError(f"{flag} is {value}; it must be one of {', '.join(map(str, allowed))}.")
-    return value
-
-
-def _at_least_one(flag: str, value: int) -> int:
-    if value < 1:
-        raise ConfigError(f"{flag} is {value}; it must be 1 or more.")
-    return value
-
-
-def _lengths(flag: str, text: str) -> Lengths:
-    found = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", text)
-    low = int(found[1]) if found else 0
-    high = int(found[2]) if found and found[2] else low
-    if not 1 <= low <= high:
-        raise ConfigError(
-            f"{flag} is {text}; it must be a number of tokens, as 1024, or from fewer to more, as 200-2000."
-        )
-    return Lengths(low, high)
-
-
-def _time_or_off(flag: str, text: str) -> float | None:
-    return None if text.strip().lower() == "off" else _seconds(flag, text)
-
-
-def _seconds(flag: str, text: str, *, allows_zero: bool = False) -> float:
-    found = _SECONDS.fullmatch(text.strip().lower())
-    seconds = float(found[1]) * _UNITS[found[2]] if found else -1.0
-    if seconds < 0 or (not seconds and not allows_zero):
-        raise ConfigError(f"{flag} is {text}; it must be a time above 0, as 2s or 50ms.")
-    return seconds
-
-
-def _share(flag: str, text: str) -> float:
-    number = text.strip().removesuffix("%")
-    try:
-        share = float(number) / (100 if number != text.strip() else 1)
-    except ValueError:
-        share = -1.0
-    if not 0 <= share < 1:
-        raise ConfigError(f"{flag} is {text}; it must be a share from 0 to less than all, as 60% or 0.6.")
-    return share
+def _most_running(flags: Mapping[str, object], settings: Settings, running: Policy | None) -> int | None:
+    """Return the number of requests that may run at once in a replica; None for as many as the level allows."""
+    if flags["max_num_seqs"] is not None:
+        return settings.max_num_seqs
+    return None if running is None else running.max_num_seqs
 
 
 def _recorded(path: Path) -> tuple[Recorded, ...]:
@@ -315,28 +347,16 @@ def _upkeep(
     found = {} if cluster is None else read_upkeep(cluster.read_text("utf-8"), str(cluster))
     values: dict[str, dict[str, float]] = {}
     for text in watts or ():
-        name, numbers = _pair("--watts", text, most=2)
+        name, numbers = read_pair("--watts", text, most=2)
         values.setdefault(name, {}).update(zip(("watts", "idle_watts"), numbers, strict=False))
         if len(numbers) > 1 and numbers[1] > numbers[0]:
             raise ConfigError(f"--watts is {text}; the power without load must not be more than under load.")
     for text in prices or ():
-        name, numbers = _pair("--price", text, most=1)
+        name, numbers = read_pair("--price", text, most=1)
         values.setdefault(name, {})["price"] = numbers[0]
     for name, given in values.items():
         found[name] = Upkeep(**{**asdict(found.get(name, Upkeep())), **given})
     return found
-
-
-def _pair(flag: str, text: str, most: int) -> tuple[str, list[float]]:
-    name, _, rest = text.partition("=")
-    try:
-        numbers = [float(part) for part in rest.split("/")]
-    except ValueError:
-        numbers = []
-    if not name or not 1 <= len(numbers) <= most or not all(0 < number < float("inf") for number in numbers):
-        form = "NAME=BUSY or NAME=BUSY/IDLE, in watts" if most > 1 else "NAME=PRICE"
-        raise ConfigError(f"{flag} is {text}; it must be {form}, with numbers above 0.")
-    return name, numbers
 
 
 # ---- the table
@@ -384,8 +404,8 @@ def _cells(row: Capacity, now: Capacity, question: Question, shown: tuple[bool, 
     if has_prices:
         yield from (_figure(row.price), _figure(row.tokens_per_price))
     if has_gains and row is not now:
-        gain = row.users - now.users
-        yield f"{gain:+,.0f}"
+        gain = int(row.users) - int(now.users)
+        yield f"{gain:+,}"
         if has_prices:
             known = None not in (row.price, now.price)
             added = (row.price or 0.0) - (now.price or 0.0)
@@ -418,6 +438,6 @@ def _figure(value: float | None) -> str:
 
 
 def _time(seconds: float) -> str:
-    if seconds == float("inf"):
+    if seconds == inf:
         return "endless"
     return f"{seconds:.3g} s" if seconds >= 1 or not seconds else f"{1e3 * seconds:.3g} ms"

@@ -6,26 +6,40 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, TypeVar, cast
+from typing import Annotated, cast
 
 import typer
 
 from mlx_ring.cli.flags import setting_option, with_settings
-from mlx_ring.cli.heads import CACERT, DEFAULT_URL
+from mlx_ring.cli.heads import DEFAULT_URL
+from mlx_ring.cli.planning import (
+    BITS,
+    COMPARISONS,
+    KV_BITS,
+    ClusterFile,
+    HeadCertificate,
+    HeadUrl,
+    LinkName,
+    MachineNames,
+    ModelName,
+    WeightBits,
+    at_least_one,
+    check_uses,
+    find_described,
+    given_machines,
+    one_of,
+    read_numbers,
+    read_tokens,
+    read_whole_numbers,
+)
 from mlx_ring.cli.status_tables import expectation, list_machines, show_plans
 from mlx_ring.cli.what_if import (
     Asked,
     ask_planner,
     ask_running,
-    at_least_one,
     check_alone,
     fields_for_head,
-    find_described,
-    given_machines,
     plan_as_json,
-    read_numbers,
-    read_tokens,
-    read_whole_numbers,
     show_answer,
 )
 from mlx_ring.core.errors import ConfigError, PlanError
@@ -40,28 +54,13 @@ from mlx_ring.settings.devices_file import DevicesFile
 from mlx_ring.settings.fields import flag_of
 from mlx_ring.settings.strategies import STRATEGIES, Strategy, current_strategy
 
-_BITS = (2, 3, 4, 5, 6, 8, 16, 32)
-_KV_BITS = (4, 8, 16)
-_WHAT_IF = "Comparisons"
-Value = TypeVar("Value", int, str)
-
 
 @with_settings(("optimize_for", "expected_prompt", "expected_answer", "expected_users"))
 def plan(
     flags: Mapping[str, object],
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            help="Built-in name, folder, GGUF file, config.json, Hugging Face id, or a short name such as llama-70b or 70B-4bit."
-        ),
-    ] = None,
-    cluster: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="YAML or JSON file of machines and links.")
-    ] = None,
-    machine: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="Known machine, such as m4-mac-mini-16. Repeat it for several."),
-    ] = None,
+    model: ModelName = None,
+    cluster: ClusterFile = None,
+    machine: MachineNames = None,
     strategy: Annotated[
         str | None, setting_option("strategy", default="the file's strategy, or auto")
     ] = None,
@@ -91,51 +90,37 @@ def plan(
             help_text="Bits of the KV cache; 16,8,4 compares them. By default 16, or those of the running head.",
         ),
     ] = None,
-    quantization: Annotated[
-        int | None, typer.Option(metavar="BITS", help="Bits of the weights; as stored by default.")
-    ] = None,
+    quantization: WeightBits = None,
     add: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME",
             help="Compare with one more machine, such as m3-ultra-512. Repeat it for several.",
-            rich_help_panel=_WHAT_IF,
+            rich_help_panel=COMPARISONS,
         ),
     ] = None,
-    link: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Link of added machines to all others, such as tb5-rdma; with --machine, between all.",
-            rich_help_panel=_WHAT_IF,
-        ),
-    ] = None,
+    link: LinkName = None,
     users_at: Annotated[
         str | None,
         typer.Option(
             metavar="TOKENS",
             help="How many users with this context, such as 32k, fit at the same time, and their speed.",
-            rich_help_panel=_WHAT_IF,
+            rich_help_panel=COMPARISONS,
         ),
     ] = None,
     what_fits: Annotated[
-        bool, typer.Option("--what-fits", help="List popular models.", rich_help_panel=_WHAT_IF)
+        bool, typer.Option("--what-fits", help="List popular models.", rich_help_panel=COMPARISONS)
     ] = False,
     plot: Annotated[
-        bool, typer.Option("--plot", help="Plot tokens/s over context and users.", rich_help_panel=_WHAT_IF)
+        bool,
+        typer.Option("--plot", help="Plot tokens/s over context and users.", rich_help_panel=COMPARISONS),
     ] = False,
     plot_file: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.svg", help="Write the plot as a picture.", rich_help_panel=_WHAT_IF),
+        typer.Option(metavar="FILE.svg", help="Write the plot as a picture.", rich_help_panel=COMPARISONS),
     ] = None,
-    url: Annotated[
-        str | None,
-        typer.Option(
-            help=f"Head of the running cluster to ask, if no machines are given; {DEFAULT_URL} by default.",
-            rich_help_panel=_WHAT_IF,
-        ),
-    ] = None,
-    cacert: Annotated[Path | None, CACERT] = None,
+    url: HeadUrl = None,
+    cacert: HeadCertificate = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Show the layers that each machine would get, why, and the predicted speed.
@@ -157,7 +142,7 @@ def plan(
     what_if = _WhatIf(add, link, users_at, url, cacert, plot_file, what_fits=what_fits, plot=plot)
     is_given = cluster is not None or bool(machine)
     asks = what_if.is_asked or len(given.kinds) > 1
-    _check_uses(link, cacert, adds=bool(add or machine), is_given=is_given)
+    check_uses(link, url, cacert, adds=bool(add or machine), is_given=is_given)
     if not is_given and not asks:
         check_alone(given.plan_flags)
         list_machines()
@@ -193,14 +178,14 @@ class _Given:
         numbers = dict.fromkeys(
             read_whole_numbers("--kv-bits", "16" if self.kv_bits is None else self.kv_bits)
         )
-        return tuple(_one_of("--kv-bits", bits, _KV_BITS) for bits in numbers)
+        return tuple(one_of("--kv-bits", bits, KV_BITS) for bits in numbers)
 
     @property
     def weights(self) -> WeightFormat | None:
         """Format of the weights; None: as they are stored."""
         if self.quantization is None:
             return None
-        return WeightFormat(_one_of("--quantization", self.quantization, _BITS))
+        return WeightFormat(one_of("--quantization", self.quantization, BITS))
 
     @property
     def plan_flags(self) -> Mapping[str, object]:
@@ -238,8 +223,8 @@ class _Given:
         strategy = current_strategy(self.strategy or listed.strategy or "auto")
         return PlanRequest(
             Demand(USUAL_CONTEXT, self.users, self.kinds[0], typical),
-            strategy=cast("Strategy", _one_of("--strategy", strategy, tuple(STRATEGIES))),
-            objective=cast("Objective", _one_of("--optimize-for", objective, OBJECTIVES)),
+            strategy=cast("Strategy", one_of("--strategy", strategy, tuple(STRATEGIES))),
+            objective=cast("Objective", one_of("--optimize-for", objective, OBJECTIVES)),
             proportions=read_numbers("--proportions", self.proportions) or listed.proportions,
             counts=read_whole_numbers("--layers", self.layers),
             prompt_tokens=prompt,
@@ -286,8 +271,6 @@ def _ask(
                 "--layers": given.layers,
             },
         )
-    elif what_if.url is not None:
-        raise ConfigError(f"--url is {what_if.url}, but machines are given too; leave one of them out.")
     if what_if.what_fits:
         _refuse("planner about popular models", {"--quantization": given.quantization})
     question = Question(
@@ -332,14 +315,6 @@ def _show(given: _Given, request: PlanRequest, machines: ClusterProfile | None, 
     print(expectation(made))
     for remark in described.remarks:
         print(remark)
-
-
-def _check_uses(link: str | None, cacert: Path | None, *, adds: bool, is_given: bool) -> None:
-    """Raise `ConfigError` for a link without an added machine, or a certificate without a head."""
-    if link is not None and not adds:
-        raise ConfigError(f"--link is {link}, but no machine is added; give --add or --machine.")
-    if is_given and cacert is not None:
-        raise ConfigError(f"--cacert is {cacert}, but no head is asked; leave it out.")
 
 
 def _asked_context(users_at: str | None, context: str | None) -> int | None:
@@ -411,9 +386,3 @@ def _refuse(whom: str, given: Mapping[str, object]) -> None:
             raise ConfigError(
                 f"{flag} is {value}, which a what-if question to the {whom} does not take; leave it out."
             )
-
-
-def _one_of(flag: str, value: Value, allowed: tuple[Value, ...]) -> Value:
-    if value not in allowed:
-        raise ConfigError(f"{flag} is {value}; it must be one of {', '.join(map(str, allowed))}.")
-    return value

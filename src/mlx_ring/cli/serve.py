@@ -23,7 +23,7 @@ from mlx_ring.core.environment import enable_grpc_logs
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.core.lean_imports import importing
 from mlx_ring.core.logs import configure_logging
-from mlx_ring.core.trace_export import check_exporter
+from mlx_ring.core.traces import check_exporter
 from mlx_ring.host.addresses import local_url
 from mlx_ring.host.machine import listen, node_name
 from mlx_ring.host.running import recorded

@@ -5,19 +5,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from xml.sax.saxutils import escape
 
 from rich.console import Console
 
-from mlx_ring.cli.heads import ask_head
-from mlx_ring.core.errors import ConfigError, RequestError
-from mlx_ring.models.model_folder import ModelFolder
-from mlx_ring.models.model_source import builtin_names, describe_model
-from mlx_ring.planner.catalogue import known_profile
-from mlx_ring.planner.cluster_file import cluster_of, link_named, load_content, read_cluster
-from mlx_ring.planner.known_models import find_known_model, popular_models
+from mlx_ring.cli.planning import ask_running_head, find_described
+from mlx_ring.core.errors import ConfigError
+from mlx_ring.planner.known_models import popular_models
 from mlx_ring.planner.memory_fit import MOST_USERS
 from mlx_ring.planner.model_sizes import sizes_of
 from mlx_ring.planner.plan import Plan, ranges_of
@@ -25,24 +21,11 @@ from mlx_ring.planner.profiles import ClusterProfile
 from mlx_ring.planner.request import PlanRequest
 from mlx_ring.planner.weight_format import WeightFormat
 from mlx_ring.planner.what_if import Answer, Curves, Outcome, Point, Question, what_if
-from mlx_ring.settings.devices_file import DevicesFile, lists_devices, read_devices
 
-_TOKENS = re.compile(r"(\d+(?:\.\d+)?)([km]?)", re.IGNORECASE)
-_UNITS = {"": 1, "k": 1024, "m": 1024**2}
 _KILO = 1024
 _BAR = 50
 _FEW_ROWS, _LARGE = 4, 1000
 _SHORTLY = re.compile(r"[\d.]+ GB are missing|supports \d+ at most")
-
-
-@dataclass(frozen=True, slots=True)
-class SizedModel:
-    """A model whose sizes can be computed."""
-
-    name: str
-    folder: ModelFolder
-    remarks: tuple[str, ...]
-    """Sentences on how its name or its sizes are to be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,86 +43,6 @@ class Asked:
     def __post_init__(self) -> None:
         if self.model is not None and self.what_fits:
             raise ConfigError(f"--what-fits lists popular models; leave {self.model} out.")
-
-
-def find_described(text: str, weights: WeightFormat | None = None) -> SizedModel:
-    """Return the model of a built-in name, folder, file, hub id, short name or number of parameters.
-
-    Args:
-        text: what names the model.
-        weights: format to assume for its weights; None for the stored one.
-
-    Raises:
-        ModelNotFound: there is none.
-    """
-    if text in builtin_names() or "/" in text or _exists(text):
-        found = describe_model(text)
-        assumed = f"The weights of {found.name} are taken in {weights.name}." if weights else ""
-        rounding = f"{found.folder.rounding}." if found.folder.rounding and not weights else ""
-        return SizedModel(found.name, found.folder, tuple(filter(None, (assumed, rounding))))
-    known = find_known_model(text, form="" if weights is None else weights.name)
-    return SizedModel(known.name, known.folder, (known.remark,))
-
-
-def _exists(text: str) -> bool:
-    try:
-        return Path(text).exists()
-    except OSError:  # the name is too long for a file
-        return False
-
-
-def read_tokens(flag: str, text: str) -> int:
-    """Return a number of tokens, such as `32k` or `8192`; 1k is 1,024.
-
-    Raises:
-        ConfigError: it is no such number, or 0.
-    """
-    found = _TOKENS.fullmatch(text.strip())
-    tokens = int(float(found[1]) * _UNITS[found[2].lower()]) if found else 0
-    if tokens < 1:
-        raise ConfigError(
-            f"{flag} is {text.strip() or 'empty'}; it must be a number of tokens, such as 8192 or 32k."
-        )
-    return tokens
-
-
-def at_least_one(flag: str, value: int) -> int:
-    """Return a number that is 1 or more.
-
-    Raises:
-        ConfigError: it is less.
-    """
-    if value < 1:
-        raise ConfigError(f"{flag} is {value}; it must be 1 or more.")
-    return value
-
-
-def read_whole_numbers(flag: str, text: str | None) -> tuple[int, ...]:
-    """Return whole numbers, as `16,8`; none if nothing is given.
-
-    Raises:
-        ConfigError: one is no whole number.
-    """
-    numbers = read_numbers(flag, text)
-    if not all(one.is_integer() for one in numbers):
-        raise ConfigError(f"{flag} is {text}; it must be whole numbers separated by commas.")
-    return tuple(map(int, numbers))
-
-
-def read_numbers(flag: str, text: str | None) -> tuple[float, ...]:
-    """Return numbers, as `0.7,0.3`; none if nothing is given.
-
-    Raises:
-        ConfigError: one is no number.
-    """
-    if text is None:
-        return ()
-    if not text.strip():
-        raise ConfigError(f"{flag} is empty; it must be numbers separated by commas.")
-    try:
-        return tuple(float(part) for part in text.strip("[] ").split(","))
-    except ValueError:
-        raise ConfigError(f"{flag} is {text}; it must be numbers separated by commas.") from None
 
 
 def check_alone(given: Mapping[str, object]) -> None:
@@ -194,8 +97,6 @@ def ask_running(url: str, asked: Asked, given: Mapping[str, object], cacert: Pat
     Raises:
         ConfigError: it does not answer, or not as this version does, or it refuses the question.
     """
-    from pydantic import TypeAdapter, ValidationError  # slow to import, and files do without it
-
     question = asked.question
     body = {
         "model": asked.model,
@@ -206,20 +107,8 @@ def ask_running(url: str, asked: Asked, given: Mapping[str, object], cacert: Pat
         "what_fits": asked.what_fits,
         **given,
     }
-    try:
-        answer = ask_head(
-            url,
-            "/cluster/what-if",
-            {name: value for name, value in body.items() if value is not None},
-            cacert=cacert,
-            hint="give --url, or machines with --cluster or --machine",
-        )
-        return TypeAdapter(Answer).validate_python(answer)
-    except RequestError as error:
-        # The flags of this command are wrong.
-        raise ConfigError(str(error)) from error
-    except ValidationError as error:
-        raise ConfigError(f"The head at {url} has another version: its answer cannot be read.") from error
+    sent = {name: value for name, value in body.items() if value is not None}
+    return ask_running_head(url, "/cluster/what-if", sent, Answer, cacert)
 
 
 def fields_for_head(
@@ -422,27 +311,3 @@ def _drawn(title: str, points: Sequence[Point], name: Callable[[int], str]) -> I
     for share in (0.0, 0.5, 1.0):
         y = bottom - (bottom - _TOP) * share
         yield f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{most * share:.3g}</text>'
-
-
-def given_machines(
-    file: Path | None, machines: list[str] | None, link: str | None
-) -> tuple[ClusterProfile, DevicesFile]:
-    """Return the machines, and what a file of devices says about the split."""
-    if file is not None and machines:
-        raise ConfigError("--cluster and --machine were both given; the file names the machines.")
-    if file is None:
-        names = machines or []
-        twice = {name for name in names if names.count(name) > 1}
-        profiles = [
-            known_profile(name, f"{name}#{names[: place + 1].count(name)}" if name in twice else None)
-            for place, name in enumerate(names)
-        ]
-        named = cluster_of(tuple(profiles))
-        return replace(named, usual_link=link_named(link) or named.usual_link), DevicesFile(())
-    try:
-        text = file.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--cluster is {file}, which cannot be read: {error}.") from error
-    content = load_content(text, str(file))
-    listed = read_devices(content, str(file)) if lists_devices(content) else DevicesFile(())
-    return read_cluster(text, str(file)), listed

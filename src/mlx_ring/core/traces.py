@@ -1,17 +1,20 @@
 """Context of the request that the code works for, and interfaces of trace spans.
 
 The handler that accepts a request sets the context variables; tasks that it starts inherit them. Log lines and spans
-read them. `otlp_traces.py` exports spans, and `trace_export.py` opens the exporter.
+read them. `otlp_traces.py` exports spans, which only the extra `otel` makes possible.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Literal, Protocol
+
+from mlx_ring.core.errors import ConfigError
 
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
 """Id of the request, as clients read it in `x-request-id`; empty outside of requests."""
@@ -101,3 +104,39 @@ class Tracing(Protocol):
     def close(self) -> None:
         """Send the remaining spans within seconds."""
         ...
+
+
+# ---- export
+
+_EXPORTER = "mlx_ring.core.otlp_traces"
+
+
+def check_exporter(endpoint: str | None) -> None:
+    """Check that traces can be exported, if an endpoint is set.
+
+    Raises:
+        ConfigError: OpenTelemetry is not installed.
+    """
+    if endpoint is None:
+        return
+    try:
+        import_module(_EXPORTER)
+    except ImportError as error:
+        raise ConfigError(
+            f"--otlp-traces-endpoint is {endpoint}, and OpenTelemetry is not installed ({error}): "
+            "install it with pip install 'mlx-ring[otel]', or leave the flag out."
+        ) from error
+
+
+def open_tracing(endpoint: str | None, node: str, version: str) -> Tracing | None:
+    """Start the export of traces to an endpoint; return None without one.
+
+    Raises:
+        ConfigError: OpenTelemetry is not installed.
+    """
+    if endpoint is None:
+        return None
+    check_exporter(endpoint)
+    # OpenTelemetry may be missing, so it is loaded by name.
+    exporter: Callable[[str, str, str], Tracing] = import_module(_EXPORTER).OtlpTraces
+    return exporter(endpoint, node, version)

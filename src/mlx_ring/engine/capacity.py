@@ -1,220 +1,35 @@
 """Capacity of a cluster: the highest rate of requests at which a service level holds. Pure and deterministic.
 
-Each kind of replica is simulated with its share of the requests. The same requests arrive at every rate, only sooner or
-later, so that rates are compared on the same load.
+Each kind of replica is searched by itself (`capacity_search.py`); the replicas of a kind are simulated once.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from mlx_ring.core.engine_stats import Policy
-from mlx_ring.core.types import RankId
-from mlx_ring.engine.kv_budget import RankKv, sequence_bytes
-from mlx_ring.engine.simulated_load import Load, Outcome, ServiceLevel, Span
-from mlx_ring.engine.simulation import Simulation
+from mlx_ring.engine.capacity_search import CLOSE, Found, Replicas, Search, fitting_policy, replicas_of
+from mlx_ring.engine.simulated_load import Load, Outcome, ServiceLevel
 from mlx_ring.planner.cluster_file import Upkeep
-from mlx_ring.planner.forecast import StepTable, forecast_plan
+from mlx_ring.planner.place import LoadedStages, plan_loaded
 from mlx_ring.planner.plan import Plan
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
-from mlx_ring.planner.replicas import alike_plans, place_for_load
+from mlx_ring.planner.replicas import place_for_load
 from mlx_ring.planner.request import PlanRequest
 
-MOST_RUNNING = 256
-"""Most requests that run at the same time in a replica, if no number is given."""
-_FEW, _MANY, _LONE = 100, 600, 10
-"""Numbers of measured requests of a run, at least and at most, and of requests that run one after the other."""
-_STEPS = 6_000
-"""Number of decode steps at which a run has enough requests."""
-_CLOSE = 1.05
-"""Factor between the rates at which the level holds and does not, from which the search ends."""
-_MOST_RUNS = 14
-_FIRST_TRY = 0.5
-"""Part of the rate without any waiting at which the search begins."""
-_COARSE, _ROUGHLY = 50, 1.35
-"""Number of measured requests of first runs, and the factor between rates from which longer runs follow."""
-_YEAR_S, _APART = 365.25 * 86_400, 4
-"""Seconds of a year, and the time between lone requests, as a multiple of what one takes."""
-_QUEUED_SHARE = 0.05
-"""Share of a run's requests that may wait: beyond it, the queue grows."""
-_FEW_QUEUED = 16
+_YEAR_S = 365.25 * 86_400
+_HEAD_REQUEST_S, _HEAD_TOKEN_S = 3e-3, 0.3e-3
+"""Seconds of one core that the head takes for a request, and for each streamed token of its answer: HTTP, scheduling,
+detokenizing. Measured as its CPU time per request of one token, and per token of 8 to 64 streams of the model demo, on
+an AMD EPYC. The head computes on one core, whatever the number of replicas."""
+_FULL = 0.999
+_HEAD = "The head computes all of the time: it handles no more requests, however many machines there are."
+_NO_PLAN = "No plan was found for these machines."
 _BUSY, _WAITING = 0.8, 0.1
 """Share of the time from which a stage or link is the limit, and below it, from which waiting is."""
-
-# ---- replicas
-
-
-@dataclass(frozen=True)
-class Replicas:
-    """Replicas of the same kind."""
-
-    plan: Plan
-    costs: StepTable
-    kv: Mapping[RankId, RankKv]
-    names: tuple[tuple[tuple[str, ...], ...], ...]
-    """Machines of each stage, for each replica."""
-
-    @property
-    def stages(self) -> int:
-        return len(self.plan.stages)
-
-    @property
-    def count(self) -> int:
-        return len(self.names)
-
-    def room(self, tokens: int) -> int:
-        """Return the number of requests of `tokens` tokens whose KV fits at the same time."""
-        return min(
-            (rank.limit_bytes // max(1, sequence_bytes(rank, tokens)) for rank in self.kv.values()),
-            default=MOST_RUNNING,
-        )
-
-
-def replicas_of(
-    model: ModelProfile, cluster: ClusterProfile, request: PlanRequest, plans: Sequence[Plan]
-) -> list[Replicas]:
-    """Return the replicas of these plans by kind: with the same layers on alike machines and links."""
-    return [_replicas(model, cluster, request, members) for members in alike_plans(cluster, plans)]
-
-
-def _replicas(
-    model: ModelProfile, cluster: ClusterProfile, request: PlanRequest, plans: Sequence[Plan]
-) -> Replicas:
-    forecast, rooms = forecast_plan(model, cluster, request.demand, plans[0])
-    kv = {
-        RankId(stage, place): RankKv(*room)
-        for stage, ranks in enumerate(rooms)
-        for place, room in enumerate(ranks)
-    }
-    head = cluster.nodes[0].name
-    machines = [rank.node for stage in plans[0].stages for rank in stage.ranks]
-    head_s = max(cluster.link(head, name).round_trip_s / 2 for name in machines)
-    names = tuple(tuple(tuple(rank.node for rank in stage.ranks) for stage in plan.stages) for plan in plans)
-    return Replicas(plans[0], StepTable(forecast, head_s), kv, names)
-
-
-# ---- the highest rate
-
-
-@dataclass(frozen=True)
-class Found:
-    """Highest rate of one replica at which the level holds."""
-
-    rate: float
-    """Requests per second; 0 if it does not hold for requests one after the other."""
-    outcome: Outcome
-    """Run at that rate."""
-    beyond: Outcome | None
-    """Run at a little higher rate, at which the level does not hold."""
-    policy: Policy
-
-
-@dataclass(frozen=True)
-class Search:
-    """Runs of one kind of replica."""
-
-    replicas: Replicas
-    load: Load
-    level: ServiceLevel
-    policy: Policy
-
-    def run(self, rate: float, measured: int) -> Outcome:
-        """Return what is measured at a rate, in requests per second, of so many requests after others."""
-        skipped = measured // 4 + min(self.policy.max_num_seqs, measured)
-        count = measured + skipped
-        queued = max(_FEW_QUEUED, 2 * self.load.burst, int(_QUEUED_SHARE * count))
-        return self._simulation(queued, self.level.is_lost(measured, self.load.mean_answer)).run(
-            self.load.requests(count, rate), skipped=skipped, drains=False
-        )
-
-    def alone(self) -> Outcome:
-        """Return what is measured of requests that come one after the other."""
-        apart_s = _APART * self._request_s(1)
-        requests = self.load.requests(_LONE, 1.0)
-        spread = [request._replace(at_s=number * apart_s) for number, request in enumerate(requests)]
-        return self._simulation(None, lambda _: False).run(spread)
-
-    def _simulation(self, queued: int | None, is_over: Callable[[Outcome], bool]) -> Simulation:
-        costs, stages, kv = self.replicas.costs, self.replicas.stages, self.replicas.kv
-        return Simulation(costs, stages, self.policy, kv=kv, most_waiting=queued, is_over=is_over)
-
-    def _request_s(self, rows: int) -> float:
-        """Return the seconds that a request takes of all stages and links, in steps of so many rows."""
-        return sum(self._occupied_s(rows))
-
-    def _occupied_s(self, rows: int) -> Iterator[float]:
-        """Yield the seconds that a request takes of each stage and link, in steps of so many rows."""
-        costs, load = self.replicas.costs, self.load
-        answer, prompt = load.mean_answer, load.mean_prompt
-        cached = int(prompt * load.prefix_hits)
-        computed = max(1, int(prompt) - cached)
-        for stage in range(self.replicas.stages):
-            decode_s = costs.decode_s(stage, rows, prompt + answer / 2) / rows
-            yield answer * decode_s + costs.chunk_s(stage, [Span(cached, computed)])
-            if stage < self.replicas.stages - 1:
-                yield costs.hop_s(stage, int(computed + answer))[1]
-
-    def at(self, rate: float) -> Found:
-        """Return what is measured at a rate."""
-        outcome = self.run(rate, self._count(rate))
-        return Found(rate, outcome, outcome, self.policy)
-
-    def _count(self, rate: float) -> int:
-        """Return the number of requests to measure at about a rate."""
-        streams = min(float(self.policy.max_num_seqs), rate * self._request_s(1))
-        return round(min(_MANY, max(_FEW, _STEPS * streams / self.load.mean_answer)))
-
-    def highest(self) -> Found:
-        """Return the highest rate at which the level holds, to within 5 %."""
-        policy, replicas = self.policy, self.replicas
-        alone = self.alone()
-        if self.level.broken(alone):
-            return Found(0.0, alone, alone, policy)
-        rows = max(1, policy.max_num_seqs // replicas.stages)
-        most = 1 / max(self._occupied_s(rows))
-        found = self._bracketed(Found(0.0, alone, None, policy), _FIRST_TRY * most, _COARSE, _ROUGHLY)
-        fine = self._count(most)
-        return self._bracketed(replace(found, rate=0.0, beyond=None), found.rate or most / 100, fine, _CLOSE)
-
-    def _bracketed(self, found: Found, rate: float, measured: int, close: float) -> Found:
-        """Return the highest rate between `found` and one that is too high, to within a factor, beginning at `rate`."""
-        low, high = found.rate, 0.0
-        for _ in range(_MOST_RUNS):
-            outcome = self.run(rate, measured)
-            if self.level.holds(outcome):
-                low, found = rate, replace(found, rate=rate, outcome=outcome)
-            else:
-                high, found = rate, replace(found, beyond=outcome)
-            if low and high and high < low * close:
-                break
-            if low and high:
-                rate = math.sqrt(low * high)
-            else:
-                rate = rate * (1 + 2 * (close - 1)) if low else rate / (1 + 3 * (close - 1))
-        return found
-
-
-def fitting_policy(search: Search, most_running: int | None) -> Policy:
-    """Return the policy with a number of running requests: the given one, or as many as keep the time between tokens."""
-    if most_running is not None:
-        return replace(search.policy, max_num_seqs=most_running)
-    replicas, load, limit_s = search.replicas, search.load, search.level.between_tokens_s
-    context = load.mean_prompt + load.mean_answer / 2
-    most = max(1, min(MOST_RUNNING, replicas.room(round(load.mean_prompt + load.mean_answer))))
-
-    def keeps(rows: int) -> bool:
-        stages = range(replicas.stages)
-        each = [replicas.costs.decode_s(stage, rows, context) for stage in stages]
-        hops = [sum(replicas.costs.hop_s(stage, rows)) for stage in stages[:-1]]
-        round_s = sum(each) + sum(hops)
-        return limit_s is None or max(round_s, replicas.stages * max(each)) <= limit_s
-
-    rows = max((rows for rows in range(1, most // replicas.stages + 1) if keeps(rows)), default=1)
-    return replace(search.policy, max_num_seqs=min(most, rows * replicas.stages))
-
 
 # ---- cases
 
@@ -273,6 +88,8 @@ class Capacity:
     """Mean time of a request."""
     max_num_seqs: int = 0
     """Most requests that run at the same time, of the kind of replica with the most."""
+    head_busy: float = 0.0
+    """Share of a core's time that the head computes; it has one core."""
     replicas: int = 0
     stages: tuple[str, ...] = ()
     """Machines and layers of each stage, and use of the machines, of one replica of each kind."""
@@ -286,20 +103,92 @@ class Capacity:
     """Tokens for one unit of the currency: machines over their years, and energy."""
 
 
-def measure_capacity(
-    label: str, model: ModelProfile, cluster: ClusterProfile, question: Question
-) -> Capacity:
-    """Return the capacity of a cluster with the best of several plans.
+class CapacityMeter:
+    """Measurements of clusters with one model and question. Replicas of the same kind are searched once."""
 
-    Raises:
-        PlanError: the model does not fit.
-    """
-    request = _request(question)
-    found = [
-        _measured(label, replicas_of(model, cluster, request, plans), question)
-        for plans in place_for_load(model, cluster, request)
-    ]
-    return max(found, key=lambda each: (each.holds, each.requests_per_s, -each.first_token_s))
+    def __init__(self, model: ModelProfile, question: Question) -> None:
+        self._model, self._question = model, question
+        self._found: dict[object, Found] = {}
+
+    def measure(self, label: str, cluster: ClusterProfile, loaded: Sequence[LoadedStages] = ()) -> Capacity:
+        """Return the capacity of a cluster with the best of several plans, or with its loaded instances.
+
+        Raises:
+            PlanError: the model does not fit.
+        """
+        request = _request(self._question)
+        plans = [plan_loaded(self._model, cluster, request, loaded)] if loaded else None
+        cases = [
+            self._searches(cluster, request, made)
+            for made in plans or place_for_load(self._model, cluster, request)
+        ]
+        best = Capacity(label, holds=False, why=_NO_PLAN)
+        for searches in sorted(cases, key=_bound, reverse=True):
+            if not self._is_surely_less(searches, best):
+                found = _capacity(label, searches, self._within_head(searches), self._question)
+                best = max(found, best, key=_rank)
+        return best
+
+    def _is_surely_less(self, searches: Sequence[Search], best: Capacity) -> bool:
+        """Return True if plans cannot take as many requests, or the level does not hold at a little more of them."""
+        if not best.holds or self._question.rate is not None:
+            return False
+        if _bound(searches) <= best.requests_per_s:
+            return True
+        (search, *others) = searches
+        if others or search.replicas.kind in self._found:
+            return False
+        rate = CLOSE * best.requests_per_s / search.replicas.count
+        outcome = search.run(rate)
+        if not self._question.level.holds(outcome):
+            return True
+        self._found[search.replicas.kind] = search.highest(Found(rate, outcome, None, search.policy))
+        return False
+
+    def _searches(self, cluster: ClusterProfile, request: PlanRequest, plans: Sequence[Plan]) -> list[Search]:
+        question = self._question
+        kinds = replicas_of(self._model, cluster, request, plans)
+        first = (Search(kind, question.load, question.level, question.policy) for kind in kinds)
+        return [replace(each, policy=fitting_policy(each, question.max_num_seqs)) for each in first]
+
+    def _within_head(self, searches: Sequence[Search]) -> list[Found]:
+        """Return what is found of each kind, at as many requests as the head can handle."""
+        found = self._results(searches)
+        if self._question.rate is not None:
+            return found
+        total = sum(each.rate * search.replicas.count for each, search in zip(found, searches, strict=True))
+        most = 1 / _head_s(self._question.load)
+        if total <= most:
+            return found
+        return [
+            search.at(each.rate * most / total) if each.rate else each
+            for each, search in zip(found, searches, strict=True)
+        ]
+
+    def _results(self, searches: Sequence[Search]) -> list[Found]:
+        if self._question.rate is not None:
+            return _at_rate(searches, self._question.rate)
+        found: list[Found] = []
+        for search in searches:
+            kind = search.replicas.kind
+            if kind not in self._found:
+                self._found[kind] = search.highest()
+            found.append(self._found[kind])
+        return found
+
+
+def _head_s(load: Load) -> float:
+    """Return the seconds that the head computes for a request."""
+    return _HEAD_REQUEST_S + load.mean_answer * _HEAD_TOKEN_S
+
+
+def _bound(searches: Sequence[Search]) -> float:
+    """Return the requests per second that the busiest stages or links of all replicas can take."""
+    return sum(search.most * search.replicas.count for search in searches)
+
+
+def _rank(found: Capacity) -> tuple[bool, float, float]:
+    return found.holds, found.requests_per_s, -found.first_token_s if found.replicas else -math.inf
 
 
 def _request(question: Question) -> PlanRequest:
@@ -317,20 +206,15 @@ def _request(question: Question) -> PlanRequest:
     )
 
 
-def _measured(label: str, kinds: Sequence[Replicas], question: Question) -> Capacity:
+def _capacity(label: str, searches: Sequence[Search], found: Sequence[Found], question: Question) -> Capacity:
     load, level = question.load, question.level
-    first = (Search(kind, load, level, question.policy) for kind in kinds)
-    searches = [replace(each, policy=fitting_policy(each, question.max_num_seqs)) for each in first]
-    if question.rate is None:
-        found = [search.highest() for search in searches]
-    else:
-        found = _at_rate(searches, question.rate)
     rates = [each.rate * search.replicas.count for each, search in zip(found, searches, strict=True)]
     outcomes = [each.outcome for each in found]
     total = sum(rates)
     request_s = sum(
         rate * _mean(outcome.request_s) for rate, outcome in zip(rates, outcomes, strict=True)
     ) / (total or 1.0)
+    head_busy = total * _head_s(load)
     tokens_per_s, given = total * load.mean_answer, question.rate is not None
     watts, price = _upkeep(searches, outcomes, question)
     paid = None if price is None else _paid_per_s(price, watts, question)
@@ -340,8 +224,8 @@ def _measured(label: str, kinds: Sequence[Replicas], question: Question) -> Capa
     )
     return Capacity(
         label=label,
-        holds=all(map(level.holds, outcomes)) if given else total > 0,
-        why=_why(*worst, is_given=given),
+        holds=all(map(level.holds, outcomes)) and head_busy <= 1 if given else total > 0,
+        why=_HEAD if head_busy > _FULL else _why(*worst, is_given=given),
         requests_per_s=total,
         users=total * (question.thinking_s + request_s),
         tokens_per_s=tokens_per_s,
@@ -349,6 +233,7 @@ def _measured(label: str, kinds: Sequence[Replicas], question: Question) -> Capa
         between_tokens_s=max(outcome.between_tokens_within(level.percent) for outcome in outcomes),
         request_s=request_s,
         max_num_seqs=max(search.policy.max_num_seqs for search in searches),
+        head_busy=head_busy,
         replicas=sum(search.replicas.count for search in searches),
         stages=tuple(text for search in searches for text in _stage_texts(search.replicas)),
         uses=tuple(chain.from_iterable(map(_first_uses, searches, outcomes))),

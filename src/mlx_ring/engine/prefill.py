@@ -162,7 +162,7 @@ class PrefillQueue(Generic[P]):
                 return
 
 
-_PROMPTS_TOGETHER = 4
+PROMPTS_TOGETHER = 4
 """Length of a step of several short prompts, as a multiple of one prompt's chunk."""
 
 _BURST_S = 0.25
@@ -207,7 +207,7 @@ class Prefilling(PrefillQueue[P], Generic[P, Chunk]):
         size = self._sizer.chunk(remaining, prompt, beside_decode=beside_decode)
         if not size:
             return []
-        chunks, tokens = self._fill(size, size if beside_decode else _PROMPTS_TOGETHER * size)
+        chunks, tokens = self._fill(size, size if beside_decode else PROMPTS_TOGETHER * size)
         self._sizer.sent(self._in_flight.sent + 1, tokens, beside_decode=beside_decode)
         return chunks
 
@@ -249,7 +249,7 @@ class Prefilling(PrefillQueue[P], Generic[P, Chunk]):
         """Return True if prompts that arrived together are almost read: then decode waits, and starts for all at once."""
         if not self or self._has_to_spare():
             return False
-        return self._left_within(_PROMPTS_TOGETHER * self._policy.prefill_chunk)
+        return self._left_within(PROMPTS_TOGETHER * self._policy.prefill_chunk)
 
     def _left_within(self, most: int) -> bool:
         """Return True if all prompts together have at most so many tokens left; no more of them are looked up than needed."""
@@ -292,7 +292,7 @@ class Prefilling(PrefillQueue[P], Generic[P, Chunk]):
     def _can_wait(self) -> bool:
         """Return True if the prompts fill no step together, none has begun, and none delays a running sequence."""
         chunk = self._policy.prefill_chunk
-        if not self._left_within(_PROMPTS_TOGETHER * chunk - 1):
+        if not self._left_within(PROMPTS_TOGETHER * chunk - 1):
             return False
         is_new = all(not sequence.scheduled and self._left(sequence) <= chunk for sequence in self)
         return is_new and not self._has_to_spare()

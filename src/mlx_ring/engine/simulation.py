@@ -83,7 +83,7 @@ class Simulation:
         self._batches = MicroBatches[Stream](stages)
         self._cohorts: dict[MicroBatch[Stream], Cohort] = {}
         self.sent = self.prefills = 0
-        self._prefilling = Prefilling[Stream, Span](
+        self._prefilling = _Prompts(
             policy,
             stages,
             batches=self._batches,
@@ -173,6 +173,7 @@ class Simulation:
             del self._waiting[stream.id]
             running[stream.id] = stream
             self._prefilling.add(stream)
+            self._prefilling.has_to_spare = None
             stream.admitted_at = now
 
     def _make_room(self, stream: Stream) -> bool:
@@ -208,6 +209,7 @@ class Simulation:
 
     def _remove(self, stream: Stream) -> None:
         """Remove a running stream that is not counted, and free its memory."""
+        self._prefilling.has_to_spare = None
         del self._running[stream.id]
         if stream.cohort is not None:
             del stream.cohort.single[stream.id]
@@ -228,6 +230,7 @@ class Simulation:
         self._join(stream, batch)
 
     def _join(self, stream: Stream, batch: MicroBatch[Stream]) -> None:
+        self._prefilling.has_to_spare = None
         cohort = self._cohorts.get(batch)
         if cohort is None:
             cohort = self._cohorts[batch] = Cohort(batch)
@@ -247,6 +250,11 @@ class Simulation:
             return self._send_step_of(cohort, now)
         if self._prefilling.is_almost_read():
             return False
+        if self._stages == 1:
+            (batch,) = self._batches or (None,)
+            if batch is None or batch.in_flight >= self._policy.steps_ahead:
+                return False
+            return self._send_step_of(self._cohorts[batch], now)
         turns = self._batches.in_turn(self._policy.steps_ahead)
         return any(self._send_step_of(self._cohorts[batch], now) for batch in turns)
 
@@ -307,6 +315,7 @@ class Simulation:
         for stream, _ in chunks:
             if stream.scheduled >= stream.fill_to:
                 self._prefilling.remove(stream.id)
+                self._prefilling.has_to_spare = None
                 stream.in_flight.append(sent)
                 sent.single.append((stream, stream.generation))
                 self._join(stream, self._batches.add(stream))
@@ -319,12 +328,13 @@ class Simulation:
     ) -> None:
         """Pass a step through the stages; what it waits for was sent before it, so its times are known."""
         self.sent, self._frees = sent.step, False
-        arrives, last = now + self._head_s, self._stages - 1
+        arrives, last, outcome, free_at = now + self._head_s, self._stages - 1, self._outcome, self._free_at
         for stage, computing_s in enumerate(seconds):
-            begin = max(self._free_at[stage], ready)
-            end = self._free_at[stage] = begin + computing_s
+            begin = max(ready, free_at[stage])
+            end = free_at[stage] = begin + computing_s
             sent.compute_us.append(round(end * _MICRO) - round(begin * _MICRO))
-            busy[stage] += self._within(begin, end)
+            is_within = outcome.begin_s <= begin and end <= outcome.end_s
+            busy[stage] += computing_s if is_within else self._within(begin, end)
             if sent.tokens or stage == last:
                 self._order += 1
                 heapq.heappush(self._events, (end + self._head_s, self._order, stage, sent))
@@ -381,6 +391,7 @@ class Simulation:
             stream.in_flight.remove(sent)
         if stream.first_token_at is None:
             stream.first_token_at = now
+            self._prefilling.has_to_spare = None
             outcome.tokens += outcome.begin_s <= now <= outcome.end_s
             if stream.request.at_s >= outcome.begin_s:
                 outcome.first_token_s.append(now - stream.request.at_s)
@@ -411,6 +422,18 @@ class Simulation:
         if not stream.has_begun:
             stream.has_begun = True
             stream.scheduled = stream.reused = stream.request.cached_tokens
+
+
+class _Prompts(Prefilling[Stream, Span]):
+    """Prompts of a simulation, which asks more often than they change whether others decode beside them."""
+
+    has_to_spare: bool | None = None
+    """Answer to the question; None after a change of the prompts or of the streams that decode."""
+
+    def _has_to_spare(self) -> bool:
+        if self.has_to_spare is None:
+            self.has_to_spare = super()._has_to_spare()
+        return self.has_to_spare
 
 
 def _span(stream: Stream, end: int) -> Span:

@@ -29,7 +29,7 @@ from mlx_ring.head.nodes import Declared, Machines
 from mlx_ring.head.placing import plan_request
 from mlx_ring.head.plan_requests import measured_cluster, readable_names
 from mlx_ring.head.replica import Replica, Watcher
-from mlx_ring.head.served_model import ServedModel, memory_for_weights, prepare_model
+from mlx_ring.head.served_model import ServedModel, memory_for_weights, policy_of, prepare_model
 from mlx_ring.head.status import (
     ClusterView,
     InstanceView,
@@ -128,7 +128,9 @@ class Catalog:
             # Shares are for the machines of the first plan.
             request = replace(request, strategy="auto")
         if self._machines is None:
-            return RunningCluster(ClusterProfile(()), request, count=hosted.settings.replicas)
+            return RunningCluster(
+                ClusterProfile(()), request, count=hosted.settings.replicas, policy=policy_of(hosted.settings)
+            )
         view = self._machines.cluster_view()
         loaded = () if model is None else hosted.loaded_stages(readable_names(view))
         others = [other for other in self._hosted if other is not hosted] if loaded else []
@@ -138,7 +140,7 @@ class Catalog:
         connected = {node.name for node in machines.nodes}
         if any(name not in connected for stages in loaded for _, ranks in stages for name, _ in ranks):
             loaded = ()
-        return RunningCluster(machines, request, loaded, hosted.settings.replicas)
+        return RunningCluster(machines, request, loaded, hosted.settings.replicas, policy_of(hosted.settings))
 
     def join_commands(self, life_s: float) -> Sequence[str]:
         """Make a token with which one machine can join within this time, and return the commands for it."""

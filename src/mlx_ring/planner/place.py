@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import numpy as np
 
+from mlx_ring.core.engine_stats import Policy
 from mlx_ring.core.errors import PlanError
 from mlx_ring.core.types import LayerRange
 from mlx_ring.planner.forecast import StageRanks, settle_weights
@@ -25,7 +27,7 @@ from mlx_ring.planner.tensor_groups import SharedModel, given_group
 from mlx_ring.planner.tensor_plans import best_of_both, place_tensor, plan_of
 from mlx_ring.planner.tensor_search import SharedPipeline
 from mlx_ring.planner.timetable import Timetable
-from mlx_ring.rpc.link_profile import UNREACHABLE
+from mlx_ring.rpc.link_profile import UNREACHABLE, LinkProfile
 
 
 def _explained(times: Timetable, request: PlanRequest, partition: Partition) -> Plan:
@@ -229,6 +231,48 @@ class RunningCluster:
     """Stages of each loaded instance of the model; none if it is not loaded."""
     count: int | None = None
     """Number of replicas that it is set up for; None for one, or the best number for throughput."""
+    policy: Policy | None = None
+    """Scheduler's settings of the model; None if they are not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanningBasis:
+    """Machines, model and settings with which a head plans, in values that JSON has."""
+
+    model: ModelProfile
+    remarks: tuple[str, ...]
+    """Sentences on what the model's name means."""
+    nodes: tuple[NodeProfile, ...]
+    links: tuple[tuple[str, str, LinkProfile | None], ...]
+    """Two machines, and the link between them; None if they do not reach each other."""
+    usual_link: LinkProfile
+    request: PlanRequest
+    replicas: tuple[LoadedStages, ...]
+    policy: Policy | None
+
+    @classmethod
+    def of(cls, running: RunningCluster, model: ModelProfile, remarks: tuple[str, ...]) -> PlanningBasis:
+        """Return what a running cluster plans a model with."""
+        machines = running.machines
+        links = tuple(
+            (*sorted(ends), None if link == UNREACHABLE else link) for ends, link in machines.links.items()
+        )
+        return cls(
+            model,
+            remarks,
+            machines.nodes,
+            cast("tuple[tuple[str, str, LinkProfile | None], ...]", links),
+            machines.usual_link,
+            running.request,
+            running.replicas,
+            running.policy,
+        )
+
+    @property
+    def machines(self) -> ClusterProfile:
+        """Machines and links."""
+        links = {frozenset((one, other)): link or UNREACHABLE for one, other, link in self.links}
+        return ClusterProfile(self.nodes, links, self.usual_link)
 
 
 def plan_loaded(

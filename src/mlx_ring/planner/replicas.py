@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 
@@ -152,21 +151,22 @@ def _streams(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest)
 
 def alike_plans(cluster: ClusterProfile, plans: Sequence[Plan]) -> list[list[Plan]]:
     """Return the plans in lists of those with the same layers on alike machines and links."""
-    nodes = {node.name: replace(node, name="") for node in cluster.nodes}
-    kinds: list[tuple[object, list[Plan]]] = []
+    kinds: dict[object, list[Plan]] = {}
     for plan in plans:
-        ranks = [rank for stage in plan.stages for rank in stage.ranks]
-        likeness = (
-            [(stage.layers, len(stage.ranks)) for stage in plan.stages],
-            [(nodes[rank.node], rank.share) for rank in ranks],
-            [cluster.link(one.node, other.node) for one, other in pairwise(ranks)],
-        )
-        same = next((members for kind, members in kinds if kind == likeness), None)
-        if same is None:
-            kinds.append((likeness, [plan]))
-        else:
-            same.append(plan)
-    return [members for _, members in kinds]
+        kinds.setdefault(likeness(cluster, plan), []).append(plan)
+    return list(kinds.values())
+
+
+def likeness(cluster: ClusterProfile, plan: Plan) -> object:
+    """Return what two plans with the same steps have in common: layers, shares, machines apart from names, and links."""
+    nodes = {node.name: node for node in cluster.nodes}
+    ranks = [rank for stage in plan.stages for rank in stage.ranks]
+    names = [rank.node for rank in ranks]
+    return (
+        tuple((stage.layers, len(stage.ranks)) for stage in plan.stages),
+        tuple((replace(nodes[rank.node], name=""), rank.share) for rank in ranks),
+        tuple(cluster.link(one, other) for one, other in zip(names, [*names[1:], names[0]], strict=True)),
+    )
 
 
 def _whole(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest, count: int | None) -> Plan:

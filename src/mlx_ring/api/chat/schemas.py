@@ -184,7 +184,9 @@ class _Closing:
 
     def _part(self, schema: Schema) -> dict[str, object]:
         """Return an object's schema, or a part of one, with every object in its values closed, but not itself."""
-        result = self._with(schema, lambda part: self._part(part) if isinstance(part, Mapping) else part)
+        result = self._with(
+            schema, lambda part: self._part(cast("Schema", part)) if isinstance(part, Mapping) else part
+        )
         if isinstance(ref := schema.get("$ref"), str) and isinstance(self._target(ref), Mapping):
             result["$ref"] = f"#/$defs/{_twin_name(ref)}"
             if ref not in self._twins:
@@ -220,7 +222,7 @@ class _Closing:
             ref = str(schema["$ref"])
             if ref in refs or not isinstance(target := self._target(ref), Mapping):
                 return False
-            parts.append((target, (*refs, ref)))
+            parts.append((cast("Schema", target), (*refs, ref)))
         return all(
             self._collect(cast("Schema", part), names, led)
             for part, led in parts

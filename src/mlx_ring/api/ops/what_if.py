@@ -1,4 +1,8 @@
-"""`/cluster/what-if`: predictions for the running cluster with other machines, links, contexts or models."""
+"""Predictions for the running cluster with other machines, links, contexts or models, and what they are made of.
+
+`/cluster/what-if` plans here. `/cluster/planning` gives what a simulation needs to whoever runs one, because it takes
+seconds of computing time, which answers need.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +28,7 @@ from mlx_ring.planner.cluster_file import MOST_ADDED, link_named, with_machines
 from mlx_ring.planner.known_models import find_known_model, popular_models
 from mlx_ring.planner.memory_fit import MOST_USERS
 from mlx_ring.planner.model_sizes import sizes_of
+from mlx_ring.planner.place import PlanningBasis
 from mlx_ring.planner.profiles import ClusterProfile
 from mlx_ring.planner.request import OBJECTIVES, USUAL_CONTEXT, Objective, PlanRequest
 from mlx_ring.planner.what_if import Answer, NamedModel, Question, what_if
@@ -99,6 +104,23 @@ def routes(context: ApiContext) -> Router:
         answer = await while_connected(request.receive, answer_in_turn(fields))
         return JsonAnswer(to_jsonable_python(answer))
 
+    async def planning(request: Request) -> JsonAnswer[PlanningBasis]:
+        basis = await asyncio.to_thread(_planning_basis, context, request.query_params.get("model"))
+        return JsonAnswer(to_jsonable_python(basis))
+
+    documented_get(
+        router,
+        "/cluster/planning",
+        planning,
+        RouteDoc(
+            "Describe what plans are made of: a model's sizes, machines, links, loaded stages",
+            PlanningBasis,
+            query={
+                "model": "Served model, or a short name such as llama-70b. Default: the first served model."
+            },
+            more_statuses=(404, 409),
+        ),
+    )
     documented_get(
         router,
         "/cluster/what-if",
@@ -162,6 +184,17 @@ def _answer(context: ApiContext, fields: WhatIfRequest, is_stopped: Callable[[],
         return what_if(models, running.machines, question, is_stopped, remarks)
     except ConfigError as error:
         raise RequestError(str(error), param="context_tokens") from error
+
+
+def _planning_basis(context: ApiContext, name: str | None) -> PlanningBasis:
+    fields = WhatIfRequest(model=name or None)
+    served = _served(context, fields)
+    running = context.catalog.running(served)
+    if not running.machines.nodes:
+        raise _unmeasured(context.default)
+    models, remarks = _models(context, fields, served, running.machines)
+    ((_, sizes),) = models
+    return PlanningBasis.of(running, sizes, remarks)
 
 
 def _unmeasured(first: ModelService) -> NotReady | Conflict:

@@ -1,0 +1,231 @@
+"""Search for the highest rate of requests at which replicas of one kind keep a service level. Pure and deterministic.
+
+The same requests arrive at every rate, only sooner or later, so that rates are compared on the same load.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from mlx_ring.core.engine_stats import Policy
+from mlx_ring.core.types import RankId
+from mlx_ring.engine.kv_budget import RankKv, sequence_bytes
+from mlx_ring.engine.prefill import PROMPTS_TOGETHER
+from mlx_ring.engine.simulated_load import Load, Outcome, ServiceLevel, Span
+from mlx_ring.engine.simulation import Simulation
+from mlx_ring.planner.forecast import StepTable, forecast_plan
+from mlx_ring.planner.plan import Plan
+from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
+from mlx_ring.planner.replicas import alike_plans, likeness
+from mlx_ring.planner.request import PlanRequest
+
+MOST_RUNNING = 256
+"""Most requests that run at the same time in a replica, if no number is given."""
+_FEW, _MANY, _LONE = 100, 600, 10
+"""Numbers of measured requests of a run, at least and at most, and of requests that run one after the other."""
+_STEPS = 6_000
+"""Number of decode steps at which a run has enough requests."""
+_LATE_TIMES, _MOST_REQUESTS = 4, 2_000
+"""Duration of a run at least, as a multiple of the time to the first token that the level allows; its most requests."""
+CLOSE = 1.05
+"""Factor between the rates at which the level holds and does not, from which the search ends."""
+_MOST_RUNS = 14
+_APART = 4
+"""Time between lone requests, as a multiple of what one takes."""
+_FIRST_TRY, _FIRST_STEP, _LARGEST_STEP = 0.6, 1.4, 4.0
+"""Part of the rate without any waiting at which the search begins, and the first and largest factor to a lower rate."""
+_QUEUED_SHARE = 0.05
+"""Share of a run's requests that may wait: beyond it, the queue grows."""
+_FEW_QUEUED = 16
+
+# ---- replicas
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """Replicas of the same kind."""
+
+    plan: Plan
+    costs: StepTable
+    kv: Mapping[RankId, RankKv]
+    names: tuple[tuple[tuple[str, ...], ...], ...]
+    """Machines of each stage, for each replica."""
+    kind: object
+    """Value that replicas have in common whose steps take as long."""
+
+    @property
+    def stages(self) -> int:
+        return len(self.plan.stages)
+
+    @property
+    def count(self) -> int:
+        return len(self.names)
+
+    def room(self, tokens: int) -> int:
+        """Return the number of requests of `tokens` tokens whose KV fits at the same time."""
+        return min(
+            (rank.limit_bytes // max(1, sequence_bytes(rank, tokens)) for rank in self.kv.values()),
+            default=MOST_RUNNING,
+        )
+
+
+def replicas_of(
+    model: ModelProfile, cluster: ClusterProfile, request: PlanRequest, plans: Sequence[Plan]
+) -> list[Replicas]:
+    """Return the replicas of these plans by kind: with the same layers on alike machines and links."""
+    return [_replicas(model, cluster, request, members) for members in alike_plans(cluster, plans)]
+
+
+def _replicas(
+    model: ModelProfile, cluster: ClusterProfile, request: PlanRequest, plans: Sequence[Plan]
+) -> Replicas:
+    forecast, rooms = forecast_plan(model, cluster, request.demand, plans[0])
+    kv = {
+        RankId(stage, place): RankKv(*room)
+        for stage, ranks in enumerate(rooms)
+        for place, room in enumerate(ranks)
+    }
+    head = cluster.nodes[0].name
+    machines = [rank.node for stage in plans[0].stages for rank in stage.ranks]
+    head_s = max(cluster.link(head, name).round_trip_s / 2 for name in machines)
+    names = tuple(tuple(tuple(rank.node for rank in stage.ranks) for stage in plan.stages) for plan in plans)
+    kind = likeness(cluster, plans[0]), head_s
+    return Replicas(plans[0], StepTable(forecast, head_s), kv, names, kind)
+
+
+# ---- the highest rate
+
+
+@dataclass(frozen=True)
+class Found:
+    """Highest rate of one replica at which the level holds."""
+
+    rate: float
+    """Requests per second; 0 if it does not hold for requests one after the other."""
+    outcome: Outcome
+    """Run at that rate."""
+    beyond: Outcome | None
+    """Run at a little higher rate, at which the level does not hold."""
+    policy: Policy
+
+
+@dataclass(frozen=True)
+class Search:
+    """Runs of one kind of replica."""
+
+    replicas: Replicas
+    load: Load
+    level: ServiceLevel
+    policy: Policy
+
+    def run(self, rate: float) -> Outcome:
+        """Return what is measured at a rate, in requests per second, after as many requests as fill the instance."""
+        measured = self._count(rate)
+        skipped = measured // 4 + math.ceil(2 * self._streams(rate))
+        count = measured + skipped
+        queued = max(_FEW_QUEUED, 2 * self.load.burst, int(_QUEUED_SHARE * count))
+        return self._simulation(queued, self.level.is_lost(measured, self.load.mean_answer)).run(
+            self.load.requests(count, rate), skipped=skipped, drains=False
+        )
+
+    def alone(self) -> Outcome:
+        """Return what is measured of requests that come one after the other."""
+        apart_s = _APART * self._request_s(1)
+        requests = self.load.requests(_LONE, 1.0)
+        spread = [request._replace(at_s=number * apart_s) for number, request in enumerate(requests)]
+        return self._simulation(None, lambda _: False).run(spread)
+
+    def _simulation(self, queued: int | None, is_over: Callable[[Outcome], bool]) -> Simulation:
+        costs, stages, kv = self.replicas.costs, self.replicas.stages, self.replicas.kv
+        return Simulation(costs, stages, self.policy, kv=kv, most_waiting=queued, is_over=is_over)
+
+    def _request_s(self, rows: int) -> float:
+        """Return the seconds that a request takes of all stages and links, in steps of so many rows."""
+        return sum(self._occupied_s(rows, 1))
+
+    def _occupied_s(self, rows: int, prompts: int) -> Iterator[float]:
+        """Yield the seconds that a request takes of each stage and link, in steps of so many rows or prompts."""
+        costs, load = self.replicas.costs, self.load
+        answer, prompt = load.mean_answer, load.mean_prompt
+        cached = int(prompt * load.prefix_hits)
+        computed = max(1, int(prompt) - cached)
+        for stage in range(self.replicas.stages):
+            decode_s = costs.decode_s(stage, rows, prompt + answer / 2) / rows
+            yield answer * decode_s + costs.chunk_s(stage, [Span(cached, computed)] * prompts) / prompts
+            if stage < self.replicas.stages - 1:
+                yield costs.hop_s(stage, int(computed + answer))[1]
+
+    @property
+    def most(self) -> float:
+        """Requests per second that the busiest stage or link can take, in steps as full as they may be."""
+        cached = int(self.load.mean_prompt * self.load.prefix_hits)
+        computed = max(1, int(self.load.mean_prompt) - cached)
+        prompts = max(1, PROMPTS_TOGETHER * self.policy.prefill_chunk // computed)
+        rows = max(1, -(-self.policy.max_num_seqs // self.replicas.stages))
+        fuller = {rows >> shift or 1 for shift in range(rows.bit_length())}
+        return 1 / min(max(self._occupied_s(count, prompts)) for count in fuller)
+
+    def at(self, rate: float) -> Found:
+        """Return what is measured at a rate."""
+        outcome = self.run(rate)
+        return Found(rate, outcome, outcome, self.policy)
+
+    def _streams(self, rate: float) -> float:
+        """Return about as many requests as run at the same time at a rate, none waiting."""
+        rows = max(1, self.policy.max_num_seqs // self.replicas.stages)
+        return min(float(self.policy.max_num_seqs), rate * self._request_s(rows) * rows)
+
+    def _count(self, rate: float) -> int:
+        """Return the number of requests to measure at about a rate."""
+        streams = min(float(self.policy.max_num_seqs), rate * self._request_s(1))
+        few = min(_MANY, max(_FEW, _STEPS * streams / self.load.mean_answer))
+        return round(max(few, min(_MOST_REQUESTS, _LATE_TIMES * rate * (self.level.first_token_s or 0.0))))
+
+    def highest(self, known: Found | None = None) -> Found:
+        """Return the highest rate at which the level holds, to within 5 %; `known` is a rate at which it does."""
+        low, high, step = 0.0, self.most, _FIRST_STEP
+        if known is None:
+            alone = self.alone()
+            found = Found(0.0, alone, None, self.policy)
+            if self.level.broken(alone):
+                return replace(found, beyond=alone)
+            rate = _FIRST_TRY * high
+        else:
+            found, low = known, known.rate
+            rate = math.sqrt(low * min(high, low * step))
+        for _ in range(_MOST_RUNS):
+            if low and high < low * CLOSE:
+                break
+            outcome = self.run(rate)
+            if self.level.holds(outcome):
+                low, found = rate, replace(found, rate=rate, outcome=outcome)
+            else:
+                high, found = rate, replace(found, beyond=outcome)
+            if low:
+                rate = math.sqrt(low * min(high, low * step * step))
+            else:
+                # Ever larger steps down, until the level holds.
+                step = min(step * step, _LARGEST_STEP)
+                rate = high / step
+        return found
+
+
+def fitting_policy(search: Search, most_running: int | None) -> Policy:
+    """Return the policy with a number of running requests: the given one, or as many as keep the time between tokens."""
+    if most_running is not None:
+        return replace(search.policy, max_num_seqs=most_running)
+    replicas, load, limit_s = search.replicas, search.load, search.level.between_tokens_s
+    context = load.mean_prompt + load.mean_answer / 2
+    most = max(1, min(MOST_RUNNING, replicas.room(round(load.mean_prompt + load.mean_answer))))
+
+    def keeps(rows: int) -> bool:
+        stages = range(replicas.stages)
+        each = [replicas.costs.decode_s(stage, rows, context) for stage in stages]
+        hops = [sum(replicas.costs.hop_s(stage, rows)) for stage in stages[:-1]]
+        round_s = sum(each) + sum(hops)
+        return limit_s is None or max(round_s, replicas.stages * max(each)) <= limit_s
+
+    rows = max((rows for rows in range(1, most // replicas.stages + 1) if keeps(rows)), default=1)
+    return replace(search.policy, max_num_seqs=min(most, rows * replicas.stages))
