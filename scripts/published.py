@@ -101,6 +101,7 @@ _BITS = (
 )
 """Kinds of GGUF and others by a part of their name: bits of a weight with its scales, and bits of the numbers alone."""
 _GROUP = 64
+_Q4 = {"group_size": _GROUP, "bits": 4}
 _LEAST_ROWS, _LEAST_PUBLISHERS = 6, 3
 _AS_FAST = 1.03
 _FLASH_ATTENTION = "2024-10"
@@ -152,7 +153,7 @@ def _golden_model(name: str, form: str, engine: str, size: str) -> ModelProfile 
 def _as_served(config: Mapping[str, Any], form: str, engine: str) -> dict[str, Any] | None:
     """Return the configuration with MLX's formats, or with experts apart; None for a format of all weights."""
     if "mxfp4" in form and config["model_type"] == "gpt_oss":
-        rest = False if "f16" in form or engine == "vLLM" else Q8
+        rest = _Q4 if "4-bit rest" in form else False if "f16" in form or engine == "vLLM" else Q8
         return {**config, "quantization": {**MXFP4, **beside_experts(config, value=rest)}}
     if "experts" in form:
         experts = MXFP4 if "mxfp4" in form else {"group_size": 64, "bits": 2}
