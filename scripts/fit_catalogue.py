@@ -116,7 +116,17 @@ _FREE = 0.7
 _OF_TIERS = 0.12
 """The same for a tier: two dies read little faster or slower than their sum."""
 _OF_PROMPTS = {
-    *("matrix", "older", "prefill", "prompt_ms", "narrow", "attention", "scores", "experts_pace", "experts_rows"),
+    *(
+        "matrix",
+        "older",
+        "prefill",
+        "prompt_ms",
+        "narrow",
+        "attention",
+        "scores",
+        "experts_pace",
+        "experts_rows",
+    ),
     *("activations", "scans"),
 }
 _LOOSE, _TIGHT = 1.6, 0.5
@@ -206,11 +216,7 @@ class Fit:
     def __init__(self, rows: Sequence[Row], start: dict[str, Any]) -> None:
         self._rows = rows
         self.numbers = copy.deepcopy(start)
-        self._keys = [
-            key
-            for key in leaves(start)
-            if is_free(key) and any(touches(row, key) for row in rows)
-        ]
+        self._keys = [key for key in leaves(start) if is_free(key) and any(touches(row, key) for row in rows)]
         self._origin = np.array([math.log(get(start, key)) for key in self._keys])
         self._spreads = np.array([spread_of(key) for key in self._keys])
         # Measurements by one publisher on one machine have much of their error in common.
