@@ -45,16 +45,16 @@ _VECTORS = {"metal": 0.25, "cuda": 2.0, "vulkan": 0.25, "cpu": 0.25}
 _START: dict[str, Any] = {
     "generations": {
         **{
-            name: {"read": 0.8, "matrix": 0.6, "layer": 1.0}
+            name: {"read": 0.8, "matrix": 0.6, "layer": 1.0, "unpack": 1.0}
             for name in ("m1", "m2", "m3", "m4", "m5", "spark", "strix", "cpu")
         },
         **{
-            name: {"read": 0.8, "matrix": 0.4, "layer": 1.0}
+            name: {"read": 0.8, "matrix": 0.4, "layer": 1.0, "unpack": 1.0}
             for name in ("ampere", "ada", "blackwell", "hopper")
         },
         # Without accelerators, M5 has the units of M4: 0.65 of 18.4 out of 60 teraflops.
-        "m5": {"read": 0.8, "matrix": 0.6, "layer": 1.0, "older": 0.2},
-        "hopper": {"read": 0.8, "matrix": 0.59, "layer": 1.0, "older": 0.25},
+        "m5": {"read": 0.8, "matrix": 0.6, "layer": 1.0, "unpack": 1.0, "older": 0.2},
+        "hopper": {"read": 0.8, "matrix": 0.59, "layer": 1.0, "unpack": 1.0, "older": 0.25},
     },
     "tiers": {"usual": {"read": 1.0}, "ultra": {"read": 0.85}},
     "backends": {
@@ -113,6 +113,24 @@ _CHUNKS = {
 """Tokens that engines compute at once, by their documentation; llama.cpp's micro-batches have 512."""
 _FREE = 0.7
 """How far other numbers may be off."""
+_OF_TIERS = 0.12
+"""The same for a tier: two dies read little faster or slower than their sum."""
+_OF_PROMPTS = {
+    *(
+        "matrix",
+        "older",
+        "prefill",
+        "prompt_ms",
+        "narrow",
+        "attention",
+        "scores",
+        "experts_pace",
+        "experts_rows",
+    ),
+    *("activations", "scans"),
+}
+_LOOSE, _TIGHT = 1.6, 0.5
+"""Factors of these distances for numbers of decode steps, and of prompts and attention: rows of prompts scatter more."""
 _FAMILIES = (
     ("mlx-lm", "exo", "Rapid-MLX", "oMLX", "vllm-mlx", "mlx-swift", "mlx-serve", "mlxcel", "LM Studio"),
     ("ds4", "ds4-tensors"),
@@ -128,6 +146,10 @@ _FIXED = {
     ("tiers", "usual", "read"),
     *(("engines", "llama.cpp", name) for name in _OF_ENGINES),
 }
+_KEPT = {"chunk", "narrow"}
+"""Numbers that stay as they start: without fitting them, cross-validation is no worse."""
+_WITH_OWN_ATTENTION = {"llama.cpp-2024", "ds4", "ds4-tensors"}
+"""Engines whose overhead and attention are fitted. Without fitting those of others, cross-validation is no worse."""
 
 
 def leaves(tree: Mapping[Any, Any], path: Key = ()) -> Iterator[Key]:
@@ -152,6 +174,21 @@ def put(tree: Any, key: Key, value: float) -> None:
         tree = tree[int(name)] if name.isdigit() else tree[name]
     last = key[-1]
     tree[int(last) if last.isdigit() else last] = value
+
+
+def is_free(key: Key) -> bool:
+    """Return True if a number is fitted."""
+    if key[0] == "engines" and key[-1] in ("overhead", "attention") and key[1] not in _WITH_OWN_ATTENTION:
+        return False
+    return key not in _FIXED and key[-1] not in _KEPT
+
+
+def spread_of(key: Key) -> float:
+    """Return the logarithm by which a number is usually off from its start."""
+    if key[0] == "tiers":
+        return _OF_TIERS
+    is_of_prompts = not _OF_PROMPTS.isdisjoint(key[2:])
+    return _SPREADS.get(key[-1], _FREE) * (_TIGHT if is_of_prompts else _LOOSE)
 
 
 def touches(row: Row, key: Key) -> bool:
@@ -179,13 +216,9 @@ class Fit:
     def __init__(self, rows: Sequence[Row], start: dict[str, Any]) -> None:
         self._rows = rows
         self.numbers = copy.deepcopy(start)
-        self._keys = [
-            key
-            for key in leaves(start)
-            if key not in _FIXED and key[-1] != "chunk" and any(touches(row, key) for row in rows)
-        ]
+        self._keys = [key for key in leaves(start) if is_free(key) and any(touches(row, key) for row in rows)]
         self._origin = np.array([math.log(get(start, key)) for key in self._keys])
-        self._spreads = np.array([_SPREADS.get(key[-1], _FREE) for key in self._keys])
+        self._spreads = np.array([spread_of(key) for key in self._keys])
         # Measurements by one publisher on one machine have much of their error in common.
         alike = Counter(_kind(row) for row in rows)
         self._weights = np.array([alike[_kind(row)] ** -0.5 for row in rows])

@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +102,10 @@ _BITS = (
 )
 """Kinds of GGUF and others by a part of their name: bits of a weight with its scales, and bits of the numbers alone."""
 _GROUP = 64
+_Q4 = {"group_size": _GROUP, "bits": 4}
 _LEAST_ROWS, _LEAST_PUBLISHERS = 6, 3
 _AS_FAST = 1.03
+_SHORT_CONTEXT = 2500
 _FLASH_ATTENTION = "2024-10"
 """Until then, measurements with llama.cpp were made without flash attention, which slows it behind a context."""
 _SHORT_PROMPT, _SHORT_ANSWER = 256, 128
@@ -152,7 +155,7 @@ def _golden_model(name: str, form: str, engine: str, size: str) -> ModelProfile 
 def _as_served(config: Mapping[str, Any], form: str, engine: str) -> dict[str, Any] | None:
     """Return the configuration with MLX's formats, or with experts apart; None for a format of all weights."""
     if "mxfp4" in form and config["model_type"] == "gpt_oss":
-        rest = False if "f16" in form or engine == "vLLM" else Q8
+        rest = _Q4 if "4-bit rest" in form else False if "f16" in form or engine == "vLLM" else Q8
         return {**config, "quantization": {**MXFP4, **beside_experts(config, value=rest)}}
     if "experts" in form:
         experts = MXFP4 if "mxfp4" in form else {"group_size": 64, "bits": 2}
@@ -340,6 +343,31 @@ def orders(*, fitted: bool) -> dict[str, bool]:
     }
 
 
+def repeats(measure: str) -> list[float]:
+    """Return the factors by which two publishers differ, sorted: on one kind of machine, with one engine, model and format.
+
+    No prediction can be nearer to both. Rows of both halves count, because nothing is predicted.
+
+    Args:
+        measure: "decode", for contexts below 2,500 tokens, or "prefill", for prompts and contexts of one length.
+    """
+    found: dict[tuple[str, ...], dict[str, list[float]]] = {}
+    for row in rows_of("golden_speeds.tsv"):
+        nodes = golden_nodes(row)
+        if row["measure"] != measure or row["nodes"] != "1" or nodes is None or predict(row) is None:
+            continue
+        context = _number(row["context"], _number(row["prompt"], 0))
+        if measure == "decode" and context >= _SHORT_CONTEXT:
+            continue
+        lengths = (row["context"], row["prompt"]) if measure == "prefill" else ()
+        machine = row["machine"].removesuffix(f"-{row['gpu_cores']}"), str(nodes[0].flops)
+        form = re.sub("bf16", "f16", row["format"].lower().removeprefix("ud-"))[:4]
+        key = (*machine, row["model"], form, engine_of(row), *lengths)
+        found.setdefault(key, {}).setdefault(row["publisher"], []).append(math.log(float(row["value"])))
+    means = [[sum(values) / len(values) for values in each.values()] for each in found.values()]
+    return sorted(math.exp(abs(one - other)) for each in means for one, other in combinations(each, 2))
+
+
 def main() -> None:
     """Print published and predicted speeds of the fitted half, or of the held-out one."""
     parser = argparse.ArgumentParser(description=main.__doc__)
@@ -350,6 +378,10 @@ def main() -> None:
         print(f"{group}: {found.rows} rows, mean factor {found.mean:.3f}, worst {found.worst:.2f}", end="")
         print("" if found.is_proved else ", unproved")
         print(*found.lines, sep="\n")
+    for measure in ("decode", "prefill"):
+        pairs = repeats(measure)
+        mean = math.exp(sum(map(math.log, pairs)) / len(pairs))
+        print(f"two publishers, {measure}: {len(pairs)} pairs, mean factor {mean:.3f}, worst {pairs[-1]:.2f}")
     for series, is_right in orders(fitted=fitted).items():
         print("right order" if is_right else "WRONG order", series, sep="  ")
 

@@ -8,7 +8,7 @@ import pytest
 from tests.planner.clusters import GB, cluster_of, model_of, node_of, shared_model
 from tests.profiles import RATES, made_up_profile
 
-from mlx_cpu_kernels.scratch import scratch_bytes
+from mlx_cpu_kernels.machine import scratch_bytes
 from mlx_ring.core.types import CpuWeights, LayerRange
 from mlx_ring.planner.forecast import Forecast, settle_weights
 from mlx_ring.planner.place import place

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from property_examples import examples
 
 from mlx_cpu_kernels import fallback, operations, speed_up
-from mlx_cpu_kernels.scratch import TILE_BYTES, scratch_bytes
+from mlx_cpu_kernels.machine import TILE_BYTES, scratch_bytes
 
 bits = st.sampled_from([2, 3, 4, 5, 6, 8])
 group_sizes = st.sampled_from([32, 64, 128])

@@ -213,7 +213,8 @@ def _outcomes(
     cluster: Path | None, machine: list[str] | None, link: str | None, url: str | None
 ) -> tuple[Sequence[Outcome], str]:
     """Return the predictions for popular models, and the machines that they are for."""
-    from mlx_ring.cli.what_if import Asked, ask_planner, ask_running, given_machines
+    from mlx_ring.cli.planning import given_machines
+    from mlx_ring.cli.what_if import Asked, ask_planner, ask_running
     from mlx_ring.planner.profiles import ClusterProfile, measured_node
     from mlx_ring.planner.what_if import Question
 

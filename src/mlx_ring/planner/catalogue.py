@@ -244,7 +244,7 @@ def chip_profile(
     def rate(bits: int) -> WeightRate:
         share = min(_MOST_OF_NOMINAL, generation["read"] * tier["read"] * backend["read"][bits])
         # Quantized weights are unpacked while they are read.
-        unpacked_s = 0.0 if bits == _HALF else 8 / bits * backend["unpack"] / plain
+        unpacked_s = 0.0 if bits == _HALF else 8 / bits * backend["unpack"] * generation["unpack"] / plain
         return WeightRate(
             weights=_KINDS[bits],
             bandwidth=1 / (1 / (nominal * share) + unpacked_s) / decode,

@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_cpu_kernels.scratch import scratch_bytes
+from mlx_cpu_kernels.machine import scratch_bytes
 from mlx_ring.host.machine_profile import WeightRate
 from mlx_ring.planner.profiles import LayerProfile, ModelProfile, NodeProfile
 from mlx_ring.planner.request import Demand

@@ -23,7 +23,7 @@ _ROWS_OF_AN_EXPERT = 3
 _DEFAULTS = {"affine": (64, 4), "mxfp4": (32, 4), "nvfp4": (16, 4), "mxfp8": (32, 8)}
 """Group and bits of each mode where none are given."""
 _TILE_WEIGHTS = 1 << 18
-"""Weights that are converted at once: their float32 stay in a cache. `scratch.TILE_BYTES` follows from it."""
+"""Weights that are converted at once: their float32 stay in a cache. `machine.TILE_BYTES` follows from it."""
 _LEAST_OUTPUTS = 16
 """Least number of an expert's outputs in a tile."""
 _BITS_OF_BYTE = 8

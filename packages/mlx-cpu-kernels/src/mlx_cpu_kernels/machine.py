@@ -1,4 +1,6 @@
-"""Cores and memory that this process may use: the machine's, within the limits of its control groups (containers, units).
+"""Cores and memory that this process may use, and memory that products with quantized weights take beside their results.
+
+The machine's cores and memory count within the limits of control groups (containers, units).
 
 Every reader takes the root of the file system, so that tests can pass another.
 """
@@ -12,6 +14,13 @@ from pathlib import Path
 
 ROOT = Path("/")
 _GROUPS = "sys/fs/cgroup"
+TILE_BYTES = 64 << 20
+"""Memory of the tiles of a product without native kernels, about: several are under way at once."""
+_BLOCK, _STRIDE = 256, 272
+"""Depth of the blocks in which `native/panel_product.h` keeps x, and numbers from row to row."""
+_LEAST_ROWS, _MOST_ROWS, _MOST_BYTES = 96, 768, 16 << 20
+"""Rows that it keeps at once: so many that they take this memory, within bounds."""
+_FLOAT_BYTES = 4
 
 
 def usable_cores(root: Path = ROOT) -> int:
@@ -80,3 +89,10 @@ def _first(file: Path) -> int:
     with contextlib.suppress(OSError, ValueError):
         return int(file.read_text("utf-8").strip())
     return 0
+
+
+def scratch_bytes(inputs: int, rows: int) -> int:
+    """Return the bytes that products of `rows` rows with up to `inputs` inputs keep, with native kernels or without."""
+    row = _FLOAT_BYTES * _STRIDE * max(1, -(-inputs // _BLOCK))
+    kept = max(_LEAST_ROWS, min(_MOST_ROWS, _MOST_BYTES // row))
+    return max(TILE_BYTES, row * min(rows, kept))
