@@ -8,6 +8,48 @@ Where a part does not apply, MLX stays as it is, and the description says why. E
 `mlx_cpu_kernels.blas.install_fast_blas` and `mlx_cpu_kernels.operations.install`.
 """
 
-from mlx_cpu_kernels.speed_up import SpeedReport, speed_up
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mlx_cpu_kernels.blas import install_fast_blas
 
 __all__ = ["SpeedReport", "speed_up"]
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedReport:
+    """Means by which this process computes on a CPU. Its text describes them."""
+
+    blas: str
+    """Library that multiplies, and why, if it is not OpenBLAS."""
+    kernels: str = ""
+    """Instruction set of the native kernels; empty without them."""
+    problem: str = ""
+    """Reason why quantized weights are multiplied without native kernels; empty where they are not, or on a GPU."""
+
+    def __str__(self) -> str:
+        if self.kernels:
+            return f"{self.blas}; native kernels ({self.kernels})"
+        return f"{self.blas}, without native kernels ({self.problem})" if self.problem else self.blas
+
+
+def speed_up(threads: int = 1, *, kernels: bool = True) -> SpeedReport:
+    """Let MLX compute on this process's CPU as fast as it can here. Safe to repeat.
+
+    Without native kernels, products of several rows with quantized weights convert these first.
+
+    Args:
+        threads: the number of threads of each product.
+        kernels: use the native kernels for quantized weights and layers, if they were built for the installed MLX.
+    """
+    installed = install_fast_blas(threads)
+    blas = f"{installed.library} ({installed.detail})" if installed.detail else installed.library
+    from mlx_cpu_kernels.operations import KernelReport, install, install_fallback  # it imports MLX
+
+    report = (
+        install(threads) if kernels else KernelReport(active=False, detail="native kernels are switched off")
+    )
+    if report.active:
+        return SpeedReport(blas, kernels=report.detail)
+    return SpeedReport(blas, problem=report.detail if install_fallback() else "")
