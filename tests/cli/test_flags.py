@@ -91,6 +91,7 @@ def test_an_old_flag_that_contradicts_the_new_one_is_refused() -> None:
 @pytest.mark.parametrize(
     ("switch", "value"),
     [
+        ("--open-schemas", {"additional_properties": "on"}),
         ("--enable-prefix-caching", {"prefix_cache": "on"}),
         ("--no-enable-prefix-caching", {"prefix_cache": "off"}),
         ("--no-prefix-cache", {"prefix_cache": "off"}),

@@ -100,13 +100,16 @@ def _text(parameter: str, option: Any) -> inspect.Parameter:
 
 
 def _switch(name: str, flag: Flag, *, hidden: bool) -> inspect.Parameter:
-    """Return a flag without a value: `--on/--off` where there are both, else one that means `off`."""
-    both = bool(flag.switch_on)
+    """Return a flag without a value: `--on/--off` where there are both, else those that mean `on`, or `off`."""
+    both = bool(flag.switch_on and flag.switch_off)
     pair = [f"{flag.switch_on[0]}/{flag.switch_off[0]}"] if both else []
-    declarations = [*pair, *(f" /{each}" for each in flag.switch_off[1:])] if both else flag.switch_off
+    declarations = (
+        [*pair, *(f" /{each}" for each in flag.switch_off[1:])] if both else flag.switch_on or flag.switch_off
+    )
+    means = "on or off" if both else "on" if flag.switch_on else "off"
     option = typer.Option(
         *declarations,
-        help=f"Same as {flag_name(name)} {'on or off' if both else 'off'}.",
+        help=f"Same as {flag_name(name)} {means}.",
         show_default=False,
         rich_help_panel=flag.group,
         hidden=hidden,

@@ -10,10 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from hashlib import blake2b
 
-from mlx_ring.api.chat.lark import ANY_TEXT, SPACE, LarkGrammar, either
+from mlx_ring.api.chat.lark import ANY_TEXT, SPACE, LarkGrammar, closed, either, options_of
 from mlx_ring.api.chat.model_format import CallMarks, ChatFormat
 from mlx_ring.api.chat.request import AnswerFormat, Conversation, Tool, ToolUse
-from mlx_ring.api.chat.schemas import closed, options_of
 from mlx_ring.api.chat.tool_call_grammars import (
     write_calls,
     write_harmony_calls,

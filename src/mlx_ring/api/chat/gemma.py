@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from mlx_ring.api.chat.lark import LarkGrammar, either
+from mlx_ring.api.chat.lark import DEFINITIONS, NOTHING, LarkGrammar, Schema, either, options_of
 from mlx_ring.api.chat.request import Tool
-from mlx_ring.api.chat.schemas import DEFINITIONS, NOTHING, Schema, options_of
 from mlx_ring.core.errors import RequestError
 
 QUOTE = '<|"|>'

@@ -1,12 +1,18 @@
-"""Grammars in llguidance's dialect of Lark. Pure."""
+"""Grammars in llguidance's dialect of Lark, and the JSON schemas within them. Pure.
+
+`closed` keeps models from inventing properties. Formats whose arguments are not JSON read schemas property by property.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import cast
+from urllib.parse import unquote
 
+from mlx_ring.api.chat.request import Tool
 from mlx_ring.core.errors import RequestError
 from mlx_ring.models.grammars import JSON_OPTIONS
 
@@ -105,3 +111,248 @@ def _without(text: str) -> str:
     """Return an expression of every text that does not contain this one."""
     literally = re.escape(text).replace("/", r"\/").replace("\\\n", r"\n")
     return f"~/(?s:.*){literally}(?s:.*)/"
+
+
+# ---- schemas of tools
+
+
+Schema = Mapping[str, object]
+
+NOTHING: Schema = {"type": "object", "properties": {}, "additionalProperties": False}
+"""Schema of a tool that takes no arguments."""
+STRING_KEYS = frozenset({"type", "enum", "const", "title", "description", "default", "examples", "$comment"})
+"""Keywords of a string's schema that lists its texts or allows any."""
+_LENIENT = {"lenient": True, "coerce_one_of": True}
+"""Options for tools that are not strict. Keywords that cannot be enforced are ignored."""
+DEFINITIONS = ("$defs", "definitions")
+_PLAIN_KEYS = frozenset(
+    {
+        *("type", "properties", "required", "additionalProperties", *DEFINITIONS),
+        *("title", "description", "$schema", "$id", "$comment", "default", "examples"),
+    }
+)
+"""Keywords of a schema whose arguments can be written one by one."""
+
+
+def options_of(tool: Tool) -> Mapping[str, object]:
+    """Return llguidance's options for JSON under a tool's schema."""
+    return {} if tool.strict else _LENIENT
+
+
+def properties_of(tool: Tool) -> Mapping[str, Schema]:
+    """Return the properties of a tool whose arguments are written one by one.
+
+    Raises:
+        RequestError: the tool is strict, and its schema restricts more than each single argument.
+    """
+    schema = tool.parameters or NOTHING
+    others = sorted(schema.keys() - _PLAIN_KEYS)
+    if others and tool.strict:
+        raise RequestError(
+            f"'{others[0]}' in the parameters of tool '{tool.name}' cannot be enforced in this model's format.",
+            param="tools",
+        )
+    properties = schema.get("properties", {})
+    if not isinstance(properties, Mapping):
+        raise RequestError(f"'properties' of tool '{tool.name}' is no object.", param="tools")
+    given = cast("Mapping[str, object]", properties)
+    missing = [name for name in required_of(tool) if name not in given]
+    if missing and tool.strict:
+        raise RequestError(f"Tool '{tool.name}' requires '{missing[0]}', which has no schema.", param="tools")
+    return {
+        name: cast("Schema", value) if isinstance(value, Mapping) else {} for name, value in given.items()
+    }
+
+
+def required_of(tool: Tool) -> list[str]:
+    """Return the names of the required arguments."""
+    required = (tool.parameters or NOTHING).get("required", [])
+    return [str(name) for name in cast("list[object]", required)] if isinstance(required, list) else []
+
+
+def alone_of(tool: Tool, schema: Schema) -> Schema:
+    """Return a property's schema with the definitions that it may refer to."""
+    given = tool.parameters or {}
+    return {**{key: given[key] for key in DEFINITIONS if key in given}, **schema}
+
+
+def texts_of(schema: Schema) -> list[str] | None:
+    """Return the possible texts of a property if the schema lists them."""
+    if not schema.keys() <= STRING_KEYS:
+        return None
+    given = [schema["const"]] if "const" in schema else schema.get("enum")
+    if not isinstance(given, list) or not given:
+        return None
+    values = cast("list[object]", given)
+    return [str(value) for value in values] if all(isinstance(value, str) for value in values) else None
+
+
+# ---- objects without further properties
+
+
+def closed(schema: Schema, param: str) -> Schema:
+    """Return a schema whose objects have no properties but those that it names.
+
+    An object that names properties and says nothing of further ones is closed, as by llama.cpp and by OpenAI's strict
+    schemas. It may have the properties that all parts of its schema name: `allOf`, `anyOf`, `oneOf` and `$ref`. It stays
+    open where it says so, or where nothing could match it if it were closed.
+
+    Raises:
+        RequestError: the schema, which the request gives as `param`, is nested too deeply.
+    """
+    try:
+        return _Closing(schema).result()
+    except RecursionError as error:
+        raise RequestError("The schema cannot be read: it is nested too deeply.", param=param) from error
+
+
+_PARTS = ("allOf", "anyOf", "oneOf")
+_BY_NAME = ("properties", "patternProperties", *DEFINITIONS)
+_OF_VALUES = ("items", "prefixItems", "additionalProperties", "unevaluatedItems", "contains")
+_OF_OBJECTS = frozenset({"properties", "required", "minProperties"})
+_STAYS_OPEN = frozenset(
+    {
+        *("additionalProperties", "unevaluatedProperties", "propertyNames", "const", "enum", "not"),
+        *("if", "then", "else", "dependentSchemas", "dependencies", "$dynamicRef", "$recursiveRef"),
+    }
+)
+"""Keywords of an object that describes its further properties itself, or that might not match once it is closed."""
+
+
+@dataclass(slots=True)
+class _Names:
+    """Properties of an object, as its schema and the parts of it name them."""
+
+    named: dict[str, None] = field(default_factory=dict[str, None])
+    """Properties that have a schema, in order."""
+    required: set[str] = field(default_factory=set[str])
+    least: int = 0
+    """Number of properties that the object needs."""
+    may_conflict: bool = False
+    """True if a named property may have no value, because several schemas describe it."""
+
+    def add(self, schema: Schema) -> None:
+        """Add what one schema says."""
+        properties, least = schema.get("properties"), schema.get("minProperties")
+        if isinstance(properties, Mapping):
+            self.named |= dict.fromkeys(cast("Schema", properties))
+            self.may_conflict |= False in cast("Schema", properties).values()
+        self.required |= {name for name in _listed(schema, "required") if isinstance(name, str)}
+        self.least = max(self.least, least if isinstance(least, int) else 0)
+        self.may_conflict |= bool(schema.keys() & {"patternProperties", "$ref", *_PARTS})
+
+    @property
+    def are_enough(self) -> bool:
+        """True if an object without further properties can match."""
+        return (
+            bool(self.named)
+            and self.required <= self.named.keys()
+            and self.least <= (0 if self.may_conflict else len(self.named))
+        )
+
+
+class _Closing:
+    """Schema whose objects are being closed.
+
+    An object consists of parts if it has `allOf`, `anyOf`, `oneOf` or `$ref`. They stay open, and only the whole object
+    is closed. So a definition that is a part gets a twin that stays open.
+    """
+
+    def __init__(self, root: Schema) -> None:
+        self._root = root
+        self._twins: dict[str, object] = {}
+        """Open twins by the references of their originals."""
+
+    def result(self) -> Schema:
+        result = cast("dict[str, object]", self._value(self._root))
+        if self._twins:
+            twins = {_twin_name(ref): twin for ref, twin in self._twins.items()}
+            result["$defs"] = {**cast("Schema", result.get("$defs", {})), **twins}
+        return result
+
+    def _value(self, given: object) -> object:
+        """Return the schema of a value with every object in it closed."""
+        if not isinstance(given, Mapping):
+            return given
+        schema = cast("Schema", given)
+        if not schema.keys() & _OF_OBJECTS and _number_of_parts(schema) <= 1:
+            return self._with(schema, self._value)
+        result = self._part(schema)
+        names = _Names()
+        if self._collect(schema, names, ()) and names.are_enough:
+            own = cast("Schema", result.get("properties", {}))
+            result["properties"] = {**own, **{name: True for name in names.named if name not in own}}
+            result["additionalProperties"] = False
+        return result
+
+    def _part(self, schema: Schema) -> dict[str, object]:
+        """Return an object's schema, or a part of one, with every object in its values closed, but not itself."""
+        result = self._with(
+            schema, lambda part: self._part(cast("Schema", part)) if isinstance(part, Mapping) else part
+        )
+        if isinstance(ref := schema.get("$ref"), str) and isinstance(self._target(ref), Mapping):
+            result["$ref"] = f"#/$defs/{_twin_name(ref)}"
+            if ref not in self._twins:
+                self._twins[ref] = None  # it may refer to itself
+                self._twins[ref] = self._part(cast("Schema", self._target(ref)))
+        return result
+
+    def _with(self, schema: Schema, of_part: Callable[[object], object]) -> dict[str, object]:
+        """Return a copy with its values closed, and with what `of_part` makes of its parts."""
+        result = dict(schema)
+        for key, given in schema.items():
+            if key in _PARTS and isinstance(given, list):
+                result[key] = [of_part(part) for part in cast("list[object]", given)]
+            elif key in _BY_NAME and isinstance(given, Mapping):
+                values = cast("Schema", given)
+                result[key] = {name: self._value(value) for name, value in values.items()}
+            elif key in _OF_VALUES and isinstance(given, list):
+                result[key] = [self._value(value) for value in cast("list[object]", given)]
+            elif key in _OF_VALUES:
+                result[key] = self._value(given)
+        return result
+
+    def _collect(self, schema: Schema, names: _Names, refs: tuple[str, ...]) -> bool:
+        """Add what a schema and its parts say of properties. Return False if the object has to stay open.
+
+        `refs` are the references that led here.
+        """
+        if schema.keys() & _STAYS_OPEN:
+            return False
+        names.add(schema)
+        parts = [(part, refs) for key in _PARTS for part in _listed(schema, key)]
+        if "$ref" in schema:
+            ref = str(schema["$ref"])
+            if ref in refs or not isinstance(target := self._target(ref), Mapping):
+                return False
+            parts.append((cast("Schema", target), (*refs, ref)))
+        return all(
+            self._collect(cast("Schema", part), names, led)
+            for part, led in parts
+            if isinstance(part, Mapping)
+        )
+
+    def _target(self, ref: str) -> object:
+        """Return what a reference within the schema names; None if nothing is there."""
+        start, *steps = unquote(ref).split("/")
+        found: object = self._root if start == "#" else None
+        for step in (step.replace("~1", "/").replace("~0", "~") for step in steps):
+            if isinstance(found, list):
+                found = {str(place): value for place, value in enumerate(cast("list[object]", found))}
+            found = cast("Schema", found).get(step) if isinstance(found, Mapping) else None
+        return found
+
+
+def _twin_name(ref: str) -> str:
+    """Return a name that no pointer has to escape, and that other definitions hardly have."""
+    return "open-" + "".join(each if each.isalnum() else f"-{ord(each):x}-" for each in ref)
+
+
+def _listed(schema: Schema, key: str) -> list[object]:
+    given = schema.get(key)
+    return cast("list[object]", given) if isinstance(given, list) else []
+
+
+def _number_of_parts(schema: Schema) -> int:
+    """Return how many parts an object consists of besides its own keywords; alternatives count once."""
+    return len(_listed(schema, "allOf")) + len({"anyOf", "oneOf", "$ref"} & schema.keys())

@@ -13,19 +13,22 @@ from dataclasses import dataclass
 from typing import cast
 
 from mlx_ring.api.chat import gemma
-from mlx_ring.api.chat.lark import PYTHON_STRINGS, SPACE, LarkGrammar, either
-from mlx_ring.api.chat.model_format import CallMarks
-from mlx_ring.api.chat.request import Tool
-from mlx_ring.api.chat.schemas import (
+from mlx_ring.api.chat.lark import (
     NOTHING,
+    PYTHON_STRINGS,
+    SPACE,
     STRING_KEYS,
+    LarkGrammar,
     Schema,
     alone_of,
+    either,
     options_of,
     properties_of,
     required_of,
     texts_of,
 )
+from mlx_ring.api.chat.model_format import CallMarks
+from mlx_ring.api.chat.request import Tool
 from mlx_ring.core.errors import RequestError
 
 _COMMA = f'"," {SPACE}?'

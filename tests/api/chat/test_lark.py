@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher
 from tests.api.chat.call_examples import tokenizer
 
-from mlx_ring.api.chat.schemas import closed
+from mlx_ring.api.chat.lark import closed
 from mlx_ring.core.errors import RequestError
 from mlx_ring.models.grammars import to_llguidance
 
