@@ -45,7 +45,7 @@ def answer_grammar(
     Raises:
         RequestError: the grammar cannot be enforced in this model's format.
     """
-    if not open_schemas:
+    if not open_schemas and (conversation.tool_use.tools or conversation.format.schema):
         conversation = _with_closed_schemas(conversation)
     grammar = _grammar(format, conversation, thinking_open=thinking_open)
     return None if grammar is None else replace(grammar, param=_param(conversation))
