@@ -143,6 +143,14 @@ def test_grammar_of_joined_objects_accepts_exactly_the_named_properties() -> Non
         assert (matcher.try_consume_tokens(tokens) == len(tokens)) == is_accepted
 
 
+def test_parts_that_many_others_have_are_read_once() -> None:
+    definitions: dict[str, Any] = {
+        str(level): {"allOf": [{"$ref": f"#/$defs/{level + 1}"}] * 2} for level in range(60)
+    }
+    schema = closed({"$ref": "#/$defs/0", "$defs": {**definitions, "60": A}, "required": ["a"]}, "tools")
+    assert schema["additionalProperties"] is False
+
+
 def test_schema_that_is_nested_too_deeply_is_refused() -> None:
     schema: dict[str, Any] = {}
     for _ in range(100_000):

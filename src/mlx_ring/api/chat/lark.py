@@ -279,7 +279,7 @@ class _Closing:
             return self._with(schema, self._value)
         result = self._part(schema)
         names = _Names()
-        if self._collect(schema, names, ()) and names.are_enough:
+        if self._collect(schema, names, set()) and names.are_enough:
             own = cast("Schema", result.get("properties", {}))
             result["properties"] = {**own, **{name: True for name in names.named if name not in own}}
             result["additionalProperties"] = False
@@ -312,24 +312,23 @@ class _Closing:
                 result[key] = self._value(given)
         return result
 
-    def _collect(self, schema: Schema, names: _Names, refs: tuple[str, ...]) -> bool:
+    def _collect(self, schema: Schema, names: _Names, seen: set[str]) -> bool:
         """Add what a schema and its parts say of properties. Return False if the object has to stay open.
 
-        `refs` are the references that led here.
+        `seen` are the references that were followed: each counts once, however many parts have it.
         """
         if schema.keys() & _STAYS_OPEN:
             return False
         names.add(schema)
-        parts = [(part, refs) for key in _PARTS for part in _listed(schema, key)]
-        if "$ref" in schema:
-            ref = str(schema["$ref"])
-            if ref in refs or not isinstance(target := self._target(ref), Mapping):
+        parts = [part for key in _PARTS for part in _listed(schema, key)]
+        ref = schema.get("$ref")
+        if isinstance(ref, str) and ref not in seen:
+            seen.add(ref)
+            if not isinstance(target := self._target(ref), Mapping):
                 return False
-            parts.append((cast("Schema", target), (*refs, ref)))
+            parts.append(cast("Schema", target))
         return all(
-            self._collect(cast("Schema", part), names, led)
-            for part, led in parts
-            if isinstance(part, Mapping)
+            self._collect(cast("Schema", part), names, seen) for part in parts if isinstance(part, Mapping)
         )
 
     def _target(self, ref: str) -> object:
