@@ -31,11 +31,11 @@ def test_added_machines_are_compared_with_their_gain(tmp_path: Path) -> None:
     )
     options = ("--cluster", "mine.yaml", *SMALL, "--add", "m4-mac-mini-16", "--price", "m4-mac-mini-16=700")
     watts = ("--watts", "m4-mac-mini-16=40/4")
-    done = run_in_process("capacity", "demo", *options, *watts, folder=tmp_path)
+    done = run_in_process("capacity", "llama-1b", *options, *watts, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "with m4-mac-mini-16" in done.stdout
     assert "per 1,000 of price" in done.stdout
-    found = run_in_process("capacity", "demo", *options, *watts, "--json", folder=tmp_path)
+    found = run_in_process("capacity", "llama-1b", *options, *watts, "--json", folder=tmp_path)
     now, more = json.loads(found.stdout)["capacities"]
     assert more["requests_per_s"] > 1.5 * now["requests_per_s"]
     assert (now["price"], more["price"]) == (700, 1400)
@@ -44,19 +44,16 @@ def test_added_machines_are_compared_with_their_gain(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_short_list_is_compared_and_a_useless_machine_is_said_to_be_best_left_out(tmp_path: Path) -> None:
-    """Ask for a cluster whose model needs both machines, over a slow link and over a fast one."""
+    """Ask for a cluster whose model needs both machines."""
     (tmp_path / "mine.yaml").write_text(
         "machines:\n  - {name: one, machine: m4-max-64}\n  - {name: two, machine: m4-max-64}\n"
         "links:\n  - {between: [one, two], link: tb5}\n"
     )
     level = ("--first-token-within", "60s", "--between-tokens-within", "1s", "--answer", "32")
     options = ("llama-70b", "--cluster", "mine.yaml", *level, "--max-num-seqs", "4", "--what-to-add")
-    done = run_in_process("capacity", *options, "--link", "10gbe", folder=tmp_path)
-    assert done.returncode == 0, done.stderr
     found = json.loads(run_in_process("capacity", *options, "--json", folder=tmp_path).stdout)["capacities"]
     labels = ["now", "with m4-pro-64", "with m4-max-128", "with m3-ultra-256", "with nvidia-dgx-spark"]
     assert [row["label"] for row in found] == labels
-    assert all(f"\n{label}" in done.stdout for label in labels)
     now, *more = found
     assert all(row["users"] >= now["users"] > 0 for row in more)
     assert max(more, key=lambda row: row["users"])["label"] in ("with m3-ultra-256", "with nvidia-dgx-spark")

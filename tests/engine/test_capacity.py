@@ -159,7 +159,7 @@ def test_a_lone_request_takes_as_long_as_the_plan_predicts() -> None:
     first_token_s=st.floats(0.3, 4),
     between_s=st.floats(0.05, 0.5),
 )
-@examples(0.1)
+@examples(0.04)
 def test_stricter_levels_more_requests_and_fewer_machines_never_gain(
     prompt: int, answer: int, first_token_s: float, between_s: float
 ) -> None:

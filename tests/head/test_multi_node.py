@@ -74,6 +74,9 @@ class FakeControl:
     async def wait_for_reports(self, _nodes: object) -> None:
         return
 
+    def make_token(self, *, life_s: float, uses: int | None = None) -> str:
+        return f"token for {life_s} s and {uses} machines"
+
     @contextlib.contextmanager
     def watching(self, watcher: Callable[[Event], None]) -> Generator[None]:
         self.watchers.append(watcher)
