@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from tests.planner.clusters import UNLIKE, known_cluster, known_sizes
 
 from mlx_ring.core.errors import PlanError
-from mlx_ring.planner.catalogue import (
-    named_links,
-)
+from mlx_ring.planner.catalogue import named_links
 from mlx_ring.planner.place import place
 from mlx_ring.planner.plan import Plan
 from mlx_ring.planner.profiles import ModelProfile
@@ -47,6 +46,14 @@ def test_the_quick_search_finds_about_as_good_plans(link: str, objective: Object
     assert len(factors) > 8
     assert max(factors) < 1.15
     assert sum(factors) / len(factors) < 1.03
+
+
+def test_a_prompt_of_one_chunk_has_a_plan_for_its_first_token() -> None:
+    machines = known_cluster(*UNLIKE[:3])
+    model = known_sizes("llama-8b", machines)
+    request = PlanRequest(Demand(540, 1), objective="first-token", prompt_tokens=500)
+    with np.errstate(all="raise"):
+        check_holds(QuickSearch(machines).plan(model, request), model)
 
 
 def fullest(plan: Plan) -> float:

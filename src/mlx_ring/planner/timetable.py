@@ -274,7 +274,9 @@ class MeanLayers:
         shortest = self._shortest_pace(paces, [unit.room for unit in units])
         best: tuple[float, list[int]] = (math.inf, [])
         for looser in _LOOSER:
-            layers = self._filled(order, paces, units, shortest * looser)
+            # No bound at all, even where the shortest pace is 0 because nothing waits for a stage.
+            pace_s = math.inf if math.isinf(looser) else shortest * looser
+            layers = self._filled(order, paces, units, pace_s)
             used = [place for place, count in enumerate(layers) if count > 0]
             if self.rows(len(used) or 1) != rows:
                 # Estimated with the rows of fewer stages.
