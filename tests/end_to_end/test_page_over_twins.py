@@ -403,6 +403,25 @@ def test_models_are_unloaded_loaded_and_downloaded(browser: Browser) -> None:
         expect(add).to_contain_text("org/new is downloaded.")
 
 
+def test_models_on_the_disk_are_listed_and_downloads_in_progress_are_followed(browser: Browser) -> None:
+    catalog = TwinCatalog(TwinService())
+    with (
+        serving(catalog.models[0], catalog=catalog) as url,
+        open_page(browser, url, view="models", width=390) as (page, events),
+    ):
+        add = page.get_by_role("region", name="Add a model")
+        expect(add).to_contain_text(
+            re.compile(r"org/other is downloaded for another client. 50\s?%, 1 B of 2 B")
+        )
+        (pull,) = [request for request in events.requests if request.url.endswith("/api/pull")]
+        assert pull.post_data_json == {"model": "org/other", "stream": True}
+        disk = page.get_by_role("region", name="On the disk")
+        expect(disk).to_contain_text(re.compile(r"demo.*built-in"))
+        disk.get_by_role("button", name="Load demo").click()
+        expect(page.get_by_role("alert")).to_contain_text("There is no model 'demo'.")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
 def test_chat_is_named_searched_exported_deleted_and_restored(browser: Browser, twin_url: str) -> None:
     with open_page(browser, twin_url) as (page, events):
         for question in ("First question.", "Second question."):

@@ -91,6 +91,117 @@ test("a cancelled download leaves nothing, and a second job of a model does not 
   assert.deepEqual(jobs.now, {});
 });
 
+/** @param {Record<string, () => Response | Promise<Response>>} answers by path */
+function answerPaths(answers) {
+  /** @type {[path: string, model: string][]} */
+  const asked = [];
+  mock.method(globalThis, "fetch", async (/** @type {URL} */ url, /** @type {any} */ { body }) => {
+    const path = url.pathname.slice(1);
+    asked.push([path, JSON.parse(body).model]);
+    return answers[path]?.() ?? Response.json({ error: `No answer for ${path}.` }, { status: 404 });
+  });
+  return asked;
+}
+
+/** @param {number} total */
+const somePulled = (total) => jsonLines([{ status: "pulling", digest: "a", total, completed: 1 }]);
+
+test("a model that is added is loaded once it is downloaded, and never after a download that failed", async () => {
+  const stream = createStream();
+  const asked = answerPaths({ "api/pull": () => stream.response, "models/load": () => new Response("{}") });
+  const jobs = new ModelJobs();
+  const ended = jobs.add("org/m");
+  stream.write(somePulled(10));
+  await settle();
+  assert.equal(jobs.now["org/m"]?.progress?.parts.a?.total, 10);
+  assert.deepEqual(asked, [["api/pull", "org/m"]]);
+  stream.write(jsonLines([{ status: "success" }]));
+  await ended;
+  assert.deepEqual(asked[1], ["models/load", "org/m"]);
+  assert.deepEqual(jobs.now, {});
+  const refused = answerPaths({ "api/pull": () => Response.json({ error: "It is too large." }, { status: 400 }) });
+  await jobs.add("org/large");
+  assert.equal(jobs.now["org/large"]?.problem, "It is too large.");
+  assert.deepEqual(refused, [["api/pull", "org/large"]]);
+});
+
+test("a model whose download runs is loaded afterwards if it is added meanwhile", async () => {
+  const stream = createStream();
+  const asked = answerPaths({ "api/pull": () => stream.response, "models/load": () => new Response("{}") });
+  const jobs = new ModelJobs();
+  const ended = jobs.download("org/m");
+  await jobs.add("org/m");
+  stream.write(jsonLines([{ status: "success" }]));
+  await ended;
+  assert.deepEqual(asked, [
+    ["api/pull", "org/m"],
+    ["models/load", "org/m"],
+  ]);
+});
+
+test("a download can be cancelled after it was asked for twice", async () => {
+  const stream = createStream();
+  const fetch = answerWith(stream.response);
+  const jobs = new ModelJobs();
+  const ended = jobs.download("org/m");
+  assert.equal(await jobs.download("org/m"), false);
+  const { signal } = /** @type {any} */ (fetch.mock.calls[0]).arguments[1];
+  jobs.cancel("org/m");
+  assert.ok(signal.aborted);
+  stream.abort().catch(() => {});
+  await ended;
+});
+
+test("downloads of others are followed, but not this page's own by another name, nor one that it left", async () => {
+  const streams = [createStream(), createStream()];
+  const unused = [...streams];
+  const asked = answerPaths({ "api/pull": () => unused.shift()?.response ?? new Response("") });
+  const jobs = new ModelJobs();
+  /** @param {string} model @param {number} total_bytes @returns {any} */
+  const pull = (model, total_bytes) => ({ model, total_bytes, done_bytes: 1, status: "downloading" });
+  const own = jobs.download("qwen3:8b");
+  await settle();
+  jobs.follow([pull("org/Qwen3-8B-4bit", 70)]);
+  streams[0]?.write(somePulled(70));
+  await settle();
+  const pulls = [pull("org/Qwen3-8B-4bit", 70), pull("org/other", 90)];
+  assert.deepEqual(jobs.others(pulls), [pulls[1]]);
+  jobs.follow(pulls);
+  assert.deepEqual(asked.slice(1), [["api/pull", "org/other"]]);
+  streams[1]?.write(somePulled(90));
+  await settle();
+  assert.ok(jobs.now["org/other"]?.isRunning);
+  jobs.cancel("qwen3:8b");
+  streams[0]?.abort().catch(() => {});
+  await own;
+  jobs.follow(pulls);
+  assert.equal(asked.length, 2);
+  assert.deepEqual(jobs.others(pulls), [pulls[0]]);
+  streams[1]?.write(jsonLines([{ status: "success" }]));
+  await settle();
+  assert.deepEqual(jobs.now, {});
+});
+
+test("a download of others that the server does not let this page follow is no problem of this page", async () => {
+  answerWith(Response.json({ error: "Only with an API key." }, { status: 403 }));
+  const jobs = new ModelJobs();
+  /** @type {any} */
+  const pull = { model: "org/other", total_bytes: 90, done_bytes: 1, status: "downloading" };
+  jobs.follow([pull]);
+  await settle();
+  assert.deepEqual(jobs.now, {});
+  assert.deepEqual(jobs.others([pull]), [pull]);
+});
+
+test("a lost server leaves no problem of a job, because the notice of the connection says it", async () => {
+  mock.method(globalThis, "fetch", async () => {
+    throw new TypeError("Failed to fetch");
+  });
+  const jobs = new ModelJobs();
+  assert.equal(await jobs.load("demo"), false);
+  assert.deepEqual(jobs.now, {});
+});
+
 test("an unload that is refused as busy can be forced", async () => {
   const refusal = { error: { message: "demo answers 1 request.", code: "conflict" } };
   answerWith(new Response(JSON.stringify(refusal), { status: 409 }));

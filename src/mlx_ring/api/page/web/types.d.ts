@@ -172,6 +172,24 @@ export interface DeviceStatus {
   device_left_bytes: number | null;
 }
 
+/** Model that can be loaded without a download. */
+export interface DiskModel {
+  /** Name for `/models/load`. */
+  name: string;
+  short_names: string[];
+  source: "built-in" | "folder" | "file" | "hub" | "LM Studio" | "ollama";
+  model_type: string;
+  weight_bytes: number;
+  layers: number;
+  context_tokens: number;
+}
+
+export interface DiskModels {
+  models: DiskModel[];
+  /** Pulls in progress. A pull of the same model joins the one in progress. */
+  pulls: PullStatus[];
+}
+
 export interface FunctionDelta {
   /** Whole name, in a call's first piece. */
   name?: string;
@@ -471,6 +489,17 @@ export interface PromptDetails {
   /** Prompt tokens from the prefix cache. */
   cached_tokens: number;
   audio_tokens: 0;
+}
+
+/** State of a pull. */
+export interface PullStatus {
+  /** Id on the hub, or the name if it is none. */
+  model: string;
+  status: "downloading" | "verifying" | "done";
+  /** Bytes that are here, also from an earlier pull. */
+  done_bytes: number;
+  /** Bytes of all files; 0 if the model was complete before. */
+  total_bytes: number;
 }
 
 /** One worker of a stage. */

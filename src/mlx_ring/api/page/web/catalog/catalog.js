@@ -1,11 +1,12 @@
-// The models view: what is served, and a form that adds more.
+// The models view: what is served, what is on the disk, and a form that adds more.
 
 /** @import { Snapshot } from "../live.js" */
 /** @import { ChatModel } from "../models.js" */
 /** @import { Status } from "../status.js" */
-/** @import { Job, ModelJobs } from "./model-jobs.js" */
+/** @import { DiskModel, DiskModels, PullStatus } from "../types.js" */
+/** @import { Job, Jobs, ModelJobs } from "./model-jobs.js" */
 
-import { isAbort, request } from "../api.js";
+import { ApiError, isAbort, request } from "../api.js";
 import { Notice, onSingleClick, onValue } from "../components.js";
 import { bytes, percent } from "../format.js";
 import { html, useEffect, useState } from "../vendor/preact.js";
@@ -13,19 +14,25 @@ import { JobProblem, ModelCard } from "./model-card.js";
 import { totalProgress } from "./model-jobs.js";
 import { Prediction } from "./prediction.js";
 
+/** Time between two looks at the disk, for downloads that other programs began. */
+const LOOK_MS = 5000;
+
 /**
  * Render the models view.
  * @param {{ now: Snapshot, models: ChatModel[], status: Status, jobs: ModelJobs }} props
  */
-export function Catalog({ now: { state }, models, status, jobs }) {
+export function Catalog({ now: { state, connection }, models, status, jobs }) {
   const [running, setRunning] = useState(jobs.now);
   useEffect(() => jobs.subscribe(setRunning), [jobs]);
   const served = state?.cluster.models ?? [];
   const sizes = useSizes(served.map(({ model }) => model).join("\n"));
+  const ended = Object.keys(running).filter((name) => !running[name]?.isRunning);
+  const disk = useDisk(jobs, connection === "open", [...served.map(({ model }) => model), ...ended].join("\n"));
   if (state === null) {
     return html`<div class="cluster"><p class="muted waiting">Waiting for the server.</p></div>`;
   }
   const names = served.map(({ model }) => model);
+  const known = new Set([...names, ...models.flatMap(({ aliases }) => aliases)]);
   return html`<div class="cluster catalog">
     ${status.notices
       .filter(({ tone }) => tone === "bad")
@@ -43,20 +50,25 @@ export function Catalog({ now: { state }, models, status, jobs }) {
         />`,
       )}
     </div>
-    <${AddModel} jobs=${jobs} running=${Object.entries(running).filter(([name]) => !names.includes(name))} />
+    <${AddModel}
+      jobs=${jobs}
+      running=${Object.entries(running).filter(([name]) => !names.includes(name))}
+      others=${jobs.others(disk.pulls)}
+    />
+    <${OnDisk} models=${disk.models.filter(({ name }) => !known.has(name))} running=${running} jobs=${jobs} />
   </div>`;
 }
 
 /**
- * Render the form that adds a model, and the jobs of models that are not served yet.
- * @param {{ jobs: ModelJobs, running: [name: string, job: Job][] }} props
+ * Render the form that adds a model, the jobs of models that are not served yet, and downloads of other programs.
+ * @param {{ jobs: ModelJobs, running: [name: string, job: Job][], others: PullStatus[] }} props
  */
-function AddModel({ jobs, running }) {
+function AddModel({ jobs, running, others }) {
   const [text, setText] = useState("");
   const name = text.trim();
   const onSubmit = (/** @type {SubmitEvent} */ event) => {
     event.preventDefault();
-    if (name) jobs.load(name);
+    if (name) jobs.add(name);
   };
   return html`<section class="panel add-model" aria-label="Add a model">
     <header><h2>Add a model</h2></header>
@@ -67,7 +79,7 @@ function AddModel({ jobs, running }) {
           type="text"
           value=${text}
           onInput=${onValue(setText)}
-          placeholder="mlx-community/Qwen3-0.6B-4bit"
+          placeholder="qwen3:8b"
           autocomplete="off"
           autocapitalize="off"
           spellcheck=${false}
@@ -77,11 +89,47 @@ function AddModel({ jobs, running }) {
       <button type="button" disabled=${!name} onClick=${onSingleClick(() => jobs.download(name))}>Download</button>
     </form>
     <p class="muted">
-      A Hugging Face id, a built-in name such as demo-moe, or a folder or GGUF file on the head's machine. Loading
-      downloads what is missing.
+      A short name such as qwen3:8b, a Hugging Face id, a built-in name such as demo-moe, or a folder or GGUF file on
+      the head's machine. Loading downloads what is missing. <code>mlx-ring recommend</code> lists models that fit.
     </p>
     <${Prediction} key=${name} model=${name} />
     ${running.map(([model, job]) => html`<${AddedJob} key=${model} name=${model} job=${job} jobs=${jobs} />`)}
+    ${others.map((pull) => html`<${OtherPull} key=${pull.model} pull=${pull} jobs=${jobs} />`)}
+  </section>`;
+}
+
+/** @param {{ pull: PullStatus, jobs: ModelJobs }} props */
+function OtherPull({ pull: { model, done_bytes: done, total_bytes: total }, jobs }) {
+  return html`<p class="row">
+    <span>${model} is downloaded for another client. ${total > 0 && describeProgress(done, total)}</span>
+    <button type="button" onClick=${onSingleClick(() => jobs.download(model))}>Follow</button>
+  </p>`;
+}
+
+/**
+ * Render the models that can be loaded without a download.
+ * @param {{ models: DiskModel[], running: Jobs, jobs: ModelJobs }} props
+ */
+function OnDisk({ models, running, jobs }) {
+  if (!models.length) return null;
+  return html`<section class="panel on-disk" aria-label="On the disk">
+    <header><h2>On the disk</h2></header>
+    <ul>
+      ${models.map(
+        ({ name, short_names: shortNames, source, weight_bytes: weights }) => html`<li key=${name}>
+          <span class="grow">
+            <span class="name">${name}</span>
+            <span class="muted">${[...shortNames, source, bytes(weights)].join(", ")}</span>
+          </span>
+          <button
+            type="button"
+            aria-label=${`Load ${name}`}
+            disabled=${running[name]?.isRunning}
+            onClick=${onSingleClick(() => jobs.load(name))}
+          >Load</button>
+        </li>`,
+      )}
+    </ul>
   </section>`;
 }
 
@@ -98,16 +146,69 @@ function AddedJob({ name, job, jobs }) {
   }
   const { completed, total } = totalProgress(job.progress ?? { status: "", parts: {} });
   return html`<div class="download">
-    <p>Downloading ${name} <span class="muted" role="status">${job.progress?.status}</span></p>
+    <p>
+      Downloading ${name}${job.loadsNext && " to load it"}
+      ${" "}<span class="muted" role="status">${job.progress?.status}</span>
+    </p>
     ${
       total > 0 &&
       html`<p>
         <progress value=${completed} max=${total} aria-label=${`Download of ${name}`}></progress>
-        <span class="muted figures">${percent(completed / total)}, ${bytes(completed)} of ${bytes(total)}</span>
+        <span class="muted figures">${describeProgress(completed, total)}</span>
       </p>`
     }
     <button type="button" class="quiet" onClick=${onSingleClick(() => jobs.cancel(name))}>Cancel download</button>
   </div>`;
+}
+
+/**
+ * @param {number} done
+ * @param {number} total
+ */
+function describeProgress(done, total) {
+  return `${percent(done / total)}, ${bytes(done)} of ${bytes(total)}`;
+}
+
+/**
+ * Return the models on the disk and the downloads in progress, which `jobs` follows. They are read from time to time,
+ * and at once when the connection or the names of served models and ended jobs change.
+ * @param {ModelJobs} jobs
+ * @param {boolean} isOpen
+ * @param {string} names
+ */
+function useDisk(jobs, isOpen, names) {
+  const [disk, setDisk] = useState(/** @type {DiskModels} */ ({ models: [], pulls: [] }));
+  useEffect(() => {
+    if (!isOpen) return undefined;
+    const abort = new AbortController();
+    const look = async () => {
+      const read = await readDisk(abort.signal);
+      if (!read || abort.signal.aborted) return;
+      setDisk(read);
+      jobs.follow(read.pulls);
+    };
+    look();
+    const timer = setInterval(look, LOOK_MS);
+    return () => {
+      clearInterval(timer);
+      abort.abort();
+    };
+  }, [jobs, isOpen, names]);
+  return disk;
+}
+
+/**
+ * @param {AbortSignal} signal
+ * @returns {Promise<DiskModels | null>}
+ */
+async function readDisk(signal) {
+  try {
+    return await (await request("cluster/models", { signal })).json();
+  } catch (error) {
+    // The connection's notice says what is wrong.
+    if (!(error instanceof ApiError) && !isAbort(error)) throw error;
+    return null;
+  }
 }
 
 /**

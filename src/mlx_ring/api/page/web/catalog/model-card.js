@@ -12,6 +12,8 @@ import { Prediction } from "./prediction.js";
 
 /** @type {Record<ServedModelStatus["state"], string>} */
 const TONES = { ready: "good", loading: "busy", unavailable: "bad", unloaded: "" };
+/** @type {Record<Job["kind"], string>} */
+const VERBS = { load: "Loading", unload: "Unloading", download: "Downloading" };
 /** @type {Record<string, string>} Capabilities under the server's names */
 const CAPABILITIES = { tools: "tool calls", thinking: "reasoning", embedding: "embeddings", vision: "images" };
 
@@ -55,8 +57,7 @@ export function ModelCard({ served, model, cluster, bytesOnDisk, job, jobs }) {
 /** @param {{ served: ServedModelStatus, job: Job | undefined, jobs: ModelJobs }} props */
 function Actions({ served: { model, state }, job, jobs }) {
   if (job?.isRunning) {
-    const verb = job.kind === "unload" ? "Unloading" : "Loading";
-    return html`<span class="muted push" role="status">${verb} ${model}</span>`;
+    return html`<span class="muted push" role="status">${VERBS[job.kind]} ${model}</span>`;
   }
   if (state === "loading") return null;
   const isLoaded = state !== "unloaded";

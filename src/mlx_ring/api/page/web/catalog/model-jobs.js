@@ -1,4 +1,6 @@
-// Loads, unloads and downloads that this page asked for. They continue while another view is open.
+// Loads, unloads and downloads that this page asked for or follows. They continue while another view is open.
+
+/** @import { PullStatus } from "../types.js" */
 
 import { ApiError, isAbort, readLines, request } from "../api.js";
 
@@ -10,13 +12,14 @@ import { ApiError, isAbort, readLines, request } from "../api.js";
  */
 
 /**
- * What the page asked of a model. One that ended stays if it has a problem, or was a download.
+ * What the page asked of a model. One that ended stays if it has a problem, or was only a download.
  * @typedef {object} Job
  * @property {"load" | "unload" | "download"} kind
  * @property {boolean} isRunning
  * @property {string} problem a sentence, or empty
  * @property {boolean} isConflict whether the server refused because the model is in use
  * @property {Progress | null} progress of a download
+ * @property {boolean} loadsNext whether the model is loaded after its download
  */
 
 /** @typedef {Record<string, Job>} Jobs by the model's name */
@@ -33,6 +36,8 @@ export class ModelJobs {
   #listeners = new Set();
   /** @type {Map<string, AbortController>} */
   #downloads = new Map();
+  /** Names and bytes of downloads that this page does not follow by itself. @type {Set<string | number>} */
+  #left = new Set();
 
   /**
    * Call a listener after every change. Return a function that unsubscribes it.
@@ -44,11 +49,20 @@ export class ModelJobs {
   }
 
   /**
-   * Load a model, and serve it from now on.
+   * Download what is missing of a model, then load it. A download in progress goes on, and is followed by the load.
+   * @param {string} model
+   */
+  async add(model) {
+    if (isDownloading(this.now[model])) this.#set(model, { loadsNext: true });
+    else await this.download(model, true);
+  }
+
+  /**
+   * Load a model that is on the disk, and serve it from now on.
    * @param {string} model
    */
   load(model) {
-    return this.#run(model, "load", () => request("models/load", { body: { model } }));
+    return this.#run(model, "load", false, () => request("models/load", { body: { model } }));
   }
 
   /**
@@ -56,26 +70,65 @@ export class ModelJobs {
    * @param {string} model
    */
   unload(model, force = false) {
-    return this.#run(model, "unload", () => request("models/unload", { body: { model, force } }));
+    return this.#run(model, "unload", false, () => request("models/unload", { body: { model, force } }));
   }
 
   /**
-   * Download a model to the head's machine.
+   * Download a model to the head's machine. Return true if it arrived, and was loaded where that was wanted.
    * @param {string} model
    */
-  download(model) {
+  async download(model, loadsNext = false) {
+    if (this.now[model]?.isRunning) return false;
     const abort = new AbortController();
     this.#downloads.set(model, abort);
-    return this.#run(model, "download", async () => {
+    const isHere = await this.#run(model, "download", loadsNext, async () => {
       for await (const progress of pullModel(model, abort.signal)) this.#set(model, { progress });
     });
+    return isHere && this.now[model]?.loadsNext ? this.load(model) : isHere;
   }
 
   /**
-   * Stop a download.
+   * Follow downloads in progress that another page or program began, except those that this page left.
+   * @param {PullStatus[]} pulls
+   */
+  follow(pulls) {
+    for (const { model, total_bytes } of this.others(pulls)) {
+      if (!this.#left.has(model) && !this.#left.has(total_bytes)) this.#join(model);
+    }
+  }
+
+  /**
+   * Follow a download in progress. Nothing stays of one that arrived, or that the server does not let this page follow.
+   * @param {string} model
+   */
+  async #join(model) {
+    await this.download(model);
+    const job = this.now[model];
+    if (job?.problem && job.progress) return;
+    this.#left.add(model);
+    this.dismiss(model);
+  }
+
+  /**
+   * Return the downloads in progress that are no job of this page. A job may have a short name: then its bytes tell.
+   * @param {PullStatus[]} pulls
+   */
+  others(pulls) {
+    const own = Object.values(this.now).filter(({ kind }) => kind === "download");
+    // Until the server has said how many bytes a job awaits, any download may be that job's.
+    if (own.some((job) => job.isRunning && !totalOf(job))) return [];
+    const totals = own.map(totalOf);
+    return pulls.filter(({ model, total_bytes }) => !(model in this.now) && !totals.includes(total_bytes));
+  }
+
+  /**
+   * Stop a download. One that others wait for, too, goes on without this page.
    * @param {string} model
    */
   cancel(model) {
+    const job = this.now[model];
+    if (!isDownloading(job)) return;
+    this.#left.add(model).add(totalOf(job));
     this.#downloads.get(model)?.abort();
   }
 
@@ -92,11 +145,14 @@ export class ModelJobs {
    * Run a job. Return true if it ended without a problem.
    * @param {string} model
    * @param {Job["kind"]} kind
+   * @param {boolean} loadsNext
    * @param {() => Promise<unknown>} act
    */
-  async #run(model, kind, act) {
+  async #run(model, kind, loadsNext, act) {
     if (this.now[model]?.isRunning) return false;
-    this.#update({ ...this.now, [model]: { kind, isRunning: true, problem: "", isConflict: false, progress: null } });
+    /** @type {Job} */
+    const job = { kind, isRunning: true, problem: "", isConflict: false, progress: null, loadsNext };
+    this.#update({ ...this.now, [model]: job });
     try {
       await act();
       if (kind === "download") this.#set(model, { isRunning: false });
@@ -105,6 +161,8 @@ export class ModelJobs {
     } catch (error) {
       if (isAbort(error)) this.dismiss(model);
       else if (!(error instanceof ApiError)) throw error;
+      // The notice of the connection tells why, and goes when the server is back.
+      else if (error.code === "unreachable") this.dismiss(model);
       else this.#set(model, { isRunning: false, problem: error.message, isConflict: error.status === CONFLICT });
       return false;
     }
@@ -124,6 +182,20 @@ export class ModelJobs {
     this.now = now;
     for (const listener of this.#listeners) listener(now);
   }
+}
+
+/**
+ * Return true for a download in progress.
+ * @param {Job | undefined} job
+ * @returns {job is Job}
+ */
+function isDownloading(job) {
+  return job?.kind === "download" && job.isRunning;
+}
+
+/** @param {Job} job */
+function totalOf({ progress }) {
+  return progress ? totalProgress(progress).total : 0;
 }
 
 /**
