@@ -12,7 +12,7 @@ from typing import Any
 
 from mlx_ring.core.errors import ModelNotFound
 from mlx_ring.models.model_folder import ModelFolder
-from mlx_ring.models.short_names import conversions_of, known_models, parts_of, split_format
+from mlx_ring.models.short_names import conversions_of, known_models, parts_of, published_models, split_format
 from mlx_ring.planner.layer_parts import layer_matrices
 
 MXFP4: Mapping[str, Any] = {"group_size": 32, "bits": 4, "mode": "mxfp4"}
@@ -94,6 +94,15 @@ def find_known_model(text: str, tried: str = _TRIED, form: str = "") -> KnownMod
     popular, last = _popular(), list(configs())
     name = min(alike, key=lambda name: (name not in popular, len(parts_of(name)), -last.index(name)))
     return _known_model(name, form or _forms(popular.get(name, {_USUAL_FORM: ""}))[0], text)
+
+
+def find_by_hub_id(hub_id: str) -> KnownModel | None:
+    """Return the model that a conversion on the hub holds; None if the list has no such conversion."""
+    for model in published_models():
+        for form, named in model.conversions.items():
+            if named.lower() == hub_id.lower():
+                return _known_model(model.name, form, hub_id)
+    return None
 
 
 def _unknown(text: str, stem: str, tried: str) -> str:

@@ -31,6 +31,8 @@ def test_the_model_may_be_served_or_a_short_name_or_any_popular_one() -> None:
     assert labels() == ["org/twin"]
     assert labels(model="twin") == ["org/twin"]
     assert labels(model="llama-70b") == ["Llama-3.3-70B 4-bit"]
+    assert labels(model="mlx-community/Qwen3-0.6B-4bit") == ["Qwen3-0.6B 4-bit"]
+    assert labels(model="demo") == ["demo"], "a model on the disk"
     assert len(labels(what_fits=True)) > 30
 
 
@@ -131,7 +133,7 @@ def test_a_heads_replicas_count_for_machines_that_are_added() -> None:
 def test_a_head_does_not_claim_to_look_for_hub_ids() -> None:
     _, message = refusal(Api().post("/cluster/what-if", {"model": "Qwen/Qwen3-0.6B"}), 404)
     assert "hub id" not in message
-    assert "it is no served model, short name or number of parameters" in message
+    assert "it is no served model, model on the disk, short name or number of parameters" in message
 
 
 def test_choices_are_names_that_a_question_may_use() -> None:

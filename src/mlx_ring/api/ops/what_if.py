@@ -25,7 +25,7 @@ from mlx_ring.api.streaming import JsonAnswer, while_connected
 from mlx_ring.core.errors import ConfigError, Conflict, NotReady, RequestError
 from mlx_ring.planner.catalogue import machine_names, named_links
 from mlx_ring.planner.cluster_file import MOST_ADDED, link_named, with_machines
-from mlx_ring.planner.known_models import find_known_model, popular_models
+from mlx_ring.planner.known_models import find_by_hub_id, find_known_model, popular_models
 from mlx_ring.planner.memory_fit import MOST_USERS
 from mlx_ring.planner.model_sizes import sizes_of
 from mlx_ring.planner.place import PlanningBasis
@@ -34,7 +34,7 @@ from mlx_ring.planner.request import OBJECTIVES, USUAL_CONTEXT, Objective, PlanR
 from mlx_ring.planner.what_if import Answer, NamedModel, Question, what_if
 
 Tokens = Annotated[int, Field(ge=1, le=10**8)]
-_NAMED = "served model, short name or number of parameters such as 70B-4bit"
+_NAMED = "served model, model on the disk, short name or number of parameters such as 70B-4bit"
 
 
 class WhatIfChoices(JsonObject):
@@ -53,7 +53,8 @@ class WhatIfRequest(Body):
     """Question about the running cluster with other machines, links, contexts or models."""
 
     model: Annotated[str, Field(min_length=1, max_length=200)] | None = None
-    """Served model, or a short name such as `llama-70b`; the default model if it is missing."""
+    """Served model, one that `/cluster/models` lists, a short name such as `llama-70b`, or the hub id that has one;
+    the default model if it is missing."""
     what_fits: bool = False
     """Answer for popular models instead."""
     add: Annotated[
@@ -116,7 +117,7 @@ def routes(context: ApiContext) -> Router:
             "Describe what plans are made of: a model's sizes, machines, links, loaded stages",
             PlanningBasis,
             query={
-                "model": "Served model, or a short name such as llama-70b. Default: the first served model."
+                "model": "Served model, one on the disk, short name such as llama-70b, or its hub id. Default: the first served model."
             },
             more_statuses=(404, 409),
         ),
@@ -235,11 +236,19 @@ def _served(context: ApiContext, fields: WhatIfRequest) -> ModelService | None:
 def _models(
     context: ApiContext, fields: WhatIfRequest, served: ModelService | None, machines: ClusterProfile
 ) -> tuple[Iterable[NamedModel], tuple[str, ...]]:
-    """Return the models of a question with their labels, and how a name is read: popular ones, a served one, or a short name."""
+    """Return the models of a question with their labels, and how a name is read.
+
+    They are popular ones, a served one, one of the list by its hub id, one on the disk, or one by its short name.
+    """
     if served is not None:
         return [(served.model_id, context.catalog.sizes(served, machines))], ()
     if fields.model is None:
         popular = popular_models()
         return ((known.name, sizes_of(known.folder, known.name, machines)) for known in popular), ()
-    known = find_known_model(fields.model, _NAMED)
+    known = find_by_hub_id(fields.model)
+    if known is None:
+        named = (local for local in context.catalog.local_models() if local.name == fields.model)
+        if local := next(named, None):
+            return [(local.name, sizes_of(local.folder, local.name, machines))], ()
+        known = find_known_model(fields.model, _NAMED)
     return [(known.name, sizes_of(known.folder, known.name, machines))], (known.remark,)
