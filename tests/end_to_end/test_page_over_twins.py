@@ -479,8 +479,11 @@ def test_stopped_server_causes_one_notice_until_it_is_back(browser: Browser) -> 
         expect(page.get_by_role("article", name="Answer")).to_contain_text(ANSWER_TEXT)
 
 
-def test_machine_is_invited_by_a_command_and_its_code(browser: Browser, twin_url: str) -> None:
-    with open_page(browser, twin_url, view="cluster", width=390) as (page, events):
+def test_machine_is_invited_by_a_command_and_its_code(browser: Browser) -> None:
+    with (
+        serving(TwinService(), make_api_settings(join_refusal="")) as url,
+        open_page(browser, url, view="cluster", width=390) as (page, events),
+    ):
         card = page.get_by_role("region", name="Add a machine")
         assert not any(request.url.endswith("/cluster/invite") for request in events.requests)
         card.get_by_role("button", name="Make a join command").click()
@@ -494,3 +497,10 @@ def test_machine_is_invited_by_a_command_and_its_code(browser: Browser, twin_url
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
         assert JOIN_TOKEN not in str(page.evaluate("JSON.stringify([localStorage, sessionStorage])"))
         assert events.problems == []
+
+
+def test_server_of_one_machine_says_so_instead_of_inviting_others(browser: Browser, twin_url: str) -> None:
+    with open_page(browser, twin_url, view="cluster") as (page, _):
+        card = page.get_by_role("region", name="Add a machine")
+        expect(card).to_contain_text("one machine alone")
+        expect(card.get_by_role("button")).to_have_count(0)

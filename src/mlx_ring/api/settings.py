@@ -28,5 +28,7 @@ class ApiSettings:
     """True if objects of answers may have properties that their schema does not name, unless it forbids them."""
     access_log: bool
     """True if each request is logged."""
+    join_refusal: str
+    """Reason why no other machine can join; empty if others can."""
     keep_alive_s: float = 10.0
     """Silence after which a stream sends a comment, so that proxies keep the connection."""

@@ -36,7 +36,7 @@ from mlx_ring.head.models import Catalog
 from mlx_ring.head.nodes import Machines
 from mlx_ring.head.replica import Watcher
 from mlx_ring.head.served_model import ServedModel
-from mlx_ring.head.single_node import SingleNode
+from mlx_ring.head.single_node import USES_ONE_MACHINE, SingleNode
 from mlx_ring.head.uvicorn_connection import ConnectionLimits
 from mlx_ring.host.addresses import HeadAddress, local_url
 from mlx_ring.host.head_announcement import HeadAnnouncement
@@ -93,6 +93,7 @@ def api_settings(settings: Settings) -> ApiSettings:
         client_timeout_s=settings.client_timeout_s,
         open_schemas=settings.additional_properties == "on",
         access_log=settings.access_log == "on",
+        join_refusal=USES_ONE_MACHINE if settings.nodes == 1 else "",
     )
 
 

@@ -29,6 +29,11 @@ from mlx_ring.rpc.hello import hello_versions, make_hello
 from mlx_ring.rpc.link_profile import LinkProfile
 from mlx_ring.settings.config import Settings, state_folder
 
+USES_ONE_MACHINE = (
+    "This server uses one machine alone. To add others, start it with `mlx-ring serve MODEL --nodes 2`."
+)
+"""Reason why no other machine can join."""
+
 
 class SingleNode:
     """Single machine, whose agent is a child process.
@@ -194,9 +199,7 @@ class SingleNode:
     def join_commands(self, life_s: float) -> Sequence[str]:
         """Refuse, because the cluster's ports are closed."""
         del life_s
-        raise Conflict(
-            "This server uses one machine alone. To add others, start it with `mlx-ring serve MODEL --nodes 2`."
-        )
+        raise Conflict(USES_ONE_MACHINE)
 
     def cluster_view(self) -> ClusterView:
         hung = self._step_down.states()

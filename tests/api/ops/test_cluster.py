@@ -13,6 +13,8 @@ from mlx_ring.api.ops.cluster import DeviceStatus, link_statuses
 from mlx_ring.api.service import InstanceInfo, LinkInfo
 from mlx_ring.core.types import LayerRange
 from mlx_ring.core.worker_status import LinkUse, WorkerInfo, WorkerMemory
+from mlx_ring.head.head import api_settings
+from mlx_ring.settings.config import Settings
 
 NOW = 1.8e9
 NO_MEMORY: WorkerMemory = {
@@ -87,6 +89,14 @@ def test_only_this_machine_may_invite_another() -> None:
     _, message = refusal(reply, 403)
     assert "192.168.1.9" in message
     assert JOIN_TOKEN not in reply.text
+
+
+def test_status_says_why_no_machine_can_join() -> None:
+    alone = Api().get("/cluster/status").json()["join_refusal"]
+    assert "one machine alone" in alone
+    assert "--nodes 2" in alone
+    joined = Api(settings=api_settings(Settings(nodes=2))).get("/cluster/status").json()
+    assert joined["join_refusal"] is None
 
 
 def test_link_without_a_report_of_its_worker_says_so() -> None:

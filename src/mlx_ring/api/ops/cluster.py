@@ -18,13 +18,7 @@ from mlx_ring.api.openapi import JsonObject, RouteDoc, documented_get, documente
 from mlx_ring.api.ops.models import is_loopback
 from mlx_ring.api.ops.status import ClusterParts
 from mlx_ring.api.request_body import Body
-from mlx_ring.api.service import (
-    InstanceInfo,
-    LinkInfo,
-    ModelService,
-    ServedInstance,
-    State,
-)
+from mlx_ring.api.service import InstanceInfo, LinkInfo, ModelService, ServedInstance, State
 from mlx_ring.core.engine_stats import Policy, StepTiming
 from mlx_ring.core.errors import Refused
 from mlx_ring.core.types import RankId
@@ -203,6 +197,8 @@ class ClusterStatus(ClusterParts):
     models: Annotated[list[ServedModelStatus], SkipValidation]
     links: list[LinkStatus]
     """Both directions between every two nodes."""
+    join_refusal: str | None
+    """Reason why no other machine can join; null if others can."""
 
 
 def routes(context: ApiContext) -> Router:
@@ -273,6 +269,7 @@ def cluster_status(context: ApiContext) -> ClusterStatus:
         links=link_statuses(
             context.catalog.links, [instance.info for _, instance in context.instances()], time.time()
         ),
+        join_refusal=context.settings.join_refusal or None,
     )
 
 

@@ -117,6 +117,8 @@ export interface ClusterStatus {
   models: ServedModelStatus[];
   /** Both directions between every two nodes. */
   links: LinkStatus[];
+  /** Reason why no other machine can join; null if others can. */
+  join_refusal: string | null;
 }
 
 export interface CompletionDetails {

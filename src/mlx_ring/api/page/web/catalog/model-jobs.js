@@ -49,7 +49,7 @@ export class ModelJobs {
   }
 
   /**
-   * Download what is missing of a model, then load it. A download in progress goes on, and is followed by the load.
+   * Download what is missing of a model, then load it. A download in progress continues, and the load follows it.
    * @param {string} model
    */
   async add(model) {
@@ -122,7 +122,7 @@ export class ModelJobs {
   }
 
   /**
-   * Stop a download. One that others wait for, too, goes on without this page.
+   * Stop a download. One that others wait for, too, continues without this page.
    * @param {string} model
    */
   cancel(model) {

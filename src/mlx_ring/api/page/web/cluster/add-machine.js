@@ -10,8 +10,11 @@ import { html, useEffect, useState } from "../vendor/preact.js";
 /** Light modules around a QR code, which readers need. */
 const MARGIN = 4;
 
-/** Render the card. It asks for a token only when the button is pressed. */
-export function AddMachine() {
+/**
+ * Render the card. It asks for a token only when the button is pressed.
+ * @param {{ refusal: string | null }} props
+ */
+export function AddMachine({ refusal }) {
   const [invitation, setInvitation] = useState(/** @type {JoinCommands | null} */ (null));
   const [problem, setProblem] = useState("");
   const [isBusy, setBusy] = useState(false);
@@ -29,12 +32,16 @@ export function AddMachine() {
   };
   return html`<section class="panel add-machine" aria-label="Add a machine">
     <header><h2>Add a machine</h2></header>
-    <p class="muted">Install the same version of mlx-ring there, then run a command that this page makes.</p>
-    <p>
-      <button type="button" disabled=${isBusy} onClick=${onSingleClick(invite)}>
-        ${invitation ? "Make another command" : "Make a join command"}
-      </button>
-    </p>
+    ${
+      refusal
+        ? html`<p class="muted">${refusal}</p>`
+        : html`<p class="muted">Install the same version of mlx-ring there, then run a command that this page makes.</p>
+            <p>
+              <button type="button" disabled=${isBusy} onClick=${onSingleClick(invite)}>
+                ${invitation ? "Make another command" : "Make a join command"}
+              </button>
+            </p>`
+    }
     ${problem && html`<${Notice} tone="bad">${problem}</${Notice}>`}
     ${invitation && html`<${Commands} invitation=${invitation} />`}
   </section>`;

@@ -44,7 +44,7 @@ export function Cluster({ now: { state, points, lines }, status, theme }) {
     )}
     <${Charts} points=${points} instances=${cluster.instances} theme=${theme} />
     <${Machines} cluster=${cluster} names=${names} />
-    <${AddMachine} />
+    <${AddMachine} refusal=${cluster.join_refusal} />
     <${WhatIf} />
     <div class="halves">
       <${Requests} requests=${requests} cache=${cache} showsModel=${hasSeveralModels} />
