@@ -362,12 +362,6 @@ def test_what_if_panel_compares_an_added_machine_for_the_asked_request(
         assert [each for each in events.problems if "400" not in each] == []
 
 
-PULLED = [
-    {"status": "pulling manifest"},
-    {"status": "pulling a", "digest": "a", "total": 4_000_000, "completed": 1_000_000},
-]
-
-
 def test_models_are_unloaded_loaded_and_downloaded(browser: Browser) -> None:
     catalog = TwinCatalog(TwinService(), TwinService(names=("other",)))
     with (
@@ -394,10 +388,6 @@ def test_models_are_unloaded_loaded_and_downloaded(browser: Browser) -> None:
         page.get_by_role("link", name="Models").click()
         add.get_by_role("button", name="Dismiss").click()
         expect(add.get_by_role("alert")).to_have_count(0)
-        lines = "".join(json.dumps(line) + "\n" for line in [*PULLED, {"status": "success"}])
-        page.route(
-            "**/api/pull", lambda route: route.fulfill(content_type="application/x-ndjson", body=lines)
-        )
         name.fill("org/new")
         add.get_by_role("button", name="Download").click()
         expect(add).to_contain_text("org/new is downloaded.")
@@ -413,7 +403,7 @@ def test_models_on_the_disk_are_listed_and_downloads_in_progress_are_followed(br
         expect(add).to_contain_text(
             re.compile(r"org/other is downloaded for another client. 50\s?%, 1 B of 2 B")
         )
-        (pull,) = [request for request in events.requests if request.url.endswith("/api/pull")]
+        (pull,) = [request for request in events.requests if request.url.endswith("/models/pull")]
         assert pull.post_data_json == {"model": "org/other", "stream": True}
         disk = page.get_by_role("region", name="On the disk")
         expect(disk).to_contain_text(re.compile(r"demo.*built-in"))

@@ -1,12 +1,7 @@
 import assert from "node:assert/strict";
 import { mock, test } from "node:test";
 import { describeMemory, describeSpeed } from "../../../src/mlx_ring/api/page/web/catalog/model-card.js";
-import {
-  addProgress,
-  ModelJobs,
-  pullModel,
-  totalProgress,
-} from "../../../src/mlx_ring/api/page/web/catalog/model-jobs.js";
+import { ModelJobs, pullModel } from "../../../src/mlx_ring/api/page/web/catalog/model-jobs.js";
 import { describeOutcome } from "../../../src/mlx_ring/api/page/web/catalog/prediction.js";
 import { createStream, settle, setUpBrowser } from "./support.js";
 
@@ -17,49 +12,38 @@ function answerWith(response) {
   return mock.method(globalThis, "fetch", async () => response);
 }
 
-/** @param {unknown[]} lines */
-const jsonLines = (lines) => lines.map((line) => `${JSON.stringify(line)}\n`).join("");
+/**
+ * @param {string} status
+ * @param {number} done_bytes
+ * @param {number} total_bytes
+ */
+const said = (status, done_bytes, total_bytes) => ({ model: "org/m", status, done_bytes, total_bytes });
+/** @param {unknown[]} statuses */
+const events = (...statuses) => statuses.map((status) => `data: ${JSON.stringify(status)}\n\n`).join("");
+const DONE = events(said("done", 10, 10));
 
-test("a download adds up its files, and ends with success", async () => {
-  const lines = [
-    { status: "pulling manifest" },
-    { status: "pulling a", digest: "a", total: 100, completed: 40 },
-    { status: "pulling b", digest: "b", total: 300 },
-    { status: "pulling a", digest: "a", total: 100, completed: 130 },
-    { status: "success" },
-  ];
-  const fetch = answerWith(new Response(jsonLines(lines)));
+test("a download yields what the server says, and ends with its last word", async () => {
+  const statuses = [said("downloading", 4, 10), said("verifying", 10, 10), said("done", 10, 10)];
+  const fetch = answerWith(new Response(`${events(...statuses)}: keep-alive\n\n`));
   const seen = [];
-  for await (const progress of pullModel("org/m", new AbortController().signal)) {
-    const { completed, total } = totalProgress(progress);
-    seen.push([progress.status, completed, total]);
-  }
-  assert.deepEqual(seen, [
-    ["pulling manifest", 0, 0],
-    ["pulling a", 40, 100],
-    ["pulling b", 40, 400],
-    ["pulling a", 100, 400],
-    ["success", 100, 400],
-  ]);
-  const { body } = /** @type {any} */ (fetch.mock.calls[0]).arguments[1];
+  for await (const progress of pullModel("org/m", new AbortController().signal)) seen.push(progress);
+  assert.deepEqual(seen, statuses);
+  const [url, { body }] = /** @type {any} */ (fetch.mock.calls[0]).arguments;
+  assert.equal(url.pathname, "/models/pull");
   assert.deepEqual(JSON.parse(body), { model: "org/m", stream: true });
 });
 
-test("progress without a digest counts as one file", () => {
-  const progress = addProgress(addProgress({ status: "", parts: {} }, { total: 10, completed: 1 }), {
-    total: 10,
-    completed: 6,
-  });
-  assert.deepEqual(totalProgress(progress), { completed: 6, total: 10 });
-});
-
 const broken = /** @type {[string, unknown[], RegExp][]} */ ([
-  ["an error in the stream", [{ status: "pulling" }, { error: "No space is left." }], /No space is left/],
-  ["a stream that breaks off", [{ status: "pulling" }], /stopped before it was complete/],
+  [
+    "an error in the stream",
+    [said("downloading", 1, 2), { error: { message: "No space is left." } }],
+    /No space is left/,
+  ],
+  ["a stream that breaks off", [said("downloading", 1, 2)], /stopped before it was complete/],
 ]);
-for (const [name, lines, message] of broken) {
+for (const [name, statuses, message] of broken) {
   test(`${name} is a problem of the download`, async () => {
-    answerWith(new Response(jsonLines(lines)));
+    answerWith(new Response(events(...statuses)));
     const jobs = new ModelJobs();
     assert.equal(await jobs.download("org/m"), false);
     assert.match(jobs.now["org/m"]?.problem ?? "", message);
@@ -68,8 +52,8 @@ for (const [name, lines, message] of broken) {
   });
 }
 
-test("a refusal in Ollama's format is shown", async () => {
-  answerWith(new Response(JSON.stringify({ error: "There is no such model." }), { status: 404 }));
+test("a refusal is shown", async () => {
+  answerWith(Response.json({ error: { message: "There is no such model." } }, { status: 404 }));
   const jobs = new ModelJobs();
   await jobs.download("none");
   assert.equal(jobs.now.none?.problem, "There is no such model.");
@@ -80,15 +64,17 @@ test("a cancelled download leaves nothing, and a second job of a model does not 
   const fetch = answerWith(stream.response);
   const jobs = new ModelJobs();
   const ended = jobs.download("org/m");
-  stream.write(jsonLines([{ status: "pulling", digest: "a", total: 10, completed: 5 }]));
+  stream.write(events(said("downloading", 5, 10)));
   await settle();
-  assert.equal(jobs.now["org/m"]?.progress?.status, "pulling");
+  assert.equal(jobs.now["org/m"]?.progress?.done_bytes, 5);
   assert.equal(await jobs.load("org/m"), false);
   assert.equal(fetch.mock.calls.length, 1);
   jobs.cancel("org/m");
   stream.abort().catch(() => {});
   await ended;
   assert.deepEqual(jobs.now, {});
+  const { body } = /** @type {any} */ (fetch.mock.calls[1]).arguments[1];
+  assert.deepEqual(JSON.parse(body), { model: "org/m", cancel: true });
 });
 
 /** @param {Record<string, () => Response | Promise<Response>>} answers by path */
@@ -98,43 +84,45 @@ function answerPaths(answers) {
   mock.method(globalThis, "fetch", async (/** @type {URL} */ url, /** @type {any} */ { body }) => {
     const path = url.pathname.slice(1);
     asked.push([path, JSON.parse(body).model]);
-    return answers[path]?.() ?? Response.json({ error: `No answer for ${path}.` }, { status: 404 });
+    return answers[path]?.() ?? Response.json({ error: { message: `No answer for ${path}.` } }, { status: 404 });
   });
   return asked;
 }
 
 /** @param {number} total */
-const somePulled = (total) => jsonLines([{ status: "pulling", digest: "a", total, completed: 1 }]);
+const somePulled = (total) => events(said("downloading", 1, total));
 
 test("a model that is added is loaded once it is downloaded, and never after a download that failed", async () => {
   const stream = createStream();
-  const asked = answerPaths({ "api/pull": () => stream.response, "models/load": () => new Response("{}") });
+  const asked = answerPaths({ "models/pull": () => stream.response, "models/load": () => new Response("{}") });
   const jobs = new ModelJobs();
   const ended = jobs.add("org/m");
   stream.write(somePulled(10));
   await settle();
-  assert.equal(jobs.now["org/m"]?.progress?.parts.a?.total, 10);
-  assert.deepEqual(asked, [["api/pull", "org/m"]]);
-  stream.write(jsonLines([{ status: "success" }]));
+  assert.equal(jobs.now["org/m"]?.progress?.total_bytes, 10);
+  assert.deepEqual(asked, [["models/pull", "org/m"]]);
+  stream.write(DONE);
   await ended;
   assert.deepEqual(asked[1], ["models/load", "org/m"]);
   assert.deepEqual(jobs.now, {});
-  const refused = answerPaths({ "api/pull": () => Response.json({ error: "It is too large." }, { status: 400 }) });
+  const refused = answerPaths({
+    "models/pull": () => Response.json({ error: { message: "It is too large." } }, { status: 400 }),
+  });
   await jobs.add("org/large");
   assert.equal(jobs.now["org/large"]?.problem, "It is too large.");
-  assert.deepEqual(refused, [["api/pull", "org/large"]]);
+  assert.deepEqual(refused, [["models/pull", "org/large"]]);
 });
 
 test("a model whose download runs is loaded afterwards if it is added meanwhile", async () => {
   const stream = createStream();
-  const asked = answerPaths({ "api/pull": () => stream.response, "models/load": () => new Response("{}") });
+  const asked = answerPaths({ "models/pull": () => stream.response, "models/load": () => new Response("{}") });
   const jobs = new ModelJobs();
   const ended = jobs.download("org/m");
   await jobs.add("org/m");
-  stream.write(jsonLines([{ status: "success" }]));
+  stream.write(DONE);
   await ended;
   assert.deepEqual(asked, [
-    ["api/pull", "org/m"],
+    ["models/pull", "org/m"],
     ["models/load", "org/m"],
   ]);
 });
@@ -155,7 +143,7 @@ test("a download can be cancelled after it was asked for twice", async () => {
 test("downloads of others are followed, but not this page's own by another name, nor one that it left", async () => {
   const streams = [createStream(), createStream()];
   const unused = [...streams];
-  const asked = answerPaths({ "api/pull": () => unused.shift()?.response ?? new Response("") });
+  const asked = answerPaths({ "models/pull": () => unused.shift()?.response ?? new Response("") });
   const jobs = new ModelJobs();
   /** @param {string} model @param {number} total_bytes @returns {any} */
   const pull = (model, total_bytes) => ({ model, total_bytes, done_bytes: 1, status: "downloading" });
@@ -167,7 +155,7 @@ test("downloads of others are followed, but not this page's own by another name,
   const pulls = [pull("org/Qwen3-8B-4bit", 70), pull("org/other", 90)];
   assert.deepEqual(jobs.others(pulls), [pulls[1]]);
   jobs.follow(pulls);
-  assert.deepEqual(asked.slice(1), [["api/pull", "org/other"]]);
+  assert.deepEqual(asked.slice(1), [["models/pull", "org/other"]]);
   streams[1]?.write(somePulled(90));
   await settle();
   assert.ok(jobs.now["org/other"]?.isRunning);
@@ -175,15 +163,15 @@ test("downloads of others are followed, but not this page's own by another name,
   streams[0]?.abort().catch(() => {});
   await own;
   jobs.follow(pulls);
-  assert.equal(asked.length, 2);
+  assert.equal(asked.length, 3, "and the cancellation");
   assert.deepEqual(jobs.others(pulls), [pulls[0]]);
-  streams[1]?.write(jsonLines([{ status: "success" }]));
+  streams[1]?.write(DONE);
   await settle();
   assert.deepEqual(jobs.now, {});
 });
 
 test("a download of others that the server does not let this page follow is no problem of this page", async () => {
-  answerWith(Response.json({ error: "Only with an API key." }, { status: 403 }));
+  answerWith(Response.json({ error: { message: "Only with an API key." } }, { status: 403 }));
   const jobs = new ModelJobs();
   /** @type {any} */
   const pull = { model: "org/other", total_bytes: 90, done_bytes: 1, status: "downloading" };

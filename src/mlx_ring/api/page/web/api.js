@@ -111,15 +111,6 @@ async function* readPieces(response, separator, onBytes = () => {}) {
   }
 }
 
-/**
- * Read the lines of a response. Empty ones are left out.
- * @param {Response} response
- * @returns {AsyncGenerator<string>}
- */
-export async function* readLines(response) {
-  for await (const line of readPieces(response, "\n")) if (line.trim()) yield line;
-}
-
 /** @param {string} block */
 function parseEvent(block) {
   let event = "message";

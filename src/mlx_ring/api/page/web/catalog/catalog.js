@@ -11,7 +11,6 @@ import { Notice, onSingleClick, onValue } from "../components.js";
 import { bytes, percent } from "../format.js";
 import { html, useEffect, useState } from "../vendor/preact.js";
 import { JobProblem, ModelCard } from "./model-card.js";
-import { totalProgress } from "./model-jobs.js";
 import { Prediction } from "./prediction.js";
 
 /** Time between two looks at the disk, for downloads that other programs began. */
@@ -144,17 +143,17 @@ function AddedJob({ name, job, jobs }) {
       <button type="button" class="quiet" onClick=${() => jobs.dismiss(name)}>Dismiss</button>
     </p>`;
   }
-  const { completed, total } = totalProgress(job.progress ?? { status: "", parts: {} });
+  const { status = "", done_bytes: done = 0, total_bytes: total = 0 } = job.progress ?? {};
   return html`<div class="download">
     <p>
       Downloading ${name}${job.loadsNext && " to load it"}
-      ${" "}<span class="muted" role="status">${job.progress?.status}</span>
+      ${" "}<span class="muted" role="status">${status === "verifying" && "Comparing checksums"}</span>
     </p>
     ${
       total > 0 &&
       html`<p>
-        <progress value=${completed} max=${total} aria-label=${`Download of ${name}`}></progress>
-        <span class="muted figures">${describeProgress(completed, total)}</span>
+        <progress value=${done} max=${total} aria-label=${`Download of ${name}`}></progress>
+        <span class="muted figures">${describeProgress(done, total)}</span>
       </p>`
     }
     <button type="button" class="quiet" onClick=${onSingleClick(() => jobs.cancel(name))}>Cancel download</button>

@@ -2,14 +2,7 @@
 
 /** @import { PullStatus } from "../types.js" */
 
-import { ApiError, isAbort, readLines, request } from "../api.js";
-
-/**
- * Download so far. `total` is 0 until the server knows it.
- * @typedef {object} Progress
- * @property {string} status as the server says it
- * @property {Record<string, { total: number, completed: number }>} parts by their digests
- */
+import { ApiError, isAbort, readEvents, request } from "../api.js";
 
 /**
  * What the page asked of a model. One that ended stays if it has a problem, or was only a download.
@@ -18,14 +11,12 @@ import { ApiError, isAbort, readLines, request } from "../api.js";
  * @property {boolean} isRunning
  * @property {string} problem a sentence, or empty
  * @property {boolean} isConflict whether the server refused because the model is in use
- * @property {Progress | null} progress of a download
+ * @property {PullStatus | null} progress of a download
  * @property {boolean} loadsNext whether the model is loaded after its download
  */
 
 /** @typedef {Record<string, Job>} Jobs by the model's name */
 
-/** @type {Progress} */
-const NO_PROGRESS = { status: "", parts: {} };
 const CONFLICT = 409;
 
 /** The jobs of this page. */
@@ -122,14 +113,20 @@ export class ModelJobs {
   }
 
   /**
-   * Stop a download. One that others wait for, too, continues without this page.
+   * Stop a download, for all who wait for it. What arrived is kept.
    * @param {string} model
    */
-  cancel(model) {
+  async cancel(model) {
     const job = this.now[model];
     if (!isDownloading(job)) return;
     this.#left.add(model).add(totalOf(job));
     this.#downloads.get(model)?.abort();
+    try {
+      await request("models/pull", { body: { model, cancel: true } });
+    } catch (error) {
+      // It ended meanwhile, or the list of downloads shows that it continues.
+      if (!(error instanceof ApiError)) throw error;
+    }
   }
 
   /**
@@ -195,48 +192,24 @@ function isDownloading(job) {
 
 /** @param {Job} job */
 function totalOf({ progress }) {
-  return progress ? totalProgress(progress).total : 0;
+  return progress?.total_bytes ?? 0;
 }
 
 /**
- * Download a model to the head's machine. Yield the progress with each line of the server.
+ * Download a model to the head's machine. The server continues if this page leaves. Yield what it says of the progress.
  * @param {string} model
  * @param {AbortSignal} signal
- * @returns {AsyncGenerator<Progress>}
+ * @returns {AsyncGenerator<PullStatus>}
  * @throws {ApiError} if the server refuses, or the download fails or breaks off
  */
 export async function* pullModel(model, signal) {
-  const response = await request("api/pull", { body: { model, stream: true }, signal, accept: "application/x-ndjson" });
-  let progress = NO_PROGRESS;
-  for await (const line of readLines(response)) {
-    const said = JSON.parse(line);
-    if (said.error) throw new ApiError(String(said.error));
-    progress = addProgress(progress, said);
-    yield progress;
-    if (said.status === "success") return;
+  const response = await request("models/pull", { body: { model, stream: true }, signal, accept: "text/event-stream" });
+  for await (const { data } of readEvents(response)) {
+    /** @type {PullStatus & { error?: { message: string } }} */
+    const said = JSON.parse(data);
+    if (said.error) throw new ApiError(said.error.message);
+    yield said;
+    if (said.status === "done") return;
   }
   throw new ApiError("The download stopped before it was complete. Start it again.");
-}
-
-/**
- * Return the progress after another line. A line may name one file of several.
- * @param {Progress} progress
- * @param {{ status?: string, digest?: string, total?: number, completed?: number }} line
- * @returns {Progress}
- */
-export function addProgress({ status, parts }, { status: said = status, digest = "", total, completed }) {
-  if (!total) return { status: said, parts };
-  return { status: said, parts: { ...parts, [digest]: { total, completed: Math.min(completed ?? 0, total) } } };
-}
-
-/**
- * Return the bytes that have arrived, and all those known of.
- * @param {Progress} progress
- */
-export function totalProgress({ parts }) {
-  const all = Object.values(parts);
-  return {
-    completed: all.reduce((sum, part) => sum + part.completed, 0),
-    total: all.reduce((sum, part) => sum + part.total, 0),
-  };
 }
