@@ -1,5 +1,5 @@
 import assert from "node:assert/strict";
-import { test } from "node:test";
+import { mock, test } from "node:test";
 import {
   EMPTY_ANSWER,
   searchConversations,
@@ -7,7 +7,9 @@ import {
   withEdit,
   withTitle,
 } from "../../../src/mlx_ring/api/page/web/chat/conversation.js";
-import { fileName, toJson, toMarkdown } from "../../../src/mlx_ring/api/page/web/chat/export.js";
+import { fileName, saveFile, toJson, toMarkdown } from "../../../src/mlx_ring/api/page/web/chat/export.js";
+import { ChatStore } from "../../../src/mlx_ring/api/page/web/chat/store.js";
+import { setUpBrowser } from "./support.js";
 
 const ANSWER = { ...EMPTY_ANSWER, content: "*Paris*.", reasoning: "Hm.\n\nSo.", end: "stop", model: "demo" };
 const CALL = { id: "c1", name: "look", arguments: '{"a": "```"}' };
@@ -81,4 +83,42 @@ test("answers of a restored conversation do not wait for ever", () => {
   const streaming = { ...CHAT, messages: [...CHAT.messages, { ...EMPTY_ANSWER, content: "Pa" }] };
   const ends = withAnswersStopped(streaming).messages.map((message) => "end" in message && message.end);
   assert.deepEqual(ends, [false, "stop", "tool_calls", false, "stopped"]);
+});
+
+test("a saved file can still be read after the click that saves it", () => {
+  mock.timers.enable({ apis: ["setTimeout"] });
+  const revoked = mock.method(URL, "revokeObjectURL", () => {});
+  const { document } = setUpBrowser();
+  const link = { click: mock.fn(() => assert.equal(revoked.mock.callCount(), 0)), href: "" };
+  Object.assign(document, { createElement: () => link });
+  saveFile("a.md", "text/markdown", "text");
+  assert.equal(link.click.mock.callCount(), 1);
+  assert.equal(revoked.mock.callCount(), 0);
+  mock.timers.runAll();
+  assert.deepEqual(revoked.mock.calls[0]?.arguments, [link.href]);
+  mock.timers.reset();
+});
+
+test("a browser without room for all chats keeps all but the oldest, and the page knows how many are missing", () => {
+  setUpBrowser();
+  const chats = ["d", "c", "b", "a"].map((id, place) => ({ id, title: id, at: 9 - place, messages: [] }));
+  localStorage.setItem("mlx-ring.chats", JSON.stringify(chats));
+  const store = new ChatStore(() => {});
+  const setItem = localStorage.setItem.bind(localStorage);
+  let room = JSON.stringify(chats).length - 5;
+  localStorage.setItem = (name, value) => {
+    if (value.length > room) throw new DOMException("full", "QuotaExceededError");
+    setItem(name, value);
+  };
+  store.rename("D");
+  const stored = () =>
+    JSON.parse(localStorage.getItem("mlx-ring.chats") ?? "[]").map((/** @type {any} */ { id }) => id);
+  assert.deepEqual(stored(), ["d", "c", "b"]);
+  assert.deepEqual([store.now.isStored, store.now.unstored, store.now.conversations.length], [true, 1, 4]);
+  room = 10;
+  store.rename("E");
+  assert.equal(store.now.isStored, false);
+  room = 10_000;
+  store.rename("F");
+  assert.deepEqual([store.now.isStored, store.now.unstored, stored().length], [true, 0, 4]);
 });

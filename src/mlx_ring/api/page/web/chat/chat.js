@@ -7,6 +7,7 @@
 /** @import { ChatStore } from "./store.js" */
 
 import { Notice } from "../components.js";
+import { counted } from "../format.js";
 import { readStored, writeStored } from "../storage.js";
 import { html, useEffect, useState } from "../vendor/preact.js";
 import { Composer } from "./composer.js";
@@ -72,6 +73,13 @@ export function Chat({ chats, models, status, requests }) {
         !now.isStored &&
         html`<${Notice} tone="note">
         The browser has no room to store this conversation. It is lost when you close the page.
+      </${Notice}>`
+      }
+      ${
+        now.unstored > 0 &&
+        html`<${Notice} tone="note">
+        The browser has no room for ${counted(now.unstored, "older chat")}: export what you want to keep, and delete
+        others. What is not stored is lost when you close the page.
       </${Notice}>`
       }
       <${Composer}

@@ -5,6 +5,8 @@
 import { isAnswer } from "./conversation.js";
 
 const MAX_NAME = 60;
+/** Time for which a saved file can be read. Browsers begin to read it after the click. */
+const SAVE_MS = 30_000;
 
 /**
  * Return a conversation as Markdown.
@@ -99,5 +101,5 @@ export function saveFile(name, type, text) {
   link.href = URL.createObjectURL(new Blob([text], { type }));
   link.download = name;
   link.click();
-  URL.revokeObjectURL(link.href);
+  setTimeout(() => URL.revokeObjectURL(link.href), SAVE_MS);
 }

@@ -34,6 +34,7 @@ const RENDER_MS = 250;
  * @property {Set<string>} running ids of conversations with an answer that streams
  * @property {Conversation | null} deleted the last deleted conversation, which can be restored
  * @property {boolean} isStored false if the browser had no room for the last change
+ * @property {number} unstored number of older conversations for which the browser had no room
  */
 
 /** @typedef {{ model: string | null, parameters: Parameters }} AskOptions */
@@ -55,7 +56,7 @@ export class ChatStore {
     this.#onKeyRequired = onKeyRequired;
     const conversations = readConversations();
     const open = conversations[0] ?? newConversation();
-    this.now = { conversations, open, running: new Set(), deleted: null, isStored: true };
+    this.now = { conversations, open, running: new Set(), deleted: null, isStored: true, unstored: 0 };
     // Closing the page cuts answers off: store what arrived. Nobody is there to read about the lost connection.
     window.addEventListener("pagehide", () => {
       if (this.#running.size) this.#store();
@@ -255,13 +256,14 @@ export class ChatStore {
   }
 
   #store() {
-    let conversations = this.now.conversations.slice(0, MAX_CONVERSATIONS);
-    // Without room for all, the oldest are dropped.
-    while (!writeStored(STORED_CHATS, conversations.length ? conversations : null)) {
-      if (conversations.length < 2) return this.#update({ isStored: false });
-      conversations = conversations.slice(0, Math.floor(conversations.length / 2));
+    const conversations = this.now.conversations.slice(0, MAX_CONVERSATIONS);
+    // Without room for all, the oldest are left out, one after the other.
+    for (let count = conversations.length; count > 0; count -= 1) {
+      if (writeStored(STORED_CHATS, conversations.slice(0, count))) {
+        return this.#update({ isStored: true, unstored: conversations.length - count });
+      }
     }
-    return this.#update({ isStored: true });
+    return this.#update({ isStored: !conversations.length && writeStored(STORED_CHATS, null), unstored: 0 });
   }
 
   /** @param {Partial<ChatState>} change */
