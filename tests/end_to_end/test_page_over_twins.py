@@ -478,6 +478,7 @@ def test_machine_is_invited_by_a_command_and_its_code(browser: Browser) -> None:
         assert not any(request.url.endswith("/cluster/invite") for request in events.requests)
         card.get_by_role("button", name="Make a join command").click()
         expect(card).to_contain_text(f"mlx-ring join 10.0.0.7:50051 --token {JOIN_TOKEN}")
+        assert (card.get_by_text("--token").first.bounding_box() or {})["width"] > 150
         picture = card.get_by_role("img", name="QR code of the command")
         first = picture.locator("path").get_attribute("d")
         card.get_by_role("radio", name="Show the code of command 2").check()
@@ -493,4 +494,5 @@ def test_server_of_one_machine_says_so_instead_of_inviting_others(browser: Brows
     with open_page(browser, twin_url, view="cluster") as (page, _):
         card = page.get_by_role("region", name="Add a machine")
         expect(card).to_contain_text("one machine alone")
+        expect(card.locator("code")).to_have_text("mlx-ring serve MODEL --nodes 2")
         expect(card.get_by_role("button")).to_have_count(0)

@@ -14,7 +14,7 @@ import { JobProblem, ModelCard } from "./model-card.js";
 import { Prediction } from "./prediction.js";
 
 /** Time between two looks at the disk, for downloads that other programs began. */
-const LOOK_MS = 5000;
+const LOOK_MS = 15_000;
 
 /**
  * Render the models view.

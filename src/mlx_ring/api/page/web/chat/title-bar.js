@@ -26,7 +26,7 @@ export function TitleBar({ conversation, rename }) {
     <h1 dir="auto">${title || "Untitled"}</h1>
     <button type="button" class="quiet" onClick=${() => setRenaming(true)}>Rename</button>
     <span class="exports" role="group" aria-label="Export this chat">
-      <span class="muted" aria-hidden="true">Export</span>
+      <span class="muted" aria-hidden="true">Export:</span>
       <button type="button" class="quiet" aria-label="Export as Markdown" onClick=${asMarkdown}>Markdown</button>
       <button type="button" class="quiet" aria-label="Export as JSON" onClick=${asJson}>JSON</button>
     </span>

@@ -34,7 +34,7 @@ export function AddMachine({ refusal }) {
     <header><h2>Add a machine</h2></header>
     ${
       refusal
-        ? html`<p class="muted">${refusal}</p>`
+        ? html`<p class="muted">${withCommands(refusal)}</p>`
         : html`<p class="muted">Install the same version of mlx-ring there, then run a command that this page makes.</p>
             <p>
               <button type="button" disabled=${isBusy} onClick=${onSingleClick(invite)}>
@@ -45,6 +45,14 @@ export function AddMachine({ refusal }) {
     ${problem && html`<${Notice} tone="bad">${problem}</${Notice}>`}
     ${invitation && html`<${Commands} invitation=${invitation} />`}
   </section>`;
+}
+
+/**
+ * Return a sentence of the server with its commands, which are between backticks, as code.
+ * @param {string} sentence
+ */
+function withCommands(sentence) {
+  return sentence.split("`").map((part, place) => (place % 2 ? html`<code>${part}</code>` : part));
 }
 
 /** @param {{ invitation: JoinCommands }} props */
