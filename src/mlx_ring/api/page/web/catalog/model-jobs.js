@@ -113,7 +113,7 @@ export class ModelJobs {
   }
 
   /**
-   * Stop a download, for all who wait for it. What arrived is kept.
+   * Stop a download, for all who wait for it. The server keeps the bytes that arrived.
    * @param {string} model
    */
   async cancel(model) {
