@@ -175,7 +175,7 @@ def test_value_that_several_schemas_describe_may_have_the_properties_of_all(sche
         {"$id": "https://e.x/s", "$defs": {"A": A}, "allOf": [{"$ref": "https://e.x/s#/$defs/A"}, B]},
         {"$defs": [], "allOf": [A, B]},
         {"$defs": {"A": A}, "$ref": "#/$defs/A", "additionalProperties": True},
-        {"allOf": [{"patternProperties": {"^x-": {}}}, A]},
+        {"allOf": [{"patternProperties": {"^x-": True}}, A]},
         {**A, "dependentRequired": {"a": ["b"]}},
         {"oneOf": [{"properties": {"a": {"type": "integer"}}}, {"properties": {"b": {"type": "integer"}}}]},
     ],
@@ -193,7 +193,7 @@ def test_schema_that_may_need_further_properties_accepts_what_it_did(schema: Any
 
 
 def test_pattern_properties_beside_a_reference_stay_allowed() -> None:
-    schema = closed({"$defs": {"A": A}, "$ref": "#/$defs/A", "patternProperties": {"^x-": {}}})
+    schema = closed({"$defs": {"A": A}, "$ref": "#/$defs/A", "patternProperties": {"^x-": True}})
     assert accepts(schema, {"a": 1, "x-y": 1})
     assert not accepts(schema, {"a": 1, "invented": 1})
 
@@ -223,5 +223,5 @@ def test_hostile_schema_is_returned_as_it_is() -> None:
     for _ in range(5_000):
         deep = {"items": deep}
     assert closed(deep) is deep
-    many = {"anyOf": [{}] * 100_000}
+    many: dict[str, Any] = {"anyOf": [{}] * 100_000}
     assert closed(many) is many

@@ -347,13 +347,14 @@ class _Closing:
         target = self._target(ref)
         if not isinstance(target, Mapping):
             return ref
-        name = self._names.get(id(cast("Schema", target)))
+        definition, taken = cast("Schema", target), cast("Schema", self._root.get("$defs", {}))
+        name = self._names.get(id(definition))
         if name is None:
-            name = self._names[id(cast("Schema", target))] = f"open-{len(self._names) + 1}"
-            while name in cast("Schema", self._root.get("$defs", {})):
-                name = self._names[id(cast("Schema", target))] = f"{name}-"
-            self._twins[name] = True  # it may refer to itself
-            self._twins[name] = self._as_it_is(cast("Schema", target))
+            name = f"open-{len(self._names) + 1}"
+            while name in taken:
+                name += "-"
+            self._names[id(definition)] = name  # first, because the definition may refer to itself
+            self._twins[name] = self._as_it_is(definition)
         return f"#/$defs/{name}"
 
     def _collect(self, schema: Schema, names: _Names, seen: set[str], *, is_part: bool = True) -> bool:
@@ -379,16 +380,18 @@ class _Closing:
         """Return what a reference within the schema names; None if nothing is there."""
         start, *steps = unquote(ref).split("/")
         found: object = self._root if start == "#" else None
-        for step in (step.replace("~1", "/").replace("~0", "~") for step in steps):
-            if isinstance(found, Mapping):
-                found = cast("Schema", found).get(step)
-            elif (
-                isinstance(found, list) and step.isdecimal() and int(step) < len(cast("list[object]", found))
-            ):
-                found = cast("list[object]", found)[int(step)]
-            else:
-                return None
+        for step in steps:
+            found = _child(found, step.replace("~1", "/").replace("~0", "~"))
         return found
+
+
+def _child(value: object, step: str) -> object:
+    if isinstance(value, Mapping):
+        return cast("Schema", value).get(step)
+    if not isinstance(value, list):
+        return None
+    listed = cast("list[object]", value)
+    return listed[int(step)] if step.isdecimal() and int(step) < len(listed) else None
 
 
 def _constant(schema: object) -> str | None:
