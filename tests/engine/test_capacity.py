@@ -179,6 +179,14 @@ def test_stricter_levels_more_requests_and_fewer_machines_never_gain(
         assert less.first_token_s <= 1.05 * more.first_token_s
 
 
+def test_a_given_rate_is_served_exactly_and_the_soonest_first_token_wins() -> None:
+    for rate in (0.1, 0.11, 0.12, 0.17):
+        both = measured(cluster_of(node_of("a"), node_of("b", gb_s=400, tflops=16)), rate=rate)
+        fast = measured(cluster_of(node_of("b", gb_s=400, tflops=16)), rate=rate)
+        assert both.requests_per_s == fast.requests_per_s == rate
+        assert both.first_token_s <= fast.first_token_s + 1e-3, "with the link to the other machine"
+
+
 # ---- load
 
 

@@ -251,6 +251,39 @@ def test_sizes_follow_when_the_speed_changes(curve: Curve, room: float, slower: 
     assert sum(sizes) / len(sizes) >= 0.7 * largest(changed, us) - 1
 
 
+def test_a_chunk_that_stalled_for_a_minute_keeps_prompts_waiting_for_few_steps() -> None:
+    sizer = ChunkSizer(1, chunk=512, max_itl_ratio=2.5)
+    for step in range(20):
+        sizer.record_decode(0, 1, 1, 20_000)
+        sizer.record_chunk(0, step, 64, 10_000)
+    sizer.sent(20, 64, beside_decode=True)
+    sizer.record_chunk(0, 20, 64, 60e6)
+    waited = 0
+    while not sizer.chunk(4096, 4096, beside_decode=True):
+        sizer.record_decode(0, 1, 1, 20_000)
+        waited += 1
+    assert waited < 100
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_ranks_of_a_group_earn_the_time_of_one(ranks: int) -> None:
+    sizes: list[int] = []
+    sizer = ChunkSizer(1, chunk=512, max_itl_ratio=2.0)
+    for step in range(200):
+        for rank in range(ranks):
+            sizer.record(timing(step, 20_000, rank=RankId(0, rank)), is_prefill=False)
+        if tokens := sizer.chunk(1 << 20, 1 << 20, beside_decode=True):
+            sizer.sent(step, tokens, beside_decode=True)
+            for rank in range(ranks):
+                chunk = timing(
+                    step, 5_000 + 100 * tokens, tokens=tokens, is_decode=False, rank=RankId(0, rank)
+                )
+                sizer.record(chunk, is_prefill=True)
+        sizes.append(tokens)
+    taken_us = sum(5_000 + 100 * tokens for tokens in sizes if tokens)
+    assert taken_us <= 200 * 20_000 * 1.02
+
+
 @given(SMOOTH, st.floats(0.3, 20), st.sampled_from([0.05, 0.2]), st.integers(0, 9))
 @examples(0.6)
 def test_noisy_chunks_use_the_time_that_decode_leaves_and_no_more(

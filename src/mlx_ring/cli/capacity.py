@@ -294,12 +294,18 @@ def _rows(
             found = Capacity(label, holds=False, why=f"The model does not fit: {error}")
         if question.rate is None and not found.holds and not clusters:
             raise ConfigError(_impossible(found, question.level))
-        if now is not None and now.holds and found.requests_per_s < now.requests_per_s:
-            found = replace(
-                now, label=label, why="It is best left out: no plan with it serves more requests."
-            )
+        if now is not None and now.holds and _is_worse(found, now, question):
+            gain = "answers sooner" if question.rate is not None else "serves more requests"
+            found = replace(now, label=label, why=f"It is best left out: no plan with it {gain}.")
         now = now or found
         yield found
+
+
+def _is_worse(found: Capacity, now: Capacity, question: Question) -> bool:
+    """Return True if machines with a further one serve less, or at a given rate send the first token later."""
+    if question.rate is None:
+        return found.requests_per_s < now.requests_per_s
+    return not found.holds or found.first_token_s > now.first_token_s
 
 
 def _impossible(found: Capacity, level: ServiceLevel) -> str:

@@ -210,7 +210,7 @@ def _capacity(label: str, searches: Sequence[Search], found: Sequence[Found], qu
     load, level = question.load, question.level
     rates = [each.rate * search.replicas.count for each, search in zip(found, searches, strict=True)]
     outcomes = [each.outcome for each in found]
-    total = sum(rates)
+    total = sum(rates) if question.rate is None else question.rate
     request_s = sum(
         rate * _mean(outcome.request_s) for rate, outcome in zip(rates, outcomes, strict=True)
     ) / (total or 1.0)

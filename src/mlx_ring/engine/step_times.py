@@ -1,8 +1,8 @@
 """Measured times of steps, and the sizes of prefill chunks that follow from them. Pure.
 
-A step's time depends on its content, so only comparable steps are grouped. Decode steps are grouped by their rows,
-one token for each, and chunks of a single prompt by their tokens. Not counted are failed steps, chunks of several
-prompts, and steps with drafts, because a row then has several tokens.
+A step's time depends on its content, so `StepWindow` groups only comparable steps. Decode steps are grouped by their
+rows, one token for each, and chunks of a single prompt by their tokens. Not counted are failed steps, chunks of
+several prompts, and steps with drafts, because a row then has several tokens.
 
 A chunk delays every running sequence by its own time on the slowest stage. The time of a token without chunks is known
 from decode steps; the promised ratio leaves the rest to chunks. Unused time is saved for some steps, so that a short
@@ -32,6 +32,8 @@ _SMALLEST_ALONE = 160
 _CHUNKS_PER_STAGE = 6
 """Chunks per stage of a prompt alone. More of them read the weights too often; fewer fill and drain the pipeline
 too slowly."""
+_MOST_DEBT = 8.0
+"""Time that prompts may owe, over the most time that can be saved for them."""
 _STEPS_SAVED = 8
 """Number of decode steps whose unused time is saved at most."""
 _WEIGHT = 0.25
@@ -191,9 +193,9 @@ class ChunkSizer:
         """Time that a draft token adds to a decode step, by stage."""
 
     def record(self, timing: StepTiming, *, is_prefill: bool) -> None:
-        """Learn from one rank's answer."""
+        """Learn from the answer of a stage's first rank; the others of a group wait for each other."""
         stage = timing.rank.stage
-        if not timing.tokens:
+        if not timing.tokens or timing.rank.rank:
             return
         if is_prefill:
             self.record_chunk(stage, timing.step, timing.tokens, timing.compute_us)
@@ -286,7 +288,9 @@ class ChunkSizer:
         ]:
             _, charged = self._charged.pop(earlier)
             if earlier == step:
-                self._credit_us += charged - compute_us
+                # One long stall must not keep prompts waiting for thousands of steps.
+                most_us = _MOST_DEBT * self._most_us
+                self._credit_us = max(-most_us, self._credit_us + charged - compute_us)
 
     def verifying_cost(self, draft_tokens: int) -> float:
         """Return the relative cost of a decode step by its number of draft tokens, on the stage where it is highest.

@@ -55,14 +55,14 @@ def rules(
     return ReadingRules(format_, calls, **more)
 
 
-def read(pieces: Iterable[str], reading_rules: ReadingRules) -> list[AnswerPart]:
+def read(pieces: Iterable[str], reading_rules: ReadingRules, *, cut_off: bool = False) -> list[AnswerPart]:
     """Read a whole answer into parts, with neighbours joined."""
     reader, parts = AnswerReader(reading_rules), list[AnswerPart]()
     for piece in pieces:
         if reader.ended:
             break
         parts += reader.push(piece)
-    return join_parts(parts + reader.finish())
+    return join_parts(parts + reader.finish(cut_off=cut_off))
 
 
 def split_at(text: str, places: Iterable[int]) -> list[str]:

@@ -417,12 +417,12 @@ def test_grammar_checks_keep_no_whole_grammar() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("depth", "problem"), [(150, "recursion"), (900, "nested too deeply")])
-def test_deeply_nested_schema_is_refused(depth: int, problem: str) -> None:
+@pytest.mark.parametrize("depth", [150, 900])
+def test_deeply_nested_schema_is_refused(depth: int) -> None:
     schema: dict[str, Any] = {}
     for _ in range(depth):
         schema = {"type": "object", "properties": {"a": schema}}
-    assert problem in str(refused(schema_conversation(schema), ChatFormat()))
+    assert "recursion" in str(refused(schema_conversation(schema), ChatFormat()))
 
 
 def test_unenforceable_keyword_of_a_non_strict_tool_is_ignored() -> None:

@@ -56,6 +56,10 @@ def test_messages_are_parsed_by_their_headers(text: str, parts: list[Any]) -> No
         assert read(text, rules(gpt_oss(), early=early)) == parts
 
 
+def test_continued_message_goes_on_without_a_header() -> None:
+    assert read([" 4.", " Yes."], rules(gpt_oss(), continues=True)) == [ContentText(" 4. Yes.")]
+
+
 @given(places=st.lists(st.integers(0, 200), max_size=6), early=st.booleans())
 def test_parts_do_not_depend_on_how_the_text_is_split(places: list[int], *, early: bool) -> None:
     whole = read([REASONING + CALL], rules(gpt_oss(), early=early))

@@ -119,11 +119,16 @@ def test_invalid_arguments_are_content_unless_already_emitted() -> None:
     assert content == ContentText("Well.")
 
 
+def test_tool_call_that_the_model_left_unfinished_is_content_of_a_whole_answer() -> None:
+    text = '<tool_call>{"name": "get_time", "arguments": {"city": "Pa</tool_call>'
+    assert read([text], rules()) == [ContentText(text)]
+
+
 @pytest.mark.parametrize("early", [False, True], ids=["whole", "early"])
 def test_tool_call_that_is_cut_off_in_its_arguments_is_a_call(*, early: bool) -> None:
     text = '<tool_call>{"name": "get_time", "arguments": {"city": "Pa'
     reader = AnswerReader(rules(early=early))
-    parts = join_parts([*reader.push(text), *reader.finish()])
+    parts = join_parts([*reader.push(text), *reader.finish(cut_off=True)])
     assert parts == [CallOpening(0, "c0", "get_time"), CallArguments(0, '{"city": "Pa')]
     assert (reader.calls, reader.ended) == (1, False)
 

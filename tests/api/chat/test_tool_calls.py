@@ -55,9 +55,11 @@ TWO = {
 }
 
 
-def answer_of(pieces: list[str], parser: str, *, early: bool = False, parallel: bool = True) -> ChatAnswer:
+def answer_of(
+    pieces: list[str], parser: str, *, early: bool = False, parallel: bool = True, cut_off: bool = False
+) -> ChatAnswer:
     reading_rules = rules(ChatFormat(calls=call_marks(parser)), early=early, parallel=parallel)
-    return ChatAnswer(parts=read(pieces, reading_rules))
+    return ChatAnswer(parts=read(pieces, reading_rules, cut_off=cut_off))
 
 
 def test_every_mlx_lm_parser_has_an_example() -> None:
@@ -98,7 +100,7 @@ def test_truncated_tool_call_loses_no_text(parser: str, length: int) -> None:
 @given(parser=st.sampled_from(sorted(JSON_ARGUMENTS)), length=st.integers(1, 300))
 def test_truncated_tool_call_is_the_same_streamed_and_whole(parser: str, length: int) -> None:
     text = ANSWERS[parser][:length]
-    whole, streamed = (answer_of([text], parser, early=early) for early in (False, True))
+    whole, streamed = (answer_of([text], parser, early=early, cut_off=True) for early in (False, True))
     assert whole.content == streamed.content
     assert [(call.name, call.arguments) for call in whole.calls] == [
         (call.name, call.arguments) for call in streamed.calls

@@ -118,7 +118,7 @@ class ChatGeneration:
         reader, answer, delta = self._readers[piece.index], self.answers[piece.index], piece.delta
         parts, tokens = self._read_pieces(reader, answer, delta)
         if delta.finish_reason is not None:
-            parts += reader.finish()
+            parts += reader.finish(cut_off=delta.finish_reason == "length")
         elif reader.ended:
             self._generation.stop(piece.index)
         update = AnswerUpdate(

@@ -45,22 +45,31 @@ def answer_grammar(
     Raises:
         RequestError: the grammar cannot be enforced in this model's format.
     """
-    if not open_schemas and (conversation.tool_use.tools or conversation.format.schema):
+    if not _restricts(format, conversation):
+        return None
+    if not open_schemas:
         conversation = _with_closed_schemas(conversation)
     grammar = _grammar(format, conversation, thinking_open=thinking_open)
     return None if grammar is None else replace(grammar, param=_param(conversation))
 
 
+def _restricts(format: ChatFormat, conversation: Conversation) -> bool:  # noqa: A002 - as above
+    """Return True if not every text is an answer."""
+    use = conversation.tool_use
+    strict = format.calls is not None and any(tool.strict for tool in use.callable_tools)
+    return conversation.format.kind != "text" or use.choice == "required" or strict
+
+
 def _with_closed_schemas(conversation: Conversation) -> Conversation:
     use, content = conversation.tool_use, conversation.format
     tools = [
-        tool if tool.parameters is None else replace(tool, parameters=closed(tool.parameters, "tools"))
+        tool if tool.parameters is None else replace(tool, parameters=closed(tool.parameters))
         for tool in use.tools
     ]
     return replace(
         conversation,
         tool_use=replace(use, tools=tools),
-        format=replace(content, schema=closed(content.schema, content.param)),
+        format=replace(content, schema=closed(content.schema)),
     )
 
 
@@ -73,9 +82,6 @@ def _grammar(format: ChatFormat, conversation: Conversation, *, thinking_open: b
     use, content = conversation.tool_use, conversation.format
     calls = format.calls if use.callable_tools else None
     must_call = use.choice == "required"
-    strict = calls is not None and any(tool.strict for tool in use.callable_tools)
-    if content.kind == "text" and not must_call and not strict:
-        return None
     grammar = LarkGrammar(format.added)
     plain = None if must_call else _content(grammar, content)
     for tool in use.callable_tools:

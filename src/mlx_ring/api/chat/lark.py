@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import cast
 from urllib.parse import unquote
@@ -120,18 +120,9 @@ Schema = Mapping[str, object]
 
 NOTHING: Schema = {"type": "object", "properties": {}, "additionalProperties": False}
 """Schema of a tool that takes no arguments."""
-STRING_KEYS = frozenset({"type", "enum", "const", "title", "description", "default", "examples", "$comment"})
-"""Keywords of a string's schema that lists its texts or allows any."""
 _LENIENT = {"lenient": True, "coerce_one_of": True}
 """Options for tools that are not strict. Keywords that cannot be enforced are ignored."""
 DEFINITIONS = ("$defs", "definitions")
-_PLAIN_KEYS = frozenset(
-    {
-        *("type", "properties", "required", "additionalProperties", *DEFINITIONS),
-        *("title", "description", "$schema", "$id", "$comment", "default", "examples"),
-    }
-)
-"""Keywords of a schema whose arguments can be written one by one."""
 
 
 def options_of(tool: Tool) -> Mapping[str, object]:
@@ -139,84 +130,68 @@ def options_of(tool: Tool) -> Mapping[str, object]:
     return {} if tool.strict else _LENIENT
 
 
-def properties_of(tool: Tool) -> Mapping[str, Schema]:
-    """Return the properties of a tool whose arguments are written one by one.
-
-    Raises:
-        RequestError: the tool is strict, and its schema restricts more than each single argument.
-    """
-    schema = tool.parameters or NOTHING
-    others = sorted(schema.keys() - _PLAIN_KEYS)
-    if others and tool.strict:
-        raise RequestError(
-            f"'{others[0]}' in the parameters of tool '{tool.name}' cannot be enforced in this model's format.",
-            param="tools",
-        )
-    properties = schema.get("properties", {})
-    if not isinstance(properties, Mapping):
-        raise RequestError(f"'properties' of tool '{tool.name}' is no object.", param="tools")
-    given = cast("Mapping[str, object]", properties)
-    missing = [name for name in required_of(tool) if name not in given]
-    if missing and tool.strict:
-        raise RequestError(f"Tool '{tool.name}' requires '{missing[0]}', which has no schema.", param="tools")
-    return {
-        name: cast("Schema", value) if isinstance(value, Mapping) else {} for name, value in given.items()
-    }
-
-
-def required_of(tool: Tool) -> list[str]:
-    """Return the names of the required arguments."""
-    required = (tool.parameters or NOTHING).get("required", [])
-    return [str(name) for name in cast("list[object]", required)] if isinstance(required, list) else []
-
-
-def alone_of(tool: Tool, schema: Schema) -> Schema:
-    """Return a property's schema with the definitions that it may refer to."""
-    given = tool.parameters or {}
-    return {**{key: given[key] for key in DEFINITIONS if key in given}, **schema}
-
-
-def texts_of(schema: Schema) -> list[str] | None:
-    """Return the possible texts of a property if the schema lists them."""
-    if not schema.keys() <= STRING_KEYS:
-        return None
-    given = [schema["const"]] if "const" in schema else schema.get("enum")
-    if not isinstance(given, list) or not given:
-        return None
-    values = cast("list[object]", given)
-    return [str(value) for value in values] if all(isinstance(value, str) for value in values) else None
-
-
 # ---- objects without further properties
 
 
-def closed(schema: Schema, param: str) -> Schema:
+def closed(schema: Schema) -> Schema:
     """Return a schema whose objects have no properties but those that it names.
 
     An object that names properties and says nothing of further ones is closed, as by llama.cpp and by OpenAI's strict
     schemas. It may have the properties that all parts of its schema name: `allOf`, `anyOf`, `oneOf` and `$ref`. It stays
-    open where it says so, or where nothing could match it if it were closed.
-
-    Raises:
-        RequestError: the schema, which the request gives as `param`, is nested too deeply.
+    open where it says so, and where nothing might match it if it were closed: among others, values within parts, which
+    several of them may describe. A schema with references beyond itself, or of unusual size or depth, is returned as it is.
     """
+    if not _can_be_closed(schema):
+        return schema
     try:
         return _Closing(schema).result()
-    except RecursionError as error:
-        raise RequestError("The schema cannot be read: it is nested too deeply.", param=param) from error
+    except (RecursionError, _TooLargeError):
+        return schema
 
 
+_MOST_NODES = 20_000
+"""Objects and lists of a schema that is closed, and of the copies that this needs."""
 _PARTS = ("allOf", "anyOf", "oneOf")
-_BY_NAME = ("properties", "patternProperties", *DEFINITIONS)
-_OF_VALUES = ("items", "prefixItems", "additionalProperties", "unevaluatedItems", "contains")
-_OF_OBJECTS = frozenset({"properties", "required", "minProperties"})
+_OF_VALUES = ("items", "prefixItems", "additionalProperties")
+_OF_OBJECTS = frozenset({"properties", "required", "minProperties", "patternProperties"})
+_OF_ARRAYS = frozenset({"items", "prefixItems", "contains", "unevaluatedItems"})
 _STAYS_OPEN = frozenset(
     {
         *("additionalProperties", "unevaluatedProperties", "propertyNames", "const", "enum", "not"),
-        *("if", "then", "else", "dependentSchemas", "dependencies", "$dynamicRef", "$recursiveRef"),
+        *("if", "then", "else", "dependentSchemas", "dependentRequired", "dependencies"),
     }
 )
 """Keywords of an object that describes its further properties itself, or that might not match once it is closed."""
+_NAMED_PLACES = frozenset(
+    {"$id", "$anchor", "$dynamicAnchor", "$dynamicRef", "$recursiveAnchor", "$recursiveRef"}
+)
+"""Keywords with which a reference need not be a path from the schema's root."""
+
+
+class _TooLargeError(Exception):
+    """Copies of definitions are too large together."""
+
+
+def _can_be_closed(schema: Schema) -> bool:
+    """Return True if every reference is a path from the root, and the schema is of a usual size."""
+    if any(key in schema and not isinstance(schema[key], Mapping) for key in DEFINITIONS):
+        return False
+    open_: list[object] = [value for key, value in schema.items() if key != "$id"]
+    for _ in range(_MOST_NODES):
+        if not open_:
+            return True
+        node = open_.pop()
+        if isinstance(node, list):
+            open_ += cast("list[object]", node)
+        elif isinstance(node, Mapping):
+            given = cast("Schema", node)
+            if given.keys() & _NAMED_PLACES:
+                return False
+            open_ += given.values()
+            ref = given.get("$ref")
+            if isinstance(ref, str) and ref != "#" and not ref.startswith("#/"):
+                return False
+    return False
 
 
 @dataclass(slots=True)
@@ -254,20 +229,21 @@ class _Names:
 class _Closing:
     """Schema whose objects are being closed.
 
-    An object consists of parts if it has `allOf`, `anyOf`, `oneOf` or `$ref`. They stay open, and only the whole object
-    is closed. So a definition that is a part gets a twin that stays open.
+    An object consists of parts if it has `allOf`, `anyOf`, `oneOf` or `$ref`. They stay as they are, and only the whole
+    object is closed. So a definition that is a part, or within one, gets a twin that stays open.
     """
 
     def __init__(self, root: Schema) -> None:
         self._root = root
+        self._names: dict[int, str] = {}
+        """Names of the open twins, by the identity of their originals."""
         self._twins: dict[str, object] = {}
-        """Open twins by the references of their originals."""
+        self._copied = 0
 
     def result(self) -> Schema:
         result = cast("dict[str, object]", self._value(self._root))
         if self._twins:
-            twins = {_twin_name(ref): twin for ref, twin in self._twins.items()}
-            result["$defs"] = {**cast("Schema", result.get("$defs", {})), **twins}
+            result["$defs"] = {**cast("Schema", result.get("$defs", {})), **self._twins}
         return result
 
     def _value(self, given: object) -> object:
@@ -275,49 +251,118 @@ class _Closing:
         if not isinstance(given, Mapping):
             return given
         schema = cast("Schema", given)
-        if not schema.keys() & _OF_OBJECTS and _number_of_parts(schema) <= 1:
-            return self._with(schema, self._value)
-        result = self._part(schema)
+        number = _number_of_parts(schema)
+        if number and (number > 1 or schema.keys() & (_OF_OBJECTS | _OF_ARRAYS | _STAYS_OPEN)):
+            return self._of_parts(schema)
+        result = dict(schema)
+        overlap = "patternProperties" in schema
+        for key, value in schema.items():
+            if key in DEFINITIONS or (key == "properties" and not overlap):
+                values = cast("Schema", value if isinstance(value, Mapping) else {})
+                result[key] = {name: self._value(each) for name, each in values.items()}
+            elif key in _OF_VALUES or (key in _PARTS and self._are_apart(key, value)):
+                several = isinstance(value, list)
+                result[key] = (
+                    [self._value(each) for each in cast("list[object]", value)]
+                    if several
+                    else self._value(value)
+                )
+            elif key in _PARTS or key in _OF_ARRAYS or key in ("properties", "patternProperties"):
+                result[key] = self._as_it_is(value)
+        return result if number else self._shut(schema, result)
+
+    def _of_parts(self, schema: Schema) -> Schema:
+        """Return an object that consists of parts, closed as a whole."""
+        result = cast("dict[str, object]", self._as_it_is(schema))
+        for key in DEFINITIONS:
+            values = cast("Schema", schema.get(key, {}))
+            if values:
+                result[key] = {name: self._value(each) for name, each in values.items()}
+        return self._shut(schema, result)
+
+    def _shut(self, schema: Schema, result: dict[str, object]) -> dict[str, object]:
+        """Close an object, if it may be closed."""
         names = _Names()
-        if self._collect(schema, names, set()) and names.are_enough:
+        if self._collect(schema, names, set(), is_part=False) and names.are_enough:
             own = cast("Schema", result.get("properties", {}))
             result["properties"] = {**own, **{name: True for name in names.named if name not in own}}
             result["additionalProperties"] = False
         return result
 
-    def _part(self, schema: Schema) -> dict[str, object]:
-        """Return an object's schema, or a part of one, with every object in its values closed, but not itself."""
-        result = self._with(
-            schema, lambda part: self._part(cast("Schema", part)) if isinstance(part, Mapping) else part
+    def _are_apart(self, key: str, branches: object) -> bool:
+        """Return True if branches can be closed one by one: no value that matches one can match another instead.
+
+        Those of `oneOf` have to differ in the constant value of a required property. Otherwise a value might match several
+        of them, which is no longer so once they are closed.
+        """
+        if key != "oneOf" or not isinstance(branches, list):
+            return True
+        tags: list[dict[str, str]] = []
+        for branch in cast("list[object]", branches):
+            schema = self._behind_references(branch)
+            given = schema.get("properties")
+            properties = cast("Schema", given if isinstance(given, Mapping) else {})
+            required = _listed(schema, "required")
+            tags.append(
+                {
+                    str(name): tag
+                    for name in required
+                    if (tag := _constant(properties.get(str(name)))) is not None
+                }
+            )
+        return any(
+            len({tag.get(name) for tag in tags} - {None}) == len(tags) for name in (tags[0] if tags else ())
         )
-        if isinstance(ref := schema.get("$ref"), str) and isinstance(self._target(ref), Mapping):
-            result["$ref"] = f"#/$defs/{_twin_name(ref)}"
-            if ref not in self._twins:
-                self._twins[ref] = None  # it may refer to itself
-                self._twins[ref] = self._part(cast("Schema", self._target(ref)))
+
+    def _behind_references(self, branch: object) -> Schema:
+        seen: set[str] = set()
+        while isinstance(branch, Mapping):
+            schema = cast("Schema", branch)
+            ref = schema.get("$ref")
+            if not isinstance(ref, str) or ref in seen:
+                return schema
+            seen.add(ref)
+            branch = self._target(ref)
+        return {}
+
+    def _as_it_is(self, given: object) -> object:
+        """Return a copy in which references lead to open definitions."""
+        self._copied += 1
+        if self._copied > _MOST_NODES:
+            raise _TooLargeError
+        if isinstance(given, list):
+            return [self._as_it_is(each) for each in cast("list[object]", given)]
+        if not isinstance(given, Mapping):
+            return given
+        result: dict[str, object] = {}
+        for key, value in cast("Schema", given).items():
+            if key == "$ref" and isinstance(value, str):
+                result[key] = self._open_twin(value)
+            elif key not in DEFINITIONS:
+                result[key] = self._as_it_is(value)
         return result
 
-    def _with(self, schema: Schema, of_part: Callable[[object], object]) -> dict[str, object]:
-        """Return a copy with its values closed, and with what `of_part` makes of its parts."""
-        result = dict(schema)
-        for key, given in schema.items():
-            if key in _PARTS and isinstance(given, list):
-                result[key] = [of_part(part) for part in cast("list[object]", given)]
-            elif key in _BY_NAME and isinstance(given, Mapping):
-                values = cast("Schema", given)
-                result[key] = {name: self._value(value) for name, value in values.items()}
-            elif key in _OF_VALUES and isinstance(given, list):
-                result[key] = [self._value(value) for value in cast("list[object]", given)]
-            elif key in _OF_VALUES:
-                result[key] = self._value(given)
-        return result
+    def _open_twin(self, ref: str) -> str:
+        """Return a reference to the open twin of what a reference names, or itself if nothing is there."""
+        target = self._target(ref)
+        if not isinstance(target, Mapping):
+            return ref
+        definition, taken = cast("Schema", target), cast("Schema", self._root.get("$defs", {}))
+        name = self._names.get(id(definition))
+        if name is None:
+            name = f"open-{len(self._names) + 1}"
+            while name in taken:
+                name += "-"
+            self._names[id(definition)] = name  # first, because the definition may refer to itself
+            self._twins[name] = self._as_it_is(definition)
+        return f"#/$defs/{name}"
 
-    def _collect(self, schema: Schema, names: _Names, seen: set[str]) -> bool:
+    def _collect(self, schema: Schema, names: _Names, seen: set[str], *, is_part: bool = True) -> bool:
         """Add what a schema and its parts say of properties. Return False if the object has to stay open.
 
         `seen` are the references that were followed: each counts once, however many parts have it.
         """
-        if schema.keys() & _STAYS_OPEN:
+        if schema.keys() & _STAYS_OPEN or (is_part and "patternProperties" in schema):
             return False
         names.add(schema)
         parts = [part for key in _PARTS for part in _listed(schema, key)]
@@ -335,16 +380,27 @@ class _Closing:
         """Return what a reference within the schema names; None if nothing is there."""
         start, *steps = unquote(ref).split("/")
         found: object = self._root if start == "#" else None
-        for step in (step.replace("~1", "/").replace("~0", "~") for step in steps):
-            if isinstance(found, list):
-                found = {str(place): value for place, value in enumerate(cast("list[object]", found))}
-            found = cast("Schema", found).get(step) if isinstance(found, Mapping) else None
+        for step in steps:
+            found = _child(found, step.replace("~1", "/").replace("~0", "~"))
         return found
 
 
-def _twin_name(ref: str) -> str:
-    """Return a name that no pointer has to escape, and that other definitions hardly have."""
-    return "open-" + "".join(each if each.isalnum() else f"-{ord(each):x}-" for each in ref)
+def _child(value: object, step: str) -> object:
+    if isinstance(value, Mapping):
+        return cast("Schema", value).get(step)
+    if not isinstance(value, list):
+        return None
+    listed = cast("list[object]", value)
+    return listed[int(step)] if step.isdecimal() and int(step) < len(listed) else None
+
+
+def _constant(schema: object) -> str | None:
+    """Return the only value that a schema allows, as JSON."""
+    if not isinstance(schema, Mapping):
+        return None
+    given = cast("Schema", schema)
+    allowed = [given["const"]] if "const" in given else _listed(given, "enum")
+    return json.dumps(allowed[0], sort_keys=True) if len(allowed) == 1 else None
 
 
 def _listed(schema: Schema, key: str) -> list[object]:

@@ -81,7 +81,10 @@ async def prepare_chat(
         for index, params in enumerate(sampling)
     )
     rules = tuple(
-        ReadingRules(format_, calls, thinking_open, params.stop, params.min_tokens) for params in sampling
+        ReadingRules(
+            format_, calls, thinking_open, params.stop, params.min_tokens, continues=conversation.continues
+        )
+        for params in sampling
     )
     return PreparedChat(requests, rules, conversation.messages_param)
 

@@ -30,6 +30,8 @@ class ReadingRules:
     """
     min_tokens: int = 0
     """Number of tokens before which stop strings do not count."""
+    continues: bool = False
+    """True if the answer starts inside a text that the prompt begins."""
 
 
 class AnswerReader:
@@ -38,7 +40,8 @@ class AnswerReader:
     def __init__(self, rules: ReadingRules) -> None:
         self._rules = rules
         self._marks = _marks_by_state(rules.format, with_calls=rules.calls is not None)
-        self._state: State = "reasoning" if rules.thinking_open else rules.format.begins
+        begins = "content" if rules.continues and rules.format.begins == "header" else rules.format.begins
+        self._state: State = "reasoning" if rules.thinking_open else begins
         self._behind_mark = rules.thinking_open
         self._stops = StopMatcher(rules.stops)
         self._held = ""
@@ -68,11 +71,11 @@ class AnswerReader:
         self._read(held + text)
         return self._taken()
 
-    def finish(self) -> list[AnswerPart]:
-        """Return the parts that were held back until the end of the text."""
+    def finish(self, *, cut_off: bool = False) -> list[AnswerPart]:
+        """Return the parts that were held back until the end of the text, which a limit cut off or the model ended."""
         while self._calls is not None and not self.ended:
-            is_cut_off = self._calls.is_cut_off
-            self._read(self._take_calls(self._calls, self._calls.finish()))
+            is_cut_off = self._calls.is_calling or (cut_off and self._calls.is_cut_off)
+            self._read(self._take_calls(self._calls, self._calls.finish(cut_off=cut_off)))
             # A call that was cut off is the last, and did not end the answer.
             self.ended = self.ended and not is_cut_off
         if not self.ended:

@@ -14,23 +14,28 @@ from typing import cast
 
 from mlx_ring.api.chat import gemma
 from mlx_ring.api.chat.lark import (
+    DEFINITIONS,
     NOTHING,
     PYTHON_STRINGS,
     SPACE,
-    STRING_KEYS,
     LarkGrammar,
     Schema,
-    alone_of,
     either,
     options_of,
-    properties_of,
-    required_of,
-    texts_of,
 )
 from mlx_ring.api.chat.model_format import CallMarks
 from mlx_ring.api.chat.request import Tool
 from mlx_ring.core.errors import RequestError
 
+_STRING_KEYS = frozenset({"type", "enum", "const", "title", "description", "default", "examples", "$comment"})
+"""Keywords of a string's schema that lists its texts or allows any."""
+_PLAIN_KEYS = frozenset(
+    {
+        *("type", "properties", "required", "additionalProperties", *DEFINITIONS),
+        *("title", "description", "$schema", "$id", "$comment", "default", "examples"),
+    }
+)
+"""Keywords of a schema whose arguments can be written one by one."""
 _COMMA = f'"," {SPACE}?'
 _JSON_TYPES = ("integer", "number", "boolean", "object", "array")
 _GEMMA_NAME = re.compile(r"[\w-]+", re.ASCII)
@@ -118,7 +123,7 @@ def write_muse_calls(grammar: LarkGrammar, marks: CallMarks, tools: Sequence[Too
 def _require_muse_names(tool: Tool) -> None:
     if not _MUSE_NAME.fullmatch(tool.name):
         raise _no_name(tool, tool.name)
-    for name in properties_of(tool):
+    for name in _properties_of(tool):
         if '"' in name:
             raise _no_name(tool, name)
 
@@ -177,12 +182,12 @@ def _pythonic(calls: _Calls) -> tuple[str, str]:
     """Write `[f(a=1, b="x"), g()]`."""
 
     def write(tool: Tool) -> str:
-        _require_identifiers(tool, [tool.name.replace(".", "_"), *properties_of(tool)])
+        _require_identifiers(tool, [tool.name.replace(".", "_"), *_properties_of(tool)])
         values = {
-            name: f"{json.dumps(f'{name}=')} {calls.grammar.json(alone_of(tool, schema), **options_of(tool), **PYTHON_STRINGS)}"
-            for name, schema in properties_of(tool).items()
+            name: f"{json.dumps(f'{name}=')} {calls.grammar.json(_alone_of(tool, schema), **options_of(tool), **PYTHON_STRINGS)}"
+            for name, schema in _properties_of(tool).items()
         }
-        return f'{json.dumps(tool.name + "(")} {calls.grammar.in_order(values, required_of(tool), between=_COMMA)} ")"'
+        return f'{json.dumps(tool.name + "(")} {calls.grammar.in_order(values, _required_of(tool), between=_COMMA)} ")"'
 
     call = calls.one_of(write)
     return calls.marks.start, f'"[" {calls.repeated(call, _COMMA)} "]" {calls.exactly(calls.marks.end)}'
@@ -217,6 +222,54 @@ def _no_name(tool: Tool, name: str) -> RequestError:
 
 
 # ---- arguments one by one
+
+
+def _properties_of(tool: Tool) -> Mapping[str, Schema]:
+    """Return the properties of a tool whose arguments are written one by one.
+
+    Raises:
+        RequestError: the tool is strict, and its schema restricts more than each single argument.
+    """
+    schema = tool.parameters or NOTHING
+    others = sorted(schema.keys() - _PLAIN_KEYS)
+    if others and tool.strict:
+        raise RequestError(
+            f"'{others[0]}' in the parameters of tool '{tool.name}' cannot be enforced in this model's format.",
+            param="tools",
+        )
+    properties = schema.get("properties", {})
+    if not isinstance(properties, Mapping):
+        raise RequestError(f"'properties' of tool '{tool.name}' is no object.", param="tools")
+    given = cast("Mapping[str, object]", properties)
+    missing = [name for name in _required_of(tool) if name not in given]
+    if missing and tool.strict:
+        raise RequestError(f"Tool '{tool.name}' requires '{missing[0]}', which has no schema.", param="tools")
+    return {
+        name: cast("Schema", value) if isinstance(value, Mapping) else {} for name, value in given.items()
+    }
+
+
+def _required_of(tool: Tool) -> list[str]:
+    """Return the names of the required arguments."""
+    required = (tool.parameters or NOTHING).get("required", [])
+    return [str(name) for name in cast("list[object]", required)] if isinstance(required, list) else []
+
+
+def _alone_of(tool: Tool, schema: Schema) -> Schema:
+    """Return a property's schema with the definitions that it may refer to."""
+    given = tool.parameters or {}
+    return {**{key: given[key] for key in DEFINITIONS if key in given}, **schema}
+
+
+def _texts_of(schema: Schema) -> list[str] | None:
+    """Return the possible texts of a property if the schema lists them."""
+    if not schema.keys() <= _STRING_KEYS:
+        return None
+    given = [schema["const"]] if "const" in schema else schema.get("enum")
+    if not isinstance(given, list) or not given:
+        return None
+    values = cast("list[object]", given)
+    return [str(value) for value in values] if all(isinstance(value, str) for value in values) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,10 +308,10 @@ def _tagged(call_before: str, call_behind: str, argument: _Tagged) -> _Spelling:
 
 def _arguments(grammar: LarkGrammar, tool: Tool, how: _Tagged) -> list[str]:
     """Return the rules of one call's arguments; optional ones have a question mark."""
-    required = required_of(tool)
+    required = _required_of(tool)
     return [
         grammar.fresh(_argument(grammar, tool, name, schema, how)) + ("" if name in required else "?")
-        for name, schema in properties_of(tool).items()
+        for name, schema in _properties_of(tool).items()
     ]
 
 
@@ -277,11 +330,11 @@ def _argument(grammar: LarkGrammar, tool: Tool, name: str, schema: Schema, how: 
 
 def _as_text(grammar: LarkGrammar, tool: Tool, schema: Schema, how: _Tagged) -> list[str]:
     """Return the rule of a string without quotes, if a wrong one can be recognized."""
-    texts = texts_of(schema)
+    texts = _texts_of(schema)
     if texts is not None:
         safe = all(_is_safe(text, how) for text in texts)
         return [grammar.exactly(text + how.behind) for text in texts] if safe else []
-    if not any(each.keys() <= STRING_KEYS or not tool.strict for each in _strings(schema, how)):
+    if not any(each.keys() <= _STRING_KEYS or not tool.strict for each in _strings(schema, how)):
         return []
     return [grammar.until(how.behind, besides=how.no_string)]
 
@@ -293,17 +346,17 @@ def _strings(schema: Schema, how: _Tagged) -> list[Schema]:
     options = schema["anyOf"]
     given = cast("list[object]", options) if isinstance(options, list) else []
     choices = [cast("Schema", each) for each in given if isinstance(each, dict)]
-    return [each for each in choices if each.get("type") == "string" and texts_of(each) is None]
+    return [each for each in choices if each.get("type") == "string" and _texts_of(each) is None]
 
 
 def _as_json(grammar: LarkGrammar, tool: Tool, schema: Schema, how: _Tagged) -> list[str]:
     if how.json_strings:
         is_json = True
-    elif texts_of(schema) is not None or schema.get("type") == "string":
+    elif _texts_of(schema) is not None or schema.get("type") == "string":
         is_json = False
     else:
         is_json = how.any_json or schema.get("type") in _JSON_TYPES
-    value = grammar.json(alone_of(tool, schema), **options_of(tool)) if is_json else ""
+    value = grammar.json(_alone_of(tool, schema), **options_of(tool)) if is_json else ""
     return [f"{value} {grammar.exactly(how.behind)}"] if is_json else []
 
 

@@ -163,12 +163,12 @@ class CallsReader:
                 rest = self._text
         return self._reading(rest) if rest is not None else self._look_for_end()
 
-    def finish(self) -> ReadCalls:
+    def finish(self, *, cut_off: bool) -> ReadCalls:
         """End the answer without a mark that ends calls, because some formats have none.
 
-        A call that was cut off in its arguments is a call with the arguments so far, streamed or not.
+        A call that a limit cut off in its arguments is a call with the arguments so far, streamed or not.
         """
-        if self.is_cut_off and self._call is not None and not self._call.is_out:
+        if cut_off and self.is_cut_off and self._call is not None and not self._call.is_out:
             self._call.is_out = True
             self._parts += [self._call.opening, CallArguments(self.calls, self._call.arguments)]
         return self._conclude("", "")

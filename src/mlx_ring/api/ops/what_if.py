@@ -49,10 +49,14 @@ class WhatIfChoices(JsonObject):
     """Objectives of the plans."""
 
 
+_MOST_LETTERS = 200
+"""Length of a model's name."""
+
+
 class WhatIfRequest(Body):
     """Question about the running cluster with other machines, links, contexts or models."""
 
-    model: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+    model: Annotated[str, Field(min_length=1, max_length=_MOST_LETTERS)] | None = None
     """Served model, one that `/cluster/models` lists, a short name such as `llama-70b`, or the hub id that has one;
     the default model if it is missing."""
     what_fits: bool = False
@@ -188,6 +192,10 @@ def _answer(context: ApiContext, fields: WhatIfRequest, is_stopped: Callable[[],
 
 
 def _planning_basis(context: ApiContext, name: str | None) -> PlanningBasis:
+    if name is not None and len(name) > _MOST_LETTERS:
+        raise RequestError(
+            f"'model' has {len(name)} characters; give a name of at most {_MOST_LETTERS}.", param="model"
+        )
     fields = WhatIfRequest(model=name or None)
     served = _served(context, fields)
     running = context.catalog.running(served)
