@@ -77,12 +77,7 @@ def _checked(found: LocalModel) -> str:
     from mlx_ring.models import hub
 
     with _Bar(found.name) as bar:
-        is_checked = hub.verify(found.name, bar.report)
-    return (
-        " Its files have the hub's sizes and SHA-256."
-        if is_checked
-        else " The hub cannot be asked, so its files were not compared."
-    )
+        return f" {hub.verify(found.name, bar.report)}"
 
 
 def fetch_here(model: str, *, must_fit: bool = False, memory_bytes: int | None = None) -> LocalModel:

@@ -40,6 +40,7 @@ from mlx_ring.head.status import (
 from mlx_ring.head.step_speeds import step_speeds
 from mlx_ring.host.machine import node_name
 from mlx_ring.host.machine_profile import MachineProfile
+from mlx_ring.host.private_files import release
 from mlx_ring.models.fetching import Fetches
 from mlx_ring.models.model_folder import PullProgress, Report
 from mlx_ring.models.model_source import (
@@ -48,7 +49,6 @@ from mlx_ring.models.model_source import (
     hold_folder,
     list_local_models,
     must_be_fetched,
-    release_folder,
     remove_model,
 )
 from mlx_ring.planner.model_sizes import sizes_of
@@ -247,7 +247,7 @@ class Catalog:
                     f"{hub_id} is served by this server: unload it first, or stop the server if it began with this model."
                 )
             for each in named:
-                release_folder(each.served.folder.path)
+                release(each.served.folder.path)
             try:
                 removed = await asyncio.to_thread(remove_model, hub_id)
             except RingError:

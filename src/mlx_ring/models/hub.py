@@ -9,16 +9,18 @@ one that was killed: the hub's client alone would begin the file again. They are
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import io
 import re
 import shutil
 import threading
+from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Literal, TypeVar
 from urllib.parse import urlsplit
 
@@ -50,12 +52,14 @@ from huggingface_hub.utils import (
 )
 
 from mlx_ring.core.errors import ModelCorrupt, ModelNotFound, PlanError, RingError
+from mlx_ring.host.private_files import is_held
 from mlx_ring.models.gguf import SUFFIX
 from mlx_ring.models.model_folder import (
     SMALL_FILES,
     ModelFolder,
     PullProgress,
     Report,
+    check_disk,
     check_memory,
     gigabytes,
     has_tokenizer,
@@ -69,29 +73,12 @@ _UNWANTED = ("*.py", "*/*")
 _LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}")
 _ANSWER_WAIT_S = 8.0
 """Time for the hub's list of files: with the program's start, less than ten seconds in all."""
-_DISK_RESERVE_BYTES = 1 << 30
 _AT_ONCE = 4
 """Weights files that are fetched at the same time."""
 _CHUNK_BYTES = 256 << 10
 """Bytes that the hub's client gathers before it writes them: those that a killed fetch loses. The client's own are 10 MB."""
 _PART = ".mlx-ring.part"
 """End of the names of weights files that are not complete."""
-
-
-def check_disk(name: str, needed_bytes: int, folder: Path) -> None:
-    """Refuse to fetch a model that would fill the disk of the folder.
-
-    Raises:
-        PlanError: too little free space there.
-    """
-    while not folder.exists():
-        folder = folder.parent
-    free = shutil.disk_usage(folder).free
-    if needed_bytes + _DISK_RESERVE_BYTES > free:
-        raise PlanError(
-            f"{name} needs {gigabytes(needed_bytes)} on disk, but {folder} has {gigabytes(free)} free: "
-            "free some space, or set HF_HOME to a folder on another disk."
-        )
 
 
 Found = TypeVar("Found")
@@ -225,6 +212,8 @@ class _Meter:
 
     def __init__(self, total: int, report: Report) -> None:
         self.total = total
+        self.is_stopped = False
+        """True once the threads shall end."""
         self._done = 0
         self._report = report
         self._lock = threading.Lock()
@@ -236,13 +225,15 @@ class _Meter:
 
 
 class _Part(io.FileIO):
-    """Incomplete file whose growth is counted."""
+    """Incomplete file whose growth is counted. It refuses to grow once its fetch has ended."""
 
     def __init__(self, path: Path, meter: _Meter) -> None:
         super().__init__(path, "a+")
         self._meter = meter
 
     def write(self, data: bytes, /) -> int:  # pyright: ignore[reportIncompatibleMethodOverride] - the client writes bytes alone
+        if self._meter.is_stopped:
+            raise InterruptedError("the fetch has ended")
         written = super().write(data)
         self._meter.add(written)
         return written
@@ -263,10 +254,27 @@ def _fetch_weights(name: str, files: list[_HubFile], meter: _Meter) -> None:
     """
     blobs = _repository(name) / "blobs"
     blobs.mkdir(parents=True, exist_ok=True)
-    with ThreadPoolExecutor(_AT_ONCE, "fetch") as threads:
-        begun = [threads.submit(_fetch_file, name, file, blobs, meter) for file in files]
-        for each in begun:
-            each.result()
+    waiting, ended = deque(files), SimpleQueue[Exception | None]()
+
+    def run() -> None:
+        with contextlib.suppress(IndexError):  # no file is left
+            while not meter.is_stopped:
+                file = waiting.popleft()
+                try:
+                    _fetch_file(name, file, blobs, meter)
+                    ended.put(None)
+                except Exception as error:  # noqa: BLE001 - the caller raises it
+                    ended.put(error)
+
+    # Daemons, because an error or an interrupt must not wait for the other files.
+    for number in range(min(_AT_ONCE, len(files))):
+        threading.Thread(target=run, name=f"fetch {number}", daemon=True).start()
+    try:
+        for _ in files:
+            if (error := ended.get()) is not None:
+                raise error
+    finally:
+        meter.is_stopped = True
 
 
 def _fetch_file(name: str, file: _HubFile, blobs: Path, meter: _Meter) -> None:
@@ -314,47 +322,54 @@ def _kept_bytes(blobs: Path, file: _HubFile) -> int:
 
 
 def _check_sizes(name: str, folder: Path, files: list[_HubFile]) -> None:
-    """Compare the sizes of a snapshot's files with the hub's. Raises `ModelCorrupt`, and removes a file that differs."""
+    """Compare the sizes of a snapshot's files with the hub's. Raises `ModelCorrupt` as `verify` does."""
     for file in files:
         path = folder / file.name
         if (size := path.stat().st_size) != file.size:
-            path.resolve().unlink(missing_ok=True)
-            path.unlink(missing_ok=True)
-            raise ModelCorrupt(
-                f"{file.name} of {name} has {size:,} bytes, but the hub states {file.size:,}: it is removed; pull the model "
-                "again."
-            )
+            raise _damaged(name, path, f"{size:,} bytes, but the hub states {file.size:,}")
 
 
-def verify(name: str, report: Report = lambda _: None) -> bool:
-    """Compare a complete model's files in the cache with the hub's sizes and SHA-256.
+def verify(name: str, report: Report = lambda _: None) -> str:
+    """Compare a complete model's files in the cache with the hub's sizes and SHA-256 for the same version.
 
     Returns:
-        False if the hub cannot be asked.
+        Sentence with the result, which may be that the hub cannot be asked.
 
     Raises:
-        ModelCorrupt: a file differs; it is removed, so that another fetch gets it again.
+        ModelCorrupt: a file differs. It is removed, so that another fetch gets it again, unless a process serves the model.
     """
-    try:
-        files = _in_time(name, lambda: _wanted_files(name))
-    except ModelNotFound:
-        return False
     folder = _snapshot(name, offline=True)
+    try:
+        files = _in_time(name, lambda: _wanted_files(name, folder.name))
+    except ModelNotFound as error:
+        return f"Its files were not compared: {error}"
     present = [file for file in files if (folder / file.name).is_file()]
-    _check_sizes(name, folder, present)
     total = sum(file.size for file in present)
     done = 0
+    _check_sizes(name, folder, present)
     for file in present:
         path = folder / file.name
         if file.sha256 is not None and _sha256(path) != file.sha256:
-            path.resolve().unlink(missing_ok=True)
-            path.unlink(missing_ok=True)
-            raise ModelCorrupt(
-                f"{file.name} of {name} has another SHA-256 than the hub states: it is removed; pull the model again."
-            )
+            raise _damaged(name, path, "another SHA-256 than the hub states")
         done += file.size
         report(PullProgress("verifying", done, total))
-    return True
+    compared = "Its files have the hub's sizes and SHA-256."
+    with contextlib.suppress(ModelNotFound):
+        if _in_time(name, lambda: HfApi().model_info(name, timeout=_ANSWER_WAIT_S)).sha != folder.name:
+            return f"{compared} The hub has a newer version: to get it, `mlx-ring rm {name}`, then pull the model."
+    return compared
+
+
+def _damaged(name: str, path: Path, found: str) -> ModelCorrupt:
+    """Remove a file that differs from the hub's, unless a process serves the model, and return the error that says so."""
+    if is_held(path.parent):
+        return ModelCorrupt(
+            f"{path.name} of {name} has {found}. It stays, because a server uses it: stop that server, then pull the model "
+            "again."
+        )
+    path.resolve().unlink(missing_ok=True)
+    path.unlink(missing_ok=True)
+    return ModelCorrupt(f"{path.name} of {name} has {found}: it is removed; pull the model again.")
 
 
 def _sha256(path: Path) -> str:
@@ -380,9 +395,10 @@ def _repository(name: str) -> Path:
     return cache / repo_folder_name(repo_id=name, repo_type="model")
 
 
-def _wanted_files(name: str) -> list[_HubFile]:
-    """Return the files of a hub repository that serving needs."""
-    siblings = HfApi().model_info(name, files_metadata=True, timeout=_ANSWER_WAIT_S).siblings or []
+def _wanted_files(name: str, revision: str | None = None) -> list[_HubFile]:
+    """Return the files of a hub repository that serving needs, of its newest revision by default."""
+    info = HfApi().model_info(name, revision=revision, files_metadata=True, timeout=_ANSWER_WAIT_S)
+    siblings = info.siblings or []
     wanted = set(
         filter_repo_objects(
             (file.rfilename for file in siblings),

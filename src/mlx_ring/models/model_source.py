@@ -28,6 +28,7 @@ from mlx_ring.core.errors import (
     ModelError,
     ModelNotFound,
 )
+from mlx_ring.host.private_files import hold, is_held
 from mlx_ring.models.gguf import MAGIC, SUFFIX, read_gguf, read_range
 from mlx_ring.models.gguf.model_config import small_files_of
 from mlx_ring.models.model_folder import (
@@ -386,40 +387,12 @@ def _identity(parts: Iterable[Path]) -> str:
 
 
 def hold_folder(folder: Path) -> None:
-    """Keep a folder of a GGUF file, or of the hub's cache, until `release_folder` or the end of this process.
+    """Hold a folder of a GGUF file, or of the hub's cache, until `release` or the end of this process.
 
     A GGUF file may be replaced or removed meanwhile.
     """
-    is_kept = folder.parent == _gguf_folders() or folder.parent.name == "snapshots"
-    if is_kept and folder not in _held:
-        with contextlib.suppress(OSError):  # a file system without locks
-            _held[folder] = descriptor = os.open(folder, os.O_RDONLY)
-            fcntl.flock(descriptor, fcntl.LOCK_SH)
-
-
-_held: dict[Path, int] = {}
-"""Open descriptors of folders that this process holds."""
-
-
-def release_folder(folder: Path) -> None:
-    """Hold a folder no longer."""
-    if folder in _held:
-        os.close(_held.pop(folder))
-
-
-def is_held(folder: Path) -> bool:
-    """Report whether a process holds a folder, this one included."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
+    if folder.parent == _gguf_folders() or folder.parent.name == "snapshots":
+        hold(folder)
 
 
 def _remove_unless_held(folder: Path) -> None:
