@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import json
 import shutil
@@ -20,6 +22,7 @@ from mlx_ring.cli import INTERRUPTED
 from mlx_ring.core.environment import inherited_environment
 from mlx_ring.core.errors import ConfigError, Conflict, ModelNotFound
 from mlx_ring.host.private_files import release
+from mlx_ring.models import hub
 from mlx_ring.models.model_source import (
     find_model,
     hold_folder,
@@ -274,3 +277,84 @@ def test_a_served_model_is_not_removed(tiny_model: Path, home: Path) -> None:
     assert remove_model("someone/tiny")[0] == "someone/tiny"
     with pytest.raises(ModelNotFound, match="is not on this machine"):
         remove_model("someone/tiny")
+
+
+def test_a_model_in_a_linked_folder_or_of_another_user_is_not_removed_and_the_reason_named(
+    tiny_model: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_in_cache(home, tiny_model, "someone/tiny")
+    folder = home / "hub" / "models--someone--tiny"
+    kept = folder.rename(home / "elsewhere")
+    folder.symlink_to(kept)
+    with pytest.raises(ConfigError, match=f"{folder} is a link to {kept}: remove both yourself"):
+        remove_model("someone/tiny")
+    folder.unlink()
+    kept.rename(folder)
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path / "refs"))
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    with pytest.raises(ConfigError, match=f"{folder}/refs cannot be removed .Permission denied.: correct"):
+        remove_model("someone/tiny")
+
+
+def test_a_model_that_a_process_downloads_is_not_removed(home: Path) -> None:
+    part = home / "hub" / "models--someone--tiny" / "blobs" / "ab.mlx-ring.part"
+    part.parent.mkdir(parents=True)
+    part.touch()
+    with part.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(Conflict, match="someone/tiny is being downloaded: end the download"):
+            remove_model("someone/tiny")
+    assert remove_model("someone/tiny") == ("someone/tiny", 0)
+
+
+class RefusingHub(FakeHub):
+    """Hub that refuses everything with one status."""
+
+    status, code = 500, ""
+
+    def answer(self, *, with_body: bool) -> None:
+        super().send(self.status, b"{}", with_body=with_body, code=self.code)
+
+
+class GatedHub(RefusingHub):
+    """Hub whose models are gated."""
+
+    status, code = 403, "GatedRepo"
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (GatedHub, "then run `hf auth login` on this machine, or start the server again with HF_TOKEN"),
+        (RefusingHub, "cannot be fetched now: the hub answered 500."),
+    ],
+)
+def test_a_refusal_of_the_hub_is_named_in_a_pull_and_in_a_comparison(
+    kind: type[RefusingHub], said: str, tiny_model: Path, home: Path
+) -> None:
+    with running_hub(tiny_model, kind) as (endpoint, _):
+        assert said in mlx_ring("pull", "someone/tiny", endpoint=endpoint, home=home).stderr
+        put_in_cache(home, tiny_model, "someone/tiny")
+        compared = mlx_ring("pull", "someone/tiny", endpoint=endpoint, home=home)
+        alone = mlx_ring("pull", "someone/tiny", endpoint="http://127.0.0.1:9", home=home)
+    assert "Its files were not compared: The hub cannot be asked (" in alone.stdout
+    assert "Its files were not compared: someone/tiny " in compared.stdout
+    assert said in compared.stdout
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "hub (No space left on device): correct that"),
+        (
+            PermissionError(errno.EACCES, "Permission denied", "/a/b"),
+            "to /a/b (Permission denied): correct that",
+        ),
+        (OSError("connection reset"), "cannot be fetched (connection reset): connect to the network"),
+    ],
+)
+def test_a_failure_of_the_disk_is_not_taken_for_one_of_the_network(error: OSError, said: str) -> None:
+    assert said in str(hub.explain_failure("someone/tiny", error))

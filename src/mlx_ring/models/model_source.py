@@ -79,9 +79,9 @@ def list_local_models() -> Iterator[LocalModel]:
     """
     for name in builtin_names():
         yield LocalModel(name, "built-in", read_model_folder(BUILTIN_FOLDER / name))
-    from mlx_ring.models import hub  # importing its client takes a while
+    from mlx_ring.models import hub, hub_cache  # importing their client takes a while
 
-    for name in hub.cached_ids():
+    for name in hub_cache.cached_ids():
         with contextlib.suppress(ModelError):
             if (folder := hub.complete_in_cache(name)) is not None:
                 yield LocalModel(name, "hub", _with_sizes(folder))
@@ -93,7 +93,7 @@ def list_local_models() -> Iterator[LocalModel]:
         with contextlib.suppress(ModelError):
             yield LocalModel(name, "ollama", read_gguf_model([file]))
     blobs = set(ollama_models().values())
-    for file in dict.fromkeys([*_linked_files(), *hub.cached_gguf_files(), *lm_studio_files()]):
+    for file in dict.fromkeys([*_linked_files(), *hub_cache.cached_gguf_files(), *lm_studio_files()]):
         if file not in blobs:
             with contextlib.suppress(ModelError):
                 yield LocalModel(str(file), "file", read_gguf_model(_parts(file)))
@@ -237,11 +237,11 @@ def remove_model(name: str) -> tuple[str, int]:
         Its id, and the bytes that are free now.
 
     Raises:
-        ConfigError: it is part of the package, a file or folder of the user's, or another program's.
-        Conflict: a process of mlx-ring serves it.
+        ConfigError: it is part of the package, a file or folder of the user's, or another program's, or cannot be removed.
+        Conflict: a process of mlx-ring serves it, or downloads it.
         ModelNotFound: it is not on this machine.
     """
-    from mlx_ring.models import hub
+    from mlx_ring.models import hub_cache
 
     if name in builtin_names():
         raise ConfigError(f"{name} is part of mlx-ring and takes no space: it cannot be removed.")
@@ -249,7 +249,7 @@ def remove_model(name: str) -> tuple[str, int]:
     if _is_there(path):
         raise ConfigError(f"{path.absolute()} is your own: remove it yourself if nothing needs it.")
     hub_id = full_name(name)
-    repository = hub.cached_repository(hub_id)
+    repository = hub_cache.cached_repository(hub_id)
     if repository is None:
         found = _downloaded(name)
         if found is None:
@@ -260,7 +260,9 @@ def remove_model(name: str) -> tuple[str, int]:
             f"{hub_id} is served on this machine: `mlx-ring ps` shows where; stop that server with `mlx-ring stop`, "
             "then remove it."
         )
-    return hub_id, hub.remove_repository(repository)
+    if hub_cache.is_being_fetched(repository):
+        raise Conflict(f"{hub_id} is being downloaded: end the download, then remove the model.")
+    return hub_id, hub_cache.remove_repository(repository)
 
 
 def _path(name: str) -> Path:
