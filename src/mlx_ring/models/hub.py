@@ -394,16 +394,8 @@ def explain_failure(name: str, error: Exception, *, is_here: bool = False) -> Ri
             f"{name} is gated: accept its terms at {constants.ENDPOINT}/{name}, then run `hf auth login` on this machine, or "
             f"start the server again with HF_TOKEN, a token from {constants.ENDPOINT}/settings/tokens."
         )
-    if isinstance(error, RepositoryNotFoundError) and (short := short_names_of(name)):
-        return ModelNotFound(
-            f"The hub has {name} no more, for which {short[0]} stands: choose another model with `mlx-ring recommend`, or "
-            "give the id of another conversion."
-        )
     if isinstance(error, RepositoryNotFoundError):
-        return ModelNotFound(
-            f"The hub has no model {name}, or it is private: check the spelling. For a private one, run "
-            "`hf auth login` on this machine, or start the server again with HF_TOKEN, your token."
-        )
+        return ModelNotFound(_not_on_hub(name))
     if isinstance(error, HfHubHTTPError):
         return ModelNotFound(
             f"{name} cannot be fetched now: the hub answered {error.response.status_code}. Pull it again later; the "
@@ -420,4 +412,16 @@ def explain_failure(name: str, error: Exception, *, is_here: bool = False) -> Ri
     return ModelNotFound(
         f"{name} is not on this machine and cannot be fetched ({reason}): connect to the network, or give a folder "
         "that holds the model; `mlx-ring models list` names the models on this machine."
+    )
+
+
+def _not_on_hub(name: str) -> str:
+    if short := short_names_of(name):
+        return (
+            f"The hub has {name} no more, for which {short[0]} stands: choose another model with `mlx-ring recommend`, or "
+            "give the id of another conversion."
+        )
+    return (
+        f"The hub has no model {name}, or it is private: check the spelling. For a private one, run `hf auth login` on "
+        "this machine, or start the server again with HF_TOKEN, your token."
     )
