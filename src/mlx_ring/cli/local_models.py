@@ -31,8 +31,8 @@ from mlx_ring.host.running import Running, running_here
 from mlx_ring.models.model_folder import PullProgress, gigabytes
 from mlx_ring.models.model_source import (
     LocalModel,
+    exact_name,
     find_model,
-    full_name,
     list_local_models,
     must_be_fetched,
     remove_model,
@@ -158,7 +158,7 @@ def rm(
     cacert: Annotated[Path | None, CACERT] = None,
 ) -> None:
     """Remove a downloaded model from this machine's disk. One that is served stays."""
-    hub_id = full_name(model)
+    hub_id = exact_name(model)
     for head in heads_here():
         names: dict[str, set[str]] = {}
         with contextlib.suppress(ConfigError, RequestError, LookupError, TypeError):

@@ -38,6 +38,7 @@ from mlx_ring.models.fetching import Fetches
 from mlx_ring.models.model_folder import PullProgress, Report
 from mlx_ring.models.model_source import (
     LocalModel,
+    exact_name,
     full_name,
     hold_folder,
     list_local_models,
@@ -260,7 +261,7 @@ class Catalog:
 
     async def delete(self, name: str) -> tuple[str, int]:
         """Remove a model from the disk that is not loaded, and from the list."""
-        hub_id = await asyncio.to_thread(full_name, name)
+        hub_id = await asyncio.to_thread(exact_name, name)
         async with self._one_at_a_time:
             named = [
                 each for each in self._hosted if hub_id in each.served.names or name in each.served.names

@@ -46,7 +46,7 @@ from mlx_ring.models.other_programs import (
     ollama_file,
     ollama_models,
 )
-from mlx_ring.models.short_names import close_short_names, find_hub_id
+from mlx_ring.models.short_names import close_short_names, find_hub_id, short_names_of
 
 BUILTIN_FOLDER = Path(__file__).resolve().parent.parent / "builtin_models"
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -148,7 +148,7 @@ def full_name(name: str) -> str:
     Raises:
         ModelNotFound: no model has this name, or several have it.
     """
-    if name in builtin_names() or _is_there(_path(name)) or _is_hub_id(name):
+    if name in builtin_names() or _is_there(_path(name)) or is_hub_id(name):
         return name
     hub_id = find_hub_id(name)
     if hub_id is None:
@@ -158,7 +158,23 @@ def full_name(name: str) -> str:
     return hub_id
 
 
-def _is_hub_id(name: str) -> bool:
+def exact_name(name: str) -> str:
+    """Return the hub's id that a whole short name means; others stay as they are, as for `full_name`.
+
+    Raises:
+        ModelNotFound: no model has this name, or it is only a part of one.
+    """
+    hub_id = full_name(name)
+    short = short_names_of(hub_id)
+    if name == hub_id or name.lower() in short:
+        return hub_id
+    raise ModelNotFound(
+        f"{name} is not the whole name of a model: {' or '.join([*short[:1], hub_id])} is one."
+    )
+
+
+def is_hub_id(name: str) -> bool:
+    """Report whether a name has the form of an id of the hub."""
     return _HUB_ID.fullmatch(name) is not None and not name.startswith(".")
 
 
@@ -172,7 +188,7 @@ def _downloaded(name: str) -> LocalModel | None:
     from mlx_ring.models import hub
 
     hub_id = full_name(name)
-    if _is_hub_id(hub_id):
+    if is_hub_id(hub_id):
         if (folder := hub.complete_in_cache(hub_id)) is not None:
             return LocalModel(hub_id, "hub", folder)
         path = lm_studio_folder(hub_id)
@@ -239,7 +255,7 @@ def remove_model(name: str) -> tuple[str, int]:
     Raises:
         ConfigError: it is part of the package, a file or folder of the user's, or another program's, or cannot be removed.
         Conflict: a process of mlx-ring serves it, or downloads it.
-        ModelNotFound: it is not on this machine.
+        ModelNotFound: it is not on this machine, or the name is not a whole one.
     """
     from mlx_ring.models import hub_cache
 
@@ -248,7 +264,7 @@ def remove_model(name: str) -> tuple[str, int]:
     path = _path(name)
     if _is_there(path):
         raise ConfigError(f"{path.absolute()} is your own: remove it yourself if nothing needs it.")
-    hub_id = full_name(name)
+    hub_id = exact_name(name)
     repository = hub_cache.cached_repository(hub_id)
     if repository is None:
         found = _downloaded(name)
