@@ -23,6 +23,7 @@ from mlx_ring.core.environment import inherited_environment
 from mlx_ring.core.errors import ConfigError, Conflict, ModelNotFound
 from mlx_ring.host.private_files import release
 from mlx_ring.models import hub
+from mlx_ring.models.hub_cache import interrupted_downloads
 from mlx_ring.models.model_source import (
     find_model,
     hold_folder,
@@ -203,6 +204,8 @@ def test_an_interrupt_and_an_error_end_a_pull_whose_other_files_stall(
             process.kill()
             kind.released.set()
     assert (process.returncode, said in output) == (code, True), output
+    listed = mlx_ring("list", endpoint="http://127.0.0.1:9", home=home).stdout
+    assert "someone/tiny is incomplete: `mlx-ring pull someone/tiny` continues the download." in listed
 
 
 def test_weights_with_another_content_than_the_hub_states_are_not_kept(tiny_model: Path, home: Path) -> None:
@@ -305,6 +308,7 @@ def test_a_model_that_a_process_downloads_is_not_removed(home: Path) -> None:
     part.touch()
     with part.open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
+        assert interrupted_downloads() == {"someone/tiny": 0}
         with pytest.raises(Conflict, match="someone/tiny is being downloaded: end the download"):
             remove_model("someone/tiny")
     assert remove_model("someone/tiny") == ("someone/tiny", 0)

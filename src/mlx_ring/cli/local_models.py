@@ -308,12 +308,15 @@ def list_models() -> None:
             next(iter(short_names_of(model.name)), ""),
             model.kind,
             folder.model_type,
-            gigabytes(folder.weight_bytes)
-            if folder.weight_bytes >= _GIGABYTE
-            else f"{folder.weight_bytes / 1e6:,.0f} MB",
+            _size(folder.weight_bytes),
             str(folder.num_layers),
             f"{folder.context_length:,}",
         )
+    from mlx_ring.models import hub_cache  # importing its client takes a while
+
+    for name, size in hub_cache.interrupted_downloads().items():
+        table.add_row(name, next(iter(short_names_of(name)), ""), "hub", "incomplete", _size(size))
+        remarks.append(f"{name} is incomplete: `mlx-ring pull {name}` continues the download.")
     console = Console(soft_wrap=True)
     console.print(table)
     for remark in remarks:
@@ -322,3 +325,7 @@ def list_models() -> None:
         "\nServe one with `mlx-ring serve MODEL`; a folder, a GGUF file, a short name or any hub id works too.",
         highlight=False,
     )
+
+
+def _size(count: int) -> str:
+    return gigabytes(count) if count >= _GIGABYTE else f"{count / 1e6:,.0f} MB"

@@ -100,7 +100,7 @@ class Fetches:
         return name in self._tasks
 
     def cancel(self, name: str) -> None:
-        """End a fetch, whoever waits for it. What arrived is kept.
+        """End a fetch, whoever waits for it. A later one continues it.
 
         Raises:
             Conflict: there is none.

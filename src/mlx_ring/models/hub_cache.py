@@ -43,6 +43,15 @@ def cached_gguf_files() -> list[Path]:
     return sorted(file for file in files if file.suffix == SUFFIX and not _LATER_PART.search(file.name))
 
 
+def interrupted_downloads() -> dict[str, int]:
+    """Return the models with weights files that are not complete: by id, the bytes that are here."""
+    parts = Path(constants.HF_HUB_CACHE).expanduser().glob(f"models--*/blobs/*{PART}")
+    return {
+        "/".join(blobs.parent.name.split("--")[1:]): sum(file.lstat().st_size for file in blobs.iterdir())
+        for blobs in sorted({part.parent for part in parts})
+    }
+
+
 def cached_repository(name: str) -> Path | None:
     """Return the folder of a model in the cache, complete or not; None if there is none."""
     folder = repository_folder(name)

@@ -61,7 +61,7 @@ class PullRequest(Body):
     stop_unwatched: bool = False
     """End the download when no client waits for it any more. It otherwise continues, and the next pull joins it."""
     cancel: bool = False
-    """End the download instead, for all clients. What arrived is kept. The answer is its last progress."""
+    """End the download instead, for all clients. A later one continues it. The answer is its last progress."""
 
 
 class DeleteRequest(Body):
