@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from mlx_ring.cli.startup import _BY_SIZE, SuggestedModel  # pyright: ignore[reportPrivateUsage]
 from mlx_ring.core.errors import ModelNotFound
 from mlx_ring.models.model_source import find_model, remove_model
 from mlx_ring.models.short_names import find_hub_id, published_models, short_names_of
 from mlx_ring.planner.known_models import find_known_model
+from mlx_ring.planner.model_sizes import sizes_of
+from mlx_ring.planner.profiles import ClusterProfile
 
 
 @pytest.mark.parametrize(
@@ -17,6 +20,9 @@ from mlx_ring.planner.known_models import find_known_model
         ("Qwen3-8B", "mlx-community/Qwen3-8B-4bit"),
         ("llama3.3:70b-4bit", "mlx-community/Llama-3.3-70B-Instruct-4bit"),
         ("llama3.3:latest", "mlx-community/Llama-3.3-70B-Instruct-4bit"),
+        ("qwen3:14b", "mlx-community/Qwen3-14B-4bit"),
+        ("qwen3:32b", "mlx-community/Qwen3-32B-4bit"),
+        ("gemma3:12b", "mlx-community/gemma-3-12b-it-4bit"),
         ("gpt-oss:20b", "mlx-community/gpt-oss-20b-MXFP4-Q8"),
         ("qwen3:30b", "mlx-community/Qwen3-30B-A3B-4bit"),
         ("gemma4:31b-q8", "mlx-community/gemma-4-31b-it-8bit"),
@@ -70,3 +76,10 @@ def test_a_part_of_a_name_removes_no_model() -> None:
         ModelNotFound, match="phi is not the whole name of a model: phi4 or mlx-community/phi-4-4bit is one"
     ):
         remove_model("phi")
+
+
+@pytest.mark.parametrize("suggested", _BY_SIZE, ids=lambda suggested: suggested.hub_id)
+def test_the_models_that_serve_suggests_are_in_the_list_with_their_bytes(suggested: SuggestedModel) -> None:
+    planned = sizes_of(find_known_model(suggested.hub_id).folder, suggested.hub_id, ClusterProfile(()))
+    assert find_hub_id(short_names_of(suggested.hub_id)[0]) == suggested.hub_id
+    assert planned.weight_bytes == pytest.approx(suggested.weight_bytes, rel=0.01)
