@@ -70,7 +70,7 @@ def test_ps_asks_a_server_with_a_key_and_fails_without_it(
     monkeypatch.delenv("MLX_RING_API_KEY", raising=False)
     with api_server(TwinService(names=("org/twin",)), make_api_settings(api_keys=("k",))) as url:
         served = Running("head", 4711, 0.0, "", url)
-        monkeypatch.setattr(processes, "running_here", lambda _: [served])  # pyright: ignore[reportUnknownLambdaType]
+        monkeypatch.setattr(processes, "running_here", lambda _: [served])  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
         ps(as_json=True, api_key="k", cacert=None, state_dir=None)
         assert json.loads(capsys.readouterr().out)[0]["model"] == "org/twin"
         with pytest.raises(typer.Exit) as ended:

@@ -34,10 +34,10 @@ class Machine:
         """Names of the models that need no fetch."""
         self.fetched: list[tuple[str, object]] = []
         """Fetched models, each with the memory that its fetch was limited to."""
-        monkeypatch.setattr(models, "must_be_fetched", lambda name: name not in self.here)  # pyright: ignore[reportUnknownLambdaType]
+        monkeypatch.setattr(models, "must_be_fetched", lambda name: name not in self.here)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
         monkeypatch.setattr(Fetches, "fetch", self.fetch)
         cluster = SimpleNamespace(machines=SimpleNamespace(nodes=[SimpleNamespace(memory_bytes=MEMORY)]))
-        monkeypatch.setattr(Catalog, "running", lambda *_: cluster)  # pyright: ignore[reportUnknownLambdaType]
+        monkeypatch.setattr(Catalog, "running", lambda *_: cluster)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
 
     async def fetch(
         self,
@@ -97,7 +97,7 @@ def test_a_model_is_not_deleted_while_it_is_fetched(monkeypatch: pytest.MonkeyPa
         with pytest.raises(Conflict, match=f"{HUB_ID} is being downloaded: cancel the download"):
             await make_catalog().delete("qwen3:8b")
 
-    monkeypatch.setattr(Fetches, "is_running", lambda _, name: name == HUB_ID)  # pyright: ignore[reportUnknownLambdaType]
+    monkeypatch.setattr(Fetches, "is_running", lambda _, name: name == HUB_ID)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
     asyncio.run(act())
 
 
