@@ -321,7 +321,13 @@ class TwinCatalog:
                 return model
         raise ModelNotFound(f"There is no model {name!r}.")
 
-    async def pull(self, name: str, *, force: bool, report: Report) -> str:
+    async def cancel_pull(self, name: str) -> str:
+        if name not in self.pulls:
+            raise Conflict(f"No download of {name} is in progress.")
+        return name
+
+    async def pull(self, name: str, *, force: bool, report: Report, lasts: bool = True) -> str:
+        del lasts
         if name.startswith("nobody/"):
             raise ModelNotFound(f"There is no model {name!r}.")
         if name == "org/large" and not force:

@@ -24,6 +24,8 @@ class FakeHub(BaseHTTPRequestHandler):
 
     ranges: ClassVar[list[int]] = []
     """First bytes of the requests for parts of files, of all hubs."""
+    commit = COMMIT
+    """Newest commit."""
 
     def __init__(self, files: dict[str, bytes], requested: list[str], *arguments: object) -> None:
         self.files, self.requested = files, requested
@@ -44,7 +46,9 @@ class FakeHub(BaseHTTPRequestHandler):
                 {"type": "file", "path": name, "size": len(data), "oid": "0"}
                 for name, data in self.files.items()
             ]
-            info = {"id": "someone/tiny", "sha": COMMIT, "siblings": siblings, "private": False}
+            asked = path.rpartition("/revision/")[2]
+            commit = asked if len(asked) == len(COMMIT) else self.commit
+            info = {"id": "someone/tiny", "sha": commit, "siblings": siblings, "private": False}
             self.send(200, json.dumps(tree if "/tree/" in path else info).encode(), with_body=with_body)
         elif path.startswith("/someone/tiny/resolve/") and (name := path.rsplit("/", 1)[1]) in self.files:
             self.send(200, self.files[name], with_body=with_body)
@@ -85,7 +89,7 @@ def running_hub(model: Path, kind: type[FakeHub] = FakeHub) -> Generator[tuple[s
 
     Its repository also has files that must never be fetched.
     """
-    files = {path.name: path.read_bytes() for path in model.iterdir()}
+    files = {path.name: path.read_bytes() for path in sorted(model.iterdir())}
     files |= {"modeling_tiny.py": b"raise SystemExit", "pytorch_model.bin": b"pickle", "README.md": b"#"}
     requested: list[str] = []
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(kind, files, requested))

@@ -11,6 +11,7 @@ import httpx
 import psutil
 import pytest
 from tests.core.fake_hub import FakeHub, find_elsewhere, running_hub
+from tests.eventually import eventually
 from tests.processes import serving
 
 WAIT_S = 60
@@ -50,6 +51,7 @@ def test_head_ends_during_a_fetch_and_a_later_fetch_completes_the_model(
                     for _ in range(2)
                 ]
                 assert HALF_SENT.wait(WAIT_S)
+                eventually(lambda: [part for part in home.rglob("*.part") if part.stat().st_size])
                 children = psutil.Process(server.process.pid).children(recursive=True)
                 server.process.send_signal(signal.SIGTERM)
                 assert server.process.wait(WAIT_S) == 0

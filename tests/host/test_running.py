@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mlx_ring.core.cluster_folders import running_folder
+from mlx_ring.core.environment import running_folder
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.host.machine import make_run_folder
 from mlx_ring.host.private_files import try_lock

@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import json
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from threading import Event
 
 import pytest
 from huggingface_hub import constants
 from tests.core.fake_hub import COMMIT, FakeHub, running_hub
 from tests.models.gguf.writing import write_gguf_of
 
+from mlx_ring.cli import INTERRUPTED
 from mlx_ring.core.environment import inherited_environment
 from mlx_ring.core.errors import ConfigError, Conflict, ModelNotFound
+from mlx_ring.host.private_files import release
+from mlx_ring.models import hub
+from mlx_ring.models.hub_cache import interrupted_downloads
 from mlx_ring.models.model_source import (
     find_model,
     hold_folder,
     list_local_models,
     must_be_fetched,
-    release_folder,
     remove_model,
 )
+
+WAIT_S = 60
+FIRST = "model-00001-of-00006.safetensors"
 
 
 @pytest.fixture(autouse=True)
@@ -44,8 +54,8 @@ def put_in_cache(home: Path, model: Path, name: str) -> Path:
     return snapshot
 
 
-def mlx_ring(*typed: str, endpoint: str, home: Path) -> subprocess.CompletedProcess[str]:
-    """Run a command in a process of its own, because the hub's client reads its address once."""
+def start(*typed: str, endpoint: str, home: Path) -> subprocess.Popen[str]:
+    """Start a command in a process of its own, because the hub's client reads its address once."""
     code = "import sys; from mlx_ring.cli.app import run; sys.argv[0] = 'mlx-ring'; sys.exit(run())"
     changes = {
         "HF_ENDPOINT": endpoint,
@@ -53,13 +63,20 @@ def mlx_ring(*typed: str, endpoint: str, home: Path) -> subprocess.CompletedProc
         "HOME": str(home),
         "MLX_RING_STATE_DIR": str(home / "state"),
     }
-    return subprocess.run(
+    return subprocess.Popen(
         [sys.executable, "-c", code, *typed],
         env=inherited_environment(changes),
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        check=False,
     )
+
+
+def mlx_ring(*typed: str, endpoint: str, home: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command in a process of its own."""
+    process = start(*typed, endpoint=endpoint, home=home)
+    output, errors = process.communicate()
+    return subprocess.CompletedProcess(typed, process.returncode, output, errors)
 
 
 class OtherHub(FakeHub):
@@ -95,6 +112,100 @@ def test_a_model_is_pulled_checked_again_and_removed(tiny_model: Path, home: Pat
         removed = mlx_ring("rm", "someone/tiny", endpoint=endpoint, home=home)
         assert removed.stdout.startswith("someone/tiny is removed, which frees ")
         assert not (home / "hub" / "models--someone--tiny").exists()
+
+
+class NewerHub(FakeHub):
+    """Hub whose newest commit has another tokenizer's configuration than `COMMIT`, which it still has."""
+
+    commit = "b" * 40
+
+    def sibling(self, name: str, data: bytes) -> dict[str, object]:
+        is_newer = name == "tokenizer_config.json" and COMMIT not in self.path
+        return super().sibling(name, data + b" " if is_newer else data)
+
+
+def test_a_complete_model_is_compared_with_its_own_version_and_a_newer_one_is_named(
+    tiny_model: Path, home: Path
+) -> None:
+    snapshot = put_in_cache(home, tiny_model, "someone/tiny")
+    with running_hub(tiny_model, NewerHub) as (endpoint, _):
+        pulled = mlx_ring("pull", "someone/tiny", endpoint=endpoint, home=home)
+    assert pulled.returncode == 0, pulled.stderr
+    assert "The hub has a newer version: to get it, `mlx-ring rm someone/tiny`" in pulled.stdout
+    assert {path.name for path in snapshot.iterdir()} == {path.name for path in tiny_model.iterdir()}
+
+
+def test_a_damaged_file_of_a_served_model_stays(tiny_model: Path, home: Path) -> None:
+    snapshot = put_in_cache(home, tiny_model, "someone/tiny")
+    (snapshot / "tokenizer_config.json").write_text("{}")
+    hold_folder(snapshot)
+    with running_hub(tiny_model) as (endpoint, _):
+        refused = mlx_ring("pull", "someone/tiny", endpoint=endpoint, home=home)
+    release(snapshot)
+    assert "It stays, because a server uses it" in refused.stderr
+    assert (snapshot / "tokenizer_config.json").read_text() == "{}"
+
+
+class StalledHub(FakeHub):
+    """Hub that sends its first weights file, with another SHA-256 if `lies`, and stalls in the others."""
+
+    lies = False
+    stalled, released = Event(), Event()
+
+    def sibling(self, name: str, data: bytes) -> dict[str, object]:
+        lfs = {"lfs": {"size": len(data), "sha256": "0" * 64, "pointerSize": 134}}
+        return super().sibling(name, data) | (lfs if self.lies and name == FIRST else {})
+
+    def send(self, status: int, data: bytes, *, with_body: bool, code: str = "") -> None:
+        is_late = with_body and self.path.endswith(".safetensors") and not self.path.endswith(FIRST)
+        super().send(status, data, with_body=with_body and not is_late, code=code)
+        if is_late:
+            self.stalled.set()
+            self.released.wait(WAIT_S)
+
+
+class LyingStalledHub(StalledHub):
+    """The same, which lies."""
+
+    lies = True
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("kind", "code", "said"),
+    [
+        (StalledHub, 130, "`mlx-ring pull someone/tiny` continues the download"),
+        (LyingStalledHub, 2, f"{FIRST} of someone/tiny arrived with SHA-256"),
+    ],
+)
+def test_an_interrupt_and_an_error_end_a_pull_whose_other_files_stall(
+    kind: type[StalledHub],
+    code: int,
+    said: str,
+    tiny_model: Path,
+    home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HF_HUB_DOWNLOAD_TIMEOUT", str(WAIT_S))
+    model = shutil.copytree(tiny_model, home / "model")
+    (model / "model.safetensors").rename(model / FIRST)
+    for number in range(2, 7):
+        (model / f"model-0000{number}-of-00006.safetensors").write_bytes(bytes([number]) * 1000)
+    kind.stalled.clear()
+    kind.released.clear()
+    with running_hub(model, kind) as (endpoint, _):
+        process = start("pull", "someone/tiny", endpoint=endpoint, home=home)
+        try:
+            assert kind.stalled.wait(WAIT_S)
+            if code == INTERRUPTED:
+                process.send_signal(signal.SIGINT)
+            output = "".join(process.communicate(timeout=WAIT_S / 3))
+        finally:
+            process.kill()
+            kind.released.set()
+    assert (process.returncode, said in output) == (code, True), output
+    listed = mlx_ring("list", endpoint="http://127.0.0.1:9", home=home).stdout
+    assert "someone/tiny is incomplete: `mlx-ring pull someone/tiny` continues the download." in listed
 
 
 def test_weights_with_another_content_than_the_hub_states_are_not_kept(tiny_model: Path, home: Path) -> None:
@@ -165,7 +276,89 @@ def test_a_served_model_is_not_removed(tiny_model: Path, home: Path) -> None:
     hold_folder(snapshot)
     with pytest.raises(Conflict, match="someone/tiny is served on this machine: `mlx-ring ps` shows where"):
         remove_model("someone/tiny")
-    release_folder(snapshot)
+    release(snapshot)
     assert remove_model("someone/tiny")[0] == "someone/tiny"
     with pytest.raises(ModelNotFound, match="is not on this machine"):
         remove_model("someone/tiny")
+
+
+def test_a_model_in_a_linked_folder_or_of_another_user_is_not_removed_and_the_reason_named(
+    tiny_model: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_in_cache(home, tiny_model, "someone/tiny")
+    folder = home / "hub" / "models--someone--tiny"
+    kept = folder.rename(home / "elsewhere")
+    folder.symlink_to(kept)
+    with pytest.raises(ConfigError, match=f"{folder} is a link to {kept}: remove both yourself"):
+        remove_model("someone/tiny")
+    folder.unlink()
+    kept.rename(folder)
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path / "refs"))
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    with pytest.raises(ConfigError, match=f"{folder}/refs cannot be removed .Permission denied.: correct"):
+        remove_model("someone/tiny")
+
+
+def test_a_model_that_a_process_downloads_is_not_removed(home: Path) -> None:
+    part = home / "hub" / "models--someone--tiny" / "blobs" / "ab.mlx-ring.part"
+    part.parent.mkdir(parents=True)
+    part.touch()
+    with part.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert interrupted_downloads() == {"someone/tiny": 0}
+        with pytest.raises(Conflict, match="someone/tiny is being downloaded: end the download"):
+            remove_model("someone/tiny")
+    assert remove_model("someone/tiny") == ("someone/tiny", 0)
+
+
+class RefusingHub(FakeHub):
+    """Hub that refuses everything with one status."""
+
+    status, code = 500, ""
+
+    def answer(self, *, with_body: bool) -> None:
+        super().send(self.status, b"{}", with_body=with_body, code=self.code)
+
+
+class GatedHub(RefusingHub):
+    """Hub whose models are gated."""
+
+    status, code = 403, "GatedRepo"
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (GatedHub, "then run `hf auth login` on this machine, or start the server again with HF_TOKEN"),
+        (RefusingHub, "cannot be fetched now: the hub answered 500."),
+    ],
+)
+def test_a_refusal_of_the_hub_is_named_in_a_pull_and_in_a_comparison(
+    kind: type[RefusingHub], said: str, tiny_model: Path, home: Path
+) -> None:
+    with running_hub(tiny_model, kind) as (endpoint, _):
+        assert said in mlx_ring("pull", "someone/tiny", endpoint=endpoint, home=home).stderr
+        put_in_cache(home, tiny_model, "someone/tiny")
+        compared = mlx_ring("pull", "someone/tiny", endpoint=endpoint, home=home)
+        alone = mlx_ring("pull", "someone/tiny", endpoint="http://127.0.0.1:9", home=home)
+    assert "Its files were not compared: The hub cannot be asked (" in alone.stdout
+    assert "Its files were not compared: someone/tiny " in compared.stdout
+    assert said in compared.stdout
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "hub (No space left on device): correct that"),
+        (
+            PermissionError(errno.EACCES, "Permission denied", "/a/b"),
+            "to /a/b (Permission denied): correct that",
+        ),
+        (OSError("connection reset"), "cannot be fetched (connection reset): connect to the network"),
+    ],
+)
+def test_a_failure_of_the_disk_is_not_taken_for_one_of_the_network(error: OSError, said: str) -> None:
+    assert said in str(hub.explain_failure("someone/tiny", error))

@@ -31,7 +31,7 @@ from mlx_ring.agent.server import AgentService
 from mlx_ring.agent.supervisor import Supervisor, Worker, WorkerOptions
 from mlx_ring.agent.weights.serving import WeightsService
 from mlx_ring.agent.weights.store import WeightStore
-from mlx_ring.core.cluster_folders import AGENT_LOCK, node_folder, weights_folder
+from mlx_ring.core.environment import AGENT_LOCK, node_folder, weights_folder
 from mlx_ring.core.errors import ConfigError, PeerRefused, RingError, VersionMismatch
 from mlx_ring.core.logs import configure_logging
 from mlx_ring.host.addresses import HeadAddress, bracketed

@@ -312,19 +312,28 @@ class ModelCatalog(Protocol):
         """
         ...
 
-    async def pull(self, name: str, *, force: bool, report: Report) -> str:
-        """Fetch a model to this machine if it is not here, and list it as unloaded if it can be served.
+    async def pull(self, name: str, *, force: bool, report: Report, lasts: bool = True) -> str:
+        """Fetch a model to this machine if it is not here, and list it as unloaded.
 
         Args:
             name: short name, or id of the hub.
             force: True to fetch also a model whose weights exceed the memory of all machines.
             report: receives the progress.
+            lasts: False to end the fetch with the last request that waits for it, unless one of them had True.
 
         Returns:
             Its name.
 
         Raises:
-            RingError: it cannot be fetched.
+            RingError: it cannot be fetched, or not be served.
+        """
+        ...
+
+    async def cancel_pull(self, name: str) -> str:
+        """End a fetch, whoever waits for it, and return the model's name.
+
+        Raises:
+            Conflict: none is in progress.
         """
         ...
 

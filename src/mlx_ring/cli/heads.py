@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import ssl
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +21,7 @@ CACERT = typer.Option(
     metavar="FILE",
     help="PEM file of the authority or certificate of an https:// server; the system's authorities by default.",
 )
+API_KEY = typer.Option("--api-key", metavar="KEY", help="API key of the server; MLX_RING_API_KEY by default.")
 _LONGEST_S = 300.0
 _TABLE_WIDTH = 300
 NONE_FOUND = """No head was found on this LAN. Check that
@@ -101,17 +102,10 @@ def ask_head(
     """
     import httpx  # slow to import, and most commands do without it
 
-    settings = load_settings({"api_key": api_key})
-    headers = {"authorization": f"Bearer {settings.api_key[0]}"} if settings.api_key else {}
+    given = _connection(api_key, cacert)
     try:
         answer = httpx.request(
-            "GET" if body is None else "POST",
-            f"{url.rstrip('/')}{path}",
-            json=body,
-            headers=headers,
-            timeout=timeout_s,
-            trust_env=False,
-            verify=trust(cacert, settings.ssl_certfile),
+            "GET" if body is None else "POST", _address(url, path), json=body, timeout=timeout_s, **given
         )
         reply: Any = answer.json()
         if answer.is_error:
@@ -119,6 +113,49 @@ def ask_head(
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
         raise ConfigError(distrust(error, url) or f"No head answers at {url} ({error}): {hint}.") from error
     return reply
+
+
+def pull_at(
+    url: str, model: str, *, api_key: str | None = None, cacert: Path | None = None
+) -> Generator[Mapping[str, Any]]:
+    """Let a head download a model that it does not have, and yield the progress as `/models/pull` writes it.
+
+    The download ends with the iterator, unless others wait for it.
+
+    Raises:
+        ConfigError: no head answers there, or it ends.
+        RequestError: it refuses, or the download fails.
+    """
+    import httpx  # slow to import, and most commands do without it
+
+    body = {"model": model, "stream": True, "stop_unwatched": True}
+    given = _connection(api_key, cacert)
+    try:
+        with httpx.stream("POST", _address(url, "/models/pull"), json=body, timeout=60.0, **given) as answer:
+            if answer.is_error:
+                answer.read()
+                raise RequestError(f"The head at {url} refuses: {answer.json()['error']['message']}")
+            for line in answer.iter_lines():
+                if line.startswith("data: "):
+                    event: Any = json.loads(line.removeprefix("data: "))
+                    if "error" in event:
+                        raise RequestError(f"The head at {url} refuses: {event['error']['message']}")
+                    yield event
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(
+            distrust(error, url) or f"The head at {url} ended the download ({error})."
+        ) from error
+
+
+def _address(url: str, path: str) -> str:
+    return f"{url.rstrip('/')}{path}"
+
+
+def _connection(api_key: str | None, cacert: Path | None) -> Mapping[str, Any]:
+    """Return what httpx needs for a request to a head."""
+    settings = load_settings({"api_key": api_key})
+    headers = {"authorization": f"Bearer {settings.api_key[0]}"} if settings.api_key else {}
+    return {"headers": headers, "trust_env": False, "verify": trust(cacert, settings.ssl_certfile)}
 
 
 def names_at(url: str, *, api_key: str | None = None, cacert: Path | None = None) -> dict[str, set[str]]:

@@ -24,15 +24,15 @@ from rich.progress import (
 from rich.table import Column, Table
 
 from mlx_ring.cli import INTERRUPTED
-from mlx_ring.cli.heads import ask_head, names_at
+from mlx_ring.cli.heads import API_KEY, CACERT, ask_head, names_at
 from mlx_ring.core.errors import ConfigError, RequestError
 from mlx_ring.host.process import usable_memory
 from mlx_ring.host.running import Running, running_here
 from mlx_ring.models.model_folder import PullProgress, gigabytes
 from mlx_ring.models.model_source import (
     LocalModel,
+    exact_name,
     find_model,
-    full_name,
     list_local_models,
     must_be_fetched,
     remove_model,
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from mlx_ring.host.machine_profile import MachineProfile
     from mlx_ring.planner.what_if import Outcome
 
+_GIGABYTE = 10**9
 _LARGE = 10
 """Least number that is shown without decimals."""
 _FORCE = typer.Option("--force", help="Download it even if no machine here has the memory for it.")
@@ -76,13 +77,8 @@ def _checked(found: LocalModel) -> str:
         return ""
     from mlx_ring.models import hub
 
-    with _Bar(found.name) as bar:
-        is_checked = hub.verify(found.name, bar.report)
-    return (
-        " Its files have the hub's sizes and SHA-256."
-        if is_checked
-        else " The hub cannot be asked, so its files were not compared."
-    )
+    with DownloadBar(found.name) as bar:
+        return f" {hub.verify(found.name, bar.report)}"
 
 
 def fetch_here(model: str, *, must_fit: bool = False, memory_bytes: int | None = None) -> LocalModel:
@@ -97,7 +93,7 @@ def fetch_here(model: str, *, must_fit: bool = False, memory_bytes: int | None =
         ModelError, PlanError: as `find_model` does.
     """
     try:
-        with _Bar(model) as bar:
+        with DownloadBar(model) as bar:
             return find_model(model, must_fit=must_fit, memory_bytes=memory_bytes, report=bar.report)
     except KeyboardInterrupt:
         print(f"\nStopped. `mlx-ring pull {model}` continues the download.", flush=True)
@@ -105,7 +101,7 @@ def fetch_here(model: str, *, must_fit: bool = False, memory_bytes: int | None =
         os._exit(INTERRUPTED)
 
 
-class _Bar:
+class DownloadBar:
     """Progress bar of a fetch, on a terminal only."""
 
     def __init__(self, model: str) -> None:
@@ -158,15 +154,18 @@ def heads_here() -> list[Running]:
 
 def rm(
     model: Annotated[str, typer.Argument(help="Name of a downloaded model, as `mlx-ring list` shows it.")],
+    api_key: Annotated[str | None, API_KEY] = None,
+    cacert: Annotated[Path | None, CACERT] = None,
 ) -> None:
     """Remove a downloaded model from this machine's disk. One that is served stays."""
-    hub_id = full_name(model)
+    hub_id = exact_name(model)
     for head in heads_here():
         names: dict[str, set[str]] = {}
         with contextlib.suppress(ConfigError, RequestError, LookupError, TypeError):
-            names = names_at(head.url)
+            names = names_at(head.url, api_key=api_key, cacert=cacert)
         if any(hub_id in each or model in each for each in names.values()):
-            freed = ask_head(head.url, "/models/delete", {"model": hub_id})["freed_bytes"]
+            body = {"model": hub_id}
+            freed = ask_head(head.url, "/models/delete", body, api_key=api_key, cacert=cacert)["freed_bytes"]
             break
     else:
         hub_id, freed = remove_model(model)
@@ -187,6 +186,7 @@ def recommend(
     url: Annotated[
         str | None, typer.Option(help="Head whose cluster counts; by default one on this machine.")
     ] = None,
+    cacert: Annotated[Path | None, CACERT] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List the models that run well here, by predicted speed: with 5 tokens/s or more.
@@ -194,7 +194,7 @@ def recommend(
     "Here" is the cluster of a head that runs on this machine, or else this machine alone, which is measured if it was
     not yet. The memory of other loaded models is free for a recommended one.
     """
-    outcomes, where = _outcomes(cluster, machine, link, url)
+    outcomes, where = _outcomes(cluster, machine, link, url, cacert)
     from mlx_ring.cli.startup import PLEASANT_TOKENS_PER_S  # imports what only `serve` needs
 
     good = sorted(
@@ -210,7 +210,7 @@ def recommend(
 
 
 def _outcomes(
-    cluster: Path | None, machine: list[str] | None, link: str | None, url: str | None
+    cluster: Path | None, machine: list[str] | None, link: str | None, url: str | None, cacert: Path | None
 ) -> tuple[Sequence[Outcome], str]:
     """Return the predictions for popular models, and the machines that they are for."""
     from mlx_ring.cli.planning import given_machines
@@ -224,7 +224,7 @@ def _outcomes(
         return ask_planner(machines, asked).outcomes, " and ".join(each.name for each in machines.nodes)
     for place in [url] if url is not None else [head.url for head in heads_here()]:
         try:
-            return ask_running(place, asked, {}, None).outcomes, f"the cluster of {place}"
+            return ask_running(place, asked, {}, cacert).outcomes, f"the cluster of {place}"
         except ConfigError:
             # A head that is loading its model has measured no machine yet.
             if url is not None:
@@ -308,10 +308,15 @@ def list_models() -> None:
             next(iter(short_names_of(model.name)), ""),
             model.kind,
             folder.model_type,
-            f"{folder.weight_bytes / 1e6:,.0f} MB",
+            _size(folder.weight_bytes),
             str(folder.num_layers),
             f"{folder.context_length:,}",
         )
+    from mlx_ring.models import hub_cache  # importing its client takes a while
+
+    for name, size in hub_cache.interrupted_downloads().items():
+        table.add_row(name, next(iter(short_names_of(name)), ""), "hub", "incomplete", _size(size))
+        remarks.append(f"{name} is incomplete: `mlx-ring pull {name}` continues the download.")
     console = Console(soft_wrap=True)
     console.print(table)
     for remark in remarks:
@@ -320,3 +325,7 @@ def list_models() -> None:
         "\nServe one with `mlx-ring serve MODEL`; a folder, a GGUF file, a short name or any hub id works too.",
         highlight=False,
     )
+
+
+def _size(count: int) -> str:
+    return gigabytes(count) if count >= _GIGABYTE else f"{count / 1e6:,.0f} MB"

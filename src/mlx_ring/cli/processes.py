@@ -19,11 +19,12 @@ from typing import Annotated, Any
 import typer
 
 from mlx_ring.cli.flags import with_settings
-from mlx_ring.cli.heads import CACERT, DEFAULT_URL, ask_head, names_at, trust
+from mlx_ring.cli.heads import API_KEY, CACERT, DEFAULT_URL, ask_head, names_at, pull_at, trust
 from mlx_ring.core.environment import inherited_environment
 from mlx_ring.core.errors import ConfigError, RequestError
 from mlx_ring.host.child import watch_lifeline
 from mlx_ring.host.running import end_running, remove_abandoned, running_here
+from mlx_ring.models.model_folder import PullProgress
 from mlx_ring.settings.config import state_folder
 from mlx_ring.settings.settings_sources import load_settings
 
@@ -50,21 +51,26 @@ def stop(*, flags: dict[str, object]) -> None:
 @with_settings(("state_dir",))
 def ps(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    api_key: Annotated[str | None, API_KEY] = None,
+    cacert: Annotated[Path | None, CACERT] = None,
     *,
     flags: dict[str, object],
 ) -> None:
     """List the models that servers of this machine serve: where, in how much memory, and since when.
 
     Memory is that of weights and KV caches on all machines. An unloaded model is loaded by its next request.
+    The exit code is 1 if a server cannot be asked.
     """
     heads = [each for each in running_here(state_folder(load_settings(flags))) if each.kind == "head"]
     rows: list[Mapping[str, Any]] = []
     silent: list[str] = []
     for head in heads:
         try:
-            rows += _served_by(head.url, head.pid)
-        except (ConfigError, RequestError) as error:
-            silent.append(f"The server at {head.url} (process {head.pid}) does not tell: {error}")
+            rows += _served_by(head.url, head.pid, api_key, cacert)
+        except RequestError as error:
+            silent.append(f"{error} Give the key of process {head.pid} with --api-key or MLX_RING_API_KEY.")
+        except ConfigError as error:
+            silent.append(f"Process {head.pid} cannot be asked: {error}")
     if as_json:
         print(json.dumps(rows, indent=1))
     elif rows:
@@ -73,11 +79,16 @@ def ps(
         print("Nothing is served by this machine. Start with: mlx-ring run MODEL")
     for sentence in silent:
         print(sentence, file=sys.stderr)
+    if silent:
+        raise typer.Exit(1)
 
 
-def _served_by(url: str, pid: int) -> Iterator[Mapping[str, Any]]:
-    status, listed = ask_head(url, "/cluster/status"), ask_head(url, "/v1/models")["data"]
-    for model in listed:
+def _served_by(url: str, pid: int, api_key: str | None, cacert: Path | None) -> Iterator[Mapping[str, Any]]:
+    status, listed = (
+        ask_head(url, path, api_key=api_key, cacert=cacert, hint="it may be starting")
+        for path in ("/cluster/status", "/v1/models")
+    )
+    for model in listed["data"]:
         ranks = [
             rank
             for instance in status["instances"]
@@ -128,10 +139,7 @@ def run(
     ],
     url: Annotated[str, typer.Option(help="Server to use if it runs.")] = DEFAULT_URL,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
-    api_key: Annotated[
-        str | None,
-        typer.Option(metavar="KEY", help="API key of the server; MLX_RING_API_KEY by default."),
-    ] = None,
+    api_key: Annotated[str | None, API_KEY] = None,
     cacert: Annotated[Path | None, CACERT] = None,
 ) -> None:
     """Chat with a model, and serve it for that if nothing serves it.
@@ -156,7 +164,7 @@ def _served(model: str, url: str, key: str | None, cacert: Path | None) -> Gener
 
     served = _names_at(url, key, cacert)
     if served is None:
-        with _own_server(model, key) as place:
+        with own_server(model, key) as place:
             yield place, next(iter(names_at(place, api_key=key, cacert=cacert)))
         return
     wanted = {model, full_name(model)}
@@ -164,6 +172,7 @@ def _served(model: str, url: str, key: str | None, cacert: Path | None) -> Gener
     if ready is not None:
         yield url, ready
         return
+    _download(model, url, key, cacert)
     print(f"Loading {model} on the server at {url}.", flush=True)
     loaded = ask_head(
         url, "/models/load", {"model": model}, api_key=key, cacert=cacert, timeout_s=24 * 3600.0
@@ -174,6 +183,18 @@ def _served(model: str, url: str, key: str | None, cacert: Path | None) -> Gener
         # Requests of others keep it loaded.
         with contextlib.suppress(ConfigError, RequestError):
             ask_head(url, "/models/unload", {"model": loaded["id"]}, api_key=key, cacert=cacert)
+
+
+def _download(model: str, url: str, key: str | None, cacert: Path | None) -> None:
+    """Let a server download a model that it does not have, and show the progress."""
+    from mlx_ring.cli.local_models import DownloadBar  # imports what only downloads need
+
+    with (
+        DownloadBar(model) as bar,
+        contextlib.closing(pull_at(url, model, api_key=key, cacert=cacert)) as events,
+    ):
+        for event in events:
+            bar.report(PullProgress(event["status"], event["done_bytes"], event["total_bytes"]))
 
 
 def _names_at(url: str, key: str | None, cacert: Path | None) -> Mapping[str, set[str]] | None:
@@ -187,7 +208,7 @@ def _names_at(url: str, key: str | None, cacert: Path | None) -> Mapping[str, se
 
 
 @contextlib.contextmanager
-def _own_server(model: str, key: str | None) -> Generator[str]:
+def own_server(model: str, key: str | None) -> Generator[str]:
     """Serve a model in a process of its own, which ends with the context and with this process, and yield its address."""
     from mlx_ring.cli.local_models import fetch_here  # imports what only downloads need
 

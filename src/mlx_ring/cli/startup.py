@@ -44,7 +44,7 @@ _BY_SIZE = (
     SuggestedModel("mlx-community/Qwen3-8B-4bit", 4_609_000_000),
     SuggestedModel("mlx-community/Qwen3-14B-4bit", 8_308_000_000),
     SuggestedModel("mlx-community/Qwen3-30B-A3B-4bit", 17_180_000_000, 0.11),
-    SuggestedModel("mlx-community/Qwen3-235B-A22B-4bit", 132_260_000_000, 0.094),
+    SuggestedModel("mlx-community/Qwen3-235B-A22B-Instruct-2507-4bit", 132_260_000_000, 0.094),
 )
 _RESERVE_BYTES = 2_000_000_000
 """Memory for the KV cache, computation and other programs."""

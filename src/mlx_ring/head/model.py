@@ -26,7 +26,7 @@ from mlx_ring.engine.request_traces import RequestTracer
 from mlx_ring.engine.streams import Vocabulary
 from mlx_ring.head.instance_view import LOADING, InstanceService
 from mlx_ring.head.replica import Replica
-from mlx_ring.head.served_model import ServedModel, describe_model, policy_of
+from mlx_ring.head.served_model import ServedModel, describe_model, memory_for_weights, policy_of
 from mlx_ring.models.pooling import Pooling, read_pooling
 from mlx_ring.planner.place import LoadedStages
 from mlx_ring.settings.config import Settings
@@ -186,6 +186,11 @@ class HostedModel:
         self._failure: RingError | None = None
 
     # ---- as the API sees it
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights of one replica."""
+        return memory_for_weights(self.served.folder, self.settings)
 
     @property
     def model_id(self) -> str:
@@ -393,3 +398,17 @@ class HostedModel:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self.replicas = []
+
+
+def promised_bytes(models: Iterable[HostedModel]) -> Mapping[str, int]:
+    """Return the bytes that the plans of loaded models count on, by node."""
+    promised = Counter[str]()
+    for hosted in models:
+        for service in hosted.instances:
+            view = service.view(hosted.model_id)
+            if view is None or view.forecast is None:
+                continue
+            for stage, nodes in enumerate(view.nodes):
+                for node, rank in zip(nodes, view.forecast.memory_of_ranks(stage), strict=True):
+                    promised[node] += rank.total_bytes
+    return promised

@@ -8,28 +8,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from mlx_ring.api.ops.status import ClusterParts
 from mlx_ring.api.service import LinkInfo, ModelService
-from mlx_ring.core.errors import (
-    Conflict,
-    ContextKept,
-    NotReady,
-    PlanError,
-    RingError,
-)
+from mlx_ring.core.errors import Conflict, ContextKept, NotReady, PlanError, RingError
 from mlx_ring.core.traces import Tracing
 from mlx_ring.head.instance_view import LOADING
 from mlx_ring.head.kv_memory import KvShares
-from mlx_ring.head.model import JUST_NOW_S, HostedModel, Ready
+from mlx_ring.head.model import JUST_NOW_S, HostedModel, Ready, promised_bytes
 from mlx_ring.head.nodes import Declared, Machines
 from mlx_ring.head.placing import plan_request
 from mlx_ring.head.plan_requests import measured_cluster, readable_names
 from mlx_ring.head.replica import Replica, Watcher
-from mlx_ring.head.served_model import ServedModel, memory_for_weights, policy_of, prepare_model
+from mlx_ring.head.served_model import ServedModel, policy_of, prepare_model
 from mlx_ring.head.status import (
     ClusterView,
     InstanceView,
@@ -40,15 +33,16 @@ from mlx_ring.head.status import (
 from mlx_ring.head.step_speeds import step_speeds
 from mlx_ring.host.machine import node_name
 from mlx_ring.host.machine_profile import MachineProfile
+from mlx_ring.host.private_files import release
 from mlx_ring.models.fetching import Fetches
 from mlx_ring.models.model_folder import PullProgress, Report
 from mlx_ring.models.model_source import (
     LocalModel,
+    exact_name,
     full_name,
     hold_folder,
     list_local_models,
     must_be_fetched,
-    release_folder,
     remove_model,
 )
 from mlx_ring.planner.model_sizes import sizes_of
@@ -135,7 +129,7 @@ class Catalog:
         loaded = () if model is None else hosted.loaded_stages(readable_names(view))
         others = [other for other in self._hosted if other is not hosted] if loaded else []
         machines = measured_cluster(
-            hosted.settings, view, self._machines.link_profiles, _promised_bytes(others)
+            hosted.settings, view, self._machines.link_profiles, promised_bytes(others)
         )
         connected = {node.name for node in machines.nodes}
         if any(name not in connected for stages in loaded for _, ranks in stages for name, _ in ranks):
@@ -193,11 +187,15 @@ class Catalog:
 
     async def load(self, name: str) -> ModelService:
         """Load a model by any of its names, also one that was not served before."""
-        hosted = next((each for each in self._hosted if name in each.served.names), None)
+        hosted = self._named(name)
         if hosted is None:
-            hosted = await self._found(name)
+            await self._fetch_missing(name)
+            hosted = self._named(name) or await self._listed(name)
         await self._loaded(hosted)
         return hosted
+
+    def _named(self, name: str) -> HostedModel | None:
+        return next((each for each in self._hosted if name in each.served.names), None)
 
     async def unload(self, model: ModelService, *, force: bool) -> None:
         """Unload a model."""
@@ -215,18 +213,44 @@ class Catalog:
     def _own(self, model: ModelService) -> HostedModel:
         return next(each for each in self._hosted if each is model)
 
-    async def pull(self, name: str, *, force: bool, report: Report) -> str:
+    async def pull(self, name: str, *, force: bool, report: Report, lasts: bool = True) -> str:
         """Fetch a model that is not here, and list it as unloaded."""
+        if not await self._fetch_missing(name, force=force, report=report, lasts=lasts):
+            await self._list(name, force=force)
+        return await asyncio.to_thread(full_name, name)
+
+    async def cancel_pull(self, name: str) -> str:
+        """End a fetch."""
         hub_id = await asyncio.to_thread(full_name, name)
-        if await asyncio.to_thread(must_be_fetched, name):
-            memory = None if force else sum(node.memory_bytes for node in self.running(None).machines.nodes)
-            must_fit = memory == 0 and self._settings.nodes == 1
-            await self._fetches.fetch(hub_id, must_fit=must_fit, memory_bytes=memory or None, report=report)
-        try:
-            await self._found(hub_id)
-        except RingError as error:
-            log.warning("%s is fetched, but cannot be served here: %s", hub_id, error)
+        self._fetches.cancel(hub_id)
         return hub_id
+
+    async def _fetch_missing(
+        self, name: str, *, force: bool = False, report: Report | None = None, lasts: bool = True
+    ) -> bool:
+        """Fetch and list a model that is not here. Return False if it was here."""
+        if not await asyncio.to_thread(must_be_fetched, name):
+            return False
+        hub_id = await asyncio.to_thread(full_name, name)
+        memory = None if force else sum(node.memory_bytes for node in self.running(None).machines.nodes)
+        await self._fetches.fetch(
+            hub_id,
+            must_fit=memory == 0 and self._settings.nodes == 1,
+            memory_bytes=memory or None,
+            report=report,
+            lasts=lasts,
+            then=lambda: self._list(hub_id, force=force),
+        )
+        return True
+
+    async def _list(self, name: str, *, force: bool) -> None:
+        """Add a model to the list. Raises `Conflict` if it cannot be served; a lack of memory may be forced."""
+        try:
+            await self._listed(name)
+        except RingError as error:
+            if not (force and isinstance(error, PlanError)):
+                raise Conflict(f"{name} is on this machine, but cannot be served here: {error}") from error
+            log.warning("%s is fetched, but cannot be served here: %s", name, error)
 
     @property
     def pulls(self) -> Mapping[str, PullProgress]:
@@ -237,17 +261,19 @@ class Catalog:
 
     async def delete(self, name: str) -> tuple[str, int]:
         """Remove a model from the disk that is not loaded, and from the list."""
-        hub_id = await asyncio.to_thread(full_name, name)
+        hub_id = await asyncio.to_thread(exact_name, name)
         async with self._one_at_a_time:
             named = [
                 each for each in self._hosted if hub_id in each.served.names or name in each.served.names
             ]
+            if self._fetches.is_running(hub_id):
+                raise Conflict(f"{hub_id} is being downloaded: cancel the download, then remove the model.")
             if any(each.replicas or each is self._hosted[0] or each.is_awaited for each in named):
                 raise Conflict(
                     f"{hub_id} is served by this server: unload it first, or stop the server if it began with this model."
                 )
             for each in named:
-                release_folder(each.served.folder.path)
+                release(each.served.folder.path)
             try:
                 removed = await asyncio.to_thread(remove_model, hub_id)
             except RingError:
@@ -257,15 +283,14 @@ class Catalog:
             self._hosted = [each for each in self._hosted if each not in named]
             return removed
 
-    async def _found(self, name: str) -> HostedModel:
-        """Add a model to the list; one with the same name must be the same model."""
-        if await asyncio.to_thread(must_be_fetched, name):
-            hub_id = await asyncio.to_thread(full_name, name)
-            await self._fetches.fetch(hub_id, must_fit=self._settings.nodes == 1)
+    async def _listed(self, name: str) -> HostedModel:
+        """Return a model of this machine, and add it to the list. One with the same name must be the same model."""
         own = self._settings.model_copy(update={"model": name, "served_model_name": ()})
         served = await asyncio.to_thread(prepare_model, own, insists=False)
         for each in self._hosted:
             if served.names[0] in each.served.names:
+                if each.served.folder.path != served.folder.path:
+                    release(served.folder.path)
                 if each.served.folder.digest == served.folder.digest:
                     return each
                 raise Conflict(
@@ -385,8 +410,8 @@ class Catalog:
         limit = self._settings.model_memory
         if limit is None:
             return
-        held = sum(len(other.replicas) * _weights(other) for other in self._hosted)
-        wanted = copies * _weights(hosted)
+        held = sum(len(other.replicas) * other.weight_bytes for other in self._hosted)
+        wanted = copies * hosted.weight_bytes
         if held + wanted > limit:
             raise PlanError(
                 f"{hosted.model_id} has {wanted / 1e9:.2f} GB of weights, {held / 1e9:.2f} GB are loaded already, "
@@ -421,22 +446,3 @@ def _forget(tasks: dict[str, asyncio.Task[None]], name: str, done: asyncio.Task[
     if not done.cancelled():
         # Retrieve the error: perhaps no request waits for it any more.
         done.exception()
-
-
-def _weights(hosted: HostedModel) -> int:
-    """Return the bytes of weights of one replica."""
-    return memory_for_weights(hosted.served.folder, hosted.settings)
-
-
-def _promised_bytes(models: Iterable[HostedModel]) -> Mapping[str, int]:
-    """Return the bytes that the plans of loaded models count on, by node."""
-    promised = Counter[str]()
-    for hosted in models:
-        for service in hosted.instances:
-            view = service.view(hosted.model_id)
-            if view is None or view.forecast is None:
-                continue
-            for stage, nodes in enumerate(view.nodes):
-                for node, rank in zip(nodes, view.forecast.memory_of_ranks(stage), strict=True):
-                    promised[node] += rank.total_bytes
-    return promised

@@ -58,7 +58,6 @@ def prepare_model(settings: Settings, *, insists: bool = True) -> ServedModel:
     """
     local = find_model(settings.model, must_fit=settings.nodes == 1)
     folder = local.folder
-    hold_folder(folder.path)
     if folder.rounding:
         log.info("%s is not served exactly as its file has it: %s", local.name, folder.rounding)
     require_cuttable(folder, settings.stages)
@@ -69,6 +68,8 @@ def prepare_model(settings: Settings, *, insists: bool = True) -> ServedModel:
     eos = folder.eos_token_ids | frozenset(int(token) for token in tokenizer.eos_token_ids)
     limits = Limits(context, folder.vocab_size, eos)
     names = settings.served_model_name or (local.name, *short_names_of(local.name))
+    # Last, because a model that cannot be served must not count as served.
+    hold_folder(folder.path)
     return ServedModel(local, tokenizer, limits, names)
 
 

@@ -1,4 +1,4 @@
-"""Files that only their owner may read: written whole or not at all, and changed by one process at a time."""
+"""Files that only their owner may read, written whole or not at all, and locks on files and folders between processes."""
 
 from __future__ import annotations
 
@@ -84,3 +84,36 @@ def try_lock(file: Path) -> int | None:
         os.close(descriptor)
         return None
     return descriptor
+
+
+_held: dict[Path, int] = {}
+"""Open descriptors of folders that this process holds."""
+
+
+def hold(folder: Path) -> None:
+    """Hold a folder with others until `release` or the end of this process. Does nothing on a file system without locks."""
+    if folder not in _held:
+        with contextlib.suppress(OSError):
+            _held[folder] = descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+
+
+def release(folder: Path) -> None:
+    """Hold a folder no longer."""
+    if folder in _held:
+        os.close(_held.pop(folder))
+
+
+def is_held(path: Path) -> bool:
+    """Report whether a process holds a folder, or locks a file. This process counts too."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False

@@ -12,12 +12,12 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict
 
 from mlx_ring.core import errors
 from mlx_ring.core.environment import inherited_environment
-from mlx_ring.core.errors import ModelError, ModelNotFound, NotReady, PlanError, RingError
+from mlx_ring.core.errors import Conflict, ModelError, ModelNotFound, NotReady, PlanError, RingError
 from mlx_ring.host.child import ChildProcess, watch_lifeline
 from mlx_ring.models.model_folder import PullProgress, Report
 from mlx_ring.models.model_source import find_model
@@ -49,6 +49,8 @@ class Fetches:
         must_fit: bool,
         memory_bytes: int | None = None,
         report: Report | None = None,
+        lasts: bool = True,
+        then: Callable[[], Awaitable[object]] | None = None,
     ) -> None:
         """Wait until a model of the hub is here. A fetch in progress is joined.
 
@@ -56,11 +58,15 @@ class Fetches:
             name: of the hub's repository.
             must_fit: whether this machine alone must hold the weights.
             memory_bytes: memory of all machines that may share the weights; None for any.
-            report: receives the progress. A fetch with watchers only ends with the last of them; another continues alone.
+            report: receives the progress.
+            lasts: False to end the fetch with the last that waits for it, unless one of them had True.
+            then: work after the fetch. It belongs to the fetch, so that it is done also if nobody waits any more.
 
         Raises:
             NotReady: the server ends.
+            Conflict: the fetch was cancelled.
             ModelError, PlanError: as `find_model` does.
+            RingError: from `then`.
         """
         if self._has_stopped:
             raise NotReady("The server is shutting down.")
@@ -72,23 +78,43 @@ class Fetches:
                 memory_bytes=memory_bytes,
                 report=lambda progress: self._spread(name, progress),
             )
-            task = self._tasks[name] = asyncio.create_task(work, name=f"fetch {name}")
+            task = self._tasks[name] = asyncio.create_task(_in_turn(work, then), name=f"fetch {name}")
             self._reports[name] = []
             task.add_done_callback(lambda done: self._forget(name, done))
-        if report is None:
+        if lasts:
             self._lasting.add(name)
-        else:
-            self._reports[name].append(report)
-            if name in self._progress:
-                report(self._progress[name])
+        report = report or (lambda _: None)
+        self._reports[name].append(report)
+        if name in self._progress:
+            report(self._progress[name])
         try:
             await asyncio.shield(task)
         except asyncio.CancelledError:
-            if self._has_stopped and task.cancelled():
-                raise NotReady("The server is shutting down.") from None
-            if report is not None:
-                self._leave(name, task, report)
+            if task.cancelled():
+                raise self._ended(name) from None
+            self._leave(name, task, report)
             raise
+
+    def is_running(self, name: str) -> bool:
+        """Report whether a fetch of a model is in progress."""
+        return name in self._tasks
+
+    def cancel(self, name: str) -> None:
+        """End a fetch, whoever waits for it. A later one continues it.
+
+        Raises:
+            Conflict: there is none.
+        """
+        task = self._tasks.get(name)
+        if task is None:
+            raise Conflict(f"No download of {name} is in progress: it is complete, or was cancelled before.")
+        task.cancel()
+
+    def _ended(self, name: str) -> RingError:
+        """Return the error for a fetch that was cancelled."""
+        if self._has_stopped:
+            return NotReady("The server is shutting down.")
+        return Conflict(f"The download of {name} was cancelled. Another one continues it.")
 
     def _leave(self, name: str, task: asyncio.Task[None], report: Report) -> None:
         watchers = self._reports.get(name, [])
@@ -116,6 +142,12 @@ class Fetches:
         for task in self._tasks.values():
             task.cancel()
         return list(self._tasks.values())
+
+
+async def _in_turn(work: Awaitable[object], then: Callable[[], Awaitable[object]] | None) -> None:
+    await work
+    if then is not None:
+        await then()
 
 
 async def fetch_beside(

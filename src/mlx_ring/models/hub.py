@@ -9,16 +9,17 @@ one that was killed: the hub's client alone would begin the file again. They are
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import hashlib
 import io
-import re
-import shutil
 import threading
+from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Literal, TypeVar
 from urllib.parse import urlsplit
 
@@ -27,21 +28,19 @@ from huggingface_hub import (
     constants,
     get_hf_file_metadata,  # pyright: ignore[reportUnknownVariableType] - its signature has a bare dict
     hf_hub_download,  # pyright: ignore[reportUnknownVariableType] - its signature has a bare dict
-    scan_cache_dir,
     snapshot_download,  # pyright: ignore[reportUnknownVariableType] - its signature has a bare dict
     try_to_load_from_cache,
 )
 from huggingface_hub import hf_hub_url as url_of
 from huggingface_hub.errors import (
-    CacheNotFound,
     GatedRepoError,
+    HfHubHTTPError,
     HFValidationError,
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
 )
 from huggingface_hub.file_download import (
     http_get,  # pyright: ignore[reportUnknownVariableType] - its signature has a bare tqdm
-    repo_folder_name,
 )
 from huggingface_hub.utils import (
     build_hf_headers,  # pyright: ignore[reportUnknownVariableType] - its signature has a bare dict
@@ -50,12 +49,14 @@ from huggingface_hub.utils import (
 )
 
 from mlx_ring.core.errors import ModelCorrupt, ModelNotFound, PlanError, RingError
-from mlx_ring.models.gguf import SUFFIX
+from mlx_ring.host.private_files import is_held
+from mlx_ring.models.hub_cache import PART, repository_folder
 from mlx_ring.models.model_folder import (
     SMALL_FILES,
     ModelFolder,
     PullProgress,
     Report,
+    check_disk,
     check_memory,
     gigabytes,
     has_tokenizer,
@@ -66,59 +67,17 @@ from mlx_ring.models.short_names import short_names_of
 
 _WANTED = ("model*.safetensors", *SMALL_FILES)
 _UNWANTED = ("*.py", "*/*")
-_LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}")
 _ANSWER_WAIT_S = 8.0
 """Time for the hub's list of files: with the program's start, less than ten seconds in all."""
-_DISK_RESERVE_BYTES = 1 << 30
 _AT_ONCE = 4
 """Weights files that are fetched at the same time."""
 _CHUNK_BYTES = 256 << 10
 """Bytes that the hub's client gathers before it writes them: those that a killed fetch loses. The client's own are 10 MB."""
-_PART = ".mlx-ring.part"
-"""End of the names of weights files that are not complete."""
-
-
-def check_disk(name: str, needed_bytes: int, folder: Path) -> None:
-    """Refuse to fetch a model that would fill the disk of the folder.
-
-    Raises:
-        PlanError: too little free space there.
-    """
-    while not folder.exists():
-        folder = folder.parent
-    free = shutil.disk_usage(folder).free
-    if needed_bytes + _DISK_RESERVE_BYTES > free:
-        raise PlanError(
-            f"{name} needs {gigabytes(needed_bytes)} on disk, but {folder} has {gigabytes(free)} free: "
-            "free some space, or set HF_HOME to a folder on another disk."
-        )
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""Errors of a disk that name no file."""
 
 
 Found = TypeVar("Found")
-
-
-def cached_ids() -> list[str]:
-    """Return the ids of all models that are at least partly in the cache."""
-    try:
-        cache = scan_cache_dir(constants.HF_HUB_CACHE)
-    except (CacheNotFound, OSError):
-        return []
-    return sorted(repository.repo_id for repository in cache.repos if repository.repo_type == "model")
-
-
-def cached_gguf_files() -> list[Path]:
-    """Return the GGUF files in the cache. Of one that was split, this is the first part."""
-    try:
-        cache = scan_cache_dir(constants.HF_HUB_CACHE)
-    except (CacheNotFound, OSError):
-        return []
-    files = {
-        file.file_path
-        for repository in cache.repos
-        for revision in repository.revisions
-        for file in revision.files
-    }
-    return sorted(file for file in files if file.suffix == SUFFIX and not _LATER_PART.search(file.name))
 
 
 def complete_in_cache(name: str) -> ModelFolder | None:
@@ -172,7 +131,7 @@ def fetch(
     Raises:
         ModelNotFound: a model that the hub does not have, or a hub out of reach.
         ModelCorrupt: a file that arrived with another content.
-        PlanError: weights that do not fit the disk, or the memory.
+        PlanError: weights that do not fit the disk, or the memory; a disk that cannot be written.
     """
     disable_progress_bars()
     constants.DOWNLOAD_CHUNK_SIZE = _CHUNK_BYTES
@@ -192,7 +151,7 @@ def fetch(
             f"{gigabytes(memory_bytes)}. Choose a smaller model, or download it all the same with --force."
         )
     missing = [file for file in files if not isinstance(try_to_load_from_cache(name, file.name), str)]
-    folder = _repository(name)
+    folder = repository_folder(name)
     kept = sum(_kept_bytes(folder / "blobs", file) for file in missing)
     check_disk(name, sum(file.size for file in missing) - kept, folder)
     meter = _Meter(sum(file.size for file in files), report)
@@ -205,7 +164,7 @@ def fetch(
         raise
     except Exception as error:
         # The client has its own errors, and those of its HTTP library.
-        raise _unreachable(name, error) from error
+        raise explain_failure(name, error) from error
     report(PullProgress("done", meter.total, meter.total))
     return read_model_folder(path)
 
@@ -225,6 +184,8 @@ class _Meter:
 
     def __init__(self, total: int, report: Report) -> None:
         self.total = total
+        self.is_stopped = False
+        """True once the threads shall end."""
         self._done = 0
         self._report = report
         self._lock = threading.Lock()
@@ -236,13 +197,15 @@ class _Meter:
 
 
 class _Part(io.FileIO):
-    """Incomplete file whose growth is counted."""
+    """Incomplete file whose growth is counted. It refuses to grow once its fetch has ended."""
 
     def __init__(self, path: Path, meter: _Meter) -> None:
         super().__init__(path, "a+")
         self._meter = meter
 
     def write(self, data: bytes, /) -> int:  # pyright: ignore[reportIncompatibleMethodOverride] - the client writes bytes alone
+        if self._meter.is_stopped:
+            raise InterruptedError("the fetch has ended")
         written = super().write(data)
         self._meter.add(written)
         return written
@@ -261,12 +224,29 @@ def _fetch_weights(name: str, files: list[_HubFile], meter: _Meter) -> None:
     Raises:
         ModelCorrupt: a file has another SHA-256 than the hub's.
     """
-    blobs = _repository(name) / "blobs"
+    blobs = repository_folder(name) / "blobs"
     blobs.mkdir(parents=True, exist_ok=True)
-    with ThreadPoolExecutor(_AT_ONCE, "fetch") as threads:
-        begun = [threads.submit(_fetch_file, name, file, blobs, meter) for file in files]
-        for each in begun:
-            each.result()
+    waiting, ended = deque(files), SimpleQueue[Exception | None]()
+
+    def run() -> None:
+        with contextlib.suppress(IndexError):  # no file is left
+            while not meter.is_stopped:
+                file = waiting.popleft()
+                try:
+                    _fetch_file(name, file, blobs, meter)
+                    ended.put(None)
+                except Exception as error:  # noqa: BLE001 - the caller raises it
+                    ended.put(error)
+
+    # Daemons, because an error or an interrupt must not wait for the other files.
+    for number in range(min(_AT_ONCE, len(files))):
+        threading.Thread(target=run, name=f"fetch {number}", daemon=True).start()
+    try:
+        for _ in files:
+            if (error := ended.get()) is not None:
+                raise error
+    finally:
+        meter.is_stopped = True
 
 
 def _fetch_file(name: str, file: _HubFile, blobs: Path, meter: _Meter) -> None:
@@ -281,7 +261,7 @@ def _fetch_file(name: str, file: _HubFile, blobs: Path, meter: _Meter) -> None:
     ):
         # The client itself fetches it: a file without a known name, or one that is too large for plain HTTP.
         return
-    path = blobs / f"{found.etag}{_PART}"
+    path = blobs / f"{found.etag}{PART}"
     with _Part(path, meter) as part:
         # Another process may fetch the same file; this one then continues from what it leaves.
         fcntl.flock(part, fcntl.LOCK_EX)
@@ -307,54 +287,61 @@ def _fetch_file(name: str, file: _HubFile, blobs: Path, meter: _Meter) -> None:
 
 def _kept_bytes(blobs: Path, file: _HubFile) -> int:
     """Return the bytes of a file that an earlier fetch has left."""
-    for path in (blobs / f"{file.sha256}", blobs / f"{file.sha256}{_PART}"):
+    for path in (blobs / f"{file.sha256}", blobs / f"{file.sha256}{PART}"):
         if path.is_file():
             return path.stat().st_size
     return 0
 
 
 def _check_sizes(name: str, folder: Path, files: list[_HubFile]) -> None:
-    """Compare the sizes of a snapshot's files with the hub's. Raises `ModelCorrupt`, and removes a file that differs."""
+    """Compare the sizes of a snapshot's files with the hub's. Raises `ModelCorrupt` as `verify` does."""
     for file in files:
         path = folder / file.name
         if (size := path.stat().st_size) != file.size:
-            path.resolve().unlink(missing_ok=True)
-            path.unlink(missing_ok=True)
-            raise ModelCorrupt(
-                f"{file.name} of {name} has {size:,} bytes, but the hub states {file.size:,}: it is removed; pull the model "
-                "again."
-            )
+            raise _damaged(name, path, f"{size:,} bytes, but the hub states {file.size:,}")
 
 
-def verify(name: str, report: Report = lambda _: None) -> bool:
-    """Compare a complete model's files in the cache with the hub's sizes and SHA-256.
+def verify(name: str, report: Report = lambda _: None) -> str:
+    """Compare a complete model's files in the cache with the hub's sizes and SHA-256 for the same version.
 
     Returns:
-        False if the hub cannot be asked.
+        Sentence with the result, which may be that the hub cannot be asked.
 
     Raises:
-        ModelCorrupt: a file differs; it is removed, so that another fetch gets it again.
+        ModelCorrupt: a file differs. It is removed, so that another fetch gets it again, unless a process serves the model.
     """
-    try:
-        files = _in_time(name, lambda: _wanted_files(name))
-    except ModelNotFound:
-        return False
     folder = _snapshot(name, offline=True)
+    try:
+        files = _in_time(name, lambda: _wanted_files(name, folder.name), is_here=True)
+    except ModelNotFound as error:
+        return f"Its files were not compared: {error}"
     present = [file for file in files if (folder / file.name).is_file()]
-    _check_sizes(name, folder, present)
     total = sum(file.size for file in present)
     done = 0
+    _check_sizes(name, folder, present)
     for file in present:
         path = folder / file.name
         if file.sha256 is not None and _sha256(path) != file.sha256:
-            path.resolve().unlink(missing_ok=True)
-            path.unlink(missing_ok=True)
-            raise ModelCorrupt(
-                f"{file.name} of {name} has another SHA-256 than the hub states: it is removed; pull the model again."
-            )
+            raise _damaged(name, path, "another SHA-256 than the hub states")
         done += file.size
         report(PullProgress("verifying", done, total))
-    return True
+    compared = "Its files have the hub's sizes and SHA-256."
+    with contextlib.suppress(ModelNotFound):
+        if _in_time(name, lambda: HfApi().model_info(name, timeout=_ANSWER_WAIT_S)).sha != folder.name:
+            return f"{compared} The hub has a newer version: to get it, `mlx-ring rm {name}`, then pull the model."
+    return compared
+
+
+def _damaged(name: str, path: Path, found: str) -> ModelCorrupt:
+    """Remove a file that differs from the hub's, unless a process serves the model, and return the error that says so."""
+    if is_held(path.parent):
+        return ModelCorrupt(
+            f"{path.name} of {name} has {found}. It stays, because a server uses it: stop that server, then pull the model "
+            "again."
+        )
+    path.resolve().unlink(missing_ok=True)
+    path.unlink(missing_ok=True)
+    return ModelCorrupt(f"{path.name} of {name} has {found}: it is removed; pull the model again.")
 
 
 def _sha256(path: Path) -> str:
@@ -362,27 +349,10 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def cached_repository(name: str) -> Path | None:
-    """Return the folder of a model in the cache, complete or not; None if there is none."""
-    folder = _repository(name)
-    return folder if folder.is_dir() else None
-
-
-def remove_repository(folder: Path) -> int:
-    """Remove a model's folder from the cache, and return the bytes that it took."""
-    size = sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir() or path.is_symlink())
-    shutil.rmtree(folder)
-    return size
-
-
-def _repository(name: str) -> Path:
-    cache = Path(constants.HF_HUB_CACHE).expanduser()
-    return cache / repo_folder_name(repo_id=name, repo_type="model")
-
-
-def _wanted_files(name: str) -> list[_HubFile]:
-    """Return the files of a hub repository that serving needs."""
-    siblings = HfApi().model_info(name, files_metadata=True, timeout=_ANSWER_WAIT_S).siblings or []
+def _wanted_files(name: str, revision: str | None = None) -> list[_HubFile]:
+    """Return the files of a hub repository that serving needs, of its newest revision by default."""
+    info = HfApi().model_info(name, revision=revision, files_metadata=True, timeout=_ANSWER_WAIT_S)
+    siblings = info.siblings or []
     wanted = set(
         filter_repo_objects(
             (file.rfilename for file in siblings),
@@ -397,7 +367,7 @@ def _wanted_files(name: str) -> list[_HubFile]:
     ]
 
 
-def _in_time(name: str, ask: Callable[[], Found]) -> Found:
+def _in_time(name: str, ask: Callable[[], Found], *, is_here: bool = False) -> Found:
     """Return the hub's answer within the time limit, or raise the error: name resolution alone may block for a minute."""
     answers: list[Found] = []
     errors: list[Exception] = []
@@ -414,27 +384,44 @@ def _in_time(name: str, ask: Callable[[], Found]) -> Found:
     if answers:
         return answers[0]
     cause = errors[0] if errors else TimeoutError(f"no answer within {_ANSWER_WAIT_S:g} s")
-    raise _unreachable(name, cause) from cause
+    raise explain_failure(name, cause, is_here=is_here) from cause
 
 
-def _unreachable(name: str, error: Exception) -> ModelNotFound:
-    """Return the error for a failure of the hub."""
+def explain_failure(name: str, error: Exception, *, is_here: bool = False) -> RingError:
+    """Return the error for a failure of the hub, of the network, or of the disk, for a model that is complete here or not."""
     if isinstance(error, GatedRepoError):
         return ModelNotFound(
-            f"{name} is gated: accept its terms at {constants.ENDPOINT}/{name} and set HF_TOKEN to a token of yours from "
-            f"{constants.ENDPOINT}/settings/tokens."
-        )
-    if isinstance(error, RepositoryNotFoundError) and (short := short_names_of(name)):
-        return ModelNotFound(
-            f"The hub has {name} no more, for which {short[0]} stands: choose another model with `mlx-ring recommend`, or "
-            "give the id of another conversion."
+            f"{name} is gated: accept its terms at {constants.ENDPOINT}/{name}, then run `hf auth login` on this machine, or "
+            f"start the server again with HF_TOKEN, a token from {constants.ENDPOINT}/settings/tokens."
         )
     if isinstance(error, RepositoryNotFoundError):
+        return ModelNotFound(_not_on_hub(name))
+    if isinstance(error, HfHubHTTPError):
         return ModelNotFound(
-            f"The hub has no model {name}, or it is private: check the spelling, or set HF_TOKEN to your token."
+            f"{name} cannot be fetched now: the hub answered {error.response.status_code}. Pull it again later; the "
+            "download continues where it ended."
+        )
+    if isinstance(error, OSError) and error.strerror and (error.filename or error.errno in _DISK_ERRORS):
+        return PlanError(
+            f"{name} cannot be written to {error.filename or constants.HF_HUB_CACHE} ({error.strerror}): correct that, or "
+            "set HF_HOME to another folder, then pull it again; the download continues where it ended."
         )
     reason = " ".join(str(error).split()) or type(error).__name__
+    if is_here:
+        return ModelNotFound(f"The hub cannot be asked ({reason}).")
     return ModelNotFound(
         f"{name} is not on this machine and cannot be fetched ({reason}): connect to the network, or give a folder "
         "that holds the model; `mlx-ring models list` names the models on this machine."
+    )
+
+
+def _not_on_hub(name: str) -> str:
+    if short := short_names_of(name):
+        return (
+            f"The hub has {name} no more, for which {short[0]} stands: choose another model with `mlx-ring recommend`, or "
+            "give the id of another conversion."
+        )
+    return (
+        f"The hub has no model {name}, or it is private: check the spelling. For a private one, run `hf auth login` on "
+        "this machine, or start the server again with HF_TOKEN, your token."
     )

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import math
+import shutil
 import stat
 import struct
 from collections import Counter
@@ -269,6 +270,7 @@ class PullProgress:
 
 
 Report = Callable[[PullProgress], None]
+_DISK_RESERVE_BYTES = 1 << 30
 
 
 def check_memory(name: str, needed_bytes: int) -> None:
@@ -282,6 +284,22 @@ def check_memory(name: str, needed_bytes: int) -> None:
         raise PlanError(
             f"{name} needs {gigabytes(needed_bytes)} of memory for its weights, but this machine has "
             f"{gigabytes(total)}: choose a smaller or more strongly quantized model."
+        )
+
+
+def check_disk(name: str, needed_bytes: int, folder: Path) -> None:
+    """Refuse to fetch a model that would fill the disk of the folder.
+
+    Raises:
+        PlanError: too little free space there.
+    """
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    if needed_bytes + _DISK_RESERVE_BYTES > free:
+        raise PlanError(
+            f"{name} needs {gigabytes(needed_bytes)} on disk, but {folder} has {gigabytes(free)} free: "
+            "free some space, or set HF_HOME to a folder on another disk."
         )
 
 

@@ -28,6 +28,7 @@ from mlx_ring.core.errors import (
     ModelError,
     ModelNotFound,
 )
+from mlx_ring.host.private_files import hold, is_held
 from mlx_ring.models.gguf import MAGIC, SUFFIX, read_gguf, read_range
 from mlx_ring.models.gguf.model_config import small_files_of
 from mlx_ring.models.model_folder import (
@@ -45,7 +46,7 @@ from mlx_ring.models.other_programs import (
     ollama_file,
     ollama_models,
 )
-from mlx_ring.models.short_names import close_short_names, find_hub_id
+from mlx_ring.models.short_names import close_short_names, find_hub_id, short_names_of
 
 BUILTIN_FOLDER = Path(__file__).resolve().parent.parent / "builtin_models"
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -78,9 +79,9 @@ def list_local_models() -> Iterator[LocalModel]:
     """
     for name in builtin_names():
         yield LocalModel(name, "built-in", read_model_folder(BUILTIN_FOLDER / name))
-    from mlx_ring.models import hub  # importing its client takes a while
+    from mlx_ring.models import hub, hub_cache  # importing their client takes a while
 
-    for name in hub.cached_ids():
+    for name in hub_cache.cached_ids():
         with contextlib.suppress(ModelError):
             if (folder := hub.complete_in_cache(name)) is not None:
                 yield LocalModel(name, "hub", _with_sizes(folder))
@@ -92,7 +93,7 @@ def list_local_models() -> Iterator[LocalModel]:
         with contextlib.suppress(ModelError):
             yield LocalModel(name, "ollama", read_gguf_model([file]))
     blobs = set(ollama_models().values())
-    for file in dict.fromkeys([*_linked_files(), *hub.cached_gguf_files(), *lm_studio_files()]):
+    for file in dict.fromkeys([*_linked_files(), *hub_cache.cached_gguf_files(), *lm_studio_files()]):
         if file not in blobs:
             with contextlib.suppress(ModelError):
                 yield LocalModel(str(file), "file", read_gguf_model(_parts(file)))
@@ -147,7 +148,7 @@ def full_name(name: str) -> str:
     Raises:
         ModelNotFound: no model has this name, or several have it.
     """
-    if name in builtin_names() or _is_there(_path(name)) or _is_hub_id(name):
+    if name in builtin_names() or _is_there(_path(name)) or is_hub_id(name):
         return name
     hub_id = find_hub_id(name)
     if hub_id is None:
@@ -157,7 +158,23 @@ def full_name(name: str) -> str:
     return hub_id
 
 
-def _is_hub_id(name: str) -> bool:
+def exact_name(name: str) -> str:
+    """Return the hub's id that a whole short name means; others stay as they are, as for `full_name`.
+
+    Raises:
+        ModelNotFound: no model has this name, or it is only a part of one.
+    """
+    hub_id = full_name(name)
+    short = short_names_of(hub_id)
+    if name == hub_id or name.lower() in short:
+        return hub_id
+    raise ModelNotFound(
+        f"{name} is not the whole name of a model: {' or '.join([*short[:1], hub_id])} is one."
+    )
+
+
+def is_hub_id(name: str) -> bool:
+    """Report whether a name has the form of an id of the hub."""
     return _HUB_ID.fullmatch(name) is not None and not name.startswith(".")
 
 
@@ -171,7 +188,7 @@ def _downloaded(name: str) -> LocalModel | None:
     from mlx_ring.models import hub
 
     hub_id = full_name(name)
-    if _is_hub_id(hub_id):
+    if is_hub_id(hub_id):
         if (folder := hub.complete_in_cache(hub_id)) is not None:
             return LocalModel(hub_id, "hub", folder)
         path = lm_studio_folder(hub_id)
@@ -236,19 +253,19 @@ def remove_model(name: str) -> tuple[str, int]:
         Its id, and the bytes that are free now.
 
     Raises:
-        ConfigError: it is part of the package, a file or folder of the user's, or another program's.
-        Conflict: a process of mlx-ring serves it.
-        ModelNotFound: it is not on this machine.
+        ConfigError: it is part of the package, a file or folder of the user's, or another program's, or cannot be removed.
+        Conflict: a process of mlx-ring serves it, or downloads it.
+        ModelNotFound: it is not on this machine, or the name is not a whole one.
     """
-    from mlx_ring.models import hub
+    from mlx_ring.models import hub_cache
 
     if name in builtin_names():
         raise ConfigError(f"{name} is part of mlx-ring and takes no space: it cannot be removed.")
     path = _path(name)
     if _is_there(path):
         raise ConfigError(f"{path.absolute()} is your own: remove it yourself if nothing needs it.")
-    hub_id = full_name(name)
-    repository = hub.cached_repository(hub_id)
+    hub_id = exact_name(name)
+    repository = hub_cache.cached_repository(hub_id)
     if repository is None:
         found = _downloaded(name)
         if found is None:
@@ -259,7 +276,9 @@ def remove_model(name: str) -> tuple[str, int]:
             f"{hub_id} is served on this machine: `mlx-ring ps` shows where; stop that server with `mlx-ring stop`, "
             "then remove it."
         )
-    return hub_id, hub.remove_repository(repository)
+    if hub_cache.is_being_fetched(repository):
+        raise Conflict(f"{hub_id} is being downloaded: end the download, then remove the model.")
+    return hub_id, hub_cache.remove_repository(repository)
 
 
 def _path(name: str) -> Path:
@@ -386,40 +405,12 @@ def _identity(parts: Iterable[Path]) -> str:
 
 
 def hold_folder(folder: Path) -> None:
-    """Keep a folder of a GGUF file, or of the hub's cache, until `release_folder` or the end of this process.
+    """Hold a folder of a GGUF file, or of the hub's cache, until `release` or the end of this process.
 
     A GGUF file may be replaced or removed meanwhile.
     """
-    is_kept = folder.parent == _gguf_folders() or folder.parent.name == "snapshots"
-    if is_kept and folder not in _held:
-        with contextlib.suppress(OSError):  # a file system without locks
-            _held[folder] = descriptor = os.open(folder, os.O_RDONLY)
-            fcntl.flock(descriptor, fcntl.LOCK_SH)
-
-
-_held: dict[Path, int] = {}
-"""Open descriptors of folders that this process holds."""
-
-
-def release_folder(folder: Path) -> None:
-    """Hold a folder no longer."""
-    if folder in _held:
-        os.close(_held.pop(folder))
-
-
-def is_held(folder: Path) -> bool:
-    """Report whether a process holds a folder, this one included."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
+    if folder.parent == _gguf_folders() or folder.parent.name == "snapshots":
+        hold(folder)
 
 
 def _remove_unless_held(folder: Path) -> None:

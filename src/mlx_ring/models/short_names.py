@@ -21,6 +21,7 @@ _FORM = re.compile(r"-(\d+-?bits?(?:-gs\d+)?|mxfp\d+(?:-q8)?|bf16|fp16|f16|q\d+)
 _KNOWN_FORM = re.compile(r"[234568]-bit(-gs(32|64|128))?|MXFP[48]|MXFP4-Q8|bf16|fp16|f16")
 _FAMILY_AND_VERSION = re.compile(r"([a-z]{3,})-?(?=\d)")
 _SIZE = re.compile(r"-(?=(?:a?\d+(?:\.\d+)?b|8x7b)(?:-|$))")
+_ACTIVE = re.compile(r"a\d+(?:\.\d+)?b")
 _USUAL_TAG = ":latest"
 _NEAREST = 3
 
@@ -107,32 +108,55 @@ def parts_of(name: str) -> tuple[str, ...]:
     return tuple(part for part in split.split("-") if part)
 
 
+def find_name(text: str) -> str | None:
+    """Return the name in the list that a short name means; None if it is no model's with conversions or whole name.
+
+    The name may leave out the format, the number of active parameters, and parts that only one model with conversions has.
+
+    Raises:
+        ModelNotFound: several models have this name, or its format is unknown.
+    """
+    parts = frozenset(parts_of(split_format(text)[0]))
+    published = {model.name: model for model in published_models()}
+    whole = [name for name in {**known_models()["configs"], **published} if parts in _whole_names(name)]
+    if len(whole) == 1:
+        return whole[0]
+    alike = [name for name in published if parts <= frozenset(parts_of(name)) and parts_of(name)[0] in parts]
+    if len(alike) > 1:
+        raise ModelNotFound(
+            f"{text} may be any of {', '.join(published[name].short_name for name in alike)}: name one of them."
+        )
+    return alike[0] if alike else None
+
+
+def _whole_names(name: str) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the parts of a name, also without the number of active parameters."""
+    parts = parts_of(name)
+    return frozenset(parts), frozenset(part for part in parts if not _ACTIVE.fullmatch(part))
+
+
 def find_hub_id(text: str) -> str | None:
     """Return the hub's id that a short name means; None if the list has no such model.
 
-    The name may leave out parts that only one model has, and the format.
-
     Raises:
-        ModelNotFound: several models have this name, or the model is not published in this format.
+        ModelNotFound: several models have this name, or the model is not published in this format, or not at all.
     """
     try:
-        stem, form = split_format(text)
+        _, form = split_format(text)
     except ModelNotFound:
         return None
-    parts = parts_of(stem)
-    alike = [
-        model
-        for model in published_models()
-        if set(parts) <= set(parts_of(model.name)) and parts_of(model.name)[0] in parts
-    ]
-    fewest = min((len(parts_of(model.name)) for model in alike), default=0)
-    best = [model for model in alike if len(parts_of(model.name)) == fewest]
-    if not best:
+    name = find_name(text)
+    if name is None:
         return None
-    if len(best) > 1:
-        named = ", ".join(model.short_name for model in best)
-        raise ModelNotFound(f"{text} may be any of {named}: name one of them.")
-    return _conversion(text, best[0], form)
+    model = next((model for model in published_models() if model.name == name), None)
+    if model is None:
+        parts = frozenset(parts_of(name))
+        more = [each.short_name for each in published_models() if parts < frozenset(parts_of(each.name))]
+        raise ModelNotFound(
+            f"{text} is {name}, of which the list has no conversion: give the hub's id of one"
+            f"{', or one of ' * bool(more)}{', '.join(more)}."
+        )
+    return _conversion(text, model, form)
 
 
 def _conversion(text: str, model: PublishedModel, form: str) -> str:

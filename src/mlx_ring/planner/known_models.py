@@ -12,7 +12,14 @@ from typing import Any
 
 from mlx_ring.core.errors import ModelNotFound
 from mlx_ring.models.model_folder import ModelFolder
-from mlx_ring.models.short_names import conversions_of, known_models, parts_of, published_models, split_format
+from mlx_ring.models.short_names import (
+    conversions_of,
+    find_name,
+    known_models,
+    parts_of,
+    published_models,
+    split_format,
+)
 from mlx_ring.planner.layer_parts import layer_matrices
 
 MXFP4: Mapping[str, Any] = {"group_size": 32, "bits": 4, "mode": "mxfp4"}
@@ -70,39 +77,35 @@ def _forms(entry: Mapping[str, Any]) -> list[str]:
 def find_known_model(text: str, tried: str = _TRIED, form: str = "") -> KnownModel:
     """Return the model that a short name or a number of parameters means.
 
-    The short name has parts of the model's name, and perhaps a format: `qwen3-30b-a3b-4bit`, `llama-70b`. Of several models
-    with these parts, popular ones come first, then those with fewer other parts, then the last in the file. A number of
-    parameters, as `70B-4bit`, means a dense model of Llama's shape. Without a format, it is the first published one,
+    The short name has parts of the model's name, and perhaps a format: `qwen3-30b-a3b-4bit`, `llama-70b`. It means the model
+    that `find_name` finds. Of several others with these parts, popular ones come first, then those with fewer other parts,
+    then the last in the file. A number of parameters, as `70B-4bit`, means a dense model of Llama's shape. Without a format, it is the first published one,
     or 4 bits.
 
     Args:
-        text: the name.
+        text: the name; the hub's id of a listed conversion means that one.
         tried: what else the caller takes it for, for the error.
         form: format of the weights instead of that of the name.
 
     Raises:
-        ModelNotFound: no model has these parts, or the format is unknown.
+        ModelNotFound: no model has these parts, several may be meant, or the format is unknown.
     """
+    for model in published_models():
+        for published, hub_id in model.conversions.items():
+            if hub_id == text:
+                return _known_model(model.name, form or published, text)
     stem, named = split_format(text)
     form = form or named
     if number := _PARAMETERS.fullmatch(stem):
         return _dense(float(number[1]), form or _USUAL_FORM, text)
+    name = find_name(text)
     parts = frozenset(parts_of(stem))
     alike = [name for name in configs() if parts and parts <= frozenset(parts_of(name))]
     if not alike:
         raise ModelNotFound(_unknown(text, stem, tried))
     popular, last = _popular(), list(configs())
-    name = min(alike, key=lambda name: (name not in popular, len(parts_of(name)), -last.index(name)))
+    name = name or min(alike, key=lambda name: (name not in popular, len(parts_of(name)), -last.index(name)))
     return _known_model(name, form or _forms(popular.get(name, {_USUAL_FORM: ""}))[0], text)
-
-
-def find_by_hub_id(hub_id: str) -> KnownModel | None:
-    """Return the model that a conversion on the hub holds; None if the list has no such conversion."""
-    for model in published_models():
-        for form, named in model.conversions.items():
-            if named.lower() == hub_id.lower():
-                return _known_model(model.name, form, hub_id)
-    return None
 
 
 def _unknown(text: str, stem: str, tried: str) -> str:

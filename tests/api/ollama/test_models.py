@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Generator
 from contextlib import closing
 
@@ -74,6 +75,7 @@ def test_a_pull_shows_its_progress_and_fails_in_one_sentence(client: Client) -> 
         "success",
     ]
     assert [(line.completed, line.total) for line in lines[1:4]] == [(0, 100), (50, 100), (100, 100)]
+    assert all(re.fullmatch("sha256:[0-9a-f]{64}", line.digest or "") for line in lines[1:4])
     assert client.pull("org/other").status == "success"
     for streams in (True, False):
         with pytest.raises(ResponseError, match="There is no model 'nobody/knows'"):

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
 from tests.api.clients import Api, error_of, refusal
-from tests.api.twins import TwinService
+from tests.api.twins import TwinCatalog, TwinService
 from tests.default_settings import make_api_settings
 
+from mlx_ring.api.ops.models import pulling
+from mlx_ring.api.streaming import QuietReason
 from mlx_ring.core.errors import PlanError
 from mlx_ring.core.generation import GenerateRequest
 from mlx_ring.core.types import SamplingParams
+from mlx_ring.models.model_folder import PullProgress, Report
 
 OTHER = ("org/other", "other")
 
@@ -124,6 +128,42 @@ def test_a_pull_that_cannot_begin_is_refused_with_a_status(api: Api) -> None:
     for fields, status in (({"model": "nobody/knows"}, 404), ({"model": "org/large"}, 503)):
         assert api.post("/models/pull", fields | {"stream": True}).status_code == status
     assert api.post("/models/pull", {"model": "org/large", "force": True}).status_code == 200
+
+
+def test_a_pull_is_cancelled_for_all_clients_by_a_request(api: Api) -> None:
+    ended = api.post("/models/pull", {"model": "org/other", "cancel": True})
+    assert ended.json() == {"model": "org/other", "status": "downloading", "done_bytes": 1, "total_bytes": 2}
+    assert api.post("/models/pull", {"model": "org/new", "cancel": True}).status_code == 409
+
+
+class SlowCatalog(TwinCatalog):
+    """Catalog whose pulls hash a large file once they begin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hashed = asyncio.Event()
+
+    async def pull(self, name: str, *, force: bool, report: Report, lasts: bool = True) -> str:
+        del force, lasts
+        report(PullProgress("verifying", 1, 1))
+        await self.hashed.wait()
+        return name
+
+
+def test_a_pull_without_progress_yields_reasons_to_keep_the_connection() -> None:
+    async def act() -> list[object]:
+        catalog = SlowCatalog()
+        async with pulling(catalog, "org/new", quiet_s=0.001) as progress:
+            seen: list[object] = [await anext(progress) for _ in range(3)]
+            catalog.hashed.set()
+            return [*seen, *[each async for each in progress if each is not QuietReason.QUIET]]
+
+    quiet = QuietReason.QUIET
+    assert asyncio.run(act()) == [
+        PullProgress("verifying", 1, 1),
+        *(quiet, quiet),
+        PullProgress("done", 1, 1),
+    ]
 
 
 def test_models_on_disk_are_listed_and_deleted_unless_they_are_loaded(api: Api) -> None:

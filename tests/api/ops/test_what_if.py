@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 from tests.api.clients import Api, refusal
 
-from mlx_ring.core.errors import NotReady
+from mlx_ring.core.errors import ModelNotFound, NotReady
 from mlx_ring.core.types import LayerRange
+from mlx_ring.models.model_source import LocalModel
+from mlx_ring.planner.known_models import find_known_model
 from mlx_ring.planner.request import OBJECTIVES, Demand, PlanRequest
 
 
@@ -31,7 +33,6 @@ def test_the_model_may_be_served_or_a_short_name_or_any_popular_one() -> None:
     assert labels() == ["org/twin"]
     assert labels(model="twin") == ["org/twin"]
     assert labels(model="llama-70b") == ["Llama-3.3-70B 4-bit"]
-    assert labels(model="mlx-community/Qwen3-0.6B-4bit") == ["Qwen3-0.6B 4-bit"]
     assert labels(model="demo") == ["demo"], "a model on the disk"
     assert len(labels(what_fits=True)) > 30
 
@@ -130,10 +131,23 @@ def test_a_heads_replicas_count_for_machines_that_are_added() -> None:
     assert after["stages"] == ["m4-mac-mini-16 0-31", "m4-16 0-31"]
 
 
-def test_a_head_does_not_claim_to_look_for_hub_ids() -> None:
-    _, message = refusal(Api().post("/cluster/what-if", {"model": "Qwen/Qwen3-0.6B"}), 404)
-    assert "hub id" not in message
-    assert "it is no served model, model on the disk, short name or number of parameters" in message
+def test_a_hub_id_means_its_entry_in_the_list_or_the_configuration_on_the_hub(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def describe(name: str) -> LocalModel:
+        if name != "someone/tiny":
+            raise ModelNotFound(f"The hub has no model {name}.")
+        return LocalModel(name, "hub", find_known_model("llama3.2:1b").folder)
+
+    def labels(model: str) -> list[str]:
+        reply = Api().post("/cluster/what-if", {"model": model})
+        return [one["label"] for one in reply.json()["outcomes"]]
+
+    monkeypatch.setattr("mlx_ring.api.ops.what_if.describe_model", describe)
+    assert labels("mlx-community/Qwen3-0.6B-8bit") == ["Qwen3-0.6B 8-bit"]
+    assert labels("someone/tiny") == ["someone/tiny"]
+    param, message = refusal(Api().post("/cluster/what-if", {"model": "someone/private"}), 404)
+    assert (param, message) == (None, "The hub has no model someone/private.")
 
 
 def test_choices_are_names_that_a_question_may_use() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
 from datetime import UTC, datetime
+from hashlib import sha256
 from importlib.metadata import version
 from typing import cast
 
@@ -31,7 +32,7 @@ from mlx_ring.api.openapi import ApiRoute, documented_get, documented_post
 from mlx_ring.api.ops.models import Pulling, check_manager, pull_all, pulling
 from mlx_ring.api.request_body import Body
 from mlx_ring.api.service import ModelService
-from mlx_ring.api.streaming import JsonAnswer, JsonStream, StreamFormat, while_connected
+from mlx_ring.api.streaming import JsonAnswer, JsonStream, QuietReason, StreamFormat, while_connected
 from mlx_ring.core.errors import RequestError
 from mlx_ring.core.types import ADVISED_SAMPLING
 from mlx_ring.models.model_folder import PullProgress
@@ -108,13 +109,20 @@ def _add_disk(router: Router, context: ApiContext) -> None:
             return JsonAnswer[OllamaStatus]({"status": "success"}, media_type=form)
         check_manager(request, context.settings)
 
-        async def lines(progress: AsyncGenerator[PullProgress]) -> AsyncGenerator[list[OllamaStatus]]:
+        async def lines(
+            progress: AsyncGenerator[PullProgress | QuietReason],
+        ) -> AsyncGenerator[list[OllamaStatus]]:
             yield [{"status": "pulling manifest"}]
+            newest: OllamaStatus = {"status": f"pulling {name}"}
             async for each in progress:
-                yield [_pull_line(name, each)]
+                # The format has no other line that says nothing new.
+                newest = newest if isinstance(each, QuietReason) else _pull_line(name, each)
+                yield [newest]
 
         def begin() -> Pulling:
-            return pulling(context.catalog, name)
+            quiet_s = context.settings.keep_alive_s
+            # A client of Ollama cancels a pull by leaving it.
+            return pulling(context.catalog, name, lasts=False, quiet_s=quiet_s)
 
         if fields.stream is False:
             await while_connected(request.receive, pull_all(begin()))
@@ -143,7 +151,7 @@ def _pull_line(name: str, progress: PullProgress) -> OllamaStatus:
         case "downloading":
             return {
                 "status": f"pulling {name}",
-                "digest": name,
+                "digest": f"sha256:{sha256(name.encode()).hexdigest()}",
                 "total": progress.total_bytes,
                 "completed": progress.done_bytes,
             }

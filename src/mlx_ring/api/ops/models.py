@@ -24,7 +24,14 @@ from mlx_ring.api.openapi import JsonObject, RouteDoc, documented_get, documente
 from mlx_ring.api.request_body import Body
 from mlx_ring.api.service import ModelCatalog
 from mlx_ring.api.settings import ApiSettings
-from mlx_ring.api.streaming import EVENT_STREAM, KEEP_ALIVE, JsonStream, StreamFormat, while_connected
+from mlx_ring.api.streaming import (
+    EVENT_STREAM,
+    KEEP_ALIVE,
+    JsonStream,
+    QuietReason,
+    StreamFormat,
+    while_connected,
+)
 from mlx_ring.core.errors import Refused
 from mlx_ring.models.model_folder import PullProgress
 from mlx_ring.models.short_names import short_names_of
@@ -51,6 +58,10 @@ class PullRequest(Body):
     """Download it even if its weights exceed the memory of all machines."""
     stream: bool = False
     """Send the progress as server-sent events. The answer otherwise comes when the model is complete."""
+    stop_unwatched: bool = False
+    """End the download when no client waits for it any more. It otherwise continues, and the next pull joins it."""
+    cancel: bool = False
+    """End the download instead, for all clients. A later one continues it. The answer is its last progress."""
 
 
 class DeleteRequest(Body):
@@ -135,13 +146,22 @@ def _add_disk(router: Router, context: ApiContext) -> None:
         check_manager(request, context.settings)
         fields = await context.read(request, PullRequest)
         model = fields.model
+        if fields.cancel:
+            progress = dict(catalog.pulls)
+            name = await catalog.cancel_pull(model)
+            return _pull_status(name, progress.get(name, PullProgress("downloading", 0, 0)))
 
-        async def events(progress: AsyncGenerator[PullProgress]) -> AsyncGenerator[list[PullStatus]]:
+        async def events(
+            progress: AsyncGenerator[PullProgress | QuietReason],
+        ) -> AsyncGenerator[list[PullStatus] | QuietReason]:
             async for each in progress:
-                yield [_pull_status(model, each)]
+                yield each if isinstance(each, QuietReason) else [_pull_status(model, each)]
 
         def begin() -> Pulling:
-            return pulling(catalog, model, force=fields.force)
+            quiet_s = context.settings.keep_alive_s
+            return pulling(
+                catalog, model, force=fields.force, lasts=not fields.stop_unwatched, quiet_s=quiet_s
+            )
 
         if fields.stream:
             return JsonStream(begin, events, StreamFormat(EVENT_STREAM, event, KEEP_ALIVE))
@@ -170,7 +190,8 @@ def _add_disk(router: Router, context: ApiContext) -> None:
             more_statuses=(409,),
             description=(
                 "It continues an earlier pull. Sizes and SHA-256 are compared with the hub's. "
-                "A pull ends when no client waits for it any more, and the next one continues it."
+                "A pull continues when no client waits for it, until it is complete or cancelled, or the server ends. "
+                "The next one joins or continues it. `/cluster/models` lists those in progress."
             ),
         ),
     )
@@ -223,45 +244,66 @@ async def pull_all(pull: Pulling) -> PullProgress:
     last = PullProgress("done", 0, 0)
     async with pull as progress:
         async for each in progress:
-            last = each
+            last = each if isinstance(each, PullProgress) else last
     return last
 
 
-Pulling = AbstractAsyncContextManager[AsyncGenerator[PullProgress]]
+Pulling = AbstractAsyncContextManager[AsyncGenerator[PullProgress | QuietReason]]
 
 
 @asynccontextmanager
 async def pulling(
-    catalog: ModelCatalog, model: str, *, force: bool = False
-) -> AsyncGenerator[AsyncGenerator[PullProgress]]:
+    catalog: ModelCatalog,
+    model: str,
+    *,
+    force: bool = False,
+    lasts: bool = True,
+    quiet_s: float | None = None,
+) -> AsyncGenerator[AsyncGenerator[PullProgress | QuietReason]]:
     """Start a pull, or join one, and yield its progress, of which the last is "done". The pull is left with the context.
+
+    Args:
+        catalog: the models.
+        model: name of the model.
+        force: as for `ModelCatalog.pull`.
+        lasts: as for `ModelCatalog.pull`.
+        quiet_s: time without progress after which a reason for the silence is yielded; None for never.
 
     Raises:
         RingError: the model cannot be fetched. Checks come before the context begins.
     """
     queue = asyncio.Queue[PullProgress | None]()
-    task = asyncio.ensure_future(catalog.pull(model, force=force, report=queue.put_nowait))
+    task = asyncio.ensure_future(catalog.pull(model, force=force, report=queue.put_nowait, lasts=lasts))
     task.add_done_callback(lambda _: queue.put_nowait(None))
     try:
         first = await queue.get()
         if first is None:
             task.result()
-        yield _progress(task, queue, first)
+        yield _progress(task, queue, first, quiet_s)
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
 
 async def _progress(
-    task: asyncio.Future[str], queue: asyncio.Queue[PullProgress | None], newest: PullProgress | None
-) -> AsyncGenerator[PullProgress]:
+    task: asyncio.Future[str],
+    queue: asyncio.Queue[PullProgress | None],
+    newest: PullProgress | None,
+    quiet_s: float | None,
+) -> AsyncGenerator[PullProgress | QuietReason]:
     total_bytes = 0
     while newest is not None:
         total_bytes = newest.total_bytes
         # The files are here before the model is listed.
         if newest.status != "done":
             yield newest
-        newest = await queue.get()
+        waiting = asyncio.ensure_future(queue.get())
+        try:
+            while not (await asyncio.wait((waiting,), timeout=quiet_s))[0]:
+                yield QuietReason.QUIET
+        finally:
+            waiting.cancel()
+        newest = waiting.result()
     task.result()
     yield PullProgress("done", total_bytes, total_bytes)
 

@@ -10,6 +10,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -22,10 +23,11 @@ from mlx_ring.api.openapi import JsonObject, RouteDoc, documented_get, documente
 from mlx_ring.api.request_body import Body
 from mlx_ring.api.service import ModelService
 from mlx_ring.api.streaming import JsonAnswer, while_connected
-from mlx_ring.core.errors import ConfigError, Conflict, NotReady, RequestError
+from mlx_ring.core.errors import ConfigError, Conflict, ModelNotFound, NotReady, RequestError
+from mlx_ring.models.model_source import describe_model, is_hub_id
 from mlx_ring.planner.catalogue import machine_names, named_links
 from mlx_ring.planner.cluster_file import MOST_ADDED, link_named, with_machines
-from mlx_ring.planner.known_models import find_by_hub_id, find_known_model, popular_models
+from mlx_ring.planner.known_models import find_known_model, popular_models
 from mlx_ring.planner.memory_fit import MOST_USERS
 from mlx_ring.planner.model_sizes import sizes_of
 from mlx_ring.planner.place import PlanningBasis
@@ -34,7 +36,7 @@ from mlx_ring.planner.request import OBJECTIVES, USUAL_CONTEXT, Objective, PlanR
 from mlx_ring.planner.what_if import Answer, NamedModel, Question, what_if
 
 Tokens = Annotated[int, Field(ge=1, le=10**8)]
-_NAMED = "served model, model on the disk, short name or number of parameters such as 70B-4bit"
+_NAMED = "served model, hub id, short name such as qwen3:8b, or number of parameters such as 70B-4bit"
 
 
 class WhatIfChoices(JsonObject):
@@ -57,8 +59,7 @@ class WhatIfRequest(Body):
     """Question about the running cluster with other machines, links, contexts or models."""
 
     model: Annotated[str, Field(min_length=1, max_length=_MOST_LETTERS)] | None = None
-    """Served model, one that `/cluster/models` lists, a short name such as `llama-70b`, or the hub id that has one;
-    the default model if it is missing."""
+    """Served model, short name such as `qwen3:8b`, or hub id; the default model if it is missing."""
     what_fits: bool = False
     """Answer for popular models instead."""
     add: Annotated[
@@ -121,7 +122,7 @@ def routes(context: ApiContext) -> Router:
             "Describe what plans are made of: a model's sizes, machines, links, loaded stages",
             PlanningBasis,
             query={
-                "model": "Served model, one on the disk, short name such as llama-70b, or its hub id. Default: the first served model."
+                "model": "Served model, short name such as qwen3:8b, or hub id. Default: the first served model."
             },
             more_statuses=(404, 409),
         ),
@@ -244,19 +245,24 @@ def _served(context: ApiContext, fields: WhatIfRequest) -> ModelService | None:
 def _models(
     context: ApiContext, fields: WhatIfRequest, served: ModelService | None, machines: ClusterProfile
 ) -> tuple[Iterable[NamedModel], tuple[str, ...]]:
-    """Return the models of a question with their labels, and how a name is read.
+    """Return the models of a question with their labels, and how a name is read: popular ones, a served one, or another by its name.
 
-    They are popular ones, a served one, one of the list by its hub id, one on the disk, or one by its short name.
+    Raises:
+        ModelNotFound: no model has this name, or the hub cannot be asked for its configuration.
     """
     if served is not None:
         return [(served.model_id, context.catalog.sizes(served, machines))], ()
     if fields.model is None:
         popular = popular_models()
         return ((known.name, sizes_of(known.folder, known.name, machines)) for known in popular), ()
-    known = find_by_hub_id(fields.model)
-    if known is None:
-        named = (local for local in context.catalog.local_models() if local.name == fields.model)
-        if local := next(named, None):
-            return [(local.name, sizes_of(local.folder, local.name, machines))], ()
+    named = (local for local in context.catalog.local_models() if local.name == fields.model)
+    if local := next(named, None):
+        return [(local.name, sizes_of(local.folder, local.name, machines))], ()
+    try:
         known = find_known_model(fields.model, _NAMED)
+    except ModelNotFound:
+        if not is_hub_id(fields.model) or Path(fields.model).exists():
+            raise
+        described = describe_model(fields.model)
+        return [(described.name, sizes_of(described.folder, described.name, machines))], ()
     return [(known.name, sizes_of(known.folder, known.name, machines))], (known.remark,)

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import grpc
 
-from mlx_ring.core.cluster_folders import AUTHORITY_FILE
+from mlx_ring.core.environment import AUTHORITY_FILE
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.host.private_files import read_private, write_private
 

@@ -1,0 +1,92 @@
+"""Models in the hub's cache: which there are, complete or not, and how they are removed."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+from huggingface_hub import constants, scan_cache_dir
+from huggingface_hub.errors import CacheNotFound
+from huggingface_hub.file_download import repo_folder_name
+
+from mlx_ring.core.errors import ConfigError
+from mlx_ring.host.private_files import is_held
+from mlx_ring.models.gguf import SUFFIX
+
+PART = ".mlx-ring.part"
+"""End of the names of weights files that are not complete."""
+_LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}")
+
+
+def cached_ids() -> list[str]:
+    """Return the ids of all models that are at least partly in the cache."""
+    try:
+        cache = scan_cache_dir(constants.HF_HUB_CACHE)
+    except (CacheNotFound, OSError):
+        return []
+    return sorted(repository.repo_id for repository in cache.repos if repository.repo_type == "model")
+
+
+def cached_gguf_files() -> list[Path]:
+    """Return the GGUF files in the cache. Of one that was split, this is the first part."""
+    try:
+        cache = scan_cache_dir(constants.HF_HUB_CACHE)
+    except (CacheNotFound, OSError):
+        return []
+    files = {
+        file.file_path
+        for repository in cache.repos
+        for revision in repository.revisions
+        for file in revision.files
+    }
+    return sorted(file for file in files if file.suffix == SUFFIX and not _LATER_PART.search(file.name))
+
+
+def interrupted_downloads() -> dict[str, int]:
+    """Return the models with weights files that are not complete: by id, the bytes that are here."""
+    parts = Path(constants.HF_HUB_CACHE).expanduser().glob(f"models--*/blobs/*{PART}")
+    return {
+        "/".join(blobs.parent.name.split("--")[1:]): sum(file.lstat().st_size for file in blobs.iterdir())
+        for blobs in sorted({part.parent for part in parts})
+    }
+
+
+def cached_repository(name: str) -> Path | None:
+    """Return the folder of a model in the cache, complete or not; None if there is none."""
+    folder = repository_folder(name)
+    return folder if folder.is_dir() else None
+
+
+def is_being_fetched(folder: Path) -> bool:
+    """Report whether a process fetches weights into a model's folder of the cache."""
+    return any(is_held(part) for part in folder.glob(f"blobs/*{PART}"))
+
+
+def remove_repository(folder: Path) -> int:
+    """Remove a model's folder from the cache, and return the bytes that it took.
+
+    Raises:
+        ConfigError: it is a link, or the file system refuses.
+    """
+    if folder.is_symlink():
+        raise ConfigError(
+            f"{folder} is a link to {folder.readlink()}: remove both yourself if nothing needs them."
+        )
+    try:
+        size = sum(
+            path.lstat().st_size for path in folder.rglob("*") if not path.is_dir() or path.is_symlink()
+        )
+        shutil.rmtree(folder)
+    except OSError as error:
+        raise ConfigError(
+            f"{error.filename or folder} cannot be removed ({error.strerror or error}): correct its permissions, or "
+            f"remove {folder} as its owner."
+        ) from error
+    return size
+
+
+def repository_folder(name: str) -> Path:
+    """Return the place of a model's folder in the cache."""
+    cache = Path(constants.HF_HUB_CACHE).expanduser()
+    return cache / repo_folder_name(repo_id=name, repo_type="model")

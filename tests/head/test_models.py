@@ -1,0 +1,115 @@
+"""Models that a head fetches and lists: when it fetches, with which limits, and what it says of those it cannot serve."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from huggingface_hub import constants
+from tests.core.fake_hub import COMMIT
+
+from mlx_ring.core.errors import Conflict, ModelCorrupt
+from mlx_ring.head import models
+from mlx_ring.head.models import Catalog
+from mlx_ring.head.served_model import prepare_model
+from mlx_ring.host.private_files import is_held
+from mlx_ring.models.fetching import Fetches
+from mlx_ring.models.model_folder import PullProgress
+from mlx_ring.settings.settings_sources import load_settings
+
+HUB_ID = "mlx-community/Qwen3-8B-4bit"
+MEMORY = 10**9
+
+
+class Machine:
+    """Disk and hub of a head whose cluster has `MEMORY`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, here: set[str]) -> None:
+        self.here = here
+        """Names of the models that need no fetch."""
+        self.fetched: list[tuple[str, object]] = []
+        """Fetched models, each with the memory that its fetch was limited to."""
+        monkeypatch.setattr(models, "must_be_fetched", lambda name: name not in self.here)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+        monkeypatch.setattr(Fetches, "fetch", self.fetch)
+        cluster = SimpleNamespace(machines=SimpleNamespace(nodes=[SimpleNamespace(memory_bytes=MEMORY)]))
+        monkeypatch.setattr(Catalog, "running", lambda *_: cluster)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+
+    async def fetch(
+        self,
+        name: str,
+        *,
+        memory_bytes: int | None,
+        then: Callable[[], Coroutine[Any, Any, None]],
+        **_: object,
+    ) -> None:
+        self.fetched.append((name, memory_bytes))
+        self.here.add(name)
+        await then()
+
+
+def make_catalog(nodes: int = 1) -> Catalog:
+    settings = load_settings({"model": "demo", "nodes": nodes})
+    return Catalog(settings, [], cast("Any", None), cast("Any", None))
+
+
+def ignore(_: PullProgress) -> None:
+    """Watch without interest."""
+
+
+def test_a_pull_of_a_model_that_another_program_has_fetches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def act() -> list[str]:
+        await make_catalog().pull("qwen3:8b", force=False, report=ignore)
+        return listed
+
+    listed: list[str] = []
+
+    async def record(_: Catalog, name: str) -> None:
+        listed.append(name)
+
+    machine = Machine(monkeypatch, here={"qwen3:8b"})
+    monkeypatch.setattr(Catalog, "_listed", record)
+    assert asyncio.run(act()) == ["qwen3:8b"]
+    assert machine.fetched == []
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_load_is_limited_to_the_memory_of_the_cluster(nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def act() -> None:
+        with pytest.raises(Conflict, match="cannot be served here: It is damaged"):
+            await make_catalog(nodes).load("qwen3:8b")
+
+    async def refuse(_: Catalog, __: str) -> None:
+        raise ModelCorrupt("It is damaged.")
+
+    machine = Machine(monkeypatch, here=set())
+    monkeypatch.setattr(Catalog, "_listed", refuse)
+    asyncio.run(act())
+    assert machine.fetched == [(HUB_ID, MEMORY)]
+
+
+def test_a_model_is_not_deleted_while_it_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def act() -> None:
+        with pytest.raises(Conflict, match=f"{HUB_ID} is being downloaded: cancel the download"):
+            await make_catalog().delete("qwen3:8b")
+
+    monkeypatch.setattr(Fetches, "is_running", lambda _, name: name == HUB_ID)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    asyncio.run(act())
+
+
+def test_a_model_that_cannot_be_served_does_not_count_as_served(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    snapshot = tmp_path / "models--someone--tiny" / "snapshots" / COMMIT
+    shutil.copytree(tiny_model, snapshot)
+    (snapshot / "tokenizer.json").write_text("{}")
+    (tmp_path / "models--someone--tiny" / "refs").mkdir()
+    (tmp_path / "models--someone--tiny" / "refs" / "main").write_text(COMMIT)
+    with pytest.raises(ModelCorrupt, match="cannot be loaded"):
+        prepare_model(load_settings({"model": "someone/tiny"}))
+    assert not is_held(snapshot)
