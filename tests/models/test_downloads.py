@@ -56,7 +56,11 @@ def put_in_cache(home: Path, model: Path, name: str) -> Path:
 
 def start(*typed: str, endpoint: str, home: Path) -> subprocess.Popen[str]:
     """Start a command in a process of its own, because the hub's client reads its address once."""
-    code = "import sys; from mlx_ring.cli.app import run; sys.argv[0] = 'mlx-ring'; sys.exit(run())"
+    # A shell starts background jobs with interrupts ignored, and their children inherit that.
+    code = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "from mlx_ring.cli.app import run; sys.argv[0] = 'mlx-ring'; sys.exit(run())"
+    )
     changes = {
         "HF_ENDPOINT": endpoint,
         "HF_HOME": str(home),
