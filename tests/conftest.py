@@ -12,6 +12,7 @@ from tests import alone, order, process_marks
 from tests.examples import register_profiles
 from tests.once import once, use_folder
 from tests.other_python import other_python
+from tests.own_home import remove_own_home, use_own_home
 
 from mlx_cpu_kernels.blas import install_fast_blas
 from mlx_ring.core.environment import quieten_grpc, quieten_transformers
@@ -19,6 +20,7 @@ from mlx_ring.core.lean_imports import import_bare, import_tokenizers
 
 collect_ignore = [] if other_python() else ["end_to_end/test_cluster_other_python.py"]
 """Files that this machine cannot run. The run's first lines name them."""
+use_own_home()
 gc.disable()
 """Collection makes objects that last as long as the run. A search among them finds nothing: see `pytest_collection_finish`."""
 quieten_grpc()
@@ -49,6 +51,10 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(plugin)
     if config.getoption("--thorough"):
         settings.load_profile("thorough")
+
+
+def pytest_unconfigure() -> None:
+    remove_own_home()
 
 
 def pytest_collection_finish() -> None:

@@ -10,8 +10,8 @@ import pytest
 from tests.machines import running_head
 from tests.processes import run_cli, run_in_process
 
-from mlx_ring.core.environment import authority_folder
 from mlx_ring.core.errors import TokenRefused
+from mlx_ring.core.folders import authority_folder
 from mlx_ring.core.join_token import parse_token
 from mlx_ring.rpc.tls.identity import open_identity
 

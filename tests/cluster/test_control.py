@@ -22,8 +22,8 @@ from mlx_ring.cluster import control as subject
 from mlx_ring.cluster.control import Control, open_control
 from mlx_ring.cluster.membership import Event, Joined, Membership, Reported, SessionEnded
 from mlx_ring.cluster.security.members import Members
-from mlx_ring.core.environment import authority_folder
 from mlx_ring.core.errors import PeerRefused
+from mlx_ring.core.folders import authority_folder
 from mlx_ring.host.addresses import HeadAddress
 from mlx_ring.rpc.channels import open_aio_channel
 from mlx_ring.rpc.hello import make_hello

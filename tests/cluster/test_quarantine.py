@@ -18,8 +18,8 @@ from mlx_ring.cluster.quarantine import (
     quarantined,
     still_counting,
 )
-from mlx_ring.cluster.security import state_file
 from mlx_ring.core.errors import ConfigError
+from mlx_ring.host import private_files
 
 TIMES_S = [10 * number for number in range(LOSSES)]
 
@@ -167,6 +167,6 @@ def test_a_file_that_cannot_be_written_is_logged_too(
     def fail_to_write(_path: Path, _content: bytes) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(state_file, "write_private", fail_to_write)
+    monkeypatch.setattr(private_files, "write_private", fail_to_write)
     assert QuarantineList(tmp_path).note("mini", "its worker died", 0.0) is None
     assert caplog.messages[-1].endswith("losses.json: No space left on device")

@@ -19,7 +19,7 @@ from tests.ssh_hosts import SshHost, skip_without_sshd, ssh_hosts
 from mlx_cpu_kernels.build import COMPILERS
 from mlx_ring.cluster.lifecycle.shipping import wanted_here
 from mlx_ring.cluster.lifecycle.wheels import WheelStore, packages_for
-from mlx_ring.core.environment import packages_folder
+from mlx_ring.core.folders import packages_folder
 
 
 @pytest.fixture

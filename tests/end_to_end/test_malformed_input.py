@@ -15,7 +15,7 @@ from tests.machines import free_pair_of_ports
 from tests.malformed_input import message, noise, open_plain, open_tls, read_until_closed, start_of_call
 from tests.processes import Server
 
-from mlx_ring.core.environment import node_folder
+from mlx_ring.core.folders import node_folder
 from mlx_ring.rpc.frames import Frame, encode_frame
 from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.link_probe import PROBE

@@ -23,7 +23,7 @@ from tests.end_to_end.lan_cluster import LanCluster, Machine
 from tests.eventually import eventually
 from tests.processes import Server, serving
 
-from mlx_ring.core.environment import authority_folder
+from mlx_ring.core.folders import authority_folder
 
 _HOOK = Path(__file__).parent / "step_hook"
 _HOOK_WAIT_S = 600.0

@@ -16,8 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mlx_ring.core.environment import running_folder
 from mlx_ring.core.errors import ConfigError
+from mlx_ring.core.folders import running_folder
 from mlx_ring.host.machine import make_run_folder
 from mlx_ring.host.private_files import try_lock
 from mlx_ring.host.running import (

@@ -31,8 +31,8 @@ from mlx_ring.agent.server import AgentService
 from mlx_ring.agent.supervisor import Supervisor, Worker, WorkerOptions
 from mlx_ring.agent.weights.serving import WeightsService
 from mlx_ring.agent.weights.store import WeightStore
-from mlx_ring.core.environment import AGENT_LOCK, node_folder, weights_folder
 from mlx_ring.core.errors import ConfigError, PeerRefused, RingError, VersionMismatch
+from mlx_ring.core.folders import AGENT_LOCK, node_folder, weights_folder
 from mlx_ring.core.logs import configure_logging
 from mlx_ring.host.addresses import HeadAddress, bracketed
 from mlx_ring.host.machine import make_run_folder, node_name, raise_descriptor_limit

@@ -18,8 +18,8 @@ from rich.table import Table
 from mlx_ring.cli.heads import CACERT, DEFAULT_URL, ask_head
 from mlx_ring.cli.on_host import app as on_host_app
 from mlx_ring.cli.status_tables import show_status
-from mlx_ring.core.environment import packages_folder
 from mlx_ring.core.errors import ConfigError, HostFailed
+from mlx_ring.core.folders import packages_folder
 from mlx_ring.settings.config import state_folder
 from mlx_ring.settings.settings_sources import load_settings, names_in_dotenv, names_in_environment
 

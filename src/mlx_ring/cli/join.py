@@ -11,8 +11,9 @@ import typer
 
 from mlx_ring.cli.flags import with_settings
 from mlx_ring.cli.heads import NONE_FOUND, show_heads
-from mlx_ring.core.environment import enable_grpc_logs, node_folder, quieten_grpc
+from mlx_ring.core.environment import enable_grpc_logs, quieten_grpc
 from mlx_ring.core.errors import ConfigError
+from mlx_ring.core.folders import node_folder
 from mlx_ring.host.addresses import HeadAddress, parse_head_address
 from mlx_ring.host.head_announcement import FoundHead
 from mlx_ring.host.machine import share_cores

@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from mlx_ring.cli.flags import setting_option
-from mlx_ring.core.environment import authority_folder
 from mlx_ring.core.errors import ConfigError
+from mlx_ring.core.folders import authority_folder
 from mlx_ring.settings.config import state_folder
 from mlx_ring.settings.settings_sources import load_settings
 

@@ -66,7 +66,7 @@ def run(
 def enrol(head: str, state_dir: Annotated[str | None, _STATE] = None) -> None:
     """Join the cluster, with the token from standard input."""
     from mlx_ring.agent.enrolment import join
-    from mlx_ring.core.environment import node_folder
+    from mlx_ring.core.folders import node_folder
 
     join(head, sys.stdin.read().strip(), node_folder(_state(state_dir)))
 

@@ -47,7 +47,8 @@ def profile(
 def _show(found: MachineProfile) -> None:
     console = Console(soft_wrap=True, highlight=False)
     threads = f"{found.blas_threads} thread{'s' * (found.blas_threads > 1)}"
-    on = f"{found.blas}, {threads}, {found.cores} usable cores" if found.device == "cpu" else "as a GPU"
+    cores = f"{found.cores} usable core{'s' * (found.cores > 1)}"
+    on = f"{found.blas}, {threads}, {cores}" if found.device == "cpu" else "as a GPU"
     console.print(f"{found.device_name}: {on}; MLX {found.mlx}")
     if found.cpu_share is not None and found.cpu_period_s is not None:
         console.print(

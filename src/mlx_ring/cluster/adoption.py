@@ -11,9 +11,9 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from mlx_ring.cluster.layer_split import Cut
-from mlx_ring.cluster.security.state_file import StateFile
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.core.types import LayerRange
+from mlx_ring.host.private_files import StateFile
 from mlx_ring.rpc.backends import has_collective_link
 from mlx_ring.rpc.protos import agent_pb2, worker_pb2
 

@@ -13,12 +13,8 @@ from pathlib import Path
 
 from mlx_ring.cluster.control import Control
 from mlx_ring.cluster.membership import Event, FormerMember, SessionEnded
-from mlx_ring.core.environment import (
-    AGENT_LOCK,
-    environment_with_grpc_logs,
-    inherited_environment,
-    node_folder,
-)
+from mlx_ring.core.environment import environment_with_grpc_logs, inherited_environment
+from mlx_ring.core.folders import AGENT_LOCK, node_folder
 from mlx_ring.host.addresses import HeadAddress
 from mlx_ring.host.machine import share_cores
 from mlx_ring.host.private_files import try_lock

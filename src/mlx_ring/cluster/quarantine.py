@@ -20,8 +20,8 @@ from typing import TypeVar
 
 from pydantic import BaseModel
 
-from mlx_ring.cluster.security.state_file import StateFile
 from mlx_ring.core.errors import ConfigError
+from mlx_ring.host.private_files import StateFile
 
 LOSSES = 4
 WINDOW_S = 600.0

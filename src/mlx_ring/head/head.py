@@ -27,7 +27,8 @@ from mlx_ring.api.app import build_app
 from mlx_ring.api.middleware.guard import Admission
 from mlx_ring.api.service import InstanceInfo, ModelCatalog
 from mlx_ring.api.settings import ApiSettings
-from mlx_ring.core.environment import manifests_folder, package_version
+from mlx_ring.core.environment import package_version
+from mlx_ring.core.folders import manifests_folder
 from mlx_ring.core.traces import Tracing, open_tracing
 from mlx_ring.head.http_connections import HttpConfig
 from mlx_ring.head.instance_watch import end_tasks

@@ -15,8 +15,8 @@ from mlx_ring.cluster.control import Control
 from mlx_ring.cluster.deployment import Site, WorkerPlace, address_of, close_sites
 from mlx_ring.cluster.layer_split import Cut
 from mlx_ring.cluster.membership import Event, Joined, Membership
-from mlx_ring.core.environment import authority_folder
 from mlx_ring.core.errors import RingError
+from mlx_ring.core.folders import authority_folder
 from mlx_ring.head.instance import Epoch
 from mlx_ring.head.measured_links import LinkSurveys
 from mlx_ring.head.nodes import Declared, LiveInstances

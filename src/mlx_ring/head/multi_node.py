@@ -18,8 +18,8 @@ from mlx_ring.cluster.membership import Event, Joined, Membership, Reported, Ses
 from mlx_ring.cluster.own_agent import OwnAgent, stale_trust
 from mlx_ring.cluster.quarantine import Pair, QuarantineList
 from mlx_ring.cluster.relinking import wait_for_answers
-from mlx_ring.core.environment import authority_folder
 from mlx_ring.core.errors import LinkLost, PlanError, RingError
+from mlx_ring.core.folders import authority_folder
 from mlx_ring.head.instance import Epoch
 from mlx_ring.head.instance_watch import end_tasks
 from mlx_ring.head.left_workers import LeftWorkers

@@ -17,8 +17,8 @@ from typing import Literal
 
 import psutil
 
-from mlx_ring.core.environment import running_folder
 from mlx_ring.core.errors import ConfigError
+from mlx_ring.core.folders import running_folder
 from mlx_ring.host.private_files import read_private, try_lock, write_private
 
 log = logging.getLogger(__name__)

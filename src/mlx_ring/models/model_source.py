@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from mlx_ring.core.environment import cache_folder, package_version
+from mlx_ring.core.environment import package_version
 from mlx_ring.core.errors import (
     ConfigError,
     Conflict,
@@ -28,6 +28,7 @@ from mlx_ring.core.errors import (
     ModelError,
     ModelNotFound,
 )
+from mlx_ring.core.folders import cache_folder
 from mlx_ring.host.private_files import hold, is_held
 from mlx_ring.models.gguf import MAGIC, SUFFIX, read_gguf, read_range
 from mlx_ring.models.gguf.model_config import small_files_of

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 from pydantic_settings import SettingsConfigDict
 
-from mlx_ring.core.environment import data_folder
+from mlx_ring.core.folders import data_folder
 from mlx_ring.core.logs import LogFormat, LogLevel
 from mlx_ring.core.types import CpuWeights
 from mlx_ring.rpc.backends import BackendSetting, Link

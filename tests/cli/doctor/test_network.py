@@ -27,7 +27,7 @@ from mlx_ring.cli.doctor.network import (
 )
 from mlx_ring.cluster.control import open_control
 from mlx_ring.cluster.security.members import Members
-from mlx_ring.core.environment import authority_folder
+from mlx_ring.core.folders import authority_folder
 from mlx_ring.host.addresses import HeadAddress
 from mlx_ring.host.interfaces import InterfaceKind, LanAddress
 from mlx_ring.rpc.link_probe import LinkMeasure

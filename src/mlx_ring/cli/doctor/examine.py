@@ -27,7 +27,7 @@ from mlx_ring.cli.doctor.network import (
     check_round_trip,
     check_throughput,
 )
-from mlx_ring.core.environment import node_folder
+from mlx_ring.core.folders import node_folder
 from mlx_ring.host.addresses import CLUSTER_PORT, HeadAddress
 from mlx_ring.host.interfaces import lan_addresses
 from mlx_ring.settings.config import Settings, state_folder

@@ -15,8 +15,8 @@ from typing import cast
 
 import psutil
 
-from mlx_ring.core.environment import logs_folder
 from mlx_ring.core.errors import ConfigError
+from mlx_ring.core.folders import logs_folder
 from mlx_ring.host.addresses import HeadAddress, bracketed
 from mlx_ring.settings.config import Settings
 from mlx_ring.settings.devices_file import Device, DevicesFile

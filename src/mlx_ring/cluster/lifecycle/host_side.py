@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 import psutil
 
 from mlx_ring.cluster.lifecycle.installation import OWN_PROGRAM, Installation, own_versions
-from mlx_ring.core.environment import AUTHORITY_FILE, inherited_environment, logs_folder, node_folder
+from mlx_ring.core.environment import inherited_environment
 from mlx_ring.core.errors import ConfigError, HostFailed
+from mlx_ring.core.folders import AUTHORITY_FILE, logs_folder, node_folder
 from mlx_ring.host.private_files import make_private_folder, read_private
 from mlx_ring.host.running import running_here
 from mlx_ring.models.model_source import builtin_names

@@ -9,8 +9,8 @@ from pathlib import Path
 from cryptography import x509
 from pydantic import BaseModel
 
-from mlx_ring.cluster.security.state_file import StateFile
 from mlx_ring.core.errors import ConfigError, PeerRefused
+from mlx_ring.host.private_files import StateFile
 from mlx_ring.rpc.tls.certificates import key_digest
 from mlx_ring.rpc.tls.peers import Peer, peer_of_certificate
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from mlx_ring.cluster.security.state_file import StateFile
 from mlx_ring.core.errors import ConfigError, TokenRefused
 from mlx_ring.core.join_token import ID_BYTES, SECRET_BYTES, JoinToken
+from mlx_ring.host.private_files import StateFile
 
 DEFAULT_LIFE_S = 24 * 3600.0
 NONCE_BYTES = 16

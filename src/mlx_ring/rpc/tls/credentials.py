@@ -16,8 +16,8 @@ from typing import Protocol
 
 import grpc
 
-from mlx_ring.core.environment import AUTHORITY_FILE
 from mlx_ring.core.errors import ConfigError
+from mlx_ring.core.folders import AUTHORITY_FILE
 from mlx_ring.host.private_files import read_private, write_private
 
 log = logging.getLogger(__name__)

@@ -1,0 +1,77 @@
+"""Folders of a user's files, and places in the state folder, which is `--state-dir` or the user's data folder."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from mlx_ring.core.environment import library_variable
+from mlx_ring.core.errors import ConfigError
+
+
+def data_folder() -> Path:
+    """Return mlx-ring's folder in this user's data, for files that outlive a run."""
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Application Support" / "mlx-ring"
+    given = Path(library_variable("XDG_DATA_HOME"))
+    # The XDG standard says to ignore a relative path.
+    return (given if given.is_absolute() else Path.home() / ".local" / "share") / "mlx-ring"
+
+
+def cache_folder() -> Path:
+    """Return the folder of files of this user that can be made again.
+
+    Raises:
+        ConfigError: the user has no home, and no other folder is set.
+    """
+    given = Path(library_variable("XDG_CACHE_HOME"))
+    # The XDG standard says to ignore a relative path.
+    if given.is_absolute():
+        return given / "mlx-ring"
+    try:
+        return Path.home() / ".cache" / "mlx-ring"
+    except RuntimeError as error:
+        raise ConfigError(
+            "This user has no home folder for a cache: set XDG_CACHE_HOME to a folder that can be written."
+        ) from error
+
+
+AGENT_LOCK = "agent.lock"
+"""Name of the lock in the node's folder that its agent holds while it runs."""
+AUTHORITY_FILE = "authority.pem"
+"""CA's certificate, beside a node's own."""
+
+
+def authority_folder(state: Path) -> Path:
+    """Return the folder of the cluster's CA, tokens and members, which only the head's machine has."""
+    return state / "cluster"
+
+
+def node_folder(state: Path) -> Path:
+    """Return the folder of the machine's own id, key and certificate."""
+    return state / "node"
+
+
+def weights_folder(state: Path) -> Path:
+    """Return the folder of tensors fetched from other machines. Lost ones are fetched again."""
+    return state / "weights"
+
+
+def manifests_folder(state: Path) -> Path:
+    """Return the folder of digests of local models. Lost ones are computed again."""
+    return state / "manifests"
+
+
+def packages_folder(state: Path) -> Path:
+    """Return the folder of packages fetched for machines of other systems. Lost ones are fetched again."""
+    return state / "packages"
+
+
+def running_folder(state: Path) -> Path:
+    """Return the folder of records of the heads and agents that run here."""
+    return state / "running"
+
+
+def logs_folder(state: str) -> str:
+    """Return the folder in which head and agent of a cluster log that was started from one file."""
+    return f"{state}/logs"
