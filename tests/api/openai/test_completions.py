@@ -102,6 +102,13 @@ def test_echoed_token_ids_are_returned_as_text(api: Api) -> None:
     assert api.complete(prompt=[65, 66], echo=True, max_tokens=1).json()["choices"][0]["text"] == "ABc"
 
 
+def test_special_tokens_of_a_prompt_of_ids_are_echoed(api: Api) -> None:
+    fields: dict[str, object] = {"prompt": [BOS, 65, EOS, 66], "echo": True, "logprobs": 0, "max_tokens": 1}
+    choice = api.complete(**fields).json()["choices"][0]
+    assert choice["text"] == "<bos>A<eos>Be"
+    assert choice["logprobs"]["text_offset"] == [0, 5, 6, 11, 12]
+
+
 def test_empty_prompt_starts_with_bos(api: Api) -> None:
     body = api.complete(prompt="", max_tokens=2).json()
     assert body["choices"][0]["text"] == "bc"

@@ -171,7 +171,7 @@ class CompletionWriter:
         if isinstance(prompt, str):
             return prompt
         return self._tokenizer.decode(
-            list(prompt), skip_special_tokens=True, clean_up_tokenization_spaces=False
+            list(prompt), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
 
     def _scored(
@@ -215,7 +215,7 @@ class _Position:
         """Return the offset of the token's start, in characters."""
         offset = self._offset
         if token.special:
-            # A special token is in the text only if the prompt spells it out, not if the tokenizer or the model adds it.
+            # A special token is in the text only if the prompt has it, not if the tokenizer or the model adds it.
             self._offset += len(token.text) if self._echo.startswith(token.text, offset) else 0
         else:
             dropped = self._drops_space and token.data.startswith(b" ")
