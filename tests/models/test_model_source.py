@@ -12,13 +12,9 @@ import pytest
 from huggingface_hub import constants
 from tests.core.fake_hub import COMMIT, find_elsewhere, running_hub
 from tests.models.gguf.writing import write_gguf_of
-from tests.profiles import made_up_profile
 
-from mlx_ring.cli.startup import CpuSpeed, SuggestedModel, cpu_speed, largest_fitting, last_cache_bytes
 from mlx_ring.core.environment import inherited_environment
 from mlx_ring.core.errors import ConfigError, ModelNotFound, PlanError
-from mlx_ring.core.types import LayerRange
-from mlx_ring.core.worker_status import WorkerInfo, WorkerMemory
 from mlx_ring.models.model_folder import check_memory
 from mlx_ring.models.model_source import builtin_names, describe_model, find_model, list_local_models
 
@@ -162,70 +158,6 @@ def test_weights_larger_than_memory_are_refused_with_both_sizes() -> None:
     check_memory("small", 1)
     with pytest.raises(PlanError, match=r"huge needs 1000000\.0 GB .* this machine has \d"):
         check_memory("huge", 10**15)
-
-
-def test_the_largest_fitting_model_grows_with_the_memory() -> None:
-    assert largest_fitting(1 << 30) is None
-    sizes = [model.weight_bytes for free in range(3, 200) if (model := largest_fitting(free << 30))]
-    assert sizes == sorted(sizes)
-    assert len(set(sizes)) == 7
-    assert all(size < free << 30 for size, free in zip(sizes, range(3, 200), strict=False))
-
-
-def test_a_slow_machine_gets_a_model_that_answers_at_a_pleasant_speed() -> None:
-    free = 64 << 30
-    chosen = [largest_fitting(free, CpuSpeed(rate)) for rate in (1e6, 0.6e9, 6e9, 13e9, 30e9, 1e12)]
-    names = [model.hub_id.removeprefix("mlx-community/Qwen3-") for model in chosen if model]
-    # The Mixture of Experts reads as many weights for a token as a model of 2 GB.
-    assert names == ["1.7B-4bit", "30B-A3B-4bit", "30B-A3B-4bit", "30B-A3B-4bit"], "none for the slowest"
-    assert largest_fitting(1 << 30, CpuSpeed(30e9)) is None
-
-
-def test_without_native_kernels_a_cpu_reads_quantized_weights_slowly() -> None:
-    slow = cpu_speed(_cpu_worker(kernels=""), None)
-    assert slow.quantized < 1e9
-    assert slow.plain > 0
-    fast = cpu_speed(_cpu_worker(kernels="AVX2"), None)
-    assert fast.quantized > slow.quantized
-    assert fast.plain == 0
-
-
-def test_a_machine_is_rated_by_its_profile_if_that_was_measured_with_the_same_products() -> None:
-    with_kernels, without = made_up_profile(kernels="AVX2"), made_up_profile()
-    measured = {rate.weights: rate.bandwidth for rate in without.rates}
-    assert cpu_speed(_cpu_worker(kernels="AVX2"), with_kernels) == CpuSpeed(measured["4-bit"])
-    expected = CpuSpeed(measured["4-bit"], measured["float32"])
-    assert cpu_speed(_cpu_worker(kernels=""), without) == expected
-    assert cpu_speed(_cpu_worker(kernels=""), with_kernels) != expected
-
-
-def test_float32_weights_count_where_they_fit() -> None:
-    cpu = CpuSpeed(0.6e9, 14.2e9)
-    model = SuggestedModel("any", 10**9)
-    assert cpu.tokens_per_s(model, 10**10) == pytest.approx(14.2e9 * 4.5 / 32 / 1e9)
-    assert cpu.tokens_per_s(model, 7 * 10**9) == pytest.approx(0.6)
-
-
-def test_memory_is_measured_beyond_the_last_cache(tmp_path: Path) -> None:
-    for index, size in enumerate(("48K", "2048K", "98304K")):
-        (tmp_path / f"index{index}").mkdir()
-        (tmp_path / f"index{index}" / "size").write_text(f"{size}\n")
-    assert last_cache_bytes(tmp_path) == 96 << 20
-    assert last_cache_bytes(tmp_path / "nothing") == 0
-
-
-def _cpu_worker(*, kernels: str) -> WorkerInfo:
-    memory: WorkerMemory = {
-        "weight_bytes": 0,
-        "device_memory_bytes": 0,
-        "peak_memory_bytes": 0,
-        "rss_bytes": 0,
-        "kv_bytes": 0,
-    }
-    whole = LayerRange(0, 2)
-    return WorkerInfo(
-        0, 0, whole, "here", 1, "cpu", "float32", alive=True, phase="ready", memory=memory, kernels=kernels
-    )
 
 
 @pytest.fixture

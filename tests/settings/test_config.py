@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 import mlx_ring
 from mlx_ring.core.errors import ConfigError
+from mlx_ring.core.folders import state_folder
 from mlx_ring.rpc.backends import LINKS, LinkKind
 from mlx_ring.settings import rank_settings
-from mlx_ring.settings.config import Settings, state_folder
+from mlx_ring.settings.config import Settings
 from mlx_ring.settings.fields import flag_name
 from mlx_ring.settings.rank_settings import check_link, check_ranks
 from mlx_ring.settings.settings_sources import allowed_values, api_keys, bodies_mb, load_settings
@@ -83,15 +84,18 @@ def test_relative_folders_become_absolute(tmp_path: Path) -> None:
 def test_the_state_folder_is_the_given_one_or_in_the_user_s_data_folder(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    assert state_folder(load_settings({"state_dir": "mine"})) == tmp_path / "mine"
+    assert state_folder(load_settings({"state_dir": "mine"}).state_dir) == tmp_path / "mine"
     monkeypatch.setattr("sys.platform", "darwin")
-    assert state_folder(load_settings({})) == Path.home() / "Library" / "Application Support" / "mlx-ring"
+    assert (
+        state_folder(load_settings({}).state_dir)
+        == Path.home() / "Library" / "Application Support" / "mlx-ring"
+    )
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
-    assert state_folder(load_settings({})) == tmp_path / "mlx-ring"
+    assert state_folder(load_settings({}).state_dir) == tmp_path / "mlx-ring"
     for no_folder in ("", "relative"):
         monkeypatch.setenv("XDG_DATA_HOME", no_folder)
-        assert state_folder(load_settings({})) == Path.home() / ".local" / "share" / "mlx-ring"
+        assert state_folder(load_settings({}).state_dir) == Path.home() / ".local" / "share" / "mlx-ring"
 
 
 def test_a_folder_too_long_for_a_socket_is_refused() -> None:

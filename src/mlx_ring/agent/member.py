@@ -35,6 +35,7 @@ from mlx_ring.core.errors import ConfigError, PeerRefused, RingError, VersionMis
 from mlx_ring.core.folders import AGENT_LOCK, node_folder, weights_folder
 from mlx_ring.core.logs import configure_logging
 from mlx_ring.host.addresses import HeadAddress, bracketed
+from mlx_ring.host.keep_awake import KeepAwake
 from mlx_ring.host.machine import make_run_folder, node_name, raise_descriptor_limit
 from mlx_ring.host.machine_profile import MachineProfile
 from mlx_ring.host.private_files import try_lock
@@ -333,7 +334,12 @@ async def serve_as_member(options: MemberOptions) -> None:
     store = WeightStore(weights_folder(options.state), settings.weights_limit)
     fetched = FetchedModels(options.node, store, credentials)
     service = AgentService(
-        options.node, supervisor, settings.model_load_timeout, ends_when_empty=False, fetched=fetched
+        options.node,
+        supervisor,
+        settings.model_load_timeout,
+        ends_when_empty=False,
+        fetched=fetched,
+        awake=KeepAwake(settings.keep_awake),
     )
     guard = AioPeerGuard(revoked.refusal, head_only=(f"/{AGENT_SERVICE}/",))
     links = LinkService(options.node, credentials, LinkStore(folder))

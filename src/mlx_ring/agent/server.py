@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Coroutine, Generator, Iterable, Sequence
 
 import grpc
 
@@ -22,6 +23,7 @@ from mlx_ring.agent.supervisor import SILENT_S, Supervisor, Worker
 from mlx_ring.agent.trust import check_hosts, check_links, check_routes, trusted_devices
 from mlx_ring.core.errors import ProtocolError, RingError
 from mlx_ring.core.logs import set_log_epoch
+from mlx_ring.host.keep_awake import KeepAwake
 from mlx_ring.host.process import usable_memory
 from mlx_ring.host.trusted_interfaces import Trust
 from mlx_ring.rpc.hello import check_hello, make_hello
@@ -54,11 +56,20 @@ class AgentService:
         *,
         ends_when_empty: bool = True,
         fetched: FetchedModels | None = None,
+        awake: KeepAwake | None = None,
     ) -> None:
         """Prepare the service.
 
-        With `ends_when_empty` a Stop of every instance also ends the agent. With `fetched` models come from other nodes.
+        Args:
+            node: this node's ID.
+            supervisor: the node's workers.
+            load_timeout_s: maximum seconds to load a model.
+            ends_when_empty: True if a Stop of every instance also ends the agent.
+            fetched: models that come from other nodes; None if it fetches none.
+            awake: hold on this machine's sleep while workers have sequences; None if its head keeps it awake.
         """
+        self._awake = awake or KeepAwake("never")
+        self._watchers = 0
         self._fetched = fetched
         self._node = node
         self._ends_when_empty = ends_when_empty
@@ -251,16 +262,33 @@ class AgentService:
     ) -> AsyncIterator[agent_pb2.AgentEvent]:
         """Yield the current state, then each change at once, and new figures at each heartbeat."""
         heartbeat_s = request.heartbeat_s or _DEFAULT_HEARTBEAT_S
-        with self._supervisor.changes() as changed:
+        with self._supervisor.changes() as changed, self._keeping_awake():
             await self._supervisor.refresh()
             while True:
                 changed.clear()
+                self._awake.hold(has_work=self._has_sequences)
                 yield self._event()
                 try:
                     async with asyncio.timeout(heartbeat_s):
                         await changed.wait()
                 except TimeoutError:
                     await self._supervisor.refresh()
+
+    @property
+    def _has_sequences(self) -> bool:
+        statuses = [worker.status for worker in self._supervisor.workers if worker.alive]
+        return any(status.sequences for status in statuses if status is not None)
+
+    @contextlib.contextmanager
+    def _keeping_awake(self) -> Generator[None]:
+        """Let the machine sleep once no head watches it, whatever its workers still hold."""
+        self._watchers += 1
+        try:
+            yield
+        finally:
+            self._watchers -= 1
+            if not self._watchers:
+                self._awake.release()
 
     def _event(self) -> agent_pb2.AgentEvent:
         memory = usable_memory()

@@ -19,8 +19,7 @@ from mlx_ring.cli.heads import CACERT, DEFAULT_URL, ask_head
 from mlx_ring.cli.on_host import app as on_host_app
 from mlx_ring.cli.status_tables import show_status
 from mlx_ring.core.errors import ConfigError, HostFailed
-from mlx_ring.core.folders import packages_folder
-from mlx_ring.settings.config import state_folder
+from mlx_ring.core.folders import packages_folder, state_folder
 from mlx_ring.settings.settings_sources import load_settings, names_in_dotenv, names_in_environment
 
 if TYPE_CHECKING:
@@ -262,7 +261,7 @@ def _store(file: DevicesFile, folders: Sequence[Path], config: Path) -> WheelSto
     """
     from mlx_ring.cluster.lifecycle.wheels import WheelStore
 
-    kept = packages_folder(state_folder(load_settings({}, folder=Path(os.devnull))))
+    kept = packages_folder(state_folder(load_settings({}, folder=Path(os.devnull)).state_dir))
     if not file.wheels:
         return WheelStore(kept)
     named = Path(file.wheels).expanduser()

@@ -13,12 +13,12 @@ from mlx_ring.cli.flags import with_settings
 from mlx_ring.cli.heads import NONE_FOUND, show_heads
 from mlx_ring.core.environment import enable_grpc_logs, quieten_grpc
 from mlx_ring.core.errors import ConfigError
-from mlx_ring.core.folders import node_folder
+from mlx_ring.core.folders import node_folder, state_folder
 from mlx_ring.host.addresses import HeadAddress, parse_head_address
 from mlx_ring.host.head_announcement import FoundHead
 from mlx_ring.host.machine import share_cores
 from mlx_ring.host.private_files import read_private, write_private
-from mlx_ring.settings.config import Settings, state_folder
+from mlx_ring.settings.config import Settings
 from mlx_ring.settings.process_settings import MemberSettings, names_of, select_settings
 from mlx_ring.settings.settings_sources import load_settings
 
@@ -58,7 +58,7 @@ def join(
     from mlx_ring.agent.enrolment import join as enrol
     from mlx_ring.rpc.tls.credentials import load_credentials
 
-    state = state_folder(settings)
+    state = state_folder(settings.state_dir)
     folder = node_folder(state)
     address = _head_address(head, folder)
     if token is not None:

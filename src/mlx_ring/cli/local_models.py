@@ -26,6 +26,7 @@ from rich.table import Column, Table
 from mlx_ring.cli import INTERRUPTED
 from mlx_ring.cli.heads import API_KEY, CACERT, ask_head, names_at
 from mlx_ring.core.errors import ConfigError, RequestError
+from mlx_ring.core.folders import state_folder
 from mlx_ring.host.process import usable_memory
 from mlx_ring.host.running import Running, running_here
 from mlx_ring.models.model_folder import PullProgress, gigabytes
@@ -38,7 +39,6 @@ from mlx_ring.models.model_source import (
     remove_model,
 )
 from mlx_ring.models.short_names import published_models, short_names_of
-from mlx_ring.settings.config import state_folder
 from mlx_ring.settings.settings_sources import load_settings
 
 if TYPE_CHECKING:
@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from mlx_ring.planner.what_if import Outcome
 
 _GIGABYTE = 10**9
+_PLEASANT_TOKENS_PER_S = 5.0
+"""About as fast as people read. A slower model is not recommended."""
 _LARGE = 10
 """Least number that is shown without decimals."""
 _FORCE = typer.Option("--force", help="Download it even if no machine here has the memory for it.")
@@ -149,7 +151,7 @@ def memory_here() -> int:
 
 def heads_here() -> list[Running]:
     """Return the heads that run on this machine with the same state folder."""
-    return [each for each in running_here(state_folder(load_settings({}))) if each.kind == "head"]
+    return [each for each in running_here(state_folder(load_settings({}).state_dir)) if each.kind == "head"]
 
 
 def rm(
@@ -195,10 +197,8 @@ def recommend(
     not yet. The memory of other loaded models is free for a recommended one.
     """
     outcomes, where = _outcomes(cluster, machine, link, url, cacert)
-    from mlx_ring.cli.startup import PLEASANT_TOKENS_PER_S  # imports what only `serve` needs
-
     good = sorted(
-        (each for each in outcomes if each.fits and each.tokens_per_s >= PLEASANT_TOKENS_PER_S),
+        (each for each in outcomes if each.fits and each.tokens_per_s >= _PLEASANT_TOKENS_PER_S),
         key=lambda each: (-each.memory_bytes, each.model),
     )
     if as_json:
@@ -206,7 +206,7 @@ def recommend(
     elif good:
         _show_recommended(good, where)
     else:
-        print(_none_recommended(outcomes, where, PLEASANT_TOKENS_PER_S))
+        print(_none_recommended(outcomes, where, _PLEASANT_TOKENS_PER_S))
 
 
 def _outcomes(
@@ -240,7 +240,9 @@ async def _own_profile() -> MachineProfile:
 
     settings = load_settings({})
     options = ProfileOptions(settings.blas, settings.blas_threads or share_cores(1))
-    return await recall_or_measure(ProfileStore(state_folder(settings).expanduser().absolute()), options)
+    return await recall_or_measure(
+        ProfileStore(state_folder(settings.state_dir).expanduser().absolute()), options
+    )
 
 
 def _names_of(label: str) -> tuple[str, str]:

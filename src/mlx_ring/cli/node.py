@@ -16,8 +16,7 @@ from rich.table import Table
 
 from mlx_ring.cli.flags import setting_option
 from mlx_ring.core.errors import ConfigError
-from mlx_ring.core.folders import authority_folder
-from mlx_ring.settings.config import state_folder
+from mlx_ring.core.folders import authority_folder, state_folder
 from mlx_ring.settings.settings_sources import load_settings
 
 token_app = typer.Typer(
@@ -32,7 +31,7 @@ _MOST_USES = 1024
 
 def cluster_folder(state_dir: str | None) -> Path:
     """Return the folder of the cluster's authority, tokens and members."""
-    return authority_folder(state_folder(load_settings({"state_dir": state_dir})))
+    return authority_folder(state_folder(load_settings({"state_dir": state_dir}).state_dir))
 
 
 @token_app.command("create")

@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 
 from mlx_ring.cli.flags import setting_option
+from mlx_ring.core.folders import state_folder
 from mlx_ring.host.running import end_running, running_here
-from mlx_ring.settings.config import state_folder
 from mlx_ring.settings.settings_sources import api_keys, load_settings
 
 app = typer.Typer(no_args_is_help=True)
@@ -23,7 +23,7 @@ _NO_FOLDER = Path(os.devnull)
 
 def _state(state_dir: str | None) -> Path:
     """Return the state folder in which head and agent run. It ignores every `.env`."""
-    return state_folder(load_settings({"state_dir": state_dir}, folder=_NO_FOLDER))
+    return state_folder(load_settings({"state_dir": state_dir}, folder=_NO_FOLDER).state_dir)
 
 
 @app.command("about")

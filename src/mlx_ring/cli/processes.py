@@ -22,10 +22,10 @@ from mlx_ring.cli.flags import with_settings
 from mlx_ring.cli.heads import API_KEY, CACERT, DEFAULT_URL, ask_head, names_at, pull_at, trust
 from mlx_ring.core.environment import inherited_environment
 from mlx_ring.core.errors import ConfigError, RequestError
+from mlx_ring.core.folders import state_folder
 from mlx_ring.host.child import watch_lifeline
 from mlx_ring.host.running import end_running, remove_abandoned, running_here
 from mlx_ring.models.model_folder import PullProgress
-from mlx_ring.settings.config import state_folder
 from mlx_ring.settings.settings_sources import load_settings
 
 _ADDRESS = "Serving "
@@ -40,7 +40,7 @@ def stop(*, flags: dict[str, object]) -> None:
     Processes with another state folder keep running. If nothing runs, the exit code is 0.
     """
     settings = load_settings(flags)
-    ended = end_running(state_folder(settings))
+    ended = end_running(state_folder(settings.state_dir))
     remove_abandoned(settings.run_dir or Path(tempfile.gettempdir()))
     print("\n".join(ended) or "No mlx-ring process runs here.")
 
@@ -61,7 +61,9 @@ def ps(
     Memory is that of weights and KV caches on all machines. An unloaded model is loaded by its next request.
     The exit code is 1 if a server cannot be asked.
     """
-    heads = [each for each in running_here(state_folder(load_settings(flags))) if each.kind == "head"]
+    heads = [
+        each for each in running_here(state_folder(load_settings(flags).state_dir)) if each.kind == "head"
+    ]
     rows: list[Mapping[str, Any]] = []
     silent: list[str] = []
     for head in heads:

@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.table import Table
 
 from mlx_ring.cli.flags import with_settings
+from mlx_ring.core.folders import state_folder
 from mlx_ring.host.machine import share_cores
 from mlx_ring.host.machine_profile import MachineProfile
-from mlx_ring.settings.config import state_folder
 from mlx_ring.settings.settings_sources import load_settings
 
 
@@ -36,7 +36,7 @@ def profile(
 
     settings = load_settings(flags)
     options = ProfileOptions(settings.blas, settings.blas_threads or share_cores(1))
-    store = ProfileStore(state_folder(settings).expanduser().absolute())
+    store = ProfileStore(state_folder(settings.state_dir).expanduser().absolute())
     found = asyncio.run(recall_or_measure(store, options, again=again))
     if as_json:
         print(found.model_dump_json(indent=1))

@@ -21,6 +21,7 @@ import typer
 from mlx_ring.cli.flags import ALL_SETTINGS, with_settings
 from mlx_ring.core.environment import enable_grpc_logs
 from mlx_ring.core.errors import ConfigError
+from mlx_ring.core.folders import state_folder
 from mlx_ring.core.lean_imports import importing
 from mlx_ring.core.logs import configure_logging
 from mlx_ring.core.traces import check_exporter
@@ -28,7 +29,7 @@ from mlx_ring.host.addresses import local_url
 from mlx_ring.host.machine import listen, node_name
 from mlx_ring.host.running import recorded
 from mlx_ring.models.model_source import must_be_fetched
-from mlx_ring.settings.config import Settings, state_folder
+from mlx_ring.settings.config import Settings
 from mlx_ring.settings.hostfile import Launch, read_launch
 from mlx_ring.settings.named_group import with_named_group
 from mlx_ring.settings.rank_settings import check_link, check_ranks
@@ -86,7 +87,7 @@ def serve(
     log_refused_handshakes()
     with (
         _leading(launch),
-        recorded(state_folder(settings), "head", _url(listener, tls), settings.shutdown_timeout_s),
+        recorded(state_folder(settings.state_dir), "head", _url(listener, tls), settings.shutdown_timeout_s),
     ):
         _run(settings, listener, tls, invites=not no_join_lines)
     _leave_threads()

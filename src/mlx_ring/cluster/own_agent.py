@@ -14,12 +14,12 @@ from pathlib import Path
 from mlx_ring.cluster.control import Control
 from mlx_ring.cluster.membership import Event, FormerMember, SessionEnded
 from mlx_ring.core.environment import environment_with_grpc_logs, inherited_environment
-from mlx_ring.core.folders import AGENT_LOCK, node_folder
+from mlx_ring.core.folders import AGENT_LOCK, node_folder, state_folder
 from mlx_ring.host.addresses import HeadAddress
 from mlx_ring.host.machine import share_cores
 from mlx_ring.host.private_files import try_lock
 from mlx_ring.host.trusted_interfaces import FLAG, Trust, TrustedInterface
-from mlx_ring.settings.config import Settings, state_folder
+from mlx_ring.settings.config import Settings
 from mlx_ring.settings.process_settings import MemberSettings, as_arguments, select_settings
 
 log = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ class OwnAgent:
         host = "127.0.0.1" if self._address.is_every else self._address.host
         started = ensure_head_member(
             self._settings,
-            state_folder(self._settings),
+            state_folder(self._settings.state_dir),
             self._control.node,
             HeadAddress(host, self._address.port),
         )
@@ -157,6 +157,7 @@ def ensure_head_member(
         settings,
         log_dir=settings.log_dir.absolute(),
         blas_threads=settings.blas_threads or share_cores(1),
+        keep_awake="never",  # the head keeps its machine awake
     )
     return subprocess.Popen(
         [

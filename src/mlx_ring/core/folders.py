@@ -36,6 +36,11 @@ def cache_folder() -> Path:
         ) from error
 
 
+def state_folder(given: Path | None) -> Path:
+    """Return the folder of state that outlives a run: `--state-dir` if it is given, or the user's data folder."""
+    return given or data_folder()
+
+
 AGENT_LOCK = "agent.lock"
 """Name of the lock in the node's folder that its agent holds while it runs."""
 AUTHORITY_FILE = "authority.pem"

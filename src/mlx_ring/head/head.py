@@ -28,7 +28,7 @@ from mlx_ring.api.middleware.guard import Admission
 from mlx_ring.api.service import InstanceInfo, ModelCatalog
 from mlx_ring.api.settings import ApiSettings
 from mlx_ring.core.environment import package_version
-from mlx_ring.core.folders import manifests_folder
+from mlx_ring.core.folders import manifests_folder, state_folder
 from mlx_ring.core.traces import Tracing, open_tracing
 from mlx_ring.head.http_connections import HttpConfig
 from mlx_ring.head.instance_watch import end_tasks
@@ -40,10 +40,10 @@ from mlx_ring.head.single_node import USES_ONE_MACHINE, SingleNode
 from mlx_ring.head.uvicorn_connection import ConnectionLimits
 from mlx_ring.host.addresses import HeadAddress, local_url
 from mlx_ring.host.head_announcement import HeadAnnouncement
+from mlx_ring.host.keep_awake import KeepAwake
 from mlx_ring.host.machine import make_run_folder, node_name, raise_descriptor_limit
-from mlx_ring.host.machine_profile import MachineProfile
 from mlx_ring.models.weights_manifest import WeightsManifest, manifest_beside
-from mlx_ring.settings.config import Settings, state_folder
+from mlx_ring.settings.config import Settings
 from mlx_ring.settings.rank_settings import rank_shares
 from mlx_ring.settings.settings_sources import api_keys, bodies_mb
 
@@ -100,6 +100,7 @@ def api_settings(settings: Settings) -> ApiSettings:
 log = logging.getLogger(__name__)
 
 _TOKEN_LIFE_S = 24 * 3600.0
+_AWAKE_LOOK_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +116,6 @@ class StartReport:
     asks_for_key: bool = False
     certificate: Path | None = None
     """Certificate for HTTPS; None for HTTP."""
-    profile: MachineProfile | None = None
-    """Profile of the head's machine, if it has been measured."""
 
 
 class Audience(Watcher, Protocol):
@@ -185,6 +184,7 @@ class Head:
                 machines = await self._machines(cleanup)
                 cleanup.push_async_callback(self._catalog.end)
                 cleanup.push_async_callback(end_tasks, asyncio.create_task(self._catalog.keep_learning()))
+                cleanup.push_async_callback(end_tasks, asyncio.create_task(self._keep_awake()))
                 work = asyncio.create_task(self._keep_serving(machines))
                 cleanup.push_async_callback(end_tasks, work)
                 await _first_of(end.requested.wait(), serving, work)
@@ -205,6 +205,16 @@ class Head:
         if self._admission.open:
             log.warning("Ending %d unfinished requests", self._admission.open)
 
+    async def _keep_awake(self) -> None:
+        """Keep this machine awake while requests are open. A look once a second spares short ones a process."""
+        awake = KeepAwake(self._settings.keep_awake)
+        try:
+            while True:
+                awake.hold(has_work=self._admission.open > 0)
+                await asyncio.sleep(_AWAKE_LOOK_S)
+        finally:
+            awake.release()
+
     async def _keep_serving(self, machines: Machines) -> None:
         await self._catalog.begin(machines)
         await self._catalog.crashed
@@ -216,8 +226,7 @@ class Head:
         settings = self._settings
         asks_for_key = bool(settings.api_key or settings.api_key_file)
         security = asks_for_key, settings.ssl_certfile
-        profile = self._catalog.own_profile()
-        self._audience.serving(StartReport(url, served, instance, load_s, is_first, *security, profile))
+        self._audience.serving(StartReport(url, served, instance, load_s, is_first, *security))
 
     async def _machines(self, cleanup: contextlib.AsyncExitStack) -> Machines:
         """Return the head's own machine, or open the cluster's ports and return its machines."""
@@ -238,7 +247,7 @@ class Head:
 
         address = HeadAddress(settings.cluster_host.strip("[]"), settings.cluster_port)
         control = await cleanup.enter_async_context(
-            open_control(state_folder(settings), address, self._weights.handler())
+            open_control(state_folder(settings.state_dir), address, self._weights.handler())
         )
         if not _is_loopback(address.host):
             announcement = HeadAnnouncement(
@@ -255,7 +264,7 @@ class Head:
         """Make a model's manifest by reading it once, and offer the model to other nodes."""
         folder = served.folder
         log.info("Reading %s for the checksums with which other machines verify their downloads", folder.path)
-        manifest = await manifest_beside(folder, manifests_folder(state_folder(self._settings)))
+        manifest = await manifest_beside(folder, manifests_folder(state_folder(self._settings.state_dir)))
         self._weights.offer(folder.path, manifest)
         return manifest
 

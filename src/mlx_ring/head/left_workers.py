@@ -16,7 +16,7 @@ from mlx_ring.cluster.deployment import Site, WorkerPlace, address_of, close_sit
 from mlx_ring.cluster.layer_split import Cut
 from mlx_ring.cluster.membership import Event, Joined, Membership
 from mlx_ring.core.errors import RingError
-from mlx_ring.core.folders import authority_folder
+from mlx_ring.core.folders import authority_folder, state_folder
 from mlx_ring.head.instance import Epoch
 from mlx_ring.head.measured_links import LinkSurveys
 from mlx_ring.head.nodes import Declared, LiveInstances
@@ -25,7 +25,7 @@ from mlx_ring.head.rank_placements import assign
 from mlx_ring.head.served_model import ServedModel
 from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
-from mlx_ring.settings.config import Settings, state_folder
+from mlx_ring.settings.config import Settings
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class LeftWorkers:
             found = await asyncio.gather(*(site.link.look(self._hello, _LOOK_WAIT_S) for site in sites))
             events = [event for event in found if event is not None]
             self.highest_epoch = highest_epoch(events)
-            self.head_number = next_head(authority_folder(state_folder(self._settings)), events)
+            self.head_number = next_head(authority_folder(state_folder(self._settings.state_dir)), events)
             for declared in self._declared:
                 most = declared.settings.replicas or (
                     len(sites) if declared.settings.optimize_for == "throughput" else 1

@@ -32,7 +32,6 @@ from mlx_ring.head.status import (
 )
 from mlx_ring.head.step_speeds import step_speeds
 from mlx_ring.host.machine import node_name
-from mlx_ring.host.machine_profile import MachineProfile
 from mlx_ring.host.private_files import release
 from mlx_ring.models.fetching import Fetches
 from mlx_ring.models.model_folder import PullProgress, Report
@@ -102,14 +101,6 @@ class Catalog:
     @property
     def links(self) -> Sequence[LinkInfo]:
         return () if self._machines is None else self._machines.links
-
-    def own_profile(self) -> MachineProfile | None:
-        """Return the profile of the head's machine, if it has been measured."""
-        if self._machines is None:
-            return None
-        view = self._machines.cluster_view()
-        own = view.membership.members.get(view.own)
-        return None if own is None else own.profile
 
     def running(self, model: ModelService | None) -> RunningCluster:
         """Return the connected machines, the head's first, how it plans for them, and the loaded stages of a model.

@@ -19,7 +19,7 @@ from mlx_ring.cluster.own_agent import OwnAgent, stale_trust
 from mlx_ring.cluster.quarantine import Pair, QuarantineList
 from mlx_ring.cluster.relinking import wait_for_answers
 from mlx_ring.core.errors import LinkLost, PlanError, RingError
-from mlx_ring.core.folders import authority_folder
+from mlx_ring.core.folders import authority_folder, state_folder
 from mlx_ring.head.instance import Epoch
 from mlx_ring.head.instance_watch import end_tasks
 from mlx_ring.head.left_workers import LeftWorkers
@@ -45,7 +45,7 @@ from mlx_ring.planner.profiles import ClusterProfile
 from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.link_profile import LinkProfile
 from mlx_ring.rpc.protos import hello_pb2
-from mlx_ring.settings.config import Settings, state_folder
+from mlx_ring.settings.config import Settings
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class Cluster:
         self.join_commands = partial(invite_one, control.make_token, address)
         self._offer = offer
         self._step_down = StepDown()
-        self._quarantine = QuarantineList(authority_folder(state_folder(settings)))
+        self._quarantine = QuarantineList(authority_folder(state_folder(settings.state_dir)))
         self._planning = asyncio.Lock()
         """Lock for planning, because two plans must not count on the same memory."""
         self._live = LiveInstances()

@@ -16,6 +16,7 @@ from mlx_ring.cluster.deployment import Site
 from mlx_ring.cluster.membership import Joined, Member, Membership
 from mlx_ring.cluster.relinking import wait_for_answers
 from mlx_ring.core.errors import Conflict, NotReady, RingError
+from mlx_ring.core.folders import state_folder
 from mlx_ring.head.instance import Epoch
 from mlx_ring.head.nodes import Declared, NodeListener, new_instance
 from mlx_ring.head.patching import PatchPlan, Remains, patch_ranks, wait_until_whole
@@ -27,7 +28,7 @@ from mlx_ring.host.machine_profile import MachineProfile
 from mlx_ring.host.process import usable_memory
 from mlx_ring.rpc.hello import hello_versions, make_hello
 from mlx_ring.rpc.link_profile import LinkProfile
-from mlx_ring.settings.config import Settings, state_folder
+from mlx_ring.settings.config import Settings
 
 USES_ONE_MACHINE = (
     "This server uses one machine alone. To add others, start it with `mlx-ring serve MODEL --nodes 2`."
@@ -115,7 +116,7 @@ class SingleNode:
         settings = self._settings
         threads = settings.blas_threads or share_cores(self._workers)
         options = ProfileOptions(blas=settings.blas, blas_threads=threads)
-        return recall(ProfileStore(state_folder(settings)), options)
+        return recall(ProfileStore(state_folder(settings.state_dir)), options)
 
     async def _alive(self) -> LocalAgent:
         async with self._starting:

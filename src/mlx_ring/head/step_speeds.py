@@ -24,12 +24,13 @@ from typing_extensions import TypedDict
 from mlx_ring.api.ops.status import StageTimesStatus, StepStatus
 from mlx_ring.cluster.membership import Member
 from mlx_ring.core.errors import ConfigError
+from mlx_ring.core.folders import state_folder
 from mlx_ring.engine.step_times import AlikeSteps, StageTimes, StepTimes
 from mlx_ring.host.machine_profile import MachineProfile
 from mlx_ring.host.private_files import read_private, write_private
 from mlx_ring.planner.forecast import Forecast
 from mlx_ring.planner.profiles import StepRatios
-from mlx_ring.settings.config import Settings, state_folder
+from mlx_ring.settings.config import Settings
 
 StepKind = Literal["decode", "prefill"]
 log = logging.getLogger(__name__)
@@ -154,7 +155,7 @@ def _shared(folder: Path, *, learns: bool) -> StepSpeeds:
 
 def step_speeds(settings: Settings) -> StepSpeeds:
     """Return the ratios of the state folder of these settings, the same object for all plans of this process."""
-    return _shared(state_folder(settings), learns=settings.learn_speeds == "on")
+    return _shared(state_folder(settings.state_dir), learns=settings.learn_speeds == "on")
 
 
 def _checksum(profile: MachineProfile) -> int:

@@ -8,9 +8,9 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 from pydantic_settings import SettingsConfigDict
 
-from mlx_ring.core.folders import data_folder
 from mlx_ring.core.logs import LogFormat, LogLevel
 from mlx_ring.core.types import CpuWeights
+from mlx_ring.host.keep_awake import KeepAwakeMode
 from mlx_ring.rpc.backends import BackendSetting, Link
 from mlx_ring.settings.fields import (
     SIZE_TAKES,
@@ -428,6 +428,9 @@ class Settings(CheckedSettings):
         0, "Threads of each worker's products; 0 shares the cores among the stages.", _PROCESS
     )
     learn_speeds: Switch = setting("on", "Correct predictions by measured steps.", _PLACEMENT, metavar="MODE")
+    keep_awake: KeepAwakeMode = setting(
+        "auto", "Stay awake to answer: if plugged in (auto), always, or never.", _PROCESS, metavar="MODE"
+    )
     spare_worker: Spare = setting(
         "auto",
         "Keep a spare worker process on each machine; auto keeps one that takes at most 1 percent of memory.",
@@ -437,11 +440,6 @@ class Settings(CheckedSettings):
     file_descriptor_limit: Annotated[int, Field(ge=256, le=1 << 20)] = setting(
         4096, "Open files and connections to request from the operating system.", _PROCESS
     )
-
-
-def state_folder(settings: Settings) -> Path:
-    """Return the folder for state that outlives a run: `--state-dir`, or one in the user's data folder."""
-    return settings.state_dir or data_folder()
 
 
 OTHER_NAMES = dict(other_names(Settings.model_fields))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, cast, get_args, get_type_hints
 
 from mlx_ring.core.logs import LogFormat, LogLevel
+from mlx_ring.host.keep_awake import KeepAwakeMode
 
 BlasMode = Literal["auto", "openblas", "off"]
 SpareMode = Literal["auto", "on", "off"]
@@ -52,6 +53,7 @@ class MemberSettings(AgentSettings):
     weights_limit: int | None
     """In bytes."""
     trusted_interface: tuple[str, ...]
+    keep_awake: KeepAwakeMode
 
 
 PassedOn = TypeVar("PassedOn", bound=WorkerSettings)

@@ -69,9 +69,12 @@ def _end(rank: int, kind: str, variables: dict[str, str], address: str, orders: 
     set_for_libraries(variables)
     import mlx.core as mx  # the test's own process does not need it
 
-    from mlx_ring.worker.collective.link_ends import CollectiveReceiver, CollectiveSender
+    from mlx_ring.worker.collective.link_ends import (
+        CollectiveReceiver,
+        CollectiveSender,
+        transport_between,
+    )
     from mlx_ring.worker.collective.step_messages import Form
-    from mlx_ring.worker.collective.transports import transport_between
     from mlx_ring.worker.group import group_capabilities
 
     link = LINKS[find_link(kind)]

@@ -27,15 +27,15 @@ from mlx_ring.cli.doctor.network import (
     check_round_trip,
     check_throughput,
 )
-from mlx_ring.core.folders import node_folder
+from mlx_ring.core.folders import node_folder, state_folder
 from mlx_ring.host.addresses import CLUSTER_PORT, HeadAddress
 from mlx_ring.host.interfaces import lan_addresses
-from mlx_ring.settings.config import Settings, state_folder
+from mlx_ring.settings.config import Settings
 
 
 def examine(settings: Settings, head: HeadAddress | None, peers: Sequence[HeadAddress]) -> Iterator[Finding]:
     """Yield the result of each check; some checks take seconds."""
-    state = state_folder(settings)
+    state = state_folder(settings.state_dir)
     yield check_installed()
     yield from check_mlx()
     yield check_memory()

@@ -8,9 +8,13 @@ import mlx.core as mx
 
 from mlx_ring.rpc.backends import LINKS, backend_of, find_link
 from mlx_ring.rpc.protos import worker_pb2
-from mlx_ring.worker.collective.link_ends import CollectiveReceiver, CollectiveSender
+from mlx_ring.worker.collective.link_ends import (
+    CollectiveReceiver,
+    CollectiveSender,
+    Transport,
+    transport_between,
+)
 from mlx_ring.worker.collective.step_messages import Form
-from mlx_ring.worker.collective.transports import Transport, transport_between
 from mlx_ring.worker.replies import StageLinks, StepListener
 from mlx_ring.worker.shard import StageModel
 from mlx_ring.worker.tensors import dtype_name

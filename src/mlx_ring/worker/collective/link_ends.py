@@ -1,9 +1,9 @@
-"""Two ends of a link over a collective, each with a thread of its own.
+"""Two ends of a link over a collective, each with a thread of its own, and what carries their bytes.
 
 Both learn of every step with rows, in the order of the stream, before the step can fail. Then the sender
 owes one message and the receiver waits for one. So no failure of a step can put the ends out of step with each other.
 Only these threads block in a collective. The compute thread still handles deadlines, tombstones and the end of the
-process. After an error in a collective the process ends, and its parent starts a new one.
+process. After an error in a collective its group is unusable: the process ends, and its parent starts a new one.
 """
 
 from __future__ import annotations
@@ -12,17 +12,83 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from typing import Protocol, cast
+
+import mlx.core as mx
 
 from mlx_ring.core.errors import LinkLost, WorkerLost
+from mlx_ring.rpc.backends import BACKENDS, Backend
 from mlx_ring.rpc.links import Inbox, LinkKey, LinkSender, WireTensor
 from mlx_ring.rpc.protos import step_pb2
 from mlx_ring.worker.collective.step_messages import Form, MessageSlot, slot_of
-from mlx_ring.worker.collective.transports import Transport
 from mlx_ring.worker.compute_thread import end_process, group_failure
 
 log = logging.getLogger(__name__)
 
 OnError = Callable[[Exception], None]
+
+
+class Transport(Protocol):
+    """Transport from one stage to the next, used by one thread at each end. A call returns when its collective is done."""
+
+    def send(self, message: bytearray) -> None: ...
+
+    def receive(self, nbytes: int) -> memoryview: ...
+
+
+def transport_between(group: mx.distributed.Group, backend: Backend, sender: int, *, sums: bool) -> Transport:
+    """Return the transport from the rank `sender` to the one after it.
+
+    With `sums`, both ends join a sum. A backend that cannot send always uses one.
+    """
+    info = BACKENDS[backend]
+    device = mx.Device(mx.gpu if info.runs_on_gpu else mx.cpu)
+    if sums or not info.can_send:
+        return _Summed(group, device)
+    return _PointToPoint(group, device, sender)
+
+
+class _PointToPoint:
+    def __init__(self, group: mx.distributed.Group, device: mx.Device, sender: int) -> None:
+        self._group = group
+        self._device = device
+        self._sender = sender
+
+    def send(self, message: bytearray) -> None:
+        mx.eval(
+            mx.distributed.send(_octets(message), self._sender + 1, group=self._group, stream=self._device)
+        )
+
+    def receive(self, nbytes: int) -> memoryview:
+        return _bytes_of(
+            mx.distributed.recv((nbytes,), mx.uint8, self._sender, group=self._group, stream=self._device)
+        )
+
+
+class _Summed:
+    """Transport by sums. The receiver adds zeros to bytes, so everything arrives bit by bit."""
+
+    def __init__(self, group: mx.distributed.Group, device: mx.Device) -> None:
+        self._group = group
+        self._device = device
+
+    def send(self, message: bytearray) -> None:
+        mx.eval(self._sum(_octets(message)))
+
+    def receive(self, nbytes: int) -> memoryview:
+        return _bytes_of(self._sum(mx.zeros((nbytes,), mx.uint8, stream=self._device)))
+
+    def _sum(self, octets: mx.array) -> mx.array:
+        return mx.distributed.all_sum(octets, group=self._group, stream=self._device)
+
+
+def _octets(message: bytearray) -> mx.array:
+    return mx.array(cast("list[int]", memoryview(message)))
+
+
+def _bytes_of(octets: mx.array) -> memoryview:
+    mx.eval(octets)
+    return memoryview(cast("bytes", octets))
 
 
 class CollectiveSender:
