@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from mlx_ring.settings.config import ENVIRONMENT_PREFIX, Settings
-from mlx_ring.settings.fields import flag_name
+from mlx_ring.settings.fields import default_text, flag_name
 from mlx_ring.settings.settings_sources import allowed_values
 from mlx_ring.settings.strategies import STRATEGIES
 
@@ -17,7 +17,7 @@ def settings_table() -> str:
     """Return a table with one row per setting, in the order of `mlx-ring serve --help`."""
     rows = ["| flag | variable | takes | default | |", "| --- | --- | --- | --- | --- |"]
     for name, field in Settings.model_fields.items():
-        default = "" if field.default in (None, ()) else f"`{field.default}`"
+        default = f"`{known}`" if (known := default_text(field)) else ""
         flag = "`MODEL`" if name == "model" else f"`{flag_name(name)}`"
         variable = f"`{ENVIRONMENT_PREFIX}{name.upper()}`"
         rows.append(f"| {flag} | {variable} | {allowed_values(field)} | {default} | {field.description} |")

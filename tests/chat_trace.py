@@ -68,7 +68,9 @@ def trace_chat(model: Path, root: Path) -> ChatTrace:
         folder = Path(name)
         package = root.resolve() / "src" / "mlx_ring"
         variables = (f"PYTHONPATH={_RECORDER}{os.pathsep}{package.parent}", f"RECORD_CALLS_IN={folder}")
-        with serving(model, "--stages", "2", folder=folder, within=("env", *variables)) as server:
+        # A look once a second at the requests that are open, and at the power supply, belongs to no request.
+        flags = ("--stages", "2", "--keep-awake", "never")
+        with serving(model, *flags, folder=folder, within=("env", *variables)) as server:
             _chat(server.url, model.name, 0)
             head = folder / f"{server.process.pid}.sock"
             return _trace(lambda number: _chat(server.url, model.name, number), head, package)

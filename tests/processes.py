@@ -31,7 +31,8 @@ MLX_RING = (sys.executable, "-c", "from mlx_ring.cli.main import main; main()")
 READY_WAIT_S = 120.0
 _REQUEST_WAIT_S = 120.0
 _END_WAIT_S = 30.0
-_SPARE_WORKER = "MLX_RING_SPARE_WORKER"
+_SETTINGS = {"MLX_RING_SPARE_WORKER": "off", "MLX_RING_LOG_DIR": "logs"}
+"""Settings of processes that tests start."""
 
 
 def run_cli(
@@ -61,10 +62,9 @@ def run_in_process(
     start processes, serve, handle signals or use gRPC. An error that is not handled reaches the test.
     """
     out, err = io.StringIO(), io.StringIO()
-    settings = clean_environment() | dict(environment or {})
-    if not environment or _SPARE_WORKER not in environment:
-        # No worker is started, and `cluster start` names settings that reach no other machine.
-        del settings[_SPARE_WORKER]
+    # No worker is started, and `cluster start` names settings that reach no other machine.
+    inherited = {name: value for name, value in clean_environment().items() if name not in _SETTINGS}
+    settings = inherited | dict(environment or {})
     with (
         patch.object(sys, "argv", ["mlx-ring", *arguments]),
         patch.dict("os.environ", settings, clear=True),
@@ -131,11 +131,12 @@ def _logger_state(logger: logging.Logger) -> dict[str, Any]:
 def clean_environment() -> dict[str, str]:
     """Return the environment without any setting of mlx-ring, and without `GRPC_VERBOSITY`, which the tests set.
 
-    Machines keep no spare worker, because it would start another process for each server.
+    Machines keep no spare worker, because it would start another process for each server. Logs are in the working
+    directory.
     """
     inherited = inherited_environment({})
     others = {name: value for name, value in inherited.items() if not name.startswith(("MLX_RING_", "GRPC_"))}
-    return others | {_SPARE_WORKER: "off"}
+    return others | _SETTINGS
 
 
 def _measure(within: tuple[str, ...]) -> str:

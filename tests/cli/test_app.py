@@ -85,3 +85,19 @@ def test_stages_and_several_nodes_exclude_each_other(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "--stages 3 splits the layers over processes of one machine" in done.stderr
     assert "leave --stages out" in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [(), ("cluster",), ("models",)])
+def test_a_command_without_a_verb_prints_its_help(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    done = run_in_process(*arguments, folder=tmp_path)
+    assert done.returncode == 0
+    assert "Usage: mlx-ring" in done.stdout
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("flag", ["--help", "--help-all"])
+def test_a_terminal_of_80_columns_shows_whole_names(flag: str, tmp_path: Path) -> None:
+    lines = run_in_process("serve", flag, folder=tmp_path, environment={"COLUMNS": "80"}).stdout.splitlines()
+    assert [line for line in lines if "…" in line] == []
+    assert max(map(len, lines)) <= 80
+    assert flag != "--help" or len(lines) <= 120

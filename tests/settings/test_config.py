@@ -98,6 +98,13 @@ def test_the_state_folder_is_the_given_one_or_in_the_user_s_data_folder(
         assert state_folder(load_settings({}).state_dir) == Path.home() / ".local" / "share" / "mlx-ring"
 
 
+def test_logs_are_in_the_state_folder_or_where_they_are_wanted(tmp_path: Path) -> None:
+    assert load_settings({"state_dir": "mine"}).log_dir == tmp_path / "mine" / "logs"
+    assert load_settings({}).log_dir == state_folder(None) / "logs"
+    assert load_settings({"log_dir": "here", "state_dir": "mine"}).log_dir == tmp_path / "here"
+    assert not (tmp_path / "mine").exists()
+
+
 def test_a_folder_too_long_for_a_socket_is_refused() -> None:
     assert load_settings({"run_dir": "/run/" + 58 * "x"}).run_dir == Path("/run/" + 58 * "x")
     assert message(run_dir="/run/" + 59 * "x").endswith("it must be a path of at most 63 bytes.")

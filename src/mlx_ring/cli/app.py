@@ -137,6 +137,8 @@ def run() -> int:
         return INTERRUPTED
     except typer.TyperException as error:
         message = error.format_message()
+        if not message:  # a command without a verb has printed its help
+            return 0
         _complain(
             f"{message}{'' if message.endswith(('.', '?')) else '.'} `mlx-ring --help` lists the commands."
         )

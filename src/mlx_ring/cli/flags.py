@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.settings.config import Settings
-from mlx_ring.settings.fields import Flag, flag_name, flag_of
+from mlx_ring.settings.fields import Flag, default_text, flag_name, flag_of
 from mlx_ring.settings.settings_sources import allowed_values, has_choices, log_old_name
 
 ALL_SETTINGS = tuple(name for name in Settings.model_fields if name != "model")
@@ -60,8 +60,8 @@ def _options(names: tuple[str, ...]) -> list[inspect.Parameter]:
         hidden = hides and not flag.basic
         made.append(_text(name, setting_option(name, hidden=hidden)))
         made += [_text(_old(old), typer.Option(flag_name(old), hidden=True)) for old in flag.old]
-        if flag.switch_on or flag.switch_off:
-            made.append(_switch(name, flag, hidden=hidden))
+        made += [_text(_other(name, alias), typer.Option(alias, hidden=True)) for alias in flag.long_aliases]
+        made += _switches(name, flag, hidden=hidden)
     if hides:
         made.append(_help_all())
     return made
@@ -82,11 +82,12 @@ def setting_option(
     field = Settings.model_fields[name]
     flag = flag_of(field)
     choices = f" ({allowed_values(field)})" if has_choices(field) else ""
-    known = default or ("" if field.default in (None, ()) else str(field.default))
-    described = f"{field.description}{choices}{f' [default: {known}]' if known else ''}"
+    known = default or default_text(field)
+    also = f" Also {' and '.join(flag.long_aliases)}." if flag.long_aliases else ""
+    described = f"{field.description}{choices}{also}{f' [default: {known}]' if known else ''}"
     return typer.Option(
         flag_name(name),
-        *flag.aliases,
+        *(alias for alias in flag.aliases if alias not in flag.long_aliases),
         help=(help_text or described).replace("[", "\\["),
         metavar=metavar or flag.metavar,
         rich_help_panel=flag.group,
@@ -99,22 +100,22 @@ def _text(parameter: str, option: Any) -> inspect.Parameter:
     return _parameter(parameter, Annotated[str | None, option], None)
 
 
-def _switch(name: str, flag: Flag, *, hidden: bool) -> inspect.Parameter:
-    """Return a flag without a value: `--on/--off` where there are both, else those that mean `on`, or `off`."""
-    both = bool(flag.switch_on and flag.switch_off)
-    pair = [f"{flag.switch_on[0]}/{flag.switch_off[0]}"] if both else []
-    declarations = (
-        [*pair, *(f" /{each}" for each in flag.switch_off[1:])] if both else flag.switch_on or flag.switch_off
-    )
-    means = "on or off" if both else "on" if flag.switch_on else "off"
-    option = typer.Option(
-        *declarations,
-        help=f"Same as {flag_name(name)} {means}.",
-        show_default=False,
-        rich_help_panel=flag.group,
-        hidden=hidden,
-    )
-    return _parameter(f"{name}_switch", Annotated[bool | None, option], None)
+def _switches(name: str, flag: Flag, *, hidden: bool) -> Iterator[inspect.Parameter]:
+    """Yield the flags without a value: one for all that mean `on`, and one for those that mean `off`."""
+    for means, names in (("on", flag.switch_on), ("off", flag.switch_off)):
+        if not names:
+            continue
+        # Where there are both, help names the second beside the first: a terminal has no room for two in a line.
+        is_second = means == "off" and bool(flag.switch_on)
+        also = f"; {flag.switch_off[0]} is off" if means == "on" and flag.switch_off else ""
+        option = typer.Option(
+            *names,
+            help=f"Same as {flag_name(name)} {means}{also}.",
+            show_default=False,
+            rich_help_panel=flag.group,
+            hidden=hidden or is_second,
+        )
+        yield _parameter(f"{name}_{means}", Annotated[bool, option], default=False)
 
 
 def _help_all() -> inspect.Parameter:
@@ -125,7 +126,7 @@ def _help_all() -> inspect.Parameter:
 def _print_all(context: typer.Context, wanted: bool) -> None:
     if not wanted:
         return
-    shown = {*Settings.model_fields, *(f"{name}_switch" for name in Settings.model_fields)}
+    shown = {*Settings.model_fields, *map(_main_switch, Settings.model_fields)}
     for each in context.command.params:
         if each.name in shown:
             vars(each)["hidden"] = False
@@ -137,8 +138,17 @@ def _parameter(name: str, annotation: Any, default: object) -> inspect.Parameter
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
+def _main_switch(name: str) -> str:
+    """Return the parameter of a setting's flag without a value that help lists, if it has one."""
+    return f"{name}_{'on' if flag_of(Settings.model_fields[name]).switch_on else 'off'}"
+
+
 def _old(name: str) -> str:
     return f"{name}_old"
+
+
+def _other(name: str, alias: str) -> str:
+    return f"{name}_{alias.strip('-').replace('-', '_')}"
 
 
 def _values(names: tuple[str, ...], given: Mapping[str, Any]) -> dict[str, object]:
@@ -149,22 +159,27 @@ def _values(names: tuple[str, ...], given: Mapping[str, Any]) -> dict[str, objec
         values[name] = given[name]
         for old in flag.old:
             if (value := given[_old(old)]) is not None:
-                _take_old(values, name, old, value)
-        if (switch := given.get(f"{name}_switch")) is not None:
-            values[name] = _one_switch(name, given[name], "on" if switch and flag.switch_on else "off")
+                _take_other(values, name, flag_name(old), value)
+                log_old_name(flag_name(old), flag_name(name))
+        for alias in flag.long_aliases:
+            if (value := given[_other(name, alias)]) is not None:
+                _take_other(values, name, alias, value)
+        for means in ("on", "off"):
+            if given.get(f"{name}_{means}"):
+                values[name] = _one_switch(name, values[name], means)
     return values
 
 
-def _take_old(values: dict[str, object], name: str, old: str, value: str) -> None:
+def _take_other(values: dict[str, object], name: str, other: str, value: str) -> None:
+    """Take a value that was given under another name of the flag."""
     if values[name] not in (None, value):
         raise ConfigError(
-            f"{flag_name(name)} is {values[name]}, and its old name {flag_name(old)} is {value}: give one of them."
+            f"{flag_name(name)} is {values[name]}, and its other name {other} is {value}: give one of them."
         )
-    log_old_name(flag_name(old), flag_name(name))
     values[name] = value
 
 
-def _one_switch(name: str, given: str | None, switch: str) -> str:
+def _one_switch(name: str, given: object, switch: str) -> str:
     if given not in (None, switch):
         raise ConfigError(
             f"{flag_name(name)} is {given}, but another flag switches it {switch}: give one of them."

@@ -347,7 +347,8 @@ def pass_on(line: str) -> None:
 
 
 def _file_handler(path: Path) -> RotatingFileHandler:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    for folder in reversed(path.parents):
+        folder.mkdir(exist_ok=True, mode=0o700)  # lines name clients, and the state folder may be made here
     return RotatingFileHandler(path, maxBytes=FILE_BYTES, backupCount=FILES_KEPT, encoding="utf-8")
 
 

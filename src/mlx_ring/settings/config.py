@@ -384,7 +384,9 @@ class Settings(CheckedSettings):
     log_format: LogFormat = setting(
         "text", "Format of log lines: text, or one JSON object per line.", _LOGS, metavar="FORMAT"
     )
-    log_dir: Path = setting(Path("logs"), "Folder for one log file per process.", _LOGS, metavar="DIR")
+    log_dir: Path = setting(
+        Path(), "Folder for a log file per process; by default in the state folder.", _LOGS, metavar="DIR"
+    )
     log_stderr: Switch = setting(
         "on", "Write log lines to stderr too, not only to files.", _LOGS, metavar="MODE"
     )

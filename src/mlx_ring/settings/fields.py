@@ -44,6 +44,11 @@ class Flag:
     takes: str
     """Accepted values, if the type alone does not describe them."""
 
+    @property
+    def long_aliases(self) -> tuple[str, ...]:
+        """Aliases of whole words, which help names beside the description."""
+        return tuple(alias for alias in self.aliases if alias.startswith("--"))
+
 
 def setting(
     default: object,
@@ -167,11 +172,16 @@ Tokens = Annotated[int, Field(ge=1, le=1 << 20)]
 SIZE_TAKES = "a size of 1MiB or more, such as 2GiB, 500MB or a number of bytes"
 
 
+def default_text(field: FieldInfo) -> str:
+    """Return a setting's default for help and documents; empty if its description has it."""
+    return "" if field.default in (None, (), Path()) else str(field.default)
+
+
 def other_names(fields: dict[str, FieldInfo]) -> Iterator[tuple[str, str]]:
     """Yield (name, field) for every alias and old name, written as a field: with underscores."""
     for field, info in fields.items():
         flag = flag_of(info)
-        for alias in (*flag.aliases, *flag.switch_on):
+        for alias in (*flag.long_aliases, *flag.switch_on):
             if alias.startswith("--"):
                 yield alias.removeprefix("--").replace("-", "_"), field
         yield from ((old, field) for old in flag.old)

@@ -21,6 +21,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import DotEnvSettingsSource, EnvSettingsSource
 
 from mlx_ring.core.errors import ConfigError
+from mlx_ring.core.folders import logs_folder, state_folder
 from mlx_ring.settings.config import (
     ENVIRONMENT_PREFIX,
     OLD_NAMES,
@@ -266,7 +267,7 @@ def _check(given: Mapping[str, _SourcedValue]) -> Settings:
     _check_bodies(settings)
     return settings.model_copy(
         update={
-            "log_dir": settings.log_dir.expanduser().absolute(),
+            "log_dir": _log_dir(settings),
             "run_dir": settings.run_dir and settings.run_dir.expanduser().absolute(),
             "state_dir": settings.state_dir and settings.state_dir.expanduser().absolute(),
             **{
@@ -275,6 +276,12 @@ def _check(given: Mapping[str, _SourcedValue]) -> Settings:
             },
         }
     )
+
+
+def _log_dir(settings: Settings) -> Path:
+    if "log_dir" in settings.model_fields_set:
+        return settings.log_dir.expanduser().absolute()
+    return Path(logs_folder(str(state_folder(settings.state_dir).expanduser().absolute())))
 
 
 def _whole(path: Path | None) -> Path | None:
