@@ -46,7 +46,7 @@ class Flag:
 
     @property
     def long_aliases(self) -> tuple[str, ...]:
-        """Aliases of whole words, which help names beside the description."""
+        """Aliases with two dashes, which help names beside the description."""
         return tuple(alias for alias in self.aliases if alias.startswith("--"))
 
 
