@@ -23,6 +23,7 @@ from mlx_ring.cluster.lifecycle.arguments import (
 )
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.host.addresses import HeadAddress
+from mlx_ring.settings.config import Settings
 from mlx_ring.settings.devices_file import Device, DevicesFile
 
 HEAD = Device("studio", "studio", is_coordinator=True, address="192.168.5.2", memory_gb=48)
@@ -85,7 +86,8 @@ def test_shared_settings_reach_the_agents_and_others_only_the_head() -> None:
 
 
 def test_every_setting_that_serve_and_join_share_reaches_the_agents_from_the_file() -> None:
-    both = set(inspect.signature(serve).parameters) & set(inspect.signature(join).parameters)
+    taken = [set(inspect.signature(command).parameters) for command in (serve, join)]
+    both = set(Settings.model_fields).intersection(*taken)
     of_each_device = {"memory_limit", "memory_utilization", "state_dir", "log_dir"}
     assert both == {*FOR_AGENTS, *of_each_device}
 
