@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_ring.cli.startup import products_of, sample_commands
+from mlx_ring.cli.startup import network_lines, products_of, sample_commands
 from mlx_ring.core.types import LayerRange
 from mlx_ring.core.worker_status import WorkerInfo, WorkerMemory
 
@@ -46,3 +46,12 @@ def test_one_line_says_what_quantized_weights_cost_without_kernels(
         cpu_weights=weights,
     )
     assert products_of(worker) == expected
+
+
+def test_a_server_for_the_network_names_its_addresses_and_warns_without_a_key() -> None:
+    assert network_lines((), asks_for_key=False) == []
+    urls = ("http://mini.local:8100", "http://192.168.1.7:8100")
+    open_to_all = network_lines(urls, asks_for_key=False)
+    assert open_to_all[1:3] == ["  http://mini.local:8100", "  http://192.168.1.7:8100"]
+    assert "No API key is set" in open_to_all[3]
+    assert network_lines(urls, asks_for_key=True) == open_to_all[:3]

@@ -13,8 +13,10 @@ from mlx_ring.host.interfaces import (
     choose_addresses,
     join_lines,
     lan_addresses,
+    lan_urls,
     linux_kind,
     mac_kinds,
+    own_names,
 )
 
 PORTS = """
@@ -146,3 +148,32 @@ def test_macos_reports_the_kind_of_an_interface() -> None:
         "en8": "wired",
         "en9": "network",
     }
+
+
+def test_other_machines_reach_a_server_by_its_name_and_its_addresses() -> None:
+    found = [
+        LanAddress("en0", 1, "192.168.1.7", "wired"),
+        LanAddress("en0", 1, "fd00::7", "wired"),
+        LanAddress("en0", 1, "fe80::7", "wired"),
+    ]
+    names = ("mini.local", "mini")
+    both = lan_urls("::", 8100, "https", found, names)
+    assert both == ["https://mini.local:8100", "https://192.168.1.7:8100", "https://[fd00::7]:8100"]
+    assert lan_urls("0.0.0.0", 8100, "http", found, names) == [  # noqa: S104 - compared, not bound
+        "http://mini.local:8100",
+        "http://192.168.1.7:8100",
+    ]
+    assert lan_urls("192.168.1.7", 8100, "http", found, names) == ["http://192.168.1.7:8100"]
+    assert lan_urls("0.0.0.0", 8100, "http", [], names) == []  # noqa: S104 - compared, not bound
+    for local in ("127.0.0.1", "::1", "localhost"):
+        assert lan_urls(local, 8100, "http", found, names) == []
+
+
+def test_own_names_begin_with_the_one_that_mdns_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, names in (
+        ("Mini.local", ("mini.local", "mini")),
+        ("studio.office.example", ("studio.local", "studio", "studio.office.example")),
+        ("localhost", ()),
+    ):
+        monkeypatch.setattr("socket.gethostname", lambda name=name: name)
+        assert own_names() == names

@@ -11,6 +11,8 @@ class ApiSettings:
 
     host: str
     """Address that the server listens on. Requests may name it in `Host` and `Origin`."""
+    own_names: tuple[str, ...]
+    """Names of this machine on its network, also allowed in `Host` where others can reach it."""
     allowed_hosts: tuple[str, ...]
     """Further names allowed in `Host`, without port; `*` allows all."""
     allowed_origins: tuple[str, ...]

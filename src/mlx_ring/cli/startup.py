@@ -7,6 +7,7 @@ import logging
 import shlex
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -120,12 +121,22 @@ def ready_text(running: StartReport) -> str:
     lines += [f"  computed by {each}" for each in products if each]
     if not running.is_first:
         return "\n".join([*lines, ""])
+    lines += network_lines(running.lan_urls, asks_for_key=running.asks_for_key)
     lines += ["", *sample_commands(running.url, running.certificate, asks_for_key=running.asks_for_key)]
     if running.served.local.kind == "built-in":
         lines += [
             f"The built-in models are tiny: `{program()} recommend` lists larger ones that run well here."
         ]
     return "\n".join([*lines, "Press Ctrl-C to stop it.", ""])
+
+
+def network_lines(urls: Sequence[str], *, asks_for_key: bool) -> list[str]:
+    """Return the lines on how other machines and phones reach the server, with a warning if all of them may use it."""
+    if not urls:
+        return []
+    warning = "  No API key is set: everyone on these networks can use it. --api-key-file FILE asks for one."
+    lines = ["From other machines and phones:", *(f"  {url}" for url in urls)]
+    return lines if asks_for_key else [*lines, warning]
 
 
 def products_of(worker: WorkerInfo) -> str:

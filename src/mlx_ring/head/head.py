@@ -38,8 +38,9 @@ from mlx_ring.head.replica import Watcher
 from mlx_ring.head.served_model import ServedModel
 from mlx_ring.head.single_node import USES_ONE_MACHINE, SingleNode
 from mlx_ring.head.uvicorn_connection import ConnectionLimits
-from mlx_ring.host.addresses import HeadAddress, local_url
+from mlx_ring.host.addresses import HeadAddress, is_loopback, local_url
 from mlx_ring.host.head_announcement import HeadAnnouncement
+from mlx_ring.host.interfaces import lan_addresses, lan_urls, own_names
 from mlx_ring.host.keep_awake import KeepAwake
 from mlx_ring.host.machine import make_run_folder, node_name, raise_descriptor_limit
 from mlx_ring.models.weights_manifest import WeightsManifest, manifest_beside
@@ -84,6 +85,7 @@ def api_settings(settings: Settings) -> ApiSettings:
     """
     return ApiSettings(
         host=settings.host,
+        own_names=() if is_loopback(settings.host) else own_names(),
         allowed_hosts=settings.allowed_hosts,
         allowed_origins=settings.allowed_origins,
         api_keys=api_keys(settings),
@@ -116,6 +118,8 @@ class StartReport:
     asks_for_key: bool = False
     certificate: Path | None = None
     """Certificate for HTTPS; None for HTTP."""
+    lan_urls: tuple[str, ...] = ()
+    """URLs by which other machines reach the server; empty if they cannot."""
 
 
 class Audience(Watcher, Protocol):
@@ -222,11 +226,15 @@ class Head:
     def _announce(self, served: ServedModel, instance: InstanceInfo, load_s: float) -> None:
         host, port = self._listener.getsockname()[:2]
         is_first, self._has_announced = not self._has_announced, True
-        url = local_url(host, port, "http" if self._tls is None else "https")
+        scheme = "http" if self._tls is None else "https"
+        urls = lan_urls(host, port, scheme, lan_addresses(), own_names()) if is_first else ()
         settings = self._settings
         asks_for_key = bool(settings.api_key or settings.api_key_file)
         security = asks_for_key, settings.ssl_certfile
-        self._audience.serving(StartReport(url, served, instance, load_s, is_first, *security))
+        report = StartReport(
+            local_url(host, port, scheme), served, instance, load_s, is_first, *security, tuple(urls)
+        )
+        self._audience.serving(report)
 
     async def _machines(self, cleanup: contextlib.AsyncExitStack) -> Machines:
         """Return the head's own machine, or open the cluster's ports and return its machines."""

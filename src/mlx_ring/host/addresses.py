@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from mlx_ring.core.errors import ConfigError
 
 CLUSTER_PORT = 50051
+EVERY_IPV4 = "0.0.0.0"  # noqa: S104 - compared, not bound
 _LAST_PORT = 65534
 """Largest port: the one after it must be a port too."""
 _HOST_AND_PORT = re.compile(r"(?:\[(?P<six>[^\]]+)\]|(?P<host>[^\[\]:\s]+))(?::(?P<port>\d{1,5}))?")
@@ -39,7 +40,7 @@ class HeadAddress:
     @property
     def is_every(self) -> bool:
         """True if a head that listens here does so on all addresses of its machine."""
-        return self.host in ("::", "0.0.0.0")  # noqa: S104 - compared, not bound
+        return self.host in ("::", EVERY_IPV4)
 
     @property
     def enrolment_port(self) -> int:
@@ -86,5 +87,13 @@ def bracketed(host: str) -> str:
 
 def local_url(host: str, port: int, scheme: str = "http") -> str:
     """Return the URL by which a user on this machine reaches the server."""
-    local = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, bracketed(host))  # noqa: S104 - compared, not bound
+    local = {EVERY_IPV4: "127.0.0.1", "::": "[::1]"}.get(host, bracketed(host))
     return f"{scheme}://{local}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Return True if a server that listens there is reached from its own machine alone."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"

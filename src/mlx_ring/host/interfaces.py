@@ -19,7 +19,7 @@ from typing import Literal
 
 import psutil
 
-from mlx_ring.host.addresses import HeadAddress
+from mlx_ring.host.addresses import EVERY_IPV4, HeadAddress, is_loopback
 
 InterfaceKind = Literal["thunderbolt", "infiniband", "wired", "wireless", "network", "tunnel"]
 _ORDER: tuple[InterfaceKind, ...] = ("wired", "network", "wireless", "thunderbolt", "infiniband", "tunnel")
@@ -67,6 +67,34 @@ def lan_addresses() -> list[LanAddress]:
         if name in up
     }
     return choose_addresses(addresses, {name: index for index, name in socket.if_nameindex()}, _kinds())
+
+
+def own_names() -> tuple[str, ...]:
+    """Return the names by which machines of this network may know this one: `mini`, `mini.local`, and its full name."""
+    whole = socket.gethostname().rstrip(".").lower()
+    first = whole.partition(".")[0]
+    return tuple(dict.fromkeys((f"{first}.local", first, whole))) if first and first != "localhost" else ()
+
+
+def lan_urls(
+    host: str, port: int, scheme: str, addresses: Sequence[LanAddress], names: Sequence[str]
+) -> list[str]:
+    """Return the URLs by which other machines reach a server that listens on `host`, none if it is a loopback address.
+
+    The name that mDNS answers comes first: it stays the same when the router gives another address. A link-local IPv6
+    address is left out, because browsers refuse it.
+    """
+    listened = HeadAddress(host, port)
+    if not listened.is_every:
+        return [] if is_loopback(host) else [f"{scheme}://{listened}"]
+    usable = [
+        found.address
+        for found in addresses
+        if not (found.is_ipv6 and (found.is_link_local or host == EVERY_IPV4))
+    ]
+    # A machine without an address on a network has no name there either.
+    hosts = [*[name for name in names if name.endswith(".local")][:1], *usable] if usable else []
+    return [f"{scheme}://{HeadAddress(each, port)}" for each in hosts]
 
 
 def choose_addresses(

@@ -30,6 +30,24 @@ def test_wildcard_bind_allows_any_address_as_host_but_no_name(bound: str) -> Non
     refusal(api.get("/", host="evil.example"), 403)
 
 
+def test_own_names_are_allowed_hosts_and_origins() -> None:
+    api = Api(settings=make_api_settings(host="0.0.0.0", own_names=("mini.local", "mini")))  # noqa: S104 - as above
+    host = "Mini.local:8100"
+    assert api.get("/", host=host, origin=f"http://{host}").status_code == 200
+    assert api.get("/", host="mini:8100").status_code == 200
+    refusal(api.get("/", host="studio.local:8100"), 403)
+
+
+def test_a_refused_browser_gets_a_page_that_names_the_flag(api: Api) -> None:
+    page = api.get("/", host="<evil>.example", accept="text/html,*/*;q=0.8")
+    assert page.status_code == 403
+    assert page.headers["content-type"].startswith("text/html")
+    assert "--allowed-hosts" in page.text
+    assert "&lt;evil&gt;.example" in page.text
+    assert "<evil>" not in page.text
+    refusal(api.get("/", host="evil.example", accept="application/json"), 403)
+
+
 def test_listed_hosts_and_origins_are_allowed() -> None:
     allowing = make_api_settings(allowed_hosts=("Studio.local",), allowed_origins=("https://app.example",))
     api = Api(settings=allowing)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import html
 import ipaddress
 import re
 from collections.abc import Generator, Iterable
@@ -16,7 +17,7 @@ from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_ring.api.dialect import dialect_of
@@ -24,7 +25,7 @@ from mlx_ring.api.errors import error_response, log_failure
 from mlx_ring.api.middleware.access_log import request_notes
 from mlx_ring.api.page.routes import wants_page
 from mlx_ring.api.settings import ApiSettings
-from mlx_ring.core.errors import Draining, Refused, Unauthenticated
+from mlx_ring.core.errors import Draining, Refused, RingError, Unauthenticated
 from mlx_ring.core.traces import CLIENT, REQUEST_ID, client_at, new_request_id
 
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -87,6 +88,18 @@ _SANE_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 """Client's id of a request that is safe in a log."""
 _OPEN = ("/health", "/docs", "/page", "/favicon.ico")
 """Paths without authentication: health checks have no key, and the page must load before a user can enter one."""
+_REFUSAL = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width">
+<title>mlx-ring: not allowed</title>
+<body style="font: 1rem/1.5 system-ui, sans-serif; max-width: 40rem; margin: 4rem auto; padding: 0 1rem">
+<h1>mlx-ring did not answer this request</h1>
+<p>{reason}</p>
+<p>A web page could otherwise use this server through a name of its own. Restart <code>mlx-ring serve</code> with the flag,
+or open the page by an address that the server printed when it started.</p>
+</html>
+"""
 _EXPOSED = "x-request-id, request-id, retry-after, x-should-retry, x-mlx-ring-resumed"
 """Headers that SDKs read in pages of other origins."""
 
@@ -102,7 +115,8 @@ class Guard:
         self._app = app
         self._settings = settings
         self._admission = admission
-        self._hosts = _LOCAL | set(map(_bare, settings.allowed_hosts)) | {_bare(settings.host)}
+        given = (settings.host, *settings.own_names, *settings.allowed_hosts)
+        self._hosts = _LOCAL | set(map(_bare, given))
         self._keys = tuple(form for key in settings.api_keys for form in _forms(key))
         self._origins = {origin.rstrip("/").lower() for origin in settings.allowed_origins}
 
@@ -135,8 +149,11 @@ class Guard:
                 raise
             await error_response(Draining("The server is shutting down."), scope)(scope, receive, send_named)
         except (Unauthenticated, Draining, Refused) as error:
-            origin = None if isinstance(error, Refused) else origin
-            await error_response(error, scope)(scope, receive, send_named)
+            is_refused = isinstance(error, Refused)
+            origin = None if is_refused else origin
+            shows_page = is_refused and wants_page(headers.get("accept"))
+            answer = _refusal_page(error) if shows_page else error_response(error, scope)
+            await answer(scope, receive, send_named)
         except Exception as error:
             log_failure(error, request_id)
             if started:
@@ -227,6 +244,11 @@ class Guard:
             headers["access-control-allow-origin"] = origin
             headers["access-control-expose-headers"] = _EXPOSED
             headers.add_vary_header("origin")
+
+
+def _refusal_page(error: RingError) -> Response:
+    """Return the refusal for a person in a browser. The sentence names the flag that would allow the request."""
+    return HTMLResponse(_REFUSAL.format(reason=html.escape(str(error))), 403)
 
 
 def is_open(path: str) -> bool:
