@@ -490,6 +490,22 @@ def test_machine_is_invited_by_a_command_and_its_code(browser: Browser) -> None:
         assert events.problems == []
 
 
+def test_phone_is_invited_by_an_address_and_its_code(browser: Browser) -> None:
+    urls = ("http://mini.local:8100", "http://192.168.1.7:8100")
+    with (
+        serving(TwinService(), make_api_settings(urls=urls)) as url,
+        open_page(browser, url, view="cluster", width=390) as (page, events),
+    ):
+        card = page.get_by_role("region", name="Use it from a phone")
+        expect(card).to_contain_text(urls[0])
+        picture = card.get_by_role("img", name="QR code of the address")
+        first = picture.locator("path").get_attribute("d")
+        card.get_by_role("radio", name="Show the code of address 2").check()
+        expect(picture.locator("path")).not_to_have_attribute("d", first or "")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+        assert events.problems == []
+
+
 def test_server_of_one_machine_says_so_instead_of_inviting_others(browser: Browser, twin_url: str) -> None:
     with open_page(browser, twin_url, view="cluster") as (page, _):
         card = page.get_by_role("region", name="Add a machine")

@@ -30,6 +30,8 @@ class ApiSettings:
     """True if objects of answers may have properties that their schema does not name, unless it forbids them."""
     access_log: bool
     """True if each request is logged."""
+    urls: tuple[str, ...]
+    """URLs by which other machines reach the server; empty if they cannot."""
     join_refusal: str
     """Reason why no other machine can join; empty if others can."""
     keep_alive_s: float = 10.0

@@ -65,20 +65,25 @@ async def end_http(server: uvicorn.Server, serving: asyncio.Task[None]) -> None:
 def http_config(
     catalog: ModelCatalog,
     settings: Settings,
+    urls: Sequence[str],
     admission: Admission,
     tls: ssl.SSLContext | None,
     tracing: Tracing | None,
 ) -> HttpConfig:
     """Build the HTTP server's configuration from the settings."""
-    app = build_app(catalog, api_settings(settings), tracing, admission)
+    app = build_app(catalog, api_settings(settings, urls), tracing, admission)
     limits = ConnectionLimits(
         settings.max_connections, settings.http_timeout_keep_alive, settings.client_timeout_s
     )
     return HttpConfig(app, limits, tls)
 
 
-def api_settings(settings: Settings) -> ApiSettings:
+def api_settings(settings: Settings, urls: Sequence[str] = ()) -> ApiSettings:
     """Return the settings of the HTTP API.
+
+    Args:
+        settings: settings of the head.
+        urls: URLs by which other machines reach it.
 
     Raises:
         ConfigError: The file of API keys cannot be read.
@@ -95,6 +100,7 @@ def api_settings(settings: Settings) -> ApiSettings:
         client_timeout_s=settings.client_timeout_s,
         open_schemas=settings.additional_properties == "on",
         access_log=settings.access_log == "on",
+        urls=tuple(urls),
         join_refusal=USES_ONE_MACHINE if settings.nodes == 1 else "",
     )
 
@@ -163,6 +169,7 @@ class Head:
         self._tls = tls
         self._admission = Admission()
         self._listener = listener
+        self._lan_urls = self._find_lan_urls()
         self._audience = audience
         self._has_announced = False
         self._tracing = open_tracing(settings.otlp_traces_endpoint, node_name(), package_version("mlx-ring"))
@@ -181,7 +188,14 @@ class Head:
                 if self._tracing is not None:
                     cleanup.push_async_callback(asyncio.to_thread, self._tracing.close)
                 server = HttpServer(
-                    http_config(self._catalog, self._settings, self._admission, self._tls, self._tracing)
+                    http_config(
+                        self._catalog,
+                        self._settings,
+                        self._lan_urls,
+                        self._admission,
+                        self._tls,
+                        self._tracing,
+                    )
                 )
                 serving = asyncio.create_task(server.serve([self._listener]), name="http")
                 cleanup.push_async_callback(end_http, server, serving)
@@ -223,16 +237,24 @@ class Head:
         await self._catalog.begin(machines)
         await self._catalog.crashed
 
+    def _find_lan_urls(self) -> tuple[str, ...]:
+        host, port = self._listener.getsockname()[:2]
+        if is_loopback(host):
+            return ()
+        return tuple(lan_urls(host, port, self._scheme, lan_addresses(), own_names()))
+
+    @property
+    def _scheme(self) -> str:
+        return "http" if self._tls is None else "https"
+
     def _announce(self, served: ServedModel, instance: InstanceInfo, load_s: float) -> None:
         host, port = self._listener.getsockname()[:2]
         is_first, self._has_announced = not self._has_announced, True
-        scheme = "http" if self._tls is None else "https"
-        urls = lan_urls(host, port, scheme, lan_addresses(), own_names()) if is_first else ()
         settings = self._settings
         asks_for_key = bool(settings.api_key or settings.api_key_file)
         security = asks_for_key, settings.ssl_certfile
         report = StartReport(
-            local_url(host, port, scheme), served, instance, load_s, is_first, *security, tuple(urls)
+            local_url(host, port, self._scheme), served, instance, load_s, is_first, *security, self._lan_urls
         )
         self._audience.serving(report)
 

@@ -91,6 +91,12 @@ def test_only_this_machine_may_invite_another() -> None:
     assert JOIN_TOKEN not in reply.text
 
 
+def test_status_lists_the_addresses_for_other_machines_and_phones() -> None:
+    urls = ("http://mini.local:8100", "http://192.168.1.7:8100")
+    assert Api(settings=make_api_settings(urls=urls)).get("/cluster/status").json()["urls"] == [*urls]
+    assert Api().get("/cluster/status").json()["urls"] == []
+
+
 def test_status_says_why_no_machine_can_join() -> None:
     alone = Api().get("/cluster/status").json()["join_refusal"]
     assert "one machine alone" in alone

@@ -197,6 +197,8 @@ class ClusterStatus(ClusterParts):
     models: Annotated[list[ServedModelStatus], SkipValidation]
     links: list[LinkStatus]
     """Both directions between every two nodes."""
+    urls: list[str]
+    """URLs by which other machines and phones reach this server; empty if it answers on its own machine alone."""
     join_refusal: str | None
     """Reason why no other machine can join; null if others can."""
 
@@ -269,6 +271,7 @@ def cluster_status(context: ApiContext) -> ClusterStatus:
         links=link_statuses(
             context.catalog.links, [instance.info for _, instance in context.instances()], time.time()
         ),
+        urls=list(context.settings.urls),
         join_refusal=context.settings.join_refusal or None,
     )
 

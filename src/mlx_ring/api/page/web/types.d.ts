@@ -117,6 +117,8 @@ export interface ClusterStatus {
   models: ServedModelStatus[];
   /** Both directions between every two nodes. */
   links: LinkStatus[];
+  /** URLs by which other machines and phones reach this server; empty if it answers on its own machine alone. */
+  urls: string[];
   /** Reason why no other machine can join; null if others can. */
   join_refusal: string | null;
 }

@@ -1,4 +1,4 @@
-// The card that invites another machine: the command to run there, to copy or to scan.
+// The cards that invite another machine, by a command to run there, and a phone, by a link. Both can be scanned.
 
 /** @import { JoinCommands } from "../types.js" */
 
@@ -48,6 +48,29 @@ export function AddMachine({ refusal }) {
 }
 
 /**
+ * Render the card with the server's addresses for phones and other machines.
+ * @param {{ urls: string[] }} props
+ */
+export function OtherDevices({ urls }) {
+  const [chosen, setChosen] = useState(0);
+  const url = urls[chosen] ?? urls[0];
+  return html`<section class="panel add-machine" aria-label="Use it from a phone">
+    <header><h2>Use it from a phone</h2></header>
+    ${
+      url
+        ? html`<div class="invitation">
+            <${QrPicture} text=${url} label="QR code of the address" />
+            <div class="grow">
+              <p>Scan the code, or type an address. The phone must be in the same network. If the server asks for an API key, the phone does too.</p>
+              <${Choices} name="address" texts=${urls} chosen=${chosen} onChoose=${setChosen} />
+            </div>
+          </div>`
+        : html`<p class="muted">This server answers on its own machine alone. To use it from others, start it with <code>--host 0.0.0.0</code>.</p>`
+    }
+  </section>`;
+}
+
+/**
  * Return a sentence of the server with its commands, which are between backticks, as code.
  * @param {string} sentence
  */
@@ -60,32 +83,40 @@ function Commands({ invitation: { commands, expires_in_s: lifeS } }) {
   const [chosen, setChosen] = useState(0);
   const command = commands[chosen] ?? commands[0] ?? "";
   return html`<div class="invitation">
-    <${QrPicture} text=${command} />
+    <${QrPicture} text=${command} label="QR code of the command" />
     <div class="grow">
       <p>Run this on the other machine. It works once, for ${duration(lifeS)}. Keep it secret until then.</p>
-      ${commands.map(
-        (each, place) => html`<div key=${each} class="row command">
-          ${
-            commands.length > 1 &&
-            html`<input
-              type="radio"
-              name="command"
-              aria-label=${`Show the code of command ${place + 1}`}
-              checked=${place === chosen}
-              onChange=${() => setChosen(place)}
-            />`
-          }
-          <code class="grow">${each}</code>
-          <${CopyButton} text=${() => each} what=${`command ${place + 1}`} />
-        </div>`,
-      )}
+      <${Choices} name="command" texts=${commands} chosen=${chosen} onChoose=${setChosen} />
       ${commands.length > 1 && html`<p class="muted">Use one whose address the other machine can reach.</p>`}
     </div>
   </div>`;
 }
 
-/** @param {{ text: string }} props */
-function QrPicture({ text }) {
+/**
+ * Render texts to copy. The chosen one is shown as a code.
+ * @param {{ name: string, texts: string[], chosen: number, onChoose: (place: number) => void }} props
+ */
+function Choices({ name, texts, chosen, onChoose }) {
+  return texts.map(
+    (each, place) => html`<div key=${each} class="row command">
+      ${
+        texts.length > 1 &&
+        html`<input
+          type="radio"
+          name=${name}
+          aria-label=${`Show the code of ${name} ${place + 1}`}
+          checked=${place === chosen}
+          onChange=${() => onChoose(place)}
+        />`
+      }
+      <code class="grow">${each}</code>
+      <${CopyButton} text=${() => each} what=${`${name} ${place + 1}`} />
+    </div>`,
+  );
+}
+
+/** @param {{ text: string, label: string }} props */
+function QrPicture({ text, label }) {
   const [squares, setSquares] = useState(/** @type {boolean[][]} */ ([]));
   useEffect(() => {
     let isCurrent = true;
@@ -99,7 +130,7 @@ function QrPicture({ text }) {
   }, [text]);
   if (!squares.length) return null;
   const size = squares.length + 2 * MARGIN;
-  return html`<svg class="qr" viewBox="0 0 ${size} ${size}" role="img" aria-label="QR code of the command">
+  return html`<svg class="qr" viewBox="0 0 ${size} ${size}" role="img" aria-label=${label}>
     <rect width=${size} height=${size} fill="#fff" />
     <path fill="#000" d=${squaresPath(squares)} />
   </svg>`;

@@ -8,7 +8,7 @@ import { Notice } from "../components.js";
 import { bytes, duration, figures, percent } from "../format.js";
 import { nodeNames } from "../status.js";
 import { html } from "../vendor/preact.js";
-import { AddMachine } from "./add-machine.js";
+import { AddMachine, OtherDevices } from "./add-machine.js";
 import { Cache, prefixHitRate } from "./cache.js";
 import { Charts, totalPace } from "./charts.js";
 import { Logs } from "./logs.js";
@@ -45,6 +45,7 @@ export function Cluster({ now: { state, points, lines }, status, theme }) {
     <${Charts} points=${points} instances=${cluster.instances} theme=${theme} />
     <${Machines} cluster=${cluster} names=${names} />
     <${AddMachine} refusal=${cluster.join_refusal} />
+    <${OtherDevices} urls=${cluster.urls} />
     <${WhatIf} />
     <div class="halves">
       <${Requests} requests=${requests} cache=${cache} showsModel=${hasSeveralModels} />
