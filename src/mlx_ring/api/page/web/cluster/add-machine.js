@@ -9,6 +9,7 @@ import { html, useEffect, useState } from "../vendor/preact.js";
 
 /** Light modules around a QR code, which readers need. */
 const MARGIN = 4;
+const LOCAL = "This server answers on its own machine alone. To use it from others, start it with `--host 0.0.0.0`.";
 
 /**
  * Render the card. It asks for a token only when the button is pressed.
@@ -61,11 +62,14 @@ export function OtherDevices({ urls }) {
         ? html`<div class="invitation">
             <${QrPicture} text=${url} label="QR code of the address" />
             <div class="grow">
-              <p>Scan the code, or type an address. The phone must be in the same network. If the server asks for an API key, the phone does too.</p>
+              <p>
+                Scan the code, or type an address. The phone must be in the same network. If the server asks for an
+                API key, type it there.
+              </p>
               <${Choices} name="address" texts=${urls} chosen=${chosen} onChoose=${setChosen} />
             </div>
           </div>`
-        : html`<p class="muted">This server answers on its own machine alone. To use it from others, start it with <code>--host 0.0.0.0</code>.</p>`
+        : html`<p class="muted">${withCommands(LOCAL)}</p>`
     }
   </section>`;
 }
