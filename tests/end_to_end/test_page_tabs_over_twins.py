@@ -1,0 +1,166 @@
+"""The page's Cluster and Models tabs in Chromium, over servers of twins."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator
+
+import pytest
+from playwright.sync_api import Browser, expect
+from tests.api.clients import serving
+from tests.api.twins import JOIN_TOKEN, TwinCatalog, TwinService
+from tests.default_settings import make_api_settings
+from tests.end_to_end.page_windows import open_page
+
+from mlx_ring.api.page.routes import load_page
+
+
+@pytest.fixture(scope="module")
+def twin_url() -> Generator[str]:
+    """Serve a twin that answers briefly, and yield its URL."""
+    with serving(TwinService()) as url:
+        yield url
+
+
+STATUS = """async ([base, state]) => {
+    const { describeStatus } = await import(new URL("status.js", base));
+    return describeStatus({ connection: "open", state }).notices.map((notice) => notice.text);
+}"""
+
+
+def test_lost_machine_is_named_by_id_if_two_have_its_name(browser: Browser, twin_url: str) -> None:
+    nodes = [
+        {"id": "mini-1", "name": "mini", "state": "attending", "reason": None},
+        {"id": "mini-2", "name": "mini", "state": "gone", "reason": "it was cut off"},
+    ]
+    state = {"draining": False, "time": 1, "cluster": {"nodes": nodes, "models": [], "instances": []}}
+    with open_page(browser, twin_url) as (page, _):
+        texts = page.evaluate(STATUS, [f"{twin_url}/page/{load_page().digest}/", state])
+    assert texts == ["mini-2 is disconnected: it was cut off"]
+
+
+def test_what_if_panel_compares_an_added_machine_for_the_asked_request(
+    browser: Browser, twin_url: str
+) -> None:
+    with open_page(browser, twin_url, view="cluster") as (page, events):
+        panel = page.locator("section.what-if")
+        panel.locator("summary").click()
+        expect(panel.get_by_label("Link to the others")).to_have_text(re.compile("^1 Gbit/s Ethernet"))
+        panel.get_by_label("Add a machine").select_option("m3-ultra-512")
+        panel.get_by_label("Link to the others").select_option("tb5")
+        panel.get_by_label("Optimize for").select_option("first-token")
+        panel.get_by_label("Prompt").fill("500")
+        panel.get_by_label("Answer").fill("40")
+        panel.get_by_role("button", name="Compare").click()
+        rows = panel.get_by_role("row")
+        expect(rows).to_have_count(3)
+        expect(rows.nth(0)).to_contain_text("request, s")
+        expect(rows.nth(1)).to_contain_text("now")
+        expect(rows.nth(2)).to_contain_text("with m3-ultra-512 over tb5")
+        expect(panel).to_contain_text("org/twin")
+        expect(panel).to_contain_text("Without layers: m4-mac-mini-16: no plan with it")
+        expect(panel).to_contain_text("a prompt of 500 tokens and an answer of 40.")
+        panel.get_by_label("KV cache").select_option("16,8,4")
+        panel.get_by_label("Plot").select_option("on")
+        panel.get_by_role("button", name="Compare").click()
+        expect(rows).to_have_count(7)
+        expect(panel.locator("svg polyline")).to_have_count(2)
+        panel.get_by_label("Context of each user").fill("300")
+        panel.get_by_role("button", name="Compare").click()
+        expect(panel.get_by_role("alert")).to_contain_text("an answer of 40 need a context of 540")
+        assert [each for each in events.problems if "400" not in each] == []
+
+
+def test_models_are_unloaded_loaded_and_downloaded(browser: Browser) -> None:
+    catalog = TwinCatalog(TwinService(), TwinService(names=("other",)))
+    with (
+        serving(catalog.models[0], catalog=catalog) as url,
+        open_page(browser, url, view="models") as (page, events),
+    ):
+        other = page.get_by_role("article", name="other")
+        expect(other).to_contain_text("ready")
+        other.get_by_role("button", name="Unload other").click()
+        expect(other).to_contain_text("not loaded")
+        other.get_by_role("button", name="Predict").click()
+        expect(other).to_contain_text(
+            re.compile(r"Predicted: [\d.]+ GB of memory, [\d.]+ to [\d.]+ tokens/s")
+        )
+        other.get_by_role("button", name="Load other").click()
+        expect(other).to_contain_text("ready")
+        assert events.problems == []
+        add = page.get_by_role("region", name="Add a model")
+        name = add.get_by_label("Name")
+        name.fill("missing")
+        page.keyboard.press("Enter")
+        expect(add.get_by_role("alert")).to_contain_text("There is no model 'missing'.")
+        page.get_by_role("link", name="Chat").click()
+        page.get_by_role("link", name="Models").click()
+        add.get_by_role("button", name="Dismiss").click()
+        expect(add.get_by_role("alert")).to_have_count(0)
+        name.fill("org/new")
+        add.get_by_role("button", name="Download").click()
+        expect(add).to_contain_text("org/new is downloaded.")
+
+
+def test_models_on_the_disk_are_listed_and_downloads_in_progress_are_followed(browser: Browser) -> None:
+    catalog = TwinCatalog(TwinService())
+    with (
+        serving(catalog.models[0], catalog=catalog) as url,
+        open_page(browser, url, view="models", width=390) as (page, events),
+    ):
+        add = page.get_by_role("region", name="Add a model")
+        expect(add).to_contain_text(
+            re.compile(r"org/other is downloaded for another client. 50\s?%, 1 B of 2 B")
+        )
+        (pull,) = [request for request in events.requests if request.url.endswith("/models/pull")]
+        assert pull.post_data_json == {"model": "org/other", "stream": True}
+        disk = page.get_by_role("region", name="On the disk")
+        expect(disk).to_contain_text(re.compile(r"demo.*built-in"))
+        disk.get_by_role("button", name="Load demo").click()
+        expect(page.get_by_role("alert")).to_contain_text("There is no model 'demo'.")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+def test_machine_is_invited_by_a_command_and_its_code(browser: Browser) -> None:
+    with (
+        serving(TwinService(), make_api_settings(join_refusal="")) as url,
+        open_page(browser, url, view="cluster", width=390) as (page, events),
+    ):
+        card = page.get_by_role("region", name="Add a machine")
+        assert not any(request.url.endswith("/cluster/invite") for request in events.requests)
+        card.get_by_role("button", name="Make a join command").click()
+        expect(card).to_contain_text(f"mlx-ring join 10.0.0.7:50051 --token {JOIN_TOKEN}")
+        assert (card.get_by_text("--token").first.bounding_box() or {})["width"] > 150
+        picture = card.get_by_role("img", name="QR code of the command")
+        first = picture.locator("path").get_attribute("d")
+        card.get_by_role("radio", name="Show the code of command 2").check()
+        expect(picture.locator("path")).not_to_have_attribute("d", first or "")
+        card.get_by_role("button", name="Copy command 1").click()
+        expect(card.get_by_role("button", name="Copied")).to_be_visible()
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+        assert JOIN_TOKEN not in str(page.evaluate("JSON.stringify([localStorage, sessionStorage])"))
+        assert events.problems == []
+
+
+def test_phone_is_invited_by_an_address_and_its_code(browser: Browser) -> None:
+    urls = ("http://mini.local:8100", "http://192.168.1.7:8100")
+    with (
+        serving(TwinService(), make_api_settings(urls=urls)) as url,
+        open_page(browser, url, view="cluster", width=390) as (page, events),
+    ):
+        card = page.get_by_role("region", name="Use it from a phone")
+        expect(card).to_contain_text(urls[0])
+        picture = card.get_by_role("img", name="QR code of the address")
+        first = picture.locator("path").get_attribute("d")
+        card.get_by_role("radio", name="Show the code of address 2").check()
+        expect(picture.locator("path")).not_to_have_attribute("d", first or "")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+        assert events.problems == []
+
+
+def test_server_of_one_machine_says_so_instead_of_inviting_others(browser: Browser, twin_url: str) -> None:
+    with open_page(browser, twin_url, view="cluster") as (page, _):
+        card = page.get_by_role("region", name="Add a machine")
+        expect(card).to_contain_text("one machine alone")
+        expect(card.locator("code")).to_have_text("mlx-ring serve MODEL --nodes 2")
+        expect(card.get_by_role("button")).to_have_count(0)
