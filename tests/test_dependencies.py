@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -168,3 +169,21 @@ def test_the_development_tools_include_all_extras() -> None:
     groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
     own = next(each for each in groups["dev"] if each.startswith("mlx-ring["))
     assert set(re.findall(r"\w+", own.partition("[")[2])) == EXTRAS.keys()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="MLX has a build for NVIDIA GPUs on Linux only")
+def test_the_build_for_gpus_is_refused_without_a_driver_before_anything_changes(tmp_path: Path) -> None:
+    listing = tmp_path / "ldconfig"
+    listing.write_text("#!/bin/sh\n")
+    listing.chmod(0o755)
+    path = f"{tmp_path}:/usr/bin:/bin"
+    for flag, sentence in (
+        ("--cuda", "No driver of an NVIDIA GPU is installed here"),
+        ("--gpu", "not '--gpu'"),
+    ):
+        done = subprocess.run(
+            [ROOT / "scripts/setup", flag], env={"PATH": path}, capture_output=True, text=True, check=False
+        )
+        assert done.returncode
+        assert sentence in done.stderr
+        assert not done.stdout

@@ -69,6 +69,14 @@ def test_a_failed_measurement_is_an_error_with_its_cause(
         measure()
 
 
+def test_a_gpu_for_which_kernels_are_compiled_first_gets_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ProfileOptions("auto", 1)
+    monkeypatch.setattr(profile_store, "has_cuda_build", lambda: False)
+    assert options.limit_s() == options.timeout_s
+    monkeypatch.setattr(profile_store, "has_cuda_build", lambda: True)
+    assert options.limit_s() > 10 * options.timeout_s
+
+
 @pytest.mark.processes
 def test_a_measurement_that_takes_too_long_is_ended(module: Path) -> None:
     module.write_text("import threading; threading.Event().wait()")

@@ -136,6 +136,23 @@ def test_no_load_waits_for_a_spare_that_is_made_when_the_node_is_idle(tmp_path: 
     asyncio.run(run())
 
 
+@pytest.mark.parametrize(("mode", "kept"), [("auto", False), ("on", True)])
+def test_a_gpu_whose_memory_a_spare_would_hold_has_one_only_on_request(
+    mode: SpareMode, *, kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subject, "has_cuda_build", lambda: True)
+
+    async def run() -> None:
+        async with node_with_spare(tmp_path, mode) as node:
+            assert await node.take() is None
+            node.spare.prepare()
+            node.idle.set()
+            await run_tasks_until(lambda: node.spare.is_settled)
+            assert node.spare.is_ready == kept
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("mode", ["auto", "off"])
 def test_a_process_for_a_worker_that_is_about_to_come_is_made_at_once_whatever_the_setting(
     mode: SpareMode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

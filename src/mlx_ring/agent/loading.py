@@ -31,8 +31,8 @@ from mlx_ring.rpc.tls.credentials import Credentials
 from mlx_ring.rpc.tls.peers import HEAD_NAME, node_name
 
 _END_WAIT_S = 2.0
-_GROUP_WAITS_S = {GROUP_PHASE: 30.0, "warm-up": 120.0}
-"""Seconds to wait for the other ranks of a group, which have all been started: to join, and in the first pass."""
+_GROUP_WAITS_S = {GROUP_PHASE: 30.0, "kernels": 1800.0, "warm-up": 120.0}
+"""Seconds to wait for the other ranks of a group, which have all been started: to join, and in the first passes."""
 
 _SETTLE_WAIT_S, _LONGEST_SETTLE_S = 5.0, 30.0
 """Seconds in which a worker that is not stuck finishes its step: usually, and while it answers and computes."""

@@ -21,7 +21,7 @@ import psutil
 
 from mlx_cpu_kernels.build import Target, advice, check_tools, find_binary
 from mlx_cpu_kernels.packages import Unavailable
-from mlx_ring.core.environment import package_version, worker_environment
+from mlx_ring.core.environment import has_cuda_build, package_version, worker_environment
 from mlx_ring.core.errors import ProtocolError, RingError, WorkerLost, WorkerStuck
 from mlx_ring.host.child import ChildProcess
 from mlx_ring.host.machine import machine_identity
@@ -48,6 +48,12 @@ class ProfileOptions:
     memory_share: float = 0.25
     """Share of the available memory that the measurement may use."""
     timeout_s: float = 60.0
+    compile_s: float = 1800.0
+    """Further seconds with an NVIDIA GPU, where MLX first compiles the kernels that are measured."""
+
+    def limit_s(self) -> float:
+        """Return the seconds after which a measurement of this machine is stopped."""
+        return self.timeout_s + (self.compile_s if has_cuda_build() else 0.0)
 
 
 async def build_kernels(blas: str) -> None:
@@ -155,12 +161,17 @@ async def _run_to_its_end(options: ProfileOptions, output: Path, module: str) ->
         rank=None,
         environment=worker_environment(options.blas_threads),
     )
+    limit_s = options.limit_s()
+    if limit_s > options.timeout_s:
+        log.info(
+            "Measuring this machine; with an NVIDIA GPU it takes minutes the first time, to compile kernels"
+        )
     try:
-        async with asyncio.timeout(options.timeout_s):
+        async with asyncio.timeout(limit_s):
             end = await child.wait()
     except TimeoutError:
         raise WorkerStuck(
-            f"Measuring this machine took longer than {options.timeout_s:g} s and was stopped: "
+            f"Measuring this machine took longer than {limit_s:g} s and was stopped: "
             "stop other work on it, and try again."
         ) from None
     finally:

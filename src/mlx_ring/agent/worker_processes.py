@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from mlx_ring.core.environment import library_variable
+from mlx_ring.core.environment import has_cuda_build, library_variable
 from mlx_ring.host.child import READY_LINE, ChildProcess
 from mlx_ring.host.process import usable_memory
 from mlx_ring.rpc.protos import worker_pb2
@@ -199,7 +199,10 @@ class SpareWorker:
         log.info("A spare worker waits, pid %d", child.pid)
 
     def _allows(self, nbytes: int) -> bool:
-        return self._mode == "on" or nbytes <= _MOST_SHARE * usable_memory().total_bytes
+        if self._mode == "on":
+            return True
+        # On an NVIDIA GPU, a process that only waits holds 0.5 GB of the GPU's memory.
+        return not has_cuda_build() and nbytes <= _MOST_SHARE * usable_memory().total_bytes
 
 
 def _can_run(pid: int) -> bool:

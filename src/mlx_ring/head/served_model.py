@@ -7,11 +7,10 @@ import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 from mlx_ring.core.engine_stats import Policy
-from mlx_ring.core.environment import quieten_transformers
+from mlx_ring.core.environment import has_cuda_build, quieten_transformers
 from mlx_ring.core.errors import ConfigError, ModelCorrupt
 from mlx_ring.core.lean_imports import import_bare, import_tokenizers
 from mlx_ring.engine.sequence import Limits
@@ -139,10 +138,7 @@ def widens_half_precision(dtype: str) -> bool:
 
 
 def _has_gpu() -> bool:
-    if sys.platform == "darwin":
-        return True
-    # A look at the names of installed packages; reading the metadata of all would take a tenth of the start.
-    return any(any(Path(folder).glob("mlx_cuda*.dist-info")) for folder in sys.path)
+    return sys.platform == "darwin" or has_cuda_build()
 
 
 def _count_parameters(folder: ModelFolder) -> int:

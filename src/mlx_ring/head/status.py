@@ -62,7 +62,7 @@ class RankProgress:
     """Loading progress of one rank, in bytes. A total of 0 is not known yet."""
 
     phase: str = "starting"
-    """Phase: `starting`, `fetch`, then the worker's own: `weights`, `warm-up`, `ready`."""
+    """Phase: `starting`, `fetch`, then the worker's own: `weights`, `kernels`, `warm-up`, `ready`."""
     bytes_fetched: int = 0
     """Bytes that its node fetched from other machines, for all ranks there."""
     bytes_to_fetch: int = 0

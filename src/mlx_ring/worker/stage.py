@@ -29,7 +29,7 @@ from mlx_ring.worker.collective import over_collectives
 from mlx_ring.worker.grammars import GrammarCompiler
 from mlx_ring.worker.group import GroupPort, join_group, join_stages
 from mlx_ring.worker.kv import STEP_BYTES, KVStore
-from mlx_ring.worker.platform.device import free_memory
+from mlx_ring.worker.platform.device import compiles_kernels, free_memory
 from mlx_ring.worker.replies import StageLinks
 from mlx_ring.worker.runner import StageRunner
 from mlx_ring.worker.shard import StageModel
@@ -42,6 +42,9 @@ Report = Callable[[worker_pb2.LoadProgress], None]
 Sends = Callable[[], worker_pb2.LinkUse | None]
 """Function that reports the use of a stage's link to the next one; any thread may call it."""
 _WARM_UP_SEQUENCE = (1 << 64) - 1
+_WARM_UP_ROWS = (2, 1)
+_KERNEL_ROWS = (64, 32, 16)
+"""Rows of passes for which CUDA compiles a kernel each; more rows use that of 64, and fewer than 8 a compiled one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,8 +182,11 @@ def build_stage(
         links = over_collectives(links, assignment, model, stages)
     grammars = GrammarCompiler(folder)
     runner = StageRunner(assignment, model, kv, links, group, grammars)
+    if compiles_kernels():
+        report(worker_pb2.LoadProgress(phase="kernels"))
+        compile_kernels(model, kv)
     report(worker_pb2.LoadProgress(phase="warm-up"))
-    _warm_up(model, kv)
+    _run_passes(model, kv, _WARM_UP_ROWS)
 
     return BuiltStage(runner, dtype, cpu_weights, kv.traits(), opened.sends, grammars, neighbours.open_links)
 
@@ -319,15 +325,26 @@ def _divide(shares: Sequence[TensorShare], group: Group, stage: StageModel) -> N
     stage.head = split(stage.model, shares, group, looks_up=stage.is_first)
 
 
-def _warm_up(model: StageModel, kv: KVStore) -> None:
-    """Run a first pass of two tokens and then one, so that no request pays for first-time work."""
-    kv.open(_WARM_UP_SEQUENCE, 8)
+def compile_kernels(model: StageModel, kv: KVStore) -> None:
+    """Run passes for which MLX compiles all kernels of this model, and log how long that took.
+
+    Prompts would otherwise wait for it, for minutes with quantized weights, and the worker would count as stuck.
+    """
+    started = time.monotonic()
+    log.info("Compiling kernels for this GPU, which takes minutes the first time with quantized weights")
+    _run_passes(model, kv, _KERNEL_ROWS)
+    log.info("Compiled them in %.0f s", time.monotonic() - started)
+
+
+def _run_passes(model: StageModel, kv: KVStore, rows: Sequence[int]) -> None:
+    """Run passes of so many tokens, with results for each, so that no request pays for first-time work."""
+    kv.open(_WARM_UP_SEQUENCE, sum(rows))
     try:
-        for count in (2, 1):
+        for count in rows:
             (batch,) = kv.batches([(_WARM_UP_SEQUENCE, count)])
             tokens = mx.zeros((1, count), mx.int32)
             hidden = None if model.is_first else mx.zeros((1, count, model.hidden_size), model.dtype)
-            positions = mx.array([count - 1], mx.int32) if model.is_last else None
+            positions = mx.arange(count, dtype=mx.int32)[None] if model.is_last else None
             values = model.forward(tokens, hidden, batch.caches, positions, offset=batch.offset)
             mx.eval(values, *batch.arrays)
             kv.commit(batch)

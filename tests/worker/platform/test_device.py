@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
+from mlx_ring.core.environment import library_variable
 from mlx_ring.host.process import UsableMemory
 from mlx_ring.worker.platform import device
 
@@ -54,3 +57,21 @@ def test_new_arrays_reuse_the_memory_of_freed_ones() -> None:
 
     assert page_faults("trim") > 5000
     assert page_faults("keep") < 100
+
+
+def test_kernels_compiled_for_a_gpu_are_kept_in_the_users_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("MLX_PTX_CACHE_DIR", raising=False)
+    device.keep_compiled_kernels()
+    assert not library_variable("MLX_PTX_CACHE_DIR"), "a CPU's kernels are not compiled by MLX"
+    monkeypatch.setattr(device, "compiles_kernels", lambda: True)
+    monkeypatch.setattr(mx, "device_info", lambda: {"architecture": "sm_90"})
+    device.keep_compiled_kernels()
+    folder = Path(library_variable("MLX_PTX_CACHE_DIR"))
+    assert folder.is_relative_to(tmp_path / "mlx-ring")
+    assert folder.name == "sm_90"
+    monkeypatch.setenv("MLX_PTX_CACHE_DIR", "/mine")
+    device.keep_compiled_kernels()
+    assert library_variable("MLX_PTX_CACHE_DIR") == "/mine"

@@ -109,7 +109,7 @@ class LoadingStatus(_Status):
     """Progress of a worker. A total of 0 is not known yet."""
 
     phase: str
-    """`starting`, `fetch`, `weights`, `warm-up`, `ready`, or what the worker reports."""
+    """`starting`, `fetch`, `weights`, `kernels`, `warm-up`, `ready`, or what the worker reports."""
     bytes_fetched: Bytes
     """Bytes that the node downloaded from others. The node's first stage reports them for all its stages."""
     bytes_to_fetch: Bytes

@@ -24,9 +24,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     prefer_throughput()
     import_mlx_lm()
 
-    from mlx_ring.worker.platform.device import choose_products  # MLX must load after mlx-lm
+    from mlx_ring.worker.platform.device import (
+        choose_products,
+        keep_compiled_kernels,
+    )  # MLX must load after mlx-lm
     from mlx_ring.worker.profile.measure import Bounds, measure
 
+    keep_compiled_kernels()
     products = choose_products(options.blas, options.blas_threads)
 
     try:

@@ -108,6 +108,10 @@ class Products:
 
     def _block_of_rows(self) -> tuple[mx.array, int]:
         """Return as many rows as a chunk of a prompt has, or fewer if they take too long."""
+        if mx.default_device() != mx.Device(mx.cpu):
+            # A GPU is fast with as many rows as a chunk has, and CUDA would compile other kernels for few rows.
+            rows = mx.ones((_MOST_ROWS, self.width), self._dtype)
+            return rows, self._products_in(_COMPUTE_S, rows)
         few = mx.ones((_FEWEST_ROWS, self.width), self._dtype)
         self._seconds(few, 1)
         each = self._seconds(few, 1) / _FEWEST_ROWS

@@ -14,6 +14,7 @@ const PHASES = {
   starting: "Starting the worker.",
   fetch: "Fetching weights.",
   weights: "Loading weights.",
+  kernels: "Compiling for this GPU.",
   "warm-up": "Warming up.",
 };
 
