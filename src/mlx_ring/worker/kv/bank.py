@@ -36,6 +36,15 @@ def write(plane: mx.array, rows: mx.array, slot: int, begin: int) -> mx.array:
     return plane
 
 
+def write_each(plane: mx.array, rows: mx.array, slots: mx.array, begins: mx.array) -> mx.array:
+    """Write one token of each row, `(rows, heads, 1, width)`, at its own slot and index. Return the plane to use.
+
+    It is one operation, which a GPU starts sooner than one for each row.
+    """
+    plane[slots, :, begins] = rows[:, :, 0].astype(plane.dtype)
+    return plane
+
+
 class BankMemory:
     """Planes of one bank. Capacities are by window, in tokens; the window None is for full attention."""
 

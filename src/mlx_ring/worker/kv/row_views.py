@@ -17,13 +17,18 @@ from mlx_lm.models import base as mlx_lm_base
 from mlx_lm.models import cache as mlx_lm_cache
 
 from mlx_ring.core.errors import StepFailed
-from mlx_ring.worker.kv.bank import Bank, Row, write
+from mlx_ring.worker.kv.bank import Bank, Row, write, write_each
 from mlx_ring.worker.kv.layers import Layout, RowPart
 
 Mask = mx.array | Literal["causal"] | None
 
 _full_mask = cast("Callable[..., Mask]", mlx_lm_cache.create_attention_mask)
 _causal_mask = cast("Callable[..., mx.array]", mlx_lm_base.create_causal_mask)
+
+
+def writes_together() -> bool:
+    """Report whether tokens of several rows are written in one operation: on a GPU. A CPU writes faster row by row."""
+    return mx.default_device() != mx.Device(mx.cpu)
 
 
 class IndexSpan:
@@ -45,6 +50,7 @@ class IndexSpan:
         self.uniform = len(set(starts)) == 1 and len(set(bases)) == 1
         self._starts, self._bases = starts, bases
         self._width = width
+        self._indices: mx.array | None = None
         self._masks: dict[int | None, mx.array] = {}
 
     def ragged_mask(self, window: int | None) -> mx.array:
@@ -58,6 +64,12 @@ class IndexSpan:
                 mask = mask & (keys > queries - window)
             self._masks[window] = mask
         return self._masks[window]
+
+    def indices(self) -> mx.array:
+        """Return the index at which each row's first token is written: (batch,) int32."""
+        if self._indices is None:
+            self._indices = mx.array(self.begins, dtype=mx.int32)
+        return self._indices
 
     def is_own(self, mask: Mask) -> bool:
         """Report whether a mask is the one by which each row sees its own tokens, all of them."""
@@ -78,6 +90,8 @@ class BatchRows:
         self.offset: int | mx.array = starts[0] if len(set(starts)) == 1 else mx.array(starts, dtype=mx.int32)
         self.spans = {window: IndexSpan(rows, counts, window) for window in layout.kinds}
         self.slots = (rows[0].slot, rows[0].slot + len(rows))
+        self._writes_together = writes_together()
+        self._numbers: mx.array | None = None
         self.tails: dict[int, list[mx.array]] = {}
         """Keys and values by part. A sliding row takes them over at the commit: its slot cannot hold chunk and window at once."""
 
@@ -94,12 +108,25 @@ class BatchRows:
         if span.high > self.bank.memory.capacity(part.window):
             return self._append_apart(part, planes, span, encoded)
         first, last = self.slots
+        if self.width == 1 and len(span.runs) > 1 and self._writes_together:
+            for position, new in enumerate(encoded):
+                planes[position] = write_each(planes[position], new, self._slot_numbers(), span.indices())
+        else:
+            self._write_runs(planes, span, encoded)
+        return [plane[first:last, :, span.low : span.high] for plane in planes]
+
+    def _write_runs(self, planes: list[mx.array], span: IndexSpan, encoded: Sequence[mx.array]) -> None:
         whole = len(span.runs) == 1 and self.counts[0] == self.width
         for begin, count, low, high in span.runs:
             for position, new in enumerate(encoded):
                 rows = new if whole else new[low:high, :, :count]
-                planes[position] = write(planes[position], rows, first + low, begin)
-        return [plane[first:last, :, span.low : span.high] for plane in planes]
+                planes[position] = write(planes[position], rows, self.slots[0] + low, begin)
+
+    def _slot_numbers(self) -> mx.array:
+        """Return each row's slot: (batch,) int32."""
+        if self._numbers is None:
+            self._numbers = mx.arange(*self.slots, dtype=mx.int32)
+        return self._numbers
 
     def _append_apart(
         self, part: RowPart, planes: list[mx.array], span: IndexSpan, encoded: Sequence[mx.array]
