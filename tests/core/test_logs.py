@@ -186,6 +186,34 @@ def test_stderr_has_all_lines_if_the_file_cannot_be_written(tmp_path: Path) -> N
     assert done.stderr.splitlines()[-1].endswith("a: once")
 
 
+PEOPLE = CONFIGURE.replace("log_dir=", "is_for_people=True, log_dir=")
+CHILD = "2026-11-20T22:45:08.123 {} node=n process=worker-0-0 rank=0 epoch=1 mlx_ring.worker: {}"
+PASS_ON = (
+    "from mlx_ring.core.logs import pass_on; "
+    f"pass_on({CHILD.format('INFO', 'loaded')!r}); pass_on({CHILD.format('WARNING', 'slow')!r}); "
+    "logging.getLogger('a').info('own')"
+)
+
+
+def test_people_see_warnings_of_children_and_all_lines_of_the_process_itself(tmp_path: Path) -> None:
+    shown = run(PEOPLE + PASS_ON, tmp_path).stderr
+    assert [line.rpartition(": ")[2] for line in shown.splitlines()] == ["slow", "own"]
+
+
+@pytest.mark.parametrize("change", [("'info'", "'debug'"), ("log_dir=", "log_format='json', log_dir=")])
+def test_all_lines_of_children_are_shown_for_debugging_and_to_programs(
+    change: tuple[str, str], tmp_path: Path
+) -> None:
+    shown = run(PEOPLE.replace(*change) + PASS_ON, tmp_path).stderr
+    assert "loaded" in shown
+    assert "slow" in shown
+
+
+def test_all_lines_of_children_are_shown_if_their_files_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert "loaded" in run(PEOPLE + PASS_ON, tmp_path / "file").stderr
+
+
 JSON = CONFIGURE.replace("log_dir=", "log_format='json', log_dir=") + "\n"
 FIELDS = {"time", "level", "logger", "message", "node", "process", "stage", "rank", "epoch"}
 

@@ -300,6 +300,7 @@ def run_member(
         log_dir=settings.log_dir,
         to_stderr=to_stderr,
         log_format=settings.log_format,
+        is_for_people=True,
     )
     log_refused_handshakes()
     raise_descriptor_limit(settings.file_descriptor_limit)

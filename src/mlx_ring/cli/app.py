@@ -129,6 +129,8 @@ def _common(  # pyright: ignore[reportUnusedFunction] - typer calls it
 def run() -> int:
     """Run the command line and return the exit code. No mistake of the user ends in a traceback."""
     keep_early_records()
+    if sys.argv[1:2] == ["demo"]:  # short for those who try it for the first time, without a checkout
+        sys.argv[1:2] = ["serve", "demo"]
     try:
         code = get_command(app).main(prog_name="mlx-ring", standalone_mode=False)
     except typer.Exit as error:

@@ -79,6 +79,7 @@ def serve(
         to_stderr=settings.log_stderr == "on",
         log_format=settings.log_format,
         keeps_lines=True,
+        is_for_people=True,
     )
     enable_grpc_logs()
     from mlx_ring.rpc.tls.handshakes import log_refused_handshakes  # imports gRPC, which is slow

@@ -248,6 +248,9 @@ def _without_foreign_traceback(record: logging.LogRecord) -> bool:
 class _StderrHandler(logging.Handler):
     """Handler that writes to the present `sys.stderr`: progress bars replace it while they are drawn."""
 
+    shows_children = True
+    """False if children's lines below WARNING are not written."""
+
     def emit(self, record: logging.LogRecord) -> None:
         write_to_stderr(self.format(record))
 
@@ -280,6 +283,7 @@ def configure_logging(
     to_stderr: bool = True,
     log_format: LogFormat = "text",
     keeps_lines: bool = False,
+    is_for_people: bool = False,
 ) -> None:
     """Send every log line of this process, tagged, to stderr and to its file. Call it once, first thing.
 
@@ -292,9 +296,12 @@ def configure_logging(
         to_stderr: True to write lines there too if there is a file; the process's death is always written there.
         log_format: "text" for people, "json" for programs.
         keeps_lines: True to keep the last lines for `recent_lines`, those that children pass on included.
+        is_for_people: True if somebody may read stderr in a terminal. INFO lines of children are then only in their
+            files, unless the level is "debug" or the format "json".
     """
     formatter = make_formatter(log_format, node, process, rank)
     stderr = _StderrHandler()
+    stderr.shows_children = not is_for_people or log_dir is None or level == "debug" or log_format == "json"
     handlers: list[logging.Handler] = [stderr]
     if keeps_lines:
         handlers.append(LOG_BUFFER)
@@ -305,6 +312,7 @@ def configure_logging(
             handlers.append(_file_handler(log_dir / f"{process}.log"))
             stderr.setLevel(logging.NOTSET if to_stderr else logging.CRITICAL)
         except OSError as error:
+            stderr.shows_children = True
             problem = (
                 f"The log folder {log_dir} cannot be written ({error}): log lines are written to stderr only."
             )
@@ -342,8 +350,14 @@ def pass_on(line: str) -> None:
     handlers = logging.getLogger().handlers
     if LOG_BUFFER in handlers:
         LOG_BUFFER.keep_tagged(line)
-    if not any(isinstance(each, _StderrHandler) and each.level >= logging.CRITICAL for each in handlers):
+    stderr = next((each for each in handlers if isinstance(each, _StderrHandler)), None)
+    if stderr is None or (stderr.level < logging.CRITICAL and (stderr.shows_children or not _is_routine(line))):
         write_to_stderr(line)
+
+
+def _is_routine(line: str) -> bool:
+    found = _TAGGED.match(line)
+    return found is not None and found[2] in ("DEBUG", "INFO")
 
 
 def _file_handler(path: Path) -> RotatingFileHandler:
