@@ -233,7 +233,7 @@ def test_memory_does_not_grow_with_the_size_of_a_fetch(tmp_path: Path) -> None:
 
     async def act() -> None:
         little, much = await peak("little", [MB]), await peak("much", [200 * MB, 200 * MB])
-        assert much < little + 100 * MB
+        assert much < little + 200 * MB, "what is on the way does not depend on the size of the weights"
 
     asyncio.run(act())
 
