@@ -76,7 +76,9 @@ def test_ps_asks_a_server_with_a_key_and_fails_without_it(
         with pytest.raises(typer.Exit) as ended:
             ps(as_json=False, api_key=None, cacert=None, state_dir=None)
     assert ended.value.exit_code == 1
-    assert "Give the key of process 4711 with --api-key or MLX_RING_API_KEY." in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "Process 4711 cannot be asked" in said
+    assert "asks for another API key: give it with --api-key, or set MLX_RING_API_KEY." in said
 
 
 def test_run_lets_a_server_download_a_model_before_it_loads_it(capsys: pytest.CaptureFixture[str]) -> None:

@@ -388,3 +388,23 @@ def test_the_error_for_a_small_cluster_names_a_context_that_fits() -> None:
 def test_a_request_that_contradicts_itself_is_refused(options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(PlanError, match=sentence):
         place(model_of(28), cluster_of(node_of("a"), node_of("b")), plan_request(**options))
+
+
+def test_a_lone_machine_is_compared_with_a_split_and_the_flag_for_one_is_named() -> None:
+    cluster = cluster_of(node_of("a"), node_of("b"), link=LinkProfile(20e-3, 1e7))
+    plan = place(model_of(28), cluster, plan_request())
+    assert len(plan.stages) == 1
+    (remark,) = plan.remarks
+    split = place(model_of(28), cluster, plan_request(strategy="balanced"))
+    assert f"instead of {split.prediction.request_s:.2f} with 2 machines" in remark
+    assert "`--strategy balanced`" in remark
+
+
+def test_a_split_is_compared_with_the_fastest_machine_alone_if_one_has_the_memory() -> None:
+    near = LinkProfile(20e-6, 5e9)
+    (gain,) = place(
+        model_of(28), cluster_of(node_of("a"), node_of("b"), link=near), plan_request(strategy="uniform")
+    ).remarks
+    assert "alone would" in gain
+    small = cluster_of(node_of("a", 2), node_of("b", 2), link=near)
+    assert place(model_of(28), small, plan_request()).remarks[0] == "No machine alone has the memory for it."

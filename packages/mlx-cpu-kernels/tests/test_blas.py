@@ -282,7 +282,7 @@ def test_products_with_the_kernels_of_each_processor(
     core_type: str | None, scenario: Callable[[], None]
 ) -> None:
     if not NEEDED.get(core_type or "", set()) <= processor_flags():
-        # OpenBLAS does what it is told, and these kernels would end the process.
+        # OpenBLAS uses what the variable names, and these kernels would end the process.
         core_type = None
     run_alone(scenario.__name__, core_type)
 

@@ -145,7 +145,11 @@ async def _session(
             if reply.HasField("failure"):
                 raise failure_to_error(reply.failure)
             if reply.HasField("hello"):
-                log.info("Connected to the head at %s as %s", head, who.node)
+                log.info(
+                    "Connected to the head at %s as %s; it sends work once a plan needs this machine",
+                    head,
+                    who.node,
+                )
             yield tuple(reply.revoked)
     except TimeoutError:
         log.warning("%s has sent nothing for %g s", peer, _SILENCE_S)

@@ -227,7 +227,8 @@ class Supervisor:
         task = asyncio.create_task(self._report_end(worker), name=f"watch {child.name}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        log.info("Started %s for %s, pid %d", child.name, assignment.instance, child.pid)
+        layers = f"layers {assignment.first_layer} to {assignment.end_layer - 1} of {assignment.instance}"
+        log.info("Started %s for %s, pid %d", child.name, layers, child.pid)
         self._notify()
         return worker
 

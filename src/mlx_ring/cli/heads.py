@@ -6,6 +6,7 @@ import json
 import ssl
 import sys
 from collections.abc import Generator, Mapping, Sequence
+from http import HTTPStatus
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -109,10 +110,16 @@ def ask_head(
         )
         reply: Any = answer.json()
         if answer.is_error:
-            raise RequestError(f"The head at {url} refuses: {reply['error']['message']}")
+            raise RequestError(_refusal(url, answer.status_code, reply))
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
         raise ConfigError(distrust(error, url) or f"No head answers at {url} ({error}): {hint}.") from error
     return reply
+
+
+def _refusal(url: str, status: int, reply: Any) -> str:
+    if status == HTTPStatus.UNAUTHORIZED:
+        return f"The head at {url} asks for another API key: give it with --api-key, or set MLX_RING_API_KEY."
+    return f"The head at {url} refuses: {reply['error']['message']}"
 
 
 def pull_at(
@@ -134,7 +141,7 @@ def pull_at(
         with httpx.stream("POST", _address(url, "/models/pull"), json=body, timeout=60.0, **given) as answer:
             if answer.is_error:
                 answer.read()
-                raise RequestError(f"The head at {url} refuses: {answer.json()['error']['message']}")
+                raise RequestError(_refusal(url, answer.status_code, answer.json()))
             for line in answer.iter_lines():
                 if line.startswith("data: "):
                     event: Any = json.loads(line.removeprefix("data: "))

@@ -57,7 +57,9 @@ def join(
     # gRPC reads its log level on import, and these modules import it.
     from mlx_ring.agent.enrolment import join as enrol
     from mlx_ring.rpc.tls.credentials import load_credentials
+    from mlx_ring.rpc.tls.handshakes import log_refused_handshakes
 
+    log_refused_handshakes()  # and keeps the library's own lines from the terminal
     state = state_folder(settings.state_dir)
     folder = node_folder(state)
     address = _head_address(head, folder)

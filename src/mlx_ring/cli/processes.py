@@ -69,9 +69,7 @@ def ps(
     for head in heads:
         try:
             rows += _served_by(head.url, head.pid, api_key, cacert)
-        except RequestError as error:
-            silent.append(f"{error} Give the key of process {head.pid} with --api-key or MLX_RING_API_KEY.")
-        except ConfigError as error:
+        except (ConfigError, RequestError) as error:
             silent.append(f"Process {head.pid} cannot be asked: {error}")
     if as_json:
         print(json.dumps(rows, indent=1))

@@ -208,7 +208,7 @@ class Control:
             yield cluster_pb2.AttendReply(failure=error_to_failure(error))
             return
         reason, revocations, is_final = "its connection was lost", asyncio.Event(), False
-        may_return = True
+        may_return, has_left = True, False
         silence = Silence()
         self._silences[member.session] = member.node, silence
         log.info("%s (%s) is connected, at %s", member.node, member.machine, member.host)
@@ -221,7 +221,7 @@ class Control:
                     if said is not None:
                         silence.end()
                         if said.leaves:
-                            reason, is_final = "it left the cluster", True
+                            reason, is_final, has_left = "it left the cluster", True, True
                             break
                         await self._happens(
                             Reported(
@@ -245,7 +245,10 @@ class Control:
                 reason, is_final = "it was removed from the cluster", True
             if may_return and not is_final and self.membership.has_session(member.node, member.session):
                 self._returning.setdefault(member.node, silence)
-            log.warning("%s (%s) is disconnected: %s", member.node, member.machine, reason)
+            if has_left:
+                log.info("%s (%s) has left the cluster", member.node, member.machine)
+            else:
+                log.warning("%s (%s) is disconnected: %s", member.node, member.machine, reason)
             await asyncio.shield(
                 self._happens(SessionEnded(member.node, member.session, reason, time.time(), is_final))
             )

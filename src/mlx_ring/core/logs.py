@@ -351,7 +351,9 @@ def pass_on(line: str) -> None:
     if LOG_BUFFER in handlers:
         LOG_BUFFER.keep_tagged(line)
     stderr = next((each for each in handlers if isinstance(each, _StderrHandler)), None)
-    if stderr is None or (stderr.level < logging.CRITICAL and (stderr.shows_children or not _is_routine(line))):
+    if stderr is None or (
+        stderr.level < logging.CRITICAL and (stderr.shows_children or not _is_routine(line))
+    ):
         write_to_stderr(line)
 
 

@@ -29,6 +29,9 @@ from mlx_ring.planner.tensor_search import SharedPipeline
 from mlx_ring.planner.timetable import Timetable
 from mlx_ring.rpc.link_profile import UNREACHABLE, LinkProfile
 
+_MOST_COMPARED = 8
+"""Machines up to which a plan with one of them is compared with a split over all."""
+
 
 def _explained(times: Timetable, request: PlanRequest, partition: Partition) -> Plan:
     """Return the plan of a pipeline, with its prediction and reasons but those of machines that are left out."""
@@ -121,17 +124,31 @@ def _remarks(
     if request.objective == "memory":
         return (f"The fullest machine is {_fullest(times, partition):.0%} full.",)
     if len(partition.pieces) == 1:
-        return ("One machine alone is fastest.",) if len(nodes) > 1 else ()
+        return (_why_alone(times, request, prediction),) if len(nodes) > 1 else ()
     alone_s = [float(table[0, -1]) for table in times.steady_tables(1)]
     best = min(range(len(alone_s)), key=lambda place: alone_s[place])
-    if request.users == 1 and alone_s[best] < prediction.token_s:
-        return (
-            (
-                f"{nodes[best].name} alone would be faster for a single stream: "
-                f"{1e3 * alone_s[best]:.1f} ms a token instead of {1e3 * prediction.token_s:.1f}."
-            ),
-        )
-    return ()
+    if not np.isfinite(alone_s[best]):
+        return ("No machine alone has the memory for it.",)
+    if request.users > 1:
+        return ()
+    speed = f"{1e3 * alone_s[best]:.1f} ms a token instead of {1e3 * prediction.token_s:.1f}"
+    if alone_s[best] < prediction.token_s:
+        return (f"{nodes[best].name} alone would be faster for a single stream: {speed}.",)
+    return (f"{nodes[best].name} alone would take {speed}.",)
+
+
+def _why_alone(times: Timetable, request: PlanRequest, prediction: Prediction) -> str:
+    """Return what a split over all machines would cost, and how to get it all the same."""
+    method = METHODS["balanced"]
+    are_few = len(times.cluster.nodes) <= min(_MOST_COMPARED, len(times.model.layers))
+    split = method.split(times, request) if are_few and isinstance(method, PipelineMethod) else None
+    if split is None or len(split.pieces) == 1:
+        return "One machine alone is fastest."
+    slower = times.pipeline(split.pieces).prediction(request)
+    return (
+        f"One machine alone is fastest: {prediction.request_s:.2f} s for a request instead of {slower.request_s:.2f} "
+        f"with {len(split.pieces)} machines. `--strategy balanced` splits the layers all the same."
+    )
 
 
 def place(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest) -> Plan:
