@@ -62,6 +62,17 @@ def test_an_unknown_kind_of_failure_is_a_serving_error() -> None:
         ("recvmsg:Connection reset by peer", "it closed the connection"),
         ("keepalive watchdog timeout", "it does not answer"),
         ("ipv4:10.0.0.7:50051: connect: No route to host (113)", "no network leads there"),
+        # From recorded output, not run: errno 65 as in TraceMachina/nativelink#1694 and dharmab/skyeye#566, on the LAN ...
+        (
+            "ipv4:10.0.0.7:50051: connect: No route to host (65)",
+            "macOS has no route there, or its Local Network",
+        ),
+        (
+            "ipv6:%5Bfe80::7%5D:50051: connect: No route to host (65)",
+            "macOS has no route there, or its Local",
+        ),
+        # ... and at an address beyond it, which Local Network privacy does not concern.
+        ("ipv4:8.8.8.8:50051: connect: No route to host (65)", "no network leads there"),
     ],
 )
 def test_a_lost_peer_is_described_without_the_words_of_grpc(details: str, meaning: str) -> None:

@@ -161,3 +161,9 @@ def test_hosts_that_contradict_the_settings_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=sentence):
         with_named_group(settings(tmp_path, content, **options))
+
+
+def test_fast_synchronization_is_dropped_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    content = {"backend": "jaccl", "envs": ["MLX_METAL_FAST_SYNCH=1", "A=1"], "hosts": PAIR}
+    assert read_hostfile(content, "x").variables == {"A": "1"}
+    assert "MLX_METAL_FAST_SYNCH under `envs` is left out" in caplog.text

@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 
 from mlx_ring.core.errors import ConfigError, PeerRefused, TokenRefused
 from mlx_ring.core.join_token import parse_token
-from mlx_ring.host.addresses import HeadAddress, parse_head_address
+from mlx_ring.host.addresses import LOCAL_NETWORK_DENIED, HeadAddress, is_denied_by_macos, parse_head_address
 from mlx_ring.rpc.channels import open_channel
 from mlx_ring.rpc.failures import channel_error, failure_to_error
 from mlx_ring.rpc.hello import make_hello
@@ -145,6 +145,10 @@ def shown_certificate(head: HeadAddress) -> bytes:
     except ssl.SSLError as error:
         raise PeerRefused(f"The peer at {head.enrolment} is no mlx-ring head: {error}.") from error
     except OSError as error:
+        if is_denied_by_macos(error.errno, head.host):
+            raise ConfigError(
+                f"The head at {head.enrolment} cannot be reached: {LOCAL_NETWORK_DENIED}."
+            ) from error
         raise ConfigError(
             f"No head answers at {head.enrolment} ({error.strerror or error}): check the address, that "
             f"`mlx-ring serve` runs there, and that ports {head.port} and {head.enrolment_port} are open."

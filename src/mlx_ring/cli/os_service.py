@@ -227,6 +227,10 @@ def launchd_plist(service: Service) -> str:
 app = typer.Typer(help="Install, show and uninstall a service of systemd or launchd.", no_args_is_help=True)
 
 _COMMAND_S = 60.0
+_NO_LAN = (
+    'macOS 15 and newer may keep a user\'s service from the LAN ("no route to host"); a daemon is exempt: '
+    "`sudo mlx-ring service install --system --run-as USER -- ...`. See docs/macos.md."
+)
 ARGUMENTS = typer.Argument(metavar="-- join|serve …", help="Command to run, after two dashes.")
 SYSTEM = typer.Option("--system", help="Install for the whole machine, started at boot. Requires root.")
 RUN_AS = typer.Option("--run-as", metavar="USER", help="User of a --system service; yourself by default.")
@@ -243,6 +247,8 @@ def install(
     keeper, service = _keeper(), _service(arguments, system, run_as)
     path = unit_path(keeper, service.scope, service.verb, service.home)
     print(f"{path} {_write(path, unit_text(keeper, service))}.")
+    if keeper == "launchd" and not system:
+        print(_NO_LAN)
     commands = start_commands(keeper, service.scope, service.verb, service.home)
     if now:
         _run(commands)

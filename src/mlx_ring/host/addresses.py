@@ -9,10 +9,33 @@ from dataclasses import dataclass
 from mlx_ring.core.errors import ConfigError
 
 CLUSTER_PORT = 50051
+LOCAL_NETWORK_DENIED = (
+    "macOS has no route there, or its Local Network privacy stops this process: allow it under System Settings > "
+    "Privacy & Security > Local Network, or run it as a daemon (`sudo mlx-ring service install --system`)"
+)
+"""What errno 65 of macOS means at an address of the LAN; see docs/macos.md."""
+_MACS_NO_ROUTE = 65
+"""EHOSTUNREACH on macOS. Linux has 113, so the number alone tells the system."""
 EVERY_IPV4 = "0.0.0.0"  # noqa: S104 - compared, not bound
 _LAST_PORT = 65534
 """Largest port: the one after it must be a port too."""
 _HOST_AND_PORT = re.compile(r"(?:\[(?P<six>[^\]]+)\]|(?P<host>[^\[\]:\s]+))(?::(?P<port>\d{1,5}))?")
+
+
+def is_denied_by_macos(number: int | None, address: str) -> bool:
+    """Report whether an error of a connection may come from macOS's Local Network privacy.
+
+    Args:
+        number: the error's `errno`.
+        address: a name or an address; names count as being on the LAN.
+    """
+    if number != _MACS_NO_ROUTE:
+        return False
+    try:
+        found = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return True
+    return not (found.is_loopback or found.is_global)
 
 
 @dataclass(frozen=True, slots=True)

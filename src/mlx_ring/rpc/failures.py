@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 
 import grpc
 
 from mlx_ring.core import errors
 from mlx_ring.core.errors import LinkLost, RingError, ServingError, StepFailed, WorkerLost
+from mlx_ring.host.addresses import LOCAL_NETWORK_DENIED, is_denied_by_macos
 from mlx_ring.rpc.protos import step_pb2
 
 
@@ -62,6 +64,13 @@ _CAUSES = (
 """Parts of what gRPC's C library says of an unavailable peer, and what they mean. The first match counts."""
 
 
+_NO_ROUTE = re.compile(
+    r"ipv[46]:(?:%5B)?(?P<address>[\w.:%]+?)(?:%5D)?:\d+:.*no route to host \((?P<number>\d+)\)",
+    re.IGNORECASE,
+)
+"""Address and error number, in gRPC's text for a peer without a route."""
+
+
 def channel_error(error: grpc.RpcError, peer: str) -> WorkerLost:
     """Return the error for a broken channel to `peer`. The error that was converted keeps gRPC's own text."""
     details, code = None, None
@@ -69,5 +78,9 @@ def channel_error(error: grpc.RpcError, peer: str) -> WorkerLost:
         details, code = error.details(), error.code()
     cause = details or type(error).__name__
     if code is grpc.StatusCode.UNAVAILABLE:
-        cause = next((meaning for part, meaning in _CAUSES if part in cause.lower()), cause)
+        denied = _NO_ROUTE.search(cause)
+        if denied is not None and is_denied_by_macos(int(denied["number"]), denied["address"]):
+            cause = LOCAL_NETWORK_DENIED
+        else:
+            cause = next((meaning for part, meaning in _CAUSES if part in cause.lower()), cause)
     return WorkerLost(f"The connection to {peer} broke: {cause}.")

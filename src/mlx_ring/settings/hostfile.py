@@ -1,7 +1,7 @@
 """MLX's hostfiles, in each of their three forms, and the variables by which `mlx.launch` names one to its processes.
 
     [{"ssh": "127.0.0.1", "ips": ["192.168.5.2"], "rdma": [null, "rdma_en2"]}, ...]    for `mlx.launch`
-    {"backend": "jaccl", "envs": ["MLX_METAL_FAST_SYNCH=1"], "hosts": [...]}           the same, with more
+    {"backend": "jaccl", "envs": ["NAME=value"], "hosts": [...]}                       the same, with more
     [["127.0.0.1:32323"], ["127.0.0.1:32324"]]                                        for the ring itself, by rank
 
 Unknown fields are refused by name. (`mlx/_distributed_utils/common.py`, `mlx/distributed/ring/ring.cpp`)
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import logging
 import os
 import re
 import tempfile
@@ -26,6 +27,9 @@ from mlx_ring.core.errors import ConfigError
 from mlx_ring.rpc.backends import BACKENDS
 from mlx_ring.rpc.rdma import Matrix, read_matrix
 
+log = logging.getLogger(__name__)
+
+_FAST_SYNCH: Final = "MLX_METAL_FAST_SYNCH"
 _FIELDS: Final = frozenset({"backend", "envs", "hosts"})
 _HOST_FIELDS: Final = frozenset({"ssh", "ips", "rdma"})
 _BACKENDS: Final = ("", *BACKENDS, "jaccl-ring")
@@ -131,7 +135,14 @@ def _read_variables(envs: object, where: str) -> dict[str, str]:
     for entry in listed:
         if not isinstance(entry, str) or not _VARIABLE.fullmatch(entry):
             raise ConfigError(f"{where}: envs has {entry!r}; it must be a list of texts such as NAME=value.")
-    return dict(cast("str", entry).split("=", 1) for entry in listed)
+    variables = dict(cast("str", entry).split("=", 1) for entry in listed)
+    if variables.pop(_FAST_SYNCH, None) is not None:
+        log.warning(
+            "%s: %s under `envs` is left out, because it can lock a Mac's GPU until a reboot: remove it",
+            where,
+            _FAST_SYNCH,
+        )
+    return variables
 
 
 def _read_hosts(entries: Sequence[object], where: str) -> Hostfile:

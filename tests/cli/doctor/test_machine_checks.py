@@ -19,6 +19,7 @@ from mlx_ring.cli.doctor.machine_checks import (
     judge_memory,
     judge_products,
     judge_rdma,
+    judge_rdma_ports,
     judge_wired_limit,
 )
 from mlx_ring.host.interfaces import LanAddress
@@ -145,3 +146,39 @@ def test_rdma_devices_are_named_with_the_command_that_writes_the_hostfile() -> N
     finding = judge_rdma("26.2", "enabled", RDMA_DEVICES)
     assert finding.level == "ok"
     assert finding.value.startswith("rdma_en2, rdma_en3. `mlx.distributed_config")
+
+
+IFCONFIG = (
+    "en3: flags=8863<UP,BROADCAST,SMART,RUNNING> mtu 1500\n\t{address}media: autoselect\n\tstatus: {status}\n"
+)
+BRIDGE = "bridge0: flags=8863<UP> mtu 1500\n\tmember: {member} flags=3<LEARNING,DISCOVER>\n\tstatus: active\n"
+INET = "inet 169.254.12.7 netmask 0xffff0000 broadcast 169.254.255.255\n\t"
+INET6 = "inet6 fe80::1%en3 prefixlen 64 secured scopeid 0x6\n\t"
+
+
+@pytest.mark.parametrize(
+    ("address", "status", "bridge", "level", "words"),
+    [
+        (INET, "active", "", "ok", "rdma_en3"),
+        (INET, "active", BRIDGE.format(member="en9"), "ok", "rdma_en3"),
+        # ml-explore/mlx#3207: an active bridge gives RTR errno 22.
+        (INET, "active", BRIDGE.format(member="en3"), "note", "Thunderbolt Bridge off"),
+        # ml-explore/mlx#3467: so does a port with a link-local IPv6 address alone.
+        (INET6, "active", "", "note", "no IPv4 address at rdma_en3"),
+        (INET, "inactive", "", "note", "no cable is active"),
+    ],
+)
+def test_rdma_ports_need_ipv4_and_no_bridge(
+    address: str, status: str, bridge: str, level: str, words: str
+) -> None:
+    """Judge output in the form of macOS's `ifconfig`, not run."""
+    finding = judge_rdma_ports({"rdma_en3": IFCONFIG.format(address=address, status=status)}, bridge)
+    assert finding.level == level
+    assert words in f"{finding.value} {finding.fix}"
+
+
+def test_thunderbolt_4_is_not_told_to_enable_rdma() -> None:
+    """Judge the recorded output of jundot/omlx#3037, not run."""
+    finding = judge_rdma("26.5", "enabled", "device          node GUID\n------          ----------------")
+    assert "Thunderbolt 4 hardware never has RDMA" in finding.fix
+    assert "rdma_ctl enable" not in finding.fix

@@ -28,7 +28,7 @@ from mlx_ring.cli.doctor.network import (
 from mlx_ring.cluster.control import open_control
 from mlx_ring.cluster.security.members import Members
 from mlx_ring.core.folders import authority_folder
-from mlx_ring.host.addresses import HeadAddress
+from mlx_ring.host.addresses import HeadAddress, is_denied_by_macos
 from mlx_ring.host.interfaces import InterfaceKind, LanAddress
 from mlx_ring.rpc.link_probe import LinkMeasure
 
@@ -87,6 +87,25 @@ def test_an_unreachable_machine_is_not_reported_as_refusing() -> None:
         done = host.run(sys.executable, "-c", script)
     assert "level='broken'" in done.stdout, done.stderr
     assert "refused" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("number", "address", "denied"),
+    [
+        (65, "192.168.10.7", True),
+        (65, "fe80::7%en0", True),
+        (65, "mini.local", True),
+        (65, "8.8.8.8", False),
+        (65, "127.0.0.1", False),
+        (113, "192.168.10.7", False),
+        (None, "192.168.10.7", False),
+    ],
+)
+def test_errno_65_at_an_address_of_the_lan_means_local_network_privacy(
+    number: int | None, address: str, *, denied: bool
+) -> None:
+    """Judge recorded errors of macOS (nicobailon/pi-mcp-adapter#543), not run."""
+    assert is_denied_by_macos(number, address) is denied
 
 
 @pytest.mark.parametrize(

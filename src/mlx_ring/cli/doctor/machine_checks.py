@@ -192,7 +192,8 @@ def check_fast_links(addresses: Sequence[LanAddress], root: Path = ROOT) -> Find
 _ETHERNET_WILL_DO = "Gigabit Ethernet suffices for a stage on each machine; faster cables shorten the time to the first token."
 _CABLE = (
     "Two machines with a Thunderbolt cable between them are a fast network. On Linux load thunderbolt-net; "
-    "on a Mac turn the Thunderbolt Bridge on in the network settings."
+    "on a Mac either use the Thunderbolt Bridge, for IP between stages, or turn it off, for MLX's ring and jaccl "
+    "(tensor parallelism). See docs/macos.md."
 )
 
 
@@ -236,7 +237,18 @@ _RECOVERY = (
     "Shut the Mac down, hold its power button until it shows its options, open a Terminal in Recovery, run "
     "`rdma_ctl enable` and restart. Both machines need it."
 )
-_PORTS = "Connect the machines by a Thunderbolt 5 cable, at Thunderbolt 5 ports; of a Mac Studio's not at the one next to Ethernet."
+_PORTS = (
+    "Thunderbolt 4 hardware never has RDMA, whatever `rdma_ctl` says. With Thunderbolt 5, connect the machines by a "
+    "Thunderbolt 5 cable, of a Mac Studio not at the port next to Ethernet."
+)
+_BRIDGE = (
+    "For jaccl, turn the Thunderbolt Bridge off on all machines, or ranks fail with RTR errno 22: "
+    "`sudo networksetup -setnetworkserviceenabled 'Thunderbolt Bridge' off`. For IP over it, leave it on."
+)
+_NO_IPV4 = (
+    "Give each port an IPv4 address (System Settings > Network, DHCP or by hand): RDMA needs one, or ranks fail with "
+    "RTR errno 22."
+)
 _NEXT = (
     "`mlx.distributed_config --backend jaccl` writes a hostfile that names the device for each connection."
 )
@@ -245,9 +257,11 @@ _NEXT = (
 def check_rdma() -> Iterator[Finding]:
     """Check RDMA on a Mac; MLX supports jaccl nowhere else."""
     if sys.platform == "darwin":
-        yield judge_rdma(
-            platform.mac_ver()[0], ask(["/usr/bin/rdma_ctl", "status"]), ask(["/usr/bin/ibv_devices"])
-        )
+        devices = ask(["/usr/bin/ibv_devices"])
+        yield judge_rdma(platform.mac_ver()[0], ask(["/usr/bin/rdma_ctl", "status"]), devices)
+        if names := _rdma_names(devices):
+            ports = {name: ask(["/sbin/ifconfig", name.removeprefix("rdma_")]) for name in names}
+            yield judge_rdma_ports(ports, ask(["/sbin/ifconfig", "bridge0"]))
 
 
 def judge_rdma(macos: str, status: str, devices: str) -> Finding:
@@ -268,7 +282,31 @@ def judge_rdma(macos: str, status: str, devices: str) -> Finding:
         )
     if status != "enabled":
         return Finding("note", _NAME, f"it is {status or 'not there'}", _RECOVERY)
-    names = [line.split()[0] for line in devices.splitlines() if line.strip().startswith("rdma_")]
+    names = _rdma_names(devices)
     if not names:
         return Finding("note", _NAME, "enabled, without a device", _PORTS)
     return Finding("ok", _NAME, f"{', '.join(names)}. {_NEXT}")
+
+
+def _rdma_names(devices: str) -> list[str]:
+    return [line.split()[0] for line in devices.splitlines() if line.strip().startswith("rdma_")]
+
+
+def judge_rdma_ports(ports: Mapping[str, str], bridge: str) -> Finding:
+    """Judge whether the connected ports can carry RDMA.
+
+    Args:
+        ports: output of `ifconfig` for the interface of each RDMA device.
+        bridge: output of `ifconfig bridge0`; empty without a Thunderbolt Bridge.
+    """
+    active = [name for name, said in ports.items() if "status: active" in said]
+    bridged = [name for name in active if f"member: {name.removeprefix('rdma_')} " in bridge]
+    if bridged:
+        value = f"the Thunderbolt Bridge holds the ports of {', '.join(bridged)}"
+        return Finding("note", "RDMA ports", value, _BRIDGE)
+    bare = [name for name in active if "inet " not in ports[name]]
+    if bare:
+        return Finding("note", "RDMA ports", f"no IPv4 address at {', '.join(bare)}", _NO_IPV4)
+    if not active:
+        return Finding("note", "RDMA ports", "no cable is active", _PORTS)
+    return Finding("ok", "RDMA ports", f"{', '.join(active)} have IPv4 addresses outside the bridge")

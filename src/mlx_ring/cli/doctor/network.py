@@ -18,7 +18,7 @@ import psutil
 
 from mlx_ring.cli.doctor import Finding
 from mlx_ring.core.errors import PeerRefused, RingError, VersionMismatch
-from mlx_ring.host.addresses import HeadAddress
+from mlx_ring.host.addresses import LOCAL_NETWORK_DENIED, HeadAddress, is_denied_by_macos
 from mlx_ring.host.interfaces import LanAddress
 from mlx_ring.rpc.channels import open_channel
 from mlx_ring.rpc.hello import make_hello
@@ -124,6 +124,8 @@ def check_round_trip(host: str, port: int) -> Finding:
         fix = f"Start mlx-ring there (`mlx-ring serve` or `mlx-ring join`), or check the port {port}."
         return Finding("broken", what, "refused: nothing listens there", fix)
     except OSError as error:
+        if is_denied_by_macos(error.errno, host):
+            return Finding("broken", what, error.strerror or str(error), f"{LOCAL_NETWORK_DENIED}.")
         fix = "Check the address, and that both machines are on the same network."
         return Finding("broken", what, error.strerror or str(error), fix)
     if milliseconds > _SLOW_MS:
