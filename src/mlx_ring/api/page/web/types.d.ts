@@ -278,7 +278,7 @@ export interface LinkStatus {
 
 /** Progress of a worker. A total of 0 is not known yet. */
 export interface LoadingStatus {
-  /** `starting`, `fetch`, `weights`, `warm-up`, `ready`, or what the worker reports. */
+  /** `starting`, `fetch`, `weights`, `kernels`, `warm-up`, `ready`, or what the worker reports. */
   phase: string;
   /** Bytes that the node downloaded from others. The node's first stage reports them for all its stages. */
   bytes_fetched: number;
