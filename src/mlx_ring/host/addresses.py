@@ -10,10 +10,10 @@ from mlx_ring.core.errors import ConfigError
 
 CLUSTER_PORT = 50051
 LOCAL_NETWORK_DENIED = (
-    "macOS has no route there, or its Local Network privacy stops this process: allow it under System Settings > "
-    "Privacy & Security > Local Network, or run it as a daemon (`sudo mlx-ring service install --system`)"
+    "macOS has no route there, or its Local Network privacy stops this process: allow it in System Settings, "
+    "or run it as a daemon (`sudo mlx-ring service install --system`)"
 )
-"""What errno 65 of macOS means at an address of the LAN; see docs/macos.md."""
+"""Meaning of macOS's errno 65 at an address of the LAN; see docs/macos.md."""
 _MACS_NO_ROUTE = 65
 """EHOSTUNREACH on macOS. Linux has 113, so the number alone tells the system."""
 EVERY_IPV4 = "0.0.0.0"  # noqa: S104 - compared, not bound

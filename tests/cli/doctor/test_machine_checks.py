@@ -177,7 +177,7 @@ def test_rdma_ports_need_ipv4_and_no_bridge(
     assert words in f"{finding.value} {finding.fix}"
 
 
-def test_thunderbolt_4_is_not_told_to_enable_rdma() -> None:
+def test_thunderbolt_4_gets_no_advice_to_enable_rdma() -> None:
     """Judge the recorded output of jundot/omlx#3037, not run."""
     finding = judge_rdma("26.5", "enabled", "device          node GUID\n------          ----------------")
     assert "Thunderbolt 4 hardware never has RDMA" in finding.fix
