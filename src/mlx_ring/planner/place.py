@@ -22,7 +22,7 @@ from mlx_ring.planner.plan import WHY_LEFT_OUT, LeftOut, Plan, Prediction, RankP
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile
 from mlx_ring.planner.request import USUAL_CONTEXT, PlanRequest
 from mlx_ring.planner.search import MachineLayers, Partition
-from mlx_ring.planner.strategies import METHODS, PipelineMethod, TensorMethod
+from mlx_ring.planner.strategies import METHODS, OVER_ALL, PipelineMethod, TensorMethod
 from mlx_ring.planner.tensor_groups import SharedModel, given_group
 from mlx_ring.planner.tensor_plans import best_of_both, place_tensor, plan_of
 from mlx_ring.planner.tensor_search import SharedPipeline
@@ -139,9 +139,8 @@ def _remarks(
 
 def _why_alone(times: Timetable, request: PlanRequest, prediction: Prediction) -> str:
     """Return what a split over all machines would cost, and how to get it all the same."""
-    method = METHODS["balanced"]
     are_few = len(times.cluster.nodes) <= min(_MOST_COMPARED, len(times.model.layers))
-    split = method.split(times, request) if are_few and isinstance(method, PipelineMethod) else None
+    split = OVER_ALL.split(times, request) if are_few else None
     if split is None or len(split.pieces) == 1:
         return "One machine alone is fastest."
     slower = times.pipeline(split.pieces).prediction(request)

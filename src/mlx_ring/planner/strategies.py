@@ -375,6 +375,9 @@ def _speed_reason(times: Timetable, place: int) -> str:
     return f"{speed} for {node.cpu_quota.share:.0%} of the time" if node.cpu_quota else speed
 
 
+OVER_ALL = PipelineMethod(balanced, lambda _times, _place: "to make the slowest stage as fast as possible")
+"""Method that gives every machine layers, the split whose slowest stage is fastest."""
+
 METHODS: Mapping[Strategy, PipelineMethod | TensorMethod] = {
     "auto": PipelineMethod(fastest, _speed_reason, chooses_nodes=True),
     "uniform": PipelineMethod(
@@ -382,9 +385,7 @@ METHODS: Mapping[Strategy, PipelineMethod | TensorMethod] = {
     ),
     "memory": PipelineMethod(by_shares(_memory_shares), _memory_reason),
     "compute": PipelineMethod(by_shares(_speed_shares), _speed_reason),
-    "balanced": PipelineMethod(
-        balanced, lambda _times, _place: "to make the slowest stage as fast as possible"
-    ),
+    "balanced": OVER_ALL,
     "custom": PipelineMethod(custom, lambda _times, _place: "as given"),
     "tensor": TensorMethod(SharedLayers.tensor),
     "hybrid": TensorMethod(SharedLayers.hybrid),
