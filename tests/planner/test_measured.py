@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.planner.clusters import model_of, node_of
+from tests.planner.test_model_sizes import QWEN3_14B, profile_of
 from tests.profiles import COSTS, RATES, made_up_profile
 
+from mlx_ring.planner.catalogue import known_profile
 from mlx_ring.planner.place import place
-from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, measured_node
+from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile, measured_node
 from mlx_ring.planner.request import Demand, PlanRequest
 from mlx_ring.planner.stage_costs import StageTables
 from mlx_ring.rpc.link_profile import LinkProfile
@@ -112,6 +116,69 @@ def test_attention_costs_grow_with_the_context_up_to_the_window() -> None:
     assert seconds(sliding, context=1000) - seconds(sliding) == pytest.approx(
         4 * 100 * 2000 * COSTS.attention_s
     )
+
+
+@pytest.mark.parametrize("start_s", [1e-3, 1.0])
+def test_operations_that_start_ahead_count_where_they_take_longer_than_the_computation(
+    start_s: float,
+) -> None:
+    model = quantized(model_of(10, kv_bytes=0), "float32")
+
+    def on(**costs: Any) -> NodeProfile:
+        return measured_node(made_up_profile(costs=COSTS.model_copy(update=costs)), "box")
+
+    def decode(node: NodeProfile) -> float:
+        return float(StageTables(model, ONE_SEQUENCE).seconds(node, 1, 0).steady[0, -1])
+
+    def prefill(node: NodeProfile) -> float:
+        return StageTables(model, ONE_SEQUENCE).prefill_seconds(node, 0, 10, 512)
+
+    ahead, free = on(layer_s=start_s, starts_ahead=True), on(layer_s=0.0)
+    for seconds_on in (decode, prefill):
+        layer_s = (seconds_on(free) - (seconds_on is decode) * _outside(model)) / 10
+        assert seconds_on(ahead) - seconds_on(free) == pytest.approx(10 * max(0.0, start_s - layer_s))
+
+
+def _outside(model: ModelProfile) -> float:
+    """Return the seconds of a step beside its layers."""
+    head = max(
+        model.head_bytes / RATES[0].bandwidth + model.vocabulary * RATES[0].row_s,
+        2 * model.vocabulary * model.hidden_size / RATES[0].flops,
+    )
+    return COSTS.step_s + COSTS.draw_s + model.vocabulary * COSTS.logit_s + head
+
+
+@pytest.mark.parametrize(
+    ("config", "bits", "held_bytes"),
+    [
+        pytest.param(
+            {"hidden_size": 2048, "num_hidden_layers": 16, "intermediate_size": 8192, "head_dim": 64}
+            | {"num_attention_heads": 32, "vocab_size": 128_256, "tie_word_embeddings": True},
+            None,
+            2.999e9,
+            id="1.24 B in bfloat16",
+        ),
+        pytest.param(
+            {"hidden_size": 4096, "num_hidden_layers": 36, "intermediate_size": 12288}
+            | {"num_attention_heads": 32, "tie_word_embeddings": True},
+            4,
+            6.692e9,
+            id="8 B in 4 bits",
+        ),
+    ],
+)
+def test_a_promise_of_memory_on_an_nvidia_gpu_covers_what_was_held_there(
+    config: dict[str, Any], bits: int | None, held_bytes: float, tmp_path: Path
+) -> None:
+    """Compare with MLX's peak on an H200, for one request of 2,048 tokens and 128 more."""
+    model = profile_of(QWEN3_14B | config, tmp_path, bits)
+    gpu = made_up_profile(device="gpu", device_name="NVIDIA H200", computes_in="", memory_bytes=150 * 10**9)
+    demand = Demand(context_tokens=2 * (2048 + 128), sequences=1)
+    for promised in (
+        float(StageTables(model, demand).memory(measured_node(gpu, "box"))[0, -1]),
+        float(StageTables(model, demand).memory(known_profile("nvidia-h200"))[0, -1]),
+    ):
+        assert held_bytes <= promised <= 1.1 * held_bytes
 
 
 def test_a_split_costs_one_more_step() -> None:

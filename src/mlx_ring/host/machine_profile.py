@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from mlx_ring.core.errors import ProtocolError
 
-PROFILE_VERSION = 6
+PROFILE_VERSION = 7
 """Version of the measurements: machines with profiles of another version are measured again."""
 
 _STEADY_SPREAD = 0.25
@@ -58,6 +58,8 @@ class StepCosts(_Frozen):
     """Further seconds for each layer with a recurrent state."""
     row_s: Cost = 0.0
     """Further seconds for each row of a layer after the first, beside attention and products."""
+    starts_ahead: bool = False
+    """True if a layer's operations are started while those before are computed, as a GPU allows: the longer counts."""
 
 
 class MachineProfile(_Frozen):
@@ -92,6 +94,11 @@ class MachineProfile(_Frozen):
     costs: StepCosts
     seconds: Positive
     """Duration of the measurement."""
+
+    @property
+    def uses_cuda(self) -> bool:
+        """True if it computes on an NVIDIA GPU."""
+        return self.device != "cpu" and "NVIDIA" in self.device_name
 
     @property
     def is_steady(self) -> bool:

@@ -13,7 +13,7 @@ import yaml
 
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.host.machine_profile import StepCosts, WeightRate
-from mlx_ring.planner.profiles import NodeProfile
+from mlx_ring.planner.profiles import LAYERS_AHEAD_WITH_CUDA, NodeProfile
 from mlx_ring.rpc.link_profile import LinkProfile
 
 FAST_LOADER: type[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -289,6 +289,7 @@ def chip_profile(
         narrow=backend["narrow"],
         prompt_s=float(factors.get("prompt_ms", 0.0)) / 1e3,
         chunk_tokens=int(factors.get("chunk", _CHUNK)),
+        layers_ahead=LAYERS_AHEAD_WITH_CUDA if chip.backend == "cuda" else 0.0,
     )
 
 

@@ -236,6 +236,8 @@ class NodeProfile:
     """Seconds for each prompt beside its computation: template, tokens and the way to the engine."""
     chunk_tokens: int = 512
     """Tokens of a prompt that its engine computes at once."""
+    layers_ahead: float = 0.0
+    """Share of a stage's layers whose activations exist at the same time, because they are allocated long before."""
     is_measured: bool = False
     """True if its rates and costs were measured on it."""
     workers_at_once: int = 1
@@ -273,6 +275,10 @@ def _quantized_bits(weights: str) -> int | None:
     """Return the bits of a kind such as `4-bit`; None for other kinds."""
     number, _, rest = weights.partition("-")
     return int(number) if rest == "bit" and number.isdigit() else None
+
+
+LAYERS_AHEAD_WITH_CUDA = 0.4
+"""Measured on an H200 with MLX 0.32.4: 0.42 with 16 layers of 1.2 B weights in all, 0.38 with 36 of 8 B."""
 
 
 @dataclass(frozen=True)
@@ -362,6 +368,7 @@ def measured_node(
         cpu_weights=cpu_weights,
         # A GPU has memory of its own, or an advised part of it, where no process lies.
         process_bytes=profile.worker_bytes + beside if profile.device == "cpu" else 0,
+        layers_ahead=LAYERS_AHEAD_WITH_CUDA if profile.uses_cuda else 0.0,
         cpu_quota=_cpu_quota(profile),
         is_measured=True,
         workers_at_once=max(1, profile.cores // profile.blas_threads) if profile.device == "cpu" else 1,

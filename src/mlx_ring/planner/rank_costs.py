@@ -24,6 +24,7 @@ from mlx_ring.planner.stage_costs import (
     LayerKinds,
     Table,
     before,
+    bytes_ahead,
     head_seconds,
     held_kv_bytes,
     layer_seconds,
@@ -109,7 +110,8 @@ class RankCosts:
         logits = 4 * self._demand.sequences * self._model.vocabulary * (end == len(self._layers.index))
         whole = self._ends_bytes(first, end) + logits + working_bytes(self._model) + self.node.process_bytes
         layers = self._weights_before + self._kv_before
-        return int(np.ceil(layers[end] - layers[first])) + whole
+        ahead = bytes_ahead(self._model, self.node, np.array(end - first))
+        return int(np.ceil(layers[end] - layers[first] + ahead)) + whole
 
     def _ends_bytes(self, first: int, end: int) -> int:
         """Return the bytes of embedding and head; a stage with both keeps a tied table once, whole."""
@@ -122,6 +124,7 @@ class RankCosts:
         """Return `memory_bytes` of every stage between two of the ends."""
         layers = (self._weights_before + self._kv_before)[ends]
         held = layers[None, :] - layers[:, None] + working_bytes(self._model) + self.node.process_bytes + 1
+        held += bytes_ahead(self._model, self.node, np.maximum(0, ends[None, :] - ends[:, None]))
         held[0] += self._model.embedding_bytes
         held[:, -1] += self._head_bytes + 4 * self._demand.sequences * self._model.vocabulary
         if self._model.is_tied:

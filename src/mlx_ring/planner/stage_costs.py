@@ -87,6 +87,8 @@ class StageTables:
         self.demand = demand
         self._memory: dict[LayerKinds, Table] = {}
         self._forms = LoadedForms(model)
+        ends = np.arange(len(model.layers) + 1)
+        self._counts: Table = np.maximum(0.0, ends[None, :] - ends[:, None])
 
     def model_on(self, node: NodeProfile) -> ModelProfile:
         """Return the model as the machine loads it at least."""
@@ -95,7 +97,7 @@ class StageTables:
     def _memory_of(self, form: LayerKinds, node: NodeProfile) -> Table:
         if form not in self._memory:
             self._memory[form] = _held_bytes(form, self.demand)
-        return self._memory[form] + node.process_bytes
+        return self._memory[form] + node.process_bytes + bytes_ahead(form.model, node, self._counts)
 
     def memory(self, node: NodeProfile) -> Table:
         """Return the bytes of every possible stage, including working memory and the processes of mlx-ring."""
@@ -215,8 +217,8 @@ def layer_seconds(
     read_s = read / rate.bandwidth + matrix_rows * rate.row_s
     products = max(read_s, _multiplied_s(layer, node, rate, model, rows, read_s))
     look_back = _look_back_seconds(layer, node, model, demand, context_tokens)
-    started_s = _started_s(layer, node, model)
-    return products + rows * look_back + started_s + (rows - 1) * node.costs.row_s
+    computed_s = products + rows * look_back + (rows - 1) * node.costs.row_s
+    return _with_start(computed_s, _started_s(layer, node, model), node)
 
 
 def _multiplied_s(
@@ -232,6 +234,11 @@ def _multiplied_s(
     padded = rows if layer.has_experts else rows + _HALF_TILE
     pace = node.pace(layer, rows, model.hidden_size)
     return min(one_by_one_s, layer.flops_per_token * padded / (rate.flops * pace))
+
+
+def _with_start(computed_s: float, started_s: float, node: NodeProfile) -> float:
+    """Return the seconds of a layer's computation and its start: of both, or of the longer one."""
+    return max(computed_s, started_s) if node.costs.starts_ahead else computed_s + started_s
 
 
 def _started_s(layer: LayerProfile, node: NodeProfile, model: ModelProfile) -> float:
@@ -298,10 +305,10 @@ def prefill_layers(
             if size and count
         )
         scores = _scores(layer, form.model, context + tokens) - _scores(layer, form.model, context)
-        started_s = _started_s(layer, node, form.model)
+        started_s = (whole + bool(rest)) * _started_s(layer, node, form.model)
         activations = tokens * form.model.hidden_size * node.activation_s
         activations += tokens * layer.has_state * layer.kv_bytes_per_sequence * node.scan_s
-        return products + activations + scores / node.flops + (whole + bool(rest)) * started_s
+        return _with_start(products + activations + scores / node.flops, started_s, node)
 
     return form.by_layer([seconds(layer) for layer in layers])
 
@@ -326,8 +333,16 @@ def _held_bytes(layers: LayerKinds, demand: Demand) -> Table:
 
 def working_bytes(model: ModelProfile) -> int:
     """Return the bytes of a chunk's activations, and of what products with quantized weights keep for themselves."""
-    activations = _FLOAT_BYTES * CHUNK_TOKENS * model.hidden_size * _NUMBERS_PER_TOKEN
-    return activations + (scratch_bytes(model.widest, CHUNK_TOKENS) if model.is_quantized else 0)
+    return _activation_bytes(model) + (scratch_bytes(model.widest, CHUNK_TOKENS) if model.is_quantized else 0)
+
+
+def _activation_bytes(model: ModelProfile) -> int:
+    return _FLOAT_BYTES * CHUNK_TOKENS * model.hidden_size * _NUMBERS_PER_TOKEN
+
+
+def bytes_ahead(model: ModelProfile, node: NodeProfile, layers: Table) -> Table:
+    """Return the bytes of activations of further layers that exist at the same time, for numbers of layers."""
+    return np.maximum(0.0, node.layers_ahead * layers - 1.0) * _activation_bytes(model)
 
 
 def held_kv_bytes(layer: LayerProfile, model: ModelProfile, demand: Demand) -> float:

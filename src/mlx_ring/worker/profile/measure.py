@@ -60,7 +60,7 @@ class WeightKind:
 
 
 def narrow_width() -> int:
-    """Return the width of the smaller weights, beside those that are `WIDE_RATIO` times as wide."""
+    """Return the width of the smaller weights; a GPU reads only those that are `WIDE_RATIO` times as wide."""
     return _CPU_WIDTH if mx.default_device() == mx.Device(mx.cpu) else _GPU_WIDTH
 
 
@@ -192,7 +192,11 @@ def measure(bounds: Bounds, *, products: SpeedReport, blas_threads: int) -> Mach
         for kind in kinds
         if _is_fast(kind)
     }
-    narrow = {kind.name: Products(kind, width, _set_bytes(kind, allowed), watch) for kind in kinds}
+    narrow = {
+        kind.name: Products(kind, width, _set_bytes(kind, allowed), watch)
+        for kind in kinds
+        if mx.default_device() == mx.Device(mx.cpu)
+    }
     found = in_turns(_product_turns(wide, narrow) | _step_turns(plain, watch), started + bounds.seconds)
     mx.clear_cache()
     # With the memory that products and steps leave behind, as in a worker that has served.
@@ -214,7 +218,7 @@ def measure(bounds: Bounds, *, products: SpeedReport, blas_threads: int) -> Mach
         kernels=products.kernels,
         blas_threads=blas_threads,
         mlx=package_version("mlx"),
-        rates=tuple(_rate(kind.name, wide.get(kind.name), narrow[kind.name], found) for kind in kinds),
+        rates=tuple(_rate(kind.name, {"narrow": narrow, "wide": wide}, found) for kind in kinds),
         costs=_costs(found),
         seconds=time.monotonic() - started,
     )
@@ -247,7 +251,7 @@ def _allowed_bytes(left: int, share: float) -> int:
 
 def _is_fast(kind: WeightKind) -> bool:
     """Report whether memory may bound this kind. On a CPU, computing bounds the others."""
-    return not kind.bits and (mx.default_device() != mx.Device(mx.cpu) or kind.dtype == mx.float32)
+    return mx.default_device() != mx.Device(mx.cpu) or (not kind.bits and kind.dtype == mx.float32)
 
 
 def _set_bytes(kind: WeightKind, allowed: int) -> int:
@@ -278,14 +282,21 @@ def _step_turns(dtype: mx.Dtype, watch: Stopwatch) -> dict[str, Measurement]:
     }
 
 
-def _rate(name: str, wide: Products | None, narrow: Products, found: Mapping[str, Measured]) -> WeightRate:
-    """Derive a rate. A matrix takes its bytes over the bandwidth, and a constant for each row: two widths give both."""
-    flops, few = found[f"{name} compute"].median, found[f"{name} narrow"]
-    if wide is None:
+def _rate(name: str, made: Mapping[str, Mapping[str, Products]], found: Mapping[str, Measured]) -> WeightRate:
+    """Derive a rate. A matrix takes its bytes over the bandwidth, and a constant for each row: two widths give both.
+
+    On a GPU, narrow matrices would measure the starts of operations, which are part of a layer's other costs.
+    """
+    flops = found[f"{name} compute"].median
+    widths = {width: of_kinds[name] for width, of_kinds in made.items() if name in of_kinds}
+    if len(widths) == 1:
+        ((width, only),) = widths.items()
+        read = found[f"{name} {width}"]
         return WeightRate(
-            weights=name, bandwidth=narrow.nbytes / few.median, row_s=0.0, spread=few.spread, flops=flops
+            weights=name, bandwidth=only.nbytes / read.median, row_s=0.0, spread=read.spread, flops=flops
         )
-    many = found[f"{name} wide"]
+    narrow, wide = widths["narrow"], widths["wide"]
+    few, many = found[f"{name} narrow"], found[f"{name} wide"]
     # With as many rows as the wide matrix has: WIDE_RATIO narrow ones.
     same_rows_s = WIDE_RATIO * few.median
     bandwidth = (wide.nbytes - WIDE_RATIO * narrow.nbytes) / max(many.median - same_rows_s, 1e-12)
@@ -315,4 +326,5 @@ def _costs(found: Mapping[str, Measured]) -> StepCosts:
         draw_s=max(0.0, some - FEW_WORDS * logit),
         logit_s=logit,
         attention_s=found["attention"].median,
+        starts_ahead=mx.default_device() != mx.Device(mx.cpu),
     )
