@@ -30,8 +30,7 @@ from measuring import (
 from product_limits import limit_of_stages
 from random_model import CACHE, Shape, make
 from servers import MlxLmServer, RingServer, pin_self
-from simulated import steady_throughput
-from tests.planner.costs import MeasuredCost
+from simulated import MeasuredCost, steady_throughput
 
 from mlx_ring.cli.bench.summary import Record, Summary, percentile
 from mlx_ring.cli.bench.workload import Job, Range, Workload, make_jobs

@@ -6,9 +6,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tests.default_settings import make_policy
-
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.default_settings import make_policy
 from tests.engine.step_simulation import Simulation, Times
 from tests.planner.costs import MeasuredCost, StageCosts
 

@@ -32,8 +32,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.default_settings import make_policy
-
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from mlx_cpu_kernels import speed_up
 
@@ -43,6 +41,7 @@ import mlx.core as mx
 import numpy as np
 from mlx import nn
 from mlx_lm.models.switch_layers import SwitchLinear
+from tests.default_settings import make_policy
 from tests.engine.twin import TwinExecutor
 from tests.worker.random_models import QWEN3_MOE, write_random_model
 from tests.worker.stages import make_stages

@@ -122,6 +122,24 @@ def test_every_import_is_declared() -> None:
 
 
 @pytest.mark.slow
+def test_benches_and_scripts_find_what_they_import_from_the_tests() -> None:
+    """Expect the checkout on the path before such an import, because Python puts only the program's own folder there."""
+    for folder in ("bench", "scripts"):
+        for path in (ROOT / folder).glob("*.py"):
+            nodes = list(ast.walk(ast.parse(path.read_text("utf-8"))))
+            imports = [
+                node.lineno
+                for node in nodes
+                if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "tests"
+            ]
+            found = [
+                node.lineno
+                for node in nodes
+                if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("sys.path.")
+            ]
+            assert not imports or (found and min(found) < min(imports)), path.name
+
+
 def test_every_import_of_tests_benches_and_scripts_is_declared() -> None:
     groups = pyproject("dependency-groups").values()
     declared = names(project()["dependencies"]).union(*map(names, groups))
