@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,13 +12,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 from tests.api.clients import Api, refusal
 from tests.api.twins import ByteTokenizer, TwinService
+from tests.default_settings import make_api_settings
 
 from mlx_ring.api.chat.request import Conversation
 from mlx_ring.api.chat.templates import renderer
 from mlx_ring.api.prompts import PromptEncoder
-from mlx_ring.core.errors import ContextExceeded
+from mlx_ring.core.errors import ContextExceeded, RequestError
 from mlx_ring.head.served_model import prepare_model
 from mlx_ring.settings.settings_sources import load_settings
 
@@ -102,6 +106,78 @@ def test_chat_tokens_equal_those_of_its_template(demo: TwinService) -> None:
         )
         tokens = asyncio.run(PromptEncoder().encode_chat(demo, Conversation(messages)))
         assert tokens == tuple(whole)
+
+
+class Spelled:
+    """Model with the tokenizer of a built-in model, for messages that spell its special tokens."""
+
+    def __init__(self, name: str) -> None:
+        self.service = with_tokenizer(prepare_model(load_settings({"model": name})).tokenizer)
+        self.tokenizer: Any = self.service.tokenizer
+        self.backend: Any = self.tokenizer._tokenizer.backend_tokenizer
+        self.special = {
+            token.content: place
+            for place, token in self.backend.get_added_tokens_decoder().items()
+            if token.special
+        }
+
+    def encode(self, *contents: str, escapes: bool = True) -> list[int]:
+        roles = itertools.cycle(("user", "assistant"))
+        messages = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]
+        encoder = PromptEncoder()
+        return list(asyncio.run(encoder.encode_chat(self.service, Conversation(messages), escapes=escapes)))
+
+    def text(self, tokens: list[int]) -> str:
+        return str(self.backend.decode(tokens, skip_special_tokens=False))
+
+    def count(self, tokens: list[int]) -> int:
+        return sum(token in self.special.values() for token in tokens)
+
+
+@pytest.fixture(scope="module", params=["demo", "demo-moe"])
+def spelled(request: pytest.FixtureRequest) -> Spelled:
+    return Spelled(request.param)
+
+
+@pytest.mark.parametrize("text", ["{}", "Say {} and stop.", " {}{} ", "Grüße\n{}\nuser\n", "x{}y, {}z 🙂"])
+def test_special_tokens_in_messages_are_tokens_or_stay_text(spelled: Spelled, text: str) -> None:
+    for name in spelled.special:
+        content = text.replace("{}", name)
+        plain = spelled.encode(text.replace("{}", "word"), escapes=False)
+        allowed = spelled.encode(content, escapes=False)
+        escaped = spelled.encode(content)
+        assert spelled.count(allowed) == spelled.count(plain) + text.count("{}")
+        assert spelled.count(escaped) == spelled.count(plain)
+        assert spelled.text(escaped) == spelled.text(allowed)
+
+
+@given(st.lists(st.text(min_size=1), min_size=1, max_size=3))
+def test_other_messages_have_the_same_tokens_whether_special_ones_stay_text(
+    spelled: Spelled, contents: list[str]
+) -> None:
+    assume(not any(name in text for name in spelled.special for text in contents))
+    assert spelled.encode(*contents) == spelled.encode(*contents, escapes=False)
+    # The tokens beside those that stay text are the same too: this one is the last that the template reads.
+    name = next(iter(spelled.special))
+    with_name = spelled.encode(*contents[:-1], f"{contents[-1]} {name}")
+    assert spelled.count(with_name) == spelled.count(spelled.encode(*contents))
+
+
+@pytest.mark.parametrize("escapes", [False, True])
+def test_the_setting_decides_for_requests(demo: TwinService, *, escapes: bool) -> None:
+    api = Api(demo, make_api_settings(escapes_special_tokens=escapes))
+    body = {"model": "twin", "messages": [{"role": "user", "content": "<|im_end|>"}]}
+    counted = api.post("/v1/messages/count_tokens", body).json()
+    special = Spelled("demo")
+    expected = special.encode("<|im_end|>", escapes=escapes)
+    assert counted["input_tokens"] == len(expected)
+    assert len(special.encode("<|im_end|>")) > len(special.encode("<|im_end|>", escapes=False))
+
+
+def test_a_tokenizer_that_cannot_keep_special_tokens_as_text_is_named() -> None:
+    conversation = Conversation([{"role": "user", "content": "Hello."}])
+    with pytest.raises(RequestError, match="--special-tokens-in-chats"):
+        asyncio.run(PromptEncoder().encode_chat(TwinService(), conversation, escapes=True))
 
 
 class BlockingTokenizer(ByteTokenizer):

@@ -178,6 +178,10 @@ def test_cluster_view_shows_stages_and_reports_a_lost_worker(browser: Browser, s
         epoch = page.get_by_text(re.compile(", epoch 1,"))
         expect(epoch).to_be_visible()
         server.child("mlx_ring.worker", "--stage", "1").kill()
-        expect(page.get_by_text(re.compile("demo is (loading|unavailable)"))).to_be_visible()
+        # The state itself may last too short for a page that is busy; the log keeps what happened.
+        expect(page.get_by_role("log")).to_contain_text(
+            re.compile(r"The worker of stage 1.* ended by signal 9")
+        )
+        expect(page.get_by_role("log")).to_contain_text("Patching demo: 1 of 2 workers stay")
         expect(page.get_by_text(re.compile(", epoch 2,"))).to_be_visible()
         expect(page.get_by_role("status").filter(has_text="ready")).to_be_visible()

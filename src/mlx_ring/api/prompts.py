@@ -23,7 +23,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_ring.api.chat.request import Conversation
-from mlx_ring.api.chat.templates import for_template, render, template_arguments, tokenizer_beneath
+from mlx_ring.api.chat.templates import (
+    SpecialTokensAsText,
+    for_template,
+    render,
+    template_arguments,
+    tokenizer_beneath,
+)
 from mlx_ring.api.service import ModelService, Tokenizer
 from mlx_ring.core.errors import RequestError
 from mlx_ring.core.generation import context_exceeded
@@ -208,6 +214,7 @@ class PromptEncoder:
         self._short = _threads(_SHORT_THREADS, "short texts")
         self._long = _threads(1, "long texts")
         self._other = _threads(1, "other tokenizers")
+        self._escapes: WeakKeyDictionary[Tokenizer, SpecialTokensAsText] = WeakKeyDictionary()
         self._token_bounds: WeakKeyDictionary[Tokenizer, TokenBounds | None] = WeakKeyDictionary()
 
     async def encode(self, model: ModelService, text: str, *, param: str = "prompt") -> tuple[int, ...]:
@@ -270,10 +277,15 @@ class PromptEncoder:
         conversation: Conversation,
         *,
         calls_have_one_text: bool = False,
+        escapes: bool = False,
     ) -> tuple[int, ...]:
         """Encode the chat template's prompt of a conversation.
 
-        `calls_have_one_text` is explained in `with_reasoning`.
+        Args:
+            model: the model, with its tokenizer.
+            conversation: messages and arguments of the template.
+            calls_have_one_text: as in `with_reasoning`.
+            escapes: True if special tokens that messages spell stay text.
 
         Raises:
             RequestError: there is no template, it refuses these messages, or an argument is not allowed.
@@ -294,17 +306,37 @@ class PromptEncoder:
             raise context_exceeded(
                 count, model.context_length, param=conversation.messages_param, is_counted=False
             )
+        escape = self._escape(tokenizer) if escapes else None
         prompt = await self._run(
             tokenizer,
             _letters((conversation.messages, template_arguments(conversation))),
-            lambda: render(tokenizer, for_template(conversation, calls_have_one_text=calls_have_one_text)),
+            lambda: render(
+                tokenizer,
+                for_template(conversation, calls_have_one_text=calls_have_one_text),
+                escape and escape.mark,
+            ),
         )
         if not isinstance(prompt, str):
             return prompt
-        await self._check(model, prompt, conversation.messages_param)
+        text = prompt if escape is None else escape.unmarked(prompt)
+        await self._check(model, text, conversation.messages_param)
+        if escape is not None and text != prompt:
+            return await self._run(tokenizer, len(text), partial(escape.encode, prompt))
         return await self._run(
-            tokenizer, len(prompt), lambda: tuple(tokenizer.encode(prompt, add_special_tokens=False))
+            tokenizer, len(text), lambda: tuple(tokenizer.encode(text, add_special_tokens=False))
         )
+
+    def _escape(self, tokenizer: Tokenizer) -> SpecialTokensAsText:
+        """Return the encoder that keeps special tokens in messages as text."""
+        if tokenizer not in self._escapes:
+            backend: object = getattr(tokenizer_beneath(tokenizer), "backend_tokenizer", None)
+            if backend is None:
+                raise RequestError(
+                    "The tokenizer of this model cannot keep special tokens in messages as text: serve it without "
+                    "--special-tokens-in-chats escape."
+                )
+            self._escapes[tokenizer] = SpecialTokensAsText(backend)
+        return self._escapes[tokenizer]
 
     async def _check(self, model: ModelService, text: str, param: str) -> None:
         """Raise `ContextExceeded` for a text whose length shows that its tokens cannot fit."""

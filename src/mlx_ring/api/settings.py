@@ -28,6 +28,8 @@ class ApiSettings:
     """Longest pause of a client that sends its request."""
     open_schemas: bool
     """True if objects of answers may have properties that their schema does not name, unless it forbids them."""
+    escapes_special_tokens: bool
+    """True if special tokens that the messages of a chat spell stay text."""
     access_log: bool
     """True if each request is logged."""
     urls: tuple[str, ...]

@@ -99,6 +99,7 @@ def api_settings(settings: Settings, urls: Sequence[str] = ()) -> ApiSettings:
         max_bodies_bytes=bodies_mb(settings) << 20,
         client_timeout_s=settings.client_timeout_s,
         open_schemas=settings.additional_properties == "on",
+        escapes_special_tokens=settings.special_tokens_in_chats == "escape",
         access_log=settings.access_log == "on",
         urls=tuple(urls),
         join_refusal=USES_ONE_MACHINE if settings.nodes == 1 else "",

@@ -102,7 +102,12 @@ async def encode_conversation(
     _check_continues(conversation)
     _check_kwargs(format_, conversation)
     is_harmony = format_.calls is not None and format_.calls.parser == "harmony"
-    return await context.prompts.encode_chat(service, conversation, calls_have_one_text=is_harmony)
+    return await context.prompts.encode_chat(
+        service,
+        conversation,
+        calls_have_one_text=is_harmony,
+        escapes=context.settings.escapes_special_tokens,
+    )
 
 
 def with_effort(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import re
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache, partial, wraps
 from typing import Any, cast
@@ -71,15 +73,27 @@ def renderer(tokenizer: Tokenizer) -> Callable[..., list[int] | str]:
     return partial(cast("Callable[..., list[int] | str]", beneath.apply_chat_template), return_dict=False)
 
 
-def render(tokenizer: Tokenizer, conversation: Conversation) -> str | tuple[int, ...]:
-    """Return the prompt's text, or its tokens if the tokenizer gives no text."""
+def render(
+    tokenizer: Tokenizer, conversation: Conversation, change: Callable[[str], str] | None = None
+) -> str | tuple[int, ...]:
+    """Return the prompt's text, or its tokens if the tokenizer gives no text.
+
+    Args:
+        tokenizer: the model's.
+        conversation: messages and arguments of the template.
+        change: function for every string in them.
+    """
+    messages: Any = [dict(message) for message in conversation.messages]
+    arguments: Any = template_arguments(conversation)
+    if change is not None:
+        messages, arguments = _changed(messages, change), _changed(arguments, change)
     try:
         with spending:
             prompt = renderer(tokenizer)(
-                [dict(message) for message in conversation.messages],
+                messages,
                 tokenize=not _renders_text(tokenizer),
                 add_generation_prompt=conversation.adds_generation_prompt and not conversation.continues,
-                **template_arguments(conversation),
+                **arguments,
             )
     except _TEMPLATE_ERRORS as error:
         raise RequestError(
@@ -87,6 +101,59 @@ def render(tokenizer: Tokenizer, conversation: Conversation) -> str | tuple[int,
             param=conversation.messages_param,
         ) from error
     return prompt if isinstance(prompt, str) else tuple(prompt)
+
+
+def _changed(value: Any, change: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {name: _changed(each, change) for name, each in cast("Mapping[str, Any]", value).items()}
+    if isinstance(value, list | tuple):
+        return [_changed(each, change) for each in cast("Sequence[Any]", value)]
+    return value
+
+
+class SpecialTokensAsText:
+    """Encoder of chats in which special tokens that messages spell stay text, and those of the template do not.
+
+    While the template is applied, marks stand for the former. Then stand-ins, which a copy of the tokenizer knows as
+    tokens of their own, replace the latter. Clients cannot guess either, because both contain a random number.
+    """
+
+    def __init__(self, backend: Any) -> None:
+        """Prepare a copy of a tokenizer of Hugging Face's library."""
+        from tokenizers import AddedToken, Tokenizer  # a tokenizer has already imported this module
+
+        number = secrets.token_hex(16)
+        special = {place: each for place, each in backend.get_added_tokens_decoder().items() if each.special}
+        names = sorted((each.content for each in special.values()), key=len, reverse=True)
+        self._any = re.compile("|".join(map(re.escape, names)) or "(?!)")
+        self._marked = re.compile(f"q{number}q([0-9]+)q")
+        self._names = {f"q{number}q{place}q": each.content for place, each in special.items()}
+        self._marks = {name: mark for mark, name in self._names.items()}
+        self._copy: Any = Tokenizer.from_str(backend.to_str())
+        # It would otherwise make tokens of the names again.
+        self._copy.encode_special_tokens = True
+        self._stand_ins, self._tokens = dict[str, str](), dict[int, int]()
+        for place, each in special.items():
+            self._stand_ins[each.content] = stand_in = f"t{number}t{place}t"
+            sides = {"single_word": each.single_word, "lstrip": each.lstrip, "rstrip": each.rstrip}
+            self._copy.add_tokens([AddedToken(stand_in, normalized=False, **sides)])
+            self._tokens[self._copy.token_to_id(stand_in)] = place
+
+    def mark(self, text: str) -> str:
+        """Replace special tokens that a message spells."""
+        return self._any.sub(lambda found: self._marks[found[0]], text)
+
+    def unmarked(self, prompt: str) -> str:
+        """Return the prompt as it reads."""
+        return self._marked.sub(lambda found: self._names[found[0]], prompt)
+
+    def encode(self, prompt: str) -> tuple[int, ...]:
+        """Return the tokens of a prompt that a template made of marked messages."""
+        kept = self._any.sub(lambda found: self._stand_ins[found[0]], prompt)
+        tokens: list[int] = self._copy.encode(self.unmarked(kept), add_special_tokens=False).ids
+        return tuple(self._tokens.get(token, token) for token in tokens)
 
 
 def for_template(conversation: Conversation, *, calls_have_one_text: bool) -> Conversation:
