@@ -39,7 +39,6 @@ CROSSED = {"head": 45, "worker": 33}
 """Number of files that a chat may cross."""
 SMALL_FILES = {
     "api/ollama/dialect.py": "the dialect that app.py registers; each API has its own",
-    "api/settings.py": "values that the whole API reads and head/ fills in",
     "cli/main.py": "the console script, which loads nothing before it can be interrupted",
     "rpc/sampling.py": "the one codec of sampling parameters",
 }

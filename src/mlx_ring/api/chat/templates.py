@@ -122,8 +122,6 @@ class SpecialTokensAsText:
 
     def __init__(self, backend: Any) -> None:
         """Prepare a copy of a tokenizer of Hugging Face's library."""
-        from tokenizers import AddedToken, Tokenizer  # a tokenizer has already imported this module
-
         number = secrets.token_hex(16)
         special = {place: each for place, each in backend.get_added_tokens_decoder().items() if each.special}
         names = sorted((each.content for each in special.values()), key=len, reverse=True)
@@ -131,14 +129,14 @@ class SpecialTokensAsText:
         self._marked = re.compile(f"q{number}q([0-9]+)q")
         self._names = {f"q{number}q{place}q": each.content for place, each in special.items()}
         self._marks = {name: mark for mark, name in self._names.items()}
-        self._copy: Any = Tokenizer.from_str(backend.to_str())
+        self._copy: Any = type(backend).from_str(backend.to_str())
         # It would otherwise make tokens of the names again.
         self._copy.encode_special_tokens = True
         self._stand_ins, self._tokens = dict[str, str](), dict[int, int]()
         for place, each in special.items():
             self._stand_ins[each.content] = stand_in = f"t{number}t{place}t"
             sides = {"single_word": each.single_word, "lstrip": each.lstrip, "rstrip": each.rstrip}
-            self._copy.add_tokens([AddedToken(stand_in, normalized=False, **sides)])
+            self._copy.add_tokens([type(each)(stand_in, normalized=False, **sides)])
             self._tokens[self._copy.token_to_id(stand_in)] = place
 
     def mark(self, text: str) -> str:
