@@ -65,7 +65,10 @@ def server(
     ProfileStore(folder / "state").save(ProfileKey.of_here(options), made_up_profile())
     flags = (str(second_model), "--replicas", "2", "--state-dir", str(folder / "state"))
     with serving(tiny_model, *flags, folder=folder) as server:
-        wait_for_state(server, "second", "ready")
+        # A model is ready with its first replica, and questions about plans leave out replicas that load.
+        eventually(
+            lambda: [each["state"] for each in instances(server)], lambda found: found == 4 * ["ready"]
+        )
         yield server
 
 
