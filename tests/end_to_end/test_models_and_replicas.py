@@ -67,7 +67,7 @@ def server(
     with serving(tiny_model, *flags, folder=folder) as server:
         # A model is ready with its first replica, and questions about plans leave out replicas that load.
         eventually(
-            lambda: [each["state"] for each in instances(server)], lambda found: found == 4 * ["ready"]
+            lambda: [each["status"] for each in instances(server)], lambda found: found == 4 * ["ready"]
         )
         yield server
 
