@@ -121,7 +121,6 @@ def test_every_import_is_declared() -> None:
     assert not missing, "\n".join(missing)
 
 
-@pytest.mark.slow
 def test_benches_and_scripts_find_what_they_import_from_the_tests() -> None:
     """Expect the checkout on the path before such an import, because Python puts only the program's own folder there."""
     for folder in ("bench", "scripts"):
@@ -140,6 +139,7 @@ def test_benches_and_scripts_find_what_they_import_from_the_tests() -> None:
             assert not imports or (found and min(found) < min(imports)), path.name
 
 
+@pytest.mark.slow
 def test_every_import_of_tests_benches_and_scripts_is_declared() -> None:
     groups = pyproject("dependency-groups").values()
     declared = names(project()["dependencies"]).union(*map(names, groups))

@@ -18,7 +18,7 @@ from tests.api.clients import Api, refusal
 from tests.api.twins import ByteTokenizer, TwinService
 from tests.default_settings import make_api_settings
 
-from mlx_ring.api.chat.request import Conversation
+from mlx_ring.api.chat.request import Conversation, Tool, ToolUse
 from mlx_ring.api.chat.templates import renderer
 from mlx_ring.api.prompts import PromptEncoder
 from mlx_ring.core.errors import ContextExceeded, RequestError
@@ -157,10 +157,9 @@ def test_other_messages_have_the_same_tokens_whether_special_ones_stay_text(
 ) -> None:
     assume(not any(name in text for name in spelled.special for text in contents))
     assert spelled.encode(*contents) == spelled.encode(*contents, escapes=False)
-    # The tokens beside those that stay text are the same too: this one is the last that the template reads.
-    name = next(iter(spelled.special))
-    with_name = spelled.encode(*contents[:-1], f"{contents[-1]} {name}")
-    assert spelled.count(with_name) == spelled.count(spelled.encode(*contents))
+    with_name = (*contents[:-1], f"{contents[-1]} {next(iter(spelled.special))}")
+    assert spelled.count(spelled.encode(*with_name)) == spelled.count(spelled.encode(*contents))
+    assert spelled.text(spelled.encode(*with_name)) == spelled.text(spelled.encode(*with_name, escapes=False))
 
 
 @pytest.mark.parametrize("escapes", [False, True])
@@ -172,6 +171,37 @@ def test_the_setting_decides_for_requests(demo: TwinService, *, escapes: bool) -
     expected = special.encode("<|im_end|>", escapes=escapes)
     assert counted["input_tokens"] == len(expected)
     assert len(special.encode("<|im_end|>")) > len(special.encode("<|im_end|>", escapes=False))
+
+
+def test_names_of_arguments_and_descriptions_of_tools_stay_text_too(spelled: Spelled) -> None:
+    name = next(iter(spelled.special))
+
+    def count(text: str, *, escapes: bool) -> int:
+        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {text: text}}}
+        messages = [
+            {"role": "user", "content": "Go."},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "c", "content": text},
+        ]
+        tools = (Tool("f", text, {"type": "object", "properties": {text: {"type": "string"}}}),)
+        conversation = Conversation(messages, ToolUse(tools, "auto"))
+        encoder = PromptEncoder()
+        return spelled.count(
+            list(asyncio.run(encoder.encode_chat(spelled.service, conversation, escapes=escapes)))
+        )
+
+    plain = count("word", escapes=False)
+    assert count(name, escapes=False) >= plain + 3
+    assert count(name, escapes=True) == plain
+
+
+def test_a_tokenizer_that_gives_tokens_and_no_text_is_refused_instead_of_marks_in_its_prompt(
+    demo: TwinService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlx_ring.api.prompts.renders_text", lambda _: False)
+    conversation = Conversation([{"role": "user", "content": "<|im_end|>"}])
+    with pytest.raises(RequestError, match="--special-tokens-in-chats"):
+        asyncio.run(PromptEncoder().encode_chat(demo, conversation, escapes=True))
 
 
 def test_a_tokenizer_that_cannot_keep_special_tokens_as_text_is_named() -> None:

@@ -177,8 +177,12 @@ def test_cluster_view_shows_stages_and_reports_a_lost_worker(browser: Browser, s
         assert events.problems == []
         epoch = page.get_by_text(re.compile(", epoch 1,"))
         expect(epoch).to_be_visible()
+        # The agent starts a worker anew. While it is stopped, the state lasts long enough for a page that is busy.
+        agent = server.child("mlx_ring.agent")
+        agent.suspend()
         server.child("mlx_ring.worker", "--stage", "1").kill()
-        # The state itself may last too short for a page that is busy; the log keeps what happened.
+        expect(page.get_by_text(re.compile("demo is (loading|unavailable)"))).to_be_visible()
+        agent.resume()
         expect(page.get_by_role("log")).to_contain_text(
             re.compile(r"The worker of stage 1.* ended by signal 9")
         )

@@ -27,6 +27,7 @@ from mlx_ring.api.chat.templates import (
     SpecialTokensAsText,
     for_template,
     render,
+    renders_text,
     template_arguments,
     tokenizer_beneath,
 )
@@ -306,7 +307,7 @@ class PromptEncoder:
             raise context_exceeded(
                 count, model.context_length, param=conversation.messages_param, is_counted=False
             )
-        escape = self._escape(tokenizer) if escapes else None
+        escape = await self._run(tokenizer, _LONG + 1, lambda: self._escape(tokenizer)) if escapes else None
         prompt = await self._run(
             tokenizer,
             _letters((conversation.messages, template_arguments(conversation))),
@@ -318,7 +319,9 @@ class PromptEncoder:
         )
         if not isinstance(prompt, str):
             return prompt
-        text = prompt if escape is None else escape.unmarked(prompt)
+        text = prompt
+        if escape is not None:
+            text = await self._run(tokenizer, len(prompt), partial(escape.unmarked, prompt))
         await self._check(model, text, conversation.messages_param)
         if escape is not None and text != prompt:
             return await self._run(tokenizer, len(text), partial(escape.encode, prompt))
@@ -327,10 +330,14 @@ class PromptEncoder:
         )
 
     def _escape(self, tokenizer: Tokenizer) -> SpecialTokensAsText:
-        """Return the encoder that keeps special tokens in messages as text."""
+        """Return the encoder that keeps special tokens in messages as text. The first call copies the vocabulary.
+
+        Raises:
+            RequestError: the tokenizer is none of Hugging Face's, or the template gives it tokens and no text.
+        """
         if tokenizer not in self._escapes:
             backend: object = getattr(tokenizer_beneath(tokenizer), "backend_tokenizer", None)
-            if backend is None:
+            if backend is None or not renders_text(tokenizer):
                 raise RequestError(
                     "The tokenizer of this model cannot keep special tokens in messages as text: serve it without "
                     "--special-tokens-in-chats escape."

@@ -340,8 +340,10 @@ def _activation_bytes(model: ModelProfile) -> int:
     return _FLOAT_BYTES * CHUNK_TOKENS * model.hidden_size * _NUMBERS_PER_TOKEN
 
 
-def bytes_ahead(model: ModelProfile, node: NodeProfile, layers: Table) -> Table:
+def bytes_ahead(model: ModelProfile, node: NodeProfile, layers: Table) -> Table | float:
     """Return the bytes of activations of further layers that exist at the same time, for numbers of layers."""
+    if not node.layers_ahead:
+        return 0.0
     return np.maximum(0.0, node.layers_ahead * layers - 1.0) * _activation_bytes(model)
 
 

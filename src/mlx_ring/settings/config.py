@@ -359,7 +359,10 @@ class Settings(CheckedSettings):
         None, "File of accepted API keys, one per line.", _SECURITY, metavar="FILE", basic=True
     )
     allowed_hosts: Names = setting(
-        (), "Further host names of this server; * allows all.", _SECURITY, metavar="NAME,..."
+        (),
+        "Further host names by which clients may reach this server; * allows all.",
+        _SECURITY,
+        metavar="NAME,...",
     )
     allowed_origins: Names = setting(
         (), "Web origins whose pages may use this server; * allows all.", _SECURITY, metavar="URL,..."
@@ -372,7 +375,7 @@ class Settings(CheckedSettings):
         basic=True,
     )
     ssl_keyfile: Path | None = setting(
-        None, "PEM file of its private key; by default the certificate's file.", _SECURITY, metavar="FILE"
+        None, "PEM file of the private key; by default the certificate's file.", _SECURITY, metavar="FILE"
     )
     ssl_keyfile_password: Annotated[str | None, Field(min_length=1)] = setting(
         None, "Password of an encrypted private key.", _SECURITY, metavar="PASSWORD", secret=True

@@ -81,7 +81,7 @@ def render(
     Args:
         tokenizer: the model's.
         conversation: messages and arguments of the template.
-        change: function for every string in them.
+        change: function for every string in them, also for names of fields.
     """
     messages: Any = [dict(message) for message in conversation.messages]
     arguments: Any = template_arguments(conversation)
@@ -91,7 +91,7 @@ def render(
         with spending:
             prompt = renderer(tokenizer)(
                 messages,
-                tokenize=not _renders_text(tokenizer),
+                tokenize=not renders_text(tokenizer),
                 add_generation_prompt=conversation.adds_generation_prompt and not conversation.continues,
                 **arguments,
             )
@@ -107,7 +107,8 @@ def _changed(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {name: _changed(each, change) for name, each in cast("Mapping[str, Any]", value).items()}
+        pairs = cast("Mapping[str, Any]", value).items()
+        return {change(name): _changed(each, change) for name, each in pairs}
     if isinstance(value, list | tuple):
         return [_changed(each, change) for each in cast("Sequence[Any]", value)]
     return value
@@ -160,7 +161,7 @@ def for_template(conversation: Conversation, *, calls_have_one_text: bool) -> Co
     return replace(conversation, messages=with_reasoning(ordered, calls_have_one_text=calls_have_one_text))
 
 
-def _renders_text(tokenizer: Tokenizer) -> bool:
+def renders_text(tokenizer: Tokenizer) -> bool:
     """Return True if the tokens depend on the template's text alone, as with Hugging Face and mlx-lm's renderers."""
     if getattr(tokenizer, "_chat_template", None) is not None:
         return True
