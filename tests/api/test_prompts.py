@@ -198,7 +198,10 @@ def test_names_of_arguments_and_descriptions_of_tools_stay_text_too(spelled: Spe
 def test_a_tokenizer_that_gives_tokens_and_no_text_is_refused_instead_of_marks_in_its_prompt(
     demo: TwinService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mlx_ring.api.prompts.renders_text", lambda _: False)
+    def renders_text(_tokenizer: object) -> bool:
+        return False
+
+    monkeypatch.setattr("mlx_ring.api.prompts.renders_text", renders_text)
     conversation = Conversation([{"role": "user", "content": "<|im_end|>"}])
     with pytest.raises(RequestError, match="--special-tokens-in-chats"):
         asyncio.run(PromptEncoder().encode_chat(demo, conversation, escapes=True))
