@@ -110,7 +110,7 @@ def test_popular_models_are_listed_with_what_fits(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     fits = {one["label"]: one["fits"] for one in json.loads(done.stdout)["outcomes"]}
     assert len(fits) > 30
-    assert fits["Qwen3-30B-A3B 8-bit"]
+    assert fits["gemma-4-26B-A4B 8-bit"]
     assert not fits["Llama-3.3-70B 4-bit"]
 
 
@@ -131,7 +131,7 @@ def test_a_plot_of_nothing_leaves_the_reasons_in_sight(tmp_path: Path) -> None:
 
 
 def test_bits_of_the_kv_cache_are_compared_by_users(tmp_path: Path) -> None:
-    options = ("plan", "70B-4bit", "--machine", "m3-ultra-96", "--users-at", "32k", "--kv-bits", "16,8,4")
+    options = ("plan", "70B-4bit", "--machine", "m2-ultra-128", "--users-at", "32k", "--kv-bits", "16,8,4")
     done = run_in_process(*options, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "a context of 32,768 tokens" in done.stdout

@@ -262,7 +262,7 @@ def test_a_plan_waits_for_the_next_report_of_a_connected_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used_bytes = [300 << 20]
-    monkeypatch.setattr(attendance, "_own_bytes", lambda: used_bytes[0])
+    monkeypatch.setattr(attendance, "own_memory", lambda: used_bytes[0])
 
     async def run() -> None:
         head = HeadAddress("127.0.0.1", free_pair_of_ports())

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +15,8 @@ from mlx_ring.host.process import (
     cpu_quota,
     limited_cores,
     limited_memory,
+    mac_footprint,
+    own_memory,
     usable_cores,
     usable_memory,
 )
@@ -160,3 +166,19 @@ def test_this_machine_has_memory_and_cores() -> None:
     found = usable_memory()
     assert found.total_bytes >= found.available_bytes > 0
     assert usable_cores() >= 1
+
+
+def test_a_macs_footprint_is_read_from_the_systems_structure() -> None:
+    """Expect the layout of `rusage_info_v0`: 16 bytes of an id, then ten numbers, of which the eighth is the footprint."""
+
+    def fill(pid: int, flavor: int, buffer: Any) -> int:
+        assert (pid, flavor) == (os.getpid(), 0)
+        ctypes.memmove(buffer, bytes(16) + struct.pack("<10Q", *range(1, 11)), 96)
+        return 0
+
+    assert mac_footprint(fill) == 8
+    assert mac_footprint(lambda *_: -1) == 0
+
+
+def test_memory_of_this_process_is_known() -> None:
+    assert own_memory() > 1_000_000

@@ -219,8 +219,9 @@ def test_many_cases_are_planned_by_the_quick_search_and_say_so() -> None:
     models = [(known.name, sizes_of(known.folder, known.name, machines)) for known in popular_models()]
     answer = what_if(models, machines, Question())
     assert any("A quick search planned them" in remark for remark in answer.remarks)
-    assert all(one.fits for one in answer.outcomes)
-    assert all(one.users_tokens_per_s >= 0.95 * one.tokens_per_s for one in answer.outcomes)
+    fitting = [one for one in answer.outcomes if one.fits]
+    assert len(fitting) == len(models) - 1, "the largest does not fit"
+    assert all(one.users_tokens_per_s >= 0.95 * one.tokens_per_s for one in fitting)
     few = what_if(models[:1], known_cluster("m4-pro-48"), Question())
     assert few.remarks == ()
 

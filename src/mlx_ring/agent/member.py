@@ -39,7 +39,7 @@ from mlx_ring.host.keep_awake import KeepAwake
 from mlx_ring.host.machine import make_run_folder, node_name, raise_descriptor_limit
 from mlx_ring.host.machine_profile import MachineProfile
 from mlx_ring.host.private_files import try_lock
-from mlx_ring.host.process import usable_memory
+from mlx_ring.host.process import own_memory, usable_memory
 from mlx_ring.host.running import recorded
 from mlx_ring.host.trusted_interfaces import Trust
 from mlx_ring.rpc.backends import joined_ranks
@@ -188,18 +188,13 @@ def _now(who: Registration) -> cluster_pb2.AttendRequest:
     trusted, problem = who.trust.now()
     return cluster_pb2.AttendRequest(
         memory_free_bytes=usable_memory().available_bytes,
-        agent_bytes=_own_bytes(),
+        agent_bytes=own_memory(),
         trusted=[
             cluster_pb2.TrustedInterface(name=one.name, address=one.address, network=one.network)
             for one in trusted
         ],
         trusted_problem=problem,
     )
-
-
-def _own_bytes() -> int:
-    """Return the resident memory of this process."""
-    return psutil.Process().memory_info().rss
 
 
 _ALONE_S = 30.0

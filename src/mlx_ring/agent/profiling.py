@@ -17,8 +17,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
-import psutil
-
 from mlx_cpu_kernels.build import Target, advice, check_tools, find_binary
 from mlx_cpu_kernels.packages import Unavailable
 from mlx_ring.core.environment import has_cuda_build, package_version, worker_environment
@@ -26,7 +24,7 @@ from mlx_ring.core.errors import ProtocolError, RingError, WorkerLost, WorkerStu
 from mlx_ring.host.child import ChildProcess
 from mlx_ring.host.machine import machine_identity
 from mlx_ring.host.machine_profile import PROFILE_VERSION, MachineProfile
-from mlx_ring.host.process import cpu_quota, usable_cores, usable_memory
+from mlx_ring.host.process import cpu_quota, own_memory, usable_cores, usable_memory
 from mlx_ring.settings.process_settings import BlasMode
 
 log = logging.getLogger(__name__)
@@ -146,7 +144,7 @@ async def measure_machine(options: ProfileOptions, module: str = PROFILE_MODULE)
             raise ProtocolError(f"Measuring this machine left no profile: {error}.") from error
     found = MachineProfile.from_json(text)
     # An agent is about as large as this process.
-    return found.model_copy(update={"agent_bytes": psutil.Process().memory_info().rss})
+    return found.model_copy(update={"agent_bytes": own_memory()})
 
 
 async def _run_to_its_end(options: ProfileOptions, output: Path, module: str) -> None:

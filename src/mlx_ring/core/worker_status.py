@@ -77,7 +77,10 @@ class WorkerMemory(TypedDict):
         int, Metric("worker_device_bytes", "Memory that MLX holds on a worker, including weights and KV.")
     ]
     peak_memory_bytes: Annotated[int, Metric("worker_peak_bytes", "The most that MLX has held on a worker.")]
-    rss_bytes: Annotated[int, Metric("worker_resident_bytes", "Resident memory of a worker's process.")]
+    rss_bytes: Annotated[
+        int,
+        Metric("worker_resident_bytes", "Memory of a worker's process: resident, or on a Mac its footprint."),
+    ]
     kv_bytes: Annotated[int, Metric("worker_kv_bytes", "Keys and values that a worker holds.")]
 
 

@@ -9,13 +9,12 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
-import psutil
-
 from mlx_ring.cluster.membership import Member, Membership
 from mlx_ring.core.errors import PlanError
 from mlx_ring.core.types import CpuWeights, LayerRange
 from mlx_ring.head.status import ClusterView
 from mlx_ring.head.step_speeds import StepSpeeds, step_speeds
+from mlx_ring.host.process import own_memory
 from mlx_ring.planner.profiles import ClusterProfile, NodeProfile, measured_node
 from mlx_ring.planner.request import PlanRequest, proportional_counts
 from mlx_ring.rpc.link_profile import LinkProfile
@@ -152,7 +151,7 @@ def _node_profiles(
 ) -> list[NodeProfile]:
     """Return the profiles of these members, the head's own first."""
     speeds, weights = step_speeds(settings), cpu_weights_of(settings)
-    head_bytes = psutil.Process().memory_info().rss
+    head_bytes = own_memory()
     return [
         _node_profile(
             member, taken.get(member.node, 0), head_bytes if member.node == own else 0, weights, speeds

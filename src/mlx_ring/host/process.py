@@ -6,6 +6,8 @@ it, so
 the smallest on the path to the root counts. In a container the path to its own group may be hidden: the mounted
 folder is then that group. Every reader takes the root of the file system, so that tests can pass another.
 
+On a Mac the footprint of a process counts, as jetsam and Activity Monitor count it: memory of its GPU is not resident.
+
 A process that gets `SIGNAL` writes the stacks of its threads to stderr. Those of a worker or an agent come into its
 parent's log. Native code shows as the call that led into it.
 """
@@ -18,7 +20,8 @@ import faulthandler
 import math
 import os
 import signal
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +33,13 @@ _HYBRID = "unified"
 """Mount point of version 2 beside version 1."""
 _NO_LIMIT = 1 << 60
 """Number above any memory, which version 1 writes for no limit."""
+
+METAL_SHARE = 8 / 9
+"""Share of the memory that Metal recommends, or that a Mac grants its GPU, which counts as the GPU's memory.
+
+With the default `--memory-utilization` of 0.9, a fifth of the recommendation stays free. Other servers ran out of memory
+at the first token with less (Mesh-LLM/mesh-llm#1011).
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +112,41 @@ class CpuQuota:
 def cpu_quota(root: Path = ROOT) -> CpuQuota | None:
     """Return the least grant of all control groups; None without a limit."""
     return min(_cpu_quotas(root), default=None, key=lambda quota: quota.cores)
+
+
+def own_memory() -> int:
+    """Return the bytes that this process holds: resident ones, and on a Mac its footprint."""
+    footprint = mac_footprint(ctypes.CDLL(None).proc_pid_rusage) if sys.platform == "darwin" else 0
+    return footprint or psutil.Process().memory_info().rss
+
+
+class _ResourceUse(ctypes.Structure):
+    """`struct rusage_info_v0` of macOS (`sys/resource.h`)."""
+
+    _fields_ = (
+        ("uuid", ctypes.c_uint8 * 16),
+        ("user_time", ctypes.c_uint64),
+        ("system_time", ctypes.c_uint64),
+        ("pkg_idle_wkups", ctypes.c_uint64),
+        ("interrupt_wkups", ctypes.c_uint64),
+        ("pageins", ctypes.c_uint64),
+        ("wired_size", ctypes.c_uint64),
+        ("resident_size", ctypes.c_uint64),
+        ("phys_footprint", ctypes.c_uint64),
+        ("proc_start_abstime", ctypes.c_uint64),
+        ("proc_exit_abstime", ctypes.c_uint64),
+    )
+
+
+def mac_footprint(proc_pid_rusage: Callable[..., int]) -> int:
+    """Return the footprint of this process in bytes; 0 if the system does not tell.
+
+    Args:
+        proc_pid_rusage: function of macOS: `int proc_pid_rusage(int pid, int flavor, rusage_info_t *buffer)`.
+    """
+    use = _ResourceUse()
+    failed = proc_pid_rusage(os.getpid(), 0, ctypes.byref(use))
+    return 0 if failed else int(use.phys_footprint)
 
 
 # ---- control groups

@@ -13,6 +13,7 @@ import yaml
 
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.host.machine_profile import StepCosts, WeightRate
+from mlx_ring.host.process import METAL_SHARE
 from mlx_ring.planner.profiles import LAYERS_AHEAD_WITH_CUDA, NodeProfile
 from mlx_ring.rpc.link_profile import LinkProfile
 
@@ -258,16 +259,14 @@ def chip_profile(
     overhead *= decode * generation["layer"] / 1e6
     layer_s = backend["layer_us"] * overhead
     rates = tuple(rate(bits) for bits in _KINDS)
-    memory = cast("dict[str, float]", _catalogue()["memory"])
-    is_mac = chip.backend == "metal"
-    usable = wired_gb or gigabytes * _granted_share(gigabytes, memory) if is_mac else gigabytes
-    reserve = memory["reserve"] if is_mac else memory["other_reserve"]
+    usable = gigabytes
+    if chip.backend == "metal":
+        usable = METAL_SHARE * (wired_gb or gigabytes * _granted_share(gigabytes))
     return NodeProfile(
         name=name,
         memory_bytes=int(usable * 2**30),
         bandwidth=min(_MOST_OF_NOMINAL * nominal, rates[0].bandwidth / attention),
         flops=matrix * backend["scores"] / attention,
-        reserve_share=max(reserve, memory["headroom_gb"] / usable) if wired_gb else reserve,
         rates=rates,
         costs=StepCosts(
             step_s=backend["step_us"] * overhead,
@@ -293,5 +292,6 @@ def chip_profile(
     )
 
 
-def _granted_share(gigabytes: float, memory: Mapping[str, float]) -> float:
+def _granted_share(gigabytes: float) -> float:
+    memory = cast("dict[str, float]", _catalogue()["memory"])
     return memory["small_share"] if gigabytes <= memory["small_gb"] else memory["share"]

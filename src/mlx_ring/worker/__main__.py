@@ -26,7 +26,12 @@ from mlx_ring.rpc.tls.caller_checks import PeerGuard
 from mlx_ring.rpc.tls.credentials import load_credentials, serve_from_folder
 from mlx_ring.settings.process_settings import WorkerSettings, add_argument
 from mlx_ring.worker.compute_thread import prefer_latency, prefer_throughput
-from mlx_ring.worker.platform.device import choose_products, keep_compiled_kernels, keep_freed_memory
+from mlx_ring.worker.platform.device import (
+    choose_products,
+    keep_compiled_kernels,
+    keep_freed_memory,
+    limit_kept_buffers,
+)
 
 _END_WITHIN_S = 1.0
 _IMPORTED_LATER = ("grpc._channel", "grpc._server", "mlx_lm.models.rope_utils", "numpy")
@@ -104,6 +109,7 @@ def _import_libraries(settings: WorkerSettings) -> SpeedReport:
         import_mlx_lm()
         import_module("mlx_ring.worker.server")
         keep_compiled_kernels()
+        limit_kept_buffers()
         return choose_products(settings.blas, settings.blas_threads)
 
 

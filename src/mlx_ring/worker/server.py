@@ -17,10 +17,10 @@ from functools import partial
 
 import grpc
 import mlx.core as mx
-import psutil
 
 from mlx_ring.core.errors import NotReady, ProtocolError, RingError, StaleMessage
 from mlx_ring.core.logs import set_log_epoch
+from mlx_ring.host.process import own_memory
 from mlx_ring.rpc.backends import backend_of, has_collective_link, joined_ranks
 from mlx_ring.rpc.failures import error_to_failure
 from mlx_ring.rpc.frames import Frame
@@ -413,7 +413,7 @@ class WorkerServer:
         return worker_pb2.WorkerStatus(
             hello=self.hello(self._head),
             phase=self._phase,
-            rss_bytes=psutil.Process().memory_info().rss,
+            rss_bytes=own_memory(),
             weight_bytes=self._weight_bytes,
             kv_bytes=runner.kv_bytes if runner else 0,
             device_memory_bytes=mx.get_active_memory(),

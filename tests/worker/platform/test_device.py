@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
+import mlx_ring
 from mlx_ring.core.environment import library_variable
 from mlx_ring.host.process import UsableMemory
 from mlx_ring.worker.platform import device
@@ -42,6 +44,57 @@ def test_memory_of_a_cpu_is_the_containers_limit(monkeypatch: pytest.MonkeyPatch
     assert device.device_memory() == (group.total_bytes, group.available_bytes)
     assert device.free_memory() == group.available_bytes
     assert device.device_description()[1] == group.limited_by
+
+
+RECOMMENDED = {"max_recommended_working_set_size": 36 * 2**30, "memory_size": 48 * 2**30}
+
+
+@pytest.mark.parametrize(
+    ("active", "footprint", "used"), [(8 * 2**30, 10 * 2**30, 10 * 2**30), (8 * 2**30, 0, 8 * 2**30)]
+)
+def test_a_macs_memory_leaves_a_fifth_of_the_recommendation(active: int, footprint: int, used: int) -> None:
+    total, left = device.gpu_memory(RECOMMENDED, active, lambda: footprint)
+    assert 0.9 * total == pytest.approx(0.8 * 36 * 2**30), "with the default utilization"
+    assert left == total - used, "the whole process counts, not MLX's arrays alone"
+    assert device.gpu_memory(RECOMMENDED, 100 * 2**30, lambda: 0)[1] == 0
+
+
+def test_a_gpu_with_its_own_memory_counts_what_mlx_holds() -> None:
+    def ask() -> int:
+        raise AssertionError("the process's memory is the CPU's")
+
+    assert device.gpu_memory({"total_memory": 80 * 2**30}, 8 * 2**30, ask) == (80 * 2**30, 72 * 2**30)
+
+
+def test_kept_buffers_are_limited_on_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[int] = []
+    monkeypatch.setattr(mx, "set_cache_limit", limits.append)
+    device.limit_kept_buffers()
+    assert limits == []
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    monkeypatch.setattr(device, "device_memory", lambda: (64 * 2**30, 0))
+    device.limit_kept_buffers()
+    assert limits == [4 * 2**30]
+
+
+WIRING = {"set_wired_limit", "wired_limit", "generate_step", "stream_generate", "BatchGenerator"}
+"""Names of MLX and mlx-lm that wire memory: with them macOS panicked within two minutes (ml-explore/mlx#3186)."""
+
+
+def test_no_module_wires_a_macs_memory() -> None:
+    def names(source: str) -> set[str]:
+        nodes = list(ast.walk(ast.parse(source)))
+        attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+        imported = {name.name for node in nodes if isinstance(node, ast.ImportFrom) for name in node.names}
+        return attributes | imported
+
+    assert names("from mlx_lm.generate import stream_generate\nmx.set_wired_limit(1)") >= {
+        "stream_generate",
+        "set_wired_limit",
+    }
+    files = list(Path(mlx_ring.__path__[0]).rglob("*.py"))
+    assert len(files) > 300
+    assert not {file.name: found for file in files if (found := names(file.read_text("utf-8")) & WIRING)}
 
 
 def test_device_has_a_name() -> None:

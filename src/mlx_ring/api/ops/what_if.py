@@ -142,6 +142,7 @@ def routes(context: ApiContext) -> Router:
             "Predict speeds and room for users with other machines, links, contexts or models",
             Answer,
             example={"add": ["m3-ultra-512"], "link": "tb5-rdma", "context_tokens": 4096},
+            more_statuses=(409,),
         ),
     )
     return router

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import sys
+from collections.abc import Callable, Mapping
 
 import mlx.core as mx
 
@@ -18,8 +19,10 @@ from mlx_ring.core.environment import library_variable, package_version, set_for
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.core.folders import cache_folder
 from mlx_ring.host.machine import machine_identity
-from mlx_ring.host.process import usable_memory
+from mlx_ring.host.process import METAL_SHARE, own_memory, usable_memory
 
+_KEPT_PART = 16
+"""Part of a GPU's memory up to which freed buffers stay. It lies within what no plan uses."""
 _COMPILED = "MLX_PTX_CACHE_DIR"
 
 
@@ -62,18 +65,40 @@ def keep_compiled_kernels() -> None:
 
 
 def device_memory() -> tuple[int, int]:
-    """Return the device's memory, and what is left of it, in bytes: the system's recommendation for a GPU, RAM for a CPU.
+    """Return the device's memory, and what is left of it, in bytes: RAM for a CPU, what is recommended for a GPU.
 
     A container's limit counts. Memory of a GPU that others hold does not: see `free_memory`.
     """
     if mx.default_device() == mx.Device(mx.cpu):
         ram = usable_memory()
         return ram.total_bytes, ram.available_bytes
-    info = mx.device_info()
-    total = int(
-        info.get("max_recommended_working_set_size") or info.get("memory_size") or info["total_memory"]
-    )
-    return total, max(0, total - mx.get_active_memory())
+    return gpu_memory(mx.device_info(), mx.get_active_memory(), own_memory)
+
+
+def gpu_memory(info: Mapping[str, str | int], active: int, footprint: Callable[[], int]) -> tuple[int, int]:
+    """Return a GPU's memory, and what this process leaves of it, in bytes.
+
+    Args:
+        info: what MLX says of the device.
+        active: bytes that MLX's arrays hold.
+        footprint: returns the bytes of the whole process. It is asked where the machine's memory is the GPU's.
+    """
+    recommended = info.get("max_recommended_working_set_size")
+    if recommended:
+        total = int(METAL_SHARE * int(recommended))
+        return total, max(0, total - max(active, footprint()))
+    total = int(info.get("memory_size") or info["total_memory"])
+    return total, max(0, total - active)
+
+
+def limit_kept_buffers() -> None:
+    """Limit the freed buffers that MLX keeps of a GPU's memory for later arrays.
+
+    By default it keeps up to 1.5 times what Metal recommends (ml-explore/mlx#3350). No other process could use that, such
+    as the worker of another model, and it counts in this one's footprint.
+    """
+    if mx.default_device() != mx.Device(mx.cpu):
+        mx.set_cache_limit(device_memory()[0] // _KEPT_PART)
 
 
 def free_memory() -> int:

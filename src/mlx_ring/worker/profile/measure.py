@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from itertools import cycle, islice
 
 import mlx.core as mx
-import psutil
 
 from mlx_cpu_kernels import SpeedReport
 from mlx_cpu_kernels.operations import are_installed
 from mlx_ring.core.environment import package_version
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.host.machine_profile import PROFILE_VERSION, MachineProfile, StepCosts, WeightRate
-from mlx_ring.host.process import cpu_quota, usable_cores
+from mlx_ring.host.process import cpu_quota, own_memory, usable_cores
 from mlx_ring.worker.platform.device import device_description, device_memory, device_name, free_memory
 from mlx_ring.worker.profile.steps import (
     FEW_LAYERS,
@@ -200,7 +199,7 @@ def measure(bounds: Bounds, *, products: SpeedReport, blas_threads: int) -> Mach
     found = in_turns(_product_turns(wide, narrow) | _step_turns(plain, watch), started + bounds.seconds)
     mx.clear_cache()
     # With the memory that products and steps leave behind, as in a worker that has served.
-    worker_bytes = max(0, psutil.Process().memory_info().rss - mx.get_active_memory())
+    worker_bytes = max(0, own_memory() - mx.get_active_memory())
     return MachineProfile(
         version=PROFILE_VERSION,
         device=device_name(),

@@ -145,7 +145,7 @@ export interface DeviceStatus {
   device_memory_bytes: number;
   /** The most that MLX has held on a worker. */
   peak_memory_bytes: number;
-  /** Resident memory of a worker's process. */
+  /** Memory of a worker's process: resident, or on a Mac its footprint. */
   rss_bytes: number;
   /** Keys and values that a worker holds. */
   kv_bytes: number;
@@ -751,7 +751,7 @@ export interface UsedMemory {
   device_bytes: number;
   /** The most that MLX has held on a worker. */
   peak_bytes: number;
-  /** Resident memory of a worker's process. */
+  /** Memory of a worker's process: resident, or on a Mac its footprint. */
   resident_bytes: number;
   /** Keys and values that a worker holds. */
   kv_bytes: number;
