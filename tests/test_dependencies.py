@@ -22,7 +22,7 @@ OWN = {"mlx_ring": SOURCES, "mlx_cpu_kernels": KERNELS / "src/mlx_cpu_kernels"}
 """Packages of this repository, which one wheel holds, and their sources."""
 EXTRAS = {
     "otel": {"core/otlp_traces.py"},
-    "plot": {"cli/bench/plot.py"},
+    "plot": {"cli/bench/summary.py"},
     "deploy": {"cluster/lifecycle/wheels.py"},
 }
 """Files that may import the packages of an extra, by extra. `serve` and `join` load them only when a setting needs it."""

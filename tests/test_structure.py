@@ -38,7 +38,6 @@ LIMITS = {
 CROSSED = {"head": 45, "worker": 33}
 """Number of files that a chat may cross."""
 SMALL_FILES = {
-    "api/ollama/dialect.py": "the dialect that app.py registers; each API has its own",
     "cli/main.py": "the console script, which loads nothing before it can be interrupted",
     "rpc/sampling.py": "the one codec of sampling parameters",
 }

@@ -44,7 +44,10 @@ def test_every_defined_dialect_is_registered() -> None:
     assert {dialect.name for dialect in defined_dialects()} == {dialect.name for dialect in DIALECTS}
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/api.md", "docs/clients.md"])
+@pytest.mark.parametrize(
+    "page",
+    ["README.md", "docs/api.md", "docs/clients.md", "pyproject.toml", "src/mlx_ring/cli/app.py"],
+)
 def test_every_dialect_is_documented(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     assert [dialect.name for dialect in DIALECTS if dialect.name not in text] == []

@@ -23,7 +23,7 @@ from mlx_ring.api.anthropic.request import MessagesRequest
 from mlx_ring.api.app import DIALECTS
 from mlx_ring.api.chat import templates
 from mlx_ring.api.errors import error_info
-from mlx_ring.api.ollama import routes as ollama_routes
+from mlx_ring.api.ollama import dialect as ollama
 from mlx_ring.api.openai import chat
 from mlx_ring.api.openai.chat import ChatRequest
 from mlx_ring.api.openai.completions import CompletionRequest
@@ -140,7 +140,7 @@ def test_many_messages_are_converted_off_the_event_loop(path: str, monkeypatch: 
     for module, name in (
         (chat, "template_messages"),
         (anthropic_request, "_template_messages"),
-        (ollama_routes, "template_messages"),
+        (ollama, "template_messages"),
         (templates, "in_order_of_calls"),
         (templates, "with_reasoning"),
     ):

@@ -14,8 +14,8 @@ from tests.api.clients import Api, openapi_document, refusal
 
 from mlx_ring.api.anthropic.request import MessagesRequest
 from mlx_ring.api.app import DIALECTS
-from mlx_ring.api.ollama.routes import ChatRequest as OllamaChat
-from mlx_ring.api.ollama.routes import GenerateFields
+from mlx_ring.api.ollama.dialect import ChatRequest as OllamaChat
+from mlx_ring.api.ollama.dialect import GenerateFields
 from mlx_ring.api.openai.chat import ChatRequest
 from mlx_ring.api.openai.completions import CompletionRequest
 from mlx_ring.api.openai.embeddings import EmbeddingRequest

@@ -17,7 +17,7 @@ from tests.processes import MLX_RING
 from tests.ssh_hosts import SshHost, skip_without_sshd, ssh_hosts
 
 from mlx_cpu_kernels.build import COMPILERS
-from mlx_ring.cluster.lifecycle.shipping import wanted_here
+from mlx_ring.cluster.lifecycle.programs import wanted_here
 from mlx_ring.cluster.lifecycle.wheels import WheelStore, packages_for
 from mlx_ring.core.folders import packages_folder
 

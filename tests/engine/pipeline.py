@@ -218,7 +218,7 @@ class Pipeline:
         assert set(self.scheduler.stats().kv_bytes.values()) == {0}
         assert all(use.used_bytes == 0 for use in self.scheduler.cache_stats().ranks.values())
         assert self.scheduler.stats().steps_sent == self.scheduler.stats().steps_completed
-        assert self.scheduler.oldest_unanswered(self.now) is None
+        assert self.scheduler.in_flight.oldest_unanswered(self.now) is None
 
 
 def is_prefill(step: step_pb2.Step) -> bool:

@@ -56,13 +56,13 @@ def test_an_answer_out_of_order_or_of_an_unknown_rank_is_refused(stage: int, ran
 
 def test_the_oldest_unanswered_step_is_reported_with_rank_and_wait() -> None:
     pipeline = Pipeline((1, 1), CHUNK_2)
-    assert pipeline.scheduler.oldest_unanswered(9.0) is None
+    assert pipeline.scheduler.in_flight.oldest_unanswered(9.0) is None
     pipeline.add(6)
-    first = pipeline.scheduler.oldest_unanswered(4.0)
+    first = pipeline.scheduler.in_flight.oldest_unanswered(4.0)
     assert first is not None
     assert (first.rank, first.step, first.waited_s, first.is_late) == (RankId(0, 0), 1, 4.0, False)
     pipeline.run(0)
-    second = pipeline.scheduler.oldest_unanswered(26.0)
+    second = pipeline.scheduler.in_flight.oldest_unanswered(26.0)
     assert second is not None
     assert (second.rank, second.step, second.waited_s, second.is_late) == (RankId(1, 0), 1, 25.0, True), (
         "since the first stage has answered"

@@ -75,8 +75,8 @@ def test_a_cluster_is_estimated_from_memory_and_cores() -> None:
     cluster = estimated_cluster(read(PROTOTYPE), "cluster.json")
     assert cluster == read_cluster(PROTOTYPE, "cluster.json")
     studio, mini = cluster.nodes
-    assert studio.memory_bytes / 2**30 == pytest.approx(36.0)
-    assert mini.memory_bytes / 2**30 == pytest.approx(10.72)
+    assert studio.memory_bytes / 2**30 == pytest.approx(32.0)
+    assert mini.memory_bytes / 2**30 == pytest.approx(10.72 * 8 / 9)
     assert replace(mini, name="") == replace(known_profile("m2-mac-mini-16"), name=""), (
         "the slowest with 10 cores"
     )
@@ -89,7 +89,7 @@ def test_a_memory_share_is_a_field_of_the_device_or_of_its_capabilities() -> Non
         assert [device.memory_utilization for device in read(text).devices] == [None, 0.5]
         studio, mini = read_cluster(text, "cluster.json").nodes
         assert mini.usable_bytes == pytest.approx(0.5 * mini.memory_bytes, abs=1)
-        assert studio.usable_bytes == pytest.approx(0.95 * studio.memory_bytes, abs=1), "the default"
+        assert studio.usable_bytes == pytest.approx(0.9 * studio.memory_bytes, abs=1), "the default"
 
 
 def test_a_memory_share_under_serve_is_the_default_of_every_device() -> None:

@@ -382,7 +382,7 @@ class Engine:
 
     def record_started(self, rank: RankId, begun: int) -> None:
         """Record, from a heartbeat, that a rank started a step: its deadline counts from now."""
-        self._scheduler.record_started(rank, begun, self._clock())
+        self._scheduler.in_flight.record_started(rank, begun, self._clock())
 
     def limit_kv(self, limits: Mapping[RankId, int]) -> None:
         """Set the bytes of KV that each rank may hold from now on.
@@ -421,15 +421,15 @@ class Engine:
     @property
     def answered_at(self) -> Mapping[RankId, float]:
         """Time of each rank's last answer, by the clock; 0 before the first one."""
-        return self._scheduler.answered_at
+        return self._scheduler.in_flight.answered_at
 
     def oldest_unanswered(self) -> Unanswered | None:
         """Return the rank that all others wait for, with its deadline; None if no answer is owed."""
-        return None if self._ended is not None else self._scheduler.oldest_unanswered(self._clock())
+        return None if self._ended is not None else self._scheduler.in_flight.oldest_unanswered(self._clock())
 
     def step_times(self) -> StepTimes:
         """Return the times of the last steps, by stage and kind."""
-        return self._scheduler.step_times()
+        return self._scheduler.in_flight.window.read()
 
     def requests(self) -> list[OpenRequest]:
         """Return the requests that run or wait, the oldest first."""

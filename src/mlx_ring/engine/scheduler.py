@@ -18,14 +18,14 @@ from mlx_ring.core.errors import ProtocolError
 from mlx_ring.core.types import RankId, TokenLogprob
 from mlx_ring.engine.admission import Suspects
 from mlx_ring.engine.decode import Decoding, MicroBatch
-from mlx_ring.engine.in_flight import Predict, SentStep, StepDeadlines, StepsInFlight, Unanswered
+from mlx_ring.engine.in_flight import Predict, SentStep, StepDeadlines, StepsInFlight
 from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.engine.kv_manager import KvManager
 from mlx_ring.engine.prefill import Prefilling
 from mlx_ring.engine.resumption import KeptKv, LeftKv, Resumptions
 from mlx_ring.engine.rows import end_stage, prefill_row, read_result, samples_token
 from mlx_ring.engine.sequence import Advance, Sequence
-from mlx_ring.engine.step_times import ChunkSizer, StepTimes
+from mlx_ring.engine.step_times import ChunkSizer
 from mlx_ring.rpc.failures import failure_to_error
 from mlx_ring.rpc.protos import step_pb2
 
@@ -54,12 +54,12 @@ class Scheduler:
         self._kv = KvManager(kv, prefix_cache=policy.prefix_cache)
         self._sizer = ChunkSizer(self._stages, chunk=policy.prefill_chunk, max_itl_ratio=policy.max_itl_ratio)
         self._decoding = Decoding(policy, self._stages, sizer=self._sizer, kv=self._kv)
-        self._in_flight = StepsInFlight(ranks, StepDeadlines(policy.step_deadline_s, predict))
+        self.in_flight = StepsInFlight(ranks, StepDeadlines(policy.step_deadline_s, predict))
         self._prefilling = Prefilling(
             policy,
             self._stages,
             batches=self._decoding,
-            in_flight=self._in_flight,
+            in_flight=self.in_flight,
             sizer=self._sizer,
             kv=self._kv,
             running=self._running,
@@ -128,7 +128,7 @@ class Scheduler:
 
     def left_kv(self) -> dict[int, LeftKv]:
         """Return the KV that a loss leaves of each sequence."""
-        return self._kv.left(self._running.values(), self._in_flight.rows(), self._stages)
+        return self._kv.left(self._running.values(), self.in_flight.rows(), self._stages)
 
     def finish(self, sequence: Sequence) -> None:
         """Remove a complete sequence, also while steps with its rows are in flight.
@@ -166,7 +166,7 @@ class Scheduler:
     @property
     def unanswered(self) -> dict[int, dict[RankId, int]]:
         """First step with a row of a sequence that a rank has not answered, by sequence and rank."""
-        return self._in_flight.unanswered
+        return self.in_flight.unanswered
 
     def reset(self) -> None:
         """Remove every sequence and free all KV."""
@@ -186,7 +186,7 @@ class Scheduler:
         self._admit(now)
         while (step := self._prefill_step(now)) is not None:
             steps += [step, *self._decode_steps(now)]
-        if self._kv.has_operations and (self._closing or self._in_flight.completed == self._in_flight.sent):
+        if self._kv.has_operations and (self._closing or self.in_flight.completed == self.in_flight.sent):
             steps.append(self._make_step([], [], None, now))
         return steps
 
@@ -251,7 +251,7 @@ class Scheduler:
             self._admit_in_order(now)
         if suspect is not None and self.suspects.may_be_alone:
             self._decoding.hold_still()
-            is_alone = self._in_flight.completed == self._in_flight.sent
+            is_alone = self.in_flight.completed == self.in_flight.sent
             if is_alone and self.suspects.has_grammar(suspect):
                 self._admit_alone(suspect, now)
 
@@ -302,7 +302,7 @@ class Scheduler:
         batch: MicroBatch[Sequence] | None,
         now: float,
     ) -> step_pb2.Step:
-        number = self._in_flight.sent + 1
+        number = self.in_flight.sent + 1
         step = step_pb2.Step(
             instance=self._instance,
             epoch=self._epoch,
@@ -312,7 +312,7 @@ class Scheduler:
             feed_back_tokens=self._stages > 1 and any(map(samples_token, rows)),
             end_stage=end_stage(sequences[0], rows[0]) if rows else 0,
         )
-        self._in_flight.send(step, sequences, batch, now)
+        self.in_flight.send(step, sequences, batch, now)
         return step
 
     # ---- answers
@@ -325,7 +325,7 @@ class Scheduler:
         """
         if (done.instance, done.epoch) != (self._instance, self._epoch):
             return []
-        answered = self._in_flight.record_answer(done, now)
+        answered = self.in_flight.record_answer(done, now)
         sent_step = answered.sent_step
         self._kv.budget.report(answered.rank, done.kv_bytes)
         advances: list[Advance] = []
@@ -337,8 +337,8 @@ class Scheduler:
             if sent_step.batch is not None:
                 sent_step.batch.in_flight -= 1
             advances += self._commit_rows(sent_step, done, now)
-        if self._in_flight.discard_completed():
-            self._kv.settle(self._in_flight.completed)
+        if self.in_flight.discard_completed():
+            self._kv.settle(self.in_flight.completed)
         return advances
 
     def _fail_rows(self, sent_step: SentStep, failure: step_pb2.Failure) -> Iterator[Advance]:
@@ -397,23 +397,6 @@ class Scheduler:
 
     # ---- reports
 
-    def record_started(self, rank: RankId, begun: int, now: float) -> None:
-        """Record, from a heartbeat, that a rank started a step."""
-        self._in_flight.record_started(rank, begun, now)
-
-    @property
-    def answered_at(self) -> Mapping[RankId, float]:
-        """Time of each rank's last answer."""
-        return self._in_flight.answered_at
-
-    def oldest_unanswered(self, now: float) -> Unanswered | None:
-        """Return the rank that all others wait for; None if no answer is owed."""
-        return self._in_flight.oldest_unanswered(now)
-
-    def step_times(self) -> StepTimes:
-        """Return the times of the last steps."""
-        return self._in_flight.window.read()
-
     def cache_stats(self) -> CacheStats:
         return self._kv.stats()
 
@@ -421,8 +404,8 @@ class Scheduler:
         """Return the totals since `began`."""
         cache = self._kv.stats()
         return StepTotals(
-            ranks=self._in_flight.totals(now, began),
-            read_tokens=self._in_flight.read_tokens,
+            ranks=self.in_flight.totals(now, began),
+            read_tokens=self.in_flight.read_tokens,
             steps_failed=self._steps_failed,
             preemptions=self._preemptions,
             drafts=self._decoding.drafts,
@@ -439,11 +422,11 @@ class Scheduler:
             running=len(self._running),
             waiting=len(self._waiting),
             sequences_held=self._kv.sequences_held,
-            kv_bytes=self._in_flight.kv_bytes,
-            steps_sent=self._in_flight.sent,
-            steps_completed=self._in_flight.completed,
+            kv_bytes=self.in_flight.kv_bytes,
+            steps_sent=self.in_flight.sent,
+            steps_completed=self.in_flight.completed,
             steps_failed=self._steps_failed,
-            recent=self._in_flight.recent,
+            recent=self.in_flight.recent,
             num_preemptions=self._preemptions,
             draft_tokens=self._decoding.draft_tokens,
             accepted_tokens=self._decoding.accepted_tokens,

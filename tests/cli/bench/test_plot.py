@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_ring.cli.bench.command import check_matplotlib
-from mlx_ring.cli.bench.plot import cumulative, draw_plot, throughput
-from mlx_ring.cli.bench.summary import Record, summarize
+from mlx_ring.cli.bench.summary import Record, cumulative, draw_plot, summarize, throughput
 from mlx_ring.core.errors import ConfigError
 
 ANSWERS = [

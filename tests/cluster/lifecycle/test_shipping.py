@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from mlx_cpu_kernels.build import Target, find_binary
-from mlx_ring.cluster.lifecycle import shipping
-from mlx_ring.cluster.lifecycle.shipping import (
+from mlx_ring.cluster.lifecycle import programs
+from mlx_ring.cluster.lifecycle.programs import (
     archived_files,
     needed_distributions,
     of_nobody,
@@ -25,7 +25,7 @@ def test_an_installed_extra_is_sent_too(monkeypatch: pytest.MonkeyPatch) -> None
     extra = "opentelemetry-exporter-otlp-proto-http"
     assert extra in {found.name for found in needed_distributions()}
     assert any(text.startswith(extra) and ";" not in text for text in wanted_here().requirements)
-    monkeypatch.setattr(shipping, "_EXTRAS", ())
+    monkeypatch.setattr(programs, "_EXTRAS", ())
     assert extra not in {found.name for found in needed_distributions()}
 
 
@@ -84,7 +84,7 @@ def test_a_program_that_was_sent_can_be_sent_again(tmp_path: Path) -> None:
     subprocess.run(unpack, check=True)
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); "
-        "from mlx_ring.cluster.lifecycle.shipping import archived_files; "
+        "from mlx_ring.cluster.lifecycle.programs import archived_files; "
         "print(*sorted(name for name, _ in archived_files()), sep='\\n')"
     )
     done = subprocess.run(

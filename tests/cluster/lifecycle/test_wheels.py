@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mlx_ring.cluster.lifecycle import wheels
-from mlx_ring.cluster.lifecycle.shipping import archived_files, wanted_here
+from mlx_ring.cluster.lifecycle.programs import archived_files, wanted_here
 from mlx_ring.cluster.lifecycle.systems import Python
 from mlx_ring.cluster.lifecycle.wheels import (
     Wanted,

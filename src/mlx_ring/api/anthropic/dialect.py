@@ -1,14 +1,140 @@
-"""Anthropic's API as a dialect."""
+"""Anthropic's API as a dialect: routes, and the form of errors."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Literal, NotRequired
 
-from mlx_ring.api.anthropic.routes import MESSAGES_PATH, routes
+from starlette.requests import Request
+from starlette.routing import Router
+
+from mlx_ring.api.anthropic.request import CountTokensRequest, MessagesRequest, conversation_of
+from mlx_ring.api.anthropic.schemas import (
+    COUNT_TOKENS,
+    MESSAGES,
+    AnthropicMessage,
+    CountedTokens,
+    MessageEvent,
+    Ping,
+)
+from mlx_ring.api.anthropic.writer import MessageWriter, Stop, TokenCounts
+from mlx_ring.api.chat.answer import AnswerUpdate, ChatAnswer, answer_chat, stream_chat
+from mlx_ring.api.chat.prepare import encode_conversation, prepare_chat
 from mlx_ring.api.context import ApiContext
-from mlx_ring.api.dialect import Dialect, ErrorInfo, ErrorNumbers, event
-from mlx_ring.api.openapi import JsonObject
+from mlx_ring.api.dialect import Dialect, ErrorInfo, ErrorNumbers, event, named_event
+from mlx_ring.api.openai.sampling import sampling_params
+from mlx_ring.api.openapi import JsonObject, documented_post
+from mlx_ring.api.request_body import convert
+from mlx_ring.api.service import ModelService
+from mlx_ring.api.streaming import EVENT_STREAM, JsonStream, StreamFormat
+from mlx_ring.core.types import SamplingParams
+
+MESSAGES_PATH = "/v1/messages"
+
+
+def routes(context: ApiContext) -> Router:
+    router = Router()
+
+    async def messages(request: Request) -> AnthropicMessage | JsonStream[MessageEvent]:
+        fields = await context.read(request, MessagesRequest)
+        service = context.model(fields.model)
+        sampling = _sampling(fields, service)
+        format_ = context.formats[service.tokenizer]
+        conversation = await convert(request, lambda: conversation_of(fields, format_))
+        engine = await context.answering(service)
+        message_id = f"msg_{secrets.token_hex(12)}"
+        chat = await prepare_chat(
+            context,
+            service,
+            conversation,
+            [sampling],
+            request_id=message_id,
+            early_arguments=any(tool.eager_input_streaming for tool in fields.tools or ()),
+        )
+        writer = MessageWriter(message_id, service.model_id, shows_thinking=_shows_thinking(fields))
+        if fields.stream:
+            stream = MessageStream(writer, sampling, TokenCounts(chat.prompt_tokens))
+            return stream_chat(engine, chat, stream, keep_alive_s=context.settings.keep_alive_s)
+        [answer] = await answer_chat(request, engine, chat)
+        for part in answer.parts:
+            list(writer.part(part))
+        return writer.whole(_stop(answer, sampling), _costs(answer))
+
+    async def count_tokens(request: Request) -> CountedTokens:
+        fields = await context.read(request, CountTokensRequest)
+        service = context.model(fields.model)
+        format_ = context.formats[service.tokenizer]
+        conversation = await convert(request, lambda: conversation_of(fields, format_))
+        prompt = await encode_conversation(context, service, conversation)
+        return {"input_tokens": len(prompt)}
+
+    documented_post(router, MESSAGES_PATH, messages, MessagesRequest, MESSAGES)
+    documented_post(router, f"{MESSAGES_PATH}/count_tokens", count_tokens, CountTokensRequest, COUNT_TOKENS)
+    return router
+
+
+_PING: Ping = {"type": "ping"}
+_PINGED = named_event(_PING)
+
+
+class MessageStream:
+    """Events of a message. Anthropic's ping keeps the stream alive."""
+
+    stream_format = StreamFormat(EVENT_STREAM, named_event, _PINGED, lambda: _PINGED)
+
+    def __init__(self, writer: MessageWriter, sampling: SamplingParams, costs: TokenCounts) -> None:
+        """Create a stream. `costs` are the costs known before the answer."""
+        self._writer = writer
+        self._sampling = sampling
+        self._costs = costs
+
+    def opening(self, answers: Sequence[ChatAnswer]) -> Iterator[MessageEvent]:
+        del answers
+        return self._writer.opening(self._costs)
+
+    def update(
+        self, updates: Sequence[AnswerUpdate], answers: Sequence[ChatAnswer]
+    ) -> Iterator[MessageEvent]:
+        del answers
+        for one in updates:
+            for part in one.parts:
+                yield from self._writer.part(part)
+
+    def closing(self, answers: Sequence[ChatAnswer]) -> Iterator[MessageEvent]:
+        [answer] = answers
+        return self._writer.closing(_stop(answer, self._sampling), _costs(answer))
+
+
+def _sampling(fields: MessagesRequest, service: ModelService) -> SamplingParams:
+    params = sampling_params(fields, service, max_tokens=fields.max_tokens, top_logprobs=None)
+    return replace(params, stop=(*params.stop, *(fields.stop_sequences or ())))
+
+
+def _shows_thinking(fields: MessagesRequest) -> bool:
+    return fields.thinking is None or fields.thinking.display != "omitted"
+
+
+def _stop(answer: ChatAnswer, sampling: SamplingParams) -> Stop:
+    match answer.end:
+        case "tool_calls":
+            return Stop("tool_use")
+        case "length" if sampling.max_tokens is None or answer.completion_tokens < sampling.max_tokens:
+            return Stop("model_context_window_exceeded")
+        case "length":
+            return Stop("max_tokens")
+        case _ if answer.stop_match is not None:
+            return Stop("stop_sequence", answer.stop_match)
+        case _:
+            return Stop("end_turn")
+
+
+def _costs(answer: ChatAnswer) -> TokenCounts:
+    return TokenCounts(
+        answer.prompt_tokens, answer.cached_tokens, answer.completion_tokens, answer.reasoning_tokens
+    )
+
 
 _SERVER_ERROR = 500
 _ERROR_TYPES = {

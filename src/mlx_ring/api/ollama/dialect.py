@@ -1,12 +1,219 @@
-"""Ollama's API as a dialect."""
+"""Ollama's API as a dialect, and its chat and generate routes."""
 
 from __future__ import annotations
 
+import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated
+
+from pydantic import Field
+from starlette.requests import Request
+from starlette.routing import Router
+
+from mlx_ring.api.chat.answer import answer_chat, stream_chat
+from mlx_ring.api.chat.answer_grammars import answer_grammar
+from mlx_ring.api.chat.model_format import ChatFormat
+from mlx_ring.api.chat.prepare import PreparedChat, prepare_chat
+from mlx_ring.api.chat.reader import ReadingRules
+from mlx_ring.api.chat.request import Conversation, Tool, ToolUse
 from mlx_ring.api.context import ApiContext
 from mlx_ring.api.dialect import Dialect, ErrorInfo
-from mlx_ring.api.ollama import embed, models, routes
-from mlx_ring.api.ollama.writer import json_line
-from mlx_ring.api.openapi import JsonObject
+from mlx_ring.api.ollama import embed, models
+from mlx_ring.api.ollama.request import (
+    CommonFields,
+    Images,
+    KeepAlive,
+    Message,
+    OfferedTool,
+    find_model,
+    read_format,
+    read_sampling,
+    read_think,
+    template_messages,
+    unloads_at_once,
+)
+from mlx_ring.api.ollama.schemas import CHAT, GENERATE, OllamaChat, OllamaGenerated
+from mlx_ring.api.ollama.writer import (
+    LineWriter,
+    PieceMaker,
+    PieceT,
+    Stopwatch,
+    chat_piece,
+    generate_piece,
+    json_line,
+)
+from mlx_ring.api.openai.messages import check_names
+from mlx_ring.api.openai.token_text import TokenTexts
+from mlx_ring.api.openapi import JsonObject, documented_post
+from mlx_ring.api.ops.models import check_manager
+from mlx_ring.api.request_body import MOST_MESSAGES, Unsupported, convert
+from mlx_ring.api.service import Answering, ModelService
+from mlx_ring.api.streaming import JsonStream, while_connected
+from mlx_ring.core.errors import RequestError
+from mlx_ring.core.generation import GenerateRequest
+from mlx_ring.core.types import SamplingParams
+
+
+async def load_or_unload(
+    context: ApiContext,
+    request: Request,
+    service: ModelService,
+    keep_alive: KeepAlive | None,
+    writer: LineWriter[PieceT],
+) -> PieceT:
+    """Load or unload the model. Answer with one object, which is also a stream of one line."""
+    if unloads_at_once(keep_alive):
+        check_manager(request, context.settings)
+        await context.catalog.unload(service, force=False)
+        return writer.loaded("unload")
+    await while_connected(request.receive, context.answering(service))
+    return writer.loaded("load")
+
+
+class ChatRequest(CommonFields):
+    messages: list[Message] = Field(default_factory=list[Message], max_length=MOST_MESSAGES)
+    """Messages. Without any, the model is loaded, or unloaded if `keep_alive` is 0."""
+    tools: list[OfferedTool] | None = None
+
+
+def routes(context: ApiContext) -> Router:
+    router = Router()
+
+    async def chat(request: Request) -> OllamaChat | JsonStream[OllamaChat]:
+        watch = Stopwatch()
+        fields = await context.read(request, ChatRequest)
+        service = find_model(context, fields.model)
+        writer = line_writer(fields, service, watch, chat_piece)
+        if not fields.messages:
+            return await load_or_unload(context, request, service, fields.keep_alive, writer)
+        sampling = read_sampling(fields, service, context.settings.default_max_tokens)
+        format_ = context.formats[service.tokenizer]
+        conversation = await convert(request, lambda: _conversation(fields, format_))
+        engine = await context.answering(service)
+        watch.loaded()
+        prepared = await prepare_chat(
+            context, service, conversation, [sampling], request_id=f"ollama-{secrets.token_hex(12)}"
+        )
+        return await respond(context, request, engine, prepared, writer, streams=fields.streams)
+
+    documented_post(router, "/api/chat", chat, ChatRequest, CHAT)
+    _add_generate(router, context)
+    return router
+
+
+def line_writer(
+    fields: CommonFields, service: ModelService, watch: Stopwatch, make_piece: PieceMaker[PieceT]
+) -> LineWriter[PieceT]:
+    texts = TokenTexts(service.tokenizer) if fields.logprobs else None
+    return LineWriter(fields.model or service.model_id, watch, make_piece, texts)
+
+
+async def respond(
+    context: ApiContext,
+    request: Request,
+    engine: Answering,
+    prepared: PreparedChat,
+    writer: LineWriter[PieceT],
+    *,
+    streams: bool,
+) -> PieceT | JsonStream[PieceT]:
+    """Return the answer, streamed or whole."""
+    if streams:
+        return stream_chat(engine, prepared, writer, keep_alive_s=context.settings.keep_alive_s)
+    (answer,) = await answer_chat(request, engine, prepared)
+    return writer.whole(answer)
+
+
+def _tools(offered: Sequence[OfferedTool]) -> list[Tool]:
+    check_names([tool.function.name for tool in offered], "tools[{}].function.name")
+    return [tool.plain() for tool in offered]
+
+
+def _conversation(fields: ChatRequest, format_: ChatFormat) -> Conversation:
+    return Conversation(
+        messages=template_messages(fields.messages),
+        tool_use=ToolUse(_tools(fields.tools or ())),
+        format=read_format(fields.format),
+        template_kwargs=read_think(format_, fields.think),
+    )
+
+
+class GenerateFields(CommonFields):
+    prompt: str = ""
+    """Prompt. If it is empty, the model is loaded, or unloaded if `keep_alive` is 0."""
+    system: str | None = None
+    raw: bool | None = None
+    """True to use the prompt as it is, without the chat template."""
+    suffix: Annotated[None, Unsupported("text can only be added at the end; leave it out.", ("",))] = None
+    template: Annotated[
+        None,
+        Unsupported("the model's own chat template is used, or none with 'raw'; leave it out.", ("",)),
+    ] = None
+    context: Annotated[None, Unsupported("answers have none; send messages to /api/chat.", ([],))] = None
+    images: Images = None
+
+
+def _add_generate(router: Router, context: ApiContext) -> None:
+    async def generate(request: Request) -> OllamaGenerated | JsonStream[OllamaGenerated]:
+        watch = Stopwatch()
+        fields = await context.read(request, GenerateFields)
+        service = find_model(context, fields.model)
+        writer = line_writer(fields, service, watch, generate_piece)
+        if not fields.prompt:
+            return await load_or_unload(context, request, service, fields.keep_alive, writer)
+        sampling = read_sampling(fields, service, context.settings.default_max_tokens)
+        engine = await context.answering(service)
+        watch.loaded()
+        prepared = await _prepare(context, service, fields, sampling)
+        return await respond(context, request, engine, prepared, writer, streams=fields.streams)
+
+    documented_post(router, "/api/generate", generate, GenerateFields, GENERATE)
+
+
+async def _prepare(
+    context: ApiContext, service: ModelService, fields: GenerateFields, sampling: SamplingParams
+) -> PreparedChat:
+    request_id = f"ollama-{secrets.token_hex(12)}"
+    if fields.raw or not service.tokenizer.has_chat_template:
+        _check_raw(fields)
+        return await _prepare_raw(context, service, fields, sampling, request_id)
+    system = [{"role": "system", "content": fields.system}] if fields.system else []
+    conversation = Conversation(
+        messages=[*system, {"role": "user", "content": fields.prompt}],
+        format=read_format(fields.format),
+        template_kwargs=read_think(context.formats[service.tokenizer], fields.think),
+        messages_param="prompt",
+    )
+    return await prepare_chat(context, service, conversation, [sampling], request_id=request_id)
+
+
+async def _prepare_raw(
+    context: ApiContext,
+    service: ModelService,
+    fields: GenerateFields,
+    sampling: SamplingParams,
+    request_id: str,
+) -> PreparedChat:
+    """Prepare an answer that consists of text only."""
+    plain, asked = ChatFormat(), Conversation(messages=(), format=read_format(fields.format))
+    grammar = answer_grammar(plain, asked, thinking_open=False, open_schemas=context.settings.open_schemas)
+    await context.grammars.check(grammar, asked)
+    tokens = await context.prompts.encode(service, fields.prompt)
+    request = GenerateRequest(f"{request_id}-0", tokens, replace(sampling, stop=(), grammar=grammar))
+    rules = ReadingRules(plain, stops=sampling.stop)
+    return PreparedChat((request,), (rules,), "prompt")
+
+
+def _check_raw(fields: GenerateFields) -> None:
+    """Refuse fields that need a chat template if none is used."""
+    given = {"system": fields.system, "think": fields.think}
+    for name, value in given.items():
+        if value:
+            raise RequestError(
+                f"'{name}' needs the model's chat template, but the prompt is raw; leave it out.",
+                param=name,
+            )
 
 
 class OllamaError(JsonObject):
@@ -21,7 +228,7 @@ def _error_body(info: ErrorInfo, _: str) -> OllamaError:
 OLLAMA: Dialect[ApiContext, OllamaError] = Dialect(
     name="Ollama",
     prefixes=("/api",),
-    routes=(routes.routes, embed.routes, models.routes),
+    routes=(routes, embed.routes, models.routes),
     error_body=_error_body,
     error_schema=OllamaError,
     stream_failure=json_line,

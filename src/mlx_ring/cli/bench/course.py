@@ -16,8 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from mlx_ring.cli.bench.client import BenchClient, RequestOptions, Target, probe
-from mlx_ring.cli.bench.plot import draw_plot
-from mlx_ring.cli.bench.summary import STOPPED, Record, as_json, print_summary, summarize
+from mlx_ring.cli.bench.summary import STOPPED, Record, as_json, draw_plot, print_summary, summarize
 from mlx_ring.cli.bench.workload import Job, Workload, make_jobs
 from mlx_ring.core.errors import ConfigError
 
