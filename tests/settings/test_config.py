@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,7 +17,7 @@ from mlx_ring.rpc.backends import LINKS, LinkKind
 from mlx_ring.settings import rank_settings
 from mlx_ring.settings.config import Settings
 from mlx_ring.settings.fields import flag_name
-from mlx_ring.settings.rank_settings import check_link, check_ranks
+from mlx_ring.settings.rank_settings import check_link, check_ranks, crowding_remark
 from mlx_ring.settings.settings_sources import allowed_values, api_keys, bodies_mb, load_settings
 
 
@@ -305,3 +306,17 @@ def test_every_setting_is_read_by_some_code() -> None:
         name for name in Settings.model_fields if not re.search(rf"(?:settings|policy)\.{name}\b", code)
     ]
     assert unread == []
+
+
+@pytest.mark.parametrize(
+    ("options", "cores", "remark"),
+    [
+        ({"tp": 4}, 4, ""),
+        ({"stages": 4}, 2, ""),
+        ({"tp": 4}, 2, "--tp 4 makes 4 workers for 2 cores. On a CPU, "),
+        ({"tp_shares": (3, 1), "stages": 2}, 3, "--tp 2 makes 4 workers for 3 cores. On a CPU, "),
+    ],
+)
+def test_more_ranks_than_cores_are_remarked_upon(options: dict[str, Any], cores: int, remark: str) -> None:
+    found = crowding_remark(Settings(**options), cores)
+    assert found.startswith(remark) if remark else not found

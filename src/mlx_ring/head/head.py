@@ -43,9 +43,10 @@ from mlx_ring.host.head_announcement import HeadAnnouncement
 from mlx_ring.host.interfaces import lan_addresses, lan_urls, own_names
 from mlx_ring.host.keep_awake import KeepAwake
 from mlx_ring.host.machine import make_run_folder, node_name, raise_descriptor_limit
+from mlx_ring.host.process import usable_cores
 from mlx_ring.models.weights_manifest import WeightsManifest, manifest_beside
 from mlx_ring.settings.config import Settings
-from mlx_ring.settings.rank_settings import rank_shares
+from mlx_ring.settings.rank_settings import crowding_remark, rank_shares
 from mlx_ring.settings.settings_sources import api_keys, bodies_mb
 
 
@@ -264,6 +265,8 @@ class Head:
         settings, declared = self._settings, self._catalog.declared
         if settings.nodes == 1:
             run_dir = cleanup.enter_context(make_run_folder(settings.run_dir))
+            if remark := crowding_remark(settings, usable_cores()):
+                log.warning("%s", remark)
             single_node = SingleNode(
                 settings,
                 run_dir,

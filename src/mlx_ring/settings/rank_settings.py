@@ -41,6 +41,19 @@ def may_share_by_plan(settings: Settings) -> bool:
     )
 
 
+def crowding_remark(settings: Settings, cores: int) -> str:
+    """Return what is wrong with `--tp` on this machine's cores, as a sentence; empty if they suffice."""
+    ranks = len(rank_shares(settings))
+    workers = settings.stages * ranks
+    if ranks == 1 or workers <= cores:
+        return ""
+    fits = max(1, cores // settings.stages)
+    return (
+        f"--tp {ranks} makes {workers} workers for {cores} core{'s' if cores > 1 else ''}. On a CPU, each sum waits for "
+        f"workers that have no core, so answers come later than with --tp {fits}."
+    )
+
+
 def check_ranks(settings: Settings) -> None:
     """Raise `ConfigError` if ranks cannot be placed on machines as requested."""
     ranks, nodes, stages = len(rank_shares(settings)), settings.nodes, settings.stages
