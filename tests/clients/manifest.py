@@ -89,6 +89,31 @@ CLIENTS: Sequence[Client] = (
         "because it would otherwise send token ids of another model",
     ),
     Client(
+        "langgraph",
+        "langgraph",
+        "with_langgraph.py",
+        'a graph with `ChatOpenAI(base_url="URL/v1", api_key="KEY", model="MODEL")`',
+    ),
+    Client(
+        "llama-index",
+        "llama-index-core",
+        "with_llama_index.py",
+        '`OpenAILike(api_base="URL/v1", api_key="KEY", model="MODEL", is_chat_model=True, is_function_calling_model=True)`',
+    ),
+    Client(
+        "haystack",
+        "haystack-ai",
+        "with_haystack.py",
+        '`OpenAIChatGenerator(api_base_url="URL/v1", api_key=Secret.from_token("KEY"), model="MODEL")`',
+        {"HAYSTACK_TELEMETRY_ENABLED": "False"},
+    ),
+    Client(
+        "smolagents",
+        "smolagents",
+        "with_smolagents.py",
+        '`OpenAIModel("MODEL", api_base="URL/v1", api_key="KEY")`',
+    ),
+    Client(
         "instructor",
         "instructor",
         "with_instructor.py",
@@ -127,6 +152,19 @@ CLIENTS: Sequence[Client] = (
         "@anthropic-ai/sdk",
         "with_anthropic.mjs",
         '`new Anthropic({ baseURL: "URL", apiKey: "KEY" })`',
+    ),
+    Client(
+        "ollama-js",
+        "ollama",
+        "with_ollama.mjs",
+        '`new Ollama({ host: "URL", headers: { Authorization: "Bearer KEY" } })`',
+    ),
+    Client(
+        "vercel-ai",
+        "ai",
+        "with_vercel_ai.mjs",
+        '`createOpenAICompatible({ name: "mlx-ring", baseURL: "URL/v1", apiKey: "KEY" })("MODEL")`; '
+        '`createAnthropic({ baseURL: "URL/v1", apiKey: "KEY" })("MODEL")`',
     ),
     Client(
         "llm-comply",
