@@ -167,6 +167,20 @@ CLIENTS: Sequence[Client] = (
         '`createAnthropic({ baseURL: "URL/v1", apiKey: "KEY" })("MODEL")`',
     ),
     Client(
+        "codex",
+        "@openai/codex",
+        "with_codex.mjs",
+        'in `~/.codex/config.toml`: `model`, `model_provider`, and under `[model_providers.NAME]` `name`, `base_url = "URL/v1"`, '
+        '`env_key`, `wire_api = "responses"`',
+    ),
+    Client(
+        "claude-code",
+        "@anthropic-ai/claude-code",
+        "with_claude_code.mjs",
+        "`ANTHROPIC_BASE_URL=URL ANTHROPIC_AUTH_TOKEN=KEY claude --model MODEL`",
+        {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "DISABLE_AUTOUPDATER": "1"},
+    ),
+    Client(
         "llm-comply",
         "llm-comply",
         "with_llm_comply.py",

@@ -47,7 +47,7 @@ CALL = ("function_call_arguments.delta", "function_call_arguments.done", "output
 def writer(**fields: object) -> ResponseWriter:
     request = ResponsesRequest.model_validate({"input": "Hello."} | fields)
     response = response_of(request, SamplingParams(), id_="resp_1", model="twin", created_at=1)
-    return ResponseWriter(response, seals_reasoning=request.seals_reasoning)
+    return ResponseWriter(response, seals_reasoning=request.seals_reasoning, namespaces=request.namespaces)
 
 
 def kinds(events: Events) -> list[str]:
@@ -240,7 +240,9 @@ def test_effort_and_enable_thinking_together_are_refused() -> None:
         ({"background": True}, "background", "leave it out"),
         ({"prompt": {"id": "p"}}, "prompt", "'instructions'"),
         ({"truncation": "auto"}, "truncation", "'disabled'"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "web_search"),
+        ({"tools": [{"type": "code_interpreter"}]}, "tools[0]", "code_interpreter"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "custom"}]}]}, "tools[0].tools[0].type", "function"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice", "no 'tools'"),
         ({"tools": [ADD], "tool_choice": {"type": "function", "name": "sub"}}, "tool_choice.name", "sub"),
         ({"tool_choice": "required"}, "tool_choice", "no 'tools'"),
         ({"include": ["file_search_call.results"]}, "include[0]", "file_search_call.results"),
@@ -261,3 +263,45 @@ def test_unsupported_field_is_refused_by_name(
     named, message = refusal(api.post("/v1/responses", {"input": "Hello."} | fields))
     assert named == param
     assert expected in message
+
+
+AGENTS = {
+    "type": "namespace",
+    "name": "agents",
+    "description": "Helpers.",
+    "tools": [ADD, ADD | {"name": "end"}],
+}
+SEARCH = {"type": "web_search", "external_web_access": False, "search_context_size": "low"}
+
+
+def test_functions_of_a_namespace_are_offered_with_its_name_and_searches_are_left_out() -> None:
+    request = ResponsesRequest.model_validate({"input": "Hello.", "tools": [ADD, AGENTS, SEARCH]})
+    tools = conversation_of(request, ChatFormat()).tool_use.tools
+    assert [tool.name for tool in tools] == ["add", "agents__add", "agents__end"]
+    response = response_of(request, SamplingParams(), id_="resp_1", model="twin", created_at=1)
+    assert [tool["name"] for tool in response["tools"]] == ["add", "agents"]
+
+
+def test_a_call_of_a_namespace_names_it_and_is_read_back() -> None:
+    response_writer = writer(tools=[ADD, AGENTS])
+    events: Events = []
+    for part in (
+        CallOpening(0, "call_1", "agents__end"),
+        CallArguments(0, "{}"),
+        CallOpening(1, "call_2", "add"),
+    ):
+        events += response_writer.part(part)
+    events += response_writer.closing("completed", usage_of(1, 0, 1, 0))
+    validated(events)
+    first, second = events[-1]["response"]["output"]
+    assert (first["name"], first["namespace"], second["name"]) == ("end", "agents", "add")
+    assert "namespace" not in second
+    (message,) = template_messages([first])
+    assert message["tool_calls"][0]["function"]["name"] == "agents__end"
+
+
+def test_what_codex_adds_to_a_request_is_accepted() -> None:
+    body = {"input": "Hello.", "tools": [ADD, AGENTS, SEARCH], "client_metadata": {"turn_id": "1"}}
+    answer = Api(TwinService(tokenizer=MarkingTokenizer())).post("/v1/responses", body)
+    assert answer.status_code == 200, answer.text
+    assert "client_metadata" not in answer.json()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Literal, cast
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from mlx_ring.api.chat.model_format import ChatFormat
@@ -90,6 +90,7 @@ class FunctionCallItem(Item):
     type: Literal["function_call"]
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: str
     parsed_arguments: object = None
     """Value that an SDK parsed from the arguments."""
@@ -165,7 +166,11 @@ def template_messages(items: Iterable[AnyItem]) -> list[Plain]:
             case FunctionCallItem():
                 turn = _turn(messages, reasoning)
                 calls = cast("list[Plain]", turn.setdefault("tool_calls", []))
-                calls.append(template_call(item.name, arguments_of(item.arguments), item.call_id))
+                calls.append(
+                    template_call(
+                        offered_name(item.name, item.namespace), arguments_of(item.arguments), item.call_id
+                    )
+                )
             case MessageItem(role="assistant"):
                 messages.append(
                     _with_reasoning({"role": "assistant", "content": text_of(item.content)}, reasoning)
@@ -224,24 +229,57 @@ _Prompt = Annotated[
 ]
 
 
-def _own_tool(kind: str) -> str:
-    if kind != "function":
+_WEB_SEARCH = ("web_search", "web_search_preview")
+_TOOLS = ("function", "namespace", *_WEB_SEARCH)
+
+
+def _known_tool(value: object) -> object:
+    kind = cast("Plain", value).get("type") if isinstance(value, dict) else None
+    if isinstance(kind, str) and kind not in _TOOLS:
         raise PydanticCustomError(
             "unsupported",
             "is '{kind}', a tool that runs on the server; only 'function' is supported.",
             {"kind": kind},
         )
-    return kind
+    return cast("object", value)
 
 
 class FunctionTool(Body):
-    type: Annotated[str, AfterValidator(_own_tool), Field(json_schema_extra={"const": "function"})]
+    type: Literal["function"]
     name: FunctionName
     description: str | None = None
     parameters: Parameters | None = None
     strict: bool | None = None
     defer_loading: Literal[False] | None = None
     allowed_callers: list[Literal["direct"]] | None = None
+
+
+class NamespaceTool(Body):
+    """Functions under one name, such as those of Codex's agents. Calls of them name both."""
+
+    type: Literal["namespace"]
+    name: FunctionName
+    description: str | None = None
+    tools: Annotated[list[FunctionTool], Field(min_length=1)]
+
+
+class WebSearchTool(Body):
+    """Search that OpenAI's server would do. It is left out: agents offer it beside tools of their own."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: Literal["web_search", "web_search_preview"]
+
+
+AnyTool = Annotated[
+    Annotated[FunctionTool | NamespaceTool | WebSearchTool, Field(discriminator="type")],
+    BeforeValidator(_known_tool),
+]
+
+
+def offered_name(name: str, namespace: str | None) -> str:
+    """Return the name by which a model calls a function."""
+    return f"{namespace}__{name}" if namespace else name
 
 
 class NamedTool(Body):
@@ -300,7 +338,7 @@ class ResponsesRequest(SamplingFields):
     ]
     instructions: str | None = None
     max_output_tokens: Count | None = None
-    tools: list[FunctionTool] | None = None
+    tools: list[AnyTool] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     max_tool_calls: Count | None = None
@@ -323,6 +361,8 @@ class ResponsesRequest(SamplingFields):
     prompt_cache_key: str | None = None
     service_tier: str | None = None
     """This field, the ones above and `store` are without effect. The answer repeats them."""
+    client_metadata: dict[str, object] | None = None
+    """Accepted without effect: Codex sends it."""
 
     @property
     def wanted_logprobs(self) -> int | None:
@@ -334,6 +374,27 @@ class ResponsesRequest(SamplingFields):
     @property
     def seals_reasoning(self) -> bool:
         return _SEALED in (self.include or ())
+
+    @property
+    def functions(self) -> Iterator[tuple[FunctionTool, str | None]]:
+        """Functions that the model may call, each with its namespace."""
+        for tool in self.tools or ():
+            match tool:
+                case FunctionTool():
+                    yield tool, None
+                case NamespaceTool():
+                    yield from ((function, tool.name) for function in tool.tools)
+                case WebSearchTool():
+                    pass
+
+    @property
+    def namespaces(self) -> Mapping[str, tuple[str, str]]:
+        """Name and namespace of each function in one, by the name that the model calls."""
+        return {
+            offered_name(tool.name, namespace): (tool.name, namespace)
+            for tool, namespace in self.functions
+            if namespace
+        }
 
 
 def conversation_of(fields: ResponsesRequest, format_: ChatFormat) -> Conversation:
@@ -374,8 +435,8 @@ def _messages(fields: ResponsesRequest) -> list[Plain]:
 
 def _tool_use(fields: ResponsesRequest) -> ToolUse:
     tools = [
-        Tool(tool.name, tool.description, tool.parameters, strict=bool(tool.strict))
-        for tool in fields.tools or ()
+        Tool(offered_name(tool.name, namespace), tool.description, tool.parameters, strict=bool(tool.strict))
+        for tool, namespace in fields.functions
     ]
     check_names([tool.name for tool in tools], "tools[{}].name")
     use = ToolUse(tools, parallel=fields.parallel_tool_calls is not False)

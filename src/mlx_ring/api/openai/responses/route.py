@@ -21,7 +21,9 @@ from mlx_ring.api.openai.responses.request import (
     FunctionTool,
     JsonSchemaFormat,
     NamedTool,
+    NamespaceTool,
     ResponsesRequest,
+    WebSearchTool,
     conversation_of,
 )
 from mlx_ring.api.openai.responses.schemas import (
@@ -34,6 +36,7 @@ from mlx_ring.api.openai.responses.schemas import (
     ReasoningConfig,
     ResponseEvent,
     ResponseMade,
+    ResponseNamespace,
     ResponseTool,
     ResponseUsage,
     SchemaFormat,
@@ -67,7 +70,11 @@ def routes(context: ApiContext) -> Router:
         response = response_of(
             fields, sampling, id_=response_id, model=service.model_id, created_at=int(time.time())
         )
-        writer = ResponseWriter(response, seals_reasoning=fields.seals_reasoning)
+        writer = ResponseWriter(
+            response,
+            seals_reasoning=fields.seals_reasoning,
+            namespaces=fields.namespaces,
+        )
         stream = ResponseStream(writer, TokenTexts(service.tokenizer))
         if fields.stream:
             return stream_chat(
@@ -174,7 +181,7 @@ def response_of(
         **echoed_sampling(sampling),
         "text": _text(fields),
         "tool_choice": _tool_choice(fields),
-        "tools": [_tool(tool) for tool in fields.tools or ()],
+        "tools": [_tool(tool) for tool in fields.tools or () if not isinstance(tool, WebSearchTool)],
         "top_logprobs": fields.top_logprobs or 0,
         "truncation": "disabled",
         "usage": None,
@@ -226,7 +233,18 @@ def _chosen(tool: NamedTool) -> ChosenTool:
     return {"type": tool.type, "name": tool.name}
 
 
-def _tool(tool: FunctionTool) -> ResponseTool:
+def _tool(tool: FunctionTool | NamespaceTool) -> ResponseTool | ResponseNamespace:
+    if isinstance(tool, FunctionTool):
+        return _function(tool)
+    return {
+        "type": tool.type,
+        "name": tool.name,
+        "description": tool.description,
+        "tools": [_function(function) for function in tool.tools],
+    }
+
+
+def _function(tool: FunctionTool) -> ResponseTool:
     return {
         "type": "function",
         "name": tool.name,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NotRequired
 
 from pydantic import Field
 
@@ -56,6 +56,8 @@ class ResponseCall(_Item):
     type: Literal["function_call"]
     call_id: str
     name: str
+    namespace: NotRequired[str]
+    """Namespace of the function, if it was offered in one."""
     arguments: str
     """JSON."""
 
@@ -135,6 +137,13 @@ class ResponseTool(JsonObject):
     strict: bool
 
 
+class ResponseNamespace(JsonObject):
+    type: Literal["namespace"]
+    name: str
+    description: str | None
+    tools: list[ResponseTool]
+
+
 class ResponseMade(EchoedSampling):
     """Response, with the parameters of its request."""
 
@@ -164,7 +173,7 @@ class ResponseMade(EchoedSampling):
     store: Literal[False]
     text: TextFormatConfig
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | ChosenTools
-    tools: list[ResponseTool]
+    tools: list[Annotated[ResponseTool | ResponseNamespace, Field(discriminator="type")]]
     top_logprobs: int
     truncation: Literal["disabled"]
     usage: ResponseUsage | None

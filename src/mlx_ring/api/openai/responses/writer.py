@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from typing import Literal
 
@@ -179,13 +179,15 @@ class ReasoningOutput(_TextItem):
 class OpenCall(OpenItem):
     prefix = "fc"
 
-    def __init__(self, numbers: Iterator[int], output_index: int, call_id: str, name: str) -> None:
+    def __init__(
+        self, numbers: Iterator[int], output_index: int, call_id: str, name: str, namespace: str | None
+    ) -> None:
         super().__init__(numbers, output_index)
         self._at: ItemPlace = {"output_index": output_index, "item_id": self.id}
-        self._call_id, self._name = call_id, name
+        self._call_id, self._name, self._namespace = call_id, name, namespace
 
     def item(self, status: ItemStatus) -> ResponseCall:
-        return {
+        item: ResponseCall = {
             "id": self.id,
             "type": "function_call",
             "status": status,
@@ -193,6 +195,9 @@ class OpenCall(OpenItem):
             "name": self._name,
             "arguments": self.text,
         }
+        if self._namespace is not None:
+            item["namespace"] = self._namespace
+        return item
 
     def opens(self) -> Iterator[ResponseEvent]:
         yield from ()
@@ -223,9 +228,22 @@ End = Literal["completed", "incomplete"]
 class ResponseWriter:
     """Converter of one answer's parts to events; it also keeps the whole response."""
 
-    def __init__(self, response: ResponseMade, *, seals_reasoning: bool = False) -> None:
-        """Create a writer from the response before its answer."""
+    def __init__(
+        self,
+        response: ResponseMade,
+        *,
+        seals_reasoning: bool = False,
+        namespaces: Mapping[str, tuple[str, str]] | None = None,
+    ) -> None:
+        """Create a writer.
+
+        Args:
+            response: the response before its answer.
+            seals_reasoning: seal reasoning, for clients that keep nothing else.
+            namespaces: function and namespace by the name that the model calls.
+        """
         self._response = response
+        self._namespaces = namespaces or {}
         self._seals_reasoning = seals_reasoning
         self._numbers = count()
         self._open: OpenItem | None = None
@@ -241,7 +259,8 @@ class ResponseWriter:
         match part:
             case CallOpening():
                 yield from self._stop("completed")
-                yield from self._start(OpenCall(self._numbers, len(self._output), part.id, part.name))
+                name, namespace = self._namespaces.get(part.name, (part.name, None))
+                yield from self._start(OpenCall(self._numbers, len(self._output), part.id, name, namespace))
             case CallArguments():
                 yield from self._grow(part.text)
             case ReasoningText():
