@@ -301,7 +301,9 @@ def test_a_call_of_a_namespace_names_it_and_is_read_back() -> None:
 
 
 def test_what_codex_adds_to_a_request_is_accepted() -> None:
-    body = {"input": "Hello.", "tools": [ADD, AGENTS, SEARCH], "client_metadata": {"turn_id": "1"}}
+    free = ADD | {"strict": False}
+    tools = [free, AGENTS | {"tools": [free]}, SEARCH]
+    body = {"input": "Hello.", "tools": tools, "client_metadata": {"turn_id": "1"}}
     answer = Api(TwinService(tokenizer=MarkingTokenizer())).post("/v1/responses", body)
     assert answer.status_code == 200, answer.text
     assert "client_metadata" not in answer.json()
