@@ -57,7 +57,7 @@ check: .venv/.ready-dev ## check lint, format, types, import contracts and gener
 	$(BIN)/pyright
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python scripts/generate_protos.py --check
-	$(BIN)/python scripts/generate_settings_table.py --check
+	$(BIN)/python scripts/generate_tables.py --check
 	$(BIN)/python scripts/generate_dashboard.py --check
 	$(BIN)/python scripts/generate_page_types.py --check
 	$(BIN)/python scripts/check_english.py --tests
@@ -91,8 +91,8 @@ bench: .venv/.ready-dev ## compare with mlx-lm on this machine
 protos: .venv/.ready-dev ## generate Python code from the protos
 	$(BIN)/python scripts/generate_protos.py
 
-docs: .venv/.ready-dev ## generate the settings table, the Grafana dashboard and the page's types
-	$(BIN)/python scripts/generate_settings_table.py
+docs: .venv/.ready-dev ## generate the tables of settings, strategies and models, the Grafana dashboard and the page's types
+	$(BIN)/python scripts/generate_tables.py
 	$(BIN)/python scripts/generate_dashboard.py
 	$(BIN)/python scripts/generate_page_types.py
 
