@@ -40,8 +40,8 @@ DEEP = Shape(layers=16, hidden=768, intermediate=2304, heads=12, kv_heads=6, voc
 SPLIT = Shape(layers=24, hidden=2560, intermediate=9728, heads=32, vocabulary=32768)
 """Two thirds of Qwen3-4B's layers."""
 _PLAIN = ("--prefix-cache", "off", "--num-speculative-tokens", "0")
-_STREAMS = 64
-"""Streams of two stages, in two groups: products of 32 rows wait for computation, and not for memory."""
+_STREAMS = 128
+"""Streams of two stages, in two groups: with 64 rows in each, products wait for computation, and not for memory."""
 _HOP_US = 300.0
 """One-way delay between processes of this machine, including their wake-up."""
 
@@ -120,7 +120,7 @@ def row_streams(bench: Bench) -> list[Ratio]:
     The fewer rows a product has, the more of its time goes into reading weights, which a group of half the rows does
     again. So the row also prints what the products alone would gain on these cores.
     """
-    tokens, streams = (12, 16) if bench.quick else (48, _STREAMS)
+    tokens, streams = (12, 16) if bench.quick else (24, _STREAMS)
     products = limit_of_stages(tensor_rows.LARGE, streams, bench.cores)
     ratios: list[float] = []
     limits: list[float] = []
