@@ -353,6 +353,9 @@ class TwinCatalog:
     def local_models(self) -> Sequence[LocalModel]:
         return [find_model("demo")]
 
+    def interrupted_pulls(self) -> Mapping[str, int]:
+        return {"org/other": 1, "org/half": 5 * 10**9}
+
     async def unload(self, model: ModelService, *, force: bool) -> None:
         for own in self.models:
             if own is model:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.cli.test_main import complaint
 from tests.processes import run_cli, run_in_process, serving
 
 from mlx_ring.cli.cluster import speed
+from mlx_ring.cluster.lifecycle import verbs
 
 
 @pytest.mark.parametrize(
@@ -48,6 +50,22 @@ def test_invalid_input_is_reported_in_one_sentence(
         (tmp_path / "cluster.json").write_text(text)
     verb, *flags = arguments
     assert said in complaint("cluster", verb, "-c", "cluster.json", *flags, folder=tmp_path)
+
+
+def test_cluster_test_asks_for_the_likeliest_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[dict[str, Any]] = []
+
+    def ask(_file: object, method: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        sent.append({"method": method, "path": path, **body})
+        usage = {"prompt_tokens": 9, "completion_tokens": 2}
+        return {"choices": [{"message": {"content": "Paris."}}], "usage": usage, "performance": {}}
+
+    monkeypatch.setattr(verbs, "ask", ask)
+    (tmp_path / "cluster.json").write_text("[{ssh: localhost}]")
+    done = run_in_process("cluster", "test", "-c", "cluster.json", folder=tmp_path)
+    assert done.stdout == "Paris.\n", done.stderr
+    (request,) = sent
+    assert (request["path"], request["temperature"]) == ("/v1/chat/completions", 0)
 
 
 def test_cluster_start_refuses_settings_in_the_environment(tmp_path: Path) -> None:

@@ -119,6 +119,9 @@ def test_models_on_the_disk_are_listed_and_downloads_in_progress_are_followed(br
         disk.get_by_role("button", name="Load demo").click()
         expect(page.get_by_role("alert")).to_contain_text("There is no model 'demo'.")
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
+        expect(disk).to_contain_text(re.compile(r"org/half.*incomplete, 5(\.0)? GB so far"))
+        disk.get_by_role("button", name="Continue the download of org/half").click()
+        expect(add).to_contain_text("org/half is downloaded.")
 
 
 def test_machine_is_invited_by_a_command_and_its_code(browser: Browser) -> None:

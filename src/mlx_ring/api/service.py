@@ -346,6 +346,10 @@ class ModelCatalog(Protocol):
         """Return the models that can be loaded without a fetch. Reads the disk."""
         ...
 
+    def interrupted_pulls(self) -> Mapping[str, int]:
+        """Return the bytes of models whose fetch is not complete, by the hub's id. Reads the disk."""
+        ...
+
     async def delete(self, name: str) -> tuple[str, int]:
         """Remove a model of the hub from the disk, and from the list.
 

@@ -141,7 +141,7 @@ def try_out(
     """Send a prompt to the model, and print its answer and speed."""
     from mlx_ring.cluster.lifecycle import verbs
 
-    body = {"messages": [{"role": "user", "content": prompt}], "max_tokens": max_tokens}
+    body = {"messages": [{"role": "user", "content": prompt}], "max_tokens": max_tokens, "temperature": 0}
     answer = verbs.ask(_read(config), "POST", "/v1/chat/completions", body)
     print(answer["choices"][0]["message"]["content"])
     print(speed(answer), file=sys.stderr)

@@ -34,6 +34,7 @@ from mlx_ring.models.model_source import (
     LocalModel,
     exact_name,
     find_model,
+    interrupted_downloads,
     list_local_models,
     must_be_fetched,
     remove_model,
@@ -314,9 +315,7 @@ def list_models() -> None:
             str(folder.num_layers),
             f"{folder.context_length:,}",
         )
-    from mlx_ring.models import hub_cache  # importing its client takes a while
-
-    for name, size in hub_cache.interrupted_downloads().items():
+    for name, size in interrupted_downloads().items():
         table.add_row(name, next(iter(short_names_of(name)), ""), "hub", "incomplete", _size(size))
         remarks.append(f"{name} is incomplete: `mlx-ring pull {name}` continues the download.")
     console = Console(soft_wrap=True)

@@ -40,6 +40,7 @@ from mlx_ring.models.model_source import (
     exact_name,
     full_name,
     hold_folder,
+    interrupted_downloads,
     list_local_models,
     must_be_fetched,
     remove_model,
@@ -249,6 +250,9 @@ class Catalog:
 
     def local_models(self) -> Sequence[LocalModel]:
         return list(list_local_models())
+
+    def interrupted_pulls(self) -> Mapping[str, int]:
+        return interrupted_downloads()
 
     async def delete(self, name: str) -> tuple[str, int]:
         """Remove a model from the disk that is not loaded, and from the list."""

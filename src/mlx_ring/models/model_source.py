@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -71,6 +71,13 @@ def builtin_names() -> list[str]:
     if not BUILTIN_FOLDER.is_dir():
         return []
     return sorted(path.name for path in BUILTIN_FOLDER.iterdir() if (path / "config.json").is_file())
+
+
+def interrupted_downloads() -> Mapping[str, int]:
+    """Return the bytes on the disk of the hub's models that are not complete, by id."""
+    from mlx_ring.models import hub_cache  # importing its client takes a while
+
+    return hub_cache.interrupted_downloads()
 
 
 def list_local_models() -> Iterator[LocalModel]:

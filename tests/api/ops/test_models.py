@@ -170,6 +170,7 @@ def test_models_on_disk_are_listed_and_deleted_unless_they_are_loaded(api: Api) 
     listed = api.get("/cluster/models").json()
     assert [model["name"] for model in listed["models"]] == ["demo"]
     assert listed["pulls"][0]["model"] == "org/other"
+    assert listed["interrupted"] == [{"name": "org/half", "bytes": 5 * 10**9}], "without those in progress"
     assert api.post("/models/delete", {"model": "org/kept"}).json() == {
         "model": "org/kept",
         "freed_bytes": 100,

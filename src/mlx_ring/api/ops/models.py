@@ -98,10 +98,18 @@ class DiskModel(JsonObject):
     context_tokens: int
 
 
+class InterruptedPull(JsonObject):
+    name: str
+    bytes: int
+    """Bytes on the disk. The next pull continues from them."""
+
+
 class DiskModels(JsonObject):
     models: list[DiskModel]
     pulls: list[PullStatus]
     """Pulls in progress. A pull of the same model joins the one in progress."""
+    interrupted: list[InterruptedPull]
+    """Pulls that ended before they were complete."""
 
 
 def routes(context: ApiContext) -> Router:
@@ -175,7 +183,11 @@ def _add_disk(router: Router, context: ApiContext) -> None:
 
     async def on_disk(_: Request) -> DiskModels:
         pulls = [_pull_status(name, progress) for name, progress in catalog.pulls.items()]
-        return {"models": await asyncio.to_thread(_disk_models, catalog), "pulls": pulls}
+        models, parts = await asyncio.to_thread(lambda: (_disk_models(catalog), catalog.interrupted_pulls()))
+        interrupted: list[InterruptedPull] = [
+            {"name": name, "bytes": size} for name, size in parts.items() if name not in catalog.pulls
+        ]
+        return {"models": models, "pulls": pulls, "interrupted": interrupted}
 
     documented_post(
         router,
@@ -211,7 +223,7 @@ def _add_disk(router: Router, context: ApiContext) -> None:
         router,
         "/cluster/models",
         on_disk,
-        RouteDoc("List the models on the head's disk, and the pulls in progress", DiskModels),
+        RouteDoc("List the models on the head's disk, and the pulls in progress or interrupted", DiskModels),
     )
 
 

@@ -192,6 +192,8 @@ export interface DiskModels {
   models: DiskModel[];
   /** Pulls in progress. A pull of the same model joins the one in progress. */
   pulls: PullStatus[];
+  /** Pulls that ended before they were complete. */
+  interrupted: InterruptedPull[];
 }
 
 export interface FunctionDelta {
@@ -239,6 +241,12 @@ export interface InstanceStatus {
   left_out: LeftOutStatus[];
   /** Remarks of the plan. */
   remarks: string[];
+}
+
+export interface InterruptedPull {
+  name: string;
+  /** Bytes on the disk. The next pull continues from them. */
+  bytes: number;
 }
 
 /** Commands that join this cluster, each with another address of the head and the same token. */

@@ -3,7 +3,7 @@
 /** @import { Snapshot } from "../live.js" */
 /** @import { ChatModel } from "../models.js" */
 /** @import { Status } from "../status.js" */
-/** @import { DiskModel, DiskModels, PullStatus } from "../types.js" */
+/** @import { DiskModel, DiskModels, InterruptedPull, PullStatus } from "../types.js" */
 /** @import { Job, Jobs, ModelJobs } from "./model-jobs.js" */
 
 import { ApiError, isAbort, request } from "../api.js";
@@ -54,7 +54,12 @@ export function Catalog({ now: { state, connection }, models, status, jobs }) {
       running=${Object.entries(running).filter(([name]) => !names.includes(name))}
       others=${jobs.others(disk.pulls)}
     />
-    <${OnDisk} models=${disk.models.filter(({ name }) => !known.has(name))} running=${running} jobs=${jobs} />
+    <${OnDisk}
+      models=${disk.models.filter(({ name }) => !known.has(name))}
+      interrupted=${disk.interrupted}
+      running=${running}
+      jobs=${jobs}
+    />
   </div>`;
 }
 
@@ -106,11 +111,12 @@ function OtherPull({ pull: { model, done_bytes: done, total_bytes: total }, jobs
 }
 
 /**
- * Render the models that can be loaded without a download.
- * @param {{ models: DiskModel[], running: Jobs, jobs: ModelJobs }} props
+ * Render the models that can be loaded without a download, and those whose download was interrupted.
+ * @param {{ models: DiskModel[], interrupted: InterruptedPull[], running: Jobs, jobs: ModelJobs }} props
  */
-function OnDisk({ models, running, jobs }) {
-  if (!models.length) return null;
+function OnDisk({ models, interrupted, running, jobs }) {
+  const waiting = interrupted.filter(({ name }) => !running[name]);
+  if (!models.length && !waiting.length) return null;
   return html`<section class="panel on-disk" aria-label="On the disk">
     <header><h2>On the disk</h2></header>
     <ul>
@@ -126,6 +132,19 @@ function OnDisk({ models, running, jobs }) {
             disabled=${running[name]?.isRunning}
             onClick=${onSingleClick(() => jobs.load(name))}
           >Load</button>
+        </li>`,
+      )}
+      ${waiting.map(
+        ({ name, bytes: done }) => html`<li key=${name}>
+          <span class="grow">
+            <span class="name">${name}</span>
+            <span class="muted">incomplete, ${bytes(done)} so far</span>
+          </span>
+          <button
+            type="button"
+            aria-label=${`Continue the download of ${name}`}
+            onClick=${onSingleClick(() => jobs.download(name))}
+          >Continue</button>
         </li>`,
       )}
     </ul>
@@ -176,7 +195,7 @@ function describeProgress(done, total) {
  * @param {string} names
  */
 function useDisk(jobs, isOpen, names) {
-  const [disk, setDisk] = useState(/** @type {DiskModels} */ ({ models: [], pulls: [] }));
+  const [disk, setDisk] = useState(/** @type {DiskModels} */ ({ models: [], pulls: [], interrupted: [] }));
   useEffect(() => {
     if (!isOpen) return undefined;
     const abort = new AbortController();
