@@ -205,3 +205,10 @@ def test_the_build_for_gpus_is_refused_without_a_driver_before_anything_changes(
         assert done.returncode
         assert sentence in done.stderr
         assert not done.stdout
+
+
+def test_the_guide_to_installing_names_the_present_version() -> None:
+    named = set(
+        re.findall(r"mlx_ring-(\d[\w.]*?)(?:-py3|\.tar)", (ROOT / "docs/install.md").read_text("utf-8"))
+    )
+    assert named == {tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["version"]}
