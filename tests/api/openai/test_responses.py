@@ -15,10 +15,10 @@ from tests.lazily import lazily
 from mlx_ring.api.chat.model_format import ChatFormat
 from mlx_ring.api.chat.parts import AnswerPart, CallArguments, CallOpening, ContentText, ReasoningText
 from mlx_ring.api.dialect import ErrorInfo
-from mlx_ring.api.openai.responses.request import ResponsesRequest, conversation_of, seal
+from mlx_ring.api.openai.responses.request import ResponsesRequest, conversation_of
 from mlx_ring.api.openai.responses.route import response_of
 from mlx_ring.api.openai.responses.schemas import ResponseMade
-from mlx_ring.api.openai.responses.writer import ResponseWriter, usage_of
+from mlx_ring.api.openai.responses.writer import ResponseWriter, seal, usage_of
 from mlx_ring.api.openai.sampling import sampling_params
 from mlx_ring.core.types import SamplingParams
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Literal, cast
 
@@ -23,6 +21,7 @@ from mlx_ring.api.chat.request import (
     text_of,
 )
 from mlx_ring.api.openai.messages import FunctionName, Parameters, check_names, choose
+from mlx_ring.api.openai.responses.writer import unseal
 from mlx_ring.api.openai.sampling import (
     Count,
     JsonObjectFormat,
@@ -34,7 +33,6 @@ from mlx_ring.api.openai.sampling import (
 from mlx_ring.api.request_body import MOST_MESSAGES, Body, Unsupported, show
 
 Plain = dict[str, object]
-_SEAL_PREFIX = "mlx-ring:"
 
 
 class InputText(Body):
@@ -199,21 +197,6 @@ def _turn(messages: list[Plain], reasoning: str) -> Plain:
 
 def _with_reasoning(message: Plain, reasoning: str) -> Plain:
     return message | ({"reasoning_content": reasoning} if reasoning else {})
-
-
-def seal(reasoning: str) -> str:
-    """Return reasoning as an opaque text that clients send back in the next request."""
-    return _SEAL_PREFIX + base64.b64encode(reasoning.encode()).decode()
-
-
-def unseal(sealed: str) -> str:
-    """Return the reasoning that this server sealed. Another server's seal cannot be opened."""
-    if not sealed.startswith(_SEAL_PREFIX):
-        return ""
-    try:
-        return base64.b64decode(sealed.removeprefix(_SEAL_PREFIX), validate=True).decode()
-    except (binascii.Error, UnicodeDecodeError):
-        return ""
 
 
 _LOGPROBS = "message.output_text.logprobs"

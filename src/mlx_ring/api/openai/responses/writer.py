@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import secrets
 import time
 from abc import ABC, abstractmethod
@@ -11,9 +13,6 @@ from typing import Literal
 
 from mlx_ring.api.chat.parts import AnswerPart, CallArguments, CallOpening, ReasoningText
 from mlx_ring.api.dialect import ErrorInfo
-from mlx_ring.api.openai.responses.request import (
-    seal,
-)
 from mlx_ring.api.openai.responses.schemas import (
     ErrorFields,
     ItemPlace,
@@ -33,6 +32,8 @@ from mlx_ring.api.openai.responses.schemas import (
     StateKind,
 )
 from mlx_ring.api.openai.schemas import ScoredToken
+
+_SEAL_PREFIX = "mlx-ring:"
 
 
 class OpenItem(ABC):
@@ -355,3 +356,18 @@ def usage_of(prompt: int, cached: int, completion: int, reasoning: int) -> Respo
         "output_tokens_details": {"reasoning_tokens": reasoning},
         "total_tokens": prompt + completion,
     }
+
+
+def seal(reasoning: str) -> str:
+    """Return reasoning as an opaque text that clients send back in the next request."""
+    return _SEAL_PREFIX + base64.b64encode(reasoning.encode()).decode()
+
+
+def unseal(sealed: str) -> str:
+    """Return the reasoning that this server sealed. Another server's seal cannot be opened."""
+    if not sealed.startswith(_SEAL_PREFIX):
+        return ""
+    try:
+        return base64.b64decode(sealed.removeprefix(_SEAL_PREFIX), validate=True).decode()
+    except (binascii.Error, UnicodeDecodeError):
+        return ""
